@@ -1,0 +1,20 @@
+# GPT-2 small on Shakespeare, on one GPU of 8 GB and more.
+#   python train_deepspeed.py config/finetune_shakespeare.py
+# 4 sequences x 1 GPU x 8 = 32 sequences of 1,024 = 32,768 tokens a step; 301,966 / 32,768 = 9.2 steps an epoch.
+out_dir = "out-shakespeare"
+init_from = "gpt2"
+dataset = "shakespeare"
+wandb_run_name = "gpt2"
+
+eval_interval = 10
+eval_iters = 10  # 40 windows; the validation split holds 35
+always_save_checkpoint = False  # it overfits soon: keep what validates best
+max_iters = 60
+
+batch_size = 4
+gradient_accumulation_steps = 8
+block_size = 1024
+dropout = 0.1
+
+learning_rate = 3e-5
+decay_lr = False

@@ -1,0 +1,27 @@
+# Character-level Shakespeare on a machine without a GPU: nanoGPT's CPU setting, on 2 ranks.
+#   torchrun --nproc_per_node=2 train_deepspeed.py config/shakespeare_char_cpu.py
+# 6 sequences x 2 ranks x 1 = 12 sequences of 64 characters = 768 a step; 1,003,854 / 768 = 1,307 steps an epoch.
+out_dir = "out-shakespeare-char-cpu"
+init_from = "scratch"
+dataset = "shakespeare_char"
+device = "cpu"
+
+eval_interval = 250
+eval_iters = 40  # 240 windows of each split
+log_interval = 50
+always_save_checkpoint = False
+
+batch_size = 6
+gradient_accumulation_steps = 1
+block_size = 64
+n_layer = 4
+n_head = 4
+n_embd = 128
+dropout = 0.0
+
+learning_rate = 1e-3
+max_iters = 2000
+lr_decay_iters = 2000
+min_lr = 1e-4
+warmup_iters = 100
+beta2 = 0.99  # few tokens a step

@@ -1,0 +1,28 @@
+# GPT-2 XL (1.5B) from scratch on OpenWebText, on 8 GPUs of 80 GB.
+#   torchrun --nproc_per_node=8 train_deepspeed.py config/train_gpt2_xl.py
+# 8 sequences x 8 GPUs x 8 = 512 sequences of 1,024 = 524,288 tokens a step, GPT-2's own batch; one pass over the 9.0
+# billion tokens is 17,234 steps.
+out_dir = "out-gpt2-xl"
+init_from = "scratch"
+dataset = "openwebtext"
+wandb_project = "owt"
+wandb_run_name = "gpt2-xl"
+
+n_layer = 48
+n_head = 25
+n_embd = 1600
+
+eval_interval = 1000
+eval_iters = 200
+log_interval = 10
+max_iters = 100_000
+
+batch_size = 8
+gradient_accumulation_steps = 8
+block_size = 1024
+
+learning_rate = 2e-4  # GPT-3's for 1.3B parameters (arXiv:2005.14165, table 2.1)
+warmup_iters = 2000
+lr_decay_iters = 100_000
+min_lr = 2e-5
+weight_decay = 1e-1

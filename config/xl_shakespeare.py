@@ -1,0 +1,20 @@
+# The headline job: GPT-2 XL on Shakespeare, ZeRO-2.
+#   torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py
+# 1 sequence x 4 GPUs x 32 = 128 sequences of 1,024 = 131,072 tokens a step; 301,966 / 131,072 = 2.3 steps an epoch,
+# so that 20 steps are 8.7 epochs. On cards with room, 8 x 4 instead of 1 x 32 is the same step, much faster.
+out_dir = "out-shakespeare-xl-deepspeed"
+init_from = "gpt2-xl"
+dataset = "shakespeare"
+wandb_run_name = "gpt2-xl"
+
+eval_interval = 5
+eval_iters = 20
+max_iters = 20
+
+batch_size = 1
+gradient_accumulation_steps = 32
+block_size = 1024
+
+learning_rate = 3e-5
+lr_schedule = "cosine"
+deepspeed_config = "ds_config_zero2.json"

@@ -1,0 +1,197 @@
+"""Settings: a script's defaults <- config files <- --key=value, checked.
+
+A script's settings are its top-level names. Their types are those of the defaults, or the annotations where one
+type is not enough (`lr_decay_iters: int | None = None`, `lr_schedule: Literal["cosine", "linear"] = "cosine"`).
+
+    python train_deepspeed.py config/xl_shakespeare.py --learning_rate=1e-5 --max_iters 40
+
+Config files are Python and run in a namespace of their own, which holds the settings so far: they may compute,
+import, and use names of their own if these begin with an underscore. `--help` shows every setting with its comment,
+`--print_settings` the settings in force as JSON.
+"""
+
+import ast
+import difflib
+import json
+import os
+import sys
+import types
+import typing
+
+PLAIN = (bool, int, float, str, type(None), dict, list, tuple)
+
+
+class SettingsError(Exception):
+    """Every problem found in the settings, one a line."""
+
+
+def configure(defaults, argv, annotations=None, root="."):
+    """The settings that argv makes of `defaults`: a new dict with the same keys.
+
+    Config files are looked for in the working directory, then in `root`. Raises SettingsError with all problems.
+    """
+    settings, problems = dict(defaults), []
+    allowed = {name: allowed_values(value, (annotations or {}).get(name)) for name, value in defaults.items()}
+
+    def assign(name, value, where, parse=False):
+        if name not in defaults:
+            problems.append(f"{where}: there is no setting '{name}'{nearest(name, defaults)}")
+            return
+        try:
+            settings[name] = (parsed if parse else checked)(value, *allowed[name])
+        except ValueError as error:
+            problems.append(f"{where}: {name} {error}")
+
+    args = list(argv)
+    while args:
+        arg = args.pop(0)
+        if not arg.startswith("--"):
+            try:
+                changed = run_config_file(arg, settings, root)
+            except SettingsError as error:
+                problems.append(str(error))
+                continue
+            for name, value in changed.items():
+                assign(name, value, arg)
+            continue
+        name, equals, value = arg[2:].partition("=")
+        if not equals:
+            if args and not args[0].startswith("--") and not (is_switch(allowed, name) and not is_bool(args[0])):
+                value = args.pop(0)
+            elif is_switch(allowed, name):
+                value = "True"
+            elif name in defaults:
+                problems.append(f"--{name} needs a value: --{name}={defaults[name]}")
+                continue
+        if name != "local_rank":  # the deepspeed launcher gives it to every script; LOCAL_RANK says the same
+            assign(name, value, "command line", parse=True)
+    if problems:
+        raise SettingsError("\n".join(problems))
+    return settings
+
+
+def nearest(name, known):
+    """', did you mean ...?' with the known name most like `name`, or nothing."""
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f": did you mean '{match[0]}'?" if match else ""
+
+
+def is_bool(text):
+    return text in ("True", "False", "true", "false")
+
+
+def is_switch(allowed, name):
+    return name in allowed and allowed[name] == ({bool}, ())
+
+
+def allowed_values(default, annotation):
+    """(types, choices) that a setting may take, from its annotation or else from its default."""
+    if annotation is None:
+        return {type(default)}, ()
+    parts = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    choices = tuple(choice for p in parts if typing.get_origin(p) is typing.Literal for choice in typing.get_args(p))
+    return {p for p in parts if isinstance(p, type)} | ({type(None)} if None in parts else set()), choices
+
+
+def checked(value, kinds, choices):
+    """`value` if it is of one of the types or choices; an int becomes a float where only a float will do."""
+    if (type(value) in kinds) or value in choices:
+        return value
+    if float in kinds and type(value) is int:
+        return float(value)
+    names = [kind.__name__ if kind is not type(None) else "None" for kind in sorted(kinds, key=str)]
+    raise ValueError(f"takes {' or '.join([*map(repr, choices), *names])}, not {value!r}")
+
+
+def parsed(text, kinds, choices):
+    """The value that a command line's text means for a setting of these types."""
+    if text in choices or kinds == {str}:
+        return checked(text, kinds, choices)
+    if is_bool(text):
+        text = text.capitalize()
+    try:
+        return checked(ast.literal_eval(text), kinds, choices)
+    except (ValueError, SyntaxError):
+        return checked(text, kinds, choices)
+
+
+def run_config_file(path, settings, root):
+    """Run a config file; returns what it assigned, by name."""
+    found = next((p for p in (path, os.path.join(root, path)) if os.path.isfile(p)), None)
+    if found is None:
+        raise SettingsError(f"there is no config file {path}; settings are written --key=value")
+    names = dict(settings)
+    try:
+        with open(found, encoding="utf-8") as f:
+            exec(compile(f.read(), found, "exec"), names)
+    except Exception as error:  # whatever the user's own Python raises
+        line = getattr(error, "lineno", None)
+        tb = error.__traceback__
+        while tb:
+            line = tb.tb_lineno if tb.tb_frame.f_code.co_filename == found else line
+            tb = tb.tb_next
+        raise SettingsError(f"{path}, line {line}: {type(error).__name__}: {error}") from None
+    return {
+        name: value
+        for name, value in names.items()
+        if not name.startswith("_")
+        and not isinstance(value, types.ModuleType)
+        and not callable(value)
+        and (name not in settings or value is not settings[name])
+    }
+
+
+def differences(defaults, settings):
+    """The settings that are not the defaults, as --key=value."""
+    return [f"--{name}={value}" for name, value in settings.items() if value != defaults[name]]
+
+
+def help_text(source, defaults):
+    """The script's own lines of settings with their comments: the defaults are the manual."""
+    with open(source, encoding="utf-8") as f:
+        text = f.read()
+    tree = ast.parse(text)
+    lines = text.splitlines()
+    at = {}
+    for node in tree.body:
+        target = node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
+        if isinstance(target, ast.Name) and target.id in defaults:
+            at[node.lineno] = (target.id, lines[node.end_lineno - 1])
+    shown = [ast.get_docstring(tree) or "", "", "Settings, as --key=value:"]
+    for number in range(min(at) - 1, max(at) + 1):
+        line = lines[number - 1]
+        if number in at:
+            name, last = at[number]
+            value = repr(defaults[name]) if isinstance(defaults[name], str) else defaults[name]
+            setting = f"  --{name}={value}"
+            comment = last.partition("  # ")[2]
+            shown.append(f"{setting:<42}  {comment}".rstrip())
+        elif line.startswith("# "):
+            shown += ["", line[2:]]
+    return "\n".join(shown)
+
+
+def from_command_line(script, argv=None):
+    """The settings of the script whose globals() are given, from its command line.
+
+    Ends the program for --help, --print_settings, and for a mistake: exit code 2, one line a problem.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    defaults = {k: v for k, v in script.items() if not k.startswith("_") and isinstance(v, PLAIN)}
+    if "--help" in argv or "-h" in argv:
+        print(help_text(script["__file__"], defaults))
+        raise SystemExit(0)
+    root = os.path.dirname(os.path.abspath(script["__file__"]))
+    asked = "--print_settings" in argv
+    try:
+        settings = configure(
+            defaults, [a for a in argv if a != "--print_settings"], script.get("__annotations__"), root
+        )
+    except SettingsError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+    if asked:
+        print(json.dumps(settings))
+        raise SystemExit(0)
+    return settings

@@ -1,0 +1,436 @@
+"""GPT-2 in plain PyTorch: the model, its weights from elsewhere, its text.
+
+It knows nothing of DeepSpeed, of ranks or of data sets, and can be lifted out and used alone:
+
+    model = GPT.from_pretrained("gpt2")          # or a folder written by save_pretrained
+    loss = model(idx, targets)                   # (B, T) and (B, T) -> a scalar
+    logits = model(idx)                          # (B, T) -> (B, T, vocab_size)
+    text = model.generate(idx, 100, top_k=50)    # (B, T) -> (B, T + up to 100)
+
+The architecture is that of "Language Models are Unsupervised Multitask Learners" (Radford et al., 2019),
+and parameter names are those of transformers' GPT2LMHeadModel.
+"""
+
+import contextlib
+import json
+import math
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+LOSS_ROWS = 4096  # rows of logits that exist at one time; 4096 x 50304 in bf16 are 412 MB
+
+
+class WeightsError(Exception):
+    """Pretrained weights that cannot be had or do not fit; the message says what to do."""
+
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024  # longest context, tokens
+    vocab_size: int = 50257
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = True  # in the linear layers and layer norms; GPT-2 has them
+
+    def __post_init__(self):
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
+
+    @property
+    def padded_vocab_size(self):
+        """Rows of the embedding: a multiple of 64 keeps the largest matrix product on the tensor cores' fast path."""
+        return -(-self.vocab_size // 64) * 64
+
+
+def attention_backends(device):
+    """Attention kernels in order of preference for `device`.
+
+    cuDNN's is the fastest on Hopper (25 heads of 64, 1,024 tokens, batch 8, forward and backward on an H200:
+    0.51 ms against flash's 0.71).
+    """
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    if torch.cuda.get_device_capability(device)[0] >= 9:
+        order.insert(0, SDPBackend.CUDNN_ATTENTION)
+    return order
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.dropout = config.dropout
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.resid_dropout = nn.Dropout(config.dropout)
+        self.backends = None  # chosen at the first forward on CUDA
+
+    def forward(self, x, cache=None, start=0):
+        B, T, C = x.shape
+        q, k, v = (
+            part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+            for part in self.c_attn(x).split(C, dim=2)
+        )
+        kernels = contextlib.nullcontext()
+        if cache is not None:
+            k, v = cache.extend(k, v, start)
+        elif x.is_cuda:  # with a cache the shapes change at every token, for which cuDNN would plan anew
+            if self.backends is None:
+                self.backends = attention_backends(x.device)
+            kernels = sdpa_kernel(self.backends, set_priority=True)
+        with kernels:
+            y = F.scaled_dot_product_attention(
+                q, k, v, is_causal=T > 1, dropout_p=self.dropout if self.training else 0.0
+            )
+        y = y.transpose(1, 2).reshape(B, T, C)
+        return self.resid_dropout(self.c_proj(y))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x):
+        # GPT-2 was trained with the tanh form of GELU; the exact one shifts its logits by about 1e-3
+        return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x, cache=None, start=0):
+        x = x + self.attn(self.ln_1(x), cache, start)
+        return x + self.mlp(self.ln_2(x))
+
+
+def softmax_loss(logits, targets, vocab_size):
+    """Per row: the cross-entropy, and its gradient by the logits.
+
+    logits (N, padded_vocab_size), targets (N,) with -1 for rows that don't count -> (N,) in fp32, and
+    (N, padded_vocab_size) in the logits' dtype. The padding's columns have no part in either.
+    """
+    columns = torch.arange(logits.size(1), device=logits.device)
+    logits32 = logits.float().masked_fill(columns >= vocab_size, float("-inf"))
+    log_z = torch.logsumexp(logits32, dim=1, keepdim=True)
+    counts = (targets >= 0).unsqueeze(1)
+    row_target = targets.clamp(min=0).unsqueeze(1)
+    losses = (log_z - logits32.gather(1, row_target)) * counts
+    grad = (torch.exp(logits32 - log_z) - (columns == row_target).float()) * counts
+    return losses.squeeze(1), grad.to(logits.dtype)
+
+
+class FusedHeadLoss(torch.autograd.Function):
+    """Mean cross-entropy of x @ weight.T, LOSS_ROWS rows at a time.
+
+    The gradients are computed while a chunk's logits are at hand, so that neither all logits nor their gradient
+    are ever held, and no matrix product is done twice (the idea is that of Liger Kernel, arXiv:2410.10989). They are
+    scaled in backward, so that fp16's loss scale acts before they are rounded.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, vocab_size, step):
+        grad_x = torch.empty_like(x)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        total = torch.zeros((), device=x.device)
+        for first in range(0, x.size(0), LOSS_ROWS):
+            rows = slice(first, first + LOSS_ROWS)
+            losses, grad = step(x[rows] @ weight.T, targets[rows], vocab_size)
+            total += losses.sum()
+            grad_x[rows] = grad @ weight
+            grad_weight += grad.T @ x[rows]
+        count = (targets >= 0).sum()
+        ctx.save_for_backward(grad_x, grad_weight, count)
+        return total / count
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        grad_x, grad_weight, count = ctx.saved_tensors
+        scale = grad_loss / count
+        return grad_x * scale.to(grad_x.dtype), (grad_weight * scale).to(grad_x.dtype), None, None, None
+
+
+class Head(nn.Module):
+    """The output layer, tied to the token embedding. A module of its own, so that whoever gathers parameters module
+    by module (ZeRO-3) finds the shared weight where it is used."""
+
+    def __init__(self, wte, vocab_size):
+        super().__init__()
+        self.weight = wte.weight
+        self.vocab_size = vocab_size
+        self.step = softmax_loss
+
+    def forward(self, x, targets=None, reduction="mean"):
+        if targets is None:
+            return F.linear(x, self.weight)[..., : self.vocab_size]
+        x, targets = x.flatten(0, -2), targets.flatten()
+        if reduction == "mean":
+            return FusedHeadLoss.apply(x, self.weight, targets, self.vocab_size, self.step)
+        return torch.cat([
+            self.step(rows @ self.weight.T, row_targets, self.vocab_size)[0]
+            for rows, row_targets in zip(x.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True)
+        ])
+
+
+class LayerCache:
+    """Keys and values of one layer, (B, n_head, block_size, head size) each, filled from the left."""
+
+    def __init__(self, B, config, like):
+        shape = (B, config.n_head, config.block_size, config.n_embd // config.n_head)
+        self.k, self.v = like.new_empty(shape), like.new_empty(shape)
+
+    def extend(self, k, v, start):
+        end = start + k.size(2)
+        self.k[:, :, start:end], self.v[:, :, start:end] = k, v
+        return self.k[:, :, :end], self.v[:, :, :end]
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.gradient_checkpointing = False
+        self.transformer = nn.ModuleDict({
+            "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
+            "wpe": nn.Embedding(config.block_size, config.n_embd),
+            "drop": nn.Dropout(config.dropout),
+            "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+            "ln_f": nn.LayerNorm(config.n_embd, bias=config.bias),
+        })
+        self.lm_head = Head(self.transformer.wte, config.vocab_size)
+        self.init_weights()
+
+    def init_weights(self):
+        """Normal with deviation 0.02, projections into the residual stream scaled down by its 2 * n_layer additions."""
+        for name, p in self.named_parameters():
+            if p.dim() >= 2:
+                residual = name.endswith("c_proj.weight")
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer) if residual else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+        with torch.no_grad():
+            self.transformer.wte.weight[self.config.vocab_size :] = 0  # the padding's rows are never looked up
+
+    def num_params(self, positions=True):
+        """Parameters that can matter: the tied matrix once, the vocabulary's padding not at all."""
+        padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
+        unused = 0 if positions else self.config.block_size * self.config.n_embd
+        return sum(p.numel() for p in self.parameters()) - padding - unused
+
+    def flops_per_token(self, T=None):
+        """Model FLOPs of a forward and backward over one token in a context of T: 6 N + 12 n_layer n_embd T.
+
+        N leaves out the position embeddings (PaLM, arXiv:2204.02311, appendix B).
+        """
+        T = T or self.config.block_size
+        return 6 * self.num_params(positions=False) + 12 * self.config.n_layer * self.config.n_embd * T
+
+    def parameter_groups(self, weight_decay):
+        """Two groups for the optimizer: what multiplies (two dimensions and more) decays, what adds or scales doesn't."""
+        params = [p for p in self.parameters() if p.requires_grad]
+        return [
+            {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        ]
+
+    def compile_parts(self):
+        """Compile each block in place, and the loss. The blocks share one graph, so a cold start costs about 11 s for
+        GPT-2 XL on an H200 instead of the whole model's 52, at almost the same speed; names of parameters stay."""
+        for block in self.transformer.h:
+            block.compile()
+        self.lm_head.step = torch.compile(softmax_loss)
+
+    def crop_block_size(self, block_size):
+        """Shorten the longest context to `block_size`; the position embeddings beyond it go."""
+        if block_size > self.config.block_size:
+            raise ValueError(f"block_size={block_size} is beyond the {self.config.block_size} positions of the weights")
+        self.config.block_size = block_size
+        wpe = self.transformer.wpe
+        wpe.weight = nn.Parameter(wpe.weight[:block_size].detach().clone())
+        wpe.num_embeddings = block_size
+
+    def forward(self, idx, targets=None, reduction="mean"):
+        """idx (B, T) -> logits (B, T, vocab_size); with targets (B, T) -> their mean cross-entropy, or with
+        reduction="none" that of each token, (B * T,). A target of -1 does not count."""
+        return self.lm_head(self.hidden(idx), targets, reduction)
+
+    def hidden(self, idx, caches=None, start=0):
+        """Final hidden states (B, T, n_embd) of tokens at positions start and on."""
+        T = idx.size(1)
+        if start + T > self.config.block_size:
+            raise ValueError(f"a sequence of {start + T} tokens is longer than block_size={self.config.block_size}")
+        positions = torch.arange(start, start + T, device=idx.device)
+        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(positions))
+        for i, block in enumerate(self.transformer.h):
+            if self.gradient_checkpointing and self.training:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x, caches and caches[i], start)
+        return self.transformer.ln_f(x)
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, end_of_text=None,
+                 use_cache=True, generator=None, on_token=None):
+        """Continue idx (B, T) by at most max_new_tokens; returns (B, T + n).
+
+        temperature 0 takes the likeliest token. top_k keeps the k likeliest, top_p the likeliest that together reach
+        that probability. A row that has produced end_of_text repeats it, and when all rows have, generation stops.
+        on_token is called with each new (B,) column. Past block_size tokens the context slides, and as every
+        position then changes, the whole window is computed for each token; until then keys and values are cached.
+        """
+        block_size = self.config.block_size
+        caches = [LayerCache(idx.size(0), self.config, self.transformer.wte.weight) for _ in self.transformer.h]
+        done = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
+        cached = 0  # tokens whose keys and values are in the caches
+        for _ in range(max_new_tokens):
+            if use_cache and idx.size(1) <= block_size:
+                x = self.hidden(idx[:, cached:], caches, cached)
+                cached = idx.size(1)
+            else:
+                x = self.hidden(idx[:, -block_size:])
+            token = sample_token(self.lm_head(x[:, -1:])[:, 0].float(), temperature, top_k, top_p, generator)
+            if end_of_text is not None:
+                token = torch.where(done, end_of_text, token)
+                done |= token == end_of_text
+            idx = torch.cat([idx, token[:, None]], dim=1)
+            if on_token:
+                on_token(token)
+            if end_of_text is not None and done.all():
+                break
+        return idx
+
+    @classmethod
+    def from_pretrained(cls, name_or_dir, dropout=0.0, device="cpu", dtype=torch.float32):
+        """GPT-2 with the weights of a hub name (see PRETRAINED) or of a folder in transformers' format.
+
+        The weights go to `device` one tensor at a time. Raises WeightsError.
+        """
+        folder = name_or_dir if os.path.isdir(name_or_dir) else fetch_from_hub(name_or_dir)
+        config = read_config(folder)
+        config.dropout = dropout
+        with torch.device("meta"):
+            model = cls(config).to(dtype)
+        model.to_empty(device=device)
+        model.lm_head.weight = model.transformer.wte.weight  # to_empty made two of one
+        read_weights(model, folder)
+        return model
+
+
+def sample_token(logits, temperature, top_k, top_p, generator=None):
+    """Logits (B, vocab_size) -> one token a row, (B,)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits / temperature
+    if top_k:
+        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    probs = F.softmax(logits, dim=-1)
+    if top_p is not None and top_p < 1:
+        ranked, order = probs.sort(dim=-1, descending=True)
+        ranked[ranked.cumsum(-1) - ranked >= top_p] = 0  # the first always stays
+        probs = torch.zeros_like(probs).scatter(-1, order, ranked)
+    return torch.multinomial(probs, 1, generator=generator)[:, 0]
+
+
+def fetch_from_hub(name):
+    """The local folder of a GPT-2 on the Hugging Face hub, downloaded if it is not in the cache."""
+    if name not in PRETRAINED:
+        raise WeightsError(f"'{name}' is neither a folder nor one of {', '.join(PRETRAINED)}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", "model.safetensors"])
+    except Exception as error:  # httpx, hub and OS errors have no common base, and all mean the same to the user
+        raise WeightsError(
+            f"the weights of {name} could not be fetched ({type(error).__name__}); fetch config.json and "
+            "model.safetensors elsewhere and give their folder as --init_from=DIR, or set HF_ENDPOINT to a mirror"
+        ) from None
+
+
+def read_config(folder):
+    """GPTConfig from a folder's config.json; WeightsError if it describes another model than GPT-2."""
+    try:
+        with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
+            hf = json.load(f)
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{folder}: config.json cannot be read ({error})") from None
+    expected = {
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "tie_word_embeddings": True,
+        "n_inner": None,
+    }
+    for key, value in expected.items():
+        if hf.get(key, value) not in (value, 4 * hf.get("n_embd", 768) if key == "n_inner" else value):
+            raise WeightsError(f"{folder}: config.json has {key}={hf[key]!r}, which is not GPT-2's {value!r}")
+    return GPTConfig(
+        block_size=hf.get("n_positions", 1024),
+        vocab_size=hf.get("vocab_size", 50257),
+        n_layer=hf.get("n_layer", 12),
+        n_head=hf.get("n_head", 12),
+        n_embd=hf.get("n_embd", 768),
+    )
+
+
+def open_weights(folder):
+    """(names, get) of a folder's tensors, from safetensors (whole or in shards) or else pytorch_model.bin."""
+    from safetensors import safe_open
+
+    index = os.path.join(folder, "model.safetensors.index.json")
+    whole = os.path.join(folder, "model.safetensors")
+    pickled = os.path.join(folder, "pytorch_model.bin")
+    if os.path.exists(index):
+        with open(index, encoding="utf-8") as f:
+            shards = {os.path.join(folder, shard) for shard in json.load(f)["weight_map"].values()}
+    elif os.path.exists(whole):
+        shards = {whole}
+    elif os.path.exists(pickled):
+        tensors = torch.load(pickled, map_location="cpu", mmap=True, weights_only=True)
+        return tensors.keys(), tensors.__getitem__
+    else:
+        raise WeightsError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
+    readers = [safe_open(shard, framework="pt") for shard in sorted(shards)]
+    where = {name: reader for reader in readers for name in reader.keys()}  # noqa: SIM118 (no mapping)
+    return where.keys(), lambda name: where[name].get_tensor(name)
+
+
+@torch.no_grad()
+def read_weights(model, folder):
+    """Fill the model from a folder. transformers keeps linear layers as Conv1D, transposed, and knows no padding."""
+    try:
+        names, get = open_weights(folder)
+        for name, p in model.named_parameters():
+            # gpt2 on the hub has no "transformer." before its names, later saves have
+            theirs = name if name in names else name.removeprefix("transformer.")
+            if theirs not in names:
+                raise WeightsError(f"{folder}: the tensor {name} is missing")
+            w = get(theirs)
+            if name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")):
+                w = w.t()
+            if name == "transformer.wte.weight":
+                p[len(w):] = 0
+            if w.shape != p[: len(w)].shape:
+                raise WeightsError(f"{folder}: {name} has the shape {tuple(w.shape)}, config.json says {tuple(p.shape)}")
+            p[: len(w)].copy_(w)
+    except WeightsError:
+        raise
+    except Exception as error:  # a cut or foreign file: safetensors, pickle and zip each raise their own
+        raise WeightsError(f"{folder}: the weights cannot be read ({type(error).__name__}: {error})") from None

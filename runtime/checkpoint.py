@@ -1,0 +1,238 @@
+"""Tags: written whole or not at all, found again, checked, and turned back into plain weights.
+
+    out_dir/iter_5/         DeepSpeed's own files and manifest.json, which is written last
+    out_dir/best/, final/   the same files as an iteration's tag, by hard links
+    out_dir/latest          the newest tag's name
+
+A save is written to iter_5.saving/ and takes its name only when every rank's files are on disk, hashed and listed in
+the manifest: a reader sees whole tags alone. To load for inference, on any machine:
+
+    from runtime.checkpoint import find_tag, fp32_weights
+    tag, manifest = find_tag("out-shakespeare-xl-deepspeed", "best")
+    model = GPT(GPTConfig(**manifest["state"]["model"])); model.load_state_dict(fp32_weights("out-...", tag))
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+
+import torch
+import torch.distributed as dist
+
+from runtime.dist import quiet
+
+STATE = "gpt2"  # our one key in DeepSpeed's client_state, whose other keys are the engine's own
+# What DeepSpeed's optimizer files name beyond tensors and plain containers. Reading a file that names anything else
+# could run its author's code.
+SAFE_GLOBALS = {
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+}
+
+
+class CheckpointError(Exception):
+    """A tag that is not there, not whole, not safe or not fit; the message says what to do."""
+
+
+def save(engine, out_dir, tag, facts, state):
+    """Write and commit out_dir/tag on all ranks. facts (stage, dtype, versions, ...) and state go into the manifest."""
+    work = os.path.join(out_dir, tag + ".saving")
+    if dist.get_rank() == 0:
+        shutil.rmtree(work, ignore_errors=True)
+    dist.barrier()
+    name_stage(engine.optimizer)
+    with quiet():
+        engine.save_checkpoint(out_dir, tag=tag + ".saving", client_state={STATE: state}, save_latest=False)
+    mine = {name: describe(os.path.join(work, name), sync=True) for name in os.listdir(work) if is_mine(name)}
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if dist.get_rank() == 0:
+        files = {name: entry for part in everyone for name, entry in sorted(part.items())}
+        manifest = {"format": 1, "tag": tag, **facts, "world_size": len(everyone), "state": state, "files": files}
+        write_atomically(os.path.join(work, "manifest.json"), json.dumps(manifest, indent=1))
+        put_in_place(work, os.path.join(out_dir, tag))
+        write_atomically(os.path.join(out_dir, "latest"), tag)
+    dist.barrier()
+
+
+def name_stage(optimizer):
+    """DeepSpeed's BF16_Optimizer, its choice for bfloat16 at stage 1, leaves its stage out of what it saves, and
+    zero_to_fp32 then refuses the file; everything else that it reads is there."""
+    if type(optimizer).__name__ == "BF16_Optimizer" and "state_dict" not in vars(optimizer):
+        incomplete = optimizer.state_dict
+        optimizer.state_dict = lambda: {**incomplete(), "zero_stage": 1}
+
+
+def is_mine(name):
+    """Whether DeepSpeed lets this rank write the file of this name; what names no rank is rank 0's."""
+    rank = re.search(r"zero_pp_rank_(\d+)_", name)
+    return (int(rank[1]) if rank else 0) == dist.get_rank()
+
+
+def describe(path, sync=False):
+    """{'bytes', 'sha256'} of a file; with sync it is on the disk when this returns."""
+    with open(path, "rb") as f:
+        if sync:
+            os.fsync(f.fileno())
+        return {"bytes": os.path.getsize(path), "sha256": hashlib.file_digest(f, "sha256").hexdigest()}
+
+
+def write_atomically(path, text):
+    """Replace a small file, so that a reader sees the old text or the new one."""
+    with open(path + ".tmp", "w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(path + ".tmp", path)
+    sync_folder(os.path.dirname(path))
+
+
+def sync_folder(path):
+    """Make the names in a folder durable, too."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def put_in_place(work, final):
+    """Give a finished folder its name; a folder that had it goes afterwards."""
+    old = final + ".old"
+    shutil.rmtree(old, ignore_errors=True)
+    if os.path.exists(final):
+        os.rename(final, old)
+    os.rename(work, final)
+    sync_folder(os.path.dirname(final))
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def link(out_dir, tag, name):
+    """Make out_dir/name the same files as out_dir/tag: hard links, or copies where the file system has none. Rank 0."""
+    source, work = os.path.join(out_dir, tag), os.path.join(out_dir, name + ".saving")
+    shutil.rmtree(work, ignore_errors=True)
+    os.makedirs(work)
+    for file in os.listdir(source):
+        try:
+            os.link(os.path.join(source, file), os.path.join(work, file))
+        except OSError:
+            shutil.copy2(os.path.join(source, file), work)
+    put_in_place(work, os.path.join(out_dir, name))
+
+
+def tags(out_dir):
+    """Names of the whole tags, oldest first, best and final last."""
+    if not os.path.isdir(out_dir):
+        return []
+    found = [t for t in os.listdir(out_dir) if os.path.exists(os.path.join(out_dir, t, "manifest.json"))]
+    found = [t for t in found if not t.endswith((".saving", ".old"))]
+    return sorted(found, key=lambda t: (0, int(t[5:]), t) if re.fullmatch(r"iter_\d+", t) else (1, 0, t))
+
+
+def prune(out_dir, keep_last):
+    """Remove all but the newest keep_last iter_* tags; best and final are folders of their own and stay. Rank 0."""
+    for tag in [t for t in tags(out_dir) if t.startswith("iter_")][:-keep_last]:
+        remove(out_dir, tag)
+
+
+def remove(out_dir, tag):
+    """Remove one tag; its manifest goes first, so that a reader never sees half of it."""
+    os.remove(os.path.join(out_dir, tag, "manifest.json"))
+    shutil.rmtree(os.path.join(out_dir, tag))
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(cache_path(out_dir, tag))
+
+
+def find_tag(out_dir, tag="latest"):
+    """(tag, manifest) of a whole tag; 'latest' takes the newest. Raises CheckpointError, which names those there are."""
+    there = tags(out_dir)
+    if not there:
+        raise CheckpointError(f"{out_dir} holds no checkpoint: name another folder with --out_dir=DIR")
+    if tag == "latest":
+        with contextlib.suppress(OSError), open(os.path.join(out_dir, "latest"), encoding="utf-8") as f:
+            tag = f.read().strip()
+        if tag not in there:
+            numbered = [t for t in there if t.startswith("iter_")]
+            tag = (numbered or there)[-1]
+    if tag not in there:
+        raise CheckpointError(f"{out_dir} holds no whole tag '{tag}'; there are {', '.join(there)}")
+    try:
+        with open(os.path.join(out_dir, tag, "manifest.json"), encoding="utf-8") as f:
+            return tag, json.load(f)
+    except ValueError as error:
+        raise CheckpointError(f"{out_dir}/{tag}/manifest.json cannot be read: {error}") from None
+
+
+def damages(path, files):
+    """What is wrong with files (name -> bytes, sha256) of a tag, one sentence each; nothing if they are whole."""
+    found = []
+    for name, entry in files.items():
+        file = os.path.join(path, name)
+        if not os.path.exists(file):
+            found.append(f"{file} is missing")
+        elif os.path.getsize(file) != entry["bytes"]:
+            found.append(f"{file} has {os.path.getsize(file)} bytes, not {entry['bytes']}")
+        elif describe(file)["sha256"] != entry["sha256"]:
+            found.append(f"{file} has changed since it was saved (its sha256 differs)")
+        elif name.endswith(".pt"):
+            unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - SAFE_GLOBALS
+            if unsafe:
+                found.append(f"{file} names {', '.join(sorted(unsafe))}, which no checkpoint of ours does; not read")
+    return found
+
+
+def load(engine, out_dir, tag):
+    """Put a tag's weights, optimizer and scale back into the engine, all ranks; returns the state that was saved."""
+    with quiet():
+        path, client_state = engine.load_checkpoint(out_dir, tag=tag)
+    if path is None:
+        raise CheckpointError(f"DeepSpeed could not load {out_dir}/{tag}")
+    return client_state[STATE]
+
+
+def cache_path(out_dir, tag):
+    return os.path.join(out_dir, f"{tag}.fp32.safetensors")
+
+
+def fp32_weights(out_dir, tag):
+    """name -> fp32 tensor of a tag's model, for GPT.load_state_dict; cached as safetensors beside the tag.
+
+    Every file is checked against the manifest and against SAFE_GLOBALS before it is read. Raises CheckpointError.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    path, cache = os.path.join(out_dir, tag), cache_path(out_dir, tag)
+    manifest_hash = describe(os.path.join(path, "manifest.json"))["sha256"]
+    if os.path.exists(cache):
+        with contextlib.suppress(Exception), safe_open(cache, framework="pt") as f:  # a bad cache is made anew
+            if (f.metadata() or {}).get("manifest") == manifest_hash:
+                return tied({name: f.get_tensor(name) for name in f.keys()})  # noqa: SIM118 (no mapping)
+    _, manifest = find_tag(out_dir, tag)
+    found = damages(path, manifest["files"])
+    if found:
+        raise CheckpointError("\n".join(found))
+    if manifest["stage"] == 0:
+        file = os.path.join(path, "mp_rank_00_model_states.pt")
+        weights = torch.load(file, map_location="cpu", weights_only=True)["module"]
+    else:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        with quiet():
+            weights = get_fp32_state_dict_from_zero_checkpoint(out_dir, tag)
+    weights = {name: w.float().contiguous() for name, w in weights.items() if name != "lm_head.weight"}
+    with contextlib.suppress(OSError):  # a folder that is full or not ours can be sampled from all the same
+        save_file(weights, cache + ".tmp", metadata={"manifest": manifest_hash})
+        os.replace(cache + ".tmp", cache)
+    return tied(weights)
+
+
+def tied(weights):
+    """The output layer is the token embedding; files hold it once."""
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    return weights

@@ -1,0 +1,68 @@
+"""Ranks: who am I, what do all of us say, and how do we part. torch is imported late, so that a refusal is quick."""
+
+import contextlib
+import io
+import os
+import socket
+import sys
+import time
+
+RANK = int(os.environ.get("RANK", 0))
+
+
+def print0(*args):
+    """Print on rank 0 alone, at once."""
+    if RANK == 0:
+        print(*args, flush=True)
+
+
+def quiet():
+    """A context in which DeepSpeed's chatter on stdout goes nowhere; what is wrong it raises or logs to stderr."""
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+def refuse(problems):
+    """End all ranks for a mistake of the user's, exit code 2. Every rank finds the same one and rank 0 tells it; the
+    others wait for it, because a launcher that sees one rank end kills the rest in the middle of their sentence."""
+    if RANK == 0:
+        print(problems, file=sys.stderr, flush=True)
+    else:
+        time.sleep(10)
+    raise SystemExit(2)
+
+
+def environment():
+    """(rank, local_rank, world_size, ranks on this machine) as torchrun and deepspeed give them; without a launcher,
+    one process, with what torch.distributed needs filled in."""
+    if "RANK" not in os.environ:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    world_size = int(os.environ["WORLD_SIZE"])
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world_size)))
+    return RANK, int(os.environ["LOCAL_RANK"]), world_size, local_world_size
+
+
+def total(*values, device="cpu"):
+    """The values summed over all ranks, in double precision: floats or 0-dimensional tensors -> a list of floats."""
+    import torch
+
+    sums = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values])
+    torch.distributed.all_reduce(sums)
+    return sums.tolist()
+
+
+def agree(flag, device="cpu"):
+    """True where every rank says so. Whatever changes the path is decided by this."""
+    import torch
+
+    return total(bool(flag), device=device)[0] == torch.distributed.get_world_size()
+
+
+def part():
+    """Leave together: without the barrier, a third of gloo's runs abort at exit."""
+    import torch
+
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()

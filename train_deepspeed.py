@@ -1,0 +1,305 @@
+"""Train GPT-2 with DeepSpeed ZeRO: from scratch, from OpenAI's weights, or onward from a checkpoint.
+
+    python train_deepspeed.py config/shakespeare_char_cpu.py                     one process, no launcher
+    torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py      4 GPUs of one machine
+    deepspeed --num_gpus=4 train_deepspeed.py config/xl_shakespeare.py           the same
+    torchrun ... train_deepspeed.py config/xl_shakespeare.py --init_from=resume  go on where it stopped
+
+One iteration is one optimizer step, with all of its micro-steps. Exit codes: 0 done, 2 a setting or file to mend.
+"""
+
+import time
+
+STARTED = time.time()
+
+from typing import Literal
+
+import configurator
+
+# Output
+out_dir = "out-shakespeare-xl-deepspeed"
+eval_interval = 5  # iterations between evaluations; each also saves a tag
+log_interval = 1  # iterations between lines on the console
+eval_iters = 20  # batches of batch_size sequences in an evaluation, over all ranks together
+eval_only = False  # evaluate once and stop
+always_save_checkpoint = True  # False: save a tag only when the validation loss has improved
+keep_last = 3  # iter_* tags kept; best and final stay whatever this says
+overwrite = False  # give up the run that out_dir holds
+dry_run = False  # check everything, show the run, and stop before it
+# Start
+init_from = "gpt2-xl"  # scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a folder of weights
+resume_tag = "latest"  # with init_from=resume: the tag to go on from
+seed = 1337  # of the weights, the order of the data, and dropout
+# wandb
+wandb_log = False  # WANDB_MODE=offline keeps it on this machine
+wandb_project = "gpt2-deepspeed"
+wandb_run_name = "gpt2-xl"
+# Data
+dataset = "shakespeare"  # a folder below data/, or a path
+gradient_accumulation_steps = 32  # micro-steps a GPU and iteration, as DeepSpeed counts (nanoGPT: all GPUs together)
+batch_size = 1  # sequences in a micro-step of one GPU
+block_size = 1024  # tokens in a sequence
+# Model; None: what the weights say, or from scratch 12, 12, 768, True
+n_layer: int | None = None
+n_head: int | None = None
+n_embd: int | None = None
+bias: bool | None = None
+dropout = 0.0  # 0 for pre-training, 0.1 and up for fine-tuning
+gradient_checkpointing = False  # compute each block's activations again in backward: less memory, a third more work
+# AdamW
+learning_rate = 3e-5  # the highest
+max_iters = 20  # iterations in all
+weight_decay = 1e-1  # of matrices; biases and layer norms don't decay
+beta1 = 0.9
+beta2 = 0.95
+grad_clip = 1.0  # largest gradient norm; 0 leaves it alone
+# Learning rate over the run
+decay_lr = True  # False: learning_rate from first to last
+lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up, down to min_lr
+warmup_iters = 0  # iterations of linear rise
+lr_decay_iters: int | None = None  # iterations until min_lr; None: max_iters
+min_lr: float | None = None  # None: learning_rate / 10
+# Machine
+device: Literal["auto", "cuda", "cpu"] = "auto"
+dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: by the card; float32 on CPU
+backend: Literal["auto", "nccl", "gloo"] = "auto"
+compile: bool | Literal["auto"] = "auto"  # auto: on CUDA where it works (not at ZeRO-3, not without a C compiler)
+deepspeed_config = "ds_config_zero2.json"  # owns ZeRO, offload and buckets
+
+settings = configurator.from_command_line(globals())
+globals().update(settings)
+
+# -----------------------------------------------------------------------------
+# Set-up: the ranks, then everything that can be refused, before anything that costs
+
+import contextlib
+import json
+import math
+import os
+import warnings
+
+import numpy as np
+import torch
+
+from model import GPT
+from runtime import checkpoint, ds_config, metrics
+from runtime.batches import eval_batches, train_batches
+from runtime.bins import DTYPES
+from runtime.dist import environment, part, print0, quiet, refuse, total
+from runtime.preflight import check_run, describe_run
+
+ROOT = os.path.dirname(os.path.abspath(__file__))
+rank, local_rank, world_size, local_world_size = environment()
+if not torch.cuda.is_available() or device == "cpu":
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+run, problems = check_run(settings, ROOT, world_size, local_world_size)
+if problems:
+    refuse("\n".join(problems))
+print0(describe_run(run, settings, world_size))
+if dry_run:
+    raise SystemExit(0)
+
+import deepspeed
+
+warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # names that DeepSpeed still uses
+device = torch.device(run.device, local_rank) if run.device == "cuda" else torch.device("cpu")
+if run.device == "cuda":
+    torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision("high")  # TF32 where a product is still in float32
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled at start, on CPU
+deepspeed.utils.logger.setLevel("WARNING")
+deepspeed.init_distributed(dist_backend=backend if backend != "auto" else {"cuda": "nccl", "cpu": "gloo"}[run.device],
+                           verbose=False)
+
+# -----------------------------------------------------------------------------
+# Data: memory-mapped tokens, the same on every rank
+
+tokens = {
+    split: np.memmap(os.path.join(run.data, f"{split}.bin"), dtype=DTYPES[run.meta["dtype"]], mode="r")
+    for split in ("train", "val")
+}
+sequences = batch_size * gradient_accumulation_steps * world_size  # an iteration's
+
+# -----------------------------------------------------------------------------
+# Model, optimizer, engine
+
+torch.manual_seed(seed)  # the same weights on every rank
+if init_from in ("scratch", "resume"):
+    with torch.device(device):
+        model = GPT(run.model)
+else:
+    model = GPT.from_pretrained(run.weights, dropout=dropout, device=device, dtype=getattr(torch, run.dtype))
+    model.crop_block_size(block_size)
+model.gradient_checkpointing = gradient_checkpointing
+flops_per_step = model.flops_per_token(block_size) * sequences * block_size
+if run.compile:
+    model.compile_parts()
+
+groups, adam = model.parameter_groups(weight_decay), {"lr": learning_rate, "betas": (beta1, beta2)}
+if ds_config.offloads(run.config):
+    optimizer = ds_config.cpu_adam(run.config, groups, adam)
+else:
+    optimizer = torch.optim.AdamW(groups, fused=run.device == "cuda", **adam)
+with quiet():
+    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=run.config)
+print0(f"DeepSpeed uses {ds_config.compare(engine, run.config, run.dtype)}")
+
+iter_num, best_val_loss, wandb_id = 0, math.inf, None
+if run.tag:
+    damaged = checkpoint.damages(os.path.join(out_dir, run.tag), run.manifest["files"])
+    if total(len(damaged), device=device)[0]:
+        refuse("\n".join(damaged) or f"another rank cannot read {out_dir}/{run.tag}")
+    state = checkpoint.load(engine, out_dir, run.tag)
+    iter_num, best_val_loss, wandb_id = state["iter_num"], state["best_val_loss"], state["wandb_id"]
+
+# The output folder, once nothing can be refused any more
+wandb_run = None
+if rank == 0:
+    os.makedirs(out_dir, exist_ok=True)
+    if overwrite and not run.tag and not eval_only:
+        for tag in checkpoint.tags(out_dir):
+            checkpoint.remove(out_dir, tag)
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(out_dir, "latest"))
+    metrics.trim_history(out_dir, iter_num if run.tag else -1)
+    record = metrics.run_record(ROOT, settings, world_size, device)
+    checkpoint.write_atomically(os.path.join(out_dir, "settings.json"), json.dumps(record, indent=1))
+    if wandb_log:
+        wandb_run = metrics.start_wandb(settings, wandb_id)
+        wandb_id = wandb_run.id
+
+# -----------------------------------------------------------------------------
+# The parts of the loop
+
+
+def get_lr(it):
+    """Learning rate of the iteration that follows `it` finished ones."""
+    decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
+    lowest = learning_rate / 10 if min_lr is None else min_lr
+    if not decay_lr:
+        return learning_rate
+    if it < warmup_iters:
+        return learning_rate * (it + 1) / (warmup_iters + 1)
+    if lr_schedule == "constant":
+        return learning_rate
+    progress = min(1.0, (it - warmup_iters) / max(1, decay_iters - warmup_iters))
+    remaining = 1 - progress if lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return lowest + remaining * (learning_rate - lowest)
+
+
+@torch.no_grad()
+def estimate_loss():
+    """Mean loss and its standard error over fixed windows of each split, (mean, error), shared out over the ranks."""
+    engine.eval()
+    result = {}
+    for split in ("train", "val"):
+        sums = torch.zeros(3, dtype=torch.float64, device=device)  # windows, their losses, the squares
+        windows = eval_batches(tokens[split], rank, world_size, eval_iters * batch_size, settings,
+                               run.meta["vocab_size"], device)
+        for x, y in windows:
+            counts = (y[:, 0] >= 0).double()
+            losses = engine(x, y, "none").view(y.shape).double().mean(dim=1)
+            sums += torch.stack([counts.sum(), losses.sum(), (losses**2).sum()])
+        n, sum_losses, sum_squares = total(*sums, device=device)
+        mean = sum_losses / n
+        result[split] = mean, math.sqrt(max(0.0, sum_squares / n - mean**2) / max(1, n - 1))
+    engine.train()
+    return result
+
+
+def evaluate():
+    """Estimate, print and record; returns the validation loss."""
+    (train_loss, train_error), (val_loss, val_error) = estimate_loss().values()
+    print0(f"step {iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f} "
+           f"(standard errors {train_error:.4f}, {val_error:.4f}; perplexity {math.exp(min(val_loss, 700)):.2f})")
+    log({"iter": iter_num, "train_loss": train_loss, "train_error": train_error, "val_loss": val_loss,
+         "val_error": val_error, "perplexity": math.exp(min(val_loss, 700))})
+    return val_loss
+
+
+def log(record):
+    """One record to history.jsonl and wandb, from rank 0."""
+    if rank == 0:
+        metrics.append_history(out_dir, record)
+        if wandb_run:
+            wandb_run.log(metrics.wandb_names(record), step=iter_num)
+
+
+def save(improved):
+    """Commit this iteration's tag; best follows the validation loss."""
+    tag, began = f"iter_{iter_num}", time.time()
+    print0(f"saving checkpoint to {out_dir}/{tag}")
+    state = {"iter_num": iter_num, "best_val_loss": best_val_loss, "settings": settings, "wandb_id": wandb_id,
+             "model": vars(run.model), "data": {k: run.meta[k] for k in ("tokenizer", "vocab_size")}}
+    facts = {"iter_num": iter_num, "stage": run.config["zero_optimization"]["stage"], "dtype": run.dtype,
+             "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__}}
+    checkpoint.save(engine, out_dir, tag, facts, state)
+    if rank == 0:
+        if improved:
+            checkpoint.link(out_dir, tag, "best")
+        if iter_num == max_iters:
+            checkpoint.link(out_dir, tag, "final")
+        checkpoint.prune(out_dir, keep_last)
+    torch.distributed.barrier()
+    print0(f"saved in {time.time() - began:.1f} s")
+
+
+def step(batches):
+    """One optimizer step; returns the mean loss over its micro-steps on this rank, still on the device."""
+    torch.manual_seed(hash((seed, iter_num, rank)) % 2**63)  # dropout depends on the place in the run alone
+    lr = get_lr(iter_num)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+    loss_sum = torch.zeros((), device=device)
+    for _ in range(gradient_accumulation_steps):
+        x, y = next(batches)
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+        loss_sum += loss.detach()
+    ds_config.grow_loss_scale(engine)
+    return loss_sum / gradient_accumulation_steps
+
+
+# -----------------------------------------------------------------------------
+# The loop
+
+if iter_num == 0 or eval_only:
+    evaluate()
+batches = train_batches(tokens["train"], iter_num, rank, world_size, settings, run.meta["vocab_size"], device)
+peak = metrics.peak_flops(device)
+engine.train()
+first_iter = iter_num
+t0, since = time.time(), iter_num
+while iter_num < max_iters and not eval_only:
+    loss = step(batches)
+    iter_num += 1
+
+    if iter_num % log_interval == 0 or iter_num in (first_iter + 1, max_iters):
+        mean_loss = total(loss, device=device)[0] / world_size  # waits for the step, so that the clock is true
+        seconds = (time.time() - t0) / (iter_num - since)
+        grad_norm = engine.get_global_grad_norm()
+        record = {"iter": iter_num, "loss": mean_loss, "ms": 1000 * seconds, "lr": get_lr(iter_num - 1),
+                  "grad_norm": None if grad_norm is None else float(grad_norm),  # before clipping; stage 0 tells none
+                  "tokens_per_s": sequences * block_size / seconds,
+                  "mfu": flops_per_step / seconds / (peak * world_size) if peak else None,
+                  "memory": metrics.peak_memory(device)}
+        if run.dtype == "float16":
+            record["loss_scale"] = engine.optimizer.loss_scaler.cur_scale
+        print0(metrics.step_line(record))
+        log(record)
+        if since == first_iter:
+            print0(f"first step {time.time() - STARTED:.1f} s after the start")
+        t0, since = time.time(), iter_num
+
+    if iter_num % eval_interval == 0 or iter_num == max_iters:
+        val_loss = evaluate()
+        improved = val_loss < best_val_loss
+        best_val_loss = min(val_loss, best_val_loss)
+        if improved or always_save_checkpoint or iter_num == max_iters:
+            save(improved)
+        t0, since = time.time(), iter_num
+
+if wandb_run:
+    wandb_run.finish()
+part()
