@@ -241,18 +241,19 @@ class GPT(nn.Module):
         return 6 * self.num_params(positions=False) + 12 * self.config.n_layer * self.config.n_embd * T
 
     def parameter_groups(self, weight_decay):
-        """Two groups for the optimizer: what multiplies (two dimensions and more) decays, what adds or scales doesn't."""
+        """Two groups for the optimizer: matrices and embeddings decay, biases and layer norms don't."""
         params = [p for p in self.parameters() if p.requires_grad]
         return [
             {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
             {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
         ]
 
-    def compile_parts(self):
+    def compile_parts(self, blocks=True):
         """Compile each block in place, and the loss. The blocks share one graph, so a cold start costs about 11 s for
         GPT-2 XL on an H200 instead of the whole model's 52, at almost the same speed; names of parameters stay."""
-        for block in self.transformer.h:
-            block.compile()
+        if blocks:
+            for block in self.transformer.h:
+                block.compile()
         self.lm_head.step = torch.compile(softmax_loss)
 
     def crop_block_size(self, block_size):
@@ -428,7 +429,7 @@ def read_weights(model, folder):
             if name == "transformer.wte.weight":
                 p[len(w):] = 0
             if w.shape != p[: len(w)].shape:
-                raise WeightsError(f"{folder}: {name} has the shape {tuple(w.shape)}, config.json says {tuple(p.shape)}")
+                raise WeightsError(f"{folder}: {name} has shape {tuple(w.shape)}, config.json says {tuple(p.shape)}")
             p[: len(w)].copy_(w)
     except WeightsError:
         raise

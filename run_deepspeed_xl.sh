@@ -36,7 +36,7 @@ pass_on() { [[ -z $step || -n $told ]] || { told=yes; kill -TERM -- "-$step" 2>/
 kill_all() { kill -KILL ${step:+"-$step"} $(marked) 2>/dev/null || true; }
 
 on_signal() {  # $1: what the script is to end with
-    if ((stop_code == 130 && $1 == 130)); then kill_all; fi  # the second Ctrl-C
+    if ((stop_code && $1 == 130)); then kill_all; fi  # Ctrl-C while already stopping
     # torchrun gives its workers 30 s to save and end, then kills them; 45 s are its time and some more.
     if ((stop_code == 0)); then
         stop_code=$1 deadline=$((SECONDS + 45))
@@ -78,7 +78,7 @@ run_step() {
         kill -0 "$step" 2>/dev/null && kill_all
         code=0
         wait "$step" || code=$?
-        # 1 is torchrun's word for any end but success, 128 and up a signal's.
+        # 1 is any failure, 128 and up a signal's.
         if ((code > 1 && code < 128)); then stop_code=$code; fi
         exit "$stop_code"
     fi
@@ -165,9 +165,9 @@ run_step env WORLD_SIZE="$ranks" "$PYTHON" train_deepspeed.py "${args[@]}" --dry
 
 # ---- The run -----------------------------------------------------------------------------------------------------
 
-# torchrun and not deepspeed's launcher, which leaves its workers behind when it is stopped.
+# torchrun (through runtime/launch.py, for its exit code) and not deepspeed's launcher, which leaves its workers behind when it is stopped.
 code=0
-run_step "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$ranks" train_deepspeed.py "${args[@]}" ||
+run_step "$PYTHON" -m runtime.launch --standalone --nproc_per_node="$ranks" train_deepspeed.py "${args[@]}" ||
     code=$?
 
 if ((code == 0)) && [[ $eval_only != True ]]; then

@@ -10,7 +10,7 @@ One iteration is one optimizer step, with all of its micro-steps. Exit codes: 0 
 
 import time
 
-STARTED = time.time()
+_started = time.time()
 
 from typing import Literal
 
@@ -86,10 +86,11 @@ from runtime import checkpoint, ds_config, metrics
 from runtime.batches import eval_batches, train_batches
 from runtime.bins import DTYPES
 from runtime.dist import environment, part, print0, quiet, refuse, total
+from runtime.gradients import shorten
 from runtime.preflight import check_run, describe_run
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
-rank, local_rank, world_size, local_world_size = environment()
+rank, local_rank, world_size, local_world_size = environment(dry_run)
 if not torch.cuda.is_available() or device == "cpu":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 run, problems = check_run(settings, ROOT, world_size, local_world_size)
@@ -133,7 +134,7 @@ else:
 model.gradient_checkpointing = gradient_checkpointing
 flops_per_step = model.flops_per_token(block_size) * sequences * block_size
 if run.compile:
-    model.compile_parts()
+    model.compile_parts(blocks=run.compile == "blocks")
 
 groups, adam = model.parameter_groups(weight_decay), {"lr": learning_rate, "betas": (beta1, beta2)}
 if ds_config.offloads(run.config):
@@ -142,6 +143,7 @@ else:
     optimizer = torch.optim.AdamW(groups, fused=run.device == "cuda", **adam)
 with quiet():
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=run.config)
+shorten(engine)
 print0(f"DeepSpeed uses {ds_config.compare(engine, run.config, run.dtype)}")
 
 iter_num, best_val_loss, wandb_id = 0, math.inf, None
@@ -245,20 +247,23 @@ def save(improved):
 
 
 def step(batches):
-    """One optimizer step; returns the mean loss over its micro-steps on this rank, still on the device."""
+    """One optimizer step; returns the mean loss over its micro-steps on this rank, still on the device, and the seconds
+    that it waited for data."""
     torch.manual_seed(hash((seed, iter_num, rank)) % 2**63)  # dropout depends on the place in the run alone
     lr = get_lr(iter_num)
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
-    loss_sum = torch.zeros((), device=device)
+    loss_sum, waited = torch.zeros((), device=device), 0.0
     for _ in range(gradient_accumulation_steps):
+        t = time.perf_counter()
         x, y = next(batches)
+        waited += time.perf_counter() - t
         loss = engine(x, y)
         engine.backward(loss)
         engine.step()
         loss_sum += loss.detach()
     ds_config.grow_loss_scale(engine)
-    return loss_sum / gradient_accumulation_steps
+    return loss_sum / gradient_accumulation_steps, waited
 
 
 # -----------------------------------------------------------------------------
@@ -272,7 +277,7 @@ engine.train()
 first_iter = iter_num
 t0, since = time.time(), iter_num
 while iter_num < max_iters and not eval_only:
-    loss = step(batches)
+    loss, waited = step(batches)
     iter_num += 1
 
     if iter_num % log_interval == 0 or iter_num in (first_iter + 1, max_iters):
@@ -283,13 +288,13 @@ while iter_num < max_iters and not eval_only:
                   "grad_norm": None if grad_norm is None else float(grad_norm),  # before clipping; stage 0 tells none
                   "tokens_per_s": sequences * block_size / seconds,
                   "mfu": flops_per_step / seconds / (peak * world_size) if peak else None,
-                  "memory": metrics.peak_memory(device)}
+                  "memory": metrics.peak_memory(device), "data_ms": 1000 * waited}
         if run.dtype == "float16":
             record["loss_scale"] = engine.optimizer.loss_scaler.cur_scale
         print0(metrics.step_line(record))
         log(record)
         if since == first_iter:
-            print0(f"first step {time.time() - STARTED:.1f} s after the start")
+            print0(f"first step {time.time() - _started:.1f} s after the start")
         t0, since = time.time(), iter_num
 
     if iter_num % eval_interval == 0 or iter_num == max_iters:

@@ -74,7 +74,7 @@ def eval_offsets(n_tokens, block_size, n):
 
 
 def read(tokens, offsets, block_size, vocab_size):
-    """Inputs and targets (B, T), int64, of the windows at `offsets`; a negative offset gives targets that don't count."""
+    """Inputs and targets (B, T), int64, of the windows at `offsets`; at a negative offset the targets don't count."""
     rows = np.stack([tokens[max(o, 0) : max(o, 0) + block_size + 1] for o in offsets]).astype(np.int64)
     if rows.max() >= vocab_size:
         raise DatasetError(f"the data holds token {rows.max()}, beyond the vocabulary of {vocab_size}: prepare it anew")
@@ -111,8 +111,8 @@ def train_batches(tokens, iter_num, rank, world_size, settings, vocab_size, devi
 
 
 def eval_batches(tokens, rank, world_size, n, settings, vocab_size, device):
-    """This rank's (x, y) of the n windows of an evaluation. Every rank gets as many batches, made up at the end with
-    windows that don't count: at ZeRO-3 a forward is collective, and a rank with fewer would leave the others hanging."""
+    """This rank's (x, y) of the n windows of an evaluation. Every rank gets as many batches, the last made up
+    with windows that don't count: at ZeRO-3 a forward is collective, and a rank with fewer would hang the others."""
     offsets = eval_offsets(len(tokens), settings["block_size"], n)
     per_rank = -(-len(offsets) // world_size)
     mine = offsets[rank * per_rank : (rank + 1) * per_rank]

@@ -149,7 +149,7 @@ def remove(out_dir, tag):
 
 
 def find_tag(out_dir, tag="latest"):
-    """(tag, manifest) of a whole tag; 'latest' takes the newest. Raises CheckpointError, which names those there are."""
+    """(tag, manifest) of a whole tag; 'latest' takes the newest. Raises CheckpointError, naming those there are."""
     there = tags(out_dir)
     if not there:
         raise CheckpointError(f"{out_dir} holds no checkpoint: name another folder with --out_dir=DIR")

@@ -31,9 +31,12 @@ def refuse(problems):
     raise SystemExit(2)
 
 
-def environment():
+def environment(dry_run=False):
     """(rank, local_rank, world_size, ranks on this machine) as torchrun and deepspeed give them; without a launcher,
-    one process, with what torch.distributed needs filled in."""
+    one process, with what torch.distributed needs filled in. A dry run pretends to the ranks that WORLD_SIZE names."""
+    if dry_run and "RANK" not in os.environ:
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        return 0, 0, world_size, world_size
     if "RANK" not in os.environ:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))

@@ -151,7 +151,7 @@ def repair(config, dtype):
     if stage == 3 and dtype == "float16" and not config["fp16"].get("loss_scale"):
         # its step divides by the scale of the next step, which halves the gradient each time the scale grows
         config["fp16"]["loss_scale_window"] = config["fp16"].get("loss_scale_window", 1000) * POSTPONED
-        notes.append("at stage 3 the script itself makes the loss scale grow: DeepSpeed halves the gradient when it does")
+        notes.append("at stage 3 the script makes the loss scale grow: when DeepSpeed does, it halves the gradient")
     if stage > 0:
         config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
     ignored = [key for key in zero if key.startswith("stage3_")] if stage != 3 else []
@@ -212,7 +212,7 @@ def cpu_adam(config, groups, adam):
     except Exception as error:  # the build raises whatever the compiler, the loader or CUDA's absence make of it
         import torch
 
-        print0(f"note       torch's AdamW steps on the CPU, as DeepSpeed's could not be built ({type(error).__name__}); "
+        print0(f"note       torch's AdamW steps on the CPU, as DeepSpeed's cannot be built ({type(error).__name__}): "
                "a C++ compiler and ninja mend that, and DS_SKIP_CUDA_CHECK=1 a CUDA mismatch")
         config["zero_force_ds_cpu_optimizer"] = False
         return torch.optim.AdamW(groups, **adam)

@@ -41,7 +41,8 @@ def check_run(settings, root, world_size, local_world_size):
     run.device = pick_device(s["device"])
     gpus = torch.cuda.device_count() if run.device == "cuda" else None
     if gpus is not None and local_world_size > gpus:
-        problems.append(f"{local_world_size} ranks on this machine, but {gpus} GPUs: start {gpus} ranks, or --device=cpu")
+        problems.append(f"{local_world_size} ranks, but {gpus} GPUs on this machine: start {gpus} ranks, or use "
+                        "--device=cpu")
         return run, problems  # the rest would ask GPUs that are not there
     if s["device"] == "cuda" and not torch.cuda.is_available():
         problems.append("device=cuda, but PyTorch sees no CUDA GPU here: --device=cpu, or look at nvidia-smi")
@@ -62,8 +63,8 @@ def check_run(settings, root, world_size, local_world_size):
         run.model = attempt(check_start, run, s)
         if tags(s["out_dir"]) and not s["overwrite"] and not s["eval_only"]:
             newest, _ = find_tag(s["out_dir"])
-            problems.append(f"{s['out_dir']} already holds a run ({newest}): continue it with --init_from=resume, choose "
-                            "another --out_dir=DIR, or give it up with --overwrite=True")
+            problems.append(f"{s['out_dir']} already holds a run ({newest}): continue it with --init_from=resume, "
+                            "choose another --out_dir=DIR, or give it up with --overwrite=True")
     attempt(check_writable, s["out_dir"])
     if run.config and not problems:
         run.compile, note = pick_compile(s["compile"], run.device, run.config["zero_optimization"]["stage"])
@@ -90,19 +91,21 @@ def pick_dtype(asked, device):
 
 
 def pick_compile(asked, device, stage):
-    """(whether to compile, a note or None)."""
+    """(what to compile: 'blocks' and the loss, the 'loss' alone or '' nothing; a note or None)."""
     if asked is False:
-        return False, None
+        return "", None
     why = None
-    if stage == 3:
-        why = "dynamo fails on ZeRO-3's hooks"
-    elif device == "cpu":
+    if device == "cpu":
         why = "it needs a compiler and pays on GPUs only"
     elif not any(shutil.which(c) for c in (os.environ.get("CC", "cc"), "gcc", "clang")):
         why = "Triton needs a C compiler, and there is none"
     elif not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
         why = "Triton needs Python's headers (python3-dev), and they are not there"
-    return why is None, f"not compiled: {why}" if why and (asked is True or device == "cuda") else None
+    if why:
+        return "", f"not compiled: {why}" if asked is True or device == "cuda" else None
+    if stage == 3:
+        return "loss", "the blocks are not compiled: dynamo fails on ZeRO-3's hooks"
+    return "blocks", None
 
 
 def check_start(run, s):
@@ -181,7 +184,7 @@ def describe_run(run, s, world_size):
         f"model      {n_params:,} parameters {start}, block_size {run.model.block_size}",
         f"data       {s['dataset']}: {tokens:,} tokens to train on, {run.meta['val_tokens']:,} to validate",
         f"hardware   {hardware}, {run.dtype}, ZeRO-{stage} ({s['deepspeed_config']})"
-        + (", blocks compiled" if run.compile else ""),
+        + (f", {run.compile} compiled" if run.compile else ""),
         f"batch      {s['batch_size']} x {world_size} x {s['gradient_accumulation_steps']} = {sequences:,} sequences, "
         f"{step:,} tokens a step; {tokens / step:,.1f} steps an epoch",
         f"output     {s['out_dir']}",

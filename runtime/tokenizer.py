@@ -15,8 +15,8 @@ RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930
 RANKS_FILE = Path(__file__).resolve().parent.parent / "data" / "gpt2.tiktoken"  # kept here, git-ignored
 
 END_OF_TEXT = "<|endoftext|>"
-# GPT-2's split (encoder.py of the gpt-2 repository) with tiktoken's possessive ++: the same pieces, but a very
-# long word, number or end of spaces doesn't overflow the stack of tiktoken's regex.
+# GPT-2's split (encoder.py of the gpt-2 repository), possessive (++) as in tiktoken: the same pieces, but a text
+# that ends in a million spaces doesn't overflow the stack of tiktoken's regex.
 SPLIT = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 

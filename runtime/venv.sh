@@ -69,7 +69,7 @@ venv_install() {
             -r requirements.txt >"$log" 2>&1; then
         { grep '^ERROR' "$log" || tail -n 5 "$log"; } >&2
         case $(<"$log") in
-            *"No space left"*) venv_fail "the disk is full: free some 10 GB here and in ${TMPDIR:-/tmp}, then run again" ;;
+            *"No space left"*) venv_fail "the disk is full: free 10 GB here and in ${TMPDIR:-/tmp}, then run again" ;;
             *"No matching distribution"* | *"Could not fetch"* | *[Cc]onnection*) venv_fail "pip found no package index\
  with these versions: set PIP_INDEX_URL to a mirror that you reach, then run again" ;;
             *) venv_fail "pip failed (all it said: $log): mend that and run again, or start anew with rm -rf .venv" ;;

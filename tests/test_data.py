@@ -158,7 +158,7 @@ def test_index_gpt2_encoding_has_the_known_ids():
     assert tokenizer.end_of_text({"kind": "gpt2"}) == 50256
     assert 50256 not in encoding.encode_ordinary("<|endoftext|>")
     # Overflows the stack of tiktoken's regex with GPT-2's pattern as first published.
-    assert len(encoding.encode_ordinary("1" * 1_000_000)) == 250_000
+    assert len(encoding.encode_ordinary(" " * 1_000_000)) == 1_000_000
 
 
 def test_index_gpt2_ranks_from_the_wheel_alone(tmp_path, monkeypatch):
