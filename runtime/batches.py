@@ -79,7 +79,7 @@ def read(tokens, offsets, block_size, vocab_size):
     if rows.max() >= vocab_size:
         raise DatasetError(f"the data holds token {rows.max()}, beyond the vocabulary of {vocab_size}: prepare it anew")
     batch = torch.from_numpy(rows)
-    x, y = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+    x, y = batch[:, :-1].clone(), batch[:, 1:].clone()  # a batch of one would else share its memory
     y[torch.from_numpy(np.asarray(offsets)) < 0] = -1
     return x, y
 

@@ -67,7 +67,7 @@ def check_run(settings, root, world_size, local_world_size):
                             "choose another --out_dir=DIR, or give it up with --overwrite=True")
     attempt(check_writable, s["out_dir"])
     if run.config and not problems:
-        run.compile, note = pick_compile(s["compile"], run.device, run.config["zero_optimization"]["stage"])
+        run.compile, note = pick_compile(s["compile"], run.device)
         run.notes += [note] if note else []
     return run, problems
 
@@ -90,10 +90,10 @@ def pick_dtype(asked, device):
     return asked
 
 
-def pick_compile(asked, device, stage):
-    """(what to compile: 'blocks' and the loss, the 'loss' alone or '' nothing; a note or None)."""
+def pick_compile(asked, device):
+    """(whether to compile, a note or None)."""
     if asked is False:
-        return "", None
+        return False, None
     why = None
     if device == "cpu":
         why = "it needs a compiler and pays on GPUs only"
@@ -101,11 +101,7 @@ def pick_compile(asked, device, stage):
         why = "Triton needs a C compiler, and there is none"
     elif not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
         why = "Triton needs Python's headers (python3-dev), and they are not there"
-    if why:
-        return "", f"not compiled: {why}" if asked is True or device == "cuda" else None
-    if stage == 3:
-        return "loss", "the blocks are not compiled: dynamo fails on ZeRO-3's hooks"
-    return "blocks", None
+    return why is None, f"not compiled: {why}" if why and (asked is True or device == "cuda") else None
 
 
 def check_start(run, s):
@@ -184,7 +180,7 @@ def describe_run(run, s, world_size):
         f"model      {n_params:,} parameters {start}, block_size {run.model.block_size}",
         f"data       {s['dataset']}: {tokens:,} tokens to train on, {run.meta['val_tokens']:,} to validate",
         f"hardware   {hardware}, {run.dtype}, ZeRO-{stage} ({s['deepspeed_config']})"
-        + (f", {run.compile} compiled" if run.compile else ""),
+        + (", compiled" if run.compile else ""),
         f"batch      {s['batch_size']} x {world_size} x {s['gradient_accumulation_steps']} = {sequences:,} sequences, "
         f"{step:,} tokens a step; {tokens / step:,.1f} steps an epoch",
         f"output     {s['out_dir']}",

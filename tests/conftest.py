@@ -11,7 +11,6 @@ from types import SimpleNamespace
 ROOT = Path(__file__).resolve().parent.parent
 # For this process and for every one that it starts: before torch is imported
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 sys.path.insert(0, str(ROOT))
 
 import numpy as np
@@ -59,11 +58,11 @@ def read_history(out_dir):
 
 
 @pytest.fixture(scope="session")
-def dataset(tmp_path_factory):
+def characters(tmp_path_factory):
     """A folder with 18,000 and 2,000 characters that a model can learn from: a walk over words, always the same."""
     words = [word + " " for word in "the cat sat on a mat and saw how seven foxes jump over quiet lazy dogs".split()]
     steps = np.random.default_rng(0).integers(1, 4, 6000).cumsum()
-    text = "".join(words[step % len(words)] + "\n" * (step % 7 == 0) for step in steps)[:20_000]
+    text = "".join(words[step % len(words)] + "\n" * (step % 7 == 0) for step in steps.tolist())[:20_000]
     ids = [CHARS.index(char) for char in text]
     folder = tmp_path_factory.mktemp("characters")
     write_dataset(folder, ids[:18_000], ids[18_000:], {"kind": "char", "chars": CHARS}, len(CHARS),
@@ -72,7 +71,7 @@ def dataset(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def train(dataset, tmp_path_factory):
+def train(characters, tmp_path_factory):
     """train("--max_iters=6", ranks=2, launcher="torchrun", out_dir=...) runs train_deepspeed.py on SMALL and these.
 
     The result has returncode, stdout, stderr, out_dir, history (all records), losses {iter: loss} of the steps and
@@ -81,7 +80,7 @@ def train(dataset, tmp_path_factory):
 
     def run(*args, ranks=1, launcher="python", out_dir=None, **options):
         out_dir = Path(out_dir or tmp_path_factory.mktemp("run") / "out")
-        done = launch(ROOT / "train_deepspeed.py", *SMALL, f"--dataset={dataset}", f"--out_dir={out_dir}", *args,
+        done = launch(ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", *args,
                       ranks=ranks, launcher=launcher, **options)
         history = read_history(out_dir)
         return SimpleNamespace(

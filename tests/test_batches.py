@@ -1,0 +1,210 @@
+"""The order of the data: a pure function of seed, step and place in the global batch."""
+
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+
+from runtime.batches import (
+    eval_batches,
+    eval_offsets,
+    permuted,
+    rank_numbers,
+    read,
+    train_batches,
+    train_offsets,
+    windows_per_epoch,
+)
+from runtime.bins import DTYPES, DatasetError, write_dataset
+
+# (tokens, block): the least there can be, one and two more, around two and three blocks, and more
+SIZES = [(2, 1), (3, 1), (33, 32), (34, 32), (63, 32), (64, 32), (65, 32), (96, 32), (97, 32), (1000, 32), (12345, 64)]
+
+
+def settings(**changed):
+    return {"batch_size": 2, "gradient_accumulation_steps": 3, "block_size": 16, "seed": 1337, **changed}
+
+
+def take(tokens, n, iter_num=0, rank=0, world_size=1, vocab_size=65536, **changed):
+    """The first n micro-batches of train_batches from step iter_num on, as one (x, y)."""
+    batches = train_batches(tokens, iter_num, rank, world_size, settings(**changed), vocab_size, "cpu")
+    return [torch.cat(part) for part in zip(*itertools.islice(batches, n))]
+
+
+# The permutation
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 255, 1000, 4096, 4097])
+def test_permutation_is_a_bijection(n):
+    for key in (0, 1, 2, 1337, 2**63, 2**64 - 1):
+        assert np.array_equal(np.sort(permuted(np.arange(n), n, key)), np.arange(n))
+
+
+def test_permutation_takes_one_key_for_all_or_one_each():
+    keys = np.arange(100, dtype=np.uint64) % np.uint64(7)
+    each = permuted(np.arange(100), 100, keys)
+    assert each.tolist() == [int(permuted(i, 100, key)) for i, key in zip(range(100), keys)]
+
+
+def test_permutation_of_billions_stays_inside():
+    n = 9_035_582_198 // 1024 * 1000  # far more than OpenWebText's windows
+    places = permuted(np.arange(n - 1000, n), n, 3)
+    assert 0 <= places.min() and places.max() < n and len(set(places.tolist())) == 1000
+
+
+def test_permutation_has_no_memory():
+    """Neither place nor neighbour predicts where an index goes. For 10,000 draws the deviation of a correlation is
+    0.01, so 0.04 are four of them."""
+    n = 10_000
+    order = permuted(np.arange(n), n, 1337)
+    for other in (np.arange(n), np.roll(order, 1), permuted(np.arange(n), n, 1338)):
+        assert abs(np.corrcoef(order, other)[0, 1]) < 0.04
+    assert 0.48 < (np.diff(order) > 0).mean() < 0.52  # deviation 0.003
+    assert (order == np.arange(n)).sum() <= 8  # fixed points: 1 on average
+
+
+def test_small_permutations_are_all_reached_about_equally():
+    """All 24 orders of 4 things, 100 times each in 2,400 keys: deviation 10."""
+    orders = [tuple(permuted(np.arange(4), 4, key)) for key in range(2400)]
+    counts = [orders.count(order) for order in itertools.permutations(range(4))]
+    assert 50 < min(counts) and max(counts) < 160
+
+
+# Epochs
+
+@pytest.mark.parametrize("n_tokens, block_size", SIZES)
+def test_an_epoch_is_every_window_once_and_inside(n_tokens, block_size):
+    windows, max_shift = windows_per_epoch(n_tokens, block_size)
+    assert windows >= 1 and 0 <= max_shift < block_size
+    for epoch in (0, 1, 2, 3, 1000):
+        numbers = np.arange(epoch * windows, (epoch + 1) * windows)
+        offsets = np.sort(train_offsets(numbers, n_tokens, block_size, seed=1337))
+        assert 0 <= offsets[0] <= max_shift and offsets[-1] + block_size + 1 <= n_tokens
+        assert np.array_equal(np.diff(offsets), np.full(windows - 1, block_size))  # touching, none twice
+
+
+@pytest.mark.parametrize("n_tokens, block_size", SIZES)
+def test_an_epoch_leaves_out_less_than_two_windows(n_tokens, block_size):
+    windows, _ = windows_per_epoch(n_tokens, block_size)
+    assert n_tokens - 1 - windows * block_size < 2 * block_size
+
+
+def test_every_shift_occurs():
+    """Over the epochs each token is at times the first of a window, and with it each is at times a target."""
+    windows, max_shift = windows_per_epoch(1000, 8)
+    first = [train_offsets(np.arange(e * windows, (e + 1) * windows), 1000, 8, 1337).min() for e in range(200)]
+    assert max_shift == 7 and set(first) == set(range(8))
+
+
+def test_epochs_and_seeds_differ():
+    windows, _ = windows_per_epoch(100_000, 16)
+    epoch = [train_offsets(np.arange(e * windows, (e + 1) * windows), 100_000, 16, 1337) for e in range(3)]
+    epoch.append(train_offsets(np.arange(windows), 100_000, 16, 1338))
+    assert windows == 6249
+    for a, b in itertools.combinations(epoch, 2):
+        assert (a // 16 == b // 16).mean() < 0.005  # by chance 1 in 6,249
+        assert abs(np.corrcoef(a, b)[0, 1]) < 0.06
+    assert len({int(e.min()) for e in epoch}) > 1  # the shifts, too
+
+
+def test_the_order_is_the_one_that_earlier_runs_had():
+    """A change here breaks the resuming of every run there is. Computed in a process of its own: nothing that differs
+    from one to the next (the hashes of strings, say) has a part in it."""
+    code = ("import numpy as np; from runtime.batches import train_offsets; "
+            "print(train_offsets(np.arange(8), 1000, 32, 1337).tolist(), "
+            "train_offsets(np.arange(10**12, 10**12 + 4), 301_966, 1024, 7).tolist())")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[291, 35, 675, 739, 67, 771, 931, 611] [216226, 288930, 63650, 149666]"
+
+
+# Ranks and micro-batches
+
+@pytest.mark.parametrize("world_size, batch_size, accumulation", [
+    (1, 24, 1), (1, 1, 24), (1, 4, 6), (2, 12, 1), (2, 1, 12), (2, 4, 3), (4, 6, 1), (4, 2, 3), (4, 1, 6)])
+def test_a_step_is_the_same_for_any_split(world_size, batch_size, accumulation):
+    for iter_num in (0, 1, 17, 10**9):
+        ranks = [rank_numbers(iter_num, rank, world_size, batch_size, accumulation) for rank in range(world_size)]
+        assert all(numbers.shape == (accumulation, batch_size) for numbers in ranks)
+        in_order = np.concatenate([numbers.ravel() for numbers in ranks])
+        assert np.array_equal(in_order, np.arange(iter_num * 24, iter_num * 24 + 24))
+
+
+def test_batches_are_the_same_for_any_split():
+    """Through the thread, too: 5 steps of 12 sequences, rank after rank."""
+    tokens = np.arange(1000, dtype=np.uint16)
+    whole = take(tokens, 5, batch_size=12, gradient_accumulation_steps=1)
+    assert whole[0].shape == whole[1].shape == (60, 16) and torch.equal(whole[0] + 1, whole[1])
+    for world_size, batch_size, accumulation in [(1, 2, 6), (2, 3, 2), (4, 1, 3)]:
+        split = {"batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+        ranks = [take(tokens, 5 * accumulation, 0, rank, world_size, **split) for rank in range(world_size)]
+        for mine, theirs in zip(whole, zip(*ranks)):
+            steps = [part.view(5, 12 // world_size, 16) for part in theirs]
+            assert torch.equal(torch.cat(steps, dim=1).view(60, 16), mine)
+
+
+def test_resuming_at_a_step_continues_the_order():
+    """61 windows and 6 sequences a step: the epoch ends in the 11th."""
+    tokens = np.arange(1000, dtype=np.uint16)
+    x, y = take(tokens, 3 * 20)
+    assert len({int(first) for first in x[:61, 0]}) == 61
+    for step in (1, 7, 10, 11, 19):
+        resumed = take(tokens, 3 * (20 - step), iter_num=step)
+        assert torch.equal(resumed[0], x[step * 6 :]) and torch.equal(resumed[1], y[step * 6 :])
+
+
+def test_uint16_and_uint32_bins_give_the_same_batches(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 50257, 2000)
+    batches = []
+    for vocab_size in (50257, 100_000):
+        meta = write_dataset(tmp_path / str(vocab_size), ids, ids[:100], {"kind": "gpt2"}, vocab_size, {})
+        tokens = np.memmap(tmp_path / str(vocab_size) / "train.bin", dtype=DTYPES[meta["dtype"]], mode="r")
+        batches.append((meta["dtype"], take(tokens, 9, vocab_size=vocab_size)))
+    (narrow, a), (wide, b) = batches
+    assert (narrow, wide) == ("uint16", "uint32")
+    assert a[0].dtype == a[1].dtype == torch.int64 and a[0].max() > 2**15
+    assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+# Evaluation
+
+@pytest.mark.parametrize("n_tokens, block_size", SIZES)
+@pytest.mark.parametrize("n", [1, 2, 3, 20, 1000])
+def test_eval_windows_are_disjoint_and_even(n_tokens, block_size, n):
+    offsets = eval_offsets(n_tokens, block_size, n)
+    assert len(offsets) == min(n, (n_tokens - 1) // block_size)  # as many as there are disjoint ones
+    assert offsets[0] == 0 and offsets[-1] + block_size + 1 <= n_tokens
+    gaps = np.diff(offsets)
+    if len(offsets) > 1:
+        assert offsets[-1] + block_size + 1 == n_tokens  # to the end
+        assert gaps.min() >= block_size and gaps.max() - gaps.min() <= 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("n", [1, 2, 7, 12, 13])
+def test_eval_windows_are_shared_out_over_the_ranks(world_size, n, batch_size):
+    tokens = np.arange(1000, dtype=np.uint16)
+    ranks = [list(eval_batches(tokens, rank, world_size, n, settings(batch_size=batch_size), 1000, "cpu"))
+             for rank in range(world_size)]
+    assert len({len(batches) for batches in ranks}) == 1  # or ZeRO-3 hangs
+    x, y = (torch.cat([batch[i] for batches in ranks for batch in batches]) for i in (0, 1))
+    counts = y[:, 0] >= 0
+    assert torch.equal(y[counts], x[counts] + 1) and (y[~counts] == -1).all() and x.min() >= 0
+    assert x[counts, 0].tolist() == eval_offsets(1000, 16, n).tolist()
+    assert len(x) - n < 2 * world_size  # little is made up
+
+
+# Bad tokens
+
+def test_a_token_beyond_the_vocabulary_ends_training():
+    """Read by the thread, raised where training asks for the batch."""
+    tokens = np.arange(1000, dtype=np.uint16)
+    tokens[500] = 1000
+    with pytest.raises(DatasetError, match="token 1000, beyond the vocabulary of 1000"):
+        take(tokens, 100, vocab_size=1000)
+    with pytest.raises(DatasetError, match="token 999, beyond the vocabulary of 999"):
+        read(tokens, [983], 16, 999)
+    assert read(tokens, [983], 16, 1000)[1].max() == 999

@@ -1,0 +1,434 @@
+"""Settings, case by case (configurator.py), and the DeepSpeed JSON (runtime/ds_config.py)."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from conftest import ROOT
+
+from configurator import SettingsError, configure, differences
+from runtime.ds_config import ConfigError, offloads, resolve
+
+SCRIPT = ROOT / "train_deepspeed.py"
+CONFIGS = sorted((ROOT / "config").glob("*.py"))
+JSONS = sorted([*ROOT.glob("*.json"), *ROOT.glob("config/ds/*.json")])
+DEFAULTS = {"out_dir": "out", "max_iters": 20, "learning_rate": 3e-5, "eval_only": False, "n_layer": None,
+            "min_lr": None, "schedule": "cosine", "compile": "auto"}
+ANNOTATIONS = {"n_layer": int | None, "min_lr": float | None, "schedule": Literal["cosine", "linear"],
+               "compile": bool | Literal["auto"]}
+
+
+def parse(*argv, root="."):
+    """What the command line changes of DEFAULTS."""
+    settings = configure(DEFAULTS, [str(arg) for arg in argv], ANNOTATIONS, root)
+    assert list(settings) == list(DEFAULTS)
+    return {name: value for name, value in settings.items() if value != DEFAULTS[name]}
+
+
+def refused(*argv, root="."):
+    """The problems of a command line, one string each."""
+    with pytest.raises(SettingsError) as error:
+        configure(DEFAULTS, [str(arg) for arg in argv], ANNOTATIONS, root)
+    return str(error.value).splitlines()
+
+
+def script_settings():
+    """(defaults, annotations) of train_deepspeed.py: its lines up to where the command line is read."""
+    names = {"__annotations__": {}}
+    exec(SCRIPT.read_text().split("\nsettings = ")[0], names)
+    annotations = names.pop("__annotations__")
+    defaults = {k: v for k, v in names.items() if isinstance(v, (bool, int, float, str, type(None))) and k[0] != "_"}
+    return defaults, annotations
+
+
+def python(*args, cwd=ROOT):
+    return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def config(tmp_path):
+    """config(text) -> the path of a config file with this text."""
+
+    def write(text, name="mine.py"):
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return write
+
+
+# The command line
+
+
+@pytest.mark.parametrize("argv, changed", [
+    ([], {}),
+    (["--max_iters=5"], {"max_iters": 5}),
+    (["--max_iters", "5"], {"max_iters": 5}),
+    (["--max_iters=-5"], {"max_iters": -5}),
+    (["--max_iters", "-5"], {"max_iters": -5}),
+    (["--max_iters=600_000"], {"max_iters": 600000}),
+    (["--learning_rate=1"], {"learning_rate": 1.0}),
+    (["--learning_rate=6e-4"], {"learning_rate": 0.0006}),
+    (["--min_lr=1"], {"min_lr": 1.0}),
+    (["--min_lr=0.5", "--min_lr=None"], {}),
+    (["--n_layer=3"], {"n_layer": 3}),
+    (["--n_layer=3", "--n_layer=None"], {}),
+    (["--out_dir=runs/a=b"], {"out_dir": "runs/a=b"}),
+    (["--out_dir", "runs/a=b"], {"out_dir": "runs/a=b"}),
+    (["--out_dir=7"], {"out_dir": "7"}),
+    (["--out_dir=None"], {"out_dir": "None"}),
+    (["--out_dir="], {"out_dir": ""}),
+    (["--schedule=linear"], {"schedule": "linear"}),
+    (["--compile=False"], {"compile": False}),
+    (["--compile=false"], {"compile": False}),
+    (["--compile=True", "--compile=auto"], {}),
+    (["--eval_only=True"], {"eval_only": True}),
+    (["--eval_only", "true"], {"eval_only": True}),
+    (["--eval_only"], {"eval_only": True}),
+    (["--eval_only", "--max_iters=5"], {"eval_only": True, "max_iters": 5}),
+    (["--eval_only", "False"], {}),
+    (["--max_iters=5", "--max_iters=6"], {"max_iters": 6}),
+    (["--local_rank=3"], {}),
+    (["--local_rank", "3", "--max_iters=5"], {"max_iters": 5}),
+], ids=" ".join)
+def test_command_line_gives_values_of_the_settings_types(argv, changed):
+    got = parse(*argv)
+    assert got == changed
+    assert {name: type(got[name]) for name in got} == {name: type(changed[name]) for name in changed}
+
+
+@pytest.mark.parametrize("arg, problem", [
+    ("--max_iters=1.5", "max_iters takes int, not '1.5'"),
+    ("--max_iters=many", "max_iters takes int, not 'many'"),
+    ("--max_iters=True", "max_iters takes int, not 'True'"),
+    ("--max_iters=None", "max_iters takes int, not 'None'"),
+    ("--max_iters=", "max_iters takes int, not ''"),
+    ("--max_iters=__import__('os')", "max_iters takes int, not \"__import__('os')\""),
+    ("--learning_rate=auto", "learning_rate takes float, not 'auto'"),
+    ("--eval_only=1", "eval_only takes bool, not '1'"),
+    ("--n_layer=2.0", "n_layer takes None or int, not '2.0'"),
+    ("--schedule=cosinus", "schedule takes 'cosine' or 'linear', not 'cosinus'"),
+    ("--compile=1", "compile takes 'auto' or bool, not '1'"),
+    ("--compile=maybe", "compile takes 'auto' or bool, not 'maybe'"),
+])
+def test_wrong_types_are_refused(arg, problem):
+    assert refused(arg) == [f"command line: {problem}"]
+
+
+def test_unknown_names_are_refused_with_the_nearest():
+    assert refused("--learing_rate=1") == [
+        "command line: there is no setting 'learing_rate': did you mean 'learning_rate'?"]
+    assert refused("--zzz=1") == ["command line: there is no setting 'zzz'"]
+    assert refused("--zzz") == ["command line: there is no setting 'zzz'"]
+
+
+def test_a_setting_without_its_value_is_refused():
+    assert refused("--max_iters") == ["--max_iters needs a value: --max_iters=20"]
+    assert refused("--compile", "--eval_only") == ["--compile needs a value: --compile=auto"]
+
+
+def test_all_problems_are_told_at_once(config):
+    path = config("max_iter = 3\nlearning_rate = 'high'\n")
+    assert refused("--learing_rate=1", "--max_iters=x", path, "nowhere.py", "--schedule=1") == [
+        "command line: there is no setting 'learing_rate': did you mean 'learning_rate'?",
+        "command line: max_iters takes int, not 'x'",
+        f"{path}: learning_rate takes float, not 'high'",
+        f"{path}: there is no setting 'max_iter': did you mean 'max_iters'?",
+        "there is no config file nowhere.py; settings are written --key=value",
+        "command line: schedule takes 'cosine' or 'linear', not '1'"]
+
+
+def test_the_defaults_are_left_alone_and_differences_are_told():
+    before = dict(DEFAULTS)
+    settings = configure(DEFAULTS, ["--max_iters=5", "--compile=False"], ANNOTATIONS)
+    assert before == DEFAULTS
+    assert differences(DEFAULTS, settings) == ["--max_iters=5", "--compile=False"]
+
+
+# Config files
+
+
+def test_config_files_may_compute_and_import(config):
+    path = config("import math\nfrom os.path import join\n_tokens = 4 * 8\nmax_iters = math.ceil(1000 / _tokens)\n"
+                  "def _half(x):\n    return x / 2\nlearning_rate = _half(learning_rate)\nout_dir = join('a', 'b')\n")
+    assert parse(path) == {"max_iters": 32, "learning_rate": 1.5e-5, "out_dir": "a/b"}
+
+
+def test_config_files_see_the_settings_so_far_and_nothing_of_the_configurator(config):
+    path = config("max_iters = max_iters * 2\nout_dir = str([name in globals() for name in ('problems', 'os')])\n")
+    assert parse("--max_iters=7", path) == {"max_iters": 14, "out_dir": "[False, False]"}
+
+
+def test_later_ones_win(config):
+    first = config("max_iters = 1\nlearning_rate = 1\n", "first.py")
+    second = config("max_iters = 2\n", "second.py")
+    assert parse(first, second) == {"max_iters": 2, "learning_rate": 1.0}
+    assert parse(second, first) == {"max_iters": 1, "learning_rate": 1.0}
+    assert parse(first, "--max_iters=3") == {"max_iters": 3, "learning_rate": 1.0}
+    assert parse("--max_iters=3", first) == {"max_iters": 1, "learning_rate": 1.0}
+
+
+def test_config_files_are_checked_as_the_command_line_is(config):
+    assert parse(config("learning_rate = 1\nn_layer = None\ncompile = 'auto'\n")) == {"learning_rate": 1.0}
+    path = config("learning_rat = 1\nmax_iters = '5'\neval_only = 1\nn_layer = True\n")
+    assert refused(path) == [
+        f"{path}: max_iters takes int, not '5'",
+        f"{path}: eval_only takes bool, not 1",
+        f"{path}: n_layer takes None or int, not True",
+        f"{path}: there is no setting 'learning_rat': did you mean 'learning_rate'?"]
+
+
+@pytest.mark.parametrize("text, problem", [
+    ("max_iters = 3\nlearning_rate = 1 / 0\n", "line 2: ZeroDivisionError: division by zero"),
+    ("max_iters = 3\n\nif max_iters\n    pass\n", "line 3: SyntaxError: "),
+    ("def _f():\n    return unheard\n\n_f()\n", "line 2: NameError: name 'unheard' is not defined"),
+    ("import json\njson.loads('{')\n", "line 2: JSONDecodeError: "),
+], ids=["run", "syntax", "function", "library"])
+def test_errors_in_config_files_are_told_with_file_and_line(config, text, problem):
+    path = config(text)
+    (line,) = refused(path)
+    assert line.startswith(f"{path}, {problem}")
+
+
+def test_config_files_are_found_here_and_then_in_the_root(tmp_path, monkeypatch):
+    root, here = tmp_path / "root", tmp_path / "here"
+    for folder, n in ((root, 1), (here, 2)):
+        (folder / "config").mkdir(parents=True)
+        (folder / "config" / "both.py").write_text(f"max_iters = {n}\n")
+    (root / "config" / "root.py").write_text("max_iters = 3\n")
+    monkeypatch.chdir(here)
+    assert parse("config/both.py", root=root) == {"max_iters": 2}
+    assert parse("config/root.py", root=root) == {"max_iters": 3}
+
+
+# The script's own
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configs_of_the_project_resolve(path):
+    defaults, annotations = script_settings()
+    settings = configure(defaults, [str(path)], annotations, ROOT)
+    json_file = ROOT / settings["deepspeed_config"]
+    assert resolve(json_file, settings, 8, "bfloat16")[0]["train_batch_size"] == (
+        settings["batch_size"] * settings["gradient_accumulation_steps"] * 8)
+
+
+def test_the_headline_config_is_the_original_job():
+    defaults, annotations = script_settings()
+    settings = configure(defaults, ["config/xl_shakespeare.py"], annotations, ROOT)
+    expected = {"max_iters": 20, "batch_size": 1, "gradient_accumulation_steps": 32, "learning_rate": 3e-5,
+                "eval_interval": 5, "eval_iters": 20, "init_from": "gpt2-xl", "block_size": 1024,
+                "out_dir": "out-shakespeare-xl-deepspeed", "deepspeed_config": "ds_config_zero2.json"}
+    assert {name: settings[name] for name in expected} == expected
+
+
+def test_a_config_of_nanogpt_runs_as_it_is(config):
+    path = config("""
+import time
+
+out_dir = 'out-shakespeare'
+eval_interval = 5
+eval_iters = 40
+log_interval = 1
+eval_only = False
+wandb_log = False # feel free to turn on
+wandb_project = 'shakespeare'
+wandb_run_name = 'ft-' + str(time.time())
+dataset = 'shakespeare'
+init_from = 'gpt2-xl' # this is the largest GPT-2 model
+always_save_checkpoint = False
+# 1 batch_size * 32 grad_accum * 1024 tokens = 32,768 tokens/iter
+batch_size = 1
+gradient_accumulation_steps = 32
+block_size = 1024
+n_layer = 12
+n_head = 12
+n_embd = 768
+bias = False
+dropout = 0.1
+max_iters = 20
+learning_rate = 3e-5
+decay_lr = False
+warmup_iters = 100
+lr_decay_iters = 5000
+min_lr = 1e-4
+weight_decay = 1e-1
+beta1 = 0.9
+beta2 = 0.99
+grad_clip = 1.0
+backend = 'nccl'
+device = 'cpu'
+dtype = 'bfloat16'
+compile = False
+""")
+    defaults, annotations = script_settings()
+    settings = configure(defaults, [str(path)], annotations)
+    assert (settings["max_iters"], settings["bias"], settings["decay_lr"], settings["compile"]) == (
+        20, False, False, False)
+    assert settings["wandb_run_name"].startswith("ft-1")
+
+
+def test_help_shows_every_setting_with_its_comment(tmp_path):
+    done = python(SCRIPT, "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    shown = {line.split("=")[0].strip(): line for line in done.stdout.splitlines() if line.startswith("  --")}
+    defaults, _ = script_settings()
+    assert list(shown) == [f"--{name}" for name in defaults]
+    assert re.fullmatch(r"  --learning_rate=3e-05 +the highest", shown["--learning_rate"])
+    assert re.fullmatch(r"  --n_layer=None", shown["--n_layer"])
+    assert "  --out_dir='out-shakespeare-xl-deepspeed'" in shown["--out_dir"]
+    source = SCRIPT.read_text()
+    for name in defaults:
+        comment = re.search(rf"^{name}\b[^#\n]*(?:  # (.*))?$", source, re.M)[1]
+        assert shown[f"--{name}"].endswith(comment or "")
+    assert "Learning rate over the run" in done.stdout and "one process, no launcher" in done.stdout
+
+
+def test_print_settings_from_any_folder(tmp_path):
+    done = python(SCRIPT, "config/shakespeare_char_cpu.py", "--max_iters", "7", "--print_settings", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    settings = json.loads(done.stdout)
+    assert list(settings) == list(script_settings()[0])
+    assert (settings["max_iters"], settings["n_embd"], settings["learning_rate"]) == (7, 128, 1e-3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_ends_with_2_and_no_traceback():
+    done = python(SCRIPT, "config/shakespeare_char_cpu.py", "--max_iters=20", "--learing_rate=1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "command line: there is no setting 'learing_rate': did you mean 'learning_rate'?\n"
+
+
+# The DeepSpeed JSON
+
+OWNED = {"batch_size": 2, "gradient_accumulation_steps": 3, "grad_clip": 1.0}
+
+
+def resolved(content, tmp_path, dtype="float32", world_size=4):
+    """(config, notes) of a JSON with this content: an object, or the text itself."""
+    path = tmp_path / "ds.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return resolve(str(path), OWNED, world_size, dtype)
+
+
+def zero(stage=2, **rest):
+    return {"zero_optimization": {"stage": stage, **rest}}
+
+
+@pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_jsons_of_the_project_resolve(path, dtype):
+    config, _ = resolve(str(path), OWNED, 4, dtype)
+    assert config["train_batch_size"] == 24
+    named = int(re.search(r"zero(\d)", path.stem)[1])
+    assert config["zero_optimization"]["stage"] == (1 if named == 0 and dtype != "float32" else named)
+    assert offloads(config) == ("offload" in path.stem)
+    assert (config["bf16"]["enabled"], config["fp16"]["enabled"]) == (dtype == "bfloat16", dtype == "float16")
+
+
+def test_auto_is_resolved_in_the_keys_that_the_script_owns(tmp_path):
+    autos = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+                           "gradient_clipping"), "auto")
+    config, notes = resolved({**autos, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, **zero()}, tmp_path)
+    assert {key: config[key] for key in autos} == {
+        "train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3,
+        "gradient_clipping": 1.0}
+    assert (config["bf16"]["enabled"], config["fp16"]["enabled"], notes) == (False, False, [])
+    assert resolved({"train_batch_size": 24, **zero()}, tmp_path)[0]["train_batch_size"] == 24
+
+
+@pytest.mark.parametrize("content, problem", [
+    ({"zero_optimisation": {}}, "unknown key \"zero_optimisation\": did you mean 'zero_optimization'?"),
+    ({"amp": {"enabled": False}}, 'unknown key "amp"'),
+    (zero(overlapp_comm=True), "\"zero_optimization.overlapp_comm\": unknown key: did you mean 'overlap_comm'?"),
+    (zero(offload_optimizer={"device": "cpu", "pin": True}), '"zero_optimization.offload_optimizer.pin": unknown key'),
+    ({"fp16": {"los_scale": 0}}, "\"fp16.los_scale\": unknown key: did you mean 'loss_scale'?"),
+    ({"bf16": {"enabled": "auto", "foo": 1}}, '"bf16.foo": unknown key'),
+    ({"data_types": {"grad_acum_dtype": "fp32"}},
+     "\"data_types.grad_acum_dtype\": unknown key: did you mean 'grad_accum_dtype'?"),
+    ({"data_types": {"grad_accum_dtype": "bf17"}}, '"data_types.grad_accum_dtype" is "bf17"'),
+    ({"train_batch_size": 32}, '"train_batch_size" is 32, but the script\'s settings make it 24: remove it here, or '
+                               'write "auto"'),
+    ({"gradient_accumulation_steps": 1}, '"gradient_accumulation_steps" is 1, but the script\'s settings make it 3'),
+    ({"gradient_clipping": 0.5}, '"gradient_clipping" is 0.5, but the script\'s settings make it 1.0'),
+    (zero("auto"), '"zero_optimization.stage" is "auto", which nothing resolves: give it a value'),
+    (zero(3, stage3_max_live_parameters="auto"), '"zero_optimization.stage3_max_live_parameters" is "auto"'),
+    ({"steps_per_print": "auto"}, '"steps_per_print" is "auto"'),
+    (zero(4), '"zero_optimization.stage": Input should be 0, 1, 2, 3'),
+    (zero("2"), '"zero_optimization.stage"'),
+    (zero(reduce_bucket_size="lots"), '"zero_optimization.reduce_bucket_size": Input should be a valid integer'),
+    ({"zero_optimization": [2]}, '"zero_optimization" must be an object'),
+    ({"bf16": True}, '"bf16" must be an object'),
+    ({"fp16": None}, '"fp16" must be an object'),
+    ({"optimizer": {"type": "AdamW"}}, '"optimizer" does not belong here: the script owns it: set learning_rate'),
+    ({"scheduler": {}}, '"scheduler" does not belong here: the script owns it: set lr_schedule'),
+    ({"activation_checkpointing": {}}, '"activation_checkpointing" does not belong here: DeepSpeed does nothing with '
+                                       'it: set --gradient_checkpointing=True'),
+    ({"checkpoint": {"writer": {}}}, '"checkpoint" does not belong here'),
+    (zero(offload_param={"device": "cpu"}), '"zero_optimization.offload_param" does nothing at stage 2: use stage 3'),
+    (zero(0, offload_optimizer={"device": "cpu"}), '"zero_optimization.offload_optimizer" needs stage 1, 2 or 3'),
+    (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}),
+     '"zero_optimization.offload_optimizer.ratio" below 1 works at stage 3 only, not at 2'),
+    ({"bf16": {"enabled": True}}, '"bf16.enabled" is true, but dtype is float32: write "auto" here, or set '
+                                  '--dtype=bfloat16'),
+    ({"fp16": {"enabled": True}}, '"fp16.enabled" is true, but dtype is float32: write "auto" here, or set '
+                                  '--dtype=float16'),
+    ('{"bf16": {}, "bf16": {}}', ": the key bf16 is given twice"),
+    ('{"zero_optimization": {"stage": 1, "stage": 2}}', ": the key stage is given twice"),
+    ("{", " is not JSON: "),
+    ("", " is not JSON: "),
+    ("[]", " holds no JSON object"),
+    ("null", " holds no JSON object"),
+], ids=lambda value: None if isinstance(value, dict) else re.sub(r"\W+", "-", value)[:40])
+def test_jsons_are_refused(content, problem, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        resolved(content, tmp_path)
+    (line,) = str(error.value).splitlines()
+    assert line.startswith(str(tmp_path / "ds.json")) and problem in line
+
+
+def test_all_problems_of_a_json_are_told_at_once(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        resolved({"foo": 1, "train_batch_size": 7, "scheduler": {"lr": "auto"}, "bf16": {"enabled": True}}, tmp_path)
+    lines = str(error.value).removeprefix(f"{tmp_path}/ds.json: ").split(f"\n{tmp_path}/ds.json: ")
+    assert [line.split('"')[1] for line in lines] == [
+        "foo", "train_batch_size", "scheduler", "bf16.enabled", "scheduler.lr"]
+
+
+def test_a_json_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="No such file or directory; name another with --deepspeed_config=FILE"):
+        resolve(str(tmp_path / "none.json"), OWNED, 1, "float32")
+
+
+@pytest.mark.parametrize("block, enabled, dtype", [
+    ("bf16", False, "bfloat16"), ("fp16", False, "float16"), ("fp16", True, "bfloat16"), ("bf16", True, "float16")])
+def test_precision_blocks_may_not_contradict_dtype(block, enabled, dtype, tmp_path):
+    with pytest.raises(ConfigError, match=f'"{block}.enabled" is {str(enabled).lower()}, but dtype is {dtype}'):
+        resolved({block: {"enabled": enabled}, **zero()}, tmp_path, dtype)
+    other = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
+    assert resolved({other: {"enabled": True}, **zero()}, tmp_path, dtype)[0][other]["enabled"] is True
+
+
+def test_what_deepspeed_gets_wrong_is_mended_and_told(tmp_path):
+    config, (note,) = resolved(zero(0), tmp_path, "float16")
+    assert config["zero_optimization"]["stage"] == 1 and "never scales the loss in float16" in note
+    config, (note,) = resolved({}, tmp_path, "bfloat16")
+    assert config["zero_optimization"]["stage"] == 1 and "adds up gradients in bfloat16" in note
+    config, (note,) = resolved({"fp16": {"loss_scale_window": 50}, **zero(3)}, tmp_path, "float16")
+    assert config["fp16"]["loss_scale_window"] == 50 * 2**20 and "halves the gradient" in note
+    config, (note,) = resolved(zero(2, stage3_prefetch_bucket_size=1), tmp_path)
+    assert note == "stage3_prefetch_bucket_size have no effect at stage 2"
+    assert config["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert "data_types" not in resolved(zero(0), tmp_path)[0]  # stage 0 raises NotImplementedError on it
+
+
+def test_the_jsons_are_read_from_any_folder(tmp_path):
+    """--dry_run gets as far as the JSON and the data, which are not there."""
+    done = python(SCRIPT, "config/shakespeare_char_cpu.py", "--dataset=not-there", "--dry_run",
+                  f"--out_dir={tmp_path}/out", cwd=tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "not-there; prepare it with its own script" in line and Path(tmp_path / "out").exists() is False

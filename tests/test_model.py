@@ -1,0 +1,444 @@
+"""Our GPT against transformers' GPT2LMHeadModel, and against itself where it has two ways to one result."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import model as model_module
+from model import GPT, GPTConfig, WeightsError, sample_token
+
+VOCAB, BLOCK, LAYERS, HEADS, EMBD = 211, 48, 3, 4, 32  # 211 is padded to 256
+TRANSPOSED = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # transformers has them as Conv1D
+SIZES = {  # n_layer, n_head, n_embd, parameters as published
+    "gpt2": (12, 12, 768, 124_439_808),
+    "gpt2-medium": (24, 16, 1024, 354_823_168),
+    "gpt2-large": (36, 20, 1280, 774_030_080),
+    "gpt2-xl": (48, 25, 1600, 1_557_611_200),
+}
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """Random weights with all biases and layer norms far from 0 and 1, and logits some units apart."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCAB, n_positions=BLOCK, n_layer=LAYERS, n_head=HEADS, n_embd=EMBD,
+                        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=None)
+    theirs = GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p += 0.15 * torch.randn_like(p)
+    return theirs.eval()
+
+
+@pytest.fixture(scope="module")
+def folder(theirs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt2")
+    theirs.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def ours(folder):
+    return GPT.from_pretrained(str(folder))
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    """A folder of weights to spoil."""
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def tokens(*shape, seed=1):
+    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def some_targets(B, T):
+    """Targets of which a third don't count, a whole row among them."""
+    targets = tokens(B, T, seed=2)
+    targets[:, ::3] = -1
+    targets[1] = -1
+    return targets
+
+
+def gradients(model, idx, targets, loss=None):
+    """(loss, {name: gradient}) of the model's own loss, or of loss(logits, targets)."""
+    model.zero_grad(set_to_none=True)
+    value = model(idx, targets) if loss is None else loss(model(idx), targets)
+    value.backward()
+    return value.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def plain_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+def furthest(a, b):
+    """The largest difference between two dicts of tensors."""
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+# Against transformers
+
+def test_logits_loss_and_every_gradient_are_those_of_transformers(ours, theirs):
+    """Seen: logits to 1.2e-6 of up to 3, loss to 0, gradients to 6e-8 of up to 0.087."""
+    text = tokens(3, BLOCK)
+    with torch.no_grad():
+        logits, their_logits = ours(text), theirs(text).logits
+    assert logits.shape == (3, BLOCK, VOCAB) and their_logits.std() > 0.7
+    assert (logits - their_logits).abs().max() < 1e-5
+    theirs.zero_grad(set_to_none=True)
+    their_loss = theirs(text, labels=text).loss
+    their_loss.backward()
+    loss, grads = gradients(ours, text[:, :-1], text[:, 1:])
+    assert abs(loss - their_loss) < 1e-6
+    wanted = {name: p.grad.T if name.endswith(TRANSPOSED) else p.grad for name, p in theirs.named_parameters()}
+    assert len(wanted) == 2 + 12 * LAYERS + 2 and min(g.abs().max() for g in wanted.values()) > 1e-3
+    assert (grads["transformer.wte.weight"][VOCAB:] == 0).all()
+    grads["transformer.wte.weight"] = grads["transformer.wte.weight"][:VOCAB]
+    assert furthest(grads, wanted) < 1e-6
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+@pytest.mark.parametrize("form", ["whole", "sharded", "pickled"])
+def test_a_folder_loads_in_every_form(theirs, ours, tmp_path, form, prefix):
+    saved = theirs if prefix else theirs.transformer  # the hub's gpt2 is the latter
+    if form == "pickled":
+        theirs.config.save_pretrained(tmp_path)
+        torch.save(saved.state_dict(), tmp_path / "pytorch_model.bin")
+    else:
+        saved.save_pretrained(tmp_path, max_shard_size="50KB" if form == "sharded" else "1GB")
+    files = len(list(tmp_path.glob("*.safetensors")))
+    assert {"whole": files == 1, "sharded": files > 3, "pickled": files == 0}[form]
+    loaded = GPT.from_pretrained(str(tmp_path))
+    assert furthest(loaded.state_dict(), ours.state_dict()) == 0
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    assert torch.equal(loaded.transformer.wte.weight[:VOCAB], theirs.transformer.wte.weight)
+    assert torch.equal(loaded.transformer.h[2].mlp.c_fc.weight, theirs.transformer.h[2].mlp.c_fc.weight.T)
+    assert (loaded.transformer.wte.weight[VOCAB:] == 0).all()
+
+
+def test_weights_load_in_half_precision(folder, ours):
+    half = GPT.from_pretrained(str(folder), dropout=0.1, dtype=torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16} and half.config.dropout == 0.1
+    assert furthest(half.state_dict(), ours.bfloat16().state_dict()) == 0
+
+
+# The loss
+
+@pytest.mark.parametrize("loss_rows", [1, 7, 96, 4096])  # rows at a time, of 2 x 48
+def test_fused_loss_and_gradients_are_those_of_plain_cross_entropy(ours, monkeypatch, loss_rows):
+    monkeypatch.setattr(model_module, "LOSS_ROWS", loss_rows)
+    idx, targets = tokens(2, BLOCK), some_targets(2, BLOCK)
+    wanted, wanted_grads = gradients(ours, idx, targets, plain_loss)
+    loss, grads = gradients(ours, idx, targets)
+    assert abs(loss - wanted) < 2e-6 and loss > 5  # seen: 1e-6 of 5.55
+    assert furthest(grads, wanted_grads) < 1e-6  # seen: 7e-8 of up to 0.22
+    (3 * ours(idx, targets)).backward()  # what comes from above scales it, and adds up
+    assert furthest({n: p.grad / 4 for n, p in ours.named_parameters()}, grads) < 1e-6
+
+
+@pytest.mark.parametrize("loss_rows", [7, 4096])
+def test_loss_of_each_token(ours, monkeypatch, loss_rows):
+    monkeypatch.setattr(model_module, "LOSS_ROWS", loss_rows)
+    idx, targets = tokens(2, BLOCK), some_targets(2, BLOCK)
+    losses = ours(idx, targets, reduction="none")
+    wanted = F.cross_entropy(ours(idx).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+    assert losses.shape == (2 * BLOCK,) and (losses[targets.flatten() == -1] == 0).all()
+    assert (losses - wanted).abs().max() < 1e-5
+
+
+def test_padding_has_no_part(ours):
+    """Rows of the vocabulary's padding that would win every time change nothing, get no gradient, are never drawn."""
+    idx, targets = tokens(2, BLOCK), tokens(2, BLOCK, seed=2)
+    loss, grads = gradients(ours, idx, targets)
+    with torch.no_grad():
+        ours.transformer.wte.weight[VOCAB:] = 100 * ours.transformer.ln_f.bias
+    spoilt_loss, spoilt_grads = gradients(ours, idx, targets)
+    assert spoilt_loss == loss and furthest(grads, spoilt_grads) == 0
+    assert (spoilt_grads["transformer.wte.weight"][VOCAB:] == 0).all()
+    assert ours(idx, targets, reduction="none").max() < 30
+    assert ours(idx).shape[-1] == VOCAB
+    drawn = ours.generate(tokens(64, 1), 20, temperature=100.0)  # nearly uniform
+    assert drawn.max() < VOCAB and len(drawn[:, 1:].unique()) > 200
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(folder):
+    """With dropout, so that the second forward must draw what the first one drew."""
+    model = GPT.from_pretrained(str(folder), dropout=0.2).train()
+    forwards = []
+    model.transformer.h[1].mlp.register_forward_pre_hook(lambda *_: forwards.append(1))
+    results = []
+    for model.gradient_checkpointing in (False, True):
+        torch.manual_seed(0)
+        results.append(gradients(model, tokens(2, BLOCK), tokens(2, BLOCK, seed=2)))
+    assert len(forwards) == 1 + 2  # once; then once more in backward
+    assert results[0][0] == results[1][0] and furthest(results[0][1], results[1][1]) == 0
+
+
+# The parts
+
+@pytest.mark.parametrize("place", ["embedding", "attention", "attention's output", "mlp"])
+def test_dropout_acts_in_training_alone(folder, ours, place):
+    model = GPT.from_pretrained(str(folder), dropout=0.5)
+    model.transformer.drop.p = 0.5 * (place == "embedding")
+    for block in model.transformer.h:
+        block.attn.dropout = 0.5 * (place == "attention")
+        block.attn.resid_dropout.p = 0.5 * (place == "attention's output")
+        block.mlp.dropout.p = 0.5 * (place == "mlp")
+    idx = tokens(2, BLOCK)
+    assert torch.equal(model.eval()(idx), ours.eval()(idx))
+    assert (model.train()(idx) - model(idx)).abs().max() > 0.1
+    assert torch.equal(ours.train()(idx), ours(idx))
+
+
+def test_no_position_sees_what_comes_after_it(ours):
+    idx = tokens(2, BLOCK)
+    changed = idx.clone()
+    changed[:, 20:] = (idx[:, 20:] + 1) % VOCAB
+    difference = (ours(idx) - ours(changed)).abs().amax(dim=(0, 2))
+    assert difference[:20].max() == 0 and difference[20:].min() > 0.1
+
+
+def test_crop_block_size(ours):
+    idx = tokens(2, BLOCK)
+    whole = ours(idx[:, :20])
+    ours.crop_block_size(20)
+    assert torch.equal(ours(idx[:, :20]), whole)
+    assert ours.config.block_size == 20 and ours.transformer.wpe.weight.shape == (20, EMBD)
+    assert ours.num_params() == VOCAB * EMBD + 20 * EMBD + LAYERS * (12 * EMBD**2 + 13 * EMBD) + 2 * EMBD
+    _, grads = gradients(ours, idx[:, :20], idx[:, :20])
+    assert grads["transformer.wpe.weight"].abs().min() > 0
+    with pytest.raises(ValueError, match="21 tokens is longer than block_size=20"):
+        ours(idx[:, :21])
+    with pytest.raises(ValueError, match="block_size=21 is beyond the 20 positions"):
+        ours.crop_block_size(21)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_parameters_are_the_published_ones(name):
+    n_layer, n_head, n_embd, params = SIZES[name]
+    with torch.device("meta"):
+        model = GPT(GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd))
+    assert model.transformer.wte.weight.shape == (50304, n_embd)
+    assert model.num_params() == params
+    assert model.num_params(positions=False) == params - 1024 * n_embd
+
+
+def test_flops_per_token_by_hand():
+    with torch.device("meta"):
+        small, xl = GPT(GPTConfig()), GPT(GPTConfig(n_layer=48, n_head=25, n_embd=1600))
+    # 6 x (124,439,808 - 786,432) + 12 x 12 x 768 x 1024 = 741,920,256 + 113,246,208
+    assert small.flops_per_token() == 855_166_464
+    assert small.flops_per_token(512) == 741_920_256 + 56_623_104
+    # 6 x (1,557,611,200 - 1,638,400) + 12 x 48 x 1600 x 1024 = 9,335,836,800 + 943,718,400
+    assert xl.flops_per_token() == 10_279_555_200
+
+
+def test_fresh_weights():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=64, vocab_size=1000, n_layer=8, n_head=4, n_embd=128))
+    weights = dict(model.named_parameters())
+    assert weights["transformer.wte.weight"][:1000].std().item() == pytest.approx(0.02, rel=0.02)
+    assert weights["transformer.h.3.mlp.c_fc.weight"].std().item() == pytest.approx(0.02, rel=0.02)
+    for name in ("attn.c_proj.weight", "mlp.c_proj.weight"):  # 0.02 / sqrt(2 x 8)
+        assert weights[f"transformer.h.3.{name}"].std().item() == pytest.approx(0.005, rel=0.02)
+    assert (weights["transformer.wte.weight"][1000:] == 0).all() and weights["transformer.wte.weight"].shape[0] == 1024
+    assert all((p == 0).all() for name, p in weights.items() if name.endswith("bias"))
+    assert all((p == 1).all() for name, p in weights.items() if "ln_" in name and name.endswith("weight"))
+    loss = model(torch.randint(1000, (4, 64)), torch.randint(1000, (4, 64)))
+    assert loss.item() == pytest.approx(6.9078, abs=0.1)  # ln 1000
+
+
+def test_bias_can_be_left_out():
+    model = GPT(GPTConfig(block_size=8, vocab_size=50, n_layer=2, n_head=2, n_embd=16, bias=False))
+    assert not [name for name, _ in model.named_parameters() if name.endswith("bias")]
+    assert model.num_params() == 50 * 16 + 8 * 16 + 2 * (12 * 16**2 + 2 * 16) + 16
+
+
+def test_parameter_groups(ours):
+    decaying, others = ours.parameter_groups(0.1)
+    assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert len(decaying["params"]) == 2 + 4 * LAYERS and len(others["params"]) == 8 * LAYERS + 2
+    assert {p.dim() for p in decaying["params"]} == {2} and {p.dim() for p in others["params"]} == {1}
+    assert {id(p) for g in (decaying, others) for p in g["params"]} == {id(p) for p in ours.parameters()}
+
+
+# Text
+
+def test_greedy_text_is_that_of_transformers(ours, theirs):
+    idx = tokens(4, 5)
+    wanted = theirs.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=BLOCK - 5, do_sample=False,
+                             pad_token_id=0)
+    assert len(wanted[:, 5:].unique()) > 20  # no fixed point
+    assert torch.equal(ours.generate(idx, BLOCK - 5, temperature=0), wanted)
+
+
+@pytest.mark.parametrize("start", [1, BLOCK - 1, BLOCK, BLOCK + 5])
+def test_cached_text_is_uncached_text(ours, start):
+    """Also past the context, where it slides."""
+    idx = tokens(3, start)
+    cached = ours.generate(idx, BLOCK + 10, temperature=0)
+    assert cached.shape == (3, start + BLOCK + 10)
+    assert torch.equal(cached, ours.generate(idx, BLOCK + 10, temperature=0, use_cache=False))
+    for _ in range(BLOCK + 10):  # and that of nobody's generate
+        with torch.no_grad():
+            idx = torch.cat([idx, ours(idx[:, -BLOCK:])[:, -1:].argmax(dim=-1)], dim=1)
+    assert torch.equal(cached, idx)
+
+
+def test_the_cache_is_used(ours):
+    lengths = []
+    ours.transformer.h[0].register_forward_pre_hook(lambda _, args: lengths.append(args[0].size(1)))
+    ours.generate(tokens(2, 5), 4)
+    ours.generate(tokens(2, 5), 4, use_cache=False)
+    assert lengths == [5, 1, 1, 1, 5, 6, 7, 8]
+
+
+def test_sampled_text_is_reproducible_and_top_k_1_is_greedy(ours):
+    idx = tokens(3, 5)
+    assert torch.equal(ours.generate(idx, 30, top_k=1), ours.generate(idx, 30, temperature=0))
+    a, b, c = (ours.generate(idx, 30, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+def test_end_of_text_stops(ours):
+    greedy = ours.generate(tokens(2, 5), 30, temperature=0)[:, 5:].tolist()
+    end = next(token for token in greedy[0] if token in greedy[1] and greedy[0].index(token) != greedy[1].index(token))
+    last = max(row.index(end) for row in greedy)
+    heard = []
+    text = ours.generate(tokens(2, 5), 30, temperature=0, end_of_text=end, on_token=lambda t: heard.append(t.tolist()))
+    wanted = [row[: row.index(end)] + [end] * (last + 1 - row.index(end)) for row in greedy]
+    assert text[:, 5:].tolist() == wanted  # the row that ends first repeats it until the other ends
+    assert [list(column) for column in zip(*wanted)] == heard
+
+
+@pytest.mark.parametrize("options, wanted", [
+    ({}, [0.5, 0.3, 0.15, 0.05]),
+    ({"temperature": 0}, [1, 0, 0, 0]),
+    ({"temperature": 0.5}, [0.6849, 0.2466, 0.0616, 0.0068]),  # the squares, 0.25 of 0.365
+    ({"temperature": 2.0}, [0.3788, 0.2934, 0.2075, 0.1198]),  # the roots, 0.7071 of 1.8665
+    ({"top_k": 2}, [0.625, 0.375, 0, 0]),
+    ({"top_k": 9}, [0.5, 0.3, 0.15, 0.05]),
+    ({"top_p": 0.49}, [1, 0, 0, 0]),
+    ({"top_p": 0.6}, [0.625, 0.375, 0, 0]),  # 0.5 don't reach it, 0.8 do
+    ({"top_p": 0.81}, [0.5263, 0.3158, 0.1579, 0]),
+    ({"top_p": 0.0}, [1, 0, 0, 0]),
+    ({"top_k": 3, "top_p": 0.83}, [0.625, 0.375, 0, 0]),  # of what top_k leaves, 0.842 are two
+])
+def test_tokens_are_drawn_with_the_right_chances(options, wanted):
+    """100,000 draws: deviation 0.0016 at most. The order of the columns is not that of the chances."""
+    order = [2, 0, 3, 1]
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[order].expand(100_000, 4)
+    options = {"temperature": 1.0, "top_k": None, "top_p": None, **options}
+    drawn = sample_token(logits, generator=torch.Generator().manual_seed(0), **options)
+    chances = (drawn.bincount(minlength=4) / 100_000).tolist()
+    for column, place in enumerate(order):
+        assert chances[column] == pytest.approx(wanted[place], abs=0.008 if 0 < wanted[place] < 1 else 0)
+
+
+# What does not fit
+
+def edit_config(folder, **changed):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+def refused(folder):
+    """The message with which a folder is refused: one line that names it."""
+    with pytest.raises(WeightsError) as error:
+        GPT.from_pretrained(str(folder))
+    message = str(error.value)
+    assert message.startswith(str(folder)) and "\n" not in message
+    return message.removeprefix(str(folder))
+
+
+def test_heads_must_divide_the_width():
+    with pytest.raises(ValueError, match="n_embd=32 is not divisible by n_head=5"):
+        GPTConfig(n_embd=32, n_head=5)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("kept", [0.0, 0.01, 0.99])
+def test_cut_weights_are_refused(copy, theirs, file, kept):
+    if file == "pytorch_model.bin":
+        (copy / "model.safetensors").unlink()
+        torch.save(theirs.state_dict(), copy / file)
+    os.truncate(copy / file, int(kept * os.path.getsize(copy / file)))
+    assert "the weights cannot be read" in refused(copy)
+
+
+def test_a_shard_or_an_index_that_is_cut_or_missing_is_refused(theirs, tmp_path):
+    theirs.save_pretrained(tmp_path, max_shard_size="50KB")
+    shard, index = sorted(tmp_path.glob("*.safetensors"))[1], tmp_path / "model.safetensors.index.json"
+    os.truncate(shard, 1000)
+    assert "the weights cannot be read" in refused(tmp_path)
+    shard.unlink()
+    assert "the weights cannot be read" in refused(tmp_path)
+    os.truncate(index, 100)
+    assert "the weights cannot be read" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["transformer.h.1.mlp.c_fc.weight", "transformer.wpe.weight"])
+def test_a_missing_tensor_is_named(copy, name):
+    weights = load_file(copy / "model.safetensors")
+    del weights[name]
+    save_file(weights, copy / "model.safetensors")
+    assert refused(copy) == f": the tensor {name} is missing"
+
+
+@pytest.mark.parametrize("name, shape", [
+    ("transformer.h.1.mlp.c_fc.weight", (EMBD, EMBD)),
+    ("transformer.h.1.mlp.c_fc.weight", (4 * EMBD, EMBD)),  # not as transformers has it
+    ("transformer.h.1.mlp.c_fc.bias", (EMBD,)),
+    ("transformer.wpe.weight", (BLOCK - 1, EMBD)),
+    ("transformer.wpe.weight", (BLOCK + 1, EMBD)),
+    ("transformer.wte.weight", (VOCAB - 1, EMBD)),
+    ("transformer.wte.weight", (VOCAB + 1, EMBD)),
+    ("transformer.wte.weight", (VOCAB, EMBD - 1)),
+])
+def test_a_tensor_of_another_shape_is_named(copy, name, shape):
+    weights = load_file(copy / "model.safetensors") | {name: torch.zeros(shape)}
+    save_file(weights, copy / "model.safetensors")
+    assert f"{name} has shape" in refused(copy)
+
+
+@pytest.mark.parametrize("key, value", [
+    ("activation_function", "gelu"), ("model_type", "llama"), ("layer_norm_epsilon", 1e-6), ("n_inner", 64),
+    ("scale_attn_by_inverse_layer_idx", True), ("tie_word_embeddings", False)])
+def test_another_architecture_is_refused(copy, key, value):
+    edit_config(copy, **{key: value})
+    assert f"config.json has {key}={value!r}, which is not GPT-2's" in refused(copy)
+
+
+def test_a_config_may_say_what_gpt2_does_anyway(copy):
+    edit_config(copy, n_inner=4 * EMBD)
+    GPT.from_pretrained(str(copy))
+
+
+def test_a_folder_without_weights_or_config_is_refused(copy):
+    (copy / "model.safetensors").unlink()
+    assert refused(copy) == " has neither model.safetensors nor pytorch_model.bin"
+    (copy / "config.json").write_text("{")
+    assert "config.json cannot be read" in refused(copy)
+    (copy / "config.json").unlink()
+    assert "config.json cannot be read" in refused(copy)
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(WeightsError, match="'gpt3' is neither a folder nor one of gpt2, gpt2-medium, gpt2-large"):
+        GPT.from_pretrained("gpt3")
+
+
+def test_weights_that_cannot_be_fetched_are_told_with_the_mend(monkeypatch, tmp_path):
+    """The hub's client itself, kept off the network and with an empty cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(WeightsError, match="weights of gpt2-xl could not be fetched.*--init_from=DIR.*HF_ENDPOINT"):
+        GPT.from_pretrained("gpt2-xl")

@@ -1,0 +1,406 @@
+"""Whole runs, in processes of their own: losses, ranks, launchers, resuming, tags, weights, samples.
+
+Most tests look at the same few runs, which the module's fixtures make once.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from conftest import CHARS, ROOT, launch, read_history
+
+from model import GPT, GPTConfig
+from runtime.checkpoint import cache_path, damages, describe, find_tag, fp32_weights, prune, tags
+
+STAGES = {0: "config/ds/zero0.json", 1: "config/ds/zero1.json", 2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
+EIGHT = ("--max_iters=8", "--lr_decay_iters=8", "--warmup_iters=2", "--dropout=0.1", "--keep_last=10")
+SIX = ("--max_iters=6", "--eval_interval=3", "--lr_schedule=linear", "--lr_decay_iters=4", "--min_lr=2e-4")
+IMPORTS = re.compile(r"^import time: +\d+ \| +\d+ \| +(\S+)$", re.M)  # of python -X importtime
+
+
+def stage(n):
+    return f"--deepspeed_config={STAGES[n]}"
+
+
+def done(run):
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run
+
+
+def at_once(*calls):
+    """The results of the calls, made two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+def manifest(out_dir, tag):
+    return json.loads((out_dir / tag / "manifest.json").read_text())
+
+
+def full_model(out_dir, tag, weights):
+    """The GPT of a tag with these weights; strict, and its two embeddings stay one."""
+    model = GPT(GPTConfig(**manifest(out_dir, tag)["state"]["model"]))
+    model.load_state_dict(weights, strict=True)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"])
+    return model
+
+
+@pytest.fixture(scope="module")
+def whole(train):
+    """whole(n): 8 iterations on 2 ranks at stage n, in float32 and with dropout, an evaluation and a tag every 2."""
+    runs = {}
+
+    def run(n):
+        if n not in runs:
+            runs[n] = done(train(*EIGHT, stage(n), ranks=2, launcher="torchrun"))
+        return runs[n]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_rank(train):
+    """6 iterations on one rank without a launcher, batch 4; its stderr has the times of all imports."""
+    return done(train(*SIX, "--batch_size=4", PYTHONPROFILEIMPORTTIME="1"))
+
+
+@pytest.fixture(scope="module")
+def bf16(train):
+    return done(train("--dtype=bfloat16", stage(1), "--max_iters=3", "--lr_schedule=constant", "--warmup_iters=1",
+                      "--eval_interval=9"))
+
+
+# Losses
+
+
+def test_golden_losses(one_rank):
+    """The losses of this very run, on a CPU with AVX-512 under PyTorch 2.13. Kernels for other CPUs (tried with
+    ATEN_CPU_CAPABILITY=default and avx2) and other numbers of threads add up in another order: GOLDEN_SPREAD."""
+    golden = {}
+    assert one_rank.losses == pytest.approx(golden, rel=1e-5)
+
+
+def test_one_and_two_ranks_and_all_launchers_give_the_same_losses(train, one_rank):
+    halves = (*SIX, "--batch_size=2", "--eval_iters=4")  # as many windows an evaluation
+    torchrun = done(train(*halves, ranks=2, launcher="torchrun"))
+    deepspeed = done(train(*halves, ranks=2, launcher="deepspeed"))
+    assert list(one_rank.losses) == [1, 2, 3, 4, 5, 6] and list(one_rank.evals) == [0, 3, 6]
+    assert torchrun.losses == deepspeed.losses and torchrun.evals == deepspeed.evals
+    assert torchrun.losses == pytest.approx(one_rank.losses, rel=1e-5)
+    for it, pair in one_rank.evals.items():
+        assert torchrun.evals[it] == pytest.approx(pair, rel=1e-6)
+    assert one_rank.losses[6] < one_rank.losses[1] - 0.1
+
+
+def test_estimate_loss_is_the_same_on_one_and_two_ranks_at_stage_3(train, tmp_path):
+    """5 windows on 2 ranks: 3 and 2. Were the ranks to run different numbers of forwards, they would hang."""
+    released = {"stage": 3, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0,
+                "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
+    (tmp_path / "released.json").write_text(json.dumps({"zero_optimization": released}))
+    args = ("--batch_size=1", "--eval_iters=5", "--max_iters=2", f"--deepspeed_config={tmp_path}/released.json")
+    one = done(train(*args, "--gradient_accumulation_steps=4", timeout=60))
+    two = done(train(*args, "--gradient_accumulation_steps=2", ranks=2, launcher="torchrun", timeout=60))
+    records = [[r for r in run.history if "val_loss" in r] for run in (one, two)]
+    assert [[r["iter"] for r in evals] for evals in records] == [[0, 2], [0, 2]]
+    for a, b in zip(*records):
+        assert b == pytest.approx(a, rel=1e-5)  # with the standard errors
+        assert 0 < a["val_error"] < 0.1
+
+
+def test_learning_rates(whole, one_rank, bf16):
+    lrs = {r["iter"]: r["lr"] for r in whole(2).history if "lr" in r}
+    # warm-up over 2 iterations, then a cosine from 1e-3 at iteration 3 to a tenth at 9
+    assert lrs == pytest.approx({1: 1e-3 / 3, 2: 2e-3 / 3, 3: 1e-3, 4: 9.3971143170299742e-4, 5: 7.75e-4, 6: 5.5e-4,
+                                 7: 3.25e-4, 8: 1.6028856829700258e-4}, rel=1e-12)
+    lrs = {r["iter"]: r["lr"] for r in one_rank.history if "lr" in r}
+    assert lrs == pytest.approx({1: 1e-3, 2: 8e-4, 3: 6e-4, 4: 4e-4, 5: 2e-4, 6: 2e-4}, rel=1e-12)  # linear to 2e-4
+    lrs = {r["iter"]: r["lr"] for r in bf16.history if "lr" in r}
+    assert lrs == {1: 5e-4, 2: 1e-3, 3: 1e-3}  # constant after the warm-up
+
+
+# Saving and resuming
+
+
+def continues(part, reference, after):
+    """The records of a run that went on from iteration `after` are those of the run that never stopped."""
+    expected = {it: loss for it, loss in reference.losses.items() if it in part.losses}
+    assert min(part.losses) == 1 and max(part.losses) > after
+    assert part.losses == expected  # all bits
+    assert part.evals == {it: pair for it, pair in reference.evals.items() if it in part.evals}
+    iterations = [r["iter"] for r in part.history if "loss" in r]
+    assert iterations == sorted(set(iterations))  # none twice
+    evaluations = [r["iter"] for r in part.history if "val_loss" in r]
+    assert evaluations == list(range(0, max(iterations) + 1, 2))
+
+
+def test_a_run_that_stopped_and_went_on_is_the_run_that_did_not_stop(train, whole):
+    first = done(train(*EIGHT, stage(2), "--max_iters=4", ranks=2, launcher="torchrun"))
+    assert (first.out_dir / "final" / "manifest.json").exists() and list(first.losses) == [1, 2, 3, 4]
+    second = done(train(*EIGHT, stage(2), "--init_from=resume", ranks=2, launcher="torchrun", out_dir=first.out_dir))
+    assert "resumed from iter_4" in second.stdout and "step 4:" not in second.stdout
+    assert list(second.losses) == [1, 2, 3, 4, 5, 6, 7, 8]
+    continues(second, whole(2), after=4)
+    assert manifest(second.out_dir, "final")["iter_num"] == 8
+    a, b = fp32_weights(second.out_dir, "final"), fp32_weights(whole(2).out_dir, "final")
+    assert all(torch.equal(a[name], b[name]) for name in b) and a.keys() == b.keys()
+
+
+@pytest.mark.parametrize("n", [0, 3])
+def test_going_back_to_an_earlier_tag(train, whole, tmp_path, n):
+    """From iteration 2 of a run that has 8: the same losses again, and what is newest now is kept, not what was."""
+    out_dir = shutil.copytree(whole(n).out_dir, tmp_path / "out")
+    again = done(train(*EIGHT, stage(n), "--max_iters=6", "--keep_last=1", "--init_from=resume", "--resume_tag=iter_2",
+                       ranks=2, launcher="torchrun", out_dir=out_dir))
+    assert list(again.losses) == [1, 2, 3, 4, 5, 6]
+    continues(again, whole(n), after=2)
+    assert (out_dir / "latest").read_text() == "iter_6" and find_tag(out_dir)[0] == "iter_6"
+    assert manifest(out_dir, "final")["iter_num"] == 6 and "iter_4" not in tags(out_dir)
+
+
+def test_evaluations_updates_and_saves_happen_once(whole):
+    run = whole(2)
+    assert re.findall(r"^step (\d+): train loss \d\.\d{4}, val loss \d\.\d{4} ", run.stdout, re.M) == list("02468")
+    assert re.findall(r"^iter (\d+): loss \d\.\d{4}, time \d+\.\d\dms, ", run.stdout, re.M) == list("12345678")
+    assert re.findall(r"^saving checkpoint to (.*)$", run.stdout, re.M) == [
+        f"{run.out_dir}/iter_{n}" for n in (2, 4, 6, 8)]
+    order = [(r["iter"], "val_loss" in r) for r in run.history]
+    assert order == [(0, True), (1, False), (2, False), (2, True), (3, False), (4, False), (4, True), (5, False),
+                     (6, False), (6, True), (7, False), (8, False), (8, True)]
+
+
+@pytest.mark.parametrize("n, files", [
+    (0, {"mp_rank_00_model_states.pt"}),
+    (1, {"mp_rank_00_model_states.pt", *(f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in (0, 1))}),
+    (2, {"mp_rank_00_model_states.pt", *(f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in (0, 1))}),
+    (3, {f"zero_pp_rank_{r}_mp_rank_00_{kind}_states.pt" for r in (0, 1) for kind in ("model", "optim")}),
+])
+def test_tags_and_their_files(whole, n, files):
+    run = whole(n)
+    out_dir = run.out_dir
+    assert tags(out_dir) == ["iter_2", "iter_4", "iter_6", "iter_8", "best", "final"]
+    assert (out_dir / "latest").read_text() == "iter_8"
+    assert {p.name for p in out_dir.iterdir()} - {f"{t}.fp32.safetensors" for t in tags(out_dir)} == {
+        "latest", "history.jsonl", "settings.json", "zero_to_fp32.py", "zero_to_torch.py", *tags(out_dir)} - (
+            {"zero_to_fp32.py", "zero_to_torch.py"} if n == 0 else set())
+    for tag in tags(out_dir):
+        told = manifest(out_dir, tag)
+        assert set(told["files"]) == files == {p.name for p in (out_dir / tag).iterdir()} - {"manifest.json"}
+        for name, entry in told["files"].items():
+            content = (out_dir / tag / name).read_bytes()
+            assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        assert (told["stage"], told["world_size"], told["dtype"]) == (n, 2, "float32")
+    best = min(list(run.evals)[1:], key=lambda it: run.evals[it][1])
+    assert manifest(out_dir, "best")["iter_num"] == best
+    assert manifest(out_dir, "best")["state"]["best_val_loss"] == run.evals[best][1]
+    assert manifest(out_dir, "final")["state"]["settings"]["dropout"] == 0.1
+    for tag, source in (("best", f"iter_{best}"), ("final", "iter_8")):
+        assert all(os.path.samefile(p, out_dir / source / p.name) for p in (out_dir / tag).iterdir())
+
+
+def test_keep_last_prunes_the_oldest(whole, tmp_path):
+    out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out")
+    (out_dir / "iter_9.saving").mkdir()
+    shutil.copy(out_dir / "iter_8" / "manifest.json", out_dir / "iter_9.saving")  # a save that was cut short
+    prune(out_dir, 2)
+    assert tags(out_dir) == ["iter_6", "iter_8", "best", "final"]
+    prune(out_dir, 1)
+    assert tags(out_dir) == ["iter_8", "best", "final"]
+    assert not damages(out_dir / "best", manifest(out_dir, "best")["files"])
+
+
+def test_settings_and_their_surroundings_are_recorded(whole):
+    record = json.loads((whole(2).out_dir / "settings.json").read_text())
+    assert record["settings"]["max_iters"] == 8 and record["settings"]["lr_schedule"] == "cosine"
+    assert record["world_size"] == 2 and record["versions"]["torch"] == torch.__version__
+    assert "train_deepspeed.py" in record["command"]
+
+
+def test_eval_only_gives_the_saved_losses_and_leaves_the_run_alone(train, one_rank, tmp_path):
+    out_dir = shutil.copytree(one_rank.out_dir, tmp_path / "out")
+    before = {p: p.read_bytes() for p in out_dir.rglob("*") if p.is_file()}
+    run = done(train(*SIX, "--batch_size=4", "--init_from=resume", "--resume_tag=iter_3", "--eval_only=True",
+                     out_dir=out_dir))
+    assert "iter 4:" not in run.stdout and "saving" not in run.stdout
+    added = run.history[-1]
+    assert (added["iter"], added["train_loss"], added["val_loss"]) == (3, *one_rank.evals[3])
+    history = before.pop(out_dir / "history.jsonl")
+    assert (out_dir / "history.jsonl").read_bytes().startswith(history)
+    assert len(run.history) == len(one_rank.history) + 1
+    assert {p: p.read_bytes() for p in out_dir.rglob("*") if p.is_file() and p.name != "history.jsonl"} == before
+
+
+# Weights
+
+
+@pytest.fixture(scope="module")
+def converted(whole, bf16, tmp_path_factory):
+    """What DeepSpeed's own script makes of the runs at stages 1, 2, 3 and in bfloat16 at stage 1."""
+    outs = {1: whole(1).out_dir, 2: whole(2).out_dir, 3: whole(3).out_dir, "bf16": bf16.out_dir}
+
+    def convert(key):
+        to = tmp_path_factory.mktemp("fp32")
+        run = launch(outs[key] / "zero_to_fp32.py", outs[key], to, "--tag", "final", launcher="python")
+        assert run.returncode == 0, run.stderr
+        return torch.load(to / "pytorch_model.bin", weights_only=True)
+
+    return dict(zip(outs, at_once(*(lambda key=key: convert(key) for key in outs))))
+
+
+@pytest.mark.parametrize("key", [1, 2, 3, "bf16"])
+def test_zero_to_fp32_gives_the_weights_of_the_run(whole, bf16, converted, key):
+    out_dir = (bf16 if key == "bf16" else whole(key)).out_dir
+    weights, ours = converted[key], fp32_weights(out_dir, "final")
+    full_model(out_dir, "final", weights)
+    assert {w.dtype for w in weights.values()} == {torch.float32} and weights.keys() == ours.keys()
+    assert all(torch.equal(weights[name], ours[name]) for name in weights)
+    if key != 3:  # whose model file holds no weights
+        run = torch.load(out_dir / "final" / "mp_rank_00_model_states.pt", weights_only=True)["module"]
+        assert all(torch.equal(weights[name].to(w.dtype), w) for name, w in run.items())
+    if key == "bf16":  # the optimizer's own precision, not the rounded weights
+        assert any(not torch.equal(weights[name].bfloat16().float(), weights[name]) for name in weights)
+
+
+def test_all_stages_end_with_the_same_weights(whole):
+    reference = fp32_weights(whole(0).out_dir, "final")
+    model = full_model(whole(0).out_dir, "final", reference)
+    assert sum(p.numel() for p in model.parameters()) == 28_640
+    started = fp32_weights(whole(0).out_dir, "iter_2")
+    assert max((reference[name] - started[name]).abs().max() for name in reference) > 1e-3
+    for n in (1, 2, 3):
+        assert whole(n).losses == pytest.approx(whole(0).losses, rel=1e-6)
+        weights = fp32_weights(whole(n).out_dir, "final")
+        assert max((reference[name] - weights[name]).abs().max().item() for name in reference) < 1e-6
+
+
+def test_the_cache_follows_its_tag(whole, tmp_path):
+    out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out")
+    at_4, at_8 = fp32_weights(out_dir, "iter_4"), fp32_weights(out_dir, "iter_8")
+    assert not torch.equal(at_4["lm_head.weight"], at_8["lm_head.weight"])
+    written = os.stat(cache_path(out_dir, "iter_8")).st_mtime_ns
+    assert torch.equal(fp32_weights(out_dir, "iter_8")["lm_head.weight"], at_8["lm_head.weight"])
+    assert os.stat(cache_path(out_dir, "iter_8")).st_mtime_ns == written
+    shutil.rmtree(out_dir / "iter_8")
+    shutil.copytree(out_dir / "iter_4", out_dir / "iter_8")
+    assert torch.equal(fp32_weights(out_dir, "iter_8")["lm_head.weight"], at_4["lm_head.weight"])
+    (out_dir / "iter_8.fp32.safetensors").write_bytes(b"half a file")
+    assert torch.equal(fp32_weights(out_dir, "iter_8")["lm_head.weight"], at_4["lm_head.weight"])
+
+
+# Samples
+
+
+def sample(*args):
+    return launch(ROOT / "sample.py", *args, launcher="python")
+
+
+def test_samples(whole):
+    out_dir = whole(3).out_dir
+    (out_dir / "iter_8.fp32.safetensors").unlink(missing_ok=True)
+    common = ("--out_dir", out_dir, "--num_samples=1", "--max_new_tokens=50")
+    first, = at_once(lambda: sample(*common))
+    again, other, best = at_once(lambda: sample(*common), lambda: sample(*common, "--seed=7"),
+                                 lambda: sample(*common, "--tag=best", "--start=the cat"))
+    for run in (first, again, other, best):
+        assert run.returncode == 0, run.stderr
+    head, text = first.stdout.split("\n\n", 1)
+    assert head == f"{out_dir}/iter_8: 28,640 parameters after 8 iterations"
+    assert len(text) == 1 + 50 + 1 and set(text) <= set(CHARS) and text[0] == "\n"  # start, 50 tokens, line's end
+    assert (out_dir / "iter_8.fp32.safetensors").exists()
+    assert again.stdout == first.stdout != other.stdout
+    assert best.stdout.startswith(f"{out_dir}/best: ") and "\n\nthe cat" in best.stdout
+
+
+def test_samples_are_as_many_as_asked_for_and_greedy_ones_alike(whole):
+    run = sample(f"--out_dir={whole(2).out_dir}", "--num_samples=3", "--max_new_tokens=20", "--temperature=0")
+    texts = run.stdout.split("\n\n", 1)[1].split("\n---------------\n")
+    assert len(texts) == 3 and texts[0] == texts[1] == texts[2].removesuffix("\n") and len(texts[0]) == 21
+
+
+def test_samples_of_gpt2_itself_index(tmp_path):
+    """A tiny GPT-2 as transformers saves it. GPT-2's tokenizer may have to be fetched."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=32)).save_pretrained(tmp_path / "tiny")
+    run = sample(f"--init_from={tmp_path}/tiny", "--num_samples=1", "--max_new_tokens=10", "--start=Hello, world")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith(f"{tmp_path}/tiny: 403,") and "\n\nHello, world" in run.stdout
+    assert len(run.stdout.split("Hello, world")[1]) > 10
+
+
+# A checkpoint from a stranger
+
+
+class Payload:
+    """Pickles to a call of os.mkdir."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def plant(out_dir, mark, name, listed, **save_options):
+    """Put a file that would make the folder `mark` into the newest tag, and into its manifest if listed."""
+    file = out_dir / "iter_6" / name
+    file.unlink(missing_ok=True)
+    torch.save({"module": Payload(mark)}, file, **save_options)
+    if listed:
+        told = manifest(out_dir, "iter_6")
+        told["files"][name] = describe(file)
+        (out_dir / "iter_6" / "manifest.json").unlink()
+        (out_dir / "iter_6" / "manifest.json").write_text(json.dumps(told))
+    return file
+
+
+@pytest.mark.parametrize("name, listed, words", [
+    ("mp_rank_00_model_states.pt", True, "posix.mkdir"),
+    ("zero_pp_rank_1_mp_rank_00_optim_states.pt", False, "not"),  # zero_to_fp32 reads all that are there
+], ids=["listed", "unlisted"])
+def test_a_strangers_code_does_not_run(train, one_rank, tmp_path, name, listed, words):
+    out_dir = shutil.copytree(one_rank.out_dir, tmp_path / "out")
+    file = plant(out_dir, tmp_path / "mark", name, listed)
+    sampled, resumed = at_once(
+        lambda: sample(f"--out_dir={out_dir}", "--num_samples=1", "--max_new_tokens=5"),
+        lambda: train(*SIX, "--batch_size=4", "--max_iters=7", "--init_from=resume", out_dir=out_dir))
+    assert not (tmp_path / "mark").exists()
+    for run in (sampled, resumed):
+        (line,) = [line for line in run.stderr.splitlines() if str(file) in line]
+        assert run.returncode == 2 and words in line and "Traceback" not in run.stderr
+    torch.load(file, weights_only=False)  # it would have
+    assert (tmp_path / "mark").exists()
+
+
+def test_a_file_that_cannot_be_checked_is_not_read(one_rank, tmp_path):
+    out_dir = shutil.copytree(one_rank.out_dir, tmp_path / "out")
+    file = plant(out_dir, tmp_path / "mark", "mp_rank_00_model_states.pt", True, _use_new_zipfile_serialization=False)
+    (told,) = damages(out_dir / "iter_6", manifest(out_dir, "iter_6")["files"])
+    assert told.startswith(str(file)) and not (tmp_path / "mark").exists()
+
+
+# wandb
+
+
+def test_wandb_is_imported_only_when_asked_for(one_rank):
+    imported = {name.split(".")[0] for name in IMPORTS.findall(one_rank.stderr)}
+    assert {"torch", "deepspeed", "runtime"} <= imported and "wandb" not in imported
+
+
+def test_wandb_offline_leaves_its_files(train, tmp_path):
+    run = done(train("--wandb_log=True", "--max_iters=1", "--decay_lr=False", "--wandb_run_name=tiny",
+                     WANDB_MODE="offline", WANDB_DIR=str(tmp_path), WANDB_SILENT="true"))
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    content = file.read_bytes()
+    for name in ("train/loss", "train/lr", "train/iter", "gpu/memory_allocated", "eval/train_loss", "eval/val_loss",
+                 "eval/perplexity"):
+        assert name.encode() in content
+    assert manifest(run.out_dir, "final")["state"]["wandb_id"] == re.search(r"run-(\w+)\.wandb", file.name)[1]
+    assert [r["lr"] for r in run.history if "lr" in r] == [1e-3]
+    assert read_history(run.out_dir)[-1]["iter"] == 1

@@ -1,0 +1,188 @@
+"""One rank of test_zero.py: torchrun --nproc_per_node=N zero_worker.py OUT.json
+
+Trains a tiny GPT for a few steps in every way of the table below, each in an engine of its own, and in plain PyTorch
+over the same sequences. Rank 0 writes for each way the norms, what was applied, the loss scales, and how far the
+weights ended from those of others: the largest difference of all, and the distance in units of the way gone.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import warnings
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import safe_get_full_fp32_param
+
+from model import GPT, GPTConfig
+from runtime import ds_config
+from runtime.dist import part, quiet, total
+from runtime.gradients import shorten
+
+SEQUENCES, ACCUMULATION, T, VOCAB = 12, 3, 16, 61  # of a step, over all ranks; micro-steps; tokens; vocabulary
+LEARNING_RATES = (1e-2, 5e-3, 2e-3, 1e-2, 5e-3)  # set anew each step, as the script does
+CLIP = 0.3  # norms are 0.5 to 0.8
+# The keys' biases have no gradient but rounding (softmax takes no notice of them), and Adam would make steps of full
+# size of it; by this epsilon it doesn't
+ADAM = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-5}
+RELEASED = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0,
+            "stage3_param_persistence_threshold": 0}
+BUCKETS = {"reduce_bucket_size": 2500, "allgather_bucket_size": 2500}  # c_attn has 3,072 elements, c_fc 4,096
+# The scale doubles after every second good step; without clipping, which would hide a gradient that is too small
+FP16 = {"config": {"fp16": {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}},
+        "clip": 0.0, "steps": 5}
+
+# name: (stage, dtype, options of train)
+WAYS = {
+    **{f"float32 stage {stage}": (stage, "float32", {}) for stage in (0, 1, 2, 3)},
+    "float32 stage 2 buckets": (2, "float32", {"zero": BUCKETS}),
+    "float32 stage 3 released": (3, "float32", {"zero": RELEASED}),
+    "bfloat16 stage 1": (1, "bfloat16", {}),
+    "bfloat16 stage 2": (2, "bfloat16", {}),
+    "bfloat16 stage 3": (3, "bfloat16", {"zero": RELEASED}),
+    "bfloat16 stage 2 buckets": (2, "bfloat16", {"zero": BUCKETS}),
+    "bfloat16 stage 2 buckets inf": (2, "bfloat16", {"zero": BUCKETS, "poison": "inf"}),
+    "bfloat16 stage 2 buckets nan": (2, "bfloat16", {"zero": BUCKETS, "poison": "nan"}),
+    "bfloat16 own": (2, "bfloat16", {"zero": BUCKETS, "short": False}),
+    **{f"float16 stage {stage}": (stage, "float16", FP16) for stage in (1, 2, 3)},
+    **{f"float16 stage {stage} inf": (stage, "float16", {**FP16, "poison": "inf"}) for stage in (2, 3)},
+    **{f"float16 stage {stage} unrepaired": (stage, "float16", {**FP16, "repaired": False}) for stage in (1, 2, 3)},
+}
+
+
+def fresh_model():
+    torch.manual_seed(0)
+    return GPT(GPTConfig(block_size=T, vocab_size=VOCAB, n_layer=2, n_head=2, n_embd=32))
+
+
+def data(step):
+    """The sequences of a step, (SEQUENCES, T + 1)."""
+    return torch.randint(VOCAB, (SEQUENCES, T + 1), generator=torch.Generator().manual_seed(step))
+
+
+def plain(steps=3, clip=CLIP):
+    """The same training in plain PyTorch, over the whole batch: {"norms", "weights"}."""
+    model, norms = fresh_model(), []
+    optimizer = torch.optim.AdamW(model.parameter_groups(0.1), **ADAM)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATES[step]
+        optimizer.zero_grad()
+        model(data(step)[:, :-1], data(step)[:, 1:]).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item())
+        optimizer.step()
+    return {"norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+
+
+def build(stage, dtype, zero, config, clip, repaired):
+    """An engine, made as the script makes it."""
+    settings = {"batch_size": SEQUENCES // ACCUMULATION // dist.get_world_size(),
+                "gradient_accumulation_steps": ACCUMULATION, "grad_clip": clip}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({**config, "zero_optimization": {"stage": stage, **zero}}, file)
+        file.flush()
+        resolved, _ = ds_config.resolve(file.name, settings, dist.get_world_size(), dtype)
+    if not repaired:
+        resolved["fp16"]["loss_scale_window"] = config["fp16"]["loss_scale_window"]
+    model = fresh_model()
+    optimizer = torch.optim.AdamW(model.parameter_groups(0.1), **ADAM)
+    with quiet():
+        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=resolved)
+    ds_config.compare(engine, resolved, dtype)
+    return engine
+
+
+def weights(engine):
+    """The weights that the optimizer steps, in fp32, whole, on every rank."""
+    if engine.zero_optimization_stage() == 0:
+        return {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    return {n: safe_get_full_fp32_param(p).detach().clone() for n, p in engine.module.named_parameters()}
+
+
+def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, poison=None, repaired=True):
+    """Train as the script does. poison: between the first step and the second there is one in which one element of
+    one gradient, on the last rank, in the middle micro-step, is that."""
+    engine = build(stage, dtype, zero or {}, config or {}, clip, repaired)
+    shortened = short and shorten(engine)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    poisoned = False
+
+    def spoil(grad):
+        if poisoned:
+            grad = grad.clone()
+            grad[5] = float(poison)
+        return grad
+
+    engine.module.transformer.h[0].ln_2.bias.register_hook(spoil)
+    result = {"norms": [], "applied": [], "scales": [], "shortened": shortened, "moved_by_poison": None}
+    plan = [(step, False) for step in range(steps)]
+    if poison:
+        plan.insert(1, (1, True))
+    for step, bad in plan:
+        before = weights(engine) if bad else None
+        for group in engine.optimizer.param_groups:
+            group["lr"] = LEARNING_RATES[step]
+        mine = data(step).view(world_size, ACCUMULATION, -1, T + 1)[rank]
+        for micro_step, sequences in enumerate(mine):
+            poisoned = bad and rank == world_size - 1 and micro_step == 1
+            loss = engine(sequences[:, :-1], sequences[:, 1:])
+            engine.backward(loss)
+            engine.step()
+        ds_config.grow_loss_scale(engine)
+        norm = engine.get_global_grad_norm()
+        result["norms"].append(None if norm is None else float(norm))
+        result["applied"].append(total(engine.was_step_applied())[0])
+        if dtype == "float16":
+            result["scales"].append(engine.optimizer.loss_scaler.cur_scale)
+        if bad:
+            result["moved_by_poison"] = furthest(weights(engine), before)
+    result["released"] = sum(getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
+                             for p in engine.module.parameters())
+    result["weights"] = weights(engine)
+    engine.destroy()
+    return result
+
+
+def furthest(a, b):
+    """The largest difference between two sets of weights, on any rank."""
+    assert a.keys() == b.keys()
+    mine = torch.stack([(a[name].float() - b[name].float()).abs().max() for name in a]).max()
+    dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+    return mine.item()
+
+
+def apart(a, b):
+    """The distance between two sets of weights, in units of the way that b has come from the start."""
+    way = sum((b[name] - p).square().sum() for name, p in fresh_model().named_parameters())
+    return (sum((a[name] - b[name]).square().sum() for name in b) / way).sqrt().item()
+
+
+def main(out):
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # names that DeepSpeed still uses
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled at start
+    deepspeed.utils.logger.setLevel("ERROR")
+    get_accelerator().is_fp16_supported = lambda: True  # slow on CPU, but right
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    every = {"plain": plain(), "plain unclipped": plain(steps=FP16["steps"], clip=0.0)}
+    for name, (stage, dtype, options) in WAYS.items():
+        every[name] = train(stage, dtype, **options)
+    report = {}
+    for name, result in every.items():
+        others = [other for other in every if other.split()[0] in ("plain", name.split()[0])]
+        mine = result["weights"]
+        report[name] = {**result, "furthest": {other: furthest(mine, every[other]["weights"]) for other in others},
+                        "apart": {other: apart(mine, every[other]["weights"]) for other in others}}
+        del report[name]["weights"]
+    if dist.get_rank() == 0:
+        with open(out, "w", encoding="utf-8") as f:
+            json.dump(report, f, indent=1)
+    part()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    main(sys.argv[1])
