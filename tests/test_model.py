@@ -310,8 +310,8 @@ def test_sampled_text_is_reproducible_and_top_k_1_is_greedy(ours):
 
 def test_end_of_text_stops(ours):
     greedy = ours.generate(tokens(2, 5), 30, temperature=0)[:, 5:].tolist()
-    end = next(token for token in greedy[0] if token in greedy[1] and greedy[0].index(token) != greedy[1].index(token))
-    last = max(row.index(end) for row in greedy)
+    ends = {token: sorted(row.index(token) for row in greedy) for token in set(greedy[0]) & set(greedy[1])}
+    end, (first, last) = next((token, at) for token, at in ends.items() if at[1] > at[0] + 2)
     heard = []
     text = ours.generate(tokens(2, 5), 30, temperature=0, end_of_text=end, on_token=lambda t: heard.append(t.tolist()))
     wanted = [row[: row.index(end)] + [end] * (last + 1 - row.index(end)) for row in greedy]

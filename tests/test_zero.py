@@ -32,7 +32,8 @@ def test_the_yardstick_can_tell(report):
 
 # float32
 
-@pytest.mark.parametrize("way", ["stage 0", "stage 1", "stage 2", "stage 2 buckets", "stage 3", "stage 3 released"])
+@pytest.mark.parametrize("way", ["stage 0", "stage 1", "stage 2", "stage 2 buckets", "stage 3", "stage 3 released",
+                                 "stage 3 recomputed"])
 def test_float32_is_plain_pytorch(report, way):
     """Seen: 8e-7 at most."""
     result = report[f"float32 {way}"]
@@ -78,6 +79,7 @@ def test_the_shorter_way_is_deepspeeds_own(report, way):
 @pytest.mark.parametrize("value", ["inf", "nan"])
 def test_one_bad_element_on_one_rank_skips_the_step_on_all(report, value):
     result, ranks = report[f"bfloat16 stage 2 buckets {value}"], report["ranks"]
+    assert result["overflows"] == [0, 1, 0, 0]  # one rank sees it, the one whose part of the gradients it is in
     assert result["applied"] == [ranks, 0, ranks, ranks]
     assert result["norms"][1] == float("inf") and result["moved_by_poison"] == 0
     assert result["furthest"]["bfloat16 stage 2 buckets"] == 0  # the steps after it are as if it had never been
@@ -115,11 +117,10 @@ def test_deepspeed_still_halves_the_gradient_when_its_loss_scale_grows(report, s
 
 
 def test_growth_restores_the_patience_with_overflows():
-    """As DeepSpeed's own: with a hysteresis of 2 the first overflow since the scale grew is let pass."""
-    scaler = DynamicLossScaler(256, 2 * POSTPONED, min_scale=1, delayed_shift=2, consecutive_hysteresis=False)
-    engine, scales = SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler)), []
-    for overflow in (True, False, False, True, True):
-        scaler.update_scale(overflow)
-        grow_loss_scale(engine)
-        scales.append(scaler.cur_scale)
-    assert scales == [256, 256, 512, 512, 256]
+    """As DeepSpeed's own growth: so many overflows (the hysteresis) are let pass before one halves the scale."""
+    scaler = DynamicLossScaler(256, 2 * POSTPONED, min_scale=1, delayed_shift=3, consecutive_hysteresis=False)
+    scaler.cur_hysteresis = 1  # two have been let pass
+    for scale, patience in ((256, 1), (512, 3)):
+        scaler.update_scale(False)
+        grow_loss_scale(SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler)))
+        assert (scaler.cur_scale, scaler.cur_hysteresis) == (scale, patience)

@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param
 
-from model import GPT, GPTConfig
+from model import GPT, Block, GPTConfig
 from runtime import ds_config
 from runtime.dist import part, quiet, total
 from runtime.gradients import shorten
@@ -41,6 +41,7 @@ WAYS = {
     **{f"float32 stage {stage}": (stage, "float32", {}) for stage in (0, 1, 2, 3)},
     "float32 stage 2 buckets": (2, "float32", {"zero": BUCKETS}),
     "float32 stage 3 released": (3, "float32", {"zero": RELEASED}),
+    "float32 stage 3 recomputed": (3, "float32", {"zero": RELEASED, "checkpointing": True}),
     "bfloat16 stage 1": (1, "bfloat16", {}),
     "bfloat16 stage 2": (2, "bfloat16", {}),
     "bfloat16 stage 3": (3, "bfloat16", {"zero": RELEASED}),
@@ -89,6 +90,8 @@ def build(stage, dtype, zero, config, clip, repaired):
     if not repaired:
         resolved["fp16"]["loss_scale_window"] = config["fp16"]["loss_scale_window"]
     model = fresh_model()
+    if stage == 3:
+        deepspeed.utils.set_z3_leaf_modules(model, [Block])
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), **ADAM)
     with quiet():
         engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=resolved)
@@ -103,12 +106,15 @@ def weights(engine):
     return {n: safe_get_full_fp32_param(p).detach().clone() for n, p in engine.module.named_parameters()}
 
 
-def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, poison=None, repaired=True):
+def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, poison=None, repaired=True,
+          checkpointing=False):
     """Train as the script does. poison: between the first step and the second there is one in which one element of
     one gradient, on the last rank, in the middle micro-step, is that."""
     engine = build(stage, dtype, zero or {}, config or {}, clip, repaired)
+    engine.module.gradient_checkpointing = checkpointing
     shortened = short and shorten(engine)
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    overflows = listen(engine.optimizer) if shortened else []
     poisoned = False
 
     def spoil(grad):
@@ -142,9 +148,22 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
             result["moved_by_poison"] = furthest(weights(engine), before)
     result["released"] = sum(getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
                              for p in engine.module.parameters())
+    result["overflows"] = total(*overflows) if overflows else None
     result["weights"] = weights(engine)
     engine.destroy()
     return result
+
+
+def listen(optimizer):
+    """A list that grows with each answer of the optimizer's look for overflow in this rank's gradients."""
+    look, heard = optimizer.has_overflow_partitioned_grads_serial, []
+
+    def listening():
+        heard.append(look())
+        return heard[-1]
+
+    optimizer.has_overflow_partitioned_grads_serial = listening
+    return heard
 
 
 def furthest(a, b):

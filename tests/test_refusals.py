@@ -1,0 +1,248 @@
+"""Bad input: one sentence with what to do, exit code 2, no traceback, and nothing that was there is lost."""
+
+import hashlib
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from conftest import CHARS, ROOT, SMALL, launch
+from test_configurator import script_settings
+
+from configurator import configure
+from runtime.bins import write_dataset
+from runtime.preflight import check_run
+
+NO_SHAPE = ("--n_layer=None", "--n_head=None", "--n_embd=None")  # with weights, which bring their own
+
+
+def fingerprint(folder):
+    """path -> hash of all files below a folder."""
+    return {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def holder(train):
+    """The folder of a finished run of one rank."""
+    run = train()
+    assert run.returncode == 0, run.stderr
+    return run.out_dir
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory, holder, characters):
+    """bad["name"]: arguments that ask for something that cannot be."""
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "file").write_text("")
+
+    def data(name, change):
+        copy = shutil.copytree(characters, folder / name)
+        change(copy)
+        return f"--dataset={copy}"
+
+    def cut(path, size):
+        path.write_bytes(path.read_bytes()[:size])
+
+    def stray(copy):
+        ids = bytearray((copy / "val.bin").read_bytes())
+        ids[200:202] = (28).to_bytes(2, "little")  # the vocabulary is 0 ... 27
+        (copy / "val.bin").write_bytes(ids)
+
+    def ds_config(name, content):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+        return f"--deepspeed_config={folder}/{name}.json"
+
+    def damaged(name, change):
+        copy = shutil.copytree(holder, folder / name)
+        change(copy / "iter_4" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+        return "--init_from=resume", f"--out_dir={copy}"
+
+    def flip(path):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+    (folder / "tiny").mkdir()
+    from transformers import GPT2Config, GPT2LMHeadModel
+    GPT2LMHeadModel(GPT2Config(vocab_size=28, n_embd=8, n_layer=1, n_head=2, n_positions=16)).save_pretrained(
+        folder / "tiny")
+    write_dataset(folder / "wide", range(900), range(100), {"kind": "gpt2"}, 50257,
+                  {"name": "a test", "sha256": "0" * 64, "bytes": 0})
+    (folder / "broken.json").write_text('{"zero_optimization": {"stage": 2},}')
+    return {
+        "misspelt": ["--learing_rate=1"],
+        "type": ["--max_iters=many"],
+        "no data": ["--dataset=no-such-data"],
+        "no bin": [data("no-bin", lambda copy: (copy / "train.bin").unlink())],
+        "cut bin": [data("cut", lambda copy: cut(copy / "train.bin", 999))],
+        "half bin": [data("half", lambda copy: cut(copy / "val.bin", 2000))],
+        "stray id": [data("stray", stray)],
+        "short": ["--block_size=2500"],
+        "heads": ["--n_embd=32", "--n_head=3"],
+        "no heads": ["--n_head=0"],
+        "negative": ["--batch_size=0", "--dropout=1.5", "--beta1=2"],
+        "positions": [f"--init_from={folder}/tiny", *NO_SHAPE],
+        "shape": [f"--init_from={folder}/tiny", "--block_size=16"],
+        "vocabulary": [f"--init_from={folder}/tiny", "--block_size=16", f"--dataset={folder}/wide", *NO_SHAPE],
+        "weights": ["--init_from=gpt2-medium", *NO_SHAPE],
+        "init_from": ["--init_from=gpt3"],
+        "json keys": [ds_config("keys", {"zero_optimisation": {}, "train_batch_size": 77, "steps_per_print": "auto"})],
+        "json block": [ds_config("block", {"bf16": True})],
+        "json fp16": [ds_config("fp16", {"fp16": {"los_scale": 1}})],
+        "json syntax": [f"--deepspeed_config={folder}/broken.json"],
+        "no json": ["--deepspeed_config=no-such.json"],
+        "float16": ["--dtype=float16"],
+        "cuda": ["--device=cuda"],
+        "unwritable": [f"--out_dir={folder}/file/out"],
+        "no out_dir": ["--out_dir="],
+        "other run": ["--overwrite=False"],
+        "no tag": ["--init_from=resume", "--resume_tag=iter_3"],
+        "no run": ["--init_from=resume", f"--out_dir={folder}/nothing"],
+        "stage": ["--init_from=resume", "--deepspeed_config=ds_config_zero3.json"],
+        "dtype": ["--init_from=resume", "--dtype=bfloat16"],
+        "model": ["--init_from=resume", "--n_embd=64"],
+        "bit": damaged("bit", flip),
+        "lost": damaged("lost", lambda path: path.unlink()),
+        "cut tag": damaged("cut-tag", lambda path: cut(path, -7)),
+    }
+
+
+SENTENCES = {
+    "misspelt": "there is no setting 'learing_rate': did you mean 'learning_rate'?",
+    "type": "max_iters takes int, not 'many'",
+    "no data": "no-such-data; prepare it with its own script",
+    "no bin": "train.bin is missing; prepare it with its own script",
+    "cut bin": "train.bin has 999 bytes, which is not a multiple of 2 (uint16); prepare it",
+    "half bin": "val.bin has 2000 bytes, but meta.json says 4000 bytes and 2000 tokens; prepare it",
+    "stray id": "val.bin holds the token id 28, outside its vocabulary of 28; prepare it",
+    "short": "val.bin has 2000 tokens, but block_size 2500 needs 2501; train with --block_size=1999",
+    "heads": "n_embd=32 is not divisible by n_head=3",
+    "no heads": "n_head=0 must be at least 1",
+    "negative": ["batch_size=0 must be at least 1", "dropout=1.5 must be at least 0 and below 1",
+                 "beta1=2.0 must be at least 0 and below 1"],
+    "positions": "block_size=32 is beyond the 16 positions that the weights know: --block_size=16",
+    "shape": "brings its own shape: remove them, or add --init_from=scratch",
+    "vocabulary": "vocabulary of 50257 is beyond the weights' 28: prepare the data with the weights' tokenizer",
+    "weights": "the weights of gpt2-medium could not be fetched",
+    "init_from": "init_from=gpt3 is neither 'scratch', 'resume', one of gpt2, gpt2-medium,",
+    "json keys": ["unknown key \"zero_optimisation\": did you mean 'zero_optimization'?",
+                  '"train_batch_size" is 77, but the script\'s settings make it 4: remove it here, or write "auto"',
+                  '"steps_per_print" is "auto", which nothing resolves: give it a value'],
+    "json block": '"bf16" must be an object',
+    "json fp16": "\"fp16.los_scale\": unknown key: did you mean 'loss_scale'?",
+    "json syntax": "broken.json is not JSON: ",
+    "no json": "no-such.json: No such file or directory; name another with --deepspeed_config=FILE",
+    "float16": "dtype=float16 needs a GPU: DeepSpeed refuses it on CPU; use --dtype=float32 or bfloat16",
+    "cuda": "device=cuda, but PyTorch sees no CUDA GPU here: --device=cpu",
+    "unwritable": "file/out cannot be written: choose another with --out_dir=DIR",
+    "no out_dir": "cannot be written: choose another with --out_dir=DIR",
+    "other run": "already holds a run (iter_4): continue it with --init_from=resume, choose another --out_dir=DIR, or "
+                 "give it up with --overwrite=True",
+    "no tag": "holds no whole tag 'iter_3'; there are iter_2, iter_4, best, final",
+    "no run": "nothing holds no checkpoint: name another folder with --out_dir=DIR",
+    "stage": "iter_4 was saved at ZeRO stage 2 and this run has stage 3: give the --deepspeed_config of stage 2",
+    "dtype": "iter_4 was saved in float32 and this run has bfloat16: --dtype=float32",
+    "model": "iter_4 holds a model with n_embd=32: the settings say otherwise",
+    "bit": "optim_states.pt has changed since it was saved (its sha256 differs)",
+    "lost": "optim_states.pt is missing",
+    "cut tag": "optim_states.pt has ",
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(bad, train, holder, tmp_path_factory):
+    """name -> the run of bad[name], in a folder with a finished run that it may even overwrite; two runs at a time."""
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path_factory.mktemp("hub"))}  # nobody listens
+
+    def refuse(args):
+        return train("--overwrite=True", *args, out_dir=holder, timeout=60, **hub)
+
+    before = fingerprint(holder)
+    with ThreadPoolExecutor(2) as pool:
+        runs = dict(zip(bad, pool.map(refuse, bad.values())))
+    return runs, before, fingerprint(holder)
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_refusals(refusals, name):
+    run = refusals[0][name]
+    expected = [SENTENCES[name]] if isinstance(SENTENCES[name], str) else SENTENCES[name]
+    assert "Traceback" not in run.stderr and run.returncode == 2
+    lines = [line for line in run.stderr.splitlines() if line.strip()]
+    assert len(lines) == len(expected)
+    for line, words in zip(lines, expected):
+        assert words in line
+    assert "iter 1:" not in run.stdout and "saving" not in run.stdout
+
+
+def test_every_refusal_has_its_sentence(bad):
+    assert list(bad) == list(SENTENCES)
+
+
+def test_refusals_leave_everything_as_it_was(refusals, bad):
+    runs, before, after = refusals
+    assert len(before) > 10 and after == before
+    (folder,) = {run.out_dir for run in runs.values()}
+    assert not [p for p in folder.parent.rglob("*") if "file/out" in str(p) or p.name == "nothing"]
+
+
+def test_damaged_tags_are_not_sampled_from_either(bad, refusals):
+    out_dir = bad["bit"][1].removeprefix("--out_dir=")
+    for args, words in (([], "iter_4/zero_pp_rank_0_mp_rank_00_optim_states.pt has changed since it was saved"),
+                        (["--tag=iter_7"], "holds no whole tag 'iter_7'; there are iter_2, iter_4, best, final"),
+                        (["--tag=best", "--start=É"], "the character 'É' (U+00C9) is not one of the 28")):
+        run = launch(ROOT / "sample.py", f"--out_dir={out_dir}", *args, launcher="python")
+        assert run.returncode == 2 and words in run.stderr.splitlines()[-1] and "Traceback" not in run.stderr
+
+
+def test_another_world_size_is_refused_once_by_all_ranks(train, holder):
+    before = fingerprint(holder)
+    run = train("--init_from=resume", "--max_iters=6", ranks=2, launcher="torchrun", out_dir=holder, timeout=60)
+    assert run.returncode != 0 and run.stderr.count("was saved by 1 ranks and this run has 2: start 1 ranks") == 1
+    assert "train_deepspeed.py\", line" not in run.stderr  # torchrun's own traceback is not ours to keep away
+    assert fingerprint(holder) == before
+
+
+# Machines that we don't have here
+
+
+def check(monkeypatch, characters, tmp_path, gpus, capability, *args, ranks=1):
+    """(run, problems) of check_run on a machine with these GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla V100")
+    defaults, annotations = script_settings()
+    argv = [*SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", "--device=auto", "--dtype=auto", *args]
+    return check_run(configure(defaults, argv, annotations, ROOT), str(ROOT), ranks, ranks)
+
+
+def test_more_ranks_than_gpus(monkeypatch, characters, tmp_path):
+    _, problems = check(monkeypatch, characters, tmp_path, 2, (8, 0), ranks=4)
+    assert problems == ["4 ranks, but 2 GPUs on this machine: start 2 ranks, or use --device=cpu"]
+    run, problems = check(monkeypatch, characters, tmp_path, 4, (8, 0), ranks=4)
+    assert (problems, run.device, run.dtype) == ([], "cuda", "bfloat16")
+    run, problems = check(monkeypatch, characters, tmp_path, 2, (8, 0), "--device=cpu", ranks=4)
+    assert (problems, run.device, run.dtype) == ([], "cpu", "float32")
+
+
+def test_precision_by_the_card(monkeypatch, characters, tmp_path):
+    run, problems = check(monkeypatch, characters, tmp_path, 1, (7, 0))
+    assert (problems, run.dtype) == ([], "float16")
+    _, problems = check(monkeypatch, characters, tmp_path, 1, (7, 0), "--dtype=bfloat16")
+    assert problems == ["dtype=bfloat16 needs compute capability 8.0, Tesla V100 has less: use --dtype=float16, or "
+                        "leave it on auto"]
+    run, problems = check(monkeypatch, characters, tmp_path, 1, (7, 0), "--deepspeed_config=config/ds/zero0.json")
+    assert problems == [] and run.config["zero_optimization"]["stage"] == 1
+    assert any("stage 0 runs as stage 1" in note for note in run.notes)
+
+
+def test_problems_of_all_kinds_are_told_together(monkeypatch, characters, tmp_path):
+    (tmp_path / "ds.json").write_text('{"foo": 1}')
+    _, problems = check(monkeypatch, characters, tmp_path, 0, None, "--block_size=2500", "--n_head=3",
+                        f"--deepspeed_config={tmp_path}/ds.json", "--eval_iters=0")
+    words = ["eval_iters=0 must be at least 1", 'unknown key "foo"', "val.bin has 2000 tokens",
+             "n_embd=32 is not divisible by n_head=3"]
+    assert [next(w for w in words if w in problem) for problem in problems] == words
+    assert len(CHARS) == 28

@@ -1,0 +1,54 @@
+"""The measured tables of README.md and RESULTS.md say what the JSON in results/ says."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def rows(document, name):
+    """The cells of the table rows of a document that name a JSON in results/ in a cell of their own."""
+    found = []
+    for line in (ROOT / document).read_text(encoding="utf-8").splitlines():
+        match = re.search(name, line)
+        if line.startswith("|") and match:
+            found.append((match[1], [cell.strip() for cell in line.strip("|").split("|")]))
+    return found
+
+
+def numbers(cell):
+    return [float(n.replace(",", "")) for n in re.findall(r"\d[\d,]*\.?\d*", cell)]
+
+
+def run_of(name):
+    return json.loads((ROOT / "results" / f"h200_{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("document", "name", "ms", "expected_rows"), [
+    ("README.md", r"`results/h200_(x\w+)\.json`", 3, 6),
+    ("RESULTS.md", r"^\| `(x\d_zero\w+)`", 5, 7),
+])
+def test_table_rows_are_what_was_measured(document, name, ms, expected_rows):
+    table = rows(document, name)
+    assert len(table) == expected_rows
+    for name, cells in table:
+        run = run_of(name)
+        summary = run["summary"]
+        assert int(cells[0 if document == "README.md" else 1]) == run["gpus"]
+        assert numbers(cells[ms])[0] == round(summary["ms"])
+        assert numbers(cells[ms + 1]) == [summary["tokens_per_s"]]
+        assert numbers(cells[ms + 2]) == [round(100 * summary["mfu"], 1)]
+        assert numbers(cells[ms + 3]) == [summary["peak_gb"]]
+        assert numbers(cells[ms + 4]) == [round(run["first_step_s"])]
+
+
+def test_every_run_names_its_command_commit_and_hardware():
+    files = sorted((ROOT / "results").glob("*.json"))
+    assert len(files) >= 11
+    for file in files:
+        run = json.loads(file.read_text(encoding="utf-8"))
+        assert re.fullmatch(r"[0-9a-f]{7,40}", run["commit"]) and run["hardware"], file
+        assert "command" in run or "what" in run, file
