@@ -72,7 +72,6 @@ globals().update(settings)
 # -----------------------------------------------------------------------------
 # Set-up: the ranks, then everything that can be refused, before anything that costs
 
-import contextlib
 import json
 import math
 import os
@@ -162,14 +161,12 @@ if run.tag:
 wandb_run = None
 if rank == 0:
     os.makedirs(out_dir, exist_ok=True)
-    if overwrite and not run.tag and not eval_only:
-        for tag in checkpoint.tags(out_dir):
-            checkpoint.remove(out_dir, tag)
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(out_dir, "latest"))
-    metrics.trim_history(out_dir, iter_num if run.tag else -1)
-    record = metrics.run_record(ROOT, settings, world_size, device)
-    checkpoint.write_atomically(os.path.join(out_dir, "settings.json"), json.dumps(record, indent=1))
+    if not eval_only:
+        if overwrite and not run.tag:
+            checkpoint.remove_all(out_dir)
+        metrics.trim_history(out_dir, iter_num if run.tag else -1)
+        record = metrics.run_record(ROOT, settings, world_size, device)
+        checkpoint.write_atomically(os.path.join(out_dir, "settings.json"), json.dumps(record, indent=1))
     if wandb_log:
         wandb_run = metrics.start_wandb(settings, wandb_id)
         wandb_id = wandb_run.id
@@ -275,6 +272,8 @@ def step(batches):
 
 if iter_num == 0 or eval_only:
     evaluate()
+elif iter_num >= max_iters:
+    print0(f"{out_dir}/{run.tag} has made {iter_num} iterations already: go on with a larger --max_iters")
 batches = train_batches(tokens["train"], iter_num, rank, world_size, settings, run.meta["vocab_size"], device)
 peak = metrics.peak_flops(device)
 engine.train()

@@ -148,6 +148,14 @@ def remove(out_dir, tag):
         os.remove(cache_path(out_dir, tag))
 
 
+def remove_all(out_dir):
+    """Remove every tag and `latest`: a run that is given up. Rank 0."""
+    for tag in tags(out_dir):
+        remove(out_dir, tag)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(os.path.join(out_dir, "latest"))
+
+
 def find_tag(out_dir, tag="latest"):
     """(tag, manifest) of a whole tag; 'latest' takes the newest. Raises CheckpointError, naming those there are."""
     there = tags(out_dir)

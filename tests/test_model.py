@@ -315,6 +315,7 @@ def test_end_of_text_stops(ours):
     heard = []
     text = ours.generate(tokens(2, 5), 30, temperature=0, end_of_text=end, on_token=lambda t: heard.append(t.tolist()))
     wanted = [row[: row.index(end)] + [end] * (last + 1 - row.index(end)) for row in greedy]
+    assert wanted != [row[: last + 1] for row in greedy]
     assert text[:, 5:].tolist() == wanted  # the row that ends first repeats it until the other ends
     assert [list(column) for column in zip(*wanted)] == heard
 
