@@ -13,10 +13,10 @@ LAUNCHERS = {"python", "torchrun", "deepspeed", "bash"}
 OTHERS = {  # --options of torchrun, deepspeed, pip and the scripts that are not settings of ours
     "--nproc_per_node", "--nnodes", "--node_rank", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--master_addr",
     "--master_port", "--standalone", "--num_gpus", "--num_nodes", "--hostfile", "--include", "--exclude", "--tag",
-    "--input", "--help", "--print_settings", "--local_rank"}
-MADE = ["out", "out-*", "data/*/*.bin", "data/*/meta.*", "data/*/input.txt", "data/gpt2.tiktoken", "*history.jsonl",
+    "--input", "--help", "--print_settings", "--local_rank", "--key"}
+MADE = ["out", "out-*", "data/*/*.bin", "data/*/meta.*", "*input.txt", "data/gpt2.tiktoken", "config.json", "*history.jsonl",
         "*settings.json", "*manifest.json", "*iter_*", "*.safetensors", "*zero_to_fp32.py", "*.pt", "*train.bin",
-        "*val.bin", "*meta.json", "*meta.pkl", "best*", "final*", "latest", ".venv*", "wandb*"]  # by runs and set-up
+        "*val.bin", "*meta.json", "*meta.pkl", "best*", "final*", "latest", ".venv*", "wandb*"]  # by runs, set-up and transformers
 PATH = re.compile(r"(?:\./)?[\w.-]+(?:/[\w.*-]+)*/?")
 SUFFIXES = (".py", ".sh", ".json", ".md", ".txt", ".toml", ".bin", ".pkl", ".jsonl", ".safetensors", ".pt")
 

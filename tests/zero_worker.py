@@ -148,7 +148,7 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
             result["moved_by_poison"] = furthest(weights(engine), before)
     result["released"] = sum(getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
                              for p in engine.module.parameters())
-    result["overflows"] = total(*overflows) if overflows else None
+    result["overflows"] = total(*(answer.any() for answer in overflows)) if overflows else None
     result["weights"] = weights(engine)
     engine.destroy()
     return result
