@@ -345,7 +345,9 @@ def sample_token(logits, temperature, top_k, top_p, generator=None):
     probs = F.softmax(logits, dim=-1)
     if top_p is not None and top_p < 1:
         ranked, order = probs.sort(dim=-1, descending=True)
-        ranked[ranked.cumsum(-1) - ranked >= top_p] = 0  # the first always stays
+        beyond = ranked.cumsum(-1) - ranked >= top_p
+        beyond[:, 0] = False  # the likeliest always stays
+        ranked[beyond] = 0
         probs = torch.zeros_like(probs).scatter(-1, order, ranked)
     return torch.multinomial(probs, 1, generator=generator)[:, 0]
 
@@ -428,11 +430,13 @@ def read_weights(model, folder):
             w = get(theirs)
             if name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")):
                 w = w.t()
-            if name == "transformer.wte.weight":
-                p[len(w):] = 0
-            if w.shape != p[: len(w)].shape:
-                raise WeightsError(f"{folder}: {name} has shape {tuple(w.shape)}, config.json says {tuple(p.shape)}")
-            p[: len(w)].copy_(w)
+            rows = model.config.vocab_size if name == "transformer.wte.weight" else len(p)
+            if w.shape != p[:rows].shape:
+                raise WeightsError(
+                    f"{folder}: {name} has shape {tuple(w.shape)}, config.json says {tuple(p[:rows].shape)}"
+                )
+            p[:rows].copy_(w)
+            p[rows:] = 0
     except WeightsError:
         raise
     except Exception as error:  # a cut or foreign file: safetensors, pickle and zip each raise their own

@@ -162,6 +162,7 @@ wandb_run = None
 if rank == 0:
     os.makedirs(out_dir, exist_ok=True)
     if not eval_only:
+        checkpoint.tidy(out_dir)
         if overwrite and not run.tag:
             checkpoint.remove_all(out_dir)
         metrics.trim_history(out_dir, iter_num if run.tag else -1)
@@ -236,7 +237,11 @@ def save(improved):
              "model": vars(run.model), "data": {k: run.meta[k] for k in ("tokenizer", "vocab_size")}}
     facts = {"iter_num": iter_num, "stage": run.config["zero_optimization"]["stage"], "dtype": run.dtype,
              "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__}}
-    checkpoint.save(engine, out_dir, tag, facts, state)
+    try:
+        checkpoint.save(engine, out_dir, tag, facts, state)
+    except (OSError, RuntimeError) as error:  # torch tells a full disk by a RuntimeError
+        raise SystemExit(f"{out_dir}/{tag} could not be saved ({str(error).splitlines()[0]}): is the disk full? Tags "
+                         "saved before stand: make room and go on with --init_from=resume") from None
     if rank == 0:
         if improved:
             checkpoint.link(out_dir, tag, "best")

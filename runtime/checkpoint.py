@@ -148,6 +148,16 @@ def remove(out_dir, tag):
         os.remove(cache_path(out_dir, tag))
 
 
+def tidy(out_dir):
+    """Clear away what a run that was killed while saving has left; a tag that was just being replaced comes back."""
+    for name in sorted(os.listdir(out_dir)):  # x.old before x.saving
+        path, final = os.path.join(out_dir, name), os.path.join(out_dir, os.path.splitext(name)[0])
+        if name.endswith(".old") and os.path.exists(os.path.join(path, "manifest.json")) and not os.path.exists(final):
+            os.rename(path, final)
+        elif name.endswith((".saving", ".old")) and os.path.isdir(path):
+            shutil.rmtree(path)
+
+
 def remove_all(out_dir):
     """Remove every tag and `latest`: a run that is given up. Rank 0."""
     for tag in tags(out_dir):

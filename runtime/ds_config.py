@@ -148,10 +148,11 @@ def repair(config, dtype):
         why = "never scales the loss in float16" if dtype == "float16" else "adds up gradients in bfloat16"
         notes.append(f"stage 0 runs as stage 1, because DeepSpeed's stage 0 {why}")
         stage = zero["stage"] = 1
-    if stage == 3 and dtype == "float16" and not config["fp16"].get("loss_scale"):
-        # its step divides by the scale of the next step, which halves the gradient each time the scale grows
+    if dtype == "float16" and not config["fp16"].get("loss_scale"):
+        # its step divides by the scale of the next step, which halves the gradient each time the scale grows (at
+        # stages 1 and 2 too, where the norm that it tells is right)
         config["fp16"]["loss_scale_window"] = config["fp16"].get("loss_scale_window", 1000) * POSTPONED
-        notes.append("at stage 3 the script makes the loss scale grow: when DeepSpeed does, it halves the gradient")
+        notes.append("the script makes the loss scale grow: when DeepSpeed does, it halves the gradient")
     if stage > 0:
         config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
     ignored = [key for key in zero if key.startswith("stage3_")] if stage != 3 else []
@@ -192,13 +193,14 @@ def compare(engine, config, dtype):
 
 
 def grow_loss_scale(engine):
-    """float16 at stage 3: double the loss scale after every window of good steps, between two steps, where it is safe
+    """float16: double the loss scale after every window of good steps, between two steps, where it is safe
     (see repair). Does nothing elsewhere."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     window = getattr(scaler, "scale_window", 0) // POSTPONED
     good_steps = scaler.cur_iter - 1 - scaler.last_overflow_iter if window else 0
     if good_steps > 0 and good_steps % window == 0:
         scaler.cur_scale *= scaler.scale_factor
+        scaler.cur_hysteresis = scaler.delayed_shift
 
 
 def cpu_adam(config, groups, adam):
