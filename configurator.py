@@ -52,7 +52,7 @@ def configure(defaults, argv, annotations=None, root="."):
                 problems.append(str(error))
                 continue
             for name, value in changed.items():
-                assign(name, value, arg)
+                assign(name, value, f"{arg} (names of its own begin with _)" if name not in defaults else arg)
             continue
         name, equals, value = arg[2:].partition("=")
         if not equals:
@@ -88,7 +88,8 @@ def allowed_values(default, annotation):
     """(types, choices) that a setting may take, from its annotation or else from its default."""
     if annotation is None:
         return {type(default)}, ()
-    parts = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    union = typing.get_origin(annotation) in (types.UnionType, typing.Union)  # with a Literal in it, it is the latter
+    parts = typing.get_args(annotation) if union else (annotation,)
     choices = tuple(choice for p in parts if typing.get_origin(p) is typing.Literal for choice in typing.get_args(p))
     return {p for p in parts if isinstance(p, type)} | ({type(None)} if None in parts else set()), choices
 
@@ -119,7 +120,8 @@ def run_config_file(path, settings, root):
     """Run a config file; returns what it assigned, by name."""
     found = next((p for p in (path, os.path.join(root, path)) if os.path.isfile(p)), None)
     if found is None:
-        raise SettingsError(f"there is no config file {path}; settings are written --key=value")
+        hint = f": did you mean --{path.lstrip('-')}?" if "=" in path else "; settings are written --key=value"
+        raise SettingsError(f"there is no config file {path}{hint}")
     names = dict(settings)
     try:
         with open(found, encoding="utf-8") as f:

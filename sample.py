@@ -39,6 +39,20 @@ from runtime.tokenizer import end_of_text, tokenizer_of
 if not torch.cuda.is_available() or device == "cpu":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 device = pick_device(device)
+wrong = [
+    f"{name}={settings[name]} must be {what}"
+    for name, good, what in (
+        ("num_samples", num_samples >= 1, "at least 1"),
+        ("max_new_tokens", max_new_tokens >= 0, "at least 0"),
+        ("temperature", temperature >= 0, "at least 0"),
+        ("top_k", top_k is None or top_k >= 0, "at least 0, or None"),
+        ("top_p", top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or None"),
+        ("seed", 0 <= seed < 2**63, "at least 0 and below 2**63"),
+    )
+    if not good
+]
+if wrong:
+    refuse("\n".join(wrong))
 try:
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda, but PyTorch sees no CUDA GPU here: use --device=cpu")

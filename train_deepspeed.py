@@ -12,6 +12,11 @@ import time
 
 _started = time.time()
 
+import os
+import signal
+
+signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C, without a traceback from every rank
+
 from typing import Literal
 
 import configurator
@@ -74,7 +79,6 @@ globals().update(settings)
 
 import json
 import math
-import os
 import warnings
 
 import numpy as np
@@ -162,9 +166,13 @@ wandb_run = None
 if rank == 0:
     os.makedirs(out_dir, exist_ok=True)
     if not eval_only:
+        held = checkpoint.lock(out_dir)
+        if held is None:
+            refuse(f"another run is writing to {out_dir}: wait for it, or choose another --out_dir=DIR")
         checkpoint.tidy(out_dir)
-        if overwrite and not run.tag:
-            checkpoint.remove_all(out_dir)
+        if overwrite:
+            for tag in checkpoint.newer_tags(out_dir, iter_num if run.tag else -1):
+                checkpoint.remove(out_dir, tag)
         metrics.trim_history(out_dir, iter_num if run.tag else -1)
         record = metrics.run_record(ROOT, settings, world_size, device)
         checkpoint.write_atomically(os.path.join(out_dir, "settings.json"), json.dumps(record, indent=1))
@@ -223,18 +231,27 @@ def evaluate():
 
 def log(record):
     """One record to history.jsonl and wandb, from rank 0."""
-    if rank == 0:
+    if rank == 0 and not eval_only:
         metrics.append_history(out_dir, record)
         if wandb_run:
             wandb_run.log(metrics.wandb_names(record), step=iter_num)
+
+
+def link_names(tag, improved):
+    """Let best and final name this iteration's tag where they should."""
+    if rank == 0 and improved:
+        checkpoint.link(out_dir, tag, "best")
+    if rank == 0 and iter_num == max_iters:
+        checkpoint.link(out_dir, tag, "final")
 
 
 def save(improved):
     """Commit this iteration's tag; best follows the validation loss."""
     tag, began = f"iter_{iter_num}", time.time()
     print0(f"saving checkpoint to {out_dir}/{tag}")
-    state = {"iter_num": iter_num, "best_val_loss": best_val_loss, "settings": settings, "wandb_id": wandb_id,
-             "model": vars(run.model), "data": {k: run.meta[k] for k in ("tokenizer", "vocab_size")}}
+    state = {"iter_num": iter_num, "best_val_loss": best_val_loss, "improved": improved, "wandb_id": wandb_id,
+             "settings": settings, "model": vars(run.model),
+             "data": {k: run.meta[k] for k in ("tokenizer", "vocab_size")}}
     facts = {"iter_num": iter_num, "stage": run.config["zero_optimization"]["stage"], "dtype": run.dtype,
              "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__}}
     try:
@@ -242,11 +259,8 @@ def save(improved):
     except (OSError, RuntimeError) as error:  # torch tells a full disk by a RuntimeError
         raise SystemExit(f"{out_dir}/{tag} could not be saved ({str(error).splitlines()[0]}): is the disk full? Tags "
                          "saved before stand: make room and go on with --init_from=resume") from None
+    link_names(tag, improved)
     if rank == 0:
-        if improved:
-            checkpoint.link(out_dir, tag, "best")
-        if iter_num == max_iters:
-            checkpoint.link(out_dir, tag, "final")
         checkpoint.prune(out_dir, keep_last)
     torch.distributed.barrier()
     print0(f"saved in {time.time() - began:.1f} s")
@@ -275,6 +289,8 @@ def step(batches):
 # -----------------------------------------------------------------------------
 # The loop
 
+if run.tag and run.tag.startswith("iter_") and not eval_only:
+    link_names(run.tag, state["improved"])  # a run that was killed right after a save has not come to it
 if iter_num == 0 or eval_only:
     evaluate()
 elif iter_num >= max_iters:

@@ -13,6 +13,7 @@ the manifest: a reader sees whole tags alone. To load for inference, on any mach
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -148,6 +149,23 @@ def remove(out_dir, tag):
         os.remove(cache_path(out_dir, tag))
 
 
+def newer_tags(out_dir, iter_num):
+    """The tags, best and final among them, that hold a later iteration than iter_num."""
+    return [tag for tag in tags(out_dir) if find_tag(out_dir, tag)[1]["iter_num"] > iter_num]
+
+
+def lock(out_dir):
+    """Keep other runs out of out_dir as long as this process lives: the open file, or None if another has it."""
+    file = open(os.path.join(out_dir, ".lock"), "w")  # noqa: SIM115 (closed with the process)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    except OSError:
+        pass  # a file system without locks
+    return file
+
+
 def tidy(out_dir):
     """Clear away what a run that was killed while saving has left; a tag that was just being replaced comes back."""
     for name in sorted(os.listdir(out_dir)):  # x.old before x.saving
@@ -158,22 +176,14 @@ def tidy(out_dir):
             shutil.rmtree(path)
 
 
-def remove_all(out_dir):
-    """Remove every tag and `latest`: a run that is given up. Rank 0."""
-    for tag in tags(out_dir):
-        remove(out_dir, tag)
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(os.path.join(out_dir, "latest"))
-
-
 def find_tag(out_dir, tag="latest"):
     """(tag, manifest) of a whole tag; 'latest' takes the newest. Raises CheckpointError, naming those there are."""
     there = tags(out_dir)
     if not there:
         raise CheckpointError(f"{out_dir} holds no checkpoint: name another folder with --out_dir=DIR")
     if tag == "latest":
-        with contextlib.suppress(OSError), open(os.path.join(out_dir, "latest"), encoding="utf-8") as f:
-            tag = f.read().strip()
+        with contextlib.suppress(OSError), open(os.path.join(out_dir, "latest"), "rb") as f:
+            tag = f.read().decode(errors="replace").strip()
         if tag not in there:
             numbered = [t for t in there if t.startswith("iter_")]
             tag = (numbered or there)[-1]
@@ -181,9 +191,13 @@ def find_tag(out_dir, tag="latest"):
         raise CheckpointError(f"{out_dir} holds no whole tag '{tag}'; there are {', '.join(there)}")
     try:
         with open(os.path.join(out_dir, tag, "manifest.json"), encoding="utf-8") as f:
-            return tag, json.load(f)
-    except ValueError as error:
+            manifest = json.load(f)
+        missing = {"iter_num", "stage", "dtype", "world_size", "files", "state"} - manifest.keys()
+    except (ValueError, AttributeError) as error:
         raise CheckpointError(f"{out_dir}/{tag}/manifest.json cannot be read: {error}") from None
+    if missing:
+        raise CheckpointError(f"{out_dir}/{tag}/manifest.json lacks {', '.join(sorted(missing))}: not one of ours")
+    return tag, manifest
 
 
 def damages(path, files):

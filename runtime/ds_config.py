@@ -42,11 +42,15 @@ def resolve(path, settings, world_size, dtype):
         "train_batch_size": settings["batch_size"] * settings["gradient_accumulation_steps"] * world_size,
         "gradient_clipping": settings["grad_clip"],
     }
-    problems = top_level_problems(config, owned) + precision_problems(config, dtype)
+    problems = top_level_problems(config, owned)
+    if not problems:
+        problems = precision_problems(config, dtype)
+    if problems:
+        raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
     config.update(owned)
     for block in ("bf16", "fp16"):
         config[block] = {**config.get(block, {}), "enabled": DTYPE_BLOCK.get(dtype) == block}
-    problems += [f'"{key}" is "auto", which nothing resolves: give it a value' for key in autos(config)]
+    problems = [f'"{key}" is "auto", which nothing resolves: give it a value' for key in autos(config)]
     if not problems:
         problems = zero_problems(config.get("zero_optimization", {}))
     if problems:
@@ -128,7 +132,14 @@ def zero_problems(zero):
                if e["type"] == "extra_forbidden" else e["msg"])
             for e in error.errors()
         ]
-    problems, stage = [], zero.get("stage", 0)
+    stage = zero.get("stage", 0)
+    if type(stage) is not int:
+        return [f'"zero_optimization.stage" is {json.dumps(stage)}: write 0, 1, 2 or 3']
+    problems = [
+        f'"zero_optimization.{key}" is an old name: write "{field.json_schema_extra.get("new_param") or "offload_*"}"'
+        for key, field in DeepSpeedZeroConfig.model_fields.items()
+        if key in zero and (field.json_schema_extra or {}).get("deprecated")
+    ]
     optimizer, param = ((zero.get(key) or {}) for key in ("offload_optimizer", "offload_param"))
     if param.get("device", "none") != "none" and stage != 3:
         problems.append(f'"zero_optimization.offload_param" does nothing at stage {stage}: use stage 3, or remove it')
@@ -209,6 +220,8 @@ def cpu_adam(config, groups, adam):
 
     from runtime.dist import print0
 
+    print0("note       offload: DeepSpeed's CPU Adam is compiled at its first use, for a minute or more; if that never "
+           "ends, an interrupted build has left a file `lock` under ~/.cache/torch_extensions: delete it")
     try:
         return DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
     except Exception as error:  # the build raises whatever the compiler, the loader or CUDA's absence make of it

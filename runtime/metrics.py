@@ -60,7 +60,7 @@ def trim_history(out_dir, iter_num):
     path = os.path.join(out_dir, "history.jsonl")
     if os.path.exists(path):
         with open(path, encoding="utf-8") as f:
-            lines = [line for line in f if line.endswith("}\n") and json.loads(line)["iter"] <= iter_num]
+            lines = [line for line in f if line.endswith("}\n") and json.loads(line).get("iter", 0) <= iter_num]
         with open(path + ".tmp", "w", encoding="utf-8") as f:
             f.writelines(lines)
         os.replace(path + ".tmp", path)

@@ -1,6 +1,5 @@
 """Everything that can be known about a run before the expensive part: what it will be, or all reasons why it can't."""
 
-import contextlib
 import dataclasses
 import os
 import shutil
@@ -12,7 +11,7 @@ import torch
 from model import GPT, PRETRAINED, GPTConfig, WeightsError, fetch_from_hub, read_config
 from runtime import ds_config
 from runtime.bins import DatasetError, check_dataset
-from runtime.checkpoint import CheckpointError, find_tag, tags
+from runtime.checkpoint import CheckpointError, find_tag, newer_tags, tags
 
 SHAPE = ("n_layer", "n_head", "n_embd", "bias")
 
@@ -36,8 +35,16 @@ def check_run(settings, root, world_size, local_world_size):
     for name in ("max_iters", "warmup_iters", "learning_rate", "grad_clip", "weight_decay"):
         if s[name] < 0:
             problems.append(f"{name}={s[name]} must not be negative")
-    if not 0 <= s["dropout"] < 1:
-        problems.append(f"dropout={s['dropout']} must be at least 0 and below 1")
+    for name in ("n_layer", "n_head", "n_embd"):
+        if s[name] is not None and s[name] < 1:
+            problems.append(f"{name}={s[name]} must be at least 1")
+    for name in ("dropout", "beta1", "beta2"):
+        if not 0 <= s[name] < 1:
+            problems.append(f"{name}={s[name]} must be at least 0 and below 1")
+    if not 0 <= s["seed"] < 2**63:
+        problems.append(f"seed={s['seed']} must be at least 0 and below 2**63")
+    if problems:
+        return run, problems
     run.device = pick_device(s["device"])
     gpus = torch.cuda.device_count() if run.device == "cuda" else None
     if gpus is not None and local_world_size > gpus:
@@ -47,16 +54,20 @@ def check_run(settings, root, world_size, local_world_size):
     if s["device"] == "cuda" and not torch.cuda.is_available():
         problems.append("device=cuda, but PyTorch sees no CUDA GPU here: --device=cpu, or look at nvidia-smi")
         return run, problems
+    if s["backend"] == "nccl" and run.device == "cpu":
+        problems.append("backend=nccl needs CUDA GPUs: --backend=gloo, or leave it on auto")
     run.dtype = attempt(pick_dtype, s["dtype"], run.device)
     path = s["deepspeed_config"]
     path = path if os.path.exists(path) else os.path.join(root, path)
     if run.dtype and not problems:
-        with contextlib.suppress(TypeError):
-            resolved = attempt(ds_config.resolve, path, s, world_size, run.dtype)
+        resolved = attempt(ds_config.resolve, path, s, world_size, run.dtype)
+        if resolved:
             run.config, notes = resolved
             run.notes += notes
     run.data = s["dataset"] if os.sep in s["dataset"] else os.path.join(root, "data", s["dataset"])
     run.meta = attempt(check_dataset, run.data, s["block_size"])
+    if run.meta and not os.path.exists(os.path.join(run.data, "meta.json")):
+        run.notes.append(f"{s['dataset']} has no meta.json: its tokens are taken for {run.meta['tokenizer']['kind']}'s")
     if s["init_from"] == "resume":
         attempt(check_resume, run, s, world_size)
     else:
@@ -135,6 +146,10 @@ def check_resume(run, s, world_size):
     """Set run.tag, run.manifest and run.model from the checkpoint; CheckpointError where it does not fit this run."""
     run.tag, run.manifest = find_tag(s["out_dir"], s["resume_tag"])
     m, where = run.manifest, f"{s['out_dir']}/{run.tag}"
+    newer = newer_tags(s["out_dir"], m["iter_num"])
+    if newer and s["resume_tag"] != "latest" and not s["overwrite"] and not s["eval_only"]:
+        raise CheckpointError(f"going on from {where} gives up {', '.join(newer)}, which are newer: say so with "
+                              "--overwrite=True, or copy the tag into a folder of its own")
     run.model = GPTConfig(**{**m["state"]["model"], "dropout": s["dropout"]})
     if m["world_size"] != world_size:
         raise CheckpointError(f"{where} was saved by {m['world_size']} ranks and this run has {world_size}: "
@@ -155,6 +170,8 @@ def check_resume(run, s, world_size):
 
 def check_writable(out_dir):
     """ValueError unless out_dir, or the folder it will be made in, can be written."""
+    if not out_dir:
+        raise ValueError("out_dir is empty: name a folder with --out_dir=DIR")
     folder = os.path.abspath(out_dir)
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)

@@ -15,9 +15,9 @@ OTHERS = {  # --options of torchrun, deepspeed, pip and the scripts that are not
     "--master_port", "--standalone", "--num_gpus", "--num_nodes", "--hostfile", "--include", "--exclude", "--tag",
     "--input", "--help", "--print_settings", "--local_rank", "--key"}
 MADE = [  # by runs, by set-up, by transformers
-    "out", "out-*", "data/*/*.bin", "data/*/meta.*", "*input.txt", "data/gpt2.tiktoken", "config.json", "*history.jsonl",
-    "*settings.json", "*manifest.json", "*iter_*", "*.safetensors", "*zero_to_fp32.py", "*.pt", "*train.bin", "*val.bin",
-    "*meta.json", "*meta.pkl", "best*", "final*", "latest", ".venv*", "wandb*"]
+    "out", "out-*", "data/*/*.bin", "data/*/meta.*", "*input.txt", "data/gpt2.tiktoken", "config.json",
+    "*history.jsonl", "*settings.json", "*manifest.json", "*iter_*", "*.safetensors", "*zero_to_fp32.py", "*.pt",
+    "*train.bin", "*val.bin", "*meta.json", "*meta.pkl", "best*", "final*", "latest", ".venv*", "wandb*"]
 PATH = re.compile(r"(?:\./)?[\w.-]+(?:/[\w.*-]+)*/?")
 SUFFIXES = (".py", ".sh", ".json", ".md", ".txt", ".toml", ".bin", ".pkl", ".jsonl", ".safetensors", ".pt")
 
