@@ -35,7 +35,8 @@ def configure(defaults, argv, annotations=None, root="."):
 
     def assign(name, value, where, parse=False):
         if name not in defaults:
-            problems.append(f"{where}: there is no setting '{name}'{nearest(name, defaults)}")
+            hint = nearest(name, defaults) or ("" if parse else "; names of a file's own begin with an underscore")
+            problems.append(f"{where}: there is no setting '{name}'{hint}")
             return
         try:
             settings[name] = (parsed if parse else checked)(value, *allowed[name])
@@ -52,7 +53,7 @@ def configure(defaults, argv, annotations=None, root="."):
                 problems.append(str(error))
                 continue
             for name, value in changed.items():
-                assign(name, value, f"{arg} (names of its own begin with _)" if name not in defaults else arg)
+                assign(name, value, arg)
             continue
         name, equals, value = arg[2:].partition("=")
         if not equals:

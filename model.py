@@ -42,6 +42,9 @@ class GPTConfig:
     bias: bool = True  # in the linear layers and layer norms; GPT-2 has them
 
     def __post_init__(self):
+        for name in ("n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
 

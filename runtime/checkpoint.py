@@ -212,9 +212,16 @@ def damages(path, files):
         elif describe(file)["sha256"] != entry["sha256"]:
             found.append(f"{file} has changed since it was saved (its sha256 differs)")
         elif name.endswith(".pt"):
-            unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - SAFE_GLOBALS
+            try:
+                unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - SAFE_GLOBALS
+            except Exception as error:  # not torch's zip format, or a pickle that ends in the middle
+                found.append(f"{file} cannot be checked ({error}); not read")
+                continue
             if unsafe:
                 found.append(f"{file} names {', '.join(sorted(unsafe))}, which no checkpoint of ours does; not read")
+    for name in sorted(set(os.listdir(path)) - set(files)):
+        if name.endswith(".pt"):  # DeepSpeed reads what it finds, listed or not
+            found.append(f"{os.path.join(path, name)} is not in the tag's manifest; not read")
     return found
 
 

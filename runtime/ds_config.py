@@ -42,17 +42,14 @@ def resolve(path, settings, world_size, dtype):
         "train_batch_size": settings["batch_size"] * settings["gradient_accumulation_steps"] * world_size,
         "gradient_clipping": settings["grad_clip"],
     }
-    problems = top_level_problems(config, owned)
-    if not problems:
-        problems = precision_problems(config, dtype)
-    if problems:
-        raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
+    problems = top_level_problems(config, owned) + precision_problems(config, dtype)
     config.update(owned)
     for block in ("bf16", "fp16"):
-        config[block] = {**config.get(block, {}), "enabled": DTYPE_BLOCK.get(dtype) == block}
-    problems = [f'"{key}" is "auto", which nothing resolves: give it a value' for key in autos(config)]
+        if isinstance(config.setdefault(block, {}), dict):
+            config[block]["enabled"] = DTYPE_BLOCK.get(dtype) == block
+    problems += [f'"{key}" is "auto", which nothing resolves: give it a value' for key in autos(config)]
     if not problems:
-        problems = zero_problems(config.get("zero_optimization", {}))
+        problems = block_problems(config) or zero_problems(config.get("zero_optimization", {}))
     if problems:
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
     notes = repair(config, dtype)
@@ -118,28 +115,43 @@ def autos(node, path=""):
     return [path] if node == "auto" else []
 
 
-def zero_problems(zero):
-    """What DeepSpeed's own model of the block refuses, and what it takes and then ignores."""
+def block_problems(config):
+    """What DeepSpeed refuses inside its blocks, by its own models of them; data_types has none."""
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 
-    try:
-        DeepSpeedZeroConfig(**zero)
-    except ValidationError as error:
-        return [
-            f'"zero_optimization.{".".join(map(str, e["loc"]))}": '
-            + (f"unknown key{nearest(str(e['loc'][-1]), DeepSpeedZeroConfig.model_fields)}"
-               if e["type"] == "extra_forbidden" else e["msg"])
-            for e in error.errors()
+    problems = []
+    models = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
+    for block, model in models.items():
+        content = config.get(block, {})
+        problems += [
+            f'"{block}.{key}" is an old name: write "{field.json_schema_extra.get("new_param") or "offload_*"}"'
+            for key, field in model.model_fields.items()
+            if key in content and (field.json_schema_extra or {}).get("deprecated")
         ]
-    stage = zero.get("stage", 0)
+        try:
+            model(**content)
+        except ValidationError as error:
+            problems += [
+                f'"{".".join(map(str, (block, *e["loc"])))}": '
+                + (f"unknown key{nearest(str(e['loc'][-1]), model.model_fields)}"
+                   if e["type"] == "extra_forbidden" else e["msg"])
+                for e in error.errors() if e["type"] != "assertion_error"  # these zero_problems tells with a mend
+            ]
+    for key, value in config.get("data_types", {}).items():
+        if key != "grad_accum_dtype":
+            problems.append(f'"data_types.{key}": unknown key{nearest(key, ["grad_accum_dtype"])}')
+        elif value not in ("fp32", "bf16", "fp16"):
+            problems.append(f'"data_types.{key}" is {json.dumps(value)}: write "fp32", "bf16" or "fp16"')
+    return problems
+
+
+def zero_problems(zero):
+    """What DeepSpeed takes and then ignores or gets wrong."""
+    problems, stage = [], zero.get("stage", 0)
     if type(stage) is not int:
         return [f'"zero_optimization.stage" is {json.dumps(stage)}: write 0, 1, 2 or 3']
-    problems = [
-        f'"zero_optimization.{key}" is an old name: write "{field.json_schema_extra.get("new_param") or "offload_*"}"'
-        for key, field in DeepSpeedZeroConfig.model_fields.items()
-        if key in zero and (field.json_schema_extra or {}).get("deprecated")
-    ]
     optimizer, param = ((zero.get(key) or {}) for key in ("offload_optimizer", "offload_param"))
     if param.get("device", "none") != "none" and stage != 3:
         problems.append(f'"zero_optimization.offload_param" does nothing at stage {stage}: use stage 3, or remove it')

@@ -35,31 +35,26 @@ def check_run(settings, root, world_size, local_world_size):
     for name in ("max_iters", "warmup_iters", "learning_rate", "grad_clip", "weight_decay"):
         if s[name] < 0:
             problems.append(f"{name}={s[name]} must not be negative")
-    for name in ("n_layer", "n_head", "n_embd"):
-        if s[name] is not None and s[name] < 1:
-            problems.append(f"{name}={s[name]} must be at least 1")
     for name in ("dropout", "beta1", "beta2"):
         if not 0 <= s[name] < 1:
             problems.append(f"{name}={s[name]} must be at least 0 and below 1")
     if not 0 <= s["seed"] < 2**63:
         problems.append(f"seed={s['seed']} must be at least 0 and below 2**63")
-    if problems:
-        return run, problems
     run.device = pick_device(s["device"])
+    if run.device == "cuda" and not torch.cuda.is_available():
+        problems.append("device=cuda, but PyTorch sees no CUDA GPU here: --device=cpu, or look at nvidia-smi")
+        return run, problems
     gpus = torch.cuda.device_count() if run.device == "cuda" else None
     if gpus is not None and local_world_size > gpus:
         problems.append(f"{local_world_size} ranks, but {gpus} GPUs on this machine: start {gpus} ranks, or use "
                         "--device=cpu")
         return run, problems  # the rest would ask GPUs that are not there
-    if s["device"] == "cuda" and not torch.cuda.is_available():
-        problems.append("device=cuda, but PyTorch sees no CUDA GPU here: --device=cpu, or look at nvidia-smi")
-        return run, problems
     if s["backend"] == "nccl" and run.device == "cpu":
         problems.append("backend=nccl needs CUDA GPUs: --backend=gloo, or leave it on auto")
     run.dtype = attempt(pick_dtype, s["dtype"], run.device)
     path = s["deepspeed_config"]
     path = path if os.path.exists(path) else os.path.join(root, path)
-    if run.dtype and not problems:
+    if run.dtype:
         resolved = attempt(ds_config.resolve, path, s, world_size, run.dtype)
         if resolved:
             run.config, notes = resolved

@@ -160,7 +160,7 @@ def test_going_back_to_an_earlier_tag(train, whole, tmp_path, n):
     """From iteration 2 of a run that has 8: the same losses again, and what is newest now is kept, not what was."""
     out_dir = shutil.copytree(whole(n).out_dir, tmp_path / "out")
     again = done(train(*EIGHT, stage(n), "--max_iters=6", "--keep_last=1", "--init_from=resume", "--resume_tag=iter_2",
-                       ranks=2, launcher="torchrun", out_dir=out_dir))
+                       "--overwrite=True", ranks=2, launcher="torchrun", out_dir=out_dir))
     assert list(again.losses) == [1, 2, 3, 4, 5, 6]
     continues(again, whole(n), after=2)
     assert (out_dir / "latest").read_text() == "iter_6" and find_tag(out_dir)[0] == "iter_6"
@@ -190,7 +190,7 @@ def test_tags_and_their_files(whole, n, files):
     assert tags(out_dir) == ["iter_2", "iter_4", "iter_6", "iter_8", "best", "final"]
     assert (out_dir / "latest").read_text() == "iter_8"
     assert {p.name for p in out_dir.iterdir()} - {f"{t}.fp32.safetensors" for t in tags(out_dir)} == {
-        "latest", "history.jsonl", "settings.json", "zero_to_fp32.py", "zero_to_torch.py", *tags(out_dir)} - (
+        ".lock", "latest", "history.jsonl", "settings.json", "zero_to_fp32.py", "zero_to_torch.py", *tags(out_dir)} - (
             {"zero_to_fp32.py", "zero_to_torch.py"} if n == 0 else set())
     for tag in tags(out_dir):
         told = manifest(out_dir, tag)
@@ -231,12 +231,9 @@ def test_eval_only_gives_the_saved_losses_and_leaves_the_run_alone(train, one_ra
     run = done(train(*SIX, "--batch_size=4", "--init_from=resume", "--resume_tag=iter_3", "--eval_only=True",
                      out_dir=out_dir))
     assert "iter 4:" not in run.stdout and "saving" not in run.stdout
-    added = run.history[-1]
-    assert (added["iter"], added["train_loss"], added["val_loss"]) == (3, *one_rank.evals[3])
-    history = before.pop(out_dir / "history.jsonl")
-    assert (out_dir / "history.jsonl").read_bytes().startswith(history)
-    assert len(run.history) == len(one_rank.history) + 1
-    assert {p: p.read_bytes() for p in out_dir.rglob("*") if p.is_file() and p.name != "history.jsonl"} == before
+    train_loss, val_loss = one_rank.evals[3]
+    assert f"step 3: train loss {train_loss:.4f}, val loss {val_loss:.4f} " in run.stdout
+    assert {p: p.read_bytes() for p in out_dir.rglob("*") if p.is_file()} == before
 
 
 # Weights
