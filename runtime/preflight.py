@@ -165,12 +165,10 @@ def check_resume(run, s, world_size):
 
 def check_writable(out_dir):
     """ValueError unless out_dir, or the folder it will be made in, can be written."""
-    if not out_dir:
-        raise ValueError("out_dir is empty: name a folder with --out_dir=DIR")
     folder = os.path.abspath(out_dir)
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
-    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+    if not out_dir or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise ValueError(f"out_dir={out_dir} cannot be written: choose another with --out_dir=DIR")
 
 
