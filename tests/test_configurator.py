@@ -292,7 +292,7 @@ def test_print_settings_from_any_folder(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     settings = json.loads(done.stdout)
     assert list(settings) == list(script_settings()[0])
-    assert (settings["max_iters"], settings["n_embd"], settings["learning_rate"]) == (7, 128, 1e-3)
+    assert (settings["max_iters"], settings["n_embd"], settings["learning_rate"]) == (7, 128, 2e-3)
     assert list(tmp_path.iterdir()) == []
 
 
