@@ -1,5 +1,6 @@
 """run_deepspeed_xl.sh from end to end with a tiny model, refused, and stopped."""
 
+import contextlib
 import os
 import re
 import signal
@@ -12,28 +13,35 @@ import pytest
 from conftest import CHARS, ROOT, SMALL
 
 
-def start(*args):
-    env = {**os.environ, "PYTHON": sys.executable, "DS_ACCELERATOR": "cpu"}
-    return subprocess.Popen([str(ROOT / "run_deepspeed_xl.sh"), *map(str, args)], env=env, text=True, cwd="/",
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-
-
 def naming(text):
     """The processes whose command line names `text`."""
     return [p for p in psutil.process_iter(["cmdline"]) if text in " ".join(p.info["cmdline"] or [])]
 
 
 @pytest.fixture
-def tiny(characters, tmp_path):
-    """Arguments for 3 iterations of a tiny model; whatever still runs with them at the end is killed."""
-    yield *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", "--max_iters=3", "--log_interval=1"
-    for process in naming(str(tmp_path)):
-        process.kill()
+def start(characters, tmp_path):
+    """start(*args) -> a context with the script at work on 3 iterations of a tiny model; none of it outlives that."""
+
+    @contextlib.contextmanager
+    def started(*args):
+        command = [ROOT / "run_deepspeed_xl.sh", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out",
+                   "--max_iters=3", "--log_interval=1", *args]
+        env = {**os.environ, "PYTHON": sys.executable, "DS_ACCELERATOR": "cpu"}
+        with subprocess.Popen(command, env=env, text=True, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              start_new_session=True) as job:
+            try:
+                yield job
+            finally:
+                for process in naming(str(tmp_path)):
+                    process.kill()
+
+    return started
 
 
-def test_the_whole_job(tiny, tmp_path):
-    with start(*tiny) as job:
+def test_the_whole_job(start, tmp_path):
+    with start() as job:
         stdout, stderr = job.communicate(timeout=180)
+        assert naming(str(tmp_path)) == []
     assert job.returncode == 0, stdout + stderr
     assert "No CUDA GPU: a small demonstration on CPU instead of GPT-2 XL, with 2 processes" in stdout
     assert "batch      2 x 2 x 2 = 8 sequences, 256 tokens a step" in stdout
@@ -41,29 +49,27 @@ def test_the_whole_job(tiny, tmp_path):
     assert f"saving checkpoint to {tmp_path}/out/iter_3" in stdout
     text = stdout.split(f"{tmp_path}/out/iter_3: 27,392 parameters after 3 iterations\n\n")[1]
     assert len(text) == 1 + 200 + 1 and set(text) <= set(CHARS)
-    assert naming(str(tmp_path)) == []
 
-    with start(*tiny) as again:  # a folder that the user named is not overwritten
+    with start() as again:  # a folder that the user named is not overwritten
         stdout, stderr = again.communicate(timeout=60)
     (line,) = stderr.splitlines()
     assert again.returncode == 2 and f"{tmp_path}/out already holds a run (iter_3)" in line and "iter 1:" not in stdout
 
 
-def test_a_refused_setting(tiny):
-    with start(*tiny, "--learing_rate=1") as job:
+def test_a_refused_setting(start):
+    with start("--learing_rate=1") as job:
         stdout, stderr = job.communicate(timeout=60)
     assert job.returncode == 2 and "iter 1:" not in stdout
     assert stderr == "command line: there is no setting 'learing_rate': did you mean 'learning_rate'?\n"
 
 
-def test_sigterm_in_the_middle_leaves_no_process(tiny, tmp_path):
-    with start(*tiny, "--max_iters=1000000", "--eval_interval=1000000", "--log_interval=100") as job:
+def test_sigterm_in_the_middle_leaves_no_process(start, tmp_path):
+    with start("--max_iters=1000000", "--eval_interval=1000000", "--log_interval=100") as job:
         line = next((line for line in job.stdout if line.startswith("iter 100:")), None)
         assert line, job.stderr.read()
         assert len(naming(str(tmp_path))) >= 3  # the launcher and its 2 ranks, at least
         told = time.time()
         job.send_signal(signal.SIGTERM)
         _, stderr = job.communicate(timeout=60)
-    assert job.returncode == 143, stderr
-    assert time.time() - told < 60 and naming(str(tmp_path)) == []
-    assert "Stopping: " in stderr
+        assert time.time() - told < 60 and naming(str(tmp_path)) == []
+    assert job.returncode == 143 and "Stopping: " in stderr, stderr
