@@ -165,7 +165,8 @@ run_step env WORLD_SIZE="$ranks" "$PYTHON" train_deepspeed.py "${args[@]}" --dry
 
 # ---- The run -----------------------------------------------------------------------------------------------------
 
-# torchrun (through runtime/launch.py, for its exit code) and not deepspeed's launcher, which leaves its workers behind when it is stopped.
+# torchrun (through runtime/launch.py, for its exit code) and not deepspeed's launcher, which leaves its workers behind
+# when it is stopped.
 code=0
 run_step "$PYTHON" -m runtime.launch --standalone --nproc_per_node="$ranks" train_deepspeed.py "${args[@]}" ||
     code=$?

@@ -88,7 +88,7 @@ from model import GPT, Block
 from runtime import checkpoint, ds_config, metrics
 from runtime.batches import eval_batches, train_batches
 from runtime.bins import DTYPES
-from runtime.dist import environment, part, print0, quiet, refuse, total
+from runtime.dist import environment, part, print0, quiet, refuse, refuse_together, total
 from runtime.gradients import shorten
 from runtime.preflight import check_run, describe_run
 
@@ -155,30 +155,28 @@ print0(f"DeepSpeed uses {ds_config.compare(engine, run.config, run.dtype)}")
 
 iter_num, best_val_loss, wandb_id = 0, math.inf, None
 if run.tag:
-    damaged = checkpoint.damages(os.path.join(out_dir, run.tag), run.manifest["files"])
-    if total(len(damaged), device=device)[0]:
-        refuse("\n".join(damaged) or f"another rank cannot read {out_dir}/{run.tag}")
+    refuse_together(checkpoint.damages(os.path.join(out_dir, run.tag), run.manifest["files"]))
     state = checkpoint.load(engine, out_dir, run.tag)
     iter_num, best_val_loss, wandb_id = state["iter_num"], state["best_val_loss"], state["wandb_id"]
 
-# The output folder, once nothing can be refused any more
-wandb_run = None
-if rank == 0:
+wandb_run, problems = None, []
+if rank == 0 and not eval_only:
     os.makedirs(out_dir, exist_ok=True)
-    if not eval_only:
-        held = checkpoint.lock(out_dir)
-        if held is None:
-            refuse(f"another run is writing to {out_dir}: wait for it, or choose another --out_dir=DIR")
-        checkpoint.tidy(out_dir)
-        if overwrite:
-            for tag in checkpoint.newer_tags(out_dir, iter_num if run.tag else -1):
-                checkpoint.remove(out_dir, tag)
-        metrics.trim_history(out_dir, iter_num if run.tag else -1)
-        record = metrics.run_record(ROOT, settings, world_size, device)
-        checkpoint.write_atomically(os.path.join(out_dir, "settings.json"), json.dumps(record, indent=1))
-    if wandb_log:
-        wandb_run = metrics.start_wandb(settings, wandb_id)
-        wandb_id = wandb_run.id
+    held = checkpoint.lock(out_dir)
+    if held is None:
+        problems = [f"another run is writing to {out_dir}: wait for it, or choose another --out_dir=DIR"]
+if rank == 0 and wandb_log and not problems:
+    wandb_run, problems = metrics.start_wandb(settings, wandb_id)
+    wandb_id = wandb_run and wandb_run.id
+refuse_together(problems)
+if rank == 0 and not eval_only:  # the output folder, now that nothing can be refused any more
+    checkpoint.tidy(out_dir)
+    if overwrite:
+        for tag in checkpoint.newer_tags(out_dir, iter_num if run.tag else -1):
+            checkpoint.remove(out_dir, tag)
+    metrics.trim_history(out_dir, iter_num if run.tag else -1)
+    record = metrics.run_record(ROOT, settings, world_size, device)
+    checkpoint.write_atomically(os.path.join(out_dir, "settings.json"), json.dumps(record, indent=1))
 
 # -----------------------------------------------------------------------------
 # The parts of the loop
@@ -233,8 +231,8 @@ def log(record):
     """One record to history.jsonl and wandb, from rank 0."""
     if rank == 0 and not eval_only:
         metrics.append_history(out_dir, record)
-        if wandb_run:
-            wandb_run.log(metrics.wandb_names(record), step=iter_num)
+    if wandb_run:
+        wandb_run.log(metrics.wandb_names(record), step=iter_num)
 
 
 def link_names(tag, improved):

@@ -36,6 +36,9 @@ SAFE_GLOBALS = {
 }
 
 
+OUR_NAMES = re.compile(r"iter_(\d+)|best|final")
+
+
 class CheckpointError(Exception):
     """A tag that is not there, not whole, not safe or not fit; the message says what to do."""
 
@@ -130,9 +133,24 @@ def tags(out_dir):
     """Names of the whole tags, oldest first, best and final last."""
     if not os.path.isdir(out_dir):
         return []
-    found = [t for t in os.listdir(out_dir) if os.path.exists(os.path.join(out_dir, t, "manifest.json"))]
-    found = [t for t in found if not t.endswith((".saving", ".old"))]
-    return sorted(found, key=lambda t: (0, int(t[5:]), t) if re.fullmatch(r"iter_\d+", t) else (1, 0, t))
+    found = [t for t in os.listdir(out_dir) if OUR_NAMES.fullmatch(t) and is_whole(out_dir, t)]
+    return sorted(found, key=lambda t: (0, int(t[5:]), t) if t.startswith("iter_") else (1, 0, t))
+
+
+def is_whole(out_dir, tag):
+    """Whether a tag's manifest is there, which is written last and removed first."""
+    return os.path.exists(os.path.join(out_dir, tag, "manifest.json"))
+
+
+def newest_tag(out_dir):
+    """The name of the newest whole tag: the one that `latest` names, else the last iteration's; None without any."""
+    there = tags(out_dir)
+    with contextlib.suppress(OSError), open(os.path.join(out_dir, "latest"), "rb") as f:
+        latest = f.read().decode(errors="replace").strip()
+        if latest in there:
+            return latest
+    numbered = [t for t in there if t.startswith("iter_")]
+    return (numbered or there or [None])[-1]
 
 
 def prune(out_dir, keep_last):
@@ -151,7 +169,14 @@ def remove(out_dir, tag):
 
 def newer_tags(out_dir, iter_num):
     """The tags, best and final among them, that hold a later iteration than iter_num."""
-    return [tag for tag in tags(out_dir) if find_tag(out_dir, tag)[1]["iter_num"] > iter_num]
+
+    def iteration(tag):
+        try:
+            return find_tag(out_dir, tag)[1]["iter_num"]
+        except CheckpointError:  # a manifest that cannot be read
+            return int(tag[5:]) if tag.startswith("iter_") else 0
+
+    return [tag for tag in tags(out_dir) if iteration(tag) > iter_num]
 
 
 def lock(out_dir):
@@ -169,25 +194,23 @@ def lock(out_dir):
 def tidy(out_dir):
     """Clear away what a run that was killed while saving has left; a tag that was just being replaced comes back."""
     for name in sorted(os.listdir(out_dir)):  # x.old before x.saving
-        path, final = os.path.join(out_dir, name), os.path.join(out_dir, os.path.splitext(name)[0])
-        if name.endswith(".old") and os.path.exists(os.path.join(path, "manifest.json")) and not os.path.exists(final):
+        tag, kind = os.path.splitext(name)
+        path, final = os.path.join(out_dir, name), os.path.join(out_dir, tag)
+        if not OUR_NAMES.fullmatch(tag) or kind not in (".old", ".saving") or not os.path.isdir(path):
+            continue  # the user's own
+        if kind == ".old" and is_whole(out_dir, name) and not os.path.exists(final):
             os.rename(path, final)
-        elif name.endswith((".saving", ".old")) and os.path.isdir(path):
+        else:
             shutil.rmtree(path)
 
 
 def find_tag(out_dir, tag="latest"):
     """(tag, manifest) of a whole tag; 'latest' takes the newest. Raises CheckpointError, naming those there are."""
     there = tags(out_dir)
-    if not there:
+    if not there and not is_whole(out_dir, tag):
         raise CheckpointError(f"{out_dir} holds no checkpoint: name another folder with --out_dir=DIR")
-    if tag == "latest":
-        with contextlib.suppress(OSError), open(os.path.join(out_dir, "latest"), "rb") as f:
-            tag = f.read().decode(errors="replace").strip()
-        if tag not in there:
-            numbered = [t for t in there if t.startswith("iter_")]
-            tag = (numbered or there)[-1]
-    if tag not in there:
+    tag = newest_tag(out_dir) if tag == "latest" else tag
+    if not is_whole(out_dir, tag):
         raise CheckpointError(f"{out_dir} holds no whole tag '{tag}'; there are {', '.join(there)}")
     try:
         with open(os.path.join(out_dir, tag, "manifest.json"), encoding="utf-8") as f:

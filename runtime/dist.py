@@ -31,6 +31,19 @@ def refuse(problems):
     raise SystemExit(2)
 
 
+def refuse_together(problems):
+    """refuse() once the process group is up, where one rank may see what the others don't: all ranks call it with
+    their own list of sentences, and go on if all lists are empty."""
+    import torch
+
+    everyone = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, problems)
+    found = dict.fromkeys(problem for one in everyone for problem in one)
+    if found:
+        part()
+        refuse("\n".join(found))
+
+
 def environment(dry_run=False):
     """(rank, local_rank, world_size, ranks on this machine) as torchrun and deepspeed give them; without a launcher,
     one process, with what torch.distributed needs filled in. A dry run pretends to the ranks that WORLD_SIZE names."""

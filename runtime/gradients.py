@@ -1,10 +1,10 @@
 """A shorter way for gradients through ZeRO-2.
 
 Between backward and the optimizer DeepSpeed 0.19.8 divides, concatenates, casts and adds each gradient in passes of
-their own, and then looks for infinities and takes the norm parameter by parameter: some 3,000 launches a micro-step
-and 6,000 at the boundary for GPT-2 XL. Here a gradient is copied once into its bucket, a full bucket is summed over the
-ranks, and the rank's own part is added, in fp32 and divided by the number of ranks in the same pass, to the partition
-that DeepSpeed keeps; norm and overflow come from that one flat partition. What is computed stays the same.
+their own, and then looks for infinities and takes the norm parameter by parameter. Here a gradient is copied once into
+its bucket, a full bucket is summed over the ranks, and the rank's own part is added, in fp32 and divided by the number
+of ranks in the same pass, to the partition that DeepSpeed keeps; norm and overflow come from that one flat partition.
+What is computed stays the same. GPT-2 XL at 8 x 4 on one H200: 798 ms a step became 717 (RESULTS.md).
 """
 
 import torch

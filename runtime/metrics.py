@@ -10,8 +10,6 @@ import sys
 
 import torch
 
-from runtime.dist import refuse
-
 # Dense half-precision peak in TFLOP/s (bf16 where the card has it, else fp16), from the vendor's datasheets. The first
 # name found in the device's name counts, so the longer ones stand first.
 PEAK_TFLOPS = {
@@ -67,15 +65,15 @@ def trim_history(out_dir, iter_num):
 
 
 def start_wandb(settings, run_id=None):
-    """A wandb run, whose id is to be kept for resuming; nobody imports wandb but this. Refuses where there is none."""
+    """(a wandb run, whose id is to be kept for resuming, or None; why there is none). Nobody imports wandb but this."""
     try:
         import wandb
 
         return wandb.init(project=settings["wandb_project"], name=settings["wandb_run_name"], config=settings,
-                          id=run_id, resume="allow")  # fmt: skip
+                          id=run_id, resume="allow"), []  # fmt: skip
     except Exception as error:  # not installed, not logged in, no network: each has an exception of its own
-        refuse(f"wandb does not start ({str(error).splitlines()[0]}): wandb login, WANDB_MODE=offline, or "
-               "--wandb_log=False")
+        why = " ".join(str(error).split()) or type(error).__name__
+        return None, [f"wandb does not start ({why}): wandb login, WANDB_MODE=offline, or --wandb_log=False"]
 
 
 def wandb_names(record):

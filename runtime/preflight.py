@@ -11,7 +11,7 @@ import torch
 from model import GPT, PRETRAINED, GPTConfig, WeightsError, fetch_from_hub, read_config
 from runtime import ds_config
 from runtime.bins import DatasetError, check_dataset
-from runtime.checkpoint import CheckpointError, find_tag, newer_tags, tags
+from runtime.checkpoint import CheckpointError, find_tag, newer_tags, newest_tag
 
 SHAPE = ("n_layer", "n_head", "n_embd", "bias")
 
@@ -67,8 +67,8 @@ def check_run(settings, root, world_size, local_world_size):
         attempt(check_resume, run, s, world_size)
     else:
         run.model = attempt(check_start, run, s)
-        if tags(s["out_dir"]) and not s["overwrite"] and not s["eval_only"]:
-            newest, _ = find_tag(s["out_dir"])
+        newest = newest_tag(s["out_dir"])
+        if newest and not s["overwrite"] and not s["eval_only"]:
             problems.append(f"{s['out_dir']} already holds a run ({newest}): continue it with --init_from=resume, "
                             "choose another --out_dir=DIR, or give it up with --overwrite=True")
     attempt(check_writable, s["out_dir"])

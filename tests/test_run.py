@@ -15,7 +15,7 @@ import torch
 from conftest import CHARS, ROOT, launch, read_history
 
 from model import GPT, GPTConfig
-from runtime.checkpoint import cache_path, damages, describe, find_tag, fp32_weights, prune, tags
+from runtime.checkpoint import cache_path, damages, describe, find_tag, fp32_weights, prune, tags, tidy
 
 STAGES = {0: "config/ds/zero0.json", 1: "config/ds/zero1.json", 2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
 EIGHT = ("--max_iters=8", "--lr_decay_iters=8", "--warmup_iters=2", "--dropout=0.1", "--keep_last=10")
@@ -218,6 +218,30 @@ def test_keep_last_prunes_the_oldest(whole, tmp_path):
     assert not damages(out_dir / "best", manifest(out_dir, "best")["files"])
 
 
+def test_what_is_the_users_own_is_not_tidied_away(tmp_path):
+    for folder in ("iter_4.saving", "best.old", "final.old", "mine.old", "iter_4b.saving", "draft.saving"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "final.old" / "manifest.json").write_text("{}")  # killed between the two names
+    (tmp_path / "iter_5.old").write_text("a file")
+    tidy(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"final", "mine.old", "iter_4b.saving", "draft.saving", "iter_5.old"}
+
+
+def test_a_manifest_that_cannot_be_read_is_no_traceback(train, one_rank, tmp_path):
+    """Neither when a run begins in its folder, nor when it is passed by or given up."""
+    out_dir = shutil.copytree(one_rank.out_dir, tmp_path / "out")
+    (out_dir / "iter_6" / "manifest.json").unlink()
+    (out_dir / "iter_6" / "manifest.json").write_text('{"tag": ')
+    fresh, resumed = at_once(lambda: train(*SIX, "--batch_size=4", out_dir=out_dir),
+                             lambda: train(*SIX, "--batch_size=4", "--init_from=resume", out_dir=out_dir))
+    assert fresh.returncode == 2 and "already holds a run (iter_6)" in fresh.stderr
+    assert resumed.returncode == 2 and "iter_6/manifest.json cannot be read" in resumed.stderr
+    assert "Traceback" not in fresh.stderr + resumed.stderr
+    again = done(train(*SIX, "--batch_size=4", "--init_from=resume", "--resume_tag=iter_3", "--overwrite=True",
+                       out_dir=out_dir))
+    assert again.losses == one_rank.losses and find_tag(out_dir)[1]["iter_num"] == 6
+
+
 def test_settings_and_their_surroundings_are_recorded(whole):
     record = json.loads((whole(2).out_dir / "settings.json").read_text())
     assert record["settings"]["max_iters"] == 8 and record["settings"]["lr_schedule"] == "cosine"
@@ -405,3 +429,14 @@ def test_wandb_offline_leaves_its_files(train, tmp_path):
     assert manifest(run.out_dir, "final")["state"]["wandb_id"] == re.search(r"run-(\w+)\.wandb", file.name)[1]
     assert [r["lr"] for r in run.history if "lr" in r] == [1e-3]
     assert read_history(run.out_dir)[-1]["iter"] == 1
+
+
+def test_wandb_that_does_not_start_costs_nothing(train, one_rank, tmp_path):
+    out_dir = shutil.copytree(one_rank.out_dir, tmp_path / "out")
+    before = {p: p.read_bytes() for p in out_dir.rglob("*") if p.is_file()}
+    run = train("--wandb_log=True", "--overwrite=True", ranks=2, launcher="torchrun", out_dir=out_dir,
+                WANDB_MODE="nonsense", WANDB_DIR=str(tmp_path))
+    (line,) = [line for line in run.stderr.splitlines() if "wandb does not start" in line]
+    assert "WANDB_MODE=offline, or --wandb_log=False" in line and "iter 1:" not in run.stdout
+    assert re.findall(r"exitcode *: (\d+)", run.stderr)[0] == "2" and "train_deepspeed.py\", line" not in run.stderr
+    assert {p: p.read_bytes() for p in out_dir.rglob("*") if p.is_file()} == before
