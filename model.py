@@ -256,13 +256,13 @@ class GPT(nn.Module):
             {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
         ]
 
-    def compile_parts(self):
+    def compile_parts(self, **options):
         """Compile the forward of each block, and the loss. The blocks share one graph, so a cold start costs about 11 s
         for GPT-2 XL on an H200 instead of the whole model's 52, at almost the same speed; names of parameters stay, and
-        a module's hooks stay outside, where ZeRO-3 needs them."""
+        a module's hooks stay outside, where ZeRO-3 needs them. options: torch.compile's."""
         for block in self.transformer.h:
-            block.forward = torch.compile(block.forward)
-        self.lm_head.step = torch.compile(softmax_loss)
+            block.forward = torch.compile(block.forward, **options)
+        self.lm_head.step = torch.compile(softmax_loss, **options)
 
     def crop_block_size(self, block_size):
         """Shorten the longest context to `block_size`; the position embeddings beyond it go."""

@@ -52,10 +52,12 @@ def check_run(settings, root, world_size, local_world_size):
     if s["backend"] == "nccl" and run.device == "cpu":
         problems.append("backend=nccl needs CUDA GPUs: --backend=gloo, or leave it on auto")
     run.dtype = attempt(pick_dtype, s["dtype"], run.device)
+    run.compile, note = pick_compile(s["compile"], run.device)
+    run.notes += [note] if note else []
     path = s["deepspeed_config"]
     path = path if os.path.exists(path) else os.path.join(root, path)
     if run.dtype:
-        resolved = attempt(ds_config.resolve, path, s, world_size, run.dtype)
+        resolved = attempt(ds_config.resolve, path, s, world_size, run.dtype, run.compile)
         if resolved:
             run.config, notes = resolved
             run.notes += notes
@@ -72,9 +74,6 @@ def check_run(settings, root, world_size, local_world_size):
             problems.append(f"{s['out_dir']} already holds a run ({newest}): continue it with --init_from=resume, "
                             "choose another --out_dir=DIR, or give it up with --overwrite=True")
     attempt(check_writable, s["out_dir"])
-    if run.config and not problems:
-        run.compile, note = pick_compile(s["compile"], run.device)
-        run.notes += [note] if note else []
     return run, problems
 
 

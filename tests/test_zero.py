@@ -33,7 +33,7 @@ def test_the_yardstick_can_tell(report):
 # float32
 
 @pytest.mark.parametrize("way", ["stage 0", "stage 1", "stage 2", "stage 2 buckets", "stage 3", "stage 3 released",
-                                 "stage 3 recomputed"])
+                                 "stage 3 recomputed", "stage 3 compiled", "stage 3 compiled recomputed"])
 def test_float32_is_plain_pytorch(report, way):
     """Seen: 8e-7 at most."""
     result = report[f"float32 {way}"]

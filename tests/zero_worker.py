@@ -32,6 +32,7 @@ ADAM = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-5}
 RELEASED = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0,
             "stage3_param_persistence_threshold": 0}
 BUCKETS = {"reduce_bucket_size": 2500, "allgather_bucket_size": 2500}  # c_attn has 3,072 elements, c_fc 4,096
+LINEAR = torch.nn.functional.linear
 # The scale doubles after every second good step; without clipping, which would hide a gradient that is too small
 FP16 = {"config": {"fp16": {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}},
         "clip": 0.0, "steps": 5}
@@ -42,6 +43,9 @@ WAYS = {
     "float32 stage 2 buckets": (2, "float32", {"zero": BUCKETS}),
     "float32 stage 3 released": (3, "float32", {"zero": RELEASED}),
     "float32 stage 3 recomputed": (3, "float32", {"zero": RELEASED, "checkpointing": True}),
+    # dynamo and autograd as with inductor, which would need a compiler
+    "float32 stage 3 compiled": (3, "float32", {"zero": RELEASED, "compiled": True}),
+    "float32 stage 3 compiled recomputed": (3, "float32", {"zero": RELEASED, "compiled": True, "checkpointing": True}),
     "bfloat16 stage 1": (1, "bfloat16", {}),
     "bfloat16 stage 2": (2, "bfloat16", {}),
     "bfloat16 stage 3": (3, "bfloat16", {"zero": RELEASED}),
@@ -79,17 +83,20 @@ def plain(steps=3, clip=CLIP):
     return {"norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
 
 
-def build(stage, dtype, zero, config, clip, repaired):
+def build(stage, dtype, zero, config, clip, repaired, compiled):
     """An engine, made as the script makes it."""
     settings = {"batch_size": SEQUENCES // ACCUMULATION // dist.get_world_size(),
                 "gradient_accumulation_steps": ACCUMULATION, "grad_clip": clip}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({**config, "zero_optimization": {"stage": stage, **zero}}, file)
         file.flush()
-        resolved, _ = ds_config.resolve(file.name, settings, dist.get_world_size(), dtype)
+        resolved, _ = ds_config.resolve(file.name, settings, dist.get_world_size(), dtype, compiled)
     if not repaired:
         resolved["fp16"]["loss_scale_window"] = config["fp16"]["loss_scale_window"]
+    torch.nn.functional.linear = LINEAR  # which stage 3 replaces for good
     model = fresh_model()
+    if compiled:
+        model.compile_parts(backend="aot_eager")
     if stage == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [Block])
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), **ADAM)
@@ -107,10 +114,10 @@ def weights(engine):
 
 
 def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, poison=None, repaired=True,
-          checkpointing=False):
+          checkpointing=False, compiled=False):
     """Train as the script does. poison: between the first step and the second there is one in which one element of
     one gradient, on the last rank, in the middle micro-step, is that."""
-    engine = build(stage, dtype, zero or {}, config or {}, clip, repaired)
+    engine = build(stage, dtype, zero or {}, config or {}, clip, repaired, compiled)
     engine.module.gradient_checkpointing = checkpointing
     shortened = short and shorten(engine)
     rank, world_size = dist.get_rank(), dist.get_world_size()
