@@ -28,8 +28,8 @@ def run_of(name):
 
 
 @pytest.mark.parametrize(("document", "name", "ms", "expected_rows"), [
-    ("README.md", r"`results/h200_(x\w+)\.json`", 3, 6),
-    ("RESULTS.md", r"^\| `(x\d_zero\w+)`", 5, 7),
+    ("README.md", r"`results/h200_(x\w+)\.json`", 3, 7),
+    ("RESULTS.md", r"^\| `(x\d_zero\w+)`", 5, 11),
 ])
 def test_table_rows_are_what_was_measured(document, name, ms, expected_rows):
     table = rows(document, name)
@@ -43,6 +43,20 @@ def test_table_rows_are_what_was_measured(document, name, ms, expected_rows):
         assert numbers(cells[ms + 2]) == [round(100 * summary["mfu"], 1)]
         assert numbers(cells[ms + 3]) == [summary["peak_gb"]]
         assert numbers(cells[ms + 4]) == [round(run["first_step_s"])]
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+@pytest.mark.parametrize("split", ["8x4", "1x32"])
+def test_all_runs_of_the_same_sequences_train_alike(gpus, split):
+    """Stages and launchers: the norm of the first gradient, before clipping, and the loss after 14 steps."""
+    runs = {"8x4": ["zero2_8x4", "zero3_8x4"], "1x32": ["zero2_deepspeed", "zero2_torchrun", "zero2_shell",
+                                                       "zero3_deepspeed", "zero3_torchrun"]}[split]
+    steps = [[r for r in run_of(f"x{gpus}_{name}")["history"] if "loss" in r] for name in runs
+             if (ROOT / "results" / f"h200_x{gpus}_{name}.json").exists()]
+    assert len(steps) == {(1, "8x4"): 1, (4, "8x4"): 2}.get((gpus, split), 4)
+    for run in steps:
+        assert run[0]["grad_norm"] == pytest.approx(steps[0][0]["grad_norm"], rel=5e-4)
+        assert run[13]["loss"] == pytest.approx(steps[0][13]["loss"], abs=2e-3)
 
 
 def test_every_run_names_its_command_commit_and_hardware():
