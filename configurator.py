@@ -25,8 +25,9 @@ class SettingsError(Exception):
     """Every problem found in the settings, one a line."""
 
 
-def configure(defaults, argv, annotations=None, root="."):
-    """The settings that argv makes of `defaults`: a new dict with the same keys.
+def configure(defaults, argv, annotations=None, root=".", passed_over=()):
+    """The settings that argv makes of `defaults`: a new dict with the same keys. passed_over: (name, value) pairs that
+    are taken for not said, so that the value before them stands.
 
     Config files are looked for in the working directory, then in `root`. Raises SettingsError with all problems.
     """
@@ -39,7 +40,9 @@ def configure(defaults, argv, annotations=None, root="."):
             problems.append(f"{where}: there is no setting '{name}'{hint}")
             return
         try:
-            settings[name] = (parsed if parse else checked)(value, *allowed[name])
+            value = (parsed if parse else checked)(value, *allowed[name])
+            if (name, value) not in passed_over:
+                settings[name] = value
         except ValueError as error:
             problems.append(f"{where}: {name} {error}")
 
@@ -174,8 +177,8 @@ def help_text(source, defaults):
     return "\n".join(shown)
 
 
-def from_command_line(script, argv=None):
-    """The settings of the script whose globals() are given, from its command line.
+def from_command_line(script, argv=None, passed_over=()):
+    """The settings of the script whose globals() are given, from its command line; passed_over as in configure().
 
     Ends the program for --help, --print_settings, and for a mistake: exit code 2, one line a problem.
     """
@@ -188,7 +191,7 @@ def from_command_line(script, argv=None):
     asked = "--print_settings" in argv
     try:
         settings = configure(
-            defaults, [a for a in argv if a != "--print_settings"], script.get("__annotations__"), root
+            defaults, [a for a in argv if a != "--print_settings"], script.get("__annotations__"), root, passed_over
         )
     except SettingsError as error:
         if os.environ.get("RANK", "0") == "0":

@@ -29,11 +29,14 @@ eval_iters = 20  # batches of batch_size sequences in an evaluation, over all ra
 eval_only = False  # evaluate once and stop
 always_save_checkpoint = True  # False: save a tag only when the validation loss has improved
 keep_last = 3  # iter_* tags kept; best and final stay whatever this says
+async_save = True  # write tags beside training; False: training waits
+on_save_error: Literal["stop", "continue"] = "stop"  # when a tag cannot be saved; the tags before it stand
 overwrite = False  # give up the run that out_dir holds
 dry_run = False  # check everything, show the run, and stop before it
 # Start
-init_from = "gpt2-xl"  # scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a folder of weights
-resume_tag = "latest"  # with init_from=resume: the tag to go on from
+init_from = "gpt2-xl"  # scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a folder of weights; resume: go on with the
+# run in out_dir; auto: go on if there is one, else begin with what the configuration says
+resume_tag = "latest"  # the tag to go on from; latest: the newest one that is whole
 seed = 1337  # of the weights, the order of the data, and dropout
 # wandb
 wandb_log = False  # WANDB_MODE=offline keeps it on this machine
@@ -72,6 +75,7 @@ compile: bool | Literal["auto"] = "auto"  # auto: on CUDA, if there is the C com
 deepspeed_config = "ds_config_zero2.json"  # owns ZeRO, offload and buckets
 
 settings = configurator.from_command_line(globals())
+start = configurator.from_command_line(globals(), passed_over=[("init_from", "auto")])["init_from"]
 globals().update(settings)
 
 # -----------------------------------------------------------------------------
@@ -85,18 +89,19 @@ import numpy as np
 import torch
 
 from model import GPT, Block
-from runtime import checkpoint, ds_config, metrics
+from runtime import checkpoint, ds_config, leave, metrics
 from runtime.batches import eval_batches, train_batches
 from runtime.bins import DTYPES
 from runtime.dist import environment, part, print0, quiet, refuse, refuse_together, total
 from runtime.gradients import shorten
 from runtime.preflight import check_run, describe_run
+from runtime.save import Saver
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 rank, local_rank, world_size, local_world_size = environment(dry_run)
 if not torch.cuda.is_available() or device == "cpu":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-run, problems = check_run(settings, ROOT, world_size, local_world_size)
+run, problems = check_run(settings, ROOT, world_size, local_world_size, start)
 if problems:
     refuse("\n".join(problems))
 print0(describe_run(run, settings, world_size))
@@ -114,6 +119,14 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is com
 deepspeed.utils.logger.setLevel("WARNING")
 deepspeed.init_distributed(dist_backend=backend if backend != "auto" else {"cuda": "nccl", "cpu": "gloo"}[run.device],
                            verbose=False)
+watch = leave.Watch(out_dir)
+passed_over = {}
+if run.tags:
+    run.tag, manifest, passed_over = checkpoint.first_whole(out_dir, run.tags, run.fits)
+    for tag, why in passed_over.items():
+        print0(f"passing over {out_dir}/{tag}: {why[0]}")
+    refuse_together([] if run.tag else [problem for why in passed_over.values() for problem in why])
+    print0(f"going on from {out_dir}/{run.tag}, iteration {manifest['iter_num']}")
 
 # -----------------------------------------------------------------------------
 # Data: memory-mapped tokens, the same on every rank
@@ -128,7 +141,7 @@ sequences = batch_size * gradient_accumulation_steps * world_size  # an iteratio
 # Model, optimizer, engine
 
 torch.manual_seed(seed)  # the same weights on every rank
-if init_from in ("scratch", "resume"):
+if run.init_from in ("scratch", "resume"):
     with torch.device(device):
         model = GPT(run.model)
 else:
@@ -155,7 +168,6 @@ print0(f"DeepSpeed uses {ds_config.compare(engine, run.config, run.dtype)}")
 
 iter_num, best_val_loss, wandb_id = 0, math.inf, None
 if run.tag:
-    refuse_together(checkpoint.damages(os.path.join(out_dir, run.tag), run.manifest["files"]))
     state = checkpoint.load(engine, out_dir, run.tag)
     iter_num, best_val_loss, wandb_id = state["iter_num"], state["best_val_loss"], state["wandb_id"]
 
@@ -171,6 +183,8 @@ if rank == 0 and wandb_log and not problems:
 refuse_together(problems)
 if rank == 0 and not eval_only:  # the output folder, now that nothing can be refused any more
     checkpoint.tidy(out_dir)
+    for tag in passed_over:
+        checkpoint.set_aside(out_dir, tag)
     if overwrite:
         for tag in checkpoint.newer_tags(out_dir, iter_num if run.tag else -1):
             checkpoint.remove(out_dir, tag)
@@ -235,33 +249,32 @@ def log(record):
         wandb_run.log(metrics.wandb_names(record), step=iter_num)
 
 
-def link_names(tag, improved):
-    """Let best and final name this iteration's tag where they should."""
-    if rank == 0 and improved:
-        checkpoint.link(out_dir, tag, "best")
-    if rank == 0 and iter_num == max_iters:
-        checkpoint.link(out_dir, tag, "final")
+def names_of(improved):
+    """The names that this iteration's tag bears beside its own."""
+    return ["best"] * improved + ["final"] * (iter_num == max_iters)
 
 
 def save(improved):
-    """Commit this iteration's tag; best follows the validation loss."""
-    tag, began = f"iter_{iter_num}", time.time()
+    """Begin to save this iteration's tag; best follows the validation loss."""
+    tag = f"iter_{iter_num}"
     print0(f"saving checkpoint to {out_dir}/{tag}")
     state = {"iter_num": iter_num, "best_val_loss": best_val_loss, "improved": improved, "wandb_id": wandb_id,
              "settings": settings, "model": vars(run.model),
              "data": {k: run.meta[k] for k in ("tokenizer", "vocab_size")}}
     facts = {"iter_num": iter_num, "stage": run.config["zero_optimization"]["stage"], "dtype": run.dtype,
              "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__}}
-    try:
-        checkpoint.save(engine, out_dir, tag, facts, state)
-    except (OSError, RuntimeError) as error:  # torch tells a full disk by a RuntimeError
-        raise SystemExit(f"{out_dir}/{tag} could not be saved ({str(error).splitlines()[0]}): is the disk full? Tags "
-                         "saved before stand: make room and go on with --init_from=resume") from None
-    link_names(tag, improved)
-    if rank == 0:
-        checkpoint.prune(out_dir, keep_last)
-    torch.distributed.barrier()
-    print0(f"saved in {time.time() - began:.1f} s")
+    saver.save(tag, facts, state, names_of(improved))
+
+
+def look_at_saves():
+    """Wait for the save in flight and tell if it has failed; ends the run if it is to stop then."""
+    saver.wait()
+    problem, saver.problem = saver.problem, None
+    if problem:
+        print0(f"{problem}; tags saved before stand")
+        if on_save_error == "stop":
+            part()
+            refuse("stopped, as on_save_error says: make room and go on with --init_from=resume")
 
 
 def step(batches):
@@ -287,8 +300,10 @@ def step(batches):
 # -----------------------------------------------------------------------------
 # The loop
 
-if run.tag and run.tag.startswith("iter_") and not eval_only:
-    link_names(run.tag, state["improved"])  # a run that was killed right after a save has not come to it
+if rank == 0 and run.tag and run.tag.startswith("iter_") and not eval_only:
+    for name in names_of(state["improved"]):  # a run that was killed right after a save has not come to it
+        checkpoint.link(out_dir, run.tag, name)
+saver = Saver(engine, out_dir, keep_last, run.tag_bytes, async_save)
 if iter_num == 0 or eval_only:
     evaluate()
 elif iter_num >= max_iters:
@@ -296,9 +311,9 @@ elif iter_num >= max_iters:
 batches = train_batches(tokens["train"], iter_num, rank, world_size, settings, run.meta["vocab_size"], device)
 peak = metrics.peak_flops(device)
 engine.train()
-first_iter = iter_num
+first_iter, exit_code = iter_num, None
 t0, since = time.time(), iter_num
-while iter_num < max_iters and not eval_only:
+while iter_num < max_iters and not eval_only and exit_code is None:
     loss, waited = step(batches)
     iter_num += 1
 
@@ -319,14 +334,27 @@ while iter_num < max_iters and not eval_only:
             print0(f"first step {time.time() - _started:.1f} s after the start")
         t0, since = time.time(), iter_num
 
+    saved = False
     if iter_num % eval_interval == 0 or iter_num == max_iters:
         val_loss = evaluate()
         improved = val_loss < best_val_loss
         best_val_loss = min(val_loss, best_val_loss)
         if improved or always_save_checkpoint or iter_num == max_iters:
             save(improved)
+            saved = True
         t0, since = time.time(), iter_num
 
+    exit_code, failed = watch.together(saver.problem)  # all ranks take the same way
+    if failed:
+        look_at_saves()
+    if exit_code is not None and iter_num < max_iters:
+        print0(f"asked to leave ({leave.WHY[exit_code]}) after iteration {iter_num}")
+        if not saved:
+            save(False)
+
+look_at_saves()
 if wandb_run:
     wandb_run.finish()
 part()
+if exit_code and iter_num < max_iters:
+    raise SystemExit(exit_code)

@@ -1,11 +1,10 @@
-"""Tags: written whole or not at all, found again, checked, and turned back into plain weights.
+"""Tags: named, found, checked, and turned back into plain weights.
 
     out_dir/iter_5/         DeepSpeed's own files and manifest.json, which is written last
     out_dir/best/, final/   the same files as an iteration's tag, by hard links
     out_dir/latest          the newest tag's name
 
-A save is written to iter_5.saving/ and takes its name only when every rank's files are on disk, hashed and listed in
-the manifest: a reader sees whole tags alone. To load for inference, on any machine:
+Here tags are found, checked and read; runtime/save.py writes them. To load for inference, on any machine:
 
     from runtime.checkpoint import find_tag, fp32_weights
     tag, manifest = find_tag("out-shakespeare-xl-deepspeed", "best")
@@ -23,7 +22,7 @@ import shutil
 import torch
 import torch.distributed as dist
 
-from runtime.dist import quiet
+from runtime.dist import everyones, quiet
 
 STATE = "gpt2"  # our one key in DeepSpeed's client_state, whose other keys are the engine's own
 # What DeepSpeed's optimizer files name beyond tensors and plain containers. Reading a file that names anything else
@@ -34,48 +33,11 @@ SAFE_GLOBALS = {
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 }
-
-
-OUR_NAMES = re.compile(r"iter_(\d+)|best|final")
+OUR_NAMES = re.compile(r"iter_\d+|best|final")
 
 
 class CheckpointError(Exception):
     """A tag that is not there, not whole, not safe or not fit; the message says what to do."""
-
-
-def save(engine, out_dir, tag, facts, state):
-    """Write and commit out_dir/tag on all ranks. facts (stage, dtype, versions, ...) and state go into the manifest."""
-    work = os.path.join(out_dir, tag + ".saving")
-    if dist.get_rank() == 0:
-        shutil.rmtree(work, ignore_errors=True)
-    dist.barrier()
-    name_stage(engine.optimizer)
-    with quiet():
-        engine.save_checkpoint(out_dir, tag=tag + ".saving", client_state={STATE: state}, save_latest=False)
-    mine = {name: describe(os.path.join(work, name), sync=True) for name in os.listdir(work) if is_mine(name)}
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    if dist.get_rank() == 0:
-        files = {name: entry for part in everyone for name, entry in sorted(part.items())}
-        manifest = {"format": 1, "tag": tag, **facts, "world_size": len(everyone), "state": state, "files": files}
-        write_atomically(os.path.join(work, "manifest.json"), json.dumps(manifest, indent=1))
-        put_in_place(work, os.path.join(out_dir, tag))
-        write_atomically(os.path.join(out_dir, "latest"), tag)
-    dist.barrier()
-
-
-def name_stage(optimizer):
-    """DeepSpeed's BF16_Optimizer, its choice for bfloat16 at stage 1, leaves its stage out of what it saves, and
-    zero_to_fp32 then refuses the file; everything else that it reads is there."""
-    if type(optimizer).__name__ == "BF16_Optimizer" and "state_dict" not in vars(optimizer):
-        incomplete = optimizer.state_dict
-        optimizer.state_dict = lambda: {**incomplete(), "zero_stage": 1}
-
-
-def is_mine(name):
-    """Whether DeepSpeed lets this rank write the file of this name; what names no rank is rank 0's."""
-    rank = re.search(r"zero_pp_rank_(\d+)_", name)
-    return (int(rank[1]) if rank else 0) == dist.get_rank()
 
 
 def describe(path, sync=False):
@@ -142,15 +104,22 @@ def is_whole(out_dir, tag):
     return os.path.exists(os.path.join(out_dir, tag, "manifest.json"))
 
 
+def iteration(out_dir, tag):
+    """The iteration that a tag holds; where its manifest cannot be read, what its name says, or -1."""
+    try:
+        return find_tag(out_dir, tag)[1]["iter_num"]
+    except CheckpointError:
+        return int(tag[5:]) if tag.startswith("iter_") else -1
+
+
+def newest_first(out_dir):
+    """The whole tags, the latest iteration first; of the same iteration, its own tag before best and final."""
+    return sorted(tags(out_dir), key=lambda tag: (-iteration(out_dir, tag), not tag.startswith("iter_")))
+
+
 def newest_tag(out_dir):
-    """The name of the newest whole tag: the one that `latest` names, else the last iteration's; None without any."""
-    there = tags(out_dir)
-    with contextlib.suppress(OSError), open(os.path.join(out_dir, "latest"), "rb") as f:
-        latest = f.read().decode(errors="replace").strip()
-        if latest in there:
-            return latest
-    numbered = [t for t in there if t.startswith("iter_")]
-    return (numbered or there or [None])[-1]
+    """The name of the newest whole tag, None without any."""
+    return (newest_first(out_dir) or [None])[0]
 
 
 def prune(out_dir, keep_last):
@@ -169,14 +138,14 @@ def remove(out_dir, tag):
 
 def newer_tags(out_dir, iter_num):
     """The tags, best and final among them, that hold a later iteration than iter_num."""
+    return [tag for tag in tags(out_dir) if iteration(out_dir, tag) > iter_num]
 
-    def iteration(tag):
-        try:
-            return find_tag(out_dir, tag)[1]["iter_num"]
-        except CheckpointError:  # a manifest that cannot be read
-            return int(tag[5:]) if tag.startswith("iter_") else 0
 
-    return [tag for tag in tags(out_dir) if iteration(tag) > iter_num]
+def set_aside(out_dir, tag):
+    """Free the name of a damaged tag, and keep what is left of it as tag.damaged."""
+    aside = os.path.join(out_dir, tag + ".damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(os.path.join(out_dir, tag), aside)
 
 
 def lock(out_dir):
@@ -223,16 +192,17 @@ def find_tag(out_dir, tag="latest"):
     return tag, manifest
 
 
-def damages(path, files):
-    """What is wrong with files (name -> bytes, sha256) of a tag, one sentence each; nothing if they are whole."""
+def damages(path, files, rank=0, world_size=1):
+    """What is wrong with files (name -> bytes, sha256) of a tag, one sentence each; nothing if they are whole. The
+    ranks share the hashing."""
     found = []
-    for name, entry in files.items():
+    for number, (name, entry) in enumerate(files.items()):
         file = os.path.join(path, name)
         if not os.path.exists(file):
             found.append(f"{file} is missing")
         elif os.path.getsize(file) != entry["bytes"]:
             found.append(f"{file} has {os.path.getsize(file)} bytes, not {entry['bytes']}")
-        elif describe(file)["sha256"] != entry["sha256"]:
+        elif number % world_size == rank and describe(file)["sha256"] != entry["sha256"]:
             found.append(f"{file} has changed since it was saved (its sha256 differs)")
         elif name.endswith(".pt"):
             try:
@@ -246,6 +216,24 @@ def damages(path, files):
         if name.endswith(".pt"):  # DeepSpeed reads what it finds, listed or not
             found.append(f"{os.path.join(path, name)} is not in the tag's manifest; not read")
     return found
+
+
+def first_whole(out_dir, names, fits):
+    """(tag, manifest, passed_over) of the first of these tags that is whole on all ranks and that fits(manifest) lets
+    pass; passed_over: {tag: why not, sentences} of those before it. (None, None, ...) if there is none. All ranks."""
+    rank, world_size, passed_over = dist.get_rank(), dist.get_world_size(), {}
+    for tag in names:
+        try:
+            _, manifest = find_tag(out_dir, tag)
+            fits(tag, manifest)
+            problems = damages(os.path.join(out_dir, tag), manifest["files"], rank, world_size)
+        except (CheckpointError, OSError) as error:
+            problems = [str(error)]
+        passed_over[tag] = everyones(problems)
+        if not passed_over[tag]:
+            del passed_over[tag]
+            return tag, manifest, passed_over
+    return None, None, passed_over
 
 
 def load(engine, out_dir, tag):

@@ -5,9 +5,11 @@ import io
 import os
 import socket
 import sys
+import threading
 import time
 
 RANK = int(os.environ.get("RANK", 0))
+PARTING = threading.Event()  # set when a rank that ends has not died
 
 
 def print0(*args):
@@ -31,14 +33,19 @@ def refuse(problems):
     raise SystemExit(2)
 
 
+def everyones(problems):
+    """The sentences of all ranks' lists, each once. All ranks call it."""
+    import torch
+
+    gathered = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, problems)
+    return list(dict.fromkeys(problem for one in gathered for problem in one))
+
+
 def refuse_together(problems):
     """refuse() once the process group is up, where one rank may see what the others don't: all ranks call it with
     their own list of sentences, and go on if all lists are empty."""
-    import torch
-
-    everyone = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, problems)
-    found = dict.fromkeys(problem for one in everyone for problem in one)
+    found = everyones(problems)
     if found:
         part()
         refuse("\n".join(found))
@@ -55,9 +62,12 @@ def environment(dry_run=False):
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    world_size = int(os.environ["WORLD_SIZE"])
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world_size)))
-    return RANK, int(os.environ["LOCAL_RANK"]), world_size, local_world_size
+    return RANK, int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), local_world_size()
+
+
+def local_world_size():
+    """The ranks on this machine, by torchrun's name for it or deepspeed's."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"])))
 
 
 def total(*values, device="cpu"):
@@ -80,5 +90,6 @@ def part():
     """Leave together: without the barrier, a third of gloo's runs abort at exit."""
     import torch
 
+    PARTING.set()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

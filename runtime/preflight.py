@@ -11,15 +11,17 @@ import torch
 from model import GPT, PRETRAINED, GPTConfig, WeightsError, fetch_from_hub, read_config
 from runtime import ds_config
 from runtime.bins import DatasetError, check_dataset
-from runtime.checkpoint import CheckpointError, find_tag, newer_tags, newest_tag
+from runtime.checkpoint import CheckpointError, find_tag, newer_tags, newest_first, newest_tag
+from runtime.save import existing_folder, free_bytes, space_problem, tag_bytes
 
 SHAPE = ("n_layer", "n_head", "n_embd", "bias")
 
 
-def check_run(settings, root, world_size, local_world_size):
+def check_run(settings, root, world_size, local_world_size, start="gpt2-xl"):
     """(run, problems). run tells what the settings come to on this machine: device, dtype, config (for DeepSpeed),
-    data folder and meta, model (GPTConfig), tag and manifest to resume from, notes. problems: one sentence each."""
-    problems, run = [], SimpleNamespace(notes=[], tag=None, manifest=None, config=None, meta=None, model=None)
+    data folder and meta, init_from, model (GPTConfig), tags to resume from (the first that is whole), the bytes of a
+    tag, notes. problems: one sentence each. start: what init_from=auto begins with where there is no tag."""
+    problems, run = [], SimpleNamespace(notes=[], tag=None, tags=[], config=None, meta=None, model=None)
     s = settings
 
     def attempt(step, *args):
@@ -65,15 +67,19 @@ def check_run(settings, root, world_size, local_world_size):
     run.meta = attempt(check_dataset, run.data, s["block_size"])
     if run.meta and not os.path.exists(os.path.join(run.data, "meta.json")):
         run.notes.append(f"{s['dataset']} has no meta.json: its tokens are taken for {run.meta['tokenizer']['kind']}'s")
-    if s["init_from"] == "resume":
+    newest, run.init_from = newest_tag(s["out_dir"]), s["init_from"]
+    if run.init_from == "auto":
+        run.init_from = "resume" if newest else start
+    if run.init_from == "resume":
         attempt(check_resume, run, s, world_size)
     else:
         run.model = attempt(check_start, run, s)
-        newest = newest_tag(s["out_dir"])
         if newest and not s["overwrite"] and not s["eval_only"]:
             problems.append(f"{s['out_dir']} already holds a run ({newest}): continue it with --init_from=resume, "
                             "choose another --out_dir=DIR, or give it up with --overwrite=True")
     attempt(check_writable, s["out_dir"])
+    if run.model and run.config and not problems:
+        attempt(check_space, run, s)
     return run, problems
 
 
@@ -112,17 +118,17 @@ def pick_compile(asked, device):
 def check_start(run, s):
     """The model's shape for a fresh start, GPTConfig; ValueError or WeightsError where the settings contradict it."""
     given = [name for name in SHAPE if s[name] is not None]
-    if s["init_from"] == "scratch":
+    if run.init_from == "scratch":
         shape = {name: s[name] for name in given}
         return GPTConfig(block_size=s["block_size"], vocab_size=run.meta["vocab_size"] if run.meta else 50257,
                          dropout=s["dropout"], **shape)
-    if not os.path.isdir(s["init_from"]) and s["init_from"] not in PRETRAINED:
-        raise ValueError(f"init_from={s['init_from']} is neither 'scratch', 'resume', one of {', '.join(PRETRAINED)}, "
-                         "nor a folder of weights")
+    if not os.path.isdir(run.init_from) and run.init_from not in PRETRAINED:
+        raise ValueError(f"init_from={run.init_from} is neither 'scratch', 'resume', 'auto', one of "
+                         f"{', '.join(PRETRAINED)}, nor a folder of weights")
     if given:
-        raise ValueError(f"{', '.join(given)} given, but init_from={s['init_from']} brings its own shape: remove them, "
+        raise ValueError(f"{', '.join(given)} given, but init_from={run.init_from} brings its own shape: remove them, "
                          "or add --init_from=scratch")
-    run.weights = s["init_from"] if os.path.isdir(s["init_from"]) else fetch_from_hub(s["init_from"])
+    run.weights = run.init_from if os.path.isdir(run.init_from) else fetch_from_hub(run.init_from)
     config = read_config(run.weights)
     if s["block_size"] > config.block_size:
         raise ValueError(f"block_size={s['block_size']} is beyond the {config.block_size} positions that the weights "
@@ -137,14 +143,33 @@ def check_start(run, s):
 
 
 def check_resume(run, s, world_size):
-    """Set run.tag, run.manifest and run.model from the checkpoint; CheckpointError where it does not fit this run."""
-    run.tag, run.manifest = find_tag(s["out_dir"], s["resume_tag"])
-    m, where = run.manifest, f"{s['out_dir']}/{run.tag}"
-    newer = newer_tags(s["out_dir"], m["iter_num"])
-    if newer and s["resume_tag"] != "latest" and not s["overwrite"] and not s["eval_only"]:
-        raise CheckpointError(f"going on from {where} gives up {', '.join(newer)}, which are newer: say so with "
-                              "--overwrite=True, or copy the tag into a folder of its own")
-    run.model = GPTConfig(**{**m["state"]["model"], "dropout": s["dropout"]})
+    """Set run.tags, newest first or the one that is named, and run.model; CheckpointError where they don't fit."""
+    named = s["resume_tag"] != "latest"
+    run.tags = [s["resume_tag"]] if named else newest_first(s["out_dir"]) or ["latest"]
+    run.tag, manifest = first_readable(s["out_dir"], run.tags)
+    newer = newer_tags(s["out_dir"], manifest["iter_num"])
+    if newer and named and not s["overwrite"] and not s["eval_only"]:
+        raise CheckpointError(f"going on from {s['out_dir']}/{run.tag} gives up {', '.join(newer)}, which are newer: "
+                              "say so with --overwrite=True, or copy the tag into a folder of its own")
+    run.model = GPTConfig(**{**manifest["state"]["model"], "dropout": s["dropout"]})
+    run.fits = lambda tag, manifest: check_fit(run, s, world_size, tag, manifest)
+    run.fits(run.tag, manifest)
+
+
+def first_readable(out_dir, names):
+    """(tag, manifest) of the first tag whose manifest can be read; the first one's CheckpointError if none can."""
+    first_error = None
+    for tag in names:
+        try:
+            return find_tag(out_dir, tag)
+        except CheckpointError as error:
+            first_error = first_error or error
+    raise first_error
+
+
+def check_fit(run, s, world_size, tag, m):
+    """CheckpointError unless this run can go on from the tag whose manifest is m."""
+    where = f"{s['out_dir']}/{tag}"
     if m["world_size"] != world_size:
         raise CheckpointError(f"{where} was saved by {m['world_size']} ranks and this run has {world_size}: "
                               f"start {m['world_size']} ranks")
@@ -154,19 +179,28 @@ def check_resume(run, s, world_size):
                               f"give the --deepspeed_config of stage {m['stage']}")
     if m["dtype"] != run.dtype:
         raise CheckpointError(f"{where} was saved in {m['dtype']} and this run has {run.dtype}: --dtype={m['dtype']}")
-    differing = [f"{k}={getattr(run.model, k)}" for k in ("block_size", *SHAPE)
-                 if s[k] is not None and s[k] != getattr(run.model, k)]
+    saved = GPTConfig(**m["state"]["model"])
+    differing = [f"{k}={getattr(saved, k)}" for k in ("block_size", *SHAPE)
+                 if getattr(saved, k) != (getattr(run.model, k) if s[k] is None else s[k])]
     if differing:
         raise CheckpointError(f"{where} holds a model with {', '.join(differing)}: the settings say otherwise")
-    if run.meta and run.meta["vocab_size"] != run.manifest["state"]["data"]["vocab_size"]:
+    if run.meta and run.meta["vocab_size"] != m["state"]["data"]["vocab_size"]:
         raise CheckpointError(f"{where} was trained on another vocabulary than data set '{s['dataset']}' has")
+
+
+def check_space(run, s):
+    """Set run.n_params and run.tag_bytes; ValueError if tags are to be saved and not even one has room."""
+    with torch.device("meta"):
+        run.n_params = GPT(run.model).num_params()
+    run.tag_bytes = tag_bytes(run.n_params, run.dtype, run.config["zero_optimization"]["stage"])
+    problem = space_problem(s["out_dir"], run.tag_bytes)
+    if problem and not s["eval_only"]:
+        raise ValueError(f"{problem}: make room, or choose another --out_dir=DIR")
 
 
 def check_writable(out_dir):
     """ValueError unless out_dir, or the folder it will be made in, can be written."""
-    folder = os.path.abspath(out_dir)
-    while not os.path.exists(folder):
-        folder = os.path.dirname(folder)
+    folder = existing_folder(out_dir)
     if not out_dir or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise ValueError(f"out_dir={out_dir} cannot be written: choose another with --out_dir=DIR")
 
@@ -174,8 +208,6 @@ def check_writable(out_dir):
 def describe_run(run, s, world_size):
     """The picture of the run, for the screen."""
     sequences = s["batch_size"] * world_size * s["gradient_accumulation_steps"]
-    with torch.device("meta"):
-        n_params = GPT(run.model).num_params()
     stage = run.config["zero_optimization"]["stage"]
     if run.device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30
@@ -184,9 +216,9 @@ def describe_run(run, s, world_size):
         hardware = f"{world_size} x CPU"
     tokens = run.meta["train_tokens"]
     step = sequences * s["block_size"]
-    start = f"resumed from {run.tag}" if run.tag else f"from {s['init_from']}"
+    start = f"resumed from {run.tag}" if run.tag else f"from {run.init_from}"
     lines = [
-        f"model      {n_params:,} parameters {start}, block_size {run.model.block_size}",
+        f"model      {run.n_params:,} parameters {start}, block_size {run.model.block_size}",
         f"data       {s['dataset']}: {tokens:,} tokens to train on, {run.meta['val_tokens']:,} to validate",
         f"hardware   {hardware}, {run.dtype}, ZeRO-{stage} ({s['deepspeed_config']})"
         + (", compiled" if run.compile else ""),
@@ -194,6 +226,10 @@ def describe_run(run, s, world_size):
         f"{step:,} tokens a step; {tokens / step:,.1f} steps an epoch",
         f"output     {s['out_dir']}",
     ]
+    if not s["eval_only"]:
+        most = min(s["keep_last"], -(-s["max_iters"] // s["eval_interval"])) + 2  # best, and the one being written
+        lines.append(f"space      {run.tag_bytes / 1e9:.2f} GB a tag, up to {most} of them; "
+                     f"{free_bytes(s['out_dir']) / 1e9:.2f} GB free")
     if world_size > 1:
         lines.append("note       gradient_accumulation_steps is per GPU, as in DeepSpeed (nanoGPT's is the total)")
     return "\n".join([*lines, *(f"note       {note}" for note in run.notes)])

@@ -30,17 +30,22 @@ def free_port():
         return s.getsockname()[1]
 
 
+def command_line(script, *args, ranks=1, launcher="torchrun"):
+    """The command by which 'python', 'torchrun' or 'deepspeed' starts a script."""
+    by = {
+        "python": [],
+        "torchrun": ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"],
+        "deepspeed": ["-m", "deepspeed.launcher.runner", f"--num_gpus={ranks}", f"--master_port={free_port()}"],
+    }[launcher]
+    return [sys.executable, *by, str(script), *map(str, args)]
+
+
 def launch(script, *args, ranks=1, launcher="torchrun", timeout=300, **env):
     """Run a Python script by 'python', 'torchrun' or 'deepspeed', as a user would; -> subprocess.CompletedProcess.
 
     In a process group of its own, all of which ends with the time-out: a launcher that is killed orphans its ranks.
     """
-    command = {
-        "python": [],
-        "torchrun": ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"],
-        "deepspeed": ["-m", "deepspeed.launcher.runner", f"--num_gpus={ranks}", f"--master_port={free_port()}"],
-    }[launcher]
-    command = [sys.executable, *command, str(script), *map(str, args)]
+    command = command_line(script, *args, ranks=ranks, launcher=launcher)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
                           env={**os.environ, **env}, start_new_session=True) as process:
         try:
@@ -57,16 +62,21 @@ def read_history(out_dir):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.fixture(scope="session")
-def characters(tmp_path_factory):
-    """A folder with 18,000 and 2,000 characters that a model can learn from: a walk over words, always the same."""
+def write_characters(folder):
+    """Write 18,000 and 2,000 characters that a model can learn from: a walk over words, always the same."""
     words = [word + " " for word in "the cat sat on a mat and saw how seven foxes jump over quiet lazy dogs".split()]
     steps = np.random.default_rng(0).integers(1, 4, 6000).cumsum()
     text = "".join(words[step % len(words)] + "\n" * (step % 7 == 0) for step in steps.tolist())[:20_000]
     ids = [CHARS.index(char) for char in text]
-    folder = tmp_path_factory.mktemp("characters")
     write_dataset(folder, ids[:18_000], ids[18_000:], {"kind": "char", "chars": CHARS}, len(CHARS),
                   {"name": "a test", "sha256": "0" * 64, "bytes": len(text)})
+
+
+@pytest.fixture(scope="session")
+def characters(tmp_path_factory):
+    """A folder with a data set of characters."""
+    folder = tmp_path_factory.mktemp("characters")
+    write_characters(folder)
     return folder
 
 

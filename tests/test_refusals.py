@@ -56,7 +56,7 @@ def bad(tmp_path_factory, holder, characters):
     def damaged(name, change):
         copy = shutil.copytree(holder, folder / name)
         change(copy / "iter_4" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-        return "--init_from=resume", f"--out_dir={copy}"
+        return "--init_from=resume", "--resume_tag=iter_4", f"--out_dir={copy}"
 
     def flip(path):
         content = bytearray(path.read_bytes())
@@ -125,7 +125,7 @@ SENTENCES = {
     "shape": "brings its own shape: remove them, or add --init_from=scratch",
     "vocabulary": "vocabulary of 50257 is beyond the weights' 28: prepare the data with the weights' tokenizer",
     "weights": "the weights of gpt2-medium could not be fetched",
-    "init_from": "init_from=gpt3 is neither 'scratch', 'resume', one of gpt2, gpt2-medium,",
+    "init_from": "init_from=gpt3 is neither 'scratch', 'resume', 'auto', one of gpt2, gpt2-medium,",
     "json keys": ["unknown key \"zero_optimisation\": did you mean 'zero_optimization'?",
                   '"train_batch_size" is 77, but the script\'s settings make it 4: remove it here, or write "auto"',
                   '"steps_per_print" is "auto", which nothing resolves: give it a value'],
@@ -188,7 +188,7 @@ def test_refusals_leave_everything_as_it_was(refusals, bad):
 
 
 def test_damaged_tags_are_not_sampled_from_either(bad, refusals):
-    out_dir = bad["bit"][1].removeprefix("--out_dir=")
+    out_dir = bad["bit"][2].removeprefix("--out_dir=")
     for args, words in (([], "iter_4/zero_pp_rank_0_mp_rank_00_optim_states.pt has changed since it was saved"),
                         (["--tag=iter_7"], "holds no whole tag 'iter_7'; there are iter_2, iter_4, best, final"),
                         (["--tag=best", "--start=É"], "the character 'É' (U+00C9) is not one of the 28")):

@@ -1,0 +1,224 @@
+"""Saving beside training: the state is copied to host memory in a moment, a thread writes, checks and commits it.
+
+A tag is written to iter_5.saving/. When every rank's files are on the disk and hashed, rank 0 writes the manifest,
+gives the folder its name, and only then lets older tags go: a reader sees whole tags alone, whenever we are killed.
+The threads of the ranks talk through a group of their own, because NCCL's order of calls belongs to training.
+"""
+
+import copy
+import json
+import os
+import shutil
+import threading
+import time
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+from runtime.checkpoint import STATE, describe, link, prune, put_in_place, write_atomically
+from runtime.dist import local_world_size, print0, quiet
+
+LINE = 64  # bytes; where a tensor begins in the staging buffer
+
+
+def tag_bytes(n_params, dtype, stage):
+    """Bytes of a tag, from a model's parameters: the weights that the ranks share (none at stage 3), and from stage 1
+    on their fp32 originals, with Adam's two moments. GPT-2 XL's 1.56e9 at stage 2 in bfloat16: 21.8 GB."""
+    shared = 0 if stage == 3 else {"float32": 4}.get(dtype, 2)
+    return n_params * (shared + (8 if stage == 0 else 12))
+
+
+def existing_folder(path):
+    """The nearest folder above `path`, or itself, that there is."""
+    path = os.path.abspath(path)
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def free_bytes(out_dir):
+    return shutil.disk_usage(existing_folder(out_dir)).free
+
+
+def space_problem(out_dir, needed):
+    """Why a tag of so many bytes cannot be saved in out_dir, or None."""
+    free = free_bytes(out_dir)
+    if free < needed:
+        return f"a tag takes {needed / 1e9:.2f} GB and {out_dir} has {free / 1e9:.2f} GB free"
+    return None
+
+
+class Saver:
+    """Saves an engine's tags, one at a time. All ranks call its methods together."""
+
+    def __init__(self, engine, out_dir, keep_last, expected_bytes, beside=True):
+        self.engine, self.out_dir, self.keep_last, self.beside = engine, out_dir, keep_last, beside
+        self.expected_bytes = expected_bytes  # of a tag; the first one that is saved corrects it
+        self.group = dist.new_group(backend="gloo")
+        self.staging = np.empty(0, np.uint8)
+        self.thread, self.problem = None, None  # problem: why the last save failed; the same sentence on all ranks
+
+    def save(self, tag, facts, state, names):
+        """Begin to save out_dir/tag; best and final among `names` come to hold the same files. Waits for the save
+        before it, and for this one unless it can be beside training. Look at .problem afterwards."""
+        self.wait()
+        began = time.time()
+        work = os.path.join(self.out_dir, tag + ".saving")
+        problem = [None]
+        if dist.get_rank() == 0:
+            shutil.rmtree(work, ignore_errors=True)
+            problem = [space_problem(self.out_dir, self.expected_bytes)]
+        dist.broadcast_object_list(problem, src=0, group=self.group)
+        if problem[0]:
+            self.problem = f"{self.out_dir}/{tag} could not be saved: {problem[0]}"
+            return
+        files = self.collect(tag + ".saving", state)
+        manifest = {"format": 1, "tag": tag, **facts, "world_size": dist.get_world_size(), "state": state}
+        beside = self.beside and self.reserve(sum(padded(t) for _, s in files for t in tensors(s)))
+        if beside:
+            place = self.placer()
+            files = [(path, to_host(content, place)) for path, content in files]
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the copies are done, and training may go on
+        stood = time.time() - began
+        self.thread = threading.Thread(target=self.finish, args=(files, manifest, names, began, stood), daemon=True)
+        self.thread.start()
+        if not beside:
+            self.wait()
+
+    def wait(self):
+        """Until no save is in flight."""
+        if self.thread:
+            self.thread.join()
+            self.thread = None
+
+    def collect(self, folder, state):
+        """[(path, content)] of this rank's files, as DeepSpeed would write them; the tensors are the engine's own."""
+        files, checkpoint_engine = [], self.engine.checkpoint_engine
+        checkpoint_engine.save = lambda state_dict, path: files.append((path, state_dict))
+        try:
+            name_stage(self.engine.optimizer)
+            with quiet():
+                self.engine.save_checkpoint(self.out_dir, tag=folder, client_state={STATE: state}, save_latest=False)
+        finally:
+            del checkpoint_engine.save  # the class's own is back
+        return files
+
+    def reserve(self, size):
+        """Have a staging buffer of `size` bytes, pinned where there is a GPU; False where host memory is short."""
+        if len(self.staging) >= size:
+            return True
+        self.staging = np.empty(0, np.uint8)
+        # by how much the others on this machine take at the same time; a tenth more stays free
+        if size * 1.1 * local_world_size() > psutil.virtual_memory().available:
+            print0(f"host memory is short of the {size / 1e9:.1f} GB a rank that saving beside training takes: "
+                   "training waits for this save")
+            return False
+        self.staging = np.empty(size, np.uint8)
+        if torch.cuda.is_available():
+            torch.cuda.cudart().cudaHostRegister(self.staging.ctypes.data, size, 0)  # unpinned if it fails: slower
+        return True
+
+    def placer(self):
+        """A function that copies a tensor to its place in the staging buffer, once, and returns that copy."""
+        filled, seen = 0, {}
+
+        def place(tensor):
+            nonlocal filled
+            key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+            if not tensor.numel():
+                return torch.empty_like(tensor, device="cpu")
+            if key not in seen:  # tied weights stay one
+                # of its own slice: torch.save writes the whole storage that a tensor is a view of
+                mine = torch.frombuffer(self.staging[filled : filled + tensor.nbytes], dtype=tensor.dtype)
+                seen[key] = mine.view(tensor.shape).copy_(tensor, non_blocking=True)
+                filled += padded(tensor)
+            return seen[key]
+
+        return place
+
+    def finish(self, files, manifest, names, began, stood):
+        """Write, sync and hash this rank's files; together decide; rank 0 commits. The thread's whole life."""
+        work = os.path.join(self.out_dir, manifest["tag"] + ".saving")
+        written, problem = {}, None
+        try:
+            for path, content in files:
+                torch.save(content, path)
+                written[os.path.basename(path)] = describe(path, sync=True)
+        except (OSError, RuntimeError) as error:  # torch tells a full disk by a RuntimeError
+            problem = f"rank {dist.get_rank()}: {str(error).splitlines()[0]}"
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (written, problem), group=self.group)
+        problem = [next((problem for _, problem in everyone if problem), None)]
+        if dist.get_rank() == 0 and not problem[0]:
+            manifest["files"] = {name: entry for written, _ in everyone for name, entry in sorted(written.items())}
+            try:
+                self.commit(work, manifest, names)
+                self.tell(manifest, began, stood)
+            except OSError as error:
+                problem = [str(error)]
+        dist.broadcast_object_list(problem, src=0, group=self.group)
+        if problem[0]:
+            if dist.get_rank() == 0:
+                shutil.rmtree(work, ignore_errors=True)
+            self.problem = f"{self.out_dir}/{manifest['tag']} could not be saved ({problem[0]})"
+
+    def commit(self, work, manifest, names):
+        """Rank 0: the manifest last, then the name, `latest`, best and final, and the oldest tags go."""
+        tag = manifest["tag"]
+        write_atomically(os.path.join(work, "manifest.json"), json.dumps(manifest, indent=1))
+        put_in_place(work, os.path.join(self.out_dir, tag))
+        write_atomically(os.path.join(self.out_dir, "latest"), tag)
+        for name in names:
+            link(self.out_dir, tag, name)
+        prune(self.out_dir, self.keep_last)
+
+    def tell(self, manifest, began, stood):
+        """Rank 0: what the save took, and whether a tag is as large as it was reckoned to be."""
+        size, seconds = sum(entry["bytes"] for entry in manifest["files"].values()), time.time() - began
+        if size > 1.05 * self.expected_bytes:
+            print0(f"a tag takes {size / 1e9:.3f} GB, and not the {self.expected_bytes / 1e9:.3f} GB reckoned before")
+        self.expected_bytes = size
+        print0(f"saved {manifest['tag']} in {seconds:.1f} s: {size / 1e9:.3f} GB, {size / seconds / 1e9:.2f} GB/s; "
+               f"training stood still for {stood if self.beside else seconds:.2f} s")
+
+
+def name_stage(optimizer):
+    """DeepSpeed's BF16_Optimizer, its choice for bfloat16 at stage 1, leaves its stage out of what it saves, and
+    zero_to_fp32 then refuses the file; everything else that it reads is there."""
+    if type(optimizer).__name__ == "BF16_Optimizer" and "state_dict" not in vars(optimizer):
+        incomplete = optimizer.state_dict
+        optimizer.state_dict = lambda: {**incomplete(), "zero_stage": 1}
+
+
+def padded(tensor):
+    """The bytes of a tensor in the staging buffer, up to where the next may begin."""
+    return -(-tensor.nbytes // LINE) * LINE
+
+
+def tensors(node):
+    """All tensors in nested dicts, lists and tuples."""
+    if torch.is_tensor(node):
+        yield node
+    elif isinstance(node, dict):
+        for value in node.values():
+            yield from tensors(value)
+    elif type(node) in (list, tuple):
+        for value in node:
+            yield from tensors(value)
+
+
+def to_host(node, place):
+    """A copy of nested dicts, lists and tuples that training cannot change any more; tensors go where place() says."""
+    if torch.is_tensor(node):
+        return place(node.detach())
+    if isinstance(node, dict):
+        new = copy.copy(node)
+        for key, value in node.items():
+            new[key] = to_host(value, place)
+        return new
+    if type(node) in (list, tuple):
+        return type(node)(to_host(value, place) for value in node)
+    return copy.deepcopy(node)
