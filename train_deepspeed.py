@@ -37,6 +37,7 @@ dry_run = False  # check everything, show the run, and stop before it
 init_from = "gpt2-xl"  # scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a folder of weights; resume: go on with the
 # run in out_dir; auto: go on if there is one, else begin with what the configuration says
 resume_tag = "latest"  # the tag to go on from; latest: the newest one that is whole
+resume_weights_only = False  # go on with a fresh optimizer
 seed = 1337  # of the weights, the order of the data, and dropout
 # wandb
 wandb_log = False  # WANDB_MODE=offline keeps it on this machine
@@ -122,7 +123,7 @@ deepspeed.init_distributed(dist_backend=backend if backend != "auto" else {"cuda
 watch = leave.Watch(out_dir)
 passed_over = {}
 if run.tags:
-    run.tag, manifest, passed_over = checkpoint.first_whole(out_dir, run.tags, run.fits)
+    run.tag, manifest, passed_over = checkpoint.first_whole(out_dir, run.tags, run.fits, resume_weights_only)
     for tag, why in passed_over.items():
         print0(f"passing over {out_dir}/{tag}: {why[0]}")
     refuse_together([] if run.tag else [problem for why in passed_over.values() for problem in why])
@@ -166,9 +167,12 @@ with quiet():
 shorten(engine)
 print0(f"DeepSpeed uses {ds_config.compare(engine, run.config, run.dtype)}")
 
+facts = {"world_size": world_size, "stage": run.config["zero_optimization"]["stage"], "dtype": run.dtype,
+         "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__}}  # of a tag, in its manifest
 iter_num, best_val_loss, wandb_id = 0, math.inf, None
 if run.tag:
-    state = checkpoint.load(engine, out_dir, run.tag)
+    state = manifest["state"]
+    checkpoint.load(engine, out_dir, run.tag, manifest, facts, resume_weights_only)
     iter_num, best_val_loss, wandb_id = state["iter_num"], state["best_val_loss"], state["wandb_id"]
 
 wandb_run, problems = None, []
@@ -261,9 +265,7 @@ def save(improved):
     state = {"iter_num": iter_num, "best_val_loss": best_val_loss, "improved": improved, "wandb_id": wandb_id,
              "settings": settings, "model": vars(run.model),
              "data": {k: run.meta[k] for k in ("tokenizer", "vocab_size")}}
-    facts = {"iter_num": iter_num, "stage": run.config["zero_optimization"]["stage"], "dtype": run.dtype,
-             "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__}}
-    saver.save(tag, facts, state, names_of(improved))
+    saver.save(tag, {"iter_num": iter_num, **facts}, state, names_of(improved))
 
 
 def look_at_saves():

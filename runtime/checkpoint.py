@@ -22,7 +22,7 @@ import shutil
 import torch
 import torch.distributed as dist
 
-from runtime.dist import everyones, quiet
+from runtime.dist import everyones, print0, quiet
 
 STATE = "gpt2"  # our one key in DeepSpeed's client_state, whose other keys are the engine's own
 # What DeepSpeed's optimizer files name beyond tensors and plain containers. Reading a file that names anything else
@@ -192,9 +192,9 @@ def find_tag(out_dir, tag="latest"):
     return tag, manifest
 
 
-def damages(path, files, rank=0, world_size=1):
+def damages(path, files, rank=0, world_size=1, strangers=True):
     """What is wrong with files (name -> bytes, sha256) of a tag, one sentence each; nothing if they are whole. The
-    ranks share the hashing."""
+    ranks share the hashing. strangers: whether files that are not listed are looked for."""
     found = []
     for number, (name, entry) in enumerate(files.items()):
         file = os.path.join(path, name)
@@ -213,20 +213,23 @@ def damages(path, files, rank=0, world_size=1):
             if unsafe:
                 found.append(f"{file} names {', '.join(sorted(unsafe))}, which no checkpoint of ours does; not read")
     for name in sorted(set(os.listdir(path)) - set(files)):
-        if name.endswith(".pt"):  # DeepSpeed reads what it finds, listed or not
+        if strangers and name.endswith(".pt"):  # DeepSpeed reads what it finds, listed or not
             found.append(f"{os.path.join(path, name)} is not in the tag's manifest; not read")
     return found
 
 
-def first_whole(out_dir, names, fits):
-    """(tag, manifest, passed_over) of the first of these tags that is whole on all ranks and that fits(manifest) lets
-    pass; passed_over: {tag: why not, sentences} of those before it. (None, None, ...) if there is none. All ranks."""
+def first_whole(out_dir, names, fits, weights_only=False):
+    """(tag, manifest, passed_over) of the first of these tags that is whole on all ranks and that fits(tag, manifest)
+    lets pass; passed_over: {tag: why not, sentences} of those before it. (None, None, ...) if there is none. With
+    weights_only the optimizer's files are not looked at where the weights are not in them. All ranks."""
     rank, world_size, passed_over = dist.get_rank(), dist.get_world_size(), {}
     for tag in names:
         try:
             _, manifest = find_tag(out_dir, tag)
             fits(tag, manifest)
-            problems = damages(os.path.join(out_dir, tag), manifest["files"], rank, world_size)
+            files = {name: entry for name, entry in manifest["files"].items()
+                     if "optim" not in name or manifest["stage"] == 3 or not weights_only}
+            problems = damages(os.path.join(out_dir, tag), files, rank, world_size, strangers=not weights_only)
         except (CheckpointError, OSError) as error:
             problems = [str(error)]
         passed_over[tag] = everyones(problems)
@@ -236,13 +239,20 @@ def first_whole(out_dir, names, fits):
     return None, None, passed_over
 
 
-def load(engine, out_dir, tag):
-    """Put a tag's weights, optimizer and scale back into the engine, all ranks; returns the state that was saved."""
+def load(engine, out_dir, tag, manifest, fresh_manifest, weights_only=False):
+    """Put a tag's weights, optimizer and loss scale into the engine, all ranks. fresh_manifest: what a tag saved now
+    would say of its ranks, stage and dtype; where they differ, everything is dealt out anew."""
+    from runtime.shards import Shards, put
+
+    was, now = ("{world_size} ranks at ZeRO stage {stage} in {dtype}".format(**m) for m in (manifest, fresh_manifest))
+    if was != now or weights_only:
+        print0(f"re-sharding {out_dir}/{tag}: saved by {was}, now {now}{', weights only' if weights_only else ''}")
+        put(engine, Shards(os.path.join(out_dir, tag), manifest, weights_only), weights_only)
+        return
     with quiet():
-        path, client_state = engine.load_checkpoint(out_dir, tag=tag)
+        path, _ = engine.load_checkpoint(out_dir, tag=tag)
     if path is None:
         raise CheckpointError(f"DeepSpeed could not load {out_dir}/{tag}")
-    return client_state[STATE]
 
 
 def cache_path(out_dir, tag):
@@ -267,15 +277,10 @@ def fp32_weights(out_dir, tag):
     found = damages(path, manifest["files"])
     if found:
         raise CheckpointError("\n".join(found))
-    if manifest["stage"] == 0:
-        file = os.path.join(path, "mp_rank_00_model_states.pt")
-        weights = torch.load(file, map_location="cpu", weights_only=True)["module"]
-    else:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    from runtime.shards import Shards
 
-        with quiet():
-            weights = get_fp32_state_dict_from_zero_checkpoint(out_dir, tag)
-    weights = {name: w.float().contiguous() for name, w in weights.items() if name != "lm_head.weight"}
+    shards = Shards(path, manifest)
+    weights = {name: shards.get(name).clone() for name in shards.shapes}
     with contextlib.suppress(OSError):  # a folder that is full or not ours can be sampled from all the same
         save_file(weights, cache + ".tmp", metadata={"manifest": manifest_hash})
         os.replace(cache + ".tmp", cache)

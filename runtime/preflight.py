@@ -71,7 +71,7 @@ def check_run(settings, root, world_size, local_world_size, start="gpt2-xl"):
     if run.init_from == "auto":
         run.init_from = "resume" if newest else start
     if run.init_from == "resume":
-        attempt(check_resume, run, s, world_size)
+        attempt(check_resume, run, s)
     else:
         run.model = attempt(check_start, run, s)
         if newest and not s["overwrite"] and not s["eval_only"]:
@@ -142,7 +142,7 @@ def check_start(run, s):
     return dataclasses.replace(config, block_size=s["block_size"], dropout=s["dropout"])
 
 
-def check_resume(run, s, world_size):
+def check_resume(run, s):
     """Set run.tags, newest first or the one that is named, and run.model; CheckpointError where they don't fit."""
     named = s["resume_tag"] != "latest"
     run.tags = [s["resume_tag"]] if named else newest_first(s["out_dir"]) or ["latest"]
@@ -152,7 +152,7 @@ def check_resume(run, s, world_size):
         raise CheckpointError(f"going on from {s['out_dir']}/{run.tag} gives up {', '.join(newer)}, which are newer: "
                               "say so with --overwrite=True, or copy the tag into a folder of its own")
     run.model = GPTConfig(**{**manifest["state"]["model"], "dropout": s["dropout"]})
-    run.fits = lambda tag, manifest: check_fit(run, s, world_size, tag, manifest)
+    run.fits = lambda tag, manifest: check_fit(run, s, tag, manifest)
     run.fits(run.tag, manifest)
 
 
@@ -167,18 +167,9 @@ def first_readable(out_dir, names):
     raise first_error
 
 
-def check_fit(run, s, world_size, tag, m):
-    """CheckpointError unless this run can go on from the tag whose manifest is m."""
+def check_fit(run, s, tag, m):
+    """CheckpointError unless this run's model and data are those of the tag whose manifest is m."""
     where = f"{s['out_dir']}/{tag}"
-    if m["world_size"] != world_size:
-        raise CheckpointError(f"{where} was saved by {m['world_size']} ranks and this run has {world_size}: "
-                              f"start {m['world_size']} ranks")
-    stage = run.config["zero_optimization"]["stage"] if run.config else m["stage"]
-    if m["stage"] != stage:
-        raise CheckpointError(f"{where} was saved at ZeRO stage {m['stage']} and this run has stage {stage}: "
-                              f"give the --deepspeed_config of stage {m['stage']}")
-    if m["dtype"] != run.dtype:
-        raise CheckpointError(f"{where} was saved in {m['dtype']} and this run has {run.dtype}: --dtype={m['dtype']}")
     saved = GPTConfig(**m["state"]["model"])
     differing = [f"{k}={getattr(saved, k)}" for k in ("block_size", *SHAPE)
                  if getattr(saved, k) != (getattr(run.model, k) if s[k] is None else s[k])]

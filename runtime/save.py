@@ -75,7 +75,7 @@ class Saver:
             self.problem = f"{self.out_dir}/{tag} could not be saved: {problem[0]}"
             return
         files = self.collect(tag + ".saving", state)
-        manifest = {"format": 1, "tag": tag, **facts, "world_size": dist.get_world_size(), "state": state}
+        manifest = {"format": 1, "tag": tag, **facts, "state": state}
         beside = self.beside and self.reserve(sum(padded(t) for _, s in files for t in tensors(s)))
         if beside:
             place = self.placer()
