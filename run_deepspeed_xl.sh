@@ -37,10 +37,10 @@ kill_all() { kill -KILL ${step:+"-$step"} $(marked) 2>/dev/null || true; }
 
 on_signal() {  # $1: what the script is to end with
     if ((stop_code && $1 == 130)); then kill_all; fi  # Ctrl-C while already stopping
-    # torchrun gives its workers 30 s to save and end, then kills them; 45 s are its time and some more.
+    # runtime/launch.py gives the ranks 300 s to save and end, then kills them.
     if ((stop_code == 0)); then
-        stop_code=$1 deadline=$((SECONDS + 45))
-        echo "Stopping: giving the processes time to end in good order (Ctrl-C: at once)" >&2 || true
+        stop_code=$1 deadline=$((SECONDS + 315))
+        echo "Stopping: the processes finish their step, save and end (Ctrl-C: at once)" >&2 || true
     fi
     pass_on
 }
@@ -59,6 +59,7 @@ clean_up() {
 trap 'on_signal 130' INT
 trap 'on_signal 143' TERM
 trap 'on_signal 129' HUP
+trap 'on_signal 138' USR1
 trap '' PIPE  # `| tee` dies of the same Ctrl-C; we still have work to do
 trap clean_up EXIT
 
@@ -78,8 +79,7 @@ run_step() {
         kill -0 "$step" 2>/dev/null && kill_all
         code=0
         wait "$step" || code=$?
-        # 1 is any failure, 128 and up a signal's.
-        if ((code > 1 && code < 128)); then stop_code=$code; fi
+        if ((code > 1 && code < 128)); then stop_code=$code; fi  # 1 is any failure, 128 and up a signal's
         exit "$stop_code"
     fi
     step=''

@@ -274,9 +274,9 @@ def look_at_saves():
     problem, saver.problem = saver.problem, None
     if problem:
         print0(f"{problem}; tags saved before stand")
-        if on_save_error == "stop":
+        if on_save_error == "stop" or iter_num == max_iters:
             part()
-            refuse("stopped, as on_save_error says: make room and go on with --init_from=resume")
+            refuse("stopped without it: make room and go on with --init_from=resume")
 
 
 def step(batches):

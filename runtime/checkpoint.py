@@ -48,6 +48,13 @@ def describe(path, sync=False):
         return {"bytes": os.path.getsize(path), "sha256": hashlib.file_digest(f, "sha256").hexdigest()}
 
 
+def sealed(manifest):
+    """A manifest as text, with its own hash in it, so that damage to the manifest is seen too."""
+    unsealed = {key: value for key, value in manifest.items() if key != "seal"}
+    seal = hashlib.sha256(json.dumps(unsealed).encode()).hexdigest()
+    return json.dumps({**unsealed, "seal": seal}, indent=1)
+
+
 def write_atomically(path, text):
     """Replace a small file, so that a reader sees the old text or the new one."""
     with open(path + ".tmp", "w", encoding="utf-8") as f:
@@ -183,12 +190,15 @@ def find_tag(out_dir, tag="latest"):
         raise CheckpointError(f"{out_dir} holds no whole tag '{tag}'; there are {', '.join(there)}")
     try:
         with open(os.path.join(out_dir, tag, "manifest.json"), encoding="utf-8") as f:
-            manifest = json.load(f)
+            text = f.read()
+        manifest = json.loads(text)
         missing = {"iter_num", "stage", "dtype", "world_size", "files", "state"} - manifest.keys()
     except (ValueError, AttributeError) as error:
         raise CheckpointError(f"{out_dir}/{tag}/manifest.json cannot be read: {error}") from None
     if missing:
         raise CheckpointError(f"{out_dir}/{tag}/manifest.json lacks {', '.join(sorted(missing))}: not one of ours")
+    if text != sealed(manifest):
+        raise CheckpointError(f"{out_dir}/{tag}/manifest.json has changed since it was saved (its seal differs)")
     return tag, manifest
 
 

@@ -6,7 +6,6 @@ The threads of the ranks talk through a group of their own, because NCCL's order
 """
 
 import copy
-import json
 import os
 import shutil
 import threading
@@ -17,7 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from runtime.checkpoint import STATE, describe, link, prune, put_in_place, write_atomically
+from runtime.checkpoint import STATE, describe, link, prune, put_in_place, sealed, write_atomically
 from runtime.dist import local_world_size, print0, quiet
 
 LINE = 64  # bytes; where a tensor begins in the staging buffer
@@ -168,7 +167,7 @@ class Saver:
     def commit(self, work, manifest, names):
         """Rank 0: the manifest last, then the name, `latest`, best and final, and the oldest tags go."""
         tag = manifest["tag"]
-        write_atomically(os.path.join(work, "manifest.json"), json.dumps(manifest, indent=1))
+        write_atomically(os.path.join(work, "manifest.json"), sealed(manifest))
         put_in_place(work, os.path.join(self.out_dir, tag))
         write_atomically(os.path.join(self.out_dir, "latest"), tag)
         for name in names:

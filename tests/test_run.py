@@ -15,7 +15,7 @@ import torch
 from conftest import CHARS, ROOT, launch, read_history
 
 from model import GPT, GPTConfig
-from runtime.checkpoint import cache_path, damages, describe, find_tag, fp32_weights, prune, tags, tidy
+from runtime.checkpoint import cache_path, damages, describe, find_tag, fp32_weights, prune, sealed, tags, tidy
 
 STAGES = {0: "config/ds/zero0.json", 1: "config/ds/zero1.json", 2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
 EIGHT = ("--max_iters=8", "--lr_decay_iters=8", "--warmup_iters=2", "--dropout=0.1", "--keep_last=10")
@@ -383,7 +383,7 @@ def plant(out_dir, mark, name, listed, **save_options):
         told = manifest(out_dir, "iter_6")
         told["files"][name] = describe(file)
         (out_dir / "iter_6" / "manifest.json").unlink()
-        (out_dir / "iter_6" / "manifest.json").write_text(json.dumps(told))
+        (out_dir / "iter_6" / "manifest.json").write_text(sealed(told))
     return file
 
 

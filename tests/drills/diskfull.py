@@ -1,0 +1,86 @@
+"""Fill the disk under a run: before a save, and in the middle of one.
+
+    python tests/drills/diskfull.py
+
+The run writes to a file system of a few MB, of its own (in a mount namespace; needs Linux and the right to make one).
+The tag that found no room leaves nothing behind, the one before stands and is gone on from, and the run stops or goes
+on as on_save_error says.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+from common import arguments, losses, naming, report, run, start, wait_for
+
+from runtime.checkpoint import damages, find_tag, tags
+
+OPTIONS = ("--max_iters=8", "--lr_decay_iters=8", "--eval_interval=2", "--keep_last=20")
+INSIDE = "DRILL_INSIDE"
+
+
+def fill(folder, leave):
+    """Write a file that leaves so many bytes free."""
+    free = shutil.disk_usage(folder).free
+    with open(folder / "filler", "wb") as f:
+        f.write(b"\0" * max(0, free - leave))
+
+
+def whole_tags(out_dir):
+    """The tags, all of them whole, and nothing half-written beside them."""
+    for tag in tags(out_dir):
+        assert not damages(out_dir / tag, find_tag(out_dir, tag)[1]["files"]), tag
+    assert not [name for name in os.listdir(out_dir) if name.endswith((".saving", ".old"))], os.listdir(out_dir)
+    return [tag for tag in tags(out_dir) if tag.startswith("iter_")]
+
+
+def size_of(out_dir, tag):
+    return sum(entry["bytes"] for entry in find_tag(out_dir, tag)[1]["files"].values())
+
+
+def main():
+    args = arguments(__doc__)
+    if INSIDE not in os.environ:  # once more, in a mount namespace
+        command = ["unshare", "--mount", *(["--map-root-user", "--user"] if os.getuid() else [])]
+        done = subprocess.run([*command, sys.executable, *sys.argv, "--folder", str(args.folder)], env={**os.environ, INSIDE: "1"})
+        raise SystemExit(done.returncode)
+    began, found = time.time(), {}
+    run(args.data, args.folder / "whole", *OPTIONS)
+    whole = losses(args.folder / "whole")
+    tag_size = size_of(args.folder / "whole", "iter_2")
+    disk = args.folder / "disk"
+    disk.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={5 * tag_size}", "none", str(disk)], check=True)
+
+    def case(name, leave, *options, expect, kept, words):
+        """Fill the disk up to `leave` bytes after the first save, and see how the run ends."""
+        out_dir, log = disk / "out", args.folder / f"{name}.log"
+        shutil.rmtree(out_dir, ignore_errors=True)
+        (disk / "filler").unlink(missing_ok=True)
+        job = start(args.data, out_dir, *OPTIONS, *options, log=log)
+        assert wait_for(lambda: (out_dir / "iter_2").exists(), 120)
+        fill(disk, leave)
+        code, said = job.wait(timeout=120), log.read_text()
+        stand = whole_tags(out_dir)
+        (disk / "filler").unlink()
+        run(args.data, out_dir, *OPTIONS, "--init_from=resume", log=args.folder / "resumed.log")  # there is room again
+        f = found[name] = {"exit_code": code, "stand": stand, "told": words in said, "kept_at_least": kept in stand,
+                           "losses_equal": losses(out_dir) == whole, "left": len(naming(str(out_dir)))}
+        f["passed"] = ((code == 0) == (expect == 0) and f["told"] and f["losses_equal"] and f["kept_at_least"]
+                       and "Traceback (most recent call last):\n  File \"" + os.getcwd() not in said and not f["left"])
+        print(name, json.dumps(f), flush=True)
+
+    slow = "--n_embd=32"
+    case("no room before a save", tag_size // 2, slow, expect=1, kept="iter_2", words="GB free")
+    # room for what is reckoned, and not for the manifest, folders and best's links that come with it
+    case("full in the middle of a save", tag_size + 4096, slow, expect=1, kept="iter_2", words="could not be saved")
+    case("going on without", tag_size // 2, slow, "--on_save_error=continue", expect=1, kept="iter_2",
+         words="tags saved before stand")
+    report(args, all(f["passed"] for f in found.values()), cases=found, seconds=round(time.time() - began))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Ask runs to leave, by each signal under each launcher at random moments, and kill one of their ranks.
+
+    python tests/drills/signals.py --each=2
+
+A run that is asked to leave saves a tag of the last iteration that it told, ends with the documented exit code within
+60 s and leaves no process; gone on from, it ends with the losses of a run that was never asked. When a rank or the
+launcher is killed, all are gone within 60 s.
+"""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+from common import ROOT, arguments, family, losses, naming, report, run, start, wait_for
+from conftest import SMALL
+
+from runtime.checkpoint import iteration, newest_tag
+
+OPTIONS = ("--max_iters=100000", "--lr_decay_iters=1000", "--eval_interval=40", "--eval_iters=40", "--n_layer=1")
+LAUNCHERS = ("torchrun", "deepspeed", "run_deepspeed_xl.sh", "python")
+ASK = {"SIGTERM": signal.SIGTERM, "SIGUSR1": signal.SIGUSR1, "SIGINT": signal.SIGINT, "STOP": None}
+# What the launcher itself ends with: 128 and the signal, where it does not hand on the run's own code.
+CODES = {"torchrun": {"SIGTERM": (1,), "SIGUSR1": (-10,), "SIGINT": (1, -2), "STOP": (0,)},
+         "deepspeed": {"SIGTERM": (-15,), "SIGUSR1": (-10,), "SIGINT": (1, -2), "STOP": (0,)},
+         "run_deepspeed_xl.sh": {"SIGTERM": (143,), "SIGUSR1": (138,), "SIGINT": (130,), "STOP": (0,)},
+         "python": {"SIGTERM": (143,), "SIGUSR1": (138,), "SIGINT": (130,), "STOP": (0,)}}
+
+
+def begin(args, out_dir, launcher, log):
+    if launcher != "run_deepspeed_xl.sh":
+        return start(args.data, out_dir, *OPTIONS, launcher=launcher, log=log)
+    command = [ROOT / launcher, *SMALL, f"--dataset={args.data}", f"--out_dir={out_dir}", *OPTIONS]
+    with open(log, "w") as words:
+        return subprocess.Popen(command, env={**os.environ, "PYTHON": sys.executable}, stdout=words,
+                                stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def told(log):
+    """The last iteration that the run has told of, 0 if none."""
+    found = re.findall(r"^iter (\d+):", log.read_text(), re.M)
+    return int(found[-1]) if found else 0
+
+
+def trial(args, launcher, what, number):
+    """One run that is asked to leave, or of which one process is killed; {"passed": ..., figures}."""
+    out_dir = args.folder / f"{launcher}-{what}-{number}"
+    log = args.folder / f"{out_dir.name}.log"
+    job = begin(args, out_dir, launcher, log)
+    if not wait_for(lambda: told(log) > 1, 90, every=0.05):
+        return {"passed": False, "why": "it did not begin: " + log.read_text()[-2000:]}
+    time.sleep(random.uniform(0, 3))
+    before, began = told(log), time.monotonic()
+    ranks = [p for p in naming(str(out_dir)) if any(arg.endswith("train_deepspeed.py") for arg in p.cmdline())
+             and not {"torch.distributed.run", "runtime.launch", "deepspeed.launcher.runner",
+                      "deepspeed.launcher.launch"} & set(p.cmdline()) and "bash" not in p.name()]
+    if what == "a rank killed":
+        random.choice(ranks).kill()
+    elif what == "launcher killed":
+        job.kill()
+    elif what == "STOP":
+        (out_dir / "STOP").touch()
+    else:
+        os.kill(job.pid, ASK[what])
+    gone = wait_for(lambda: job.poll() is not None and not naming(str(out_dir)), 60, every=0.05)
+    seconds, left = time.monotonic() - began, len(naming(str(out_dir)))
+    tag = newest_tag(out_dir)
+    saved, said = iteration(out_dir, tag) if tag else -1, log.read_text()
+    result = {"launcher": launcher, "what": what, "exit_code": job.returncode, "seconds": round(seconds, 1), "left": left,
+              "told": told(log), "saved": saved}
+    if what == "a rank killed":
+        good = job.returncode != 0 and ("has died" in said or "ended with exit code" in said or "exitcode" in said
+                                        or "return code" in said)
+    elif what == "launcher killed":
+        good = saved == told(log) >= before
+    else:
+        good = saved == told(log) >= before and job.returncode in CODES[launcher][what]
+    result["passed"] = good and gone and not left
+    for process in [p for p in naming(str(out_dir))]:
+        process.kill()
+    if result["passed"] and saved > 0 and number == 0:
+        run(args.data, out_dir, *OPTIONS, "--init_from=resume", f"--max_iters={saved + 5}", "--eval_interval=40",
+            ranks=1 if launcher == "python" else 2, log=args.folder / "resumed.log")
+        run(args.data, args.folder / "whole", *OPTIONS, f"--max_iters={saved + 5}", "--overwrite=True",
+            ranks=1 if launcher == "python" else 2)
+        got, expected = (losses(folder)[0] for folder in (out_dir, args.folder / "whole"))
+        result["losses_equal"] = got == {it: loss for it, loss in expected.items() if it in got} and len(got) > saved
+        result["passed"] &= result["losses_equal"]
+    if not result["passed"]:
+        print(said[-3000:])
+    return result
+
+
+def main():
+    args = arguments(__doc__, each=1, launchers=",".join(LAUNCHERS))
+    began, results = time.time(), []
+    for launcher in args.launchers.split(","):
+        kills = ["a rank killed", "launcher killed"] if launcher in ("torchrun", "deepspeed") else []
+        for what in [*ASK, *kills]:
+            for number in range(args.each):
+                results.append(trial(args, launcher, what, number))
+                print(results[-1], flush=True)
+    report(args, all(r["passed"] for r in results), trials=len(results), failed=[r for r in results if not r["passed"]],
+           slowest=max(r.get("seconds", 0) for r in results), orphans=sum(r.get("left", 0) for r in results),
+           each=results, seconds=round(time.time() - began))
+
+
+if __name__ == "__main__":
+    main()
