@@ -12,7 +12,7 @@ from model import GPT, PRETRAINED, GPTConfig, WeightsError, fetch_from_hub, read
 from runtime import ds_config
 from runtime.bins import DatasetError, check_dataset
 from runtime.checkpoint import CheckpointError, find_tag, newer_tags, newest_first, newest_tag
-from runtime.save import existing_folder, free_bytes, space_problem, tag_bytes
+from runtime.save import existing_folder, free_bytes, human, space_problem, tag_bytes
 
 SHAPE = ("n_layer", "n_head", "n_embd", "bias")
 
@@ -219,8 +219,8 @@ def describe_run(run, s, world_size):
     ]
     if not s["eval_only"]:
         most = min(s["keep_last"], -(-s["max_iters"] // s["eval_interval"])) + 2  # best, and the one being written
-        lines.append(f"space      {run.tag_bytes / 1e9:.2f} GB a tag, up to {most} of them; "
-                     f"{free_bytes(s['out_dir']) / 1e9:.2f} GB free")
+        lines.append(f"space      {human(run.tag_bytes)} a tag, up to {most} of them; "
+                     f"{human(free_bytes(s['out_dir']))} free")
     if world_size > 1:
         lines.append("note       gradient_accumulation_steps is per GPU, as in DeepSpeed (nanoGPT's is the total)")
     return "\n".join([*lines, *(f"note       {note}" for note in run.notes)])

@@ -29,6 +29,11 @@ def tag_bytes(n_params, dtype, stage):
     return n_params * (shared + (8 if stage == 0 else 12))
 
 
+def human(size):
+    """Bytes as people read them."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
+
+
 def existing_folder(path):
     """The nearest folder above `path`, or itself, that there is."""
     path = os.path.abspath(path)
@@ -45,7 +50,7 @@ def space_problem(out_dir, needed):
     """Why a tag of so many bytes cannot be saved in out_dir, or None."""
     free = free_bytes(out_dir)
     if free < needed:
-        return f"a tag takes {needed / 1e9:.2f} GB and {out_dir} has {free / 1e9:.2f} GB free"
+        return f"a tag takes {human(needed)} and {out_dir} has {human(free)} free"
     return None
 
 
@@ -112,7 +117,7 @@ class Saver:
         self.staging = np.empty(0, np.uint8)
         # by how much the others on this machine take at the same time; a tenth more stays free
         if size * 1.1 * local_world_size() > psutil.virtual_memory().available:
-            print0(f"host memory is short of the {size / 1e9:.1f} GB a rank that saving beside training takes: "
+            print0(f"host memory is short of the {human(size)} a rank that saving beside training takes: "
                    "training waits for this save")
             return False
         self.staging = np.empty(size, np.uint8)
@@ -178,9 +183,9 @@ class Saver:
         """Rank 0: what the save took, and whether a tag is as large as it was reckoned to be."""
         size, seconds = sum(entry["bytes"] for entry in manifest["files"].values()), time.time() - began
         if size > 1.05 * self.expected_bytes:
-            print0(f"a tag takes {size / 1e9:.3f} GB, and not the {self.expected_bytes / 1e9:.3f} GB reckoned before")
+            print0(f"a tag takes {human(size)}, and not the {human(self.expected_bytes)} reckoned before")
         self.expected_bytes = size
-        print0(f"saved {manifest['tag']} in {seconds:.1f} s: {size / 1e9:.3f} GB, {size / seconds / 1e9:.2f} GB/s; "
+        print0(f"saved {manifest['tag']} in {seconds:.1f} s: {human(size)}, {size / seconds / 1e9:.2f} GB/s; "
                f"training stood still for {stood if self.beside else seconds:.2f} s")
 
 

@@ -45,7 +45,8 @@ def main():
     args = arguments(__doc__)
     if INSIDE not in os.environ:  # once more, in a mount namespace
         command = ["unshare", "--mount", *(["--map-root-user", "--user"] if os.getuid() else [])]
-        done = subprocess.run([*command, sys.executable, *sys.argv, "--folder", str(args.folder)], env={**os.environ, INSIDE: "1"})
+        command += [sys.executable, *sys.argv, "--folder", str(args.folder)]
+        done = subprocess.run(command, env={**os.environ, INSIDE: "1"})
         raise SystemExit(done.returncode)
     began, found = time.time(), {}
     run(args.data, args.folder / "whole", *OPTIONS)

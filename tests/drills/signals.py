@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-from common import ROOT, arguments, family, losses, naming, report, run, start, wait_for
+from common import ROOT, arguments, losses, naming, report, run, start, wait_for
 from conftest import SMALL
 
 from runtime.checkpoint import iteration, newest_tag
@@ -69,8 +69,8 @@ def trial(args, launcher, what, number):
     seconds, left = time.monotonic() - began, len(naming(str(out_dir)))
     tag = newest_tag(out_dir)
     saved, said = iteration(out_dir, tag) if tag else -1, log.read_text()
-    result = {"launcher": launcher, "what": what, "exit_code": job.returncode, "seconds": round(seconds, 1), "left": left,
-              "told": told(log), "saved": saved}
+    result = {"launcher": launcher, "what": what, "exit_code": job.returncode, "seconds": round(seconds, 1),
+              "left": left, "told": told(log), "saved": saved}
     if what == "a rank killed":
         good = job.returncode != 0 and ("has died" in said or "ended with exit code" in said or "exitcode" in said
                                         or "return code" in said)
