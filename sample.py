@@ -29,8 +29,8 @@ import os
 
 import torch
 
-from model import GPT, GPTConfig, WeightsError
-from runtime.checkpoint import CheckpointError, find_tag, fp32_weights
+from model import GPT, WeightsError
+from runtime.checkpoint import CheckpointError, load_model
 from runtime.dist import refuse
 from runtime.fetch import FetchError
 from runtime.preflight import pick_device, pick_dtype
@@ -58,12 +58,11 @@ try:
         raise ValueError("device=cuda, but PyTorch sees no CUDA GPU here: use --device=cpu")
     dtype = getattr(torch, pick_dtype(dtype, device))
     if init_from == "resume":
-        tag, manifest = find_tag(out_dir, tag)
-        model = GPT(GPTConfig(**manifest["state"]["model"]))
-        model.load_state_dict(fp32_weights(out_dir, tag))
+        model, manifest = load_model(out_dir, tag)
         model.to(device, dtype)
         kind = manifest["state"]["data"]["tokenizer"]
-        print(f"{out_dir}/{tag}: {model.num_params():,} parameters after {manifest['iter_num']} iterations\n")
+        name = manifest["tag"] if tag == "latest" else tag
+        print(f"{out_dir}/{name}: {model.num_params():,} parameters after {manifest['iter_num']} iterations\n")
     else:
         model = GPT.from_pretrained(init_from, device=device, dtype=dtype)
         kind = {"kind": "gpt2"}

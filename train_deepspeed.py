@@ -121,13 +121,14 @@ deepspeed.utils.logger.setLevel("WARNING")
 deepspeed.init_distributed(dist_backend=backend if backend != "auto" else {"cuda": "nccl", "cpu": "gloo"}[run.device],
                            verbose=False)
 watch = leave.Watch(out_dir)
-passed_over = {}
+passed_over, began = {}, time.time()
 if run.tags:
     run.tag, manifest, passed_over = checkpoint.first_whole(out_dir, run.tags, run.fits, resume_weights_only)
     for tag, why in passed_over.items():
         print0(f"passing over {out_dir}/{tag}: {why[0]}")
     refuse_together([] if run.tag else [problem for why in passed_over.values() for problem in why])
-    print0(f"going on from {out_dir}/{run.tag}, iteration {manifest['iter_num']}")
+    print0(f"going on from {out_dir}/{run.tag}, iteration {manifest['iter_num']}; its files were checked in "
+           f"{time.time() - began:.1f} s")
 
 # -----------------------------------------------------------------------------
 # Data: memory-mapped tokens, the same on every rank
@@ -171,8 +172,10 @@ facts = {"world_size": world_size, "stage": run.config["zero_optimization"]["sta
          "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__}}  # of a tag, in its manifest
 iter_num, best_val_loss, wandb_id = 0, math.inf, None
 if run.tag:
-    state = manifest["state"]
+    state, began = manifest["state"], time.time()
     checkpoint.load(engine, out_dir, run.tag, manifest, facts, resume_weights_only)
+    torch.distributed.barrier()
+    print0(f"loaded in {time.time() - began:.1f} s")
     iter_num, best_val_loss, wandb_id = state["iter_num"], state["best_val_loss"], state["wandb_id"]
 
 wandb_run, problems = None, []

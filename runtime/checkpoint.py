@@ -6,9 +6,9 @@
 
 Here tags are found, checked and read; runtime/save.py writes them. To load for inference, on any machine:
 
-    from runtime.checkpoint import find_tag, fp32_weights
-    tag, manifest = find_tag("out-shakespeare-xl-deepspeed", "best")
-    model = GPT(GPTConfig(**manifest["state"]["model"])); model.load_state_dict(fp32_weights("out-...", tag))
+    from runtime.checkpoint import load_model
+    model, manifest = load_model("out-shakespeare-xl-deepspeed", "best")
+    logits = model(tokens)
 """
 
 import contextlib
@@ -270,19 +270,16 @@ def cache_path(out_dir, tag):
 
 
 def fp32_weights(out_dir, tag):
-    """name -> fp32 tensor of a tag's model, for GPT.load_state_dict; cached as safetensors beside the tag.
+    """name -> fp32 tensor of a tag's model, for GPT.load_state_dict; cached as safetensors beside the tag, from where
+    they are mapped.
 
     Every file is checked against the manifest and against SAFE_GLOBALS before it is read. Raises CheckpointError.
     """
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
     path, cache = os.path.join(out_dir, tag), cache_path(out_dir, tag)
-    manifest_hash = describe(os.path.join(path, "manifest.json"))["sha256"]
-    if os.path.exists(cache):
-        with contextlib.suppress(Exception), safe_open(cache, framework="pt") as f:  # a bad cache is made anew
-            if (f.metadata() or {}).get("manifest") == manifest_hash:
-                return tied({name: f.get_tensor(name) for name in f.keys()})  # noqa: SIM118 (no mapping)
+    seal = describe(os.path.join(path, "manifest.json"))["sha256"]
+    weights = read_cache(cache, seal)
+    if weights:
+        return tied(weights)
     _, manifest = find_tag(out_dir, tag)
     found = damages(path, manifest["files"])
     if found:
@@ -290,11 +287,51 @@ def fp32_weights(out_dir, tag):
     from runtime.shards import Shards
 
     shards = Shards(path, manifest)
-    weights = {name: shards.get(name).clone() for name in shards.shapes}
     with contextlib.suppress(OSError):  # a folder that is full or not ours can be sampled from all the same
-        save_file(weights, cache + ".tmp", metadata={"manifest": manifest_hash})
+        write_cache(cache, shards, seal)
+    return tied(read_cache(cache, seal) or {name: shards.get(name).clone() for name in shards.shapes})
+
+
+def read_cache(cache, seal):
+    """The weights in a cache file that was made of the tag whose manifest has this hash; None if there is none."""
+    from safetensors import safe_open
+
+    with contextlib.suppress(Exception), safe_open(cache, framework="pt") as f:  # a bad cache is made anew
+        if (f.metadata() or {}).get("manifest") == seal:
+            return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (no mapping)
+
+
+def write_cache(cache, shards, seal):
+    """Write fp32 weights as safetensors, a parameter at a time: the library's own writer wants them all in memory.
+    The form (huggingface.co/docs/safetensors): the header's length in 8 bytes, the header in JSON, the tensors."""
+    header, end = {"__metadata__": {"manifest": seal}}, 0
+    for name, shape in shards.shapes.items():
+        start, end = end, end + 4 * shape.numel()
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    try:
+        with open(cache + ".tmp", "wb") as f:
+            f.write(len(text).to_bytes(8, "little") + text)
+            for name in shards.shapes:
+                f.write(shards.get(name).contiguous().view(-1).numpy().data)
         os.replace(cache + ".tmp", cache)
-    return tied(weights)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(cache + ".tmp")
+
+
+def load_model(out_dir, tag="latest"):
+    """(GPT in eval mode with a tag's fp32 weights, on the CPU; the tag's manifest). Holds the weights once. Tags of any
+    stage, precision and number of ranks. Raises CheckpointError."""
+    from model import GPT, GPTConfig
+
+    tag, manifest = find_tag(out_dir, tag)
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**manifest["state"]["model"]))
+    model.load_state_dict(fp32_weights(out_dir, tag), assign=True)
+    model.lm_head.weight = model.transformer.wte.weight
+    return model.eval(), manifest
 
 
 def tied(weights):
