@@ -182,8 +182,10 @@ def check_fit(run, s, tag, m):
 def check_space(run, s):
     """Set run.n_params and run.tag_bytes; ValueError if tags are to be saved and not even one has room."""
     with torch.device("meta"):
-        run.n_params = GPT(run.model).num_params()
-    run.tag_bytes = tag_bytes(run.n_params, run.dtype, run.config["zero_optimization"]["stage"])
+        model = GPT(run.model)
+    run.n_params = model.num_params()
+    n_saved = sum(p.numel() for p in model.parameters())  # with the vocabulary's padding
+    run.tag_bytes = tag_bytes(n_saved, run.dtype, run.config["zero_optimization"]["stage"])
     problem = space_problem(s["out_dir"], run.tag_bytes)
     if problem and not s["eval_only"]:
         raise ValueError(f"{problem}: make room, or choose another --out_dir=DIR")

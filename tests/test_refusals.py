@@ -194,7 +194,7 @@ def test_damaged_tags_are_not_sampled_from_either(bad, refusals):
 
 
 def test_no_room_for_a_tag_is_refused(monkeypatch, characters, tmp_path):
-    """28,544 parameters, of which 64 x 32 are tied: 27,392 + 1,152 of positions and layer norms, 16 bytes each."""
+    """27,392 parameters and 1,152 of the vocabulary's padding, 16 bytes each."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=400_000))
     _, problems = check(monkeypatch, characters, tmp_path, 0, None)
     assert problems == [f"a tag takes 0.46 MB and {tmp_path}/out has 0.40 MB free: make room, or choose another "
