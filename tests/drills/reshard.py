@@ -15,7 +15,6 @@ from common import arguments, losses, report, run
 STAGES = {0: "config/ds/zero0.json", 1: "config/ds/zero1.json", 2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
 WAYS = list(itertools.product((1, 2, 4), (0, 1, 2, 3)))  # ranks, stage
 FIRST = ((2, 2), (1, 2)), ((2, 2), (4, 2)), ((2, 2), (2, 3)), ((2, 3), (4, 2)), ((4, 3), (1, 3)), ((2, 1), (1, 3))
-TOLERANCE = 2e-6  # relative; the sum over ranks is taken in another order
 
 
 def options(ranks, stage):
@@ -26,7 +25,8 @@ def options(ranks, stage):
 
 
 def main():
-    args = arguments(__doc__, most=18, dtype="float32")
+    # tolerance: relative; the sum over ranks is taken in another order
+    args = arguments(__doc__, most=18, dtype="float32", tolerance=2e-6)
     dtype = f"--dtype={args.dtype}"
     began, worst, changes = time.time(), 0.0, []
     rest = [pair for pair in itertools.permutations(WAYS, 2) if pair not in FIRST]
@@ -49,7 +49,7 @@ def main():
         changes.append({"from": source, "to": target, "apart": apart})
         print(f"{source[0]} ranks, stage {source[1]} -> {target[0]} ranks, stage {target[1]}: losses apart {apart:.1e}",
               flush=True)
-    report(args, worst < TOLERANCE, changes=len(changes), worst=worst, tolerance=TOLERANCE, each=changes,
+    report(args, worst < args.tolerance, changes=len(changes), worst=worst, tolerance=args.tolerance, each=changes,
            seconds=round(time.time() - began))
 
 

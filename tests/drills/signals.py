@@ -96,11 +96,11 @@ def trial(args, launcher, what, number):
 
 
 def main():
-    args = arguments(__doc__, each=1, launchers=",".join(LAUNCHERS))
+    args = arguments(__doc__, each=1, launchers=",".join(LAUNCHERS), only="")
     began, results = time.time(), []
     for launcher in args.launchers.split(","):
         kills = ["a rank killed", "launcher killed"] if launcher in ("torchrun", "deepspeed") else []
-        for what in [*ASK, *kills]:
+        for what in [what for what in [*ASK, *kills] if args.only in ("", what)]:
             for number in range(args.each):
                 results.append(trial(args, launcher, what, number))
                 print(results[-1], flush=True)

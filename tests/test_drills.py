@@ -1,0 +1,29 @@
+"""The drills of tests/drills/, run short, each as a user would run it."""
+
+import json
+import os
+import sys
+from subprocess import run
+
+import pytest
+from conftest import ROOT
+
+
+@pytest.mark.parametrize("drill, options, figures", [
+    ("kill", ["--kills=3", "--seed=5"], {"kills": 3, "losses_equal": True, "went_back": []}),
+    ("corrupt", ["--resumes=1", "--seed=1"], {"tried": 69, "noticed": 69, "wrong": []}),
+    ("diskfull", [], {}),
+    ("reshard", ["--most=3"], {"changes": 3}),
+    ("reshard", ["--most=1", "--dtype=bfloat16", "--tolerance=1e-3"], {"changes": 1}),
+    ("signals", ["--launchers=torchrun,deepspeed", "--only=SIGTERM"], {"trials": 2, "failed": [], "orphans": 0}),
+    ("signals", ["--launchers=torchrun", "--only=a rank killed"], {"trials": 1, "failed": [], "orphans": 0}),
+])
+def test_drill(drill, options, figures, tmp_path):
+    script, out = ROOT / "tests" / "drills" / f"{drill}.py", tmp_path / "report.json"
+    done = run([sys.executable, script, *options, f"--folder={tmp_path}/drill", f"--json={out}"], capture_output=True,
+               text=True, timeout=300, env={k: v for k, v in os.environ.items() if k != "DRILL_INSIDE"})
+    if drill == "diskfull" and ("unshare" in done.stderr or "mount" in done.stderr):
+        pytest.skip("no right to mount a small file system here: " + done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads(out.read_text())
+    assert report["passed"] and {key: report[key] for key in figures} == figures
