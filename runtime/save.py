@@ -12,10 +12,10 @@ import threading
 import time
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 
+from runtime import memory
 from runtime.checkpoint import STATE, describe, link, prune, put_in_place, sealed, write_atomically
 from runtime.dist import local_world_size, print0, quiet
 
@@ -84,7 +84,7 @@ class Saver:
         if beside:
             place = self.placer()
             files = [(path, to_host(content, place)) for path, content in files]
-            if torch.cuda.is_available():
+            if self.engine.device.type == "cuda":
                 torch.cuda.synchronize()  # the copies are done, and training may go on
         stood = time.time() - began
         self.thread = threading.Thread(target=self.finish, args=(files, manifest, names, began, stood), daemon=True)
@@ -116,12 +116,12 @@ class Saver:
             return True
         self.staging = np.empty(0, np.uint8)
         # by how much the others on this machine take at the same time; a tenth more stays free
-        if size * 1.1 * local_world_size() > psutil.virtual_memory().available:
+        if size * 1.1 * local_world_size() > memory.available():
             print0(f"host memory is short of the {human(size)} a rank that saving beside training takes: "
                    "training waits for this save")
             return False
         self.staging = np.empty(size, np.uint8)
-        if torch.cuda.is_available():
+        if self.engine.device.type == "cuda":
             torch.cuda.cudart().cudaHostRegister(self.staging.ctypes.data, size, 0)  # unpinned if it fails: slower
         return True
 

@@ -80,7 +80,7 @@ class Shards:
         """(shape) fp32 tensor; a view of the file where it lies there in one piece."""
         shape = self.shapes[name]
         if self.stage == 0:
-            return self.plain[kind][name].float()
+            return self.plain[kind][name].detach().float()
         i, start = self.at[name]
         if self.stage == 3:
             size = math.ceil(shape.numel() / self.world_size)
@@ -88,7 +88,7 @@ class Shards:
         else:
             parts = [cut([rank[i] for rank in self.pieces[kind]], start, shape.numel())]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return whole[:shape.numel()].view(shape).float()
+        return whole[:shape.numel()].view(shape).detach().float()
 
 
 def cut(strings, start, length):

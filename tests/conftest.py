@@ -23,6 +23,9 @@ SMALL = ("--init_from=scratch", "--device=cpu", "--dtype=float32", "--n_layer=2"
          "--block_size=32", "--batch_size=2", "--gradient_accumulation_steps=2", "--learning_rate=1e-3",
          "--max_iters=4", "--eval_interval=2", "--eval_iters=2")
 
+STAGES = {0: "config/ds/zero0.json", 1: "config/ds/zero1.json", 2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
+EIGHT = ("--max_iters=8", "--lr_decay_iters=8", "--warmup_iters=2", "--dropout=0.1", "--keep_last=10")
+
 
 def free_port():
     with socket.socket() as s:
@@ -97,5 +100,27 @@ def train(characters, tmp_path_factory):
             returncode=done.returncode, stdout=done.stdout, stderr=done.stderr, out_dir=out_dir, history=history,
             losses={r["iter"]: r["loss"] for r in history if "loss" in r},
             evals={r["iter"]: (r["train_loss"], r["val_loss"]) for r in history if "val_loss" in r})
+
+    return run
+
+
+def stage(n):
+    return f"--deepspeed_config={STAGES[n]}"
+
+
+def done(run):
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run
+
+
+@pytest.fixture(scope="session")
+def whole(train):
+    """whole(n): 8 iterations on 2 ranks at stage n, in float32 and with dropout, an evaluation and a tag every 2."""
+    runs = {}
+
+    def run(n):
+        if n not in runs:
+            runs[n] = done(train(*EIGHT, stage(n), ranks=2, launcher="torchrun"))
+        return runs[n]
 
     return run

@@ -434,3 +434,10 @@ def test_the_jsons_are_read_from_any_folder(tmp_path):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "not-there; prepare it with its own script" in line and Path(tmp_path / "out").exists() is False
+
+
+def test_what_is_passed_over_leaves_the_value_before_it():
+    """How init_from=auto finds out what to begin with."""
+    for argv, expected in ((["--compile=False", "--compile=auto"], False), (["--compile=auto"], "auto")):
+        assert configure(DEFAULTS, argv, ANNOTATIONS, passed_over=[("compile", "auto")])["compile"] == expected
+    assert configure(DEFAULTS, ["--compile=False"], ANNOTATIONS, passed_over=[("compile", False)])["compile"] == "auto"

@@ -12,24 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import CHARS, ROOT, launch, read_history
+from conftest import CHARS, EIGHT, ROOT, done, launch, read_history, stage
 
 from model import GPT, GPTConfig
 from runtime.checkpoint import cache_path, damages, describe, find_tag, fp32_weights, prune, sealed, tags, tidy
 
-STAGES = {0: "config/ds/zero0.json", 1: "config/ds/zero1.json", 2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
-EIGHT = ("--max_iters=8", "--lr_decay_iters=8", "--warmup_iters=2", "--dropout=0.1", "--keep_last=10")
 SIX = ("--max_iters=6", "--eval_interval=3", "--lr_schedule=linear", "--lr_decay_iters=4", "--min_lr=2e-4")
 IMPORTS = re.compile(r"^import time: +\d+ \| +\d+ \| +(\S+)$", re.M)  # of python -X importtime
-
-
-def stage(n):
-    return f"--deepspeed_config={STAGES[n]}"
-
-
-def done(run):
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run
 
 
 def at_once(*calls):
@@ -49,19 +38,6 @@ def full_model(out_dir, tag, weights):
     assert model.lm_head.weight is model.transformer.wte.weight
     assert torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"])
     return model
-
-
-@pytest.fixture(scope="module")
-def whole(train):
-    """whole(n): 8 iterations on 2 ranks at stage n, in float32 and with dropout, an evaluation and a tag every 2."""
-    runs = {}
-
-    def run(n):
-        if n not in runs:
-            runs[n] = done(train(*EIGHT, stage(n), ranks=2, launcher="torchrun"))
-        return runs[n]
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +131,7 @@ def test_a_run_that_stopped_and_went_on_is_the_run_that_did_not_stop(train, whol
     assert all(torch.equal(a[name], b[name]) for name in b) and a.keys() == b.keys()
 
 
-@pytest.mark.parametrize("n", [0, 3])
+@pytest.mark.parametrize("n", [0, 1, 3])
 def test_going_back_to_an_earlier_tag(train, whole, tmp_path, n):
     """From iteration 2 of a run that has 8: the same losses again, and what is newest now is kept, not what was."""
     out_dir = shutil.copytree(whole(n).out_dir, tmp_path / "out")

@@ -12,6 +12,8 @@ import psutil
 import pytest
 from conftest import CHARS, ROOT, SMALL
 
+from runtime.checkpoint import find_tag
+
 
 def naming(text):
     """The processes whose command line names `text`."""
@@ -73,3 +75,4 @@ def test_sigterm_in_the_middle_leaves_no_process(start, tmp_path):
         _, stderr = job.communicate(timeout=60)
         assert time.time() - told < 60 and naming(str(tmp_path)) == []
     assert job.returncode == 143 and "Stopping: " in stderr, stderr
+    assert find_tag(tmp_path / "out")[1]["iter_num"] >= 100  # saved on the way out
