@@ -5,7 +5,8 @@
     deepspeed --num_gpus=4 train_deepspeed.py config/xl_shakespeare.py           the same
     torchrun ... train_deepspeed.py config/xl_shakespeare.py --init_from=resume  go on where it stopped
 
-One iteration is one optimizer step, with all of its micro-steps. Exit codes: 0 done, 2 a setting or file to mend.
+One iteration is one optimizer step, with all of its micro-steps. Exit codes: 0 done, 2 a setting, a file or a disk to
+mend, 130, 138 and 143 stopped by Ctrl-C, SIGUSR1 and SIGTERM.
 """
 
 import time
@@ -120,7 +121,20 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is com
 deepspeed.utils.logger.setLevel("WARNING")
 deepspeed.init_distributed(dist_backend=backend if backend != "auto" else {"cuda": "nccl", "cpu": "gloo"}[run.device],
                            verbose=False)
-watch = leave.Watch(out_dir)
+watch = leave.Watch(signals=not eval_only)
+
+# -----------------------------------------------------------------------------
+# The output folder: ours alone from here on, and the tag to go on from
+
+problems = []
+if rank == 0 and not eval_only:
+    held, problems = checkpoint.take(out_dir)
+refuse_together(problems)
+tags = checkpoint.newest_first(out_dir)  # again, as the run that held the folder until now may have saved since
+if run.tags and resume_tag == "latest":
+    run.tags = tags or run.tags
+elif tags and not run.tags and not overwrite and not eval_only:
+    refuse_together([f"{out_dir} has come to hold a run ({tags[0]}): start again, with --init_from=resume or auto"])
 passed_over, began = {}, time.time()
 if run.tags:
     run.tag, manifest, passed_over = checkpoint.first_whole(out_dir, run.tags, run.fits, resume_weights_only)
@@ -154,7 +168,7 @@ flops_per_step = model.flops_per_token(block_size) * sequences * block_size
 if run.compile:
     model.compile_parts()
 if run.config["zero_optimization"]["stage"] == 3:
-    # Gather and release a block at a time, not each of its layers (on 4 H200s at 1 x 32, 12.5 s a step became 7.1):
+    # Gather and release a block at a time, not each of its layers (on 4 H200s at 1 x 32, 12.5 s a step became 7.4):
     # what is compiled then has no hooks inside, on which dynamo fails
     deepspeed.utils.set_z3_leaf_modules(model, [Block])
 
@@ -179,22 +193,19 @@ if run.tag:
     iter_num, best_val_loss, wandb_id = state["iter_num"], state["best_val_loss"], state["wandb_id"]
 
 wandb_run, problems = None, []
-if rank == 0 and not eval_only:
-    os.makedirs(out_dir, exist_ok=True)
-    held = checkpoint.lock(out_dir)
-    if held is None:
-        problems = [f"another run is writing to {out_dir}: wait for it, or choose another --out_dir=DIR"]
-if rank == 0 and wandb_log and not problems:
+if rank == 0 and wandb_log:
     wandb_run, problems = metrics.start_wandb(settings, wandb_id)
     wandb_id = wandb_run and wandb_run.id
 refuse_together(problems)
 if rank == 0 and not eval_only:  # the output folder, now that nothing can be refused any more
+    watch.heed(os.path.join(out_dir, "STOP"))
     checkpoint.tidy(out_dir)
     for tag in passed_over:
         checkpoint.set_aside(out_dir, tag)
     if overwrite:
         for tag in checkpoint.newer_tags(out_dir, iter_num if run.tag else -1):
             checkpoint.remove(out_dir, tag)
+    checkpoint.name_latest(out_dir)
     metrics.trim_history(out_dir, iter_num if run.tag else -1)
     record = metrics.run_record(ROOT, settings, world_size, device)
     checkpoint.write_atomically(os.path.join(out_dir, "settings.json"), json.dumps(record, indent=1))
@@ -251,7 +262,10 @@ def evaluate():
 def log(record):
     """One record to history.jsonl and wandb, from rank 0."""
     if rank == 0 and not eval_only:
-        metrics.append_history(out_dir, record)
+        try:
+            metrics.append_history(out_dir, record)
+        except OSError as error:  # training is worth more than its history; a save that fails says more
+            print0(f"history.jsonl could not be written: {error.strerror}")
     if wandb_run:
         wandb_run.log(metrics.wandb_names(record), step=iter_num)
 
@@ -277,9 +291,9 @@ def look_at_saves():
     problem, saver.problem = saver.problem, None
     if problem:
         print0(f"{problem}; tags saved before stand")
-        if on_save_error == "stop" or iter_num == max_iters:
+        if on_save_error == "stop" or iter_num == max_iters or exit_code is not None:
             part()
-            refuse("stopped without it: make room and go on with --init_from=resume")
+            refuse("stopped without it: make room and start again with --init_from=auto")
 
 
 def step(batches):

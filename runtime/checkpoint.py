@@ -129,16 +129,20 @@ def newest_tag(out_dir):
     return (newest_first(out_dir) or [None])[0]
 
 
-def prune(out_dir, keep_last):
-    """Remove all but the newest keep_last iter_* tags; best and final are folders of their own and stay. Rank 0."""
+def prune(out_dir, keep_last, committed=None):
+    """Remove all but the newest keep_last iter_* tags, and never the one just committed; best and final are folders of
+    their own and stay. Rank 0."""
     for tag in [t for t in tags(out_dir) if t.startswith("iter_")][:-keep_last]:
-        remove(out_dir, tag)
+        if tag != committed:
+            remove(out_dir, tag)
 
 
 def remove(out_dir, tag):
-    """Remove one tag; its manifest goes first, so that a reader never sees half of it."""
-    os.remove(os.path.join(out_dir, tag, "manifest.json"))
-    shutil.rmtree(os.path.join(out_dir, tag))
+    """Remove one tag; its name goes first, so that a reader never sees half of it, and tidy() finds what is left."""
+    doomed = os.path.join(out_dir, tag + ".saving")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(os.path.join(out_dir, tag), doomed)
+    shutil.rmtree(doomed)
     with contextlib.suppress(FileNotFoundError):
         os.remove(cache_path(out_dir, tag))
 
@@ -155,6 +159,27 @@ def set_aside(out_dir, tag):
     os.rename(os.path.join(out_dir, tag), aside)
 
 
+def name_latest(out_dir):
+    """Let `latest` name the newest tag, for DeepSpeed's tools; without any tag there is no such file."""
+    path, newest = os.path.join(out_dir, "latest"), newest_tag(out_dir)
+    if newest:
+        write_atomically(path, newest)
+    elif os.path.exists(path):
+        os.remove(path)
+
+
+def take(out_dir):
+    """(what keeps other runs out of out_dir as long as it is held, why it cannot be had: sentences)."""
+    try:
+        os.makedirs(out_dir, exist_ok=True)
+        held = lock(out_dir)
+    except OSError as error:
+        return None, [f"out_dir={out_dir} cannot be written ({error.strerror}): choose another with --out_dir=DIR"]
+    if held is None:
+        return None, [f"another run is writing to {out_dir}: wait for it, or choose another --out_dir=DIR"]
+    return held, []
+
+
 def lock(out_dir):
     """Keep other runs out of out_dir as long as this process lives: the open file, or None if another has it."""
     file = open(os.path.join(out_dir, ".lock"), "w")  # noqa: SIM115 (closed with the process)
@@ -168,16 +193,24 @@ def lock(out_dir):
 
 
 def tidy(out_dir):
-    """Clear away what a run that was killed while saving has left; a tag that was just being replaced comes back."""
+    """Clear away what a run that was killed while saving has left; a tag that was just being replaced comes back, and
+    a folder of a tag's name without a manifest is set aside."""
     for name in sorted(os.listdir(out_dir)):  # x.old before x.saving
-        tag, kind = os.path.splitext(name)
+        tag, _, kind = name.partition(".")
         path, final = os.path.join(out_dir, name), os.path.join(out_dir, tag)
-        if not OUR_NAMES.fullmatch(tag) or kind not in (".old", ".saving") or not os.path.isdir(path):
+        if not OUR_NAMES.fullmatch(tag):
             continue  # the user's own
-        if kind == ".old" and is_whole(out_dir, name) and not os.path.exists(final):
+        if kind == "fp32.safetensors.tmp":
+            os.remove(path)
+        elif not os.path.isdir(path):
+            continue
+        elif kind == "old" and is_whole(out_dir, name) and not os.path.exists(final):
             os.rename(path, final)
-        else:
+        elif kind in ("old", "saving"):
             shutil.rmtree(path)
+        elif kind == "" and not is_whole(out_dir, name):
+            print0(f"passing over {path}: it has no manifest.json; kept as {name}.damaged")
+            set_aside(out_dir, name)
 
 
 def find_tag(out_dir, tag="latest"):
@@ -193,7 +226,7 @@ def find_tag(out_dir, tag="latest"):
             text = f.read()
         manifest = json.loads(text)
         missing = {"iter_num", "stage", "dtype", "world_size", "files", "state"} - manifest.keys()
-    except (ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{out_dir}/{tag}/manifest.json cannot be read: {error}") from None
     if missing:
         raise CheckpointError(f"{out_dir}/{tag}/manifest.json lacks {', '.join(sorted(missing))}: not one of ours")
@@ -259,10 +292,13 @@ def load(engine, out_dir, tag, manifest, fresh_manifest, weights_only=False):
         print0(f"re-sharding {out_dir}/{tag}: saved by {was}, now {now}{', weights only' if weights_only else ''}")
         put(engine, Shards(os.path.join(out_dir, tag), manifest, weights_only), weights_only)
         return
+    ours = [{key: group[key] for key in ("betas", "weight_decay")} for group in engine.optimizer.param_groups]
     with quiet():
         path, _ = engine.load_checkpoint(out_dir, tag=tag)
     if path is None:
         raise CheckpointError(f"DeepSpeed could not load {out_dir}/{tag}")
+    for group, settings in zip(engine.optimizer.param_groups, ours):
+        group.update(settings)  # DeepSpeed brings back the saved ones
 
 
 def cache_path(out_dir, tag):
@@ -329,7 +365,10 @@ def load_model(out_dir, tag="latest"):
     tag, manifest = find_tag(out_dir, tag)
     with torch.device("meta"):
         model = GPT(GPTConfig(**manifest["state"]["model"]))
-    model.load_state_dict(fp32_weights(out_dir, tag), assign=True)
+    try:
+        model.load_state_dict(fp32_weights(out_dir, tag), assign=True)
+    except OSError as error:  # a run that writes beside us has pruned or replaced it
+        raise CheckpointError(f"{out_dir}/{tag} went away while it was read ({error.strerror}): try again") from None
     model.lm_head.weight = model.transformer.wte.weight
     return model.eval(), manifest
 

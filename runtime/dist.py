@@ -79,13 +79,6 @@ def total(*values, device="cpu"):
     return sums.tolist()
 
 
-def agree(flag, device="cpu"):
-    """True where every rank says so. Whatever changes the path is decided by this."""
-    import torch
-
-    return total(bool(flag), device=device)[0] == torch.distributed.get_world_size()
-
-
 def part():
     """Leave together: without the barrier, a third of gloo's runs abort at exit."""
     import torch

@@ -19,9 +19,11 @@ close = PContext.close
 def patient_close(self, death_sig=None, timeout=30):
     """PContext.close, which ends the ranks, with more time where a signal is the reason."""
     close(self, death_sig, PATIENCE if isinstance(sys.exception(), SignalException) else timeout)
+    codes.extend(handler.proc.returncode for handler in getattr(self, "subprocess_handlers", {}).values())
 
 
 PContext.close = patient_close
+codes = []  # of the ranks that were closed
 
 
 def run(argv):
@@ -35,7 +37,7 @@ def run(argv):
             print(f"rank {rank} ended with exit code {code}: its own words are above", file=sys.stderr)
         return code
     except SignalException as error:
-        return 128 + error.sigval
+        return 2 if 2 in codes else 128 + error.sigval  # 2: told to stop, they could not save
     return 0
 
 

@@ -28,36 +28,41 @@ INTERVAL = 1.0  # seconds between two looks
 
 
 class Watch:
-    """From its making until part(), on every rank."""
+    """From its making until part(), on every rank. Without signals it only looks after the neighbours."""
 
-    def __init__(self, out_dir):
+    def __init__(self, signals=True):
         self.asked = None  # exit code to leave with, once asked to
-        self.stop_file = os.path.join(out_dir, "STOP") if dist.get_rank() == 0 else None
+        self.stop_file = None
         self.group = dist.new_group(backend="gloo")  # asking it costs the GPU nothing
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (socket.gethostname(), os.getpid()), group=self.group)
         self.peers = {rank: psutil.Process(pid) for rank, (host, pid) in enumerate(everyone)
                       if host == socket.gethostname() and pid != os.getpid()}
         self.launchers = launchers()
-        if self.stop_file and os.path.exists(self.stop_file):
-            os.remove(self.stop_file)  # meant for the run before
         self.pipe, write_end = os.pipe()
         os.set_blocking(write_end, False)
-        for number in CODES:
-            signal.signal(number, lambda *_: None)  # the pipe has it
-        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        if signals:
+            for number in CODES:
+                signal.signal(number, lambda *_: None)  # the pipe has it
+            signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         threading.Thread(target=self.look, daemon=True).start()
+
+    def heed(self, stop_file):
+        """Look for this file from now on; one that is there already was meant for the run before."""
+        if os.path.exists(stop_file):
+            os.remove(stop_file)
+        self.stop_file = stop_file
 
     def look(self):
         """The thread's whole life."""
-        last_ctrl_c = -1.0
+        first_ctrl_c = None
         while not PARTING.is_set():
             if select.select([self.pipe], [], [], INTERVAL)[0]:
                 for number in os.read(self.pipe, 64):
                     if number == signal.SIGINT:
-                        if 0 <= last_ctrl_c < time.monotonic() - 0.3:  # nearer ones are one, sent twice
+                        first_ctrl_c = first_ctrl_c or time.monotonic()
+                        if time.monotonic() > first_ctrl_c + 0.3:  # nearer ones are one, sent twice
                             os._exit(130)
-                        last_ctrl_c = time.monotonic()
                     self.ask(CODES.get(number))
             if self.stop_file and os.path.exists(self.stop_file):
                 os.remove(self.stop_file)

@@ -53,12 +53,20 @@ def append_history(out_dir, record):
         f.write(json.dumps(record) + "\n")
 
 
+def is_record(line):
+    """Whether a line of history.jsonl is whole."""
+    try:
+        return line.endswith("\n") and isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
 def trim_history(out_dir, iter_num):
     """Drop what an earlier run recorded after step iter_num, from where a new one now goes on."""
     path = os.path.join(out_dir, "history.jsonl")
     if os.path.exists(path):
         with open(path, encoding="utf-8") as f:
-            lines = [line for line in f if line.endswith("}\n") and json.loads(line).get("iter", 0) <= iter_num]
+            lines = [line for line in f if is_record(line) and json.loads(line).get("iter", 0) <= iter_num]
         with open(path + ".tmp", "w", encoding="utf-8") as f:
             f.writelines(lines)
         os.replace(path + ".tmp", path)

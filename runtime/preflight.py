@@ -69,7 +69,11 @@ def check_run(settings, root, world_size, local_world_size, start="gpt2-xl"):
         run.notes.append(f"{s['dataset']} has no meta.json: its tokens are taken for {run.meta['tokenizer']['kind']}'s")
     newest, run.init_from = newest_tag(s["out_dir"]), s["init_from"]
     if run.init_from == "auto":
-        run.init_from = "resume" if newest else start
+        run.init_from = "resume" if newest or s["resume_tag"] != "latest" else start
+    if s["init_from"] not in ("resume", "auto"):
+        unsaid = {"resume_tag": "latest", "resume_weights_only": False}
+        asked = [name for name, value in unsaid.items() if s[name] != value]
+        problems += [f"{name}={s[name]} is for going on with a run: add --init_from=resume" for name in asked]
     if run.init_from == "resume":
         attempt(check_resume, run, s)
     else:

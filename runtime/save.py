@@ -73,10 +73,14 @@ class Saver:
         problem = [None]
         if dist.get_rank() == 0:
             shutil.rmtree(work, ignore_errors=True)
-            problem = [space_problem(self.out_dir, self.expected_bytes)]
+            try:
+                os.makedirs(work)
+                problem = [space_problem(self.out_dir, self.expected_bytes)]
+            except OSError as error:
+                problem = [error.strerror]
         dist.broadcast_object_list(problem, src=0, group=self.group)
         if problem[0]:
-            self.problem = f"{self.out_dir}/{tag} could not be saved: {problem[0]}"
+            self.fail(tag, problem[0])
             return
         files = self.collect(tag + ".saving", state)
         manifest = {"format": 1, "tag": tag, **facts, "state": state}
@@ -151,8 +155,8 @@ class Saver:
             for path, content in files:
                 torch.save(content, path)
                 written[os.path.basename(path)] = describe(path, sync=True)
-        except (OSError, RuntimeError) as error:  # torch tells a full disk by a RuntimeError
-            problem = f"rank {dist.get_rank()}: {str(error).splitlines()[0]}"
+        except Exception as error:  # whatever it is, the other ranks wait to hear of it; a full disk is a RuntimeError
+            problem = f"rank {dist.get_rank()}: {(str(error) or type(error).__name__).splitlines()[0]}"
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (written, problem), group=self.group)
         problem = [next((problem for _, problem in everyone if problem), None)]
@@ -165,9 +169,13 @@ class Saver:
                 problem = [str(error)]
         dist.broadcast_object_list(problem, src=0, group=self.group)
         if problem[0]:
-            if dist.get_rank() == 0:
-                shutil.rmtree(work, ignore_errors=True)
-            self.problem = f"{self.out_dir}/{manifest['tag']} could not be saved ({problem[0]})"
+            self.fail(manifest["tag"], problem[0])
+
+    def fail(self, tag, why):
+        """Leave nothing of a tag behind, and tell."""
+        if dist.get_rank() == 0:
+            shutil.rmtree(os.path.join(self.out_dir, tag + ".saving"), ignore_errors=True)
+        self.problem = f"{self.out_dir}/{tag} could not be saved ({why})"
 
     def commit(self, work, manifest, names):
         """Rank 0: the manifest last, then the name, `latest`, best and final, and the oldest tags go."""
@@ -175,14 +183,17 @@ class Saver:
         write_atomically(os.path.join(work, "manifest.json"), sealed(manifest))
         put_in_place(work, os.path.join(self.out_dir, tag))
         write_atomically(os.path.join(self.out_dir, "latest"), tag)
-        for name in names:
-            link(self.out_dir, tag, name)
-        prune(self.out_dir, self.keep_last)
+        try:
+            for name in names:
+                link(self.out_dir, tag, name)
+            prune(self.out_dir, self.keep_last, tag)
+        except OSError as error:  # the tag stands; a start from it links these names
+            print0(f"{tag} is saved, but {' and '.join(names) or 'older tags'} could not be seen to: {error.strerror}")
 
     def tell(self, manifest, began, stood):
         """Rank 0: what the save took, and whether a tag is as large as it was reckoned to be."""
         size, seconds = sum(entry["bytes"] for entry in manifest["files"].values()), time.time() - began
-        if size > 1.05 * self.expected_bytes:
+        if size > 1.05 * self.expected_bytes + 2**20:
             print0(f"a tag takes {human(size)}, and not the {human(self.expected_bytes)} reckoned before")
         self.expected_bytes = size
         print0(f"saved {manifest['tag']} in {seconds:.1f} s: {human(size)}, {size / seconds / 1e9:.2f} GB/s; "

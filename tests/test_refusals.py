@@ -99,6 +99,8 @@ def bad(tmp_path_factory, holder, characters):
         "no out_dir": ["--out_dir="],
         "other run": ["--overwrite=False"],
         "no tag": ["--init_from=resume", "--resume_tag=iter_3"],
+        "tag of what": ["--resume_tag=iter_4"],
+        "auto's tag": ["--init_from=auto", "--resume_tag=iter_4", f"--out_dir={folder}/nothing"],
         "no run": ["--init_from=resume", f"--out_dir={folder}/nothing"],
         "model": ["--init_from=resume", "--n_embd=64"],
         "bit": damaged("bit", flip),
@@ -139,6 +141,8 @@ SENTENCES = {
     "other run": "already holds a run (iter_4): continue it with --init_from=resume, choose another --out_dir=DIR, or "
                  "give it up with --overwrite=True",
     "no tag": "holds no whole tag 'iter_3'; there are iter_2, iter_4, best, final",
+    "tag of what": "resume_tag=iter_4 is for going on with a run: add --init_from=resume",
+    "auto's tag": "nothing holds no checkpoint: name another folder with --out_dir=DIR",
     "no run": "nothing holds no checkpoint: name another folder with --out_dir=DIR",
     "model": "iter_4 holds a model with n_embd=32: the settings say otherwise",
     "bit": "optim_states.pt has changed since it was saved (its sha256 differs)",

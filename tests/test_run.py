@@ -203,6 +203,32 @@ def test_what_is_the_users_own_is_not_tidied_away(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"final", "mine.old", "iter_4b.saving", "draft.saving", "iter_5.old"}
 
 
+def test_a_tag_without_a_manifest_is_kept_beside(train, one_rank, tmp_path):
+    """Not taken for a tag, and not overwritten by the one that gets its name."""
+    out_dir = shutil.copytree(one_rank.out_dir, tmp_path / "out",
+                              ignore=shutil.ignore_patterns("best", "final", "iter_3"))
+    (out_dir / "iter_6" / "manifest.json").unlink()
+    (out_dir / "best.fp32.safetensors.tmp").write_text("cut")
+    run = done(train(*SIX, "--batch_size=4", "--init_from=auto", "--max_iters=3", out_dir=out_dir))
+    assert f"passing over {out_dir}/iter_6: it has no manifest.json; kept as iter_6.damaged" in run.stdout
+    assert (out_dir / "iter_6.damaged" / "mp_rank_00_model_states.pt").exists()
+    assert tags(out_dir) == ["iter_3", "best", "final"] and (out_dir / "latest").read_text() == "iter_3"
+    assert not (out_dir / "best.fp32.safetensors.tmp").exists()
+
+
+@pytest.mark.parametrize("change", [(), ("--deepspeed_config=ds_config_zero3.json",)])
+def test_new_betas_and_decay_are_heeded_on_a_resume(train, one_rank, tmp_path, change):
+    """The same whether the tag is loaded as it is or dealt out anew."""
+    def last_loss(*args):
+        out_dir = shutil.copytree(one_rank.out_dir, tmp_path / str(len(os.listdir(tmp_path))))
+        run = done(train(*SIX, "--batch_size=4", "--max_iters=8", "--learning_rate=1e-2", "--init_from=resume", *args,
+                         *change, out_dir=out_dir))
+        return run.losses[8]
+
+    plain, beta, decay = last_loss(), last_loss("--beta1=0.1"), last_loss("--weight_decay=20")
+    assert abs(beta - plain) > 1e-4 and abs(decay - plain) > 1e-4
+
+
 def test_a_manifest_that_cannot_be_read_is_no_traceback(train, one_rank, tmp_path):
     """Neither when a run begins in its folder, nor when it is passed by or given up."""
     out_dir = shutil.copytree(one_rank.out_dir, tmp_path / "out")

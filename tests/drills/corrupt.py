@@ -88,16 +88,17 @@ def main():
         out_dir = args.folder / "damaged"
         damaged(whole, out_dir, name, way)
         options = (*OPTIONS, f"--deepspeed_config={JSON[stage]}", "--max_iters=6", "--init_from=resume")
+        refused = True
         if (out_dir / "iter_4" / "manifest.json").exists():
             words = run(args.data, out_dir, *options, "--resume_tag=iter_4", expect=1)  # torchrun's 1
             refused = f"{out_dir}/iter_4" in words and "train_deepspeed.py\", line" not in words
         words = run(args.data, out_dir, *options)
-        told = "passing over" in words or name == "manifest.json"  # without a manifest there is no tag
+        told = "passing over" in words
         same = losses(out_dir) == losses(args.folder / f"longer-{stage}")
         print(f"stage {stage}, {name}, {way.__name__}: " + "; ".join(re.findall("passing over.*|going on.*", words)))
         if not (told and same and "going on from" in words and "iteration 2" in words):
             wrong.append([stage, name, way.__name__, told, same])
-        if (out_dir / "iter_4.damaged" / "manifest.json").exists() and not refused:
+        if not refused:
             wrong.append([stage, name, way.__name__, "not refused when named"])
     report(args, not missed and not wrong, tried=tried, noticed=tried - len(missed), missed=missed,
            resumes=args.resumes, wrong=wrong, seconds=round(time.time() - began))
