@@ -128,7 +128,7 @@ watch = leave.Watch(signals=not eval_only)
 
 problems = []
 if rank == 0 and not eval_only:
-    held, problems = checkpoint.take(out_dir)
+    held, problems = checkpoint.take(out_dir)  # held until this process ends
 refuse_together(problems)
 tags = checkpoint.newest_first(out_dir)  # again, as the run that held the folder until now may have saved since
 if run.tags and resume_tag == "latest":

@@ -107,7 +107,7 @@ def tags(out_dir):
 
 
 def is_whole(out_dir, tag):
-    """Whether a tag's manifest is there, which is written last and removed first."""
+    """Whether a tag's manifest is there, which is written last."""
     return os.path.exists(os.path.join(out_dir, tag, "manifest.json"))
 
 
@@ -129,12 +129,10 @@ def newest_tag(out_dir):
     return (newest_first(out_dir) or [None])[0]
 
 
-def prune(out_dir, keep_last, committed=None):
-    """Remove all but the newest keep_last iter_* tags, and never the one just committed; best and final are folders of
-    their own and stay. Rank 0."""
+def prune(out_dir, keep_last):
+    """Remove all but the newest keep_last iter_* tags; best and final are folders of their own and stay. Rank 0."""
     for tag in [t for t in tags(out_dir) if t.startswith("iter_")][:-keep_last]:
-        if tag != committed:
-            remove(out_dir, tag)
+        remove(out_dir, tag)
 
 
 def remove(out_dir, tag):
@@ -230,7 +228,7 @@ def find_tag(out_dir, tag="latest"):
         raise CheckpointError(f"{out_dir}/{tag}/manifest.json cannot be read: {error}") from None
     if missing:
         raise CheckpointError(f"{out_dir}/{tag}/manifest.json lacks {', '.join(sorted(missing))}: not one of ours")
-    if text != sealed(manifest):
+    if manifest.get("format") != 1 and text != sealed(manifest):  # format 1 had no seal
         raise CheckpointError(f"{out_dir}/{tag}/manifest.json has changed since it was saved (its seal differs)")
     return tag, manifest
 

@@ -101,5 +101,11 @@ def launchers():
     shell."""
     names = {"torchrun", "torch.distributed.run", "runtime.launch", "deepspeed", "deepspeed.launcher.runner",
              "deepspeed.launcher.launch"}
-    return list(itertools.takewhile(lambda parent: names & {os.path.basename(arg) for arg in parent.cmdline()},
-                                    psutil.Process().parents()))
+
+    def is_launcher(process):
+        try:
+            return names & {os.path.basename(arg) for arg in process.cmdline()}
+        except psutil.Error:  # another user's process on a machine that hides them: no launcher of ours
+            return False
+
+    return list(itertools.takewhile(is_launcher, psutil.Process().parents()))

@@ -83,14 +83,14 @@ class Saver:
             self.fail(tag, problem[0])
             return
         files = self.collect(tag + ".saving", state)
-        manifest = {"format": 1, "tag": tag, **facts, "state": state}
+        manifest = {"format": 2, "tag": tag, **facts, "state": state}
         beside = self.beside and self.reserve(sum(padded(t) for _, s in files for t in tensors(s)))
         if beside:
             place = self.placer()
             files = [(path, to_host(content, place)) for path, content in files]
             if self.engine.device.type == "cuda":
                 torch.cuda.synchronize()  # the copies are done, and training may go on
-        stood = time.time() - began
+        stood = time.time() - began if beside else None  # None: as long as the save takes
         self.thread = threading.Thread(target=self.finish, args=(files, manifest, names, began, stood), daemon=True)
         self.thread.start()
         if not beside:
@@ -186,7 +186,7 @@ class Saver:
         try:
             for name in names:
                 link(self.out_dir, tag, name)
-            prune(self.out_dir, self.keep_last, tag)
+            prune(self.out_dir, self.keep_last)
         except OSError as error:  # the tag stands; a start from it links these names
             print0(f"{tag} is saved, but {' and '.join(names) or 'older tags'} could not be seen to: {error.strerror}")
 
@@ -197,7 +197,7 @@ class Saver:
             print0(f"a tag takes {human(size)}, and not the {human(self.expected_bytes)} reckoned before")
         self.expected_bytes = size
         print0(f"saved {manifest['tag']} in {seconds:.1f} s: {human(size)}, {size / seconds / 1e9:.2f} GB/s; "
-               f"training stood still for {stood if self.beside else seconds:.2f} s")
+               f"training stood still for {seconds if stood is None else stood:.2f} s")
 
 
 def name_stage(optimizer):

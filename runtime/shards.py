@@ -5,15 +5,15 @@ How DeepSpeed 0.19.8 lays them out: stages 1 and 2 string a group's parameters t
 pieces as there are ranks; stage 3 cuts each parameter into equal pieces, the last one padded; stage 0 cuts nothing.
 """
 
+import importlib
 import math
 import os
 import time
 
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
+from runtime.checkpoint import SAFE_GLOBALS
 from runtime.dist import print0
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -22,7 +22,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def mapped(path):
     """A .pt file's content, its tensors mapped and not loaded; only tensors, plain containers and DeepSpeed's few
     classes are made, whatever the file names."""
-    with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
+    places = [name.rpartition(".") for name in SAFE_GLOBALS]
+    with torch.serialization.safe_globals([getattr(importlib.import_module(file), name) for file, _, name in places]):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 

@@ -1,6 +1,7 @@
 """Tags: their size, what DeepSpeed's tools and ours read from them, saving that waits, weights alone."""
 
 import argparse
+import json
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import torch
 from conftest import EIGHT, ROOT, done, stage
 
 from runtime import memory
-from runtime.checkpoint import find_tag, fp32_weights, load_model
+from runtime.checkpoint import CheckpointError, find_tag, fp32_weights, load_model
 from runtime.save import tag_bytes
 from runtime.shards import MOMENTS, Shards
 
@@ -45,6 +46,19 @@ def test_memory_in_a_container(monkeypatch, tmp_path):
     assert memory.available() == 550_000
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.available() > 10**8
+
+
+def test_a_tag_from_before_manifests_were_sealed_is_read(whole, tmp_path):
+    out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out")
+    _, manifest = find_tag(out_dir, "iter_8")
+    file = out_dir / "iter_8" / "manifest.json"
+    old = {key: value for key, value in {**manifest, "format": 1}.items() if key != "seal"}
+    file.unlink()
+    file.write_text(json.dumps(old, indent=1))
+    assert find_tag(out_dir, "iter_8")[1] == old
+    file.write_text(json.dumps({**old, "format": 2}, indent=1))
+    with pytest.raises(CheckpointError, match="its seal differs"):
+        find_tag(out_dir, "iter_8")
 
 
 @pytest.fixture(scope="module")
