@@ -66,3 +66,20 @@ def test_every_run_names_its_command_commit_and_hardware():
         run = json.loads(file.read_text(encoding="utf-8"))
         assert re.fullmatch(r"[0-9a-f]{7,40}", run["commit"]) and run["hardware"], file
         assert "command" in run or "what" in run, file
+
+
+def test_the_tables_of_checkpoints_and_precisions_are_what_was_measured():
+    text = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+    for run in run_of("x4_checkpoints")["runs"].values():
+        saves = [", ".join(str(save[key]) for save in run["saves"]) for key in ("s", "gb_per_s", "stood_still_s")]
+        times = [", ".join(map(str, run[key])) or "-" for key in ("checked_s", "loaded_s")]
+        assert f"| {' | '.join([*saves, *times])} | {run['exit_code']} |" in text
+    for name in ("bf16", "bf16_recomputed", "fp16"):
+        s = run_of(f"x1_small_{name}")["summary"]
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| `x1_small_{name}`")]
+        assert row.endswith(f"| {s['ms']} | {s['peak_gb']} | {s['first_loss']:.4f}, {s['last_loss']:.4f} |")
+    for name in ("cpu_kill", "cpu_kill_20"):
+        kill = json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
+        (row,) = [line for line in text.splitlines() if f"`results/{name}.json`" in line]
+        assert kill["passed"] and f"{kill['kills_inside_a_save']} " in row
+        assert f"{kill['kills']} survived: {kill['iterations']:,} losses equal" in row
