@@ -8,6 +8,8 @@ from subprocess import run
 import pytest
 from conftest import ROOT
 
+NO_RIGHT = 77  # diskfull.py ends with it before it has started anything
+
 
 @pytest.mark.parametrize("drill, options, figures", [
     ("kill", ["--kills=3", "--seed=5"], {"kills": 3, "losses_equal": True, "went_back": []}),
@@ -22,8 +24,9 @@ def test_drill(drill, options, figures, tmp_path):
     script, out = ROOT / "tests" / "drills" / f"{drill}.py", tmp_path / "report.json"
     done = run([sys.executable, script, *options, f"--folder={tmp_path}/drill", f"--json={out}"], capture_output=True,
                text=True, timeout=300, env={k: v for k, v in os.environ.items() if k != "DRILL_INSIDE"})
-    if drill == "diskfull" and ("unshare" in done.stderr or "mount" in done.stderr):
-        pytest.skip("no right to mount a small file system here: " + done.stderr.splitlines()[-1])
+    if drill == "diskfull" and done.returncode == NO_RIGHT:
+        # A file system that fills up has to be mounted, which some containers forbid to everyone; nothing of ours ran.
+        pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads(out.read_text())
     assert report["passed"] and {key: report[key] for key in figures} == figures

@@ -8,11 +8,14 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import CHARS, EIGHT, ROOT, done, launch, read_history, stage
+from conftest import CHARS, EIGHT, ROOT, SMALL, command_line, done, launch, read_history, stage
 
 from model import GPT, GPTConfig
 from runtime.checkpoint import cache_path, damages, describe, find_tag, fp32_weights, prune, sealed, tags, tidy
@@ -262,6 +265,24 @@ def test_eval_only_gives_the_saved_losses_and_leaves_the_run_alone(train, one_ra
     train_loss, val_loss = one_rank.evals[3]
     assert f"step 3: train loss {train_loss:.4f}, val loss {val_loss:.4f} " in run.stdout
     assert {p: p.read_bytes() for p in out_dir.rglob("*") if p.is_file()} == before
+
+
+def test_ctrl_c_twice_ends_a_run_at_once(characters, tmp_path):
+    """In the middle of a step that would take minutes, which one Ctrl-C leaves to finish."""
+    args = (*SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", "--gradient_accumulation_steps=100000")
+    with subprocess.Popen(command_line(ROOT / "train_deepspeed.py", *args, launcher="python"), cwd=ROOT, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as job:
+        try:
+            assert any(line.startswith("step 0:") for line in job.stdout)
+            time.sleep(1)
+            job.send_signal(signal.SIGINT)
+            with pytest.raises(subprocess.TimeoutExpired):
+                job.wait(timeout=2)
+            job.send_signal(signal.SIGINT)
+            assert job.wait(timeout=5) == 130
+        finally:
+            job.kill()
+    assert tags(tmp_path / "out") == []
 
 
 # Weights

@@ -14,11 +14,11 @@ import shutil
 import time
 
 from common import arguments, losses, report, run
+from conftest import STAGES
 
 from runtime.checkpoint import CheckpointError, damages, find_tag, fp32_weights
 
 OPTIONS = ("--max_iters=4", "--lr_decay_iters=6", "--eval_interval=2", "--n_layer=1")
-JSON = {2: "ds_config_zero2.json", 3: "ds_config_zero3.json", 0: "config/ds/zero0.json"}
 
 
 def cut(path, _):
@@ -72,7 +72,8 @@ def main():
     args = arguments(__doc__, resumes=6)
     began, tried, missed, wrong = time.time(), 0, [], []
     cases = []
-    for stage, json_file in JSON.items():
+    for stage in (2, 3, 0):
+        json_file = STAGES[stage]
         whole = args.folder / f"stage-{stage}"
         run(args.data, whole, *OPTIONS, f"--deepspeed_config={json_file}")
         run(args.data, args.folder / f"longer-{stage}", *OPTIONS, f"--deepspeed_config={json_file}", "--max_iters=6")
@@ -87,7 +88,7 @@ def main():
     for stage, whole, name, way in random.sample(cases, args.resumes):
         out_dir = args.folder / "damaged"
         damaged(whole, out_dir, name, way)
-        options = (*OPTIONS, f"--deepspeed_config={JSON[stage]}", "--max_iters=6", "--init_from=resume")
+        options = (*OPTIONS, f"--deepspeed_config={STAGES[stage]}", "--max_iters=6", "--init_from=resume")
         refused = True
         if (out_dir / "iter_4" / "manifest.json").exists():
             words = run(args.data, out_dir, *options, "--resume_tag=iter_4", expect=1)  # torchrun's 1

@@ -45,6 +45,11 @@ def main():
     args = arguments(__doc__)
     if INSIDE not in os.environ:  # once more, in a mount namespace
         command = ["unshare", "--mount", *(["--map-root-user", "--user"] if os.getuid() else [])]
+        mount = ["mount", "-t", "tmpfs", "none", str(args.folder)]  # seen by nobody, and gone at once
+        trial = subprocess.run([*command, *mount], capture_output=True, text=True)
+        if trial.returncode:
+            print(f"no right to mount a file system of its own here: {trial.stderr.strip()}", file=sys.stderr)
+            raise SystemExit(77)
         command += [sys.executable, *sys.argv, "--folder", str(args.folder)]
         done = subprocess.run(command, env={**os.environ, INSIDE: "1"})
         raise SystemExit(done.returncode)

@@ -11,8 +11,8 @@ import shutil
 import time
 
 from common import arguments, losses, report, run
+from conftest import STAGES
 
-STAGES = {0: "config/ds/zero0.json", 1: "config/ds/zero1.json", 2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
 WAYS = list(itertools.product((1, 2, 4), (0, 1, 2, 3)))  # ranks, stage
 FIRST = ((2, 2), (1, 2)), ((2, 2), (4, 2)), ((2, 2), (2, 3)), ((2, 3), (4, 2)), ((4, 3), (1, 3)), ((2, 1), (1, 3))
 

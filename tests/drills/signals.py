@@ -80,7 +80,7 @@ def trial(args, launcher, what, number):
     else:
         good = saved == told(log) >= before and job.returncode in CODES[launcher][what]
     result["passed"] = good and gone and not left
-    for process in [p for p in naming(str(out_dir))]:
+    for process in naming(str(out_dir)):
         process.kill()
     if result["passed"] and saved > 0 and number == 0:
         run(args.data, out_dir, *OPTIONS, "--init_from=resume", f"--max_iters={saved + 5}", "--eval_interval=40",
