@@ -28,6 +28,7 @@ eval_interval = 5  # iterations between evaluations; each also saves a tag
 log_interval = 1  # iterations between lines on the console
 eval_iters = 20  # batches of batch_size sequences in an evaluation, over all ranks together
 eval_only = False  # evaluate once and stop
+patience: int | None = None  # evaluations without a better validation loss after which the run ends; None: never
 always_save_checkpoint = True  # False: save a tag only when the validation loss has improved
 keep_last = 3  # iter_* tags kept; best and final stay whatever this says
 async_save = True  # write tags beside training; False: training waits
@@ -74,6 +75,7 @@ device: Literal["auto", "cuda", "cpu"] = "auto"
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: by the card; float32 on CPU
 backend: Literal["auto", "nccl", "gloo"] = "auto"
 compile: bool | Literal["auto"] = "auto"  # auto: on CUDA, if there is the C compiler that Triton needs
+deterministic = False  # the same losses to the last bit in every run on the same GPUs; slower
 deepspeed_config = "ds_config_zero2.json"  # owns ZeRO, offload and buckets
 
 settings = configurator.from_command_line(globals())
@@ -117,6 +119,9 @@ device = torch.device(run.device, local_rank) if run.device == "cuda" else torch
 if run.device == "cuda":
     torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")  # TF32 where a product is still in float32
+if deterministic:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled at start, on CPU
 deepspeed.utils.logger.setLevel("WARNING")
 deepspeed.init_distributed(dist_backend=backend if backend != "auto" else {"cuda": "nccl", "cpu": "gloo"}[run.device],
@@ -184,13 +189,14 @@ print0(f"DeepSpeed uses {ds_config.compare(engine, run.config, run.dtype)}")
 
 facts = {"world_size": world_size, "stage": run.config["zero_optimization"]["stage"], "dtype": run.dtype,
          "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__}}  # of a tag, in its manifest
-iter_num, best_val_loss, wandb_id = 0, math.inf, None
+iter_num, best_val_loss, stale, wandb_id = 0, math.inf, 0, None  # stale: evaluations since the best
 if run.tag:
     state, began = manifest["state"], time.time()
     checkpoint.load(engine, out_dir, run.tag, manifest, facts, resume_weights_only)
     torch.distributed.barrier()
     print0(f"loaded in {time.time() - began:.1f} s")
     iter_num, best_val_loss, wandb_id = state["iter_num"], state["best_val_loss"], state["wandb_id"]
+    stale = state.get("stale", 0)
 
 wandb_run, problems = None, []
 if rank == 0 and wandb_log:
@@ -270,17 +276,22 @@ def log(record):
         wandb_run.log(metrics.wandb_names(record), step=iter_num)
 
 
+def finished():
+    """Whether all iterations are made, or patience has run out."""
+    return iter_num >= max_iters or (patience is not None and stale >= patience)
+
+
 def names_of(improved):
     """The names that this iteration's tag bears beside its own."""
-    return ["best"] * improved + ["final"] * (iter_num == max_iters)
+    return ["best"] * improved + ["final"] * finished()
 
 
 def save(improved):
     """Begin to save this iteration's tag; best follows the validation loss."""
     tag = f"iter_{iter_num}"
     print0(f"saving checkpoint to {out_dir}/{tag}")
-    state = {"iter_num": iter_num, "best_val_loss": best_val_loss, "improved": improved, "wandb_id": wandb_id,
-             "settings": settings, "model": vars(run.model),
+    state = {"iter_num": iter_num, "best_val_loss": best_val_loss, "stale": stale, "improved": improved,
+             "wandb_id": wandb_id, "settings": settings, "model": vars(run.model),
              "data": {k: run.meta[k] for k in ("tokenizer", "vocab_size")}}
     saver.save(tag, {"iter_num": iter_num, **facts}, state, names_of(improved))
 
@@ -291,7 +302,7 @@ def look_at_saves():
     problem, saver.problem = saver.problem, None
     if problem:
         print0(f"{problem}; tags saved before stand")
-        if on_save_error == "stop" or iter_num == max_iters or exit_code is not None:
+        if on_save_error == "stop" or finished() or exit_code is not None:
             part()
             refuse("stopped without it: make room and start again with --init_from=auto")
 
@@ -322,7 +333,7 @@ def step(batches):
 if rank == 0 and run.tag and run.tag.startswith("iter_") and not eval_only:
     for name in names_of(state["improved"]):  # a run that was killed right after a save has not come to it
         checkpoint.link(out_dir, run.tag, name)
-saver = Saver(engine, out_dir, keep_last, run.tag_bytes, async_save)
+saver = Saver(engine, out_dir, keep_last, run.tag_bytes, async_save and not eval_only)
 if iter_num == 0 or eval_only:
     evaluate()
 elif iter_num >= max_iters:
@@ -332,7 +343,7 @@ peak = metrics.peak_flops(device)
 engine.train()
 first_iter, exit_code = iter_num, None
 t0, since = time.time(), iter_num
-while iter_num < max_iters and not eval_only and exit_code is None:
+while not finished() and not eval_only and exit_code is None:
     loss, waited = step(batches)
     iter_num += 1
 
@@ -357,8 +368,8 @@ while iter_num < max_iters and not eval_only and exit_code is None:
     if iter_num % eval_interval == 0 or iter_num == max_iters:
         val_loss = evaluate()
         improved = val_loss < best_val_loss
-        best_val_loss = min(val_loss, best_val_loss)
-        if improved or always_save_checkpoint or iter_num == max_iters:
+        best_val_loss, stale = min(val_loss, best_val_loss), 0 if improved else stale + 1
+        if improved or always_save_checkpoint or finished():
             save(improved)
             saved = True
         t0, since = time.time(), iter_num
@@ -366,14 +377,17 @@ while iter_num < max_iters and not eval_only and exit_code is None:
     exit_code, failed = watch.together(saver.problem)  # all ranks take the same way
     if failed:
         look_at_saves()
-    if exit_code is not None and iter_num < max_iters:
+    if exit_code is not None and not finished():
         print0(f"asked to leave ({leave.WHY[exit_code]}) after iteration {iter_num}")
         if not saved:
             save(False)
 
 look_at_saves()
+if stale and finished() and iter_num < max_iters:
+    print0(f"no better validation loss in {stale} evaluations: stopped early at iteration {iter_num}; "
+           "a larger --patience goes on")
 if wandb_run:
     wandb_run.finish()
 part()
-if exit_code and iter_num < max_iters:
+if exit_code and not finished():
     raise SystemExit(exit_code)

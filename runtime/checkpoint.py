@@ -327,18 +327,22 @@ def fp32_weights(out_dir, tag):
 
 
 def read_cache(cache, seal):
-    """The weights in a cache file that was made of the tag whose manifest has this hash; None if there is none."""
+    """The weights in a cache file that was made of the tag whose manifest has this hash and has not changed since;
+    None if there is none."""
     from safetensors import safe_open
 
     with contextlib.suppress(Exception), safe_open(cache, framework="pt") as f:  # a bad cache is made anew
-        if (f.metadata() or {}).get("manifest") == seal:
+        with open(cache, "rb") as raw:
+            raw.seek(8 + int.from_bytes(raw.read(8), "little"))
+            sha256 = hashlib.file_digest(raw, "sha256").hexdigest()
+        if f.metadata() == {"manifest": seal, "sha256": sha256}:
             return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (no mapping)
 
 
 def write_cache(cache, shards, seal):
     """Write fp32 weights as safetensors, a parameter at a time: the library's own writer wants them all in memory.
     The form (huggingface.co/docs/safetensors): the header's length in 8 bytes, the header in JSON, the tensors."""
-    header, end = {"__metadata__": {"manifest": seal}}, 0
+    header, end, sha256 = {"__metadata__": {"manifest": seal, "sha256": "0" * 64}}, 0, hashlib.sha256()
     for name, shape in shards.shapes.items():
         start, end = end, end + 4 * shape.numel()
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
@@ -348,7 +352,11 @@ def write_cache(cache, shards, seal):
         with open(cache + ".tmp", "wb") as f:
             f.write(len(text).to_bytes(8, "little") + text)
             for name in shards.shapes:
-                f.write(shards.get(name).contiguous().view(-1).numpy().data)
+                content = shards.get(name).contiguous().view(-1).numpy().data
+                sha256.update(content)
+                f.write(content)
+            f.seek(8 + text.index(b"0" * 64))
+            f.write(sha256.hexdigest().encode())
         os.replace(cache + ".tmp", cache)
     finally:
         with contextlib.suppress(FileNotFoundError):

@@ -31,8 +31,8 @@ def check_run(settings, root, world_size, local_world_size, start="gpt2-xl"):
             problems.append(str(error))
 
     for name in ("batch_size", "gradient_accumulation_steps", "block_size", "eval_interval", "eval_iters",
-                 "log_interval", "keep_last"):
-        if s[name] < 1:
+                 "log_interval", "keep_last", "patience"):
+        if s[name] is not None and s[name] < 1:
             problems.append(f"{name}={s[name]} must be at least 1")
     for name in ("max_iters", "warmup_iters", "learning_rate", "grad_clip", "weight_decay"):
         if s[name] < 0:

@@ -63,6 +63,20 @@ class Saver:
         self.group = dist.new_group(backend="gloo")
         self.staging = np.empty(0, np.uint8)
         self.thread, self.problem = None, None  # problem: why the last save failed; the same sentence on all ranks
+        if beside:  # pinning GPT-2 XL's share takes seconds: beside the first steps, so that no save waits for it
+            self.thread = threading.Thread(target=self.reserve, args=(self.share(),), daemon=True)
+            self.thread.start()
+
+    def share(self):
+        """The bytes of this rank's part of a tag, reckoned a little high, before the optimizer has any state."""
+        stage, first = self.engine.zero_optimization_stage(), dist.get_rank() == 0
+        if stage == 0:
+            return int(1.02 * self.expected_bytes) * first
+        params = self.engine.parameters()
+        if stage == 3:
+            return int(1.02 * self.expected_bytes / dist.get_world_size()) + 2**20
+        weights = sum(padded(p) for p in params)
+        return int(1.02 * (self.expected_bytes - weights) / dist.get_world_size()) + weights * first + 2**20
 
     def save(self, tag, facts, state, names):
         """Begin to save out_dir/tag; best and final among `names` come to hold the same files. Waits for the save
@@ -84,7 +98,11 @@ class Saver:
             return
         files = self.collect(tag + ".saving", state)
         manifest = {"format": 2, "tag": tag, **facts, "state": state}
-        beside = self.beside and self.reserve(sum(padded(t) for _, s in files for t in tensors(s)))
+        size = sum(padded(t) for _, s in files for t in tensors(s))
+        beside = self.beside and self.reserve(size)
+        if self.beside and not beside:
+            print0(f"host memory is short of the {human(size)} a rank that saving beside training takes: "
+                   "training waits for this save")
         if beside:
             place = self.placer()
             files = [(path, to_host(content, place)) for path, content in files]
@@ -121,12 +139,13 @@ class Saver:
         self.staging = np.empty(0, np.uint8)
         # by how much the others on this machine take at the same time; a tenth more stays free
         if size * 1.1 * local_world_size() > memory.available():
-            print0(f"host memory is short of the {human(size)} a rank that saving beside training takes: "
-                   "training waits for this save")
             return False
-        self.staging = np.empty(size, np.uint8)
+        staging = np.empty(size, np.uint8)
         if self.engine.device.type == "cuda":
-            torch.cuda.cudart().cudaHostRegister(self.staging.ctypes.data, size, 0)  # unpinned if it fails: slower
+            staging[::4096] = 0  # the pages are there before CUDA holds its lock to pin them
+            with torch.cuda.device(self.engine.device):  # a new thread begins on the first GPU
+                torch.cuda.cudart().cudaHostRegister(staging.ctypes.data, size, 0)  # unpinned if it fails: slower
+        self.staging = staging
         return True
 
     def placer(self):

@@ -146,6 +146,44 @@ def test_going_back_to_an_earlier_tag(train, whole, tmp_path, n):
     assert manifest(out_dir, "final")["iter_num"] == 6 and "iter_4" not in tags(out_dir)
 
 
+def test_patience_goes_on_over_a_resume(train):
+    """Without learning the first evaluation is the best: after 2 more the run ends, in however many parts."""
+    args = ("--learning_rate=0", "--decay_lr=False", "--patience=2", "--n_layer=1")
+    first = done(train(*args, "--max_iters=4"))
+    assert "stopped early" not in first.stdout and manifest(first.out_dir, "best")["iter_num"] == 2
+    second = done(train(*args, "--max_iters=20", "--init_from=auto", out_dir=first.out_dir))
+    words = "no better validation loss in 2 evaluations: stopped early at iteration 6"
+    assert words in second.stdout and list(second.losses) == [1, 2, 3, 4, 5, 6]
+    assert manifest(first.out_dir, "final")["iter_num"] == 6 and manifest(first.out_dir, "best")["iter_num"] == 2
+    third = done(train(*args, "--max_iters=20", "--init_from=auto", out_dir=first.out_dir))
+    assert words in third.stdout and "iter 7:" not in third.stdout
+    fourth = done(train(*args, "--max_iters=20", "--patience=3", "--init_from=auto", out_dir=first.out_dir))
+    assert list(fourth.losses) == [1, 2, 3, 4, 5, 6, 7, 8] and manifest(first.out_dir, "final")["iter_num"] == 8
+
+
+def test_a_start_that_overlaps_the_run_before_goes_on_from_its_last_tag(characters, whole, tmp_path):
+    """While the second start looked at its settings the first one saved iteration 4, or its first tag, and ended."""
+    args = (*SMALL, *EIGHT, stage(2), f"--dataset={characters}", "--init_from=auto", "--max_iters=6")
+    before = shutil.copytree(whole(2).out_dir, tmp_path / "before",
+                             ignore=shutil.ignore_patterns("iter_4", "iter_6", "iter_8", "best", "final"))
+    for out_dir, words, code in ((before, "going on from {}/iter_4", 0),
+                                 (tmp_path / "empty", "{} has come to hold a run (iter_4)", 2)):
+        script = tmp_path / "overlapping.py"
+        script.write_text(f"""import runpy, shutil, sys
+sys.path.insert(0, {str(ROOT)!r})
+from runtime import checkpoint
+take = checkpoint.take
+def take_later(out_dir):
+    shutil.copytree({str(whole(2).out_dir / "iter_4")!r}, {str(out_dir / "iter_4")!r})
+    return take(out_dir)
+checkpoint.take = take_later
+runpy.run_path({str(ROOT / "train_deepspeed.py")!r}, run_name="__main__")
+""")
+        run = launch(script, *args, f"--out_dir={out_dir}", launcher="python")
+        assert run.returncode == code and words.format(out_dir) in run.stdout + run.stderr, run.stdout + run.stderr
+        assert "iter_4" in tags(out_dir)
+
+
 def test_evaluations_updates_and_saves_happen_once(whole):
     run = whole(2)
     assert re.findall(r"^step (\d+): train loss \d\.\d{4}, val loss \d\.\d{4} ", run.stdout, re.M) == list("02468")
@@ -339,6 +377,13 @@ def test_the_cache_follows_its_tag(whole, tmp_path):
     shutil.copytree(out_dir / "iter_4", out_dir / "iter_8")
     assert torch.equal(fp32_weights(out_dir, "iter_8")["lm_head.weight"], at_4["lm_head.weight"])
     (out_dir / "iter_8.fp32.safetensors").write_bytes(b"half a file")
+    assert torch.equal(fp32_weights(out_dir, "iter_8")["lm_head.weight"], at_4["lm_head.weight"])
+    content = bytearray((out_dir / "iter_8.fp32.safetensors").read_bytes())
+    content[-6] ^= 64  # a bit of the last weight's exponent
+    (out_dir / "iter_8.fp32.safetensors").unlink()  # mapped by the tensors above
+    (out_dir / "iter_8.fp32.safetensors").write_bytes(content)
+    again = fp32_weights(out_dir, "iter_8")
+    assert all(torch.equal(again[name], at_4[name]) for name in at_4)
     assert torch.equal(fp32_weights(out_dir, "iter_8")["lm_head.weight"], at_4["lm_head.weight"])
 
 

@@ -72,6 +72,9 @@ def main():
         assert wait_for(lambda: (out_dir / "best").exists(), 120)
         for process in ranks:
             process.suspend()
+        if not leave:  # and none in the last page of the history either
+            with open(out_dir / "history.jsonl", "a") as history:
+                history.write(" " * (-history.tell() % 4096 - 1) + "\n")
         fill(disk, leave)
         for process in ranks:
             process.resume()
@@ -91,6 +94,8 @@ def main():
     case("full in the middle of a save", tag_size + 4096, slow, expect=1, kept="iter_2", words="iostream error")
     case("going on without", tag_size // 2, slow, "--on_save_error=continue", expect=1, kept="iter_2",
          words="tags saved before stand")
+    case("not a byte left, for the history either", 0, slow, "--on_save_error=continue", expect=1, kept="iter_2",
+         words="history.jsonl could not be written")
     report(args, all(f["passed"] for f in found.values()), cases=found, seconds=round(time.time() - began))
 
 
