@@ -98,7 +98,7 @@ class Saver:
             return
         files = self.collect(tag + ".saving", state)
         manifest = {"format": 2, "tag": tag, **facts, "state": state}
-        size = sum(padded(t) for _, s in files for t in tensors(s))
+        size = sum({identity(t): padded(t) for _, content in files for t in tensors(content)}.values())
         beside = self.beside and self.reserve(size)
         if self.beside and not beside:
             print0(f"host memory is short of the {human(size)} a rank that saving beside training takes: "
@@ -154,7 +154,7 @@ class Saver:
 
         def place(tensor):
             nonlocal filled
-            key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+            key = identity(tensor)
             if not tensor.numel():
                 return torch.empty_like(tensor, device="cpu")
             if key not in seen:  # tied weights stay one
@@ -225,6 +225,11 @@ def name_stage(optimizer):
     if type(optimizer).__name__ == "BF16_Optimizer" and "state_dict" not in vars(optimizer):
         incomplete = optimizer.state_dict
         optimizer.state_dict = lambda: {**incomplete(), "zero_stage": 1}
+
+
+def identity(tensor):
+    """What two names of the same values, as tied weights have, share."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def padded(tensor):
