@@ -72,11 +72,12 @@ class Saver:
         stage, first = self.engine.zero_optimization_stage(), dist.get_rank() == 0
         if stage == 0:
             return int(1.02 * self.expected_bytes) * first
-        params = self.engine.parameters()
+        params = list(self.engine.parameters())
+        rounding = 3 * LINE * len(params)
         if stage == 3:
-            return int(1.02 * self.expected_bytes / dist.get_world_size()) + 2**20
+            return int(1.02 * self.expected_bytes / dist.get_world_size()) + rounding
         weights = sum(padded(p) for p in params)
-        return int(1.02 * (self.expected_bytes - weights) / dist.get_world_size()) + weights * first + 2**20
+        return int(1.02 * (self.expected_bytes - weights) / dist.get_world_size()) + weights * first + rounding
 
     def save(self, tag, facts, state, names):
         """Begin to save out_dir/tag; best and final among `names` come to hold the same files. Waits for the save

@@ -2,13 +2,14 @@
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import EIGHT, ROOT, done, stage
+from conftest import EIGHT, ROOT, SMALL, done, launch, stage
 
 from runtime import memory
 from runtime.checkpoint import CheckpointError, find_tag, fp32_weights, load_model
@@ -93,6 +94,29 @@ def test_a_save_that_training_waits_for_is_the_same(train, whole):
     manifests = [find_tag(out_dir, "iter_4")[1] for out_dir in (run.out_dir, whole(2).out_dir)]
     assert [m[key] for key in keys for m in manifests] == [2, 2, 2, 2, "float32", "float32", 4, 4]
     assert set(manifests[0]["files"]) == set(manifests[1]["files"])
+
+
+@pytest.mark.parametrize("n, ranks", [(2, 2), (3, 1), (0, 1)])
+def test_the_memory_for_a_save_is_reserved_before_it(characters, tmp_path, n, ranks):
+    """At the first save the staging buffer, reckoned before there was any optimizer state, is large enough, and less
+    than a fifth larger than it has to be."""
+    script = tmp_path / "watched.py"
+    script.write_text(f"""import runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+from runtime.save import Saver
+reserve = Saver.reserve
+def told(self, size):
+    print("reserve", len(self.staging), size, flush=True)
+    return reserve(self, size)
+Saver.reserve = told
+runpy.run_path({str(ROOT / "train_deepspeed.py")!r}, run_name="__main__")
+""")
+    run = launch(script, *SMALL, stage(n), "--n_embd=64", "--max_iters=1", f"--dataset={characters}",
+                 f"--out_dir={tmp_path}/out", ranks=ranks, launcher="torchrun")
+    asked = [tuple(map(int, pair)) for pair in re.findall(r"reserve (\d+) (\d+)", run.stdout)]
+    assert run.returncode == 0 and len(asked) == 2 * ranks, run.stdout + run.stderr
+    needed = {have: size for have, size in asked if have}
+    assert len(needed) == ranks and all(size <= have < 1.2 * size for have, size in needed.items()), asked
 
 
 @pytest.mark.parametrize("n", [0, 2, 3])

@@ -83,10 +83,11 @@ def trial(args, launcher, what, number):
     for process in naming(str(out_dir)):
         process.kill()
     if result["passed"] and saved > 0 and number == 0:
-        run(args.data, out_dir, *OPTIONS, "--init_from=resume", f"--max_iters={saved + 5}", "--eval_interval=40",
-            ranks=1 if launcher == "python" else 2, log=args.folder / "resumed.log")
-        run(args.data, args.folder / "whole", *OPTIONS, f"--max_iters={saved + 5}", "--overwrite=True",
-            ranks=1 if launcher == "python" else 2)
+        how = {"ranks": 1 if launcher == "python" else 2,
+               "config": ["config/shakespeare_char_cpu.py"] if launcher == "run_deepspeed_xl.sh" else []}  # its own
+        options = (*OPTIONS, "--log_interval=1", f"--max_iters={saved + 5}")
+        run(args.data, out_dir, *options, "--init_from=resume", log=args.folder / "resumed.log", **how)
+        run(args.data, args.folder / "whole", *options, "--overwrite=True", **how)
         got, expected = (losses(folder)[0] for folder in (out_dir, args.folder / "whole"))
         result["losses_equal"] = got == {it: loss for it, loss in expected.items() if it in got} and len(got) > saved
         result["passed"] &= result["losses_equal"]
