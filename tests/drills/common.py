@@ -33,10 +33,11 @@ def arguments(doc, **defaults):
     return args
 
 
-def start(data, out_dir, *options, ranks=2, launcher="torchrun", script=ROOT / "train_deepspeed.py", log=None, config=()):
-    """A training run on a config file perhaps, SMALL and these options, in a session of its own -> subprocess.Popen; its words go to log."""
+def start(data, out_dir, *options, ranks=2, launcher="torchrun", log=None, config=()):
+    """A training run on a config file perhaps, SMALL and these options, in its own session -> subprocess.Popen; its
+    words go to log."""
     options = (*config, *SMALL, f"--dataset={data}", f"--out_dir={out_dir}", *options)
-    command = command_line(script, *options, ranks=ranks, launcher=launcher)
+    command = command_line(ROOT / "train_deepspeed.py", *options, ranks=ranks, launcher=launcher)
     with open(log or f"{out_dir}.log", "w") as words:
         return subprocess.Popen(command, stdout=words, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
 
