@@ -26,7 +26,7 @@ import configurator
 out_dir = "out-shakespeare-xl-deepspeed"
 eval_interval = 5  # iterations between evaluations; each also saves a tag
 log_interval = 1  # iterations between lines on the console
-eval_iters = 20  # batches of batch_size sequences in an evaluation, over all ranks together
+eval_iters = 20  # times batch_size sequences in an evaluation, over all ranks together
 eval_only = False  # evaluate once and stop
 patience: int | None = None  # evaluations without a better validation loss after which the run ends; None: never
 always_save_checkpoint = True  # False: save a tag only when the validation loss has improved
@@ -48,7 +48,8 @@ wandb_run_name = "gpt2-xl"
 # Data
 dataset = "shakespeare"  # a folder below data/, or a path
 gradient_accumulation_steps = 32  # micro-steps a GPU and iteration, as DeepSpeed counts (nanoGPT: all GPUs together)
-batch_size = 1  # sequences in a micro-step of one GPU
+batch_size: int | Literal["auto"] = 1  # sequences in a micro-step of one GPU; auto: the most that fit, with
+# accumulation such that a step has as many sequences as without auto
 block_size = 1024  # tokens in a sequence
 # Model; None: what the weights say, or from scratch 12, 12, 768, True
 n_layer: int | None = None
@@ -79,7 +80,7 @@ deterministic = False  # the same losses to the last bit in every run on the sam
 deepspeed_config = "ds_config_zero2.json"  # owns ZeRO, offload and buckets
 
 settings = configurator.from_command_line(globals())
-start = configurator.from_command_line(globals(), passed_over=[("init_from", "auto")])["init_from"]
+asked = configurator.from_command_line(globals(), passed_over=[("init_from", "auto"), ("batch_size", "auto")])
 globals().update(settings)
 
 # -----------------------------------------------------------------------------
@@ -105,9 +106,11 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 rank, local_rank, world_size, local_world_size = environment(dry_run)
 if not torch.cuda.is_available() or device == "cpu":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-run, problems = check_run(settings, ROOT, world_size, local_world_size, start)
+run, problems = check_run(settings, ROOT, world_size, local_world_size, asked)
 if problems:
     refuse("\n".join(problems))
+settings.update(batch_size=run.batch_size, gradient_accumulation_steps=run.accumulation)
+globals().update(settings)
 print0(describe_run(run, settings, world_size))
 if dry_run:
     raise SystemExit(0)
@@ -242,7 +245,7 @@ def estimate_loss():
     result = {}
     for split in ("train", "val"):
         sums = torch.zeros(3, dtype=torch.float64, device=device)  # windows, their losses, the squares
-        windows = eval_batches(tokens[split], rank, world_size, eval_iters * batch_size, settings,
+        windows = eval_batches(tokens[split], rank, world_size, eval_iters * asked["batch_size"], settings,
                                run.meta["vocab_size"], device)
         for x, y in windows:
             counts = (y[:, 0] >= 0).double()

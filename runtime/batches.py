@@ -112,11 +112,13 @@ def train_batches(tokens, iter_num, rank, world_size, settings, vocab_size, devi
 
 def eval_batches(tokens, rank, world_size, n, settings, vocab_size, device):
     """This rank's (x, y) of the n windows of an evaluation. Every rank gets as many batches, the last made up
-    with windows that don't count: at ZeRO-3 a forward is collective, and a rank with fewer would hang the others."""
-    offsets = eval_offsets(len(tokens), settings["block_size"], n)
+    with windows that don't count: at ZeRO-3 a forward is collective, and a rank with fewer would hang the others; and
+    blocks compiled for one batch size would be compiled again for another."""
+    offsets, batch_size = eval_offsets(len(tokens), settings["block_size"], n), settings["batch_size"]
     per_rank = -(-len(offsets) // world_size)
+    batches = -(-per_rank // batch_size)
     mine = offsets[rank * per_rank : (rank + 1) * per_rank]
-    mine = np.concatenate([mine, np.full(per_rank - len(mine), -1)])
-    for first in range(0, per_rank, settings["batch_size"]):
-        batch = read(tokens, mine[first : first + settings["batch_size"]], settings["block_size"], vocab_size)
+    mine = np.concatenate([mine, np.full(batches * batch_size - len(mine), -1)])
+    for row in mine.reshape(batches, batch_size):
+        batch = read(tokens, row, settings["block_size"], vocab_size)
         yield [t.to(device) for t in batch]

@@ -1,8 +1,10 @@
-"""How much host memory may be taken."""
+"""How much memory may be taken, and how much a run takes."""
 
 from pathlib import Path
 
 import psutil
+
+from model import LOSS_ROWS
 
 CGROUP = Path("/sys/fs/cgroup")  # version 2; a container sees its own here
 
@@ -18,3 +20,42 @@ def available():
     except (OSError, ValueError, KeyError):  # no such cgroup, or its limit is "max"
         return free
     return min(free, limit - used + int(cached))
+
+
+def plan(model, config, dtype, world_size, n_params, batch_size, compiled=False, recompute=False):
+    """Bytes on each GPU, by what they hold, at the peak of a step: {"weights": ..., "activations": ..., ...}.
+
+    model: GPTConfig; config: DeepSpeed's, resolved; n_params with the vocabulary's padding. Against what was measured
+    with GPT-2 XL on H200 see RESULTS.md.
+    """
+    zero = config["zero_optimization"]
+    stage, half = zero["stage"], dtype != "float32"
+    value = 2 if half else 4
+    split = [world_size if stage >= lowest else 1 for lowest in (3, 2, 1)]  # what weights, gradients, states are over
+    moved = {key for key in ("offload_optimizer", "offload_param") if zero.get(key, {}).get("device", "none") != "none"}
+    bucket = min(n_params, int(zero.get("reduce_bucket_size", 5e8))) * value
+    buckets = 0 if stage == 0 or (stage < 3 and world_size == 1) else bucket
+    if stage in (1, 2) and zero.get("overlap_comm", True):
+        buckets *= 2
+    if stage == 3:  # weights of the blocks at hand, and of those fetched ahead
+        buckets += min(n_params, int(zero.get("stage3_max_live_parameters", 1e9))) * value
+    tokens, C, L = batch_size * model.block_size, model.n_embd, model.n_layer
+    # Values that a block keeps of each token for its backward, in units of C: input, layer norms, q, k, v, attention,
+    # middle and both sides of GELU (4 each). Compiled, 15.9 were measured; eager, dropout's masks come on top
+    kept = 16 if compiled else 18 + 2 * (model.dropout > 0)
+    token_values = tokens * C * value
+    loss = min(tokens, LOSS_ROWS) * model.padded_vocab_size * 8 + model.padded_vocab_size * C * 4
+    return {
+        "weights": n_params * value // split[0] if "offload_param" not in moved else 0,
+        "gradients": n_params * 4 // split[1] if "offload_optimizer" not in moved else 0,
+        "optimizer": (n_params * (8 if stage == 0 else 12) // split[2]) if "offload_optimizer" not in moved else 0,
+        "buckets": buckets,
+        "activations": token_values * L * (1 if recompute else kept),
+        "loss": max(loss, token_values * kept) if recompute else loss,  # or a block that is computed again
+    }
+
+
+def largest_batch(sequences, room, planned):
+    """The largest micro-batch that divides `sequences` and of which planned(batch_size), bytes, is within `room`; 1 if
+    none is."""
+    return max((b for b in range(1, sequences + 1) if sequences % b == 0 and planned(b) <= room), default=1)

@@ -12,17 +12,20 @@ from model import GPT, PRETRAINED, GPTConfig, WeightsError, fetch_from_hub, read
 from runtime import ds_config
 from runtime.bins import DatasetError, check_dataset
 from runtime.checkpoint import CheckpointError, find_tag, newer_tags, newest_first, newest_tag
+from runtime.memory import available, largest_batch, plan
 from runtime.save import existing_folder, free_bytes, human, space_problem, tag_bytes
 
 SHAPE = ("n_layer", "n_head", "n_embd", "bias")
 
 
-def check_run(settings, root, world_size, local_world_size, start="gpt2-xl"):
+def check_run(settings, root, world_size, local_world_size, asked=None):
     """(run, problems). run tells what the settings come to on this machine: device, dtype, config (for DeepSpeed),
     data folder and meta, init_from, model (GPTConfig), tags to resume from (the first that is whole), the bytes of a
-    tag, notes. problems: one sentence each. start: what init_from=auto begins with where there is no tag."""
+    tag, batch_size and accumulation, notes. problems: one sentence each. asked: what init_from and batch_size are
+    where they are 'auto': what to begin with without a tag, and by which the sequences of a step are counted."""
     problems, run = [], SimpleNamespace(notes=[], tag=None, tags=[], config=None, meta=None, model=None)
-    s = settings
+    asked = asked or settings
+    s = {**settings, "batch_size": asked["batch_size"]}
 
     def attempt(step, *args):
         try:
@@ -69,7 +72,7 @@ def check_run(settings, root, world_size, local_world_size, start="gpt2-xl"):
         run.notes.append(f"{s['dataset']} has no meta.json: its tokens are taken for {run.meta['tokenizer']['kind']}'s")
     newest, run.init_from = newest_tag(s["out_dir"]), s["init_from"]
     if run.init_from == "auto":
-        run.init_from = "resume" if newest or s["resume_tag"] != "latest" else start
+        run.init_from = "resume" if newest or s["resume_tag"] != "latest" else asked["init_from"]
     if s["init_from"] not in ("resume", "auto"):
         unsaid = {"resume_tag": "latest", "resume_weights_only": False}
         asked = [name for name, value in unsaid.items() if s[name] != value]
@@ -84,6 +87,7 @@ def check_run(settings, root, world_size, local_world_size, start="gpt2-xl"):
     attempt(check_writable, s["out_dir"])
     if run.model and run.config and not problems:
         attempt(check_space, run, s)
+        choose_batch(run, s, settings["batch_size"] == "auto", world_size, local_world_size)
     return run, problems
 
 
@@ -184,15 +188,38 @@ def check_fit(run, s, tag, m):
 
 
 def check_space(run, s):
-    """Set run.n_params and run.tag_bytes; ValueError if tags are to be saved and not even one has room."""
+    """Set run.n_params, run.n_saved and run.tag_bytes; ValueError if tags are to be saved and not even one has room."""
     with torch.device("meta"):
         model = GPT(run.model)
     run.n_params = model.num_params()
-    n_saved = sum(p.numel() for p in model.parameters())  # with the vocabulary's padding
-    run.tag_bytes = tag_bytes(n_saved, run.dtype, run.config["zero_optimization"]["stage"])
+    run.n_saved = sum(p.numel() for p in model.parameters())  # with the vocabulary's padding
+    run.tag_bytes = tag_bytes(run.n_saved, run.dtype, run.config["zero_optimization"]["stage"])
     problem = space_problem(s["out_dir"], run.tag_bytes)
     if problem and not s["eval_only"]:
         raise ValueError(f"{problem}: make room, or choose another --out_dir=DIR")
+
+
+def choose_batch(run, s, auto, world_size, local_world_size):
+    """Set run.batch_size and run.accumulation: as they are asked for, or with auto the largest micro-batch that leaves
+    a tenth of the memory free and makes a step of as many sequences."""
+    run.batch_size, run.accumulation = s["batch_size"], s["gradient_accumulation_steps"]
+    if not auto:
+        return
+    if run.device == "cuda":
+        room = min(torch.cuda.get_device_properties(i).total_memory for i in range(local_world_size))
+    else:
+        room = available() / local_world_size
+
+    def planned(batch_size):
+        return sum(plan(run.model, run.config, run.dtype, world_size, run.n_saved, batch_size, run.compile,
+                        s["gradient_checkpointing"]).values())
+
+    sequences = run.batch_size * run.accumulation
+    run.batch_size = largest_batch(sequences, 0.9 * room, planned)
+    run.accumulation = sequences // run.batch_size
+    run.config.update(train_micro_batch_size_per_gpu=run.batch_size, gradient_accumulation_steps=run.accumulation)
+    run.notes.append(f"batch_size=auto: {run.batch_size} sequences at a time take about "
+                     f"{human(planned(run.batch_size))} of {human(room)}")
 
 
 def check_writable(out_dir):

@@ -81,6 +81,19 @@ def test_one_and_two_ranks_and_all_launchers_give_the_same_losses(train, one_ran
     assert one_rank.losses[6] < one_rank.losses[1] - 0.1
 
 
+def test_batch_size_auto_is_the_same_run(train, one_rank):
+    """4 x 2 sequences become 8 x 1, with the same evaluations, over a resume too."""
+    args = (*SIX, "--batch_size=4", "--batch_size=auto")
+    auto = done(train(*args, "--max_iters=3"))
+    assert "batch      8 x 1 x 1 = 8 sequences" in auto.stdout
+    assert "batch_size=auto: 8 sequences at a time" in auto.stdout
+    auto = done(train(*args, "--init_from=resume", out_dir=auto.out_dir))
+    assert auto.losses == pytest.approx(one_rank.losses, rel=1e-6)
+    assert auto.evals.keys() == one_rank.evals.keys()
+    for it, pair in one_rank.evals.items():
+        assert auto.evals[it] == pytest.approx(pair, rel=1e-6)
+
+
 def test_estimate_loss_is_the_same_on_one_and_two_ranks_at_stage_3(train, tmp_path):
     """5 windows on 2 ranks: 3 and 2. Were the ranks to run different numbers of forwards, they would hang."""
     released = {"stage": 3, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0,
