@@ -16,6 +16,7 @@ import json
 import math
 import os
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -83,6 +84,8 @@ class CausalSelfAttention(nn.Module):
             for part in self.c_attn(x).split(C, dim=2)
         )
         kernels = contextlib.nullcontext()
+        if torch.is_tensor(start):
+            return self.c_proj(cache.attend(q, k, v, start).transpose(1, 2).reshape(B, T, C))
         if cache is not None:
             k, v = cache.extend(k, v, start)
         elif x.is_cuda:  # with a cache the shapes change at every token, for which cuDNN would plan anew
@@ -200,12 +203,24 @@ class LayerCache:
 
     def __init__(self, B, config, like):
         shape = (B, config.n_head, config.block_size, config.n_embd // config.n_head)
-        self.k, self.v = like.new_empty(shape), like.new_empty(shape)
+        self.k, self.v = like.new_zeros(shape), like.new_zeros(shape)
+        self.length = config.block_size  # places that attend() looks at
 
     def extend(self, k, v, start):
         end = start + k.size(2)
         self.k[:, :, start:end], self.v[:, :, start:end] = k, v
         return self.k[:, :, :end], self.v[:, :, :end]
+
+    def attend(self, q, k, v, position):
+        """Attention of one token, (B, n_head, 1, head size) each, at `position`, a tensor (1,), over all places up to
+        self.length: what is launched does not depend on the position, so that it can be recorded."""
+        self.k.index_copy_(2, position, k)
+        self.v.index_copy_(2, position, v)
+        keys, values = (part[:, :, : self.length].flatten(0, 1) for part in (self.k, self.v))
+        later = torch.arange(self.length, device=q.device) > position
+        scores = (q.flatten(0, 1) * q.size(-1) ** -0.5) @ keys.transpose(1, 2)
+        shares = torch.softmax(scores.masked_fill_(later, float("-inf")), dim=-1)
+        return (shares @ values).view_as(q)
 
 
 class GPT(nn.Module):
@@ -278,6 +293,15 @@ class GPT(nn.Module):
         reduction="none" that of each token, (B * T,). A target of -1 does not count."""
         return self.lm_head(self.hidden(idx), targets, reduction)
 
+    def one_more(self, token, position, caches, length):
+        """Logits (B, vocab_size) after one more token (B, 1) at `position`, a tensor (1,) below `length`, with the keys
+        and values of all before in the caches."""
+        x = self.transformer.wte(token) + self.transformer.wpe(position)
+        for block, cache in zip(self.transformer.h, caches, strict=True):
+            cache.length = length
+            x = block(x, cache, position)
+        return self.lm_head(self.transformer.ln_f(x))[:, 0]
+
     def hidden(self, idx, caches=None, start=0):
         """Final hidden states (B, T, n_embd) of tokens at positions start and on."""
         T = idx.size(1)
@@ -298,18 +322,27 @@ class GPT(nn.Module):
         that probability. A row that has produced end_of_text repeats it, and when all rows have, generation stops.
         on_token is called with each new (B,) column. Past block_size tokens the context slides, and as every
         position then changes, the whole window is computed for each token; until then keys and values are cached.
+        On CUDA a cached step's launches are recorded and replayed, as they would take longer than what they launch.
         """
         block_size = self.config.block_size
         caches = [LayerCache(idx.size(0), self.config, self.transformer.wte.weight) for _ in self.transformer.h]
         done = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
         cached = 0  # tokens whose keys and values are in the caches
+        steps = {}  # by the places that they look at
         for _ in range(max_new_tokens):
-            if use_cache and idx.size(1) <= block_size:
-                x = self.hidden(idx[:, cached:], caches, cached)
+            if use_cache and cached and idx.is_cuda and idx.size(1) <= block_size:
+                length = min(block_size, max(128, 2 ** (cached.bit_length())))
+                inputs = idx[:, -1:], torch.full((1,), cached, device=idx.device)
+                if length not in steps:
+                    steps[length] = recorded(partial(self.one_more, caches=caches, length=length), *inputs)
+                logits = steps[length](*inputs)
+                cached = idx.size(1)
+            elif use_cache and idx.size(1) <= block_size:
+                logits = self.lm_head(self.hidden(idx[:, cached:], caches, cached)[:, -1:])[:, 0]
                 cached = idx.size(1)
             else:
-                x = self.hidden(idx[:, -block_size:])
-            token = sample_token(self.lm_head(x[:, -1:])[:, 0].float(), temperature, top_k, top_p, generator)
+                logits = self.lm_head(self.hidden(idx[:, -block_size:])[:, -1:])[:, 0]
+            token = sample_token(logits.float(), temperature, top_k, top_p, generator)
             if end_of_text is not None:
                 token = torch.where(done, end_of_text, token)
                 done |= token == end_of_text
@@ -335,6 +368,27 @@ class GPT(nn.Module):
         model.lm_head.weight = model.transformer.wte.weight  # to_empty made two of one
         read_weights(model, folder)
         return model
+
+
+def recorded(step, *inputs):
+    """A function that does on CUDA what step(*inputs) does, with one launch; its output's memory is used again."""
+    inputs = [tensor.clone() for tensor in inputs]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # once unrecorded, for what libraries do at their first call
+        step(*inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = step(*inputs)
+
+    def replay(*new):
+        for mine, tensor in zip(inputs, new, strict=True):
+            mine.copy_(tensor)
+        graph.replay()
+        return output
+
+    return replay
 
 
 def sample_token(logits, temperature, top_k, top_p, generator=None):

@@ -30,7 +30,7 @@ eval_iters = 20  # times batch_size sequences in an evaluation, over all ranks t
 eval_only = False  # evaluate once and stop
 patience: int | None = None  # evaluations without a better validation loss after which the run ends; None: never
 always_save_checkpoint = True  # False: save a tag only when the validation loss has improved
-keep_last = 3  # iter_* tags kept; best and final stay whatever this says
+keep_last = 3  # iter_* tags kept; best and final stay whatever this says; 0: nothing is saved
 async_save = True  # write tags beside training; False: training waits
 on_save_error: Literal["stop", "continue"] = "stop"  # when a tag cannot be saved; the tags before it stand
 overwrite = False  # give up the run that out_dir holds
@@ -86,6 +86,7 @@ globals().update(settings)
 # -----------------------------------------------------------------------------
 # Set-up: the ranks, then everything that can be refused, before anything that costs
 
+import contextlib
 import json
 import math
 import warnings
@@ -174,6 +175,10 @@ else:
 model.gradient_checkpointing = gradient_checkpointing
 flops_per_step = model.flops_per_token(block_size) * sequences * block_size
 if run.compile:
+    with contextlib.suppress(ImportError):  # of a PyTorch that chooses otherwise
+        from runtime.wide_rows import read_once
+
+        read_once()
     model.compile_parts()
 if run.config["zero_optimization"]["stage"] == 3:
     # Gather and release a block at a time, not each of its layers (on 4 H200s at 1 x 32, 12.5 s a step became 7.4):
@@ -291,6 +296,8 @@ def names_of(improved):
 
 def save(improved):
     """Begin to save this iteration's tag; best follows the validation loss."""
+    if not keep_last:
+        return
     tag = f"iter_{iter_num}"
     print0(f"saving checkpoint to {out_dir}/{tag}")
     state = {"iter_num": iter_num, "best_val_loss": best_val_loss, "stale": stale, "improved": improved,
@@ -336,7 +343,7 @@ def step(batches):
 if rank == 0 and run.tag and run.tag.startswith("iter_") and not eval_only:
     for name in names_of(state["improved"]):  # a run that was killed right after a save has not come to it
         checkpoint.link(out_dir, run.tag, name)
-saver = Saver(engine, out_dir, keep_last, run.tag_bytes, async_save and not eval_only)
+saver = Saver(engine, out_dir, keep_last, run.tag_bytes, async_save and keep_last and not eval_only)
 if iter_num == 0 or eval_only:
     evaluate()
 elif iter_num >= max_iters:

@@ -34,10 +34,10 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
             problems.append(str(error))
 
     for name in ("batch_size", "gradient_accumulation_steps", "block_size", "eval_interval", "eval_iters",
-                 "log_interval", "keep_last", "patience"):
+                 "log_interval", "patience"):
         if s[name] is not None and s[name] < 1:
             problems.append(f"{name}={s[name]} must be at least 1")
-    for name in ("max_iters", "warmup_iters", "learning_rate", "grad_clip", "weight_decay"):
+    for name in ("keep_last", "max_iters", "warmup_iters", "learning_rate", "grad_clip", "weight_decay"):
         if s[name] < 0:
             problems.append(f"{name}={s[name]} must not be negative")
     for name in ("dropout", "beta1", "beta2"):
@@ -195,7 +195,7 @@ def check_space(run, s):
     run.n_saved = sum(p.numel() for p in model.parameters())  # with the vocabulary's padding
     run.tag_bytes = tag_bytes(run.n_saved, run.dtype, run.config["zero_optimization"]["stage"])
     problem = space_problem(s["out_dir"], run.tag_bytes)
-    if problem and not s["eval_only"]:
+    if problem and s["keep_last"] and not s["eval_only"]:
         raise ValueError(f"{problem}: make room, or choose another --out_dir=DIR")
 
 
@@ -250,7 +250,7 @@ def describe_run(run, s, world_size):
         f"{step:,} tokens a step; {tokens / step:,.1f} steps an epoch",
         f"output     {s['out_dir']}",
     ]
-    if not s["eval_only"]:
+    if s["keep_last"] and not s["eval_only"]:
         most = min(s["keep_last"], -(-s["max_iters"] // s["eval_interval"])) + 2  # best, and the one being written
         lines.append(f"space      {human(run.tag_bytes)} a tag, up to {most} of them; "
                      f"{human(free_bytes(s['out_dir']))} free")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import model as model_module
-from model import GPT, GPTConfig, WeightsError, sample_token
+from model import GPT, GPTConfig, LayerCache, WeightsError, sample_token
 
 VOCAB, BLOCK, LAYERS, HEADS, EMBD = 211, 48, 3, 4, 32  # 211 is padded to 256
 TRANSPOSED = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # transformers has them as Conv1D
@@ -291,6 +291,19 @@ def test_cached_text_is_uncached_text(ours, start):
         with torch.no_grad():
             idx = torch.cat([idx, ours(idx[:, -BLOCK:])[:, -1:].argmax(dim=-1)], dim=1)
     assert torch.equal(cached, idx)
+
+
+def test_one_more_token_gives_the_logits_of_the_whole(ours):
+    """What generate() records on CUDA, on the CPU: at each position, with places beyond it unused or full of others."""
+    idx = tokens(2, BLOCK)
+    whole = ours(idx)
+    caches = [LayerCache(2, ours.config, ours.transformer.wte.weight) for _ in ours.transformer.h]
+    with torch.no_grad():
+        ours.hidden(idx[:, :3], caches)
+        for length in (BLOCK // 2, BLOCK):  # the second time the places beyond hold what was there
+            for at in range(3, length):
+                logits = ours.one_more(idx[:, at:at + 1], torch.tensor([at]), caches, length)
+                assert torch.allclose(logits, whole[:, at], atol=1e-5)
 
 
 def test_the_cache_is_used(ours):

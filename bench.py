@@ -1,0 +1,407 @@
+"""How fast is it here? Each command measures, prints a table and writes JSON.
+
+    python bench.py train --gpus=4 config/xl_shakespeare.py --batch_size=8    a step, its parts, memory, first step
+    python bench.py train --gpus=4 --peer=hf config/xl_shakespeare.py         and transformers' GPT-2 on the same work
+    python bench.py sample --model=gpt2-xl --batch=1 --peer=hf                tokens a second, against generate()
+    python bench.py data config/xl_shakespeare.py                             reading batches, without training
+    python bench.py checkpoint --gpus=4 config/xl_shakespeare.py              saving, checking, going on
+
+--json=FILE names the file (bench.json), --repeats=N what is measured (10 steps after 4; 5 texts). What is not ours goes
+to train_deepspeed.py. Speed does not depend on the weights: give --init_from=scratch with a shape where there are none.
+"""
+
+import argparse
+import json
+import os
+import re
+import runpy
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = os.path.dirname(os.path.abspath(__file__))
+WARM_UP = 4  # steps that don't count
+SHAPES = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["train", "sample", "data", "checkpoint", "inside", "peer"])
+    parser.add_argument("--gpus", type=int, default=1, help="processes; on a machine without GPUs as well")
+    parser.add_argument("--peer", choices=["hf"], help="transformers, on the same work")
+    parser.add_argument("--json", default="bench.json")
+    parser.add_argument("--repeats", type=int, help="at least 5")
+    parser.add_argument("--model", help="sample: gpt2-xl, ..., or layers,heads,width")
+    parser.add_argument("--batch", type=int, default=1, help="sample: texts at a time")
+    parser.add_argument("--tokens", type=int, default=200, help="sample: tokens of each text")
+    args, settings = parser.parse_known_args()
+    args.repeats = max(5, args.repeats or (10 if args.what == "train" else 5))
+    run = {"train": train, "sample": sample, "data": data, "checkpoint": checkpoint, "inside": inside, "peer": peer}
+    if args.what in ("inside", "peer"):  # the processes that train() starts
+        run[args.what](args, settings)
+        return
+    if args.what != "sample":
+        settings_of(settings)  # a mistake among them ends here
+    found = run[args.what](args, settings)
+    from runtime.metrics import git_commit
+
+    record = {"command": " ".join(["bench.py", *sys.argv[1:]]), "commit": git_commit(ROOT), **found}
+    with open(args.json, "w", encoding="utf-8") as f:
+        json.dump(record, f, indent=1)
+    print(f"written to {args.json}")
+
+
+def spread(values):
+    """Median, least and most of some measurements."""
+    return {"median": statistics.median(values), "least": min(values), "most": max(values), "count": len(values)}
+
+
+def start(what, args, settings, out_dir, **env):
+    """Run this script as `what` in args.gpus processes; (seconds, what it said). Ends the program if it fails."""
+    ranks = f"--nproc_per_node={args.gpus}"
+    command = [sys.executable, "-m", "runtime.launch", "--standalone", ranks, "bench.py", what]
+    began = time.time()
+    done = subprocess.run([*command, *settings, f"--out_dir={out_dir}"], stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True, cwd=ROOT, env={**os.environ, **env})
+    if done.returncode:
+        print(done.stdout[-6000:], file=sys.stderr)
+        raise SystemExit(done.returncode)
+    return time.time() - began, done.stdout
+
+
+def history(out_dir):
+    with open(os.path.join(out_dir, "history.jsonl"), encoding="utf-8") as f:
+        return [json.loads(line) for line in f]
+
+
+def train(args, settings):
+    """Steps of train_deepspeed.py, with their parts; the peer's beside them."""
+    folder = tempfile.mkdtemp(prefix="bench-")
+    try:
+        steps = WARM_UP + args.repeats
+        never = [f"--max_iters={steps}", "--eval_interval=1000000000", "--eval_iters=1", "--keep_last=0",
+                 "--log_interval=1"]
+        parts_file = os.path.join(folder, "parts.json")
+        seconds, words = start("inside", args, [*settings, *never], os.path.join(folder, "out"), BENCH_PARTS=parts_file)
+        with open(os.path.join(folder, "out", "settings.json"), encoding="utf-8") as f:
+            record = json.load(f)
+        with open(parts_file, encoding="utf-8") as f:
+            parts = json.load(f)
+        records = [r for r in history(os.path.join(folder, "out")) if "ms" in r]
+        counted = records[WARM_UP:]
+        ms = spread([r["ms"] for r in counted])
+        first = re.search(r"first step ([\d.]+) s", words)
+        found = {key: record[key] for key in ("hardware", "versions", "settings", "world_size")}
+        found |= {"ms": ms, "tokens_per_s": counted[0]["tokens_per_s"] * counted[0]["ms"] / ms["median"],
+                  "mfu": counted[0]["mfu"] and counted[0]["mfu"] * counted[0]["ms"] / ms["median"],
+                  "peak_gb": max(r["memory"] for r in records) / 1e9, "first_step_s": float(first[1]),
+                  "parts_ms": {"data": statistics.median(r["data_ms"] for r in counted), **parts},
+                  "history": records}
+        s = record["settings"]
+        print(f"{record['world_size']} x {record['hardware']}, {s['batch_size']} x {s['gradient_accumulation_steps']}, "
+              f"{s['deepspeed_config']}: {ms['median']:.1f} ms ({ms['least']:.1f} to {ms['most']:.1f}), "
+              f"{found['tokens_per_s']:,.0f} tokens/s, "
+              + (f"{100 * found['mfu']:.1f}% MFU, " if found["mfu"] else "")
+              + f"{found['peak_gb']:.1f} GB, first step after {found['first_step_s']:.1f} s", flush=True)
+        for name, part in found["parts_ms"].items():
+            print(f"  {name:<10} {part:9.2f} ms  {100 * part / ms['median']:5.1f}%")
+        if args.peer:
+            theirs_file = os.path.join(folder, "peer.json")
+            start("peer", args, [*settings, *never, f"--batch_size={s['batch_size']}",
+                                 f"--gradient_accumulation_steps={s['gradient_accumulation_steps']}"],
+                  os.path.join(folder, "peer"), BENCH_PARTS=theirs_file)
+            with open(theirs_file, encoding="utf-8") as f:
+                theirs = json.load(f)
+            found["peer"] = {"name": "transformers GPT2LMHeadModel with DeepSpeed", "ms": spread(theirs["ms"]),
+                             "peak_gb": theirs["peak_gb"], "versions": theirs["versions"]}
+            found["peer"]["ratio"] = found["peer"]["ms"]["median"] / ms["median"]
+            print(f"transformers: {found['peer']['ms']['median']:.1f} ms, {theirs['peak_gb']:.1f} GB: "
+                  f"{found['peer']['ratio']:.2f} times ours")
+        return found
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Stopwatch:
+    """Sums of the time between marks of the same name, by CUDA events or the clock of the CPU."""
+
+    def __init__(self):
+        import torch
+
+        self.cuda, self.spans = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu", []
+
+    def mark(self):
+        import torch
+
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def timed(self, name, function):
+        """The function, its calls timed."""
+        def call(*args, **kwargs):
+            begin = self.mark()
+            result = function(*args, **kwargs)
+            self.spans.append((name, begin, self.mark()))
+            return result
+        return call
+
+    def sums(self):
+        """{name: milliseconds}."""
+        if self.cuda:
+            import torch
+
+            torch.cuda.synchronize()
+        total = {}
+        for name, begin, end in self.spans:
+            total[name] = total.get(name, 0.0) + (begin.elapsed_time(end) if self.cuda else 1000 * (end - begin))
+        return total
+
+
+def inside(_, settings):
+    """train_deepspeed.py itself, its engine's calls timed. 'reduction' runs beside backward and within step."""
+    import deepspeed
+    import torch.distributed as dist
+
+    watch, steps, initialize = Stopwatch(), [], deepspeed.initialize
+
+    def watched(*args, **kwargs):
+        engine, *rest = initialize(*args, **kwargs)
+        engine.backward = watch.timed("backward", engine.backward)
+        forward, step = engine.forward, watch.timed("optimizer", engine.step)
+        timed_forward = watch.timed("forward", forward)
+        engine.forward = lambda *a, **k: (timed_forward if engine.training else forward)(*a, **k)
+        for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "reduce"):
+            setattr(dist, name, watch.timed("reduction", getattr(dist, name)))
+
+        def counted_step():
+            boundary = engine.is_gradient_accumulation_boundary()
+            step()
+            if boundary:
+                steps.append(len(watch.spans))
+        engine.step = counted_step
+        return engine, *rest
+
+    deepspeed.initialize = watched
+    sys.argv = [os.path.join(ROOT, "train_deepspeed.py"), *settings]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    if int(os.environ.get("RANK", 0)) == 0:
+        watch.spans = watch.spans[steps[WARM_UP - 1]:]
+        with open(os.environ["BENCH_PARTS"], "w", encoding="utf-8") as f:
+            json.dump({name: ms / (len(steps) - WARM_UP) for name, ms in watch.sums().items()}, f)
+
+
+def peer(_, settings):
+    """The same steps by transformers' GPT2LMHeadModel under deepspeed.initialize, with the same JSON and tokens."""
+    from runtime.dist import environment, print0, quiet
+
+    s = settings_of(settings)
+    rank, local_rank, world_size, local_world_size = environment()
+    import torch
+
+    if not torch.cuda.is_available() or s["device"] == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from runtime.preflight import check_run
+
+    run, problems = check_run(s, ROOT, world_size, local_world_size)
+    if problems:
+        raise SystemExit("\n".join(problems))
+    import deepspeed
+    import numpy as np
+    import transformers
+
+    from runtime.batches import train_batches
+    from runtime.bins import DTYPES
+
+    device = torch.device(run.device, local_rank) if run.device == "cuda" else torch.device("cpu")
+    if run.device == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel("WARNING")
+    deepspeed.init_distributed(dist_backend={"cuda": "nccl", "cpu": "gloo"}[run.device], verbose=False)
+    shape = transformers.GPT2Config(n_layer=run.model.n_layer, n_head=run.model.n_head, n_embd=run.model.n_embd,
+                                    n_positions=run.model.block_size, vocab_size=run.model.vocab_size,
+                                    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    torch.manual_seed(s["seed"])
+    with device:
+        model = transformers.GPT2LMHeadModel(shape)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=s["learning_rate"], fused=run.device == "cuda")
+    run.config["zero_optimization"].pop("memory_efficient_linear", None)
+    with quiet():
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=run.config)
+    tokens = np.memmap(os.path.join(run.data, "train.bin"), dtype=DTYPES[run.meta["dtype"]], mode="r")
+    batches = train_batches(tokens, 0, rank, world_size, s, run.meta["vocab_size"], device)
+    times = []
+    for _ in range(s["max_iters"]):
+        began, total = time.perf_counter(), 0.0
+        for _ in range(s["gradient_accumulation_steps"]):
+            x, _ = next(batches)
+            loss = engine(x, labels=x).loss
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach()
+        total.item()  # waits for the step
+        times.append(1000 * (time.perf_counter() - began))
+        print0(f"peer: {times[-1]:.1f} ms, loss {total.item() / s['gradient_accumulation_steps']:.4f}")
+    if rank == 0:
+        peak = torch.cuda.max_memory_allocated() / 1e9 if run.device == "cuda" else 0.0
+        with open(os.environ["BENCH_PARTS"], "w", encoding="utf-8") as f:
+            versions = {"transformers": transformers.__version__}
+            json.dump({"ms": times[WARM_UP:], "peak_gb": peak, "versions": versions}, f)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def settings_of(arguments):
+    """The settings that train_deepspeed.py takes from these arguments."""
+    command = [sys.executable, os.path.join(ROOT, "train_deepspeed.py"), *arguments, "--print_settings"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(done.returncode)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def shape_of(model):
+    """(layers, heads, width) of a name or of three numbers."""
+    return SHAPES[model] if model in SHAPES else tuple(map(int, model.split(",")))
+
+
+def copy_rate(device):
+    """Bytes a second that a copy within the device's memory reads and writes."""
+    import torch
+
+    a = torch.empty(2**30 if device == "cuda" else 2**27, dtype=torch.uint8, device=device)
+    b, times = torch.empty_like(a), []
+    for _ in range(6):
+        began = clock(device)
+        b.copy_(a)
+        times.append(clock(device) - began)
+    return 2 * a.numel() / min(times)
+
+
+def clock(device):
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def sample(args, settings):
+    """Random weights of a shape, a prompt of 16 tokens, choosing among 200; the time of the first token apart."""
+    import torch
+
+    from model import GPT, GPTConfig
+
+    if settings:
+        raise SystemExit(f"bench.py sample does not know {' '.join(settings)}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    layers, heads, width = shape_of(args.model or "gpt2-xl")
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = GPT(GPTConfig(n_layer=layers, n_head=heads, n_embd=width)).to(dtype).eval()
+    prompt = torch.randint(50257, (args.batch, 16), device=device)
+
+    def measure(generate):
+        """Seconds of texts after one that does not count, and of their first token alone."""
+        whole, first = [], []
+        for number in range(args.repeats + 1):
+            began = clock(device)
+            generate(1)
+            middle = clock(device)
+            generate(args.tokens)
+            first, whole = (first + [middle - began], whole + [clock(device) - middle]) if number else (first, whole)
+        return {"tokens_per_s": spread([args.batch * args.tokens / t for t in whole]),
+                "first_token_ms": spread([1000 * t for t in first])}
+
+    ours = measure(lambda n: model.generate(prompt, n, top_k=200))
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    limit = copy_rate(device) / weights * args.batch
+    found = {"hardware": torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} CPU cores",
+             "versions": {"torch": torch.__version__}, "shape": [layers, heads, width], "batch": args.batch,
+             "tokens": args.tokens, **ours, "weights_gb": weights / 1e9, "copy_gb_per_s": copy_rate(device) / 1e9,
+             "share_of_limit": ours["tokens_per_s"]["median"] / limit}
+    print(f"batch {args.batch}: {ours['tokens_per_s']['median']:,.1f} tokens/s, "
+          f"{100 * found['share_of_limit']:.0f}% of what reading {weights / 1e9:.2f} GB a token allows; first token "
+          f"after {ours['first_token_ms']['median']:.1f} ms", flush=True)
+    if args.peer:
+        del model
+        import transformers
+
+        with torch.device(device):
+            theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=layers, n_head=heads, n_embd=width))
+        theirs = theirs.to(dtype).eval()
+        peers = measure(lambda n: theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=n,
+                                                  min_new_tokens=n, do_sample=True, top_k=200, pad_token_id=0))
+        found["peer"] = {"name": "transformers generate()", "versions": transformers.__version__, **peers,
+                         "ratio": ours["tokens_per_s"]["median"] / peers["tokens_per_s"]["median"]}
+        print(f"transformers: {peers['tokens_per_s']['median']:,.1f} tokens/s, first token after "
+              f"{peers['first_token_ms']['median']:.1f} ms; ours is {found['peer']['ratio']:.2f} times as fast")
+    return found
+
+
+def data(args, settings):
+    """Batches read, shuffled and pinned as in training, with nobody who trains on them."""
+    import numpy as np
+    import torch
+
+    from runtime.batches import train_batches
+    from runtime.bins import DTYPES, check_dataset
+
+    s = settings_of(settings)
+    folder = s["dataset"] if os.sep in s["dataset"] else os.path.join(ROOT, "data", s["dataset"])
+    meta = check_dataset(folder, s["block_size"])
+    tokens = np.memmap(os.path.join(folder, "train.bin"), dtype=DTYPES[meta["dtype"]], mode="r")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    batches, times = train_batches(tokens, 0, 0, 1, s, meta["vocab_size"], device), []
+    for _ in range(WARM_UP + args.repeats):
+        began = clock(device)
+        for _ in range(s["gradient_accumulation_steps"]):
+            next(batches)
+        times.append(1000 * (clock(device) - began))
+    ms = spread(times[WARM_UP:])
+    step = s["batch_size"] * s["gradient_accumulation_steps"] * s["block_size"]
+    print(f"{s['dataset']}: {ms['median']:.2f} ms ({ms['least']:.2f} to {ms['most']:.2f}) for {step:,} tokens, "
+          f"{step / ms['median'] * 1000:,.0f} tokens/s")
+    return {"hardware": torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} CPU cores",
+            "versions": {"torch": torch.__version__, "numpy": np.__version__}, "ms": ms, "tokens_a_step": step}
+
+
+def checkpoint(args, settings):
+    """Five tags saved beside training, then a resume."""
+    folder = tempfile.mkdtemp(prefix="bench-", dir=".")
+    try:
+        out_dir, pace = os.path.join(folder, "out"), max(1, args.repeats // 5)
+        options = [*settings, f"--eval_interval={pace}", "--eval_iters=1", "--keep_last=1", "--lr_decay_iters=100"]
+        parts = {"BENCH_PARTS": os.path.join(folder, "parts.json")}
+        _, words = start("inside", args, [*options, f"--max_iters={5 * pace}"], out_dir, **parts)
+        _, again = start("inside", args, [*options, f"--max_iters={5 * pace + WARM_UP + 1}", "--init_from=resume"],
+                         out_dir, **parts)
+        saves = re.findall(r"saved \w+ in ([\d.]+) s: ([\d.]+ .B), ([\d.]+) GB/s; .* still for ([\d.]+) s", words)
+        with open(os.path.join(out_dir, "settings.json"), encoding="utf-8") as f:
+            record = json.load(f)
+        found = {key: record[key] for key in ("hardware", "versions", "settings", "world_size")}
+        found |= {"save_s": spread([float(s[0]) for s in saves]),
+                  "tag": saves[0][1], "gb_per_s": spread([float(s[2]) for s in saves]),
+                  "stood_still_s": spread([float(s[3]) for s in saves]), "first_stood_still_s": float(saves[0][3]),
+                  "checked_s": float(re.search(r"checked in ([\d.]+) s", again)[1]),
+                  "loaded_s": float(re.search(r"loaded in ([\d.]+) s", again)[1])}
+        print(f"a tag of {found['tag']}: saved in {found['save_s']['median']:.1f} s "
+              f"({found['gb_per_s']['median']:.2f} GB/s), training stood still for "
+              f"{found['stood_still_s']['median']:.2f} s (at the first {found['first_stood_still_s']:.2f}), checked in "
+              f"{found['checked_s']:.1f} s, loaded in {found['loaded_s']:.1f} s")
+        return found
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
