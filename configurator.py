@@ -158,10 +158,11 @@ def help_text(source, defaults):
         text = f.read()
     tree = ast.parse(text)
     lines = text.splitlines()
-    at = {}
+    at, unseen = {}, set(defaults)
     for node in tree.body:
         target = node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
-        if isinstance(target, ast.Name) and target.id in defaults:
+        if isinstance(target, ast.Name) and target.id in unseen:
+            unseen.remove(target.id)
             at[node.lineno] = (target.id, lines[node.end_lineno - 1])
     shown = [ast.get_docstring(tree) or "", "", "Settings, as --key=value:"]
     for number in range(min(at) - 1, max(at) + 1):
@@ -172,6 +173,8 @@ def help_text(source, defaults):
             setting = f"  --{name}={value}"
             comment = last.partition("  # ")[2]
             shown.append(f"{setting:<42}  {comment}".rstrip())
+        elif line.startswith("# ") and line[2].islower():  # the comment above goes on
+            shown.append(f"{'':<42}  {line[2:]}")
         elif line.startswith("# "):
             shown += ["", line[2:]]
     return "\n".join(shown)

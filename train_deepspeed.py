@@ -41,7 +41,7 @@ init_from = "gpt2-xl"  # scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a fold
 resume_tag = "latest"  # the tag to go on from; latest: the newest one that is whole
 resume_weights_only = False  # go on with a fresh optimizer
 seed = 1337  # of the weights, the order of the data, and dropout
-# wandb
+# Weights & Biases
 wandb_log = False  # WANDB_MODE=offline keeps it on this machine
 wandb_project = "gpt2-deepspeed"
 wandb_run_name = "gpt2-xl"
@@ -147,9 +147,9 @@ elif tags and not run.tags and not overwrite and not eval_only:
 passed_over, began = {}, time.time()
 if run.tags:
     run.tag, manifest, passed_over = checkpoint.first_whole(out_dir, run.tags, run.fits, resume_weights_only)
+    refuse_together([] if run.tag else [problem for why in passed_over.values() for problem in why])
     for tag, why in passed_over.items():
         print0(f"passing over {out_dir}/{tag}: {why[0]}")
-    refuse_together([] if run.tag else [problem for why in passed_over.values() for problem in why])
     print0(f"going on from {out_dir}/{run.tag}, iteration {manifest['iter_num']}; its files were checked in "
            f"{time.time() - began:.1f} s")
 
@@ -211,18 +211,23 @@ if rank == 0 and wandb_log:
     wandb_run, problems = metrics.start_wandb(settings, wandb_id)
     wandb_id = wandb_run and wandb_run.id
 refuse_together(problems)
-if rank == 0 and not eval_only:  # the output folder, now that nothing can be refused any more
-    watch.heed(os.path.join(out_dir, "STOP"))
-    checkpoint.tidy(out_dir)
-    for tag in passed_over:
-        checkpoint.set_aside(out_dir, tag)
-    if overwrite:
-        for tag in checkpoint.newer_tags(out_dir, iter_num if run.tag else -1):
-            checkpoint.remove(out_dir, tag)
-    checkpoint.name_latest(out_dir)
-    metrics.trim_history(out_dir, iter_num if run.tag else -1)
-    record = metrics.run_record(ROOT, settings, world_size, device)
-    checkpoint.write_atomically(os.path.join(out_dir, "settings.json"), json.dumps(record, indent=1))
+if rank == 0 and not eval_only:  # the output folder, now that nothing else can be refused any more
+    try:
+        watch.heed(os.path.join(out_dir, "STOP"))
+        checkpoint.tidy(out_dir)
+        for tag in passed_over:
+            checkpoint.set_aside(out_dir, tag)
+        if overwrite:
+            for tag in checkpoint.newer_tags(out_dir, iter_num if run.tag else -1):
+                checkpoint.remove(out_dir, tag)
+        checkpoint.name_latest(out_dir)
+        metrics.trim_history(out_dir, iter_num if run.tag else -1)
+        record = metrics.run_record(ROOT, settings, world_size, device)
+        checkpoint.write_atomically(os.path.join(out_dir, "settings.json"), json.dumps(record, indent=1))
+    except OSError as error:
+        problems = [f"{error.filename or out_dir} cannot be written ({error.strerror}): mend that, or choose another "
+                    "--out_dir=DIR"]
+refuse_together(problems)
 
 # -----------------------------------------------------------------------------
 # The parts of the loop
@@ -343,7 +348,8 @@ def step(batches):
 if rank == 0 and run.tag and run.tag.startswith("iter_") and not eval_only:
     for name in names_of(state["improved"]):  # a run that was killed right after a save has not come to it
         checkpoint.link(out_dir, run.tag, name)
-saver = Saver(engine, out_dir, keep_last, run.tag_bytes, async_save and keep_last and not eval_only)
+saver = Saver(engine, out_dir, keep_last, run.tag_bytes, beside=async_save,
+              ahead=run.device == "cuda" and keep_last and not eval_only and not ds_config.offloads(run.config))
 if iter_num == 0 or eval_only:
     evaluate()
 elif iter_num >= max_iters:
@@ -378,7 +384,7 @@ while not finished() and not eval_only and exit_code is None:
     if iter_num % eval_interval == 0 or iter_num == max_iters:
         val_loss = evaluate()
         improved = val_loss < best_val_loss
-        best_val_loss, stale = min(val_loss, best_val_loss), 0 if improved else stale + 1
+        best_val_loss, stale = min(best_val_loss, val_loss), 0 if improved else stale + 1  # in this order a NaN is none
         if improved or always_save_checkpoint or finished():
             save(improved)
             saved = True
@@ -393,7 +399,7 @@ while not finished() and not eval_only and exit_code is None:
             save(False)
 
 look_at_saves()
-if stale and finished() and iter_num < max_iters:
+if stale and finished() and iter_num < max_iters and not eval_only:
     print0(f"no better validation loss in {stale} evaluations: stopped early at iteration {iter_num}; "
            "a larger --patience goes on")
 if wandb_run:

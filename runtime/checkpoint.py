@@ -40,6 +40,15 @@ class CheckpointError(Exception):
     """A tag that is not there, not whole, not safe or not fit; the message says what to do."""
 
 
+class UnreadableError(CheckpointError):
+    """A tag that may be whole, but that the system does not let us read."""
+
+
+def unreadable(error):
+    """An OSError as a sentence."""
+    return f"{error.filename} cannot be read ({error.strerror}): mend that, or name another tag with --resume_tag"
+
+
 def describe(path, sync=False):
     """{'bytes', 'sha256'} of a file; with sync it is on the disk when this returns."""
     with open(path, "rb") as f:
@@ -224,8 +233,11 @@ def find_tag(out_dir, tag="latest"):
             text = f.read()
         manifest = json.loads(text)
         missing = {"iter_num", "stage", "dtype", "world_size", "files", "state"} - manifest.keys()
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{out_dir}/{tag}/manifest.json cannot be read: {error}") from None
+    except OSError as error:
+        raise UnreadableError(unreadable(error)) from None
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{out_dir}/{tag}/manifest.json cannot be read: {error}; choose another tag, or give the "
+                              "run up with --overwrite=True") from None
     if missing:
         raise CheckpointError(f"{out_dir}/{tag}/manifest.json lacks {', '.join(sorted(missing))}: not one of ours")
     if manifest.get("format") != 1 and text != sealed(manifest):  # format 1 had no seal
@@ -262,18 +274,26 @@ def damages(path, files, rank=0, world_size=1, strangers=True):
 def first_whole(out_dir, names, fits, weights_only=False):
     """(tag, manifest, passed_over) of the first of these tags that is whole on all ranks and that fits(tag, manifest)
     lets pass; passed_over: {tag: why not, sentences} of those before it. (None, None, ...) if there is none. With
-    weights_only the optimizer's files are not looked at where the weights are not in them. All ranks."""
+    weights_only the optimizer's files are not looked at where the weights are not in them. A tag that cannot be read
+    ends the search: it is not damaged, and what it holds would be lost to an older one. All ranks."""
     rank, world_size, passed_over = dist.get_rank(), dist.get_world_size(), {}
     for tag in names:
+        barred = []
         try:
             _, manifest = find_tag(out_dir, tag)
             fits(tag, manifest)
             files = {name: entry for name, entry in manifest["files"].items()
                      if "optim" not in name or manifest["stage"] == 3 or not weights_only}
             problems = damages(os.path.join(out_dir, tag), files, rank, world_size, strangers=not weights_only)
-        except (CheckpointError, OSError) as error:
+        except UnreadableError as error:
+            problems = barred = [str(error)]
+        except OSError as error:
+            problems = barred = [unreadable(error)]
+        except CheckpointError as error:
             problems = [str(error)]
-        passed_over[tag] = everyones(problems)
+        passed_over[tag], barred = everyones(problems), everyones(barred)
+        if barred:
+            return None, None, {tag: barred}
         if not passed_over[tag]:
             del passed_over[tag]
             return tag, manifest, passed_over
@@ -332,30 +352,37 @@ def read_cache(cache, seal):
     from safetensors import safe_open
 
     with contextlib.suppress(Exception), safe_open(cache, framework="pt") as f:  # a bad cache is made anew
+        metadata = f.metadata()
         with open(cache, "rb") as raw:
-            raw.seek(8 + int.from_bytes(raw.read(8), "little"))
-            sha256 = hashlib.file_digest(raw, "sha256").hexdigest()
-        if f.metadata() == {"manifest": seal, "sha256": sha256}:
+            length = raw.read(8)
+            header = length + raw.read(int.from_bytes(length, "little"))
+            sha256 = hashlib.sha256(header.replace(metadata["sha256"].encode(), b"0" * 64))
+            while part := raw.read(2**24):
+                sha256.update(part)
+        if metadata == {"manifest": seal, "sha256": sha256.hexdigest()}:
             return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (no mapping)
 
 
 def write_cache(cache, shards, seal):
     """Write fp32 weights as safetensors, a parameter at a time: the library's own writer wants them all in memory.
     The form (huggingface.co/docs/safetensors): the header's length in 8 bytes, the header in JSON, the tensors."""
+    # the hash is of the header with zeros in its place, and of the rest
     header, end, sha256 = {"__metadata__": {"manifest": seal, "sha256": "0" * 64}}, 0, hashlib.sha256()
     for name, shape in shards.shapes.items():
         start, end = end, end + 4 * shape.numel()
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    text = len(text).to_bytes(8, "little") + text
+    sha256.update(text)
     try:
         with open(cache + ".tmp", "wb") as f:
-            f.write(len(text).to_bytes(8, "little") + text)
+            f.write(text)
             for name in shards.shapes:
                 content = shards.get(name).contiguous().view(-1).numpy().data
                 sha256.update(content)
                 f.write(content)
-            f.seek(8 + text.index(b"0" * 64))
+            f.seek(text.index(b"0" * 64))
             f.write(sha256.hexdigest().encode())
         os.replace(cache + ".tmp", cache)
     finally:

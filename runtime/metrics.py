@@ -65,7 +65,7 @@ def trim_history(out_dir, iter_num):
     """Drop what an earlier run recorded after step iter_num, from where a new one now goes on."""
     path = os.path.join(out_dir, "history.jsonl")
     if os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
+        with open(path, encoding="utf-8", errors="replace") as f:
             lines = [line for line in f if is_record(line) and json.loads(line).get("iter", 0) <= iter_num]
         with open(path + ".tmp", "w", encoding="utf-8") as f:
             f.writelines(lines)

@@ -84,7 +84,8 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
         if newest and not s["overwrite"] and not s["eval_only"]:
             problems.append(f"{s['out_dir']} already holds a run ({newest}): continue it with --init_from=resume, "
                             "choose another --out_dir=DIR, or give it up with --overwrite=True")
-    attempt(check_writable, s["out_dir"])
+    if not s["eval_only"]:
+        attempt(check_writable, s["out_dir"])
     if run.model and run.config and not problems:
         attempt(check_space, run, s)
         choose_batch(run, s, settings["batch_size"] == "auto", world_size, local_world_size)
@@ -223,7 +224,10 @@ def choose_batch(run, s, auto, world_size, local_world_size):
 
 
 def check_writable(out_dir):
-    """ValueError unless out_dir, or the folder it will be made in, can be written."""
+    """ValueError unless out_dir, or the folder it will be made in, can be written, and its name is no pattern."""
+    if set(out_dir) & set("*?["):
+        raise ValueError(f"out_dir={out_dir} has *, ? or [ in it, which DeepSpeed takes for a pattern when it loads: "
+                         "choose another with --out_dir=DIR")
     folder = existing_folder(out_dir)
     if not out_dir or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise ValueError(f"out_dir={out_dir} cannot be written: choose another with --out_dir=DIR")

@@ -57,13 +57,14 @@ def space_problem(out_dir, needed):
 class Saver:
     """Saves an engine's tags, one at a time. All ranks call its methods together."""
 
-    def __init__(self, engine, out_dir, keep_last, expected_bytes, beside=True):
+    def __init__(self, engine, out_dir, keep_last, expected_bytes, beside=True, ahead=False):
         self.engine, self.out_dir, self.keep_last, self.beside = engine, out_dir, keep_last, beside
         self.expected_bytes = expected_bytes  # of a tag; the first one that is saved corrects it
         self.group = dist.new_group(backend="gloo")
         self.staging = np.empty(0, np.uint8)
         self.thread, self.problem = None, None  # problem: why the last save failed; the same sentence on all ranks
-        if beside:  # pinning GPT-2 XL's share takes seconds: beside the first steps, so that no save waits for it
+        self.recovery = []  # the folder for DeepSpeed's own scripts, if it wants them there
+        if beside and ahead:  # pinning GPT-2 XL's share takes seconds: beside the first steps, and no save waits for it
             self.thread = threading.Thread(target=self.reserve, args=(self.share(),), daemon=True)
             self.thread.start()
 
@@ -123,14 +124,15 @@ class Saver:
 
     def collect(self, folder, state):
         """[(path, content)] of this rank's files, as DeepSpeed would write them; the tensors are the engine's own."""
-        files, checkpoint_engine = [], self.engine.checkpoint_engine
+        files, checkpoint_engine, self.recovery = [], self.engine.checkpoint_engine, []
         checkpoint_engine.save = lambda state_dict, path: files.append((path, state_dict))
+        self.engine._copy_recovery_script = self.recovery.append  # later, where a full disk is expected
         try:
             name_stage(self.engine.optimizer)
             with quiet():
                 self.engine.save_checkpoint(self.out_dir, tag=folder, client_state={STATE: state}, save_latest=False)
         finally:
-            del checkpoint_engine.save  # the class's own is back
+            del checkpoint_engine.save, self.engine._copy_recovery_script  # the classes' own are back
         return files
 
     def reserve(self, size):
@@ -202,13 +204,16 @@ class Saver:
         tag = manifest["tag"]
         write_atomically(os.path.join(work, "manifest.json"), sealed(manifest))
         put_in_place(work, os.path.join(self.out_dir, tag))
-        write_atomically(os.path.join(self.out_dir, "latest"), tag)
         try:
+            write_atomically(os.path.join(self.out_dir, "latest"), tag)
             for name in names:
                 link(self.out_dir, tag, name)
             prune(self.out_dir, self.keep_last)
-        except OSError as error:  # the tag stands; a start from it links these names
-            print0(f"{tag} is saved, but {' and '.join(names) or 'older tags'} could not be seen to: {error.strerror}")
+            for folder in self.recovery:
+                self.engine._copy_recovery_script(folder)
+        except OSError as error:  # the tag stands; a start from it sees to these
+            print0(f"{tag} is saved, but latest{''.join(f', {name}' for name in names)} or older tags could not be "
+                   f"seen to: {error}")
 
     def tell(self, manifest, began, stood):
         """Rank 0: what the save took, and whether a tag is as large as it was reckoned to be."""

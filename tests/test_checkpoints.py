@@ -104,11 +104,12 @@ def test_the_memory_for_a_save_is_reserved_before_it(characters, tmp_path, n, ra
     script.write_text(f"""import runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
 from runtime.save import Saver
-reserve = Saver.reserve
+init, reserve = Saver.__init__, Saver.reserve
 def told(self, size):
     print("reserve", len(self.staging), size, flush=True)
     return reserve(self, size)
 Saver.reserve = told
+Saver.__init__ = lambda self, *args, **kwargs: init(self, *args, **{{**kwargs, "ahead": True}})  # as on a GPU
 runpy.run_path({str(ROOT / "train_deepspeed.py")!r}, run_name="__main__")
 """)
     run = launch(script, *SMALL, stage(n), "--n_embd=64", "--max_iters=1", f"--dataset={characters}",

@@ -64,6 +64,9 @@ def bad(tmp_path_factory, holder, characters):
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
 
+    barred = shutil.copytree(holder, folder / "barred")
+    (barred / "iter_4" / "manifest.json").unlink()
+    (barred / "iter_4" / "manifest.json").mkdir()
     (folder / "tiny").mkdir()
     from transformers import GPT2Config, GPT2LMHeadModel
     GPT2LMHeadModel(GPT2Config(vocab_size=28, n_embd=8, n_layer=1, n_head=2, n_positions=16)).save_pretrained(
@@ -106,6 +109,8 @@ def bad(tmp_path_factory, holder, characters):
         "bit": damaged("bit", flip),
         "lost": damaged("lost", lambda path: path.unlink()),
         "cut tag": damaged("cut-tag", lambda path: cut(path, -7)),
+        "barred": ["--init_from=resume", f"--out_dir={barred}"],
+        "pattern": [f"--out_dir={folder}/run[1]"],
     }
 
 
@@ -148,6 +153,8 @@ SENTENCES = {
     "bit": "optim_states.pt has changed since it was saved (its sha256 differs)",
     "lost": "optim_states.pt is missing",
     "cut tag": "optim_states.pt has ",
+    "barred": "iter_4/manifest.json cannot be read (Is a directory): mend that, or name another tag with --resume_tag",
+    "pattern": "run[1] has *, ? or [ in it, which DeepSpeed takes for a pattern when it loads",
 }
 
 

@@ -174,6 +174,32 @@ def test_patience_goes_on_over_a_resume(train):
     assert list(fourth.losses) == [1, 2, 3, 4, 5, 6, 7, 8] and manifest(first.out_dir, "final")["iter_num"] == 8
 
 
+def test_a_validation_loss_that_is_no_number_is_not_the_best(characters, tmp_path):
+    """At iteration 4 of 6; the losses at 2 and 6 are better each. And a history of other bytes stops no resume."""
+    script = tmp_path / "nan.py"
+    script.write_text(f"""import math, runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+from runtime import dist
+total, calls = dist.total, []
+def once_nan(*values, **how):
+    calls.extend([len(values)] * (len(values) == 3))
+    sums = total(*values, **how)
+    return [sums[0], math.nan, sums[2]] if len(values) == 3 and len(calls) == 6 else sums
+dist.total = once_nan
+runpy.run_path({str(ROOT / "train_deepspeed.py")!r}, run_name="__main__")
+""")
+    args = (*SMALL, "--max_iters=6", "--always_save_checkpoint=False", f"--dataset={characters}",
+            f"--out_dir={tmp_path}/out")
+    run = launch(script, *args, launcher="python")
+    assert run.returncode == 0 and "step 4: train loss 3" in run.stdout and "val loss nan" in run.stdout, run.stderr
+    assert tags(tmp_path / "out") == ["iter_2", "iter_6", "best", "final"]
+    assert manifest(tmp_path / "out", "best")["iter_num"] == 6
+    with open(tmp_path / "out" / "history.jsonl", "ab") as history:
+        history.write(b"\xff\xfe\n")
+    run = launch(ROOT / "train_deepspeed.py", *args, "--max_iters=8", "--init_from=resume", launcher="python")
+    assert run.returncode == 0 and len(read_history(tmp_path / "out")) == 8 + 5, run.stderr
+
+
 def test_a_start_that_overlaps_the_run_before_goes_on_from_its_last_tag(characters, whole, tmp_path):
     """While the second start looked at its settings the first one saved iteration 4, or its first tag, and ended."""
     args = (*SMALL, *EIGHT, stage(2), f"--dataset={characters}", "--init_from=auto", "--max_iters=6")
@@ -391,12 +417,15 @@ def test_the_cache_follows_its_tag(whole, tmp_path):
     assert torch.equal(fp32_weights(out_dir, "iter_8")["lm_head.weight"], at_4["lm_head.weight"])
     (out_dir / "iter_8.fp32.safetensors").write_bytes(b"half a file")
     assert torch.equal(fp32_weights(out_dir, "iter_8")["lm_head.weight"], at_4["lm_head.weight"])
-    content = bytearray((out_dir / "iter_8.fp32.safetensors").read_bytes())
-    content[-6] ^= 64  # a bit of the last weight's exponent
-    (out_dir / "iter_8.fp32.safetensors").unlink()  # mapped by the tensors above
-    (out_dir / "iter_8.fp32.safetensors").write_bytes(content)
-    again = fp32_weights(out_dir, "iter_8")
-    assert all(torch.equal(again[name], at_4[name]) for name in at_4)
+    whole_cache = (out_dir / "iter_8.fp32.safetensors").read_bytes()
+    for at in (-6, whole_cache.index(b"ln_1.weight")):  # in the last weight's exponent, in a name
+        content = bytearray(whole_cache)
+        content[at] ^= 1
+        (out_dir / "iter_8.fp32.safetensors").unlink()  # mapped by the tensors above
+        (out_dir / "iter_8.fp32.safetensors").write_bytes(content)
+        again = fp32_weights(out_dir, "iter_8")
+        assert again.keys() == at_4.keys() and all(torch.equal(again[name], at_4[name]) for name in at_4)
+        assert (out_dir / "iter_8.fp32.safetensors").read_bytes() == whole_cache
     assert torch.equal(fp32_weights(out_dir, "iter_8")["lm_head.weight"], at_4["lm_head.weight"])
 
 
