@@ -357,7 +357,7 @@ def read_cache(cache, seal):
             length = raw.read(8)
             header = length + raw.read(int.from_bytes(length, "little"))
             sha256 = hashlib.sha256(header.replace(metadata["sha256"].encode(), b"0" * 64))
-            while part := raw.read(2**24):
+            while part := raw.read(2**20):
                 sha256.update(part)
         if metadata == {"manifest": seal, "sha256": sha256.hexdigest()}:
             return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (no mapping)

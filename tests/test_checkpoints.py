@@ -101,12 +101,12 @@ def test_the_memory_for_a_save_is_reserved_before_it(characters, tmp_path, n, ra
     """At the first save the staging buffer, reckoned before there was any optimizer state, is large enough, and less
     than a fifth larger than it has to be."""
     script = tmp_path / "watched.py"
-    script.write_text(f"""import runpy, sys
+    script.write_text(f"""import os, runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
 from runtime.save import Saver
 init, reserve = Saver.__init__, Saver.reserve
 def told(self, size):
-    print("reserve", len(self.staging), size, flush=True)
+    os.write(1, f"reserve {{len(self.staging)}} {{size}}\\n".encode())  # whole, whatever the other rank prints
     return reserve(self, size)
 Saver.reserve = told
 Saver.__init__ = lambda self, *args, **kwargs: init(self, *args, **{{**kwargs, "ahead": True}})  # as on a GPU

@@ -14,11 +14,12 @@ NO_RIGHT = 77  # diskfull.py ends with it before it has started anything
 @pytest.mark.parametrize("drill, options, figures", [
     ("kill", ["--kills=3", "--seed=5"], {"kills": 3, "losses_equal": True, "went_back": []}),
     ("corrupt", ["--resumes=1", "--seed=1"], {"tried": 69, "noticed": 69, "wrong": []}),
-    ("diskfull", [], {}),
+    ("diskfull", ["--most=2"], {}),
     ("reshard", ["--most=3"], {"changes": 3}),
     ("reshard", ["--most=1", "--dtype=bfloat16", "--tolerance=1e-3"], {"changes": 1}),
     ("signals", ["--launchers=torchrun,deepspeed", "--only=SIGTERM"], {"trials": 2, "failed": [], "orphans": 0}),
-    ("signals", ["--launchers=torchrun", "--only=a rank killed"], {"trials": 1, "failed": [], "orphans": 0}),
+    ("signals", ["--launchers=torchrun", "--only=a rank killed", "--resume=0"],
+     {"trials": 1, "failed": [], "orphans": 0}),
 ])
 def test_drill(drill, options, figures, tmp_path):
     script, out = ROOT / "tests" / "drills" / f"{drill}.py", tmp_path / "report.json"

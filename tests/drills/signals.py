@@ -1,6 +1,6 @@
 """Ask runs to leave, by each signal under each launcher at random moments, and kill one of their ranks.
 
-    python tests/drills/signals.py --each=2
+    python tests/drills/signals.py --each=2      --resume=0: nothing is gone on from
 
 A run that is asked to leave saves a tag of the last iteration that it told, ends with the documented exit code within
 60 s and leaves no process; gone on from, it ends with the losses of a run that was never asked. When a rank or the
@@ -82,7 +82,7 @@ def trial(args, launcher, what, number):
     result["passed"] = good and gone and not left
     for process in naming(str(out_dir)):
         process.kill()
-    if result["passed"] and saved > 0 and number == 0:
+    if result["passed"] and saved > 0 and number == 0 and args.resume:
         how = {"ranks": 1 if launcher == "python" else 2,
                "config": ["config/shakespeare_char_cpu.py"] if launcher == "run_deepspeed_xl.sh" else []}  # its own
         options = (*OPTIONS, "--log_interval=1", f"--max_iters={saved + 5}")
@@ -97,7 +97,7 @@ def trial(args, launcher, what, number):
 
 
 def main():
-    args = arguments(__doc__, each=1, launchers=",".join(LAUNCHERS), only="")
+    args = arguments(__doc__, each=1, resume=1, launchers=",".join(LAUNCHERS), only="")
     began, results = time.time(), []
     for launcher in args.launchers.split(","):
         kills = ["a rank killed", "launcher killed"] if launcher in ("torchrun", "deepspeed") else []
