@@ -32,7 +32,8 @@ def plan(model, config, dtype, world_size, n_params, batch_size, compiled=False,
     stage, half = zero["stage"], dtype != "float32"
     value = 2 if half else 4
     split = [world_size if stage >= lowest else 1 for lowest in (3, 2, 1)]  # what weights, gradients, states are over
-    moved = {key for key in ("offload_optimizer", "offload_param") if zero.get(key, {}).get("device", "none") != "none"}
+    moved = {key for key in ("offload_optimizer", "offload_param")
+             if (zero.get(key) or {}).get("device", "none") != "none"}
     bucket = min(n_params, int(zero.get("reduce_bucket_size", 5e8))) * value
     buckets = 0 if stage == 0 or (stage < 3 and world_size == 1) else bucket
     if stage in (1, 2) and zero.get("overlap_comm", True):
