@@ -140,10 +140,11 @@ def test_the_tables_of_checkpoints_and_precisions_are_what_was_measured():
     drills = {n: json.loads((ROOT / "results" / f"cpu_{n}.json").read_text(encoding="utf-8"))
               for n in ("corrupt", "diskfull", "reshard", "signals")}
     c, d, r, s = drills.values()
+    tried, left = s["trials"], s["orphans"]
     cases = d["cases"]
     for name, words in (("corrupt", f"{c['noticed']} of {c['tried']} noticed; {c['resumes']} of them"),
                         ("diskfull", f"{sum(case['passed'] for case in cases.values())} of {len(cases)}: "),
                         ("reshard", f"{r['changes']} changes, losses {r['worst']:.0e} apart"),
-                        ("signals", f"{s['trials']} of {s['trials']}, {s['orphans']} processes left, {s['slowest']} s")):
+                        ("signals", f"{tried} of {tried}, {left} processes left, {s['slowest']} s")):
         (row,) = [line for line in text.splitlines() if f"`results/cpu_{name}.json`" in line]
         assert drills[name]["passed"] and words in row
