@@ -293,6 +293,27 @@ def test_cached_text_is_uncached_text(ours, start):
     assert torch.equal(cached, idx)
 
 
+def test_text_by_recorded_steps_is_the_same_text(monkeypatch):
+    """What happens on CUDA but for the recording itself: from a prompt of 100, over lengths of 128, 256 and 300 places,
+    and beyond them, where the context slides."""
+    torch.manual_seed(0)
+    wide = GPT(GPTConfig(block_size=300, vocab_size=61, n_layer=2, n_head=2, n_embd=32)).eval()
+    for p in wide.parameters():
+        p.data += 0.2 * torch.randn_like(p)  # no fixed point
+    idx = torch.randint(61, (2, 100))
+    wanted = wide.generate(idx, 220, temperature=0, use_cache=False)
+    lengths = []
+
+    def not_recorded(step, *inputs):
+        lengths.append(step.keywords["length"])
+        return step
+
+    monkeypatch.setattr("model.pays_to_record", lambda idx: True)
+    monkeypatch.setattr("model.recorded", not_recorded)
+    assert torch.equal(wide.generate(idx, 220, temperature=0), wanted) and lengths == [128, 256, 300]
+    assert len(wanted[:, 100:].unique()) > 20
+
+
 def test_one_more_token_gives_the_logits_of_the_whole(ours):
     """What generate() records on CUDA, on the CPU: at each position, with places beyond it unused or full of others."""
     idx = tokens(2, BLOCK)
