@@ -60,16 +60,15 @@ def spread(values):
 
 
 def start(what, args, settings, out_dir, **env):
-    """Run this script as `what` in args.gpus processes; (seconds, what it said). Ends the program if it fails."""
+    """Run this script as `what` in args.gpus processes; what it said. Ends the program if it fails."""
     ranks = f"--nproc_per_node={args.gpus}"
     command = [sys.executable, "-m", "runtime.launch", "--standalone", ranks, "bench.py", what]
-    began = time.time()
     done = subprocess.run([*command, *settings, f"--out_dir={out_dir}"], stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True, cwd=ROOT, env={**os.environ, **env})
     if done.returncode:
         print(done.stdout[-6000:], file=sys.stderr)
         raise SystemExit(done.returncode)
-    return time.time() - began, done.stdout
+    return done.stdout
 
 
 def history(out_dir):
@@ -85,7 +84,7 @@ def train(args, settings):
         never = [f"--max_iters={steps}", "--eval_interval=1000000000", "--eval_iters=1", "--keep_last=0",
                  "--log_interval=1"]
         parts_file = os.path.join(folder, "parts.json")
-        seconds, words = start("inside", args, [*settings, *never], os.path.join(folder, "out"), BENCH_PARTS=parts_file)
+        words = start("inside", args, [*settings, *never], os.path.join(folder, "out"), BENCH_PARTS=parts_file)
         with open(os.path.join(folder, "out", "settings.json"), encoding="utf-8") as f:
             record = json.load(f)
         with open(parts_file, encoding="utf-8") as f:
@@ -217,6 +216,7 @@ def peer(_, settings):
 
     from runtime.batches import train_batches
     from runtime.bins import DTYPES
+    from runtime.metrics import peak_memory
 
     device = torch.device(run.device, local_rank) if run.device == "cuda" else torch.device("cpu")
     if run.device == "cuda":
@@ -251,7 +251,7 @@ def peer(_, settings):
         times.append(1000 * (time.perf_counter() - began))
         print0(f"peer: {times[-1]:.1f} ms, loss {total.item() / s['gradient_accumulation_steps']:.4f}")
     if rank == 0:
-        peak = torch.cuda.max_memory_allocated() / 1e9 if run.device == "cuda" else 0.0
+        peak = peak_memory(device) / 1e9
         with open(os.environ["BENCH_PARTS"], "w", encoding="utf-8") as f:
             versions = {"transformers": transformers.__version__}
             json.dump({"ms": times[WARM_UP:], "peak_gb": peak, "versions": versions}, f)
@@ -284,6 +284,14 @@ def copy_rate(device):
         b.copy_(a)
         times.append(clock(device) - began)
     return 2 * a.numel() / min(times)
+
+
+def machine(device):
+    """What figures depend on: the hardware and the versions."""
+    from runtime.metrics import run_record
+
+    record = run_record(ROOT, None, 1, device)
+    return {key: record[key] for key in ("hardware", "versions")}
 
 
 def clock(device):
@@ -324,11 +332,10 @@ def sample(args, settings):
 
     ours = measure(lambda n: model.generate(prompt, n, top_k=200))
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    limit = copy_rate(device) / weights * args.batch
-    found = {"hardware": torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} CPU cores",
-             "versions": {"torch": torch.__version__}, "shape": [layers, heads, width], "batch": args.batch,
-             "tokens": args.tokens, **ours, "weights_gb": weights / 1e9, "copy_gb_per_s": copy_rate(device) / 1e9,
-             "share_of_limit": ours["tokens_per_s"]["median"] / limit}
+    rate = copy_rate(device)
+    found = {**machine(device), "shape": [layers, heads, width], "batch": args.batch, "tokens": args.tokens, **ours,
+             "weights_gb": weights / 1e9, "copy_gb_per_s": rate / 1e9,
+             "share_of_limit": ours["tokens_per_s"]["median"] / (rate / weights * args.batch)}
     print(f"batch {args.batch}: {ours['tokens_per_s']['median']:,.1f} tokens/s, "
           f"{100 * found['share_of_limit']:.0f}% of what reading {weights / 1e9:.2f} GB a token allows; first token "
           f"after {ours['first_token_ms']['median']:.1f} ms", flush=True)
@@ -371,8 +378,7 @@ def data(args, settings):
     step = s["batch_size"] * s["gradient_accumulation_steps"] * s["block_size"]
     print(f"{s['dataset']}: {ms['median']:.2f} ms ({ms['least']:.2f} to {ms['most']:.2f}) for {step:,} tokens, "
           f"{step / ms['median'] * 1000:,.0f} tokens/s")
-    return {"hardware": torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} CPU cores",
-            "versions": {"torch": torch.__version__, "numpy": np.__version__}, "ms": ms, "tokens_a_step": step}
+    return {**machine(device), "ms": ms, "tokens_a_step": step}
 
 
 def checkpoint(args, settings):
@@ -382,9 +388,9 @@ def checkpoint(args, settings):
         out_dir, pace = os.path.join(folder, "out"), max(1, args.repeats // 5)
         options = [*settings, f"--eval_interval={pace}", "--eval_iters=1", "--keep_last=1", "--lr_decay_iters=100"]
         parts = {"BENCH_PARTS": os.path.join(folder, "parts.json")}
-        _, words = start("inside", args, [*options, f"--max_iters={5 * pace}"], out_dir, **parts)
-        _, again = start("inside", args, [*options, f"--max_iters={5 * pace + WARM_UP + 1}", "--init_from=resume"],
-                         out_dir, **parts)
+        words = start("inside", args, [*options, f"--max_iters={5 * pace}"], out_dir, **parts)
+        again = start("inside", args, [*options, f"--max_iters={5 * pace + WARM_UP + 1}", "--init_from=resume"],
+                      out_dir, **parts)
         saves = re.findall(r"saved \w+ in ([\d.]+) s: ([\d.]+ .B), ([\d.]+) GB/s; .* still for ([\d.]+) s", words)
         with open(os.path.join(out_dir, "settings.json"), encoding="utf-8") as f:
             record = json.load(f)

@@ -86,7 +86,6 @@ globals().update(settings)
 # -----------------------------------------------------------------------------
 # Set-up: the ranks, then everything that can be refused, before anything that costs
 
-import contextlib
 import json
 import math
 import warnings
@@ -175,10 +174,12 @@ else:
 model.gradient_checkpointing = gradient_checkpointing
 flops_per_step = model.flops_per_token(block_size) * sequences * block_size
 if run.compile:
-    with contextlib.suppress(ImportError):  # of a PyTorch that chooses otherwise
+    try:
         from runtime.wide_rows import read_once
 
         read_once()
+    except ImportError as error:  # a PyTorch whose compiler is built otherwise: as right, and slower
+        print0(f"note       layer norms are left to the compiler ({error})")
     model.compile_parts()
 if run.config["zero_optimization"]["stage"] == 3:
     # Gather and release a block at a time, not each of its layers (on 4 H200s at 1 x 32, 12.5 s a step became 7.4):

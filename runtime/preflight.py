@@ -75,8 +75,8 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
         run.init_from = "resume" if newest or s["resume_tag"] != "latest" else asked["init_from"]
     if s["init_from"] not in ("resume", "auto"):
         unsaid = {"resume_tag": "latest", "resume_weights_only": False}
-        asked = [name for name, value in unsaid.items() if s[name] != value]
-        problems += [f"{name}={s[name]} is for going on with a run: add --init_from=resume" for name in asked]
+        problems += [f"{name}={s[name]} is for going on with a run: add --init_from=resume"
+                     for name, value in unsaid.items() if s[name] != value]
     if run.init_from == "resume":
         attempt(check_resume, run, s)
     else:

@@ -62,6 +62,16 @@ def test_a_tag_from_before_manifests_were_sealed_is_read(whole, tmp_path):
         find_tag(out_dir, "iter_8")
 
 
+def test_the_largest_batch_that_fits_and_divides():
+    """28 GB and 2.5 GB a sequence, as GPT-2 XL on one GPU."""
+    def planned(batch_size):
+        return 28e9 + 2.5e9 * batch_size
+
+    found = {room: memory.largest_batch(32, room, planned) for room in (10e9, 38e9, 47e9, 48e9, 126e9)}
+    assert found == {10e9: 1, 38e9: 4, 47e9: 4, 48e9: 8, 126e9: 32}
+    assert memory.largest_batch(30, 126e9, planned) == 30 and memory.largest_batch(30, 60e9, planned) == 10
+
+
 @pytest.fixture(scope="module")
 def wide(train):
     """The out_dir of a run of one step at stage 3 with 14 million parameters."""

@@ -187,10 +187,13 @@ def once_nan(*values, **how):
     return [sums[0], math.nan, sums[2]] if len(values) == 3 and len(calls) == 6 else sums
 dist.total = once_nan
 runpy.run_path({str(ROOT / "train_deepspeed.py")!r}, run_name="__main__")
+import torch
+print("deterministic:", torch.are_deterministic_algorithms_enabled())
 """)
     args = (*SMALL, "--max_iters=6", "--always_save_checkpoint=False", f"--dataset={characters}",
             f"--out_dir={tmp_path}/out")
-    run = launch(script, *args, launcher="python")
+    run = launch(script, *args, "--deterministic=True", launcher="python")
+    assert "deterministic: True" in run.stdout
     assert run.returncode == 0 and "step 4: train loss 3" in run.stdout and "val loss nan" in run.stdout, run.stderr
     assert tags(tmp_path / "out") == ["iter_2", "iter_6", "best", "final"]
     assert manifest(tmp_path / "out", "best")["iter_num"] == 6
@@ -272,6 +275,11 @@ def test_keep_last_prunes_the_oldest(whole, tmp_path):
     prune(out_dir, 1)
     assert tags(out_dir) == ["iter_8", "best", "final"]
     assert not damages(out_dir / "best", manifest(out_dir, "best")["files"])
+
+
+def test_keep_last_0_saves_nothing(train):
+    run = done(train("--keep_last=0", "--n_layer=1"))
+    assert tags(run.out_dir) == [] and "saving" not in run.stdout and list(run.losses) == [1, 2, 3, 4]
 
 
 def test_what_is_the_users_own_is_not_tidied_away(tmp_path):
