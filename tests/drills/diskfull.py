@@ -18,7 +18,9 @@ from common import arguments, losses, naming, report, run, start, wait_for
 
 from runtime.checkpoint import damages, find_tag, tags
 
-OPTIONS = ("--max_iters=8", "--lr_decay_iters=8", "--eval_interval=2", "--keep_last=20")
+OPTIONS = ("--max_iters=8", "--lr_decay_iters=8", "--eval_interval=2", "--keep_last=20",
+           "--gradient_accumulation_steps=30")  # steps so long that no save begins while the disk is being filled
+PAGE = 4096  # bytes that the file system gives at a time
 INSIDE = "DRILL_INSIDE"
 
 
@@ -69,12 +71,11 @@ def main():
         job = start(args.data, out_dir, *OPTIONS, *options, log=log)
         assert wait_for(lambda: "step 0" in log.read_text(), 120)
         ranks = naming(str(out_dir))
-        assert wait_for(lambda: (out_dir / "best").exists(), 120)
+        assert wait_for(lambda: "saved iter_2" in log.read_text(), 120)  # whole, with latest and best
         for process in ranks:
             process.suspend()
-        if not leave:  # and none in the last page of the history either
-            with open(out_dir / "history.jsonl", "a") as history:
-                history.write(" " * (-history.tell() % 4096 - 1) + "\n")
+        with open(out_dir / "history.jsonl", "a") as history:  # its last page: new, or without a byte left
+            history.write(" " * (-history.tell() % PAGE - (not leave)) + "\n")
         fill(disk, leave)
         for process in ranks:
             process.resume()
@@ -90,7 +91,7 @@ def main():
 
     cases = [
         # room for what is reckoned, and not for the manifest, folders and best's links that come with it
-        ("full in the middle of a save", tag_size + 4096, (), "iostream error"),
+        ("full in the middle of a save", tag_size + PAGE, (), "iostream error"),
         ("not a byte left, for the history either", 0, ("--on_save_error=continue",),
          "history.jsonl could not be written"),
         ("no room before a save", tag_size // 2, (), "MB free"),
