@@ -31,7 +31,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["train", "sample", "data", "checkpoint", "inside", "peer"])
     parser.add_argument("--gpus", type=int, default=1, help="processes; on a machine without GPUs as well")
-    parser.add_argument("--peer", choices=["hf"], help="transformers, on the same work")
+    parser.add_argument("--peer", choices=["hf", "plain"], help="the same work by transformers under DeepSpeed, or by "
+                        "PyTorch alone, compiled whole (train)")
     parser.add_argument("--json", default="bench.json")
     parser.add_argument("--repeats", type=int, help="at least 5")
     parser.add_argument("--model", help="sample: gpt2-xl, ..., or layers,heads,width")
@@ -109,15 +110,14 @@ def train(args, settings):
             print(f"  {name:<10} {part:9.2f} ms  {100 * part / ms['median']:5.1f}%")
         if args.peer:
             theirs_file = os.path.join(folder, "peer.json")
-            start("peer", args, [*settings, *never, f"--batch_size={s['batch_size']}",
+            start("peer", args, [f"--peer={args.peer}", *settings, *never, f"--batch_size={s['batch_size']}",
                                  f"--gradient_accumulation_steps={s['gradient_accumulation_steps']}"],
                   os.path.join(folder, "peer"), BENCH_PARTS=theirs_file)
             with open(theirs_file, encoding="utf-8") as f:
                 theirs = json.load(f)
-            found["peer"] = {"name": "transformers GPT2LMHeadModel with DeepSpeed", "ms": spread(theirs["ms"]),
-                             "peak_gb": theirs["peak_gb"], "versions": theirs["versions"]}
+            found["peer"] = {**theirs, "ms": spread(theirs["ms"])}
             found["peer"]["ratio"] = found["peer"]["ms"]["median"] / ms["median"]
-            print(f"transformers: {found['peer']['ms']['median']:.1f} ms, {theirs['peak_gb']:.1f} GB: "
+            print(f"{theirs['name']}: {found['peer']['ms']['median']:.1f} ms, {theirs['peak_gb']:.1f} GB: "
                   f"{found['peer']['ratio']:.2f} times ours")
         return found
     finally:
@@ -143,7 +143,11 @@ class Stopwatch:
 
     def timed(self, name, function):
         """The function, its calls timed."""
+        import torch
+
         def call(*args, **kwargs):
+            if self.cuda and torch.cuda.is_current_stream_capturing():  # what is recorded is timed when it is replayed
+                return function(*args, **kwargs)
             begin = self.mark()
             result = function(*args, **kwargs)
             self.spans.append((name, begin, self.mark()))
@@ -165,16 +169,18 @@ class Stopwatch:
 def inside(_, settings):
     """train_deepspeed.py itself, its engine's calls timed. 'reduction' runs beside backward and within step."""
     import deepspeed
+    import torch
     import torch.distributed as dist
 
     watch, steps, initialize = Stopwatch(), [], deepspeed.initialize
+    torch.cuda.CUDAGraph.replay = watch.timed("forward and backward", torch.cuda.CUDAGraph.replay)
 
     def watched(*args, **kwargs):
         engine, *rest = initialize(*args, **kwargs)
         engine.backward = watch.timed("backward", engine.backward)
         forward, step = engine.forward, watch.timed("optimizer", engine.step)
         timed_forward = watch.timed("forward", forward)
-        engine.forward = lambda *a, **k: (timed_forward if engine.training else forward)(*a, **k)
+        engine.forward = lambda *a, **k: (timed_forward if torch.is_grad_enabled() else forward)(*a, **k)
         for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "reduce"):
             setattr(dist, name, watch.timed("reduction", getattr(dist, name)))
 
@@ -195,9 +201,9 @@ def inside(_, settings):
             json.dump({name: ms / (len(steps) - WARM_UP) for name, ms in watch.sums().items()}, f)
 
 
-def peer(_, settings):
-    """The same steps by transformers' GPT2LMHeadModel under deepspeed.initialize, with the same JSON and tokens."""
-    from runtime.dist import environment, print0, quiet
+def peer(args, settings):
+    """The same steps, with the same tokens, by another: see transformers_steps and plain_steps."""
+    from runtime.dist import environment, print0
 
     s = settings_of(settings)
     rank, local_rank, world_size, local_world_size = environment()
@@ -212,7 +218,6 @@ def peer(_, settings):
         raise SystemExit("\n".join(problems))
     import deepspeed
     import numpy as np
-    import transformers
 
     from runtime.batches import train_batches
     from runtime.bins import DTYPES
@@ -225,10 +230,35 @@ def peer(_, settings):
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.init_distributed(dist_backend={"cuda": "nccl", "cpu": "gloo"}[run.device], verbose=False)
+    torch.manual_seed(s["seed"])
+    name, micro_step = {"hf": transformers_steps, "plain": plain_steps}[args.peer](run, s, device)
+    tokens = np.memmap(os.path.join(run.data, "train.bin"), dtype=DTYPES[run.meta["dtype"]], mode="r")
+    batches, times = train_batches(tokens, 0, rank, world_size, s, run.meta["vocab_size"], device), []
+    for _ in range(s["max_iters"]):
+        began, total = time.perf_counter(), 0.0
+        for number in range(s["gradient_accumulation_steps"]):
+            total += micro_step(*next(batches), number + 1 == s["gradient_accumulation_steps"])
+        total.item()  # waits for the step
+        times.append(1000 * (time.perf_counter() - began))
+        print0(f"peer: {times[-1]:.1f} ms, loss {total.item() / s['gradient_accumulation_steps']:.4f}")
+    if rank == 0:
+        with open(os.environ["BENCH_PARTS"], "w", encoding="utf-8") as f:
+            json.dump({"name": name, "ms": times[WARM_UP:], "peak_gb": peak_memory(device) / 1e9}, f)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def transformers_steps(run, s, device):
+    """(name, micro_step): transformers' GPT2LMHeadModel under deepspeed.initialize, with the same JSON."""
+    import deepspeed
+    import torch
+    import transformers
+
+    from runtime.dist import quiet
+
     shape = transformers.GPT2Config(n_layer=run.model.n_layer, n_head=run.model.n_head, n_embd=run.model.n_embd,
                                     n_positions=run.model.block_size, vocab_size=run.model.vocab_size,
                                     resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
-    torch.manual_seed(s["seed"])
     with device:
         model = transformers.GPT2LMHeadModel(shape)
     model.train()
@@ -236,27 +266,48 @@ def peer(_, settings):
     run.config["zero_optimization"].pop("memory_efficient_linear", None)
     with quiet():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=run.config)
-    tokens = np.memmap(os.path.join(run.data, "train.bin"), dtype=DTYPES[run.meta["dtype"]], mode="r")
-    batches = train_batches(tokens, 0, rank, world_size, s, run.meta["vocab_size"], device)
-    times = []
-    for _ in range(s["max_iters"]):
-        began, total = time.perf_counter(), 0.0
-        for _ in range(s["gradient_accumulation_steps"]):
-            x, _ = next(batches)
-            loss = engine(x, labels=x).loss
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach()
-        total.item()  # waits for the step
-        times.append(1000 * (time.perf_counter() - began))
-        print0(f"peer: {times[-1]:.1f} ms, loss {total.item() / s['gradient_accumulation_steps']:.4f}")
-    if rank == 0:
-        peak = peak_memory(device) / 1e9
-        with open(os.environ["BENCH_PARTS"], "w", encoding="utf-8") as f:
-            versions = {"transformers": transformers.__version__}
-            json.dump({"ms": times[WARM_UP:], "peak_gb": peak, "versions": versions}, f)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+
+    def micro_step(x, y, last):
+        loss = engine(x, labels=x).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return f"transformers {transformers.__version__} GPT2LMHeadModel with DeepSpeed", micro_step
+
+
+def plain_steps(run, s, device):
+    """(name, micro_step): a GPT in PyTorch alone, as nanoGPT trains it: float32 parameters, autocast, compiled whole,
+    the loss over all logits at once, fused AdamW; DistributedDataParallel over several GPUs."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from model import GPT
+
+    with device:
+        model = GPT(run.model)
+    optimizer = torch.optim.AdamW(model.parameter_groups(s["weight_decay"]), lr=s["learning_rate"],
+                                  fused=run.device == "cuda")
+    whole = torch.compile(model) if run.compile else model
+    several = torch.distributed.get_world_size() > 1
+    if several:
+        whole = torch.nn.parallel.DistributedDataParallel(whole)
+    dtype = getattr(torch, run.dtype)
+
+    def micro_step(x, y, last):
+        if several:
+            whole.require_backward_grad_sync = last
+        with torch.autocast(run.device, dtype, enabled=dtype != torch.float32):
+            logits = whole(x)
+            loss = cross_entropy(logits.flatten(0, 1), y.flatten())
+        (loss / s["gradient_accumulation_steps"]).backward()
+        if last:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), s["grad_clip"])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return "PyTorch alone, compiled whole", micro_step
 
 
 def settings_of(arguments):
@@ -307,6 +358,7 @@ def sample(args, settings):
     import torch
 
     from model import GPT, GPTConfig
+    from runtime.decode import faster
 
     if settings:
         raise SystemExit(f"bench.py sample does not know {' '.join(settings)}")
@@ -330,7 +382,7 @@ def sample(args, settings):
         return {"tokens_per_s": spread([args.batch * args.tokens / t for t in whole]),
                 "first_token_ms": spread([1000 * t for t in first])}
 
-    ours = measure(lambda n: model.generate(prompt, n, top_k=200))
+    ours = measure(lambda n: model.generate(prompt, n, top_k=200, one_more=faster(model, args.batch)))
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     rate = copy_rate(device)
     found = {**machine(device), "shape": [layers, heads, width], "batch": args.batch, "tokens": args.tokens, **ours,

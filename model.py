@@ -146,6 +146,14 @@ def softmax_loss(logits, targets, vocab_size):
     return losses.squeeze(1), grad.to(logits.dtype)
 
 
+def add_product(total, a, b):
+    """total += a @ b; in float32, without a pass of its own, where a and b are of half its width on CUDA."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
 class FusedHeadLoss(torch.autograd.Function):
     """Mean cross-entropy of x @ weight.T, LOSS_ROWS rows at a time.
 
@@ -164,7 +172,7 @@ class FusedHeadLoss(torch.autograd.Function):
             losses, grad = step(x[rows] @ weight.T, targets[rows], vocab_size)
             total += losses.sum()
             grad_x[rows] = grad @ weight
-            grad_weight += grad.T @ x[rows]
+            add_product(grad_weight, grad.T, x[rows])
         count = (targets >= 0).sum()
         ctx.save_for_backward(grad_x, grad_weight, count)
         return total / count
@@ -315,7 +323,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, end_of_text=None,
-                 use_cache=True, generator=None, on_token=None):
+                 use_cache=True, generator=None, on_token=None, one_more=None):
         """Continue idx (B, T) by at most max_new_tokens; returns (B, T + n).
 
         temperature 0 takes the likeliest token. top_k keeps the k likeliest, top_p the likeliest that together reach
@@ -323,6 +331,7 @@ class GPT(nn.Module):
         on_token is called with each new (B,) column. Past block_size tokens the context slides, and as every
         position then changes, the whole window is computed for each token; until then keys and values are cached.
         On CUDA a cached step's launches are recorded and replayed, as they would take longer than what they launch.
+        one_more(token, position, caches) -> logits may do that step in a better way than the method of this name.
         """
         block_size = self.config.block_size
         caches = [LayerCache(idx.size(0), self.config, self.transformer.wte.weight) for _ in self.transformer.h]
@@ -331,10 +340,11 @@ class GPT(nn.Module):
         steps = {}  # by the places that they look at
         for _ in range(max_new_tokens):
             if use_cache and cached and pays_to_record(idx) and idx.size(1) <= block_size:
-                length = min(block_size, max(128, 2 ** (cached.bit_length())))
+                length = 0 if one_more else min(block_size, max(128, 2 ** (cached.bit_length())))
                 inputs = idx[:, -1:], torch.full((1,), cached, device=idx.device)
                 if length not in steps:
-                    steps[length] = recorded(partial(self.one_more, caches=caches, length=length), *inputs)
+                    step = one_more or partial(self.one_more, length=length)
+                    steps[length] = recorded(partial(step, caches=caches), *inputs)
                 logits = steps[length](*inputs)
                 cached = idx.size(1)
             elif use_cache and idx.size(1) <= block_size:
@@ -400,18 +410,18 @@ def sample_token(logits, temperature, top_k, top_p, generator=None):
     """Logits (B, vocab_size) -> one token a row, (B,)."""
     if temperature == 0:
         return logits.argmax(dim=-1)
-    logits = logits / temperature
-    if top_k:
-        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, float("-inf"))
+    logits, order = logits / temperature, None
+    if top_k:  # the likeliest first, as top_p needs them
+        logits, order = logits.topk(min(top_k, logits.size(-1)))
+    elif top_p is not None and top_p < 1:
+        logits, order = logits.sort(dim=-1, descending=True)
     probs = F.softmax(logits, dim=-1)
     if top_p is not None and top_p < 1:
-        ranked, order = probs.sort(dim=-1, descending=True)
-        beyond = ranked.cumsum(-1) - ranked >= top_p
+        beyond = probs.cumsum(-1) - probs >= top_p
         beyond[:, 0] = False  # the likeliest always stays
-        ranked[beyond] = 0
-        probs = torch.zeros_like(probs).scatter(-1, order, ranked)
-    return torch.multinomial(probs, 1, generator=generator)[:, 0]
+        probs = probs.masked_fill(beyond, 0)
+    choice = torch.multinomial(probs, 1, generator=generator)
+    return (choice if order is None else order.gather(1, choice))[:, 0]
 
 
 def fetch_from_hub(name):

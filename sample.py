@@ -31,6 +31,7 @@ import torch
 
 from model import GPT, WeightsError
 from runtime.checkpoint import CheckpointError, load_model
+from runtime.decode import faster
 from runtime.dist import refuse
 from runtime.fetch import FetchError
 from runtime.preflight import pick_device, pick_dtype
@@ -96,5 +97,6 @@ torch.manual_seed(seed)
 idx = torch.tensor([prompt], device=device)
 for n in range(num_samples):
     print(start, end="", flush=True)
-    model.generate(idx, max_new_tokens, temperature, top_k, top_p, end_of_text(kind), on_token=Streamer())
+    model.generate(idx, max_new_tokens, temperature, top_k, top_p, end_of_text(kind), on_token=Streamer(),
+                   one_more=faster(model, len(idx)))
     print("\n---------------" if n + 1 < num_samples else "")

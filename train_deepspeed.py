@@ -94,7 +94,8 @@ import numpy as np
 import torch
 
 from model import GPT, Block
-from runtime import checkpoint, ds_config, leave, metrics
+from runtime import checkpoint, ds_config, fused, leave, metrics, replay
+from runtime.adamw import step_in_one_pass
 from runtime.batches import eval_batches, train_batches
 from runtime.bins import DTYPES
 from runtime.dist import environment, part, print0, quiet, refuse, refuse_together, total
@@ -121,6 +122,7 @@ warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # names 
 device = torch.device(run.device, local_rank) if run.device == "cuda" else torch.device("cpu")
 if run.device == "cuda":
     torch.cuda.set_device(device)
+    replay.on_own_stream()
     torch.set_float32_matmul_precision("high")  # TF32 where a product is still in float32
 if deterministic:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -173,13 +175,10 @@ else:
     model.crop_block_size(block_size)
 model.gradient_checkpointing = gradient_checkpointing
 flops_per_step = model.flops_per_token(block_size) * sequences * block_size
-if run.compile:
-    try:
-        from runtime.wide_rows import read_once
-
-        read_once()
-    except ImportError as error:  # a PyTorch whose compiler is built otherwise: as right, and slower
-        print0(f"note       layer norms are left to the compiler ({error})")
+run.fused = run.compile and run.device == "cuda" and fused.fits(model)
+if run.fused:
+    fused.fuse(model)
+elif run.compile:
     model.compile_parts()
 if run.config["zero_optimization"]["stage"] == 3:
     # Gather and release a block at a time, not each of its layers (on 4 H200s at 1 x 32, 12.5 s a step became 7.4):
@@ -193,7 +192,10 @@ else:
     optimizer = torch.optim.AdamW(groups, fused=run.device == "cuda", **adam)
 with quiet():
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=run.config)
-shorten(engine)
+fast = shorten(engine) and run.fused and run.dtype == "bfloat16"
+if fast:
+    step_in_one_pass(engine.optimizer)
+micro_step = replay.micro_step(engine, record=fast)
 print0(f"DeepSpeed uses {ds_config.compare(engine, run.config, run.dtype)}")
 
 facts = {"world_size": world_size, "stage": run.config["zero_optimization"]["stage"], "dtype": run.dtype,
@@ -335,10 +337,8 @@ def step(batches):
         t = time.perf_counter()
         x, y = next(batches)
         waited += time.perf_counter() - t
-        loss = engine(x, y)
-        engine.backward(loss)
+        loss_sum += micro_step(x, y)
         engine.step()
-        loss_sum += loss.detach()
     ds_config.grow_loss_scale(engine)
     return loss_sum / gradient_accumulation_steps, waited
 

@@ -7,6 +7,7 @@ split into micro-batches, and a resumed run starts at its place at no cost.
 """
 
 import queue
+import sys
 import threading
 
 import numpy as np
@@ -85,29 +86,32 @@ def read(tokens, offsets, block_size, vocab_size):
 
 
 def train_batches(tokens, iter_num, rank, world_size, settings, vocab_size, device):
-    """Endless (x, y) micro-batches on `device`, from step iter_num on, read and pinned ahead by a thread."""
-    batch_size, accumulation = settings["batch_size"], settings["gradient_accumulation_steps"]
-    ready = queue.Queue(maxsize=8)
+    """Endless (x, y) micro-batches on `device`, from step iter_num on. A thread reads and pins whole steps ahead: to
+    hand over each micro-batch took 2 ms of waiting for Python's lock, 9 of 663 ms of GPT-2 XL's step at 8 x 4, and with
+    Python's usual interval of 5 ms a whole step took 4."""
+    sys.setswitchinterval(5e-4)  # seconds after which a thread that computes hands the lock to one that waits for it
+    ready = queue.Queue(maxsize=2)
     pin = torch.device(device).type == "cuda"
 
     def prepare(step):
         try:
             while True:
-                numbers = rank_numbers(step, rank, world_size, batch_size, accumulation)
-                for row in numbers:
-                    offsets = train_offsets(row, len(tokens), settings["block_size"], settings["seed"])
-                    batch = read(tokens, offsets, settings["block_size"], vocab_size)
-                    ready.put([t.pin_memory() if pin else t for t in batch])
+                numbers = rank_numbers(step, rank, world_size, settings["batch_size"],
+                                       settings["gradient_accumulation_steps"])
+                offsets = train_offsets(numbers.flatten(), len(tokens), settings["block_size"], settings["seed"])
+                whole = read(tokens, offsets, settings["block_size"], vocab_size)
+                ready.put([t.view(*numbers.shape, -1).pin_memory() if pin else t.view(*numbers.shape, -1)
+                           for t in whole])
                 step += 1
         except Exception as error:  # raised again in the training thread
             ready.put(error)
 
     threading.Thread(target=prepare, args=(iter_num,), daemon=True).start()
     while True:
-        batch = ready.get()
-        if isinstance(batch, Exception):
-            raise batch
-        yield [t.to(device, non_blocking=True) for t in batch]
+        step = ready.get()
+        if isinstance(step, Exception):
+            raise step
+        yield from zip(*(t.to(device, non_blocking=True) for t in step), strict=True)
 
 
 def eval_batches(tokens, rank, world_size, n, settings, vocab_size, device):

@@ -83,6 +83,9 @@ def part():
     """Leave together: without the barrier, a third of gloo's runs abort at exit."""
     import torch
 
+    from runtime.replay import forget
+
     PARTING.set()
+    forget()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -12,8 +12,9 @@ def bench(out, *args):
     return json.loads(out.read_text()), run.stdout
 
 
-def test_train_beside_transformers(characters, tmp_path):
-    found, words = bench(tmp_path / "train.json", "train", "--gpus=2", "--peer=hf", "--repeats=5", *SMALL,
+@pytest.mark.parametrize(("peer", "name"), [("hf", "transformers"), ("plain", "PyTorch alone")])
+def test_train_beside_a_peer(characters, tmp_path, peer, name):
+    found, words = bench(tmp_path / "train.json", "train", "--gpus=2", f"--peer={peer}", "--repeats=5", *SMALL,
                          f"--dataset={characters}")
     ms = [r["ms"] for r in found["history"][4:]]
     assert found["ms"] == {"median": sorted(ms)[2], "least": min(ms), "most": max(ms), "count": 5}
@@ -22,7 +23,8 @@ def test_train_beside_transformers(characters, tmp_path):
     assert 0.3 * min(ms) < parts["forward"] + parts["backward"] + parts["optimizer"] < 1.1 * max(ms)
     assert 0 < parts["reduction"] < max(ms) and 0 <= parts["data"] < max(ms)
     assert found["peer"]["ratio"] == found["peer"]["ms"]["median"] / found["ms"]["median"] and found["world_size"] == 2
-    assert "bench.py train --gpus=2 --peer=hf" in found["command"] and "transformers: " in words
+    assert f"bench.py train --gpus=2 --peer={peer}" in found["command"] and "times ours" in words
+    assert found["peer"]["name"].startswith(name)
 
 
 def test_sample_beside_transformers(tmp_path):

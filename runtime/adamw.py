@@ -1,0 +1,88 @@
+"""The optimizer's step of ZeRO-2 in bfloat16 in one pass over its memory.
+
+DeepSpeed clips the summed gradients in one pass, lets PyTorch's AdamW make the next, and copies the weights to bfloat16
+in a third; in between it asks the GPU three times whether a number is finite, and the GPU waits for the answer's
+consequences. Here one kernel does all three and clears the sums for the next step, and the norm is read while it runs.
+What is computed stays the same, as does the state that checkpoints hold.
+"""
+
+from __future__ import annotations  # without Triton there is no tl.constexpr
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from runtime.fused import jit, tl, triton
+
+
+@jit
+def adamw(weights, sums, firsts, seconds, halves, steps, norm, n, rate, keep, beta1, beta2, epsilon, clip,
+          WIDE: tl.constexpr):
+    """AdamW with decoupled decay (Loshchilov and Hutter, 2019) for n weights; clears sums, and leaves all else as it is
+    where the gradient's norm is not finite. keep: 1 - rate * decay; steps: those made before."""
+    i = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
+    there, size = i < n, tl.load(norm)
+    good = i < tl.where(tl.abs(size) < float("inf"), n, 0)
+    t = tl.load(steps) + 1
+    step_size = rate / (1 - tl.exp2(t * tl.log2(beta1)))
+    root = tl.sqrt(1 - tl.exp2(t * tl.log2(beta2)))
+    g = tl.load(sums + i, mask=there, other=0.0) * tl.minimum(1.0, clip / (size + 1e-6))
+    first = tl.load(firsts + i, mask=there, other=0.0)
+    first += (g - first) * (1 - beta1)
+    second = tl.load(seconds + i, mask=there, other=0.0) * beta2 + g * g * (1 - beta2)
+    weight = tl.load(weights + i, mask=there, other=0.0) * keep
+    weight -= step_size * first / (tl.sqrt(second) / root + epsilon)
+    tl.store(weights + i, weight, mask=good)
+    tl.store(firsts + i, first, mask=good)
+    tl.store(seconds + i, second, mask=good)
+    tl.store(halves + i, weight.to(halves.dtype.element_ty), mask=good)
+    tl.store(sums + i, tl.zeros([WIDE], tl.float32), mask=there)
+
+
+def step_in_one_pass(optimizer):
+    """Put this step into DeepSpeed's ZeRO-2 optimizer around torch.optim.AdamW, in bfloat16 and with float32 sums."""
+    from deepspeed.runtime.utils import all_gather_dp_groups
+    from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+
+    inner, group = optimizer.optimizer, optimizer.dp_process_group
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+
+    def step(closure=None):
+        optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+        partitions = [optimizer._get_compact_grad_partition_buffer(i).flat_partition
+                      for i in range(len(optimizer.bit16_groups))]
+        norm = sum(torch.linalg.vector_norm(sums).square() for sums in partitions)
+        dist.all_reduce(norm, group=group)
+        norm = norm.sqrt()
+        told = norm.to("cpu", non_blocking=True)
+        if norm.is_cuda:
+            on_host = torch.cuda.current_stream().record_event()
+        for i, sums in enumerate(partitions):
+            update(i, sums, norm)
+        if world_size > 1:
+            all_gather_dp_groups(groups_flat=optimizer.bit16_groups_flat,
+                                 partitioned_param_groups=optimizer.parallel_partitioned_bit16_groups,
+                                 dp_process_group=optimizer.real_dp_process_group,
+                                 start_alignment_factor=optimizer.nccl_start_alignment_factor,
+                                 allgather_bucket_size=optimizer.allgather_bucket_size)
+        if norm.is_cuda:
+            on_host.synchronize()
+        optimizer.overflow = not math.isfinite(told.item())
+        optimizer._global_grad_norm = math.inf if optimizer.overflow else told.item()
+
+    def update(i, sums, norm):
+        options, weights = inner.param_groups[i], optimizer.single_partition_of_fp32_groups[i]
+        state = inner.state[weights]
+        if not state:  # as torch.optim.AdamW begins
+            state.update(step=torch.zeros((), device=sums.device), exp_avg=torch.zeros_like(sums),
+                         exp_avg_sq=torch.zeros_like(sums))
+        halves = optimizer.parallel_partitioned_bit16_groups[i][rank]
+        rate, (beta1, beta2), n = float(options["lr"]), options["betas"], sums.numel()
+        adamw[(triton.cdiv(n, 1024),)](
+            weights.data, sums, state["exp_avg"], state["exp_avg_sq"], halves, state["step"], norm, n, rate,
+            1 - rate * options["weight_decay"], beta1, beta2, options["eps"], optimizer.clip_grad or math.inf,
+            WIDE=1024)
+        state["step"] += torch.isfinite(norm)
+
+    optimizer.step = step
