@@ -63,8 +63,8 @@ def test_bfloat16_is_plain_pytorch_to_its_rounding(report, way):
 
 def test_the_shorter_way_is_taken_where_it_fits(report):
     taken = {way for way, result in report.items() if way != "ranks" and result.get("shortened")}
-    assert taken == {way for way in report if way.startswith(("bfloat16 stage 2", "float16 stage 2"))}
-    assert len(taken) == 7
+    assert taken == {way for way in report if way.startswith(("bfloat16 stage 2", "bfloat16 fused", "float16 stage 2"))}
+    assert len(taken) == 8
 
 
 @pytest.mark.parametrize("way", ["stage 2", "stage 2 buckets"])
@@ -83,6 +83,16 @@ def test_one_bad_element_on_one_rank_skips_the_step_on_all(report, value):
     assert result["applied"] == [ranks, 0, ranks, ranks]
     assert result["norms"][1] == float("inf") and result["moved_by_poison"] == 0
     assert result["furthest"]["bfloat16 stage 2 buckets"] == 0  # the steps after it are as if it had never been
+
+
+def test_kernels_of_our_own_train_as_plain_pytorch(report):
+    """Fused blocks, gradients summed in the products, AdamW in one pass, and a step skipped for one NaN; in Triton's
+    interpreter, which cuts to bfloat16 instead of rounding. Seen: 3.0% of the way; norms to 0.4%."""
+    result, ranks = report["bfloat16 fused nan"], report["ranks"]
+    assert result["applied"] == [ranks, 0, ranks, ranks] and result["moved_by_poison"] == 0
+    assert result["norms"][1] == float("inf")
+    assert result["apart"]["plain"] < 0.05
+    assert result["norms"][:1] + result["norms"][2:] == pytest.approx(report["plain"]["norms"], rel=1e-2)
 
 
 # float16

@@ -20,7 +20,9 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from model import GPT, Block, GPTConfig
 from runtime import ds_config
+from runtime.adamw import step_in_one_pass
 from runtime.dist import part, quiet, total
+from runtime.fused import fuse
 from runtime.gradients import shorten
 
 SEQUENCES, ACCUMULATION, T, VOCAB = 12, 3, 16, 61  # of a step, over all ranks; micro-steps; tokens; vocabulary
@@ -52,6 +54,7 @@ WAYS = {
     "bfloat16 stage 2 buckets": (2, "bfloat16", {"zero": BUCKETS}),
     "bfloat16 stage 2 buckets inf": (2, "bfloat16", {"zero": BUCKETS, "poison": "inf"}),
     "bfloat16 stage 2 buckets nan": (2, "bfloat16", {"zero": BUCKETS, "poison": "nan"}),
+    "bfloat16 fused nan": (2, "bfloat16", {"fused": True, "poison": "nan"}),
     "bfloat16 own": (2, "bfloat16", {"zero": BUCKETS, "short": False}),
     **{f"float16 stage {stage}": (stage, "float16", FP16) for stage in (1, 2, 3)},
     **{f"float16 stage {stage} inf": (stage, "float16", {**FP16, "poison": "inf"}) for stage in (2, 3)},
@@ -83,7 +86,7 @@ def plain(steps=3, clip=CLIP):
     return {"norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
 
 
-def build(stage, dtype, zero, config, clip, repaired, compiled):
+def build(stage, dtype, zero, config, clip, repaired, compiled, fused):
     """An engine, made as the script makes it."""
     settings = {"batch_size": SEQUENCES // ACCUMULATION // dist.get_world_size(),
                 "gradient_accumulation_steps": ACCUMULATION, "grad_clip": clip}
@@ -97,6 +100,8 @@ def build(stage, dtype, zero, config, clip, repaired, compiled):
     model = fresh_model()
     if compiled:
         model.compile_parts(backend="aot_eager")
+    if fused:
+        fuse(model)
     if stage == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [Block])
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), **ADAM)
@@ -114,12 +119,14 @@ def weights(engine):
 
 
 def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, poison=None, repaired=True,
-          checkpointing=False, compiled=False):
+          checkpointing=False, compiled=False, fused=False):
     """Train as the script does. poison: between the first step and the second there is one in which one element of
     one gradient, on the last rank, in the middle micro-step, is that."""
-    engine = build(stage, dtype, zero or {}, config or {}, clip, repaired, compiled)
+    engine = build(stage, dtype, zero or {}, config or {}, clip, repaired, compiled, fused)
     engine.module.gradient_checkpointing = checkpointing
     shortened = short and shorten(engine)
+    if fused:
+        step_in_one_pass(engine.optimizer)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     overflows = listen(engine.optimizer) if shortened else []
     poisoned = False
@@ -130,7 +137,8 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
             grad[5] = float(poison)
         return grad
 
-    engine.module.transformer.h[0].ln_2.bias.register_hook(spoil)
+    parts = engine.module.transformer
+    (parts.wpe.weight if fused else parts.h[0].ln_2.bias).register_hook(spoil)  # fused blocks may have no other to spoil
     result = {"norms": [], "applied": [], "scales": [], "shortened": shortened, "moved_by_poison": None}
     plan = [(step, False) for step in range(steps)]
     if poison:

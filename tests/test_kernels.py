@@ -1,0 +1,110 @@
+"""The Triton kernels in Triton's interpreter, against model.py and torch.optim."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="PyTorch for this platform comes without Triton, and the kernels are not used")
+
+from model import GPT, GPTConfig, LayerCache
+from runtime.adamw import adamw
+from runtime.decode import one_more
+from runtime.fused import fits, fuse
+
+SHAPE = {"block_size": 150, "vocab_size": 61, "n_layer": 2, "n_head": 3, "n_embd": 48}  # 48: no power of two
+
+
+def models(**shape):
+    """A model whose biases and layer norms are not what they begin as, and the same, fused."""
+    torch.manual_seed(0)
+    plain, fused = GPT(GPTConfig(**{**SHAPE, **shape})), GPT(GPTConfig(**{**SHAPE, **shape}))
+    for p in plain.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    fused.load_state_dict(plain.state_dict())
+    fuse(fused)
+    return plain, fused
+
+
+def gradients(model, idx, targets, where=lambda p: p.grad):
+    model.zero_grad()
+    loss = model(idx, targets)
+    loss.backward()
+    return loss.item(), {name: where(p).clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_fused_blocks_have_the_loss_and_the_gradients_of_plain_ones(recomputed):
+    """In float32, over 2 x 19 rows, which no tile divides; also with gradients added to sums within the products."""
+    plain, fused = models()
+    fused.gradient_checkpointing = recomputed
+    idx, targets = torch.randint(61, (2, 2, 19))
+    loss, wanted = gradients(plain, idx, targets)
+    mine, got = gradients(fused, idx, targets)
+    assert mine == pytest.approx(loss, rel=1e-6)
+    for name, grad in wanted.items():
+        assert (got[name] - grad).abs().max() < 2e-6 * grad.abs().max(), name
+
+    sums = {p: torch.full(p.shape, 0.5) for p in fused.parameters()}
+    for p in fused.parameters():
+        p.grad_sum = lambda p=p: sums[p]
+    gradients(fused, idx, targets, where=lambda p: sums[p])
+    _, got = gradients(fused, idx, targets, where=lambda p: sums[p] - 0.5 + (0 if p.grad is None else 2 * p.grad))
+    ours = [name for name, p in fused.named_parameters() if p.grad is None]
+    assert len(ours) == 24 if recomputed else 26  # all but the embeddings and, recomputed, what is added at once
+    for name, grad in wanted.items():
+        assert (got[name] - 2 * grad).abs().max() < 2e-5 * grad.abs().max(), name
+
+
+def test_fused_evaluation_and_logits():
+    plain, fused = models()
+    idx = torch.randint(61, (2, 20))
+    with torch.no_grad():
+        assert torch.allclose(fused.eval()(idx), plain.eval()(idx), atol=2e-5)
+        assert torch.allclose(fused(idx, idx, "none"), plain(idx, idx, "none"), atol=2e-5)
+
+
+@pytest.mark.parametrize(("shape", "fit"), [({}, True), ({"dropout": 0.1}, False), ({"bias": False}, False)])
+def test_dropout_and_models_without_biases_are_left_alone(shape, fit):
+    assert fits(GPT(GPTConfig(**{**SHAPE, **shape}))) is fit
+
+
+def test_adamw_in_one_pass_is_pytorchs():
+    """Five steps of 3,000 weights, clipped in all but the last, and one in between whose norm is not finite."""
+    torch.manual_seed(0)
+    weights, n = torch.randn(3000), 3000
+    theirs = torch.nn.Parameter(weights.clone())
+    optimizer = torch.optim.AdamW([theirs], betas=(0.9, 0.95), weight_decay=0.1)
+    firsts, seconds, halves, steps = torch.zeros(n), torch.zeros(n), weights.bfloat16(), torch.zeros(())
+    for step, size in enumerate((3.0, 30.0, math.inf, 0.1, 0.01)):
+        grad, rate = torch.randn(n) * min(size, 1e6), 1e-2 / (step + 1)
+        norm, sums = torch.tensor(size if math.isinf(size) else grad.norm().item()), grad.clone()
+        adamw[(3,)](weights, sums, firsts, seconds, halves, steps, norm, n, rate, 1 - rate * 0.1, 0.9, 0.95, 1e-8, 1.0,
+                    WIDE=1024)
+        steps += torch.isfinite(norm)
+        assert sums.abs().max() == 0
+        if math.isinf(size):
+            continue
+        theirs.grad = grad
+        torch.nn.utils.clip_grad_norm_([theirs], 1.0)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        state = optimizer.state[theirs]
+        assert torch.allclose(weights, theirs, rtol=1e-6, atol=1e-7) and steps == state["step"]
+        assert torch.allclose(firsts, state["exp_avg"], atol=1e-8)
+        assert torch.allclose(seconds, state["exp_avg_sq"], rtol=1e-5, atol=1e-12)
+        assert torch.allclose(halves.float(), weights, rtol=2**-7)  # the interpreter cuts, a GPU rounds
+
+
+def test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole():
+    """Over the borders of 64 and 128 keys, where another program begins to share them."""
+    plain, _ = models()
+    idx = torch.randint(61, (1, 150))
+    whole = plain(idx)
+    with torch.no_grad():
+        for prompt in (1, 62, 126):
+            caches = [LayerCache(1, plain.config, plain.transformer.wte.weight) for _ in plain.transformer.h]
+            plain.hidden(idx[:, :prompt], caches)
+            for at in range(prompt, prompt + 4):
+                logits = one_more(plain, idx[:, at : at + 1], torch.tensor([at]), caches)
+                assert torch.allclose(logits, whole[:, at], atol=2e-5), at
