@@ -189,7 +189,7 @@ groups, adam = model.parameter_groups(weight_decay), {"lr": learning_rate, "beta
 if ds_config.offloads(run.config):
     optimizer = ds_config.cpu_adam(run.config, groups, adam)
 else:
-    optimizer = torch.optim.AdamW(groups, fused=run.device == "cuda", **adam)
+    optimizer = torch.optim.AdamW(groups, fused=True, **adam)
 with quiet():
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=run.config)
 fast = shorten(engine) and run.fused and run.dtype == "bfloat16"

@@ -12,43 +12,46 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from runtime.one_machine import pass_through_memory
+
 
 def shorten(engine):
-    """Put the shorter way into an engine where it fits: stage 2, half precision with fp32 accumulation, no offload.
-    Returns whether it did. Elsewhere DeepSpeed's own stays."""
+    """Put the shorter way into an engine where it fits: stage 2 with fp32 accumulation, no offload. Returns whether it
+    did. Elsewhere DeepSpeed's own stays."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() != 2 or optimizer.cpu_offload or not optimizer.postscale_gradients:
         return False
-    if not all(optimizer._use_compact_grad_partition_buffer(i) for i in range(len(optimizer.bit16_groups))):
+    if optimizer.gradient_accumulation_dtype != torch.float32:
         return False
     if optimizer.communication_data_type != optimizer.dtype or optimizer.gradient_predivide_factor != 1.0:
         return False
-    take, flush = bucketed_sum(optimizer)
-    optimizer.process_gradients = take
-    optimizer.reduce_ipg_grads = flush  # DeepSpeed calls it when a backward is over
-    optimizer.overlap_comm = False  # else it stops the GPU after each backward; flush has waited for the sums
+    optimizer._use_compact_grad_partition_buffer = lambda group: True  # DeepSpeed doesn't where the weights are fp32
+    if optimizer.dtype != torch.float32 or on_gpu(optimizer) or not pass_through_memory(optimizer):
+        optimizer.process_gradients, optimizer.reduce_ipg_grads = bucketed_sum(optimizer)
+    optimizer.overlap_comm = False  # else it stops the GPU after each backward; ours has waited for the sums
     if dist.get_world_size(optimizer.dp_process_group) == 1:
         for i, group in enumerate(optimizer.bit16_groups):
             for param in group:
                 param.grad_sum = partial(own_sum, optimizer, param, i)  # runtime/fused.py adds to it in its products
-    norms = {}  # of each group's partition, squared; from the look for overflow until the norm is asked for
+    found = []  # the norm, from the look for overflow until it is asked for
 
-    def has_overflow():
-        norms.clear()
-        for group in optimizer.averaged_gradients.values():
-            norms[id(group)] = torch.linalg.vector_norm(group.flat_partition).square()
-        return ~torch.isfinite(torch.stack(list(norms.values())).sum()).view(1)
-
-    def norm(gradients, params):
-        squared = norms.pop(id(gradients), None)
-        if squared is None:  # the look for overflow is off
-            squared = torch.linalg.vector_norm(gradients.flat_partition).square()
+    def norm():
+        parts = [torch.linalg.vector_norm(group.flat_partition) for group in optimizer.averaged_gradients.values()]
+        squared = torch.stack(parts).square().sum()
         dist.all_reduce(squared, group=optimizer.dp_process_group)
         return squared.sqrt()
 
-    optimizer.has_overflow_partitioned_grads_serial = has_overflow
-    optimizer.get_grad_norm_direct = norm
+    def has_overflow(partition_gradients=True):
+        found[:] = [norm()]
+        return not torch.isfinite(found[0]).item()
+
+    optimizer.has_overflow = has_overflow
+    optimizer.scaled_global_norm = lambda norm_type=2: found.pop() if found else norm()
     return True
+
+
+def on_gpu(optimizer):
+    return optimizer.device != "cpu" and torch.cuda.is_available()
 
 
 def own_sum(optimizer, param, i):
@@ -58,12 +61,12 @@ def own_sum(optimizer, param, i):
 
 
 def bucketed_sum(optimizer):
-    """(take, flush): take(param, group) moves a fresh gradient on its way, flush() sees all of them to its end."""
+    """(take, flush): take(param, group) moves a fresh gradient on its way, flush() sees all of them to its end when a
+    backward is over."""
     group = optimizer.dp_process_group
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    size = int(optimizer.reduce_bucket_size)
-    on_gpu = optimizer.device != "cpu" and torch.cuda.is_available()
-    side = torch.cuda.Stream() if on_gpu and optimizer.overlap_comm and world_size > 1 else None
+    size = min(int(optimizer.reduce_bucket_size), sum(flat.numel() for flat in optimizer.bit16_groups_flat))
+    side = torch.cuda.Stream() if on_gpu(optimizer) and optimizer.overlap_comm and world_size > 1 else None
     buffers, free, pending = [], [None, None], []  # free: when each buffer's last sum was done
     state = {"filled": 0, "index": 0, "beside": False}  # beside: something goes on in the side stream
 

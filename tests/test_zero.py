@@ -13,6 +13,8 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from runtime.ds_config import POSTPONED, grow_loss_scale
 
+SHARED = "runtime.one_machine"  # where the way through shared memory is written
+
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def report(request, tmp_path_factory):
@@ -32,8 +34,9 @@ def test_the_yardstick_can_tell(report):
 
 # float32
 
-@pytest.mark.parametrize("way", ["stage 0", "stage 1", "stage 2", "stage 2 buckets", "stage 3", "stage 3 released",
-                                 "stage 3 recomputed", "stage 3 compiled", "stage 3 compiled recomputed"])
+@pytest.mark.parametrize("way", ["stage 0", "stage 1", "stage 2", "stage 2 machines", "stage 2 buckets", "own",
+                                 "stage 3", "stage 3 released", "stage 3 recomputed", "stage 3 compiled",
+                                 "stage 3 compiled recomputed"])
 def test_float32_is_plain_pytorch(report, way):
     """Seen: 8e-7 at most."""
     result = report[f"float32 {way}"]
@@ -63,8 +66,24 @@ def test_bfloat16_is_plain_pytorch_to_its_rounding(report, way):
 
 def test_the_shorter_way_is_taken_where_it_fits(report):
     taken = {way for way, result in report.items() if way != "ranks" and result.get("shortened")}
-    assert taken == {way for way in report if way.startswith(("bfloat16 stage 2", "bfloat16 fused", "float16 stage 2"))}
-    assert len(taken) == 8
+    assert taken == {way for way in report if " stage 2" in way} | {"bfloat16 fused nan"}
+    assert len(taken) == 13
+
+
+def test_memory_is_shared_where_it_can_be(report):
+    """In float32, by the ranks of one machine that has room for it."""
+    taken = {way for way, result in report.items() if way != "ranks" and result.get("reduced_by") == SHARED}
+    alone = {"float32 stage 2 machines", "float32 stage 2 buckets", "float32 stage 2 no room"}
+    assert taken == {"float32 stage 2", "float32 stage 2 inf"} | (alone if report["ranks"] == 1 else set())
+    for way in alone:
+        assert report["float32 stage 2"]["furthest"][way] < 5e-6
+
+
+@pytest.mark.parametrize("way", ["stage 2", "stage 2 machines"])
+def test_the_shorter_way_is_deepspeeds_own_in_float32(report, way):
+    result = report[f"float32 {way}"]
+    assert result["furthest"]["float32 own"] < 1e-6
+    assert result["norms"] == pytest.approx(report["float32 own"]["norms"], rel=1e-6)
 
 
 @pytest.mark.parametrize("way", ["stage 2", "stage 2 buckets"])
@@ -76,13 +95,15 @@ def test_the_shorter_way_is_deepspeeds_own(report, way):
     assert result["furthest"]["bfloat16 stage 2"] == 0
 
 
-@pytest.mark.parametrize("value", ["inf", "nan"])
-def test_one_bad_element_on_one_rank_skips_the_step_on_all(report, value):
-    result, ranks = report[f"bfloat16 stage 2 buckets {value}"], report["ranks"]
-    assert result["overflows"] == [0, 1, 0, 0]  # one rank sees it, the one whose part of the gradients it is in
+@pytest.mark.parametrize("way, value", [("bfloat16 stage 2 buckets", "inf"), ("bfloat16 stage 2 buckets", "nan"),
+                                        ("float32 stage 2", "inf")])
+def test_one_bad_element_on_one_rank_skips_the_step_on_all(report, way, value):
+    result, ranks = report[f"{way} {value}"], report["ranks"]
+    if way.startswith("bfloat16"):  # in float32 DeepSpeed asks for the norm alone
+        assert result["overflows"] == [0, ranks, 0, 0]  # all see it, though it is in one rank's part of the gradients
     assert result["applied"] == [ranks, 0, ranks, ranks]
     assert result["norms"][1] == float("inf") and result["moved_by_poison"] == 0
-    assert result["furthest"]["bfloat16 stage 2 buckets"] == 0  # the steps after it are as if it had never been
+    assert result["furthest"][way] == 0  # the steps after it are as if it had never been
 
 
 def test_kernels_of_our_own_train_as_plain_pytorch(report):

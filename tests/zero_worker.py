@@ -10,6 +10,8 @@ import os
 import sys
 import tempfile
 import warnings
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -42,7 +44,11 @@ FP16 = {"config": {"fp16": {"initial_scale_power": 8, "loss_scale_window": 2, "h
 # name: (stage, dtype, options of train)
 WAYS = {
     **{f"float32 stage {stage}": (stage, "float32", {}) for stage in (0, 1, 2, 3)},
-    "float32 stage 2 buckets": (2, "float32", {"zero": BUCKETS}),
+    "float32 stage 2 inf": (2, "float32", {"poison": "inf"}),
+    "float32 stage 2 machines": (2, "float32", {"machines": 2}),
+    "float32 stage 2 buckets": (2, "float32", {"machines": 2, "zero": BUCKETS}),
+    "float32 stage 2 no room": (2, "float32", {"no_room": True}),
+    "float32 own": (2, "float32", {"short": False}),
     "float32 stage 3 released": (3, "float32", {"zero": RELEASED}),
     "float32 stage 3 recomputed": (3, "float32", {"zero": RELEASED, "checkpointing": True}),
     # dynamo and autograd as with inductor, which would need a compiler
@@ -104,7 +110,7 @@ def build(stage, dtype, zero, config, clip, repaired, compiled, fused):
         fuse(model)
     if stage == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [Block])
-    optimizer = torch.optim.AdamW(model.parameter_groups(0.1), **ADAM)
+    optimizer = torch.optim.AdamW(model.parameter_groups(0.1), fused=True, **ADAM)
     with quiet():
         engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=resolved)
     ds_config.compare(engine, resolved, dtype)
@@ -119,16 +125,20 @@ def weights(engine):
 
 
 def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, poison=None, repaired=True,
-          checkpointing=False, compiled=False, fused=False):
+          checkpointing=False, compiled=False, fused=False, machines=1, no_room=False):
     """Train as the script does. poison: between the first step and the second there is one in which one element of
-    one gradient, on the last rank, in the middle micro-step, is that."""
+    one gradient, on the last rank, in the middle micro-step, is that. machines: what the ranks are made to believe.
+    no_room: in the memory that they would share."""
     engine = build(stage, dtype, zero or {}, config or {}, clip, repaired, compiled, fused)
     engine.module.gradient_checkpointing = checkpointing
-    shortened = short and shorten(engine)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(world_size // machines)), \
+            patch.object(os, "posix_fallocate", side_effect=OSError) if no_room else nullcontext():
+        shortened = short and shorten(engine)
+    overflows = listen(engine.optimizer) if shortened and not fused else []
     if fused:
         step_in_one_pass(engine.optimizer)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    overflows = listen(engine.optimizer) if shortened else []
+    way = getattr(getattr(engine.optimizer, "reduce_ipg_grads", None), "__module__", None)
     poisoned = False
 
     def spoil(grad):
@@ -137,9 +147,10 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
             grad[5] = float(poison)
         return grad
 
-    parts = engine.module.transformer
-    (parts.wpe.weight if fused else parts.h[0].ln_2.bias).register_hook(spoil)  # fused blocks may have no other to spoil
-    result = {"norms": [], "applied": [], "scales": [], "shortened": shortened, "moved_by_poison": None}
+    parts = engine.module.transformer  # where products add to the sums, autograd sees the embeddings' gradients alone
+    (parts.wpe.weight if fused else parts.h[0].ln_2.bias).register_hook(spoil)
+    result = {"norms": [], "applied": [], "scales": [], "shortened": shortened, "reduced_by": way,
+              "moved_by_poison": None}
     plan = [(step, False) for step in range(steps)]
     if poison:
         plan.insert(1, (1, True))
@@ -163,21 +174,21 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
             result["moved_by_poison"] = furthest(weights(engine), before)
     result["released"] = sum(getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
                              for p in engine.module.parameters())
-    result["overflows"] = total(*(answer.any() for answer in overflows)) if overflows else None
+    result["overflows"] = total(*overflows) if overflows else None
     result["weights"] = weights(engine)
     engine.destroy()
     return result
 
 
 def listen(optimizer):
-    """A list that grows with each answer of the optimizer's look for overflow in this rank's gradients."""
-    look, heard = optimizer.has_overflow_partitioned_grads_serial, []
+    """A list that grows with each answer of the optimizer's look for overflow."""
+    look, heard = optimizer.has_overflow, []
 
-    def listening():
+    def listening(partition_gradients=True):
         heard.append(look())
         return heard[-1]
 
-    optimizer.has_overflow_partitioned_grads_serial = listening
+    optimizer.has_overflow = listening
     return heard
 
 
