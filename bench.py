@@ -5,12 +5,14 @@
     python bench.py sample --model=gpt2-xl --batch=1 --peer=hf                tokens a second, against generate()
     python bench.py data config/xl_shakespeare.py                             reading batches, without training
     python bench.py checkpoint --gpus=4 config/xl_shakespeare.py              saving, checking, going on
+    python bench.py table                                                     README's table, from results/
 
 --json=FILE names the file (bench.json), --repeats=N what is measured (10 steps after 4; 5 texts). What is not ours goes
 to train_deepspeed.py. Speed does not depend on the weights: give --init_from=scratch with a shape where there are none.
 """
 
 import argparse
+import glob
 import json
 import os
 import re
@@ -29,7 +31,7 @@ SHAPES = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (3
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["train", "sample", "data", "checkpoint", "inside", "peer"])
+    parser.add_argument("what", choices=["train", "sample", "data", "checkpoint", "table", "inside", "peer"])
     parser.add_argument("--gpus", type=int, default=1, help="processes; on a machine without GPUs as well")
     parser.add_argument("--peer", choices=["hf", "plain"], help="the same work by transformers under DeepSpeed, or by "
                         "PyTorch alone, compiled whole (train)")
@@ -40,8 +42,9 @@ def main():
     parser.add_argument("--tokens", type=int, default=200, help="sample: tokens of each text")
     args, settings = parser.parse_known_args()
     args.repeats = max(5, args.repeats or (10 if args.what == "train" else 5))
-    run = {"train": train, "sample": sample, "data": data, "checkpoint": checkpoint, "inside": inside, "peer": peer}
-    if args.what in ("inside", "peer"):  # the processes that train() starts
+    run = {"train": train, "sample": sample, "data": data, "checkpoint": checkpoint, "inside": inside, "peer": peer,
+           "table": lambda *_: write_table()}
+    if args.what in ("inside", "peer", "table"):  # the processes that train() starts, and what measures nothing
         run[args.what](args, settings)
         return
     if args.what != "sample":
@@ -459,6 +462,36 @@ def checkpoint(args, settings):
         return found
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def table():
+    """The steps in results/ as Markdown: one row for each JSON that `train` has written."""
+    rows = []
+    for path in sorted(glob.glob(os.path.join(ROOT, "results", "*_bench_*.json"))):
+        with open(path, encoding="utf-8") as f:
+            run = json.load(f)
+        s, ms, peer = run["settings"], run["ms"], run.get("peer")
+        shape = next(name for name, shape in SHAPES.items() if shape == (s["n_layer"], s["n_head"], s["n_embd"]))
+        stage = re.search(r"zero(\d)", s["deepspeed_config"])[1]
+        cells = [str(run["world_size"]), shape, stage, f"{s['batch_size']} x {s['gradient_accumulation_steps']}",
+                 f"{ms['median']:,.0f} ({ms['least']:,.0f}, {ms['most']:,.0f})", f"{run['tokens_per_s']:,.0f}",
+                 f"{100 * run['mfu']:.1f}%", f"{run['peak_gb']:.1f}", f"{run['first_step_s']:.0f}",
+                 f"{peer['name'].split()[0]} {peer['ms']['median']:,.0f}, {peer['ratio']:.2f} times" if peer else "",
+                 f"`{os.path.basename(path)}`"]
+        rows.append((run["world_size"], shape, stage, -s["batch_size"], "| " + " | ".join(cells) + " |"))
+    names = ["GPUs", "model", "ZeRO", "micro x accumulation", "ms a step (least, most)", "tokens/s", "MFU", "peak GB",
+             "first step s", "a peer's ms in the same run", "from results/"]
+    return "\n".join([f"| {' | '.join(names)} |", "|" + "---|" * len(names), *(row[-1] for row in sorted(rows))])
+
+
+def write_table():
+    """Put table() between its marks in README.md."""
+    readme = os.path.join(ROOT, "README.md")
+    with open(readme, encoding="utf-8") as f:
+        before, begin, rest = f.read().partition("<!-- bench.py table -->\n")
+    _, end, after = rest.partition("<!-- end -->")
+    with open(readme, "w", encoding="utf-8") as f:
+        f.write(f"{before}{begin}{table()}\n{end}{after}")
 
 
 if __name__ == "__main__":

@@ -110,6 +110,7 @@ if not torch.cuda.is_available() or device == "cpu":
 run, problems = check_run(settings, ROOT, world_size, local_world_size, asked)
 if problems:
     refuse("\n".join(problems))
+stage = run.config["zero_optimization"]["stage"]
 settings.update(batch_size=run.batch_size, gradient_accumulation_steps=run.accumulation)
 globals().update(settings)
 print0(describe_run(run, settings, world_size))
@@ -122,7 +123,8 @@ warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # names 
 device = torch.device(run.device, local_rank) if run.device == "cuda" else torch.device("cpu")
 if run.device == "cuda":
     torch.cuda.set_device(device)
-    replay.on_own_stream()
+    if stage == 2:  # stage 3 counts on the default one in places
+        replay.on_own_stream()
     torch.set_float32_matmul_precision("high")  # TF32 where a product is still in float32
 if deterministic:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -180,7 +182,7 @@ if run.fused:
     fused.fuse(model)
 elif run.compile:
     model.compile_parts()
-if run.config["zero_optimization"]["stage"] == 3:
+if stage == 3:
     # Gather and release a block at a time, not each of its layers (on 4 H200s at 1 x 32, 12.5 s a step became 7.4):
     # what is compiled then has no hooks inside, on which dynamo fails
     deepspeed.utils.set_z3_leaf_modules(model, [Block])
@@ -192,13 +194,12 @@ else:
     optimizer = torch.optim.AdamW(groups, fused=True, **adam)
 with quiet():
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=run.config)
-fast = shorten(engine) and run.fused and run.dtype == "bfloat16"
-if fast:
-    step_in_one_pass(engine.optimizer)
-micro_step = replay.micro_step(engine, record=fast)
+shortened = shorten(engine)
+one_pass = run.fused and (shortened or stage == 3) and step_in_one_pass(engine)
+micro_step = replay.micro_step(engine, record=shortened and one_pass)
 print0(f"DeepSpeed uses {ds_config.compare(engine, run.config, run.dtype)}")
 
-facts = {"world_size": world_size, "stage": run.config["zero_optimization"]["stage"], "dtype": run.dtype,
+facts = {"world_size": world_size, "stage": stage, "dtype": run.dtype,
          "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__}}  # of a tag, in its manifest
 iter_num, best_val_loss, stale, wandb_id = 0, math.inf, 0, None  # stale: evaluations since the best
 if run.tag:

@@ -1,4 +1,4 @@
-"""The optimizer's step of ZeRO-2 in bfloat16 in one pass over its memory.
+"""The optimizer's step of ZeRO-2 and 3 in bfloat16 in one pass over its memory.
 
 DeepSpeed clips the summed gradients in one pass, lets PyTorch's AdamW make the next, and copies the weights to bfloat16
 in a third; in between it asks the GPU three times whether a number is finite, and the GPU waits for the answer's
@@ -40,44 +40,40 @@ def adamw(weights, sums, firsts, seconds, halves, steps, norm, n, rate, keep, be
     tl.store(sums + i, tl.zeros([WIDE], tl.float32), mask=there)
 
 
-def step_in_one_pass(optimizer):
-    """Put this step into DeepSpeed's ZeRO-2 optimizer around torch.optim.AdamW, in bfloat16 and with float32 sums."""
-    from deepspeed.runtime.utils import all_gather_dp_groups
-    from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
-
-    inner, group = optimizer.optimizer, optimizer.dp_process_group
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+def step_in_one_pass(engine):
+    """Put this step into an engine where it fits: stage 2 or 3, bfloat16 with float32 sums, torch.optim.AdamW on a GPU.
+    Returns whether it did. At stage 2 runtime/gradients.py must be in it."""
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    inner = optimizer.optimizer
+    if stage not in (2, 3) or type(inner) is not torch.optim.AdamW or not triton:
+        return False
+    if optimizer.dtype != torch.bfloat16 or optimizer.gradient_accumulation_dtype != torch.float32:
+        return False
+    if getattr(optimizer, "offload_optimizer", False) or getattr(optimizer, "swap_optimizer", False):
+        return False
+    begin, pieces, end = {2: stage_2, 3: stage_3}[stage](optimizer)
 
     def step(closure=None):
-        optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
-        partitions = [optimizer._get_compact_grad_partition_buffer(i).flat_partition
-                      for i in range(len(optimizer.bit16_groups))]
-        norm = sum(torch.linalg.vector_norm(sums).square() for sums in partitions)
-        dist.all_reduce(norm, group=group)
+        begin()
+        here = pieces()
+        norm = sum(torch.linalg.vector_norm(sums).square() for _, sums, _, _ in here)
+        dist.all_reduce(norm, group=optimizer.dp_process_group)
         norm = norm.sqrt()
         told = norm.to("cpu", non_blocking=True)
-        if norm.is_cuda:
-            on_host = torch.cuda.current_stream().record_event()
-        for i, sums in enumerate(partitions):
-            update(i, sums, norm)
-        if world_size > 1:
-            all_gather_dp_groups(groups_flat=optimizer.bit16_groups_flat,
-                                 partitioned_param_groups=optimizer.parallel_partitioned_bit16_groups,
-                                 dp_process_group=optimizer.real_dp_process_group,
-                                 start_alignment_factor=optimizer.nccl_start_alignment_factor,
-                                 allgather_bucket_size=optimizer.allgather_bucket_size)
-        if norm.is_cuda:
+        on_host = torch.cuda.current_stream().record_event() if norm.is_cuda else None
+        for piece in here:
+            update(*piece, norm)
+        end()
+        if on_host:
             on_host.synchronize()
         optimizer.overflow = not math.isfinite(told.item())
         optimizer._global_grad_norm = math.inf if optimizer.overflow else told.item()
 
-    def update(i, sums, norm):
-        options, weights = inner.param_groups[i], optimizer.single_partition_of_fp32_groups[i]
+    def update(weights, sums, halves, options, norm):
         state = inner.state[weights]
         if not state:  # as torch.optim.AdamW begins
             state.update(step=torch.zeros((), device=sums.device), exp_avg=torch.zeros_like(sums),
                          exp_avg_sq=torch.zeros_like(sums))
-        halves = optimizer.parallel_partitioned_bit16_groups[i][rank]
         rate, (beta1, beta2), n = float(options["lr"]), options["betas"], sums.numel()
         adamw[(triton.cdiv(n, 1024),)](
             weights.data, sums, state["exp_avg"], state["exp_avg_sq"], halves, state["step"], norm, n, rate,
@@ -86,3 +82,52 @@ def step_in_one_pass(optimizer):
         state["step"] += torch.isfinite(norm)
 
     optimizer.step = step
+    return True
+
+
+# What DeepSpeed does around the step: (begin, pieces, end). pieces() tells what this rank steps, as (float32 weights,
+# sums of gradients, bfloat16 weights, options), each flat
+
+
+def stage_2(optimizer):
+    from deepspeed.runtime.utils import all_gather_dp_groups
+    from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+
+    rank, world_size = dist.get_rank(optimizer.dp_process_group), dist.get_world_size(optimizer.dp_process_group)
+
+    def begin():
+        optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+
+    def pieces():
+        return [(weights, optimizer._get_compact_grad_partition_buffer(i).flat_partition,
+                 optimizer.parallel_partitioned_bit16_groups[i][rank], optimizer.optimizer.param_groups[i])
+                for i, weights in enumerate(optimizer.single_partition_of_fp32_groups)]
+
+    def end():
+        if world_size > 1:
+            all_gather_dp_groups(groups_flat=optimizer.bit16_groups_flat,
+                                 partitioned_param_groups=optimizer.parallel_partitioned_bit16_groups,
+                                 dp_process_group=optimizer.real_dp_process_group,
+                                 start_alignment_factor=optimizer.nccl_start_alignment_factor,
+                                 allgather_bucket_size=optimizer.allgather_bucket_size)
+
+    return begin, pieces, end
+
+
+def stage_3(optimizer):
+    def begin():
+        optimizer._pre_step()
+        optimizer._partition_all_parameters()
+
+    def pieces():
+        halves = optimizer.fp16_partitioned_groups_flat
+        sums = optimizer.grad_partitions_flat_buffer.split([half.numel() for half in halves])
+        return [(weights, sums[i], halves[i], optimizer.optimizer.param_groups[optimizer.sub_group_to_group_id[i]])
+                for i, weights in enumerate(optimizer.fp32_partitioned_groups_flat)]
+
+    def end():
+        for i in range(len(optimizer.fp16_groups)):
+            optimizer.averaged_gradients[i] = None
+        optimizer._post_step(set())
+
+    return begin, pieces, end

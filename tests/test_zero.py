@@ -114,6 +114,9 @@ def test_kernels_of_our_own_train_as_plain_pytorch(report):
     assert result["norms"][1] == float("inf")
     assert result["apart"]["plain"] < 0.05
     assert result["norms"][:1] + result["norms"][2:] == pytest.approx(report["plain"]["norms"], rel=1e-2)
+    stage_3 = report["bfloat16 fused stage 3"]  # recomputed, its parameters released in between
+    assert stage_3["apart"]["plain"] < 0.05 and stage_3["released"] == 28 and stage_3["applied"] == [ranks] * 3
+    assert stage_3["norms"] == pytest.approx(report["plain"]["norms"], rel=1e-2)
 
 
 # float16

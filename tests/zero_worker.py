@@ -61,6 +61,7 @@ WAYS = {
     "bfloat16 stage 2 buckets inf": (2, "bfloat16", {"zero": BUCKETS, "poison": "inf"}),
     "bfloat16 stage 2 buckets nan": (2, "bfloat16", {"zero": BUCKETS, "poison": "nan"}),
     "bfloat16 fused nan": (2, "bfloat16", {"fused": True, "poison": "nan"}),
+    "bfloat16 fused stage 3": (3, "bfloat16", {"fused": True, "zero": RELEASED, "checkpointing": True}),
     "bfloat16 own": (2, "bfloat16", {"zero": BUCKETS, "short": False}),
     **{f"float16 stage {stage}": (stage, "float16", FP16) for stage in (1, 2, 3)},
     **{f"float16 stage {stage} inf": (stage, "float16", {**FP16, "poison": "inf"}) for stage in (2, 3)},
@@ -137,7 +138,7 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
         shortened = short and shorten(engine)
     overflows = listen(engine.optimizer) if shortened and not fused else []
     if fused:
-        step_in_one_pass(engine.optimizer)
+        assert step_in_one_pass(engine)
     way = getattr(getattr(engine.optimizer, "reduce_ipg_grads", None), "__module__", None)
     poisoned = False
 
