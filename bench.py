@@ -12,6 +12,7 @@ to train_deepspeed.py. Speed does not depend on the weights: give --init_from=sc
 """
 
 import argparse
+import contextlib
 import glob
 import json
 import os
@@ -22,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
@@ -75,6 +77,27 @@ def start(what, args, settings, out_dir, **env):
     return done.stdout
 
 
+@contextlib.contextmanager
+def host_memory_taken():
+    """A list that grows, ten times a second, by the bytes that this machine's available memory has shrunk since; files
+    that are only cached don't count."""
+    import psutil
+
+    taken, done, free = [0], threading.Event(), psutil.virtual_memory().available
+
+    def look():
+        while not done.wait(0.1):
+            taken.append(free - psutil.virtual_memory().available)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield taken
+    finally:
+        done.set()
+        thread.join()
+
+
 def history(out_dir):
     with open(os.path.join(out_dir, "history.jsonl"), encoding="utf-8") as f:
         return [json.loads(line) for line in f]
@@ -88,7 +111,8 @@ def train(args, settings):
         never = [f"--max_iters={steps}", "--eval_interval=1000000000", "--eval_iters=1", "--keep_last=0",
                  "--log_interval=1"]
         parts_file = os.path.join(folder, "parts.json")
-        words = start("inside", args, [*settings, *never], os.path.join(folder, "out"), BENCH_PARTS=parts_file)
+        with host_memory_taken() as host:
+            words = start("inside", args, [*settings, *never], os.path.join(folder, "out"), BENCH_PARTS=parts_file)
         with open(os.path.join(folder, "out", "settings.json"), encoding="utf-8") as f:
             record = json.load(f)
         with open(parts_file, encoding="utf-8") as f:
@@ -100,7 +124,8 @@ def train(args, settings):
         found = {key: record[key] for key in ("hardware", "versions", "settings", "world_size")}
         found |= {"ms": ms, "tokens_per_s": counted[0]["tokens_per_s"] * counted[0]["ms"] / ms["median"],
                   "mfu": counted[0]["mfu"] and counted[0]["mfu"] * counted[0]["ms"] / ms["median"],
-                  "peak_gb": max(r["memory"] for r in records) / 1e9, "first_step_s": float(first[1]),
+                  "peak_gb": max(r["memory"] for r in records) / 1e9, "host_gb": max(host) / 1e9,
+                  "first_step_s": float(first[1]),
                   "parts_ms": {"data": statistics.median(r["data_ms"] for r in counted), **parts},
                   "history": records}
         s = record["settings"]
@@ -108,7 +133,8 @@ def train(args, settings):
               f"{s['deepspeed_config']}: {ms['median']:.1f} ms ({ms['least']:.1f} to {ms['most']:.1f}), "
               f"{found['tokens_per_s']:,.0f} tokens/s, "
               + (f"{100 * found['mfu']:.1f}% MFU, " if found["mfu"] else "")
-              + f"{found['peak_gb']:.1f} GB, first step after {found['first_step_s']:.1f} s", flush=True)
+              + f"{found['peak_gb']:.1f} GB, {found['host_gb']:.1f} GB on the host, first step after "
+              f"{found['first_step_s']:.1f} s", flush=True)
         for name, part in found["parts_ms"].items():
             print(f"  {name:<10} {part:9.2f} ms  {100 * part / ms['median']:5.1f}%")
         if args.peer:

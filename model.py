@@ -207,12 +207,13 @@ class Head(nn.Module):
 
 
 class LayerCache:
-    """Keys and values of one layer, (B, n_head, block_size, head size) each, filled from the left."""
+    """Keys and values of one layer, (B, n_head, places, head size) each, filled from the left; block_size places, or
+    as many as a text needs."""
 
-    def __init__(self, B, config, like):
-        shape = (B, config.n_head, config.block_size, config.n_embd // config.n_head)
+    def __init__(self, B, config, like, places=None):
+        self.length = places or config.block_size  # places that attend() looks at
+        shape = (B, config.n_head, self.length, config.n_embd // config.n_head)
         self.k, self.v = like.new_zeros(shape), like.new_zeros(shape)
-        self.length = config.block_size  # places that attend() looks at
 
     def extend(self, k, v, start):
         end = start + k.size(2)
@@ -334,13 +335,14 @@ class GPT(nn.Module):
         one_more(token, position, caches) -> logits may do that step in a better way than the method of this name.
         """
         block_size = self.config.block_size
-        caches = [LayerCache(idx.size(0), self.config, self.transformer.wte.weight) for _ in self.transformer.h]
+        places = min(block_size, idx.size(1) + max_new_tokens)
+        caches = [LayerCache(idx.size(0), self.config, self.transformer.wte.weight, places) for _ in self.transformer.h]
         done = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
         cached = 0  # tokens whose keys and values are in the caches
         steps = {}  # by the places that they look at
         for _ in range(max_new_tokens):
             if use_cache and cached and pays_to_record(idx) and idx.size(1) <= block_size:
-                length = 0 if one_more else min(block_size, max(128, 2 ** (cached.bit_length())))
+                length = 0 if one_more else min(places, max(128, 2 ** (cached.bit_length())))
                 inputs = idx[:, -1:], torch.full((1,), cached, device=idx.device)
                 if length not in steps:
                     step = one_more or partial(self.one_more, length=length)

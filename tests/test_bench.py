@@ -25,6 +25,7 @@ def test_train_beside_a_peer(characters, tmp_path, peer, name):
     assert found["peer"]["ratio"] == found["peer"]["ms"]["median"] / found["ms"]["median"] and found["world_size"] == 2
     assert f"bench.py train --gpus=2 --peer={peer}" in found["command"] and "times ours" in words
     assert found["peer"]["name"].startswith(name)
+    assert 0.2 < found["host_gb"] < 16  # two processes with PyTorch and DeepSpeed
 
 
 def test_sample_beside_transformers(tmp_path):

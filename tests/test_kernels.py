@@ -51,7 +51,7 @@ def test_fused_blocks_have_the_loss_and_the_gradients_of_plain_ones(recomputed):
     gradients(fused, idx, targets, where=lambda p: sums[p])
     _, got = gradients(fused, idx, targets, where=lambda p: sums[p] - 0.5 + (0 if p.grad is None else 2 * p.grad))
     ours = [name for name, p in fused.named_parameters() if p.grad is None]
-    assert len(ours) == 24 if recomputed else 26  # all but the embeddings and, recomputed, what is added at once
+    assert len(ours) == (24 if recomputed else 26)  # all but the embeddings and, recomputed, what is added at once
     for name, grad in wanted.items():
         assert (got[name] - 2 * grad).abs().max() < 2e-5 * grad.abs().max(), name
 
