@@ -196,7 +196,8 @@ class Stopwatch:
 
 
 def inside(_, settings):
-    """train_deepspeed.py itself, its engine's calls timed. 'reduction' runs beside backward and within step."""
+    """train_deepspeed.py itself, its engine's calls timed. 'reduction' runs beside backward and within step; where
+    micro-steps are recorded, their own part of it is within 'forward and backward'."""
     import deepspeed
     import torch
     import torch.distributed as dist

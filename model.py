@@ -148,7 +148,7 @@ def softmax_loss(logits, targets, vocab_size):
 
 def add_product(total, a, b):
     """total += a @ b; in float32, without a pass of its own, where a and b are of half its width on CUDA."""
-    if a.is_cuda and a.dtype != total.dtype:
+    if a.is_cuda and a.dtype != total.dtype and not torch.version.hip:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b

@@ -51,6 +51,8 @@ def step_in_one_pass(engine):
         return False
     if getattr(optimizer, "offload_optimizer", False) or getattr(optimizer, "swap_optimizer", False):
         return False
+    if not getattr(optimizer, "check_grad_overflow", True):  # the step is to be made whatever the gradient is
+        return False
     begin, pieces, end = {2: stage_2, 3: stage_3}[stage](optimizer)
 
     def step(closure=None):
@@ -74,6 +76,8 @@ def step_in_one_pass(engine):
         if not state:  # as torch.optim.AdamW begins
             state.update(step=torch.zeros((), device=sums.device), exp_avg=torch.zeros_like(sums),
                          exp_avg_sq=torch.zeros_like(sums))
+        # one of the CPU's comes with a tag that was saved with offload
+        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=sums.device)
         rate, (beta1, beta2), n = float(options["lr"]), options["betas"], sums.numel()
         adamw[(triton.cdiv(n, 1024),)](
             weights.data, sums, state["exp_avg"], state["exp_avg_sq"], halves, state["step"], norm, n, rate,
@@ -104,6 +108,7 @@ def stage_2(optimizer):
                 for i, weights in enumerate(optimizer.single_partition_of_fp32_groups)]
 
     def end():
+        optimizer._lazy_init_hp_params_optimizer_state()
         if world_size > 1:
             all_gather_dp_groups(groups_flat=optimizer.bit16_groups_flat,
                                  partitioned_param_groups=optimizer.parallel_partitioned_bit16_groups,

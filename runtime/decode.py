@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from runtime.fused import jit, tl, triton
+from runtime.fused import jit, runs_on, tl, triton
 
 # The best of those tried on an H200 with GPT-2 XL (results/h200_x1_fused.json)
 TILES = {2048: (8, 4), 8192: (2, 8)}  # by a matrix's width, rounded up: the rows and the warps of a program
@@ -110,15 +110,15 @@ def linear(x, layer, early, norm=None, gelu=False, residual=None):
 
 
 def early_launch(device):
-    """The option by which a kernel may begin before the one before it has ended, where the card can."""
+    """The option by which a kernel may begin before the one before it has ended: on Hopper and later."""
     return {"launch_pdl": True} if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9 else {}
 
 
 def faster(model, B):
     """What generate() may take as its one_more for B texts, or None where these kernels don't fit."""
-    D, wide = model.config.n_embd // model.config.n_head, 4 * model.config.n_embd
+    D, wide, weight = model.config.n_embd // model.config.n_head, 4 * model.config.n_embd, model.lm_head.weight
     fits = B == 1 and model.config.bias and D & (D - 1) == 0 and D >= 16 and wide <= max(TILES)
-    return partial(one_more, model) if fits and triton and model.lm_head.weight.is_cuda else None
+    return partial(one_more, model) if fits and weight.is_cuda and runs_on(weight) else None
 
 
 @torch.no_grad()

@@ -157,6 +157,9 @@ def zero_problems(zero):
         problems.append(f'"zero_optimization.offload_param" does nothing at stage {stage}: use stage 3, or remove it')
     if optimizer.get("device", "none") != "none" and stage == 0:
         problems.append('"zero_optimization.offload_optimizer" needs stage 1, 2 or 3')
+    if zero.get("round_robin_gradients"):
+        problems.append('"zero_optimization.round_robin_gradients" makes DeepSpeed tell the places of weights wrongly, '
+                        "and resuming with other ranks relies on them: remove it")
     if optimizer.get("ratio", 1.0) < 1 and stage != 3:
         problems.append(f'"zero_optimization.offload_optimizer.ratio" below 1 works at stage 3 only, not at {stage}')
     return problems

@@ -28,7 +28,7 @@ try:
 except ImportError:
     triton, tl, jit = None, None, lambda function: function
 
-WIDEST = 8192  # of a row that one program holds in its registers
+WIDEST = 4096  # of a row that one program holds; in float32 8192 would take more shared memory than an A100 has
 # The best of those tried on an H200 with 8,192 and 16,384 rows of 1,600 (results/h200_x1_fused.json)
 SHARES = 396  # programs among which the rows of a layer norm's backward are dealt out, 3 for each multiprocessor
 TILE = {"ROWS": 16, "COLUMNS": 128}  # of a matrix that a program looks at together
@@ -282,10 +282,18 @@ class Linear(torch.autograd.Function):
 # The model
 
 
+def runs_on(weight):
+    """Whether these kernels run where the weight is: Triton supports NVIDIA's from compute capability 8.0; others, and
+    ROCm, which also goes by the name of CUDA, have not been tried."""
+    if triton is None or torch.version.hip:
+        return False
+    return not weight.is_cuda or torch.cuda.get_device_capability(weight.device) >= (8, 0)
+
+
 def fits(model):
     """Whether these blocks can stand in for the model's own."""
     config = model.config
-    return triton is not None and config.bias and config.dropout == 0 and config.n_embd <= WIDEST
+    return runs_on(model.lm_head.weight) and config.bias and config.dropout == 0 and config.n_embd <= WIDEST
 
 
 def fuse(model):
@@ -315,10 +323,14 @@ def hidden(model, idx):
 
 def block_forward(block, x, y, y_bias, recompute):
     """The block after x + y + y_bias -> the same three for the block after it."""
-    if recompute:  # one tensor a block is kept, so the sum is made at once
-        return checkpoint(lambda x: sum(add_both(block, x, None, None)), x, use_reentrant=False,
-                          preserve_rng_state=False), None, None
-    return add_both(block, x, y, y_bias)
+    if not recompute:
+        return add_both(block, x, y, y_bias)
+
+    def whole(x):
+        x, y, y_bias = add_both(block, x, None, None)
+        return x + y + y_bias  # at once, as each tensor that a block is handed is kept
+
+    return checkpoint(whole, x, use_reentrant=False, preserve_rng_state=False), None, None
 
 
 def add_both(block, x, y, y_bias):

@@ -4,6 +4,7 @@ Between backward and the optimizer DeepSpeed 0.19.8 divides, concatenates, casts
 their own, and then looks for infinities and takes the norm parameter by parameter. Here a gradient is copied once into
 its bucket, a full bucket is summed over the ranks, and the rank's own part is added, in fp32 and divided by the number
 of ranks in the same pass, to the partition that DeepSpeed keeps; norm and overflow come from that one flat partition.
+Where one rank has all, runtime/fused.py adds most gradients there within the products that make them.
 What is computed stays the same. GPT-2 XL at 8 x 4 on one H200: 798 ms a step became 717 (RESULTS.md).
 """
 

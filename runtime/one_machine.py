@@ -12,16 +12,15 @@ import torch
 import torch.distributed as dist
 
 from runtime.dist import local_world_size, total
+from runtime.memory import available
 
 
 def shared_areas(n, group):
     """Two areas (world_size, n), float32, that all ranks see, as one tensor; None where they cannot share memory: on
     several machines, on other systems than Linux, or for lack of room."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    if world_size == 1:
-        return torch.zeros(2, 1, n)
     fd, path, areas = None, [None], None
-    if rank == 0 and local_world_size() == world_size:
+    if rank == 0 and local_world_size() == world_size and 2 * world_size * n * 4 < available():
         with contextlib.suppress(OSError, AttributeError):
             fd = os.memfd_create("zero")  # a file without a name: nothing is left when we are killed
             os.posix_fallocate(fd, 0, 2 * world_size * n * 4)  # what is not there now would kill us when we write to it
@@ -46,6 +45,8 @@ def pass_through_memory(optimizer):
 
     group, flats = optimizer.dp_process_group, optimizer.bit16_groups_flat
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if world_size == 1:
+        return False
     areas = shared_areas(sum(flat.numel() for flat in flats), group)
     if areas is None:
         return False
@@ -84,6 +85,5 @@ def pass_through_memory(optimizer):
         hook.remove()
     optimizer.reduce_ipg_grads = flush
     optimizer._update_model_bit16_weights = lambda group: None  # they are still views of flats: 0.4 ms
-    if world_size > 1:
-        others, stage_1_and_2.all_gather_dp_groups = stage_1_and_2.all_gather_dp_groups, gather
+    others, stage_1_and_2.all_gather_dp_groups = stage_1_and_2.all_gather_dp_groups, gather
     return True

@@ -12,7 +12,7 @@ from model import GPT, PRETRAINED, GPTConfig, WeightsError, fetch_from_hub, read
 from runtime import ds_config
 from runtime.bins import DatasetError, check_dataset
 from runtime.checkpoint import CheckpointError, find_tag, newer_tags, newest_first, newest_tag
-from runtime.memory import available, largest_batch, plan
+from runtime.memory import available, evaluation, largest_batch, plan
 from runtime.save import existing_folder, free_bytes, human, space_problem, tag_bytes
 
 SHAPE = ("n_layer", "n_head", "n_embd", "bias")
@@ -212,8 +212,9 @@ def choose_batch(run, s, auto, world_size, local_world_size):
         room = available() / local_world_size
 
     def planned(batch_size):
-        return sum(plan(run.model, run.config, run.dtype, world_size, run.n_saved, batch_size, run.compile,
-                        s["gradient_checkpointing"]).values())
+        parts = plan(run.model, run.config, run.dtype, world_size, run.n_saved, batch_size, run.compile,
+                     s["gradient_checkpointing"])
+        return sum(parts.values()) + (evaluation(run.model, run.dtype, batch_size) if run.compile else 0)
 
     sequences = run.batch_size * run.accumulation
     run.batch_size = largest_batch(sequences, 0.9 * room, planned)

@@ -4,6 +4,8 @@ GPT-2 XL launches some 2,500 kernels a micro-step. At a small micro-batch that t
 run them: 32 micro-steps of one sequence took 4,219 ms launched and 909 ms replayed on an H200 beside a slow CPU.
 """
 
+import atexit
+
 import torch
 
 GRAPHS = []  # what is recorded
@@ -19,8 +21,10 @@ def micro_step(engine, record):
 
     To record, all that a micro-step does must be the same every time, and its memory stay where it is: ZeRO-2 with
     runtime/gradients.py and runtime/adamw.py, no loss scale, no dropout. The first step runs unrecorded, for what
-    libraries and DeepSpeed do at their first calls. The loss is overwritten by the next call.
+    libraries and DeepSpeed do at their first calls; not two, as DeepSpeed's timer of steps then stops the GPU. Its
+    profilers do so, too, and nothing is recorded beside them. The loss is overwritten by the next call.
     """
+    record = record and not (engine.wall_clock_breakdown() or engine.flops_profiler_enabled())
     launches_left, graph, inputs, output = engine.gradient_accumulation_steps(), None, None, None
 
     def launched(x, y):
@@ -52,3 +56,6 @@ def forget():
     while GRAPHS:
         torch.cuda.synchronize()
         GRAPHS.pop().reset()
+
+
+atexit.register(forget)  # a traceback's way out, too

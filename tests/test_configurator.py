@@ -372,6 +372,8 @@ def test_auto_is_resolved_in_the_keys_that_the_script_owns(tmp_path):
     (zero(0, offload_optimizer={"device": "cpu"}), '"zero_optimization.offload_optimizer" needs stage 1, 2 or 3'),
     (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}),
      '"zero_optimization.offload_optimizer.ratio" below 1 works at stage 3 only, not at 2'),
+    (zero(2, round_robin_gradients=True),
+     '"zero_optimization.round_robin_gradients" makes DeepSpeed tell the places of weights wrongly'),
     ({"bf16": {"enabled": True}}, '"bf16.enabled" is true, but dtype is float32: write "auto" here, or set '
                                   '--dtype=bfloat16'),
     ({"fp16": {"enabled": True}}, '"fp16.enabled" is true, but dtype is float32: write "auto" here, or set '
