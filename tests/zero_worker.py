@@ -40,6 +40,7 @@ LINEAR = torch.nn.functional.linear
 # The scale doubles after every second good step; without clipping, which would hide a gradient that is too small
 FP16 = {"config": {"fp16": {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}},
         "clip": 0.0, "steps": 5}
+SMALL = {"layers": 1, "steps": 2}  # for kernels in Triton's interpreter, where a micro-step takes seconds
 
 # name: (stage, dtype, options of train)
 WAYS = {
@@ -60,18 +61,18 @@ WAYS = {
     "bfloat16 stage 2 buckets": (2, "bfloat16", {"zero": BUCKETS}),
     "bfloat16 stage 2 buckets inf": (2, "bfloat16", {"zero": BUCKETS, "poison": "inf"}),
     "bfloat16 stage 2 buckets nan": (2, "bfloat16", {"zero": BUCKETS, "poison": "nan"}),
-    "bfloat16 fused nan": (2, "bfloat16", {"fused": True, "poison": "nan"}),
-    "bfloat16 fused stage 3": (3, "bfloat16", {"fused": True, "zero": RELEASED, "checkpointing": True}),
     "bfloat16 own": (2, "bfloat16", {"zero": BUCKETS, "short": False}),
     **{f"float16 stage {stage}": (stage, "float16", FP16) for stage in (1, 2, 3)},
     **{f"float16 stage {stage} inf": (stage, "float16", {**FP16, "poison": "inf"}) for stage in (2, 3)},
+    "small fused nan": (2, "bfloat16", {**SMALL, "fused": True, "poison": "nan"}),
+    "small fused stage 3": (3, "bfloat16", {**SMALL, "fused": True, "zero": RELEASED, "checkpointing": True}),
     **{f"float16 stage {stage} unrepaired": (stage, "float16", {**FP16, "repaired": False}) for stage in (1, 2, 3)},
 }
 
 
-def fresh_model():
+def fresh_model(layers=2):
     torch.manual_seed(0)
-    return GPT(GPTConfig(block_size=T, vocab_size=VOCAB, n_layer=2, n_head=2, n_embd=32))
+    return GPT(GPTConfig(block_size=T, vocab_size=VOCAB, n_layer=layers, n_head=2, n_embd=32))
 
 
 def data(step):
@@ -79,9 +80,9 @@ def data(step):
     return torch.randint(VOCAB, (SEQUENCES, T + 1), generator=torch.Generator().manual_seed(step))
 
 
-def plain(steps=3, clip=CLIP):
+def plain(steps=3, clip=CLIP, layers=2):
     """The same training in plain PyTorch, over the whole batch: {"norms", "weights"}."""
-    model, norms = fresh_model(), []
+    model, norms = fresh_model(layers), []
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), **ADAM)
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -93,7 +94,7 @@ def plain(steps=3, clip=CLIP):
     return {"norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
 
 
-def build(stage, dtype, zero, config, clip, repaired, compiled, fused):
+def build(stage, dtype, zero, config, clip, repaired, compiled, fused, layers):
     """An engine, made as the script makes it."""
     settings = {"batch_size": SEQUENCES // ACCUMULATION // dist.get_world_size(),
                 "gradient_accumulation_steps": ACCUMULATION, "grad_clip": clip}
@@ -104,7 +105,7 @@ def build(stage, dtype, zero, config, clip, repaired, compiled, fused):
     if not repaired:
         resolved["fp16"]["loss_scale_window"] = config["fp16"]["loss_scale_window"]
     torch.nn.functional.linear = LINEAR  # which stage 3 replaces for good
-    model = fresh_model()
+    model = fresh_model(layers)
     if compiled:
         model.compile_parts(backend="aot_eager")
     if fused:
@@ -126,11 +127,11 @@ def weights(engine):
 
 
 def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, poison=None, repaired=True,
-          checkpointing=False, compiled=False, fused=False, machines=1, no_room=False):
+          checkpointing=False, compiled=False, fused=False, layers=2, machines=1, no_room=False):
     """Train as the script does. poison: between the first step and the second there is one in which one element of
     one gradient, on the last rank, in the middle micro-step, is that. machines: what the ranks are made to believe.
     no_room: in the memory that they would share."""
-    engine = build(stage, dtype, zero or {}, config or {}, clip, repaired, compiled, fused)
+    engine = build(stage, dtype, zero or {}, config or {}, clip, repaired, compiled, fused, layers)
     engine.module.gradient_checkpointing = checkpointing
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(world_size // machines)), \
@@ -203,7 +204,8 @@ def furthest(a, b):
 
 def apart(a, b):
     """The distance between two sets of weights, in units of the way that b has come from the start."""
-    way = sum((b[name] - p).square().sum() for name, p in fresh_model().named_parameters())
+    layers = sum(name.endswith("ln_1.weight") for name in b)
+    way = sum((b[name] - p).square().sum() for name, p in fresh_model(layers).named_parameters())
     return (sum((a[name] - b[name]).square().sum() for name in b) / way).sqrt().item()
 
 
@@ -213,12 +215,13 @@ def main(out):
     deepspeed.utils.logger.setLevel("ERROR")
     get_accelerator().is_fp16_supported = lambda: True  # slow on CPU, but right
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    every = {"plain": plain(), "plain unclipped": plain(steps=FP16["steps"], clip=0.0)}
+    every = {"plain": plain(), "plain unclipped": plain(steps=FP16["steps"], clip=0.0), "small plain": plain(**SMALL)}
     for name, (stage, dtype, options) in WAYS.items():
         every[name] = train(stage, dtype, **options)
     report = {}
     for name, result in every.items():
-        others = [other for other in every if other.split()[0] in ("plain", name.split()[0])]
+        kind = name.split()[0]
+        others = [other for other in every if other.split()[0] in (kind, kind if kind == "small" else "plain")]
         mine = result["weights"]
         report[name] = {**result, "furthest": {other: furthest(mine, every[other]["weights"]) for other in others},
                         "apart": {other: apart(mine, every[other]["weights"]) for other in others}}
