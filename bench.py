@@ -2,6 +2,7 @@
 
     python bench.py train --gpus=4 config/xl_shakespeare.py --batch_size=8    a step, its parts, memory, first step
     python bench.py train --gpus=4 --peer=hf config/xl_shakespeare.py         and transformers' GPT-2 on the same work
+    python bench.py train --peer=plain config/xl_shakespeare.py               or a GPT in PyTorch alone, compiled whole
     python bench.py sample --model=gpt2-xl --batch=1 --peer=hf                tokens a second, against generate()
     python bench.py data config/xl_shakespeare.py                             reading batches, without training
     python bench.py checkpoint --gpus=4 config/xl_shakespeare.py              saving, checking, going on
