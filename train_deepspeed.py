@@ -322,7 +322,7 @@ def look_at_saves():
     if problem:
         print0(f"{problem}; tags saved before stand")
         if on_save_error == "stop" or finished() or exit_code is not None:
-            part()
+            part(2)
             refuse("stopped without it: make room and start again with --init_from=auto")
 
 
@@ -406,6 +406,7 @@ if stale and finished() and iter_num < max_iters and not eval_only:
            "a larger --patience goes on")
 if wandb_run:
     wandb_run.finish()
-part()
-if exit_code and not finished():
+exit_code = 0 if finished() else exit_code or 0
+part(exit_code)
+if exit_code:
     raise SystemExit(exit_code)
