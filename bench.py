@@ -234,7 +234,7 @@ def inside(_, settings):
 
 def peer(args, settings):
     """The same steps, with the same tokens, by another: see transformers_steps and plain_steps."""
-    from runtime.dist import environment, print0
+    from runtime.dist import environment, part, print0
 
     s = settings_of(settings)
     rank, local_rank, world_size, local_world_size = environment()
@@ -275,8 +275,7 @@ def peer(args, settings):
     if rank == 0:
         with open(os.environ["BENCH_PARTS"], "w", encoding="utf-8") as f:
             json.dump({"name": name, "ms": times[WARM_UP:], "peak_gb": peak_memory(device) / 1e9}, f)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    part()
 
 
 def transformers_steps(run, s, device):

@@ -57,8 +57,8 @@ def plan(model, config, dtype, world_size, n_params, batch_size, compiled=False,
 
 
 def evaluation(model, dtype, batch_size):
-    """Bytes that an evaluation takes beside a recorded micro-step, which keeps the memory of its activations: what a
-    block has at one time, 11 values of each token in units of C, and the loss's."""
+    """Bytes that an evaluation takes beside a recorded micro-step, which keeps the memory of its activations; reckoned,
+    not measured: what a block has at one time, 11 values of each token in units of C, and the loss's."""
     value = 4 if dtype == "float32" else 2
     tokens = batch_size * model.block_size
     return tokens * model.n_embd * value * 11 + min(tokens, LOSS_ROWS) * model.padded_vocab_size * 8
