@@ -76,6 +76,7 @@ device: Literal["auto", "cuda", "cpu"] = "auto"
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: by the card; float32 on CPU
 backend: Literal["auto", "nccl", "gloo"] = "auto"
 compile: bool | Literal["auto"] = "auto"  # auto: on CUDA, if there is the C compiler that Triton needs
+fp8 = False  # the blocks' products in 8 bits, but for weight gradients; Hopper and later; see runtime/fp8.py
 deterministic = False  # the same losses to the last bit in every run on the same GPUs; slower
 deepspeed_config = "ds_config_zero2.json"  # owns ZeRO, offload and buckets
 
@@ -100,6 +101,7 @@ from runtime.batches import eval_batches, train_batches
 from runtime.bins import DTYPES
 from runtime.dist import environment, part, print0, quiet, refuse, refuse_together, total
 from runtime.gradients import shorten
+from runtime.kernels import runs_on
 from runtime.preflight import check_run, describe_run
 from runtime.save import Saver
 
@@ -177,9 +179,9 @@ else:
     model.crop_block_size(block_size)
 model.gradient_checkpointing = gradient_checkpointing
 flops_per_step = model.flops_per_token(block_size) * sequences * block_size
-run.fused = run.compile and run.device == "cuda" and fused.fits(model)
-if run.fused:
-    fused.fuse(model)
+own_kernels = run.compile and run.device == "cuda" and runs_on(model.lm_head.weight)
+if own_kernels and fused.fits(model.config):
+    fused.fuse(model, fp8)
 elif run.compile:
     model.compile_parts()
 if stage == 3:
@@ -194,8 +196,8 @@ else:
     optimizer = torch.optim.AdamW(groups, fused=True, **adam)
 with quiet():
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=run.config)
-shortened = shorten(engine)
-one_pass = run.fused and (shortened or stage == 3) and step_in_one_pass(engine)
+shortened = shorten(engine, run.local_sums)
+one_pass = own_kernels and (shortened or stage == 3) and step_in_one_pass(engine)
 micro_step = replay.micro_step(engine, record=shortened and one_pass)
 print0(f"DeepSpeed uses {ds_config.compare(engine, run.config, run.dtype)}")
 

@@ -13,7 +13,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from runtime.fused import jit, tl, triton
+from runtime.kernels import jit, tl, triton
 
 
 @jit
@@ -59,7 +59,8 @@ def step_in_one_pass(engine):
         begin()
         here = pieces()
         norm = sum(torch.linalg.vector_norm(sums).square() for _, sums, _, _ in here)
-        dist.all_reduce(norm, group=optimizer.dp_process_group)
+        if dist.get_world_size(optimizer.dp_process_group) > 1:
+            dist.all_reduce(norm, group=optimizer.dp_process_group)
         norm = norm.sqrt()
         told = norm.to("cpu", non_blocking=True)
         on_host = torch.cuda.current_stream().record_event() if norm.is_cuda else None
@@ -101,6 +102,7 @@ def stage_2(optimizer):
 
     def begin():
         optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+        optimizer.sum_over_ranks()
 
     def pieces():
         return [(weights, optimizer._get_compact_grad_partition_buffer(i).flat_partition,

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from runtime.fused import jit, runs_on, tl, triton
+from runtime.kernels import jit, runs_on, tl, triton
 
 # The best of those tried on an H200 with GPT-2 XL (results/h200_x1_fused.json)
 TILES = {2048: (8, 4), 8192: (2, 8)}  # by a matrix's width, rounded up: the rows and the warps of a program

@@ -5,8 +5,7 @@ after it, a bias's gradient in the pass that makes what it is the sum of, and th
 by side as they are summed. A block hands on the residual stream and what is still to be added to it, for the next layer
 norm to add. Products and attention are PyTorch's.
 
-The kernels need Triton, which PyTorch brings along for CUDA. model.py has the plain form of all this; tests hold the
-two against each other.
+model.py has the plain form of all this; tests hold the two against each other.
 """
 
 from __future__ import annotations  # without Triton there is no tl.constexpr
@@ -19,14 +18,8 @@ from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from model import add_product, attention_backends, softmax_loss
-
-try:
-    import triton
-    import triton.language as tl
-
-    jit = triton.jit
-except ImportError:
-    triton, tl, jit = None, None, lambda function: function
+from runtime.fp8 import DY, X, begin, beside, gradient, keep_largest, product, store_eight, use
+from runtime.kernels import jit, tl, triton
 
 WIDEST = 4096  # of a row that one program holds; in float32 8192 would take more shared memory than an A100 has
 # The best of those tried on an H200 with 8,192 and 16,384 rows of 1,600 (results/h200_x1_fused.json)
@@ -39,10 +32,10 @@ STEPS = 8  # tiles one below the other that a program sums up
 # Kernels. Rows are tokens. Sums over rows are made in float32 by each program, and added up by add_up
 
 
-@jit
-def add_norm_forward(x, y, y_bias, weight, bias, total, normed, means, scales, C, ADD: tl.constexpr,
-                     WIDE: tl.constexpr):
-    """A row of total = x + y + y_bias, and of its layer norm."""
+@jit(do_not_specialize=["site"])
+def add_norm_forward(x, y, y_bias, weight, bias, total, normed, means, scales, C, eight, amax, scale8, site,
+                     EIGHT: tl.constexpr, ADD: tl.constexpr, WIDE: tl.constexpr):
+    """A row of total = x + y + y_bias, and of its layer norm; with EIGHT also in 8 bits."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     there = i < C
     values = tl.load(x + row * C + i, mask=there, other=0.0).to(tl.float32)
@@ -57,7 +50,11 @@ def add_norm_forward(x, y, y_bias, weight, bias, total, normed, means, scales, C
     scale = tl.rsqrt(tl.sum(away * away) / C + 1e-5)
     w = tl.load(weight + i, mask=there, other=0.0).to(tl.float32)
     b = tl.load(bias + i, mask=there, other=0.0).to(tl.float32)
-    tl.store(normed + row * C + i, (away * scale * w + b).to(normed.dtype.element_ty), mask=there)
+    result = away * scale * w + b
+    tl.store(normed + row * C + i, result.to(normed.dtype.element_ty), mask=there)
+    if EIGHT:
+        largest = store_eight(eight, row * C + i, tl.where(there, result, 0.0), there, scale8, site)
+        keep_largest(amax, site, largest)
     tl.store(means + row, mean)
     tl.store(scales + row, scale)
 
@@ -92,20 +89,23 @@ def add_norm_backward(d_normed, d_total, total, weight, means, scales, dx, sums,
     tl.store(mine + 2 * C, dx_sum, mask=there)
 
 
-@jit
-def gelu_forward(h, g, n, WIDE: tl.constexpr):
-    """g = h sigmoid(2 sqrt(2 / pi) (h + 0.044715 h^3)), which is GELU's tanh form."""
+@jit(do_not_specialize=["site"])
+def gelu_forward(h, g, n, eight, amax, scale, site, EIGHT: tl.constexpr, WIDE: tl.constexpr):
+    """g = h sigmoid(2 sqrt(2 / pi) (h + 0.044715 h^3)), which is GELU's tanh form; with EIGHT also in 8 bits."""
     i = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     x = tl.load(h + i, mask=i < n, other=0.0).to(tl.float32)
     s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     tl.store(g + i, (x * s).to(g.dtype.element_ty), mask=i < n)
+    if EIGHT:
+        keep_largest(amax, site, store_eight(eight, i, x * s, i < n, scale, site))
 
 
-@jit
-def gelu_backward(dg, h, dh, sums, rows, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr):
-    """Columns of dh, and this program's share of their sums."""
+@jit(do_not_specialize=["site"])
+def gelu_backward(dg, h, dh, sums, rows, C, eight, amax, scale, site, EIGHT: tl.constexpr, ROWS: tl.constexpr,
+                  COLUMNS: tl.constexpr, STEPS: tl.constexpr):
+    """Columns of dh, with EIGHT also in 8 bits, and this program's share of their sums."""
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    total, largest = tl.zeros([ROWS, COLUMNS], tl.float32), 0.0
     for step in range(STEPS):
         r = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
         place = r[:, None].to(tl.int64) * C + c[None, :]
@@ -115,26 +115,37 @@ def gelu_backward(dg, h, dh, sums, rows, C, ROWS: tl.constexpr, COLUMNS: tl.cons
         s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
         d *= s + x * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * x * x)
         tl.store(dh + place, d.to(dh.dtype.element_ty), mask=there)
+        if EIGHT:
+            largest = tl.maximum(largest, store_eight(eight, place, d, there, scale, site))
         total += d
+    if EIGHT:
+        keep_largest(amax, site, largest)
     tl.store(sums + tl.program_id(0) * C + c, tl.sum(total, 0), mask=c < C)
 
 
-@jit
-def side_by_side(dq, dk, dv, out, sums, rows, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr):
-    """Columns of out (rows, 3 C) from dq, dk and dv, (rows, C) each, and this program's share of their sums."""
+@jit(do_not_specialize=["site"])
+def side_by_side(dq, dk, dv, out, sums, rows, C, eight, amax, scale, site, EIGHT: tl.constexpr, ROWS: tl.constexpr,
+                 COLUMNS: tl.constexpr, STEPS: tl.constexpr):
+    """Columns of out (rows, 3 C), with EIGHT also in 8 bits, from dq, dk and dv, (rows, C) each, and this program's
+    share of their sums."""
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     which, source = tl.program_id(2), dq
     if which == 1:
         source = dk
     if which == 2:
         source = dv
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    total, largest = tl.zeros([ROWS, COLUMNS], tl.float32), 0.0
     for step in range(STEPS):
         r = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
         there = (r < rows)[:, None] & (c < C)[None, :]
         d = tl.load(source + r[:, None].to(tl.int64) * C + c[None, :], mask=there, other=0.0)
-        tl.store(out + r[:, None].to(tl.int64) * 3 * C + which * C + c[None, :], d, mask=there)
+        place = r[:, None].to(tl.int64) * 3 * C + which * C + c[None, :]
+        tl.store(out + place, d, mask=there)
+        if EIGHT:
+            largest = tl.maximum(largest, store_eight(eight, place, d.to(tl.float32), there, scale, site))
         total += d.to(tl.float32)
+    if EIGHT:
+        keep_largest(amax, site, largest)
     tl.store(sums + (tl.program_id(0) * 3 + which) * C + c, tl.sum(total, 0), mask=c < C)
 
 
@@ -183,25 +194,30 @@ def weight_grad(weight, dy, x):
 
 
 class AddNorm(torch.autograd.Function):
-    """(x + y + y_bias, its layer norm); without a y only the layer norm of x."""
+    """(x + y + y_bias, its layer norm, that in 8 bits or None for the product with `reader`); without a y the first is
+    None."""
 
     @staticmethod
-    def forward(ctx, x, y, y_bias, weight, bias):
+    def forward(ctx, x, y, y_bias, weight, bias, reader=None):
         C, add = x.size(-1), y is not None
         rows, total = x.numel() // C, torch.empty_like(x) if add else x
         normed, (means, scales) = torch.empty_like(x), x.new_empty((2, rows), dtype=torch.float32)
         wide = triton.next_power_of_2(C)
-        add_norm_forward[(rows,)](x, y, y_bias, weight, bias, total, normed, means, scales, C, add, wide,
+        eight, *how = beside(reader, X, normed)
+        add_norm_forward[(rows,)](x, y, y_bias, weight, bias, total, normed, means, scales, C, eight, *how, add, wide,
                                   num_warps=min(8, max(1, wide // 512)))
         ctx.save_for_backward(total, means, scales)
         ctx.set_materialize_grads(False)
         ctx.params = [weight, bias, *([y_bias] if add else [])]
-        return (total, normed) if add else normed
+        if eight is normed:
+            eight = None
+        else:
+            ctx.mark_non_differentiable(eight)
+        return total if add else None, normed, eight
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx, d_total, d_normed, _):
         total, means, scales = ctx.saved_tensors
-        d_total, d_normed = grads if len(grads) == 2 else (None, *grads)
         C = total.size(-1)
         rows, dx, wide = total.numel() // C, torch.empty_like(total), triton.next_power_of_2(C)
         shares = min(SHARES, triton.cdiv(rows, 4))
@@ -210,18 +226,18 @@ class AddNorm(torch.autograd.Function):
                                      total, ctx.params[0], means, scales, dx, sums, rows, C, d_total is not None, wide,
                                      AHEAD=3, num_warps=min(8, max(1, wide // 512)))
         d_weight, d_bias, *d_y_bias = summed(sums[:, : len(ctx.params)], *ctx.params)
-        return dx, *((dx, *d_y_bias) if d_y_bias else (None, None)), d_weight, d_bias
+        return dx, *((dx, *d_y_bias) if d_y_bias else (None, None)), d_weight, d_bias, None
 
 
 class Heads(torch.autograd.Function):
     """q, k, v, (B, n_head, T, head size) each, of x."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, n_head):
+    def forward(ctx, x, x8, weight, bias, n_head):
         B, T, C = x.shape
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias = weight, bias
-        parts = F.linear(x, weight, bias).split(C, dim=2)
+        parts = product(x, weight, bias, x8).split(C, dim=2)
         return tuple(part.view(B, T, n_head, C // n_head).transpose(1, 2) for part in parts)
 
     @staticmethod
@@ -231,73 +247,75 @@ class Heads(torch.autograd.Function):
         grads = [grad.transpose(1, 2).reshape(rows, C) for grad in grads]  # views, as attention leaves them
         together, shares = x.new_empty((rows, 3 * C)), triton.cdiv(rows, TILE["ROWS"] * STEPS)
         sums = x.new_empty((shares, 1, 3 * C), dtype=torch.float32)
-        side_by_side[(shares, triton.cdiv(C, TILE["COLUMNS"]), 3)](*grads, together, sums, rows, C, STEPS=STEPS, **TILE)
+        eight, *how = beside(weight, DY, together)
+        side_by_side[(shares, triton.cdiv(C, TILE["COLUMNS"]), 3)](*grads, together, sums, rows, C, eight, *how,
+                                                                   STEPS=STEPS, **TILE)
         dw = weight_grad(weight, together, x.view(rows, C))
-        return (together @ weight).view_as(x), dw, *summed(sums, ctx.bias), None
+        dx = gradient(together, weight, eight if how[-1] else None)
+        return dx.view_as(x), None, dw, *summed(sums, ctx.bias), None
 
 
 class LinearGelu(torch.autograd.Function):
-    """GELU of weight x + bias."""
+    """GELU of weight x + bias, and in 8 bits or None for the product with `reader`."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias):
-        h = F.linear(x, weight, bias)
+    def forward(ctx, x, x8, weight, bias, reader):
+        h = product(x, weight, bias, x8)
         g = torch.empty_like(h)
-        gelu_forward[(triton.cdiv(h.numel(), 1024),)](h, g, h.numel(), WIDE=1024)
+        eight, *how = beside(reader, X, g)
+        wide = 4096 if how[-1] else 1024
+        gelu_forward[(triton.cdiv(h.numel(), wide),)](h, g, h.numel(), eight, *how, WIDE=wide, num_warps=wide // 256)
         ctx.save_for_backward(x, h)
         ctx.weight, ctx.bias = weight, bias
-        return g
+        if eight is g:
+            return g, None
+        ctx.mark_non_differentiable(eight)
+        return g, eight
 
     @staticmethod
-    def backward(ctx, dg):
+    def backward(ctx, dg, _):
         (x, h), weight = ctx.saved_tensors, ctx.weight
         C, dh = h.size(-1), torch.empty_like(h)
         rows = h.numel() // C
         shares = triton.cdiv(rows, TILE["ROWS"] * STEPS)
         sums = h.new_empty((shares, 1, C), dtype=torch.float32)
-        gelu_backward[(shares, triton.cdiv(C, TILE["COLUMNS"]))](dg.contiguous(), h, dh, sums, rows, C, STEPS=STEPS,
-                                                                 **TILE)
+        eight, *how = beside(weight, DY, dh.view(rows, C))
+        gelu_backward[(shares, triton.cdiv(C, TILE["COLUMNS"]))](dg.contiguous(), h, dh, sums, rows, C, eight, *how,
+                                                                 STEPS=STEPS, **TILE)
         dh = dh.view(rows, C)
         dw = weight_grad(weight, dh, x.view(rows, -1))
-        return (dh @ weight).view_as(x), dw, *summed(sums, ctx.bias)
+        dx = gradient(dh, weight, eight if how[-1] else None)
+        return dx.view_as(x), None, dw, *summed(sums, ctx.bias), None
 
 
 class Linear(torch.autograd.Function):
     """weight x; the bias comes later, with the residual sum."""
 
     @staticmethod
-    def forward(ctx, x, weight):
+    def forward(ctx, x, x8, weight):
         ctx.save_for_backward(x)
         ctx.weight = weight
-        return F.linear(x, weight)
+        return product(x, weight, None, x8)
 
     @staticmethod
     def backward(ctx, dy):
         (x,), weight = ctx.saved_tensors, ctx.weight
         dy = dy.reshape(-1, dy.size(-1))
-        return (dy @ weight).view_as(x), weight_grad(weight, dy, x.reshape(-1, x.size(-1)))
+        return gradient(dy, weight).view_as(x), None, weight_grad(weight, dy, x.reshape(-1, x.size(-1)))
 
 
 # -----------------------------------------------------------------------------
 # The model
 
 
-def runs_on(weight):
-    """Whether these kernels run where the weight is: Triton supports NVIDIA's from compute capability 8.0; others, and
-    ROCm, which also goes by the name of CUDA, have not been tried."""
-    if triton is None or torch.version.hip:
-        return False
-    return not weight.is_cuda or torch.cuda.get_device_capability(weight.device) >= (8, 0)
+def fits(config):
+    """Whether these blocks can stand in for those of a model of this GPTConfig."""
+    return config.bias and config.dropout == 0 and config.n_embd <= WIDEST
 
 
-def fits(model):
-    """Whether these blocks can stand in for the model's own."""
-    config = model.config
-    return runs_on(model.lm_head.weight) and config.bias and config.dropout == 0 and config.n_embd <= WIDEST
-
-
-def fuse(model):
-    """Let the model's blocks run this way from now on, and its loss be compiled."""
+def fuse(model, fp8=False):
+    """Let the model's blocks run this way from now on, and its loss be compiled. fp8: see runtime/fp8.py."""
+    model.eight = use(model) if fp8 else None
     model.lm_head.step = torch.compile(softmax_loss) if model.lm_head.weight.is_cuda else softmax_loss
     model.hidden = partial(hidden, model)
     for block in model.transformer.h:
@@ -305,19 +323,20 @@ def fuse(model):
     model.transformer.ln_f.forward = partial(norm, model.transformer.ln_f)
 
 
-def norm(layer, x, y=None, y_bias=None):
-    """Like AddNorm, by a layer norm of the model."""
-    return AddNorm.apply(x, y, y_bias, layer.weight, layer.bias)
+def norm(layer, x, y=None, y_bias=None, reader=None):
+    """Like AddNorm, by a layer norm of the model; x + y + y_bias is x without a y."""
+    total, normed, eight = AddNorm.apply(x, y, y_bias, layer.weight, layer.bias, reader)
+    return x if y is None else total, normed, eight
 
 
 def hidden(model, idx):
     """GPT.hidden: the final hidden states (B, T, n_embd)."""
+    if model.eight:
+        begin(model.eight, model.training)
     positions = torch.arange(idx.size(1), device=idx.device)
     x, y, y_bias = model.transformer.wte(idx) + model.transformer.wpe(positions), None, None
     for block in model.transformer.h:
         x, y, y_bias = block(x, y, y_bias, model.gradient_checkpointing and model.training)
-    if y is None:
-        return model.transformer.ln_f(x)
     return model.transformer.ln_f(x, y, y_bias)[1]
 
 
@@ -336,18 +355,15 @@ def block_forward(block, x, y, y_bias, recompute):
 def add_both(block, x, y, y_bias):
     """Attention and MLP on the residual stream x + y + y_bias, as (x, y, y_bias)."""
     attn, mlp = block.attn, block.mlp
-    if y is None:
-        normed = norm(block.ln_1, x)
-    else:
-        x, normed = norm(block.ln_1, x, y, y_bias)
-    q, k, v = Heads.apply(normed, attn.c_attn.weight, attn.c_attn.bias, attn.n_head)
-    y = attention(q, k, v).transpose(1, 2).reshape(x.shape)
-    x, normed = norm(block.ln_2, x, Linear.apply(y, attn.c_proj.weight), attn.c_proj.bias)
-    g = LinearGelu.apply(normed, mlp.c_fc.weight, mlp.c_fc.bias)
+    x, normed, eight = norm(block.ln_1, x, y, y_bias, attn.c_attn.weight)
+    q, k, v = Heads.apply(normed, eight, attn.c_attn.weight, attn.c_attn.bias, attn.n_head)
+    y = Linear.apply(attention(q, k, v).transpose(1, 2).reshape(x.shape), None, attn.c_proj.weight)
+    x, normed, eight = norm(block.ln_2, x, y, attn.c_proj.bias, mlp.c_fc.weight)
+    g, eight = LinearGelu.apply(normed, eight, mlp.c_fc.weight, mlp.c_fc.bias, mlp.c_proj.weight)
     bias = mlp.c_proj.bias
     if not hasattr(bias, "grad_sum"):
         bias = bias.clone()  # ZeRO-3 takes the block's own away before the next block adds it
-    return x, Linear.apply(g, mlp.c_proj.weight), bias
+    return x, Linear.apply(g, eight, mlp.c_proj.weight), bias
 
 
 def attention(q, k, v):

@@ -4,8 +4,10 @@ Between backward and the optimizer DeepSpeed 0.19.8 divides, concatenates, casts
 their own, and then looks for infinities and takes the norm parameter by parameter. Here a gradient is copied once into
 its bucket, a full bucket is summed over the ranks, and the rank's own part is added, in fp32 and divided by the number
 of ranks in the same pass, to the partition that DeepSpeed keeps; norm and overflow come from that one flat partition.
-Where one rank has all, runtime/fused.py adds most gradients there within the products that make them.
-What is computed stays the same. GPT-2 XL at 8 x 4 on one H200: 798 ms a step became 717 (RESULTS.md).
+Where one rank has all, runtime/fused.py adds most gradients there within the products that make them; also where each
+rank has room for the sums of all ("local sums"), which the ranks then sum over one another once a step instead of at
+each micro-step. What is computed stays the same. GPT-2 XL at 8 x 4 on one H200: 798 ms a step became 717
+(RESULTS.md).
 """
 
 from functools import partial
@@ -13,12 +15,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from runtime.dist import total
 from runtime.one_machine import pass_through_memory
 
 
-def shorten(engine):
+def shorten(engine, local_sums=False):
     """Put the shorter way into an engine where it fits: stage 2 with fp32 accumulation, no offload. Returns whether it
-    did. Elsewhere DeepSpeed's own stays."""
+    did. Elsewhere DeepSpeed's own stays. local_sums: whether this rank has room for the sums of all gradients; they are
+    kept if all ranks have."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() != 2 or optimizer.cpu_offload or not optimizer.postscale_gradients:
         return False
@@ -27,16 +31,21 @@ def shorten(engine):
     if optimizer.communication_data_type != optimizer.dtype or optimizer.gradient_predivide_factor != 1.0:
         return False
     optimizer._use_compact_grad_partition_buffer = lambda group: True  # DeepSpeed doesn't where the weights are fp32
+    world_size = dist.get_world_size(optimizer.dp_process_group)
+    optimizer.sum_over_ranks = lambda: None  # before the step, what is left to do
     if optimizer.dtype != torch.float32 or on_gpu(optimizer) or not pass_through_memory(optimizer):
+        if world_size > 1 and total(local_sums, device=optimizer.device)[0] == world_size:
+            optimizer.sum_over_ranks = keep_sums(optimizer)
         optimizer.process_gradients, optimizer.reduce_ipg_grads = bucketed_sum(optimizer)
     optimizer.overlap_comm = False  # else it stops the GPU after each backward; ours has waited for the sums
-    if dist.get_world_size(optimizer.dp_process_group) == 1:
+    if world_size == 1:
         for i, group in enumerate(optimizer.bit16_groups):
             for param in group:
                 param.grad_sum = partial(own_sum, optimizer, param, i)  # runtime/fused.py adds to it in its products
     found = []  # the norm, from the look for overflow until it is asked for
 
     def norm():
+        optimizer.sum_over_ranks()
         parts = [torch.linalg.vector_norm(group.flat_partition) for group in optimizer.averaged_gradients.values()]
         squared = torch.stack(parts).square().sum()
         dist.all_reduce(squared, group=optimizer.dp_process_group)
@@ -59,6 +68,26 @@ def own_sum(optimizer, param, i):
     """The fp32 sum of a parameter's gradients, in its shape, where one rank owns all of it."""
     param_id = optimizer.get_param_id(param)
     return optimizer._get_compact_grad_partition_slice(i, 0, param_id, param.numel()).view(param.shape)
+
+
+def keep_sums(optimizer):
+    """Give each parameter a grad_sum of its own on each rank; returns a function that sums them over the ranks, into
+    the partitions, and clears them."""
+    group, flats = optimizer.dp_process_group, optimizer.bit16_groups_flat
+    sums = [torch.zeros(flat.numel(), dtype=torch.float32, device=flat.device) for flat in flats]
+    for i, flat in enumerate(sums):
+        for param, first in zip(optimizer.round_robin_bit16_groups[i], optimizer.round_robin_bit16_offsets[i]):
+            place = flat.narrow(0, first, param.numel()).view(param.shape)
+            param.grad_sum = lambda place=place: place
+
+    def sum_over_ranks():
+        for i, flat in enumerate(sums):
+            mine = optimizer._get_compact_grad_partition_buffer(i).flat_partition
+            dist.reduce_scatter_tensor(mine, flat, group=group)
+            mine.div_(dist.get_world_size(group))
+            flat.zero_()
+
+    return sum_over_ranks
 
 
 def bucketed_sum(optimizer):
@@ -111,10 +140,11 @@ def bucketed_sum(optimizer):
                 optimizer._get_compact_grad_partition_buffer(j)
         if param.grad is None:  # its product has added it to grad_sum
             return
-        grad, param.grad = param.grad.view(-1), None
-        if world_size == 1:
-            add_mine(i, param, grad)
+        grad, param.grad = param.grad, None
+        if hasattr(param, "grad_sum"):
+            param.grad_sum().add_(grad)
             return
+        grad = grad.view(-1)
         if param.numel() > size:  # larger than a bucket: it is its own
             send()
             reduce_alone(grad, i, param)

@@ -83,7 +83,8 @@ class Watch:
         """(exit code that all ranks are to leave with, or None; each of the flags, where it is up on any rank)."""
         mine = [-1 if self.asked is None else self.asked, *map(bool, flags)]
         votes = torch.tensor(mine, dtype=torch.int64)
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
+        if dist.get_world_size(self.group) > 1:
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
         code, *flags = votes.tolist()
         return (None if code < 0 else code), *map(bool, flags)
 

@@ -22,11 +22,12 @@ def available():
     return min(free, limit - used + int(cached))
 
 
-def plan(model, config, dtype, world_size, n_params, batch_size, compiled=False, recompute=False):
+def plan(model, config, dtype, world_size, n_params, batch_size, compiled=False, recompute=False,
+         local_sums=False):
     """Bytes on each GPU, by what they hold, at the peak of a step: {"weights": ..., "activations": ..., ...}.
 
-    model: GPTConfig; config: DeepSpeed's, resolved; n_params with the vocabulary's padding. Against what was measured
-    with GPT-2 XL on H200 see RESULTS.md.
+    model: GPTConfig; config: DeepSpeed's, resolved; n_params with the vocabulary's padding; local_sums: see
+    runtime/gradients.py. Against what was measured with GPT-2 XL on H200 see RESULTS.md.
     """
     zero = config["zero_optimization"]
     stage, half = zero["stage"], dtype != "float32"
@@ -38,6 +39,8 @@ def plan(model, config, dtype, world_size, n_params, batch_size, compiled=False,
     buckets = 0 if stage == 0 or (stage < 3 and world_size == 1) else bucket
     if stage in (1, 2) and zero.get("overlap_comm", True):
         buckets *= 2
+    if local_sums:
+        buckets = n_params * 4
     if stage == 3:  # weights of the blocks at hand, and of those fetched ahead
         buckets += min(n_params, int(zero.get("stage3_max_live_parameters", 1e9))) * value
     tokens, C, L = batch_size * model.block_size, model.n_embd, model.n_layer

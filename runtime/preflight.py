@@ -12,6 +12,8 @@ from model import GPT, PRETRAINED, GPTConfig, WeightsError, fetch_from_hub, read
 from runtime import ds_config
 from runtime.bins import DatasetError, check_dataset
 from runtime.checkpoint import CheckpointError, find_tag, newer_tags, newest_first, newest_tag
+from runtime.fused import fits
+from runtime.kernels import runs_on
 from runtime.memory import available, evaluation, largest_batch, plan
 from runtime.save import existing_folder, free_bytes, human, space_problem, tag_bytes
 
@@ -86,6 +88,8 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
                             "choose another --out_dir=DIR, or give it up with --overwrite=True")
     if not s["eval_only"]:
         attempt(check_writable, s["out_dir"])
+    if run.model and s["fp8"]:
+        attempt(check_fp8, run)
     if run.model and run.config and not problems:
         attempt(check_space, run, s)
         choose_batch(run, s, settings["batch_size"] == "auto", world_size, local_world_size)
@@ -122,6 +126,16 @@ def pick_compile(asked, device):
     elif not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
         why = "Triton needs Python's headers (python3-dev), and they are not there"
     return why is None, f"not compiled: {why}" if why and (asked is True or device == "cuda") else None
+
+
+def check_fp8(run):
+    """ValueError unless this machine and model can have products in 8 bits."""
+    if run.device == "cpu" or torch.cuda.get_device_capability() < (9, 0):
+        raise ValueError("fp8=True needs a GPU of compute capability 9.0 (H100, H200, B200, ...): leave it out")
+    if run.dtype != "bfloat16" or not run.compile or not runs_on(torch.empty(0, device="cuda")):
+        raise ValueError("fp8=True needs our kernels: leave dtype and compile on auto; a C compiler must be there")
+    if not fits(run.model) or run.model.n_embd % 16:
+        raise ValueError("fp8=True needs --dropout=0, biases, and n_embd a multiple of 16 up to 4,096")
 
 
 def check_start(run, s):
@@ -202,26 +216,36 @@ def check_space(run, s):
 
 def choose_batch(run, s, auto, world_size, local_world_size):
     """Set run.batch_size and run.accumulation: as they are asked for, or with auto the largest micro-batch that leaves
-    a tenth of the memory free and makes a step of as many sequences."""
+    a tenth of the memory free and makes a step of as many sequences. And run.local_sums: whether there is room to sum
+    gradients on each rank before they are summed over the ranks (runtime/gradients.py)."""
     run.batch_size, run.accumulation = s["batch_size"], s["gradient_accumulation_steps"]
-    if not auto:
-        return
-    if run.device == "cuda":
-        room = min(torch.cuda.get_device_properties(i).total_memory for i in range(local_world_size))
-    else:
-        room = available() / local_world_size
-
-    def planned(batch_size):
+    def planned(batch_size, local_sums=False):
         parts = plan(run.model, run.config, run.dtype, world_size, run.n_saved, batch_size, run.compile,
-                     s["gradient_checkpointing"])
+                     s["gradient_checkpointing"], local_sums)
         return sum(parts.values()) + (evaluation(run.model, run.dtype, batch_size) if run.compile else 0)
 
-    sequences = run.batch_size * run.accumulation
-    run.batch_size = largest_batch(sequences, 0.9 * room, planned)
-    run.accumulation = sequences // run.batch_size
-    run.config.update(train_micro_batch_size_per_gpu=run.batch_size, gradient_accumulation_steps=run.accumulation)
-    run.notes.append(f"batch_size=auto: {run.batch_size} sequences at a time take about "
-                     f"{human(planned(run.batch_size))} of {human(room)}")
+    wanted = (run.config["zero_optimization"]["stage"] == 2 and not ds_config.offloads(run.config)
+              and world_size > 1 and (auto or run.accumulation > 1)
+              and (run.device == "cuda" or run.dtype != "float32"))  # in which the CPU's ranks share memory
+    room = memory_of_a_rank(run.device, local_world_size) if auto or wanted else 0
+    if auto:
+        sequences = run.batch_size * run.accumulation
+        run.batch_size = largest_batch(sequences, 0.9 * room, planned)
+        run.accumulation = sequences // run.batch_size
+        run.config.update(train_micro_batch_size_per_gpu=run.batch_size, gradient_accumulation_steps=run.accumulation)
+        run.notes.append(f"batch_size=auto: {run.batch_size} sequences at a time take about "
+                         f"{human(planned(run.batch_size))} of {human(room)}")
+    run.local_sums = wanted and run.accumulation > 1 and planned(run.batch_size, True) <= 0.8 * room
+    if run.local_sums:
+        run.notes.append(f"there is room to sum gradients on each rank first, {human(4 * run.n_saved)}: "
+                         "once a step over the ranks instead of at each micro-step")
+
+
+def memory_of_a_rank(device, local_world_size):
+    """Bytes that each rank of this machine can have."""
+    if device == "cuda":
+        return min(torch.cuda.get_device_properties(i).total_memory for i in range(local_world_size))
+    return available() / local_world_size
 
 
 def check_writable(out_dir):

@@ -20,7 +20,8 @@ def micro_step(engine, record):
     """A function (x, y) -> the loss, detached, of engine(x, y) and engine.backward; if `record`, one that replays it.
 
     To record, all that a micro-step does must be the same every time, and its memory stay where it is: ZeRO-2 with
-    runtime/gradients.py and runtime/adamw.py, no loss scale, no dropout. The first step runs unrecorded, for what
+    runtime/gradients.py and runtime/adamw.py, no loss scale; PyTorch sees to it that each replay draws its own numbers
+    for dropout, the same that launching would draw. The first step runs unrecorded, for what
     libraries and DeepSpeed do at their first calls; not two, as DeepSpeed's timer of steps then stops the GPU. Its
     profilers do so, too, and nothing is recorded beside them. The loss is overwritten by the next call.
     """

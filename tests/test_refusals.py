@@ -98,6 +98,7 @@ def bad(tmp_path_factory, holder, characters):
         "no json": ["--deepspeed_config=no-such.json"],
         "float16": ["--dtype=float16"],
         "cuda": ["--device=cuda"],
+        "fp8": ["--fp8=True"],
         "unwritable": [f"--out_dir={folder}/file/out"],
         "no out_dir": ["--out_dir="],
         "other run": ["--overwrite=False"],
@@ -141,6 +142,7 @@ SENTENCES = {
     "no json": "no-such.json: No such file or directory; name another with --deepspeed_config=FILE",
     "float16": "dtype=float16 needs a GPU: DeepSpeed refuses it on CPU; use --dtype=float32 or bfloat16",
     "cuda": "device=cuda, but PyTorch sees no CUDA GPU here: --device=cpu",
+    "fp8": "fp8=True needs a GPU of compute capability 9.0 (H100, H200, B200, ...): leave it out",
     "unwritable": "file/out cannot be written: choose another with --out_dir=DIR",
     "no out_dir": "cannot be written: choose another with --out_dir=DIR",
     "other run": "already holds a run (iter_4): continue it with --init_from=resume, choose another --out_dir=DIR, or "
@@ -223,6 +225,7 @@ def check(monkeypatch, characters, tmp_path, gpus, capability, *args, ranks=1):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(total_memory=2**34))
     defaults, annotations = script_settings()
     argv = [*SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", "--device=auto", "--dtype=auto", *args]
     return check_run(configure(defaults, argv, annotations, ROOT), str(ROOT), ranks, ranks)

@@ -61,10 +61,13 @@ WAYS = {
     "bfloat16 stage 2 buckets": (2, "bfloat16", {"zero": BUCKETS}),
     "bfloat16 stage 2 buckets inf": (2, "bfloat16", {"zero": BUCKETS, "poison": "inf"}),
     "bfloat16 stage 2 buckets nan": (2, "bfloat16", {"zero": BUCKETS, "poison": "nan"}),
+    "bfloat16 stage 2 local": (2, "bfloat16", {"local": True}),
+    "bfloat16 stage 2 local inf": (2, "bfloat16", {"local": True, "poison": "inf"}),
     "bfloat16 own": (2, "bfloat16", {"zero": BUCKETS, "short": False}),
     **{f"float16 stage {stage}": (stage, "float16", FP16) for stage in (1, 2, 3)},
     **{f"float16 stage {stage} inf": (stage, "float16", {**FP16, "poison": "inf"}) for stage in (2, 3)},
     "small fused nan": (2, "bfloat16", {**SMALL, "fused": True, "poison": "nan"}),
+    "small fused local": (2, "bfloat16", {**SMALL, "fused": True, "local": True}),
     "small fused stage 3": (3, "bfloat16", {**SMALL, "fused": True, "zero": RELEASED, "checkpointing": True}),
     **{f"float16 stage {stage} unrepaired": (stage, "float16", {**FP16, "repaired": False}) for stage in (1, 2, 3)},
 }
@@ -127,16 +130,16 @@ def weights(engine):
 
 
 def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, poison=None, repaired=True,
-          checkpointing=False, compiled=False, fused=False, layers=2, machines=1, no_room=False):
+          checkpointing=False, compiled=False, fused=False, layers=2, machines=1, no_room=False, local=False):
     """Train as the script does. poison: between the first step and the second there is one in which one element of
     one gradient, on the last rank, in the middle micro-step, is that. machines: what the ranks are made to believe.
-    no_room: in the memory that they would share."""
+    no_room: in the memory that they would share. local: each rank sums its micro-steps first."""
     engine = build(stage, dtype, zero or {}, config or {}, clip, repaired, compiled, fused, layers)
     engine.module.gradient_checkpointing = checkpointing
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(world_size // machines)), \
             patch.object(os, "posix_fallocate", side_effect=OSError) if no_room else nullcontext():
-        shortened = short and shorten(engine)
+        shortened = short and shorten(engine, local)
     overflows = listen(engine.optimizer) if shortened and not fused else []
     if fused:
         assert step_in_one_pass(engine)
