@@ -499,6 +499,7 @@ def table():
             run = json.load(f)
         s, ms, peer = run["settings"], run["ms"], run.get("peer")
         shape = next(name for name, shape in SHAPES.items() if shape == (s["n_layer"], s["n_head"], s["n_embd"]))
+        shape += ", fp8" if s.get("fp8") else ""
         stage = re.search(r"zero(\d)", s["deepspeed_config"])[1]
         cells = [str(run["world_size"]), shape, stage, f"{s['batch_size']} x {s['gradient_accumulation_steps']}",
                  f"{ms['median']:,.0f} ({ms['least']:,.0f}, {ms['most']:,.0f})", f"{run['tokens_per_s']:,.0f}",
