@@ -121,7 +121,7 @@ def test_the_settings_of_all_commands_exist():
 
 def test_the_settings_that_the_text_names_exist():
     known = names_of("train_deepspeed.py") | names_of("sample.py")
-    options = [option for code in inline() for option in re.findall(r"(?<!\S)--[a-z_]+", code)]
+    options = [option for code in inline() for option in re.findall(r"(?<!\S)--[a-z0-9_]+", code)]
     assert [option for option in options if option not in OTHERS and option[2:] not in known] == []
     assigned = [name for code in inline() for name in re.findall(r"^([a-z]\w*)=\S+$", code)]
     assert [name for name in assigned if name not in known] == []
