@@ -73,6 +73,57 @@ def test_the_tables_of_bench_are_what_it_wrote():
                             f"{speeds[1]}{firsts[1]}{run['peer']['ratio']:.2f} |")
 
 
+def test_recorded_steps_are_launched_ones_to_the_last_bit():
+    """Also with dropout, and of a run gone on from its sixth step."""
+    runs = {name: [(r["iter"], r["loss"], r["grad_norm"]) for r in run["history"] if "loss" in r]
+            for name, run in run_of("x1_recorded")["runs"].items()}
+    assert runs["whole"] == runs["launched"] == runs["part"] and len(runs["whole"]) == 12
+    assert runs["dropout"] == runs["dropout_launched"] != runs["whole"] and len(runs["dropout"]) == 12
+
+
+def test_every_faster_way_learns_as_another_seed_does():
+    """GPT-2 small, 200 steps: validation losses as close to the plain way's as another seed's to the first."""
+    ends = {name: run["val"][-1] for name, run in run_of("x1_curves")["runs"].items()}
+    noise = abs(ends["fused --seed=1338"] - ends["fused"])
+    assert 0.01 < noise < 0.02 and len(ends) == 6
+    assert all(abs(end - ends["--compile=False"]) < 1.1 * noise for end in ends.values()), ends
+    text = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+    assert all(f"{end:.4f}" in text for end in ends.values())
+
+
+def test_the_tables_of_how_cost_grows_are_what_was_measured():
+    text = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+    cases = {(c["size"], c["stage"], c["gpus"]): f"{c['tokens_per_s_per_gpu']:,}" for c in run_of("x2_stages")["cases"]}
+    for size, name in (("xl", "GPT-2 XL"), ("small", "GPT-2 small")):
+        for stage in (1, 2, 3):
+            assert f"| {name} | {stage} | {cases[size, stage, 1]} | {cases[size, stage, 2]} |" in text
+    memory = {(c["micro"], c["recomputed"]): f"{c['peak_gb']:.1f}" for c in run_of("x1_memory")["cases"]}
+    for micro in (2, 4, 8, 16, 32):
+        assert f"| {micro} | {memory.get((micro, False), '')} | {memory.get((micro, True), '')} |" in text
+
+
+LADDER = {"GPT-2 large (774M)": (36, 20, 1280), "GPT-2 XL": (48, 25, 1600), "2.7B": (32, 32, 2560),
+          "6.7B": (32, 32, 4096), "13B": (40, 40, 5120)}
+
+
+@pytest.mark.parametrize("column, preset", [(1, "ds_config_zero2.json"), (2, "config/ds/zero2_offload.json")])
+def test_the_largest_models_by_card_are_what_the_plan_reckons(column, preset):
+    cards = rows("RESULTS.md", r"^\| (\d+) GB \| ")
+    assert len(cards) == 4
+    config, _ = resolve(ROOT / preset, {"batch_size": 1, "gradient_accumulation_steps": 32, "grad_clip": 1.0}, 1,
+                        "bfloat16", True)
+    planned = {}
+    for name, (n_layer, n_head, n_embd) in LADDER.items():
+        with torch.device("meta"):
+            model = GPT(GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd))
+        n = sum(p.numel() for p in model.parameters())
+        total = sum(plan(model.config, config, "bfloat16", 1, n, 1, True, True).values()) / 1e9
+        planned[name] = total, f"{name}, {total:.1f} GB", f"{16 * n / 1e9:.0f} GB"
+    for card, cells in cards:
+        _, words, host = max(p for p in planned.values() if p[0] <= 0.9 * int(card))
+        assert cells[column] == words and (column == 1 or cells[3] == host)
+
+
 def test_a_resume_with_deterministic_kernels_is_the_same_to_the_last_bit():
     runs = run_of("x4_resumes")["runs"]
     steps = [[(r["iter"], r["loss"], r["grad_norm"]) for r in runs[name]["history"] if "loss" in r]
