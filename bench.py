@@ -29,7 +29,6 @@ import time
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 WARM_UP = 4  # steps that don't count
-SHAPES = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
 
 
 def main():
@@ -351,7 +350,9 @@ def settings_of(arguments):
 
 def shape_of(model):
     """(layers, heads, width) of a name or of three numbers."""
-    return SHAPES[model] if model in SHAPES else tuple(map(int, model.split(",")))
+    from model import PRETRAINED
+
+    return PRETRAINED[model] if model in PRETRAINED else tuple(map(int, model.split(",")))
 
 
 def copy_rate(device):
@@ -493,12 +494,14 @@ def checkpoint(args, settings):
 
 def table():
     """The steps in results/ as Markdown: one row for each JSON that `train` has written."""
+    from model import PRETRAINED
+
     rows = []
     for path in sorted(glob.glob(os.path.join(ROOT, "results", "*_bench_*.json"))):
         with open(path, encoding="utf-8") as f:
             run = json.load(f)
         s, ms, peer = run["settings"], run["ms"], run.get("peer")
-        shape = next(name for name, shape in SHAPES.items() if shape == (s["n_layer"], s["n_head"], s["n_embd"]))
+        shape = next(name for name, shape in PRETRAINED.items() if shape == (s["n_layer"], s["n_head"], s["n_embd"]))
         shape += ", fp8" if s.get("fp8") else ""
         stage = re.search(r"zero(\d)", s["deepspeed_config"])[1]
         cells = [str(run["world_size"]), shape, stage, f"{s['batch_size']} x {s['gradient_accumulation_steps']}",

@@ -24,7 +24,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+PRETRAINED = {  # layers, heads, width
+    "gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600),
+}  # fmt: skip
 LOSS_ROWS = 4096  # rows of logits that exist at one time; 4096 x 50304 in bf16 are 412 MB
 
 

@@ -15,6 +15,7 @@ _started = time.time()
 
 import os
 import signal
+import sys
 
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C, without a traceback from every rank
 
@@ -34,7 +35,8 @@ keep_last = 3  # iter_* tags kept; best and final stay whatever this says; 0: no
 async_save = True  # write tags beside training; False: training waits
 on_save_error: Literal["stop", "continue"] = "stop"  # when a tag cannot be saved; the tags before it stand
 overwrite = False  # give up the run that out_dir holds
-dry_run = False  # check everything, show the run, and stop before it
+dry_run = False  # check everything, show the run and what memory it would take, and stop before it
+gpu_gb: float | str | None = None  # with dry_run: reckon for a card of so many GB, or of this name (A100, 4090, ...)
 # Start
 init_from = "gpt2-xl"  # scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a folder of weights; resume: go on with the
 # run in out_dir; auto: go on if there is one, else begin with what the configuration says
@@ -95,7 +97,7 @@ import numpy as np
 import torch
 
 from model import GPT, Block
-from runtime import checkpoint, ds_config, fused, leave, metrics, replay
+from runtime import checkpoint, ds_config, fit, fused, leave, metrics, replay
 from runtime.adamw import step_in_one_pass
 from runtime.batches import eval_batches, train_batches
 from runtime.bins import DTYPES
@@ -110,6 +112,11 @@ rank, local_rank, world_size, local_world_size = environment(dry_run)
 if not torch.cuda.is_available() or device == "cpu":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 run, problems = check_run(settings, ROOT, world_size, local_world_size, asked)
+if gpu_gb is not None and dry_run and run.config and run.model and run.room:  # also without data or weights
+    print0(fit.report(run, settings, world_size, local_world_size, ROOT, sys.argv[1:]))
+    for problem in problems:
+        print0(f"note       {problem}")
+    raise SystemExit(0)
 if problems:
     refuse("\n".join(problems))
 stage = run.config["zero_optimization"]["stage"]
@@ -117,7 +124,10 @@ settings.update(batch_size=run.batch_size, gradient_accumulation_steps=run.accum
 globals().update(settings)
 print0(describe_run(run, settings, world_size))
 if dry_run:
+    print0(fit.report(run, settings, world_size, local_world_size, ROOT, sys.argv[1:]))
     raise SystemExit(0)
+for line in fit.too_much(run, settings, world_size, ROOT, sys.argv[1:]):
+    print0(line)
 
 import deepspeed
 
@@ -382,6 +392,9 @@ while not finished() and not eval_only and exit_code is None:
         log(record)
         if since == first_iter:
             print0(f"first step {time.time() - _started:.1f} s after the start")
+            if run.device == "cuda":
+                print0(f"memory {record['memory'] / 1e9:.1f} GB at the peak, "
+                       f"{fit.tensors(run, settings, world_size) / 1e9:.1f} GB reckoned")
         t0, since = time.time(), iter_num
 
     saved = False

@@ -12,9 +12,10 @@ from model import GPT, PRETRAINED, GPTConfig, WeightsError, fetch_from_hub, read
 from runtime import ds_config
 from runtime.bins import DatasetError, check_dataset
 from runtime.checkpoint import CheckpointError, find_tag, newer_tags, newest_first, newest_tag
+from runtime.fit import ROOM, card, parts
 from runtime.fused import fits
 from runtime.kernels import runs_on
-from runtime.memory import available, evaluation, largest_batch, plan
+from runtime.memory import available, evaluation, largest_batch
 from runtime.save import existing_folder, free_bytes, human, space_problem, tag_bytes
 
 SHAPE = ("n_layer", "n_head", "n_embd", "bias")
@@ -47,20 +48,28 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
             problems.append(f"{name}={s[name]} must be at least 0 and below 1")
     if not 0 <= s["seed"] < 2**63:
         problems.append(f"seed={s['seed']} must be at least 0 and below 2**63")
-    run.device = pick_device(s["device"])
-    if run.device == "cuda" and not torch.cuda.is_available():
+    reckoned = s["gpu_gb"] is not None  # for a card that need not be here
+    if reckoned and not s["dry_run"]:
+        problems.append("gpu_gb reckons for another machine: add --dry_run=True")
+    run.device = "cuda" if reckoned else pick_device(s["device"])
+    if run.device == "cuda" and not reckoned and not torch.cuda.is_available():
         problems.append("device=cuda, but PyTorch sees no CUDA GPU here: --device=cpu, or look at nvidia-smi")
         return run, problems
-    gpus = torch.cuda.device_count() if run.device == "cuda" else None
+    gpus = torch.cuda.device_count() if run.device == "cuda" and not reckoned else None
     if gpus is not None and local_world_size > gpus:
         problems.append(f"{local_world_size} ranks, but {gpus} GPUs on this machine: start {gpus} ranks, or use "
                         "--device=cpu")
         return run, problems  # the rest would ask GPUs that are not there
     if s["backend"] == "nccl" and run.device == "cpu":
         problems.append("backend=nccl needs CUDA GPUs: --backend=gloo, or leave it on auto")
-    run.dtype = attempt(pick_dtype, s["dtype"], run.device)
-    run.compile, note = pick_compile(s["compile"], run.device)
-    run.notes += [note] if note else []
+    if reckoned:
+        run.room, half = attempt(card, s["gpu_gb"]) or (0, None)
+        run.dtype, run.compile = half if s["dtype"] == "auto" else s["dtype"], s["compile"] is not False
+    else:
+        run.room = memory_of_a_rank(run.device, local_world_size)
+        run.dtype = attempt(pick_dtype, s["dtype"], run.device)
+        run.compile, note = pick_compile(s["compile"], run.device)
+        run.notes += [note] if note else []
     path = s["deepspeed_config"]
     path = path if os.path.exists(path) else os.path.join(root, path)
     if run.dtype:
@@ -90,9 +99,9 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
         attempt(check_writable, s["out_dir"])
     if run.model and s["fp8"]:
         attempt(check_fp8, run)
-    if run.model and run.config and not problems:
+    if run.model and run.config and (reckoned or not problems):
         attempt(check_space, run, s)
-        choose_batch(run, s, settings["batch_size"] == "auto", world_size, local_world_size)
+        choose_batch(run, s, settings["batch_size"] == "auto", world_size)
     return run, problems
 
 
@@ -151,6 +160,9 @@ def check_start(run, s):
     if given:
         raise ValueError(f"{', '.join(given)} given, but init_from={run.init_from} brings its own shape: remove them, "
                          "or add --init_from=scratch")
+    if s["gpu_gb"] is not None and run.init_from in PRETRAINED:
+        n_layer, n_head, n_embd = PRETRAINED[run.init_from]
+        return GPTConfig(min(s["block_size"], 1024), 50257, n_layer, n_head, n_embd, s["dropout"])
     run.weights = run.init_from if os.path.isdir(run.init_from) else fetch_from_hub(run.init_from)
     config = read_config(run.weights)
     if s["block_size"] > config.block_size:
@@ -214,28 +226,26 @@ def check_space(run, s):
         raise ValueError(f"{problem}: make room, or choose another --out_dir=DIR")
 
 
-def choose_batch(run, s, auto, world_size, local_world_size):
+def choose_batch(run, s, auto, world_size):
     """Set run.batch_size and run.accumulation: as they are asked for, or with auto the largest micro-batch that leaves
     a tenth of the memory free and makes a step of as many sequences. And run.local_sums: whether there is room to sum
     gradients on each rank before they are summed over the ranks (runtime/gradients.py)."""
     run.batch_size, run.accumulation = s["batch_size"], s["gradient_accumulation_steps"]
     def planned(batch_size, local_sums=False):
-        parts = plan(run.model, run.config, run.dtype, world_size, run.n_saved, batch_size, run.compile,
-                     s["gradient_checkpointing"], local_sums)
-        return sum(parts.values()) + (evaluation(run.model, run.dtype, batch_size) if run.compile else 0)
+        found = parts(run, s, world_size, batch_size, local_sums=local_sums)
+        return sum(found.values()) + (evaluation(run.model, run.dtype, batch_size) if run.compile else 0)
 
     wanted = (run.config["zero_optimization"]["stage"] == 2 and not ds_config.offloads(run.config)
               and world_size > 1 and (auto or run.accumulation > 1)
               and (run.device == "cuda" or run.dtype != "float32"))  # in which the CPU's ranks share memory
-    room = memory_of_a_rank(run.device, local_world_size) if auto or wanted else 0
     if auto:
         sequences = run.batch_size * run.accumulation
-        run.batch_size = largest_batch(sequences, 0.9 * room, planned)
+        run.batch_size = largest_batch(sequences, ROOM * run.room, planned)
         run.accumulation = sequences // run.batch_size
         run.config.update(train_micro_batch_size_per_gpu=run.batch_size, gradient_accumulation_steps=run.accumulation)
         run.notes.append(f"batch_size=auto: {run.batch_size} sequences at a time take about "
-                         f"{human(planned(run.batch_size))} of {human(room)}")
-    run.local_sums = wanted and run.accumulation > 1 and planned(run.batch_size, True) <= 0.8 * room
+                         f"{human(planned(run.batch_size))} of {human(run.room)}")
+    run.local_sums = wanted and run.accumulation > 1 and planned(run.batch_size, True) <= 0.8 * run.room
     if run.local_sums:
         run.notes.append(f"there is room to sum gradients on each rank first, {human(4 * run.n_saved)}: "
                          "once a step over the ranks instead of at each micro-step")

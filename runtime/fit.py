@@ -1,0 +1,133 @@
+"""Will it fit, and what would? The memory plan as a picture, and the nearest settings that fit, the fastest first."""
+
+import math
+import os
+
+from runtime import ds_config
+from runtime.memory import OWN, plan
+from runtime.save import human
+
+# GB by the names that cards go by; those below compute capability 8.0 have no bfloat16
+CARDS = {"T4": 16, "V100": 16, "V100-32": 32, "A10": 24, "L4": 24, "3090": 24, "4090": 24, "5090": 32, "A100-40": 40,
+         "A6000": 48, "L40S": 48, "A100": 80, "H100": 80, "H200": 141, "B200": 180}
+OLD = ("T4", "V100", "V100-32")
+ROOM = 0.9  # of a card; the rest is for what memory is lost between tensors
+PRESETS = ("ds_config_zero2.json", "ds_config_zero3.json", "config/ds/zero2_offload.json",
+           "config/ds/zero3_offload.json")
+WIDTH = 40  # characters of the picture's bar
+
+
+def card(asked):
+    """(bytes of memory, precision) of the card that gpu_gb names, or has the GB of; ValueError if it is unknown."""
+    name = str(asked).upper().removeprefix("RTX ").removeprefix("NVIDIA ")
+    if isinstance(asked, str) and name not in CARDS:
+        raise ValueError(f"gpu_gb={asked} is neither a number of GB nor one of {', '.join(CARDS)}")
+    gigabytes = CARDS[name] if isinstance(asked, str) else asked
+    if gigabytes <= 0:
+        raise ValueError(f"gpu_gb={asked} must be above 0")
+    return int(gigabytes * 1e9), "float16" if name in OLD else "bfloat16"
+
+
+def tensors(run, s, world_size):
+    """Bytes of PyTorch's tensors at the peak, by the plan: what torch.cuda.max_memory_allocated is to show."""
+    found = parts(run, s, world_size, run.batch_size, local_sums=run.local_sums)
+    return sum(found.values()) - found.get("CUDA and NCCL", 0)
+
+
+def parts(run, s, world_size, batch_size, config=None, recompute=None, local_sums=False):
+    """The plan of a run, or of one with another batch size, DeepSpeed's configuration or recomputation."""
+    recompute = s["gradient_checkpointing"] if recompute is None else recompute
+    found = plan(run.model, config or run.config, run.dtype, world_size, run.n_saved, batch_size, run.compile,
+                 recompute, local_sums)
+    return {**found, "CUDA and NCCL": OWN[world_size > 1]} if run.device == "cuda" else found
+
+
+def host_parts(run, config, local_world_size, world_size, saves):
+    """Bytes of a machine's memory, by what they hold: its ranks' share of the states where they are offloaded, and of
+    a tag that is being written; a process with PyTorch takes 2 GB (bench.py's host_gb, four processes on H200)."""
+    zero, n = config["zero_optimization"], run.n_saved * local_world_size / world_size
+    moved = [(zero.get(f"offload_{what}") or {}).get("device", "none") != "none" for what in ("optimizer", "param")]
+    found = {"processes": 2e9 * local_world_size, "optimizer and gradients": 16 * n * moved[0],
+             "weights": 2 * n * moved[1], "tag being written": 14 * n * (saves and not moved[0])}
+    return {name: int(size) for name, size in found.items() if size}
+
+
+def picture(title, found, room):
+    """Lines: the sum of the parts against the room, and a bar for each part."""
+    total = sum(found.values())
+    word = f" of {human(room)}" + ("" if total <= ROOM * room else ": too much") if room else ""
+    lines = [f"{title:<10} {human(total)}{word}"]
+    for name, size in sorted(found.items(), key=lambda item: -item[1]):
+        if size >= 1e6:
+            bar = "█" * max(1, round(WIDTH * size / max(total, room or 0)))
+            lines.append(f"           {human(size):>9}  {bar} {name}")
+    return lines
+
+
+def slowness(batch_size, recompute, preset):
+    """The time of a step, in units of the fastest setting's; None with offload, which has not been measured. From GPT-2
+    XL on H200 (RESULTS.md): 593 ms at 32 x 1, 617 at 16, 657 at 8, 910 at 1; ZeRO-3 1.12 times as long at 32 and
+    2.3 at 8, where it waits for the CPU; recomputation a third more."""
+    if "offload" in preset:
+        return None
+    time = (585 + 320 / batch_size) / 595 * (4 / 3 if recompute else 1)
+    return time * (1.12 + 10 / batch_size**1.03 if "zero3" in preset else 1)
+
+
+def nearest_settings(run, s, world_size, root, most=5):
+    """[(words for the command line, bytes a GPU, slowness)]: settings that fit, with as many sequences a step, the
+    fastest first and those with offload after them; of each kind the largest micro-batch."""
+    sequences, found = run.batch_size * run.accumulation, []
+    for preset in PRESETS:
+        if "zero3" in preset and world_size == 1 and "offload" not in preset:
+            continue
+        for recompute in (False, True):
+            for batch_size in (b for b in range(sequences, 0, -1) if sequences % b == 0):
+                split = {"batch_size": batch_size, "gradient_accumulation_steps": sequences // batch_size}
+                config, _ = ds_config.resolve(os.path.join(root, preset), {**s, **split}, world_size, run.dtype,
+                                              run.compile)
+                total = sum(parts(run, s, world_size, batch_size, config, recompute).values())
+                if total <= ROOM * run.room:
+                    words = [f"--{name}={value}" for name, value in split.items()]
+                    words += ["--gradient_checkpointing=True"] * recompute
+                    words += [f"--deepspeed_config={preset}"] * (preset != "ds_config_zero2.json")
+                    found.append((words, total, slowness(batch_size, recompute, preset)))
+                    break
+    return sorted(found, key=lambda item: math.inf if item[2] is None else item[2])[:most]
+
+
+def without(argv, *names):
+    """The arguments but for some settings, whether written --name=value or --name value."""
+    kept, skipped = [], False
+    for argument in argv:
+        of_a_skipped = skipped and not argument.startswith("--") and not argument.endswith(".py")
+        skipped = argument.partition("=")[0].removeprefix("--") in names and argument.startswith("--")
+        if not skipped and not of_a_skipped:
+            kept.append(argument)
+        skipped = skipped and "=" not in argument
+    return kept
+
+
+def too_much(run, s, world_size, root, argv):
+    """Lines that tell what to type instead of a run that does not fit; [] if it does. argv: its arguments."""
+    if sum(parts(run, s, world_size, run.batch_size).values()) <= ROOM * run.room:
+        return []
+    choices = nearest_settings(run, s, world_size, root)
+    if not choices:
+        return ["It does not fit, and nothing does on these GPUs: more of them, or a shorter "
+                f"--block_size={max(1, s['block_size'] // 2)}"]
+    start = "python" if world_size == 1 else f"torchrun --nproc_per_node={world_size}"
+    kept = without(argv, "dry_run", "gpu_gb", "batch_size", "gradient_accumulation_steps")
+    lines = ["It does not fit. What does, the fastest first:"]
+    for words, total, slow in choices:
+        told = f"about {slow:.1f} times the fastest step's time" if slow else "slower, by how much was not measured"
+        lines += [f"  {human(total)}, {told}:", f"    {' '.join([start, 'train_deepspeed.py', *kept, *words])}"]
+    return lines
+
+
+def report(run, s, world_size, local_world_size, root, argv):
+    """The plan as text: what a GPU and the host would hold, and where it does not fit, what would."""
+    mine = parts(run, s, world_size, run.batch_size, local_sums=run.local_sums)
+    lines = picture("each GPU" if run.device == "cuda" else "each rank", mine, run.room)
+    lines += picture("host", host_parts(run, run.config, local_world_size, world_size, s["keep_last"] > 0), None)
+    return "\n".join(lines + too_much(run, s, world_size, root, argv))

@@ -1,0 +1,64 @@
+"""The memory plan as a user meets it: --dry_run, cards that are not here, and settings that fit instead."""
+
+import re
+import time
+
+import pytest
+from conftest import ROOT, SMALL, launch
+
+from runtime.fit import CARDS, without
+
+XL = ("config/xl_shakespeare.py", "--dry_run=True")
+SIZE = re.compile(r"^each GPU   ([\d.]+) GB of ([\d.]+) GB(: too much)?$", re.M)
+
+
+def dry_run(*args, **env):
+    done = launch(ROOT / "train_deepspeed.py", *XL, *args, launcher="python", **env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_gpt2_xl_on_one_24_gb_card_and_what_fits_instead(tmp_path):
+    """Without a GPU, weights or data; each of the commands, typed as it stands, fits."""
+    began = time.time()
+    told = dry_run("--gpu_gb=24", f"--dataset={tmp_path}/none")
+    assert time.time() - began < 10
+    total, room, much = SIZE.search(told).groups()
+    parts = [float(size) * {"GB": 1, "MB": 1e-3}[unit] for size, unit in
+             re.findall(r"^ {11} *([\d.]+) (GB|MB)  █", told.split("\nhost")[0], re.M)]
+    assert float(total) == pytest.approx(sum(parts), abs=0.03) and float(total) == pytest.approx(32.0, abs=0.1)
+    assert room == "24.00" and much and "note       " in told and "none" in told
+    commands = re.findall(r"^    python train_deepspeed.py (.+)$", told, re.M)
+    assert len(commands) == 4
+    for command in commands:
+        args = command.split()
+        assert args[0] == XL[0] and not any("gpu_gb" in arg or "dry_run" in arg for arg in args)
+        split = {k: int(v) for k, v in re.findall(r"--(batch_size|gradient_accumulation_steps)=(\d+)", command)}
+        assert split["batch_size"] * split["gradient_accumulation_steps"] == 32
+        assert not SIZE.search(dry_run(*args[1:], "--gpu_gb=24"))[3]
+
+
+def test_four_cards_of_a_name():
+    """T4s have no bfloat16 and 16 GB: the run is a little too large for them, and recomputation makes it fit."""
+    told = dry_run("--gpu_gb=T4", WORLD_SIZE="4")
+    assert SIZE.search(told)[3]
+    first = re.search(r"^    (torchrun .+)$", told, re.M)[1]
+    assert first.startswith("torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py --batch_size=")
+    assert "--gradient_checkpointing=True" in first
+    assert not SIZE.search(dry_run("--gpu_gb=A100", WORLD_SIZE="4"))[3]
+    assert CARDS["A100"] == 80 and not SIZE.search(dry_run("--gpu_gb=24", "--batch_size=auto", WORLD_SIZE="4"))[3]
+
+
+@pytest.mark.parametrize("args, sentence", [
+    (("--gpu_gb=banana", "--dry_run=True"), "gpu_gb=banana is neither a number of GB nor one of T4, V100,"),
+    (("--gpu_gb=24",), "gpu_gb reckons for another machine: add --dry_run=True"),
+])
+def test_a_card_that_is_none_is_refused(args, sentence, characters, tmp_path):
+    done = launch(ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", *args,
+                  launcher="python")
+    assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr
+
+
+def test_arguments_without_some():
+    argv = ["c.py", "--gpu_gb", "24", "--seed=1", "--n_layer", "2", "--batch_size=4", "--dry_run", "d.py"]
+    assert without(argv, "gpu_gb", "dry_run", "batch_size") == ["c.py", "--seed=1", "--n_layer", "2", "d.py"]
