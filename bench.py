@@ -20,6 +20,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -44,13 +45,21 @@ def main():
     parser.add_argument("--tokens", type=int, default=200, help="sample: tokens of each text")
     args, settings = parser.parse_known_args()
     args.repeats = max(5, args.repeats or (10 if args.what == "train" else 5))
+    if args.gpus < 1:
+        parser.error(f"--gpus={args.gpus} must be at least 1")
+    if not os.path.isdir(os.path.dirname(os.path.abspath(args.json))):
+        parser.error(f"--json={args.json}: there is no such folder")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what lies in a folder of ours goes
     run = {"train": train, "sample": sample, "data": data, "checkpoint": checkpoint, "inside": inside, "peer": peer,
            "table": lambda *_: write_table()}
     if args.what in ("inside", "peer", "table"):  # the processes that train() starts, and what measures nothing
         run[args.what](args, settings)
         return
     if args.what != "sample":
-        settings_of(settings)  # a mistake among them ends here
+        s = settings_of(settings)  # a mistake among them ends here
+        for name in ("dry_run", "eval_only"):
+            if s[name]:
+                parser.error(f"--{name}=True leaves nothing to measure: remove it")
     found = run[args.what](args, settings)
     from runtime.metrics import git_commit
 
@@ -68,9 +77,10 @@ def spread(values):
 def start(what, args, settings, out_dir, **env):
     """Run this script as `what` in args.gpus processes; what it said. Ends the program if it fails."""
     ranks = f"--nproc_per_node={args.gpus}"
-    command = [sys.executable, "-m", "runtime.launch", "--standalone", ranks, "bench.py", what]
+    command = [sys.executable, "-m", "runtime.launch", "--standalone", ranks, os.path.join(ROOT, "bench.py"), what]
+    path = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run([*command, *settings, f"--out_dir={out_dir}"], stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True, cwd=ROOT, env={**os.environ, **env})
+                          stderr=subprocess.STDOUT, text=True, env={**os.environ, **env, "PYTHONPATH": path})
     if done.returncode:
         print(done.stdout[-6000:], file=sys.stderr)
         raise SystemExit(done.returncode)
@@ -129,6 +139,9 @@ def train(args, settings):
                   "parts_ms": {"data": statistics.median(r["data_ms"] for r in counted), **parts},
                   "history": records}
         s = record["settings"]
+        path = s["deepspeed_config"]
+        with open(path if os.path.exists(path) else os.path.join(ROOT, path), encoding="utf-8") as f:
+            found["stage"] = json.load(f)["zero_optimization"]["stage"]
         print(f"{record['world_size']} x {record['hardware']}, {s['batch_size']} x {s['gradient_accumulation_steps']}, "
               f"{s['deepspeed_config']}: {ms['median']:.1f} ms ({ms['least']:.1f} to {ms['most']:.1f}), "
               f"{found['tokens_per_s']:,.0f} tokens/s, "
@@ -287,10 +300,13 @@ def transformers_steps(run, s, device):
 
     shape = transformers.GPT2Config(n_layer=run.model.n_layer, n_head=run.model.n_head, n_embd=run.model.n_embd,
                                     n_positions=run.model.block_size, vocab_size=run.model.vocab_size,
-                                    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+                                    resid_pdrop=s["dropout"], embd_pdrop=s["dropout"], attn_pdrop=s["dropout"],
+                                    use_cache=False)
     with device:
         model = transformers.GPT2LMHeadModel(shape)
     model.train()
+    if s["gradient_checkpointing"]:
+        model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=s["learning_rate"], fused=run.device == "cuda")
     run.config["zero_optimization"].pop("memory_efficient_linear", None)
     with quiet():
@@ -315,6 +331,7 @@ def plain_steps(run, s, device):
 
     with device:
         model = GPT(run.model)
+    model.gradient_checkpointing = s["gradient_checkpointing"]
     optimizer = torch.optim.AdamW(model.parameter_groups(s["weight_decay"]), lr=s["learning_rate"],
                                   fused=run.device == "cuda")
     whole = torch.compile(model) if run.compile else model
@@ -352,7 +369,14 @@ def shape_of(model):
     """(layers, heads, width) of a name or of three numbers."""
     from model import PRETRAINED
 
-    return PRETRAINED[model] if model in PRETRAINED else tuple(map(int, model.split(",")))
+    try:
+        layers, heads, width = PRETRAINED.get(model) or map(int, model.split(","))
+        if width % heads == 0 and min(layers, heads, width) > 0:
+            return layers, heads, width
+    except (ValueError, ZeroDivisionError):
+        pass
+    raise SystemExit(f"--model={model} is neither one of {', '.join(PRETRAINED)} nor layers,heads,width, the width a "
+                     "multiple of the heads")
 
 
 def copy_rate(device):
@@ -444,13 +468,18 @@ def data(args, settings):
     import torch
 
     from runtime.batches import train_batches
-    from runtime.bins import DTYPES, check_dataset
+    from runtime.bins import DTYPES, DatasetError, check_dataset
 
     s = settings_of(settings)
+    if s["batch_size"] == "auto":
+        raise SystemExit("bench.py data needs a --batch_size that is a number: only training knows what fits")
     folder = s["dataset"] if os.sep in s["dataset"] else os.path.join(ROOT, "data", s["dataset"])
-    meta = check_dataset(folder, s["block_size"])
+    try:
+        meta = check_dataset(folder, s["block_size"])
+    except DatasetError as error:
+        raise SystemExit(str(error)) from None
     tokens = np.memmap(os.path.join(folder, "train.bin"), dtype=DTYPES[meta["dtype"]], mode="r")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() and s["device"] != "cpu" else "cpu"
     batches, times = train_batches(tokens, 0, 0, 1, s, meta["vocab_size"], device), []
     for _ in range(WARM_UP + args.repeats):
         began = clock(device)
@@ -466,7 +495,7 @@ def data(args, settings):
 
 def checkpoint(args, settings):
     """Five tags saved beside training, then a resume."""
-    folder = tempfile.mkdtemp(prefix="bench-", dir=".")
+    folder = tempfile.mkdtemp(prefix="bench-", dir=os.getcwd())
     try:
         out_dir, pace = os.path.join(folder, "out"), max(1, args.repeats // 5)
         options = [*settings, f"--eval_interval={pace}", "--eval_iters=1", "--keep_last=1", "--lr_decay_iters=100"]
@@ -492,21 +521,28 @@ def checkpoint(args, settings):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def table():
-    """The steps in results/ as Markdown: one row for each JSON that `train` has written."""
+def shape_name(s):
+    """What the table calls a run's model."""
     from model import PRETRAINED
 
+    shape = tuple(s[name] for name in ("n_layer", "n_head", "n_embd"))
+    named = {shape: name for name, shape in PRETRAINED.items()}.get(shape, s["init_from"])
+    return (named if named in PRETRAINED else " x ".join(map(str, shape))) + (", fp8" if s.get("fp8") else "")
+
+
+def table():
+    """The steps in results/ as Markdown: one row for each JSON that `train` has written."""
     rows = []
     for path in sorted(glob.glob(os.path.join(ROOT, "results", "*_bench_*.json"))):
         with open(path, encoding="utf-8") as f:
             run = json.load(f)
         s, ms, peer = run["settings"], run["ms"], run.get("peer")
-        shape = next(name for name, shape in PRETRAINED.items() if shape == (s["n_layer"], s["n_head"], s["n_embd"]))
-        shape += ", fp8" if s.get("fp8") else ""
-        stage = re.search(r"zero(\d)", s["deepspeed_config"])[1]
+        shape = shape_name(s)
+        stage = str(run["stage"]) if "stage" in run else re.search(r"zero(\d)", s["deepspeed_config"])[1]
         cells = [str(run["world_size"]), shape, stage, f"{s['batch_size']} x {s['gradient_accumulation_steps']}",
                  f"{ms['median']:,.0f} ({ms['least']:,.0f}, {ms['most']:,.0f})", f"{run['tokens_per_s']:,.0f}",
-                 f"{100 * run['mfu']:.1f}%", f"{run['peak_gb']:.1f}", f"{run['first_step_s']:.0f}",
+                 f"{100 * run['mfu']:.1f}%" if run["mfu"] else "n/a", f"{run['peak_gb']:.1f}",
+                 f"{run['first_step_s']:.0f}",
                  f"{peer['name'].split()[0]} {peer['ms']['median']:,.0f}, {peer['ratio']:.2f} times" if peer else "",
                  f"`{os.path.basename(path)}`"]
         rows.append((run["world_size"], shape, stage, -s["batch_size"], "| " + " | ".join(cells) + " |"))
@@ -517,12 +553,12 @@ def table():
 
 def write_table():
     """Put table() between its marks in README.md."""
-    readme = os.path.join(ROOT, "README.md")
+    readme, made = os.path.join(ROOT, "README.md"), table()
     with open(readme, encoding="utf-8") as f:
         before, begin, rest = f.read().partition("<!-- bench.py table -->\n")
     _, end, after = rest.partition("<!-- end -->")
     with open(readme, "w", encoding="utf-8") as f:
-        f.write(f"{before}{begin}{table()}\n{end}{after}")
+        f.write(f"{before}{begin}{made}\n{end}{after}")
 
 
 if __name__ == "__main__":

@@ -78,6 +78,8 @@ device: Literal["auto", "cuda", "cpu"] = "auto"
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: by the card; float32 on CPU
 backend: Literal["auto", "nccl", "gloo"] = "auto"
 compile: bool | Literal["auto"] = "auto"  # auto: on CUDA, if there is the C compiler that Triton needs
+local_sums: bool | Literal["auto"] = "auto"  # at ZeRO-2 on several ranks, sum gradients on each one first: faster, 4
+# bytes a parameter; auto: where a fifth of the card stays free
 fp8 = False  # the blocks' products in 8 bits, but for weight gradients; Hopper and later; see runtime/fp8.py
 deterministic = False  # the same losses to the last bit in every run on the same GPUs; slower
 deepspeed_config = "ds_config_zero2.json"  # owns ZeRO, offload and buckets
@@ -101,7 +103,7 @@ from runtime import checkpoint, ds_config, fit, fused, leave, metrics, replay
 from runtime.adamw import step_in_one_pass
 from runtime.batches import eval_batches, train_batches
 from runtime.bins import DTYPES
-from runtime.dist import environment, part, print0, quiet, refuse, refuse_together, total
+from runtime.dist import environment, everyones, part, print0, quiet, refuse, refuse_together, total
 from runtime.gradients import shorten
 from runtime.kernels import runs_on
 from runtime.preflight import check_run, describe_run
@@ -146,6 +148,10 @@ deepspeed.utils.logger.setLevel("WARNING")
 deepspeed.init_distributed(dist_backend=backend if backend != "auto" else {"cuda": "nccl", "cpu": "gloo"}[run.device],
                            verbose=False)
 watch = leave.Watch(signals=not eval_only)
+found = everyones([f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps} "
+                   f"--dtype={run.dtype} --compile={run.compile}"])
+refuse_together([f"the ranks' machines differ in what 'auto' is there: {', or '.join(found)}; say one of them"]
+                if len(found) > 1 else [])
 
 # -----------------------------------------------------------------------------
 # The output folder: ours alone from here on, and the tag to go on from
@@ -204,8 +210,12 @@ if ds_config.offloads(run.config):
     optimizer = ds_config.cpu_adam(run.config, groups, adam)
 else:
     optimizer = torch.optim.AdamW(groups, fused=True, **adam)
-with quiet():
-    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=run.config)
+try:
+    with quiet():
+        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=run.config)
+except AssertionError as error:  # of a JSON, as a rule: what DeepSpeed does not want together
+    part(2)
+    refuse(f"{deepspeed_config}: DeepSpeed refuses it: {str(error) or 'an assertion without words'}")
 shortened = shorten(engine, run.local_sums)
 one_pass = own_kernels and (shortened or stage == 3) and step_in_one_pass(engine)
 micro_step = replay.micro_step(engine, record=shortened and one_pass)

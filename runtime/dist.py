@@ -57,7 +57,11 @@ def environment(dry_run=False):
     if dry_run and "RANK" not in os.environ:
         world_size = int(os.environ.get("WORLD_SIZE", 1))
         return 0, 0, world_size, world_size
-    if "RANK" not in os.environ:
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if "RANK" in os.environ and "LOCAL_RANK" not in os.environ and not alone:
+        refuse("RANK is set and LOCAL_RANK is not: start with torchrun or deepspeed, or set LOCAL_RANK, WORLD_SIZE, "
+               "MASTER_ADDR and MASTER_PORT as well")
+    if "RANK" not in os.environ or "LOCAL_RANK" not in os.environ:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]

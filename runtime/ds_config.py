@@ -9,8 +9,8 @@ import json
 
 from configurator import nearest
 
-OURS = ("zero_optimization", "bf16", "fp16", "data_types", "communication_data_type", "prescale_gradients",
-        "gradient_predivide_factor", "zero_force_ds_cpu_optimizer", "steps_per_print", "wall_clock_breakdown",
+OURS = ("zero_optimization", "bf16", "fp16", "data_types", "communication_data_type", "zero_force_ds_cpu_optimizer",
+        "steps_per_print", "wall_clock_breakdown",
         "memory_breakdown", "dump_state", "comms_logger", "flops_profiler", "aio")  # fmt: skip
 INSTEAD = {
     "optimizer": "the script owns it: set learning_rate, weight_decay, beta1 and beta2 there",
@@ -19,6 +19,8 @@ INSTEAD = {
     "tensorboard": "DeepSpeed would log no loss: see wandb_log",
     "wandb": "DeepSpeed would log no loss: set --wandb_log=True",
     "csv_monitor": "DeepSpeed would log no loss: history.jsonl in out_dir has it",
+    "prescale_gradients": "ZeRO refuses it",
+    "gradient_predivide_factor": "ZeRO refuses it",
     "zero_allow_untested_optimizer": "the optimizer is AdamW, which ZeRO knows",
     "checkpoint": "the script owns checkpoints, and DeepSpeed's writers leave files that it cannot read",
 }

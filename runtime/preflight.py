@@ -1,6 +1,7 @@
 """Everything that can be known about a run before the expensive part: what it will be, or all reasons why it can't."""
 
 import dataclasses
+import math
 import os
 import shutil
 import sysconfig
@@ -43,6 +44,13 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
     for name in ("keep_last", "max_iters", "warmup_iters", "learning_rate", "grad_clip", "weight_decay"):
         if s[name] < 0:
             problems.append(f"{name}={s[name]} must not be negative")
+    for name, value in s.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            problems.append(f"{name}={value} must be a finite number")
+    if s["decay_lr"] and s["min_lr"] is not None and not 0 <= s["min_lr"] <= s["learning_rate"]:
+        problems.append(f"min_lr={s['min_lr']} must be between 0 and learning_rate={s['learning_rate']}")
+    if s["lr_decay_iters"] is not None and s["lr_decay_iters"] < 0:
+        problems.append(f"lr_decay_iters={s['lr_decay_iters']} must not be negative")
     for name in ("dropout", "beta1", "beta2"):
         if not 0 <= s[name] < 1:
             problems.append(f"{name}={s[name]} must be at least 0 and below 1")
@@ -141,7 +149,7 @@ def check_fp8(run):
     """ValueError unless this machine and model can have products in 8 bits."""
     if run.device == "cpu" or torch.cuda.get_device_capability() < (9, 0):
         raise ValueError("fp8=True needs a GPU of compute capability 9.0 (H100, H200, B200, ...): leave it out")
-    if run.dtype != "bfloat16" or not run.compile or not runs_on(torch.empty(0, device="cuda")):
+    if run.dtype != "bfloat16" or not run.compile or not runs_on(torch.empty(0)):
         raise ValueError("fp8=True needs our kernels: leave dtype and compile on auto; a C compiler must be there")
     if not fits(run.model) or run.model.n_embd % 16:
         raise ValueError("fp8=True needs --dropout=0, biases, and n_embd a multiple of 16 up to 4,096")
@@ -235,9 +243,6 @@ def choose_batch(run, s, auto, world_size):
         found = parts(run, s, world_size, batch_size, local_sums=local_sums)
         return sum(found.values()) + (evaluation(run.model, run.dtype, batch_size) if run.compile else 0)
 
-    wanted = (run.config["zero_optimization"]["stage"] == 2 and not ds_config.offloads(run.config)
-              and world_size > 1 and (auto or run.accumulation > 1)
-              and (run.device == "cuda" or run.dtype != "float32"))  # in which the CPU's ranks share memory
     if auto:
         sequences = run.batch_size * run.accumulation
         run.batch_size = largest_batch(sequences, ROOM * run.room, planned)
@@ -245,10 +250,14 @@ def choose_batch(run, s, auto, world_size):
         run.config.update(train_micro_batch_size_per_gpu=run.batch_size, gradient_accumulation_steps=run.accumulation)
         run.notes.append(f"batch_size=auto: {run.batch_size} sequences at a time take about "
                          f"{human(planned(run.batch_size))} of {human(run.room)}")
-    run.local_sums = wanted and run.accumulation > 1 and planned(run.batch_size, True) <= 0.8 * run.room
+    possible = (run.config["zero_optimization"]["stage"] == 2 and not ds_config.offloads(run.config)
+                and world_size > 1 and run.accumulation > 1
+                and (run.device == "cuda" or run.dtype != "float32"))  # in which the CPU's ranks share memory
+    roomy = s["local_sums"] == "auto" and planned(run.batch_size, True) <= 0.8 * run.room
+    run.local_sums = possible and (roomy or s["local_sums"] is True)
     if run.local_sums:
-        run.notes.append(f"there is room to sum gradients on each rank first, {human(4 * run.n_saved)}: "
-                         "once a step over the ranks instead of at each micro-step")
+        run.notes.append(f"gradients are summed on each rank first, in {human(4 * run.n_saved)} for which there is "
+                         "room, and once a step over the ranks; --local_sums=False does it at each micro-step")
 
 
 def memory_of_a_rank(device, local_world_size):

@@ -5,6 +5,8 @@ import json
 import pytest
 from conftest import ROOT, SMALL, launch
 
+import bench as benchmark
+
 
 def bench(out, *args):
     run = launch(ROOT / "bench.py", *args, f"--json={out}", launcher="python")
@@ -40,6 +42,38 @@ def test_checkpoint_and_data(characters, tmp_path):
     assert found["save_s"]["count"] == 5 and found["checked_s"] >= 0 and found["tag"].endswith(" MB")
     found, _ = bench(tmp_path / "data.json", "data", *SMALL, f"--dataset={characters}")
     assert found["tokens_a_step"] == 2 * 2 * 32 and found["ms"]["count"] == 5
+
+
+@pytest.mark.parametrize(("args", "sentence"), [
+    (["data", "--batch_size=auto"], "needs a --batch_size that is a number"),
+    (["sample", "--model=gpt3"], "neither one of gpt2,"),
+    (["train", "--gpus=0"], "--gpus=0 must be at least 1"),
+    (["train", "--eval_only=True"], "leaves nothing to measure"),
+    (["train", "--json=no/x.json"], "there is no such folder"),
+])
+def test_mistakes_end_in_a_sentence(args, sentence):
+    run = launch(ROOT / "bench.py", *args, launcher="python")
+    assert run.returncode and sentence in run.stderr and "Traceback" not in run.stderr
+
+
+def test_the_table_takes_any_run_and_leaves_the_rest_of_the_readme(tmp_path, monkeypatch):
+    """A run without MFU, of weights by name and a JSON of one's own; one that is no run spoils nothing."""
+    run = {"settings": {"n_layer": None, "n_head": None, "n_embd": None, "init_from": "gpt2-xl", "batch_size": 1,
+                        "gradient_accumulation_steps": 32, "deepspeed_config": "mine.json"}, "world_size": 2,
+           "stage": 2, "ms": {"median": 5.0, "least": 4.0, "most": 6.0}, "tokens_per_s": 7, "mfu": None,
+           "peak_gb": 1.0, "first_step_s": 2.0}
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "my_bench_1.json").write_text(json.dumps(run))
+    readme = tmp_path / "README.md"
+    readme.write_text("a\n<!-- bench.py table -->\n<!-- end -->\nb\n")
+    monkeypatch.setattr(benchmark, "ROOT", str(tmp_path))
+    benchmark.write_table()
+    row = "| 2 | gpt2-xl | 2 | 1 x 32 | 5 (4, 6) | 7 | n/a | 1.0 | 2 |  | `my_bench_1.json` |"
+    assert row in readme.read_text() and readme.read_text().endswith("<!-- end -->\nb\n")
+    (tmp_path / "results" / "my_bench_2.json").write_text("{}")
+    with pytest.raises(KeyError):
+        benchmark.write_table()
+    assert row in readme.read_text()
 
 
 def test_a_misspelt_setting_ends_before_anything_starts(tmp_path):

@@ -86,6 +86,8 @@ def bad(tmp_path_factory, holder, characters):
         "heads": ["--n_embd=32", "--n_head=3"],
         "no heads": ["--n_head=0"],
         "negative": ["--batch_size=0", "--dropout=1.5", "--beta1=2"],
+        "rate": ["--learning_rate=1e999", "--lr_decay_iters=-5"],
+        "lowest rate": ["--min_lr=1"],
         "positions": [f"--init_from={folder}/tiny", *NO_SHAPE],
         "shape": [f"--init_from={folder}/tiny", "--block_size=16"],
         "vocabulary": [f"--init_from={folder}/tiny", "--block_size=16", f"--dataset={folder}/wide", *NO_SHAPE],
@@ -95,6 +97,8 @@ def bad(tmp_path_factory, holder, characters):
         "json block": [ds_config("block", {"bf16": True})],
         "json fp16": [ds_config("fp16", {"fp16": {"los_scale": 1}})],
         "json syntax": [f"--deepspeed_config={folder}/broken.json"],
+        "json assertion": ["--dtype=bfloat16", ds_config("assertion", {"zero_optimization": {"stage": 2}, "bf16": {
+            "bf16_master_weights_and_grads": True}})],
         "no json": ["--deepspeed_config=no-such.json"],
         "float16": ["--dtype=float16"],
         "cuda": ["--device=cuda"],
@@ -128,6 +132,8 @@ SENTENCES = {
     "no heads": "n_head=0 must be at least 1",
     "negative": ["batch_size=0 must be at least 1", "dropout=1.5 must be at least 0 and below 1",
                  "beta1=2.0 must be at least 0 and below 1"],
+    "rate": ["learning_rate=inf must be a finite number", "lr_decay_iters=-5 must not be negative"],
+    "lowest rate": "min_lr=1.0 must be between 0 and learning_rate=0.001",
     "positions": "block_size=32 is beyond the 16 positions that the weights know: --block_size=16",
     "shape": "brings its own shape: remove them, or add --init_from=scratch",
     "vocabulary": "vocabulary of 50257 is beyond the weights' 28: prepare the data with the weights' tokenizer",
@@ -139,6 +145,7 @@ SENTENCES = {
     "json block": '"bf16" must be an object',
     "json fp16": "\"fp16.los_scale\": unknown key: did you mean 'loss_scale'?",
     "json syntax": "broken.json is not JSON: ",
+    "json assertion": "DeepSpeed refuses it: Master weights feature requires ZeRO-2 Offload with DeepSpeedCPUAdam",
     "no json": "no-such.json: No such file or directory; name another with --deepspeed_config=FILE",
     "float16": "dtype=float16 needs a GPU: DeepSpeed refuses it on CPU; use --dtype=float32 or bfloat16",
     "cuda": "device=cuda, but PyTorch sees no CUDA GPU here: --device=cpu",
@@ -204,6 +211,21 @@ def test_damaged_tags_are_not_sampled_from_either(bad, refusals):
                         (["--tag=best", "--start=É"], "the character 'É' (U+00C9) is not one of the 28")):
         run = launch(ROOT / "sample.py", f"--out_dir={out_dir}", *args, launcher="python")
         assert run.returncode == 2 and words in run.stderr.splitlines()[-1] and "Traceback" not in run.stderr
+
+
+def test_ranks_whose_machines_differ_part(characters, tmp_path):
+    """One is made to believe that it has a millionth of the other's memory; left alone, they would wait for ever."""
+    script = tmp_path / "differ.py"
+    script.write_text(f"""
+import os, runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+import runtime.preflight
+runtime.preflight.memory_of_a_rank = lambda *_: 1e9 if os.environ["RANK"] == "0" else 1e3
+sys.argv[0] = {str(ROOT / "train_deepspeed.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+""")
+    run = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", "--batch_size=auto", ranks=2)
+    assert run.returncode and "the ranks' machines differ in what 'auto' is there: --batch_size=4 " in run.stderr
 
 
 def test_no_room_for_a_tag_is_refused(monkeypatch, characters, tmp_path):
