@@ -1,0 +1,75 @@
+"""doctor.py on this machine, on one with a wrong DeepSpeed, and for runs."""
+
+import json
+import os
+import re
+import shutil
+
+import pytest
+from conftest import ROOT, launch
+
+
+def doctor(*args, **env):
+    done = launch(ROOT / "doctor.py", *args, launcher="python", HF_ENDPOINT="http://127.0.0.1:9", **env)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def here():
+    """(exit code, {name: row}) of this machine, which has no GPU."""
+    done = doctor("--json", HF_HOME="/nowhere")
+    return done.returncode, {row["name"]: row for row in json.loads(done.stdout)}
+
+
+def test_a_machine_without_gpus_is_warned_of_that_alone(here):
+    code, rows = here
+    assert code == 0 and not [row for row in rows.values() if row["status"] == "FAIL"]
+    assert rows["deepspeed"] == {"status": "OK", "name": "deepspeed", "found": "0.19.8", "mend": ""}
+    assert rows["CUDA"]["status"] == "WARN" and "no GPU" in rows["CUDA"]["found"]
+    assert rows["weights"]["status"] == "WARN" and "--init_from=DIR" in rows["weights"]["mend"]
+    for name in ("Python", "torch", "all-reduce", "open files", "host memory"):
+        assert rows[name]["status"] == "OK", rows[name]
+    assert re.fullmatch(r"2 processes, gloo: \d+\.\d GB/s", rows["all-reduce"]["found"])
+    assert all(row["mend"] for row in rows.values() if row["status"] != "OK")
+    assert not [row for row in rows.values() if "could not be looked at" in row["found"]]
+
+
+def test_another_deepspeed_fails_with_the_mend(tmp_path):
+    """The environment is doctored: metadata of an older version stands before the real one's."""
+    folder = tmp_path / "deepspeed-0.18.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.18.0\n")
+    done = doctor(PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert done.returncode == 1
+    at = next(i for i, line in enumerate(done.stdout.splitlines()) if line.startswith("FAIL"))
+    assert "deepspeed" in done.stdout.splitlines()[at] and "0.18.0" in done.stdout.splitlines()[at]
+    assert done.stdout.splitlines()[at + 1].strip() == "-> python -m pip install deepspeed==0.19.8"
+    assert "1 to mend" in done.stdout
+
+
+def test_a_run_is_looked_at_with_its_weights_and_its_plan(characters):
+    """GPUs that are not there, weights that are not, and a plan that does not fit; the data are in order."""
+    done = doctor("config/xl_shakespeare.py", "--num_gpus=4", "--gpu_gb=16", f"--dataset={characters}",
+                  HF_HOME="/nowhere")
+    assert done.returncode == 1
+    for words in ("FAIL  GPUs              0, and 4 are asked for", "18,000 and 2,000 tokens, hashes as prepared",
+                  "FAIL  weights", "FAIL  the run           does not fit",
+                  "each GPU   15.90 GB of 16.00 GB: too much",
+                  "torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py"):
+        assert words in done.stdout, words
+
+
+def test_a_bin_that_has_changed_since_preparation_is_told_of(characters, tmp_path):
+    copy = shutil.copytree(characters, tmp_path / "copy")
+    content = bytearray((copy / "val.bin").read_bytes())
+    content[0] ^= 1
+    (copy / "val.bin").write_bytes(content)
+    done = doctor("config/shakespeare_char_cpu.py", f"--dataset={copy}", f"--out_dir={tmp_path}/out")
+    assert done.returncode == 1 and "val.bin changed since preparation" in done.stdout
+    assert "each rank  " in done.stdout and "1 to mend" in done.stdout
+
+
+def test_a_misspelt_setting_ends_it():
+    done = doctor("--learing_rate=1")
+    assert done.returncode == 2 and "did you mean 'learning_rate'" in done.stderr
