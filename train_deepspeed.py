@@ -6,7 +6,7 @@
     torchrun ... train_deepspeed.py config/xl_shakespeare.py --init_from=resume  go on where it stopped
 
 One iteration is one optimizer step, with all of its micro-steps. Exit codes: 0 done, 2 a setting, a file or a disk to
-mend, 130, 138 and 143 stopped by Ctrl-C, SIGUSR1 and SIGTERM.
+mend, 3 no finite gradient any more, 130, 138 and 143 stopped by Ctrl-C, SIGUSR1 and SIGTERM.
 """
 
 import time
@@ -43,6 +43,8 @@ init_from = "gpt2-xl"  # scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a fold
 resume_tag = "latest"  # the tag to go on from; latest: the newest one that is whole
 resume_weights_only = False  # go on with a fresh optimizer
 seed = 1337  # of the weights, the order of the data, and dropout
+max_bad_steps = 10  # steps in a row whose gradient is not finite, and which are skipped, before the run saves and ends
+skip_spikes = False  # also skip a step whose gradient norm is far above the last ones'
 # Weights & Biases
 wandb_log = False  # WANDB_MODE=offline keeps it on this machine
 wandb_project = "gpt2-deepspeed"
@@ -99,7 +101,7 @@ import numpy as np
 import torch
 
 from model import GPT, Block
-from runtime import checkpoint, ds_config, fit, fused, leave, metrics, replay
+from runtime import checkpoint, ds_config, fit, fused, guards, leave, metrics, replay
 from runtime.adamw import step_in_one_pass
 from runtime.batches import eval_batches, train_batches
 from runtime.bins import DTYPES
@@ -217,6 +219,9 @@ except AssertionError as error:  # of a JSON, as a rule: what DeepSpeed does not
     part(2)
     refuse(f"{deepspeed_config}: DeepSpeed refuses it: {str(error) or 'an assertion without words'}")
 shortened = shorten(engine, run.local_sums)
+if skip_spikes and not (shortened and run.dtype != "float16"):
+    part(2)
+    refuse("skip_spikes=True works at ZeRO-2 in bfloat16 or float32, without offload: leave it out otherwise")
 one_pass = own_kernels and (shortened or stage == 3) and step_in_one_pass(engine)
 micro_step = replay.micro_step(engine, record=shortened and one_pass)
 print0(f"DeepSpeed uses {ds_config.compare(engine, run.config, run.dtype)}")
@@ -361,9 +366,27 @@ def step(batches):
         x, y = next(batches)
         waited += time.perf_counter() - t
         loss_sum += micro_step(x, y)
+        if skip_spikes:
+            engine.optimizer.norm_limit = norms.limit()
         engine.step()
     ds_config.grow_loss_scale(engine)
     return loss_sum / gradient_accumulation_steps, waited
+
+
+def look_at_step(loss):
+    """Tell of a step that was skipped or had a norm far above the others; returns whether it counts as a bad one."""
+    grad_norm = getattr(engine.optimizer, "seen_norm", engine.get_global_grad_norm())
+    times = norms.add(None if grad_norm is None else float(grad_norm))
+    why = f"the gradient norm {float(grad_norm):.3g} is {times:.0f} times the median before it" if times else None
+    if not engine.was_step_applied():  # by the sum over all ranks, so they all come here
+        told = guards.look_at_loss(loss, iter_num - 1, tokens["train"], settings, run.meta, rank, world_size)
+        if not told and not why and run.dtype == "float16":  # the loss scale looks for its place
+            return False
+        why = f"{told or why or 'the gradient is not finite'}; skipped"
+    if why:
+        print0(f"iteration {iter_num}: {why}")
+        log({"iter": iter_num, "trouble": why})
+    return not engine.was_step_applied()
 
 
 # -----------------------------------------------------------------------------
@@ -381,11 +404,16 @@ elif iter_num >= max_iters:
 batches = train_batches(tokens["train"], iter_num, rank, world_size, settings, run.meta["vocab_size"], device)
 peak = metrics.peak_flops(device)
 engine.train()
-first_iter, exit_code = iter_num, None
+first_iter, exit_code, bad_steps, norms = iter_num, None, 0, guards.Norms()
 t0, since = time.time(), iter_num
 while not finished() and not eval_only and exit_code is None:
-    loss, waited = step(batches)
+    try:
+        loss, waited = step(batches)
+    except torch.OutOfMemoryError:
+        print(fit.run_out(run, settings, world_size, ROOT, sys.argv[1:]), file=sys.stderr, flush=True)
+        os._exit(2)  # the other ranks see it, and leave; what is saved is whole
     iter_num += 1
+    bad_steps = bad_steps + 1 if look_at_step(loss) else 0
 
     if iter_num % log_interval == 0 or iter_num in (first_iter + 1, max_iters):
         mean_loss = total(loss, device=device)[0] / world_size  # waits for the step, so that the clock is true
@@ -418,10 +446,13 @@ while not finished() and not eval_only and exit_code is None:
         t0, since = time.time(), iter_num
 
     exit_code, failed = watch.together(saver.problem)  # all ranks take the same way
+    if bad_steps > max_bad_steps:
+        exit_code = 3
     if failed:
         look_at_saves()
     if exit_code is not None and not finished():
-        print0(f"asked to leave ({leave.WHY[exit_code]}) after iteration {iter_num}")
+        print0(f"{bad_steps} steps in a row without a finite gradient: look at the batches above, a lower learning_rate"
+               if exit_code == 3 else f"asked to leave ({leave.WHY[exit_code]}) after iteration {iter_num}")
         if not saved:
             save(False)
 

@@ -17,13 +17,13 @@ from runtime.kernels import jit, tl, triton
 
 
 @jit
-def adamw(weights, sums, firsts, seconds, halves, steps, norm, n, rate, keep, beta1, beta2, epsilon, clip,
+def adamw(weights, sums, firsts, seconds, halves, steps, norm, n, rate, keep, beta1, beta2, epsilon, clip, limit,
           WIDE: tl.constexpr):
     """AdamW with decoupled decay (Loshchilov and Hutter, 2019) for n weights; clears sums, and leaves all else as it is
-    where the gradient's norm is not finite. keep: 1 - rate * decay; steps: those made before."""
+    where the gradient's norm is not below `limit`. keep: 1 - rate * decay; steps: those made before."""
     i = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     there, size = i < n, tl.load(norm)
-    good = i < tl.where(tl.abs(size) < float("inf"), n, 0)
+    good = i < tl.where(size < limit, n, 0)
     t = tl.load(steps) + 1
     step_size = rate / (1 - tl.exp2(t * tl.log2(beta1)))
     root = tl.sqrt(1 - tl.exp2(t * tl.log2(beta2)))
@@ -69,8 +69,12 @@ def step_in_one_pass(engine):
         end()
         if on_host:
             on_host.synchronize()
-        optimizer.overflow = not math.isfinite(told.item())
-        optimizer._global_grad_norm = math.inf if optimizer.overflow else told.item()
+        optimizer.overflow = not told.item() < limit()
+        optimizer.seen_norm = told.item()
+        optimizer._global_grad_norm = told.item() if math.isfinite(told.item()) else math.inf
+
+    def limit():
+        return getattr(optimizer, "norm_limit", math.inf)
 
     def update(weights, sums, halves, options, norm):
         state = inner.state[weights]
@@ -83,8 +87,8 @@ def step_in_one_pass(engine):
         adamw[(triton.cdiv(n, 1024),)](
             weights.data, sums, state["exp_avg"], state["exp_avg_sq"], halves, state["step"], norm, n, rate,
             1 - rate * options["weight_decay"], beta1, beta2, options["eps"], optimizer.clip_grad or math.inf,
-            WIDE=1024)
-        state["step"] += torch.isfinite(norm)
+            limit(), WIDE=1024)
+        state["step"] += norm < limit()
 
     optimizer.step = step
     return True

@@ -110,7 +110,8 @@ def without(argv, *names):
 
 def too_much(run, s, world_size, root, argv):
     """Lines that tell what to type instead of a run that does not fit; [] if it does. argv: its arguments."""
-    if sum(parts(run, s, world_size, run.batch_size).values()) <= ROOM * run.room:
+    planned = parts(run, s, world_size, run.batch_size, local_sums=run.local_sums)
+    if sum(planned.values()) <= ROOM * run.room:
         return []
     choices = nearest_settings(run, s, world_size, root)
     if not choices:
@@ -123,6 +124,15 @@ def too_much(run, s, world_size, root, argv):
         told = f"about {slow:.1f} times the fastest step's time" if slow else "slower, by how much was not measured"
         lines += [f"  {human(total)}, {told}:", f"    {' '.join([start, 'train_deepspeed.py', *kept, *words])}"]
     return lines
+
+
+def run_out(run, s, world_size, root, argv):
+    """What to type after memory has run out: settings that the plan gives a tenth less than these at least."""
+    planned = sum(parts(run, s, world_size, run.batch_size, local_sums=run.local_sums).values())
+    run.room = planned - 1
+    lines = too_much(run, s, world_size, root, argv)
+    return "\n".join([f"out of memory; by the plan this run takes {human(planned)} on each GPU, and others may use "
+                      "it (nvidia-smi).", *lines])
 
 
 def report(run, s, world_size, local_world_size, root, argv):

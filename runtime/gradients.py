@@ -10,6 +10,7 @@ each micro-step. What is computed stays the same. GPT-2 XL at 8 x 4 on one H200:
 (RESULTS.md).
 """
 
+import math
 from functools import partial
 
 import torch
@@ -42,6 +43,7 @@ def shorten(engine, local_sums=False):
         for i, group in enumerate(optimizer.bit16_groups):
             for param in group:
                 param.grad_sum = partial(own_sum, optimizer, param, i)  # runtime/fused.py adds to it in its products
+    optimizer.norm_limit = math.inf  # a step whose gradient norm is not below it is skipped
     found = []  # the norm, from the look for overflow until it is asked for
 
     def norm():
@@ -49,14 +51,19 @@ def shorten(engine, local_sums=False):
         parts = [torch.linalg.vector_norm(group.flat_partition) for group in optimizer.averaged_gradients.values()]
         squared = torch.stack(parts).square().sum()
         dist.all_reduce(squared, group=optimizer.dp_process_group)
-        return squared.sqrt()
+        optimizer.seen_norm = squared.sqrt()  # DeepSpeed tells of a skipped step's as infinite
+        return optimizer.seen_norm
+
+    def norm_or_infinite(norm_type=2):
+        size = found.pop() if found else norm()
+        return size if optimizer.norm_limit == math.inf or size.item() < optimizer.norm_limit else size * math.inf
 
     def has_overflow(partition_gradients=True):
         found[:] = [norm()]
-        return not torch.isfinite(found[0]).item()
+        return not found[0].item() < optimizer.norm_limit
 
     optimizer.has_overflow = has_overflow
-    optimizer.scaled_global_norm = lambda norm_type=2: found.pop() if found else norm()
+    optimizer.scaled_global_norm = norm_or_infinite
     return True
 
 

@@ -41,7 +41,8 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
                  "log_interval", "patience"):
         if s[name] is not None and s[name] < 1:
             problems.append(f"{name}={s[name]} must be at least 1")
-    for name in ("keep_last", "max_iters", "warmup_iters", "learning_rate", "grad_clip", "weight_decay"):
+    for name in ("keep_last", "max_iters", "max_bad_steps", "warmup_iters", "learning_rate", "grad_clip",
+                 "weight_decay"):
         if s[name] < 0:
             problems.append(f"{name}={s[name]} must not be negative")
     for name, value in s.items():

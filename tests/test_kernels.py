@@ -106,7 +106,7 @@ def test_adamw_in_one_pass_is_pytorchs():
         grad, rate = torch.randn(n) * min(size, 1e6), 1e-2 / (step + 1)
         norm, sums = torch.tensor(size if math.isinf(size) else grad.norm().item()), grad.clone()
         adamw[(3,)](weights, sums, firsts, seconds, halves, steps, norm, n, rate, 1 - rate * 0.1, 0.9, 0.95, 1e-8, 1.0,
-                    WIDE=1024)
+                    math.inf, WIDE=1024)
         steps += torch.isfinite(norm)
         assert sums.abs().max() == 0
         if math.isinf(size):

@@ -1,0 +1,58 @@
+"""What is told, and done, when a step goes wrong: a gradient that is not finite, or far above those before it."""
+
+import contextlib
+import math
+import statistics
+from collections import deque
+
+from runtime.batches import rank_numbers, train_offsets
+from runtime.dist import total
+from runtime.fetch import FetchError
+from runtime.tokenizer import tokenizer_of
+
+BEFORE = 50  # norms that a new one is held against; fewer than 20 tell nothing
+SPIKE = 6  # times their median
+SHOWN = 4  # sequences of a rank that are named, and tokens of each are SHOWN * 4
+FULL = "scale already at minimum"  # in the words with which DeepSpeed gives up float16
+
+
+def look_at_loss(loss, iter_num, tokens, settings, meta, rank, world_size):
+    """Why the step after `iter_num` finished ones was not made, as a sentence that names the ranks whose loss is not
+    finite and where in the data their sequences begin. All ranks call it. None where all losses are finite."""
+    flags = [float(rank == r and not math.isfinite(loss.item())) for r in range(world_size)]
+    bad = [r for r, flag in enumerate(total(*flags, device=loss.device)) if flag]
+    if not bad:
+        return None
+    told = [f"rank {r}, at tokens {where(iter_num, r, world_size, tokens, settings, meta)}" for r in bad]
+    return f"the loss is not finite on {'; on '.join(told)}"
+
+
+def where(iter_num, rank, world_size, tokens, settings, meta):
+    """Where the first sequences of a rank's step begin, with their first words."""
+    numbers = rank_numbers(iter_num, rank, world_size, settings["batch_size"], settings["gradient_accumulation_steps"])
+    offsets = train_offsets(numbers.flatten(), len(tokens), settings["block_size"], settings["seed"]).tolist()
+    words = [str(offset) for offset in offsets[:SHOWN]]
+    with contextlib.suppress(FetchError, OSError, ImportError):  # GPT-2's ranks may be out of reach
+        _, decode = tokenizer_of(meta["tokenizer"])
+        words = [f"{offset} ({decode(tokens[offset : offset + 4 * SHOWN].tolist())!r})" for offset in offsets[:SHOWN]]
+    return ", ".join(words) + (f" and {len(offsets) - SHOWN} more" if len(offsets) > SHOWN else "")
+
+
+class Norms:
+    """The gradient norms of late, and what is far above them."""
+
+    def __init__(self):
+        self.seen = deque(maxlen=BEFORE)
+
+    def limit(self):
+        """The norm from which on one is a spike; infinite while too few have been seen."""
+        return SPIKE * statistics.median(self.seen) if len(self.seen) >= 20 else math.inf
+
+    def add(self, norm):
+        """Take a norm in; returns how many times the median it is if it is a spike, which does not count, or None."""
+        if norm is None or not math.isfinite(norm):
+            return None
+        if norm >= self.limit():
+            return SPIKE * norm / self.limit()
+        self.seen.append(norm)
+        return None

@@ -1,0 +1,91 @@
+"""Steps that go wrong, planted: what is told, what is skipped, and how the run ends."""
+
+import json
+import math
+
+import pytest
+from conftest import ROOT, SMALL, launch, read_history, stage
+
+from runtime.guards import Norms
+
+# train_deepspeed.py with a loss that is spoilt: at training forwards first ... last - 1 of one rank, times `factor`
+SPOILT = """
+import os, runpy, sys
+sys.path.insert(0, {root!r})
+import torch
+import model
+first, last, rank, factor = {first}, {last}, {rank}, {factor}
+plain, count = model.GPT.forward, 0
+def forward(self, idx, targets=None, reduction="mean"):
+    global count
+    loss = plain(self, idx, targets, reduction)
+    if self.training:
+        count += 1
+        if os.environ["RANK"] == str(rank) and first <= count < last:
+            if factor == "memory":
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            loss = loss * factor
+    return loss
+model.GPT.forward = forward
+sys.argv[0] = os.path.join({root!r}, "train_deepspeed.py")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture
+def spoilt(characters, tmp_path):
+    def run(first, last, *args, rank=1, factor="float('nan')", ranks=2):
+        script, out_dir = tmp_path / "spoilt.py", tmp_path / "out"
+        script.write_text(SPOILT.format(root=str(ROOT), first=first, last=last, rank=rank, factor=factor))
+        launcher = "torchrun" if ranks > 1 else "python"
+        done = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", "--eval_interval=100", *args,
+                      ranks=ranks, launcher=launcher)
+        return done, read_history(out_dir), out_dir
+    return run
+
+
+@pytest.mark.parametrize("args", [(stage(2),), (stage(2), "--dtype=bfloat16"), (stage(3),)],
+                         ids=["stage 2", "stage 2 bfloat16", "stage 3"])
+def test_a_nan_on_one_rank_skips_the_step_on_both(spoilt, args):
+    """In the second micro-step of the third iteration, of rank 1's two."""
+    done, history, _ = spoilt(6, 7, "--max_iters=5", *args)
+    assert done.returncode == 0, done.stderr
+    (trouble,) = [r for r in history if "trouble" in r]
+    assert trouble["iter"] == 3 and trouble["trouble"].endswith("; skipped")
+    assert trouble["trouble"].startswith("the loss is not finite on rank 1, at tokens ")
+    assert f"iteration 3: {trouble['trouble']}" in done.stdout and "rank 0, at" not in trouble["trouble"]
+    losses = {r["iter"]: r["loss"] for r in history if "loss" in r}
+    assert [it for it, loss in losses.items() if not math.isfinite(loss)] == [3] and losses[5] < losses[1]
+
+
+def test_a_run_whose_gradient_stays_bad_saves_and_ends(spoilt):
+    done, history, out_dir = spoilt(5, 99, "--max_iters=20", "--max_bad_steps=2", rank=0)
+    assert done.returncode and "3 steps in a row without a finite gradient" in done.stdout
+    assert [r["iter"] for r in history if "trouble" in r] == [3, 4, 5]
+    manifest = json.loads((out_dir / "iter_5" / "manifest.json").read_text())
+    assert manifest["iter_num"] == 5 and (out_dir / "latest").read_text() == "iter_5"
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_spike_is_told_of_and_skipped_on_demand(spoilt, skip):
+    """One rank, two micro-steps an iteration; the 30th is a thousand times as loud."""
+    done, history, _ = spoilt(59, 61, "--max_iters=32", f"--skip_spikes={skip}", "--grad_clip=0", rank=0, factor=1000,
+                              ranks=1)
+    assert done.returncode == 0, done.stderr
+    (trouble,) = [r for r in history if "trouble" in r]
+    assert trouble["iter"] == 30 and "times the median before it" in trouble["trouble"]
+    assert trouble["trouble"].endswith("; skipped") is skip
+
+
+def test_out_of_memory_names_settings_that_take_less(spoilt):
+    done, _, _ = spoilt(3, 4, "--max_iters=4", "--batch_size=4", factor="'memory'", rank=0)
+    assert done.returncode and "out of memory; by the plan this run takes" in done.stderr
+    told = done.stderr.split("What does, the fastest first:")[1]
+    assert "torchrun --nproc_per_node=2 train_deepspeed.py" in told and "--gradient_checkpointing=True" in told
+
+
+def test_a_norm_is_a_spike_by_those_before_it():
+    norms = Norms()
+    assert [norms.add(1.0) for _ in range(19)] == [None] * 19 and norms.limit() == math.inf
+    assert norms.add(100.0) is None and norms.add(math.nan) is None and norms.limit() == 6.0
+    assert norms.add(9.0) == 9.0 and norms.add(5.9) is None and norms.limit() == 6.0
