@@ -27,7 +27,7 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 INSTALL = "python -m pip install -r requirements.txt"
 NEEDED = ("torch", "deepspeed", "numpy", "pydantic", "psutil", "safetensors", "huggingface_hub")  # by what follows
-OPTIONAL = ("wandb", "pytest", "ruff", "triton")  # without these, most runs go on
+OPTIONAL = ("wandb", "tensorboard", "pytest", "ruff", "triton")  # without these, most runs go on
 SECONDS = 60  # after which a check that asks others is given up
 
 

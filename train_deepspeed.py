@@ -45,10 +45,11 @@ resume_weights_only = False  # go on with a fresh optimizer
 seed = 1337  # of the weights, the order of the data, and dropout
 max_bad_steps = 10  # steps in a row whose gradient is not finite, and which are skipped, before the run saves and ends
 skip_spikes = False  # also skip a step whose gradient norm is far above the last ones'
-# Weights & Biases
+# Curves elsewhere
 wandb_log = False  # WANDB_MODE=offline keeps it on this machine
 wandb_project = "gpt2-deepspeed"
 wandb_run_name = "gpt2-xl"
+tensorboard_log = False  # the same curves into out_dir/tensorboard
 # Data
 dataset = "shakespeare"  # a folder below data/, or a path
 gradient_accumulation_steps = 32  # micro-steps a GPU and iteration, as DeepSpeed counts (nanoGPT: all GPUs together)
@@ -237,10 +238,15 @@ if run.tag:
     iter_num, best_val_loss, wandb_id = state["iter_num"], state["best_val_loss"], state["wandb_id"]
     stale = state.get("stale", 0)
 
-wandb_run, problems = None, []
+loggers, problems = {}, []
 if rank == 0 and wandb_log:
     wandb_run, problems = metrics.start_wandb(settings, wandb_id)
-    wandb_id = wandb_run and wandb_run.id
+    if wandb_run:
+        wandb_id, loggers["wandb"] = wandb_run.id, lambda names, step: wandb_run.log(names, step=step)
+if rank == 0 and tensorboard_log and not problems and not eval_only:
+    writer, problems = metrics.start_tensorboard(out_dir, iter_num)
+    if writer:
+        loggers["TensorBoard"] = lambda names, step: [writer.add_scalar(name, names[name], step) for name in names]
 refuse_together(problems)
 if rank == 0 and not eval_only:  # the output folder, now that nothing else can be refused any more
     try:
@@ -310,14 +316,13 @@ def evaluate():
 
 
 def log(record):
-    """One record to history.jsonl and wandb, from rank 0."""
+    """One record to history.jsonl and the loggers, from rank 0."""
     if rank == 0 and not eval_only:
         try:
             metrics.append_history(out_dir, record)
         except OSError as error:  # training is worth more than its history; a save that fails says more
             print0(f"history.jsonl could not be written: {error.strerror}")
-    if wandb_run:
-        wandb_run.log(metrics.wandb_names(record), step=iter_num)
+    metrics.tell(loggers, record)
 
 
 def finished():
@@ -460,8 +465,10 @@ look_at_saves()
 if stale and finished() and iter_num < max_iters and not eval_only:
     print0(f"no better validation loss in {stale} evaluations: stopped early at iteration {iter_num}; "
            "a larger --patience goes on")
-if wandb_run:
+if "wandb" in loggers:
     wandb_run.finish()
+if "TensorBoard" in loggers:
+    writer.close()
 exit_code = 0 if finished() else exit_code or 0
 part(exit_code)
 if exit_code:

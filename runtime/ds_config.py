@@ -16,7 +16,7 @@ INSTEAD = {
     "optimizer": "the script owns it: set learning_rate, weight_decay, beta1 and beta2 there",
     "scheduler": "the script owns it: set lr_schedule, warmup_iters, lr_decay_iters and min_lr there",
     "activation_checkpointing": "DeepSpeed does nothing with it: set --gradient_checkpointing=True",
-    "tensorboard": "DeepSpeed would log no loss: see wandb_log",
+    "tensorboard": "DeepSpeed would log no loss: set --tensorboard_log=True",
     "wandb": "DeepSpeed would log no loss: set --wandb_log=True",
     "csv_monitor": "DeepSpeed would log no loss: history.jsonl in out_dir has it",
     "prescale_gradients": "ZeRO refuses it",

@@ -1,4 +1,4 @@
-"""What a run reports: rates, the lines on the console, history.jsonl, wandb, and the record of how it was made."""
+"""What a run reports: rates, the lines on the console, history.jsonl, wandb, TensorBoard, and how it was made."""
 
 import datetime
 import importlib.metadata
@@ -84,15 +84,39 @@ def start_wandb(settings, run_id=None):
         return None, [f"wandb does not start ({why}): wandb login, WANDB_MODE=offline, or --wandb_log=False"]
 
 
-def wandb_names(record):
-    """A record of ours under the names that wandb shows."""
+def start_tensorboard(out_dir, iter_num):
+    """(a SummaryWriter into out_dir/tensorboard, where a resumed run hides what lies after iter_num; why there is
+    none)."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(os.path.join(out_dir, "tensorboard"), purge_step=iter_num + 1 if iter_num else 0), []
+    except (ImportError, OSError) as error:
+        return None, [f"TensorBoard does not start ({error}): python -m pip install tensorboard, or leave out "
+                      "--tensorboard_log"]
+
+
+def tell(loggers, record):
+    """A record to each of {name: function(names, iter_num)}. One that fails is told of and left out from then on:
+    training is worth more."""
+    names = shown_names(record)
+    for name, log in list(loggers.items()):
+        try:
+            log(names, record["iter"])
+        except Exception as error:  # theirs, of every kind
+            print(f"{name} fails and is left out from here on: {type(error).__name__}: {error}", flush=True)
+            del loggers[name]
+
+
+def shown_names(record):
+    """The numbers of a record of ours under the names that wandb and TensorBoard show."""
     names = {
         "loss": "train/loss", "lr": "train/lr", "iter": "train/iter", "grad_norm": "train/grad_norm",
         "ms": "train/ms", "tokens_per_s": "train/tokens_per_s", "mfu": "train/mfu",
         "memory": "gpu/memory_allocated", "train_loss": "eval/train_loss", "val_loss": "eval/val_loss",
         "perplexity": "eval/perplexity", "loss_scale": "train/loss_scale",
     }  # fmt: skip
-    return {names[key]: value for key, value in record.items() if key in names}
+    return {names[key]: value for key, value in record.items() if key in names and value is not None}
 
 
 def git_commit(root):

@@ -19,6 +19,7 @@ from conftest import CHARS, EIGHT, ROOT, SMALL, command_line, done, launch, read
 
 from model import GPT, GPTConfig
 from runtime.checkpoint import cache_path, damages, describe, find_tag, fp32_weights, prune, sealed, tags, tidy
+from runtime.metrics import tell
 
 SIX = ("--max_iters=6", "--eval_interval=3", "--lr_schedule=linear", "--lr_decay_iters=4", "--min_lr=2e-4")
 IMPORTS = re.compile(r"^import time: +\d+ \| +\d+ \| +(\S+)$", re.M)  # of python -X importtime
@@ -557,6 +558,31 @@ def test_wandb_offline_leaves_its_files(train, tmp_path):
     assert manifest(run.out_dir, "final")["state"]["wandb_id"] == re.search(r"run-(\w+)\.wandb", file.name)[1]
     assert [r["lr"] for r in run.history if "lr" in r] == [1e-3]
     assert read_history(run.out_dir)[-1]["iter"] == 1
+
+
+def test_tensorboard_goes_on_over_a_resume_without_doubles(train):
+    """As TensorBoard's own reader reads it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    args = ("--tensorboard_log=True", "--keep_last=10", "--lr_decay_iters=6")
+    first = done(train(*args, "--max_iters=4"))
+    second = done(train(*args, "--max_iters=6", "--init_from=resume", "--resume_tag=iter_2", "--overwrite=True",
+                        out_dir=first.out_dir))
+    events = EventAccumulator(str(first.out_dir / "tensorboard")).Reload()
+    shown = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+    assert shown == pytest.approx(second.losses, rel=1e-6)
+    assert [event.step for event in events.Scalars("eval/val_loss")] == [0, 2, 4, 6]
+    assert {"train/lr", "train/grad_norm", "gpu/memory_allocated", "eval/perplexity"} <= set(events.Tags()["scalars"])
+
+
+def test_a_logger_that_fails_is_left_out_and_training_goes_on(capsys):
+    told = []
+    loggers = {"bad": lambda names, step: 1 / 0, "good": lambda names, step: told.append((names, step))}
+    tell(loggers, {"iter": 1, "loss": 2.0})
+    tell(loggers, {"iter": 2, "loss": 1.5, "trouble": "words are not curves"})
+    assert told == [({"train/iter": 1, "train/loss": 2.0}, 1), ({"train/iter": 2, "train/loss": 1.5}, 2)]
+    assert capsys.readouterr().out.count("bad fails and is left out from here on: ZeroDivisionError") == 1
 
 
 def test_wandb_that_does_not_start_costs_nothing(train, one_rank, tmp_path):
