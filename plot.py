@@ -8,6 +8,7 @@ a sentence.
 """
 
 import argparse
+import contextlib
 import io
 import json
 import math
@@ -73,27 +74,25 @@ def read_run(out_dir):
     Raises ValueError with a sentence where there is no record at all."""
     if not os.path.isdir(out_dir):
         raise ValueError(f"{out_dir} is no folder: name the out_dir of a run")
-    texts = {}
-    for name in ("history.jsonl", "settings.json"):
-        try:
-            with open(os.path.join(out_dir, name), encoding="utf-8", errors="replace") as f:
-                texts[name] = f.read()
-        except OSError as error:
-            texts[name] = ""
-            why = f"{out_dir}/{name} cannot be read ({error.strerror})"
-            if name == "history.jsonl":
-                raise ValueError(f"{why}: name the out_dir of a run") from None
-            print(f"{why}: going without", file=sys.stderr)
-    history = []
-    for number, line in enumerate(texts["history.jsonl"].split("\n"), 1):
+    path, history, made = os.path.join(out_dir, "history.jsonl"), [], {}
+    try:
+        with open(path, encoding="utf-8", errors="replace") as f:
+            lines = f.readlines()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): name the out_dir of a run") from None
+    for number, line in enumerate(lines, 1):
         record = read_json(line)
         if type(record.get("iter")) is int:
             history.append(record)
-        elif line:
-            print(f"{out_dir}/history.jsonl: passing over line {number}, which is no whole record", file=sys.stderr)
+        else:
+            print(f"{path}: passing over line {number}, which is no whole record", file=sys.stderr)
     if not history:
-        raise ValueError(f"{out_dir}/history.jsonl has no whole record yet: wait for the run's first evaluation")
-    return {"history": history, "made": read_json(texts["settings.json"])}
+        raise ValueError(f"{path} has no whole record: wait for the run's first evaluation")
+    with contextlib.suppress(OSError), open(os.path.join(out_dir, "settings.json"), "rb") as f:
+        made = read_json(f.read().decode("utf-8", "replace"))
+    if not made:
+        print(f"{out_dir} has no settings.json that can be read: going without", file=sys.stderr)
+    return {"history": history, "made": made}
 
 
 def read_json(text):

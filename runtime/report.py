@@ -1,5 +1,6 @@
 """The report of one run or of several beside each other: one HTML file, without scripts, that loads nothing."""
 
+import contextlib
 import math
 import os
 import statistics
@@ -31,7 +32,7 @@ table { border-collapse: collapse }
 th, td { padding: .25rem .75rem .25rem .4rem; border-bottom: 1px solid var(--line); text-align: left;
   vertical-align: top; overflow-wrap: break-word; min-width: 5rem; max-width: 30rem;
   font-variant-numeric: tabular-nums }
-tbody th { font-weight: normal; color: var(--dim) }
+th:first-child { font-weight: normal; color: var(--dim) }
 .differs { background: var(--mark) } .differs th { color: inherit } .differs th::after { content: " ≠" }
 .note { color: var(--dim) }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: .6rem; border: 1px solid var(--line); margin: .4rem 0 }
@@ -49,7 +50,7 @@ def page(runs, curves, colours):
         f"<h1>{escape(', '.join(names))}</h1>",
         table(["", *names], [[label, *(s[label] for s in summaries)] for label in summaries[0]]),
         f"<h2>Curves</h2><p>{legend}</p><div class=curves>{''.join(curves)}</div>",
-        "<p class=note>The validation loss is the bold one, with its standard error. Of many steps their mean is drawn, "
+        "<p class=note>The validation loss is the bold one, with its standard error. Of many steps the mean is drawn, "
         "within their least and most.</p>",
         "<h2>Settings</h2><p class=note>Those that are not the defaults of train_deepspeed.py"
         + (", or that differ between the runs, which are marked ≠." if len(runs) > 1 else ".") + "</p>",
@@ -67,18 +68,22 @@ def page(runs, curves, colours):
 
 def table(head, rows, compared=0):
     """A table of plain text. The rows whose last `compared` cells are not all the same are marked."""
-    lines = ["<tr>" + "".join(f"<th>{escape(str(cell))}</th>" for cell in head) + "</tr>"]
-    body = []
-    for label, *cells in rows:
+    lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head)]
+    for row in rows:
+        label, *cells = [escape(str(cell)) for cell in row]
         marked = ' class="differs"' if compared and len(set(cells[-compared:])) > 1 else ""
-        body.append(f"<tr{marked}><th>{escape(str(label))}</th>"
-                    + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>")
-    return f"<div class=wide><table><thead>{lines[0]}</thead><tbody>{''.join(body)}</tbody></table></div>"
+        lines.append(f"<tr{marked}><th>{label}</th>" + "".join(f"<td>{cell}</td>" for cell in cells))
+    return f"<div class=wide><table>{'</tr>'.join(lines)}</tr></table></div>"
+
+
+def numbers(history, key):
+    """The records that have a number there, NaN and infinity among them."""
+    return [r for r in history if type(r.get(key)) in (int, float)]
 
 
 def finite(history, key):
     """The numbers that the records have there, but for NaN and infinity."""
-    return [r[key] for r in history if type(r.get(key)) in (int, float) and math.isfinite(r[key])]
+    return [r[key] for r in numbers(history, key) if math.isfinite(r[key])]
 
 
 def median(history, key, form):
@@ -93,11 +98,10 @@ def peak(history):
 
 def summary(history):
     """{what: text} of a run: its losses, speed and memory. The speeds are medians over the recorded steps."""
-    steps, evals = [r for r in history if "loss" in r], [r for r in history if "val_loss" in r]
-    good = [r for r in evals if finite([r], "val_loss")]
-    best = min(good, key=lambda r: r["val_loss"], default=None)
-    strange = [r["iter"] for r in history for key in ("loss", "val_loss", "grad_norm")
-               if type(r.get(key)) is float and not math.isfinite(r[key])]
+    steps, evals = numbers(history, "loss"), numbers(history, "val_loss")
+    best = min((r for r in evals if math.isfinite(r["val_loss"])), key=lambda r: r["val_loss"], default=None)
+    strange = [r["iter"] for key in ("loss", "val_loss", "grad_norm") for r in numbers(history, key)
+               if not math.isfinite(r[key])]
 
     def loss(record, key):
         return NONE if record is None else f"{record[key]:.4f} at iteration {record['iter']}"
@@ -167,8 +171,9 @@ def checkpoints(runs):
         losses = {r["iter"]: r["val_loss"] for r in run["history"] if finite([r], "val_loss")}
         same = {}
         for tag in tags(out_dir):
-            seen = os.stat(os.path.join(out_dir, tag, "manifest.json"))
-            same.setdefault((seen.st_dev, seen.st_ino), []).append(tag)
+            with contextlib.suppress(FileNotFoundError):  # a run that goes on removes its older tags
+                seen = os.stat(os.path.join(out_dir, tag, "manifest.json"))
+                same.setdefault((seen.st_dev, seen.st_ino), []).append(tag)
         for names in same.values():
             try:
                 manifest = find_tag(out_dir, names[0])[1]
