@@ -20,7 +20,7 @@ import sys
 from runtime.dist import refuse
 
 PANELS = {  # a record's key: title, what 1 on the axis stands for, whether it is of interest on a log scale
-    "loss": ("loss (thin: training)", 1, True),
+    "loss": ("loss (bold: validation, ± error)", 1, True),
     "lr": ("learning rate", 1, False),
     "grad_norm": ("gradient norm before clipping", 1, True),
     "tokens_per_s": ("thousand tokens a second", 1e3, False),
@@ -28,7 +28,7 @@ PANELS = {  # a record's key: title, what 1 on the axis stands for, whether it i
     "data_ms": ("waiting for data, ms a step", 1, False),
 }
 COLOURS = ("#2f7fd6", "#dd6b10", "#1f9d62", "#c64aa0", "#8b6be0", "#a58500", "#1a9bab", "#d9484b")  # on white and black
-DASHES = ("-", "--", ":", "-.")  # for the runs after the eighth, and so on
+DASHES = {"-": "━━", "--": "╍╍", ":": "┅┅", "-.": "━┅"}  # as text; the second for the runs after the eighth, and so on
 MOST = 400  # points of a line; more are drawn in groups, as their mean within their least and most
 INK = "#010203"  # a black that nothing else has: in the report it becomes the page's own colour of text
 TEXTS = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
@@ -58,7 +58,7 @@ def main():
     with matplotlib.rc_context({**dict.fromkeys(TEXTS, INK), "font.size": 9, "axes.titlesize": 9.5,
                                 "svg.fonttype": "none", "legend.frameon": False}):
         picture, curves = png(runs), [svg(runs, key) for key in PANELS]
-    page = report.page(runs, curves, [colour for colour, _ in looks(runs)])
+    page = report.page(runs, curves, [(colour, DASHES[dashes]) for colour, dashes in looks(runs)])
     for option, path, content in (("png", args.png or os.path.join(args.out_dirs[0], "curves.png"), picture),
                                   ("html", args.html or os.path.join(args.out_dirs[0], "report.html"), page)):
         try:
@@ -106,8 +106,8 @@ def read_json(text):
 
 def looks(runs):
     """[(colour, dashes)] of the runs, in order."""
-    n = len(COLOURS)
-    return [(COLOURS[number % n], DASHES[number // n % len(DASHES)]) for number in range(len(runs))]
+    every = [(colour, dashes) for dashes in DASHES for colour in COLOURS]
+    return [every[number % len(every)] for number in range(len(runs))]
 
 
 def series(history, key):
@@ -127,7 +127,7 @@ def grouped(points):
 
 def draw(axis, runs, key):
     """One panel, with all runs."""
-    from matplotlib.ticker import LogFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     title, unit, log = PANELS[key]
     drawn, marked = [], False
@@ -155,7 +155,8 @@ def draw(axis, runs, key):
     drawn = [value for value in drawn if math.isfinite(value)]
     if log and drawn and 0 < 10 * min(drawn) < max(drawn):
         axis.set_yscale("log")
-        axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(drawn) < 1e3 * min(drawn) else (1,)))
+        axis.yaxis.set_minor_formatter(NullFormatter())
         title += ", log scale"
     elif not log:
         axis.set_ylim(0, 1.08 * max(drawn, default=0) or 1)

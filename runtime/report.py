@@ -39,12 +39,12 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: .6rem; border: 1p
 """
 
 
-def page(runs, curves, colours):
+def page(runs, curves, looks):
     """The report's HTML, bytes. runs: {out_dir: {"history": records, "made": settings.json's content}}; curves: SVG
-    elements, in which the runs have these colours."""
+    elements, in which a run has the colour and the line of looks, (colour, line as text)."""
     names = list(runs)
-    legend = "".join(f'<span><b style="color:{colour}">━━</b> {escape(name)}</span> '
-                     for name, colour in zip(names, colours))
+    legend = "".join(f'<span><b style="color:{colour}">{line}</b> {escape(name)}</span> '
+                     for name, (colour, line) in zip(names, looks))
     summaries = [summary(run["history"]) for run in runs.values()]
     parts = [
         f"<h1>{escape(', '.join(names))}</h1>",
@@ -54,7 +54,7 @@ def page(runs, curves, colours):
         "within their least and most.</p>",
         "<h2>Settings</h2><p class=note>Those that are not the defaults of train_deepspeed.py"
         + (", or that differ between the runs, which are marked ≠." if len(runs) > 1 else ".") + "</p>",
-        table(["setting", "default", *names], settings_rows(runs), compared=len(runs)),
+        table(["setting", *names, "default"], settings_rows(runs), compared=len(runs)),
         "<h2>How they were made</h2>" if len(runs) > 1 else "<h2>How it was made</h2>",
         table(["", *names], made_rows(runs), compared=len(runs)),
         *(f"<details><summary>{escape(name)}: what differed from the commit</summary>"
@@ -67,11 +67,11 @@ def page(runs, curves, colours):
 
 
 def table(head, rows, compared=0):
-    """A table of plain text. The rows whose last `compared` cells are not all the same are marked."""
+    """A table of plain text. The rows in which the runs' cells, the first `compared`, are not the same are marked."""
     lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head)]
     for row in rows:
-        label, *cells = [escape(str(cell)) for cell in row]
-        marked = ' class="differs"' if compared and len(set(cells[-compared:])) > 1 else ""
+        label, *cells = [escape(str(cell)).replace("_", "_<wbr>") for cell in row]  # where a phone may break a name
+        marked = ' class="differs"' if len(set(cells[:compared])) > 1 else ""
         lines.append(f"<tr{marked}><th>{label}</th>" + "".join(f"<td>{cell}</td>" for cell in cells))
     return f"<div class=wide><table>{'</tr>'.join(lines)}</tr></table></div>"
 
@@ -128,14 +128,14 @@ def part(run, key):
 
 
 def settings_rows(runs):
-    """[name, default, value in each run] of the settings that are not the default in all runs."""
+    """[name, value in each run, default] of the settings that are not the default in all runs."""
     defaults, rows = settings_of([]), []
     used = [part(run, "settings") for run in runs.values()]
     for name in dict.fromkeys([*defaults, *(name for settings in used for name in settings)]):
         values = [repr(settings[name]) if name in settings else NONE for settings in used]
         default = repr(defaults[name]) if name in defaults else NONE
         if set(values) not in ({default}, {NONE}):
-            rows.append([name, default, *values])
+            rows.append([name, *values, default])
     return rows
 
 

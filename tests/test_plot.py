@@ -16,7 +16,7 @@ import plot
 from runtime import report
 
 HOSTILE = "<script>alert('x')</script> & \"more\""
-VOID = {"meta"}
+VOID = {"meta", "wbr"}
 
 
 class Page(HTMLParser):
@@ -124,8 +124,8 @@ def test_the_report_tells_the_best_losses_and_what_else_there_is(compared):
 
 def test_settings_are_a_difference_from_the_defaults(compared):
     page = compared.page
-    assert page.row("learning_rate") == (True, ["3e-05", "0.001", "0.002"])
-    assert page.row("max_iters") == (False, ["20", "4", "4"])
+    assert page.row("learning_rate") == (True, ["0.001", "0.002", "3e-05"])
+    assert page.row("max_iters") == (False, ["4", "4", "20"])
     assert page.row("torch")[0] is False
     assert not [cells for _, cells in page.rows if cells[0] in ("weight_decay", "seed")]
 
@@ -138,7 +138,7 @@ def test_tags_of_the_same_files_share_a_row(compared):
 
 def test_what_the_users_files_say_is_text(compared):
     assert "<script" not in compared.text and HOSTILE in compared.page.texts
-    assert compared.page.row("wandb_project") == (True, ["'gpt2-deepspeed'", "'gpt2-deepspeed'", repr(HOSTILE)])
+    assert compared.page.row("wandb_project") == (True, ["'gpt2-deepspeed'", repr(HOSTILE), "'gpt2-deepspeed'"])
 
 
 def test_the_report_loads_nothing(compared):
