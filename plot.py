@@ -1,0 +1,212 @@
+"""Curves and a report of one run, or of several compared, from what they keep in their out_dir.
+
+    python plot.py out-shakespeare-xl-deepspeed       curves.png and report.html, in that folder
+    python plot.py out-a out-b --html=compare.html    a colour a run; where their settings differ
+
+The report is one file that loads nothing and runs nothing. A run may still be going on. Exit code 2: a mistake, told in
+a sentence.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import os
+import re
+import statistics
+import sys
+
+from runtime.dist import refuse
+
+PANELS = {  # a record's key: title, what 1 on the axis stands for, whether it is of interest on a log scale
+    "loss": ("loss (bold: validation, ± error)", 1, True),
+    "lr": ("learning rate", 1, False),
+    "grad_norm": ("gradient norm before clipping", 1, True),
+    "tokens_per_s": ("thousand tokens a second", 1e3, False),
+    "memory": ("peak memory, GB", 1e9, False),
+    "data_ms": ("waiting for data, ms a step", 1, False),
+}
+COLOURS = ("#2f7fd6", "#dd6b10", "#1f9d62", "#c64aa0", "#8b6be0", "#a58500", "#1a9bab", "#d9484b")  # on white and black
+DASHES = {"-": "━━", "--": "╍╍", ":": "┅┅", "-.": "━┅"}  # as text; the second for the runs after the eighth, and so on
+MOST = 400  # points of a line; more are drawn in groups, as their mean within their least and most
+INK = "#010203"  # a black that nothing else has: in the report it becomes the page's own colour of text
+TEXTS = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out_dirs", nargs="+", metavar="out_dir", help="a folder that a run has written to")
+    parser.add_argument("--png", metavar="FILE", help="the curves; curves.png in the first folder")
+    parser.add_argument("--html", metavar="FILE", help="the report; report.html in the first folder")
+    args = parser.parse_args()
+    runs, problems = {}, []
+    for out_dir in map(os.path.normpath, args.out_dirs):
+        try:
+            runs[out_dir] = read_run(out_dir)
+        except ValueError as error:
+            problems.append(str(error))
+    try:
+        import matplotlib
+    except ImportError as error:
+        problems.append(f"the curves need matplotlib ({error}): pip install -r requirements.txt")
+    if problems:
+        refuse("\n".join(problems))
+
+    from runtime import report
+
+    with matplotlib.rc_context({**dict.fromkeys(TEXTS, INK), "font.size": 9, "axes.titlesize": 9.5,
+                                "svg.fonttype": "none", "legend.frameon": False}):
+        picture, curves = png(runs), [svg(runs, key) for key in PANELS]
+    page = report.page(runs, curves, [(colour, DASHES[dashes]) for colour, dashes in looks(runs)])
+    for option, path, content in (("png", args.png or os.path.join(args.out_dirs[0], "curves.png"), picture),
+                                  ("html", args.html or os.path.join(args.out_dirs[0], "report.html"), page)):
+        try:
+            with open(path, "wb") as f:
+                f.write(content)
+        except OSError as error:
+            refuse(f"{path} cannot be written ({error.strerror}): choose another with --{option}=FILE")
+        print(f"written to {path}")
+
+
+def read_run(out_dir):
+    """{"history": its records, "made": settings.json's content}; what cannot be read is passed over with a word.
+    Raises ValueError with a sentence where there is no record at all."""
+    if not os.path.isdir(out_dir):
+        raise ValueError(f"{out_dir} is no folder: name the out_dir of a run")
+    path, history, made = os.path.join(out_dir, "history.jsonl"), [], {}
+    try:
+        with open(path, encoding="utf-8", errors="replace") as f:
+            lines = f.readlines()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): name the out_dir of a run") from None
+    for number, line in enumerate(lines, 1):
+        record = read_json(line)
+        if type(record.get("iter")) is int:
+            history.append(record)
+        else:
+            print(f"{path}: passing over line {number}, which is no whole record", file=sys.stderr)
+    if not history:
+        raise ValueError(f"{path} has no whole record: wait for the run's first evaluation")
+    with contextlib.suppress(OSError), open(os.path.join(out_dir, "settings.json"), "rb") as f:
+        made = read_json(f.read().decode("utf-8", "replace"))
+    if not made:
+        print(f"{out_dir} has no settings.json that can be read: going without", file=sys.stderr)
+    return {"history": history, "made": made}
+
+
+def read_json(text):
+    """The dict that a JSON text holds; empty if it holds none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def looks(runs):
+    """[(colour, dashes)] of the runs, in order."""
+    every = [(colour, dashes) for dashes in DASHES for colour in COLOURS]
+    return [every[number % len(every)] for number in range(len(runs))]
+
+
+def series(history, key):
+    """[(iter, value)] of the records that have a number there; NaN and infinity are numbers, None is none."""
+    return [(r["iter"], float(r[key])) for r in history if type(r.get(key)) in (int, float)]
+
+
+def grouped(points):
+    """At most MOST (iter, least, mean, most, all finite) of neighbouring points; NaN where none is finite."""
+    size, found = math.ceil(len(points) / MOST), []
+    for group in (points[i : i + size] for i in range(0, len(points), size or 1)):
+        values = [value for _, value in group if math.isfinite(value)]
+        least, mean, most = (min(values), statistics.fmean(values), max(values)) if values else 3 * [math.nan]
+        found.append((statistics.fmean(it for it, _ in group), least, mean, most, len(values) == len(group)))
+    return found
+
+
+def draw(axis, runs, key):
+    """One panel, with all runs."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    title, unit, log = PANELS[key]
+    drawn, marked = [], False
+    for number, (run, (colour, dashes)) in enumerate(zip(runs.values(), looks(runs))):
+        points = grouped([(it, value / unit) for it, value in series(run["history"], key)])
+        x, least, mean, most, finite = zip(*points) if points else ((), (), (), (), ())
+        axis.plot(x, mean, dashes, color=colour, alpha=0.6 if key == "loss" else 1, linewidth=1,
+                  marker="." if len(x) <= 30 else None)
+        if least != most:
+            axis.fill_between(x, least, most, color=colour, alpha=0.25, linewidth=0.5)
+        drawn += [*least, *most]
+        strange = [it for it, good in zip(x, finite) if not good]
+        if key == "loss":
+            validation, error = dict(series(run["history"], "val_loss")), dict(series(run["history"], "val_error"))
+            good = {it: loss for it, loss in validation.items() if math.isfinite(loss)}
+            axis.errorbar(good.keys(), good.values(), [error.get(it, 0) for it in good], fmt=dashes, color=colour,
+                          linewidth=2.2, elinewidth=1.2, capsize=3, marker="o" if len(good) <= 60 else None,
+                          markersize=4, errorevery=math.ceil(len(good) / 60) or 1)
+            drawn += good.values()
+            strange += validation.keys() - good.keys()
+        if strange:  # at the head of the panel, below those of the run before
+            marked = True
+            axis.plot(strange, [0.96 - 0.05 * (number % 8)] * len(strange), "x", color=colour,
+                      transform=axis.get_xaxis_transform())
+    drawn = [value for value in drawn if math.isfinite(value)]
+    if log and drawn and 0 < 10 * min(drawn) < max(drawn):
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(drawn) < 1e3 * min(drawn) else (1,)))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+        title += ", log scale"
+    elif not log:
+        axis.set_ylim(0, 1.08 * max(drawn, default=0) or 1)
+    if not drawn and not marked:
+        axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center")
+        axis.set(xticks=[], yticks=[])
+    axis.set_title(title + (", × not finite" if marked else ""), loc="left")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.7g}")
+
+
+def figure(rows, columns, width, height):
+    """(a figure of so many inches, its panels in order)."""
+    from matplotlib.figure import Figure
+
+    made = Figure((width, height), layout="constrained")
+    panels = made.subplots(rows, columns, squeeze=False).flatten()
+    for axis in panels:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(color=INK, alpha=0.12)
+        axis.set_xlabel("iteration")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    return made, panels
+
+
+def png(runs):
+    """All panels as one picture: PNG's bytes."""
+    from matplotlib.lines import Line2D
+
+    made, panels = figure(2, 3, 15, 8)
+    for axis, key in zip(panels, PANELS):
+        draw(axis, runs, key)
+    handles = [Line2D([], [], color=colour, linestyle=dashes, linewidth=3) for colour, dashes in looks(runs)]
+    names = [f" {name}" for name in runs]  # matplotlib hides a name that begins with an underscore
+    legend = made.legend(handles, names, loc="outside upper left", ncols=max(1, 160 // (max(map(len, names)) + 8)))
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a $ is a $
+    made.savefig(target := io.BytesIO(), format="png", dpi=120)
+    return target.getvalue()
+
+
+def svg(runs, key):
+    """One panel as an SVG element for the report, its ink the page's."""
+    made, panels = figure(1, 1, 4.5, 2.9)
+    draw(panels[0], runs, key)
+    made.savefig(target := io.StringIO(), format="svg", transparent=True,
+                 metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    _, start, rest = target.getvalue().partition("<svg")  # before it stands what belongs to a file of its own
+    # matplotlib's names of parts come again in each panel, and nothing refers to them
+    return re.sub(r' id="[a-z]\w*_\d+"', "", start + rest.replace(INK, "currentColor"))
+
+
+if __name__ == "__main__":
+    main()
