@@ -28,7 +28,10 @@ import tempfile
 import threading
 import time
 
+from configurator import settings_of
+
 ROOT = os.path.dirname(os.path.abspath(__file__))
+SCRIPT = os.path.join(ROOT, "train_deepspeed.py")
 WARM_UP = 4  # steps that don't count
 
 
@@ -56,7 +59,7 @@ def main():
         run[args.what](args, settings)
         return
     if args.what != "sample":
-        s = settings_of(settings)  # a mistake among them ends here
+        s = settings_of(SCRIPT, settings)  # a mistake among them ends here
         for name in ("dry_run", "eval_only"):
             if s[name]:
                 parser.error(f"--{name}=True leaves nothing to measure: remove it")
@@ -236,7 +239,7 @@ def inside(_, settings):
         return engine, *rest
 
     deepspeed.initialize = watched
-    sys.argv = [os.path.join(ROOT, "train_deepspeed.py"), *settings]
+    sys.argv = [SCRIPT, *settings]
     runpy.run_path(sys.argv[0], run_name="__main__")
     if int(os.environ.get("RANK", 0)) == 0:
         watch.spans = watch.spans[steps[WARM_UP - 1]:]
@@ -248,7 +251,7 @@ def peer(args, settings):
     """The same steps, with the same tokens, by another: see transformers_steps and plain_steps."""
     from runtime.dist import environment, part, print0
 
-    s = settings_of(settings)
+    s = settings_of(SCRIPT, settings)
     rank, local_rank, world_size, local_world_size = environment()
     import torch
 
@@ -356,15 +359,6 @@ def plain_steps(run, s, device):
     return "PyTorch alone, compiled whole", micro_step
 
 
-def settings_of(arguments):
-    """The settings that train_deepspeed.py takes from these arguments."""
-    command = [sys.executable, os.path.join(ROOT, "train_deepspeed.py"), *arguments, "--print_settings"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(done.returncode)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def shape_of(model):
     """(layers, heads, width) of a name or of three numbers."""
     from model import PRETRAINED
@@ -470,7 +464,7 @@ def data(args, settings):
     from runtime.batches import train_batches
     from runtime.bins import DTYPES, DatasetError, check_dataset
 
-    s = settings_of(settings)
+    s = settings_of(SCRIPT, settings)
     if s["batch_size"] == "auto":
         raise SystemExit("bench.py data needs a --batch_size that is a number: only training knows what fits")
     folder = s["dataset"] if os.sep in s["dataset"] else os.path.join(ROOT, "data", s["dataset"])

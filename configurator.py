@@ -14,6 +14,7 @@ import ast
 import difflib
 import json
 import os
+import subprocess
 import sys
 import types
 import typing
@@ -204,3 +205,11 @@ def from_command_line(script, argv=None, passed_over=()):
         print(json.dumps(settings))
         raise SystemExit(0)
     return settings
+
+
+def settings_of(script, argv):
+    """The settings that another script takes from these arguments. A mistake ends this program as it ends that one."""
+    done = subprocess.run([sys.executable, script, *argv, "--print_settings"], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(done.returncode)
+    return json.loads(done.stdout.splitlines()[-1])

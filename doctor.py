@@ -23,11 +23,13 @@ import subprocess
 import sys
 import sysconfig
 
+from configurator import settings_of
+
 ROOT = os.path.dirname(os.path.abspath(__file__))
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 INSTALL = "python -m pip install -r requirements.txt"
 NEEDED = ("torch", "deepspeed", "numpy", "pydantic", "psutil", "safetensors", "huggingface_hub")  # by what follows
-OPTIONAL = ("wandb", "tensorboard", "pytest", "ruff", "triton")  # without these, most runs go on
+OPTIONAL = ("wandb", "tensorboard", "matplotlib", "pytest", "ruff", "triton")  # without these, most runs go on
 SECONDS = 60  # after which a check that asks others is given up
 
 
@@ -42,7 +44,7 @@ def main():
     if all(map(importlib.util.find_spec, NEEDED)):
         if not gpus():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        run = settings_of(words) if words else None
+        run = settings_of(os.path.join(ROOT, "train_deepspeed.py"), words) if words else None
         ranks = args.num_gpus or gpus() or 1
         checks = [pytorch, driver, nvcc, compiler, operations, lambda: cards(args.num_gpus), lambda: exchange(ranks),
                   host_memory, shared_memory, limits, lambda: disk(run), lambda: datasets(run), lambda: weights(run),
@@ -379,15 +381,6 @@ def port():
         taken = s.connect_ex(("127.0.0.1", number)) == 0
     yield (WARN if taken else OK, f"port {number}", "taken" if taken else "free",
            "torchrun --standalone, or --master_port=29501" if taken else "")
-
-
-def settings_of(words):
-    """The settings that train_deepspeed.py takes from these words; its own sentence and exit code for a mistake."""
-    done = subprocess.run([sys.executable, os.path.join(ROOT, "train_deepspeed.py"), *words, "--print_settings"],
-                          stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(done.returncode)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def plan(words, ranks, rows):

@@ -260,6 +260,7 @@ if rank == 0 and not eval_only:  # the output folder, now that nothing else can 
         checkpoint.name_latest(out_dir)
         metrics.trim_history(out_dir, iter_num if run.tag else -1)
         record = metrics.run_record(ROOT, settings, world_size, device)
+        record["memory_plan"] = fit.parts(run, settings, world_size, batch_size, local_sums=run.local_sums)
         checkpoint.write_atomically(os.path.join(out_dir, "settings.json"), json.dumps(record, indent=1))
     except OSError as error:
         problems = [f"{error.filename or out_dir} cannot be written ({error.strerror}): mend that, or choose another "

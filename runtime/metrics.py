@@ -19,6 +19,9 @@ PEAK_TFLOPS = {
 }  # fmt: skip
 
 
+DIFF = 200_000  # characters that are kept of what differs from the commit
+
+
 def peak_flops(device):
     """The device's peak in FLOP/s, or None where we know none: then MFU is n/a."""
     if torch.device(device).type != "cuda":
@@ -119,24 +122,28 @@ def shown_names(record):
     return {names[key]: value for key, value in record.items() if key in names and value is not None}
 
 
-def git_commit(root):
-    """The project's commit, with '+' where files differ from it; None outside git."""
-    def git(*args):
-        return subprocess.run(["git", "-C", root, *args], capture_output=True, text=True, check=True).stdout.strip()
-
+def git(root, *args):
+    """What a git command says of the project; None outside git."""
     try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
+        return subprocess.run(["git", "-C", root, *args], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError, UnicodeDecodeError):
         return None
 
 
+def git_commit(root):
+    """The project's commit, with '+' where files differ from it; None outside git."""
+    commit = git(root, "rev-parse", "HEAD")
+    return commit and commit + ("+" if git(root, "status", "--porcelain", "--untracked-files=no") else "")
+
+
 def run_record(root, settings, world_size, device):
-    """How this run is made: command, settings, versions, hardware, commit."""
+    """How this run is made: command, settings, versions, hardware, commit and what differs from it."""
     cuda = torch.device(device).type == "cuda"
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(sys.argv),
         "commit": git_commit(root),
+        "git_diff": (git(root, "diff", "HEAD") or "")[:DIFF],
         "settings": settings,
         "world_size": world_size,
         "hardware": torch.cuda.get_device_name(device) if cuda else f"{os.cpu_count()} CPU cores, {platform.machine()}",

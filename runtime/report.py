@@ -6,10 +6,11 @@ import os
 import statistics
 from html import escape
 
-from bench import settings_of
+from configurator import settings_of
 from runtime.checkpoint import CheckpointError, find_tag, tags
 from runtime.save import human
 
+SCRIPT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "train_deepspeed.py")
 NONE = "–"
 HTML = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -129,7 +130,7 @@ def part(run, key):
 
 def settings_rows(runs):
     """[name, value in each run, default] of the settings that are not the default in all runs."""
-    defaults, rows = settings_of([]), []
+    defaults, rows = settings_of(SCRIPT, []), []
     used = [part(run, "settings") for run in runs.values()]
     for name in dict.fromkeys([*defaults, *(name for settings in used for name in settings)]):
         values = [repr(settings[name]) if name in settings else NONE for settings in used]

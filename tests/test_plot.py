@@ -118,7 +118,9 @@ def test_the_report_tells_the_best_losses_and_what_else_there_is(compared):
     names = [str(run.out_dir) for run in runs]
     assert [cells for _, cells in page.rows if cells == ["", *names]]
     assert [tag for tag, _ in page.elements].count("svg") == len(plot.PANELS) == 6
-    assert page.row("together, without CUDA and NCCL")[1] == ["–", "4.25 GB"]
+    planned = sum(json.loads((compared.a.out_dir / "settings.json").read_text())["memory_plan"].values())
+    assert 5e5 < planned < 2e6  # 27,392 parameters
+    assert page.row("together, without CUDA and NCCL")[1] == [f"{planned / 1e6:.2f} MB", "4.25 GB"]
     assert "+x <= y" in page.texts
 
 
