@@ -37,6 +37,9 @@ on_save_error: Literal["stop", "continue"] = "stop"  # when a tag cannot be save
 overwrite = False  # give up the run that out_dir holds
 dry_run = False  # check everything, show the run and what memory it would take, and stop before it
 gpu_gb: float | str | None = None  # with dry_run: reckon for a card of so many GB, or of this name (A100, 4090, ...)
+sample_interval = 0  # iterations between texts from the current weights, printed and recorded; 0: none
+sample_start = "\n"  # what they begin with
+sample_tokens = 100  # how long they are
 # Start
 init_from = "gpt2-xl"  # scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a folder of weights; resume: go on with the
 # run in out_dir; auto: go on if there is one, else begin with what the configuration says
@@ -102,7 +105,7 @@ import numpy as np
 import torch
 
 from model import GPT, Block
-from runtime import checkpoint, ds_config, fit, fused, guards, leave, metrics, replay
+from runtime import checkpoint, ds_config, fit, fused, guards, leave, metrics, replay, samples
 from runtime.adamw import step_in_one_pass
 from runtime.batches import eval_batches, train_batches
 from runtime.bins import DTYPES
@@ -326,6 +329,14 @@ def log(record):
     metrics.tell(loggers, record)
 
 
+def write_sample():
+    """Print and record a text from the weights as they are."""
+    encode, decode = run.tokenizer
+    text = decode(samples.write(engine, encode(sample_start), sample_tokens, (seed + iter_num) % 2**63, device))
+    print0(f"sample of iteration {iter_num}: {text}")
+    log({"iter": iter_num, "sample": text})
+
+
 def finished():
     """Whether all iterations are made, or patience has run out."""
     return iter_num >= max_iters or (patience is not None and stale >= patience)
@@ -449,6 +460,10 @@ while not finished() and not eval_only and exit_code is None:
         if improved or always_save_checkpoint or finished():
             save(improved)
             saved = True
+        t0, since = time.time(), iter_num
+
+    if sample_interval and iter_num % sample_interval == 0:
+        write_sample()
         t0, since = time.time(), iter_num
 
     exit_code, failed = watch.together(saver.problem)  # all ranks take the same way

@@ -13,11 +13,13 @@ from model import GPT, PRETRAINED, GPTConfig, WeightsError, fetch_from_hub, read
 from runtime import ds_config
 from runtime.bins import DatasetError, check_dataset
 from runtime.checkpoint import CheckpointError, find_tag, newer_tags, newest_first, newest_tag
+from runtime.fetch import FetchError
 from runtime.fit import ROOM, card, parts
 from runtime.fused import fits
 from runtime.kernels import runs_on
 from runtime.memory import available, evaluation, largest_batch
 from runtime.save import existing_folder, free_bytes, human, space_problem, tag_bytes
+from runtime.tokenizer import tokenizer_of
 
 SHAPE = ("n_layer", "n_head", "n_embd", "bias")
 
@@ -34,15 +36,15 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
     def attempt(step, *args):
         try:
             return step(*args)
-        except (ds_config.ConfigError, DatasetError, CheckpointError, WeightsError, ValueError) as error:
+        except (ds_config.ConfigError, DatasetError, CheckpointError, WeightsError, FetchError, ValueError) as error:
             problems.append(str(error))
 
     for name in ("batch_size", "gradient_accumulation_steps", "block_size", "eval_interval", "eval_iters",
                  "log_interval", "patience"):
         if s[name] is not None and s[name] < 1:
             problems.append(f"{name}={s[name]} must be at least 1")
-    for name in ("keep_last", "max_iters", "max_bad_steps", "warmup_iters", "learning_rate", "grad_clip",
-                 "weight_decay"):
+    for name in ("keep_last", "max_iters", "max_bad_steps", "sample_interval", "sample_tokens", "warmup_iters",
+                 "learning_rate", "grad_clip", "weight_decay"):
         if s[name] < 0:
             problems.append(f"{name}={s[name]} must not be negative")
     for name, value in s.items():
@@ -106,6 +108,8 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
                             "choose another --out_dir=DIR, or give it up with --overwrite=True")
     if not s["eval_only"]:
         attempt(check_writable, s["out_dir"])
+    if run.meta and s["sample_interval"]:
+        attempt(check_sample, run, s)
     if run.model and s["fp8"]:
         attempt(check_fp8, run)
     if run.model and run.config and (reckoned or not problems):
@@ -144,6 +148,14 @@ def pick_compile(asked, device):
     elif not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
         why = "Triton needs Python's headers (python3-dev), and they are not there"
     return why is None, f"not compiled: {why}" if why and (asked is True or device == "cuda") else None
+
+
+def check_sample(run, s):
+    """Set run.tokenizer; ValueError or FetchError where no text can be made."""
+    run.tokenizer = encode, _ = tokenizer_of(run.meta["tokenizer"])
+    n = len(encode(s["sample_start"]))
+    if not 1 <= n <= s["block_size"]:
+        raise ValueError(f"sample_start has {n} tokens: 1 to block_size={s['block_size']} are wanted")
 
 
 def check_fp8(run):

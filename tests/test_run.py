@@ -539,6 +539,24 @@ def test_a_file_that_cannot_be_checked_is_not_read(one_rank, tmp_path):
     assert told.startswith(str(file)) and not (tmp_path / "mark").exists()
 
 
+# Samples while training
+
+
+@pytest.mark.parametrize("options", [(), (stage(3),)], ids=["stage 2", "stage 3"])
+def test_samples_while_training_leave_the_losses_alone(train, options):
+    """With dropout, on two ranks: 12 characters after each second iteration, losses to the last bit as without."""
+    args = ("--dropout=0.1", "--max_iters=5", "--eval_interval=5", *options)
+    with_samples = ("--sample_interval=2", "--sample_start=the ", "--sample_tokens=12")
+    plain, sampled = at_once(lambda: train(*args, ranks=2, launcher="torchrun"),
+                             lambda: train(*args, *with_samples, ranks=2, launcher="torchrun"))
+    assert done(sampled).losses == done(plain).losses and sampled.evals == plain.evals
+    texts = {r["iter"]: r["sample"] for r in sampled.history if "sample" in r}
+    assert list(texts) == [2, 4] and texts[2] != texts[4]
+    for it, text in texts.items():
+        assert text.startswith("the ") and len(text) == 16 and set(text) <= set(CHARS)
+        assert f"sample of iteration {it}: {text}" in sampled.stdout
+
+
 # wandb
 
 
