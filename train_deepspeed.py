@@ -109,7 +109,18 @@ from runtime import checkpoint, ds_config, fit, fused, guards, leave, metrics, r
 from runtime.adamw import step_in_one_pass
 from runtime.batches import eval_batches, train_batches
 from runtime.bins import DTYPES
-from runtime.dist import environment, everyones, part, print0, quiet, refuse, refuse_together, total
+from runtime.dist import (
+    end_progress,
+    environment,
+    everyones,
+    part,
+    print0,
+    quiet,
+    refuse,
+    refuse_together,
+    show_progress,
+    total,
+)  # fmt: skip
 from runtime.gradients import shorten
 from runtime.kernels import runs_on
 from runtime.preflight import check_run, describe_run
@@ -422,6 +433,7 @@ batches = train_batches(tokens["train"], iter_num, rank, world_size, settings, r
 peak = metrics.peak_flops(device)
 engine.train()
 first_iter, exit_code, bad_steps, norms = iter_num, None, 0, guards.Norms()
+update_bar = show_progress(max_iters, iter_num) if not eval_only and not finished() else None
 t0, since = time.time(), iter_num
 while not finished() and not eval_only and exit_code is None:
     try:
@@ -444,6 +456,7 @@ while not finished() and not eval_only and exit_code is None:
         if run.dtype == "float16":
             record["loss_scale"] = engine.optimizer.loss_scaler.cur_scale
         print0(metrics.step_line(record))
+        update_bar(iter_num, f"loss {mean_loss:.4f}")
         log(record)
         if since == first_iter:
             print0(f"first step {time.time() - _started:.1f} s after the start")
@@ -477,6 +490,7 @@ while not finished() and not eval_only and exit_code is None:
         if not saved:
             save(False)
 
+end_progress()
 look_at_saves()
 if stale and finished() and iter_num < max_iters and not eval_only:
     print0(f"no better validation loss in {stale} evaluations: stopped early at iteration {iter_num}; "

@@ -9,13 +9,37 @@ import threading
 import time
 
 RANK = int(os.environ.get("RANK", 0))
+BAR = []  # the progress bar, while there is one
 PARTING = threading.Event()  # set when a rank that ends has not died
 
 
 def print0(*args):
-    """Print on rank 0 alone, at once."""
-    if RANK == 0:
+    """Print on rank 0 alone, at once; above the progress bar, if there is one."""
+    if RANK == 0 and BAR:
+        BAR[0].write(" ".join(map(str, args)), file=sys.stdout)
+    elif RANK == 0:
         print(*args, flush=True)
+
+
+def show_progress(total, done):
+    """From now on, a bar below what rank 0 prints, where that is a terminal. Returns update(steps made, words)."""
+    if RANK or not sys.stdout.isatty():
+        return lambda made, words: None
+    from tqdm import tqdm
+
+    BAR.append(tqdm(total=total, initial=done, unit="step", file=sys.stdout, dynamic_ncols=True, smoothing=0.1,
+                    bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}, {remaining} left{postfix}"))
+
+    def update(made, words):
+        BAR[0].set_postfix_str(words, refresh=False)
+        BAR[0].update(made - BAR[0].n)
+
+    return update
+
+
+def end_progress():
+    while BAR:
+        BAR.pop().close()
 
 
 def quiet():

@@ -3,13 +3,16 @@
 Most tests look at the same few runs, which the module's fixtures make once.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import pty
 import re
 import shutil
 import signal
 import subprocess
+import termios
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -537,6 +540,27 @@ def test_a_file_that_cannot_be_checked_is_not_read(one_rank, tmp_path):
     file = plant(out_dir, tmp_path / "mark", "mp_rank_00_model_states.pt", True, _use_new_zipfile_serialization=False)
     (told,) = damages(out_dir / "iter_6", manifest(out_dir, "iter_6")["files"])
     assert told.startswith(str(file)) and not (tmp_path / "mark").exists()
+
+
+# On a terminal
+
+
+def test_a_terminal_shows_a_bar_below_the_lines(characters, tmp_path):
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (24, 100))
+    command = command_line(ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out",
+                           launcher="python")
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave)
+    os.close(slave)
+    told = b""
+    with contextlib.suppress(OSError):  # the terminal's other end has gone
+        while piece := os.read(master, 4096):
+            told += piece
+    assert process.wait() == 0
+    told = told.decode()
+    assert re.search(r"100% \|.+\| 4/4, 00:00 left, loss \d\.\d{4}", told), told[-2000:]
+    assert [int(n) for n in re.findall(r"iter (\d+): loss", told)] == [1, 2, 3, 4]
+    assert "step 2: train loss" in told and "saved iter_4" in told
 
 
 # Samples while training
