@@ -105,22 +105,11 @@ import numpy as np
 import torch
 
 from model import GPT, Block
-from runtime import checkpoint, ds_config, fit, fused, guards, leave, metrics, replay, samples
+from runtime import checkpoint, dist, ds_config, fit, fused, guards, leave, metrics, replay, samples
 from runtime.adamw import step_in_one_pass
 from runtime.batches import eval_batches, train_batches
 from runtime.bins import DTYPES
-from runtime.dist import (
-    end_progress,
-    environment,
-    everyones,
-    part,
-    print0,
-    quiet,
-    refuse,
-    refuse_together,
-    show_progress,
-    total,
-)  # fmt: skip
+from runtime.dist import environment, part, print0, quiet, refuse, refuse_together, total
 from runtime.gradients import shorten
 from runtime.kernels import runs_on
 from runtime.preflight import check_run, describe_run
@@ -165,10 +154,8 @@ deepspeed.utils.logger.setLevel("WARNING")
 deepspeed.init_distributed(dist_backend=backend if backend != "auto" else {"cuda": "nccl", "cpu": "gloo"}[run.device],
                            verbose=False)
 watch = leave.Watch(signals=not eval_only)
-found = everyones([f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps} "
-                   f"--dtype={run.dtype} --compile={run.compile}"])
-refuse_together([f"the ranks' machines differ in what 'auto' is there: {', or '.join(found)}; say one of them"]
-                if len(found) > 1 else [])
+dist.agree(f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps} "
+           f"--dtype={run.dtype} --compile={run.compile}")
 
 # -----------------------------------------------------------------------------
 # The output folder: ours alone from here on, and the tag to go on from
@@ -253,25 +240,13 @@ if run.tag:
     stale = state.get("stale", 0)
 
 loggers, problems = {}, []
-if rank == 0 and wandb_log:
-    wandb_run, problems = metrics.start_wandb(settings, wandb_id)
-    if wandb_run:
-        wandb_id, loggers["wandb"] = wandb_run.id, lambda names, step: wandb_run.log(names, step=step)
-if rank == 0 and tensorboard_log and not problems and not eval_only:
-    writer, problems = metrics.start_tensorboard(out_dir, iter_num)
-    if writer:
-        loggers["TensorBoard"] = lambda names, step: [writer.add_scalar(name, names[name], step) for name in names]
+if rank == 0:
+    loggers, wandb_id, problems = metrics.start_loggers(settings, wandb_id, iter_num)
 refuse_together(problems)
 if rank == 0 and not eval_only:  # the output folder, now that nothing else can be refused any more
     try:
         watch.heed(os.path.join(out_dir, "STOP"))
-        checkpoint.tidy(out_dir)
-        for tag in passed_over:
-            checkpoint.set_aside(out_dir, tag)
-        if overwrite:
-            for tag in checkpoint.newer_tags(out_dir, iter_num if run.tag else -1):
-                checkpoint.remove(out_dir, tag)
-        checkpoint.name_latest(out_dir)
+        checkpoint.make_ready(out_dir, iter_num if run.tag else -1, passed_over, overwrite)
         metrics.trim_history(out_dir, iter_num if run.tag else -1)
         record = metrics.run_record(ROOT, settings, world_size, device)
         record["memory_plan"] = fit.parts(run, settings, world_size, batch_size, local_sums=run.local_sums)
@@ -402,19 +377,12 @@ def step(batches):
 
 
 def look_at_step(loss):
-    """Tell of a step that was skipped or had a norm far above the others; returns whether it counts as a bad one."""
-    grad_norm = getattr(engine.optimizer, "seen_norm", engine.get_global_grad_norm())
-    times = norms.add(None if grad_norm is None else float(grad_norm))
-    why = f"the gradient norm {float(grad_norm):.3g} is {times:.0f} times the median before it" if times else None
-    if not engine.was_step_applied():  # by the sum over all ranks, so they all come here
-        told = guards.look_at_loss(loss, iter_num - 1, tokens["train"], settings, run.meta, rank, world_size)
-        if not told and not why and run.dtype == "float16":  # the loss scale looks for its place
-            return False
-        why = f"{told or why or 'the gradient is not finite'}; skipped"
+    """Tell of a step that was skipped or stands out; returns whether it counts as a bad one."""
+    bad, why = guards.look_at_step(engine, norms, loss, iter_num, tokens["train"], settings, run, rank, world_size)
     if why:
         print0(f"iteration {iter_num}: {why}")
         log({"iter": iter_num, "trouble": why})
-    return not engine.was_step_applied()
+    return bad
 
 
 # -----------------------------------------------------------------------------
@@ -433,7 +401,7 @@ batches = train_batches(tokens["train"], iter_num, rank, world_size, settings, r
 peak = metrics.peak_flops(device)
 engine.train()
 first_iter, exit_code, bad_steps, norms = iter_num, None, 0, guards.Norms()
-update_bar = show_progress(max_iters, iter_num) if not eval_only and not finished() else None
+update_bar = dist.show_progress(max_iters, iter_num) if not eval_only and not finished() else None
 t0, since = time.time(), iter_num
 while not finished() and not eval_only and exit_code is None:
     try:
@@ -490,15 +458,12 @@ while not finished() and not eval_only and exit_code is None:
         if not saved:
             save(False)
 
-end_progress()
+dist.end_progress()
 look_at_saves()
 if stale and finished() and iter_num < max_iters and not eval_only:
     print0(f"no better validation loss in {stale} evaluations: stopped early at iteration {iter_num}; "
            "a larger --patience goes on")
-if "wandb" in loggers:
-    wandb_run.finish()
-if "TensorBoard" in loggers:
-    writer.close()
+metrics.close(loggers)
 exit_code = 0 if finished() else exit_code or 0
 part(exit_code)
 if exit_code:

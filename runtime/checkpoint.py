@@ -199,6 +199,18 @@ def lock(out_dir):
     return file
 
 
+def make_ready(out_dir, iter_num, passed_over, overwrite):
+    """Clear the folder of a run that goes on after iteration iter_num, or begins with -1: leftovers of what was killed
+    go, tags that were passed over are set aside, and with overwrite newer ones go."""
+    tidy(out_dir)
+    for tag in passed_over:
+        set_aside(out_dir, tag)
+    if overwrite:
+        for tag in newer_tags(out_dir, iter_num):
+            remove(out_dir, tag)
+    name_latest(out_dir)
+
+
 def tidy(out_dir):
     """Clear away what a run that was killed while saving has left; a tag that was just being replaced comes back, and
     a folder of a tag's name without a manifest is set aside."""

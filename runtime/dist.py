@@ -75,6 +75,13 @@ def refuse_together(problems):
         refuse("\n".join(found))
 
 
+def agree(choice):
+    """Refuse unless all ranks say the same, settings as they are typed. All ranks call it."""
+    found = everyones([choice])
+    refuse_together([f"the ranks' machines differ in what 'auto' is there: {', or '.join(found)}; say one of them"]
+                    if len(found) > 1 else [])
+
+
 def environment(dry_run=False):
     """(rank, local_rank, world_size, ranks on this machine) as torchrun and deepspeed give them; without a launcher,
     one process, with what torch.distributed needs filled in. A dry run pretends to the ranks that WORLD_SIZE names."""

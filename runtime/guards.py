@@ -16,6 +16,20 @@ SHOWN = 4  # sequences of a rank that are named, and tokens of each are SHOWN * 
 FULL = "scale already at minimum"  # in the words with which DeepSpeed gives up float16
 
 
+def look_at_step(engine, norms, loss, iter_num, tokens, settings, run, rank, world_size):
+    """(whether the step that made `iter_num` counts as a bad one, what there is to tell of it or None). All ranks call
+    it, and those where a step was not made are all of them: the norm is of the sum over the ranks."""
+    grad_norm = getattr(engine.optimizer, "seen_norm", engine.get_global_grad_norm())
+    times = norms.add(None if grad_norm is None else float(grad_norm))
+    why = f"the gradient norm {float(grad_norm):.3g} is {times:.0f} times the median before it" if times else None
+    if engine.was_step_applied():
+        return False, why
+    told = look_at_loss(loss, iter_num - 1, tokens, settings, run.meta, rank, world_size) or why
+    if not told and run.dtype == "float16":  # the loss scale looks for its place
+        return False, None
+    return True, f"{told or 'the gradient is not finite'}; skipped"
+
+
 def look_at_loss(loss, iter_num, tokens, settings, meta, rank, world_size):
     """Why the step after `iter_num` finished ones was not made, as a sentence that names the ranks whose loss is not
     finite and where in the data their sequences begin. All ranks call it. None where all losses are finite."""

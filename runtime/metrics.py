@@ -75,8 +75,25 @@ def trim_history(out_dir, iter_num):
         os.replace(path + ".tmp", path)
 
 
+def start_loggers(settings, wandb_id, iter_num):
+    """({name: (log(names, iter_num), close())}, the wandb run's id, to be kept for resuming, why one does not start):
+    those that the settings ask for."""
+    loggers, problems = {}, []
+    if settings["wandb_log"]:
+        wandb_run, problems = start_wandb(settings, wandb_id)
+        if wandb_run:
+            wandb_id = wandb_run.id
+            loggers["wandb"] = lambda names, step: wandb_run.log(names, step=step), wandb_run.finish
+    if settings["tensorboard_log"] and not settings["eval_only"] and not problems:
+        writer, problems = start_tensorboard(settings["out_dir"], iter_num)
+        if writer:
+            loggers["TensorBoard"] = lambda names, step: [writer.add_scalar(*item, step) for item in names.items()], (
+                writer.close)
+    return loggers, wandb_id, problems
+
+
 def start_wandb(settings, run_id=None):
-    """(a wandb run, whose id is to be kept for resuming, or None; why there is none). Nobody imports wandb but this."""
+    """(a wandb run or None; why there is none). Nobody imports wandb but this."""
     try:
         import wandb
 
@@ -88,8 +105,8 @@ def start_wandb(settings, run_id=None):
 
 
 def start_tensorboard(out_dir, iter_num):
-    """(a SummaryWriter into out_dir/tensorboard, where a resumed run hides what lies after iter_num; why there is
-    none)."""
+    """(a SummaryWriter into out_dir/tensorboard or None; why there is none). A resumed run hides what lies after
+    iter_num."""
     try:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -100,15 +117,23 @@ def start_tensorboard(out_dir, iter_num):
 
 
 def tell(loggers, record):
-    """A record to each of {name: function(names, iter_num)}. One that fails is told of and left out from then on:
-    training is worth more."""
+    """A record to each logger. One that fails is told of and left out from then on: training is worth more."""
     names = shown_names(record)
-    for name, log in list(loggers.items()):
+    for name, (log, _) in list(loggers.items()):
         try:
             log(names, record["iter"])
         except Exception as error:  # theirs, of every kind
             print(f"{name} fails and is left out from here on: {type(error).__name__}: {error}", flush=True)
             del loggers[name]
+
+
+def close(loggers):
+    """Let each logger finish what it has begun."""
+    for name, (_, end) in loggers.items():
+        try:
+            end()
+        except Exception as error:
+            print(f"{name} did not end well: {type(error).__name__}: {error}", flush=True)
 
 
 def shown_names(record):

@@ -22,7 +22,7 @@ from conftest import CHARS, EIGHT, ROOT, SMALL, command_line, done, launch, read
 
 from model import GPT, GPTConfig
 from runtime.checkpoint import cache_path, damages, describe, find_tag, fp32_weights, prune, sealed, tags, tidy
-from runtime.metrics import tell
+from runtime.metrics import close, tell
 
 SIX = ("--max_iters=6", "--eval_interval=3", "--lr_schedule=linear", "--lr_decay_iters=4", "--min_lr=2e-4")
 IMPORTS = re.compile(r"^import time: +\d+ \| +\d+ \| +(\S+)$", re.M)  # of python -X importtime
@@ -620,11 +620,15 @@ def test_tensorboard_goes_on_over_a_resume_without_doubles(train):
 
 def test_a_logger_that_fails_is_left_out_and_training_goes_on(capsys):
     told = []
-    loggers = {"bad": lambda names, step: 1 / 0, "good": lambda names, step: told.append((names, step))}
+    loggers = {"bad": (lambda names, step: 1 / 0, None),
+               "good": (lambda names, step: told.append((names, step)), lambda: 1 / 0)}
     tell(loggers, {"iter": 1, "loss": 2.0})
     tell(loggers, {"iter": 2, "loss": 1.5, "trouble": "words are not curves"})
     assert told == [({"train/iter": 1, "train/loss": 2.0}, 1), ({"train/iter": 2, "train/loss": 1.5}, 2)]
-    assert capsys.readouterr().out.count("bad fails and is left out from here on: ZeroDivisionError") == 1
+    close(loggers)
+    words = capsys.readouterr().out
+    assert words.count("bad fails and is left out from here on: ZeroDivisionError") == 1
+    assert words.count("good did not end well: ZeroDivisionError") == 1
 
 
 def test_wandb_that_does_not_start_costs_nothing(train, one_rank, tmp_path):
