@@ -21,7 +21,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import sysconfig
 
 from configurator import settings_of
 
@@ -155,14 +154,11 @@ def nvcc():
 
 
 def compiler():
-    found = next((c for c in (os.environ.get("CC", "cc"), "gcc", "clang") if shutil.which(c)), None)
-    headers = os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h"))
-    if found and headers:
-        yield OK, "C compiler", found, ""
-    else:
-        lacking = "no C compiler" if not found else "Python's headers are missing"
-        yield WARN, "C compiler", f"{lacking}: on GPUs nothing is compiled, a third slower", (
-            "apt install gcc python3-dev, or the like")
+    from runtime.preflight import lacks_compiler
+
+    why = lacks_compiler()
+    yield (WARN, "C compiler", f"{why}: on GPUs nothing is compiled, and steps are slower",
+           "apt install gcc python3-dev, or the like") if why else (OK, "C compiler", "there, and Python's headers", "")
 
 
 def operations():

@@ -249,7 +249,7 @@ if rank == 0 and not eval_only:  # the output folder, now that nothing else can 
         checkpoint.make_ready(out_dir, iter_num if run.tag else -1, passed_over, overwrite)
         metrics.trim_history(out_dir, iter_num if run.tag else -1)
         record = metrics.run_record(ROOT, settings, world_size, device)
-        record["memory_plan"] = fit.parts(run, settings, world_size, batch_size, local_sums=run.local_sums)
+        record["memory_plan"] = fit.planned(run, settings, world_size)
         checkpoint.write_atomically(os.path.join(out_dir, "settings.json"), json.dumps(record, indent=1))
     except OSError as error:
         problems = [f"{error.filename or out_dir} cannot be written ({error.strerror}): mend that, or choose another "
@@ -363,14 +363,14 @@ def step(batches):
     lr = get_lr(iter_num)
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
+    if skip_spikes:
+        engine.optimizer.norm_limit = norms.limit()
     loss_sum, waited = torch.zeros((), device=device), 0.0
     for _ in range(gradient_accumulation_steps):
         t = time.perf_counter()
         x, y = next(batches)
         waited += time.perf_counter() - t
         loss_sum += micro_step(x, y)
-        if skip_spikes:
-            engine.optimizer.norm_limit = norms.limit()
         engine.step()
     ds_config.grow_loss_scale(engine)
     return loss_sum / gradient_accumulation_steps, waited

@@ -19,7 +19,7 @@ WIDTH = 40  # characters of the picture's bar
 
 def card(asked):
     """(bytes of memory, precision) of the card that gpu_gb names, or has the GB of; ValueError if it is unknown."""
-    name = str(asked).upper().removeprefix("RTX ").removeprefix("NVIDIA ")
+    name = str(asked).upper().removeprefix("NVIDIA ").removeprefix("RTX ")
     if isinstance(asked, str) and name not in CARDS:
         raise ValueError(f"gpu_gb={asked} is neither a number of GB nor one of {', '.join(CARDS)}")
     gigabytes = CARDS[name] if isinstance(asked, str) else asked
@@ -28,9 +28,14 @@ def card(asked):
     return int(gigabytes * 1e9), "float16" if name in OLD else "bfloat16"
 
 
+def planned(run, s, world_size):
+    """The plan of a run as it stands: bytes by what they hold."""
+    return parts(run, s, world_size, run.batch_size, local_sums=run.local_sums)
+
+
 def tensors(run, s, world_size):
     """Bytes of PyTorch's tensors at the peak, by the plan: what torch.cuda.max_memory_allocated is to show."""
-    found = parts(run, s, world_size, run.batch_size, local_sums=run.local_sums)
+    found = planned(run, s, world_size)
     return sum(found.values()) - found.get("CUDA and NCCL", 0)
 
 
@@ -66,12 +71,12 @@ def picture(title, found, room):
 
 def slowness(batch_size, recompute, preset):
     """The time of a step, in units of the fastest setting's; None with offload, which has not been measured. From GPT-2
-    XL on H200 (RESULTS.md): 593 ms at 32 x 1, 617 at 16, 657 at 8, 910 at 1; ZeRO-3 1.12 times as long at 32 and
-    2.3 at 8, where it waits for the CPU; recomputation a third more."""
+    XL on H200 (RESULTS.md): 593 ms at 32 x 1, 617 at 16, 657 at 8, 910 at 1; ZeRO-3 1.12 times as long at 32, 1.53 at
+    16 and 2.3 at 8, where it waits for the CPU. Recomputation, a third more products, has not been measured."""
     if "offload" in preset:
         return None
-    time = (585 + 320 / batch_size) / 595 * (4 / 3 if recompute else 1)
-    return time * (1.12 + 10 / batch_size**1.03 if "zero3" in preset else 1)
+    time = (525 + 385 / math.sqrt(batch_size)) / 593 * (4 / 3 if recompute else 1)
+    return time * (1.12 + max(0.0, 12.3 / batch_size - 0.35) if "zero3" in preset else 1)
 
 
 def nearest_settings(run, s, world_size, root, most=5):
@@ -110,8 +115,7 @@ def without(argv, *names):
 
 def too_much(run, s, world_size, root, argv):
     """Lines that tell what to type instead of a run that does not fit; [] if it does. argv: its arguments."""
-    planned = parts(run, s, world_size, run.batch_size, local_sums=run.local_sums)
-    if sum(planned.values()) <= ROOM * run.room:
+    if sum(planned(run, s, world_size).values()) <= ROOM * run.room:
         return []
     choices = nearest_settings(run, s, world_size, root)
     if not choices:
@@ -127,17 +131,16 @@ def too_much(run, s, world_size, root, argv):
 
 
 def run_out(run, s, world_size, root, argv):
-    """What to type after memory has run out: settings that the plan gives a tenth less than these at least."""
-    planned = sum(parts(run, s, world_size, run.batch_size, local_sums=run.local_sums).values())
-    run.room = planned - 1
+    """What to type after memory has run out: settings that fit by the plan and take a tenth less than these."""
+    taken = sum(planned(run, s, world_size).values())
+    run.room = min(run.room, taken - 1)
     lines = too_much(run, s, world_size, root, argv)
-    return "\n".join([f"out of memory; by the plan this run takes {human(planned)} on each GPU, and others may use "
+    return "\n".join([f"out of memory; by the plan this run takes {human(taken)} on each GPU, and others may use "
                       "it (nvidia-smi).", *lines])
 
 
 def report(run, s, world_size, local_world_size, root, argv):
     """The plan as text: what a GPU and the host would hold, and where it does not fit, what would."""
-    mine = parts(run, s, world_size, run.batch_size, local_sums=run.local_sums)
-    lines = picture("each GPU" if run.device == "cuda" else "each rank", mine, run.room)
+    lines = picture("each GPU" if run.device == "cuda" else "each rank", planned(run, s, world_size), run.room)
     lines += picture("host", host_parts(run, run.config, local_world_size, world_size, s["keep_last"] > 0), None)
     return "\n".join(lines + too_much(run, s, world_size, root, argv))

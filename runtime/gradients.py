@@ -51,8 +51,9 @@ def shorten(engine, local_sums=False):
         parts = [torch.linalg.vector_norm(group.flat_partition) for group in optimizer.averaged_gradients.values()]
         squared = torch.stack(parts).square().sum()
         dist.all_reduce(squared, group=optimizer.dp_process_group)
-        optimizer.seen_norm = squared.sqrt()  # DeepSpeed tells of a skipped step's as infinite
-        return optimizer.seen_norm
+        size = squared.sqrt()
+        optimizer.seen_norm = size / optimizer.loss_scale  # DeepSpeed tells of a skipped step's as infinite
+        return size
 
     def norm_or_infinite(norm_type=2):
         size = found.pop() if found else norm()

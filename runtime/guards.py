@@ -13,7 +13,6 @@ from runtime.tokenizer import tokenizer_of
 BEFORE = 50  # norms that a new one is held against; fewer than 20 tell nothing
 SPIKE = 6  # times their median
 SHOWN = 4  # sequences of a rank that are named, and tokens of each are SHOWN * 4
-FULL = "scale already at minimum"  # in the words with which DeepSpeed gives up float16
 
 
 def look_at_step(engine, norms, loss, iter_num, tokens, settings, run, rank, world_size):

@@ -10,6 +10,8 @@ import sys
 
 import torch
 
+from runtime.dist import print0
+
 # Dense half-precision peak in TFLOP/s (bf16 where the card has it, else fp16), from the vendor's datasheets. The first
 # name found in the device's name counts, so the longer ones stand first.
 PEAK_TFLOPS = {
@@ -17,8 +19,6 @@ PEAK_TFLOPS = {
     "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "V100": 125, "T4": 65, "RTX 3090": 71, "RTX 4090": 165,
     "RTX 5090": 210,
 }  # fmt: skip
-
-
 DIFF = 200_000  # characters that are kept of what differs from the commit
 
 
@@ -123,7 +123,7 @@ def tell(loggers, record):
         try:
             log(names, record["iter"])
         except Exception as error:  # theirs, of every kind
-            print(f"{name} fails and is left out from here on: {type(error).__name__}: {error}", flush=True)
+            print0(f"{name} fails and is left out from here on: {type(error).__name__}: {error}")
             del loggers[name]
 
 
@@ -133,7 +133,7 @@ def close(loggers):
         try:
             end()
         except Exception as error:
-            print(f"{name} did not end well: {type(error).__name__}: {error}", flush=True)
+            print0(f"{name} did not end well: {type(error).__name__}: {error}")
 
 
 def shown_names(record):

@@ -143,10 +143,8 @@ def pick_compile(asked, device):
     why = None
     if device == "cpu":
         why = "it needs a compiler and pays on GPUs only"
-    elif not any(shutil.which(c) for c in (os.environ.get("CC", "cc"), "gcc", "clang")):
-        why = "Triton needs a C compiler, and there is none"
-    elif not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
-        why = "Triton needs Python's headers (python3-dev), and they are not there"
+    else:
+        why = lacks_compiler()
     return why is None, f"not compiled: {why}" if why and (asked is True or device == "cuda") else None
 
 
@@ -166,6 +164,15 @@ def check_fp8(run):
         raise ValueError("fp8=True needs our kernels: leave dtype and compile on auto; a C compiler must be there")
     if not fits(run.model) or run.model.n_embd % 16:
         raise ValueError("fp8=True needs --dropout=0, biases, and n_embd a multiple of 16 up to 4,096")
+
+
+def lacks_compiler():
+    """Why nothing can be compiled for a GPU here, or None."""
+    if not any(shutil.which(c) for c in (os.environ.get("CC", "cc"), "gcc", "clang")):
+        return "Triton needs a C compiler, and there is none"
+    if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
+        return "Triton needs Python's headers (python3-dev), and they are not there"
+    return None
 
 
 def check_start(run, s):

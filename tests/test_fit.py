@@ -1,12 +1,13 @@
 """The memory plan as a user meets it: --dry_run, cards that are not here, and settings that fit instead."""
 
+import json
 import re
 import time
 
 import pytest
 from conftest import ROOT, SMALL, launch
 
-from runtime.fit import CARDS, without
+from runtime.fit import CARDS, slowness, without
 
 XL = ("config/xl_shakespeare.py", "--dry_run=True")
 SIZE = re.compile(r"^each GPU   ([\d.]+) GB of ([\d.]+) GB(: too much)?$", re.M)
@@ -57,6 +58,26 @@ def test_a_card_that_is_none_is_refused(args, sentence, characters, tmp_path):
     done = launch(ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", *args,
                   launcher="python")
     assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr
+
+
+def test_speeds_are_reckoned_from_what_was_measured():
+    """On H200: micro-batches on one GPU, ZeRO-3 against ZeRO-2 on two."""
+    def ms(name):
+        return json.loads((ROOT / "results" / f"h200_{name}.json").read_text())["ms"]["median"]
+
+    def case(name, stage, micro):
+        cases = json.loads((ROOT / "results" / f"h200_{name}.json").read_text())["cases"]
+        keys = {"case": f"xl,{stage},{micro},4,0"} if micro == 8 else {"size": "xl", "stage": stage, "micro": micro}
+        return next(c["ms"] for c in cases if c["gpus"] == 2 and all(c[k] == v for k, v in keys.items()))
+
+    for batch_size, name in ((8, "x1_bench_8x4"), (1, "x1_bench_1x32")):
+        assert slowness(batch_size, False, "zero2") == pytest.approx(ms(name) / ms("x1_bench_auto"), rel=0.02)
+    ratios = {32: ms("x2_bench_zero3_auto") / ms("x2_bench_auto"),
+              16: case("x2_stages", 3, 16) / case("x2_stages", 2, 16),
+              8: case("x2_stages_before", 3, 8) / ms("x2_bench_8x4")}
+    for batch_size, ratio in ratios.items():
+        zero2, zero3 = (slowness(batch_size, False, preset) for preset in ("zero2", "zero3"))
+        assert zero3 / zero2 == pytest.approx(ratio, rel=0.04)
 
 
 def test_arguments_without_some():

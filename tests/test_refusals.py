@@ -215,6 +215,13 @@ def test_damaged_tags_are_not_sampled_from_either(bad, refusals):
         assert run.returncode == 2 and words in run.stderr.splitlines()[-1] and "Traceback" not in run.stderr
 
 
+def test_a_rank_without_its_place_on_the_machine_is_refused_unless_it_is_alone(train):
+    run = train(RANK="0", WORLD_SIZE="2")
+    assert run.returncode == 2 and "RANK is set and LOCAL_RANK is not" in run.stderr and "Traceback" not in run.stderr
+    run = train("--max_iters=1", RANK="0", WORLD_SIZE="1")
+    assert run.returncode == 0 and list(run.losses) == [1]
+
+
 def test_ranks_whose_machines_differ_part(characters, tmp_path):
     """One is made to believe that it has a millionth of the other's memory; left alone, they would wait for ever."""
     script = tmp_path / "differ.py"

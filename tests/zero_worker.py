@@ -154,7 +154,7 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
 
     parts = engine.module.transformer  # where products add to the sums, autograd sees the embeddings' gradients alone
     (parts.wpe.weight if fused else parts.h[0].ln_2.bias).register_hook(spoil)
-    result = {"norms": [], "applied": [], "scales": [], "shortened": shortened, "reduced_by": way,
+    result = {"norms": [], "seen": [], "applied": [], "scales": [], "shortened": shortened, "reduced_by": way,
               "moved_by_poison": None}
     plan = [(step, False) for step in range(steps)]
     if poison:
@@ -172,6 +172,7 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
         ds_config.grow_loss_scale(engine)
         norm = engine.get_global_grad_norm()
         result["norms"].append(None if norm is None else float(norm))
+        result["seen"].append(float(getattr(engine.optimizer, "seen_norm", 0)))
         result["applied"].append(total(engine.was_step_applied())[0])
         if dtype == "float16":
             result["scales"].append(engine.optimizer.loss_scaler.cur_scale)
