@@ -37,6 +37,11 @@ on_save_error: Literal["stop", "continue"] = "stop"  # when a tag cannot be save
 overwrite = False  # give up the run that out_dir holds
 dry_run = False  # check everything, show the run and what memory it would take, and stop before it
 gpu_gb: float | str | None = None  # with dry_run: reckon for a card of so many GB, or of this name (A100, 4090, ...)
+profile = False  # into out_dir/profile: a trace of some iterations, and the model's FLOPs by DeepSpeed's count
+profile_start = 4  # iterations of this start before the trace; the first ones compile
+profile_iters = 2  # iterations in the trace
+wall_clock_breakdown = False  # DeepSpeed's times of each micro-step's parts, printed; slower, as it stops the GPU
+comms_log = False  # DeepSpeed's table of messages between ranks, at the end; slower, for the same reason
 sample_interval = 0  # iterations between texts from the current weights, printed and recorded; 0: none
 sample_start = "\n"  # what they begin with
 sample_tokens = 100  # how long they are
@@ -105,13 +110,13 @@ import numpy as np
 import torch
 
 from model import GPT, Block
-from runtime import checkpoint, dist, ds_config, fit, fused, guards, leave, metrics, replay, samples
+from runtime import checkpoint, dist, ds_config, fit, fused, guards, leave, metrics, profiling, replay, samples
 from runtime.adamw import step_in_one_pass
 from runtime.batches import eval_batches, train_batches
 from runtime.bins import DTYPES
 from runtime.dist import environment, part, print0, quiet, refuse, refuse_together, total
-from runtime.gradients import shorten
 from runtime.kernels import runs_on
+from runtime.pace import Pace
 from runtime.preflight import check_run, describe_run
 from runtime.save import Saver
 
@@ -139,6 +144,8 @@ for line in fit.too_much(run, settings, world_size, ROOT, sys.argv[1:]):
 
 import deepspeed
 
+from runtime.gradients import shorten
+
 warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # names that DeepSpeed still uses
 device = torch.device(run.device, local_rank) if run.device == "cuda" else torch.device("cpu")
 if run.device == "cuda":
@@ -150,7 +157,7 @@ if deterministic:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled at start, on CPU
-deepspeed.utils.logger.setLevel("WARNING")
+deepspeed.utils.logger.setLevel("INFO" if ds_config.talks(run.config) else "WARNING")
 deepspeed.init_distributed(dist_backend=backend if backend != "auto" else {"cuda": "nccl", "cpu": "gloo"}[run.device],
                            verbose=False)
 watch = leave.Watch(signals=not eval_only)
@@ -199,6 +206,7 @@ else:
     model.crop_block_size(block_size)
 model.gradient_checkpointing = gradient_checkpointing
 flops_per_step = model.flops_per_token(block_size) * sequences * block_size
+flops_line, flops_table = profiling.count_flops(model) if profile and rank == 0 else (None, None)
 own_kernels = run.compile and run.device == "cuda" and runs_on(model.lm_head.weight)
 if own_kernels and fused.fits(model.config):
     fused.fuse(model, fp8)
@@ -225,7 +233,8 @@ if skip_spikes and not (shortened and run.dtype != "float16"):
     part(2)
     refuse("skip_spikes=True works at ZeRO-2 in bfloat16 or float32, without offload: leave it out otherwise")
 one_pass = own_kernels and (shortened or stage == 3) and step_in_one_pass(engine)
-micro_step = replay.micro_step(engine, record=shortened and one_pass)
+pace = Pace(device, world_size)
+micro_step = replay.micro_step(engine, shortened and one_pass and not ds_config.talks(run.config), pace)
 print0(f"DeepSpeed uses {ds_config.compare(engine, run.config, run.dtype)}")
 
 facts = {"world_size": world_size, "stage": stage, "dtype": run.dtype,
@@ -238,6 +247,7 @@ if run.tag:
     print0(f"loaded in {time.time() - began:.1f} s")
     iter_num, best_val_loss, wandb_id = state["iter_num"], state["best_val_loss"], state["wandb_id"]
     stale = state.get("stale", 0)
+guards.outlive_the_loss_scale(engine)
 
 loggers, problems = {}, []
 if rank == 0:
@@ -379,10 +389,14 @@ def step(batches):
 def look_at_step(loss):
     """Tell of a step that was skipped or stands out; returns whether it counts as a bad one."""
     bad, why = guards.look_at_step(engine, norms, loss, iter_num, tokens["train"], settings, run, rank, world_size)
+    tell_trouble(why)
+    return bad
+
+
+def tell_trouble(why):
     if why:
         print0(f"iteration {iter_num}: {why}")
         log({"iter": iter_num, "trouble": why})
-    return bad
 
 
 # -----------------------------------------------------------------------------
@@ -401,6 +415,12 @@ batches = train_batches(tokens["train"], iter_num, rank, world_size, settings, r
 peak = metrics.peak_flops(device)
 engine.train()
 first_iter, exit_code, bad_steps, norms = iter_num, None, 0, guards.Norms()
+tracer = None
+if profile:
+    if rank == 0:
+        print0(flops_line)
+        profiling.write(out_dir, "flops.txt", f"{flops_line}\n{flops_table}")
+    tracer = profiling.tracer(out_dir, rank, profile_start, profile_iters, device)
 update_bar = dist.show_progress(max_iters, iter_num) if not eval_only and not finished() else None
 t0, since = time.time(), iter_num
 while not finished() and not eval_only and exit_code is None:
@@ -413,7 +433,8 @@ while not finished() and not eval_only and exit_code is None:
     bad_steps = bad_steps + 1 if look_at_step(loss) else 0
 
     if iter_num % log_interval == 0 or iter_num in (first_iter + 1, max_iters):
-        mean_loss = total(loss, device=device)[0] / world_size  # waits for the step, so that the clock is true
+        each = dist.of_each_rank(loss, pace.seconds(), waited, device=device)  # waits for the step: the clock is true
+        mean_loss = sum(rank_loss for rank_loss, *_ in each) / world_size
         seconds = (time.time() - t0) / (iter_num - since)
         grad_norm = engine.get_global_grad_norm()
         record = {"iter": iter_num, "loss": mean_loss, "ms": 1000 * seconds, "lr": get_lr(iter_num - 1),
@@ -426,11 +447,16 @@ while not finished() and not eval_only and exit_code is None:
         print0(metrics.step_line(record))
         update_bar(iter_num, f"loss {mean_loss:.4f}")
         log(record)
+        tell_trouble(pace.look([own for _, *own in each], seconds))
         if since == first_iter:
             print0(f"first step {time.time() - _started:.1f} s after the start")
-            if run.device == "cuda":
-                print0(f"memory {record['memory'] / 1e9:.1f} GB at the peak, "
-                       f"{fit.tensors(run, settings, world_size) / 1e9:.1f} GB reckoned")
+        if run.device == "cuda" and since - first_iter < 2 * log_interval:  # the second may record, which takes more
+            print0(f"memory {record['memory'] / 1e9:.1f} GB at the peak, "
+                   f"{fit.tensors(run, settings, world_size) / 1e9:.1f} GB reckoned")
+        t0, since = time.time(), iter_num
+
+    if tracer:
+        tracer.step()  # writes, after the last iteration of the trace
         t0, since = time.time(), iter_num
 
     saved = False
@@ -459,6 +485,10 @@ while not finished() and not eval_only and exit_code is None:
             save(False)
 
 dist.end_progress()
+if tracer:
+    tracer.stop()
+if comms_log:
+    deepspeed.comm.log_summary()
 look_at_saves()
 if stale and finished() and iter_num < max_iters and not eval_only:
     print0(f"no better validation loss in {stale} evaluations: stopped early at iteration {iter_num}; "

@@ -114,6 +114,17 @@ def total(*values, device="cpu"):
     return sums.tolist()
 
 
+def of_each_rank(*values, device="cpu"):
+    """All ranks' values, in double precision: a list for each rank of what it gave, floats or 0-dimensional tensors."""
+    import torch
+
+    mine = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values])
+    each = torch.zeros((torch.distributed.get_world_size(), len(values)), dtype=torch.float64, device=device)
+    each[RANK] = mine
+    torch.distributed.all_reduce(each)
+    return each.tolist()
+
+
 def part(code=0):
     """Leave together: without the barrier, a third of gloo's runs abort at exit. A group that has not come apart in a
     minute, as NCCL's had not when it waited for a recording, is left to the system: the process ends with `code`."""

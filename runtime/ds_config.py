@@ -10,8 +10,7 @@ import json
 from configurator import nearest
 
 OURS = ("zero_optimization", "bf16", "fp16", "data_types", "communication_data_type", "zero_force_ds_cpu_optimizer",
-        "steps_per_print", "wall_clock_breakdown",
-        "memory_breakdown", "dump_state", "comms_logger", "flops_profiler", "aio")  # fmt: skip
+        "steps_per_print", "memory_breakdown", "dump_state", "aio")  # fmt: skip
 INSTEAD = {
     "optimizer": "the script owns it: set learning_rate, weight_decay, beta1 and beta2 there",
     "scheduler": "the script owns it: set lr_schedule, warmup_iters, lr_decay_iters and min_lr there",
@@ -19,6 +18,9 @@ INSTEAD = {
     "tensorboard": "DeepSpeed would log no loss: set --tensorboard_log=True",
     "wandb": "DeepSpeed would log no loss: set --wandb_log=True",
     "csv_monitor": "DeepSpeed would log no loss: history.jsonl in out_dir has it",
+    "flops_profiler": "set --profile=True; DeepSpeed cannot see into blocks that are compiled",
+    "wall_clock_breakdown": "set --wall_clock_breakdown=True",
+    "comms_logger": "set --comms_log=True",
     "prescale_gradients": "ZeRO refuses it",
     "gradient_predivide_factor": "ZeRO refuses it",
     "zero_allow_untested_optimizer": "the optimizer is AdamW, which ZeRO knows",
@@ -56,6 +58,10 @@ def resolve(path, settings, world_size, dtype, compiled=False):
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
     notes = repair(config, dtype, compiled)
     config.setdefault("steps_per_print", 2**31)  # the script prints
+    if settings.get("wall_clock_breakdown"):
+        config["wall_clock_breakdown"] = True
+    if settings.get("comms_log"):
+        config["comms_logger"] = {"enabled": True, "prof_all": True}
     return config, notes
 
 
@@ -193,6 +199,11 @@ def repair(config, dtype, compiled):
     if ignored:
         notes.append(f"{', '.join(ignored)} have no effect at stage {stage}")
     return notes
+
+
+def talks(config):
+    """True where DeepSpeed is to time or tell something at each micro-step, for which it stops the GPU."""
+    return any(config.get(key) for key in ("wall_clock_breakdown", "comms_logger", "memory_breakdown"))
 
 
 def offloads(config):

@@ -14,7 +14,7 @@ import math
 from functools import partial
 
 import torch
-import torch.distributed as dist
+from deepspeed import comm as dist  # so that its log of messages has ours
 
 from runtime.dist import total
 from runtime.one_machine import pass_through_memory

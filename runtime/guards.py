@@ -24,9 +24,21 @@ def look_at_step(engine, norms, loss, iter_num, tokens, settings, run, rank, wor
     if engine.was_step_applied():
         return False, why
     told = look_at_loss(loss, iter_num - 1, tokens, settings, run.meta, rank, world_size) or why
-    if not told and run.dtype == "float16":  # the loss scale looks for its place
-        return False, None
+    if not told and run.dtype == "float16":
+        scale, tried = engine.optimizer.loss_scaler.cur_scale, norms.scale
+        norms.scale = scale
+        if scale > getattr(engine.optimizer.loss_scaler, "min_scale", math.inf) or scale != tried:
+            return False, f"the gradient overflows float16; skipped, the loss scale is {scale:g} now"
+        told = (f"the gradient overflows float16 at a loss scale of {scale:g}, which gets no smaller: weights or "
+                "activations have grown too large; go on from an earlier tag with a lower learning_rate or "
+                "--dtype=float32, or on a card with bfloat16")
     return True, f"{told or 'the gradient is not finite'}; skipped"
+
+
+def outlive_the_loss_scale(engine):
+    """float16: have DeepSpeed skip steps also at the least loss scale, where it would end the run with a traceback."""
+    if hasattr(getattr(engine.optimizer, "loss_scaler", None), "raise_error_at_min_scale"):
+        engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
 
 def look_at_loss(loss, iter_num, tokens, settings, meta, rank, world_size):
@@ -56,6 +68,7 @@ class Norms:
 
     def __init__(self):
         self.seen = deque(maxlen=BEFORE)
+        self.scale = None  # float16's, after the last step that was skipped
 
     def limit(self):
         """The norm from which on one is a spike; infinite while too few have been seen."""

@@ -40,7 +40,7 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
             problems.append(str(error))
 
     for name in ("batch_size", "gradient_accumulation_steps", "block_size", "eval_interval", "eval_iters",
-                 "log_interval", "patience"):
+                 "log_interval", "patience", "profile_start", "profile_iters"):
         if s[name] is not None and s[name] < 1:
             problems.append(f"{name}={s[name]} must be at least 1")
     for name in ("keep_last", "max_iters", "max_bad_steps", "sample_interval", "sample_tokens", "warmup_iters",
@@ -50,6 +50,9 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
     for name, value in s.items():
         if isinstance(value, float) and not math.isfinite(value):
             problems.append(f"{name}={value} must be a finite number")
+    if s["profile"] and (s["eval_only"] or s["max_iters"] < s["profile_start"] + s["profile_iters"]):
+        problems.append(f"profile=True traces {s['profile_iters']} iterations after {s['profile_start']}, and there "
+                        "are fewer: more --max_iters, or a smaller --profile_start")
     if s["decay_lr"] and s["min_lr"] is not None and not 0 <= s["min_lr"] <= s["learning_rate"]:
         problems.append(f"min_lr={s['min_lr']} must be between 0 and learning_rate={s['learning_rate']}")
     if s["lr_decay_iters"] is not None and s["lr_decay_iters"] < 0:

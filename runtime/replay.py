@@ -16,20 +16,23 @@ def on_own_stream():
     torch.cuda.set_stream(torch.cuda.Stream())
 
 
-def micro_step(engine, record):
+def micro_step(engine, record, pace):
     """A function (x, y) -> the loss, detached, of engine(x, y) and engine.backward; if `record`, one that replays it.
+    pace: runtime/pace.py's.
 
     To record, all that a micro-step does must be the same every time, and its memory stay where it is: ZeRO-2 with
     runtime/gradients.py and runtime/adamw.py, no loss scale; PyTorch sees to it that each replay draws its own numbers
     for dropout, the same that launching would draw. The first step runs unrecorded, for what
-    libraries and DeepSpeed do at their first calls; not two, as DeepSpeed's timer of steps then stops the GPU. Its
-    profilers do so, too, and nothing is recorded beside them. The loss is overwritten by the next call.
+    libraries and DeepSpeed do at their first calls; not two, as DeepSpeed's timer of steps then stops the GPU. The loss
+    is overwritten by the next call.
     """
-    record = record and not (engine.wall_clock_breakdown() or engine.flops_profiler_enabled())
     launches_left, graph, inputs, output = engine.gradient_accumulation_steps(), None, None, None
+    forward_alone = engine.zero_optimization_stage() < 3
+    alone = all(hasattr(param, "grad_sum") for param in engine.module.parameters())  # see runtime/gradients.py
 
     def launched(x, y):
-        loss = engine(x, y)
+        with pace.own_work(forward_alone):
+            loss = engine(x, y)
         engine.backward(loss)
         return loss.detach()
 
@@ -46,7 +49,8 @@ def micro_step(engine, record):
             GRAPHS.append(graph)
         inputs[0].copy_(x)
         inputs[1].copy_(y)
-        graph.replay()
+        with pace.own_work(alone):
+            graph.replay()
         return output
 
     return replayed if record else launched

@@ -2,9 +2,14 @@
 
 import json
 import math
+import os
+import signal
+import subprocess
+import time
 
+import psutil
 import pytest
-from conftest import ROOT, SMALL, launch, read_history, stage
+from conftest import ROOT, SMALL, command_line, launch, read_history, stage
 
 from runtime.guards import Norms
 
@@ -14,6 +19,11 @@ import os, runpy, sys
 sys.path.insert(0, {root!r})
 import torch
 import model
+if "--dtype=float16" in sys.argv:  # slow on CPU, but right
+    from deepspeed.accelerator import get_accelerator
+    from runtime import preflight
+    get_accelerator().is_fp16_supported = lambda: True
+    preflight.pick_dtype = lambda asked, device: asked
 first, last, rank, factor = {first}, {last}, {rank}, {factor}
 plain, count = model.GPT.forward, 0
 def forward(self, idx, targets=None, reduction="mean"):
@@ -89,3 +99,45 @@ def test_a_norm_is_a_spike_by_those_before_it():
     assert [norms.add(1.0) for _ in range(19)] == [None] * 19 and norms.limit() == math.inf
     assert norms.add(100.0) is None and norms.add(math.nan) is None and norms.limit() == 6.0
     assert norms.add(9.0) == 9.0 and norms.add(5.9) is None and norms.limit() == 6.0
+
+
+def test_a_loss_scale_that_collapses_is_explained_and_ends_the_run(spoilt, tmp_path):
+    """From 4 down to 1, two steps that look for the scale; then three that fail at 1, of which two are allowed."""
+    config = {"zero_optimization": {"stage": 2}, "fp16": {"initial_scale_power": 2, "hysteresis": 1}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    done, history, _ = spoilt(3, 99, "--dtype=float16", f"--deepspeed_config={tmp_path / 'ds.json'}", "--max_iters=9",
+                              "--max_bad_steps=2", rank=0, factor=1e9, ranks=1)
+    assert done.returncode == 3 and "Traceback" not in done.stderr, done.stdout + done.stderr
+    told = {r["iter"]: r["trouble"] for r in history if "trouble" in r}
+    assert sorted(told) == [2, 3, 4, 5, 6] and [r["loss_scale"] for r in history if "loss" in r] == [4, 2, 1, 1, 1, 1]
+    assert told[2] == "the gradient overflows float16; skipped, the loss scale is 2 now"
+    assert all(told[it].startswith("the gradient overflows float16 at a loss scale of 1, which gets no smaller") and
+               told[it].endswith("; skipped") for it in (4, 5, 6))
+    assert all(math.isfinite(r["loss"]) for r in history if "loss" in r)
+
+
+def test_a_rank_that_lags_is_named(characters, tmp_path):
+    """Rank 1 stands still for 30 ms of every 40, as a process does that shares its CPU; then it does so no more."""
+    small = (*SMALL, f"--dataset={characters}", f"--out_dir={tmp_path / 'out'}", "--max_iters=100000",
+             "--eval_interval=100000", "--batch_size=32")
+    with subprocess.Popen(command_line(ROOT / "train_deepspeed.py", *small, ranks=2), stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True) as launcher:
+        try:
+            lines = iter(launcher.stdout.readline, "")
+            assert any(line.startswith("iter 20:") for line in lines)
+            (slow,) = [p for p in psutil.Process(launcher.pid).children(recursive=True)
+                       if "RANK" in p.environ() and p.environ()["RANK"] == "1"]
+            until = time.time() + 4
+            while time.time() < until:
+                slow.send_signal(signal.SIGSTOP)
+                time.sleep(0.03)
+                slow.send_signal(signal.SIGCONT)
+                time.sleep(0.01)
+            (tmp_path / "out" / "STOP").touch()
+            list(lines)
+            assert launcher.wait(60) == 0
+        finally:
+            if launcher.poll() is None:
+                os.killpg(launcher.pid, 9)
+    troubles = [r["trouble"] for r in read_history(tmp_path / "out") if "trouble" in r]
+    assert troubles and all(t.startswith("rank 1 lags: it takes ") for t in troubles)

@@ -1,0 +1,54 @@
+"""profile=True, wall_clock_breakdown and comms_log: files that their readers open, and numbers that agree."""
+
+import gzip
+import json
+import re
+
+import pytest
+from conftest import stage
+
+from model import GPT, GPTConfig
+from runtime.profiling import count_flops
+
+
+@pytest.mark.parametrize("shape", [{}, {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65}],
+                         ids=["gpt2", "characters"])
+def test_our_flops_are_deepspeeds_to_5_percent(shape):
+    """GPT-2 small: 0.01% apart. The count leaves the model as it was."""
+    model = GPT(GPTConfig(**shape))
+    line, table = count_flops(model)
+    apart = float(re.search(r"([0-9.]+)% apart", line)[1])
+    assert apart < 5 and "(c_attn): Linear(" in table and model.training
+    assert not any(module._forward_hooks or hasattr(module, "__flops__") for module in model.modules())
+    assert f"{model.flops_per_token():.4g} by our formula" in line
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_profile_is_written_and_changes_no_loss(train, zero):
+    settings = (stage(zero), "--max_iters=6", "--dropout=0.1", "--keep_last=0")
+    plain = train(*settings, ranks=2, launcher="torchrun")
+    run = train(*settings, "--profile=True", "--profile_start=3", "--profile_iters=2", ranks=2, launcher="torchrun")
+    assert run.returncode == 0, run.stderr
+    assert run.losses == plain.losses and run.evals == plain.evals and len(run.losses) == 6
+    for rank in range(2):
+        with gzip.open(run.out_dir / "profile" / f"trace_rank{rank}.json.gz", "rt") as f:
+            names = {event["name"] for event in json.load(f)["traceEvents"]}
+        assert {name for name in names if name.startswith("ProfilerStep")} == {"ProfilerStep#3", "ProfilerStep#4"}
+        assert "aten::scaled_dot_product_attention" in names or "aten::addmm" in names
+    flops, operations = ((run.out_dir / "profile" / name).read_text() for name in ("flops.txt", "operations.txt"))
+    assert "DeepSpeed Flops Profiler" in flops and "(mlp): MLP(" in flops and flops.splitlines()[0] in run.stdout
+    assert "Self CPU time total" in operations
+
+
+def test_deepspeeds_times_and_messages_are_shown(train):
+    run = train("--dtype=bfloat16", "--max_iters=3", "--wall_clock_breakdown=True", "--comms_log=True", ranks=2,
+                launcher="torchrun")
+    assert run.returncode == 0, run.stderr
+    assert len(re.findall(r"fwd_microstep: [0-9.]+ \| bwd_microstep: [0-9.]+", run.stdout + run.stderr)) == 6
+    _, _, table = run.stdout.partition("Comm. Op")
+    assert {"broadcast", "reduce_scatter_tensor"} <= set(re.findall(r"^(\w+)$", table, re.M))  # weights; our sums
+
+
+def test_a_profile_that_the_run_does_not_reach_is_refused(train):
+    run = train("--profile=True", "--max_iters=4")
+    assert run.returncode == 2 and "profile=True traces 2 iterations after 4, and there are fewer" in run.stderr
