@@ -597,9 +597,13 @@ def test_wandb_offline_leaves_its_files(train, tmp_path):
     for name in ("train/loss", "train/lr", "train/iter", "gpu/memory_allocated", "eval/train_loss", "eval/val_loss",
                  "eval/perplexity"):
         assert name.encode() in content
-    assert manifest(run.out_dir, "final")["state"]["wandb_id"] == re.search(r"run-(\w+)\.wandb", file.name)[1]
+    wandb_id = re.search(r"run-(\w+)\.wandb", file.name)[1]
+    assert manifest(run.out_dir, "final")["state"]["wandb_id"] == wandb_id
+    done(train("--wandb_log=True", "--max_iters=2", "--decay_lr=False", "--init_from=resume", out_dir=run.out_dir,
+               WANDB_MODE="offline", WANDB_DIR=str(tmp_path), WANDB_SILENT="true"))
+    assert len(list(tmp_path.glob(f"wandb/offline-run-*/run-{wandb_id}.wandb"))) == 2  # one run, gone on
     assert [r["lr"] for r in run.history if "lr" in r] == [1e-3]
-    assert read_history(run.out_dir)[-1]["iter"] == 1
+    assert read_history(run.out_dir)[-1]["iter"] == 2
 
 
 def test_tensorboard_goes_on_over_a_resume_without_doubles(train):
