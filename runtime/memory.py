@@ -50,12 +50,17 @@ def plan(model, config, dtype, world_size, n_params, batch_size, compiled=False,
     kept = 16 if compiled else 18 + 2 * (model.dropout > 0)
     token_values = tokens * C * value
     loss = min(tokens, LOSS_ROWS) * model.padded_vocab_size * 8 + model.padded_vocab_size * C * 4
+    activations = token_values * L * (1 if recompute else kept)
+    bfloat16_too = 0  # of gradients: stage 1 keeps them beside the float32 ones, and its step copies as many again
+    if stage == 1 and dtype == "bfloat16" and "offload_optimizer" not in moved:
+        bfloat16_too = n_params * 2
+        activations = max(activations, bfloat16_too - loss)
     return {
         "weights": n_params * value // split[0] if "offload_param" not in moved else 0,
-        "gradients": n_params * 4 // split[1] if "offload_optimizer" not in moved else 0,
+        "gradients": n_params * 4 // split[1] + bfloat16_too if "offload_optimizer" not in moved else 0,
         "optimizer": (n_params * (8 if stage == 0 else 12) // split[2]) if "offload_optimizer" not in moved else 0,
         "buckets": buckets,
-        "activations": token_values * L * (1 if recompute else kept),
+        "activations": activations,
         "loss": max(loss, token_values * kept) if recompute else loss,  # or a block that is computed again
     }
 
