@@ -167,14 +167,16 @@ class FusedHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, step):
         grad_x = torch.empty_like(x)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        learns = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         total = torch.zeros((), device=x.device)
         for first in range(0, x.size(0), LOSS_ROWS):
             rows = slice(first, first + LOSS_ROWS)
             losses, grad = step(x[rows] @ weight.T, targets[rows], vocab_size)
             total += losses.sum()
             grad_x[rows] = grad @ weight
-            add_product(grad_weight, grad.T, x[rows])
+            if learns:
+                add_product(grad_weight, grad.T, x[rows])
         count = (targets >= 0).sum()
         ctx.save_for_backward(grad_x, grad_weight, count)
         return total / count
@@ -183,7 +185,9 @@ class FusedHeadLoss(torch.autograd.Function):
     def backward(ctx, grad_loss):
         grad_x, grad_weight, count = ctx.saved_tensors
         scale = grad_loss / count
-        return grad_x * scale.to(grad_x.dtype), (grad_weight * scale).to(grad_x.dtype), None, None, None
+        if grad_weight is not None:
+            grad_weight = (grad_weight * scale).to(grad_x.dtype)
+        return grad_x * scale.to(grad_x.dtype), grad_weight, None, None, None
 
 
 class Head(nn.Module):
@@ -269,18 +273,22 @@ class GPT(nn.Module):
     def flops_per_token(self, T=None):
         """Model FLOPs of a forward and backward over one token in a context of T: 6 N + 12 n_layer n_embd T.
 
-        N leaves out the position embeddings (PaLM, arXiv:2204.02311, appendix B).
+        N leaves out the position embeddings (PaLM, arXiv:2204.02311, appendix B). A frozen weight takes 4, as it has no
+        gradient.
         """
-        T = T or self.config.block_size
-        return 6 * self.num_params(positions=False) + 12 * self.config.n_layer * self.config.n_embd * T
+        T, frozen = T or self.config.block_size, [p for p in self.parameters() if not p.requires_grad]
+        frozen = sum(p.numel() for p in frozen if p is not self.transformer.wpe.weight)
+        return 6 * self.num_params(positions=False) - 2 * frozen + 12 * self.config.n_layer * self.config.n_embd * T
 
     def parameter_groups(self, weight_decay):
-        """Two groups for the optimizer: matrices and embeddings decay, biases and layer norms don't."""
+        """Groups for the optimizer: matrices and embeddings decay, biases and layer norms don't. What is frozen is in
+        neither, and an empty group is left out."""
         params = [p for p in self.parameters() if p.requires_grad]
-        return [
+        groups = [
             {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
             {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
         ]
+        return [group for group in groups if group["params"]]
 
     def compile_parts(self, **options):
         """Compile the forward of each block, and the loss. The blocks share one graph, so a cold start costs about 11 s

@@ -71,6 +71,11 @@ n_embd: int | None = None
 bias: bool | None = None
 dropout = 0.0  # 0 for pre-training, 0.1 and up for fine-tuning
 gradient_checkpointing = False  # compute each block's activations again in backward: less memory, a third more work
+# LoRA: the weights stay frozen, and thin matrices beside theirs learn; see runtime/lora.py
+lora_rank = 0  # of the thin matrices; 0: no LoRA
+lora_alpha: float | None = None  # what they make counts alpha / rank times; None: as much as the rank
+lora_dropout = 0.0  # of what they are given
+lora_matrices = "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"  # a block's that have them
 # AdamW
 learning_rate = 3e-5  # the highest
 max_iters = 20  # iterations in all
@@ -110,7 +115,7 @@ import numpy as np
 import torch
 
 from model import GPT, Block
-from runtime import checkpoint, dist, ds_config, fit, fused, guards, leave, metrics, profiling, replay, samples
+from runtime import checkpoint, dist, ds_config, fit, fused, guards, leave, lora, metrics, profiling, replay, samples
 from runtime.adamw import step_in_one_pass
 from runtime.batches import eval_batches, train_batches
 from runtime.bins import DTYPES
@@ -204,11 +209,13 @@ if run.init_from in ("scratch", "resume"):
 else:
     model = GPT.from_pretrained(run.weights, dropout=dropout, device=device, dtype=getattr(torch, run.dtype))
     model.crop_block_size(block_size)
+if run.lora:
+    lora.adapt(model, run.lora)
 model.gradient_checkpointing = gradient_checkpointing
 flops_per_step = model.flops_per_token(block_size) * sequences * block_size
 flops_line, flops_table = profiling.count_flops(model) if profile and rank == 0 else (None, None)
 own_kernels = run.compile and run.device == "cuda" and runs_on(model.lm_head.weight)
-if own_kernels and fused.fits(model.config):
+if own_kernels and fused.fits(model.config) and not run.lora:
     fused.fuse(model, fp8)
 elif run.compile:
     model.compile_parts()
@@ -247,6 +254,7 @@ if run.tag:
     print0(f"loaded in {time.time() - began:.1f} s")
     iter_num, best_val_loss, wandb_id = state["iter_num"], state["best_val_loss"], state["wandb_id"]
     stale = state.get("stale", 0)
+lora_state = run.lora and {**run.lora, "base": manifest["state"]["lora"]["base"] if run.tag else run.init_from}
 guards.outlive_the_loss_scale(engine)
 
 loggers, problems = {}, []
@@ -350,7 +358,7 @@ def save(improved):
     tag = f"iter_{iter_num}"
     print0(f"saving checkpoint to {out_dir}/{tag}")
     state = {"iter_num": iter_num, "best_val_loss": best_val_loss, "stale": stale, "improved": improved,
-             "wandb_id": wandb_id, "settings": settings, "model": vars(run.model),
+             "wandb_id": wandb_id, "settings": settings, "model": vars(run.model), "lora": lora_state,
              "data": {k: run.meta[k] for k in ("tokenizer", "vocab_size")}}
     saver.save(tag, {"iter_num": iter_num, **facts}, state, names_of(improved))
 

@@ -404,14 +404,18 @@ def write_cache(cache, shards, seal):
 
 def load_model(out_dir, tag="latest"):
     """(GPT in eval mode with a tag's fp32 weights, on the CPU; the tag's manifest). Holds the weights once. Tags of any
-    stage, precision and number of ranks. Raises CheckpointError."""
+    stage, precision and number of ranks; what LoRA has learnt is added to the weights. Raises CheckpointError."""
     from model import GPT, GPTConfig
+    from runtime.lora import merge
 
     tag, manifest = find_tag(out_dir, tag)
     with torch.device("meta"):
         model = GPT(GPTConfig(**manifest["state"]["model"]))
     try:
-        model.load_state_dict(fp32_weights(out_dir, tag), assign=True)
+        weights = fp32_weights(out_dir, tag)
+        if manifest["state"].get("lora"):
+            merge(weights, manifest["state"]["lora"])
+        model.load_state_dict(weights, assign=True)
     except OSError as error:  # a run that writes beside us has pruned or replaced it
         raise CheckpointError(f"{out_dir}/{tag} went away while it was read ({error.strerror}): try again") from None
     model.lm_head.weight = model.transformer.wte.weight

@@ -43,17 +43,18 @@ def parts(run, s, world_size, batch_size, config=None, recompute=None, local_sum
     """The plan of a run, or of one with another batch size, DeepSpeed's configuration or recomputation."""
     recompute = s["gradient_checkpointing"] if recompute is None else recompute
     found = plan(run.model, config or run.config, run.dtype, world_size, run.n_saved, batch_size, run.compile,
-                 recompute, local_sums)
+                 recompute, local_sums, run.n_trained)
     return {**found, "CUDA and NCCL": OWN[world_size > 1]} if run.device == "cuda" else found
 
 
 def host_parts(run, config, local_world_size, world_size, saves):
     """Bytes of a machine's memory, by what they hold: its ranks' share of the states where they are offloaded, and of
     a tag that is being written; a process with PyTorch takes 2 GB (bench.py's host_gb, four processes on H200)."""
-    zero, n = config["zero_optimization"], run.n_saved * local_world_size / world_size
+    zero, share = config["zero_optimization"], local_world_size / world_size
     moved = [(zero.get(f"offload_{what}") or {}).get("device", "none") != "none" for what in ("optimizer", "param")]
-    found = {"processes": 2e9 * local_world_size, "optimizer and gradients": 16 * n * moved[0],
-             "weights": 2 * n * moved[1], "tag being written": 14 * n * (saves and not moved[0])}
+    found = {"processes": 2e9 * local_world_size, "optimizer and gradients": 16 * run.n_trained * share * moved[0],
+             "weights": 2 * run.n_saved * share * moved[1],
+             "tag being written": run.tag_bytes * share * (saves and not moved[0])}
     return {name: int(size) for name, size in found.items() if size}
 
 

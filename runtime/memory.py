@@ -24,24 +24,25 @@ def available():
 
 
 def plan(model, config, dtype, world_size, n_params, batch_size, compiled=False, recompute=False,
-         local_sums=False):
+         local_sums=False, n_trained=None):
     """Bytes on each GPU, by what they hold, at the peak of a step: {"weights": ..., "activations": ..., ...}.
 
     model: GPTConfig; config: DeepSpeed's, resolved; n_params with the vocabulary's padding; local_sums: see
-    runtime/gradients.py. Against what was measured with GPT-2 XL on H200 see RESULTS.md.
+    runtime/gradients.py; n_trained: parameters that learn, None for all. Against what was measured with GPT-2 XL on
+    H200 see RESULTS.md.
     """
     zero = config["zero_optimization"]
     stage, half = zero["stage"], dtype != "float32"
-    value = 2 if half else 4
+    value, n_trained = 2 if half else 4, n_params if n_trained is None else n_trained
     split = [world_size if stage >= lowest else 1 for lowest in (3, 2, 1)]  # what weights, gradients, states are over
     moved = {key for key in ("offload_optimizer", "offload_param")
              if (zero.get(key) or {}).get("device", "none") != "none"}
-    bucket = min(n_params, int(zero.get("reduce_bucket_size", 5e8))) * value
+    bucket = min(n_trained, int(zero.get("reduce_bucket_size", 5e8))) * value
     buckets = 0 if stage == 0 or (stage < 3 and world_size == 1) else bucket
     if stage in (1, 2) and zero.get("overlap_comm", True):
         buckets *= 2
     if local_sums:
-        buckets = n_params * 4
+        buckets = n_trained * 4
     if stage == 3:  # weights of the blocks at hand, and of those fetched ahead
         buckets += min(n_params, int(zero.get("stage3_max_live_parameters", 1e9))) * value
     tokens, C, L = batch_size * model.block_size, model.n_embd, model.n_layer
@@ -49,16 +50,18 @@ def plan(model, config, dtype, world_size, n_params, batch_size, compiled=False,
     # middle and both sides of GELU (4 each). Compiled, 15.9 were measured; eager, dropout's masks come on top
     kept = 16 if compiled else 18 + 2 * (model.dropout > 0)
     token_values = tokens * C * value
-    loss = min(tokens, LOSS_ROWS) * model.padded_vocab_size * 8 + model.padded_vocab_size * C * 4
+    loss = min(tokens, LOSS_ROWS) * model.padded_vocab_size * 8
+    if n_trained == n_params:
+        loss += model.padded_vocab_size * C * 4
     activations = token_values * L * (1 if recompute else kept)
     bfloat16_too = 0  # of gradients: stage 1 keeps them beside the float32 ones, and its step copies as many again
     if stage == 1 and dtype == "bfloat16" and "offload_optimizer" not in moved:
-        bfloat16_too = n_params * 2
+        bfloat16_too = n_trained * 2
         activations = max(activations, bfloat16_too - loss)
     return {
         "weights": n_params * value // split[0] if "offload_param" not in moved else 0,
-        "gradients": n_params * 4 // split[1] + bfloat16_too if "offload_optimizer" not in moved else 0,
-        "optimizer": (n_params * (8 if stage == 0 else 12) // split[2]) if "offload_optimizer" not in moved else 0,
+        "gradients": n_trained * 4 // split[1] + bfloat16_too if "offload_optimizer" not in moved else 0,
+        "optimizer": (n_trained * (8 if stage == 0 else 12) // split[2]) if "offload_optimizer" not in moved else 0,
         "buckets": buckets,
         "activations": activations,
         "loss": max(loss, token_values * kept) if recompute else loss,  # or a block that is computed again

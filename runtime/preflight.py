@@ -17,6 +17,8 @@ from runtime.fetch import FetchError
 from runtime.fit import ROOM, card, parts
 from runtime.fused import fits
 from runtime.kernels import runs_on
+from runtime.lora import adapt
+from runtime.lora import of as lora_of
 from runtime.memory import available, evaluation, largest_batch
 from runtime.save import existing_folder, free_bytes, human, space_problem, tag_bytes
 from runtime.tokenizer import tokenizer_of
@@ -95,6 +97,7 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
     run.meta = attempt(check_dataset, run.data, s["block_size"])
     if run.meta and not os.path.exists(os.path.join(run.data, "meta.json")):
         run.notes.append(f"{s['dataset']} has no meta.json: its tokens are taken for {run.meta['tokenizer']['kind']}'s")
+    run.lora = attempt(lora_of, s)
     newest, run.init_from = newest_tag(s["out_dir"]), s["init_from"]
     if run.init_from == "auto":
         run.init_from = "resume" if newest or s["resume_tag"] != "latest" else asked["init_from"]
@@ -163,6 +166,8 @@ def check_fp8(run):
     """ValueError unless this machine and model can have products in 8 bits."""
     if run.device == "cpu" or torch.cuda.get_device_capability() < (9, 0):
         raise ValueError("fp8=True needs a GPU of compute capability 9.0 (H100, H200, B200, ...): leave it out")
+    if run.lora:
+        raise ValueError("fp8=True is for training whole weights: leave it out with lora_rank")
     if run.dtype != "bfloat16" or not run.compile or not runs_on(torch.empty(0)):
         raise ValueError("fp8=True needs our kernels: leave dtype and compile on auto; a C compiler must be there")
     if not fits(run.model) or run.model.n_embd % 16:
@@ -243,15 +248,25 @@ def check_fit(run, s, tag, m):
         raise CheckpointError(f"{where} holds a model with {', '.join(differing)}: the settings say otherwise")
     if run.meta and run.meta["vocab_size"] != m["state"]["data"]["vocab_size"]:
         raise CheckpointError(f"{where} was trained on another vocabulary than data set '{s['dataset']}' has")
+    theirs = m["state"].get("lora")
+    if theirs:
+        theirs = {key: value for key, value in theirs.items() if key != "base"}
+    if theirs != run.lora:
+        raise CheckpointError(f"{where} holds {f'LoRA of {theirs}' if theirs else 'no LoRA'}: the settings say "
+                              f"{run.lora or 'none'}")
 
 
 def check_space(run, s):
-    """Set run.n_params, run.n_saved and run.tag_bytes; ValueError if tags are to be saved and not even one has room."""
+    """Set run.n_params, run.n_saved, run.n_trained and run.tag_bytes; ValueError if tags are to be saved and not even
+    one has room."""
     with torch.device("meta"):
         model = GPT(run.model)
     run.n_params = model.num_params()
-    run.n_saved = sum(p.numel() for p in model.parameters())  # with the vocabulary's padding
-    run.tag_bytes = tag_bytes(run.n_saved, run.dtype, run.config["zero_optimization"]["stage"])
+    if run.lora:
+        adapt(model, run.lora)
+    params = list(model.parameters())  # with the vocabulary's padding
+    run.n_saved, run.n_trained = (sum(p.numel() for p in params if p.requires_grad or every) for every in (True, False))
+    run.tag_bytes = tag_bytes(run.n_saved, run.dtype, run.config["zero_optimization"]["stage"], run.n_trained)
     problem = space_problem(s["out_dir"], run.tag_bytes)
     if problem and s["keep_last"] and not s["eval_only"]:
         raise ValueError(f"{problem}: make room, or choose another --out_dir=DIR")
@@ -279,7 +294,7 @@ def choose_batch(run, s, auto, world_size):
     roomy = s["local_sums"] == "auto" and planned(run.batch_size, True) <= 0.8 * run.room
     run.local_sums = possible and (roomy or s["local_sums"] is True)
     if run.local_sums:
-        run.notes.append(f"gradients are summed on each rank first, in {human(4 * run.n_saved)} for which there is "
+        run.notes.append(f"gradients are summed on each rank first, in {human(4 * run.n_trained)} for which there is "
                          "room, and once a step over the ranks; --local_sums=False does it at each micro-step")
 
 
@@ -313,7 +328,8 @@ def describe_run(run, s, world_size):
     step = sequences * s["block_size"]
     start = f"resumed from {run.tag}" if run.tag else f"from {run.init_from}"
     lines = [
-        f"model      {run.n_params:,} parameters {start}, block_size {run.model.block_size}",
+        f"model      {run.n_params:,} parameters {start}, block_size {run.model.block_size}"
+        + (f"; LoRA of rank {run.lora['rank']}: {run.n_trained:,} learn" if run.lora else ""),
         f"data       {s['dataset']}: {tokens:,} tokens to train on, {run.meta['val_tokens']:,} to validate",
         f"hardware   {hardware}, {run.dtype}, ZeRO-{stage} ({s['deepspeed_config']})"
         + (", compiled" if run.compile else ""),

@@ -28,7 +28,8 @@ def micro_step(engine, record, pace):
     """
     launches_left, graph, inputs, output = engine.gradient_accumulation_steps(), None, None, None
     forward_alone = engine.zero_optimization_stage() < 3
-    alone = all(hasattr(param, "grad_sum") for param in engine.module.parameters())  # see runtime/gradients.py
+    params = [param for param in engine.module.parameters() if param.requires_grad]
+    alone = all(hasattr(param, "grad_sum") for param in params)  # see runtime/gradients.py
 
     def launched(x, y):
         with pace.own_work(forward_alone):

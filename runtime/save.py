@@ -14,19 +14,23 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from runtime import memory
 from runtime.checkpoint import STATE, describe, link, prune, put_in_place, sealed, write_atomically
 from runtime.dist import local_world_size, print0, quiet
+from runtime.lora import write_adapter
 
 LINE = 64  # bytes; where a tensor begins in the staging buffer
 
 
-def tag_bytes(n_params, dtype, stage):
-    """Bytes of a tag, from a model's parameters: the weights that the ranks share (none at stage 3), and from stage 1
-    on their fp32 originals, with Adam's two moments. GPT-2 XL's 1.56e9 at stage 2 in bfloat16: 21.8 GB."""
-    shared = 0 if stage == 3 else {"float32": 4}.get(dtype, 2)
-    return n_params * (shared + (8 if stage == 0 else 12))
+def tag_bytes(n_params, dtype, stage, n_trained=None):
+    """Bytes of a tag, from a model's parameters: the weights that the ranks share (at stage 3 the frozen ones, dealt
+    out), from stage 1 on the fp32 originals of those that learn, with Adam's two moments, and with LoRA the adapter.
+    GPT-2 XL's 1.56e9 at stage 2 in bfloat16: 21.8 GB."""
+    n_trained = n_params if n_trained is None else n_trained
+    shared = (n_params - n_trained if stage == 3 else n_params) * {"float32": 4}.get(dtype, 2)
+    return shared + n_trained * ((8 if stage == 0 else 12) + (4 if n_trained < n_params else 0))
 
 
 def human(size):
@@ -185,9 +189,11 @@ class Saver:
         if dist.get_rank() == 0 and not problem[0]:
             manifest["files"] = {name: entry for written, _ in everyone for name, entry in sorted(written.items())}
             try:
+                adapter = write_adapter(work, manifest)
+                manifest["files"] |= {os.path.basename(path): describe(path, sync=True) for path in adapter}
                 self.commit(work, manifest, names)
                 self.tell(manifest, began, stood)
-            except OSError as error:
+            except (OSError, SafetensorError) as error:
                 problem = [str(error)]
         dist.broadcast_object_list(problem, src=0, group=self.group)
         if problem[0]:

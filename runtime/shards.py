@@ -15,6 +15,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from runtime.checkpoint import SAFE_GLOBALS
 from runtime.dist import print0
+from runtime.lora import A, B
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -33,7 +34,11 @@ class Shards:
     def __init__(self, folder, manifest, weights_only=False):
         files = sorted(manifest["files"], key=lambda name: [int(n) for n in name.split("_") if n.isdigit()])
         self.stage, self.world_size = manifest["stage"], manifest["world_size"]
-        self.model = mapped(os.path.join(folder, next(name for name in files if "model_states" in name)))
+        self.frozen = {}  # name: the pieces that the ranks have
+        lora = manifest["state"].get("lora")
+        self.learns = lambda name: not lora or name.endswith((A, B))
+        models = [mapped(os.path.join(folder, name)) for name in files if "model_states" in name]
+        self.model = models[0]
         if weights_only and self.stage < 3:  # the weights as they were trained with, in half precision perhaps
             self.stage, self.scaler = 0, None
             self.take_plain(weights_only)
@@ -49,6 +54,14 @@ class Shards:
         self.step = float(states[0][0]["step"])
         self.groups = self.model["param_shapes"]
         self.shapes = {name: torch.Size(shape) for group in self.groups for name, shape in group.items()}
+        if self.stage == 3:
+            frozen = self.model["frozen_param_shapes"] or {}
+            self.shapes |= {name: torch.Size(shape) for name, shape in frozen.items()}
+        else:
+            self.shapes |= {name: w.shape for name, w in self.model["module"].items() if not self.learns(name)}
+            self.shapes.pop("lm_head.weight", None)  # the token embedding
+        self.frozen = {name: [model["frozen_param_fragments"][name] for model in models] if self.stage == 3
+                       else [self.model["module"][name]] for name in self.shapes if not self.learns(name)}
         # pieces[kind][rank][group]: flat tensors
         self.pieces = {"weight": [shard[flat] for shard in shards],
                        **{kind: [[state[kind] for state in rank] for rank in states] for kind in MOMENTS}}
@@ -61,7 +74,7 @@ class Shards:
         self.plain = {"weight": weights}
         if weights_only:
             return
-        order = sorted(weights, key=lambda name: weights[name].dim() < 2)
+        order = sorted(filter(self.learns, weights), key=lambda name: weights[name].dim() < 2)
         state = self.model["optimizer"]["state"]
         self.step = float(state[0]["step"])
         self.plain |= {kind: {name: state[i][kind] for i, name in enumerate(order)} for kind in MOMENTS}
@@ -82,6 +95,9 @@ class Shards:
         shape = self.shapes[name]
         if self.stage == 0:
             return self.plain[kind][name].detach().float()
+        if name in self.frozen:
+            whole = torch.cat([piece.flatten() for piece in self.frozen[name]])
+            return whole[:shape.numel()].view(shape).detach().float()
         i, start = self.at[name]
         if self.stage == 3:
             size = math.ceil(shape.numel() / self.world_size)
@@ -114,7 +130,7 @@ def put(engine, shards, weights_only=False):
     if not weights_only:
         make_states(engine, stage, shards.step)
     for name, param in engine.module.named_parameters():
-        for kind in kinds:
+        for kind in kinds if shards.learns(name) else kinds[:1]:
             whole = shards.get(name, kind)
             for target, start in targets(engine, stage, param, kind):
                 target.copy_(whole.flatten()[start:start + target.numel()])
@@ -147,18 +163,19 @@ def targets(engine, stage, param, kind):
         return [(param.data.view(-1) if kind == "weight" else engine.optimizer.state[param][kind].view(-1), 0)]
     optimizer = engine.optimizer
     if stage == 3:
-        key = None if kind == "weight" else kind
-        part, _ = optimizer._get_fp32_opt_state_partition(param, release_swap_buffers=False, optim_state_key=key)
+        key, part = None if kind == "weight" else kind, param.ds_tensor.data
+        if param.requires_grad:
+            part, _ = optimizer._get_fp32_opt_state_partition(param, release_swap_buffers=False, optim_state_key=key)
         start = param.ds_tensor.ds_numel * optimizer._get_param_partition_rank(param)
         mine = max(0, min(part.numel(), param.ds_numel - start))  # the rest is padding
         found = [(part[:mine], start)]
         if kind == "weight":
-            found.append((param.ds_tensor.data[:mine], start))
+            found += [(param.ds_tensor.data[:mine], start)] if param.requires_grad else []
             if param.data.numel() == param.ds_numel:  # gathered, and kept so
                 found.append((param.data.view(-1), 0))
         return [(flat, start) for flat, start in found if flat.numel()]
     found = [(param.data.view(-1), 0)] if kind == "weight" else []
-    if param._hp_mapping is not None:
+    if getattr(param, "_hp_mapping", None) is not None:
         mapping = param._hp_mapping
         flat = optimizer.optimizer.param_groups[mapping.param_group_index]["params"][0]
         flat = flat.data if kind == "weight" else optimizer.optimizer.state[flat][kind]

@@ -1,0 +1,100 @@
+"""LoRA against PEFT: the gradients, a run at each ZeRO stage, its adapter, and going on elsewhere."""
+
+import json
+
+import pytest
+import torch
+from conftest import done, stage
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from model import GPT
+from runtime.checkpoint import load_model
+from runtime.lora import MATRICES, adapt, of
+
+LORA = ("--lora_rank=4", "--lora_alpha=8.0", "--n_layer=None", "--n_head=None", "--n_embd=None")
+SETTINGS = {"lora_rank": 4, "lora_alpha": 8.0, "lora_dropout": 0.0, "lora_matrices": ", ".join(MATRICES)}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A GPT-2 of transformers' with random weights, over the test's characters."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("base")
+    config = GPT2Config(vocab_size=28, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config)
+    for p in model.parameters():
+        p.data.normal_(std=0.1)
+    model.save_pretrained(path)
+    return path
+
+
+def peft_model(folder, adapter):
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(folder), adapter).eval()
+
+
+def test_loss_and_gradients_are_pefts(folder):
+    from peft import LoraConfig, get_peft_model
+
+    ours, x = GPT.from_pretrained(str(folder)), torch.randint(28, (3, 16))
+    adapt(ours, of(SETTINGS))
+    theirs = get_peft_model(GPT2LMHeadModel.from_pretrained(folder), LoraConfig(
+        r=4, lora_alpha=8, target_modules=list(MATRICES), fan_in_fan_out=True))
+    thin = dict(theirs.named_parameters())
+    for name, p in ours.named_parameters():
+        if "lora" in name:
+            p.data.normal_(std=0.1)
+            thin[f"base_model.model.{name}.default.weight"].data.copy_(p.data)
+    assert sum(p.requires_grad for p in ours.parameters()) == 2 * 4 * 2 == sum(p.requires_grad for p in thin.values())
+    y = x.roll(-1, 1)
+    loss = ours(x, y)
+    loss.backward()
+    reference = torch.nn.functional.cross_entropy(theirs(x).logits.flatten(0, 1), y.flatten())
+    reference.backward()
+    assert loss.item() == pytest.approx(reference.item(), rel=1e-6)
+    for name, p in ours.named_parameters():
+        if "lora" in name:
+            grad = thin[f"base_model.model.{name}.default.weight"].grad
+            torch.testing.assert_close(p.grad, grad, rtol=1e-4, atol=1e-6)
+        else:
+            assert p.grad is None
+
+
+@pytest.mark.parametrize("zero, ranks, others", [
+    (0, 1, ()), (1, 2, ("--dtype=bfloat16",)), (2, 2, ("--gradient_checkpointing=True",)),
+    (3, 2, ("--gradient_checkpointing=True",))])
+def test_an_adapter_of_each_stage_is_pefts_and_goes_on_at_another(train, folder, zero, ranks, others):
+    args = (*LORA, f"--init_from={folder}", *others, "--lr_decay_iters=6", "--learning_rate=1e-2", "--keep_last=9")
+    run = done(train(*args, stage(zero), "--max_iters=4", ranks=ranks, launcher="torchrun"))
+    assert "LoRA of rank 4: 4,096 learn" in run.stdout and run.losses[4] < run.losses[1] - 0.01
+    model, manifest = load_model(str(run.out_dir), "final")
+    base, theirs = GPT.from_pretrained(str(folder)), peft_model(folder, run.out_dir / "final")
+    x = torch.randint(28, (2, 32))
+    with torch.no_grad():
+        apart = (model(x) - theirs(x).logits).abs().max()
+        learnt = (model(x) - base(x)).abs().max()
+    assert apart < (0.02 if "--dtype=bfloat16" in others else 1e-4) and learnt > 0.05  # bfloat16 rounds the base
+    assert manifest["state"]["lora"] == {"rank": 4, "alpha": 8.0, "dropout": 0.0, "matrices": list(MATRICES),
+                                         "base": str(folder)}
+    adapter = json.loads((run.out_dir / "final" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(folder)
+    if "--dtype=bfloat16" in others:
+        return
+    whole = done(train(*args, stage(2), "--max_iters=6", ranks=2, launcher="torchrun"))
+    other = {0: 2, 2: 3, 3: 0}[zero]
+    micro = ("--gradient_accumulation_steps=4",) if ranks == 2 else ("--gradient_accumulation_steps=2",)
+    if ranks == 1:  # the batches of one rank
+        whole = done(train(*args, stage(2), "--max_iters=6"))
+    on = done(train(*args, *micro, stage(other), "--max_iters=6", "--init_from=resume", out_dir=run.out_dir))
+    assert f"re-sharding {run.out_dir}/iter_4" in on.stdout
+    assert [on.losses[i] for i in (5, 6)] == pytest.approx([whole.losses[i] for i in (5, 6)], rel=2e-5)
+
+
+def test_other_lora_than_the_tags_is_refused_and_so_is_nonsense(train, folder):
+    run = done(train(*LORA, f"--init_from={folder}", "--max_iters=2"))
+    again = train("--n_layer=None", "--n_head=None", "--n_embd=None", "--init_from=resume", out_dir=run.out_dir)
+    assert again.returncode == 2
+    assert "holds LoRA of {'rank': 4" in again.stderr and "the settings say none" in again.stderr
+    wrong = train(*LORA, f"--init_from={folder}", "--lora_matrices=c_attn")
+    assert wrong.returncode == 2 and "c_attn is none of attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj" in wrong.stderr
