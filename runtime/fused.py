@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from model import attention_backends, softmax_loss
 from runtime.fp8 import DY, X, begin, beside, gradient, keep_largest, plain, product, store_eight, use
 from runtime.kernels import jit, tl, triton
-from runtime.products import add_to, linear_gelu
+from runtime.products import USED, add_to, linear_gelu
 
 WIDEST = 4096  # of a row that one program holds; in float32 8192 would take more shared memory than an A100 has
 # The best of those tried on an H200 with 8,192 and 16,384 rows of 1,600 (results/h200_x1_fused.json)
@@ -323,8 +323,10 @@ def fits(config):
     return config.bias and config.dropout == 0 and config.n_embd <= WIDEST
 
 
-def fuse(model, fp8=False):
-    """Let the model's blocks run this way from now on, and its loss be compiled. fp8: see runtime/fp8.py."""
+def fuse(model, fp8=False, recorded=True):
+    """Let the model's blocks run this way from now on, and its loss be compiled. fp8: see runtime/fp8.py; recorded:
+    whether runtime/products.py pays."""
+    USED[0] = recorded
     model.eight = use(model) if fp8 else None
     model.lm_head.step = torch.compile(softmax_loss) if model.lm_head.weight.is_cuda else softmax_loss
     model.hidden = partial(hidden, model)

@@ -2,6 +2,7 @@
 
 PyTorch takes the one that is ranked first. Which is the fastest is measured at a product's first call, beside PyTorch's
 way, so two runs may choose differently and round differently; with deterministic algorithms PyTorch's way is taken.
+A call from Python takes some 10 us longer than PyTorch's: nothing where micro-steps are recorded, too much elsewhere.
 """
 
 import ctypes
@@ -22,6 +23,7 @@ NOTHING, BIAS, GELU_AUX_BIAS = 1, 4, 164
 MOST_WORKSPACE, REDUCTIONS, SUMS_IN_FLOAT32 = 1, 3, 3
 COMPUTE_32F = 68
 CHOSEN = {}  # the way of each kind of product
+USED = [True]  # False: all are PyTorch's
 
 
 class Algorithm(ctypes.Structure):
@@ -56,7 +58,7 @@ def need(status):
 
 def fits(*matrices):
     """Whether cuBLASLt can be handed these as they lie: halves on a GPU, without gaps, at multiples of 16 bytes."""
-    return (matrices[0].is_cuda and matrices[0].dtype in (torch.float16, torch.bfloat16)
+    return (USED[0] and matrices[0].is_cuda and matrices[0].dtype in (torch.float16, torch.bfloat16)
             and not torch.are_deterministic_algorithms_enabled() and library() is not None
             and all(m.data_ptr() % 16 == 0 and not any(size % 8 for size in m.shape)
                     and (m.is_contiguous() or m.t().is_contiguous()) for m in matrices))
