@@ -72,11 +72,11 @@ def picture(title, found, room):
 
 def slowness(batch_size, recompute, preset):
     """The time of a step, in units of the fastest setting's; None with offload, which has not been measured. From GPT-2
-    XL on H200 (RESULTS.md): 602 ms at 32 x 1, 617 at 16, 647 at 8, 874 at 1; ZeRO-3 1.12 times as long at 32, 1.53 at
+    XL on H200 (RESULTS.md): 606 ms at 32 x 1, 635 at 8, 853 at 1; ZeRO-3 1.12 times as long at 32, 1.53 at
     16 and 2.3 at 8, where it waits for the CPU. Recomputation, a third more products, has not been measured."""
     if "offload" in preset:
         return None
-    time = (534 + 340 / math.sqrt(batch_size)) / 602 * (4 / 3 if recompute else 1)
+    time = (598 + 255 / batch_size) / 606 * (4 / 3 if recompute else 1)
     return time * (1.12 + max(0.0, 12.3 / batch_size - 0.35) if "zero3" in preset else 1)
 
 
