@@ -263,11 +263,10 @@ def peer(args, settings):
     if problems:
         raise SystemExit("\n".join(problems))
     import deepspeed
-    import numpy as np
 
     from runtime.batches import train_batches
-    from runtime.bins import DTYPES
     from runtime.metrics import peak_memory
+    from runtime.mixture import tokens_of
 
     device = torch.device(run.device, local_rank) if run.device == "cuda" else torch.device("cpu")
     if run.device == "cuda":
@@ -278,8 +277,8 @@ def peer(args, settings):
     deepspeed.init_distributed(dist_backend={"cuda": "nccl", "cpu": "gloo"}[run.device], verbose=False)
     torch.manual_seed(s["seed"])
     name, micro_step = {"hf": transformers_steps, "plain": plain_steps}[args.peer](run, s, device)
-    tokens = np.memmap(os.path.join(run.data, "train.bin"), dtype=DTYPES[run.meta["dtype"]], mode="r")
-    batches, times = train_batches(tokens, 0, rank, world_size, s, run.meta["vocab_size"], device), []
+    sources = [(tokens_of(one, "train"), one.share) for one in run.sets]
+    batches, times = train_batches(sources, 0, rank, world_size, s, run.meta["vocab_size"], device), []
     for _ in range(s["max_iters"]):
         began, total = time.perf_counter(), 0.0
         for number in range(s["gradient_accumulation_steps"]):
@@ -458,23 +457,22 @@ def sample(args, settings):
 
 def data(args, settings):
     """Batches read, shuffled and pinned as in training, with nobody who trains on them."""
-    import numpy as np
     import torch
 
     from runtime.batches import train_batches
-    from runtime.bins import DTYPES, DatasetError, check_dataset
+    from runtime.bins import DatasetError
+    from runtime.mixture import sets, tokens_of
 
     s = settings_of(SCRIPT, settings)
     if s["batch_size"] == "auto":
         raise SystemExit("bench.py data needs a --batch_size that is a number: only training knows what fits")
-    folder = s["dataset"] if os.sep in s["dataset"] else os.path.join(ROOT, "data", s["dataset"])
     try:
-        meta = check_dataset(folder, s["block_size"])
-    except DatasetError as error:
+        found, meta = sets(s["dataset"], ROOT, s["block_size"])
+    except (DatasetError, ValueError) as error:
         raise SystemExit(str(error)) from None
-    tokens = np.memmap(os.path.join(folder, "train.bin"), dtype=DTYPES[meta["dtype"]], mode="r")
+    sources = [(tokens_of(one, "train"), one.share) for one in found]
     device = "cuda" if torch.cuda.is_available() and s["device"] != "cpu" else "cpu"
-    batches, times = train_batches(tokens, 0, 0, 1, s, meta["vocab_size"], device), []
+    batches, times = train_batches(sources, 0, 0, 1, s, meta["vocab_size"], device), []
     for _ in range(WARM_UP + args.repeats):
         began = clock(device)
         for _ in range(s["gradient_accumulation_steps"]):

@@ -313,7 +313,8 @@ def datasets(run):
     from runtime.checkpoint import describe
 
     asked = run["dataset"] if run else None
-    folders = [asked if asked and os.sep in asked else os.path.join(ROOT, "data", asked)] if asked else sorted(
+    names = asked if isinstance(asked, dict) else [asked]
+    folders = [name if os.sep in name else os.path.join(ROOT, "data", name) for name in names] if asked else sorted(
         entry.path for entry in os.scandir(os.path.join(ROOT, "data")) if entry.is_dir())
     for folder in folders:
         name = f"data {os.path.basename(folder)}"

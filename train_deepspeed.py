@@ -46,8 +46,9 @@ sample_interval = 0  # iterations between texts from the current weights, printe
 sample_start = "\n"  # what they begin with
 sample_tokens = 100  # how long they are
 # Start
-init_from = "gpt2-xl"  # scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a folder of weights; resume: go on with the
-# run in out_dir; auto: go on if there is one, else begin with what the configuration says
+init_from = "gpt2-xl"  # scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a folder of weights; an earlier stage's
+# out_dir (its best tag) or out_dir/tag, with a fresh optimizer; resume: go on with the run in out_dir; auto: go on if
+# there is one, else begin with what the configuration says
 resume_tag = "latest"  # the tag to go on from; latest: the newest one that is whole
 resume_weights_only = False  # go on with a fresh optimizer
 seed = 1337  # of the weights, the order of the data, and dropout
@@ -59,7 +60,7 @@ wandb_project = "gpt2-deepspeed"
 wandb_run_name = "gpt2-xl"
 tensorboard_log = False  # the same curves into out_dir/tensorboard
 # Data
-dataset = "shakespeare"  # a folder below data/, or a path
+dataset: str | dict = "shakespeare"  # a folder below data/, a path, or a mixture by weight: {"mine": 0.3, "other": 0.7}
 gradient_accumulation_steps = 32  # micro-steps a GPU and iteration, as DeepSpeed counts (nanoGPT: all GPUs together)
 batch_size: int | Literal["auto"] = 1  # sequences in a micro-step of one GPU; auto: the most that fit, with
 # accumulation such that a step has as many sequences as without auto
@@ -79,13 +80,16 @@ lora_matrices = "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"  # a block's th
 # AdamW
 learning_rate = 3e-5  # the highest
 max_iters = 20  # iterations in all
+max_epochs: float | None = None  # passes over the data in all, instead of max_iters
 weight_decay = 1e-1  # of matrices; biases and layer norms don't decay
 beta1 = 0.9
 beta2 = 0.95
 grad_clip = 1.0  # largest gradient norm; 0 leaves it alone
 # Learning rate over the run
 decay_lr = True  # False: learning_rate from first to last
-lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up, down to min_lr
+lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # after the warm-up, down to min_lr; wsd: at
+# learning_rate until the last cooldown_iters, and then linearly down
+cooldown_iters: int | None = None  # of wsd; None: a fifth of lr_decay_iters
 warmup_iters = 0  # iterations of linear rise
 lr_decay_iters: int | None = None  # iterations until min_lr; None: max_iters
 min_lr: float | None = None  # None: learning_rate / 10
@@ -111,16 +115,15 @@ import json
 import math
 import warnings
 
-import numpy as np
 import torch
 
 from model import GPT, Block
 from runtime import checkpoint, dist, ds_config, fit, fused, guards, leave, lora, metrics, profiling, replay, samples
 from runtime.adamw import step_in_one_pass
-from runtime.batches import eval_batches, train_batches
-from runtime.bins import DTYPES
+from runtime.batches import eval_batches, seen, train_batches
 from runtime.dist import environment, part, print0, quiet, refuse, refuse_together, total
 from runtime.kernels import runs_on
+from runtime.mixture import tokens_of
 from runtime.pace import Pace
 from runtime.preflight import check_run, describe_run
 from runtime.save import Saver
@@ -138,7 +141,7 @@ if gpu_gb is not None and dry_run and run.config and run.model and run.room:  # 
 if problems:
     refuse("\n".join(problems))
 stage = run.config["zero_optimization"]["stage"]
-settings.update(batch_size=run.batch_size, gradient_accumulation_steps=run.accumulation)
+settings.update(batch_size=run.batch_size, gradient_accumulation_steps=run.accumulation, max_iters=run.max_iters)
 globals().update(settings)
 print0(describe_run(run, settings, world_size))
 if dry_run:
@@ -193,10 +196,9 @@ if run.tags:
 # -----------------------------------------------------------------------------
 # Data: memory-mapped tokens, the same on every rank
 
-tokens = {
-    split: np.memmap(os.path.join(run.data, f"{split}.bin"), dtype=DTYPES[run.meta["dtype"]], mode="r")
-    for split in ("train", "val")
-}
+tokens = {split: [tokens_of(one, split) for one in run.sets] for split in ("train", "val")}
+shares = [one.share for one in run.sets]
+sources = list(zip(tokens["train"], shares, strict=True))
 sequences = batch_size * gradient_accumulation_steps * world_size  # an iteration's
 
 # -----------------------------------------------------------------------------
@@ -206,6 +208,9 @@ torch.manual_seed(seed)  # the same weights on every rank
 if run.init_from in ("scratch", "resume"):
     with torch.device(device):
         model = GPT(run.model)
+elif run.before:
+    model = checkpoint.load_model(*run.before, dropout=dropout)[0].to(device).train()
+    model.crop_block_size(block_size)
 else:
     model = GPT.from_pretrained(run.weights, dropout=dropout, device=device, dtype=getattr(torch, run.dtype))
     model.crop_block_size(block_size)
@@ -255,6 +260,7 @@ if run.tag:
     iter_num, best_val_loss, wandb_id = state["iter_num"], state["best_val_loss"], state["wandb_id"]
     stale = state.get("stale", 0)
 lora_state = run.lora and {**run.lora, "base": manifest["state"]["lora"]["base"] if run.tag else run.init_from}
+stages = state.get("stages", []) if run.tag else run.stages  # the earlier ones
 guards.outlive_the_loss_scale(engine)
 
 loggers, problems = {}, []
@@ -267,6 +273,7 @@ if rank == 0 and not eval_only:  # the output folder, now that nothing else can 
         checkpoint.make_ready(out_dir, iter_num if run.tag else -1, passed_over, overwrite)
         metrics.trim_history(out_dir, iter_num if run.tag else -1)
         record = metrics.run_record(ROOT, settings, world_size, device)
+        record["stages"] = stages
         record["memory_plan"] = fit.planned(run, settings, world_size)
         checkpoint.write_atomically(os.path.join(out_dir, "settings.json"), json.dumps(record, indent=1))
     except OSError as error:
@@ -288,6 +295,9 @@ def get_lr(it):
         return learning_rate * (it + 1) / (warmup_iters + 1)
     if lr_schedule == "constant":
         return learning_rate
+    if lr_schedule == "wsd":
+        cooldown = decay_iters // 5 if cooldown_iters is None else cooldown_iters
+        return lowest + min(1.0, max(0, decay_iters - it) / max(1, cooldown)) * (learning_rate - lowest)
     progress = min(1.0, (it - warmup_iters) / max(1, decay_iters - warmup_iters))
     remaining = 1 - progress if lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return lowest + remaining * (learning_rate - lowest)
@@ -295,31 +305,39 @@ def get_lr(it):
 
 @torch.no_grad()
 def estimate_loss():
-    """Mean loss and its standard error over fixed windows of each split, (mean, error), shared out over the ranks."""
+    """Mean loss and its standard error over fixed windows of each split of each data set, shared out over the ranks:
+    {split: [(mean, error)]}."""
     engine.eval()
-    result = {}
-    for split in ("train", "val"):
-        sums = torch.zeros(3, dtype=torch.float64, device=device)  # windows, their losses, the squares
-        windows = eval_batches(tokens[split], rank, world_size, eval_iters * asked["batch_size"], settings,
-                               run.meta["vocab_size"], device)
-        for x, y in windows:
-            counts = (y[:, 0] >= 0).double()
-            losses = engine(x, y, "none").view(y.shape).double().mean(dim=1)
-            sums += torch.stack([counts.sum(), losses.sum(), (losses**2).sum()])
-        n, sum_losses, sum_squares = total(*sums, device=device)
-        mean = sum_losses / n
-        result[split] = mean, math.sqrt(max(0.0, sum_squares / n - mean**2) / max(1, n - 1))
+    result = {"train": [], "val": []}
+    for split, found in result.items():
+        for of_set in tokens[split]:
+            sums = torch.zeros(3, dtype=torch.float64, device=device)  # windows, their losses, the squares
+            windows = eval_batches(of_set, rank, world_size, eval_iters * asked["batch_size"], settings,
+                                   run.meta["vocab_size"], device)
+            for x, y in windows:
+                counts = (y[:, 0] >= 0).double()
+                losses = engine(x, y, "none").view(y.shape).double().mean(dim=1)
+                sums += torch.stack([counts.sum(), losses.sum(), (losses**2).sum()])
+            n, sum_losses, sum_squares = total(*sums, device=device)
+            mean = sum_losses / n
+            found.append((mean, math.sqrt(max(0.0, sum_squares / n - mean**2) / max(1, n - 1))))
     engine.train()
     return result
 
 
 def evaluate():
-    """Estimate, print and record; returns the validation loss."""
-    (train_loss, train_error), (val_loss, val_error) = estimate_loss().values()
+    """Estimate, print and record; returns the validation loss, of a mixture by its shares."""
+    of_sets = estimate_loss()
+    (train_loss, train_error), (val_loss, val_error) = (metrics.of_mixture(losses, shares)
+                                                        for losses in of_sets.values())
     print0(f"step {iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f} "
            f"(standard errors {train_error:.4f}, {val_error:.4f}; perplexity {math.exp(min(val_loss, 700)):.2f})")
-    log({"iter": iter_num, "train_loss": train_loss, "train_error": train_error, "val_loss": val_loss,
-         "val_error": val_error, "perplexity": math.exp(min(val_loss, 700))})
+    record = {"iter": iter_num, "train_loss": train_loss, "train_error": train_error, "val_loss": val_loss,
+              "val_error": val_error, "perplexity": math.exp(min(val_loss, 700))}
+    if len(shares) > 1:
+        record["sets"] = metrics.each_set(run.sets, of_sets, seen(iter_num * sequences, shares))
+        print0("\n".join(metrics.set_lines(record["sets"])))
+    log(record)
     return val_loss
 
 
@@ -358,7 +376,7 @@ def save(improved):
     tag = f"iter_{iter_num}"
     print0(f"saving checkpoint to {out_dir}/{tag}")
     state = {"iter_num": iter_num, "best_val_loss": best_val_loss, "stale": stale, "improved": improved,
-             "wandb_id": wandb_id, "settings": settings, "model": vars(run.model), "lora": lora_state,
+             "wandb_id": wandb_id, "settings": settings, "model": vars(run.model), "lora": lora_state, "stages": stages,
              "data": {k: run.meta[k] for k in ("tokenizer", "vocab_size")}}
     saver.save(tag, {"iter_num": iter_num, **facts}, state, names_of(improved))
 
@@ -396,7 +414,7 @@ def step(batches):
 
 def look_at_step(loss):
     """Tell of a step that was skipped or stands out; returns whether it counts as a bad one."""
-    bad, why = guards.look_at_step(engine, norms, loss, iter_num, tokens["train"], settings, run, rank, world_size)
+    bad, why = guards.look_at_step(engine, norms, loss, iter_num, sources, settings, run, rank, world_size)
     tell_trouble(why)
     return bad
 
@@ -419,7 +437,7 @@ if iter_num == 0 or eval_only:
     evaluate()
 elif iter_num >= max_iters:
     print0(f"{out_dir}/{run.tag} has made {iter_num} iterations already: go on with a larger --max_iters")
-batches = train_batches(tokens["train"], iter_num, rank, world_size, settings, run.meta["vocab_size"], device)
+batches = train_batches(sources, iter_num, rank, world_size, settings, run.meta["vocab_size"], device)
 peak = metrics.peak_flops(device)
 engine.train()
 first_iter, exit_code, bad_steps, norms = iter_num, None, 0, guards.Norms()

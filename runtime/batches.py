@@ -4,8 +4,12 @@ The sequences of step `iter_num` are numbers iter_num * G ... iter_num * G + G -
 global batch. The list depends on the seed alone: each epoch is every window of block_size tokens once, in an order
 shuffled by a keyed permutation that is computed, not stored. So the order is the same for any number of ranks and any
 split into micro-batches, and a resumed run starts at its place at no cost.
+
+Of a mixture each data set has such a list of its own, and they take turns by a table: of as many sequences as the
+shares add up to, each set has exactly its share.
 """
 
+import functools
 import queue
 import sys
 import threading
@@ -61,6 +65,40 @@ def train_offsets(numbers, n_tokens, block_size, seed):
     return permuted(index, windows, key) * block_size + shift
 
 
+@functools.cache
+def turns(shares):
+    """(set, before) of shares (3, 7), say: the data set of each of 10 sequences, as evenly as can be, and how many of
+    its own stand before each. Arrays (sum(shares),)."""
+    due, which, before, seen = [0] * len(shares), [], [], [0] * len(shares)
+    for _ in range(sum(shares)):
+        due = [d + share for d, share in zip(due, shares, strict=True)]
+        chosen = max(range(len(shares)), key=due.__getitem__)
+        due[chosen] -= sum(shares)
+        which.append(chosen)
+        before.append(seen[chosen])
+        seen[chosen] += 1
+    return np.array(which), np.array(before)
+
+
+def train_places(numbers, sources, block_size, seed):
+    """(data set, offset) of the sequences of these numbers, arrays like them; sources: [(tokens, share)]."""
+    shares = tuple(share for _, share in sources)
+    which, before = turns(shares)
+    period, place = np.divmod(np.asarray(numbers, dtype=np.int64), sum(shares))
+    chosen = which[place]
+    own_numbers, offsets = period * np.array(shares)[chosen] + before[place], np.zeros_like(period)
+    for j, (tokens, _) in enumerate(sources):
+        offsets[chosen == j] = train_offsets(own_numbers[chosen == j], len(tokens), block_size, seed)
+    return chosen, offsets
+
+
+def seen(n, shares):
+    """How many of the first n sequences are of each data set."""
+    period, rest = divmod(n, sum(shares))
+    counts = np.bincount(turns(tuple(shares))[0][:rest], minlength=len(shares))
+    return [period * share + int(count) for share, count in zip(shares, counts, strict=True)]
+
+
 def rank_numbers(iter_num, rank, world_size, batch_size, accumulation):
     """The sequence numbers of one rank in one step, (accumulation, batch_size)."""
     per_rank = accumulation * batch_size
@@ -74,21 +112,22 @@ def eval_offsets(n_tokens, block_size, n):
     return np.linspace(0, n_tokens - 1 - block_size, n).astype(np.int64)
 
 
-def read(tokens, offsets, block_size, vocab_size):
-    """Inputs and targets (B, T), int64, of the windows at `offsets`; at a negative offset the targets don't count."""
-    rows = np.stack([tokens[max(o, 0) : max(o, 0) + block_size + 1] for o in offsets]).astype(np.int64)
+def read(places, block_size, vocab_size):
+    """Inputs and targets (B, T), int64, of windows [(tokens, offset)]; at a negative offset the targets don't count."""
+    rows = np.stack([tokens[max(o, 0) : max(o, 0) + block_size + 1] for tokens, o in places]).astype(np.int64)
     if rows.max() >= vocab_size:
         raise DatasetError(f"the data holds token {rows.max()}, beyond the vocabulary of {vocab_size}: prepare it anew")
     batch = torch.from_numpy(rows)
     x, y = batch[:, :-1].clone(), batch[:, 1:].clone()  # a batch of one would else share its memory
-    y[torch.from_numpy(np.asarray(offsets)) < 0] = -1
+    y[torch.tensor([offset < 0 for _, offset in places])] = -1
     return x, y
 
 
-def train_batches(tokens, iter_num, rank, world_size, settings, vocab_size, device):
-    """Endless (x, y) micro-batches on `device`, from step iter_num on. A thread reads and pins whole steps ahead: to
-    hand over each micro-batch took 2 ms of waiting for Python's lock, 9 of 663 ms of GPT-2 XL's step at 8 x 4, and with
-    Python's usual interval of 5 ms a whole step took 4."""
+def train_batches(sources, iter_num, rank, world_size, settings, vocab_size, device):
+    """Endless (x, y) micro-batches on `device`, from step iter_num on, of sources [(tokens, share)].
+
+    A thread reads and pins whole steps ahead: to hand over each micro-batch took 2 ms of waiting for Python's lock, 9
+    of 663 ms of GPT-2 XL's step at 8 x 4, and with Python's usual interval of 5 ms a whole step took 4."""
     sys.setswitchinterval(5e-4)  # seconds after which a thread that computes hands the lock to one that waits for it
     ready = queue.Queue(maxsize=2)
     pin = torch.device(device).type == "cuda"
@@ -98,8 +137,9 @@ def train_batches(tokens, iter_num, rank, world_size, settings, vocab_size, devi
             while True:
                 numbers = rank_numbers(step, rank, world_size, settings["batch_size"],
                                        settings["gradient_accumulation_steps"])
-                offsets = train_offsets(numbers.flatten(), len(tokens), settings["block_size"], settings["seed"])
-                whole = read(tokens, offsets, settings["block_size"], vocab_size)
+                places = zip(*train_places(numbers.flatten(), sources, settings["block_size"], settings["seed"]),
+                             strict=True)
+                whole = read([(sources[j][0], o) for j, o in places], settings["block_size"], vocab_size)
                 ready.put([t.view(*numbers.shape, -1).pin_memory() if pin else t.view(*numbers.shape, -1)
                            for t in whole])
                 step += 1
@@ -124,5 +164,5 @@ def eval_batches(tokens, rank, world_size, n, settings, vocab_size, device):
     mine = offsets[rank * per_rank : (rank + 1) * per_rank]
     mine = np.concatenate([mine, np.full(batches * batch_size - len(mine), -1)])
     for row in mine.reshape(batches, batch_size):
-        batch = read(tokens, row, settings["block_size"], vocab_size)
+        batch = read([(tokens, offset) for offset in row], settings["block_size"], vocab_size)
         yield [t.to(device) for t in batch]

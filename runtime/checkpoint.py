@@ -154,6 +154,15 @@ def remove(out_dir, tag):
         os.remove(cache_path(out_dir, tag))
 
 
+def earlier_run(path):
+    """(out_dir, tag) of a run's out_dir, whose best tag or else newest is meant, or of a tag's own folder; or None."""
+    path = os.path.normpath(path)
+    if is_whole(*os.path.split(path)):
+        return os.path.split(path)
+    there = tags(path)
+    return (path, "best" if "best" in there else newest_tag(path)) if there else None
+
+
 def newer_tags(out_dir, iter_num):
     """The tags, best and final among them, that hold a later iteration than iter_num."""
     return [tag for tag in tags(out_dir) if iteration(out_dir, tag) > iter_num]
@@ -402,7 +411,7 @@ def write_cache(cache, shards, seal):
             os.remove(cache + ".tmp")
 
 
-def load_model(out_dir, tag="latest"):
+def load_model(out_dir, tag="latest", dropout=None):
     """(GPT in eval mode with a tag's fp32 weights, on the CPU; the tag's manifest). Holds the weights once. Tags of any
     stage, precision and number of ranks; what LoRA has learnt is added to the weights. Raises CheckpointError."""
     from model import GPT, GPTConfig
@@ -410,7 +419,8 @@ def load_model(out_dir, tag="latest"):
 
     tag, manifest = find_tag(out_dir, tag)
     with torch.device("meta"):
-        model = GPT(GPTConfig(**manifest["state"]["model"]))
+        kept = {} if dropout is None else {"dropout": dropout}
+        model = GPT(GPTConfig(**{**manifest["state"]["model"], **kept}))
     try:
         weights = fp32_weights(out_dir, tag)
         if manifest["state"].get("lora"):

@@ -5,7 +5,7 @@ import math
 import statistics
 from collections import deque
 
-from runtime.batches import rank_numbers, train_offsets
+from runtime.batches import rank_numbers, train_places
 from runtime.dist import total
 from runtime.fetch import FetchError
 from runtime.tokenizer import tokenizer_of
@@ -15,7 +15,7 @@ SPIKE = 6  # times their median
 SHOWN = 4  # sequences of a rank that are named, and tokens of each are SHOWN * 4
 
 
-def look_at_step(engine, norms, loss, iter_num, tokens, settings, run, rank, world_size):
+def look_at_step(engine, norms, loss, iter_num, sources, settings, run, rank, world_size):
     """(whether the step that made `iter_num` counts as a bad one, what there is to tell of it or None). All ranks call
     it, and those where a step was not made are all of them: the norm is of the sum over the ranks."""
     grad_norm = getattr(engine.optimizer, "seen_norm", engine.get_global_grad_norm())
@@ -23,7 +23,7 @@ def look_at_step(engine, norms, loss, iter_num, tokens, settings, run, rank, wor
     why = f"the gradient norm {float(grad_norm):.3g} is {times:.0f} times the median before it" if times else None
     if engine.was_step_applied():
         return False, why
-    told = look_at_loss(loss, iter_num - 1, tokens, settings, run.meta, rank, world_size) or why
+    told = look_at_loss(loss, iter_num - 1, sources, settings, run.meta, rank, world_size) or why
     if not told and run.dtype == "float16":
         scale, tried = engine.optimizer.loss_scaler.cur_scale, norms.scale
         norms.scale = scale
@@ -41,25 +41,28 @@ def outlive_the_loss_scale(engine):
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
 
-def look_at_loss(loss, iter_num, tokens, settings, meta, rank, world_size):
+def look_at_loss(loss, iter_num, sources, settings, meta, rank, world_size):
     """Why the step after `iter_num` finished ones was not made, as a sentence that names the ranks whose loss is not
     finite and where in the data their sequences begin. All ranks call it. None where all losses are finite."""
     flags = [float(rank == r and not math.isfinite(loss.item())) for r in range(world_size)]
     bad = [r for r, flag in enumerate(total(*flags, device=loss.device)) if flag]
     if not bad:
         return None
-    told = [f"rank {r}, at tokens {where(iter_num, r, world_size, tokens, settings, meta)}" for r in bad]
+    told = [f"rank {r}, at tokens {where(iter_num, r, world_size, sources, settings, meta)}" for r in bad]
     return f"the loss is not finite on {'; on '.join(told)}"
 
 
-def where(iter_num, rank, world_size, tokens, settings, meta):
+def where(iter_num, rank, world_size, sources, settings, meta):
     """Where the first sequences of a rank's step begin, with their first words."""
     numbers = rank_numbers(iter_num, rank, world_size, settings["batch_size"], settings["gradient_accumulation_steps"])
-    offsets = train_offsets(numbers.flatten(), len(tokens), settings["block_size"], settings["seed"]).tolist()
-    words = [str(offset) for offset in offsets[:SHOWN]]
+    which, offsets = train_places(numbers.flatten(), sources, settings["block_size"], settings["seed"])
+    first = [(sources[j][0], f" of set {j + 1}" * (len(sources) > 1), offset)
+             for j, offset in zip(which[:SHOWN], offsets[:SHOWN].tolist(), strict=True)]
+    words = [f"{offset}{of}" for _, of, offset in first]
     with contextlib.suppress(FetchError, OSError, ImportError):  # GPT-2's ranks may be out of reach
         _, decode = tokenizer_of(meta["tokenizer"])
-        words = [f"{offset} ({decode(tokens[offset : offset + 4 * SHOWN].tolist())!r})" for offset in offsets[:SHOWN]]
+        words = [f"{offset}{of} ({decode(tokens[offset : offset + 4 * SHOWN].tolist())!r})"
+                 for tokens, of, offset in first]
     return ", ".join(words) + (f" and {len(offsets) - SHOWN} more" if len(offsets) > SHOWN else "")
 
 

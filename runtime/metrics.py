@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
@@ -48,6 +49,29 @@ def step_line(r):
         f"grad norm {grad_norm}, {r['tokens_per_s']:,.0f} tokens/s, mfu {mfu}, "
         f"memory {r['memory'] / 2**30:.1f} GiB" + (f", loss scale {r['loss_scale']:g}" if "loss_scale" in r else "")
     )
+
+
+def of_mixture(losses, shares):
+    """(mean, standard error) of a whole mixture, from those of its data sets by their shares."""
+    parts = [share / sum(shares) for share in shares]
+    return (sum(part * mean for part, (mean, _) in zip(parts, losses, strict=True)),
+            math.hypot(*(part * error for part, (_, error) in zip(parts, losses, strict=True))))
+
+
+def each_set(sets, losses, counts):
+    """{name: {...}} of each data set of a mixture: its share, the sequences so far, and its losses."""
+    share = sum(one.share for one in sets)
+    return {one.name: {"share": one.share / share, "sequences": count, "train_loss": train[0], "train_error": train[1],
+                       "val_loss": val[0], "val_error": val[1]}
+            for one, count, train, val in zip(sets, counts, losses["train"], losses["val"], strict=True)}
+
+
+def set_lines(of_sets):
+    """The lines of an evaluation's data sets on the console."""
+    total = sum(one["sequences"] for one in of_sets.values())
+    return [f"  {name}: train loss {one['train_loss']:.4f}, val loss {one['val_loss']:.4f} (standard errors "
+            f"{one['train_error']:.4f}, {one['val_error']:.4f}); {one['sequences']:,} of {total:,} sequences so far, "
+            f"{100 * one['share']:g}% of the mixture" for name, one in of_sets.items()]
 
 
 def append_history(out_dir, record):
@@ -144,7 +168,8 @@ def shown_names(record):
         "memory": "gpu/memory_allocated", "train_loss": "eval/train_loss", "val_loss": "eval/val_loss",
         "perplexity": "eval/perplexity", "loss_scale": "train/loss_scale",
     }  # fmt: skip
-    return {names[key]: value for key, value in record.items() if key in names and value is not None}
+    of_sets = {f"eval/val_loss/{name}": one["val_loss"] for name, one in record.get("sets", {}).items()}
+    return {names[key]: value for key, value in record.items() if key in names and value is not None} | of_sets
 
 
 def git(root, *args):

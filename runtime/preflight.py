@@ -11,8 +11,9 @@ import torch
 
 from model import GPT, PRETRAINED, GPTConfig, WeightsError, fetch_from_hub, read_config
 from runtime import ds_config
-from runtime.bins import DatasetError, check_dataset
-from runtime.checkpoint import CheckpointError, find_tag, newer_tags, newest_first, newest_tag
+from runtime.batches import windows_per_epoch
+from runtime.bins import DatasetError
+from runtime.checkpoint import CheckpointError, earlier_run, find_tag, newer_tags, newest_first, newest_tag
 from runtime.fetch import FetchError
 from runtime.fit import ROOM, card, parts
 from runtime.fused import fits
@@ -20,6 +21,7 @@ from runtime.kernels import runs_on
 from runtime.lora import adapt
 from runtime.lora import of as lora_of
 from runtime.memory import available, evaluation, largest_batch
+from runtime.mixture import sets
 from runtime.save import existing_folder, free_bytes, human, space_problem, tag_bytes
 from runtime.tokenizer import tokenizer_of
 
@@ -31,7 +33,8 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
     data folder and meta, init_from, model (GPTConfig), tags to resume from (the first that is whole), the bytes of a
     tag, batch_size and accumulation, notes. problems: one sentence each. asked: what init_from and batch_size are
     where they are 'auto': what to begin with without a tag, and by which the sequences of a step are counted."""
-    problems, run = [], SimpleNamespace(notes=[], tag=None, tags=[], config=None, meta=None, model=None)
+    run = SimpleNamespace(notes=[], tag=None, tags=[], config=None, meta=None, model=None, before=None, stages=[])
+    problems = []
     asked = asked or settings
     s = {**settings, "batch_size": asked["batch_size"]}
 
@@ -52,13 +55,11 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
     for name, value in s.items():
         if isinstance(value, float) and not math.isfinite(value):
             problems.append(f"{name}={value} must be a finite number")
-    if s["profile"] and (s["eval_only"] or s["max_iters"] < s["profile_start"] + s["profile_iters"]):
-        problems.append(f"profile=True traces {s['profile_iters']} iterations after {s['profile_start']}, and there "
-                        "are fewer: more --max_iters, or a smaller --profile_start")
     if s["decay_lr"] and s["min_lr"] is not None and not 0 <= s["min_lr"] <= s["learning_rate"]:
         problems.append(f"min_lr={s['min_lr']} must be between 0 and learning_rate={s['learning_rate']}")
-    if s["lr_decay_iters"] is not None and s["lr_decay_iters"] < 0:
-        problems.append(f"lr_decay_iters={s['lr_decay_iters']} must not be negative")
+    for name in ("lr_decay_iters", "cooldown_iters", "max_epochs"):
+        if s[name] is not None and s[name] < 0:
+            problems.append(f"{name}={s[name]} must not be negative")
     for name in ("dropout", "beta1", "beta2"):
         if not 0 <= s[name] < 1:
             problems.append(f"{name}={s[name]} must be at least 0 and below 1")
@@ -93,10 +94,13 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
         if resolved:
             run.config, notes = resolved
             run.notes += notes
-    run.data = s["dataset"] if os.sep in s["dataset"] else os.path.join(root, "data", s["dataset"])
-    run.meta = attempt(check_dataset, run.data, s["block_size"])
-    if run.meta and not os.path.exists(os.path.join(run.data, "meta.json")):
-        run.notes.append(f"{s['dataset']} has no meta.json: its tokens are taken for {run.meta['tokenizer']['kind']}'s")
+    run.sets, run.meta = attempt(sets, s["dataset"], root, s["block_size"]) or ([], None)
+    run.notes += [f"{one.name} has no meta.json: its tokens are taken for {one.meta['tokenizer']['kind']}'s"
+                  for one in run.sets if not os.path.exists(os.path.join(one.folder, "meta.json"))]
+    run.max_iters = s["max_iters"] = iterations(run, s, world_size)
+    if s["profile"] and (s["eval_only"] or run.max_iters < s["profile_start"] + s["profile_iters"]):
+        problems.append(f"profile=True traces {s['profile_iters']} iterations after {s['profile_start']}, and there "
+                        "are fewer: more --max_iters, or a smaller --profile_start")
     run.lora = attempt(lora_of, s)
     newest, run.init_from = newest_tag(s["out_dir"]), s["init_from"]
     if run.init_from == "auto":
@@ -122,6 +126,14 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
         attempt(check_space, run, s)
         choose_batch(run, s, settings["batch_size"] == "auto", world_size)
     return run, problems
+
+
+def iterations(run, s, world_size):
+    """max_iters, or as many as max_epochs passes over the windows of all data sets take."""
+    if s["max_epochs"] is None or not run.meta:
+        return s["max_iters"]
+    windows = sum(windows_per_epoch(one.meta["train_tokens"], s["block_size"])[0] for one in run.sets)
+    return math.ceil(s["max_epochs"] * windows / (s["batch_size"] * s["gradient_accumulation_steps"] * world_size))
 
 
 def pick_device(asked):
@@ -192,13 +204,16 @@ def check_start(run, s):
                          dropout=s["dropout"], **shape)
     if not os.path.isdir(run.init_from) and run.init_from not in PRETRAINED:
         raise ValueError(f"init_from={run.init_from} is neither 'scratch', 'resume', 'auto', one of "
-                         f"{', '.join(PRETRAINED)}, nor a folder of weights")
+                         f"{', '.join(PRETRAINED)}, nor a folder of weights or of an earlier run")
     if given:
         raise ValueError(f"{', '.join(given)} given, but init_from={run.init_from} brings its own shape: remove them, "
                          "or add --init_from=scratch")
     if s["gpu_gb"] is not None and run.init_from in PRETRAINED:
         n_layer, n_head, n_embd = PRETRAINED[run.init_from]
         return GPTConfig(min(s["block_size"], 1024), 50257, n_layer, n_head, n_embd, s["dropout"])
+    run.before = earlier_run(run.init_from)
+    if run.before:
+        return check_stage(run, s)
     run.weights = run.init_from if os.path.isdir(run.init_from) else fetch_from_hub(run.init_from)
     config = read_config(run.weights)
     if s["block_size"] > config.block_size:
@@ -211,6 +226,28 @@ def check_start(run, s):
         run.notes.append(f"the data's tokens are not GPT-2's ({run.meta['tokenizer']['kind']}): "
                          "the weights' knowledge of words is lost")
     return dataclasses.replace(config, block_size=s["block_size"], dropout=s["dropout"])
+
+
+def check_stage(run, s):
+    """The model of the earlier stage run.before, GPTConfig, and run.stages, the chain of stages up to it; ValueError or
+    CheckpointError where this one cannot follow."""
+    (folder, tag), where = run.before, os.path.join(*run.before)
+    _, manifest = find_tag(folder, tag)
+    state = manifest["state"]
+    if os.path.realpath(folder) == os.path.realpath(s["out_dir"]):
+        raise ValueError(f"init_from={run.init_from} is out_dir itself: go on with it by --init_from=resume, or choose "
+                         "another --out_dir=DIR")
+    if s["block_size"] > state["model"]["block_size"]:
+        raise ValueError(f"block_size={s['block_size']} is beyond the {state['model']['block_size']} positions that "
+                         f"{where} knows: --block_size={state['model']['block_size']}")
+    if run.meta and {key: run.meta[key] for key in state["data"]} != state["data"]:
+        raise ValueError(f"{where} was trained on another tokenizer's data than data set '{s['dataset']}': prepare it "
+                         "with that one")
+    run.stages = [*state.get("stages", []), {
+        "out_dir": folder, "tag": manifest["tag"], "iter_num": manifest["iter_num"],
+        "dataset": state["settings"]["dataset"], "val_loss": state["best_val_loss"]}]
+    run.notes.append(f"the weights are those of {where}, iteration {manifest['iter_num']}; the optimizer begins anew")
+    return GPTConfig(**{**state["model"], "block_size": s["block_size"], "dropout": s["dropout"]})
 
 
 def check_resume(run, s):
@@ -330,7 +367,8 @@ def describe_run(run, s, world_size):
     lines = [
         f"model      {run.n_params:,} parameters {start}, block_size {run.model.block_size}"
         + (f"; LoRA of rank {run.lora['rank']}: {run.n_trained:,} learn" if run.lora else ""),
-        f"data       {s['dataset']}: {tokens:,} tokens to train on, {run.meta['val_tokens']:,} to validate",
+        f"data       {' and '.join(one.name for one in run.sets)}: {tokens:,} tokens to train on, "
+        f"{run.meta['val_tokens']:,} to validate",
         f"hardware   {hardware}, {run.dtype}, ZeRO-{stage} ({s['deepspeed_config']})"
         + (", compiled" if run.compile else ""),
         f"batch      {s['batch_size']} x {world_size} x {s['gradient_accumulation_steps']} = {sequences:,} sequences, "
@@ -341,6 +379,10 @@ def describe_run(run, s, world_size):
         most = min(s["keep_last"], -(-s["max_iters"] // s["eval_interval"])) + 2  # best, and the one being written
         lines.append(f"space      {human(run.tag_bytes)} a tag, up to {most} of them; "
                      f"{human(free_bytes(s['out_dir']))} free")
+    if len(run.sets) > 1:
+        each = sum(one.share for one in run.sets)
+        lines.append("mixture    " + ", ".join(f"{one.name} {one.share}" for one in run.sets)
+                     + f" of each {each:,} sequences")
     if world_size > 1:
         lines.append("note       gradient_accumulation_steps is per GPU, as in DeepSpeed (nanoGPT's is the total)")
     return "\n".join([*lines, *(f"note       {note}" for note in run.notes)])

@@ -31,7 +31,7 @@ def settings(**changed):
 
 def take(tokens, n, iter_num=0, rank=0, world_size=1, vocab_size=65536, **changed):
     """The first n micro-batches of train_batches from step iter_num on, as one (x, y)."""
-    batches = train_batches(tokens, iter_num, rank, world_size, settings(**changed), vocab_size, "cpu")
+    batches = train_batches([(tokens, 1)], iter_num, rank, world_size, settings(**changed), vocab_size, "cpu")
     return [torch.cat(part) for part in zip(*itertools.islice(batches, n))]
 
 
@@ -206,5 +206,5 @@ def test_a_token_beyond_the_vocabulary_ends_training():
     with pytest.raises(DatasetError, match="token 1000, beyond the vocabulary of 1000"):
         take(tokens, 100, vocab_size=1000)
     with pytest.raises(DatasetError, match="token 999, beyond the vocabulary of 999"):
-        read(tokens, [983], 16, 999)
-    assert read(tokens, [983], 16, 1000)[1].max() == 999
+        read([(tokens, 983)], 16, 999)
+    assert read([(tokens, 983)], 16, 1000)[1].max() == 999
