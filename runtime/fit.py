@@ -1,6 +1,5 @@
 """Will it fit, and what would? The memory plan as a picture, and the nearest settings that fit, the fastest first."""
 
-import math
 import os
 
 from runtime import ds_config
@@ -44,7 +43,7 @@ def parts(run, s, world_size, batch_size, config=None, recompute=None, local_sum
     recompute = s["gradient_checkpointing"] if recompute is None else recompute
     found = plan(run.model, config or run.config, run.dtype, world_size, run.n_saved, batch_size, run.compile,
                  recompute, local_sums, run.n_trained)
-    return {**found, "CUDA and NCCL": OWN[world_size > 1]} if run.device == "cuda" else found
+    return {**found, "CUDA and NCCL": OWN} if run.device == "cuda" else found
 
 
 def host_parts(run, config, local_world_size, world_size, saves):
@@ -71,18 +70,19 @@ def picture(title, found, room):
 
 
 def slowness(batch_size, recompute, preset):
-    """The time of a step, in units of the fastest setting's; None with offload, which has not been measured. From GPT-2
-    XL on H200 (RESULTS.md): 606 ms at 32 x 1, 635 at 8, 853 at 1; ZeRO-3 1.12 times as long at 32, 1.53 at
-    16 and 2.3 at 8, where it waits for the CPU. Recomputation, a third more products, has not been measured."""
+    """The time of a step, in units of the fastest setting's. From GPT-2 XL on H200 (RESULTS.md): 606 ms at 32 x 1, 635
+    at 8, 853 at 1; ZeRO-3 1.12 times as long at 32, 1.53 at 16 and 2.3 at 8, where it waits for the CPU; with offload,
+    recomputed at 8 x 4, 2,230 and 2,850, most of it the 16 CPU cores' work, which is taken to be the same elsewhere.
+    Recomputation, a third more products, has not been measured."""
     if "offload" in preset:
-        return None
+        return ((1390 if "zero2" in preset else 2010) + 606 * slowness(batch_size, recompute, "zero2")) / 606
     time = (598 + 255 / batch_size) / 606 * (4 / 3 if recompute else 1)
     return time * (1.12 + max(0.0, 12.3 / batch_size - 0.35) if "zero3" in preset else 1)
 
 
 def nearest_settings(run, s, world_size, root, most=5):
     """[(words for the command line, bytes a GPU, slowness)]: settings that fit, with as many sequences a step, the
-    fastest first and those with offload after them; of each kind the largest micro-batch."""
+    fastest first; of each kind the largest micro-batch."""
     sequences, found = run.batch_size * run.accumulation, []
     for preset in PRESETS:
         if "zero3" in preset and world_size == 1 and "offload" not in preset:
@@ -99,7 +99,7 @@ def nearest_settings(run, s, world_size, root, most=5):
                     words += [f"--deepspeed_config={preset}"] * (preset != "ds_config_zero2.json")
                     found.append((words, total, slowness(batch_size, recompute, preset)))
                     break
-    return sorted(found, key=lambda item: math.inf if item[2] is None else item[2])[:most]
+    return sorted(found, key=lambda item: item[2])[:most]
 
 
 def without(argv, *names):
@@ -126,8 +126,8 @@ def too_much(run, s, world_size, root, argv):
     kept = without(argv, "dry_run", "gpu_gb", "batch_size", "gradient_accumulation_steps")
     lines = ["It does not fit. What does, the fastest first:"]
     for words, total, slow in choices:
-        told = f"about {slow:.1f} times the fastest step's time" if slow else "slower, by how much was not measured"
-        lines += [f"  {human(total)}, {told}:", f"    {' '.join([start, 'train_deepspeed.py', *kept, *words])}"]
+        lines += [f"  {human(total)}, about {slow:.1f} times the fastest step's time:",
+                  f"    {' '.join([start, 'train_deepspeed.py', *kept, *words])}"]
     return lines
 
 

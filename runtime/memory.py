@@ -6,7 +6,7 @@ import psutil
 
 from model import LOSS_ROWS
 
-OWN = (0.7e9, 1.3e9)  # what CUDA takes beside PyTorch's tensors on one GPU, and with NCCL on several; not measured yet
+OWN = 1.3e9  # what CUDA, cuBLAS and cuDNN (0.73) and NCCL take beside PyTorch's tensors, also on one GPU; on H200
 CGROUP = Path("/sys/fs/cgroup")  # version 2; a container sees its own here
 
 
@@ -49,6 +49,7 @@ def plan(model, config, dtype, world_size, n_params, batch_size, compiled=False,
     # Values that a block keeps of each token for its backward, in units of C: input, layer norms, q, k, v, attention,
     # middle and both sides of GELU (4 each). Compiled, 15.9 were measured; eager, dropout's masks come on top
     kept = 16 if compiled else 18 + 2 * (model.dropout > 0)
+    kept += 5 * (n_trained < n_params)  # LoRA's share, measured at rank 64
     token_values = tokens * C * value
     loss = min(tokens, LOSS_ROWS) * model.padded_vocab_size * 8
     if n_trained == n_params:
@@ -60,7 +61,8 @@ def plan(model, config, dtype, world_size, n_params, batch_size, compiled=False,
         activations = max(activations, bfloat16_too - loss)
     return {
         "weights": n_params * value // split[0] if "offload_param" not in moved else 0,
-        "gradients": n_trained * 4 // split[1] + bfloat16_too if "offload_optimizer" not in moved else 0,
+        # with offload, too, the float32 sums stay on the GPU, but at stage 3
+        "gradients": n_trained * 4 // split[1] + bfloat16_too if stage < 3 or "offload_optimizer" not in moved else 0,
         "optimizer": (n_trained * (8 if stage == 0 else 12) // split[2]) if "offload_optimizer" not in moved else 0,
         "buckets": buckets,
         "activations": activations,

@@ -133,10 +133,13 @@ class Saver:
         self.engine._copy_recovery_script = self.recovery.append  # later, where a full disk is expected
         try:
             name_stage(self.engine.optimizer)
+            if self.engine.zero_optimization_stage() < 3:  # frozen weights once, not a second time as a copy
+                self.engine._get_param_fragment_func = torch.Tensor.detach
             with quiet():
                 self.engine.save_checkpoint(self.out_dir, tag=folder, client_state={STATE: state}, save_latest=False)
         finally:
             del checkpoint_engine.save, self.engine._copy_recovery_script  # the classes' own are back
+            vars(self.engine).pop("_get_param_fragment_func", None)
         return files
 
     def reserve(self, size):

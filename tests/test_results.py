@@ -11,6 +11,7 @@ from conftest import STAGES
 import bench
 from model import GPT, GPTConfig
 from runtime.ds_config import resolve
+from runtime.lora import MATRICES, adapt
 from runtime.memory import plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -122,6 +123,28 @@ def test_the_largest_models_by_card_are_what_the_plan_reckons(column, preset):
     for card, cells in cards:
         _, words, host = max(p for p in planned.values() if p[0] <= 0.9 * int(card))
         assert cells[column] == words and (column == 1 or cells[3] == host)
+
+
+def test_lora_and_offload_are_what_was_measured_and_within_a_tenth_of_the_plan():
+    rows = {"lora64": (64, 1, True, STAGES[2]), "lora64_8x4": (64, 8, False, STAGES[2]),
+            "lora320": (320, 1, True, STAGES[2]), "offload2": (0, 8, True, "config/ds/zero2_offload.json"),
+            "offload3": (0, 8, True, "config/ds/zero3_offload.json")}
+    text, runs = (ROOT / "RESULTS.md").read_text(encoding="utf-8"), run_of("x1_lora_offload")["runs"]
+    for name, (rank, micro, recomputed, preset) in rows.items():
+        with torch.device("meta"):
+            model = GPT(GPTConfig(n_layer=48, n_head=25, n_embd=1600))
+        if rank:
+            adapt(model, {"rank": rank, "alpha": 1.0, "dropout": 0.0, "matrices": MATRICES})
+        config, _ = resolve(ROOT / preset, {"batch_size": micro, "gradient_accumulation_steps": 32 // micro,
+                                            "grad_clip": 1.0}, 1, "bfloat16", True)
+        count = [sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False)]
+        planned = sum(plan(model.config, config, "bfloat16", 1, count[0], micro, True, recomputed,
+                           n_trained=count[1]).values()) / 1e9
+        run = runs[name]
+        assert planned == pytest.approx(run["peak_gb"], rel=0.1), name
+        ms = [r["ms"] for r in run["history"] if "ms" in r][-1]
+        assert (f"| {micro} x {32 // micro} | {'yes' if recomputed else 'no'} | {ms:,.0f} | {run['peak_gb']:.1f} | "
+                f"{planned:.1f} | {run['first_step_s']:.0f} |") in text, name
 
 
 def test_a_resume_with_deterministic_kernels_is_the_same_to_the_last_bit():
