@@ -43,7 +43,7 @@ def parts(run, s, world_size, batch_size, config=None, recompute=None, local_sum
     recompute = s["gradient_checkpointing"] if recompute is None else recompute
     found = plan(run.model, config or run.config, run.dtype, world_size, run.n_saved, batch_size, run.compile,
                  recompute, local_sums, run.n_trained)
-    return {**found, "CUDA and NCCL": OWN} if run.device == "cuda" else found
+    return {**found, "CUDA and NCCL": OWN[world_size > 1]} if run.device == "cuda" else found
 
 
 def host_parts(run, config, local_world_size, world_size, saves):
