@@ -1,0 +1,111 @@
+"""Mixtures of data sets, exact in their shares; stages that follow one another; schedules and epochs."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from conftest import CHARS, EIGHT, done
+
+from runtime.batches import seen, train_offsets, train_places, turns, windows_per_epoch
+from runtime.bins import write_dataset
+from runtime.mixture import shares
+
+SHAPELESS = ("--n_layer=None", "--n_head=None", "--n_embd=None")  # the weights bring their own
+
+
+@pytest.fixture(scope="session")
+def backwards(characters, tmp_path_factory):
+    """The test's text from its end to its beginning, as a data set."""
+    folder = tmp_path_factory.mktemp("data") / "backwards"
+    train, val = (np.fromfile(characters / f"{split}.bin", dtype=np.uint16)[::-1] for split in ("train", "val"))
+    write_dataset(folder, train[:7000], val, {"kind": "char", "chars": CHARS}, len(CHARS),
+                  {"name": "a test", "sha256": "0" * 64, "bytes": 9000})
+    return folder
+
+
+@pytest.mark.parametrize("weights, whole", [
+    ({"a": 0.3, "b": 0.7}, {"a": 3, "b": 7}), ({"a": 1, "b": 1, "c": 2}, {"a": 1, "b": 1, "c": 2}),
+    ({"a": 0.3333333, "b": 0.6666667}, {"a": 1, "b": 2}), ({"a": 30, "b": 70.0}, {"a": 3, "b": 7})])
+def test_weights_become_shares(weights, whole):
+    assert shares(weights) == whole
+
+
+@pytest.mark.parametrize("weights", [{}, {"a": 0}, {"a": -1, "b": 1}, {"a": "much"}, {"a": math.nan}, {"a": True},
+                                     {"a": math.pi, "b": math.e, "c": 1}])
+def test_what_are_no_weights_is_refused(weights):
+    with pytest.raises(ValueError, match="dataset="):
+        shares(weights)
+
+
+@pytest.mark.parametrize("whole", [(1,), (3, 7), (1, 1, 98), (5, 3, 2)])
+def test_every_beginning_of_a_mixture_has_its_shares_and_each_set_its_own_order(whole):
+    period, n = sum(whole), 400
+    tokens = [np.zeros(size) for size in (500, 900, 300)[:len(whole)]]
+    which, offsets = train_places(np.arange(n), list(zip(tokens, whole, strict=True)), 16, 1337)
+    for j, share in enumerate(whole):
+        so_far = np.cumsum(which == j)
+        assert np.abs(so_far - np.arange(1, n + 1) * share / period).max() < 1
+        assert so_far[period - 1] == share and so_far[n // period * period - 1] == n // period * share
+        alone = train_offsets(np.arange(so_far[-1]), len(tokens[j]), 16, 1337)
+        np.testing.assert_array_equal(offsets[which == j], alone)
+        assert [seen(k, whole)[j] for k in (0, 1, 57, n)] == [int(so_far[k - 1]) if k else 0 for k in (0, 1, 57, n)]
+    assert sorted(turns(whole)[0]) == sorted(j for j, share in enumerate(whole) for _ in range(share))
+
+
+def test_a_mixture_trains_tells_its_shares_and_goes_on(train, characters, backwards):
+    """2 ranks x 2 x 2 sequences a step: after 5 steps 40, of which 12 and 28."""
+    mixture = f"--dataset={{'{characters}': 0.3, '{backwards}': 0.7}}"
+    args = (*EIGHT, mixture, "--eval_interval=5", "--dropout=0.0")
+    run = done(train(*args, ranks=2, launcher="torchrun"))
+    name = characters.name
+    assert f"mixture    {name} 3, backwards 7 of each 10 sequences" in run.stdout
+    assert "; 12 of 40 sequences so far, 30% of the mixture" in run.stdout
+    assert "; 28 of 40 sequences so far, 70% of the mixture" in run.stdout
+    records = {r["iter"]: r for r in run.history if "sets" in r}
+    assert sorted(records) == [0, 5, 8] and records[8]["sets"]["backwards"]["sequences"] == 45
+    for folder in (characters, backwards):  # what each set's evaluation says alone
+        alone = done(train(*EIGHT, f"--dataset={folder}", "--eval_only=True", "--dropout=0.0"))
+        told = float(alone.stdout.split("val loss ")[1].split()[0])
+        assert records[0]["sets"][folder.name]["val_loss"] == pytest.approx(told, abs=6e-5)
+    for r in records.values():
+        parts = r["sets"][name], r["sets"]["backwards"]
+        for key in ("train_loss", "val_loss"):
+            assert r[key] == pytest.approx(0.3 * parts[0][key] + 0.7 * parts[1][key], rel=1e-12)
+        assert r["val_error"] == pytest.approx(math.hypot(0.3 * parts[0]["val_error"], 0.7 * parts[1]["val_error"]))
+    part = done(train(*args, "--max_iters=5", "--gradient_accumulation_steps=4"))  # one rank
+    on = done(train(*args, "--init_from=resume", ranks=2, launcher="torchrun", out_dir=part.out_dir))
+    for it in range(1, 9):
+        assert {**part.losses, **on.losses}[it] == pytest.approx(run.losses[it], rel=2e-5), it
+
+
+def test_a_mixture_of_two_tokenizers_or_of_what_is_not_there_is_refused(train, characters, tmp_path):
+    write_dataset(tmp_path / "other", [0, 1] * 99, [1] * 50, {"kind": "char", "chars": "ab"}, 2,
+                  {"name": "a test", "sha256": "0" * 64, "bytes": 248})
+    run = train(f"--dataset={{'{characters}': 1, '{tmp_path}/other': 1}}")
+    assert run.returncode == 2 and "are of different tokenizers: prepare both with one" in run.stderr
+    run = train(f"--dataset={{'{characters}': 1, '{tmp_path}/none': 1}}")
+    assert run.returncode == 2 and "none" in run.stderr and "Traceback" not in run.stderr
+
+
+def test_a_stage_begins_with_the_best_weights_of_the_one_before(train, backwards):
+    first = done(train("--max_iters=6", "--learning_rate=1e-2"))
+    second = done(train(f"--init_from={first.out_dir}", *SHAPELESS, "--max_iters=2", "--learning_rate=1e-4"))
+    best = min(val for _, val in first.evals.values())
+    assert second.evals[0][1] == pytest.approx(best, abs=1e-6) and second.losses[1] < first.losses[1] - 0.1
+    record = json.loads((second.out_dir / "settings.json").read_text())["stages"]
+    assert [(one["out_dir"], one["tag"]) for one in record] == [(str(first.out_dir), "iter_6")]
+    third = done(train(f"--init_from={second.out_dir}/iter_2", *SHAPELESS, f"--dataset={backwards}", "--max_iters=1",
+                       "--block_size=16", ranks=2, launcher="torchrun"))
+    chain = json.loads((third.out_dir / "iter_1" / "manifest.json").read_text())["state"]["stages"]
+    assert [(one["tag"], one["iter_num"]) for one in chain] == [("iter_6", 6), ("iter_2", 2)]
+    same = train(f"--init_from={first.out_dir}", *SHAPELESS, out_dir=first.out_dir)
+    assert same.returncode == 2 and "is out_dir itself: go on with it by --init_from=resume" in same.stderr
+
+
+def test_warm_up_stable_decay_and_epochs(train):
+    """0.02 epochs of 561 windows in steps of 4: 3 of them."""
+    assert windows_per_epoch(18_000, 32)[0] == 561
+    run = done(train("--max_epochs=0.02", "--lr_schedule=wsd", "--cooldown_iters=2", "--min_lr=0.0", "--keep_last=0"))
+    assert [r["lr"] for r in run.history if "lr" in r] == pytest.approx([1e-3, 1e-3, 0.5e-3])
+    assert "561" not in run.stderr and sorted(run.losses) == [1, 2, 3]
