@@ -153,8 +153,8 @@ def differences(defaults, settings):
     return [f"--{name}={value}" for name, value in settings.items() if value != defaults[name]]
 
 
-def help_text(source, defaults):
-    """The script's own lines of settings with their comments: the defaults are the manual."""
+def described(source, defaults):
+    """(docstring, [(name, its comment) or (None, a group's heading)]) of a script's settings, by its own lines."""
     with open(source, encoding="utf-8") as f:
         text = f.read()
     tree = ast.parse(text)
@@ -165,20 +165,50 @@ def help_text(source, defaults):
         if isinstance(target, ast.Name) and target.id in unseen:
             unseen.remove(target.id)
             at[node.lineno] = (target.id, lines[node.end_lineno - 1])
-    shown = [ast.get_docstring(tree) or "", "", "Settings, as --key=value:"]
-    for number in range(min(at) - 1, max(at) + 1):
+    found = []
+    for number in range(min(at) - 1, max(at) + 2):
         line = lines[number - 1]
         if number in at:
             name, last = at[number]
+            found.append((name, last.partition("  # ")[2]))
+        elif line.startswith("# ") and found and found[-1][0] and not line[2].isupper():
+            found[-1] = found[-1][0], f"{found[-1][1]}\n{line[2:]}"  # the comment above goes on
+        elif line.startswith("# "):
+            found.append((None, line[2:]))
+    return ast.get_docstring(tree) or "", found
+
+
+def help_text(source, defaults):
+    """The script's own lines of settings with their comments: the defaults are the manual."""
+    docstring, found = described(source, defaults)
+    shown = [docstring, "", "Settings, as --key=value:"]
+    for name, comment in found:
+        first, *others = comment.split("\n")
+        if name:
             value = repr(defaults[name]) if isinstance(defaults[name], str) else defaults[name]
             setting = f"  --{name}={value}"
-            comment = last.partition("  # ")[2]
-            shown.append(f"{setting:<42}  {comment}".rstrip())
-        elif line.startswith("# ") and line[2].islower():  # the comment above goes on
-            shown.append(f"{'':<42}  {line[2:]}")
-        elif line.startswith("# "):
-            shown += ["", line[2:]]
+            shown.append(f"{setting:<42}  {first}".rstrip())
+        else:
+            shown += ["", first]
+        shown += [f"{'':<42}  {other}" for other in others]
     return "\n".join(shown)
+
+
+def settings_table(source, defaults):
+    """The settings as a table in Markdown: docs/settings.md."""
+    _, found = described(source, defaults)
+    lines = ["# All settings of train_deepspeed.py", "",
+             "Made by `python train_deepspeed.py --settings_table`. On the command line they are written `--name=value`, "
+             "in a config file, which is Python, `name = value`."]
+    for name, comment in found:
+        comment = comment.replace("\n", " ").replace("|", "\\|")
+        if name:
+            lines.append(f"| `{name}` | `{defaults[name]!r}` | {comment} |")
+        else:
+            heading, _, more = comment.partition("; ")
+            lines += ["", f"## {heading}", *(["", more[:1].upper() + more[1:] + "."] if more else []), "",
+                      "| setting | default | what |", "|---|---|---|"]
+    return "\n".join(lines)
 
 
 def from_command_line(script, argv=None, passed_over=()):
@@ -190,6 +220,9 @@ def from_command_line(script, argv=None, passed_over=()):
     defaults = {k: v for k, v in script.items() if not k.startswith("_") and isinstance(v, PLAIN)}
     if "--help" in argv or "-h" in argv:
         print(help_text(script["__file__"], defaults))
+        raise SystemExit(0)
+    if "--settings_table" in argv:
+        print(settings_table(script["__file__"], defaults))
         raise SystemExit(0)
     root = os.path.dirname(os.path.abspath(script["__file__"]))
     asked = "--print_settings" in argv

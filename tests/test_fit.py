@@ -83,3 +83,13 @@ def test_speeds_are_reckoned_from_what_was_measured():
 def test_arguments_without_some():
     argv = ["c.py", "--gpu_gb", "24", "--seed=1", "--n_layer", "2", "--batch_size=4", "--dry_run", "d.py"]
     assert without(argv, "gpu_gb", "dry_run", "batch_size") == ["c.py", "--seed=1", "--n_layer", "2", "d.py"]
+
+
+def test_each_preset_fits_its_card_and_says_by_how_much():
+    presets = sorted((ROOT / "config" / "presets").glob("*.py"))
+    assert [p.stem for p in presets] == ["16gb", "24gb", "32gb", "40gb", "80gb", "t4", "v100"]
+    for preset in presets:
+        planned, card = re.search(r"^# Plan: ([\d.]+) GB, which --dry_run=True --gpu_gb=(\S+) shows",
+                                  preset.read_text(), re.M).groups()
+        found = SIZE.search(dry_run(f"config/presets/{preset.name}", f"--gpu_gb={card}"))
+        assert found[1] == planned and not found[3], preset

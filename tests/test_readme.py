@@ -4,6 +4,8 @@ import ast
 import fnmatch
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 from conftest import ROOT
@@ -125,3 +127,9 @@ def test_the_settings_that_the_text_names_exist():
     assert [option for option in options if option not in OTHERS and option[2:] not in known] == []
     assigned = [name for code in inline() for name in re.findall(r"^([a-z]\w*)=\S+$", code)]
     assert [name for name in assigned if name not in known] == []
+
+
+def test_the_table_of_settings_is_the_scripts():
+    command = [sys.executable, ROOT / "train_deepspeed.py", "--settings_table"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == done.stdout and done.stdout.count("\n| `") > 60
