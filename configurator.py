@@ -198,8 +198,8 @@ def settings_table(source, defaults):
     """The settings as a table in Markdown: docs/settings.md."""
     _, found = described(source, defaults)
     lines = ["# All settings of train_deepspeed.py", "",
-             "Made by `python train_deepspeed.py --settings_table`. On the command line they are written `--name=value`, "
-             "in a config file, which is Python, `name = value`."]
+             "Made by `python train_deepspeed.py --settings_table`. On the command line they are written "
+             "`--name=value`, in a config file, which is Python, `name = value`."]
     for name, comment in found:
         comment = comment.replace("\n", " ").replace("|", "\\|")
         if name:

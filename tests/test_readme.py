@@ -132,4 +132,5 @@ def test_the_settings_that_the_text_names_exist():
 def test_the_table_of_settings_is_the_scripts():
     command = [sys.executable, ROOT / "train_deepspeed.py", "--settings_table"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == done.stdout and done.stdout.count("\n| `") > 60
+    assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == done.stdout
+    assert done.stdout.count("\n| `") > 60
