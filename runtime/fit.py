@@ -1,6 +1,7 @@
 """Will it fit, and what would? The memory plan as a picture, and the nearest settings that fit, the fastest first."""
 
 import os
+from types import SimpleNamespace
 
 from runtime import ds_config
 from runtime.memory import OWN, plan
@@ -128,7 +129,20 @@ def too_much(run, s, world_size, root, argv):
     for words, total, slow in choices:
         lines += [f"  {human(total)}, about {slow:.1f} times the fastest step's time:",
                   f"    {' '.join([start, 'train_deepspeed.py', *kept, *words])}"]
-    return lines
+    return lines + thin_matrices(run, s, world_size, [start, "train_deepspeed.py", *kept])
+
+
+def thin_matrices(run, s, world_size, command):
+    """Lines that tell of LoRA where it fits and is not taken: rank 64, one sequence at a time, recomputed."""
+    if run.lora or run.init_from == "scratch":
+        return []
+    n_trained = 64 * 16 * run.model.n_embd * run.model.n_layer  # in and out of a block's matrices: 16 times its width
+    total = sum(parts(SimpleNamespace(**{**vars(run), "n_trained": n_trained}), s, world_size, 1,
+                      recompute=True).values())
+    words = ["--batch_size=1", f"--gradient_accumulation_steps={run.batch_size * run.accumulation}",
+             "--gradient_checkpointing=True", "--lora_rank=64", "--learning_rate=2e-4"]
+    return [f"Or by LoRA (config/lora_xl_r64.py), {human(total)}:", f"    {' '.join([*command, *words])}"] * (
+        total <= ROOM * run.room)
 
 
 def run_out(run, s, world_size, root, argv):
