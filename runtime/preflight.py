@@ -183,7 +183,7 @@ def check_fp8(run):
     if run.dtype != "bfloat16" or not run.compile or not runs_on(torch.empty(0)):
         raise ValueError("fp8=True needs our kernels: leave dtype and compile on auto; a C compiler must be there")
     if not fits(run.model) or run.model.n_embd % 16:
-        raise ValueError("fp8=True needs --dropout=0, biases, and n_embd a multiple of 16 up to 4,096")
+        raise ValueError("fp8=True needs --dropout=0, biases, GPT-2's GELU, and n_embd a multiple of 16 up to 4,096")
 
 
 def lacks_compiler():
@@ -202,9 +202,13 @@ def check_start(run, s):
         shape = {name: s[name] for name in given}
         return GPTConfig(block_size=s["block_size"], vocab_size=run.meta["vocab_size"] if run.meta else 50257,
                          dropout=s["dropout"], **shape)
-    if not os.path.isdir(run.init_from) and run.init_from not in PRETRAINED:
+    if not os.path.exists(run.init_from) and run.init_from not in PRETRAINED:
         raise ValueError(f"init_from={run.init_from} is neither 'scratch', 'resume', 'auto', one of "
-                         f"{', '.join(PRETRAINED)}, nor a folder of weights or of an earlier run")
+                         f"{', '.join(PRETRAINED)}, nor a folder of weights or of an earlier run, nor a ckpt.pt of "
+                         "nanoGPT's")
+    if "bias" in given:  # as nanoGPT does, whose default it is not to have them
+        run.notes.append(f"bias={s['bias']} is for training from scratch: these weights bring their own, or none")
+        given.remove("bias")
     if given:
         raise ValueError(f"{', '.join(given)} given, but init_from={run.init_from} brings its own shape: remove them, "
                          "or add --init_from=scratch")
@@ -214,7 +218,7 @@ def check_start(run, s):
     run.before = earlier_run(run.init_from)
     if run.before:
         return check_stage(run, s)
-    run.weights = run.init_from if os.path.isdir(run.init_from) else fetch_from_hub(run.init_from)
+    run.weights = run.init_from if os.path.exists(run.init_from) else fetch_from_hub(run.init_from)
     config = read_config(run.weights)
     if s["block_size"] > config.block_size:
         raise ValueError(f"block_size={s['block_size']} is beyond the {config.block_size} positions that the weights "
