@@ -79,6 +79,23 @@ def _nanogpt_meta(meta):
     return {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
 
 
+def folders_of(dataset, root):
+    """The folders that a setting means: a name is that of one below data/ in `root`, or it is a path; of a mixture,
+    {name or path: weight}, each one's."""
+    names = [dataset] if isinstance(dataset, str) else dataset
+    return [name if os.sep in name else os.path.join(root, "data", name) for name in names]
+
+
+def same_tokens(a, b):
+    """Whether two metas are of the same tokenizer and vocabulary."""
+    return (a["tokenizer"], a["vocab_size"]) == (b["tokenizer"], b["vocab_size"])
+
+
+def tokens_of(folder, meta, split):
+    """A split's token ids, memory-mapped."""
+    return np.memmap(Path(folder, f"{split}.bin"), DTYPES[meta["dtype"]], mode="r")
+
+
 def read_meta(folder):
     """Return the meta.json of a data set, or the same made up from what nanoGPT's own scripts leave.
 
