@@ -15,7 +15,7 @@ init_from = "resume"  # resume: from out_dir; gpt2, gpt2-medium, gpt2-large, gpt
 # ckpt.pt
 out_dir = "out-shakespeare-xl-deepspeed"
 tag = "latest"  # latest, best, final, iter_20, ...
-dataset: str | None = None  # whose tokenizer and train.bin are meant; None: that of what the weights were trained on
+dataset: str | None = None  # whose tokenizer and train.bin are meant; None: of what the weights were trained on
 # What to write
 start = "\n"  # what the text begins with; FILE:prompt.txt: with what that file holds
 prompts: str | None = None  # a file of beginnings, one a line
