@@ -80,7 +80,7 @@ class Streamer:
     """Prints a sample while it grows. A character may need several of GPT-2's tokens: half of one waits."""
 
     def __init__(self):
-        self.ids, self.shown = [], ""
+        self.ids, self.shown = list(prompt), decode(prompt)  # some tokenizers' words depend on what is before them
 
     def __call__(self, token):
         if token.item() == end_of_text(kind):
