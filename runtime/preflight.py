@@ -12,8 +12,8 @@ import torch
 from model import GPT, PRETRAINED, GPTConfig, WeightsError, fetch_from_hub, read_config
 from runtime import ds_config
 from runtime.batches import windows_per_epoch
-from runtime.bins import DatasetError
-from runtime.checkpoint import CheckpointError, earlier_run, find_tag, newer_tags, newest_first, newest_tag
+from runtime.bins import DatasetError, same_tokens
+from runtime.checkpoint import CheckpointError, describe, earlier_run, find_tag, newer_tags, newest_first, newest_tag
 from runtime.fetch import FetchError
 from runtime.fit import ROOM, card, parts
 from runtime.fused import fits
@@ -226,9 +226,9 @@ def check_start(run, s):
     if run.meta and run.meta["vocab_size"] > config.vocab_size:
         raise ValueError(f"the data set's vocabulary of {run.meta['vocab_size']} is beyond the weights' "
                          f"{config.vocab_size}: prepare the data with the weights' tokenizer")
-    if run.meta and run.meta["tokenizer"]["kind"] != "gpt2":
-        run.notes.append(f"the data's tokens are not GPT-2's ({run.meta['tokenizer']['kind']}): "
-                         "the weights' knowledge of words is lost")
+    if run.meta and run.meta["tokenizer"]["kind"] != "gpt2" and not brings(run.weights, run.meta["tokenizer"]):
+        run.notes.append(f"the data's tokens are not GPT-2's ({run.meta['tokenizer']['kind']}), nor does the weights' "
+                         "folder hold their tokenizer: the weights' knowledge of words is lost")
     return dataclasses.replace(config, block_size=s["block_size"], dropout=s["dropout"])
 
 
@@ -244,7 +244,7 @@ def check_stage(run, s):
     if s["block_size"] > state["model"]["block_size"]:
         raise ValueError(f"block_size={s['block_size']} is beyond the {state['model']['block_size']} positions that "
                          f"{where} knows: --block_size={state['model']['block_size']}")
-    if run.meta and {key: run.meta[key] for key in state["data"]} != state["data"]:
+    if run.meta and not same_tokens(run.meta, state["data"]):
         raise ValueError(f"{where} was trained on another tokenizer's data than data set '{s['dataset']}': prepare it "
                          "with that one")
     run.stages = [*state.get("stages", []), {
@@ -252,6 +252,12 @@ def check_stage(run, s):
         "dataset": state["settings"]["dataset"], "val_loss": state["best_val_loss"]}]
     run.notes.append(f"the weights are those of {where}, iteration {manifest['iter_num']}; the optimizer begins anew")
     return GPTConfig(**{**state["model"], "block_size": s["block_size"], "dropout": s["dropout"]})
+
+
+def brings(weights, tokenizer):
+    """Whether a folder of weights holds the tokenizer.json that data was prepared with."""
+    path = os.path.join(weights, "tokenizer.json")
+    return os.path.exists(path) and describe(path)["sha256"] == tokenizer.get("sha256")
 
 
 def check_resume(run, s):
