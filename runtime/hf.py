@@ -69,5 +69,6 @@ def check_tokenizer(folder, encode, text):
     """ExportError unless the folder's tokenizer gives a text the ids that ours gives it."""
     from transformers import AutoTokenizer
 
-    if AutoTokenizer.from_pretrained(folder, local_files_only=True)(text)["input_ids"] != encode(text):
+    theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if theirs(text, add_special_tokens=False)["input_ids"] != encode(text):
         raise ExportError("the exported tokenizer gives other ids than ours: nothing was exported")

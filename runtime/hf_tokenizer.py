@@ -5,17 +5,21 @@ import json
 import math
 import os
 
-from runtime.tokenizer import END_OF_TEXT, gpt2_ranks
+from runtime.tokenizer import END_OF_TEXT, end_of_text, gpt2_ranks, hf_tokenizer
 
 
 def write_tokenizer(folder, meta, block_size):
-    """Write the tokenizer of a meta.json's "tokenizer" entry into `folder`. Raises FetchError without GPT-2's ranks."""
+    """Write the tokenizer of a meta.json's "tokenizer" entry into `folder`. Raises FetchError where GPT-2's ranks, or a
+    tokenizer in Hugging Face's form, can't be had."""
     from transformers import GPT2Tokenizer
 
-    if meta["kind"] == "char":
-        of_characters(meta["chars"]).save(os.path.join(folder, "tokenizer.json"))
+    if meta["kind"] != "gpt2":
+        tokenizer = of_characters(meta["chars"]) if meta["kind"] == "char" else hf_tokenizer(meta)
+        tokenizer.save(os.path.join(folder, "tokenizer.json"))
+        end = end_of_text(meta)
         with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as f:
             json.dump({"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": block_size,
+                       "eos_token": None if end is None else tokenizer.id_to_token(end),
                        "model_input_names": ["input_ids", "attention_mask"],  # no token types, which GPT-2 would add
                        "clean_up_tokenization_spaces": False}, f, indent=1)
         return

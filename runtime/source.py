@@ -1,11 +1,13 @@
 """Where sample.py's model comes from, and the tokenizer and data that go with it."""
 
+import json
 import os
 from types import SimpleNamespace
 
 from model import GPT, PRETRAINED, read_config, read_nanogpt
 from runtime.bins import GPT2_VOCAB, folders_of, read_meta, same_tokens
 from runtime.checkpoint import find_tag, load_model
+from runtime.tokenizer import meta_of_file
 
 PADDED_GPT2_VOCAB = 50304  # what nanoGPT makes of it where a data set has no meta.pkl
 
@@ -45,9 +47,15 @@ def find(init_from, out_dir, tag, dataset, root):
     return SimpleNamespace(name=name, about=about, data=data, folders=folders, load=loaded)
 
 
+def read_end(folder):
+    """The id of the end-of-text token that a folder's config.json names, or None."""
+    with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
+        return json.load(f).get("eos_token_id")
+
+
 def data_of_weights(source, root):
-    """({"tokenizer", "vocab_size"}, folders of data) of a hub's name, a folder of weights or nanoGPT's ckpt.pt, which
-    names its data set: below our data/, or its own data/ beside its out_dir."""
+    """({"tokenizer", "vocab_size"}, folders of data) of a hub's name, of a folder of weights, perhaps with a tokenizer,
+    or of nanoGPT's ckpt.pt, which names its data set: below our data/, or its own data/ beside its out_dir."""
     gpt2 = {"tokenizer": {"kind": "gpt2"}, "vocab_size": GPT2_VOCAB}
     if source in PRETRAINED and not os.path.exists(source):
         return gpt2, []
@@ -60,5 +68,8 @@ def data_of_weights(source, root):
     vocab_size = read_config(source).vocab_size
     if vocab_size in (GPT2_VOCAB, PADDED_GPT2_VOCAB):
         return gpt2, []
+    file = os.path.join(source, "tokenizer.json")
+    if os.path.exists(file):
+        return {"tokenizer": meta_of_file(file, read_end(source)), "vocab_size": vocab_size}, []
     raise ValueError(f"the {vocab_size} tokens of {source} are not GPT-2's: name the data set that they come from"
                      f"{f', {trained_on},' if trained_on else ''} with --dataset=NAME or a path")

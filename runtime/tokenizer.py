@@ -68,8 +68,8 @@ def tokenizer_of(meta):
     if meta["kind"] == "char":
         return _char_tokenizer(meta["chars"])
     if meta["kind"] == "hf":
-        tokenizer = _hf_tokenizer(meta)
-        return (lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        tokenizer = hf_tokenizer(meta)
+        return (functools.partial(_hf_encode, tokenizer),
                 functools.partial(tokenizer.decode, skip_special_tokens=False))
     raise ValueError(f"unknown tokenizer kind {meta['kind']!r}; known are 'gpt2', 'char' and 'hf'")
 
@@ -85,7 +85,7 @@ def array_encoder(meta):
         return functools.partial(gpt2_encoding().encode_to_numpy, disallowed_special=())
     if meta["kind"] == "char":
         return lambda text: np.frombuffer(text.encode("utf-32-le"), "<u4")
-    tokenizer = _hf_tokenizer(meta)
+    tokenizer = hf_tokenizer(meta)
     tokenizer.encode_special_tokens = True
     return lambda text: np.array(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.uint32)
 
@@ -104,8 +104,8 @@ def meta_of(name):
     if not file.is_file():
         raise fetch.FetchError(f"{folder} has no tokenizer.json: --tokenizer takes gpt2, char, or a folder in which "
                                "transformers has saved a fast tokenizer")
-    meta = {"kind": "hf", "file": str(file.absolute()), "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    tokenizer = _hf_tokenizer(meta)
+    meta = meta_of_file(file)
+    tokenizer = hf_tokenizer(meta)
     known = {}
     for name in ("config.json", "special_tokens_map.json", "tokenizer_config.json"):
         if Path(folder, name).is_file():
@@ -119,7 +119,21 @@ def meta_of(name):
     return meta | {"end_of_text": end}, max(tokenizer.get_vocab().values()) + 1
 
 
-def _hf_tokenizer(meta):
+def meta_of_file(file, end_of_text=None):
+    """The "tokenizer" entry of a tokenizer.json; end_of_text: the id of that token, or None."""
+    return {"kind": "hf", "file": os.path.abspath(file), "end_of_text": end_of_text,
+            "sha256": hashlib.sha256(Path(file).read_bytes()).hexdigest()}
+
+
+def _hf_encode(tokenizer, text):
+    try:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+    except Exception as error:  # the library's own have no class of theirs
+        raise ValueError(f"the tokenizer knows no tokens for {text!r} ({error})") from None
+
+
+def hf_tokenizer(meta):
+    """The tokenizers.Tokenizer of a "tokenizer" entry of the kind hf. Raises FetchError."""
     from tokenizers import Tokenizer
 
     file = ROOT / meta["file"]

@@ -18,7 +18,7 @@ from runtime import hf
 from runtime.bins import write_dataset
 from runtime.checkpoint import load_model
 from runtime.hf_tokenizer import merges_of
-from runtime.tokenizer import tokenizer_of
+from runtime.tokenizer import meta_of_file, tokenizer_of
 
 TEXT = "the quick fox's 12345 hats — naïve 😀\n\n\t  don't <|endoftext|> {x: [1, 2]}  "
 
@@ -70,6 +70,42 @@ def test_its_tokenizer_and_generate_give_our_text(exported):
     prompt = tokenizer("the", return_tensors="pt")
     theirs = AutoModelForCausalLM.from_pretrained(folder).generate(**prompt, max_new_tokens=20, do_sample=False)
     assert torch.equal(theirs, load_model(out_dir, "best")[0].generate(prompt["input_ids"], 20, temperature=0))
+
+
+def test_sampling_from_the_folder_takes_its_tokenizer(exported):
+    out_dir, folder, _ = exported
+    common = ("--start=the", "--max_new_tokens=20", "--json", "--num_samples=1")
+    ours, theirs, strange = at_once(*(
+        lambda args=args: launch(ROOT / "sample.py", *common, *args, launcher="python")
+        for args in ([f"--out_dir={out_dir}", "--tag=best"], [f"--init_from={folder}"],
+                     [f"--init_from={folder}", "--start=É"])))
+    texts = [json.loads(run.stdout)["text"] for run in (ours, theirs)]
+    assert texts[0] == texts[1] and len(texts[0]) == 20
+    assert strange.returncode == 2 and strange.stderr.startswith("the tokenizer knows no tokens for 'É' (WordLevel e")
+
+
+def test_a_tokenizer_of_the_datas_own_goes_along(tmp_path, train):
+    """A BPE that begins each text with a token of its own when transformers is asked to."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+
+    tokenizer, data = Tokenizer(models.BPE()), tmp_path / "data"
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator([(ROOT / "README.md").read_text()], trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<end>"],
+        show_progress=False))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 0)])
+    ids = tokenizer.encode((ROOT / "README.md").read_text(), add_special_tokens=False).ids
+    data.mkdir()
+    tokenizer.save(str(data / "tokenizer.json"))
+    write_dataset(data, ids[:-400], ids[-400:], meta_of_file(data / "tokenizer.json", 0), 320,
+                  {"name": "a test", "sha256": None, "bytes": 0})
+    run = done(train(f"--dataset={data}", "--max_iters=1"))
+    exported = export(f"--out_dir={run.out_dir}", f"--to={tmp_path}/folder")
+    assert exported.returncode == 0 and difference(exported.stdout) < 1e-5, exported.stderr
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "folder")
+    assert theirs(TEXT)["input_ids"] == [0, *tokenizer.encode(TEXT, add_special_tokens=False).ids]
+    assert (theirs.eos_token, theirs.eos_token_id, theirs.model_max_length) == ("<end>", 0, 32)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "folder").generation_config.eos_token_id == 0
 
 
 def test_the_card_tells_losses_data_and_settings(exported, whole):
