@@ -298,7 +298,7 @@ def parameters(run):
 
     from model import GPT, PRETRAINED, GPTConfig, read_config
 
-    if os.path.isdir(run["init_from"]):
+    if os.path.exists(run["init_from"]):
         config = read_config(run["init_from"])
     else:
         shape = dict(zip(("n_layer", "n_head", "n_embd"), PRETRAINED.get(run["init_from"], (12, 12, 768))))
@@ -342,8 +342,8 @@ def weights(run):
 
     name = run["init_from"] if run else "gpt2-xl"
     if name not in PRETRAINED:
-        there = os.path.isdir(name) or name in ("scratch", "resume", "auto")
-        yield (OK, "weights", name, "") if there else (FAIL, "weights", f"{name} is no folder", "--init_from=DIR")
+        there = os.path.exists(name) or name in ("scratch", "resume", "auto")
+        yield (OK, "weights", name, "") if there else (FAIL, "weights", f"{name} is not there", "--init_from=PATH")
         return
     if isinstance(try_to_load_from_cache(f"openai-community/{name}", "model.safetensors"), str):
         yield OK, "weights", f"{name} is in the cache", ""

@@ -15,6 +15,7 @@ import contextlib
 import json
 import math
 import os
+import zipfile
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,6 +44,7 @@ class GPTConfig:
     n_embd: int = 768
     dropout: float = 0.0
     bias: bool = True  # in the linear layers and layer norms; GPT-2 has them
+    gelu: str = "tanh"  # its form, by PyTorch's names: "tanh" is GPT-2's, and "none", the exact one, nanoGPT's
 
     def __post_init__(self):
         for name in ("n_layer", "n_head", "n_embd"):
@@ -108,10 +110,10 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
+        self.gelu = config.gelu
 
     def forward(self, x):
-        # GPT-2 was trained with the tanh form of GELU; the exact one shifts its logits by about 1e-3
-        return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
+        return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate=self.gelu)))
 
 
 class Block(nn.Module):
@@ -307,6 +309,14 @@ class GPT(nn.Module):
         wpe.weight = nn.Parameter(wpe.weight[:block_size].detach().clone())
         wpe.num_embeddings = block_size
 
+    def crop_vocab_size(self, vocab_size):
+        """Leave out the tokens from `vocab_size` on: rows that were rounded up to, and that no tokenizer makes."""
+        self.config.vocab_size = self.lm_head.vocab_size = vocab_size
+        wte = self.transformer.wte
+        wte.weight = nn.Parameter(wte.weight[: self.config.padded_vocab_size].detach())
+        self.lm_head.weight = wte.weight
+        wte.num_embeddings = len(wte.weight)
+
     def forward(self, idx, targets=None, reduction="mean"):
         """idx (B, T) -> logits (B, T, vocab_size); with targets (B, T) -> their mean cross-entropy, or with
         reduction="none" that of each token, (B * T,). A target of -1 does not count."""
@@ -334,12 +344,14 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, end_of_text=None,
-                 use_cache=True, generator=None, on_token=None, one_more=None):
+                 use_cache=True, generator=None, on_token=None, one_more=None, repetition_penalty=1.0):
         """Continue idx (B, T) by at most max_new_tokens; returns (B, T + n).
 
         temperature 0 takes the likeliest token. top_k keeps the k likeliest, top_p the likeliest that together reach
-        that probability. A row that has produced end_of_text repeats it, and when all rows have, generation stops.
-        on_token is called with each new (B,) column. Past block_size tokens the context slides, and as every
+        that probability. repetition_penalty above 1 makes tokens that a row has already less likely. generator: one for
+        all rows, or a list of one for each. A row that has produced end_of_text repeats it, and when all rows have,
+        generation stops. on_token is called with each new (B,) column, and may return which rows are done, (B,).
+        Past block_size tokens the context slides, and as every
         position then changes, the whole window is computed for each token; until then keys and values are cached.
         On CUDA a cached step's launches are recorded and replayed, as they would take longer than what they launch.
         one_more(token, position, caches) -> logits may do that step in a better way than the method of this name.
@@ -364,31 +376,36 @@ class GPT(nn.Module):
                 cached = idx.size(1)
             else:
                 logits = self.lm_head(self.hidden(idx[:, -block_size:])[:, -1:])[:, 0]
-            token = sample_token(logits.float(), temperature, top_k, top_p, generator)
+            logits = logits.float()
+            if repetition_penalty != 1:
+                logits = penalised(logits, idx, repetition_penalty)
+            token = sample_token(logits, temperature, top_k, top_p, generator)
             if end_of_text is not None:
                 token = torch.where(done, end_of_text, token)
                 done |= token == end_of_text
             idx = torch.cat([idx, token[:, None]], dim=1)
-            if on_token:
-                on_token(token)
-            if end_of_text is not None and done.all():
+            ended = on_token(token) if on_token else None
+            if ended is not None:
+                done |= ended
+            if (ended is not None or end_of_text is not None) and done.all():
                 break
         return idx
 
     @classmethod
-    def from_pretrained(cls, name_or_dir, dropout=0.0, device="cpu", dtype=torch.float32):
-        """GPT-2 with the weights of a hub name (see PRETRAINED) or of a folder in transformers' format.
+    def from_pretrained(cls, name_or_path, dropout=0.0, device="cpu", dtype=torch.float32):
+        """GPT-2 with the weights of a hub name (see PRETRAINED), of a folder in transformers' format, or of nanoGPT's
+        ckpt.pt.
 
         The weights go to `device` one tensor at a time. Raises WeightsError.
         """
-        folder = name_or_dir if os.path.isdir(name_or_dir) else fetch_from_hub(name_or_dir)
-        config = read_config(folder)
+        source = name_or_path if os.path.exists(name_or_path) else fetch_from_hub(name_or_path)
+        config = read_config(source)
         config.dropout = dropout
         with torch.device("meta"):
             model = cls(config).to(dtype)
         model.to_empty(device=device)
         model.lm_head.weight = model.transformer.wte.weight  # to_empty made two of one
-        read_weights(model, folder)
+        read_weights(model, source)
         return model
 
 
@@ -418,8 +435,15 @@ def recorded(step, *inputs):
     return replay
 
 
+def penalised(logits, idx, penalty):
+    """Logits (B, vocab_size), those of the tokens in idx (B, T) divided by the penalty where they are positive and else
+    multiplied (CTRL, arXiv:1909.05858)."""
+    seen = logits.gather(1, idx)
+    return logits.scatter(1, idx, torch.where(seen > 0, seen / penalty, seen * penalty))
+
+
 def sample_token(logits, temperature, top_k, top_p, generator=None):
-    """Logits (B, vocab_size) -> one token a row, (B,)."""
+    """Logits (B, vocab_size) -> one token a row, (B,); generator: one for all rows, or a list of one for each."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits, order = logits / temperature, None
@@ -432,14 +456,18 @@ def sample_token(logits, temperature, top_k, top_p, generator=None):
         beyond = probs.cumsum(-1) - probs >= top_p
         beyond[:, 0] = False  # the likeliest always stays
         probs = probs.masked_fill(beyond, 0)
-    choice = torch.multinomial(probs, 1, generator=generator)
+    if isinstance(generator, list):
+        rows = zip(probs.split(1), generator, strict=True)
+        choice = torch.cat([torch.multinomial(row, 1, generator=own) for row, own in rows])
+    else:
+        choice = torch.multinomial(probs, 1, generator=generator)
     return (choice if order is None else order.gather(1, choice))[:, 0]
 
 
 def fetch_from_hub(name):
     """The local folder of a GPT-2 on the Hugging Face hub, downloaded if it is not in the cache."""
     if name not in PRETRAINED:
-        raise WeightsError(f"'{name}' is neither a folder nor one of {', '.join(PRETRAINED)}")
+        raise WeightsError(f"'{name}' is neither a folder, a file nor one of {', '.join(PRETRAINED)}")
     from huggingface_hub import snapshot_download
 
     try:
@@ -451,77 +479,121 @@ def fetch_from_hub(name):
         ) from None
 
 
-def read_config(folder):
-    """GPTConfig from a folder's config.json; WeightsError if it describes another model than GPT-2."""
+def read_config(source):
+    """GPTConfig of a folder's config.json or of nanoGPT's ckpt.pt; WeightsError if it describes another model than
+    GPT-2."""
+    if os.path.isfile(source):
+        return read_nanogpt(source)[0]
     try:
-        with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
+        with open(os.path.join(source, "config.json"), encoding="utf-8") as f:
             hf = json.load(f)
     except (OSError, ValueError) as error:
-        raise WeightsError(f"{folder}: config.json cannot be read ({error})") from None
+        raise WeightsError(f"{source}: config.json cannot be read ({error})") from None
     expected = {
-        "model_type": "gpt2",
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "tie_word_embeddings": True,
-        "n_inner": None,
+        "model_type": ("gpt2",),
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
+        "layer_norm_epsilon": (1e-5,),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "tie_word_embeddings": (True,),
+        "n_inner": (None, 4 * hf.get("n_embd", 768)),
     }
-    for key, value in expected.items():
-        if hf.get(key, value) not in (value, 4 * hf.get("n_embd", 768) if key == "n_inner" else value):
-            raise WeightsError(f"{folder}: config.json has {key}={hf[key]!r}, which is not GPT-2's {value!r}")
+    for key, values in expected.items():
+        if hf.get(key, values[0]) not in values:
+            raise WeightsError(f"{source}: config.json has {key}={hf[key]!r}, which is not GPT-2's {values[0]!r}")
     return GPTConfig(
         block_size=hf.get("n_positions", 1024),
         vocab_size=hf.get("vocab_size", 50257),
         n_layer=hf.get("n_layer", 12),
         n_head=hf.get("n_head", 12),
         n_embd=hf.get("n_embd", 768),
+        gelu="none" if hf.get("activation_function") == "gelu" else "tanh",
     )
 
 
-def open_weights(folder):
-    """(names, get) of a folder's tensors, from safetensors (whole or in shards) or else pytorch_model.bin."""
+def unpickled(path):
+    """What torch.save wrote to a file, its tensors mapped where its format allows that. Only tensors and plain
+    containers are made, whatever the file names: a stranger's code does not run. Raises WeightsError."""
+    try:
+        zipped = zipfile.is_zipfile(path)  # the older format cannot be mapped, nor looked into
+        strange = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else []
+        if strange:
+            raise WeightsError(f"{path} names {', '.join(sorted(strange))}, which no weights need; not read")
+        return torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
+    except WeightsError:
+        raise
+    except Exception as error:  # a cut or foreign file: pickle, zip and torch each raise their own
+        why = (str(error).splitlines() or [""])[0]
+        raise WeightsError(f"{path}: the weights cannot be read ({type(error).__name__}: {why})") from None
+
+
+def read_nanogpt(path):
+    """(GPTConfig, {name: tensor}, nanoGPT's own settings) of its ckpt.pt, whose names and layout are ours."""
+    checkpoint = unpickled(path)
+    try:
+        args = {"bias": True, **checkpoint["model_args"]}  # its first versions had no other
+        tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in checkpoint["model"].items()}
+        shape = {name: args[name] for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "bias")}
+        config = GPTConfig(**shape, gelu="none")
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise WeightsError(f"{path} is no ckpt.pt of nanoGPT's ({type(error).__name__}: {error})") from None
+    wte, head = (tensors.get(name) for name in ("transformer.wte.weight", "lm_head.weight"))
+    if wte is not None and head is not None and head.data_ptr() != wte.data_ptr():
+        raise WeightsError(f"{path}: lm_head.weight is not the token embedding, as it is in GPT-2")
+    return config, tensors, checkpoint.get("config", {})
+
+
+def open_weights(source):
+    """(names, get) of the tensors of a folder, from safetensors or else pickles, whole or in shards, or of nanoGPT's
+    ckpt.pt."""
     from safetensors import safe_open
 
-    index = os.path.join(folder, "model.safetensors.index.json")
-    whole = os.path.join(folder, "model.safetensors")
-    pickled = os.path.join(folder, "pytorch_model.bin")
-    if os.path.exists(index):
-        with open(index, encoding="utf-8") as f:
-            shards = {os.path.join(folder, shard) for shard in json.load(f)["weight_map"].values()}
-    elif os.path.exists(whole):
-        shards = {whole}
-    elif os.path.exists(pickled):
-        tensors = torch.load(pickled, map_location="cpu", mmap=True, weights_only=True)
+    if os.path.isfile(source):
+        tensors = read_nanogpt(source)[1]
         return tensors.keys(), tensors.__getitem__
-    else:
-        raise WeightsError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
-    readers = [safe_open(shard, framework="pt") for shard in sorted(shards)]
-    where = {name: reader for reader in readers for name in reader.keys()}  # noqa: SIM118 (no mapping)
+    found = [(kind, index) for kind in ("model.safetensors", "pytorch_model.bin") for index in (".index.json", "")
+             if os.path.exists(os.path.join(source, kind + index))]
+    if not found:
+        raise WeightsError(f"{source} has neither model.safetensors nor pytorch_model.bin")
+    (kind, index), shards = found[0], {found[0][0]}
+    if index:
+        with open(os.path.join(source, kind + index), encoding="utf-8") as f:
+            shards = set(json.load(f)["weight_map"].values())
+    paths = [os.path.join(source, shard) for shard in sorted(shards)]
+    if kind == "pytorch_model.bin":
+        tensors = {name: tensor for path in paths for name, tensor in unpickled(path).items()}
+        return tensors.keys(), tensors.__getitem__
+    where = {name: reader for path in paths for reader in [safe_open(path, framework="pt")]
+             for name in reader.keys()}  # noqa: SIM118 (no mapping)
     return where.keys(), lambda name: where[name].get_tensor(name)
 
 
 @torch.no_grad()
-def read_weights(model, folder):
-    """Fill the model from a folder. transformers keeps linear layers as Conv1D, transposed, and knows no padding."""
+def read_weights(model, source):
+    """Fill the model from a folder or a ckpt.pt. transformers keeps linear layers as Conv1D, transposed; neither knows
+    of our padding."""
     try:
-        names, get = open_weights(folder)
-        for name, p in model.named_parameters():
+        names, get = open_weights(source)
+        ours = dict(model.named_parameters())
+        strange = [name for name in names if name not in ours and not name.endswith((".attn.bias", "lm_head.weight"))]
+        if os.path.isfile(source) and strange:  # nanoGPT with something built in
+            raise WeightsError(f"{source}: GPT-2 has no place for the tensor {strange[0]}")
+        for name, p in ours.items():
             # gpt2 on the hub has no "transformer." before its names, later saves have
             theirs = name if name in names else name.removeprefix("transformer.")
             if theirs not in names:
-                raise WeightsError(f"{folder}: the tensor {name} is missing")
+                raise WeightsError(f"{source}: the tensor {name} is missing")
             w = get(theirs)
-            if name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")):
+            if os.path.isdir(source) and name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")):
                 w = w.t()
             rows = model.config.vocab_size if name == "transformer.wte.weight" else len(p)
             if w.shape != p[:rows].shape:
                 raise WeightsError(
-                    f"{folder}: {name} has shape {tuple(w.shape)}, config.json says {tuple(p[:rows].shape)}"
+                    f"{source}: {name} has shape {tuple(w.shape)}, its configuration says {tuple(p[:rows].shape)}"
                 )
             p[:rows].copy_(w)
             p[rows:] = 0
     except WeightsError:
         raise
-    except Exception as error:  # a cut or foreign file: safetensors, pickle and zip each raise their own
-        raise WeightsError(f"{folder}: the weights cannot be read ({type(error).__name__}: {error})") from None
+    except Exception as error:  # a cut or foreign file: safetensors and JSON each raise their own
+        raise WeightsError(f"{source}: the weights cannot be read ({type(error).__name__}: {error})") from None

@@ -46,9 +46,9 @@ sample_interval = 0  # iterations between texts from the current weights, printe
 sample_start = "\n"  # what they begin with
 sample_tokens = 100  # how long they are
 # Start
-init_from = "gpt2-xl"  # scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a folder of weights; an earlier stage's
-# out_dir (its best tag) or out_dir/tag, with a fresh optimizer; resume: go on with the run in out_dir; auto: go on if
-# there is one, else begin with what the configuration says
+init_from = "gpt2-xl"  # scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a folder of weights, nanoGPT's ckpt.pt; an
+# earlier stage's out_dir (its best tag) or out_dir/tag, with a fresh optimizer; resume: go on with the run in out_dir;
+# auto: go on if there is one, else begin with what the configuration says
 resume_tag = "latest"  # the tag to go on from; latest: the newest one that is whole
 resume_weights_only = False  # go on with a fresh optimizer
 seed = 1337  # of the weights, the order of the data, and dropout

@@ -117,7 +117,8 @@ def early_launch(device):
 def faster(model, B):
     """What generate() may take as its one_more for B texts, or None where these kernels don't fit."""
     D, wide, weight = model.config.n_embd // model.config.n_head, 4 * model.config.n_embd, model.lm_head.weight
-    fits = B == 1 and model.config.bias and D & (D - 1) == 0 and D >= 16 and wide <= max(TILES)
+    ours = model.config.bias and model.config.gelu == "tanh"
+    fits = B == 1 and ours and D & (D - 1) == 0 and D >= 16 and wide <= max(TILES)
     return partial(one_more, model) if fits and weight.is_cuda and runs_on(weight) else None
 
 

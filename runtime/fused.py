@@ -320,7 +320,7 @@ class Linear(torch.autograd.Function):
 
 def fits(config):
     """Whether these blocks can stand in for those of a model of this GPTConfig."""
-    return config.bias and config.dropout == 0 and config.n_embd <= WIDEST
+    return config.bias and config.gelu == "tanh" and config.dropout == 0 and config.n_embd <= WIDEST
 
 
 def fuse(model, fp8=False, recorded=True):

@@ -88,6 +88,15 @@ def is_record(line):
         return False
 
 
+def read_history(out_dir):
+    """The whole records of out_dir/history.jsonl, in order; none where there is no such file."""
+    path = os.path.join(out_dir, "history.jsonl")
+    if not os.path.exists(path):
+        return []
+    with open(path, encoding="utf-8", errors="replace") as f:
+        return [json.loads(line) for line in f if is_record(line)]
+
+
 def trim_history(out_dir, iter_num):
     """Drop what an earlier run recorded after step iter_num, from where a new one now goes on."""
     path = os.path.join(out_dir, "history.jsonl")

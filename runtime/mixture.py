@@ -5,9 +5,8 @@ import os
 from fractions import Fraction
 from types import SimpleNamespace
 
-import numpy as np
-
-from runtime.bins import DTYPES, DatasetError, check_dataset
+from runtime import bins
+from runtime.bins import DatasetError, check_dataset
 
 LONGEST = 100_000  # sequences after which a mixture's table begins anew
 
@@ -32,8 +31,7 @@ def sets(dataset, root, block_size):
     data/, a path, or {either: weight}. Raises DatasetError or ValueError."""
     whole = shares(dataset) if isinstance(dataset, dict) else {dataset: 1}
     found, problems = [], []
-    for name, share in whole.items():
-        folder = name if os.sep in name else os.path.join(root, "data", name)
+    for (name, share), folder in zip(whole.items(), bins.folders_of(whole, root)):
         try:
             found.append(SimpleNamespace(name=os.path.basename(os.path.normpath(name)), share=share, folder=folder,
                                          meta=check_dataset(folder, block_size)))
@@ -43,7 +41,7 @@ def sets(dataset, root, block_size):
         raise DatasetError("\n".join(problems))
     first = found[0].meta
     for other in found[1:]:
-        if other.meta["tokenizer"] != first["tokenizer"] or other.meta["vocab_size"] != first["vocab_size"]:
+        if not bins.same_tokens(other.meta, first):
             raise DatasetError(f"{found[0].name} and {other.name} are of different tokenizers: prepare both with one")
     if len({one.name for one in found}) < len(found):
         raise DatasetError(f"dataset={dataset}: two data sets have one name; give their folders different ones")
@@ -53,4 +51,4 @@ def sets(dataset, root, block_size):
 
 def tokens_of(one, split):
     """The memory-mapped tokens of a data set's "train" or "val"."""
-    return np.memmap(os.path.join(one.folder, f"{split}.bin"), dtype=DTYPES[one.meta["dtype"]], mode="r")
+    return bins.tokens_of(one.folder, one.meta, split)

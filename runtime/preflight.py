@@ -12,8 +12,8 @@ import torch
 from model import GPT, PRETRAINED, GPTConfig, WeightsError, fetch_from_hub, read_config
 from runtime import ds_config
 from runtime.batches import windows_per_epoch
-from runtime.bins import DatasetError
-from runtime.checkpoint import CheckpointError, earlier_run, find_tag, newer_tags, newest_first, newest_tag
+from runtime.bins import DatasetError, same_tokens
+from runtime.checkpoint import CheckpointError, describe, earlier_run, find_tag, newer_tags, newest_first, newest_tag
 from runtime.fetch import FetchError
 from runtime.fit import ROOM, card, parts
 from runtime.fused import fits
@@ -183,7 +183,7 @@ def check_fp8(run):
     if run.dtype != "bfloat16" or not run.compile or not runs_on(torch.empty(0)):
         raise ValueError("fp8=True needs our kernels: leave dtype and compile on auto; a C compiler must be there")
     if not fits(run.model) or run.model.n_embd % 16:
-        raise ValueError("fp8=True needs --dropout=0, biases, and n_embd a multiple of 16 up to 4,096")
+        raise ValueError("fp8=True needs --dropout=0, biases, GPT-2's GELU, and n_embd a multiple of 16 up to 4,096")
 
 
 def lacks_compiler():
@@ -202,9 +202,13 @@ def check_start(run, s):
         shape = {name: s[name] for name in given}
         return GPTConfig(block_size=s["block_size"], vocab_size=run.meta["vocab_size"] if run.meta else 50257,
                          dropout=s["dropout"], **shape)
-    if not os.path.isdir(run.init_from) and run.init_from not in PRETRAINED:
+    if not os.path.exists(run.init_from) and run.init_from not in PRETRAINED:
         raise ValueError(f"init_from={run.init_from} is neither 'scratch', 'resume', 'auto', one of "
-                         f"{', '.join(PRETRAINED)}, nor a folder of weights or of an earlier run")
+                         f"{', '.join(PRETRAINED)}, nor a folder of weights or of an earlier run, nor a ckpt.pt of "
+                         "nanoGPT's")
+    if "bias" in given:  # as nanoGPT does, whose default it is not to have them
+        run.notes.append(f"bias={s['bias']} is for training from scratch: these weights bring their own, or none")
+        given.remove("bias")
     if given:
         raise ValueError(f"{', '.join(given)} given, but init_from={run.init_from} brings its own shape: remove them, "
                          "or add --init_from=scratch")
@@ -214,7 +218,7 @@ def check_start(run, s):
     run.before = earlier_run(run.init_from)
     if run.before:
         return check_stage(run, s)
-    run.weights = run.init_from if os.path.isdir(run.init_from) else fetch_from_hub(run.init_from)
+    run.weights = run.init_from if os.path.exists(run.init_from) else fetch_from_hub(run.init_from)
     config = read_config(run.weights)
     if s["block_size"] > config.block_size:
         raise ValueError(f"block_size={s['block_size']} is beyond the {config.block_size} positions that the weights "
@@ -222,9 +226,9 @@ def check_start(run, s):
     if run.meta and run.meta["vocab_size"] > config.vocab_size:
         raise ValueError(f"the data set's vocabulary of {run.meta['vocab_size']} is beyond the weights' "
                          f"{config.vocab_size}: prepare the data with the weights' tokenizer")
-    if run.meta and run.meta["tokenizer"]["kind"] != "gpt2":
-        run.notes.append(f"the data's tokens are not GPT-2's ({run.meta['tokenizer']['kind']}): "
-                         "the weights' knowledge of words is lost")
+    if run.meta and run.meta["tokenizer"]["kind"] != "gpt2" and not brings(run.weights, run.meta["tokenizer"]):
+        run.notes.append(f"the data's tokens are not GPT-2's ({run.meta['tokenizer']['kind']}), nor does the weights' "
+                         "folder hold their tokenizer: the weights' knowledge of words is lost")
     return dataclasses.replace(config, block_size=s["block_size"], dropout=s["dropout"])
 
 
@@ -240,7 +244,7 @@ def check_stage(run, s):
     if s["block_size"] > state["model"]["block_size"]:
         raise ValueError(f"block_size={s['block_size']} is beyond the {state['model']['block_size']} positions that "
                          f"{where} knows: --block_size={state['model']['block_size']}")
-    if run.meta and {key: run.meta[key] for key in state["data"]} != state["data"]:
+    if run.meta and not same_tokens(run.meta, state["data"]):
         raise ValueError(f"{where} was trained on another tokenizer's data than data set '{s['dataset']}': prepare it "
                          "with that one")
     run.stages = [*state.get("stages", []), {
@@ -248,6 +252,12 @@ def check_stage(run, s):
         "dataset": state["settings"]["dataset"], "val_loss": state["best_val_loss"]}]
     run.notes.append(f"the weights are those of {where}, iteration {manifest['iter_num']}; the optimizer begins anew")
     return GPTConfig(**{**state["model"], "block_size": s["block_size"], "dropout": s["dropout"]})
+
+
+def brings(weights, tokenizer):
+    """Whether a folder of weights holds the tokenizer.json that data was prepared with."""
+    path = os.path.join(weights, "tokenizer.json")
+    return os.path.exists(path) and describe(path)["sha256"] == tokenizer.get("sha256")
 
 
 def check_resume(run, s):

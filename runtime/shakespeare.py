@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from runtime import fetch
-from runtime.bins import DatasetError, write_dataset
+from runtime.bins import DatasetError, told, write_dataset
 
 ROOT = Path(__file__).resolve().parent.parent
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -138,17 +138,8 @@ def main(folder, tokenize, known_counts):
     parser.add_argument("--input", metavar="FILE", help="a text of your own, in UTF-8, instead of tiny Shakespeare")
     parser.add_argument("--out_dir", metavar="DIR", default=folder, help="where to write (default: %(default)s)")
     args = parser.parse_args()
-    try:
+    with told("interrupted; run it again to prepare the data"):
         prepare(folder, args.input, Path(args.out_dir), tokenize, known_counts)
-    except KeyboardInterrupt:
-        print("interrupted; run it again to prepare the data", file=sys.stderr)
-        sys.exit(130)
-    except (DatasetError, fetch.FetchError) as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
-        sys.exit(2)
 
 
 def prepare(folder, input_file, out_dir, tokenize, known_counts):

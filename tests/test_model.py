@@ -445,7 +445,7 @@ def test_a_tensor_of_another_shape_is_named(copy, name, shape):
 
 
 @pytest.mark.parametrize("key, value", [
-    ("activation_function", "gelu"), ("model_type", "llama"), ("layer_norm_epsilon", 1e-6), ("n_inner", 64),
+    ("activation_function", "relu"), ("model_type", "llama"), ("layer_norm_epsilon", 1e-6), ("n_inner", 64),
     ("scale_attn_by_inverse_layer_idx", True), ("tie_word_embeddings", False)])
 def test_another_architecture_is_refused(copy, key, value):
     edit_config(copy, **{key: value})
@@ -467,7 +467,7 @@ def test_a_folder_without_weights_or_config_is_refused(copy):
 
 
 def test_an_unknown_name_is_refused():
-    with pytest.raises(WeightsError, match="'gpt3' is neither a folder nor one of gpt2, gpt2-medium, gpt2-large"):
+    with pytest.raises(WeightsError, match="'gpt3' is neither a folder, a file nor one of gpt2, gpt2-medium"):
         GPT.from_pretrained("gpt3")
 
 

@@ -15,7 +15,7 @@ LAUNCHERS = {"python", "torchrun", "deepspeed", "bash"}
 OTHERS = {  # --options of torchrun, deepspeed, pip and the scripts that are not settings of ours
     "--nproc_per_node", "--nnodes", "--node_rank", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--master_addr",
     "--master_port", "--standalone", "--num_gpus", "--num_nodes", "--hostfile", "--include", "--exclude", "--tag",
-    "--input", "--help", "--print_settings", "--local_rank", "--key"}
+    "--input", "--name", "--tokenizer", "--help", "--print_settings", "--local_rank", "--key"}
 MADE = [  # by runs, by set-up, by transformers
     "out", "out-*", "data/*/*.bin", "data/*/meta.*", "*input.txt", "data/gpt2.tiktoken", "config.json",
     "*history.jsonl", "*settings.json", "*manifest.json", "*iter_*", "*.safetensors", "*zero_to_fp32.py", "*.pt",
@@ -110,7 +110,7 @@ def test_the_files_that_the_text_names_exist():
 
 def test_the_settings_of_all_commands_exist():
     settings = {"train_deepspeed.py": names_of("train_deepspeed.py"), "sample.py": names_of("sample.py"),
-                "run_deepspeed_xl.sh": names_of("train_deepspeed.py")}
+                "export_hf.py": names_of("export_hf.py"), "run_deepspeed_xl.sh": names_of("train_deepspeed.py")}
     assert "learning_rate" in settings["train_deepspeed.py"] and "top_p" in settings["sample.py"]
     unknown = []
     for program, words in commands():
@@ -122,7 +122,7 @@ def test_the_settings_of_all_commands_exist():
 
 
 def test_the_settings_that_the_text_names_exist():
-    known = names_of("train_deepspeed.py") | names_of("sample.py")
+    known = names_of("train_deepspeed.py") | names_of("sample.py") | names_of("export_hf.py")
     options = [option for code in inline() for option in re.findall(r"(?<!\S)--[a-z0-9_]+", code)]
     assert [option for option in options if option not in OTHERS and option[2:] not in known] == []
     assigned = [name for code in inline() for name in re.findall(r"^([a-z]\w*)=\S+$", code)]

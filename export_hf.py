@@ -1,0 +1,117 @@
+"""A checkpoint of train_deepspeed.py as a Hugging Face folder, for transformers and whatever reads its files.
+
+    python export_hf.py --out_dir=out-shakespeare-xl-deepspeed --tag=best --to=shakespeare-xl
+    python export_hf.py --out_dir=out-shakespeare-xl-deepspeed --dtype=bfloat16
+
+The folder is written aside, loaded with transformers and held against ours. It takes its name only if the logits of a
+sequence of the validation data agree to 1e-4 in float32 and the tokenizers give the same ids.
+"""
+
+from typing import Literal
+
+import configurator
+
+out_dir = "out-shakespeare-xl-deepspeed"
+tag = "latest"  # latest, best, final, iter_20, ...
+to: str | None = None  # the folder to make; None: hf-TAG in out_dir
+dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights in it
+
+settings = configurator.from_command_line(globals())
+globals().update(settings)
+
+import os
+import shutil
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+
+from model import GPT, GPTConfig
+from runtime.bins import DatasetError, folders_of, read_meta, same_tokens, tokens_of
+from runtime.checkpoint import CheckpointError, find_tag, load_model
+from runtime.dist import refuse
+from runtime.fetch import FetchError
+from runtime.metrics import read_history
+from runtime.save import free_bytes, human
+from runtime.tokenizer import end_of_text, tokenizer_of
+
+ROOT = os.path.dirname(os.path.abspath(__file__))
+
+
+def check_place(to, needed):
+    """ValueError unless a folder of so many bytes can be made at `to`, which is not there or empty."""
+    if os.path.exists(to) and not (os.path.isdir(to) and not os.listdir(to)):
+        raise ValueError(f"{to} is there already: name another folder with --to=DIR, or delete it")
+    if free_bytes(to) < needed:
+        raise ValueError(f"the folder takes {human(needed)} and {to} has {human(free_bytes(to))} free: make room, or "
+                         "name another with --to=DIR")
+
+
+def real_tokens(dataset, data, n):
+    """(n tokens to compare on, what they are): the first that were held out in training; where the data is not here or
+    not the same any more, the vocabulary's in their order."""
+    folder = folders_of(dataset, ROOT)[0]
+    try:
+        meta = read_meta(folder)
+        if not same_tokens(meta, data):
+            raise DatasetError(f"{folder} has another tokenizer now")
+        ids = tokens_of(folder, meta, "val")[:n].tolist()
+        return ids, f"the first {len(ids)} tokens of {os.path.basename(os.path.normpath(folder))}/val.bin"
+    except (DatasetError, OSError) as error:
+        print(f"note       {str(error).splitlines()[0]}: comparing on the vocabulary's tokens instead")
+        return [i % data["vocab_size"] for i in range(n)], f"{n} tokens of the vocabulary"
+
+
+try:
+    tag, manifest = find_tag(out_dir, tag)
+    state = manifest["state"]
+    kind, vocab_size = state["data"]["tokenizer"], state["data"]["vocab_size"]
+    encode, decode = tokenizer_of(kind)
+    to = os.path.normpath(to or os.path.join(out_dir, f"hf-{tag}"))
+    with torch.device("meta"):
+        size = GPT(GPTConfig(**state["model"])).num_params() * (4 if dtype == "float32" else 2)
+    check_place(to, size)
+except (CheckpointError, FetchError, ValueError) as error:
+    refuse(str(error))
+
+import transformers
+from safetensors import SafetensorError
+
+from runtime import hf
+from runtime.hf_tokenizer import write_tokenizer
+from runtime.model_card import card
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+work, rounding = to + ".saving", ""
+try:
+    model, _ = load_model(out_dir, tag)
+    model.crop_vocab_size(vocab_size)
+    print(f"{out_dir}/{tag}: {model.num_params():,} parameters after {state['iter_num']} iterations")
+    ids, whose = real_tokens(state["settings"]["dataset"], state["data"], model.config.block_size)
+    idx = torch.tensor([ids])
+    if dtype != "float32":
+        with torch.no_grad():
+            exact = model(idx)
+            moved = model.to(getattr(torch, dtype)).to(torch.float32)(idx) - exact
+        rounding = f" Rounding the weights to {dtype} moves logits by up to {moved.abs().max().item():.1e}."
+    shutil.rmtree(work, ignore_errors=True)
+    os.makedirs(work)
+    hf.write_model(model, work, end_of_text(kind), dtype)
+    write_tokenizer(work, kind, model.config.block_size)
+    hf.check_tokenizer(work, encode, decode(ids))
+    apart, precision = hf.check_model(model, work, idx)
+    checked = (f"Loaded with transformers {transformers.__version__} and computed in {precision}, the logits of "
+               f"{whose} differ from those in training's own code by {apart:.1e} at most.{rounding}")
+    text = card(os.path.basename(to), model, manifest, read_history(out_dir), ROOT, decode(ids[:12]), checked)
+    with open(os.path.join(work, "README.md"), "w", encoding="utf-8") as f:
+        f.write(text)
+    os.rename(work, to)
+except (CheckpointError, hf.ExportError) as error:
+    refuse(str(error))
+except (OSError, SafetensorError) as error:
+    why = getattr(error, "strerror", None) or error
+    refuse(f"{to} cannot be written ({why}): make room, or name another folder with --to=DIR")
+finally:
+    shutil.rmtree(work, ignore_errors=True)
+print(f"{checked}\nwritten to {to}: {human(size)} of weights in {dtype}")

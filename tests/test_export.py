@@ -1,0 +1,283 @@
+"""export_hf.py: what transformers loads from the folder is the model and the tokenizer that were trained."""
+
+import hashlib
+import inspect
+import json
+import re
+
+import pytest
+import tiktoken_ext.openai_public
+import torch
+from conftest import CHARS, ROOT, done, launch, stage
+from safetensors.torch import load_file, save_file
+from test_run import at_once
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from model import GPT, GPTConfig
+from runtime import hf
+from runtime.bins import write_dataset
+from runtime.checkpoint import load_model
+from runtime.hf_tokenizer import merges_of
+from runtime.tokenizer import meta_of_file, tokenizer_of
+
+TEXT = "the quick fox's 12345 hats — naïve 😀\n\n\t  don't <|endoftext|> {x: [1, 2]}  "
+
+
+def export(*args, **options):
+    return launch(ROOT / "export_hf.py", *args, launcher="python", **options)
+
+
+def difference(told):
+    """The largest difference of logits that an export states."""
+    return float(re.search(r"differ from those in training's own code by (\S+) at most", told)[1])
+
+
+@pytest.fixture(scope="module")
+def exported(whole, tmp_path_factory):
+    """(the run's out_dir, the folder, what was printed): characters, trained at ZeRO-3 by two ranks."""
+    out_dir, folder = whole(3).out_dir, tmp_path_factory.mktemp("export") / "letters"
+    run = export("--out_dir", out_dir, "--tag=best", "--to", folder)
+    assert run.returncode == 0, run.stderr
+    return out_dir, folder, run.stdout
+
+
+def test_transformers_loads_the_model_that_was_trained(exported):
+    out_dir, folder, told = exported
+    ours, theirs = load_model(out_dir, "best")[0], AutoModelForCausalLM.from_pretrained(folder)
+    idx = torch.randint(28, (4, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert (theirs(idx).logits - ours(idx)).abs().max() < 1e-5 and theirs(idx).logits.shape == (4, 32, 28)
+    assert 0 < difference(told) < 1e-5 and "the first 32 tokens of characters0/val.bin" in told
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["letters"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json"]
+    assert len({p.stat().st_mode for p in folder.iterdir()}) == 1
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["architectures"], config["n_ctx"], config["n_positions"], config["vocab_size"]) == (
+        ["GPT2LMHeadModel"], 32, 32, 28)
+    assert (config["activation_function"], config["eos_token_id"], config["attn_pdrop"]) == ("gelu_new", None, 0.1)
+
+
+def test_its_tokenizer_and_generate_give_our_text(exported):
+    out_dir, folder, _ = exported
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "the fox\n\n sat  on a mat \n"
+    ids = [CHARS.index(char) for char in text]
+    assert tokenizer(text)["input_ids"] == ids and tokenizer.decode(ids) == text
+    with pytest.raises(Exception, match="WordLevel error"):  # as ours refuses it
+        tokenizer("É")
+    prompt = tokenizer("the", return_tensors="pt")
+    theirs = AutoModelForCausalLM.from_pretrained(folder).generate(**prompt, max_new_tokens=20, do_sample=False)
+    assert torch.equal(theirs, load_model(out_dir, "best")[0].generate(prompt["input_ids"], 20, temperature=0))
+
+
+def test_sampling_from_the_folder_takes_its_tokenizer(exported):
+    out_dir, folder, _ = exported
+    common = ("--start=the", "--max_new_tokens=20", "--json", "--num_samples=1")
+    ours, theirs, strange = at_once(*(
+        lambda args=args: launch(ROOT / "sample.py", *common, *args, launcher="python")
+        for args in ([f"--out_dir={out_dir}", "--tag=best"], [f"--init_from={folder}"],
+                     [f"--init_from={folder}", "--start=É"])))
+    texts = [json.loads(run.stdout)["text"] for run in (ours, theirs)]
+    assert texts[0] == texts[1] and len(texts[0]) == 20
+    assert strange.returncode == 2 and strange.stderr.startswith("the tokenizer knows no tokens for 'É' (WordLevel e")
+
+
+def test_a_tokenizer_of_the_datas_own_goes_along(tmp_path, train):
+    """A BPE that begins each text with a token of its own when transformers is asked to."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+
+    tokenizer, data = Tokenizer(models.BPE()), tmp_path / "data"
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator([(ROOT / "README.md").read_text()], trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<end>"],
+        show_progress=False))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 0)])
+    ids = tokenizer.encode((ROOT / "README.md").read_text(), add_special_tokens=False).ids
+    data.mkdir()
+    tokenizer.save(str(data / "tokenizer.json"))
+    write_dataset(data, ids[:-400], ids[-400:], meta_of_file(data / "tokenizer.json", 0), 320,
+                  {"name": "a test", "sha256": None, "bytes": 0})
+    run = done(train(f"--dataset={data}", "--max_iters=1"))
+    exported = export(f"--out_dir={run.out_dir}", f"--to={tmp_path}/folder")
+    assert exported.returncode == 0 and difference(exported.stdout) < 1e-5, exported.stderr
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "folder")
+    assert theirs(TEXT)["input_ids"] == [0, *tokenizer.encode(TEXT, add_special_tokens=False).ids]
+    assert (theirs.eos_token, theirs.eos_token_id, theirs.model_max_length) == ("<end>", 0, 32)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "folder").generation_config.eos_token_id == 0
+
+
+def test_the_card_tells_losses_data_and_settings(exported, whole):
+    _, folder, told = exported
+    card, best = (folder / "README.md").read_text(), min(whole(3).evals, key=lambda it: whole(3).evals[it][1])
+    train_loss, val_loss = whole(3).evals[best]
+    assert f"| {best} | {train_loss:.4f} | {val_loss:.4f} | " in card
+    assert f"best validation loss was {val_loss:.4f}" in card
+    for words in ("27,392 parameters: 2 layers, 2 heads, a width of 32, 32 positions,\n28 tokens", "| ranks | 2 |",
+                  "| learning_rate | 0.001 |", "| dropout | 0.1 |", "| ZeRO stage | 3 |", "| dataset | characters0 |",
+                  "18,000 tokens to train on, 2,000 held out; from a test, sha256 000", f"{difference(told):.1e}"):
+        assert words in card, words
+    example = re.search(r"```python\n(.*?)```", card, re.S)[1].replace('"letters"', repr(str(folder)))
+    exec(example, {})
+
+
+def test_weights_in_half_precision(whole, tmp_path):
+    """Half of the bytes; the logits are those of our weights rounded, and what the rounding does is told."""
+    out_dir = whole(3).out_dir
+    run = export(f"--out_dir={out_dir}", "--dtype=bfloat16", f"--to={tmp_path}/half")
+    assert run.returncode == 0 and difference(run.stdout) < 1e-5, run.stderr
+    rounding = float(re.search(r"to bfloat16 moves logits by up to (\S+)\.$", run.stdout, re.M)[1])
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype=torch.float32)
+    ours, _ = load_model(out_dir)
+    with torch.no_grad():
+        idx = torch.randint(28, (8, 32))
+        assert 0.3 * rounding < (theirs(idx).logits - ours(idx)).abs().max() < 3 * rounding and rounding > 1e-4
+    weights = load_file(tmp_path / "half" / "model.safetensors")
+    assert {w.dtype for w in weights.values()} == {torch.bfloat16}
+    assert torch.equal(weights["transformer.wte.weight"], ours.transformer.wte.weight[:28].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("broken", ["weights", "tokenizer"])
+def test_an_export_that_is_not_ours_fails_and_leaves_nothing(whole, tmp_path, broken):
+    """Made to leave the square matrices as they are, or to give every character the next one's id."""
+    script = tmp_path / "broken.py"
+    script.write_text(f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+if {broken!r} == "weights":
+    from safetensors import torch as st
+    save = st.save_file
+    def save_others(tensors, *args, **kwargs):
+        for name in [name for name in tensors if name.endswith("attn.c_proj.weight")]:
+            tensors[name] = tensors[name].t().contiguous()
+        save(tensors, *args, **kwargs)
+    st.save_file = save_others
+else:
+    from runtime import hf_tokenizer
+    right = hf_tokenizer.of_characters
+    hf_tokenizer.of_characters = lambda chars: right(chars[1:] + chars[0])
+sys.argv[0] = {str(ROOT / "export_hf.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+""")
+    run = launch(script, f"--out_dir={whole(3).out_dir}", f"--to={tmp_path}/folder", launcher="python")
+    words = {"weights": r"the exported model's logits are \S+ away from ours, more than 1e-04: nothing was exported",
+             "tokenizer": "the exported tokenizer gives other ids than ours: nothing was exported"}[broken]
+    assert run.returncode == 2 and re.fullmatch(words + "\n", run.stderr), run.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["broken.py"]
+
+
+def test_refusals(exported):
+    out_dir, folder, _ = exported
+    for args, words in (([f"--to={folder}"], f"{folder} is there already: name another folder with --to=DIR"),
+                        ([f"--to={folder}/config.json/x"], "x cannot be written (Not a directory): make room"),
+                        (["--tag=iter_7"], "holds no whole tag 'iter_7'; there are"),
+                        (["--dtype=int8"], "dtype takes 'float32' or 'bfloat16' or 'float16', not 'int8'")):
+        run = export(f"--out_dir={out_dir}", *args)
+        assert run.returncode == 2 and words in run.stderr and len(run.stderr.splitlines()) == 1
+
+
+def test_models_that_gpt2_has_no_words_for(tmp_path):
+    """Without biases, with the exact GELU, and with rows of the embedding that stand for nothing."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, vocab_size=70, n_layer=2, n_head=2, n_embd=16, bias=False, gelu="none")).eval()
+    for p in model.parameters():
+        p.data += 0.3 * torch.randn_like(p)
+    model.crop_vocab_size(50)
+    hf.write_model(model, tmp_path, None, "float32")
+    idx = torch.randint(50, (1, 16))
+    apart, precision = hf.check_model(model, tmp_path, idx)
+    assert apart < 1e-5 and precision == "float32"
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert theirs.config.activation_function == "gelu" and theirs(idx).logits.shape == (1, 16, 50)
+    assert not any(p.any() for name, p in theirs.named_parameters() if name.endswith("bias"))
+    again = GPT.from_pretrained(str(tmp_path)).eval()  # the exact GELU is known again
+    assert (again(idx) - model(idx)).abs().max() < 1e-5
+
+
+def test_rounding_is_told_from_a_mistake(tmp_path):
+    """Logits of some hundred thousands, which float32 rounds by more than 1e-4."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, vocab_size=70, n_layer=2, n_head=2, n_embd=64)).eval()
+    model.transformer.ln_f.weight.data *= 1e6
+    hf.write_model(model, tmp_path, None, "float32")
+    idx = torch.randint(70, (1, 16))
+    apart, precision = hf.check_model(model, tmp_path, idx)
+    assert apart < 1e-6 and precision == "float64"
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["transformer.h.0.mlp.c_fc.bias"][3] = 0.01
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(hf.ExportError, match="away from ours, more than 1e-04: nothing was exported"):
+        hf.check_model(model, tmp_path, idx)
+
+
+def test_merges_are_found_from_the_ranks_alone():
+    """Against the merges of a BPE that the tokenizers library has learned."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    from runtime.hf_tokenizer import letters_of_bytes
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+                                  show_progress=False)
+    tokenizer.train_from_iterator([path.read_text() for path in sorted(ROOT.glob("config/*.py"))], trainer)
+    learned, letters = json.loads(tokenizer.to_str())["model"], letters_of_bytes()
+    byte_of = {letter: byte for byte, letter in enumerate(letters)}
+    assert len(byte_of) == 256 and set(letters) == set(pre_tokenizers.ByteLevel.alphabet())
+
+    def of_bytes(token):
+        return bytes(byte_of[letter] for letter in token)
+
+    ranks = {of_bytes(token): rank for token, rank in learned["vocab"].items()}
+    assert merges_of(ranks) == [tuple(map(of_bytes, pair)) for pair in learned["merges"]] and len(ranks) == 400
+
+
+@pytest.fixture(scope="module")
+def gpt2_exported(train, tmp_path_factory):
+    """As exported(), of a GPT-2 as transformers saves it, trained on GPT-2's tokens at ZeRO-3 by two ranks."""
+    folder, data = tmp_path_factory.mktemp("gpt2"), tmp_path_factory.mktemp("words")
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=32)).save_pretrained(folder / "tiny")
+    ids = tokenizer_of({"kind": "gpt2"})[0]((ROOT / "README.md").read_text())
+    write_dataset(data, ids[:-400], ids[-400:], {"kind": "gpt2"}, 50257, {"name": "a test", "sha256": None, "bytes": 0})
+    run = done(train(f"--init_from={folder}/tiny", "--n_layer=None", "--n_head=None", "--n_embd=None", "--max_iters=2",
+                     f"--dataset={data}", stage(3), ranks=2, launcher="torchrun"))
+    exported = export(f"--out_dir={run.out_dir}")  # into hf-iter_2 there
+    assert exported.returncode == 0, exported.stderr
+    return run.out_dir, run.out_dir / "hf-iter_2", exported.stdout
+
+
+def test_gpt2s_own_shape_and_tokens_index(gpt2_exported):
+    """GPT-2's ranks may have to be fetched. vocab.json and merges.txt are OpenAI's, by the hashes in tiktoken."""
+    out_dir, folder, told = gpt2_exported
+    assert difference(told) < 1e-5
+    source = inspect.getsource(tiktoken_ext.openai_public.gpt2)
+    for file, published in (("vocab.json", "encoder_json_hash"), ("merges.txt", "vocab_bpe_hash")):
+        assert hashlib.sha256((folder / file).read_bytes()).hexdigest() == re.search(rf'{published}="(\w+)"', source)[1]
+    tokenizer, (encode, decode) = AutoTokenizer.from_pretrained(folder), tokenizer_of({"kind": "gpt2"})
+    assert tokenizer(TEXT)["input_ids"] == encode(TEXT) and tokenizer.decode(encode(TEXT)) == TEXT
+    assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.model_max_length) == (50256, 50256, 32)
+    theirs, ours = AutoModelForCausalLM.from_pretrained(folder), load_model(out_dir)[0]
+    assert theirs.generation_config.eos_token_id == 50256 and theirs.num_parameters() == ours.num_params() == 403_200
+    prompt = tokenizer("The model", return_tensors="pt")
+    wanted = ours.generate(prompt["input_ids"], 12, temperature=0)
+    assert torch.equal(theirs.generate(**prompt, max_new_tokens=12, do_sample=False, pad_token_id=50256), wanted)
+    again = launch(ROOT / "sample.py", f"--init_from={folder}", "--start=The model", "--temperature=0",
+                   "--num_samples=1", "--max_new_tokens=12", launcher="python")
+    assert again.stdout.endswith(f"\n\n{decode(wanted[0].tolist())}\n"), again.stderr
+
+
+def test_a_mixture_is_exported_and_looked_through(train, characters, tmp_path):
+    (tmp_path / "more").symlink_to(characters)
+    run = done(train(f"--dataset={{{str(characters)!r}: 0.25, {str(tmp_path / 'more')!r}: 0.75}}", "--max_iters=1"))
+    exported, sampled = at_once(
+        lambda: export(f"--out_dir={run.out_dir}", f"--to={tmp_path}/mixed"),
+        lambda: launch(ROOT / "sample.py", f"--out_dir={run.out_dir}", "--memorised=2", "--num_samples=1", "--json",
+                       "--max_new_tokens=50", launcher="python"))
+    assert exported.returncode == 0 and sampled.returncode == 0, exported.stderr + sampled.stderr
+    card = (tmp_path / "mixed" / "README.md").read_text()
+    assert "| dataset | characters0 (weight 0.25), more (weight 0.75) |" in card
+    assert "- more (weight 0.75): 18,000 tokens to train on, 2,000 held out; from a test, sha256 000" in card
+    found = json.loads(sampled.stdout)["memorised"]
+    assert {run["data"] for run in found} == {"characters0", "more"} and len(found) > 2

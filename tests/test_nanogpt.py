@@ -1,0 +1,225 @@
+"""nanoGPT's files work as they are: its ckpt.pt, its configuration, its prepared data."""
+
+import json
+import os
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import CHARS, ROOT, done, launch, read_history
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from model import GPT, WeightsError
+from runtime.batches import eval_offsets
+
+SETTINGS = """
+# train a miniature model
+import time
+
+out_dir = {out_dir!r}
+eval_interval = 2
+eval_iters = 2
+log_interval = 1
+eval_only = False
+always_save_checkpoint = False
+wandb_log = False # override via command line if you like
+wandb_project = 'letters'
+wandb_run_name = 'mini-gpt-' + str(time.time())
+dataset = {dataset!r}
+gradient_accumulation_steps = 2
+batch_size = 2
+block_size = 32
+n_layer = 2
+n_head = 2
+n_embd = 32
+dropout = 0.1
+learning_rate = 1e-3
+max_iters = 4
+lr_decay_iters = 4
+min_lr = 1e-4
+beta2 = 0.99
+warmup_iters = 2
+weight_decay = 1e-1
+decay_lr = True
+grad_clip = 1.0
+backend = 'gloo'
+device = 'cpu'
+dtype = 'float32'
+compile = False
+"""
+
+
+class Payload:
+    """Pickles to a call of os.mkdir."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def reference(bias=True, vocab_size=28, n_embd=32):
+    """transformers' GPT-2 with nanoGPT's exact GELU, and random weights far from where they start; without biases they
+    are zero."""
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, n_positions=32, n_layer=2, n_head=2, n_embd=n_embd,
+                                        activation_function="gelu", bos_token_id=0, eos_token_id=None)).eval()
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            p += 0.2 * torch.randn_like(p)
+            if not bias and name.endswith("bias"):
+                p.zero_()
+    return theirs
+
+
+def write_checkpoint(path, theirs, bias=True, prefix="_orig_mod.", change=lambda checkpoint: None):
+    """What nanoGPT's train.py saves of this model: its names, linear layers as torch.nn.Linear has them (transformers'
+    are transposed), model_args, the optimizer's state, and its settings."""
+    tensors, c = {}, theirs.config
+    for name, w in theirs.state_dict().items():
+        if bias or not name.endswith("bias"):
+            transposed = name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight"))
+            tensors[prefix + name] = w.t().contiguous() if transposed else w
+    checkpoint = {
+        "model": tensors, "optimizer": torch.optim.AdamW(theirs.parameters()).state_dict(),
+        "model_args": {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "block_size": c.n_positions,
+                       "bias": bias, "vocab_size": c.vocab_size, "dropout": 0.0},
+        "iter_num": 7, "best_val_loss": torch.tensor(3.25), "config": {"dataset": "letters", "learning_rate": 1e-3}}
+    change(checkpoint)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(checkpoint, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def nanogpt(tmp_path_factory, characters):
+    """A folder as nanoGPT's, with data/letters as its prepare.py leaves it, and out-letters/ckpt.pt of reference()."""
+    root = tmp_path_factory.mktemp("nanoGPT")
+    data = root / "data" / "letters"
+    data.mkdir(parents=True)
+    for name in ("train.bin", "val.bin"):
+        shutil.copy(characters / name, data / name)
+    (data / "meta.pkl").write_bytes(pickle.dumps({
+        "vocab_size": len(CHARS), "itos": dict(enumerate(CHARS)), "stoi": {c: i for i, c in enumerate(CHARS)}}))
+    write_checkpoint(root / "out-letters" / "ckpt.pt", reference(bias=False), bias=False)
+    return root
+
+
+@pytest.mark.parametrize("bias, prefix, vocab_size", [(True, "", 28), (False, "_orig_mod.", 28), (False, "", 50304)])
+def test_logits_of_a_checkpoint_are_those_of_transformers(tmp_path, bias, prefix, vocab_size):
+    theirs = reference(bias, vocab_size, n_embd=8 if vocab_size > 28 else 32)
+    ours = GPT.from_pretrained(str(write_checkpoint(tmp_path / "ckpt.pt", theirs, bias, prefix))).eval()
+    idx = torch.randint(28, (3, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = theirs(idx).logits
+        assert ours(idx).shape == wanted.shape and wanted.std() > 0.5
+        torch.testing.assert_close(ours(idx), wanted, atol=1e-5, rtol=1e-5)
+        ours.crop_vocab_size(27)
+        torch.testing.assert_close(ours(idx % 27), theirs(idx % 27).logits[..., :27], atol=1e-5, rtol=1e-5)
+    assert bool([name for name, _ in ours.named_parameters() if name.endswith("bias")]) == bias
+
+
+def test_training_goes_on_from_a_checkpoint_and_it_is_sampled_from(nanogpt, train):
+    """The loss before the first step is that of transformers, and so is the likeliest text."""
+    path, theirs = nanogpt / "out-letters" / "ckpt.pt", reference(bias=False)
+    no_shape = ("--n_layer=None", "--n_head=None", "--n_embd=None", "--bias=True")
+    run = done(train(f"--init_from={path}", f"--dataset={nanogpt / 'data' / 'letters'}", "--max_iters=2", *no_shape))
+    tokens = torch.from_numpy(np.fromfile(nanogpt / "data" / "letters" / "val.bin", np.uint16).astype(np.int64))
+    windows = torch.stack([tokens[start:start + 33] for start in eval_offsets(len(tokens), 32, 4)])
+    with torch.no_grad():
+        losses = F.cross_entropy(theirs(windows[:, :-1]).logits.flatten(0, 1), windows[:, 1:].flatten())
+        greedy = theirs.generate(torch.tensor([[CHARS.index(c) for c in "the"]]), do_sample=False, max_new_tokens=25,
+                                 pad_token_id=0)
+    assert run.evals[0][1] == pytest.approx(losses.item(), abs=1e-5)
+    assert run.losses[2] < run.losses[1]
+    assert "note       bias=True is for training from scratch: these weights bring their own, or none" in run.stdout
+    sampled = launch(ROOT / "sample.py", f"--init_from={path}", "--start=the", "--temperature=0", "--num_samples=1",
+                     "--max_new_tokens=25", launcher="python")
+    text = "".join(CHARS[i] for i in greedy[0].tolist())
+    assert sampled.stdout == f"{path}: 26,656 parameters\n\n{text}\n" and sampled.stderr == ""
+    again = launch(ROOT / "sample.py", f"--out_dir={run.out_dir}", "--max_new_tokens=5", launcher="python")
+    assert again.returncode == 0 and "after 2 iterations" in again.stdout
+
+
+def rename(checkpoint, old, new):
+    checkpoint["model"]["_orig_mod." + new] = checkpoint["model"].pop("_orig_mod." + old)
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda c: c.pop("model_args"), "is no ckpt.pt of nanoGPT's (KeyError: 'model_args')"),
+    (lambda c: c["model_args"].update(n_head=3), "is no ckpt.pt of nanoGPT's (ValueError: n_embd=32 is not divi"),
+    (lambda c: c["model_args"].update(n_layer=3), ": the tensor transformer.h.2.ln_1.weight is missing"),
+    (lambda c: c["model_args"].update(n_layer=1), ": GPT-2 has no place for the tensor transformer.h.1.ln_1.weight"),
+    (lambda c: c["model_args"].update(block_size=31), ": transformer.wpe.weight has shape (32, 32), its configuration"),
+    (lambda c: rename(c, "transformer.ln_f.weight", "transformer.norm.weight"), "no place for the tensor trans"),
+    (lambda c: c["model"].update({"_orig_mod.lm_head.weight": torch.zeros(28, 32)}), ": lm_head.weight is not the"),
+], ids=["no args", "heads", "missing", "more", "shape", "other", "untied"])
+def test_another_kind_of_checkpoint_is_refused(tmp_path, change, words):
+    path = write_checkpoint(tmp_path / "ckpt.pt", reference(), change=change)
+    with pytest.raises(WeightsError) as error:
+        GPT.from_pretrained(str(path))
+    assert str(error.value).startswith(str(path)) and words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_strangers_checkpoint_does_not_run_its_code(nanogpt, train, tmp_path):
+    """Nor does pytorch_model.bin, also in the format from before zip, which cannot be looked into."""
+    payload = Payload(tmp_path / "mark")
+    path = write_checkpoint(tmp_path / "ckpt.pt", reference(), change=lambda c: c.update(config=payload))
+    bin_folder = tmp_path / "folder"
+    reference().save_pretrained(bin_folder)
+    (bin_folder / "model.safetensors").unlink()
+    torch.save({"wte": payload}, bin_folder / "pytorch_model.bin",
+               _use_new_zipfile_serialization=False)
+    sampled = launch(ROOT / "sample.py", f"--init_from={path}", launcher="python")
+    trained = train(f"--init_from={path}", "--n_layer=None", "--n_head=None", "--n_embd=None")
+    for run in (sampled, trained):
+        assert run.returncode == 2 and run.stderr == f"{path} names posix.mkdir, which no weights need; not read\n"
+    with pytest.raises(WeightsError, match="the weights cannot be read"):
+        GPT.from_pretrained(str(bin_folder))
+    assert not (tmp_path / "mark").exists()
+    torch.load(path, weights_only=False)  # it would have
+    assert (tmp_path / "mark").exists()
+
+
+def test_a_checkpoint_whose_data_is_not_here_asks_for_it(tmp_path):
+    path = write_checkpoint(tmp_path / "out" / "ckpt.pt", reference())
+    run = launch(ROOT / "sample.py", f"--init_from={path}", launcher="python")
+    assert run.returncode == 2 and run.stderr == (
+        f"the 28 tokens of {path} are not GPT-2's: name the data set that they come from, letters, with --dataset=NAME "
+        "or a path\n")
+
+
+def test_a_config_and_data_of_nanogpt_run_as_they_are(nanogpt, train, tmp_path):
+    """From its file alone, without a meta.json: the same losses as by our own settings and data."""
+    (tmp_path / "train_letters.py").write_text(SETTINGS.format(out_dir=str(tmp_path / "out-letters"),
+                                                               dataset=str(nanogpt / "data" / "letters")))
+    run = launch(ROOT / "train_deepspeed.py", "config/nanogpt.py", tmp_path / "train_letters.py", launcher="python")
+    assert run.returncode == 0, run.stderr
+    assert "letters has no meta.json: its tokens are taken for char's" in run.stdout
+    assert "26,656 parameters from scratch" in run.stdout and not (nanogpt / "data" / "letters" / "meta.json").exists()
+    ours = done(train("--bias=False", "--dropout=0.1", "--lr_decay_iters=4", "--min_lr=1e-4", "--beta2=0.99",
+                      "--warmup_iters=2"))
+    history = read_history(tmp_path / "out-letters")
+    assert {r["iter"]: r["loss"] for r in history if "loss" in r} == ours.losses and list(ours.losses) == [1, 2, 3, 4]
+    sampled = launch(ROOT / "sample.py", "--out_dir", tmp_path / "out-letters", "--num_samples=1", "--json",
+                     "--max_new_tokens=20", launcher="python")
+    assert set(json.loads(sampled.stdout)["text"]) <= set(CHARS)
+
+
+@pytest.mark.parametrize("text, changed", [
+    ("init_from = 'gpt2-xl'\nbatch_size = 8\neval_iters = 500\neval_only = True\nwandb_log = False\n",
+     {"init_from": "gpt2-xl", "eval_only": True, "dataset": "openwebtext"}),  # config/eval_gpt2_xl.py
+    ("batch_size = 12\nblock_size = 1024\ngradient_accumulation_steps = 5 * 8\nmax_iters = 600000\n"
+     "eval_interval = 1000\nlr_decay_iters = 600000\neval_iters = 200\nlog_interval = 10\nweight_decay = 1e-1\n",
+     {"init_from": "scratch", "learning_rate": 6e-4, "warmup_iters": 2000, "min_lr": 6e-5}),  # config/train_gpt2.py
+], ids=["eval_gpt2_xl", "train_gpt2"])
+def test_nanogpts_defaults_stand_behind_its_files(tmp_path, text, changed):
+    (tmp_path / "theirs.py").write_text(text)
+    run = launch(ROOT / "train_deepspeed.py", "config/nanogpt.py", tmp_path / "theirs.py", "--print_settings",
+                 launcher="python")
+    settings = json.loads(run.stdout)
+    assert {name: settings[name] for name in changed} == changed and settings["bias"] is False

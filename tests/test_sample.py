@@ -1,0 +1,280 @@
+"""sample.py for people: prompts, seeds, batches, stop strings, penalties, JSON, perplexity, memorised runs."""
+
+import json
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from conftest import CHARS, ROOT, command_line, launch
+from test_run import at_once
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from model import GPT, penalised, sample_token
+from runtime import memorised, texts
+from runtime.score import score
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """(transformers' GPT-2 with random weights and 28 tokens, its folder)."""
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=28, n_positions=24, n_layer=2, n_head=2, n_embd=32, bos_token_id=0,
+                                        eos_token_id=None)).eval()
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p += 0.15 * torch.randn_like(p)
+    folder = tmp_path_factory.mktemp("theirs")
+    theirs.save_pretrained(folder)
+    return theirs, folder
+
+
+def ids_of(text):
+    return [CHARS.index(char) for char in text]
+
+
+def text_of(ids):
+    return "".join(CHARS[i] for i in ids)
+
+
+@pytest.fixture(scope="module")
+def sample(theirs, characters):
+    """sample(args) runs sample.py with these weights and the characters' tokens."""
+
+    def run(*args, **options):
+        return launch(ROOT / "sample.py", f"--init_from={theirs[1]}", f"--dataset={characters}", *args,
+                      launcher="python", **options)
+
+    return run
+
+
+def records(run):
+    assert run.returncode == 0 and run.stderr == "", run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+# Against transformers
+
+
+def test_greedy_text_with_a_repetition_penalty_is_that_of_transformers(theirs, sample):
+    model, folder = theirs
+    idx = torch.tensor([ids_of("the cat")])
+    wanted = {penalty: model.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=17, do_sample=False,
+                                      repetition_penalty=penalty, pad_token_id=0)[0].tolist() for penalty in (1.0, 1.7)}
+    assert wanted[1.0] != wanted[1.7]
+    ours = GPT.from_pretrained(str(folder)).eval()
+    for penalty, ids in wanted.items():
+        assert ours.generate(idx, 17, temperature=0, repetition_penalty=penalty)[0].tolist() == ids
+    run = sample("--start=the cat", "--temperature=0", "--repetition_penalty=1.7", "--max_new_tokens=17",
+                 "--num_samples=1")
+    assert run.stdout == f"{folder}: {ours.num_params():,} parameters\n\n{text_of(wanted[1.7])}\n"
+
+
+@pytest.mark.parametrize("options", [
+    {"top_p": 0.7}, {"top_p": 0.05}, {"top_p": 0.9, "temperature": 1.5}, {"top_k": 5, "top_p": 0.8},
+    {"repetition_penalty": 1.8}, {"repetition_penalty": 0.7, "top_p": 0.8, "temperature": 0.6},
+], ids=str)
+def test_chances_are_those_of_transformers(options):
+    """200,000 draws: deviation 0.0011 at most. What transformers bars is never drawn."""
+    generator = torch.Generator().manual_seed(1)
+    logits, seen = 2 * torch.randn((1, 12), generator=generator), torch.tensor([[3, 7, 7, 1]])
+    theirs = LogitsProcessorList([
+        RepetitionPenaltyLogitsProcessor(options.get("repetition_penalty", 1.0)),
+        TemperatureLogitsWarper(float(options.get("temperature", 1.0))), TopKLogitsWarper(options.get("top_k", 12)),
+        TopPLogitsWarper(options.get("top_p", 1.0))])
+    wanted = theirs(seen, logits.clone())[0].softmax(0)
+    ours = penalised(logits, seen, options.get("repetition_penalty", 1.0)).expand(200_000, -1)
+    drawn = sample_token(ours, options.get("temperature", 1.0), options.get("top_k"), options.get("top_p"), generator)
+    chances = drawn.bincount(minlength=12) / 200_000
+    assert torch.equal(chances > 0, wanted > 0) and (chances - wanted).abs().max() < 0.006
+
+
+def test_perplexity_is_that_of_transformers(theirs, sample, tmp_path):
+    """70 tokens in windows of 24: each token's loss given as many as its window holds before it."""
+    model, folder = theirs
+    text = "the cat sat on a mat and saw how seven foxes jump over quiet lazy dogs\n"
+    ids = torch.tensor(ids_of(text))
+    (tmp_path / "text.txt").write_text(text)
+
+    def wanted(stride):
+        losses, start = [], 0
+        while len(losses) < len(ids) - 1:
+            window = ids[start:start + 25]
+            with torch.no_grad():
+                chances = model(window[None, :-1]).logits[0].log_softmax(-1)
+            own = -chances.gather(1, window[1:, None])[:, 0]
+            losses += own[len(losses) - start:].tolist()
+            start += stride
+        return sum(losses) / len(losses)
+
+    ours = GPT.from_pretrained(str(folder)).eval()
+    for stride in (1, 5, 12, 24):
+        assert score(ours, ids.tolist(), stride) == (pytest.approx(wanted(stride), abs=1e-6), 70)
+    assert wanted(1) != pytest.approx(wanted(24), abs=1e-3)
+    half, five = at_once(lambda: sample(f"--score={tmp_path}/text.txt"),
+                         lambda: sample("--score", tmp_path / "text.txt", "--stride=5", "--json"))
+    loss = wanted(12)
+    assert half.stdout.splitlines()[-1] == (
+        f"{tmp_path}/text.txt: 70 tokens, loss {loss:.4f}, perplexity {np.exp(loss):.2f}")
+    (record,) = records(five)
+    assert record == {
+        "model": str(folder), "file": f"{tmp_path}/text.txt", "tokens": 70, "loss": pytest.approx(wanted(5), abs=1e-6),
+        "perplexity": pytest.approx(np.exp(wanted(5)), rel=1e-5)}
+
+
+# Which texts, and how many
+
+
+def test_each_text_has_its_own_seed(sample):
+    """Alone, one after another or together, and by its own seed."""
+    common = ("--json", "--max_new_tokens=40", "--start=the")
+    one_by_one, together, third = at_once(
+        lambda: sample(*common, "--num_samples=4"), lambda: sample(*common, "--num_samples=4", "--batch_size=3"),
+        lambda: sample(*common, "--num_samples=1", "--seed=1339"))
+    told = records(one_by_one)
+    assert [r["seed"] for r in told] == [1337, 1338, 1339, 1340] and len({r["text"] for r in told}) == 4
+    assert records(together) == told and records(third) == told[2:3] and len(told[0]["text"]) == 40
+    assert {k: v for k, v in told[0].items() if k not in ("model", "text")} == {
+        "prompt": "the", "tokens": 40, "seed": 1337, "ended": "length"}
+
+
+def test_prompts_from_files_and_from_the_keyboard(sample, theirs, tmp_path):
+    (tmp_path / "lines.txt").write_text("the cat\n\nseven\n")
+    (tmp_path / "one.txt").write_text("two\nlines")
+    lines, whole, asked = at_once(
+        lambda: sample(f"--prompts={tmp_path}/lines.txt", "--max_new_tokens=9"),
+        lambda: sample(f"--start=FILE:{tmp_path}/one.txt", "--max_new_tokens=9", "--num_samples=2"),
+        lambda: subprocess.run(
+            command_line(ROOT / "sample.py", f"--init_from={theirs[1]}", f"--dataset={theirs[1].parent}/characters0",
+                         "--interactive", "--max_new_tokens=9", launcher="python"),
+            input="the cat\nÉ\nseven\n\nnever\n", capture_output=True, text=True, cwd=ROOT))
+    head, first, second = lines.stdout.replace("\n\n", "\n---------------\n", 1).split("\n---------------\n")
+    assert first.startswith("the cat") and second.startswith("seven") and len(first) == 7 + 9
+    assert whole.stdout.split("\n\n", 1)[1].count("two\nlines") == 2 and "---------------" in whole.stdout
+    assert asked.returncode == 0 and asked.stdout == f"{head}\n\n> {first}\n> > {second}> "
+    assert asked.stderr == "the character 'É' (U+00C9) is not one of the 28 that this character data set knows\n"
+
+
+def test_a_stop_string_ends_a_text_before_it(sample, theirs):
+    """As JSON, as text that is shown while it grows, and several at once; its parts alone end nothing."""
+    common = ("--start=the", "--max_new_tokens=60", "--num_samples=3")
+    free = [text.text for text in texts.write(GPT.from_pretrained(str(theirs[1])).eval(), ids_of("the"),
+                                              [1337, 1338, 1339], 60, text_of, temperature=0.8, top_k=200)]
+    stops = [free[0][20:23], free[1][30:32]]
+    wanted = [text[:min([text.index(s) for s in stops if s in text], default=60)] for text in free]
+    assert len(wanted[0]) <= 20 and len(wanted[1]) <= 30
+    listed, together, shown = at_once(
+        lambda: sample(*common, f"--stop={stops}", "--json"), lambda: sample(*common, f"--stop={stops}"),
+        lambda: sample(*common, f"--stop={stops}", "--batch_size=3"))
+    assert [(r["text"], r["ended"]) for r in records(listed)] == [
+        (text, "stop" if len(text) < 60 else "length") for text in wanted]
+    assert shown.stdout == together.stdout == (
+        shown.stdout.split("\n\n")[0] + "\n\n" + "\n---------------\n".join("the" + text for text in wanted) + "\n")
+
+
+def test_what_is_shown_waits_for_whole_characters_and_stop_strings():
+    """Bytes as tokens: the two of é come together, and what may become a stop string comes when it has not."""
+    shown = []
+    growing = texts.Growing([33], lambda ids: bytes(ids).decode(errors="replace"), 0, ["END", "NOT"], shown.append)
+    for byte in "aéENNOENDxé".encode():
+        growing.add(byte)
+    growing.tell(len(growing.text))
+    assert shown == ["a", "é", "EN", "NO"] and growing.text == "aéENNO" and growing.ended == "stop"
+    growing = texts.Growing([33], lambda ids: bytes(ids).decode(errors="replace"), 0, ["END"], shown.append)
+    for byte in b"EN\0END":
+        growing.add(byte)
+    assert growing.text == "EN" and growing.ended == "end_of_text" and growing.ids == [69, 78]
+
+
+# Memorised
+
+
+def by_hand(sample, tokens, n):
+    """The same runs, by looking at every place for each start."""
+    kept, reached = [], 0
+    for start in range(len(sample)):
+        length = 0
+        for place in range(len(tokens)):
+            own = 0
+            while max(start + own - len(sample), place + own - len(tokens)) < 0 and (
+                    sample[start + own] == tokens[place + own]):
+                own += 1
+            length = max(length, own)
+        if length >= n and start + length > reached:
+            kept.append((start, length))
+            reached = start + length
+    return sorted(kept)
+
+
+@pytest.mark.parametrize("slice", [7, 50, 2**22])
+def test_memorised_runs_are_those_found_by_hand(monkeypatch, slice):
+    """Few tokens, so that runs are many, overlap, and cross the slices' borders."""
+    monkeypatch.setattr(memorised, "SLICE", slice)
+    rng, found = np.random.default_rng(0), 0
+    for _ in range(40):
+        vocab_size, n = rng.integers(2, 6), int(rng.integers(1, 12))
+        tokens = rng.integers(0, vocab_size, rng.integers(1, 150)).astype(np.uint16)
+        text = rng.integers(0, vocab_size, rng.integers(0, 40)).tolist()
+        runs = memorised.runs(text, tokens, n)
+        assert sorted((start, length) for start, length, _ in runs) == by_hand(text, tokens.tolist(), n)
+        assert all(tokens[at:at + length].tolist() == text[start:start + length] for start, length, at in runs)
+        found += len(runs)
+    assert found > 40
+
+
+def test_memorised_runs_are_told(whole, characters):
+    """Of a run's own weights and data; in JSON, and in words."""
+    common = (f"--out_dir={whole(2).out_dir}", "--num_samples=1", "--max_new_tokens=60", "--memorised=3")
+    in_json, in_words = at_once(lambda: launch(ROOT / "sample.py", *common, "--json", launcher="python"),
+                                lambda: launch(ROOT / "sample.py", *common, launcher="python"))
+    (record,) = records(in_json)
+    tokens, ids = np.fromfile(characters / "train.bin", np.uint16), ids_of(record["text"])
+    runs = record["memorised"]
+    assert sorted((run["start"], run["tokens"]) for run in runs) == by_hand(ids, tokens.tolist(), 3) and len(runs) > 0
+    for run in runs:
+        assert text_of(tokens[run["at"]:run["at"] + run["tokens"]]) == run["text"] and run["data"] == "characters0"
+        assert f"{run['tokens']} tokens at {run['at']:,} of characters0: {run['text']!r}" in in_words.stdout
+    covered = len({place for run in runs for place in range(run["start"], run["start"] + run["tokens"])})
+    assert f"{record['text']}\nmemorised  {covered} of 60 tokens, in runs of 3 and more\n" in in_words.stdout
+
+
+# What cannot be
+
+
+def test_refusals(sample, theirs, characters, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "one.txt").write_text("a")
+    (tmp_path / "bytes").write_bytes(b"ab\xff")
+    wrong = ("--top_p=0", "--repetition_penalty=0", "--num_samples=0", "--batch_size=0", "--stop=", "--memorised=-1",
+             "--stride=0", "--interactive", f"--prompts={tmp_path}/one.txt")
+    cases = [
+        (wrong, ["num_samples=0 must be at least 1", "batch_size=0 must be at least 1",
+                 "stop= must be a text or a list of texts, and not empty", "memorised=-1 must be at least 0",
+                 "top_p=0.0 must be above 0 and at most 1, or None",
+                 "repetition_penalty=0.0 must be above 0: 1 for none, 1.1 for a little", "stride=0 must be at least 1",
+                 "prompts and interactive each say what to work on: give one of them",
+                 "stride is for long texts whose loss is told: add --score=FILE"]),
+        ([f"--prompts={tmp_path}/none.txt"], [f"{tmp_path}/none.txt cannot be read (No such file or directory): name a "
+                                              "text file"]),
+        ([f"--prompts={tmp_path}/empty.txt"], [f"{tmp_path}/empty.txt is empty: write a beginning on each line"]),
+        ([f"--start=FILE:{tmp_path}/bytes"], [f"{tmp_path}/bytes is no text in UTF-8 (byte 2): name a text file"]),
+        ([f"--score={tmp_path}/one.txt"], ["a text of 1 tokens has no loss: the first is not predicted, so 2 are "
+                                           "wanted"]),
+        ([f"--score={ROOT}/config/eval_gpt2.py"], ["the character '#' (U+0023) is not one of the 28 that this "
+                                                   "character data set knows"]),
+        ([f"--score={tmp_path}/one.txt", "--memorised=3"], ["memorised looks into texts that are made, and with score "
+                                                            "none is: leave one out"]),
+        (["--dataset=None"], [f"the 28 tokens of {theirs[1]} are not GPT-2's: name the data set that they come from "
+                              "with --dataset=NAME or a path"]),
+    ]
+    runs = at_once(*(lambda args=args: sample(*args) for args, _ in cases))
+    for (args, sentences), run in zip(cases, runs):
+        assert (run.returncode, run.stdout, run.stderr.splitlines()) == (2, "", sentences), args
