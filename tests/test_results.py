@@ -249,3 +249,8 @@ def test_the_tables_of_checkpoints_and_precisions_are_what_was_measured():
                         ("signals", f"{tried} of {tried}, {left} processes left, {s['slowest']} s")):
         (row,) = [line for line in text.splitlines() if f"`results/cpu_{name}.json`" in line]
         assert drills[name]["passed"] and words in row
+    p = json.loads((ROOT / "results" / "cpu_prepare.json").read_text(encoding="utf-8"))
+    (row,) = [line for line in text.splitlines() if "`results/cpu_prepare.json`" in line]
+    assert p["passed"] and p["same_bytes"] and f"on {p['mb']:,} MB" in row and f"{p['peak_mb']} MB at most" in row
+    assert f"{p['mb_per_cpu_second_of_a_worker']} MB a CPU second of a worker" in row
+    assert f"{p['kills']} kills, {p['orphans']} processes left" in row
