@@ -55,7 +55,7 @@ def test_a_run_is_looked_at_with_its_weights_and_its_plan(characters):
     assert done.returncode == 1
     for words in ("FAIL  GPUs              0, and 4 are asked for", "18,000 and 2,000 tokens, hashes as prepared",
                   "FAIL  weights", "FAIL  the run           does not fit",
-                  "each GPU   15.90 GB of 16.00 GB: too much",
+                  "each GPU   16.20 GB of 16.00 GB: too much",
                   "torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py"):
         assert words in done.stdout, words
 
