@@ -38,8 +38,8 @@ overwrite = False  # give up the run that out_dir holds
 dry_run = False  # check everything, show the run and what memory it would take, and stop before it
 gpu_gb: float | str | None = None  # with dry_run: reckon for a card of so many GB, or of this name (A100, 4090, ...)
 profile = False  # into out_dir/profile: a trace of some iterations, and the model's FLOPs by DeepSpeed's count
-profile_start = 4  # iterations of this start before the trace; the first ones compile
-profile_iters = 2  # iterations in the trace
+profile_start = 5  # iterations of this start before the trace; the first ones compile
+profile_iters = 2  # iterations in the trace, with an evaluation that falls between them
 wall_clock_breakdown = False  # DeepSpeed's times of each micro-step's parts, printed; slower, as it stops the GPU
 comms_log = False  # DeepSpeed's table of messages between ranks, at the end; slower, for the same reason
 sample_interval = 0  # iterations between texts from the current weights, printed and recorded; 0: none
@@ -259,7 +259,8 @@ if run.tag:
     print0(f"loaded in {time.time() - began:.1f} s")
     iter_num, best_val_loss, wandb_id = state["iter_num"], state["best_val_loss"], state["wandb_id"]
     stale = state.get("stale", 0)
-lora_state = run.lora and {**run.lora, "base": manifest["state"]["lora"]["base"] if run.tag else run.init_from}
+base = None if run.before else run.init_from  # what PEFT is to put the thin matrices beside
+lora_state = run.lora and {**run.lora, "base": state["lora"]["base"] if run.tag else base}
 stages = state.get("stages", []) if run.tag else run.stages  # the earlier ones
 guards.outlive_the_loss_scale(engine)
 
@@ -335,10 +336,16 @@ def evaluate():
     record = {"iter": iter_num, "train_loss": train_loss, "train_error": train_error, "val_loss": val_loss,
               "val_error": val_error, "perplexity": math.exp(min(val_loss, 700))}
     if len(shares) > 1:
-        record["sets"] = metrics.each_set(run.sets, of_sets, seen(iter_num * sequences, shares))
+        record["sets"] = metrics.each_set(run.sets, of_sets, sequences_seen())
         print0("\n".join(metrics.set_lines(record["sets"])))
     log(record)
     return val_loss
+
+
+def sequences_seen():
+    """How many sequences of each data set the run has seen; a tag tells of those before it, by its own shares."""
+    since_then = zip(seen(iter_num * sequences, shares), seen(first_iter * sequences, shares), strict=True)
+    return [before + now - then for before, (now, then) in zip(seen_before, since_then, strict=True)]
 
 
 def log(record):
@@ -377,6 +384,7 @@ def save(improved):
     print0(f"saving checkpoint to {out_dir}/{tag}")
     state = {"iter_num": iter_num, "best_val_loss": best_val_loss, "stale": stale, "improved": improved,
              "wandb_id": wandb_id, "settings": settings, "model": vars(run.model), "lora": lora_state, "stages": stages,
+             "seen": dict(zip([one.name for one in run.sets], sequences_seen(), strict=True)),
              "data": {k: run.meta[k] for k in ("tokenizer", "vocab_size")}}
     saver.save(tag, {"iter_num": iter_num, **facts}, state, names_of(improved))
 
@@ -431,6 +439,8 @@ def tell_trouble(why):
 if rank == 0 and run.tag and run.tag.startswith("iter_") and not eval_only:
     for name in names_of(state["improved"]):  # a run that was killed right after a save has not come to it
         checkpoint.link(out_dir, run.tag, name)
+first_iter = iter_num
+seen_before = [(state if run.tag else {}).get("seen", {}).get(one.name, 0) for one in run.sets]
 saver = Saver(engine, out_dir, keep_last, run.tag_bytes, beside=async_save,
               ahead=run.device == "cuda" and keep_last and not eval_only and not ds_config.offloads(run.config))
 if iter_num == 0 or eval_only:
@@ -440,7 +450,7 @@ elif iter_num >= max_iters:
 batches = train_batches(sources, iter_num, rank, world_size, settings, run.meta["vocab_size"], device)
 peak = metrics.peak_flops(device)
 engine.train()
-first_iter, exit_code, bad_steps, norms = iter_num, None, 0, guards.Norms()
+exit_code, bad_steps, norms = None, 0, guards.Norms()
 tracer = None
 if profile:
     if rank == 0:
@@ -481,10 +491,6 @@ while not finished() and not eval_only and exit_code is None:
                    f"{fit.tensors(run, settings, world_size) / 1e9:.1f} GB reckoned")
         t0, since = time.time(), iter_num
 
-    if tracer:
-        tracer.step()  # writes, after the last iteration of the trace
-        t0, since = time.time(), iter_num
-
     saved = False
     if iter_num % eval_interval == 0 or iter_num == max_iters:
         val_loss = evaluate()
@@ -497,6 +503,10 @@ while not finished() and not eval_only and exit_code is None:
 
     if sample_interval and iter_num % sample_interval == 0:
         write_sample()
+        t0, since = time.time(), iter_num
+
+    if tracer and iter_num - first_iter <= profile_start + profile_iters:
+        tracer.step()  # writes, after the last iteration of the trace
         t0, since = time.time(), iter_num
 
     exit_code, failed = watch.together(saver.problem)  # all ranks take the same way
@@ -512,8 +522,12 @@ while not finished() and not eval_only and exit_code is None:
 
 dist.end_progress()
 if tracer:
+    if iter_num - first_iter < profile_start + profile_iters:
+        print0("no trace: the run ended before the iterations that it is of")
     tracer.stop()
 if comms_log:
+    if getattr(engine.optimizer, "reduce_ipg_grads", print0).__module__ == "runtime.one_machine":
+        print0("gradients and weights pass through memory that the ranks share, and are no messages:")
     deepspeed.comm.log_summary()
 look_at_saves()
 if stale and finished() and iter_num < max_iters and not eval_only:

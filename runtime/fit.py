@@ -156,6 +156,8 @@ def run_out(run, s, world_size, root, argv):
 
 def report(run, s, world_size, local_world_size, root, argv):
     """The plan as text: what a GPU and the host would hold, and where it does not fit, what would."""
-    lines = picture("each GPU" if run.device == "cuda" else "each rank", planned(run, s, world_size), run.room)
+    lines = [f"plan       {run.batch_size} x {world_size} x {run.accumulation} sequences, {run.dtype}, "
+             f"ZeRO-{run.config['zero_optimization']['stage']}"] if s["gpu_gb"] is not None else []
+    lines += picture("each GPU" if run.device == "cuda" else "each rank", planned(run, s, world_size), run.room)
     lines += picture("host", host_parts(run, run.config, local_world_size, world_size, s["keep_last"] > 0), None)
     return "\n".join(lines + too_much(run, s, world_size, root, argv))

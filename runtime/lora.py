@@ -35,7 +35,7 @@ class LoRALinear(nn.Module):
 def of(settings):
     """A run's LoRA as a tag tells it: {"rank", "alpha", "dropout", "matrices"}, or None; ValueError if it is amiss."""
     rank, alpha, dropout = (settings[f"lora_{name}"] for name in ("rank", "alpha", "dropout"))
-    matrices = [name.strip() for name in settings["lora_matrices"].split(",")]
+    matrices = list(dict.fromkeys(name.strip() for name in settings["lora_matrices"].split(",")))
     unknown = [name for name in matrices if name not in MATRICES]
     if rank < 0 or not 0 <= dropout < 1 or (alpha is not None and alpha <= 0):
         raise ValueError(f"lora_rank={rank}, lora_alpha={alpha}, lora_dropout={dropout}: a rank of 0 or more, an alpha "
@@ -67,14 +67,15 @@ def merge(weights, lora):
 
 
 def write_adapter(folder, manifest):
-    """Write a tag's thin matrices into its folder in PEFT's form; returns the paths, none without LoRA. transformers'
+    """Write a tag's thin matrices into its folder in PEFT's form; returns the paths, none without LoRA, or where the
+    frozen weights are an earlier stage's, which only we can read. transformers'
     GPT-2 keeps its matrices turned, which fan_in_fan_out says; the thin ones lie as they do here."""
     from safetensors.torch import save_file
 
     from runtime.shards import Shards
 
     lora = manifest["state"].get("lora")
-    if not lora:
+    if not lora or not lora["base"]:
         return []
     shards = Shards(folder, manifest)
     thin = {f"base_model.model.{name}.weight": shards.get(name).contiguous() for name in shards.shapes

@@ -13,8 +13,8 @@ LONGEST = 100_000  # sequences after which a mixture's table begins anew
 
 def shares(weights):
     """{name: whole number}: how many sequences of so many are of each data set; ValueError for what are no weights."""
-    if not weights or any(isinstance(w, bool) or not isinstance(w, int | float) or not 0 < w < math.inf
-                          for w in weights.values()):
+    if not weights or not all(isinstance(name, str) for name in weights) or any(
+            isinstance(w, bool) or not isinstance(w, int | float) or not 0 < w < math.inf for w in weights.values()):
         raise ValueError(f"dataset={weights}: a mixture is {{'name': weight, ...}} with weights above 0")
     exact = {name: Fraction(w).limit_denominator(10_000) for name, w in weights.items()}
     common = math.lcm(*(w.denominator for w in exact.values()))
@@ -22,13 +22,16 @@ def shares(weights):
     divisor = math.gcd(*whole.values())
     whole = {name: count // divisor for name, count in whole.items()} if divisor else {}
     if not whole or min(whole.values()) < 1 or sum(whole.values()) > LONGEST:
-        raise ValueError(f"dataset={weights}: these weights have no common measure; round them to two digits")
+        raise ValueError(f"dataset={weights}: these weights have no common measure below {LONGEST:,} sequences: round "
+                         "them to two digits, none far below the others")
     return whole
 
 
 def sets(dataset, root, block_size):
     """(data sets, each with name, share, folder and meta; what they are together: a meta). dataset: a folder below
     data/, a path, or {either: weight}. Raises DatasetError or ValueError."""
+    if isinstance(dataset, str) and dataset.strip()[:1] in ("{", "["):
+        raise ValueError(f"dataset={dataset} is no mixture: write {{'name': 0.3, 'other': 0.7}}, with numbers")
     whole = shares(dataset) if isinstance(dataset, dict) else {dataset: 1}
     found, problems = [], []
     for (name, share), folder in zip(whole.items(), bins.folders_of(whole, root)):

@@ -26,6 +26,7 @@ from runtime.save import existing_folder, free_bytes, human, space_problem, tag_
 from runtime.tokenizer import tokenizer_of
 
 SHAPE = ("n_layer", "n_head", "n_embd", "bias")
+EIGHT_BITS = ("H100", "H200", "B200")  # of the cards that go by names
 
 
 def check_run(settings, root, world_size, local_world_size, asked=None):
@@ -68,6 +69,9 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
     reckoned = s["gpu_gb"] is not None  # for a card that need not be here
     if reckoned and not s["dry_run"]:
         problems.append("gpu_gb reckons for another machine: add --dry_run=True")
+    if reckoned and s["device"] == "cpu":
+        problems.append("gpu_gb is of a GPU, and device=cpu: leave one out")
+    run.gpu_gb, run.world_size = s["gpu_gb"], world_size
     run.device = "cuda" if reckoned else pick_device(s["device"])
     if run.device == "cuda" and not reckoned and not torch.cuda.is_available():
         problems.append("device=cuda, but PyTorch sees no CUDA GPU here: --device=cpu, or look at nvidia-smi")
@@ -82,6 +86,8 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
     if reckoned:
         run.room, half = attempt(card, s["gpu_gb"]) or (0, None)
         run.dtype, run.compile = half if s["dtype"] == "auto" else s["dtype"], s["compile"] is not False
+        if half == "float16" and run.dtype == "bfloat16":
+            problems.append(f"gpu_gb={s['gpu_gb']} has no bfloat16: --dtype=float16, or leave it on auto")
     else:
         run.room = memory_of_a_rank(run.device, local_world_size)
         run.dtype = attempt(pick_dtype, s["dtype"], run.device)
@@ -98,7 +104,19 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
     run.notes += [f"{one.name} has no meta.json: its tokens are taken for {one.meta['tokenizer']['kind']}'s"
                   for one in run.sets if not os.path.exists(os.path.join(one.folder, "meta.json"))]
     run.max_iters = s["max_iters"] = iterations(run, s, world_size)
-    if s["profile"] and (s["eval_only"] or run.max_iters < s["profile_start"] + s["profile_iters"]):
+    if s["max_epochs"] is not None:
+        run.notes.append(f"max_epochs={s['max_epochs']:g} is {run.max_iters:,} iterations")
+    unused = {"lora_alpha": None, "lora_dropout": 0.0} if not s["lora_rank"] else {}
+    problems += [f"{name}={s[name]} is for LoRA: add --lora_rank=64, or leave it out"
+                 for name, value in unused.items() if s[name] != value]
+    if s["cooldown_iters"] is not None and not (s["lr_schedule"] == "wsd" and s["decay_lr"]):
+        problems.append(f"cooldown_iters={s['cooldown_iters']} is of --lr_schedule=wsd: add that, or leave it out")
+    if s["lora_rank"] and s["init_from"] == "scratch":
+        problems.append("lora_rank with init_from=scratch would leave random weights as they are: name weights, or "
+                        "leave it out")
+    if s["profile"] and s["eval_only"]:
+        problems.append("profile=True traces training: leave out eval_only")
+    elif s["profile"] and run.max_iters < s["profile_start"] + s["profile_iters"]:
         problems.append(f"profile=True traces {s['profile_iters']} iterations after {s['profile_start']}, and there "
                         "are fewer: more --max_iters, or a smaller --profile_start")
     run.lora = attempt(lora_of, s)
@@ -176,7 +194,9 @@ def check_sample(run, s):
 
 def check_fp8(run):
     """ValueError unless this machine and model can have products in 8 bits."""
-    if run.device == "cpu" or torch.cuda.get_device_capability() < (9, 0):
+    named = isinstance(run.gpu_gb, str)
+    if named and run.gpu_gb.upper() not in EIGHT_BITS or run.gpu_gb is None and (
+            run.device == "cpu" or torch.cuda.get_device_capability() < (9, 0)):
         raise ValueError("fp8=True needs a GPU of compute capability 9.0 (H100, H200, B200, ...): leave it out")
     if run.lora:
         raise ValueError("fp8=True is for training whole weights: leave it out with lora_rank")
@@ -209,15 +229,18 @@ def check_start(run, s):
     if "bias" in given:  # as nanoGPT does, whose default it is not to have them
         run.notes.append(f"bias={s['bias']} is for training from scratch: these weights bring their own, or none")
         given.remove("bias")
+    run.before = earlier_run(run.init_from)
+    if run.before:
+        return check_stage(run, s, given)
     if given:
         raise ValueError(f"{', '.join(given)} given, but init_from={run.init_from} brings its own shape: remove them, "
                          "or add --init_from=scratch")
     if s["gpu_gb"] is not None and run.init_from in PRETRAINED:
         n_layer, n_head, n_embd = PRETRAINED[run.init_from]
-        return GPTConfig(min(s["block_size"], 1024), 50257, n_layer, n_head, n_embd, s["dropout"])
-    run.before = earlier_run(run.init_from)
-    if run.before:
-        return check_stage(run, s)
+        if s["block_size"] > 1024:
+            raise ValueError(f"block_size={s['block_size']} is beyond the 1024 positions that the weights know: "
+                             "--block_size=1024")
+        return GPTConfig(s["block_size"], 50257, n_layer, n_head, n_embd, s["dropout"])
     run.weights = run.init_from if os.path.exists(run.init_from) else fetch_from_hub(run.init_from)
     config = read_config(run.weights)
     if s["block_size"] > config.block_size:
@@ -232,7 +255,7 @@ def check_start(run, s):
     return dataclasses.replace(config, block_size=s["block_size"], dropout=s["dropout"])
 
 
-def check_stage(run, s):
+def check_stage(run, s, given):
     """The model of the earlier stage run.before, GPTConfig, and run.stages, the chain of stages up to it; ValueError or
     CheckpointError where this one cannot follow."""
     (folder, tag), where = run.before, os.path.join(*run.before)
@@ -241,6 +264,11 @@ def check_stage(run, s):
     if os.path.realpath(folder) == os.path.realpath(s["out_dir"]):
         raise ValueError(f"init_from={run.init_from} is out_dir itself: go on with it by --init_from=resume, or choose "
                          "another --out_dir=DIR")
+    shape = state["model"]
+    other = [name for name in given if s[name] != shape[name]]
+    if other:
+        raise ValueError(f"{where} has {', '.join(f'{name}={shape[name]}' for name in other)}, and the settings say "
+                         f"otherwise: {' '.join(f'--{name}=None' for name in other)} takes what it has")
     if s["block_size"] > state["model"]["block_size"]:
         raise ValueError(f"block_size={s['block_size']} is beyond the {state['model']['block_size']} positions that "
                          f"{where} knows: --block_size={state['model']['block_size']}")
@@ -295,6 +323,13 @@ def check_fit(run, s, tag, m):
         raise CheckpointError(f"{where} holds a model with {', '.join(differing)}: the settings say otherwise")
     if run.meta and run.meta["vocab_size"] != m["state"]["data"]["vocab_size"]:
         raise CheckpointError(f"{where} was trained on another vocabulary than data set '{s['dataset']}' has")
+    before, now = ((x["dataset"], x["batch_size"] * x["gradient_accumulation_steps"] * ranks) for x, ranks in (
+        (m["state"]["settings"], m["world_size"]), (s, run.world_size)))
+    if before != now and len({str(before[0]), str(now[0])}) > 1:
+        run.notes.append(f"{where} was trained on {before[0]}: this goes on in the order of {now[0]}")
+    elif before != now:
+        run.notes.append(f"{where} was trained with {before[1]:,} sequences a step, this goes on with {now[1]:,}: some "
+                         "are seen again, or passed over")
     theirs = m["state"].get("lora")
     if theirs:
         theirs = {key: value for key, value in theirs.items() if key != "base"}

@@ -15,8 +15,7 @@ def count_flops(model):
     """(a line that sets DeepSpeed's count of FLOPs beside our formula's, its table of them by module).
 
     The model must be as model.py has it and whole: what is compiled, fused or split, DeepSpeed's profiler cannot see
-    into. It counts a forward, masked places of attention like all others, as flops_per_token does; with the backward
-    it is three times that.
+    into. Both count masked places of attention like all others.
     """
     from deepspeed.profiling.flops_profiler import FlopsProfiler
 
@@ -26,12 +25,16 @@ def count_flops(model):
     with torch.no_grad(), contextlib.redirect_stdout(text):
         profiler.start_profile()
         model(tokens)
-        theirs = 3 * profiler.get_total_flops() / model.config.block_size
+        theirs = profiler.get_total_flops() / model.config.block_size
         profiler.print_model_profile()
         profiler.end_profile()
     model.train(training)
-    ours = model.flops_per_token()
-    return (f"FLOPs of a token, forward and backward: {ours:.4g} by our formula, {theirs:.4g} by DeepSpeed's count, "
+    learns = [p.requires_grad for p in model.parameters()]
+    model.requires_grad_(True)  # with a backward for each weight, the forward is a third
+    ours = model.flops_per_token() / 3
+    for p, whether in zip(model.parameters(), learns, strict=True):
+        p.requires_grad_(whether)
+    return (f"FLOPs of a token's forward: {ours:.4g} by our formula, {theirs:.4g} by DeepSpeed's count, "
             f"{100 * abs(theirs / ours - 1):.2f}% apart", text.getvalue())
 
 
@@ -40,13 +43,15 @@ def folder(out_dir):
 
 
 def write(out_dir, name, text):
-    """A text into the profile's folder; a disk that is full is told of and stops nothing."""
+    """A text into the profile's folder; a full disk is told of and stops nothing. Returns whether it is there."""
     try:
         os.makedirs(folder(out_dir), exist_ok=True)
         with open(os.path.join(folder(out_dir), name), "w", encoding="utf-8") as f:
             f.write(text)
+        return True
     except OSError as error:
         print0(f"{folder(out_dir)}/{name} could not be written: {error.strerror}")
+        return False
 
 
 def tracer(out_dir, rank, start, steps, device):
@@ -62,9 +67,10 @@ def tracer(out_dir, rank, start, steps, device):
             print(f"rank {rank}'s trace could not be written: {error}", flush=True)
         if rank == 0:
             by = "self_cuda_time_total" if cuda else "self_cpu_time_total"
-            write(out_dir, "operations.txt", profiler.key_averages().table(sort_by=by, row_limit=ROWS))
-            print0(f"traced {steps} iterations: {folder(out_dir)}/operations.txt, and trace_rank*.json.gz for "
-                   "https://ui.perfetto.dev")
+            table = profiler.key_averages().table(sort_by=by, row_limit=ROWS)
+            if write(out_dir, "operations.txt", table):
+                print0(f"traced {steps} iterations: {folder(out_dir)}/operations.txt, and trace_rank*.json.gz for "
+                       "https://ui.perfetto.dev")
 
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
     profiler = torch.profiler.profile(

@@ -20,7 +20,7 @@ def test_our_flops_are_deepspeeds_to_5_percent(shape):
     apart = float(re.search(r"([0-9.]+)% apart", line)[1])
     assert apart < 5 and "(c_attn): Linear(" in table and model.training
     assert not any(module._forward_hooks or hasattr(module, "__flops__") for module in model.modules())
-    assert f"{model.flops_per_token():.4g} by our formula" in line
+    assert f"{model.flops_per_token() / 3:.4g} by our formula" in line
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -50,5 +50,5 @@ def test_deepspeeds_times_and_messages_are_shown(train):
 
 
 def test_a_profile_that_the_run_does_not_reach_is_refused(train):
-    run = train("--profile=True", "--max_iters=4")
-    assert run.returncode == 2 and "profile=True traces 2 iterations after 4, and there are fewer" in run.stderr
+    run = train("--profile=True", "--max_iters=6")
+    assert run.returncode == 2 and "profile=True traces 2 iterations after 5, and there are fewer" in run.stderr
