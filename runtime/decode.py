@@ -15,8 +15,8 @@ import torch
 from runtime.kernels import jit, runs_on, tl, triton
 
 # The best of those tried on an H200 with GPT-2 XL (results/h200_x1_fused.json)
-TILES = {2048: (8, 4), 8192: (2, 8)}  # by a matrix's width, rounded up: the rows and the warps of a program
-PLACES, SPLITS = 64, 16  # keys and values that attention looks at together, and programs that share a head's
+TILES = {2048: (8, 4), 8192: (2, 16)}  # by a matrix's width, rounded up: the rows and the warps of a program
+PLACES, SPLITS = 64, 4  # keys and values that attention looks at together, and programs that share a head's
 
 
 @jit
@@ -30,7 +30,9 @@ def row_times_matrix(x, weight, bias, norm_weight, norm_bias, residual, out, N, 
     i = tl.arange(0, WIDE)
     there = i < K
     tile = tl.load(weight + rows[:, None].to(tl.int64) * K + i[None, :], mask=(rows < N)[:, None] & there[None, :],
-                   other=0.0)
+                   other=0.0, eviction_policy="evict_first")  # what is read once is not to drive out the rest
+    if BIAS:
+        shift = tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     values = tl.load(x + i, mask=there, other=0.0).to(tl.float32)
@@ -42,7 +44,7 @@ def row_times_matrix(x, weight, bias, norm_weight, norm_bias, residual, out, N, 
         values += tl.load(norm_bias + i, mask=there, other=0.0).to(tl.float32)
     y = tl.sum(tile.to(tl.float32) * values[None, :], 1)
     if BIAS:
-        y += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
+        y += shift
     if GELU:  # the tanh form, as y times a sigmoid
         y = y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
     if ADD:
@@ -57,30 +59,34 @@ def attend_one(qkv, keys, values, position, out, parts, counts, C, length, D: tl
     programs share the places of a head, and the last to be done puts their parts together."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     head, share, at = tl.program_id(0), tl.program_id(1), tl.load(position)
     d = tl.arange(0, D)
-    q = tl.load(qkv + head * D + d).to(tl.float32) * (D ** -0.5)
     base = head.to(tl.int64) * length * D
+    each = tl.cdiv(tl.cdiv(at, SPLITS), PLACES) * PLACES
+    first, end = share * each, tl.minimum(at, (share + 1) * each)
+    places = first + tl.arange(0, PLACES)
+    where, there = base + places[:, None] * D + d[None, :], (places < end)[:, None]
+    k, v = tl.load(keys + where, mask=there, other=0.0), tl.load(values + where, mask=there, other=0.0)
+    if EARLY:  # keys and values of earlier tokens have been there since the launch before
+        tl.extra.cuda.gdc_wait()
+    q = tl.load(qkv + head * D + d).to(tl.float32) * (D ** -0.5)
     highest, total, mixed = -1e30, 0.0, tl.zeros([D], tl.float32)  # total: of exp(score - highest); mixed: the values'
     if share == 0:
-        k, v = tl.load(qkv + C + head * D + d), tl.load(qkv + 2 * C + head * D + d)
-        tl.store(keys + base + at * D + d, k)
-        tl.store(values + base + at * D + d, v)
-        highest, total, mixed = tl.sum(q * k.to(tl.float32)), 1.0, v.to(tl.float32)
-    each = tl.cdiv(tl.cdiv(at, SPLITS), PLACES) * PLACES
-    for first in range(share * each, tl.minimum(at, (share + 1) * each), PLACES):
-        places = first + tl.arange(0, PLACES)
-        before = places < at
-        where = base + places[:, None] * D + d[None, :]
-        scores = tl.sum(tl.load(keys + where, mask=before[:, None], other=0.0).to(tl.float32) * q[None, :], 1)
-        scores = tl.where(before, scores, -1e30)
+        own_k, own_v = tl.load(qkv + C + head * D + d), tl.load(qkv + 2 * C + head * D + d)
+        tl.store(keys + base + at * D + d, own_k)
+        tl.store(values + base + at * D + d, own_v)
+        highest, total, mixed = tl.sum(q * own_k.to(tl.float32)), 1.0, own_v.to(tl.float32)
+    while first < end:
+        scores = tl.where(places < end, tl.sum(k.to(tl.float32) * q[None, :], 1), -1e30)
         higher = tl.maximum(highest, tl.max(scores))
         shares, fade = tl.exp(scores - higher), tl.exp(highest - higher)
         total = total * fade + tl.sum(shares)
-        mixed = mixed * fade + tl.sum(
-            shares[:, None] * tl.load(values + where, mask=before[:, None], other=0.0).to(tl.float32), 0)
+        mixed = mixed * fade + tl.sum(shares[:, None] * v.to(tl.float32), 0)
         highest = higher
+        first += PLACES
+        places = first + tl.arange(0, PLACES)
+        where, there = base + places[:, None] * D + d[None, :], (places < end)[:, None]
+        k, v = tl.load(keys + where, mask=there, other=0.0), tl.load(values + where, mask=there, other=0.0)
     mine = parts + (head * SPLITS + share) * (D + 2)
     tl.store(mine + d, mixed)
     tl.store(mine + D, total)

@@ -124,13 +124,16 @@ def test_adamw_in_one_pass_is_pytorchs():
 
 
 def test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole():
-    """Over the borders of 64 and 128 keys, where another program begins to share them."""
-    plain, _ = models()
-    idx = torch.randint(61, (1, 150))
+    """Over the borders of 64 and 128 keys, where another program begins to share them, and of 256, where each looks a
+    second time; what lies behind is not looked at."""
+    plain, _ = models(block_size=300)
+    idx = torch.randint(61, (1, 300))
     whole = plain(idx)
     with torch.no_grad():
-        for prompt in (1, 63, 127):
+        for prompt in (1, 63, 127, 256):
             caches = [LayerCache(1, plain.config, plain.transformer.wte.weight) for _ in plain.transformer.h]
+            for cache in caches:
+                cache.k.fill_(7), cache.v.fill_(7)
             plain.hidden(idx[:, :prompt], caches)
             for at in range(prompt, prompt + 2):
                 logits = one_more(plain, idx[:, at : at + 1], torch.tensor([at]), caches)
