@@ -16,7 +16,7 @@ from runtime.kernels import jit, runs_on, tl, triton
 
 # The best of those tried on an H200 with GPT-2 XL (results/h200_x1_fused.json)
 TILES = {2048: (8, 4), 8192: (2, 16)}  # by a matrix's width, rounded up: the rows and the warps of a program
-PLACES, SPLITS = 64, 4  # keys and values that attention looks at together, and programs that share a head's
+PLACES, SPLITS = 64, 8  # keys and values that attention looks at together, and programs that share a head's
 
 
 @jit
