@@ -44,14 +44,15 @@ def main():
         if not gpus():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         run = settings_of(os.path.join(ROOT, "train_deepspeed.py"), words) if words else None
-        ranks = args.num_gpus or gpus() or 1
-        checks = [pytorch, driver, nvcc, compiler, operations, lambda: cards(args.num_gpus), lambda: exchange(ranks),
+        ranks = args.num_gpus or (0 if on_cpu(run) else gpus()) or 1
+        checks = [pytorch, driver, nvcc, compiler, operations, lambda: cards(run, args.num_gpus),
+                  lambda: exchange(ranks),
                   host_memory, shared_memory, limits, lambda: disk(run), lambda: datasets(run), lambda: weights(run),
                   lambda: wandb_login(run), port]
         rows += [row for check in checks for row in attempt(check)]
     else:
         words = []
-    told = plan(words, ranks, rows) if words else ""
+    told = plan(run, words, ranks, rows) if words else ""
     if args.json:
         print(json.dumps([dict(zip(("status", "name", "found", "mend"), row)) for row in rows], indent=1))
     else:
@@ -84,6 +85,20 @@ def gpus():
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def on_cpu(run):
+    return bool(run) and run["device"] == "cpu"
+
+
+def elsewhere(run):
+    """Whether a run is reckoned for another machine: what this one lacks is no reason to fail then."""
+    return bool(run) and run["gpu_gb"] is not None
+
+
+def graver(run):
+    """How grave it is that this machine lacks what a run needs."""
+    return FAIL if run and not elsewhere(run) else WARN
 
 
 # Each check yields rows: (status, name, what was found, what to do or "")
@@ -178,12 +193,15 @@ def operations():
            "" if adam else "for offload: apt install g++, pip install ninja")
 
 
-def cards(asked):
+def cards(run, asked):
     import torch
 
-    if asked is not None and asked != gpus():
+    if on_cpu(run) or elsewhere(run):
+        yield (OK, "GPUs", f"{gpus()}; the run is for the CPU" if on_cpu(run) else
+               f"{gpus()} here; the plan is for {asked or gpus() or 1} of gpu_gb={run['gpu_gb']}", "")
+    elif asked is not None and asked != gpus():
         yield (FAIL if asked > gpus() else OK, "GPUs", f"{gpus()}, and {asked} are asked for",
-               "give --num_gpus as many as there are" if asked > gpus() else "")
+               "give --num_gpus as many as there are, or --device=cpu" if asked > gpus() else "")
     for i in range(gpus()):
         card, (free, total) = torch.cuda.get_device_properties(i), torch.cuda.mem_get_info(i)
         half = "bfloat16" if (card.major, card.minor) >= (8, 0) else "float16"
@@ -281,24 +299,42 @@ def limits():
 
 def disk(run):
     """Room in the output folder; for a run, against the tags that it keeps."""
-    from runtime.save import existing_folder, free_bytes, tag_bytes
+    from runtime.save import existing_folder, free_bytes
 
     out_dir = run["out_dir"] if run else "."
     free, folder = free_bytes(out_dir), existing_folder(out_dir)
-    needed = tag_bytes(parameters(run), "bfloat16", 2) * (run["keep_last"] + 2) if run and run["keep_last"] else 22e9
+    needed = bytes_of_tag(run) * (run["keep_last"] + 2) if run and run["keep_last"] else 22e9
     why = "a run's tags may take" if run else "GPT-2 XL's tag takes"
     low = free < needed
     yield (WARN if low else OK, "disk", f"{free / 1e9:.1f} GB free in {folder}; {why} {needed / 1e9:.1f}",
            "make room, keep fewer (--keep_last=1), or choose another --out_dir" if low else "")
 
 
+def bytes_of_tag(run):
+    """Bytes of a tag of a run: as many as the tag that it goes on from has, else by its model's shape."""
+    from runtime.checkpoint import newest_first
+    from runtime.preflight import first_readable
+    from runtime.save import tag_bytes
+
+    there = newest_first(run["out_dir"]) if run["init_from"] in ("resume", "auto") else []
+    if there:
+        _, manifest = first_readable(run["out_dir"], [run["resume_tag"], *there])
+        return sum(entry["bytes"] for entry in manifest["files"].values())
+    return tag_bytes(parameters(run), "bfloat16", 2)
+
+
 def parameters(run):
-    """Parameters of a run's model, from its shape; for weights in a folder, from their configuration."""
+    """Parameters of a run's model, from its shape; for weights in a folder, from their configuration, and for an
+    earlier stage, from its manifest."""
     import torch
 
     from model import GPT, PRETRAINED, GPTConfig, read_config
+    from runtime.checkpoint import earlier_run, find_tag
 
-    if os.path.exists(run["init_from"]):
+    stage = earlier_run(run["init_from"])
+    if stage:
+        config = GPTConfig(**find_tag(*stage)[1]["state"]["model"])
+    elif os.path.exists(run["init_from"]):
         config = read_config(run["init_from"])
     else:
         shape = dict(zip(("n_layer", "n_head", "n_embd"), PRETRAINED.get(run["init_from"], (12, 12, 768))))
@@ -323,7 +359,7 @@ def datasets(run):
         except DatasetError as error:
             script = os.path.join(folder, "prepare.py")
             mend = f"python {os.path.relpath(script)}" if os.path.exists(script) else "prepare it"
-            yield FAIL if run else WARN, name, str(error).splitlines()[0], mend
+            yield graver(run), name, str(error).splitlines()[0], mend
             continue
         changed = [file for file, was in meta["files"].items()
                    if was["sha256"] and was != describe(os.path.join(folder, file))]
@@ -343,7 +379,8 @@ def weights(run):
     name = run["init_from"] if run else "gpt2-xl"
     if name not in PRETRAINED:
         there = os.path.exists(name) or name in ("scratch", "resume", "auto")
-        yield (OK, "weights", name, "") if there else (FAIL, "weights", f"{name} is not there", "--init_from=PATH")
+        yield (OK, "weights", name, "") if there else (graver(run), "weights", f"{name} is not there",
+                                                       "--init_from=PATH")
         return
     if isinstance(try_to_load_from_cache(f"openai-community/{name}", "model.safetensors"), str):
         yield OK, "weights", f"{name} is in the cache", ""
@@ -353,7 +390,7 @@ def weights(run):
         with urllib.request.urlopen(address, timeout=5):
             yield OK, "weights", f"{name} can be fetched from {constants.ENDPOINT}", ""
     except OSError as error:
-        yield (FAIL if run else WARN, "weights", f"{name} is not here, and the hub does not answer ({error})",
+        yield (graver(run), "weights", f"{name} is not here, and the hub does not answer ({error})",
                "HF_ENDPOINT=a mirror, or --init_from=DIR with config.json and model.safetensors")
 
 
@@ -368,7 +405,7 @@ def wandb_login(run):
     except (OSError, netrc.NetrcParseError):
         known = False
     yield (OK, "wandb", "a key is there", "") if known else (
-        FAIL, "wandb", "wandb_log=True, but no key", "wandb login, or WANDB_MODE=offline")
+        graver(run), "wandb", "wandb_log=True, but no key", "wandb login, or WANDB_MODE=offline")
 
 
 def port():
@@ -380,11 +417,11 @@ def port():
            "torchrun --standalone, or --master_port=29501" if taken else "")
 
 
-def plan(words, ranks, rows):
+def plan(run, words, ranks, rows):
     """The run's memory plan, as --dry_run shows it, for the cards that are here or that --gpu_gb names."""
     import torch
 
-    if not any(word.startswith("--gpu_gb") for word in words) and gpus():
+    if gpus() and not elsewhere(run) and not on_cpu(run):
         room = min(torch.cuda.get_device_properties(i).total_memory for i in range(gpus()))
         words = [*words, f"--gpu_gb={room / 1e9:.1f}"]
     done = subprocess.run([sys.executable, os.path.join(ROOT, "train_deepspeed.py"), *words, "--dry_run=True"],

@@ -135,7 +135,7 @@ if not torch.cuda.is_available() or device == "cpu":
 run, problems = check_run(settings, ROOT, world_size, local_world_size, asked)
 if gpu_gb is not None and dry_run and run.config and run.model and run.room:  # also without data or weights
     print0(fit.report(run, settings, world_size, local_world_size, ROOT, sys.argv[1:]))
-    for problem in problems:
+    for problem in "\n".join(problems).splitlines():
         print0(f"note       {problem}")
     raise SystemExit(0)
 if problems:

@@ -8,6 +8,8 @@ import shutil
 import pytest
 from conftest import ROOT, launch
 
+from doctor import bytes_of_tag, cards, weights
+
 
 def doctor(*args, **env):
     done = launch(ROOT / "doctor.py", *args, launcher="python", HF_ENDPOINT="http://127.0.0.1:9", **env)
@@ -48,16 +50,35 @@ def test_another_deepspeed_fails_with_the_mend(tmp_path):
     assert "1 to mend" in done.stdout
 
 
-def test_a_run_is_looked_at_with_its_weights_and_its_plan(characters):
-    """GPUs that are not there, weights that are not, and a plan that does not fit; the data are in order."""
+def test_a_run_elsewhere_is_looked_at_by_its_plan(characters):
+    """Neither GPUs nor weights are here, which hinders no run elsewhere; but the plan does not fit."""
     done = doctor("config/xl_shakespeare.py", "--num_gpus=4", "--gpu_gb=16", f"--dataset={characters}",
                   HF_HOME="/nowhere")
-    assert done.returncode == 1
-    for words in ("FAIL  GPUs              0, and 4 are asked for", "18,000 and 2,000 tokens, hashes as prepared",
-                  "FAIL  weights", "FAIL  the run           does not fit",
+    assert done.returncode == 1 and "1 to mend" in done.stdout
+    for words in ("OK    GPUs              0 here; the plan is for 4 of gpu_gb=16", "WARN  weights",
+                  "18,000 and 2,000 tokens, hashes as prepared", "FAIL  the run           does not fit",
                   "each GPU   16.20 GB of 16.00 GB: too much",
                   "torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py"):
         assert words in done.stdout, words
+
+
+@pytest.mark.parametrize("changed, statuses", [
+    ({}, ["FAIL", "FAIL"]), ({"gpu_gb": 24.0}, ["OK", "WARN"]), ({"device": "cpu"}, ["OK", "FAIL"])])
+def test_what_is_not_here_hinders_a_run_that_needs_it_here(changed, statuses):
+    """Two GPUs, and weights in a folder."""
+    run = {"device": "auto", "gpu_gb": None, "init_from": "/nowhere", **changed}
+    assert [row[0] for row in (*cards(run, 2), *weights(run))] == statuses
+
+
+@pytest.mark.parametrize("init_from, tag", [("resume", "latest"), ("auto", "iter_2"), ("{}", "latest")])
+def test_the_room_for_tags_is_that_of_the_run_which_goes_on(train, init_from, tag, tmp_path_factory):
+    """27,392 parameters and 1,152 of padding: not GPT-2's. A second stage is reckoned in bfloat16, 14 bytes each."""
+    out_dir = tmp_path_factory.getbasetemp() / "of-doctor"
+    if not out_dir.exists():
+        assert train("--max_iters=2", out_dir=out_dir).returncode == 0
+    run = {"init_from": init_from.format(out_dir), "out_dir": str(out_dir), "resume_tag": tag}
+    files = [path for path in (out_dir / "iter_2").iterdir() if path.name != "manifest.json"]
+    assert bytes_of_tag(run) == (14 * 28_544 if init_from == "{}" else sum(path.stat().st_size for path in files))
 
 
 def test_a_bin_that_has_changed_since_preparation_is_told_of(characters, tmp_path):
@@ -65,7 +86,7 @@ def test_a_bin_that_has_changed_since_preparation_is_told_of(characters, tmp_pat
     content = bytearray((copy / "val.bin").read_bytes())
     content[0] ^= 1
     (copy / "val.bin").write_bytes(content)
-    done = doctor("config/shakespeare_char_cpu.py", f"--dataset={copy}", f"--out_dir={tmp_path}/out")
+    done = doctor("config/shakespeare_char_cpu.py", "--num_gpus=2", f"--dataset={copy}", f"--out_dir={tmp_path}/out")
     assert done.returncode == 1 and "val.bin changed since preparation" in done.stdout
     assert "each rank  " in done.stdout and "1 to mend" in done.stdout
 
