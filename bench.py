@@ -29,6 +29,7 @@ import threading
 import time
 
 from configurator import settings_of
+from runtime import ds_config
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 SCRIPT = os.path.join(ROOT, "train_deepspeed.py")
@@ -142,9 +143,7 @@ def train(args, settings):
                   "parts_ms": {"data": statistics.median(r["data_ms"] for r in counted), **parts},
                   "history": records}
         s = record["settings"]
-        path = s["deepspeed_config"]
-        with open(path if os.path.exists(path) else os.path.join(ROOT, path), encoding="utf-8") as f:
-            found["stage"] = json.load(f)["zero_optimization"]["stage"]
+        found["stage"] = ds_config.read_json(ds_config.find(s["deepspeed_config"], ROOT))["zero_optimization"]["stage"]
         print(f"{record['world_size']} x {record['hardware']}, {s['batch_size']} x {s['gradient_accumulation_steps']}, "
               f"{s['deepspeed_config']}: {ms['median']:.1f} ms ({ms['least']:.1f} to {ms['most']:.1f}), "
               f"{found['tokens_per_s']:,.0f} tokens/s, "

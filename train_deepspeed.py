@@ -241,9 +241,7 @@ except AssertionError as error:  # of a JSON, as a rule: what DeepSpeed does not
     part(2)
     refuse(f"{deepspeed_config}: DeepSpeed refuses it: {str(error) or 'an assertion without words'}")
 shortened = shorten(engine, run.local_sums)
-if skip_spikes and not (shortened and run.dtype != "float16"):
-    part(2)
-    refuse("skip_spikes=True works at ZeRO-2 in bfloat16 or float32, without offload: leave it out otherwise")
+assert shortened or not skip_spikes  # check_run() has seen to it
 one_pass = own_kernels and (shortened or stage == 3) and step_in_one_pass(engine)
 pace = Pace(device, world_size)
 micro_step = replay.micro_step(engine, shortened and one_pass and not ds_config.talks(run.config), pace)

@@ -6,6 +6,7 @@ without a word, and accepts several combinations that then compute something wro
 """
 
 import json
+import os
 
 from configurator import nearest
 
@@ -32,6 +33,11 @@ DTYPE_BLOCK = {"bfloat16": "bf16", "float16": "fp16"}
 
 class ConfigError(Exception):
     """Every problem found in a DeepSpeed JSON, one a line."""
+
+
+def find(path, root):
+    """Where a JSON lies: as it is named, or else below the project's folder."""
+    return path if os.path.exists(path) else os.path.join(root, path)
 
 
 def resolve(path, settings, world_size, dtype, compiled=False):
@@ -209,6 +215,14 @@ def talks(config):
 def offloads(config):
     """True where the optimizer's state lives in host memory."""
     return (config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none") != "none"
+
+
+def shortens(config, dtype):
+    """True where the shorter way of runtime/gradients.py goes: what shorten() asks the engine, before there is one."""
+    own = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]
+    return (config["zero_optimization"]["stage"] == 2 and not offloads(config)
+            and config["data_types"]["grad_accum_dtype"] == "fp32"
+            and (config.get("communication_data_type") or own).lower() == own)
 
 
 def compare(engine, config, dtype):

@@ -35,15 +35,26 @@ class LoRALinear(nn.Module):
 def of(settings):
     """A run's LoRA as a tag tells it: {"rank", "alpha", "dropout", "matrices"}, or None; ValueError if it is amiss."""
     rank, alpha, dropout = (settings[f"lora_{name}"] for name in ("rank", "alpha", "dropout"))
-    matrices = list(dict.fromkeys(name.strip() for name in settings["lora_matrices"].split(",")))
+    matrices = list(dict.fromkeys(name.strip() for name in settings["lora_matrices"].split(",") if name.strip()))
     unknown = [name for name in matrices if name not in MATRICES]
     if rank < 0 or not 0 <= dropout < 1 or (alpha is not None and alpha <= 0):
         raise ValueError(f"lora_rank={rank}, lora_alpha={alpha}, lora_dropout={dropout}: a rank of 0 or more, an alpha "
                          "above 0, a dropout of 0 or more and below 1 are wanted")
-    if rank and unknown:
-        raise ValueError(f"lora_matrices={settings['lora_matrices']}: {', '.join(unknown)} is none of "
+    if rank and (unknown or not matrices):
+        raise ValueError(f"lora_matrices names {', '.join(unknown) or 'nothing'}: choose from a block's matrices, "
                          f"{', '.join(MATRICES)}")
     return {"rank": rank, "alpha": alpha or float(rank), "dropout": dropout, "matrices": matrices} if rank else None
+
+
+def differences(before, now):
+    """(before, now): the settings, as they are typed, in which a tag's LoRA and another, see of(), differ."""
+    def typed(lora):
+        return {key: f"--lora_{key}={', '.join(value)!r}" if key == "matrices" else f"--lora_{key}={value}"
+                for key, value in (lora or {}).items() if key != "base"}
+
+    before, now = typed(before), typed(now)
+    names = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    return [" ".join(lora[key] for key in names if key in lora) or "no LoRA" for lora in (before, now)]
 
 
 def adapt(model, lora):

@@ -13,12 +13,23 @@ from model import GPT, PRETRAINED, GPTConfig, WeightsError, fetch_from_hub, read
 from runtime import ds_config
 from runtime.batches import windows_per_epoch
 from runtime.bins import DatasetError, same_tokens
-from runtime.checkpoint import CheckpointError, describe, earlier_run, find_tag, newer_tags, newest_first, newest_tag
+from runtime.checkpoint import (
+    OUR_NAMES,
+    CheckpointError,
+    describe,
+    earlier_run,
+    find_tag,
+    newer_tags,
+    newest_first,
+    newest_tag,
+    tags,
+)
 from runtime.fetch import FetchError
 from runtime.fit import ROOM, card, parts
 from runtime.fused import fits
 from runtime.kernels import runs_on
-from runtime.lora import adapt
+from runtime.lora import MATRICES, adapt
+from runtime.lora import differences as lora_differences
 from runtime.lora import of as lora_of
 from runtime.memory import available, evaluation, largest_batch
 from runtime.mixture import sets
@@ -58,9 +69,11 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
             problems.append(f"{name}={value} must be a finite number")
     if s["decay_lr"] and s["min_lr"] is not None and not 0 <= s["min_lr"] <= s["learning_rate"]:
         problems.append(f"min_lr={s['min_lr']} must be between 0 and learning_rate={s['learning_rate']}")
-    for name in ("lr_decay_iters", "cooldown_iters", "max_epochs"):
+    for name in ("lr_decay_iters", "cooldown_iters"):
         if s[name] is not None and s[name] < 0:
             problems.append(f"{name}={s[name]} must not be negative")
+    if s["max_epochs"] is not None and s["max_epochs"] <= 0:
+        problems.append(f"max_epochs={s['max_epochs']:g} must be above 0")
     for name in ("dropout", "beta1", "beta2"):
         if not 0 <= s[name] < 1:
             problems.append(f"{name}={s[name]} must be at least 0 and below 1")
@@ -93,24 +106,26 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
         run.dtype = attempt(pick_dtype, s["dtype"], run.device)
         run.compile, note = pick_compile(s["compile"], run.device)
         run.notes += [note] if note else []
-    path = s["deepspeed_config"]
-    path = path if os.path.exists(path) else os.path.join(root, path)
     if run.dtype:
+        path = ds_config.find(s["deepspeed_config"], root)
         resolved = attempt(ds_config.resolve, path, s, world_size, run.dtype, run.compile)
         if resolved:
             run.config, notes = resolved
             run.notes += notes
+            if s["skip_spikes"] and (run.dtype == "float16" or not ds_config.shortens(run.config, run.dtype)):
+                problems.append("skip_spikes=True works at ZeRO-2 in bfloat16 or float32, with sums in float32 and "
+                                "without offload: leave it out otherwise")
     run.sets, run.meta = attempt(sets, s["dataset"], root, s["block_size"]) or ([], None)
     run.notes += [f"{one.name} has no meta.json: its tokens are taken for {one.meta['tokenizer']['kind']}'s"
                   for one in run.sets if not os.path.exists(os.path.join(one.folder, "meta.json"))]
-    run.max_iters = s["max_iters"] = iterations(run, s, world_size)
-    if s["max_epochs"] is not None:
-        run.notes.append(f"max_epochs={s['max_epochs']:g} is {run.max_iters:,} iterations")
-    unused = {"lora_alpha": None, "lora_dropout": 0.0} if not s["lora_rank"] else {}
+    run.max_iters = s["max_iters"]
+    if s["max_epochs"] is not None and run.meta and not problems:
+        run.max_iters = iterations(run, s, world_size)
+        run.notes.append(f"max_epochs={s['max_epochs']:g} is {run.max_iters:,} iterations; max_iters does not count")
+    unused = {"lora_alpha": None, "lora_dropout": 0.0, "lora_matrices": ", ".join(MATRICES)}
     problems += [f"{name}={s[name]} is for LoRA: add --lora_rank=64, or leave it out"
-                 for name, value in unused.items() if s[name] != value]
-    if s["cooldown_iters"] is not None and not (s["lr_schedule"] == "wsd" and s["decay_lr"]):
-        problems.append(f"cooldown_iters={s['cooldown_iters']} is of --lr_schedule=wsd: add that, or leave it out")
+                 for name, value in unused.items() if s[name] != value and not s["lora_rank"]]
+    problems += look_at_schedule(run, s)
     if s["lora_rank"] and s["init_from"] == "scratch":
         problems.append("lora_rank with init_from=scratch would leave random weights as they are: name weights, or "
                         "leave it out")
@@ -138,6 +153,9 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
         attempt(check_writable, s["out_dir"])
     if run.meta and s["sample_interval"]:
         attempt(check_sample, run, s)
+    if run.model and run.lora and s["lora_rank"] > run.model.n_embd:
+        problems.append(f"lora_rank={s['lora_rank']} is above n_embd={run.model.n_embd}, all that such a matrix has: "
+                        "choose one far below")
     if run.model and s["fp8"]:
         attempt(check_fp8, run)
     if run.model and run.config and (reckoned or not problems):
@@ -147,11 +165,31 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
 
 
 def iterations(run, s, world_size):
-    """max_iters, or as many as max_epochs passes over the windows of all data sets take."""
-    if s["max_epochs"] is None or not run.meta:
-        return s["max_iters"]
+    """As many as max_epochs passes over the windows of all data sets take."""
     windows = sum(windows_per_epoch(one.meta["train_tokens"], s["block_size"])[0] for one in run.sets)
     return math.ceil(s["max_epochs"] * windows / (s["batch_size"] * s["gradient_accumulation_steps"] * world_size))
+
+
+def look_at_schedule(run, s):
+    """Note a learning rate that does not come to its end with the run; returns the problems: what can't be meant."""
+    last, end = run.max_iters, run.max_iters if s["lr_decay_iters"] is None else s["lr_decay_iters"]
+    warmup, cooldown, falls = s["warmup_iters"], s["cooldown_iters"], s["decay_lr"] and s["lr_schedule"] != "constant"
+    problems = []
+    if cooldown is not None and not (falls and s["lr_schedule"] == "wsd"):
+        problems.append(f"cooldown_iters={cooldown} is of --lr_schedule=wsd: add that, or leave it out")
+    elif cooldown is not None and warmup + cooldown > end and warmup < last:
+        problems.append(f"cooldown_iters={cooldown} and warmup_iters={warmup} are more than the {end} iterations until "
+                        f"the learning rate is at its lowest: at most --cooldown_iters={max(0, end - warmup)}")
+    if s["decay_lr"] and warmup >= last > 0:
+        run.notes.append(f"the run ends after {last:,} iterations, within its warm-up: learning_rate is not reached "
+                         f"(warmup_iters={warmup:,})")
+    elif falls and end > last > 0:
+        run.notes.append(f"the run ends after {last:,} iterations, before the learning rate is at its lowest "
+                         f"(lr_decay_iters={end:,})")
+    elif falls and end < last:
+        run.notes.append(f"the learning rate is at its lowest after {end:,} of {last:,} iterations, and stays there "
+                         f"(lr_decay_iters={end:,})")
+    return problems
 
 
 def pick_device(asked):
@@ -222,6 +260,9 @@ def check_start(run, s):
         shape = {name: s[name] for name in given}
         return GPTConfig(block_size=s["block_size"], vocab_size=run.meta["vocab_size"] if run.meta else 50257,
                          dropout=s["dropout"], **shape)
+    folder, name = os.path.split(os.path.normpath(run.init_from))
+    if OUR_NAMES.fullmatch(name) and tags(folder):
+        find_tag(folder, name)
     if not os.path.exists(run.init_from) and run.init_from not in PRETRAINED:
         raise ValueError(f"init_from={run.init_from} is neither 'scratch', 'resume', 'auto', one of "
                          f"{', '.join(PRETRAINED)}, nor a folder of weights or of an earlier run, nor a ckpt.pt of "
@@ -330,12 +371,9 @@ def check_fit(run, s, tag, m):
     elif before != now:
         run.notes.append(f"{where} was trained with {before[1]:,} sequences a step, this goes on with {now[1]:,}: some "
                          "are seen again, or passed over")
-    theirs = m["state"].get("lora")
-    if theirs:
-        theirs = {key: value for key, value in theirs.items() if key != "base"}
-    if theirs != run.lora:
-        raise CheckpointError(f"{where} holds {f'LoRA of {theirs}' if theirs else 'no LoRA'}: the settings say "
-                              f"{run.lora or 'none'}")
+    was, now = lora_differences(m["state"].get("lora"), run.lora)
+    if was != now:
+        raise CheckpointError(f"{where} was trained with {was}, and the settings say {now}")
 
 
 def check_space(run, s):
@@ -370,8 +408,7 @@ def choose_batch(run, s, auto, world_size):
         run.config.update(train_micro_batch_size_per_gpu=run.batch_size, gradient_accumulation_steps=run.accumulation)
         run.notes.append(f"batch_size=auto: {run.batch_size} sequences at a time take about "
                          f"{human(planned(run.batch_size))} of {human(run.room)}")
-    possible = (run.config["zero_optimization"]["stage"] == 2 and not ds_config.offloads(run.config)
-                and world_size > 1 and run.accumulation > 1
+    possible = (ds_config.shortens(run.config, run.dtype) and world_size > 1 and run.accumulation > 1
                 and (run.device == "cuda" or run.dtype != "float32"))  # in which the CPU's ranks share memory
     roomy = s["local_sums"] == "auto" and planned(run.batch_size, True) <= 0.8 * run.room
     run.local_sums = possible and (roomy or s["local_sums"] is True)

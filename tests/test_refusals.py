@@ -282,6 +282,49 @@ def test_precision_by_the_card(monkeypatch, characters, tmp_path):
     assert any("stage 0 runs as stage 1" in note for note in run.notes)
 
 
+@pytest.mark.parametrize("args, told", [
+    ("--max_epochs=0", "max_epochs=0 must be above 0"),
+    ("--max_epochs=1e999 --batch_size=0", "batch_size=0 must be at least 1|max_epochs=inf must be a finite number"),
+    ("--lr_schedule=wsd --cooldown_iters=4 --warmup_iters=1", "cooldown_iters=4 and warmup_iters=1 are more than the 4 "
+     "iterations until the learning rate is at its lowest: at most --cooldown_iters=3"),
+    ("--lora_rank=9 {tiny}", "lora_rank=9 is above n_embd=8, all that such a matrix has: choose one far below"),
+    ("--lora_rank=4 --lora_matrices= {tiny}", "lora_matrices names nothing: choose from a block's matrices, attn.c_attn"
+     ", attn.c_proj, mlp.c_fc, mlp.c_proj"),
+    ("--lora_rank=4 --lora_matrices=mlp.c_fc,c_attn {tiny}", "lora_matrices names c_attn: choose from a block's "
+     "matrices, attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"),
+    ("--lora_matrices=mlp.c_fc", "lora_matrices=mlp.c_fc is for LoRA: add --lora_rank=64, or leave it out"),
+    ("--init_from={holder}/iter_9", "{holder} holds no whole tag 'iter_9'; there are iter_2, iter_4, best, final"),
+    *((f"--skip_spikes=True --deepspeed_config={{folder}}/{name}.json", "skip_spikes=True works at ZeRO-2 in bfloat16 "
+       "or float32, with sums in float32 and without offload: leave it out otherwise")
+      for name in ("zero3", "offload", "bf16sums")),
+    ("--skip_spikes=True", "")])
+def test_what_cannot_be_meant(monkeypatch, characters, tmp_path, bad, holder, args, told):
+    zero = {"zero3": {"stage": 3}, "offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    for name in ("zero3", "offload", "bf16sums"):
+        config = {"zero_optimization": zero.get(name, {"stage": 2})}
+        config |= {"data_types": {"grad_accum_dtype": "bf16"}} if name == "bf16sums" else {}
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+    (tiny,) = {arg for arg in bad["shape"] if "init_from" in arg}
+    args = args.format(tiny=f"{tiny} --block_size=16 {' '.join(NO_SHAPE)}", holder=holder, folder=tmp_path)
+    _, problems = check(monkeypatch, characters, tmp_path, 0, None, *args.split())
+    assert problems == (told.format(holder=holder).split("|") if told else [])
+
+
+@pytest.mark.parametrize("args, note", [
+    ("--max_iters=4", None), ("--lr_decay_iters=4", None), ("--decay_lr=False --lr_decay_iters=9", None),
+    ("--lr_schedule=constant --lr_decay_iters=9", None),
+    ("--lr_decay_iters=9", "the run ends after 4 iterations, before the learning rate is at its lowest "
+     "(lr_decay_iters=9)"),
+    ("--lr_decay_iters=3 --max_epochs=0.1", "the learning rate is at its lowest after 3 of 15 iterations, and stays "
+     "there (lr_decay_iters=3)"),
+    ("--warmup_iters=4", "the run ends after 4 iterations, within its warm-up: learning_rate is not reached "
+     "(warmup_iters=4)")])
+def test_a_learning_rate_that_does_not_end_with_the_run_is_told_of(monkeypatch, characters, tmp_path, args, note):
+    """561 windows in steps of 4: 0.1 epochs are 15."""
+    run, problems = check(monkeypatch, characters, tmp_path, 0, None, *args.split())
+    assert problems == [] and [n for n in run.notes if "max_epochs" not in n] == [note] * bool(note)
+
+
 def test_problems_of_all_kinds_are_told_together(monkeypatch, characters, tmp_path):
     (tmp_path / "ds.json").write_text('{"foo": 1}')
     _, problems = check(monkeypatch, characters, tmp_path, 0, None, "--block_size=2500", "--n_head=3",
