@@ -14,6 +14,7 @@ import ast
 import difflib
 import json
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -211,6 +212,13 @@ def settings_table(source, defaults):
     return "\n".join(lines)
 
 
+def end_with_the_reader():
+    """From now on this program ends when nobody reads on, as after `| head`, and as others do: quietly. Not while a
+    network is in use: a connection that is lost would end it too."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
 def from_command_line(script, argv=None, passed_over=()):
     """The settings of the script whose globals() are given, from its command line; passed_over as in configure().
 
@@ -218,6 +226,9 @@ def from_command_line(script, argv=None, passed_over=()):
     """
     argv = sys.argv[1:] if argv is None else argv
     defaults = {k: v for k, v in script.items() if not k.startswith("_") and isinstance(v, PLAIN)}
+    asked = "--print_settings" in argv
+    if asked or {"--help", "-h", "--settings_table"} & {*argv}:  # which print, and end
+        end_with_the_reader()
     if "--help" in argv or "-h" in argv:
         print(help_text(script["__file__"], defaults))
         raise SystemExit(0)
@@ -225,7 +236,6 @@ def from_command_line(script, argv=None, passed_over=()):
         print(settings_table(script["__file__"], defaults))
         raise SystemExit(0)
     root = os.path.dirname(os.path.abspath(script["__file__"]))
-    asked = "--print_settings" in argv
     try:
         settings = configure(
             defaults, [a for a in argv if a != "--print_settings"], script.get("__annotations__"), root, passed_over

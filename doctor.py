@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 
-from configurator import settings_of
+from configurator import end_with_the_reader, settings_of
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
@@ -53,6 +53,7 @@ def main():
     else:
         words = []
     told = plan(run, words, ranks, rows) if words else ""
+    end_with_the_reader()
     if args.json:
         print(json.dumps([dict(zip(("status", "name", "found", "mend"), row)) for row in rows], indent=1))
     else:

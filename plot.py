@@ -17,6 +17,7 @@ import re
 import statistics
 import sys
 
+from configurator import end_with_the_reader
 from runtime.dist import refuse
 
 PANELS = {  # a record's key: title, what 1 on the axis stands for, whether it is of interest on a log scale
@@ -40,6 +41,7 @@ def main():
     parser.add_argument("--png", metavar="FILE", help="the curves; curves.png in the first folder")
     parser.add_argument("--html", metavar="FILE", help="the report; report.html in the first folder")
     args = parser.parse_args()
+    end_with_the_reader()
     runs, problems = {}, []
     for out_dir in map(os.path.normpath, args.out_dirs):
         try:

@@ -120,6 +120,9 @@ except (CheckpointError, WeightsError, FetchError, DatasetError, ValueError) as 
     refuse(str(error))
 
 
+configurator.end_with_the_reader()
+
+
 def show(new):
     print(new, end="", flush=True)
 

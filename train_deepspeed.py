@@ -133,6 +133,8 @@ rank, local_rank, world_size, local_world_size = environment(dry_run)
 if not torch.cuda.is_available() or device == "cpu":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 run, problems = check_run(settings, ROOT, world_size, local_world_size, asked)
+if dry_run:
+    configurator.end_with_the_reader()
 if gpu_gb is not None and dry_run and run.config and run.model and run.room:  # also without data or weights
     print0(fit.report(run, settings, world_size, local_world_size, ROOT, sys.argv[1:]))
     for problem in "\n".join(problems).splitlines():

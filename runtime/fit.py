@@ -1,5 +1,6 @@
 """Will it fit, and what would? The memory plan as a picture, and the nearest settings that fit, the fastest first."""
 
+import dataclasses
 import os
 from types import SimpleNamespace
 
@@ -120,16 +121,36 @@ def too_much(run, s, world_size, root, argv):
     if sum(planned(run, s, world_size).values()) <= ROOM * run.room:
         return []
     choices = nearest_settings(run, s, world_size, root)
-    if not choices:
-        return ["It does not fit, and nothing does on these GPUs: more of them, or a shorter "
-                f"--block_size={max(1, s['block_size'] // 2)}"]
     start = "python" if world_size == 1 else f"torchrun --nproc_per_node={world_size}"
     kept = without(argv, "dry_run", "gpu_gb", "batch_size", "gradient_accumulation_steps")
-    lines = ["It does not fit. What does, the fastest first:"]
+    thin = thin_matrices(run, s, world_size, [start, "train_deepspeed.py", *kept])
+    if not choices and not thin:
+        return [f"It does not fit, and nothing does {what_would(run, s, world_size, root)}"]
+    lines = ["It does not fit. What does, the fastest first:" if choices else "It does not fit, but with LoRA it does."]
     for words, total, slow in choices:
         lines += [f"  {human(total)}, about {slow:.1f} times the fastest step's time:",
                   f"    {' '.join([start, 'train_deepspeed.py', *kept, *words])}"]
-    return lines + thin_matrices(run, s, world_size, [start, "train_deepspeed.py", *kept])
+    return lines + thin
+
+
+def what_would(run, s, world_size, root):
+    """The end of the sentence that nothing fits: where, and which number of GPUs or shorter sequences would."""
+    def fits(ranks, block_size):
+        other = {**vars(run), "model": dataclasses.replace(run.model, block_size=block_size)}
+        return nearest_settings(SimpleNamespace(**other), s, ranks, root)
+
+    whole, counts = s["block_size"], [2**i for i in range(7)]
+    if run.device != "cuda":  # ranks share the machine's memory: more of them have less each
+        counts = []
+    counts = sorted({*counts, world_size} - {world_size}, key=lambda n: (n < world_size, abs(n - world_size)))
+    longest = {n: next((whole >> i for i in range(5) if fits(n, whole >> i)), 0) for n in (world_size, *counts)}
+    best = max(longest, key=longest.get)  # of the same, the nearest number
+    found = [f"--block_size={longest[world_size]} would"] * (longest[world_size] > 0)
+    if longest[best] > longest[world_size]:
+        found.append(f"{best} GPU{'s' * (best > 1)} would"
+                     + (f" with --block_size={longest[best]}" if longest[best] < whole else ""))
+    return (f"on {world_size} GPU{'s' * (world_size > 1)} of {human(run.room)}: "
+            f"{', and '.join(found) or 'larger ones are needed, or a smaller model'}")
 
 
 def thin_matrices(run, s, world_size, command):

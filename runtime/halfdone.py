@@ -37,6 +37,9 @@ def begin(folder, asked, overwrite):
     """
     partial = folder / NAME
     before = read_json(partial / "asked.json")
+    if partial.exists() and not before:  # given up, and killed before all of it was gone
+        lock(partial)
+        shutil.rmtree(partial)
     if before and before != asked and not overwrite:
         raise DatasetError(f"{folder} holds half-done work {difference(before, asked)}: ask for the same to go on, or "
                            "give it up with --overwrite")

@@ -70,8 +70,9 @@ def set_lines(of_sets):
     """The lines of an evaluation's data sets on the console."""
     total = sum(one["sequences"] for one in of_sets.values())
     return [f"  {name}: train loss {one['train_loss']:.4f}, val loss {one['val_loss']:.4f} (standard errors "
-            f"{one['train_error']:.4f}, {one['val_error']:.4f}); {one['sequences']:,} of {total:,} sequences so far, "
-            f"{100 * one['share']:g}% of the mixture" for name, one in of_sets.items()]
+            f"{one['train_error']:.4f}, {one['val_error']:.4f}); "
+            + (f"{one['sequences']:,} of {total:,} sequences so far, " if total else "")
+            + f"{100 * one['share']:g}% of the mixture" for name, one in of_sets.items()]
 
 
 def append_history(out_dir, record):

@@ -161,7 +161,10 @@ def memory_plan(runs):
     # as runtime/fit.py reckons: PyTorch's count knows nothing of these
     sums = [sum(plan.values()) - plan.get("CUDA and NCCL", 0) for plan in plans]
     rows.append(["together, without CUDA and NCCL", *(human(size) if size else NONE for size in sums)])
-    rows.append(["measured peak", *(peak(run["history"]) for run in runs.values())])
+    on_cpu = ["CPU cores" in str(run["made"].get("hardware")) for run in runs.values()]
+    rows += [[label, *(peak(run["history"]) if cpu is there else NONE for run, there in zip(runs.values(), on_cpu))]
+             for label, cpu in (("measured peak of these", False),
+                                ("peak of the whole process on CPU, with Python and PyTorch", True)) if cpu in on_cpu]
     return "<h2>Memory, planned and measured</h2>" + table(["", *runs], rows)
 
 

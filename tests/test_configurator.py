@@ -1,7 +1,9 @@
 """Settings, case by case (configurator.py), and the DeepSpeed JSON (runtime/ds_config.py)."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -443,3 +445,14 @@ def test_what_is_passed_over_leaves_the_value_before_it():
     for argv, expected in ((["--compile=False", "--compile=auto"], False), (["--compile=auto"], "auto")):
         assert configure(DEFAULTS, argv, ANNOTATIONS, passed_over=[("compile", "auto")])["compile"] == expected
     assert configure(DEFAULTS, ["--compile=False"], ANNOTATIONS, passed_over=[("compile", False)])["compile"] == "auto"
+
+
+@pytest.mark.parametrize("words", ["train_deepspeed.py --help", "sample.py --print_settings"])
+def test_a_reader_that_goes_away_ends_it_quietly(words):
+    """As after `| head`: by SIGPIPE, and without a word."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        done = subprocess.run([sys.executable, *words.split()], cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE,
+                              env={**os.environ, "PYTHONUNBUFFERED": "1"}, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")

@@ -6,8 +6,11 @@ import resource
 
 import pytest
 from conftest import ROOT, SMALL, launch
+from test_configurator import script_settings
 
-from runtime.fit import CARDS, slowness, without
+from configurator import configure
+from runtime.fit import CARDS, report, slowness, without
+from runtime.preflight import check_run
 
 XL = ("config/xl_shakespeare.py", "--dry_run=True")
 SIZE = re.compile(r"^each GPU   ([\d.]+) GB of ([\d.]+) GB(: too much)?$", re.M)
@@ -17,6 +20,14 @@ def dry_run(*args, **env):
     done = launch(ROOT / "train_deepspeed.py", *XL, *args, launcher="python", **env)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def told_of(*args, ranks=1):
+    """What a dry run of these tells of memory, in this process."""
+    defaults, annotations = script_settings()
+    settings = configure(defaults, [*args, "--dry_run=True"], annotations, ROOT)
+    run, _ = check_run(settings, str(ROOT), ranks, ranks)
+    return report(run, settings, ranks, ranks, str(ROOT), list(args))
 
 
 def test_gpt2_xl_on_one_24_gb_card_and_what_fits_instead(tmp_path):
@@ -84,6 +95,43 @@ def test_speeds_are_reckoned_from_what_was_measured():
 def test_arguments_without_some():
     argv = ["c.py", "--gpu_gb", "24", "--seed=1", "--n_layer", "2", "--batch_size=4", "--dry_run", "d.py"]
     assert without(argv, "gpu_gb", "dry_run", "batch_size") == ["c.py", "--seed=1", "--n_layer", "2", "d.py"]
+
+
+@pytest.mark.parametrize("config, gpu_gb, ranks, sentence, what_does", [
+    (XL[0], 3, 4, "nothing does on 4 GPUs of 3.00 GB: --block_size=256 would, and 1 GPU would",
+     [("--block_size=256", 4), ("--block_size=1024", 1)]),
+    (XL[0], 2.5, 2, "nothing does on 2 GPUs of 2.50 GB: 1 GPU would with --block_size=128", [("--block_size=128", 1)]),
+    (XL[0], 1, 1, "nothing does on 1 GPU of 1.00 GB: larger ones are needed, or a smaller model", []),
+    ("config/finetune_shakespeare.py", 2.4, 1, "It does not fit, but with LoRA it does.", [("--lora_rank=64", 1)])])
+def test_where_nothing_fits_what_would_is_named_and_does(config, gpu_gb, ranks, sentence, what_does):
+    told = told_of(config, f"--gpu_gb={gpu_gb}", ranks=ranks)
+    assert sentence in told
+    for command in re.findall(r"^    python train_deepspeed.py (.+)$", told, re.M):  # LoRA's
+        assert "too much" not in told_of(*command.split(), f"--gpu_gb={gpu_gb}")
+    for word, others in what_does:
+        if "block" in word:
+            assert "What does, the fastest first:" in told_of(config, f"--gpu_gb={gpu_gb}", word, ranks=others)
+        else:
+            assert word in told
+
+
+def test_what_readme_advises_fits_its_card():
+    """And for four cards of 16 GB it is what the plan puts first."""
+    table = (ROOT / "README.md").read_text().split("## Which card")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (.*\d x \d+ GB.*?|the same.*?) \| (.+?) \|", table, re.M)
+    cards, seen = [], 0
+    for where, advice in rows:
+        cards = re.findall(r"(\d) x (\d+) GB", where) or cards
+        config = re.search(r"`(config/\S+\.py)`", advice)
+        words = re.findall(r"--\w+=[\w./]+", advice)
+        for ranks, gigabytes in cards:
+            told = told_of(config[1] if config else XL[0], *words, f"--gpu_gb={gigabytes}", ranks=int(ranks))
+            assert "too much" not in told, (where, advice)
+            seen += 1
+            if (ranks, gigabytes) == ("4", "16"):
+                default = told_of(XL[0], "--gpu_gb=16", ranks=4)
+                assert re.search(r"^    torchrun .+", default, re.M)[0].endswith(" ".join(words))
+    assert seen == 12
 
 
 def test_each_preset_fits_its_card_and_says_by_how_much():

@@ -84,7 +84,8 @@ def compared(train):
     add(b.out_dir / "history.jsonl", {"iter": 4, "sample": HOSTILE})
     made = json.loads((b.out_dir / "settings.json").read_text())
     made["settings"]["wandb_project"] = HOSTILE
-    made.update(git_diff="+x <= y", memory_plan={"weights": 3e9, "optimizer": 1.25e9, "CUDA and NCCL": 1e9})
+    made.update(git_diff="+x <= y", hardware="NVIDIA H200",
+                memory_plan={"weights": 3e9, "optimizer": 1.25e9, "CUDA and NCCL": 1e9})
     (b.out_dir / "settings.json").write_text(json.dumps(made))
     run = draw(a.out_dir, b.out_dir)
     assert run.returncode == 0, run.stderr
@@ -122,6 +123,8 @@ def test_the_report_tells_the_best_losses_and_what_else_there_is(compared):
     assert 5e5 < planned < 2e6  # 27,392 parameters
     assert page.row("together, without CUDA and NCCL")[1] == [f"{planned / 1e6:.2f} MB", "4.25 GB"]
     assert "+x <= y" in page.texts
+    assert page.row("measured peak of these")[1][0] == report.NONE != page.row("measured peak of these")[1][1]
+    assert page.row("peak of the whole process on CPU, with Python and PyTorch")[1][1] == report.NONE
 
 
 def test_settings_are_a_difference_from_the_defaults(compared):

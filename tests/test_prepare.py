@@ -321,6 +321,22 @@ def test_killed_at_any_time_it_gives_the_same_bytes(tmp_path):
     assert hashes_of(out) == whole
 
 
+@pytest.mark.parametrize("step", ["halfdone.give_up", "halfdone.shutil.rmtree"])
+def test_killed_when_all_is_done_it_only_clears_away(tmp_path, step):
+    """The data set is in place, and the half-done work still there, with or without what it was asked for."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in made_up(200)))
+    asked, out = ["a.jsonl", "--tokenizer=char", "--name=./out"], tmp_path / "out"
+    dies = script_that_dies(-1).replace("os.replace =", f"from runtime import halfdone; {step} = lambda *_: os._exit(9)"
+                                                        "\nos.replace =")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", dies, SCRIPT, *asked], cwd=tmp_path, env=env).returncode == 9
+    assert (out / ".partial" / "progress.json").exists()
+    there = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in out.iterdir() if path.is_file()}
+    assert sorted(there) == ["meta.json", "meta.pkl", "train.bin", "val.bin"]
+    prepare(*asked, cwd=tmp_path)
+    assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in out.iterdir()} == there
+
+
 def write_jsonl(path, size):
     """A file of about `size` bytes, no two of its documents alike."""
     line = json.dumps({"text": " ".join(map(str, range(500)))})
