@@ -171,6 +171,7 @@ deepspeed.utils.logger.setLevel("INFO" if ds_config.talks(run.config) else "WARN
 deepspeed.init_distributed(dist_backend=backend if backend != "auto" else {"cuda": "nccl", "cpu": "gloo"}[run.device],
                            verbose=False)
 watch = leave.Watch(signals=not eval_only)
+guards.explain_lack_of_memory(lambda: fit.run_out(run, settings, world_size, ROOT, sys.argv[1:]))
 dist.agree(f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps} "
            f"--dtype={run.dtype} --compile={run.compile}")
 
@@ -263,6 +264,7 @@ base = None if run.before else run.init_from  # what PEFT is to put the thin mat
 lora_state = run.lora and {**run.lora, "base": state["lora"]["base"] if run.tag else base}
 stages = state.get("stages", []) if run.tag else run.stages  # the earlier ones
 guards.outlive_the_loss_scale(engine)
+guards.skip_at_stage_0(engine)
 
 loggers, problems = {}, []
 if rank == 0:
@@ -460,11 +462,7 @@ if profile:
 update_bar = dist.show_progress(max_iters, iter_num) if not eval_only and not finished() else None
 t0, since = time.time(), iter_num
 while not finished() and not eval_only and exit_code is None:
-    try:
-        loss, waited = step(batches)
-    except torch.OutOfMemoryError:
-        print(fit.run_out(run, settings, world_size, ROOT, sys.argv[1:]), file=sys.stderr, flush=True)
-        os._exit(2)  # the other ranks see it, and leave; what is saved is whole
+    loss, waited = step(batches)
     iter_num += 1
     bad_steps = bad_steps + 1 if look_at_step(loss) else 0
 

@@ -2,8 +2,12 @@
 
 import contextlib
 import math
+import os
 import statistics
+import sys
 from collections import deque
+
+import torch
 
 from runtime.batches import rank_numbers, train_places
 from runtime.dist import total
@@ -33,6 +37,30 @@ def look_at_step(engine, norms, loss, iter_num, sources, settings, run, rank, wo
                 "activations have grown too large; go on from an earlier tag with a lower learning_rate or "
                 "--dtype=float32, or on a card with bfloat16")
     return True, f"{told or 'the gradient is not finite'}; skipped"
+
+
+def explain_lack_of_memory(words):
+    """From now on a GPU without memory left ends this process with words() and exit code 2, wherever that comes: while
+    the engine is built, in a step or an evaluation. The other ranks see it, and leave; what is saved is whole."""
+    def hook(kind, error, trace):
+        if issubclass(kind, RuntimeError) and "out of memory" in str(error):  # PyTorch's, and CUDA's own
+            print(words(), file=sys.stderr, flush=True)
+            os._exit(2)
+        plain(kind, error, trace)
+
+    plain, sys.excepthook = sys.excepthook, hook
+
+
+def skip_at_stage_0(engine):
+    """Have DeepSpeed skip a step whose gradient is not finite also at stage 0 (float32), where it looks at none."""
+    def look(optimizer, *_):
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        optimizer.overflow = not torch.nn.utils.get_total_norm([p.grad for p in params]).isfinite()  # DeepSpeed asks
+        for p in params if optimizer.overflow else ():
+            p.grad = None
+
+    if engine.zero_optimization_stage() == 0:
+        engine.optimizer.register_step_pre_hook(look)
 
 
 def outlive_the_loss_scale(engine):

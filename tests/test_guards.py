@@ -25,12 +25,12 @@ if "--dtype=float16" in sys.argv:  # slow on CPU, but right
     from runtime import preflight
     get_accelerator().is_fp16_supported = lambda: True
     preflight.pick_dtype = lambda asked, device: asked
-first, last, rank, factor = {first}, {last}, {rank}, {factor}
+first, last, rank, factor, training = {first}, {last}, {rank}, {factor}, {training}
 plain, count = model.GPT.forward, 0
 def forward(self, idx, targets=None, reduction="mean"):
     global count
     loss = plain(self, idx, targets, reduction)
-    if self.training:
+    if self.training is training:
         count += 1
         if os.environ["RANK"] == str(rank) and first <= count < last:
             if factor == "memory":
@@ -45,9 +45,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture
 def spoilt(characters, tmp_path):
-    def run(first, last, *args, rank=1, factor="float('nan')", ranks=2):
+    def run(first, last, *args, rank=1, factor="float('nan')", ranks=2, training=True):
         script, out_dir = tmp_path / "spoilt.py", tmp_path / "out"
-        script.write_text(SPOILT.format(root=str(ROOT), first=first, last=last, rank=rank, factor=factor))
+        script.write_text(SPOILT.format(root=str(ROOT), first=first, last=last, rank=rank, factor=factor,
+                                         training=training))
         launcher = "torchrun" if ranks > 1 else "python"
         done = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", "--eval_interval=100", *args,
                       ranks=ranks, launcher=launcher)
@@ -55,8 +56,8 @@ def spoilt(characters, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("args", [(stage(2),), (stage(2), "--dtype=bfloat16"), (stage(3),)],
-                         ids=["stage 2", "stage 2 bfloat16", "stage 3"])
+@pytest.mark.parametrize("args", [(stage(2),), (stage(2), "--dtype=bfloat16"), (stage(3),), (stage(0),)],
+                         ids=["stage 2", "stage 2 bfloat16", "stage 3", "stage 0"])
 def test_a_nan_on_one_rank_skips_the_step_on_both(spoilt, args):
     """In the second micro-step of the third iteration, of rank 1's two."""
     done, history, _ = spoilt(6, 7, "--max_iters=5", *args)
@@ -88,9 +89,11 @@ def test_a_spike_is_told_of_and_skipped_on_demand(spoilt, skip):
     assert trouble["trouble"].endswith("; skipped") is skip
 
 
-def test_out_of_memory_names_settings_that_take_less(spoilt):
-    done, _, _ = spoilt(3, 4, "--max_iters=4", "--batch_size=4", factor="'memory'", rank=0)
+@pytest.mark.parametrize("training", [True, False], ids=["in a step", "in an evaluation"])
+def test_out_of_memory_names_settings_that_take_less(spoilt, training):
+    done, _, _ = spoilt(1, 2, "--max_iters=4", "--batch_size=4", factor="'memory'", rank=0, training=training)
     assert done.returncode and "out of memory; by the plan this run takes" in done.stderr
+    assert "OutOfMemoryError" not in done.stderr  # a traceback's
     told = done.stderr.split("What does, the fastest first:")[1]
     assert "torchrun --nproc_per_node=2 train_deepspeed.py" in told and "--gradient_checkpointing=True" in told
 
