@@ -522,6 +522,7 @@ dist.end_progress()
 if tracer:
     if iter_num - first_iter < profile_start + profile_iters:
         print0("no trace: the run ended before the iterations that it is of")
+        tracer.on_trace_ready = None  # else stop() writes what there is
     tracer.stop()
 if comms_log:
     if getattr(engine.optimizer, "reduce_ipg_grads", print0).__module__ == "runtime.one_machine":

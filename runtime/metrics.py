@@ -1,6 +1,7 @@
 """What a run reports: rates, the lines on the console, history.jsonl, wandb, TensorBoard, and how it was made."""
 
 import datetime
+import errno
 import importlib.metadata
 import json
 import math
@@ -76,9 +77,13 @@ def set_lines(of_sets):
 
 
 def append_history(out_dir, record):
-    """Add one record to out_dir/history.jsonl, whole or not at all as far as one write goes."""
-    with open(os.path.join(out_dir, "history.jsonl"), "a", encoding="utf-8") as f:
-        f.write(json.dumps(record) + "\n")
+    """Add one record to out_dir/history.jsonl, whole or, with an OSError, not at all."""
+    line = (json.dumps(record) + "\n").encode()
+    with open(os.path.join(out_dir, "history.jsonl"), "ab", buffering=0) as f:
+        size = f.tell()
+        if f.write(line) < len(line):
+            f.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def is_record(line):
@@ -145,7 +150,7 @@ def start_tensorboard(out_dir, iter_num):
         from torch.utils.tensorboard import SummaryWriter
 
         return SummaryWriter(os.path.join(out_dir, "tensorboard"), purge_step=iter_num + 1 if iter_num else 0), []
-    except (ImportError, OSError) as error:
+    except Exception as error:  # not installed, not fit for its own packages, no room: each has an exception of its own
         return None, [f"TensorBoard does not start ({error}): python -m pip install tensorboard, or leave out "
                       "--tensorboard_log"]
 

@@ -52,3 +52,14 @@ def test_deepspeeds_times_and_messages_are_shown(train):
 def test_a_profile_that_the_run_does_not_reach_is_refused(train):
     run = train("--profile=True", "--max_iters=6")
     assert run.returncode == 2 and "profile=True traces 2 iterations after 5, and there are fewer" in run.stderr
+
+
+def test_of_iterations_that_are_not_reached_nothing_is_written_over_what_is_there(train):
+    """Going on, a run makes two iterations more, and the trace would need four."""
+    args = ("--profile=True", "--profile_start=2")
+    run = train(*args, "--max_iters=4")
+    before = {path.name: path.read_bytes() for path in (run.out_dir / "profile").iterdir() if "flops" not in path.name}
+    on = train(*args, "--max_iters=6", "--init_from=resume", out_dir=run.out_dir)
+    assert on.returncode == 0 and "no trace: the run ended before" in on.stdout and "traced" not in on.stdout
+    assert sorted(before) == ["operations.txt", "trace_rank0.json.gz"]
+    assert {name: (run.out_dir / "profile" / name).read_bytes() for name in before} == before

@@ -9,9 +9,11 @@ import json
 import os
 import pty
 import re
+import resource
 import shutil
 import signal
 import subprocess
+import sys
 import termios
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +24,7 @@ from conftest import CHARS, EIGHT, ROOT, SMALL, command_line, done, launch, read
 
 from model import GPT, GPTConfig
 from runtime.checkpoint import cache_path, damages, describe, find_tag, fp32_weights, prune, sealed, tags, tidy
-from runtime.metrics import close, tell
+from runtime.metrics import append_history, close, start_tensorboard, tell
 
 SIX = ("--max_iters=6", "--eval_interval=3", "--lr_schedule=linear", "--lr_decay_iters=4", "--min_lr=2e-4")
 IMPORTS = re.compile(r"^import time: +\d+ \| +\d+ \| +(\S+)$", re.M)  # of python -X importtime
@@ -633,6 +635,30 @@ def test_a_logger_that_fails_is_left_out_and_training_goes_on(capsys):
     words = capsys.readouterr().out
     assert words.count("bad fails and is left out from here on: ZeroDivisionError") == 1
     assert words.count("good did not end well: ZeroDivisionError") == 1
+
+
+def test_a_record_is_written_whole_or_not_at_all(tmp_path):
+    """The disk, which the system's limit on a file's size stands for, is full in the middle of the second record."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    append_history(tmp_path, {"iter": 1})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            append_history(tmp_path, {"iter": 2, "loss": 1.5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    append_history(tmp_path, {"iter": 3})
+    assert (tmp_path / "history.jsonl").read_text() == '{"iter": 1}\n{"iter": 3}\n'
+
+
+def test_tensorboard_that_does_not_start_is_told_of(monkeypatch, tmp_path):
+    """As where its packages don't fit one another."""
+    (tmp_path / "tensorboard.py").write_text("raise TypeError('Descriptors cannot be created directly')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if "tensorboard" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    writer, (problem,) = start_tensorboard(str(tmp_path), 0)
+    assert writer is None and problem.startswith("TensorBoard does not start (Descriptors cannot be created directly):")
 
 
 def test_wandb_that_does_not_start_costs_nothing(train, one_rank, tmp_path):
