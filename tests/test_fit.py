@@ -131,7 +131,7 @@ def test_what_readme_advises_fits_its_card():
             if (ranks, gigabytes) == ("4", "16"):
                 default = told_of(XL[0], "--gpu_gb=16", ranks=4)
                 assert re.search(r"^    torchrun .+", default, re.M)[0].endswith(" ".join(words))
-    assert seen == 12
+    assert seen == 13
 
 
 def test_each_preset_fits_its_card_and_says_by_how_much():
