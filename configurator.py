@@ -241,7 +241,7 @@ def from_command_line(script, argv=None, passed_over=()):
             defaults, [a for a in argv if a != "--print_settings"], script.get("__annotations__"), root, passed_over
         )
     except SettingsError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":  # the first rank of each machine
             print(error, file=sys.stderr)
         raise SystemExit(2) from None
     if asked:

@@ -122,6 +122,7 @@ from runtime import checkpoint, dist, ds_config, fit, fused, guards, leave, lora
 from runtime.adamw import step_in_one_pass
 from runtime.batches import eval_batches, seen, train_batches
 from runtime.dist import environment, part, print0, quiet, refuse, refuse_together, total
+from runtime.hosts import compare_machines
 from runtime.kernels import runs_on
 from runtime.mixture import tokens_of
 from runtime.pace import Pace
@@ -140,8 +141,7 @@ if gpu_gb is not None and dry_run and run.config and run.model and run.room:  # 
     for problem in "\n".join(problems).splitlines():
         print0(f"note       {problem}")
     raise SystemExit(0)
-if problems:
-    refuse("\n".join(problems))
+compare_machines(run, settings, problems)  # refuses
 stage = run.config["zero_optimization"]["stage"]
 settings.update(batch_size=run.batch_size, gradient_accumulation_steps=run.accumulation, max_iters=run.max_iters)
 globals().update(settings)
@@ -173,7 +173,7 @@ deepspeed.init_distributed(dist_backend=backend if backend != "auto" else {"cuda
 watch = leave.Watch(signals=not eval_only)
 guards.explain_lack_of_memory(lambda: fit.run_out(run, settings, world_size, ROOT, sys.argv[1:]))
 dist.agree(f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps} "
-           f"--dtype={run.dtype} --compile={run.compile}")
+           f"--dtype={run.dtype} --compile={run.compile} --local_sums={run.local_sums}")
 
 # -----------------------------------------------------------------------------
 # The output folder: ours alone from here on, and the tag to go on from

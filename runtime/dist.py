@@ -9,6 +9,7 @@ import threading
 import time
 
 RANK = int(os.environ.get("RANK", 0))
+SPEAKS = os.environ.get("LOCAL_RANK", str(RANK)) == "0"  # a refusal: the first rank of each machine
 BAR = []  # the progress bar, while there is one
 PARTING = threading.Event()  # set when a rank that ends has not died
 
@@ -48,9 +49,10 @@ def quiet():
 
 
 def refuse(problems):
-    """End all ranks for a mistake of the user's, exit code 2. Every rank finds the same one and rank 0 tells it; the
-    others wait for it, because a launcher that sees one rank end kills the rest in the middle of their sentence."""
-    if RANK == 0:
+    """End all ranks for a mistake of the user's, exit code 2. Every rank finds the same one and the first of each
+    machine tells it; the others wait, because a launcher that sees one rank end kills the rest in the middle of their
+    sentence."""
+    if SPEAKS:
         print(problems, file=sys.stderr, flush=True)
     else:
         time.sleep(10)
@@ -98,6 +100,11 @@ def environment(dry_run=False):
             port = s.getsockname()[1]
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     return RANK, int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), local_world_size()
+
+
+def several_machines():
+    """Whether some of the ranks are on other machines, by the launcher's word."""
+    return "RANK" in os.environ and local_world_size() < int(os.environ["WORLD_SIZE"])
 
 
 def local_world_size():

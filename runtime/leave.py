@@ -1,7 +1,8 @@
 """Leaving in time: all ranks stop after the same step, and none is left behind.
 
 A run is asked to leave by SIGTERM, SIGUSR1, Ctrl-C, a file STOP in its out_dir, or the end of its launcher. A rank
-whose neighbour has died leaves at once, because it would wait in the next collective for ten minutes.
+whose neighbour has died leaves at once, because it would wait in the next collective for ten minutes. Other machines
+are runtime/hosts.py's.
 
 Python runs signal handlers in the main thread, between two steps of its own, and the main thread may sit in a
 collective for long. So a thread does the watching, and signals reach it through a pipe.
@@ -11,7 +12,6 @@ import itertools
 import os
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -20,7 +20,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from runtime import hosts
 from runtime.dist import PARTING
+from runtime.hosts import machine
 
 CODES = {signal.SIGTERM: 143, signal.SIGUSR1: 138, signal.SIGINT: 130}  # exit codes; 0 for the file STOP
 WHY = {143: "SIGTERM, or the launcher's end", 138: "SIGUSR1", 130: "Ctrl-C", 0: "the file STOP"}
@@ -35,9 +37,10 @@ class Watch:
         self.stop_file = None
         self.group = dist.new_group(backend="gloo")  # asking it costs the GPU nothing
         everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (socket.gethostname(), os.getpid()), group=self.group)
+        here = machine()
+        dist.all_gather_object(everyone, (here, os.getpid()), group=self.group)
         self.peers = {rank: psutil.Process(pid) for rank, (host, pid) in enumerate(everyone)
-                      if host == socket.gethostname() and pid != os.getpid()}
+                      if host == here and pid != os.getpid()}
         self.launchers = launchers()
         self.pipe, write_end = os.pipe()
         os.set_blocking(write_end, False)
@@ -46,6 +49,8 @@ class Watch:
                 signal.signal(number, lambda *_: None)  # the pipe has it
             signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         threading.Thread(target=self.look, daemon=True).start()
+        if any(host != here for host, _ in everyone):
+            hosts.watch([host for host, _ in everyone], self.group)
 
     def heed(self, stop_file):
         """Look for this file from now on; one that is there already was meant for the run before."""
