@@ -136,7 +136,7 @@ def told(everyone):
     """All ranks' problems, each once; with its machine where not all have it."""
     found = {}
     for one in everyone:
-        for problem in one["problems"]:
+        for problem in "\n".join(one["problems"]).splitlines():  # some are several sentences
             found.setdefault(problem, []).append(one["host"])
     return [problem if len(hosts) == len(everyone) else f"{', '.join(dict.fromkeys(hosts))}: {problem}"
             for problem, hosts in found.items()]

@@ -1,0 +1,102 @@
+"""launch_deepspeed.py as a user has it, with real runs of 2 ranks on CPU."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from conftest import ROOT, SMALL, read_history
+
+from runtime.checkpoint import find_tag
+
+SCRIPT = ROOT / "launch_deepspeed.py"
+ASIDE = ("--batch_size", "--gradient_accumulation_steps", "--learning_rate", "--max_iters")
+REST = [arg for arg in SMALL if not arg.startswith(ASIDE)]  # of SMALL, what goes through
+
+
+@pytest.fixture
+def start(characters, tmp_path):
+    """start(*args) -> Popen, in another folder than the script's; none of it outlives the test."""
+    jobs = []
+
+    def started(*args):
+        command = [sys.executable, SCRIPT, *REST, f"--dataset={characters}", f"--out_dir={tmp_path}/out", *args]
+        jobs.append(subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return jobs[-1]
+
+    yield started
+    for job in jobs:
+        job.kill()
+    for process in psutil.process_iter(["cmdline"]):
+        if f"--out_dir={tmp_path}/out" in (process.info["cmdline"] or []):
+            process.kill()
+
+
+def test_named_options_become_settings_and_a_run_goes_on(start, tmp_path):
+    (tmp_path / "mine.py").write_text("learning_rate = 1.0\nlog_interval = 1\nmax_iters = 2\n")
+    named = ("mine.py", "--num_gpus=2", "--batch_size", "4", "--gradient_accumulation_steps=1", "--learning_rate=5e-4",
+             "--decay_lr=False")
+    first = start(*named)
+    stdout, stderr = first.communicate(timeout=120)
+    assert first.returncode == 0, stderr
+    command = stdout.splitlines()[0]
+    assert re.match(r"\S+python\S* -m runtime\.launch --standalone --nproc_per_node=2 \S+/train_deepspeed\.py "
+                    "--init_from=scratch .* mine.py --decay_lr=False --batch_size=4 --gradient_accumulation_steps=1 "
+                    r"--learning_rate=5e-4$", command), command
+    assert "batch      4 x 2 x 1 = 8 sequences" in stdout and "float32, ZeRO-2 (ds_config_zero2.json)" in stdout
+    again = start(*named, "--config=ds_config_zero3.json", "--resume", "--max_iters=3")
+    stdout, stderr = again.communicate(timeout=120)
+    assert again.returncode == 0 and "going on from" in stdout and "ZeRO-3 (ds_config_zero3.json)" in stdout, stderr
+    records = [record for record in read_history(tmp_path / "out") if "loss" in record]
+    assert [(record["iter"], record["lr"]) for record in records] == [(1, 5e-4), (2, 5e-4), (3, 5e-4)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on_and_the_run_saves(start, tmp_path, number):
+    job = start("--num_gpus=2", "--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10")
+    assert next((line for line in job.stdout if line.startswith("iter 10:")), None), job.stderr.read()
+    os.kill(job.pid, number)
+    stdout, stderr = job.communicate(timeout=60)
+    assert job.returncode == 128 + number, stdout + stderr
+    assert "asked to leave" in stdout and find_tag(tmp_path / "out")[1]["iter_num"] >= 10
+
+
+def test_a_second_ctrl_c_ends_it_at_once(start, tmp_path):
+    job = start("--num_gpus=2", "--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10")
+    assert next((line for line in job.stdout if line.startswith("iter 10:")), None), job.stderr.read()
+    for process in psutil.Process(job.pid).children(recursive=True):
+        process.suspend()  # nobody saves
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        os.kill(job.pid, number)
+        time.sleep(0.5)  # two of a kind at once would be one
+        assert job.poll() is None
+    os.kill(job.pid, signal.SIGINT)
+    job.communicate(timeout=20)
+    assert job.returncode == 130
+    assert not [p for p in psutil.process_iter(["cmdline"]) if f"--out_dir={tmp_path}/out" in (p.info["cmdline"] or [])]
+
+
+def test_the_exit_code_of_a_refusal(start):
+    """What only the ranks see: the JSON is there for the launcher."""
+    job = start("--num_gpus=2", "--config=nowhere.json")
+    _, stderr = job.communicate(timeout=60)
+    assert job.returncode == 2 and "nowhere.json" in stderr and "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("args, sentence", [
+    (["--num_gpus=two"], "launch_deepspeed.py: argument --num_gpus: invalid int value: 'two'"),
+    (["--num_gpus=0"], "launch_deepspeed.py: --num_gpus=0 must be at least 1"),
+    (["--fp16", "--bf16"], "launch_deepspeed.py: argument --bf16: not allowed with argument --fp16"),
+    (["--offload_optimizer", "--config=ds_config_zero3.json"],
+     "launch_deepspeed.py: argument --config: not allowed with argument --offload_optimizer"),
+    (["--batch_size=many"], "command line: batch_size takes 'auto' or int, not 'many'"),
+    (["--learing_rate=1"], "command line: there is no setting 'learing_rate': did you mean 'learning_rate'?"),
+    (["nowhere.py"], "there is no config file nowhere.py; settings are written --key=value"),
+])
+def test_bad_arguments_are_refused_before_anything_starts(start, args, sentence):
+    stdout, stderr = start(*args).communicate(timeout=60)
+    assert (stdout, stderr) == ("", sentence + "\n")

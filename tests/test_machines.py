@@ -1,0 +1,214 @@
+"""Two machines that are one: network, process and mount namespaces of their own, on a switch that can be unplugged."""
+
+import itertools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from conftest import ROOT, SMALL, free_port, read_history, write_characters
+
+from runtime.checkpoint import find_tag
+from runtime.hosts import LOST, differences, machine, told
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+LONG = ("--max_iters=100000", "--lr_decay_iters=1000", "--eval_interval=5")
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory):
+    """unplug(number) and plug(number) of hosts 1 and 2, and run(number, command, **how) -> Popen on one of them."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))):
+        pytest.skip("two hosts need root, ip (iproute2) and unshare (util-linux)")
+    folder, mark = tmp_path_factory.mktemp("net"), f"{os.getpid()}"
+    switch, hosts = f"switch{mark}", [f"host1-{mark}", f"host2-{mark}"]
+    names = [f"{address} host{number}" for number, address in enumerate(ADDRESSES, 1)]
+    (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
+    (folder / "resolv.conf").touch()
+    jobs, numbers = [], itertools.count()
+
+    def run(number, command, before="true", **env):
+        set_up = (f"hostname host{number} && mount --bind {folder}/hosts /etc/hosts && "
+                  f"mount --bind {folder}/resolv.conf /etc/resolv.conf && {before} && exec \"$@\"")
+        space = ["ip", "netns", "exec", hosts[number - 1], "unshare", "--uts", "--mount", "--pid", "--fork",
+                 "--mount-proc", "--kill-child", "sh", "-c", set_up, "sh"]
+        log = folder / f"log{next(numbers)}"
+        with open(log, "w") as words:
+            job = subprocess.Popen([*space, *map(str, command)], stdout=words, stderr=subprocess.STDOUT, cwd=ROOT,
+                                   env={**os.environ, "MACHINE_TIMEOUT": "6", "TORCH_CPP_LOG_LEVEL": "ERROR", **env},
+                                   start_new_session=True)
+        job.said = log.read_text
+        jobs.append(job)
+        return job
+
+    try:
+        try:
+            for name in (switch, *hosts):
+                ip("netns", "add", name)
+                ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+            ip("-n", switch, "link", "set", "bridge", "up")
+            for number, (name, address) in enumerate(zip(hosts, ADDRESSES), 1):
+                ip("-n", switch, "link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
+                ip("-n", switch, "link", "set", f"port{number}", "master", "bridge", "up")
+                ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+                ip("-n", name, "link", "set", "eth0", "up")
+            probe = run(1, ["true"])
+            if probe.wait(timeout=10):
+                pytest.skip(f"namespaces are not allowed here: {probe.said().strip()}")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"namespaces are not allowed here: {error.stderr.strip()}")
+        yield SimpleNamespace(run=run, plug=lambda n: ip("-n", switch, "link", "set", f"port{n}", "master", "bridge"),
+                              unplug=lambda n: ip("-n", switch, "link", "set", f"port{n}", "nomaster"))
+    finally:
+        for job in jobs:
+            job.kill()  # and with it all in its process namespace
+            job.wait()
+        for name in (switch, *hosts):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.fixture
+def train(net, characters, tmp_path):
+    """train(*args, on={2: [...]}, before={2: "..."}) starts 2 ranks on each host -> their two jobs."""
+
+    def start(*args, on=None, before=None, ranks=2):
+        port, jobs = free_port(), []
+        for number in (1, 2):
+            own = (on or {}).get(number, [])
+            command = [sys.executable, "-m", "runtime.launch", "--nnodes=2", f"--nproc_per_node={ranks}",
+                       f"--node_rank={number - 1}", f"--master_addr={ADDRESSES[0]}", f"--master_port={port}",
+                       "train_deepspeed.py", *SMALL,
+                       f"--dataset={characters}", f"--out_dir={tmp_path}/out", *args, *own]
+            jobs.append(net.run(number, command, before=(before or {}).get(number, "true")))
+        return jobs
+
+    return start
+
+
+def wait_for(condition, seconds, jobs):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "\n".join(job.said()[-3000:] for job in jobs)
+        time.sleep(0.1)
+
+
+def ended(jobs, seconds):
+    """The exit codes, which have to come within so many seconds."""
+    wait_for(lambda: all(job.poll() is not None for job in jobs), seconds, jobs)
+    return [job.returncode for job in jobs]
+
+
+def under_way(jobs):
+    wait_for(lambda: "saved iter_5 in" in jobs[0].said(), 60, jobs)
+
+
+def lines(job, words):
+    return [line for line in job.said().splitlines() if words in line]
+
+
+def process(job, rank=None):
+    """The launcher on this host, or one of its ranks, as this machine sees them."""
+    launcher = psutil.Process(job.pid).children()[0]
+    return launcher if rank is None else next(p for p in launcher.children() if p.environ().get("RANK") == str(rank))
+
+
+def test_a_machine_is_cut_off_and_the_other_goes_on(net, train, tmp_path):
+    jobs = train(*LONG)
+    under_way(jobs)
+    began = time.monotonic()
+    net.unplug(2)  # nothing arrives any more, and no end either
+    try:
+        assert ended(jobs, 30) == [LOST, LOST] == [4, 4]
+    finally:
+        net.plug(2)
+    assert 3 < time.monotonic() - began
+    for number, job in enumerate(jobs):
+        (line,) = lines(job, "has not answered")
+        assert line.startswith(f"rank {2 * number} on host{number + 1}: host{2 - number} ({ADDRESSES[1 - number]}) has "
+                               "not answered for 6 s (")
+    last = find_tag(tmp_path / "out")[1]["iter_num"]
+    command = re.search(r"To go on without it: (torchrun .*), with --nnodes", lines(jobs[0], "has not answered")[0])[1]
+    alone = net.run(1, [sys.executable, "-m", "torch.distributed.run", *shlex.split(command)[1:],
+                        f"--max_iters={last + 5}"])
+    assert ended([alone], 60) == [0], alone.said()
+    assert f"going on from {tmp_path}/out/iter_{last}, " in alone.said() and "4 ranks" in alone.said()
+    iters = [r["iter"] for r in read_history(tmp_path / "out") if "loss" in r]
+    assert iters == list(range(1, last + 6))
+
+
+def test_a_machine_that_is_told_to_stop_takes_the_other_along(train, tmp_path):
+    jobs = train(*LONG)
+    under_way(jobs)
+    process(jobs[1]).terminate()
+    assert ended(jobs, 30) == [143, 143]
+    last = [int(line.split(":")[0][5:]) for line in lines(jobs[0], "iter ") if line.startswith("iter ")][-1]
+    assert find_tag(tmp_path / "out")[1]["iter_num"] == last >= 5
+
+
+def test_a_rank_that_dies_ends_the_other_machine_too(train):
+    jobs = train(*LONG)
+    under_way(jobs)
+    process(jobs[1], rank=3).kill()
+    assert ended(jobs, 30) == [1, 137]
+    assert lines(jobs[0], "have ended")[0].startswith("rank 0 on host1: the ranks of host2 (10.77.0.2) have ended, ")
+    assert lines(jobs[1], "rank 2: rank 3 has died")
+
+
+def test_machines_that_differ_are_refused(train, characters, tmp_path):
+    write_characters(tmp_path / "other")
+    with open(tmp_path / "other" / "train.bin", "r+b") as f:
+        f.write(b"\1\0\1\0")
+    cases = [
+        (dict(on={2: ["--learning_rate=2e-3"]}, before={2: f"mount --bind {tmp_path}/other {characters}"}),
+         r"the machines differ in learning_rate \(0\.001 on host1, 0\.002 on host2\): make it the same on all",
+         r"the machines differ in the sha256 of data set \S+ \('\w{12}' on host1, '\w{12}' on host2\): "),
+        (dict(before={2: f"mount -t tmpfs none {tmp_path}"}),
+         r"out_dir=\S+/out is not the same folder on host1 and host2, and the ranks' files of a tag belong together"),
+        (dict(before={2: f"mount -t tmpfs none {characters}"}), r"host2: .*/train\.bin is missing; ",
+         r"host2: .*/val\.bin is missing; "),
+    ]
+
+    def refused(case):
+        how, *sentences = case
+        jobs = train("--max_iters=1", ranks=1, **how)
+        assert ended(jobs, 60) == [2, 2]
+        for job in jobs:
+            words = [line for line in job.said().splitlines() if not re.match(r"$|[WE]\d{4} ", line)]  # not torchrun's
+            assert len(words) == len(sentences) and all(map(re.match, sentences, words)), job.said()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(refused, cases))
+    assert not (tmp_path / "out").exists() and [p.name for p in tmp_path.iterdir()] == ["other"]
+
+
+def test_deepspeeds_launcher_with_a_hostfile(net, characters, tmp_path):
+    (tmp_path / "hostfile").write_text("host1 slots=2\nhost2 slots=2\n")
+    port = free_port()
+    jobs = [net.run(number, [sys.executable, "-m", "deepspeed.launcher.runner", f"--hostfile={tmp_path}/hostfile",
+                             "--no_ssh", f"--node_rank={number - 1}", "--master_addr=host1", f"--master_port={port}",
+                             "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out"])
+            for number in (1, 2)]
+    assert ended(jobs, 90) == [0, 0], jobs[0].said() + jobs[1].said()
+    assert "batch      2 x 4 x 2 = 16 sequences" in jobs[0].said()
+    assert find_tag(tmp_path / "out", "final")[1]["world_size"] == 4
+
+
+def test_what_is_told_of_several_machines():
+    """Needs no namespaces."""
+    ranks = [{"host": host, "problems": problems, "facts": {"--seed": seed, "torch": "2"}} for host, problems, seed in (
+        ("a", ["x"], 1), ("a", ["x"], 1), ("b", ["x", "y"], 1), ("c", ["x"], 2))]
+    assert told(ranks) == ["x", "b: y"]
+    assert differences(ranks) == ["the machines differ in seed (1 on a and b, 2 on c): make it the same on all"]
+    assert machine() == machine() and len(machine()[1].split()) == 3
