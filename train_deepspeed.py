@@ -3,10 +3,11 @@
     python train_deepspeed.py config/shakespeare_char_cpu.py                     one process, no launcher
     torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py      4 GPUs of one machine
     deepspeed --num_gpus=4 train_deepspeed.py config/xl_shakespeare.py           the same
+    torchrun --nnodes=2 --node_rank=0 --master_addr=node1 ...                    several: docs/several_machines.md
     torchrun ... train_deepspeed.py config/xl_shakespeare.py --init_from=resume  go on where it stopped
 
 One iteration is one optimizer step, with all of its micro-steps. Exit codes: 0 done, 2 a setting, a file or a disk to
-mend, 3 no finite gradient any more, 130, 138 and 143 stopped by Ctrl-C, SIGUSR1 and SIGTERM.
+mend, 3 no finite gradient any more, 4 another machine lost, 130, 138 and 143 stopped by Ctrl-C, SIGUSR1 and SIGTERM.
 """
 
 import time
@@ -182,7 +183,8 @@ problems = []
 if rank == 0 and not eval_only:
     held, problems = checkpoint.take(out_dir)  # held until this process ends
 refuse_together(problems)
-tags = checkpoint.newest_first(out_dir)  # again, as the run that held the folder until now may have saved since
+# Again, as the run that held the folder until now may have saved since, which other machines may see later than rank 0
+tags = dist.of_rank0(checkpoint.newest_first(out_dir))
 if run.tags and resume_tag == "latest":
     run.tags = tags or run.tags
 elif tags and not run.tags and not overwrite and not eval_only:

@@ -77,6 +77,15 @@ def refuse_together(problems):
         refuse("\n".join(found))
 
 
+def of_rank0(value):
+    """What rank 0 has given. All ranks call it."""
+    import torch
+
+    given = [value]
+    torch.distributed.broadcast_object_list(given, src=0)
+    return given[0]
+
+
 def agree(choice):
     """Refuse unless all ranks say the same, settings as they are typed. All ranks call it."""
     found = everyones([choice])

@@ -26,7 +26,8 @@ import psutil
 
 from runtime.dist import PARTING, RANK, local_world_size, refuse, several_machines
 
-TIMEOUT = int(os.environ.get("MACHINE_TIMEOUT", 60))  # seconds without an answer after which a machine is lost
+ASKED = os.environ.get("MACHINE_TIMEOUT", "60")  # seconds without an answer after which a machine is lost
+TIMEOUT = int(ASKED) if ASKED.isdecimal() else 0
 LOST = 4  # exit code where a machine no longer answers; where its ranks have ended it is 1
 PATIENCE = 600  # seconds in which all ranks have to come to the comparison, as DeepSpeed has it for its own start
 STORE = []  # kept: with the deepspeed launcher rank 0 serves the others from it
@@ -57,6 +58,8 @@ def compare_machines(run, settings, problems):
 
 def problems_of_all(run, settings, problems):
     """What the ranks of all machines have found, and in what they differ: sentences, the same on all ranks."""
+    if TIMEOUT < 6:
+        problems = [*problems, f"MACHINE_TIMEOUT={ASKED} must be a whole number of seconds, 6 or more"]
     writes = not settings["eval_only"] and settings["keep_last"] > 0
     probe = Probe(settings["out_dir"]) if writes and RANK == 0 and not problems else None
     here = {"host": socket.gethostname(), "problems": problems, "address": address_towards(os.environ["MASTER_ADDR"]),
@@ -274,7 +277,7 @@ def join(addresses, port, token, names):
 
 def keep_alive(line):
     """Have the system ask every so often whether the other end is there, and break the line if six times it is not."""
-    every = max(1, TIMEOUT // 6)
+    every = TIMEOUT // 6
     line.settimeout(None)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", every), ("TCP_KEEPINTVL", every), ("TCP_KEEPCNT", 5)):

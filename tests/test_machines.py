@@ -83,7 +83,7 @@ def net(tmp_path_factory):
 def train(net, characters, tmp_path):
     """train(*args, on={2: [...]}, before={2: "..."}) starts 2 ranks on each host -> their two jobs."""
 
-    def start(*args, on=None, before=None, ranks=2):
+    def start(*args, on=None, before=None, ranks=2, env=None):
         port, jobs = free_port(), []
         for number in (1, 2):
             own = (on or {}).get(number, [])
@@ -91,7 +91,7 @@ def train(net, characters, tmp_path):
                        f"--node_rank={number - 1}", f"--master_addr={ADDRESSES[0]}", f"--master_port={port}",
                        "train_deepspeed.py", *SMALL,
                        f"--dataset={characters}", f"--out_dir={tmp_path}/out", *args, *own]
-            jobs.append(net.run(number, command, before=(before or {}).get(number, "true")))
+            jobs.append(net.run(number, command, before=(before or {}).get(number, "true"), **(env or {})))
         return jobs
 
     return start
@@ -171,6 +171,7 @@ def test_machines_that_differ_are_refused(train, characters, tmp_path):
     with open(tmp_path / "other" / "train.bin", "r+b") as f:
         f.write(b"\1\0\1\0")
     cases = [
+        (dict(env={"MACHINE_TIMEOUT": "soon"}), "MACHINE_TIMEOUT=soon must be a whole number of seconds, 6 or more"),
         (dict(on={2: ["--learning_rate=2e-3"]}, before={2: f"mount --bind {tmp_path}/other {characters}"}),
          r"the machines differ in learning_rate \(0\.001 on host1, 0\.002 on host2\): make it the same on all",
          r"the machines differ in the sha256 of data set \S+ \('\w{12}' on host1, '\w{12}' on host2\): "),
