@@ -95,10 +95,11 @@ def agree(choice):
 
 def environment(dry_run=False):
     """(rank, local_rank, world_size, ranks on this machine) as torchrun and deepspeed give them; without a launcher,
-    one process, with what torch.distributed needs filled in. A dry run pretends to the ranks that WORLD_SIZE names."""
+    one process, with what torch.distributed needs filled in. A dry run pretends to the ranks that WORLD_SIZE names, and
+    LOCAL_WORLD_SIZE on each of several machines."""
     if dry_run and "RANK" not in os.environ:
         world_size = int(os.environ.get("WORLD_SIZE", 1))
-        return 0, 0, world_size, world_size
+        return 0, 0, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     if "RANK" in os.environ and "LOCAL_RANK" not in os.environ and not alone:
         refuse("RANK is set and LOCAL_RANK is not: start with torchrun or deepspeed, or set LOCAL_RANK, WORLD_SIZE, "

@@ -148,9 +148,16 @@ def test_a_machine_is_cut_off_and_the_other_goes_on(net, train, tmp_path):
     assert iters == list(range(1, last + 6))
 
 
-def test_a_machine_that_is_told_to_stop_takes_the_other_along(train, tmp_path):
+def test_a_busy_machine_is_waited_for_and_one_that_is_told_to_stop_takes_the_other_along(train, tmp_path):
     jobs = train(*LONG)
     under_way(jobs)
+    ranks = [process(jobs[1], rank) for rank in (2, 3)]
+    for rank in ranks:
+        rank.suspend()  # busier than any save or compilation
+    time.sleep(10)  # the time-out is 6
+    for rank in ranks:
+        rank.resume()
+    assert [job.poll() for job in jobs] == [None, None]
     process(jobs[1]).terminate()
     assert ended(jobs, 30) == [143, 143]
     last = [int(line.split(":")[0][5:]) for line in lines(jobs[0], "iter ") if line.startswith("iter ")][-1]
@@ -162,7 +169,7 @@ def test_a_rank_that_dies_ends_the_other_machine_too(train):
     under_way(jobs)
     process(jobs[1], rank=3).kill()
     assert ended(jobs, 30) == [1, 137]
-    assert lines(jobs[0], "have ended")[0].startswith("rank 0 on host1: the ranks of host2 (10.77.0.2) have ended, ")
+    assert lines(jobs[0], "have ended")[0].startswith("rank 0 on host1: the ranks of host2 (10.77.0.2) have ended. ")
     assert lines(jobs[1], "rank 2: rank 3 has died")
 
 
