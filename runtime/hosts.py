@@ -2,11 +2,11 @@
 
 Before: the ranks have to be given the same settings, data and out_dir, and what one machine refuses, all refuse.
 
-During: a machine that is cut off sends nothing, not even an end. Gloo's ranks then waited for 15 minutes and 39 s, until
-TCP gave up, and torchrun noticed nothing at all. So the first rank of each machine holds a connection to rank 0's, over
-which nothing is said: the systems' own keep-alive probes tell whether the other is there. The system answers them,
-also while Python is busy, so that a long save or a compilation is never taken for an end. When a line breaks, the
-ranks at its ends say why and leave, and their neighbours follow (runtime/leave.py).
+During: a machine that is cut off sends nothing, not even an end. Gloo's ranks waited for 15 minutes and 39 s then, and
+torchrun noticed nothing at all. So the first rank of each machine holds a connection to rank 0's, over which nothing is
+said: the systems' own keep-alive probes tell whether the other is there. The system answers them, also while Python is
+busy, so that a long save or a compilation is never taken for an end. When a line breaks, the ranks at its ends say why
+and leave, and their neighbours follow (runtime/leave.py).
 """
 
 import datetime
@@ -60,22 +60,26 @@ def problems_of_all(run, settings, problems):
     """What the ranks of all machines have found, and in what they differ: sentences, the same on all ranks."""
     if TIMEOUT < 6:
         problems = [*problems, f"MACHINE_TIMEOUT={ASKED} must be a whole number of seconds, 6 or more"]
-    writes = not settings["eval_only"] and settings["keep_last"] > 0
-    probe = Probe(settings["out_dir"]) if writes and RANK == 0 and not problems else None
+    mark, out_dir = None, settings["out_dir"]
+    if RANK == 0 and not problems and not settings["eval_only"] and settings["keep_last"]:
+        try:
+            mark = leave_mark(out_dir)
+        except OSError as error:
+            problems = [f"out_dir={out_dir} cannot be written ({error.strerror}): choose another with --out_dir=DIR"]
     here = {"host": socket.gethostname(), "problems": problems, "address": address_towards(os.environ["MASTER_ADDR"]),
-            "facts": {} if problems else facts(run, settings), "probe": probe and probe.name}
+            "facts": {} if problems else facts(run, settings), "mark": mark and os.path.relpath(mark, out_dir)}
     try:
         everyone = gather(here)
         choose_interface([one["address"] for one in everyone])
-        found = told(everyone) or differences(everyone)
-        name = everyone[0]["probe"]
-        blind = bool(name) and not found and not seen(settings["out_dir"], name)
-        hosts = [one["host"] for one, is_blind in zip(everyone, gather(blind)) if is_blind]
+        found, mark_seen = told(everyone) or differences(everyone), True
+        if everyone[0]["mark"] and not found:
+            mark_seen = seen(os.path.join(out_dir, everyone[0]["mark"]))
+        hosts = [one["host"] for one, sees in zip(everyone, gather(mark_seen)) if not sees]
     finally:
-        if probe:
-            probe.remove()
+        if mark:
+            os.remove(mark)
     if hosts:
-        found = [f"out_dir={settings['out_dir']} is not the same folder on {everyone[0]['host']} and "
+        found = [f"out_dir={out_dir} is not the same folder on {everyone[0]['host']} and "
                  f"{', '.join(dict.fromkeys(hosts))}, and the ranks' files of a tag belong together: name a folder "
                  "that all machines share with --out_dir=DIR"]
     return found
@@ -160,26 +164,19 @@ def differences(everyone):
     return found
 
 
-class Probe:
-    """A file that the other machines see if they share out_dir: in it, or in the folder that it will be made in."""
+def leave_mark(out_dir):
+    """The path of a new file that the others see if they share out_dir: in it, or in the folder it will be made in."""
+    from runtime.save import existing_folder
 
-    def __init__(self, out_dir):
-        from runtime.save import existing_folder
-
-        self.path = os.path.join(existing_folder(out_dir), f".shared-{secrets.token_hex(8)}")
-        self.name = os.path.relpath(self.path, out_dir)
-        with open(self.path, "w"):
-            pass
-
-    def remove(self):
-        os.remove(self.path)
+    path = os.path.join(existing_folder(out_dir), f".shared-{secrets.token_hex(8)}")
+    with open(path, "w"):
+        return path
 
 
-def seen(out_dir, name):
+def seen(path):
     """Whether a file is there; a network's file system may take seconds to show it."""
-    path = os.path.normpath(os.path.join(out_dir, name))
     for _ in range(50):
-        if os.path.exists(path):
+        if os.path.exists(os.path.normpath(path)):  # on paper: out_dir itself need not be there
             return True
         time.sleep(0.2)
     return False
