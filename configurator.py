@@ -219,12 +219,22 @@ def end_with_the_reader():
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
+def name_what_is_missing(kind, error, trace):
+    """sys.excepthook: a package that is not there is the user's to install."""
+    if issubclass(kind, ModuleNotFoundError):
+        print(f"{error}: python -m pip install -r requirements.txt; python doctor.py tells what else is amiss",
+              file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
 def from_command_line(script, argv=None, passed_over=()):
     """The settings of the script whose globals() are given, from its command line; passed_over as in configure().
 
     Ends the program for --help, --print_settings, and for a mistake: exit code 2, one line a problem.
     """
     argv = sys.argv[1:] if argv is None else argv
+    sys.excepthook = name_what_is_missing
     defaults = {k: v for k, v in script.items() if not k.startswith("_") and isinstance(v, PLAIN)}
     asked = "--print_settings" in argv
     if asked or {"--help", "-h", "--settings_table"} & {*argv}:  # which print, and end

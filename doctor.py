@@ -37,6 +37,8 @@ def main():
     parser.add_argument("--num_gpus", type=int, help="ranks of the run; as many as there are GPUs")
     parser.add_argument("--json", action="store_true")
     args, words = parser.parse_known_args()
+    if args.num_gpus is not None and args.num_gpus < 1:
+        parser.error(f"--num_gpus={args.num_gpus} must be at least 1")
     if words == ["all_reduce"]:
         return all_reduce_here()
     rows = [*python(), *packages()]

@@ -45,7 +45,7 @@ wall_clock_breakdown = False  # DeepSpeed's times of each micro-step's parts, pr
 comms_log = False  # DeepSpeed's table of messages between ranks, at the end; slower, for the same reason
 sample_interval = 0  # iterations between texts from the current weights, printed and recorded; 0: none
 sample_start = "\n"  # what they begin with
-sample_tokens = 100  # how long they are
+sample_tokens = 100  # how long they are, within block_size
 # Start
 init_from = "gpt2-xl"  # scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a folder of weights, nanoGPT's ckpt.pt; an
 # earlier stage's out_dir (its best tag) or out_dir/tag, with a fresh optimizer; resume: go on with the run in out_dir;
@@ -53,7 +53,7 @@ init_from = "gpt2-xl"  # scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a fold
 resume_tag = "latest"  # the tag to go on from; latest: the newest one that is whole
 resume_weights_only = False  # go on with a fresh optimizer
 seed = 1337  # of the weights, the order of the data, and dropout
-max_bad_steps = 10  # steps in a row whose gradient is not finite, and which are skipped, before the run saves and ends
+max_bad_steps = 10  # skipped steps in a row (gradients that are not finite, spikes); at one more the run saves and ends
 skip_spikes = False  # also skip a step whose gradient norm is far above the last ones'
 # Curves elsewhere
 wandb_log = False  # WANDB_MODE=offline keeps it on this machine
@@ -271,6 +271,8 @@ guards.skip_at_stage_0(engine)
 loggers, problems = {}, []
 if rank == 0:
     loggers, wandb_id, problems = metrics.start_loggers(settings, wandb_id, iter_num)
+    while run.tag and problems:  # a requeue goes on without: training is worth more
+        print0(f"{problems.pop(0)}; the run goes on without")
 refuse_together(problems)
 if rank == 0 and not eval_only:  # the output folder, now that nothing else can be refused any more
     try:
@@ -431,6 +433,10 @@ def look_at_step(loss):
     return bad
 
 
+RUINED = ("no tag is saved of weights whose loss is not finite; earlier ones stand. To go on from the best: "
+          "--init_from=resume --resume_tag=best --overwrite=True, with a lower learning_rate")
+
+
 def tell_trouble(why):
     if why:
         print0(f"iteration {iter_num}: {why}")
@@ -497,7 +503,7 @@ while not finished() and not eval_only and exit_code is None:
         improved = val_loss < best_val_loss
         best_val_loss, stale = min(best_val_loss, val_loss), 0 if improved else stale + 1  # in this order a NaN is none
         if improved or always_save_checkpoint or finished():
-            save(improved)
+            save(improved) if math.isfinite(val_loss) else print0(RUINED)
             saved = True
         t0, since = time.time(), iter_num
 
@@ -515,10 +521,10 @@ while not finished() and not eval_only and exit_code is None:
     if failed:
         look_at_saves()
     if exit_code is not None and not finished():
-        print0(f"{bad_steps} steps in a row without a finite gradient: look at the batches above, a lower learning_rate"
+        print0(f"{bad_steps} steps in a row were skipped: look at the batches above, and take a lower learning_rate"
                if exit_code == 3 else f"asked to leave ({leave.WHY[exit_code]}) after iteration {iter_num}")
         if not saved:
-            save(False)
+            save(False) if exit_code != 3 or math.isfinite(evaluate()) else print0(RUINED)
 
 dist.end_progress()
 if tracer:

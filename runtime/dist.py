@@ -98,8 +98,10 @@ def environment(dry_run=False):
     one process, with what torch.distributed needs filled in. A dry run pretends to the ranks that WORLD_SIZE names, and
     LOCAL_WORLD_SIZE on each of several machines."""
     if dry_run and "RANK" not in os.environ:
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        return 0, 0, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        asked = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
+        if not all(ranks.isdecimal() and int(ranks) for ranks in asked):
+            refuse(f"WORLD_SIZE={asked[0]} and LOCAL_WORLD_SIZE={asked[1]} must be whole numbers above 0")
+        return 0, 0, *map(int, asked)
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     if "RANK" in os.environ and "LOCAL_RANK" not in os.environ and not alone:
         refuse("RANK is set and LOCAL_RANK is not: start with torchrun or deepspeed, or set LOCAL_RANK, WORLD_SIZE, "

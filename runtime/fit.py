@@ -20,7 +20,8 @@ WIDTH = 40  # characters of the picture's bar
 
 def card(asked):
     """(bytes of memory, precision) of the card that gpu_gb names, or has the GB of; ValueError if it is unknown."""
-    name = str(asked).upper().removeprefix("NVIDIA ").removeprefix("RTX ")
+    name = (asked if isinstance(asked, str) else f"{asked:g}").upper().removeprefix("NVIDIA ").removeprefix("RTX ")
+    asked = name if name in CARDS else asked  # 4090 comes as a number
     if isinstance(asked, str) and name not in CARDS:
         raise ValueError(f"gpu_gb={asked} is neither a number of GB nor one of {', '.join(CARDS)}")
     gigabytes = CARDS[name] if isinstance(asked, str) else asked
@@ -62,7 +63,7 @@ def host_parts(run, config, local_world_size, world_size, saves):
 def picture(title, found, room):
     """Lines: the sum of the parts against the room, and a bar for each part."""
     total = sum(found.values())
-    word = f" of {human(room)}" + ("" if total <= ROOM * room else ": too much") if room else ""
+    word = f" of {human(room)}" + ("" if total <= ROOM * room else ": too much, as a tenth stays free") if room else ""
     lines = [f"{title:<10} {human(total)}{word}"]
     for name, size in sorted(found.items(), key=lambda item: -item[1]):
         if size >= 1e6:

@@ -140,7 +140,8 @@ def start_wandb(settings, run_id=None):
                           id=run_id, resume="allow"), []  # fmt: skip
     except Exception as error:  # not installed, not logged in, no network: each has an exception of its own
         why = " ".join(str(error).split()) or type(error).__name__
-        return None, [f"wandb does not start ({why}): wandb login, WANDB_MODE=offline, or --wandb_log=False"]
+        mend = "python -m pip install wandb" if isinstance(error, ImportError) else "wandb login, WANDB_MODE=offline"
+        return None, [f"wandb does not start ({why}): {mend}, or --wandb_log=False"]
 
 
 def start_tensorboard(out_dir, iter_num):
@@ -151,8 +152,8 @@ def start_tensorboard(out_dir, iter_num):
 
         return SummaryWriter(os.path.join(out_dir, "tensorboard"), purge_step=iter_num + 1 if iter_num else 0), []
     except Exception as error:  # not installed, not fit for its own packages, no room: each has an exception of its own
-        return None, [f"TensorBoard does not start ({error}): python -m pip install tensorboard, or leave out "
-                      "--tensorboard_log"]
+        mend = "python -m pip install tensorboard" if isinstance(error, ImportError) else "mend that"
+        return None, [f"TensorBoard does not start ({error}): {mend}, or leave out --tensorboard_log"]
 
 
 def tell(loggers, record):

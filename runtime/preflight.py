@@ -57,10 +57,10 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
             problems.append(str(error))
 
     for name in ("batch_size", "gradient_accumulation_steps", "block_size", "eval_interval", "eval_iters",
-                 "log_interval", "patience", "profile_start", "profile_iters"):
+                 "log_interval", "patience", "profile_start", "profile_iters", "sample_tokens"):
         if s[name] is not None and s[name] < 1:
             problems.append(f"{name}={s[name]} must be at least 1")
-    for name in ("keep_last", "max_iters", "max_bad_steps", "sample_interval", "sample_tokens", "warmup_iters",
+    for name in ("keep_last", "max_iters", "max_bad_steps", "sample_interval", "warmup_iters",
                  "learning_rate", "grad_clip", "weight_decay"):
         if s[name] < 0:
             problems.append(f"{name}={s[name]} must not be negative")

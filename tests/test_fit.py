@@ -59,6 +59,7 @@ def test_four_cards_of_a_name():
     assert first.startswith("torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py --batch_size=")
     assert "--gradient_checkpointing=True" in first
     assert not SIZE.search(dry_run("--gpu_gb=A100", WORLD_SIZE="4"))[3]
+    assert "of 24.00 GB: too much" in dry_run("--gpu_gb=4090")  # a name, though it reads as a number
     assert CARDS["A100"] == 80 and not SIZE.search(dry_run("--gpu_gb=24", "--batch_size=auto", WORLD_SIZE="4"))[3]
 
 

@@ -10,7 +10,7 @@ import time
 
 import psutil
 import pytest
-from conftest import ROOT, SMALL, command_line, launch, read_history, stage
+from conftest import ROOT, SMALL, command_line, done, launch, read_history, stage
 
 from runtime.guards import Norms
 
@@ -72,10 +72,24 @@ def test_a_nan_on_one_rank_skips_the_step_on_both(spoilt, args):
 
 def test_a_run_whose_gradient_stays_bad_saves_and_ends(spoilt):
     done, history, out_dir = spoilt(5, 99, "--max_iters=20", "--max_bad_steps=2", rank=0)
-    assert done.returncode and "3 steps in a row without a finite gradient" in done.stdout
+    assert done.returncode and "3 steps in a row were skipped" in done.stdout
     assert [r["iter"] for r in history if "trouble" in r] == [3, 4, 5]
     manifest = json.loads((out_dir / "iter_5" / "manifest.json").read_text())
     assert manifest["iter_num"] == 5 and (out_dir / "latest").read_text() == "iter_5"
+
+
+def test_ruined_weights_push_out_no_tag_and_a_resume_outlives_its_logger(train):
+    """A learning rate beyond all measure makes every weight NaN; the tags before it stand, and TensorBoard, which finds
+    a file where its folder should be, is gone on without."""
+    run = done(train("--max_iters=4", "--eval_interval=2", "--keep_last=2"))
+    (run.out_dir / "tensorboard").write_text("in the way")
+    wild = ("--learning_rate=1e30", "--min_lr=1e30", "--grad_clip=0", "--tensorboard_log=True", "--max_bad_steps=4")
+    on = train("--max_iters=40", "--eval_interval=2", "--keep_last=2", *wild, "--init_from=resume", out_dir=run.out_dir)
+    assert on.returncode == 3 and "Traceback" not in on.stderr, on.stderr
+    assert "TensorBoard does not start" in on.stdout and "the run goes on without" in on.stdout
+    assert "no tag is saved of weights whose loss is not finite" in on.stdout
+    assert {"iter_2", "iter_4"} <= {*os.listdir(run.out_dir)}
+    assert (run.out_dir / "latest").read_text() == "iter_4"
 
 
 @pytest.mark.parametrize("skip", [True, False])
