@@ -57,7 +57,7 @@ def test_a_run_elsewhere_is_looked_at_by_its_plan(characters):
     assert done.returncode == 1 and "1 to mend" in done.stdout
     for words in ("OK    GPUs              0 here; the plan is for 4 of gpu_gb=16", "WARN  weights",
                   "18,000 and 2,000 tokens, hashes as prepared", "FAIL  the run           does not fit",
-                  "each GPU   16.20 GB of 16.00 GB: too much",
+                  "each GPU   16.20 GB of 16.00 GB: too much, as a tenth stays free",
                   "torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py"):
         assert words in done.stdout, words
 

@@ -13,7 +13,7 @@ from runtime.fit import CARDS, report, slowness, without
 from runtime.preflight import check_run
 
 XL = ("config/xl_shakespeare.py", "--dry_run=True")
-SIZE = re.compile(r"^each GPU   ([\d.]+) GB of ([\d.]+) GB(: too much)?$", re.M)
+SIZE = re.compile(r"^each GPU   ([\d.]+) GB of ([\d.]+) GB(: too much, as a tenth stays free)?$", re.M)
 
 
 def dry_run(*args, **env):
