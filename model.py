@@ -15,6 +15,7 @@ import contextlib
 import json
 import math
 import os
+import pickle
 import zipfile
 from dataclasses import dataclass
 from functools import partial
@@ -522,7 +523,9 @@ def unpickled(path):
         return torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
     except WeightsError:
         raise
-    except Exception as error:  # a cut or foreign file: pickle, zip and torch each raise their own
+    except pickle.UnpicklingError:  # whose own words advise to let the file run code
+        raise WeightsError(f"{path} is no file of weights, or is damaged") from None
+    except Exception as error:  # a cut or foreign file: zip and torch each raise their own
         why = (str(error).splitlines() or [""])[0]
         raise WeightsError(f"{path}: the weights cannot be read ({type(error).__name__}: {why})") from None
 
@@ -566,6 +569,16 @@ def open_weights(source):
     where = {name: reader for path in paths for reader in [safe_open(path, framework="pt")]
              for name in reader.keys()}  # noqa: SIM118 (no mapping)
     return where.keys(), lambda name: where[name].get_tensor(name)
+
+
+def check_weights(source):
+    """Raise WeightsError where a folder or file has no weights, or is cut off; none is read."""
+    try:
+        open_weights(source)
+    except WeightsError:
+        raise
+    except Exception as error:  # safetensors and JSON each raise their own
+        raise WeightsError(f"{source}: the weights cannot be read ({type(error).__name__}: {error})") from None
 
 
 @torch.no_grad()

@@ -42,7 +42,6 @@ dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
 settings = configurator.from_command_line(globals())
 globals().update(settings)
 
-import math
 import os
 from json import dumps
 
@@ -50,8 +49,8 @@ import torch
 
 from model import WeightsError
 from runtime import memorised as memory
+from runtime import metrics, source, texts
 from runtime import score as scoring
-from runtime import source, texts
 from runtime.bins import DatasetError
 from runtime.checkpoint import CheckpointError
 from runtime.dist import refuse
@@ -143,7 +142,7 @@ def tell(text, one, own_seed, shown):
 if not json:
     print(f"{found.name}: {model.num_params():,} parameters{found.about}\n")
 if score:
-    result = {"model": found.name, "file": score, "tokens": n, "loss": loss, "perplexity": math.exp(min(loss, 700))}
+    result = {"model": found.name, "file": score, "tokens": n, "loss": loss, "perplexity": metrics.perplexity(loss)}
     print(dumps(result) if json else
           f"{score}: {n:,} tokens, loss {loss:.4f}, perplexity {result['perplexity']:.2f}")
 made = 0  # texts so far

@@ -118,7 +118,7 @@ import warnings
 
 import torch
 
-from model import GPT, Block
+from model import GPT, Block, WeightsError
 from runtime import checkpoint, dist, ds_config, fit, fused, guards, leave, lora, metrics, profiling, replay, samples
 from runtime.adamw import step_in_one_pass
 from runtime.batches import eval_batches, seen, train_batches
@@ -217,8 +217,13 @@ elif run.before:
     model = checkpoint.load_model(*run.before, dropout=dropout)[0].to(device).train()
     model.crop_block_size(block_size)
 else:
-    model = GPT.from_pretrained(run.weights, dropout=dropout, device=device, dtype=getattr(torch, run.dtype))
-    model.crop_block_size(block_size)
+    problems = []
+    try:
+        model = GPT.from_pretrained(run.weights, dropout=dropout, device=device, dtype=getattr(torch, run.dtype))
+        model.crop_block_size(block_size)
+    except WeightsError as error:
+        problems = [str(error)]
+    refuse_together(problems)
 if run.lora:
     lora.adapt(model, run.lora)
 model.gradient_checkpointing = gradient_checkpointing
@@ -338,9 +343,9 @@ def evaluate():
     (train_loss, train_error), (val_loss, val_error) = (metrics.of_mixture(losses, shares)
                                                         for losses in of_sets.values())
     print0(f"step {iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f} "
-           f"(standard errors {train_error:.4f}, {val_error:.4f}; perplexity {math.exp(min(val_loss, 700)):.2f})")
+           f"(standard errors {train_error:.4f}, {val_error:.4f}; perplexity {metrics.perplexity(val_loss):.2f})")
     record = {"iter": iter_num, "train_loss": train_loss, "train_error": train_error, "val_loss": val_loss,
-              "val_error": val_error, "perplexity": math.exp(min(val_loss, 700))}
+              "val_error": val_error, "perplexity": metrics.perplexity(val_loss)}
     if len(shares) > 1:
         record["sets"] = metrics.each_set(run.sets, of_sets, sequences_seen())
         print0("\n".join(metrics.set_lines(record["sets"])))

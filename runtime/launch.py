@@ -6,7 +6,8 @@ signal, in the middle of a large save; and SIGUSR1 it does not pass on at all.""
 import os
 import sys
 
-os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+for name in ("TORCHELASTIC_SIGNALS_TO_HANDLE", "PET_SIGNALS_TO_HANDLE"):  # the second since PyTorch 2.13
+    os.environ.setdefault(name, "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
 
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -105,8 +105,8 @@ def alive(process):
 def launchers():
     """The processes whose end ends the run: torchrun, or deepspeed's two. A run without a launcher outlives its
     shell."""
-    names = {"torchrun", "torch.distributed.run", "runtime.launch", "deepspeed", "deepspeed.launcher.runner",
-             "deepspeed.launcher.launch"}
+    names = {"torchrun", "torch.distributed.run", "runtime.launch", "launch_deepspeed.py", "deepspeed",
+             "deepspeed.launcher.runner", "deepspeed.launcher.launch"}
 
     def is_launcher(process):
         try:

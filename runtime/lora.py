@@ -81,7 +81,7 @@ def write_adapter(folder, manifest):
     """Write a tag's thin matrices into its folder in PEFT's form; returns the paths, none without LoRA, or where the
     frozen weights are an earlier stage's, which only we can read. transformers'
     GPT-2 keeps its matrices turned, which fan_in_fan_out says; the thin ones lie as they do here."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     from runtime.shards import Shards
 
@@ -92,7 +92,8 @@ def write_adapter(folder, manifest):
     thin = {f"base_model.model.{name}.weight": shards.get(name).contiguous() for name in shards.shapes
             if name.endswith((A, B))}
     weights, config = (os.path.join(folder, f"adapter_{name}") for name in ("model.safetensors", "config.json"))
-    save_file(thin, weights, metadata={"format": "pt"})
+    with open(weights, "wb") as f:  # save_file's own would be readable by its owner alone
+        f.write(save(thin, metadata={"format": "pt"}))
     with open(config, "w", encoding="utf-8") as f:
         json.dump({"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": lora["base"],
                    "r": lora["rank"], "lora_alpha": lora["alpha"], "lora_dropout": lora["dropout"],

@@ -52,6 +52,11 @@ def step_line(r):
     )
 
 
+def perplexity(loss):
+    """exp(loss); of one that says nothing any more, infinity."""
+    return math.inf if loss >= 50 else math.exp(loss)
+
+
 def of_mixture(losses, shares):
     """(mean, standard error) of a whole mixture, from those of its data sets by their shares."""
     parts = [share / sum(shares) for share in shares]

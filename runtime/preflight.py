@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-from model import GPT, PRETRAINED, GPTConfig, WeightsError, fetch_from_hub, read_config
+from model import GPT, PRETRAINED, GPTConfig, WeightsError, check_weights, fetch_from_hub, read_config
 from runtime import ds_config
 from runtime.batches import windows_per_epoch
 from runtime.bins import DatasetError, same_tokens
@@ -284,6 +284,7 @@ def check_start(run, s):
         return GPTConfig(s["block_size"], 50257, n_layer, n_head, n_embd, s["dropout"])
     run.weights = run.init_from if os.path.exists(run.init_from) else fetch_from_hub(run.init_from)
     config = read_config(run.weights)
+    check_weights(run.weights)
     if s["block_size"] > config.block_size:
         raise ValueError(f"block_size={s['block_size']} is beyond the {config.block_size} positions that the weights "
                          f"know: --block_size={config.block_size}")
@@ -324,9 +325,14 @@ def check_stage(run, s, given):
 
 
 def brings(weights, tokenizer):
-    """Whether a folder of weights holds the tokenizer.json that data was prepared with."""
+    """Whether a folder of weights holds the tokenizer.json that data was prepared with, or its characters. A ckpt.pt
+    holds none, and may well be of this data."""
     path = os.path.join(weights, "tokenizer.json")
-    return os.path.exists(path) and describe(path)["sha256"] == tokenizer.get("sha256")
+    if tokenizer["kind"] == "char" and os.path.exists(path):
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(path).get_vocab() == {c: i for i, c in enumerate(tokenizer["chars"])}
+    return os.path.isfile(weights) or os.path.exists(path) and describe(path)["sha256"] == tokenizer.get("sha256")
 
 
 def check_resume(run, s):

@@ -1,11 +1,12 @@
 """Where sample.py's model comes from, and the tokenizer and data that go with it."""
 
+import contextlib
 import json
 import os
 from types import SimpleNamespace
 
 from model import GPT, PRETRAINED, read_config, read_nanogpt
-from runtime.bins import GPT2_VOCAB, folders_of, read_meta, same_tokens
+from runtime.bins import GPT2_VOCAB, DatasetError, folders_of, read_meta, same_tokens
 from runtime.checkpoint import find_tag, load_model
 from runtime.tokenizer import meta_of_file
 
@@ -63,7 +64,7 @@ def data_of_weights(source, root):
     if trained_on:
         beside = os.path.join(os.path.dirname(os.path.abspath(source)), os.pardir, "data", trained_on)
         for folder in (os.path.normpath(beside), *folders_of(trained_on, root)):
-            if os.path.isdir(folder):
+            with contextlib.suppress(DatasetError):  # it is not here, or not prepared
                 return read_meta(folder), [folder]
     vocab_size = read_config(source).vocab_size
     if vocab_size in (GPT2_VOCAB, PADDED_GPT2_VOCAB):

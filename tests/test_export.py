@@ -3,7 +3,9 @@
 import hashlib
 import inspect
 import json
+import os
 import re
+import shutil
 
 import pytest
 import tiktoken_ext.openai_public
@@ -82,6 +84,20 @@ def test_sampling_from_the_folder_takes_its_tokenizer(exported):
     texts = [json.loads(run.stdout)["text"] for run in (ours, theirs)]
     assert texts[0] == texts[1] and len(texts[0]) == 20
     assert strange.returncode == 2 and strange.stderr.startswith("the tokenizer knows no tokens for 'É' (WordLevel e")
+
+
+def test_training_takes_the_folder_and_refuses_half_of_it(exported, train, tmp_path):
+    """Its characters are the data's, so nothing is lost; weights of which a download brought half, or none, are refused
+    before anything starts."""
+    _, folder, _ = exported
+    args = ("--n_layer=None", "--n_head=None", "--n_embd=None", "--dropout=0", "--max_iters=1")
+    assert "knowledge of words is lost" not in done(train(*args, f"--init_from={folder}")).stdout
+    half = shutil.copytree(folder, tmp_path / "half")
+    os.truncate(half / "model.safetensors", (half / "model.safetensors").stat().st_size // 2)
+    none = shutil.copytree(folder, tmp_path / "none", ignore=lambda *_: ["model.safetensors"])
+    for broken, words in ((half, f"{half}: the weights cannot be read (SafetensorError"), (none, f"{none} has neither")):
+        run = train(*args, f"--init_from={broken}", "--dry_run=True")
+        assert run.returncode == 2 and run.stderr.startswith(words) and run.stdout == "", run.stderr
 
 
 def test_a_tokenizer_of_the_datas_own_goes_along(tmp_path, train):

@@ -12,6 +12,7 @@ import pytest
 from conftest import ROOT, SMALL, read_history
 
 from runtime.checkpoint import find_tag
+from runtime.leave import WHY
 
 SCRIPT = ROOT / "launch_deepspeed.py"
 ASIDE = ("--batch_size", "--gradient_accumulation_steps", "--learning_rate", "--max_iters")
@@ -55,14 +56,14 @@ def test_named_options_become_settings_and_a_run_goes_on(start, tmp_path):
     assert [(record["iter"], record["lr"]) for record in records] == [(1, 5e-4), (2, 5e-4), (3, 5e-4)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_is_passed_on_and_the_run_saves(start, tmp_path, number):
     job = start("--num_gpus=2", "--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10")
     assert next((line for line in job.stdout if line.startswith("iter 10:")), None), job.stderr.read()
     os.kill(job.pid, number)
     stdout, stderr = job.communicate(timeout=60)
     assert job.returncode == 128 + number, stdout + stderr
-    assert "asked to leave" in stdout and find_tag(tmp_path / "out")[1]["iter_num"] >= 10
+    assert f"asked to leave ({WHY[128 + number]})" in stdout and find_tag(tmp_path / "out")[1]["iter_num"] >= 10
 
 
 def test_a_second_ctrl_c_ends_it_at_once(start, tmp_path):

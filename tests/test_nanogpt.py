@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from model import GPT, WeightsError
 from runtime.batches import eval_offsets
+from runtime.source import data_of_weights
 
 SETTINGS = """
 # train a miniature model
@@ -183,6 +184,14 @@ def test_a_strangers_checkpoint_does_not_run_its_code(nanogpt, train, tmp_path):
     assert not (tmp_path / "mark").exists()
     torch.load(path, weights_only=False)  # it would have
     assert (tmp_path / "mark").exists()
+
+
+def test_gpt2s_tokens_are_known_without_their_data(tmp_path):
+    """OpenWebText, which nanoGPT names by itself, has a folder here, and nothing prepared in it."""
+    path = write_checkpoint(tmp_path / "out" / "ckpt.pt", reference(True, 50304, n_embd=8),
+                            change=lambda c: c["config"].update(dataset="openwebtext"))
+    data, folders = data_of_weights(str(path), str(ROOT))
+    assert (data["tokenizer"], data["vocab_size"], folders) == ({"kind": "gpt2"}, 50257, [])
 
 
 def test_a_checkpoint_whose_data_is_not_here_asks_for_it(tmp_path):
