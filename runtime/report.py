@@ -104,6 +104,8 @@ def summary(history):
     strange = [r["iter"] for key in ("loss", "val_loss", "grad_norm") for r in numbers(history, key)
                if not math.isfinite(r[key])]
 
+    told = [r for r in history if isinstance(r.get("trouble"), str)]
+
     def loss(record, key):
         return NONE if record is None else f"{record[key]:.4f} at iteration {record['iter']}"
 
@@ -119,6 +121,7 @@ def summary(history):
         "MFU": median(steps, "mfu", "{:.1%}"),
         "peak memory": peak(history),
         "not finite": f"{len(set(strange))}, the first at iteration {min(strange)}" if strange else "none",
+        "told of": f"{len(told)}, the last at iteration {told[-1]['iter']}: {told[-1]['trouble']}" if told else "nothing",
     }
 
 

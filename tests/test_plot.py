@@ -169,6 +169,9 @@ def test_long_runs_keep_their_spikes_and_show_what_is_not_finite():
     assert "log scale" in drawn and "× not finite" in drawn
     assert "not recorded" in plot.svg({"a": {"history": history}}, "grad_norm")
     assert report.summary(history)["not finite"] == "2, the first at iteration 3000"
+    assert report.summary(history)["told of"] == "nothing"
+    history += [{"iter": it, "trouble": f"rank {it} lags"} for it in (7, 9)]
+    assert report.summary(history)["told of"] == "2, the last at iteration 9: rank 9 lags"
 
 
 def test_a_run_that_has_just_begun_or_has_only_nan(tmp_path):
