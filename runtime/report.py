@@ -121,7 +121,8 @@ def summary(history):
         "MFU": median(steps, "mfu", "{:.1%}"),
         "peak memory": peak(history),
         "not finite": f"{len(set(strange))}, the first at iteration {min(strange)}" if strange else "none",
-        "told of": f"{len(told)}, the last at iteration {told[-1]['iter']}: {told[-1]['trouble']}" if told else "nothing",
+        "told of": f"{len(told)}, the last at iteration {told[-1]['iter']}: {told[-1]['trouble']}"
+                   if told else "nothing",
     }
 
 
