@@ -529,7 +529,7 @@ while not finished() and not eval_only and exit_code is None:
         print0(f"{bad_steps} steps in a row were skipped: look at the batches above, and take a lower learning_rate"
                if exit_code == 3 else f"asked to leave ({leave.WHY[exit_code]}) after iteration {iter_num}")
         if not saved:
-            save(False) if exit_code != 3 or math.isfinite(evaluate()) else print0(RUINED)
+            save(False) if not bad_steps or math.isfinite(evaluate()) else print0(RUINED)
 
 dist.end_progress()
 if tracer:

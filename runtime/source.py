@@ -1,6 +1,5 @@
 """Where sample.py's model comes from, and the tokenizer and data that go with it."""
 
-import contextlib
 import json
 import os
 from types import SimpleNamespace
@@ -60,14 +59,19 @@ def data_of_weights(source, root):
     gpt2 = {"tokenizer": {"kind": "gpt2"}, "vocab_size": GPT2_VOCAB}
     if source in PRETRAINED and not os.path.exists(source):
         return gpt2, []
+    vocab_size = read_config(source).vocab_size
+    is_gpt2s = vocab_size in (GPT2_VOCAB, PADDED_GPT2_VOCAB)
     trained_on = read_nanogpt(source)[2].get("dataset") if os.path.isfile(source) else None
     if trained_on:
         beside = os.path.join(os.path.dirname(os.path.abspath(source)), os.pardir, "data", trained_on)
         for folder in (os.path.normpath(beside), *folders_of(trained_on, root)):
-            with contextlib.suppress(DatasetError):  # it is not here, or not prepared
-                return read_meta(folder), [folder]
-    vocab_size = read_config(source).vocab_size
-    if vocab_size in (GPT2_VOCAB, PADDED_GPT2_VOCAB):
+            if os.path.isdir(folder):
+                try:
+                    return read_meta(folder), [folder]
+                except DatasetError:
+                    if not is_gpt2s:  # whose tokens are known without the data
+                        raise
+    if is_gpt2s:
         return gpt2, []
     file = os.path.join(source, "tokenizer.json")
     if os.path.exists(file):
