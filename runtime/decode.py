@@ -1,4 +1,4 @@
-"""One more token for one text, at 46% of the speed at which an H200 reads the weights, 57% on an H100 (RESULTS.md).
+"""One more token for one text, at 46% of the speed at which an H200 reads the weights (57% on an H100; RESULTS.md).
 
 A product of a matrix with one row is a read of the matrix, and PyTorch's kernels for it reach 700 to 2,300 GB/s of an
 H200's 4,150; layer norms, GELU and sums come as kernels of their own. Here each matrix is read by one kernel that does
