@@ -56,7 +56,7 @@ class Pace:
         if len(each) < 2 or len(self.looks[0]) < LATE:
             return None
         # Below 10 ms apart, ranks of tiny models on busy CPUs took turns at being named
-    kinds = [(0.01, "for a forward or a micro-step of its own", "its GPU's clocks, and what else runs there"),
+        kinds = [(0.01, "for a forward or a micro-step of its own", "its GPU's clocks, and what else runs there"),
                  (0.1 * step_seconds, "a step for its data", "its disk and CPU")]
         for column, (least, what, look_at) in enumerate(kinds):
             of_late = [statistics.median(seconds[column] for seconds in looks) for looks in self.looks]
