@@ -571,21 +571,28 @@ def open_weights(source):
     return where.keys(), lambda name: where[name].get_tensor(name)
 
 
-def check_weights(source):
-    """Raise WeightsError where a folder or file has no weights, or is cut off; none is read."""
+@contextlib.contextmanager
+def telling(source):
+    """A cut or foreign file as a WeightsError: safetensors and JSON each raise their own."""
     try:
-        open_weights(source)
+        yield
     except WeightsError:
         raise
-    except Exception as error:  # safetensors and JSON each raise their own
+    except Exception as error:
         raise WeightsError(f"{source}: the weights cannot be read ({type(error).__name__}: {error})") from None
+
+
+def check_weights(source):
+    """Raise WeightsError where a folder or file has no weights, or is cut off; none is read."""
+    with telling(source):
+        open_weights(source)
 
 
 @torch.no_grad()
 def read_weights(model, source):
     """Fill the model from a folder or a ckpt.pt. transformers keeps linear layers as Conv1D, transposed; neither knows
     of our padding."""
-    try:
+    with telling(source):
         names, get = open_weights(source)
         ours = dict(model.named_parameters())
         strange = [name for name in names if name not in ours and not name.endswith((".attn.bias", "lm_head.weight"))]
@@ -606,7 +613,3 @@ def read_weights(model, source):
                 )
             p[:rows].copy_(w)
             p[rows:] = 0
-    except WeightsError:
-        raise
-    except Exception as error:  # a cut or foreign file: safetensors and JSON each raise their own
-        raise WeightsError(f"{source}: the weights cannot be read ({type(error).__name__}: {error})") from None
