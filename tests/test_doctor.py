@@ -50,6 +50,11 @@ def test_another_deepspeed_fails_with_the_mend(tmp_path):
     assert "1 to mend" in done.stdout
 
 
+def test_no_ranks_are_refused():
+    done = doctor("--num_gpus=0")
+    assert done.returncode == 2 and "--num_gpus=0 must be at least 1" in done.stderr and done.stdout == ""
+
+
 def test_a_run_elsewhere_is_looked_at_by_its_plan(characters):
     """Neither GPUs nor weights are here, which hinders no run elsewhere; but the plan does not fit."""
     done = doctor("config/xl_shakespeare.py", "--num_gpus=4", "--gpu_gb=16", f"--dataset={characters}",

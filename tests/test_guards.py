@@ -13,6 +13,8 @@ import pytest
 from conftest import ROOT, SMALL, command_line, done, launch, read_history, stage
 
 from runtime.guards import Norms
+from runtime.metrics import perplexity
+from runtime.pace import LATE, Pace
 
 # train_deepspeed.py with a loss that is spoilt: at training forwards first ... last - 1 of one rank, times `factor`
 SPOILT = """
@@ -110,6 +112,15 @@ def test_out_of_memory_names_settings_that_take_less(spoilt, training):
     assert "OutOfMemoryError" not in done.stderr  # a traceback's
     told = done.stderr.split("What does, the fastest first:")[1]
     assert "torchrun --nproc_per_node=2 train_deepspeed.py" in told and "--gradient_checkpointing=True" in told
+
+
+def test_who_lags_is_told_from_noise_and_a_loss_without_sense_has_no_perplexity():
+    for slow, others, named in ((0.185, 0.058, True), (0.016, 0.005, True), (0.005, 0.003, False), (0.07, 0.058, False)):
+        pace = Pace("cpu", 2)
+        (*early, last) = [pace.look([(others, 0.0), (slow, 0.0)], 1.0) for _ in range(LATE)]
+        assert not any(early) and bool(last) is named and (not named or last.startswith("rank 1 lags: it takes "))
+    assert perplexity(1.0) == pytest.approx(math.e) and perplexity(5806.0) == math.inf
+    assert math.isnan(perplexity(math.nan))
 
 
 def test_a_norm_is_a_spike_by_those_before_it():

@@ -78,6 +78,8 @@ def test_an_adapter_of_each_stage_is_pefts_and_goes_on_at_another(train, folder,
     assert manifest["state"]["lora"] == {"rank": 4, "alpha": 8.0, "dropout": 0.0, "matrices": list(MATRICES),
                                          "base": str(folder)}
     adapter = json.loads((run.out_dir / "final" / "adapter_config.json").read_text())
+    assert len({(run.out_dir / "final" / f"adapter_{name}").stat().st_mode for name in (
+        "config.json", "model.safetensors")}) == 1  # whoever may read one may read both
     assert adapter["base_model_name_or_path"] == str(folder)
     if "--dtype=bfloat16" in others:
         return

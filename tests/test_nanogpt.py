@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from model import GPT, WeightsError
 from runtime.batches import eval_offsets
+from runtime.bins import DatasetError
 from runtime.source import data_of_weights
 
 SETTINGS = """
@@ -192,6 +193,13 @@ def test_gpt2s_tokens_are_known_without_their_data(tmp_path):
                             change=lambda c: c["config"].update(dataset="openwebtext"))
     data, folders = data_of_weights(str(path), str(ROOT))
     assert (data["tokenizer"], data["vocab_size"], folders) == ({"kind": "gpt2"}, 50257, [])
+
+
+def test_characters_whose_data_is_not_prepared_ask_for_that(tmp_path):
+    path = write_checkpoint(tmp_path / "out" / "ckpt.pt", reference())
+    (tmp_path / "data" / "letters").mkdir(parents=True)
+    with pytest.raises(DatasetError, match="letters/train.bin is missing"):
+        data_of_weights(str(path), str(ROOT))
 
 
 def test_a_checkpoint_whose_data_is_not_here_asks_for_it(tmp_path):
