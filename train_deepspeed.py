@@ -121,7 +121,7 @@ import torch
 from model import GPT, Block, WeightsError
 from runtime import checkpoint, dist, ds_config, fit, fused, guards, leave, lora, metrics, profiling, replay, samples
 from runtime.adamw import step_in_one_pass
-from runtime.batches import eval_batches, seen, train_batches
+from runtime.batches import eval_batches, mixed_seed, seen, train_batches
 from runtime.dist import environment, part, print0, quiet, refuse, refuse_together, total
 from runtime.hosts import compare_machines
 from runtime.kernels import runs_on
@@ -414,7 +414,7 @@ def look_at_saves():
 def step(batches):
     """One optimizer step; returns the mean loss over its micro-steps on this rank, still on the device, and the seconds
     that it waited for data."""
-    torch.manual_seed(hash((seed, iter_num, rank)) % 2**63)  # dropout depends on the place in the run alone
+    torch.manual_seed(mixed_seed(seed, iter_num, rank))  # dropout depends on the place in the run alone
     lr = get_lr(iter_num)
     for group in engine.optimizer.param_groups:
         group["lr"] = lr

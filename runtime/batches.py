@@ -31,6 +31,14 @@ def mix(x):
     return x ^ (x >> np.uint64(31))
 
 
+def mixed_seed(*numbers):
+    """Return a seed below 2**63 that depends on each of the numbers and on their order, by splitmix64."""
+    seed = np.uint64(0)
+    for number in numbers:
+        seed = mix(seed ^ np.uint64(number))
+    return int(seed) >> 1
+
+
 def permuted(i, n, key):
     """Where a permutation of range(n), chosen by `key`, sends each of the indices i: an array like i.
 

@@ -12,6 +12,7 @@ from conftest import ROOT
 from runtime.batches import (
     eval_batches,
     eval_offsets,
+    mixed_seed,
     permuted,
     rank_numbers,
     read,
@@ -33,6 +34,12 @@ def take(tokens, n, iter_num=0, rank=0, world_size=1, vocab_size=65536, **change
     """The first n micro-batches of train_batches from step iter_num on, as one (x, y)."""
     batches = train_batches([(tokens, 1)], iter_num, rank, world_size, settings(**changed), vocab_size, "cpu")
     return [torch.cat(part) for part in zip(*itertools.islice(batches, n))]
+
+
+def test_seeds_of_dropout_are_splitmix64s():
+    """Its first outputs for the seeds 0 and 1; and the order of the numbers counts."""
+    assert mixed_seed(0) == 0xE220A8397B1DCDAF >> 1 and mixed_seed(1) == 0x910A2DEC89025CC1 >> 1
+    assert len({mixed_seed(seed, it, rank) for seed in range(9) for it in range(9) for rank in range(9)}) == 729
 
 
 # The permutation

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import model as model_module
-from model import GPT, GPTConfig, LayerCache, WeightsError, sample_token
+from model import GPT, FusedHeadLoss, GPTConfig, LayerCache, WeightsError, sample_token, softmax_loss
 
 VOCAB, BLOCK, LAYERS, HEADS, EMBD = 211, 48, 3, 4, 32  # 211 is padded to 256
 TRANSPOSED = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # transformers has them as Conv1D
@@ -142,6 +142,36 @@ def test_fused_loss_and_gradients_are_those_of_plain_cross_entropy(ours, monkeyp
     assert furthest(grads, wanted_grads) < 1e-6  # seen: 7e-8 of up to 0.22
     (3 * ours(idx, targets)).backward()  # what comes from above scales it, and adds up
     assert furthest({n: p.grad / 4 for n, p in ours.named_parameters()}, grads) < 1e-6
+
+
+def test_gradients_of_the_head_and_of_its_input_have_one_scale():
+    """12 sequences of 64 tokens, 5 micro-steps, in bfloat16, against float64: the scale 1 / (768 * 5) is no number of
+    bfloat16's, whose nearest is 0.34% larger."""
+    torch.manual_seed(0)
+    x, weight, targets = torch.randn(768, 64), 0.1 * torch.randn(1024, 64), torch.randint(1000, (768,))
+    ours = [t.bfloat16().requires_grad_() for t in (x, weight)]
+    exact = [t.detach().double().requires_grad_() for t in ours]
+    (FusedHeadLoss.apply(*ours, targets, 1000, softmax_loss) / 5).backward()
+    (F.cross_entropy((exact[0] @ exact[1].T)[:, :1000], targets) / 5).backward()
+    of_input, of_head = ((mine.grad.double() * its.grad).sum() / its.grad.square().sum()
+                         for mine, its in zip(ours, exact, strict=True))
+    assert abs(of_input / of_head - 1) < 2e-4 and abs(of_head - 1) < 1e-3
+
+
+def test_few_gradients_of_float16_logits_are_flushed_to_zero():
+    """Logits of deviation 3 over GPT-2's vocabulary: of the gradients 25% would be 0 without the factor. With it, what
+    comes out of backward is not scaled."""
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(64, 50304)).half()
+    _, grad = softmax_loss(logits, torch.randint(50257, (64,)), 50257)
+    assert (grad[:, :50257] == 0).float().mean() < 0.03
+    x, weight, targets = torch.randn(96, 64), 0.1 * torch.randn(1024, 64), torch.randint(1000, (96,))
+    half = [t.half().requires_grad_() for t in (x, weight)]
+    exact = [t.detach().double().requires_grad_() for t in half]
+    FusedHeadLoss.apply(*half, targets, 1000, softmax_loss).backward()
+    F.cross_entropy((exact[0] @ exact[1].T)[:, :1000], targets).backward()
+    for mine, its in zip(half, exact, strict=True):
+        assert (mine.grad - its.grad).norm() < 2e-3 * its.grad.norm()
 
 
 @pytest.mark.parametrize("loss_rows", [7, 4096])
