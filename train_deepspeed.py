@@ -104,6 +104,7 @@ local_sums: bool | Literal["auto"] = "auto"  # at ZeRO-2 on several ranks, sum g
 fp8 = False  # the blocks' products in 8 bits, but for weight gradients; Hopper and later; see runtime/fp8.py
 deterministic = False  # the same losses to the last bit in every run on the same GPUs; slower
 deepspeed_config = "ds_config_zero2.json"  # owns ZeRO, offload and buckets
+any_deepspeed = False  # accept another DeepSpeed than the tested one, and use its own gradient path and optimizer step
 
 settings = configurator.from_command_line(globals())
 asked = configurator.from_command_line(globals(), passed_over=[("init_from", "auto"), ("batch_size", "auto")])
@@ -129,14 +130,13 @@ from runtime.mixture import tokens_of
 from runtime.pace import Pace
 from runtime.preflight import check_run, describe_run
 from runtime.save import Saver
+from runtime.versions import recorded_versions, version_note
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 rank, local_rank, world_size, local_world_size = environment(dry_run)
 if not torch.cuda.is_available() or device == "cpu":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 run, problems = check_run(settings, ROOT, world_size, local_world_size, asked)
-if dry_run:
-    configurator.end_with_the_reader()
 if gpu_gb is not None and dry_run and run.config and run.model and run.room:  # also without data or weights
     print0(fit.report(run, settings, world_size, local_world_size, ROOT, sys.argv[1:]))
     for problem in "\n".join(problems).splitlines():
@@ -250,18 +250,21 @@ try:
 except AssertionError as error:  # of a JSON, as a rule: what DeepSpeed does not want together
     part(2)
     refuse(f"{deepspeed_config}: DeepSpeed refuses it: {str(error) or 'an assertion without words'}")
-shortened = shorten(engine, run.local_sums)
-assert shortened or not skip_spikes  # check_run() has seen to it
-one_pass = own_kernels and (shortened or stage == 3) and step_in_one_pass(engine)
+shortened = not any_deepspeed and shorten(engine, run.local_sums)
+refuse_together(["skip_spikes=True needs what this DeepSpeed lacks: leave it out"]
+                if skip_spikes and not shortened else [])
+one_pass = own_kernels and not any_deepspeed and (shortened or stage == 3) and step_in_one_pass(engine)
 pace = Pace(device, world_size)
 micro_step = replay.micro_step(engine, shortened and one_pass and not ds_config.talks(run.config), pace)
 print0(f"DeepSpeed uses {ds_config.compare(engine, run.config, run.dtype)}")
 
 facts = {"world_size": world_size, "stage": stage, "dtype": run.dtype,
-         "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__}}  # of a tag, in its manifest
+         "versions": recorded_versions()}  # of a tag, in its manifest
 iter_num, best_val_loss, stale, wandb_id = 0, math.inf, 0, None  # stale: evaluations since the best
 if run.tag:
     state, began = manifest["state"], time.time()
+    if note := version_note(manifest.get("versions", {})):
+        print0(note)
     checkpoint.load(engine, out_dir, run.tag, manifest, facts, resume_weights_only)
     torch.distributed.barrier()
     print0(f"loaded in {time.time() - began:.1f} s")

@@ -14,6 +14,18 @@ import torch
 import torch.distributed as dist
 
 from runtime.kernels import jit, tl, triton
+from runtime.versions import has_all
+
+# What is used of DeepSpeed's optimizer, by stage; its step is replaced
+USED = {
+    2: ("micro_step_id", "single_partition_of_fp32_groups", "parallel_partitioned_bit16_groups", "bit16_groups_flat",
+        "real_dp_process_group", "nccl_start_alignment_factor", "allgather_bucket_size",
+        "_lazy_init_hp_params_optimizer_state", "_get_compact_grad_partition_buffer"),
+    3: ("fp16_groups", "fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat", "sub_group_to_group_id",
+        "grad_partitions_flat_buffer", "averaged_gradients", "_pre_step", "_partition_all_parameters", "_post_step"),
+}
+REPLACED = ("step", "overflow", "_global_grad_norm", "clip_grad", "dp_process_group", "dtype",
+            "gradient_accumulation_dtype")
 
 
 @jit
@@ -52,6 +64,8 @@ def step_in_one_pass(engine):
     if getattr(optimizer, "offload_optimizer", False) or getattr(optimizer, "swap_optimizer", False):
         return False
     if not getattr(optimizer, "check_grad_overflow", True):  # the step is to be made whatever the gradient is
+        return False
+    if not has_all(optimizer, USED[stage] + REPLACED, "optimizer step"):
         return False
     begin, pieces, end = {2: stage_2, 3: stage_3}[stage](optimizer)
 

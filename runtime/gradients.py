@@ -17,7 +17,18 @@ import torch
 from deepspeed import comm as dist  # so that its log of messages has ours
 
 from runtime.dist import total
+from runtime.ds_config import offloads
 from runtime.one_machine import pass_through_memory
+from runtime.versions import has_all
+
+# What is used of DeepSpeed's optimizer at stage 2, and the methods of it that are replaced
+USED = ("averaged_gradients", "bit16_groups", "bit16_groups_flat", "communication_data_type",
+        "dp_process_group", "get_param_id", "grad_partition_insertion_offset", "grad_start_offset",
+        "gradient_accumulation_dtype", "gradient_predivide_factor", "partition_size", "postscale_gradients",
+        "reduce_bucket_size", "round_robin_bit16_groups", "round_robin_bit16_offsets",
+        "_get_compact_grad_partition_buffer", "_get_compact_grad_partition_slice")
+REPLACED = ("_use_compact_grad_partition_buffer", "process_gradients", "reduce_ipg_grads", "overlap_comm",
+            "has_overflow", "scaled_global_norm")
 
 
 def shorten(engine, local_sums=False):
@@ -25,7 +36,9 @@ def shorten(engine, local_sums=False):
     did. Elsewhere DeepSpeed's own stays. local_sums: whether this rank has room for the sums of all gradients; they are
     kept if all ranks have."""
     optimizer = engine.optimizer
-    if engine.zero_optimization_stage() != 2 or optimizer.cpu_offload or not optimizer.postscale_gradients:
+    if engine.zero_optimization_stage() != 2 or offloads(engine.config):
+        return False
+    if not has_all(optimizer, USED + REPLACED, "gradient path") or not optimizer.postscale_gradients:
         return False
     if optimizer.gradient_accumulation_dtype != torch.float32:
         return False

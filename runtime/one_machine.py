@@ -13,6 +13,9 @@ import torch.distributed as dist
 
 from runtime.dist import local_world_size, total
 from runtime.memory import available
+from runtime.versions import has_all
+
+REPLACED = ("_grad_acc_hooks", "_update_model_bit16_weights", "reduce_ipg_grads")
 
 
 def shared_areas(n, group):
@@ -45,7 +48,8 @@ def pass_through_memory(optimizer):
 
     group, flats = optimizer.dp_process_group, optimizer.bit16_groups_flat
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    if world_size == 1:
+    if world_size == 1 or not (has_all(optimizer, REPLACED, "gradient path")
+                               and has_all(stage_1_and_2, ["all_gather_dp_groups"], "gradient path")):
         return False
     areas = shared_areas(sum(flat.numel() for flat in flats), group)
     if areas is None:

@@ -35,6 +35,7 @@ from runtime.memory import available, evaluation, largest_batch
 from runtime.mixture import sets
 from runtime.save import existing_folder, free_bytes, human, space_problem, tag_bytes
 from runtime.tokenizer import tokenizer_of
+from runtime.versions import deepspeed_problem
 
 SHAPE = ("n_layer", "n_head", "n_embd", "bias")
 EIGHT_BITS = ("H100", "H200", "B200")  # of the cards that go by names
@@ -84,6 +85,8 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
         problems.append("gpu_gb reckons for another machine: add --dry_run=True")
     if reckoned and s["device"] == "cpu":
         problems.append("gpu_gb is of a GPU, and device=cpu: leave one out")
+    if problem := deepspeed_problem(s["any_deepspeed"]):
+        return run, [problem]  # the rest would ask it
     run.gpu_gb, run.world_size = s["gpu_gb"], world_size
     run.device = "cuda" if reckoned else pick_device(s["device"])
     if run.device == "cuda" and not reckoned and not torch.cuda.is_available():
@@ -112,9 +115,10 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
         if resolved:
             run.config, notes = resolved
             run.notes += notes
-            if s["skip_spikes"] and (run.dtype == "float16" or not ds_config.shortens(run.config, run.dtype)):
+            if s["skip_spikes"] and (run.dtype == "float16" or s["any_deepspeed"]
+                                     or not ds_config.shortens(run.config, run.dtype)):
                 problems.append("skip_spikes=True works at ZeRO-2 in bfloat16 or float32, with sums in float32 and "
-                                "without offload: leave it out otherwise")
+                                "without offload or any_deepspeed: leave it out otherwise")
     run.sets, run.meta = attempt(sets, s["dataset"], root, s["block_size"]) or ([], None)
     run.notes += [f"{one.name} has no meta.json: its tokens are taken for {one.meta['tokenizer']['kind']}'s"
                   for one in run.sets if not os.path.exists(os.path.join(one.folder, "meta.json"))]
@@ -414,7 +418,8 @@ def choose_batch(run, s, auto, world_size):
         run.config.update(train_micro_batch_size_per_gpu=run.batch_size, gradient_accumulation_steps=run.accumulation)
         run.notes.append(f"batch_size=auto: {run.batch_size} sequences at a time take about "
                          f"{human(planned(run.batch_size))} of {human(run.room)}")
-    possible = (ds_config.shortens(run.config, run.dtype) and world_size > 1 and run.accumulation > 1
+    possible = (ds_config.shortens(run.config, run.dtype) and not s["any_deepspeed"] and world_size > 1
+                and run.accumulation > 1
                 and (run.device == "cuda" or run.dtype != "float32"))  # in which the CPU's ranks share memory
     roomy = s["local_sums"] == "auto" and planned(run.batch_size, True) <= 0.8 * run.room
     run.local_sums = possible and (roomy or s["local_sums"] is True)

@@ -3,9 +3,10 @@
 # A PYTHON that the user set is taken as it is, after a quick look at what it holds. Otherwise it is .venv's, which
 # is made, mended or reused. Needs no compiler, nvcc or CUDA_HOME: DS_BUILD_OPS=0 keeps DeepSpeed from building.
 
-venv_fail() { echo "set-up: $1" >&2; exit 2; }
+venv_fail() { echo "set-up: $1" >&2 || true; exit 2; }
 
-# find_spec, because importing torch and deepspeed takes many seconds. Old Pythons must be able to read this.
+# find_spec, because importing torch and deepspeed takes many seconds. Old Pythons must be able to read this. Takes the
+# arguments of the script that sources this, among which --any_deepspeed=True may be.
 venv_check_users_python() {
     "$PYTHON" -c '
 import sys
@@ -15,7 +16,15 @@ from importlib.util import find_spec
 needed = "torch", "deepspeed", "numpy", "tiktoken", "transformers", "safetensors"
 lacking = [name for name in needed if not find_spec(name)]
 if lacking:
-    sys.exit("lacks %s: run %r -m pip install -r requirements.txt" % (", ".join(lacking), sys.executable))' 2>&1
+    sys.exit("lacks %s: run %r -m pip install -r requirements.txt" % (", ".join(lacking), sys.executable))
+import re
+from importlib.metadata import version
+found = version("deepspeed").split("+")[0]
+pinned = re.search(r"^deepspeed==([\w.]+)", open("requirements.txt").read(), re.M)[1]
+accepted = {"--any_deepspeed", "--any_deepspeed=True", "--any_deepspeed=true"} & set(sys.argv)
+if found != pinned and not accepted:
+    sys.exit("has deepspeed %s, not the pinned %s: run %r -m pip install deepspeed==%s, accept it with "
+             "--any_deepspeed=True" % (found, pinned, sys.executable, pinned))' "$@" 2>&1
 }
 
 # The first Python 3.11 or 3.12 that can make a virtual environment (Debian splits ensurepip off).
@@ -57,7 +66,7 @@ venv_install() {
     venv_lock "$base" || exit 2
     venv_is_ready && return  # the other set-up has done it
 
-    echo "set-up: installing requirements.txt into .venv (once; PyTorch with CUDA is some 3 GB to download)"
+    echo "set-up: installing requirements.txt into .venv (once; PyTorch with CUDA is some 3 GB to download)" || true
     .venv/bin/python -m pip --version >/dev/null 2>&1 || "$base" -m venv --clear .venv ||
         venv_fail "$base could not make .venv: see above; is the disk full (df -h .)?"
     rm -f .venv/ready
@@ -81,7 +90,7 @@ venv_install() {
 if [[ -n ${PYTHON-} ]]; then
     [[ $PYTHON != */* || $PYTHON == /* ]] || PYTHON=$OLDPWD/$PYTHON  # a path is meant from where the user stands
     command -v "$PYTHON" >/dev/null || venv_fail "PYTHON=$PYTHON is not there: correct it, or unset it to get a .venv"
-    venv_problem=$(venv_check_users_python) || venv_fail "PYTHON=$PYTHON ${venv_problem##*$'\n'}, or\
+    venv_problem=$(venv_check_users_python "$@") || venv_fail "PYTHON=$PYTHON ${venv_problem##*$'\n'}, or\
  unset PYTHON to get a .venv"
 else
     if ! venv_is_ready; then

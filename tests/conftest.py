@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,6 +39,7 @@ def command_line(script, *args, ranks=1, launcher="torchrun"):
     by = {
         "python": [],
         "torchrun": ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"],
+        "runtime.launch": ["-m", "runtime.launch", "--standalone", f"--nproc_per_node={ranks}"],
         "deepspeed": ["-m", "deepspeed.launcher.runner", f"--num_gpus={ranks}", f"--master_port={free_port()}"],
     }[launcher]
     return [sys.executable, *by, str(script), *map(str, args)]
@@ -57,6 +59,26 @@ def launch(script, *args, ranks=1, launcher="torchrun", timeout=300, **env):
             if process.poll() is None:
                 os.killpg(process.pid, 9)
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def planted(folder, code):
+    """A script in `folder` that runs `code`, in which a test plants its fault, and then train_deepspeed.py."""
+    script = Path(folder) / "planted.py"
+    script.write_text(f"""import os, runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+{code}
+sys.argv[0] = {str(ROOT / "train_deepspeed.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+""")
+    return script
+
+
+def wait_until(condition, seconds=60, every=0.05):
+    """Return the first true value of condition(), or the last one after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()) and time.monotonic() < deadline:
+        time.sleep(every)
+    return value
 
 
 def read_history(out_dir):

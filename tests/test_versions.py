@@ -1,0 +1,74 @@
+"""Another DeepSpeed than the tested one, planted: refused, or accepted on its own path."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, SMALL, done, launch, planted, read_history
+
+from runtime.checkpoint import find_tag, sealed
+from runtime.versions import DEEPSPEED, version_note
+
+
+@pytest.fixture
+def older(tmp_path):
+    """A folder for PYTHONPATH that makes DeepSpeed 0.19.7 of the installed one."""
+    folder = tmp_path / "older" / "deepspeed-0.19.7.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.7\n")
+    return str(folder.parent)
+
+
+def test_the_pinned_version_is_the_one_in_requirements():
+    assert re.search(r"^deepspeed==(\S+)", (ROOT / "requirements.txt").read_text(), re.M)[1] == DEEPSPEED
+
+
+def test_another_deepspeed_is_refused_or_accepted(train, older):
+    refused = train("--max_iters=20", PYTHONPATH=older)
+    assert (refused.returncode, refused.stdout) == (2, "") and not refused.out_dir.exists()
+    assert refused.stderr == (
+        f"DeepSpeed 0.19.7 is installed, and this code was tested with {DEEPSPEED} alone: python -m pip install "
+        f"deepspeed=={DEEPSPEED}, or accept it with --any_deepspeed=True, which is slower\n")
+    options = "--max_iters=20", "--eval_interval=20"
+    accepted = done(train(*options, "--any_deepspeed=True", ranks=2, launcher="torchrun", PYTHONPATH=older))
+    pinned = done(train(*options, ranks=2, launcher="torchrun"))
+    assert len(pinned.losses) == 20
+    assert accepted.losses == pytest.approx(pinned.losses, abs=1e-5) and accepted.losses != pinned.losses
+
+
+def test_a_name_that_is_missing_in_deepspeed_leaves_its_own_path(train, characters, tmp_path):
+    script = planted(tmp_path, "from runtime import gradients\ngradients.USED += ('renamed',)")
+    run = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", ranks=2)
+    assert run.returncode == 0, run.stderr
+    assert (f"note       DeepSpeed {DEEPSPEED} has no renamed: its own gradient path is used, which is slower"
+            in run.stdout)
+    losses = {r["iter"]: r["loss"] for r in read_history(tmp_path / "out") if "loss" in r}
+    assert losses == pytest.approx(done(train(ranks=2, launcher="torchrun")).losses, abs=1e-5)
+
+
+def test_a_resume_notes_other_versions(train):
+    run = done(train())
+    tag, manifest = find_tag(run.out_dir)
+    manifest["versions"]["torch"] = "2.4.1+cu124"
+    (run.out_dir / tag / "manifest.json").write_text(sealed(manifest))
+    on = done(train("--init_from=resume", "--max_iters=5", out_dir=run.out_dir))
+    assert "note       the checkpoint was written under torch 2.4.1+cu124 (installed: " in on.stdout
+    assert version_note(find_tag(run.out_dir)[1]["versions"]) is None
+    assert json.loads((run.out_dir / "iter_5" / "manifest.json").read_text())["versions"].keys() == {
+        "torch", "deepspeed"}
+
+
+def test_an_environment_of_the_users_own_gets_the_same_check_at_set_up(older):
+    def set_up(*args):
+        return subprocess.run(["bash", "-c", "source runtime/venv.sh; echo ready", "set-up", *args], cwd=ROOT,
+                              capture_output=True, text=True,
+                              env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": older})
+    refused = set_up()
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert refused.stderr == (
+        f"set-up: PYTHON={sys.executable} has deepspeed 0.19.7, not the pinned {DEEPSPEED}: run '{sys.executable}' -m "
+        f"pip install deepspeed=={DEEPSPEED}, accept it with --any_deepspeed=True, or unset PYTHON to get a .venv\n")
+    assert set_up("--any_deepspeed=True").stdout == "ready\n"
