@@ -14,7 +14,6 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
 from runtime import memory
 from runtime.checkpoint import STATE, describe, link, prune, put_in_place, sealed, write_atomically
@@ -65,8 +64,8 @@ class Saver:
         self.engine, self.out_dir, self.keep_last, self.beside = engine, out_dir, keep_last, beside
         self.expected_bytes = expected_bytes  # of a tag; the first one that is saved corrects it
         self.group = dist.new_group(backend="gloo")
-        self.staging = np.empty(0, np.uint8)
-        self.thread, self.problem = None, None  # problem: why the last save failed; the same sentence on all ranks
+        self.staging, self.pinned = np.empty(0, np.uint8), False
+        self.thread, self.problem = None, None  # problem: why the last save failed
         self.recovery = []  # the folder for DeepSpeed's own scripts, if it wants them there
         if beside and ahead:  # pinning GPT-2 XL's share takes seconds: beside the first steps, and no save waits for it
             self.thread = threading.Thread(target=self.reserve, args=(self.share(),), daemon=True)
@@ -146,17 +145,43 @@ class Saver:
         """Have a staging buffer of `size` bytes, pinned where there is a GPU; False where host memory is short."""
         if len(self.staging) >= size:
             return True
-        self.staging = np.empty(0, np.uint8)
+        self.release()
         # by how much the others on this machine take at the same time; a tenth more stays free
         if size * 1.1 * local_world_size() > memory.available():
             return False
-        staging = np.empty(size, np.uint8)
+        try:
+            staging = np.empty(size, np.uint8)
+        except MemoryError:
+            return False
         if self.engine.device.type == "cuda":
             staging[::4096] = 0  # the pages are there before CUDA holds its lock to pin them
-            with torch.cuda.device(self.engine.device):  # a new thread begins on the first GPU
-                torch.cuda.cudart().cudaHostRegister(staging.ctypes.data, size, 0)  # unpinned if it fails: slower
+            error = self.on_thread(lambda cudart: cudart.cudaHostRegister(staging.ctypes.data, size, 0))
+            self.pinned = error == 0
+            if error:
+                print0(f"{human(size)} of host memory could not be pinned (CUDA error {error}): saves block training "
+                       "for longer")
         self.staging = staging
         return True
+
+    def release(self):
+        """Drop the staging buffer. CUDA would copy into its pages, gone or not, if they stayed registered."""
+        if self.pinned:
+            self.on_thread(lambda cudart: cudart.cudaHostUnregister(self.staging.ctypes.data))
+        self.staging, self.pinned = np.empty(0, np.uint8), False
+
+    def on_thread(self, call):
+        """Return the error code of call(cudart), made on a thread that ends with it: CUDA keeps a failure as the last
+        error of its thread, and the thread's next kernel launch would raise it."""
+        codes = [999]  # cudaErrorUnknown, if the call itself raises
+
+        def run():
+            with torch.cuda.device(self.engine.device):  # a new thread begins on the first GPU
+                codes.append(int(call(torch.cuda.cudart())))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return codes[-1]
 
     def placer(self):
         """A function that copies a tensor to its place in the staging buffer, once, and returns that copy."""
@@ -177,15 +202,27 @@ class Saver:
         return place
 
     def finish(self, files, manifest, names, began, stood):
-        """Write, sync and hash this rank's files; together decide; rank 0 commits. The thread's whole life."""
+        """The thread's whole life: a checkpoint that is committed, or a sentence in .problem."""
+        try:
+            problem = self.write(files, manifest, names)
+        except BaseException as error:  # a collective that failed or timed out, as it then does on all ranks
+            problem = f"rank {dist.get_rank()}: {sentence(error)}"
+        if problem:
+            self.fail(manifest["tag"], problem)
+        elif dist.get_rank() == 0:
+            self.tell(manifest, began, stood)
+
+    def write(self, files, manifest, names):
+        """Write, sync and hash this rank's files; decide together; rank 0 commits. Return why it failed, or None: the
+        same on all ranks, which all come to both collectives whatever happens before them."""
         work = os.path.join(self.out_dir, manifest["tag"] + ".saving")
         written, problem = {}, None
         try:
             for path, content in files:
                 torch.save(content, path)
                 written[os.path.basename(path)] = describe(path, sync=True)
-        except Exception as error:  # whatever it is, the other ranks wait to hear of it; a full disk is a RuntimeError
-            problem = f"rank {dist.get_rank()}: {(str(error) or type(error).__name__).splitlines()[0]}"
+        except Exception as error:  # a full disk is a RuntimeError
+            problem = f"rank {dist.get_rank()}: {sentence(error)}"
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (written, problem), group=self.group)
         problem = [next((problem for _, problem in everyone if problem), None)]
@@ -195,18 +232,16 @@ class Saver:
                 adapter = write_adapter(work, manifest)
                 manifest["files"] |= {os.path.basename(path): describe(path, sync=True) for path in adapter}
                 self.commit(work, manifest, names)
-                self.tell(manifest, began, stood)
-            except (OSError, SafetensorError) as error:
-                problem = [str(error)]
+            except Exception as error:
+                problem = [sentence(error)]
         dist.broadcast_object_list(problem, src=0, group=self.group)
-        if problem[0]:
-            self.fail(manifest["tag"], problem[0])
+        return problem[0]
 
     def fail(self, tag, why):
-        """Leave nothing of a tag behind, and tell."""
+        """Report a failed save in .problem, and remove what it has written."""
+        self.problem = f"{self.out_dir}/{tag} could not be saved ({why})"
         if dist.get_rank() == 0:
             shutil.rmtree(os.path.join(self.out_dir, tag + ".saving"), ignore_errors=True)
-        self.problem = f"{self.out_dir}/{tag} could not be saved ({why})"
 
     def commit(self, work, manifest, names):
         """Rank 0: the manifest last, then the name, `latest`, best and final, and the oldest tags go."""
@@ -220,7 +255,7 @@ class Saver:
             prune(self.out_dir, self.keep_last)
             for folder in self.recovery:
                 self.engine._copy_recovery_script(folder)
-        except OSError as error:  # the tag stands; a start from it sees to these
+        except Exception as error:  # the tag stands; a start from it sees to these
             print0(f"{tag} is saved, but latest{''.join(f', {name}' for name in names)} or older tags could not be "
                    f"seen to: {error}")
 
@@ -232,6 +267,11 @@ class Saver:
         self.expected_bytes = size
         print0(f"saved {manifest['tag']} in {seconds:.1f} s: {human(size)}, {size / seconds / 1e9:.2f} GB/s; "
                f"training stood still for {seconds if stood is None else stood:.2f} s")
+
+
+def sentence(error):
+    """An exception as one line."""
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def name_stage(optimizer):

@@ -1,0 +1,56 @@
+"""Saves that fail in unexpected ways, planted: they are reported, on_save_error decides, and no rank waits in vain."""
+
+import os
+
+import pytest
+from conftest import SMALL, launch, planted
+
+from runtime.checkpoint import tags
+
+FAILS_ONCE = """
+import threading
+from runtime import save
+import torch.distributed as dist
+failures = {failures}
+plain = {target}
+def fails(*args, **kwargs):
+    global failures
+    if failures and threading.current_thread() is not threading.main_thread() and os.environ["RANK"] in {ranks!r}:
+        failures -= 1
+        raise RuntimeError("PytorchStreamReader failed reading file")
+    return plain(*args, **kwargs)
+{target} = fails
+"""
+
+
+@pytest.fixture
+def run(characters, tmp_path):
+    def run(target, *args, ranks=1, failures=1, on="01"):
+        script = planted(tmp_path, FAILS_ONCE.format(target=target, failures=failures, ranks=on))
+        done = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", *args, ranks=ranks,
+                      launcher="runtime.launch" if ranks > 1 else "python", timeout=90)
+        return done, sorted(name for name in os.listdir(tmp_path / "out") if not name.startswith("."))
+    return run
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_exception_in_write_adapter_ends_the_run_with_a_sentence(run, tmp_path, ranks):
+    done, names = run("save.write_adapter", ranks=ranks)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert (f"{tmp_path}/out/iter_2 could not be saved (PytorchStreamReader failed reading file); tags saved before "
+            "stand") in done.stdout
+    assert names == ["history.jsonl", "settings.json"]
+
+
+def test_on_save_error_continue_goes_on_to_the_next_checkpoint(run, tmp_path):
+    done, _ = run("save.write_adapter", "--on_save_error=continue", ranks=2)
+    assert done.returncode == 0 and "iter_2 could not be saved" in done.stdout, done.stderr
+    assert tags(tmp_path / "out") == ["iter_4", "best", "final"] or tags(tmp_path / "out") == ["iter_4", "final"]
+
+
+@pytest.mark.parametrize("target, on", [("save.describe", "1"), ("dist.broadcast_object_list", "01")],
+                         ids=["a file of rank 1", "a collective"])
+def test_whatever_escapes_on_any_rank_ends_the_run_with_a_sentence(run, target, on):
+    done, _ = run(target, ranks=2, on=on)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "PytorchStreamReader failed reading file); tags saved before stand" in done.stdout
