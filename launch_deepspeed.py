@@ -5,7 +5,8 @@
 
 What is not named here goes to train_deepspeed.py as it stands: a configuration, --key=value. The ranks are started by
 runtime/launch.py, which is torchrun, as the deepspeed command leaves its ranks behind when it is stopped. SIGTERM,
-SIGUSR1 and Ctrl-C are passed on: the run saves and ends. A second Ctrl-C ends it at once. The exit code is the run's.
+SIGUSR1, SIGHUP and Ctrl-C are passed on: the run saves and ends. A second Ctrl-C ends it at once. The exit code is the
+run's.
 """
 
 import argparse
@@ -16,7 +17,9 @@ import subprocess
 import sys
 
 from configurator import settings_of
+from runtime.output import protect_output
 
+protect_output()
 ROOT = os.path.dirname(os.path.abspath(__file__))
 TRAIN = os.path.join(ROOT, "train_deepspeed.py")
 
@@ -74,8 +77,9 @@ def pass_on(number, _):
         job.send_signal(number)
 
 
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-    signal.signal(number, pass_on)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+    if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP is under nohup
+        signal.signal(number, pass_on)
 job = subprocess.Popen(command, env=env, start_new_session=True)  # the terminal's Ctrl-C comes through us alone, once
 if told:
     job.send_signal(told[0])

@@ -12,12 +12,14 @@ usage: ./run_deepspeed_xl.sh [CONFIG.py] [--key=value ...]
 Sets up .venv (PYTHON=/path/to/python takes that one instead), prepares the data, checks everything, trains on all
 visible GPUs (CUDA_VISIBLE_DEVICES=0,1 picks) and prints a sample. The configuration is config/xl_shakespeare.py, or
 without a GPU config/shakespeare_char_cpu.py; CONFIG.py and --key=value are applied after it. Ctrl-C ends the run in
-good order, a second one at once. Exit code: the run's; 2 for a mistake with its mend; 130 or 143 when stopped.
+good order, a second one at once. Exit code: the run's; 2 for a mistake with its mend; 129, 130, 138 or 143 when stopped.
 
 EOF
 }
 
-fail() { echo "run_deepspeed_xl.sh: $*" >&2; exit 2; }
+# A closed pipe or a full disk under the log costs the lines that cannot be printed, and not the run.
+say() { printf '%s\n' "$*" 2>/dev/null || exec >/dev/null; }
+fail() { say "run_deepspeed_xl.sh: $*" >&2; exit 2; }
 
 # ---- Steps and signals: whatever takes time runs as a step, and nothing outlives this script --------------------
 
@@ -40,7 +42,7 @@ on_signal() {  # $1: what the script is to end with
     # runtime/launch.py gives the ranks 300 s to save and end, then kills them.
     if ((stop_code == 0)); then
         stop_code=$1 deadline=$((SECONDS + 315))
-        echo "Stopping: the processes finish their step, save and end (Ctrl-C: at once)" >&2 || true
+        say "Stopping: the processes finish their step, save and end (Ctrl-C: at once)" >&2
     fi
     pass_on
 }
@@ -98,8 +100,8 @@ for argument; do
     esac
 done
 
-run_step bash -c 'source runtime/venv.sh'  # may take minutes
-source runtime/venv.sh                     # takes what that left
+run_step bash -c 'source runtime/venv.sh' set-up "$@"  # may take minutes
+source runtime/venv.sh                                  # takes what that left
 
 # ---- GPUs --------------------------------------------------------------------------------------------------------
 
@@ -117,14 +119,14 @@ print(", ".join(f"{c.name} {c.total_memory / 2**30:.0f} GiB" for c in cards) or 
 { read -r ranks; read -r cards; } <"$scratch"
 
 if ((ranks)); then
-    echo "GPUs: $ranks ($cards)"
+    say "GPUs: $ranks ($cards)"
     ours=(config/xl_shakespeare.py)
 else
     if [[ ! ${CUDA_VISIBLE_DEVICES-0} =~ ^(-1)?$ ]] && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then
         fail "nvidia-smi lists GPUs, but $cards: update the driver or install a PyTorch built for it, check" \
             "CUDA_VISIBLE_DEVICES, or run the demonstration on CPU with DS_ACCELERATOR=cpu"
     fi
-    echo "No CUDA GPU: a small demonstration on CPU instead of GPT-2 XL, with 2 processes, in out-demo"
+    say "No CUDA GPU: a small demonstration on CPU instead of GPT-2 XL, with 2 processes, in out-demo"
     ranks=2
     ours=(config/shakespeare_char_cpu.py --out_dir=out-demo)
     export DS_ACCELERATOR=cpu
@@ -143,25 +145,27 @@ done
 
 args=("${ours[@]}" ${theirs[@]+"${theirs[@]}"})  # later ones win
 run_step "$PYTHON" train_deepspeed.py "${args[@]}" --print_settings >"$scratch"
-{ read -r dataset; read -r out_dir; read -r init_from; read -r eval_only; } < <("$PYTHON" -c '
+{ read -r dataset; read -r out_dir; read -r init_from; read -r eval_only; read -r dry_run; read -r keep_last; } < <("$PYTHON" -c '
 import json, sys
 settings = json.load(sys.stdin)
-print(*(settings[name] for name in ("dataset", "out_dir", "init_from", "eval_only")), sep="\n")' <"$scratch")
+names = "dataset", "out_dir", "init_from", "eval_only", "dry_run", "keep_last"
+print(*(settings[name] for name in names), sep="\n")' <"$scratch")
 
 # This folder is the demonstration's own. One that the user names is never overwritten without their word.
 if [[ ${DS_ACCELERATOR-} == cpu && $out_dir == out-demo && $init_from != resume && $eval_only != True ]]; then
-    echo "out-demo is made anew"
+    say "out-demo is made anew"
     args=("${ours[@]}" --overwrite=True ${theirs[@]+"${theirs[@]}"})
 fi
 
 data=data/$dataset
 if [[ $dataset =~ ^[A-Za-z0-9_.-]+$ && -f $data/prepare.py ]] &&
     ! [[ -f $data/train.bin && -f $data/val.bin && -f $data/meta.json ]]; then
-    echo "Preparing $data"
+    say "Preparing $data"
     run_step "$PYTHON" "$data/prepare.py"
 fi
 
 run_step env WORLD_SIZE="$ranks" "$PYTHON" train_deepspeed.py "${args[@]}" --dry_run=True
+[[ $dry_run != True ]] || exit 0
 
 # ---- The run -----------------------------------------------------------------------------------------------------
 
@@ -171,8 +175,8 @@ code=0
 run_step "$PYTHON" -m runtime.launch --standalone --nproc_per_node="$ranks" train_deepspeed.py "${args[@]}" ||
     code=$?
 
-if ((code == 0)) && [[ $eval_only != True ]]; then
+if ((code == 0 && keep_last)) && [[ $eval_only != True ]]; then
     run_step "$PYTHON" sample.py --out_dir="$out_dir" --num_samples=1 --max_new_tokens=200 ||
-        echo "run_deepspeed_xl.sh: the training succeeded, but sampling failed (exit code $?)" >&2
+        say "run_deepspeed_xl.sh: the training succeeded, but sampling failed (exit code $?)" >&2
 fi
 exit "$code"

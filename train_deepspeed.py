@@ -7,7 +7,8 @@
     torchrun ... train_deepspeed.py config/xl_shakespeare.py --init_from=resume  go on where it stopped
 
 One iteration is one optimizer step, with all of its micro-steps. Exit codes: 0 done, 2 a setting, a file or a disk to
-mend, 3 no finite gradient any more, 4 another machine lost, 130, 138 and 143 stopped by Ctrl-C, SIGUSR1 and SIGTERM.
+mend, 3 no finite gradient any more, 4 another machine lost, 129, 130, 138 and 143 stopped by SIGHUP, Ctrl-C, SIGUSR1
+and SIGTERM.
 """
 
 import time
@@ -23,6 +24,9 @@ signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C, without a trac
 from typing import Literal
 
 import configurator
+from runtime.output import protect_output
+
+protect_output()
 
 # Output
 out_dir = "out-shakespeare-xl-deepspeed"

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.fetch import PART, FetchError, write_aside
+from runtime.output import protect_output
 
 SPLITS = ("train", "val")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -300,7 +301,8 @@ def _mend(folder):
 @contextlib.contextmanager
 def told(interrupted):
     """Ends a preparation script on an error that is not the program's, with one message on stderr: exit code 2, or 130
-    for Ctrl-C, with the words `interrupted`."""
+    for Ctrl-C, with the words `interrupted`. Prints cannot end it: its result is files."""
+    protect_output()
     try:
         yield
     except KeyboardInterrupt:

@@ -11,7 +11,8 @@ import time
 RANK = int(os.environ.get("RANK", 0))
 SPEAKS = os.environ.get("LOCAL_RANK", str(RANK)) == "0"  # a refusal: the first rank of each machine
 BAR = []  # the progress bar, while there is one
-PARTING = threading.Event()  # set when a rank that ends has not died
+PARTING = threading.Event()  # set when this rank ends in good order
+PARTED = threading.Event()  # set when all ranks have come so far: from then on one that ends has not died
 
 
 def print0(*args):
@@ -154,6 +155,7 @@ def part(code=0):
     PARTING.set()
     forget()
     torch.distributed.barrier()
+    PARTED.set()
     sys.stdout.flush()
     last = threading.Timer(60, os._exit, [code])
     last.daemon = True

@@ -44,8 +44,10 @@ def explain_lack_of_memory(words):
     the engine is built, in a step or an evaluation. The other ranks see it, and leave; what is saved is whole."""
     def hook(kind, error, trace):
         if issubclass(kind, RuntimeError) and "out of memory" in str(error):  # PyTorch's, and CUDA's own
-            print(words(), file=sys.stderr, flush=True)
-            os._exit(2)
+            try:
+                print(words(), file=sys.stderr, flush=True)
+            finally:
+                os._exit(2)
         plain(kind, error, trace)
 
     plain, sys.excepthook = sys.excepthook, hook

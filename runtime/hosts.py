@@ -24,7 +24,7 @@ import time
 
 import psutil
 
-from runtime.dist import PARTING, RANK, local_world_size, refuse, several_machines
+from runtime.dist import PARTED, PARTING, RANK, local_world_size, refuse, several_machines
 
 ASKED = os.environ.get("MACHINE_TIMEOUT", "60")  # seconds without an answer after which a machine is lost
 TIMEOUT = int(ASKED) if ASKED.isdecimal() else 0
@@ -294,7 +294,7 @@ def look(line, name, lines):
         code, why = 1, f"the ranks of {name} have ended"
     except OSError as error:
         code, why = LOST, f"{name} has not answered for {TIMEOUT} s ({error.strerror}): it is down, or cut off"
-    if int(code) == 1 and PARTING.is_set():
+    if int(code) == 1 and PARTING.is_set() and PARTED.wait(60):
         time.sleep(60)  # part() has its own limit
         return
     for other in lines:
@@ -303,10 +303,12 @@ def look(line, name, lines):
         except OSError:
             continue
     alone = [arg for arg in sys.argv if not arg.startswith("--local_rank")]
-    print(f"rank {RANK} on {socket.gethostname()}: {why}. This machine's ranks leave too; the tags stand. "
-          f"To go on without it: torchrun --nproc_per_node={local_world_size()} {shlex.join(alone)} --init_from=auto, "
-          "with --nnodes for more than one machine", file=sys.stderr, flush=True)
-    os._exit(int(code))
+    try:
+        print(f"rank {RANK} on {socket.gethostname()}: {why}. This machine's ranks leave too; the tags stand. "
+              f"To go on without it: torchrun --nproc_per_node={local_world_size()} {shlex.join(alone)} "
+              "--init_from=auto, with --nnodes for more than one machine", file=sys.stderr, flush=True)
+    finally:
+        os._exit(int(code))
 
 
 def after_the_reason(kind, error, trace):

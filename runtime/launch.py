@@ -1,13 +1,19 @@
 """torchrun with the run's own exit code: python -m runtime.launch --nproc_per_node=4 train_deepspeed.py ...
 
 torchrun itself ends with 1 whatever its workers ended with, below a traceback of its own; it kills them 30 s after a
-signal, in the middle of a large save; and SIGUSR1 it does not pass on at all."""
+signal, in the middle of a large save; SIGUSR1 it does not pass on at all; and SIGHUP ends it under nohup, too."""
 
 import os
+import signal
 import sys
 
+from runtime.output import protect_output
+
+SIGNALS = ["SIGTERM", "SIGINT", "SIGQUIT", "SIGUSR1"]
+if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup, for the ranks too
+    SIGNALS.append("SIGHUP")
 for name in ("TORCHELASTIC_SIGNALS_TO_HANDLE", "PET_SIGNALS_TO_HANDLE"):  # the second since PyTorch 2.13
-    os.environ.setdefault(name, "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    os.environ.setdefault(name, ",".join(SIGNALS))
 
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -29,6 +35,7 @@ codes = []  # of the ranks that were closed
 
 def run(argv):
     """Run torchrun; the exit code of the rank that failed first, 128 + the signal's number for one that was killed."""
+    protect_output()
     try:
         main(argv)
     except ChildFailedError as error:

@@ -1,13 +1,14 @@
 """Leaving in time: all ranks stop after the same step, and none is left behind.
 
-A run is asked to leave by SIGTERM, SIGUSR1, Ctrl-C, a file STOP in its out_dir, or the end of its launcher. A rank
-whose neighbour has died leaves at once, because it would wait in the next collective for ten minutes. Other machines
-are runtime/hosts.py's.
+A run is asked to leave by SIGTERM, SIGUSR1, SIGHUP, Ctrl-C, a file STOP in its out_dir, or the end of its launcher. A
+rank whose neighbour has died leaves at once, because it would wait in the next collective for ten minutes. Other
+machines are runtime/hosts.py's.
 
 Python runs signal handlers in the main thread, between two steps of its own, and the main thread may sit in a
 collective for long. So a thread does the watching, and signals reach it through a pipe.
 """
 
+import contextlib
 import itertools
 import os
 import select
@@ -21,11 +22,13 @@ import torch
 import torch.distributed as dist
 
 from runtime import hosts
-from runtime.dist import PARTING
+from runtime.dist import PARTED, PARTING
 from runtime.hosts import machine
 
-CODES = {signal.SIGTERM: 143, signal.SIGUSR1: 138, signal.SIGINT: 130}  # exit codes; 0 for the file STOP
-WHY = {143: "SIGTERM, or the launcher's end", 138: "SIGUSR1", 130: "Ctrl-C", 0: "the file STOP"}
+# Exit codes; 0 for the file STOP
+CODES = {signal.SIGTERM: 143, signal.SIGUSR1: 138, signal.SIGINT: 130, signal.SIGHUP: 129}
+WHY = {143: "SIGTERM, or the launcher's end", 138: "SIGUSR1", 130: "Ctrl-C", 129: "SIGHUP: the terminal was closed",
+       0: "the file STOP"}
 INTERVAL = 1.0  # seconds between two looks
 
 
@@ -44,40 +47,79 @@ class Watch:
         self.launchers = launchers()
         self.pipe, write_end = os.pipe()
         os.set_blocking(write_end, False)
+        self.first_ctrl_c, self.reported = None, set()
+        self.thread = threading.Thread(target=self.poll, daemon=True)
         if signals:
             for number in CODES:
-                signal.signal(number, lambda *_: None)  # the pipe has it
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP is under nohup: the run continues
+                    signal.signal(number, self.handle)
             signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        threading.Thread(target=self.look, daemon=True).start()
+        self.thread.start()
         if any(host != here for host, _ in everyone):
             hosts.watch([host for host, _ in everyone], self.group)
 
+    def handle(self, number, _):
+        """Python's handler of a signal, in the main thread. The watching thread reads the signal from the pipe; if that
+        thread has died, restore the default handler and let it act."""
+        if not self.thread.is_alive() and not PARTING.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
     def heed(self, stop_file):
         """Look for this file from now on; one that is there already was meant for the run before."""
-        if os.path.exists(stop_file):
-            os.remove(stop_file)
+        with contextlib.suppress(FileNotFoundError):
+            remove(stop_file)
         self.stop_file = stop_file
 
-    def look(self):
-        """The thread's whole life."""
-        first_ctrl_c = None
-        while not PARTING.is_set():
-            if select.select([self.pipe], [], [], INTERVAL)[0]:
-                for number in os.read(self.pipe, 64):
-                    if number == signal.SIGINT:
-                        first_ctrl_c = first_ctrl_c or time.monotonic()
-                        if time.monotonic() > first_ctrl_c + 0.3:  # nearer ones are one, sent twice
-                            os._exit(130)
-                    self.ask(CODES.get(number))
-            if self.stop_file and os.path.exists(self.stop_file):
-                os.remove(self.stop_file)
-                self.ask(0)
-            if not all(map(alive, self.launchers)):
-                self.ask(143)
-            dead = [rank for rank, process in self.peers.items() if not alive(process)]
-            if dead and not PARTING.is_set():
+    def poll(self):
+        """The thread's whole life, until all ranks have passed the last barrier. What fails is reported once, and tried
+        again: this thread is all that hears a signal."""
+        while not PARTED.is_set():
+            for check in (self.check_signals, self.check_stop_file, self.check_launchers, self.check_neighbors):
+                try:
+                    check()
+                except Exception as error:
+                    self.report(f"{check.__name__} fails and is tried again: {type(error).__name__}: {error}")
+                    time.sleep(INTERVAL / 10)  # a failing check may not have waited
+
+    def report(self, sentence):
+        if sentence not in self.reported:
+            self.reported.add(sentence)
+            print(f"rank {dist.get_rank()}: {sentence}", file=sys.stderr, flush=True)
+
+    def check_signals(self):
+        """Wait INTERVAL at most for signals, and act on them."""
+        if not select.select([self.pipe], [], [], INTERVAL)[0]:
+            return
+        for number in os.read(self.pipe, 64):
+            if number == signal.SIGINT:
+                self.first_ctrl_c = self.first_ctrl_c or time.monotonic()
+                if time.monotonic() > self.first_ctrl_c + 0.3:  # nearer ones are one, sent twice
+                    os._exit(130)
+            if number in CODES:
+                self.ask(CODES[number])
+
+    def check_stop_file(self):
+        """The file is the request; that it can be removed is not needed for it."""
+        if self.stop_file and self.asked is None and os.path.lexists(self.stop_file):
+            self.ask(0)
+            try:
+                remove(self.stop_file)
+            except OSError as error:
+                self.report(f"{self.stop_file} cannot be removed ({error.strerror}): remove it before the next start")
+
+    def check_launchers(self):
+        if not all(map(alive, self.launchers)):
+            self.ask(143)
+
+    def check_neighbors(self):
+        """End this rank if another one of this machine has died; a rank that has passed the last barrier has not."""
+        dead = [rank for rank, process in self.peers.items() if not alive(process)]
+        if dead and not (PARTING.is_set() and PARTED.wait(10)):
+            try:
                 print(f"rank {dist.get_rank()}: rank {dead[0]} has died, so this one leaves too; what it said is above",
                       file=sys.stderr, flush=True)
+            finally:
                 os._exit(1)
 
     def ask(self, code):
@@ -92,6 +134,14 @@ class Watch:
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
         code, *flags = votes.tolist()
         return (None if code < 0 else code), *map(bool, flags)
+
+
+def remove(path):
+    """Remove a file or an empty folder."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        os.rmdir(path)
+    else:
+        os.remove(path)
 
 
 def alive(process):

@@ -1,0 +1,98 @@
+"""A run whose output breaks loses the lines that could not be printed, and nothing else."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, SMALL, command_line, launch, planted, read_history, wait_until
+
+from runtime.checkpoint import find_tag, tags
+
+ENDLESS = ("--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10")
+
+
+@pytest.mark.parametrize("launcher, ranks", [("python", 1), ("runtime.launch", 2)])
+def test_ctrl_c_that_also_ends_tee_saves_a_checkpoint(characters, tmp_path, launcher, ranks):
+    """`python train_deepspeed.py ... 2>&1 | tee log`, and Ctrl-C: the terminal sends SIGINT to both."""
+    out_dir, log = tmp_path / "out", tmp_path / "log"
+    command = command_line(ROOT / "train_deepspeed.py", *SMALL, *ENDLESS, f"--dataset={characters}",
+                           f"--out_dir={out_dir}", ranks=ranks, launcher=launcher)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, process_group=0) as job:
+        with open(log, "w") as f:
+            tee = subprocess.Popen(["tee"], stdin=job.stdout, stdout=f, process_group=job.pid)
+        job.stdout.close()
+        try:
+            assert wait_until(lambda: "iter 10:" in log.read_text()), log.read_text()
+            os.killpg(job.pid, signal.SIGINT)
+            assert tee.wait(10) == -signal.SIGINT and job.wait(60) == 130
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+    assert find_tag(out_dir)[1]["iter_num"] >= 10
+    assert (out_dir / "latest").read_text() == f"iter_{find_tag(out_dir)[1]['iter_num']}"
+
+
+@pytest.mark.parametrize("launcher, ranks", [("python", 1), ("runtime.launch", 2), ("torchrun", 2), ("deepspeed", 2)])
+def test_a_full_disk_under_the_log_does_not_stop_training(characters, tmp_path, launcher, ranks):
+    out_dir = tmp_path / "out"
+    with open("/dev/full", "w") as full:
+        code = subprocess.run(
+            command_line(ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}",
+                         ranks=ranks, launcher=launcher), stdout=full, stderr=full, cwd=ROOT, timeout=120).returncode
+    assert code == 0 and tags(out_dir) == ["iter_2", "iter_4", "best", "final"]
+    assert [r["iter"] for r in read_history(out_dir) if "loss" in r] == [1, 2, 3, 4]
+
+
+def test_closed_streams_and_another_encoding_do_not_stop_training(characters, tmp_path):
+    """`>&- 2>&-`: sys.stdout is None. And a sample with characters that the terminal does not have."""
+    shell = f"exec {sys.executable} train_deepspeed.py \"$@\" >&- 2>&-"
+    done = subprocess.run(["bash", "-c", shell, "bash", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/a"],
+                          cwd=ROOT, timeout=120)
+    assert done.returncode == 0 and "final" in tags(tmp_path / "a")
+    run = launch(planted(tmp_path, "from runtime import samples\nsamples.write = lambda *_: [0] * 3"),
+                 *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/b", "--sample_interval=1", launcher="python",
+                 PYTHONIOENCODING="ascii", PYTHONUTF8="0", LC_ALL="C")
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_print_of_any_text_in_ascii(tmp_path):
+    script = "from runtime.output import protect_output; protect_output(); print('caf\\u00e9'); print('then')"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stdout) == (0, "caf\\xe9\nthen\n")
+
+
+def test_the_shell_script_trains_on_a_full_disk_and_after_its_reader_has_ended(characters, tmp_path):
+    command = [ROOT / "run_deepspeed_xl.sh", *SMALL, f"--dataset={characters}"]
+    env = {**os.environ, "PYTHON": sys.executable, "DS_ACCELERATOR": "cpu"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*command, f"--out_dir={tmp_path}/full"], env=env, stdout=full, stderr=full, timeout=120)
+    assert done.returncode == 0 and "final" in tags(tmp_path / "full")
+    head = " ".join(map(str, command)) + f" --out_dir={tmp_path}/head 2>&1 | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", head], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "final" in tags(tmp_path / "head")
+    assert done.stdout.startswith("No CUDA GPU: ") and len(done.stdout.splitlines()) == 1
+
+
+def test_a_rank_whose_neighbor_has_died_ends_although_nobody_reads_its_output(characters, tmp_path):
+    """Rank 1 is killed in a step; stdout and stderr of both go to a pipe whose reader has ended."""
+    out_dir, reader = tmp_path / "out", os.pipe()
+    script = planted(tmp_path, f"open({str(tmp_path)!r} + '/rank' + os.environ['RANK'], 'w').write(str(os.getpid()))")
+    command = command_line(script, *SMALL, *ENDLESS, "--keep_last=0", f"--dataset={characters}",
+                           f"--out_dir={out_dir}", ranks=2, launcher="python")
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29617"}  # without a launcher
+    ranks = [subprocess.Popen(command, cwd=ROOT, stdout=reader[1], stderr=reader[1],
+                              env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)]
+    os.close(reader[1])
+    try:
+        with os.fdopen(reader[0]) as lines:
+            assert any(re.match("iter 10:", line) for line in lines)
+        ranks[1].kill()
+        assert ranks[0].wait(20) == 1
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

@@ -1,0 +1,113 @@
+"""How a run ends on request: signals, the file STOP, and what stands in their way."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, SMALL, command_line, planted, wait_until
+
+from runtime.checkpoint import find_tag
+
+ENDLESS = ("--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10")
+
+
+@pytest.fixture
+def start(characters, tmp_path):
+    """start(*args, ...) -> (Popen, its log) of an endless run that has made ten steps; it does not outlive the test."""
+    jobs = []
+
+    def started(*args, script=ROOT / "train_deepspeed.py", launcher="python", ranks=1, prefix=(), **options):
+        log = tmp_path / "log"
+        command = [*prefix, *command_line(script, *SMALL, *ENDLESS, f"--dataset={characters}",
+                                          f"--out_dir={tmp_path}/out", *args, ranks=ranks, launcher=launcher)]
+        with open(log, "w") as f:
+            jobs.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT,
+                                         cwd=ROOT, start_new_session=True, **options))
+        assert wait_until(lambda: "iter 10:" in log.read_text() or jobs[-1].poll() is not None), log.read_text()
+        assert jobs[-1].poll() is None, log.read_text()
+        return jobs[-1], log
+
+    yield started
+    for job in jobs:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+
+
+def iterations(log):
+    return [int(line.split()[1][:-1]) for line in log.read_text().splitlines() if line.startswith("iter ")]
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["empty", "cannot be removed"])
+def test_a_folder_named_stop_stops_the_run(start, tmp_path, full):
+    """`mkdir OUT_DIR/STOP`; one with a file in it cannot be removed, as another user's could not."""
+    job, log = start()
+    (tmp_path / "STOP").mkdir()
+    if full:
+        (tmp_path / "STOP" / "file").touch()
+    (tmp_path / "STOP").rename(tmp_path / "out" / "STOP")
+    assert job.wait(30) == 0, log.read_text()
+    assert find_tag(tmp_path / "out")[1]["iter_num"] >= 10 and "the file STOP" in log.read_text()
+    assert (tmp_path / "out" / "STOP").exists() is full and ("cannot be removed" in log.read_text()) is full
+
+
+def test_a_check_that_fails_is_reported_once_and_signals_still_count(start, tmp_path):
+    """As psutil does with an OSError where too many files are open."""
+    job, log = start(script=planted(tmp_path, """
+from runtime import leave
+def fails(process):
+    raise OSError(24, "Too many open files")
+leave.alive, leave.launchers, leave.INTERVAL = fails, lambda: [0], 0.1
+"""))
+    seen = iterations(log)[-1]
+    assert wait_until(lambda: iterations(log)[-1] > seen + 20)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(30) == 143, log.read_text()
+    words = "rank 0: check_launchers fails and is tried again: OSError: [Errno 24] Too many open files"
+    assert log.read_text().count(words) == 1 and find_tag(tmp_path / "out")[1]["iter_num"] > seen
+
+
+def test_a_watching_thread_that_died_leaves_signals_to_the_system(start, tmp_path):
+    job, log = start(script=planted(tmp_path, """
+from runtime import leave
+leave.Watch.poll = lambda self: None
+"""))
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(30) == -signal.SIGTERM, log.read_text()
+
+
+@pytest.mark.parametrize("launcher, ranks", [("python", 1), ("runtime.launch", 2)])
+def test_sighup_saves_and_ends(start, tmp_path, launcher, ranks):
+    job, log = start(launcher=launcher, ranks=ranks)
+    job.send_signal(signal.SIGHUP)
+    assert job.wait(60) == 129, log.read_text()
+    assert "asked to leave (SIGHUP: the terminal was closed)" in log.read_text()
+    assert find_tag(tmp_path / "out")[1]["iter_num"] >= 10
+
+
+@pytest.mark.parametrize("command", ["python", "runtime.launch", "launch_deepspeed.py", "run_deepspeed_xl.sh"])
+def test_nohup_outlives_its_terminal(characters, start, tmp_path, command):
+    """SIGHUP to the whole process group, as a terminal that is closed sends it."""
+    if command in ("python", "runtime.launch"):
+        job, log = start(prefix=["nohup"], launcher=command, ranks=2 if command != "python" else 1)
+    else:
+        log, words = tmp_path / "log", [ROOT / command]
+        if command.endswith(".py"):
+            words = [sys.executable, *words, "--num_gpus=2"]
+        with open(log, "w") as f:
+            job = subprocess.Popen(["nohup", *words, *SMALL, *ENDLESS, f"--dataset={characters}",
+                                    f"--out_dir={tmp_path}/out"], stdin=subprocess.DEVNULL, stdout=f,
+                                   stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
+                                   env={**os.environ, "PYTHON": sys.executable})
+        assert wait_until(lambda: "iter 10:" in log.read_text() or job.poll() is not None), log.read_text()
+    seen = iterations(log)[-1]
+    os.killpg(job.pid, signal.SIGHUP)
+    try:
+        assert wait_until(lambda: iterations(log)[-1] > seen + 50 or job.poll() is not None)
+        assert job.poll() is None, log.read_text()
+    finally:
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(60) == 143, log.read_text()
+    assert find_tag(tmp_path / "out")[1]["iter_num"] > seen
