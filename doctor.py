@@ -48,7 +48,7 @@ def main():
         run = settings_of(os.path.join(ROOT, "train_deepspeed.py"), words) if words else None
         ranks = args.num_gpus or (0 if on_cpu(run) else gpus()) or 1
         checks = [pytorch, driver, nvcc, compiler, operations, lambda: cards(run, args.num_gpus),
-                  lambda: exchange(ranks),
+                  kernels, lambda: exchange(ranks),
                   host_memory, shared_memory, limits, lambda: disk(run), lambda: datasets(run), lambda: weights(run),
                   lambda: wandb_login(run), port]
         rows += [row for check in checks for row in attempt(check)]
@@ -212,6 +212,25 @@ def cards(run, asked):
                  f"{half}")
         taken = free < 0.9 * total
         yield WARN if taken else OK, f"GPU {i}", words, "end what else runs there (nvidia-smi)" if taken else ""
+
+
+def kernels():
+    """One block of GPT-2 XL's width by our Triton kernels, and by plain PyTorch, on this GPU."""
+    import torch
+
+    from runtime.kernels import runs_on
+    from runtime.preflight import lacks_compiler, pick_dtype
+
+    if not gpus() or lacks_compiler() or not runs_on(torch.empty(0, device="cuda")):
+        return
+    from runtime.fused import compare_with_plain
+
+    dtype = pick_dtype("auto", "cuda")
+    (loss, grads), (plain_loss, plain_grads) = compare_with_plain("cuda", getattr(torch, dtype))
+    good = grads < 1.5 * plain_grads and loss < plain_loss + 0.01
+    yield (OK if good else FAIL, "our kernels",
+           f"one block in {dtype} against float32: gradients {100 * grads:.2f}% apart, loss {loss:.1e} (plain PyTorch: "
+           f"{100 * plain_grads:.2f}%, {plain_loss:.1e})", "" if good else "--compile=False trains without them")
 
 
 def exchange(ranks):

@@ -10,6 +10,7 @@ model.py has the plain form of all this; tests hold the two against each other.
 
 from __future__ import annotations  # without Triton there is no tl.constexpr
 
+import copy
 from functools import partial
 
 import torch
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from model import attention_backends, softmax_loss
+from model import GPT, GPTConfig, attention_backends, softmax_loss
 from runtime.fp8 import DY, X, begin, beside, gradient, keep_largest, plain, product, store_eight, use
 from runtime.kernels import jit, tl, triton
 from runtime.products import USED, add_to, linear_gelu
@@ -333,6 +334,27 @@ def fuse(model, fp8=False, recorded=True):
     for block in model.transformer.h:
         block.forward = partial(block_forward, block)
     model.transformer.ln_f.forward = partial(norm, model.transformer.ln_f)
+
+
+def compare_with_plain(device, dtype, B=4, T=1024, n_head=25, n_embd=1600):
+    """Return how far one block's loss and gradients in `dtype` are from model.py's in float32: two pairs, of these
+    kernels and of model.py itself. The loss's distance is absolute, the gradients' is relative, over all of them."""
+    torch.manual_seed(0)
+    exact = GPT(GPTConfig(T, vocab_size=1024, n_layer=1, n_head=n_head, n_embd=n_embd))
+    with torch.no_grad():
+        for p in exact.parameters():
+            p += 0.02 * torch.randn_like(p)  # no bias of zeros
+    exact = exact.to(device, dtype).float()  # the same weights in both
+    fused, plain = copy.deepcopy(exact).to(dtype), copy.deepcopy(exact).to(dtype)
+    fuse(fused)
+    idx, targets = torch.randint(1024, (2, B, T), device=device)
+    results = []
+    for model in (exact, fused, plain):
+        loss = model(idx, targets)
+        loss.backward()
+        results.append((loss.item(), torch.cat([p.grad.float().flatten() for p in model.parameters()])))
+    (loss, grads), *others = results
+    return [(abs(mine - loss), ((own - grads).norm() / grads.norm()).item()) for mine, own in others]
 
 
 def norm(layer, x, y=None, y_bias=None, reader=None):

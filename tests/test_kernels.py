@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="PyTorch for this platform comes without Tr
 from model import GPT, GPTConfig, LayerCache
 from runtime.adamw import adamw
 from runtime.decode import one_more
-from runtime.fused import fits, fuse
+from runtime.fused import compare_with_plain, fits, fuse
 
 SHAPE = {"block_size": 150, "vocab_size": 61, "n_layer": 2, "n_head": 3, "n_embd": 48}  # 48: no power of two
 
@@ -54,6 +54,16 @@ def test_fused_blocks_have_the_loss_and_the_gradients_of_plain_ones(recomputed):
     assert len(ours) == (24 if recomputed else 26)  # all but the embeddings and, recomputed, what is added at once
     for name, grad in wanted.items():
         assert (got[name] - 2 * grad).abs().max() < 2e-5 * grad.abs().max(), name
+
+
+def test_what_doctor_compares(monkeypatch):
+    """Rounding to bfloat16 alone separates both from float32; a kernel that loses a bias's gradient is far off."""
+    small = {"B": 1, "T": 24, "n_head": 2, "n_embd": 32}
+    (loss, grads), (plain_loss, plain_grads) = compare_with_plain("cpu", torch.bfloat16, **small)
+    assert 0.001 < grads < 1.2 * plain_grads < 0.02 and max(loss, plain_loss) < 0.01
+    monkeypatch.setattr("runtime.fused.summed", lambda sums, *params: [torch.zeros_like(p) for p in params])
+    (_, grads), _ = compare_with_plain("cpu", torch.bfloat16, **small)
+    assert grads > 0.2
 
 
 def test_products_in_8_bits_are_near_the_plain_ones():
