@@ -3,32 +3,68 @@
 One owner for each number: the training script owns batch, accumulation, clipping, learning rate and precision; the
 JSON owns ZeRO, offload and buckets. DeepSpeed itself ignores unknown keys at the top, takes "auto" for a default
 without a word, and accepts several combinations that then compute something wrong; all of them end here.
+
+A key may change what DeepSpeed does only if a test trains with it (TESTED). All other keys of DeepSpeed's models pass
+with DeepSpeed's own default, and are refused with any other value.
 """
 
 import json
 import os
+from typing import get_args
 
 from configurator import nearest
 
 OURS = ("zero_optimization", "bf16", "fp16", "data_types", "communication_data_type", "zero_force_ds_cpu_optimizer",
-        "steps_per_print", "memory_breakdown", "dump_state", "aio")  # fmt: skip
+        "steps_per_print", "dump_state")  # fmt: skip
+# The keys of each block that a test trains with in a value that is not the default (tests/zero_worker.py)
+TESTED = {
+    "zero_optimization": (
+        "stage", "overlap_comm", "reduce_bucket_size", "allgather_bucket_size", "offload_optimizer", "offload_param",
+        "sub_group_size", "memory_efficient_linear", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
+        "stage3_max_reuse_distance", "stage3_param_persistence_threshold"),
+    "zero_optimization.offload_optimizer": ("device", "pin_memory"),
+    "zero_optimization.offload_param": ("device", "pin_memory"),
+    "bf16": ("enabled",),
+    "fp16": ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
+    "data_types": ("grad_accum_dtype",),
+}  # fmt: skip
+WHY = {  # other keys are refused as untested
+    "zero_optimization.compute_grad_norm": "turns off the gradient norm, which the script needs",
+    "zero_optimization.leaf_module": "is set by the script, which makes each block a leaf module",
+    "zero_optimization.round_robin_gradients": "makes DeepSpeed record wrong positions of weights, and resuming with "
+                                               "another number of ranks needs them",
+    **dict.fromkeys(("zero_optimization.stage3_gather_16bit_weights_on_model_save",
+                     "zero_optimization.stage3_gather_fp16_weights_on_model_save"),
+                    "is not needed, because export_hf.py reads the checkpoints of ZeRO-3"),
+    "bf16.check_grad_overflow": "makes ZeRO-1 and ZeRO-2 apply a gradient with NaN",
+}
+CHOICES = {
+    "zero_optimization.stage": (0, 1, 2, 3),
+    "zero_optimization.offload_optimizer.device": ("cpu", "none"),
+    "zero_optimization.offload_param.device": ("cpu", "none"),
+    "zero_force_ds_cpu_optimizer": (True, False),
+    "dump_state": (True, False),
+}
 INSTEAD = {
     "optimizer": "the script owns it: set learning_rate, weight_decay, beta1 and beta2 there",
     "scheduler": "the script owns it: set lr_schedule, warmup_iters, lr_decay_iters and min_lr there",
     "activation_checkpointing": "DeepSpeed does nothing with it: set --gradient_checkpointing=True",
     "tensorboard": "DeepSpeed would log no loss: set --tensorboard_log=True",
     "wandb": "DeepSpeed would log no loss: set --wandb_log=True",
-    "csv_monitor": "DeepSpeed would log no loss: history.jsonl in out_dir has it",
-    "flops_profiler": "set --profile=True; DeepSpeed cannot see into blocks that are compiled",
+    "csv_monitor": "DeepSpeed would log no loss: remove it, and read history.jsonl in out_dir",
+    "flops_profiler": "DeepSpeed cannot see into blocks that are compiled: set --profile=True",
     "wall_clock_breakdown": "set --wall_clock_breakdown=True",
     "comms_logger": "set --comms_log=True",
-    "prescale_gradients": "ZeRO refuses it",
-    "gradient_predivide_factor": "ZeRO refuses it",
-    "zero_allow_untested_optimizer": "the optimizer is AdamW, which ZeRO knows",
-    "checkpoint": "the script owns checkpoints, and DeepSpeed's writers leave files that it cannot read",
+    "memory_breakdown": "the script prints the peak of memory at each step: remove it",
+    "prescale_gradients": "ZeRO refuses it: remove it",
+    "gradient_predivide_factor": "ZeRO refuses it: remove it",
+    "zero_allow_untested_optimizer": "the optimizer is AdamW, which ZeRO knows: remove it",
+    "aio": "it is for NVMe, which is untested here: remove it, and offload to the CPU",
+    "checkpoint": "the script owns checkpoints, and DeepSpeed's writers leave files that it cannot read: remove it",
 }
 POSTPONED = 2**20  # by this, a window of loss scaling never ends inside DeepSpeed
 DTYPE_BLOCK = {"bfloat16": "bf16", "float16": "fp16"}
+AUTO = 'is "auto", which nothing resolves: give it a value'
 
 
 class ConfigError(Exception):
@@ -52,14 +88,12 @@ def resolve(path, settings, world_size, dtype, compiled=False):
         "train_batch_size": settings["batch_size"] * settings["gradient_accumulation_steps"] * world_size,
         "gradient_clipping": settings["grad_clip"],
     }
-    problems = top_level_problems(config, owned) + precision_problems(config, dtype)
+    problems = top_level_problems(config, owned, dtype) + precision_problems(config, dtype)
     config.update(owned)
     for block in ("bf16", "fp16"):
         if isinstance(config.setdefault(block, {}), dict):
             config[block]["enabled"] = DTYPE_BLOCK.get(dtype) == block
-    problems += [f'"{key}" is "auto", which nothing resolves: give it a value' for key in autos(config)]
-    if not problems:
-        problems = block_problems(config) or zero_problems(config.get("zero_optimization", {}))
+    problems += block_problems(config, dtype) + stage_problems(config.get("zero_optimization"))
     if problems:
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
     notes = repair(config, dtype, compiled)
@@ -93,20 +127,25 @@ def read_json(path):
     return config
 
 
-def top_level_problems(config, owned):
-    """Unknown keys, keys with another owner, and numbers that contradict the script's."""
+def top_level_problems(config, owned, dtype):
+    """List unknown keys, keys with another owner, wrong values, and numbers that contradict the script's."""
     problems = []
     for key, value in config.items():
         if key in owned:
             if value not in ("auto", owned[key]):
-                problems.append(f'"{key}" is {value}, but the script\'s settings make it {owned[key]}: '
+                problems.append(f'"{key}" is {json.dumps(value)}, but the script\'s settings make it {owned[key]}: '
                                 'remove it here, or write "auto"')
         elif key in INSTEAD:
             problems.append(f'"{key}" does not belong here: {INSTEAD[key]}')
         elif key not in OURS:
-            problems.append(f'unknown key "{key}"{nearest(key, [*OURS, *owned])}')
-        elif key in ("zero_optimization", "bf16", "fp16", "data_types") and not isinstance(value, dict):
-            problems.append(f'"{key}" must be an object')
+            problems.append(f'unknown key "{key}"{nearest(key, [*OURS, *owned]) or ": remove it"}')
+        elif key in TESTED:
+            problems += [] if isinstance(value, dict) else [f'"{key}" must be an object']
+        elif key == "steps_per_print" and value != "auto":
+            if type(value) is not int or value < 1:
+                problems.append(f'"{key}" is {json.dumps(value)}: write a whole number above 0')
+        else:
+            problems += value_problem(key, value, dtype)
     return problems
 
 
@@ -122,15 +161,22 @@ def precision_problems(config, dtype):
     return problems
 
 
-def autos(node, path=""):
-    """Paths of all "auto" values left below node."""
-    if isinstance(node, dict):
-        return [found for key, value in node.items() for found in autos(value, f"{path}.{key}" if path else key)]
-    return [path] if node == "auto" else []
+def value_problem(path, value, dtype):
+    """Return a list with the problem of an "auto", or of a value that is not among those of a key; empty if fine."""
+    choices = CHOICES.get(path)
+    if path in ("communication_data_type", "data_types.grad_accum_dtype"):
+        choices = tuple(dict.fromkeys(("fp32", DTYPE_BLOCK.get(dtype, "fp32"))))
+    if value == "auto":
+        return [f'"{path}" {AUTO}']
+    if not choices or json.dumps(value) in map(json.dumps, choices):
+        return []
+    *first, last = map(json.dumps, choices)
+    untested = ", which is untested here" if value == "nvme" else ""
+    return [f'"{path}" is {json.dumps(value)}{untested}: write {", ".join(first)}{" or " * bool(first)}{last}']
 
 
-def block_problems(config):
-    """What DeepSpeed refuses inside its blocks, by its own models of them; data_types has none."""
+def block_problems(config, dtype):
+    """List what is unknown, untested or of a wrong type inside the blocks."""
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
@@ -138,44 +184,88 @@ def block_problems(config):
     problems = []
     models = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
     for block, model in models.items():
-        content = config.get(block, {})
-        problems += [
-            f'"{block}.{key}" is an old name: write "{field.json_schema_extra.get("new_param") or "offload_*"}"'
-            for key, field in model.model_fields.items()
-            if key in content and (field.json_schema_extra or {}).get("deprecated")
-        ]
+        if not isinstance(config.get(block), dict):
+            continue
+        found, rest = check_keys(model, config[block], block, dtype)
+        problems += found
         try:
-            model(**content)
+            model(**rest)
         except ValidationError as error:
-            problems += [
-                f'"{".".join(map(str, (block, *e["loc"])))}": '
-                + (f"unknown key{nearest(str(e['loc'][-1]), model.model_fields)}"
-                   if e["type"] == "extra_forbidden" else e["msg"])
-                for e in error.errors() if e["type"] != "assertion_error"  # these zero_problems tells with a mend
-            ]
-    for key, value in config.get("data_types", {}).items():
-        if key != "grad_accum_dtype":
-            problems.append(f'"data_types.{key}": unknown key{nearest(key, ["grad_accum_dtype"])}')
-        elif value not in ("fp32", "bf16", "fp16"):
-            problems.append(f'"data_types.{key}" is {json.dumps(value)}: write "fp32", "bf16" or "fp16"')
+            problems += [f'"{".".join(map(str, (block, *e["loc"])))}": {e["msg"].removeprefix("Value error, ")}'
+                         for e in error.errors()]
+        except OverflowError as error:  # in DeepSpeed's validator of loss_scale
+            problems.append(f'"{block}": {error}: write a smaller number')
+    types = config.get("data_types")
+    for key, value in types.items() if isinstance(types, dict) else ():
+        if key in TESTED["data_types"]:
+            problems += value_problem(f"data_types.{key}", value, dtype)
+        else:
+            problems.append(unknown("data_types", key))
     return problems
 
 
-def zero_problems(zero):
-    """What DeepSpeed takes and then ignores or gets wrong."""
+def unknown(path, key):
+    """Return the sentence on a key that DeepSpeed does not know."""
+    return f'"{path}.{key}": unknown key{nearest(key, TESTED[path]) or ": remove it"}'
+
+
+def check_keys(model, content, path, dtype):
+    """Return the problems of the keys in one block, and the block without these keys, for DeepSpeed's model to check.
+
+    model: DeepSpeed's pydantic model of the block. A key passes if it is in TESTED or has DeepSpeed's default.
+    """
+    problems, rest = [], {}
+    fields = {field.alias or name: field for name, field in model.model_fields.items()}
+    for key, value in content.items():
+        here, field = f"{path}.{key}", fields.get(key)
+        if field is None:
+            found = [unknown(path, key)]
+        elif key not in TESTED[path]:
+            found = untested(here, value, field)
+        elif here in TESTED and isinstance(value, dict):
+            (inner,) = [kind for kind in get_args(field.annotation) if kind is not type(None)]
+            found, rest[key] = check_keys(inner, value, here, dtype)
+            problems += found
+            continue
+        elif here in TESTED and value is not None and value != "auto":
+            found = [f'"{here}" is {json.dumps(value)}: write {{"device": "cpu"}}, or remove it']
+        else:
+            found = value_problem(here, value, dtype) or quoted(here, value, field)
+        problems += found
+        if not found:
+            rest[key] = value
+    return problems, rest
+
+
+def untested(path, value, field):
+    """Return a list with the problem of a key that no test trains with; empty if it has DeepSpeed's default."""
+    extra = field.json_schema_extra or {}
+    if extra.get("deprecated") and path not in WHY:
+        return [f'"{path}" is an old name: write "{extra["new_param"]}"']
+    if not extra.get("deprecated") and value == field.get_default(call_default_factory=True):
+        return []
+    return [f'"{path}" {WHY.get(path, "is untested here")}: remove it']
+
+
+def quoted(path, value, field):
+    """Return a list with the problem of a number or a bool in quotation marks, which DeepSpeed would convert."""
+    if not isinstance(value, str) or path in CHOICES:
+        return []
+    wanted = "true or false" if bool in (field.annotation, *get_args(field.annotation)) else "a number"
+    return [f'"{path}" is {json.dumps(value)}: write {wanted}, without quotation marks']
+
+
+def stage_problems(zero):
+    """List what does nothing, or cannot work, at the stage of the zero_optimization block."""
+    if not isinstance(zero, dict) or value_problem("zero_optimization.stage", zero.get("stage", 0), None):
+        return []
     problems, stage = [], zero.get("stage", 0)
-    if type(stage) is not int:
-        return [f'"zero_optimization.stage" is {json.dumps(stage)}: write 0, 1, 2 or 3']
-    optimizer, param = ((zero.get(key) or {}) for key in ("offload_optimizer", "offload_param"))
-    if param.get("device", "none") != "none" and stage != 3:
+    blocks = (zero.get(key) for key in ("offload_optimizer", "offload_param"))
+    optimizer, param = (isinstance(block, dict) and block.get("device", "none") != "none" for block in blocks)
+    if param and stage != 3:
         problems.append(f'"zero_optimization.offload_param" does nothing at stage {stage}: use stage 3, or remove it')
-    if optimizer.get("device", "none") != "none" and stage == 0:
+    if optimizer and stage == 0:
         problems.append('"zero_optimization.offload_optimizer" needs stage 1, 2 or 3')
-    if zero.get("round_robin_gradients"):
-        problems.append('"zero_optimization.round_robin_gradients" makes DeepSpeed tell the places of weights wrongly, '
-                        "and resuming with other ranks relies on them: remove it")
-    if optimizer.get("ratio", 1.0) < 1 and stage != 3:
-        problems.append(f'"zero_optimization.offload_optimizer.ratio" below 1 works at stage 3 only, not at {stage}')
     return problems
 
 
@@ -209,7 +299,7 @@ def repair(config, dtype, compiled):
 
 def talks(config):
     """True where DeepSpeed is to time or tell something at each micro-step, for which it stops the GPU."""
-    return any(config.get(key) for key in ("wall_clock_breakdown", "comms_logger", "memory_breakdown"))
+    return any(config.get(key) for key in ("wall_clock_breakdown", "comms_logger"))
 
 
 def offloads(config):

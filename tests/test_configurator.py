@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, STAGES
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from zero_worker import WAYS
 
 from configurator import SettingsError, configure, differences
-from runtime.ds_config import ConfigError, offloads, resolve
+from runtime.ds_config import DTYPE_BLOCK, OURS, TESTED, ConfigError, offloads, resolve
 
 SCRIPT = ROOT / "train_deepspeed.py"
 CONFIGS = sorted((ROOT / "config").glob("*.py"))
@@ -359,9 +362,23 @@ def test_auto_is_resolved_in_the_keys_that_the_script_owns(tmp_path):
     (zero("auto"), '"zero_optimization.stage" is "auto", which nothing resolves: give it a value'),
     (zero(3, stage3_max_live_parameters="auto"), '"zero_optimization.stage3_max_live_parameters" is "auto"'),
     ({"steps_per_print": "auto"}, '"steps_per_print" is "auto"'),
-    (zero(4), '"zero_optimization.stage": Input should be 0, 1, 2, 3'),
-    (zero("2"), '"zero_optimization.stage"'),
-    (zero(reduce_bucket_size="lots"), '"zero_optimization.reduce_bucket_size": Input should be a valid integer'),
+    (zero(4), '"zero_optimization.stage" is 4: write 0, 1, 2 or 3'),
+    (zero("2"), '"zero_optimization.stage" is "2": write 0, 1, 2 or 3'),
+    (zero(reduce_bucket_size=2.5), '"zero_optimization.reduce_bucket_size": Input should be a valid integer'),
+    (zero(reduce_bucket_size="5"), '"zero_optimization.reduce_bucket_size" is "5": write a number, without quotation'),
+    (zero(overlap_comm="yes"), '"zero_optimization.overlap_comm" is "yes": write true or false, without quotation'),
+    (zero(offload_optimizer="cpu"), '"zero_optimization.offload_optimizer" is "cpu": write {"device": "cpu"}'),
+    (zero(3, offload_param={"device": "nvme"}), '"zero_optimization.offload_param.device" is "nvme", which is untested '
+                                                'here: write "cpu" or "none"'),
+    (zero(offload_optimizer={"device": []}), '"zero_optimization.offload_optimizer.device" is []: write "cpu" or'),
+    (zero(cpu_offload=True), '"zero_optimization.cpu_offload" is an old name: write "offload_optimizer"'),
+    (zero(strict=True), '"zero_optimization.strict": unknown key: remove it'),
+    (zero(prefetch_bucket_size=1), "unknown key: did you mean 'stage3_prefetch_bucket_size'?"),
+    ({"fp16": {"loss_scale": 10**400}}, '"fp16": int too large to convert to float: write a smaller number'),
+    ({"communication_data_type": "fp17"}, '"communication_data_type" is "fp17": write "fp32"'),
+    ({"steps_per_print": 0}, '"steps_per_print" is 0: write a whole number above 0'),
+    ({"dump_state": 2}, '"dump_state" is 2: write true or false'),
+    ({"aio": {}}, '"aio" does not belong here: it is for NVMe, which is untested here: remove it'),
     ({"zero_optimization": [2]}, '"zero_optimization" must be an object'),
     ({"bf16": True}, '"bf16" must be an object'),
     ({"fp16": None}, '"fp16" must be an object'),
@@ -373,9 +390,9 @@ def test_auto_is_resolved_in_the_keys_that_the_script_owns(tmp_path):
     (zero(offload_param={"device": "cpu"}), '"zero_optimization.offload_param" does nothing at stage 2: use stage 3'),
     (zero(0, offload_optimizer={"device": "cpu"}), '"zero_optimization.offload_optimizer" needs stage 1, 2 or 3'),
     (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}),
-     '"zero_optimization.offload_optimizer.ratio" below 1 works at stage 3 only, not at 2'),
+     '"zero_optimization.offload_optimizer.ratio" is untested here: remove it'),
     (zero(2, round_robin_gradients=True),
-     '"zero_optimization.round_robin_gradients" makes DeepSpeed tell the places of weights wrongly'),
+     '"zero_optimization.round_robin_gradients" makes DeepSpeed record wrong positions of weights'),
     ({"bf16": {"enabled": True}}, '"bf16.enabled" is true, but dtype is float32: write "auto" here, or set '
                                   '--dtype=bfloat16'),
     ({"fp16": {"enabled": True}}, '"fp16.enabled" is true, but dtype is float32: write "auto" here, or set '
@@ -394,12 +411,97 @@ def test_jsons_are_refused(content, problem, tmp_path):
     assert line.startswith(str(tmp_path / "ds.json")) and problem in line
 
 
-def test_all_problems_of_a_json_are_told_at_once(tmp_path):
+def names_of_problems(content, tmp_path):
+    """What each line of the refusal of a JSON names."""
     with pytest.raises(ConfigError) as error:
-        resolved({"foo": 1, "train_batch_size": 7, "scheduler": {"lr": "auto"}, "bf16": {"enabled": True}}, tmp_path)
-    lines = str(error.value).removeprefix(f"{tmp_path}/ds.json: ").split(f"\n{tmp_path}/ds.json: ")
-    assert [line.split('"')[1] for line in lines] == [
-        "foo", "train_batch_size", "scheduler", "bf16.enabled", "scheduler.lr"]
+        resolved(content, tmp_path)
+    lines = str(error.value).splitlines()
+    assert all(line.startswith(f"{tmp_path}/ds.json: ") for line in lines)
+    return [line.split('"')[1] for line in lines]
+
+
+def test_all_problems_of_a_json_are_reported_in_one_round(tmp_path):
+    """Each once, whatever its kind; and blocks of a wrong type hide no other problem."""
+    assert names_of_problems({
+        "foo": 1, "train_batch_size": 7, "scheduler": {"lr": "auto"}, "fp16": [], "data_types": {"a": 1},
+        "bf16": {"enabled": True, "foo": 1, "bf16_optimizer_states": True}, "steps_per_print": "auto",
+        **zero(0, reduce_bucket_size=-1, overlap_comm="auto", cpu_offload=True, zero_quantized_weights="lots",
+               offload_optimizer={"device": "nvme", "ratio": 0.5, "pin_memory": 7}, offload_param={"device": "cpu"}),
+    }, tmp_path) == [
+        "foo", "train_batch_size", "scheduler", "fp16", "steps_per_print", "bf16.enabled",
+        *(f"zero_optimization.{key}" for key in (
+            "overlap_comm", "cpu_offload", "zero_quantized_weights", "offload_optimizer.device",
+            "offload_optimizer.ratio", "reduce_bucket_size", "offload_optimizer.pin_memory")),
+        "bf16.foo", "bf16.bf16_optimizer_states", "data_types.a",
+        "zero_optimization.offload_param", "zero_optimization.offload_optimizer"]
+    assert names_of_problems({"zero_optimization": 2, "bf16": None, "fp16": 1, "data_types": "x", "foo": 1}, tmp_path) \
+        == ["zero_optimization", "bf16", "fp16", "data_types", "foo"]
+
+
+def fields_of(model, path):
+    """Map the dotted name of each field of a model of DeepSpeed, and of the models inside it, to its default."""
+    found = {}
+    for name, field in model.model_fields.items():
+        here = f"{path}.{field.alias or name}"
+        inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if hasattr(kind, "model_fields")]
+        found |= fields_of(inner[0], here) if inner else {here: field.get_default(call_default_factory=True)}
+    return found
+
+
+FIELDS = (fields_of(DeepSpeedZeroConfig, "zero_optimization") | fields_of(DeepSpeedBF16Config, "bf16")
+          | fields_of(DeepSpeedFP16Config, "fp16"))
+
+
+def leaves(node, path=""):
+    """List (dotted name, value) of all that is in a JSON."""
+    if not isinstance(node, dict):
+        return [(path, node)]
+    return [leaf for key, value in node.items() for leaf in leaves(value, f"{path}.{key}" if path else key)]
+
+
+def trained_with():
+    """Return the dotted names that tests train with in a value other than DeepSpeed's default.
+
+    Read from what they run: the ways of zero_worker.py, and the JSONs of conftest.py.
+    """
+    found = [leaf for path in STAGES.values() for leaf in leaves(json.loads((ROOT / path).read_text()))]
+    for stage, dtype, options in WAYS.values():
+        found += leaves({**options.get("config", {}), **zero(stage, **options.get("zero", {}))})
+        found += [(f"{DTYPE_BLOCK[dtype]}.enabled", True)] if dtype in DTYPE_BLOCK else []
+    return {name for name, value in found if name not in FIELDS or value != FIELDS[name]}
+
+
+def another_value(default):
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, (int, float)):
+        return default + 1
+    return [*default, "x"] if isinstance(default, list) else "x"
+
+
+@pytest.mark.parametrize("name", [name for name in FIELDS if name not in trained_with()])
+def test_each_field_of_deepspeed_is_tested_or_refused(name, tmp_path):
+    """A field that no test trains with is refused by name, or by the name of the block that it is in."""
+    content = another_value(FIELDS[name])
+    for key in reversed(name.split(".")):
+        content = {key: content}
+    (named,) = names_of_problems(content, tmp_path)
+    assert f"{name}.".startswith(f"{named}.")
+    with pytest.raises(ConfigError, match=r': remove it$|is an old name: write "\w+( or \w+)?"$'):
+        resolved(content, tmp_path)
+
+
+def test_what_is_not_refused_is_tested():
+    """The list of keys that may be changed has none that no test trains with."""
+    allowed = {f"{block}.{key}" for block, keys in TESTED.items() for key in keys} - TESTED.keys()
+    assert allowed == {name for name in trained_with() if "." in name}
+    assert {*OURS} == {name.split(".")[0] for name in trained_with()}
+
+
+def test_untested_keys_pass_with_the_default(tmp_path):
+    config, _ = resolved(zero(3, zero_quantized_weights=False, zero_hpz_partition_size=1, zenflow=None, offload_param={
+        "device": "cpu", "buffer_count": 5, "nvme_path": None}), tmp_path)
+    assert config["zero_optimization"]["zero_hpz_partition_size"] == 1
 
 
 def test_a_json_that_is_not_there_is_refused(tmp_path):

@@ -98,8 +98,9 @@ def bad(tmp_path_factory, holder, characters):
         "json block": [ds_config("block", {"bf16": True})],
         "json fp16": [ds_config("fp16", {"fp16": {"los_scale": 1}})],
         "json syntax": [f"--deepspeed_config={folder}/broken.json"],
-        "json assertion": ["--dtype=bfloat16", ds_config("assertion", {"zero_optimization": {"stage": 2}, "bf16": {
-            "bf16_master_weights_and_grads": True}})],
+        "json untested": ["--dtype=bfloat16", ds_config("untested", {
+            "zero_optimization": {"stage": 3, "zero_quantized_weights": True, "offload_param": {"device": "nvme"}},
+            "bf16": {"bf16_master_weights_and_grads": True}})],
         "no json": ["--deepspeed_config=no-such.json"],
         "float16": ["--dtype=float16"],
         "cuda": ["--device=cuda"],
@@ -147,7 +148,9 @@ SENTENCES = {
     "json block": '"bf16" must be an object',
     "json fp16": "\"fp16.los_scale\": unknown key: did you mean 'loss_scale'?",
     "json syntax": "broken.json is not JSON: ",
-    "json assertion": "DeepSpeed refuses it: Master weights feature requires ZeRO-2 Offload with DeepSpeedCPUAdam",
+    "json untested": ['"zero_optimization.zero_quantized_weights" is untested here: remove it',
+                      '"zero_optimization.offload_param.device" is "nvme", which is untested here: write "cpu" or',
+                      '"bf16.bf16_master_weights_and_grads" is untested here: remove it'],
     "no json": "no-such.json: No such file or directory; name another with --deepspeed_config=FILE",
     "float16": "dtype=float16 needs a GPU: DeepSpeed refuses it on CPU; use --dtype=float32 or bfloat16",
     "cuda": "device=cuda, but PyTorch sees no CUDA GPU here: --device=cpu",
@@ -294,8 +297,8 @@ def test_precision_by_the_card(monkeypatch, characters, tmp_path):
      "matrices, attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"),
     ("--lora_matrices=mlp.c_fc", "lora_matrices=mlp.c_fc is for LoRA: add --lora_rank=64, or leave it out"),
     ("--init_from={holder}/iter_9", "{holder} holds no whole tag 'iter_9'; there are iter_2, iter_4, best, final"),
-    *((f"--skip_spikes=True --deepspeed_config={{folder}}/{name}.json", "skip_spikes=True works at ZeRO-2 in bfloat16 "
-       "or float32, with sums in float32 and without offload: leave it out otherwise")
+    *((f"--skip_spikes=True --dtype=bfloat16 --deepspeed_config={{folder}}/{name}.json", "skip_spikes=True works at "
+       "ZeRO-2 in bfloat16 or float32, with sums in float32 and without offload: leave it out otherwise")
       for name in ("zero3", "offload", "bf16sums")),
     ("--skip_spikes=True", "")])
 def test_what_cannot_be_meant(monkeypatch, characters, tmp_path, bad, holder, args, told):

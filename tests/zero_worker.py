@@ -36,6 +36,10 @@ ADAM = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-5}
 RELEASED = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0,
             "stage3_param_persistence_threshold": 0}
 BUCKETS = {"reduce_bucket_size": 2500, "allgather_bucket_size": 2500}  # c_attn has 3,072 elements, c_fc 4,096
+# As config/ds/zero2_offload.json and zero3_offload.json, but with PyTorch's AdamW, which needs no compiler
+OFFLOAD_2 = {**BUCKETS, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+OFFLOAD_3 = {**RELEASED, "overlap_comm": False, "sub_group_size": 5000, "memory_efficient_linear": False,
+             "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu", "pin_memory": False}}
 LINEAR = torch.nn.functional.linear
 # The scale doubles after every second good step; without clipping, which would hide a gradient that is too small
 FP16 = {"config": {"fp16": {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}},
@@ -55,6 +59,9 @@ WAYS = {
     # dynamo and autograd as with inductor, which would need a compiler
     "float32 stage 3 compiled": (3, "float32", {"zero": RELEASED, "compiled": True}),
     "float32 stage 3 compiled recomputed": (3, "float32", {"zero": RELEASED, "compiled": True, "checkpointing": True}),
+    "float32 zero2 offload": (2, "float32", {"zero": OFFLOAD_2, "config": {
+        "zero_force_ds_cpu_optimizer": False, "steps_per_print": 1, "dump_state": True}}),
+    "float32 zero3 offload": (3, "float32", {"zero": OFFLOAD_3, "config": {"zero_force_ds_cpu_optimizer": False}}),
     "bfloat16 stage 1": (1, "bfloat16", {}),
     "bfloat16 stage 2": (2, "bfloat16", {}),
     "bfloat16 stage 3": (3, "bfloat16", {"zero": RELEASED}),
@@ -64,8 +71,12 @@ WAYS = {
     "bfloat16 stage 2 local": (2, "bfloat16", {"local": True}),
     "bfloat16 stage 2 local inf": (2, "bfloat16", {"local": True, "poison": "inf"}),
     "bfloat16 own": (2, "bfloat16", {"zero": BUCKETS, "short": False}),
+    "bfloat16 sums": (2, "bfloat16", {"config": {
+        "data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "fp32"}}),
     **{f"float16 stage {stage}": (stage, "float16", FP16) for stage in (1, 2, 3)},
     **{f"float16 stage {stage} inf": (stage, "float16", {**FP16, "poison": "inf"}) for stage in (2, 3)},
+    "float16 stage 2 static": (2, "float16", {**FP16, "config": {"fp16": {"loss_scale": 128}}}),
+    "float16 sums": (2, "float16", {**FP16, "config": {**FP16["config"], "data_types": {"grad_accum_dtype": "fp16"}}}),
     "small fused nan": (2, "bfloat16", {**SMALL, "fused": True, "poison": "nan"}),
     "small fused local": (2, "bfloat16", {**SMALL, "fused": True, "local": True}),
     "small fused stage 3": (3, "bfloat16", {**SMALL, "fused": True, "zero": RELEASED, "checkpointing": True}),
