@@ -28,7 +28,7 @@ class ResilientStream:
             self.discard()
 
     def discard(self):
-        """Send to the null device what is still buffered, and what C libraries and child processes print from now on."""
+        """Send to the null device what is still buffered, and what C libraries and child processes print later."""
         try:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.stream.fileno())

@@ -1,8 +1,8 @@
 """Versions: which DeepSpeed this code was measured with, and what it needs of it.
 
 The fast paths replace methods of DeepSpeed's optimizer. Another release may lack what they build on, or compute
-something else with it: under 0.19.7 the ZeRO-2 path fails at the first micro-step, and under 0.17.6 a run in bfloat16 at
-stage 1 ended with exit code 0 and a gradient norm 65,536 times too large.
+something else with it: under 0.19.7 the ZeRO-2 path failed at the first micro-step, and under 0.17.6 a run in bfloat16
+at stage 1 ended with exit code 0 and a gradient norm 65,536 times too large.
 """
 
 import importlib.metadata
@@ -42,7 +42,7 @@ def version_note(recorded):
 
 
 def has_all(target, names, path):
-    """Return whether an object of DeepSpeed's has all these names; if not, print that DeepSpeed's own `path` is used."""
+    """Return whether an object of DeepSpeed's has all these names. If not, print that its own `path` is used."""
     missing = [name for name in names if not hasattr(target, name)]
     if missing:
         print0(f"note       DeepSpeed {installed('deepspeed')} has no {', '.join(missing)}: its own {path} is used, "

@@ -572,4 +572,5 @@ def test_a_package_that_is_missing_is_named():
     without = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('sample.py', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", without], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.endswith("python -m pip install -r requirements.txt; python doctor.py tells what else is amiss\n")
+    assert done.stderr.endswith("python -m pip install -r requirements.txt; python doctor.py tells what else is "
+                                "amiss\n")

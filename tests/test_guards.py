@@ -115,7 +115,8 @@ def test_out_of_memory_names_settings_that_take_less(spoilt, training):
 
 
 def test_who_lags_is_told_from_noise_and_a_loss_without_sense_has_no_perplexity():
-    for slow, others, named in ((0.185, 0.058, True), (0.016, 0.005, True), (0.005, 0.003, False), (0.07, 0.058, False)):
+    for slow, others, named in ((0.185, 0.058, True), (0.016, 0.005, True), (0.005, 0.003, False),
+                                (0.07, 0.058, False)):
         pace = Pace("cpu", 2)
         (*early, last) = [pace.look([(others, 0.0), (slow, 0.0)], 1.0) for _ in range(LATE)]
         assert not any(early) and bool(last) is named and (not named or last.startswith("rank 1 lags: it takes "))
