@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,17 @@ def test_the_tables_of_bench_are_what_it_wrote():
         firsts = [f"{r['first_token_ms']['median']:.1f} | " for r in (run, run["peer"])]
         assert row.endswith(f"| {run['batch']} | {speeds[0]}{100 * run['share_of_limit']:.0f}% | {firsts[0]}"
                             f"{speeds[1]}{firsts[1]}{run['peer']['ratio']:.2f} |")
+
+
+def test_the_heads_gradients_cost_what_the_text_says():
+    run = run_of("x1_head_gradients")
+    before, after = (statistics.median(r["ms"]["median"] for r in run[when]["runs"]) for when in ("before", "after"))
+    text = " ".join((ROOT / "RESULTS.md").read_text(encoding="utf-8").split())
+    assert f"{after:.2f} ms a step at 32 x 1 on one H200 against {before:.2f} before" in text
+    assert after / before == pytest.approx(run["ratio"]) and after / before < 1.005
+    losses = {name: last["40"][1] for name, last in run["small"]["train_and_val_loss"].items()}
+    assert f"{losses['--dtype=float16']} and {losses['--dtype=float32']:.4f}" in text
+    assert f"{losses['--dtype=bfloat16 --any_deepspeed=True']}, with our own path {losses['--dtype=bfloat16']}" in text
 
 
 def test_recorded_steps_are_launched_ones_to_the_last_bit():
