@@ -179,12 +179,16 @@ dist.agree(f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_a
 # -----------------------------------------------------------------------------
 # The output folder: ours alone from here on, and the tag to go on from
 
-problems = []
-if rank == 0 and not eval_only:
-    held, problems = checkpoint.take(out_dir)  # held until this process ends
+problems, tags = [], []
+if rank == 0:
+    try:
+        held, problems = (None, []) if eval_only else checkpoint.take(out_dir)  # held until this process ends
+        # Again, as the run that held the folder until now may have saved since, which other machines may see later
+        tags = checkpoint.newest_first(out_dir)
+    except checkpoint.UnreadableError as error:
+        problems.append(str(error))
 refuse_together(problems)
-# Again, as the run that held the folder until now may have saved since, which other machines may see later than rank 0
-tags = dist.of_rank0(checkpoint.newest_first(out_dir))
+tags = dist.of_rank0(tags)
 if run.tags and resume_tag == "latest":
     run.tags = tags or run.tags
 elif tags and not run.tags and not overwrite and not eval_only:
@@ -288,6 +292,8 @@ if rank == 0 and not eval_only:  # the output folder, now that nothing else can 
         record["stages"] = stages
         record["memory_plan"] = fit.planned(run, settings, world_size)
         checkpoint.write_atomically(os.path.join(out_dir, "settings.json"), json.dumps(record, indent=1))
+    except checkpoint.UnreadableError as error:
+        problems = [str(error)]
     except OSError as error:
         problems = [f"{error.filename or out_dir} cannot be written ({error.strerror}): mend that, or choose another "
                     "--out_dir=DIR"]

@@ -40,13 +40,26 @@ class CheckpointError(Exception):
     """A tag that is not there, not whole, not safe or not fit; the message says what to do."""
 
 
-class UnreadableError(CheckpointError):
+class UnreadableError(CheckpointError, OSError):
     """A tag that may be whole, but that the system does not let us read."""
 
 
-def unreadable(error):
-    """An OSError as a sentence."""
-    return f"{error.filename} cannot be read ({error.strerror}): mend that, or name another tag with --resume_tag"
+def unreadable(error, path):
+    """Return the sentence for an OSError met while reading `path`."""
+    return (f"{error.filename or path} cannot be read ({error.strerror or error}): fix that, or name another tag with "
+            "--resume_tag")
+
+
+def exists(path):
+    """Return whether `path` exists. Only "not found" means that it does not: what the system does not let us look at
+    (no permission, a stale file handle, an I/O error) may well be there."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def describe(path, sync=False):
@@ -108,16 +121,22 @@ def link(out_dir, tag, name):
 
 
 def tags(out_dir):
-    """Names of the whole tags, oldest first, best and final last."""
-    if not os.path.isdir(out_dir):
+    """Return the names of the whole tags, oldest first, best and final last; a tag that cannot be read is among them.
+    Raises UnreadableError if the folder cannot be listed."""
+    try:
+        names = os.listdir(out_dir)
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [t for t in os.listdir(out_dir) if OUR_NAMES.fullmatch(t) and is_whole(out_dir, t)]
+    except OSError as error:
+        raise UnreadableError(f"{out_dir} cannot be listed ({error.strerror}): fix that, or choose another "
+                              "--out_dir=DIR") from None
+    found = [t for t in names if OUR_NAMES.fullmatch(t) and is_whole(out_dir, t)]
     return sorted(found, key=lambda t: (0, int(t[5:]), t) if t.startswith("iter_") else (1, 0, t))
 
 
 def is_whole(out_dir, tag):
-    """Whether a tag's manifest is there, which is written last."""
-    return os.path.exists(os.path.join(out_dir, tag, "manifest.json"))
+    """Return whether a tag's manifest exists, which is written last."""
+    return exists(os.path.join(out_dir, tag, "manifest.json"))
 
 
 def iteration(out_dir, tag):
@@ -232,7 +251,7 @@ def tidy(out_dir):
             os.remove(path)
         elif not os.path.isdir(path):
             continue
-        elif kind == "old" and is_whole(out_dir, name) and not os.path.exists(final):
+        elif kind == "old" and is_whole(out_dir, name) and not exists(final):
             os.rename(path, final)
         elif kind in ("old", "saving"):
             shutil.rmtree(path)
@@ -255,7 +274,7 @@ def find_tag(out_dir, tag="latest"):
         manifest = json.loads(text)
         missing = {"iter_num", "stage", "dtype", "world_size", "files", "state"} - manifest.keys()
     except OSError as error:
-        raise UnreadableError(unreadable(error)) from None
+        raise UnreadableError(unreadable(error, os.path.join(out_dir, tag))) from None
     except (ValueError, AttributeError) as error:
         raise CheckpointError(f"{out_dir}/{tag}/manifest.json cannot be read: {error}; choose another tag, or give the "
                               "run up with --overwrite=True") from None
@@ -267,20 +286,26 @@ def find_tag(out_dir, tag="latest"):
 
 
 def damages(path, files, rank=0, world_size=1, strangers=True):
-    """What is wrong with files (name -> bytes, sha256) of a tag, one sentence each; nothing if they are whole. The
-    ranks share the hashing. strangers: whether files that are not listed are looked for."""
+    """Return what is wrong with files (name -> bytes, sha256) of a tag, one sentence each; nothing if they are whole.
+    The ranks share the hashing. strangers: whether files that are not listed are looked for. Raises OSError where a
+    file cannot be read, which says nothing about what it holds."""
     found = []
     for number, (name, entry) in enumerate(files.items()):
         file = os.path.join(path, name)
-        if not os.path.exists(file):
+        try:
+            size = os.stat(file).st_size
+        except (FileNotFoundError, NotADirectoryError):
             found.append(f"{file} is missing")
-        elif os.path.getsize(file) != entry["bytes"]:
-            found.append(f"{file} has {os.path.getsize(file)} bytes, not {entry['bytes']}")
+            continue
+        if size != entry["bytes"]:
+            found.append(f"{file} has {size} bytes, not {entry['bytes']}")
         elif number % world_size == rank and describe(file)["sha256"] != entry["sha256"]:
             found.append(f"{file} has changed since it was saved (its sha256 differs)")
         elif name.endswith(".pt"):
             try:
                 unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - SAFE_GLOBALS
+            except OSError:
+                raise
             except Exception as error:  # not torch's zip format, or a pickle that ends in the middle
                 found.append(f"{file} cannot be checked ({error}); not read")
                 continue
@@ -309,7 +334,7 @@ def first_whole(out_dir, names, fits, weights_only=False):
         except UnreadableError as error:
             problems = barred = [str(error)]
         except OSError as error:
-            problems = barred = [unreadable(error)]
+            problems = barred = [unreadable(error, os.path.join(out_dir, tag))]
         except CheckpointError as error:
             problems = [str(error)]
         passed_over[tag], barred = everyones(problems), everyones(barred)
@@ -426,8 +451,12 @@ def load_model(out_dir, tag="latest", dropout=None):
         if manifest["state"].get("lora"):
             merge(weights, manifest["state"]["lora"])
         model.load_state_dict(weights, assign=True)
-    except OSError as error:  # a run that writes beside us has pruned or replaced it
+    except UnreadableError:
+        raise
+    except FileNotFoundError as error:  # a run that writes beside us has pruned or replaced it
         raise CheckpointError(f"{out_dir}/{tag} went away while it was read ({error.strerror}): try again") from None
+    except OSError as error:
+        raise UnreadableError(unreadable(error, os.path.join(out_dir, tag))) from None
     model.lm_head.weight = model.transformer.wte.weight
     return model.eval(), manifest
 

@@ -1,7 +1,9 @@
 """Bad input: one sentence with what to do, exit code 2, no traceback, and nothing that was there is lost."""
 
+import errno
 import hashlib
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ from conftest import CHARS, ROOT, SMALL, launch
 from test_configurator import script_settings
 
 from configurator import configure
+from runtime import checkpoint
 from runtime.bins import write_dataset
 from runtime.preflight import check_run
 
@@ -164,7 +167,7 @@ SENTENCES = {
     "bit": "optim_states.pt has changed since it was saved (its sha256 differs)",
     "lost": "optim_states.pt is missing",
     "cut tag": "optim_states.pt has ",
-    "barred": "iter_4/manifest.json cannot be read (Is a directory): mend that, or name another tag with --resume_tag",
+    "barred": "iter_4/manifest.json cannot be read (Is a directory): fix that, or name another tag with --resume_tag",
     "pattern": "run[1] has *, ? or [ in it, which DeepSpeed takes for a pattern when it loads",
 }
 
@@ -333,3 +336,69 @@ def test_problems_of_all_kinds_are_told_together(monkeypatch, characters, tmp_pa
              "n_embd=32 is not divisible by n_head=3"]
     assert [next(w for w in words if w in problem) for problem in problems] == words
     assert len(CHARS) == 28
+
+
+# Tags that the system does not let us read: nobody knows whether they are whole
+
+STALE = """
+import builtins, errno, os, runpy, sys
+sys.path.insert(0, {root!r})
+def stale(function):
+    def checked(path, *args, **kwargs):
+        if str(path).startswith({bad!r}):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return function(path, *args, **kwargs)
+    return checked
+os.stat, builtins.open = stale(os.stat), stale(open)
+sys.argv[0] = os.path.join({root!r}, "train_deepspeed.py")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("bad", [["iter_4"], ["iter_2", "iter_4", "best", "final"]], ids=["the newest", "all"])
+def test_a_tag_that_cannot_be_read_ends_the_search(holder, characters, tmp_path, bad):
+    """A stale file handle, as NFS gives. An older tag is not taken instead, no new run begins, nothing is renamed."""
+    out_dir = shutil.copytree(holder, tmp_path / "out")
+    script = tmp_path / "stale.py"
+    script.write_text(STALE.format(root=str(ROOT), bad=tuple(str(out_dir / tag) for tag in bad)))
+    before = fingerprint(out_dir)
+    run = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", "--init_from=auto",
+                 "--max_iters=6", launcher="python")
+    (line,) = run.stderr.splitlines()
+    assert run.returncode == 2 and line == (f"{out_dir}/iter_4/manifest.json cannot be read (Stale file handle): fix "
+                                            "that, or name another tag with --resume_tag"), run.stdout
+    assert fingerprint(out_dir) == before
+
+
+def deny(monkeypatch, function, path):
+    """From now on os.`function` refuses this path."""
+    allowed = getattr(os, function)
+
+    def denied(where, *args, **kwargs):
+        if str(where) == str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(where))
+        return allowed(where, *args, **kwargs)
+
+    monkeypatch.setattr(os, function, denied)
+
+
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(monkeypatch, characters, tmp_path, holder):
+    out_dir = shutil.copytree(holder, tmp_path / "out")
+    deny(monkeypatch, "listdir", out_dir)
+    run, problems = check(monkeypatch, characters, tmp_path, 0, None, "--init_from=auto")
+    assert problems == [f"{out_dir} cannot be listed (Permission denied): fix that, or choose another --out_dir=DIR"]
+
+
+def test_a_tag_that_cannot_be_looked_at_is_present_and_not_set_aside(monkeypatch, tmp_path, holder):
+    out_dir = shutil.copytree(holder, tmp_path / "out")
+    deny(monkeypatch, "stat", out_dir / "iter_4" / "manifest.json")
+    checkpoint.tidy(out_dir)
+    assert checkpoint.tags(out_dir) == ["iter_2", "iter_4", "best", "final"]
+    assert checkpoint.earlier_run(out_dir / "iter_4") == (str(out_dir), "iter_4")
+
+
+def test_a_file_that_cannot_be_looked_at_is_not_missing(monkeypatch, holder):
+    _, manifest = checkpoint.find_tag(holder, "iter_4")
+    deny(monkeypatch, "stat", holder / "iter_4" / next(iter(manifest["files"])))
+    with pytest.raises(PermissionError):
+        checkpoint.damages(holder / "iter_4", manifest["files"])
