@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.dist import everyones, print0, quiet
+from runtime.fetch import sync
 
 STATE = "gpt2"  # our one key in DeepSpeed's client_state, whose other keys are the engine's own
 # What DeepSpeed's optimizer files name beyond tensors and plain containers. Reading a file that names anything else
@@ -84,16 +85,7 @@ def write_atomically(path, text):
         f.flush()
         os.fsync(f.fileno())
     os.replace(path + ".tmp", path)
-    sync_folder(os.path.dirname(path))
-
-
-def sync_folder(path):
-    """Make the names in a folder durable, too."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync(os.path.dirname(path))
 
 
 def put_in_place(work, final):
@@ -103,7 +95,7 @@ def put_in_place(work, final):
     if os.path.exists(final):
         os.rename(final, old)
     os.rename(work, final)
-    sync_folder(os.path.dirname(final))
+    sync(os.path.dirname(final))
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -112,11 +104,16 @@ def link(out_dir, tag, name):
     source, work = os.path.join(out_dir, tag), os.path.join(out_dir, name + ".saving")
     shutil.rmtree(work, ignore_errors=True)
     os.makedirs(work)
-    for file in os.listdir(source):
-        try:
-            os.link(os.path.join(source, file), os.path.join(work, file))
-        except OSError:
-            shutil.copy2(os.path.join(source, file), work)
+    try:
+        for file in os.listdir(source):
+            try:
+                os.link(os.path.join(source, file), os.path.join(work, file))
+            except OSError:
+                sync(shutil.copy2(os.path.join(source, file), work))
+        sync(work)
+    except OSError:  # a full disk: make room for the next tag
+        shutil.rmtree(work, ignore_errors=True)
+        raise
     put_in_place(work, os.path.join(out_dir, name))
 
 

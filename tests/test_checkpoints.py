@@ -1,7 +1,9 @@
 """Tags: their size, what DeepSpeed's tools and ours read from them, saving that waits, weights alone."""
 
 import argparse
+import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,7 +14,8 @@ import torch
 from conftest import EIGHT, ROOT, SMALL, done, launch, stage
 
 from runtime import memory
-from runtime.checkpoint import CheckpointError, find_tag, fp32_weights, load_model
+from runtime.checkpoint import CheckpointError, find_tag, fp32_weights, link, load_model
+from runtime.metrics import trim_history
 from runtime.save import tag_bytes
 from runtime.shards import MOMENTS, Shards
 
@@ -163,3 +166,31 @@ def test_weights_alone(train, whole, tmp_path):
     back = done(train(*args, "--max_iters=8", ranks=2, launcher="torchrun", out_dir=out_dir))
     assert back.stdout.count("passing over") == 3 and "iteration 6" in back.stdout
     assert back.losses == whole(2).losses
+
+
+# What a power cut or a full disk leaves
+
+
+def no_links(*_):
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_best_is_on_the_disk_before_it_has_its_name(monkeypatch, disk_calls, whole, tmp_path, links):
+    out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out")
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    link(out_dir, "iter_6", "best")
+    work, names = str(out_dir / "best.saving"), os.listdir(out_dir / "best")
+    before = disk_calls[:disk_calls.index(("rename", str(out_dir / "best")))]
+    files = set() if links else {("fsync", os.path.join(work, name)) for name in names}
+    assert files <= set(before) and ("fsync", work) in before and len(names) > 3
+    assert disk_calls[-1] == ("fsync", str(out_dir))
+
+
+def test_the_history_is_on_the_disk_before_the_old_one_goes(disk_calls, tmp_path):
+    path = tmp_path / "history.jsonl"
+    path.write_text("".join(json.dumps({"iter": i}) + "\n" for i in range(5)))
+    trim_history(tmp_path, 2)
+    assert len(path.read_text().splitlines()) == 3
+    assert disk_calls == [("fsync", f"{path}.tmp"), ("replace", str(path)), ("fsync", str(tmp_path))]
