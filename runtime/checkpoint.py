@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import time
 
 import torch
 import torch.distributed as dist
@@ -136,6 +137,13 @@ def is_whole(out_dir, tag):
     return exists(os.path.join(out_dir, tag, "manifest.json"))
 
 
+def wait_for(out_dir, tag):
+    """Wait up to a second for a tag that put_in_place() has just moved away and is about to replace."""
+    end = time.monotonic() + 1
+    while not is_whole(out_dir, tag) and is_whole(out_dir, tag + ".old") and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 def iteration(out_dir, tag):
     """The iteration that a tag holds; where its manifest cannot be read, what its name says, or -1."""
     try:
@@ -173,8 +181,10 @@ def remove(out_dir, tag):
 def earlier_run(path):
     """(out_dir, tag) of a run's out_dir, whose best tag or else newest is meant, or of a tag's own folder; or None."""
     path = os.path.normpath(path)
+    wait_for(*os.path.split(path))
     if is_whole(*os.path.split(path)):
         return os.path.split(path)
+    wait_for(path, "best")
     there = tags(path)
     return (path, "best" if "best" in there else newest_tag(path)) if there else None
 
@@ -259,6 +269,7 @@ def tidy(out_dir):
 
 def find_tag(out_dir, tag="latest"):
     """(tag, manifest) of a whole tag; 'latest' takes the newest. Raises CheckpointError, naming those there are."""
+    wait_for(out_dir, tag)
     there = tags(out_dir)
     if not there and not is_whole(out_dir, tag):
         raise CheckpointError(f"{out_dir} holds no checkpoint: name another folder with --out_dir=DIR")

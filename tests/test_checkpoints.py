@@ -8,13 +8,15 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
 from conftest import EIGHT, ROOT, SMALL, done, launch, stage
 
 from runtime import memory
-from runtime.checkpoint import CheckpointError, find_tag, fp32_weights, link, load_model
+from runtime.checkpoint import CheckpointError, earlier_run, find_tag, fp32_weights, link, load_model
 from runtime.metrics import trim_history
 from runtime.save import tag_bytes
 from runtime.shards import MOMENTS, Shards
@@ -186,6 +188,23 @@ def test_best_is_on_the_disk_before_it_has_its_name(monkeypatch, disk_calls, who
     files = set() if links else {("fsync", os.path.join(work, name)) for name in names}
     assert files <= set(before) and ("fsync", work) in before and len(names) > 3
     assert disk_calls[-1] == ("fsync", str(out_dir))
+
+
+def test_a_tag_that_is_being_replaced_is_waited_for(whole, tmp_path):
+    """put_in_place() renames twice; here the second comes 0.3 s after the first."""
+    out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out")
+    best, old = out_dir / "best", out_dir / "best.old"
+    for read in (lambda: find_tag(out_dir, "best")[0], lambda: earlier_run(out_dir)[1], lambda: earlier_run(best)[1]):
+        best.rename(old)
+        second = threading.Timer(0.3, old.rename, [best])
+        second.start()
+        assert read() == "best"
+        second.join()
+    best.rename(old)  # of a run that was killed
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match="no whole tag 'best'"):
+        find_tag(out_dir, "best")
+    assert time.monotonic() - began < 3
 
 
 def test_the_history_is_on_the_disk_before_the_old_one_goes(disk_calls, tmp_path):
