@@ -458,8 +458,11 @@ def tell_trouble(why):
 # The loop
 
 if rank == 0 and run.tag and run.tag.startswith("iter_") and not eval_only:
-    for name in names_of(state["improved"]):  # a run that was killed right after a save has not come to it
-        checkpoint.link(out_dir, run.tag, name)
+    try:
+        for name in names_of(state["improved"]):  # a run that was killed right after a save has not come to it
+            checkpoint.link(out_dir, run.tag, name)
+    except OSError as error:  # the tag itself is whole
+        print0(f"{name} could not be linked to {run.tag} ({error.strerror}); the run continues without: make room")
 first_iter = iter_num
 seen_before = [(state if run.tag else {}).get("seen", {}).get(one.name, 0) for one in run.sets]
 saver = Saver(engine, out_dir, keep_last, run.tag_bytes, beside=async_save,

@@ -213,3 +213,24 @@ def test_the_history_is_on_the_disk_before_the_old_one_goes(disk_calls, tmp_path
     trim_history(tmp_path, 2)
     assert len(path.read_text().splitlines()) == 3
     assert disk_calls == [("fsync", f"{path}.tmp"), ("replace", str(path)), ("fsync", str(tmp_path))]
+
+
+def test_a_full_disk_when_best_is_linked_does_not_end_a_run_that_resumes(train, characters, tmp_path):
+    """On a file system without hard links, where best and final are copies."""
+    out_dir = tmp_path / "out"
+    done(train("--max_iters=2", out_dir=out_dir))
+    script = tmp_path / "full.py"
+    script.write_text(f"""
+import errno, os, runpy, shutil, sys
+sys.path.insert(0, {str(ROOT)!r})
+def full(source, to, **_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(to))
+os.link = shutil.copy2 = full
+sys.argv[0] = {str(ROOT / "train_deepspeed.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+""")
+    run = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", "--init_from=auto",
+                 launcher="python")
+    assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr
+    assert "best could not be linked to iter_2 (No space left on device); the run continues without" in run.stdout
+    assert find_tag(out_dir)[0] == "iter_4" and not list(out_dir.glob("*.saving"))
