@@ -12,6 +12,7 @@ and parameter names are those of transformers' GPT2LMHeadModel.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -28,6 +29,16 @@ from torch.utils.checkpoint import checkpoint
 
 PRETRAINED = {  # layers, heads, width
     "gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600),
+}  # fmt: skip
+HUB = {  # of openai-community/NAME on the Hugging Face hub: the revision, and its model.safetensors' sha256
+    "gpt2": ("607a30d783dfa663caf39e06633721c8d4cfcd7e",
+             "248dfc3911869ec493c76e65bf2fcf7f615828b0254c12b473182f0f81d3a707"),
+    "gpt2-medium": ("6dcaa7a952f72f9298047fd5137cd6e4f05f41da",
+                    "fc5a354a19255ad494f3d71549390baca1ccf61d1d822b9408971705c687c9cd"),
+    "gpt2-large": ("32b71b12589c2f8d625668d2335a01cac3249519",
+                   "5f47f3e12f91cd33b662ce7e433b6150ad5512b5884a2cee961b50e9c3bbebce"),
+    "gpt2-xl": ("15ea56dee5df4983c59b2538573817e1667135e2",
+                "0f8b28eb05a8075f48b61b6f35332978c74fc7763fa9fb4051a1c30511736a6a"),
 }  # fmt: skip
 LOSS_ROWS = 4096  # rows of logits that exist at one time; 4096 x 50304 in bf16 are 412 MB
 
@@ -466,18 +477,45 @@ def sample_token(logits, temperature, top_k, top_p, generator=None):
 
 
 def fetch_from_hub(name):
-    """The local folder of a GPT-2 on the Hugging Face hub, downloaded if it is not in the cache."""
+    """Return the local folder of a GPT-2 on the Hugging Face hub, downloaded if it is not in the cache, with the hash
+    of its weights checked. Raises WeightsError."""
     if name not in PRETRAINED:
         raise WeightsError(f"'{name}' is neither a folder, a file nor one of {', '.join(PRETRAINED)}")
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
+    repo, files, (revision, sha256) = f"openai-community/{name}", ("config.json", "model.safetensors"), HUB[name]
     try:
-        return snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", "model.safetensors"])
+        if not all(isinstance(try_to_load_from_cache(repo, file, revision=revision), str) for file in files):
+            HfApi().model_info(repo, revision=revision)  # without a network fails at once; a download retries for 30 s
+        for file in files:
+            path = hf_hub_download(repo, file, revision=revision)
+        weights = os.path.realpath(path)  # the cache has links in its folders of revisions
+        found = sha256_of(weights, path + ".sha256")
     except Exception as error:  # httpx, hub and OS errors have no common base, and all mean the same to the user
         raise WeightsError(
             f"the weights of {name} could not be fetched ({type(error).__name__}); fetch config.json and "
             "model.safetensors elsewhere and give their folder as --init_from=DIR, or set HF_ENDPOINT to a mirror"
         ) from None
+    if found != sha256:
+        raise WeightsError(f"{weights} has the sha256 {found}, but {name}'s is {sha256}: delete it and start again to "
+                           "fetch it anew, or give a folder of weights as --init_from=DIR")
+    return os.path.dirname(path)
+
+
+def sha256_of(path, note):
+    """Return a file's sha256, and keep it in the file `note` with the size and the time that it holds for: gigabytes
+    are hashed after their download, and not at every start by every rank. Where `note` cannot be written they are."""
+    stat = os.stat(path)
+    state = f"{stat.st_size} {stat.st_mtime_ns} "
+    with contextlib.suppress(OSError, ValueError), open(note, encoding="utf-8") as f:
+        kept = f.read()
+        if kept.startswith(state) and len(kept) == len(state) + 64:
+            return kept[len(state):]
+    with open(path, "rb") as f:
+        sha256 = hashlib.file_digest(f, "sha256").hexdigest()
+    with contextlib.suppress(OSError), open(note, "w", encoding="utf-8") as f:
+        f.write(state + sha256)
+    return sha256
 
 
 def read_config(source):
