@@ -18,7 +18,7 @@ import math
 import os
 import pickle
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -59,11 +59,28 @@ class GPTConfig:
     gelu: str = "tanh"  # its form, by PyTorch's names: "tanh" is GPT-2's, and "none", the exact one, nanoGPT's
 
     def __post_init__(self):
-        for name in ("n_layer", "n_head", "n_embd"):
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number")
+        for name in ("vocab_size", "n_layer", "n_head", "n_embd"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if type(self.dropout) not in (int, float) or type(self.bias) is not bool or self.gelu not in ("tanh", "none"):
+            raise ValueError(f"dropout={self.dropout!r}, bias={self.bias!r}, gelu={self.gelu!r}: one is not possible")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
+
+    @classmethod
+    def from_dict(cls, shape):
+        """Return the configuration that a file holds. Raises ValueError where it holds none."""
+        if not isinstance(shape, dict):
+            raise ValueError("the model's shape is not an object")
+        if strange := sorted(shape.keys() - {field.name for field in fields(cls)}):
+            raise ValueError(f"the model has {', '.join(strange)}, which this version does not know")
+        needed = "block_size", "vocab_size", "n_layer", "n_head", "n_embd"
+        if lacking := [name for name in needed if name not in shape]:
+            raise ValueError(f"the model lacks {', '.join(lacking)}")
+        return cls(**shape)
 
     @property
     def padded_vocab_size(self):
@@ -526,8 +543,19 @@ def read_config(source):
     try:
         with open(os.path.join(source, "config.json"), encoding="utf-8") as f:
             hf = json.load(f)
+        if not isinstance(hf, dict):
+            raise ValueError("it is not an object")
+        config = GPTConfig(
+            block_size=hf.get("n_positions", 1024),
+            vocab_size=hf.get("vocab_size", 50257),
+            n_layer=hf.get("n_layer", 12),
+            n_head=hf.get("n_head", 12),
+            n_embd=hf.get("n_embd", 768),
+            gelu="none" if hf.get("activation_function") == "gelu" else "tanh",
+        )
     except (OSError, ValueError) as error:
-        raise WeightsError(f"{source}: config.json cannot be read ({error})") from None
+        raise WeightsError(f"{source}: config.json cannot be read ({error}); fetch it again, or name another folder "
+                           "with --init_from=DIR") from None
     expected = {
         "model_type": ("gpt2",),
         "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
@@ -535,19 +563,12 @@ def read_config(source):
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "tie_word_embeddings": (True,),
-        "n_inner": (None, 4 * hf.get("n_embd", 768)),
+        "n_inner": (None, 4 * config.n_embd),
     }
     for key, values in expected.items():
         if hf.get(key, values[0]) not in values:
             raise WeightsError(f"{source}: config.json has {key}={hf[key]!r}, which is not GPT-2's {values[0]!r}")
-    return GPTConfig(
-        block_size=hf.get("n_positions", 1024),
-        vocab_size=hf.get("vocab_size", 50257),
-        n_layer=hf.get("n_layer", 12),
-        n_head=hf.get("n_head", 12),
-        n_embd=hf.get("n_embd", 768),
-        gelu="none" if hf.get("activation_function") == "gelu" else "tanh",
-    )
+    return config
 
 
 def unpickled(path):

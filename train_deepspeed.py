@@ -217,15 +217,15 @@ torch.manual_seed(seed)  # the same weights on every rank
 if run.init_from in ("scratch", "resume"):
     with torch.device(device):
         model = GPT(run.model)
-elif run.before:
-    model = checkpoint.load_model(*run.before, dropout=dropout)[0].to(device).train()
-    model.crop_block_size(block_size)
 else:
     problems = []
     try:
-        model = GPT.from_pretrained(run.weights, dropout=dropout, device=device, dtype=getattr(torch, run.dtype))
+        if run.before:
+            model = checkpoint.load_model(*run.before, dropout=dropout)[0].to(device).train()
+        else:
+            model = GPT.from_pretrained(run.weights, dropout=dropout, device=device, dtype=getattr(torch, run.dtype))
         model.crop_block_size(block_size)
-    except WeightsError as error:
+    except (WeightsError, checkpoint.CheckpointError) as error:
         problems = [str(error)]
     refuse_together(problems)
 if run.lora:
@@ -269,7 +269,7 @@ if run.tag:
     checkpoint.load(engine, out_dir, run.tag, manifest, facts, resume_weights_only)
     torch.distributed.barrier()
     print0(f"loaded in {time.time() - began:.1f} s")
-    iter_num, best_val_loss, wandb_id = state["iter_num"], state["best_val_loss"], state["wandb_id"]
+    iter_num, best_val_loss, wandb_id = state["iter_num"], state["best_val_loss"], state.get("wandb_id")
     stale = state.get("stale", 0)
 base = None if run.before else run.init_from  # what PEFT is to put the thin matrices beside
 lora_state = run.lora and {**run.lora, "base": state["lora"]["base"] if run.tag else base}
@@ -390,7 +390,7 @@ def finished():
 
 def names_of(improved):
     """The names that this iteration's tag bears beside its own."""
-    return ["best"] * improved + ["final"] * finished()
+    return ["best"] * bool(improved) + ["final"] * finished()
 
 
 def save(improved):
@@ -459,7 +459,7 @@ def tell_trouble(why):
 
 if rank == 0 and run.tag and run.tag.startswith("iter_") and not eval_only:
     try:
-        for name in names_of(state["improved"]):  # a run that was killed right after a save has not come to it
+        for name in names_of(state.get("improved")):  # a run that was killed right after a save has not come to it
             checkpoint.link(out_dir, run.tag, name)
     except OSError as error:  # the tag itself is whole
         print0(f"{name} could not be linked to {run.tag} ({error.strerror}); the run continues without: make room")

@@ -23,6 +23,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from model import GPT, GPTConfig
 from runtime.dist import everyones, print0, quiet
 from runtime.fetch import sync
 
@@ -34,6 +35,16 @@ SAFE_GLOBALS = {
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
+}
+MAYBE = type(...)  # a key that may be missing
+MANIFEST = {  # what its readers rely on: types, and of objects the keys
+    "iter_num": int, "stage": int, "dtype": str, "world_size": int, "files": dict,
+    "state": {
+        "iter_num": int, "best_val_loss": (int, float), "stale": (int, MAYBE), "stages": (list, MAYBE),
+        "seen": (dict, MAYBE), "norms": (list, MAYBE), "lora": (dict, type(None), MAYBE), "model": dict,
+        "data": {"tokenizer": {"kind": str}, "vocab_size": int},
+        "settings": {"dataset": (str, dict), "batch_size": int, "gradient_accumulation_steps": int},
+    },
 }
 OUR_NAMES = re.compile(r"iter_\d+|best|final")
 
@@ -290,7 +301,23 @@ def find_tag(out_dir, tag="latest"):
         raise CheckpointError(f"{out_dir}/{tag}/manifest.json lacks {', '.join(sorted(missing))}: not one of ours")
     if manifest.get("format") != 1 and text != sealed(manifest):  # format 1 had no seal
         raise CheckpointError(f"{out_dir}/{tag}/manifest.json has changed since it was saved (its seal differs)")
+    try:
+        check_shape(manifest, MANIFEST, "it")
+        for name, entry in manifest["files"].items():
+            check_shape(entry, {"bytes": int, "sha256": str}, name)
+        GPTConfig.from_dict(manifest["state"]["model"])
+    except ValueError as error:
+        raise CheckpointError(f"{out_dir}/{tag}/manifest.json is not one that this version can read ({error}): choose "
+                              "another tag, or give the run up with --overwrite=True") from None
     return tag, manifest
+
+
+def check_shape(node, shape, where):
+    """Raise ValueError unless a node of a JSON file is as MANIFEST describes its parts."""
+    if not isinstance(node, dict if isinstance(shape, dict) else shape):
+        raise ValueError(f"{where} is missing" if node is ... else f"{where} is {node!r:.40}")
+    for key in shape if isinstance(shape, dict) else ():
+        check_shape(node.get(key, ...), shape[key], key)
 
 
 def damages(path, files, rank=0, world_size=1, strangers=True):
@@ -447,7 +474,6 @@ def write_cache(cache, shards, seal):
 def load_model(out_dir, tag="latest", dropout=None):
     """(GPT in eval mode with a tag's fp32 weights, on the CPU; the tag's manifest). Holds the weights once. Tags of any
     stage, precision and number of ranks; what LoRA has learnt is added to the weights. Raises CheckpointError."""
-    from model import GPT, GPTConfig
     from runtime.lora import merge
 
     tag, manifest = find_tag(out_dir, tag)

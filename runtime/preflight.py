@@ -336,7 +336,11 @@ def brings(weights, tokenizer):
     if tokenizer["kind"] == "char" and os.path.exists(path):
         from tokenizers import Tokenizer
 
-        return Tokenizer.from_file(path).get_vocab() == {c: i for i, c in enumerate(tokenizer["chars"])}
+        try:
+            vocab = Tokenizer.from_file(path).get_vocab()
+        except Exception as error:  # the library has no class for its own
+            raise ValueError(f"{path} is not a tokenizer ({error}): restore it, or remove it") from None
+        return vocab == {c: i for i, c in enumerate(tokenizer["chars"])}
     return os.path.isfile(weights) or os.path.exists(path) and describe(path)["sha256"] == tokenizer.get("sha256")
 
 

@@ -468,6 +468,14 @@ def test_a_folder_without_weights_or_config_is_refused(copy):
     assert "config.json cannot be read" in refused(copy)
 
 
+@pytest.mark.parametrize("config", [
+    [], None, "gpt2", {"n_layer": "2"}, {"n_layer": None}, {"n_embd": {}}, {"n_head": 2.0}, {"vocab_size": 0},
+    {"n_positions": True}, {"n_embd": 33}])
+def test_a_malformed_config_is_refused(copy, config):
+    (copy / "config.json").write_text(json.dumps(config))
+    assert "config.json cannot be read" in refused(copy)
+
+
 def test_an_unknown_name_is_refused():
     with pytest.raises(WeightsError, match="'gpt3' is neither a folder, a file nor one of gpt2, gpt2-medium"):
         GPT.from_pretrained("gpt3")

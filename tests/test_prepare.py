@@ -436,7 +436,7 @@ MISTAKES = {
     "no column": ("number.parquet --field=txt", "number.parquet has no column 'txt'; it has text, body: name the"),
     "no text column": ("number.parquet", "number.parquet: the column 'text' is of int64, not of text"),
     "no tokenizer": ("one.txt --tokenizer=tokenizer", "tokenizer has no tokenizer.json: --tokenizer takes"),
-    "bad tokenizer": ("one.txt --tokenizer=bad", "bad/tokenizer.json is no tokenizer"),
+    "bad tokenizer": ("one.txt --tokenizer=bad", "bad/tokenizer.json is not a tokenizer"),
     "other data": ("good.jsonl --name=./made", "made holds a data set that was not prepared from this: choose another"),
 }
 

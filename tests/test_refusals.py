@@ -67,6 +67,19 @@ def bad(tmp_path_factory, holder, characters):
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
 
+    def resealed(name, change):
+        copy = shutil.copytree(holder, folder / name)
+        manifest = json.loads((copy / "iter_4" / "manifest.json").read_text())
+        change(manifest)
+        (copy / "iter_4" / "manifest.json").unlink()
+        (copy / "iter_4" / "manifest.json").write_text(checkpoint.sealed(manifest))
+        return copy
+
+    def weights(name, file, content):
+        copy = shutil.copytree(folder / "tiny", folder / name)
+        (copy / file).write_text(content)
+        return [f"--init_from={copy}", "--block_size=16", *NO_SHAPE]
+
     barred = shutil.copytree(holder, folder / "barred")
     (barred / "iter_4" / "manifest.json").unlink()
     (barred / "iter_4" / "manifest.json").mkdir()
@@ -120,6 +133,16 @@ def bad(tmp_path_factory, holder, characters):
         "cut tag": damaged("cut-tag", lambda path: cut(path, -7)),
         "barred": ["--init_from=resume", f"--out_dir={barred}"],
         "pattern": [f"--out_dir={folder}/run[1]"],
+        "unknown key": ["--init_from=resume", "--resume_tag=iter_4", "--out_dir={}".format(
+            resealed("key", lambda manifest: manifest["state"]["model"].update(n_expert=4)))],
+        "no bytes": ["--init_from=resume", "--resume_tag=iter_4", "--out_dir={}".format(
+            resealed("bytes", lambda manifest: next(iter(manifest["files"].values())).pop("bytes")))],
+        "stage of another": [*NO_SHAPE, "--init_from={}".format(
+            resealed("earlier", lambda manifest: manifest["state"].pop("settings")) / "iter_4")],
+        "damaged stage": [*NO_SHAPE, f"--init_from={folder}/bit/iter_4", f"--out_dir={folder}/second"],
+        "list": weights("list", "config.json", "[1, 2]"),
+        "text": weights("text", "config.json", '{"model_type": "gpt2", "n_layer": "2"}'),
+        "tokenizer": weights("tokenizer", "tokenizer.json", '{"model": '),
     }
 
 
@@ -169,6 +192,13 @@ SENTENCES = {
     "cut tag": "optim_states.pt has ",
     "barred": "iter_4/manifest.json cannot be read (Is a directory): fix that, or name another tag with --resume_tag",
     "pattern": "run[1] has *, ? or [ in it, which DeepSpeed takes for a pattern when it loads",
+    "unknown key": "this version can read (the model has n_expert, which this version does not know): choose another",
+    "no bytes": "iter_4/manifest.json is not one that this version can read (bytes is missing): choose another tag",
+    "stage of another": "iter_4/manifest.json is not one that this version can read (settings is missing): choose",
+    "damaged stage": "iter_4/zero_pp_rank_0_mp_rank_00_optim_states.pt has changed since it was saved",
+    "list": "list: config.json cannot be read (it is not an object); fetch it again, or name another folder",
+    "text": "config.json cannot be read (n_layer='2' must be a whole number); fetch it again, or name another folder",
+    "tokenizer": "tokenizer/tokenizer.json is not a tokenizer (",
 }
 
 
