@@ -387,6 +387,9 @@ def load(engine, out_dir, tag, manifest, fresh_manifest, weights_only=False):
     from runtime.shards import Shards, put
 
     was, now = ("{world_size} ranks at ZeRO stage {stage} in {dtype}".format(**m) for m in (manifest, fresh_manifest))
+    if weights_only and manifest["stage"] < 3 and manifest["dtype"] != "float32":
+        print0(f"note       weights of {out_dir}/{tag} are read in {manifest['dtype']}, as its model file has them: "
+               "resume without --resume_weights_only=True to keep their float32 precision")
     if was != now or weights_only:
         print0(f"re-sharding {out_dir}/{tag}: saved by {was}, now {now}{', weights only' if weights_only else ''}")
         put(engine, Shards(os.path.join(out_dir, tag), manifest, weights_only), weights_only)

@@ -164,10 +164,19 @@ def test_weights_alone(train, whole, tmp_path):
                        out_dir=shutil.copytree(out_dir, tmp_path / "alone")))
     assert "iteration 8" in alone.stdout and "now 2 ranks at ZeRO stage 2 in float32, weights only" in alone.stdout
     assert list(alone.losses) == list(range(1, 11)) and "passing over" not in alone.stdout
+    assert "as its model file has them" not in alone.stdout
     assert alone.losses[9] < whole(2).losses[1] - 0.1  # trained weights
     back = done(train(*args, "--max_iters=8", ranks=2, launcher="torchrun", out_dir=out_dir))
     assert back.stdout.count("passing over") == 3 and "iteration 6" in back.stdout
     assert back.losses == whole(2).losses
+
+
+def test_weights_alone_in_half_precision_are_noted(train):
+    first = done(train("--dtype=bfloat16", "--max_iters=1"))
+    args = ("--dtype=bfloat16", "--max_iters=2", "--init_from=resume")
+    alone = done(train(*args, "--resume_weights_only=True", out_dir=first.out_dir))
+    assert (f"note       weights of {first.out_dir}/iter_1 are read in bfloat16, as its model file has them: resume "
+            "without --resume_weights_only=True to keep their float32 precision") in alone.stdout
 
 
 # What a power cut or a full disk leaves
