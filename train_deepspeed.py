@@ -401,6 +401,7 @@ def save(improved):
     print0(f"saving checkpoint to {out_dir}/{tag}")
     state = {"iter_num": iter_num, "best_val_loss": best_val_loss, "stale": stale, "improved": improved,
              "wandb_id": wandb_id, "settings": settings, "model": vars(run.model), "lora": lora_state, "stages": stages,
+             "norms": list(norms.seen),
              "seen": dict(zip([one.name for one in run.sets], sequences_seen(), strict=True)),
              "data": {k: run.meta[k] for k in ("tokenizer", "vocab_size")}}
     saver.save(tag, {"iter_num": iter_num, **facts}, state, names_of(improved))
@@ -474,7 +475,7 @@ elif iter_num >= max_iters:
 batches = train_batches(sources, iter_num, rank, world_size, settings, run.meta["vocab_size"], device)
 peak = metrics.peak_flops(device)
 engine.train()
-exit_code, bad_steps, norms = None, 0, guards.Norms()
+exit_code, bad_steps, norms = None, 0, guards.Norms(state.get("norms", ()) if run.tag else ())
 tracer = None
 if profile:
     if rank == 0:
