@@ -128,6 +128,10 @@ def run_config_file(path, settings, root):
     if found is None:
         hint = f": did you mean --{path.lstrip('-')}?" if "=" in path else "; settings are written --key=value"
         raise SettingsError(f"there is no config file {path}{hint}")
+    if not path.endswith(".py"):  # other files may be Python by accident: much JSON is
+        hint = (f"a DeepSpeed configuration is given as --deepspeed_config={path}" if path.endswith(".json")
+                and "deepspeed_config" in settings else "config files end in .py, and settings are written --key=value")
+        raise SettingsError(f"{path} is not a config file: {hint}")
     names = dict(settings)
     try:
         with open(found, encoding="utf-8") as f:

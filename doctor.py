@@ -396,7 +396,7 @@ def weights(run):
 
     from huggingface_hub import constants, try_to_load_from_cache
 
-    from model import PRETRAINED
+    from model import HUB, PRETRAINED
 
     name = run["init_from"] if run else "gpt2-xl"
     if name not in PRETRAINED:
@@ -404,10 +404,10 @@ def weights(run):
         yield (OK, "weights", name, "") if there else (graver(run), "weights", f"{name} is not there",
                                                        "--init_from=PATH")
         return
-    if isinstance(try_to_load_from_cache(f"openai-community/{name}", "model.safetensors"), str):
+    if isinstance(try_to_load_from_cache(f"openai-community/{name}", "model.safetensors", revision=HUB[name][0]), str):
         yield OK, "weights", f"{name} is in the cache", ""
         return
-    address = f"{constants.ENDPOINT}/openai-community/{name}/resolve/main/config.json"
+    address = f"{constants.ENDPOINT}/openai-community/{name}/resolve/{HUB[name][0]}/config.json"
     try:
         with urllib.request.urlopen(address, timeout=5):
             yield OK, "weights", f"{name} can be fetched from {constants.ENDPOINT}", ""

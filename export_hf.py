@@ -20,6 +20,7 @@ settings = configurator.from_command_line(globals())
 globals().update(settings)
 
 import os
+import secrets
 import shutil
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -83,7 +84,7 @@ from runtime.model_card import card
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-work, rounding = to + ".saving", ""
+work, rounding = None, ""
 try:
     model, _ = load_model(out_dir, tag)
     model.crop_vocab_size(vocab_size)
@@ -95,8 +96,9 @@ try:
             exact = model(idx)
             moved = model.to(getattr(torch, dtype)).to(torch.float32)(idx) - exact
         rounding = f" Rounding the weights to {dtype} moves logits by up to {moved.abs().max().item():.1e}."
-    shutil.rmtree(work, ignore_errors=True)
-    os.makedirs(work)
+    aside = f"{to}.{secrets.token_hex(4)}.saving"
+    os.makedirs(aside)
+    work = aside  # ours, and to be removed, only from here on
     hf.write_model(model, work, end_of_text(kind), dtype)
     write_tokenizer(work, kind, model.config.block_size)
     hf.check_tokenizer(work, encode, decode(ids))
@@ -113,5 +115,6 @@ except (OSError, SafetensorError) as error:
     why = getattr(error, "strerror", None) or error
     refuse(f"{to} cannot be written ({why}): make room, or name another folder with --to=DIR")
 finally:
-    shutil.rmtree(work, ignore_errors=True)
+    if work:
+        shutil.rmtree(work, ignore_errors=True)
 print(f"{checked}\nwritten to {to}: {human(size)} of weights in {dtype}")

@@ -12,12 +12,13 @@ and parameter names are those of transformers' GPT2LMHeadModel.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
 import pickle
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -28,6 +29,16 @@ from torch.utils.checkpoint import checkpoint
 
 PRETRAINED = {  # layers, heads, width
     "gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600),
+}  # fmt: skip
+HUB = {  # of openai-community/NAME on the Hugging Face hub: the revision, and its model.safetensors' sha256
+    "gpt2": ("607a30d783dfa663caf39e06633721c8d4cfcd7e",
+             "248dfc3911869ec493c76e65bf2fcf7f615828b0254c12b473182f0f81d3a707"),
+    "gpt2-medium": ("6dcaa7a952f72f9298047fd5137cd6e4f05f41da",
+                    "fc5a354a19255ad494f3d71549390baca1ccf61d1d822b9408971705c687c9cd"),
+    "gpt2-large": ("32b71b12589c2f8d625668d2335a01cac3249519",
+                   "5f47f3e12f91cd33b662ce7e433b6150ad5512b5884a2cee961b50e9c3bbebce"),
+    "gpt2-xl": ("15ea56dee5df4983c59b2538573817e1667135e2",
+                "0f8b28eb05a8075f48b61b6f35332978c74fc7763fa9fb4051a1c30511736a6a"),
 }  # fmt: skip
 LOSS_ROWS = 4096  # rows of logits that exist at one time; 4096 x 50304 in bf16 are 412 MB
 FP16_GRAD_FACTOR = 1024.0  # float16 rounds to 0 what is below 3e-8, as many gradients of logits are
@@ -49,11 +60,28 @@ class GPTConfig:
     gelu: str = "tanh"  # its form, by PyTorch's names: "tanh" is GPT-2's, and "none", the exact one, nanoGPT's
 
     def __post_init__(self):
-        for name in ("n_layer", "n_head", "n_embd"):
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number")
+        for name in ("vocab_size", "n_layer", "n_head", "n_embd"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if type(self.dropout) not in (int, float) or type(self.bias) is not bool or self.gelu not in ("tanh", "none"):
+            raise ValueError(f"dropout={self.dropout!r}, bias={self.bias!r}, gelu={self.gelu!r}: one is not possible")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
+
+    @classmethod
+    def from_dict(cls, shape):
+        """Return the configuration that a file holds. Raises ValueError where it holds none."""
+        if not isinstance(shape, dict):
+            raise ValueError("the model's shape is not an object")
+        if strange := sorted(shape.keys() - {field.name for field in fields(cls)}):
+            raise ValueError(f"the model has {', '.join(strange)}, which this version does not know")
+        needed = "block_size", "vocab_size", "n_layer", "n_head", "n_embd"
+        if lacking := [name for name in needed if name not in shape]:
+            raise ValueError(f"the model lacks {', '.join(lacking)}")
+        return cls(**shape)
 
     @property
     def padded_vocab_size(self):
@@ -469,18 +497,45 @@ def sample_token(logits, temperature, top_k, top_p, generator=None):
 
 
 def fetch_from_hub(name):
-    """The local folder of a GPT-2 on the Hugging Face hub, downloaded if it is not in the cache."""
+    """Return the local folder of a GPT-2 on the Hugging Face hub, downloaded if it is not in the cache, with the hash
+    of its weights checked. Raises WeightsError."""
     if name not in PRETRAINED:
         raise WeightsError(f"'{name}' is neither a folder, a file nor one of {', '.join(PRETRAINED)}")
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
+    repo, files, (revision, sha256) = f"openai-community/{name}", ("config.json", "model.safetensors"), HUB[name]
     try:
-        return snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", "model.safetensors"])
+        if not all(isinstance(try_to_load_from_cache(repo, file, revision=revision), str) for file in files):
+            HfApi().model_info(repo, revision=revision)  # without a network fails at once; a download retries for 30 s
+        for file in files:
+            path = hf_hub_download(repo, file, revision=revision)
+        weights = os.path.realpath(path)  # the cache has links in its folders of revisions
+        found = sha256_of(weights, path + ".sha256")
     except Exception as error:  # httpx, hub and OS errors have no common base, and all mean the same to the user
         raise WeightsError(
             f"the weights of {name} could not be fetched ({type(error).__name__}); fetch config.json and "
             "model.safetensors elsewhere and give their folder as --init_from=DIR, or set HF_ENDPOINT to a mirror"
         ) from None
+    if found != sha256:
+        raise WeightsError(f"{weights} has the sha256 {found}, but {name}'s is {sha256}: delete it and start again to "
+                           "fetch it anew, or give a folder of weights as --init_from=DIR")
+    return os.path.dirname(path)
+
+
+def sha256_of(path, note):
+    """Return a file's sha256, and keep it in the file `note` with the size and the time that it holds for: gigabytes
+    are hashed after their download, and not at every start by every rank. Where `note` cannot be written they are."""
+    stat = os.stat(path)
+    state = f"{stat.st_size} {stat.st_mtime_ns} "
+    with contextlib.suppress(OSError, ValueError), open(note, encoding="utf-8") as f:
+        kept = f.read()
+        if kept.startswith(state) and len(kept) == len(state) + 64:
+            return kept[len(state):]
+    with open(path, "rb") as f:
+        sha256 = hashlib.file_digest(f, "sha256").hexdigest()
+    with contextlib.suppress(OSError), open(note, "w", encoding="utf-8") as f:
+        f.write(state + sha256)
+    return sha256
 
 
 def read_config(source):
@@ -491,8 +546,19 @@ def read_config(source):
     try:
         with open(os.path.join(source, "config.json"), encoding="utf-8") as f:
             hf = json.load(f)
+        if not isinstance(hf, dict):
+            raise ValueError("it is not an object")
+        config = GPTConfig(
+            block_size=hf.get("n_positions", 1024),
+            vocab_size=hf.get("vocab_size", 50257),
+            n_layer=hf.get("n_layer", 12),
+            n_head=hf.get("n_head", 12),
+            n_embd=hf.get("n_embd", 768),
+            gelu="none" if hf.get("activation_function") == "gelu" else "tanh",
+        )
     except (OSError, ValueError) as error:
-        raise WeightsError(f"{source}: config.json cannot be read ({error})") from None
+        raise WeightsError(f"{source}: config.json cannot be read ({error}); fetch it again, or name another folder "
+                           "with --init_from=DIR") from None
     expected = {
         "model_type": ("gpt2",),
         "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
@@ -500,19 +566,12 @@ def read_config(source):
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "tie_word_embeddings": (True,),
-        "n_inner": (None, 4 * hf.get("n_embd", 768)),
+        "n_inner": (None, 4 * config.n_embd),
     }
     for key, values in expected.items():
         if hf.get(key, values[0]) not in values:
             raise WeightsError(f"{source}: config.json has {key}={hf[key]!r}, which is not GPT-2's {values[0]!r}")
-    return GPTConfig(
-        block_size=hf.get("n_positions", 1024),
-        vocab_size=hf.get("vocab_size", 50257),
-        n_layer=hf.get("n_layer", 12),
-        n_head=hf.get("n_head", 12),
-        n_embd=hf.get("n_embd", 768),
-        gelu="none" if hf.get("activation_function") == "gelu" else "tanh",
-    )
+    return config
 
 
 def unpickled(path):

@@ -183,12 +183,16 @@ dist.agree(f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_a
 # -----------------------------------------------------------------------------
 # The output folder: ours alone from here on, and the tag to go on from
 
-problems = []
-if rank == 0 and not eval_only:
-    held, problems = checkpoint.take(out_dir)  # held until this process ends
+problems, tags = [], []
+if rank == 0:
+    try:
+        held, problems = (None, []) if eval_only else checkpoint.take(out_dir)  # held until this process ends
+        # Again, as the run that held the folder until now may have saved since, which other machines may see later
+        tags = checkpoint.newest_first(out_dir)
+    except checkpoint.UnreadableError as error:
+        problems.append(str(error))
 refuse_together(problems)
-# Again, as the run that held the folder until now may have saved since, which other machines may see later than rank 0
-tags = dist.of_rank0(checkpoint.newest_first(out_dir))
+tags = dist.of_rank0(tags)
 if run.tags and resume_tag == "latest":
     run.tags = tags or run.tags
 elif tags and not run.tags and not overwrite and not eval_only:
@@ -217,15 +221,15 @@ torch.manual_seed(seed)  # the same weights on every rank
 if run.init_from in ("scratch", "resume"):
     with torch.device(device):
         model = GPT(run.model)
-elif run.before:
-    model = checkpoint.load_model(*run.before, dropout=dropout)[0].to(device).train()
-    model.crop_block_size(block_size)
 else:
     problems = []
     try:
-        model = GPT.from_pretrained(run.weights, dropout=dropout, device=device, dtype=getattr(torch, run.dtype))
+        if run.before:
+            model = checkpoint.load_model(*run.before, dropout=dropout)[0].to(device).train()
+        else:
+            model = GPT.from_pretrained(run.weights, dropout=dropout, device=device, dtype=getattr(torch, run.dtype))
         model.crop_block_size(block_size)
-    except WeightsError as error:
+    except (WeightsError, checkpoint.CheckpointError) as error:
         problems = [str(error)]
     refuse_together(problems)
 if run.lora:
@@ -272,7 +276,7 @@ if run.tag:
     checkpoint.load(engine, out_dir, run.tag, manifest, facts, resume_weights_only)
     torch.distributed.barrier()
     print0(f"loaded in {time.time() - began:.1f} s")
-    iter_num, best_val_loss, wandb_id = state["iter_num"], state["best_val_loss"], state["wandb_id"]
+    iter_num, best_val_loss, wandb_id = state["iter_num"], state["best_val_loss"], state.get("wandb_id")
     stale = state.get("stale", 0)
 base = None if run.before else run.init_from  # what PEFT is to put the thin matrices beside
 lora_state = run.lora and {**run.lora, "base": state["lora"]["base"] if run.tag else base}
@@ -295,6 +299,8 @@ if rank == 0 and not eval_only:  # the output folder, now that nothing else can 
         record["stages"] = stages
         record["memory_plan"] = fit.planned(run, settings, world_size)
         checkpoint.write_atomically(os.path.join(out_dir, "settings.json"), json.dumps(record, indent=1))
+    except checkpoint.UnreadableError as error:
+        problems = [str(error)]
     except OSError as error:
         problems = [f"{error.filename or out_dir} cannot be written ({error.strerror}): mend that, or choose another "
                     "--out_dir=DIR"]
@@ -391,7 +397,7 @@ def finished():
 
 def names_of(improved):
     """The names that this iteration's tag bears beside its own."""
-    return ["best"] * improved + ["final"] * finished()
+    return ["best"] * bool(improved) + ["final"] * finished()
 
 
 def save(improved):
@@ -402,6 +408,7 @@ def save(improved):
     print0(f"saving checkpoint to {out_dir}/{tag}")
     state = {"iter_num": iter_num, "best_val_loss": best_val_loss, "stale": stale, "improved": improved,
              "wandb_id": wandb_id, "settings": settings, "model": vars(run.model), "lora": lora_state, "stages": stages,
+             "norms": list(norms.seen),
              "seen": dict(zip([one.name for one in run.sets], sequences_seen(), strict=True)),
              "data": {k: run.meta[k] for k in ("tokenizer", "vocab_size")}}
     saver.save(tag, {"iter_num": iter_num, **facts}, state, names_of(improved))
@@ -459,8 +466,11 @@ def tell_trouble(why):
 # The loop
 
 if rank == 0 and run.tag and run.tag.startswith("iter_") and not eval_only:
-    for name in names_of(state["improved"]):  # a run that was killed right after a save has not come to it
-        checkpoint.link(out_dir, run.tag, name)
+    try:
+        for name in names_of(state.get("improved")):  # a run that was killed right after a save has not come to it
+            checkpoint.link(out_dir, run.tag, name)
+    except OSError as error:  # the tag itself is whole
+        print0(f"{name} could not be linked to {run.tag} ({error.strerror}); the run continues without: make room")
 first_iter = iter_num
 seen_before = [(state if run.tag else {}).get("seen", {}).get(one.name, 0) for one in run.sets]
 saver = Saver(engine, out_dir, keep_last, run.tag_bytes, beside=async_save,
@@ -472,7 +482,7 @@ elif iter_num >= max_iters:
 batches = train_batches(sources, iter_num, rank, world_size, settings, run.meta["vocab_size"], device)
 peak = metrics.peak_flops(device)
 engine.train()
-exit_code, bad_steps, norms = None, 0, guards.Norms()
+exit_code, bad_steps, norms = None, 0, guards.Norms(state.get("norms", ()) if run.tag else ())
 tracer = None
 if profile:
     if rank == 0:

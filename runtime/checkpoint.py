@@ -18,11 +18,14 @@ import json
 import os
 import re
 import shutil
+import time
 
 import torch
 import torch.distributed as dist
 
+from model import GPT, GPTConfig
 from runtime.dist import everyones, print0, quiet
+from runtime.fetch import sync
 
 STATE = "gpt2"  # our one key in DeepSpeed's client_state, whose other keys are the engine's own
 # What DeepSpeed's optimizer files name beyond tensors and plain containers. Reading a file that names anything else
@@ -33,6 +36,16 @@ SAFE_GLOBALS = {
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 }
+MAYBE = type(...)  # a key that may be missing
+MANIFEST = {  # what its readers rely on: types, and of objects the keys
+    "iter_num": int, "stage": int, "dtype": str, "world_size": int, "files": dict,
+    "state": {
+        "iter_num": int, "best_val_loss": (int, float), "stale": (int, MAYBE), "stages": (list, MAYBE),
+        "seen": (dict, MAYBE), "norms": (list, MAYBE), "lora": (dict, type(None), MAYBE), "model": dict,
+        "data": {"tokenizer": {"kind": str}, "vocab_size": int},
+        "settings": {"dataset": (str, dict), "batch_size": int, "gradient_accumulation_steps": int},
+    },
+}
 OUR_NAMES = re.compile(r"iter_\d+|best|final")
 
 
@@ -40,13 +53,26 @@ class CheckpointError(Exception):
     """A tag that is not there, not whole, not safe or not fit; the message says what to do."""
 
 
-class UnreadableError(CheckpointError):
+class UnreadableError(CheckpointError, OSError):
     """A tag that may be whole, but that the system does not let us read."""
 
 
-def unreadable(error):
-    """An OSError as a sentence."""
-    return f"{error.filename} cannot be read ({error.strerror}): mend that, or name another tag with --resume_tag"
+def unreadable(error, path):
+    """Return the sentence for an OSError met while reading `path`."""
+    return (f"{error.filename or path} cannot be read ({error.strerror or error}): fix that, or name another tag with "
+            "--resume_tag")
+
+
+def exists(path):
+    """Return whether `path` exists. Only "not found" means that it does not: what the system does not let us look at
+    (no permission, a stale file handle, an I/O error) may well be there."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def describe(path, sync=False):
@@ -71,16 +97,7 @@ def write_atomically(path, text):
         f.flush()
         os.fsync(f.fileno())
     os.replace(path + ".tmp", path)
-    sync_folder(os.path.dirname(path))
-
-
-def sync_folder(path):
-    """Make the names in a folder durable, too."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync(os.path.dirname(path))
 
 
 def put_in_place(work, final):
@@ -90,7 +107,7 @@ def put_in_place(work, final):
     if os.path.exists(final):
         os.rename(final, old)
     os.rename(work, final)
-    sync_folder(os.path.dirname(final))
+    sync(os.path.dirname(final))
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -99,25 +116,43 @@ def link(out_dir, tag, name):
     source, work = os.path.join(out_dir, tag), os.path.join(out_dir, name + ".saving")
     shutil.rmtree(work, ignore_errors=True)
     os.makedirs(work)
-    for file in os.listdir(source):
-        try:
-            os.link(os.path.join(source, file), os.path.join(work, file))
-        except OSError:
-            shutil.copy2(os.path.join(source, file), work)
+    try:
+        for file in os.listdir(source):
+            try:
+                os.link(os.path.join(source, file), os.path.join(work, file))
+            except OSError:
+                sync(shutil.copy2(os.path.join(source, file), work))
+        sync(work)
+    except OSError:  # a full disk: make room for the next tag
+        shutil.rmtree(work, ignore_errors=True)
+        raise
     put_in_place(work, os.path.join(out_dir, name))
 
 
 def tags(out_dir):
-    """Names of the whole tags, oldest first, best and final last."""
-    if not os.path.isdir(out_dir):
+    """Return the names of the whole tags, oldest first, best and final last; a tag that cannot be read is among them.
+    Raises UnreadableError if the folder cannot be listed."""
+    try:
+        names = os.listdir(out_dir)
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [t for t in os.listdir(out_dir) if OUR_NAMES.fullmatch(t) and is_whole(out_dir, t)]
+    except OSError as error:
+        raise UnreadableError(f"{out_dir} cannot be listed ({error.strerror}): fix that, or choose another "
+                              "--out_dir=DIR") from None
+    found = [t for t in names if OUR_NAMES.fullmatch(t) and is_whole(out_dir, t)]
     return sorted(found, key=lambda t: (0, int(t[5:]), t) if t.startswith("iter_") else (1, 0, t))
 
 
 def is_whole(out_dir, tag):
-    """Whether a tag's manifest is there, which is written last."""
-    return os.path.exists(os.path.join(out_dir, tag, "manifest.json"))
+    """Return whether a tag's manifest exists, which is written last."""
+    return exists(os.path.join(out_dir, tag, "manifest.json"))
+
+
+def wait_for(out_dir, tag):
+    """Wait up to a second for a tag that put_in_place() has just moved away and is about to replace."""
+    end = time.monotonic() + 1
+    while not is_whole(out_dir, tag) and is_whole(out_dir, tag + ".old") and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def iteration(out_dir, tag):
@@ -157,8 +192,10 @@ def remove(out_dir, tag):
 def earlier_run(path):
     """(out_dir, tag) of a run's out_dir, whose best tag or else newest is meant, or of a tag's own folder; or None."""
     path = os.path.normpath(path)
+    wait_for(*os.path.split(path))
     if is_whole(*os.path.split(path)):
         return os.path.split(path)
+    wait_for(path, "best")
     there = tags(path)
     return (path, "best" if "best" in there else newest_tag(path)) if there else None
 
@@ -232,7 +269,7 @@ def tidy(out_dir):
             os.remove(path)
         elif not os.path.isdir(path):
             continue
-        elif kind == "old" and is_whole(out_dir, name) and not os.path.exists(final):
+        elif kind == "old" and is_whole(out_dir, name) and not exists(final):
             os.rename(path, final)
         elif kind in ("old", "saving"):
             shutil.rmtree(path)
@@ -243,6 +280,7 @@ def tidy(out_dir):
 
 def find_tag(out_dir, tag="latest"):
     """(tag, manifest) of a whole tag; 'latest' takes the newest. Raises CheckpointError, naming those there are."""
+    wait_for(out_dir, tag)
     there = tags(out_dir)
     if not there and not is_whole(out_dir, tag):
         raise CheckpointError(f"{out_dir} holds no checkpoint: name another folder with --out_dir=DIR")
@@ -255,7 +293,7 @@ def find_tag(out_dir, tag="latest"):
         manifest = json.loads(text)
         missing = {"iter_num", "stage", "dtype", "world_size", "files", "state"} - manifest.keys()
     except OSError as error:
-        raise UnreadableError(unreadable(error)) from None
+        raise UnreadableError(unreadable(error, os.path.join(out_dir, tag))) from None
     except (ValueError, AttributeError) as error:
         raise CheckpointError(f"{out_dir}/{tag}/manifest.json cannot be read: {error}; choose another tag, or give the "
                               "run up with --overwrite=True") from None
@@ -263,24 +301,46 @@ def find_tag(out_dir, tag="latest"):
         raise CheckpointError(f"{out_dir}/{tag}/manifest.json lacks {', '.join(sorted(missing))}: not one of ours")
     if manifest.get("format") != 1 and text != sealed(manifest):  # format 1 had no seal
         raise CheckpointError(f"{out_dir}/{tag}/manifest.json has changed since it was saved (its seal differs)")
+    try:
+        check_shape(manifest, MANIFEST, "it")
+        for name, entry in manifest["files"].items():
+            check_shape(entry, {"bytes": int, "sha256": str}, name)
+        GPTConfig.from_dict(manifest["state"]["model"])
+    except ValueError as error:
+        raise CheckpointError(f"{out_dir}/{tag}/manifest.json is not one that this version can read ({error}): choose "
+                              "another tag, or give the run up with --overwrite=True") from None
     return tag, manifest
 
 
+def check_shape(node, shape, where):
+    """Raise ValueError unless a node of a JSON file is as MANIFEST describes its parts."""
+    if not isinstance(node, dict if isinstance(shape, dict) else shape):
+        raise ValueError(f"{where} is missing" if node is ... else f"{where} is {node!r:.40}")
+    for key in shape if isinstance(shape, dict) else ():
+        check_shape(node.get(key, ...), shape[key], key)
+
+
 def damages(path, files, rank=0, world_size=1, strangers=True):
-    """What is wrong with files (name -> bytes, sha256) of a tag, one sentence each; nothing if they are whole. The
-    ranks share the hashing. strangers: whether files that are not listed are looked for."""
+    """Return what is wrong with files (name -> bytes, sha256) of a tag, one sentence each; nothing if they are whole.
+    The ranks share the hashing. strangers: whether files that are not listed are looked for. Raises OSError where a
+    file cannot be read, which says nothing about what it holds."""
     found = []
     for number, (name, entry) in enumerate(files.items()):
         file = os.path.join(path, name)
-        if not os.path.exists(file):
+        try:
+            size = os.stat(file).st_size
+        except (FileNotFoundError, NotADirectoryError):
             found.append(f"{file} is missing")
-        elif os.path.getsize(file) != entry["bytes"]:
-            found.append(f"{file} has {os.path.getsize(file)} bytes, not {entry['bytes']}")
+            continue
+        if size != entry["bytes"]:
+            found.append(f"{file} has {size} bytes, not {entry['bytes']}")
         elif number % world_size == rank and describe(file)["sha256"] != entry["sha256"]:
             found.append(f"{file} has changed since it was saved (its sha256 differs)")
         elif name.endswith(".pt"):
             try:
                 unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - SAFE_GLOBALS
+            except OSError:
+                raise
             except Exception as error:  # not torch's zip format, or a pickle that ends in the middle
                 found.append(f"{file} cannot be checked ({error}); not read")
                 continue
@@ -309,7 +369,7 @@ def first_whole(out_dir, names, fits, weights_only=False):
         except UnreadableError as error:
             problems = barred = [str(error)]
         except OSError as error:
-            problems = barred = [unreadable(error)]
+            problems = barred = [unreadable(error, os.path.join(out_dir, tag))]
         except CheckpointError as error:
             problems = [str(error)]
         passed_over[tag], barred = everyones(problems), everyones(barred)
@@ -327,6 +387,9 @@ def load(engine, out_dir, tag, manifest, fresh_manifest, weights_only=False):
     from runtime.shards import Shards, put
 
     was, now = ("{world_size} ranks at ZeRO stage {stage} in {dtype}".format(**m) for m in (manifest, fresh_manifest))
+    if weights_only and manifest["stage"] < 3 and manifest["dtype"] != "float32":
+        print0(f"note       weights of {out_dir}/{tag} are read in {manifest['dtype']}, as its model file has them: "
+               "resume without --resume_weights_only=True to keep their float32 precision")
     if was != now or weights_only:
         print0(f"re-sharding {out_dir}/{tag}: saved by {was}, now {now}{', weights only' if weights_only else ''}")
         put(engine, Shards(os.path.join(out_dir, tag), manifest, weights_only), weights_only)
@@ -414,7 +477,6 @@ def write_cache(cache, shards, seal):
 def load_model(out_dir, tag="latest", dropout=None):
     """(GPT in eval mode with a tag's fp32 weights, on the CPU; the tag's manifest). Holds the weights once. Tags of any
     stage, precision and number of ranks; what LoRA has learnt is added to the weights. Raises CheckpointError."""
-    from model import GPT, GPTConfig
     from runtime.lora import merge
 
     tag, manifest = find_tag(out_dir, tag)
@@ -426,8 +488,12 @@ def load_model(out_dir, tag="latest", dropout=None):
         if manifest["state"].get("lora"):
             merge(weights, manifest["state"]["lora"])
         model.load_state_dict(weights, assign=True)
-    except OSError as error:  # a run that writes beside us has pruned or replaced it
+    except UnreadableError:
+        raise
+    except FileNotFoundError as error:  # a run that writes beside us has pruned or replaced it
         raise CheckpointError(f"{out_dir}/{tag} went away while it was read ({error.strerror}): try again") from None
+    except OSError as error:
+        raise UnreadableError(unreadable(error, os.path.join(out_dir, tag))) from None
     model.lm_head.weight = model.transformer.wte.weight
     return model.eval(), manifest
 

@@ -119,3 +119,13 @@ def write_atomic(path, chunks):
     """Write `chunks` to `path`, which holds either what it held before or all of them."""
     part, _, _ = write_aside(path, chunks)
     os.replace(part, path)
+    sync(os.path.dirname(os.path.abspath(path)))
+
+
+def sync(path):
+    """Flush a file's content, or the names in a folder, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -97,10 +97,10 @@ def where(iter_num, rank, world_size, sources, settings, meta):
 
 
 class Norms:
-    """The gradient norms of late, and what is far above them."""
+    """The gradient norms of late, and what is far above them. seen: those of a run that resumes."""
 
-    def __init__(self):
-        self.seen = deque(maxlen=BEFORE)
+    def __init__(self, seen=()):
+        self.seen = deque(seen, maxlen=BEFORE)
         self.scale = None  # float16's, after the last step that was skipped
 
     def limit(self):

@@ -14,7 +14,7 @@ import os
 import shutil
 
 from runtime.bins import SPLITS, DatasetError
-from runtime.fetch import write_atomic
+from runtime.fetch import sync, write_atomic
 
 NAME, LOCK = ".partial", ".lock"
 HELD = []  # the lock, for as long as this process lives
@@ -123,11 +123,14 @@ def cut_back(partial, state, shard_bytes):
 
 
 def commit(partial, state):
-    """From here on work goes on after a kill."""
+    """Make the work so far durable: after a kill it continues from here."""
+    before = (read_json(partial / "progress.json") or FRESH)["bytes"]
     for name in state["bytes"]:
-        for path in grown(partial, name)[-2:]:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+        size = 0
+        for path in grown(partial, name):
+            size += path.stat().st_size
+            if size > before[name]:  # else it has not grown since
+                sync(path)
     write_atomic(partial / "progress.json", [json.dumps(state).encode()])
 
 

@@ -12,6 +12,7 @@ import sys
 
 import torch
 
+from runtime.checkpoint import write_atomically
 from runtime.dist import print0
 
 # Dense half-precision peak in TFLOP/s (bf16 where the card has it, else fp16), from the vendor's datasheets. The first
@@ -114,9 +115,7 @@ def trim_history(out_dir, iter_num):
     if os.path.exists(path):
         with open(path, encoding="utf-8", errors="replace") as f:
             lines = [line for line in f if is_record(line) and json.loads(line).get("iter", 0) <= iter_num]
-        with open(path + ".tmp", "w", encoding="utf-8") as f:
-            f.writelines(lines)
-        os.replace(path + ".tmp", path)
+        write_atomically(path, "".join(lines))
 
 
 def start_loggers(settings, wandb_id, iter_num):

@@ -16,6 +16,7 @@ from runtime.bins import DatasetError, same_tokens
 from runtime.checkpoint import (
     OUR_NAMES,
     CheckpointError,
+    UnreadableError,
     describe,
     earlier_run,
     find_tag,
@@ -139,7 +140,11 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
         problems.append(f"profile=True traces {s['profile_iters']} iterations after {s['profile_start']}, and there "
                         "are fewer: more --max_iters, or a smaller --profile_start")
     run.lora = attempt(lora_of, s)
-    newest, run.init_from = newest_tag(s["out_dir"]), s["init_from"]
+    run.init_from = s["init_from"]
+    try:
+        newest = newest_tag(s["out_dir"])
+    except UnreadableError as error:
+        return run, [*problems, str(error)]  # the rest depends on whether there is a run to resume
     if run.init_from == "auto":
         run.init_from = "resume" if newest or s["resume_tag"] != "latest" else asked["init_from"]
     if s["init_from"] not in ("resume", "auto"):
@@ -335,7 +340,11 @@ def brings(weights, tokenizer):
     if tokenizer["kind"] == "char" and os.path.exists(path):
         from tokenizers import Tokenizer
 
-        return Tokenizer.from_file(path).get_vocab() == {c: i for i, c in enumerate(tokenizer["chars"])}
+        try:
+            vocab = Tokenizer.from_file(path).get_vocab()
+        except Exception as error:  # the library has no class for its own
+            raise ValueError(f"{path} is not a tokenizer ({error}): restore it, or remove it") from None
+        return vocab == {c: i for i, c in enumerate(tokenizer["chars"])}
     return os.path.isfile(weights) or os.path.exists(path) and describe(path)["sha256"] == tokenizer.get("sha256")
 
 
@@ -354,11 +363,14 @@ def check_resume(run, s):
 
 
 def first_readable(out_dir, names):
-    """(tag, manifest) of the first tag whose manifest can be read; the first one's CheckpointError if none can."""
+    """Return (tag, manifest) of the first tag whose manifest is whole. Raises the first one's CheckpointError if none
+    is, and UnreadableError at a tag that cannot be read, because what it holds would be lost to an older one."""
     first_error = None
     for tag in names:
         try:
             return find_tag(out_dir, tag)
+        except UnreadableError:
+            raise
         except CheckpointError as error:
             first_error = first_error or error
     raise first_error

@@ -1,6 +1,5 @@
 """The report of one run or of several beside each other: one HTML file, without scripts, that loads nothing."""
 
-import contextlib
 import math
 import os
 import statistics
@@ -178,10 +177,19 @@ def checkpoints(runs):
     for out_dir, run in runs.items():
         losses = {r["iter"]: r["val_loss"] for r in run["history"] if finite([r], "val_loss")}
         same = {}
-        for tag in tags(out_dir):
-            with contextlib.suppress(FileNotFoundError):  # a run that goes on removes its older tags
+        try:
+            there = tags(out_dir)
+        except CheckpointError as error:
+            rows.append([out_dir, NONE, error, NONE, NONE])
+            continue
+        for tag in there:
+            try:
                 seen = os.stat(os.path.join(out_dir, tag, "manifest.json"))
                 same.setdefault((seen.st_dev, seen.st_ino), []).append(tag)
+            except FileNotFoundError:  # a run that goes on removes its older tags
+                continue
+            except OSError:  # find_tag() below says why
+                same[tag] = [tag]
         for names in same.values():
             try:
                 manifest = find_tag(out_dir, names[0])[1]

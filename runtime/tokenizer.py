@@ -109,10 +109,13 @@ def meta_of(name):
     known = {}
     for name in ("config.json", "special_tokens_map.json", "tokenizer_config.json"):
         if Path(folder, name).is_file():
-            known |= json.loads(Path(folder, name).read_text(encoding="utf-8"))
+            try:
+                known |= json.loads(Path(folder, name).read_text(encoding="utf-8"))
+            except (OSError, ValueError, TypeError) as error:
+                raise fetch.FetchError(f"{folder}/{name} cannot be read ({error}): restore it, or remove it") from None
     end = known.get("eos_token")
-    end = end["content"] if isinstance(end, dict) else end
-    end = known.get("eos_token_id") if end is None else tokenizer.token_to_id(end)
+    end = end.get("content") if isinstance(end, dict) else end
+    end = tokenizer.token_to_id(end) if isinstance(end, str) else known.get("eos_token_id")
     if not isinstance(end, int) or tokenizer.id_to_token(end) is None:
         raise fetch.FetchError(f"{folder} names no end-of-text token that its tokenizer has: put \"eos_token\" into "
                                "its tokenizer_config.json")
@@ -146,7 +149,7 @@ def hf_tokenizer(meta):
     try:
         tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # whatever the library finds amiss
-        raise fetch.FetchError(f"{file} is no tokenizer ({error})") from None
+        raise fetch.FetchError(f"{file} is not a tokenizer ({error}): restore it, or take another") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

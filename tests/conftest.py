@@ -126,6 +126,26 @@ def train(characters, tmp_path_factory):
     return run
 
 
+@pytest.fixture
+def disk_calls(monkeypatch):
+    """The calls that make files durable, in order: ("fsync", path), ("rename", new path) and ("replace", new path)."""
+    calls = []
+
+    def recorded(name, path_of):
+        function = getattr(os, name)
+
+        def call(*args, **kwargs):
+            calls.append((name, str(path_of(*args))))
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, call)
+
+    recorded("fsync", lambda fd: os.readlink(f"/proc/self/fd/{fd}"))
+    for name in ("rename", "replace"):
+        recorded(name, lambda old, new: new)
+    return calls
+
+
 def stage(n):
     return f"--deepspeed_config={STAGES[n]}"
 

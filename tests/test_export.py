@@ -43,6 +43,15 @@ def exported(whole, tmp_path_factory):
     return out_dir, folder, run.stdout
 
 
+def test_a_folder_of_the_users_is_left_alone(whole, tmp_path):
+    (tmp_path / "mine.saving").mkdir()
+    (tmp_path / "mine.saving" / "notes.txt").write_text("mine")
+    done = export("--out_dir", whole(3).out_dir, "--to", tmp_path / "mine")
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "mine.saving"}
+    assert (tmp_path / "mine.saving" / "notes.txt").read_text() == "mine"
+
+
 def test_transformers_loads_the_model_that_was_trained(exported):
     out_dir, folder, told = exported
     ours, theirs = load_model(out_dir, "best")[0], AutoModelForCausalLM.from_pretrained(folder)

@@ -105,6 +105,17 @@ def test_a_spike_is_told_of_and_skipped_on_demand(spoilt, skip):
     assert trouble["trouble"].endswith("; skipped") is skip
 
 
+def test_a_run_that_resumes_remembers_its_norms(spoilt):
+    """25 steps, and a spike in the fifth after the resume, when 20 of its own would be too few."""
+    done, _, _ = spoilt(0, 0, "--max_iters=25", "--lr_decay_iters=32", ranks=1)
+    assert done.returncode == 0, done.stderr
+    done, history, _ = spoilt(9, 11, "--max_iters=32", "--skip_spikes=True", "--grad_clip=0", "--init_from=resume",
+                              rank=0, factor=1000, ranks=1)
+    assert done.returncode == 0, done.stderr
+    (trouble,) = [r for r in history if "trouble" in r]
+    assert trouble["iter"] == 30 and trouble["trouble"].endswith("times the median before it; skipped")
+
+
 @pytest.mark.parametrize("training", [True, False], ids=["in a step", "in an evaluation"])
 def test_out_of_memory_names_settings_that_take_less(spoilt, training):
     done, _, _ = spoilt(1, 2, "--max_iters=4", "--batch_size=4", factor="'memory'", rank=0, training=training)

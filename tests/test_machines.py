@@ -233,3 +233,34 @@ def test_what_is_told_of_several_machines():
     assert told(ranks) == ["x", "b: y"]
     assert differences(ranks) == ["the machines differ in seed (1 on a and b, 2 on c): make it the same on all"]
     assert machine() == machine() and len(machine()[1].split()) == 3
+
+
+# config/slurm/train_xl.sbatch, with programs that stand for Slurm's
+
+
+@pytest.mark.parametrize("code, restarts, most, requeued", [
+    (138, None, None, True), (4, 29, None, True), (4, 30, None, False), (138, None, 0, False), (1, 0, None, False)])
+def test_a_job_queues_again_but_not_for_ever(tmp_path, code, restarts, most, requeued):
+    calls = tmp_path / "calls"
+    for name, does in (("scontrol", f'echo "$@" >>{calls}; echo node1'), ("srun", f"exit {code}")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "SLURM_JOB_ID": "7",
+           "SLURM_JOB_NODELIST": "node1", "SLURM_CPUS_PER_TASK": "2"}
+    env |= {name: str(value) for name, value in (("SLURM_RESTART_COUNT", restarts), ("MAX_RESTARTS", most))
+            if value is not None}
+    job = subprocess.run(["bash", "config/slurm/train_xl.sbatch"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (job.returncode, job.stderr) == (code, "")
+    assert ("requeue 7" in calls.read_text().splitlines()) is requeued
+    if code != 1:
+        (line,) = job.stdout.splitlines()[:1]
+        assert line.startswith(f"train_xl.sbatch: exit code {code}" + (
+            ", so the job queues again" if requeued else f" after {restarts or 0} restarts, so the job ends"))
+        assert requeued or "MAX_RESTARTS=" in line
+
+
+def test_a_job_without_an_environment_says_how_to_make_it():
+    env = {**os.environ, "PYTHON": "/nowhere/python"}
+    job = subprocess.run(["bash", "config/slurm/train_xl.sbatch"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert job.returncode == 2 and job.stderr == ("train_xl.sbatch: there is no /nowhere/python: make it with bash -c "
+                                                  "'source runtime/venv.sh', or give PYTHON=/path/to/python\n")

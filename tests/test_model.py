@@ -1,7 +1,9 @@
 """Our GPT against transformers' GPT2LMHeadModel, and against itself where it has two ways to one result."""
 
+import hashlib
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -496,6 +498,14 @@ def test_a_folder_without_weights_or_config_is_refused(copy):
     assert "config.json cannot be read" in refused(copy)
 
 
+@pytest.mark.parametrize("config", [
+    [], None, "gpt2", {"n_layer": "2"}, {"n_layer": None}, {"n_embd": {}}, {"n_head": 2.0}, {"vocab_size": 0},
+    {"n_positions": True}, {"n_embd": 33}])
+def test_a_malformed_config_is_refused(copy, config):
+    (copy / "config.json").write_text(json.dumps(config))
+    assert "config.json cannot be read" in refused(copy)
+
+
 def test_an_unknown_name_is_refused():
     with pytest.raises(WeightsError, match="'gpt3' is neither a folder, a file nor one of gpt2, gpt2-medium"):
         GPT.from_pretrained("gpt3")
@@ -507,3 +517,60 @@ def test_weights_that_cannot_be_fetched_are_told_with_the_mend(monkeypatch, tmp_
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(WeightsError, match="weights of gpt2-xl could not be fetched.*--init_from=DIR.*HF_ENDPOINT"):
         GPT.from_pretrained("gpt2-xl")
+
+
+@pytest.fixture
+def hub(copy, monkeypatch):
+    """(the folder in which the hub's client finds gpt2-medium, what it is asked for); the network is what is replaced.
+    The weights there are a test's own, and count as the right ones."""
+    asked = []
+
+    def hf_hub_download(name, file, revision):
+        asked.append((name, file, revision))
+        return str(copy / file)
+
+    sha256 = hashlib.sha256((copy / "model.safetensors").read_bytes()).hexdigest()
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: None)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", hf_hub_download)
+    monkeypatch.setitem(model_module.HUB, "gpt2-medium", ("a" * 40, sha256))
+    return copy, asked
+
+
+def test_weights_from_the_hub_are_of_one_revision_and_hash(hub):
+    folder, asked = hub
+    assert model_module.fetch_from_hub("gpt2-medium") == str(folder)
+    assert asked == [("openai-community/gpt2-medium", file, "a" * 40) for file in ("config.json", "model.safetensors")]
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(WeightsError) as error:
+        GPT.from_pretrained("gpt2-medium")
+    assert str(error.value) == (
+        f"{folder}/model.safetensors has the sha256 {hashlib.sha256(content).hexdigest()}, but gpt2-medium's is "
+        f"{model_module.HUB['gpt2-medium'][1]}: delete it and start again to fetch it anew, or give a folder of "
+        "weights as --init_from=DIR")
+    GPT.from_pretrained(str(folder))  # the user's own choice, and not checked
+
+
+def test_weights_from_the_hub_are_hashed_once(hub, monkeypatch):
+    folder, _ = hub
+    hashed, digest = [], hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *args: hashed.append(1) or digest(*args))
+    for seconds, times in ((0, 1), (0, 1), (5, 2)):  # written anew, they are another file
+        seen = (folder / "model.safetensors").stat()
+        os.utime(folder / "model.safetensors", ns=(seen.st_atime_ns, seen.st_mtime_ns + seconds * 10**9))
+        model_module.fetch_from_hub("gpt2-medium")
+        assert len(hashed) == times
+
+
+def test_a_cache_without_the_weights_is_no_traceback(hub):
+    folder, _ = hub
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"gpt2-medium could not be fetched \(FileNotFoundError\)"):
+        model_module.fetch_from_hub("gpt2-medium")
+
+
+def test_every_name_has_a_revision_and_a_hash():
+    assert model_module.HUB.keys() == model_module.PRETRAINED.keys()
+    assert all(re.fullmatch("[0-9a-f]{40}", revision) and re.fullmatch("[0-9a-f]{64}", sha256)
+               for revision, sha256 in model_module.HUB.values())

@@ -105,6 +105,19 @@ def write_forms(folder, texts):
                     "pipe.jsonl": (["-", "--format=jsonl"], jsonl)}
 
 
+def test_all_shards_that_grew_are_on_the_disk_before_they_count(disk_calls, tmp_path):
+    """4 bytes a shard."""
+    state = json.loads(json.dumps(halfdone.FRESH))
+    for data, grown in ((np.arange(7, dtype="u2"), range(4)), (np.arange(2, dtype="u2"), (3, 4)), ([], ())):
+        if len(data):
+            halfdone.append(tmp_path, state, "train", data, 4)
+        disk_calls.clear()
+        halfdone.commit(tmp_path, state)
+        marked = disk_calls.index(("replace", str(tmp_path / "progress.json")))
+        paths = [path for name, path in disk_calls[:marked] if name == "fsync" and "train" in path]
+        assert paths == [str(tmp_path / f"train_{number:05d}") for number in grown]
+
+
 def test_all_forms_of_the_same_documents_give_the_same_bytes(tmp_path):
     texts = made_up(300)
     chars, ids = expected_chars(texts)
@@ -423,7 +436,7 @@ MISTAKES = {
     "no column": ("number.parquet --field=txt", "number.parquet has no column 'txt'; it has text, body: name the"),
     "no text column": ("number.parquet", "number.parquet: the column 'text' is of int64, not of text"),
     "no tokenizer": ("one.txt --tokenizer=tokenizer", "tokenizer has no tokenizer.json: --tokenizer takes"),
-    "bad tokenizer": ("one.txt --tokenizer=bad", "bad/tokenizer.json is no tokenizer"),
+    "bad tokenizer": ("one.txt --tokenizer=bad", "bad/tokenizer.json is not a tokenizer"),
     "other data": ("good.jsonl --name=./made", "made holds a data set that was not prepared from this: choose another"),
 }
 

@@ -1,7 +1,9 @@
 """Bad input: one sentence with what to do, exit code 2, no traceback, and nothing that was there is lost."""
 
+import errno
 import hashlib
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ from conftest import CHARS, ROOT, SMALL, launch
 from test_configurator import script_settings
 
 from configurator import configure
+from runtime import checkpoint
 from runtime.bins import write_dataset
 from runtime.preflight import check_run
 
@@ -63,6 +66,19 @@ def bad(tmp_path_factory, holder, characters):
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
+
+    def resealed(name, change):
+        copy = shutil.copytree(holder, folder / name)
+        manifest = json.loads((copy / "iter_4" / "manifest.json").read_text())
+        change(manifest)
+        (copy / "iter_4" / "manifest.json").unlink()
+        (copy / "iter_4" / "manifest.json").write_text(checkpoint.sealed(manifest))
+        return copy
+
+    def weights(name, file, content):
+        copy = shutil.copytree(folder / "tiny", folder / name)
+        (copy / file).write_text(content)
+        return [f"--init_from={copy}", "--block_size=16", *NO_SHAPE]
 
     barred = shutil.copytree(holder, folder / "barred")
     (barred / "iter_4" / "manifest.json").unlink()
@@ -118,6 +134,16 @@ def bad(tmp_path_factory, holder, characters):
         "cut tag": damaged("cut-tag", lambda path: cut(path, -7)),
         "barred": ["--init_from=resume", f"--out_dir={barred}"],
         "pattern": [f"--out_dir={folder}/run[1]"],
+        "unknown key": ["--init_from=resume", "--resume_tag=iter_4", "--out_dir={}".format(
+            resealed("key", lambda manifest: manifest["state"]["model"].update(n_expert=4)))],
+        "no bytes": ["--init_from=resume", "--resume_tag=iter_4", "--out_dir={}".format(
+            resealed("bytes", lambda manifest: next(iter(manifest["files"].values())).pop("bytes")))],
+        "stage of another": [*NO_SHAPE, "--init_from={}".format(
+            resealed("earlier", lambda manifest: manifest["state"].pop("settings")) / "iter_4")],
+        "damaged stage": [*NO_SHAPE, f"--init_from={folder}/bit/iter_4", f"--out_dir={folder}/second"],
+        "list": weights("list", "config.json", "[1, 2]"),
+        "text": weights("text", "config.json", '{"model_type": "gpt2", "n_layer": "2"}'),
+        "tokenizer": weights("tokenizer", "tokenizer.json", '{"model": '),
     }
 
 
@@ -167,8 +193,15 @@ SENTENCES = {
     "bit": "optim_states.pt has changed since it was saved (its sha256 differs)",
     "lost": "optim_states.pt is missing",
     "cut tag": "optim_states.pt has ",
-    "barred": "iter_4/manifest.json cannot be read (Is a directory): mend that, or name another tag with --resume_tag",
+    "barred": "iter_4/manifest.json cannot be read (Is a directory): fix that, or name another tag with --resume_tag",
     "pattern": "run[1] has *, ? or [ in it, which DeepSpeed takes for a pattern when it loads",
+    "unknown key": "this version can read (the model has n_expert, which this version does not know): choose another",
+    "no bytes": "iter_4/manifest.json is not one that this version can read (bytes is missing): choose another tag",
+    "stage of another": "iter_4/manifest.json is not one that this version can read (settings is missing): choose",
+    "damaged stage": "iter_4/zero_pp_rank_0_mp_rank_00_optim_states.pt has changed since it was saved",
+    "list": "list: config.json cannot be read (it is not an object); fetch it again, or name another folder",
+    "text": "config.json cannot be read (n_layer='2' must be a whole number); fetch it again, or name another folder",
+    "tokenizer": "tokenizer/tokenizer.json is not a tokenizer (",
 }
 
 
@@ -336,3 +369,69 @@ def test_problems_of_all_kinds_are_told_together(monkeypatch, characters, tmp_pa
              "n_embd=32 is not divisible by n_head=3"]
     assert [next(w for w in words if w in problem) for problem in problems] == words
     assert len(CHARS) == 28
+
+
+# Tags that the system does not let us read: nobody knows whether they are whole
+
+STALE = """
+import builtins, errno, os, runpy, sys
+sys.path.insert(0, {root!r})
+def stale(function):
+    def checked(path, *args, **kwargs):
+        if str(path).startswith({bad!r}):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return function(path, *args, **kwargs)
+    return checked
+os.stat, builtins.open = stale(os.stat), stale(open)
+sys.argv[0] = os.path.join({root!r}, "train_deepspeed.py")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("bad", [["iter_4"], ["iter_2", "iter_4", "best", "final"]], ids=["the newest", "all"])
+def test_a_tag_that_cannot_be_read_ends_the_search(holder, characters, tmp_path, bad):
+    """A stale file handle, as NFS gives. An older tag is not taken instead, no new run begins, nothing is renamed."""
+    out_dir = shutil.copytree(holder, tmp_path / "out")
+    script = tmp_path / "stale.py"
+    script.write_text(STALE.format(root=str(ROOT), bad=tuple(str(out_dir / tag) for tag in bad)))
+    before = fingerprint(out_dir)
+    run = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", "--init_from=auto",
+                 "--max_iters=6", launcher="python")
+    (line,) = run.stderr.splitlines()
+    assert run.returncode == 2 and line == (f"{out_dir}/iter_4/manifest.json cannot be read (Stale file handle): fix "
+                                            "that, or name another tag with --resume_tag"), run.stdout
+    assert fingerprint(out_dir) == before
+
+
+def deny(monkeypatch, function, path):
+    """From now on os.`function` refuses this path."""
+    allowed = getattr(os, function)
+
+    def denied(where, *args, **kwargs):
+        if str(where) == str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(where))
+        return allowed(where, *args, **kwargs)
+
+    monkeypatch.setattr(os, function, denied)
+
+
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(monkeypatch, characters, tmp_path, holder):
+    out_dir = shutil.copytree(holder, tmp_path / "out")
+    deny(monkeypatch, "listdir", out_dir)
+    run, problems = check(monkeypatch, characters, tmp_path, 0, None, "--init_from=auto")
+    assert problems == [f"{out_dir} cannot be listed (Permission denied): fix that, or choose another --out_dir=DIR"]
+
+
+def test_a_tag_that_cannot_be_looked_at_is_present_and_not_set_aside(monkeypatch, tmp_path, holder):
+    out_dir = shutil.copytree(holder, tmp_path / "out")
+    deny(monkeypatch, "stat", out_dir / "iter_4" / "manifest.json")
+    checkpoint.tidy(out_dir)
+    assert checkpoint.tags(out_dir) == ["iter_2", "iter_4", "best", "final"]
+    assert checkpoint.earlier_run(out_dir / "iter_4") == (str(out_dir), "iter_4")
+
+
+def test_a_file_that_cannot_be_looked_at_is_not_missing(monkeypatch, holder):
+    _, manifest = checkpoint.find_tag(holder, "iter_4")
+    deny(monkeypatch, "stat", holder / "iter_4" / next(iter(manifest["files"])))
+    with pytest.raises(PermissionError):
+        checkpoint.damages(holder / "iter_4", manifest["files"])
