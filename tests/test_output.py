@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, SMALL, command_line, launch, planted, read_history, wait_until
+from conftest import ROOT, SMALL, command_line, free_port, launch, planted, read_history, wait_until
 
 from runtime.checkpoint import find_tag, tags
 
@@ -83,7 +83,8 @@ def test_a_rank_whose_neighbor_has_died_ends_although_nobody_reads_its_output(ch
     script = planted(tmp_path, f"open({str(tmp_path)!r} + '/rank' + os.environ['RANK'], 'w').write(str(os.getpid()))")
     command = command_line(script, *SMALL, *ENDLESS, "--keep_last=0", f"--dataset={characters}",
                            f"--out_dir={out_dir}", ranks=2, launcher="python")
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29617"}  # without a launcher
+    # without a launcher, which would end rank 0 too
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [subprocess.Popen(command, cwd=ROOT, stdout=reader[1], stderr=reader[1],
                               env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)]
     os.close(reader[1])

@@ -58,6 +58,19 @@ def test_the_whole_job(start, tmp_path):
     assert again.returncode == 2 and f"{tmp_path}/out already holds a run (iter_3)" in line and "iter 1:" not in stdout
 
 
+def test_a_dry_run_ends_before_the_run(start, tmp_path):
+    with start("--dry_run=True") as job:
+        stdout, stderr = job.communicate(timeout=60)
+    assert (job.returncode, stderr) == (0, "") and "hardware   2 x CPU" in stdout and "iter 1:" not in stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_saves_nothing_is_not_sampled_from(start):
+    with start("--keep_last=0", "--max_iters=1") as job:
+        stdout, stderr = job.communicate(timeout=120)
+    assert job.returncode == 0 and "iter 1:" in stdout and "sampling" not in stderr, stderr
+
+
 def test_a_refused_setting(start):
     with start("--learing_rate=1") as job:
         stdout, stderr = job.communicate(timeout=60)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, SMALL, command_line, planted, wait_until
+from conftest import ROOT, SMALL, command_line, free_port, planted, wait_until
 
 from runtime.checkpoint import find_tag
 
@@ -111,3 +111,27 @@ def test_nohup_outlives_its_terminal(characters, start, tmp_path, command):
         job.send_signal(signal.SIGTERM)
         assert job.wait(60) == 143, log.read_text()
     assert find_tag(tmp_path / "out")[1]["iter_num"] > seen
+
+
+def test_a_rank_that_dies_before_the_last_barrier_leaves_nobody_waiting(characters, tmp_path):
+    """Without a launcher, which would end rank 0 too. NCCL's barrier waits for a dead rank; gloo's would raise."""
+    script = planted(tmp_path, """
+import time, torch
+from runtime import dist
+part = dist.part
+def ends(code=0):
+    torch.distributed.barrier = lambda: os._exit(7) if os.environ["RANK"] == "1" else time.sleep(1000)
+    part(code)
+dist.part = ends
+""")
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, script, *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out"]
+    ranks = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                              env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)]
+    try:
+        assert ranks[1].wait(90) == 7 and ranks[0].wait(40) == 1
+        assert "rank 0: rank 1 has died" in ranks[0].stderr.read()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
