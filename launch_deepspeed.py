@@ -78,7 +78,7 @@ def pass_on(number, _):
 
 
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-    if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP is under nohup
+    if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
         signal.signal(number, pass_on)
 job = subprocess.Popen(command, env=env, start_new_session=True)  # the terminal's Ctrl-C comes through us alone, once
 if told:

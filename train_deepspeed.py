@@ -7,7 +7,7 @@
     torchrun ... train_deepspeed.py config/xl_shakespeare.py --init_from=resume  go on where it stopped
 
 One iteration is one optimizer step, with all of its micro-steps. Exit codes: 0 done, 2 a setting, a file or a disk to
-mend, 3 no finite gradient any more, 4 another machine lost, 129, 130, 138 and 143 stopped by SIGHUP, Ctrl-C, SIGUSR1
+fix, 3 no finite gradient any more, 4 another machine lost, 129, 130, 138 and 143 stopped by SIGHUP, Ctrl-C, SIGUSR1
 and SIGTERM.
 """
 
@@ -291,8 +291,10 @@ if rank == 0:
         print0(f"{problems.pop(0)}; the run goes on without")
 refuse_together(problems)
 if rank == 0 and not eval_only:  # the output folder, now that nothing else can be refused any more
+    problems = list(filter(None, [watch.heed(os.path.join(out_dir, "STOP"))]))
+refuse_together(problems)
+if rank == 0 and not eval_only:
     try:
-        watch.heed(os.path.join(out_dir, "STOP"))
         checkpoint.make_ready(out_dir, iter_num if run.tag else -1, passed_over, overwrite)
         metrics.trim_history(out_dir, iter_num if run.tag else -1)
         record = metrics.run_record(ROOT, settings, world_size, device)

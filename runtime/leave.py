@@ -1,14 +1,13 @@
 """Leaving in time: all ranks stop after the same step, and none is left behind.
 
 A run is asked to leave by SIGTERM, SIGUSR1, SIGHUP, Ctrl-C, a file STOP in its out_dir, or the end of its launcher. A
-rank whose neighbour has died leaves at once, because it would wait in the next collective for ten minutes. Other
+rank whose neighbor has died leaves at once, because it would wait in the next collective for ten minutes. Other
 machines are runtime/hosts.py's.
 
 Python runs signal handlers in the main thread, between two steps of its own, and the main thread may sit in a
 collective for long. So a thread does the watching, and signals reach it through a pipe.
 """
 
-import contextlib
 import itertools
 import os
 import select
@@ -33,7 +32,7 @@ INTERVAL = 1.0  # seconds between two looks
 
 
 class Watch:
-    """From its making until part(), on every rank. Without signals it only looks after the neighbours."""
+    """From its making until part(), on every rank. Without signals it only watches the neighbors."""
 
     def __init__(self, signals=True):
         self.asked = None  # exit code to leave with, once asked to
@@ -51,7 +50,7 @@ class Watch:
         self.thread = threading.Thread(target=self.poll, daemon=True)
         if signals:
             for number in CODES:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP is under nohup: the run continues
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
                     signal.signal(number, self.handle)
             signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         self.thread.start()
@@ -66,10 +65,15 @@ class Watch:
             signal.raise_signal(number)
 
     def heed(self, stop_file):
-        """Look for this file from now on; one that is there already was meant for the run before."""
-        with contextlib.suppress(FileNotFoundError):
-            remove(stop_file)
+        """Look for this file from now on. One that exists was meant for the run before: return why it cannot be
+        removed, or None."""
         self.stop_file = stop_file
+        try:
+            remove(stop_file)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            return f"{stop_file} cannot be removed ({error.strerror}), and it would stop this run: remove it"
 
     def poll(self):
         """The thread's whole life, until all ranks have passed the last barrier. What fails is reported once, and tried
@@ -105,6 +109,8 @@ class Watch:
             self.ask(0)
             try:
                 remove(self.stop_file)
+            except FileNotFoundError:
+                pass
             except OSError as error:
                 self.report(f"{self.stop_file} cannot be removed ({error.strerror}): remove it before the next start")
 

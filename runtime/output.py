@@ -8,8 +8,8 @@ class ResilientStream:
     """A text stream that never raises. After the first failed write (the reader of a pipe has ended, the disk under a
     log is full, the terminal is gone) its file descriptor points at the null device."""
 
-    def __init__(self, stream):
-        self.stream = stream
+    def __init__(self, stream, null):
+        self.stream, self.null = stream, null
 
     def write(self, text):
         try:
@@ -17,24 +17,30 @@ class ResilientStream:
         except UnicodeEncodeError:  # a ValueError too, but only this text cannot be written
             encoding = self.stream.encoding
             return self.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        except BlockingIOError:  # a pipe that does not block is full: its reader is slow, and has not ended
+            pass
         except (OSError, ValueError):
             self.discard()
-            return len(text)
+        return len(text)
+
+    def writelines(self, lines):
+        for line in lines:
+            self.write(line)
 
     def flush(self):
         try:
             self.stream.flush()
+        except BlockingIOError:
+            pass
         except (OSError, ValueError):
             self.discard()
 
     def discard(self):
         """Send to the null device what is still buffered, and what C libraries and child processes print later."""
         try:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.stream.fileno())
-            os.close(null)
+            os.dup2(self.null.fileno(), self.stream.fileno())
         except (OSError, ValueError):  # the stream is closed
-            self.stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+            self.stream = self.null
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -43,7 +49,10 @@ class ResilientStream:
 def protect_output():
     """Make every print of this process resilient, those of libraries included: they all go through sys.stdout and
     sys.stderr, which are None if they were closed when Python started."""
+    null = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for as long as the process lives)
+    while os.dup(null.fileno()) < 2:  # no file or socket may become descriptor 1 or 2, into which libraries print
+        pass
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, ResilientStream):
-            setattr(sys, name, ResilientStream(stream or open(os.devnull, "w", encoding="utf-8")))
+            setattr(sys, name, ResilientStream(stream or null, null))

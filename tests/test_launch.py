@@ -26,7 +26,9 @@ def start(characters, tmp_path):
 
     def started(*args):
         command = [sys.executable, SCRIPT, *REST, f"--dataset={characters}", f"--out_dir={tmp_path}/out", *args]
-        jobs.append(subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        jobs.append(subprocess.Popen(  # a shell's `&` starts it with SIGINT ignored, which does not count
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)))
         return jobs[-1]
 
     yield started

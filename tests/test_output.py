@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from conftest import ROOT, SMALL, command_line, free_port, launch, planted, read_history, wait_until
@@ -62,6 +63,34 @@ def test_a_print_of_any_text_in_ascii(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True,
                           env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert (done.returncode, done.stdout) == (0, "caf\\xe9\nthen\n")
+
+
+def test_a_full_pipe_that_does_not_block_loses_only_what_does_not_fit():
+    """As Node's pipes are, and a terminal that ssh shares."""
+    script = ("import os, sys, time; from runtime.output import protect_output; protect_output()\n"
+              "for i in range(3000): print('x' * 100, flush=True)\n"
+              "sys.stdin.readline(); print('after', flush=True)")
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE, stdout=writer) as job:
+        os.close(writer)
+        time.sleep(1)
+        text = os.read(reader, 2**20)
+        job.stdin.write(b"go on\n")
+        job.stdin.close()
+        while part := os.read(reader, 2**20):
+            text += part
+    os.close(reader)
+    assert job.returncode == 0 and text.endswith(b"after\n")
+
+
+def test_nothing_else_gets_the_descriptor_of_a_closed_stream():
+    """`<&- 2>&-`: a library that writes to descriptor 2 must not write into a socket or a checkpoint."""
+    script = "from runtime.output import protect_output; protect_output(); import os; f = open('README.md'); " \
+             "print(f.fileno() > 2, os.readlink('/proc/self/fd/2'))"
+    done = subprocess.run(["bash", "-c", f'exec {sys.executable} -c "$1" <&- 2>&-', "bash", script], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.stdout == "True /dev/null\n"
 
 
 def test_the_shell_script_trains_on_a_full_disk_and_after_its_reader_has_ended(characters, tmp_path):

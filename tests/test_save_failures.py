@@ -39,7 +39,7 @@ def test_an_exception_in_write_adapter_ends_the_run_with_a_sentence(run, tmp_pat
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert (f"{tmp_path}/out/iter_2 could not be saved (PytorchStreamReader failed reading file); tags saved before "
             "stand") in done.stdout
-    assert names == ["history.jsonl", "settings.json"]
+    assert not [name for name in names if name.startswith("iter_2")]  # nor iter_2.saving
 
 
 def test_on_save_error_continue_goes_on_to_the_next_checkpoint(run, tmp_path):
