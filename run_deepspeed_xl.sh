@@ -12,7 +12,8 @@ usage: ./run_deepspeed_xl.sh [CONFIG.py] [--key=value ...]
 Sets up .venv (PYTHON=/path/to/python takes that one instead), prepares the data, checks everything, trains on all
 visible GPUs (CUDA_VISIBLE_DEVICES=0,1 picks) and prints a sample. The configuration is config/xl_shakespeare.py, or
 without a GPU config/shakespeare_char_cpu.py; CONFIG.py and --key=value are applied after it. Ctrl-C ends the run in
-good order, a second one at once. Exit code: the run's; 2 for a mistake with its mend; 129, 130, 138 or 143 when stopped.
+good order, a second one at once. Exit code: the run's; 2 for a mistake, which is explained; 129, 130, 138 or 143 when
+stopped.
 
 EOF
 }
@@ -27,7 +28,7 @@ mark=XL_RUN=$$.$RANDOM  # in the environment of every process of a step
 stop_code=0             # what to end with once told to stop
 step=''                 # process group of the step at work
 told=''                 # set when that group has had its SIGTERM: torchrun must not get a second one
-scratch=$(mktemp)
+scratch=$(mktemp) && echo >"$scratch" || fail "cannot write to ${TMPDIR:-/tmp}: make room there, or set TMPDIR"
 
 # The processes that carry our mark. torchrun puts each worker in a session of its own, and a killed torchrun leaves
 # its workers to init, so neither group nor parent finds them. Without /proc (macOS) we have the step's group only.
@@ -92,13 +93,20 @@ run_step() {
 
 for argument; do
     case $argument in -h | --help)
-        usage
+        usage || exit 0
         python=${PYTHON:-.venv/bin/python}
         command -v "$python" >/dev/null || python=python3
-        "$python" train_deepspeed.py --help
-        exit
+        "$python" train_deepspeed.py --help || true
+        exit 0
     esac
 done
+
+theirs=()
+for argument; do  # a config file is meant from where the user stands, else from the project's root
+    [[ $argument != [!-]*.py || $argument == /* || ! -f $caller/$argument ]] || argument=$caller/$argument
+    theirs+=("$argument")
+done
+set -- ${theirs[@]+"${theirs[@]}"}
 
 run_step bash -c 'source runtime/venv.sh' set-up "$@"  # may take minutes
 source runtime/venv.sh                                  # takes what that left
@@ -135,12 +143,6 @@ fi
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
 
-theirs=()
-for argument; do  # a config file is meant from where the user stands, else from the project's root
-    [[ $argument != [!-]*.py || $argument == /* || ! -f $caller/$argument ]] || argument=$caller/$argument
-    theirs+=("$argument")
-done
-
 # ---- Settings, data, checks --------------------------------------------------------------------------------------
 
 args=("${ours[@]}" ${theirs[@]+"${theirs[@]}"})  # later ones win
@@ -152,7 +154,8 @@ names = "dataset", "out_dir", "init_from", "eval_only", "dry_run", "keep_last"
 print(*(settings[name] for name in names), sep="\n")' <"$scratch")
 
 # This folder is the demonstration's own. One that the user names is never overwritten without their word.
-if [[ ${DS_ACCELERATOR-} == cpu && $out_dir == out-demo && $init_from != resume && $eval_only != True ]]; then
+if [[ ${DS_ACCELERATOR-} == cpu && $out_dir == out-demo && $init_from != resume && $eval_only != True &&
+    $dry_run != True ]]; then
     say "out-demo is made anew"
     args=("${ours[@]}" --overwrite=True ${theirs[@]+"${theirs[@]}"})
 fi

@@ -17,13 +17,14 @@ needed = "torch", "deepspeed", "numpy", "tiktoken", "transformers", "safetensors
 lacking = [name for name in needed if not find_spec(name)]
 if lacking:
     sys.exit("lacks %s: run %r -m pip install -r requirements.txt" % (", ".join(lacking), sys.executable))
-import re
+import os, re
 from importlib.metadata import version
 found = version("deepspeed").split("+")[0]
 pinned = re.search(r"^deepspeed==([\w.]+)", open("requirements.txt").read(), re.M)[1]
-accepted = {"--any_deepspeed", "--any_deepspeed=True", "--any_deepspeed=true"} & set(sys.argv)
+configs = [open(arg).read() for arg in sys.argv if arg.endswith(".py") and os.path.isfile(arg)]
+accepted = "any_deepspeed" in " ".join(sys.argv[1:] + configs)  # the training script decides what it is set to
 if found != pinned and not accepted:
-    sys.exit("has deepspeed %s, not the pinned %s: run %r -m pip install deepspeed==%s, accept it with "
+    sys.exit("has deepspeed %s, not the pinned %s: run %r -m pip install deepspeed==%s, train with "
              "--any_deepspeed=True" % (found, pinned, sys.executable, pinned))' "$@" 2>&1
 }
 

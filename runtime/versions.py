@@ -5,6 +5,7 @@ something else with it: under 0.19.7 the ZeRO-2 path failed at the first micro-s
 at stage 1 ended with exit code 0 and a gradient norm 65,536 times too large.
 """
 
+import importlib
 import importlib.metadata
 
 from runtime.dist import print0
@@ -15,7 +16,10 @@ RECORDED = ("torch", "deepspeed")  # in each checkpoint's manifest
 
 def installed(name):
     """Return the version of an installed package, without a local build's suffix."""
-    return importlib.metadata.version(name).partition("+")[0]
+    try:
+        return importlib.metadata.version(name).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:  # from a folder on PYTHONPATH
+        return importlib.import_module(name).__version__.partition("+")[0]
 
 
 def deepspeed_problem(any_deepspeed):
@@ -28,7 +32,7 @@ def deepspeed_problem(any_deepspeed):
 
 def recorded_versions():
     """Return what a checkpoint's manifest records: {package: version}."""
-    return {name: importlib.metadata.version(name) for name in RECORDED}
+    return {name: installed(name) for name in RECORDED}
 
 
 def version_note(recorded):

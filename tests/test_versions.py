@@ -61,7 +61,7 @@ def test_a_resume_notes_other_versions(train):
         "torch", "deepspeed"}
 
 
-def test_an_environment_of_the_users_own_gets_the_same_check_at_set_up(older):
+def test_an_environment_of_the_users_own_gets_the_same_check_at_set_up(older, tmp_path):
     def set_up(*args):
         return subprocess.run(["bash", "-c", "source runtime/venv.sh; echo ready", "set-up", *args], cwd=ROOT,
                               capture_output=True, text=True,
@@ -70,5 +70,7 @@ def test_an_environment_of_the_users_own_gets_the_same_check_at_set_up(older):
     assert refused.returncode == 2 and refused.stdout == ""
     assert refused.stderr == (
         f"set-up: PYTHON={sys.executable} has deepspeed 0.19.7, not the pinned {DEEPSPEED}: run '{sys.executable}' -m "
-        f"pip install deepspeed=={DEEPSPEED}, accept it with --any_deepspeed=True, or unset PYTHON to get a .venv\n")
+        f"pip install deepspeed=={DEEPSPEED}, train with --any_deepspeed=True, or unset PYTHON to get a .venv\n")
     assert set_up("--any_deepspeed=True").stdout == "ready\n"
+    (tmp_path / "mine.py").write_text("any_deepspeed = True\n")
+    assert set_up(str(tmp_path / "mine.py")).stdout == "ready\n"
