@@ -81,7 +81,10 @@ class GPTConfig:
         needed = "block_size", "vocab_size", "n_layer", "n_head", "n_embd"
         if lacking := [name for name in needed if name not in shape]:
             raise ValueError(f"the model lacks {', '.join(lacking)}")
-        return cls(**shape)
+        config = cls(**shape)
+        if config.block_size < 1:
+            raise ValueError(f"block_size={config.block_size} must be at least 1")
+        return config
 
     @property
     def padded_vocab_size(self):
@@ -186,6 +189,8 @@ def add_product(total, a, b):
     """total += a @ b; in float32, without a pass of its own, where a and b are of half its width on CUDA."""
     if a.is_cuda and a.dtype != total.dtype and not torch.version.hip:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif a.dtype == torch.float16:  # whose range the sum would leave, with FP16_GRAD_FACTOR in it
+        total += a.float() @ b.float()
     else:
         total += a @ b
 

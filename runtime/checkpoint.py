@@ -39,6 +39,7 @@ SAFE_GLOBALS = {
 MAYBE = type(...)  # a key that may be missing
 MANIFEST = {  # what its readers rely on: types, and of objects the keys
     "iter_num": int, "stage": int, "dtype": str, "world_size": int, "files": dict,
+    "versions": ({"torch": str, "deepspeed": str}, MAYBE),
     "state": {
         "iter_num": int, "best_val_loss": (int, float), "stale": (int, MAYBE), "stages": (list, MAYBE),
         "seen": (dict, MAYBE), "norms": (list, MAYBE), "lora": (dict, type(None), MAYBE), "model": dict,
@@ -305,6 +306,15 @@ def find_tag(out_dir, tag="latest"):
         check_shape(manifest, MANIFEST, "it")
         for name, entry in manifest["files"].items():
             check_shape(entry, {"bytes": int, "sha256": str}, name)
+        state, tokenizer = manifest["state"], manifest["state"]["data"]["tokenizer"]
+        for name, count in state.get("seen", {}).items():
+            check_shape(count, int, f"seen {name}")
+        for norm in state.get("norms", []):
+            check_shape(norm, (int, float), "norms")
+        if tokenizer["kind"] == "char":
+            check_shape(tokenizer.get("chars", ...), (str, list), "chars")
+        if manifest["stage"] not in (0, 1, 2, 3) or manifest["world_size"] < 1:
+            raise ValueError(f"stage {manifest['stage']}, world_size {manifest['world_size']}")
         GPTConfig.from_dict(manifest["state"]["model"])
     except ValueError as error:
         raise CheckpointError(f"{out_dir}/{tag}/manifest.json is not one that this version can read ({error}): choose "
@@ -314,7 +324,10 @@ def find_tag(out_dir, tag="latest"):
 
 def check_shape(node, shape, where):
     """Raise ValueError unless a node of a JSON file is as MANIFEST describes its parts."""
-    if not isinstance(node, dict if isinstance(shape, dict) else shape):
+    if isinstance(shape, tuple) and isinstance(shape[0], dict):  # an object that may be missing
+        shape = dict if node is ... else shape[0]
+        node = {} if node is ... else node
+    if isinstance(node, bool) or not isinstance(node, dict if isinstance(shape, dict) else shape):
         raise ValueError(f"{where} is missing" if node is ... else f"{where} is {node!r:.40}")
     for key in shape if isinstance(shape, dict) else ():
         check_shape(node.get(key, ...), shape[key], key)

@@ -3,6 +3,7 @@
 A source is a pair (name, read): `name` is shown to the user, `read()` returns the bytes or raises.
 """
 
+import errno
 import hashlib
 import os
 import secrets
@@ -127,5 +128,8 @@ def sync(path):
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as error:  # some network file systems cannot flush a folder
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(fd)

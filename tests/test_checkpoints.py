@@ -16,7 +16,7 @@ import torch
 from conftest import EIGHT, ROOT, SMALL, done, launch, stage
 
 from runtime import memory
-from runtime.checkpoint import CheckpointError, earlier_run, find_tag, fp32_weights, link, load_model
+from runtime.checkpoint import CheckpointError, earlier_run, find_tag, fp32_weights, link, load_model, sealed
 from runtime.metrics import trim_history
 from runtime.save import tag_bytes
 from runtime.shards import MOMENTS, Shards
@@ -243,3 +243,23 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr
     assert "best could not be linked to iter_2 (No space left on device); the run continues without" in run.stdout
     assert find_tag(out_dir)[0] == "iter_4" and not list(out_dir.glob("*.saving"))
+
+
+@pytest.mark.parametrize("change", [
+    {"versions": None}, {"versions": {"torch": 2, "deepspeed": "0.19.8"}}, {"stage": 7}, {"stage": True},
+    {"world_size": 0}, {"state.seen": {"characters": "x"}}, {"state.norms": ["x"]},
+    {"state.data.tokenizer": {"kind": "char"}}, {"state.data.tokenizer": {"kind": "char", "chars": 5}},
+    {"state.model.block_size": -5}, {"state.settings": None},
+], ids=str)
+def test_a_sealed_manifest_of_wrong_contents_is_refused_in_one_sentence(whole, tmp_path, change):
+    (path, value), = change.items()
+    shutil.copytree(whole(2).out_dir / "iter_8", tmp_path / "iter_8")
+    file = tmp_path / "iter_8" / "manifest.json"
+    node = manifest = json.loads(file.read_text())
+    *parents, last = path.split(".")
+    for name in parents:
+        node = node[name]
+    node[last] = value
+    file.write_text(sealed(manifest))
+    with pytest.raises(CheckpointError, match="manifest.json is not one that this version can read"):
+        find_tag(str(tmp_path), "iter_8")
