@@ -120,7 +120,7 @@ def read_json(path):
             config = json.load(f, object_pairs_hook=no_doubles)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; name another with --deepspeed_config=FILE") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds no JSON object")
@@ -138,7 +138,7 @@ def top_level_problems(config, owned, dtype):
         elif key in INSTEAD:
             problems.append(f'"{key}" does not belong here: {INSTEAD[key]}')
         elif key not in OURS:
-            problems.append(f'unknown key "{key}"{nearest(key, [*OURS, *owned]) or ": remove it"}')
+            problems.append(f'unknown key "{key}"{nearest(key, [*OURS, *owned, *INSTEAD]) or ": remove it"}')
         elif key in TESTED:
             problems += [] if isinstance(value, dict) else [f'"{key}" must be an object']
         elif key == "steps_per_print" and value != "auto":
@@ -230,7 +230,7 @@ def check_keys(model, content, path, dtype):
         elif here in TESTED and value is not None and value != "auto":
             found = [f'"{here}" is {json.dumps(value)}: write {{"device": "cpu"}}, or remove it']
         else:
-            found = value_problem(here, value, dtype) or quoted(here, value, field)
+            found = value_problem(here, value, dtype) or mistyped(here, value, field)
         problems += found
         if not found:
             rest[key] = value
@@ -247,12 +247,17 @@ def untested(path, value, field):
     return [f'"{path}" {WHY.get(path, "is untested here")}: remove it']
 
 
-def quoted(path, value, field):
-    """Return a list with the problem of a number or a bool in quotation marks, which DeepSpeed would convert."""
-    if not isinstance(value, str) or path in CHOICES:
+def mistyped(path, value, field):
+    """Return a list with the problem of a number or a bool written as something else, which DeepSpeed would convert."""
+    if path in CHOICES or value is None:
         return []
-    wanted = "true or false" if bool in (field.annotation, *get_args(field.annotation)) else "a number"
-    return [f'"{path}" is {json.dumps(value)}: write {wanted}, without quotation marks']
+    is_bool = bool in (field.annotation, *get_args(field.annotation))
+    if isinstance(value, str) or isinstance(value, bool) != is_bool:
+        wanted = "true or false" if is_bool else "a number"
+        return [f'"{path}" is {json.dumps(value)}: write {wanted}, without quotation marks']
+    if path == "zero_optimization.sub_group_size" and value < 1:
+        return [f'"{path}" is {json.dumps(value)}: write a number above 0']
+    return []
 
 
 def stage_problems(zero):

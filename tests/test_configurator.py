@@ -443,7 +443,7 @@ def test_all_problems_of_a_json_are_reported_in_one_round(tmp_path):
         "foo", "train_batch_size", "scheduler", "fp16", "steps_per_print", "bf16.enabled",
         *(f"zero_optimization.{key}" for key in (
             "overlap_comm", "cpu_offload", "zero_quantized_weights", "offload_optimizer.device",
-            "offload_optimizer.ratio", "reduce_bucket_size", "offload_optimizer.pin_memory")),
+            "offload_optimizer.ratio", "offload_optimizer.pin_memory", "reduce_bucket_size")),
         "bf16.foo", "bf16.bf16_optimizer_states", "data_types.a",
         "zero_optimization.offload_param", "zero_optimization.offload_optimizer"]
     assert names_of_problems({"zero_optimization": 2, "bf16": None, "fp16": 1, "data_types": "x", "foo": 1}, tmp_path) \
@@ -586,3 +586,18 @@ def test_a_package_that_is_missing_is_named():
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.endswith("python -m pip install -r requirements.txt; python doctor.py tells what else is "
                                 "amiss\n")
+
+
+@pytest.mark.parametrize("text, problem", [
+    ('{"zero_optimization": {"stage": 3, "sub_group_size": true}}', '"zero_optimization.sub_group_size" is true: w'),
+    ('{"zero_optimization": {"stage": 3, "sub_group_size": 0}}', '"zero_optimization.sub_group_size" is 0: w'),
+    ('{"zero_optimization": {"stage": 2, "overlap_comm": 0}}', '"zero_optimization.overlap_comm" is 0: write true or'),
+    ('{"optimzer": {}}', "unknown key \"optimzer\": did you mean 'optimizer'?"),
+    ('{"a":' * 100_000, "is not JSON: "),
+])
+def test_values_of_another_type_and_nests_are_refused(tmp_path, text, problem):
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        resolve(str(tmp_path / "ds.json"), {"batch_size": 1, "gradient_accumulation_steps": 1, "grad_clip": 1.0}, 1,
+                "float32")
+    assert problem in str(refused.value) and len(str(refused.value).splitlines()) == 1
