@@ -67,13 +67,13 @@ class Watch:
     def heed(self, stop_file):
         """Look for this file from now on. One that exists was meant for the run before: return why it cannot be
         removed, or None."""
-        self.stop_file = stop_file
         try:
             remove(stop_file)
         except FileNotFoundError:
             pass
         except OSError as error:
             return f"{stop_file} cannot be removed ({error.strerror}), and it would stop this run: remove it"
+        self.stop_file = stop_file
 
     def poll(self):
         """The thread's whole life, until all ranks have passed the last barrier. What fails is reported once, and tried
