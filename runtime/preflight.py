@@ -116,10 +116,12 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
         if resolved:
             run.config, notes = resolved
             run.notes += notes
-            if s["skip_spikes"] and (run.dtype == "float16" or s["any_deepspeed"]
-                                     or not ds_config.shortens(run.config, run.dtype)):
+            if s["skip_spikes"] and (run.dtype == "float16" or not ds_config.shortens(run.config, run.dtype)):
                 problems.append("skip_spikes=True works at ZeRO-2 in bfloat16 or float32, with sums in float32 and "
-                                "without offload or any_deepspeed: leave it out otherwise")
+                                "without offload: leave it out otherwise")
+            elif s["skip_spikes"] and s["any_deepspeed"]:
+                problems.append("skip_spikes=True needs our own gradient path, which any_deepspeed=True turns off: "
+                                "leave one of them out")
     run.sets, run.meta = attempt(sets, s["dataset"], root, s["block_size"]) or ([], None)
     run.notes += [f"{one.name} has no meta.json: its tokens are taken for {one.meta['tokenizer']['kind']}'s"
                   for one in run.sets if not os.path.exists(os.path.join(one.folder, "meta.json"))]

@@ -333,6 +333,8 @@ def test_precision_by_the_card(monkeypatch, characters, tmp_path):
     *((f"--skip_spikes=True --dtype=bfloat16 --deepspeed_config={{folder}}/{name}.json", "skip_spikes=True works at "
        "ZeRO-2 in bfloat16 or float32, with sums in float32 and without offload: leave it out otherwise")
       for name in ("zero3", "offload", "bf16sums")),
+    ("--skip_spikes=True --any_deepspeed=True", "skip_spikes=True needs our own gradient path, which "
+     "any_deepspeed=True turns off: leave one of them out"),
     ("--skip_spikes=True", "")])
 def test_what_cannot_be_meant(monkeypatch, characters, tmp_path, bad, holder, args, told):
     zero = {"zero3": {"stage": 3}, "offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
