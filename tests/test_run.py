@@ -350,7 +350,7 @@ def test_a_manifest_that_cannot_be_read_is_no_traceback(train, one_rank, tmp_pat
 def test_settings_and_their_surroundings_are_recorded(whole):
     record = json.loads((whole(2).out_dir / "settings.json").read_text())
     assert record["settings"]["max_iters"] == 8 and record["settings"]["lr_schedule"] == "cosine"
-    assert record["world_size"] == 2 and record["versions"]["torch"] == torch.__version__
+    assert record["world_size"] == 2 and record["versions"]["torch"] in torch.__version__
     assert "train_deepspeed.py" in record["command"]
 
 
