@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import signal
 import socket
 import sys
 import threading
@@ -56,6 +57,7 @@ def refuse(problems):
     if SPEAKS:
         print(problems, file=sys.stderr, flush=True)
     else:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's SIGTERM ends the wait; there is nothing to save
         time.sleep(10)
     raise SystemExit(2)
 
