@@ -1,17 +1,23 @@
 """What all tests share: a machine without GPUs, a small data set, and the training script with small settings."""
 
+import atexit
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 # For this process and for every one that it starts: before torch is imported
-os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
+os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1",
+                  HF_ENDPOINT="http://127.0.0.1:9", HF_HOME="/nowhere")  # no hub: nobody listens there
 sys.path.insert(0, str(ROOT))
 
 import numpy as np
@@ -28,14 +34,29 @@ STAGES = {0: "config/ds/zero0.json", 1: "config/ds/zero1.json", 2: "ds_config_ze
 EIGHT = ("--max_iters=8", "--lr_decay_iters=8", "--warmup_iters=2", "--dropout=0.1", "--keep_last=10")
 
 
+START = threading.Lock()  # for tests that start runs on several threads
+
+
+def pytest_configure(config):
+    """Start the server while tests are collected, once for all workers of pytest-xdist."""
+    if getattr(config.option, "numprocesses", None):
+        start_fork_server()
+
+
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Return a free port below those that the system gives to connections, one of which could take it meanwhile."""
+    while True:
+        port = random.randrange(12_000, 32_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def command_line(script, *args, ranks=1, launcher="torchrun"):
-    """The command by which 'python', 'torchrun' or 'deepspeed' starts a script."""
+    """The command by which 'python', 'torchrun' or 'deepspeed' starts a script; for 'fork' the script and its
+    arguments."""
+    if launcher == "fork":
+        return [str(script), *map(str, args)]
     by = {
         "python": [],
         "torchrun": ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"],
@@ -45,20 +66,90 @@ def command_line(script, *args, ranks=1, launcher="torchrun"):
     return [sys.executable, *by, str(script), *map(str, args)]
 
 
-def launch(script, *args, ranks=1, launcher="torchrun", timeout=300, **env):
-    """Run a Python script by 'python', 'torchrun' or 'deepspeed', as a user would; -> subprocess.CompletedProcess.
+def start_fork_server():
+    """Start fork_server.py for this process and all that it starts, unless there is one. It ends with this process."""
+    if "FORK_SERVER" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="forks")
+        path = os.environ["FORK_SERVER"] = f"{folder.name}/socket"
+        server = subprocess.Popen([sys.executable, ROOT / "tests" / "fork_server.py", path], stdin=subprocess.PIPE,
+                                  cwd=ROOT, start_new_session=True)
+        atexit.register(lambda: (server.communicate(), folder.cleanup()))  # the end of its stdin ends it
 
-    In a process group of its own, all of which ends with the time-out: a launcher that is killed orphans its ranks.
+
+class ForkedJob:
+    """A script on so many ranks, in forks of the server's process; to be used as subprocess.Popen is. The exit code is
+    that of the rank that failed first."""
+
+    def __init__(self, command, ranks, stdout, stderr, env=None):
+        with START:
+            start_fork_server()
+        self.command, self.returncode, self.server = [*map(str, command)], None, socket.socket(socket.AF_UNIX)
+        assert wait_until(lambda: not self.server.connect_ex(os.environ["FORK_SERVER"]), 120), "no fork server"
+        request = {"argv": self.command, "env": {**os.environ, **(env or {})}, "cwd": str(ROOT), "ranks": ranks,
+                   "port": free_port(), "stdout": str(stdout), "stderr": str(stderr)}
+        self.server.sendall(json.dumps(request).encode() + b"\n")
+        self.pids = json.loads(self.server.recv(1000))
+
+    def wait(self, timeout=None):
+        """The exit code, for which it waits."""
+        if self.returncode is None:
+            self.server.settimeout(timeout)
+            try:
+                self.returncode = int(self.server.recv(10))
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired(self.command, timeout) from None
+            self.server.close()
+        return self.returncode
+
+    def poll(self):
+        """The exit code, or None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def send_signal(self, number):
+        """A signal to all ranks, as from a terminal."""
+        for pid in self.pids:
+            os.kill(pid, number)
+
+    def kill(self):
+        """SIGKILL to all ranks."""
+        if self.poll() is None:
+            self.server.shutdown(socket.SHUT_WR)
+
+
+def launch(script, *args, ranks=1, launcher="fork", timeout=300, **env):
+    """Run a Python script; -> subprocess.CompletedProcess.
+
+    By forks of a process that has imported torch (fork_server.py), or by 'python', 'torchrun' or 'deepspeed', as a user
+    would; always the latter with an environment variable that is read before a script begins.
     """
+    if launcher == "fork" and any(name.startswith(("PYTHON", "HF_", "LC_")) for name in env):
+        launcher = "python" if ranks == 1 else "torchrun"
     command = command_line(script, *args, ranks=ranks, launcher=launcher)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-                          env={**os.environ, **env}, start_new_session=True) as process:
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, name) for name in ("stdout", "stderr")]
+        if launcher == "fork":
+            job = ForkedJob(command, ranks, *paths, env)
+        else:
+            with open(paths[0], "w") as stdout, open(paths[1], "w") as stderr:
+                job = subprocess.Popen(command, stdout=stdout, stderr=stderr, cwd=ROOT, env={**os.environ, **env},
+                                       start_new_session=True)
         try:
-            stdout, stderr = process.communicate(timeout=timeout)
+            job.wait(timeout)
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, 9)
-    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+            kill(job)
+        return subprocess.CompletedProcess(command, job.returncode, *(p.read_text(errors="replace") for p in paths))
+
+
+def kill(job):
+    """SIGKILL to all processes of a ForkedJob, or of a Popen that leads a session, if it runs; and wait for it."""
+    if job.poll() is None:
+        if isinstance(job, ForkedJob):
+            job.kill()
+        else:  # its process group: a launcher that is killed orphans its ranks
+            os.killpg(job.pid, 9)
+    job.wait()
 
 
 def planted(folder, code):
@@ -107,13 +198,13 @@ def characters(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def train(characters, tmp_path_factory):
-    """train("--max_iters=6", ranks=2, launcher="torchrun", out_dir=...) runs train_deepspeed.py on SMALL and these.
+    """train("--max_iters=6", ranks=2, out_dir=...) runs train_deepspeed.py on SMALL and these.
 
     The result has returncode, stdout, stderr, out_dir, history (all records), losses {iter: loss} of the steps and
     evals {iter: (train_loss, val_loss)}, the numbers in full precision.
     """
 
-    def run(*args, ranks=1, launcher="python", out_dir=None, **options):
+    def run(*args, ranks=1, launcher="fork", out_dir=None, **options):
         out_dir = Path(out_dir or tmp_path_factory.mktemp("run") / "out")
         done = launch(ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", *args,
                       ranks=ranks, launcher=launcher, **options)
@@ -162,7 +253,7 @@ def whole(train):
 
     def run(n):
         if n not in runs:
-            runs[n] = done(train(*EIGHT, stage(n), ranks=2, launcher="torchrun"))
+            runs[n] = done(train(*EIGHT, stage(n), ranks=2))
         return runs[n]
 
     return run

@@ -9,7 +9,7 @@ import bench as benchmark
 
 
 def bench(out, *args):
-    run = launch(ROOT / "bench.py", *args, f"--json={out}", launcher="python")
+    run = launch(ROOT / "bench.py", *args, f"--json={out}")
     assert run.returncode == 0, run.stdout + run.stderr
     return json.loads(out.read_text()), run.stdout
 
@@ -52,7 +52,7 @@ def test_checkpoint_and_data(characters, tmp_path):
     (["train", "--json=no/x.json"], "there is no such folder"),
 ])
 def test_mistakes_end_in_a_sentence(args, sentence):
-    run = launch(ROOT / "bench.py", *args, launcher="python")
+    run = launch(ROOT / "bench.py", *args)
     assert run.returncode and sentence in run.stderr and "Traceback" not in run.stderr
 
 
@@ -77,5 +77,5 @@ def test_the_table_takes_any_run_and_leaves_the_rest_of_the_readme(tmp_path, mon
 
 
 def test_a_misspelt_setting_ends_before_anything_starts(tmp_path):
-    run = launch(ROOT / "bench.py", "train", "--learing_rate=1", launcher="python")
+    run = launch(ROOT / "bench.py", "train", "--learing_rate=1")
     assert run.returncode == 2 and "did you mean 'learning_rate'" in run.stderr and "Traceback" not in run.stderr

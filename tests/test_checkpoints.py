@@ -103,7 +103,7 @@ def test_shards_read_what_deepspeeds_universal_checkpoint_holds(whole, tmp_path,
 
 
 def test_a_save_that_training_waits_for_is_the_same(train, whole):
-    run = done(train(*EIGHT, stage(2), "--max_iters=4", "--async_save=False", ranks=2, launcher="torchrun"))
+    run = done(train(*EIGHT, stage(2), "--max_iters=4", "--async_save=False", ranks=2))
     ours, theirs = fp32_weights(run.out_dir, "iter_4"), fp32_weights(whole(2).out_dir, "iter_4")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     keys = ("world_size", "stage", "dtype", "iter_num")
@@ -129,7 +129,7 @@ Saver.__init__ = lambda self, *args, **kwargs: init(self, *args, **{{**kwargs, "
 runpy.run_path({str(ROOT / "train_deepspeed.py")!r}, run_name="__main__")
 """)
     run = launch(script, *SMALL, stage(n), "--n_embd=64", "--max_iters=1", f"--dataset={characters}",
-                 f"--out_dir={tmp_path}/out", ranks=ranks, launcher="torchrun")
+                 f"--out_dir={tmp_path}/out", ranks=ranks)
     asked = [tuple(map(int, pair)) for pair in re.findall(r"reserve (\d+) (\d+)", run.stdout)]
     assert run.returncode == 0 and len(asked) == 2 * ranks, run.stdout + run.stderr
     needed = {have: size for have, size in asked if have}
@@ -160,13 +160,13 @@ def test_weights_alone(train, whole, tmp_path):
     for tag in ("iter_8", "best", "final"):
         (out_dir / tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     args = (*EIGHT, stage(2), "--max_iters=10", "--init_from=resume")
-    alone = done(train(*args, "--resume_weights_only=True", ranks=2, launcher="torchrun",
+    alone = done(train(*args, "--resume_weights_only=True", ranks=2,
                        out_dir=shutil.copytree(out_dir, tmp_path / "alone")))
     assert "iteration 8" in alone.stdout and "now 2 ranks at ZeRO stage 2 in float32, weights only" in alone.stdout
     assert list(alone.losses) == list(range(1, 11)) and "passing over" not in alone.stdout
     assert "as its model file has them" not in alone.stdout
     assert alone.losses[9] < whole(2).losses[1] - 0.1  # trained weights
-    back = done(train(*args, "--max_iters=8", ranks=2, launcher="torchrun", out_dir=out_dir))
+    back = done(train(*args, "--max_iters=8", ranks=2, out_dir=out_dir))
     assert back.stdout.count("passing over") == 3 and "iteration 6" in back.stdout
     assert back.losses == whole(2).losses
 
@@ -238,8 +238,7 @@ os.link = shutil.copy2 = full
 sys.argv[0] = {str(ROOT / "train_deepspeed.py")!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """)
-    run = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", "--init_from=auto",
-                 launcher="python")
+    run = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", "--init_from=auto")
     assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr
     assert "best could not be linked to iter_2 (No space left on device); the run continues without" in run.stdout
     assert find_tag(out_dir)[0] == "iter_4" and not list(out_dir.glob("*.saving"))

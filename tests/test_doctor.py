@@ -12,7 +12,7 @@ from doctor import bytes_of_tag, cards, weights
 
 
 def doctor(*args, **env):
-    done = launch(ROOT / "doctor.py", *args, launcher="python", HF_ENDPOINT="http://127.0.0.1:9", **env)
+    done = launch(ROOT / "doctor.py", *args, **env)
     assert "Traceback" not in done.stderr, done.stderr
     return done
 
@@ -20,7 +20,7 @@ def doctor(*args, **env):
 @pytest.fixture(scope="module")
 def here():
     """(exit code, {name: row}) of this machine, which has no GPU."""
-    done = doctor("--json", HF_HOME="/nowhere")
+    done = doctor("--json")
     return done.returncode, {row["name"]: row for row in json.loads(done.stdout)}
 
 
@@ -57,8 +57,7 @@ def test_no_ranks_are_refused():
 
 def test_a_run_elsewhere_is_looked_at_by_its_plan(characters):
     """Neither GPUs nor weights are here, which hinders no run elsewhere; but the plan does not fit."""
-    done = doctor("config/xl_shakespeare.py", "--num_gpus=4", "--gpu_gb=16", f"--dataset={characters}",
-                  HF_HOME="/nowhere")
+    done = doctor("config/xl_shakespeare.py", "--num_gpus=4", "--gpu_gb=16", f"--dataset={characters}")
     assert done.returncode == 1 and "1 to mend" in done.stdout
     for words in ("OK    GPUs              0 here; the plan is for 4 of gpu_gb=16", "WARN  weights",
                   "18,000 and 2,000 tokens, hashes as prepared", "FAIL  the run           does not fit",

@@ -26,7 +26,7 @@ TEXT = "the quick fox's 12345 hats — naïve 😀\n\n\t  don't <|endoftext|> {x
 
 
 def export(*args, **options):
-    return launch(ROOT / "export_hf.py", *args, launcher="python", **options)
+    return launch(ROOT / "export_hf.py", *args, **options)
 
 
 def difference(told):
@@ -87,7 +87,7 @@ def test_sampling_from_the_folder_takes_its_tokenizer(exported):
     out_dir, folder, _ = exported
     common = ("--start=the", "--max_new_tokens=20", "--json", "--num_samples=1")
     ours, theirs, strange = at_once(*(
-        lambda args=args: launch(ROOT / "sample.py", *common, *args, launcher="python")
+        lambda args=args: launch(ROOT / "sample.py", *common, *args)
         for args in ([f"--out_dir={out_dir}", "--tag=best"], [f"--init_from={folder}"],
                      [f"--init_from={folder}", "--start=É"])))
     texts = [json.loads(run.stdout)["text"] for run in (ours, theirs)]
@@ -186,7 +186,7 @@ else:
 sys.argv[0] = {str(ROOT / "export_hf.py")!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """)
-    run = launch(script, f"--out_dir={whole(3).out_dir}", f"--to={tmp_path}/folder", launcher="python")
+    run = launch(script, f"--out_dir={whole(3).out_dir}", f"--to={tmp_path}/folder")
     words = {"weights": r"the exported model's logits are \S+ away from ours, more than 1e-04: nothing was exported",
              "tokenizer": "the exported tokenizer gives other ids than ours: nothing was exported"}[broken]
     assert run.returncode == 2 and re.fullmatch(words + "\n", run.stderr), run.stderr
@@ -268,7 +268,7 @@ def gpt2_exported(train, tmp_path_factory):
     ids = tokenizer_of({"kind": "gpt2"})[0]((ROOT / "README.md").read_text())
     write_dataset(data, ids[:-400], ids[-400:], {"kind": "gpt2"}, 50257, {"name": "a test", "sha256": None, "bytes": 0})
     run = done(train(f"--init_from={folder}/tiny", "--n_layer=None", "--n_head=None", "--n_embd=None", "--max_iters=2",
-                     f"--dataset={data}", stage(3), ranks=2, launcher="torchrun"))
+                     f"--dataset={data}", stage(3), ranks=2))
     exported = export(f"--out_dir={run.out_dir}")  # into hf-iter_2 there
     assert exported.returncode == 0, exported.stderr
     return run.out_dir, run.out_dir / "hf-iter_2", exported.stdout
@@ -290,7 +290,7 @@ def test_gpt2s_own_shape_and_tokens_index(gpt2_exported):
     wanted = ours.generate(prompt["input_ids"], 12, temperature=0)
     assert torch.equal(theirs.generate(**prompt, max_new_tokens=12, do_sample=False, pad_token_id=50256), wanted)
     again = launch(ROOT / "sample.py", f"--init_from={folder}", "--start=The model", "--temperature=0",
-                   "--num_samples=1", "--max_new_tokens=12", launcher="python")
+                   "--num_samples=1", "--max_new_tokens=12")
     assert again.stdout.endswith(f"\n\n{decode(wanted[0].tolist())}\n"), again.stderr
 
 
@@ -300,7 +300,7 @@ def test_a_mixture_is_exported_and_looked_through(train, characters, tmp_path):
     exported, sampled = at_once(
         lambda: export(f"--out_dir={run.out_dir}", f"--to={tmp_path}/mixed"),
         lambda: launch(ROOT / "sample.py", f"--out_dir={run.out_dir}", "--memorised=2", "--num_samples=1", "--json",
-                       "--max_new_tokens=50", launcher="python"))
+                       "--max_new_tokens=50"))
     assert exported.returncode == 0 and sampled.returncode == 0, exported.stderr + sampled.stderr
     card = (tmp_path / "mixed" / "README.md").read_text()
     assert "| dataset | characters0 (weight 0.25), more (weight 0.75) |" in card

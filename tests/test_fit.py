@@ -17,7 +17,7 @@ SIZE = re.compile(r"^each GPU   ([\d.]+) GB of ([\d.]+) GB(: too much, as a tent
 
 
 def dry_run(*args, **env):
-    done = launch(ROOT / "train_deepspeed.py", *XL, *args, launcher="python", **env)
+    done = launch(ROOT / "train_deepspeed.py", *XL, *args, **env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -68,8 +68,7 @@ def test_four_cards_of_a_name():
     (("--gpu_gb=24",), "gpu_gb reckons for another machine: add --dry_run=True"),
 ])
 def test_a_card_that_is_none_is_refused(args, sentence, characters, tmp_path):
-    done = launch(ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", *args,
-                  launcher="python")
+    done = launch(ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", *args)
     assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr
 
 

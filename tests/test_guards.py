@@ -51,9 +51,8 @@ def spoilt(characters, tmp_path):
         script, out_dir = tmp_path / "spoilt.py", tmp_path / "out"
         script.write_text(SPOILT.format(root=str(ROOT), first=first, last=last, rank=rank, factor=factor,
                                          training=training))
-        launcher = "torchrun" if ranks > 1 else "python"
         done = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", "--eval_interval=100", *args,
-                      ranks=ranks, launcher=launcher)
+                      ranks=ranks)
         return done, read_history(out_dir), out_dir
     return run
 

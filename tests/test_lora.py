@@ -66,7 +66,7 @@ def test_loss_and_gradients_are_pefts(folder):
     (3, 2, ("--gradient_checkpointing=True",))])
 def test_an_adapter_of_each_stage_is_pefts_and_goes_on_at_another(train, folder, zero, ranks, others):
     args = (*LORA, f"--init_from={folder}", *others, "--lr_decay_iters=6", "--learning_rate=1e-2", "--keep_last=9")
-    run = done(train(*args, stage(zero), "--max_iters=4", ranks=ranks, launcher="torchrun"))
+    run = done(train(*args, stage(zero), "--max_iters=4", ranks=ranks))
     assert "LoRA of rank 4: 4,096 learn" in run.stdout and run.losses[4] < run.losses[1] - 0.01
     model, manifest = load_model(str(run.out_dir), "final")
     base, theirs = GPT.from_pretrained(str(folder)), peft_model(folder, run.out_dir / "final")
@@ -83,7 +83,7 @@ def test_an_adapter_of_each_stage_is_pefts_and_goes_on_at_another(train, folder,
     assert adapter["base_model_name_or_path"] == str(folder)
     if "--dtype=bfloat16" in others:
         return
-    whole = done(train(*args, stage(2), "--max_iters=6", ranks=2, launcher="torchrun"))
+    whole = done(train(*args, stage(2), "--max_iters=6", ranks=2))
     other = {0: 2, 2: 3, 3: 0}[zero]
     micro = ("--gradient_accumulation_steps=4",) if ranks == 2 else ("--gradient_accumulation_steps=2",)
     if ranks == 1:  # the batches of one rank

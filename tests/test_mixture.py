@@ -57,7 +57,7 @@ def test_a_mixture_trains_tells_its_shares_and_goes_on(train, characters, backwa
     """2 ranks x 2 x 2 sequences a step: after 5 steps 40, of which 12 and 28."""
     mixture = f"--dataset={{'{characters}': 0.3, '{backwards}': 0.7}}"
     args = (*EIGHT, mixture, "--eval_interval=5", "--dropout=0.0")
-    run = done(train(*args, ranks=2, launcher="torchrun"))
+    run = done(train(*args, ranks=2))
     name = characters.name
     assert f"mixture    {name} 3, backwards 7 of each 10 sequences" in run.stdout
     assert "); 30% of the mixture" in run.stdout and "of 0 sequences" not in run.stdout
@@ -75,7 +75,7 @@ def test_a_mixture_trains_tells_its_shares_and_goes_on(train, characters, backwa
             assert r[key] == pytest.approx(0.3 * parts[0][key] + 0.7 * parts[1][key], rel=1e-12)
         assert r["val_error"] == pytest.approx(math.hypot(0.3 * parts[0]["val_error"], 0.7 * parts[1]["val_error"]))
     part = done(train(*args, "--max_iters=5", "--gradient_accumulation_steps=4"))  # one rank
-    on = done(train(*args, "--init_from=resume", ranks=2, launcher="torchrun", out_dir=part.out_dir))
+    on = done(train(*args, "--init_from=resume", ranks=2, out_dir=part.out_dir))
     for it in range(1, 9):
         assert {**part.losses, **on.losses}[it] == pytest.approx(run.losses[it], rel=2e-5), it
 
@@ -97,7 +97,7 @@ def test_a_stage_begins_with_the_best_weights_of_the_one_before(train, backwards
     record = json.loads((second.out_dir / "settings.json").read_text())["stages"]
     assert [(one["out_dir"], one["tag"]) for one in record] == [(str(first.out_dir), "iter_6")]
     third = done(train(f"--init_from={second.out_dir}/iter_2", *SHAPELESS, f"--dataset={backwards}", "--max_iters=1",
-                       "--block_size=16", ranks=2, launcher="torchrun"))
+                       "--block_size=16", ranks=2))
     chain = json.loads((third.out_dir / "iter_1" / "manifest.json").read_text())["state"]["stages"]
     assert [(one["tag"], one["iter_num"]) for one in chain] == [("iter_6", 6), ("iter_2", 2)]
     same = train(f"--init_from={first.out_dir}", *SHAPELESS, out_dir=first.out_dir)

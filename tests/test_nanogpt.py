@@ -140,10 +140,10 @@ def test_training_goes_on_from_a_checkpoint_and_it_is_sampled_from(nanogpt, trai
     assert run.losses[2] < run.losses[1]
     assert "note       bias=True is for training from scratch: these weights bring their own, or none" in run.stdout
     sampled = launch(ROOT / "sample.py", f"--init_from={path}", "--start=the", "--temperature=0", "--num_samples=1",
-                     "--max_new_tokens=25", launcher="python")
+                     "--max_new_tokens=25")
     text = "".join(CHARS[i] for i in greedy[0].tolist())
     assert sampled.stdout == f"{path}: 26,656 parameters\n\n{text}\n" and sampled.stderr == ""
-    again = launch(ROOT / "sample.py", f"--out_dir={run.out_dir}", "--max_new_tokens=5", launcher="python")
+    again = launch(ROOT / "sample.py", f"--out_dir={run.out_dir}", "--max_new_tokens=5")
     assert again.returncode == 0 and "after 2 iterations" in again.stdout
 
 
@@ -176,7 +176,7 @@ def test_a_strangers_checkpoint_does_not_run_its_code(nanogpt, train, tmp_path):
     (bin_folder / "model.safetensors").unlink()
     torch.save({"wte": payload}, bin_folder / "pytorch_model.bin",
                _use_new_zipfile_serialization=False)
-    sampled = launch(ROOT / "sample.py", f"--init_from={path}", launcher="python")
+    sampled = launch(ROOT / "sample.py", f"--init_from={path}")
     trained = train(f"--init_from={path}", "--n_layer=None", "--n_head=None", "--n_embd=None")
     for run in (sampled, trained):
         assert run.returncode == 2 and run.stderr == f"{path} names posix.mkdir, which no weights need; not read\n"
@@ -204,7 +204,7 @@ def test_characters_whose_data_is_not_prepared_ask_for_that(tmp_path):
 
 def test_a_checkpoint_whose_data_is_not_here_asks_for_it(tmp_path):
     path = write_checkpoint(tmp_path / "out" / "ckpt.pt", reference())
-    run = launch(ROOT / "sample.py", f"--init_from={path}", launcher="python")
+    run = launch(ROOT / "sample.py", f"--init_from={path}")
     assert run.returncode == 2 and run.stderr == (
         f"the 28 tokens of {path} are not GPT-2's: name the data set that they come from, letters, with --dataset=NAME "
         "or a path\n")
@@ -214,7 +214,7 @@ def test_a_config_and_data_of_nanogpt_run_as_they_are(nanogpt, train, tmp_path):
     """From its file alone, without a meta.json: the same losses as by our own settings and data."""
     (tmp_path / "train_letters.py").write_text(SETTINGS.format(out_dir=str(tmp_path / "out-letters"),
                                                                dataset=str(nanogpt / "data" / "letters")))
-    run = launch(ROOT / "train_deepspeed.py", "config/nanogpt.py", tmp_path / "train_letters.py", launcher="python")
+    run = launch(ROOT / "train_deepspeed.py", "config/nanogpt.py", tmp_path / "train_letters.py")
     assert run.returncode == 0, run.stderr
     assert "letters has no meta.json: its tokens are taken for char's" in run.stdout
     assert "26,656 parameters from scratch" in run.stdout and not (nanogpt / "data" / "letters" / "meta.json").exists()
@@ -223,7 +223,7 @@ def test_a_config_and_data_of_nanogpt_run_as_they_are(nanogpt, train, tmp_path):
     history = read_history(tmp_path / "out-letters")
     assert {r["iter"]: r["loss"] for r in history if "loss" in r} == ours.losses and list(ours.losses) == [1, 2, 3, 4]
     sampled = launch(ROOT / "sample.py", "--out_dir", tmp_path / "out-letters", "--num_samples=1", "--json",
-                     "--max_new_tokens=20", launcher="python")
+                     "--max_new_tokens=20")
     assert set(json.loads(sampled.stdout)["text"]) <= set(CHARS)
 
 
@@ -236,7 +236,6 @@ def test_a_config_and_data_of_nanogpt_run_as_they_are(nanogpt, train, tmp_path):
 ], ids=["eval_gpt2_xl", "train_gpt2"])
 def test_nanogpts_defaults_stand_behind_its_files(tmp_path, text, changed):
     (tmp_path / "theirs.py").write_text(text)
-    run = launch(ROOT / "train_deepspeed.py", "config/nanogpt.py", tmp_path / "theirs.py", "--print_settings",
-                 launcher="python")
+    run = launch(ROOT / "train_deepspeed.py", "config/nanogpt.py", tmp_path / "theirs.py", "--print_settings")
     settings = json.loads(run.stdout)
     assert {name: settings[name] for name in changed} == changed and settings["bias"] is False

@@ -54,7 +54,7 @@ class Page(HTMLParser):
 
 
 def draw(*args, **env):
-    return launch(ROOT / "plot.py", *args, launcher="python", **env)
+    return launch(ROOT / "plot.py", *args, **env)
 
 
 def add(path, record):

@@ -207,7 +207,7 @@ def test_a_tokenizer_folder_is_prepared_with_trained_on_and_sampled_with(tmp_pat
     assert run.returncode == 0 and f"{len(ids['train']):,} tokens to train on" in run.stdout, run.stderr
     assert run.losses[1] == pytest.approx(np.log(70_001), abs=0.2)
     sampled = launch(ROOT / "sample.py", f"--out_dir={run.out_dir}", "--start=w1 w2", "--num_samples=1",
-                     "--max_new_tokens=5", "--device=cpu", launcher="python")
+                     "--max_new_tokens=5", "--device=cpu")
     assert sampled.returncode == 0, sampled.stderr
     assert re.search(r"^w1 w2( w\d+){5}$", sampled.stdout, re.M), sampled.stdout
 

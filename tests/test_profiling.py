@@ -26,8 +26,8 @@ def test_our_flops_are_deepspeeds_to_5_percent(shape):
 @pytest.mark.parametrize("zero", [2, 3])
 def test_a_profile_is_written_and_changes_no_loss(train, zero):
     settings = (stage(zero), "--max_iters=6", "--dropout=0.1", "--keep_last=0")
-    plain = train(*settings, ranks=2, launcher="torchrun")
-    run = train(*settings, "--profile=True", "--profile_start=3", "--profile_iters=2", ranks=2, launcher="torchrun")
+    plain = train(*settings, ranks=2)
+    run = train(*settings, "--profile=True", "--profile_start=3", "--profile_iters=2", ranks=2)
     assert run.returncode == 0, run.stderr
     assert run.losses == plain.losses and run.evals == plain.evals and len(run.losses) == 6
     for rank in range(2):
@@ -41,8 +41,7 @@ def test_a_profile_is_written_and_changes_no_loss(train, zero):
 
 
 def test_deepspeeds_times_and_messages_are_shown(train):
-    run = train("--dtype=bfloat16", "--max_iters=3", "--wall_clock_breakdown=True", "--comms_log=True", ranks=2,
-                launcher="torchrun")
+    run = train("--dtype=bfloat16", "--max_iters=3", "--wall_clock_breakdown=True", "--comms_log=True", ranks=2)
     assert run.returncode == 0, run.stderr
     assert len(re.findall(r"fwd_microstep: [0-9.]+ \| bwd_microstep: [0-9.]+", run.stdout + run.stderr)) == 6
     _, _, table = run.stdout.partition("Comm. Op")

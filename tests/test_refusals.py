@@ -206,12 +206,10 @@ SENTENCES = {
 
 
 @pytest.fixture(scope="module")
-def refusals(bad, train, holder, tmp_path_factory):
+def refusals(bad, train, holder):
     """name -> the run of bad[name], in a folder with a finished run that it may even overwrite; two runs at a time."""
-    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path_factory.mktemp("hub"))}  # nobody listens
-
     def refuse(args):
-        return train("--overwrite=True", *args, out_dir=holder, timeout=60, **hub)
+        return train("--overwrite=True", *args, out_dir=holder, timeout=60)
 
     before = fingerprint(holder)
     with ThreadPoolExecutor(2) as pool:
@@ -247,7 +245,7 @@ def test_damaged_tags_are_not_sampled_from_either(bad, refusals):
     for args, words in (([], "iter_4/zero_pp_rank_0_mp_rank_00_optim_states.pt has changed since it was saved"),
                         (["--tag=iter_7"], "holds no whole tag 'iter_7'; there are iter_2, iter_4, best, final"),
                         (["--tag=best", "--start=É"], "the character 'É' (U+00C9) is not one of the 28")):
-        run = launch(ROOT / "sample.py", f"--out_dir={out_dir}", *args, launcher="python")
+        run = launch(ROOT / "sample.py", f"--out_dir={out_dir}", *args)
         assert run.returncode == 2 and words in run.stderr.splitlines()[-1] and "Traceback" not in run.stderr
 
 
@@ -398,7 +396,7 @@ def test_a_tag_that_cannot_be_read_ends_the_search(holder, characters, tmp_path,
     script.write_text(STALE.format(root=str(ROOT), bad=tuple(str(out_dir / tag) for tag in bad)))
     before = fingerprint(out_dir)
     run = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", "--init_from=auto",
-                 "--max_iters=6", launcher="python")
+                 "--max_iters=6")
     (line,) = run.stderr.splitlines()
     assert run.returncode == 2 and line == (f"{out_dir}/iter_4/manifest.json cannot be read (Stale file handle): fix "
                                             "that, or name another tag with --resume_tag"), run.stdout

@@ -77,7 +77,7 @@ def test_golden_losses(one_rank):
 
 def test_one_and_two_ranks_and_all_launchers_give_the_same_losses(train, one_rank):
     halves = (*SIX, "--batch_size=2", "--eval_iters=4")  # as many windows an evaluation
-    torchrun = done(train(*halves, ranks=2, launcher="torchrun"))
+    torchrun = done(train(*halves, ranks=2))
     deepspeed = done(train(*halves, ranks=2, launcher="deepspeed"))
     assert list(one_rank.losses) == [1, 2, 3, 4, 5, 6] and list(one_rank.evals) == [0, 3, 6]
     assert torchrun.losses == deepspeed.losses and torchrun.evals == deepspeed.evals
@@ -102,7 +102,7 @@ def test_batch_size_auto_is_the_same_run(train, one_rank):
 
 def test_two_ranks_with_room_sum_their_gradients_first(train, one_rank):
     """In bfloat16, whose losses of all kinds are up to 0.006 apart here."""
-    run = done(train(*SIX, "--batch_size=2", "--dtype=bfloat16", ranks=2, launcher="torchrun"))
+    run = done(train(*SIX, "--batch_size=2", "--dtype=bfloat16", ranks=2))
     assert "gradients are summed on each rank first" in run.stdout
     assert run.losses == pytest.approx(one_rank.losses, abs=0.02)
 
@@ -114,7 +114,7 @@ def test_estimate_loss_is_the_same_on_one_and_two_ranks_at_stage_3(train, tmp_pa
     (tmp_path / "released.json").write_text(json.dumps({"zero_optimization": released}))
     args = ("--batch_size=1", "--eval_iters=5", "--max_iters=2", f"--deepspeed_config={tmp_path}/released.json")
     one = done(train(*args, "--gradient_accumulation_steps=4", timeout=60))
-    two = done(train(*args, "--gradient_accumulation_steps=2", ranks=2, launcher="torchrun", timeout=60))
+    two = done(train(*args, "--gradient_accumulation_steps=2", ranks=2, timeout=60))
     records = [[r for r in run.history if "val_loss" in r] for run in (one, two)]
     assert [[r["iter"] for r in evals] for evals in records] == [[0, 2], [0, 2]]
     for a, b in zip(*records):
@@ -149,9 +149,9 @@ def continues(part, reference, after):
 
 
 def test_a_run_that_stopped_and_went_on_is_the_run_that_did_not_stop(train, whole):
-    first = done(train(*EIGHT, stage(2), "--max_iters=4", ranks=2, launcher="torchrun"))
+    first = done(train(*EIGHT, stage(2), "--max_iters=4", ranks=2))
     assert (first.out_dir / "final" / "manifest.json").exists() and list(first.losses) == [1, 2, 3, 4]
-    second = done(train(*EIGHT, stage(2), "--init_from=resume", ranks=2, launcher="torchrun", out_dir=first.out_dir))
+    second = done(train(*EIGHT, stage(2), "--init_from=resume", ranks=2, out_dir=first.out_dir))
     assert "resumed from iter_4" in second.stdout and "step 4:" not in second.stdout
     assert list(second.losses) == [1, 2, 3, 4, 5, 6, 7, 8]
     continues(second, whole(2), after=4)
@@ -165,7 +165,7 @@ def test_going_back_to_an_earlier_tag(train, whole, tmp_path, n):
     """From iteration 2 of a run that has 8: the same losses again, and what is newest now is kept, not what was."""
     out_dir = shutil.copytree(whole(n).out_dir, tmp_path / "out")
     again = done(train(*EIGHT, stage(n), "--max_iters=6", "--keep_last=1", "--init_from=resume", "--resume_tag=iter_2",
-                       "--overwrite=True", ranks=2, launcher="torchrun", out_dir=out_dir))
+                       "--overwrite=True", ranks=2, out_dir=out_dir))
     assert list(again.losses) == [1, 2, 3, 4, 5, 6]
     continues(again, whole(n), after=2)
     assert (out_dir / "latest").read_text() == "iter_6" and find_tag(out_dir)[0] == "iter_6"
@@ -205,14 +205,14 @@ print("deterministic:", torch.are_deterministic_algorithms_enabled())
 """)
     args = (*SMALL, "--max_iters=6", "--always_save_checkpoint=False", f"--dataset={characters}",
             f"--out_dir={tmp_path}/out")
-    run = launch(script, *args, "--deterministic=True", launcher="python")
+    run = launch(script, *args, "--deterministic=True")
     assert "deterministic: True" in run.stdout
     assert run.returncode == 0 and "step 4: train loss 3" in run.stdout and "val loss nan" in run.stdout, run.stderr
     assert tags(tmp_path / "out") == ["iter_2", "iter_6", "best", "final"]
     assert manifest(tmp_path / "out", "best")["iter_num"] == 6
     with open(tmp_path / "out" / "history.jsonl", "ab") as history:
         history.write(b"\xff\xfe\n")
-    run = launch(ROOT / "train_deepspeed.py", *args, "--max_iters=8", "--init_from=resume", launcher="python")
+    run = launch(ROOT / "train_deepspeed.py", *args, "--max_iters=8", "--init_from=resume")
     assert run.returncode == 0 and len(read_history(tmp_path / "out")) == 8 + 5, run.stderr
 
 
@@ -234,7 +234,7 @@ def take_later(out_dir):
 checkpoint.take = take_later
 runpy.run_path({str(ROOT / "train_deepspeed.py")!r}, run_name="__main__")
 """)
-        run = launch(script, *args, f"--out_dir={out_dir}", launcher="python")
+        run = launch(script, *args, f"--out_dir={out_dir}")
         assert run.returncode == code and words.format(out_dir) in run.stdout + run.stderr, run.stdout + run.stderr
         assert "iter_4" in tags(out_dir)
 
@@ -393,7 +393,7 @@ def converted(whole, bf16, tmp_path_factory):
 
     def convert(key):
         to = tmp_path_factory.mktemp("fp32")
-        run = launch(outs[key] / "zero_to_fp32.py", outs[key], to, "--tag", "final", launcher="python")
+        run = launch(outs[key] / "zero_to_fp32.py", outs[key], to, "--tag", "final")
         assert run.returncode == 0, run.stderr
         return torch.load(to / "pytorch_model.bin", weights_only=True)
 
@@ -454,7 +454,7 @@ def test_the_cache_follows_its_tag(whole, tmp_path):
 
 
 def sample(*args):
-    return launch(ROOT / "sample.py", *args, launcher="python")
+    return launch(ROOT / "sample.py", *args)
 
 
 def test_samples(whole):
@@ -550,8 +550,7 @@ def test_a_file_that_cannot_be_checked_is_not_read(one_rank, tmp_path):
 def test_a_terminal_shows_a_bar_below_the_lines(characters, tmp_path):
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (24, 100))
-    command = command_line(ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out",
-                           launcher="python")
+    command = command_line(ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out")
     process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave)
     os.close(slave)
     told = b""
@@ -573,8 +572,8 @@ def test_samples_while_training_leave_the_losses_alone(train, options):
     """With dropout, on two ranks: 12 characters after each second iteration, losses to the last bit as without."""
     args = ("--dropout=0.1", "--max_iters=5", "--eval_interval=5", *options)
     with_samples = ("--sample_interval=2", "--sample_start=the ", "--sample_tokens=12")
-    plain, sampled = at_once(lambda: train(*args, ranks=2, launcher="torchrun"),
-                             lambda: train(*args, *with_samples, ranks=2, launcher="torchrun"))
+    plain, sampled = at_once(lambda: train(*args, ranks=2),
+                             lambda: train(*args, *with_samples, ranks=2))
     assert done(sampled).losses == done(plain).losses and sampled.evals == plain.evals
     texts = {r["iter"]: r["sample"] for r in sampled.history if "sample" in r}
     assert list(texts) == [2, 4] and texts[2] != texts[4]
@@ -664,7 +663,7 @@ def test_tensorboard_that_does_not_start_is_told_of(monkeypatch, tmp_path):
 def test_wandb_that_does_not_start_costs_nothing(train, one_rank, tmp_path):
     out_dir = shutil.copytree(one_rank.out_dir, tmp_path / "out")
     before = {p: p.read_bytes() for p in out_dir.rglob("*") if p.is_file()}
-    run = train("--wandb_log=True", "--overwrite=True", ranks=2, launcher="torchrun", out_dir=out_dir,
+    run = train("--wandb_log=True", "--overwrite=True", ranks=2, out_dir=out_dir,
                 WANDB_MODE="nonsense", WANDB_DIR=str(tmp_path))
     (line,) = [line for line in run.stderr.splitlines() if "wandb does not start" in line]
     assert "WANDB_MODE=offline, or --wandb_log=False" in line and "iter 1:" not in run.stdout

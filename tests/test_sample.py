@@ -51,7 +51,7 @@ def sample(theirs, characters):
 
     def run(*args, **options):
         return launch(ROOT / "sample.py", f"--init_from={theirs[1]}", f"--dataset={characters}", *args,
-                      launcher="python", **options)
+                      **options)
 
     return run
 
@@ -154,7 +154,7 @@ def test_prompts_from_files_and_from_the_keyboard(sample, theirs, tmp_path):
         lambda: sample(f"--start=FILE:{tmp_path}/one.txt", "--max_new_tokens=9", "--num_samples=2"),
         lambda: subprocess.run(
             command_line(ROOT / "sample.py", f"--init_from={theirs[1]}", f"--dataset={theirs[1].parent}/characters0",
-                         "--interactive", "--max_new_tokens=9", launcher="python"),
+                         "--interactive", "--max_new_tokens=9"),
             input="the cat\nÉ\nseven\n\nnever\n", capture_output=True, text=True, cwd=ROOT))
     head, first, second = lines.stdout.replace("\n\n", "\n---------------\n", 1).split("\n---------------\n")
     assert first.startswith("the cat") and second.startswith("seven") and len(first) == 7 + 9
@@ -233,8 +233,8 @@ def test_memorised_runs_are_those_found_by_hand(monkeypatch, slice):
 def test_memorised_runs_are_told(whole, characters):
     """Of a run's own weights and data; in JSON, and in words."""
     common = (f"--out_dir={whole(2).out_dir}", "--num_samples=1", "--max_new_tokens=60", "--memorised=3")
-    in_json, in_words = at_once(lambda: launch(ROOT / "sample.py", *common, "--json", launcher="python"),
-                                lambda: launch(ROOT / "sample.py", *common, launcher="python"))
+    in_json, in_words = at_once(lambda: launch(ROOT / "sample.py", *common, "--json"),
+                                lambda: launch(ROOT / "sample.py", *common))
     (record,) = records(in_json)
     tokens, ids = np.fromfile(characters / "train.bin", np.uint16), ids_of(record["text"])
     runs = record["memorised"]

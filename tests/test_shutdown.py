@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, SMALL, command_line, free_port, planted, wait_until
+from conftest import ROOT, SMALL, ForkedJob, command_line, free_port, kill, planted, wait_until
 
 from runtime.checkpoint import find_tag
 
@@ -15,25 +15,24 @@ ENDLESS = ("--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10"
 
 @pytest.fixture
 def start(characters, tmp_path):
-    """start(*args, ...) -> (Popen, its log) of an endless run that has made ten steps; it does not outlive the test."""
+    """start(*args, ...) -> (job, its log) of an endless run that has made ten steps; it does not outlive the test."""
     jobs = []
 
-    def started(*args, script=ROOT / "train_deepspeed.py", launcher="python", ranks=1, prefix=(), **options):
+    def started(*args, script=ROOT / "train_deepspeed.py", launcher="fork", ranks=1, prefix=()):
         log = tmp_path / "log"
         command = [*prefix, *command_line(script, *SMALL, *ENDLESS, f"--dataset={characters}",
                                           f"--out_dir={tmp_path}/out", *args, ranks=ranks, launcher=launcher)]
         with open(log, "w") as f:
-            jobs.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT,
-                                         cwd=ROOT, start_new_session=True, **options))
+            jobs.append(ForkedJob(command, ranks, log, log) if launcher == "fork" else subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT, cwd=ROOT,
+                start_new_session=True, env={**os.environ, "PYTHON": sys.executable}))
         assert wait_until(lambda: "iter 10:" in log.read_text() or jobs[-1].poll() is not None), log.read_text()
         assert jobs[-1].poll() is None, log.read_text()
         return jobs[-1], log
 
     yield started
     for job in jobs:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
+        kill(job)
 
 
 def iterations(log):

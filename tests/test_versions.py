@@ -33,8 +33,8 @@ def test_another_deepspeed_is_refused_or_accepted(train, older):
         f"DeepSpeed 0.19.7 is installed, and this code was tested with {DEEPSPEED} alone: python -m pip install "
         f"deepspeed=={DEEPSPEED}, or accept it with --any_deepspeed=True, which is slower\n")
     options = "--max_iters=20", "--eval_interval=20"
-    accepted = done(train(*options, "--any_deepspeed=True", ranks=2, launcher="torchrun", PYTHONPATH=older))
-    pinned = done(train(*options, ranks=2, launcher="torchrun"))
+    accepted = done(train(*options, "--any_deepspeed=True", ranks=2, PYTHONPATH=older))
+    pinned = done(train(*options, ranks=2))
     assert len(pinned.losses) == 20
     assert accepted.losses == pytest.approx(pinned.losses, abs=1e-5) and accepted.losses != pinned.losses
 
@@ -46,7 +46,7 @@ def test_a_name_that_is_missing_in_deepspeed_leaves_its_own_path(train, characte
     assert (f"note       DeepSpeed {DEEPSPEED} has no renamed: its own gradient path is used, which is slower"
             in run.stdout)
     losses = {r["iter"]: r["loss"] for r in read_history(tmp_path / "out") if "loss" in r}
-    assert losses == pytest.approx(done(train(ranks=2, launcher="torchrun")).losses, abs=1e-5)
+    assert losses == pytest.approx(done(train(ranks=2)).losses, abs=1e-5)
 
 
 def test_a_resume_notes_other_versions(train):

@@ -8,7 +8,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, launch
+from conftest import ROOT, free_port, launch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from runtime.ds_config import POSTPONED, grow_loss_scale
@@ -20,7 +20,9 @@ SHARED = "runtime.one_machine"  # where the way through shared memory is written
 def report(request, tmp_path_factory):
     """What zero_worker.py found on so many ranks, {way: results}; all ways in one launch."""
     out = tmp_path_factory.mktemp("zero") / "report.json"
-    done = launch(ROOT / "tests" / "zero_worker.py", out, ranks=request.param, PYTHONPATH=str(ROOT))
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": str(free_port())}  # as torchrun sets them for one rank
+    done = launch(ROOT / "tests" / "zero_worker.py", out, ranks=request.param, **alone)
     assert done.returncode == 0, done.stderr[-3000:]
     return {"ranks": request.param, **json.loads(out.read_text())}
 

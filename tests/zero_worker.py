@@ -11,7 +11,10 @@ import sys
 import tempfile
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import deepspeed
 import torch
@@ -44,7 +47,7 @@ LINEAR = torch.nn.functional.linear
 # The scale doubles after every second good step; without clipping, which would hide a gradient that is too small
 FP16 = {"config": {"fp16": {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}},
         "clip": 0.0, "steps": 5}
-SMALL = {"layers": 1, "steps": 2}  # for kernels in Triton's interpreter, where a micro-step takes seconds
+SMALL = {"layers": 1, "steps": 2, "tokens": 4}  # for kernels in Triton's interpreter, where a row takes milliseconds
 
 # name: (stage, dtype, options of train)
 WAYS = {
@@ -94,7 +97,7 @@ def data(step):
     return torch.randint(VOCAB, (SEQUENCES, T + 1), generator=torch.Generator().manual_seed(step))
 
 
-def plain(steps=3, clip=CLIP, layers=2):
+def plain(steps=3, clip=CLIP, layers=2, tokens=T):
     """The same training in plain PyTorch, over the whole batch: {"norms", "weights"}."""
     model, norms = fresh_model(layers), []
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), **ADAM)
@@ -102,7 +105,8 @@ def plain(steps=3, clip=CLIP, layers=2):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATES[step]
         optimizer.zero_grad()
-        model(data(step)[:, :-1], data(step)[:, 1:]).backward()
+        sequences = data(step)[:, :tokens + 1]
+        model(sequences[:, :-1], sequences[:, 1:]).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item())
         optimizer.step()
     return {"norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
@@ -141,7 +145,7 @@ def weights(engine):
 
 
 def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, poison=None, repaired=True,
-          checkpointing=False, compiled=False, fused=False, layers=2, machines=1, no_room=False, local=False):
+          checkpointing=False, compiled=False, fused=False, layers=2, tokens=T, machines=1, no_room=False, local=False):
     """Train as the script does. poison: between the first step and the second there is one in which one element of
     one gradient, on the last rank, in the middle micro-step, is that. machines: what the ranks are made to believe.
     no_room: in the memory that they would share. local: each rank sums its micro-steps first."""
@@ -174,7 +178,7 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
         before = weights(engine) if bad else None
         for group in engine.optimizer.param_groups:
             group["lr"] = LEARNING_RATES[step]
-        mine = data(step).view(world_size, ACCUMULATION, -1, T + 1)[rank]
+        mine = data(step)[:, :tokens + 1].reshape(world_size, ACCUMULATION, -1, tokens + 1)[rank]
         for micro_step, sequences in enumerate(mine):
             poisoned = bad and rank == world_size - 1 and micro_step == 1
             loss = engine(sequences[:, :-1], sequences[:, 1:])

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import psutil
-from conftest import ROOT, SMALL, command_line, read_history, write_characters
+from conftest import ROOT, SMALL, ForkedJob, command_line, read_history, write_characters
 
 from runtime.metrics import git_commit
 
@@ -33,13 +33,18 @@ def arguments(doc, **defaults):
     return args
 
 
-def start(data, out_dir, *options, ranks=2, launcher="torchrun", log=None, config=()):
-    """A training run on a config file perhaps, SMALL and these options, in its own session -> subprocess.Popen; its
-    words go to log."""
-    options = (*config, *SMALL, f"--dataset={data}", f"--out_dir={out_dir}", *options)
-    command = command_line(ROOT / "train_deepspeed.py", *options, ranks=ranks, launcher=launcher)
-    with open(log or f"{out_dir}.log", "w") as words:
-        return subprocess.Popen(command, stdout=words, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+def start(data, out_dir, *options, ranks=2, launcher="fork", log=None, config=(), script=None):
+    """Start a training run on a config file perhaps, SMALL and these options; its output goes to log. script: one that
+    stands for train_deepspeed.py. Returns a conftest.ForkedJob, or with another launcher a subprocess.Popen."""
+    command = (script or ROOT / "train_deepspeed.py", *config, *SMALL, f"--dataset={data}", f"--out_dir={out_dir}",
+               *options)
+    log = log or f"{out_dir}.log"
+    open(log, "w").close()
+    if launcher == "fork":
+        return ForkedJob(command, ranks, log, log)
+    with open(log, "w") as output:
+        return subprocess.Popen(command_line(*command, ranks=ranks, launcher=launcher), stdout=output,
+                                stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
 
 
 def run(data, out_dir, *options, expect=0, **how):
@@ -64,17 +69,6 @@ def family(pid):
         return [parent, *parent.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
-
-
-def kill_all(pid):
-    """SIGKILL to a process and all below it."""
-    processes = family(pid)
-    for process in processes:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            pass
-    psutil.wait_procs(processes[1:], timeout=10)  # the first is its starter's to wait for
 
 
 def naming(text):

@@ -91,7 +91,7 @@ def main():
         options = (*OPTIONS, f"--deepspeed_config={STAGES[stage]}", "--max_iters=6", "--init_from=resume")
         refused = True
         if (out_dir / "iter_4" / "manifest.json").exists():
-            words = run(args.data, out_dir, *options, "--resume_tag=iter_4", expect=1)  # torchrun's 1
+            words = run(args.data, out_dir, *options, "--resume_tag=iter_4", expect=2)
             refused = f"{out_dir}/iter_4" in words and "train_deepspeed.py\", line" not in words
         words = run(args.data, out_dir, *options)
         told = "passing over" in words

@@ -11,7 +11,7 @@ import random
 import re
 import time
 
-from common import arguments, kill_all, losses, report, run, start, wait_for
+from common import arguments, losses, report, run, start, wait_for
 
 from runtime.checkpoint import iteration, newest_tag
 
@@ -24,7 +24,7 @@ def moment(out_dir):
     """Wait for a moment to kill at; returns what it is called. Lives are of one to three saves."""
     kind = random.choices(["save", "any", "start"], [7, 2, 1])[0]
     if kind == "start":
-        time.sleep(random.uniform(0, 8))
+        time.sleep(random.uniform(0, 3))
         return kind
     wait_for(lambda: not saving(out_dir), 60)  # what the kill before has left, until the new run tidies it away
     for _ in range(random.randint(1, 3)):
@@ -57,7 +57,7 @@ def main():
             moment(out_dir)
             if job.poll() is None:
                 inside += saving(out_dir)
-                kill_all(job.pid)
+                job.kill()
                 kills += 1
         code = job.wait()
         words = log.read_text()
