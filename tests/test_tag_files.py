@@ -1,0 +1,82 @@
+"""A tag's files one by one, in this process: on the disk in order, hashed, searched, and cut into padded pieces."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepspeed.runtime.utils import see_memory_usage
+
+from runtime import save
+from runtime.checkpoint import damages, describe
+from runtime.shards import MOMENTS, Shards
+
+
+class Payload:
+    """Pickles to a call of os.mkdir."""
+
+    def __reduce__(self):
+        return os.mkdir, ("mark",)
+
+
+def test_a_tag_is_on_the_disk_before_it_has_its_name_and_an_older_one_goes_last(monkeypatch, disk_calls, tmp_path):
+    monkeypatch.setattr(save, "dist", SimpleNamespace(
+        get_rank=lambda: 0, get_world_size=lambda: 1, broadcast_object_list=lambda *args, **how: None,
+        all_gather_object=lambda everyone, mine, group: everyone.__setitem__(0, mine)))
+    saver = object.__new__(save.Saver)
+    vars(saver).update(out_dir=str(tmp_path), keep_last=1, group=None, recovery=[])
+    for tag in ("iter_1", "iter_2"):
+        disk_calls.clear()
+        work = tmp_path / f"{tag}.saving"
+        work.mkdir()
+        files = [(str(work / name), torch.zeros(3)) for name in ("model.pt", "optim.pt")]
+        assert saver.write(files, {"tag": tag, "state": {}}, []) is None
+    order = [[("fsync", f"{work}/model.pt"), ("fsync", f"{work}/optim.pt"), ("fsync", f"{work}/manifest.json.tmp")],
+             [("replace", f"{work}/manifest.json")], [("fsync", str(work))], [("rename", f"{tmp_path}/iter_2")],
+             [("replace", f"{tmp_path}/latest")], [("rename", f"{tmp_path}/iter_1.saving")]]
+    for earlier, later in zip(order, order[1:]):
+        assert max(map(disk_calls.index, earlier)) < min(map(disk_calls.index, later))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_changed_file_is_found_by_one_of_the_ranks(tmp_path, world_size):
+    for name in "abcd":
+        (tmp_path / name).write_bytes(name.encode() * 9)
+    files = {name: describe(tmp_path / name) for name in "abcd"}
+    for name in "abcd":
+        (tmp_path / name).write_bytes(name.encode() * 8 + b"x")
+        (found,) = [problem for rank in range(world_size) for problem in damages(tmp_path, files, rank, world_size)]
+        assert found == f"{tmp_path}/{name} has changed since it was saved (its sha256 differs)"
+        (tmp_path / name).write_bytes(name.encode() * 9)
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"])
+@pytest.mark.parametrize("content, word", [(Payload(), "posix.mkdir"),
+                                           (see_memory_usage, "deepspeed.runtime.utils.see_memory_usage")])
+def test_no_file_of_a_tag_may_name_what_is_not_allowed(tmp_path, name, content, word):
+    """Nor what DeepSpeed's own modules hold beyond the few names of the list."""
+    torch.save({"state": content}, tmp_path / name)
+    (found,) = damages(tmp_path, {name: describe(tmp_path / name)})
+    assert found == f"{tmp_path}/{name} names {word}, which no checkpoint of ours does; not read"
+
+
+def test_pieces_of_stage_3_are_put_together_without_their_padding(tmp_path):
+    """Parameters of 15, 7 and 3 elements in two groups, by 2 ranks: each is padded by one element."""
+    groups = [{"a": torch.Size((3, 5)), "b": torch.Size((7,))}, {"c": torch.Size((3,))}]
+    whole = {kind: {name: torch.rand(shape) for group in groups for name, shape in group.items()}
+             for kind in ("weight", *MOMENTS)}
+
+    def pieces(kind, rank):
+        padded = [[torch.nn.functional.pad(whole[kind][name].flatten(), (0, 1)) for name in group] for group in groups]
+        return [torch.cat([p.chunk(2)[rank] for p in group]) for group in padded]
+
+    for rank in (0, 1):
+        state = {i: {"step": 5, **{kind: pieces(kind, rank)[i] for kind in MOMENTS}} for i in (0, 1)}
+        inner = {"fp32_flat_groups": pieces("weight", rank), "optimizer_state_dict": {"state": state}}
+        for kind, content in (("model", {"param_shapes": groups, "frozen_param_shapes": None}),
+                              ("optim", {"optimizer_state_dict": inner})):
+            torch.save(content, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt")
+    shards = Shards(tmp_path, {"files": os.listdir(tmp_path), "stage": 3, "world_size": 2, "state": {}})
+    assert shards.step == 5 and list(shards.shapes) == ["a", "b", "c"]
+    for kind, tensors in whole.items():
+        assert all(torch.equal(shards.get(name, kind), tensor) for name, tensor in tensors.items())
