@@ -34,13 +34,16 @@ def peft_model(folder, adapter):
     return PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(folder), adapter).eval()
 
 
-def test_loss_and_gradients_are_pefts(folder):
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_loss_and_gradients_are_pefts(folder, dropout):
+    """With LoRA's dropout too, of the same random numbers."""
     from peft import LoraConfig, get_peft_model
 
     ours, x = GPT.from_pretrained(str(folder)), torch.randint(28, (3, 16))
-    adapt(ours, of(SETTINGS))
-    theirs = get_peft_model(GPT2LMHeadModel.from_pretrained(folder), LoraConfig(
-        r=4, lora_alpha=8, target_modules=list(MATRICES), fan_in_fan_out=True))
+    adapt(ours, of({**SETTINGS, "lora_dropout": dropout}))
+    plain = GPT2LMHeadModel.from_pretrained(folder, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    theirs = get_peft_model(plain, LoraConfig(
+        r=4, lora_alpha=8, lora_dropout=dropout, target_modules=list(MATRICES), fan_in_fan_out=True)).train()
     thin = dict(theirs.named_parameters())
     for name, p in ours.named_parameters():
         if "lora" in name:
@@ -48,8 +51,10 @@ def test_loss_and_gradients_are_pefts(folder):
             thin[f"base_model.model.{name}.default.weight"].data.copy_(p.data)
     assert sum(p.requires_grad for p in ours.parameters()) == 2 * 4 * 2 == sum(p.requires_grad for p in thin.values())
     y = x.roll(-1, 1)
+    torch.manual_seed(1)
     loss = ours(x, y)
     loss.backward()
+    torch.manual_seed(1)
     reference = torch.nn.functional.cross_entropy(theirs(x).logits.flatten(0, 1), y.flatten())
     reference.backward()
     assert loss.item() == pytest.approx(reference.item(), rel=1e-6)
