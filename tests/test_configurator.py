@@ -376,6 +376,8 @@ def test_auto_is_resolved_in_the_keys_that_the_script_owns(tmp_path):
     ({"steps_per_print": "auto"}, '"steps_per_print" is "auto"'),
     (zero(4), '"zero_optimization.stage" is 4: write 0, 1, 2 or 3'),
     (zero("2"), '"zero_optimization.stage" is "2": write 0, 1, 2 or 3'),
+    (zero(True), '"zero_optimization.stage" is true: write 0, 1, 2 or 3'),
+    (zero(2.0), '"zero_optimization.stage" is 2.0: write 0, 1, 2 or 3'),
     (zero(reduce_bucket_size=2.5), '"zero_optimization.reduce_bucket_size": Input should be a valid integer'),
     (zero(reduce_bucket_size="5"), '"zero_optimization.reduce_bucket_size" is "5": write a number, without quotation'),
     (zero(overlap_comm="yes"), '"zero_optimization.overlap_comm" is "yes": write true or false, without quotation'),

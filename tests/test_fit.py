@@ -9,7 +9,9 @@ from conftest import ROOT, SMALL, launch
 from test_configurator import script_settings
 
 from configurator import configure
+from model import GPTConfig
 from runtime.fit import CARDS, report, slowness, without
+from runtime.memory import plan
 from runtime.preflight import check_run
 
 XL = ("config/xl_shakespeare.py", "--dry_run=True")
@@ -95,6 +97,17 @@ def test_speeds_are_reckoned_from_what_was_measured():
 def test_arguments_without_some():
     argv = ["c.py", "--gpu_gb", "24", "--seed=1", "--n_layer", "2", "--batch_size=4", "--dry_run", "d.py"]
     assert without(argv, "gpu_gb", "dry_run", "batch_size") == ["c.py", "--seed=1", "--n_layer", "2", "d.py"]
+
+
+@pytest.mark.parametrize("stage, overlap, parts", [
+    (1, False, (2.0, 6.0, 3.0, 0.2)), (2, False, (2.0, 1.0, 3.0, 0.2)), (2, True, (2.0, 1.0, 3.0, 0.4)),
+    (3, True, (0.5, 1.0, 3.0, 0.2 + 2.0))])
+def test_the_plan_of_a_billion_parameters_on_4_gpus_by_hand(stage, overlap, parts):
+    """In bfloat16, with buckets of 0.1 billion: GB of weights, gradients (at stage 1 in both precisions), float32
+    weights with two moments, and buckets, of which overlap_comm takes two."""
+    config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 10**8, "overlap_comm": overlap}}
+    found = plan(GPTConfig(), config, "bfloat16", 4, 10**9, 1)
+    assert [found[part] / 1e9 for part in ("weights", "gradients", "optimizer", "buckets")] == pytest.approx(parts)
 
 
 @pytest.mark.parametrize("config, gpu_gb, ranks, sentence, what_does", [

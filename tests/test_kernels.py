@@ -1,6 +1,7 @@
 """The Triton kernels in Triton's interpreter, against model.py and torch.optim."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 pytest.importorskip("triton", reason="PyTorch for this platform comes without Triton, and the kernels are not used")
 
 from model import GPT, GPTConfig, LayerCache
-from runtime.adamw import adamw
+from runtime.adamw import adamw, stage_3
 from runtime.decode import one_more
 from runtime.fused import compare_with_plain, fits, fuse
 
@@ -131,6 +132,18 @@ def test_adamw_in_one_pass_is_pytorchs():
         assert torch.allclose(firsts, state["exp_avg"], atol=1e-8)
         assert torch.allclose(seconds, state["exp_avg_sq"], rtol=1e-5, atol=1e-12)
         assert torch.allclose(halves.float(), weights, rtol=2**-7)  # the interpreter cuts, a GPU rounds
+
+
+def test_each_sub_group_of_stage_3_has_its_own_gradients_and_its_groups_options():
+    """Groups are cut at sub_group_size elements, 1e9: GPT-2 XL's matrices on one GPU are two sub-groups."""
+    halves = [torch.zeros(size, dtype=torch.bfloat16) for size in (5, 3, 4)]
+    weights, sums = [half.float() for half in halves], torch.arange(12.0)
+    _, pieces, _ = stage_3(SimpleNamespace(
+        fp16_partitioned_groups_flat=halves, fp32_partitioned_groups_flat=weights, grad_partitions_flat_buffer=sums,
+        optimizer=SimpleNamespace(param_groups=["decay", "none"]), sub_group_to_group_id={0: 0, 1: 0, 2: 1}))
+    for i, (first, (mine, grad, half, options)) in enumerate(zip((0, 5, 8), pieces(), strict=True)):
+        assert mine is weights[i] and half is halves[i] and options == ("decay", "decay", "none")[i]
+        assert grad.tolist() == list(range(first, first + len(half)))
 
 
 def test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole():

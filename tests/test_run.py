@@ -85,6 +85,8 @@ def test_one_and_two_ranks_and_all_launchers_give_the_same_losses(train, one_ran
     for it, pair in one_rank.evals.items():
         assert torchrun.evals[it] == pytest.approx(pair, rel=1e-6)
     assert one_rank.losses[6] < one_rank.losses[1] - 0.1
+    alone, together = ([r["grad_norm"] for r in run.history if "loss" in r] for run in (one_rank, torchrun))
+    assert together == pytest.approx(alone, rel=1e-5)  # Adam takes hardly any notice of a gradient's size
 
 
 def test_batch_size_auto_is_the_same_run(train, one_rank):
