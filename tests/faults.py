@@ -1,0 +1,190 @@
+"""Planted faults: bugs that a refactoring could bring in, and the test that catches each.
+
+    python tests/faults.py                       plant each fault in a copy of the project, and run its test there
+    python tests/faults.py --only clipping LoRA  those of some subjects
+    python tests/faults.py --check               first see that all of these tests pass without a fault
+    python tests/faults.py --table               print the table of tests/README.md
+
+A fault is one replacement in one file, and a run that has it works and looks plausible. It counts as caught if its test
+fails. An error in a fixture, a collection error and a test that no longer exists don't count. The exit code is 0 if all
+faults were caught.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+MARKS = "<!-- tests/faults.py table -->", "<!-- end -->"  # in tests/README.md
+
+
+class Fault(NamedTuple):
+    subject: str
+    description: str
+    file: str
+    old: str  # occurs exactly once in the file
+    new: str
+    test: str  # pytest's id, without "tests/"
+    long: bool = False  # the test is a drill or one of many runs in several processes
+
+
+FAULTS = [Fault(*row) for row in (
+    ("data order", "every epoch repeats the shuffled order of the first one",
+     "runtime/batches.py", "permuted(index, windows, key) *", "permuted(index, windows, mix(mix(seed))) *",
+     "test_batches.py::test_epochs_and_seeds_differ"),
+    ("gradients, ZeRO-0 and 1", "stage 0 in bfloat16 doesn't run as stage 1, so gradients are summed in bfloat16",
+     "runtime/ds_config.py", 'if stage == 0 and dtype != "float32"', 'if stage == 0 and dtype == "float16"',
+     "test_configurator.py::test_jsons_of_the_project_resolve[bfloat16-zero0]"),
+    ("gradients, ZeRO-2", "gradients are summed over the ranks, not averaged",
+     "runtime/one_machine.py", "mine.add_(row.view(world_size, -1)[rank], alpha=1 / world_size)",
+     "mine.add_(row.view(world_size, -1)[rank])",
+     "test_run.py::test_one_and_two_ranks_and_all_launchers_give_the_same_losses"),
+    ("gradients, ZeRO-2 buckets", "of a gradient that two ranks share, each rank adds the first part to its sums",
+     "runtime/gradients.py", "summed.narrow(0, start, n)", "summed.narrow(0, 0, n)",
+     "test_zero.py::test_float32_is_plain_pytorch[2 ranks-stage 2 machines]", True),
+    ("gradients, ZeRO-3", "the second sub-group of a parameter group is stepped with the first one's gradients",
+     "runtime/adamw.py", "[(weights, sums[i], halves[i],",
+     "[(weights, sums[optimizer.sub_group_to_group_id[i]], halves[i],",
+     "test_kernels.py::test_each_sub_group_of_stage_3_has_its_own_gradients_and_its_groups_options"),
+    ("accumulation", "each micro-step's gradients replace the sum of those before",
+     "runtime/gradients.py", "param.grad_sum().add_(grad)", "param.grad_sum().copy_(grad)",
+     "test_run.py::test_golden_losses"),
+    ("clipping", "each rank clips by the norm of its own share of the gradients",
+     "runtime/gradients.py", "        dist.all_reduce(squared, group=optimizer.dp_process_group)\n", "",
+     "test_run.py::test_one_and_two_ranks_and_all_launchers_give_the_same_losses"),
+    ("loss scale", "the loss scale grows one good step early",
+     "runtime/ds_config.py", "scaler.cur_iter - 1 - scaler.last_overflow_iter",
+     "scaler.cur_iter - scaler.last_overflow_iter",
+     "test_zero.py::test_growth_restores_the_patience_with_overflows"),
+    ("resume", "after a resume, dropout repeats the random numbers of the run's beginning",
+     "train_deepspeed.py", "mixed_seed(seed, iter_num, rank)", "mixed_seed(seed, iter_num - first_iter, rank)",
+     "test_run.py::test_a_run_that_stopped_and_went_on_is_the_run_that_did_not_stop"),
+    ("re-shard", "parameters after a padded one are read from the wrong place in ZeRO-3 checkpoints",
+     "runtime/shards.py", "start += math.ceil(numel / self.world_size)", "start += numel // self.world_size",
+     "test_tag_files.py::test_pieces_of_stage_3_are_put_together_without_their_padding"),
+    ("commit order", "a checkpoint gets its name before its files are flushed to the disk",
+     "runtime/save.py", "] = describe(path, sync=True)", "] = describe(path)",
+     "test_tag_files.py::test_a_tag_is_on_the_disk_before_it_has_its_name_and_an_older_one_goes_last"),
+    ("hashes", "every rank hashes the same files, so those of the other ranks' shares are not checked",
+     "runtime/checkpoint.py", "number % world_size == rank and", "number % world_size == 0 and",
+     "test_tag_files.py::test_a_changed_file_is_found_by_one_of_the_ranks"),
+    ("allow-list", "only model files are searched for names that are not allowed; optimizer files are not",
+     "runtime/checkpoint.py", 'elif name.endswith(".pt"):', 'elif name.endswith("model_states.pt"):',
+     "test_tag_files.py::test_no_file_of_a_tag_may_name_what_is_not_allowed"),
+    ("signals", "SIGHUP is never handled, so a closed terminal ends the run without a checkpoint",
+     "runtime/leave.py", "if number != signal.SIGHUP or signal", "if number != signal.SIGHUP and signal",
+     "test_shutdown.py::test_sighup_saves_and_ends[python-1]"),
+    ("evaluation weights", "windows that only pad a rank's last batch count in the mean loss",
+     "train_deepspeed.py", "counts = (y[:, 0] >= 0).double()", "counts = torch.ones_like(y[:, 0]).double()",
+     "test_run.py::test_estimate_loss_is_the_same_on_one_and_two_ranks_at_stage_3"),
+    ("schedule", "the cosine decay is stretched by the length of the warmup",
+     "train_deepspeed.py", "max(1, decay_iters - warmup_iters))", "max(1, decay_iters))",
+     "test_run.py::test_learning_rates"),
+    ("configurator", "a config file sees the defaults, not the settings given before it",
+     "configurator.py", "run_config_file(arg, settings, root)", "run_config_file(arg, defaults, root)",
+     "test_configurator.py::test_config_files_see_the_settings_so_far_and_nothing_of_the_configurator"),
+    ("JSON checks", "a ZeRO stage of true or 2.0 is accepted",
+     "runtime/ds_config.py", "json.dumps(value) in map(json.dumps, choices)", "value in choices",
+     "test_configurator.py::test_jsons_are_refused"),
+    ("export", "the newest checkpoint is exported, not the one that --tag names",
+     "export_hf.py", "load_model(out_dir, tag)", "load_model(out_dir)",
+     "test_export.py::test_transformers_loads_the_model_that_was_trained"),
+    ("LoRA", "LoRA's dropout acts on the output of the first thin matrix, not on its input",
+     "runtime/lora.py", "F.linear(self.dropout(x), self.lora_A)", "self.dropout(F.linear(x, self.lora_A))",
+     "test_lora.py::test_loss_and_gradients_are_pefts"),
+    ("sampling cache", "the token at position 128 or 256 does not attend to itself",
+     "model.py", "2 ** (cached.bit_length())", "2 ** (cached.bit_length() - 1)",
+     "test_model.py::test_text_by_recorded_steps_is_the_same_text"),
+    ("plan", "the second communication bucket of overlap_comm is missing from the memory plan",
+     "runtime/memory.py", "buckets *= 2", "buckets *= 1",
+     "test_fit.py::test_the_plan_of_a_billion_parameters_on_4_gpus_by_hand"),
+    ("launch", "a config file overrides the options of launch_deepspeed.py",
+     "launch_deepspeed.py", 'args += [f"--{name}={value}"', 'args[:0] = [f"--{name}={value}"',
+     "test_launch.py::test_named_options_become_settings_and_a_run_goes_on"),
+)]
+
+
+def row(*cells):
+    return f"| {' | '.join(cells)} |"
+
+
+def table(faults):
+    """The faults as a Markdown table between the marker comments of tests/README.md."""
+    rows = [row(f.subject, f.description, f"`{f.test}`{' (long)' * f.long}") for f in faults]
+    return "\n".join([MARKS[0], row("subject", "fault", "test that catches it"), "|---|---|---|", *rows, MARKS[1]])
+
+
+def copy_project(folder):
+    """Copy the files that git tracks, as they are in the working tree."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def run_tests(folder, *tests):
+    """Run these tests in a copy of the project; -> subprocess.CompletedProcess."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=-q -rf", "-x", *(f"tests/{test}" for test in tests)]
+    # A source file that changes twice within a second would leave stale bytecode
+    return subprocess.run(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
+
+
+def caught(fault, folder):
+    """Plant a fault in a copy of the project. Return whether its test fails, and pytest's output."""
+    path = folder / fault.file
+    source = path.read_text(encoding="utf-8")
+    if source.count(fault.old) != 1:
+        return False, f"{fault.file} holds {fault.old!r} {source.count(fault.old)} times, not once"
+    path.write_text(source.replace(fault.old, fault.new), encoding="utf-8")
+    try:
+        done = run_tests(folder, fault.test)
+    finally:
+        path.write_text(source, encoding="utf-8")
+    return done.returncode == 1 and re.search(r"^FAILED ", done.stdout, re.M) is not None, done.stdout
+
+
+def plant_all(faults, folder):
+    """Plant one fault after another and print what becomes of each. Return 0 if all are caught, else 1."""
+    print(row("subject", "fault", "test", "caught") + "\n|---|---|---|---|", flush=True)
+    missed = 0
+    for fault in faults:
+        began = time.time()
+        found, output = caught(fault, folder)
+        missed += not found
+        print(row(fault.subject, fault.description, f"`{fault.test}`", "yes" if found else "no"), flush=True)
+        shown = [line for line in output.splitlines() if not found or line.startswith("E  ")][-30:]
+        print("\n".join([f"  {time.time() - began:.0f} s", *shown]), file=sys.stderr, flush=True)
+    return min(missed, 1)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="SUBJECT", help="the faults of these subjects alone")
+    parser.add_argument("--check", action="store_true", help="first run all tests without a fault")
+    parser.add_argument("--table", action="store_true", help="print the table of tests/README.md and end")
+    args = parser.parse_args()
+    faults = [fault for fault in FAULTS if not args.only or fault.subject in args.only]
+    if not faults:
+        parser.error(f"there is no such subject; there are {', '.join(fault.subject for fault in FAULTS)}")
+    if args.table:
+        print(table(faults))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        copy_project(Path(folder))
+        if args.check and (done := run_tests(folder, *(fault.test for fault in faults))).returncode:
+            print(f"without any fault:\n{done.stdout}", file=sys.stderr)
+            return 1
+        return plant_all(faults, Path(folder))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
