@@ -205,9 +205,11 @@ def test_refusals(exported):
 
 
 def test_models_that_gpt2_has_no_words_for(tmp_path):
-    """Without biases, with the exact GELU, and with rows of the embedding that stand for nothing."""
+    """Without biases, with the exact GELU, and with rows of the embedding that stand for nothing; and a dropout that is
+    not transformers' own default."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=16, vocab_size=70, n_layer=2, n_head=2, n_embd=16, bias=False, gelu="none")).eval()
+    model = GPT(GPTConfig(block_size=16, vocab_size=70, n_layer=2, n_head=2, n_embd=16, dropout=0.25, bias=False,
+                          gelu="none")).eval()
     for p in model.parameters():
         p.data += 0.3 * torch.randn_like(p)
     model.crop_vocab_size(50)
@@ -216,6 +218,7 @@ def test_models_that_gpt2_has_no_words_for(tmp_path):
     apart, precision = hf.check_model(model, tmp_path, idx)
     assert apart < 1e-5 and precision == "float32"
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {getattr(theirs.config, f"{place}_pdrop") for place in ("attn", "embd", "resid")} == {0.25}
     assert theirs.config.activation_function == "gelu" and theirs(idx).logits.shape == (1, 16, 50)
     assert not any(p.any() for name, p in theirs.named_parameters() if name.endswith("bias"))
     again = GPT.from_pretrained(str(tmp_path)).eval()  # the exact GELU is known again
