@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT, SMALL, ForkedJob, command_line, free_port, kill, planted, wait_until
 
 from runtime.checkpoint import find_tag
+from runtime.leave import Watch
 
 ENDLESS = ("--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10")
 
@@ -37,6 +38,15 @@ def start(characters, tmp_path):
 
 def iterations(log):
     return [int(line.split()[1][:-1]) for line in log.read_text().splitlines() if line.startswith("iter ")]
+
+
+def test_of_two_requests_the_first_sets_the_exit_code():
+    """Slurm sends SIGUSR1 some time before the limit and SIGTERM at it; by exit code 138 the job queues again."""
+    watch = object.__new__(Watch)
+    watch.asked = None
+    for code in (138, 143):
+        watch.ask(code)
+    assert watch.asked == 138
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["empty", "cannot be removed"])
