@@ -1,15 +1,24 @@
 #!/usr/bin/env bash
-# The tests, with set-up where needed. Arguments go to pytest: ./run_tests.sh tests/test_model.py -k gelu
+# The tests, with set-up where needed.
+#
+#     ./run_tests.sh                              what every change has to pass
+#     ./run_tests.sh --all                        with the drills and the matrices of launchers and ranks
+#     ./run_tests.sh tests/test_model.py -k gelu  anything else goes to pytest
 set -euo pipefail
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 source runtime/venv.sh
 
-"$PYTHON" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("pytest"))' || {
-    echo "PYTHON=$PYTHON lacks pytest: run '$PYTHON -m pip install pytest', or unset PYTHON to get a .venv" >&2
+"$PYTHON" -c 'import importlib.util as u, sys; sys.exit(not (u.find_spec("pytest") and u.find_spec("xdist")))' || {
+    echo "PYTHON=$PYTHON lacks pytest or pytest-xdist: run '$PYTHON -m pip install pytest pytest-xdist', or unset" \
+        "PYTHON to get a .venv" >&2
     exit 2
 }
 
 # Without this DeepSpeed guesses, and takes a CUDA toolkit without a GPU for a GPU.
 nvidia-smi -L 2>/dev/null | grep -q '^GPU ' || export DS_ACCELERATOR=cpu
 
-exec "$PYTHON" -m pytest --durations=10 "$@"
+workers=()
+if [[ $# == 0 || $1 == --all ]]; then
+    workers=(-n auto --maxprocesses=4 --dist=loadfile)
+fi
+exec "$PYTHON" -m pytest "${workers[@]}" --durations=10 "$@"

@@ -37,10 +37,28 @@ EIGHT = ("--max_iters=8", "--lr_decay_iters=8", "--warmup_iters=2", "--dropout=0
 START = threading.Lock()  # for tests that start runs on several threads
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="with the tests that are marked long")
+
+
 def pytest_configure(config):
-    """Start the server while tests are collected, once for all workers of pytest-xdist."""
-    if getattr(config.option, "numprocesses", None):
-        start_fork_server()
+    """Take long tests where files are named, and start the fork server once for all workers of pytest-xdist."""
+    if not hasattr(config, "workerinput"):  # options that are set here reach the workers
+        config.option.all |= config.args_source is config.ArgsSource.ARGS
+        if getattr(config.option, "numprocesses", None):
+            start_fork_server()
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.option.all:
+        long = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
+
+
+def long(*values):
+    """The values of a parametrized test, marked long."""
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def free_port():

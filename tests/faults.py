@@ -80,7 +80,7 @@ FAULTS = [Fault(*row) for row in (
      "test_tag_files.py::test_no_file_of_a_tag_may_name_what_is_not_allowed"),
     ("signals", "SIGHUP is never handled, so a closed terminal ends the run without a checkpoint",
      "runtime/leave.py", "if number != signal.SIGHUP or signal", "if number != signal.SIGHUP and signal",
-     "test_shutdown.py::test_sighup_saves_and_ends[python-1]"),
+     "test_shutdown.py::test_sighup_saves_and_ends[fork-1]"),
     ("evaluation weights", "windows that only pad a rank's last batch count in the mean loss",
      "train_deepspeed.py", "counts = (y[:, 0] >= 0).double()", "counts = torch.ones_like(y[:, 0]).double()",
      "test_run.py::test_estimate_loss_is_the_same_on_one_and_two_ranks_at_stage_3"),

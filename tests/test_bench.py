@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import ROOT, SMALL, launch
+from conftest import ROOT, SMALL, launch, long
 
 import bench as benchmark
 
@@ -14,7 +14,7 @@ def bench(out, *args):
     return json.loads(out.read_text()), run.stdout
 
 
-@pytest.mark.parametrize(("peer", "name"), [("hf", "transformers"), ("plain", "PyTorch alone")])
+@pytest.mark.parametrize(("peer", "name"), [long("hf", "transformers"), ("plain", "PyTorch alone")])
 def test_train_beside_a_peer(characters, tmp_path, peer, name):
     found, words = bench(tmp_path / "train.json", "train", "--gpus=2", f"--peer={peer}", "--repeats=5", *SMALL,
                          f"--dataset={characters}")

@@ -11,6 +11,7 @@ from conftest import ROOT
 NO_RIGHT = 77  # diskfull.py ends with it before it has started anything
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drill, options, figures", [
     ("kill", ["--kills=3", "--seed=5"], {"kills": 3, "losses_equal": True, "went_back": []}),
     ("corrupt", ["--resumes=1", "--seed=1"], {"tried": 69, "noticed": 69, "wrong": []}),

@@ -9,7 +9,7 @@ import time
 
 import psutil
 import pytest
-from conftest import ROOT, SMALL, read_history
+from conftest import ROOT, SMALL, long, read_history
 
 from runtime.checkpoint import find_tag
 from runtime.leave import WHY
@@ -58,7 +58,7 @@ def test_named_options_become_settings_and_a_run_goes_on(start, tmp_path):
     assert [(record["iter"], record["lr"]) for record in records] == [(1, 5e-4), (2, 5e-4), (3, 5e-4)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [long(signal.SIGTERM), long(signal.SIGINT), signal.SIGUSR1])
 def test_a_signal_is_passed_on_and_the_run_saves(start, tmp_path, number):
     job = start("--num_gpus=2", "--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10")
     assert next((line for line in job.stdout if line.startswith("iter 10:")), None), job.stderr.read()

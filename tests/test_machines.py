@@ -161,6 +161,7 @@ def test_a_machine_is_cut_off_and_the_other_goes_on(net, train, tmp_path):
     assert iters == list(range(1, last + 6))
 
 
+@pytest.mark.long
 def test_a_busy_machine_is_waited_for_and_one_that_is_told_to_stop_takes_the_other_along(train, tmp_path):
     jobs = train(*LONG)
     under_way(jobs)
@@ -177,6 +178,7 @@ def test_a_busy_machine_is_waited_for_and_one_that_is_told_to_stop_takes_the_oth
     assert find_tag(tmp_path / "out")[1]["iter_num"] == last >= 5
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_ends_the_other_machine_too(train):
     jobs = train(*LONG)
     under_way(jobs)
@@ -186,6 +188,7 @@ def test_a_rank_that_dies_ends_the_other_machine_too(train):
     assert lines(jobs[1], "rank 2: rank 3 has died")
 
 
+@pytest.mark.long
 def test_machines_that_differ_are_refused(train, characters, tmp_path):
     write_characters(tmp_path / "other")
     with open(tmp_path / "other" / "train.bin", "r+b") as f:
@@ -214,6 +217,7 @@ def test_machines_that_differ_are_refused(train, characters, tmp_path):
     assert not (tmp_path / "out").exists() and [p.name for p in tmp_path.iterdir()] == ["other"]
 
 
+@pytest.mark.long
 def test_deepspeeds_launcher_with_a_hostfile(net, characters, tmp_path):
     (tmp_path / "hostfile").write_text("host1 slots=2\nhost2 slots=2\n")
     port = free_port()

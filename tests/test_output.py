@@ -7,14 +7,14 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, SMALL, command_line, free_port, launch, planted, read_history, wait_until
+from conftest import ROOT, SMALL, command_line, free_port, launch, long, planted, read_history, wait_until
 
 from runtime.checkpoint import find_tag, tags
 
 ENDLESS = ("--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10")
 
 
-@pytest.mark.parametrize("launcher, ranks", [("python", 1), ("runtime.launch", 2)])
+@pytest.mark.parametrize("launcher, ranks", [long("python", 1), ("runtime.launch", 2)])
 def test_ctrl_c_that_also_ends_tee_saves_a_checkpoint(characters, tmp_path, launcher, ranks):
     """`python train_deepspeed.py ... 2>&1 | tee log`, and Ctrl-C: the terminal sends SIGINT to both."""
     out_dir, log = tmp_path / "out", tmp_path / "log"
@@ -35,7 +35,8 @@ def test_ctrl_c_that_also_ends_tee_saves_a_checkpoint(characters, tmp_path, laun
     assert (out_dir / "latest").read_text() == f"iter_{find_tag(out_dir)[1]['iter_num']}"
 
 
-@pytest.mark.parametrize("launcher, ranks", [("python", 1), ("runtime.launch", 2), ("torchrun", 2), ("deepspeed", 2)])
+@pytest.mark.parametrize("launcher, ranks", [("python", 1), long("runtime.launch", 2), long("torchrun", 2),
+                                             long("deepspeed", 2)])
 def test_a_full_disk_under_the_log_does_not_stop_training(characters, tmp_path, launcher, ranks):
     out_dir = tmp_path / "out"
     with open("/dev/full", "w") as full:
@@ -93,6 +94,7 @@ def test_nothing_else_gets_the_descriptor_of_a_closed_stream():
     assert done.stdout == "True /dev/null\n"
 
 
+@pytest.mark.long
 def test_the_shell_script_trains_on_a_full_disk_and_after_its_reader_has_ended(characters, tmp_path):
     command = [ROOT / "run_deepspeed_xl.sh", *SMALL, f"--dataset={characters}"]
     env = {**os.environ, "PYTHON": sys.executable, "DS_ACCELERATOR": "cpu"}

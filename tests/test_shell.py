@@ -65,6 +65,7 @@ def test_a_dry_run_ends_before_the_run(start, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_a_run_that_saves_nothing_is_not_sampled_from(start):
     with start("--keep_last=0", "--max_iters=1") as job:
         stdout, stderr = job.communicate(timeout=120)
@@ -78,6 +79,7 @@ def test_a_refused_setting(start):
     assert stderr == "command line: there is no setting 'learing_rate': did you mean 'learning_rate'?\n"
 
 
+@pytest.mark.long
 def test_sigterm_in_the_middle_leaves_no_process(start, tmp_path):
     with start("--max_iters=1000000", "--eval_interval=1000000", "--log_interval=100") as job:
         line = next((line for line in job.stdout if line.startswith("iter 100:")), None)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, SMALL, ForkedJob, command_line, free_port, kill, planted, wait_until
+from conftest import ROOT, SMALL, ForkedJob, command_line, free_port, kill, long, planted, wait_until
 
 from runtime.checkpoint import find_tag
 from runtime.leave import Watch
@@ -87,7 +87,7 @@ leave.Watch.poll = lambda self: None
     assert job.wait(30) == -signal.SIGTERM, log.read_text()
 
 
-@pytest.mark.parametrize("launcher, ranks", [("python", 1), ("runtime.launch", 2)])
+@pytest.mark.parametrize("launcher, ranks", [("fork", 1), long("runtime.launch", 2)])
 def test_sighup_saves_and_ends(start, tmp_path, launcher, ranks):
     job, log = start(launcher=launcher, ranks=ranks)
     job.send_signal(signal.SIGHUP)
@@ -96,7 +96,8 @@ def test_sighup_saves_and_ends(start, tmp_path, launcher, ranks):
     assert find_tag(tmp_path / "out")[1]["iter_num"] >= 10
 
 
-@pytest.mark.parametrize("command", ["python", "runtime.launch", "launch_deepspeed.py", "run_deepspeed_xl.sh"])
+@pytest.mark.parametrize("command", [long("python"), long("runtime.launch"), long("launch_deepspeed.py"),
+                                     "run_deepspeed_xl.sh"])
 def test_nohup_outlives_its_terminal(characters, start, tmp_path, command):
     """SIGHUP to the whole process group, as a terminal that is closed sends it."""
     if command in ("python", "runtime.launch"):
