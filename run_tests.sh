@@ -3,9 +3,15 @@
 #
 #     ./run_tests.sh                              what every change has to pass
 #     ./run_tests.sh --all                        with the drills and the matrices of launchers and ranks
+#     ./run_tests.sh --gpu                        the tests of tests/gpu instead, on one GPU or two
 #     ./run_tests.sh tests/test_model.py -k gelu  anything else goes to pytest
 set -euo pipefail
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
+if [[ ${1-} == --gpu ]]; then
+    shift
+    [[ $(nvidia-smi -L 2>/dev/null) == "GPU "* ]] || { echo "--gpu needs a CUDA GPU, and nvidia-smi lists none" >&2; exit 2; }
+    export TEST_GPU=1
+fi
 source runtime/venv.sh
 
 "$PYTHON" -c 'import importlib.util as u, sys; sys.exit(not (u.find_spec("pytest") and u.find_spec("xdist")))' || {
@@ -17,6 +23,9 @@ source runtime/venv.sh
 # Without this DeepSpeed guesses, and takes a CUDA toolkit without a GPU for a GPU.
 nvidia-smi -L 2>/dev/null | grep -q '^GPU ' || export DS_ACCELERATOR=cpu
 
+if [[ -n ${TEST_GPU-} ]]; then
+    exec "$PYTHON" -m pytest -o testpaths=tests/gpu --durations=25 "$@"
+fi
 workers=()
 if [[ $# == 0 || $1 == --all ]]; then
     workers=(-n auto --maxprocesses=4 --dist=loadfile)

@@ -15,9 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
-# For this process and for every one that it starts: before torch is imported
-os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1",
-                  HF_ENDPOINT="http://127.0.0.1:9", HF_HOME="/nowhere")  # no hub: nobody listens there
+if "TEST_GPU" not in os.environ:  # ./run_tests.sh --gpu sets it
+    # For this process and for every one that it starts: before torch is imported
+    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1",
+                      HF_ENDPOINT="http://127.0.0.1:9", HF_HOME="/nowhere")  # no hub: nobody listens there
+    collect_ignore = ["gpu"]
 sys.path.insert(0, str(ROOT))
 
 import numpy as np

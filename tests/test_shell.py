@@ -91,3 +91,13 @@ def test_sigterm_in_the_middle_leaves_no_process(start, tmp_path):
         assert time.time() - told < 60 and naming(str(tmp_path)) == []
     assert job.returncode == 143 and "Stopping: " in stderr, stderr
     assert find_tag(tmp_path / "out")[1]["iter_num"] >= 100  # saved on the way out
+
+
+def test_the_gpu_suite_needs_a_gpu(tmp_path):
+    """Told before any set-up."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    run = subprocess.run([ROOT / "run_tests.sh", "--gpu"], capture_output=True, text=True,
+                         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": "none"})
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == "--gpu needs a CUDA GPU, and nvidia-smi lists none\n"

@@ -1,0 +1,196 @@
+"""Each kernel, forward and backward, against PyTorch in float64, at the widths of GPT-2 small and XL."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import check, errors
+
+from model import FusedHeadLoss, softmax_loss
+from runtime import fp8, fused, products
+from runtime.adamw import adamw
+
+WIDTHS = {768: 12, 1600: 25}  # and their heads
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def run(function, inputs, dtype, summed=False):
+    """Return (outputs, {name: gradient}) of function(**inputs) in a precision, with random gradients of the outputs.
+    summed: parameters, named w or b, have a grad_sum, to which their gradients are added in float32."""
+    leaves = {name: value.to(dtype, copy=True).requires_grad_() for name, value in inputs.items()}
+    sums = {name: torch.full(leaf.shape, 0.5, device="cuda") for name, leaf in leaves.items() if name[0] in "wb"}
+    for name in sums if summed else ():
+        leaves[name].grad_sum = lambda name=name: sums[name]
+    outputs = function(**leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator = torch.Generator("cuda").manual_seed(1)
+    grads = [torch.randn(out.shape, device="cuda", generator=generator).bfloat16().to(dtype) for out in outputs]
+    torch.autograd.backward(outputs, grads)
+    assert not summed or all(leaves[name].grad is None for name in sums)
+    return outputs, {name: sums[name] - 0.5 if summed and name in sums else leaf.grad
+                     for name, leaf in leaves.items()}
+
+
+def compare(ours, plain, inputs, dtype, summed=False):
+    """Check the outputs and all gradients of `ours` against `plain` in float64, and `plain` in the same precision."""
+    (exact, exact_grads), (theirs, their_grads) = (run(plain, inputs, kind) for kind in (torch.float64, dtype))
+    got, grads = run(ours, inputs, dtype, summed)
+    for i in range(len(exact)):
+        check(f"output {i}", got[i], theirs[i], exact[i])
+    for name in inputs:
+        check(f"gradient of {name}", grads[name], their_grads[name], exact_grads[name])
+
+
+def random(*shape, scale=1.0, shift=0.0, seed=0):
+    """Random numbers that every precision holds."""
+    generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
+    return (shift + scale * torch.randn(shape, device="cuda", generator=generator)).bfloat16().float()
+
+
+# Rows: an odd number, for which PyTorch makes the matmuls, and one for which cuBLASLt's algorithms are tried
+blocks = pytest.mark.parametrize(("dtype", "rows", "summed"), [
+    *((dtype, rows, False) for dtype in DTYPES for rows in (1021, 1024)), (torch.bfloat16, 1021, True),
+    (torch.bfloat16, 1024, True)], ids=str)
+widths = pytest.mark.parametrize("C", WIDTHS)
+
+
+@widths
+@blocks
+def test_residual_sum_with_layer_norm(C, dtype, rows, summed):
+    def ours(x, y, b_y, w, b):
+        return fused.AddNorm.apply(x, y, b_y, w, b)[:2]
+
+    def plain(x, y, b_y, w, b):
+        total = x + y + b_y
+        return total, F.layer_norm(total, (C,), w, b)
+
+    norm = {"w": random(C, shift=1.0, scale=0.2), "b": random(C, seed=1)}
+    compare(ours, plain, {"x": random(1, rows, C, shift=0.5), "y": random(1, rows, C, seed=2),
+                          "b_y": random(C, seed=3), **norm}, dtype, summed)
+    compare(lambda x, w, b: fused.AddNorm.apply(x, None, None, w, b)[1], lambda x, w, b: F.layer_norm(x, (C,), w, b),
+            {"x": random(1, rows, C, shift=0.5), **norm}, dtype, summed)
+
+
+@widths
+@blocks
+def test_queries_keys_and_values(C, dtype, rows, summed):
+    heads = WIDTHS[C]
+
+    def plain(x, w, b):
+        return tuple(part.view(1, rows, heads, C // heads).transpose(1, 2) for part in F.linear(x, w, b).split(C, 2))
+
+    compare(lambda x, w, b: fused.Heads.apply(x, None, w, b, heads), plain,
+            {"x": random(1, rows, C), "w": random(3 * C, C, scale=0.02), "b": random(3 * C)}, dtype, summed)
+
+
+@widths
+@blocks
+def test_linear_with_gelu_and_linear(C, dtype, rows, summed):
+    compare(lambda x, w, b: fused.LinearGelu.apply(x, None, w, b, None)[0],
+            lambda x, w, b: F.gelu(F.linear(x, w, b), approximate="tanh"),
+            {"x": random(1, rows, C), "w": random(4 * C, C, scale=0.04), "b": random(4 * C)}, dtype, summed)
+    compare(lambda x, w: fused.Linear.apply(x, None, w), lambda x, w: F.linear(x, w),
+            {"x": random(1, rows, 4 * C), "w": random(C, 4 * C, scale=0.02)}, dtype, summed)
+
+
+@widths
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_loss_of_the_output_layer(C, dtype):
+    """Over two chunks of rows, some without a target; the rows of the vocabulary's padding are large, and don't count.
+    Gradients are those of 1,000 times the loss, as float16's loss scale makes them."""
+    weight = random(50304, C, scale=0.02)
+    weight[50257:] *= 50
+    targets = torch.randint(50257, (5003,), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    targets[::7] = -1
+
+    def plain(x, w):
+        logits = F.linear(x, w[:50257])
+        return 1000 * F.cross_entropy(logits.to(torch.promote_types(x.dtype, torch.float32)), targets, ignore_index=-1)
+
+    def ours(x, w):
+        return 1000 * FusedHeadLoss.apply(x, w, targets, 50257, softmax_loss)
+
+    compare(ours, plain, {"x": random(5003, C), "w": weight}, dtype)
+
+
+@widths
+@pytest.mark.parametrize("kind", ["matmul", "bias", "gelu", "sum"])
+def test_every_algorithm_of_cublaslt_gives_the_product(C, kind):
+    """Which one a run takes depends on timings. The transposes are those of a forward and of a weight's gradient."""
+    bias, aux = (random(4 * C).bfloat16() if kind in ("bias", "gelu") else None), None
+    if kind == "sum":
+        a, b, out = random(1024, 4 * C).bfloat16().t(), random(1024, C).bfloat16(), random(4 * C, C)
+        plain, exact = torch.addmm(out, a, b, out_dtype=torch.float32), out.double() + a.double() @ b.double()
+    else:
+        a, b = random(1024, C).bfloat16(), random(4 * C, C, scale=0.04).bfloat16().t()
+        out = torch.ones(1024, 4 * C, device="cuda", dtype=torch.bfloat16)  # to be overwritten
+        plain, exact = (F.linear(x, w.t(), None if bias is None else bias.to(x.dtype))
+                        for x, w in ((a, b), (a.double(), b.double())))
+    if kind == "gelu":
+        aux, hidden, exact_hidden = torch.zeros_like(out), plain, exact
+        plain, exact = (F.gelu(h, approximate="tanh") for h in (plain, exact))
+    ways, made = products.ranked(a, b, out, bias, aux, kind == "sum"), 0
+    for way in ways:
+        result = out.clone()
+        try:
+            way(a, b, result, bias, aux)
+        except RuntimeError:  # products.fastest leaves such an algorithm out
+            continue
+        check(kind, result, plain, exact)
+        if kind == "gelu":
+            check("input of GELU", aux, hidden, exact_hidden)
+        made += 1
+    assert made >= 2, f"{made} of {len(ways)}"
+
+
+@pytest.mark.parametrize(("which", "limit"), [(fp8.X, 448.0), (fp8.DY, 57344.0)], ids=["E4M3", "E5M2"])
+def test_casts_to_fp8_are_pytorchs(which, limit):
+    """To the last bit, also transposed and beyond the range, with an odd number of rows; and the largest value."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("fp8 needs Hopper")
+    x = random(1021, 1600).bfloat16()
+    scale = torch.tensor([1.0, 1.0, 1.0], device="cuda")
+    scale[which] = limit / 3.0  # the largest values are beyond 3
+    table = SimpleNamespace(amax=torch.zeros(3, device="cuda"), scale=scale, state="on")
+    weight = SimpleNamespace(eight=(table, 0))
+    wanted = (x.float() * scale[which]).clamp(-limit, limit).to(fp8.KINDS[which])
+    for turn in (False, True):
+        got = fp8.cast(x, weight, which, turn)
+        assert torch.equal(got.view(torch.uint8), (wanted.t() if turn else wanted).contiguous().view(torch.uint8))
+    assert table.amax[which] == x.abs().max() > 3
+
+
+def test_adamw_in_one_pass():
+    """Eight steps of 1,000,003 weights, most of them clipped; in between one whose norm is not finite and one whose
+    norm is above the limit, which change nothing. Against torch.optim.AdamW in float64, as close as in float32."""
+    n, clip, limit = 1_000_003, 1.0, 5000.0
+    start = random(n, scale=0.05)
+    theirs = {dtype: torch.nn.Parameter(start.to(dtype, copy=True)) for dtype in (torch.float64, torch.float32)}
+    optimizers = [torch.optim.AdamW([p], betas=(0.9, 0.95), weight_decay=0.1, fused=True) for p in theirs.values()]
+    weights, firsts, seconds = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
+    halves, steps = start.bfloat16(), torch.zeros((), device="cuda")
+    for step, size in enumerate((1e-3, 1.0, math.inf, 0.1, 10.0, 1e-4, 1e-3, 1e-2)):
+        grad, rate = random(n, scale=min(size, 1.0), seed=step), 1e-2 / (step + 1)
+        norm = torch.tensor(size, device="cuda") if math.isinf(size) else grad.norm() * max(1.0, size)
+        sums, before = grad.clone(), weights.clone()
+        adamw[(math.ceil(n / 1024),)](weights, sums, firsts, seconds, halves, steps, norm, n, rate, 1 - rate * 0.1,
+                                      0.9, 0.95, 1e-8, clip, limit, WIDE=1024)
+        steps += norm < limit
+        assert not sums.any()
+        if norm >= limit:
+            assert torch.equal(weights, before)
+            continue
+        for (dtype, p), optimizer in zip(theirs.items(), optimizers):
+            p.grad = grad.to(dtype) * min(1.0, clip / (norm.item() + 1e-6))
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+    assert steps == 6
+    exact, plain = (p.detach() for p in theirs.values())
+    states = [optimizer.state[p] for p, optimizer in zip(theirs.values(), optimizers)]
+    check("weights", weights - start, plain - start, exact - start.double())
+    check("exp_avg", firsts, states[1]["exp_avg"], states[0]["exp_avg"])
+    check("exp_avg_sq", seconds, states[1]["exp_avg_sq"], states[0]["exp_avg_sq"])
+    assert torch.equal(halves, weights.bfloat16())
+    assert errors(weights, start)[0] > 0.1  # it has gone some way

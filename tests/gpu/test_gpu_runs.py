@@ -1,0 +1,212 @@
+"""Whole runs of train_deepspeed.py on GPUs: resuming, dropout, saving in the background, float16, out of memory.
+
+All runs that the selected tests need are started together: each takes a few seconds to start, and little of a GPU.
+"""
+
+import json
+import re
+import shlex
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, launch, planted, read_history
+
+from runtime.save import tensors
+
+SMALL = ("--init_from=scratch", "--n_layer=2", "--n_head=2", "--n_embd=64", "--block_size=64", "--batch_size=4",
+         "--gradient_accumulation_steps=2", "--learning_rate=1e-3", "--warmup_iters=2", "--max_iters=8",
+         "--eval_interval=4", "--eval_iters=2", "--keep_last=10")
+DETERMINISTIC = ("--deterministic=True", "--compile=True")
+FP16 = {"zero_optimization": {"stage": 2},
+        "fp16": {"initial_scale_power": 24, "loss_scale_window": 3, "hysteresis": 1}}
+# A card that holds about 5.5 GB: the run that is too large takes 6.4 GB by the plan, half of its micro-batch 4.0
+LARGE = ("--init_from=scratch", "--n_layer=12", "--n_head=12", "--n_embd=768", "--block_size=1024", "--batch_size=16",
+         "--gradient_accumulation_steps=1", "--max_iters=3", "--eval_iters=1", "--keep_last=0")
+SMALL_CARD = """import torch
+torch.cuda.set_per_process_memory_fraction(5.0e9 / torch.cuda.get_device_properties(0).total_memory)
+"""
+# Each file is written three seconds after its tensors were copied
+SLOW_DISK = """import time
+from runtime.save import Saver
+write = Saver.write
+def slow(self, *args):
+    print(f"staging buffer pinned: {self.pinned}", flush=True)
+    time.sleep(3)
+    return write(self, *args)
+Saver.write = slow
+"""
+
+
+def needs(*names):
+    def mark(test):
+        test.needs = names
+        return test
+
+    return mark
+
+
+class Runs:
+    """The runs by their names, each a method that returns the finished process with out_dir, history and losses."""
+
+    def __init__(self, folder, data, ranks):
+        self.folder, self.data, self.ranks = folder, data, ranks
+
+    def start(self, names):
+        """Begin these runs. One that continues another comes after it."""
+        self.pool, self.futures = ThreadPoolExecutor(16), {}
+        for name in names:
+            self.futures[name] = self.pool.submit(getattr(self, name))
+
+    def __getitem__(self, name):
+        run = self.futures[name].result()
+        assert run.returncode == 0 or name == "no_memory", run.stdout[-3000:] + run.stderr[-3000:]
+        return run
+
+    def train(self, name, *args, plant="", settings=SMALL):
+        out_dir = self.folder / name / "out"
+        out_dir.parent.mkdir(exist_ok=True)
+        script = planted(out_dir.parent, plant) if plant else ROOT / "train_deepspeed.py"
+        done = launch(script, *settings, f"--dataset={self.data}", f"--out_dir={out_dir}", *args, ranks=self.ranks,
+                      launcher="python" if self.ranks == 1 else "runtime.launch")
+        history = read_history(out_dir)
+        return SimpleNamespace(
+            returncode=done.returncode, stdout=done.stdout, stderr=done.stderr, out_dir=out_dir, history=history,
+            steps={r["iter"]: (r["loss"], r["grad_norm"]) for r in history if "loss" in r})
+
+    def resumed(self, name, *args):
+        before = self[name].out_dir
+        shutil.copytree(before, self.folder / f"{name}_resumed" / "out")
+        return self.train(f"{name}_resumed", *args, "--init_from=resume", "--resume_tag=iter_4", "--overwrite=True")
+
+    def whole(self):
+        return self.train("whole", *DETERMINISTIC, "--async_save=False")
+
+    def whole_resumed(self):
+        return self.resumed("whole", *DETERMINISTIC)
+
+    def dropout(self):
+        return self.train("dropout", *DETERMINISTIC, "--dropout=0.2")
+
+    def dropout_resumed(self):
+        return self.resumed("dropout", *DETERMINISTIC, "--dropout=0.2")
+
+    def background(self):
+        return self.train("background", *DETERMINISTIC, "--async_save=True", plant=SLOW_DISK)
+
+    def float16(self):
+        config = self.folder / "fp16.json"
+        config.write_text(json.dumps(FP16))
+        return self.train("float16", "--dtype=float16", f"--deepspeed_config={config}", "--max_iters=30")
+
+    def no_memory(self):
+        return self.train("no_memory", settings=LARGE, plant=SMALL_CARD)
+
+    def suggested(self):
+        """The first settings that no_memory suggests, typed in."""
+        lines = self["no_memory"].stderr.splitlines()
+        typed = [shlex.split(line) for line in lines if line.startswith("    python train_deepspeed.py")]
+        return self.train("suggested", settings=typed[0][2:], plant=SMALL_CARD)
+
+
+@pytest.fixture(scope="module")
+def every(request, characters, tmp_path_factory):
+    """{ranks: Runs}, all begun."""
+    found = {ranks: Runs(tmp_path_factory.mktemp("runs"), characters, ranks)
+             for ranks in (1, 2) if ranks <= torch.cuda.device_count()}
+    for ranks, runs in found.items():
+        chosen = [item for item in request.session.items if "runs" in getattr(item, "fixturenames", ())
+                  and item.callspec.params["runs"] == ranks]
+        runs.start(dict.fromkeys(name for item in chosen for name in item.function.needs))
+    yield found
+    for runs in found.values():
+        runs.pool.shutdown()
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def runs(request, every):
+    if request.param not in every:
+        pytest.skip(f"needs {request.param} GPUs")
+    return every[request.param]
+
+
+one_rank = pytest.mark.parametrize("runs", [1], indirect=True, ids=["1 rank"])
+
+
+def all_tensors(out_dir, tag):
+    """Return every tensor of a checkpoint's files, in their order."""
+    files = sorted((out_dir / tag).glob("*.pt"))
+    assert files
+    return [tensor for file in files for tensor in tensors(torch.load(file, map_location="cpu", weights_only=False))]
+
+
+def assert_equal_checkpoints(a, b, tag):
+    mine, theirs = (all_tensors(run.out_dir, tag) for run in (a, b))
+    assert len(mine) == len(theirs) > 28
+    assert all(torch.equal(x, y) for x, y in zip(mine, theirs)), tag
+
+
+@needs("whole", "whole_resumed")
+def test_a_resumed_run_is_the_same_to_the_last_bit(runs):
+    whole, resumed = runs["whole"], runs["whole_resumed"]
+    assert list(whole.steps) == [1, 2, 3, 4, 5, 6, 7, 8] and "compiled" in whole.stdout
+    assert resumed.steps == whole.steps
+    assert_equal_checkpoints(resumed, whole, "iter_8")
+
+
+@needs("dropout", "dropout_resumed", "whole")
+def test_dropout_repeats_after_a_resume(runs):
+    whole, resumed = runs["dropout"], runs["dropout_resumed"]
+    assert len(whole.steps) == 8 and whole.steps != runs["whole"].steps
+    assert resumed.steps == whole.steps
+    assert_equal_checkpoints(resumed, whole, "iter_8")
+
+
+@needs("whole", "background")
+def test_a_checkpoint_saved_in_the_background_is_that_of_its_step(runs):
+    """Steps 5 to 8 are made while iter_4 waits to be written, and it holds what a run has that waits for its save."""
+    waited, run = runs["whole"], runs["background"]
+    order = re.findall(r"^(iter \d|saving checkpoint to .*iter_\d|saved iter_\d|staging buffer pinned: \w+)",
+                       run.stdout, re.M)
+    order = [re.sub("saving checkpoint to .*/", "saving ", line) for line in order]
+    first = order.index("saving iter_4")
+    assert order[first + 1 : first + 1 + runs.ranks] == ["staging buffer pinned: True"] * runs.ranks
+    assert order.index("iter 8") < order.index("saved iter_4") < order.index("saved iter_8")
+    assert run.steps == waited.steps
+    for tag in ("iter_4", "iter_8"):
+        assert_equal_checkpoints(run, waited, tag)
+
+
+@one_rank
+@needs("float16")
+def test_float16_survives_overflows_and_grows_its_scale(runs):
+    """Each overflow halves the scale and is reported; every third good step in a row doubles it."""
+    run = runs["float16"]
+    steps = [r for r in run.history if "loss_scale" in r]
+    skipped = [r["iter"] for r in run.history if "overflows float16; skipped" in r.get("trouble", "")]
+    scale, good = 2.0**24, 0
+    for record in steps:
+        good = 0 if record["iter"] in skipped else good + 1
+        scale *= 0.5 if not good else 2 if good % 3 == 0 else 1
+        assert record["loss_scale"] == scale, record
+    assert len(steps) == 30 and skipped[0] == 1 and len(skipped) >= 4 and max(skipped) > min(
+        r["iter"] for r in steps if r["iter"] not in skipped)
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
+
+
+@one_rank
+@needs("no_memory", "suggested")
+def test_out_of_memory_ends_in_settings_that_fit(runs):
+    """On a card of which another process seems to use the rest. The first settings suggested fit."""
+    run = runs["no_memory"]
+    assert run.returncode == 2 and "Traceback" not in run.stderr, run.stdout + run.stderr
+    lines = run.stderr.splitlines()
+    (first,) = [i for i, line in enumerate(lines) if re.fullmatch(
+        r"out of memory; by the plan this run takes \d\.\d\d GB on each GPU, and others may use it \(nvidia-smi\)\.",
+        line)]
+    assert lines[first + 1] == "It does not fit. What does, the fastest first:"
+    python, script, *args = shlex.split(lines[first + 3])
+    assert (python, script) == ("python", "train_deepspeed.py") and "--batch_size=8" in args
+    assert list(runs["suggested"].steps) == [1, 2, 3]

@@ -1,0 +1,184 @@
+"""One rank of test_gpu_zero.py: python -m runtime.launch --nproc_per_node=N zero_worker_gpu.py OUT.json
+
+Trains a small GPT in every way of the table, each in an engine built as train_deepspeed.py builds it, and in plain
+PyTorch over the same sequences. Rank 0 writes for each way the norms, the steps applied, the loss scales, which of our
+paths it took, and how far its weights ended from those of others.
+"""
+
+import contextlib
+import json
+import math
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import safe_get_full_fp32_param
+
+from model import GPT, Block, GPTConfig
+from runtime import ds_config, replay
+from runtime.adamw import step_in_one_pass
+from runtime.dist import part, quiet, total
+from runtime.fused import fuse
+from runtime.gradients import shorten
+from runtime.pace import Pace
+
+SEQUENCES, ACCUMULATION, STEPS = 12, 3, 6  # per step over all ranks; micro-steps per step
+CONFIG = GPTConfig(block_size=64, vocab_size=500, n_layer=2, n_head=4, n_embd=256)
+RATES = (3e-3, 2e-3, 1e-3, 3e-3, 2e-3, 1e-3)  # set anew each step, as the script does
+CLIP = 0.3  # norms are 0.6 to 1.9
+# The keys' biases have no gradient except rounding, of which Adam would make steps of full size; not by this epsilon
+ADAM = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-5}
+RELEASED = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0,
+            "stage3_param_persistence_threshold": 0}
+BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}  # c_attn has 196,608 elements
+# At a scale of 2^24 gradients overflow; from there it falls, and doubles after every second good step
+FP16 = {"clip": 0.0, "fp16": {"initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}}
+LINEAR = F.linear
+
+# name: (stage, dtype, options of train)
+WAYS = {
+    **{f"float32 stage {stage}": (stage, "float32", {"blocks": "eager"}) for stage in (0, 1, 2, 3)},
+    "float32 stage 2 kernels": (2, "float32", {}),
+    "float32 stage 3 kernels": (3, "float32", {"zero": RELEASED}),
+    "bfloat16 stage 0": (0, "bfloat16", {}),
+    "bfloat16 stage 1": (1, "bfloat16", {}),
+    "bfloat16 stage 2": (2, "bfloat16", {}),
+    "bfloat16 stage 2 local": (2, "bfloat16", {"local": True}),
+    "bfloat16 stage 2 buckets": (2, "bfloat16", {"zero": BUCKETS}),
+    "bfloat16 stage 2 launched": (2, "bfloat16", {"captured": False}),
+    "bfloat16 stage 2 compiled": (2, "bfloat16", {"blocks": "compiled"}),
+    "bfloat16 stage 2 own": (2, "bfloat16", {"own": True}),
+    "bfloat16 stage 3": (3, "bfloat16", {"zero": RELEASED}),
+    "bfloat16 stage 3 compiled": (3, "bfloat16", {"zero": RELEASED, "blocks": "compiled"}),
+    "bfloat16 stage 3 own": (3, "bfloat16", {"own": True}),
+    **{f"float16 stage {stage}": (stage, "float16", FP16) for stage in (1, 2, 3)},
+}
+
+
+def fresh_model(device="cuda"):
+    torch.manual_seed(0)
+    return GPT(CONFIG).to(device)
+
+
+def data(step):
+    """Return the sequences of a step, (SEQUENCES, T + 1)."""
+    shape = (SEQUENCES, CONFIG.block_size + 1)
+    return torch.randint(CONFIG.vocab_size, shape, generator=torch.Generator().manual_seed(step)).cuda()
+
+
+def plain(clip):
+    """Train in float32 with PyTorch alone, over the whole batch."""
+    model, norms = fresh_model(), []
+    optimizer = torch.optim.AdamW(model.parameter_groups(0.1), **ADAM)
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = RATES[step]
+        optimizer.zero_grad()
+        logits = model(data(step)[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), data(step)[:, 1:].flatten()).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item())
+        optimizer.step()
+    return {"norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+
+
+def build(stage, dtype, blocks, zero, clip, fp16):
+    settings = {"batch_size": SEQUENCES // ACCUMULATION // dist.get_world_size(),
+                "gradient_accumulation_steps": ACCUMULATION, "grad_clip": clip}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({"zero_optimization": {"stage": stage, **zero}, "fp16": fp16}, file)
+        file.flush()
+        config, _ = ds_config.resolve(file.name, settings, dist.get_world_size(), dtype, blocks != "eager")
+    F.linear = LINEAR  # which stage 3 replaces for good
+    model, stage = fresh_model(), config["zero_optimization"]["stage"]
+    if blocks == "kernels":
+        fuse(model, recorded=stage == 2)
+    elif blocks == "compiled":
+        model.compile_parts()
+    if stage == 3:
+        deepspeed.utils.set_z3_leaf_modules(model, [Block])
+    optimizer = torch.optim.AdamW(model.parameter_groups(0.1), fused=True, **ADAM)
+    with quiet():
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    ds_config.compare(engine, config, dtype)
+    return engine, stage
+
+
+def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local=False, own=False, captured=True):
+    """Train as the script does; a step that is skipped is made again. own: with DeepSpeed's gradient path and step.
+    local: each rank sums the gradients of its micro-steps first."""
+    engine, stage = build(stage, dtype, blocks, zero or {}, clip, fp16 or {})
+    shortened = not own and shorten(engine, local)
+    one_pass = not own and blocks != "eager" and (shortened or stage == 3) and step_in_one_pass(engine)
+    device, rank, world_size = torch.device("cuda", dist.get_rank()), dist.get_rank(), dist.get_world_size()
+    micro_step = replay.micro_step(engine, captured and shortened and one_pass, Pace(device, world_size))
+    result = {"norms": [], "applied": [], "scales": [], "shortened": shortened, "one_pass": one_pass}
+    step = 0
+    while step < STEPS and len(result["applied"]) < 3 * STEPS:
+        for group in engine.optimizer.param_groups:
+            group["lr"] = RATES[step]
+        for sequences in data(step).view(world_size, ACCUMULATION, -1, CONFIG.block_size + 1)[rank]:
+            micro_step(sequences[:, :-1], sequences[:, 1:])
+            engine.step()
+        ds_config.grow_loss_scale(engine)
+        norm, applied = engine.get_global_grad_norm(), total(engine.was_step_applied(), device=device)[0]
+        assert applied in (0, world_size), f"{applied} of {world_size} ranks made the step"
+        result["norms"] += [None if norm is None else float(norm)] if applied else []
+        result["applied"].append(bool(applied))
+        if dtype == "float16":
+            result["scales"].append(engine.optimizer.loss_scaler.cur_scale)
+        step += bool(applied)
+    result["released"] = sum(getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
+                             for p in engine.module.parameters())
+    result |= {"captured": len(replay.GRAPHS), "weights": weights(engine)}
+    replay.forget()
+    engine.destroy()
+    return result
+
+
+def weights(engine):
+    """Return the weights that the optimizer steps, in float32, whole, on every rank."""
+    if engine.zero_optimization_stage() == 0:
+        return {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    return {n: safe_get_full_fp32_param(p).detach().clone() for n, p in engine.module.named_parameters()}
+
+
+def apart(a, b):
+    """Return the distance between two sets of weights, in units of the way that b has come from the start: over all
+    weights, and of the parameter for which it is the largest."""
+    ways = {name: (b[name] - p).square().sum() for name, p in fresh_model().named_parameters()}
+    gaps = {name: (a[name] - b[name]).square().sum() for name in b}
+    return [math.sqrt(sum(gaps.values()) / sum(ways.values())), max(math.sqrt(gaps[n] / ways[n]) for n in gaps)]
+
+
+def main(out):
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # names that DeepSpeed still uses
+    deepspeed.utils.logger.setLevel("ERROR")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed(dist_backend="nccl", verbose=False)
+    every = {"plain": plain(CLIP), "plain unclipped": plain(0.0)}
+    for name, (stage, dtype, options) in WAYS.items():
+        stream = torch.cuda.stream(torch.cuda.Stream()) if stage == 2 else contextlib.nullcontext()
+        with stream:  # as replay.on_own_stream()
+            every[name] = train(stage, dtype, **options)
+        torch.cuda.synchronize()
+    report = {name: {**result, "apart": {other: apart(result["weights"], every[other]["weights"]) for other in every}}
+              for name, result in every.items()}
+    for result in report.values():
+        del result["weights"]
+    if dist.get_rank() == 0:
+        with open(out, "w", encoding="utf-8") as f:
+            json.dump(report, f, indent=1)
+    part()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
