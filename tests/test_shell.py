@@ -94,7 +94,7 @@ def test_sigterm_in_the_middle_leaves_no_process(start, tmp_path):
 
 
 def test_the_gpu_suite_needs_a_gpu(tmp_path):
-    """Told before any set-up."""
+    """It exits before any setup."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     run = subprocess.run([ROOT / "run_tests.sh", "--gpu"], capture_output=True, text=True,

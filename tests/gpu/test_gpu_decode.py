@@ -1,5 +1,5 @@
 """generate() with its cache against forwards without one, in float64: one text by our kernels, and four by a captured
-step, over the borders at which programs share the keys otherwise, and beyond the context."""
+step. The lengths cross the borders at which programs divide the keys in another way, and the end of the context."""
 
 import pytest
 import torch

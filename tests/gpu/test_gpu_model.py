@@ -16,7 +16,7 @@ WAYS = ["eager", "compiled", "kernels", "kernels recomputed", "kernels captured"
 
 
 class Engine:
-    """What runtime/replay.py asks of DeepSpeed's. sums: gradients go to float32 sums as at ZeRO-2 on one rank."""
+    """What runtime/replay.py uses of an engine. sums: gradients go to float32 sums, as at ZeRO-2 on one rank."""
 
     def __init__(self, module, scale=1.0, sums=False):
         self.module, self.scale = module, scale
@@ -57,7 +57,7 @@ def own_stream():
 
 @pytest.fixture(scope="module", params=[GPT2, XL_2_LAYERS], ids=["small", "xl"])
 def case(request):
-    """A model's configuration, weights and tokens, and its exact loss and gradients."""
+    """Return a model's configuration, weights and tokens, and its exact loss and gradients."""
     weights = random_weights(request.param)
     generator = torch.Generator("cuda").manual_seed(1)
     tokens = [torch.randint(50257, (B, T), device="cuda", generator=generator) for _ in range(4)]
@@ -69,8 +69,8 @@ def case(request):
 
 
 def steps(case, way, dtype=torch.bfloat16, scale=1.0, fp8=False):
-    """Return (loss, gradients) of the third micro-step, after two on other tokens, the second of them captured where
-    the way says so; and the model."""
+    """Return the loss and gradients of a third micro-step, and the model. The two before it are on other tokens, and
+    the second is captured if the way is."""
     model = build(case["config"], case["weights"], dtype)
     model.gradient_checkpointing = "recomputed" in way
     if "compiled" in way:
@@ -129,7 +129,7 @@ def test_fp8_is_within_its_bounds(case, way):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_dropout_in_captured_steps(compiled):
-    """Each replay draws new numbers, those of its seed: the ones that an eager step draws."""
+    """Each replay draws new numbers, the same ones that an eager step draws with its seed."""
     config = GPTConfig(block_size=256, vocab_size=512, n_layer=2, n_head=4, n_embd=256, dropout=0.2)
     weights = random_weights(config)
     idx, targets = (torch.randint(512, (4, 256), device="cuda") for _ in range(2))

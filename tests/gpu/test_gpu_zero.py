@@ -1,7 +1,7 @@
 """ZeRO's stages 0 to 3 on one and two GPUs against plain PyTorch (see zero_worker_gpu.py).
 
-Distances between weights are in units of the way that training has taken them: over all weights, and of the parameter
-that is furthest off.
+Distances between weights are relative to how far training has moved them: over all weights, and of the parameter that
+is furthest off.
 """
 
 import json
@@ -14,7 +14,7 @@ from conftest import ROOT, launch
 
 @pytest.fixture(scope="module")
 def launches(request, tmp_path_factory):
-    """The workers' launches on one rank and on two, at the same time; all ways in one launch."""
+    """Launch the worker on one rank and on two, at the same time."""
     ranks = {item.callspec.params["report"] for item in request.session.items
              if "report" in getattr(item, "fixturenames", ())}
     out = tmp_path_factory.mktemp("zero")
@@ -26,61 +26,62 @@ def launches(request, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def report(request, launches):
-    """What the worker found on so many ranks, {way: results}."""
+    """Return what the worker found on so many ranks, {case: results}."""
     if request.param not in launches:
         pytest.skip(f"needs {request.param} GPUs")
     out, future = launches[request.param]
     done = future.result()
     assert done.returncode == 0, done.stderr[-5000:]
     found = json.loads(out.read_text())
-    for way, result in found.items():
-        print(request.param, way, {k: [round(a, 6) for a in v] for k, v in result["apart"].items()
-                                   if k.split()[0] in ("plain", way.split()[0])}, result["norms"])
+    for case, result in found.items():
+        print(request.param, case, {k: [round(a, 6) for a in v] for k, v in result["apart"].items()
+                                   if k.split()[0] in ("plain", case.split()[0])}, result["norms"])
     return found
 
 
-def test_the_yardstick_can_tell(report):
+def test_the_distance_can_tell(report):
     """Clipping bites in each step, and leaving it out alone moves the weights further apart than any bound here."""
     assert all(norm > 1.8 * 0.3 for norm in report["plain"]["norms"])
     assert report["plain"]["apart"]["plain unclipped"][0] > 0.2
 
 
-@pytest.mark.parametrize("way", ["stage 0", "stage 1", "stage 2", "stage 3", "stage 2 kernels", "stage 3 kernels"])
-def test_float32_is_plain_pytorch(report, way):
-    result = report[f"float32 {way}"]
+@pytest.mark.parametrize("case", ["stage 0", "stage 1", "stage 2", "stage 3", "stage 2 kernels", "stage 3 kernels"])
+def test_float32_is_plain_pytorch(report, case):
+    result = report[f"float32 {case}"]
     assert max(result["apart"]["plain"]) < 2e-5  # seen: 5e-6
-    assert way == "stage 0" or result["norms"] == pytest.approx(report["plain"]["norms"], rel=1e-5)
+    assert case == "stage 0" or result["norms"] == pytest.approx(report["plain"]["norms"], rel=1e-5)
 
 
-@pytest.mark.parametrize("way", ["stage 0", "stage 1", "stage 2", "stage 2 local", "stage 2 buckets",
-                                 "stage 2 launched", "stage 2 compiled", "stage 2 own", "stage 3", "stage 3 compiled",
+@pytest.mark.parametrize("case", ["stage 0", "stage 1", "stage 2", "stage 2 local", "stage 2 buckets",
+                                 "stage 2 uncaptured", "stage 2 compiled", "stage 2 own", "stage 3", "stage 3 compiled",
                                  "stage 3 own"])
-def test_bfloat16_is_plain_pytorch_to_its_rounding(report, way):
-    result = report[f"bfloat16 {way}"]
+def test_bfloat16_is_plain_pytorch_to_its_rounding(report, case):
+    result = report[f"bfloat16 {case}"]
     assert result["apart"]["plain"][0] < 0.04 and result["apart"]["plain"][1] < 0.15  # seen: 0.016, 0.055
     assert result["norms"] == pytest.approx(report["plain"]["norms"], rel=3e-3)
 
 
-def test_each_way_took_its_path(report):
+def test_each_case_took_its_path(report):
     """Else a comparison would be of a path with itself."""
-    ways = {way: result for way, result in report.items() if way.startswith(("bfloat16", "float16", "float32"))}
+    cases = {case: result for case, result in report.items() if case.startswith(("bfloat16", "float16", "float32"))}
     captured = {"bfloat16 stage 2", "bfloat16 stage 2 local", "bfloat16 stage 2 buckets", "bfloat16 stage 2 compiled"}
     stage_3 = {"bfloat16 stage 3", "bfloat16 stage 3 compiled"}
-    assert {way for way, result in ways.items() if result["captured"]} == captured
-    assert {way for way, result in ways.items() if result["one_pass"]} == (
-        captured | stage_3 | {"bfloat16 stage 2 launched"})
-    assert {way for way, result in ways.items() if result["shortened"]} == {
-        way for way in ways if "stage 2" in way and "own" not in way}
-    for way in ("float32 stage 3 kernels", *stage_3):
-        assert ways[way]["released"] == 28
+    assert {case for case, result in cases.items() if result["captured"]} == captured
+    assert {case for case, result in cases.items() if result["one_pass"]} == (
+        captured | stage_3 | {"bfloat16 stage 2 uncaptured"})
+    assert {case for case, result in cases.items() if result["shortened"]} == {
+        case for case in cases if "stage 2" in case and "own" not in case}
+    for case in ("float32 stage 3 kernels", *stage_3):
+        assert cases[case]["released"] == 28
 
 
 def test_our_paths_are_deepspeeds_own_and_each_other(report):
-    """Less apart than bfloat16 puts both from plain PyTorch. Seen: 0.006 from DeepSpeed's own."""
+    """They are closer than bfloat16 brings them to plain PyTorch. Seen: 0.006 from DeepSpeed's own, 0.014 between local
+    accumulation and the other, which sums over two ranks in bfloat16."""
     two = report["bfloat16 stage 2"]["apart"]
     assert max(two["bfloat16 stage 2 own"]) < 0.02
-    assert max(two["bfloat16 stage 2 launched"]) < 0.001
-    assert max(two["bfloat16 stage 2 local"]) < 0.1
+    assert max(two["bfloat16 stage 2 uncaptured"]) < 0.001
+    assert max(two["bfloat16 stage 2 local"]) < 0.05
     assert max(two["bfloat16 stage 2 buckets"]) < 0.001
     assert max(report["bfloat16 stage 3"]["apart"]["bfloat16 stage 3 own"]) < 0.02
 

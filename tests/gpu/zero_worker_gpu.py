@@ -1,8 +1,8 @@
 """One rank of test_gpu_zero.py: python -m runtime.launch --nproc_per_node=N zero_worker_gpu.py OUT.json
 
-Trains a small GPT in every way of the table, each in an engine built as train_deepspeed.py builds it, and in plain
-PyTorch over the same sequences. Rank 0 writes for each way the norms, the steps applied, the loss scales, which of our
-paths it took, and how far its weights ended from those of others.
+Trains a small GPT in every case of the table, each in an engine built as train_deepspeed.py builds it, and in plain
+PyTorch over the same sequences. Rank 0 writes for each case the norms, the steps applied, the loss scales, which of our
+paths it took, and how far its weights are from those of the other cases.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ SEQUENCES, ACCUMULATION, STEPS = 12, 3, 6  # per step over all ranks; micro-step
 CONFIG = GPTConfig(block_size=64, vocab_size=500, n_layer=2, n_head=4, n_embd=256)
 RATES = (3e-3, 2e-3, 1e-3, 3e-3, 2e-3, 1e-3)  # set anew each step, as the script does
 CLIP = 0.3  # norms are 0.6 to 1.9
-# The keys' biases have no gradient except rounding, of which Adam would make steps of full size; not by this epsilon
+# The keys' biases have no gradient except rounding. With this epsilon Adam doesn't turn that into full steps
 ADAM = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-5}
 RELEASED = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0,
             "stage3_param_persistence_threshold": 0}
@@ -45,7 +45,7 @@ FP16 = {"clip": 0.0, "fp16": {"initial_scale_power": 24, "loss_scale_window": 2,
 LINEAR = F.linear
 
 # name: (stage, dtype, options of train)
-WAYS = {
+CASES = {
     **{f"float32 stage {stage}": (stage, "float32", {"blocks": "eager"}) for stage in (0, 1, 2, 3)},
     "float32 stage 2 kernels": (2, "float32", {}),
     "float32 stage 3 kernels": (3, "float32", {"zero": RELEASED}),
@@ -54,7 +54,7 @@ WAYS = {
     "bfloat16 stage 2": (2, "bfloat16", {}),
     "bfloat16 stage 2 local": (2, "bfloat16", {"local": True}),
     "bfloat16 stage 2 buckets": (2, "bfloat16", {"zero": BUCKETS}),
-    "bfloat16 stage 2 launched": (2, "bfloat16", {"captured": False}),
+    "bfloat16 stage 2 uncaptured": (2, "bfloat16", {"captured": False}),
     "bfloat16 stage 2 compiled": (2, "bfloat16", {"blocks": "compiled"}),
     "bfloat16 stage 2 own": (2, "bfloat16", {"own": True}),
     "bfloat16 stage 3": (3, "bfloat16", {"zero": RELEASED}),
@@ -97,7 +97,7 @@ def build(stage, dtype, blocks, zero, clip, fp16):
         json.dump({"zero_optimization": {"stage": stage, **zero}, "fp16": fp16}, file)
         file.flush()
         config, _ = ds_config.resolve(file.name, settings, dist.get_world_size(), dtype, blocks != "eager")
-    F.linear = LINEAR  # which stage 3 replaces for good
+    F.linear = LINEAR  # stage 3 replaces it for good
     model, stage = fresh_model(), config["zero_optimization"]["stage"]
     if blocks == "kernels":
         fuse(model, recorded=stage == 2)
@@ -113,8 +113,8 @@ def build(stage, dtype, blocks, zero, clip, fp16):
 
 
 def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local=False, own=False, captured=True):
-    """Train as the script does; a step that is skipped is made again. own: with DeepSpeed's gradient path and step.
-    local: each rank sums the gradients of its micro-steps first."""
+    """Train as the script does, and repeat a step that is skipped. own: use DeepSpeed's gradient path and step. local:
+    sum the gradients of the micro-steps on each rank first."""
     engine, stage = build(stage, dtype, blocks, zero or {}, clip, fp16 or {})
     shortened = not own and shorten(engine, local)
     one_pass = not own and blocks != "eager" and (shortened or stage == 3) and step_in_one_pass(engine)
@@ -152,11 +152,11 @@ def weights(engine):
 
 
 def apart(a, b):
-    """Return the distance between two sets of weights, in units of the way that b has come from the start: over all
-    weights, and of the parameter for which it is the largest."""
-    ways = {name: (b[name] - p).square().sum() for name, p in fresh_model().named_parameters()}
+    """Return the distance between two sets of weights, relative to how far training has moved b: over all weights, and
+    of the parameter for which it is the largest."""
+    moved = {name: (b[name] - p).square().sum() for name, p in fresh_model().named_parameters()}
     gaps = {name: (a[name] - b[name]).square().sum() for name in b}
-    return [math.sqrt(sum(gaps.values()) / sum(ways.values())), max(math.sqrt(gaps[n] / ways[n]) for n in gaps)]
+    return [math.sqrt(sum(gaps.values()) / sum(moved.values())), max(math.sqrt(gaps[n] / moved[n]) for n in gaps)]
 
 
 def main(out):
@@ -165,7 +165,7 @@ def main(out):
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(dist_backend="nccl", verbose=False)
     every = {"plain": plain(CLIP), "plain unclipped": plain(0.0)}
-    for name, (stage, dtype, options) in WAYS.items():
+    for name, (stage, dtype, options) in CASES.items():
         stream = torch.cuda.stream(torch.cuda.Stream()) if stage == 2 else contextlib.nullcontext()
         with stream:  # as replay.on_own_stream()
             every[name] = train(stage, dtype, **options)
