@@ -37,6 +37,7 @@ def test_sample_beside_transformers(tmp_path):
     assert "tokens/s" in words and found["first_token_ms"]["median"] > 0
 
 
+@pytest.mark.long
 def test_checkpoint_and_data(characters, tmp_path):
     found, _ = bench(tmp_path / "checkpoint.json", "checkpoint", *SMALL, f"--dataset={characters}")
     assert found["save_s"]["count"] == 5 and found["checked_s"] >= 0 and found["tag"].endswith(" MB")

@@ -4,13 +4,12 @@ import json
 import math
 import os
 import signal
-import subprocess
 import threading
 import time
 
 import psutil
 import pytest
-from conftest import ROOT, SMALL, command_line, done, launch, read_history, stage
+from conftest import ROOT, SMALL, ForkedJob, done, kill, launch, read_history, stage, wait_until
 
 from runtime.guards import Norms
 from runtime.metrics import perplexity
@@ -158,28 +157,22 @@ def test_a_loss_scale_that_collapses_is_explained_and_ends_the_run(spoilt, tmp_p
 
 def test_a_rank_that_lags_is_named(characters, tmp_path):
     """Rank 1 stands still for most of the time, as a process does whose CPU is not its own."""
-    small = (*SMALL, f"--dataset={characters}", f"--out_dir={tmp_path / 'out'}", "--max_iters=100000",
-             "--eval_interval=100000", "--batch_size=32")
-    with subprocess.Popen(command_line(ROOT / "train_deepspeed.py", *small, ranks=2), stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True) as launcher:
-        try:
-            lines = iter(launcher.stdout.readline, "")
-            assert any(line.startswith("iter 20:") for line in lines)
-            (slow,) = [p for p in psutil.Process(launcher.pid).children(recursive=True)
-                       if "RANK" in p.environ() and p.environ()["RANK"] == "1"]
-            over = threading.Event()
-            threading.Thread(target=hold_back, args=(slow, over), daemon=True).start()
-            threading.Timer(90, (tmp_path / "out" / "STOP").touch).start()
-            named = any("rank 1 lags: it takes " in line for line in lines)
-            over.set()
-            (tmp_path / "out" / "STOP").touch()
-            list(lines)
-            assert launcher.wait(60) == 0
-        finally:
-            if launcher.poll() is None:
-                os.killpg(launcher.pid, 9)
-    troubles = [r["trouble"] for r in read_history(tmp_path / "out") if "trouble" in r]
-    assert named and any(t.startswith("rank 1 lags: it takes ") for t in troubles), troubles
+    out_dir, log = tmp_path / "out", tmp_path / "log"
+    job = ForkedJob([ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}",
+                     "--max_iters=100000", "--eval_interval=100000", "--batch_size=32"], 2, log, log)
+    over = threading.Event()
+    try:
+        assert wait_until(lambda: log.exists() and "iter 20:" in log.read_text())
+        threading.Thread(target=hold_back, args=(psutil.Process(job.pids[1]), over), daemon=True).start()
+        assert wait_until(lambda: "rank 1 lags: it takes " in log.read_text(), 90), log.read_text()[-2000:]
+        over.set()
+        (out_dir / "STOP").touch()
+        assert job.wait(60) == 0
+    finally:
+        over.set()
+        kill(job)
+    troubles = [r["trouble"] for r in read_history(out_dir) if "trouble" in r]
+    assert any(t.startswith("rank 1 lags: it takes ") for t in troubles), troubles
 
 
 def hold_back(process, over):

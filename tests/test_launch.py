@@ -68,6 +68,7 @@ def test_a_signal_is_passed_on_and_the_run_saves(start, tmp_path, number):
     assert f"asked to leave ({WHY[128 + number]})" in stdout and find_tag(tmp_path / "out")[1]["iter_num"] >= 10
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_ends_it_at_once(start, tmp_path):
     job = start("--num_gpus=2", "--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10")
     assert next((line for line in job.stdout if line.startswith("iter 10:")), None), job.stderr.read()

@@ -137,6 +137,7 @@ def process(job, rank=None):
     return launcher if rank is None else next(p for p in launcher.children() if p.environ().get("RANK") == str(rank))
 
 
+@pytest.mark.long
 def test_a_machine_is_cut_off_and_the_other_goes_on(net, train, tmp_path):
     jobs = train(*LONG)
     under_way(jobs)
@@ -178,7 +179,6 @@ def test_a_busy_machine_is_waited_for_and_one_that_is_told_to_stop_takes_the_oth
     assert find_tag(tmp_path / "out")[1]["iter_num"] == last >= 5
 
 
-@pytest.mark.long
 def test_a_rank_that_dies_ends_the_other_machine_too(train):
     jobs = train(*LONG)
     under_way(jobs)

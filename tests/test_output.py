@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, SMALL, command_line, free_port, launch, long, planted, read_history, wait_until
+from conftest import ROOT, SMALL, ForkedJob, command_line, free_port, launch, long, planted, read_history, wait_until
 
 from runtime.checkpoint import find_tag, tags
 
@@ -35,18 +35,22 @@ def test_ctrl_c_that_also_ends_tee_saves_a_checkpoint(characters, tmp_path, laun
     assert (out_dir / "latest").read_text() == f"iter_{find_tag(out_dir)[1]['iter_num']}"
 
 
-@pytest.mark.parametrize("launcher, ranks", [("python", 1), long("runtime.launch", 2), long("torchrun", 2),
+@pytest.mark.parametrize("launcher, ranks", [("fork", 1), long("runtime.launch", 2), long("torchrun", 2),
                                              long("deepspeed", 2)])
 def test_a_full_disk_under_the_log_does_not_stop_training(characters, tmp_path, launcher, ranks):
     out_dir = tmp_path / "out"
+    command = command_line(ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}",
+                           ranks=ranks, launcher=launcher)
     with open("/dev/full", "w") as full:
-        code = subprocess.run(
-            command_line(ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}",
-                         ranks=ranks, launcher=launcher), stdout=full, stderr=full, cwd=ROOT, timeout=120).returncode
+        if launcher == "fork":
+            code = ForkedJob(command, ranks, "/dev/full", "/dev/full").wait(120)
+        else:
+            code = subprocess.run(command, stdout=full, stderr=full, cwd=ROOT, timeout=120).returncode
     assert code == 0 and tags(out_dir) == ["iter_2", "iter_4", "best", "final"]
     assert [r["iter"] for r in read_history(out_dir) if "loss" in r] == [1, 2, 3, 4]
 
 
+@pytest.mark.long
 def test_closed_streams_and_another_encoding_do_not_stop_training(characters, tmp_path):
     """`>&- 2>&-`: sys.stdout is None. And a sample with characters that the terminal does not have."""
     shell = f"exec {sys.executable} train_deepspeed.py \"$@\" >&- 2>&-"

@@ -15,18 +15,32 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import CHARS, EIGHT, ROOT, SMALL, command_line, done, launch, read_history, stage
+from conftest import (
+    CHARS,
+    EIGHT,
+    ROOT,
+    SMALL,
+    ForkedJob,
+    command_line,
+    done,
+    kill,
+    launch,
+    long,
+    read_history,
+    stage,
+    wait_until,
+)
 
 from model import GPT, GPTConfig
 from runtime.checkpoint import cache_path, damages, describe, find_tag, fp32_weights, prune, sealed, tags, tidy
 from runtime.metrics import append_history, close, start_tensorboard, tell
 
 SIX = ("--max_iters=6", "--eval_interval=3", "--lr_schedule=linear", "--lr_decay_iters=4", "--min_lr=2e-4")
+TWO = (*SIX, "--batch_size=2", "--eval_iters=4")  # of SIX on two ranks
 IMPORTS = re.compile(r"^import time: +\d+ \| +\d+ \| +(\S+)$", re.M)  # of python -X importtime
 
 
@@ -75,18 +89,26 @@ def test_golden_losses(one_rank):
         0: 3.358167658559978, 3: 3.208866869099438, 6: 3.175643028691411}, rel=1e-6)
 
 
-def test_one_and_two_ranks_and_all_launchers_give_the_same_losses(train, one_rank):
-    halves = (*SIX, "--batch_size=2", "--eval_iters=4")  # as many windows an evaluation
-    torchrun = done(train(*halves, ranks=2))
-    deepspeed = done(train(*halves, ranks=2, launcher="deepspeed"))
+@pytest.fixture(scope="module")
+def two_ranks(train):
+    """The run of one_rank on two: as many sequences per step and windows per evaluation."""
+    return done(train(*TWO, ranks=2))
+
+
+def test_one_and_two_ranks_give_the_same_losses(one_rank, two_ranks):
     assert list(one_rank.losses) == [1, 2, 3, 4, 5, 6] and list(one_rank.evals) == [0, 3, 6]
-    assert torchrun.losses == deepspeed.losses and torchrun.evals == deepspeed.evals
-    assert torchrun.losses == pytest.approx(one_rank.losses, rel=1e-6)
+    assert two_ranks.losses == pytest.approx(one_rank.losses, rel=1e-6)
     for it, pair in one_rank.evals.items():
-        assert torchrun.evals[it] == pytest.approx(pair, rel=1e-6)
+        assert two_ranks.evals[it] == pytest.approx(pair, rel=1e-6)
     assert one_rank.losses[6] < one_rank.losses[1] - 0.1
-    alone, together = ([r["grad_norm"] for r in run.history if "loss" in r] for run in (one_rank, torchrun))
+    alone, together = ([r["grad_norm"] for r in run.history if "loss" in r] for run in (one_rank, two_ranks))
     assert together == pytest.approx(alone, rel=1e-5)  # Adam takes hardly any notice of a gradient's size
+
+
+@pytest.mark.parametrize("launcher", [long("torchrun"), "deepspeed"])
+def test_each_launcher_gives_the_same_losses(train, two_ranks, launcher):
+    run = done(train(*TWO, ranks=2, launcher=launcher))
+    assert run.losses == two_ranks.losses and run.evals == two_ranks.evals
 
 
 def test_batch_size_auto_is_the_same_run(train, one_rank):
@@ -162,7 +184,7 @@ def test_a_run_that_stopped_and_went_on_is_the_run_that_did_not_stop(train, whol
     assert all(torch.equal(a[name], b[name]) for name in b) and a.keys() == b.keys()
 
 
-@pytest.mark.parametrize("n", [0, 1, 3])
+@pytest.mark.parametrize("n", [long(0), long(1), 3])
 def test_going_back_to_an_earlier_tag(train, whole, tmp_path, n):
     """From iteration 2 of a run that has 8: the same losses again, and what is newest now is kept, not what was."""
     out_dir = shutil.copytree(whole(n).out_dir, tmp_path / "out")
@@ -370,18 +392,17 @@ def test_eval_only_gives_the_saved_losses_and_leaves_the_run_alone(train, one_ra
 def test_ctrl_c_twice_ends_a_run_at_once(characters, tmp_path):
     """In the middle of a step that would take minutes, which one Ctrl-C leaves to finish."""
     args = (*SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", "--gradient_accumulation_steps=100000")
-    with subprocess.Popen(command_line(ROOT / "train_deepspeed.py", *args, launcher="python"), cwd=ROOT, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as job:
-        try:
-            assert any(line.startswith("step 0:") for line in job.stdout)
-            time.sleep(1)
-            job.send_signal(signal.SIGINT)
-            with pytest.raises(subprocess.TimeoutExpired):
-                job.wait(timeout=2)
-            job.send_signal(signal.SIGINT)
-            assert job.wait(timeout=5) == 130
-        finally:
-            job.kill()
+    log = tmp_path / "log"
+    job = ForkedJob([ROOT / "train_deepspeed.py", *args], 1, log, log)
+    try:
+        assert wait_until(lambda: log.exists() and "step 0:" in log.read_text())
+        job.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.wait(timeout=2)
+        job.send_signal(signal.SIGINT)
+        assert job.wait(timeout=30) == 130
+    finally:
+        kill(job)
     assert tags(tmp_path / "out") == []
 
 

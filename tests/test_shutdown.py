@@ -96,8 +96,8 @@ def test_sighup_saves_and_ends(start, tmp_path, launcher, ranks):
     assert find_tag(tmp_path / "out")[1]["iter_num"] >= 10
 
 
-@pytest.mark.parametrize("command", [long("python"), long("runtime.launch"), long("launch_deepspeed.py"),
-                                     "run_deepspeed_xl.sh"])
+@pytest.mark.long
+@pytest.mark.parametrize("command", ["python", "runtime.launch", "launch_deepspeed.py", "run_deepspeed_xl.sh"])
 def test_nohup_outlives_its_terminal(characters, start, tmp_path, command):
     """SIGHUP to the whole process group, as a terminal that is closed sends it."""
     if command in ("python", "runtime.launch"):
@@ -134,14 +134,12 @@ def ends(code=0):
     part(code)
 dist.part = ends
 """)
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, script, *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out"]
-    ranks = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                              env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)]
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command, log = [script, *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out"], tmp_path / "log"
+    ranks = [ForkedJob(command, 1, log, log, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)]
     try:
         assert ranks[1].wait(90) == 7 and ranks[0].wait(40) == 1
-        assert "rank 0: rank 1 has died" in ranks[0].stderr.read()
+        assert "rank 0: rank 1 has died" in log.read_text()
     finally:
         for rank in ranks:
-            rank.kill()
-            rank.communicate()
+            kill(rank)

@@ -8,7 +8,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, free_port, launch
+from conftest import ROOT, free_port, launch, long
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from runtime.ds_config import POSTPONED, grow_loss_scale
@@ -16,7 +16,7 @@ from runtime.ds_config import POSTPONED, grow_loss_scale
 SHARED = "runtime.one_machine"  # where the way through shared memory is written
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+@pytest.fixture(scope="module", params=[long(1), 2], ids=["1 rank", "2 ranks"])
 def report(request, tmp_path_factory):
     """What zero_worker.py found on so many ranks, {way: results}; all ways in one launch."""
     out = tmp_path_factory.mktemp("zero") / "report.json"
