@@ -218,15 +218,16 @@ def characters(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def train(characters, tmp_path_factory):
-    """train("--max_iters=6", ranks=2, out_dir=...) runs train_deepspeed.py on SMALL and these.
+    """train("--max_iters=6", ranks=2, out_dir=..., plant="code") runs train_deepspeed.py on SMALL and these, after code.
 
     The result has returncode, stdout, stderr, out_dir, history (all records), losses {iter: loss} of the steps and
     evals {iter: (train_loss, val_loss)}, the numbers in full precision.
     """
 
-    def run(*args, ranks=1, launcher="fork", out_dir=None, **options):
+    def run(*args, ranks=1, launcher="fork", out_dir=None, plant="", **options):
         out_dir = Path(out_dir or tmp_path_factory.mktemp("run") / "out")
-        done = launch(ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", *args,
+        script = planted(tmp_path_factory.mktemp("planted"), plant) if plant else ROOT / "train_deepspeed.py"
+        done = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", *args,
                       ranks=ranks, launcher=launcher, **options)
         history = read_history(out_dir)
         return SimpleNamespace(

@@ -9,7 +9,7 @@ import time
 
 import psutil
 import pytest
-from conftest import ROOT, SMALL, long, read_history
+from conftest import ROOT, SMALL, read_history
 
 from runtime.checkpoint import find_tag
 from runtime.leave import WHY
@@ -51,14 +51,15 @@ def test_named_options_become_settings_and_a_run_goes_on(start, tmp_path):
                     "--init_from=scratch .* mine.py --decay_lr=False --batch_size=4 --gradient_accumulation_steps=1 "
                     r"--learning_rate=5e-4$", command), command
     assert "batch      4 x 2 x 1 = 8 sequences" in stdout and "float32, ZeRO-2 (ds_config_zero2.json)" in stdout
-    again = start(*named, "--config=ds_config_zero3.json", "--resume", "--max_iters=3")
+    again = start(*named, "--config=ds_config_zero3.json", "--resume", "--max_iters=3", "--num_gpus=1")
     stdout, stderr = again.communicate(timeout=120)
     assert again.returncode == 0 and "going on from" in stdout and "ZeRO-3 (ds_config_zero3.json)" in stdout, stderr
     records = [record for record in read_history(tmp_path / "out") if "loss" in record]
     assert [(record["iter"], record["lr"]) for record in records] == [(1, 5e-4), (2, 5e-4), (3, 5e-4)]
 
 
-@pytest.mark.parametrize("number", [long(signal.SIGTERM), long(signal.SIGINT), signal.SIGUSR1])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_is_passed_on_and_the_run_saves(start, tmp_path, number):
     job = start("--num_gpus=2", "--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10")
     assert next((line for line in job.stdout if line.startswith("iter 10:")), None), job.stderr.read()
