@@ -218,7 +218,7 @@ def characters(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def train(characters, tmp_path_factory):
-    """train("--max_iters=6", ranks=2, out_dir=..., plant="code") runs train_deepspeed.py on SMALL and these, after code.
+    """train("--max_iters=6", ranks=2, out_dir=..., plant="code"): run code, then train_deepspeed.py on SMALL and these.
 
     The result has returncode, stdout, stderr, out_dir, history (all records), losses {iter: loss} of the steps and
     evals {iter: (train_loss, val_loss)}, the numbers in full precision.
