@@ -22,8 +22,9 @@ def test_train_beside_a_peer(characters, tmp_path, peer, name):
     assert found["ms"] == {"median": sorted(ms)[2], "least": min(ms), "most": max(ms), "count": 5}
     assert found["tokens_per_s"] == pytest.approx(2 * 2 * 2 * 32 / (found["ms"]["median"] / 1000))
     parts = found["parts_ms"]
-    assert 0.3 * min(ms) < parts["forward"] + parts["backward"] + parts["optimizer"] < 1.1 * max(ms)
-    assert 0 < parts["reduction"] < max(ms) and 0 <= parts["data"] < max(ms)
+    # of other steps than those, on a machine that may be busy with others: a wrong unit would be a thousand
+    assert 0.1 * min(ms) < parts["forward"] + parts["backward"] + parts["optimizer"] < 10 * max(ms)
+    assert 0 < parts["reduction"] < 10 * max(ms) and 0 <= parts["data"] < 10 * max(ms)
     assert found["peer"]["ratio"] == found["peer"]["ms"]["median"] / found["ms"]["median"] and found["world_size"] == 2
     assert f"bench.py train --gpus=2 --peer={peer}" in found["command"] and "times ours" in words
     assert found["peer"]["name"].startswith(name)
