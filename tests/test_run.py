@@ -184,7 +184,7 @@ def test_a_run_that_stopped_and_went_on_is_the_run_that_did_not_stop(train, whol
     assert all(torch.equal(a[name], b[name]) for name in b) and a.keys() == b.keys()
 
 
-@pytest.mark.parametrize("n", [long(0), long(1), 3])
+@pytest.mark.parametrize("n", [0, 1, 3])
 def test_going_back_to_an_earlier_tag(train, whole, tmp_path, n):
     """From iteration 2 of a run that has 8: the same losses again, and what is newest now is kept, not what was."""
     out_dir = shutil.copytree(whole(n).out_dir, tmp_path / "out")
