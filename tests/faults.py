@@ -3,6 +3,7 @@
     python tests/faults.py                       plant each fault in a copy of the project, and run its test there
     python tests/faults.py --only clipping LoRA  those of some subjects
     python tests/faults.py --check               first see that all of these tests pass without a fault
+    python tests/faults.py --gpus=1              those of gpu/gpu_faults.py; with --gpus=2, those that take two GPUs
     python tests/faults.py --table               print the table of tests/README.md
 
 A fault is one replacement in one file, and a run that has it works and looks plausible. It counts as caught if its test
@@ -18,11 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKS = "<!-- tests/faults.py table -->", "<!-- end -->"  # in tests/README.md
+AT_ONCE = 8  # tests on a GPU: each takes some 5 GB of it, and a core or two
 
 
 class Fault(NamedTuple):
@@ -33,6 +36,7 @@ class Fault(NamedTuple):
     new: str
     test: str  # pytest's id, without "tests/"
     long: bool = False  # the test is a drill or one of many runs in several processes
+    gpus: int = 0  # that the test needs
 
 
 FAULTS = [Fault(*row) for row in (
@@ -121,49 +125,28 @@ def table(faults):
     return "\n".join([MARKS[0], row("subject", "fault", "test that catches it"), "|---|---|---|", *rows, MARKS[1]])
 
 
-def copy_project(folder):
-    """Copy the files that git tracks, as they are in the working tree."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True).stdout
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
+def run_tests(*tests, fault=None):
+    """Run these tests in a copy of the project, with a fault or without; -> subprocess.CompletedProcess."""
+    with tempfile.TemporaryDirectory(prefix="fault-") as folder:
+        copy = Path(folder) / "project"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "out-*", "__pycache__"))
+        if fault:
+            path = copy / fault.file
+            source = path.read_text(encoding="utf-8")
+            assert source.count(fault.old) == 1, f"{fault.file} must hold {fault.old!r} once"
+            path.write_text(source.replace(fault.old, fault.new), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-o", "addopts=-q -rf", "-x", "-p", "no:cacheprovider",
+                   *(f"tests/{test}" for test in tests)]
+        return subprocess.run(command, cwd=copy, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"})
 
 
-def run_tests(folder, *tests):
-    """Run these tests in a copy of the project; -> subprocess.CompletedProcess."""
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=-q -rf", "-x", *(f"tests/{test}" for test in tests)]
-    # A source file that changes twice within a second would leave stale bytecode
-    return subprocess.run(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
-
-
-def caught(fault, folder):
-    """Plant a fault in a copy of the project. Return whether its test fails, and pytest's output."""
-    path = folder / fault.file
-    source = path.read_text(encoding="utf-8")
-    if source.count(fault.old) != 1:
-        return False, f"{fault.file} holds {fault.old!r} {source.count(fault.old)} times, not once"
-    path.write_text(source.replace(fault.old, fault.new), encoding="utf-8")
-    try:
-        done = run_tests(folder, fault.test)
-    finally:
-        path.write_text(source, encoding="utf-8")
-    return done.returncode == 1 and re.search(r"^FAILED ", done.stdout, re.M) is not None, done.stdout
-
-
-def plant_all(faults, folder):
-    """Plant one fault after another and print what becomes of each. Return 0 if all are caught, else 1."""
-    print(row("subject", "fault", "test", "caught") + "\n|---|---|---|---|", flush=True)
-    missed = 0
-    for fault in faults:
-        began = time.time()
-        found, output = caught(fault, folder)
-        missed += not found
-        print(row(fault.subject, fault.description, f"`{fault.test}`", "yes" if found else "no"), flush=True)
-        shown = [line for line in output.splitlines() if not found or line.startswith("E  ")][-30:]
-        print("\n".join([f"  {time.time() - began:.0f} s", *shown]), file=sys.stderr, flush=True)
-    return min(missed, 1)
+def caught(fault):
+    """Plant a fault. Return whether its test fails, the seconds, and pytest's output."""
+    began = time.time()
+    done = run_tests(fault.test, fault=fault)
+    failed = done.returncode == 1 and re.search(r"^FAILED ", done.stdout, re.M) is not None
+    return failed, time.time() - began, done.stdout
 
 
 def main():
@@ -171,19 +154,31 @@ def main():
     parser.add_argument("--only", nargs="+", metavar="SUBJECT", help="the faults of these subjects alone")
     parser.add_argument("--check", action="store_true", help="first run all tests without a fault")
     parser.add_argument("--table", action="store_true", help="print the table of tests/README.md and end")
+    parser.add_argument("--gpus", type=int, default=0, help="the faults of the GPU suite that need so many GPUs")
     args = parser.parse_args()
-    faults = [fault for fault in FAULTS if not args.only or fault.subject in args.only]
-    if not faults:
-        parser.error(f"there is no such subject; there are {', '.join(fault.subject for fault in FAULTS)}")
+    from gpu.gpu_faults import GPU_FAULTS  # which takes Fault from here
+
+    faults = [f for f in (GPU_FAULTS if args.gpus else FAULTS) if f.gpus == args.gpus]
+    chosen = [f for f in faults if not args.only or f.subject in args.only]
+    if not chosen:
+        parser.error(f"there is no such subject; there are {', '.join(dict.fromkeys(f.subject for f in faults))}")
     if args.table:
-        print(table(faults))
+        print(table(chosen))
         return 0
-    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        copy_project(Path(folder))
-        if args.check and (done := run_tests(folder, *(fault.test for fault in faults))).returncode:
-            print(f"without any fault:\n{done.stdout}", file=sys.stderr)
-            return 1
-        return plant_all(faults, Path(folder))
+    if args.gpus:
+        os.environ["TEST_GPU"] = "1"
+    if args.check and (done := run_tests(*dict.fromkeys(f.test for f in chosen))).returncode:
+        print(f"without any fault:\n{done.stdout}", file=sys.stderr)
+        return 1
+    print(row("subject", "fault", "test", "caught") + "\n|---|---|---|---|", flush=True)
+    missed = 0
+    with ThreadPoolExecutor(AT_ONCE if args.gpus else 1) as pool:
+        for fault, (found, seconds, output) in zip(chosen, pool.map(caught, chosen)):
+            missed += not found
+            print(row(fault.subject, fault.description, f"`{fault.test}`", "yes" if found else "no"), flush=True)
+            shown = [line for line in output.splitlines() if not found or line.startswith("E  ")][-40:]
+            print("\n".join([f"  {seconds:.0f} s", *shown]), file=sys.stderr, flush=True)
+    return min(missed, 1)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,19 @@
 """The list of planted faults: it fits the sources and the tests, and tests/README.md shows it."""
 
 import re
-import sys
 
 import pytest
 from conftest import ROOT
 from faults import FAULTS, MARKS, table
-
-sys.path.append(str(ROOT / "tests" / "gpu"))
-
-from gpu_faults import FAULTS as GPU_FAULTS
+from gpu.gpu_faults import GPU_FAULTS
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.subject)
+@pytest.mark.parametrize("fault", FAULTS + GPU_FAULTS, ids=lambda fault: fault.subject)
 def test_a_fault_has_its_place_and_its_test(fault):
     source = (ROOT / fault.file).read_text(encoding="utf-8")
     assert source.count(fault.old) == 1 and fault.new != fault.old
-    file, name = re.fullmatch(r"(test_\w+\.py)::(test_\w+)(?:\[.+\])?", fault.test).groups()
+    file, name = re.fullmatch(r"([\w/]+\.py)::(test_\w+)(?:\[.+\])?", fault.test).groups()
     assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("fault", GPU_FAULTS, ids=lambda fault: fault.subject)
-def test_a_fault_of_the_gpu_suite_has_its_place_and_its_test(fault):
-    assert (ROOT / fault.file).read_text(encoding="utf-8").count(fault.old) == 1 and fault.new != fault.old
-    file, name = re.fullmatch(r"(\w+\.py)::(test_\w+)(?:\[.+\])?", fault.test).groups()
-    assert f"\ndef {name}(" in (ROOT / "tests" / "gpu" / f"test_gpu_{file}").read_text(encoding="utf-8")
 
 
 def test_the_table_of_the_readme_is_the_list():

@@ -1,39 +1,9 @@
-"""Planted faults: bugs that later work on kernels and engine could bring in, and the GPU test that catches each.
+"""The faults of tests/faults.py that the GPU suite catches: bugs in kernels, engine and checkpoints."""
 
-    python tests/gpu/gpu_faults.py             plant each fault in a copy of the project, and run its test there
-    python tests/gpu/gpu_faults.py --gpus=2    only the faults that two ranks alone show
+from faults import Fault
 
-A fault is one replacement in one file, and a run that has it works and looks plausible. It counts as caught if its test
-fails; an error in a fixture or a test that no longer exists don't count. The exit code is 0 if all faults were caught.
-"""
-
-import argparse
-import os
-import re
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import NamedTuple
-
-ROOT = Path(__file__).resolve().parents[2]
-AT_ONCE = 8  # each takes some 5 GB of a GPU, and a core or two
-
-
-class Fault(NamedTuple):
-    subject: str
-    description: str
-    file: str
-    old: str  # occurs exactly once in the file
-    new: str
-    test: str  # pytest's id, without "tests/gpu/test_gpu_"
-    gpus: int = 1
-
-
-FAULTS = [Fault(*row) for row in (
+# As in tests/faults.py; the test without "gpu/test_gpu_", and then the GPUs that it needs, if not one
+GPU_FAULTS = [Fault(*row[:5], f"gpu/test_gpu_{row[5]}", gpus=row[6] if len(row) > 6 else 1) for row in (
     ("kernels", "the layer norm's backward leaves out the mean of the gradient",
      "runtime/fused.py", " / C) - tl.sum(d) / C) * scale", " / C)) * scale",
      "kernels.py::test_residual_sum_with_layer_norm"),
@@ -114,42 +84,3 @@ FAULTS = [Fault(*row) for row in (
      "runtime/fit.py", "run.room = min(run.room, taken - 1)", "pass",
      "runs.py::test_out_of_memory_ends_in_settings_that_fit"),
 )]
-
-
-def caught(fault):
-    """Plant a fault in a copy of the project. Return whether its test fails, the seconds, and pytest's output."""
-    began = time.time()
-    with tempfile.TemporaryDirectory(prefix="fault-") as folder:
-        copy = Path(folder) / "project"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "out-*", "__pycache__"))
-        path = copy / fault.file
-        source = path.read_text(encoding="utf-8")
-        if source.count(fault.old) != 1:
-            return False, 0, f"{fault.file} holds {fault.old!r} {source.count(fault.old)} times, not once"
-        path.write_text(source.replace(fault.old, fault.new), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-o", "addopts=-q -rf", "-x", "-p", "no:cacheprovider",
-                   f"tests/gpu/test_gpu_{fault.test}"]
-        done = subprocess.run(command, cwd=copy, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              env={**os.environ, "TEST_GPU": "1", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"})
-    failed = done.returncode == 1 and re.search(r"^FAILED ", done.stdout, re.M) is not None
-    return failed, time.time() - began, done.stdout
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=1, help="1: the faults that one rank shows")
-    args, missed = parser.parse_args(), 0
-    print("| subject | fault | test | caught |\n|---|---|---|---|", flush=True)
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        faults = [fault for fault in FAULTS if fault.gpus == args.gpus]
-        for fault, (found, seconds, output) in zip(faults, pool.map(caught, faults)):
-            missed += not found
-            print(f"| {fault.subject} | {fault.description} | `test_gpu_{fault.test}` | {'yes' if found else 'no'} |",
-                  flush=True)
-            shown = [line for line in output.splitlines() if line.startswith("E  ")] if found else output.splitlines()
-            print("\n".join([f"  ({seconds:.0f} s)", *shown[-40:]]), file=sys.stderr, flush=True)
-    return min(missed, 1)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
