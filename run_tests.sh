@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
 # The tests, with set-up where needed.
 #
-#     ./run_tests.sh                              what every change has to pass
-#     ./run_tests.sh --all                        with the drills and the matrices of launchers and ranks
+#     ./run_tests.sh                              every feature, on CPU
+#     ./run_tests.sh --all                        also the drills, each launcher, several machines: as CI does
 #     ./run_tests.sh --gpu                        the tests of tests/gpu instead, on one GPU or two
-#     ./run_tests.sh tests/test_model.py -k gelu  anything else goes to pytest
+#     ./run_tests.sh tests/test_model.py -k gelu  other arguments go to pytest, after --all or --gpu too
 set -euo pipefail
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 if [[ ${1-} == --gpu ]]; then
     shift
-    [[ $(nvidia-smi -L 2>/dev/null) == "GPU "* ]] || { echo "--gpu needs a CUDA GPU, and nvidia-smi lists none" >&2; exit 2; }
+    [[ $(nvidia-smi -L 2>/dev/null) == "GPU "* ]] || {
+        echo "--gpu needs a CUDA GPU, and nvidia-smi lists none" >&2
+        exit 2
+    }
     export TEST_GPU=1
 fi
 source runtime/venv.sh

@@ -16,6 +16,7 @@ import gc
 import io
 import json
 import os
+import random
 import runpy
 import select
 import signal
@@ -40,6 +41,7 @@ def become_rank(request, rank):
     """Give this process the environment, folder, streams and arguments of a rank."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    random.seed()
     os.environ.clear()
     os.environ.update(request["env"])
     if request["ranks"] > 1:
