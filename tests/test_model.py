@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.activations import ACT2FN
 
 import model as model_module
-from model import GPT, FusedHeadLoss, GPTConfig, LayerCache, WeightsError, sample_token, softmax_loss
+from model import GPT, MLP, FusedHeadLoss, GPTConfig, LayerCache, WeightsError, sample_token, softmax_loss
 
 VOCAB, BLOCK, LAYERS, HEADS, EMBD = 211, 48, 3, 4, 32  # 211 is padded to 256
 TRANSPOSED = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # transformers has them as Conv1D
@@ -144,6 +145,16 @@ def test_fused_loss_and_gradients_are_those_of_plain_cross_entropy(ours, monkeyp
     assert furthest(grads, wanted_grads) < 1e-6  # seen: 7e-8 of up to 0.22
     (3 * ours(idx, targets)).backward()  # what comes from above scales it, and adds up
     assert furthest({n: p.grad / 4 for n, p in ours.named_parameters()}, grads) < 1e-6
+
+
+@pytest.mark.parametrize("form, theirs", [("tanh", "gelu_new"), ("none", "gelu")])
+def test_both_forms_of_gelu_are_transformers(form, theirs):
+    """GPT-2's is 5e-4 from the exact one at most."""
+    mlp = MLP(GPTConfig(n_embd=4, n_head=1, bias=False, gelu=form))
+    torch.nn.init.eye_(mlp.c_fc.weight)
+    torch.nn.init.eye_(mlp.c_proj.weight)
+    x = torch.linspace(-6, 6, 400).view(-1, 4)
+    torch.testing.assert_close(mlp(x), ACT2FN[theirs](x), rtol=1e-6, atol=1e-6)
 
 
 def test_gradients_of_the_head_and_of_its_input_have_one_scale():
