@@ -34,8 +34,6 @@ SMALL = ("--init_from=scratch", "--device=cpu", "--dtype=float32", "--n_layer=2"
 
 STAGES = {0: "config/ds/zero0.json", 1: "config/ds/zero1.json", 2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
 EIGHT = ("--max_iters=8", "--lr_decay_iters=8", "--warmup_iters=2", "--dropout=0.1", "--keep_last=10")
-
-
 START = threading.Lock()  # for tests that start runs on several threads
 
 
@@ -89,7 +87,7 @@ def command_line(script, *args, ranks=1, launcher="torchrun"):
 def start_fork_server():
     """Start fork_server.py for this process and all that it starts, unless there is one. It ends with this process."""
     if "FORK_SERVER" not in os.environ:
-        folder = tempfile.TemporaryDirectory(prefix="forks")
+        folder = tempfile.TemporaryDirectory(prefix="forks", dir="/tmp")  # a socket's path has 107 characters at most
         path = os.environ["FORK_SERVER"] = f"{folder.name}/socket"
         server = subprocess.Popen([sys.executable, ROOT / "tests" / "fork_server.py", path], stdin=subprocess.PIPE,
                                   cwd=ROOT, start_new_session=True)
@@ -108,7 +106,7 @@ class ForkedJob:
         request = {"argv": self.command, "env": {**os.environ, **(env or {})}, "cwd": str(ROOT), "ranks": ranks,
                    "port": free_port(), "stdout": str(stdout), "stderr": str(stderr)}
         self.server.sendall(json.dumps(request).encode() + b"\n")
-        self.pids = json.loads(self.server.recv(1000))
+        self.pids = json.loads(self.server.makefile("rb", 0).readline())
 
     def wait(self, timeout=None):
         """The exit code, for which it waits."""
