@@ -25,7 +25,6 @@ batch_size = 1  # of them at once; above 1 they are shown when they are done
 max_new_tokens = 500  # at most; GPT-2's tokenizer also ends at <|endoftext|>
 stop: str | list | None = None  # a text ends before this, or before the first of a list of such
 json = False  # one JSON object a line for each text, and nothing else
-memorised = 0  # tell of runs of so many tokens and more of a text that stand in train.bin; 0: don't look
 # How to draw
 temperature = 0.8  # 0 takes the likeliest token, below 1 is careful, above 1 is wild
 top_k: int | None = 200  # choose among the k likeliest; None: among all
@@ -48,7 +47,6 @@ from json import dumps
 import torch
 
 from model import WeightsError
-from runtime import memorised as memory
 from runtime import metrics, source, texts
 from runtime import score as scoring
 from runtime.bins import DatasetError
@@ -73,7 +71,6 @@ wrong = [
         ("batch_size", batch_size >= 1, "at least 1"),
         ("max_new_tokens", max_new_tokens >= 0, "at least 0"),
         ("stop", all(isinstance(text, str) and text for text in stops), "a text or a list of texts, and not empty"),
-        ("memorised", memorised >= 0, "at least 0"),
         ("temperature", temperature >= 0, "at least 0"),
         ("top_k", top_k is None or top_k >= 0, "at least 0, or None"),
         ("top_p", top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or None"),
@@ -88,8 +85,6 @@ if len(said) > 1:
     wrong.append(f"{' and '.join(said)} each say what to work on: give one of them")
 if stride is not None and not score:
     wrong.append("stride is for long texts whose loss is told: add --score=FILE")
-if memorised and score:
-    wrong.append("memorised looks into texts that are made, and with score none is: leave one out")
 if wrong:
     refuse("\n".join(wrong))
 
@@ -111,7 +106,6 @@ try:
     end = end_of_text(found.data["tokenizer"])
     given = [] if interactive or score else [(text, tokens_of_start(text)) for text in texts.starts(start, prompts)]
     scored = encode(texts.read(score)) if score else None
-    data = memory.open_data(found.folders, found.data) if memorised else []
     model = found.load(device, dtype)
     if score:
         loss, n = scoring.score(model, scored, stride)
@@ -128,15 +122,11 @@ def show(new):
 
 def tell(text, one, own_seed, shown):
     """Print a text that is done, or what is left to say of one that was shown while it grew."""
-    known = memory.report(one.ids, data, memorised, decode) if memorised else []
     if json:
-        record = {"model": found.name, "prompt": text, "text": one.text, "tokens": len(one.ids), "seed": own_seed,
-                  "ended": one.ended or "length"}
-        print(dumps(record | {"memorised": known} if memorised else record), flush=True)
-        return
-    print("" if shown else rule * (own_seed > seed) + text + one.text)
-    if memorised:
-        print(memory.in_words(known, len(one.ids), memorised))
+        print(dumps({"model": found.name, "prompt": text, "text": one.text, "tokens": len(one.ids), "seed": own_seed,
+                     "ended": one.ended or "length"}), flush=True)
+    else:
+        print("" if shown else rule * (own_seed > seed) + text + one.text)
 
 
 if not json:

@@ -298,16 +298,13 @@ def test_gpt2s_own_shape_and_tokens_index(gpt2_exported):
     assert again.stdout.endswith(f"\n\n{decode(wanted[0].tolist())}\n"), again.stderr
 
 
-def test_a_mixture_is_exported_and_looked_through(train, characters, tmp_path):
+def test_a_mixture_is_exported_and_sampled_from(train, characters, tmp_path):
     (tmp_path / "more").symlink_to(characters)
     run = done(train(f"--dataset={{{str(characters)!r}: 0.25, {str(tmp_path / 'more')!r}: 0.75}}", "--max_iters=1"))
     exported, sampled = at_once(
         lambda: export(f"--out_dir={run.out_dir}", f"--to={tmp_path}/mixed"),
-        lambda: launch(ROOT / "sample.py", f"--out_dir={run.out_dir}", "--memorised=2", "--num_samples=1", "--json",
-                       "--max_new_tokens=50"))
+        lambda: launch(ROOT / "sample.py", f"--out_dir={run.out_dir}", "--num_samples=1", "--max_new_tokens=50"))
     assert exported.returncode == 0 and sampled.returncode == 0, exported.stderr + sampled.stderr
     card = (tmp_path / "mixed" / "README.md").read_text()
     assert "| dataset | characters0 (weight 0.25), more (weight 0.75) |" in card
     assert "- more (weight 0.75): 18,000 tokens to train on, 2,000 held out; from a test, sha256 000" in card
-    found = json.loads(sampled.stdout)["memorised"]
-    assert {run["data"] for run in found} == {"characters0", "more"} and len(found) > 2

@@ -191,8 +191,7 @@ def test_gpt2s_tokens_are_known_without_their_data(tmp_path):
     """OpenWebText, which nanoGPT names by itself, has a folder here, and nothing prepared in it."""
     path = write_checkpoint(tmp_path / "out" / "ckpt.pt", reference(True, 50304, n_embd=8),
                             change=lambda c: c["config"].update(dataset="openwebtext"))
-    data, folders = data_of_weights(str(path), str(ROOT))
-    assert (data["tokenizer"], data["vocab_size"], folders) == ({"kind": "gpt2"}, 50257, [])
+    assert data_of_weights(str(path), str(ROOT)) == {"tokenizer": {"kind": "gpt2"}, "vocab_size": 50257}
 
 
 def test_characters_whose_data_is_not_prepared_ask_for_that(tmp_path):

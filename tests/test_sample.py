@@ -1,4 +1,4 @@
-"""sample.py for people: prompts, seeds, batches, stop strings, penalties, JSON, perplexity, memorised runs."""
+"""sample.py for people: prompts, seeds, batches, stop strings, penalties, JSON, perplexity."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from model import GPT, penalised, sample_token
-from runtime import memorised, texts
+from runtime import texts
 from runtime.score import score
 
 
@@ -194,58 +194,6 @@ def test_what_is_shown_waits_for_whole_characters_and_stop_strings():
     assert growing.text == "EN" and growing.ended == "end_of_text" and growing.ids == [69, 78]
 
 
-# Memorised
-
-
-def by_hand(sample, tokens, n):
-    """The same runs, by looking at every place for each start."""
-    kept, reached = [], 0
-    for start in range(len(sample)):
-        length = 0
-        for place in range(len(tokens)):
-            own = 0
-            while max(start + own - len(sample), place + own - len(tokens)) < 0 and (
-                    sample[start + own] == tokens[place + own]):
-                own += 1
-            length = max(length, own)
-        if length >= n and start + length > reached:
-            kept.append((start, length))
-            reached = start + length
-    return sorted(kept)
-
-
-@pytest.mark.parametrize("slice", [7, 50, 2**22])
-def test_memorised_runs_are_those_found_by_hand(monkeypatch, slice):
-    """Few tokens, so that runs are many, overlap, and cross the slices' borders."""
-    monkeypatch.setattr(memorised, "SLICE", slice)
-    rng, found = np.random.default_rng(0), 0
-    for _ in range(40):
-        vocab_size, n = rng.integers(2, 6), int(rng.integers(1, 12))
-        tokens = rng.integers(0, vocab_size, rng.integers(1, 150)).astype(np.uint16)
-        text = rng.integers(0, vocab_size, rng.integers(0, 40)).tolist()
-        runs = memorised.runs(text, tokens, n)
-        assert sorted((start, length) for start, length, _ in runs) == by_hand(text, tokens.tolist(), n)
-        assert all(tokens[at:at + length].tolist() == text[start:start + length] for start, length, at in runs)
-        found += len(runs)
-    assert found > 40
-
-
-def test_memorised_runs_are_told(whole, characters):
-    """Of a run's own weights and data; in JSON, and in words."""
-    common = (f"--out_dir={whole(2).out_dir}", "--num_samples=1", "--max_new_tokens=60", "--memorised=3")
-    in_json, in_words = at_once(lambda: launch(ROOT / "sample.py", *common, "--json"),
-                                lambda: launch(ROOT / "sample.py", *common))
-    (record,) = records(in_json)
-    tokens, ids = np.fromfile(characters / "train.bin", np.uint16), ids_of(record["text"])
-    runs = record["memorised"]
-    assert sorted((run["start"], run["tokens"]) for run in runs) == by_hand(ids, tokens.tolist(), 3) and len(runs) > 0
-    for run in runs:
-        assert text_of(tokens[run["at"]:run["at"] + run["tokens"]]) == run["text"] and run["data"] == "characters0"
-        assert f"{run['tokens']} tokens at {run['at']:,} of characters0: {run['text']!r}" in in_words.stdout
-    covered = len({place for run in runs for place in range(run["start"], run["start"] + run["tokens"])})
-    assert f"{record['text']}\nmemorised  {covered} of 60 tokens, in runs of 3 and more\n" in in_words.stdout
-
-
 # What cannot be
 
 
@@ -253,11 +201,11 @@ def test_refusals(sample, theirs, characters, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "one.txt").write_text("a")
     (tmp_path / "bytes").write_bytes(b"ab\xff")
-    wrong = ("--top_p=0", "--repetition_penalty=0", "--num_samples=0", "--batch_size=0", "--stop=", "--memorised=-1",
-             "--stride=0", "--interactive", f"--prompts={tmp_path}/one.txt")
+    wrong = ("--top_p=0", "--repetition_penalty=0", "--num_samples=0", "--batch_size=0", "--stop=", "--stride=0",
+             "--interactive", f"--prompts={tmp_path}/one.txt")
     cases = [
         (wrong, ["num_samples=0 must be at least 1", "batch_size=0 must be at least 1",
-                 "stop= must be a text or a list of texts, and not empty", "memorised=-1 must be at least 0",
+                 "stop= must be a text or a list of texts, and not empty",
                  "top_p=0.0 must be above 0 and at most 1, or None",
                  "repetition_penalty=0.0 must be above 0: 1 for none, 1.1 for a little", "stride=0 must be at least 1",
                  "prompts and interactive each say what to work on: give one of them",
@@ -270,8 +218,6 @@ def test_refusals(sample, theirs, characters, tmp_path):
                                            "wanted"]),
         ([f"--score={ROOT}/config/eval_gpt2.py"], ["the character '#' (U+0023) is not one of the 28 that this "
                                                    "character data set knows"]),
-        ([f"--score={tmp_path}/one.txt", "--memorised=3"], ["memorised looks into texts that are made, and with score "
-                                                            "none is: leave one out"]),
         (["--dataset=None"], [f"the 28 tokens of {theirs[1]} are not GPT-2's: name the data set that they come from "
                               "with --dataset=NAME or a path"]),
     ]
