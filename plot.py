@@ -1,19 +1,15 @@
-"""Curves and a report of one run, or of several compared, from what they keep in their out_dir.
+"""Curves of one run, or of several compared, from the history.jsonl in their out_dir.
 
-    python plot.py out-shakespeare-xl-deepspeed       curves.png and report.html, in that folder
-    python plot.py out-a out-b --html=compare.html    a colour a run; where their settings differ
+    python plot.py out-shakespeare-xl-deepspeed     curves.png in that folder
+    python plot.py out-a out-b --png=compare.png    one color per run
 
-The report is one file that loads nothing and runs nothing. A run may still be going on. Exit code 2: a mistake, told in
-a sentence.
+A run may still be going on. Exit code 2: a mistake, reported in one sentence.
 """
 
 import argparse
-import contextlib
-import io
 import json
 import math
 import os
-import re
 import statistics
 import sys
 
@@ -29,23 +25,20 @@ PANELS = {  # a record's key: title, what 1 on the axis stands for, whether it i
     "data_ms": ("waiting for data, ms a step", 1, False),
 }
 COLOURS = ("#2f7fd6", "#dd6b10", "#1f9d62", "#c64aa0", "#8b6be0", "#a58500", "#1a9bab", "#d9484b")  # on white and black
-DASHES = {"-": "━━", "--": "╍╍", ":": "┅┅", "-.": "━┅"}  # as text; the second for the runs after the eighth, and so on
+DASHES = ("-", "--", ":", "-.")  # the second for the runs after the eighth, and so on
 MOST = 400  # points of a line; more are drawn in groups, as their mean within their least and most
-INK = "#010203"  # a black that nothing else has: in the report it becomes the page's own colour of text
-TEXTS = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_dirs", nargs="+", metavar="out_dir", help="a folder that a run has written to")
     parser.add_argument("--png", metavar="FILE", help="the curves; curves.png in the first folder")
-    parser.add_argument("--html", metavar="FILE", help="the report; report.html in the first folder")
     args = parser.parse_args()
     end_with_the_reader()
     runs, problems = {}, []
     for out_dir in map(os.path.normpath, args.out_dirs):
         try:
-            runs[out_dir] = read_run(out_dir)
+            runs[out_dir] = read_history(out_dir)
         except ValueError as error:
             problems.append(str(error))
     try:
@@ -55,28 +48,21 @@ def main():
     if problems:
         refuse("\n".join(problems))
 
-    from runtime import report
-
-    with matplotlib.rc_context({**dict.fromkeys(TEXTS, INK), "font.size": 9, "axes.titlesize": 9.5,
-                                "svg.fonttype": "none", "legend.frameon": False}):
-        picture, curves = png(runs), [svg(runs, key) for key in PANELS]
-    page = report.page(runs, curves, [(colour, DASHES[dashes]) for colour, dashes in looks(runs)])
-    for option, path, content in (("png", args.png or os.path.join(args.out_dirs[0], "curves.png"), picture),
-                                  ("html", args.html or os.path.join(args.out_dirs[0], "report.html"), page)):
+    path = args.png or os.path.join(args.out_dirs[0], "curves.png")
+    with matplotlib.rc_context({"font.size": 9, "axes.titlesize": 9.5, "legend.frameon": False}):
         try:
-            with open(path, "wb") as f:
-                f.write(content)
+            write_png(runs, path)
         except OSError as error:
-            refuse(f"{path} cannot be written ({error.strerror}): choose another with --{option}=FILE")
-        print(f"written to {path}")
+            refuse(f"{path} cannot be written ({error.strerror}): choose another with --png=FILE")
+    print(f"written to {path}")
 
 
-def read_run(out_dir):
-    """{"history": its records, "made": settings.json's content}; what cannot be read is passed over with a word.
-    Raises ValueError with a sentence where there is no record at all."""
+def read_history(out_dir):
+    """The records of out_dir/history.jsonl; a line that holds none is skipped with a message. Raises ValueError with a
+    sentence where there is no record at all."""
     if not os.path.isdir(out_dir):
         raise ValueError(f"{out_dir} is no folder: name the out_dir of a run")
-    path, history, made = os.path.join(out_dir, "history.jsonl"), [], {}
+    path, history = os.path.join(out_dir, "history.jsonl"), []
     try:
         with open(path, encoding="utf-8", errors="replace") as f:
             lines = f.readlines()
@@ -90,11 +76,7 @@ def read_run(out_dir):
             print(f"{path}: passing over line {number}, which is no whole record", file=sys.stderr)
     if not history:
         raise ValueError(f"{path} has no whole record: wait for the run's first evaluation")
-    with contextlib.suppress(OSError), open(os.path.join(out_dir, "settings.json"), "rb") as f:
-        made = read_json(f.read().decode("utf-8", "replace"))
-    if not made:
-        print(f"{out_dir} has no settings.json that can be read: going without", file=sys.stderr)
-    return {"history": history, "made": made}
+    return history
 
 
 def read_json(text):
@@ -133,8 +115,8 @@ def draw(axis, runs, key):
 
     title, unit, log = PANELS[key]
     drawn, marked = [], False
-    for number, (run, (colour, dashes)) in enumerate(zip(runs.values(), looks(runs))):
-        points = grouped([(it, value / unit) for it, value in series(run["history"], key)])
+    for number, (history, (colour, dashes)) in enumerate(zip(runs.values(), looks(runs))):
+        points = grouped([(it, value / unit) for it, value in series(history, key)])
         x, least, mean, most, finite = zip(*points) if points else ((), (), (), (), ())
         axis.plot(x, mean, dashes, color=colour, alpha=0.6 if key == "loss" else 1, linewidth=1,
                   marker="." if len(x) <= 30 else None)
@@ -143,7 +125,7 @@ def draw(axis, runs, key):
         drawn += [*least, *most]
         strange = [it for it, good in zip(x, finite) if not good]
         if key == "loss":
-            validation, error = dict(series(run["history"], "val_loss")), dict(series(run["history"], "val_error"))
+            validation, error = dict(series(history, "val_loss")), dict(series(history, "val_error"))
             good = {it: loss for it, loss in validation.items() if math.isfinite(loss)}
             axis.errorbar(good.keys(), good.values(), [error.get(it, 0) for it in good], fmt=dashes, color=colour,
                           linewidth=2.2, elinewidth=1.2, capsize=3, marker="o" if len(good) <= 60 else None,
@@ -177,14 +159,14 @@ def figure(rows, columns, width, height):
     panels = made.subplots(rows, columns, squeeze=False).flatten()
     for axis in panels:
         axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(color=INK, alpha=0.12)
+        axis.grid(color="black", alpha=0.12)
         axis.set_xlabel("iteration")
         axis.xaxis.get_major_locator().set_params(integer=True)
     return made, panels
 
 
-def png(runs):
-    """All panels as one picture: PNG's bytes."""
+def write_png(runs, path):
+    """Draw all panels as one picture."""
     from matplotlib.lines import Line2D
 
     made, panels = figure(2, 3, 15, 8)
@@ -195,19 +177,7 @@ def png(runs):
     legend = made.legend(handles, names, loc="outside upper left", ncols=max(1, 160 // (max(map(len, names)) + 8)))
     for text in legend.get_texts():
         text.set_parse_math(False)  # a $ is a $
-    made.savefig(target := io.BytesIO(), format="png", dpi=120)
-    return target.getvalue()
-
-
-def svg(runs, key):
-    """One panel as an SVG element for the report, its ink the page's."""
-    made, panels = figure(1, 1, 4.5, 2.9)
-    draw(panels[0], runs, key)
-    made.savefig(target := io.StringIO(), format="svg", transparent=True,
-                 metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    _, start, rest = target.getvalue().partition("<svg")  # before it stands what belongs to a file of its own
-    # matplotlib's names of parts come again in each panel, and nothing refers to them
-    return re.sub(r' id="[a-z]\w*_\d+"', "", start + rest.replace(INK, "currentColor"))
+    made.savefig(path, format="png", dpi=120)
 
 
 if __name__ == "__main__":
