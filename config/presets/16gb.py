@@ -1,4 +1,4 @@
-# GPT-2 XL on a card of 16 GB with bfloat16. After the configuration:
+# GPT-2 XL on a GPU with 16 GB; a T4 or V100 trains in float16. After the configuration:
 #   python train_deepspeed.py config/xl_shakespeare.py config/presets/16gb.py
 # Plan: 13.87 GB, which --dry_run=True --gpu_gb=16 shows in its parts.
 batch_size = 8

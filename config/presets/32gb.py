@@ -1,4 +1,4 @@
-# GPT-2 XL on a card of 32 GB (5090). After the configuration:
+# GPT-2 XL on a GPU with 32 GB (5090); a V100 trains in float16. After the configuration:
 #   python train_deepspeed.py config/xl_shakespeare.py config/presets/32gb.py
 # Plan: 22.68 GB, which --dry_run=True --gpu_gb=32 shows in its parts.
 batch_size = 4

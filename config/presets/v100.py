@@ -1,8 +1,0 @@
-# GPT-2 XL on a V100 of 32 GB: float16. After the configuration:
-#   python train_deepspeed.py config/xl_shakespeare.py config/presets/v100.py
-# Plan: 22.68 GB, which --dry_run=True --gpu_gb=V100-32 shows in its parts.
-batch_size = 4
-gradient_accumulation_steps = 8  # 4 x 8 = 32 sequences a step, as 1 x 32
-gradient_checkpointing = False
-deepspeed_config = "config/ds/zero2_offload.json"  # the optimizer in host memory: 25 GB of it
-dtype = "float16"  # these cards have no bfloat16
