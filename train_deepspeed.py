@@ -45,8 +45,6 @@ gpu_gb: float | str | None = None  # with dry_run: reckon for a card of so many 
 profile = False  # into out_dir/profile: a trace of some iterations, and the model's FLOPs by DeepSpeed's count
 profile_start = 5  # iterations of this start before the trace; the first ones compile
 profile_iters = 2  # iterations in the trace, with an evaluation that falls between them
-wall_clock_breakdown = False  # DeepSpeed's times of each micro-step's parts, printed; slower, as it stops the GPU
-comms_log = False  # DeepSpeed's table of messages between ranks, at the end; slower, for the same reason
 sample_interval = 0  # iterations between texts from the current weights, printed and recorded; 0: none
 sample_start = "\n"  # what they begin with
 sample_tokens = 100  # how long they are, within block_size
@@ -556,7 +554,7 @@ if tracer:
         print0("no trace: the run ended before the iterations that it is of")
         tracer.on_trace_ready = None  # else stop() writes what there is
     tracer.stop()
-if comms_log:
+if ds_config.logs_messages(run.config):
     if getattr(engine.optimizer, "reduce_ipg_grads", print0).__module__ == "runtime.one_machine":
         print0("gradients and weights pass through memory that the ranks share, and are no messages:")
     deepspeed.comm.log_summary()

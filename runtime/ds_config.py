@@ -15,7 +15,7 @@ from typing import get_args
 from configurator import nearest
 
 OURS = ("zero_optimization", "bf16", "fp16", "data_types", "communication_data_type", "zero_force_ds_cpu_optimizer",
-        "steps_per_print", "dump_state")  # fmt: skip
+        "steps_per_print", "dump_state", "wall_clock_breakdown", "comms_logger")  # fmt: skip
 # The keys of each block that a test trains with in a value that is not the default (tests/zero_worker.py)
 TESTED = {
     "zero_optimization": (
@@ -27,6 +27,7 @@ TESTED = {
     "bf16": ("enabled",),
     "fp16": ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
     "data_types": ("grad_accum_dtype",),
+    "comms_logger": ("enabled",),
 }  # fmt: skip
 WHY = {  # other keys are refused as untested
     "zero_optimization.compute_grad_norm": "turns off the gradient norm, which the script needs",
@@ -44,6 +45,7 @@ CHOICES = {
     "zero_optimization.offload_param.device": ("cpu", "none"),
     "zero_force_ds_cpu_optimizer": (True, False),
     "dump_state": (True, False),
+    "wall_clock_breakdown": (True, False),
 }
 INSTEAD = {
     "optimizer": "the script owns it: set learning_rate, weight_decay, beta1 and beta2 there",
@@ -53,8 +55,6 @@ INSTEAD = {
     "wandb": "DeepSpeed would log no loss: set --wandb_log=True",
     "csv_monitor": "DeepSpeed would log no loss: remove it, and read history.jsonl in out_dir",
     "flops_profiler": "DeepSpeed cannot see into blocks that are compiled: set --profile=True",
-    "wall_clock_breakdown": "set --wall_clock_breakdown=True",
-    "comms_logger": "set --comms_log=True",
     "memory_breakdown": "the script prints the peak of memory at each step: remove it",
     "prescale_gradients": "ZeRO refuses it: remove it",
     "gradient_predivide_factor": "ZeRO refuses it: remove it",
@@ -98,10 +98,6 @@ def resolve(path, settings, world_size, dtype, compiled=False):
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
     notes = repair(config, dtype, compiled)
     config.setdefault("steps_per_print", 2**31)  # the script prints
-    if settings.get("wall_clock_breakdown"):
-        config["wall_clock_breakdown"] = True
-    if settings.get("comms_log"):
-        config["comms_logger"] = {"enabled": True, "prof_all": True}
     return config, notes
 
 
@@ -177,12 +173,14 @@ def value_problem(path, value, dtype):
 
 def block_problems(config, dtype):
     """List what is unknown, untested or of a wrong type inside the blocks."""
+    from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 
     problems = []
-    models = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
+    models = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config,
+              "comms_logger": CommsLoggerConfig}
     for block, model in models.items():
         if not isinstance(config.get(block), dict):
             continue
@@ -302,9 +300,14 @@ def repair(config, dtype, compiled):
     return notes
 
 
+def logs_messages(config):
+    """Whether DeepSpeed records the messages between ranks, for a table at the end."""
+    return config.get("comms_logger", {}).get("enabled", False)
+
+
 def talks(config):
-    """True where DeepSpeed is to time or tell something at each micro-step, for which it stops the GPU."""
-    return any(config.get(key) for key in ("wall_clock_breakdown", "comms_logger"))
+    """Whether DeepSpeed measures something in each micro-step, for which it synchronizes with the GPU."""
+    return config.get("wall_clock_breakdown", False) or logs_messages(config)
 
 
 def offloads(config):

@@ -11,8 +11,10 @@ from typing import Literal, get_args
 
 import pytest
 from conftest import ROOT, STAGES
+from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from test_profiling import MEASURED
 from zero_worker import WAYS
 
 from configurator import SettingsError, configure, differences
@@ -463,7 +465,7 @@ def fields_of(model, path):
 
 
 FIELDS = (fields_of(DeepSpeedZeroConfig, "zero_optimization") | fields_of(DeepSpeedBF16Config, "bf16")
-          | fields_of(DeepSpeedFP16Config, "fp16"))
+          | fields_of(DeepSpeedFP16Config, "fp16") | fields_of(CommsLoggerConfig, "comms_logger"))
 
 
 def leaves(node, path=""):
@@ -476,9 +478,11 @@ def leaves(node, path=""):
 def trained_with():
     """Return the dotted names that tests train with in a value other than DeepSpeed's default.
 
-    Read from what they run: the ways of zero_worker.py, and the JSONs of conftest.py.
+    Read from what they run: the ways of zero_worker.py, and the JSONs of conftest.py and test_profiling.py.
     """
-    found = [leaf for path in STAGES.values() for leaf in leaves(json.loads((ROOT / path).read_text()))]
+    found = leaves(MEASURED)
+    for path in STAGES.values():
+        found += leaves(json.loads((ROOT / path).read_text()))
     for stage, dtype, options in WAYS.values():
         found += leaves({**options.get("config", {}), **zero(stage, **options.get("zero", {}))})
         found += [(f"{DTYPE_BLOCK[dtype]}.enabled", True)] if dtype in DTYPE_BLOCK else []

@@ -1,4 +1,4 @@
-"""profile=True, wall_clock_breakdown and comms_log: files that their readers open, and numbers that agree."""
+"""profile=True, and what DeepSpeed measures itself: files that their readers open, and numbers that agree."""
 
 import gzip
 import json
@@ -9,6 +9,8 @@ from conftest import stage
 
 from model import GPT, GPTConfig
 from runtime.profiling import count_flops
+
+MEASURED = {"zero_optimization": {"stage": 2}, "wall_clock_breakdown": True, "comms_logger": {"enabled": True}}
 
 
 @pytest.mark.parametrize("shape", [{}, {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65}],
@@ -40,8 +42,9 @@ def test_a_profile_is_written_and_changes_no_loss(train, zero):
     assert "Self CPU time total" in operations
 
 
-def test_deepspeeds_times_and_messages_are_shown(train):
-    run = train("--dtype=bfloat16", "--max_iters=3", "--wall_clock_breakdown=True", "--comms_log=True", ranks=2)
+def test_deepspeeds_times_and_messages_are_shown(train, tmp_path):
+    (tmp_path / "measured.json").write_text(json.dumps(MEASURED))
+    run = train("--dtype=bfloat16", "--max_iters=3", f"--deepspeed_config={tmp_path}/measured.json", ranks=2)
     assert run.returncode == 0, run.stderr
     assert len(re.findall(r"fwd_microstep: [0-9.]+ \| bwd_microstep: [0-9.]+", run.stdout + run.stderr)) == 6
     _, _, table = run.stdout.partition("Comm. Op")
