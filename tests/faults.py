@@ -35,7 +35,6 @@ class Fault(NamedTuple):
     old: str  # occurs exactly once in the file
     new: str
     test: str  # pytest's id, without "tests/"
-    long: bool = False  # the test is a drill or one of many runs in several processes
     gpus: int = 0  # that the test needs
 
 
@@ -52,7 +51,7 @@ FAULTS = [Fault(*row) for row in (
      "test_run.py::test_one_and_two_ranks_give_the_same_losses"),
     ("gradients, ZeRO-2 buckets", "of a gradient that two ranks share, each rank adds the first part to its sums",
      "runtime/gradients.py", "summed.narrow(0, start, n)", "summed.narrow(0, 0, n)",
-     "test_zero.py::test_float32_is_plain_pytorch[2 ranks-stage 2 machines]", True),
+     "test_zero.py::test_float32_is_plain_pytorch[2 ranks-stage 2 machines]"),
     ("gradients, ZeRO-3", "the second sub-group of a parameter group is stepped with the first one's gradients",
      "runtime/adamw.py", "[(weights, sums[i], halves[i],",
      "[(weights, sums[optimizer.sub_group_to_group_id[i]], halves[i],",
@@ -121,7 +120,7 @@ def row(*cells):
 
 def table(faults):
     """The faults as a Markdown table between the marker comments of tests/README.md."""
-    rows = [row(f.subject, f.description, f"`{f.test}`{' (long)' * f.long}") for f in faults]
+    rows = [row(f.subject, f.description, f"`{f.test}`") for f in faults]
     return "\n".join([MARKS[0], row("subject", "fault", "test that catches it"), "|---|---|---|", *rows, MARKS[1]])
 
 
