@@ -359,8 +359,8 @@ def test_a_manifest_that_cannot_be_read_is_no_traceback(train, one_rank, tmp_pat
     out_dir = shutil.copytree(one_rank.out_dir, tmp_path / "out")
     (out_dir / "iter_6" / "manifest.json").unlink()
     (out_dir / "iter_6" / "manifest.json").write_text('{"tag": ')
-    fresh, resumed = at_once(lambda: train(*SIX, "--batch_size=4", out_dir=out_dir),
-                             lambda: train(*SIX, "--batch_size=4", "--init_from=resume", out_dir=out_dir))
+    fresh = train(*SIX, "--batch_size=4", out_dir=out_dir)
+    resumed = train(*SIX, "--batch_size=4", "--init_from=resume", out_dir=out_dir)
     assert fresh.returncode == 2 and "already holds a run (iter_6)" in fresh.stderr
     assert resumed.returncode == 0
     assert f"passing over {out_dir}/iter_6: {out_dir}/iter_6/manifest.json cannot be read" in resumed.stdout
