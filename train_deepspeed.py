@@ -420,7 +420,7 @@ def look_at_saves():
     problem, saver.problem = saver.problem, None
     if problem:
         print0(f"{problem}; tags saved before stand")
-        if on_save_error == "stop" or finished() or exit_code is not None:
+        if on_save_error == "stop" or not saver.committed and (finished() or exit_code is not None):
             part(2)
             refuse("stopped without it: make room and start again with --init_from=auto")
 

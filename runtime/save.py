@@ -65,7 +65,8 @@ class Saver:
         self.expected_bytes = expected_bytes  # of a tag; the first one that is saved corrects it
         self.group = dist.new_group(backend="gloo")
         self.staging, self.pinned = np.empty(0, np.uint8), False
-        self.thread, self.problem = None, None  # problem: why the last save failed
+        self.thread = None
+        self.problem, self.committed = None, True  # why a save failed; whether the last one was committed
         self.recovery = []  # the folder for DeepSpeed's own scripts, if it wants them there
         if beside and ahead:  # pinning GPT-2 XL's share takes seconds: beside the first steps, and no save waits for it
             self.thread = threading.Thread(target=self.reserve, args=(self.share(),), daemon=True)
@@ -209,7 +210,9 @@ class Saver:
             problem = f"rank {dist.get_rank()}: {sentence(error)}"
         if problem:
             self.fail(manifest["tag"], problem)
-        elif dist.get_rank() == 0:
+            return
+        self.committed = True
+        if dist.get_rank() == 0:
             self.tell(manifest, began, stood)
 
     def write(self, files, manifest, names):
@@ -239,7 +242,7 @@ class Saver:
 
     def fail(self, tag, why):
         """Report a failed save in .problem, and remove what it has written."""
-        self.problem = f"{self.out_dir}/{tag} could not be saved ({why})"
+        self.problem, self.committed = f"{self.out_dir}/{tag} could not be saved ({why})", False
         if dist.get_rank() == 0:
             shutil.rmtree(os.path.join(self.out_dir, tag + ".saving"), ignore_errors=True)
 

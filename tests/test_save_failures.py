@@ -8,7 +8,7 @@ from conftest import SMALL, launch, planted
 from runtime.checkpoint import tags
 
 FAILS_ONCE = """
-import threading
+import threading, time
 from runtime import save
 import torch.distributed as dist
 failures = {failures}
@@ -18,6 +18,7 @@ def fails(*args, **kwargs):
     on_thread = threading.current_thread() is not threading.main_thread()
     if failures and on_thread and os.environ.get("RANK", "0") in {ranks!r}:
         failures -= 1
+        time.sleep({delay})
         raise RuntimeError("PytorchStreamReader failed reading file")
     return plain(*args, **kwargs)
 {target} = fails
@@ -26,8 +27,8 @@ def fails(*args, **kwargs):
 
 @pytest.fixture
 def run(characters, tmp_path):
-    def run(target, *args, ranks=1, failures=1, on="01"):
-        script = planted(tmp_path, FAILS_ONCE.format(target=target, failures=failures, ranks=on))
+    def run(target, *args, ranks=1, failures=1, on="01", delay=0):
+        script = planted(tmp_path, FAILS_ONCE.format(target=target, failures=failures, ranks=on, delay=delay))
         done = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", *args, ranks=ranks,
                       timeout=90)
         return done, sorted(name for name in os.listdir(tmp_path / "out") if not name.startswith("."))
@@ -43,8 +44,10 @@ def test_an_exception_in_write_adapter_ends_the_run_with_a_sentence(run, tmp_pat
     assert not [name for name in names if name.startswith("iter_2")]  # nor iter_2.saving
 
 
-def test_on_save_error_continue_goes_on_to_the_next_checkpoint(run, tmp_path):
-    done, _ = run("save.write_adapter", "--on_save_error=continue", ranks=2)
+@pytest.mark.parametrize("delay", [0, 1])
+def test_on_save_error_continue_goes_on_to_the_next_checkpoint(run, tmp_path, delay):
+    """Also where the failure is noticed only when the last checkpoint has been saved."""
+    done, _ = run("save.write_adapter", "--on_save_error=continue", ranks=2, delay=delay)
     assert done.returncode == 0 and "iter_2 could not be saved" in done.stdout, done.stderr
     assert tags(tmp_path / "out") == ["iter_4", "best", "final"] or tags(tmp_path / "out") == ["iter_4", "final"]
 
