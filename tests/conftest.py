@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import errno
 import json
 import os
 import random
@@ -23,6 +24,7 @@ if "TEST_GPU" not in os.environ:  # ./run_tests.sh --gpu sets it
 sys.path.insert(0, str(ROOT))
 
 import numpy as np
+import psutil
 import pytest
 
 from runtime.bins import write_dataset
@@ -34,6 +36,7 @@ SMALL = ("--init_from=scratch", "--device=cpu", "--dtype=float32", "--n_layer=2"
 
 STAGES = {0: "config/ds/zero0.json", 1: "config/ds/zero1.json", 2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
 EIGHT = ("--max_iters=8", "--lr_decay_iters=8", "--warmup_iters=2", "--dropout=0.1", "--keep_last=10")
+AT_IMPORT = ("PYTHON", "HF_", "LC_", "LANG", "DS_", "OMP_", "TORCH_", "TRITON_")  # variables that imports read
 START = threading.Lock()  # for tests that start runs on several threads
 
 
@@ -43,10 +46,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Take long tests where files are named, and start the fork server once for all workers of pytest-xdist."""
-    if not hasattr(config, "workerinput"):  # options that are set here reach the workers
-        config.option.all |= config.args_source is config.ArgsSource.ARGS
-        if getattr(config.option, "numprocesses", None):
-            start_fork_server()
+    config.option.all |= config.args_source is config.ArgsSource.ARGS
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        start_fork_server()
 
 
 def pytest_collection_modifyitems(config, items):
@@ -64,15 +66,15 @@ def long(*values):
 def free_port():
     """Return a free port below those that the system gives to connections, one of which could take it meanwhile."""
     while True:
-        port = random.randrange(12_000, 32_000)
+        port = random.SystemRandom().randrange(12_000, 32_000)  # drills seed the generator that all share
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port
 
 
-def command_line(script, *args, ranks=1, launcher="torchrun"):
-    """The command by which 'python', 'torchrun' or 'deepspeed' starts a script; for 'fork' the script and its
-    arguments."""
+def command_line(script, *args, launcher, ranks=1):
+    """The command by which 'python', 'torchrun', 'runtime.launch' or 'deepspeed' starts a script; for 'fork' the script
+    and its arguments."""
     if launcher == "fork":
         return [str(script), *map(str, args)]
     by = {
@@ -91,7 +93,14 @@ def start_fork_server():
         path = os.environ["FORK_SERVER"] = f"{folder.name}/socket"
         server = subprocess.Popen([sys.executable, ROOT / "tests" / "fork_server.py", path], stdin=subprocess.PIPE,
                                   cwd=ROOT, start_new_session=True)
+        os.environ["FORK_SERVER_PID"] = str(server.pid)
         atexit.register(lambda: (server.communicate(), folder.cleanup()))  # the end of its stdin ends it
+
+
+def fork_server_runs():
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(int(os.environ["FORK_SERVER_PID"])).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 class ForkedJob:
@@ -102,11 +111,15 @@ class ForkedJob:
         with START:
             start_fork_server()
         self.command, self.returncode, self.server = [*map(str, command)], None, socket.socket(socket.AF_UNIX)
-        assert wait_until(lambda: not self.server.connect_ex(os.environ["FORK_SERVER"]), 120), "no fork server"
+        wait_until(lambda: self.connected() or not fork_server_runs(), 120)
+        assert self.connected(), "the fork server has ended"
         request = {"argv": self.command, "env": {**os.environ, **(env or {})}, "cwd": str(ROOT), "ranks": ranks,
                    "port": free_port(), "stdout": str(stdout), "stderr": str(stderr)}
         self.server.sendall(json.dumps(request).encode() + b"\n")
         self.pids = json.loads(self.server.makefile("rb", 0).readline())
+
+    def connected(self):
+        return self.server.connect_ex(os.environ["FORK_SERVER"]) in (0, errno.EISCONN)
 
     def wait(self, timeout=None):
         """The exit code, for which it waits."""
@@ -128,7 +141,8 @@ class ForkedJob:
     def send_signal(self, number):
         """A signal to all ranks, as from a terminal."""
         for pid in self.pids:
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def kill(self):
         """SIGKILL to all ranks."""
@@ -142,7 +156,7 @@ def launch(script, *args, ranks=1, launcher="fork", timeout=300, **env):
     By forks of a process that has imported torch (fork_server.py), or by 'python', 'torchrun' or 'deepspeed', as a user
     would; always the latter with an environment variable that is read before a script begins.
     """
-    if launcher == "fork" and any(name.startswith(("PYTHON", "HF_", "LC_")) for name in env):
+    if launcher == "fork" and any(name.startswith(AT_IMPORT) for name in env):
         launcher = "python" if ranks == 1 else "torchrun"
     command = command_line(script, *args, ranks=ranks, launcher=launcher)
     with tempfile.TemporaryDirectory() as folder:
@@ -155,6 +169,9 @@ def launch(script, *args, ranks=1, launcher="fork", timeout=300, **env):
                                        start_new_session=True)
         try:
             job.wait(timeout)
+        except subprocess.TimeoutExpired:
+            print(*(path.read_text(errors="replace")[-3000:] for path in paths), sep="\n")
+            raise
         finally:
             kill(job)
         return subprocess.CompletedProcess(command, job.returncode, *(p.read_text(errors="replace") for p in paths))

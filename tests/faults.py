@@ -83,7 +83,7 @@ FAULTS = [Fault(*row) for row in (
      "test_tag_files.py::test_no_file_of_a_tag_may_name_what_is_not_allowed"),
     ("signals", "SIGHUP is never handled, so a closed terminal ends the run without a checkpoint",
      "runtime/leave.py", "if number != signal.SIGHUP or signal", "if number != signal.SIGHUP and signal",
-     "test_shutdown.py::test_sighup_saves_and_ends[fork-1]"),
+     "test_shutdown.py::test_a_signal_saves_and_ends[fork-1-SIGHUP]"),
     ("evaluation weights", "windows that only pad a rank's last batch count in the mean loss",
      "train_deepspeed.py", "counts = (y[:, 0] >= 0).double()", "counts = torch.ones_like(y[:, 0]).double()",
      "test_run.py::test_estimate_loss_is_the_same_on_one_and_two_ranks_at_stage_3"),
@@ -137,7 +137,7 @@ def run_tests(*tests, fault=None):
         command = [sys.executable, "-m", "pytest", "-o", "addopts=-q -rf", "-x", "-p", "no:cacheprovider",
                    *(f"tests/{test}" for test in tests)]
         return subprocess.run(command, cwd=copy, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"})
+                              timeout=1800, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"})
 
 
 def caught(fault):
@@ -153,14 +153,16 @@ def main():
     parser.add_argument("--only", nargs="+", metavar="SUBJECT", help="the faults of these subjects alone")
     parser.add_argument("--check", action="store_true", help="first run all tests without a fault")
     parser.add_argument("--table", action="store_true", help="print the table of tests/README.md and end")
-    parser.add_argument("--gpus", type=int, default=0, help="the faults of the GPU suite that need so many GPUs")
+    parser.add_argument("--gpus", type=int, default=0, choices=(0, 1, 2), help="those of the GPU suite with so many")
     args = parser.parse_args()
     from gpu.gpu_faults import GPU_FAULTS  # which takes Fault from here
 
     faults = [f for f in (GPU_FAULTS if args.gpus else FAULTS) if f.gpus == args.gpus]
+    subjects = [f.subject for f in faults]
+    for subject in args.only or ():
+        if subject not in subjects:
+            parser.error(f"there is no subject {subject!r}; there are {', '.join(map(repr, dict.fromkeys(subjects)))}")
     chosen = [f for f in faults if not args.only or f.subject in args.only]
-    if not chosen:
-        parser.error(f"there is no such subject; there are {', '.join(dict.fromkeys(f.subject for f in faults))}")
     if args.table:
         print(table(chosen))
         return 0

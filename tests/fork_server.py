@@ -12,6 +12,7 @@ are killed.
 """
 
 import atexit
+import contextlib
 import gc
 import io
 import json
@@ -22,6 +23,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 
@@ -40,8 +42,11 @@ PATIENCE = 30  # seconds between SIGTERM and SIGKILL for the ranks that are left
 def become_rank(request, rank):
     """Give this process the environment, folder, streams and arguments of a rank."""
     os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, handler in ((signal.SIGCHLD, signal.SIG_DFL), (signal.SIGHUP, signal.SIG_DFL),
+                            (signal.SIGINT, signal.default_int_handler)):
+        signal.signal(number, handler)
     random.seed()
+    tempfile.tempdir = None
     os.environ.clear()
     os.environ.update(request["env"])
     if request["ranks"] > 1:
@@ -77,7 +82,8 @@ def wait_for(ranks, connection):
                 os.kill(pid, signal.SIGTERM)
         if kill_at is not None and time.monotonic() > kill_at:
             for pid in ranks:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has not called setsid yet, and gets the next one
+                    os.killpg(pid, signal.SIGKILL)  # with its children
     return code
 
 
@@ -126,15 +132,15 @@ def run_script():
         if not isinstance(code, int):
             print(code, file=sys.stderr)
             code = 1
-    except BaseException:
+    except BaseException as error:
         sys.excepthook(*sys.exc_info())
-        code = 1
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     threading._shutdown()  # waits for threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        if stream:
+        if stream and not stream.closed:
             stream.flush()
-    os._exit(code)
+    os._exit(code & 0xFF)
 
 
 if __name__ == "__main__" and serve(sys.argv[1]):

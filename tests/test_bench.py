@@ -38,10 +38,12 @@ def test_sample_beside_transformers(tmp_path):
     assert "tokens/s" in words and found["first_token_ms"]["median"] > 0
 
 
-@pytest.mark.long
-def test_checkpoint_and_data(characters, tmp_path):
+def test_checkpoint(characters, tmp_path):
     found, _ = bench(tmp_path / "checkpoint.json", "checkpoint", *SMALL, f"--dataset={characters}")
     assert found["save_s"]["count"] == 5 and found["checked_s"] >= 0 and found["tag"].endswith(" MB")
+
+
+def test_data(characters, tmp_path):
     found, _ = bench(tmp_path / "data.json", "data", *SMALL, f"--dataset={characters}")
     assert found["tokens_a_step"] == 2 * 2 * 32 and found["ms"]["count"] == 5
 

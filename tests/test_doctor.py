@@ -37,7 +37,6 @@ def test_a_machine_without_gpus_is_warned_of_that_alone(here):
     assert not [row for row in rows.values() if "could not be looked at" in row["found"]]
 
 
-@pytest.mark.long
 def test_another_deepspeed_fails_with_the_mend(tmp_path):
     """The environment is doctored: metadata of an older version stands before the real one's."""
     folder = tmp_path / "deepspeed-0.18.0.dist-info"

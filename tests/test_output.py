@@ -50,7 +50,6 @@ def test_a_full_disk_under_the_log_does_not_stop_training(characters, tmp_path, 
     assert [r["iter"] for r in read_history(out_dir) if "loss" in r] == [1, 2, 3, 4]
 
 
-@pytest.mark.long
 def test_closed_streams_and_another_encoding_do_not_stop_training(characters, tmp_path):
     """`>&- 2>&-`: sys.stdout is None. And a sample with characters that the terminal does not have."""
     shell = f"exec {sys.executable} train_deepspeed.py \"$@\" >&- 2>&-"

@@ -573,7 +573,8 @@ def test_a_file_that_cannot_be_checked_is_not_read(one_rank, tmp_path):
 def test_a_terminal_shows_a_bar_below_the_lines(characters, tmp_path):
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (24, 100))
-    command = command_line(ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out")
+    command = command_line(ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out",
+                           launcher="python")
     process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave)
     os.close(slave)
     told = b""

@@ -154,7 +154,7 @@ def test_prompts_from_files_and_from_the_keyboard(sample, theirs, tmp_path):
         lambda: sample(f"--start=FILE:{tmp_path}/one.txt", "--max_new_tokens=9", "--num_samples=2"),
         lambda: subprocess.run(
             command_line(ROOT / "sample.py", f"--init_from={theirs[1]}", f"--dataset={theirs[1].parent}/characters0",
-                         "--interactive", "--max_new_tokens=9"),
+                         "--interactive", "--max_new_tokens=9", launcher="python"),
             input="the cat\nÉ\nseven\n\nnever\n", capture_output=True, text=True, cwd=ROOT))
     head, first, second = lines.stdout.replace("\n\n", "\n---------------\n", 1).split("\n---------------\n")
     assert first.startswith("the cat") and second.startswith("seven") and len(first) == 7 + 9

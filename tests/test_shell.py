@@ -62,6 +62,7 @@ def test_a_dry_run_ends_before_the_run(start, tmp_path):
     with start("--dry_run=True") as job:
         stdout, stderr = job.communicate(timeout=60)
     assert (job.returncode, stderr) == (0, "") and "hardware   2 x CPU" in stdout and "iter 1:" not in stdout
+    assert re.search(r"^each rank +\d+\.\d\d MB of ", stdout, re.M), stdout
     assert not (tmp_path / "out").exists()
 
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, SMALL, ForkedJob, command_line, free_port, kill, long, planted, wait_until
 
 from runtime.checkpoint import find_tag
-from runtime.leave import Watch
+from runtime.leave import WHY, Watch
 
 ENDLESS = ("--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10")
 
@@ -87,13 +87,26 @@ leave.Watch.poll = lambda self: None
     assert job.wait(30) == -signal.SIGTERM, log.read_text()
 
 
-@pytest.mark.parametrize("launcher, ranks", [("fork", 1), long("runtime.launch", 2)])
-def test_sighup_saves_and_ends(start, tmp_path, launcher, ranks):
+@pytest.mark.parametrize("launcher, ranks, name", [
+    ("fork", 1, "SIGHUP"), ("fork", 2, "SIGUSR1"), ("fork", 1, "SIGTERM"), ("fork", 1, "SIGINT"),
+    long("runtime.launch", 2, "SIGHUP")])
+def test_a_signal_saves_and_ends(start, tmp_path, launcher, ranks, name):
     job, log = start(launcher=launcher, ranks=ranks)
-    job.send_signal(signal.SIGHUP)
-    assert job.wait(60) == 129, log.read_text()
-    assert "asked to leave (SIGHUP: the terminal was closed)" in log.read_text()
+    number = getattr(signal, name)
+    job.send_signal(number)
+    assert job.wait(60) == 128 + number, log.read_text()
+    assert f"asked to leave ({WHY[128 + number]})" in log.read_text()
     assert find_tag(tmp_path / "out")[1]["iter_num"] >= 10
+
+
+def test_an_ignored_sighup_stays_ignored(start, tmp_path):
+    """As nohup starts it."""
+    job, log = start(script=planted(tmp_path, "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"))
+    seen = iterations(log)[-1]
+    job.send_signal(signal.SIGHUP)
+    assert wait_until(lambda: iterations(log)[-1] > seen + 50 or job.poll() is not None) and job.poll() is None
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(60) == 143, log.read_text()
 
 
 @pytest.mark.long
