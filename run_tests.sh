@@ -29,7 +29,7 @@ esac
 source runtime/venv.sh
 for module in "${needed[@]}"; do
     "$PYTHON" -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('$module'))" || {
-        echo "PYTHON=$PYTHON lacks $module: run '$PYTHON -m pip install -r requirements.txt', or unset PYTHON to get" \
+        echo "PYTHON=$PYTHON has no $module: run '$PYTHON -m pip install -r requirements.txt', or unset PYTHON to get" \
             "a .venv" >&2
         exit 2
     }

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKS = "<!-- tests/faults.py table -->", "<!-- end -->"  # in tests/README.md
-AT_ONCE = 8  # tests on a GPU: each takes some 5 GB of it, and a core or two
+AT_ONCE = 8  # tests that share a GPU
 
 
 class Fault(NamedTuple):
@@ -99,7 +99,7 @@ FAULTS = [Fault(*row) for row in (
     ("export", "the newest checkpoint is exported, not the one that --tag names",
      "export_hf.py", "load_model(out_dir, tag)", "load_model(out_dir)",
      "test_export.py::test_transformers_loads_the_model_that_was_trained"),
-    ("LoRA", "LoRA's dropout acts on the output of the first thin matrix, not on its input",
+    ("LoRA", "LoRA's dropout acts on the output of lora_A, not on its input",
      "runtime/lora.py", "F.linear(self.dropout(x), self.lora_A)", "self.dropout(F.linear(x, self.lora_A))",
      "test_lora.py::test_loss_and_gradients_are_pefts"),
     ("sampling cache", "the token at position 128 or 256 does not attend to itself",

@@ -149,6 +149,7 @@ def test_every_algorithm_of_cublaslt_gives_the_product(C, kind):
 def test_casts_to_fp8_are_pytorchs(which, limit):
     """To the last bit, also transposed and beyond the range, with an odd number of rows; and the largest value."""
     if torch.cuda.get_device_capability() < (9, 0):
+        # train_deepspeed.py refuses fp8 below compute capability 9.0, so there is nothing to test
         pytest.skip("fp8 needs Hopper")
     x = random(1021, 1600).bfloat16()
     scale = torch.tensor([1.0, 1.0, 1.0], device="cuda")

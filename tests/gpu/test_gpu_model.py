@@ -114,6 +114,7 @@ def test_loss_and_gradients_in_other_precisions(case, way, dtype, scale, loss_bo
 def test_fp8_is_within_its_bounds(case, way):
     """E4M3 rounds by up to 1 in 16, E5M2 by 1 in 8; over a sum such errors cancel."""
     if torch.cuda.get_device_capability() < (9, 0):
+        # train_deepspeed.py refuses fp8 below compute capability 9.0, so there is nothing to test
         pytest.skip("fp8 needs Hopper")
     loss, gradients, model = steps(case, way, fp8=True)
     exact_loss, exact = case["exact"]

@@ -128,6 +128,7 @@ def every(request, characters, tmp_path_factory):
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def runs(request, every):
     if request.param not in every:
+        # NCCL takes one GPU per rank. With one GPU the same cases run on one rank
         pytest.skip(f"needs {request.param} GPUs")
     return every[request.param]
 

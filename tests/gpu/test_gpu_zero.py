@@ -28,6 +28,7 @@ def launches(request, tmp_path_factory):
 def report(request, launches):
     """Return what the worker found on so many ranks, {case: results}."""
     if request.param not in launches:
+        # NCCL takes one GPU per rank. With one GPU the same cases run on one rank
         pytest.skip(f"needs {request.param} GPUs")
     out, future = launches[request.param]
     done = future.result()
