@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from conftest import EIGHT, ROOT, SMALL, done, launch, stage
+from conftest import EIGHT, ROOT, SMALL, done, launch, planted, stage
 
 from runtime import memory
 from runtime.checkpoint import CheckpointError, earlier_run, find_tag, fp32_weights, link, load_model, sealed
@@ -116,17 +116,14 @@ def test_a_save_that_training_waits_for_is_the_same(train, whole):
 def test_the_memory_for_a_save_is_reserved_before_it(characters, tmp_path, n, ranks):
     """At the first save the staging buffer, reckoned before there was any optimizer state, is large enough, and less
     than a fifth larger than it has to be."""
-    script = tmp_path / "watched.py"
-    script.write_text(f"""import os, runpy, sys
-sys.path.insert(0, {str(ROOT)!r})
+    script = planted(tmp_path, """
 from runtime.save import Saver
 init, reserve = Saver.__init__, Saver.reserve
 def told(self, size):
-    os.write(1, f"reserve {{len(self.staging)}} {{size}}\\n".encode())  # whole, whatever the other rank prints
+    os.write(1, f"reserve {len(self.staging)} {size}\\n".encode())  # whole, whatever the other rank prints
     return reserve(self, size)
 Saver.reserve = told
-Saver.__init__ = lambda self, *args, **kwargs: init(self, *args, **{{**kwargs, "ahead": True}})  # as on a GPU
-runpy.run_path({str(ROOT / "train_deepspeed.py")!r}, run_name="__main__")
+Saver.__init__ = lambda self, *args, **kwargs: init(self, *args, **{**kwargs, "ahead": True})  # as on a GPU
 """)
     run = launch(script, *SMALL, stage(n), "--n_embd=64", "--max_iters=1", f"--dataset={characters}",
                  f"--out_dir={tmp_path}/out", ranks=ranks)
@@ -228,15 +225,11 @@ def test_a_full_disk_when_best_is_linked_does_not_end_a_run_that_resumes(train, 
     """On a file system without hard links, where best and final are copies."""
     out_dir = tmp_path / "out"
     done(train("--max_iters=2", out_dir=out_dir))
-    script = tmp_path / "full.py"
-    script.write_text(f"""
-import errno, os, runpy, shutil, sys
-sys.path.insert(0, {str(ROOT)!r})
+    script = planted(tmp_path, """
+import errno, shutil
 def full(source, to, **_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(to))
 os.link = shutil.copy2 = full
-sys.argv[0] = {str(ROOT / "train_deepspeed.py")!r}
-runpy.run_path(sys.argv[0], run_name="__main__")
 """)
     run = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", "--init_from=auto")
     assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr

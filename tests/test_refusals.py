@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CHARS, ROOT, SMALL, launch
+from conftest import CHARS, ROOT, SMALL, launch, planted
 from test_configurator import script_settings
 
 from configurator import configure
@@ -258,14 +258,9 @@ def test_a_rank_without_its_place_on_the_machine_is_refused_unless_it_is_alone(t
 
 def test_ranks_whose_machines_differ_part(characters, tmp_path):
     """One is made to believe that it has a millionth of the other's memory; left alone, they would wait for ever."""
-    script = tmp_path / "differ.py"
-    script.write_text(f"""
-import os, runpy, sys
-sys.path.insert(0, {str(ROOT)!r})
+    script = planted(tmp_path, """
 import runtime.preflight
 runtime.preflight.memory_of_a_rank = lambda *_: 1e9 if os.environ["RANK"] == "0" else 1e3
-sys.argv[0] = {str(ROOT / "train_deepspeed.py")!r}
-runpy.run_path(sys.argv[0], run_name="__main__")
 """)
     run = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", "--batch_size=auto", ranks=2)
     assert run.returncode and "the ranks' machines differ in what 'auto' is there: --batch_size=4 " in run.stderr

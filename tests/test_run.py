@@ -30,6 +30,7 @@ from conftest import (
     kill,
     launch,
     long,
+    planted,
     read_history,
     stage,
     wait_until,
@@ -247,16 +248,14 @@ def test_a_start_that_overlaps_the_run_before_goes_on_from_its_last_tag(characte
                              ignore=shutil.ignore_patterns("iter_4", "iter_6", "iter_8", "best", "final"))
     for out_dir, words, code in ((before, "going on from {}/iter_4", 0),
                                  (tmp_path / "empty", "{} has come to hold a run (iter_4)", 2)):
-        script = tmp_path / "overlapping.py"
-        script.write_text(f"""import runpy, shutil, sys
-sys.path.insert(0, {str(ROOT)!r})
+        script = planted(tmp_path, f"""
+import shutil
 from runtime import checkpoint
 take = checkpoint.take
 def take_later(out_dir):
     shutil.copytree({str(whole(2).out_dir / "iter_4")!r}, {str(out_dir / "iter_4")!r})
     return take(out_dir)
 checkpoint.take = take_later
-runpy.run_path({str(ROOT / "train_deepspeed.py")!r}, run_name="__main__")
 """)
         run = launch(script, *args, f"--out_dir={out_dir}")
         assert run.returncode == code and words.format(out_dir) in run.stdout + run.stderr, run.stdout + run.stderr
