@@ -29,7 +29,7 @@ import threading
 import time
 
 from configurator import settings_of
-from runtime import ds_config
+from runtime.engine import ds_config
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 SCRIPT = os.path.join(ROOT, "train_deepspeed.py")
@@ -65,7 +65,7 @@ def main():
             if s[name]:
                 parser.error(f"--{name}=True leaves nothing to measure: remove it")
     found = run[args.what](args, settings)
-    from runtime.metrics import git_commit
+    from runtime.monitor.runlog import git_commit
 
     record = {"command": " ".join(["bench.py", *sys.argv[1:]]), "commit": git_commit(ROOT), **found}
     with open(args.json, "w", encoding="utf-8") as f:
@@ -248,7 +248,7 @@ def inside(_, settings):
 
 def peer(args, settings):
     """The same steps, with the same tokens, by another: see transformers_steps and plain_steps."""
-    from runtime.dist import environment, part, print0
+    from runtime.cluster.ranks import environment, part, print0
 
     s = settings_of(SCRIPT, settings)
     rank, local_rank, world_size, local_world_size = environment()
@@ -256,16 +256,16 @@ def peer(args, settings):
 
     if not torch.cuda.is_available() or s["device"] == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from runtime.preflight import check_run
+    from runtime.plan.run_plan import check_run
 
     run, problems = check_run(s, ROOT, world_size, local_world_size)
     if problems:
         raise SystemExit("\n".join(problems))
     import deepspeed
 
-    from runtime.batches import train_batches
-    from runtime.metrics import peak_memory
-    from runtime.mixture import tokens_of
+    from runtime.data.loader import train_batches
+    from runtime.data.mixture import tokens_of
+    from runtime.monitor.runlog import peak_memory
 
     device = torch.device(run.device, local_rank) if run.device == "cuda" else torch.device("cpu")
     if run.device == "cuda":
@@ -297,7 +297,7 @@ def transformers_steps(run, s, device):
     import torch
     import transformers
 
-    from runtime.dist import quiet
+    from runtime.cluster.ranks import quiet
 
     shape = transformers.GPT2Config(n_layer=run.model.n_layer, n_head=run.model.n_head, n_embd=run.model.n_embd,
                                     n_positions=run.model.block_size, vocab_size=run.model.vocab_size,
@@ -386,7 +386,7 @@ def copy_rate(device):
 
 def machine(device):
     """What figures depend on: the hardware and the versions."""
-    from runtime.metrics import run_record
+    from runtime.monitor.runlog import run_record
 
     record = run_record(ROOT, None, 1, device)
     return {key: record[key] for key in ("hardware", "versions")}
@@ -405,7 +405,7 @@ def sample(args, settings):
     import torch
 
     from model import GPT, GPTConfig
-    from runtime.decode import faster
+    from runtime.kernels.decode import faster
 
     if settings:
         raise SystemExit(f"bench.py sample does not know {' '.join(settings)}")
@@ -458,9 +458,9 @@ def data(args, settings):
     """Batches read, shuffled and pinned as in training, with nobody who trains on them."""
     import torch
 
-    from runtime.batches import train_batches
-    from runtime.bins import DatasetError
-    from runtime.mixture import sets, tokens_of
+    from runtime.data.dataset import DatasetError
+    from runtime.data.loader import train_batches
+    from runtime.data.mixture import sets, tokens_of
 
     s = settings_of(SCRIPT, settings)
     if s["batch_size"] == "auto":

@@ -172,7 +172,7 @@ def nvcc():
 
 
 def compiler():
-    from runtime.preflight import lacks_compiler
+    from runtime.plan.run_plan import lacks_compiler
 
     why = lacks_compiler()
     yield (WARN, "C compiler", f"{why}: on GPUs nothing is compiled, and steps are slower",
@@ -219,11 +219,11 @@ def kernels():
     import torch
 
     from runtime.kernels import runs_on
-    from runtime.preflight import lacks_compiler, pick_dtype
+    from runtime.plan.run_plan import lacks_compiler, pick_dtype
 
     if not gpus() or lacks_compiler() or not runs_on(torch.empty(0, device="cuda")):
         return
-    from runtime.fused import compare_with_plain
+    from runtime.kernels.block import compare_with_plain
 
     dtype = pick_dtype("auto", "cuda")
     (loss, grads), (plain_loss, plain_grads) = compare_with_plain("cuda", getattr(torch, dtype))
@@ -293,7 +293,7 @@ def all_reduce_here():
 def host_memory():
     import psutil
 
-    from runtime.memory import available
+    from runtime.plan.memory import available
 
     free, total = available(), psutil.virtual_memory().total
     low = free < 8e9
@@ -321,7 +321,7 @@ def limits():
 
 def disk(run):
     """Room in the output folder; for a run, against the tags that it keeps."""
-    from runtime.save import existing_folder, free_bytes
+    from runtime.checkpoint.saver import existing_folder, free_bytes
 
     out_dir = run["out_dir"] if run else "."
     free, folder = free_bytes(out_dir), existing_folder(out_dir)
@@ -334,9 +334,9 @@ def disk(run):
 
 def bytes_of_tag(run):
     """Bytes of a tag of a run: as many as the tag that it goes on from has, else by its model's shape."""
-    from runtime.checkpoint import newest_first
-    from runtime.preflight import first_readable
-    from runtime.save import tag_bytes
+    from runtime.checkpoint.saver import tag_bytes
+    from runtime.checkpoint.tags import newest_first
+    from runtime.plan.run_plan import first_readable
 
     there = newest_first(run["out_dir"]) if run["init_from"] in ("resume", "auto") else []
     if there:
@@ -351,7 +351,7 @@ def parameters(run):
     import torch
 
     from model import GPT, PRETRAINED, GPTConfig, read_config
-    from runtime.checkpoint import earlier_run, find_tag
+    from runtime.checkpoint.tags import earlier_run, find_tag
 
     stage = earlier_run(run["init_from"])
     if stage:
@@ -367,8 +367,8 @@ def parameters(run):
 
 def datasets(run):
     """Each prepared data set, or the run's: whole, and with the hashes that it was prepared with."""
-    from runtime.bins import DatasetError, check_dataset
-    from runtime.checkpoint import describe
+    from runtime.checkpoint.tags import describe
+    from runtime.data.dataset import DatasetError, check_dataset
 
     asked = run["dataset"] if run else None
     names = asked if isinstance(asked, dict) else [asked]

@@ -28,13 +28,13 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 
 from model import GPT, GPTConfig
-from runtime.bins import DatasetError, folders_of, read_meta, same_tokens, tokens_of
-from runtime.checkpoint import CheckpointError, find_tag, load_model
-from runtime.dist import refuse
-from runtime.fetch import FetchError
-from runtime.metrics import read_history
-from runtime.save import free_bytes, human
-from runtime.tokenizer import end_of_text, tokenizer_of
+from runtime.checkpoint.saver import free_bytes, human
+from runtime.checkpoint.tags import CheckpointError, find_tag, load_model
+from runtime.cluster.ranks import refuse
+from runtime.data.dataset import DatasetError, folders_of, read_meta, same_tokens, tokens_of
+from runtime.data.download import FetchError
+from runtime.data.tokenizer import end_of_text, tokenizer_of
+from runtime.monitor.runlog import read_history
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 
@@ -78,9 +78,9 @@ except (CheckpointError, FetchError, ValueError) as error:
 import transformers
 from safetensors import SafetensorError
 
-from runtime import hf
-from runtime.hf_tokenizer import write_tokenizer
-from runtime.model_card import card
+from runtime.export import hf
+from runtime.export.hf_tokenizer import write_tokenizer
+from runtime.export.model_card import card
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

@@ -14,7 +14,7 @@ import statistics
 import sys
 
 from configurator import end_with_the_reader
-from runtime.dist import refuse
+from runtime.cluster.ranks import refuse
 
 PANELS = {  # a record's key: title, what 1 on the axis stands for, whether it is of interest on a log scale
     "loss": ("loss (bold: validation, ± error)", 1, True),

@@ -47,14 +47,16 @@ from json import dumps
 import torch
 
 from model import WeightsError
-from runtime import metrics, source, texts
-from runtime import score as scoring
-from runtime.bins import DatasetError
-from runtime.checkpoint import CheckpointError
-from runtime.dist import refuse
-from runtime.fetch import FetchError
-from runtime.preflight import pick_device, pick_dtype
-from runtime.tokenizer import end_of_text, tokenizer_of
+from runtime.checkpoint.tags import CheckpointError
+from runtime.cluster.ranks import refuse
+from runtime.data.dataset import DatasetError
+from runtime.data.download import FetchError
+from runtime.data.tokenizer import end_of_text, tokenizer_of
+from runtime.monitor import runlog as metrics
+from runtime.plan.run_plan import pick_device, pick_dtype
+from runtime.sample import generate as texts
+from runtime.sample import score as scoring
+from runtime.sample import source
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 if not torch.cuda.is_available() or device == "cpu":

@@ -103,7 +103,7 @@ backend: Literal["auto", "nccl", "gloo"] = "auto"
 compile: bool | Literal["auto"] = "auto"  # auto: on CUDA, if there is the C compiler that Triton needs
 local_sums: bool | Literal["auto"] = "auto"  # at ZeRO-2 on several ranks, sum gradients on each one first: faster, 4
 # bytes a parameter; auto: where a fifth of the card stays free
-fp8 = False  # the blocks' products in 8 bits, but for weight gradients; Hopper and later; see runtime/fp8.py
+fp8 = False  # the blocks' products in 8 bits, but for weight gradients; Hopper and later; see runtime/kernels/fp8.py
 deterministic = False  # the same losses to the last bit in every run on the same GPUs; slower
 deepspeed_config = "ds_config_zero2.json"  # owns ZeRO, offload and buckets
 any_deepspeed = False  # accept another DeepSpeed than the tested one, and use its own gradient path and optimizer step
@@ -122,16 +122,27 @@ import warnings
 import torch
 
 from model import GPT, Block, WeightsError
-from runtime import checkpoint, dist, ds_config, fit, fused, guards, leave, lora, metrics, profiling, replay, samples
-from runtime.adamw import step_in_one_pass
-from runtime.batches import eval_batches, mixed_seed, seen, train_batches
-from runtime.dist import environment, part, print0, quiet, refuse, refuse_together, total
-from runtime.hosts import compare_machines
+from runtime import lora
+from runtime.checkpoint import tags as checkpoint
+from runtime.checkpoint.saver import Saver
+from runtime.cluster import ranks as dist
+from runtime.cluster import shutdown as leave
+from runtime.cluster.machines import compare_machines
+from runtime.cluster.ranks import environment, part, print0, quiet, refuse, refuse_together, total
+from runtime.data.loader import eval_batches, mixed_seed, seen, train_batches
+from runtime.data.mixture import tokens_of
+from runtime.engine import ds_config
+from runtime.engine import fast_path as replay
+from runtime.engine.fused_adamw import step_in_one_pass
+from runtime.kernels import block as fused
 from runtime.kernels import runs_on
-from runtime.mixture import tokens_of
-from runtime.pace import Pace
-from runtime.preflight import check_run, describe_run
-from runtime.save import Saver
+from runtime.monitor import health as guards
+from runtime.monitor import profiler as profiling
+from runtime.monitor import runlog as metrics
+from runtime.monitor.pace import Pace
+from runtime.plan import fit
+from runtime.plan.run_plan import check_run, describe_run
+from runtime.sample import samples
 from runtime.versions import recorded_versions, version_note
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
@@ -157,7 +168,7 @@ for line in fit.too_much(run, settings, world_size, ROOT, sys.argv[1:]):
 
 import deepspeed
 
-from runtime.gradients import shorten
+from runtime.engine.zero2_gradients import shorten
 
 warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # names that DeepSpeed still uses
 device = torch.device(run.device, local_rank) if run.device == "cuda" else torch.device("cpu")
@@ -555,7 +566,7 @@ if tracer:
         tracer.on_trace_ready = None  # else stop() writes what there is
     tracer.stop()
 if ds_config.logs_messages(run.config):
-    if getattr(engine.optimizer, "reduce_ipg_grads", print0).__module__ == "runtime.one_machine":
+    if getattr(engine.optimizer, "reduce_ipg_grads", print0).__module__ == "runtime.engine.one_machine":
         print0("gradients and weights pass through memory that the ranks share, and are no messages:")
     deepspeed.comm.log_summary()
 look_at_saves()

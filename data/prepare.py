@@ -18,8 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runtime import documents, prepare, tokenizer  # noqa: E402
-from runtime.bins import DatasetError, told  # noqa: E402
+from runtime import documents, prepare  # noqa: E402
+from runtime.data import tokenizer  # noqa: E402
+from runtime.data.dataset import DatasetError, told  # noqa: E402
 
 
 def arguments():

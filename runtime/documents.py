@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from runtime.bins import DatasetError
+from runtime.data.dataset import DatasetError
 
 BATCH = 2**20  # bytes of records handed over at once, or a little more
 LONGEST = 2**26  # bytes of a line of JSON lines; what is longer is no such file, and would fill the memory

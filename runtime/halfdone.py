@@ -13,8 +13,8 @@ import json
 import os
 import shutil
 
-from runtime.bins import SPLITS, DatasetError
-from runtime.fetch import sync, write_atomic
+from runtime.data.dataset import SPLITS, DatasetError
+from runtime.data.download import sync, write_atomic
 
 NAME, LOCK = ".partial", ".lock"
 HELD = []  # the lock, for as long as this process lives

@@ -83,7 +83,7 @@ def write_adapter(folder, manifest):
     GPT-2 keeps its matrices turned, which fan_in_fan_out says; the thin ones lie as they do here."""
     from safetensors.torch import save
 
-    from runtime.shards import Shards
+    from runtime.checkpoint.shards import Shards
 
     lora = manifest["state"].get("lora")
     if not lora or not lora["base"]:

@@ -7,7 +7,7 @@ import functools
 
 import numpy as np
 
-from runtime.bins import Joined
+from runtime.data.dataset import Joined
 from runtime.halfdone import grown
 from runtime.workers import in_order
 

@@ -15,10 +15,10 @@ import numpy as np
 from tqdm import tqdm
 
 from runtime import documents, halfdone
-from runtime.bins import DTYPES, SLICE, SPLITS, DatasetError, dtype_for, meta_files, move_in
-from runtime.fetch import write_aside
+from runtime.data.dataset import DTYPES, SLICE, SPLITS, DatasetError, dtype_for, meta_files, move_in
+from runtime.data.download import write_aside
+from runtime.data.tokenizer import CODE_POINTS, array_encoder, end_of_text
 from runtime.overlap import overlap
-from runtime.tokenizer import CODE_POINTS, array_encoder, end_of_text
 from runtime.workers import in_order, pool_of
 
 COMMIT_S = 5  # seconds between two marks from which work can go on

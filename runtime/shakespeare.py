@@ -11,8 +11,8 @@ import re
 import sys
 from pathlib import Path
 
-from runtime import fetch
-from runtime.bins import DatasetError, told, write_dataset
+from runtime.data import download as fetch
+from runtime.data.dataset import DatasetError, told, write_dataset
 
 ROOT = Path(__file__).resolve().parent.parent
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"

@@ -8,7 +8,7 @@ at stage 1 ended with exit code 0 and a gradient norm 65,536 times too large.
 import importlib
 import importlib.metadata
 
-from runtime.dist import print0
+from runtime.cluster.ranks import print0
 
 DEEPSPEED = "0.19.8"  # as in requirements.txt
 RECORDED = ("torch", "deepspeed")  # in each checkpoint's manifest

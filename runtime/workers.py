@@ -11,7 +11,7 @@ from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
-from runtime.bins import DatasetError
+from runtime.data.dataset import DatasetError
 
 AHEAD = 2  # tasks a worker under way or waiting: more would fill the memory
 

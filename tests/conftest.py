@@ -27,7 +27,7 @@ import numpy as np
 import psutil
 import pytest
 
-from runtime.bins import write_dataset
+from runtime.data.dataset import write_dataset
 
 CHARS = "\n abcdefghijklmnopqrstuvwxyz"  # 28 characters: their embedding is padded to 64 rows
 SMALL = ("--init_from=scratch", "--device=cpu", "--dtype=float32", "--n_layer=2", "--n_head=2", "--n_embd=32",

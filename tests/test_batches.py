@@ -9,7 +9,8 @@ import pytest
 import torch
 from conftest import ROOT
 
-from runtime.batches import (
+from runtime.data.dataset import DTYPES, DatasetError, write_dataset
+from runtime.data.loader import (
     eval_batches,
     eval_offsets,
     mixed_seed,
@@ -20,7 +21,6 @@ from runtime.batches import (
     train_offsets,
     windows_per_epoch,
 )
-from runtime.bins import DTYPES, DatasetError, write_dataset
 
 # (tokens, block): the least there can be, one and two more, around two and three blocks, and more
 SIZES = [(2, 1), (3, 1), (33, 32), (34, 32), (63, 32), (64, 32), (65, 32), (96, 32), (97, 32), (1000, 32), (12345, 64)]
@@ -120,7 +120,7 @@ def test_epochs_and_seeds_differ():
 def test_the_order_is_the_one_that_earlier_runs_had():
     """A change here breaks the resuming of every run there is. Computed in a process of its own: nothing that differs
     from one to the next (the hashes of strings, say) has a part in it."""
-    code = ("import numpy as np; from runtime.batches import train_offsets; "
+    code = ("import numpy as np; from runtime.data.loader import train_offsets; "
             "print(train_offsets(np.arange(8), 1000, 32, 1337).tolist(), "
             "train_offsets(np.arange(10**12, 10**12 + 4), 301_966, 1024, 7).tolist())")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -15,11 +15,11 @@ import pytest
 import torch
 from conftest import EIGHT, ROOT, SMALL, done, launch, planted, stage
 
-from runtime import memory
-from runtime.checkpoint import CheckpointError, earlier_run, find_tag, fp32_weights, link, load_model, sealed
-from runtime.metrics import trim_history
-from runtime.save import tag_bytes
-from runtime.shards import MOMENTS, Shards
+from runtime.checkpoint.saver import tag_bytes
+from runtime.checkpoint.shards import MOMENTS, Shards
+from runtime.checkpoint.tags import CheckpointError, earlier_run, find_tag, fp32_weights, link, load_model, sealed
+from runtime.monitor.runlog import trim_history
+from runtime.plan import memory
 
 MEMORY = """
 import sys, threading, time
@@ -117,7 +117,7 @@ def test_the_memory_for_a_save_is_reserved_before_it(characters, tmp_path, n, ra
     """At the first save the staging buffer, reckoned before there was any optimizer state, is large enough, and less
     than a fifth larger than it has to be."""
     script = planted(tmp_path, """
-from runtime.save import Saver
+from runtime.checkpoint.saver import Saver
 init, reserve = Saver.__init__, Saver.reserve
 def told(self, size):
     os.write(1, f"reserve {len(self.staging)} {size}\\n".encode())  # whole, whatever the other rank prints

@@ -1,4 +1,4 @@
-"""Settings, case by case (configurator.py), and the DeepSpeed JSON (runtime/ds_config.py)."""
+"""Settings, case by case (configurator.py), and the DeepSpeed JSON (runtime/engine/ds_config.py)."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from test_profiling import MEASURED
 from zero_worker import WAYS
 
 from configurator import SettingsError, configure, differences
-from runtime.ds_config import DTYPE_BLOCK, OURS, TESTED, ConfigError, offloads, resolve
+from runtime.engine.ds_config import DTYPE_BLOCK, OURS, TESTED, ConfigError, offloads, resolve
 
 SCRIPT = ROOT / "train_deepspeed.py"
 CONFIGS = sorted((ROOT / "config").glob("*.py"))

@@ -21,8 +21,11 @@ import numpy as np
 import pytest
 import tiktoken.load
 
-from runtime import bins, fetch, shakespeare, tokenizer
-from runtime.bins import DatasetError, check_dataset, read_meta, write_dataset
+from runtime import shakespeare
+from runtime.data import dataset as bins
+from runtime.data import download as fetch
+from runtime.data import tokenizer
+from runtime.data.dataset import DatasetError, check_dataset, read_meta, write_dataset
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAR_SCRIPT = ROOT / "data" / "shakespeare_char" / "prepare.py"
@@ -224,7 +227,7 @@ def test_killed_while_writing_leaves_the_old_data_and_the_next_run_cleans_up(dat
     old = check_dataset(dataset)
     child = python("""
 import sys, time
-from runtime.bins import write_dataset
+from runtime.data.dataset import write_dataset
 def val():
     yield [1, 2, 3]
     print("half", flush=True)
@@ -246,7 +249,7 @@ def test_killed_between_two_renames_leaves_nothing_that_lies(dataset, step):
     """The new data set has characters, so that an old file beside a new one would be noticed."""
     child = python("""
 import os, sys
-from runtime.bins import write_dataset
+from runtime.data.dataset import write_dataset
 replace, left = os.replace, [int(sys.argv[2])]
 def replace_or_die(*paths):
     left[0] -= 1
@@ -563,6 +566,6 @@ def test_index_known_text_has_the_known_tokens(text_from_the_index, tmp_path, ca
 
 
 def test_the_modules_import_nothing_heavy():
-    child = python("import sys, runtime.shakespeare, runtime.tokenizer, runtime.bins;"
+    child = python("import sys, runtime.shakespeare, runtime.data.tokenizer, runtime.data.dataset;"
                    "print({'torch', 'deepspeed', 'tiktoken', 'transformers'} & set(sys.modules))")
     assert child.communicate()[0] == "set()\n"

@@ -16,11 +16,11 @@ from test_run import at_once
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from model import GPT, GPTConfig
-from runtime import hf
-from runtime.bins import write_dataset
 from runtime.checkpoint import load_model
-from runtime.hf_tokenizer import merges_of
-from runtime.tokenizer import meta_of_file, tokenizer_of
+from runtime.data.dataset import write_dataset
+from runtime.data.tokenizer import meta_of_file, tokenizer_of
+from runtime.export import hf
+from runtime.export.hf_tokenizer import merges_of
 
 TAG = "iter_4"  # neither the newest nor the best
 TEXT = "the quick fox's 12345 hats — naïve 😀\n\n\t  don't <|endoftext|> {x: [1, 2]}  "
@@ -181,7 +181,7 @@ if {broken!r} == "weights":
         save(tensors, *args, **kwargs)
     st.save_file = save_others
 else:
-    from runtime import hf_tokenizer
+    from runtime.export import hf_tokenizer
     right = hf_tokenizer.of_characters
     hf_tokenizer.of_characters = lambda chars: right(chars[1:] + chars[0])
 sys.argv[0] = {str(ROOT / "export_hf.py")!r}
@@ -245,7 +245,7 @@ def test_merges_are_found_from_the_ranks_alone():
     """Against the merges of a BPE that the tokenizers library has learned."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    from runtime.hf_tokenizer import letters_of_bytes
+    from runtime.export.hf_tokenizer import letters_of_bytes
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

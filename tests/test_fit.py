@@ -10,9 +10,9 @@ from test_configurator import script_settings
 
 from configurator import configure
 from model import GPTConfig
-from runtime.fit import CARDS, report, slowness, without
-from runtime.memory import plan
-from runtime.preflight import check_run
+from runtime.plan.fit import CARDS, report, slowness, without
+from runtime.plan.memory import plan
+from runtime.plan.run_plan import check_run
 
 XL = ("config/xl_shakespeare.py", "--dry_run=True")
 SIZE = re.compile(r"^each GPU   ([\d.]+) GB of ([\d.]+) GB(: too much, as a tenth stays free)?$", re.M)

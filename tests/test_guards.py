@@ -11,9 +11,9 @@ import psutil
 import pytest
 from conftest import ROOT, SMALL, ForkedJob, done, kill, launch, read_history, stage, wait_until
 
-from runtime.guards import Norms
-from runtime.metrics import perplexity
-from runtime.pace import LATE, Pace
+from runtime.monitor.health import Norms
+from runtime.monitor.pace import LATE, Pace
+from runtime.monitor.runlog import perplexity
 
 # train_deepspeed.py with a loss that is spoilt: at training forwards first ... last - 1 of one rank, times `factor`
 SPOILT = """
@@ -23,7 +23,7 @@ import torch
 import model
 if "--dtype=float16" in sys.argv:  # slow on CPU, but right
     from deepspeed.accelerator import get_accelerator
-    from runtime import preflight
+    from runtime.plan import run_plan as preflight
     get_accelerator().is_fp16_supported = lambda: True
     preflight.pick_dtype = lambda asked, device: asked
 first, last, rank, factor, training = {first}, {last}, {rank}, {factor}, {training}

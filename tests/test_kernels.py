@@ -9,9 +9,9 @@ import torch
 pytest.importorskip("triton", reason="PyTorch for this platform comes without Triton, and the kernels are not used")
 
 from model import GPT, GPTConfig, LayerCache
-from runtime.adamw import adamw, stage_3
-from runtime.decode import one_more
-from runtime.fused import compare_with_plain, fits, fuse
+from runtime.engine.fused_adamw import adamw, stage_3
+from runtime.kernels.block import compare_with_plain, fits, fuse
+from runtime.kernels.decode import one_more
 
 SHAPE = {"block_size": 150, "vocab_size": 61, "n_layer": 2, "n_head": 3, "n_embd": 48}  # 48: no power of two
 
@@ -62,7 +62,7 @@ def test_what_doctor_compares(monkeypatch):
     small = {"B": 1, "T": 24, "n_head": 2, "n_embd": 32}
     (loss, grads), (plain_loss, plain_grads) = compare_with_plain("cpu", torch.bfloat16, **small)
     assert 0.001 < grads < 1.2 * plain_grads < 0.02 and max(loss, plain_loss) < 0.01
-    monkeypatch.setattr("runtime.fused.summed", lambda sums, *params: [torch.zeros_like(p) for p in params])
+    monkeypatch.setattr("runtime.kernels.block.summed", lambda sums, *params: [torch.zeros_like(p) for p in params])
     (_, grads), _ = compare_with_plain("cpu", torch.bfloat16, **small)
     assert grads > 0.2
 

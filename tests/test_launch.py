@@ -12,8 +12,8 @@ import psutil
 import pytest
 from conftest import ROOT, SMALL, long, read_history
 
-from runtime.checkpoint import find_tag
-from runtime.leave import WHY
+from runtime.checkpoint.tags import find_tag
+from runtime.cluster.shutdown import WHY
 
 SCRIPT = ROOT / "launch_deepspeed.py"
 ASIDE = ("--batch_size", "--gradient_accumulation_steps", "--learning_rate", "--max_iters")

@@ -15,8 +15,8 @@ import psutil
 import pytest
 from conftest import ROOT, SMALL, free_port, read_history, write_characters
 
-from runtime.checkpoint import find_tag
-from runtime.hosts import LOST, differences, machine, told
+from runtime.checkpoint.tags import find_tag
+from runtime.cluster.machines import LOST, differences, machine, told
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 LONG = ("--max_iters=100000", "--lr_decay_iters=1000", "--eval_interval=5")

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from conftest import CHARS, EIGHT, done
 
-from runtime.batches import seen, train_offsets, train_places, turns, windows_per_epoch
-from runtime.bins import write_dataset
-from runtime.mixture import shares
+from runtime.data.dataset import write_dataset
+from runtime.data.loader import seen, train_offsets, train_places, turns, windows_per_epoch
+from runtime.data.mixture import shares
 
 SHAPELESS = ("--n_layer=None", "--n_head=None", "--n_embd=None")  # the weights bring their own
 

@@ -13,9 +13,9 @@ from conftest import CHARS, ROOT, done, launch, read_history
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from model import GPT, WeightsError
-from runtime.batches import eval_offsets
-from runtime.bins import DatasetError
-from runtime.source import data_of_weights
+from runtime.data.dataset import DatasetError
+from runtime.data.loader import eval_offsets
+from runtime.sample.source import data_of_weights
 
 SETTINGS = """
 # train a miniature model

@@ -9,7 +9,7 @@ import time
 import pytest
 from conftest import ROOT, SMALL, ForkedJob, command_line, free_port, launch, long, planted, read_history, wait_until
 
-from runtime.checkpoint import find_tag, tags
+from runtime.checkpoint.tags import find_tag, tags
 
 ENDLESS = ("--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10")
 
@@ -56,7 +56,7 @@ def test_closed_streams_and_another_encoding_do_not_stop_training(characters, tm
     done = subprocess.run(["bash", "-c", shell, "bash", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/a"],
                           cwd=ROOT, timeout=120)
     assert done.returncode == 0 and "final" in tags(tmp_path / "a")
-    run = launch(planted(tmp_path, "from runtime import samples\nsamples.write = lambda *_: [0] * 3"),
+    run = launch(planted(tmp_path, "from runtime.sample import samples\nsamples.write = lambda *_: [0] * 3"),
                  *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/b", "--sample_interval=1", launcher="python",
                  PYTHONIOENCODING="ascii", PYTHONUTF8="0", LC_ALL="C")
     assert run.returncode == 0, run.stderr
@@ -114,7 +114,7 @@ def test_a_rank_whose_neighbor_has_died_ends_although_nobody_reads_its_errors(ch
     """Rank 0 waits in a collective for ever, as it does in NCCL, so that only its watching thread can end it."""
     script = planted(tmp_path, f"""
 import time
-from runtime import dist
+from runtime.cluster import ranks as dist
 def waits(*args, **kwargs):
     open({str(tmp_path / "waits")!r} + os.environ["RANK"], "w").close()
     time.sleep(1000)

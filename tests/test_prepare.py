@@ -25,9 +25,11 @@ import zstandard
 from conftest import ROOT, launch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from runtime import bins, documents, halfdone, mixture, overlap, workers
-from runtime.bins import check_dataset, tokens_of
-from runtime.tokenizer import gpt2_encoding, tokenizer_of
+from runtime import documents, halfdone, overlap, workers
+from runtime.data import dataset as bins
+from runtime.data import mixture
+from runtime.data.dataset import check_dataset, tokens_of
+from runtime.data.tokenizer import gpt2_encoding, tokenizer_of
 
 SCRIPT = ROOT / "data" / "prepare.py"
 SHARE = 0.3

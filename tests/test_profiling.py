@@ -8,7 +8,7 @@ import pytest
 from conftest import stage
 
 from model import GPT, GPTConfig
-from runtime.profiling import count_flops
+from runtime.monitor.profiler import count_flops
 
 MEASURED = {"zero_optimization": {"stage": 2}, "wall_clock_breakdown": True, "comms_logger": {"enabled": True}}
 

@@ -14,9 +14,9 @@ from conftest import CHARS, ROOT, SMALL, launch, planted
 from test_configurator import script_settings
 
 from configurator import configure
-from runtime import checkpoint
-from runtime.bins import write_dataset
-from runtime.preflight import check_run
+from runtime.checkpoint import tags as checkpoint
+from runtime.data.dataset import write_dataset
+from runtime.plan.run_plan import check_run
 
 NO_SHAPE = ("--n_layer=None", "--n_head=None", "--n_embd=None")  # with weights, which bring their own
 
@@ -259,8 +259,8 @@ def test_a_rank_without_its_place_on_the_machine_is_refused_unless_it_is_alone(t
 def test_ranks_whose_machines_differ_part(characters, tmp_path):
     """One is made to believe that it has a millionth of the other's memory; left alone, they would wait for ever."""
     script = planted(tmp_path, """
-import runtime.preflight
-runtime.preflight.memory_of_a_rank = lambda *_: 1e9 if os.environ["RANK"] == "0" else 1e3
+import runtime.plan.run_plan
+runtime.plan.run_plan.memory_of_a_rank = lambda *_: 1e9 if os.environ["RANK"] == "0" else 1e3
 """)
     run = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", "--batch_size=auto", ranks=2)
     assert run.returncode and "the ranks' machines differ in what 'auto' is there: --batch_size=4 " in run.stderr

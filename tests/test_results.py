@@ -11,9 +11,9 @@ from conftest import STAGES
 
 import bench
 from model import GPT, GPTConfig
-from runtime.ds_config import resolve
+from runtime.engine.ds_config import resolve
 from runtime.lora import MATRICES, adapt
-from runtime.memory import plan
+from runtime.plan.memory import plan
 
 ROOT = Path(__file__).resolve().parent.parent
 

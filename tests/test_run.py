@@ -37,8 +37,8 @@ from conftest import (
 )
 
 from model import GPT, GPTConfig
-from runtime.checkpoint import cache_path, damages, describe, find_tag, fp32_weights, prune, sealed, tags, tidy
-from runtime.metrics import append_history, close, start_tensorboard, tell
+from runtime.checkpoint.tags import cache_path, damages, describe, find_tag, fp32_weights, prune, sealed, tags, tidy
+from runtime.monitor.runlog import append_history, close, start_tensorboard, tell
 
 SIX = ("--max_iters=6", "--eval_interval=3", "--lr_schedule=linear", "--lr_decay_iters=4", "--min_lr=2e-4")
 TWO = (*SIX, "--batch_size=2", "--eval_iters=4")  # of SIX on two ranks
@@ -217,7 +217,7 @@ def test_a_validation_loss_that_is_no_number_is_not_the_best(characters, tmp_pat
     script = tmp_path / "nan.py"
     script.write_text(f"""import math, runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
-from runtime import dist
+from runtime.cluster import ranks as dist
 total, calls = dist.total, []
 def once_nan(*values, **how):
     calls.extend([len(values)] * (len(values) == 3))
@@ -250,7 +250,7 @@ def test_a_start_that_overlaps_the_run_before_goes_on_from_its_last_tag(characte
                                  (tmp_path / "empty", "{} has come to hold a run (iter_4)", 2)):
         script = planted(tmp_path, f"""
 import shutil
-from runtime import checkpoint
+from runtime.checkpoint import tags as checkpoint
 take = checkpoint.take
 def take_later(out_dir):
     shutil.copytree({str(whole(2).out_dir / "iter_4")!r}, {str(out_dir / "iter_4")!r})

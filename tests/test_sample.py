@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from model import GPT, penalised, sample_token
-from runtime import texts
-from runtime.score import score
+from runtime.sample import generate as texts
+from runtime.sample.score import score
 
 
 @pytest.fixture(scope="module")

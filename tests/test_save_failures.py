@@ -5,11 +5,11 @@ import os
 import pytest
 from conftest import SMALL, launch, planted
 
-from runtime.checkpoint import tags
+from runtime.checkpoint.tags import tags
 
 FAILS_ONCE = """
 import threading, time
-from runtime import save
+from runtime.checkpoint import saver as save
 import torch.distributed as dist
 failures = {failures}
 plain = {target}

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from conftest import CHARS, ROOT, SMALL
 
-from runtime.checkpoint import find_tag
+from runtime.checkpoint.tags import find_tag
 
 
 def naming(text):

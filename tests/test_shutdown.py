@@ -8,8 +8,8 @@ import sys
 import pytest
 from conftest import ROOT, SMALL, ForkedJob, command_line, free_port, kill, long, planted, wait_until
 
-from runtime.checkpoint import find_tag
-from runtime.leave import WHY, Watch
+from runtime.checkpoint.tags import find_tag
+from runtime.cluster.shutdown import WHY, Watch
 
 ENDLESS = ("--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10")
 
@@ -65,7 +65,7 @@ def test_a_folder_named_stop_stops_the_run(start, tmp_path, full):
 def test_a_check_that_fails_is_reported_once_and_signals_still_count(start, tmp_path):
     """As psutil does with an OSError where too many files are open."""
     job, log = start(script=planted(tmp_path, """
-from runtime import leave
+from runtime.cluster import shutdown as leave
 def fails(process):
     raise OSError(24, "Too many open files")
 leave.alive, leave.launchers, leave.INTERVAL = fails, lambda: [0], 0.1
@@ -80,7 +80,7 @@ leave.alive, leave.launchers, leave.INTERVAL = fails, lambda: [0], 0.1
 
 def test_a_watching_thread_that_died_leaves_signals_to_the_system(start, tmp_path):
     job, log = start(script=planted(tmp_path, """
-from runtime import leave
+from runtime.cluster import shutdown as leave
 leave.Watch.poll = lambda self: None
 """))
     job.send_signal(signal.SIGTERM)
@@ -140,7 +140,7 @@ def test_a_rank_that_dies_before_the_last_barrier_leaves_nobody_waiting(characte
     """Without a launcher, which would end rank 0 too. NCCL's barrier waits for a dead rank; gloo's would raise."""
     script = planted(tmp_path, """
 import time, torch
-from runtime import dist
+from runtime.cluster import ranks as dist
 part = dist.part
 def ends(code=0):
     torch.distributed.barrier = lambda: os._exit(7) if os.environ["RANK"] == "1" else time.sleep(1000)

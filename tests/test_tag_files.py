@@ -7,9 +7,9 @@ import pytest
 import torch
 from deepspeed.runtime.utils import see_memory_usage
 
-from runtime import save
-from runtime.checkpoint import damages, describe
-from runtime.shards import MOMENTS, Shards
+from runtime.checkpoint import saver as save
+from runtime.checkpoint.shards import MOMENTS, Shards
+from runtime.checkpoint.tags import damages, describe
 
 
 class Payload:

@@ -11,9 +11,9 @@ import pytest
 from conftest import ROOT, free_port, launch, long
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-from runtime.ds_config import POSTPONED, grow_loss_scale
+from runtime.engine.ds_config import POSTPONED, grow_loss_scale
 
-SHARED = "runtime.one_machine"  # where the way through shared memory is written
+SHARED = "runtime.engine.one_machine"  # where the way through shared memory is written
 
 
 @pytest.fixture(scope="module", params=[long(1), 2], ids=["1 rank", "2 ranks"])

@@ -24,11 +24,11 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param
 
 from model import GPT, Block, GPTConfig
-from runtime import ds_config
-from runtime.adamw import step_in_one_pass
-from runtime.dist import part, quiet, total
-from runtime.fused import fuse
-from runtime.gradients import shorten
+from runtime.cluster.ranks import part, quiet, total
+from runtime.engine import ds_config
+from runtime.engine.fused_adamw import step_in_one_pass
+from runtime.engine.zero2_gradients import shorten
+from runtime.kernels.block import fuse
 
 SEQUENCES, ACCUMULATION, T, VOCAB = 12, 3, 16, 61  # of a step, over all ranks; micro-steps; tokens; vocabulary
 LEARNING_RATES = (1e-2, 5e-3, 2e-3, 1e-2, 5e-3)  # set anew each step, as the script does

@@ -14,8 +14,9 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent.parent))
 
-from runtime import prepare, tokenizer  # noqa: E402
-from runtime.bins import DatasetError, told  # noqa: E402
+from runtime import prepare  # noqa: E402
+from runtime.data import tokenizer  # noqa: E402
+from runtime.data.dataset import DatasetError, told  # noqa: E402
 from runtime.documents import Source, batched  # noqa: E402
 
 DOCUMENTS = 8_013_769

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import psutil
 from conftest import ROOT, SMALL, ForkedJob, command_line, read_history, write_characters
 
-from runtime.metrics import git_commit
+from runtime.monitor.runlog import git_commit
 
 
 def arguments(doc, **defaults):

@@ -16,7 +16,7 @@ import time
 from common import arguments, losses, report, run
 from conftest import STAGES
 
-from runtime.checkpoint import CheckpointError, damages, find_tag, fp32_weights
+from runtime.checkpoint.tags import CheckpointError, damages, find_tag, fp32_weights
 
 OPTIONS = ("--max_iters=4", "--lr_decay_iters=6", "--eval_interval=2", "--n_layer=1")
 

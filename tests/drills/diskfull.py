@@ -19,14 +19,14 @@ from pathlib import Path
 from common import arguments, losses, report, run, start, wait_for
 from conftest import planted
 
-from runtime.checkpoint import damages, find_tag, tags
+from runtime.checkpoint.tags import damages, find_tag, tags
 
 OPTIONS = ("--max_iters=8", "--lr_decay_iters=8", "--eval_interval=2", "--keep_last=20")
 PAGE = 4096  # bytes that the file system gives at a time
 INSIDE = "DRILL_INSIDE"
 HOLD = """
 import time
-from runtime.save import Saver
+from runtime.checkpoint.saver import Saver
 save = Saver.save
 def later(self, tag, *rest):
     while tag == "iter_4" and not os.path.exists(os.environ["DRILL_FILLED"]):

@@ -13,7 +13,7 @@ import time
 
 from common import arguments, losses, report, run, start, wait_for
 
-from runtime.checkpoint import iteration, newest_tag
+from runtime.checkpoint.tags import iteration, newest_tag
 
 
 def saving(out_dir):

@@ -18,7 +18,7 @@ import time
 from common import ROOT, arguments, losses, naming, report, run, start, wait_for
 from conftest import SMALL
 
-from runtime.checkpoint import iteration, newest_tag
+from runtime.checkpoint.tags import iteration, newest_tag
 
 OPTIONS = ("--max_iters=100000", "--lr_decay_iters=1000", "--eval_interval=40", "--eval_iters=40", "--n_layer=1")
 LAUNCHERS = ("torchrun", "deepspeed", "run_deepspeed_xl.sh", "python")

@@ -7,7 +7,7 @@ from reference import XL_2_LAYERS, build, check, plain_logits, random_weights
 
 import model as model_file
 from model import GPTConfig
-from runtime.decode import faster
+from runtime.kernels.decode import faster
 
 CONTEXT = 640  # attend_one's programs take a second look from 513 places on
 SMALL = {"block_size": CONTEXT, "n_layer": 2}

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from reference import check, errors
 
 from model import FusedHeadLoss, softmax_loss
-from runtime import fp8, fused, products
-from runtime.adamw import adamw
+from runtime.engine.fused_adamw import adamw
+from runtime.kernels import block as fused
+from runtime.kernels import fp8, products
 
 WIDTHS = {768: 12, 1600: 25}  # and their heads
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -6,9 +6,9 @@ import torch
 from reference import GPT2, XL_2_LAYERS, build, check, errors, plain_gradients, random_weights
 
 from model import GPTConfig
-from runtime import replay
-from runtime.fused import fuse
-from runtime.pace import Pace
+from runtime.engine import fast_path as replay
+from runtime.kernels.block import fuse
+from runtime.monitor.pace import Pace
 
 B, T = 2, 1024
 WAYS = ["eager", "compiled", "kernels", "kernels recomputed", "kernels captured", "kernels captured sums",
@@ -16,7 +16,7 @@ WAYS = ["eager", "compiled", "kernels", "kernels recomputed", "kernels captured"
 
 
 class Engine:
-    """What runtime/replay.py uses of an engine. sums: gradients go to float32 sums, as at ZeRO-2 on one rank."""
+    """What fast_path.py uses of an engine. sums: gradients go to float32 sums, as at ZeRO-2 on one rank."""
 
     def __init__(self, module, scale=1.0, sums=False):
         self.module, self.scale = module, scale

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, launch, planted, read_history
 
-from runtime.save import tensors
+from runtime.checkpoint.saver import tensors
 
 SMALL = ("--init_from=scratch", "--n_layer=2", "--n_head=2", "--n_embd=64", "--block_size=64", "--batch_size=4",
          "--gradient_accumulation_steps=2", "--learning_rate=1e-3", "--warmup_iters=2", "--max_iters=8",
@@ -30,7 +30,7 @@ torch.cuda.set_per_process_memory_fraction(5.0e9 / torch.cuda.get_device_propert
 """
 # A checkpoint is written three seconds after its tensors were copied
 SLOW_DISK = """import time
-from runtime.save import Saver
+from runtime.checkpoint.saver import Saver
 write = Saver.write
 def slow(self, *args):
     print(f"staging buffer pinned: {self.pinned}", flush=True)

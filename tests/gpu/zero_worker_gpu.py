@@ -24,12 +24,13 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param
 
 from model import GPT, Block, GPTConfig
-from runtime import ds_config, replay
-from runtime.adamw import step_in_one_pass
-from runtime.dist import part, quiet, total
-from runtime.fused import fuse
-from runtime.gradients import shorten
-from runtime.pace import Pace
+from runtime.cluster.ranks import part, quiet, total
+from runtime.engine import ds_config
+from runtime.engine import fast_path as replay
+from runtime.engine.fused_adamw import step_in_one_pass
+from runtime.engine.zero2_gradients import shorten
+from runtime.kernels.block import fuse
+from runtime.monitor.pace import Pace
 
 SEQUENCES, ACCUMULATION, STEPS = 12, 3, 6  # per step over all ranks; micro-steps per step
 CONFIG = GPTConfig(block_size=64, vocab_size=500, n_layer=2, n_head=4, n_embd=256)

@@ -1,0 +1,379 @@
+"""The DeepSpeed JSON: what it may say, and what the engine is handed.
+
+One owner for each number: the training script owns batch, accumulation, clipping, learning rate and precision; the
+JSON owns ZeRO, offload and buckets. DeepSpeed itself ignores unknown keys at the top, takes "auto" for a default
+without a word, and accepts several combinations that then compute something wrong; all of them end here.
+
+A key may change what DeepSpeed does only if a test trains with it (TESTED). All other keys of DeepSpeed's models pass
+with DeepSpeed's own default, and are refused with any other value.
+"""
+
+import json
+import os
+from typing import get_args
+
+from configurator import nearest
+
+OURS = ("zero_optimization", "bf16", "fp16", "data_types", "communication_data_type", "zero_force_ds_cpu_optimizer",
+        "steps_per_print", "dump_state", "wall_clock_breakdown", "comms_logger")  # fmt: skip
+# The keys of each block that a test trains with in a value that is not the default (tests/zero_worker.py)
+TESTED = {
+    "zero_optimization": (
+        "stage", "overlap_comm", "reduce_bucket_size", "allgather_bucket_size", "offload_optimizer", "offload_param",
+        "sub_group_size", "memory_efficient_linear", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
+        "stage3_max_reuse_distance", "stage3_param_persistence_threshold"),
+    "zero_optimization.offload_optimizer": ("device", "pin_memory"),
+    "zero_optimization.offload_param": ("device", "pin_memory"),
+    "bf16": ("enabled",),
+    "fp16": ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
+    "data_types": ("grad_accum_dtype",),
+    "comms_logger": ("enabled",),
+}  # fmt: skip
+WHY = {  # other keys are refused as untested
+    "zero_optimization.compute_grad_norm": "turns off the gradient norm, which the script needs",
+    "zero_optimization.leaf_module": "is set by the script, which makes each block a leaf module",
+    "zero_optimization.round_robin_gradients": "makes DeepSpeed record wrong positions of weights, and resuming with "
+                                               "another number of ranks needs them",
+    **dict.fromkeys(("zero_optimization.stage3_gather_16bit_weights_on_model_save",
+                     "zero_optimization.stage3_gather_fp16_weights_on_model_save"),
+                    "is not needed, because export_hf.py reads the checkpoints of ZeRO-3"),
+    "bf16.check_grad_overflow": "makes ZeRO-1 and ZeRO-2 apply a gradient with NaN",
+}
+CHOICES = {
+    "zero_optimization.stage": (0, 1, 2, 3),
+    "zero_optimization.offload_optimizer.device": ("cpu", "none"),
+    "zero_optimization.offload_param.device": ("cpu", "none"),
+    "zero_force_ds_cpu_optimizer": (True, False),
+    "dump_state": (True, False),
+    "wall_clock_breakdown": (True, False),
+}
+INSTEAD = {
+    "optimizer": "the script owns it: set learning_rate, weight_decay, beta1 and beta2 there",
+    "scheduler": "the script owns it: set lr_schedule, warmup_iters, lr_decay_iters and min_lr there",
+    "activation_checkpointing": "DeepSpeed does nothing with it: set --gradient_checkpointing=True",
+    "tensorboard": "DeepSpeed would log no loss: set --tensorboard_log=True",
+    "wandb": "DeepSpeed would log no loss: set --wandb_log=True",
+    "csv_monitor": "DeepSpeed would log no loss: remove it, and read history.jsonl in out_dir",
+    "flops_profiler": "DeepSpeed cannot see into blocks that are compiled: set --profile=True",
+    "memory_breakdown": "the script prints the peak of memory at each step: remove it",
+    "prescale_gradients": "ZeRO refuses it: remove it",
+    "gradient_predivide_factor": "ZeRO refuses it: remove it",
+    "zero_allow_untested_optimizer": "the optimizer is AdamW, which ZeRO knows: remove it",
+    "aio": "it is for NVMe, which is untested here: remove it, and offload to the CPU",
+    "checkpoint": "the script owns checkpoints, and DeepSpeed's writers leave files that it cannot read: remove it",
+}
+POSTPONED = 2**20  # by this, a window of loss scaling never ends inside DeepSpeed
+DTYPE_BLOCK = {"bfloat16": "bf16", "float16": "fp16"}
+AUTO = 'is "auto", which nothing resolves: give it a value'
+
+
+class ConfigError(Exception):
+    """Every problem found in a DeepSpeed JSON, one a line."""
+
+
+def find(path, root):
+    """Where a JSON lies: as it is named, or else below the project's folder."""
+    return path if os.path.exists(path) else os.path.join(root, path)
+
+
+def resolve(path, settings, world_size, dtype, compiled=False):
+    """(config for deepspeed.initialize, notes to print) from a JSON file, the script's settings and its precision.
+
+    dtype: 'bfloat16', 'float16' or 'float32'. compiled: whether the blocks are. Raises ConfigError.
+    """
+    config = read_json(path)
+    owned = {
+        "train_micro_batch_size_per_gpu": settings["batch_size"],
+        "gradient_accumulation_steps": settings["gradient_accumulation_steps"],
+        "train_batch_size": settings["batch_size"] * settings["gradient_accumulation_steps"] * world_size,
+        "gradient_clipping": settings["grad_clip"],
+    }
+    problems = top_level_problems(config, owned, dtype) + precision_problems(config, dtype)
+    config.update(owned)
+    for block in ("bf16", "fp16"):
+        if isinstance(config.setdefault(block, {}), dict):
+            config[block]["enabled"] = DTYPE_BLOCK.get(dtype) == block
+    problems += block_problems(config, dtype) + stage_problems(config.get("zero_optimization"))
+    if problems:
+        raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
+    notes = repair(config, dtype, compiled)
+    config.setdefault("steps_per_print", 2**31)  # the script prints
+    return config, notes
+
+
+def read_json(path):
+    """The file's object; keys given twice and bad syntax are ConfigErrors."""
+
+    def no_doubles(pairs):
+        keys = [key for key, _ in pairs]
+        doubles = sorted({key for key in keys if keys.count(key) > 1})
+        if doubles:
+            raise ConfigError(f"{path}: the key {', '.join(doubles)} is given twice")
+        return dict(pairs)
+
+    try:
+        with open(path, encoding="utf-8") as f:
+            config = json.load(f, object_pairs_hook=no_doubles)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name another with --deepspeed_config=FILE") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return config
+
+
+def top_level_problems(config, owned, dtype):
+    """List unknown keys, keys with another owner, wrong values, and numbers that contradict the script's."""
+    problems = []
+    for key, value in config.items():
+        if key in owned:
+            if value not in ("auto", owned[key]):
+                problems.append(f'"{key}" is {json.dumps(value)}, but the script\'s settings make it {owned[key]}: '
+                                'remove it here, or write "auto"')
+        elif key in INSTEAD:
+            problems.append(f'"{key}" does not belong here: {INSTEAD[key]}')
+        elif key not in OURS:
+            problems.append(f'unknown key "{key}"{nearest(key, [*OURS, *owned, *INSTEAD]) or ": remove it"}')
+        elif key in TESTED:
+            problems += [] if isinstance(value, dict) else [f'"{key}" must be an object']
+        elif key == "steps_per_print" and value != "auto":
+            if type(value) is not int or value < 1:
+                problems.append(f'"{key}" is {json.dumps(value)}: write a whole number above 0')
+        else:
+            problems += value_problem(key, value, dtype)
+    return problems
+
+
+def precision_problems(config, dtype):
+    """Precision blocks that say something else than dtype; fit ones have "auto" or the same in `enabled`."""
+    problems = []
+    for block in ("bf16", "fp16"):
+        content = config.get(block, {})
+        said = content.get("enabled", "auto") if isinstance(content, dict) else "auto"
+        if said not in ("auto", DTYPE_BLOCK.get(dtype) == block):
+            problems.append(f'"{block}.enabled" is {json.dumps(said)}, but dtype is {dtype}: write "auto" here, or '
+                            f"set --dtype={'float32' if not said else {'bf16': 'bfloat16', 'fp16': 'float16'}[block]}")
+    return problems
+
+
+def value_problem(path, value, dtype):
+    """Return a list with the problem of an "auto", or of a value that is not among those of a key; empty if fine."""
+    choices = CHOICES.get(path)
+    if path in ("communication_data_type", "data_types.grad_accum_dtype"):
+        choices = tuple(dict.fromkeys(("fp32", DTYPE_BLOCK.get(dtype, "fp32"))))
+    if value == "auto":
+        return [f'"{path}" {AUTO}']
+    if not choices or json.dumps(value) in map(json.dumps, choices):
+        return []
+    *first, last = map(json.dumps, choices)
+    untested = ", which is untested here" if value == "nvme" else ""
+    return [f'"{path}" is {json.dumps(value)}{untested}: write {", ".join(first)}{" or " * bool(first)}{last}']
+
+
+def block_problems(config, dtype):
+    """List what is unknown, untested or of a wrong type inside the blocks."""
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    problems = []
+    models = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config,
+              "comms_logger": CommsLoggerConfig}
+    for block, model in models.items():
+        if not isinstance(config.get(block), dict):
+            continue
+        found, rest = check_keys(model, config[block], block, dtype)
+        problems += found
+        try:
+            model(**rest)
+        except ValidationError as error:
+            problems += [f'"{".".join(map(str, (block, *e["loc"])))}": {e["msg"].removeprefix("Value error, ")}'
+                         for e in error.errors()]
+        except OverflowError as error:  # in DeepSpeed's validator of loss_scale
+            problems.append(f'"{block}": {error}: write a smaller number')
+    types = config.get("data_types")
+    for key, value in types.items() if isinstance(types, dict) else ():
+        if key in TESTED["data_types"]:
+            problems += value_problem(f"data_types.{key}", value, dtype)
+        else:
+            problems.append(unknown("data_types", key))
+    return problems
+
+
+def unknown(path, key):
+    """Return the sentence on a key that DeepSpeed does not know."""
+    return f'"{path}.{key}": unknown key{nearest(key, TESTED[path]) or ": remove it"}'
+
+
+def check_keys(model, content, path, dtype):
+    """Return the problems of the keys in one block, and the block without these keys, for DeepSpeed's model to check.
+
+    model: DeepSpeed's pydantic model of the block. A key passes if it is in TESTED or has DeepSpeed's default.
+    """
+    problems, rest = [], {}
+    fields = {field.alias or name: field for name, field in model.model_fields.items()}
+    for key, value in content.items():
+        here, field = f"{path}.{key}", fields.get(key)
+        if field is None:
+            found = [unknown(path, key)]
+        elif key not in TESTED[path]:
+            found = untested(here, value, field)
+        elif here in TESTED and isinstance(value, dict):
+            (inner,) = [kind for kind in get_args(field.annotation) if kind is not type(None)]
+            found, rest[key] = check_keys(inner, value, here, dtype)
+            problems += found
+            continue
+        elif here in TESTED and value is not None and value != "auto":
+            found = [f'"{here}" is {json.dumps(value)}: write {{"device": "cpu"}}, or remove it']
+        else:
+            found = value_problem(here, value, dtype) or mistyped(here, value, field)
+        problems += found
+        if not found:
+            rest[key] = value
+    return problems, rest
+
+
+def untested(path, value, field):
+    """Return a list with the problem of a key that no test trains with; empty if it has DeepSpeed's default."""
+    extra = field.json_schema_extra or {}
+    if extra.get("deprecated") and path not in WHY:
+        return [f'"{path}" is an old name: write "{extra["new_param"]}"']
+    if not extra.get("deprecated") and value == field.get_default(call_default_factory=True):
+        return []
+    return [f'"{path}" {WHY.get(path, "is untested here")}: remove it']
+
+
+def mistyped(path, value, field):
+    """Return a list with the problem of a number or a bool written as something else, which DeepSpeed would convert."""
+    if path in CHOICES or value is None:
+        return []
+    is_bool = bool in (field.annotation, *get_args(field.annotation))
+    if isinstance(value, str) or isinstance(value, bool) != is_bool:
+        wanted = "true or false" if is_bool else "a number"
+        return [f'"{path}" is {json.dumps(value)}: write {wanted}, without quotation marks']
+    if path == "zero_optimization.sub_group_size" and value < 1:
+        return [f'"{path}" is {json.dumps(value)}: write a number above 0']
+    return []
+
+
+def stage_problems(zero):
+    """List what does nothing, or cannot work, at the stage of the zero_optimization block."""
+    if not isinstance(zero, dict) or value_problem("zero_optimization.stage", zero.get("stage", 0), None):
+        return []
+    problems, stage = [], zero.get("stage", 0)
+    blocks = (zero.get(key) for key in ("offload_optimizer", "offload_param"))
+    optimizer, param = (isinstance(block, dict) and block.get("device", "none") != "none" for block in blocks)
+    if param and stage != 3:
+        problems.append(f'"zero_optimization.offload_param" does nothing at stage {stage}: use stage 3, or remove it')
+    if optimizer and stage == 0:
+        problems.append('"zero_optimization.offload_optimizer" needs stage 1, 2 or 3')
+    return problems
+
+
+def repair(config, dtype, compiled):
+    """Change in place what DeepSpeed would get wrong; returns a note on each change."""
+    notes = []
+    zero = config.setdefault("zero_optimization", {"stage": 0})
+    stage = zero.setdefault("stage", 0)
+    if stage == 0 and dtype != "float32":
+        why = "never scales the loss in float16" if dtype == "float16" else "adds up gradients in bfloat16"
+        notes.append(f"stage 0 runs as stage 1, because DeepSpeed's stage 0 {why}")
+        stage = zero["stage"] = 1
+    if dtype == "float16" and not config["fp16"].get("loss_scale"):
+        # its step divides by the scale of the next step, which halves the gradient each time the scale grows (at
+        # stages 1 and 2 too, where the norm that it tells is right)
+        config["fp16"]["loss_scale_window"] = config["fp16"].get("loss_scale_window", 1000) * POSTPONED
+        notes.append("the script makes the loss scale grow: when DeepSpeed does, it halves the gradient")
+    if stage > 0:
+        config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+    if stage == 3 and compiled:
+        # DeepSpeed's own F.linear, traced by PyTorch 2.11, costs each block a graph of its own, up to dynamo's limit of
+        # 8, and the gradients of those blocks are zero: GPT-2 XL's norm was 71 instead of 97
+        if zero.get("memory_efficient_linear"):
+            notes.append("memory_efficient_linear is off, because compiled blocks lose their gradients by it")
+        zero["memory_efficient_linear"] = False
+    ignored = [key for key in zero if key.startswith("stage3_")] if stage != 3 else []
+    if ignored:
+        notes.append(f"{', '.join(ignored)} have no effect at stage {stage}")
+    return notes
+
+
+def logs_messages(config):
+    """Whether DeepSpeed records the messages between ranks, for a table at the end."""
+    return config.get("comms_logger", {}).get("enabled", False)
+
+
+def talks(config):
+    """Whether DeepSpeed measures something in each micro-step, for which it synchronizes with the GPU."""
+    return config.get("wall_clock_breakdown", False) or logs_messages(config)
+
+
+def offloads(config):
+    """True where the optimizer's state lives in host memory."""
+    return (config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none") != "none"
+
+
+def shortens(config, dtype):
+    """True where the shorter way of zero2_gradients.py goes: what shorten() asks the engine, before there is one."""
+    own = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]
+    return (config["zero_optimization"]["stage"] == 2 and not offloads(config)
+            and config["data_types"]["grad_accum_dtype"] == "fp32"
+            and (config.get("communication_data_type") or own).lower() == own)
+
+
+def compare(engine, config, dtype):
+    """What the engine really uses, as one line; RuntimeError where it is not what it was handed."""
+    wanted = {
+        "stage": config["zero_optimization"]["stage"],
+        "micro-batch": config["train_micro_batch_size_per_gpu"],
+        "accumulation": config["gradient_accumulation_steps"],
+        "clipping": config["gradient_clipping"],
+        "dtype": dtype,
+        "gradients": {"bf16": "bfloat16", "fp16": "float16"}.get(
+            config.get("data_types", {}).get("grad_accum_dtype", "fp32"), "float32"),
+    }
+    model_dtype, grad_dtype = (str(d).removeprefix("torch.") for d in engine.get_data_types())
+    real = {
+        "stage": int(engine.zero_optimization_stage()),
+        "micro-batch": engine.train_micro_batch_size_per_gpu(),
+        "accumulation": engine.gradient_accumulation_steps(),
+        "clipping": engine.gradient_clipping(),
+        "dtype": model_dtype,
+        "gradients": grad_dtype,
+    }
+    wrong = [key for key in wanted if wanted[key] != real[key]]
+    if wrong:
+        raise RuntimeError(f"DeepSpeed uses {[(k, real[k]) for k in wrong]}, not {[(k, wanted[k]) for k in wrong]}")
+    return ", ".join(f"{key} {value}" for key, value in real.items())
+
+
+def grow_loss_scale(engine):
+    """float16: double the loss scale after every window of good steps, between two steps, where it is safe
+    (see repair). Does nothing elsewhere."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    window = getattr(scaler, "scale_window", 0) // POSTPONED
+    good_steps = scaler.cur_iter - 1 - scaler.last_overflow_iter if window else 0
+    if good_steps > 0 and good_steps % window == 0:
+        scaler.cur_scale *= scaler.scale_factor
+        scaler.cur_hysteresis = scaler.delayed_shift
+
+
+def cpu_adam(config, groups, adam):
+    """The optimizer for offload: DeepSpeed's, compiled at first use; where it cannot be built, torch's, and says so."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    from runtime.cluster.ranks import print0
+
+    print0("note       offload: DeepSpeed's CPU Adam is compiled at its first use, for a minute or more; if that never "
+           "ends, an interrupted build has left a file `lock` under ~/.cache/torch_extensions: delete it")
+    try:
+        return DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
+    except Exception as error:  # the build raises whatever the compiler, the loader or CUDA's absence make of it
+        import torch
+
+        print0(f"note       torch's AdamW steps on the CPU, as DeepSpeed's cannot be built ({type(error).__name__}): "
+               "a C++ compiler and ninja mend that, and DS_SKIP_CUDA_CHECK=1 a CUDA mismatch")
+        config["zero_force_ds_cpu_optimizer"] = False
+        return torch.optim.AdamW(groups, **adam)
