@@ -5,10 +5,11 @@ an element of nearly no gradient may go anywhere, by their distance in units of 
 """
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, free_port, launch, long
+from conftest import free_port, launch, long
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from runtime.engine.ds_config import POSTPONED, grow_loss_scale
@@ -22,7 +23,7 @@ def report(request, tmp_path_factory):
     out = tmp_path_factory.mktemp("zero") / "report.json"
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
              "MASTER_PORT": str(free_port())}  # as torchrun sets them for one rank
-    done = launch(ROOT / "tests" / "zero_worker.py", out, ranks=request.param, **alone)
+    done = launch(Path(__file__).with_name("zero_worker.py"), out, ranks=request.param, **alone)
     assert done.returncode == 0, done.stderr[-3000:]
     return {"ranks": request.param, **json.loads(out.read_text())}
 

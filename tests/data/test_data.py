@@ -27,7 +27,7 @@ from runtime.data import download as fetch
 from runtime.data import tokenizer
 from runtime.data.dataset import DatasetError, check_dataset, read_meta, write_dataset
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CHAR_SCRIPT = ROOT / "data" / "shakespeare_char" / "prepare.py"
 BPE_SCRIPT = ROOT / "data" / "shakespeare" / "prepare.py"
 SOURCE = {"name": "a test", "sha256": "0" * 64, "bytes": 0}

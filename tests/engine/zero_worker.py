@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import deepspeed
 import torch
