@@ -20,10 +20,12 @@ import sys
 import types
 import typing
 
+from runtime.files import UserError
+
 PLAIN = (bool, int, float, str, type(None), dict, list, tuple)
 
 
-class SettingsError(Exception):
+class SettingsError(UserError):
     """Every problem found in the settings, one a line."""
 
 

@@ -321,10 +321,10 @@ def limits():
 
 def disk(run):
     """Room in the output folder; for a run, against the tags that it keeps."""
-    from runtime.checkpoint.saver import existing_folder, free_bytes
+    from runtime.files import free_bytes, nearest_existing_dir
 
     out_dir = run["out_dir"] if run else "."
-    free, folder = free_bytes(out_dir), existing_folder(out_dir)
+    free, folder = free_bytes(out_dir), nearest_existing_dir(out_dir)
     needed = bytes_of_tag(run) * (run["keep_last"] + 2) if run and run["keep_last"] else 22e9
     why = "a run's tags may take" if run else "GPT-2 XL's tag takes"
     low = free < needed
@@ -367,8 +367,8 @@ def parameters(run):
 
 def datasets(run):
     """Each prepared data set, or the run's: whole, and with the hashes that it was prepared with."""
-    from runtime.checkpoint.tags import describe
     from runtime.data.dataset import DatasetError, check_dataset
+    from runtime.files import file_digest
 
     asked = run["dataset"] if run else None
     names = asked if isinstance(asked, dict) else [asked]
@@ -384,7 +384,7 @@ def datasets(run):
             yield graver(run), name, str(error).splitlines()[0], mend
             continue
         changed = [file for file, was in meta["files"].items()
-                   if was["sha256"] and was != describe(os.path.join(folder, file))]
+                   if was["sha256"] and was != file_digest(os.path.join(folder, file))]
         yield (FAIL if changed else OK, name, f"{', '.join(changed)} changed since preparation" if changed else
                f"{meta['train_tokens']:,} and {meta['val_tokens']:,} tokens, hashes as prepared",
                "prepare it anew" if changed else "")

@@ -28,12 +28,11 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 
 from model import GPT, GPTConfig
-from runtime.checkpoint.saver import free_bytes, human
-from runtime.checkpoint.tags import CheckpointError, find_tag, load_model
+from runtime.checkpoint.tags import find_tag, load_model
 from runtime.cluster.ranks import refuse
 from runtime.data.dataset import DatasetError, folders_of, read_meta, same_tokens, tokens_of
-from runtime.data.download import FetchError
 from runtime.data.tokenizer import end_of_text, tokenizer_of
+from runtime.files import UserError, format_bytes, free_bytes
 from runtime.monitor.runlog import read_history
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
@@ -44,8 +43,8 @@ def check_place(to, needed):
     if os.path.exists(to) and not (os.path.isdir(to) and not os.listdir(to)):
         raise ValueError(f"{to} is there already: name another folder with --to=DIR, or delete it")
     if free_bytes(to) < needed:
-        raise ValueError(f"the folder takes {human(needed)} and {to} has {human(free_bytes(to))} free: make room, or "
-                         "name another with --to=DIR")
+        raise ValueError(f"the folder takes {format_bytes(needed)} and {to} has {format_bytes(free_bytes(to))} free: "
+                         "make room, or name another with --to=DIR")
 
 
 def real_tokens(dataset, data, n):
@@ -72,7 +71,7 @@ try:
     with torch.device("meta"):
         size = GPT(GPTConfig(**state["model"])).num_params() * (4 if dtype == "float32" else 2)
     check_place(to, size)
-except (CheckpointError, FetchError, ValueError) as error:
+except (UserError, ValueError) as error:
     refuse(str(error))
 
 import transformers
@@ -109,7 +108,7 @@ try:
     with open(os.path.join(work, "README.md"), "w", encoding="utf-8") as f:
         f.write(text)
     os.rename(work, to)
-except (CheckpointError, hf.ExportError) as error:
+except UserError as error:
     refuse(str(error))
 except (OSError, SafetensorError) as error:
     why = getattr(error, "strerror", None) or error
@@ -117,4 +116,4 @@ except (OSError, SafetensorError) as error:
 finally:
     if work:
         shutil.rmtree(work, ignore_errors=True)
-print(f"{checked}\nwritten to {to}: {human(size)} of weights in {dtype}")
+print(f"{checked}\nwritten to {to}: {format_bytes(size)} of weights in {dtype}")

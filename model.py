@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from runtime.files import UserError
+
 PRETRAINED = {  # layers, heads, width
     "gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600),
 }  # fmt: skip
@@ -44,7 +46,7 @@ LOSS_ROWS = 4096  # rows of logits that exist at one time; 4096 x 50304 in bf16 
 FP16_GRAD_FACTOR = 1024.0  # float16 rounds to 0 what is below 3e-8, as many gradients of logits are
 
 
-class WeightsError(Exception):
+class WeightsError(UserError):
     """Pretrained weights that cannot be had or do not fit; the message says what to do."""
 
 

@@ -46,12 +46,9 @@ from json import dumps
 
 import torch
 
-from model import WeightsError
-from runtime.checkpoint.tags import CheckpointError
 from runtime.cluster.ranks import refuse
-from runtime.data.dataset import DatasetError
-from runtime.data.download import FetchError
 from runtime.data.tokenizer import end_of_text, tokenizer_of
+from runtime.files import UserError
 from runtime.monitor import runlog as metrics
 from runtime.plan.run_plan import pick_device, pick_dtype
 from runtime.sample import generate as texts
@@ -111,7 +108,7 @@ try:
     model = found.load(device, dtype)
     if score:
         loss, n = scoring.score(model, scored, stride)
-except (CheckpointError, WeightsError, FetchError, DatasetError, ValueError) as error:
+except (UserError, ValueError) as error:
     refuse(str(error))
 
 

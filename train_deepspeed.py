@@ -121,7 +121,7 @@ import warnings
 
 import torch
 
-from model import GPT, Block, WeightsError
+from model import GPT, Block
 from runtime import lora
 from runtime.checkpoint import tags as checkpoint
 from runtime.checkpoint.saver import Saver
@@ -134,6 +134,7 @@ from runtime.data.mixture import tokens_of
 from runtime.engine import ds_config
 from runtime.engine import fast_path as replay
 from runtime.engine.fused_adamw import step_in_one_pass
+from runtime.files import UserError, write_atomic
 from runtime.kernels import block as fused
 from runtime.kernels import runs_on
 from runtime.monitor import health as guards
@@ -238,7 +239,7 @@ else:
         else:
             model = GPT.from_pretrained(run.weights, dropout=dropout, device=device, dtype=getattr(torch, run.dtype))
         model.crop_block_size(block_size)
-    except (WeightsError, checkpoint.CheckpointError) as error:
+    except UserError as error:
         problems = [str(error)]
     refuse_together(problems)
 if run.lora:
@@ -309,7 +310,7 @@ if rank == 0 and not eval_only:
         record = metrics.run_record(ROOT, settings, world_size, device)
         record["stages"] = stages
         record["memory_plan"] = fit.planned(run, settings, world_size)
-        checkpoint.write_atomically(os.path.join(out_dir, "settings.json"), json.dumps(record, indent=1))
+        write_atomic(os.path.join(out_dir, "settings.json"), json.dumps(record, indent=1))
     except checkpoint.UnreadableError as error:
         problems = [str(error)]
     except OSError as error:

@@ -14,7 +14,7 @@ import os
 import shutil
 
 from runtime.data.dataset import SPLITS, DatasetError
-from runtime.data.download import sync, write_atomic
+from runtime.files import fsync, write_atomic
 
 NAME, LOCK = ".partial", ".lock"
 HELD = []  # the lock, for as long as this process lives
@@ -56,7 +56,7 @@ def begin(folder, asked, overwrite):
         for path in partial.iterdir():
             if path.name != LOCK:
                 path.unlink()
-        write_atomic(partial / "asked.json", [json.dumps(asked, indent=1).encode()])
+        write_atomic(partial / "asked.json", json.dumps(asked, indent=1))
     return partial, read_json(partial / "progress.json") or copy.deepcopy(FRESH)
 
 
@@ -130,8 +130,8 @@ def commit(partial, state):
         for path in grown(partial, name):
             size += path.stat().st_size
             if size > before[name]:  # else it has not grown since
-                sync(path)
-    write_atomic(partial / "progress.json", [json.dumps(state).encode()])
+                fsync(path)
+    write_atomic(partial / "progress.json", json.dumps(state))
 
 
 def give_up(partial):

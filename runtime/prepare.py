@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from runtime import documents, halfdone
 from runtime.data.dataset import DTYPES, SLICE, SPLITS, DatasetError, dtype_for, meta_files, move_in
-from runtime.data.download import write_aside
 from runtime.data.tokenizer import CODE_POINTS, array_encoder, end_of_text
+from runtime.files import write_temp
 from runtime.overlap import overlap
 from runtime.workers import in_order, pool_of
 
@@ -242,7 +242,7 @@ def finish(partial, state, tokenizer, vocab_size, asked, found):
     parts, files, table, dtype = {}, {}, None, DTYPES[dtype_for(vocab_size)]
 
     def add(name, chunks):
-        part, size, sha256 = write_aside(partial / name, chunks)
+        part, size, sha256 = write_temp(partial / name, chunks)
         parts[name], files[name] = part.name, {"bytes": size, "sha256": sha256}
 
     if tokenizer["kind"] == "char":  # so far they are code points; now they get their ids, in order

@@ -73,7 +73,7 @@ FAULTS = [Fault(*row) for row in (
      "runtime/checkpoint/shards.py", "start += math.ceil(numel / self.world_size)", "start += numel // self.world_size",
      "checkpoint/test_tag_files.py::test_pieces_of_stage_3_are_put_together_without_their_padding"),
     ("commit order", "a checkpoint gets its name before its files are flushed to the disk",
-     "runtime/checkpoint/saver.py", "] = describe(path, sync=True)", "] = describe(path)",
+     "runtime/checkpoint/saver.py", "] = file_digest(path, flush=True)", "] = file_digest(path)",
      "checkpoint/test_tag_files.py::test_a_tag_is_on_the_disk_before_it_has_its_name_and_an_older_one_goes_last"),
     ("hashes", "every rank hashes the same files, so those of the other ranks' shares are not checked",
      "runtime/checkpoint/tags.py", "number % world_size == rank and", "number % world_size == 0 and",

@@ -37,7 +37,8 @@ from conftest import (
 )
 
 from model import GPT, GPTConfig
-from runtime.checkpoint.tags import cache_path, damages, describe, find_tag, fp32_weights, prune, sealed, tags, tidy
+from runtime.checkpoint.tags import cache_path, damages, find_tag, fp32_weights, prune, sealed, tags, tidy
+from runtime.files import file_digest
 from runtime.monitor.runlog import append_history, close, start_tensorboard, tell
 
 SIX = ("--max_iters=6", "--eval_interval=3", "--lr_schedule=linear", "--lr_decay_iters=4", "--min_lr=2e-4")
@@ -333,11 +334,12 @@ def test_a_tag_without_a_manifest_is_kept_beside(train, one_rank, tmp_path):
                               ignore=shutil.ignore_patterns("best", "final", "iter_3"))
     (out_dir / "iter_6" / "manifest.json").unlink()
     (out_dir / "best.fp32.safetensors.tmp").write_text("cut")
+    (out_dir / ".latest.0123abcd.tmp").write_text("cut")
     run = done(train(*SIX, "--batch_size=4", "--init_from=auto", "--max_iters=3", out_dir=out_dir))
     assert f"passing over {out_dir}/iter_6: it has no manifest.json; kept as iter_6.damaged" in run.stdout
     assert (out_dir / "iter_6.damaged" / "mp_rank_00_model_states.pt").exists()
     assert tags(out_dir) == ["iter_3", "best", "final"] and (out_dir / "latest").read_text() == "iter_3"
-    assert not (out_dir / "best.fp32.safetensors.tmp").exists()
+    assert not (out_dir / "best.fp32.safetensors.tmp").exists() and not (out_dir / ".latest.0123abcd.tmp").exists()
 
 
 @pytest.mark.parametrize("change", [(), ("--deepspeed_config=ds_config_zero3.json",)])
@@ -534,7 +536,7 @@ def plant(out_dir, mark, name, listed, **save_options):
     torch.save({"module": Payload(mark)}, file, **save_options)
     if listed:
         told = manifest(out_dir, "iter_6")
-        told["files"][name] = describe(file)
+        told["files"][name] = file_digest(file)
         (out_dir / "iter_6" / "manifest.json").unlink()
         (out_dir / "iter_6" / "manifest.json").write_text(sealed(told))
     return file

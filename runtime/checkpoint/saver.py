@@ -15,8 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from runtime.checkpoint.tags import STATE, describe, link, prune, put_in_place, sealed, write_atomically
+from runtime.checkpoint.tags import STATE, link, prune, sealed
 from runtime.cluster.ranks import local_world_size, print0, quiet
+from runtime.files import file_digest, format_bytes, free_bytes, replace_dir, write_atomic
 from runtime.lora import write_adapter
 from runtime.plan import memory
 
@@ -32,28 +33,11 @@ def tag_bytes(n_params, dtype, stage, n_trained=None):
     return shared + n_trained * ((8 if stage == 0 else 12) + (4 if n_trained < n_params else 0))
 
 
-def human(size):
-    """Bytes as people read them."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
-
-
-def existing_folder(path):
-    """The nearest folder above `path`, or itself, that there is."""
-    path = os.path.abspath(path)
-    while not os.path.exists(path):
-        path = os.path.dirname(path)
-    return path
-
-
-def free_bytes(out_dir):
-    return shutil.disk_usage(existing_folder(out_dir)).free
-
-
 def space_problem(out_dir, needed):
     """Why a tag of so many bytes cannot be saved in out_dir, or None."""
     free = free_bytes(out_dir)
     if free < needed:
-        return f"a tag takes {human(needed)} and {out_dir} has {human(free)} free"
+        return f"a tag takes {format_bytes(needed)} and {out_dir} has {format_bytes(free)} free"
     return None
 
 
@@ -107,7 +91,7 @@ class Saver:
         size = sum({identity(t): padded(t) for _, content in files for t in tensors(content)}.values())
         beside = self.beside and self.reserve(size)
         if self.beside and not beside:
-            print0(f"host memory is short of the {human(size)} a rank that saving beside training takes: "
+            print0(f"host memory is short of the {format_bytes(size)} a rank that saving beside training takes: "
                    "training waits for this save")
         if beside:
             place = self.placer()
@@ -159,8 +143,8 @@ class Saver:
             error = self.on_thread(lambda cudart: cudart.cudaHostRegister(staging.ctypes.data, size, 0))
             self.pinned = error == 0
             if error:
-                print0(f"{human(size)} of host memory could not be pinned (CUDA error {error}): saves block training "
-                       "for longer")
+                print0(f"{format_bytes(size)} of host memory could not be pinned (CUDA error {error}): saves block "
+                       "training for longer")
         self.staging = staging
         return True
 
@@ -223,7 +207,7 @@ class Saver:
         try:
             for path, content in files:
                 torch.save(content, path)
-                written[os.path.basename(path)] = describe(path, sync=True)
+                written[os.path.basename(path)] = file_digest(path, flush=True)
         except Exception as error:  # a full disk is a RuntimeError
             problem = f"rank {dist.get_rank()}: {sentence(error)}"
         everyone = [None] * dist.get_world_size()
@@ -233,7 +217,7 @@ class Saver:
             manifest["files"] = {name: entry for written, _ in everyone for name, entry in sorted(written.items())}
             try:
                 adapter = write_adapter(work, manifest)
-                manifest["files"] |= {os.path.basename(path): describe(path, sync=True) for path in adapter}
+                manifest["files"] |= {os.path.basename(path): file_digest(path, flush=True) for path in adapter}
                 self.commit(work, manifest, names)
             except Exception as error:
                 problem = [sentence(error)]
@@ -249,10 +233,10 @@ class Saver:
     def commit(self, work, manifest, names):
         """Rank 0: the manifest last, then the name, `latest`, best and final, and the oldest tags go."""
         tag = manifest["tag"]
-        write_atomically(os.path.join(work, "manifest.json"), sealed(manifest))
-        put_in_place(work, os.path.join(self.out_dir, tag))
+        write_atomic(os.path.join(work, "manifest.json"), sealed(manifest))
+        replace_dir(work, os.path.join(self.out_dir, tag))
         try:
-            write_atomically(os.path.join(self.out_dir, "latest"), tag)
+            write_atomic(os.path.join(self.out_dir, "latest"), tag)
             for name in names:
                 link(self.out_dir, tag, name)
             prune(self.out_dir, self.keep_last)
@@ -266,9 +250,9 @@ class Saver:
         """Rank 0: what the save took, and whether a tag is as large as it was reckoned to be."""
         size, seconds = sum(entry["bytes"] for entry in manifest["files"].values()), time.time() - began
         if size > 1.05 * self.expected_bytes + 2**20:
-            print0(f"a tag takes {human(size)}, and not the {human(self.expected_bytes)} reckoned before")
+            print0(f"a tag takes {format_bytes(size)}, and not the {format_bytes(self.expected_bytes)} reckoned before")
         self.expected_bytes = size
-        print0(f"saved {manifest['tag']} in {seconds:.1f} s: {human(size)}, {size / seconds / 1e9:.2f} GB/s; "
+        print0(f"saved {manifest['tag']} in {seconds:.1f} s: {format_bytes(size)}, {size / seconds / 1e9:.2f} GB/s; "
                f"training stood still for {seconds if stood is None else stood:.2f} s")
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from model import GPT, GPTConfig
 from runtime.cluster.ranks import everyones, print0, quiet
-from runtime.data.download import sync
+from runtime.files import UserError, file_digest, fsync, replace_dir, write_atomic
 
 STATE = "gpt2"  # our one key in DeepSpeed's client_state, whose other keys are the engine's own
 # What DeepSpeed's optimizer files name beyond tensors and plain containers. Reading a file that names anything else
@@ -48,9 +48,10 @@ MANIFEST = {  # what its readers rely on: types, and of objects the keys
     },
 }
 OUR_NAMES = re.compile(r"iter_\d+|best|final")
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of runtime.files.write_temp
 
 
-class CheckpointError(Exception):
+class CheckpointError(UserError):
     """A tag that is not there, not whole, not safe or not fit; the message says what to do."""
 
 
@@ -76,40 +77,11 @@ def exists(path):
     return True
 
 
-def describe(path, sync=False):
-    """{'bytes', 'sha256'} of a file; with sync it is on the disk when this returns."""
-    with open(path, "rb") as f:
-        if sync:
-            os.fsync(f.fileno())
-        return {"bytes": os.path.getsize(path), "sha256": hashlib.file_digest(f, "sha256").hexdigest()}
-
-
 def sealed(manifest):
     """A manifest as text, with its own hash in it, so that damage to the manifest is seen too."""
     unsealed = {key: value for key, value in manifest.items() if key != "seal"}
     seal = hashlib.sha256(json.dumps(unsealed).encode()).hexdigest()
     return json.dumps({**unsealed, "seal": seal}, indent=1)
-
-
-def write_atomically(path, text):
-    """Replace a small file, so that a reader sees the old text or the new one."""
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(path + ".tmp", path)
-    sync(os.path.dirname(path))
-
-
-def put_in_place(work, final):
-    """Give a finished folder its name; a folder that had it goes afterwards."""
-    old = final + ".old"
-    shutil.rmtree(old, ignore_errors=True)
-    if os.path.exists(final):
-        os.rename(final, old)
-    os.rename(work, final)
-    sync(os.path.dirname(final))
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def link(out_dir, tag, name):
@@ -122,12 +94,12 @@ def link(out_dir, tag, name):
             try:
                 os.link(os.path.join(source, file), os.path.join(work, file))
             except OSError:
-                sync(shutil.copy2(os.path.join(source, file), work))
-        sync(work)
+                fsync(shutil.copy2(os.path.join(source, file), work))
+        fsync(work)
     except OSError:  # a full disk: make room for the next tag
         shutil.rmtree(work, ignore_errors=True)
         raise
-    put_in_place(work, os.path.join(out_dir, name))
+    replace_dir(work, os.path.join(out_dir, name))
 
 
 def tags(out_dir):
@@ -150,7 +122,7 @@ def is_whole(out_dir, tag):
 
 
 def wait_for(out_dir, tag):
-    """Wait up to a second for a tag that put_in_place() has just moved away and is about to replace."""
+    """Wait up to a second for a tag that replace_dir() has just moved away and is about to replace."""
     end = time.monotonic() + 1
     while not is_whole(out_dir, tag) and is_whole(out_dir, tag + ".old") and time.monotonic() < end:
         time.sleep(0.01)
@@ -217,7 +189,7 @@ def name_latest(out_dir):
     """Let `latest` name the newest tag, for DeepSpeed's tools; without any tag there is no such file."""
     path, newest = os.path.join(out_dir, "latest"), newest_tag(out_dir)
     if newest:
-        write_atomically(path, newest)
+        write_atomic(path, newest)
     elif os.path.exists(path):
         os.remove(path)
 
@@ -264,9 +236,11 @@ def tidy(out_dir):
     for name in sorted(os.listdir(out_dir)):  # x.old before x.saving
         tag, _, kind = name.partition(".")
         path, final = os.path.join(out_dir, name), os.path.join(out_dir, tag)
-        if not OUR_NAMES.fullmatch(tag):
+        if TEMPORARY.fullmatch(name):
+            os.remove(path)
+        elif not OUR_NAMES.fullmatch(tag):
             continue  # the user's own
-        if kind == "fp32.safetensors.tmp":
+        elif kind == "fp32.safetensors.tmp":
             os.remove(path)
         elif not os.path.isdir(path):
             continue
@@ -347,7 +321,7 @@ def damages(path, files, rank=0, world_size=1, strangers=True):
             continue
         if size != entry["bytes"]:
             found.append(f"{file} has {size} bytes, not {entry['bytes']}")
-        elif number % world_size == rank and describe(file)["sha256"] != entry["sha256"]:
+        elif number % world_size == rank and file_digest(file)["sha256"] != entry["sha256"]:
             found.append(f"{file} has changed since it was saved (its sha256 differs)")
         elif name.endswith(".pt"):
             try:
@@ -427,7 +401,7 @@ def fp32_weights(out_dir, tag):
     Every file is checked against the manifest and against SAFE_GLOBALS before it is read. Raises CheckpointError.
     """
     path, cache = os.path.join(out_dir, tag), cache_path(out_dir, tag)
-    seal = describe(os.path.join(path, "manifest.json"))["sha256"]
+    seal = file_digest(os.path.join(path, "manifest.json"))["sha256"]
     weights = read_cache(cache, seal)
     if weights:
         return tied(weights)

@@ -166,9 +166,9 @@ def differences(everyone):
 
 def leave_mark(out_dir):
     """The path of a new file that the others see if they share out_dir: in it, or in the folder it will be made in."""
-    from runtime.checkpoint.saver import existing_folder
+    from runtime.files import nearest_existing_dir
 
-    path = os.path.join(existing_folder(out_dir), f".shared-{secrets.token_hex(8)}")
+    path = os.path.join(nearest_existing_dir(out_dir), f".shared-{secrets.token_hex(8)}")
     with open(path, "w"):
         return path
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.data.download import PART, FetchError, write_aside
+from runtime.files import TEMP_SUFFIX, UserError, write_temp
 from runtime.output import protect_output
 
 SPLITS = ("train", "val")
@@ -32,7 +32,7 @@ MAX_SCAN = 2**28  # tokens of a split whose ids are checked: all of Shakespeare,
 GPT2_VOCAB = 50257
 
 
-class DatasetError(Exception):
+class DatasetError(UserError):
     """A data set or its text can't be used; the message has one line a problem, with the mend."""
 
 
@@ -47,7 +47,7 @@ def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("train.bin", "val.bin", "meta.pkl", "meta.json"):
-        for leftover in folder.glob(f".{name}.*{PART}"):  # of a preparation that was killed
+        for leftover in folder.glob(f".{name}.*{TEMP_SUFFIX}"):  # of a preparation that was killed
             leftover.unlink()
     dtype = dtype_for(vocab_size)
     meta = {"format": 1, "tokenizer": tokenizer_meta, "vocab_size": vocab_size, "dtype": dtype}
@@ -55,12 +55,12 @@ def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source
     try:
         for split, ids in zip(SPLITS, (train_ids, val_ids)):
             name = f"{split}.bin"
-            parts[name], size, sha256 = write_aside(folder / name, _packed(ids, DTYPES[dtype], vocab_size))
+            parts[name], size, sha256 = write_temp(folder / name, _packed(ids, DTYPES[dtype], vocab_size))
             files[name] = {"bytes": size, "sha256": sha256}
             meta[f"{split}_tokens"] = size // DTYPES[dtype].itemsize
         meta |= {"source": source, "files": files}
         for name, content in meta_files(meta).items():
-            parts[name], _, _ = write_aside(folder / name, [content])
+            parts[name], _, _ = write_temp(folder / name, [content])
         move_in(folder, parts)
     finally:
         for part in parts.values():
@@ -308,7 +308,7 @@ def told(interrupted):
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         sys.exit(130)
-    except (DatasetError, FetchError) as error:
+    except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
     except OSError as error:

@@ -1,12 +1,9 @@
-"""Get a small file from the first of several sources that gives the right bytes, and write files atomically.
+"""Get a small file from the first of several sources that gives the right bytes.
 
 A source is a pair (name, read): `name` is shown to the user, `read()` returns the bytes or raises.
 """
 
-import errno
 import hashlib
-import os
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -14,12 +11,13 @@ import urllib.request
 import zipfile
 from pathlib import Path
 
-PART = ".tmp"  # write_aside names its temporaries .NAME.RANDOM.tmp
+from runtime.files import UserError, write_atomic
+
 URL_TIMEOUT_S = 10
 PIP_TIMEOUT_S = 300  # a mirror that fetches the wheel itself first can take minutes
 
 
-class FetchError(Exception):
+class FetchError(UserError):
     """No source gave the file; the message names each one tried, why it failed, and the mend."""
 
 
@@ -78,7 +76,7 @@ def fetch(what, sources, sha256, mend, keep=None):
             continue
         if keep and name != str(keep):
             try:
-                write_atomic(keep, [data])
+                write_atomic(keep, data)
             except OSError:
                 pass  # a project that can't be written to works as well, only slower
         return data, name
@@ -91,45 +89,3 @@ def _reason(error):
     if isinstance(error, KeyError):
         return f"lacks {error}"
     return str(getattr(error, "reason", None) or error or type(error).__name__)
-
-
-def write_aside(path, chunks):
-    """Write the bytes objects `chunks` to a temporary beside `path`, fsynced.
-
-    Returns (temporary, bytes written, sha256); os.replace(temporary, path) puts it in place. On any
-    exception, Ctrl-C included, the temporary is removed.
-    """
-    path = Path(path)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
-    size, digest = 0, hashlib.sha256()
-    try:
-        with open(part, "wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-                digest.update(chunk)
-                size += len(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    return part, size, digest.hexdigest()
-
-
-def write_atomic(path, chunks):
-    """Write `chunks` to `path`, which holds either what it held before or all of them."""
-    part, _, _ = write_aside(path, chunks)
-    os.replace(part, path)
-    sync(os.path.dirname(os.path.abspath(path)))
-
-
-def sync(path):
-    """Flush a file's content, or the names in a folder, to the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError as error:  # some network file systems cannot flush a folder
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(fd)

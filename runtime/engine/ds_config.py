@@ -13,6 +13,7 @@ import os
 from typing import get_args
 
 from configurator import nearest
+from runtime.files import UserError
 
 OURS = ("zero_optimization", "bf16", "fp16", "data_types", "communication_data_type", "zero_force_ds_cpu_optimizer",
         "steps_per_print", "dump_state", "wall_clock_breakdown", "comms_logger")  # fmt: skip
@@ -67,7 +68,7 @@ DTYPE_BLOCK = {"bfloat16": "bf16", "float16": "fp16"}
 AUTO = 'is "auto", which nothing resolves: give it a value'
 
 
-class ConfigError(Exception):
+class ConfigError(UserError):
     """Every problem found in a DeepSpeed JSON, one a line."""
 
 

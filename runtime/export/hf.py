@@ -5,10 +5,12 @@ import shutil
 
 import torch
 
+from runtime.files import UserError
+
 LIMIT = 1e-4  # how far apart logits may be
 
 
-class ExportError(Exception):
+class ExportError(UserError):
     """What was written does not read back as it should; the message says by how much."""
 
 

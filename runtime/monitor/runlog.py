@@ -12,8 +12,8 @@ import sys
 
 import torch
 
-from runtime.checkpoint.tags import write_atomically
 from runtime.cluster.ranks import print0
+from runtime.files import write_atomic
 
 # Dense half-precision peak in TFLOP/s (bf16 where the card has it, else fp16), from the vendor's datasheets. The first
 # name found in the device's name counts, so the longer ones stand first.
@@ -115,7 +115,7 @@ def trim_history(out_dir, iter_num):
     if os.path.exists(path):
         with open(path, encoding="utf-8", errors="replace") as f:
             lines = [line for line in f if is_record(line) and json.loads(line).get("iter", 0) <= iter_num]
-        write_atomically(path, "".join(lines))
+        write_atomic(path, "".join(lines))
 
 
 def start_loggers(settings, wandb_id, iter_num):

@@ -4,8 +4,8 @@ import dataclasses
 import os
 from types import SimpleNamespace
 
-from runtime.checkpoint.saver import human
 from runtime.engine import ds_config
+from runtime.files import format_bytes
 from runtime.plan.memory import OWN, plan
 
 # GB by the names that cards go by; those below compute capability 8.0 have no bfloat16
@@ -63,12 +63,14 @@ def host_parts(run, config, local_world_size, world_size, saves):
 def picture(title, found, room):
     """Lines: the sum of the parts against the room, and a bar for each part."""
     total = sum(found.values())
-    word = f" of {human(room)}" + ("" if total <= ROOM * room else ": too much, as a tenth stays free") if room else ""
-    lines = [f"{title:<10} {human(total)}{word}"]
+    word = f" of {format_bytes(room)}" if room else ""
+    if room and total > ROOM * room:
+        word += ": too much, as a tenth stays free"
+    lines = [f"{title:<10} {format_bytes(total)}{word}"]
     for name, size in sorted(found.items(), key=lambda item: -item[1]):
         if size >= 1e6:
             bar = "█" * max(1, round(WIDTH * size / max(total, room or 0)))
-            lines.append(f"           {human(size):>9}  {bar} {name}")
+            lines.append(f"           {format_bytes(size):>9}  {bar} {name}")
     return lines
 
 
@@ -129,7 +131,7 @@ def too_much(run, s, world_size, root, argv):
         return [f"It does not fit, and nothing does {what_would(run, s, world_size, root)}"]
     lines = ["It does not fit. What does, the fastest first:" if choices else "It does not fit, but with LoRA it does."]
     for words, total, slow in choices:
-        lines += [f"  {human(total)}, about {slow:.1f} times the fastest step's time:",
+        lines += [f"  {format_bytes(total)}, about {slow:.1f} times the fastest step's time:",
                   f"    {' '.join([start, 'train_deepspeed.py', *kept, *words])}"]
     return lines + thin
 
@@ -150,7 +152,7 @@ def what_would(run, s, world_size, root):
     if longest[best] > longest[world_size]:
         found.append(f"{best} GPU{'s' * (best > 1)} would"
                      + (f" with --block_size={longest[best]}" if longest[best] < whole else ""))
-    return (f"on {world_size} GPU{'s' * (world_size > 1)} of {human(run.room)}: "
+    return (f"on {world_size} GPU{'s' * (world_size > 1)} of {format_bytes(run.room)}: "
             f"{', and '.join(found) or 'larger ones are needed, or a smaller model'}")
 
 
@@ -163,7 +165,7 @@ def thin_matrices(run, s, world_size, command):
                       recompute=True).values())
     words = ["--batch_size=1", f"--gradient_accumulation_steps={run.batch_size * run.accumulation}",
              "--gradient_checkpointing=True", "--lora_rank=64", "--learning_rate=2e-4"]
-    return [f"Or by LoRA (config/lora_xl_r64.py), {human(total)}:", f"    {' '.join([*command, *words])}"] * (
+    return [f"Or by LoRA (config/lora_xl_r64.py), {format_bytes(total)}:", f"    {' '.join([*command, *words])}"] * (
         total <= ROOM * run.room)
 
 
@@ -172,8 +174,8 @@ def run_out(run, s, world_size, root, argv):
     taken = sum(planned(run, s, world_size).values())
     run.room = min(run.room, taken - 1)
     lines = too_much(run, s, world_size, root, argv)
-    return "\n".join([f"out of memory; by the plan this run takes {human(taken)} on each GPU, and others may use "
-                      "it (nvidia-smi).", *lines])
+    return "\n".join([f"out of memory; by the plan this run takes {format_bytes(taken)} on each GPU, and others may "
+                      "use it (nvidia-smi).", *lines])
 
 
 def report(run, s, world_size, local_world_size, root, argv):

@@ -9,13 +9,12 @@ from types import SimpleNamespace
 
 import torch
 
-from model import GPT, PRETRAINED, GPTConfig, WeightsError, check_weights, fetch_from_hub, read_config
-from runtime.checkpoint.saver import existing_folder, free_bytes, human, space_problem, tag_bytes
+from model import GPT, PRETRAINED, GPTConfig, check_weights, fetch_from_hub, read_config
+from runtime.checkpoint.saver import space_problem, tag_bytes
 from runtime.checkpoint.tags import (
     OUR_NAMES,
     CheckpointError,
     UnreadableError,
-    describe,
     earlier_run,
     find_tag,
     newer_tags,
@@ -23,12 +22,12 @@ from runtime.checkpoint.tags import (
     newest_tag,
     tags,
 )
-from runtime.data.dataset import DatasetError, same_tokens
-from runtime.data.download import FetchError
+from runtime.data.dataset import same_tokens
 from runtime.data.loader import windows_per_epoch
 from runtime.data.mixture import sets
 from runtime.data.tokenizer import tokenizer_of
 from runtime.engine import ds_config
+from runtime.files import UserError, file_digest, format_bytes, free_bytes, nearest_existing_dir
 from runtime.kernels import runs_on
 from runtime.kernels.block import fits
 from runtime.lora import MATRICES, adapt
@@ -55,7 +54,7 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
     def attempt(step, *args):
         try:
             return step(*args)
-        except (ds_config.ConfigError, DatasetError, CheckpointError, WeightsError, FetchError, ValueError) as error:
+        except (UserError, ValueError) as error:
             problems.append(str(error))
 
     for name in ("batch_size", "gradient_accumulation_steps", "block_size", "eval_interval", "eval_iters",
@@ -347,7 +346,7 @@ def brings(weights, tokenizer):
         except Exception as error:  # the library has no class for its own
             raise ValueError(f"{path} is not a tokenizer ({error}): restore it, or remove it") from None
         return vocab == {c: i for i, c in enumerate(tokenizer["chars"])}
-    return os.path.isfile(weights) or os.path.exists(path) and describe(path)["sha256"] == tokenizer.get("sha256")
+    return os.path.isfile(weights) or os.path.exists(path) and file_digest(path)["sha256"] == tokenizer.get("sha256")
 
 
 def check_resume(run, s):
@@ -431,15 +430,15 @@ def choose_batch(run, s, auto, world_size):
         run.accumulation = sequences // run.batch_size
         run.config.update(train_micro_batch_size_per_gpu=run.batch_size, gradient_accumulation_steps=run.accumulation)
         run.notes.append(f"batch_size=auto: {run.batch_size} sequences at a time take about "
-                         f"{human(planned(run.batch_size))} of {human(run.room)}")
+                         f"{format_bytes(planned(run.batch_size))} of {format_bytes(run.room)}")
     possible = (ds_config.shortens(run.config, run.dtype) and not s["any_deepspeed"] and world_size > 1
                 and run.accumulation > 1
                 and (run.device == "cuda" or run.dtype != "float32"))  # in which the CPU's ranks share memory
     roomy = s["local_sums"] == "auto" and planned(run.batch_size, True) <= 0.8 * run.room
     run.local_sums = possible and (roomy or s["local_sums"] is True)
     if run.local_sums:
-        run.notes.append(f"gradients are summed on each rank first, in {human(4 * run.n_trained)} for which there is "
-                         "room, and once a step over the ranks; --local_sums=False does it at each micro-step")
+        run.notes.append(f"gradients are summed on each rank first, in {format_bytes(4 * run.n_trained)} for which "
+                         "there is room, and once a step over the ranks; --local_sums=False does it at each micro-step")
 
 
 def memory_of_a_rank(device, local_world_size):
@@ -454,7 +453,7 @@ def check_writable(out_dir):
     if set(out_dir) & set("*?["):
         raise ValueError(f"out_dir={out_dir} has *, ? or [ in it, which DeepSpeed takes for a pattern when it loads: "
                          "choose another with --out_dir=DIR")
-    folder = existing_folder(out_dir)
+    folder = nearest_existing_dir(out_dir)
     if not out_dir or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise ValueError(f"out_dir={out_dir} cannot be written: choose another with --out_dir=DIR")
 
@@ -484,8 +483,8 @@ def describe_run(run, s, world_size):
     ]
     if s["keep_last"] and not s["eval_only"]:
         most = min(s["keep_last"], -(-s["max_iters"] // s["eval_interval"])) + 2  # best, and the one being written
-        lines.append(f"space      {human(run.tag_bytes)} a tag, up to {most} of them; "
-                     f"{human(free_bytes(s['out_dir']))} free")
+        lines.append(f"space      {format_bytes(run.tag_bytes)} a tag, up to {most} of them; "
+                     f"{format_bytes(free_bytes(s['out_dir']))} free")
     if len(run.sets) > 1:
         each = sum(one.share for one in run.sets)
         lines.append("mixture    " + ", ".join(f"{one.name} {one.share}" for one in run.sets)

@@ -9,7 +9,8 @@ from deepspeed.runtime.utils import see_memory_usage
 
 from runtime.checkpoint import saver as save
 from runtime.checkpoint.shards import MOMENTS, Shards
-from runtime.checkpoint.tags import damages, describe
+from runtime.checkpoint.tags import damages
+from runtime.files import file_digest
 
 
 class Payload:
@@ -31,7 +32,8 @@ def test_a_tag_is_on_the_disk_before_it_has_its_name_and_an_older_one_goes_last(
         work.mkdir()
         files = [(str(work / name), torch.zeros(3)) for name in ("model.pt", "optim.pt")]
         assert saver.write(files, {"tag": tag, "state": {}}, []) is None
-    order = [[("fsync", f"{work}/model.pt"), ("fsync", f"{work}/optim.pt"), ("fsync", f"{work}/manifest.json.tmp")],
+    (manifest,) = [call for call in disk_calls if call[0] == "fsync" and "/.manifest.json." in call[1]]
+    order = [[("fsync", f"{work}/model.pt"), ("fsync", f"{work}/optim.pt"), manifest],
              [("replace", f"{work}/manifest.json")], [("fsync", str(work))], [("rename", f"{tmp_path}/iter_2")],
              [("replace", f"{tmp_path}/latest")], [("rename", f"{tmp_path}/iter_1.saving")]]
     for earlier, later in zip(order, order[1:]):
@@ -42,7 +44,7 @@ def test_a_tag_is_on_the_disk_before_it_has_its_name_and_an_older_one_goes_last(
 def test_a_changed_file_is_found_by_one_of_the_ranks(tmp_path, world_size):
     for name in "abcd":
         (tmp_path / name).write_bytes(name.encode() * 9)
-    files = {name: describe(tmp_path / name) for name in "abcd"}
+    files = {name: file_digest(tmp_path / name) for name in "abcd"}
     for name in "abcd":
         (tmp_path / name).write_bytes(name.encode() * 8 + b"x")
         (found,) = [problem for rank in range(world_size) for problem in damages(tmp_path, files, rank, world_size)]
@@ -56,7 +58,7 @@ def test_a_changed_file_is_found_by_one_of_the_ranks(tmp_path, world_size):
 def test_no_file_of_a_tag_may_name_what_is_not_allowed(tmp_path, name, content, word):
     """Nor what DeepSpeed's own modules hold beyond the few names of the list."""
     torch.save({"state": content}, tmp_path / name)
-    (found,) = damages(tmp_path, {name: describe(tmp_path / name)})
+    (found,) = damages(tmp_path, {name: file_digest(tmp_path / name)})
     assert found == f"{tmp_path}/{name} names {word}, which no checkpoint of ours does; not read"
 
 

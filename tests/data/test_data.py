@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import tiktoken.load
 
-from runtime import shakespeare
+from runtime import files, shakespeare
 from runtime.data import dataset as bins
 from runtime.data import download as fetch
 from runtime.data import tokenizer
@@ -117,12 +117,12 @@ def test_write_atomic_keeps_the_old_file_when_writing_fails(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fetch.write_atomic(tmp_path / "file", chunks())
+        files.write_temp(tmp_path / "file", chunks())
     assert names(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == b"old"
 
 
 def test_write_atomic_makes_the_new_name_durable(disk_calls, tmp_path):
-    fetch.write_atomic(tmp_path / "file", [b"new"])
+    files.write_atomic(tmp_path / "file", b"new")
     assert [name for name, _ in disk_calls] == ["fsync", "replace", "fsync"]
     assert [path for _, path in disk_calls[1:]] == [str(tmp_path / "file"), str(tmp_path)]
 
