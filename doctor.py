@@ -350,14 +350,14 @@ def parameters(run):
     earlier stage, from its manifest."""
     import torch
 
-    from model import GPT, PRETRAINED, GPTConfig, read_config
+    from model import GPT, PRETRAINED, GPTConfig
     from runtime.checkpoint.tags import earlier_run, find_tag
 
     stage = earlier_run(run["init_from"])
     if stage:
         config = GPTConfig(**find_tag(*stage)[1]["state"]["model"])
     elif os.path.exists(run["init_from"]):
-        config = read_config(run["init_from"])
+        config = GPTConfig.from_weights(run["init_from"])
     else:
         shape = dict(zip(("n_layer", "n_head", "n_embd"), PRETRAINED.get(run["init_from"], (12, 12, 768))))
         config = GPTConfig(run["block_size"], **{k: run[k] or v for k, v in shape.items()})

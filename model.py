@@ -18,7 +18,7 @@ import math
 import os
 import pickle
 import zipfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
@@ -87,6 +87,15 @@ class GPTConfig:
         if config.block_size < 1:
             raise ValueError(f"block_size={config.block_size} must be at least 1")
         return config
+
+    @classmethod
+    def from_weights(cls, source):
+        """Return the configuration of a folder of weights or of nanoGPT's ckpt.pt. Raises WeightsError."""
+        try:
+            return cls(**read_config(source))
+        except ValueError as error:
+            raise WeightsError(f"{source}: its configuration cannot be read ({error}); fetch it again, or name other "
+                               "weights with --init_from=PATH") from None
 
     @property
     def padded_vocab_size(self):
@@ -438,8 +447,7 @@ class GPT(nn.Module):
         The weights go to `device` one tensor at a time. Raises WeightsError.
         """
         source = name_or_path if os.path.exists(name_or_path) else fetch_from_hub(name_or_path)
-        config = read_config(source)
-        config.dropout = dropout
+        config = replace(GPTConfig.from_weights(source), dropout=dropout)
         with torch.device("meta"):
             model = cls(config).to(dtype)
         model.to_empty(device=device)
@@ -546,8 +554,8 @@ def sha256_of(path, note):
 
 
 def read_config(source):
-    """GPTConfig of a folder's config.json or of nanoGPT's ckpt.pt; WeightsError if it describes another model than
-    GPT-2."""
+    """What GPTConfig takes, of a folder's config.json or of nanoGPT's ckpt.pt; WeightsError if it describes another
+    model than GPT-2."""
     if os.path.isfile(source):
         return read_nanogpt(source)[0]
     try:
@@ -555,17 +563,17 @@ def read_config(source):
             hf = json.load(f)
         if not isinstance(hf, dict):
             raise ValueError("it is not an object")
-        config = GPTConfig(
-            block_size=hf.get("n_positions", 1024),
-            vocab_size=hf.get("vocab_size", 50257),
-            n_layer=hf.get("n_layer", 12),
-            n_head=hf.get("n_head", 12),
-            n_embd=hf.get("n_embd", 768),
-            gelu="none" if hf.get("activation_function") == "gelu" else "tanh",
-        )
     except (OSError, ValueError) as error:
         raise WeightsError(f"{source}: config.json cannot be read ({error}); fetch it again, or name another folder "
                            "with --init_from=DIR") from None
+    config = {
+        "block_size": hf.get("n_positions", 1024),
+        "vocab_size": hf.get("vocab_size", 50257),
+        "n_layer": hf.get("n_layer", 12),
+        "n_head": hf.get("n_head", 12),
+        "n_embd": hf.get("n_embd", 768),
+        "gelu": "none" if hf.get("activation_function") == "gelu" else "tanh",
+    }
     expected = {
         "model_type": ("gpt2",),
         "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
@@ -573,7 +581,7 @@ def read_config(source):
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "tie_word_embeddings": (True,),
-        "n_inner": (None, 4 * config.n_embd),
+        "n_inner": (None, 4 * config["n_embd"] if isinstance(config["n_embd"], int) else None),
     }
     for key, values in expected.items():
         if hf.get(key, values[0]) not in values:
@@ -600,14 +608,15 @@ def unpickled(path):
 
 
 def read_nanogpt(path):
-    """(GPTConfig, {name: tensor}, nanoGPT's own settings) of its ckpt.pt, whose names and layout are ours."""
+    """(what GPTConfig takes, {name: tensor}, nanoGPT's own settings) of its ckpt.pt, whose names and layout are
+    ours."""
     checkpoint = unpickled(path)
     try:
         args = {"bias": True, **checkpoint["model_args"]}  # its first versions had no other
         tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in checkpoint["model"].items()}
-        shape = {name: args[name] for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "bias")}
-        config = GPTConfig(**shape, gelu="none")
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        names = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "bias")
+        config = {name: args[name] for name in names} | {"gelu": "none"}
+    except (KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{path} is no ckpt.pt of nanoGPT's ({type(error).__name__}: {error})") from None
     wte, head = (tensors.get(name) for name in ("transformer.wte.weight", "lm_head.weight"))
     if wte is not None and head is not None and head.data_ptr() != wte.data_ptr():

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-from model import GPT, PRETRAINED, GPTConfig, check_weights, fetch_from_hub, read_config
+from model import GPT, PRETRAINED, GPTConfig, check_weights, fetch_from_hub
 from runtime.checkpoint.saver import space_problem, tag_bytes
 from runtime.checkpoint.tags import (
     OUR_NAMES,
@@ -293,7 +293,7 @@ def check_start(run, s):
                              "--block_size=1024")
         return GPTConfig(s["block_size"], 50257, n_layer, n_head, n_embd, s["dropout"])
     run.weights = run.init_from if os.path.exists(run.init_from) else fetch_from_hub(run.init_from)
-    config = read_config(run.weights)
+    config = GPTConfig.from_weights(run.weights)
     check_weights(run.weights)
     if s["block_size"] > config.block_size:
         raise ValueError(f"block_size={s['block_size']} is beyond the {config.block_size} positions that the weights "

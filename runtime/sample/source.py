@@ -4,7 +4,7 @@ import json
 import os
 from types import SimpleNamespace
 
-from model import GPT, PRETRAINED, read_config, read_nanogpt
+from model import GPT, PRETRAINED, GPTConfig, read_nanogpt
 from runtime.checkpoint.tags import find_tag, load_model
 from runtime.data.dataset import GPT2_VOCAB, DatasetError, folders_of, read_meta, same_tokens
 from runtime.data.tokenizer import meta_of_file
@@ -34,7 +34,7 @@ def find(init_from, out_dir, tag, dataset, root):
         data = given
         if not given:
             data = data_of_weights(init_from, root)
-        elif os.path.exists(init_from) and given["vocab_size"] > read_config(init_from).vocab_size:
+        elif os.path.exists(init_from) and given["vocab_size"] > GPTConfig.from_weights(init_from).vocab_size:
             raise ValueError(f"dataset={dataset} has a vocabulary of {given['vocab_size']}, beyond that of {init_from}")
 
     def loaded(device, dtype):
@@ -57,7 +57,7 @@ def data_of_weights(source, root):
     gpt2 = {"tokenizer": {"kind": "gpt2"}, "vocab_size": GPT2_VOCAB}
     if source in PRETRAINED and not os.path.exists(source):
         return gpt2
-    vocab_size = read_config(source).vocab_size
+    vocab_size = GPTConfig.from_weights(source).vocab_size
     is_gpt2s = vocab_size in (GPT2_VOCAB, PADDED_GPT2_VOCAB)
     trained_on = read_nanogpt(source)[2].get("dataset") if os.path.isfile(source) else None
     if trained_on:
