@@ -359,7 +359,7 @@ def plain_steps(run, s, device):
 
 def shape_of(model):
     """(layers, heads, width) of a name or of three numbers."""
-    from model import PRETRAINED
+    from runtime.weights import PRETRAINED
 
     try:
         layers, heads, width = PRETRAINED.get(model) or map(int, model.split(","))
@@ -514,7 +514,7 @@ def checkpoint(args, settings):
 
 def shape_name(s):
     """What the table calls a run's model."""
-    from model import PRETRAINED
+    from runtime.weights import PRETRAINED
 
     shape = tuple(s[name] for name in ("n_layer", "n_head", "n_embd"))
     named = {shape: name for name, shape in PRETRAINED.items()}.get(shape, s["init_from"])

@@ -350,8 +350,9 @@ def parameters(run):
     earlier stage, from its manifest."""
     import torch
 
-    from model import GPT, PRETRAINED, GPTConfig
+    from model import GPT, GPTConfig
     from runtime.checkpoint.tags import earlier_run, find_tag
+    from runtime.weights import PRETRAINED
 
     stage = earlier_run(run["init_from"])
     if stage:
@@ -396,7 +397,7 @@ def weights(run):
 
     from huggingface_hub import constants, try_to_load_from_cache
 
-    from model import HUB, PRETRAINED
+    from runtime.weights import HUB, PRETRAINED
 
     name = run["init_from"] if run else "gpt2-xl"
     if name not in PRETRAINED:

@@ -14,7 +14,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.activations import ACT2FN
 
 import model as model_module
-from model import GPT, MLP, FusedHeadLoss, GPTConfig, LayerCache, WeightsError, sample_token, softmax_loss
+from model import GPT, MLP, FusedHeadLoss, GPTConfig, LayerCache, sample_token, softmax_loss
+from runtime import weights
+from runtime.weights import WeightsError
 
 VOCAB, BLOCK, LAYERS, HEADS, EMBD = 211, 48, 3, 4, 32  # 211 is padded to 256
 TRANSPOSED = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # transformers has them as Conv1D
@@ -543,13 +545,13 @@ def hub(copy, monkeypatch):
     sha256 = hashlib.sha256((copy / "model.safetensors").read_bytes()).hexdigest()
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: None)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", hf_hub_download)
-    monkeypatch.setitem(model_module.HUB, "gpt2-medium", ("a" * 40, sha256))
+    monkeypatch.setitem(weights.HUB, "gpt2-medium", ("a" * 40, sha256))
     return copy, asked
 
 
 def test_weights_from_the_hub_are_of_one_revision_and_hash(hub):
     folder, asked = hub
-    assert model_module.fetch_from_hub("gpt2-medium") == str(folder)
+    assert weights.fetch_from_hub("gpt2-medium") == str(folder)
     assert asked == [("openai-community/gpt2-medium", file, "a" * 40) for file in ("config.json", "model.safetensors")]
     content = bytearray((folder / "model.safetensors").read_bytes())
     content[-1] ^= 1
@@ -558,7 +560,7 @@ def test_weights_from_the_hub_are_of_one_revision_and_hash(hub):
         GPT.from_pretrained("gpt2-medium")
     assert str(error.value) == (
         f"{folder}/model.safetensors has the sha256 {hashlib.sha256(content).hexdigest()}, but gpt2-medium's is "
-        f"{model_module.HUB['gpt2-medium'][1]}: delete it and start again to fetch it anew, or give a folder of "
+        f"{weights.HUB['gpt2-medium'][1]}: delete it and start again to fetch it anew, or give a folder of "
         "weights as --init_from=DIR")
     GPT.from_pretrained(str(folder))  # the user's own choice, and not checked
 
@@ -570,7 +572,7 @@ def test_weights_from_the_hub_are_hashed_once(hub, monkeypatch):
     for seconds, times in ((0, 1), (0, 1), (5, 2)):  # written anew, they are another file
         seen = (folder / "model.safetensors").stat()
         os.utime(folder / "model.safetensors", ns=(seen.st_atime_ns, seen.st_mtime_ns + seconds * 10**9))
-        model_module.fetch_from_hub("gpt2-medium")
+        weights.fetch_from_hub("gpt2-medium")
         assert len(hashed) == times
 
 
@@ -578,10 +580,10 @@ def test_a_cache_without_the_weights_is_no_traceback(hub):
     folder, _ = hub
     (folder / "model.safetensors").unlink()
     with pytest.raises(WeightsError, match=r"gpt2-medium could not be fetched \(FileNotFoundError\)"):
-        model_module.fetch_from_hub("gpt2-medium")
+        weights.fetch_from_hub("gpt2-medium")
 
 
 def test_every_name_has_a_revision_and_a_hash():
-    assert model_module.HUB.keys() == model_module.PRETRAINED.keys()
+    assert weights.HUB.keys() == weights.PRETRAINED.keys()
     assert all(re.fullmatch("[0-9a-f]{40}", revision) and re.fullmatch("[0-9a-f]{64}", sha256)
-               for revision, sha256 in model_module.HUB.values())
+               for revision, sha256 in weights.HUB.values())

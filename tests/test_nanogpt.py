@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from conftest import CHARS, ROOT, done, launch, read_history
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from model import GPT, WeightsError
+from model import GPT
 from runtime.data.dataset import DatasetError
 from runtime.data.loader import eval_offsets
 from runtime.sample.source import data_of_weights
+from runtime.weights import WeightsError
 
 SETTINGS = """
 # train a miniature model

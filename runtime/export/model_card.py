@@ -2,8 +2,8 @@
 
 import os
 
-from model import PRETRAINED
 from runtime.data.dataset import DatasetError, folders_of, read_meta
+from runtime.weights import PRETRAINED
 
 TOLD = (  # settings that make a model what it is
     "init_from", "dataset", "batch_size", "gradient_accumulation_steps", "block_size", "dropout", "learning_rate",

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-from model import GPT, PRETRAINED, GPTConfig, check_weights, fetch_from_hub
+from model import GPT, GPTConfig
 from runtime.checkpoint.saver import space_problem, tag_bytes
 from runtime.checkpoint.tags import (
     OUR_NAMES,
@@ -36,6 +36,7 @@ from runtime.lora import of as lora_of
 from runtime.plan.fit import ROOM, card, parts
 from runtime.plan.memory import available, evaluation, largest_batch
 from runtime.versions import deepspeed_problem
+from runtime.weights import PRETRAINED, check_weights, fetch_from_hub
 
 SHAPE = ("n_layer", "n_head", "n_embd", "bias")
 EIGHT_BITS = ("H100", "H200", "B200")  # of the cards that go by names

@@ -4,10 +4,11 @@ import json
 import os
 from types import SimpleNamespace
 
-from model import GPT, PRETRAINED, GPTConfig, read_nanogpt
+from model import GPT, GPTConfig
 from runtime.checkpoint.tags import find_tag, load_model
 from runtime.data.dataset import GPT2_VOCAB, DatasetError, folders_of, read_meta, same_tokens
 from runtime.data.tokenizer import meta_of_file
+from runtime.weights import PRETRAINED, read_nanogpt
 
 PADDED_GPT2_VOCAB = 50304  # what nanoGPT makes of it where a data set has no meta.pkl
 
