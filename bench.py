@@ -265,7 +265,7 @@ def peer(args, settings):
 
     from runtime.data.loader import train_batches
     from runtime.data.mixture import tokens_of
-    from runtime.monitor.runlog import peak_memory
+    from runtime.hardware import peak_memory
 
     device = torch.device(run.device, local_rank) if run.device == "cuda" else torch.device("cpu")
     if run.device == "cuda":

@@ -172,9 +172,9 @@ def nvcc():
 
 
 def compiler():
-    from runtime.plan.run_plan import lacks_compiler
+    from runtime.hardware import missing_compiler
 
-    why = lacks_compiler()
+    why = missing_compiler()
     yield (WARN, "C compiler", f"{why}: on GPUs nothing is compiled, and steps are slower",
            "apt install gcc python3-dev, or the like") if why else (OK, "C compiler", "there, and Python's headers", "")
 
@@ -218,10 +218,10 @@ def kernels():
     """One block of GPT-2 XL's width by our Triton kernels, and by plain PyTorch, on this GPU."""
     import torch
 
+    from runtime.hardware import missing_compiler, pick_dtype
     from runtime.kernels import runs_on
-    from runtime.plan.run_plan import lacks_compiler, pick_dtype
 
-    if not gpus() or lacks_compiler() or not runs_on(torch.empty(0, device="cuda")):
+    if not gpus() or missing_compiler() or not runs_on(torch.empty(0, device="cuda")):
         return
     from runtime.kernels.block import compare_with_plain
 
@@ -293,9 +293,9 @@ def all_reduce_here():
 def host_memory():
     import psutil
 
-    from runtime.plan.memory import available
+    from runtime.hardware import available_memory
 
-    free, total = available(), psutil.virtual_memory().total
+    free, total = available_memory(), psutil.virtual_memory().total
     low = free < 8e9
     yield (WARN if low else OK, "host memory", f"{free / 1e9:.1f} GB free of {total / 1e9:.1f}",
            "processes may be killed (exit code -9): close others, add swap" if low else "")

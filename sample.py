@@ -49,8 +49,8 @@ import torch
 from runtime.cluster.ranks import refuse
 from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.files import UserError
+from runtime.hardware import pick_device, pick_dtype
 from runtime.monitor import runlog as metrics
-from runtime.plan.run_plan import pick_device, pick_dtype
 from runtime.sample import generate as texts
 from runtime.sample import score as scoring
 from runtime.sample import source

@@ -122,7 +122,7 @@ import warnings
 import torch
 
 from model import GPT, Block
-from runtime import lora
+from runtime import hardware, lora
 from runtime.checkpoint import tags as checkpoint
 from runtime.checkpoint.saver import Saver
 from runtime.cluster import ranks as dist
@@ -492,7 +492,7 @@ if iter_num == 0 or eval_only:
 elif iter_num >= max_iters:
     print0(f"{out_dir}/{run.tag} has made {iter_num} iterations already: go on with a larger --max_iters")
 batches = train_batches(sources, iter_num, rank, world_size, settings, run.meta["vocab_size"], device)
-peak = metrics.peak_flops(device)
+peak = hardware.peak_flops(device)
 engine.train()
 exit_code, bad_steps, norms = None, 0, guards.Norms(state.get("norms", ()) if run.tag else ())
 tracer = None
@@ -517,7 +517,7 @@ while not finished() and not eval_only and exit_code is None:
                   "grad_norm": None if grad_norm is None else float(grad_norm),  # before clipping; stage 0 tells none
                   "tokens_per_s": sequences * block_size / seconds,
                   "mfu": flops_per_step / seconds / (peak * world_size) if peak else None,
-                  "memory": metrics.peak_memory(device), "data_ms": 1000 * waited}
+                  "memory": hardware.peak_memory(device), "data_ms": 1000 * waited}
         if run.dtype == "float16":
             record["loss_scale"] = engine.optimizer.loss_scaler.cur_scale
         print0(metrics.step_line(record))

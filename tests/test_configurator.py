@@ -15,7 +15,7 @@ from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from engine.zero_worker import WAYS
-from test_profiling import MEASURED
+from monitor.test_profiling import MEASURED
 
 from configurator import SettingsError, configure, differences
 from runtime.engine.ds_config import DTYPE_BLOCK, OURS, TESTED, ConfigError, offloads, resolve

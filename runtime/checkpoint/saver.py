@@ -18,8 +18,8 @@ import torch.distributed as dist
 from runtime.checkpoint.tags import STATE, link, prune, sealed
 from runtime.cluster.ranks import local_world_size, print0, quiet
 from runtime.files import file_digest, format_bytes, free_bytes, replace_dir, write_atomic
+from runtime.hardware import available_memory
 from runtime.lora import write_adapter
-from runtime.plan import memory
 
 LINE = 64  # bytes; where a tensor begins in the staging buffer
 
@@ -132,7 +132,7 @@ class Saver:
             return True
         self.release()
         # by how much the others on this machine take at the same time; a tenth more stays free
-        if size * 1.1 * local_world_size() > memory.available():
+        if size * 1.1 * local_world_size() > available_memory():
             return False
         try:
             staging = np.empty(size, np.uint8)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.cluster.ranks import local_world_size, total
-from runtime.plan.memory import available
+from runtime.hardware import available_memory
 from runtime.versions import has_all
 
 REPLACED = ("_grad_acc_hooks", "_update_model_bit16_weights", "reduce_ipg_grads")
@@ -23,7 +23,7 @@ def shared_areas(n, group):
     several machines, on other systems than Linux, or for lack of room."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     fd, path, areas = None, [None], None
-    if rank == 0 and local_world_size() == world_size and 2 * world_size * n * 4 < available():
+    if rank == 0 and local_world_size() == world_size and 2 * world_size * n * 4 < available_memory():
         with contextlib.suppress(OSError, AttributeError):
             fd = os.memfd_create("zero")  # a file without a name: nothing is left when we are killed
             os.posix_fallocate(fd, 0, 2 * world_size * n * 4)  # what is not there now would kill us when we write to it

@@ -15,31 +15,7 @@ import torch
 from runtime.cluster.ranks import print0
 from runtime.files import write_atomic
 
-# Dense half-precision peak in TFLOP/s (bf16 where the card has it, else fp16), from the vendor's datasheets. The first
-# name found in the device's name counts, so the longer ones stand first.
-PEAK_TFLOPS = {
-    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "A6000": 155, "L40S": 362,
-    "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "V100": 125, "T4": 65, "RTX 3090": 71, "RTX 4090": 165,
-    "RTX 5090": 210,
-}  # fmt: skip
 DIFF = 200_000  # characters that are kept of what differs from the commit
-
-
-def peak_flops(device):
-    """The device's peak in FLOP/s, or None where we know none: then MFU is n/a."""
-    if torch.device(device).type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if key in name), None)
-
-
-def peak_memory(device):
-    """The most memory held so far, bytes: allocated on the GPU, resident in the process on CPU."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)
 
 
 def step_line(r):

@@ -8,26 +8,10 @@ from runtime.engine import ds_config
 from runtime.files import format_bytes
 from runtime.plan.memory import OWN, plan
 
-# GB by the names that cards go by; those below compute capability 8.0 have no bfloat16
-CARDS = {"T4": 16, "V100": 16, "V100-32": 32, "A10": 24, "L4": 24, "3090": 24, "4090": 24, "5090": 32, "A100-40": 40,
-         "A6000": 48, "L40S": 48, "A100": 80, "H100": 80, "H200": 141, "B200": 180}
-OLD = ("T4", "V100", "V100-32")
 ROOM = 0.9  # of a card; the rest is for what memory is lost between tensors
 PRESETS = ("ds_config_zero2.json", "ds_config_zero3.json", "config/ds/zero2_offload.json",
            "config/ds/zero3_offload.json")
 WIDTH = 40  # characters of the picture's bar
-
-
-def card(asked):
-    """(bytes of memory, precision) of the card that gpu_gb names, or has the GB of; ValueError if it is unknown."""
-    name = (asked if isinstance(asked, str) else f"{asked:g}").upper().removeprefix("NVIDIA ").removeprefix("RTX ")
-    asked = name if name in CARDS else asked  # 4090 comes as a number
-    if isinstance(asked, str) and name not in CARDS:
-        raise ValueError(f"gpu_gb={asked} is neither a number of GB nor one of {', '.join(CARDS)}")
-    gigabytes = CARDS[name] if isinstance(asked, str) else asked
-    if gigabytes <= 0:
-        raise ValueError(f"gpu_gb={asked} must be above 0")
-    return int(gigabytes * 1e9), "float16" if name in OLD else "bfloat16"
 
 
 def planned(run, s, world_size):

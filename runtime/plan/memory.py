@@ -1,28 +1,8 @@
 """How much memory may be taken, and how much a run takes."""
 
-from pathlib import Path
-
-import psutil
-
 from model import LOSS_ROWS
 
 OWN = (1.3e9, 1.6e9)  # what CUDA, cuBLAS, cuDNN and NCCL take beside PyTorch's tensors on one H200, and on each of two
-CGROUP = Path("/sys/fs/cgroup")  # version 2; a container sees its own here
-
-
-def available():
-    """Bytes of host memory that can be taken without killing anyone: what is free, or what a container's limit leaves;
-    cached files can go at any time."""
-    free = psutil.virtual_memory().available
-    try:
-        limit = int((CGROUP / "memory.max").read_text())
-        used = int((CGROUP / "memory.current").read_text())
-        cached = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())["inactive_file"]
-    except (OSError, ValueError, KeyError):  # no such cgroup, or its limit is "max"
-        return free
-    return min(free, limit - used + int(cached))
-
-
 def plan(model, config, dtype, world_size, n_params, batch_size, compiled=False, recompute=False,
          local_sums=False, n_trained=None):
     """Bytes on each GPU, by what they hold, at the peak of a step: {"weights": ..., "activations": ..., ...}.

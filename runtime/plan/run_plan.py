@@ -3,8 +3,6 @@
 import dataclasses
 import math
 import os
-import shutil
-import sysconfig
 from types import SimpleNamespace
 
 import torch
@@ -28,18 +26,18 @@ from runtime.data.mixture import sets
 from runtime.data.tokenizer import tokenizer_of
 from runtime.engine import ds_config
 from runtime.files import UserError, file_digest, format_bytes, free_bytes, nearest_existing_dir
+from runtime.hardware import find_gpu, memory_per_rank, pick_compile, pick_device, pick_dtype
 from runtime.kernels import runs_on
 from runtime.kernels.block import fits
 from runtime.lora import MATRICES, adapt
 from runtime.lora import differences as lora_differences
 from runtime.lora import of as lora_of
-from runtime.plan.fit import ROOM, card, parts
-from runtime.plan.memory import available, evaluation, largest_batch
+from runtime.plan.fit import ROOM, parts
+from runtime.plan.memory import evaluation, largest_batch
 from runtime.versions import deepspeed_problem
 from runtime.weights import PRETRAINED, check_weights, fetch_from_hub
 
 SHAPE = ("n_layer", "n_head", "n_embd", "bias")
-EIGHT_BITS = ("H100", "H200", "B200")  # of the cards that go by names
 
 
 def check_run(settings, root, world_size, local_world_size, asked=None):
@@ -88,7 +86,7 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
         problems.append("gpu_gb is of a GPU, and device=cpu: leave one out")
     if problem := deepspeed_problem(s["any_deepspeed"]):
         return run, [problem]  # the rest would ask it
-    run.gpu_gb, run.world_size = s["gpu_gb"], world_size
+    run.gpu_gb, run.gpu, run.world_size = s["gpu_gb"], None, world_size
     run.device = "cuda" if reckoned else pick_device(s["device"])
     if run.device == "cuda" and not reckoned and not torch.cuda.is_available():
         problems.append("device=cuda, but PyTorch sees no CUDA GPU here: --device=cpu, or look at nvidia-smi")
@@ -101,12 +99,13 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
     if s["backend"] == "nccl" and run.device == "cpu":
         problems.append("backend=nccl needs CUDA GPUs: --backend=gloo, or leave it on auto")
     if reckoned:
-        run.room, half = attempt(card, s["gpu_gb"]) or (0, None)
+        run.gpu = attempt(find_gpu, s["gpu_gb"])
+        run.room, half = (int(run.gpu.gb * 1e9), run.gpu.half_dtype) if run.gpu else (0, None)
         run.dtype, run.compile = half if s["dtype"] == "auto" else s["dtype"], s["compile"] is not False
         if half == "float16" and run.dtype == "bfloat16":
             problems.append(f"gpu_gb={s['gpu_gb']} has no bfloat16: --dtype=float16, or leave it on auto")
     else:
-        run.room = memory_of_a_rank(run.device, local_world_size)
+        run.room = memory_per_rank(run.device, local_world_size)
         run.dtype = attempt(pick_dtype, s["dtype"], run.device)
         run.compile, note = pick_compile(s["compile"], run.device)
         run.notes += [note] if note else []
@@ -203,36 +202,6 @@ def look_at_schedule(run, s):
     return problems
 
 
-def pick_device(asked):
-    return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
-
-
-def pick_dtype(asked, device):
-    """The precision's name: on 'auto' bfloat16 from compute capability 8.0 on, float16 below, float32 on CPU."""
-    if asked == "auto":
-        if device == "cpu":
-            return "float32"
-        return "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
-    if asked == "float16" and device == "cpu":
-        raise ValueError("dtype=float16 needs a GPU: DeepSpeed refuses it on CPU; use --dtype=float32 or bfloat16")
-    if asked == "bfloat16" and device == "cuda" and torch.cuda.get_device_capability() < (8, 0):
-        raise ValueError(f"dtype=bfloat16 needs compute capability 8.0, {torch.cuda.get_device_name()} has less: "
-                         "use --dtype=float16, or leave it on auto")
-    return asked
-
-
-def pick_compile(asked, device):
-    """(whether to compile, a note or None)."""
-    if asked is False:
-        return False, None
-    why = None
-    if device == "cpu":
-        why = "it needs a compiler and pays on GPUs only"
-    else:
-        why = lacks_compiler()
-    return why is None, f"not compiled: {why}" if why and (asked is True or device == "cuda") else None
-
-
 def check_sample(run, s):
     """Set run.tokenizer; ValueError or FetchError where no text can be made."""
     run.tokenizer = encode, _ = tokenizer_of(run.meta["tokenizer"])
@@ -243,8 +212,7 @@ def check_sample(run, s):
 
 def check_fp8(run):
     """ValueError unless this machine and model can have products in 8 bits."""
-    named = isinstance(run.gpu_gb, str)
-    if named and run.gpu_gb.upper() not in EIGHT_BITS or run.gpu_gb is None and (
+    if run.gpu and not run.gpu.fp8 or run.gpu_gb is None and (
             run.device == "cpu" or torch.cuda.get_device_capability() < (9, 0)):
         raise ValueError("fp8=True needs a GPU of compute capability 9.0 (H100, H200, B200, ...): leave it out")
     if run.lora:
@@ -253,15 +221,6 @@ def check_fp8(run):
         raise ValueError("fp8=True needs our kernels: leave dtype and compile on auto; a C compiler must be there")
     if not fits(run.model) or run.model.n_embd % 16:
         raise ValueError("fp8=True needs --dropout=0, biases, GPT-2's GELU, and n_embd a multiple of 16 up to 4,096")
-
-
-def lacks_compiler():
-    """Why nothing can be compiled for a GPU here, or None."""
-    if not any(shutil.which(c) for c in (os.environ.get("CC", "cc"), "gcc", "clang")):
-        return "Triton needs a C compiler, and there is none"
-    if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
-        return "Triton needs Python's headers (python3-dev), and they are not there"
-    return None
 
 
 def check_start(run, s):
@@ -440,13 +399,6 @@ def choose_batch(run, s, auto, world_size):
     if run.local_sums:
         run.notes.append(f"gradients are summed on each rank first, in {format_bytes(4 * run.n_trained)} for which "
                          "there is room, and once a step over the ranks; --local_sums=False does it at each micro-step")
-
-
-def memory_of_a_rank(device, local_world_size):
-    """Bytes that each rank of this machine can have."""
-    if device == "cuda":
-        return min(torch.cuda.get_device_properties(i).total_memory for i in range(local_world_size))
-    return available() / local_world_size
 
 
 def check_writable(out_dir):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import EIGHT, ROOT, SMALL, done, launch, planted, stage
 
+from runtime import hardware
 from runtime.checkpoint.saver import tag_bytes
 from runtime.checkpoint.shards import MOMENTS, Shards
 from runtime.checkpoint.tags import CheckpointError, earlier_run, find_tag, fp32_weights, link, load_model, sealed
@@ -44,15 +45,15 @@ print((peak - before) / sum(4 * p.numel() for p in model.parameters()))
 
 def test_memory_in_a_container(monkeypatch, tmp_path):
     """A limit of 1,000,000 bytes, of which 600,000 are taken, 150,000 of them by files that can go."""
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    free = memory.available()
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
+    free = hardware.available_memory()
     assert free > 10**8  # no limit
     (tmp_path / "memory.current").write_text("600000\n")
     (tmp_path / "memory.stat").write_text("anon 450000\ninactive_file 150000\n")
     (tmp_path / "memory.max").write_text("1000000\n")
-    assert memory.available() == 550_000
+    assert hardware.available_memory() == 550_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.available() > 10**8
+    assert hardware.available_memory() > 10**8
 
 
 def test_a_tag_from_before_manifests_were_sealed_is_read(whole, tmp_path):

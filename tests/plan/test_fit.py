@@ -10,7 +10,8 @@ from test_configurator import script_settings
 
 from configurator import configure
 from model import GPTConfig
-from runtime.plan.fit import CARDS, report, slowness, without
+from runtime.hardware import GPUS
+from runtime.plan.fit import report, slowness, without
 from runtime.plan.memory import plan
 from runtime.plan.run_plan import check_run
 
@@ -62,7 +63,7 @@ def test_four_cards_of_a_name():
     assert "--gradient_checkpointing=True" in first
     assert not SIZE.search(dry_run("--gpu_gb=A100", WORLD_SIZE="4"))[3]
     assert "of 24.00 GB: too much" in dry_run("--gpu_gb=4090")  # a name, though it reads as a number
-    assert CARDS["A100"] == 80 and not SIZE.search(dry_run("--gpu_gb=24", "--batch_size=auto", WORLD_SIZE="4"))[3]
+    assert GPUS["A100"].gb == 80 and not SIZE.search(dry_run("--gpu_gb=24", "--batch_size=auto", WORLD_SIZE="4"))[3]
 
 
 @pytest.mark.parametrize("args, sentence", [
