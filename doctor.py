@@ -2,7 +2,7 @@
 
     python doctor.py                                              the machine
     python doctor.py config/xl_shakespeare.py --num_gpus=4        and that run on it, with its memory plan
-    python doctor.py config/xl_shakespeare.py --gpu_gb=24         for another card
+    python doctor.py config/xl_shakespeare.py --target_gpu=24         for another card
     python doctor.py --json                                       for programs
 
 OK is as it should be; WARN works, but worse, or hinders some runs; FAIL ends in trouble, and then the exit code is 1.
@@ -96,7 +96,7 @@ def on_cpu(run):
 
 def elsewhere(run):
     """Whether a run is reckoned for another machine: what this one lacks is no reason to fail then."""
-    return bool(run) and run["gpu_gb"] is not None
+    return bool(run) and run["target_gpu"] is not None
 
 
 def graver(run):
@@ -145,7 +145,7 @@ def pytorch():
                "update the driver, or install a PyTorch built for it; look at CUDA_VISIBLE_DEVICES")
     else:
         yield (WARN, "CUDA", f"no GPU; PyTorch {torch.__version__}, {built}",
-               "small models train here; GPT-2 XL wants a GPU (--gpu_gb=24 reckons for one)")
+               "small models train here; GPT-2 XL wants a GPU (--target_gpu=24 reckons for one)")
 
 
 def driver():
@@ -201,7 +201,7 @@ def cards(run, asked):
 
     if on_cpu(run) or elsewhere(run):
         yield (OK, "GPUs", f"{gpus()}; the run is for the CPU" if on_cpu(run) else
-               f"{gpus()} here; the plan is for {asked or gpus() or 1} of gpu_gb={run['gpu_gb']}", "")
+               f"{gpus()} here; the plan is for {asked or gpus() or 1} of target_gpu={run['target_gpu']}", "")
     elif asked is not None and asked != gpus():
         yield (FAIL if asked > gpus() else OK, "GPUs", f"{gpus()}, and {asked} are asked for",
                "give --num_gpus as many as there are, or --device=cpu" if asked > gpus() else "")
@@ -441,12 +441,12 @@ def port():
 
 
 def plan(run, words, ranks, rows):
-    """The run's memory plan, as --dry_run shows it, for the cards that are here or that --gpu_gb names."""
+    """The run's memory plan, as --dry_run shows it, for the cards that are here or that --target_gpu names."""
     import torch
 
     if gpus() and not elsewhere(run) and not on_cpu(run):
         room = min(torch.cuda.get_device_properties(i).total_memory for i in range(gpus()))
-        words = [*words, f"--gpu_gb={room / 1e9:.1f}"]
+        words = [*words, f"--target_gpu={room / 1e9:.1f}"]
     done = subprocess.run([sys.executable, os.path.join(ROOT, "train_deepspeed.py"), *words, "--dry_run=True"],
                           capture_output=True, text=True, env={**os.environ, "WORLD_SIZE": str(ranks)})
     if done.returncode == 0 and "too much" in done.stdout:

@@ -41,7 +41,7 @@ async_save = True  # write tags beside training; False: training waits
 on_save_error: Literal["stop", "continue"] = "stop"  # when a tag cannot be saved; the tags before it stand
 overwrite = False  # give up the run that out_dir holds
 dry_run = False  # check everything, show the run and what memory it would take, and stop before it
-gpu_gb: float | str | None = None  # with dry_run: reckon for a card of so many GB, or of this name (A100, 4090, ...)
+target_gpu: float | str | None = None  # with dry_run: plan for a card of so many GB, or of this name (A100, 4090, ...)
 profile = False  # into out_dir/profile: a trace of some iterations, and the model's FLOPs by DeepSpeed's count
 profile_start = 5  # iterations of this start before the trace; the first ones compile
 profile_iters = 2  # iterations in the trace, with an evaluation that falls between them
@@ -151,7 +151,7 @@ rank, local_rank, world_size, local_world_size = environment(dry_run)
 if not torch.cuda.is_available() or device == "cpu":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 run, problems = check_run(settings, ROOT, world_size, local_world_size, asked)
-if gpu_gb is not None and dry_run and run.config and run.model and run.room:  # also without data or weights
+if target_gpu is not None and dry_run and run.config and run.model and run.room:  # also without data or weights
     print0(fit.report(run, settings, world_size, local_world_size, ROOT, sys.argv[1:]))
     for problem in "\n".join(problems).splitlines():
         print0(f"note       {problem}")

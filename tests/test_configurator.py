@@ -580,8 +580,8 @@ def test_a_reader_that_goes_away_ends_it_quietly(words):
 
 @pytest.mark.parametrize("ranks", ["0", "x", "-1"])
 def test_a_dry_run_for_no_number_of_ranks_is_refused(ranks):
-    done = subprocess.run([sys.executable, "train_deepspeed.py", "--dry_run=True", "--gpu_gb=24"], cwd=ROOT, text=True,
-                          capture_output=True, env={**os.environ, "WORLD_SIZE": ranks}, timeout=60)
+    done = subprocess.run([sys.executable, "train_deepspeed.py", "--dry_run=True", "--target_gpu=24"], cwd=ROOT,
+                          text=True, capture_output=True, env={**os.environ, "WORLD_SIZE": ranks}, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"WORLD_SIZE={ranks} and LOCAL_WORLD_SIZE={ranks} must be whole numbers above 0\n"
 

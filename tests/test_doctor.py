@@ -57,9 +57,9 @@ def test_no_ranks_are_refused():
 
 def test_a_run_elsewhere_is_looked_at_by_its_plan(characters):
     """Neither GPUs nor weights are here, which hinders no run elsewhere; but the plan does not fit."""
-    done = doctor("config/xl_shakespeare.py", "--num_gpus=4", "--gpu_gb=16", f"--dataset={characters}")
+    done = doctor("config/xl_shakespeare.py", "--num_gpus=4", "--target_gpu=16", f"--dataset={characters}")
     assert done.returncode == 1 and "1 to mend" in done.stdout
-    for words in ("OK    GPUs              0 here; the plan is for 4 of gpu_gb=16", "WARN  weights",
+    for words in ("OK    GPUs              0 here; the plan is for 4 of target_gpu=16", "WARN  weights",
                   "18,000 and 2,000 tokens, hashes as prepared", "FAIL  the run           does not fit",
                   "each GPU   16.20 GB of 16.00 GB: too much, as a tenth stays free",
                   "torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py"):
@@ -67,10 +67,10 @@ def test_a_run_elsewhere_is_looked_at_by_its_plan(characters):
 
 
 @pytest.mark.parametrize("changed, statuses", [
-    ({}, ["FAIL", "FAIL"]), ({"gpu_gb": 24.0}, ["OK", "WARN"]), ({"device": "cpu"}, ["OK", "FAIL"])])
+    ({}, ["FAIL", "FAIL"]), ({"target_gpu": 24.0}, ["OK", "WARN"]), ({"device": "cpu"}, ["OK", "FAIL"])])
 def test_what_is_not_here_hinders_a_run_that_needs_it_here(changed, statuses):
     """Two GPUs, and weights in a folder."""
-    run = {"device": "auto", "gpu_gb": None, "init_from": "/nowhere", **changed}
+    run = {"device": "auto", "target_gpu": None, "init_from": "/nowhere", **changed}
     assert [row[0] for row in (*cards(run, 2), *weights(run))] == statuses
 
 

@@ -1,6 +1,6 @@
 # GPT-2 XL on a GPU with 16 GB; a T4 or V100 trains in float16. After the configuration:
 #   python train_deepspeed.py config/xl_shakespeare.py config/presets/16gb.py
-# Plan: 13.87 GB, which --dry_run=True --gpu_gb=16 shows in its parts.
+# Plan: 13.87 GB, which --dry_run=True --target_gpu=16 shows in its parts.
 batch_size = 8
 gradient_accumulation_steps = 4  # 8 x 4 = 32 sequences a step, as 1 x 32
 gradient_checkpointing = True

@@ -109,7 +109,7 @@ def too_much(run, s, world_size, root, argv):
         return []
     choices = nearest_settings(run, s, world_size, root)
     start = "python" if world_size == 1 else f"torchrun --nproc_per_node={world_size}"
-    kept = without(argv, "dry_run", "gpu_gb", "batch_size", "gradient_accumulation_steps")
+    kept = without(argv, "dry_run", "target_gpu", "batch_size", "gradient_accumulation_steps")
     thin = thin_matrices(run, s, world_size, [start, "train_deepspeed.py", *kept])
     if not choices and not thin:
         return [f"It does not fit, and nothing does {what_would(run, s, world_size, root)}"]
@@ -165,7 +165,7 @@ def run_out(run, s, world_size, root, argv):
 def report(run, s, world_size, local_world_size, root, argv):
     """The plan as text: what a GPU and the host would hold, and where it does not fit, what would."""
     lines = [f"plan       {run.batch_size} x {world_size} x {run.accumulation} sequences, {run.dtype}, "
-             f"ZeRO-{run.config['zero_optimization']['stage']}"] if s["gpu_gb"] is not None else []
+             f"ZeRO-{run.config['zero_optimization']['stage']}"] if s["target_gpu"] is not None else []
     lines += picture("each GPU" if run.device == "cuda" else "each rank", planned(run, s, world_size), run.room)
     lines += picture("host", host_parts(run, run.config, local_world_size, world_size, s["keep_last"] > 0), None)
     return "\n".join(lines + too_much(run, s, world_size, root, argv))

@@ -79,14 +79,14 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
             problems.append(f"{name}={s[name]} must be at least 0 and below 1")
     if not 0 <= s["seed"] < 2**63:
         problems.append(f"seed={s['seed']} must be at least 0 and below 2**63")
-    reckoned = s["gpu_gb"] is not None  # for a card that need not be here
+    reckoned = s["target_gpu"] is not None  # for a card that need not be here
     if reckoned and not s["dry_run"]:
-        problems.append("gpu_gb reckons for another machine: add --dry_run=True")
+        problems.append("target_gpu reckons for another machine: add --dry_run=True")
     if reckoned and s["device"] == "cpu":
-        problems.append("gpu_gb is of a GPU, and device=cpu: leave one out")
+        problems.append("target_gpu is of a GPU, and device=cpu: leave one out")
     if problem := deepspeed_problem(s["any_deepspeed"]):
         return run, [problem]  # the rest would ask it
-    run.gpu_gb, run.gpu, run.world_size = s["gpu_gb"], None, world_size
+    run.target_gpu, run.gpu, run.world_size = s["target_gpu"], None, world_size
     run.device = "cuda" if reckoned else pick_device(s["device"])
     if run.device == "cuda" and not reckoned and not torch.cuda.is_available():
         problems.append("device=cuda, but PyTorch sees no CUDA GPU here: --device=cpu, or look at nvidia-smi")
@@ -99,11 +99,11 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
     if s["backend"] == "nccl" and run.device == "cpu":
         problems.append("backend=nccl needs CUDA GPUs: --backend=gloo, or leave it on auto")
     if reckoned:
-        run.gpu = attempt(find_gpu, s["gpu_gb"])
+        run.gpu = attempt(find_gpu, s["target_gpu"])
         run.room, half = (int(run.gpu.gb * 1e9), run.gpu.half_dtype) if run.gpu else (0, None)
         run.dtype, run.compile = half if s["dtype"] == "auto" else s["dtype"], s["compile"] is not False
         if half == "float16" and run.dtype == "bfloat16":
-            problems.append(f"gpu_gb={s['gpu_gb']} has no bfloat16: --dtype=float16, or leave it on auto")
+            problems.append(f"target_gpu={s['target_gpu']} has no bfloat16: --dtype=float16, or leave it on auto")
     else:
         run.room = memory_per_rank(run.device, local_world_size)
         run.dtype = attempt(pick_dtype, s["dtype"], run.device)
@@ -212,7 +212,7 @@ def check_sample(run, s):
 
 def check_fp8(run):
     """ValueError unless this machine and model can have products in 8 bits."""
-    if run.gpu and not run.gpu.fp8 or run.gpu_gb is None and (
+    if run.gpu and not run.gpu.fp8 or run.target_gpu is None and (
             run.device == "cpu" or torch.cuda.get_device_capability() < (9, 0)):
         raise ValueError("fp8=True needs a GPU of compute capability 9.0 (H100, H200, B200, ...): leave it out")
     if run.lora:
@@ -246,7 +246,7 @@ def check_start(run, s):
     if given:
         raise ValueError(f"{', '.join(given)} given, but init_from={run.init_from} brings its own shape: remove them, "
                          "or add --init_from=scratch")
-    if s["gpu_gb"] is not None and run.init_from in PRETRAINED:
+    if s["target_gpu"] is not None and run.init_from in PRETRAINED:
         n_layer, n_head, n_embd = PRETRAINED[run.init_from]
         if s["block_size"] > 1024:
             raise ValueError(f"block_size={s['block_size']} is beyond the 1024 positions that the weights know: "

@@ -36,7 +36,7 @@ def told_of(*args, ranks=1):
 def test_gpt2_xl_on_one_24_gb_card_and_what_fits_instead(tmp_path):
     """Without a GPU, weights or data; each of the commands, typed as it stands, fits."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    told = dry_run("--gpu_gb=24", f"--dataset={tmp_path}/none")
+    told = dry_run("--target_gpu=24", f"--dataset={tmp_path}/none")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10  # 4 s, on a machine that others use
     total, room, much = SIZE.search(told).groups()
@@ -48,27 +48,27 @@ def test_gpt2_xl_on_one_24_gb_card_and_what_fits_instead(tmp_path):
     assert len(commands) == 5 and "--lora_rank=64" in commands[-1]
     for command in commands:
         args = command.split()
-        assert args[0] == XL[0] and not any("gpu_gb" in arg or "dry_run" in arg for arg in args)
+        assert args[0] == XL[0] and not any("target_gpu" in arg or "dry_run" in arg for arg in args)
         split = {k: int(v) for k, v in re.findall(r"--(batch_size|gradient_accumulation_steps)=(\d+)", command)}
         assert split["batch_size"] * split["gradient_accumulation_steps"] == 32
-        assert not SIZE.search(dry_run(*args[1:], "--gpu_gb=24"))[3]
+        assert not SIZE.search(dry_run(*args[1:], "--target_gpu=24"))[3]
 
 
 def test_four_cards_of_a_name():
     """T4s have no bfloat16 and 16 GB: the run is a little too large for them, and recomputation makes it fit."""
-    told = dry_run("--gpu_gb=T4", WORLD_SIZE="4")
+    told = dry_run("--target_gpu=T4", WORLD_SIZE="4")
     assert SIZE.search(told)[3]
     first = re.search(r"^    (torchrun .+)$", told, re.M)[1]
     assert first.startswith("torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py --batch_size=")
     assert "--gradient_checkpointing=True" in first
-    assert not SIZE.search(dry_run("--gpu_gb=A100", WORLD_SIZE="4"))[3]
-    assert "of 24.00 GB: too much" in dry_run("--gpu_gb=4090")  # a name, though it reads as a number
-    assert GPUS["A100"].gb == 80 and not SIZE.search(dry_run("--gpu_gb=24", "--batch_size=auto", WORLD_SIZE="4"))[3]
+    assert not SIZE.search(dry_run("--target_gpu=A100", WORLD_SIZE="4"))[3]
+    assert "of 24.00 GB: too much" in dry_run("--target_gpu=4090")  # a name, though it reads as a number
+    assert GPUS["A100"].gb == 80 and not SIZE.search(dry_run("--target_gpu=24", "--batch_size=auto", WORLD_SIZE="4"))[3]
 
 
 @pytest.mark.parametrize("args, sentence", [
-    (("--gpu_gb=banana", "--dry_run=True"), "gpu_gb=banana is neither a number of GB nor one of T4, V100,"),
-    (("--gpu_gb=24",), "gpu_gb reckons for another machine: add --dry_run=True"),
+    (("--target_gpu=banana", "--dry_run=True"), "target_gpu=banana is neither a number of GB nor one of T4, V100,"),
+    (("--target_gpu=24",), "target_gpu reckons for another machine: add --dry_run=True"),
 ])
 def test_a_card_that_is_none_is_refused(args, sentence, characters, tmp_path):
     done = launch(ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", *args)
@@ -96,8 +96,8 @@ def test_speeds_are_reckoned_from_what_was_measured():
 
 
 def test_arguments_without_some():
-    argv = ["c.py", "--gpu_gb", "24", "--seed=1", "--n_layer", "2", "--batch_size=4", "--dry_run", "d.py"]
-    assert without(argv, "gpu_gb", "dry_run", "batch_size") == ["c.py", "--seed=1", "--n_layer", "2", "d.py"]
+    argv = ["c.py", "--target_gpu", "24", "--seed=1", "--n_layer", "2", "--batch_size=4", "--dry_run", "d.py"]
+    assert without(argv, "target_gpu", "dry_run", "batch_size") == ["c.py", "--seed=1", "--n_layer", "2", "d.py"]
 
 
 @pytest.mark.parametrize("stage, overlap, parts", [
@@ -111,20 +111,20 @@ def test_the_plan_of_a_billion_parameters_on_4_gpus_by_hand(stage, overlap, part
     assert [found[part] / 1e9 for part in ("weights", "gradients", "optimizer", "buckets")] == pytest.approx(parts)
 
 
-@pytest.mark.parametrize("config, gpu_gb, ranks, sentence, what_does", [
+@pytest.mark.parametrize("config, target_gpu, ranks, sentence, what_does", [
     (XL[0], 3, 4, "nothing does on 4 GPUs of 3.00 GB: --block_size=256 would, and 1 GPU would",
      [("--block_size=256", 4), ("--block_size=1024", 1)]),
     (XL[0], 2.5, 2, "nothing does on 2 GPUs of 2.50 GB: 1 GPU would with --block_size=128", [("--block_size=128", 1)]),
     (XL[0], 1, 1, "nothing does on 1 GPU of 1.00 GB: larger ones are needed, or a smaller model", []),
     ("config/finetune_shakespeare.py", 2.4, 1, "It does not fit, but with LoRA it does.", [("--lora_rank=64", 1)])])
-def test_where_nothing_fits_what_would_is_named_and_does(config, gpu_gb, ranks, sentence, what_does):
-    told = told_of(config, f"--gpu_gb={gpu_gb}", ranks=ranks)
+def test_where_nothing_fits_what_would_is_named_and_does(config, target_gpu, ranks, sentence, what_does):
+    told = told_of(config, f"--target_gpu={target_gpu}", ranks=ranks)
     assert sentence in told
     for command in re.findall(r"^    python train_deepspeed.py (.+)$", told, re.M):  # LoRA's
-        assert "too much" not in told_of(*command.split(), f"--gpu_gb={gpu_gb}")
+        assert "too much" not in told_of(*command.split(), f"--target_gpu={target_gpu}")
     for word, others in what_does:
         if "block" in word:
-            assert "What does, the fastest first:" in told_of(config, f"--gpu_gb={gpu_gb}", word, ranks=others)
+            assert "What does, the fastest first:" in told_of(config, f"--target_gpu={target_gpu}", word, ranks=others)
         else:
             assert word in told
 
@@ -139,11 +139,11 @@ def test_what_readme_advises_fits_its_card():
         config = re.search(r"`(config/\S+\.py)`", advice)
         words = re.findall(r"--\w+=[\w./]+", advice)
         for ranks, gigabytes in cards:
-            told = told_of(config[1] if config else XL[0], *words, f"--gpu_gb={gigabytes}", ranks=int(ranks))
+            told = told_of(config[1] if config else XL[0], *words, f"--target_gpu={gigabytes}", ranks=int(ranks))
             assert "too much" not in told, (where, advice)
             seen += 1
             if (ranks, gigabytes) == ("4", "16"):
-                default = told_of(XL[0], "--gpu_gb=16", ranks=4)
+                default = told_of(XL[0], "--target_gpu=16", ranks=4)
                 assert re.search(r"^    torchrun .+", default, re.M)[0].endswith(" ".join(words))
     assert seen == 13
 
@@ -153,10 +153,10 @@ def test_each_preset_fits_its_card_and_says_by_how_much():
     assert [p.stem for p in presets] == ["16gb", "24gb", "32gb", "40gb", "80gb"]
     older = {"16": ["T4", "V100"], "32": ["V100-32"]}
     for preset in presets:
-        planned, card = re.search(r"^# Plan: ([\d.]+) GB, which --dry_run=True --gpu_gb=(\S+) shows",
+        planned, card = re.search(r"^# Plan: ([\d.]+) GB, which --dry_run=True --target_gpu=(\S+) shows",
                                   preset.read_text(), re.M).groups()
         for one in (card, *older.get(card, [])):
-            told = dry_run(f"config/presets/{preset.name}", f"--gpu_gb={one}")
+            told = dry_run(f"config/presets/{preset.name}", f"--target_gpu={one}")
             found = SIZE.search(told)
             assert found[1] == planned and not found[3], (preset, one)
             assert ("float16, ZeRO" if one != card else "bfloat16, ZeRO") in told, told
