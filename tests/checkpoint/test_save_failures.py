@@ -52,7 +52,7 @@ def test_on_save_error_continue_goes_on_to_the_next_checkpoint(run, tmp_path, de
     assert tags(tmp_path / "out") == ["iter_4", "best", "final"] or tags(tmp_path / "out") == ["iter_4", "final"]
 
 
-@pytest.mark.parametrize("target, on", [("save.describe", "1"), ("dist.broadcast_object_list", "01")],
+@pytest.mark.parametrize("target, on", [("save.file_digest", "1"), ("dist.broadcast_object_list", "01")],
                          ids=["a file of rank 1", "a collective"])
 def test_whatever_escapes_on_any_rank_ends_the_run_with_a_sentence(run, target, on):
     done, _ = run(target, ranks=2, on=on)
