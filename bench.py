@@ -248,10 +248,10 @@ def inside(_, settings):
 
 def peer(args, settings):
     """The same steps, with the same tokens, by another: see transformers_steps and plain_steps."""
-    from runtime.cluster.ranks import environment, part, print0
+    from runtime.cluster.ranks import print0, ranks_from_environment, shut_down
 
     s = settings_of(SCRIPT, settings)
-    rank, local_rank, world_size, local_world_size = environment()
+    rank, local_rank, world_size, local_world_size = ranks_from_environment()
     import torch
 
     if not torch.cuda.is_available() or s["device"] == "cpu":
@@ -288,7 +288,7 @@ def peer(args, settings):
     if rank == 0:
         with open(os.environ["BENCH_PARTS"], "w", encoding="utf-8") as f:
             json.dump({"name": name, "ms": times[WARM_UP:], "peak_gb": peak_memory(device) / 1e9}, f)
-    part()
+    shut_down()
 
 
 def transformers_steps(run, s, device):
@@ -297,7 +297,7 @@ def transformers_steps(run, s, device):
     import torch
     import transformers
 
-    from runtime.cluster.ranks import quiet
+    from runtime.cluster.ranks import silence_stdout
 
     shape = transformers.GPT2Config(n_layer=run.model.n_layer, n_head=run.model.n_head, n_embd=run.model.n_embd,
                                     n_positions=run.model.block_size, vocab_size=run.model.vocab_size,
@@ -310,7 +310,7 @@ def transformers_steps(run, s, device):
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=s["learning_rate"], fused=run.device == "cuda")
     run.config["zero_optimization"].pop("memory_efficient_linear", None)
-    with quiet():
+    with silence_stdout():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=run.config)
 
     def micro_step(x, y, last):

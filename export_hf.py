@@ -29,7 +29,7 @@ import torch
 
 from model import GPT, GPTConfig
 from runtime.checkpoint.tags import find_tag, load_model
-from runtime.cluster.ranks import refuse
+from runtime.cluster.ranks import exit_with_error
 from runtime.data.dataset import DatasetError, folders_of, read_meta, same_tokens, tokens_of
 from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.files import UserError, format_bytes, free_bytes
@@ -72,7 +72,7 @@ try:
         size = GPT(GPTConfig(**state["model"])).num_params() * (4 if dtype == "float32" else 2)
     check_place(to, size)
 except (UserError, ValueError) as error:
-    refuse(str(error))
+    exit_with_error(str(error))
 
 import transformers
 from safetensors import SafetensorError
@@ -109,10 +109,10 @@ try:
         f.write(text)
     os.rename(work, to)
 except UserError as error:
-    refuse(str(error))
+    exit_with_error(str(error))
 except (OSError, SafetensorError) as error:
     why = getattr(error, "strerror", None) or error
-    refuse(f"{to} cannot be written ({why}): make room, or name another folder with --to=DIR")
+    exit_with_error(f"{to} cannot be written ({why}): make room, or name another folder with --to=DIR")
 finally:
     if work:
         shutil.rmtree(work, ignore_errors=True)

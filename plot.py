@@ -14,7 +14,7 @@ import statistics
 import sys
 
 from configurator import end_with_the_reader
-from runtime.cluster.ranks import refuse
+from runtime.cluster.ranks import exit_with_error
 
 PANELS = {  # a record's key: title, what 1 on the axis stands for, whether it is of interest on a log scale
     "loss": ("loss (bold: validation, ± error)", 1, True),
@@ -46,14 +46,14 @@ def main():
     except ImportError as error:
         problems.append(f"the curves need matplotlib ({error}): pip install -r requirements.txt")
     if problems:
-        refuse("\n".join(problems))
+        exit_with_error("\n".join(problems))
 
     path = args.png or os.path.join(args.out_dirs[0], "curves.png")
     with matplotlib.rc_context({"font.size": 9, "axes.titlesize": 9.5, "legend.frameon": False}):
         try:
             write_png(runs, path)
         except OSError as error:
-            refuse(f"{path} cannot be written ({error.strerror}): choose another with --png=FILE")
+            exit_with_error(f"{path} cannot be written ({error.strerror}): choose another with --png=FILE")
     print(f"written to {path}")
 
 

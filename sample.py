@@ -46,7 +46,7 @@ from json import dumps
 
 import torch
 
-from runtime.cluster.ranks import refuse
+from runtime.cluster.ranks import exit_with_error
 from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.files import UserError
 from runtime.hardware import pick_device, pick_dtype
@@ -85,7 +85,7 @@ if len(said) > 1:
 if stride is not None and not score:
     wrong.append("stride is for long texts whose loss is told: add --score=FILE")
 if wrong:
-    refuse("\n".join(wrong))
+    exit_with_error("\n".join(wrong))
 
 
 def tokens_of_start(text):
@@ -109,7 +109,7 @@ try:
     if score:
         loss, n = scoring.score(model, scored, stride)
 except (UserError, ValueError) as error:
-    refuse(str(error))
+    exit_with_error(str(error))
 
 
 configurator.end_with_the_reader()

@@ -125,10 +125,18 @@ from model import GPT, Block
 from runtime import hardware, lora
 from runtime.checkpoint import tags as checkpoint
 from runtime.checkpoint.saver import Saver
-from runtime.cluster import ranks as dist
+from runtime.cluster import ranks
 from runtime.cluster import shutdown as leave
 from runtime.cluster.machines import compare_machines
-from runtime.cluster.ranks import environment, part, print0, quiet, refuse, refuse_together, total
+from runtime.cluster.ranks import (
+    all_reduce_sum,
+    exit_together,
+    exit_with_error,
+    print0,
+    ranks_from_environment,
+    shut_down,
+    silence_stdout,
+)
 from runtime.data.loader import eval_batches, mixed_seed, seen, train_batches
 from runtime.data.mixture import tokens_of
 from runtime.engine import ds_config
@@ -147,7 +155,7 @@ from runtime.sample import samples
 from runtime.versions import recorded_versions, version_note
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
-rank, local_rank, world_size, local_world_size = environment(dry_run)
+rank, local_rank, world_size, local_world_size = ranks_from_environment(dry_run)
 if not torch.cuda.is_available() or device == "cpu":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 run, problems = check_run(settings, ROOT, world_size, local_world_size, asked)
@@ -187,8 +195,9 @@ deepspeed.init_distributed(dist_backend=backend if backend != "auto" else {"cuda
                            verbose=False)
 watch = leave.Watch(signals=not eval_only)
 guards.explain_lack_of_memory(lambda: fit.run_out(run, settings, world_size, ROOT, sys.argv[1:]))
-dist.agree(f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps} "
-           f"--dtype={run.dtype} --compile={run.compile} --local_sums={run.local_sums}")
+ranks.require_same_on_all_ranks(
+    f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps} "
+    f"--dtype={run.dtype} --compile={run.compile} --local_sums={run.local_sums}")
 
 # -----------------------------------------------------------------------------
 # The output folder: ours alone from here on, and the tag to go on from
@@ -201,16 +210,16 @@ if rank == 0:
         tags = checkpoint.newest_first(out_dir)
     except checkpoint.UnreadableError as error:
         problems.append(str(error))
-refuse_together(problems)
-tags = dist.of_rank0(tags)
+exit_together(problems)
+tags = ranks.broadcast_from_rank0(tags)
 if run.tags and resume_tag == "latest":
     run.tags = tags or run.tags
 elif tags and not run.tags and not overwrite and not eval_only:
-    refuse_together([f"{out_dir} has come to hold a run ({tags[0]}): start again, with --init_from=resume or auto"])
+    exit_together([f"{out_dir} has come to hold a run ({tags[0]}): start again, with --init_from=resume or auto"])
 passed_over, began = {}, time.time()
 if run.tags:
     run.tag, manifest, passed_over = checkpoint.first_whole(out_dir, run.tags, run.fits, resume_weights_only)
-    refuse_together([] if run.tag else [problem for why in passed_over.values() for problem in why])
+    exit_together([] if run.tag else [problem for why in passed_over.values() for problem in why])
     for tag, why in passed_over.items():
         print0(f"passing over {out_dir}/{tag}: {why[0]}")
     print0(f"going on from {out_dir}/{run.tag}, iteration {manifest['iter_num']}; its files were checked in "
@@ -241,7 +250,7 @@ else:
         model.crop_block_size(block_size)
     except UserError as error:
         problems = [str(error)]
-    refuse_together(problems)
+    exit_together(problems)
 if run.lora:
     lora.adapt(model, run.lora)
 model.gradient_checkpointing = gradient_checkpointing
@@ -263,13 +272,13 @@ if ds_config.offloads(run.config):
 else:
     optimizer = torch.optim.AdamW(groups, fused=True, **adam)
 try:
-    with quiet():
+    with silence_stdout():
         engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=run.config)
 except AssertionError as error:  # of a JSON, as a rule: what DeepSpeed does not want together
-    part(2)
-    refuse(f"{deepspeed_config}: DeepSpeed refuses it: {str(error) or 'an assertion without words'}")
+    shut_down(2)
+    exit_with_error(f"{deepspeed_config}: DeepSpeed refuses it: {str(error) or 'an assertion without words'}")
 shortened = not any_deepspeed and shorten(engine, run.local_sums)
-refuse_together(["skip_spikes=True needs what this DeepSpeed lacks: leave it out"]
+exit_together(["skip_spikes=True needs what this DeepSpeed lacks: leave it out"]
                 if skip_spikes and not shortened else [])
 one_pass = own_kernels and not any_deepspeed and (shortened or stage == 3) and step_in_one_pass(engine)
 pace = Pace(device, world_size)
@@ -299,10 +308,10 @@ if rank == 0:
     loggers, wandb_id, problems = metrics.start_loggers(settings, wandb_id, iter_num)
     while run.tag and problems:  # a requeue goes on without: training is worth more
         print0(f"{problems.pop(0)}; the run goes on without")
-refuse_together(problems)
+exit_together(problems)
 if rank == 0 and not eval_only:  # the output folder, now that nothing else can be refused any more
     problems = list(filter(None, [watch.heed(os.path.join(out_dir, "STOP"))]))
-refuse_together(problems)
+exit_together(problems)
 if rank == 0 and not eval_only:
     try:
         checkpoint.make_ready(out_dir, iter_num if run.tag else -1, passed_over, overwrite)
@@ -316,7 +325,7 @@ if rank == 0 and not eval_only:
     except OSError as error:
         problems = [f"{error.filename or out_dir} cannot be written ({error.strerror}): mend that, or choose another "
                     "--out_dir=DIR"]
-refuse_together(problems)
+exit_together(problems)
 
 # -----------------------------------------------------------------------------
 # The parts of the loop
@@ -355,7 +364,7 @@ def estimate_loss():
                 counts = (y[:, 0] >= 0).double()
                 losses = engine(x, y, "none").view(y.shape).double().mean(dim=1)
                 sums += torch.stack([counts.sum(), losses.sum(), (losses**2).sum()])
-            n, sum_losses, sum_squares = total(*sums, device=device)
+            n, sum_losses, sum_squares = all_reduce_sum(*sums, device=device)
             mean = sum_losses / n
             found.append((mean, math.sqrt(max(0.0, sum_squares / n - mean**2) / max(1, n - 1))))
     engine.train()
@@ -433,8 +442,8 @@ def look_at_saves():
     if problem:
         print0(f"{problem}; tags saved before stand")
         if on_save_error == "stop" or not saver.committed and (finished() or exit_code is not None):
-            part(2)
-            refuse("stopped without it: make room and start again with --init_from=auto")
+            shut_down(2)
+            exit_with_error("stopped without it: make room and start again with --init_from=auto")
 
 
 def step(batches):
@@ -501,7 +510,7 @@ if profile:
         print0(flops_line)
         profiling.write(out_dir, "flops.txt", f"{flops_line}\n{flops_table}")
     tracer = profiling.tracer(out_dir, rank, profile_start, profile_iters, device)
-update_bar = dist.show_progress(max_iters, iter_num) if not eval_only and not finished() else None
+update_bar = ranks.show_progress(max_iters, iter_num) if not eval_only and not finished() else None
 t0, since = time.time(), iter_num
 while not finished() and not eval_only and exit_code is None:
     loss, waited = step(batches)
@@ -509,7 +518,8 @@ while not finished() and not eval_only and exit_code is None:
     bad_steps = bad_steps + 1 if look_at_step(loss) else 0
 
     if iter_num % log_interval == 0 or iter_num in (first_iter + 1, max_iters):
-        each = dist.of_each_rank(loss, pace.seconds(), waited, device=device)  # waits for the step: the clock is true
+        # Waits for the step: the clock is true
+        each = ranks.all_gather_scalars(loss, pace.seconds(), waited, device=device)
         mean_loss = sum(rank_loss for rank_loss, *_ in each) / world_size
         seconds = (time.time() - t0) / (iter_num - since)
         grad_norm = engine.get_global_grad_norm()
@@ -560,7 +570,7 @@ while not finished() and not eval_only and exit_code is None:
         if not saved:
             save(False) if not bad_steps or math.isfinite(evaluate()) else print0(RUINED)
 
-dist.end_progress()
+ranks.end_progress()
 if tracer:
     if iter_num - first_iter < profile_start + profile_iters:
         print0("no trace: the run ended before the iterations that it is of")
@@ -576,6 +586,6 @@ if stale and finished() and iter_num < max_iters and not eval_only:
            "a larger --patience goes on")
 metrics.close(loggers)
 exit_code = 0 if finished() else exit_code or 0
-part(exit_code)
+shut_down(exit_code)
 if exit_code:
     raise SystemExit(exit_code)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.checkpoint.tags import STATE, link, prune, sealed
-from runtime.cluster.ranks import local_world_size, print0, quiet
+from runtime.cluster.ranks import local_world_size, print0, silence_stdout
 from runtime.files import file_digest, format_bytes, free_bytes, replace_dir, write_atomic
 from runtime.hardware import available_memory
 from runtime.lora import write_adapter
@@ -119,7 +119,7 @@ class Saver:
             name_stage(self.engine.optimizer)
             if self.engine.zero_optimization_stage() < 3:  # frozen weights once, not a second time as a copy
                 self.engine._get_param_fragment_func = torch.Tensor.detach
-            with quiet():
+            with silence_stdout():
                 self.engine.save_checkpoint(self.out_dir, tag=folder, client_state={STATE: state}, save_latest=False)
         finally:
             del checkpoint_engine.save, self.engine._copy_recovery_script  # the classes' own are back

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from model import GPT, GPTConfig
-from runtime.cluster.ranks import everyones, print0, quiet
+from runtime.cluster.ranks import gather_unique, print0, silence_stdout
 from runtime.files import UserError, file_digest, fsync, replace_dir, write_atomic
 
 STATE = "gpt2"  # our one key in DeepSpeed's client_state, whose other keys are the engine's own
@@ -359,7 +359,7 @@ def first_whole(out_dir, names, fits, weights_only=False):
             problems = barred = [unreadable(error, os.path.join(out_dir, tag))]
         except CheckpointError as error:
             problems = [str(error)]
-        passed_over[tag], barred = everyones(problems), everyones(barred)
+        passed_over[tag], barred = gather_unique(problems), gather_unique(barred)
         if barred:
             return None, None, {tag: barred}
         if not passed_over[tag]:
@@ -382,7 +382,7 @@ def load(engine, out_dir, tag, manifest, fresh_manifest, weights_only=False):
         put(engine, Shards(os.path.join(out_dir, tag), manifest, weights_only), weights_only)
         return
     ours = [{key: group[key] for key in ("betas", "weight_decay")} for group in engine.optimizer.param_groups]
-    with quiet():
+    with silence_stdout():
         path, _ = engine.load_checkpoint(out_dir, tag=tag)
     if path is None:
         raise CheckpointError(f"DeepSpeed could not load {out_dir}/{tag}")

@@ -24,7 +24,7 @@ import time
 
 import psutil
 
-from runtime.cluster.ranks import PARTED, PARTING, RANK, local_world_size, refuse, several_machines
+from runtime.cluster.ranks import EXITING, PARTED, RANK, exit_with_error, is_multi_node, local_world_size
 
 ASKED = os.environ.get("MACHINE_TIMEOUT", "60")  # seconds without an answer after which a machine is lost
 TIMEOUT = int(ASKED) if ASKED.isdecimal() else 0
@@ -50,10 +50,10 @@ def machine():
 def compare_machines(run, settings, problems):
     """End all ranks, exit code 2, if any of them has problems (sentences), or if the machines differ in what has to be
     the same. All ranks call it, before there is a process group."""
-    if several_machines():
+    if is_multi_node():
         problems = problems_of_all(run, settings, problems)
     if problems:
-        refuse("\n".join(problems))
+        exit_with_error("\n".join(problems))
 
 
 def problems_of_all(run, settings, problems):
@@ -104,9 +104,10 @@ def gather(what):
                 break
             time.sleep(0.01)
     except RuntimeError as error:
-        refuse(f"the machines did not come together within {PATIENCE // 60} minutes: look at what the others say; "
-               f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} must be reached from all "
-               f"({str(error).splitlines()[0]})")
+        exit_with_error(
+            f"the machines did not come together within {PATIENCE // 60} minutes: look at what the others say; "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} must be reached from all "
+            f"({str(error).splitlines()[0]})")
     return everyone
 
 
@@ -294,7 +295,7 @@ def look(line, name, lines):
         code, why = 1, f"the ranks of {name} have ended"
     except OSError as error:
         code, why = LOST, f"{name} has not answered for {TIMEOUT} s ({error.strerror}): it is down, or cut off"
-    if int(code) == 1 and PARTING.is_set() and PARTED.wait(60):
+    if int(code) == 1 and EXITING.is_set() and PARTED.wait(60):
         time.sleep(60)  # part() has its own limit
         return
     for other in lines:
@@ -314,6 +315,6 @@ def look(line, name, lines):
 def after_the_reason(kind, error, trace):
     """sys.excepthook: a collective that breaks is mostly another rank's end, of which the thread hears a second later,
     and tells more than a traceback."""
-    if issubclass(kind, RuntimeError) and not PARTING.is_set():
+    if issubclass(kind, RuntimeError) and not EXITING.is_set():
         time.sleep(5)
     sys.__excepthook__(kind, error, trace)

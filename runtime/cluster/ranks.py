@@ -10,9 +10,9 @@ import threading
 import time
 
 RANK = int(os.environ.get("RANK", 0))
-SPEAKS = os.environ.get("LOCAL_RANK", str(RANK)) == "0"  # a refusal: the first rank of each machine
+IS_LOCAL_RANK_0 = os.environ.get("LOCAL_RANK", str(RANK)) == "0"  # a refusal: the first rank of each machine
 BAR = []  # the progress bar, while there is one
-PARTING = threading.Event()  # set when this rank ends in good order
+EXITING = threading.Event()  # set when this rank ends in good order
 PARTED = threading.Event()  # set when all ranks have come so far: from then on one that ends has not died
 
 
@@ -45,16 +45,16 @@ def end_progress():
         BAR.pop().close()
 
 
-def quiet():
+def silence_stdout():
     """A context in which DeepSpeed's chatter on stdout goes nowhere; what is wrong it raises or logs to stderr."""
     return contextlib.redirect_stdout(io.StringIO())
 
 
-def refuse(problems):
+def exit_with_error(problems):
     """End all ranks for a mistake of the user's, exit code 2. Every rank finds the same one and the first of each
     machine tells it; the others wait, because a launcher that sees one rank end kills the rest in the middle of their
     sentence."""
-    if SPEAKS:
+    if IS_LOCAL_RANK_0:
         print(problems, file=sys.stderr, flush=True)
     else:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's SIGTERM ends the wait; there is nothing to save
@@ -62,7 +62,7 @@ def refuse(problems):
     raise SystemExit(2)
 
 
-def everyones(problems):
+def gather_unique(problems):
     """The sentences of all ranks' lists, each once. All ranks call it."""
     import torch
 
@@ -71,16 +71,16 @@ def everyones(problems):
     return list(dict.fromkeys(problem for one in gathered for problem in one))
 
 
-def refuse_together(problems):
+def exit_together(problems):
     """refuse() once the process group is up, where one rank may see what the others don't: all ranks call it with
     their own list of sentences, and go on if all lists are empty."""
-    found = everyones(problems)
+    found = gather_unique(problems)
     if found:
-        part()
-        refuse("\n".join(found))
+        shut_down()
+        exit_with_error("\n".join(found))
 
 
-def of_rank0(value):
+def broadcast_from_rank0(value):
     """What rank 0 has given. All ranks call it."""
     import torch
 
@@ -89,26 +89,26 @@ def of_rank0(value):
     return given[0]
 
 
-def agree(choice):
+def require_same_on_all_ranks(choice):
     """Refuse unless all ranks say the same, settings as they are typed. All ranks call it."""
-    found = everyones([choice])
-    refuse_together([f"the ranks' machines differ in what 'auto' is there: {', or '.join(found)}; say one of them"]
+    found = gather_unique([choice])
+    exit_together([f"the ranks' machines differ in what 'auto' is there: {', or '.join(found)}; say one of them"]
                     if len(found) > 1 else [])
 
 
-def environment(dry_run=False):
+def ranks_from_environment(dry_run=False):
     """(rank, local_rank, world_size, ranks on this machine) as torchrun and deepspeed give them; without a launcher,
     one process, with what torch.distributed needs filled in. A dry run pretends to the ranks that WORLD_SIZE names, and
     LOCAL_WORLD_SIZE on each of several machines."""
     if dry_run and "RANK" not in os.environ:
         asked = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
         if not all(ranks.isdecimal() and int(ranks) for ranks in asked):
-            refuse(f"WORLD_SIZE={asked[0]} and LOCAL_WORLD_SIZE={asked[1]} must be whole numbers above 0")
+            exit_with_error(f"WORLD_SIZE={asked[0]} and LOCAL_WORLD_SIZE={asked[1]} must be whole numbers above 0")
         return 0, 0, *map(int, asked)
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     if "RANK" in os.environ and "LOCAL_RANK" not in os.environ and not alone:
-        refuse("RANK is set and LOCAL_RANK is not: start with torchrun or deepspeed, or set LOCAL_RANK, WORLD_SIZE, "
-               "MASTER_ADDR and MASTER_PORT as well")
+        exit_with_error("RANK is set and LOCAL_RANK is not: start with torchrun or deepspeed, or set LOCAL_RANK, "
+                        "WORLD_SIZE, MASTER_ADDR and MASTER_PORT as well")
     if "RANK" not in os.environ or "LOCAL_RANK" not in os.environ:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
@@ -117,7 +117,7 @@ def environment(dry_run=False):
     return RANK, int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), local_world_size()
 
 
-def several_machines():
+def is_multi_node():
     """Whether some of the ranks are on other machines, by the launcher's word."""
     return "RANK" in os.environ and local_world_size() < int(os.environ["WORLD_SIZE"])
 
@@ -127,7 +127,7 @@ def local_world_size():
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"])))
 
 
-def total(*values, device="cpu"):
+def all_reduce_sum(*values, device="cpu"):
     """The values summed over all ranks, in double precision: floats or 0-dimensional tensors -> a list of floats."""
     import torch
 
@@ -136,7 +136,7 @@ def total(*values, device="cpu"):
     return sums.tolist()
 
 
-def of_each_rank(*values, device="cpu"):
+def all_gather_scalars(*values, device="cpu"):
     """All ranks' values, in double precision: a list for each rank of what it gave, floats or 0-dimensional tensors."""
     import torch
 
@@ -147,14 +147,14 @@ def of_each_rank(*values, device="cpu"):
     return each.tolist()
 
 
-def part(code=0):
+def shut_down(code=0):
     """Leave together: without the barrier, a third of gloo's runs abort at exit. A group that has not come apart in a
     minute, as NCCL's had not when it waited for a recording, is left to the system: the process ends with `code`."""
     import torch
 
     from runtime.engine.fast_path import forget
 
-    PARTING.set()
+    EXITING.set()
     forget()
     torch.distributed.barrier()
     PARTED.set()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from runtime.cluster import machines as hosts
 from runtime.cluster.machines import machine
-from runtime.cluster.ranks import PARTED, PARTING
+from runtime.cluster.ranks import EXITING, PARTED
 
 # Exit codes; 0 for the file STOP
 CODES = {signal.SIGTERM: 143, signal.SIGUSR1: 138, signal.SIGINT: 130, signal.SIGHUP: 129}
@@ -60,7 +60,7 @@ class Watch:
     def handle(self, number, _):
         """Python's handler of a signal, in the main thread. The watching thread reads the signal from the pipe; if that
         thread has died, restore the default handler and let it act."""
-        if not self.thread.is_alive() and not PARTING.is_set():
+        if not self.thread.is_alive() and not EXITING.is_set():
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
@@ -121,7 +121,7 @@ class Watch:
     def check_neighbors(self):
         """End this rank if another one of this machine has died; a rank that has passed the last barrier has not."""
         dead = [rank for rank, process in self.peers.items() if not alive(process)]
-        if dead and not (PARTING.is_set() and PARTED.wait(10)):
+        if dead and not (EXITING.is_set() and PARTED.wait(10)):
             try:
                 print(f"rank {dist.get_rank()}: rank {dead[0]} has died, so this one leaves too; what it said is above",
                       file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from runtime.cluster.ranks import local_world_size, total
+from runtime.cluster.ranks import all_reduce_sum, local_world_size
 from runtime.hardware import available_memory
 from runtime.versions import has_all
 
@@ -32,7 +32,7 @@ def shared_areas(n, group):
     if path[0]:
         with contextlib.suppress(RuntimeError):
             areas = torch.from_file(path[0], shared=True, size=2 * world_size * n).view(2, world_size, n)
-    everyone = total(areas is not None)[0] == world_size
+    everyone = all_reduce_sum(areas is not None)[0] == world_size
     if fd is not None:
         os.close(fd)  # the memory stays until the last of us ends
     return areas if everyone else None

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from deepspeed import comm as dist  # so that its log of messages has ours
 
-from runtime.cluster.ranks import total
+from runtime.cluster.ranks import all_reduce_sum
 from runtime.engine.ds_config import offloads
 from runtime.engine.one_machine import pass_through_memory
 from runtime.versions import has_all
@@ -48,7 +48,7 @@ def shorten(engine, local_sums=False):
     world_size = dist.get_world_size(optimizer.dp_process_group)
     optimizer.sum_over_ranks = lambda: None  # before the step, what is left to do
     if optimizer.dtype != torch.float32 or on_gpu(optimizer) or not pass_through_memory(optimizer):
-        if world_size > 1 and total(local_sums, device=optimizer.device)[0] == world_size:
+        if world_size > 1 and all_reduce_sum(local_sums, device=optimizer.device)[0] == world_size:
             optimizer.sum_over_ranks = keep_sums(optimizer)
         optimizer.process_gradients, optimizer.reduce_ipg_grads = bucketed_sum(optimizer)
     optimizer.overlap_comm = False  # else it stops the GPU after each backward; ours has waited for the sums

@@ -9,7 +9,7 @@ from collections import deque
 
 import torch
 
-from runtime.cluster.ranks import total
+from runtime.cluster.ranks import all_reduce_sum
 from runtime.data.download import FetchError
 from runtime.data.loader import rank_numbers, train_places
 from runtime.data.tokenizer import tokenizer_of
@@ -75,7 +75,7 @@ def look_at_loss(loss, iter_num, sources, settings, meta, rank, world_size):
     """Why the step after `iter_num` finished ones was not made, as a sentence that names the ranks whose loss is not
     finite and where in the data their sequences begin. All ranks call it. None where all losses are finite."""
     flags = [float(rank == r and not math.isfinite(loss.item())) for r in range(world_size)]
-    bad = [r for r, flag in enumerate(total(*flags, device=loss.device)) if flag]
+    bad = [r for r, flag in enumerate(all_reduce_sum(*flags, device=loss.device)) if flag]
     if not bad:
         return None
     told = [f"rank {r}, at tokens {where(iter_num, r, world_size, sources, settings, meta)}" for r in bad]

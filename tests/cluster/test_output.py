@@ -114,11 +114,11 @@ def test_a_rank_whose_neighbor_has_died_ends_although_nobody_reads_its_errors(ch
     """Rank 0 waits in a collective for ever, as it does in NCCL, so that only its watching thread can end it."""
     script = planted(tmp_path, f"""
 import time
-from runtime.cluster import ranks as dist
+from runtime.cluster import ranks
 def waits(*args, **kwargs):
     open({str(tmp_path / "waits")!r} + os.environ["RANK"], "w").close()
     time.sleep(1000)
-dist.of_each_rank = waits
+ranks.all_gather_scalars = waits
 """)
     command = [sys.executable, script, *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out"]
     # without a launcher, which would end rank 0 too

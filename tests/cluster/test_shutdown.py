@@ -140,12 +140,12 @@ def test_a_rank_that_dies_before_the_last_barrier_leaves_nobody_waiting(characte
     """Without a launcher, which would end rank 0 too. NCCL's barrier waits for a dead rank; gloo's would raise."""
     script = planted(tmp_path, """
 import time, torch
-from runtime.cluster import ranks as dist
-part = dist.part
+from runtime.cluster import ranks
+shut_down = ranks.shut_down
 def ends(code=0):
     torch.distributed.barrier = lambda: os._exit(7) if os.environ["RANK"] == "1" else time.sleep(1000)
-    part(code)
-dist.part = ends
+    shut_down(code)
+ranks.shut_down = ends
 """)
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command, log = [script, *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out"], tmp_path / "log"

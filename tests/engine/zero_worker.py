@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param
 
 from model import GPT, Block, GPTConfig
-from runtime.cluster.ranks import part, quiet, total
+from runtime.cluster.ranks import all_reduce_sum, shut_down, silence_stdout
 from runtime.engine import ds_config
 from runtime.engine.fused_adamw import step_in_one_pass
 from runtime.engine.zero2_gradients import shorten
@@ -131,7 +131,7 @@ def build(stage, dtype, zero, config, clip, repaired, compiled, fused, layers):
     if stage == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [Block])
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), fused=True, **ADAM)
-    with quiet():
+    with silence_stdout():
         engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=resolved)
     ds_config.compare(engine, resolved, dtype)
     return engine
@@ -188,14 +188,14 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
         norm = engine.get_global_grad_norm()
         result["norms"].append(None if norm is None else float(norm))
         result["seen"].append(float(getattr(engine.optimizer, "seen_norm", 0)))
-        result["applied"].append(total(engine.was_step_applied())[0])
+        result["applied"].append(all_reduce_sum(engine.was_step_applied())[0])
         if dtype == "float16":
             result["scales"].append(engine.optimizer.loss_scaler.cur_scale)
         if bad:
             result["moved_by_poison"] = furthest(weights(engine), before)
     result["released"] = sum(getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
                              for p in engine.module.parameters())
-    result["overflows"] = total(*overflows) if overflows else None
+    result["overflows"] = all_reduce_sum(*overflows) if overflows else None
     result["weights"] = weights(engine)
     engine.destroy()
     return result
@@ -248,7 +248,7 @@ def main(out):
     if dist.get_rank() == 0:
         with open(out, "w", encoding="utf-8") as f:
             json.dump(report, f, indent=1)
-    part()
+    shut_down()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param
 
 from model import GPT, Block, GPTConfig
-from runtime.cluster.ranks import part, quiet, total
+from runtime.cluster.ranks import all_reduce_sum, shut_down, silence_stdout
 from runtime.engine import ds_config
 from runtime.engine import fast_path as replay
 from runtime.engine.fused_adamw import step_in_one_pass
@@ -107,7 +107,7 @@ def build(stage, dtype, blocks, zero, clip, fp16):
     if stage == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [Block])
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), fused=True, **ADAM)
-    with quiet():
+    with silence_stdout():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     ds_config.compare(engine, config, dtype)
     return engine, stage
@@ -130,7 +130,7 @@ def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local
             micro_step(sequences[:, :-1], sequences[:, 1:])
             engine.step()
         ds_config.grow_loss_scale(engine)
-        norm, applied = engine.get_global_grad_norm(), total(engine.was_step_applied(), device=device)[0]
+        norm, applied = engine.get_global_grad_norm(), all_reduce_sum(engine.was_step_applied(), device=device)[0]
         assert applied in (0, world_size), f"{applied} of {world_size} ranks made the step"
         result["norms"] += [None if norm is None else float(norm)] if applied else []
         result["applied"].append(bool(applied))
@@ -178,7 +178,7 @@ def main(out):
     if dist.get_rank() == 0:
         with open(out, "w", encoding="utf-8") as f:
             json.dump(report, f, indent=1)
-    part()
+    shut_down()
 
 
 if __name__ == "__main__":
