@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from runtime.weights import WeightsError, fetch_from_hub, read_config, read_weights
 
-LOSS_ROWS = 4096  # rows of logits that exist at one time; 4096 x 50304 in bf16 are 412 MB
+LOSS_CHUNK = 4096  # rows of logits that exist at one time; 4096 x 50304 in bf16 are 412 MB
 FP16_GRAD_FACTOR = 1024.0  # float16 rounds to 0 what is below 3e-8, as many gradients of logits are
 
 
@@ -149,15 +149,15 @@ class Block(nn.Module):
 
     def forward(self, x, cache=None, start=0, recompute=False):
         if recompute:  # inside what gets compiled: outside of it, backward finds other tensors than forward saved
-            return checkpoint(self.add_both, x, use_reentrant=False)
-        return self.add_both(x, cache, start)
+            return checkpoint(self.attn_and_mlp, x, use_reentrant=False)
+        return self.attn_and_mlp(x, cache, start)
 
-    def add_both(self, x, cache=None, start=0):
+    def attn_and_mlp(self, x, cache=None, start=0):
         x = x + self.attn(self.ln_1(x), cache, start)
         return x + self.mlp(self.ln_2(x))
 
 
-def softmax_loss(logits, targets, vocab_size):
+def cross_entropy_with_grad(logits, targets, vocab_size):
     """Per row: the cross-entropy, and its gradient by the logits, times FP16_GRAD_FACTOR in float16.
 
     logits (N, padded_vocab_size), targets (N,) with -1 for rows that don't count -> (N,) in fp32, and
@@ -175,7 +175,7 @@ def softmax_loss(logits, targets, vocab_size):
     return losses.squeeze(1), grad.to(logits.dtype)
 
 
-def add_product(total, a, b):
+def addmm_fp32(total, a, b):
     """total += a @ b; in float32, without a pass of its own, where a and b are of half its width on CUDA."""
     if a.is_cuda and a.dtype != total.dtype and not torch.version.hip:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
@@ -185,8 +185,8 @@ def add_product(total, a, b):
         total += a @ b
 
 
-class FusedHeadLoss(torch.autograd.Function):
-    """Mean cross-entropy of x @ weight.T, LOSS_ROWS rows at a time.
+class FusedLinearCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of x @ weight.T, LOSS_CHUNK rows at a time.
 
     The gradients are computed while a chunk's logits are at hand, so that neither all logits nor their gradient
     are ever held, and no matrix product is done twice (the idea is that of Liger Kernel, arXiv:2410.10989). Backward
@@ -194,18 +194,18 @@ class FusedHeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size, step):
+    def forward(ctx, x, weight, targets, vocab_size, cross_entropy):
         grad_x = torch.empty_like(x)
         learns = ctx.needs_input_grad[1]
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         total = torch.zeros((), device=x.device)
-        for first in range(0, x.size(0), LOSS_ROWS):
-            rows = slice(first, first + LOSS_ROWS)
-            losses, grad = step(x[rows] @ weight.T, targets[rows], vocab_size)
+        for first in range(0, x.size(0), LOSS_CHUNK):
+            rows = slice(first, first + LOSS_CHUNK)
+            losses, grad = cross_entropy(x[rows] @ weight.T, targets[rows], vocab_size)
             total += losses.sum()
             grad_x[rows] = grad @ weight
             if learns:
-                add_product(grad_weight, grad.T, x[rows])
+                addmm_fp32(grad_weight, grad.T, x[rows])
         count = (targets >= 0).sum()
         ctx.save_for_backward(grad_x, grad_weight, count)
         return total / count
@@ -219,7 +219,7 @@ class FusedHeadLoss(torch.autograd.Function):
         return grad_x.float().mul_(scale).to(grad_x.dtype), grad_weight, None, None, None
 
 
-class Head(nn.Module):
+class LMHead(nn.Module):
     """The output layer, tied to the token embedding. A module of its own, so that whoever gathers parameters module
     by module (ZeRO-3) finds the shared weight where it is used."""
 
@@ -227,17 +227,17 @@ class Head(nn.Module):
         super().__init__()
         self.weight = wte.weight
         self.vocab_size = vocab_size
-        self.step = softmax_loss
+        self.cross_entropy = cross_entropy_with_grad
 
     def forward(self, x, targets=None, reduction="mean"):
         if targets is None:
             return F.linear(x, self.weight)[..., : self.vocab_size]
         x, targets = x.flatten(0, -2), targets.flatten()
         if reduction == "mean":
-            return FusedHeadLoss.apply(x, self.weight, targets, self.vocab_size, self.step)
+            return FusedLinearCrossEntropy.apply(x, self.weight, targets, self.vocab_size, self.cross_entropy)
         return torch.cat([
-            self.step(rows @ self.weight.T, row_targets, self.vocab_size)[0]
-            for rows, row_targets in zip(x.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True)
+            self.cross_entropy(rows @ self.weight.T, row_targets, self.vocab_size)[0]
+            for rows, row_targets in zip(x.split(LOSS_CHUNK), targets.split(LOSS_CHUNK), strict=True)
         ])
 
 
@@ -279,7 +279,7 @@ class GPT(nn.Module):
             "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             "ln_f": nn.LayerNorm(config.n_embd, bias=config.bias),
         })
-        self.lm_head = Head(self.transformer.wte, config.vocab_size)
+        self.lm_head = LMHead(self.transformer.wte, config.vocab_size)
         self.init_weights()
 
     def init_weights(self):
@@ -319,13 +319,13 @@ class GPT(nn.Module):
         ]
         return [group for group in groups if group["params"]]
 
-    def compile_parts(self, **options):
+    def compile_blocks(self, **options):
         """Compile the forward of each block, and the loss. The blocks share one graph, so a cold start costs about 11 s
         for GPT-2 XL on an H200 instead of the whole model's 52, at almost the same speed; names of parameters stay, and
         a module's hooks stay outside, where ZeRO-3 needs them. options: torch.compile's."""
         for block in self.transformer.h:
             block.forward = torch.compile(block.forward, **options)
-        self.lm_head.step = torch.compile(softmax_loss, **options)
+        self.lm_head.cross_entropy = torch.compile(cross_entropy_with_grad, **options)
 
     def crop_block_size(self, block_size):
         """Shorten the longest context to `block_size`; the position embeddings beyond it go."""
@@ -347,7 +347,7 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, reduction="mean"):
         """idx (B, T) -> logits (B, T, vocab_size); with targets (B, T) -> their mean cross-entropy, or with
         reduction="none" that of each token, (B * T,). A target of -1 does not count."""
-        return self.lm_head(self.hidden(idx), targets, reduction)
+        return self.lm_head(self.forward_hidden(idx), targets, reduction)
 
     def one_more(self, token, position, caches, length):
         """Logits (B, vocab_size) after one more token (B, 1) at `position`, a tensor (1,) below `length`, with the keys
@@ -358,7 +358,7 @@ class GPT(nn.Module):
             x = block(x, cache, position)
         return self.lm_head(self.transformer.ln_f(x))[:, 0]
 
-    def hidden(self, idx, caches=None, start=0):
+    def forward_hidden(self, idx, caches=None, start=0):
         """Final hidden states (B, T, n_embd) of tokens at positions start and on."""
         T = idx.size(1)
         if start + T > self.config.block_size:
@@ -399,13 +399,13 @@ class GPT(nn.Module):
                 logits = steps[length](*inputs)
                 cached = idx.size(1)
             elif use_cache and idx.size(1) <= block_size:
-                logits = self.lm_head(self.hidden(idx[:, cached:], caches, cached)[:, -1:])[:, 0]
+                logits = self.lm_head(self.forward_hidden(idx[:, cached:], caches, cached)[:, -1:])[:, 0]
                 cached = idx.size(1)
             else:
-                logits = self.lm_head(self.hidden(idx[:, -block_size:])[:, -1:])[:, 0]
+                logits = self.lm_head(self.forward_hidden(idx[:, -block_size:])[:, -1:])[:, 0]
             logits = logits.float()
             if repetition_penalty != 1:
-                logits = penalised(logits, idx, repetition_penalty)
+                logits = apply_repetition_penalty(logits, idx, repetition_penalty)
             token = sample_token(logits, temperature, top_k, top_p, generator)
             if end_of_text is not None:
                 token = torch.where(done, end_of_text, token)
@@ -461,7 +461,7 @@ def recorded(step, *inputs):
     return replay
 
 
-def penalised(logits, idx, penalty):
+def apply_repetition_penalty(logits, idx, penalty):
     """Logits (B, vocab_size), those of the tokens in idx (B, T) divided by the penalty where they are positive and else
     multiplied (CTRL, arXiv:1909.05858)."""
     seen = logits.gather(1, idx)

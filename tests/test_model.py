@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.activations import ACT2FN
 
 import model as model_module
-from model import GPT, MLP, FusedHeadLoss, GPTConfig, LayerCache, sample_token, softmax_loss
+from model import GPT, MLP, FusedLinearCrossEntropy, GPTConfig, LayerCache, cross_entropy_with_grad, sample_token
 from runtime import weights
 from runtime.weights import WeightsError
 
@@ -137,9 +137,9 @@ def test_weights_load_in_half_precision(folder, ours):
 
 # The loss
 
-@pytest.mark.parametrize("loss_rows", [1, 7, 96, 4096])  # rows at a time, of 2 x 48
-def test_fused_loss_and_gradients_are_those_of_plain_cross_entropy(ours, monkeypatch, loss_rows):
-    monkeypatch.setattr(model_module, "LOSS_ROWS", loss_rows)
+@pytest.mark.parametrize("loss_chunk", [1, 7, 96, 4096])  # rows at a time, of 2 x 48
+def test_fused_loss_and_gradients_are_those_of_plain_cross_entropy(ours, monkeypatch, loss_chunk):
+    monkeypatch.setattr(model_module, "LOSS_CHUNK", loss_chunk)
     idx, targets = tokens(2, BLOCK), some_targets(2, BLOCK)
     wanted, wanted_grads = gradients(ours, idx, targets, plain_loss)
     loss, grads = gradients(ours, idx, targets)
@@ -166,7 +166,7 @@ def test_gradients_of_the_head_and_of_its_input_have_one_scale():
     x, weight, targets = torch.randn(768, 64), 0.1 * torch.randn(1024, 64), torch.randint(1000, (768,))
     ours = [t.bfloat16().requires_grad_() for t in (x, weight)]
     exact = [t.detach().double().requires_grad_() for t in ours]
-    (FusedHeadLoss.apply(*ours, targets, 1000, softmax_loss) / 5).backward()
+    (FusedLinearCrossEntropy.apply(*ours, targets, 1000, cross_entropy_with_grad) / 5).backward()
     (F.cross_entropy((exact[0] @ exact[1].T)[:, :1000], targets) / 5).backward()
     of_input, of_head = ((mine.grad.double() * its.grad).sum() / its.grad.square().sum()
                          for mine, its in zip(ours, exact, strict=True))
@@ -178,20 +178,20 @@ def test_few_gradients_of_float16_logits_are_flushed_to_zero():
     comes out of backward is not scaled."""
     torch.manual_seed(0)
     logits = (3 * torch.randn(64, 50304)).half()
-    _, grad = softmax_loss(logits, torch.randint(50257, (64,)), 50257)
+    _, grad = cross_entropy_with_grad(logits, torch.randint(50257, (64,)), 50257)
     assert (grad[:, :50257] == 0).float().mean() < 0.03
     x, weight, targets = torch.randn(96, 64), 0.1 * torch.randn(1024, 64), torch.randint(1000, (96,))
     half = [t.half().requires_grad_() for t in (x, weight)]
     exact = [t.detach().double().requires_grad_() for t in half]
-    FusedHeadLoss.apply(*half, targets, 1000, softmax_loss).backward()
+    FusedLinearCrossEntropy.apply(*half, targets, 1000, cross_entropy_with_grad).backward()
     F.cross_entropy((exact[0] @ exact[1].T)[:, :1000], targets).backward()
     for mine, its in zip(half, exact, strict=True):
         assert (mine.grad - its.grad).norm() < 2e-3 * its.grad.norm()
 
 
-@pytest.mark.parametrize("loss_rows", [7, 4096])
-def test_loss_of_each_token(ours, monkeypatch, loss_rows):
-    monkeypatch.setattr(model_module, "LOSS_ROWS", loss_rows)
+@pytest.mark.parametrize("loss_chunk", [7, 4096])
+def test_loss_of_each_token(ours, monkeypatch, loss_chunk):
+    monkeypatch.setattr(model_module, "LOSS_CHUNK", loss_chunk)
     idx, targets = tokens(2, BLOCK), some_targets(2, BLOCK)
     losses = ours(idx, targets, reduction="none")
     wanted = F.cross_entropy(ours(idx).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
@@ -365,7 +365,7 @@ def test_one_more_token_gives_the_logits_of_the_whole(ours):
     whole = ours(idx)
     caches = [LayerCache(2, ours.config, ours.transformer.wte.weight) for _ in ours.transformer.h]
     with torch.no_grad():
-        ours.hidden(idx[:, :3], caches)
+        ours.forward_hidden(idx[:, :3], caches)
         for length in (BLOCK // 2, BLOCK):  # the second time the places beyond hold what was there
             for at in range(3, length):
                 logits = ours.one_more(idx[:, at:at + 1], torch.tensor([at]), caches, length)

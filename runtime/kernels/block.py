@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from model import GPT, GPTConfig, attention_backends, softmax_loss
+from model import GPT, GPTConfig, attention_backends, cross_entropy_with_grad
 from runtime.kernels import jit, tl, triton
 from runtime.kernels.fp8 import DY, X, begin, beside, gradient, keep_largest, plain, product, store_eight, use
 from runtime.kernels.products import USED, add_to, linear_gelu
@@ -329,8 +329,9 @@ def fuse(model, fp8=False, recorded=True):
     whether kernels/products.py pays."""
     USED[0] = recorded
     model.eight = use(model) if fp8 else None
-    model.lm_head.step = torch.compile(softmax_loss) if model.lm_head.weight.is_cuda else softmax_loss
-    model.hidden = partial(hidden, model)
+    loss = cross_entropy_with_grad
+    model.lm_head.cross_entropy = torch.compile(loss) if model.lm_head.weight.is_cuda else loss
+    model.forward_hidden = partial(hidden, model)
     for block in model.transformer.h:
         block.forward = partial(block_forward, block)
     model.transformer.ln_f.forward = partial(norm, model.transformer.ln_f)
@@ -364,7 +365,7 @@ def norm(layer, x, y=None, y_bias=None, reader=None):
 
 
 def hidden(model, idx):
-    """GPT.hidden: the final hidden states (B, T, n_embd)."""
+    """GPT.forward_hidden: the final hidden states (B, T, n_embd)."""
     if model.eight:
         begin(model.eight, model.training)
     positions = torch.arange(idx.size(1), device=idx.device)

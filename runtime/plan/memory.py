@@ -1,6 +1,6 @@
 """How much memory may be taken, and how much a run takes."""
 
-from model import LOSS_ROWS
+from model import LOSS_CHUNK
 
 OWN = (1.3e9, 1.6e9)  # what CUDA, cuBLAS, cuDNN and NCCL take beside PyTorch's tensors on one H200, and on each of two
 def plan(model, config, dtype, world_size, n_params, batch_size, compiled=False, recompute=False,
@@ -31,7 +31,7 @@ def plan(model, config, dtype, world_size, n_params, batch_size, compiled=False,
     kept = 16 if compiled else 18 + 2 * (model.dropout > 0)
     kept += 5 * (n_trained < n_params)  # LoRA's share, measured at rank 64
     token_values = tokens * C * value
-    loss = min(tokens, LOSS_ROWS) * model.padded_vocab_size * 8
+    loss = min(tokens, LOSS_CHUNK) * model.padded_vocab_size * 8
     if n_trained == n_params:
         loss += model.padded_vocab_size * C * 4
     activations = token_values * L * (1 if recompute else kept)
@@ -55,7 +55,7 @@ def evaluation(model, dtype, batch_size):
     not measured: what a block has at one time, 11 values of each token in units of C, and the loss's."""
     value = 4 if dtype == "float32" else 2
     tokens = batch_size * model.block_size
-    return tokens * model.n_embd * value * 11 + min(tokens, LOSS_ROWS) * model.padded_vocab_size * 8
+    return tokens * model.n_embd * value * 11 + min(tokens, LOSS_CHUNK) * model.padded_vocab_size * 8
 
 
 def largest_batch(sequences, room, planned):

@@ -125,7 +125,7 @@ def build(stage, dtype, zero, config, clip, repaired, compiled, fused, layers):
     torch.nn.functional.linear = LINEAR  # which stage 3 replaces for good
     model = fresh_model(layers)
     if compiled:
-        model.compile_parts(backend="aot_eager")
+        model.compile_blocks(backend="aot_eager")
     if fused:
         fuse(model)
     if stage == 3:

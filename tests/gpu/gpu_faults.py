@@ -76,7 +76,7 @@ GPU_FAULTS = [Fault(*row[:5], f"gpu/test_gpu_{row[5]}", gpus=row[6] if len(row) 
      "model.py", "device=q.device) > position", "device=q.device) >= position",
      "decode.py::test_logits_with_a_cache_are_those_without[768-500-160-4]"),
     ("decode", "beyond the context, the window stays at the beginning",
-     "model.py", "self.hidden(idx[:, -block_size:])", "self.hidden(idx[:, :block_size])",
+     "model.py", "self.forward_hidden(idx[:, -block_size:])", "self.forward_hidden(idx[:, :block_size])",
      "decode.py::test_logits_with_a_cache_are_those_without[768-500-160-1]"),
     ("background save", "what is written are the engine's tensors, while training changes them",
      "runtime/checkpoint/saver.py", "seen[key] = mine.view(tensor.shape).copy_(tensor, non_blocking=True)",

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from reference import check, errors
 
-from model import FusedHeadLoss, softmax_loss
+from model import FusedLinearCrossEntropy, cross_entropy_with_grad
 from runtime.engine.fused_adamw import adamw
 from runtime.kernels import block as fused
 from runtime.kernels import fp8, products
@@ -111,7 +111,7 @@ def test_loss_of_the_output_layer(C, dtype):
         return 1000 * F.cross_entropy(logits.to(torch.promote_types(x.dtype, torch.float32)), targets, ignore_index=-1)
 
     def ours(x, w):
-        return 1000 * FusedHeadLoss.apply(x, w, targets, 50257, softmax_loss)
+        return 1000 * FusedLinearCrossEntropy.apply(x, w, targets, 50257, cross_entropy_with_grad)
 
     compare(ours, plain, {"x": random(5003, C), "w": weight}, dtype)
 

@@ -74,7 +74,7 @@ def steps(case, way, dtype=torch.bfloat16, scale=1.0, fp8=False):
     model = build(case["config"], case["weights"], dtype)
     model.gradient_checkpointing = "recomputed" in way
     if "compiled" in way:
-        model.compile_parts()
+        model.compile_blocks()
     elif "kernels" in way:
         fuse(model, fp8)
     engine = Engine(model, scale, "sums" in way)
@@ -138,7 +138,7 @@ def test_dropout_in_captured_steps(compiled):
     def losses(captured):
         model = build(config, weights, torch.bfloat16)
         if compiled:
-            model.compile_parts()
+            model.compile_blocks()
         micro_step = replay.micro_step(Engine(model), captured, Pace("cuda", 1))
         found = []
         for seed in (0, 1, 2, None, 1):  # None: whatever comes next

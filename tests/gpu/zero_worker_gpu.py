@@ -103,7 +103,7 @@ def build(stage, dtype, blocks, zero, clip, fp16):
     if blocks == "kernels":
         fuse(model, recorded=stage == 2)
     elif blocks == "compiled":
-        model.compile_parts()
+        model.compile_blocks()
     if stage == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [Block])
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), fused=True, **ADAM)

@@ -157,7 +157,7 @@ def test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole():
             caches = [LayerCache(1, plain.config, plain.transformer.wte.weight) for _ in plain.transformer.h]
             for cache in caches:
                 cache.k.fill_(7), cache.v.fill_(7)
-            plain.hidden(idx[:, :prompt], caches)
+            plain.forward_hidden(idx[:, :prompt], caches)
             for at in range(prompt, prompt + 2):
                 logits = one_more(plain, idx[:, at : at + 1], torch.tensor([at]), caches)
                 assert torch.allclose(logits, whole[:, at], atol=2e-5), at
