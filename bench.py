@@ -28,7 +28,7 @@ import tempfile
 import threading
 import time
 
-from configurator import settings_of
+from configurator import settings_of_script
 from runtime.engine import ds_config
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
@@ -60,7 +60,7 @@ def main():
         run[args.what](args, settings)
         return
     if args.what != "sample":
-        s = settings_of(SCRIPT, settings)  # a mistake among them ends here
+        s = settings_of_script(SCRIPT, settings)  # a mistake among them ends here
         for name in ("dry_run", "eval_only"):
             if s[name]:
                 parser.error(f"--{name}=True leaves nothing to measure: remove it")
@@ -250,7 +250,7 @@ def peer(args, settings):
     """The same steps, with the same tokens, by another: see transformers_steps and plain_steps."""
     from runtime.cluster.ranks import print0, ranks_from_environment, shut_down
 
-    s = settings_of(SCRIPT, settings)
+    s = settings_of_script(SCRIPT, settings)
     rank, local_rank, world_size, local_world_size = ranks_from_environment()
     import torch
 
@@ -462,7 +462,7 @@ def data(args, settings):
     from runtime.data.loader import train_batches
     from runtime.data.mixture import sets, tokens_of
 
-    s = settings_of(SCRIPT, settings)
+    s = settings_of_script(SCRIPT, settings)
     if s["batch_size"] == "auto":
         raise SystemExit("bench.py data needs a --batch_size that is a number: only training knows what fits")
     try:

@@ -11,6 +11,7 @@ import, and use names of their own if these begin with an underscore. `--help` s
 """
 
 import ast
+import dataclasses
 import difflib
 import json
 import os
@@ -22,31 +23,28 @@ import typing
 
 from runtime.files import UserError
 
-PLAIN = (bool, int, float, str, type(None), dict, list, tuple)
+SETTING_TYPES = (bool, int, float, str, type(None), dict, list, tuple)
 
 
-class SettingsError(UserError):
-    """Every problem found in the settings, one a line."""
+def configure(defaults, argv, annotations=None, root="."):
+    """Return the settings that argv makes of the dict `defaults`: a frozen dataclass with its keys as fields.
 
-
-def configure(defaults, argv, annotations=None, root=".", passed_over=()):
-    """The settings that argv makes of `defaults`: a new dict with the same keys. passed_over: (name, value) pairs that
-    are taken for not said, so that the value before them stands.
-
-    Config files are looked for in the working directory, then in `root`. Raises SettingsError with all problems.
+    Its attribute before_auto holds what "auto" overwrote, by name: init_from=auto and batch_size=auto need it.
+    Config files are looked for in the working directory, then in `root`. Raises UserError with all problems.
     """
-    settings, problems = dict(defaults), []
+    settings, before_auto, problems = dict(defaults), {}, []
     allowed = {name: allowed_values(value, (annotations or {}).get(name)) for name, value in defaults.items()}
 
     def assign(name, value, where, parse=False):
         if name not in defaults:
-            hint = nearest(name, defaults) or ("" if parse else "; names of a file's own begin with an underscore")
+            hint = did_you_mean(name, defaults) or ("" if parse else "; names of a file's own begin with an underscore")
             problems.append(f"{where}: there is no setting '{name}'{hint}")
             return
         try:
-            value = (parsed if parse else checked)(value, *allowed[name])
-            if (name, value) not in passed_over:
-                settings[name] = value
+            value = (parse_value if parse else validate)(value, *allowed[name])
+            if value == "auto" and settings[name] != "auto":
+                before_auto[name] = settings[name]
+            settings[name] = value
         except ValueError as error:
             problems.append(f"{where}: {name} {error}")
 
@@ -56,7 +54,7 @@ def configure(defaults, argv, annotations=None, root=".", passed_over=()):
         if not arg.startswith("--"):
             try:
                 changed = run_config_file(arg, settings, root)
-            except SettingsError as error:
+            except UserError as error:
                 problems.append(str(error))
                 continue
             for name, value in changed.items():
@@ -64,9 +62,9 @@ def configure(defaults, argv, annotations=None, root=".", passed_over=()):
             continue
         name, equals, value = arg[2:].partition("=")
         if not equals:
-            if args and not args[0].startswith("--") and not (is_switch(allowed, name) and not is_bool(args[0])):
+            if args and not args[0].startswith("--") and not (is_bool_setting(allowed, name) and not is_bool(args[0])):
                 value = args.pop(0)
-            elif is_switch(allowed, name):
+            elif is_bool_setting(allowed, name):
                 value = "True"
             elif name in defaults:
                 problems.append(f"--{name} needs a value: --{name}={defaults[name]}")
@@ -74,11 +72,12 @@ def configure(defaults, argv, annotations=None, root=".", passed_over=()):
         if name != "local_rank":  # the deepspeed launcher gives it to every script; LOCAL_RANK says the same
             assign(name, value, "command line", parse=True)
     if problems:
-        raise SettingsError("\n".join(problems))
-    return settings
+        raise UserError("\n".join(problems))
+    kind = dataclasses.make_dataclass("Settings", settings, frozen=True, namespace={"before_auto": before_auto})
+    return kind(**settings)
 
 
-def nearest(name, known):
+def did_you_mean(name, known):
     """', did you mean ...?' with the known name most like `name`, or nothing."""
     match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f": did you mean '{match[0]}'?" if match else ""
@@ -88,7 +87,7 @@ def is_bool(text):
     return text in ("True", "False", "true", "false")
 
 
-def is_switch(allowed, name):
+def is_bool_setting(allowed, name):
     return name in allowed and allowed[name] == ({bool}, ())
 
 
@@ -102,26 +101,26 @@ def allowed_values(default, annotation):
     return {p for p in parts if isinstance(p, type)} | ({type(None)} if None in parts else set()), choices
 
 
-def checked(value, kinds, choices):
+def validate(value, types_, choices):
     """`value` if it is of one of the types or choices; an int becomes a float where only a float will do."""
-    if (type(value) in kinds) or value in choices:
+    if (type(value) in types_) or value in choices:
         return value
-    if float in kinds and type(value) is int:
+    if float in types_ and type(value) is int:
         return float(value)
-    names = [kind.__name__ if kind is not type(None) else "None" for kind in sorted(kinds, key=str)]
+    names = [kind.__name__ if kind is not type(None) else "None" for kind in sorted(types_, key=str)]
     raise ValueError(f"takes {' or '.join([*map(repr, choices), *names])}, not {value!r}")
 
 
-def parsed(text, kinds, choices):
+def parse_value(text, types_, choices):
     """The value that a command line's text means for a setting of these types."""
-    if text in choices or kinds == {str}:
-        return checked(text, kinds, choices)
+    if text in choices or types_ == {str}:
+        return validate(text, types_, choices)
     if is_bool(text):
         text = text.capitalize()
     try:
-        return checked(ast.literal_eval(text), kinds, choices)
+        return validate(ast.literal_eval(text), types_, choices)
     except (ValueError, SyntaxError):
-        return checked(text, kinds, choices)
+        return validate(text, types_, choices)
 
 
 def run_config_file(path, settings, root):
@@ -129,11 +128,11 @@ def run_config_file(path, settings, root):
     found = next((p for p in (path, os.path.join(root, path)) if os.path.isfile(p)), None)
     if found is None:
         hint = f": did you mean --{path.lstrip('-')}?" if "=" in path else "; settings are written --key=value"
-        raise SettingsError(f"there is no config file {path}{hint}")
+        raise UserError(f"there is no config file {path}{hint}")
     if not path.endswith(".py"):  # other files may be Python by accident: much JSON is
         hint = (f"a DeepSpeed configuration is given as --deepspeed_config={path}" if path.endswith(".json")
                 and "deepspeed_config" in settings else "config files end in .py, and settings are written --key=value")
-        raise SettingsError(f"{path} is not a config file: {hint}")
+        raise UserError(f"{path} is not a config file: {hint}")
     names = dict(settings)
     try:
         with open(found, encoding="utf-8") as f:
@@ -144,7 +143,7 @@ def run_config_file(path, settings, root):
         while tb:
             line = tb.tb_lineno if tb.tb_frame.f_code.co_filename == found else line
             tb = tb.tb_next
-        raise SettingsError(f"{path}, line {line}: {type(error).__name__}: {error}") from None
+        raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from None
     return {
         name: value
         for name, value in names.items()
@@ -155,12 +154,7 @@ def run_config_file(path, settings, root):
     }
 
 
-def differences(defaults, settings):
-    """The settings that are not the defaults, as --key=value."""
-    return [f"--{name}={value}" for name, value in settings.items() if value != defaults[name]]
-
-
-def described(source, defaults):
+def settings_with_comments(source, defaults):
     """(docstring, [(name, its comment) or (None, a group's heading)]) of a script's settings, by its own lines."""
     with open(source, encoding="utf-8") as f:
         text = f.read()
@@ -187,7 +181,7 @@ def described(source, defaults):
 
 def help_text(source, defaults):
     """The script's own lines of settings with their comments: the defaults are the manual."""
-    docstring, found = described(source, defaults)
+    docstring, found = settings_with_comments(source, defaults)
     shown = [docstring, "", "Settings, as --key=value:"]
     for name, comment in found:
         first, *others = comment.split("\n")
@@ -203,7 +197,7 @@ def help_text(source, defaults):
 
 def settings_table(source, defaults):
     """The settings as a table in Markdown: docs/settings.md."""
-    _, found = described(source, defaults)
+    _, found = settings_with_comments(source, defaults)
     lines = ["# All settings of train_deepspeed.py", "",
              "Made by `python train_deepspeed.py --settings_table`. On the command line they are written "
              "`--name=value`, in a config file, which is Python, `name = value`."]
@@ -218,9 +212,9 @@ def settings_table(source, defaults):
     return "\n".join(lines)
 
 
-def end_with_the_reader():
-    """From now on this program ends when nobody reads on, as after `| head`, and as others do: quietly. Not while a
-    network is in use: a connection that is lost would end it too."""
+def exit_quietly_on_broken_pipe():
+    """End this program quietly when nobody reads its output any more, as after `| head`. Don't call it while a network
+    is in use: a lost connection would end it too."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
@@ -228,23 +222,23 @@ def end_with_the_reader():
 def name_what_is_missing(kind, error, trace):
     """sys.excepthook: a package that is not there is the user's to install."""
     if issubclass(kind, ModuleNotFoundError):
-        print(f"{error}: python -m pip install -r requirements.txt; python doctor.py tells what else is amiss",
+        print(f"{error}: python -m pip install -r requirements.txt; python doctor.py shows what else is wrong",
               file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
 
 
-def from_command_line(script, argv=None, passed_over=()):
-    """The settings of the script whose globals() are given, from its command line; passed_over as in configure().
+def from_command_line(script, argv=None):
+    """Return the settings of the script whose globals() are given, from its command line: see configure().
 
-    Ends the program for --help, --print_settings, and for a mistake: exit code 2, one line a problem.
+    Ends the program for --help, --print_settings, and for a mistake: exit code 2, one line per problem.
     """
     argv = sys.argv[1:] if argv is None else argv
     sys.excepthook = name_what_is_missing
-    defaults = {k: v for k, v in script.items() if not k.startswith("_") and isinstance(v, PLAIN)}
-    asked = "--print_settings" in argv
-    if asked or {"--help", "-h", "--settings_table"} & {*argv}:  # which print, and end
-        end_with_the_reader()
+    defaults = {k: v for k, v in script.items() if not k.startswith("_") and isinstance(v, SETTING_TYPES)}
+    print_only = "--print_settings" in argv
+    if print_only or {"--help", "-h", "--settings_table"} & {*argv}:  # which print, and end
+        exit_quietly_on_broken_pipe()
     if "--help" in argv or "-h" in argv:
         print(help_text(script["__file__"], defaults))
         raise SystemExit(0)
@@ -253,21 +247,20 @@ def from_command_line(script, argv=None, passed_over=()):
         raise SystemExit(0)
     root = os.path.dirname(os.path.abspath(script["__file__"]))
     try:
-        settings = configure(
-            defaults, [a for a in argv if a != "--print_settings"], script.get("__annotations__"), root, passed_over
-        )
-    except SettingsError as error:
+        argv = [a for a in argv if a != "--print_settings"]
+        settings = configure(defaults, argv, script.get("__annotations__"), root)
+    except UserError as error:
         if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":  # the first rank of each machine
             print(error, file=sys.stderr)
         raise SystemExit(2) from None
-    if asked:
-        print(json.dumps(settings))
+    if print_only:
+        print(json.dumps(vars(settings)))
         raise SystemExit(0)
     return settings
 
 
-def settings_of(script, argv):
-    """The settings that another script takes from these arguments. A mistake ends this program as it ends that one."""
+def settings_of_script(script, argv):
+    """Return the settings, a dict, that another script takes from these arguments. A mistake ends this program too."""
     done = subprocess.run([sys.executable, script, *argv, "--print_settings"], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(done.returncode)

@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 
-from configurator import end_with_the_reader, settings_of
+from configurator import exit_quietly_on_broken_pipe, settings_of_script
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
@@ -45,7 +45,7 @@ def main():
     if all(map(importlib.util.find_spec, NEEDED)):
         if not gpus():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        run = settings_of(os.path.join(ROOT, "train_deepspeed.py"), words) if words else None
+        run = settings_of_script(os.path.join(ROOT, "train_deepspeed.py"), words) if words else None
         ranks = args.num_gpus or (0 if on_cpu(run) else gpus()) or 1
         checks = [pytorch, driver, nvcc, compiler, operations, lambda: cards(run, args.num_gpus),
                   kernels, lambda: exchange(ranks),
@@ -55,7 +55,7 @@ def main():
     else:
         words = []
     told = plan(run, words, ranks, rows) if words else ""
-    end_with_the_reader()
+    exit_quietly_on_broken_pipe()
     if args.json:
         print(json.dumps([dict(zip(("status", "name", "found", "mend"), row)) for row in rows], indent=1))
     else:

@@ -17,7 +17,7 @@ to: str | None = None  # the folder to make; None: hf-TAG in out_dir
 dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights in it
 
 settings = configurator.from_command_line(globals())
-globals().update(settings)
+globals().update(vars(settings))
 
 import os
 import secrets

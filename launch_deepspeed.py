@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 
-from configurator import settings_of
+from configurator import settings_of_script
 from runtime.output import protect_output
 
 protect_output()
@@ -50,7 +50,7 @@ named, args = parser.parse_known_args()
 
 ranks = vars(named).pop("num_gpus")
 args += [f"--{name}={value}" for name, value in vars(named).items() if value is not None]
-settings_of(TRAIN, args)  # refuses what the training script would, before the ranks are there
+settings_of_script(TRAIN, args)  # refuses what the training script would, before the ranks are there
 if ranks is None:
     import torch
 

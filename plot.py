@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 
-from configurator import end_with_the_reader
+from configurator import exit_quietly_on_broken_pipe
 from runtime.cluster.ranks import exit_with_error
 
 PANELS = {  # a record's key: title, what 1 on the axis stands for, whether it is of interest on a log scale
@@ -34,7 +34,7 @@ def main():
     parser.add_argument("out_dirs", nargs="+", metavar="out_dir", help="a folder that a run has written to")
     parser.add_argument("--png", metavar="FILE", help="the curves; curves.png in the first folder")
     args = parser.parse_args()
-    end_with_the_reader()
+    exit_quietly_on_broken_pipe()
     runs, problems = {}, []
     for out_dir in map(os.path.normpath, args.out_dirs):
         try:

@@ -39,7 +39,7 @@ device: Literal["auto", "cuda", "cpu"] = "auto"
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
 
 settings = configurator.from_command_line(globals())
-globals().update(settings)
+globals().update(vars(settings))
 
 import os
 from json import dumps
@@ -64,7 +64,7 @@ stops = [stop] if isinstance(stop, str) else stop or []
 rule = "" if interactive else "---------------\n"  # between texts
 drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty}
 wrong = [
-    f"{name}={settings[name]} must be {what}"
+    f"{name}={globals()[name]} must be {what}"
     for name, good, what in (
         ("num_samples", num_samples >= 1, "at least 1"),
         ("batch_size", batch_size >= 1, "at least 1"),
@@ -79,7 +79,7 @@ wrong = [
     )
     if not good
 ]
-said = [name for name in ("prompts", "interactive", "score") if settings[name]] + ["start"] * (start != "\n")
+said = [name for name in ("prompts", "interactive", "score") if globals()[name]] + ["start"] * (start != "\n")
 if len(said) > 1:
     wrong.append(f"{' and '.join(said)} each say what to work on: give one of them")
 if stride is not None and not score:
@@ -112,7 +112,7 @@ except (UserError, ValueError) as error:
     exit_with_error(str(error))
 
 
-configurator.end_with_the_reader()
+configurator.exit_quietly_on_broken_pipe()
 
 
 def show(new):

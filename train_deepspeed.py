@@ -108,8 +108,8 @@ deterministic = False  # the same losses to the last bit in every run on the sam
 deepspeed_config = "ds_config_zero2.json"  # owns ZeRO, offload and buckets
 any_deepspeed = False  # accept another DeepSpeed than the tested one, and use its own gradient path and optimizer step
 
-settings = configurator.from_command_line(globals())
-asked = configurator.from_command_line(globals(), passed_over=[("init_from", "auto"), ("batch_size", "auto")])
+settings = vars(parsed := configurator.from_command_line(globals()))
+asked = {**settings, **parsed.before_auto}
 globals().update(settings)
 
 # -----------------------------------------------------------------------------

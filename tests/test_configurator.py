@@ -1,5 +1,6 @@
 """Settings, case by case (configurator.py), and the DeepSpeed JSON (runtime/engine/ds_config.py)."""
 
+import dataclasses
 import json
 import os
 import re
@@ -17,8 +18,9 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from engine.zero_worker import WAYS
 from monitor.test_profiling import MEASURED
 
-from configurator import SettingsError, configure, differences
+from configurator import configure
 from runtime.engine.ds_config import DTYPE_BLOCK, OURS, TESTED, ConfigError, offloads, resolve
+from runtime.files import UserError
 
 SCRIPT = ROOT / "train_deepspeed.py"
 CONFIGS = sorted((ROOT / "config").glob("*.py"))
@@ -31,14 +33,14 @@ ANNOTATIONS = {"n_layer": int | None, "min_lr": float | None, "schedule": Litera
 
 def parse(*argv, root="."):
     """What the command line changes of DEFAULTS."""
-    settings = configure(DEFAULTS, [str(arg) for arg in argv], ANNOTATIONS, root)
+    settings = vars(configure(DEFAULTS, [str(arg) for arg in argv], ANNOTATIONS, root))
     assert list(settings) == list(DEFAULTS)
     return {name: value for name, value in settings.items() if value != DEFAULTS[name]}
 
 
 def refused(*argv, root="."):
     """The problems of a command line, one string each."""
-    with pytest.raises(SettingsError) as error:
+    with pytest.raises(UserError) as error:
         configure(DEFAULTS, [str(arg) for arg in argv], ANNOTATIONS, root)
     return str(error.value).splitlines()
 
@@ -160,11 +162,12 @@ def test_only_python_files_are_configs(config, name, hint):
     assert done.stderr == f"{path} is not a config file: {hint.format(path)}\n"
 
 
-def test_the_defaults_are_left_alone_and_differences_are_told():
+def test_the_defaults_are_left_alone_and_settings_are_frozen():
     before = dict(DEFAULTS)
-    settings = configure(DEFAULTS, ["--max_iters=5", "--compile=False"], ANNOTATIONS)
-    assert before == DEFAULTS
-    assert differences(DEFAULTS, settings) == ["--max_iters=5", "--compile=False"]
+    settings = configure(DEFAULTS, ["--max_iters=5"], ANNOTATIONS)
+    assert before == DEFAULTS and settings.max_iters == 5
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.max_iters = 6
 
 
 # Config files
@@ -229,7 +232,7 @@ def test_config_files_are_found_here_and_then_in_the_root(tmp_path, monkeypatch)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configs_of_the_project_resolve(path):
     defaults, annotations = script_settings()
-    settings = configure(defaults, [str(path)], annotations, ROOT)
+    settings = vars(configure(defaults, [str(path)], annotations, ROOT))
     json_file = ROOT / settings["deepspeed_config"]
     assert resolve(json_file, settings, 8, "bfloat16")[0]["train_batch_size"] == (
         settings["batch_size"] * settings["gradient_accumulation_steps"] * 8)
@@ -237,7 +240,7 @@ def test_configs_of_the_project_resolve(path):
 
 def test_the_headline_config_is_the_original_job():
     defaults, annotations = script_settings()
-    settings = configure(defaults, ["config/xl_shakespeare.py"], annotations, ROOT)
+    settings = vars(configure(defaults, ["config/xl_shakespeare.py"], annotations, ROOT))
     expected = {"max_iters": 20, "batch_size": 1, "gradient_accumulation_steps": 32, "learning_rate": 3e-5,
                 "eval_interval": 5, "eval_iters": 20, "init_from": "gpt2-xl", "block_size": 1024,
                 "out_dir": "out-shakespeare-xl-deepspeed", "deepspeed_config": "ds_config_zero2.json"}
@@ -284,7 +287,7 @@ dtype = 'bfloat16'
 compile = False
 """)
     defaults, annotations = script_settings()
-    settings = configure(defaults, [str(path)], annotations)
+    settings = vars(configure(defaults, [str(path)], annotations))
     assert (settings["max_iters"], settings["bias"], settings["decay_lr"], settings["compile"]) == (
         20, False, False, False)
     assert settings["wandb_run_name"].startswith("ft-1")
@@ -560,11 +563,11 @@ def test_the_jsons_are_read_from_any_folder(tmp_path):
     assert "not-there; prepare it with its own script" in line and Path(tmp_path / "out").exists() is False
 
 
-def test_what_is_passed_over_leaves_the_value_before_it():
+def test_before_auto_is_what_auto_overwrote():
     """How init_from=auto finds out what to begin with."""
-    for argv, expected in ((["--compile=False", "--compile=auto"], False), (["--compile=auto"], "auto")):
-        assert configure(DEFAULTS, argv, ANNOTATIONS, passed_over=[("compile", "auto")])["compile"] == expected
-    assert configure(DEFAULTS, ["--compile=False"], ANNOTATIONS, passed_over=[("compile", False)])["compile"] == "auto"
+    for argv, before in ((["--compile=False", "--compile=auto"], {"compile": False}), (["--compile=auto"], {}),
+                         (["--compile=False"], {})):
+        assert configure(DEFAULTS, argv, ANNOTATIONS).before_auto == before
 
 
 @pytest.mark.parametrize("words", ["train_deepspeed.py --help", "sample.py --print_settings"])

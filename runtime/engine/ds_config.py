@@ -12,7 +12,7 @@ import json
 import os
 from typing import get_args
 
-from configurator import nearest
+from configurator import did_you_mean
 from runtime.files import UserError
 
 OURS = ("zero_optimization", "bf16", "fp16", "data_types", "communication_data_type", "zero_force_ds_cpu_optimizer",
@@ -135,7 +135,7 @@ def top_level_problems(config, owned, dtype):
         elif key in INSTEAD:
             problems.append(f'"{key}" does not belong here: {INSTEAD[key]}')
         elif key not in OURS:
-            problems.append(f'unknown key "{key}"{nearest(key, [*OURS, *owned, *INSTEAD]) or ": remove it"}')
+            problems.append(f'unknown key "{key}"{did_you_mean(key, [*OURS, *owned, *INSTEAD]) or ": remove it"}')
         elif key in TESTED:
             problems += [] if isinstance(value, dict) else [f'"{key}" must be an object']
         elif key == "steps_per_print" and value != "auto":
@@ -205,7 +205,7 @@ def block_problems(config, dtype):
 
 def unknown(path, key):
     """Return the sentence on a key that DeepSpeed does not know."""
-    return f'"{path}.{key}": unknown key{nearest(key, TESTED[path]) or ": remove it"}'
+    return f'"{path}.{key}": unknown key{did_you_mean(key, TESTED[path]) or ": remove it"}'
 
 
 def check_keys(model, content, path, dtype):

@@ -28,7 +28,7 @@ def dry_run(*args, **env):
 def told_of(*args, ranks=1):
     """What a dry run of these tells of memory, in this process."""
     defaults, annotations = script_settings()
-    settings = configure(defaults, [*args, "--dry_run=True"], annotations, ROOT)
+    settings = vars(configure(defaults, [*args, "--dry_run=True"], annotations, ROOT))
     run, _ = check_run(settings, str(ROOT), ranks, ranks)
     return report(run, settings, ranks, ranks, str(ROOT), list(args))
 

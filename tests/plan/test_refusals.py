@@ -288,7 +288,7 @@ def check(monkeypatch, characters, tmp_path, gpus, capability, *args, ranks=1):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(total_memory=2**34))
     defaults, annotations = script_settings()
     argv = [*SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", "--device=auto", "--dtype=auto", *args]
-    return check_run(configure(defaults, argv, annotations, ROOT), str(ROOT), ranks, ranks)
+    return check_run(vars(configure(defaults, argv, annotations, ROOT)), str(ROOT), ranks, ranks)
 
 
 def test_more_ranks_than_gpus(monkeypatch, characters, tmp_path):
