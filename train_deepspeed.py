@@ -125,18 +125,22 @@ from model import GPT, Block
 from runtime import hardware, lora
 from runtime.checkpoint import tags as checkpoint
 from runtime.checkpoint.saver import Saver
-from runtime.cluster import ranks
-from runtime.cluster import shutdown as leave
 from runtime.cluster.machines import compare_machines
 from runtime.cluster.ranks import (
+    all_gather_scalars,
     all_reduce_sum,
+    broadcast_from_rank0,
+    end_progress,
     exit_together,
     exit_with_error,
     print0,
     ranks_from_environment,
+    require_same_on_all_ranks,
+    show_progress,
     shut_down,
     silence_stdout,
 )
+from runtime.cluster.shutdown import EXIT_REASONS, Shutdown
 from runtime.data.loader import eval_batches, mixed_seed, seen, train_batches
 from runtime.data.mixture import tokens_of
 from runtime.engine import ds_config
@@ -193,9 +197,9 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is com
 deepspeed.utils.logger.setLevel("INFO" if ds_config.talks(run.config) else "WARNING")
 deepspeed.init_distributed(dist_backend=backend if backend != "auto" else {"cuda": "nccl", "cpu": "gloo"}[run.device],
                            verbose=False)
-watch = leave.Watch(signals=not eval_only)
+shutdown = Shutdown(signals=not eval_only)
 guards.explain_lack_of_memory(lambda: fit.run_out(run, settings, world_size, ROOT, sys.argv[1:]))
-ranks.require_same_on_all_ranks(
+require_same_on_all_ranks(
     f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps} "
     f"--dtype={run.dtype} --compile={run.compile} --local_sums={run.local_sums}")
 
@@ -211,7 +215,7 @@ if rank == 0:
     except checkpoint.UnreadableError as error:
         problems.append(str(error))
 exit_together(problems)
-tags = ranks.broadcast_from_rank0(tags)
+tags = broadcast_from_rank0(tags)
 if run.tags and resume_tag == "latest":
     run.tags = tags or run.tags
 elif tags and not run.tags and not overwrite and not eval_only:
@@ -310,7 +314,7 @@ if rank == 0:
         print0(f"{problems.pop(0)}; the run goes on without")
 exit_together(problems)
 if rank == 0 and not eval_only:  # the output folder, now that nothing else can be refused any more
-    problems = list(filter(None, [watch.heed(os.path.join(out_dir, "STOP"))]))
+    problems = list(filter(None, [shutdown.watch_stop_file(os.path.join(out_dir, "STOP"))]))
 exit_together(problems)
 if rank == 0 and not eval_only:
     try:
@@ -510,7 +514,7 @@ if profile:
         print0(flops_line)
         profiling.write(out_dir, "flops.txt", f"{flops_line}\n{flops_table}")
     tracer = profiling.tracer(out_dir, rank, profile_start, profile_iters, device)
-update_bar = ranks.show_progress(max_iters, iter_num) if not eval_only and not finished() else None
+update_bar = show_progress(max_iters, iter_num) if not eval_only and not finished() else None
 t0, since = time.time(), iter_num
 while not finished() and not eval_only and exit_code is None:
     loss, waited = step(batches)
@@ -519,7 +523,7 @@ while not finished() and not eval_only and exit_code is None:
 
     if iter_num % log_interval == 0 or iter_num in (first_iter + 1, max_iters):
         # Waits for the step: the clock is true
-        each = ranks.all_gather_scalars(loss, pace.seconds(), waited, device=device)
+        each = all_gather_scalars(loss, pace.seconds(), waited, device=device)
         mean_loss = sum(rank_loss for rank_loss, *_ in each) / world_size
         seconds = (time.time() - t0) / (iter_num - since)
         grad_norm = engine.get_global_grad_norm()
@@ -559,18 +563,18 @@ while not finished() and not eval_only and exit_code is None:
         tracer.step()  # writes, after the last iteration of the trace
         t0, since = time.time(), iter_num
 
-    exit_code, failed = watch.together(saver.problem)  # all ranks take the same way
+    exit_code, failed = shutdown.agree(saver.problem)  # all ranks take the same way
     if bad_steps > max_bad_steps:
         exit_code = 3
     if failed:
         look_at_saves()
     if exit_code is not None and not finished():
         print0(f"{bad_steps} steps in a row were skipped: look at the batches above, and take a lower learning_rate"
-               if exit_code == 3 else f"asked to leave ({leave.WHY[exit_code]}) after iteration {iter_num}")
+               if exit_code == 3 else f"asked to leave ({EXIT_REASONS[exit_code]}) after iteration {iter_num}")
         if not saved:
             save(False) if not bad_steps or math.isfinite(evaluate()) else print0(RUINED)
 
-ranks.end_progress()
+end_progress()
 if tracer:
     if iter_num - first_iter < profile_start + profile_iters:
         print0("no trace: the run ended before the iterations that it is of")

@@ -25,17 +25,17 @@ from runtime.cluster.machines import machine
 from runtime.cluster.ranks import EXITING, PARTED
 
 # Exit codes; 0 for the file STOP
-CODES = {signal.SIGTERM: 143, signal.SIGUSR1: 138, signal.SIGINT: 130, signal.SIGHUP: 129}
-WHY = {143: "SIGTERM, or the launcher's end", 138: "SIGUSR1", 130: "Ctrl-C", 129: "SIGHUP: the terminal was closed",
-       0: "the file STOP"}
+SIGNAL_EXIT_CODES = {signal.SIGTERM: 143, signal.SIGUSR1: 138, signal.SIGINT: 130, signal.SIGHUP: 129}
+EXIT_REASONS = {143: "SIGTERM, or the launcher's end", 138: "SIGUSR1", 130: "Ctrl-C",
+                129: "SIGHUP: the terminal was closed", 0: "the file STOP"}
 INTERVAL = 1.0  # seconds between two looks
 
 
-class Watch:
+class Shutdown:
     """From its making until part(), on every rank. Without signals it only watches the neighbors."""
 
     def __init__(self, signals=True):
-        self.asked = None  # exit code to leave with, once asked to
+        self.exit_code = None  # exit code to leave with, once asked to
         self.stop_file = None
         self.group = dist.new_group(backend="gloo")  # asking it costs the GPU nothing
         everyone = [None] * dist.get_world_size()
@@ -43,13 +43,13 @@ class Watch:
         dist.all_gather_object(everyone, (here, os.getpid()), group=self.group)
         self.peers = {rank: psutil.Process(pid) for rank, (host, pid) in enumerate(everyone)
                       if host == here and pid != os.getpid()}
-        self.launchers = launchers()
+        self.launchers = launcher_processes()
         self.pipe, write_end = os.pipe()
         os.set_blocking(write_end, False)
         self.first_ctrl_c, self.reported = None, set()
-        self.thread = threading.Thread(target=self.poll, daemon=True)
+        self.thread = threading.Thread(target=self._run, daemon=True)
         if signals:
-            for number in CODES:
+            for number in SIGNAL_EXIT_CODES:
                 if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
                     signal.signal(number, self.handle)
             signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -64,7 +64,7 @@ class Watch:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
-    def heed(self, stop_file):
+    def watch_stop_file(self, stop_file):
         """Look for this file from now on. One that exists was meant for the run before: return why it cannot be
         removed, or None."""
         try:
@@ -75,7 +75,7 @@ class Watch:
             return f"{stop_file} cannot be removed ({error.strerror}), and it would stop this run: remove it"
         self.stop_file = stop_file
 
-    def poll(self):
+    def _run(self):
         """The thread's whole life, until all ranks have passed the last barrier. What fails is reported once, and tried
         again: this thread is all that hears a signal."""
         while not PARTED.is_set():
@@ -100,13 +100,13 @@ class Watch:
                 self.first_ctrl_c = self.first_ctrl_c or time.monotonic()
                 if time.monotonic() > self.first_ctrl_c + 0.3:  # nearer ones are one, sent twice
                     os._exit(130)
-            if number in CODES:
-                self.ask(CODES[number])
+            if number in SIGNAL_EXIT_CODES:
+                self.request_exit(SIGNAL_EXIT_CODES[number])
 
     def check_stop_file(self):
         """The file is the request; that it can be removed is not needed for it."""
-        if self.stop_file and self.asked is None and os.path.lexists(self.stop_file):
-            self.ask(0)
+        if self.stop_file and self.exit_code is None and os.path.lexists(self.stop_file):
+            self.request_exit(0)
             try:
                 remove(self.stop_file)
             except FileNotFoundError:
@@ -115,12 +115,12 @@ class Watch:
                 self.report(f"{self.stop_file} cannot be removed ({error.strerror}): remove it before the next start")
 
     def check_launchers(self):
-        if not all(map(alive, self.launchers)):
-            self.ask(143)
+        if not all(map(is_running, self.launchers)):
+            self.request_exit(143)
 
     def check_neighbors(self):
         """End this rank if another one of this machine has died; a rank that has passed the last barrier has not."""
-        dead = [rank for rank, process in self.peers.items() if not alive(process)]
+        dead = [rank for rank, process in self.peers.items() if not is_running(process)]
         if dead and not (EXITING.is_set() and PARTED.wait(10)):
             try:
                 print(f"rank {dist.get_rank()}: rank {dead[0]} has died, so this one leaves too; what it said is above",
@@ -128,13 +128,13 @@ class Watch:
             finally:
                 os._exit(1)
 
-    def ask(self, code):
-        if self.asked is None:
-            self.asked = code
+    def request_exit(self, code):
+        if self.exit_code is None:
+            self.exit_code = code
 
-    def together(self, *flags):
+    def agree(self, *flags):
         """(exit code that all ranks are to leave with, or None; each of the flags, where it is up on any rank)."""
-        mine = [-1 if self.asked is None else self.asked, *map(bool, flags)]
+        mine = [-1 if self.exit_code is None else self.exit_code, *map(bool, flags)]
         votes = torch.tensor(mine, dtype=torch.int64)
         if dist.get_world_size(self.group) > 1:
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
@@ -150,7 +150,7 @@ def remove(path):
         os.remove(path)
 
 
-def alive(process):
+def is_running(process):
     """Whether a psutil.Process still runs; one that has ended and waits for its parent does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -158,7 +158,7 @@ def alive(process):
         return False
 
 
-def launchers():
+def launcher_processes():
     """The processes whose end ends the run: torchrun, or deepspeed's two. A run without a launcher outlives its
     shell."""
     names = {"torchrun", "torch.distributed.run", "runtime.launch", "launch_deepspeed.py", "deepspeed",

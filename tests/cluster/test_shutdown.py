@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, SMALL, ForkedJob, command_line, free_port, kill, long, planted, wait_until
 
 from runtime.checkpoint.tags import find_tag
-from runtime.cluster.shutdown import WHY, Watch
+from runtime.cluster.shutdown import EXIT_REASONS, Shutdown
 
 ENDLESS = ("--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10")
 
@@ -42,11 +42,11 @@ def iterations(log):
 
 def test_of_two_requests_the_first_sets_the_exit_code():
     """Slurm sends SIGUSR1 some time before the limit and SIGTERM at it; by exit code 138 the job queues again."""
-    watch = object.__new__(Watch)
-    watch.asked = None
+    shutdown = object.__new__(Shutdown)
+    shutdown.exit_code = None
     for code in (138, 143):
-        watch.ask(code)
-    assert watch.asked == 138
+        shutdown.request_exit(code)
+    assert shutdown.exit_code == 138
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["empty", "cannot be removed"])
@@ -65,10 +65,10 @@ def test_a_folder_named_stop_stops_the_run(start, tmp_path, full):
 def test_a_check_that_fails_is_reported_once_and_signals_still_count(start, tmp_path):
     """As psutil does with an OSError where too many files are open."""
     job, log = start(script=planted(tmp_path, """
-from runtime.cluster import shutdown as leave
+from runtime.cluster import shutdown
 def fails(process):
     raise OSError(24, "Too many open files")
-leave.alive, leave.launchers, leave.INTERVAL = fails, lambda: [0], 0.1
+shutdown.is_running, shutdown.launcher_processes, shutdown.INTERVAL = fails, lambda: [0], 0.1
 """))
     seen = iterations(log)[-1]
     assert wait_until(lambda: iterations(log)[-1] > seen + 20)
@@ -80,8 +80,8 @@ leave.alive, leave.launchers, leave.INTERVAL = fails, lambda: [0], 0.1
 
 def test_a_watching_thread_that_died_leaves_signals_to_the_system(start, tmp_path):
     job, log = start(script=planted(tmp_path, """
-from runtime.cluster import shutdown as leave
-leave.Watch.poll = lambda self: None
+from runtime.cluster import shutdown
+shutdown.Shutdown._run = lambda self: None
 """))
     job.send_signal(signal.SIGTERM)
     assert job.wait(30) == -signal.SIGTERM, log.read_text()
@@ -95,7 +95,7 @@ def test_a_signal_saves_and_ends(start, tmp_path, launcher, ranks, name):
     number = getattr(signal, name)
     job.send_signal(number)
     assert job.wait(60) == 128 + number, log.read_text()
-    assert f"asked to leave ({WHY[128 + number]})" in log.read_text()
+    assert f"asked to leave ({EXIT_REASONS[128 + number]})" in log.read_text()
     assert find_tag(tmp_path / "out")[1]["iter_num"] >= 10
 
 
