@@ -28,85 +28,85 @@ from runtime.output import protect_output
 
 protect_output()
 
-# Output
+# -----------------------------------------------------------------------------
+# Settings: overridden by config files and --key=value, see configurator.py and docs/settings.md
+
+# I/O
 out_dir = "out-shakespeare-xl-deepspeed"
 eval_interval = 5  # iterations between evaluations; each also saves a tag
 log_interval = 1  # iterations between lines on the console
-eval_iters = 20  # times batch_size sequences in an evaluation, over all ranks together
+eval_iters = 20  # evaluation batches of batch_size sequences, over all ranks together
 eval_only = False  # evaluate once and stop
-patience: int | None = None  # evaluations without a better validation loss after which the run ends; None: never
+patience: int | None = None  # early stopping: evaluations without a better validation loss; None: off
 always_save_checkpoint = True  # False: save a tag only when the validation loss has improved
-keep_last = 3  # iter_* tags kept; best and final stay whatever this says; 0: nothing is saved
-async_save = True  # write tags beside training; False: training waits
-on_save_error: Literal["stop", "continue"] = "stop"  # when a tag cannot be saved; the tags before it stand
+keep_last = 3  # iter_* tags kept; best and final are always kept; 0: save nothing
+async_save = True  # write tags in the background; False: training waits
+on_save_error: Literal["stop", "continue"] = "stop"  # when a tag cannot be saved; earlier tags stay
 overwrite = False  # give up the run that out_dir holds
-dry_run = False  # check everything, show the run and what memory it would take, and stop before it
+dry_run = False  # check everything, print the run and its memory plan, and stop
 target_gpu: float | str | None = None  # with dry_run: plan for a card of so many GB, or of this name (A100, 4090, ...)
-profile = False  # into out_dir/profile: a trace of some iterations, and the model's FLOPs by DeepSpeed's count
-profile_start = 5  # iterations of this start before the trace; the first ones compile
-profile_iters = 2  # iterations in the trace, with an evaluation that falls between them
-sample_interval = 0  # iterations between texts from the current weights, printed and recorded; 0: none
-sample_start = "\n"  # what they begin with
-sample_tokens = 100  # how long they are, within block_size
-# Start
-init_from = "gpt2-xl"  # scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a folder of weights, nanoGPT's ckpt.pt; an
-# earlier stage's out_dir (its best tag) or out_dir/tag, with a fresh optimizer; resume: go on with the run in out_dir;
-# auto: go on if there is one, else begin with what the configuration says
-resume_tag = "latest"  # the tag to go on from; latest: the newest one that is whole
-resume_weights_only = False  # go on with a fresh optimizer
-seed = 1337  # of the weights, the order of the data, and dropout
-max_bad_steps = 10  # skipped steps in a row (gradients that are not finite, spikes); at one more the run saves and ends
-skip_spikes = False  # also skip a step whose gradient norm is far above the last ones'
-# Curves elsewhere
+profile = False  # write a trace of some iterations and the model's FLOPs into out_dir/profile
+profile_start = 5  # iterations before the trace; the first ones compile
+profile_iters = 2  # iterations in the trace
+sample_interval = 0  # iterations between samples from the current weights; 0: none
+sample_start = "\n"  # their prompt
+sample_tokens = 100  # their length, within block_size
+# Initialization
+init_from = "gpt2-xl"  # scratch, gpt2*, a folder of weights, nanoGPT's ckpt.pt; an earlier run's out_dir (its best tag)
+# or out_dir/tag, with a fresh optimizer; resume: this out_dir's run; auto: resume if there is a tag, else the above
+resume_tag = "latest"  # the tag to resume from; latest: the newest intact one
+resume_weights_only = False  # resume with a fresh optimizer
+seed = 1337  # of weights, data order and dropout
+max_skipped_steps = 10  # skipped steps in a row (non-finite gradients, spikes); at one more the run saves and ends
+skip_grad_spikes = False  # also skip steps whose gradient norm is far above the recent median
+# Loggers
 wandb_log = False  # WANDB_MODE=offline keeps it on this machine
 wandb_project = "gpt2-deepspeed"
 wandb_run_name = "gpt2-xl"
-tensorboard_log = False  # the same curves into out_dir/tensorboard
+tensorboard_log = False  # into out_dir/tensorboard
 # Data
-dataset: str | dict = "shakespeare"  # a folder below data/, a path, or a mixture by weight: {"mine": 0.3, "other": 0.7}
-gradient_accumulation_steps = 32  # micro-steps a GPU and iteration, as DeepSpeed counts (nanoGPT: all GPUs together)
-batch_size: int | Literal["auto"] = 1  # sequences in a micro-step of one GPU; auto: the most that fit, with
-# accumulation such that a step has as many sequences as without auto
-block_size = 1024  # tokens in a sequence
+dataset: str | dict = "shakespeare"  # a folder below data/, a path, or a weighted mixture: {"mine": 0.3, "other": 0.7}
+gradient_accumulation_steps = 32  # micro-steps per GPU and iteration, as DeepSpeed counts (nanoGPT: over all GPUs)
+batch_size: int | Literal["auto"] = 1  # micro-batch per GPU; auto: the largest that fits; as many sequences per step
+block_size = 1024
 # Model; None: what the weights say, or from scratch 12, 12, 768, True
 n_layer: int | None = None
 n_head: int | None = None
 n_embd: int | None = None
 bias: bool | None = None
 dropout = 0.0  # 0 for pre-training, 0.1 and up for fine-tuning
-gradient_checkpointing = False  # compute each block's activations again in backward: less memory, 1.31 times the time
-# LoRA: the weights stay frozen, and thin matrices beside theirs learn; see runtime/lora.py
-lora_rank = 0  # of the thin matrices; 0: no LoRA
-lora_alpha: float | None = None  # what they make counts alpha / rank times; None: as much as the rank
-lora_dropout = 0.0  # of what they are given
-lora_matrices = "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"  # a block's that have them
+gradient_checkpointing = False  # recompute each block's activations in backward: less memory, 1.31x the time
+# LoRA (runtime/lora.py); rank 0: off
+lora_rank = 0
+lora_alpha: float | None = None  # None: the rank
+lora_dropout = 0.0
+lora_target_modules = "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"  # target modules of each block
 # AdamW
-learning_rate = 3e-5  # the highest
-max_iters = 20  # iterations in all
-max_epochs: float | None = None  # passes over the data in all, instead of max_iters
+learning_rate = 3e-5  # max learning rate
+max_iters = 20
+max_epochs: float | None = None  # passes over the data, instead of max_iters
 weight_decay = 1e-1  # of matrices; biases and layer norms don't decay
 beta1 = 0.9
 beta2 = 0.95
-grad_clip = 1.0  # largest gradient norm; 0 leaves it alone
-# Learning rate over the run
-decay_lr = True  # False: learning_rate from first to last
-lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # after the warm-up, down to min_lr; wsd: at
-# learning_rate until the last cooldown_iters, and then linearly down
-cooldown_iters: int | None = None  # of wsd; None: a fifth of lr_decay_iters
-warmup_iters = 0  # iterations of linear rise
-lr_decay_iters: int | None = None  # iterations until min_lr; None: max_iters
+grad_clip = 1.0  # max gradient norm; 0: off
+# Learning rate schedule
+decay_lr = True  # False: constant learning_rate, without warmup
+lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # after warmup; wsd: warmup-stable-decay
+cooldown_iters: int | None = None  # wsd's linear decay; None: a fifth of lr_decay_iters
+warmup_iters = 0
+lr_decay_iters: int | None = None  # None: max_iters
 min_lr: float | None = None  # None: learning_rate / 10
-# Machine
+# System
 device: Literal["auto", "cuda", "cpu"] = "auto"
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: by the card; float32 on CPU
 backend: Literal["auto", "nccl", "gloo"] = "auto"
-compile: bool | Literal["auto"] = "auto"  # auto: on CUDA, if there is the C compiler that Triton needs
-local_sums: bool | Literal["auto"] = "auto"  # at ZeRO-2 on several ranks, sum gradients on each one first: faster, 4
-# bytes a parameter; auto: where a fifth of the card stays free
-fp8 = False  # the blocks' products in 8 bits, but for weight gradients; Hopper and later; see runtime/kernels/fp8.py
-deterministic = False  # the same losses to the last bit in every run on the same GPUs; slower
-deepspeed_config = "ds_config_zero2.json"  # owns ZeRO, offload and buckets
-any_deepspeed = False  # accept another DeepSpeed than the tested one, and use its own gradient path and optimizer step
+compile: bool | Literal["auto"] = "auto"  # auto: on CUDA with a C compiler, which Triton needs
+accumulate_locally: bool | Literal["auto"] = "auto"  # ZeRO-2: accumulate fp32 gradients on each rank, and reduce
+# them once per step: faster, 4 bytes per parameter; auto: where a fifth of the card stays free
+fp8 = False  # FP8 matmuls in the blocks (not for weight gradients), Hopper and later
+deterministic = False  # bitwise reproducible on the same GPUs; slower
+deepspeed_config = "ds_config_zero2.json"  # ZeRO stage, offload, buckets
+any_deepspeed = False  # accept another DeepSpeed than the tested one; our own gradient path and optimizer step are off
 
 settings = vars(parsed := configurator.from_command_line(globals()))
 asked = {**settings, **parsed.before_auto}
@@ -201,7 +201,7 @@ shutdown = Shutdown(signals=not eval_only)
 guards.explain_lack_of_memory(lambda: fit.run_out(run, settings, world_size, ROOT, sys.argv[1:]))
 require_same_on_all_ranks(
     f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps} "
-    f"--dtype={run.dtype} --compile={run.compile} --local_sums={run.local_sums}")
+    f"--dtype={run.dtype} --compile={run.compile} --accumulate_locally={run.accumulate_locally}")
 
 # -----------------------------------------------------------------------------
 # The output folder: ours alone from here on, and the tag to go on from
@@ -281,9 +281,9 @@ try:
 except AssertionError as error:  # of a JSON, as a rule: what DeepSpeed does not want together
     shut_down(2)
     exit_with_error(f"{deepspeed_config}: DeepSpeed refuses it: {str(error) or 'an assertion without words'}")
-shortened = not any_deepspeed and shorten(engine, run.local_sums)
-exit_together(["skip_spikes=True needs what this DeepSpeed lacks: leave it out"]
-                if skip_spikes and not shortened else [])
+shortened = not any_deepspeed and shorten(engine, run.accumulate_locally)
+exit_together(["skip_grad_spikes=True needs what this DeepSpeed lacks: leave it out"]
+                if skip_grad_spikes and not shortened else [])
 one_pass = own_kernels and not any_deepspeed and (shortened or stage == 3) and step_in_one_pass(engine)
 pace = Pace(device, world_size)
 micro_step = replay.micro_step(engine, shortened and one_pass and not ds_config.talks(run.config), pace)
@@ -457,7 +457,7 @@ def step(batches):
     lr = get_lr(iter_num)
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
-    if skip_spikes:
+    if skip_grad_spikes:
         engine.optimizer.norm_limit = norms.limit()
     loss_sum, waited = torch.zeros((), device=device), 0.0
     for _ in range(gradient_accumulation_steps):
@@ -564,7 +564,7 @@ while not finished() and not eval_only and exit_code is None:
         t0, since = time.time(), iter_num
 
     exit_code, failed = shutdown.agree(saver.problem)  # all ranks take the same way
-    if bad_steps > max_bad_steps:
+    if bad_steps > max_skipped_steps:
         exit_code = 3
     if failed:
         look_at_saves()

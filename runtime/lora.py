@@ -33,23 +33,24 @@ class LoRALinear(nn.Module):
 
 
 def of(settings):
-    """A run's LoRA as a tag tells it: {"rank", "alpha", "dropout", "matrices"}, or None; ValueError if it is amiss."""
+    """Return {"rank", "alpha", "dropout", "target_modules"} of a run with LoRA, or None. Raises ValueError."""
     rank, alpha, dropout = (settings[f"lora_{name}"] for name in ("rank", "alpha", "dropout"))
-    matrices = list(dict.fromkeys(name.strip() for name in settings["lora_matrices"].split(",") if name.strip()))
+    matrices = list(dict.fromkeys(name.strip() for name in settings["lora_target_modules"].split(",") if name.strip()))
     unknown = [name for name in matrices if name not in MATRICES]
     if rank < 0 or not 0 <= dropout < 1 or (alpha is not None and alpha <= 0):
         raise ValueError(f"lora_rank={rank}, lora_alpha={alpha}, lora_dropout={dropout}: a rank of 0 or more, an alpha "
                          "above 0, a dropout of 0 or more and below 1 are wanted")
     if rank and (unknown or not matrices):
-        raise ValueError(f"lora_matrices names {', '.join(unknown) or 'nothing'}: choose from a block's matrices, "
-                         f"{', '.join(MATRICES)}")
-    return {"rank": rank, "alpha": alpha or float(rank), "dropout": dropout, "matrices": matrices} if rank else None
+        raise ValueError(f"lora_target_modules names {', '.join(unknown) or 'nothing'}: choose from a block's "
+                         f"matrices, {', '.join(MATRICES)}")
+    lora = {"rank": rank, "alpha": alpha or float(rank), "dropout": dropout, "target_modules": matrices}
+    return lora if rank else None
 
 
 def differences(before, now):
     """(before, now): the settings, as they are typed, in which a tag's LoRA and another, see of(), differ."""
     def typed(lora):
-        return {key: f"--lora_{key}={', '.join(value)!r}" if key == "matrices" else f"--lora_{key}={value}"
+        return {key: f"--lora_{key}={', '.join(value)!r}" if key == "target_modules" else f"--lora_{key}={value}"
                 for key, value in (lora or {}).items() if key != "base"}
 
     before, now = typed(before), typed(now)
@@ -63,7 +64,7 @@ def adapt(model, lora):
     # ZeRO-3 lets a block's weights go when its input's gradient is there: the first block's must have one
     model.transformer.drop.register_forward_hook(lambda layer, given, made: made.requires_grad_())
     for block in model.transformer.h:
-        for name in lora["matrices"]:
+        for name in lora["target_modules"]:
             parent, _, child = name.partition(".")
             layer = getattr(getattr(block, parent), child)
             setattr(getattr(block, parent), child, LoRALinear(layer, lora["rank"], lora["alpha"], lora["dropout"]))
@@ -97,6 +98,6 @@ def write_adapter(folder, manifest):
     with open(config, "w", encoding="utf-8") as f:
         json.dump({"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": lora["base"],
                    "r": lora["rank"], "lora_alpha": lora["alpha"], "lora_dropout": lora["dropout"],
-                   "target_modules": lora["matrices"], "fan_in_fan_out": True, "bias": "none",
+                   "target_modules": lora["target_modules"], "fan_in_fan_out": True, "bias": "none",
                    "inference_mode": True}, f, indent=1)
     return [weights, config]

@@ -12,7 +12,7 @@ from runtime.checkpoint import load_model
 from runtime.lora import MATRICES, adapt, differences, of
 
 LORA = ("--lora_rank=4", "--lora_alpha=8.0", "--n_layer=None", "--n_head=None", "--n_embd=None")
-SETTINGS = {"lora_rank": 4, "lora_alpha": 8.0, "lora_dropout": 0.0, "lora_matrices": ", ".join(MATRICES)}
+SETTINGS = {"lora_rank": 4, "lora_alpha": 8.0, "lora_dropout": 0.0, "lora_target_modules": ", ".join(MATRICES)}
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +80,7 @@ def test_an_adapter_of_each_stage_is_pefts_and_goes_on_at_another(train, folder,
         apart = (model(x) - theirs(x).logits).abs().max()
         learnt = (model(x) - base(x)).abs().max()
     assert apart < (0.02 if "--dtype=bfloat16" in others else 1e-4) and learnt > 0.05  # bfloat16 rounds the base
-    assert manifest["state"]["lora"] == {"rank": 4, "alpha": 8.0, "dropout": 0.0, "matrices": list(MATRICES),
+    assert manifest["state"]["lora"] == {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": list(MATRICES),
                                          "base": str(folder)}
     adapter = json.loads((run.out_dir / "final" / "adapter_config.json").read_text())
     assert len({(run.out_dir / "final" / f"adapter_{name}").stat().st_mode for name in (
@@ -105,12 +105,13 @@ def test_other_lora_than_the_tags_is_refused(train, folder):
     matrices = "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"
     assert again.stderr.strip().endswith(
         "iter_2 was trained with --lora_rank=4 --lora_alpha=8.0 --lora_dropout=0.0 "
-        f"--lora_matrices='{matrices}', and the settings say no LoRA")
+        f"--lora_target_modules='{matrices}', and the settings say no LoRA")
 
 
 def test_of_other_lora_what_differs_is_told():
-    tag, now = {**of(SETTINGS), "base": "gpt2"}, of({**SETTINGS, "lora_rank": 8, "lora_matrices": "mlp.c_fc"})
+    tag, now = {**of(SETTINGS), "base": "gpt2"}, of({**SETTINGS, "lora_rank": 8, "lora_target_modules": "mlp.c_fc"})
     assert differences(tag, of(SETTINGS)) == ["no LoRA", "no LoRA"] == differences(None, None)
-    assert differences(tag, now) == ["--lora_rank=4 --lora_matrices='attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj'",
-                                     "--lora_rank=8 --lora_matrices='mlp.c_fc'"]
+    assert differences(tag, now) == [
+        "--lora_rank=4 --lora_target_modules='attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj'",
+                                     "--lora_rank=8 --lora_target_modules='mlp.c_fc'"]
     assert differences(None, now)[0] == "no LoRA" and differences(None, now)[1].startswith("--lora_rank=8 --lora_al")

@@ -146,7 +146,7 @@ def test_lora_and_offload_are_what_was_measured_and_within_a_tenth_of_the_plan()
         with torch.device("meta"):
             model = GPT(GPTConfig(n_layer=48, n_head=25, n_embd=1600))
         if rank:
-            adapt(model, {"rank": rank, "alpha": 1.0, "dropout": 0.0, "matrices": MATRICES})
+            adapt(model, {"rank": rank, "alpha": 1.0, "dropout": 0.0, "target_modules": MATRICES})
         config, _ = resolve(ROOT / preset, {"batch_size": micro, "gradient_accumulation_steps": 32 // micro,
                                             "grad_clip": 1.0}, 1, "bfloat16", True)
         count = [sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False)]
@@ -179,10 +179,10 @@ def test_the_memory_plan_is_what_was_measured():
         with torch.device("meta"):
             model = GPT(GPTConfig(**shape))
         config, _ = resolve(ROOT / s["deepspeed_config"], s, gpus, "bfloat16", True)
-        local_sums = ("x2_bench" in file.name and config["zero_optimization"]["stage"] == 2
+        accumulate_locally = ("x2_bench" in file.name and config["zero_optimization"]["stage"] == 2
                       and s["gradient_accumulation_steps"] > 1)
         planned = plan(model.config, config, "bfloat16", gpus, sum(p.numel() for p in model.parameters()),
-                       s["batch_size"], True, s["gradient_checkpointing"], local_sums)
+                       s["batch_size"], True, s["gradient_checkpointing"], accumulate_locally)
         assert sum(planned.values()) / 1e9 == pytest.approx(measured, rel=0.1, abs=0.2), (file.name, planned)
         checked += 1
     assert checked >= 24

@@ -31,9 +31,9 @@ REPLACED = ("_use_compact_grad_partition_buffer", "process_gradients", "reduce_i
             "has_overflow", "scaled_global_norm")
 
 
-def shorten(engine, local_sums=False):
+def shorten(engine, accumulate_locally=False):
     """Put the shorter way into an engine where it fits: stage 2 with fp32 accumulation, no offload. Returns whether it
-    did. Elsewhere DeepSpeed's own stays. local_sums: whether this rank has room for the sums of all gradients; they are
+    did. Elsewhere DeepSpeed's own stays. accumulate_locally: whether this rank has room for the sums of all; they are
     kept if all ranks have."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() != 2 or offloads(engine.config):
@@ -48,7 +48,7 @@ def shorten(engine, local_sums=False):
     world_size = dist.get_world_size(optimizer.dp_process_group)
     optimizer.sum_over_ranks = lambda: None  # before the step, what is left to do
     if optimizer.dtype != torch.float32 or on_gpu(optimizer) or not pass_through_memory(optimizer):
-        if world_size > 1 and all_reduce_sum(local_sums, device=optimizer.device)[0] == world_size:
+        if world_size > 1 and all_reduce_sum(accumulate_locally, device=optimizer.device)[0] == world_size:
             optimizer.sum_over_ranks = keep_sums(optimizer)
         optimizer.process_gradients, optimizer.reduce_ipg_grads = bucketed_sum(optimizer)
     optimizer.overlap_comm = False  # else it stops the GPU after each backward; ours has waited for the sums

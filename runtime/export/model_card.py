@@ -8,7 +8,7 @@ from runtime.weights import PRETRAINED
 TOLD = (  # settings that make a model what it is
     "init_from", "dataset", "batch_size", "gradient_accumulation_steps", "block_size", "dropout", "learning_rate",
     "lr_schedule", "decay_lr", "warmup_iters", "lr_decay_iters", "min_lr", "max_iters", "weight_decay", "beta1",
-    "beta2", "grad_clip", "seed", "lora_rank", "lora_alpha", "lora_dropout", "lora_matrices")
+    "beta2", "grad_clip", "seed", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation

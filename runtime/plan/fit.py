@@ -16,7 +16,7 @@ WIDTH = 40  # characters of the picture's bar
 
 def planned(run, s, world_size):
     """The plan of a run as it stands: bytes by what they hold."""
-    return parts(run, s, world_size, run.batch_size, local_sums=run.local_sums)
+    return parts(run, s, world_size, run.batch_size, accumulate_locally=run.accumulate_locally)
 
 
 def tensors(run, s, world_size):
@@ -25,11 +25,11 @@ def tensors(run, s, world_size):
     return sum(found.values()) - found.get("CUDA and NCCL", 0)
 
 
-def parts(run, s, world_size, batch_size, config=None, recompute=None, local_sums=False):
+def parts(run, s, world_size, batch_size, config=None, recompute=None, accumulate_locally=False):
     """The plan of a run, or of one with another batch size, DeepSpeed's configuration or recomputation."""
     recompute = s["gradient_checkpointing"] if recompute is None else recompute
     found = plan(run.model, config or run.config, run.dtype, world_size, run.n_saved, batch_size, run.compile,
-                 recompute, local_sums, run.n_trained)
+                 recompute, accumulate_locally, run.n_trained)
     return {**found, "CUDA and NCCL": OWN[world_size > 1]} if run.device == "cuda" else found
 
 

@@ -4,10 +4,10 @@ from model import LOSS_CHUNK
 
 OWN = (1.3e9, 1.6e9)  # what CUDA, cuBLAS, cuDNN and NCCL take beside PyTorch's tensors on one H200, and on each of two
 def plan(model, config, dtype, world_size, n_params, batch_size, compiled=False, recompute=False,
-         local_sums=False, n_trained=None):
+         accumulate_locally=False, n_trained=None):
     """Bytes on each GPU, by what they hold, at the peak of a step: {"weights": ..., "activations": ..., ...}.
 
-    model: GPTConfig; config: DeepSpeed's, resolved; n_params with the vocabulary's padding; local_sums: see
+    model: GPTConfig; config: DeepSpeed's, resolved; n_params with the vocabulary's padding; accumulate_locally: see
     zero2_gradients.py; n_trained: parameters that learn, None for all. Against what was measured with GPT-2 XL on
     H200 see RESULTS.md.
     """
@@ -21,7 +21,7 @@ def plan(model, config, dtype, world_size, n_params, batch_size, compiled=False,
     buckets = 0 if stage == 0 or (stage < 3 and world_size == 1) else bucket
     if stage in (1, 2) and zero.get("overlap_comm", True):
         buckets *= 2
-    if local_sums:
+    if accumulate_locally:
         buckets = n_trained * 4
     if stage == 3:  # weights of the blocks at hand, and of those fetched ahead
         buckets += min(n_params, int(zero.get("stage3_max_live_parameters", 1e9))) * value

@@ -60,7 +60,7 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
                  "log_interval", "patience", "profile_start", "profile_iters", "sample_tokens"):
         if s[name] is not None and s[name] < 1:
             problems.append(f"{name}={s[name]} must be at least 1")
-    for name in ("keep_last", "max_iters", "max_bad_steps", "sample_interval", "warmup_iters",
+    for name in ("keep_last", "max_iters", "max_skipped_steps", "sample_interval", "warmup_iters",
                  "learning_rate", "grad_clip", "weight_decay"):
         if s[name] < 0:
             problems.append(f"{name}={s[name]} must not be negative")
@@ -115,12 +115,12 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
         if resolved:
             run.config, notes = resolved
             run.notes += notes
-            if s["skip_spikes"] and (run.dtype == "float16" or not ds_config.shortens(run.config, run.dtype)):
-                problems.append("skip_spikes=True works at ZeRO-2 in bfloat16 or float32, with sums in float32 and "
-                                "without offload: leave it out otherwise")
-            elif s["skip_spikes"] and s["any_deepspeed"]:
-                problems.append("skip_spikes=True needs our own gradient path, which any_deepspeed=True turns off: "
-                                "leave one of them out")
+            if s["skip_grad_spikes"] and (run.dtype == "float16" or not ds_config.shortens(run.config, run.dtype)):
+                problems.append("skip_grad_spikes=True works at ZeRO-2 in bfloat16 or float32, with sums in float32 "
+                                "and without offload: leave it out otherwise")
+            elif s["skip_grad_spikes"] and s["any_deepspeed"]:
+                problems.append("skip_grad_spikes=True needs our own gradient path, which any_deepspeed=True turns "
+                                "off: leave one of them out")
     run.sets, run.meta = attempt(sets, s["dataset"], root, s["block_size"]) or ([], None)
     run.notes += [f"{one.name} has no meta.json: its tokens are taken for {one.meta['tokenizer']['kind']}'s"
                   for one in run.sets if not os.path.exists(os.path.join(one.folder, "meta.json"))]
@@ -128,7 +128,7 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
     if s["max_epochs"] is not None and run.meta and not problems:
         run.max_iters = iterations(run, s, world_size)
         run.notes.append(f"max_epochs={s['max_epochs']:g} is {run.max_iters:,} iterations; max_iters does not count")
-    unused = {"lora_alpha": None, "lora_dropout": 0.0, "lora_matrices": ", ".join(MATRICES)}
+    unused = {"lora_alpha": None, "lora_dropout": 0.0, "lora_target_modules": ", ".join(MATRICES)}
     problems += [f"{name}={s[name]} is for LoRA: add --lora_rank=64, or leave it out"
                  for name, value in unused.items() if s[name] != value and not s["lora_rank"]]
     problems += look_at_schedule(run, s)
@@ -377,11 +377,11 @@ def check_space(run, s):
 
 def choose_batch(run, s, auto, world_size):
     """Set run.batch_size and run.accumulation: as they are asked for, or with auto the largest micro-batch that leaves
-    a tenth of the memory free and makes a step of as many sequences. And run.local_sums: whether there is room to sum
-    gradients on each rank before they are summed over the ranks (runtime/engine/zero2_gradients.py)."""
+    a tenth of memory free and makes a step of as many sequences. And run.accumulate_locally: whether there is room to
+    sum gradients on each rank before they are summed over the ranks (runtime/engine/zero2_gradients.py)."""
     run.batch_size, run.accumulation = s["batch_size"], s["gradient_accumulation_steps"]
-    def planned(batch_size, local_sums=False):
-        found = parts(run, s, world_size, batch_size, local_sums=local_sums)
+    def planned(batch_size, accumulate_locally=False):
+        found = parts(run, s, world_size, batch_size, accumulate_locally=accumulate_locally)
         return sum(found.values()) + (evaluation(run.model, run.dtype, batch_size) if run.compile else 0)
 
     if auto:
@@ -394,11 +394,12 @@ def choose_batch(run, s, auto, world_size):
     possible = (ds_config.shortens(run.config, run.dtype) and not s["any_deepspeed"] and world_size > 1
                 and run.accumulation > 1
                 and (run.device == "cuda" or run.dtype != "float32"))  # in which the CPU's ranks share memory
-    roomy = s["local_sums"] == "auto" and planned(run.batch_size, True) <= 0.8 * run.room
-    run.local_sums = possible and (roomy or s["local_sums"] is True)
-    if run.local_sums:
+    roomy = s["accumulate_locally"] == "auto" and planned(run.batch_size, True) <= 0.8 * run.room
+    run.accumulate_locally = possible and (roomy or s["accumulate_locally"] is True)
+    if run.accumulate_locally:
         run.notes.append(f"gradients are summed on each rank first, in {format_bytes(4 * run.n_trained)} for which "
-                         "there is room, and once a step over the ranks; --local_sums=False does it at each micro-step")
+                         "there is room, and once per step over the ranks; --accumulate_locally=False does it at each "
+                         "micro-step")
 
 
 def check_writable(out_dir):

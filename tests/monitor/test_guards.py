@@ -71,7 +71,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_both(spoilt, args):
 
 
 def test_a_run_whose_gradient_stays_bad_saves_and_ends(spoilt):
-    done, history, out_dir = spoilt(5, 99, "--max_iters=20", "--max_bad_steps=2", rank=0)
+    done, history, out_dir = spoilt(5, 99, "--max_iters=20", "--max_skipped_steps=2", rank=0)
     assert done.returncode and "3 steps in a row were skipped" in done.stdout
     assert [r["iter"] for r in history if "trouble" in r] == [3, 4, 5]
     manifest = json.loads((out_dir / "iter_5" / "manifest.json").read_text())
@@ -83,7 +83,7 @@ def test_ruined_weights_push_out_no_tag_and_a_resume_outlives_its_logger(train):
     a file where its folder should be, is gone on without."""
     run = done(train("--max_iters=4", "--eval_interval=2", "--keep_last=2"))
     (run.out_dir / "tensorboard").write_text("in the way")
-    wild = ("--learning_rate=1e30", "--min_lr=1e30", "--grad_clip=0", "--tensorboard_log=True", "--max_bad_steps=4")
+    wild = ("--learning_rate=1e30", "--min_lr=1e30", "--grad_clip=0", "--tensorboard_log=True", "--max_skipped_steps=4")
     on = train("--max_iters=40", "--eval_interval=2", "--keep_last=2", *wild, "--init_from=resume", out_dir=run.out_dir)
     assert on.returncode == 3 and "Traceback" not in on.stderr, on.stderr
     assert "TensorBoard does not start" in on.stdout and "the run goes on without" in on.stdout
@@ -95,7 +95,8 @@ def test_ruined_weights_push_out_no_tag_and_a_resume_outlives_its_logger(train):
 @pytest.mark.parametrize("skip", [True, False])
 def test_a_spike_is_told_of_and_skipped_on_demand(spoilt, skip):
     """One rank, two micro-steps an iteration; the 30th is a thousand times as loud."""
-    done, history, _ = spoilt(59, 61, "--max_iters=32", f"--skip_spikes={skip}", "--grad_clip=0", rank=0, factor=1000,
+    done, history, _ = spoilt(59, 61, "--max_iters=32", f"--skip_grad_spikes={skip}", "--grad_clip=0", rank=0,
+                              factor=1000,
                               ranks=1)
     assert done.returncode == 0, done.stderr
     (trouble,) = [r for r in history if "trouble" in r]
@@ -107,7 +108,7 @@ def test_a_run_that_resumes_remembers_its_norms(spoilt):
     """25 steps, and a spike in the fifth after the resume, when 20 of its own would be too few."""
     done, _, _ = spoilt(0, 0, "--max_iters=25", "--lr_decay_iters=32", ranks=1)
     assert done.returncode == 0, done.stderr
-    done, history, _ = spoilt(9, 11, "--max_iters=32", "--skip_spikes=True", "--grad_clip=0", "--init_from=resume",
+    done, history, _ = spoilt(9, 11, "--max_iters=32", "--skip_grad_spikes=True", "--grad_clip=0", "--init_from=resume",
                               rank=0, factor=1000, ranks=1)
     assert done.returncode == 0, done.stderr
     (trouble,) = [r for r in history if "trouble" in r]
@@ -145,7 +146,7 @@ def test_a_loss_scale_that_collapses_is_explained_and_ends_the_run(spoilt, tmp_p
     config = {"zero_optimization": {"stage": 2}, "fp16": {"initial_scale_power": 2, "hysteresis": 1}}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     done, history, _ = spoilt(3, 99, "--dtype=float16", f"--deepspeed_config={tmp_path / 'ds.json'}", "--max_iters=9",
-                              "--max_bad_steps=2", rank=0, factor=1e9, ranks=1)
+                              "--max_skipped_steps=2", rank=0, factor=1e9, ranks=1)
     assert done.returncode == 3 and "Traceback" not in done.stderr, done.stdout + done.stderr
     told = {r["iter"]: r["trouble"] for r in history if "trouble" in r}
     assert sorted(told) == [2, 3, 4, 5, 6] and [r["loss_scale"] for r in history if "loss" in r] == [4, 2, 1, 1, 1, 1]

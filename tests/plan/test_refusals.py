@@ -317,18 +317,20 @@ def test_precision_by_the_card(monkeypatch, characters, tmp_path):
     ("--lr_schedule=wsd --cooldown_iters=4 --warmup_iters=1", "cooldown_iters=4 and warmup_iters=1 are more than the 4 "
      "iterations until the learning rate is at its lowest: at most --cooldown_iters=3"),
     ("--lora_rank=9 {tiny}", "lora_rank=9 is above n_embd=8, all that such a matrix has: choose one far below"),
-    ("--lora_rank=4 --lora_matrices= {tiny}", "lora_matrices names nothing: choose from a block's matrices, attn.c_attn"
-     ", attn.c_proj, mlp.c_fc, mlp.c_proj"),
-    ("--lora_rank=4 --lora_matrices=mlp.c_fc,c_attn {tiny}", "lora_matrices names c_attn: choose from a block's "
+    ("--lora_rank=4 --lora_target_modules= {tiny}", "lora_target_modules names nothing: choose from a block's "
      "matrices, attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"),
-    ("--lora_matrices=mlp.c_fc", "lora_matrices=mlp.c_fc is for LoRA: add --lora_rank=64, or leave it out"),
+    ("--lora_rank=4 --lora_target_modules=mlp.c_fc,c_attn {tiny}",
+      "lora_target_modules names c_attn: choose from a block's "
+     "matrices, attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"),
+    ("--lora_target_modules=mlp.c_fc", "lora_target_modules=mlp.c_fc is for LoRA: add --lora_rank=64, or leave it out"),
     ("--init_from={holder}/iter_9", "{holder} holds no whole tag 'iter_9'; there are iter_2, iter_4, best, final"),
-    *((f"--skip_spikes=True --dtype=bfloat16 --deepspeed_config={{folder}}/{name}.json", "skip_spikes=True works at "
+    *((f"--skip_grad_spikes=True --dtype=bfloat16 --deepspeed_config={{folder}}/{name}.json",
+        "skip_grad_spikes=True works at "
        "ZeRO-2 in bfloat16 or float32, with sums in float32 and without offload: leave it out otherwise")
       for name in ("zero3", "offload", "bf16sums")),
-    ("--skip_spikes=True --any_deepspeed=True", "skip_spikes=True needs our own gradient path, which "
+    ("--skip_grad_spikes=True --any_deepspeed=True", "skip_grad_spikes=True needs our own gradient path, which "
      "any_deepspeed=True turns off: leave one of them out"),
-    ("--skip_spikes=True", "")])
+    ("--skip_grad_spikes=True", "")])
 def test_what_cannot_be_meant(monkeypatch, characters, tmp_path, bad, holder, args, told):
     zero = {"zero3": {"stage": 3}, "offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     for name in ("zero3", "offload", "bf16sums"):
