@@ -262,7 +262,7 @@ flops_per_step = model.flops_per_token(block_size) * sequences * block_size
 flops_line, flops_table = profiling.count_flops(model) if profile and rank == 0 else (None, None)
 own_kernels = run.compile and run.device == "cuda" and runs_on(model.lm_head.weight)
 if own_kernels and fused.fits(model.config) and not run.lora:
-    fused.fuse(model, fp8, recorded=stage == 2)
+    fused.fuse(model, fp8)
 elif run.compile:
     model.compile_blocks()
 if stage == 3:

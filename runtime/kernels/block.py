@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from model import GPT, GPTConfig, attention_backends, cross_entropy_with_grad
+from model import GPT, GPTConfig, addmm_fp32, attention_backends, cross_entropy_with_grad
 from runtime.kernels import jit, tl, triton
-from runtime.kernels.fp8 import DY, X, begin, beside, gradient, keep_largest, plain, product, store_eight, use
-from runtime.kernels.products import USED, add_to, linear_gelu
+from runtime.kernels.fp8 import DY, X, begin, beside, gradient, keep_largest, product, store_eight, use
 
 WIDEST = 4096  # of a row that one program holds; in float32 8192 would take more shared memory than an A100 has
 # The best of those tried on an H200 with 8,192 and 16,384 rows of 1,600 (results/h200_x1_fused.json)
@@ -191,7 +190,7 @@ def weight_grad(weight, dy, x):
     function that tells a float32 tensor of its shape, it is added there within the product, and None returned."""
     if not hasattr(weight, "grad_sum"):
         return dy.t() @ x
-    add_to(weight.grad_sum(), dy.t(), x)
+    addmm_fp32(weight.grad_sum(), dy.t(), x)
     return None
 
 
@@ -257,28 +256,19 @@ class Heads(torch.autograd.Function):
         return dx.view_as(x), None, dw, *summed(sums, ctx.bias), None
 
 
-def gelu(h, g, reader=None):
-    """Write GELU of h to g; returns it in 8 bits for the product with `reader`, or g where that takes none."""
-    eight, *how = beside(reader, X, g)
-    wide = 4096 if how[-1] else 1024
-    gelu_forward[(triton.cdiv(h.numel(), wide),)](h, g, h.numel(), eight, *how, WIDE=wide, num_warps=wide // 256)
-    return eight
-
-
 class LinearGelu(torch.autograd.Function):
     """GELU of weight x + bias, and in 8 bits or None for the product with `reader`."""
 
     @staticmethod
     def forward(ctx, x, x8, weight, bias, reader):
         ctx.weight, ctx.bias = weight, bias
-        if plain(weight):
-            (g, h), eight = linear_gelu(x, weight, bias, gelu), None
-        else:
-            h = product(x, weight, bias, x8)
-            g = torch.empty_like(h)
-            eight = gelu(h, g, reader)
+        h = product(x, weight, bias, x8)
+        g = torch.empty_like(h)
+        eight, *how = beside(reader, X, g)
+        wide = 4096 if how[-1] else 1024
+        gelu_forward[(triton.cdiv(h.numel(), wide),)](h, g, h.numel(), eight, *how, WIDE=wide, num_warps=wide // 256)
         ctx.save_for_backward(x, h)
-        if eight is None or eight is g:
+        if eight is g:
             return g, None
         ctx.mark_non_differentiable(eight)
         return g, eight
@@ -324,10 +314,8 @@ def fits(config):
     return config.bias and config.gelu == "tanh" and config.dropout == 0 and config.n_embd <= WIDEST
 
 
-def fuse(model, fp8=False, recorded=True):
-    """Let the model's blocks run this way from now on, and its loss be compiled. fp8: see kernels/fp8.py; recorded:
-    whether kernels/products.py pays."""
-    USED[0] = recorded
+def fuse(model, fp8=False):
+    """Let the model's blocks run this way from now on, and its loss be compiled. fp8: see kernels/fp8.py."""
     model.eight = use(model) if fp8 else None
     loss = cross_entropy_with_grad
     model.lm_head.cross_entropy = torch.compile(loss) if model.lm_head.weight.is_cuda else loss

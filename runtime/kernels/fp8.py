@@ -12,9 +12,9 @@ from __future__ import annotations  # without Triton there is no tl.constexpr
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 
 from runtime.kernels import jit, tl, triton
-from runtime.kernels.products import linear, matmul
 
 X, W, DY = 0, 1, 2  # the factors of a layer's products
 KINDS = (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -79,11 +79,6 @@ def begin(table, training):
     table.looked = table.looked or training
 
 
-def plain(weight):
-    """Whether the weight's products are made without 8 bits, and without a look at their factors."""
-    return getattr(weight, "eight", (OFF, 0))[0].state == "off"
-
-
 def beside(weight, which, like):
     """For a kernel that makes a factor, shaped as `like`, of the weight's product: (where to write it in 8 bits, amax,
     scale, site, whether to)."""
@@ -108,7 +103,7 @@ def product(x, weight, bias=None, x8=None):
     if table.state == "look":
         table.amax[site + X], table.amax[site + W] = x.abs().max(), weight.abs().max()
     if table.state != "on":
-        return linear(x, weight, bias)
+        return F.linear(x, weight, bias)
     x8 = cast(x.reshape(-1, x.size(-1)), weight, X) if x8 is None else x8.view(-1, x.size(-1))
     y = torch._scaled_mm(x8, cast(weight, weight, W).t(), table.inverse[site + X, 0], table.inverse[site + W, 0],
                          bias=bias, out_dtype=x.dtype, use_fast_accum=True)
@@ -121,7 +116,7 @@ def gradient(dy, weight, dy8=None):
     if table.state == "look":
         table.amax[site + DY] = dy.abs().max()
     if table.state != "on":
-        return matmul(dy, weight)
+        return dy @ weight
     dy8 = cast(dy, weight, DY) if dy8 is None else dy8
     return torch._scaled_mm(dy8, cast(weight, weight, W, turn=True).t(), table.inverse[site + DY, 0],
                             table.inverse[site + W, 0], out_dtype=dy.dtype)

@@ -101,7 +101,7 @@ def build(stage, dtype, blocks, zero, clip, fp16):
     F.linear = LINEAR  # stage 3 replaces it for good
     model, stage = fresh_model(), config["zero_optimization"]["stage"]
     if blocks == "kernels":
-        fuse(model, recorded=stage == 2)
+        fuse(model)
     elif blocks == "compiled":
         model.compile_blocks()
     if stage == 3:
