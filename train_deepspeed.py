@@ -581,8 +581,6 @@ if tracer:
         tracer.on_trace_ready = None  # else stop() writes what there is
     tracer.stop()
 if ds_config.logs_messages(run.config):
-    if getattr(engine.optimizer, "reduce_ipg_grads", print0).__module__ == "runtime.engine.one_machine":
-        print0("gradients and weights pass through memory that the ranks share, and are no messages:")
     deepspeed.comm.log_summary()
 look_at_saves()
 if stale and finished() and iter_num < max_iters and not eval_only:

@@ -18,7 +18,6 @@ from deepspeed import comm as dist  # so that its log of messages has ours
 
 from runtime.cluster.ranks import all_reduce_sum
 from runtime.engine.ds_config import offloads
-from runtime.engine.one_machine import pass_through_memory
 from runtime.versions import has_all
 
 # What is used of DeepSpeed's optimizer at stage 2, and the methods of it that are replaced
@@ -47,10 +46,9 @@ def shorten(engine, accumulate_locally=False):
     optimizer._use_compact_grad_partition_buffer = lambda group: True  # DeepSpeed doesn't where the weights are fp32
     world_size = dist.get_world_size(optimizer.dp_process_group)
     optimizer.sum_over_ranks = lambda: None  # before the step, what is left to do
-    if optimizer.dtype != torch.float32 or on_gpu(optimizer) or not pass_through_memory(optimizer):
-        if world_size > 1 and all_reduce_sum(accumulate_locally, device=optimizer.device)[0] == world_size:
-            optimizer.sum_over_ranks = keep_sums(optimizer)
-        optimizer.process_gradients, optimizer.reduce_ipg_grads = bucketed_sum(optimizer)
+    if world_size > 1 and all_reduce_sum(accumulate_locally, device=optimizer.device)[0] == world_size:
+        optimizer.sum_over_ranks = keep_sums(optimizer)
+    optimizer.process_gradients, optimizer.reduce_ipg_grads = bucketed_sum(optimizer)
     optimizer.overlap_comm = False  # else it stops the GPU after each backward; ours has waited for the sums
     if world_size == 1:
         for i, group in enumerate(optimizer.bit16_groups):

@@ -392,8 +392,7 @@ def choose_batch(run, s, auto, world_size):
         run.notes.append(f"batch_size=auto: {run.batch_size} sequences at a time take about "
                          f"{format_bytes(planned(run.batch_size))} of {format_bytes(run.room)}")
     possible = (ds_config.shortens(run.config, run.dtype) and not s["any_deepspeed"] and world_size > 1
-                and run.accumulation > 1
-                and (run.device == "cuda" or run.dtype != "float32"))  # in which the CPU's ranks share memory
+                and run.accumulation > 1)
     roomy = s["accumulate_locally"] == "auto" and planned(run.batch_size, True) <= 0.8 * run.room
     run.accumulate_locally = possible and (roomy or s["accumulate_locally"] is True)
     if run.accumulate_locally:

@@ -10,9 +10,7 @@ import os
 import sys
 import tempfile
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
-from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -53,9 +51,7 @@ SMALL = {"layers": 1, "steps": 2, "tokens": 4}  # for kernels in Triton's interp
 WAYS = {
     **{f"float32 stage {stage}": (stage, "float32", {}) for stage in (0, 1, 2, 3)},
     "float32 stage 2 inf": (2, "float32", {"poison": "inf"}),
-    "float32 stage 2 machines": (2, "float32", {"machines": 2}),
-    "float32 stage 2 buckets": (2, "float32", {"machines": 2, "zero": BUCKETS}),
-    "float32 stage 2 no room": (2, "float32", {"no_room": True}),
+    "float32 stage 2 buckets": (2, "float32", {"zero": BUCKETS}),
     "float32 own": (2, "float32", {"short": False}),
     "float32 stage 3 released": (3, "float32", {"zero": RELEASED}),
     "float32 stage 3 recomputed": (3, "float32", {"zero": RELEASED, "checkpointing": True}),
@@ -145,20 +141,16 @@ def weights(engine):
 
 
 def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, poison=None, repaired=True,
-          checkpointing=False, compiled=False, fused=False, layers=2, tokens=T, machines=1, no_room=False, local=False):
+          checkpointing=False, compiled=False, fused=False, layers=2, tokens=T, local=False):
     """Train as the script does. poison: between the first step and the second there is one in which one element of
-    one gradient, on the last rank, in the middle micro-step, is that. machines: what the ranks are made to believe.
-    no_room: in the memory that they would share. local: each rank sums its micro-steps first."""
+    one gradient, on the last rank, in the middle micro-step, is that. local: each rank sums its micro-steps first."""
     engine = build(stage, dtype, zero or {}, config or {}, clip, repaired, compiled, fused, layers)
     engine.module.gradient_checkpointing = checkpointing
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(world_size // machines)), \
-            patch.object(os, "posix_fallocate", side_effect=OSError) if no_room else nullcontext():
-        shortened = short and shorten(engine, local)
+    shortened = short and shorten(engine, local)
     overflows = listen(engine.optimizer) if shortened and not fused else []
     if fused:
         assert step_in_one_pass(engine)
-    way = getattr(getattr(engine.optimizer, "reduce_ipg_grads", None), "__module__", None)
     poisoned = False
 
     def spoil(grad):
@@ -169,8 +161,7 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
 
     parts = engine.module.transformer  # where products add to the sums, autograd sees the embeddings' gradients alone
     (parts.wpe.weight if fused else parts.h[0].ln_2.bias).register_hook(spoil)
-    result = {"norms": [], "seen": [], "applied": [], "scales": [], "shortened": shortened, "reduced_by": way,
-              "moved_by_poison": None}
+    result = {"norms": [], "seen": [], "applied": [], "scales": [], "shortened": shortened, "moved_by_poison": None}
     plan = [(step, False) for step in range(steps)]
     if poison:
         plan.insert(1, (1, True))
