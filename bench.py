@@ -30,6 +30,8 @@ import time
 
 from configurator import settings_of_script
 from runtime.engine import ds_config
+from runtime.monitor.history import read_history
+from runtime.monitor.runlog import git_commit, machine_record
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 SCRIPT = os.path.join(ROOT, "train_deepspeed.py")
@@ -65,9 +67,7 @@ def main():
             if s[name]:
                 parser.error(f"--{name}=True leaves nothing to measure: remove it")
     found = run[args.what](args, settings)
-    from runtime.monitor.runlog import git_commit
-
-    record = {"command": " ".join(["bench.py", *sys.argv[1:]]), "commit": git_commit(ROOT), **found}
+    record = {"command": " ".join(["bench.py", *sys.argv[1:]]), "commit": git_commit(), **found}
     with open(args.json, "w", encoding="utf-8") as f:
         json.dump(record, f, indent=1)
     print(f"written to {args.json}")
@@ -112,11 +112,6 @@ def host_memory_taken():
         thread.join()
 
 
-def history(out_dir):
-    with open(os.path.join(out_dir, "history.jsonl"), encoding="utf-8") as f:
-        return [json.loads(line) for line in f]
-
-
 def train(args, settings):
     """Steps of train_deepspeed.py, with their parts; the peer's beside them."""
     folder = tempfile.mkdtemp(prefix="bench-")
@@ -131,7 +126,7 @@ def train(args, settings):
             record = json.load(f)
         with open(parts_file, encoding="utf-8") as f:
             parts = json.load(f)
-        records = [r for r in history(os.path.join(folder, "out")) if "ms" in r]
+        records = [r for r in read_history(os.path.join(folder, "out")) if "ms" in r]
         counted = records[WARM_UP:]
         ms = spread([r["ms"] for r in counted])
         first = re.search(r"first step ([\d.]+) s", words)
@@ -384,14 +379,6 @@ def copy_rate(device):
     return 2 * a.numel() / min(times)
 
 
-def machine(device):
-    """What figures depend on: the hardware and the versions."""
-    from runtime.monitor.runlog import run_record
-
-    record = run_record(ROOT, None, 1, device)
-    return {key: record[key] for key in ("hardware", "versions")}
-
-
 def clock(device):
     import torch
 
@@ -432,8 +419,8 @@ def sample(args, settings):
     ours = measure(lambda n: model.generate(prompt, n, top_k=200, one_more=faster(model, args.batch)))
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     rate = copy_rate(device)
-    found = {**machine(device), "shape": [layers, heads, width], "batch": args.batch, "tokens": args.tokens, **ours,
-             "weights_gb": weights / 1e9, "copy_gb_per_s": rate / 1e9,
+    found = {**machine_record(device), "shape": [layers, heads, width], "batch": args.batch, "tokens": args.tokens,
+             **ours, "weights_gb": weights / 1e9, "copy_gb_per_s": rate / 1e9,
              "share_of_limit": ours["tokens_per_s"]["median"] / (rate / weights * args.batch)}
     print(f"batch {args.batch}: {ours['tokens_per_s']['median']:,.1f} tokens/s, "
           f"{100 * found['share_of_limit']:.0f}% of what reading {weights / 1e9:.2f} GB a token allows; first token "
@@ -481,7 +468,7 @@ def data(args, settings):
     step = s["batch_size"] * s["gradient_accumulation_steps"] * s["block_size"]
     print(f"{s['dataset']}: {ms['median']:.2f} ms ({ms['least']:.2f} to {ms['most']:.2f}) for {step:,} tokens, "
           f"{step / ms['median'] * 1000:,.0f} tokens/s")
-    return {**machine(device), "ms": ms, "tokens_a_step": step}
+    return {**machine_record(device), "ms": ms, "tokens_a_step": step}
 
 
 def checkpoint(args, settings):

@@ -33,7 +33,7 @@ from runtime.cluster.ranks import exit_with_error
 from runtime.data.dataset import DatasetError, folders_of, read_meta, same_tokens, tokens_of
 from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.files import UserError, format_bytes, free_bytes
-from runtime.monitor.runlog import read_history
+from runtime.monitor.history import read_history
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 

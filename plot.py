@@ -7,22 +7,21 @@ A run may still be going on. Exit code 2: a mistake, reported in one sentence.
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
-import sys
 
 from configurator import exit_quietly_on_broken_pipe
 from runtime.cluster.ranks import exit_with_error
+from runtime.monitor.history import read_history, series
 
 PANELS = {  # a record's key: title, what 1 on the axis stands for, whether it is of interest on a log scale
     "loss": ("loss (bold: validation, ± error)", 1, True),
     "lr": ("learning rate", 1, False),
     "grad_norm": ("gradient norm before clipping", 1, True),
-    "tokens_per_s": ("thousand tokens a second", 1e3, False),
+    "tokens_per_s": ("thousand tokens per second", 1e3, False),
     "memory": ("peak memory, GB", 1e9, False),
-    "data_ms": ("waiting for data, ms a step", 1, False),
+    "data_ms": ("waiting for data, ms per step", 1, False),
 }
 COLOURS = ("#2f7fd6", "#dd6b10", "#1f9d62", "#c64aa0", "#8b6be0", "#a58500", "#1a9bab", "#d9484b")  # on white and black
 DASHES = ("-", "--", ":", "-.")  # the second for the runs after the eighth, and so on
@@ -39,8 +38,12 @@ def main():
     for out_dir in map(os.path.normpath, args.out_dirs):
         try:
             runs[out_dir] = read_history(out_dir)
-        except ValueError as error:
-            problems.append(str(error))
+        except OSError as error:
+            problems.append(f"{error.filename} cannot be read ({error.strerror}): fix that, or leave it out")
+        else:
+            problems += [] if runs[out_dir] else [
+                f"{out_dir}/history.jsonl has no complete record: name the out_dir of a run, or wait for its first "
+                "evaluation"]
     try:
         import matplotlib
     except ImportError as error:
@@ -57,46 +60,10 @@ def main():
     print(f"written to {path}")
 
 
-def read_history(out_dir):
-    """The records of out_dir/history.jsonl; a line that holds none is skipped with a message. Raises ValueError with a
-    sentence where there is no record at all."""
-    if not os.path.isdir(out_dir):
-        raise ValueError(f"{out_dir} is no folder: name the out_dir of a run")
-    path, history = os.path.join(out_dir, "history.jsonl"), []
-    try:
-        with open(path, encoding="utf-8", errors="replace") as f:
-            lines = f.readlines()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}): name the out_dir of a run") from None
-    for number, line in enumerate(lines, 1):
-        record = read_json(line)
-        if type(record.get("iter")) is int:
-            history.append(record)
-        else:
-            print(f"{path}: passing over line {number}, which is no whole record", file=sys.stderr)
-    if not history:
-        raise ValueError(f"{path} has no whole record: wait for the run's first evaluation")
-    return history
-
-
-def read_json(text):
-    """The dict that a JSON text holds; empty if it holds none."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def looks(runs):
     """[(colour, dashes)] of the runs, in order."""
     every = [(colour, dashes) for dashes in DASHES for colour in COLOURS]
     return [every[number % len(every)] for number in range(len(runs))]
-
-
-def series(history, key):
-    """[(iter, value)] of the records that have a number there; NaN and infinity are numbers, None is none."""
-    return [(r["iter"], float(r[key])) for r in history if type(r.get(key)) in (int, float)]
 
 
 def grouped(points):

@@ -115,44 +115,40 @@ globals().update(settings)
 # -----------------------------------------------------------------------------
 # Set-up: the ranks, then everything that can be refused, before anything that costs
 
-import json
 import math
 import warnings
 
 import torch
 
 from model import GPT, Block
-from runtime import hardware, lora
+from runtime import lora
 from runtime.checkpoint import tags as checkpoint
 from runtime.checkpoint.saver import Saver
 from runtime.cluster.machines import compare_machines
 from runtime.cluster.ranks import (
-    all_gather_scalars,
     all_reduce_sum,
     broadcast_from_rank0,
-    end_progress,
     exit_together,
     exit_with_error,
     print0,
     ranks_from_environment,
     require_same_on_all_ranks,
-    show_progress,
     shut_down,
     silence_stdout,
 )
-from runtime.cluster.shutdown import EXIT_REASONS, Shutdown
+from runtime.cluster.shutdown import Shutdown
 from runtime.data.loader import eval_batches, mixed_seed, seen, train_batches
 from runtime.data.mixture import tokens_of
 from runtime.engine import ds_config
 from runtime.engine import fast_path as replay
 from runtime.engine.fused_adamw import step_in_one_pass
-from runtime.files import UserError, write_atomic
+from runtime.files import UserError
 from runtime.kernels import block as fused
 from runtime.kernels import runs_on
 from runtime.monitor import health as guards
-from runtime.monitor import profiler as profiling
-from runtime.monitor import runlog as metrics
-from runtime.monitor.pace import Pace
+from runtime.monitor.health import StepHealth
+from runtime.monitor.profiler import Profiler
+from runtime.monitor.runlog import RunLog
 from runtime.plan import fit
 from runtime.plan.run_plan import check_run, describe_run
 from runtime.sample import samples
@@ -258,8 +254,8 @@ else:
 if run.lora:
     lora.adapt(model, run.lora)
 model.gradient_checkpointing = gradient_checkpointing
-flops_per_step = model.flops_per_token(block_size) * sequences * block_size
-flops_line, flops_table = profiling.count_flops(model) if profile and rank == 0 else (None, None)
+flops_per_iter = model.flops_per_token(block_size) * sequences * block_size
+profiler = Profiler(model, out_dir, profile_start, profile_iters) if profile else None  # before compiling
 own_kernels = run.compile and run.device == "cuda" and runs_on(model.lm_head.weight)
 if own_kernels and fused.fits(model.config) and not run.lora:
     fused.fuse(model, fp8)
@@ -285,13 +281,11 @@ shortened = not any_deepspeed and shorten(engine, run.accumulate_locally)
 exit_together(["skip_grad_spikes=True needs what this DeepSpeed lacks: leave it out"]
                 if skip_grad_spikes and not shortened else [])
 one_pass = own_kernels and not any_deepspeed and (shortened or stage == 3) and step_in_one_pass(engine)
-pace = Pace(device, world_size)
-micro_step = replay.micro_step(engine, shortened and one_pass and not ds_config.talks(run.config), pace)
 print0(f"DeepSpeed uses {ds_config.compare(engine, run.config, run.dtype)}")
 
 facts = {"world_size": world_size, "stage": stage, "dtype": run.dtype,
          "versions": recorded_versions()}  # of a tag, in its manifest
-iter_num, best_val_loss, stale, wandb_id = 0, math.inf, 0, None  # stale: evaluations since the best
+state, iter_num, best_val_loss, stale = {}, 0, math.inf, 0  # stale: evaluations since the best
 if run.tag:
     state, began = manifest["state"], time.time()
     if note := version_note(manifest.get("versions", {})):
@@ -299,37 +293,29 @@ if run.tag:
     checkpoint.load(engine, out_dir, run.tag, manifest, facts, resume_weights_only)
     torch.distributed.barrier()
     print0(f"loaded in {time.time() - began:.1f} s")
-    iter_num, best_val_loss, wandb_id = state["iter_num"], state["best_val_loss"], state.get("wandb_id")
-    stale = state.get("stale", 0)
+    iter_num, best_val_loss, stale = state["iter_num"], state["best_val_loss"], state.get("stale", 0)
 base = None if run.before else run.init_from  # what PEFT is to put the thin matrices beside
 lora_state = run.lora and {**run.lora, "base": state["lora"]["base"] if run.tag else base}
 stages = state.get("stages", []) if run.tag else run.stages  # the earlier ones
 guards.outlive_the_loss_scale(engine)
 guards.skip_at_stage_0(engine)
 
-loggers, problems = {}, []
-if rank == 0:
-    loggers, wandb_id, problems = metrics.start_loggers(settings, wandb_id, iter_num)
-    while run.tag and problems:  # a requeue goes on without: training is worth more
-        print0(f"{problems.pop(0)}; the run goes on without")
-exit_together(problems)
+log = RunLog(settings, state, device, run.sets, sequences * block_size, fit.tensors(run, settings, world_size))
 if rank == 0 and not eval_only:  # the output folder, now that nothing else can be refused any more
     problems = list(filter(None, [shutdown.watch_stop_file(os.path.join(out_dir, "STOP"))]))
 exit_together(problems)
 if rank == 0 and not eval_only:
     try:
         checkpoint.make_ready(out_dir, iter_num if run.tag else -1, passed_over, overwrite)
-        metrics.trim_history(out_dir, iter_num if run.tag else -1)
-        record = metrics.run_record(ROOT, settings, world_size, device)
-        record["stages"] = stages
-        record["memory_plan"] = fit.planned(run, settings, world_size)
-        write_atomic(os.path.join(out_dir, "settings.json"), json.dumps(record, indent=1))
     except checkpoint.UnreadableError as error:
         problems = [str(error)]
     except OSError as error:
-        problems = [f"{error.filename or out_dir} cannot be written ({error.strerror}): mend that, or choose another "
+        problems = [f"{error.filename or out_dir} cannot be written ({error.strerror}): fix that, or choose another "
                     "--out_dir=DIR"]
 exit_together(problems)
+log.open_files({"lineage": stages, "memory_plan": fit.planned(run, settings, world_size)})
+health = StepHealth(engine, log.warn, run.sets, tokens["train"], seed, state.get("norms", ()))
+micro_step = replay.micro_step(engine, shortened and one_pass and not ds_config.talks(run.config), health.stragglers)
 
 # -----------------------------------------------------------------------------
 # The parts of the loop
@@ -377,42 +363,21 @@ def estimate_loss():
 
 def evaluate():
     """Estimate, print and record; returns the validation loss, of a mixture by its shares."""
-    of_sets = estimate_loss()
-    (train_loss, train_error), (val_loss, val_error) = (metrics.of_mixture(losses, shares)
-                                                        for losses in of_sets.values())
-    print0(f"step {iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f} "
-           f"(standard errors {train_error:.4f}, {val_error:.4f}; perplexity {metrics.perplexity(val_loss):.2f})")
-    record = {"iter": iter_num, "train_loss": train_loss, "train_error": train_error, "val_loss": val_loss,
-              "val_error": val_error, "perplexity": metrics.perplexity(val_loss)}
-    if len(shares) > 1:
-        record["sets"] = metrics.each_set(run.sets, of_sets, sequences_seen())
-        print0("\n".join(metrics.set_lines(record["sets"])))
-    log(record)
-    return val_loss
+    return log.evaluation(iter_num, estimate_loss(), sequences_seen())
 
 
 def sequences_seen():
-    """How many sequences of each data set the run has seen; a tag tells of those before it, by its own shares."""
-    since_then = zip(seen(iter_num * sequences, shares), seen(first_iter * sequences, shares), strict=True)
-    return [before + now - then for before, (now, then) in zip(seen_before, since_then, strict=True)]
-
-
-def log(record):
-    """One record to history.jsonl and the loggers, from rank 0."""
-    if rank == 0 and not eval_only:
-        try:
-            metrics.append_history(out_dir, record)
-        except OSError as error:  # training is worth more than its history; a save that fails says more
-            print0(f"history.jsonl could not be written: {error.strerror}")
-    metrics.tell(loggers, record)
+    """{data set: sequences so far}; a tag holds those before it, by its own shares."""
+    now, then = seen(iter_num * sequences, shares), seen(first_iter * sequences, shares)
+    before = state.get("seen", {})
+    return {one.name: before.get(one.name, 0) + a - b for one, a, b in zip(run.sets, now, then, strict=True)}
 
 
 def write_sample():
     """Print and record a text from the weights as they are."""
     encode, decode = run.tokenizer
-    text = decode(samples.write(engine, encode(sample_start), sample_tokens, (seed + iter_num) % 2**63, device))
-    print0(f"sample of iteration {iter_num}: {text}")
-    log({"iter": iter_num, "sample": text})
+    ids = samples.write(engine, encode(sample_start), sample_tokens, (seed + iter_num) % 2**63, device)
+    log.sample(iter_num, decode(ids))
 
 
 def finished():
@@ -432,9 +397,8 @@ def save(improved):
     tag = f"iter_{iter_num}"
     print0(f"saving checkpoint to {out_dir}/{tag}")
     state = {"iter_num": iter_num, "best_val_loss": best_val_loss, "stale": stale, "improved": improved,
-             "wandb_id": wandb_id, "settings": settings, "model": vars(run.model), "lora": lora_state, "stages": stages,
-             "norms": list(norms.seen),
-             "seen": dict(zip([one.name for one in run.sets], sequences_seen(), strict=True)),
+             "wandb_id": log.wandb_id, "settings": settings, "model": vars(run.model), "lora": lora_state,
+             "stages": stages, "norms": list(health.spikes.history), "seen": sequences_seen(),
              "data": {k: run.meta[k] for k in ("tokenizer", "vocab_size")}}
     saver.save(tag, {"iter_num": iter_num, **facts}, state, names_of(improved))
 
@@ -451,40 +415,19 @@ def look_at_saves():
 
 
 def step(batches):
-    """One optimizer step; returns the mean loss over its micro-steps on this rank, still on the device, and the seconds
-    that it waited for data."""
+    """One optimizer step; returns the mean loss over its micro-steps on this rank, still on the device."""
     torch.manual_seed(mixed_seed(seed, iter_num, rank))  # dropout depends on the place in the run alone
     lr = get_lr(iter_num)
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
     if skip_grad_spikes:
-        engine.optimizer.norm_limit = norms.limit()
-    loss_sum, waited = torch.zeros((), device=device), 0.0
+        engine.optimizer.norm_limit = health.spike_threshold()
+    loss_sum = torch.zeros((), device=device)
     for _ in range(gradient_accumulation_steps):
-        t = time.perf_counter()
-        x, y = next(batches)
-        waited += time.perf_counter() - t
-        loss_sum += micro_step(x, y)
+        loss_sum += micro_step(*log.time_data(batches))
         engine.step()
     ds_config.grow_loss_scale(engine)
-    return loss_sum / gradient_accumulation_steps, waited
-
-
-def look_at_step(loss):
-    """Tell of a step that was skipped or stands out; returns whether it counts as a bad one."""
-    bad, why = guards.look_at_step(engine, norms, loss, iter_num, sources, settings, run, rank, world_size)
-    tell_trouble(why)
-    return bad
-
-
-RUINED = ("no tag is saved of weights whose loss is not finite; earlier ones stand. To go on from the best: "
-          "--init_from=resume --resume_tag=best --overwrite=True, with a lower learning_rate")
-
-
-def tell_trouble(why):
-    if why:
-        print0(f"iteration {iter_num}: {why}")
-        log({"iter": iter_num, "trouble": why})
+    return loss_sum / gradient_accumulation_steps
 
 
 # -----------------------------------------------------------------------------
@@ -497,7 +440,6 @@ if rank == 0 and run.tag and run.tag.startswith("iter_") and not eval_only:
     except OSError as error:  # the tag itself is whole
         print0(f"{name} could not be linked to {run.tag} ({error.strerror}); the run continues without: make room")
 first_iter = iter_num
-seen_before = [(state if run.tag else {}).get("seen", {}).get(one.name, 0) for one in run.sets]
 saver = Saver(engine, out_dir, keep_last, run.tag_bytes, beside=async_save,
               ahead=run.device == "cuda" and keep_last and not eval_only and not ds_config.offloads(run.config))
 if iter_num == 0 or eval_only:
@@ -505,45 +447,17 @@ if iter_num == 0 or eval_only:
 elif iter_num >= max_iters:
     print0(f"{out_dir}/{run.tag} has made {iter_num} iterations already: go on with a larger --max_iters")
 batches = train_batches(sources, iter_num, rank, world_size, settings, run.meta["vocab_size"], device)
-peak = hardware.peak_flops(device)
 engine.train()
-exit_code, bad_steps, norms = None, 0, guards.Norms(state.get("norms", ()) if run.tag else ())
-tracer = None
-if profile:
-    if rank == 0:
-        print0(flops_line)
-        profiling.write(out_dir, "flops.txt", f"{flops_line}\n{flops_table}")
-    tracer = profiling.tracer(out_dir, rank, profile_start, profile_iters, device)
-update_bar = show_progress(max_iters, iter_num) if not eval_only and not finished() else None
-t0, since = time.time(), iter_num
+exit_code = None
+if profiler:
+    profiler.start()
+log.start(_started, iter_num, max_iters)
 while not finished() and not eval_only and exit_code is None:
-    loss, waited = step(batches)
+    loss = step(batches)
     iter_num += 1
-    bad_steps = bad_steps + 1 if look_at_step(loss) else 0
-
+    health.check(loss, iter_num)
     if iter_num % log_interval == 0 or iter_num in (first_iter + 1, max_iters):
-        # Waits for the step: the clock is true
-        each = all_gather_scalars(loss, pace.seconds(), waited, device=device)
-        mean_loss = sum(rank_loss for rank_loss, *_ in each) / world_size
-        seconds = (time.time() - t0) / (iter_num - since)
-        grad_norm = engine.get_global_grad_norm()
-        record = {"iter": iter_num, "loss": mean_loss, "ms": 1000 * seconds, "lr": get_lr(iter_num - 1),
-                  "grad_norm": None if grad_norm is None else float(grad_norm),  # before clipping; stage 0 tells none
-                  "tokens_per_s": sequences * block_size / seconds,
-                  "mfu": flops_per_step / seconds / (peak * world_size) if peak else None,
-                  "memory": hardware.peak_memory(device), "data_ms": 1000 * waited}
-        if run.dtype == "float16":
-            record["loss_scale"] = engine.optimizer.loss_scaler.cur_scale
-        print0(metrics.step_line(record))
-        update_bar(iter_num, f"loss {mean_loss:.4f}")
-        log(record)
-        tell_trouble(pace.look([own for _, *own in each], seconds))
-        if since == first_iter:
-            print0(f"first step {time.time() - _started:.1f} s after the start")
-        if run.device == "cuda" and since - first_iter < 2 * log_interval:  # the second may record, which takes more
-            print0(f"memory {record['memory'] / 1e9:.1f} GB at the peak, "
-                   f"{fit.tensors(run, settings, world_size) / 1e9:.1f} GB reckoned")
-        t0, since = time.time(), iter_num
+        log.step(iter_num, loss, get_lr(iter_num - 1), flops_per_iter, health)
 
     saved = False
     if iter_num % eval_interval == 0 or iter_num == max_iters:
@@ -551,42 +465,28 @@ while not finished() and not eval_only and exit_code is None:
         improved = val_loss < best_val_loss
         best_val_loss, stale = min(best_val_loss, val_loss), 0 if improved else stale + 1  # in this order a NaN is none
         if improved or always_save_checkpoint or finished():
-            save(improved) if math.isfinite(val_loss) else print0(RUINED)
+            save(improved) if math.isfinite(val_loss) else log.not_saved()
             saved = True
-        t0, since = time.time(), iter_num
-
     if sample_interval and iter_num % sample_interval == 0:
         write_sample()
-        t0, since = time.time(), iter_num
-
-    if tracer and iter_num - first_iter <= profile_start + profile_iters:
-        tracer.step()  # writes, after the last iteration of the trace
-        t0, since = time.time(), iter_num
+    log.exclude_pauses(iter_num, traced=profiler and profiler.step())
 
     exit_code, failed = shutdown.agree(saver.problem)  # all ranks take the same way
-    if bad_steps > max_skipped_steps:
+    if health.skipped_in_a_row > max_skipped_steps:
         exit_code = 3
     if failed:
         look_at_saves()
     if exit_code is not None and not finished():
-        print0(f"{bad_steps} steps in a row were skipped: look at the batches above, and take a lower learning_rate"
-               if exit_code == 3 else f"asked to leave ({EXIT_REASONS[exit_code]}) after iteration {iter_num}")
+        log.leaving(exit_code, iter_num, health)
         if not saved:
-            save(False) if not bad_steps or math.isfinite(evaluate()) else print0(RUINED)
+            save(False) if not health.skipped_in_a_row or math.isfinite(evaluate()) else log.not_saved()
 
-end_progress()
-if tracer:
-    if iter_num - first_iter < profile_start + profile_iters:
-        print0("no trace: the run ended before the iterations that it is of")
-        tracer.on_trace_ready = None  # else stop() writes what there is
-    tracer.stop()
+if profiler:
+    profiler.close()
 if ds_config.logs_messages(run.config):
     deepspeed.comm.log_summary()
 look_at_saves()
-if stale and finished() and iter_num < max_iters and not eval_only:
-    print0(f"no better validation loss in {stale} evaluations: stopped early at iteration {iter_num}; "
-           "a larger --patience goes on")
-metrics.close(loggers)
+log.close(early_stop=stale if finished() and iter_num < max_iters and not eval_only else 0)
 exit_code = 0 if finished() else exit_code or 0
 shut_down(exit_code)
 if exit_code:

@@ -71,7 +71,7 @@ def test_a_run_that_has_just_begun_or_has_only_nan(tmp_path):
     (strange / "history.jsonl").open("a").write('{"iter": 2, "lo')
     run = draw(f"{begun}/", strange, "--png", tmp_path / "p.png")
     assert run.returncode == 0 and run.stderr == (
-        f"{strange}/history.jsonl: passing over line 3, which is no whole record\n")
+        f"{strange}/history.jsonl: skipping line 3, which is not a complete record\n")
     assert Image.open(tmp_path / "p.png").size == (1800, 960)
 
 
@@ -81,13 +81,15 @@ def test_every_mistake_is_told_in_a_sentence(tmp_path):
     (empty / "history.jsonl").touch()
     (cut / "history.jsonl").write_text('{"iter": 0, "val')
     none = write_run(tmp_path / "none", [])
-    run = draw(good, tmp_path / "nowhere", none, empty, cut)
+    blocked = write_run(tmp_path / "blocked", [])
+    (blocked / "history.jsonl").mkdir()
+    why = "has no complete record: name the out_dir of a run, or wait for its first evaluation"
+    run = draw(good, tmp_path / "nowhere", none, blocked, empty, cut)
     assert (run.returncode, run.stdout) == (2, "") and run.stderr.splitlines() == [
-        f"{cut}/history.jsonl: passing over line 1, which is no whole record",
-        f"{tmp_path}/nowhere is no folder: name the out_dir of a run",
-        f"{none}/history.jsonl cannot be read (No such file or directory): name the out_dir of a run",
-        f"{empty}/history.jsonl has no whole record: wait for the run's first evaluation",
-        f"{cut}/history.jsonl has no whole record: wait for the run's first evaluation"]
+        f"{cut}/history.jsonl: skipping line 1, which is not a complete record",
+        f"{tmp_path}/nowhere/history.jsonl {why}", f"{none}/history.jsonl {why}",
+        f"{blocked}/history.jsonl cannot be read (Is a directory): fix that, or leave it out",
+        f"{empty}/history.jsonl {why}", f"{cut}/history.jsonl {why}"]
     run = draw(good, f"--png={tmp_path}/nowhere/p.png")
     assert run.returncode == 2 and run.stderr == (f"{tmp_path}/nowhere/p.png cannot be written (No such file or "
                                                   "directory): choose another with --png=FILE\n")

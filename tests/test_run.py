@@ -16,6 +16,7 @@ import subprocess
 import sys
 import termios
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ from conftest import (
 from model import GPT, GPTConfig
 from runtime.checkpoint.tags import cache_path, damages, find_tag, fp32_weights, prune, sealed, tags, tidy
 from runtime.files import file_digest
-from runtime.monitor.runlog import append_history, close, start_tensorboard, tell
+from runtime.monitor.history import append_history
+from runtime.monitor.runlog import RunLog
 
 SIX = ("--max_iters=6", "--eval_interval=3", "--lr_schedule=linear", "--lr_decay_iters=4", "--min_lr=2e-4")
 TWO = (*SIX, "--batch_size=2", "--eval_iters=4")  # of SIX on two ranks
@@ -649,16 +651,17 @@ def test_tensorboard_goes_on_over_a_resume_without_doubles(train):
 
 
 def test_a_logger_that_fails_is_left_out_and_training_goes_on(capsys):
-    told = []
-    loggers = {"bad": (lambda names, step: 1 / 0, None),
-               "good": (lambda names, step: told.append((names, step)), lambda: 1 / 0)}
-    tell(loggers, {"iter": 1, "loss": 2.0})
-    tell(loggers, {"iter": 2, "loss": 1.5, "trouble": "words are not curves"})
-    assert told == [({"train/iter": 1, "train/loss": 2.0}, 1), ({"train/iter": 2, "train/loss": 1.5}, 2)]
-    close(loggers)
+    log = RunLog.__new__(RunLog)  # without settings
+    log.writes, log.loggers, logged = False, {"bad": Mock(), "good": Mock()}, []
+    log.loggers["bad"].log.side_effect = log.loggers["good"].close.side_effect = ZeroDivisionError
+    log.loggers["good"].log.side_effect = lambda values, step: logged.append((values, step))
+    log.record({"iter": 1, "loss": 2.0})
+    log.record({"iter": 2, "loss": 1.5, "warning": "words are not curves"})
+    assert logged == [({"train/iter": 1, "train/loss": 2.0}, 1), ({"train/iter": 2, "train/loss": 1.5}, 2)]
+    log.close()
     words = capsys.readouterr().out
     assert words.count("bad fails and is left out from here on: ZeroDivisionError") == 1
-    assert words.count("good did not end well: ZeroDivisionError") == 1
+    assert words.count("good fails and is left out from here on: ZeroDivisionError") == 1
 
 
 def test_a_record_is_written_whole_or_not_at_all(tmp_path):
@@ -681,8 +684,12 @@ def test_tensorboard_that_does_not_start_is_told_of(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if "tensorboard" in name]:
         monkeypatch.delitem(sys.modules, name)
-    writer, (problem,) = start_tensorboard(str(tmp_path), 0)
-    assert writer is None and problem.startswith("TensorBoard does not start (Descriptors cannot be created directly):")
+    log = RunLog.__new__(RunLog)
+    log.loggers, log.wandb_id, log.iter_num, log.resumes = {}, None, 0, False
+    log.settings = {"wandb_log": False, "tensorboard_log": True, "eval_only": False, "out_dir": str(tmp_path)}
+    (problem,) = log.start_loggers()
+    assert problem.startswith("TensorBoard does not start (Descriptors cannot be created directly):")
+    assert log.loggers == {}
 
 
 def test_wandb_that_does_not_start_costs_nothing(train, one_rank, tmp_path):

@@ -16,9 +16,9 @@ def on_own_stream():
     torch.cuda.set_stream(torch.cuda.Stream())
 
 
-def micro_step(engine, record, pace):
+def micro_step(engine, record, stragglers):
     """A function (x, y) -> the loss, detached, of engine(x, y) and engine.backward; if `record`, one that replays it.
-    pace: runtime/monitor/pace.py's.
+    stragglers: a StragglerDetector.
 
     To record, all that a micro-step does must be the same every time, and its memory stay where it is: ZeRO-2 with
     zero2_gradients.py and fused_adamw.py, no loss scale; PyTorch sees to it that each replay draws its own numbers
@@ -32,7 +32,7 @@ def micro_step(engine, record, pace):
     alone = all(hasattr(param, "grad_sum") for param in params)  # see runtime/engine/zero2_gradients.py
 
     def launched(x, y):
-        with pace.own_work(forward_alone):
+        with stragglers.time_local_work(forward_alone):
             loss = engine(x, y)
         engine.backward(loss)
         return loss.detach()
@@ -50,7 +50,7 @@ def micro_step(engine, record, pace):
             GRAPHS.append(graph)
         inputs[0].copy_(x)
         inputs[1].copy_(y)
-        with pace.own_work(alone):
+        with stragglers.time_local_work(alone):
             graph.replay()
         return output
 

@@ -1,42 +1,182 @@
-"""What is told, and done, when a step goes wrong: a gradient that is not finite, or far above those before it."""
+"""Steps that go wrong, and ranks that are slow: non-finite losses, gradient spikes, float16 overflow, stragglers."""
 
 import contextlib
 import math
 import os
 import statistics
 import sys
+import time
 from collections import deque
 
 import torch
 
-from runtime.cluster.ranks import all_reduce_sum
+from runtime.cluster.ranks import RANK, all_reduce_sum
 from runtime.data.download import FetchError
 from runtime.data.loader import rank_numbers, train_places
 from runtime.data.tokenizer import tokenizer_of
 
-BEFORE = 50  # norms that a new one is held against; fewer than 20 tell nothing
-SPIKE = 6  # times their median
-SHOWN = 4  # sequences of a rank that are named, and tokens of each are SHOWN * 4
+WINDOW = 50  # gradient norms that a new one is compared with, once there are 20
+SPIKE_FACTOR = 6  # times their median
+STRAGGLER_WINDOW = 20  # measurements that decide on each rank
+SLOW_FACTOR = 1.5  # times as slow as the other ranks, which is more than noise
+MAX_SHOWN = 4  # sequences named per rank; MAX_SHOWN * 4 tokens of each are shown
 
 
-def look_at_step(engine, norms, loss, iter_num, sources, settings, run, rank, world_size):
-    """(whether the step that made `iter_num` counts as a bad one, what there is to tell of it or None). All ranks call
-    it, and those where a step was not made are all of them: the norm is of the sum over the ranks."""
-    grad_norm = getattr(engine.optimizer, "seen_norm", engine.get_global_grad_norm())
-    times = norms.add(None if grad_norm is None else float(grad_norm))
-    why = f"the gradient norm {float(grad_norm):.3g} is {times:.0f} times the median before it" if times else None
-    if engine.was_step_applied():
-        return False, why
-    told = look_at_loss(loss, iter_num - 1, sources, settings, run.meta, rank, world_size) or why
-    if not told and run.dtype == "float16":
-        scale, tried = engine.optimizer.loss_scaler.cur_scale, norms.scale
-        norms.scale = scale
-        if scale > getattr(engine.optimizer.loss_scaler, "min_scale", math.inf) or scale != tried:
-            return False, f"the gradient overflows float16; skipped, the loss scale is {scale:g} now"
-        told = (f"the gradient overflows float16 at a loss scale of {scale:g}, which gets no smaller: weights or "
-                "activations have grown too large; go on from an earlier tag with a lower learning_rate or "
-                "--dtype=float32, or on a card with bfloat16")
-    return True, f"{told or 'the gradient is not finite'}; skipped"
+class StepHealth:
+    """Checks every optimizer step for non-finite losses, gradient spikes and float16 overflow.
+
+    warn: function (iter_num, sentence), as RunLog.warn. datasets: those of the run, and tokens: their training tokens,
+    to name the batch that a non-finite loss came from. grad_norms: the recent ones of a run that resumes.
+    """
+
+    def __init__(self, engine, warn, datasets, tokens, seed, grad_norms=()):
+        self.engine, self.warn, self.datasets, self.tokens, self.seed = engine, warn, datasets, tokens, seed
+        self.world_size = torch.distributed.get_world_size()
+        self.spikes, self.stragglers = SpikeDetector(grad_norms), StragglerDetector(engine.device, self.world_size)
+        self.skipped_in_a_row = 0
+        self.grad_norm = None  # of the last step: before clipping, without the loss scale; None: DeepSpeed has none
+        self.last_failed_scale = None  # float16's loss scale after the last overflow
+
+    def spike_threshold(self):
+        """The gradient norm at which a spike begins; infinite in the first steps."""
+        return self.spikes.threshold()
+
+    def check(self, loss, iter_num):
+        """Warn if step `iter_num` was skipped or its gradient norm is a spike, and count the skipped steps in a row.
+
+        All ranks call it together: each skips the same steps, as the norm is that of the reduced gradient.
+        loss: of this rank, 0-dimensional.
+        """
+        norm = getattr(self.engine.optimizer, "seen_norm", self.engine.get_global_grad_norm())
+        self.grad_norm = None if norm is None else float(norm)
+        ratio = self.spikes.update(self.grad_norm)
+        spike = ratio and f"the gradient norm {self.grad_norm:.3g} is {ratio:.0f} times the median before it"
+        if self.engine.was_step_applied():
+            self.skipped_in_a_row = 0
+            if spike:
+                self.warn(iter_num, spike)
+            return
+        why = self.describe_nonfinite_loss(loss, iter_num) or spike
+        if not why and (scale := self.loss_scale()):
+            before, self.last_failed_scale = self.last_failed_scale, scale
+            if scale > getattr(self.engine.optimizer.loss_scaler, "min_scale", math.inf) or scale != before:
+                self.skipped_in_a_row = 0  # DeepSpeed still searches for the right scale
+                self.warn(iter_num, f"the gradient overflows float16; skipped, the loss scale is {scale:g} now")
+                return
+            why = (f"the gradient overflows float16 at a loss scale of {scale:g}, which gets no smaller: weights or "
+                   "activations have grown too large; resume from an earlier tag with a lower learning_rate or "
+                   "--dtype=float32, or on a card with bfloat16")
+        self.skipped_in_a_row += 1
+        self.warn(iter_num, f"{why or 'the gradient is not finite'}; skipped")
+
+    def loss_scale(self):
+        """The current loss scale in float16, else None."""
+        return self.engine.optimizer.loss_scaler.cur_scale if self.engine.fp16_enabled() else None
+
+    def describe_nonfinite_loss(self, loss, iter_num):
+        """A sentence that names the ranks whose loss is not finite and their sequences; None where all are finite."""
+        bad = all_reduce_sum(*(float(RANK == r and not math.isfinite(loss.item())) for r in range(self.world_size)),
+                             device=loss.device)
+        batches = [f"rank {r}, at tokens {self.describe_batch(iter_num, r)}" for r, flag in enumerate(bad) if flag]
+        return f"the loss is not finite on {'; on '.join(batches)}" if batches else None
+
+    def describe_batch(self, iter_num, rank):
+        """Where in the data the first sequences of a rank's step begin, with their first words."""
+        engine, block_size = self.engine, self.engine.module.config.block_size
+        ids = rank_numbers(iter_num - 1, rank, self.world_size, engine.train_micro_batch_size_per_gpu(),
+                           engine.gradient_accumulation_steps())
+        sources = [(tokens, one.share) for tokens, one in zip(self.tokens, self.datasets, strict=True)]
+        which, offsets = train_places(ids.flatten(), sources, block_size, self.seed)
+        first = list(zip(which[:MAX_SHOWN].tolist(), offsets[:MAX_SHOWN].tolist(), strict=True))
+        names = [f"{offset}" + f" of {self.datasets[j].name}" * (len(self.datasets) > 1) for j, offset in first]
+        with contextlib.suppress(FetchError, OSError, ImportError):  # GPT-2's BPE may have to be downloaded
+            _, decode = tokenizer_of(self.datasets[0].meta["tokenizer"])
+            names = [f"{name} ({decode(self.tokens[j][offset : offset + 4 * MAX_SHOWN].tolist())!r})"
+                     for name, (j, offset) in zip(names, first, strict=True)]
+        return ", ".join(names) + (f" and {len(offsets) - MAX_SHOWN} more" if len(offsets) > MAX_SHOWN else "")
+
+
+class SpikeDetector:
+    """Finds gradient norms far above the recent median, like llm.c's OutlierDetector. history: earlier norms."""
+
+    def __init__(self, history=()):
+        self.history = deque(history, maxlen=WINDOW)
+
+    def threshold(self):
+        """The norm at which a spike begins; infinite for the first 20 norms."""
+        return SPIKE_FACTOR * statistics.median(self.history) if len(self.history) >= 20 else math.inf
+
+    def update(self, norm):
+        """Add a norm to the history. If it is a spike, return its ratio to the median and don't add it; else None."""
+        if norm is None or not math.isfinite(norm):
+            return None
+        if norm >= self.threshold():
+            return SPIKE_FACTOR * norm / self.threshold()
+        self.history.append(norm)
+        return None
+
+
+class StragglerDetector:
+    """Finds the rank that all others wait for.
+
+    It times one piece of work in which no rank waits for another, between two checks: a micro-step's forward (not at
+    ZeRO-3, where all of it waits), or a micro-step captured in a CUDA graph that accumulates gradients locally. In all
+    the rest, a rank that waits takes as long as the one that it waits for.
+    """
+
+    def __init__(self, device, world_size):
+        self.cuda = torch.device(device).type == "cuda"
+        self.events, self.reported = [], None
+        self.history = [deque(maxlen=STRAGGLER_WINDOW) for _ in range(world_size)]
+
+    @contextlib.contextmanager
+    def time_local_work(self, local=True):
+        """A context around such a piece of work; it times only the first one after each check."""
+        timed = local and not self.events and not (self.cuda and torch.cuda.is_current_stream_capturing())
+        if timed:
+            self.record_event()
+        yield
+        if timed:
+            self.record_event()
+
+    def record_event(self):
+        if self.cuda:
+            self.events.append(torch.cuda.Event(enable_timing=True))
+            self.events[-1].record()
+        else:
+            self.events.append(time.perf_counter())
+
+    def seconds(self):
+        """The seconds that the timed work took; 0 where there was none."""
+        events, self.events = self.events, []
+        if not events:
+            return 0.0
+        if not self.cuda:
+            return events[1] - events[0]
+        events[1].synchronize()
+        return events[0].elapsed_time(events[1]) / 1000
+
+    def check(self, per_rank, step_seconds):
+        """Return a sentence that names a straggler, once until it keeps up again, or None. per_rank: [(seconds of local
+        work, seconds per step spent waiting for data)]."""
+        for history, seconds in zip(self.history, per_rank, strict=True):
+            history.append(seconds)
+        if len(per_rank) < 2 or len(self.history[0]) < STRAGGLER_WINDOW:
+            return None
+        # With less than 10 ms between them, ranks of tiny models on busy CPUs were named in turns
+        kinds = [(0.01, "for a forward or a micro-step of its own", "its GPU's clocks, and what else runs there"),
+                 (0.1 * step_seconds, "per step for its data", "its disk and CPU")]
+        for column, (margin, what, cause) in enumerate(kinds):
+            medians = [statistics.median(seconds[column] for seconds in history) for history in self.history]
+            slowest = max(range(len(medians)), key=medians.__getitem__)
+            others = statistics.median(medians[:slowest] + medians[slowest + 1 :])
+            if medians[slowest] > max(SLOW_FACTOR * others, others + margin):
+                before, self.reported = self.reported, (slowest, column)
+                return None if before == self.reported else (
+                    f"rank {slowest} lags: it takes {1e3 * medians[slowest]:.0f} ms {what}, the others "
+                    f"{1e3 * others:.0f}: look at {cause}")
+        self.reported = None
+        return None
 
 
 def explain_lack_of_memory(words):
@@ -69,49 +209,3 @@ def outlive_the_loss_scale(engine):
     """float16: have DeepSpeed skip steps also at the least loss scale, where it would end the run with a traceback."""
     if hasattr(getattr(engine.optimizer, "loss_scaler", None), "raise_error_at_min_scale"):
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
-
-
-def look_at_loss(loss, iter_num, sources, settings, meta, rank, world_size):
-    """Why the step after `iter_num` finished ones was not made, as a sentence that names the ranks whose loss is not
-    finite and where in the data their sequences begin. All ranks call it. None where all losses are finite."""
-    flags = [float(rank == r and not math.isfinite(loss.item())) for r in range(world_size)]
-    bad = [r for r, flag in enumerate(all_reduce_sum(*flags, device=loss.device)) if flag]
-    if not bad:
-        return None
-    told = [f"rank {r}, at tokens {where(iter_num, r, world_size, sources, settings, meta)}" for r in bad]
-    return f"the loss is not finite on {'; on '.join(told)}"
-
-
-def where(iter_num, rank, world_size, sources, settings, meta):
-    """Where the first sequences of a rank's step begin, with their first words."""
-    numbers = rank_numbers(iter_num, rank, world_size, settings["batch_size"], settings["gradient_accumulation_steps"])
-    which, offsets = train_places(numbers.flatten(), sources, settings["block_size"], settings["seed"])
-    first = [(sources[j][0], f" of set {j + 1}" * (len(sources) > 1), offset)
-             for j, offset in zip(which[:SHOWN], offsets[:SHOWN].tolist(), strict=True)]
-    words = [f"{offset}{of}" for _, of, offset in first]
-    with contextlib.suppress(FetchError, OSError, ImportError):  # GPT-2's ranks may be out of reach
-        _, decode = tokenizer_of(meta["tokenizer"])
-        words = [f"{offset}{of} ({decode(tokens[offset : offset + 4 * SHOWN].tolist())!r})"
-                 for tokens, of, offset in first]
-    return ", ".join(words) + (f" and {len(offsets) - SHOWN} more" if len(offsets) > SHOWN else "")
-
-
-class Norms:
-    """The gradient norms of late, and what is far above them. seen: those of a run that resumes."""
-
-    def __init__(self, seen=()):
-        self.seen = deque(seen, maxlen=BEFORE)
-        self.scale = None  # float16's, after the last step that was skipped
-
-    def limit(self):
-        """The norm from which on one is a spike; infinite while too few have been seen."""
-        return SPIKE * statistics.median(self.seen) if len(self.seen) >= 20 else math.inf
-
-    def add(self, norm):
-        """Take a norm in; returns how many times the median it is if it is a spike, which does not count, or None."""
-        if norm is None or not math.isfinite(norm):
-            return None
-        if norm >= self.limit():
-            return SPIKE * norm / self.limit()
-        self.seen.append(norm)
-        return None

@@ -1,80 +1,83 @@
-"""profile=True: the FLOPs of the model by DeepSpeed's count, and where a step's time goes by PyTorch's trace."""
+"""profile=True: the model's FLOPs by DeepSpeed's profiler, and a trace of some iterations by PyTorch's."""
 
 import contextlib
 import io
-import os
+from pathlib import Path
 
 import torch
 
-from runtime.cluster.ranks import print0
-
-ROWS = 40  # operations that operations.txt names
+from runtime.cluster.ranks import RANK, print0
 
 
 def count_flops(model):
-    """(a line that sets DeepSpeed's count of FLOPs beside our formula's, its table of them by module).
+    """(a line that compares DeepSpeed's count of FLOPs with our formula's, its table of them by module).
 
-    The model must be as model.py has it and whole: what is compiled, fused or split, DeepSpeed's profiler cannot see
-    into. Both count masked places of attention like all others.
+    The model must be as model.py makes it: DeepSpeed's profiler sees nothing of what is compiled, fused or sharded.
+    Both count attention's masked positions like all others.
     """
-    from deepspeed.profiling.flops_profiler import FlopsProfiler
+    from deepspeed.profiling.flops_profiler import get_model_profile
 
-    profiler, text, training = FlopsProfiler(model), io.StringIO(), model.training
-    tokens = torch.zeros((1, model.config.block_size), dtype=torch.long, device=model.lm_head.weight.device)
-    model.eval()
-    with torch.no_grad(), contextlib.redirect_stdout(text):
-        profiler.start_profile()
-        model(tokens)
-        theirs = profiler.get_total_flops() / model.config.block_size
-        profiler.print_model_profile()
-        profiler.end_profile()
+    config, table, training = model.config, io.StringIO(), model.training
+    tokens = torch.zeros((1, config.block_size), dtype=torch.long, device=model.lm_head.weight.device)
+    with torch.no_grad(), contextlib.redirect_stdout(table):
+        deepspeeds = get_model_profile(model, args=[tokens], warm_up=0, as_string=False)[0] / config.block_size
     model.train(training)
-    learns = [p.requires_grad for p in model.parameters()]
-    model.requires_grad_(True)  # with a backward for each weight, the forward is a third
-    ours = model.flops_per_token() / 3
-    for p, whether in zip(model.parameters(), learns, strict=True):
-        p.requires_grad_(whether)
-    return (f"FLOPs of a token's forward: {ours:.4g} by our formula, {theirs:.4g} by DeepSpeed's count, "
-            f"{100 * abs(theirs / ours - 1):.2f}% apart", text.getvalue())
+    ours = 2 * model.num_params(positions=False) + 4 * config.n_layer * config.n_embd * config.block_size
+    return (f"FLOPs of a token's forward: {ours:.4g} by our formula, {deepspeeds:.4g} by DeepSpeed's count, "
+            f"{100 * abs(deepspeeds / ours - 1):.2f}% apart", table.getvalue())
 
 
-def folder(out_dir):
-    return os.path.join(out_dir, "profile")
+class Profiler:
+    """Writes into out_dir/profile: flops.txt, and of `iters` iterations after the first `start` a trace of each rank
+    and operations.txt, the operations that take longest.
 
+    Make it before the model is compiled, call start() before the first iteration and step() after each.
+    """
 
-def write(out_dir, name, text):
-    """A text into the profile's folder; a full disk is told of and stops nothing. Returns whether it is there."""
-    try:
-        os.makedirs(folder(out_dir), exist_ok=True)
-        with open(os.path.join(folder(out_dir), name), "w", encoding="utf-8") as f:
-            f.write(text)
-        return True
-    except OSError as error:
-        print0(f"{folder(out_dir)}/{name} could not be written: {error.strerror}")
-        return False
+    def __init__(self, model, out_dir, start, iters):
+        self.flops = count_flops(model) if RANK == 0 else None
+        self.sort_by = "self_cuda_time_total" if model.lm_head.weight.is_cuda else "self_cpu_time_total"
+        self.folder, self.iters, self.left = Path(out_dir, "profile"), iters, start + iters
+        self.profiler = torch.profiler.profile(
+            acc_events=True, on_trace_ready=self.write_trace,
+            schedule=torch.profiler.schedule(skip_first=start - 1, wait=0, warmup=1, active=iters, repeat=1))
 
+    def start(self):
+        """Print and write the FLOPs, and wait for the iterations to trace."""
+        if RANK == 0:
+            print0(self.flops[0])
+            with self.writing():
+                (self.folder / "flops.txt").write_text("\n".join(self.flops), encoding="utf-8")
+        self.profiler.start()
 
-def tracer(out_dir, rank, start, steps, device):
-    """PyTorch's profiler, running, of `steps` iterations after the first `start`; its step() ends each. When it has
-    seen them, each rank writes trace_rank<r>.json.gz, and rank 0 operations.txt, the operations that take longest."""
-    cuda = torch.device(device).type == "cuda"
+    def step(self):
+        """End an iteration. Returns whether it was the last one of the trace, which is then written."""
+        self.left -= 1
+        if self.left >= 0:
+            self.profiler.step()
+        return self.left == 0
 
-    def done(profiler):
-        try:
-            os.makedirs(folder(out_dir), exist_ok=True)
-            profiler.export_chrome_trace(os.path.join(folder(out_dir), f"trace_rank{rank}.json.gz"))
-        except (OSError, RuntimeError) as error:
-            print(f"rank {rank}'s trace could not be written: {error}", flush=True)
-        if rank == 0:
-            by = "self_cuda_time_total" if cuda else "self_cpu_time_total"
-            table = profiler.key_averages().table(sort_by=by, row_limit=ROWS)
-            if write(out_dir, "operations.txt", table):
-                print0(f"traced {steps} iterations: {folder(out_dir)}/operations.txt, and trace_rank*.json.gz for "
+    def close(self):
+        """End the profiler, also of a run that did not reach the last iteration to trace."""
+        if self.left > 0:
+            print0("no trace: the run ended before the iterations to trace")
+            self.profiler.on_trace_ready = None  # else stop() writes what there is
+        self.profiler.stop()
+
+    def write_trace(self, profiler):
+        with self.writing():
+            profiler.export_chrome_trace(str(self.folder / f"trace_rank{RANK}.json.gz"))
+            if RANK == 0:
+                table = profiler.key_averages().table(sort_by=self.sort_by, row_limit=40)
+                (self.folder / "operations.txt").write_text(table, encoding="utf-8")
+                print0(f"traced {self.iters} iterations: {self.folder}/operations.txt, and trace_rank*.json.gz for "
                        "https://ui.perfetto.dev")
 
-    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
-    profiler = torch.profiler.profile(
-        activities=activities, acc_events=True, on_trace_ready=done,
-        schedule=torch.profiler.schedule(skip_first=start - 1, wait=0, warmup=1, active=steps, repeat=1))
-    profiler.start()
-    return profiler
+    @contextlib.contextmanager
+    def writing(self):
+        """A context with the folder made; what cannot be written there is reported, and stops nothing."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            yield
+        except (OSError, RuntimeError) as error:  # the latter is PyTorch's
+            print(f"{self.folder} could not be written: {error}", flush=True)

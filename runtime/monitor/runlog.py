@@ -1,7 +1,6 @@
-"""What a run reports: rates, the lines on the console, history.jsonl, wandb, TensorBoard, and how it was made."""
+"""What a run reports: lines on the console, history.jsonl, settings.json, wandb and TensorBoard."""
 
 import datetime
-import errno
 import importlib.metadata
 import json
 import math
@@ -9,193 +8,285 @@ import os
 import platform
 import subprocess
 import sys
+import time
 
 import torch
 
-from runtime.cluster.ranks import print0
+from runtime.cluster.ranks import RANK, all_gather_scalars, end_progress, exit_together, print0, show_progress
+from runtime.cluster.shutdown import EXIT_REASONS
 from runtime.files import write_atomic
+from runtime.hardware import peak_flops, peak_memory
+from runtime.monitor.history import append_history, trim_history
 
-DIFF = 200_000  # characters that are kept of what differs from the commit
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+MAX_DIFF_CHARS = 200_000  # of the uncommitted changes, in settings.json
+LOGGER_KEYS = {  # a record's key: what wandb and TensorBoard call it
+    "loss": "train/loss", "lr": "train/lr", "iter": "train/iter", "grad_norm": "train/grad_norm",
+    "ms": "train/ms", "tokens_per_s": "train/tokens_per_s", "mfu": "train/mfu", "loss_scale": "train/loss_scale",
+    "memory": "gpu/memory_allocated", "train_loss": "eval/train_loss", "val_loss": "eval/val_loss",
+    "perplexity": "eval/perplexity",
+}  # fmt: skip
 
 
-def step_line(r):
+class RunLog:
+    """Reports a run: rank 0 prints and writes. All ranks make one, which starts wandb and TensorBoard, and call
+    open_files() and step(); what cannot be started or opened ends them all with exit code 2.
+
+    settings: a dict. state: of the tag that the run resumes from, else {}. datasets: with name and share.
+    memory: estimated bytes per GPU at the peak.
+    """
+
+    def __init__(self, settings, state, device, datasets, tokens_per_iter, memory):
+        self.settings, self.device, self.datasets = settings, device, datasets
+        self.tokens_per_iter, self.memory = tokens_per_iter, memory
+        self.out_dir, self.writes = settings["out_dir"], RANK == 0 and not settings["eval_only"]
+        self.loggers, self.wandb_id = {}, state.get("wandb_id")
+        self.iter_num, self.resumes, self.data_wait, self.paused = state.get("iter_num", 0), bool(state), 0.0, False
+        exit_together(self.start_loggers() if RANK == 0 else [])
+
+    def open_files(self, record):
+        """Drop from history.jsonl what an earlier run recorded after the tag that this one resumes from, and write
+        settings.json, with `record` in it."""
+        problems = []
+        if self.writes:
+            try:
+                trim_history(self.out_dir, self.iter_num if self.resumes else -1)
+                text = json.dumps({**provenance(self.settings, self.device), **record}, indent=1)
+                write_atomic(os.path.join(self.out_dir, "settings.json"), text)
+            except OSError as error:
+                problems = [f"{error.filename or self.out_dir} cannot be written ({error.strerror}): fix that, or "
+                            "choose another --out_dir=DIR"]
+        exit_together(problems)
+
+    def start_loggers(self):
+        """Start those that the settings ask for. Returns a sentence on each that fails; a run that resumes continues
+        without it: training is worth more."""
+        problems = []
+        for logger in (WandbLogger, TensorBoardLogger):
+            if not self.settings[logger.setting] or (self.settings["eval_only"] and logger is TensorBoardLogger):
+                continue
+            try:
+                self.loggers[logger.name] = logger(self.settings, self.wandb_id, self.iter_num)
+            except Exception as error:  # not installed, not logged in, no network: each has an exception of its own
+                fix = f"python -m pip install {logger.name.lower()}" if isinstance(error, ImportError) else logger.fix
+                why = " ".join(str(error).split()) or type(error).__name__
+                problems.append(f"{logger.name} does not start ({why}): {fix}, or --{logger.setting}=False")
+        if "wandb" in self.loggers:
+            self.wandb_id = self.loggers["wandb"].run.id
+        while self.resumes and problems:
+            print0(f"{problems.pop(0)}; the run continues without it")
+        return problems
+
+    def evaluation(self, iter_num, losses, sequences_seen):
+        """Print and record an evaluation; returns the validation loss, of a mixture by its shares. losses: {"train" and
+        "val": [(mean, standard error) of each data set]}; sequences_seen: {name of a data set: sequences so far}."""
+        shares = [one.share for one in self.datasets]
+        record = loss_record(*(mixture_loss(losses[split], shares) for split in ("train", "val")))
+        record = {"iter": iter_num, **record, "perplexity": perplexity(record["val_loss"])}
+        print0(f"step {iter_num}: {format_losses(record)}; perplexity {record['perplexity']:.2f})")
+        if len(shares) > 1:
+            record["datasets"], total = {}, sum(sequences_seen.values())
+            for one, *pair in zip(self.datasets, losses["train"], losses["val"], strict=True):
+                found = {"share": one.share / sum(shares), "sequences": sequences_seen[one.name], **loss_record(*pair)}
+                record["datasets"][one.name] = found
+                so_far = f"{found['sequences']:,} of {total:,} sequences so far, " if total else ""
+                print0(f"  {one.name}: {format_losses(found)}); {so_far}{100 * found['share']:g}% of the mixture")
+        self.record(record)
+        self.iter_num, self.paused = iter_num, True
+        return record["val_loss"]
+
+    def start(self, process_start, iter_num, max_iters):
+        """Start the clock and, on a terminal, the progress bar. process_start: time.time() when the process began."""
+        self.process_start, self.first_iter, self.paused = process_start, iter_num, True
+        if iter_num < max_iters and not self.settings["eval_only"]:
+            self.update_bar = show_progress(max_iters, iter_num)
+        self.exclude_pauses(iter_num)
+
+    def exclude_pauses(self, iter_num, traced=False):
+        """Restart the clock after an evaluation, a sample or a trace, which are no part of the next step's time."""
+        if self.paused or traced:
+            self.clock, self.clock_iter, self.data_wait, self.paused = time.time(), iter_num, 0.0, False
+
+    def time_data(self, batches):
+        """The next (x, y) of an iterator; the time that this takes counts as waiting for data."""
+        start = time.perf_counter()
+        batch = next(batches)
+        self.data_wait += time.perf_counter() - start
+        return batch
+
+    def step(self, iter_num, loss, lr, flops_per_iter, health):
+        """Print and record an optimizer step, and a straggler. loss: of this rank, 0-dimensional; lr: used in this
+        step; flops_per_iter: of all ranks; health: a StepHealth after its check."""
+        steps = iter_num - self.clock_iter
+        data_wait = self.data_wait / steps
+        # Waits for the step to end, so that the clock is right
+        per_rank = all_gather_scalars(loss, health.stragglers.seconds(), data_wait, device=self.device)
+        seconds = (time.time() - self.clock) / steps
+        mean_loss, peak = sum(loss for loss, *_ in per_rank) / len(per_rank), peak_flops(self.device)
+        record = {"iter": iter_num, "loss": mean_loss, "ms": 1000 * seconds, "lr": lr, "grad_norm": health.grad_norm,
+                  "tokens_per_s": self.tokens_per_iter / seconds,
+                  "mfu": flops_per_iter / seconds / (peak * len(per_rank)) if peak else None,
+                  "memory": peak_memory(self.device), "data_ms": 1000 * data_wait}
+        if scale := health.loss_scale():
+            record["loss_scale"] = scale
+        print0(format_step(record))
+        self.update_bar(iter_num, f"loss {mean_loss:.4f}")
+        self.record(record)
+        self.warn(iter_num, health.stragglers.check([local for _, *local in per_rank], seconds))
+        if self.clock_iter == self.first_iter:
+            print0(f"first step {time.time() - self.process_start:.1f} s after the start")
+        # also after the second step or line, as it may capture a CUDA graph, which takes more
+        if self.device.type == "cuda" and self.clock_iter - self.first_iter < 2 * self.settings["log_interval"]:
+            print0(f"peak memory {record['memory'] / 1e9:.1f} GB, {self.memory / 1e9:.1f} GB estimated")
+        self.paused = True
+        self.exclude_pauses(iter_num)
+
+    def sample(self, iter_num, text):
+        """Print and record a text from the current weights."""
+        print0(f"sample of iteration {iter_num}: {text}")
+        self.record({"iter": iter_num, "sample": text})
+        self.paused = True
+
+    def warn(self, iter_num, sentence):
+        """Print and record a warning; None is no warning."""
+        if sentence:
+            print0(f"iteration {iter_num}: {sentence}")
+            self.record({"iter": iter_num, "warning": sentence})
+
+    def not_saved(self):
+        """Say why there is no tag of these weights, and how to continue without them."""
+        print0("no tag is saved of weights whose loss is not finite; earlier ones stay. To resume from the best: "
+               "--init_from=resume --resume_tag=best --overwrite=True, with a lower learning_rate")
+
+    def leaving(self, exit_code, iter_num, health):
+        """Say why the run ends before its last iteration."""
+        print0(f"asked to leave ({EXIT_REASONS[exit_code]}) after iteration {iter_num}" if exit_code != 3 else
+               f"{health.skipped_in_a_row} steps in a row were skipped: look at the batches above, and take a lower "
+               "learning_rate")
+
+    def close(self, early_stop=0):
+        """End the progress bar and the loggers. early_stop: evaluations without a better loss that ended the run."""
+        end_progress()
+        if early_stop:
+            print0(f"no better validation loss in {early_stop} evaluations: stopped early at iteration "
+                   f"{self.iter_num}; to continue, raise --patience")
+        self.to_loggers("close")
+
+    def record(self, record):
+        """Add a record to history.jsonl, and its numbers to the loggers."""
+        try:
+            if self.writes:
+                append_history(self.out_dir, record)
+        except OSError as error:  # training is worth more than its history
+            print0(f"history.jsonl could not be written: {error.strerror}")
+        self.to_loggers("log", logger_values(record), record["iter"])
+
+    def to_loggers(self, method, *args):
+        """Call a method of each logger. One that fails is reported and left out: training is worth more."""
+        for name, logger in list(self.loggers.items()):
+            try:
+                getattr(logger, method)(*args)
+            except Exception as error:  # theirs, of every kind
+                print0(f"{name} fails and is left out from here on: {type(error).__name__}: {error}")
+                del self.loggers[name]
+
+
+class WandbLogger:
+    """A run at wandb, resumed where run_id is not None. Nothing else imports wandb."""
+
+    name, setting, fix = "wandb", "wandb_log", "wandb login, WANDB_MODE=offline"
+
+    def __init__(self, settings, run_id, iter_num):
+        import wandb
+
+        self.run = wandb.init(project=settings["wandb_project"], name=settings["wandb_run_name"], config=settings,
+                              id=run_id, resume="allow")
+        self.close = self.run.finish
+
+    def log(self, values, step):
+        self.run.log(values, step=step)
+
+
+class TensorBoardLogger:
+    """TensorBoard's files in out_dir/tensorboard. A run that resumes hides what they show after iter_num."""
+
+    name, setting, fix = "TensorBoard", "tensorboard_log", "fix that"
+
+    def __init__(self, settings, run_id, iter_num):
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = os.path.join(settings["out_dir"], "tensorboard")
+        self.writer = SummaryWriter(folder, purge_step=iter_num + 1 if iter_num else 0)
+        self.close = self.writer.close
+
+    def log(self, values, step):
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+
+def logger_values(record):
+    """The numbers of a record by the names that wandb and TensorBoard show."""
+    values = {LOGGER_KEYS[key]: value for key, value in record.items() if key in LOGGER_KEYS and value is not None}
+    return values | {f"eval/val_loss/{name}": one["val_loss"] for name, one in record.get("datasets", {}).items()}
+
+
+def format_step(r):
     """One step's record as the line on the console."""
     mfu = "n/a" if r["mfu"] is None else f"{100 * r['mfu']:.1f}%"
     grad_norm = "n/a" if r["grad_norm"] is None else f"{r['grad_norm']:.3f}"
-    return (
-        f"iter {r['iter']}: loss {r['loss']:.4f}, time {r['ms']:.2f}ms, lr {r['lr']:.2e}, "
-        f"grad norm {grad_norm}, {r['tokens_per_s']:,.0f} tokens/s, mfu {mfu}, "
-        f"memory {r['memory'] / 2**30:.1f} GiB" + (f", loss scale {r['loss_scale']:g}" if "loss_scale" in r else "")
-    )
+    return (f"iter {r['iter']}: loss {r['loss']:.4f}, time {r['ms']:.2f}ms, lr {r['lr']:.2e}, grad norm {grad_norm}, "
+            f"{r['tokens_per_s']:,.0f} tokens/s, mfu {mfu}, memory {r['memory'] / 1e9:.1f} GB"
+            + (f", loss scale {r['loss_scale']:g}" if "loss_scale" in r else ""))
 
 
 def perplexity(loss):
-    """exp(loss); of one that says nothing any more, infinity."""
+    """exp(loss); infinity where that says nothing any more."""
     return math.inf if loss >= 50 else math.exp(loss)
 
 
-def of_mixture(losses, shares):
+def mixture_loss(losses, shares):
     """(mean, standard error) of a whole mixture, from those of its data sets by their shares."""
-    parts = [share / sum(shares) for share in shares]
-    return (sum(part * mean for part, (mean, _) in zip(parts, losses, strict=True)),
-            math.hypot(*(part * error for part, (_, error) in zip(parts, losses, strict=True))))
+    weights = [share / sum(shares) for share in shares]
+    return (sum(weight * mean for weight, (mean, _) in zip(weights, losses, strict=True)),
+            math.hypot(*(weight * error for weight, (_, error) in zip(weights, losses, strict=True))))
 
 
-def each_set(sets, losses, counts):
-    """{name: {...}} of each data set of a mixture: its share, the sequences so far, and its losses."""
-    share = sum(one.share for one in sets)
-    return {one.name: {"share": one.share / share, "sequences": count, "train_loss": train[0], "train_error": train[1],
-                       "val_loss": val[0], "val_error": val[1]}
-            for one, count, train, val in zip(sets, counts, losses["train"], losses["val"], strict=True)}
+def loss_record(train, val):
+    """The keys of history.jsonl for two (mean, standard error)."""
+    return {"train_loss": train[0], "train_error": train[1], "val_loss": val[0], "val_error": val[1]}
 
 
-def set_lines(of_sets):
-    """The lines of an evaluation's data sets on the console."""
-    total = sum(one["sequences"] for one in of_sets.values())
-    return [f"  {name}: train loss {one['train_loss']:.4f}, val loss {one['val_loss']:.4f} (standard errors "
-            f"{one['train_error']:.4f}, {one['val_error']:.4f}); "
-            + (f"{one['sequences']:,} of {total:,} sequences so far, " if total else "")
-            + f"{100 * one['share']:g}% of the mixture" for name, one in of_sets.items()]
+def format_losses(r):
+    """A record's losses for the console; the caller closes the parenthesis."""
+    return (f"train loss {r['train_loss']:.4f}, val loss {r['val_loss']:.4f} "
+            f"(standard errors {r['train_error']:.4f}, {r['val_error']:.4f}")
 
 
-def append_history(out_dir, record):
-    """Add one record to out_dir/history.jsonl, whole or, with an OSError, not at all."""
-    line = (json.dumps(record) + "\n").encode()
-    with open(os.path.join(out_dir, "history.jsonl"), "ab", buffering=0) as f:
-        size = f.tell()
-        if f.write(line) < len(line):
-            f.truncate(size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def is_record(line):
-    """Whether a line of history.jsonl is whole."""
+def git(*args):
+    """What a git command prints about the project; None outside git."""
     try:
-        return line.endswith("\n") and isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
-
-
-def read_history(out_dir):
-    """The whole records of out_dir/history.jsonl, in order; none where there is no such file."""
-    path = os.path.join(out_dir, "history.jsonl")
-    if not os.path.exists(path):
-        return []
-    with open(path, encoding="utf-8", errors="replace") as f:
-        return [json.loads(line) for line in f if is_record(line)]
-
-
-def trim_history(out_dir, iter_num):
-    """Drop what an earlier run recorded after step iter_num, from where a new one now goes on."""
-    path = os.path.join(out_dir, "history.jsonl")
-    if os.path.exists(path):
-        with open(path, encoding="utf-8", errors="replace") as f:
-            lines = [line for line in f if is_record(line) and json.loads(line).get("iter", 0) <= iter_num]
-        write_atomic(path, "".join(lines))
-
-
-def start_loggers(settings, wandb_id, iter_num):
-    """({name: (log(names, iter_num), close())}, the wandb run's id, to be kept for resuming, why one does not start):
-    those that the settings ask for."""
-    loggers, problems = {}, []
-    if settings["wandb_log"]:
-        wandb_run, problems = start_wandb(settings, wandb_id)
-        if wandb_run:
-            wandb_id = wandb_run.id
-            loggers["wandb"] = lambda names, step: wandb_run.log(names, step=step), wandb_run.finish
-    if settings["tensorboard_log"] and not settings["eval_only"] and not problems:
-        writer, problems = start_tensorboard(settings["out_dir"], iter_num)
-        if writer:
-            loggers["TensorBoard"] = lambda names, step: [writer.add_scalar(*item, step) for item in names.items()], (
-                writer.close)
-    return loggers, wandb_id, problems
-
-
-def start_wandb(settings, run_id=None):
-    """(a wandb run or None; why there is none). Nobody imports wandb but this."""
-    try:
-        import wandb
-
-        return wandb.init(project=settings["wandb_project"], name=settings["wandb_run_name"], config=settings,
-                          id=run_id, resume="allow"), []  # fmt: skip
-    except Exception as error:  # not installed, not logged in, no network: each has an exception of its own
-        why = " ".join(str(error).split()) or type(error).__name__
-        mend = "python -m pip install wandb" if isinstance(error, ImportError) else "wandb login, WANDB_MODE=offline"
-        return None, [f"wandb does not start ({why}): {mend}, or --wandb_log=False"]
-
-
-def start_tensorboard(out_dir, iter_num):
-    """(a SummaryWriter into out_dir/tensorboard or None; why there is none). A resumed run hides what lies after
-    iter_num."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(os.path.join(out_dir, "tensorboard"), purge_step=iter_num + 1 if iter_num else 0), []
-    except Exception as error:  # not installed, not fit for its own packages, no room: each has an exception of its own
-        mend = "python -m pip install tensorboard" if isinstance(error, ImportError) else "mend that"
-        return None, [f"TensorBoard does not start ({error}): {mend}, or leave out --tensorboard_log"]
-
-
-def tell(loggers, record):
-    """A record to each logger. One that fails is told of and left out from then on: training is worth more."""
-    names = shown_names(record)
-    for name, (log, _) in list(loggers.items()):
-        try:
-            log(names, record["iter"])
-        except Exception as error:  # theirs, of every kind
-            print0(f"{name} fails and is left out from here on: {type(error).__name__}: {error}")
-            del loggers[name]
-
-
-def close(loggers):
-    """Let each logger finish what it has begun."""
-    for name, (_, end) in loggers.items():
-        try:
-            end()
-        except Exception as error:
-            print0(f"{name} did not end well: {type(error).__name__}: {error}")
-
-
-def shown_names(record):
-    """The numbers of a record of ours under the names that wandb and TensorBoard show."""
-    names = {
-        "loss": "train/loss", "lr": "train/lr", "iter": "train/iter", "grad_norm": "train/grad_norm",
-        "ms": "train/ms", "tokens_per_s": "train/tokens_per_s", "mfu": "train/mfu",
-        "memory": "gpu/memory_allocated", "train_loss": "eval/train_loss", "val_loss": "eval/val_loss",
-        "perplexity": "eval/perplexity", "loss_scale": "train/loss_scale",
-    }  # fmt: skip
-    of_sets = {f"eval/val_loss/{name}": one["val_loss"] for name, one in record.get("sets", {}).items()}
-    return {names[key]: value for key, value in record.items() if key in names and value is not None} | of_sets
-
-
-def git(root, *args):
-    """What a git command says of the project; None outside git."""
-    try:
-        return subprocess.run(["git", "-C", root, *args], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", "-C", ROOT, *args], capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError, UnicodeDecodeError):
         return None
 
 
-def git_commit(root):
+def git_commit():
     """The project's commit, with '+' where files differ from it; None outside git."""
-    commit = git(root, "rev-parse", "HEAD")
-    return commit and commit + ("+" if git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    return git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
 
 
-def run_record(root, settings, world_size, device):
-    """How this run is made: command, settings, versions, hardware, commit and what differs from it."""
+def machine_record(device):
+    """What measurements depend on: the hardware and the versions."""
     cuda = torch.device(device).type == "cuda"
     return {
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
-        "commit": git_commit(root),
-        "git_diff": (git(root, "diff", "HEAD") or "")[:DIFF],
-        "settings": settings,
-        "world_size": world_size,
         "hardware": torch.cuda.get_device_name(device) if cuda else f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "versions": {
-            "python": platform.python_version(),
-            "cuda": torch.version.cuda,
-            **{name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "numpy")},
-        },
-    }
+        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda,
+                     **{name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "numpy")}}}
+
+
+def provenance(settings, device):
+    """How this run is made: command, commit and uncommitted changes, settings, hardware, versions."""
+    return {"started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": " ".join(sys.argv), "commit": git_commit(),
+            "git_diff": (git("diff", "HEAD") or "")[:MAX_DIFF_CHARS],
+            "settings": settings, "world_size": int(os.environ["WORLD_SIZE"]), **machine_record(device)}

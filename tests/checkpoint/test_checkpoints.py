@@ -19,7 +19,7 @@ from runtime import hardware
 from runtime.checkpoint.saver import tag_bytes
 from runtime.checkpoint.shards import MOMENTS, Shards
 from runtime.checkpoint.tags import CheckpointError, earlier_run, find_tag, fp32_weights, link, load_model, sealed
-from runtime.monitor.runlog import trim_history
+from runtime.monitor.history import trim_history
 from runtime.plan import memory
 
 MEMORY = """

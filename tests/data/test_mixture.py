@@ -63,14 +63,14 @@ def test_a_mixture_trains_tells_its_shares_and_goes_on(train, characters, backwa
     assert "); 30% of the mixture" in run.stdout and "of 0 sequences" not in run.stdout
     assert "; 12 of 40 sequences so far, 30% of the mixture" in run.stdout
     assert "; 28 of 40 sequences so far, 70% of the mixture" in run.stdout
-    records = {r["iter"]: r for r in run.history if "sets" in r}
-    assert sorted(records) == [0, 5, 8] and records[8]["sets"]["backwards"]["sequences"] == 45
+    records = {r["iter"]: r for r in run.history if "datasets" in r}
+    assert sorted(records) == [0, 5, 8] and records[8]["datasets"]["backwards"]["sequences"] == 45
     for folder in (characters, backwards):  # what each set's evaluation says alone
         alone = done(train(*EIGHT, f"--dataset={folder}", "--eval_only=True", "--dropout=0.0"))
         told = float(alone.stdout.split("val loss ")[1].split()[0])
-        assert records[0]["sets"][folder.name]["val_loss"] == pytest.approx(told, abs=6e-5)
+        assert records[0]["datasets"][folder.name]["val_loss"] == pytest.approx(told, abs=6e-5)
     for r in records.values():
-        parts = r["sets"][name], r["sets"]["backwards"]
+        parts = r["datasets"][name], r["datasets"]["backwards"]
         for key in ("train_loss", "val_loss"):
             assert r[key] == pytest.approx(0.3 * parts[0][key] + 0.7 * parts[1][key], rel=1e-12)
         assert r["val_error"] == pytest.approx(math.hypot(0.3 * parts[0]["val_error"], 0.7 * parts[1]["val_error"]))
@@ -94,7 +94,7 @@ def test_a_stage_begins_with_the_best_weights_of_the_one_before(train, backwards
     second = done(train(f"--init_from={first.out_dir}", *SHAPELESS, "--max_iters=2", "--learning_rate=1e-4"))
     best = min(val for _, val in first.evals.values())
     assert second.evals[0][1] == pytest.approx(best, abs=1e-6) and second.losses[1] < first.losses[1] - 0.1
-    record = json.loads((second.out_dir / "settings.json").read_text())["stages"]
+    record = json.loads((second.out_dir / "settings.json").read_text())["lineage"]
     assert [(one["out_dir"], one["tag"]) for one in record] == [(str(first.out_dir), "iter_6")]
     third = done(train(f"--init_from={second.out_dir}/iter_2", *SHAPELESS, f"--dataset={backwards}", "--max_iters=1",
                        "--block_size=16", ranks=2))

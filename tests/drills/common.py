@@ -83,7 +83,7 @@ def naming(text):
 
 def report(args, passed, **figures):
     """Print and perhaps write what the drill found; ends with 0 if it passed, else 1."""
-    found = {"command": " ".join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]), "commit": git_commit(str(ROOT)),
+    found = {"command": " ".join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]), "commit": git_commit(),
              "hardware": f"{os.cpu_count()} CPU cores", "passed": passed, **figures}
     print(json.dumps(found, indent=1))
     if args.json:

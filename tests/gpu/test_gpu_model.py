@@ -8,7 +8,7 @@ from reference import GPT2, XL_2_LAYERS, build, check, errors, plain_gradients, 
 from model import GPTConfig
 from runtime.engine import fast_path as replay
 from runtime.kernels.block import fuse
-from runtime.monitor.pace import Pace
+from runtime.monitor.health import StragglerDetector
 
 B, T = 2, 1024
 WAYS = ["eager", "compiled", "kernels", "kernels recomputed", "kernels captured", "kernels captured sums",
@@ -78,7 +78,7 @@ def steps(case, way, dtype=torch.bfloat16, scale=1.0, fp8=False):
     elif "kernels" in way:
         fuse(model, fp8)
     engine = Engine(model, scale, "sums" in way)
-    micro_step = replay.micro_step(engine, "captured" in way, Pace("cuda", 1))
+    micro_step = replay.micro_step(engine, "captured" in way, StragglerDetector("cuda", 1))
     for batch in (case["other"], case["other"], case["batch"]):
         engine.zero()
         loss = micro_step(*batch)
@@ -139,7 +139,7 @@ def test_dropout_in_captured_steps(compiled):
         model = build(config, weights, torch.bfloat16)
         if compiled:
             model.compile_blocks()
-        micro_step = replay.micro_step(Engine(model), captured, Pace("cuda", 1))
+        micro_step = replay.micro_step(Engine(model), captured, StragglerDetector("cuda", 1))
         found = []
         for seed in (0, 1, 2, None, 1):  # None: whatever comes next
             if seed is not None:

@@ -30,7 +30,7 @@ from runtime.engine import fast_path as replay
 from runtime.engine.fused_adamw import step_in_one_pass
 from runtime.engine.zero2_gradients import shorten
 from runtime.kernels.block import fuse
-from runtime.monitor.pace import Pace
+from runtime.monitor.health import StragglerDetector
 
 SEQUENCES, ACCUMULATION, STEPS = 12, 3, 6  # per step over all ranks; micro-steps per step
 CONFIG = GPTConfig(block_size=64, vocab_size=500, n_layer=2, n_head=4, n_embd=256)
@@ -120,7 +120,7 @@ def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local
     shortened = not own and shorten(engine, local)
     one_pass = not own and blocks != "eager" and (shortened or stage == 3) and step_in_one_pass(engine)
     device, rank, world_size = torch.device("cuda", dist.get_rank()), dist.get_rank(), dist.get_world_size()
-    micro_step = replay.micro_step(engine, captured and shortened and one_pass, Pace(device, world_size))
+    micro_step = replay.micro_step(engine, captured and shortened and one_pass, StragglerDetector(device, world_size))
     result = {"norms": [], "applied": [], "scales": [], "shortened": shortened, "one_pass": one_pass}
     step = 0
     while step < STEPS and len(result["applied"]) < 3 * STEPS:

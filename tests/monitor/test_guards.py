@@ -11,8 +11,7 @@ import psutil
 import pytest
 from conftest import ROOT, SMALL, ForkedJob, done, kill, launch, read_history, stage, wait_until
 
-from runtime.monitor.health import Norms
-from runtime.monitor.pace import LATE, Pace
+from runtime.monitor.health import STRAGGLER_WINDOW, SpikeDetector, StragglerDetector
 from runtime.monitor.runlog import perplexity
 
 # train_deepspeed.py with a loss that is spoilt: at training forwards first ... last - 1 of one rank, times `factor`
@@ -62,10 +61,10 @@ def test_a_nan_on_one_rank_skips_the_step_on_both(spoilt, args):
     """In the second micro-step of the third iteration, of rank 1's two."""
     done, history, _ = spoilt(6, 7, "--max_iters=5", *args)
     assert done.returncode == 0, done.stderr
-    (trouble,) = [r for r in history if "trouble" in r]
-    assert trouble["iter"] == 3 and trouble["trouble"].endswith("; skipped")
-    assert trouble["trouble"].startswith("the loss is not finite on rank 1, at tokens ")
-    assert f"iteration 3: {trouble['trouble']}" in done.stdout and "rank 0, at" not in trouble["trouble"]
+    (warning,) = [r for r in history if "warning" in r]
+    assert warning["iter"] == 3 and warning["warning"].endswith("; skipped")
+    assert warning["warning"].startswith("the loss is not finite on rank 1, at tokens ")
+    assert f"iteration 3: {warning['warning']}" in done.stdout and "rank 0, at" not in warning["warning"]
     losses = {r["iter"]: r["loss"] for r in history if "loss" in r}
     assert [it for it, loss in losses.items() if not math.isfinite(loss)] == [3] and losses[5] < losses[1]
 
@@ -73,7 +72,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_both(spoilt, args):
 def test_a_run_whose_gradient_stays_bad_saves_and_ends(spoilt):
     done, history, out_dir = spoilt(5, 99, "--max_iters=20", "--max_skipped_steps=2", rank=0)
     assert done.returncode and "3 steps in a row were skipped" in done.stdout
-    assert [r["iter"] for r in history if "trouble" in r] == [3, 4, 5]
+    assert [r["iter"] for r in history if "warning" in r] == [3, 4, 5]
     manifest = json.loads((out_dir / "iter_5" / "manifest.json").read_text())
     assert manifest["iter_num"] == 5 and (out_dir / "latest").read_text() == "iter_5"
 
@@ -86,7 +85,7 @@ def test_ruined_weights_push_out_no_tag_and_a_resume_outlives_its_logger(train):
     wild = ("--learning_rate=1e30", "--min_lr=1e30", "--grad_clip=0", "--tensorboard_log=True", "--max_skipped_steps=4")
     on = train("--max_iters=40", "--eval_interval=2", "--keep_last=2", *wild, "--init_from=resume", out_dir=run.out_dir)
     assert on.returncode == 3 and "Traceback" not in on.stderr, on.stderr
-    assert "TensorBoard does not start" in on.stdout and "the run goes on without" in on.stdout
+    assert "TensorBoard does not start" in on.stdout and "the run continues without it" in on.stdout
     assert "no tag is saved of weights whose loss is not finite" in on.stdout
     assert {"iter_2", "iter_4"} <= {*os.listdir(run.out_dir)}
     assert (run.out_dir / "latest").read_text() == "iter_4"
@@ -99,9 +98,9 @@ def test_a_spike_is_told_of_and_skipped_on_demand(spoilt, skip):
                               factor=1000,
                               ranks=1)
     assert done.returncode == 0, done.stderr
-    (trouble,) = [r for r in history if "trouble" in r]
-    assert trouble["iter"] == 30 and "times the median before it" in trouble["trouble"]
-    assert trouble["trouble"].endswith("; skipped") is skip
+    (warning,) = [r for r in history if "warning" in r]
+    assert warning["iter"] == 30 and "times the median before it" in warning["warning"]
+    assert warning["warning"].endswith("; skipped") is skip
 
 
 def test_a_run_that_resumes_remembers_its_norms(spoilt):
@@ -111,8 +110,8 @@ def test_a_run_that_resumes_remembers_its_norms(spoilt):
     done, history, _ = spoilt(9, 11, "--max_iters=32", "--skip_grad_spikes=True", "--grad_clip=0", "--init_from=resume",
                               rank=0, factor=1000, ranks=1)
     assert done.returncode == 0, done.stderr
-    (trouble,) = [r for r in history if "trouble" in r]
-    assert trouble["iter"] == 30 and trouble["trouble"].endswith("times the median before it; skipped")
+    (warning,) = [r for r in history if "warning" in r]
+    assert warning["iter"] == 30 and warning["warning"].endswith("times the median before it; skipped")
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["in a step", "in an evaluation"])
@@ -127,18 +126,18 @@ def test_out_of_memory_names_settings_that_take_less(spoilt, training):
 def test_who_lags_is_told_from_noise_and_a_loss_without_sense_has_no_perplexity():
     for slow, others, named in ((0.185, 0.058, True), (0.016, 0.005, True), (0.005, 0.003, False),
                                 (0.07, 0.058, False)):
-        pace = Pace("cpu", 2)
-        (*early, last) = [pace.look([(others, 0.0), (slow, 0.0)], 1.0) for _ in range(LATE)]
+        detector = StragglerDetector("cpu", 2)
+        (*early, last) = [detector.check([(others, 0.0), (slow, 0.0)], 1.0) for _ in range(STRAGGLER_WINDOW)]
         assert not any(early) and bool(last) is named and (not named or last.startswith("rank 1 lags: it takes "))
     assert perplexity(1.0) == pytest.approx(math.e) and perplexity(5806.0) == math.inf
     assert math.isnan(perplexity(math.nan))
 
 
 def test_a_norm_is_a_spike_by_those_before_it():
-    norms = Norms()
-    assert [norms.add(1.0) for _ in range(19)] == [None] * 19 and norms.limit() == math.inf
-    assert norms.add(100.0) is None and norms.add(math.nan) is None and norms.limit() == 6.0
-    assert norms.add(9.0) == 9.0 and norms.add(5.9) is None and norms.limit() == 6.0
+    spikes = SpikeDetector()
+    assert [spikes.update(1.0) for _ in range(19)] == [None] * 19 and spikes.threshold() == math.inf
+    assert spikes.update(100.0) is None and spikes.update(math.nan) is None and spikes.threshold() == 6.0
+    assert spikes.update(9.0) == 9.0 and spikes.update(5.9) is None and spikes.threshold() == 6.0
 
 
 def test_a_loss_scale_that_collapses_is_explained_and_ends_the_run(spoilt, tmp_path):
@@ -148,7 +147,7 @@ def test_a_loss_scale_that_collapses_is_explained_and_ends_the_run(spoilt, tmp_p
     done, history, _ = spoilt(3, 99, "--dtype=float16", f"--deepspeed_config={tmp_path / 'ds.json'}", "--max_iters=9",
                               "--max_skipped_steps=2", rank=0, factor=1e9, ranks=1)
     assert done.returncode == 3 and "Traceback" not in done.stderr, done.stdout + done.stderr
-    told = {r["iter"]: r["trouble"] for r in history if "trouble" in r}
+    told = {r["iter"]: r["warning"] for r in history if "warning" in r}
     assert sorted(told) == [2, 3, 4, 5, 6] and [r["loss_scale"] for r in history if "loss" in r] == [4, 2, 1, 1, 1, 1]
     assert told[2] == "the gradient overflows float16; skipped, the loss scale is 2 now"
     assert all(told[it].startswith("the gradient overflows float16 at a loss scale of 1, which gets no smaller") and
@@ -172,8 +171,8 @@ def test_a_rank_that_lags_is_named(characters, tmp_path):
     finally:
         over.set()
         kill(job)
-    troubles = [r["trouble"] for r in read_history(out_dir) if "trouble" in r]
-    assert any(t.startswith("rank 1 lags: it takes ") for t in troubles), troubles
+    warnings = [r["warning"] for r in read_history(out_dir) if "warning" in r]
+    assert any(t.startswith("rank 1 lags: it takes ") for t in warnings), warnings
 
 
 def hold_back(process, over):
