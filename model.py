@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from runtime.weights import WeightsError, fetch_from_hub, read_config, read_weights
 
 LOSS_CHUNK = 4096  # rows of logits that exist at one time; 4096 x 50304 in bf16 are 412 MB
+SHAPE = "block_size", "vocab_size", "n_layer", "n_head", "n_embd"
 FP16_GRAD_FACTOR = 1024.0  # float16 rounds to 0 what is below 3e-8, as many gradients of logits are
 
 
@@ -41,12 +42,12 @@ class GPTConfig:
     gelu: str = "tanh"  # its form, by PyTorch's names: "tanh" is GPT-2's, and "none", the exact one, nanoGPT's
 
     def __post_init__(self):
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            if type(getattr(self, name)) is not int:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number")
-        for name in ("vocab_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in SHAPE:
+            value = getattr(self, name)
+            if type(value) is not int:
+                raise ValueError(f"{name}={value!r} must be a whole number")
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
         if type(self.dropout) not in (int, float) or type(self.bias) is not bool or self.gelu not in ("tanh", "none"):
             raise ValueError(f"dropout={self.dropout!r}, bias={self.bias!r}, gelu={self.gelu!r}: one is not possible")
         if self.n_embd % self.n_head:
@@ -55,17 +56,11 @@ class GPTConfig:
     @classmethod
     def from_dict(cls, shape):
         """Return the configuration that a file holds. Raises ValueError where it holds none."""
-        if not isinstance(shape, dict):
-            raise ValueError("the model's shape is not an object")
-        if strange := sorted(shape.keys() - {field.name for field in fields(cls)}):
-            raise ValueError(f"the model has {', '.join(strange)}, which this version does not know")
-        needed = "block_size", "vocab_size", "n_layer", "n_head", "n_embd"
-        if lacking := [name for name in needed if name not in shape]:
-            raise ValueError(f"the model lacks {', '.join(lacking)}")
-        config = cls(**shape)
-        if config.block_size < 1:
-            raise ValueError(f"block_size={config.block_size} must be at least 1")
-        return config
+        if unknown := sorted(shape.keys() - {field.name for field in fields(cls)}):
+            raise ValueError(f"the model has {', '.join(unknown)}, which this version does not know")
+        if missing := [name for name in SHAPE if name not in shape]:
+            raise ValueError(f"the model has no {', '.join(missing)}")
+        return cls(**shape)
 
     @classmethod
     def from_weights(cls, source):
@@ -104,25 +99,28 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
         self.backends = None  # chosen at the first forward on CUDA
 
-    def forward(self, x, cache=None, start=0):
+    def forward(self, x, cache=None, positions=None, mask=None):
         B, T, C = x.shape
         q, k, v = (
             part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
             for part in self.c_attn(x).split(C, dim=2)
         )
-        kernels = contextlib.nullcontext()
-        if torch.is_tensor(start):
-            return self.c_proj(cache.attend(q, k, v, start).transpose(1, 2).reshape(B, T, C))
+        backends = contextlib.nullcontext()
         if cache is not None:
-            k, v = cache.extend(k, v, start)
+            k, v = cache.update(k, v, positions)
         elif x.is_cuda:  # with a cache the shapes change at every token, for which cuDNN would plan anew
             if self.backends is None:
                 self.backends = attention_backends(x.device)
-            kernels = sdpa_kernel(self.backends, set_priority=True)
-        with kernels:
-            y = F.scaled_dot_product_attention(
-                q, k, v, is_causal=T > 1, dropout_p=self.dropout if self.training else 0.0
-            )
+            backends = sdpa_kernel(self.backends, set_priority=True)
+        if mask is not None:  # one token, over a fixed number of keys: as matmuls, which share the keys among programs
+            scores = (q * q.size(-1) ** -0.5).flatten(0, 1) @ k.flatten(0, 1).transpose(1, 2)
+            probs = torch.softmax(scores.masked_fill_(mask, float("-inf")), dim=-1)
+            y = (probs @ v.flatten(0, 1)).view_as(q)
+        else:
+            with backends:
+                y = F.scaled_dot_product_attention(
+                    q, k, v, is_causal=T > 1, dropout_p=self.dropout if self.training else 0.0
+                )
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
@@ -147,13 +145,13 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x, cache=None, start=0, recompute=False):
+    def forward(self, x, recompute=False, *cached):
         if recompute:  # inside what gets compiled: outside of it, backward finds other tensors than forward saved
             return checkpoint(self.attn_and_mlp, x, use_reentrant=False)
-        return self.attn_and_mlp(x, cache, start)
+        return self.attn_and_mlp(x, *cached)
 
-    def attn_and_mlp(self, x, cache=None, start=0):
-        x = x + self.attn(self.ln_1(x), cache, start)
+    def attn_and_mlp(self, x, *cached):
+        x = x + self.attn(self.ln_1(x), *cached)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -241,32 +239,6 @@ class LMHead(nn.Module):
         ])
 
 
-class LayerCache:
-    """Keys and values of one layer, (B, n_head, places, head size) each, filled from the left; block_size places, or
-    as many as a text needs."""
-
-    def __init__(self, B, config, like, places=None):
-        self.length = places or config.block_size  # places that attend() looks at
-        shape = (B, config.n_head, self.length, config.n_embd // config.n_head)
-        self.k, self.v = like.new_zeros(shape), like.new_zeros(shape)
-
-    def extend(self, k, v, start):
-        end = start + k.size(2)
-        self.k[:, :, start:end], self.v[:, :, start:end] = k, v
-        return self.k[:, :, :end], self.v[:, :, :end]
-
-    def attend(self, q, k, v, position):
-        """Attention of one token, (B, n_head, 1, head size) each, at `position`, a tensor (1,), over all places up to
-        self.length: what is launched does not depend on the position, so that it can be recorded."""
-        self.k.index_copy_(2, position, k)
-        self.v.index_copy_(2, position, v)
-        keys, values = (part[:, :, : self.length].flatten(0, 1) for part in (self.k, self.v))
-        later = torch.arange(self.length, device=q.device) > position
-        scores = (q.flatten(0, 1) * q.size(-1) ** -0.5) @ keys.transpose(1, 2)
-        shares = torch.softmax(scores.masked_fill_(later, float("-inf")), dim=-1)
-        return (shares @ values).view_as(q)
-
-
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -349,58 +321,40 @@ class GPT(nn.Module):
         reduction="none" that of each token, (B * T,). A target of -1 does not count."""
         return self.lm_head(self.forward_hidden(idx), targets, reduction)
 
-    def one_more(self, token, position, caches, length):
-        """Logits (B, vocab_size) after one more token (B, 1) at `position`, a tensor (1,) below `length`, with the keys
-        and values of all before in the caches."""
-        x = self.transformer.wte(token) + self.transformer.wpe(position)
-        for block, cache in zip(self.transformer.h, caches, strict=True):
-            cache.length = length
-            x = block(x, cache, position)
-        return self.lm_head(self.transformer.ln_f(x))[:, 0]
-
-    def forward_hidden(self, idx, caches=None, start=0):
-        """Final hidden states (B, T, n_embd) of tokens at positions start and on."""
+    def forward_hidden(self, idx, positions=None, caches=None, mask=None):
+        """Final hidden states (B, T, n_embd) of tokens idx (B, T) at `positions` (T,), by default 0 to T - 1. caches: a
+        KVCache for each block; mask: see Decoder.forward."""
         T = idx.size(1)
-        if start + T > self.config.block_size:
-            raise ValueError(f"a sequence of {start + T} tokens is longer than block_size={self.config.block_size}")
-        positions = torch.arange(start, start + T, device=idx.device)
+        if T > self.config.block_size:
+            raise ValueError(f"a sequence of {T} tokens is longer than block_size={self.config.block_size}")
+        if positions is None:
+            positions = torch.arange(T, device=idx.device)
         x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(positions))
+        recompute = self.gradient_checkpointing and self.training and caches is None
         for i, block in enumerate(self.transformer.h):
-            x = block(x, caches and caches[i], start, self.gradient_checkpointing and self.training)
+            x = block(x, recompute, *((caches[i], positions, mask) if caches else ()))
         return self.transformer.ln_f(x)
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, end_of_text=None,
-                 use_cache=True, generator=None, on_token=None, one_more=None, repetition_penalty=1.0):
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, end_of_text=None, generator=None,
+                 on_token=None, custom_step=None, repetition_penalty=1.0):
         """Continue idx (B, T) by at most max_new_tokens; returns (B, T + n).
 
         temperature 0 takes the likeliest token. top_k keeps the k likeliest, top_p the likeliest that together reach
         that probability. repetition_penalty above 1 makes tokens that a row has already less likely. generator: one for
         all rows, or a list of one for each. A row that has produced end_of_text repeats it, and when all rows have,
         generation stops. on_token is called with each new (B,) column, and may return which rows are done, (B,).
-        Past block_size tokens the context slides, and as every
-        position then changes, the whole window is computed for each token; until then keys and values are cached.
-        On CUDA a cached step's launches are recorded and replayed, as they would take longer than what they launch.
-        one_more(token, position, caches) -> logits may do that step in a better way than the method of this name.
+        custom_step: see Decoder. Past block_size tokens the context slides, and as every position then changes,
+        the whole window is computed for each token; until then keys and values are cached.
         """
         block_size = self.config.block_size
-        places = min(block_size, idx.size(1) + max_new_tokens)
-        caches = [LayerCache(idx.size(0), self.config, self.transformer.wte.weight, places) for _ in self.transformer.h]
+        decoder = Decoder(self, idx.size(0), min(block_size, idx.size(1) + max_new_tokens), custom_step)
         done = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
-        cached = 0  # tokens whose keys and values are in the caches
-        steps = {}  # by the places that they look at
-        for _ in range(max_new_tokens):
-            if use_cache and cached and pays_to_record(idx) and idx.size(1) <= block_size:
-                length = 0 if one_more else min(places, max(128, 2 ** (cached.bit_length())))
-                inputs = idx[:, -1:], torch.full((1,), cached, device=idx.device)
-                if length not in steps:
-                    step = one_more or partial(self.one_more, length=length)
-                    steps[length] = recorded(partial(step, caches=caches), *inputs)
-                logits = steps[length](*inputs)
-                cached = idx.size(1)
-            elif use_cache and idx.size(1) <= block_size:
-                logits = self.lm_head(self.forward_hidden(idx[:, cached:], caches, cached)[:, -1:])[:, 0]
-                cached = idx.size(1)
+        for i in range(max_new_tokens):
+            if i == 0:
+                logits = decoder.prefill(idx[:, -block_size:])
+            elif idx.size(1) <= block_size:
+                logits = decoder.decode_one_token(idx[:, -1:])
             else:
                 logits = self.lm_head(self.forward_hidden(idx[:, -block_size:])[:, -1:])[:, 0]
             logits = logits.float()
@@ -435,26 +389,75 @@ class GPT(nn.Module):
         return model
 
 
-def pays_to_record(idx):
-    """Whether launching a step takes longer than the step."""
-    return idx.is_cuda
+@dataclass
+class KVCache:
+    """Keys and values of one layer, (B, n_head, max_length, head size) each."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def update(self, k, v, positions):
+        """Store k and v, (B, n_head, T, head size), at `positions` (T,); return all keys and all values."""
+        return self.k.index_copy_(2, positions, k), self.v.index_copy_(2, positions, v)
 
 
-def recorded(step, *inputs):
-    """A function that does on CUDA what step(*inputs) does, with one launch; its output's memory is used again."""
-    inputs = [tensor.clone() for tensor in inputs]
+class Decoder:
+    """Logits (B, vocab_size) of the next token of B texts, whose keys and values are cached up to max_length tokens.
+
+    On CUDA decode_one_token is captured as a CUDA graph, as its launches take longer than what they launch: one graph
+    for each length of the cache, 128, 256, ... custom_step(token, position, caches) -> logits may do the same in a
+    better way (kernels/decode.py), with one graph for all lengths. The methods' names are gpt-fast's.
+    """
+
+    def __init__(self, model, B, max_length, custom_step=None):
+        c, weight = model.config, model.transformer.wte.weight
+        shape = (B, c.n_head, max_length, c.n_embd // c.n_head)
+        self.model, self.max_length, self.custom_step = model, max_length, custom_step
+        self.caches = [KVCache(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(c.n_layer)]
+        self.cached = 0  # tokens whose keys and values are in the caches
+        self.token, self.position = (torch.zeros(s, dtype=torch.long, device=weight.device) for s in ((B, 1), 1))
+        self.use_cuda_graphs, self.graphs = weight.is_cuda, {}  # {length of the cache: replay}
+
+    def forward(self, idx, positions, length, masked=False):
+        """Logits after tokens idx (B, T) at `positions` (T,), which attend to the first `length` positions. masked: T
+        is 1, and positions after that of the token do not count."""
+        mask = torch.arange(length, device=idx.device) > positions if masked else None
+        caches = [KVCache(cache.k[:, :, :length], cache.v[:, :, :length]) for cache in self.caches]
+        return self.model.lm_head(self.model.forward_hidden(idx, positions, caches, mask)[:, -1:])[:, 0]
+
+    def prefill(self, idx):
+        """Logits after idx (B, T), the first tokens."""
+        self.cached = idx.size(1)
+        return self.forward(idx, torch.arange(self.cached, device=idx.device), self.cached)
+
+    def decode_one_token(self, token):
+        """Logits after one more token (B, 1). On CUDA the next call overwrites them."""
+        self.token.copy_(token)
+        self.position.fill_(self.cached)
+        length = min(self.max_length, max(128, 2 ** (self.cached.bit_length())))
+        self.cached += 1
+        if not self.use_cuda_graphs:
+            return self.forward(self.token, self.position, self.cached)
+        step = partial(self.forward, self.token, self.position, length, masked=True)
+        if self.custom_step:
+            length, step = 0, partial(self.custom_step, self.token, self.position, self.caches)
+        if length not in self.graphs:
+            self.graphs[length] = capture_cuda_graph(step)
+        return self.graphs[length]()
+
+
+def capture_cuda_graph(step):
+    """A function that does on CUDA what step() does, with one launch; its output's memory is used again."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # once unrecorded, for what libraries do at their first call
-        step(*inputs)
+    with torch.cuda.stream(side):  # once uncaptured, for what libraries do at their first call
+        step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = step(*inputs)
+        output = step()
 
-    def replay(*new):
-        for mine, tensor in zip(inputs, new, strict=True):
-            mine.copy_(tensor)
+    def replay():
         graph.replay()
         return output
 

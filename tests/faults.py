@@ -103,7 +103,7 @@ FAULTS = [Fault(*row) for row in (
      "test_lora.py::test_loss_and_gradients_are_pefts"),
     ("sampling cache", "the token at position 128 or 256 does not attend to itself",
      "model.py", "2 ** (cached.bit_length())", "2 ** (cached.bit_length() - 1)",
-     "test_model.py::test_text_by_recorded_steps_is_the_same_text"),
+     "test_model.py::test_text_by_captured_steps_is_the_same_text"),
     ("plan", "the second communication bucket of overlap_comm is missing from the memory plan",
      "runtime/plan/memory.py", "buckets *= 2", "buckets *= 1",
      "plan/test_fit.py::test_the_plan_of_a_billion_parameters_on_4_gpus_by_hand"),

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.activations import ACT2FN
 
 import model as model_module
-from model import GPT, MLP, FusedLinearCrossEntropy, GPTConfig, LayerCache, cross_entropy_with_grad, sample_token
+from model import GPT, MLP, Decoder, FusedLinearCrossEntropy, GPTConfig, cross_entropy_with_grad, sample_token
 from runtime import weights
 from runtime.weights import WeightsError
 
@@ -325,50 +325,59 @@ def test_greedy_text_is_that_of_transformers(ours, theirs):
     assert torch.equal(ours.generate(idx, BLOCK - 5, temperature=0), wanted)
 
 
+@torch.no_grad()
+def uncached(model, idx, n):
+    """idx continued by n of the likeliest tokens, without generate() and without a cache."""
+    for _ in range(n):
+        idx = torch.cat([idx, model(idx[:, -model.config.block_size:])[:, -1:].argmax(dim=-1)], dim=1)
+    return idx
+
+
 @pytest.mark.parametrize("start", [1, BLOCK - 1, BLOCK, BLOCK + 5])
 def test_cached_text_is_uncached_text(ours, start):
     """Also past the context, where it slides."""
     idx = tokens(3, start)
     cached = ours.generate(idx, BLOCK + 10, temperature=0)
     assert cached.shape == (3, start + BLOCK + 10)
-    assert torch.equal(cached, ours.generate(idx, BLOCK + 10, temperature=0, use_cache=False))
-    for _ in range(BLOCK + 10):  # and that of nobody's generate
-        with torch.no_grad():
-            idx = torch.cat([idx, ours(idx[:, -BLOCK:])[:, -1:].argmax(dim=-1)], dim=1)
-    assert torch.equal(cached, idx)
+    assert torch.equal(cached, uncached(ours, idx, BLOCK + 10))
 
 
-def test_text_by_recorded_steps_is_the_same_text(monkeypatch):
-    """What happens on CUDA but for the recording itself: from a prompt of 100, over lengths of 128, 256 and 300 places,
+def test_text_by_captured_steps_is_the_same_text(monkeypatch):
+    """What happens on CUDA but for the capture itself: from a prompt of 100, over caches of 128, 256 and 300 tokens,
     and beyond them, where the context slides."""
     torch.manual_seed(0)
     wide = GPT(GPTConfig(block_size=300, vocab_size=61, n_layer=2, n_head=2, n_embd=32)).eval()
     for p in wide.parameters():
         p.data += 0.2 * torch.randn_like(p)  # no fixed point
     idx = torch.randint(61, (2, 100))
-    wanted = wide.generate(idx, 220, temperature=0, use_cache=False)
+    wanted = uncached(wide, idx, 220)
     lengths = []
 
-    def not_recorded(step, *inputs):
-        lengths.append(step.keywords["length"])
+    class Captured(Decoder):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.use_cuda_graphs = True
+
+    def not_captured(step):
+        lengths.append(step.args[2])
         return step
 
-    monkeypatch.setattr("model.pays_to_record", lambda idx: True)
-    monkeypatch.setattr("model.recorded", not_recorded)
+    monkeypatch.setattr("model.Decoder", Captured)
+    monkeypatch.setattr("model.capture_cuda_graph", not_captured)
     assert torch.equal(wide.generate(idx, 220, temperature=0), wanted) and lengths == [128, 256, 300]
     assert len(wanted[:, 100:].unique()) > 20
 
 
 def test_one_more_token_gives_the_logits_of_the_whole(ours):
-    """What generate() records on CUDA, on the CPU: at each position, with places beyond it unused or full of others."""
+    """What is captured on CUDA, on the CPU: at each position, with the cache beyond it unused or full of others."""
     idx = tokens(2, BLOCK)
     whole = ours(idx)
-    caches = [LayerCache(2, ours.config, ours.transformer.wte.weight) for _ in ours.transformer.h]
+    decoder = Decoder(ours, 2, BLOCK)
     with torch.no_grad():
-        ours.forward_hidden(idx[:, :3], caches)
-        for length in (BLOCK // 2, BLOCK):  # the second time the places beyond hold what was there
+        decoder.prefill(idx[:, :3])
+        for length in (BLOCK // 2, BLOCK):  # the second time the cache beyond holds what was there
             for at in range(3, length):
-                logits = ours.one_more(idx[:, at:at + 1], torch.tensor([at]), caches, length)
+                logits = decoder.forward(idx[:, at:at + 1], torch.tensor([at]), length, masked=True)
                 assert torch.allclose(logits, whole[:, at], atol=1e-5)
 
 
@@ -376,7 +385,7 @@ def test_the_cache_is_used(ours):
     lengths = []
     ours.transformer.h[0].register_forward_pre_hook(lambda _, args: lengths.append(args[0].size(1)))
     ours.generate(tokens(2, 5), 4)
-    ours.generate(tokens(2, 5), 4, use_cache=False)
+    uncached(ours, tokens(2, 5), 4)
     assert lengths == [5, 1, 1, 1, 5, 6, 7, 8]
 
 

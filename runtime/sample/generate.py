@@ -98,7 +98,7 @@ def write(model, prompt, seeds, max_new_tokens, decode, end=None, stops=(), show
 
     model.generate(torch.tensor([prompt] * len(seeds), device=device), max_new_tokens, end_of_text=end, on_token=hear,
                    generator=[torch.Generator(device).manual_seed(seed) for seed in seeds],
-                   one_more=faster(model, len(seeds)), **drawing)
+                   custom_step=faster(model, len(seeds)), **drawing)
     for text in texts:
         text.tell(len(text.text))
     return texts

@@ -67,7 +67,7 @@ GPU_FAULTS = [Fault(*row[:5], f"gpu/test_gpu_{row[5]}", gpus=row[6] if len(row) 
      "runtime/kernels/decode.py", "mixed = mixed * fade +", "mixed = mixed +",
      "decode.py::test_logits_with_a_cache_are_those_without[768-500-160-1]"),
     ("decode", "in a batch, a token does not see itself",
-     "model.py", "device=q.device) > position", "device=q.device) >= position",
+     "model.py", "device=idx.device) > positions", "device=idx.device) >= positions",
      "decode.py::test_logits_with_a_cache_are_those_without[768-500-160-4]"),
     ("decode", "beyond the context, the window stays at the beginning",
      "model.py", "self.forward_hidden(idx[:, -block_size:])", "self.forward_hidden(idx[:, :block_size])",

@@ -28,10 +28,11 @@ def test_logits_with_a_cache_are_those_without(config, prompt, new, batch, monke
         return torch.randint(config.vocab_size, (batch,), device="cuda")
 
     monkeypatch.setattr(model_file, "sample_token", spy)
-    one_more = faster(model, batch)
-    assert (one_more is not None) == (batch == 1)
+    custom_step = faster(model, batch)
+    assert (custom_step is not None) == (batch == 1)
     torch.manual_seed(0)
-    idx = model.generate(torch.randint(config.vocab_size, (batch, prompt), device="cuda"), new, one_more=one_more)
+    idx = model.generate(torch.randint(config.vocab_size, (batch, prompt), device="cuda"), new,
+                         custom_step=custom_step)
     assert idx.shape == (batch, prompt + new)
 
     def without_a_cache(dtype):

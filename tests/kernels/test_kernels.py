@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="PyTorch for this platform comes without Triton, and the kernels are not used")
 
-from model import GPT, GPTConfig, LayerCache
+from model import GPT, Decoder, GPTConfig
 from runtime.engine.fused_adamw import adamw, stage_3
 from runtime.kernels.block import compare_with_plain, fits, fuse
 from runtime.kernels.decode import one_more
@@ -154,10 +154,10 @@ def test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole():
     whole = plain(idx)
     with torch.no_grad():
         for prompt in (1, 63, 127, 256):
-            caches = [LayerCache(1, plain.config, plain.transformer.wte.weight) for _ in plain.transformer.h]
-            for cache in caches:
+            decoder = Decoder(plain, 1, 300)
+            for cache in decoder.caches:
                 cache.k.fill_(7), cache.v.fill_(7)
-            plain.forward_hidden(idx[:, :prompt], caches)
+            decoder.prefill(idx[:, :prompt])
             for at in range(prompt, prompt + 2):
-                logits = one_more(plain, idx[:, at : at + 1], torch.tensor([at]), caches)
+                logits = one_more(plain, idx[:, at : at + 1], torch.tensor([at]), decoder.caches)
                 assert torch.allclose(logits, whole[:, at], atol=2e-5), at

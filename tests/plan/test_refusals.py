@@ -200,7 +200,7 @@ SENTENCES = {
     "stage of another": "iter_4/manifest.json is not one that this version can read (settings is missing): choose",
     "damaged stage": "iter_4/zero_pp_rank_0_mp_rank_00_optim_states.pt has changed since it was saved",
     "list": "list: config.json cannot be read (it is not an object); fetch it again, or name another folder",
-    "text": "config.json cannot be read (n_layer='2' must be a whole number); fetch it again, or name another folder",
+    "text": "its configuration cannot be read (n_layer='2' must be a whole number); fetch it again, or name other",
     "tokenizer": "tokenizer/tokenizer.json is not a tokenizer (",
 }
 
