@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 
 from conftest import ROOT, done, launch
 from PIL import Image
@@ -26,39 +27,39 @@ def write_run(folder, records):
     return folder
 
 
-def colours(picture):
-    """Each colour of a picture: in how many of its pixels."""
-    return {colour: count for count, colour in picture.convert("RGB").getcolors(2**24)}
+def colors(picture):
+    """Each color of a picture: in how many of its pixels."""
+    return {color: count for count, color in picture.convert("RGB").getcolors(2**24)}
 
 
 def panel(history, key):
     """The axes of one panel with one run."""
-    _, (axes,) = plot.figure(1, 1, 4.5, 2.9)
+    _, (axes,) = plot.make_figure(1, 1, 4.5, 2.9)
     plot.draw(axes, {"a": history}, key)
     return axes
 
 
-def test_the_picture_has_both_runs_colours(train):
+def test_the_picture_has_both_runs_colors(train):
     a, b = (done(train(f"--learning_rate={lr}")) for lr in ("1e-3", "2e-3"))
     run = draw(a.out_dir, b.out_dir)
     assert (run.returncode, run.stdout, run.stderr) == (0, f"written to {a.out_dir}/curves.png\n", "")
     picture = Image.open(a.out_dir / "curves.png")
     assert picture.format == "PNG" and picture.size == (1800, 960)
-    seen = colours(picture)
+    seen = colors(picture)
     assert seen[255, 255, 255] < 0.98 * 1800 * 960
-    for colour in plot.COLOURS[:2]:
-        assert seen[tuple(bytes.fromhex(colour[1:]))] > 500
-    assert tuple(bytes.fromhex(plot.COLOURS[2][1:])) not in seen
+    for color in plot.COLORS[:2]:
+        assert seen[tuple(bytes.fromhex(color[1:]))] > 500
+    assert tuple(bytes.fromhex(plot.COLORS[2][1:])) not in seen
 
 
 def test_long_runs_keep_their_spikes_and_show_what_is_not_finite():
     points = [(it, 1.0) for it in range(5000)]
     points[1234], points[3000], points[3001] = (1234, 50.0), (3000, math.nan), (3001, math.inf)
-    groups = plot.grouped(points)
+    groups = plot.downsample(points)
     assert len(groups) == 385 and groups[94] == (1228, 1.0, (12 + 50) / 13, 50.0, True)  # 13 in each
     assert [(mean, finite) for _, _, mean, _, finite in groups if not finite] == [(1.0, False)]
-    assert plot.grouped(points[3000:3002])[0][4] is False and plot.grouped([]) == []
-    assert [it for it, *_ in plot.grouped(points[:5])] == [0, 1, 2, 3, 4]
+    assert plot.downsample(points[3000:3002])[0][4] is False and plot.downsample([]) == []
+    assert [it for it, *_ in plot.downsample(points[:5])] == [0, 1, 2, 3, 4]
     history = [{"iter": it, "loss": value, "grad_norm": None} for it, value in points]
     title = panel(history, "loss").get_title(loc="left")
     assert "log scale" in title and "× not finite" in title
@@ -100,6 +101,7 @@ def test_every_mistake_is_told_in_a_sentence(tmp_path):
 
 
 def test_help_and_no_folder():
-    run = draw("--help")
+    run = draw("--help", PYTHONPROFILEIMPORTTIME="1")
+    assert "runtime.monitor.history" in run.stderr and not re.search(r"\b(torch|numpy)$", run.stderr, re.M)  # quick
     assert run.returncode == 0 and "--png FILE" in run.stdout and "python plot.py out-a out-b" in run.stdout
     assert draw().returncode == 2
