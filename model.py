@@ -434,7 +434,7 @@ class Decoder:
         """Logits after one more token (B, 1). On CUDA the next call overwrites them."""
         self.token.copy_(token)
         self.position.fill_(self.cached)
-        length = min(self.max_length, max(128, 2 ** (self.cached.bit_length())))
+        length = min(self.max_length, max(128, 2 ** self.cached.bit_length()))
         self.cached += 1
         if not self.use_cuda_graphs:
             return self.forward(self.token, self.position, self.cached)
