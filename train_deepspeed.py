@@ -139,7 +139,7 @@ from runtime.cluster.ranks import (
 from runtime.cluster.shutdown import Shutdown
 from runtime.data.loader import eval_batches, mixed_seed, seen, train_batches
 from runtime.data.mixture import tokens_of
-from runtime.engine import ds_config
+from runtime.engine import ds_config, fixes, setup
 from runtime.engine import fast_path as replay
 from runtime.engine.fused_adamw import step_in_one_pass
 from runtime.files import UserError
@@ -190,7 +190,7 @@ if deterministic:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled at start, on CPU
-deepspeed.utils.logger.setLevel("INFO" if ds_config.talks(run.config) else "WARNING")
+deepspeed.utils.logger.setLevel("INFO" if ds_config.has_per_step_timers(run.config) else "WARNING")
 deepspeed.init_distributed(dist_backend=backend if backend != "auto" else {"cuda": "nccl", "cpu": "gloo"}[run.device],
                            verbose=False)
 shutdown = Shutdown(signals=not eval_only)
@@ -267,8 +267,8 @@ if stage == 3:
     deepspeed.utils.set_z3_leaf_modules(model, [Block])
 
 groups, adam = model.parameter_groups(weight_decay), {"lr": learning_rate, "betas": (beta1, beta2)}
-if ds_config.offloads(run.config):
-    optimizer = ds_config.cpu_adam(run.config, groups, adam)
+if ds_config.uses_offload(run.config):
+    optimizer = setup.cpu_adam(run.config, groups, adam)
 else:
     optimizer = torch.optim.AdamW(groups, fused=True, **adam)
 try:
@@ -281,7 +281,7 @@ shortened = not any_deepspeed and shorten(engine, run.accumulate_locally)
 exit_together(["skip_grad_spikes=True needs what this DeepSpeed lacks: leave it out"]
                 if skip_grad_spikes and not shortened else [])
 one_pass = own_kernels and not any_deepspeed and (shortened or stage == 3) and step_in_one_pass(engine)
-print0(f"DeepSpeed uses {ds_config.compare(engine, run.config, run.dtype)}")
+print0(f"DeepSpeed uses {setup.compare(engine, run.config, run.dtype)}")
 
 facts = {"world_size": world_size, "stage": stage, "dtype": run.dtype,
          "versions": recorded_versions()}  # of a tag, in its manifest
@@ -297,8 +297,8 @@ if run.tag:
 base = None if run.before else run.init_from  # what PEFT is to put the thin matrices beside
 lora_state = run.lora and {**run.lora, "base": state["lora"]["base"] if run.tag else base}
 stages = state.get("stages", []) if run.tag else run.stages  # the earlier ones
-guards.outlive_the_loss_scale(engine)
-guards.skip_at_stage_0(engine)
+fixes.keep_going_at_min_loss_scale(engine)
+fixes.skip_nonfinite_at_stage_0(engine)
 
 log = RunLog(settings, state, device, run.sets, sequences * block_size, fit.tensors(run, settings, world_size))
 if rank == 0 and not eval_only:  # the output folder, now that nothing else can be refused any more
@@ -315,7 +315,7 @@ if rank == 0 and not eval_only:
 exit_together(problems)
 log.open_files({"lineage": stages, "memory_plan": fit.planned(run, settings, world_size)})
 health = StepHealth(engine, log.warn, run.sets, tokens["train"], seed, state.get("norms", ()))
-micro_step = replay.micro_step(engine, shortened and one_pass and not ds_config.talks(run.config), health.stragglers)
+micro_step = replay.micro_step(engine, shortened and one_pass and not ds_config.has_per_step_timers(run.config), health.stragglers)
 
 # -----------------------------------------------------------------------------
 # The parts of the loop
@@ -426,7 +426,7 @@ def step(batches):
     for _ in range(gradient_accumulation_steps):
         loss_sum += micro_step(*log.time_data(batches))
         engine.step()
-    ds_config.grow_loss_scale(engine)
+    fixes.grow_loss_scale(engine)
     return loss_sum / gradient_accumulation_steps
 
 
@@ -441,7 +441,7 @@ if rank == 0 and run.tag and run.tag.startswith("iter_") and not eval_only:
         print0(f"{name} could not be linked to {run.tag} ({error.strerror}); the run continues without: make room")
 first_iter = iter_num
 saver = Saver(engine, out_dir, keep_last, run.tag_bytes, beside=async_save,
-              ahead=run.device == "cuda" and keep_last and not eval_only and not ds_config.offloads(run.config))
+              ahead=run.device == "cuda" and keep_last and not eval_only and not ds_config.uses_offload(run.config))
 if iter_num == 0 or eval_only:
     evaluate()
 elif iter_num >= max_iters:

@@ -19,7 +19,7 @@ from engine.zero_worker import WAYS
 from monitor.test_profiling import MEASURED
 
 from configurator import configure
-from runtime.engine.ds_config import DTYPE_BLOCK, OURS, TESTED, ConfigError, offloads, resolve
+from runtime.engine.ds_config import ALLOWED_KEYS, DTYPE_BLOCK, TESTED, ConfigError, resolve, uses_offload
 from runtime.files import UserError
 
 SCRIPT = ROOT / "train_deepspeed.py"
@@ -347,15 +347,15 @@ def test_jsons_of_the_project_resolve(path, dtype):
     assert config["train_batch_size"] == 24
     named = int(re.search(r"zero(\d)", path.stem)[1])
     assert config["zero_optimization"]["stage"] == (1 if named == 0 and dtype != "float32" else named)
-    assert offloads(config) == ("offload" in path.stem)
+    assert uses_offload(config) == ("offload" in path.stem)
     assert (config["bf16"]["enabled"], config["fp16"]["enabled"]) == (dtype == "bfloat16", dtype == "float16")
 
 
 def test_auto_is_resolved_in_the_keys_that_the_script_owns(tmp_path):
-    autos = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    unresolved_auto_keys = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
                            "gradient_clipping"), "auto")
-    config, notes = resolved({**autos, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, **zero()}, tmp_path)
-    assert {key: config[key] for key in autos} == {
+    config, notes = resolved({**unresolved_auto_keys, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, **zero()}, tmp_path)
+    assert {key: config[key] for key in unresolved_auto_keys} == {
         "train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3,
         "gradient_clipping": 1.0}
     assert (config["bf16"]["enabled"], config["fp16"]["enabled"], notes) == (False, False, [])
@@ -516,7 +516,7 @@ def test_what_is_not_refused_is_tested():
     """The list of keys that may be changed has none that no test trains with."""
     allowed = {f"{block}.{key}" for block, keys in TESTED.items() for key in keys} - TESTED.keys()
     assert allowed == {name for name in trained_with() if "." in name}
-    assert {*OURS} == {name.split(".")[0] for name in trained_with()}
+    assert {*ALLOWED_KEYS} == {name.split(".")[0] for name in trained_with()}
 
 
 def test_untested_keys_pass_with_the_default(tmp_path):

@@ -25,7 +25,7 @@ from runtime.output import protect_output
 
 SPLITS = ("train", "val")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-OURS = re.compile(r"(train|val)(_\d{5})?\.bin|meta\.(pkl|json)")  # the names of a data set's files
+ALLOWED_KEYS = re.compile(r"(train|val)(_\d{5})?\.bin|meta\.(pkl|json)")  # the names of a data set's files
 ROOT = Path(__file__).resolve().parents[2]
 SLICE = 2**22  # tokens handled at once
 MAX_SCAN = 2**28  # tokens of a split whose ids are checked: all of Shakespeare, a part of OpenWebText
@@ -82,7 +82,7 @@ def move_in(folder, parts):
 
     Stopped at any moment, it can be called again: what is moved already stays.
     """
-    for name in sorted(filter(OURS.fullmatch, os.listdir(folder)), key="meta.json".__ne__):
+    for name in sorted(filter(ALLOWED_KEYS.fullmatch, os.listdir(folder)), key="meta.json".__ne__):
         if name not in parts or parts[name].exists():
             (folder / name).unlink()
     # train.bin last but for meta.json: as long as it is missing, nobody takes what is there for nanoGPT's.

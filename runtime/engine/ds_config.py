@@ -13,9 +13,10 @@ import os
 from typing import get_args
 
 from configurator import did_you_mean
+from runtime.engine.fixes import repair
 from runtime.files import UserError
 
-OURS = ("zero_optimization", "bf16", "fp16", "data_types", "communication_data_type", "zero_force_ds_cpu_optimizer",
+ALLOWED_KEYS = ("zero_optimization", "bf16", "fp16", "data_types", "communication_data_type", "zero_force_ds_cpu_optimizer",
         "steps_per_print", "dump_state", "wall_clock_breakdown", "comms_logger")  # fmt: skip
 # The keys of each block that a test trains with in a value that is not the default (tests/zero_worker.py)
 TESTED = {
@@ -48,7 +49,7 @@ CHOICES = {
     "dump_state": (True, False),
     "wall_clock_breakdown": (True, False),
 }
-INSTEAD = {
+USE_INSTEAD = {
     "optimizer": "the script owns it: set learning_rate, weight_decay, beta1 and beta2 there",
     "scheduler": "the script owns it: set lr_schedule, warmup_iters, lr_decay_iters and min_lr there",
     "activation_checkpointing": "DeepSpeed does nothing with it: set --gradient_checkpointing=True",
@@ -63,7 +64,6 @@ INSTEAD = {
     "aio": "it is for NVMe, which is untested here: remove it, and offload to the CPU",
     "checkpoint": "the script owns checkpoints, and DeepSpeed's writers leave files that it cannot read: remove it",
 }
-POSTPONED = 2**20  # by this, a window of loss scaling never ends inside DeepSpeed
 DTYPE_BLOCK = {"bfloat16": "bf16", "float16": "fp16"}
 AUTO = 'is "auto", which nothing resolves: give it a value'
 
@@ -132,10 +132,10 @@ def top_level_problems(config, owned, dtype):
             if value not in ("auto", owned[key]):
                 problems.append(f'"{key}" is {json.dumps(value)}, but the script\'s settings make it {owned[key]}: '
                                 'remove it here, or write "auto"')
-        elif key in INSTEAD:
-            problems.append(f'"{key}" does not belong here: {INSTEAD[key]}')
-        elif key not in OURS:
-            problems.append(f'unknown key "{key}"{did_you_mean(key, [*OURS, *owned, *INSTEAD]) or ": remove it"}')
+        elif key in USE_INSTEAD:
+            problems.append(f'"{key}" does not belong here: {USE_INSTEAD[key]}')
+        elif key not in ALLOWED_KEYS:
+            problems.append(f'unknown key "{key}"{did_you_mean(key, [*ALLOWED_KEYS, *owned, *USE_INSTEAD]) or ": remove it"}')
         elif key in TESTED:
             problems += [] if isinstance(value, dict) else [f'"{key}" must be an object']
         elif key == "steps_per_print" and value != "auto":
@@ -273,108 +273,24 @@ def stage_problems(zero):
     return problems
 
 
-def repair(config, dtype, compiled):
-    """Change in place what DeepSpeed would get wrong; returns a note on each change."""
-    notes = []
-    zero = config.setdefault("zero_optimization", {"stage": 0})
-    stage = zero.setdefault("stage", 0)
-    if stage == 0 and dtype != "float32":
-        why = "never scales the loss in float16" if dtype == "float16" else "adds up gradients in bfloat16"
-        notes.append(f"stage 0 runs as stage 1, because DeepSpeed's stage 0 {why}")
-        stage = zero["stage"] = 1
-    if dtype == "float16" and not config["fp16"].get("loss_scale"):
-        # its step divides by the scale of the next step, which halves the gradient each time the scale grows (at
-        # stages 1 and 2 too, where the norm that it tells is right)
-        config["fp16"]["loss_scale_window"] = config["fp16"].get("loss_scale_window", 1000) * POSTPONED
-        notes.append("the script makes the loss scale grow: when DeepSpeed does, it halves the gradient")
-    if stage > 0:
-        config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
-    if stage == 3 and compiled:
-        # DeepSpeed's own F.linear, traced by PyTorch 2.11, costs each block a graph of its own, up to dynamo's limit of
-        # 8, and the gradients of those blocks are zero: GPT-2 XL's norm was 71 instead of 97
-        if zero.get("memory_efficient_linear"):
-            notes.append("memory_efficient_linear is off, because compiled blocks lose their gradients by it")
-        zero["memory_efficient_linear"] = False
-    ignored = [key for key in zero if key.startswith("stage3_")] if stage != 3 else []
-    if ignored:
-        notes.append(f"{', '.join(ignored)} have no effect at stage {stage}")
-    return notes
-
-
 def logs_messages(config):
     """Whether DeepSpeed records the messages between ranks, for a table at the end."""
     return config.get("comms_logger", {}).get("enabled", False)
 
 
-def talks(config):
+def has_per_step_timers(config):
     """Whether DeepSpeed measures something in each micro-step, for which it synchronizes with the GPU."""
     return config.get("wall_clock_breakdown", False) or logs_messages(config)
 
 
-def offloads(config):
+def uses_offload(config):
     """True where the optimizer's state lives in host memory."""
     return (config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none") != "none"
 
 
-def shortens(config, dtype):
+def supports_fast_gradients(config, dtype):
     """True where the shorter way of zero2_gradients.py goes: what shorten() asks the engine, before there is one."""
     own = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]
-    return (config["zero_optimization"]["stage"] == 2 and not offloads(config)
+    return (config["zero_optimization"]["stage"] == 2 and not uses_offload(config)
             and config["data_types"]["grad_accum_dtype"] == "fp32"
             and (config.get("communication_data_type") or own).lower() == own)
-
-
-def compare(engine, config, dtype):
-    """What the engine really uses, as one line; RuntimeError where it is not what it was handed."""
-    wanted = {
-        "stage": config["zero_optimization"]["stage"],
-        "micro-batch": config["train_micro_batch_size_per_gpu"],
-        "accumulation": config["gradient_accumulation_steps"],
-        "clipping": config["gradient_clipping"],
-        "dtype": dtype,
-        "gradients": {"bf16": "bfloat16", "fp16": "float16"}.get(
-            config.get("data_types", {}).get("grad_accum_dtype", "fp32"), "float32"),
-    }
-    model_dtype, grad_dtype = (str(d).removeprefix("torch.") for d in engine.get_data_types())
-    real = {
-        "stage": int(engine.zero_optimization_stage()),
-        "micro-batch": engine.train_micro_batch_size_per_gpu(),
-        "accumulation": engine.gradient_accumulation_steps(),
-        "clipping": engine.gradient_clipping(),
-        "dtype": model_dtype,
-        "gradients": grad_dtype,
-    }
-    wrong = [key for key in wanted if wanted[key] != real[key]]
-    if wrong:
-        raise RuntimeError(f"DeepSpeed uses {[(k, real[k]) for k in wrong]}, not {[(k, wanted[k]) for k in wrong]}")
-    return ", ".join(f"{key} {value}" for key, value in real.items())
-
-
-def grow_loss_scale(engine):
-    """float16: double the loss scale after every window of good steps, between two steps, where it is safe
-    (see repair). Does nothing elsewhere."""
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    window = getattr(scaler, "scale_window", 0) // POSTPONED
-    good_steps = scaler.cur_iter - 1 - scaler.last_overflow_iter if window else 0
-    if good_steps > 0 and good_steps % window == 0:
-        scaler.cur_scale *= scaler.scale_factor
-        scaler.cur_hysteresis = scaler.delayed_shift
-
-
-def cpu_adam(config, groups, adam):
-    """The optimizer for offload: DeepSpeed's, compiled at first use; where it cannot be built, torch's, and says so."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    from runtime.cluster.ranks import print0
-
-    print0("note       offload: DeepSpeed's CPU Adam is compiled at its first use, for a minute or more; if that never "
-           "ends, an interrupted build has left a file `lock` under ~/.cache/torch_extensions: delete it")
-    try:
-        return DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
-    except Exception as error:  # the build raises whatever the compiler, the loader or CUDA's absence make of it
-        import torch
-
-        print0(f"note       torch's AdamW steps on the CPU, as DeepSpeed's cannot be built ({type(error).__name__}): "
-               "a C++ compiler and ninja mend that, and DS_SKIP_CUDA_CHECK=1 a CUDA mismatch")
-        config["zero_force_ds_cpu_optimizer"] = False
-        return torch.optim.AdamW(groups, **adam)

@@ -17,7 +17,7 @@ import torch
 from deepspeed import comm as dist  # so that its log of messages has ours
 
 from runtime.cluster.ranks import all_reduce_sum
-from runtime.engine.ds_config import offloads
+from runtime.engine.ds_config import uses_offload
 from runtime.versions import has_all
 
 # What is used of DeepSpeed's optimizer at stage 2, and the methods of it that are replaced
@@ -35,7 +35,7 @@ def shorten(engine, accumulate_locally=False):
     did. Elsewhere DeepSpeed's own stays. accumulate_locally: whether this rank has room for the sums of all; they are
     kept if all ranks have."""
     optimizer = engine.optimizer
-    if engine.zero_optimization_stage() != 2 or offloads(engine.config):
+    if engine.zero_optimization_stage() != 2 or uses_offload(engine.config):
         return False
     if not has_all(optimizer, USED + REPLACED, "gradient path") or not optimizer.postscale_gradients:
         return False

@@ -193,19 +193,3 @@ def explain_lack_of_memory(words):
     plain, sys.excepthook = sys.excepthook, hook
 
 
-def skip_at_stage_0(engine):
-    """Have DeepSpeed skip a step whose gradient is not finite also at stage 0 (float32), where it looks at none."""
-    def look(optimizer, *_):
-        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        optimizer.overflow = not torch.nn.utils.get_total_norm([p.grad for p in params]).isfinite()  # DeepSpeed asks
-        for p in params if optimizer.overflow else ():
-            p.grad = None
-
-    if engine.zero_optimization_stage() == 0:
-        engine.optimizer.register_step_pre_hook(look)
-
-
-def outlive_the_loss_scale(engine):
-    """float16: have DeepSpeed skip steps also at the least loss scale, where it would end the run with a traceback."""
-    if hasattr(getattr(engine.optimizer, "loss_scaler", None), "raise_error_at_min_scale"):
-        engine.optimizer.loss_scaler.raise_error_at_min_scale = False

@@ -115,7 +115,7 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
         if resolved:
             run.config, notes = resolved
             run.notes += notes
-            if s["skip_grad_spikes"] and (run.dtype == "float16" or not ds_config.shortens(run.config, run.dtype)):
+            if s["skip_grad_spikes"] and (run.dtype == "float16" or not ds_config.supports_fast_gradients(run.config, run.dtype)):
                 problems.append("skip_grad_spikes=True works at ZeRO-2 in bfloat16 or float32, with sums in float32 "
                                 "and without offload: leave it out otherwise")
             elif s["skip_grad_spikes"] and s["any_deepspeed"]:
@@ -391,7 +391,7 @@ def choose_batch(run, s, auto, world_size):
         run.config.update(train_micro_batch_size_per_gpu=run.batch_size, gradient_accumulation_steps=run.accumulation)
         run.notes.append(f"batch_size=auto: {run.batch_size} sequences at a time take about "
                          f"{format_bytes(planned(run.batch_size))} of {format_bytes(run.room)}")
-    possible = (ds_config.shortens(run.config, run.dtype) and not s["any_deepspeed"] and world_size > 1
+    possible = (ds_config.supports_fast_gradients(run.config, run.dtype) and not s["any_deepspeed"] and world_size > 1
                 and run.accumulation > 1)
     roomy = s["accumulate_locally"] == "auto" and planned(run.batch_size, True) <= 0.8 * run.room
     run.accumulate_locally = possible and (roomy or s["accumulate_locally"] is True)

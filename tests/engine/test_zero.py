@@ -12,7 +12,7 @@ import pytest
 from conftest import free_port, launch, long
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-from runtime.engine.ds_config import POSTPONED, grow_loss_scale
+from runtime.engine.fixes import NEVER_GROW, grow_loss_scale
 
 
 @pytest.fixture(scope="module", params=[long(1), 2], ids=["1 rank", "2 ranks"])
@@ -148,7 +148,7 @@ def test_float16_is_plain_pytorch_while_the_loss_scale_grows(report, way, scales
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_still_halves_the_gradient_when_its_loss_scale_grows(report, stage):
-    """Why ds_config.repair is there. Red means that DeepSpeed has mended it: then the repair can go. At stages 1 and 2
+    """Why fixes.repair is there. Red means that DeepSpeed has mended it: then the repair can go. At stages 1 and 2
     the norm that it tells is right, and only the gradient that it takes is not."""
     result = report[f"float16 stage {stage} unrepaired"]
     assert result["scales"] == [256, 256, 512, 512, 1024]  # it grew in the third step and the fifth
@@ -159,7 +159,7 @@ def test_deepspeed_still_halves_the_gradient_when_its_loss_scale_grows(report, s
 
 def test_growth_restores_the_patience_with_overflows():
     """As DeepSpeed's own growth: so many overflows (the hysteresis) are let pass before one halves the scale."""
-    scaler = DynamicLossScaler(256, 2 * POSTPONED, min_scale=1, delayed_shift=3, consecutive_hysteresis=False)
+    scaler = DynamicLossScaler(256, 2 * NEVER_GROW, min_scale=1, delayed_shift=3, consecutive_hysteresis=False)
     scaler.cur_hysteresis = 1  # two have been let pass
     for scale, patience in ((256, 1), (512, 3)):
         scaler.update_scale(False)

@@ -23,7 +23,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from model import GPT, Block, GPTConfig
 from runtime.cluster.ranks import all_reduce_sum, shut_down, silence_stdout
-from runtime.engine import ds_config
+from runtime.engine import ds_config, fixes, setup
 from runtime.engine.fused_adamw import step_in_one_pass
 from runtime.engine.zero2_gradients import shorten
 from runtime.kernels.block import fuse
@@ -129,7 +129,7 @@ def build(stage, dtype, zero, config, clip, repaired, compiled, fused, layers):
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), fused=True, **ADAM)
     with silence_stdout():
         engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=resolved)
-    ds_config.compare(engine, resolved, dtype)
+    setup.compare(engine, resolved, dtype)
     return engine
 
 
@@ -175,7 +175,7 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
             loss = engine(sequences[:, :-1], sequences[:, 1:])
             engine.backward(loss)
             engine.step()
-        ds_config.grow_loss_scale(engine)
+        fixes.grow_loss_scale(engine)
         norm = engine.get_global_grad_norm()
         result["norms"].append(None if norm is None else float(norm))
         result["seen"].append(float(getattr(engine.optimizer, "seen_norm", 0)))

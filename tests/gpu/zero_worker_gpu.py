@@ -25,7 +25,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from model import GPT, Block, GPTConfig
 from runtime.cluster.ranks import all_reduce_sum, shut_down, silence_stdout
-from runtime.engine import ds_config
+from runtime.engine import ds_config, fixes, setup
 from runtime.engine import fast_path as replay
 from runtime.engine.fused_adamw import step_in_one_pass
 from runtime.engine.zero2_gradients import shorten
@@ -109,7 +109,7 @@ def build(stage, dtype, blocks, zero, clip, fp16):
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), fused=True, **ADAM)
     with silence_stdout():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    ds_config.compare(engine, config, dtype)
+    setup.compare(engine, config, dtype)
     return engine, stage
 
 
@@ -129,7 +129,7 @@ def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local
         for sequences in data(step).view(world_size, ACCUMULATION, -1, CONFIG.block_size + 1)[rank]:
             micro_step(sequences[:, :-1], sequences[:, 1:])
             engine.step()
-        ds_config.grow_loss_scale(engine)
+        fixes.grow_loss_scale(engine)
         norm, applied = engine.get_global_grad_norm(), all_reduce_sum(engine.was_step_applied(), device=device)[0]
         assert applied in (0, world_size), f"{applied} of {world_size} ranks made the step"
         result["norms"] += [None if norm is None else float(norm)] if applied else []
