@@ -315,7 +315,8 @@ if rank == 0 and not eval_only:
 exit_together(problems)
 log.open_files({"lineage": stages, "memory_plan": fit.planned(run, settings, world_size)})
 health = StepHealth(engine, log.warn, run.sets, tokens["train"], seed, state.get("norms", ()))
-micro_step = replay.micro_step(engine, shortened and one_pass and not ds_config.has_per_step_timers(run.config), health.stragglers)
+graphed = shortened and one_pass and not ds_config.has_per_step_timers(run.config)
+micro_step = replay.micro_step(engine, graphed, health.stragglers)
 
 # -----------------------------------------------------------------------------
 # The parts of the loop

@@ -352,10 +352,10 @@ def test_jsons_of_the_project_resolve(path, dtype):
 
 
 def test_auto_is_resolved_in_the_keys_that_the_script_owns(tmp_path):
-    unresolved_auto_keys = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    autos = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
                            "gradient_clipping"), "auto")
-    config, notes = resolved({**unresolved_auto_keys, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, **zero()}, tmp_path)
-    assert {key: config[key] for key in unresolved_auto_keys} == {
+    config, notes = resolved({**autos, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, **zero()}, tmp_path)
+    assert {key: config[key] for key in autos} == {
         "train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3,
         "gradient_clipping": 1.0}
     assert (config["bf16"]["enabled"], config["fp16"]["enabled"], notes) == (False, False, [])

@@ -16,8 +16,8 @@ from configurator import did_you_mean
 from runtime.engine.fixes import repair
 from runtime.files import UserError
 
-ALLOWED_KEYS = ("zero_optimization", "bf16", "fp16", "data_types", "communication_data_type", "zero_force_ds_cpu_optimizer",
-        "steps_per_print", "dump_state", "wall_clock_breakdown", "comms_logger")  # fmt: skip
+ALLOWED_KEYS = ("zero_optimization", "bf16", "fp16", "data_types", "communication_data_type",
+                "zero_force_ds_cpu_optimizer", "steps_per_print", "dump_state", "wall_clock_breakdown", "comms_logger")
 # The keys of each block that a test trains with in a value that is not the default (tests/zero_worker.py)
 TESTED = {
     "zero_optimization": (
@@ -135,7 +135,8 @@ def top_level_problems(config, owned, dtype):
         elif key in USE_INSTEAD:
             problems.append(f'"{key}" does not belong here: {USE_INSTEAD[key]}')
         elif key not in ALLOWED_KEYS:
-            problems.append(f'unknown key "{key}"{did_you_mean(key, [*ALLOWED_KEYS, *owned, *USE_INSTEAD]) or ": remove it"}')
+            hint = did_you_mean(key, [*ALLOWED_KEYS, *owned, *USE_INSTEAD])
+            problems.append(f'unknown key "{key}"{hint or ": remove it"}')
         elif key in TESTED:
             problems += [] if isinstance(value, dict) else [f'"{key}" must be an object']
         elif key == "steps_per_print" and value != "auto":

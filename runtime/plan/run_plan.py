@@ -115,7 +115,8 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
         if resolved:
             run.config, notes = resolved
             run.notes += notes
-            if s["skip_grad_spikes"] and (run.dtype == "float16" or not ds_config.supports_fast_gradients(run.config, run.dtype)):
+            if s["skip_grad_spikes"] and (
+                    run.dtype == "float16" or not ds_config.supports_fast_gradients(run.config, run.dtype)):
                 problems.append("skip_grad_spikes=True works at ZeRO-2 in bfloat16 or float32, with sums in float32 "
                                 "and without offload: leave it out otherwise")
             elif s["skip_grad_spikes"] and s["any_deepspeed"]:
