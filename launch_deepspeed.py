@@ -1,27 +1,43 @@
-"""Start training from Python, for those without bash.
+"""Start training from Python: find the GPUs, start the ranks, pass signals on, and leave no process behind.
 
     python launch_deepspeed.py config/xl_shakespeare.py --num_gpus=4 --bf16 --batch_size=8 --epochs=3
     python launch_deepspeed.py config/shakespeare_char_cpu.py --num_gpus=2 --max_iters=100 --resume
+    python launch_deepspeed.py --headline                what run_deepspeed_xl.sh does once it has made .venv
 
-What is not named here goes to train_deepspeed.py as it stands: a configuration, --key=value. The ranks are started by
-runtime/launch.py, which is torchrun, as the deepspeed command leaves its ranks behind when it is stopped. SIGTERM,
-SIGUSR1, SIGHUP and Ctrl-C are passed on: the run saves and ends. A second Ctrl-C ends it at once. The exit code is the
-run's.
+All other arguments go to train_deepspeed.py unchanged: a configuration, --key=value. runtime/launch.py, which is
+torchrun, starts the ranks: the deepspeed command leaves its ranks behind when it is stopped. SIGTERM, SIGUSR1, SIGHUP
+and Ctrl-C are passed on: the run saves and ends. A second Ctrl-C ends it at once. The exit code is the run's.
 """
 
 import argparse
+import contextlib
+import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import time
 
-from configurator import settings_of_script
+import psutil
+
 from runtime.output import protect_output
 
-protect_output()
 ROOT = os.path.dirname(os.path.abspath(__file__))
 TRAIN = os.path.join(ROOT, "train_deepspeed.py")
+STOP_TIMEOUT_S = 315  # runtime/launch.py gives the ranks 300 to save and end, then kills them
+
+# Run in a process of its own, because CUDA keeps memory of each GPU that a process looks at
+LIST_GPUS = """
+import json, torch
+try:
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    why = f"torch {torch.__version__} finds no CUDA device"
+except Exception as error:  # a driver too old for this PyTorch: the devices are counted, but none can be used
+    gpus, why = [], str(error).splitlines()[0]
+print(json.dumps([[f"{gpu.name} {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus], why]))
+"""
 
 
 def fail(sentence):
@@ -29,59 +45,170 @@ def fail(sentence):
     raise SystemExit(2)
 
 
-parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                 description=__doc__, usage="%(prog)s [CONFIG.py] [options] [--key=value ...]")
-parser.error = fail
-parser.add_argument("--num_gpus", type=int, help="ranks, one a GPU; on a machine without GPUs, processes "
-                    "(default: all visible GPUs, or 1)")
-precision = parser.add_mutually_exclusive_group()
-precision.add_argument("--fp16", dest="dtype", action="store_const", const="float16", help="--dtype=float16")
-precision.add_argument("--bf16", dest="dtype", action="store_const", const="bfloat16", help="--dtype=bfloat16")
-zero = parser.add_mutually_exclusive_group()
-zero.add_argument("--config", dest="deepspeed_config", metavar="DS_JSON", help="--deepspeed_config=DS_JSON")
-zero.add_argument("--offload_optimizer", dest="deepspeed_config", action="store_const",
-                  const="config/ds/zero2_offload.json", help="--deepspeed_config=config/ds/zero2_offload.json")
-parser.add_argument("--batch_size", help="sequences in a micro-step of one GPU, or auto")
-parser.add_argument("--gradient_accumulation_steps", help="micro-steps a GPU and iteration")
-parser.add_argument("--epochs", dest="max_epochs", help="passes over the data: --max_epochs=EPOCHS")
-parser.add_argument("--learning_rate", help="the highest")
-parser.add_argument("--resume", dest="init_from", action="store_const", const="resume", help="--init_from=resume")
-named, args = parser.parse_known_args()
-
-ranks = vars(named).pop("num_gpus")
-args += [f"--{name}={value}" for name, value in vars(named).items() if value is not None]
-settings_of_script(TRAIN, args)  # refuses what the training script would, before the ranks are there
-if ranks is None:
-    import torch
-
-    ranks = torch.cuda.device_count() or 1
-if ranks < 1:
-    fail(f"--num_gpus={ranks} must be at least 1")
-
-command = [sys.executable, "-m", "runtime.launch", "--standalone", f"--nproc_per_node={ranks}", TRAIN, *args]
-print(shlex.join(command), flush=True)
-threads = str(max(1, (os.cpu_count() or 1) // ranks))  # torchrun's own 1 starves an optimizer that is on the CPU
-env = {"OMP_NUM_THREADS": threads, **os.environ,
-       "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))}
-job, told = None, []
+def parse_arguments():
+    """-> (--headline, --num_gpus, the arguments of train_deepspeed.py)"""
+    parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     description=__doc__, usage="%(prog)s [CONFIG.py] [options] [--key=value ...]")
+    parser.error = fail
+    parser.add_argument("--headline", action="store_true", help="data, checks, training and a sample of GPT-2 XL on "
+                        "Shakespeare, or without a GPU of a small demonstration; other arguments change its settings")
+    parser.add_argument("--num_gpus", type=int, help="ranks, one a GPU; on a machine without GPUs, processes "
+                        "(default: all visible GPUs, or 1)")
+    precision = parser.add_mutually_exclusive_group()
+    precision.add_argument("--fp16", dest="dtype", action="store_const", const="float16", help="--dtype=float16")
+    precision.add_argument("--bf16", dest="dtype", action="store_const", const="bfloat16", help="--dtype=bfloat16")
+    zero = parser.add_mutually_exclusive_group()
+    zero.add_argument("--config", dest="deepspeed_config", metavar="DS_JSON", help="--deepspeed_config=DS_JSON")
+    zero.add_argument("--offload_optimizer", dest="deepspeed_config", action="store_const",
+                      const="config/ds/zero2_offload.json", help="--deepspeed_config=config/ds/zero2_offload.json")
+    parser.add_argument("--batch_size", help="sequences in a micro-step of one GPU, or auto")
+    parser.add_argument("--gradient_accumulation_steps", help="micro-steps per GPU and iteration")
+    parser.add_argument("--epochs", dest="max_epochs", help="times through the data: --max_epochs=EPOCHS")
+    parser.add_argument("--learning_rate", help="the highest")
+    parser.add_argument("--resume", dest="init_from", action="store_const", const="resume", help="--init_from=resume")
+    named, args = parser.parse_known_args()
+    headline, ranks = vars(named).pop("headline"), vars(named).pop("num_gpus")
+    args += [f"--{name}={value}" for name, value in vars(named).items() if value is not None]
+    if ranks is not None and ranks < 1:
+        fail(f"--num_gpus={ranks} must be at least 1")
+    return headline, ranks, args
 
 
-def pass_on(number, _):
-    told.append(number)
-    if told[1:] and number == signal.SIGINT:
-        import psutil
+class Commands:
+    """Run commands one after another. A signal ends the one that runs, and then this program."""
 
-        for process in [*psutil.Process(job.pid).children(recursive=True), job]:
-            process.kill()
-    elif job and not told[1:]:  # one is enough: at a second one torchrun would leave its ranks
-        job.send_signal(number)
+    def __init__(self):
+        self.process = self.stopped_by = None  # the command that runs; the first signal
+        # XL_RUN marks every process that we start, and those that they start. torchrun puts each rank in a session of
+        # its own, and a killed torchrun leaves its ranks to init, so neither process group nor parent finds them.
+        python_path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+        self.env = os.environ | {"XL_RUN": f"{os.getpid()}.{time.time_ns()}", "PYTHONPATH": python_path}
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
+                signal.signal(number, self.on_signal)
+        signal.signal(signal.SIGALRM, lambda *_: self.signal_all(signal.SIGKILL))
+
+    def run(self, *arguments, stdout=None, check=True, **env):
+        """Run Python with these arguments; -> (exit code, what it printed into a pipe). check: end where it fails."""
+        # A session of its own, so that the terminal's Ctrl-C comes through us alone, once
+        self.process = subprocess.Popen([sys.executable, *arguments], env=self.env | env, text=True, stdout=stdout,
+                                        stdin=subprocess.DEVNULL, start_new_session=True)
+        if self.stopped_by:  # just before
+            self.pass_on()
+        printed = self.process.communicate()[0]
+        code = self.process.returncode if self.process.returncode >= 0 else 128 - self.process.returncode
+        if self.stopped_by:  # 1 is any failure and 128 and up a signal's; 2 says that it could not save
+            raise SystemExit(code if 1 < code < 128 else 128 + self.stopped_by)
+        if code and check:
+            raise SystemExit(code)
+        return code, printed
+
+    def on_signal(self, number, _):
+        """Pass on the first signal alone: at a second one torchrun would leave its ranks."""
+        if not self.stopped_by:
+            self.stopped_by = number
+            signal.alarm(STOP_TIMEOUT_S)
+            print("Stopping: the processes finish their step, save and end (Ctrl-C: at once)", file=sys.stderr)
+            self.pass_on()
+        elif number == signal.SIGINT:
+            self.signal_all(signal.SIGKILL)
+
+    def pass_on(self):
+        if self.process:  # a Ctrl-C that only the ranks expect would make others print a traceback
+            self.process.send_signal(self.stopped_by if "runtime.launch" in self.process.args else signal.SIGTERM)
+
+    def signal_all(self, number):
+        """Send a signal to all processes with our mark; -> how many there are."""
+        count = 0
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # another user's, or it has ended
+                if process.environ().get("XL_RUN") == self.env["XL_RUN"]:
+                    process.send_signal(number)
+                    count += 1
+        return count
+
+    def end_stragglers(self):
+        """SIGTERM to what still runs, and after 5 s SIGKILL."""
+        for attempt in range(100):
+            if not self.signal_all(signal.SIGTERM if attempt < 50 else signal.SIGKILL):
+                return
+            time.sleep(0.1)
+
+    def list_gpus(self):
+        """-> a description of each visible GPU"""
+        if os.environ.get("DS_ACCELERATOR") == "cpu":
+            self.env["CUDA_VISIBLE_DEVICES"] = ""
+        code, printed = self.run("-W", "ignore", "-c", LIST_GPUS, stdout=subprocess.PIPE, check=False)
+        if code:
+            fail(f"{sys.executable} cannot import PyTorch: see above; reinstall it (rm -rf .venv for ours)")
+        gpus, why = json.loads(printed)
+        if not gpus and self.env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and shutil.which("nvidia-smi"):
+            if subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout.startswith(b"GPU "):
+                fail(f"nvidia-smi lists GPUs, but {why}: update the driver or install a PyTorch built for it, check "
+                     "CUDA_VISIBLE_DEVICES, or run on CPU with DS_ACCELERATOR=cpu")
+        return gpus
+
+    def read_settings(self, args):
+        """The settings that train_deepspeed.py makes of these arguments. It refuses wrong ones, with exit code 2."""
+        return json.loads(self.run(TRAIN, *args, "--print_settings", stdout=subprocess.PIPE)[1].splitlines()[-1])
+
+    def train(self, ranks, args):
+        command = ["-m", "runtime.launch", "--standalone", f"--nproc_per_node={ranks}", TRAIN, *args]
+        print(shlex.join([sys.executable, *command]))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        # torchrun's own 1 starves an optimizer that is on the CPU
+        self.env.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+        self.run(*command)
 
 
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-    if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
-        signal.signal(number, pass_on)
-job = subprocess.Popen(command, env=env, start_new_session=True)  # the terminal's Ctrl-C comes through us alone, once
-if told:
-    job.send_signal(told[0])
-code = job.wait()
-raise SystemExit(130 if signal.SIGINT in told[1:] else code if code >= 0 else 128 - code)
+def run_headline(commands, ranks, args):
+    """Data, checks, training and a sample, for GPT-2 XL or without a GPU for the demonstration."""
+    gpus = commands.list_gpus()
+    if gpus:
+        ranks, ours = ranks or len(gpus), ["config/xl_shakespeare.py"]
+        print(f"GPUs: {len(gpus)} ({', '.join(gpus)})")
+    else:
+        ranks, ours = ranks or 2, ["config/shakespeare_char_cpu.py", "--out_dir=out-demo"]
+        print(f"No CUDA GPU: a small demonstration on CPU instead of GPT-2 XL, with {ranks} processes, in out-demo")
+        commands.env["DS_ACCELERATOR"] = "cpu"
+    settings = commands.read_settings([*ours, *args])  # later ones win
+    # out-demo is the demonstration's own. A folder that the user names is never overwritten without their word.
+    keeps = settings["init_from"] == "resume" or settings["eval_only"] or settings["dry_run"]
+    if not gpus and settings["out_dir"] == "out-demo" and not keeps:
+        print("out-demo is made anew")
+        ours.append("--overwrite=True")
+    data = f"data/{settings['dataset']}"
+    if (os.sep not in str(settings["dataset"]) and os.path.isfile(f"{data}/prepare.py")
+            and not all(os.path.isfile(f"{data}/{name}") for name in ("train.bin", "val.bin", "meta.json"))):
+        print(f"Preparing {data}")
+        commands.run(f"{data}/prepare.py")
+    commands.run(TRAIN, *ours, *args, "--dry_run=True", WORLD_SIZE=str(ranks))
+    if settings["dry_run"]:
+        return
+    commands.train(ranks, [*ours, *args])
+    if settings["keep_last"] and not settings["eval_only"]:
+        sample = "sample.py", f"--out_dir={settings['out_dir']}", "--num_samples=1", "--max_new_tokens=200"
+        code, _ = commands.run(*sample, check=False)
+        if code:
+            print(f"launch_deepspeed.py: the training succeeded, but sampling failed (exit code {code})",
+                  file=sys.stderr)
+
+
+def main():
+    protect_output()
+    sys.stdout.reconfigure(line_buffering=True)  # our lines come before those of the commands
+    headline, ranks, args = parse_arguments()
+    commands = Commands()
+    try:
+        if headline:
+            os.chdir(ROOT)
+            run_headline(commands, ranks, args)
+        else:
+            commands.read_settings(args)
+            commands.train(ranks or len(commands.list_gpus()) or 1, args)
+    finally:
+        commands.end_stragglers()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,17 @@
 # Sets PYTHON to an interpreter that has the packages of requirements.txt. To be sourced from the project's root.
 #
 # A PYTHON that the user set is taken as it is, after a quick look at what it holds. Otherwise it is .venv's, which
-# is made, mended or reused. Needs no compiler, nvcc or CUDA_HOME: DS_BUILD_OPS=0 keeps DeepSpeed from building.
+# is made, repaired or reused. Needs no compiler, nvcc or CUDA_HOME: DS_BUILD_OPS=0 keeps DeepSpeed from building.
 
 venv_fail() { echo "set-up: $1" >&2 || true; exit 2; }
+
+# A signal ends the set-up with all its processes. bash holds traps back while a foreground command runs, so what takes
+# long runs in the background, in a process group of its own.
+venv_group=''
+venv_stop() { kill -TERM -- ${venv_group:+"-$venv_group"} 2>/dev/null || true; wait; exit "$1"; }
+for venv_signal in INT:130 TERM:143 HUP:129 USR1:138; do
+    trap "venv_stop ${venv_signal#*:}" "${venv_signal%:*}"
+done
 
 # find_spec, because importing torch and deepspeed takes many seconds. Old Pythons must be able to read this. Takes the
 # arguments of the script that sources this, among which --any_deepspeed=True may be.
@@ -14,9 +22,9 @@ if sys.version_info < (3, 11):
     sys.exit("is Python %d.%d: set it to 3.11 or newer" % sys.version_info[:2])
 from importlib.util import find_spec
 needed = "torch", "deepspeed", "numpy", "tiktoken", "transformers", "safetensors"
-lacking = [name for name in needed if not find_spec(name)]
-if lacking:
-    sys.exit("lacks %s: run %r -m pip install -r requirements.txt" % (", ".join(lacking), sys.executable))
+missing = [name for name in needed if not find_spec(name)]
+if missing:
+    sys.exit("has no %s: run %r -m pip install -r requirements.txt" % (", ".join(missing), sys.executable))
 import os, re
 from importlib.metadata import version
 found = version("deepspeed").split("+")[0]
@@ -50,12 +58,11 @@ venv_is_ready() { [[ -f .venv/ready && $(<.venv/ready) == "$(venv_stamp)" ]]; }
 # processes is gone, however they end. File systems without locks (some Lustre) go without.
 venv_lock() {
     "$1" -c '
-import fcntl, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)
+import fcntl, sys
 try:
     fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
 except BlockingIOError:
-    print("set-up: another set-up is at work here; waiting for it", file=sys.stderr)
+    print("set-up: another set-up is running here; waiting for it", file=sys.stderr)
     fcntl.flock(9, fcntl.LOCK_EX)
 except OSError:
     pass'
@@ -82,7 +89,7 @@ venv_install() {
             *"No space left"*) venv_fail "the disk is full: free 10 GB here and in ${TMPDIR:-/tmp}, then run again" ;;
             *"No matching distribution"* | *"Could not fetch"* | *[Cc]onnection*) venv_fail "pip found no package index\
  with these versions: set PIP_INDEX_URL to a mirror that you reach, then run again" ;;
-            *) venv_fail "pip failed (all it said: $log): mend that and run again, or start anew with rm -rf .venv" ;;
+            *) venv_fail "pip failed (all it said: $log): fix that and run again, or start anew with rm -rf .venv" ;;
         esac
     fi
     venv_stamp >.venv/ready || venv_fail "cannot write .venv/ready: is the disk full (df -h .)?"
@@ -96,7 +103,12 @@ if [[ -n ${PYTHON-} ]]; then
 else
     if ! venv_is_ready; then
         [[ -w . ]] || venv_fail "cannot write to $PWD: make it writable, or set PYTHON"
-        (venv_install) 9>>.venv.lock || exit 2
+        set -m
+        (venv_install) 9>>.venv.lock </dev/null &
+        venv_group=$!
+        set +m
+        wait "$venv_group" || exit 2
     fi
     PYTHON=$PWD/.venv/bin/python
 fi
+trap - INT TERM HUP USR1

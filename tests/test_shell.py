@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 
 import psutil
 import pytest
-from conftest import CHARS, ROOT, SMALL
+from conftest import CHARS, ROOT, SMALL, wait_until
 
 from runtime.checkpoint.tags import find_tag
 
@@ -92,6 +93,31 @@ def test_sigterm_in_the_middle_leaves_no_process(start, tmp_path):
         assert time.time() - told < 60 and naming(str(tmp_path)) == []
     assert job.returncode == 143 and "Stopping: " in stderr, stderr
     assert find_tag(tmp_path / "out")[1]["iter_num"] >= 100  # saved on the way out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_set_up_and_all_that_it_started(tmp_path, number):
+    """With a Python that takes for ever to make .venv. The signal goes to the script alone."""
+    shutil.copytree(ROOT / "runtime", tmp_path / "runtime", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("run_deepspeed_xl.sh", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "python3").write_text(f"""#!/bin/bash
+[[ $* == *"-m venv"* ]] || exec {sys.executable} "$@"
+touch {tmp_path}/started
+bash -c 'sleep 1000; exit' {tmp_path}
+""")
+    (tmp_path / "python3").chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHON"}
+    job = subprocess.Popen([tmp_path / "run_deepspeed_xl.sh"], env={**env, "PATH": f"{tmp_path}:{env['PATH']}"},
+                           text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        assert wait_until((tmp_path / "started").exists)
+        job.send_signal(number)
+        _, stderr = job.communicate(timeout=10)
+        assert (job.returncode, stderr) == (128 + number, "") and naming(str(tmp_path)) == []
+    finally:
+        for process in naming(str(tmp_path)):
+            process.kill()
 
 
 def test_the_gpu_suite_needs_a_gpu(tmp_path):
