@@ -16,7 +16,7 @@ from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from engine.zero_worker import WAYS
-from monitor.test_profiling import MEASURED
+from monitor.test_profiler import MEASURED
 
 from configurator import configure
 from runtime.engine.ds_config import ALLOWED_KEYS, DTYPE_BLOCK, TESTED, ConfigError, resolve, uses_offload
@@ -481,7 +481,7 @@ def leaves(node, path=""):
 def trained_with():
     """Return the dotted names that tests train with in a value other than DeepSpeed's default.
 
-    Read from what they run: the ways of zero_worker.py, and the JSONs of conftest.py and test_profiling.py.
+    Read from what they run: the ways of zero_worker.py, and the JSONs of conftest.py and test_profiler.py.
     """
     found = leaves(MEASURED)
     for path in STAGES.values():
