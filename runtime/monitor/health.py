@@ -126,35 +126,34 @@ class StragglerDetector:
 
     def __init__(self, device, world_size):
         self.cuda = torch.device(device).type == "cuda"
-        self.events, self.reported = [], None
+        self.timed, self.reported = None, None  # the start and end of the work; the last straggler
         self.history = [deque(maxlen=STRAGGLER_WINDOW) for _ in range(world_size)]
 
     @contextlib.contextmanager
     def time_local_work(self, local=True):
-        """A context around such a piece of work; it times only the first one after each check."""
-        timed = local and not self.events and not (self.cuda and torch.cuda.is_current_stream_capturing())
-        if timed:
-            self.record_event()
+        """A context around such a piece of work; it times only the first one after each call of seconds()."""
+        if not local or self.timed or (self.cuda and torch.cuda.is_current_stream_capturing()):
+            yield
+            return
+        start = self.now()
         yield
-        if timed:
-            self.record_event()
+        self.timed = start, self.now()
 
-    def record_event(self):
-        if self.cuda:
-            self.events.append(torch.cuda.Event(enable_timing=True))
-            self.events[-1].record()
-        else:
-            self.events.append(time.perf_counter())
+    def now(self):
+        """The time, or a CUDA event that the GPU stamps with it."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def seconds(self):
         """The seconds that the timed work took; 0 where there was none."""
-        events, self.events = self.events, []
-        if not events:
-            return 0.0
-        if not self.cuda:
-            return events[1] - events[0]
-        events[1].synchronize()
-        return events[0].elapsed_time(events[1]) / 1000
+        (start, end), self.timed = self.timed or (0.0, 0.0), None
+        if isinstance(end, float):
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
 
     def check(self, per_rank, step_seconds):
         """Return a sentence that names a straggler, once until it keeps up again, or None. per_rank: [(seconds of local

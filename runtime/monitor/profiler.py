@@ -28,27 +28,21 @@ def count_flops(model):
 
 
 class Profiler:
-    """Writes into out_dir/profile: flops.txt, and of `iters` iterations after the first `start` a trace of each rank
-    and operations.txt, the operations that take longest.
+    """Writes into out_dir/profile: of `iters` iterations after the first `start`, a trace of each rank and
+    operations.txt, the operations that take longest; and flops.txt.
 
     Make it before the model is compiled, call start() before the first iteration and step() after each.
     """
 
     def __init__(self, model, out_dir, start, iters):
-        self.flops = count_flops(model) if RANK == 0 else None
-        self.sort_by = "self_cuda_time_total" if model.lm_head.weight.is_cuda else "self_cpu_time_total"
         self.folder, self.iters, self.left = Path(out_dir, "profile"), iters, start + iters
+        self.flops = count_flops(model) if RANK == 0 else ("", "")
+        print0(self.flops[0])
+        self.sort_by = "self_cuda_time_total" if model.lm_head.weight.is_cuda else "self_cpu_time_total"
         self.profiler = torch.profiler.profile(
-            acc_events=True, on_trace_ready=self.write_trace,
+            acc_events=True, on_trace_ready=self.write,
             schedule=torch.profiler.schedule(skip_first=start - 1, wait=0, warmup=1, active=iters, repeat=1))
-
-    def start(self):
-        """Print and write the FLOPs, and wait for the iterations to trace."""
-        if RANK == 0:
-            print0(self.flops[0])
-            with self.writing():
-                (self.folder / "flops.txt").write_text("\n".join(self.flops), encoding="utf-8")
-        self.profiler.start()
+        self.start = self.profiler.start
 
     def step(self):
         """End an iteration. Returns whether it was the last one of the trace, which is then written."""
@@ -64,20 +58,16 @@ class Profiler:
             self.profiler.on_trace_ready = None  # else stop() writes what there is
         self.profiler.stop()
 
-    def write_trace(self, profiler):
-        with self.writing():
-            profiler.export_chrome_trace(str(self.folder / f"trace_rank{RANK}.json.gz"))
-            if RANK == 0:
-                table = profiler.key_averages().table(sort_by=self.sort_by, row_limit=40)
-                (self.folder / "operations.txt").write_text(table, encoding="utf-8")
-                print0(f"traced {self.iters} iterations: {self.folder}/operations.txt, and trace_rank*.json.gz for "
-                       "https://ui.perfetto.dev")
-
-    @contextlib.contextmanager
-    def writing(self):
-        """A context with the folder made; what cannot be written there is reported, and stops nothing."""
+    def write(self, profiler):
+        """Write all files. What cannot be written is reported, and stops nothing."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            yield
+            profiler.export_chrome_trace(str(self.folder / f"trace_rank{RANK}.json.gz"))
+            if RANK == 0:
+                operations = profiler.key_averages().table(sort_by=self.sort_by, row_limit=40)
+                for name, text in ("operations.txt", operations), ("flops.txt", "\n".join(self.flops)):
+                    (self.folder / name).write_text(text, encoding="utf-8")
+                print0(f"traced {self.iters} iterations: {self.folder}/operations.txt, and trace_rank*.json.gz for "
+                       "https://ui.perfetto.dev")
         except (OSError, RuntimeError) as error:  # the latter is PyTorch's
-            print(f"{self.folder} could not be written: {error}", flush=True)
+            print(f"rank {RANK}'s trace could not be written: {error}", flush=True)

@@ -20,12 +20,6 @@ from runtime.monitor.history import append_history, trim_history
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 MAX_DIFF_CHARS = 200_000  # of the uncommitted changes, in settings.json
-LOGGER_KEYS = {  # a record's key: what wandb and TensorBoard call it
-    "loss": "train/loss", "lr": "train/lr", "iter": "train/iter", "grad_norm": "train/grad_norm",
-    "ms": "train/ms", "tokens_per_s": "train/tokens_per_s", "mfu": "train/mfu", "loss_scale": "train/loss_scale",
-    "memory": "gpu/memory_allocated", "train_loss": "eval/train_loss", "val_loss": "eval/val_loss",
-    "perplexity": "eval/perplexity",
-}  # fmt: skip
 
 
 class RunLog:
@@ -59,9 +53,8 @@ class RunLog:
         exit_together(problems)
 
     def start_loggers(self):
-        """Start those that the settings ask for. Returns a sentence on each that fails; a run that resumes continues
-        without it: training is worth more."""
-        problems = []
+        """Start those that the settings ask for. Returns [a sentence] on the first that fails; a run that resumes
+        continues without it: training is worth more."""
         for logger in (WandbLogger, TensorBoardLogger):
             if not self.settings[logger.setting] or (self.settings["eval_only"] and logger is TensorBoardLogger):
                 continue
@@ -70,12 +63,13 @@ class RunLog:
             except Exception as error:  # not installed, not logged in, no network: each has an exception of its own
                 fix = f"python -m pip install {logger.name.lower()}" if isinstance(error, ImportError) else logger.fix
                 why = " ".join(str(error).split()) or type(error).__name__
-                problems.append(f"{logger.name} does not start ({why}): {fix}, or --{logger.setting}=False")
+                problem = f"{logger.name} does not start ({why}): {fix}, or --{logger.setting}=False"
+                if not self.resumes:
+                    return [problem]
+                print0(f"{problem}; the run continues without it")
         if "wandb" in self.loggers:
             self.wandb_id = self.loggers["wandb"].run.id
-        while self.resumes and problems:
-            print0(f"{problems.pop(0)}; the run continues without it")
-        return problems
+        return []
 
     def evaluation(self, iter_num, losses, sequences_seen):
         """Print and record an evaluation; returns the validation loss, of a mixture by its shares. losses: {"train" and
@@ -226,7 +220,8 @@ class TensorBoardLogger:
 
 def logger_values(record):
     """The numbers of a record by the names that wandb and TensorBoard show."""
-    values = {LOGGER_KEYS[key]: value for key, value in record.items() if key in LOGGER_KEYS and value is not None}
+    group, names = "eval" if "val_loss" in record else "train", {"iter": "train/iter", "memory": "gpu/memory_allocated"}
+    values = {names.get(k, f"{group}/{k}"): value for k, value in record.items() if isinstance(value, int | float)}
     return values | {f"eval/val_loss/{name}": one["val_loss"] for name, one in record.get("datasets", {}).items()}
 
 
