@@ -335,12 +335,13 @@ def disk(run):
 def bytes_of_tag(run):
     """Bytes of a tag of a run: as many as the tag that it goes on from has, else by its model's shape."""
     from runtime.checkpoint.saver import tag_bytes
-    from runtime.checkpoint.tags import newest_first
+    from runtime.checkpoint.tags import TagStore
     from runtime.plan.run_plan import first_readable
 
-    there = newest_first(run["out_dir"]) if run["init_from"] in ("resume", "auto") else []
+    store = TagStore(run["out_dir"])
+    there = store.newest_first() if run["init_from"] in ("resume", "auto") else []
     if there:
-        _, manifest = first_readable(run["out_dir"], [run["resume_tag"], *there])
+        _, manifest = first_readable(store, [run["resume_tag"], *there])
         return sum(entry["bytes"] for entry in manifest["files"].values())
     return tag_bytes(parameters(run), "bfloat16", 2)
 
@@ -351,12 +352,12 @@ def parameters(run):
     import torch
 
     from model import GPT, GPTConfig
-    from runtime.checkpoint.tags import earlier_run, find_tag
+    from runtime.checkpoint.tags import TagStore, parse_run_path
     from runtime.weights import PRETRAINED
 
-    stage = earlier_run(run["init_from"])
+    stage = parse_run_path(run["init_from"])
     if stage:
-        config = GPTConfig(**find_tag(*stage)[1]["state"]["model"])
+        config = GPTConfig(**TagStore(stage[0]).find(stage[1]).manifest["state"]["model"])
     elif os.path.exists(run["init_from"]):
         config = GPTConfig.from_weights(run["init_from"])
     else:

@@ -28,7 +28,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 
 from model import GPT, GPTConfig
-from runtime.checkpoint.tags import find_tag, load_model
+from runtime.checkpoint.shards import load_model
+from runtime.checkpoint.tags import TagStore
 from runtime.cluster.ranks import exit_with_error
 from runtime.data.dataset import DatasetError, folders_of, read_meta, same_tokens, tokens_of
 from runtime.data.tokenizer import end_of_text, tokenizer_of
@@ -63,7 +64,7 @@ def real_tokens(dataset, data, n):
 
 
 try:
-    tag, manifest = find_tag(out_dir, tag)
+    tag, manifest = TagStore(out_dir).find(tag)
     state = manifest["state"]
     kind, vocab_size = state["data"]["tokenizer"], state["data"]["vocab_size"]
     encode, decode = tokenizer_of(kind)

@@ -122,12 +122,10 @@ import torch
 
 from model import GPT, Block
 from runtime import lora
-from runtime.checkpoint import tags as checkpoint
-from runtime.checkpoint.saver import Saver
+from runtime.checkpoint import Saver, TagStore, load_into_engine, load_model, newest_intact
 from runtime.cluster.machines import compare_machines
 from runtime.cluster.ranks import (
     all_reduce_sum,
-    broadcast_from_rank0,
     exit_together,
     exit_with_error,
     print0,
@@ -152,7 +150,6 @@ from runtime.monitor.runlog import RunLog
 from runtime.plan import fit
 from runtime.plan.run_plan import check_run, describe_run
 from runtime.sample import samples
-from runtime.versions import recorded_versions, version_note
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 rank, local_rank, world_size, local_world_size = ranks_from_environment(dry_run)
@@ -200,30 +197,10 @@ require_same_on_all_ranks(
     f"--dtype={run.dtype} --compile={run.compile} --accumulate_locally={run.accumulate_locally}")
 
 # -----------------------------------------------------------------------------
-# The output folder: ours alone from here on, and the tag to go on from
+# The output folder, which no other run may write to from here on, and the tag to resume from
 
-problems, tags = [], []
-if rank == 0:
-    try:
-        held, problems = (None, []) if eval_only else checkpoint.take(out_dir)  # held until this process ends
-        # Again, as the run that held the folder until now may have saved since, which other machines may see later
-        tags = checkpoint.newest_first(out_dir)
-    except checkpoint.UnreadableError as error:
-        problems.append(str(error))
-exit_together(problems)
-tags = broadcast_from_rank0(tags)
-if run.tags and resume_tag == "latest":
-    run.tags = tags or run.tags
-elif tags and not run.tags and not overwrite and not eval_only:
-    exit_together([f"{out_dir} has come to hold a run ({tags[0]}): start again, with --init_from=resume or auto"])
-passed_over, began = {}, time.time()
-if run.tags:
-    run.tag, manifest, passed_over = checkpoint.first_whole(out_dir, run.tags, run.fits, resume_weights_only)
-    exit_together([] if run.tag else [problem for why in passed_over.values() for problem in why])
-    for tag, why in passed_over.items():
-        print0(f"passing over {out_dir}/{tag}: {why[0]}")
-    print0(f"going on from {out_dir}/{run.tag}, iteration {manifest['iter_num']}; its files were checked in "
-           f"{time.time() - began:.1f} s")
+store = TagStore(out_dir, read_only=eval_only)  # locked until this process ends
+tag = newest_intact(store, run, resume_tag, resume_weights_only, overwrite)
 
 # -----------------------------------------------------------------------------
 # Data: memory-mapped tokens, the same on every rank
@@ -244,7 +221,7 @@ else:
     problems = []
     try:
         if run.before:
-            model = checkpoint.load_model(*run.before, dropout=dropout)[0].to(device).train()
+            model = load_model(*run.before, dropout=dropout)[0].to(device).train()
         else:
             model = GPT.from_pretrained(run.weights, dropout=dropout, device=device, dtype=getattr(torch, run.dtype))
         model.crop_block_size(block_size)
@@ -283,20 +260,12 @@ exit_together(["skip_grad_spikes=True needs what this DeepSpeed lacks: leave it 
 one_pass = own_kernels and not any_deepspeed and (shortened or stage == 3) and step_in_one_pass(engine)
 print0(f"DeepSpeed uses {setup.compare(engine, run.config, run.dtype)}")
 
-facts = {"world_size": world_size, "stage": stage, "dtype": run.dtype,
-         "versions": recorded_versions()}  # of a tag, in its manifest
-state, iter_num, best_val_loss, stale = {}, 0, math.inf, 0  # stale: evaluations since the best
-if run.tag:
-    state, began = manifest["state"], time.time()
-    if note := version_note(manifest.get("versions", {})):
-        print0(note)
-    checkpoint.load(engine, out_dir, run.tag, manifest, facts, resume_weights_only)
-    torch.distributed.barrier()
-    print0(f"loaded in {time.time() - began:.1f} s")
-    iter_num, best_val_loss, stale = state["iter_num"], state["best_val_loss"], state.get("stale", 0)
+state = load_into_engine(engine, store, tag, resume_weights_only) if tag else {}
+iter_num, best_val_loss = state.get("iter_num", 0), state.get("best_val_loss", math.inf)
+evals_since_best = state.get("evals_since_best", 0)
 base = None if run.before else run.init_from  # what PEFT is to put the thin matrices beside
-lora_state = run.lora and {**run.lora, "base": state["lora"]["base"] if run.tag else base}
-stages = state.get("stages", []) if run.tag else run.stages  # the earlier ones
+lora_state = run.lora and {**run.lora, "base": state["lora"]["base"] if tag else base}
+lineage = state["lineage"] if tag else run.lineage  # the runs before this one
 fixes.keep_going_at_min_loss_scale(engine)
 fixes.skip_nonfinite_at_stage_0(engine)
 
@@ -304,17 +273,7 @@ log = RunLog(settings, state, device, run.sets, sequences * block_size, fit.tens
 if rank == 0 and not eval_only:  # the output folder, now that nothing else can be refused any more
     problems = list(filter(None, [shutdown.watch_stop_file(os.path.join(out_dir, "STOP"))]))
 exit_together(problems)
-if rank == 0 and not eval_only:
-    try:
-        checkpoint.make_ready(out_dir, iter_num if run.tag else -1, passed_over, overwrite)
-    except checkpoint.UnreadableError as error:
-        problems = [str(error)]
-    except OSError as error:
-        problems = [f"{error.filename or out_dir} cannot be written ({error.strerror}): fix that, or choose another "
-                    "--out_dir=DIR"]
-exit_together(problems)
-log.open_files({"lineage": stages, "memory_plan": fit.planned(run, settings, world_size)})
-health = StepHealth(engine, log.warn, run.sets, tokens["train"], seed, state.get("norms", ()))
+health = StepHealth(engine, log.warn, run.sets, tokens["train"], seed, state.get("grad_norms", ()))
 graphed = shortened and one_pass and not ds_config.has_per_step_timers(run.config)
 micro_step = replay.micro_step(engine, graphed, health.stragglers)
 
@@ -383,36 +342,21 @@ def write_sample():
 
 def finished():
     """Whether all iterations are made, or patience has run out."""
-    return iter_num >= max_iters or (patience is not None and stale >= patience)
+    return iter_num >= max_iters or (patience is not None and evals_since_best >= patience)
 
 
-def names_of(improved):
-    """The names that this iteration's tag bears beside its own."""
+def aliases(improved):
+    """The names that this iteration's tag also gets."""
     return ["best"] * bool(improved) + ["final"] * finished()
 
 
 def save(improved):
-    """Begin to save this iteration's tag; best follows the validation loss."""
-    if not keep_last:
-        return
-    tag = f"iter_{iter_num}"
-    print0(f"saving checkpoint to {out_dir}/{tag}")
-    state = {"iter_num": iter_num, "best_val_loss": best_val_loss, "stale": stale, "improved": improved,
-             "wandb_id": log.wandb_id, "settings": settings, "model": vars(run.model), "lora": lora_state,
-             "stages": stages, "norms": list(health.spikes.history), "seen": sequences_seen(),
-             "data": {k: run.meta[k] for k in ("tokenizer", "vocab_size")}}
-    saver.save(tag, {"iter_num": iter_num, **facts}, state, names_of(improved))
-
-
-def look_at_saves():
-    """Wait for the save in flight and tell if it has failed; ends the run if it is to stop then."""
-    saver.wait()
-    problem, saver.problem = saver.problem, None
-    if problem:
-        print0(f"{problem}; tags saved before stand")
-        if on_save_error == "stop" or not saver.committed and (finished() or exit_code is not None):
-            shut_down(2)
-            exit_with_error("stopped without it: make room and start again with --init_from=auto")
+    """Start to save this iteration's tag; best follows the validation loss."""
+    saver.save(f"iter_{iter_num}", aliases(improved), {
+        "iter_num": iter_num, "best_val_loss": best_val_loss, "evals_since_best": evals_since_best,
+        "improved": improved, "wandb_id": log.wandb_id, "settings": settings, "model": vars(run.model),
+        "lora": lora_state, "lineage": lineage, "grad_norms": list(health.spikes.history), "seen": sequences_seen(),
+        "data": {k: run.meta[k] for k in ("tokenizer", "vocab_size")}})
 
 
 def step(batches):
@@ -434,19 +378,14 @@ def step(batches):
 # -----------------------------------------------------------------------------
 # The loop
 
-if rank == 0 and run.tag and run.tag.startswith("iter_") and not eval_only:
-    try:
-        for name in names_of(state.get("improved")):  # a run that was killed right after a save has not come to it
-            checkpoint.link(out_dir, run.tag, name)
-    except OSError as error:  # the tag itself is whole
-        print0(f"{name} could not be linked to {run.tag} ({error.strerror}); the run continues without: make room")
+store.clean(tag, overwrite, aliases(state.get("improved")))
+log.open_files({"lineage": lineage, "memory_plan": fit.planned(run, settings, world_size)})
 first_iter = iter_num
-saver = Saver(engine, out_dir, keep_last, run.tag_bytes, beside=async_save,
-              ahead=run.device == "cuda" and keep_last and not eval_only and not ds_config.uses_offload(run.config))
+saver = Saver(engine, store, keep_last, run.tag_bytes, async_save, stop_on_error=on_save_error == "stop")
 if iter_num == 0 or eval_only:
     evaluate()
 elif iter_num >= max_iters:
-    print0(f"{out_dir}/{run.tag} has made {iter_num} iterations already: go on with a larger --max_iters")
+    print0(f"{store.path(tag.name)} has made {iter_num} iterations already: resume with a larger --max_iters")
 batches = train_batches(sources, iter_num, rank, world_size, settings, run.meta["vocab_size"], device)
 engine.train()
 exit_code = None
@@ -464,7 +403,8 @@ while not finished() and not eval_only and exit_code is None:
     if iter_num % eval_interval == 0 or iter_num == max_iters:
         val_loss = evaluate()
         improved = val_loss < best_val_loss
-        best_val_loss, stale = min(best_val_loss, val_loss), 0 if improved else stale + 1  # in this order a NaN is none
+        best_val_loss = min(best_val_loss, val_loss)  # in this order a NaN is no best
+        evals_since_best = 0 if improved else evals_since_best + 1
         if improved or always_save_checkpoint or finished():
             save(improved) if math.isfinite(val_loss) else log.not_saved()
             saved = True
@@ -472,11 +412,11 @@ while not finished() and not eval_only and exit_code is None:
         write_sample()
     log.exclude_pauses(iter_num, traced=profiler and profiler.step())
 
-    exit_code, failed = shutdown.agree(saver.problem)  # all ranks take the same way
+    exit_code, save_failed = shutdown.agree(saver.failed)  # all ranks take the same way
     if health.skipped_in_a_row > max_skipped_steps:
         exit_code = 3
-    if failed:
-        look_at_saves()
+    if save_failed:
+        saver.wait(last=finished() or exit_code is not None)
     if exit_code is not None and not finished():
         log.leaving(exit_code, iter_num, health)
         if not saved:
@@ -486,8 +426,8 @@ if profiler:
     profiler.close()
 if ds_config.logs_messages(run.config):
     deepspeed.comm.log_summary()
-look_at_saves()
-log.close(early_stop=stale if finished() and iter_num < max_iters and not eval_only else 0)
+saver.wait(last=True)
+log.close(early_stop=evals_since_best if finished() and iter_num < max_iters and not eval_only else 0)
 exit_code = 0 if finished() else exit_code or 0
 shut_down(exit_code)
 if exit_code:

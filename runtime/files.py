@@ -3,11 +3,13 @@
 import errno
 import hashlib
 import os
+import re
 import secrets
 import shutil
 from pathlib import Path
 
-TEMP_SUFFIX = ".tmp"  # write_temp names its files .NAME.RANDOM.tmp
+TEMP_SUFFIX = ".tmp"
+TEMP_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of the files that write_temp makes: .NAME.RANDOM.tmp
 
 
 class UserError(Exception):

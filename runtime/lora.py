@@ -5,9 +5,7 @@ GPT-2 XL's optimizer state shrinks from 18.7 GB to that of the thin matrices, 0.
 weights too, and adapter_model.safetensors with adapter_config.json, by which it is a folder that PEFT reads.
 """
 
-import json
 import math
-import os
 
 import torch.nn as nn
 import torch.nn.functional as F
@@ -70,34 +68,14 @@ def adapt(model, lora):
             setattr(getattr(block, parent), child, LoRALinear(layer, lora["rank"], lora["alpha"], lora["dropout"]))
 
 
+def is_adapter(name):
+    """Whether a parameter of this name is a LoRA adapter's."""
+    return name.endswith((A, B))
+
+
 def merge(weights, lora):
     """The weights of a plain GPT from those of one with LoRA, name -> tensor, in place."""
     for name in [name.removesuffix(A) for name in weights if name.endswith(A)]:
         product = weights.pop(name + B) @ weights.pop(name + A)
         weights[name + ".weight"] = weights[name + ".weight"] + lora["alpha"] / lora["rank"] * product
     return weights
-
-
-def write_adapter(folder, manifest):
-    """Write a tag's thin matrices into its folder in PEFT's form; returns the paths, none without LoRA, or where the
-    frozen weights are an earlier stage's, which only we can read. transformers'
-    GPT-2 keeps its matrices turned, which fan_in_fan_out says; the thin ones lie as they do here."""
-    from safetensors.torch import save
-
-    from runtime.checkpoint.shards import Shards
-
-    lora = manifest["state"].get("lora")
-    if not lora or not lora["base"]:
-        return []
-    shards = Shards(folder, manifest)
-    thin = {f"base_model.model.{name}.weight": shards.get(name).contiguous() for name in shards.shapes
-            if name.endswith((A, B))}
-    weights, config = (os.path.join(folder, f"adapter_{name}") for name in ("model.safetensors", "config.json"))
-    with open(weights, "wb") as f:  # save_file's own would be readable by its owner alone
-        f.write(save(thin, metadata={"format": "pt"}))
-    with open(config, "w", encoding="utf-8") as f:
-        json.dump({"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": lora["base"],
-                   "r": lora["rank"], "lora_alpha": lora["alpha"], "lora_dropout": lora["dropout"],
-                   "target_modules": lora["target_modules"], "fan_in_fan_out": True, "bias": "none",
-                   "inference_mode": True}, f, indent=1)
-    return [weights, config]

@@ -38,7 +38,8 @@ from conftest import (
 )
 
 from model import GPT, GPTConfig
-from runtime.checkpoint.tags import cache_path, damages, find_tag, fp32_weights, prune, sealed, tags, tidy
+from runtime.checkpoint.shards import load_fp32
+from runtime.checkpoint.tags import TagStore, sign_manifest, verify_files
 from runtime.files import file_digest
 from runtime.monitor.history import append_history
 from runtime.monitor.runlog import RunLog
@@ -184,7 +185,7 @@ def test_a_run_that_stopped_and_went_on_is_the_run_that_did_not_stop(train, whol
     assert list(second.losses) == [1, 2, 3, 4, 5, 6, 7, 8]
     continues(second, whole(2), after=4)
     assert manifest(second.out_dir, "final")["iter_num"] == 8
-    a, b = fp32_weights(second.out_dir, "final"), fp32_weights(whole(2).out_dir, "final")
+    a, b = load_fp32(TagStore(second.out_dir), "final"), load_fp32(TagStore(whole(2).out_dir), "final")
     assert all(torch.equal(a[name], b[name]) for name in b) and a.keys() == b.keys()
 
 
@@ -196,8 +197,8 @@ def test_going_back_to_an_earlier_tag(train, whole, tmp_path, n):
                        "--overwrite=True", ranks=2, out_dir=out_dir))
     assert list(again.losses) == [1, 2, 3, 4, 5, 6]
     continues(again, whole(n), after=2)
-    assert (out_dir / "latest").read_text() == "iter_6" and find_tag(out_dir)[0] == "iter_6"
-    assert manifest(out_dir, "final")["iter_num"] == 6 and "iter_4" not in tags(out_dir)
+    assert (out_dir / "latest").read_text() == "iter_6" and TagStore(out_dir).find().name == "iter_6"
+    assert manifest(out_dir, "final")["iter_num"] == 6 and "iter_4" not in TagStore(out_dir).list()
 
 
 def test_patience_goes_on_over_a_resume(train):
@@ -236,7 +237,7 @@ print("deterministic:", torch.are_deterministic_algorithms_enabled())
     run = launch(script, *args, "--deterministic=True")
     assert "deterministic: True" in run.stdout
     assert run.returncode == 0 and "step 4: train loss 3" in run.stdout and "val loss nan" in run.stdout, run.stderr
-    assert tags(tmp_path / "out") == ["iter_2", "iter_6", "best", "final"]
+    assert TagStore(tmp_path / "out").list() == ["iter_2", "iter_6", "best", "final"]
     assert manifest(tmp_path / "out", "best")["iter_num"] == 6
     with open(tmp_path / "out" / "history.jsonl", "ab") as history:
         history.write(b"\xff\xfe\n")
@@ -249,20 +250,20 @@ def test_a_start_that_overlaps_the_run_before_goes_on_from_its_last_tag(characte
     args = (*SMALL, *EIGHT, stage(2), f"--dataset={characters}", "--init_from=auto", "--max_iters=6")
     before = shutil.copytree(whole(2).out_dir, tmp_path / "before",
                              ignore=shutil.ignore_patterns("iter_4", "iter_6", "iter_8", "best", "final"))
-    for out_dir, words, code in ((before, "going on from {}/iter_4", 0),
+    for out_dir, words, code in ((before, "resuming from {}/iter_4", 0),
                                  (tmp_path / "empty", "{} has come to hold a run (iter_4)", 2)):
         script = planted(tmp_path, f"""
 import shutil
-from runtime.checkpoint import tags as checkpoint
-take = checkpoint.take
-def take_later(out_dir):
+from runtime.checkpoint import TagStore
+lock = TagStore.lock
+def lock_later(store):
     shutil.copytree({str(whole(2).out_dir / "iter_4")!r}, {str(out_dir / "iter_4")!r})
-    return take(out_dir)
-checkpoint.take = take_later
+    return lock(store)
+TagStore.lock = lock_later
 """)
         run = launch(script, *args, f"--out_dir={out_dir}")
         assert run.returncode == code and words.format(out_dir) in run.stdout + run.stderr, run.stdout + run.stderr
-        assert "iter_4" in tags(out_dir)
+        assert "iter_4" in TagStore(out_dir).list()
 
 
 def test_evaluations_updates_and_saves_happen_once(whole):
@@ -285,12 +286,13 @@ def test_evaluations_updates_and_saves_happen_once(whole):
 def test_tags_and_their_files(whole, n, files):
     run = whole(n)
     out_dir = run.out_dir
-    assert tags(out_dir) == ["iter_2", "iter_4", "iter_6", "iter_8", "best", "final"]
+    tags = TagStore(out_dir).list()
+    assert tags == ["iter_2", "iter_4", "iter_6", "iter_8", "best", "final"]
     assert (out_dir / "latest").read_text() == "iter_8"
-    assert {p.name for p in out_dir.iterdir()} - {f"{t}.fp32.safetensors" for t in tags(out_dir)} == {
-        ".lock", "latest", "history.jsonl", "settings.json", "zero_to_fp32.py", "zero_to_torch.py", *tags(out_dir)} - (
+    assert {p.name for p in out_dir.iterdir()} - {f"{t}.fp32.safetensors" for t in tags} == {
+        ".lock", "latest", "history.jsonl", "settings.json", "zero_to_fp32.py", "zero_to_torch.py", *tags} - (
             {"zero_to_fp32.py", "zero_to_torch.py"} if n == 0 else set())
-    for tag in tags(out_dir):
+    for tag in tags:
         told = manifest(out_dir, tag)
         assert set(told["files"]) == files == {p.name for p in (out_dir / tag).iterdir()} - {"manifest.json"}
         for name, entry in told["files"].items():
@@ -309,16 +311,16 @@ def test_keep_last_prunes_the_oldest(whole, tmp_path):
     out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out")
     (out_dir / "iter_9.saving").mkdir()
     shutil.copy(out_dir / "iter_8" / "manifest.json", out_dir / "iter_9.saving")  # a save that was cut short
-    prune(out_dir, 2)
-    assert tags(out_dir) == ["iter_6", "iter_8", "best", "final"]
-    prune(out_dir, 1)
-    assert tags(out_dir) == ["iter_8", "best", "final"]
-    assert not damages(out_dir / "best", manifest(out_dir, "best")["files"])
+    TagStore(out_dir).prune(2)
+    assert TagStore(out_dir).list() == ["iter_6", "iter_8", "best", "final"]
+    TagStore(out_dir).prune(1)
+    assert TagStore(out_dir).list() == ["iter_8", "best", "final"]
+    assert not verify_files(out_dir / "best", manifest(out_dir, "best")["files"])
 
 
 def test_keep_last_0_saves_nothing(train):
     run = done(train("--keep_last=0", "--n_layer=1"))
-    assert tags(run.out_dir) == [] and "saving" not in run.stdout and list(run.losses) == [1, 2, 3, 4]
+    assert TagStore(run.out_dir).list() == [] and "saving" not in run.stdout and list(run.losses) == [1, 2, 3, 4]
 
 
 def test_what_is_the_users_own_is_not_tidied_away(tmp_path):
@@ -326,7 +328,7 @@ def test_what_is_the_users_own_is_not_tidied_away(tmp_path):
         (tmp_path / folder).mkdir()
     (tmp_path / "final.old" / "manifest.json").write_text("{}")  # killed between the two names
     (tmp_path / "iter_5.old").write_text("a file")
-    tidy(tmp_path)
+    TagStore(tmp_path).remove_leftovers()
     assert {p.name for p in tmp_path.iterdir()} == {"final", "mine.old", "iter_4b.saving", "draft.saving", "iter_5.old"}
 
 
@@ -338,9 +340,9 @@ def test_a_tag_without_a_manifest_is_kept_beside(train, one_rank, tmp_path):
     (out_dir / "best.fp32.safetensors.tmp").write_text("cut")
     (out_dir / ".latest.0123abcd.tmp").write_text("cut")
     run = done(train(*SIX, "--batch_size=4", "--init_from=auto", "--max_iters=3", out_dir=out_dir))
-    assert f"passing over {out_dir}/iter_6: it has no manifest.json; kept as iter_6.damaged" in run.stdout
+    assert f"skipping {out_dir}/iter_6: it has no manifest.json; kept as iter_6.damaged" in run.stdout
     assert (out_dir / "iter_6.damaged" / "mp_rank_00_model_states.pt").exists()
-    assert tags(out_dir) == ["iter_3", "best", "final"] and (out_dir / "latest").read_text() == "iter_3"
+    assert TagStore(out_dir).list() == ["iter_3", "best", "final"] and (out_dir / "latest").read_text() == "iter_3"
     assert not (out_dir / "best.fp32.safetensors.tmp").exists() and not (out_dir / ".latest.0123abcd.tmp").exists()
 
 
@@ -366,12 +368,12 @@ def test_a_manifest_that_cannot_be_read_is_no_traceback(train, one_rank, tmp_pat
     resumed = train(*SIX, "--batch_size=4", "--init_from=resume", out_dir=out_dir)
     assert fresh.returncode == 2 and "already holds a run (iter_6)" in fresh.stderr
     assert resumed.returncode == 0
-    assert f"passing over {out_dir}/iter_6: {out_dir}/iter_6/manifest.json cannot be read" in resumed.stdout
-    assert f"going on from {out_dir}/best, iteration 6" in resumed.stdout
+    assert f"skipping {out_dir}/iter_6: {out_dir}/iter_6/manifest.json cannot be read" in resumed.stdout
+    assert f"resuming from {out_dir}/best, iteration 6" in resumed.stdout
     assert "Traceback" not in fresh.stderr + resumed.stderr and (out_dir / "iter_6.damaged").exists()
     again = done(train(*SIX, "--batch_size=4", "--init_from=resume", "--resume_tag=iter_3", "--overwrite=True",
                        out_dir=out_dir))
-    assert again.losses == one_rank.losses and find_tag(out_dir)[1]["iter_num"] == 6
+    assert again.losses == one_rank.losses and TagStore(out_dir).find().manifest["iter_num"] == 6
 
 
 def test_settings_and_their_surroundings_are_recorded(whole):
@@ -406,7 +408,7 @@ def test_ctrl_c_twice_ends_a_run_at_once(characters, tmp_path):
         assert job.wait(timeout=30) == 130
     finally:
         kill(job)
-    assert tags(tmp_path / "out") == []
+    assert TagStore(tmp_path / "out").list() == []
 
 
 # Weights
@@ -429,7 +431,7 @@ def converted(whole, bf16, tmp_path_factory):
 @pytest.mark.parametrize("key", [1, 2, 3, "bf16"])
 def test_zero_to_fp32_gives_the_weights_of_the_run(whole, bf16, converted, key):
     out_dir = (bf16 if key == "bf16" else whole(key)).out_dir
-    weights, ours = converted[key], fp32_weights(out_dir, "final")
+    weights, ours = converted[key], load_fp32(TagStore(out_dir), "final")
     full_model(out_dir, "final", weights)
     assert {w.dtype for w in weights.values()} == {torch.float32} and weights.keys() == ours.keys()
     assert all(torch.equal(weights[name], ours[name]) for name in weights)
@@ -441,39 +443,37 @@ def test_zero_to_fp32_gives_the_weights_of_the_run(whole, bf16, converted, key):
 
 
 def test_all_stages_end_with_the_same_weights(whole):
-    reference = fp32_weights(whole(0).out_dir, "final")
+    reference = load_fp32(TagStore(whole(0).out_dir), "final")
     model = full_model(whole(0).out_dir, "final", reference)
     assert sum(p.numel() for p in model.parameters()) == 28_544
-    started = fp32_weights(whole(0).out_dir, "iter_2")
+    started = load_fp32(TagStore(whole(0).out_dir), "iter_2")
     assert max((reference[name] - started[name]).abs().max() for name in reference) > 1e-3
     for n in (1, 2, 3):
         assert whole(n).losses == pytest.approx(whole(0).losses, rel=1e-6)
-        weights = fp32_weights(whole(n).out_dir, "final")
+        weights = load_fp32(TagStore(whole(n).out_dir), "final")
         assert max((reference[name] - weights[name]).abs().max().item() for name in reference) < 1e-6
 
 
 def test_the_cache_follows_its_tag(whole, tmp_path):
     out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out")
-    at_4, at_8 = fp32_weights(out_dir, "iter_4"), fp32_weights(out_dir, "iter_8")
+    at_4, at_8 = load_fp32(TagStore(out_dir), "iter_4"), load_fp32(TagStore(out_dir), "iter_8")
     assert not torch.equal(at_4["lm_head.weight"], at_8["lm_head.weight"])
-    written = os.stat(cache_path(out_dir, "iter_8")).st_mtime_ns
-    assert torch.equal(fp32_weights(out_dir, "iter_8")["lm_head.weight"], at_8["lm_head.weight"])
-    assert os.stat(cache_path(out_dir, "iter_8")).st_mtime_ns == written
+    written = os.stat(TagStore(out_dir).cache_path("iter_8")).st_mtime_ns
+    assert torch.equal(load_fp32(TagStore(out_dir), "iter_8")["lm_head.weight"], at_8["lm_head.weight"])
+    assert os.stat(TagStore(out_dir).cache_path("iter_8")).st_mtime_ns == written
     shutil.rmtree(out_dir / "iter_8")
     shutil.copytree(out_dir / "iter_4", out_dir / "iter_8")
-    assert torch.equal(fp32_weights(out_dir, "iter_8")["lm_head.weight"], at_4["lm_head.weight"])
+    assert torch.equal(load_fp32(TagStore(out_dir), "iter_8")["lm_head.weight"], at_4["lm_head.weight"])
     (out_dir / "iter_8.fp32.safetensors").write_bytes(b"half a file")
-    assert torch.equal(fp32_weights(out_dir, "iter_8")["lm_head.weight"], at_4["lm_head.weight"])
+    assert torch.equal(load_fp32(TagStore(out_dir), "iter_8")["lm_head.weight"], at_4["lm_head.weight"])
     whole_cache = (out_dir / "iter_8.fp32.safetensors").read_bytes()
-    for at in (-6, whole_cache.index(b"ln_1.weight")):  # in the last weight's exponent, in a name
-        content = bytearray(whole_cache)
-        content[at] ^= 1
+    for content in (whole_cache[:-6], whole_cache.replace(b"manifest", b"manifesT")):  # cut short, or of another tag
         (out_dir / "iter_8.fp32.safetensors").unlink()  # mapped by the tensors above
         (out_dir / "iter_8.fp32.safetensors").write_bytes(content)
-        again = fp32_weights(out_dir, "iter_8")
+        again = load_fp32(TagStore(out_dir), "iter_8")
         assert again.keys() == at_4.keys() and all(torch.equal(again[name], at_4[name]) for name in at_4)
         assert (out_dir / "iter_8.fp32.safetensors").read_bytes() == whole_cache
-    assert torch.equal(fp32_weights(out_dir, "iter_8")["lm_head.weight"], at_4["lm_head.weight"])
+    assert torch.equal(load_fp32(TagStore(out_dir), "iter_8")["lm_head.weight"], at_4["lm_head.weight"])
 
 
 # Samples
@@ -540,7 +540,7 @@ def plant(out_dir, mark, name, listed, **save_options):
         told = manifest(out_dir, "iter_6")
         told["files"][name] = file_digest(file)
         (out_dir / "iter_6" / "manifest.json").unlink()
-        (out_dir / "iter_6" / "manifest.json").write_text(sealed(told))
+        (out_dir / "iter_6" / "manifest.json").write_text(sign_manifest(told))
     return file
 
 
@@ -566,7 +566,7 @@ def test_a_strangers_code_does_not_run(train, one_rank, tmp_path, name, listed, 
 def test_a_file_that_cannot_be_checked_is_not_read(one_rank, tmp_path):
     out_dir = shutil.copytree(one_rank.out_dir, tmp_path / "out")
     file = plant(out_dir, tmp_path / "mark", "mp_rank_00_model_states.pt", True, _use_new_zipfile_serialization=False)
-    (told,) = damages(out_dir / "iter_6", manifest(out_dir, "iter_6")["files"])
+    (told,) = verify_files(out_dir / "iter_6", manifest(out_dir, "iter_6")["files"])
     assert told.startswith(str(file)) and not (tmp_path / "mark").exists()
 
 

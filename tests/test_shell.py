@@ -13,7 +13,7 @@ import psutil
 import pytest
 from conftest import CHARS, ROOT, SMALL, wait_until
 
-from runtime.checkpoint.tags import find_tag
+from runtime.checkpoint.tags import TagStore
 
 
 def naming(text):
@@ -92,7 +92,7 @@ def test_sigterm_in_the_middle_leaves_no_process(start, tmp_path):
         _, stderr = job.communicate(timeout=60)
         assert time.time() - told < 60 and naming(str(tmp_path)) == []
     assert job.returncode == 143 and "Stopping: " in stderr, stderr
-    assert find_tag(tmp_path / "out")[1]["iter_num"] >= 100  # saved on the way out
+    assert TagStore(tmp_path / "out").find().manifest["iter_num"] >= 100  # saved on the way out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -9,7 +9,7 @@ import sys
 import pytest
 from conftest import ROOT, done
 
-from runtime.checkpoint.tags import find_tag, sealed
+from runtime.checkpoint.tags import TagStore, sign_manifest
 from runtime.versions import DEEPSPEED, version_note
 
 
@@ -49,12 +49,12 @@ def test_a_name_that_is_missing_in_deepspeed_leaves_its_own_path(train):
 
 def test_a_resume_notes_other_versions(train):
     run = done(train())
-    tag, manifest = find_tag(run.out_dir)
+    tag, manifest = TagStore(run.out_dir).find()
     manifest["versions"]["torch"] = "2.4.1+cu124"
-    (run.out_dir / tag / "manifest.json").write_text(sealed(manifest))
+    (run.out_dir / tag / "manifest.json").write_text(sign_manifest(manifest))
     on = done(train("--init_from=resume", "--max_iters=5", out_dir=run.out_dir))
     assert "note       the checkpoint was written under torch 2.4.1+cu124 (installed: " in on.stdout
-    assert version_note(find_tag(run.out_dir)[1]["versions"]) is None
+    assert version_note(TagStore(run.out_dir).find().manifest["versions"]) is None
     assert json.loads((run.out_dir / "iter_5" / "manifest.json").read_text())["versions"].keys() == {
         "torch", "deepspeed"}
 

@@ -1,3 +1,12 @@
-"""Checkpoints: each is a folder, a tag, in out_dir."""
+"""Checkpoints: each is a tag, a folder in out_dir."""
 
-from runtime.checkpoint.tags import load_model  # noqa: F401
+import importlib
+
+HOMES = {"CheckpointError": "tags", "TagStore": "tags", "load_model": "shards", "Saver": "saver",
+         "newest_intact": "resume", "load_into_engine": "resume"}
+
+
+def __getattr__(name):  # late: tags.py needs no torch
+    if name not in HOMES:
+        raise AttributeError(name)
+    return getattr(importlib.import_module(f"runtime.checkpoint.{HOMES[name]}"), name)

@@ -54,7 +54,7 @@ def card(name, model, manifest, history, root, prompt, export):
     run = {"ranks": manifest["world_size"], "ZeRO stage": manifest["stage"], "precision": manifest["dtype"],
            **manifest.get("versions", {}),
            **{f"earlier stage {number}": f"{stage['iter_num']} iterations on {', '.join(data_names(stage['dataset']))}"
-              for number, stage in enumerate(state.get("stages", []), 1)}}
+              for number, stage in enumerate(state["lineage"], 1)}}
     evals = [(r["iter"], f"{r['train_loss']:.4f}", f"{r['val_loss']:.4f}", f"{r['perplexity']:.2f}")
              for r in history if "val_loss" in r and r["iter"] == state["iter_num"]]
     base = settings.get("init_from")

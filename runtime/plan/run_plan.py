@@ -8,18 +8,8 @@ from types import SimpleNamespace
 import torch
 
 from model import GPT, GPTConfig
-from runtime.checkpoint.saver import space_problem, tag_bytes
-from runtime.checkpoint.tags import (
-    OUR_NAMES,
-    CheckpointError,
-    UnreadableError,
-    earlier_run,
-    find_tag,
-    newer_tags,
-    newest_first,
-    newest_tag,
-    tags,
-)
+from runtime.checkpoint.saver import check_disk_space, tag_bytes
+from runtime.checkpoint.tags import TAG_NAME, CheckpointError, TagStore, UnreadableError, parse_run_path
 from runtime.data.dataset import same_tokens
 from runtime.data.loader import windows_per_epoch
 from runtime.data.mixture import sets
@@ -45,7 +35,8 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
     data folder and meta, init_from, model (GPTConfig), tags to resume from (the first that is whole), the bytes of a
     tag, batch_size and accumulation, notes. problems: one sentence each. asked: what init_from and batch_size are
     where they are 'auto': what to begin with without a tag, and by which the sequences of a step are counted."""
-    run = SimpleNamespace(notes=[], tag=None, tags=[], config=None, meta=None, model=None, before=None, stages=[])
+    run = SimpleNamespace(notes=[], tag=None, candidates=(), config=None, meta=None, model=None, before=None,
+                          lineage=[])
     problems = []
     asked = asked or settings
     s = {**settings, "batch_size": asked["batch_size"]}
@@ -144,7 +135,7 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
     run.lora = attempt(lora_of, s)
     run.init_from = s["init_from"]
     try:
-        newest = newest_tag(s["out_dir"])
+        newest = TagStore(s["out_dir"]).newest()
     except UnreadableError as error:
         return run, [*problems, str(error)]  # the rest depends on whether there is a run to resume
     if run.init_from == "auto":
@@ -232,8 +223,8 @@ def check_start(run, s):
         return GPTConfig(block_size=s["block_size"], vocab_size=run.meta["vocab_size"] if run.meta else 50257,
                          dropout=s["dropout"], **shape)
     folder, name = os.path.split(os.path.normpath(run.init_from))
-    if OUR_NAMES.fullmatch(name) and tags(folder):
-        find_tag(folder, name)
+    if TAG_NAME.fullmatch(name) and TagStore(folder).list():
+        TagStore(folder).find(name)
     if not os.path.exists(run.init_from) and run.init_from not in PRETRAINED:
         raise ValueError(f"init_from={run.init_from} is neither 'scratch', 'resume', 'auto', one of "
                          f"{', '.join(PRETRAINED)}, nor a folder of weights or of an earlier run, nor a ckpt.pt of "
@@ -241,7 +232,7 @@ def check_start(run, s):
     if "bias" in given:  # as nanoGPT does, whose default it is not to have them
         run.notes.append(f"bias={s['bias']} is for training from scratch: these weights bring their own, or none")
         given.remove("bias")
-    run.before = earlier_run(run.init_from)
+    run.before = parse_run_path(run.init_from)
     if run.before:
         return check_stage(run, s, given)
     if given:
@@ -269,10 +260,10 @@ def check_start(run, s):
 
 
 def check_stage(run, s, given):
-    """The model of the earlier stage run.before, GPTConfig, and run.stages, the chain of stages up to it; ValueError or
+    """The model of the earlier stage run.before, GPTConfig, and run.lineage, the runs up to it; ValueError or
     CheckpointError where this one cannot follow."""
     (folder, tag), where = run.before, os.path.join(*run.before)
-    _, manifest = find_tag(folder, tag)
+    _, manifest = TagStore(folder).find(tag)
     state = manifest["state"]
     if os.path.realpath(folder) == os.path.realpath(s["out_dir"]):
         raise ValueError(f"init_from={run.init_from} is out_dir itself: go on with it by --init_from=resume, or choose "
@@ -288,7 +279,7 @@ def check_stage(run, s, given):
     if run.meta and not same_tokens(run.meta, state["data"]):
         raise ValueError(f"{where} was trained on another tokenizer's data than data set '{s['dataset']}': prepare it "
                          "with that one")
-    run.stages = [*state.get("stages", []), {
+    run.lineage = [*state["lineage"], {
         "out_dir": folder, "tag": manifest["tag"], "iter_num": manifest["iter_num"],
         "dataset": state["settings"]["dataset"], "val_loss": state["best_val_loss"]}]
     run.notes.append(f"the weights are those of {where}, iteration {manifest['iter_num']}; the optimizer begins anew")
@@ -311,26 +302,27 @@ def brings(weights, tokenizer):
 
 
 def check_resume(run, s):
-    """Set run.tags, newest first or the one that is named, and run.model; CheckpointError where they don't fit."""
+    """Set run.candidates, tags newest first or the named one, and run.model; CheckpointError if they don't fit."""
     named = s["resume_tag"] != "latest"
-    run.tags = [s["resume_tag"]] if named else newest_first(s["out_dir"]) or ["latest"]
-    run.tag, manifest = first_readable(s["out_dir"], run.tags)
-    newer = newer_tags(s["out_dir"], manifest["iter_num"])
+    store = TagStore(s["out_dir"])
+    run.candidates = [s["resume_tag"]] if named else store.newest_first() or ["latest"]
+    run.tag, manifest = first_readable(store, run.candidates)
+    newer = store.newer_than(manifest["iter_num"])
     if newer and named and not s["overwrite"] and not s["eval_only"]:
-        raise CheckpointError(f"going on from {s['out_dir']}/{run.tag} gives up {', '.join(newer)}, which are newer: "
+        raise CheckpointError(f"resuming from {s['out_dir']}/{run.tag} gives up {', '.join(newer)}, which are newer: "
                               "say so with --overwrite=True, or copy the tag into a folder of its own")
     run.model = GPTConfig(**{**manifest["state"]["model"], "dropout": s["dropout"]})
-    run.fits = lambda tag, manifest: check_fit(run, s, tag, manifest)
-    run.fits(run.tag, manifest)
+    run.check_compatible = lambda manifest: check_fit(run, s, manifest)
+    run.check_compatible(manifest)
 
 
-def first_readable(out_dir, names):
-    """Return (tag, manifest) of the first tag whose manifest is whole. Raises the first one's CheckpointError if none
+def first_readable(store, names):
+    """Return (tag, manifest) of the first tag whose manifest is intact. Raises the first one's CheckpointError if none
     is, and UnreadableError at a tag that cannot be read, because what it holds would be lost to an older one."""
     first_error = None
     for tag in names:
         try:
-            return find_tag(out_dir, tag)
+            return store.find(tag)
         except UnreadableError:
             raise
         except CheckpointError as error:
@@ -338,9 +330,9 @@ def first_readable(out_dir, names):
     raise first_error
 
 
-def check_fit(run, s, tag, m):
+def check_fit(run, s, m):
     """CheckpointError unless this run's model and data are those of the tag whose manifest is m."""
-    where = f"{s['out_dir']}/{tag}"
+    where = f"{s['out_dir']}/{m['tag']}"
     saved = GPTConfig(**m["state"]["model"])
     differing = [f"{k}={getattr(saved, k)}" for k in ("block_size", *SHAPE)
                  if getattr(saved, k) != (getattr(run.model, k) if s[k] is None else s[k])]
@@ -355,7 +347,7 @@ def check_fit(run, s, tag, m):
     elif before != now:
         run.notes.append(f"{where} was trained with {before[1]:,} sequences a step, this goes on with {now[1]:,}: some "
                          "are seen again, or passed over")
-    was, now = lora_differences(m["state"].get("lora"), run.lora)
+    was, now = lora_differences(m["state"]["lora"], run.lora)
     if was != now:
         raise CheckpointError(f"{where} was trained with {was}, and the settings say {now}")
 
@@ -371,7 +363,7 @@ def check_space(run, s):
     params = list(model.parameters())  # with the vocabulary's padding
     run.n_saved, run.n_trained = (sum(p.numel() for p in params if p.requires_grad or every) for every in (True, False))
     run.tag_bytes = tag_bytes(run.n_saved, run.dtype, run.config["zero_optimization"]["stage"], run.n_trained)
-    problem = space_problem(s["out_dir"], run.tag_bytes)
+    problem = check_disk_space(s["out_dir"], run.tag_bytes)
     if problem and s["keep_last"] and not s["eval_only"]:
         raise ValueError(f"{problem}: make room, or choose another --out_dir=DIR")
 

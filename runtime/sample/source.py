@@ -5,7 +5,8 @@ import os
 from types import SimpleNamespace
 
 from model import GPT, GPTConfig
-from runtime.checkpoint.tags import find_tag, load_model
+from runtime.checkpoint.shards import load_model
+from runtime.checkpoint.tags import TagStore
 from runtime.data.dataset import GPT2_VOCAB, DatasetError, folders_of, read_meta, same_tokens
 from runtime.data.tokenizer import meta_of_file
 from runtime.weights import PRETRAINED, read_nanogpt
@@ -22,7 +23,7 @@ def find(init_from, out_dir, tag, dataset, root):
     """
     given = read_meta(folders_of(dataset, root)[0]) if dataset else None
     if init_from == "resume":
-        tag, manifest = find_tag(out_dir, tag)
+        tag, manifest = TagStore(out_dir).find(tag)
         data = manifest["state"]["data"]
         if given and not same_tokens(given, data):
             raise ValueError(f"dataset={dataset} has another tokenizer than {out_dir}/{tag} was trained with")

@@ -17,8 +17,8 @@ from conftest import EIGHT, ROOT, SMALL, done, launch, planted, stage
 
 from runtime import hardware
 from runtime.checkpoint.saver import tag_bytes
-from runtime.checkpoint.shards import MOMENTS, Shards
-from runtime.checkpoint.tags import CheckpointError, earlier_run, find_tag, fp32_weights, link, load_model, sealed
+from runtime.checkpoint.shards import MOMENTS, load_fp32, load_model, open_tag
+from runtime.checkpoint.tags import CheckpointError, TagStore, parse_run_path, sign_manifest
 from runtime.monitor.history import trim_history
 from runtime.plan import memory
 
@@ -56,17 +56,16 @@ def test_memory_in_a_container(monkeypatch, tmp_path):
     assert hardware.available_memory() > 10**8
 
 
-def test_a_tag_from_before_manifests_were_sealed_is_read(whole, tmp_path):
+def test_a_manifest_that_was_changed_or_never_signed_is_refused(whole, tmp_path):
     out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out")
-    _, manifest = find_tag(out_dir, "iter_8")
+    _, manifest = TagStore(out_dir).find("iter_8")
     file = out_dir / "iter_8" / "manifest.json"
-    old = {key: value for key, value in {**manifest, "format": 1}.items() if key != "seal"}
+    unsigned = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
     file.unlink()
-    file.write_text(json.dumps(old, indent=1))
-    assert find_tag(out_dir, "iter_8")[1] == old
-    file.write_text(json.dumps({**old, "format": 2}, indent=1))
-    with pytest.raises(CheckpointError, match="its seal differs"):
-        find_tag(out_dir, "iter_8")
+    for content in ({**manifest, "iter_num": 9}, unsigned, [unsigned]):
+        file.write_text(json.dumps(content, indent=1))
+        with pytest.raises(CheckpointError, match="its sha256 differs"):
+            TagStore(out_dir).find("iter_8")
 
 
 def test_the_largest_batch_that_fits_and_divides():
@@ -93,7 +92,7 @@ def test_shards_read_what_deepspeeds_universal_checkpoint_holds(whole, tmp_path,
     out_dir = whole(n).out_dir
     main(argparse.Namespace(input_folder=str(out_dir / "iter_8"), output_folder=str(tmp_path), num_extract_workers=1,
                             num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True))
-    shards = Shards(out_dir / "iter_8", find_tag(out_dir, "iter_8")[1])
+    shards = open_tag(out_dir / "iter_8", TagStore(out_dir).find("iter_8").manifest)
     assert shards.step == 8 and len(shards.shapes) == 28
     for name in shards.shapes:
         for kind, file in (("weight", "fp32"), *((kind, kind) for kind in MOMENTS)):
@@ -105,10 +104,10 @@ def test_shards_read_what_deepspeeds_universal_checkpoint_holds(whole, tmp_path,
 
 def test_a_save_that_training_waits_for_is_the_same(train, whole):
     run = done(train(*EIGHT, stage(2), "--max_iters=4", "--async_save=False", ranks=2))
-    ours, theirs = fp32_weights(run.out_dir, "iter_4"), fp32_weights(whole(2).out_dir, "iter_4")
+    ours, theirs = (load_fp32(TagStore(r.out_dir), "iter_4") for r in (run, whole(2)))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     keys = ("world_size", "stage", "dtype", "iter_num")
-    manifests = [find_tag(out_dir, "iter_4")[1] for out_dir in (run.out_dir, whole(2).out_dir)]
+    manifests = [TagStore(out_dir).find("iter_4").manifest for out_dir in (run.out_dir, whole(2).out_dir)]
     assert [m[key] for key in keys for m in manifests] == [2, 2, 2, 2, "float32", "float32", 4, 4]
     assert set(manifests[0]["files"]) == set(manifests[1]["files"])
 
@@ -119,12 +118,14 @@ def test_the_memory_for_a_save_is_reserved_before_it(characters, tmp_path, n, ra
     than a fifth larger than it has to be."""
     script = planted(tmp_path, """
 from runtime.checkpoint.saver import Saver
-init, reserve = Saver.__init__, Saver.reserve
+init, allocate = Saver.__init__, Saver._allocate_staging
 def told(self, size):
     os.write(1, f"reserve {len(self.staging)} {size}\\n".encode())  # whole, whatever the other rank prints
-    return reserve(self, size)
-Saver.reserve = told
-Saver.__init__ = lambda self, *args, **kwargs: init(self, *args, **{**kwargs, "ahead": True})  # as on a GPU
+    return allocate(self, size)
+def init_as_on_a_gpu(self, *args, **kwargs):
+    init(self, *args, **kwargs)
+    self.preallocate()
+Saver._allocate_staging, Saver.__init__ = told, init_as_on_a_gpu
 """)
     run = launch(script, *SMALL, stage(n), "--n_embd=64", "--max_iters=1", f"--dataset={characters}",
                  f"--out_dir={tmp_path}/out", ranks=ranks)
@@ -161,11 +162,11 @@ def test_weights_alone(train, whole, tmp_path):
     alone = done(train(*args, "--resume_weights_only=True", ranks=2,
                        out_dir=shutil.copytree(out_dir, tmp_path / "alone")))
     assert "iteration 8" in alone.stdout and "now 2 ranks at ZeRO stage 2 in float32, weights only" in alone.stdout
-    assert list(alone.losses) == list(range(1, 11)) and "passing over" not in alone.stdout
+    assert list(alone.losses) == list(range(1, 11)) and "skipping" not in alone.stdout
     assert "as its model file has them" not in alone.stdout
     assert alone.losses[9] < whole(2).losses[1] - 0.1  # trained weights
     back = done(train(*args, "--max_iters=8", ranks=2, out_dir=out_dir))
-    assert back.stdout.count("passing over") == 3 and "iteration 6" in back.stdout
+    assert back.stdout.count("skipping") == 3 and "iteration 6" in back.stdout
     assert back.losses == whole(2).losses
 
 
@@ -189,7 +190,7 @@ def test_best_is_on_the_disk_before_it_has_its_name(monkeypatch, disk_calls, who
     out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out")
     if not links:
         monkeypatch.setattr(os, "link", no_links)
-    link(out_dir, "iter_6", "best")
+    TagStore(out_dir).alias("iter_6", "best")
     work, names = str(out_dir / "best.saving"), os.listdir(out_dir / "best")
     before = disk_calls[:disk_calls.index(("rename", str(out_dir / "best")))]
     files = set() if links else {("fsync", os.path.join(work, name)) for name in names}
@@ -201,7 +202,8 @@ def test_a_tag_that_is_being_replaced_is_waited_for(whole, tmp_path):
     """replace_dir() renames twice; here the second comes 0.3 s after the first."""
     out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out")
     best, old = out_dir / "best", out_dir / "best.old"
-    for read in (lambda: find_tag(out_dir, "best")[0], lambda: earlier_run(out_dir)[1], lambda: earlier_run(best)[1]):
+    for read in (lambda: TagStore(out_dir).find("best").name, lambda: parse_run_path(out_dir)[1],
+                 lambda: parse_run_path(best)[1]):
         best.rename(old)
         second = threading.Timer(0.3, old.rename, [best])
         second.start()
@@ -209,8 +211,8 @@ def test_a_tag_that_is_being_replaced_is_waited_for(whole, tmp_path):
         second.join()
     best.rename(old)  # of a run that was killed
     began = time.monotonic()
-    with pytest.raises(CheckpointError, match="no whole tag 'best'"):
-        find_tag(out_dir, "best")
+    with pytest.raises(CheckpointError, match="no complete tag 'best'"):
+        TagStore(out_dir).find("best")
     assert time.monotonic() - began < 3
 
 
@@ -237,16 +239,16 @@ os.link = shutil.copy2 = full
     run = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", "--init_from=auto")
     assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr
     assert "best could not be linked to iter_2 (No space left on device); the run continues without" in run.stdout
-    assert find_tag(out_dir)[0] == "iter_4" and not list(out_dir.glob("*.saving"))
+    assert TagStore(out_dir).find().name == "iter_4" and not list(out_dir.glob("*.saving"))
 
 
 @pytest.mark.parametrize("change", [
     {"versions": None}, {"versions": {"torch": 2, "deepspeed": "0.19.8"}}, {"stage": 7}, {"stage": True},
-    {"world_size": 0}, {"state.seen": {"characters": "x"}}, {"state.norms": ["x"]},
+    {"world_size": 0}, {"state.seen": {"characters": "x"}}, {"state.grad_norms": ["x"]},
     {"state.data.tokenizer": {"kind": "char"}}, {"state.data.tokenizer": {"kind": "char", "chars": 5}},
     {"state.model.block_size": -5}, {"state.settings": None},
 ], ids=str)
-def test_a_sealed_manifest_of_wrong_contents_is_refused_in_one_sentence(whole, tmp_path, change):
+def test_a_signed_manifest_of_wrong_contents_is_refused_in_one_sentence(whole, tmp_path, change):
     (path, value), = change.items()
     shutil.copytree(whole(2).out_dir / "iter_8", tmp_path / "iter_8")
     file = tmp_path / "iter_8" / "manifest.json"
@@ -255,6 +257,6 @@ def test_a_sealed_manifest_of_wrong_contents_is_refused_in_one_sentence(whole, t
     for name in parents:
         node = node[name]
     node[last] = value
-    file.write_text(sealed(manifest))
+    file.write_text(sign_manifest(manifest))
     with pytest.raises(CheckpointError, match="manifest.json is not one that this version can read"):
-        find_tag(str(tmp_path), "iter_8")
+        TagStore(tmp_path).find("iter_8")

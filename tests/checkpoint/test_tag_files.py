@@ -8,8 +8,8 @@ import torch
 from deepspeed.runtime.utils import see_memory_usage
 
 from runtime.checkpoint import saver as save
-from runtime.checkpoint.shards import MOMENTS, Shards
-from runtime.checkpoint.tags import damages
+from runtime.checkpoint.shards import MOMENTS, open_tag
+from runtime.checkpoint.tags import TagStore, verify_files
 from runtime.files import file_digest
 
 
@@ -25,13 +25,13 @@ def test_a_tag_is_on_the_disk_before_it_has_its_name_and_an_older_one_goes_last(
         get_rank=lambda: 0, get_world_size=lambda: 1, broadcast_object_list=lambda *args, **how: None,
         all_gather_object=lambda everyone, mine, group: everyone.__setitem__(0, mine)))
     saver = object.__new__(save.Saver)
-    vars(saver).update(out_dir=str(tmp_path), keep_last=1, group=None, recovery=[])
+    vars(saver).update(store=TagStore(tmp_path), keep_last=1, group=None, _recovery_script_dirs=[])
     for tag in ("iter_1", "iter_2"):
         disk_calls.clear()
         work = tmp_path / f"{tag}.saving"
         work.mkdir()
         files = [(str(work / name), torch.zeros(3)) for name in ("model.pt", "optim.pt")]
-        assert saver.write(files, {"tag": tag, "state": {}}, []) is None
+        assert saver.write(files, None, {"tag": tag, "state": {}}, []) is None
     (manifest,) = [call for call in disk_calls if call[0] == "fsync" and "/.manifest.json." in call[1]]
     order = [[("fsync", f"{work}/model.pt"), ("fsync", f"{work}/optim.pt"), manifest],
              [("replace", f"{work}/manifest.json")], [("fsync", str(work))], [("rename", f"{tmp_path}/iter_2")],
@@ -47,7 +47,8 @@ def test_a_changed_file_is_found_by_one_of_the_ranks(tmp_path, world_size):
     files = {name: file_digest(tmp_path / name) for name in "abcd"}
     for name in "abcd":
         (tmp_path / name).write_bytes(name.encode() * 8 + b"x")
-        (found,) = [problem for rank in range(world_size) for problem in damages(tmp_path, files, rank, world_size)]
+        (found,) = [problem for rank in range(world_size)
+                    for problem in verify_files(tmp_path, files, rank, world_size)]
         assert found == f"{tmp_path}/{name} has changed since it was saved (its sha256 differs)"
         (tmp_path / name).write_bytes(name.encode() * 9)
 
@@ -58,7 +59,7 @@ def test_a_changed_file_is_found_by_one_of_the_ranks(tmp_path, world_size):
 def test_no_file_of_a_tag_may_name_what_is_not_allowed(tmp_path, name, content, word):
     """Nor what DeepSpeed's own modules hold beyond the few names of the list."""
     torch.save({"state": content}, tmp_path / name)
-    (found,) = damages(tmp_path, {name: file_digest(tmp_path / name)})
+    (found,) = verify_files(tmp_path, {name: file_digest(tmp_path / name)})
     assert found == f"{tmp_path}/{name} names {word}, which no checkpoint of ours does; not read"
 
 
@@ -78,7 +79,7 @@ def test_pieces_of_stage_3_are_put_together_without_their_padding(tmp_path):
         for kind, content in (("model", {"param_shapes": groups, "frozen_param_shapes": None}),
                               ("optim", {"optimizer_state_dict": inner})):
             torch.save(content, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt")
-    shards = Shards(tmp_path, {"files": os.listdir(tmp_path), "stage": 3, "world_size": 2, "state": {}})
+    shards = open_tag(tmp_path, {"files": os.listdir(tmp_path), "stage": 3, "world_size": 2, "state": {}})
     assert shards.step == 5 and list(shards.shapes) == ["a", "b", "c"]
     for kind, tensors in whole.items():
         assert all(torch.equal(shards.get(name, kind), tensor) for name, tensor in tensors.items())

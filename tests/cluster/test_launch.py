@@ -12,7 +12,7 @@ import psutil
 import pytest
 from conftest import ROOT, SMALL, long, read_history
 
-from runtime.checkpoint.tags import find_tag
+from runtime.checkpoint.tags import TagStore
 from runtime.cluster.shutdown import EXIT_REASONS
 
 SCRIPT = ROOT / "launch_deepspeed.py"
@@ -54,7 +54,7 @@ def test_named_options_become_settings_and_a_run_goes_on(start, tmp_path):
     assert "batch      4 x 2 x 1 = 8 sequences" in stdout and "float32, ZeRO-2 (ds_config_zero2.json)" in stdout
     again = start(*named, "--config=ds_config_zero3.json", "--resume", "--max_iters=3", "--num_gpus=1")
     stdout, stderr = again.communicate(timeout=120)
-    assert again.returncode == 0 and "going on from" in stdout and "ZeRO-3 (ds_config_zero3.json)" in stdout, stderr
+    assert again.returncode == 0 and "resuming from" in stdout and "ZeRO-3 (ds_config_zero3.json)" in stdout, stderr
     records = [record for record in read_history(tmp_path / "out") if "loss" in record]
     assert [(record["iter"], record["lr"]) for record in records] == [(1, 5e-4), (2, 5e-4), (3, 5e-4)]
 
@@ -67,7 +67,7 @@ def test_a_signal_is_passed_on_and_the_run_saves(start, tmp_path, number):
     stdout, stderr = job.communicate(timeout=60)
     assert job.returncode == 128 + number, stdout + stderr
     assert f"asked to leave ({EXIT_REASONS[128 + number]})" in stdout
-    assert find_tag(tmp_path / "out")[1]["iter_num"] >= 10
+    assert TagStore(tmp_path / "out").find().manifest["iter_num"] >= 10
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from conftest import ROOT, SMALL, free_port, read_history, write_characters
 
-from runtime.checkpoint.tags import find_tag
+from runtime.checkpoint.tags import TagStore
 from runtime.cluster.machines import LOST, differences, machine, told
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -152,12 +152,12 @@ def test_a_machine_is_cut_off_and_the_other_goes_on(net, train, tmp_path):
         (line,) = lines(job, "has not answered")
         assert line.startswith(f"rank {2 * number} on host{number + 1}: host{2 - number} ({ADDRESSES[1 - number]}) has "
                                "not answered for 6 s (")
-    last = find_tag(tmp_path / "out")[1]["iter_num"]
+    last = TagStore(tmp_path / "out").find().manifest["iter_num"]
     command = re.search(r"To go on without it: (torchrun .*), with --nnodes", lines(jobs[0], "has not answered")[0])[1]
     alone = net.run(1, [sys.executable, "-m", "torch.distributed.run", *shlex.split(command)[1:],
                         f"--max_iters={last + 5}"])
     assert ended([alone], 60) == [0], alone.said()
-    assert f"going on from {tmp_path}/out/iter_{last}, " in alone.said() and "4 ranks" in alone.said()
+    assert f"resuming from {tmp_path}/out/iter_{last}, " in alone.said() and "4 ranks" in alone.said()
     iters = [r["iter"] for r in read_history(tmp_path / "out") if "loss" in r]
     assert iters == list(range(1, last + 6))
 
@@ -176,7 +176,7 @@ def test_a_busy_machine_is_waited_for_and_one_that_is_told_to_stop_takes_the_oth
     process(jobs[1]).terminate()
     assert ended(jobs, 30) == [143, 143]
     last = [int(line.split(":")[0][5:]) for line in lines(jobs[0], "iter ") if line.startswith("iter ")][-1]
-    assert find_tag(tmp_path / "out")[1]["iter_num"] == last >= 5
+    assert TagStore(tmp_path / "out").find().manifest["iter_num"] == last >= 5
 
 
 def test_a_rank_that_dies_ends_the_other_machine_too(train):
@@ -227,7 +227,7 @@ def test_deepspeeds_launcher_with_a_hostfile(net, characters, tmp_path):
             for number in (1, 2)]
     assert ended(jobs, 90) == [0, 0], jobs[0].said() + jobs[1].said()
     assert "batch      2 x 4 x 2 = 16 sequences" in jobs[0].said()
-    assert find_tag(tmp_path / "out", "final")[1]["world_size"] == 4
+    assert TagStore(tmp_path / "out").find("final").manifest["world_size"] == 4
 
 
 def test_what_is_told_of_several_machines():

@@ -9,7 +9,7 @@ import time
 import pytest
 from conftest import ROOT, SMALL, ForkedJob, command_line, free_port, launch, long, planted, read_history, wait_until
 
-from runtime.checkpoint.tags import find_tag, tags
+from runtime.checkpoint.tags import TagStore
 
 ENDLESS = ("--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10")
 
@@ -31,8 +31,8 @@ def test_ctrl_c_that_also_ends_tee_saves_a_checkpoint(characters, tmp_path, laun
         finally:
             if job.poll() is None:
                 os.killpg(job.pid, signal.SIGKILL)
-    assert find_tag(out_dir)[1]["iter_num"] >= 10
-    assert (out_dir / "latest").read_text() == f"iter_{find_tag(out_dir)[1]['iter_num']}"
+    assert TagStore(out_dir).find().manifest["iter_num"] >= 10
+    assert (out_dir / "latest").read_text() == f"iter_{TagStore(out_dir).find().manifest['iter_num']}"
 
 
 @pytest.mark.parametrize("launcher, ranks", [("fork", 1), long("runtime.launch", 2), long("torchrun", 2),
@@ -46,7 +46,7 @@ def test_a_full_disk_under_the_log_does_not_stop_training(characters, tmp_path, 
             code = ForkedJob(command, ranks, "/dev/full", "/dev/full").wait(120)
         else:
             code = subprocess.run(command, stdout=full, stderr=full, cwd=ROOT, timeout=120).returncode
-    assert code == 0 and tags(out_dir) == ["iter_2", "iter_4", "best", "final"]
+    assert code == 0 and TagStore(out_dir).list() == ["iter_2", "iter_4", "best", "final"]
     assert [r["iter"] for r in read_history(out_dir) if "loss" in r] == [1, 2, 3, 4]
 
 
@@ -55,7 +55,7 @@ def test_closed_streams_and_another_encoding_do_not_stop_training(characters, tm
     shell = f"exec {sys.executable} train_deepspeed.py \"$@\" >&- 2>&-"
     done = subprocess.run(["bash", "-c", shell, "bash", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/a"],
                           cwd=ROOT, timeout=120)
-    assert done.returncode == 0 and "final" in tags(tmp_path / "a")
+    assert done.returncode == 0 and "final" in TagStore(tmp_path / "a").list()
     run = launch(planted(tmp_path, "from runtime.sample import samples\nsamples.write = lambda *_: [0] * 3"),
                  *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/b", "--sample_interval=1", launcher="python",
                  PYTHONIOENCODING="ascii", PYTHONUTF8="0", LC_ALL="C")
@@ -103,10 +103,10 @@ def test_the_shell_script_trains_on_a_full_disk_and_after_its_reader_has_ended(c
     env = {**os.environ, "PYTHON": sys.executable, "DS_ACCELERATOR": "cpu"}
     with open("/dev/full", "w") as full:
         done = subprocess.run([*command, f"--out_dir={tmp_path}/full"], env=env, stdout=full, stderr=full, timeout=120)
-    assert done.returncode == 0 and "final" in tags(tmp_path / "full")
+    assert done.returncode == 0 and "final" in TagStore(tmp_path / "full").list()
     head = " ".join(map(str, command)) + f" --out_dir={tmp_path}/head 2>&1 | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", head], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "final" in tags(tmp_path / "head")
+    assert done.returncode == 0 and "final" in TagStore(tmp_path / "head").list()
     assert done.stdout.startswith("No CUDA GPU: ") and len(done.stdout.splitlines()) == 1
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT, SMALL, ForkedJob, command_line, free_port, kill, long, planted, wait_until
 
-from runtime.checkpoint.tags import find_tag
+from runtime.checkpoint.tags import TagStore
 from runtime.cluster.shutdown import EXIT_REASONS, Shutdown
 
 ENDLESS = ("--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10")
@@ -58,7 +58,7 @@ def test_a_folder_named_stop_stops_the_run(start, tmp_path, full):
         (tmp_path / "STOP" / "file").touch()
     (tmp_path / "STOP").rename(tmp_path / "out" / "STOP")
     assert job.wait(30) == 0, log.read_text()
-    assert find_tag(tmp_path / "out")[1]["iter_num"] >= 10 and "the file STOP" in log.read_text()
+    assert TagStore(tmp_path / "out").find().manifest["iter_num"] >= 10 and "the file STOP" in log.read_text()
     assert (tmp_path / "out" / "STOP").exists() is full and ("cannot be removed" in log.read_text()) is full
 
 
@@ -75,7 +75,7 @@ shutdown.is_running, shutdown.launcher_processes, shutdown.INTERVAL = fails, lam
     job.send_signal(signal.SIGTERM)
     assert job.wait(30) == 143, log.read_text()
     words = "rank 0: check_launchers fails and is tried again: OSError: [Errno 24] Too many open files"
-    assert log.read_text().count(words) == 1 and find_tag(tmp_path / "out")[1]["iter_num"] > seen
+    assert log.read_text().count(words) == 1 and TagStore(tmp_path / "out").find().manifest["iter_num"] > seen
 
 
 def test_a_watching_thread_that_died_leaves_signals_to_the_system(start, tmp_path):
@@ -96,7 +96,7 @@ def test_a_signal_saves_and_ends(start, tmp_path, launcher, ranks, name):
     job.send_signal(number)
     assert job.wait(60) == 128 + number, log.read_text()
     assert f"asked to leave ({EXIT_REASONS[128 + number]})" in log.read_text()
-    assert find_tag(tmp_path / "out")[1]["iter_num"] >= 10
+    assert TagStore(tmp_path / "out").find().manifest["iter_num"] >= 10
 
 
 def test_an_ignored_sighup_stays_ignored(start, tmp_path):
@@ -133,7 +133,7 @@ def test_nohup_outlives_its_terminal(characters, start, tmp_path, command):
     finally:
         job.send_signal(signal.SIGTERM)
         assert job.wait(60) == 143, log.read_text()
-    assert find_tag(tmp_path / "out")[1]["iter_num"] > seen
+    assert TagStore(tmp_path / "out").find().manifest["iter_num"] > seen
 
 
 def test_a_rank_that_dies_before_the_last_barrier_leaves_nobody_waiting(characters, tmp_path):

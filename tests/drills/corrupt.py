@@ -16,7 +16,8 @@ import time
 from common import arguments, losses, report, run
 from conftest import STAGES
 
-from runtime.checkpoint.tags import CheckpointError, damages, find_tag, fp32_weights
+from runtime.checkpoint.shards import load_fp32
+from runtime.checkpoint.tags import CheckpointError, TagStore, verify_files
 
 OPTIONS = ("--max_iters=4", "--lr_decay_iters=6", "--eval_interval=2", "--n_layer=1")
 
@@ -56,13 +57,13 @@ def damaged(whole, out_dir, name, way):
 def noticed(out_dir):
     """What the reader says of the newest tag, '' if nothing."""
     try:
-        _, manifest = find_tag(out_dir, "iter_4")
-        found = damages(out_dir / "iter_4", manifest["files"])
+        _, manifest = TagStore(out_dir).find("iter_4")
+        found = verify_files(out_dir / "iter_4", manifest["files"])
     except CheckpointError as error:
         return str(error)
     if found:
         try:
-            fp32_weights(out_dir, "iter_4")
+            load_fp32(TagStore(out_dir), "iter_4")
         except CheckpointError:
             return found[0]
     return ""
@@ -94,10 +95,10 @@ def main():
             words = run(args.data, out_dir, *options, "--resume_tag=iter_4", expect=2)
             refused = f"{out_dir}/iter_4" in words and "train_deepspeed.py\", line" not in words
         words = run(args.data, out_dir, *options)
-        told = "passing over" in words
+        told = "skipping" in words
         same = losses(out_dir) == losses(args.folder / f"longer-{stage}")
-        print(f"stage {stage}, {name}, {way.__name__}: " + "; ".join(re.findall("passing over.*|going on.*", words)))
-        if not (told and same and "going on from" in words and "iteration 2" in words):
+        print(f"stage {stage}, {name}, {way.__name__}: " + "; ".join(re.findall("skipping.*|resuming.*", words)))
+        if not (told and same and "resuming from" in words and "iteration 2" in words):
             wrong.append([stage, name, way.__name__, told, same])
         if not refused:
             wrong.append([stage, name, way.__name__, "not refused when named"])

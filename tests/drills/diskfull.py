@@ -19,7 +19,7 @@ from pathlib import Path
 from common import arguments, losses, report, run, start, wait_for
 from conftest import planted
 
-from runtime.checkpoint.tags import damages, find_tag, tags
+from runtime.checkpoint.tags import TagStore, verify_files
 
 OPTIONS = ("--max_iters=8", "--lr_decay_iters=8", "--eval_interval=2", "--keep_last=20")
 PAGE = 4096  # bytes that the file system gives at a time
@@ -45,14 +45,15 @@ def fill(folder, leave):
 
 def whole_tags(out_dir):
     """The tags, all of them whole, and nothing half-written beside them."""
-    for tag in tags(out_dir):
-        assert not damages(out_dir / tag, find_tag(out_dir, tag)[1]["files"]), tag
+    store = TagStore(out_dir)
+    for tag in store.list():
+        assert not verify_files(out_dir / tag, store.find(tag).manifest["files"]), tag
     assert not [name for name in os.listdir(out_dir) if name.endswith((".saving", ".old"))], os.listdir(out_dir)
-    return [tag for tag in tags(out_dir) if tag.startswith("iter_")]
+    return [tag for tag in store.list() if tag.startswith("iter_")]
 
 
 def size_of(out_dir, tag):
-    return sum(entry["bytes"] for entry in find_tag(out_dir, tag)[1]["files"].values())
+    return sum(entry["bytes"] for entry in TagStore(out_dir).find(tag).manifest["files"].values())
 
 
 def main():

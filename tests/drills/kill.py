@@ -13,7 +13,7 @@ import time
 
 from common import arguments, losses, report, run, start, wait_for
 
-from runtime.checkpoint.tags import iteration, newest_tag
+from runtime.checkpoint.tags import TagStore
 
 
 def saving(out_dir):
@@ -61,11 +61,12 @@ def main():
                 kills += 1
         code = job.wait()
         words = log.read_text()
-        resumed = re.search(r"going on from .*, iteration (\d+)", words)
+        resumed = re.search(r"resuming from .*, iteration (\d+)", words)
         if behind > 0 and "iter " in words and (not resumed or int(resumed[1]) < behind):
             went_back.append((starts, behind, resumed and int(resumed[1])))
-        newest = newest_tag(out_dir)
-        behind = iteration(out_dir, newest) if newest else -1
+        store = TagStore(out_dir)
+        newest = store.newest()
+        behind = store.iteration(newest) if newest else -1
         if code == 0:
             break
         if code != -9:

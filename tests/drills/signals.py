@@ -18,7 +18,7 @@ import time
 from common import ROOT, arguments, losses, naming, report, run, start, wait_for
 from conftest import SMALL
 
-from runtime.checkpoint.tags import iteration, newest_tag
+from runtime.checkpoint.tags import TagStore
 
 OPTIONS = ("--max_iters=100000", "--lr_decay_iters=1000", "--eval_interval=40", "--eval_iters=40", "--n_layer=1")
 LAUNCHERS = ("torchrun", "deepspeed", "run_deepspeed_xl.sh", "python")
@@ -68,8 +68,9 @@ def trial(args, launcher, what, number):
         os.kill(job.pid, ASK[what])
     gone = wait_for(lambda: job.poll() is not None and not naming(str(out_dir)), 60, every=0.05)
     seconds, left = time.monotonic() - began, len(naming(str(out_dir)))
-    tag = newest_tag(out_dir)
-    saved, said = iteration(out_dir, tag) if tag else -1, log.read_text()
+    store = TagStore(out_dir)
+    tag = store.newest()
+    saved, said = store.iteration(tag) if tag else -1, log.read_text()
     result = {"launcher": launcher, "what": what, "exit_code": job.returncode, "seconds": round(seconds, 1),
               "left": left, "told": told(log), "saved": saved}
     if what == "a rank killed":

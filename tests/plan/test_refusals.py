@@ -72,7 +72,7 @@ def bad(tmp_path_factory, holder, characters):
         manifest = json.loads((copy / "iter_4" / "manifest.json").read_text())
         change(manifest)
         (copy / "iter_4" / "manifest.json").unlink()
-        (copy / "iter_4" / "manifest.json").write_text(checkpoint.sealed(manifest))
+        (copy / "iter_4" / "manifest.json").write_text(checkpoint.sign_manifest(manifest))
         return copy
 
     def weights(name, file, content):
@@ -185,7 +185,7 @@ SENTENCES = {
     "no out_dir": "cannot be written: choose another with --out_dir=DIR",
     "other run": "already holds a run (iter_4): continue it with --init_from=resume, choose another --out_dir=DIR, or "
                  "give it up with --overwrite=True",
-    "no tag": "holds no whole tag 'iter_3'; there are iter_2, iter_4, best, final",
+    "no tag": "holds no complete tag 'iter_3'; there are iter_2, iter_4, best, final",
     "tag of what": "resume_tag=iter_4 is for going on with a run: add --init_from=resume",
     "auto's tag": "nothing holds no checkpoint: name another folder with --out_dir=DIR",
     "no run": "nothing holds no checkpoint: name another folder with --out_dir=DIR",
@@ -243,7 +243,7 @@ def test_refusals_leave_everything_as_it_was(refusals, bad):
 def test_damaged_tags_are_not_sampled_from_either(bad, refusals):
     out_dir = bad["bit"][2].removeprefix("--out_dir=")
     for args, words in (([], "iter_4/zero_pp_rank_0_mp_rank_00_optim_states.pt has changed since it was saved"),
-                        (["--tag=iter_7"], "holds no whole tag 'iter_7'; there are iter_2, iter_4, best, final"),
+                        (["--tag=iter_7"], "holds no complete tag 'iter_7'; there are iter_2, iter_4, best, final"),
                         (["--tag=best", "--start=É"], "the character 'É' (U+00C9) is not one of the 28")):
         run = launch(ROOT / "sample.py", f"--out_dir={out_dir}", *args)
         assert run.returncode == 2 and words in run.stderr.splitlines()[-1] and "Traceback" not in run.stderr
@@ -323,7 +323,7 @@ def test_precision_by_the_card(monkeypatch, characters, tmp_path):
       "lora_target_modules names c_attn: choose from a block's "
      "matrices, attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"),
     ("--lora_target_modules=mlp.c_fc", "lora_target_modules=mlp.c_fc is for LoRA: add --lora_rank=64, or leave it out"),
-    ("--init_from={holder}/iter_9", "{holder} holds no whole tag 'iter_9'; there are iter_2, iter_4, best, final"),
+    ("--init_from={holder}/iter_9", "{holder} holds no complete tag 'iter_9'; there are iter_2, iter_4, best, final"),
     *((f"--skip_grad_spikes=True --dtype=bfloat16 --deepspeed_config={{folder}}/{name}.json",
         "skip_grad_spikes=True works at "
        "ZeRO-2 in bfloat16 or float32, with sums in float32 and without offload: leave it out otherwise")
@@ -421,14 +421,15 @@ def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(monkeypatc
 
 def test_a_tag_that_cannot_be_looked_at_is_present_and_not_set_aside(monkeypatch, tmp_path, holder):
     out_dir = shutil.copytree(holder, tmp_path / "out")
+    store = checkpoint.TagStore(out_dir)
     deny(monkeypatch, "stat", out_dir / "iter_4" / "manifest.json")
-    checkpoint.tidy(out_dir)
-    assert checkpoint.tags(out_dir) == ["iter_2", "iter_4", "best", "final"]
-    assert checkpoint.earlier_run(out_dir / "iter_4") == (str(out_dir), "iter_4")
+    store.remove_leftovers()
+    assert store.list() == ["iter_2", "iter_4", "best", "final"]
+    assert checkpoint.parse_run_path(out_dir / "iter_4") == (str(out_dir), "iter_4")
 
 
 def test_a_file_that_cannot_be_looked_at_is_not_missing(monkeypatch, holder):
-    _, manifest = checkpoint.find_tag(holder, "iter_4")
+    _, manifest = checkpoint.TagStore(holder).find("iter_4")
     deny(monkeypatch, "stat", holder / "iter_4" / next(iter(manifest["files"])))
     with pytest.raises(PermissionError):
-        checkpoint.damages(holder / "iter_4", manifest["files"])
+        checkpoint.verify_files(holder / "iter_4", manifest["files"])

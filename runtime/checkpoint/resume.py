@@ -1,0 +1,158 @@
+"""Resume: find the newest intact tag, and put it into an engine of any ZeRO stage and number of ranks."""
+
+import time
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+from runtime.checkpoint.shards import MOMENTS, open_tag
+from runtime.checkpoint.tags import CheckpointError, Tag, UnreadableError, on_rank_0, topology, verify_files
+from runtime.cluster.ranks import broadcast_from_rank0, exit_together, gather_unique, print0, silence_stdout
+from runtime.versions import version_note
+
+
+def newest_intact(store, start, resume_tag="latest", weights_only=False, overwrite=False):
+    """The newest Tag that every rank finds intact and compatible, or the one named; None if the run does not resume.
+
+    start.candidates: names of tags, newest first, empty if the run does not resume; start.check_compatible(manifest)
+    raises CheckpointError. Damaged tags are skipped, and stay in store.skipped. A tag that cannot be *read* ends the
+    search: an older one would lose what it holds. All ranks.
+    """
+    # Listed again: the run that held the folder until now may have saved since, which other machines may see later
+    newest = broadcast_from_rank0(on_rank_0(store.newest_first))
+    if not start.candidates:
+        exit_together([f"{store.out_dir} has come to hold a run ({newest[0]}): start again, with --init_from=resume "
+                         "or auto"] if newest and not overwrite and not store.read_only else [])
+        return None
+    began, skipped = time.time(), {}
+    for name in newest if newest and resume_tag == "latest" else start.candidates:
+        manifest, problems = inspect(store, name, start, weights_only)
+        problems = gather_unique(problems)
+        exit_together([sentence for unreadable, sentence in problems if unreadable])
+        if not problems:
+            break
+        skipped[name] = [sentence for _, sentence in problems]
+    else:
+        exit_together([sentence for sentences in skipped.values() for sentence in sentences])
+    for skipped_name, sentences in skipped.items():
+        print0(f"skipping {store.path(skipped_name)}: {sentences[0]}")
+    print0(f"resuming from {store.path(name)}, iteration {manifest['iter_num']}; its files were checked in "
+           f"{time.time() - began:.1f} s")
+    store.skipped = list(skipped)
+    return Tag(name, manifest)
+
+
+def inspect(store, name, start, weights_only):
+    """(a tag's manifest, [(whether the tag is unreadable, sentence)]): what this rank finds wrong with it.
+
+    With weights_only, the optimizer's files are not checked where the weights are not in them.
+    """
+    try:
+        manifest = store.find(name).manifest
+        start.check_compatible(manifest)
+        files = {name: entry for name, entry in manifest["files"].items()
+                 if "optim" not in name or manifest["stage"] == 3 or not weights_only}
+        problems = verify_files(store.path(name), files, dist.get_rank(), dist.get_world_size(), not weights_only)
+        return manifest, [(False, problem) for problem in problems]
+    except CheckpointError as error:
+        return None, [(isinstance(error, UnreadableError), str(error))]
+    except OSError as error:
+        return None, [(True, str(UnreadableError.of(error, store.path(name))))]
+
+
+def load_into_engine(engine, store, tag, weights_only=False):
+    """Put a tag's weights, optimizer state and loss scale into the engine; returns the state that save() was given.
+    If the engine has other ranks, stage or precision than the one that saved, everything is sharded anew. All ranks."""
+    start, manifest = time.time(), tag.manifest
+    if note := version_note(manifest["versions"]):
+        print0(note)
+    was, now = ("{world_size} ranks at ZeRO stage {stage} in {dtype}".format(**one)
+                for one in (manifest, topology(engine)))
+    if weights_only and manifest["stage"] < 3 and manifest["dtype"] != "float32":
+        print0(f"note       weights of {store.path(tag.name)} are read in {manifest['dtype']}, as its model file has "
+               "them: resume without --resume_weights_only=True to keep their float32 precision")
+    if was != now or weights_only:
+        print0(f"re-sharding {store.path(tag.name)}: saved by {was}, now {now}"
+               f"{', weights only' if weights_only else ''}")
+        reshard_into_engine(engine, open_tag(store.path(tag.name), manifest, weights_only), weights_only)
+    else:
+        load_same_topology(engine, store, tag.name)
+    dist.barrier()
+    print0(f"loaded in {time.time() - start:.1f} s")
+    return manifest["state"]
+
+
+def load_same_topology(engine, store, name):
+    """Load by DeepSpeed, which also brings back the saved betas and weight decay: this run's own stay."""
+    settings = [{key: group[key] for key in ("betas", "weight_decay")} for group in engine.optimizer.param_groups]
+    with silence_stdout():
+        path, _ = engine.load_checkpoint(store.out_dir, tag=name)
+    if path is None:
+        raise CheckpointError(f"DeepSpeed could not load {store.path(name)}")
+    for group, own in zip(engine.optimizer.param_groups, settings):
+        group.update(own)
+
+
+@torch.no_grad()
+def reshard_into_engine(engine, reader, weights_only=False):
+    """Give a fresh engine, of any stage and number of ranks, the weights, moments, step and loss scale of a tag. No
+    collective: each rank reads what it holds a part of."""
+    start = last_print = time.time()
+    done, total = 0, sum(shape.numel() for shape in reader.shapes.values())
+    stage, fields = engine.zero_optimization_stage(), ("weight",) if weights_only else ("weight", *MOMENTS)
+    if not weights_only:
+        init_adam_state(engine, stage, reader.step)
+    for name, param in engine.module.named_parameters():
+        for field in fields if reader.is_trainable(name) else ("weight",):
+            flat = reader.get(name, field).flatten()
+            for target, offset in local_slices(engine, stage, param, field):
+                target.copy_(flat[offset:offset + target.numel()])
+        done += reader.shapes[name].numel()
+        if time.time() - last_print > 5:
+            last_print = time.time()
+            print0(f"re-sharding: {100 * done / total:.0f}% after {last_print - start:.0f} s")
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if isinstance(scaler, DynamicLossScaler) and isinstance(reader.loss_scaler, DynamicLossScaler):
+        vars(scaler).update({key: value for key, value in vars(reader.loss_scaler).items() if key != "scale_window"})
+    for counter in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(engine, counter, reader.model_state[counter])
+
+
+def init_adam_state(engine, stage, step):
+    """Give the optimizer inside an engine states of zeros at `step`, which it would make itself at its first step."""
+    inner = engine.optimizer if stage == 0 else engine.optimizer.optimizer
+    flats = (engine.optimizer.fp32_partitioned_groups_flat if stage == 3
+             else [param for group in inner.param_groups for param in group["params"]])
+    fused = inner.param_groups[0].get("fused")
+    for flat in flats:
+        count = torch.tensor(step, dtype=torch.float32, device=flat.device if fused else "cpu")
+        state = {"step": count if isinstance(inner, torch.optim.AdamW) else int(step)}  # DeepSpeed's counts in ints
+        inner.state[flat] = {**state, **{field: torch.zeros_like(flat) for field in MOMENTS}}
+
+
+def local_slices(engine, stage, param, field):
+    """[(flat tensor of this rank's, where in the parameter it begins)] to be filled for one field of a parameter."""
+    if stage == 0:
+        return [(param.data.view(-1) if field == "weight" else engine.optimizer.state[param][field].view(-1), 0)]
+    optimizer = engine.optimizer
+    if stage == 3:
+        key, part = None if field == "weight" else field, param.ds_tensor.data
+        if param.requires_grad:
+            part, _ = optimizer._get_fp32_opt_state_partition(param, release_swap_buffers=False, optim_state_key=key)
+        start = param.ds_tensor.ds_numel * optimizer._get_param_partition_rank(param)
+        mine = max(0, min(part.numel(), param.ds_numel - start))  # the rest is padding
+        slices = [(part[:mine], start)]
+        if field == "weight":
+            slices += [(param.ds_tensor.data[:mine], start)] if param.requires_grad else []
+            if param.data.numel() == param.ds_numel:  # gathered, and kept so
+                slices.append((param.data.view(-1), 0))
+        return [(flat, start) for flat, start in slices if flat.numel()]
+    slices = [(param.data.view(-1), 0)] if field == "weight" else []
+    if getattr(param, "_hp_mapping", None) is not None:
+        mapping = param._hp_mapping
+        flat = optimizer.optimizer.param_groups[mapping.param_group_index]["params"][0]
+        flat = flat.data if field == "weight" else optimizer.optimizer.state[flat][field]
+        address = mapping.get_hp_fragment_address()
+        slices.append((flat[address.start:address.start + address.numel], mapping.lp_fragment_address.start))
+    return slices
