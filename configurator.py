@@ -22,6 +22,7 @@ import types
 import typing
 
 from runtime.files import UserError
+from runtime.output import explain_uncaught
 
 SETTING_TYPES = (bool, int, float, str, type(None), dict, list, tuple)
 
@@ -219,13 +220,10 @@ def exit_quietly_on_broken_pipe():
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
-def name_what_is_missing(kind, error, trace):
-    """sys.excepthook: a package that is not there is the user's to install."""
-    if issubclass(kind, ModuleNotFoundError):
-        print(f"{error}: python -m pip install -r requirements.txt; python doctor.py shows what else is wrong",
-              file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, trace)
+def explain_missing_package(error):
+    """A package that is not installed is the user's to install."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error}: python -m pip install -r requirements.txt; python doctor.py shows what else is wrong"
 
 
 def from_command_line(script, argv=None):
@@ -234,7 +232,7 @@ def from_command_line(script, argv=None):
     Ends the program for --help, --print_settings, and for a mistake: exit code 2, one line per problem.
     """
     argv = sys.argv[1:] if argv is None else argv
-    sys.excepthook = name_what_is_missing
+    explain_uncaught(explain_missing_package)
     defaults = {k: v for k, v in script.items() if not k.startswith("_") and isinstance(v, SETTING_TYPES)}
     print_only = "--print_settings" in argv
     if print_only or {"--help", "-h", "--settings_table"} & {*argv}:  # which print, and end

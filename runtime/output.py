@@ -1,4 +1,4 @@
-"""Printing that cannot end a run: what cannot be written is lost, and nothing else is."""
+"""What a process prints: nothing that can end a run, and a sentence instead of a traceback where we have one."""
 
 import os
 import sys
@@ -56,3 +56,19 @@ def protect_output():
         stream = getattr(sys, name)
         if not isinstance(stream, ResilientStream):
             setattr(sys, name, ResilientStream(stream or null, null))
+
+
+def explain_uncaught(explain):
+    """Call explain(error) for an exception that ends this process, before all explainers that were given earlier.
+
+    Its sentence is printed instead of the traceback; for None the earlier ones are asked. It may also end the process.
+    """
+    earlier = sys.excepthook
+
+    def hook(kind, error, trace):
+        if sentence := explain(error):
+            print(sentence, file=sys.stderr, flush=True)
+        else:
+            earlier(kind, error, trace)
+
+    sys.excepthook = hook

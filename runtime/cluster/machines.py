@@ -25,6 +25,7 @@ import time
 import psutil
 
 from runtime.cluster.ranks import EXITING, PARTED, RANK, exit_with_error, is_multi_node, local_world_size
+from runtime.output import explain_uncaught
 
 ASKED = os.environ.get("MACHINE_TIMEOUT", "60")  # seconds without an answer after which a machine is lost
 TIMEOUT = int(ASKED) if ASKED.isdecimal() else 0
@@ -226,7 +227,7 @@ def watch(machines, group):
                if address.family == socket.AF_INET and not address.address.startswith("127.")]
         offer = [([os.environ["MASTER_ADDR"], *own], server.getsockname()[1], secrets.token_hex(16))]
     dist.broadcast_object_list(offer, src=0, group=group)
-    sys.excepthook = after_the_reason
+    explain_uncaught(wait_for_reason)
     names = {rank: one[0] for one, rank in firsts.items()}
     if RANK == 0:
         threading.Thread(target=serve, args=(server, offer[0][2], names), daemon=True).start()
@@ -312,9 +313,8 @@ def look(line, name, lines):
         os._exit(int(code))
 
 
-def after_the_reason(kind, error, trace):
-    """sys.excepthook: a collective that breaks is mostly another rank's end, of which the thread hears a second later,
-    and tells more than a traceback."""
-    if issubclass(kind, RuntimeError) and not EXITING.is_set():
+def wait_for_reason(error):
+    """A collective fails mostly because another rank has ended. The thread hears of that a second later, and reports
+    more than a traceback does."""
+    if isinstance(error, RuntimeError) and not EXITING.is_set():
         time.sleep(5)
-    sys.__excepthook__(kind, error, trace)

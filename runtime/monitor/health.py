@@ -14,6 +14,7 @@ from runtime.cluster.ranks import RANK, all_reduce_sum
 from runtime.data.download import FetchError
 from runtime.data.loader import rank_numbers, train_places
 from runtime.data.tokenizer import tokenizer_of
+from runtime.output import explain_uncaught
 
 WINDOW = 50  # gradient norms that a new one is compared with, once there are 20
 SPIKE_FACTOR = 6  # times their median
@@ -181,14 +182,13 @@ class StragglerDetector:
 def explain_lack_of_memory(words):
     """From now on a GPU without memory left ends this process with words() and exit code 2, wherever that comes: while
     the engine is built, in a step or an evaluation. The other ranks see it, and leave; what is saved is whole."""
-    def hook(kind, error, trace):
-        if issubclass(kind, RuntimeError) and "out of memory" in str(error):  # PyTorch's, and CUDA's own
+    def explain(error):
+        if isinstance(error, RuntimeError) and "out of memory" in str(error):  # PyTorch's, and CUDA's own
             try:
                 print(words(), file=sys.stderr, flush=True)
             finally:
                 os._exit(2)
-        plain(kind, error, trace)
 
-    plain, sys.excepthook = sys.excepthook, hook
+    explain_uncaught(explain)
 
 
