@@ -1,6 +1,6 @@
-"""GPT-2 in plain PyTorch: the model, its weights from elsewhere, its text.
+"""GPT-2 in plain PyTorch: modules, loss, initialization, and text generation with a KV cache.
 
-It knows nothing of DeepSpeed, of ranks or of data sets, and can be lifted out and used alone:
+It knows nothing of DeepSpeed, of ranks or of data sets. Weights from elsewhere come through runtime/weights.py.
 
     model = GPT.from_pretrained("gpt2")          # or a folder written by save_pretrained
     loss = model(idx, targets)                   # (B, T) and (B, T) -> a scalar
@@ -73,16 +73,13 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self):
-        """Rows of the embedding: a multiple of 64 keeps the largest matrix product on the tensor cores' fast path."""
+        """Rows of the embedding: a multiple of 64 keeps the largest matmul on the tensor cores' fast path."""
         return -(-self.vocab_size // 64) * 64
 
 
 def attention_backends(device):
-    """Attention kernels in order of preference for `device`.
-
-    cuDNN's is the fastest on Hopper (25 heads of 64, 1,024 tokens, batch 8, forward and backward on an H200:
-    0.51 ms against flash's 0.71).
-    """
+    """SDPA's kernels for `device`, the preferred one first. cuDNN's is the fastest on Hopper: forward and backward of
+    8 x 1,024 tokens with 25 heads of 64 take 0.51 ms on an H200, flash's 0.71."""
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     if torch.cuda.get_device_capability(device)[0] >= 9:
         order.insert(0, SDPBackend.CUDNN_ATTENTION)
@@ -101,10 +98,7 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x, cache=None, positions=None, mask=None):
         B, T, C = x.shape
-        q, k, v = (
-            part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-            for part in self.c_attn(x).split(C, dim=2)
-        )
+        q, k, v = (z.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for z in self.c_attn(x).split(C, dim=2))
         backends = contextlib.nullcontext()
         if cache is not None:
             k, v = cache.update(k, v, positions)
@@ -112,15 +106,14 @@ class CausalSelfAttention(nn.Module):
             if self.backends is None:
                 self.backends = attention_backends(x.device)
             backends = sdpa_kernel(self.backends, set_priority=True)
-        if mask is not None:  # one token, over a fixed number of keys: as matmuls, which share the keys among programs
+        if mask is not None:  # one token over many keys, which matmuls split among more programs than SDPA's kernels do
             scores = (q * q.size(-1) ** -0.5).flatten(0, 1) @ k.flatten(0, 1).transpose(1, 2)
             probs = torch.softmax(scores.masked_fill_(mask, float("-inf")), dim=-1)
             y = (probs @ v.flatten(0, 1)).view_as(q)
         else:
+            dropout = self.dropout if self.training else 0.0
             with backends:
-                y = F.scaled_dot_product_attention(
-                    q, k, v, is_causal=T > 1, dropout_p=self.dropout if self.training else 0.0
-                )
+                y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, dropout_p=dropout)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
@@ -146,7 +139,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, recompute=False, *cached):
-        if recompute:  # inside what gets compiled: outside of it, backward finds other tensors than forward saved
+        if recompute:  # inside of compiled code: outside, backward finds other tensors than forward saved
             return checkpoint(self.attn_and_mlp, x, use_reentrant=False)
         return self.attn_and_mlp(x, *cached)
 
@@ -164,20 +157,20 @@ def cross_entropy_with_grad(logits, targets, vocab_size):
     columns = torch.arange(logits.size(1), device=logits.device)
     logits32 = logits.float().masked_fill(columns >= vocab_size, float("-inf"))
     log_z = torch.logsumexp(logits32, dim=1, keepdim=True)
-    counts = (targets >= 0).unsqueeze(1)
+    valid = (targets >= 0).unsqueeze(1)
     row_target = targets.clamp(min=0).unsqueeze(1)
-    losses = (log_z - logits32.gather(1, row_target)) * counts
-    grad = (torch.exp(logits32 - log_z) - (columns == row_target).float()) * counts
+    losses = (log_z - logits32.gather(1, row_target)) * valid
+    grad = (torch.exp(logits32 - log_z) - (columns == row_target).float()) * valid
     if logits.dtype == torch.float16:
         grad = grad * FP16_GRAD_FACTOR
     return losses.squeeze(1), grad.to(logits.dtype)
 
 
 def addmm_fp32(total, a, b):
-    """total += a @ b; in float32, without a pass of its own, where a and b are of half its width on CUDA."""
+    """total += a @ b, in one pass with float32 sums where CUDA allows it."""
     if a.is_cuda and a.dtype != total.dtype and not torch.version.hip:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif a.dtype == torch.float16:  # whose range the sum would leave, with FP16_GRAD_FACTOR in it
+    elif a.dtype == torch.float16:  # the sum would overflow it, with FP16_GRAD_FACTOR in it
         total += a.float() @ b.float()
     else:
         total += a @ b
@@ -186,23 +179,23 @@ def addmm_fp32(total, a, b):
 class FusedLinearCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of x @ weight.T, LOSS_CHUNK rows at a time.
 
-    The gradients are computed while a chunk's logits are at hand, so that neither all logits nor their gradient
-    are ever held, and no matrix product is done twice (the idea is that of Liger Kernel, arXiv:2410.10989). Backward
-    scales both in float32, by the same number: a scale rounded to bfloat16 can be 0.4% off.
+    Gradients are computed from a chunk's logits at once. So neither all logits nor their gradients are ever in memory,
+    and no matmul is done twice. The idea is Liger Kernel's (arXiv:2410.10989). Backward scales both gradients in
+    float32, by the same number: a scale rounded to bfloat16 can be 0.4% off.
     """
 
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, cross_entropy):
         grad_x = torch.empty_like(x)
-        learns = ctx.needs_input_grad[1]
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
+        needs_weight_grad = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight_grad else None
         total = torch.zeros((), device=x.device)
         for first in range(0, x.size(0), LOSS_CHUNK):
             rows = slice(first, first + LOSS_CHUNK)
             losses, grad = cross_entropy(x[rows] @ weight.T, targets[rows], vocab_size)
             total += losses.sum()
             grad_x[rows] = grad @ weight
-            if learns:
+            if needs_weight_grad:
                 addmm_fp32(grad_weight, grad.T, x[rows])
         count = (targets >= 0).sum()
         ctx.save_for_backward(grad_x, grad_weight, count)
@@ -218,8 +211,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 class LMHead(nn.Module):
-    """The output layer, tied to the token embedding. A module of its own, so that whoever gathers parameters module
-    by module (ZeRO-3) finds the shared weight where it is used."""
+    """The output layer, tied to the token embedding. It is a module, because ZeRO-3 gathers parameters by module."""
 
     def __init__(self, wte, vocab_size):
         super().__init__()
@@ -272,18 +264,15 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters()) - padding - unused
 
     def flops_per_token(self, T=None):
-        """Model FLOPs of a forward and backward over one token in a context of T: 6 N + 12 n_layer n_embd T.
-
-        N leaves out the position embeddings (PaLM, arXiv:2204.02311, appendix B). A frozen weight takes 4, as it has no
-        gradient.
-        """
+        """Model FLOPs of forward and backward per token in a context of T: 6 N + 12 n_layer n_embd T. N leaves out the
+        position embeddings (PaLM, arXiv:2204.02311, appendix B). A frozen weight takes 4: it has no gradient."""
         T, frozen = T or self.config.block_size, [p for p in self.parameters() if not p.requires_grad]
         frozen = sum(p.numel() for p in frozen if p is not self.transformer.wpe.weight)
         return 6 * self.num_params(positions=False) - 2 * frozen + 12 * self.config.n_layer * self.config.n_embd * T
 
     def parameter_groups(self, weight_decay):
-        """Groups for the optimizer: matrices and embeddings decay, biases and layer norms don't. What is frozen is in
-        neither, and an empty group is left out."""
+        """The optimizer's groups: matrices and embeddings with weight decay, biases and layer norms without. Frozen
+        parameters are in neither. An empty group is left out."""
         params = [p for p in self.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
@@ -292,9 +281,9 @@ class GPT(nn.Module):
         return [group for group in groups if group["params"]]
 
     def compile_blocks(self, **options):
-        """Compile the forward of each block, and the loss. The blocks share one graph, so a cold start costs about 11 s
-        for GPT-2 XL on an H200 instead of the whole model's 52, at almost the same speed; names of parameters stay, and
-        a module's hooks stay outside, where ZeRO-3 needs them. options: torch.compile's."""
+        """Compile the forward of each block, and the loss. options: torch.compile's. The blocks share one graph: a cold
+        start takes about 11 s for GPT-2 XL on an H200, not 52 as for the whole model, at almost the same speed.
+        Parameters keep their names, and hooks stay outside of compiled code, as ZeRO-3 needs it."""
         for block in self.transformer.h:
             block.forward = torch.compile(block.forward, **options)
         self.lm_head.cross_entropy = torch.compile(cross_entropy_with_grad, **options)
@@ -304,17 +293,13 @@ class GPT(nn.Module):
         if block_size > self.config.block_size:
             raise ValueError(f"block_size={block_size} is beyond the {self.config.block_size} positions of the weights")
         self.config.block_size = block_size
-        wpe = self.transformer.wpe
-        wpe.weight = nn.Parameter(wpe.weight[:block_size].detach().clone())
-        wpe.num_embeddings = block_size
+        self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size].detach().clone())
 
     def crop_vocab_size(self, vocab_size):
-        """Leave out the tokens from `vocab_size` on: rows that were rounded up to, and that no tokenizer makes."""
+        """Drop the tokens from `vocab_size` on: padding, which no tokenizer makes."""
         self.config.vocab_size = self.lm_head.vocab_size = vocab_size
-        wte = self.transformer.wte
-        wte.weight = nn.Parameter(wte.weight[: self.config.padded_vocab_size].detach())
-        self.lm_head.weight = wte.weight
-        wte.num_embeddings = len(wte.weight)
+        weight = nn.Parameter(self.transformer.wte.weight[: self.config.padded_vocab_size].detach())
+        self.transformer.wte.weight = self.lm_head.weight = weight
 
     def forward(self, idx, targets=None, reduction="mean"):
         """idx (B, T) -> logits (B, T, vocab_size); with targets (B, T) -> their mean cross-entropy, or with
@@ -340,12 +325,11 @@ class GPT(nn.Module):
                  on_token=None, custom_step=None, repetition_penalty=1.0):
         """Continue idx (B, T) by at most max_new_tokens; returns (B, T + n).
 
-        temperature 0 takes the likeliest token. top_k keeps the k likeliest, top_p the likeliest that together reach
-        that probability. repetition_penalty above 1 makes tokens that a row has already less likely. generator: one for
-        all rows, or a list of one for each. A row that has produced end_of_text repeats it, and when all rows have,
-        generation stops. on_token is called with each new (B,) column, and may return which rows are done, (B,).
-        custom_step: see Decoder. Past block_size tokens the context slides, and as every position then changes,
-        the whole window is computed for each token; until then keys and values are cached.
+        temperature=0 takes the likeliest token. top_k keeps the k likeliest, top_p the likeliest that together reach
+        that probability. repetition_penalty above 1 makes the tokens of a row less likely. generator: one for all rows,
+        or a list with one for each. A row that has produced end_of_text repeats it; when all rows have, generation
+        stops. on_token is called with each new (B,) column, and may return which rows are done, (B,). custom_step: see
+        Decoder. Past block_size tokens the context slides and all positions change: each token costs a full forward.
         """
         block_size = self.config.block_size
         decoder = Decoder(self, idx.size(0), min(block_size, idx.size(1) + max_new_tokens), custom_step)
@@ -374,17 +358,14 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name_or_path, dropout=0.0, device="cpu", dtype=torch.float32):
-        """GPT-2 with the weights of a hub name (see PRETRAINED), of a folder in transformers' format, or of nanoGPT's
-        ckpt.pt.
-
-        The weights go to `device` one tensor at a time. Raises WeightsError.
-        """
+        """GPT-2 with the weights of a hub name (PRETRAINED in runtime/weights.py), of a folder in transformers' format,
+        or of nanoGPT's ckpt.pt. They go to `device` one tensor at a time. Raises WeightsError."""
         source = name_or_path if os.path.exists(name_or_path) else fetch_from_hub(name_or_path)
         config = replace(GPTConfig.from_weights(source), dropout=dropout)
         with torch.device("meta"):
             model = cls(config).to(dtype)
         model.to_empty(device=device)
-        model.lm_head.weight = model.transformer.wte.weight  # to_empty made two of one
+        model.lm_head.weight = model.transformer.wte.weight  # to_empty unties them
         read_weights(model, source)
         return model
 
@@ -404,9 +385,9 @@ class KVCache:
 class Decoder:
     """Logits (B, vocab_size) of the next token of B texts, whose keys and values are cached up to max_length tokens.
 
-    On CUDA decode_one_token is captured as a CUDA graph, as its launches take longer than what they launch: one graph
-    for each length of the cache, 128, 256, ... custom_step(token, position, caches) -> logits may do the same in a
-    better way (kernels/decode.py), with one graph for all lengths. The methods' names are gpt-fast's.
+    On CUDA a step's launches take longer than its kernels. So decode_one_token captures CUDA graphs, one for each
+    length of the cache: 128, 256, ... custom_step(token, position, caches) -> logits may replace the plain step, with
+    one graph for all lengths (runtime/kernels/decode.py). The methods have gpt-fast's names.
     """
 
     def __init__(self, model, B, max_length, custom_step=None):
@@ -431,7 +412,7 @@ class Decoder:
         return self.forward(idx, torch.arange(self.cached, device=idx.device), self.cached)
 
     def decode_one_token(self, token):
-        """Logits after one more token (B, 1). On CUDA the next call overwrites them."""
+        """Logits after one more token (B, 1). On CUDA the next call overwrites them in place."""
         self.token.copy_(token)
         self.position.fill_(self.cached)
         length = min(self.max_length, max(128, 2 ** self.cached.bit_length()))
@@ -447,12 +428,8 @@ class Decoder:
 
 
 def capture_cuda_graph(step):
-    """A function that does on CUDA what step() does, with one launch; its output's memory is used again."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # once uncaptured, for what libraries do at their first call
-        step()
-    torch.cuda.current_stream().wait_stream(side)
+    """Return a function that does what step() does, in one launch. Its output is always the same tensor."""
+    step()  # once eagerly, for what libraries do at their first call
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = step()
@@ -465,8 +442,8 @@ def capture_cuda_graph(step):
 
 
 def apply_repetition_penalty(logits, idx, penalty):
-    """Logits (B, vocab_size), those of the tokens in idx (B, T) divided by the penalty where they are positive and else
-    multiplied (CTRL, arXiv:1909.05858)."""
+    """Return logits (B, vocab_size) in which those of the tokens in idx (B, T) are divided by the penalty if positive,
+    else multiplied by it (CTRL, arXiv:1909.05858)."""
     seen = logits.gather(1, idx)
     return logits.scatter(1, idx, torch.where(seen > 0, seen / penalty, seen * penalty))
 
