@@ -366,7 +366,7 @@ def step(batches):
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
     if skip_grad_spikes:
-        engine.optimizer.norm_limit = health.spike_threshold()
+        engine.optimizer.norm_limit = health.spikes.threshold()
     loss_sum = torch.zeros((), device=device)
     for _ in range(gradient_accumulation_steps):
         loss_sum += micro_step(*log.time_data(batches))
@@ -410,7 +410,7 @@ while not finished() and not eval_only and exit_code is None:
             saved = True
     if sample_interval and iter_num % sample_interval == 0:
         write_sample()
-    log.exclude_pauses(iter_num, traced=profiler and profiler.step())
+    log.exclude_pauses(iter_num, paused=profiler and profiler.step())
 
     exit_code, save_failed = shutdown.agree(saver.failed)  # all ranks take the same way
     if health.skipped_in_a_row > max_skipped_steps:

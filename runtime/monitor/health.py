@@ -10,7 +10,7 @@ from collections import deque
 
 import torch
 
-from runtime.cluster.ranks import RANK, all_reduce_sum
+from runtime.cluster.ranks import all_gather_scalars
 from runtime.data.download import FetchError
 from runtime.data.loader import rank_numbers, train_places
 from runtime.data.tokenizer import tokenizer_of
@@ -26,7 +26,7 @@ MAX_SHOWN = 4  # sequences named per rank; MAX_SHOWN * 4 tokens of each are show
 class StepHealth:
     """Checks every optimizer step for non-finite losses, gradient spikes and float16 overflow.
 
-    warn: function (iter_num, sentence), as RunLog.warn. datasets: those of the run, and tokens: their training tokens,
+    warn: RunLog's. datasets: those of the run, and tokens: their training tokens,
     to name the batch that a non-finite loss came from. grad_norms: the recent ones of a run that resumes.
     """
 
@@ -37,10 +37,6 @@ class StepHealth:
         self.skipped_in_a_row = 0
         self.grad_norm = None  # of the last step: before clipping, without the loss scale; None: DeepSpeed has none
         self.last_failed_scale = None  # float16's loss scale after the last overflow
-
-    def spike_threshold(self):
-        """The gradient norm at which a spike begins; infinite in the first steps."""
-        return self.spikes.threshold()
 
     def check(self, loss, iter_num):
         """Warn if step `iter_num` was skipped or its gradient norm is a spike, and count the skipped steps in a row.
@@ -54,8 +50,7 @@ class StepHealth:
         spike = ratio and f"the gradient norm {self.grad_norm:.3g} is {ratio:.0f} times the median before it"
         if self.engine.was_step_applied():
             self.skipped_in_a_row = 0
-            if spike:
-                self.warn(iter_num, spike)
+            self.warn(iter_num, spike)
             return
         why = self.describe_nonfinite_loss(loss, iter_num) or spike
         if not why and (scale := self.loss_scale()):
@@ -76,19 +71,19 @@ class StepHealth:
 
     def describe_nonfinite_loss(self, loss, iter_num):
         """A sentence that names the ranks whose loss is not finite and their sequences; None where all are finite."""
-        bad = all_reduce_sum(*(float(RANK == r and not math.isfinite(loss.item())) for r in range(self.world_size)),
-                             device=loss.device)
-        batches = [f"rank {r}, at tokens {self.describe_batch(iter_num, r)}" for r, flag in enumerate(bad) if flag]
+        losses = all_gather_scalars(loss, device=loss.device)
+        batches = [f"rank {rank}, at tokens {self.describe_batch(iter_num, rank)}"
+                   for rank, (rank_loss,) in enumerate(losses) if not math.isfinite(rank_loss)]
         return f"the loss is not finite on {'; on '.join(batches)}" if batches else None
 
     def describe_batch(self, iter_num, rank):
         """Where in the data the first sequences of a rank's step begin, with their first words."""
-        engine, block_size = self.engine, self.engine.module.config.block_size
+        engine = self.engine
         ids = rank_numbers(iter_num - 1, rank, self.world_size, engine.train_micro_batch_size_per_gpu(),
                            engine.gradient_accumulation_steps())
         sources = [(tokens, one.share) for tokens, one in zip(self.tokens, self.datasets, strict=True)]
-        which, offsets = train_places(ids.flatten(), sources, block_size, self.seed)
-        first = list(zip(which[:MAX_SHOWN].tolist(), offsets[:MAX_SHOWN].tolist(), strict=True))
+        which, offsets = train_places(ids.flatten(), sources, engine.module.config.block_size, self.seed)
+        first = list(zip(which, offsets, strict=True))[:MAX_SHOWN]
         names = [f"{offset}" + f" of {self.datasets[j].name}" * (len(self.datasets) > 1) for j, offset in first]
         with contextlib.suppress(FetchError, OSError, ImportError):  # GPT-2's BPE may have to be downloaded
             _, decode = tokenizer_of(self.datasets[0].meta["tokenizer"])

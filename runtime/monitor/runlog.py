@@ -4,8 +4,10 @@ import datetime
 import importlib.metadata
 import json
 import math
+import operator
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -91,14 +93,14 @@ class RunLog:
 
     def start(self, process_start, iter_num, max_iters):
         """Start the clock and, on a terminal, the progress bar. process_start: time.time() when the process began."""
-        self.process_start, self.first_iter, self.paused = process_start, iter_num, True
+        self.process_start, self.first_iter = process_start, iter_num
         if iter_num < max_iters and not self.settings["eval_only"]:
             self.update_bar = show_progress(max_iters, iter_num)
-        self.exclude_pauses(iter_num)
+        self.exclude_pauses(iter_num, paused=True)
 
-    def exclude_pauses(self, iter_num, traced=False):
-        """Restart the clock after an evaluation, a sample or a trace, which are no part of the next step's time."""
-        if self.paused or traced:
+    def exclude_pauses(self, iter_num, paused=False):
+        """Restart the clock after a pause, no part of the next step's time: an evaluation, a sample, `paused`."""
+        if self.paused or paused:
             self.clock, self.clock_iter, self.data_wait, self.paused = time.time(), iter_num, 0.0, False
 
     def time_data(self, batches):
@@ -132,8 +134,7 @@ class RunLog:
         # also after the second step or line, as it may capture a CUDA graph, which takes more
         if self.device.type == "cuda" and self.clock_iter - self.first_iter < 2 * self.settings["log_interval"]:
             print0(f"peak memory {record['memory'] / 1e9:.1f} GB, {self.memory / 1e9:.1f} GB estimated")
-        self.paused = True
-        self.exclude_pauses(iter_num)
+        self.exclude_pauses(iter_num, paused=True)
 
     def sample(self, iter_num, text):
         """Print and record a text from the current weights."""
@@ -241,9 +242,8 @@ def perplexity(loss):
 
 def mixture_loss(losses, shares):
     """(mean, standard error) of a whole mixture, from those of its data sets by their shares."""
-    weights = [share / sum(shares) for share in shares]
-    return (sum(weight * mean for weight, (mean, _) in zip(weights, losses, strict=True)),
-            math.hypot(*(weight * error for weight, (_, error) in zip(weights, losses, strict=True))))
+    means, errors = zip(*losses, strict=True)
+    return statistics.fmean(means, shares), math.hypot(*map(operator.mul, errors, shares)) / sum(shares)
 
 
 def loss_record(train, val):

@@ -1,4 +1,4 @@
-"""Steps that go wrong, planted: what is told, what is skipped, and how the run ends."""
+"""Steps that go wrong, planted: what is reported, what is skipped, and how the run ends."""
 
 import json
 import math
@@ -93,7 +93,7 @@ def test_ruined_weights_push_out_no_tag_and_a_resume_outlives_its_logger(train):
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_a_spike_is_told_of_and_skipped_on_demand(spoilt, skip):
-    """One rank, two micro-steps an iteration; the 30th is a thousand times as loud."""
+    """One rank, two micro-steps per iteration; the 30th is a thousand times as loud."""
     done, history, _ = spoilt(59, 61, "--max_iters=32", f"--skip_grad_spikes={skip}", "--grad_clip=0", rank=0,
                               factor=1000,
                               ranks=1)
@@ -156,7 +156,7 @@ def test_a_loss_scale_that_collapses_is_explained_and_ends_the_run(spoilt, tmp_p
 
 
 def test_a_rank_that_lags_is_named(characters, tmp_path):
-    """Rank 1 stands still for most of the time, as a process does whose CPU is not its own."""
+    """Rank 1 is stopped for most of the time, as a process does whose CPU is not its own."""
     out_dir, log = tmp_path / "out", tmp_path / "log"
     job = ForkedJob([ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}",
                      "--max_iters=100000", "--eval_interval=100000", "--batch_size=32"], 2, log, log)
