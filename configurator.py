@@ -22,7 +22,7 @@ import types
 import typing
 
 from runtime.files import UserError
-from runtime.output import explain_uncaught
+from runtime.output import exit_with_error, explain_uncaught
 
 SETTING_TYPES = (bool, int, float, str, type(None), dict, list, tuple)
 
@@ -248,9 +248,7 @@ def from_command_line(script, argv=None):
         argv = [a for a in argv if a != "--print_settings"]
         settings = configure(defaults, argv, script.get("__annotations__"), root)
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":  # the first rank of each machine
-            print(error, file=sys.stderr)
-        raise SystemExit(2) from None
+        exit_with_error(error)
     if print_only:
         print(json.dumps(vars(settings)))
         raise SystemExit(0)

@@ -30,11 +30,11 @@ import torch
 from model import GPT, GPTConfig
 from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore
-from runtime.cluster.ranks import exit_with_error
 from runtime.data.dataset import DatasetError, folders_of, read_meta, same_tokens, tokens_of
 from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.files import UserError, format_bytes, free_bytes
 from runtime.monitor.history import read_history
+from runtime.output import exit_with_error
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 

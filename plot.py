@@ -12,8 +12,8 @@ import os
 import statistics
 
 from configurator import exit_quietly_on_broken_pipe
-from runtime.cluster.ranks import exit_with_error
 from runtime.monitor.history import read_history, series
+from runtime.output import exit_with_error
 
 PANELS = {  # a record's key: title, the unit of the axis, whether a log scale may help
     "loss": ("loss (bold: validation, ± error)", 1, True),

@@ -46,11 +46,11 @@ from json import dumps
 
 import torch
 
-from runtime.cluster.ranks import exit_with_error
 from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.files import UserError
 from runtime.hardware import pick_device, pick_dtype
 from runtime.monitor import runlog as metrics
+from runtime.output import exit_with_error
 from runtime.sample import generate as texts
 from runtime.sample import score as scoring
 from runtime.sample import source

@@ -127,7 +127,6 @@ from runtime.cluster.machines import compare_machines
 from runtime.cluster.ranks import (
     all_reduce_sum,
     exit_together,
-    exit_with_error,
     print0,
     ranks_from_environment,
     require_same_on_all_ranks,
@@ -147,6 +146,7 @@ from runtime.monitor import health as guards
 from runtime.monitor.health import StepHealth
 from runtime.monitor.profiler import Profiler
 from runtime.monitor.runlog import RunLog
+from runtime.output import exit_with_error
 from runtime.plan import fit
 from runtime.plan.run_plan import check_run, describe_run
 from runtime.sample import samples

@@ -1,7 +1,9 @@
 """What a process prints: nothing that can end a run, and a sentence instead of a traceback where we have one."""
 
 import os
+import signal
 import sys
+import time
 
 
 class ResilientStream:
@@ -72,3 +74,15 @@ def explain_uncaught(explain):
             earlier(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def exit_with_error(problems):
+    """End all ranks for a mistake of the user's, with exit code 2. Every rank finds the same mistake, and the first one
+    of each machine prints it. The others wait, because a launcher that sees one rank end kills the rest, which may be
+    printing."""
+    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
+        print(problems, file=sys.stderr, flush=True)
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's SIGTERM ends the wait; there is nothing to save
+        time.sleep(10)
+    raise SystemExit(2)

@@ -20,10 +20,11 @@ from safetensors.torch import save_file
 
 from runtime.checkpoint.shards import open_tag
 from runtime.checkpoint.tags import CLIENT_STATE_KEY, sign_manifest, topology
-from runtime.cluster.ranks import exit_with_error, local_world_size, print0, shut_down, silence_stdout
+from runtime.cluster.ranks import local_world_size, print0, shut_down, silence_stdout
 from runtime.files import file_digest, format_bytes, free_bytes, replace_dir, write_atomic
 from runtime.hardware import available_memory
 from runtime.lora import is_adapter
+from runtime.output import exit_with_error
 
 ALIGNMENT = 64  # bytes; where a tensor may start in the staging buffer
 

@@ -24,8 +24,8 @@ import time
 
 import psutil
 
-from runtime.cluster.ranks import EXITING, PARTED, RANK, exit_with_error, is_multi_node, local_world_size
-from runtime.output import explain_uncaught
+from runtime.cluster.ranks import EXITING, PARTED, RANK, is_multi_node, local_world_size
+from runtime.output import exit_with_error, explain_uncaught
 
 ASKED = os.environ.get("MACHINE_TIMEOUT", "60")  # seconds without an answer after which a machine is lost
 TIMEOUT = int(ASKED) if ASKED.isdecimal() else 0

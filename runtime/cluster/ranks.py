@@ -3,14 +3,13 @@
 import contextlib
 import io
 import os
-import signal
 import socket
 import sys
 import threading
-import time
+
+from runtime.output import exit_with_error
 
 RANK = int(os.environ.get("RANK", 0))
-IS_LOCAL_RANK_0 = os.environ.get("LOCAL_RANK", str(RANK)) == "0"  # a refusal: the first rank of each machine
 BAR = []  # the progress bar, while there is one
 EXITING = threading.Event()  # set when this rank ends in good order
 PARTED = threading.Event()  # set when all ranks have come so far: from then on one that ends has not died
@@ -48,18 +47,6 @@ def end_progress():
 def silence_stdout():
     """A context in which DeepSpeed's chatter on stdout goes nowhere; what is wrong it raises or logs to stderr."""
     return contextlib.redirect_stdout(io.StringIO())
-
-
-def exit_with_error(problems):
-    """End all ranks for a mistake of the user's, exit code 2. Every rank finds the same one and the first of each
-    machine tells it; the others wait, because a launcher that sees one rank end kills the rest in the middle of their
-    sentence."""
-    if IS_LOCAL_RANK_0:
-        print(problems, file=sys.stderr, flush=True)
-    else:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's SIGTERM ends the wait; there is nothing to save
-        time.sleep(10)
-    raise SystemExit(2)
 
 
 def gather_unique(problems):
