@@ -138,7 +138,7 @@ from runtime.data.loader import eval_batches, mixed_seed, seen, train_batches
 from runtime.data.mixture import tokens_of
 from runtime.engine import ds_config, fixes, setup
 from runtime.engine import fast_path as replay
-from runtime.engine.fused_adamw import step_in_one_pass
+from runtime.engine.fast_path import FastPath
 from runtime.files import UserError
 from runtime.kernels import block as fused
 from runtime.kernels import runs_on
@@ -174,7 +174,7 @@ for line in fit.too_much(run, settings, world_size, ROOT, sys.argv[1:]):
 
 import deepspeed
 
-from runtime.engine.zero2_gradients import shorten
+from runtime.engine import fused_adamw, zero2_gradients
 
 warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # names that DeepSpeed still uses
 device = torch.device(run.device, local_rank) if run.device == "cuda" else torch.device("cpu")
@@ -254,10 +254,12 @@ try:
 except AssertionError as error:  # of a JSON, as a rule: what DeepSpeed does not want together
     shut_down(2)
     exit_with_error(f"{deepspeed_config}: DeepSpeed refuses it: {str(error) or 'an assertion without words'}")
-shortened = not any_deepspeed and shorten(engine, run.accumulate_locally)
+fast = FastPath()
+if not any_deepspeed:
+    fast.gradients = zero2_gradients.install(engine, fast, run.accumulate_locally)
+    fast.fused_step = fused_adamw.install(engine, fast) if own_kernels else None
 exit_together(["skip_grad_spikes=True needs what this DeepSpeed lacks: leave it out"]
-                if skip_grad_spikes and not shortened else [])
-one_pass = own_kernels and not any_deepspeed and (shortened or stage == 3) and step_in_one_pass(engine)
+                if skip_grad_spikes and not fast.gradients else [])
 print0(f"DeepSpeed uses {setup.compare(engine, run.config, run.dtype)}")
 
 state = load_into_engine(engine, store, tag, resume_weights_only) if tag else {}
@@ -273,8 +275,8 @@ log = RunLog(settings, state, device, run.sets, sequences * block_size, fit.tens
 if rank == 0 and not eval_only:  # the output folder, now that nothing else can be refused any more
     problems = list(filter(None, [shutdown.watch_stop_file(os.path.join(out_dir, "STOP"))]))
 exit_together(problems)
-health = StepHealth(engine, log.warn, run.sets, tokens["train"], seed, state.get("grad_norms", ()))
-graphed = shortened and one_pass and not ds_config.has_per_step_timers(run.config)
+health = StepHealth(engine, fast, log.warn, run.sets, tokens["train"], seed, state.get("grad_norms", ()))
+graphed = fast.gradients and fast.fused_step and not ds_config.has_per_step_timers(run.config)
 micro_step = replay.micro_step(engine, graphed, health.stragglers)
 
 # -----------------------------------------------------------------------------
@@ -366,7 +368,7 @@ def step(batches):
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
     if skip_grad_spikes:
-        engine.optimizer.norm_limit = health.spikes.threshold()
+        fast.skip_above = health.spikes.threshold()
     loss_sum = torch.zeros((), device=device)
     for _ in range(gradient_accumulation_steps):
         loss_sum += micro_step(*log.time_data(batches))

@@ -1,17 +1,22 @@
-"""A shorter way for gradients through ZeRO-2.
+"""ZeRO-2's gradients, from backward into this rank's fp32 partition.
 
-Between backward and the optimizer DeepSpeed 0.19.8 divides, concatenates, casts and adds each gradient in passes of
-their own, and then looks for infinities and takes the norm parameter by parameter. Here a gradient is copied once into
-its bucket, a full bucket is summed over the ranks, and the rank's own part is added, in fp32 and divided by the number
-of ranks in the same pass, to the partition that DeepSpeed keeps; norm and overflow come from that one flat partition.
-Where one rank has all, kernels/block.py adds most gradients there within the products that make them; also where each
-rank has room for the sums of all ("local sums"), which the ranks then sum over one another once a step instead of at
-each micro-step. What is computed stays the same. GPT-2 XL at 8 x 4 on one H200: 798 ms a step became 717
-(RESULTS.md).
+DeepSpeed 0.19.8 divides, concatenates, casts and accumulates each gradient in passes of their own, then checks for
+overflow and computes the norm parameter by parameter. Here one of three classes takes the gradients, and overflow check
+and norm read the flat partitions:
+
+  OneRank            param.main_grad is a view of the partition. The matmuls of kernels/block.py accumulate into it, so
+                     most gradients are never stored by themselves.
+  LocalAccumulation  param.main_grad is a view of a full fp32 buffer on every rank: one reduce-scatter per step.
+  BucketedAllReduce  no main_grad. Gradients are copied into a bucket; a full one is all-reduced on a side stream while
+                     backward continues, and this rank's part is cast, divided and accumulated in one pass.
+
+param.main_grad is an fp32 tensor of the parameter's shape, as in Megatron-LM, or absent. What is computed stays the
+same. GPT-2 XL at 8 x 4 on one H200: 798 ms per step became 717 (RESULTS.md).
 """
 
 import math
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from deepspeed import comm as dist  # so that its log of messages has ours
@@ -20,178 +25,191 @@ from runtime.cluster.ranks import all_reduce_sum
 from runtime.engine.ds_config import uses_offload
 from runtime.versions import has_all
 
-# What is used of DeepSpeed's optimizer at stage 2, and the methods of it that are replaced
-USED = ("averaged_gradients", "bit16_groups", "bit16_groups_flat", "communication_data_type",
-        "dp_process_group", "get_param_id", "grad_partition_insertion_offset", "grad_start_offset",
-        "gradient_accumulation_dtype", "gradient_predivide_factor", "partition_size", "postscale_gradients",
-        "reduce_bucket_size", "round_robin_bit16_groups", "round_robin_bit16_offsets",
-        "_get_compact_grad_partition_buffer", "_get_compact_grad_partition_slice")
-REPLACED = ("_use_compact_grad_partition_buffer", "process_gradients", "reduce_ipg_grads", "overlap_comm",
-            "has_overflow", "scaled_global_norm")
+
+class Zero2Gradients:
+    """Gradients of DeepSpeed's stage 2 optimizer, accumulated into partitions that stay where they are."""
+
+    USES = ("averaged_gradients", "bit16_groups_flat", "communication_data_type", "dp_process_group",
+            "gradient_accumulation_dtype", "gradient_predivide_factor", "micro_step_id", "postscale_gradients",
+            "ready_for_gradients", "reduce_bucket_size", "round_robin_bit16_groups", "round_robin_bit16_offsets",
+            "_build_compact_grad_partition_buffer")
+    REPLACES = ("_use_compact_grad_partition_buffer", "process_gradients", "reduce_ipg_grads", "has_overflow",
+                "scaled_global_norm", "zero_grad", "overlap_comm")
+
+    def __init__(self, optimizer, fast):
+        self.optimizer, self.fast, self.group = optimizer, fast, optimizer.dp_process_group
+        self.world_size, self.norm = dist.get_world_size(self.group), None
+        self.partitions = [optimizer._build_compact_grad_partition_buffer(i)
+                           for i in range(len(optimizer.bit16_groups_flat))]
+        optimizer.averaged_gradients.update(enumerate(self.partitions))
+        # The place of each parameter, (parameter group, parameter, offset): all ranks' partitions are one flat tensor
+        self.places = [(i, *place) for i, params in enumerate(optimizer.round_robin_bit16_groups)
+                       for place in zip(params, optimizer.round_robin_bit16_offsets[i])]
+
+    def install(self):
+        """Replace DeepSpeed's gradient path by this one."""
+        optimizer = self.optimizer
+        optimizer._use_compact_grad_partition_buffer = lambda group: True  # DeepSpeed's: not where weights are fp32
+        optimizer.process_gradients, optimizer.reduce_ipg_grads = self.on_grad_ready, self.finish_backward
+        optimizer.has_overflow, optimizer.scaled_global_norm = self.has_overflow, self.scaled_global_norm
+        optimizer.zero_grad = self.zero_grad
+        optimizer.overlap_comm = False  # else it synchronizes after each backward; finish_backward waits on the GPU
+
+    def on_grad_ready(self, param, group):
+        """DeepSpeed's hook: backward is done with a parameter."""
+        if not self.optimizer.ready_for_gradients:
+            self.optimizer.micro_step_id += 1
+            self.optimizer.ready_for_gradients = True
+        grad, param.grad = param.grad, None
+        if grad is not None:  # else a matmul has accumulated it into main_grad
+            self.accumulate(param, grad)
+
+    def accumulate(self, param, grad):
+        param.main_grad.add_(grad)
+
+    def finish_backward(self, comm_dtype=None):
+        """Called after each backward."""
+
+    def before_step(self):
+        """Called before each step, which finds the averaged gradients in the partitions."""
+
+    def global_norm(self):
+        """The norm of the averaged gradients times the loss scale, a scalar on the device. All ranks."""
+        self.before_step()
+        squared = torch.stack([torch.linalg.vector_norm(p.flat_partition) for p in self.partitions]).square().sum()
+        dist.all_reduce(squared, group=self.group)
+        norm = squared.sqrt()
+        self.fast.grad_norm = norm.item() / self.optimizer.loss_scale
+        return norm
+
+    def has_overflow(self, partition_gradients=True):
+        """Whether DeepSpeed has to skip the step: the norm is not finite, or not below fast.skip_above."""
+        self.norm = self.global_norm()
+        return not self.fast.grad_norm < self.fast.skip_above
+
+    def scaled_global_norm(self, norm_type=2):
+        """The norm by which DeepSpeed clips; infinite to have it skip the step. In float32 it asks for nothing else."""
+        norm, self.norm = self.global_norm() if self.norm is None else self.norm, None
+        return norm if self.fast.grad_norm < self.fast.skip_above else norm * math.inf
+
+    def zero_grad(self, set_to_none=True):
+        """After a step. DeepSpeed's own has dropped the partitions: clear and restore them. FusedStep clears them."""
+        type(self.optimizer).zero_grad(self.optimizer, set_to_none)
+        for i, partition in enumerate(self.partitions):
+            if self.optimizer.averaged_gradients[i] is None:
+                partition.flat_partition.zero_()
+                self.optimizer.averaged_gradients[i] = partition
 
 
-def shorten(engine, accumulate_locally=False):
-    """Put the shorter way into an engine where it fits: stage 2 with fp32 accumulation, no offload. Returns whether it
-    did. Elsewhere DeepSpeed's own stays. accumulate_locally: whether this rank has room for the sums of all; they are
-    kept if all ranks have."""
+class OneRank(Zero2Gradients):
+    def __init__(self, optimizer, fast):
+        super().__init__(optimizer, fast)
+        for i, param, offset in self.places:
+            flat = self.partitions[i].flat_partition
+            param.main_grad = flat.narrow(0, offset, param.numel()).view(param.shape)
+
+
+class LocalAccumulation(Zero2Gradients):
+    def __init__(self, optimizer, fast):
+        super().__init__(optimizer, fast)
+        self.main_grads = [torch.zeros_like(flat, dtype=torch.float32) for flat in optimizer.bit16_groups_flat]
+        for i, param, offset in self.places:
+            param.main_grad = self.main_grads[i].narrow(0, offset, param.numel()).view(param.shape)
+
+    def before_step(self):
+        for partition, main_grads in zip(self.partitions, self.main_grads):
+            dist.reduce_scatter_tensor(partition.flat_partition, main_grads, group=self.group)
+            partition.flat_partition.div_(self.world_size)
+            main_grads.zero_()
+
+
+@dataclass
+class Bucket:
+    buffer: torch.Tensor
+    filled: int = 0  # elements
+    entries: list = field(default_factory=list)  # (param, offset)
+    reduced: torch.cuda.Event | None = None  # on the side stream; None: nothing to wait for
+
+
+class BucketedAllReduce(Zero2Gradients):
+    def __init__(self, optimizer, fast):
+        super().__init__(optimizer, fast)
+        flats = optimizer.bit16_groups_flat
+        self.size = min(int(optimizer.reduce_bucket_size), sum(flat.numel() for flat in flats))
+        self.stream = torch.cuda.Stream() if flats[0].is_cuda and optimizer.overlap_comm else None
+        self.buckets = [Bucket(flats[0].new_empty(self.size)) for _ in range(2 if self.stream else 1)]
+        self.owned = {}  # param: (start, view), where this rank's partition holds its elements from start on
+        for i, param, offset in self.places:
+            partition = self.partitions[i].flat_partition
+            offset -= dist.get_rank(self.group) * partition.numel()
+            start, end = max(0, -offset), min(param.numel(), partition.numel() - offset)
+            if start < end:
+                self.owned[param] = start, partition[offset + start : offset + end]
+
+    def accumulate(self, param, grad):
+        grad, n = grad.view(-1), param.numel()
+        if self.buckets[0].filled + n > self.size:
+            self.launch_bucket()
+        if n > self.size:  # a bucket of its own
+            self.wait_for(*self.buckets)  # one communicator, one order
+            self.reduce(grad.contiguous(), [(param, 0)])
+            return
+        bucket = self.buckets[0]
+        self.wait_for(bucket)
+        bucket.buffer.narrow(0, bucket.filled, n).copy_(grad)
+        bucket.entries.append((param, bucket.filled))
+        bucket.filled += n
+
+    def launch_bucket(self):
+        """Reduce the first bucket, on the side stream while backward continues, and switch to the other one."""
+        bucket = self.buckets[0]
+        if not bucket.entries:
+            return
+        if self.stream:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+            self.reduce(bucket.buffer.narrow(0, 0, bucket.filled), bucket.entries)
+            bucket.reduced = self.stream and self.stream.record_event()
+        bucket.entries, bucket.filled = [], 0
+        self.buckets.reverse()
+
+    def reduce(self, flat, entries):
+        """All-reduce flat, and accumulate what this rank owns of its entries."""
+        dist.all_reduce(flat, group=self.group)
+        for param, offset in entries:
+            if param in self.owned:
+                start, view = self.owned[param]
+                view.add_(flat.narrow(0, offset + start, view.numel()), alpha=1 / self.world_size)
+
+    def wait_for(self, *buckets):
+        """Have the current stream wait until these buckets are reduced. An idle one has no event: during a capture,
+        one from before it cannot be waited for."""
+        for bucket in buckets:
+            if bucket.reduced:
+                torch.cuda.current_stream().wait_event(bucket.reduced)
+                bucket.reduced = None
+
+    def finish_backward(self, comm_dtype=None):
+        self.launch_bucket()
+        self.wait_for(*self.buckets)
+
+
+def install(engine, fast, accumulate_locally=False):
+    """Install the class that fits into an engine; returns it, or None if DeepSpeed's own path stays: with offload, and
+    with gradients that are not accumulated in fp32. accumulate_locally: whether this rank has room for
+    LocalAccumulation, which is taken if all ranks have. fast: the FastPath, for skip_above and grad_norm. All ranks."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() != 2 or uses_offload(engine.config):
-        return False
-    if not has_all(optimizer, USED + REPLACED, "gradient path") or not optimizer.postscale_gradients:
-        return False
-    if optimizer.gradient_accumulation_dtype != torch.float32:
-        return False
-    if optimizer.communication_data_type != optimizer.dtype or optimizer.gradient_predivide_factor != 1.0:
-        return False
-    optimizer._use_compact_grad_partition_buffer = lambda group: True  # DeepSpeed doesn't where the weights are fp32
-    world_size = dist.get_world_size(optimizer.dp_process_group)
-    optimizer.sum_over_ranks = lambda: None  # before the step, what is left to do
-    if world_size > 1 and all_reduce_sum(accumulate_locally, device=optimizer.device)[0] == world_size:
-        optimizer.sum_over_ranks = keep_sums(optimizer)
-    optimizer.process_gradients, optimizer.reduce_ipg_grads = bucketed_sum(optimizer)
-    optimizer.overlap_comm = False  # else it stops the GPU after each backward; ours has waited for the sums
+        return None
+    if not (has_all(optimizer, Zero2Gradients.USES + Zero2Gradients.REPLACES, "gradient path")
+            and optimizer.gradient_accumulation_dtype == torch.float32 and optimizer.postscale_gradients
+            and optimizer.communication_data_type == optimizer.dtype and optimizer.gradient_predivide_factor == 1.0):
+        return None
+    world_size, way = dist.get_world_size(optimizer.dp_process_group), BucketedAllReduce
     if world_size == 1:
-        for i, group in enumerate(optimizer.bit16_groups):
-            for param in group:
-                param.grad_sum = partial(own_sum, optimizer, param, i)  # kernels/block.py adds to it in its products
-    optimizer.norm_limit = math.inf  # a step whose gradient norm is not below it is skipped
-    found = []  # the norm, from the look for overflow until it is asked for
-
-    def norm():
-        optimizer.sum_over_ranks()
-        parts = [torch.linalg.vector_norm(group.flat_partition) for group in optimizer.averaged_gradients.values()]
-        squared = torch.stack(parts).square().sum()
-        dist.all_reduce(squared, group=optimizer.dp_process_group)
-        size = squared.sqrt()
-        optimizer.seen_norm = size / optimizer.loss_scale  # DeepSpeed tells of a skipped step's as infinite
-        return size
-
-    def norm_or_infinite(norm_type=2):
-        size = found.pop() if found else norm()
-        return size if optimizer.norm_limit == math.inf or size.item() < optimizer.norm_limit else size * math.inf
-
-    def has_overflow(partition_gradients=True):
-        found[:] = [norm()]
-        return not found[0].item() < optimizer.norm_limit
-
-    optimizer.has_overflow = has_overflow
-    optimizer.scaled_global_norm = norm_or_infinite
-    return True
-
-
-def on_gpu(optimizer):
-    return optimizer.device != "cpu" and torch.cuda.is_available()
-
-
-def own_sum(optimizer, param, i):
-    """The fp32 sum of a parameter's gradients, in its shape, where one rank owns all of it."""
-    param_id = optimizer.get_param_id(param)
-    return optimizer._get_compact_grad_partition_slice(i, 0, param_id, param.numel()).view(param.shape)
-
-
-def keep_sums(optimizer):
-    """Give each parameter a grad_sum of its own on each rank; returns a function that sums them over the ranks, into
-    the partitions, and clears them."""
-    group, flats = optimizer.dp_process_group, optimizer.bit16_groups_flat
-    sums = [torch.zeros(flat.numel(), dtype=torch.float32, device=flat.device) for flat in flats]
-    for i, flat in enumerate(sums):
-        for param, first in zip(optimizer.round_robin_bit16_groups[i], optimizer.round_robin_bit16_offsets[i]):
-            place = flat.narrow(0, first, param.numel()).view(param.shape)
-            param.grad_sum = lambda place=place: place
-
-    def sum_over_ranks():
-        for i, flat in enumerate(sums):
-            mine = optimizer._get_compact_grad_partition_buffer(i).flat_partition
-            dist.reduce_scatter_tensor(mine, flat, group=group)
-            mine.div_(dist.get_world_size(group))
-            flat.zero_()
-
-    return sum_over_ranks
-
-
-def bucketed_sum(optimizer):
-    """(take, flush): take(param, group) moves a fresh gradient on its way, flush() sees all of them to its end when a
-    backward is over."""
-    group = optimizer.dp_process_group
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    size = min(int(optimizer.reduce_bucket_size), sum(flat.numel() for flat in optimizer.bit16_groups_flat))
-    side = torch.cuda.Stream() if on_gpu(optimizer) and optimizer.overlap_comm and world_size > 1 else None
-    buffers, free, pending = [], [None, None], []  # free: when each buffer's last sum was done
-    state = {"filled": 0, "index": 0, "beside": False}  # beside: something goes on in the side stream
-
-    def add_mine(i, param, summed):
-        """The part of one parameter's summed gradient that this rank owns, into its fp32 partition."""
-        param_id = optimizer.get_param_id(param)
-        starts = optimizer.grad_start_offset[i][rank]
-        if param_id not in starts:
-            return
-        start, to = int(starts[param_id]), int(optimizer.grad_partition_insertion_offset[i][rank][param_id])
-        n = min(param.numel() - start, int(optimizer.partition_size[i]) - to)
-        mine = optimizer._get_compact_grad_partition_slice(i, rank, param_id, n)
-        mine.add_(summed.narrow(0, start, n), alpha=1 / world_size)
-
-    def reduce(flat, entries):
-        dist.all_reduce(flat, group=group)
-        for i, param, first in entries:
-            add_mine(i, param, flat.narrow(0, first, param.numel()))
-
-    def send():
-        """Sum what the bucket holds, beside the backward that goes on, and turn to the other buffer."""
-        if not pending:
-            return
-        index, flat = state["index"], buffers[state["index"]].narrow(0, 0, state["filled"])
-        if side:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                reduce(flat, pending)
-                free[index] = side.record_event()
-            state.update(index=1 - index, beside=True)
-        else:
-            reduce(flat, pending)
-        pending.clear()
-        state["filled"] = 0
-
-    def take(param, i):
-        if not optimizer.ready_for_gradients:
-            optimizer.micro_step_id += 1
-            optimizer.ready_for_gradients = True
-            for j in range(len(optimizer.bit16_groups)):  # made here, on the stream that the optimizer runs on
-                optimizer._get_compact_grad_partition_buffer(j)
-        if param.grad is None:  # its product has added it to grad_sum
-            return
-        grad, param.grad = param.grad, None
-        if hasattr(param, "grad_sum"):
-            param.grad_sum().add_(grad)
-            return
-        grad = grad.view(-1)
-        if param.numel() > size:  # larger than a bucket: it is its own
-            send()
-            reduce_alone(grad, i, param)
-            return
-        if not buffers:
-            buffers.extend(grad.new_empty(size) for _ in range(2 if side else 1))
-        if state["filled"] + param.numel() > size:
-            send()
-        if free[state["index"]] is not None:
-            torch.cuda.current_stream().wait_event(free[state["index"]])
-            free[state["index"]] = None
-        buffers[state["index"]].narrow(0, state["filled"], param.numel()).copy_(grad)
-        pending.append((i, param, state["filled"]))
-        state["filled"] += param.numel()
-
-    def reduce_alone(grad, i, param):
-        join()  # one communicator, one order
-        reduce(grad.contiguous(), [(i, param, 0)])
-
-    def join():
-        """Wait for the side stream, if it does anything: one that does not cannot be waited for in a recording."""
-        if state["beside"]:
-            torch.cuda.current_stream().wait_stream(side)
-            state["beside"] = False
-
-    def flush(comm_dtype=None):
-        send()
-        join()
-        free[:] = [None, None]
-
-    return take, flush
+        way = OneRank
+    elif all_reduce_sum(accumulate_locally, device=optimizer.device)[0] == world_size:
+        way = LocalAccumulation
+    gradients = way(optimizer, fast)
+    gradients.install()
+    return gradients

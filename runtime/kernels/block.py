@@ -171,10 +171,10 @@ def add_up(sums, out0, out1, out2, shares, n, width, ADD: tl.constexpr, ROWS: tl
 
 def summed(sums, *params):
     """The gradients of parameters (n,) from each program's share of them, (shares, len(params), n): a list. Where the
-    parameters have a grad_sum, they are added there, and Nones returned, as by weight_grad."""
+    parameters have a main_grad, they are added there, and Nones returned, as by weight_grad."""
     shares, count, n = sums.shape
-    add = all(hasattr(p, "grad_sum") for p in params)
-    outs = [p.grad_sum() if add else torch.empty_like(p) for p in params]
+    add = all(hasattr(p, "main_grad") for p in params)
+    outs = [p.main_grad if add else torch.empty_like(p) for p in params]
     three = outs[0], outs[min(1, count - 1)], outs[-1]
     add_up[(triton.cdiv(n, 32), count)](sums, *three, shares, n, sums.stride(0), add, ROWS=32, COLUMNS=32)
     return [None] * count if add else outs
@@ -182,15 +182,15 @@ def summed(sums, *params):
 
 # -----------------------------------------------------------------------------
 # The steps of a block, with their gradients. Shapes: x (B, T, C). Parameters are kept as they are, not among the
-# saved tensors, from which a recomputation would hand back copies without their grad_sum
+# saved tensors, from which a recomputation would hand back copies without their main_grad
 
 
 def weight_grad(weight, dy, x):
-    """The gradient dy^T x of a weight (out, in), from dy (N, out) and x (N, in). Where the weight has a grad_sum, a
-    function that tells a float32 tensor of its shape, it is added there within the product, and None returned."""
-    if not hasattr(weight, "grad_sum"):
+    """The gradient dy^T x of a weight (out, in), from dy (N, out) and x (N, in). Where the weight has a main_grad, a
+    float32 tensor of its shape, it is added there within the product, and None returned."""
+    if not hasattr(weight, "main_grad"):
         return dy.t() @ x
-    addmm_fp32(weight.grad_sum(), dy.t(), x)
+    addmm_fp32(weight.main_grad, dy.t(), x)
     return None
 
 
@@ -384,7 +384,7 @@ def add_both(block, x, y, y_bias):
     x, normed, eight = norm(block.ln_2, x, y, attn.c_proj.bias, mlp.c_fc.weight)
     g, eight = LinearGelu.apply(normed, eight, mlp.c_fc.weight, mlp.c_fc.bias, mlp.c_proj.weight)
     bias = mlp.c_proj.bias
-    if not hasattr(bias, "grad_sum"):
+    if not hasattr(bias, "main_grad"):
         bias = bias.clone()  # ZeRO-3 takes the block's own away before the next block adds it
     return x, Linear.apply(g, eight, mlp.c_proj.weight), bias
 

@@ -26,12 +26,13 @@ MAX_SHOWN = 4  # sequences named per rank; MAX_SHOWN * 4 tokens of each are show
 class StepHealth:
     """Checks every optimizer step for non-finite losses, gradient spikes and float16 overflow.
 
-    warn: RunLog's. datasets: those of the run, and tokens: their training tokens,
+    fast: the engine's FastPath. warn: RunLog's. datasets: those of the run, and tokens: their training tokens,
     to name the batch that a non-finite loss came from. grad_norms: the recent ones of a run that resumes.
     """
 
-    def __init__(self, engine, warn, datasets, tokens, seed, grad_norms=()):
-        self.engine, self.warn, self.datasets, self.tokens, self.seed = engine, warn, datasets, tokens, seed
+    def __init__(self, engine, fast, warn, datasets, tokens, seed, grad_norms=()):
+        self.engine, self.fast, self.warn = engine, fast, warn
+        self.datasets, self.tokens, self.seed = datasets, tokens, seed
         self.world_size = torch.distributed.get_world_size()
         self.spikes, self.stragglers = SpikeDetector(grad_norms), StragglerDetector(engine.device, self.world_size)
         self.skipped_in_a_row = 0
@@ -44,7 +45,7 @@ class StepHealth:
         All ranks call it together: each skips the same steps, as the norm is that of the reduced gradient.
         loss: of this rank, 0-dimensional.
         """
-        norm = getattr(self.engine.optimizer, "seen_norm", self.engine.get_global_grad_norm())
+        norm = self.engine.get_global_grad_norm() if self.fast.grad_norm is None else self.fast.grad_norm
         self.grad_norm = None if norm is None else float(norm)
         ratio = self.spikes.update(self.grad_norm)
         spike = ratio and f"the gradient norm {self.grad_norm:.3g} is {ratio:.0f} times the median before it"

@@ -23,9 +23,8 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from model import GPT, Block, GPTConfig
 from runtime.cluster.ranks import all_reduce_sum, shut_down, silence_stdout
-from runtime.engine import ds_config, fixes, setup
-from runtime.engine.fused_adamw import step_in_one_pass
-from runtime.engine.zero2_gradients import shorten
+from runtime.engine import ds_config, fixes, fused_adamw, setup, zero2_gradients
+from runtime.engine.fast_path import FastPath
 from runtime.kernels.block import fuse
 
 SEQUENCES, ACCUMULATION, T, VOCAB = 12, 3, 16, 61  # of a step, over all ranks; micro-steps; tokens; vocabulary
@@ -147,10 +146,13 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
     engine = build(stage, dtype, zero or {}, config or {}, clip, repaired, compiled, fused, layers)
     engine.module.gradient_checkpointing = checkpointing
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    shortened = short and shorten(engine, local)
+    fast = FastPath()
+    if short:
+        fast.gradients = zero2_gradients.install(engine, fast, local)
+    shortened = fast.gradients is not None
     overflows = listen(engine.optimizer) if shortened and not fused else []
     if fused:
-        assert step_in_one_pass(engine)
+        assert fused_adamw.install(engine, fast)
     poisoned = False
 
     def spoil(grad):
@@ -178,7 +180,7 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
         fixes.grow_loss_scale(engine)
         norm = engine.get_global_grad_norm()
         result["norms"].append(None if norm is None else float(norm))
-        result["seen"].append(float(getattr(engine.optimizer, "seen_norm", 0)))
+        result["seen"].append(fast.grad_norm)
         result["applied"].append(all_reduce_sum(engine.was_step_applied())[0])
         if dtype == "float16":
             result["scales"].append(engine.optimizer.loss_scaler.cur_scale)

@@ -19,11 +19,11 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 def run(function, inputs, dtype, summed=False):
     """Return (outputs, {name: gradient}) of function(**inputs) in a precision, with random gradients of the outputs.
-    summed: parameters, named w or b, have a grad_sum, to which their gradients are added in float32."""
+    summed: parameters, named w or b, have a main_grad, to which their gradients are added in float32."""
     leaves = {name: value.to(dtype, copy=True).requires_grad_() for name, value in inputs.items()}
     sums = {name: torch.full(leaf.shape, 0.5, device="cuda") for name, leaf in leaves.items() if name[0] in "wb"}
     for name in sums if summed else ():
-        leaves[name].grad_sum = lambda name=name: sums[name]
+        leaves[name].main_grad = sums[name]
     outputs = function(**leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     generator = torch.Generator("cuda").manual_seed(1)
@@ -148,7 +148,7 @@ def test_adamw_in_one_pass():
         norm = torch.tensor(size, device="cuda") if math.isinf(size) else grad.norm() * max(1.0, size)
         sums, before = grad.clone(), weights.clone()
         adamw[(math.ceil(n / 1024),)](weights, sums, firsts, seconds, halves, steps, norm, n, rate, 1 - rate * 0.1,
-                                      0.9, 0.95, 1e-8, clip, limit, WIDE=1024)
+                                      0.9, 0.95, 1e-8, clip, limit, BLOCK=1024)
         steps += norm < limit
         assert not sums.any()
         if norm >= limit:

@@ -23,7 +23,7 @@ class Engine:
         self.sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in module.named_parameters()} \
             if sums else {}
         for name, p in module.named_parameters() if sums else ():
-            p.grad_sum = lambda name=name: self.sums[name]
+            p.main_grad = self.sums[name]
 
     def __call__(self, idx, targets):
         return self.module(idx, targets)

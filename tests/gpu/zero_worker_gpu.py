@@ -25,10 +25,9 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from model import GPT, Block, GPTConfig
 from runtime.cluster.ranks import all_reduce_sum, shut_down, silence_stdout
-from runtime.engine import ds_config, fixes, setup
+from runtime.engine import ds_config, fixes, fused_adamw, setup, zero2_gradients
 from runtime.engine import fast_path as replay
-from runtime.engine.fused_adamw import step_in_one_pass
-from runtime.engine.zero2_gradients import shorten
+from runtime.engine.fast_path import FastPath
 from runtime.kernels.block import fuse
 from runtime.monitor.health import StragglerDetector
 
@@ -117,8 +116,11 @@ def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local
     """Train as the script does, and repeat a step that is skipped. own: use DeepSpeed's gradient path and step. local:
     sum the gradients of the micro-steps on each rank first."""
     engine, stage = build(stage, dtype, blocks, zero or {}, clip, fp16 or {})
-    shortened = not own and shorten(engine, local)
-    one_pass = not own and blocks != "eager" and (shortened or stage == 3) and step_in_one_pass(engine)
+    fast = FastPath()
+    if not own:
+        fast.gradients = zero2_gradients.install(engine, fast, local)
+        fast.fused_step = fused_adamw.install(engine, fast) if blocks != "eager" else None
+    shortened, one_pass = fast.gradients is not None, fast.fused_step is not None
     device, rank, world_size = torch.device("cuda", dist.get_rank()), dist.get_rank(), dist.get_world_size()
     micro_step = replay.micro_step(engine, captured and shortened and one_pass, StragglerDetector(device, world_size))
     result = {"norms": [], "applied": [], "scales": [], "shortened": shortened, "one_pass": one_pass}

@@ -9,7 +9,8 @@ import torch
 pytest.importorskip("triton", reason="PyTorch for this platform comes without Triton, and the kernels are not used")
 
 from model import GPT, Decoder, GPTConfig
-from runtime.engine.fused_adamw import adamw, stage_3
+from runtime.engine.fast_path import FastPath
+from runtime.engine.fused_adamw import Zero3Step, adamw
 from runtime.kernels.block import compare_with_plain, fits, fuse
 from runtime.kernels.decode import one_more
 
@@ -48,7 +49,7 @@ def test_fused_blocks_have_the_loss_and_the_gradients_of_plain_ones(recomputed):
 
     sums = {p: torch.full(p.shape, 0.5) for p in fused.parameters()}
     for p in fused.parameters():
-        p.grad_sum = lambda p=p: sums[p]
+        p.main_grad = sums[p]
     gradients(fused, idx, targets, where=lambda p: sums[p])
     _, got = gradients(fused, idx, targets, where=lambda p: sums[p] - 0.5 + (0 if p.grad is None else 2 * p.grad))
     ours = [name for name, p in fused.named_parameters() if p.grad is None]
@@ -118,7 +119,7 @@ def test_adamw_in_one_pass_is_pytorchs():
         grad, rate = torch.randn(n) * min(size, 1e6), 1e-2 / (step + 1)
         norm, sums = torch.tensor(size if math.isinf(size) else grad.norm().item()), grad.clone()
         adamw[(3,)](weights, sums, firsts, seconds, halves, steps, norm, n, rate, 1 - rate * 0.1, 0.9, 0.95, 1e-8, 1.0,
-                    5000.0, WIDE=1024)
+                    5000.0, BLOCK=1024)
         steps += norm < 5000
         assert sums.abs().max() == 0
         if norm >= 5000:
@@ -138,12 +139,13 @@ def test_each_sub_group_of_stage_3_has_its_own_gradients_and_its_groups_options(
     """Groups are cut at sub_group_size elements, 1e9: GPT-2 XL's matrices on one GPU are two sub-groups."""
     halves = [torch.zeros(size, dtype=torch.bfloat16) for size in (5, 3, 4)]
     weights, sums = [half.float() for half in halves], torch.arange(12.0)
-    _, pieces, _ = stage_3(SimpleNamespace(
+    partitions = Zero3Step(SimpleNamespace(
         fp16_partitioned_groups_flat=halves, fp32_partitioned_groups_flat=weights, grad_partitions_flat_buffer=sums,
-        optimizer=SimpleNamespace(param_groups=["decay", "none"]), sub_group_to_group_id={0: 0, 1: 0, 2: 1}))
-    for i, (first, (mine, grad, half, options)) in enumerate(zip((0, 5, 8), pieces(), strict=True)):
-        assert mine is weights[i] and half is halves[i] and options == ("decay", "decay", "none")[i]
-        assert grad.tolist() == list(range(first, first + len(half)))
+        optimizer=SimpleNamespace(param_groups=["decay", "none"]), sub_group_to_group_id={0: 0, 1: 0, 2: 1}),
+        FastPath()).partitions()
+    for i, (first, p) in enumerate(zip((0, 5, 8), partitions, strict=True)):
+        assert p.master is weights[i] and p.bf16 is halves[i] and p.group == ("decay", "decay", "none")[i]
+        assert p.grads.tolist() == list(range(first, first + len(p.bf16)))
 
 
 def test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole():
