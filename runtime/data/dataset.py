@@ -5,8 +5,7 @@ meta.json (format 1):
                 {"kind": "hf", "sha256", "end_of_text"} of the tokenizer.json beside it
     vocab_size, dtype ("uint16" or "uint32", little-endian), train_tokens, val_tokens
     source      {"name", "sha256", "bytes"} of the text
-    files       {"train.bin": {"bytes", "sha256"}, "val.bin": {"bytes", "sha256"}}; a split of several files, its
-                shards, has train_00000.bin, train_00001.bin, ... instead
+    files       {"train.bin": {"bytes", "sha256"}, "val.bin": {"bytes", "sha256"}}
 data/prepare.py adds what it was asked for and what it found (docs/data.md).
 """
 
@@ -14,7 +13,6 @@ import contextlib
 import json
 import os
 import pickle
-import re
 import sys
 from pathlib import Path
 
@@ -25,7 +23,8 @@ from runtime.output import protect_output
 
 SPLITS = ("train", "val")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-ALLOWED_KEYS = re.compile(r"(train|val)(_\d{5})?\.bin|meta\.(pkl|json)")  # the names of a data set's files
+# In the order in which they are put in place: as long as train.bin is missing, nobody takes the rest for nanoGPT's.
+FILES = ("tokenizer.json", "meta.pkl", "val.bin", "train.bin", "meta.json")
 ROOT = Path(__file__).resolve().parents[2]
 SLICE = 2**22  # tokens handled at once
 MAX_SCAN = 2**28  # tokens of a split whose ids are checked: all of Shakespeare, a part of OpenWebText
@@ -36,59 +35,46 @@ class DatasetError(UserError):
     """A data set or its text can't be used; the message has one line a problem, with the mend."""
 
 
-def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source):
+def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source, **details):
     """Write a data set into `folder`, made if missing, and return its meta.json as a dict.
 
     The ids of a split are an array, a list, or an iterator over such pieces, for a text larger than the
-    memory. Stopped at any moment, the folder holds the old data set, or one that check_dataset refuses,
-    or the new one: everything is first written aside; meta.json goes first and comes last.
+    memory. details: more for meta.json. Stopped at any moment, the folder holds the old data set, or one that
+    check_dataset refuses, or the new one: everything is first written aside; meta.json goes first and comes last.
     Raises DatasetError on an id outside 0 ... vocab_size - 1.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("train.bin", "val.bin", "meta.pkl", "meta.json"):
+    for name in FILES:
         for leftover in folder.glob(f".{name}.*{TEMP_SUFFIX}"):  # of a preparation that was killed
             leftover.unlink()
-    dtype = dtype_for(vocab_size)
-    meta = {"format": 1, "tokenizer": tokenizer_meta, "vocab_size": vocab_size, "dtype": dtype}
+    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+    kept = {key: value for key, value in tokenizer_meta.items() if key != "file"}
+    meta = {"format": 1, "tokenizer": kept, "vocab_size": vocab_size, "dtype": dtype}
     files, parts = {}, {}
+
+    def write(name, chunks):
+        parts[name], size, sha256 = write_temp(folder / name, chunks)
+        return {"bytes": size, "sha256": sha256}
+
     try:
         for split, ids in zip(SPLITS, (train_ids, val_ids)):
             name = f"{split}.bin"
-            parts[name], size, sha256 = write_temp(folder / name, _packed(ids, DTYPES[dtype], vocab_size))
-            files[name] = {"bytes": size, "sha256": sha256}
-            meta[f"{split}_tokens"] = size // DTYPES[dtype].itemsize
-        meta |= {"source": source, "files": files}
-        for name, content in meta_files(meta).items():
-            parts[name], _, _ = write_temp(folder / name, [content])
-        move_in(folder, parts)
+            files[name] = write(name, _packed(ids, DTYPES[dtype], vocab_size))
+            meta[f"{split}_tokens"] = files[name]["bytes"] // DTYPES[dtype].itemsize
+        if tokenizer_meta["kind"] == "hf":
+            write("tokenizer.json", [Path(tokenizer_meta["file"]).read_bytes()])
+        meta |= {"source": source, "files": files, **details}
+        write("meta.pkl", [pickle.dumps(_nanogpt_meta(meta))])
+        write("meta.json", [(json.dumps(meta, indent=1) + "\n").encode()])
+        for name in reversed(FILES[1:]):
+            (folder / name).unlink(missing_ok=True)
+        for name in filter(parts.get, FILES):
+            os.replace(parts[name], folder / name)
     finally:
         for part in parts.values():
             part.unlink(missing_ok=True)
     return meta
-
-
-def dtype_for(vocab_size):
-    return "uint16" if vocab_size <= 2**16 else "uint32"
-
-
-def meta_files(meta):
-    """The contents of meta.json and, for nanoGPT's readers, of meta.pkl."""
-    return {"meta.json": (json.dumps(meta, indent=1) + "\n").encode(), "meta.pkl": pickle.dumps(_nanogpt_meta(meta))}
-
-
-def move_in(folder, parts):
-    """Put the files of a new data set, {name: path on the same disk}, in place of an old one's.
-
-    Stopped at any moment, it can be called again: what is moved already stays.
-    """
-    for name in sorted(filter(ALLOWED_KEYS.fullmatch, os.listdir(folder)), key="meta.json".__ne__):
-        if name not in parts or parts[name].exists():
-            (folder / name).unlink()
-    # train.bin last but for meta.json: as long as it is missing, nobody takes what is there for nanoGPT's.
-    for name in sorted(parts, key=lambda name: (name == "meta.json", name.startswith("train"), name)):
-        if parts[name].exists():
-            os.replace(parts[name], folder / name)
 
 
 def same_tokens(a, b):
@@ -96,33 +82,9 @@ def same_tokens(a, b):
     return a["vocab_size"] == b["vocab_size"] and {**a["tokenizer"], "file": 0} == {**b["tokenizer"], "file": 0}
 
 
-def shards(meta, split):
-    """The names of a split's files, in order."""
-    return sorted(name for name in meta["files"] if re.fullmatch(rf"{split}(_\d{{5}})?\.bin", name))
-
-
 def tokens_of(folder, meta, split):
-    """A split's token ids, memory-mapped: an array, or Joined where it has several files."""
-    parts = [np.memmap(Path(folder, name), DTYPES[meta["dtype"]], mode="r") for name in shards(meta, split)]
-    return parts[0] if len(parts) == 1 else Joined(parts)
-
-
-class Joined:
-    """Several arrays as one, of which slices can be taken; one over a border is a copy."""
-
-    def __init__(self, parts):
-        self.parts, self.ends = parts, np.cumsum([len(part) for part in parts])
-
-    def __len__(self):
-        return int(self.ends[-1])
-
-    def __getitem__(self, piece):
-        start, stop, _ = piece.indices(len(self))
-        first, last = np.searchsorted(self.ends, (start, max(start, stop - 1)), side="right")
-        begins = [int(end) - len(part) for end, part in zip(self.ends, self.parts)]
-        found = [self.parts[i][max(0, start - begins[i]) : max(0, stop - begins[i])]
-                 for i in range(first, min(last, len(self.parts) - 1) + 1)]
-        return found[0] if len(found) == 1 else np.concatenate(found or [self.parts[0][:0]])
+    """A split's token ids, a memory-mapped array."""
+    return np.memmap(Path(folder, f"{split}.bin"), DTYPES[meta["dtype"]], mode="r")
 
 
 def _packed(ids, dtype, vocab_size):
@@ -179,11 +141,8 @@ def _check_meta(meta):
         raise ValueError(f"format {meta['format']} is not 1")
     if meta["dtype"] not in DTYPES:
         raise ValueError(f"dtype {meta['dtype']!r} is not one of {', '.join(DTYPES)}")
-    missing = [f"{split}.bin" for split in SPLITS if not shards(meta, split)]
-    if missing:
-        raise ValueError(f"its files lack {' and '.join(missing)}")
     counts = [meta["vocab_size"], *(meta[f"{split}_tokens"] for split in SPLITS),
-              *(file["bytes"] for file in meta["files"].values())]
+              *(meta["files"][f"{split}.bin"]["bytes"] for split in SPLITS)]
     if not all(type(count) is int and count >= 0 for count in counts):
         raise ValueError("its counts are not all whole numbers")
     kind = meta["tokenizer"]["kind"]
@@ -240,10 +199,10 @@ def check_dataset(folder, block_size=None):
 
 def _problems(folder, split, meta, block_size):
     tokens, mend = meta[f"{split}_tokens"], _mend(folder)
-    problems = [problem for name in shards(meta, split) if (problem := _problem_of_file(folder / name, split, meta))]
-    if problems:
-        return [f"{problem}; {mend}" for problem in problems]
     name = _shown(folder / f"{split}.bin")
+    if problem := _problem_of_file(folder / f"{split}.bin", tokens, meta):
+        return [f"{problem}; {mend}"]
+    problems = []
     needed = (block_size or 1) + 1  # a sequence and the token after it
     if tokens < needed:
         shorter = f"train with --block_size={tokens - 1}, or " if block_size and tokens > 1 else ""
@@ -255,15 +214,15 @@ def _problems(folder, split, meta, block_size):
     return problems
 
 
-def _problem_of_file(path, split, meta):
+def _problem_of_file(path, tokens, meta):
     """What is wrong with the size of a split's file, or None."""
-    name, itemsize, tokens = _shown(path), DTYPES[meta["dtype"]].itemsize, meta[f"{split}_tokens"]
+    name, itemsize = _shown(path), DTYPES[meta["dtype"]].itemsize
     if not path.exists():
         return f"{name} is missing"
     size, promised = path.stat().st_size, meta["files"][path.name]["bytes"]
     if size % itemsize:
         return f"{name} has {size} bytes, which is not a multiple of {itemsize} ({meta['dtype']})"
-    if size != promised or sum(meta["files"][name]["bytes"] for name in shards(meta, split)) != tokens * itemsize:
+    if size != promised or size != tokens * itemsize:
         return f"{name} has {size} bytes, but meta.json says {promised} bytes and {tokens} tokens"
     return None
 
