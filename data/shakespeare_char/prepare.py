@@ -9,8 +9,8 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent.parent))
 
-from runtime import shakespeare  # noqa: E402
 from runtime.data.tokenizer import tokenizer_of  # noqa: E402
+from runtime.prepare import shakespeare  # noqa: E402
 
 
 def tokenize(text, train, val):

@@ -21,11 +21,12 @@ import numpy as np
 import pytest
 import tiktoken.load
 
-from runtime import files, shakespeare
+from runtime import files
 from runtime.data import dataset as bins
 from runtime.data import download as fetch
 from runtime.data import tokenizer
 from runtime.data.dataset import DatasetError, check_dataset, read_meta, write_dataset
+from runtime.prepare import shakespeare
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAR_SCRIPT = ROOT / "data" / "shakespeare_char" / "prepare.py"
@@ -566,6 +567,6 @@ def test_index_known_text_has_the_known_tokens(text_from_the_index, tmp_path, ca
 
 
 def test_the_modules_import_nothing_heavy():
-    child = python("import sys, runtime.shakespeare, runtime.data.tokenizer, runtime.data.dataset;"
+    child = python("import sys, runtime.prepare.shakespeare, runtime.data.tokenizer, runtime.data.dataset;"
                    "print({'torch', 'deepspeed', 'tiktoken', 'transformers'} & set(sys.modules))")
     assert child.communicate()[0] == "set()\n"
