@@ -1,7 +1,6 @@
 """GPT-2's weights from elsewhere: the Hugging Face hub, a folder in transformers' format, nanoGPT's ckpt.pt."""
 
 import contextlib
-import hashlib
 import json
 import os
 import pickle
@@ -9,7 +8,7 @@ import zipfile
 
 import torch
 
-from runtime.files import UserError
+from runtime.files import UserError, file_digest, write_atomic
 
 PRETRAINED = {  # layers, heads, width
     "gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600),
@@ -24,10 +23,28 @@ HUB = {  # of openai-community/NAME on the Hugging Face hub: the revision, and i
     "gpt2-xl": ("15ea56dee5df4983c59b2538573817e1667135e2",
                 "0f8b28eb05a8075f48b61b6f35332978c74fc7763fa9fb4051a1c30511736a6a"),
 }  # fmt: skip
+GPT2_KEYS = {  # of transformers' config.json: the values that model.py implements, the default first
+    "model_type": ("gpt2",), "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
+    "layer_norm_epsilon": (1e-5,), "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
+    "tie_word_embeddings": (True,),
+}  # fmt: skip
+CONV1D = "c_attn.weight", "c_fc.weight", "c_proj.weight"  # transformers stores them transposed
 
 
 class WeightsError(UserError):
     """Pretrained weights that cannot be had or do not fit; the message says what to do."""
+
+
+@contextlib.contextmanager
+def weights_errors(source):
+    """Turn the errors of safetensors, torch.load and JSON, for a truncated or foreign file, into a WeightsError."""
+    try:
+        yield
+    except WeightsError:
+        raise
+    except Exception as error:
+        why = (str(error).splitlines() or [""])[0]
+        raise WeightsError(f"{source}: the weights cannot be read ({type(error).__name__}: {why})") from None
 
 
 def fetch_from_hub(name):
@@ -44,7 +61,7 @@ def fetch_from_hub(name):
         for file in files:
             path = hf_hub_download(repo, file, revision=revision)
         weights = os.path.realpath(path)  # the cache has links in its folders of revisions
-        found = sha256_of(weights, path + ".sha256")
+        found = cached_sha256(weights, path + ".sha256")
     except Exception as error:  # httpx, hub and OS errors have no common base, and all mean the same to the user
         raise WeightsError(
             f"the weights of {name} could not be fetched ({type(error).__name__}); fetch config.json and "
@@ -56,25 +73,24 @@ def fetch_from_hub(name):
     return os.path.dirname(path)
 
 
-def sha256_of(path, note):
-    """Return a file's sha256, and keep it in the file `note` with the size and the time that it holds for: gigabytes
-    are hashed after their download, and not at every start by every rank. Where `note` cannot be written they are."""
+def cached_sha256(path, cache):
+    """Return a file's sha256. The file `cache` keeps it, with the size and time of modification that it is for: so
+    gigabytes are hashed once after their download, and not at every start by every rank."""
     stat = os.stat(path)
-    state = f"{stat.st_size} {stat.st_mtime_ns} "
-    with contextlib.suppress(OSError, ValueError), open(note, encoding="utf-8") as f:
-        kept = f.read()
-        if kept.startswith(state) and len(kept) == len(state) + 64:
-            return kept[len(state):]
-    with open(path, "rb") as f:
-        sha256 = hashlib.file_digest(f, "sha256").hexdigest()
-    with contextlib.suppress(OSError), open(note, "w", encoding="utf-8") as f:
-        f.write(state + sha256)
+    key = f"{stat.st_size} {stat.st_mtime_ns} "
+    with contextlib.suppress(OSError, ValueError), open(cache, encoding="utf-8") as f:
+        cached = f.read()
+        if cached.startswith(key) and len(cached) == len(key) + 64:
+            return cached.removeprefix(key)
+    sha256 = file_digest(path)["sha256"]
+    with contextlib.suppress(OSError):
+        write_atomic(cache, key + sha256)
     return sha256
 
 
 def read_config(source):
-    """What GPTConfig takes, of a folder's config.json or of nanoGPT's ckpt.pt; WeightsError if it describes another
-    model than GPT-2."""
+    """Return GPTConfig's arguments, from a folder's config.json or nanoGPT's ckpt.pt. Raises WeightsError where it
+    describes another model than GPT-2."""
     if os.path.isfile(source):
         return read_nanogpt(source)[0]
     try:
@@ -85,58 +101,39 @@ def read_config(source):
     except (OSError, ValueError) as error:
         raise WeightsError(f"{source}: config.json cannot be read ({error}); fetch it again, or name another folder "
                            "with --init_from=DIR") from None
-    config = {
-        "block_size": hf.get("n_positions", 1024),
-        "vocab_size": hf.get("vocab_size", 50257),
-        "n_layer": hf.get("n_layer", 12),
-        "n_head": hf.get("n_head", 12),
-        "n_embd": hf.get("n_embd", 768),
-        "gelu": "none" if hf.get("activation_function") == "gelu" else "tanh",
-    }
-    expected = {
-        "model_type": ("gpt2",),
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
-        "layer_norm_epsilon": (1e-5,),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "tie_word_embeddings": (True,),
-        "n_inner": (None, 4 * config["n_embd"] if isinstance(config["n_embd"], int) else None),
-    }
-    for key, values in expected.items():
+    n_embd = hf.get("n_embd", 768)
+    for key, values in {**GPT2_KEYS, "n_inner": (None, 4 * n_embd if isinstance(n_embd, int) else None)}.items():
         if hf.get(key, values[0]) not in values:
             raise WeightsError(f"{source}: config.json has {key}={hf[key]!r}, which is not GPT-2's {values[0]!r}")
-    return config
+    return {"block_size": hf.get("n_positions", 1024), "vocab_size": hf.get("vocab_size", 50257),
+            "n_layer": hf.get("n_layer", 12), "n_head": hf.get("n_head", 12), "n_embd": n_embd,
+            "gelu": "none" if hf.get("activation_function") == "gelu" else "tanh"}
 
 
-def unpickled(path):
-    """What torch.save wrote to a file, its tensors mapped where its format allows that. Only tensors and plain
-    containers are made, whatever the file names: a stranger's code does not run. Raises WeightsError."""
-    try:
-        zipped = zipfile.is_zipfile(path)  # the older format cannot be mapped, nor looked into
-        strange = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else []
-        if strange:
-            raise WeightsError(f"{path} names {', '.join(sorted(strange))}, which no weights need; not read")
-        return torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
-    except WeightsError:
-        raise
-    except pickle.UnpicklingError:  # whose own words advise to let the file run code
-        raise WeightsError(f"{path} is no file of weights, or is damaged") from None
-    except Exception as error:  # a cut or foreign file: zip and torch each raise their own
-        why = (str(error).splitlines() or [""])[0]
-        raise WeightsError(f"{path}: the weights cannot be read ({type(error).__name__}: {why})") from None
+def load_untrusted(path):
+    """Return what torch.save wrote to a file, memory-mapped where its format allows it. Only tensors and plain
+    containers are made, whatever the file names: no code of its author runs. Raises WeightsError."""
+    with weights_errors(path):
+        zipped = zipfile.is_zipfile(path)  # the older format cannot be mapped, nor inspected
+        unsafe_globals = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else []
+        if unsafe_globals:
+            raise WeightsError(f"{path} names {', '.join(sorted(unsafe_globals))}, which no weights need; not read")
+        try:
+            return torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
+        except pickle.UnpicklingError:  # whose own message advises to let the file run code
+            raise WeightsError(f"{path} is not a file of weights, or is damaged") from None
 
 
 def read_nanogpt(path):
-    """(what GPTConfig takes, {name: tensor}, nanoGPT's own settings) of its ckpt.pt, whose names and layout are
-    ours."""
-    checkpoint = unpickled(path)
+    """Return (GPTConfig's arguments, {name: tensor}, nanoGPT's settings) of its ckpt.pt. Names and layout are ours."""
+    checkpoint = load_untrusted(path)
     try:
-        args = {"bias": True, **checkpoint["model_args"]}  # its first versions had no other
+        args = {"bias": True, **checkpoint["model_args"]}  # nanoGPT's first versions had no other
         tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in checkpoint["model"].items()}
         names = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "bias")
         config = {name: args[name] for name in names} | {"gelu": "none"}
     except (KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{path} is no ckpt.pt of nanoGPT's ({type(error).__name__}: {error})") from None
+        raise WeightsError(f"{path} is not a ckpt.pt of nanoGPT's ({type(error).__name__}: {error})") from None
     wte, head = (tensors.get(name) for name in ("transformer.wte.weight", "lm_head.weight"))
     if wte is not None and head is not None and head.data_ptr() != wte.data_ptr():
         raise WeightsError(f"{path}: lm_head.weight is not the token embedding, as it is in GPT-2")
@@ -144,69 +141,51 @@ def read_nanogpt(path):
 
 
 def open_weights(source):
-    """(names, get) of the tensors of a folder, from safetensors or else pickles, whole or in shards, or of nanoGPT's
-    ckpt.pt."""
+    """Return (names, get) of the tensors of a folder, from safetensors or else pickles, whole or in shards, or of
+    nanoGPT's ckpt.pt. With safetensors, only get(name) reads a tensor. Raises WeightsError, for truncated files too."""
     from safetensors import safe_open
 
     if os.path.isfile(source):
         tensors = read_nanogpt(source)[1]
         return tensors.keys(), tensors.__getitem__
-    found = [(kind, index) for kind in ("model.safetensors", "pytorch_model.bin") for index in (".index.json", "")
-             if os.path.exists(os.path.join(source, kind + index))]
-    if not found:
+    files = [name + index for name in ("model.safetensors", "pytorch_model.bin") for index in (".index.json", "")]
+    file = next((file for file in files if os.path.exists(os.path.join(source, file))), None)
+    if file is None:
         raise WeightsError(f"{source} has neither model.safetensors nor pytorch_model.bin")
-    (kind, index), shards = found[0], {found[0][0]}
-    if index:
-        with open(os.path.join(source, kind + index), encoding="utf-8") as f:
-            shards = set(json.load(f)["weight_map"].values())
-    paths = [os.path.join(source, shard) for shard in sorted(shards)]
-    if kind == "pytorch_model.bin":
-        tensors = {name: tensor for path in paths for name, tensor in unpickled(path).items()}
-        return tensors.keys(), tensors.__getitem__
-    where = {name: reader for path in paths for reader in [safe_open(path, framework="pt")]
-             for name in reader.keys()}  # noqa: SIM118 (no mapping)
-    return where.keys(), lambda name: where[name].get_tensor(name)
-
-
-@contextlib.contextmanager
-def telling(source):
-    """A cut or foreign file as a WeightsError: safetensors and JSON each raise their own."""
-    try:
-        yield
-    except WeightsError:
-        raise
-    except Exception as error:
-        raise WeightsError(f"{source}: the weights cannot be read ({type(error).__name__}: {error})") from None
-
-
-def check_weights(source):
-    """Raise WeightsError where a folder or file has no weights, or is cut off; none is read."""
-    with telling(source):
-        open_weights(source)
+    with weights_errors(source):
+        shards = [file]
+        if file.endswith(".index.json"):
+            with open(os.path.join(source, file), encoding="utf-8") as f:
+                shards = sorted(set(json.load(f)["weight_map"].values()))
+        paths = [os.path.join(source, shard) for shard in shards]
+        if file.startswith("pytorch_model.bin"):
+            tensors = {name: tensor for path in paths for name, tensor in load_untrusted(path).items()}
+            return tensors.keys(), tensors.__getitem__
+        readers = [safe_open(path, framework="pt") for path in paths]
+        reader_of = {name: reader for reader in readers for name in reader.keys()}  # noqa: SIM118 (no mapping)
+        return reader_of.keys(), lambda name: reader_of[name].get_tensor(name)
 
 
 @torch.no_grad()
 def read_weights(model, source):
-    """Fill the model from a folder or a ckpt.pt. transformers keeps linear layers as Conv1D, transposed; neither knows
-    of our padding."""
-    with telling(source):
-        names, get = open_weights(source)
-        ours = dict(model.named_parameters())
-        strange = [name for name in names if name not in ours and not name.endswith((".attn.bias", "lm_head.weight"))]
-        if os.path.isfile(source) and strange:  # nanoGPT with something built in
-            raise WeightsError(f"{source}: GPT-2 has no place for the tensor {strange[0]}")
-        for name, p in ours.items():
-            # gpt2 on the hub has no "transformer." before its names, later saves have
-            theirs = name if name in names else name.removeprefix("transformer.")
-            if theirs not in names:
-                raise WeightsError(f"{source}: the tensor {name} is missing")
-            w = get(theirs)
-            if os.path.isdir(source) and name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")):
-                w = w.t()
-            rows = model.config.vocab_size if name == "transformer.wte.weight" else len(p)
-            if w.shape != p[:rows].shape:
-                raise WeightsError(
-                    f"{source}: {name} has shape {tuple(w.shape)}, its configuration says {tuple(p[:rows].shape)}"
-                )
-            p[:rows].copy_(w)
-            p[rows:] = 0
+    """Copy the weights of a folder or a ckpt.pt into the model. Rows of the vocabulary's padding become zero."""
+    names, get = open_weights(source)
+    params = dict(model.named_parameters())
+    unexpected = [name for name in names if name not in params and not name.endswith((".attn.bias", "lm_head.weight"))]
+    if os.path.isfile(source) and unexpected:  # a nanoGPT that was extended
+        raise WeightsError(f"{source}: GPT-2 has no place for the tensor {unexpected[0]}")
+    for name, p in params.items():
+        # gpt2 on the hub has no "transformer." before its names, later saves have
+        hf_name = name if name in names else name.removeprefix("transformer.")
+        if hf_name not in names:
+            raise WeightsError(f"{source}: the tensor {name} is missing")
+        with weights_errors(source):
+            w = get(hf_name)
+        if os.path.isdir(source) and name.endswith(CONV1D):
+            w = w.t()
+        rows = model.config.vocab_size if name == "transformer.wte.weight" else len(p)
+        if w.shape != p[:rows].shape:
+            raise WeightsError(
+                f"{source}: {name} has shape {tuple(w.shape)}, its configuration says {tuple(p[:rows].shape)}")
+        p[:rows].copy_(w)
+        p[rows:] = 0

@@ -153,7 +153,7 @@ def rename(checkpoint, old, new):
 
 
 @pytest.mark.parametrize("change, words", [
-    (lambda c: c.pop("model_args"), "is no ckpt.pt of nanoGPT's (KeyError: 'model_args')"),
+    (lambda c: c.pop("model_args"), "is not a ckpt.pt of nanoGPT's (KeyError: 'model_args')"),
     (lambda c: c["model_args"].update(n_head=3), ": its configuration cannot be read (n_embd=32 is not divisible"),
     (lambda c: c["model_args"].update(n_layer=3), ": the tensor transformer.h.2.ln_1.weight is missing"),
     (lambda c: c["model_args"].update(n_layer=1), ": GPT-2 has no place for the tensor transformer.h.1.ln_1.weight"),
@@ -181,7 +181,7 @@ def test_a_strangers_checkpoint_does_not_run_its_code(nanogpt, train, tmp_path):
     trained = train(f"--init_from={path}", "--n_layer=None", "--n_head=None", "--n_embd=None")
     for run in (sampled, trained):
         assert run.returncode == 2 and run.stderr == f"{path} names posix.mkdir, which no weights need; not read\n"
-    with pytest.raises(WeightsError, match="is no file of weights, or is damaged"):
+    with pytest.raises(WeightsError, match="is not a file of weights, or is damaged"):
         GPT.from_pretrained(str(bin_folder))
     assert not (tmp_path / "mark").exists()
     torch.load(path, weights_only=False)  # it would have

@@ -25,7 +25,7 @@ from runtime.lora import of as lora_of
 from runtime.plan.fit import ROOM, parts
 from runtime.plan.memory import evaluation, largest_batch
 from runtime.versions import deepspeed_problem
-from runtime.weights import PRETRAINED, check_weights, fetch_from_hub
+from runtime.weights import PRETRAINED, fetch_from_hub, open_weights
 
 SHAPE = ("n_layer", "n_head", "n_embd", "bias")
 
@@ -246,7 +246,7 @@ def check_start(run, s):
         return GPTConfig(s["block_size"], 50257, n_layer, n_head, n_embd, s["dropout"])
     run.weights = run.init_from if os.path.exists(run.init_from) else fetch_from_hub(run.init_from)
     config = GPTConfig.from_weights(run.weights)
-    check_weights(run.weights)
+    open_weights(run.weights)  # refuses what cannot be read
     if s["block_size"] > config.block_size:
         raise ValueError(f"block_size={s['block_size']} is beyond the {config.block_size} positions that the weights "
                          f"know: --block_size={config.block_size}")
