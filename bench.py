@@ -259,7 +259,7 @@ def peer(args, settings):
     import deepspeed
 
     from runtime.data.loader import train_batches
-    from runtime.data.mixture import tokens_of
+    from runtime.data.mixture import open_tokens
     from runtime.hardware import peak_memory
 
     device = torch.device(run.device, local_rank) if run.device == "cuda" else torch.device("cpu")
@@ -271,7 +271,7 @@ def peer(args, settings):
     deepspeed.init_distributed(dist_backend={"cuda": "nccl", "cpu": "gloo"}[run.device], verbose=False)
     torch.manual_seed(s["seed"])
     name, micro_step = {"hf": transformers_steps, "plain": plain_steps}[args.peer](run, s, device)
-    sources = [(tokens_of(one, "train"), one.share) for one in run.sets]
+    sources = [(open_tokens(one, "train"), one.share) for one in run.sets]
     batches, times = train_batches(sources, 0, rank, world_size, s, run.meta["vocab_size"], device), []
     for _ in range(s["max_iters"]):
         began, total = time.perf_counter(), 0.0
@@ -447,7 +447,7 @@ def data(args, settings):
 
     from runtime.data.dataset import DatasetError
     from runtime.data.loader import train_batches
-    from runtime.data.mixture import sets, tokens_of
+    from runtime.data.mixture import open_tokens, sets
 
     s = settings_of_script(SCRIPT, settings)
     if s["batch_size"] == "auto":
@@ -456,7 +456,7 @@ def data(args, settings):
         found, meta = sets(s["dataset"], ROOT, s["block_size"])
     except (DatasetError, ValueError) as error:
         raise SystemExit(str(error)) from None
-    sources = [(tokens_of(one, "train"), one.share) for one in found]
+    sources = [(open_tokens(one, "train"), one.share) for one in found]
     device = "cuda" if torch.cuda.is_available() and s["device"] != "cpu" else "cpu"
     batches, times = train_batches(sources, 0, 0, 1, s, meta["vocab_size"], device), []
     for _ in range(WARM_UP + args.repeats):

@@ -134,8 +134,8 @@ from runtime.cluster.ranks import (
     silence_stdout,
 )
 from runtime.cluster.shutdown import Shutdown
-from runtime.data.loader import eval_batches, mixed_seed, seen, train_batches
-from runtime.data.mixture import tokens_of
+from runtime.data.loader import eval_batches, mixed_seed, sequences_per_dataset, train_batches
+from runtime.data.mixture import open_tokens
 from runtime.engine import ds_config, fixes, setup
 from runtime.engine import fast_path as replay
 from runtime.engine.fast_path import FastPath
@@ -205,7 +205,7 @@ tag = newest_intact(store, run, resume_tag, resume_weights_only, overwrite)
 # -----------------------------------------------------------------------------
 # Data: memory-mapped tokens, the same on every rank
 
-tokens = {split: [tokens_of(one, split) for one in run.sets] for split in ("train", "val")}
+tokens = {split: [open_tokens(one, split) for one in run.sets] for split in ("train", "val")}
 shares = [one.share for one in run.sets]
 sources = list(zip(tokens["train"], shares, strict=True))
 sequences = batch_size * gradient_accumulation_steps * world_size  # an iteration's
@@ -330,7 +330,7 @@ def evaluate():
 
 def sequences_seen():
     """{data set: sequences so far}; a tag holds those before it, by its own shares."""
-    now, then = seen(iter_num * sequences, shares), seen(first_iter * sequences, shares)
+    now, then = (sequences_per_dataset(it * sequences, shares) for it in (iter_num, first_iter))
     before = state.get("seen", {})
     return {one.name: before.get(one.name, 0) + a - b for one, a, b in zip(run.sets, now, then, strict=True)}
 

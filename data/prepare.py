@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from runtime.data import tokenizer  # noqa: E402
-from runtime.data.dataset import DatasetError, told  # noqa: E402
+from runtime.data.dataset import DatasetError, exit_on_error  # noqa: E402
 from runtime.prepare import inputs, pipeline  # noqa: E402
 
 
@@ -68,7 +68,7 @@ def main():
     folder = check(args)
     sources = inputs.find_sources(args.paths, args.format)
     size = sum(source.bytes for source in sources)
-    kind, vocab_size = tokenizer.meta_of(args.tokenizer)
+    kind, vocab_size = tokenizer.tokenizer_meta(args.tokenizer)
     files = json.dumps([(absolute(source.name), source.bytes, source.changed) for source in sources])
     one_text = [source.kind for source in sources] == ["text"]
     request = {"paths": [absolute(path) for path in args.paths], "input": hashlib.sha256(files.encode()).hexdigest(),
@@ -84,5 +84,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with told("interrupted; nothing was changed"):
+    with exit_on_error("interrupted; nothing was changed"):
         main()

@@ -15,7 +15,7 @@ import numpy as np
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent.parent))
 
-from runtime.data.dataset import DatasetError, told, write_dataset  # noqa: E402
+from runtime.data.dataset import DatasetError, exit_on_error, write_dataset  # noqa: E402
 from runtime.data.tokenizer import gpt2_encoding  # noqa: E402
 
 DOCUMENTS = 8_013_769
@@ -59,5 +59,5 @@ def main(parts, folder=FOLDER, counts=COUNTS):
 
 
 if __name__ == "__main__":
-    with told("interrupted; the same command uses what Hugging Face's cache holds by now"):
+    with exit_on_error("interrupted; the same command uses what Hugging Face's cache holds by now"):
         main(fetch())

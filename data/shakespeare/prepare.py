@@ -19,4 +19,4 @@ def tokenize(text, train, val):
 
 
 if __name__ == "__main__":
-    shakespeare.main(FOLDER, tokenize, known_counts=(301_966, 36_059))
+    shakespeare.main(FOLDER, tokenize, expected_tokens=(301_966, 36_059))

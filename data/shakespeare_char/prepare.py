@@ -20,4 +20,4 @@ def tokenize(text, train, val):
 
 
 if __name__ == "__main__":
-    shakespeare.main(FOLDER, tokenize, known_counts=(1_003_854, 111_540))
+    shakespeare.main(FOLDER, tokenize, expected_tokens=(1_003_854, 111_540))

@@ -27,7 +27,7 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 FILES = ("tokenizer.json", "meta.pkl", "val.bin", "train.bin", "meta.json")
 ROOT = Path(__file__).resolve().parents[2]
 SLICE = 2**22  # tokens handled at once
-MAX_SCAN = 2**28  # tokens of a split whose ids are checked: all of Shakespeare, a part of OpenWebText
+MAX_CHECKED_TOKENS = 2**28  # tokens of a split whose ids are checked: all of Shakespeare, a part of OpenWebText
 GPT2_VOCAB = 50257
 
 
@@ -77,12 +77,12 @@ def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source
     return meta
 
 
-def same_tokens(a, b):
+def same_tokenizer(a, b):
     """Whether two metas are of the same tokenizer, wherever its file lies, and vocabulary."""
     return a["vocab_size"] == b["vocab_size"] and {**a["tokenizer"], "file": 0} == {**b["tokenizer"], "file": 0}
 
 
-def tokens_of(folder, meta, split):
+def open_tokens(folder, meta, split):
     """A split's token ids, a memory-mapped array."""
     return np.memmap(Path(folder, f"{split}.bin"), DTYPES[meta["dtype"]], mode="r")
 
@@ -103,7 +103,7 @@ def _nanogpt_meta(meta):
     return {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
 
 
-def folders_of(dataset, root):
+def dataset_dirs(dataset, root):
     """The folders that a setting means: a name is that of one below data/ in `root`, or it is a path; of a mixture,
     {name or path: weight}, each one's."""
     names = [dataset] if isinstance(dataset, str) else dataset
@@ -118,7 +118,7 @@ def read_meta(folder):
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise DatasetError(f"there is no folder {_shown(folder)}; {_mend(folder)}")
+        raise DatasetError(f"there is no folder {_display_path(folder)}; {_how_to_fix(folder)}")
     if (folder / "meta.json").exists():
         try:
             meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
@@ -127,12 +127,12 @@ def read_meta(folder):
                 file = (folder / "tokenizer.json").absolute()
                 meta["tokenizer"]["file"] = str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file)
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise DatasetError(f"{_shown(folder / 'meta.json')} can't be used ({type(error).__name__}: {error}); "
-                               f"{_mend(folder)}") from None
+            raise DatasetError(f"{_display_path(folder / 'meta.json')} can't be used ({type(error).__name__}: "
+                               f"{error}); {_how_to_fix(folder)}") from None
         return meta
-    missing = [name for name in ("train.bin", "val.bin") if not (folder / name).exists()]
+    missing = [folder / name for name in ("train.bin", "val.bin") if not (folder / name).exists()]
     if missing:
-        raise DatasetError("\n".join(f"{_shown(folder / name)} is missing; {_mend(folder)}" for name in missing))
+        raise DatasetError("\n".join(f"{_display_path(path)} is missing; {_how_to_fix(folder)}" for path in missing))
     return _meta_of_nanogpt(folder)
 
 
@@ -163,7 +163,7 @@ def _meta_of_nanogpt(folder):
             if "itos" in pickled:
                 tokenizer = {"kind": "char", "chars": "".join(pickled["itos"][i] for i in range(vocab_size))}
         except Exception as error:  # a damaged pickle raises nearly anything
-            raise DatasetError(f"{_shown(path)} can't be used ({error}); {_mend(folder)}") from None
+            raise DatasetError(f"{_display_path(path)} can't be used ({error}); {_how_to_fix(folder)}") from None
     sizes = {f"{split}.bin": (folder / f"{split}.bin").stat().st_size for split in SPLITS}
     meta = {"format": 1, "tokenizer": tokenizer, "vocab_size": vocab_size, "dtype": "uint16",
             "train_tokens": sizes["train.bin"] // 2, "val_tokens": sizes["val.bin"] // 2,
@@ -172,7 +172,7 @@ def _meta_of_nanogpt(folder):
     try:
         _check_meta(meta)
     except (ValueError, TypeError) as error:
-        raise DatasetError(f"{_shown(path)} can't be used ({error}); {_mend(folder)}") from None
+        raise DatasetError(f"{_display_path(path)} can't be used ({error}); {_how_to_fix(folder)}") from None
     return meta
 
 
@@ -186,7 +186,7 @@ class _PlainUnpickler(pickle.Unpickler):
 def check_dataset(folder, block_size=None):
     """Return the meta of a data set that is fit for training with sequences of `block_size` tokens.
 
-    Raises DatasetError with all that is wrong, one line each. Token ids are read up to MAX_SCAN a split,
+    Raises DatasetError with all that is wrong, one line each. Token ids are read up to MAX_CHECKED_TOKENS a split,
     evenly spread over it.
     """
     folder = Path(folder)
@@ -198,8 +198,8 @@ def check_dataset(folder, block_size=None):
 
 
 def _problems(folder, split, meta, block_size):
-    tokens, mend = meta[f"{split}_tokens"], _mend(folder)
-    name = _shown(folder / f"{split}.bin")
+    tokens, mend = meta[f"{split}_tokens"], _how_to_fix(folder)
+    name = _display_path(folder / f"{split}.bin")
     if problem := _problem_of_file(folder / f"{split}.bin", tokens, meta):
         return [f"{problem}; {mend}"]
     problems = []
@@ -208,7 +208,7 @@ def _problems(folder, split, meta, block_size):
         shorter = f"train with --block_size={tokens - 1}, or " if block_size and tokens > 1 else ""
         problems.append(f"{name} has {tokens} tokens, but block_size {block_size or 1} needs {needed}; "
                         f"{shorter}prepare a longer text")
-    stray = _stray_id(tokens_of(folder, meta, split), meta["vocab_size"]) if tokens else None
+    stray = _out_of_vocab_id(open_tokens(folder, meta, split), meta["vocab_size"]) if tokens else None
     if stray is not None:
         problems.append(f"{name} holds the token id {stray}, outside its vocabulary of {meta['vocab_size']}; {mend}")
     return problems
@@ -216,7 +216,7 @@ def _problems(folder, split, meta, block_size):
 
 def _problem_of_file(path, tokens, meta):
     """What is wrong with the size of a split's file, or None."""
-    name, itemsize = _shown(path), DTYPES[meta["dtype"]].itemsize
+    name, itemsize = _display_path(path), DTYPES[meta["dtype"]].itemsize
     if not path.exists():
         return f"{name} is missing"
     size, promised = path.stat().st_size, meta["files"][path.name]["bytes"]
@@ -227,12 +227,12 @@ def _problem_of_file(path, tokens, meta):
     return None
 
 
-def _stray_id(ids, vocab_size):
+def _out_of_vocab_id(ids, vocab_size):
     """A token id >= vocab_size, or None."""
     tokens = len(ids)
     if vocab_size > np.iinfo(ids[:1].dtype).max:
         return None
-    slices = -(-min(tokens, MAX_SCAN) // SLICE)
+    slices = -(-min(tokens, MAX_CHECKED_TOKENS) // SLICE)
     # Short files: slices touch and cover all. Long ones: the first and the last token are always in.
     starts = np.linspace(0, max(tokens - SLICE, 0), slices).astype(np.int64)
     for start in starts:
@@ -242,23 +242,23 @@ def _stray_id(ids, vocab_size):
     return None
 
 
-def _shown(path):
+def _display_path(path):
     """The path as the user would type it."""
     path = Path(os.path.abspath(path))
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _mend(folder):
+def _how_to_fix(folder):
     if (folder / "prepare.py").exists():
-        return f"run: python {_shown(folder / 'prepare.py')}"
-    others = sorted(_shown(script) for script in folder.parent.glob("*/prepare.py"))
+        return f"run: python {_display_path(folder / 'prepare.py')}"
+    others = sorted(_display_path(script) for script in folder.parent.glob("*/prepare.py"))
     own = f"prepare it with its own script ({'; '.join(others)})" if others else "prepare it with its own script"
     any_text = folder.parent / "prepare.py"
-    return own + f", or a text of yours: python {_shown(any_text)} PATH --name={folder.name}" * any_text.exists()
+    return own + f", or a text of yours: python {_display_path(any_text)} PATH --name={folder.name}" * any_text.exists()
 
 
 @contextlib.contextmanager
-def told(interrupted):
+def exit_on_error(interrupted):
     """Ends a preparation script on an error that is not the program's, with one message on stderr: exit code 2, or 130
     for Ctrl-C, with the words `interrupted`. Prints cannot end it: its result is files."""
     protect_output()

@@ -19,15 +19,15 @@ import torch
 
 from runtime.data.dataset import DatasetError
 
-MIX = [np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]
+SPLITMIX64 = [np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]
 
 
-def mix(x):
+def splitmix64(x):
     """splitmix64's finaliser (Steele et al., 2014): uint64 -> well mixed uint64, elementwise."""
     with np.errstate(over="ignore"):
-        x = np.asarray(x).astype(np.uint64) + MIX[0]
-        x = (x ^ (x >> np.uint64(30))) * MIX[1]
-        x = (x ^ (x >> np.uint64(27))) * MIX[2]
+        x = np.asarray(x).astype(np.uint64) + SPLITMIX64[0]
+        x = (x ^ (x >> np.uint64(30))) * SPLITMIX64[1]
+        x = (x ^ (x >> np.uint64(27))) * SPLITMIX64[2]
     return x ^ (x >> np.uint64(31))
 
 
@@ -35,11 +35,11 @@ def mixed_seed(*numbers):
     """Return a seed below 2**63 that depends on each of the numbers and on their order, by splitmix64."""
     seed = np.uint64(0)
     for number in numbers:
-        seed = mix(seed ^ np.uint64(number))
+        seed = splitmix64(seed ^ np.uint64(number))
     return int(seed) >> 1
 
 
-def permuted(i, n, key):
+def feistel_permute(i, n, key):
     """Where a permutation of range(n), chosen by `key`, sends each of the indices i: an array like i.
 
     A Feistel network of six rounds over the next power of four; results beyond n are sent on until they fall inside
@@ -52,7 +52,7 @@ def permuted(i, n, key):
     while outside.any():
         left, right = out[outside] >> bits, out[outside] & mask
         for round_key in range(6):
-            left, right = right, left ^ (mix(right ^ mix(key[outside] + np.uint64(round_key))) & mask)
+            left, right = right, left ^ (splitmix64(right ^ splitmix64(key[outside] + np.uint64(round_key))) & mask)
         out[outside] = (left << bits) | right
         outside = out >= n
     return out.astype(np.int64)
@@ -68,13 +68,13 @@ def train_offsets(numbers, n_tokens, block_size, seed):
     """Where in the data the sequences of these numbers begin; pure, int64 -> int64."""
     windows, max_shift = windows_per_epoch(n_tokens, block_size)
     epoch, index = np.divmod(np.asarray(numbers, dtype=np.int64), windows)
-    key = mix(mix(seed) ^ epoch.astype(np.uint64))
-    shift = (mix(key) % np.uint64(max_shift + 1)).astype(np.int64)
-    return permuted(index, windows, key) * block_size + shift
+    key = splitmix64(splitmix64(seed) ^ epoch.astype(np.uint64))
+    shift = (splitmix64(key) % np.uint64(max_shift + 1)).astype(np.int64)
+    return feistel_permute(index, windows, key) * block_size + shift
 
 
 @functools.cache
-def turns(shares):
+def interleave_table(shares):
     """(set, before) of shares (3, 7), say: the data set of each of 10 sequences, as evenly as can be, and how many of
     its own stand before each. Arrays (sum(shares),)."""
     due, which, before, seen = [0] * len(shares), [], [], [0] * len(shares)
@@ -88,10 +88,10 @@ def turns(shares):
     return np.array(which), np.array(before)
 
 
-def train_places(numbers, sources, block_size, seed):
+def locate_sequences(numbers, sources, block_size, seed):
     """(data set, offset) of the sequences of these numbers, arrays like them; sources: [(tokens, share)]."""
     shares = tuple(share for _, share in sources)
-    which, before = turns(shares)
+    which, before = interleave_table(shares)
     period, place = np.divmod(np.asarray(numbers, dtype=np.int64), sum(shares))
     chosen = which[place]
     own_numbers, offsets = period * np.array(shares)[chosen] + before[place], np.zeros_like(period)
@@ -100,14 +100,14 @@ def train_places(numbers, sources, block_size, seed):
     return chosen, offsets
 
 
-def seen(n, shares):
+def sequences_per_dataset(n, shares):
     """How many of the first n sequences are of each data set."""
     period, rest = divmod(n, sum(shares))
-    counts = np.bincount(turns(tuple(shares))[0][:rest], minlength=len(shares))
+    counts = np.bincount(interleave_table(tuple(shares))[0][:rest], minlength=len(shares))
     return [period * share + int(count) for share, count in zip(shares, counts, strict=True)]
 
 
-def rank_numbers(iter_num, rank, world_size, batch_size, accumulation):
+def sequence_ids(iter_num, rank, world_size, batch_size, accumulation):
     """The sequence numbers of one rank in one step, (accumulation, batch_size)."""
     per_rank = accumulation * batch_size
     first = (iter_num * world_size + rank) * per_rank
@@ -120,7 +120,7 @@ def eval_offsets(n_tokens, block_size, n):
     return np.linspace(0, n_tokens - 1 - block_size, n).astype(np.int64)
 
 
-def read(places, block_size, vocab_size):
+def read_windows(places, block_size, vocab_size):
     """Inputs and targets (B, T), int64, of windows [(tokens, offset)]; at a negative offset the targets don't count."""
     rows = np.stack([tokens[max(o, 0) : max(o, 0) + block_size + 1] for tokens, o in places]).astype(np.int64)
     if rows.max() >= vocab_size:
@@ -143,11 +143,11 @@ def train_batches(sources, iter_num, rank, world_size, settings, vocab_size, dev
     def prepare(step):
         try:
             while True:
-                numbers = rank_numbers(step, rank, world_size, settings["batch_size"],
+                numbers = sequence_ids(step, rank, world_size, settings["batch_size"],
                                        settings["gradient_accumulation_steps"])
-                places = zip(*train_places(numbers.flatten(), sources, settings["block_size"], settings["seed"]),
+                places = zip(*locate_sequences(numbers.flatten(), sources, settings["block_size"], settings["seed"]),
                              strict=True)
-                whole = read([(sources[j][0], o) for j, o in places], settings["block_size"], vocab_size)
+                whole = read_windows([(sources[j][0], o) for j, o in places], settings["block_size"], vocab_size)
                 ready.put([t.view(*numbers.shape, -1).pin_memory() if pin else t.view(*numbers.shape, -1)
                            for t in whole])
                 step += 1
@@ -172,5 +172,5 @@ def eval_batches(tokens, rank, world_size, n, settings, vocab_size, device):
     mine = offsets[rank * per_rank : (rank + 1) * per_rank]
     mine = np.concatenate([mine, np.full(batches * batch_size - len(mine), -1)])
     for row in mine.reshape(batches, batch_size):
-        batch = read([(tokens, offset) for offset in row], settings["block_size"], vocab_size)
+        batch = read_windows([(tokens, offset) for offset in row], settings["block_size"], vocab_size)
         yield [t.to(device) for t in batch]

@@ -34,7 +34,7 @@ def sets(dataset, root, block_size):
         raise ValueError(f"dataset={dataset} is no mixture: write {{'name': 0.3, 'other': 0.7}}, with numbers")
     whole = shares(dataset) if isinstance(dataset, dict) else {dataset: 1}
     found, problems = [], []
-    for (name, share), folder in zip(whole.items(), bins.folders_of(whole, root)):
+    for (name, share), folder in zip(whole.items(), bins.dataset_dirs(whole, root)):
         try:
             found.append(SimpleNamespace(name=os.path.basename(os.path.normpath(name)), share=share, folder=folder,
                                          meta=check_dataset(folder, block_size)))
@@ -44,7 +44,7 @@ def sets(dataset, root, block_size):
         raise DatasetError("\n".join(problems))
     first = found[0].meta
     for other in found[1:]:
-        if not bins.same_tokens(other.meta, first):
+        if not bins.same_tokenizer(other.meta, first):
             raise DatasetError(f"{found[0].name} and {other.name} are of different tokenizers: prepare both with one")
     if len({one.name for one in found}) < len(found):
         raise DatasetError(f"dataset={dataset}: two data sets have one name; give their folders different ones")
@@ -52,6 +52,6 @@ def sets(dataset, root, block_size):
     return found, {**first, **totals}
 
 
-def tokens_of(one, split):
+def open_tokens(one, split):
     """The memory-mapped tokens of a data set's "train" or "val"."""
-    return bins.tokens_of(one.folder, one.meta, split)
+    return bins.open_tokens(one.folder, one.meta, split)

@@ -20,7 +20,7 @@ CODE_POINTS = 0x110000  # of all characters in Unicode
 END_OF_TEXT = "<|endoftext|>"
 # GPT-2's split (encoder.py of the gpt-2 repository), possessive (++) as in tiktoken: the same pieces, but a text
 # that ends in a million spaces doesn't overflow the stack of tiktoken's regex.
-SPLIT = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
 def ranks_sources():
@@ -50,7 +50,7 @@ def gpt2_encoding():
     import tiktoken
 
     ranks = gpt2_ranks()
-    return tiktoken.Encoding(name="gpt2", pat_str=SPLIT, mergeable_ranks=ranks,
+    return tiktoken.Encoding(name="gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
                              special_tokens={END_OF_TEXT: len(ranks)}, explicit_n_vocab=len(ranks) + 1)
 
 
@@ -74,7 +74,7 @@ def tokenizer_of(meta):
     raise ValueError(f"unknown tokenizer kind {meta['kind']!r}; known are 'gpt2', 'char' and 'hf'")
 
 
-def array_encoder(meta):
+def numpy_encoder(meta):
     """encode(str) -> array of ids, for the documents of a data set: special tokens in their text are text.
 
     Characters are their code points, as a data set's characters are known only when it is read.
@@ -90,7 +90,7 @@ def array_encoder(meta):
     return lambda text: np.array(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.uint32)
 
 
-def meta_of(name):
+def tokenizer_meta(name):
     """(the "tokenizer" entry for a data set's meta.json, vocabulary size) of gpt2, char, or a folder with a tokenizer
     that transformers has saved. Characters are those of all of Unicode here.
 
@@ -104,7 +104,7 @@ def meta_of(name):
     if not file.is_file():
         raise fetch.FetchError(f"{folder} has no tokenizer.json: --tokenizer takes gpt2, char, or a folder in which "
                                "transformers has saved a fast tokenizer")
-    meta = meta_of_file(file)
+    meta = tokenizer_file_meta(file)
     tokenizer = hf_tokenizer(meta)
     known = {}
     for name in ("config.json", "special_tokens_map.json", "tokenizer_config.json"):
@@ -122,7 +122,7 @@ def meta_of(name):
     return meta | {"end_of_text": end}, max(tokenizer.get_vocab().values()) + 1
 
 
-def meta_of_file(file, end_of_text=None):
+def tokenizer_file_meta(file, end_of_text=None):
     """The "tokenizer" entry of a tokenizer.json; end_of_text: the id of that token, or None."""
     return {"kind": "hf", "file": os.path.abspath(file), "end_of_text": end_of_text,
             "sha256": hashlib.sha256(Path(file).read_bytes()).hexdigest()}

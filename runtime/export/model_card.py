@@ -2,7 +2,7 @@
 
 import os
 
-from runtime.data.dataset import DatasetError, folders_of, read_meta
+from runtime.data.dataset import DatasetError, dataset_dirs, read_meta
 from runtime.weights import PRETRAINED
 
 TOLD = (  # settings that make a model what it is
@@ -80,7 +80,7 @@ def data_names(dataset):
 def data_lines(dataset, root):
     """The data sets as a list in Markdown: names, and what their meta.json says where they are here."""
     lines = []
-    for name, folder in zip(data_names(dataset), folders_of(dataset, root)):
+    for name, folder in zip(data_names(dataset), dataset_dirs(dataset, root)):
         try:
             meta = read_meta(folder)
         except DatasetError:

@@ -12,7 +12,7 @@ import torch
 
 from runtime.cluster.ranks import all_gather_scalars
 from runtime.data.download import FetchError
-from runtime.data.loader import rank_numbers, train_places
+from runtime.data.loader import locate_sequences, sequence_ids
 from runtime.data.tokenizer import tokenizer_of
 from runtime.output import explain_uncaught
 
@@ -80,10 +80,10 @@ class StepHealth:
     def describe_batch(self, iter_num, rank):
         """Where in the data the first sequences of a rank's step begin, with their first words."""
         engine = self.engine
-        ids = rank_numbers(iter_num - 1, rank, self.world_size, engine.train_micro_batch_size_per_gpu(),
+        ids = sequence_ids(iter_num - 1, rank, self.world_size, engine.train_micro_batch_size_per_gpu(),
                            engine.gradient_accumulation_steps())
         sources = [(tokens, one.share) for tokens, one in zip(self.tokens, self.datasets, strict=True)]
-        which, offsets = train_places(ids.flatten(), sources, engine.module.config.block_size, self.seed)
+        which, offsets = locate_sequences(ids.flatten(), sources, engine.module.config.block_size, self.seed)
         first = list(zip(which, offsets, strict=True))[:MAX_SHOWN]
         names = [f"{offset}" + f" of {self.datasets[j].name}" * (len(self.datasets) > 1) for j, offset in first]
         with contextlib.suppress(FetchError, OSError, ImportError):  # GPT-2's BPE may have to be downloaded

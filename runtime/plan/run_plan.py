@@ -10,7 +10,7 @@ import torch
 from model import GPT, GPTConfig
 from runtime.checkpoint.saver import check_disk_space, tag_bytes
 from runtime.checkpoint.tags import TAG_NAME, CheckpointError, TagStore, UnreadableError, parse_run_path
-from runtime.data.dataset import same_tokens
+from runtime.data.dataset import same_tokenizer
 from runtime.data.loader import windows_per_epoch
 from runtime.data.mixture import sets
 from runtime.data.tokenizer import tokenizer_of
@@ -276,7 +276,7 @@ def check_stage(run, s, given):
     if s["block_size"] > state["model"]["block_size"]:
         raise ValueError(f"block_size={s['block_size']} is beyond the {state['model']['block_size']} positions that "
                          f"{where} knows: --block_size={state['model']['block_size']}")
-    if run.meta and not same_tokens(run.meta, state["data"]):
+    if run.meta and not same_tokenizer(run.meta, state["data"]):
         raise ValueError(f"{where} was trained on another tokenizer's data than data set '{s['dataset']}': prepare it "
                          "with that one")
     run.lineage = [*state["lineage"], {

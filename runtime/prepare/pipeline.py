@@ -19,7 +19,7 @@ import time
 import numpy as np
 
 from runtime.data.dataset import SPLITS, DatasetError, write_dataset
-from runtime.data.tokenizer import CODE_POINTS, array_encoder, end_of_text
+from runtime.data.tokenizer import CODE_POINTS, end_of_text, numpy_encoder
 from runtime.files import write_atomic
 from runtime.prepare import inputs
 
@@ -155,7 +155,7 @@ class Encode:
     @functools.cached_property
     def encoder(self):
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        return array_encoder(self.tokenizer)
+        return numpy_encoder(self.tokenizer)
 
     def __call__(self, row):
         if self.error_file.exists():

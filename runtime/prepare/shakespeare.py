@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from runtime.data import download as fetch
-from runtime.data.dataset import DatasetError, told, write_dataset
+from runtime.data.dataset import DatasetError, exit_on_error, write_dataset
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -109,7 +109,7 @@ def _speeches(markdown):
     return speeches
 
 
-def known_text(folder):
+def tiny_shakespeare(folder):
     """Return (bytes, source) of tiny Shakespeare, kept as input.txt in `folder` when fetched.
 
     Raises DatasetError when `folder` has another input.txt (which is left alone), FetchError when no source
@@ -127,24 +127,24 @@ def known_text(folder):
                        SHA256, keep=kept, mend=f"Use a text of your own: python {script} --input FILE")
 
 
-def main(folder, tokenize, known_counts):
+def main(folder, tokenize, expected_tokens):
     """A preparation script: arguments, text, 90/10 split, tokens, files; ends the process on an error.
 
     `tokenize(text, train, val)` returns (train ids, val ids, tokenizer meta, vocabulary size);
-    `known_counts` are the tokens of both splits of the known text.
+    `expected_tokens` are the tokens of both splits of the known text.
     Exit codes: 0 done, 2 a mistake or no source (one message on stderr), 130 interrupted.
     """
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--input", metavar="FILE", help="a text of your own, in UTF-8, instead of tiny Shakespeare")
     parser.add_argument("--out_dir", metavar="DIR", default=folder, help="where to write (default: %(default)s)")
     args = parser.parse_args()
-    with told("interrupted; run it again to prepare the data"):
-        prepare(folder, args.input, Path(args.out_dir), tokenize, known_counts)
+    with exit_on_error("interrupted; run it again to prepare the data"):
+        prepare(folder, args.input, Path(args.out_dir), tokenize, expected_tokens)
 
 
-def prepare(folder, input_file, out_dir, tokenize, known_counts):
+def prepare(folder, input_file, out_dir, tokenize, expected_tokens):
     """Prepare `input_file`, or tiny Shakespeare when it is None, into `out_dir`; print what was done."""
-    data, name = (Path(input_file).read_bytes(), input_file) if input_file else known_text(folder)
+    data, name = (Path(input_file).read_bytes(), input_file) if input_file else tiny_shakespeare(folder)
     source = {"name": _shown(name), "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
     print(f"text: {len(data):,} bytes from {source['name']}", flush=True)
     text = _decoded(data, name)
@@ -152,7 +152,7 @@ def prepare(folder, input_file, out_dir, tokenize, known_counts):
     train, val, tokenizer, vocab_size = tokenize(text, text[:split], text[split:])
     counts = len(train), len(val)
     if source["sha256"] == SHA256:
-        assert counts == known_counts, f"{counts} tokens of the known text, where {known_counts} are right"
+        assert counts == expected_tokens, f"{counts} tokens of the known text, where {expected_tokens} are right"
     if min(counts) < 2:  # one token and the one to be predicted from it
         raise DatasetError(f"{name} is too short: {len(text)} characters give {counts[0]} training and {counts[1]} "
                            "validation tokens, and each needs 2; use a longer text")

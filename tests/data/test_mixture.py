@@ -8,7 +8,13 @@ import pytest
 from conftest import CHARS, EIGHT, done
 
 from runtime.data.dataset import write_dataset
-from runtime.data.loader import seen, train_offsets, train_places, turns, windows_per_epoch
+from runtime.data.loader import (
+    interleave_table,
+    locate_sequences,
+    sequences_per_dataset,
+    train_offsets,
+    windows_per_epoch,
+)
 from runtime.data.mixture import shares
 
 SHAPELESS = ("--n_layer=None", "--n_head=None", "--n_embd=None")  # the weights bring their own
@@ -42,15 +48,16 @@ def test_what_are_no_weights_is_refused(weights):
 def test_every_beginning_of_a_mixture_has_its_shares_and_each_set_its_own_order(whole):
     period, n = sum(whole), 400
     tokens = [np.zeros(size) for size in (500, 900, 300)[:len(whole)]]
-    which, offsets = train_places(np.arange(n), list(zip(tokens, whole, strict=True)), 16, 1337)
+    which, offsets = locate_sequences(np.arange(n), list(zip(tokens, whole, strict=True)), 16, 1337)
     for j, share in enumerate(whole):
         so_far = np.cumsum(which == j)
         assert np.abs(so_far - np.arange(1, n + 1) * share / period).max() < 1
         assert so_far[period - 1] == share and so_far[n // period * period - 1] == n // period * share
         alone = train_offsets(np.arange(so_far[-1]), len(tokens[j]), 16, 1337)
         np.testing.assert_array_equal(offsets[which == j], alone)
-        assert [seen(k, whole)[j] for k in (0, 1, 57, n)] == [int(so_far[k - 1]) if k else 0 for k in (0, 1, 57, n)]
-    assert sorted(turns(whole)[0]) == sorted(j for j, share in enumerate(whole) for _ in range(share))
+        for k in (0, 1, 57, n):
+            assert sequences_per_dataset(k, whole)[j] == (int(so_far[k - 1]) if k else 0)
+    assert sorted(interleave_table(whole)[0]) == sorted(j for j, share in enumerate(whole) for _ in range(share))
 
 
 def test_a_mixture_trains_tells_its_shares_and_goes_on(train, characters, backwards):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from model import GPT, GPTConfig
 from runtime.checkpoint import load_model
 from runtime.data.dataset import write_dataset
-from runtime.data.tokenizer import meta_of_file, tokenizer_of
+from runtime.data.tokenizer import tokenizer_file_meta, tokenizer_of
 from runtime.export import hf
 from runtime.export.hf_tokenizer import merges_of
 
@@ -124,7 +124,7 @@ def test_a_tokenizer_of_the_datas_own_goes_along(tmp_path, train):
     ids = tokenizer.encode((ROOT / "README.md").read_text(), add_special_tokens=False).ids
     data.mkdir()
     tokenizer.save(str(data / "tokenizer.json"))
-    write_dataset(data, ids[:-400], ids[-400:], meta_of_file(data / "tokenizer.json", 0), 320,
+    write_dataset(data, ids[:-400], ids[-400:], tokenizer_file_meta(data / "tokenizer.json", 0), 320,
                   {"name": "a test", "sha256": None, "bytes": 0})
     run = done(train(f"--dataset={data}", "--max_iters=1"))
     exported = export(f"--out_dir={run.out_dir}", f"--to={tmp_path}/folder")

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from runtime.data import dataset as bins
 from runtime.data import mixture
-from runtime.data.dataset import check_dataset, tokens_of
+from runtime.data.dataset import check_dataset, open_tokens
 from runtime.data.download import FetchError
 from runtime.data.tokenizer import gpt2_encoding, tokenizer_of
 from runtime.prepare import inputs
@@ -73,7 +73,7 @@ def prepare(*args, cwd, stdin=None, code=0):
 def ids_of(folder, block_size=1):
     """(meta, {split: ids}) of a data set, once it is found whole."""
     meta = check_dataset(folder, block_size)
-    return meta, {split: tokens_of(folder, meta, split)[:].tolist() for split in bins.SPLITS}
+    return meta, {split: open_tokens(folder, meta, split)[:].tolist() for split in bins.SPLITS}
 
 
 def hashes_of(folder):
