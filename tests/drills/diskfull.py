@@ -29,6 +29,7 @@ import time
 from runtime.checkpoint.saver import Saver
 save = Saver.save
 def later(self, tag, *rest):
+    print(f"held before {tag}", flush=True)
     while tag == "iter_4" and not os.path.exists(os.environ["DRILL_FILLED"]):
         time.sleep(0.01)
     save(self, tag, *rest)
@@ -86,8 +87,8 @@ def main():
         filled = Path(os.environ["DRILL_FILLED"])
         filled.unlink(missing_ok=True)
         job = start(args.data, out_dir, *OPTIONS, *options, log=log, script=planted(args.folder, HOLD))
-        assert wait_for(lambda: {"saved iter_2", f"saving checkpoint to {out_dir}/iter_4"} <= set(
-            re.findall("saved iter_2|saving checkpoint to .*", log.read_text())), 120)
+        assert wait_for(lambda: {"saved iter_2", "held before iter_4"} <= set(
+            re.findall("saved iter_2|held before .*", log.read_text())), 120)
         with open(out_dir / "history.jsonl", "a") as history:  # its last page: new, or without a byte left
             history.write(" " * (-history.tell() % PAGE - (not leave)) + "\n")
         fill(disk, leave)
