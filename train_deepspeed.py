@@ -229,7 +229,7 @@ else:
         problems = [str(error)]
     exit_together(problems)
 if run.lora:
-    lora.adapt(model, run.lora)
+    lora.apply(model, run.lora)
 model.gradient_checkpointing = gradient_checkpointing
 flops_per_iter = model.flops_per_token(block_size) * sequences * block_size
 profiler = Profiler(model, out_dir, profile_start, profile_iters) if profile else None  # before compiling

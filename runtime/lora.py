@@ -1,8 +1,8 @@
-"""LoRA (Hu et al., arXiv:2106.09685): the weights stay as they are, and beside each of the blocks' matrices a product
-of two thin ones learns what is to be added to it.
+"""LoRA (Hu et al., arXiv:2106.09685): the weights are frozen, and each target matrix of the blocks gets an adapter, two
+low-rank matrices whose product is added to it.
 
-GPT-2 XL's optimizer state shrinks from 18.7 GB to that of the thin matrices, 0.9 GB at rank 64. A tag holds the frozen
-weights too, and adapter_model.safetensors with adapter_config.json, by which it is a folder that PEFT reads.
+GPT-2 XL's optimizer state shrinks from 18.7 GB to the adapters' 0.9 GB at rank 64. A tag holds the frozen weights too,
+and adapter_model.safetensors with adapter_config.json, so that PEFT can read its folder.
 """
 
 import math
@@ -10,12 +10,12 @@ import math
 import torch.nn as nn
 import torch.nn.functional as F
 
-MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")  # of a block
-A, B = ".lora_A", ".lora_B"  # what parameters are called, after their matrix
+TARGET_MODULES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")  # that a block has
+LORA_A, LORA_B = ".lora_A", ".lora_B"  # the ends of the adapters' parameter names
 
 
 class LoRALinear(nn.Module):
-    """y = W x + b + alpha / rank * B A dropout(x), of which A (rank, in) and B (out, rank) learn. B begins at zero."""
+    """y = W x + b + alpha / rank * B A dropout(x), A (rank, in) and B (out, rank) are trained. B starts at zero."""
 
     def __init__(self, linear, rank, alpha, dropout):
         super().__init__()
@@ -30,23 +30,23 @@ class LoRALinear(nn.Module):
             F.linear(self.dropout(x), self.lora_A), self.lora_B)
 
 
-def of(settings):
-    """Return {"rank", "alpha", "dropout", "target_modules"} of a run with LoRA, or None. Raises ValueError."""
+def lora_config(settings):
+    """{"rank", "alpha", "dropout", "target_modules"} of a run with LoRA, or None. Raises ValueError."""
     rank, alpha, dropout = (settings[f"lora_{name}"] for name in ("rank", "alpha", "dropout"))
-    matrices = list(dict.fromkeys(name.strip() for name in settings["lora_target_modules"].split(",") if name.strip()))
-    unknown = [name for name in matrices if name not in MATRICES]
+    modules = list(dict.fromkeys(name.strip() for name in settings["lora_target_modules"].split(",") if name.strip()))
+    unknown = [name for name in modules if name not in TARGET_MODULES]
     if rank < 0 or not 0 <= dropout < 1 or (alpha is not None and alpha <= 0):
         raise ValueError(f"lora_rank={rank}, lora_alpha={alpha}, lora_dropout={dropout}: a rank of 0 or more, an alpha "
                          "above 0, a dropout of 0 or more and below 1 are wanted")
-    if rank and (unknown or not matrices):
+    if rank and (unknown or not modules):
         raise ValueError(f"lora_target_modules names {', '.join(unknown) or 'nothing'}: choose from a block's "
-                         f"matrices, {', '.join(MATRICES)}")
-    lora = {"rank": rank, "alpha": alpha or float(rank), "dropout": dropout, "target_modules": matrices}
+                         f"matrices, {', '.join(TARGET_MODULES)}")
+    lora = {"rank": rank, "alpha": alpha or float(rank), "dropout": dropout, "target_modules": modules}
     return lora if rank else None
 
 
-def differences(before, now):
-    """(before, now): the settings, as they are typed, in which a tag's LoRA and another, see of(), differ."""
+def changed_settings(before, now):
+    """(before, now): the settings, as they are typed, in which two results of lora_config() differ."""
     def typed(lora):
         return {key: f"--lora_{key}={', '.join(value)!r}" if key == "target_modules" else f"--lora_{key}={value}"
                 for key, value in (lora or {}).items() if key != "base"}
@@ -56,10 +56,10 @@ def differences(before, now):
     return [" ".join(lora[key] for key in names if key in lora) or "no LoRA" for lora in (before, now)]
 
 
-def adapt(model, lora):
-    """Freeze a GPT's parameters, and put thin matrices beside those of its blocks' that `lora` names."""
+def apply(model, lora):
+    """Freeze a GPT's parameters, and add adapters to the matrices of its blocks that `lora`, a lora_config(), names."""
     model.requires_grad_(False)
-    # ZeRO-3 lets a block's weights go when its input's gradient is there: the first block's must have one
+    # ZeRO-3 releases a block's weights when its input's gradient is there: the first block's must have one
     model.transformer.drop.register_forward_hook(lambda layer, given, made: made.requires_grad_())
     for block in model.transformer.h:
         for name in lora["target_modules"]:
@@ -69,13 +69,12 @@ def adapt(model, lora):
 
 
 def is_adapter(name):
-    """Whether a parameter of this name is a LoRA adapter's."""
-    return name.endswith((A, B))
+    """Whether a parameter of this name belongs to an adapter."""
+    return name.endswith((LORA_A, LORA_B))
 
 
 def merge(weights, lora):
-    """The weights of a plain GPT from those of one with LoRA, name -> tensor, in place."""
-    for name in [name.removesuffix(A) for name in weights if name.endswith(A)]:
-        product = weights.pop(name + B) @ weights.pop(name + A)
-        weights[name + ".weight"] = weights[name + ".weight"] + lora["alpha"] / lora["rank"] * product
-    return weights
+    """Add the adapters to the weights, {name: tensor}, in place: what is left is a plain GPT's."""
+    for name in [name.removesuffix(LORA_A) for name in weights if name.endswith(LORA_A)]:
+        delta = weights.pop(name + LORA_B) @ weights.pop(name + LORA_A)
+        weights[name + ".weight"] = weights[name + ".weight"] + lora["alpha"] / lora["rank"] * delta

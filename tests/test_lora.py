@@ -8,11 +8,12 @@ from conftest import done, stage
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from model import GPT
+from runtime import lora
 from runtime.checkpoint import load_model
-from runtime.lora import MATRICES, adapt, differences, of
+from runtime.lora import TARGET_MODULES, changed_settings, lora_config
 
 LORA = ("--lora_rank=4", "--lora_alpha=8.0", "--n_layer=None", "--n_head=None", "--n_embd=None")
-SETTINGS = {"lora_rank": 4, "lora_alpha": 8.0, "lora_dropout": 0.0, "lora_target_modules": ", ".join(MATRICES)}
+SETTINGS = {"lora_rank": 4, "lora_alpha": 8.0, "lora_dropout": 0.0, "lora_target_modules": ", ".join(TARGET_MODULES)}
 
 
 @pytest.fixture(scope="session")
@@ -40,10 +41,10 @@ def test_loss_and_gradients_are_pefts(folder, dropout):
     from peft import LoraConfig, get_peft_model
 
     ours, x = GPT.from_pretrained(str(folder)), torch.randint(28, (3, 16))
-    adapt(ours, of({**SETTINGS, "lora_dropout": dropout}))
+    lora.apply(ours, lora_config({**SETTINGS, "lora_dropout": dropout}))
     plain = GPT2LMHeadModel.from_pretrained(folder, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
     theirs = get_peft_model(plain, LoraConfig(
-        r=4, lora_alpha=8, lora_dropout=dropout, target_modules=list(MATRICES), fan_in_fan_out=True)).train()
+        r=4, lora_alpha=8, lora_dropout=dropout, target_modules=list(TARGET_MODULES), fan_in_fan_out=True)).train()
     thin = dict(theirs.named_parameters())
     for name, p in ours.named_parameters():
         if "lora" in name:
@@ -80,8 +81,8 @@ def test_an_adapter_of_each_stage_is_pefts_and_goes_on_at_another(train, folder,
         apart = (model(x) - theirs(x).logits).abs().max()
         learnt = (model(x) - base(x)).abs().max()
     assert apart < (0.02 if "--dtype=bfloat16" in others else 1e-4) and learnt > 0.05  # bfloat16 rounds the base
-    assert manifest["state"]["lora"] == {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": list(MATRICES),
-                                         "base": str(folder)}
+    assert manifest["state"]["lora"] == {"rank": 4, "alpha": 8.0, "dropout": 0.0, "base": str(folder),
+                                         "target_modules": list(TARGET_MODULES)}
     adapter = json.loads((run.out_dir / "final" / "adapter_config.json").read_text())
     assert len({(run.out_dir / "final" / f"adapter_{name}").stat().st_mode for name in (
         "config.json", "model.safetensors")}) == 1  # whoever may read one may read both
@@ -108,10 +109,12 @@ def test_other_lora_than_the_tags_is_refused(train, folder):
         f"--lora_target_modules='{matrices}', and the settings say no LoRA")
 
 
-def test_of_other_lora_what_differs_is_told():
-    tag, now = {**of(SETTINGS), "base": "gpt2"}, of({**SETTINGS, "lora_rank": 8, "lora_target_modules": "mlp.c_fc"})
-    assert differences(tag, of(SETTINGS)) == ["no LoRA", "no LoRA"] == differences(None, None)
-    assert differences(tag, now) == [
+def test_only_the_settings_that_differ_are_reported():
+    before, plain = {**lora_config(SETTINGS), "base": "gpt2"}, lora_config(SETTINGS)
+    now = lora_config({**SETTINGS, "lora_rank": 8, "lora_target_modules": "mlp.c_fc"})
+    assert changed_settings(before, plain) == ["no LoRA", "no LoRA"] == changed_settings(None, None)
+    assert changed_settings(before, now) == [
         "--lora_rank=4 --lora_target_modules='attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj'",
-                                     "--lora_rank=8 --lora_target_modules='mlp.c_fc'"]
-    assert differences(None, now)[0] == "no LoRA" and differences(None, now)[1].startswith("--lora_rank=8 --lora_al")
+        "--lora_rank=8 --lora_target_modules='mlp.c_fc'"]
+    was, wanted = changed_settings(None, now)
+    assert was == "no LoRA" and wanted.startswith("--lora_rank=8 --lora_al")

@@ -12,7 +12,8 @@ from conftest import STAGES
 import bench
 from model import GPT, GPTConfig
 from runtime.engine.ds_config import resolve
-from runtime.lora import MATRICES, adapt
+from runtime.lora import TARGET_MODULES
+from runtime.lora import apply as apply_lora
 from runtime.plan.memory import plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -146,7 +147,7 @@ def test_lora_and_offload_are_what_was_measured_and_within_a_tenth_of_the_plan()
         with torch.device("meta"):
             model = GPT(GPTConfig(n_layer=48, n_head=25, n_embd=1600))
         if rank:
-            adapt(model, {"rank": rank, "alpha": 1.0, "dropout": 0.0, "target_modules": MATRICES})
+            apply_lora(model, {"rank": rank, "alpha": 1.0, "dropout": 0.0, "target_modules": TARGET_MODULES})
         config, _ = resolve(ROOT / preset, {"batch_size": micro, "gradient_accumulation_steps": 32 // micro,
                                             "grad_clip": 1.0}, 1, "bfloat16", True)
         count = [sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False)]

@@ -19,9 +19,8 @@ from runtime.files import UserError, file_digest, format_bytes, free_bytes, near
 from runtime.hardware import find_gpu, memory_per_rank, pick_compile, pick_device, pick_dtype
 from runtime.kernels import runs_on
 from runtime.kernels.block import fits
-from runtime.lora import MATRICES, adapt
-from runtime.lora import differences as lora_differences
-from runtime.lora import of as lora_of
+from runtime.lora import TARGET_MODULES, changed_settings, lora_config
+from runtime.lora import apply as apply_lora
 from runtime.plan.fit import ROOM, parts
 from runtime.plan.memory import evaluation, largest_batch
 from runtime.versions import deepspeed_problem
@@ -120,7 +119,7 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
     if s["max_epochs"] is not None and run.meta and not problems:
         run.max_iters = iterations(run, s, world_size)
         run.notes.append(f"max_epochs={s['max_epochs']:g} is {run.max_iters:,} iterations; max_iters does not count")
-    unused = {"lora_alpha": None, "lora_dropout": 0.0, "lora_target_modules": ", ".join(MATRICES)}
+    unused = {"lora_alpha": None, "lora_dropout": 0.0, "lora_target_modules": ", ".join(TARGET_MODULES)}
     problems += [f"{name}={s[name]} is for LoRA: add --lora_rank=64, or leave it out"
                  for name, value in unused.items() if s[name] != value and not s["lora_rank"]]
     problems += look_at_schedule(run, s)
@@ -132,7 +131,7 @@ def check_run(settings, root, world_size, local_world_size, asked=None):
     elif s["profile"] and run.max_iters < s["profile_start"] + s["profile_iters"]:
         problems.append(f"profile=True traces {s['profile_iters']} iterations after {s['profile_start']}, and there "
                         "are fewer: more --max_iters, or a smaller --profile_start")
-    run.lora = attempt(lora_of, s)
+    run.lora = attempt(lora_config, s)
     run.init_from = s["init_from"]
     try:
         newest = TagStore(s["out_dir"]).newest()
@@ -347,7 +346,7 @@ def check_fit(run, s, m):
     elif before != now:
         run.notes.append(f"{where} was trained with {before[1]:,} sequences a step, this goes on with {now[1]:,}: some "
                          "are seen again, or passed over")
-    was, now = lora_differences(m["state"]["lora"], run.lora)
+    was, now = changed_settings(m["state"]["lora"], run.lora)
     if was != now:
         raise CheckpointError(f"{where} was trained with {was}, and the settings say {now}")
 
@@ -359,7 +358,7 @@ def check_space(run, s):
         model = GPT(run.model)
     run.n_params = model.num_params()
     if run.lora:
-        adapt(model, run.lora)
+        apply_lora(model, run.lora)
     params = list(model.parameters())  # with the vocabulary's padding
     run.n_saved, run.n_trained = (sum(p.numel() for p in params if p.requires_grad or every) for every in (True, False))
     run.tag_bytes = tag_bytes(run.n_saved, run.dtype, run.config["zero_optimization"]["stage"], run.n_trained)
