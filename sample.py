@@ -103,11 +103,12 @@ try:
     found = source.find(init_from, out_dir, tag, dataset, ROOT)
     encode, decode = tokenizer_of(found.data["tokenizer"])
     end = end_of_text(found.data["tokenizer"])
-    given = [] if interactive or score else [(text, tokens_of_start(text)) for text in texts.starts(start, prompts)]
-    scored = encode(texts.read(score)) if score else None
+    given = [] if interactive or score else texts.read_prompts(start, prompts)
+    given = [(text, tokens_of_start(text)) for text in given]
+    scored = encode(texts.read_text(score)) if score else None
     model = found.load(device, dtype)
     if score:
-        loss, n = scoring.score(model, scored, stride)
+        loss, n = scoring.score_text(model, scored, stride)
 except (UserError, ValueError) as error:
     exit_with_error(str(error))
 
@@ -135,15 +136,15 @@ if score:
     print(dumps(result) if json else
           f"{score}: {n:,} tokens, loss {loss:.4f}, perplexity {result['perplexity']:.2f}")
 made = 0  # texts so far
-for text, prompt in texts.typed(tokens_of_start, "" if json else "> ") if interactive else given:
+for text, prompt in texts.prompt_loop(tokens_of_start, "" if json else "> ") if interactive else given:
     try:
         for first in range(0, num_samples, batch_size):
             seeds = [seed + made + i for i in range(min(batch_size, num_samples - first))]
             grows = len(seeds) == 1 and not json
             if grows:
                 show(rule * (made > 0) + text)
-            batch = texts.write(model, prompt, seeds, max_new_tokens, decode, end, stops, show if grows else None,
-                                **drawing)
+            batch = texts.generate_texts(model, prompt, seeds, max_new_tokens, decode, end, stops,
+                                         show if grows else None, **drawing)
             for one, own_seed in zip(batch, seeds):
                 tell(text, one, own_seed, grows)
             made += len(seeds)

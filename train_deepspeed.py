@@ -338,7 +338,7 @@ def sequences_seen():
 def write_sample():
     """Print and record a text from the weights as they are."""
     encode, decode = run.tokenizer
-    ids = samples.write(engine, encode(sample_start), sample_tokens, (seed + iter_num) % 2**63, device)
+    ids = samples.sample_from_engine(engine, encode(sample_start), sample_tokens, (seed + iter_num) % 2**63, device)
     log.sample(iter_num, decode(ids))
 
 

@@ -1,4 +1,4 @@
-"""Texts from a model: several at once, each drawn with its own seed, shown while they grow, ended by a stop string."""
+"""Texts from a model: prompts, batches with one seed per text, streaming, stop strings."""
 
 import contextlib
 import sys
@@ -8,57 +8,60 @@ import torch
 from runtime.kernels.decode import faster
 
 
-def read(path):
-    """A file's text; ValueError with a sentence."""
+def read_text(path):
+    """Return a file's text. Raises ValueError with one sentence."""
     try:
         with open(path, encoding="utf-8", newline="") as f:
             return f.read()
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}): name a text file") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8 (byte {error.start}): name a text file") from None
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}): name a text file") from None
 
 
-def starts(start, prompts):
-    """What texts are to begin with: the lines of the file prompts, or start, which FILE: may send to a file."""
-    if not prompts:
-        return [read(start.removeprefix("FILE:")) if start.startswith("FILE:") else start]
-    lines = [line for line in read(prompts).splitlines() if line]
+def read_prompts(start, prompts_file):
+    """Return the prompts: the lines of prompts_file, or `start`, or the content of the file in start=FILE:path."""
+    if not prompts_file:
+        return [read_text(start.removeprefix("FILE:")) if start.startswith("FILE:") else start]
+    lines = [line for line in read_text(prompts_file).splitlines() if line]
     if not lines:
-        raise ValueError(f"{prompts} is empty: write a beginning on each line")
+        raise ValueError(f"{prompts_file} is empty: write one prompt per line")
     return lines
 
 
-def typed(tokens_of, mark):
-    """(text, tokens) of lines that are asked for with `mark`, until an empty one or Ctrl-D. One that tokens_of cannot
-    take is told of, and the next is asked for."""
+def prompt_loop(encode, question):
+    """Ask for prompts with `question` until an empty line or Ctrl-D, and yield (text, tokens) of each. Where encode
+    raises ValueError, print its message and ask again."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (from here on, lines can be edited)
     while True:
         try:
-            line = input(mark)
+            line = input(question)
         except (EOFError, KeyboardInterrupt):
-            print(end="\n" if mark else "")
+            print(end="\n" if question else "")
             return
         if not line:
             return
         try:
-            tokens = tokens_of(line)
+            tokens = encode(line)
         except ValueError as error:
             print(error, file=sys.stderr)
             continue
         yield line, tokens
 
 
-class Growing:
-    """What follows a prompt (ids) while it is made: ids, text, and ended: None, 'end_of_text' or 'stop'. show is called
-    with what can be added to what it was called with before; a character may need several tokens, and half of one
-    waits, as does what may become a stop string."""
+class TextStream:
+    """The text after a prompt, token by token.
 
-    def __init__(self, prompt, decode, end, stops, show):
-        self.prompt, self.decode, self.end, self.stops, self.show = prompt, decode, end, stops, show
-        self.before = len(decode(prompt))  # with it, as some tokenizers' words depend on those before them
-        self.ids, self.text, self.shown, self.ended = [], "", 0, None
+    ids and text hold what was generated; ended is None, "end_of_text" or "stop". show(new) is called with each new
+    piece of the text that is final: not with half of a character, which may need several tokens, nor with what may
+    become a stop string.
+    """
+
+    def __init__(self, prompt, decode, end, stop_strings, show):
+        self.prompt, self.decode, self.end, self.stop_strings, self.show = prompt, decode, end, stop_strings, show
+        self.prompt_chars = len(decode(prompt))  # decoded together, as some tokenizers' words depend on those before
+        self.ids, self.text, self.flushed, self.ended = [], "", 0, None
 
     def add(self, token):
         if self.ended:
@@ -67,38 +70,40 @@ class Growing:
             self.ended = "end_of_text"
             return
         self.ids.append(token)
-        text = self.decode(self.prompt + self.ids)[self.before:]
-        stop = min((text.index(stop) for stop in self.stops if stop in text), default=None)
-        if stop is not None:
-            self.text, self.ended = text[:stop], "stop"
+        text = self.decode(self.prompt + self.ids)[self.prompt_chars:]
+        found = min((text.index(stop) for stop in self.stop_strings if stop in text), default=None)
+        if found is not None:
+            self.text, self.ended = text[:found], "stop"
             return
         self.text = text
-        waiting = max((n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        prefixes = (stop[:n] for stop in self.stop_strings for n in range(1, len(stop)))
+        held_back = max((len(prefix) for prefix in prefixes if text.endswith(prefix)), default=0)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            self.tell(len(text) - waiting)
+            self.flush(len(text) - held_back)
 
-    def tell(self, end):
-        """Show the text up to here."""
-        if end > self.shown:
-            self.show(self.text[self.shown:end])
-            self.shown = end
+    def flush(self, end=None):
+        """Show the text up to `end`, by default all of it."""
+        end = len(self.text) if end is None else end
+        if end > self.flushed:
+            self.show(self.text[self.flushed:end])
+            self.flushed = end
 
 
-def write(model, prompt, seeds, max_new_tokens, decode, end=None, stops=(), show=None, **drawing):
-    """A Growing for each seed, all of the same prompt (ids) and made together. end: the id of <|endoftext|>; show: see
-    Growing; drawing: generate()'s temperature, top_k, top_p, repetition_penalty."""
+def generate_texts(model, prompt, seeds, max_new_tokens, decode, end=None, stop_strings=(), show=None, **sampling):
+    """Return a TextStream per seed, all of one prompt (ids), generated as one batch. end: the id of <|endoftext|>;
+    show: see TextStream; sampling: generate()'s temperature, top_k, top_p, repetition_penalty."""
     device = model.lm_head.weight.device
-    texts = [Growing(prompt, decode, end, stops, show or (lambda new: None)) for _ in seeds]
+    texts = [TextStream(prompt, decode, end, stop_strings, show or (lambda new: None)) for _ in seeds]
 
-    def hear(tokens):
+    def on_token(tokens):
         for text, token in zip(texts, tokens.tolist()):
             text.add(token)
         stopped = [text.ended == "stop" for text in texts]
         return torch.tensor(stopped, device=device) if any(stopped) else None
 
-    model.generate(torch.tensor([prompt] * len(seeds), device=device), max_new_tokens, end_of_text=end, on_token=hear,
-                   generator=[torch.Generator(device).manual_seed(seed) for seed in seeds],
-                   custom_step=faster(model, len(seeds)), **drawing)
+    model.generate(torch.tensor([prompt] * len(seeds), device=device), max_new_tokens, end_of_text=end,
+                   on_token=on_token, generator=[torch.Generator(device).manual_seed(seed) for seed in seeds],
+                   custom_step=faster(model, len(seeds)), **sampling)
     for text in texts:
-        text.tell(len(text.text))
+        text.flush()
     return texts

@@ -6,20 +6,20 @@ TEMPERATURE, TOP_K = 0.8, 200  # as sample.py's
 
 
 @torch.no_grad()
-def write(engine, start, n_tokens, seed, device):
-    """The tokens of a text: `start`, a list, and n_tokens more. All ranks call it, as a forward gathers at stage 3.
+def sample_from_engine(engine, prompt, n_tokens, seed, device):
+    """Return `prompt` (ids) and n_tokens more, as a list. All ranks call it: at stage 3 a forward gathers parameters.
 
-    Each token is a forward of the whole, at its final length, so that what is compiled sees one shape. The numbers that
-    are drawn are the text's own.
+    Each token is a forward of the whole, at its final length, so that compiled code sees one shape. The random numbers
+    are the text's own.
     """
-    length = min(len(start) + n_tokens, engine.module.config.block_size)
+    length = min(len(prompt) + n_tokens, engine.module.config.block_size)
     generator = torch.Generator().manual_seed(seed)
     text = torch.zeros((1, length), dtype=torch.long, device=device)
-    text[0, : len(start)] = torch.tensor(start)
+    text[0, : len(prompt)] = torch.tensor(prompt)
     engine.eval()
-    for place in range(len(start), length):
-        logits = engine(text)[0, place - 1].float().cpu() / TEMPERATURE  # later places have no part in it
-        likeliest, ids = logits.topk(min(TOP_K, len(logits)))
-        text[0, place] = ids[torch.multinomial(likeliest.softmax(0), 1, generator=generator)].item()
+    for i in range(len(prompt), length):
+        logits = engine(text)[0, i - 1].float().cpu() / TEMPERATURE  # causal: the zeros after it do not count
+        top, ids = logits.topk(min(TOP_K, len(logits)))
+        text[0, i] = ids[torch.multinomial(top.softmax(0), 1, generator=generator)].item()
     engine.train()
     return text[0].tolist()

@@ -20,7 +20,7 @@ from transformers import (
 
 from model import GPT, apply_repetition_penalty, sample_token
 from runtime.sample import generate as texts
-from runtime.sample.score import score
+from runtime.sample.score import score_text
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_perplexity_is_that_of_transformers(theirs, sample, tmp_path):
 
     ours = GPT.from_pretrained(str(folder)).eval()
     for stride in (1, 5, 12, 24):
-        assert score(ours, ids.tolist(), stride) == (pytest.approx(wanted(stride), abs=1e-6), 70)
+        assert score_text(ours, ids.tolist(), stride) == (pytest.approx(wanted(stride), abs=1e-6), 70)
     assert wanted(1) != pytest.approx(wanted(24), abs=1e-3)
     half, five = at_once(lambda: sample(f"--score={tmp_path}/text.txt"),
                          lambda: sample("--score", tmp_path / "text.txt", "--stride=5", "--json"))
@@ -166,7 +166,7 @@ def test_prompts_from_files_and_from_the_keyboard(sample, theirs, tmp_path):
 def test_a_stop_string_ends_a_text_before_it(sample, theirs):
     """As JSON, as text that is shown while it grows, and several at once; its parts alone end nothing."""
     common = ("--start=the", "--max_new_tokens=60", "--num_samples=3")
-    free = [text.text for text in texts.write(GPT.from_pretrained(str(theirs[1])).eval(), ids_of("the"),
+    free = [text.text for text in texts.generate_texts(GPT.from_pretrained(str(theirs[1])).eval(), ids_of("the"),
                                               [1337, 1338, 1339], 60, text_of, temperature=0.8, top_k=200)]
     stops = [free[0][20:23], free[1][30:32]]
     wanted = [text[:min([text.index(s) for s in stops if s in text], default=60)] for text in free]
@@ -183,15 +183,15 @@ def test_a_stop_string_ends_a_text_before_it(sample, theirs):
 def test_what_is_shown_waits_for_whole_characters_and_stop_strings():
     """Bytes as tokens: the two of é come together, and what may become a stop string comes when it has not."""
     shown = []
-    growing = texts.Growing([33], lambda ids: bytes(ids).decode(errors="replace"), 0, ["END", "NOT"], shown.append)
+    stream = texts.TextStream([33], lambda ids: bytes(ids).decode(errors="replace"), 0, ["END", "NOT"], shown.append)
     for byte in "aéENNOENDxé".encode():
-        growing.add(byte)
-    growing.tell(len(growing.text))
-    assert shown == ["a", "é", "EN", "NO"] and growing.text == "aéENNO" and growing.ended == "stop"
-    growing = texts.Growing([33], lambda ids: bytes(ids).decode(errors="replace"), 0, ["END"], shown.append)
+        stream.add(byte)
+    stream.flush()
+    assert shown == ["a", "é", "EN", "NO"] and stream.text == "aéENNO" and stream.ended == "stop"
+    stream = texts.TextStream([33], lambda ids: bytes(ids).decode(errors="replace"), 0, ["END"], shown.append)
     for byte in b"EN\0END":
-        growing.add(byte)
-    assert growing.text == "EN" and growing.ended == "end_of_text" and growing.ids == [69, 78]
+        stream.add(byte)
+    assert stream.text == "EN" and stream.ended == "end_of_text" and stream.ids == [69, 78]
 
 
 # What cannot be
@@ -212,10 +212,10 @@ def test_refusals(sample, theirs, characters, tmp_path):
                  "stride is for long texts whose loss is told: add --score=FILE"]),
         ([f"--prompts={tmp_path}/none.txt"], [f"{tmp_path}/none.txt cannot be read (No such file or directory): name a "
                                               "text file"]),
-        ([f"--prompts={tmp_path}/empty.txt"], [f"{tmp_path}/empty.txt is empty: write a beginning on each line"]),
-        ([f"--start=FILE:{tmp_path}/bytes"], [f"{tmp_path}/bytes is no text in UTF-8 (byte 2): name a text file"]),
-        ([f"--score={tmp_path}/one.txt"], ["a text of 1 tokens has no loss: the first is not predicted, so 2 are "
-                                           "wanted"]),
+        ([f"--prompts={tmp_path}/empty.txt"], [f"{tmp_path}/empty.txt is empty: write one prompt per line"]),
+        ([f"--start=FILE:{tmp_path}/bytes"], [f"{tmp_path}/bytes is not UTF-8 text (byte 2): name a text file"]),
+        ([f"--score={tmp_path}/one.txt"], ["a text of 1 tokens has no loss: it needs at least 2, as the first is "
+                                           "not predicted"]),
         ([f"--score={ROOT}/config/eval_gpt2.py"], ["the character '#' (U+0023) is not one of the 28 that this "
                                                    "character data set knows"]),
         (["--dataset=None"], [f"the 28 tokens of {theirs[1]} are not GPT-2's: name the data set that they come from "
