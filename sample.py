@@ -52,7 +52,6 @@ from runtime.hardware import pick_device, pick_dtype
 from runtime.monitor import runlog as metrics
 from runtime.output import exit_with_error
 from runtime.sample import generate as texts
-from runtime.sample import score as scoring
 from runtime.sample import source
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
@@ -108,7 +107,7 @@ try:
     scored = encode(texts.read_text(score)) if score else None
     model = found.load(device, dtype)
     if score:
-        loss, n = scoring.score_text(model, scored, stride)
+        loss, n = texts.score_text(model, scored, stride)
 except (UserError, ValueError) as error:
     exit_with_error(str(error))
 

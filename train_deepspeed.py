@@ -149,7 +149,7 @@ from runtime.monitor.runlog import RunLog
 from runtime.output import exit_with_error
 from runtime.plan import fit
 from runtime.plan.run_plan import check_run, describe_run
-from runtime.sample import samples
+from runtime.sample.generate import sample_from_engine
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 rank, local_rank, world_size, local_world_size = ranks_from_environment(dry_run)
@@ -338,7 +338,7 @@ def sequences_seen():
 def write_sample():
     """Print and record a text from the weights as they are."""
     encode, decode = run.tokenizer
-    ids = samples.sample_from_engine(engine, encode(sample_start), sample_tokens, (seed + iter_num) % 2**63, device)
+    ids = sample_from_engine(engine, encode(sample_start), sample_tokens, (seed + iter_num) % 2**63, device)
     log.sample(iter_num, decode(ids))
 
 

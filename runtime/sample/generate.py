@@ -1,4 +1,4 @@
-"""Texts from a model: prompts, batches with one seed per text, streaming, stop strings."""
+"""Texts from a model, with a seed for each, streamed and stopped; the loss of a text; samples during training."""
 
 import contextlib
 import sys
@@ -6,6 +6,8 @@ import sys
 import torch
 
 from runtime.kernels.decode import faster
+
+TEMPERATURE, TOP_K = 0.8, 200  # of samples during training; sample.py's defaults
 
 
 def read_text(path):
@@ -107,3 +109,51 @@ def generate_texts(model, prompt, seeds, max_new_tokens, decode, end=None, stop_
     for text in texts:
         text.flush()
     return texts
+
+
+@torch.no_grad()
+def score_text(model, ids, stride=None):
+    """Return (mean loss, number of predicted tokens) of a text: of all its tokens but the first.
+
+    A text longer than the context is read in windows of block_size tokens, each `stride` after the one before it, by
+    default half of block_size. Each token counts once, in the first window that predicts it. With stride=block_size
+    windows don't overlap, and a token at a window's start is predicted from little; smaller strides take longer and
+    come closer to what the model can do (huggingface.co/docs/transformers/perplexity). Raises ValueError.
+    """
+    device = model.lm_head.weight.device
+    block_size, last = model.config.block_size, len(ids) - 1  # tokens that are predicted
+    stride = stride or max(1, block_size // 2)
+    if last < 1:
+        raise ValueError(f"a text of {len(ids)} tokens has no loss: it needs at least 2, as the first is not predicted")
+    if stride > block_size:
+        raise ValueError(f"stride={stride} would skip tokens: at most the context, --stride={block_size}")
+    total, counted = 0.0, 0
+    for start in range(0, last, stride):
+        end = min(start + block_size, last)
+        x = torch.tensor([ids[start:end]], device=device)
+        y = torch.tensor([ids[start + 1:end + 1]], device=device)
+        total += model(x, y, "none")[counted - start:].double().sum().item()
+        counted = end
+        if end == last:
+            break
+    return total / last, last
+
+
+@torch.no_grad()
+def sample_from_engine(engine, prompt, n_tokens, seed, device):
+    """Return `prompt` (ids) and n_tokens more, as a list. All ranks call it: at stage 3 a forward gathers parameters.
+
+    Each token is a forward of the whole, at its final length, so that compiled code sees one shape. The random numbers
+    are the text's own.
+    """
+    length = min(len(prompt) + n_tokens, engine.module.config.block_size)
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.zeros((1, length), dtype=torch.long, device=device)
+    text[0, : len(prompt)] = torch.tensor(prompt)
+    engine.eval()
+    for i in range(len(prompt), length):
+        logits = engine(text)[0, i - 1].float().cpu() / TEMPERATURE  # causal: the zeros after it do not count
+        top, ids = logits.topk(min(TOP_K, len(logits)))
+        text[0, i] = ids[torch.multinomial(top.softmax(0), 1, generator=generator)].item()
+    engine.train()
+    return text[0].tolist()

@@ -56,7 +56,7 @@ def test_closed_streams_and_another_encoding_do_not_stop_training(characters, tm
     done = subprocess.run(["bash", "-c", shell, "bash", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/a"],
                           cwd=ROOT, timeout=120)
     assert done.returncode == 0 and "final" in TagStore(tmp_path / "a").list()
-    run = launch(planted(tmp_path, "import runtime.sample.samples as s\ns.sample_from_engine = lambda *_: [0] * 3"),
+    run = launch(planted(tmp_path, "import runtime.sample.generate as s\ns.sample_from_engine = lambda *_: [0] * 3"),
                  *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/b", "--sample_interval=1", launcher="python",
                  PYTHONIOENCODING="ascii", PYTHONUTF8="0", LC_ALL="C")
     assert run.returncode == 0, run.stderr

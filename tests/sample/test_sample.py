@@ -20,7 +20,6 @@ from transformers import (
 
 from model import GPT, apply_repetition_penalty, sample_token
 from runtime.sample import generate as texts
-from runtime.sample.score import score_text
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +116,7 @@ def test_perplexity_is_that_of_transformers(theirs, sample, tmp_path):
 
     ours = GPT.from_pretrained(str(folder)).eval()
     for stride in (1, 5, 12, 24):
-        assert score_text(ours, ids.tolist(), stride) == (pytest.approx(wanted(stride), abs=1e-6), 70)
+        assert texts.score_text(ours, ids.tolist(), stride) == (pytest.approx(wanted(stride), abs=1e-6), 70)
     assert wanted(1) != pytest.approx(wanted(24), abs=1e-3)
     half, five = at_once(lambda: sample(f"--score={tmp_path}/text.txt"),
                          lambda: sample("--score", tmp_path / "text.txt", "--stride=5", "--json"))
