@@ -28,7 +28,7 @@ import tempfile
 import threading
 import time
 
-from configurator import settings_of_script
+from configurator import freeze, settings_of_script
 from runtime.engine import ds_config
 from runtime.monitor.history import read_history
 from runtime.monitor.runlog import git_commit, machine_record
@@ -138,7 +138,7 @@ def train(args, settings):
                   "parts_ms": {"data": statistics.median(r["data_ms"] for r in counted), **parts},
                   "history": records}
         s = record["settings"]
-        found["stage"] = ds_config.read_json(ds_config.find(s["deepspeed_config"], ROOT))["zero_optimization"]["stage"]
+        found["stage"] = ds_config.read_json(ds_config.find(s["deepspeed_config"]))["zero_optimization"]["stage"]
         print(f"{record['world_size']} x {record['hardware']}, {s['batch_size']} x {s['gradient_accumulation_steps']}, "
               f"{s['deepspeed_config']}: {ms['median']:.1f} ms ({ms['least']:.1f} to {ms['most']:.1f}), "
               f"{found['tokens_per_s']:,.0f} tokens/s, "
@@ -246,33 +246,32 @@ def peer(args, settings):
     from runtime.cluster.ranks import print0, ranks_from_environment, shut_down
 
     s = settings_of_script(SCRIPT, settings)
-    rank, local_rank, world_size, local_world_size = ranks_from_environment()
+    ranks = ranks_from_environment()
     import torch
 
     if not torch.cuda.is_available() or s["device"] == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from runtime.plan.run_plan import check_run
+    from runtime.plan.run_plan import plan_run
 
-    run, problems = check_run(s, ROOT, world_size, local_world_size)
-    if problems:
-        raise SystemExit("\n".join(problems))
+    plan = plan_run(freeze(s), ranks)
     import deepspeed
 
     from runtime.data.loader import train_batches
     from runtime.data.mixture import open_tokens
     from runtime.hardware import peak_memory
 
-    device = torch.device(run.device, local_rank) if run.device == "cuda" else torch.device("cpu")
-    if run.device == "cuda":
+    cuda = plan.hardware.device == "cuda"
+    device = torch.device("cuda", ranks.local_rank) if cuda else torch.device("cpu")
+    if plan.hardware.device == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("WARNING")
-    deepspeed.init_distributed(dist_backend={"cuda": "nccl", "cpu": "gloo"}[run.device], verbose=False)
+    deepspeed.init_distributed(dist_backend={"cuda": "nccl", "cpu": "gloo"}[plan.hardware.device], verbose=False)
     torch.manual_seed(s["seed"])
-    name, micro_step = {"hf": transformers_steps, "plain": plain_steps}[args.peer](run, s, device)
-    sources = [(open_tokens(one, "train"), one.share) for one in run.sets]
-    batches, times = train_batches(sources, 0, rank, world_size, s, run.meta["vocab_size"], device), []
+    name, micro_step = {"hf": transformers_steps, "plain": plain_steps}[args.peer](plan, s, device)
+    sources = [(open_tokens(one, "train"), one.share) for one in plan.datasets]
+    batches, times = train_batches(sources, 0, ranks.rank, ranks.world_size, s, plan.data["vocab_size"], device), []
     for _ in range(s["max_iters"]):
         began, total = time.perf_counter(), 0.0
         for number in range(s["gradient_accumulation_steps"]):
@@ -280,13 +279,13 @@ def peer(args, settings):
         total.item()  # waits for the step
         times.append(1000 * (time.perf_counter() - began))
         print0(f"peer: {times[-1]:.1f} ms, loss {total.item() / s['gradient_accumulation_steps']:.4f}")
-    if rank == 0:
+    if ranks.rank == 0:
         with open(os.environ["BENCH_PARTS"], "w", encoding="utf-8") as f:
             json.dump({"name": name, "ms": times[WARM_UP:], "peak_gb": peak_memory(device) / 1e9}, f)
     shut_down()
 
 
-def transformers_steps(run, s, device):
+def transformers_steps(plan, s, device):
     """(name, micro_step): transformers' GPT2LMHeadModel under deepspeed.initialize, with the same JSON."""
     import deepspeed
     import torch
@@ -294,8 +293,8 @@ def transformers_steps(run, s, device):
 
     from runtime.cluster.ranks import silence_stdout
 
-    shape = transformers.GPT2Config(n_layer=run.model.n_layer, n_head=run.model.n_head, n_embd=run.model.n_embd,
-                                    n_positions=run.model.block_size, vocab_size=run.model.vocab_size,
+    shape = transformers.GPT2Config(n_layer=plan.model.n_layer, n_head=plan.model.n_head, n_embd=plan.model.n_embd,
+                                    n_positions=plan.model.block_size, vocab_size=plan.model.vocab_size,
                                     resid_pdrop=s["dropout"], embd_pdrop=s["dropout"], attn_pdrop=s["dropout"],
                                     use_cache=False)
     with device:
@@ -303,10 +302,10 @@ def transformers_steps(run, s, device):
     model.train()
     if s["gradient_checkpointing"]:
         model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=s["learning_rate"], fused=run.device == "cuda")
-    run.config["zero_optimization"].pop("memory_efficient_linear", None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=s["learning_rate"], fused=plan.hardware.device == "cuda")
+    plan.ds_config["zero_optimization"].pop("memory_efficient_linear", None)
     with silence_stdout():
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=run.config)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=plan.ds_config)
 
     def micro_step(x, y, last):
         loss = engine(x, labels=x).loss
@@ -317,7 +316,7 @@ def transformers_steps(run, s, device):
     return f"transformers {transformers.__version__} GPT2LMHeadModel with DeepSpeed", micro_step
 
 
-def plain_steps(run, s, device):
+def plain_steps(plan, s, device):
     """(name, micro_step): a GPT in PyTorch alone, as nanoGPT trains it: float32 parameters, autocast, compiled whole,
     the loss over all logits at once, fused AdamW; DistributedDataParallel over several GPUs."""
     import torch
@@ -326,20 +325,20 @@ def plain_steps(run, s, device):
     from model import GPT
 
     with device:
-        model = GPT(run.model)
+        model = GPT(plan.model)
     model.gradient_checkpointing = s["gradient_checkpointing"]
     optimizer = torch.optim.AdamW(model.parameter_groups(s["weight_decay"]), lr=s["learning_rate"],
-                                  fused=run.device == "cuda")
-    whole = torch.compile(model) if run.compile else model
+                                  fused=plan.hardware.device == "cuda")
+    whole = torch.compile(model) if plan.hardware.compile else model
     several = torch.distributed.get_world_size() > 1
     if several:
         whole = torch.nn.parallel.DistributedDataParallel(whole)
-    dtype = getattr(torch, run.dtype)
+    dtype = plan.hardware.torch_dtype
 
     def micro_step(x, y, last):
         if several:
             whole.require_backward_grad_sync = last
-        with torch.autocast(run.device, dtype, enabled=dtype != torch.float32):
+        with torch.autocast(plan.hardware.device, dtype, enabled=dtype != torch.float32):
             logits = whole(x)
             loss = cross_entropy(logits.flatten(0, 1), y.flatten())
         (loss / s["gradient_accumulation_steps"]).backward()

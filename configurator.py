@@ -74,8 +74,13 @@ def configure(defaults, argv, annotations=None, root="."):
             assign(name, value, "command line", parse=True)
     if problems:
         raise UserError("\n".join(problems))
-    kind = dataclasses.make_dataclass("Settings", settings, frozen=True, namespace={"before_auto": before_auto})
-    return kind(**settings)
+    return freeze(settings, before_auto)
+
+
+def freeze(settings, before_auto=None):
+    """Return a dict of settings as a frozen dataclass, with before_auto as configure() has it."""
+    namespace = {"before_auto": before_auto or {}}
+    return dataclasses.make_dataclass("Settings", settings, frozen=True, namespace=namespace)(**settings)
 
 
 def did_you_mean(name, known):

@@ -336,7 +336,7 @@ def bytes_of_tag(run):
     """Bytes of a tag of a run: as many as the tag that it goes on from has, else by its model's shape."""
     from runtime.checkpoint.saver import tag_bytes
     from runtime.checkpoint.tags import TagStore
-    from runtime.plan.run_plan import first_readable
+    from runtime.plan.start import first_readable
 
     store = TagStore(run["out_dir"])
     there = store.newest_first() if run["init_from"] in ("resume", "auto") else []

@@ -17,7 +17,6 @@ _started = time.time()
 
 import os
 import signal
-import sys
 
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C, without a traceback from every rank
 
@@ -108,13 +107,13 @@ deterministic = False  # bitwise reproducible on the same GPUs; slower
 deepspeed_config = "ds_config_zero2.json"  # ZeRO stage, offload, buckets
 any_deepspeed = False  # accept another DeepSpeed than the tested one; our own gradient path and optimizer step are off
 
-settings = vars(parsed := configurator.from_command_line(globals()))
-asked = {**settings, **parsed.before_auto}
-globals().update(settings)
+settings = configurator.from_command_line(globals())
+globals().update(vars(settings))
 
 # -----------------------------------------------------------------------------
 # Set-up: the ranks, then everything that can be refused, before anything that costs
 
+import dataclasses
 import math
 import warnings
 
@@ -123,7 +122,6 @@ import torch
 from model import GPT, Block
 from runtime import lora
 from runtime.checkpoint import Saver, TagStore, load_into_engine, load_model, newest_intact
-from runtime.cluster.machines import compare_machines
 from runtime.cluster.ranks import (
     all_reduce_sum,
     exit_together,
@@ -147,29 +145,25 @@ from runtime.monitor.health import StepHealth
 from runtime.monitor.profiler import Profiler
 from runtime.monitor.runlog import RunLog
 from runtime.output import exit_with_error
-from runtime.plan import fit
-from runtime.plan.run_plan import check_run, describe_run
+from runtime.plan import memory
+from runtime.plan.run_plan import plan_run
 from runtime.sample.generate import sample_from_engine
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
-rank, local_rank, world_size, local_world_size = ranks_from_environment(dry_run)
-if not torch.cuda.is_available() or device == "cpu":
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-run, problems = check_run(settings, ROOT, world_size, local_world_size, asked)
-if target_gpu is not None and dry_run and run.config and run.model and run.room:  # also without data or weights
-    print0(fit.report(run, settings, world_size, local_world_size, ROOT, sys.argv[1:]))
-    for problem in "\n".join(problems).splitlines():
-        print0(f"note       {problem}")
-    raise SystemExit(0)
-compare_machines(run, settings, problems)  # refuses
-stage = run.config["zero_optimization"]["stage"]
-settings.update(batch_size=run.batch_size, gradient_accumulation_steps=run.accumulation, max_iters=run.max_iters)
-globals().update(settings)
-print0(describe_run(run, settings, world_size))
+ranks = ranks_from_environment(dry_run)
+rank, world_size = ranks.rank, ranks.world_size
+if device == "cpu" or not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
+plan = plan_run(settings, ranks)
+batch, hardware, stage = plan.batch, plan.hardware, plan.stage
+batch_size, gradient_accumulation_steps, max_iters = batch.micro, batch.accumulation, plan.max_iters  # auto is resolved
+settings = dataclasses.replace(settings, batch_size=batch_size, gradient_accumulation_steps=gradient_accumulation_steps,
+                               max_iters=max_iters)
+if not hardware.gpu:
+    print0(plan.summary())
 if dry_run:
-    print0(fit.report(run, settings, world_size, local_world_size, ROOT, sys.argv[1:]))
+    print0(plan.memory_report(ranks))
     raise SystemExit(0)
-for line in fit.too_much(run, settings, world_size, ROOT, sys.argv[1:]):
+for line in plan.advice():
     print0(line)
 
 import deepspeed
@@ -177,8 +171,8 @@ import deepspeed
 from runtime.engine import fused_adamw, zero2_gradients
 
 warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # names that DeepSpeed still uses
-device = torch.device(run.device, local_rank) if run.device == "cuda" else torch.device("cpu")
-if run.device == "cuda":
+device = torch.device(hardware.device, ranks.local_rank) if hardware.device == "cuda" else torch.device("cpu")
+if hardware.device == "cuda":
     torch.cuda.set_device(device)
     if stage == 2:  # stage 3 counts on the default one in places
         replay.on_own_stream()
@@ -187,26 +181,26 @@ if deterministic:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled at start, on CPU
-deepspeed.utils.logger.setLevel("INFO" if ds_config.has_per_step_timers(run.config) else "WARNING")
-deepspeed.init_distributed(dist_backend=backend if backend != "auto" else {"cuda": "nccl", "cpu": "gloo"}[run.device],
-                           verbose=False)
+deepspeed.utils.logger.setLevel("INFO" if ds_config.has_per_step_timers(plan.ds_config) else "WARNING")
+backend = backend if backend != "auto" else {"cuda": "nccl", "cpu": "gloo"}[hardware.device]
+deepspeed.init_distributed(dist_backend=backend, verbose=False)
 shutdown = Shutdown(signals=not eval_only)
-guards.explain_lack_of_memory(lambda: fit.run_out(run, settings, world_size, ROOT, sys.argv[1:]))
+guards.explain_lack_of_memory(plan.out_of_memory)
 require_same_on_all_ranks(
     f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps} "
-    f"--dtype={run.dtype} --compile={run.compile} --accumulate_locally={run.accumulate_locally}")
+    f"--dtype={hardware.dtype} --compile={hardware.compile} --accumulate_locally={plan.accumulate_locally}")
 
 # -----------------------------------------------------------------------------
 # The output folder, which no other run may write to from here on, and the tag to resume from
 
 store = TagStore(out_dir, read_only=eval_only)  # locked until this process ends
-tag = newest_intact(store, run, resume_tag, resume_weights_only, overwrite)
+tag = newest_intact(store, plan.start, resume_tag, resume_weights_only, overwrite)
 
 # -----------------------------------------------------------------------------
 # Data: memory-mapped tokens, the same on every rank
 
-tokens = {split: [open_tokens(one, split) for one in run.sets] for split in ("train", "val")}
-shares = [one.share for one in run.sets]
+tokens = {split: [open_tokens(one, split) for one in plan.datasets] for split in ("train", "val")}
+shares = [one.share for one in plan.datasets]
 sources = list(zip(tokens["train"], shares, strict=True))
 sequences = batch_size * gradient_accumulation_steps * world_size  # an iteration's
 
@@ -214,29 +208,29 @@ sequences = batch_size * gradient_accumulation_steps * world_size  # an iteratio
 # Model, optimizer, engine
 
 torch.manual_seed(seed)  # the same weights on every rank
-if run.init_from in ("scratch", "resume"):
+if plan.start.kind in ("scratch", "resume"):
     with torch.device(device):
-        model = GPT(run.model)
+        model = GPT(plan.model)
 else:
     problems = []
     try:
-        if run.before:
-            model = load_model(*run.before, dropout=dropout)[0].to(device).train()
+        if plan.start.parent:
+            model = load_model(*plan.start.parent, dropout=dropout)[0].to(device).train()
         else:
-            model = GPT.from_pretrained(run.weights, dropout=dropout, device=device, dtype=getattr(torch, run.dtype))
+            model = GPT.from_pretrained(plan.start.weights, dropout=dropout, device=device, dtype=hardware.torch_dtype)
         model.crop_block_size(block_size)
     except UserError as error:
         problems = [str(error)]
     exit_together(problems)
-if run.lora:
-    lora.apply(model, run.lora)
+if plan.lora:
+    lora.apply(model, plan.lora)
 model.gradient_checkpointing = gradient_checkpointing
 flops_per_iter = model.flops_per_token(block_size) * sequences * block_size
 profiler = Profiler(model, out_dir, profile_start, profile_iters) if profile else None  # before compiling
-own_kernels = run.compile and run.device == "cuda" and runs_on(model.lm_head.weight)
-if own_kernels and fused.fits(model.config) and not run.lora:
+own_kernels = hardware.compile and hardware.device == "cuda" and runs_on(model.lm_head.weight)
+if own_kernels and fused.fits(model.config) and not plan.lora:
     fused.fuse(model, fp8)
-elif run.compile:
+elif hardware.compile:
     model.compile_blocks()
 if stage == 3:
     # Gather and release a block at a time, not each of its layers (on 4 H200s at 1 x 32, 12.5 s a step became 7.4):
@@ -244,39 +238,39 @@ if stage == 3:
     deepspeed.utils.set_z3_leaf_modules(model, [Block])
 
 groups, adam = model.parameter_groups(weight_decay), {"lr": learning_rate, "betas": (beta1, beta2)}
-if ds_config.uses_offload(run.config):
-    optimizer = setup.cpu_adam(run.config, groups, adam)
+if ds_config.uses_offload(plan.ds_config):
+    optimizer = setup.cpu_adam(plan.ds_config, groups, adam)
 else:
     optimizer = torch.optim.AdamW(groups, fused=True, **adam)
 try:
     with silence_stdout():
-        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=run.config)
+        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=plan.ds_config)
 except AssertionError as error:  # of a JSON, as a rule: what DeepSpeed does not want together
     shut_down(2)
     exit_with_error(f"{deepspeed_config}: DeepSpeed refuses it: {str(error) or 'an assertion without words'}")
 fast = FastPath()
 if not any_deepspeed:
-    fast.gradients = zero2_gradients.install(engine, fast, run.accumulate_locally)
+    fast.gradients = zero2_gradients.install(engine, fast, plan.accumulate_locally)
     fast.fused_step = fused_adamw.install(engine, fast) if own_kernels else None
 exit_together(["skip_grad_spikes=True needs what this DeepSpeed lacks: leave it out"]
                 if skip_grad_spikes and not fast.gradients else [])
-print0(f"DeepSpeed uses {setup.compare(engine, run.config, run.dtype)}")
+print0(f"DeepSpeed uses {setup.compare(engine, plan.ds_config, hardware.dtype)}")
 
 state = load_into_engine(engine, store, tag, resume_weights_only) if tag else {}
 iter_num, best_val_loss = state.get("iter_num", 0), state.get("best_val_loss", math.inf)
 evals_since_best = state.get("evals_since_best", 0)
-base = None if run.before else run.init_from  # what PEFT is to put the thin matrices beside
-lora_state = run.lora and {**run.lora, "base": state["lora"]["base"] if tag else base}
-lineage = state["lineage"] if tag else run.lineage  # the runs before this one
+base = None if plan.start.parent else plan.start.init_from  # what PEFT is to put the thin matrices beside
+lora_state = plan.lora and {**plan.lora, "base": state["lora"]["base"] if tag else base}
+lineage = state["lineage"] if tag else list(plan.start.lineage)  # the runs before this one
 fixes.keep_going_at_min_loss_scale(engine)
 fixes.skip_nonfinite_at_stage_0(engine)
 
-log = RunLog(settings, state, device, run.sets, sequences * block_size, fit.tensors(run, settings, world_size))
+log = RunLog(vars(settings), state, device, plan.datasets, sequences * block_size, memory.torch_bytes(plan.job))
 if rank == 0 and not eval_only:  # the output folder, now that nothing else can be refused any more
     problems = list(filter(None, [shutdown.watch_stop_file(os.path.join(out_dir, "STOP"))]))
 exit_together(problems)
-health = StepHealth(engine, fast, log.warn, run.sets, tokens["train"], seed, state.get("grad_norms", ()))
-graphed = fast.gradients and fast.fused_step and not ds_config.has_per_step_timers(run.config)
+health = StepHealth(engine, fast, log.warn, plan.datasets, tokens["train"], seed, state.get("grad_norms", ()))
+graphed = fast.gradients and fast.fused_step and not ds_config.has_per_step_timers(plan.ds_config)
 micro_step = replay.micro_step(engine, graphed, health.stragglers)
 
 # -----------------------------------------------------------------------------
@@ -310,8 +304,8 @@ def estimate_loss():
     for split, found in result.items():
         for of_set in tokens[split]:
             sums = torch.zeros(3, dtype=torch.float64, device=device)  # windows, their losses, the squares
-            windows = eval_batches(of_set, rank, world_size, eval_iters * asked["batch_size"], settings,
-                                   run.meta["vocab_size"], device)
+            windows = eval_batches(of_set, rank, world_size, plan.eval_windows, vars(settings),
+                                   plan.data["vocab_size"], device)
             for x, y in windows:
                 counts = (y[:, 0] >= 0).double()
                 losses = engine(x, y, "none").view(y.shape).double().mean(dim=1)
@@ -332,12 +326,12 @@ def sequences_seen():
     """{data set: sequences so far}; a tag holds those before it, by its own shares."""
     now, then = (sequences_per_dataset(it * sequences, shares) for it in (iter_num, first_iter))
     before = state.get("seen", {})
-    return {one.name: before.get(one.name, 0) + a - b for one, a, b in zip(run.sets, now, then, strict=True)}
+    return {one.name: before.get(one.name, 0) + a - b for one, a, b in zip(plan.datasets, now, then, strict=True)}
 
 
 def write_sample():
     """Print and record a text from the weights as they are."""
-    encode, decode = run.tokenizer
+    encode, decode = plan.tokenizer
     ids = sample_from_engine(engine, encode(sample_start), sample_tokens, (seed + iter_num) % 2**63, device)
     log.sample(iter_num, decode(ids))
 
@@ -356,9 +350,9 @@ def save(improved):
     """Start to save this iteration's tag; best follows the validation loss."""
     saver.save(f"iter_{iter_num}", aliases(improved), {
         "iter_num": iter_num, "best_val_loss": best_val_loss, "evals_since_best": evals_since_best,
-        "improved": improved, "wandb_id": log.wandb_id, "settings": settings, "model": vars(run.model),
+        "improved": improved, "wandb_id": log.wandb_id, "settings": vars(settings), "model": vars(plan.model),
         "lora": lora_state, "lineage": lineage, "grad_norms": list(health.spikes.history), "seen": sequences_seen(),
-        "data": {k: run.meta[k] for k in ("tokenizer", "vocab_size")}})
+        "data": {k: plan.data[k] for k in ("tokenizer", "vocab_size")}})
 
 
 def step(batches):
@@ -381,14 +375,14 @@ def step(batches):
 # The loop
 
 store.clean(tag, overwrite, aliases(state.get("improved")))
-log.open_files({"lineage": lineage, "memory_plan": fit.planned(run, settings, world_size)})
+log.open_files({"lineage": lineage, "memory_plan": memory.estimate(plan.job)})
 first_iter = iter_num
-saver = Saver(engine, store, keep_last, run.tag_bytes, async_save, stop_on_error=on_save_error == "stop")
+saver = Saver(engine, store, keep_last, plan.tag_bytes, async_save, stop_on_error=on_save_error == "stop")
 if iter_num == 0 or eval_only:
     evaluate()
 elif iter_num >= max_iters:
     print0(f"{store.path(tag.name)} has made {iter_num} iterations already: resume with a larger --max_iters")
-batches = train_batches(sources, iter_num, rank, world_size, settings, run.meta["vocab_size"], device)
+batches = train_batches(sources, iter_num, rank, world_size, settings, plan.data["vocab_size"], device)
 engine.train()
 exit_code = None
 if profiler:
@@ -426,7 +420,7 @@ while not finished() and not eval_only and exit_code is None:
 
 if profiler:
     profiler.close()
-if ds_config.logs_messages(run.config):
+if ds_config.logs_messages(plan.ds_config):
     deepspeed.comm.log_summary()
 saver.wait(last=True)
 log.close(early_stop=evals_since_best if finished() and iter_num < max_iters and not eval_only else 0)

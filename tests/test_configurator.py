@@ -21,6 +21,7 @@ from monitor.test_profiler import MEASURED
 from configurator import configure
 from runtime.engine.ds_config import ALLOWED_KEYS, DTYPE_BLOCK, TESTED, ConfigError, resolve, uses_offload
 from runtime.files import UserError
+from runtime.plan.run_plan import Batch
 
 SCRIPT = ROOT / "train_deepspeed.py"
 CONFIGS = sorted((ROOT / "config").glob("*.py"))
@@ -234,8 +235,8 @@ def test_configs_of_the_project_resolve(path):
     defaults, annotations = script_settings()
     settings = vars(configure(defaults, [str(path)], annotations, ROOT))
     json_file = ROOT / settings["deepspeed_config"]
-    assert resolve(json_file, settings, 8, "bfloat16")[0]["train_batch_size"] == (
-        settings["batch_size"] * settings["gradient_accumulation_steps"] * 8)
+    batch = Batch(settings["batch_size"], settings["gradient_accumulation_steps"], 8, settings["block_size"])
+    assert resolve(json_file, batch, 1.0, "bfloat16")[0]["train_batch_size"] == batch.sequences
 
 
 def test_the_headline_config_is_the_original_job():
@@ -299,14 +300,14 @@ def test_help_shows_every_setting_with_its_comment(tmp_path):
     shown = {line.split("=")[0].strip(): line for line in done.stdout.splitlines() if line.startswith("  --")}
     defaults, _ = script_settings()
     assert list(shown) == [f"--{name}" for name in defaults]
-    assert re.fullmatch(r"  --learning_rate=3e-05 +the highest", shown["--learning_rate"])
+    assert re.fullmatch(r"  --learning_rate=3e-05 +max learning rate", shown["--learning_rate"])
     assert re.fullmatch(r"  --n_layer=None", shown["--n_layer"])
     assert "  --out_dir='out-shakespeare-xl-deepspeed'" in shown["--out_dir"]
     source = SCRIPT.read_text()
     for name in defaults:
         comment = re.search(rf"^{name}\b[^#\n]*(?:  # (.*))?$", source, re.M)[1]
         assert shown[f"--{name}"].endswith(comment or "")
-    assert "Learning rate over the run" in done.stdout and "one process, no launcher" in done.stdout
+    assert "Learning rate schedule" in done.stdout and "one process, no launcher" in done.stdout
 
 
 def test_print_settings_from_any_folder(tmp_path):
@@ -326,14 +327,13 @@ def test_a_mistake_ends_with_2_and_no_traceback():
 
 # The DeepSpeed JSON
 
-OWNED = {"batch_size": 2, "gradient_accumulation_steps": 3, "grad_clip": 1.0}
 
 
 def resolved(content, tmp_path, dtype="float32", world_size=4):
     """(config, notes) of a JSON with this content: an object, or the text itself."""
     path = tmp_path / "ds.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return resolve(str(path), OWNED, world_size, dtype)
+    return resolve(str(path), Batch(2, 3, world_size, 32), 1.0, dtype)
 
 
 def zero(stage=2, **rest):
@@ -343,7 +343,7 @@ def zero(stage=2, **rest):
 @pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_jsons_of_the_project_resolve(path, dtype):
-    config, _ = resolve(str(path), OWNED, 4, dtype)
+    config, _ = resolve(str(path), Batch(2, 3, 4, 32), 1.0, dtype)
     assert config["train_batch_size"] == 24
     named = int(re.search(r"zero(\d)", path.stem)[1])
     assert config["zero_optimization"]["stage"] == (1 if named == 0 and dtype != "float32" else named)
@@ -527,7 +527,7 @@ def test_untested_keys_pass_with_the_default(tmp_path):
 
 def test_a_json_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="No such file or directory; name another with --deepspeed_config=FILE"):
-        resolve(str(tmp_path / "none.json"), OWNED, 1, "float32")
+        resolve(str(tmp_path / "none.json"), Batch(2, 3, 1, 32), 1.0, "float32")
 
 
 @pytest.mark.parametrize("block, enabled, dtype", [
@@ -593,8 +593,8 @@ def test_a_package_that_is_missing_is_named():
     without = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('sample.py', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", without], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.endswith("python -m pip install -r requirements.txt; python doctor.py tells what else is "
-                                "amiss\n")
+    assert done.stderr.endswith("python -m pip install -r requirements.txt; python doctor.py shows what else is "
+                                "wrong\n")
 
 
 @pytest.mark.parametrize("text, problem", [
@@ -607,6 +607,5 @@ def test_a_package_that_is_missing_is_named():
 def test_values_of_another_type_and_nests_are_refused(tmp_path, text, problem):
     (tmp_path / "ds.json").write_text(text)
     with pytest.raises(ConfigError) as refused:
-        resolve(str(tmp_path / "ds.json"), {"batch_size": 1, "gradient_accumulation_steps": 1, "grad_clip": 1.0}, 1,
-                "float32")
+        resolve(str(tmp_path / "ds.json"), Batch(1, 1, 1, 32), 1.0, "float32")
     assert problem in str(refused.value) and len(str(refused.value).splitlines()) == 1

@@ -14,7 +14,8 @@ from model import GPT, GPTConfig
 from runtime.engine.ds_config import resolve
 from runtime.lora import TARGET_MODULES
 from runtime.lora import apply as apply_lora
-from runtime.plan.memory import plan
+from runtime.plan.memory import Job, torch_bytes
+from runtime.plan.run_plan import Batch, Hardware, ParamCount
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -124,14 +125,12 @@ LADDER = {"GPT-2 large (774M)": (36, 20, 1280), "GPT-2 XL": (48, 25, 1600), "2.7
 def test_the_largest_models_by_card_are_what_the_plan_reckons(column, preset):
     cards = rows("RESULTS.md", r"^\| (\d+) GB \| ")
     assert len(cards) == 4
-    config, _ = resolve(ROOT / preset, {"batch_size": 1, "gradient_accumulation_steps": 32, "grad_clip": 1.0}, 1,
-                        "bfloat16", True)
     planned = {}
     for name, (n_layer, n_head, n_embd) in LADDER.items():
         with torch.device("meta"):
             model = GPT(GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd))
         n = sum(p.numel() for p in model.parameters())
-        total = sum(plan(model.config, config, "bfloat16", 1, n, 1, True, True).values()) / 1e9
+        total = planned_gb(model, preset, 1, recomputed=True)
         planned[name] = total, f"{name}, {total:.1f} GB", f"{16 * n / 1e9:.0f} GB"
     for card, cells in cards:
         _, words, host = max(p for p in planned.values() if p[0] <= 0.9 * int(card))
@@ -148,11 +147,7 @@ def test_lora_and_offload_are_what_was_measured_and_within_a_tenth_of_the_plan()
             model = GPT(GPTConfig(n_layer=48, n_head=25, n_embd=1600))
         if rank:
             apply_lora(model, {"rank": rank, "alpha": 1.0, "dropout": 0.0, "target_modules": TARGET_MODULES})
-        config, _ = resolve(ROOT / preset, {"batch_size": micro, "gradient_accumulation_steps": 32 // micro,
-                                            "grad_clip": 1.0}, 1, "bfloat16", True)
-        count = [sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False)]
-        planned = sum(plan(model.config, config, "bfloat16", 1, count[0], micro, True, recomputed,
-                           n_trained=count[1]).values()) / 1e9
+        planned = planned_gb(model, preset, micro, recomputed)
         run = runs[name]
         assert planned == pytest.approx(run["peak_gb"], rel=0.1), name
         ms = [r["ms"] for r in run["history"] if "ms" in r][-1]
@@ -179,25 +174,27 @@ def test_the_memory_plan_is_what_was_measured():
         shape = {} if "small" in file.name else {"n_layer": 48, "n_head": 25, "n_embd": 1600}
         with torch.device("meta"):
             model = GPT(GPTConfig(**shape))
-        config, _ = resolve(ROOT / s["deepspeed_config"], s, gpus, "bfloat16", True)
-        accumulate_locally = ("x2_bench" in file.name and config["zero_optimization"]["stage"] == 2
-                      and s["gradient_accumulation_steps"] > 1)
-        planned = plan(model.config, config, "bfloat16", gpus, sum(p.numel() for p in model.parameters()),
-                       s["batch_size"], True, s["gradient_checkpointing"], accumulate_locally)
-        assert sum(planned.values()) / 1e9 == pytest.approx(measured, rel=0.1, abs=0.2), (file.name, planned)
+        at_once = "x2_bench" in file.name and "zero2" in s["deepspeed_config"] and s["gradient_accumulation_steps"] > 1
+        planned = planned_gb(model, s["deepspeed_config"], s["batch_size"], s["gradient_checkpointing"], gpus, at_once)
+        assert planned == pytest.approx(measured, rel=0.1, abs=0.2), file.name
         checked += 1
     assert checked >= 24
+    with torch.device("meta"):
+        xl = GPT(GPTConfig(n_layer=48, n_head=25, n_embd=1600))
     for case in run_of("x1_memory")["cases"]:
-        assert planned_gb(case) == pytest.approx(case["peak_gb"], rel=0.1), case
+        planned = planned_gb(xl, STAGES[case.get("stage", 2)], case["micro"], case["recomputed"])
+        assert planned == pytest.approx(case["peak_gb"], rel=0.1), case
 
 
-def planned_gb(case):
-    """What the plan says of GPT-2 XL on one GPU."""
-    settings = {"batch_size": case["micro"], "gradient_accumulation_steps": 32 // case["micro"], "grad_clip": 1.0}
-    config, _ = resolve(ROOT / STAGES[case.get("stage", 2)], settings, 1, "bfloat16", True)
-    shape = GPTConfig(n_layer=48, n_head=25, n_embd=1600)
-    planned = plan(shape, config, "bfloat16", 1, 1_557_686_400, case["micro"], True, case["recomputed"])
-    return sum(planned.values()) / 1e9
+def planned_gb(model, preset, micro, recomputed, gpus=1, accumulate_locally=False):
+    """The estimate of a model on meta in bfloat16, GB: at the peak, on each GPU."""
+    batch = Batch(micro, 32 // micro, gpus, 1024)
+    config, _ = resolve(ROOT / preset, batch, 1.0, "bfloat16", True)
+    stored, trainable = (sum(p.numel() for p in model.parameters() if p.requires_grad or every)
+                         for every in (True, False))
+    return torch_bytes(Job(model.config, Hardware("cuda", "bfloat16", True, 0), batch,
+                           ParamCount(stored, stored, trainable), config, recomputed, accumulate_locally)) / 1e9
+
 
 
 def test_the_plan_of_each_stage_and_micro_batch_is_within_a_tenth_of_the_peak():

@@ -48,16 +48,16 @@ def machine():
 # Before the run
 
 
-def compare_machines(run, settings, problems):
+def compare_machines(plan, settings, problems):
     """End all ranks, exit code 2, if any of them has problems (sentences), or if the machines differ in what has to be
     the same. All ranks call it, before there is a process group."""
     if is_multi_node():
-        problems = problems_of_all(run, settings, problems)
+        problems = problems_of_all(plan, settings, problems)
     if problems:
         exit_with_error("\n".join(problems))
 
 
-def problems_of_all(run, settings, problems):
+def problems_of_all(plan, settings, problems):
     """What the ranks of all machines have found, and in what they differ: sentences, the same on all ranks."""
     if TIMEOUT < 6:
         problems = [*problems, f"MACHINE_TIMEOUT={ASKED} must be a whole number of seconds, 6 or more"]
@@ -68,7 +68,7 @@ def problems_of_all(run, settings, problems):
         except OSError as error:
             problems = [f"out_dir={out_dir} cannot be written ({error.strerror}): choose another with --out_dir=DIR"]
     here = {"host": socket.gethostname(), "problems": problems, "address": address_towards(os.environ["MASTER_ADDR"]),
-            "facts": {} if problems else facts(run, settings), "mark": mark and os.path.relpath(mark, out_dir)}
+            "facts": {} if problems else facts(plan, settings), "mark": mark and os.path.relpath(mark, out_dir)}
     try:
         everyone = gather(here)
         choose_interface([one["address"] for one in everyone])
@@ -122,13 +122,13 @@ def wait_for(store, keys):
         store.wait(keys, datetime.timedelta(seconds=PATIENCE - 60))
 
 
-def facts(run, settings):
+def facts(plan, settings):
     """What has to be the same on all machines: {name: value}."""
     found = {f"--{name}": value for name, value in settings.items()}
     found |= {f"the version of {name}": importlib.metadata.version(name) for name in ("torch", "deepspeed")}
-    found |= {f"the model's {name}": value for name, value in vars(run.model).items()}
-    found |= {f"the sha256 of data set {one.name}": fingerprint(one) for one in run.sets}
-    return found | {"what the run begins with": run.init_from}
+    found |= {f"the model's {name}": value for name, value in vars(plan.model).items()}
+    found |= {f"the sha256 of data set {one.name}": fingerprint(one) for one in plan.datasets}
+    return found | {"what the run begins with": plan.start.init_from}
 
 
 def fingerprint(data):

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import threading
+from typing import NamedTuple
 
 from runtime.output import exit_with_error
 
@@ -83,15 +84,26 @@ def require_same_on_all_ranks(choice):
                     if len(found) > 1 else [])
 
 
+class Ranks(NamedTuple):
+    """This process among all."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int  # ranks on this machine
+
+
 def ranks_from_environment(dry_run=False):
-    """(rank, local_rank, world_size, ranks on this machine) as torchrun and deepspeed give them; without a launcher,
-    one process, with what torch.distributed needs filled in. A dry run pretends to the ranks that WORLD_SIZE names, and
-    LOCAL_WORLD_SIZE on each of several machines."""
+    """Return the Ranks that torchrun and deepspeed give; without a launcher, one process.
+
+    Without a launcher it also sets what torch.distributed reads. A dry run pretends to the ranks that WORLD_SIZE names,
+    and LOCAL_WORLD_SIZE on each of several machines.
+    """
     if dry_run and "RANK" not in os.environ:
         asked = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
         if not all(ranks.isdecimal() and int(ranks) for ranks in asked):
             exit_with_error(f"WORLD_SIZE={asked[0]} and LOCAL_WORLD_SIZE={asked[1]} must be whole numbers above 0")
-        return 0, 0, *map(int, asked)
+        return Ranks(0, 0, *map(int, asked))
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     if "RANK" in os.environ and "LOCAL_RANK" not in os.environ and not alone:
         exit_with_error("RANK is set and LOCAL_RANK is not: start with torchrun or deepspeed, or set LOCAL_RANK, "
@@ -101,7 +113,7 @@ def ranks_from_environment(dry_run=False):
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return RANK, int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), local_world_size()
+    return Ranks(RANK, int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), local_world_size())
 
 
 def is_multi_node():

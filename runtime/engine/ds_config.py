@@ -16,6 +16,7 @@ from configurator import did_you_mean
 from runtime.engine.fixes import repair
 from runtime.files import UserError
 
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 ALLOWED_KEYS = ("zero_optimization", "bf16", "fp16", "data_types", "communication_data_type",
                 "zero_force_ds_cpu_optimizer", "steps_per_print", "dump_state", "wall_clock_breakdown", "comms_logger")
 # The keys of each block that a test trains with in a value that is not the default (tests/zero_worker.py)
@@ -72,23 +73,24 @@ class ConfigError(UserError):
     """Every problem found in a DeepSpeed JSON, one a line."""
 
 
-def find(path, root):
-    """Where a JSON lies: as it is named, or else below the project's folder."""
-    return path if os.path.exists(path) else os.path.join(root, path)
+def find(path):
+    """Return the path of a JSON: as it is named, or else below the project's folder."""
+    return path if os.path.exists(path) else os.path.join(ROOT, path)
 
 
-def resolve(path, settings, world_size, dtype, compiled=False):
-    """(config for deepspeed.initialize, notes to print) from a JSON file, the script's settings and its precision.
+def with_batch(config, batch):
+    """Return the config with the sizes of a batch: anything with micro, accumulation and world_size."""
+    return {**config, "train_micro_batch_size_per_gpu": batch.micro, "gradient_accumulation_steps": batch.accumulation,
+            "train_batch_size": batch.micro * batch.accumulation * batch.world_size}
 
-    dtype: 'bfloat16', 'float16' or 'float32'. compiled: whether the blocks are. Raises ConfigError.
+
+def resolve(path, batch, grad_clip, dtype, compiled=False):
+    """Return (config for deepspeed.initialize, notes to print) from a JSON file and what the script owns.
+
+    batch: as in with_batch(). dtype: "bfloat16", "float16" or "float32". compiled: whether the blocks are. Raises
+    UserError with all problems.
     """
-    config = read_json(path)
-    owned = {
-        "train_micro_batch_size_per_gpu": settings["batch_size"],
-        "gradient_accumulation_steps": settings["gradient_accumulation_steps"],
-        "train_batch_size": settings["batch_size"] * settings["gradient_accumulation_steps"] * world_size,
-        "gradient_clipping": settings["grad_clip"],
-    }
+    config, owned = read_json(path), {**with_batch({}, batch), "gradient_clipping": grad_clip}
     problems = top_level_problems(config, owned, dtype) + precision_problems(config, dtype)
     config.update(owned)
     for block in ("bf16", "fp16"):

@@ -20,7 +20,6 @@ from runtime.checkpoint.saver import tag_bytes
 from runtime.checkpoint.shards import MOMENTS, load_fp32, load_model, open_tag
 from runtime.checkpoint.tags import CheckpointError, TagStore, parse_run_path, sign_manifest
 from runtime.monitor.history import trim_history
-from runtime.plan import memory
 
 MEMORY = """
 import sys, threading, time
@@ -66,16 +65,6 @@ def test_a_manifest_that_was_changed_or_never_signed_is_refused(whole, tmp_path)
         file.write_text(json.dumps(content, indent=1))
         with pytest.raises(CheckpointError, match="its sha256 differs"):
             TagStore(out_dir).find("iter_8")
-
-
-def test_the_largest_batch_that_fits_and_divides():
-    """28 GB and 2.5 GB a sequence, as GPT-2 XL on one GPU."""
-    def planned(batch_size):
-        return 28e9 + 2.5e9 * batch_size
-
-    found = {room: memory.largest_batch(32, room, planned) for room in (10e9, 38e9, 47e9, 48e9, 126e9)}
-    assert found == {10e9: 1, 38e9: 4, 47e9: 4, 48e9: 8, 126e9: 32}
-    assert memory.largest_batch(30, 126e9, planned) == 30 and memory.largest_batch(30, 60e9, planned) == 10
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from runtime.cluster.ranks import all_reduce_sum, shut_down, silence_stdout
 from runtime.engine import ds_config, fixes, fused_adamw, setup, zero2_gradients
 from runtime.engine.fast_path import FastPath
 from runtime.kernels.block import fuse
+from runtime.plan.run_plan import Batch
 
 SEQUENCES, ACCUMULATION, T, VOCAB = 12, 3, 16, 61  # of a step, over all ranks; micro-steps; tokens; vocabulary
 LEARNING_RATES = (1e-2, 5e-3, 2e-3, 1e-2, 5e-3)  # set anew each step, as the script does
@@ -109,12 +110,11 @@ def plain(steps=3, clip=CLIP, layers=2, tokens=T):
 
 def build(stage, dtype, zero, config, clip, repaired, compiled, fused, layers):
     """An engine, made as the script makes it."""
-    settings = {"batch_size": SEQUENCES // ACCUMULATION // dist.get_world_size(),
-                "gradient_accumulation_steps": ACCUMULATION, "grad_clip": clip}
+    batch = Batch(SEQUENCES // ACCUMULATION // dist.get_world_size(), ACCUMULATION, dist.get_world_size(), T)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({**config, "zero_optimization": {"stage": stage, **zero}}, file)
         file.flush()
-        resolved, _ = ds_config.resolve(file.name, settings, dist.get_world_size(), dtype, compiled)
+        resolved, _ = ds_config.resolve(file.name, batch, clip, dtype, compiled)
     if not repaired:
         resolved["fp16"]["loss_scale_window"] = config["fp16"]["loss_scale_window"]
     torch.nn.functional.linear = LINEAR  # which stage 3 replaces for good

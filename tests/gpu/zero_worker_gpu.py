@@ -30,6 +30,7 @@ from runtime.engine import fast_path as replay
 from runtime.engine.fast_path import FastPath
 from runtime.kernels.block import fuse
 from runtime.monitor.health import StragglerDetector
+from runtime.plan.run_plan import Batch
 
 SEQUENCES, ACCUMULATION, STEPS = 12, 3, 6  # per step over all ranks; micro-steps per step
 CONFIG = GPTConfig(block_size=64, vocab_size=500, n_layer=2, n_head=4, n_embd=256)
@@ -91,12 +92,11 @@ def plain(clip):
 
 
 def build(stage, dtype, blocks, zero, clip, fp16):
-    settings = {"batch_size": SEQUENCES // ACCUMULATION // dist.get_world_size(),
-                "gradient_accumulation_steps": ACCUMULATION, "grad_clip": clip}
+    batch = Batch(SEQUENCES // ACCUMULATION // dist.get_world_size(), ACCUMULATION, dist.get_world_size(), 4)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"zero_optimization": {"stage": stage, **zero}, "fp16": fp16}, file)
         file.flush()
-        config, _ = ds_config.resolve(file.name, settings, dist.get_world_size(), dtype, blocks != "eager")
+        config, _ = ds_config.resolve(file.name, batch, clip, dtype, blocks != "eager")
     F.linear = LINEAR  # stage 3 replaces it for good
     model, stage = fresh_model(), config["zero_optimization"]["stage"]
     if blocks == "kernels":

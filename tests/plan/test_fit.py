@@ -10,10 +10,10 @@ from test_configurator import script_settings
 
 from configurator import configure
 from model import GPTConfig
+from runtime.cluster.ranks import Ranks
 from runtime.hardware import GPUS
-from runtime.plan.fit import report, slowness, without
-from runtime.plan.memory import plan
-from runtime.plan.run_plan import check_run
+from runtime.plan.memory import Job, bytes_with_eval, drop_arguments, estimate, fit_batch, relative_step_time
+from runtime.plan.run_plan import Batch, Hardware, ParamCount, Problems, make_plan
 
 XL = ("config/xl_shakespeare.py", "--dry_run=True")
 SIZE = re.compile(r"^each GPU   ([\d.]+) GB of ([\d.]+) GB(: too much, as a tenth stays free)?$", re.M)
@@ -25,12 +25,14 @@ def dry_run(*args, **env):
     return done.stdout
 
 
-def told_of(*args, ranks=1):
-    """What a dry run of these tells of memory, in this process."""
+def report(*args, ranks=1):
+    """What a dry run of these prints on memory, in this process."""
     defaults, annotations = script_settings()
-    settings = vars(configure(defaults, [*args, "--dry_run=True"], annotations, ROOT))
-    run, _ = check_run(settings, str(ROOT), ranks, ranks)
-    return report(run, settings, ranks, ranks, str(ROOT), list(args))
+    settings = configure(defaults, [*args, "--dry_run=True"], annotations, ROOT)
+    plan = make_plan(settings, Ranks(0, 0, ranks, ranks), Problems(), [])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train_deepspeed.py", *args])
+        return plan.memory_report(Ranks(0, 0, ranks, ranks))
 
 
 def test_gpt2_xl_on_one_24_gb_card_and_what_fits_instead(tmp_path):
@@ -68,7 +70,7 @@ def test_four_cards_of_a_name():
 
 @pytest.mark.parametrize("args, sentence", [
     (("--target_gpu=banana", "--dry_run=True"), "target_gpu=banana is neither a number of GB nor one of T4, V100,"),
-    (("--target_gpu=24",), "target_gpu reckons for another machine: add --dry_run=True"),
+    (("--target_gpu=24",), "target_gpu=24.0 plans for another machine: add --dry_run=True"),
 ])
 def test_a_card_that_is_none_is_refused(args, sentence, characters, tmp_path):
     done = launch(ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", *args)
@@ -86,18 +88,18 @@ def test_speeds_are_reckoned_from_what_was_measured():
         return next(c["ms"] for c in cases if c["gpus"] == 2 and all(c[k] == v for k, v in keys.items()))
 
     for batch_size, name in ((8, "x1_bench_8x4"), (1, "x1_bench_1x32")):
-        assert slowness(batch_size, False, "zero2") == pytest.approx(ms(name) / ms("x1_bench_auto"), rel=0.02)
+        assert relative_step_time(batch_size, False, "zero2") == pytest.approx(ms(name) / ms("x1_bench_auto"), rel=0.02)
     ratios = {32: ms("x2_bench_zero3_auto") / ms("x2_bench_auto"),
               16: case("x2_stages", 3, 16) / case("x2_stages", 2, 16),
               8: case("x2_stages_before", 3, 8) / ms("x2_bench_8x4")}
     for batch_size, ratio in ratios.items():
-        zero2, zero3 = (slowness(batch_size, False, preset) for preset in ("zero2", "zero3"))
+        zero2, zero3 = (relative_step_time(batch_size, False, preset) for preset in ("zero2", "zero3"))
         assert zero3 / zero2 == pytest.approx(ratio, rel=0.04)
 
 
 def test_arguments_without_some():
     argv = ["c.py", "--target_gpu", "24", "--seed=1", "--n_layer", "2", "--batch_size=4", "--dry_run", "d.py"]
-    assert without(argv, "target_gpu", "dry_run", "batch_size") == ["c.py", "--seed=1", "--n_layer", "2", "d.py"]
+    assert drop_arguments(argv, "target_gpu", "dry_run", "batch_size") == ["c.py", "--seed=1", "--n_layer", "2", "d.py"]
 
 
 @pytest.mark.parametrize("stage, overlap, parts", [
@@ -107,7 +109,8 @@ def test_the_plan_of_a_billion_parameters_on_4_gpus_by_hand(stage, overlap, part
     """In bfloat16, with buckets of 0.1 billion: GB of weights, gradients (at stage 1 in both precisions), float32
     weights with two moments, and buckets, of which overlap_comm takes two."""
     config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 10**8, "overlap_comm": overlap}}
-    found = plan(GPTConfig(), config, "bfloat16", 4, 10**9, 1)
+    found = estimate(Job(GPTConfig(), Hardware("cuda", "bfloat16", False, 0), Batch(1, 1, 4, 1024),
+                         ParamCount(10**9, 10**9, 10**9), config))
     assert [found[part] / 1e9 for part in ("weights", "gradients", "optimizer", "buckets")] == pytest.approx(parts)
 
 
@@ -118,13 +121,13 @@ def test_the_plan_of_a_billion_parameters_on_4_gpus_by_hand(stage, overlap, part
     (XL[0], 1, 1, "nothing does on 1 GPU of 1.00 GB: larger ones are needed, or a smaller model", []),
     ("config/finetune_shakespeare.py", 2.4, 1, "It does not fit, but with LoRA it does.", [("--lora_rank=64", 1)])])
 def test_where_nothing_fits_what_would_is_named_and_does(config, target_gpu, ranks, sentence, what_does):
-    told = told_of(config, f"--target_gpu={target_gpu}", ranks=ranks)
+    told = report(config, f"--target_gpu={target_gpu}", ranks=ranks)
     assert sentence in told
     for command in re.findall(r"^    python train_deepspeed.py (.+)$", told, re.M):  # LoRA's
-        assert "too much" not in told_of(*command.split(), f"--target_gpu={target_gpu}")
+        assert "too much" not in report(*command.split(), f"--target_gpu={target_gpu}")
     for word, others in what_does:
         if "block" in word:
-            assert "What does, the fastest first:" in told_of(config, f"--target_gpu={target_gpu}", word, ranks=others)
+            assert "What does, the fastest first:" in report(config, f"--target_gpu={target_gpu}", word, ranks=others)
         else:
             assert word in told
 
@@ -139,11 +142,11 @@ def test_what_readme_advises_fits_its_card():
         config = re.search(r"`(config/\S+\.py)`", advice)
         words = re.findall(r"--\w+=[\w./]+", advice)
         for ranks, gigabytes in cards:
-            told = told_of(config[1] if config else XL[0], *words, f"--target_gpu={gigabytes}", ranks=int(ranks))
+            told = report(config[1] if config else XL[0], *words, f"--target_gpu={gigabytes}", ranks=int(ranks))
             assert "too much" not in told, (where, advice)
             seen += 1
             if (ranks, gigabytes) == ("4", "16"):
-                default = told_of(XL[0], "--target_gpu=16", ranks=4)
+                default = report(XL[0], "--target_gpu=16", ranks=4)
                 assert re.search(r"^    torchrun .+", default, re.M)[0].endswith(" ".join(words))
     assert seen == 13
 
@@ -160,3 +163,18 @@ def test_each_preset_fits_its_card_and_says_by_how_much():
             found = SIZE.search(told)
             assert found[1] == planned and not found[3], (preset, one)
             assert ("float16, ZeRO" if one != card else "bfloat16, ZeRO") in told, told
+
+
+def test_the_largest_batch_that_fits_and_divides():
+    """GPT-2 XL on one GPU: 28 GB, and what each sequence adds."""
+    config = {"zero_optimization": {"stage": 2}}
+    def job(memory, sequences=32):
+        return Job(GPTConfig(n_layer=48, n_head=25, n_embd=1600), Hardware("cuda", "bfloat16", True, memory),
+                   Batch(1, sequences, 1, 1024), ParamCount(1_557_611_200, 1_557_686_400, 1_557_686_400), config)
+
+    one, two = (bytes_with_eval(job(0).with_micro_batch(n)) for n in (1, 2))
+    for sequences in (32, 30):
+        for micro in (d for d in range(1, sequences + 1) if sequences % d == 0):
+            batch = fit_batch(job((bytes_with_eval(job(0, sequences).with_micro_batch(micro)) + 1e6) / 0.9, sequences))
+            assert (batch.micro, batch.micro * batch.accumulation) == (micro, sequences)
+    assert fit_batch(job(one / 2)).micro == 1 and two > one

@@ -15,8 +15,9 @@ from test_configurator import script_settings
 
 from configurator import configure
 from runtime.checkpoint import tags as checkpoint
+from runtime.cluster.ranks import Ranks
 from runtime.data.dataset import write_dataset
-from runtime.plan.run_plan import check_run
+from runtime.plan.run_plan import Problems, make_plan
 
 NO_SHAPE = ("--n_layer=None", "--n_head=None", "--n_embd=None")  # with weights, which bring their own
 
@@ -186,7 +187,7 @@ SENTENCES = {
     "other run": "already holds a run (iter_4): continue it with --init_from=resume, choose another --out_dir=DIR, or "
                  "give it up with --overwrite=True",
     "no tag": "holds no complete tag 'iter_3'; there are iter_2, iter_4, best, final",
-    "tag of what": "resume_tag=iter_4 is for going on with a run: add --init_from=resume",
+    "tag of what": "resume_tag=iter_4 is for resuming a run: add --init_from=resume",
     "auto's tag": "nothing holds no checkpoint: name another folder with --out_dir=DIR",
     "no run": "nothing holds no checkpoint: name another folder with --out_dir=DIR",
     "model": "iter_4 holds a model with n_embd=32: the settings say otherwise",
@@ -269,18 +270,18 @@ runtime.plan.run_plan.memory_per_rank = lambda *_: 1e9 if os.environ["RANK"] == 
 def test_no_room_for_a_tag_is_refused(monkeypatch, characters, tmp_path):
     """27,392 parameters and 1,152 of the vocabulary's padding, 16 bytes each."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=400_000))
-    _, problems = check(monkeypatch, characters, tmp_path, 0, None)
+    _, problems, _ = check(monkeypatch, characters, tmp_path, 0, None)
     assert problems == [f"a tag takes 0.46 MB and {tmp_path}/out has 0.40 MB free: make room, or choose another "
                         "--out_dir=DIR"]
-    run, problems = check(monkeypatch, characters, tmp_path, 0, None, "--eval_only=True")
-    assert problems == [] and run.tag_bytes == 16 * 28_544
+    plan, problems, notes = check(monkeypatch, characters, tmp_path, 0, None, "--eval_only=True")
+    assert problems == [] and plan.tag_bytes == 16 * 28_544
 
 
 # Machines that we don't have here
 
 
 def check(monkeypatch, characters, tmp_path, gpus, capability, *args, ranks=1):
-    """(run, problems) of check_run on a machine with these GPUs."""
+    """(plan, problems, notes) on a machine with these GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
@@ -288,35 +289,38 @@ def check(monkeypatch, characters, tmp_path, gpus, capability, *args, ranks=1):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(total_memory=2**34))
     defaults, annotations = script_settings()
     argv = [*SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", "--device=auto", "--dtype=auto", *args]
-    return check_run(vars(configure(defaults, argv, annotations, ROOT)), str(ROOT), ranks, ranks)
+    problems, notes = Problems(), []
+    plan = make_plan(configure(defaults, argv, annotations, ROOT), Ranks(0, 0, ranks, ranks), problems, notes)
+    return plan, list(problems), notes
 
 
 def test_more_ranks_than_gpus(monkeypatch, characters, tmp_path):
-    _, problems = check(monkeypatch, characters, tmp_path, 2, (8, 0), ranks=4)
+    _, problems, _ = check(monkeypatch, characters, tmp_path, 2, (8, 0), ranks=4)
     assert problems == ["4 ranks, but 2 GPUs on this machine: start 2 ranks, or use --device=cpu"]
-    run, problems = check(monkeypatch, characters, tmp_path, 4, (8, 0), ranks=4)
-    assert (problems, run.device, run.dtype) == ([], "cuda", "bfloat16")
-    run, problems = check(monkeypatch, characters, tmp_path, 2, (8, 0), "--device=cpu", ranks=4)
-    assert (problems, run.device, run.dtype) == ([], "cpu", "float32")
+    plan, problems, notes = check(monkeypatch, characters, tmp_path, 4, (8, 0), ranks=4)
+    assert (problems, plan.hardware.device, plan.hardware.dtype) == ([], "cuda", "bfloat16")
+    plan, problems, notes = check(monkeypatch, characters, tmp_path, 2, (8, 0), "--device=cpu", ranks=4)
+    assert (problems, plan.hardware.device, plan.hardware.dtype) == ([], "cpu", "float32")
 
 
 def test_precision_by_the_card(monkeypatch, characters, tmp_path):
-    run, problems = check(monkeypatch, characters, tmp_path, 1, (7, 0))
-    assert (problems, run.dtype) == ([], "float16")
-    _, problems = check(monkeypatch, characters, tmp_path, 1, (7, 0), "--dtype=bfloat16")
+    plan, problems, notes = check(monkeypatch, characters, tmp_path, 1, (7, 0))
+    assert (problems, plan.hardware.dtype) == ([], "float16")
+    _, problems, _ = check(monkeypatch, characters, tmp_path, 1, (7, 0), "--dtype=bfloat16")
     assert problems == ["dtype=bfloat16 needs compute capability 8.0, Tesla V100 has less: use --dtype=float16, or "
                         "leave it on auto"]
-    run, problems = check(monkeypatch, characters, tmp_path, 1, (7, 0), "--deepspeed_config=config/ds/zero0.json")
-    assert problems == [] and run.config["zero_optimization"]["stage"] == 1
-    assert any("stage 0 runs as stage 1" in note for note in run.notes)
+    plan, problems, notes = check(monkeypatch, characters, tmp_path, 1, (7, 0),
+                                  "--deepspeed_config=config/ds/zero0.json")
+    assert problems == [] and plan.ds_config["zero_optimization"]["stage"] == 1
+    assert any("stage 0 runs as stage 1" in note for note in notes)
 
 
 @pytest.mark.parametrize("args, told", [
     ("--max_epochs=0", "max_epochs=0 must be above 0"),
-    ("--max_epochs=1e999 --batch_size=0", "batch_size=0 must be at least 1|max_epochs=inf must be a finite number"),
+    ("--max_epochs=1e999 --batch_size=0", "max_epochs=inf must be a finite number|batch_size=0 must be at least 1"),
     ("--lr_schedule=wsd --cooldown_iters=4 --warmup_iters=1", "cooldown_iters=4 and warmup_iters=1 are more than the 4 "
      "iterations until the learning rate is at its lowest: at most --cooldown_iters=3"),
-    ("--lora_rank=9 {tiny}", "lora_rank=9 is above n_embd=8, all that such a matrix has: choose one far below"),
+    ("--lora_rank=9 {tiny}", "lora_rank=9 is above n_embd=8, the most that it can be: choose one far below"),
     ("--lora_rank=4 --lora_target_modules= {tiny}", "lora_target_modules names nothing: choose from a block's "
      "matrices, attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"),
     ("--lora_rank=4 --lora_target_modules=mlp.c_fc,c_attn {tiny}",
@@ -325,8 +329,8 @@ def test_precision_by_the_card(monkeypatch, characters, tmp_path):
     ("--lora_target_modules=mlp.c_fc", "lora_target_modules=mlp.c_fc is for LoRA: add --lora_rank=64, or leave it out"),
     ("--init_from={holder}/iter_9", "{holder} holds no complete tag 'iter_9'; there are iter_2, iter_4, best, final"),
     *((f"--skip_grad_spikes=True --dtype=bfloat16 --deepspeed_config={{folder}}/{name}.json",
-        "skip_grad_spikes=True works at "
-       "ZeRO-2 in bfloat16 or float32, with sums in float32 and without offload: leave it out otherwise")
+        "skip_grad_spikes=True works at ZeRO-2 in bfloat16 or float32, with gradients in "
+        "float32 and without offload: leave it out otherwise")
       for name in ("zero3", "offload", "bf16sums")),
     ("--skip_grad_spikes=True --any_deepspeed=True", "skip_grad_spikes=True needs our own gradient path, which "
      "any_deepspeed=True turns off: leave one of them out"),
@@ -339,7 +343,7 @@ def test_what_cannot_be_meant(monkeypatch, characters, tmp_path, bad, holder, ar
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
     (tiny,) = {arg for arg in bad["shape"] if "init_from" in arg}
     args = args.format(tiny=f"{tiny} --block_size=16 {' '.join(NO_SHAPE)}", holder=holder, folder=tmp_path)
-    _, problems = check(monkeypatch, characters, tmp_path, 0, None, *args.split())
+    _, problems, _ = check(monkeypatch, characters, tmp_path, 0, None, *args.split())
     assert problems == (told.format(holder=holder).split("|") if told else [])
 
 
@@ -350,17 +354,17 @@ def test_what_cannot_be_meant(monkeypatch, characters, tmp_path, bad, holder, ar
      "(lr_decay_iters=9)"),
     ("--lr_decay_iters=3 --max_epochs=0.1", "the learning rate is at its lowest after 3 of 15 iterations, and stays "
      "there (lr_decay_iters=3)"),
-    ("--warmup_iters=4", "the run ends after 4 iterations, within its warm-up: learning_rate is not reached "
+    ("--warmup_iters=4", "the run ends after 4 iterations, within its warmup: learning_rate is not reached "
      "(warmup_iters=4)")])
 def test_a_learning_rate_that_does_not_end_with_the_run_is_told_of(monkeypatch, characters, tmp_path, args, note):
     """561 windows in steps of 4: 0.1 epochs are 15."""
-    run, problems = check(monkeypatch, characters, tmp_path, 0, None, *args.split())
-    assert problems == [] and [n for n in run.notes if "max_epochs" not in n] == [note] * bool(note)
+    plan, problems, notes = check(monkeypatch, characters, tmp_path, 0, None, *args.split())
+    assert problems == [] and [n for n in notes if "max_epochs" not in n] == [note] * bool(note)
 
 
 def test_problems_of_all_kinds_are_told_together(monkeypatch, characters, tmp_path):
     (tmp_path / "ds.json").write_text('{"foo": 1}')
-    _, problems = check(monkeypatch, characters, tmp_path, 0, None, "--block_size=2500", "--n_head=3",
+    _, problems, _ = check(monkeypatch, characters, tmp_path, 0, None, "--block_size=2500", "--n_head=3",
                         f"--deepspeed_config={tmp_path}/ds.json", "--eval_iters=0")
     words = ["eval_iters=0 must be at least 1", 'unknown key "foo"', "val.bin has 2000 tokens",
              "n_embd=32 is not divisible by n_head=3"]
@@ -415,7 +419,7 @@ def deny(monkeypatch, function, path):
 def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(monkeypatch, characters, tmp_path, holder):
     out_dir = shutil.copytree(holder, tmp_path / "out")
     deny(monkeypatch, "listdir", out_dir)
-    run, problems = check(monkeypatch, characters, tmp_path, 0, None, "--init_from=auto")
+    plan, problems, notes = check(monkeypatch, characters, tmp_path, 0, None, "--init_from=auto")
     assert problems == [f"{out_dir} cannot be listed (Permission denied): fix that, or choose another --out_dir=DIR"]
 
 
