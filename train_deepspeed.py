@@ -266,6 +266,7 @@ fixes.keep_going_at_min_loss_scale(engine)
 fixes.skip_nonfinite_at_stage_0(engine)
 
 log = RunLog(vars(settings), state, device, plan.datasets, sequences * block_size, memory.torch_bytes(plan.job))
+problems = []
 if rank == 0 and not eval_only:  # the output folder, now that nothing else can be refused any more
     problems = list(filter(None, [shutdown.watch_stop_file(os.path.join(out_dir, "STOP"))]))
 exit_together(problems)
@@ -382,7 +383,7 @@ if iter_num == 0 or eval_only:
     evaluate()
 elif iter_num >= max_iters:
     print0(f"{store.path(tag.name)} has made {iter_num} iterations already: resume with a larger --max_iters")
-batches = train_batches(sources, iter_num, rank, world_size, settings, plan.data["vocab_size"], device)
+batches = train_batches(sources, iter_num, rank, world_size, vars(settings), plan.data["vocab_size"], device)
 engine.train()
 exit_code = None
 if profiler:
