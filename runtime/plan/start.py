@@ -10,7 +10,7 @@ from runtime.checkpoint.tags import TAG_NAME, CheckpointError, TagStore, Unreada
 from runtime.data.dataset import same_tokenizer
 from runtime.files import UserError, file_digest
 from runtime.lora import changed_settings
-from runtime.weights import PRETRAINED, fetch_from_hub
+from runtime.weights import PRETRAINED, fetch_from_hub, open_weights
 
 SHAPE = ("n_layer", "n_head", "n_embd", "bias")  # settings that pretrained weights bring themselves
 
