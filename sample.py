@@ -4,7 +4,7 @@
     python sample.py --out_dir=out-shakespeare-xl-deepspeed --tag=best --start="To be" --temperature=0.8
     python sample.py --init_from=gpt2-xl --start="The meaning of life is"
     python sample.py --out_dir=out-shakespeare-xl-deepspeed --interactive
-    python sample.py --out_dir=out-shakespeare-xl-deepspeed --score=text.txt
+    python sample.py --out_dir=out-shakespeare-xl-deepspeed --score_file=text.txt
 """
 
 from typing import Literal
@@ -15,24 +15,24 @@ init_from = "resume"  # resume: from out_dir; gpt2, gpt2-medium, gpt2-large, gpt
 # ckpt.pt
 out_dir = "out-shakespeare-xl-deepspeed"
 tag = "latest"  # latest, best, final, iter_20, ...
-dataset: str | None = None  # whose tokenizer and train.bin are meant; None: of what the weights were trained on
+dataset: str | None = None  # take this data set's tokenizer; None: that of what the weights were trained on
 # What to write
-start = "\n"  # what the text begins with; FILE:prompt.txt: with what that file holds
-prompts: str | None = None  # a file of beginnings, one a line
-interactive = False  # ask for beginnings, until an empty line or Ctrl-D
-num_samples: int | None = None  # texts for each beginning; None: 3, and 1 with prompts or interactive
-batch_size = 1  # of them at once; above 1 they are shown when they are done
+start = "\n"  # the prompt; FILE:prompt.txt: what that file holds
+prompts_file: str | None = None  # a file with one prompt per line
+interactive = False  # ask for prompts, until an empty line or Ctrl-D
+num_samples: int | None = None  # texts per prompt; None: 3, and 1 with prompts_file or interactive
+batch_size = 1  # texts generated at once; above 1 they are shown when they are done
 max_new_tokens = 500  # at most; GPT-2's tokenizer also ends at <|endoftext|>
-stop: str | list | None = None  # a text ends before this, or before the first of a list of such
-json = False  # one JSON object a line for each text, and nothing else
+stop_strings: str | list | None = None  # a text ends before this string, or before the first of a list of strings
+json = False  # print one JSON object per text, and nothing else
 # How to draw
-temperature = 0.8  # 0 takes the likeliest token, below 1 is careful, above 1 is wild
+temperature = 0.8  # 0: the likeliest token; below 1 sharpens the distribution, above 1 flattens it
 top_k: int | None = 200  # choose among the k likeliest; None: among all
 top_p: float | None = None  # choose among the likeliest that together have this probability
-repetition_penalty = 1.0  # above 1, tokens that are there already become less likely
-seed = 1337  # of the first text; the next one has the next
+repetition_penalty = 1.0  # above 1 makes tokens of the text so far less likely
+seed = 1337  # of the first text; the next one has 1338, and so on
 # Or how likely a text is
-score: str | None = None  # a file: its mean loss and perplexity, and no text is made
+score_file: str | None = None  # a file: print its mean loss and perplexity, and generate no text
 stride: int | None = None  # tokens from one window of a long text to the next; None: half of the context
 # Machine
 device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -49,46 +49,44 @@ import torch
 from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.files import UserError
 from runtime.hardware import pick_device, pick_dtype
-from runtime.monitor import runlog as metrics
+from runtime.monitor.runlog import perplexity
 from runtime.output import exit_with_error
-from runtime.sample import generate as texts
-from runtime.sample import source
+from runtime.sample.generate import generate_texts, prompt_loop, read_prompts, read_text, score_text
+from runtime.sample.source import resolve
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 if not torch.cuda.is_available() or device == "cpu":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 device = pick_device(device)
-num_samples = num_samples if num_samples is not None else 1 if prompts or interactive else 3
-stops = [stop] if isinstance(stop, str) else stop or []
-rule = "" if interactive else "---------------\n"  # between texts
-drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty}
-wrong = [
-    f"{name}={globals()[name]} must be {what}"
-    for name, good, what in (
-        ("num_samples", num_samples >= 1, "at least 1"),
-        ("batch_size", batch_size >= 1, "at least 1"),
-        ("max_new_tokens", max_new_tokens >= 0, "at least 0"),
-        ("stop", all(isinstance(text, str) and text for text in stops), "a text or a list of texts, and not empty"),
-        ("temperature", temperature >= 0, "at least 0"),
-        ("top_k", top_k is None or top_k >= 0, "at least 0, or None"),
-        ("top_p", top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or None"),
-        ("repetition_penalty", repetition_penalty > 0, "above 0: 1 for none, 1.1 for a little"),
-        ("seed", 0 <= seed < 2**63, "at least 0 and below 2**63"),
-        ("stride", stride is None or stride >= 1, "at least 1"),
-    )
-    if not good
-]
-said = [name for name in ("prompts", "interactive", "score") if globals()[name]] + ["start"] * (start != "\n")
-if len(said) > 1:
-    wrong.append(f"{' and '.join(said)} each say what to work on: give one of them")
-if stride is not None and not score:
-    wrong.append("stride is for long texts whose loss is told: add --score=FILE")
-if wrong:
-    exit_with_error("\n".join(wrong))
+if num_samples is None:
+    num_samples = 1 if prompts_file or interactive else 3
+stops = [stop_strings] if isinstance(stop_strings, str) else stop_strings or []
+sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty}
+ranges = {  # whether a setting is possible, and what it must be
+    "num_samples": (num_samples >= 1, "at least 1"),
+    "batch_size": (batch_size >= 1, "at least 1"),
+    "max_new_tokens": (max_new_tokens >= 0, "at least 0"),
+    "stop_strings": (all(isinstance(stop, str) and stop for stop in stops), "a text or a list of texts, and not empty"),
+    "temperature": (temperature >= 0, "at least 0"),
+    "top_k": (top_k is None or top_k >= 0, "at least 0, or None"),
+    "top_p": (top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or None"),
+    "repetition_penalty": (repetition_penalty > 0, "above 0: 1 for none, 1.1 for a little"),
+    "seed": (0 <= seed < 2**63, "at least 0 and below 2**63"),
+    "stride": (stride is None or stride >= 1, "at least 1"),
+}
+problems = [f"{name}={globals()[name]} must be {what}" for name, (possible, what) in ranges.items() if not possible]
+inputs = [name for name in ("prompts_file", "interactive", "score_file") if globals()[name]]
+inputs += ["start"] * (start != "\n")
+if len(inputs) > 1:
+    problems.append(f"{' and '.join(inputs)} each name the input: give one of them")
+if stride is not None and not score_file:
+    problems.append("stride is for the loss of a long text: add --score_file=FILE")
+if problems:
+    exit_with_error("\n".join(problems))
 
 
-def tokens_of_start(text):
-    """The tokens that a text begins with; ValueError if there are none."""
+def encode_prompt(text):
+    """Return the tokens of a prompt; ValueError if there are none."""
     ids = encode(text)
     if not ids:
         raise ValueError("start is empty: give the text at least one character, --start=...")
@@ -99,54 +97,57 @@ try:
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda, but PyTorch sees no CUDA GPU here: use --device=cpu")
     dtype = getattr(torch, pick_dtype(dtype, device))
-    found = source.find(init_from, out_dir, tag, dataset, ROOT)
-    encode, decode = tokenizer_of(found.data["tokenizer"])
-    end = end_of_text(found.data["tokenizer"])
-    given = [] if interactive or score else texts.read_prompts(start, prompts)
-    given = [(text, tokens_of_start(text)) for text in given]
-    scored = encode(texts.read_text(score)) if score else None
-    model = found.load(device, dtype)
-    if score:
-        loss, n = texts.score_text(model, scored, stride)
+    source = resolve(init_from, out_dir, tag, dataset, ROOT)
+    encode, decode = tokenizer_of(source.data["tokenizer"])
+    end = end_of_text(source.data["tokenizer"])
+    prompts = [] if interactive or score_file else read_prompts(start, prompts_file)
+    prompts = [(text, encode_prompt(text)) for text in prompts]
+    scored = encode(read_text(score_file)) if score_file else None
+    model = source.load(device, dtype)
+    if score_file:
+        loss, n_tokens = score_text(model, scored, stride)
 except (UserError, ValueError) as error:
     exit_with_error(str(error))
 
-
 configurator.exit_quietly_on_broken_pipe()
+rule = "" if interactive else "---------------\n"  # between texts
 
 
 def show(new):
     print(new, end="", flush=True)
 
 
-def tell(text, one, own_seed, shown):
-    """Print a text that is done, or what is left to say of one that was shown while it grew."""
+def print_text(prompt, text, text_seed, streamed):
+    """Print a text that is done. Of one that was streamed, only the line's end is left."""
     if json:
-        print(dumps({"model": found.name, "prompt": text, "text": one.text, "tokens": len(one.ids), "seed": own_seed,
-                     "ended": one.ended or "length"}), flush=True)
+        print(dumps({"model": source.name, "prompt": prompt, "text": text.text, "tokens": len(text.ids),
+                     "seed": text_seed, "ended": text.ended or "length"}), flush=True)
     else:
-        print("" if shown else rule * (own_seed > seed) + text + one.text)
+        print("" if streamed else rule * (text_seed > seed) + prompt + text.text)
 
 
 if not json:
-    print(f"{found.name}: {model.num_params():,} parameters{found.about}\n")
-if score:
-    result = {"model": found.name, "file": score, "tokens": n, "loss": loss, "perplexity": metrics.perplexity(loss)}
+    print(f"{source.name}: {model.num_params():,} parameters{source.description}\n")
+if score_file:
+    result = {"model": source.name, "file": score_file, "tokens": n_tokens, "loss": loss,
+              "perplexity": perplexity(loss)}
     print(dumps(result) if json else
-          f"{score}: {n:,} tokens, loss {loss:.4f}, perplexity {result['perplexity']:.2f}")
-made = 0  # texts so far
-for text, prompt in texts.prompt_loop(tokens_of_start, "" if json else "> ") if interactive else given:
+          f"{score_file}: {n_tokens:,} tokens, loss {loss:.4f}, perplexity {result['perplexity']:.2f}")
+if interactive:
+    prompts = prompt_loop(encode_prompt, "" if json else "> ")
+done = 0  # texts so far
+for prompt, ids in prompts:
     try:
         for first in range(0, num_samples, batch_size):
-            seeds = [seed + made + i for i in range(min(batch_size, num_samples - first))]
-            grows = len(seeds) == 1 and not json
-            if grows:
-                show(rule * (made > 0) + text)
-            batch = texts.generate_texts(model, prompt, seeds, max_new_tokens, decode, end, stops,
-                                         show if grows else None, **drawing)
-            for one, own_seed in zip(batch, seeds):
-                tell(text, one, own_seed, grows)
-            made += len(seeds)
+            seeds = [seed + done + i for i in range(min(batch_size, num_samples - first))]
+            streamed = len(seeds) == 1 and not json
+            if streamed:
+                show(rule * (done > 0) + prompt)
+            texts = generate_texts(model, ids, seeds, max_new_tokens, decode, end, stops, show if streamed else None,
+                                   **sampling)
+            for text, text_seed in zip(texts, seeds):
+                print_text(prompt, text, text_seed, streamed)
+            done += len(seeds)
     except KeyboardInterrupt:  # ends this text, and the program unless it asks for another
         if not interactive:
             raise SystemExit(130) from None

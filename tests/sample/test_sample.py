@@ -118,8 +118,8 @@ def test_perplexity_is_that_of_transformers(theirs, sample, tmp_path):
     for stride in (1, 5, 12, 24):
         assert texts.score_text(ours, ids.tolist(), stride) == (pytest.approx(wanted(stride), abs=1e-6), 70)
     assert wanted(1) != pytest.approx(wanted(24), abs=1e-3)
-    half, five = at_once(lambda: sample(f"--score={tmp_path}/text.txt"),
-                         lambda: sample("--score", tmp_path / "text.txt", "--stride=5", "--json"))
+    half, five = at_once(lambda: sample(f"--score_file={tmp_path}/text.txt"),
+                         lambda: sample("--score_file", tmp_path / "text.txt", "--stride=5", "--json"))
     loss = wanted(12)
     assert half.stdout.splitlines()[-1] == (
         f"{tmp_path}/text.txt: 70 tokens, loss {loss:.4f}, perplexity {np.exp(loss):.2f}")
@@ -149,7 +149,7 @@ def test_prompts_from_files_and_from_the_keyboard(sample, theirs, tmp_path):
     (tmp_path / "lines.txt").write_text("the cat\n\nseven\n")
     (tmp_path / "one.txt").write_text("two\nlines")
     lines, whole, asked = at_once(
-        lambda: sample(f"--prompts={tmp_path}/lines.txt", "--max_new_tokens=9"),
+        lambda: sample(f"--prompts_file={tmp_path}/lines.txt", "--max_new_tokens=9"),
         lambda: sample(f"--start=FILE:{tmp_path}/one.txt", "--max_new_tokens=9", "--num_samples=2"),
         lambda: subprocess.run(
             command_line(ROOT / "sample.py", f"--init_from={theirs[1]}", f"--dataset={theirs[1].parent}/characters0",
@@ -171,8 +171,9 @@ def test_a_stop_string_ends_a_text_before_it(sample, theirs):
     wanted = [text[:min([text.index(s) for s in stops if s in text], default=60)] for text in free]
     assert len(wanted[0]) <= 20 and len(wanted[1]) <= 30
     listed, together, shown = at_once(
-        lambda: sample(*common, f"--stop={stops}", "--json"), lambda: sample(*common, f"--stop={stops}"),
-        lambda: sample(*common, f"--stop={stops}", "--batch_size=3"))
+        lambda: sample(*common, f"--stop_strings={stops}", "--json"),
+        lambda: sample(*common, f"--stop_strings={stops}"),
+        lambda: sample(*common, f"--stop_strings={stops}", "--batch_size=3"))
     assert [(r["text"], r["ended"]) for r in records(listed)] == [
         (text, "stop" if len(text) < 60 else "length") for text in wanted]
     assert shown.stdout == together.stdout == (
@@ -200,22 +201,22 @@ def test_refusals(sample, theirs, characters, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "one.txt").write_text("a")
     (tmp_path / "bytes").write_bytes(b"ab\xff")
-    wrong = ("--top_p=0", "--repetition_penalty=0", "--num_samples=0", "--batch_size=0", "--stop=", "--stride=0",
-             "--interactive", f"--prompts={tmp_path}/one.txt")
+    wrong = ("--top_p=0", "--repetition_penalty=0", "--num_samples=0", "--batch_size=0", "--stop_strings=",
+             "--stride=0", "--interactive", f"--prompts_file={tmp_path}/one.txt")
     cases = [
         (wrong, ["num_samples=0 must be at least 1", "batch_size=0 must be at least 1",
-                 "stop= must be a text or a list of texts, and not empty",
+                 "stop_strings= must be a text or a list of texts, and not empty",
                  "top_p=0.0 must be above 0 and at most 1, or None",
                  "repetition_penalty=0.0 must be above 0: 1 for none, 1.1 for a little", "stride=0 must be at least 1",
-                 "prompts and interactive each say what to work on: give one of them",
-                 "stride is for long texts whose loss is told: add --score=FILE"]),
-        ([f"--prompts={tmp_path}/none.txt"], [f"{tmp_path}/none.txt cannot be read (No such file or directory): name a "
-                                              "text file"]),
-        ([f"--prompts={tmp_path}/empty.txt"], [f"{tmp_path}/empty.txt is empty: write one prompt per line"]),
+                 "prompts_file and interactive each name the input: give one of them",
+                 "stride is for the loss of a long text: add --score_file=FILE"]),
+        ([f"--prompts_file={tmp_path}/none.txt"],
+         [f"{tmp_path}/none.txt cannot be read (No such file or directory): name a text file"]),
+        ([f"--prompts_file={tmp_path}/empty.txt"], [f"{tmp_path}/empty.txt is empty: write one prompt per line"]),
         ([f"--start=FILE:{tmp_path}/bytes"], [f"{tmp_path}/bytes is not UTF-8 text (byte 2): name a text file"]),
-        ([f"--score={tmp_path}/one.txt"], ["a text of 1 tokens has no loss: it needs at least 2, as the first is "
+        ([f"--score_file={tmp_path}/one.txt"], ["a text of 1 tokens has no loss: it needs at least 2, as the first is "
                                            "not predicted"]),
-        ([f"--score={ROOT}/config/eval_gpt2.py"], ["the character '#' (U+0023) is not one of the 28 that this "
+        ([f"--score_file={ROOT}/config/eval_gpt2.py"], ["the character '#' (U+0023) is not one of the 28 that this "
                                                    "character data set knows"]),
         (["--dataset=None"], [f"the 28 tokens of {theirs[1]} are not GPT-2's: name the data set that they come from "
                               "with --dataset=NAME or a path"]),
