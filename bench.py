@@ -471,7 +471,7 @@ def data(args, settings):
 
 
 def checkpoint(args, settings):
-    """Five tags saved beside training, then a resume."""
+    """Five tags saved in the background, then a resume."""
     folder = tempfile.mkdtemp(prefix="bench-", dir=os.getcwd())
     try:
         out_dir, pace = os.path.join(folder, "out"), max(1, args.repeats // 5)
@@ -480,7 +480,7 @@ def checkpoint(args, settings):
         words = start("inside", args, [*options, f"--max_iters={5 * pace}"], out_dir, **parts)
         again = start("inside", args, [*options, f"--max_iters={5 * pace + WARM_UP + 1}", "--init_from=resume"],
                       out_dir, **parts)
-        saves = re.findall(r"saved \w+ in ([\d.]+) s: ([\d.]+ .B), ([\d.]+) GB/s; .* still for ([\d.]+) s", words)
+        saves = re.findall(r"saved \w+ in ([\d.]+) s: ([\d.]+ .B), ([\d.]+) GB/s; .* waited ([\d.]+) s", words)
         with open(os.path.join(out_dir, "settings.json"), encoding="utf-8") as f:
             record = json.load(f)
         found = {key: record[key] for key in ("hardware", "versions", "settings", "world_size")}
@@ -490,7 +490,7 @@ def checkpoint(args, settings):
                   "checked_s": float(re.search(r"checked in ([\d.]+) s", again)[1]),
                   "loaded_s": float(re.search(r"loaded in ([\d.]+) s", again)[1])}
         print(f"a tag of {found['tag']}: saved in {found['save_s']['median']:.1f} s "
-              f"({found['gb_per_s']['median']:.2f} GB/s), training stood still for "
+              f"({found['gb_per_s']['median']:.2f} GB/s), training waited "
               f"{found['stood_still_s']['median']:.2f} s (at the first {found['first_stood_still_s']:.2f}), checked in "
               f"{found['checked_s']:.1f} s, loaded in {found['loaded_s']:.1f} s")
         return found

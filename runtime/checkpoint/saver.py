@@ -12,11 +12,13 @@ import os
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.utils._pytree import tree_leaves, tree_map
 
 from runtime.checkpoint.shards import open_tag
 from runtime.checkpoint.tags import CLIENT_STATE_KEY, sign_manifest, topology
@@ -62,9 +64,8 @@ class Saver:
         self.thread = None
         self.problem, self.committed = None, True  # why a save failed; whether the last one was committed
         self._recovery_script_dirs = []  # where DeepSpeed puts its own scripts, if it is to
-        offloads = (engine.zero_offload_optimizer(), engine.zero_offload_param())
-        if (background and keep_last and not store.read_only and engine.device.type == "cuda"
-                and all(offload is None or offload.device == "none" for offload in offloads)):
+        on_gpu = engine.device.type == "cuda" and not engine.zero_use_cpu_optimizer()
+        if background and keep_last and not store.read_only and on_gpu:
             self.preallocate()
 
     @property
@@ -86,27 +87,26 @@ class Saver:
         print0(f"saving checkpoint to {self.store.path(tag)}")
         self._join()
         start, files = time.time(), []
-        problem = [self._make_dir(tag) if dist.get_rank() == 0 else None]
+        problem = [self._make_dir(self.store.path(tag, ".saving")) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(problem, src=0, group=self.group)
         if problem[0]:
             self._abort(tag, problem[0])
             return
-        manifest = {"tag": tag, "iter_num": state["iter_num"], **topology(self.engine), "state": state}
-        problem = None
+        manifest, problem = {"tag": tag, "iter_num": state["iter_num"], **topology(self.engine), "state": state}, None
         try:
             files = self._capture_state_dicts(tag + ".saving", state)
         except OSError as error:  # on this rank perhaps alone: write() decides together
             problem = self._on_this_rank(error)
-        size = sum({storage_key(t): aligned_nbytes(t) for _, content in files for t in iter_tensors(content)}.values())
+        size = sum({storage_key(leaf): aligned_nbytes(leaf) for leaf in tree_leaves(files)
+                    if torch.is_tensor(leaf)}.values())
         background = self.background and self._allocate_staging(size)
-        if self.background and not background:
-            print0(f"saving in the background takes {format_bytes(size)} of host memory per rank, which is not free: "
-                   "training waits for this save")
         if background:
-            copy_to_staging = self._staging_copier()
-            files = [(path, stage_to_host(content, copy_to_staging)) for path, content in files]
+            files = self._copy_to_staging(files)
             if self.engine.device.type == "cuda":
                 torch.cuda.synchronize()  # the copies are done, and training may go on
+        elif self.background:
+            print0(f"saving in the background takes {format_bytes(size)} of host memory per rank, which is not free: "
+                   "training waits for this save")
         blocked_s = time.time() - start if background else None  # None: as long as the save takes
         self.thread = threading.Thread(target=self._write_and_commit, daemon=True,
                                        args=(files, problem, manifest, aliases, start, blocked_s))
@@ -130,9 +130,8 @@ class Saver:
             self.thread.join()
             self.thread = None
 
-    def _make_dir(self, tag):
-        """Rank 0: an empty folder to write to. Returns why there is none, or None."""
-        work = self.store.path(tag, ".saving")
+    def _make_dir(self, work):
+        """Rank 0: make the empty folder to write to. Returns why a tag cannot be saved there, or None."""
         shutil.rmtree(work, ignore_errors=True)
         try:
             os.makedirs(work)
@@ -175,7 +174,9 @@ class Saver:
         """Have a staging buffer of `size` bytes, pinned for a GPU. Returns False if host memory is short."""
         if len(self.staging) >= size:
             return True
-        self._free_staging()
+        if self.pinned:  # CUDA would copy into its pages, gone or not, if they stayed registered
+            self._call_cuda(lambda cudart: cudart.cudaHostUnregister(self.staging.ctypes.data))
+        self.staging, self.pinned = np.empty(0, np.uint8), False
         # by how much the others on this machine take at the same time; a tenth more stays free
         if size * 1.1 * local_world_size() > available_memory():
             return False
@@ -193,33 +194,26 @@ class Saver:
         self.staging = staging
         return True
 
-    def _free_staging(self):
-        """Drop the staging buffer. CUDA would copy into its pages, gone or not, if they stayed registered."""
-        if self.pinned:
-            self._call_cuda(lambda cudart: cudart.cudaHostUnregister(self.staging.ctypes.data))
-        self.staging, self.pinned = np.empty(0, np.uint8), False
-
     def _call_cuda(self, call):
         """The error code of call(cudart), made on a thread that ends with it: CUDA keeps a failure as the last error of
         its thread, and the thread's next kernel launch would raise it."""
-        codes = [999]  # cudaErrorUnknown, if the call itself raises
-
         def run():
             with torch.cuda.device(self.engine.device):  # a new thread begins on the first GPU
-                codes.append(int(call(torch.cuda.cudart())))
+                return int(call(torch.cuda.cudart()))
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        return codes[-1]
+        with ThreadPoolExecutor(1) as thread:
+            future = thread.submit(run)
+        return 999 if future.exception() else future.result()  # cudaErrorUnknown
 
-    def _staging_copier(self):
-        """A function that copies a tensor into the staging buffer, once, and returns that copy."""
+    def _copy_to_staging(self, files):
+        """The files with content that training cannot change any more: tensors are copied to the buffer, each once."""
         filled, copies = 0, {}
 
-        def copy_to_staging(tensor):
+        def copy_leaf(leaf):
             nonlocal filled
-            key = storage_key(tensor)
+            if not torch.is_tensor(leaf):
+                return copy.deepcopy(leaf)
+            tensor, key = leaf.detach(), storage_key(leaf)
             if not tensor.numel():
                 return torch.empty_like(tensor, device="cpu")
             if key not in copies:  # tied weights stay one
@@ -229,7 +223,7 @@ class Saver:
                 filled += aligned_nbytes(tensor)
             return copies[key]
 
-        return copy_to_staging
+        return [(path, tree_map(copy_leaf, content)) for path, content in files]
 
     # The thread that writes
 
@@ -246,7 +240,7 @@ class Saver:
         if dist.get_rank() == 0:
             self.tag_bytes, seconds = sum(entry["bytes"] for entry in manifest["files"].values()), time.time() - start
             print0(f"saved {manifest['tag']} in {seconds:.1f} s: {format_bytes(self.tag_bytes)}, "
-                   f"{self.tag_bytes / seconds / 1e9:.2f} GB/s; training stood still for "
+                   f"{self.tag_bytes / seconds / 1e9:.2f} GB/s; training waited "
                    f"{seconds if blocked_s is None else blocked_s:.2f} s")
 
     def write(self, files, problem, manifest, aliases):
@@ -318,29 +312,6 @@ def storage_key(tensor):
 def aligned_nbytes(tensor):
     """The bytes of a tensor in the staging buffer, up to where the next may start."""
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def iter_tensors(node):
-    """All tensors in nested dicts, lists and tuples."""
-    if torch.is_tensor(node):
-        yield node
-    elif isinstance(node, dict) or type(node) in (list, tuple):
-        for value in node.values() if isinstance(node, dict) else node:
-            yield from iter_tensors(value)
-
-
-def stage_to_host(node, copy_to_staging):
-    """A copy of nested dicts, lists and tuples that training cannot change any more."""
-    if torch.is_tensor(node):
-        return copy_to_staging(node.detach())
-    if isinstance(node, dict):
-        new = copy.copy(node)
-        for key, value in node.items():
-            new[key] = stage_to_host(value, copy_to_staging)
-        return new
-    if type(node) in (list, tuple):
-        return type(node)(stage_to_host(value, copy_to_staging) for value in node)
-    return copy.deepcopy(node)
 
 
 def write_peft_adapter(folder, manifest):

@@ -13,8 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, launch, planted, read_history
-
-from runtime.checkpoint.saver import iter_tensors
+from torch.utils._pytree import tree_leaves
 
 SMALL = ("--init_from=scratch", "--n_layer=2", "--n_head=2", "--n_embd=64", "--block_size=64", "--batch_size=4",
          "--gradient_accumulation_steps=2", "--learning_rate=1e-3", "--warmup_iters=2", "--max_iters=8",
@@ -136,16 +135,16 @@ def runs(request, every):
 one_rank = pytest.mark.parametrize("runs", [1], indirect=True, ids=["1 rank"])
 
 
-def all_iter_tensors(out_dir, tag):
+def all_tensors(out_dir, tag):
     """Return every tensor of a checkpoint's files, in their order."""
     files = sorted((out_dir / tag).glob("*.pt"))
     assert files
-    return [tensor for file in files
-            for tensor in iter_tensors(torch.load(file, map_location="cpu", weights_only=False))]
+    content = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
+    return [leaf for leaf in tree_leaves(content) if torch.is_tensor(leaf)]
 
 
 def assert_equal_checkpoints(a, b, tag):
-    mine, theirs = (all_iter_tensors(run.out_dir, tag) for run in (a, b))
+    mine, theirs = (all_tensors(run.out_dir, tag) for run in (a, b))
     assert len(mine) == len(theirs) > 28
     assert all(torch.equal(x, y) for x, y in zip(mine, theirs)), tag
 
