@@ -256,8 +256,8 @@ def peer(args, settings):
     plan = plan_run(freeze(s), ranks)
     import deepspeed
 
+    from runtime.data.dataset import open_tokens
     from runtime.data.loader import train_batches
-    from runtime.data.mixture import open_tokens
     from runtime.hardware import peak_memory
 
     cuda = plan.hardware.device == "cuda"
@@ -444,15 +444,14 @@ def data(args, settings):
     """Batches read, shuffled and pinned as in training, with nobody who trains on them."""
     import torch
 
-    from runtime.data.dataset import DatasetError
+    from runtime.data.dataset import DatasetError, open_datasets, open_tokens
     from runtime.data.loader import train_batches
-    from runtime.data.mixture import open_tokens, sets
 
     s = settings_of_script(SCRIPT, settings)
     if s["batch_size"] == "auto":
         raise SystemExit("bench.py data needs a --batch_size that is a number: only training knows what fits")
     try:
-        found, meta = sets(s["dataset"], ROOT, s["block_size"])
+        found, meta = open_datasets(s["dataset"], ROOT, s["block_size"])
     except (DatasetError, ValueError) as error:
         raise SystemExit(str(error)) from None
     sources = [(open_tokens(one, "train"), one.share) for one in found]

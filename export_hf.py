@@ -30,7 +30,7 @@ import torch
 from model import GPT, GPTConfig
 from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore
-from runtime.data.dataset import DatasetError, dataset_dirs, open_tokens, read_meta, same_tokenizer
+from runtime.data.dataset import Dataset, DatasetError, dataset_dirs, open_tokens, read_meta, same_tokenizer
 from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.files import UserError, format_bytes, free_bytes
 from runtime.monitor.history import read_history
@@ -56,7 +56,7 @@ def real_tokens(dataset, data, n):
         meta = read_meta(folder)
         if not same_tokenizer(meta, data):
             raise DatasetError(f"{folder} has another tokenizer now")
-        ids = open_tokens(folder, meta, "val")[:n].tolist()
+        ids = open_tokens(Dataset("", 1, folder, meta), "val")[:n].tolist()
         return ids, f"the first {len(ids)} tokens of {os.path.basename(os.path.normpath(folder))}/val.bin"
     except (DatasetError, OSError) as error:
         print(f"note       {str(error).splitlines()[0]}: comparing on the vocabulary's tokens instead")

@@ -132,8 +132,8 @@ from runtime.cluster.ranks import (
     silence_stdout,
 )
 from runtime.cluster.shutdown import Shutdown
+from runtime.data.dataset import open_tokens
 from runtime.data.loader import eval_batches, mixed_seed, sequences_per_dataset, train_batches
-from runtime.data.mixture import open_tokens
 from runtime.engine import ds_config, fixes, setup
 from runtime.engine import fast_path as replay
 from runtime.engine.fast_path import FastPath

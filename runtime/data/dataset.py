@@ -1,19 +1,22 @@
-"""A prepared data set's folder: train.bin and val.bin (raw token ids), meta.json, and meta.pkl for nanoGPT's readers.
+"""A prepared dataset's folder: train.bin and val.bin (raw token ids), meta.json, and meta.pkl for nanoGPT's readers.
 
 meta.json (format 1):
     tokenizer   {"kind": "gpt2"}, {"kind": "char", "chars": all characters in id order}, or
-                {"kind": "hf", "sha256", "end_of_text"} of the tokenizer.json beside it
+                {"kind": "hf", "sha256", "end_of_text"} of the tokenizer.json in the same folder
     vocab_size, dtype ("uint16" or "uint32", little-endian), train_tokens, val_tokens
     source      {"name", "sha256", "bytes"} of the text
     files       {"train.bin": {"bytes", "sha256"}, "val.bin": {"bytes", "sha256"}}
-data/prepare.py adds what it was asked for and what it found (docs/data.md).
+data/prepare.py adds its request and the counts of documents (docs/data.md).
 """
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import sys
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -27,20 +30,34 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 FILES = ("tokenizer.json", "meta.pkl", "val.bin", "train.bin", "meta.json")
 ROOT = Path(__file__).resolve().parents[2]
 SLICE = 2**22  # tokens handled at once
-MAX_CHECKED_TOKENS = 2**28  # tokens of a split whose ids are checked: all of Shakespeare, a part of OpenWebText
+MAX_CHECKED_TOKENS = 2**28  # of a split, whose ids are checked: all of Shakespeare, a part of OpenWebText
+MAX_MIXTURE_PERIOD = 100_000  # sequences after which a mixture's table begins anew
 GPT2_VOCAB = 50257
 
 
 class DatasetError(UserError):
-    """A data set or its text can't be used; the message has one line a problem, with the mend."""
+    """A dataset or its text can't be used; the message has one line per problem, with the fix."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One of those that a run is trained on."""
+
+    name: str
+    share: int  # of the mixture's sequences, in a ratio to the others' shares
+    folder: str
+    meta: dict  # its meta.json
+
+
+# Writing
 
 
 def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source, **details):
-    """Write a data set into `folder`, made if missing, and return its meta.json as a dict.
+    """Write a dataset into `folder`, made if missing, and return its meta.json as a dict.
 
-    The ids of a split are an array, a list, or an iterator over such pieces, for a text larger than the
-    memory. details: more for meta.json. Stopped at any moment, the folder holds the old data set, or one that
-    check_dataset refuses, or the new one: everything is first written aside; meta.json goes first and comes last.
+    The ids of a split are an array, a list, or an iterator over such pieces, for a text larger than the memory.
+    details: more for meta.json. Stopped at any moment, the folder holds the old dataset, or one that check_dataset
+    refuses, or the new one: all files are first written under temporary names; meta.json goes first and comes last.
     Raises DatasetError on an id outside 0 ... vocab_size - 1.
     """
     folder = Path(folder)
@@ -77,16 +94,6 @@ def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source
     return meta
 
 
-def same_tokenizer(a, b):
-    """Whether two metas are of the same tokenizer, wherever its file lies, and vocabulary."""
-    return a["vocab_size"] == b["vocab_size"] and {**a["tokenizer"], "file": 0} == {**b["tokenizer"], "file": 0}
-
-
-def open_tokens(folder, meta, split):
-    """A split's token ids, a memory-mapped array."""
-    return np.memmap(Path(folder, f"{split}.bin"), DTYPES[meta["dtype"]], mode="r")
-
-
 def _packed(ids, dtype, vocab_size):
     pieces = ids if hasattr(ids, "__next__") else (ids[i:i + SLICE] for i in range(0, len(ids), SLICE))
     for piece in pieces:
@@ -103,6 +110,9 @@ def _nanogpt_meta(meta):
     return {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
 
 
+# Reading
+
+
 def dataset_dirs(dataset, root):
     """The folders that a setting means: a name is that of one below data/ in `root`, or it is a path; of a mixture,
     {name or path: weight}, each one's."""
@@ -110,11 +120,67 @@ def dataset_dirs(dataset, root):
     return [name if os.sep in name else os.path.join(root, "data", name) for name in names]
 
 
+def mixture_shares(weights):
+    """{name: share} of {name: weight}: how many sequences, of as many as the shares add up to, are of each dataset.
+
+    Raises ValueError for weights that cannot be used.
+    """
+    if not weights or not all(isinstance(name, str) for name in weights) or any(
+            isinstance(w, bool) or not isinstance(w, int | float) or not 0 < w < math.inf for w in weights.values()):
+        raise ValueError(f"dataset={weights}: a mixture is {{'name': weight, ...}} with weights above 0")
+    exact = {name: Fraction(w).limit_denominator(10_000) for name, w in weights.items()}
+    common = math.lcm(*(w.denominator for w in exact.values()))
+    shares = {name: int(w * common) for name, w in exact.items()}
+    divisor = math.gcd(*shares.values()) or 1  # 0 where all of them are, which is refused below
+    shares = {name: share // divisor for name, share in shares.items()}
+    if min(shares.values()) < 1 or sum(shares.values()) > MAX_MIXTURE_PERIOD:
+        raise ValueError(f"dataset={weights}: these weights have no common measure below {MAX_MIXTURE_PERIOD:,} "
+                         "sequences: round them to two digits, none far below the others")
+    return shares
+
+
+def open_datasets(dataset, root, block_size):
+    """(Datasets, what they have in common: tokenizer, vocab_size and both sums of tokens), once all are checked.
+
+    dataset: a folder below data/, a path, or {either: weight}. Raises DatasetError or ValueError.
+    """
+    if isinstance(dataset, str) and dataset.strip()[:1] in ("{", "["):
+        raise ValueError(f"dataset={dataset} is not a mixture: write {{'name': 0.3, 'other': 0.7}}, with numbers")
+    shares = mixture_shares(dataset) if isinstance(dataset, dict) else {dataset: 1}
+    datasets, problems = [], []
+    for (name, share), folder in zip(shares.items(), dataset_dirs(shares, root)):
+        try:
+            name = os.path.basename(os.path.normpath(name))
+            datasets.append(Dataset(name, share, folder, check_dataset(folder, block_size)))
+        except DatasetError as error:
+            problems.append(str(error))
+    if problems:
+        raise DatasetError("\n".join(problems))
+    first, *others = datasets
+    for other in others:
+        if not same_tokenizer(other.meta, first.meta):
+            raise DatasetError(f"{first.name} and {other.name} have different tokenizers: prepare both with one")
+    if len({one.name for one in datasets}) < len(datasets):
+        raise DatasetError(f"dataset={dataset}: two datasets have the same name; rename one of their folders")
+    totals = {key: sum(one.meta[key] for one in datasets) for key in ("train_tokens", "val_tokens")}
+    return datasets, {"tokenizer": first.meta["tokenizer"], "vocab_size": first.meta["vocab_size"], **totals}
+
+
+def open_tokens(dataset, split):
+    """The token ids of a Dataset's "train" or "val", a memory-mapped array."""
+    return np.memmap(Path(dataset.folder, f"{split}.bin"), DTYPES[dataset.meta["dtype"]], mode="r")
+
+
+def same_tokenizer(a, b):
+    """Whether two metas have the same tokenizer, wherever its file is, and vocabulary."""
+    return a["vocab_size"] == b["vocab_size"] and {**a["tokenizer"], "file": 0} == {**b["tokenizer"], "file": 0}
+
+
 def read_meta(folder):
-    """Return the meta.json of a data set, or the same made up from what nanoGPT's own scripts leave.
+    """Return the meta.json of a dataset, or the same made up from what nanoGPT's own scripts leave.
 
     Those write uint16, and a meta.pkl for characters only; without one, the tokens are GPT-2's.
-    Raises DatasetError when there is no data set, or its meta.json or meta.pkl can't be trusted.
+    Raises DatasetError when there is no dataset, or its meta.json or meta.pkl can't be trusted.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -184,10 +250,10 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def check_dataset(folder, block_size=None):
-    """Return the meta of a data set that is fit for training with sequences of `block_size` tokens.
+    """Return the meta of a dataset that is fit for training with sequences of `block_size` tokens.
 
-    Raises DatasetError with all that is wrong, one line each. Token ids are read up to MAX_CHECKED_TOKENS a split,
-    evenly spread over it.
+    Raises DatasetError with all problems, one line each. Of each split up to MAX_CHECKED_TOKENS ids are read, evenly
+    spread over it.
     """
     folder = Path(folder)
     meta = read_meta(folder)
@@ -198,33 +264,25 @@ def check_dataset(folder, block_size=None):
 
 
 def _problems(folder, split, meta, block_size):
-    tokens, mend = meta[f"{split}_tokens"], _how_to_fix(folder)
-    name = _display_path(folder / f"{split}.bin")
-    if problem := _problem_of_file(folder / f"{split}.bin", tokens, meta):
-        return [f"{problem}; {mend}"]
+    path, tokens, itemsize = folder / f"{split}.bin", meta[f"{split}_tokens"], DTYPES[meta["dtype"]].itemsize
+    name, fix = _display_path(path), _how_to_fix(folder)
+    if not path.exists():
+        return [f"{name} is missing; {fix}"]
+    size, promised = path.stat().st_size, meta["files"][path.name]["bytes"]
+    if size % itemsize:
+        return [f"{name} has {size} bytes, which is not a multiple of {itemsize} ({meta['dtype']}); {fix}"]
+    if size != promised or size != tokens * itemsize:
+        return [f"{name} has {size} bytes, but meta.json says {promised} bytes and {tokens} tokens; {fix}"]
     problems = []
     needed = (block_size or 1) + 1  # a sequence and the token after it
     if tokens < needed:
         shorter = f"train with --block_size={tokens - 1}, or " if block_size and tokens > 1 else ""
         problems.append(f"{name} has {tokens} tokens, but block_size {block_size or 1} needs {needed}; "
                         f"{shorter}prepare a longer text")
-    stray = _out_of_vocab_id(open_tokens(folder, meta, split), meta["vocab_size"]) if tokens else None
-    if stray is not None:
-        problems.append(f"{name} holds the token id {stray}, outside its vocabulary of {meta['vocab_size']}; {mend}")
+    token = _out_of_vocab_id(open_tokens(Dataset("", 1, folder, meta), split), meta["vocab_size"]) if tokens else None
+    if token is not None:
+        problems.append(f"{name} holds the token id {token}, outside its vocabulary of {meta['vocab_size']}; {fix}")
     return problems
-
-
-def _problem_of_file(path, tokens, meta):
-    """What is wrong with the size of a split's file, or None."""
-    name, itemsize = _display_path(path), DTYPES[meta["dtype"]].itemsize
-    if not path.exists():
-        return f"{name} is missing"
-    size, promised = path.stat().st_size, meta["files"][path.name]["bytes"]
-    if size % itemsize:
-        return f"{name} has {size} bytes, which is not a multiple of {itemsize} ({meta['dtype']})"
-    if size != promised or size != tokens * itemsize:
-        return f"{name} has {size} bytes, but meta.json says {promised} bytes and {tokens} tokens"
-    return None
 
 
 def _out_of_vocab_id(ids, vocab_size):
@@ -259,8 +317,8 @@ def _how_to_fix(folder):
 
 @contextlib.contextmanager
 def exit_on_error(interrupted):
-    """Ends a preparation script on an error that is not the program's, with one message on stderr: exit code 2, or 130
-    for Ctrl-C, with the words `interrupted`. Prints cannot end it: its result is files."""
+    """End a preparation script on an error that is not the program's, with one message on stderr: exit code 2, or 130
+    for Ctrl-C, with the message `interrupted`. Prints cannot end it: its result is files."""
     protect_output()
     try:
         yield

@@ -16,8 +16,8 @@ from model import GPT
 from runtime.checkpoint.saver import check_disk_space, tag_bytes
 from runtime.checkpoint.tags import TagStore, UnreadableError
 from runtime.cluster.machines import compare_machines
+from runtime.data.dataset import open_datasets
 from runtime.data.loader import windows_per_epoch
-from runtime.data.mixture import sets
 from runtime.data.tokenizer import tokenizer_of
 from runtime.engine import ds_config
 from runtime.files import UserError, format_bytes, free_bytes, nearest_existing_dir
@@ -214,7 +214,7 @@ def make_plan(settings, ranks, problems, notes):
             raise UserError("skip_grad_spikes=True works at ZeRO-2 in bfloat16 or float32, with gradients in float32 "
                             "and without offload: leave it out otherwise")
     with here.catch():
-        datasets, data = sets(s.dataset, ds_config.ROOT, s.block_size)
+        datasets, data = open_datasets(s.dataset, ds_config.ROOT, s.block_size)
         notes += [f"{d.name} has no meta.json: its tokens are taken for {d.meta['tokenizer']['kind']}'s"
                   for d in datasets if not os.path.exists(os.path.join(d.folder, "meta.json"))]
     max_iters = s.max_iters

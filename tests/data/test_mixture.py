@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import CHARS, EIGHT, done
 
-from runtime.data.dataset import write_dataset
+from runtime.data.dataset import mixture_shares, write_dataset
 from runtime.data.loader import (
     interleave_table,
     locate_sequences,
@@ -15,7 +15,6 @@ from runtime.data.loader import (
     train_offsets,
     windows_per_epoch,
 )
-from runtime.data.mixture import shares
 
 SHAPELESS = ("--n_layer=None", "--n_head=None", "--n_embd=None")  # the weights bring their own
 
@@ -34,14 +33,14 @@ def backwards(characters, tmp_path_factory):
     ({"a": 0.3, "b": 0.7}, {"a": 3, "b": 7}), ({"a": 1, "b": 1, "c": 2}, {"a": 1, "b": 1, "c": 2}),
     ({"a": 0.3333333, "b": 0.6666667}, {"a": 1, "b": 2}), ({"a": 30, "b": 70.0}, {"a": 3, "b": 7})])
 def test_weights_become_shares(weights, whole):
-    assert shares(weights) == whole
+    assert mixture_shares(weights) == whole
 
 
 @pytest.mark.parametrize("weights", [{}, {"a": 0}, {"a": -1, "b": 1}, {"a": "much"}, {"a": math.nan}, {"a": True},
                                      {"a": math.pi, "b": math.e, "c": 1}])
 def test_what_are_no_weights_is_refused(weights):
     with pytest.raises(ValueError, match="dataset="):
-        shares(weights)
+        mixture_shares(weights)
 
 
 @pytest.mark.parametrize("whole", [(1,), (3, 7), (1, 1, 98), (5, 3, 2)])
@@ -91,7 +90,7 @@ def test_a_mixture_of_two_tokenizers_or_of_what_is_not_there_is_refused(train, c
     write_dataset(tmp_path / "other", [0, 1] * 99, [1] * 50, {"kind": "char", "chars": "ab"}, 2,
                   {"name": "a test", "sha256": "0" * 64, "bytes": 248})
     run = train(f"--dataset={{'{characters}': 1, '{tmp_path}/other': 1}}")
-    assert run.returncode == 2 and "are of different tokenizers: prepare both with one" in run.stderr
+    assert run.returncode == 2 and "have different tokenizers: prepare both with one" in run.stderr
     run = train(f"--dataset={{'{characters}': 1, '{tmp_path}/none': 1}}")
     assert run.returncode == 2 and "none" in run.stderr and "Traceback" not in run.stderr
 

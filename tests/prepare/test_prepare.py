@@ -25,8 +25,7 @@ from conftest import ROOT, launch, wait_until
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from runtime.data import dataset as bins
-from runtime.data import mixture
-from runtime.data.dataset import check_dataset, open_tokens
+from runtime.data.dataset import Dataset, check_dataset, open_datasets, open_tokens
 from runtime.data.download import FetchError
 from runtime.data.tokenizer import gpt2_encoding, tokenizer_of
 from runtime.prepare import inputs
@@ -73,7 +72,7 @@ def prepare(*args, cwd, stdin=None, code=0):
 def ids_of(folder, block_size=1):
     """(meta, {split: ids}) of a data set, once it is found whole."""
     meta = check_dataset(folder, block_size)
-    return meta, {split: open_tokens(folder, meta, split)[:].tolist() for split in bins.SPLITS}
+    return meta, {split: open_tokens(Dataset("", 1, folder, meta), split)[:].tolist() for split in bins.SPLITS}
 
 
 def hashes_of(folder):
@@ -210,8 +209,9 @@ def test_a_tokenizer_goes_with_its_data_and_may_not_change(tmp_path, tokenizer_f
     (tmp_path / "a.txt").write_text("w1 w2 w3<|endoftext|>w4 w5 w6<|endoftext|>w7 w8")
     prepare("a.txt", "--name=./out", f"--tokenizer={tokenizer_folder}", "--val_fraction=0.5", cwd=tmp_path)
     shutil.copytree(tmp_path / "out", tmp_path / "moved")
-    found, meta = mixture.sets({str(tmp_path / "out"): 1, str(tmp_path / "moved"): 2}, ROOT, 1)  # are of one tokenizer
+    found, meta = open_datasets({str(tmp_path / "out"): 1, str(tmp_path / "moved"): 2}, ROOT, 1)  # are of one tokenizer
     assert [one.share for one in found] == [1, 2] and meta["train_tokens"] == 2 * found[0].meta["train_tokens"]
+    assert sorted(meta) == ["tokenizer", "train_tokens", "val_tokens", "vocab_size"]  # nothing of the first one's alone
     assert tokenizer_of(found[1].meta["tokenizer"])[0]("w5 </s>") == [5, 70_000]
     (tmp_path / "out" / "tokenizer.json").write_text("{}")
     with pytest.raises(FetchError, match="not the one that the data was prepared with"):
