@@ -1,0 +1,105 @@
+"""The layout: a room imports only from rooms below it, and no module imports itself through others."""
+
+import ast
+import graphlib
+import subprocess
+
+import pytest
+from conftest import ROOT
+
+LEVELS = (  # a room is a folder, or a file of its own; imports go to lower levels, or stay in the room
+    ("runtime/__init__.py", "runtime/files.py", "runtime/output.py", "config"),
+    ("runtime/hardware.py", "runtime/weights.py", "runtime/lora.py", "runtime/launch.py", "configurator.py"),
+    ("runtime/data", "runtime/cluster", "model.py", "launch_deepspeed.py"),
+    ("runtime/versions.py",),
+    ("runtime/checkpoint", "runtime/kernels", "runtime/monitor", "runtime/prepare", "runtime/export"),
+    ("runtime/engine", "runtime/sample", "export_hf.py", "data"),
+    ("runtime/plan", "sample.py", "plot.py"),
+    ("train_deepspeed.py", "bench.py", "doctor.py"),
+)
+LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+KNOWN = {("runtime/cluster/ranks.py", "runtime/engine/fast_path.py")}  # to be emptied
+
+
+def tracked(*patterns):
+    """Tracked files outside tests/, examples/ and results/: {path: text}."""
+    paths = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return {path: (ROOT / path).read_text(encoding="utf-8") for path in paths.splitlines()
+            if not path.startswith(("tests/", "examples/", "results/")) and (ROOT / path).exists()}
+
+
+def room_of(path):
+    folders = path.split("/")[:-1]
+    return path if folders in ([], ["runtime"]) else "/".join(folders[:2 if folders[0] == "runtime" else 1])
+
+
+def imports(sources):
+    """{path: paths of our files that it imports, anywhere in it} of {path: source}."""
+    paths = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in sources}
+    found = {}
+    for path, source in sources.items():
+        names = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                package = path.split("/")[:-node.level] if node.level else []
+                module = ".".join([*package, *filter(None, [node.module])])
+                names.update(name if (name := f"{module}.{alias.name}") in paths else module for alias in node.names)
+        found[path] = {paths[name] for name in names if name in paths}
+    return found
+
+
+def upward(graph):
+    """The imports (from, to) of a graph that go neither down nor to the same room."""
+    return {(path, other) for path, others in graph.items() for other in others if room_of(path) != room_of(other)
+            and LEVEL_OF[room_of(path)] <= LEVEL_OF[room_of(other)]}
+
+
+def circle(graph):
+    """The paths of one circle of imports, or None."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+
+
+@pytest.fixture
+def sources():
+    return tracked("*.py")
+
+
+def without_known(graph):
+    return {path: {other for other in others if (path, other) not in KNOWN} for path, others in graph.items()}
+
+
+def test_every_file_has_a_level(sources):
+    assert {room_of(path) for path in sources} == LEVEL_OF.keys()
+
+
+def test_imports_go_down_and_never_in_a_circle(sources):
+    graph = imports(sources)
+    assert upward(graph) == KNOWN
+    assert circle(without_known(graph)) is None
+
+
+@pytest.mark.parametrize("path, line, other", [
+    ("runtime/files.py", "import runtime.hardware", "runtime/hardware.py"),
+    ("runtime/kernels/fp8.py", "from runtime.engine import setup", "runtime/engine/setup.py"),
+    ("runtime/kernels/fp8.py", "from runtime.monitor.health import StepHealth", "runtime/monitor/health.py"),
+    ("runtime/data/loader.py", "def late():\n    from ..plan import memory", "runtime/plan/memory.py"),
+    ("runtime/plan/memory.py", "import train_deepspeed", "train_deepspeed.py")])
+def test_an_import_that_goes_up_or_sideways_is_found(sources, path, line, other):
+    sources[path] += "\n" + line
+    assert upward(imports(sources)) == KNOWN | {(path, other)}
+
+
+def test_a_circle_within_a_room_is_found(sources):
+    sources["runtime/plan/memory.py"] += "\ndef late():\n    from runtime.plan.run_plan import Batch\n"
+    graph = without_known(imports(sources))
+    assert not upward(graph) and {"runtime/plan/memory.py", "runtime/plan/run_plan.py"} <= {*circle(graph)}
+
+
+def test_a_script_makes_its_settings_global_in_one_line(sources):
+    for path, source in sources.items():
+        assert source.count("globals().update") <= 1, path
