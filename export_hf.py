@@ -79,7 +79,6 @@ import transformers
 from safetensors import SafetensorError
 
 from runtime.export import hf
-from runtime.export.hf_tokenizer import write_tokenizer
 from runtime.export.model_card import card
 
 transformers.logging.set_verbosity_error()
@@ -100,7 +99,7 @@ try:
     os.makedirs(aside)
     work = aside  # ours, and to be removed, only from here on
     hf.write_model(model, work, end_of_text(kind), dtype)
-    write_tokenizer(work, kind, model.config.block_size)
+    hf.write_tokenizer(work, kind, model.config.block_size)
     hf.check_tokenizer(work, encode, decode(ids))
     apart, precision = hf.check_model(model, work, idx)
     checked = (f"Loaded with transformers {transformers.__version__} and computed in {precision}, the logits of "

@@ -20,7 +20,6 @@ from runtime.checkpoint import load_model
 from runtime.data.dataset import write_dataset
 from runtime.data.tokenizer import tokenizer_file_meta, tokenizer_of
 from runtime.export import hf
-from runtime.export.hf_tokenizer import merges_of
 
 TAG = "iter_4"  # neither the newest nor the best
 TEXT = "the quick fox's 12345 hats — naïve 😀\n\n\t  don't <|endoftext|> {x: [1, 2]}  "
@@ -181,9 +180,9 @@ if {broken!r} == "weights":
         save(tensors, *args, **kwargs)
     st.save_file = save_others
 else:
-    from runtime.export import hf_tokenizer
-    right = hf_tokenizer.of_characters
-    hf_tokenizer.of_characters = lambda chars: right(chars[1:] + chars[0])
+    from runtime.export import hf
+    right = hf.of_characters
+    hf.of_characters = lambda chars: right(chars[1:] + chars[0])
 sys.argv[0] = {str(ROOT / "export_hf.py")!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """)
@@ -198,7 +197,7 @@ def test_refusals(exported):
     out_dir, folder, _ = exported
     for args, words in (([f"--to={folder}"], f"{folder} is there already: name another folder with --to=DIR"),
                         ([f"--to={folder}/config.json/x"], "x cannot be written (Not a directory): make room"),
-                        (["--tag=iter_7"], "holds no whole tag 'iter_7'; there are"),
+                        (["--tag=iter_7"], "holds no complete tag 'iter_7'; there are"),
                         (["--dtype=int8"], "dtype takes 'float32' or 'bfloat16' or 'float16', not 'int8'")):
         run = export(f"--out_dir={out_dir}", *args)
         assert run.returncode == 2 and words in run.stderr and len(run.stderr.splitlines()) == 1
@@ -245,14 +244,12 @@ def test_merges_are_found_from_the_ranks_alone():
     """Against the merges of a BPE that the tokenizers library has learned."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    from runtime.export.hf_tokenizer import letters_of_bytes
-
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
                                   show_progress=False)
     tokenizer.train_from_iterator([path.read_text() for path in sorted(ROOT.glob("config/*.py"))], trainer)
-    learned, letters = json.loads(tokenizer.to_str())["model"], letters_of_bytes()
+    learned, letters = json.loads(tokenizer.to_str())["model"], hf.letters_of_bytes()
     byte_of = {letter: byte for byte, letter in enumerate(letters)}
     assert len(byte_of) == 256 and set(letters) == set(pre_tokenizers.ByteLevel.alphabet())
 
@@ -260,7 +257,7 @@ def test_merges_are_found_from_the_ranks_alone():
         return bytes(byte_of[letter] for letter in token)
 
     ranks = {of_bytes(token): rank for token, rank in learned["vocab"].items()}
-    assert merges_of(ranks) == [tuple(map(of_bytes, pair)) for pair in learned["merges"]] and len(ranks) == 400
+    assert hf.merges_of(ranks) == [tuple(map(of_bytes, pair)) for pair in learned["merges"]] and len(ranks) == 400
 
 
 @pytest.fixture(scope="module")
