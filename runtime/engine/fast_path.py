@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from runtime.cluster.ranks import on_shut_down
+
 GRAPHS = []  # what is recorded
 
 
@@ -77,4 +79,5 @@ def forget():
         GRAPHS.pop().reset()
 
 
-atexit.register(forget)  # a traceback's way out, too
+on_shut_down(forget)
+atexit.register(forget)  # after a traceback, too

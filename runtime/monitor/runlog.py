@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from runtime.cluster.ranks import RANK, all_gather_scalars, end_progress, exit_together, print0, show_progress
+from runtime.cluster.ranks import RANK, all_gather_scalars, exit_together, print0, show_progress
 from runtime.cluster.shutdown import EXIT_REASONS
 from runtime.files import write_atomic
 from runtime.hardware import peak_flops, peak_memory
@@ -160,8 +160,7 @@ class RunLog:
                "learning_rate")
 
     def close(self, early_stop=0):
-        """End the progress bar and the loggers. early_stop: evaluations without a better loss that ended the run."""
-        end_progress()
+        """End the loggers. early_stop: evaluations without a better loss that ended the run."""
         if early_stop:
             print0(f"no better validation loss in {early_stop} evaluations: stopped early at iteration "
                    f"{self.iter_num}; to continue, raise --patience")
