@@ -16,7 +16,8 @@ import pytest
 from conftest import ROOT, SMALL, free_port, read_history, write_characters
 
 from runtime.checkpoint.tags import TagStore
-from runtime.cluster.machines import LOST, differences, machine, told
+from runtime.cluster.heartbeat import EXIT_MACHINE_LOST, machine_id
+from runtime.cluster.machines import merge_problems, mismatches
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 LONG = ("--max_iters=100000", "--lr_decay_iters=1000", "--eval_interval=5")
@@ -144,7 +145,7 @@ def test_a_machine_is_cut_off_and_the_other_goes_on(net, train, tmp_path):
     began = time.monotonic()
     net.unplug(2)  # nothing arrives any more, and no end either
     try:
-        assert ended(jobs, 30) == [LOST, LOST] == [4, 4]
+        assert ended(jobs, 30) == [EXIT_MACHINE_LOST] * 2 == [4, 4]
     finally:
         net.plug(2)
     assert 3 < time.monotonic() - began
@@ -153,7 +154,7 @@ def test_a_machine_is_cut_off_and_the_other_goes_on(net, train, tmp_path):
         assert line.startswith(f"rank {2 * number} on host{number + 1}: host{2 - number} ({ADDRESSES[1 - number]}) has "
                                "not answered for 6 s (")
     last = TagStore(tmp_path / "out").find().manifest["iter_num"]
-    command = re.search(r"To go on without it: (torchrun .*), with --nnodes", lines(jobs[0], "has not answered")[0])[1]
+    command = re.search(r"To continue without it: (torchrun .*), with --nnodes", jobs[0].said())[1]
     alone = net.run(1, [sys.executable, "-m", "torch.distributed.run", *shlex.split(command)[1:],
                         f"--max_iters={last + 5}"])
     assert ended([alone], 60) == [0], alone.said()
@@ -232,11 +233,11 @@ def test_deepspeeds_launcher_with_a_hostfile(net, characters, tmp_path):
 
 def test_what_is_told_of_several_machines():
     """Needs no namespaces."""
-    ranks = [{"host": host, "problems": problems, "facts": {"--seed": seed, "torch": "2"}} for host, problems, seed in (
-        ("a", ["x"], 1), ("a", ["x"], 1), ("b", ["x", "y"], 1), ("c", ["x"], 2))]
-    assert told(ranks) == ["x", "b: y"]
-    assert differences(ranks) == ["the machines differ in seed (1 on a and b, 2 on c): make it the same on all"]
-    assert machine() == machine() and len(machine()[1].split()) == 3
+    ranks = [{"host": host, "problems": problems, "fingerprint": {"--seed": seed, "torch": "2"}} for
+             host, problems, seed in (("a", ["x"], 1), ("a", ["x"], 1), ("b", ["x", "y"], 1), ("c", ["x"], 2))]
+    assert merge_problems(ranks) == ["x", "b: y"]
+    assert mismatches(ranks) == ["the machines differ in seed (1 on a and b, 2 on c): make it the same on all"]
+    assert machine_id() == machine_id() and len(machine_id()[1].split()) == 3
 
 
 # config/slurm/train_xl.sbatch, with programs that stand for Slurm's
