@@ -391,7 +391,7 @@ def sample(args, settings):
     import torch
 
     from model import GPT, GPTConfig
-    from runtime.kernels.decode import faster
+    from runtime.kernels.decode import decode_step_for
 
     if settings:
         raise SystemExit(f"bench.py sample does not know {' '.join(settings)}")
@@ -415,7 +415,7 @@ def sample(args, settings):
         return {"tokens_per_s": spread([args.batch * args.tokens / t for t in whole]),
                 "first_token_ms": spread([1000 * t for t in first])}
 
-    ours = measure(lambda n: model.generate(prompt, n, top_k=200, custom_step=faster(model, args.batch)))
+    ours = measure(lambda n: model.generate(prompt, n, top_k=200, custom_step=decode_step_for(model, args.batch)))
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     rate = copy_rate(device)
     found = {**machine_record(device), "shape": [layers, heads, width], "batch": args.batch, "tokens": args.tokens,

@@ -219,9 +219,9 @@ def kernels():
     import torch
 
     from runtime.hardware import missing_compiler, pick_dtype
-    from runtime.kernels import runs_on
+    from runtime.kernels import is_supported
 
-    if not gpus() or missing_compiler() or not runs_on(torch.empty(0, device="cuda")):
+    if not gpus() or missing_compiler() or not is_supported(torch.empty(0, device="cuda")):
         return
     from runtime.kernels.block import compare_with_plain
 

@@ -138,8 +138,8 @@ from runtime.engine import ds_config, fixes, setup
 from runtime.engine import fast_path as replay
 from runtime.engine.fast_path import FastPath
 from runtime.files import UserError
-from runtime.kernels import block as fused
-from runtime.kernels import runs_on
+from runtime.kernels import block as triton_block
+from runtime.kernels import is_supported
 from runtime.monitor import health as guards
 from runtime.monitor.health import StepHealth
 from runtime.monitor.profiler import Profiler
@@ -227,9 +227,9 @@ if plan.lora:
 model.gradient_checkpointing = gradient_checkpointing
 flops_per_iter = model.flops_per_token(block_size) * sequences * block_size
 profiler = Profiler(model, out_dir, profile_start, profile_iters) if profile else None  # before compiling
-own_kernels = hardware.compile and hardware.device == "cuda" and runs_on(model.lm_head.weight)
-if own_kernels and fused.fits(model.config) and not plan.lora:
-    fused.fuse(model, fp8)
+own_kernels = hardware.compile and hardware.device == "cuda" and is_supported(model.lm_head.weight)
+if own_kernels and triton_block.supports(model.config) and not plan.lora:
+    triton_block.install(model, fp8)
 elif hardware.compile:
     model.compile_blocks()
 if stage == 3:

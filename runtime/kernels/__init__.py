@@ -1,4 +1,4 @@
-"""Triton, where it is there: PyTorch brings it along for CUDA."""
+"""Triton, which PyTorch installs along with CUDA; without it jit does nothing."""
 
 import torch
 
@@ -14,9 +14,9 @@ except ImportError:
         return function or jit
 
 
-def runs_on(weight):
-    """Whether our kernels run where the weight is: Triton supports NVIDIA's from compute capability 8.0; others, and
-    ROCm, which also goes by the name of CUDA, have not been tried."""
+def is_supported(weight):
+    """Whether our kernels run on the weight's device: on NVIDIA GPUs from compute capability 8.0 on, which Triton
+    supports. Others are untested, and so is ROCm, which is also called "cuda"."""
     if triton is None or torch.version.hip:
         return False
     return not weight.is_cuda or torch.cuda.get_device_capability(weight.device) >= (8, 0)

@@ -1,11 +1,19 @@
-"""GPT-2's blocks for training on a GPU: each pass over memory between two matrix products is one kernel.
+"""GPT-2's blocks for training on a GPU: between two GEMMs, each pass over the activations is one fused kernel.
 
-What stands between a block's products moves bytes and computes little. Here a residual sum is made with the layer norm
-after it, a bias's gradient in the pass that makes what it is the sum of, and the gradients of q, k and v are laid side
-by side as they are summed. A block hands on the residual stream and what is still to be added to it, for the next layer
-norm to add. Products and attention are PyTorch's.
+What is between a block's GEMMs moves bytes and computes little, so passes are saved where they can be:
 
-model.py has the plain form of all this; tests hold the two against each other.
+  residual + layer norm   one kernel adds the branch before (attention or MLP) with its bias to the residual stream, and
+                          normalizes the sum. A block so hands on (residual, branch, branch_bias), and the next layer
+                          norm adds them.
+  bias gradients          are column sums, made by the kernel that writes the matrix: each program stores its partial
+                          sums, and reduce_partials adds them up, in float32.
+  GELU                    forward and backward, with the bias gradient.
+  dq, dk, dv              are concatenated into one matrix for the QKV projection's backward.
+  weight gradients        are accumulated in float32 by the GEMM itself, weight.main_grad += dy.T @ x, if a main_grad is
+                          there (engine/zero2_gradients.py).
+
+GEMMs and attention are PyTorch's, or with FP8 those of fp8.py. model.py has the plain form of all this; tests compare
+the two.
 """
 
 from __future__ import annotations  # without Triton there is no tl.constexpr
@@ -19,116 +27,120 @@ from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from model import GPT, GPTConfig, addmm_fp32, attention_backends, cross_entropy_with_grad
-from runtime.kernels import jit, tl, triton
-from runtime.kernels.fp8 import DY, X, begin, beside, gradient, keep_largest, product, store_eight, use
+from runtime.kernels import fp8, jit, tl, triton
+from runtime.kernels.fp8 import store_fp8, update_amax
 
-WIDEST = 4096  # of a row that one program holds; in float32 8192 would take more shared memory than an A100 has
+MAX_WIDTH = 4096  # of a row that one program holds; in float32 8192 would take more shared memory than an A100 has
 # The best of those tried on an H200 with 8,192 and 16,384 rows of 1,600 (results/h200_x1_fused.json)
-SHARES = 396  # programs among which the rows of a layer norm's backward are dealt out, 3 for each multiprocessor
-TILE = {"ROWS": 16, "COLUMNS": 128}  # of a matrix that a program looks at together
-STEPS = 8  # tiles one below the other that a program sums up
+NUM_PROGRAMS = 396  # that share the rows of a layer norm's backward, 3 for each multiprocessor
+TILE = {"ROWS": 16, "COLUMNS": 128}  # of a matrix that a program loads at once
+STEPS = 8  # tiles, one below the other, that a program sums up
 
 
 # -----------------------------------------------------------------------------
-# Kernels. Rows are tokens. Sums over rows are made in float32 by each program, and added up by add_up
+# Kernels. Rows are tokens. With FP8 a result is also stored in FP8
 
 
-@jit(do_not_specialize=["site"])
-def add_norm_forward(x, y, y_bias, weight, bias, total, normed, means, scales, C, eight, amax, scale8, site,
-                     EIGHT: tl.constexpr, ADD: tl.constexpr, WIDE: tl.constexpr):
-    """A row of total = x + y + y_bias, and of its layer norm; with EIGHT also in 8 bits."""
-    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
-    there = i < C
-    values = tl.load(x + row * C + i, mask=there, other=0.0).to(tl.float32)
+@jit(do_not_specialize=["slot"])
+def residual_layernorm_fwd(residual, branch, branch_bias, weight, bias, residual_out, normed, mean, rstd, C,
+                           out8, amax, scale, slot, FP8: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """A row of residual_out = residual + branch + branch_bias, and its layer norm."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    mask = i < C
+    x = tl.load(residual + row * C + i, mask=mask, other=0.0).to(tl.float32)
     if ADD:
-        values += tl.load(y + row * C + i, mask=there, other=0.0).to(tl.float32)
-        values += tl.load(y_bias + i, mask=there, other=0.0).to(tl.float32)
-        rounded = values.to(total.dtype.element_ty)
-        tl.store(total + row * C + i, rounded, mask=there)
-        values = rounded.to(tl.float32)
-    mean = tl.sum(values) / C
-    away = tl.where(there, values - mean, 0.0)
-    scale = tl.rsqrt(tl.sum(away * away) / C + 1e-5)
-    w = tl.load(weight + i, mask=there, other=0.0).to(tl.float32)
-    b = tl.load(bias + i, mask=there, other=0.0).to(tl.float32)
-    result = away * scale * w + b
-    tl.store(normed + row * C + i, result.to(normed.dtype.element_ty), mask=there)
-    if EIGHT:
-        largest = store_eight(eight, row * C + i, tl.where(there, result, 0.0), there, scale8, site)
-        keep_largest(amax, site, largest)
-    tl.store(means + row, mean)
-    tl.store(scales + row, scale)
+        x += tl.load(branch + row * C + i, mask=mask, other=0.0).to(tl.float32)
+        x += tl.load(branch_bias + i, mask=mask, other=0.0).to(tl.float32)
+        rounded = x.to(residual_out.dtype.element_ty)
+        tl.store(residual_out + row * C + i, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    m = tl.sum(x) / C
+    centered = tl.where(mask, x - m, 0.0)
+    s = tl.rsqrt(tl.sum(centered * centered) / C + 1e-5)
+    w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(bias + i, mask=mask, other=0.0).to(tl.float32)
+    result = centered * s * w + b
+    tl.store(normed + row * C + i, result.to(normed.dtype.element_ty), mask=mask)
+    if FP8:
+        update_amax(amax, slot, store_fp8(out8, row * C + i, tl.where(mask, result, 0.0), mask, scale, slot))
+    tl.store(mean + row, m)
+    tl.store(rstd + row, s)
 
 
 @jit
-def add_norm_backward(d_normed, d_total, total, weight, means, scales, dx, sums, rows, C, ADD: tl.constexpr,
-                      WIDE: tl.constexpr, AHEAD: tl.constexpr):
-    """Rows of dx; this program's share of the gradients of weight, bias and y_bias, (3, C)."""
-    i = tl.arange(0, WIDE)
-    there = i < C
-    w = tl.load(weight + i, mask=there, other=0.0).to(tl.float32)
-    weight_sum = tl.zeros([WIDE], tl.float32)
-    bias_sum = tl.zeros([WIDE], tl.float32)
-    dx_sum = tl.zeros([WIDE], tl.float32)
-    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=AHEAD):
-        place = tl.cast(row, tl.int64) * C + i
-        dy = tl.load(d_normed + place, mask=there, other=0.0).to(tl.float32)
-        values = tl.load(total + place, mask=there, other=0.0).to(tl.float32)
-        scale = tl.load(scales + row)
-        unit = tl.where(there, (values - tl.load(means + row)) * scale, 0.0)
-        d = dy * w
-        d = tl.where(there, (d - unit * (tl.sum(d * unit) / C) - tl.sum(d) / C) * scale, 0.0)
+def residual_layernorm_bwd(dnormed, dresidual_out, residual_out, weight, mean, rstd, dresidual, partials, rows, C,
+                           ADD: tl.constexpr, BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr):
+    """Rows of dresidual, and this program's partial sums of dweight, dbias and dbranch_bias, (3, C)."""
+    i = tl.arange(0, BLOCK)
+    mask = i < C
+    w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
+    dweight = tl.zeros([BLOCK], tl.float32)
+    dbias = tl.zeros([BLOCK], tl.float32)
+    dbranch_bias = tl.zeros([BLOCK], tl.float32)
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=NUM_STAGES):
+        offsets = tl.cast(row, tl.int64) * C + i
+        dy = tl.load(dnormed + offsets, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(residual_out + offsets, mask=mask, other=0.0).to(tl.float32)
+        s = tl.load(rstd + row)
+        xhat = tl.where(mask, (x - tl.load(mean + row)) * s, 0.0)
+        dx = dy * w
+        dx = tl.where(mask, (dx - xhat * (tl.sum(dx * xhat) / C) - tl.sum(dx) / C) * s, 0.0)
         if ADD:
-            d += tl.load(d_total + place, mask=there, other=0.0).to(tl.float32)
-        tl.store(dx + place, d.to(dx.dtype.element_ty), mask=there)
-        weight_sum += dy * unit
-        bias_sum += dy
-        dx_sum += d
-    mine = sums + tl.program_id(0) * 3 * C + i
-    tl.store(mine, weight_sum, mask=there)
-    tl.store(mine + C, bias_sum, mask=there)
-    tl.store(mine + 2 * C, dx_sum, mask=there)
+            dx += tl.load(dresidual_out + offsets, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dresidual + offsets, dx.to(dresidual.dtype.element_ty), mask=mask)
+        dweight += dy * xhat
+        dbias += dy
+        dbranch_bias += dx
+    partial_ptr = partials + tl.program_id(0) * 3 * C + i
+    tl.store(partial_ptr, dweight, mask=mask)
+    tl.store(partial_ptr + C, dbias, mask=mask)
+    tl.store(partial_ptr + 2 * C, dbranch_bias, mask=mask)
 
 
-@jit(do_not_specialize=["site"])
-def gelu_forward(h, g, n, eight, amax, scale, site, EIGHT: tl.constexpr, WIDE: tl.constexpr):
-    """g = h sigmoid(2 sqrt(2 / pi) (h + 0.044715 h^3)), which is GELU's tanh form; with EIGHT also in 8 bits."""
-    i = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
+@jit
+def gelu_sigmoid(x):
+    """GELU's tanh form is x * gelu_sigmoid(x) = x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))."""
+    return tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@jit(do_not_specialize=["slot"])
+def gelu_fwd(h, g, n, out8, amax, scale, slot, FP8: tl.constexpr, BLOCK: tl.constexpr):
+    """g = gelu(h), n elements."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(h + i, mask=i < n, other=0.0).to(tl.float32)
-    s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    tl.store(g + i, (x * s).to(g.dtype.element_ty), mask=i < n)
-    if EIGHT:
-        keep_largest(amax, site, store_eight(eight, i, x * s, i < n, scale, site))
+    result = x * gelu_sigmoid(x)
+    tl.store(g + i, result.to(g.dtype.element_ty), mask=i < n)
+    if FP8:
+        update_amax(amax, slot, store_fp8(out8, i, result, i < n, scale, slot))
 
 
-@jit(do_not_specialize=["site"])
-def gelu_backward(dg, h, dh, sums, rows, C, eight, amax, scale, site, EIGHT: tl.constexpr, ROWS: tl.constexpr,
-                  COLUMNS: tl.constexpr, STEPS: tl.constexpr):
-    """Columns of dh, with EIGHT also in 8 bits, and this program's share of their sums."""
+@jit(do_not_specialize=["slot"])
+def gelu_bwd(dg, h, dh, partials, rows, C, out8, amax, scale, slot, FP8: tl.constexpr, ROWS: tl.constexpr,
+             COLUMNS: tl.constexpr, STEPS: tl.constexpr):
+    """Columns of dh, and this program's partial sums of them."""
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total, largest = tl.zeros([ROWS, COLUMNS], tl.float32), 0.0
     for step in range(STEPS):
         r = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
-        place = r[:, None].to(tl.int64) * C + c[None, :]
-        there = (r < rows)[:, None] & (c < C)[None, :]
-        x = tl.load(h + place, mask=there, other=0.0).to(tl.float32)
-        d = tl.load(dg + place, mask=there, other=0.0).to(tl.float32)
-        s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        offsets = r[:, None].to(tl.int64) * C + c[None, :]
+        mask = (r < rows)[:, None] & (c < C)[None, :]
+        x = tl.load(h + offsets, mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(dg + offsets, mask=mask, other=0.0).to(tl.float32)
+        s = gelu_sigmoid(x)
         d *= s + x * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * x * x)
-        tl.store(dh + place, d.to(dh.dtype.element_ty), mask=there)
-        if EIGHT:
-            largest = tl.maximum(largest, store_eight(eight, place, d, there, scale, site))
+        tl.store(dh + offsets, d.to(dh.dtype.element_ty), mask=mask)
+        if FP8:
+            largest = tl.maximum(largest, store_fp8(out8, offsets, d, mask, scale, slot))
         total += d
-    if EIGHT:
-        keep_largest(amax, site, largest)
-    tl.store(sums + tl.program_id(0) * C + c, tl.sum(total, 0), mask=c < C)
+    if FP8:
+        update_amax(amax, slot, largest)
+    tl.store(partials + tl.program_id(0) * C + c, tl.sum(total, 0), mask=c < C)
 
 
-@jit(do_not_specialize=["site"])
-def side_by_side(dq, dk, dv, out, sums, rows, C, eight, amax, scale, site, EIGHT: tl.constexpr, ROWS: tl.constexpr,
-                 COLUMNS: tl.constexpr, STEPS: tl.constexpr):
-    """Columns of out (rows, 3 C), with EIGHT also in 8 bits, from dq, dk and dv, (rows, C) each, and this program's
-    share of their sums."""
+@jit(do_not_specialize=["slot"])
+def concat_dqkv(dq, dk, dv, dqkv, partials, rows, C, out8, amax, scale, slot, FP8: tl.constexpr, ROWS: tl.constexpr,
+                COLUMNS: tl.constexpr, STEPS: tl.constexpr):
+    """Columns of dqkv (rows, 3 C) from dq, dk and dv, (rows, C) each, and this program's partial sums of them."""
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     which, source = tl.program_id(2), dq
     if which == 1:
@@ -138,191 +150,194 @@ def side_by_side(dq, dk, dv, out, sums, rows, C, eight, amax, scale, site, EIGHT
     total, largest = tl.zeros([ROWS, COLUMNS], tl.float32), 0.0
     for step in range(STEPS):
         r = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
-        there = (r < rows)[:, None] & (c < C)[None, :]
-        d = tl.load(source + r[:, None].to(tl.int64) * C + c[None, :], mask=there, other=0.0)
-        place = r[:, None].to(tl.int64) * 3 * C + which * C + c[None, :]
-        tl.store(out + place, d, mask=there)
-        if EIGHT:
-            largest = tl.maximum(largest, store_eight(eight, place, d.to(tl.float32), there, scale, site))
+        mask = (r < rows)[:, None] & (c < C)[None, :]
+        d = tl.load(source + r[:, None].to(tl.int64) * C + c[None, :], mask=mask, other=0.0)
+        offsets = r[:, None].to(tl.int64) * 3 * C + which * C + c[None, :]
+        tl.store(dqkv + offsets, d, mask=mask)
+        if FP8:
+            largest = tl.maximum(largest, store_fp8(out8, offsets, d.to(tl.float32), mask, scale, slot))
         total += d.to(tl.float32)
-    if EIGHT:
-        keep_largest(amax, site, largest)
-    tl.store(sums + (tl.program_id(0) * 3 + which) * C + c, tl.sum(total, 0), mask=c < C)
+    if FP8:
+        update_amax(amax, slot, largest)
+    tl.store(partials + (tl.program_id(0) * 3 + which) * C + c, tl.sum(total, 0), mask=c < C)
 
 
 @jit
-def add_up(sums, out0, out1, out2, shares, n, width, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """out0, out1, out2 (n,) (+)= the sums over shares of sums (shares, up to 3, n); width: of one share, in numbers."""
+def reduce_partials(partials, out0, out1, out2, count, n, stride, ADD: tl.constexpr, ROWS: tl.constexpr,
+                    COLUMNS: tl.constexpr):
+    """out0, out1, out2 (n,) (+)= the sums of partials (count, up to 3, n); stride: from a program's to the next's."""
     c, which, out = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1), out0
     if which == 1:
         out = out1
     if which == 2:
         out = out2
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, shares, ROWS):
+    for first in range(0, count, ROWS):
         r = first + tl.arange(0, ROWS)
-        total += tl.load(sums + r[:, None] * width + which * n + c[None, :],
-                         mask=(r < shares)[:, None] & (c < n)[None, :], other=0.0)
+        total += tl.load(partials + r[:, None] * stride + which * n + c[None, :],
+                         mask=(r < count)[:, None] & (c < n)[None, :], other=0.0)
     result = tl.sum(total, 0)
     if ADD:
         result += tl.load(out + c, mask=c < n, other=0.0)
     tl.store(out + c, result.to(out.dtype.element_ty), mask=c < n)
 
 
-def summed(sums, *params):
-    """The gradients of parameters (n,) from each program's share of them, (shares, len(params), n): a list. Where the
-    parameters have a main_grad, they are added there, and Nones returned, as by weight_grad."""
-    shares, count, n = sums.shape
+# -----------------------------------------------------------------------------
+# The operations of a block, with their gradients. Activations are (B, T, C). Parameters are kept as they are, not among
+# the saved tensors: from these activation checkpointing would return copies without their main_grad
+
+
+def reduce_param_grads(partials, *params):
+    """Gradients of parameters (n,), from partials (programs, len(params), n): a list. If the parameters have a
+    main_grad, they are accumulated there, and None is returned for each."""
+    count, k, n = partials.shape
     add = all(hasattr(p, "main_grad") for p in params)
     outs = [p.main_grad if add else torch.empty_like(p) for p in params]
-    three = outs[0], outs[min(1, count - 1)], outs[-1]
-    add_up[(triton.cdiv(n, 32), count)](sums, *three, shares, n, sums.stride(0), add, ROWS=32, COLUMNS=32)
-    return [None] * count if add else outs
-
-
-# -----------------------------------------------------------------------------
-# The steps of a block, with their gradients. Shapes: x (B, T, C). Parameters are kept as they are, not among the
-# saved tensors, from which a recomputation would hand back copies without their main_grad
+    reduce_partials[(triton.cdiv(n, 32), k)](partials, outs[0], outs[min(1, k - 1)], outs[-1], count, n,
+                                             partials.stride(0), add, ROWS=32, COLUMNS=32)
+    return [None] * k if add else outs
 
 
 def weight_grad(weight, dy, x):
-    """The gradient dy^T x of a weight (out, in), from dy (N, out) and x (N, in). Where the weight has a main_grad, a
-    float32 tensor of its shape, it is added there within the product, and None returned."""
+    """The weight gradient's GEMM, dy.T @ x: (out, in), from dy (N, out) and x (N, in). It accumulates into the weight's
+    main_grad, if there is one, and returns None."""
     if not hasattr(weight, "main_grad"):
         return dy.t() @ x
     addmm_fp32(weight.main_grad, dy.t(), x)
     return None
 
 
-class AddNorm(torch.autograd.Function):
-    """(x + y + y_bias, its layer norm, that in 8 bits or None for the product with `reader`); without a y the first is
-    None."""
+def column_sums(kernel, inputs, out, width, grid, weight, bias):
+    """Launch gelu_bwd or concat_dqkv for out (rows, C); returns out in FP8, or None, and the bias gradient."""
+    rows, C = out.shape
+    count = triton.cdiv(rows, TILE["ROWS"] * STEPS)
+    partials = out.new_empty((count, 1, C), dtype=torch.float32)
+    out8 = fp8.output_for(weight, fp8.GRAD_OUTPUT, out)
+    kernel[(count, triton.cdiv(width, TILE["COLUMNS"]), *grid)](
+        *inputs, out, partials, rows, width, *fp8.pointers(out8, out), FP8=out8 is not None, STEPS=STEPS, **TILE)
+    return out8 and out8.data, reduce_param_grads(partials, bias)[0]
+
+
+def linear_grads(x, weight, dy, dy8=None):
+    """(dx, dweight or None) of a linear layer, from dy (N, out)."""
+    return fp8.grad_input(dy, weight, dy8).view_as(x), weight_grad(weight, dy, x.reshape(-1, x.size(-1)))
+
+
+class ResidualLayerNorm(torch.autograd.Function):
+    """(residual + branch + branch_bias, its layer norm, that in FP8 or None for the layer of consumer_weight). Without
+    a branch the first is None."""
 
     @staticmethod
-    def forward(ctx, x, y, y_bias, weight, bias, reader=None):
-        C, add = x.size(-1), y is not None
-        rows, total = x.numel() // C, torch.empty_like(x) if add else x
-        normed, (means, scales) = torch.empty_like(x), x.new_empty((2, rows), dtype=torch.float32)
-        wide = triton.next_power_of_2(C)
-        eight, *how = beside(reader, X, normed)
-        add_norm_forward[(rows,)](x, y, y_bias, weight, bias, total, normed, means, scales, C, eight, *how, add, wide,
-                                  num_warps=min(8, max(1, wide // 512)))
-        ctx.save_for_backward(total, means, scales)
+    def forward(ctx, residual, branch, branch_bias, weight, bias, consumer_weight=None):
+        C, add = residual.size(-1), branch is not None
+        rows, residual_out = residual.numel() // C, torch.empty_like(residual) if add else residual
+        normed, (mean, rstd) = torch.empty_like(residual), residual.new_empty((2, rows), dtype=torch.float32)
+        out8, BLOCK = fp8.output_for(consumer_weight, fp8.INPUT, normed), triton.next_power_of_2(C)
+        residual_layernorm_fwd[(rows,)](
+            residual, branch, branch_bias, weight, bias, residual_out, normed, mean, rstd, C,
+            *fp8.pointers(out8, normed), FP8=out8 is not None, ADD=add, BLOCK=BLOCK,
+            num_warps=min(8, max(1, BLOCK // 512)))
+        ctx.save_for_backward(residual_out, mean, rstd)
         ctx.set_materialize_grads(False)
-        ctx.params = [weight, bias, *([y_bias] if add else [])]
-        if eight is normed:
-            eight = None
-        else:
-            ctx.mark_non_differentiable(eight)
-        return total if add else None, normed, eight
+        ctx.params = [weight, bias, *([branch_bias] if add else [])]
+        if out8:
+            ctx.mark_non_differentiable(out8.data)
+        return residual_out if add else None, normed, out8 and out8.data
 
     @staticmethod
-    def backward(ctx, d_total, d_normed, _):
-        total, means, scales = ctx.saved_tensors
-        C = total.size(-1)
-        rows, dx, wide = total.numel() // C, torch.empty_like(total), triton.next_power_of_2(C)
-        shares = min(SHARES, triton.cdiv(rows, 4))
-        sums = total.new_empty((shares, 3, C), dtype=torch.float32)
-        add_norm_backward[(shares,)](d_normed.contiguous(), d_total if d_total is None else d_total.contiguous(),
-                                     total, ctx.params[0], means, scales, dx, sums, rows, C, d_total is not None, wide,
-                                     AHEAD=3, num_warps=min(8, max(1, wide // 512)))
-        d_weight, d_bias, *d_y_bias = summed(sums[:, : len(ctx.params)], *ctx.params)
-        return dx, *((dx, *d_y_bias) if d_y_bias else (None, None)), d_weight, d_bias, None
+    def backward(ctx, dresidual_out, dnormed, _):
+        residual_out, mean, rstd = ctx.saved_tensors
+        C, dresidual = residual_out.size(-1), torch.empty_like(residual_out)
+        rows, BLOCK, add = residual_out.numel() // C, triton.next_power_of_2(C), dresidual_out is not None
+        count = min(NUM_PROGRAMS, triton.cdiv(rows, 4))
+        partials = residual_out.new_empty((count, 3, C), dtype=torch.float32)
+        residual_layernorm_bwd[(count,)](
+            dnormed.contiguous(), dresidual_out.contiguous() if add else None, residual_out, ctx.params[0], mean, rstd,
+            dresidual, partials, rows, C, ADD=add, BLOCK=BLOCK, NUM_STAGES=3, num_warps=min(8, max(1, BLOCK // 512)))
+        dweight, dbias, *dbranch_bias = reduce_param_grads(partials[:, : len(ctx.params)], *ctx.params)
+        return dresidual, *((dresidual, *dbranch_bias) if dbranch_bias else (None, None)), dweight, dbias, None
 
 
-class Heads(torch.autograd.Function):
-    """q, k, v, (B, n_head, T, head size) each, of x."""
+class QKVProjection(torch.autograd.Function):
+    """q, k, v, (B, n_head, T, head size) each, of x. x8: x in FP8 or None."""
 
     @staticmethod
     def forward(ctx, x, x8, weight, bias, n_head):
         B, T, C = x.shape
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias = weight, bias
-        parts = product(x, weight, bias, x8).split(C, dim=2)
-        return tuple(part.view(B, T, n_head, C // n_head).transpose(1, 2) for part in parts)
+        qkv = fp8.linear(x, weight, bias, x8).split(C, dim=2)
+        return tuple(part.view(B, T, n_head, C // n_head).transpose(1, 2) for part in qkv)
 
     @staticmethod
     def backward(ctx, *grads):
-        (x,), weight = ctx.saved_tensors, ctx.weight
-        rows, C = x.numel() // x.size(-1), x.size(-1)
-        grads = [grad.transpose(1, 2).reshape(rows, C) for grad in grads]  # views, as attention leaves them
-        together, shares = x.new_empty((rows, 3 * C)), triton.cdiv(rows, TILE["ROWS"] * STEPS)
-        sums = x.new_empty((shares, 1, 3 * C), dtype=torch.float32)
-        eight, *how = beside(weight, DY, together)
-        side_by_side[(shares, triton.cdiv(C, TILE["COLUMNS"]), 3)](*grads, together, sums, rows, C, eight, *how,
-                                                                   STEPS=STEPS, **TILE)
-        dw = weight_grad(weight, together, x.view(rows, C))
-        dx = gradient(together, weight, eight if how[-1] else None)
-        return dx.view_as(x), None, dw, *summed(sums, ctx.bias), None
+        (x,) = ctx.saved_tensors
+        C = x.size(-1)
+        dqkv = x.new_empty((x.numel() // C, 3 * C))
+        grads = [grad.transpose(1, 2).reshape(-1, C) for grad in grads]  # views, as attention returns them
+        dqkv8, dbias = column_sums(concat_dqkv, grads, dqkv, C, (3,), ctx.weight, ctx.bias)
+        dx, dweight = linear_grads(x, ctx.weight, dqkv, dqkv8)
+        return dx, None, dweight, dbias, None
 
 
 class LinearGelu(torch.autograd.Function):
-    """GELU of weight x + bias, and in 8 bits or None for the product with `reader`."""
+    """gelu(x @ weight.T + bias), and that in FP8 or None for the layer of consumer_weight."""
 
     @staticmethod
-    def forward(ctx, x, x8, weight, bias, reader):
+    def forward(ctx, x, x8, weight, bias, consumer_weight):
         ctx.weight, ctx.bias = weight, bias
-        h = product(x, weight, bias, x8)
-        g = torch.empty_like(h)
-        eight, *how = beside(reader, X, g)
-        wide = 4096 if how[-1] else 1024
-        gelu_forward[(triton.cdiv(h.numel(), wide),)](h, g, h.numel(), eight, *how, WIDE=wide, num_warps=wide // 256)
+        h = fp8.linear(x, weight, bias, x8)
+        g, out8 = torch.empty_like(h), fp8.output_for(consumer_weight, fp8.INPUT, h)
+        BLOCK = 4096 if out8 else 1024
+        gelu_fwd[(triton.cdiv(h.numel(), BLOCK),)](h, g, h.numel(), *fp8.pointers(out8, h), FP8=out8 is not None,
+                                                   BLOCK=BLOCK, num_warps=BLOCK // 256)
         ctx.save_for_backward(x, h)
-        if eight is g:
-            return g, None
-        ctx.mark_non_differentiable(eight)
-        return g, eight
+        if out8:
+            ctx.mark_non_differentiable(out8.data)
+        return g, out8 and out8.data
 
     @staticmethod
     def backward(ctx, dg, _):
-        (x, h), weight = ctx.saved_tensors, ctx.weight
-        C, dh = h.size(-1), torch.empty_like(h)
-        rows = h.numel() // C
-        shares = triton.cdiv(rows, TILE["ROWS"] * STEPS)
-        sums = h.new_empty((shares, 1, C), dtype=torch.float32)
-        eight, *how = beside(weight, DY, dh.view(rows, C))
-        gelu_backward[(shares, triton.cdiv(C, TILE["COLUMNS"]))](dg.contiguous(), h, dh, sums, rows, C, eight, *how,
-                                                                 STEPS=STEPS, **TILE)
-        dh = dh.view(rows, C)
-        dw = weight_grad(weight, dh, x.view(rows, -1))
-        dx = gradient(dh, weight, eight if how[-1] else None)
-        return dx.view_as(x), None, dw, *summed(sums, ctx.bias), None
+        x, h = ctx.saved_tensors
+        dh = h.new_empty((h.numel() // h.size(-1), h.size(-1)))
+        dh8, dbias = column_sums(gelu_bwd, (dg.contiguous(), h), dh, h.size(-1), (), ctx.weight, ctx.bias)
+        dx, dweight = linear_grads(x, ctx.weight, dh, dh8)
+        return dx, None, dweight, dbias, None
 
 
-class Linear(torch.autograd.Function):
-    """weight x; the bias comes later, with the residual sum."""
+class LinearNoBias(torch.autograd.Function):
+    """x @ weight.T. The bias is added later, with the residual."""
 
     @staticmethod
     def forward(ctx, x, x8, weight):
         ctx.save_for_backward(x)
         ctx.weight = weight
-        return product(x, weight, None, x8)
+        return fp8.linear(x, weight, None, x8)
 
     @staticmethod
     def backward(ctx, dy):
-        (x,), weight = ctx.saved_tensors, ctx.weight
-        dy = dy.reshape(-1, dy.size(-1))
-        return gradient(dy, weight).view_as(x), None, weight_grad(weight, dy, x.reshape(-1, x.size(-1)))
+        dx, dweight = linear_grads(*ctx.saved_tensors, ctx.weight, dy.reshape(-1, dy.size(-1)))
+        return dx, None, dweight
 
 
 # -----------------------------------------------------------------------------
 # The model
 
 
-def fits(config):
-    """Whether these blocks can stand in for those of a model of this GPTConfig."""
-    return config.bias and config.gelu == "tanh" and config.dropout == 0 and config.n_embd <= WIDEST
+def supports(config):
+    """Whether these blocks can replace those of a model of this GPTConfig."""
+    return config.bias and config.gelu == "tanh" and config.dropout == 0 and config.n_embd <= MAX_WIDTH
 
 
-def fuse(model, fp8=False):
-    """Let the model's blocks run this way from now on, and its loss be compiled. fp8: see kernels/fp8.py."""
-    model.eight = use(model) if fp8 else None
+def install(model, use_fp8=False):
+    """Have a model's blocks run on these kernels from now on, and compile its loss."""
+    model.fp8_scales = fp8.Fp8Scales(model) if use_fp8 else None
     loss = cross_entropy_with_grad
     model.lm_head.cross_entropy = torch.compile(loss) if model.lm_head.weight.is_cuda else loss
-    model.forward_hidden = partial(hidden, model)
+    model.forward_hidden = partial(forward_hidden, model)
     for block in model.transformer.h:
         block.forward = partial(block_forward, block)
-    model.transformer.ln_f.forward = partial(norm, model.transformer.ln_f)
+    model.transformer.ln_f.forward = partial(layernorm, model.transformer.ln_f)
 
 
 def compare_with_plain(device, dtype, B=4, T=1024, n_head=25, n_embd=1600):
@@ -335,7 +350,7 @@ def compare_with_plain(device, dtype, B=4, T=1024, n_head=25, n_embd=1600):
             p += 0.02 * torch.randn_like(p)  # no bias of zeros
     exact = exact.to(device, dtype).float()  # the same weights in both
     fused, plain = copy.deepcopy(exact).to(dtype), copy.deepcopy(exact).to(dtype)
-    fuse(fused)
+    install(fused)
     idx, targets = torch.randint(1024, (2, B, T), device=device)
     results = []
     for model in (exact, fused, plain):
@@ -346,47 +361,48 @@ def compare_with_plain(device, dtype, B=4, T=1024, n_head=25, n_embd=1600):
     return [(abs(mine - loss), ((own - grads).norm() / grads.norm()).item()) for mine, own in others]
 
 
-def norm(layer, x, y=None, y_bias=None, reader=None):
-    """Like AddNorm, by a layer norm of the model; x + y + y_bias is x without a y."""
-    total, normed, eight = AddNorm.apply(x, y, y_bias, layer.weight, layer.bias, reader)
-    return x if y is None else total, normed, eight
+def layernorm(layer, residual, branch=None, branch_bias=None, consumer_weight=None):
+    """ResidualLayerNorm by a layer norm of the model; without a branch the first is the residual itself."""
+    out, normed, normed8 = ResidualLayerNorm.apply(residual, branch, branch_bias, layer.weight, layer.bias,
+                                                   consumer_weight)
+    return residual if branch is None else out, normed, normed8
 
 
-def hidden(model, idx):
+def forward_hidden(model, idx):
     """GPT.forward_hidden: the final hidden states (B, T, n_embd)."""
-    if model.eight:
-        begin(model.eight, model.training)
+    if model.fp8_scales:
+        model.fp8_scales.update(model.training)
     positions = torch.arange(idx.size(1), device=idx.device)
-    x, y, y_bias = model.transformer.wte(idx) + model.transformer.wpe(positions), None, None
+    state = model.transformer.wte(idx) + model.transformer.wpe(positions), None, None
     for block in model.transformer.h:
-        x, y, y_bias = block(x, y, y_bias, model.gradient_checkpointing and model.training)
-    return model.transformer.ln_f(x, y, y_bias)[1]
+        state = block(*state, model.gradient_checkpointing and model.training)
+    return model.transformer.ln_f(*state)[1]
 
 
-def block_forward(block, x, y, y_bias, recompute):
-    """The block after x + y + y_bias -> the same three for the block after it."""
+def block_forward(block, residual, branch, branch_bias, recompute):
+    """One block: (residual, branch, branch_bias) of the block before -> the same three for the block after."""
     if not recompute:
-        return add_both(block, x, y, y_bias)
+        return attn_and_mlp(block, residual, branch, branch_bias)
 
-    def whole(x):
-        x, y, y_bias = add_both(block, x, None, None)
-        return x + y + y_bias  # at once, as each tensor that a block is handed is kept
+    def run_block(x):
+        residual, branch, branch_bias = attn_and_mlp(block, x, None, None)
+        return residual + branch + branch_bias  # at once: each tensor that is handed to a block is kept
 
-    return checkpoint(whole, x, use_reentrant=False, preserve_rng_state=False), None, None
+    return checkpoint(run_block, residual, use_reentrant=False, preserve_rng_state=False), None, None
 
 
-def add_both(block, x, y, y_bias):
-    """Attention and MLP on the residual stream x + y + y_bias, as (x, y, y_bias)."""
+def attn_and_mlp(block, residual, branch, branch_bias):
     attn, mlp = block.attn, block.mlp
-    x, normed, eight = norm(block.ln_1, x, y, y_bias, attn.c_attn.weight)
-    q, k, v = Heads.apply(normed, eight, attn.c_attn.weight, attn.c_attn.bias, attn.n_head)
-    y = Linear.apply(attention(q, k, v).transpose(1, 2).reshape(x.shape), None, attn.c_proj.weight)
-    x, normed, eight = norm(block.ln_2, x, y, attn.c_proj.bias, mlp.c_fc.weight)
-    g, eight = LinearGelu.apply(normed, eight, mlp.c_fc.weight, mlp.c_fc.bias, mlp.c_proj.weight)
+    residual, normed, normed8 = layernorm(block.ln_1, residual, branch, branch_bias, attn.c_attn.weight)
+    q, k, v = QKVProjection.apply(normed, normed8, attn.c_attn.weight, attn.c_attn.bias, attn.n_head)
+    y = attention(q, k, v).transpose(1, 2).reshape(residual.shape)
+    branch = LinearNoBias.apply(y, None, attn.c_proj.weight)
+    residual, normed, normed8 = layernorm(block.ln_2, residual, branch, attn.c_proj.bias, mlp.c_fc.weight)
+    g, g8 = LinearGelu.apply(normed, normed8, mlp.c_fc.weight, mlp.c_fc.bias, mlp.c_proj.weight)
     bias = mlp.c_proj.bias
     if not hasattr(bias, "main_grad"):
-        bias = bias.clone()  # ZeRO-3 takes the block's own away before the next block adds it
-    return x, Linear.apply(g, eight, mlp.c_proj.weight), bias
+        bias = bias.clone()  # ZeRO-3 releases the block's own before the next block adds it
+    return residual, LinearNoBias.apply(g, g8, mlp.c_proj.weight), bias
 
 
 def attention(q, k, v):

@@ -1,122 +1,150 @@
-"""Matrix products of the fused blocks in 8 bits (`fp8=True`), on Hopper and later.
+"""FP8 matmuls in the blocks (fp8=True), on Hopper and later.
 
-What a layer makes, and the gradient of what it was given, come from factors in 8 bits: E4M3, and E5M2 for gradients
-(Micikevicius et al., arXiv:2209.05433). Weight gradients stay products in bfloat16, summed in float32, and so does the
-output layer. A factor's scale follows from its largest value of the micro-step before, with room for twice that (the
-"delayed scaling" of NVIDIA's Transformer Engine); the first micro-step of a process, which has none before it, is made
-in bfloat16 and looks for them, so a resumed run's losses are close to those of one that never stopped, not equal.
+How FP8 training works: a linear layer, y = input @ weight.T + bias, takes three GEMMs:
+
+  1. forward          y           = input @ weight.T       FP8, both in E4M3
+  2. input gradient   grad_input  = grad_output @ weight   FP8, grad_output in E5M2, which has more range
+  3. weight gradient  grad_weight = grad_output.T @ input  bfloat16, accumulated in float32
+
+The output layer and evaluations stay in bfloat16, too. FP8 has little range: E4M3 up to 448, E5M2 up to 57,344
+(Micikevicius et al., arXiv:2209.05433). So a tensor is multiplied by a scale before its cast, and y by the inverses.
+Scaling is delayed, as in NVIDIA's Transformer Engine: the scale follows from the largest absolute value (amax) of the
+micro-step before, with a factor of 2 of headroom. So the kernel that computes a tensor can cast it in the same pass.
+The first micro-step of a process has no amax: it runs in bfloat16 and calibrates. So the losses of a resumed run are
+close to those of one that never stopped, not equal.
 """
 
 from __future__ import annotations  # without Triton there is no tl.constexpr
 
-from types import SimpleNamespace
+from dataclasses import dataclass
+from enum import Enum
 
 import torch
 import torch.nn.functional as F
 
 from runtime.kernels import jit, tl, triton
 
-X, W, DY = 0, 1, 2  # the factors of a layer's products
-KINDS = (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2)
-OFF = SimpleNamespace(state="off")
+INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2  # the tensors of a layer that are cast
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2)
+Mode = Enum("Mode", "OFF CALIBRATE ON")
 
 
 @jit
-def store_eight(out, place, values, mask, scale, site):
-    """Store scaled values in out's 8 bits; returns the largest of them, unscaled, for keep_largest."""
+def store_fp8(out, offsets, values, mask, scale, slot):
+    """Store values in FP8, scaled; returns the largest absolute value, unscaled, for update_amax."""
     LIMIT: tl.constexpr = 448.0 if out.dtype.element_ty == tl.float8e4nv else 57344.0
-    scaled = tl.minimum(tl.maximum(values * tl.load(scale + site), -LIMIT), LIMIT)
-    tl.store(out + place, scaled.to(out.dtype.element_ty), mask=mask)
+    scaled = tl.minimum(tl.maximum(values * tl.load(scale + slot), -LIMIT), LIMIT)
+    tl.store(out + offsets, scaled.to(out.dtype.element_ty), mask=mask)
     return tl.max(tl.abs(values))
 
 
 @jit
-def keep_largest(amax, site, largest):
-    """Once a program. What is there grows seldom, so it is read first."""
-    if largest > tl.load(amax + site, volatile=True):
-        tl.atomic_max(amax + site, largest)
+def update_amax(amax, slot, value):
+    """Once per program. A load comes first, as amax seldom grows."""
+    if value > tl.load(amax + slot, volatile=True):
+        tl.atomic_max(amax + slot, value)
 
 
-@jit(do_not_specialize=["site"])
-def to_eight(x, out, rows, C, amax, scale, site, TURN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile of x (rows, C) in 8 bits, into out (rows, C), or with TURN (C, rows)."""
+@jit(do_not_specialize=["slot"])
+def cast_kernel(x, out, rows, C, amax, scale, slot, TRANSPOSE: tl.constexpr, ROWS: tl.constexpr,
+                COLUMNS: tl.constexpr):
+    """A tile of x (rows, C) in FP8, into out (rows, C), or with TRANSPOSE (C, rows)."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    there = (r < rows)[:, None] & (c < C)[None, :]
-    values = tl.load(x + r[:, None].to(tl.int64) * C + c[None, :], mask=there, other=0.0).to(tl.float32)
-    if TURN:
-        place = c[:, None].to(tl.int64) * rows + r[None, :]
-        largest = store_eight(out, place, tl.trans(values), tl.trans(there), scale, site)
+    mask = (r < rows)[:, None] & (c < C)[None, :]
+    offsets = r[:, None].to(tl.int64) * C + c[None, :]
+    values = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+    if TRANSPOSE:
+        offsets = c[:, None].to(tl.int64) * rows + r[None, :]
+        largest = store_fp8(out, offsets, tl.trans(values), tl.trans(mask), scale, slot)
     else:
-        place = r[:, None].to(tl.int64) * C + c[None, :]
-        largest = store_eight(out, place, values, there, scale, site)
-    keep_largest(amax, site, largest)
+        largest = store_fp8(out, offsets, values, mask, scale, slot)
+    update_amax(amax, slot, largest)
 
 
-def use(model):
-    """Let the products of a fused model's blocks be made this way in training. Returns the table: of each factor the
-    largest value of this micro-step, the scale in force, its inverse (four times, as cuBLAS wants it at 16 bytes), and
-    the largest number of its 8 bits."""
-    layers = [layer for block in model.transformer.h
-              for layer in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)]
-    n, device = 3 * len(layers), layers[0].weight.device
-    limits = torch.tensor([torch.finfo(kind).max for kind in KINDS], device=device).repeat(len(layers))
-    table = SimpleNamespace(amax=torch.zeros(n, device=device), scale=torch.ones(n, device=device),
-                            inverse=torch.ones((n, 4), device=device), limits=limits, state="off", looked=False)
-    for i, layer in enumerate(layers):
-        layer.weight.eight = table, 3 * i
-    return table
+class Fp8Scales:
+    """The scales of a model's FP8 tensors: three slots (INPUT, WEIGHT, GRAD_OUTPUT) for each layer of its blocks."""
+
+    def __init__(self, model):
+        layers = [layer for block in model.transformer.h
+                  for layer in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)]
+        n, device = 3 * len(layers), layers[0].weight.device
+        self.amax = torch.zeros(n, device=device)  # of this micro-step
+        self.scale = torch.ones(n, device=device)  # in use
+        self.inverse = torch.ones((n, 4), device=device)  # of scale, four times: cuBLAS wants it at 16 bytes
+        self.limits = torch.tensor([torch.finfo(d).max for d in FP8_DTYPES], device=device).repeat(len(layers))
+        self.mode, self.calibrated = Mode.OFF, False
+        for i, layer in enumerate(layers):
+            layer.weight.fp8_slot = self, 3 * i
+
+    def update(self, training):
+        """Before a forward: new scales from the amax of the micro-step before."""
+        self.mode = Mode.OFF if not training else Mode.ON if self.calibrated else Mode.CALIBRATE
+        if self.mode is Mode.ON:
+            usable = (self.amax > 0) & torch.isfinite(self.amax)
+            self.scale.copy_(torch.where(usable, self.limits / (2 * self.amax), self.scale))
+            self.inverse.copy_(1 / self.scale[:, None])
+            self.amax.zero_()
+        self.calibrated = self.calibrated or training
 
 
-def begin(table, training):
-    """Before a forward: the scales of the micro-step before's largest values; evaluations are made in bfloat16."""
-    table.state = "off" if not training else "on" if table.looked else "look"
-    if table.state == "on":
-        usable = (table.amax > 0) & torch.isfinite(table.amax)
-        table.scale.copy_(torch.where(usable, table.limits / (2 * table.amax), table.scale))
-        table.inverse.copy_(1 / table.scale[:, None])
-        table.amax.zero_()
-    table.looked = table.looked or training
+@dataclass
+class Fp8Output:
+    """Where a kernel also writes its result in FP8."""
+
+    data: torch.Tensor
+    amax: torch.Tensor
+    scale: torch.Tensor
+    slot: int
 
 
-def beside(weight, which, like):
-    """For a kernel that makes a factor, shaped as `like`, of the weight's product: (where to write it in 8 bits, amax,
-    scale, site, whether to)."""
-    table, site = getattr(weight, "eight", (OFF, 0))
-    if table.state != "on":
-        return like, like, like, 0, False
-    return torch.empty_like(like, dtype=KINDS[which]), table.amax, table.scale, site + which, True
+def slot_of(weight):
+    """(mode, scales, first slot) of a layer's weight."""
+    scales, slot = getattr(weight, "fp8_slot", (None, 0))
+    return scales.mode if scales else Mode.OFF, scales, slot
 
 
-def cast(x, weight, which, turn=False):
-    """x (rows, C) in 8 bits, (rows, C) or, turned, (C, rows)."""
-    (rows, C), (table, site) = x.shape, weight.eight
-    out = torch.empty((C, rows) if turn else (rows, C), dtype=KINDS[which], device=x.device)
-    to_eight[(triton.cdiv(rows, 64), triton.cdiv(C, 128))](x, out, rows, C, table.amax, table.scale, site + which,
-                                                           turn, ROWS=64, COLUMNS=128)
+def output_for(weight, which, like):
+    """The Fp8Output for a kernel that computes the INPUT or GRAD_OUTPUT of weight's layer, like `like`, or None."""
+    mode, scales, slot = slot_of(weight)
+    return Fp8Output(torch.empty_like(like, dtype=FP8_DTYPES[which]), scales.amax, scales.scale,
+                     slot + which) if mode is Mode.ON else None
+
+
+def pointers(out8, like):
+    """A kernel's arguments for an Fp8Output; without one any pointers will do."""
+    return (out8.data, out8.amax, out8.scale, out8.slot) if out8 else (like, like, like, 0)
+
+
+def cast(x, weight, which, transpose=False):
+    """x (rows, C) in FP8: (rows, C), or with transpose (C, rows)."""
+    (rows, C), (scales, slot) = x.shape, weight.fp8_slot
+    out = torch.empty((C, rows) if transpose else (rows, C), dtype=FP8_DTYPES[which], device=x.device)
+    cast_kernel[(triton.cdiv(rows, 64), triton.cdiv(C, 128))](x, out, rows, C, scales.amax, scales.scale, slot + which,
+                                                              transpose, ROWS=64, COLUMNS=128)
     return out
 
 
-def product(x, weight, bias=None, x8=None):
-    """x (..., in) by a weight (out, in), and bias; x8: x in 8 bits, where it is at hand."""
-    table, site = getattr(weight, "eight", (OFF, 0))
-    if table.state == "look":
-        table.amax[site + X], table.amax[site + W] = x.abs().max(), weight.abs().max()
-    if table.state != "on":
+def linear(x, weight, bias=None, x8=None):
+    """The forward GEMM: x (..., in) by weight (out, in), and bias. x8: x in FP8, if there is one."""
+    mode, scales, slot = slot_of(weight)
+    if mode is Mode.CALIBRATE:
+        scales.amax[slot + INPUT], scales.amax[slot + WEIGHT] = x.abs().max(), weight.abs().max()
+    if mode is not Mode.ON:
         return F.linear(x, weight, bias)
-    x8 = cast(x.reshape(-1, x.size(-1)), weight, X) if x8 is None else x8.view(-1, x.size(-1))
-    y = torch._scaled_mm(x8, cast(weight, weight, W).t(), table.inverse[site + X, 0], table.inverse[site + W, 0],
-                         bias=bias, out_dtype=x.dtype, use_fast_accum=True)
+    x8 = cast(x.reshape(-1, x.size(-1)), weight, INPUT) if x8 is None else x8.view(-1, x.size(-1))
+    y = torch._scaled_mm(x8, cast(weight, weight, WEIGHT).t(), scales.inverse[slot + INPUT, 0],
+                         scales.inverse[slot + WEIGHT, 0], bias=bias, out_dtype=x.dtype, use_fast_accum=True)
     return y.view(*x.shape[:-1], -1)
 
 
-def gradient(dy, weight, dy8=None):
-    """dy (rows, out) by a weight (out, in): the gradient of what the weight's product was given."""
-    table, site = getattr(weight, "eight", (OFF, 0))
-    if table.state == "look":
-        table.amax[site + DY] = dy.abs().max()
-    if table.state != "on":
+def grad_input(dy, weight, dy8=None):
+    """The input gradient's GEMM: dy (rows, out) by weight (out, in). dy8: dy in FP8, if there is one."""
+    mode, scales, slot = slot_of(weight)
+    if mode is Mode.CALIBRATE:
+        scales.amax[slot + GRAD_OUTPUT] = dy.abs().max()
+    if mode is not Mode.ON:
         return dy @ weight
-    dy8 = cast(dy, weight, DY) if dy8 is None else dy8
-    return torch._scaled_mm(dy8, cast(weight, weight, W, turn=True).t(), table.inverse[site + DY, 0],
-                            table.inverse[site + W, 0], out_dtype=dy.dtype)
+    dy8 = cast(dy, weight, GRAD_OUTPUT) if dy8 is None else dy8
+    return torch._scaled_mm(dy8, cast(weight, weight, WEIGHT, transpose=True).t(),
+                            scales.inverse[slot + GRAD_OUTPUT, 0], scales.inverse[slot + WEIGHT, 0], out_dtype=dy.dtype)

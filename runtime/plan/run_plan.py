@@ -22,8 +22,8 @@ from runtime.data.tokenizer import tokenizer_of
 from runtime.engine import ds_config
 from runtime.files import UserError, format_bytes, free_bytes, nearest_existing_dir
 from runtime.hardware import Gpu, find_gpu, memory_per_rank, pick_compile, pick_device, pick_dtype
-from runtime.kernels import runs_on
-from runtime.kernels.block import fits as kernels_fit
+from runtime.kernels import is_supported
+from runtime.kernels.block import supports
 from runtime.lora import apply as apply_lora
 from runtime.lora import lora_config
 from runtime.plan import memory
@@ -314,9 +314,9 @@ def check_fp8(model, hardware, lora):
         raise UserError("fp8=True needs a GPU of compute capability 9.0 (H100, H200, B200, ...): leave it out")
     if lora:
         raise UserError("fp8=True is for training all weights: leave it out with lora_rank")
-    if hardware.dtype != "bfloat16" or not hardware.compile or not runs_on(torch.empty(0)):
+    if hardware.dtype != "bfloat16" or not hardware.compile or not is_supported(torch.empty(0)):
         raise UserError("fp8=True needs our kernels: leave dtype and compile on auto; a C compiler must be there")
-    if not kernels_fit(model) or model.n_embd % 16:
+    if not supports(model) or model.n_embd % 16:
         raise UserError("fp8=True needs --dropout=0, biases, GPT-2's GELU, and n_embd a multiple of 16 up to 4,096")
 
 

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from runtime.kernels.decode import faster
+from runtime.kernels.decode import decode_step_for
 
 TEMPERATURE, TOP_K = 0.8, 200  # of samples during training; sample.py's defaults
 
@@ -105,7 +105,7 @@ def generate_texts(model, prompt, seeds, max_new_tokens, decode, end=None, stop_
 
     model.generate(torch.tensor([prompt] * len(seeds), device=device), max_new_tokens, end_of_text=end,
                    on_token=on_token, generator=[torch.Generator(device).manual_seed(seed) for seed in seeds],
-                   custom_step=faster(model, len(seeds)), **sampling)
+                   custom_step=decode_step_for(model, len(seeds)), **sampling)
     for text in texts:
         text.flush()
     return texts

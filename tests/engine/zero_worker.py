@@ -25,7 +25,7 @@ from model import GPT, Block, GPTConfig
 from runtime.cluster.ranks import all_reduce_sum, shut_down, silence_stdout
 from runtime.engine import ds_config, fixes, fused_adamw, setup, zero2_gradients
 from runtime.engine.fast_path import FastPath
-from runtime.kernels.block import fuse
+from runtime.kernels import block
 from runtime.plan.run_plan import Batch
 
 SEQUENCES, ACCUMULATION, T, VOCAB = 12, 3, 16, 61  # of a step, over all ranks; micro-steps; tokens; vocabulary
@@ -122,7 +122,7 @@ def build(stage, dtype, zero, config, clip, repaired, compiled, fused, layers):
     if compiled:
         model.compile_blocks(backend="aot_eager")
     if fused:
-        fuse(model)
+        block.install(model)
     if stage == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [Block])
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), fused=True, **ADAM)

@@ -7,9 +7,9 @@ from reference import XL_2_LAYERS, build, check, plain_logits, random_weights
 
 import model as model_file
 from model import GPTConfig
-from runtime.kernels.decode import faster
+from runtime.kernels.decode import decode_step_for
 
-CONTEXT = 640  # attend_one's programs take a second look from 513 places on
+CONTEXT = 640  # decode_attention's programs take a second look from 513 places on
 SMALL = {"block_size": CONTEXT, "n_layer": 2}
 
 
@@ -28,7 +28,7 @@ def test_logits_with_a_cache_are_those_without(config, prompt, new, batch, monke
         return torch.randint(config.vocab_size, (batch,), device="cuda")
 
     monkeypatch.setattr(model_file, "sample_token", spy)
-    custom_step = faster(model, batch)
+    custom_step = decode_step_for(model, batch)
     assert (custom_step is not None) == (batch == 1)
     torch.manual_seed(0)
     idx = model.generate(torch.randint(config.vocab_size, (batch, prompt), device="cuda"), new,

@@ -10,8 +10,7 @@ from reference import check, errors
 
 from model import FusedLinearCrossEntropy, cross_entropy_with_grad
 from runtime.engine.fused_adamw import adamw
-from runtime.kernels import block as fused
-from runtime.kernels import fp8
+from runtime.kernels import block, fp8
 
 WIDTHS = {768: 12, 1600: 25}  # and their heads
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -61,7 +60,7 @@ widths = pytest.mark.parametrize("C", WIDTHS)
 @blocks
 def test_residual_sum_with_layer_norm(C, dtype, rows, summed):
     def ours(x, y, b_y, w, b):
-        return fused.AddNorm.apply(x, y, b_y, w, b)[:2]
+        return block.ResidualLayerNorm.apply(x, y, b_y, w, b)[:2]
 
     def plain(x, y, b_y, w, b):
         total = x + y + b_y
@@ -70,8 +69,8 @@ def test_residual_sum_with_layer_norm(C, dtype, rows, summed):
     norm = {"w": random(C, shift=1.0, scale=0.2), "b": random(C, seed=1)}
     compare(ours, plain, {"x": random(1, rows, C, shift=0.5), "y": random(1, rows, C, seed=2),
                           "b_y": random(C, seed=3), **norm}, dtype, summed)
-    compare(lambda x, w, b: fused.AddNorm.apply(x, None, None, w, b)[1], lambda x, w, b: F.layer_norm(x, (C,), w, b),
-            {"x": random(1, rows, C, shift=0.5), **norm}, dtype, summed)
+    compare(lambda x, w, b: block.ResidualLayerNorm.apply(x, None, None, w, b)[1],
+            lambda x, w, b: F.layer_norm(x, (C,), w, b), {"x": random(1, rows, C, shift=0.5), **norm}, dtype, summed)
 
 
 @widths
@@ -82,17 +81,17 @@ def test_queries_keys_and_values(C, dtype, rows, summed):
     def plain(x, w, b):
         return tuple(part.view(1, rows, heads, C // heads).transpose(1, 2) for part in F.linear(x, w, b).split(C, 2))
 
-    compare(lambda x, w, b: fused.Heads.apply(x, None, w, b, heads), plain,
+    compare(lambda x, w, b: block.QKVProjection.apply(x, None, w, b, heads), plain,
             {"x": random(1, rows, C), "w": random(3 * C, C, scale=0.02), "b": random(3 * C)}, dtype, summed)
 
 
 @widths
 @blocks
 def test_linear_with_gelu_and_linear(C, dtype, rows, summed):
-    compare(lambda x, w, b: fused.LinearGelu.apply(x, None, w, b, None)[0],
+    compare(lambda x, w, b: block.LinearGelu.apply(x, None, w, b, None)[0],
             lambda x, w, b: F.gelu(F.linear(x, w, b), approximate="tanh"),
             {"x": random(1, rows, C), "w": random(4 * C, C, scale=0.04), "b": random(4 * C)}, dtype, summed)
-    compare(lambda x, w: fused.Linear.apply(x, None, w), lambda x, w: F.linear(x, w),
+    compare(lambda x, w: block.LinearNoBias.apply(x, None, w), lambda x, w: F.linear(x, w),
             {"x": random(1, rows, 4 * C), "w": random(C, 4 * C, scale=0.02)}, dtype, summed)
 
 
@@ -116,7 +115,7 @@ def test_loss_of_the_output_layer(C, dtype):
     compare(ours, plain, {"x": random(5003, C), "w": weight}, dtype)
 
 
-@pytest.mark.parametrize(("which", "limit"), [(fp8.X, 448.0), (fp8.DY, 57344.0)], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize(("which", "limit"), [(fp8.INPUT, 448.0), (fp8.GRAD_OUTPUT, 57344.0)], ids=["E4M3", "E5M2"])
 def test_casts_to_fp8_are_pytorchs(which, limit):
     """To the last bit, also transposed and beyond the range, with an odd number of rows; and the largest value."""
     if torch.cuda.get_device_capability() < (9, 0):
@@ -125,13 +124,13 @@ def test_casts_to_fp8_are_pytorchs(which, limit):
     x = random(1021, 1600).bfloat16()
     scale = torch.tensor([1.0, 1.0, 1.0], device="cuda")
     scale[which] = limit / 3.0  # the largest values are beyond 3
-    table = SimpleNamespace(amax=torch.zeros(3, device="cuda"), scale=scale, state="on")
-    weight = SimpleNamespace(eight=(table, 0))
-    wanted = (x.float() * scale[which]).clamp(-limit, limit).to(fp8.KINDS[which])
-    for turn in (False, True):
-        got = fp8.cast(x, weight, which, turn)
-        assert torch.equal(got.view(torch.uint8), (wanted.t() if turn else wanted).contiguous().view(torch.uint8))
-    assert table.amax[which] == x.abs().max() > 3
+    scales = SimpleNamespace(amax=torch.zeros(3, device="cuda"), scale=scale, mode=fp8.Mode.ON)
+    weight = SimpleNamespace(fp8_slot=(scales, 0))
+    wanted = (x.float() * scale[which]).clamp(-limit, limit).to(fp8.FP8_DTYPES[which])
+    for transpose in (False, True):
+        got = fp8.cast(x, weight, which, transpose)
+        assert torch.equal(got.view(torch.uint8), (wanted.t() if transpose else wanted).contiguous().view(torch.uint8))
+    assert scales.amax[which] == x.abs().max() > 3
 
 
 def test_adamw_in_one_pass():

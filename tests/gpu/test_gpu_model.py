@@ -7,7 +7,8 @@ from reference import GPT2, XL_2_LAYERS, build, check, errors, plain_gradients, 
 
 from model import GPTConfig
 from runtime.engine import fast_path as replay
-from runtime.kernels.block import fuse
+from runtime.kernels import block
+from runtime.kernels.fp8 import Mode
 from runtime.monitor.health import StragglerDetector
 
 B, T = 2, 1024
@@ -16,7 +17,7 @@ WAYS = ["eager", "compiled", "kernels", "kernels recomputed", "kernels captured"
 
 
 class Engine:
-    """What fast_path.py uses of an engine. sums: gradients go to float32 sums, as at ZeRO-2 on one rank."""
+    """What fast_path.py uses of an engine. sums: gradients go to a float32 main_grad, as at ZeRO-2 on one rank."""
 
     def __init__(self, module, scale=1.0, sums=False):
         self.module, self.scale = module, scale
@@ -76,7 +77,7 @@ def steps(case, way, dtype=torch.bfloat16, scale=1.0, fp8=False):
     if "compiled" in way:
         model.compile_blocks()
     elif "kernels" in way:
-        fuse(model, fp8)
+        block.install(model, fp8)
     engine = Engine(model, scale, "sums" in way)
     micro_step = replay.micro_step(engine, "captured" in way, StragglerDetector("cuda", 1))
     for batch in (case["other"], case["other"], case["batch"]):
@@ -118,13 +119,13 @@ def test_fp8_is_within_its_bounds(case, way):
         pytest.skip("fp8 needs Hopper")
     loss, gradients, model = steps(case, way, fp8=True)
     exact_loss, exact = case["exact"]
-    assert model.eight.state == "on" and (model.eight.amax > 0).all()
+    assert model.fp8_scales.mode is Mode.ON and (model.fp8_scales.amax > 0).all()
     away = {name: errors(gradients[name], exact[name])[0] for name in exact}
     assert abs(loss - exact_loss) < 5e-3  # seen: 1.8e-3
     assert 0.05 < max(away.values()) < 0.3, away  # seen: 0.18; bfloat16's are 0.012
     with torch.no_grad():  # an evaluation is made in bfloat16
         plain = build(case["config"], case["weights"], torch.bfloat16)
-        fuse(plain)
+        block.install(plain)
         assert torch.equal(model.eval()(case["batch"][0]), plain.eval()(case["batch"][0]))
 
 

@@ -28,7 +28,7 @@ from runtime.cluster.ranks import all_reduce_sum, shut_down, silence_stdout
 from runtime.engine import ds_config, fixes, fused_adamw, setup, zero2_gradients
 from runtime.engine import fast_path as replay
 from runtime.engine.fast_path import FastPath
-from runtime.kernels.block import fuse
+from runtime.kernels import block
 from runtime.monitor.health import StragglerDetector
 from runtime.plan.run_plan import Batch
 
@@ -100,7 +100,7 @@ def build(stage, dtype, blocks, zero, clip, fp16):
     F.linear = LINEAR  # stage 3 replaces it for good
     model, stage = fresh_model(), config["zero_optimization"]["stage"]
     if blocks == "kernels":
-        fuse(model)
+        block.install(model)
     elif blocks == "compiled":
         model.compile_blocks()
     if stage == 3:

@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="PyTorch for this platform comes without Tr
 from model import GPT, Decoder, GPTConfig
 from runtime.engine.fast_path import FastPath
 from runtime.engine.fused_adamw import Zero3Step, adamw
-from runtime.kernels.block import compare_with_plain, fits, fuse
-from runtime.kernels.decode import one_more
+from runtime.kernels import block
+from runtime.kernels.decode import decode_step
 
 SHAPE = {"block_size": 150, "vocab_size": 61, "n_layer": 2, "n_head": 3, "n_embd": 48}  # 48: no power of two
 
@@ -24,7 +24,7 @@ def models(**shape):
     for p in plain.parameters():
         p.data += 0.1 * torch.randn_like(p)
     fused.load_state_dict(plain.state_dict())
-    fuse(fused)
+    block.install(fused)
     return plain, fused
 
 
@@ -37,7 +37,7 @@ def gradients(model, idx, targets, where=lambda p: p.grad):
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_fused_blocks_have_the_loss_and_the_gradients_of_plain_ones(recomputed):
-    """In float32, over 2 x 19 rows, which no tile divides; also with gradients added to sums within the products."""
+    """In float32, over 2 x 19 rows, which no tile divides; also with gradients accumulated into main_grad."""
     plain, fused = models()
     fused.gradient_checkpointing = recomputed
     idx, targets = torch.randint(61, (2, 2, 19))
@@ -61,27 +61,27 @@ def test_fused_blocks_have_the_loss_and_the_gradients_of_plain_ones(recomputed):
 def test_what_doctor_compares(monkeypatch):
     """Rounding to bfloat16 alone separates both from float32; a kernel that loses a bias's gradient is far off."""
     small = {"B": 1, "T": 24, "n_head": 2, "n_embd": 32}
-    (loss, grads), (plain_loss, plain_grads) = compare_with_plain("cpu", torch.bfloat16, **small)
+    (loss, grads), (plain_loss, plain_grads) = block.compare_with_plain("cpu", torch.bfloat16, **small)
     assert 0.001 < grads < 1.2 * plain_grads < 0.02 and max(loss, plain_loss) < 0.01
-    monkeypatch.setattr("runtime.kernels.block.summed", lambda sums, *params: [torch.zeros_like(p) for p in params])
-    (_, grads), _ = compare_with_plain("cpu", torch.bfloat16, **small)
+    monkeypatch.setattr(block, "reduce_param_grads", lambda partials, *params: [torch.zeros_like(p) for p in params])
+    (_, grads), _ = block.compare_with_plain("cpu", torch.bfloat16, **small)
     assert grads > 0.2
 
 
-def test_products_in_8_bits_are_near_the_plain_ones():
-    """The first micro-step looks and is exact; in the second all factors but weight gradients' have 8 bits, E4M3 with
-    3 and E5M2 with 2 after the point; an evaluation is exact again. The interpreter cuts off what a GPU rounds: by
-    rounding the furthest gradient would be 0.14 away."""
+def test_fp8_matmuls_are_near_the_plain_ones():
+    """The first micro-step calibrates and is exact; in the second all matmuls but weight gradients' are in FP8, E4M3
+    with 3 and E5M2 with 2 bits of mantissa; an evaluation is exact again. The interpreter truncates what a GPU rounds:
+    by rounding the furthest gradient would be 0.14 away."""
     plain, fused = models()
-    fuse(fused, fp8=True)
+    block.install(fused, use_fp8=True)
     idx, targets = torch.randint(61, (2, 2, 40))
     loss, wanted = gradients(plain, idx, targets)
-    looked, got = gradients(fused, idx, targets)
-    assert looked == pytest.approx(loss, rel=1e-6)
-    table = fused.eight
-    assert (table.amax > 0).all() and table.amax.numel() == 24
+    calibrated, got = gradients(fused, idx, targets)
+    assert calibrated == pytest.approx(loss, rel=1e-6)
+    scales = fused.fp8_scales
+    assert (scales.amax > 0).all() and scales.amax.numel() == 24
     weight = plain.transformer.h[1].mlp.c_fc.weight
-    assert table.amax[12 + 6 + 1] == weight.abs().max()
+    assert scales.amax[12 + 6 + 1] == weight.abs().max()
     mine, got = gradients(fused, idx, targets)
     assert 1e-6 < abs(mine - loss) / loss < 0.01
     for name, grad in wanted.items():
@@ -89,7 +89,7 @@ def test_products_in_8_bits_are_near_the_plain_ones():
             continue
         away = (got[name] - grad).norm() / grad.norm()
         assert away < 0.45, (name, away)
-    assert table.scale[12 + 6 + 1].item() == pytest.approx(224 / weight.abs().max().item())
+    assert scales.scale[12 + 6 + 1].item() == pytest.approx(224 / weight.abs().max().item())
     with torch.no_grad():
         assert torch.allclose(fused.eval()(idx), plain.eval()(idx), atol=2e-5)
 
@@ -104,7 +104,7 @@ def test_fused_evaluation_and_logits():
 
 @pytest.mark.parametrize(("shape", "fit"), [({}, True), ({"dropout": 0.1}, False), ({"bias": False}, False)])
 def test_dropout_and_models_without_biases_are_left_alone(shape, fit):
-    assert fits(GPTConfig(**{**SHAPE, **shape})) is fit
+    assert block.supports(GPTConfig(**{**SHAPE, **shape})) is fit
 
 
 def test_adamw_in_one_pass_is_pytorchs():
@@ -161,5 +161,5 @@ def test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole():
                 cache.k.fill_(7), cache.v.fill_(7)
             decoder.prefill(idx[:, :prompt])
             for at in range(prompt, prompt + 2):
-                logits = one_more(plain, idx[:, at : at + 1], torch.tensor([at]), decoder.caches)
+                logits = decode_step(plain, idx[:, at : at + 1], torch.tensor([at]), decoder.caches)
                 assert torch.allclose(logits, whole[:, at], atol=2e-5), at
