@@ -14,6 +14,7 @@ from conftest import CHARS, ROOT, done, launch, stage
 from safetensors.torch import load_file, save_file
 from test_run import at_once
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from model import GPT, GPTConfig
 from runtime.checkpoint import load_model
@@ -172,17 +173,17 @@ def test_an_export_that_is_not_ours_fails_and_leaves_nothing(whole, tmp_path, br
 import runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
 if {broken!r} == "weights":
-    from safetensors import torch as st
-    save = st.save_file
-    def save_others(tensors, *args, **kwargs):
-        for name in [name for name in tensors if name.endswith("attn.c_proj.weight")]:
-            tensors[name] = tensors[name].t().contiguous()
-        save(tensors, *args, **kwargs)
-    st.save_file = save_others
+    from transformers import GPT2LMHeadModel
+    save = GPT2LMHeadModel.save_pretrained
+    def save_others(self, *args, **kwargs):
+        for block in self.transformer.h:
+            block.attn.c_proj.weight.data = block.attn.c_proj.weight.data.t().contiguous()
+        save(self, *args, **kwargs)
+    GPT2LMHeadModel.save_pretrained = save_others
 else:
     from runtime.export import hf
-    right = hf.of_characters
-    hf.of_characters = lambda chars: right(chars[1:] + chars[0])
+    right = hf.char_tokenizer
+    hf.char_tokenizer = lambda chars: right(chars[1:] + chars[0])
 sys.argv[0] = {str(ROOT / "export_hf.py")!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """)
@@ -249,15 +250,15 @@ def test_merges_are_found_from_the_ranks_alone():
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
                                   show_progress=False)
     tokenizer.train_from_iterator([path.read_text() for path in sorted(ROOT.glob("config/*.py"))], trainer)
-    learned, letters = json.loads(tokenizer.to_str())["model"], hf.letters_of_bytes()
-    byte_of = {letter: byte for byte, letter in enumerate(letters)}
-    assert len(byte_of) == 256 and set(letters) == set(pre_tokenizers.ByteLevel.alphabet())
+    learned, letters = json.loads(tokenizer.to_str())["model"], bytes_to_unicode()
+    byte_of = {letter: byte for byte, letter in letters.items()}
+    assert len(byte_of) == 256 and set(byte_of) == set(pre_tokenizers.ByteLevel.alphabet())
 
     def of_bytes(token):
         return bytes(byte_of[letter] for letter in token)
 
     ranks = {of_bytes(token): rank for token, rank in learned["vocab"].items()}
-    assert hf.merges_of(ranks) == [tuple(map(of_bytes, pair)) for pair in learned["merges"]] and len(ranks) == 400
+    assert hf.bpe_merges(ranks) == [tuple(map(of_bytes, pair)) for pair in learned["merges"]] and len(ranks) == 400
 
 
 @pytest.fixture(scope="module")
