@@ -9,6 +9,7 @@ import sys
 
 from runtime.output import protect_output
 
+signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C during the imports, without a traceback
 SIGNALS = ["SIGTERM", "SIGINT", "SIGQUIT", "SIGUSR1"]
 if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup, for the ranks too
     SIGNALS.append("SIGHUP")
@@ -19,33 +20,30 @@ from torch.distributed.elastic.multiprocessing.api import PContext, SignalExcept
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
-PATIENCE = 300  # seconds that the ranks get to save after a signal; for a rank that failed torchrun's 30 stay
-close = PContext.close
-
-
-def patient_close(self, death_sig=None, timeout=30):
-    """PContext.close, which ends the ranks, with more time where a signal is the reason."""
-    close(self, death_sig, PATIENCE if isinstance(sys.exception(), SignalException) else timeout)
-    codes.extend(handler.proc.returncode for handler in getattr(self, "subprocess_handlers", {}).values())
-
-
-PContext.close = patient_close
-codes = []  # of the ranks that were closed
+SAVE_TIMEOUT_S = 300  # for the ranks to save after a signal; when a rank has failed the others get torchrun's 30
 
 
 def run(argv):
-    """Run torchrun; the exit code of the rank that failed first, 128 + the signal's number for one that was killed."""
+    """Run torchrun; return the exit code of the rank that failed first, 128 + the signal's number if it was killed."""
     protect_output()
+    close, codes = PContext.close, []  # codes: of the ranks that were closed
+
+    def close_with_save_timeout(self, death_sig=None, timeout=30):
+        """PContext.close, which ends the ranks, with more time where a signal is the reason."""
+        close(self, death_sig, SAVE_TIMEOUT_S if isinstance(sys.exception(), SignalException) else timeout)
+        codes.extend(handler.proc.returncode for handler in getattr(self, "subprocess_handlers", {}).values())
+
+    PContext.close = close_with_save_timeout
     try:
         main(argv)
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
-        if code != 2:  # 2 is a refusal, which has told its reason
-            print(f"rank {rank} ended with exit code {code}: its own words are above", file=sys.stderr)
+        if code != 2:  # 2 is a mistake of the user's, which is printed already
+            print(f"rank {rank} ended with exit code {code}: see its output above", file=sys.stderr)
         return code
     except SignalException as error:
-        return 2 if 2 in codes else 128 + error.sigval  # 2: told to stop, they could not save
+        return 2 if 2 in codes else 128 + error.sigval  # 2: they could not save
     return 0
 
 
