@@ -292,7 +292,7 @@ def uses_offload(config):
 
 
 def supports_fast_gradients(config, dtype):
-    """True where the shorter way of zero2_gradients.py goes: what shorten() asks the engine, before there is one."""
+    """True if zero2_gradients.install will replace DeepSpeed's gradient path, known before there is an engine."""
     own = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]
     return (config["zero_optimization"]["stage"] == 2 and not uses_offload(config)
             and config["data_types"]["grad_accum_dtype"] == "fp32"

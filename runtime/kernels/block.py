@@ -1,24 +1,21 @@
-"""GPT-2's blocks for training on a GPU: between two GEMMs, each pass over the activations is one fused kernel.
+"""GPT-2's blocks for training on a GPU, with fused kernels between the GEMMs.
 
-What is between a block's GEMMs moves bytes and computes little, so passes are saved where they can be:
+What is between a block's GEMMs moves bytes and computes little, so it is done in as few passes as possible:
 
-  residual + layer norm   one kernel adds the branch before (attention or MLP) with its bias to the residual stream, and
-                          normalizes the sum. A block so hands on (residual, branch, branch_bias), and the next layer
-                          norm adds them.
-  bias gradients          are column sums, made by the kernel that writes the matrix: each program stores its partial
-                          sums, and reduce_partials adds them up, in float32.
-  GELU                    forward and backward, with the bias gradient.
-  dq, dk, dv              are concatenated into one matrix for the QKV projection's backward.
-  weight gradients        are accumulated in float32 by the GEMM itself, weight.main_grad += dy.T @ x, if a main_grad is
-                          there (engine/zero2_gradients.py).
+  residual + layer norm  One kernel adds a branch (attention or MLP) and its bias to the residual stream and normalizes
+                         the sum. So a block returns (residual, branch, branch_bias), for the next layer norm to add.
+  bias gradients         The kernel that writes a matrix also sums its columns: each program stores partial sums, and
+                         reduce_partials adds them up, in float32. GELU's backward does so, and the concatenation of
+                         dq, dk and dv for the QKV projection's backward.
+  weight gradients       The GEMM accumulates in float32, weight.main_grad += dy.T @ x (engine/zero2_gradients.py).
 
-GEMMs and attention are PyTorch's, or with FP8 those of fp8.py. model.py has the plain form of all this; tests compare
-the two.
+GEMMs and attention are PyTorch's, or fp8.py's. model.py has the plain form of all this; tests compare the two.
 """
 
 from __future__ import annotations  # without Triton there is no tl.constexpr
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -406,7 +403,5 @@ def attn_and_mlp(block, residual, branch, branch_bias):
 
 
 def attention(q, k, v):
-    if not q.is_cuda:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    with sdpa_kernel(attention_backends(q.device), set_priority=True):
+    with sdpa_kernel(attention_backends(q.device), set_priority=True) if q.is_cuda else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -3,12 +3,11 @@
 With one text each linear layer is a GEMV, which takes as long as reading its matrix. PyTorch's reach 700 to 2,300 GB/s
 of an H200's 4,150, and layer norm, GELU and residual are kernels of their own. Here a block is five kernels:
 
-  gemv               one matrix, with the layer norm before it, and bias, GELU and residual after it.
-  decode_attention   split-KV attention ("flash decoding"): several programs share the keys and values of a head, each
-                     with an online softmax over its part; the last one to finish combines their partial results.
+  gemv              One matrix, with the layer norm before it, and bias, GELU and residual after it.
+  decode_attention  Split-KV attention ("flash decoding"): several programs share the keys and values of a head, each
+                    with an online softmax over its part; the last one to finish combines their partial results.
 
-On Hopper and later each kernel is launched with programmatic dependent launch (PDL): it starts to read its matrix while
-the one before it still runs.
+With programmatic dependent launch (PDL, Hopper and later) a kernel starts to read its matrix while the one before runs.
 """
 
 from __future__ import annotations  # without Triton there is no tl.constexpr

@@ -66,21 +66,21 @@ def test_bfloat16_is_plain_pytorch_to_its_rounding(report, way):
     assert result["norms"] == pytest.approx(report["plain"]["norms"], rel=3e-3)
 
 
-def test_the_shorter_way_is_taken_where_it_fits(report):
+def test_our_gradient_path_is_taken_where_it_fits(report):
     taken = {way for way, result in report.items() if way != "ranks" and result.get("shortened")}
     assert taken == {way for way in report if " stage 2" in way} | {"small fused nan", "small fused local"}
     assert len(taken) == 15
 
 
 @pytest.mark.parametrize("way", ["stage 2", "stage 2 buckets"])
-def test_the_shorter_way_is_deepspeeds_own_in_float32(report, way):
+def test_our_gradient_path_is_deepspeeds_own_in_float32(report, way):
     result = report[f"float32 {way}"]
     assert result["furthest"]["float32 own"] < 1e-6
     assert result["norms"] == pytest.approx(report["float32 own"]["norms"], rel=1e-6)
 
 
 @pytest.mark.parametrize("way", ["stage 2", "stage 2 buckets"])
-def test_the_shorter_way_is_deepspeeds_own(report, way):
+def test_our_gradient_path_is_deepspeeds_own(report, way):
     """Seen: 5e-4 of the way on 1 rank, 8e-8 on 2, whatever the buckets."""
     result = report[f"bfloat16 {way}"]
     assert result["apart"]["bfloat16 own"] < 2e-3
@@ -88,7 +88,7 @@ def test_the_shorter_way_is_deepspeeds_own(report, way):
     assert result["furthest"]["bfloat16 stage 2"] == 0
 
 
-def test_sums_of_each_rank_first_are_the_sums(report):
+def test_local_accumulation_gives_the_sums(report):
     """In float32 over the ranks where they were in bfloat16. Seen: 2 ranks apart by 0.4% of the way."""
     local, fused = report["bfloat16 stage 2 local"], report["small fused local"]
     assert local["apart"]["bfloat16 stage 2"] < 0.01
@@ -110,8 +110,8 @@ def test_one_bad_element_on_one_rank_skips_the_step_on_all(report, way, value):
 
 
 def test_kernels_of_our_own_train_as_plain_pytorch(report):
-    """Fused blocks, gradients summed in the products, AdamW in one pass, and a step skipped for one NaN; in Triton's
-    interpreter, which cuts to bfloat16 instead of rounding. Seen: 2.9% of the way; norms to 0.4%."""
+    """Fused blocks, gradients accumulated by the matmuls, fused AdamW, and a step skipped for one NaN; in Triton's
+    interpreter, which truncates to bfloat16 instead of rounding. Seen: 2.9% of the way; norms to 0.4%."""
     result, ranks, norms = report["small fused nan"], report["ranks"], report["small plain"]["norms"]
     assert result["applied"] == [ranks, 0, ranks] and result["moved_by_poison"] == 0
     assert result["norms"][1] == float("inf")
@@ -148,8 +148,8 @@ def test_float16_is_plain_pytorch_while_the_loss_scale_grows(report, way, scales
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_still_halves_the_gradient_when_its_loss_scale_grows(report, stage):
-    """Why fixes.repair is there. Red means that DeepSpeed has mended it: then the repair can go. At stages 1 and 2
-    the norm that it tells is right, and only the gradient that it takes is not."""
+    """Why fixes.repair is there. Red means that DeepSpeed has fixed it: then the repair can go. At stages 1 and 2
+    the norm that it reports is right, and only the gradient that it uses is not."""
     result = report[f"float16 stage {stage} unrepaired"]
     assert result["scales"] == [256, 256, 512, 512, 1024]  # it grew in the third step and the fifth
     assert 0.05 < result["apart"]["plain unclipped"] < 0.2
