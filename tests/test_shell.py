@@ -11,6 +11,7 @@ import time
 
 import psutil
 import pytest
+import torch
 from conftest import CHARS, ROOT, SMALL, wait_until
 
 from runtime.checkpoint.tags import TagStore
@@ -23,7 +24,7 @@ def naming(text):
 
 @pytest.fixture
 def start(characters, tmp_path):
-    """start(*args) -> a context with the script at work on 3 iterations of a tiny model; none of it outlives that."""
+    """start(*args) -> a context with the script running on 3 iterations of a tiny model; none of it outlives that."""
 
     @contextlib.contextmanager
     def started(*args):
@@ -93,6 +94,18 @@ def test_sigterm_in_the_middle_leaves_no_process(start, tmp_path):
         assert time.time() - told < 60 and naming(str(tmp_path)) == []
     assert job.returncode == 143 and "Stopping: " in stderr, stderr
     assert TagStore(tmp_path / "out").find().manifest["iter_num"] >= 100  # saved on the way out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a PyTorch that finds no GPU")
+def test_gpus_that_pytorch_cannot_use_are_an_error(tmp_path):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if name not in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")}
+    run = subprocess.run([ROOT / "run_deepspeed_xl.sh"], capture_output=True, text=True, timeout=60,
+                         env={**env, "PATH": f"{tmp_path}:{env['PATH']}", "PYTHON": sys.executable})
+    assert (run.returncode, run.stdout) == (2, "")
+    assert re.fullmatch(r"launch_deepspeed\.py: nvidia-smi lists GPUs, but torch \S+ finds no CUDA device: update the "
+                        r"driver .*, or run on CPU with DS_ACCELERATOR=cpu\n", run.stderr)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
