@@ -3,8 +3,8 @@
     python export_hf.py --out_dir=out-shakespeare-xl-deepspeed --tag=best --to=shakespeare-xl
     python export_hf.py --out_dir=out-shakespeare-xl-deepspeed --dtype=bfloat16
 
-The folder is written aside, loaded with transformers and held against ours. It takes its name only if the logits of a
-sequence of the validation data agree to 1e-4 in float32 and the tokenizers give the same ids.
+The folder is written under a temporary name, loaded with transformers and compared with our model. It gets its name
+only if the logits of a sequence of the validation data agree to 1e-4 in float32 and the tokenizers give the same ids.
 """
 
 from typing import Literal
@@ -20,7 +20,6 @@ settings = configurator.from_command_line(globals())
 globals().update(vars(settings))
 
 import os
-import secrets
 import shutil
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -40,17 +39,17 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 
 
 def check_place(to, needed):
-    """ValueError unless a folder of so many bytes can be made at `to`, which is not there or empty."""
+    """Raise ValueError unless a folder of so many bytes can be made at `to`, which does not exist or is empty."""
     if os.path.exists(to) and not (os.path.isdir(to) and not os.listdir(to)):
-        raise ValueError(f"{to} is there already: name another folder with --to=DIR, or delete it")
+        raise ValueError(f"{to} exists already: name another folder with --to=DIR, or delete it")
     if free_bytes(to) < needed:
         raise ValueError(f"the folder takes {format_bytes(needed)} and {to} has {format_bytes(free_bytes(to))} free: "
                          "make room, or name another with --to=DIR")
 
 
-def real_tokens(dataset, data, n):
-    """(n tokens to compare on, what they are): the first that were held out in training; where the data is not here or
-    not the same any more, the vocabulary's in their order."""
+def tokens_to_compare(dataset, data, n):
+    """Return (n tokens, what they are): the first of the validation data, or where that is not here or has changed, the
+    vocabulary's in their order."""
     folder = dataset_dirs(dataset, ROOT)[0]
     try:
         meta = read_meta(folder)
@@ -79,7 +78,7 @@ import transformers
 from safetensors import SafetensorError
 
 from runtime.export import hf
-from runtime.export.model_card import card
+from runtime.export.model_card import model_card
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -88,23 +87,21 @@ try:
     model, _ = load_model(out_dir, tag)
     model.crop_vocab_size(vocab_size)
     print(f"{out_dir}/{tag}: {model.num_params():,} parameters after {state['iter_num']} iterations")
-    ids, whose = real_tokens(state["settings"]["dataset"], state["data"], model.config.block_size)
+    ids, whose = tokens_to_compare(state["settings"]["dataset"], state["data"], model.config.block_size)
     idx = torch.tensor([ids])
     if dtype != "float32":
         with torch.no_grad():
             exact = model(idx)
             moved = model.to(getattr(torch, dtype)).to(torch.float32)(idx) - exact
         rounding = f" Rounding the weights to {dtype} moves logits by up to {moved.abs().max().item():.1e}."
-    aside = f"{to}.{secrets.token_hex(4)}.saving"
-    os.makedirs(aside)
-    work = aside  # ours, and to be removed, only from here on
+    work = hf.make_temporary(to)
     hf.write_model(model, work, end_of_text(kind), dtype)
     hf.write_tokenizer(work, kind, model.config.block_size)
     hf.check_tokenizer(work, encode, decode(ids))
-    apart, precision = hf.check_model(model, work, idx)
+    difference, precision = hf.check_model(model, work, idx)
     checked = (f"Loaded with transformers {transformers.__version__} and computed in {precision}, the logits of "
-               f"{whose} differ from those in training's own code by {apart:.1e} at most.{rounding}")
-    text = card(os.path.basename(to), model, manifest, read_history(out_dir), ROOT, decode(ids[:12]), checked)
+               f"{whose} differ from those in training's own code by {difference:.1e} at most.{rounding}")
+    text = model_card(os.path.basename(to), model, manifest, read_history(out_dir), ROOT, decode(ids[:12]), checked)
     with open(os.path.join(work, "README.md"), "w", encoding="utf-8") as f:
         f.write(text)
     os.rename(work, to)

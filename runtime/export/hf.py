@@ -3,9 +3,14 @@
 GPT-2's tokenizer also gets vocab.json and merges.txt, which are OpenAI's encoder.json and vocab.bpe to the byte.
 """
 
+import contextlib
+import fcntl
+import glob
 import json
 import math
 import os
+import re
+import secrets
 import shutil
 
 import torch
@@ -19,6 +24,28 @@ MAX_LOGIT_DIFFERENCE = 1e-4
 
 class ExportError(UserError):
     """What was written does not read back as it should; the message says by how much."""
+
+
+def make_temporary(to):
+    """Make and return the folder in which an export to `to` is written, and remove those of exports that were killed.
+
+    A running export holds a lock on its folder until it ends.
+    """
+    for folder in glob.glob(f"{glob.escape(to)}.*.saving"):
+        if re.fullmatch(r"\.[0-9a-f]{8}\.saving", folder.removeprefix(to)):
+            with contextlib.suppress(OSError):
+                lock(folder)
+                shutil.rmtree(folder)
+    folder = f"{to}.{secrets.token_hex(4)}.saving"
+    os.makedirs(folder)
+    with contextlib.suppress(OSError):  # a file system without locks
+        lock(folder)
+    return folder
+
+
+def lock(folder):
+    """Lock a folder for as long as this process lives. Raises OSError where another process has locked it."""
+    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def hf_config(config, end, dtype):

@@ -1,11 +1,11 @@
-"""The README.md of an exported model: what it is, how to use it, its losses, data and settings."""
+"""The README.md of an exported model: its size, how to use it, losses, data and settings."""
 
 import os
 
 from runtime.data.dataset import DatasetError, dataset_dirs, read_meta
 from runtime.weights import PRETRAINED
 
-TOLD = (  # settings that make a model what it is
+CARD_SETTINGS = (
     "init_from", "dataset", "batch_size", "gradient_accumulation_steps", "block_size", "dropout", "learning_rate",
     "lr_schedule", "decay_lr", "warmup_iters", "lr_decay_iters", "min_lr", "max_iters", "weight_decay", "beta1",
     "beta2", "grad_clip", "seed", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
@@ -18,7 +18,8 @@ tags:
 # {name}
 
 GPT-2 with {parameters:,} parameters: {n_layer} layers, {n_head} heads, a width of {n_embd:,}, {block_size:,} positions,
-{vocab_size:,} tokens. Trained with DeepSpeed ZeRO for {iter_num:,} iterations.
+{vocab_size:,} tokens. Trained with DeepSpeed ZeRO for {iter_num:,} iterations. {losses}The best validation loss was
+{best_val_loss:.4f}.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,71 +28,57 @@ model, tokenizer = AutoModelForCausalLM.from_pretrained("{name}"), AutoTokenizer
 print(tokenizer.decode(model.generate(**tokenizer({prompt!r}, return_tensors="pt"), max_new_tokens={new})[0]))
 ```
 
-## Losses
+{export}
 
-{losses}The best validation loss was {best_val_loss:.4f}.
-
-## Data
+Data:
 
 {data}
 
-## Settings
-
+| setting | value |
+|---|---|
 {settings}
-## Export
-
-{export}
 """
 
 
-def card(name, model, manifest, history, root, prompt, export):
-    """The model card as text, from a tag's manifest, its run's history (records), and the data's own folders, below
+def model_card(name, model, manifest, history, root, prompt, export):
+    """Return the card's text, from a tag's manifest, its run's history (records), and the folders of its data below
     data/ in `root`. prompt: a text that the tokenizer knows; export: sentences on how the folder was made."""
     state = manifest["state"]
-    settings = {key: value for key, value in state["settings"].items() if key in TOLD}
-    settings["init_from"] = last_name(settings["init_from"])
-    settings["dataset"] = ", ".join(data_names(settings["dataset"]))
-    run = {"ranks": manifest["world_size"], "ZeRO stage": manifest["stage"], "precision": manifest["dtype"],
-           **manifest.get("versions", {}),
-           **{f"earlier stage {number}": f"{stage['iter_num']} iterations on {', '.join(data_names(stage['dataset']))}"
-              for number, stage in enumerate(state["lineage"], 1)}}
-    evals = [(r["iter"], f"{r['train_loss']:.4f}", f"{r['val_loss']:.4f}", f"{r['perplexity']:.2f}")
-             for r in history if "val_loss" in r and r["iter"] == state["iter_num"]]
-    base = settings.get("init_from")
+    settings = {key: value for key, value in state["settings"].items() if key in CARD_SETTINGS}
+    base = settings["init_from"]
+    settings |= {"init_from": os.path.basename(os.path.normpath(base)), "ranks": manifest["world_size"],
+                 "dataset": ", ".join(dataset_names(settings["dataset"])), "ZeRO stage": manifest["stage"],
+                 "precision": manifest["dtype"], **manifest["versions"]}
+    settings |= {f"earlier run {i}": f"{run['iter_num']} iterations on {', '.join(dataset_names(run['dataset']))}"
+                 for i, run in enumerate(state["lineage"], 1)}
+    losses = "".join(f"Its training loss is {r['train_loss']:.4f}, its validation loss {r['val_loss']:.4f} "
+                     f"(perplexity {r['perplexity']:.2f}). "
+                     for r in history if "val_loss" in r and r["iter"] == state["iter_num"])
     return CARD.format(
-        base=f"base_model: openai-community/{base}\n" if base in PRETRAINED else "", name=name,
-        parameters=model.num_params(), iter_num=state["iter_num"], **vars(model.config), prompt=prompt,
-        new=min(50, model.config.block_size // 2),
-        losses=table(("iteration", "training loss", "validation loss", "perplexity"), evals) + "\n" if evals else "",
-        best_val_loss=state["best_val_loss"], data="\n".join(data_lines(state["settings"]["dataset"], root)),
-        settings=table(("setting", "value"), [*settings.items(), *run.items()]), export=export)
+        base=f"base_model: openai-community/{base}\n" if base in PRETRAINED else "", name=name, prompt=prompt,
+        parameters=model.num_params(), iter_num=state["iter_num"], **vars(model.config), losses=losses,
+        best_val_loss=state["best_val_loss"], new=min(50, model.config.block_size // 2), export=export,
+        data="\n".join(dataset_lines(state["settings"]["dataset"], root)),
+        settings="\n".join(f"| {key} | {value} |" for key, value in settings.items()))
 
 
-def last_name(path):
-    return os.path.basename(os.path.normpath(path))
+def dataset_names(dataset):
+    """Return the names in a setting: one, or each of a mixture with its weight."""
+    weights = {dataset: None} if isinstance(dataset, str) else dataset
+    return [os.path.basename(os.path.normpath(name)) + (f" (weight {weight})" if weight else "")
+            for name, weight in weights.items()]
 
 
-def data_names(dataset):
-    """The names in a setting: one, or each of a mixture with its weight."""
-    return ([last_name(dataset)] if isinstance(dataset, str) else
-            [f"{last_name(name)} (weight {weight})" for name, weight in dataset.items()])
-
-
-def data_lines(dataset, root):
-    """The data sets as a list in Markdown: names, and what their meta.json says where they are here."""
+def dataset_lines(dataset, root):
+    """Return a line of Markdown per data set: its name, and what its meta.json says where it is here."""
     lines = []
-    for name, folder in zip(data_names(dataset), dataset_dirs(dataset, root)):
+    for name, folder in zip(dataset_names(dataset), dataset_dirs(dataset, root)):
         try:
             meta = read_meta(folder)
         except DatasetError:
             lines.append(f"- {name}")
             continue
-        source = meta["source"]
+        sha256 = f", sha256 {meta['source']['sha256']}" if meta["source"]["sha256"] else ""
         lines.append(f"- {name}: {meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} held out; from "
-                     + source["name"] + (f", sha256 {source['sha256']}" if source["sha256"] else ""))
+                     f"{meta['source']['name']}{sha256}")
     return lines
-
-
-def table(head, rows):
-    """Rows as a table in Markdown, with a line's end after it."""
-    return "".join("| " + " | ".join(map(str, row)) + " |\n" for row in (head, ["---"] * len(head), *rows))

@@ -1,5 +1,6 @@
 """export_hf.py: what transformers loads from the folder is the model and the tokenizer that were trained."""
 
+import fcntl
 import hashlib
 import inspect
 import json
@@ -51,6 +52,20 @@ def test_a_folder_of_the_users_is_left_alone(whole, tmp_path):
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"mine", "mine.saving"}
     assert (tmp_path / "mine.saving" / "notes.txt").read_text() == "mine"
+
+
+def test_what_killed_exports_leave_is_removed(tmp_path):
+    """And what a running export, or the user, has there is not."""
+    for name in ("mine.01234567.saving", "mine.89abcdef.saving", "mine.old.saving", "other.01234567.saving"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    running = os.open(tmp_path / "mine.89abcdef.saving", os.O_RDONLY)
+    fcntl.flock(running, fcntl.LOCK_EX)
+    folder = hf.make_temporary(str(tmp_path / "mine"))
+    os.close(running)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "mine.89abcdef.saving", "mine.old.saving", "other.01234567.saving", os.path.basename(folder)}
+    assert os.listdir(folder) == [] and re.fullmatch(r"mine\.[0-9a-f]{8}\.saving", os.path.basename(folder))
 
 
 def test_transformers_loads_the_model_that_was_trained(exported):
@@ -139,8 +154,8 @@ def test_the_card_tells_losses_data_and_settings(exported, whole):
     _, folder, told = exported
     card, evals = (folder / "README.md").read_text(), whole(3).evals
     train_loss, val_loss = evals[4]
-    assert f"| 4 | {train_loss:.4f} | {val_loss:.4f} | " in card
-    assert f"best validation loss was {min(evals[2][1], evals[4][1]):.4f}" in card
+    assert f"Its training loss is {train_loss:.4f}, its validation loss {val_loss:.4f} (perplexity " in card
+    assert f"best validation loss was\n{min(evals[2][1], evals[4][1]):.4f}." in card
     for words in ("27,392 parameters: 2 layers, 2 heads, a width of 32, 32 positions,\n28 tokens", "| ranks | 2 |",
                   "| learning_rate | 0.001 |", "| dropout | 0.1 |", "| ZeRO stage | 3 |", "| dataset | characters0 |",
                   "18,000 tokens to train on, 2,000 held out; from a test, sha256 000", f"{difference(told):.1e}"):
@@ -150,7 +165,7 @@ def test_the_card_tells_losses_data_and_settings(exported, whole):
 
 
 def test_weights_in_half_precision(whole, tmp_path):
-    """Half of the bytes; the logits are those of our weights rounded, and what the rounding does is told."""
+    """Half of the bytes; the logits are those of our weights rounded, and what the rounding does is printed."""
     out_dir = whole(3).out_dir
     run = export(f"--out_dir={out_dir}", "--dtype=bfloat16", f"--to={tmp_path}/half")
     assert run.returncode == 0 and difference(run.stdout) < 1e-5, run.stderr
@@ -196,7 +211,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_refusals(exported):
     out_dir, folder, _ = exported
-    for args, words in (([f"--to={folder}"], f"{folder} is there already: name another folder with --to=DIR"),
+    for args, words in (([f"--to={folder}"], f"{folder} exists already: name another folder with --to=DIR"),
                         ([f"--to={folder}/config.json/x"], "x cannot be written (Not a directory): make room"),
                         (["--tag=iter_7"], "holds no complete tag 'iter_7'; there are"),
                         (["--dtype=int8"], "dtype takes 'float32' or 'bfloat16' or 'float16', not 'int8'")):
