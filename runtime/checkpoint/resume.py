@@ -16,7 +16,7 @@ def newest_intact(store, start, resume_tag="latest", weights_only=False, overwri
     """The newest Tag that every rank finds intact and compatible, or the one named; None if the run does not resume.
 
     start.candidates: names of tags, newest first, empty if the run does not resume; start.check_compatible(manifest)
-    raises CheckpointError. Damaged tags are skipped, and stay in store.skipped. A tag that cannot be *read* ends the
+    raises CheckpointError. Corrupt tags are skipped, and stay in store.skipped. A tag that cannot be *read* ends the
     search: an older one would lose what it holds. All ranks.
     """
     # Listed again: the run that held the folder until now may have saved since, which other machines may see later

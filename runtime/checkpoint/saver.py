@@ -223,7 +223,9 @@ class Saver:
                 filled += aligned_nbytes(tensor)
             return copies[key]
 
-        return [(path, tree_map(copy_leaf, content)) for path, content in files]
+        # a torch.Size stays one: pytree would make a tuple of it
+        return [(path, tree_map(copy_leaf, content, is_leaf=lambda node: isinstance(node, torch.Size)))
+                for path, content in files]
 
     # The thread that writes
 

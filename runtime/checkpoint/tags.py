@@ -67,7 +67,7 @@ class TagStore:
 
     def __init__(self, out_dir, read_only=True):
         self.out_dir, self.read_only = str(out_dir), read_only
-        self.skipped = []  # damaged tags that newest_intact() met before the one it chose
+        self.skipped = []  # corrupt tags that newest_intact() met before the one it chose
         if not read_only:
             on_rank_0(self.lock)
 
@@ -186,7 +186,7 @@ class TagStore:
             os.remove(self.cache_path(tag))
 
     def quarantine(self, tag):
-        """Free the name of a damaged tag, and keep what is left of it as tag.damaged."""
+        """Free the name of a corrupt tag, and keep what is left of it as tag.damaged."""
         shutil.rmtree(self.path(tag, ".damaged"), ignore_errors=True)
         os.rename(self.path(tag), self.path(tag, ".damaged"))
 

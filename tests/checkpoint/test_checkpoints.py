@@ -103,7 +103,7 @@ def test_a_save_that_training_waits_for_is_the_same(train, whole):
 
 @pytest.mark.parametrize("n, ranks", [(2, 2), (3, 1), (0, 1)])
 def test_the_memory_for_a_save_is_reserved_before_it(characters, tmp_path, n, ranks):
-    """At the first save the staging buffer, reckoned before there was any optimizer state, is large enough, and less
+    """At the first save the staging buffer, estimated before there was any optimizer state, is large enough, and less
     than a fifth larger than it has to be."""
     script = planted(tmp_path, """
 from runtime.checkpoint.saver import Saver
@@ -125,7 +125,7 @@ Saver._allocate_staging, Saver.__init__ = told, init_as_on_a_gpu
 
 
 @pytest.mark.parametrize("n", [0, 2, 3])
-def test_a_tags_size_is_reckoned_to_a_twentieth(train, wide, n):
+def test_a_tags_size_is_estimated_to_a_twentieth(train, wide, n):
     out_dir = wide if n == 3 else done(train("--n_embd=256", "--max_iters=1", stage(n))).out_dir
     model, manifest = load_model(out_dir)
     size = sum(entry["bytes"] for entry in manifest["files"].values())
@@ -143,7 +143,7 @@ def test_a_model_is_loaded_in_little_more_memory_than_its_weights(wide, whole, t
 
 
 def test_weights_alone(train, whole, tmp_path):
-    """Without a file of the optimizer's the tag is passed over, unless the weights alone are asked for."""
+    """Without a file of the optimizer's the tag is skipped, unless the weights alone are asked for."""
     out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out")
     for tag in ("iter_8", "best", "final"):
         (out_dir / tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()

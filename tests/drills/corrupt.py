@@ -1,10 +1,10 @@
-"""Damage each kind of file of a tag in each way, and see that it is noticed, told and survived.
+"""Damage each kind of file of a tag in each way, and see that it is noticed, reported and survived.
 
     python tests/drills/corrupt.py --resumes=6      so many of them by a whole run, all of them by the reader
 
 Damaged: cut short, one bit flipped, deleted, swapped with the same file of another tag, or of another rank. A run that
-resumes goes on from the tag before and ends with the losses of one that was never damaged; one that is told to go on
-from the damaged tag, and sample.py, refuse.
+resumes takes the tag before and ends with the losses of one that was never damaged; a run that names the corrupt tag is
+refused.
 """
 
 import os

@@ -3,8 +3,8 @@
     python tests/drills/diskfull.py --most=3
 
 The run writes to a file system of a few MB, of its own (in a mount namespace; needs Linux and the right to make one).
-The tag that found no room leaves nothing behind, the one before stands and is gone on from, and the run stops or goes
-on as on_save_error says.
+The tag that found no room leaves nothing behind, the run resumes from the one before, and it stops or continues as
+on_save_error says.
 """
 
 import json
@@ -104,7 +104,7 @@ def main():
         print(name, json.dumps(f), flush=True)
 
     cases = [
-        # room for what is reckoned, and not for the manifest, folders and best's links that come with it
+        # room for the estimate, and not for the manifest, folders and best's links that come with it
         ("full in the middle of a save", tag_size + PAGE, (), "iostream error"),
         ("not a byte left, for the history either", 0, ("--on_save_error=continue",),
          "history.jsonl could not be written"),

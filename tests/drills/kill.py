@@ -3,7 +3,7 @@
     python tests/drills/kill.py --kills=20
 
 Everything of a 2-rank run gets SIGKILL at once; the same command starts it again. Its losses must be, to the last
-bit, those of a run that was never killed, and no start may go back behind the newest tag that was whole.
+bit, those of a run that was never killed, and no start may go back behind the newest complete tag.
 """
 
 import os
@@ -49,7 +49,7 @@ def main():
     run(args.data, args.folder / "whole", *options)
     out_dir, log = args.folder / "killed", args.folder / "killed.log"
     kills, inside, went_back, starts, began = 0, 0, [], 0, time.time()
-    behind = -1  # the newest whole tag's iteration at the last kill
+    behind = -1  # the newest complete tag's iteration at the last kill
     while True:
         starts += 1
         job = start(args.data, out_dir, *options, "--init_from=auto", log=log)

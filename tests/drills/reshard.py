@@ -1,4 +1,4 @@
-"""Go on from a tag with other numbers of ranks and at other ZeRO stages, optimizer state and all.
+"""Resume from a tag with other numbers of ranks and at other ZeRO stages, optimizer state and all.
 
     python tests/drills/reshard.py --most=1000      every change among 1, 2 and 4 ranks and stages 0 to 3
 

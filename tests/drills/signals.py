@@ -1,9 +1,9 @@
 """Ask runs to leave, by each signal under each launcher at random moments, and kill one of their ranks.
 
-    python tests/drills/signals.py --each=2      --resume=0: nothing is gone on from
+    python tests/drills/signals.py --each=2      --resume=0: nothing is resumed
 
-A run that is asked to leave saves a tag of the last iteration that it told, ends with the documented exit code within
-60 s and leaves no process; gone on from, it ends with the losses of a run that was never asked. When a rank or the
+A run that is asked to leave saves a tag of the last iteration that it reported, ends with the documented exit code
+within 60 s and leaves no process; resumed, it ends with the losses of a run that was never asked. When a rank or the
 launcher is killed, all are gone within 60 s.
 """
 
@@ -41,7 +41,7 @@ def begin(args, out_dir, launcher, log):
 
 
 def told(log):
-    """The last iteration that the run has told of, 0 if none."""
+    """The last iteration that the run has reported, 0 if none."""
     found = re.findall(r"^iter (\d+):", log.read_text(), re.M)
     return int(found[-1]) if found else 0
 
