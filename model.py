@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from runtime.weights import WeightsError, fetch_from_hub, read_config, read_weights
+from runtime.weights import fetch_from_hub, read_config, read_weights, weights_errors
 
 LOSS_CHUNK = 4096  # rows of logits that exist at one time; 4096 x 50304 in bf16 are 412 MB
 SHAPE = "block_size", "vocab_size", "n_layer", "n_head", "n_embd"
@@ -65,11 +65,8 @@ class GPTConfig:
     @classmethod
     def from_weights(cls, source):
         """Return the configuration of a folder of weights or of nanoGPT's ckpt.pt. Raises WeightsError."""
-        try:
+        with weights_errors(source):
             return cls(**read_config(source))
-        except ValueError as error:
-            raise WeightsError(f"{source}: its configuration cannot be read ({error}); fetch it again, or name other "
-                               "weights with --init_from=PATH") from None
 
     @property
     def padded_vocab_size(self):

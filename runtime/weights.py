@@ -36,15 +36,16 @@ class WeightsError(UserError):
 
 
 @contextlib.contextmanager
-def weights_errors(source):
-    """Turn the errors of safetensors, torch.load and JSON, for a truncated or foreign file, into a WeightsError."""
+def weights_errors(path):
+    """Turn whatever safetensors, torch.load and JSON raise for a truncated or foreign file into a WeightsError."""
     try:
         yield
     except WeightsError:
         raise
     except Exception as error:
         why = (str(error).splitlines() or [""])[0]
-        raise WeightsError(f"{source}: the weights cannot be read ({type(error).__name__}: {why})") from None
+        raise WeightsError(f"{path} cannot be read ({type(error).__name__}: {why}); fetch it again, or name other "
+                           "weights with --init_from=PATH") from None
 
 
 def fetch_from_hub(name):
@@ -93,14 +94,11 @@ def read_config(source):
     describes another model than GPT-2."""
     if os.path.isfile(source):
         return read_nanogpt(source)[0]
-    try:
-        with open(os.path.join(source, "config.json"), encoding="utf-8") as f:
-            hf = json.load(f)
+    path = os.path.join(source, "config.json")
+    with weights_errors(path), open(path, encoding="utf-8") as f:
+        hf = json.load(f)
         if not isinstance(hf, dict):
             raise ValueError("it is not an object")
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{source}: config.json cannot be read ({error}); fetch it again, or name another folder "
-                           "with --init_from=DIR") from None
     n_embd = hf.get("n_embd", 768)
     for key, values in {**GPT2_KEYS, "n_inner": (None, 4 * n_embd if isinstance(n_embd, int) else None)}.items():
         if hf.get(key, values[0]) not in values:
@@ -179,8 +177,7 @@ def read_weights(model, source):
         hf_name = name if name in names else name.removeprefix("transformer.")
         if hf_name not in names:
             raise WeightsError(f"{source}: the tensor {name} is missing")
-        with weights_errors(source):
-            w = get(hf_name)
+        w = get(hf_name)
         if os.path.isdir(source) and name.endswith(CONV1D):
             w = w.t()
         rows = model.config.vocab_size if name == "transformer.wte.weight" else len(p)

@@ -460,18 +460,18 @@ def test_cut_weights_are_refused(copy, theirs, file, kept):
         (copy / "model.safetensors").unlink()
         torch.save(theirs.state_dict(), copy / file)
     os.truncate(copy / file, int(kept * os.path.getsize(copy / file)))
-    assert "the weights cannot be read" in refused(copy)
+    assert " cannot be read (" in refused(copy)
 
 
 def test_a_shard_or_an_index_that_is_cut_or_missing_is_refused(theirs, tmp_path):
     theirs.save_pretrained(tmp_path, max_shard_size="50KB")
     shard, index = sorted(tmp_path.glob("*.safetensors"))[1], tmp_path / "model.safetensors.index.json"
     os.truncate(shard, 1000)
-    assert "the weights cannot be read" in refused(tmp_path)
+    assert " cannot be read (" in refused(tmp_path)
     shard.unlink()
-    assert "the weights cannot be read" in refused(tmp_path)
+    assert " cannot be read (" in refused(tmp_path)
     os.truncate(index, 100)
-    assert "the weights cannot be read" in refused(tmp_path)
+    assert " cannot be read (" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["transformer.h.1.mlp.c_fc.weight", "transformer.wpe.weight"])
@@ -525,7 +525,7 @@ def test_a_folder_without_weights_or_config_is_refused(copy):
     {"n_positions": True}, {"n_embd": 33}])
 def test_a_malformed_config_is_refused(copy, config):
     (copy / "config.json").write_text(json.dumps(config))
-    assert re.search("(config.json|its configuration) cannot be read", refused(copy))
+    assert " cannot be read (ValueError: " in refused(copy)
 
 
 def test_an_unknown_name_is_refused():

@@ -200,8 +200,8 @@ SENTENCES = {
     "no bytes": "iter_4/manifest.json is not one that this version can read (bytes is missing): choose another tag",
     "stage of another": "iter_4/manifest.json is not one that this version can read (settings is missing): choose",
     "damaged stage": "iter_4/zero_pp_rank_0_mp_rank_00_optim_states.pt has changed since it was saved",
-    "list": "list: config.json cannot be read (it is not an object); fetch it again, or name another folder",
-    "text": "its configuration cannot be read (n_layer='2' must be a whole number); fetch it again, or name other",
+    "list": "list/config.json cannot be read (ValueError: it is not an object); fetch it again, or name other weights",
+    "text": "text cannot be read (ValueError: n_layer='2' must be a whole number); fetch it again, or name other",
     "tokenizer": "tokenizer/tokenizer.json is not a tokenizer (",
 }
 
