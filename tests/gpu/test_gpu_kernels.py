@@ -140,28 +140,28 @@ def test_adamw_in_one_pass():
     start = random(n, scale=0.05)
     theirs = {dtype: torch.nn.Parameter(start.to(dtype, copy=True)) for dtype in (torch.float64, torch.float32)}
     optimizers = [torch.optim.AdamW([p], betas=(0.9, 0.95), weight_decay=0.1, fused=True) for p in theirs.values()]
-    weights, firsts, seconds = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
-    halves, steps = start.bfloat16(), torch.zeros((), device="cuda")
+    master, exp_avg, exp_avg_sq = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
+    bf16, count = start.bfloat16(), torch.zeros((), device="cuda")
     for step, size in enumerate((1e-3, 1.0, math.inf, 0.1, 10.0, 1e-4, 1e-3, 1e-2)):
-        grad, rate = random(n, scale=min(size, 1.0), seed=step), 1e-2 / (step + 1)
+        grad, lr = random(n, scale=min(size, 1.0), seed=step), 1e-2 / (step + 1)
         norm = torch.tensor(size, device="cuda") if math.isinf(size) else grad.norm() * max(1.0, size)
-        sums, before = grad.clone(), weights.clone()
-        adamw[(math.ceil(n / 1024),)](weights, sums, firsts, seconds, halves, steps, norm, n, rate, 1 - rate * 0.1,
+        grads, before = grad.clone(), master.clone()
+        adamw[(math.ceil(n / 1024),)](master, grads, exp_avg, exp_avg_sq, bf16, count, norm, n, lr, 1 - lr * 0.1,
                                       0.9, 0.95, 1e-8, clip, limit, BLOCK=1024)
-        steps += norm < limit
-        assert not sums.any()
+        count += norm < limit
+        assert not grads.any()
         if norm >= limit:
-            assert torch.equal(weights, before)
+            assert torch.equal(master, before)
             continue
         for (dtype, p), optimizer in zip(theirs.items(), optimizers):
             p.grad = grad.to(dtype) * min(1.0, clip / (norm.item() + 1e-6))
-            optimizer.param_groups[0]["lr"] = rate
+            optimizer.param_groups[0]["lr"] = lr
             optimizer.step()
-    assert steps == 6
+    assert count == 6
     exact, plain = (p.detach() for p in theirs.values())
     states = [optimizer.state[p] for p, optimizer in zip(theirs.values(), optimizers)]
-    check("weights", weights - start, plain - start, exact - start.double())
-    check("exp_avg", firsts, states[1]["exp_avg"], states[0]["exp_avg"])
-    check("exp_avg_sq", seconds, states[1]["exp_avg_sq"], states[0]["exp_avg_sq"])
-    assert torch.equal(halves, weights.bfloat16())
-    assert errors(weights, start)[0] > 0.1  # it has gone some way
+    check("weights", master - start, plain - start, exact - start.double())
+    check("exp_avg", exp_avg, states[1]["exp_avg"], states[0]["exp_avg"])
+    check("exp_avg_sq", exp_avg_sq, states[1]["exp_avg_sq"], states[0]["exp_avg_sq"])
+    assert torch.equal(bf16, master.bfloat16())
+    assert errors(master, start)[0] > 0.1  # it has gone some way

@@ -111,40 +111,40 @@ def test_adamw_in_one_pass_is_pytorchs():
     """Six steps of 3,000 weights, clipped in all but the last, and in between one whose norm is not finite and one
     whose norm is above the limit."""
     torch.manual_seed(0)
-    weights, n = torch.randn(3000), 3000
-    theirs = torch.nn.Parameter(weights.clone())
+    master, n = torch.randn(3000), 3000
+    theirs = torch.nn.Parameter(master.clone())
     optimizer = torch.optim.AdamW([theirs], betas=(0.9, 0.95), weight_decay=0.1)
-    firsts, seconds, halves, steps = torch.zeros(n), torch.zeros(n), weights.bfloat16(), torch.zeros(())
+    exp_avg, exp_avg_sq, bf16, count = torch.zeros(n), torch.zeros(n), master.bfloat16(), torch.zeros(())
     for step, size in enumerate((3.0, 30.0, math.inf, 300.0, 0.1, 0.01)):
-        grad, rate = torch.randn(n) * min(size, 1e6), 1e-2 / (step + 1)
-        norm, sums = torch.tensor(size if math.isinf(size) else grad.norm().item()), grad.clone()
-        adamw[(3,)](weights, sums, firsts, seconds, halves, steps, norm, n, rate, 1 - rate * 0.1, 0.9, 0.95, 1e-8, 1.0,
+        grad, lr = torch.randn(n) * min(size, 1e6), 1e-2 / (step + 1)
+        norm, grads = torch.tensor(size if math.isinf(size) else grad.norm().item()), grad.clone()
+        adamw[(3,)](master, grads, exp_avg, exp_avg_sq, bf16, count, norm, n, lr, 1 - lr * 0.1, 0.9, 0.95, 1e-8, 1.0,
                     5000.0, BLOCK=1024)
-        steps += norm < 5000
-        assert sums.abs().max() == 0
+        count += norm < 5000
+        assert grads.abs().max() == 0
         if norm >= 5000:
             continue
         theirs.grad = grad
         torch.nn.utils.clip_grad_norm_([theirs], 1.0)
-        optimizer.param_groups[0]["lr"] = rate
+        optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
         state = optimizer.state[theirs]
-        assert torch.allclose(weights, theirs, rtol=1e-6, atol=1e-7) and steps == state["step"]
-        assert torch.allclose(firsts, state["exp_avg"], atol=1e-8)
-        assert torch.allclose(seconds, state["exp_avg_sq"], rtol=1e-5, atol=1e-12)
-        assert torch.allclose(halves.float(), weights, rtol=2**-7)  # the interpreter cuts, a GPU rounds
+        assert torch.allclose(master, theirs, rtol=1e-6, atol=1e-7) and count == state["step"]
+        assert torch.allclose(exp_avg, state["exp_avg"], atol=1e-8)
+        assert torch.allclose(exp_avg_sq, state["exp_avg_sq"], rtol=1e-5, atol=1e-12)
+        assert torch.allclose(bf16.float(), master, rtol=2**-7)  # the interpreter cuts, a GPU rounds
 
 
 def test_each_sub_group_of_stage_3_has_its_own_gradients_and_its_groups_options():
     """Groups are cut at sub_group_size elements, 1e9: GPT-2 XL's matrices on one GPU are two sub-groups."""
-    halves = [torch.zeros(size, dtype=torch.bfloat16) for size in (5, 3, 4)]
-    weights, sums = [half.float() for half in halves], torch.arange(12.0)
+    bf16 = [torch.zeros(size, dtype=torch.bfloat16) for size in (5, 3, 4)]
+    master, grads = [half.float() for half in bf16], torch.arange(12.0)
     partitions = Zero3Step(SimpleNamespace(
-        fp16_partitioned_groups_flat=halves, fp32_partitioned_groups_flat=weights, grad_partitions_flat_buffer=sums,
+        fp16_partitioned_groups_flat=bf16, fp32_partitioned_groups_flat=master, grad_partitions_flat_buffer=grads,
         optimizer=SimpleNamespace(param_groups=["decay", "none"]), sub_group_to_group_id={0: 0, 1: 0, 2: 1}),
         FastPath()).partitions()
     for i, (first, p) in enumerate(zip((0, 5, 8), partitions, strict=True)):
-        assert p.master is weights[i] and p.bf16 is halves[i] and p.group == ("decay", "decay", "none")[i]
+        assert p.master is master[i] and p.bf16 is bf16[i] and p.group == ("decay", "decay", "none")[i]
         assert p.grads.tolist() == list(range(first, first + len(p.bf16)))
 
 
