@@ -14,7 +14,7 @@ and parameter names are those of transformers' GPT2LMHeadModel.
 import contextlib
 import math
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -26,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 from runtime.weights import fetch_from_hub, read_config, read_weights, weights_errors
 
 LOSS_CHUNK = 4096  # rows of logits that exist at one time; 4096 x 50304 in bf16 are 412 MB
-SHAPE = "block_size", "vocab_size", "n_layer", "n_head", "n_embd"
 FP16_GRAD_FACTOR = 1024.0  # float16 rounds to 0 what is below 3e-8, as many gradients of logits are
 
 
@@ -42,7 +41,7 @@ class GPTConfig:
     gelu: str = "tanh"  # its form, by PyTorch's names: "tanh" is GPT-2's, and "none", the exact one, nanoGPT's
 
     def __post_init__(self):
-        for name in SHAPE:
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             value = getattr(self, name)
             if type(value) is not int:
                 raise ValueError(f"{name}={value!r} must be a whole number")
@@ -52,15 +51,6 @@ class GPTConfig:
             raise ValueError(f"dropout={self.dropout!r}, bias={self.bias!r}, gelu={self.gelu!r}: one is not possible")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
-
-    @classmethod
-    def from_dict(cls, shape):
-        """Return the configuration that a file holds. Raises ValueError where it holds none."""
-        if unknown := sorted(shape.keys() - {field.name for field in fields(cls)}):
-            raise ValueError(f"the model has {', '.join(unknown)}, which this version does not know")
-        if missing := [name for name in SHAPE if name not in shape]:
-            raise ValueError(f"the model has no {', '.join(missing)}")
-        return cls(**shape)
 
     @classmethod
     def from_weights(cls, source):

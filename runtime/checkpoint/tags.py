@@ -32,7 +32,8 @@ MANIFEST = {  # what its readers rely on: types, and of objects the keys
     "versions": {"torch": str, "deepspeed": str},
     "state": {
         "iter_num": int, "best_val_loss": (int, float), "evals_since_best": int, "lineage": list, "seen": dict,
-        "grad_norms": list, "lora": (dict, type(None)), "model": dict,
+        "grad_norms": list, "lora": (dict, type(None)),
+        "model": {"block_size": int, "vocab_size": int, "n_layer": int, "n_head": int, "n_embd": int},
         "data": {"tokenizer": {"kind": str}, "vocab_size": int},
         "settings": {"dataset": (str, dict), "batch_size": int, "gradient_accumulation_steps": int},
     },
@@ -148,7 +149,7 @@ class TagStore:
             raise CheckpointError(f"{path} has changed since it was saved (its sha256 differs): {LOSES_RUN}")
         try:
             check_manifest(manifest)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise CheckpointError(f"{path} is not one that this version can read ({error}): {LOSES_RUN}") from None
         return manifest
 
@@ -310,7 +311,7 @@ def sign_manifest(manifest):
 
 
 def check_manifest(manifest):
-    """Raise ValueError unless a manifest holds what its readers rely on."""
+    """Raise ValueError or TypeError unless a manifest holds what its readers rely on."""
     from model import GPTConfig
 
     check_shape(manifest, MANIFEST, "it")
@@ -325,7 +326,7 @@ def check_manifest(manifest):
         check_shape(tokenizer.get("chars", ...), (str, list), "chars")
     if manifest["stage"] not in (0, 1, 2, 3) or manifest["world_size"] < 1:
         raise ValueError(f"stage {manifest['stage']}, world_size {manifest['world_size']}")
-    GPTConfig.from_dict(state["model"])
+    GPTConfig(**state["model"])
 
 
 def check_shape(node, shape, where):

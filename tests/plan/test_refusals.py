@@ -196,7 +196,7 @@ SENTENCES = {
     "cut tag": "optim_states.pt has ",
     "barred": "iter_4/manifest.json cannot be read (Is a directory): fix that, or name another tag with --resume_tag",
     "pattern": "run[1] has *, ? or [ in it, which DeepSpeed takes for a pattern when it loads",
-    "unknown key": "this version can read (the model has n_expert, which this version does not know): choose another",
+    "unknown key": "this version can read (GPTConfig.__init__() got an unexpected keyword argument 'n_expert'): ",
     "no bytes": "iter_4/manifest.json is not one that this version can read (bytes is missing): choose another tag",
     "stage of another": "iter_4/manifest.json is not one that this version can read (settings is missing): choose",
     "damaged stage": "iter_4/zero_pp_rank_0_mp_rank_00_optim_states.pt has changed since it was saved",
