@@ -16,7 +16,6 @@ same. GPT-2 XL at 8 x 4 on one H200: 798 ms per step became 717 (RESULTS.md).
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 
 import torch
 from deepspeed import comm as dist  # so that its log of messages has ours
@@ -123,21 +122,15 @@ class LocalAccumulation(Zero2Gradients):
             main_grads.zero_()
 
 
-@dataclass
-class Bucket:
-    buffer: torch.Tensor
-    filled: int = 0  # elements
-    entries: list = field(default_factory=list)  # (param, offset)
-    reduced: torch.cuda.Event | None = None  # on the side stream; None: nothing to wait for
-
-
 class BucketedAllReduce(Zero2Gradients):
     def __init__(self, optimizer, fast):
         super().__init__(optimizer, fast)
         flats = optimizer.bit16_groups_flat
         self.size = min(int(optimizer.reduce_bucket_size), sum(flat.numel() for flat in flats))
         self.stream = torch.cuda.Stream() if flats[0].is_cuda and optimizer.overlap_comm else None
-        self.buckets = [Bucket(flats[0].new_empty(self.size)) for _ in range(2 if self.stream else 1)]
+        self.buckets = [flats[0].new_empty(self.size) for _ in range(2 if self.stream else 1)]
+        self.reduced = [None for _ in self.buckets]  # events on the side stream
+        self.entries, self.filled = [], 0  # of the first bucket: (param, offset), elements
         self.owned = {}  # param: (start, view), where this rank's partition holds its elements from start on
         for i, param, offset in self.places:
             partition = self.partitions[i].flat_partition
@@ -148,30 +141,29 @@ class BucketedAllReduce(Zero2Gradients):
 
     def accumulate(self, param, grad):
         grad, n = grad.view(-1), param.numel()
-        if self.buckets[0].filled + n > self.size:
+        if self.filled + n > self.size:
             self.launch_bucket()
         if n > self.size:  # a bucket of its own
-            self.wait_for(*self.buckets)  # one communicator, one order
+            self.wait_for_buckets()  # one communicator, one order
             self.reduce(grad.contiguous(), [(param, 0)])
             return
-        bucket = self.buckets[0]
-        self.wait_for(bucket)
-        bucket.buffer.narrow(0, bucket.filled, n).copy_(grad)
-        bucket.entries.append((param, bucket.filled))
-        bucket.filled += n
+        self.wait_for_buckets(1)
+        self.buckets[0].narrow(0, self.filled, n).copy_(grad)
+        self.entries.append((param, self.filled))
+        self.filled += n
 
     def launch_bucket(self):
         """Reduce the first bucket, on the side stream while backward continues, and switch to the other one."""
-        bucket = self.buckets[0]
-        if not bucket.entries:
+        if not self.entries:
             return
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
-            self.reduce(bucket.buffer.narrow(0, 0, bucket.filled), bucket.entries)
-            bucket.reduced = self.stream and self.stream.record_event()
-        bucket.entries, bucket.filled = [], 0
+            self.reduce(self.buckets[0].narrow(0, 0, self.filled), self.entries)
+            self.reduced[0] = self.stream and self.stream.record_event()
+        self.entries, self.filled = [], 0
         self.buckets.reverse()
+        self.reduced.reverse()
 
     def reduce(self, flat, entries):
         """All-reduce flat, and accumulate what this rank owns of its entries."""
@@ -181,17 +173,17 @@ class BucketedAllReduce(Zero2Gradients):
                 start, view = self.owned[param]
                 view.add_(flat.narrow(0, offset + start, view.numel()), alpha=1 / self.world_size)
 
-    def wait_for(self, *buckets):
-        """Have the current stream wait until these buckets are reduced. An idle one has no event: during a capture,
-        one from before it cannot be waited for."""
-        for bucket in buckets:
-            if bucket.reduced:
-                torch.cuda.current_stream().wait_event(bucket.reduced)
-                bucket.reduced = None
+    def wait_for_buckets(self, n=2):
+        """Have the current stream wait until the first n are reduced. Each event is waited for once: during a capture,
+        one from before it cannot be."""
+        for i, event in enumerate(self.reduced[:n]):
+            if event is not None:
+                torch.cuda.current_stream().wait_event(event)
+                self.reduced[i] = None
 
     def finish_backward(self, comm_dtype=None):
         self.launch_bucket()
-        self.wait_for(*self.buckets)
+        self.wait_for_buckets()
 
 
 def install(engine, fast, accumulate_locally=False):
