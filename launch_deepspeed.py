@@ -22,7 +22,7 @@ import time
 
 import psutil
 
-from runtime.output import protect_output
+from runtime.output import exit_with_error, protect_output
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 TRAIN = os.path.join(ROOT, "train_deepspeed.py")
@@ -41,12 +41,11 @@ print(json.dumps([[f"{gpu.name} {gpu.total_memory / 2**30:.0f} GiB" for gpu in g
 
 
 def fail(sentence):
-    print(f"launch_deepspeed.py: {sentence}", file=sys.stderr)
-    raise SystemExit(2)
+    exit_with_error(f"launch_deepspeed.py: {sentence}")
 
 
 def parse_arguments():
-    """-> (--headline, --num_gpus, the arguments of train_deepspeed.py)"""
+    """Return (--headline, --num_gpus, the arguments of train_deepspeed.py)."""
     parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      description=__doc__, usage="%(prog)s [CONFIG.py] [options] [--key=value ...]")
     parser.error = fail
@@ -89,7 +88,7 @@ class Commands:
         signal.signal(signal.SIGALRM, lambda *_: self.signal_all(signal.SIGKILL))
 
     def run(self, *arguments, stdout=None, check=True, **env):
-        """Run Python with these arguments; -> (exit code, what it printed into a pipe). check: end where it fails."""
+        """Run Python with these arguments; return (exit code, output if stdout is a pipe). check: exit if it fails."""
         # A session of its own, so that the terminal's Ctrl-C comes through us alone, once
         self.process = subprocess.Popen([sys.executable, *arguments], env=self.env | env, text=True, stdout=stdout,
                                         stdin=subprocess.DEVNULL, start_new_session=True)
@@ -118,7 +117,7 @@ class Commands:
             self.process.send_signal(self.stopped_by if "runtime.launch" in self.process.args else signal.SIGTERM)
 
     def signal_all(self, number):
-        """Send a signal to all processes with our mark; -> how many there are."""
+        """Send a signal to all processes with our mark; return how many there are."""
         count = 0
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):  # another user's, or it has ended
@@ -135,7 +134,7 @@ class Commands:
             time.sleep(0.1)
 
     def list_gpus(self):
-        """-> a description of each visible GPU"""
+        """Return a description of each visible GPU."""
         if os.environ.get("DS_ACCELERATOR") == "cpu":
             self.env["CUDA_VISIBLE_DEVICES"] = ""
         code, printed = self.run("-W", "ignore", "-c", LIST_GPUS, stdout=subprocess.PIPE, check=False)
@@ -149,7 +148,7 @@ class Commands:
         return gpus
 
     def read_settings(self, args):
-        """The settings that train_deepspeed.py makes of these arguments. It refuses wrong ones, with exit code 2."""
+        """Return the settings that train_deepspeed.py makes of these arguments. It ends wrong ones with exit code 2."""
         return json.loads(self.run(TRAIN, *args, "--print_settings", stdout=subprocess.PIPE)[1].splitlines()[-1])
 
     def train(self, ranks, args):
