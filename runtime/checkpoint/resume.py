@@ -77,14 +77,14 @@ def load_into_engine(engine, store, tag, weights_only=False):
                f"{', weights only' if weights_only else ''}")
         reshard_into_engine(engine, open_tag(store.path(tag.name), manifest, weights_only), weights_only)
     else:
-        load_same_topology(engine, store, tag.name)
+        load_by_deepspeed(engine, store, tag.name)
     dist.barrier()
     print0(f"loaded in {time.time() - start:.1f} s")
     return manifest["state"]
 
 
-def load_same_topology(engine, store, name):
-    """Load by DeepSpeed, which also brings back the saved betas and weight decay: this run's own stay."""
+def load_by_deepspeed(engine, store, name):
+    """Load what the same ranks, stage and precision saved. This run's betas and weight decay stay."""
     settings = [{key: group[key] for key in ("betas", "weight_decay")} for group in engine.optimizer.param_groups]
     with silence_stdout():
         path, _ = engine.load_checkpoint(store.out_dir, tag=name)

@@ -39,7 +39,7 @@ MANIFEST = {  # what its readers rely on: types, and of objects the keys
     },
 }
 TAG_NAME = re.compile(r"iter_\d+|best|final")
-LOSES_RUN = "choose another tag, or give the run up with --overwrite=True"
+OTHER_TAG = "choose another tag, or give the run up with --overwrite=True"
 
 
 class CheckpointError(UserError):
@@ -68,6 +68,7 @@ class TagStore:
 
     def __init__(self, out_dir, read_only=True):
         self.out_dir, self.read_only = str(out_dir), read_only
+        self._lock = None  # the open file that keeps other runs out
         self.skipped = []  # corrupt tags that newest_intact() met before the one it chose
         if not read_only:
             on_rank_0(self.lock)
@@ -144,13 +145,13 @@ class TagStore:
         except OSError as error:
             raise UnreadableError.of(error, path) from None
         except ValueError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}; {LOSES_RUN}") from None
+            raise CheckpointError(f"{path} cannot be read: {error}; {OTHER_TAG}") from None
         if not isinstance(manifest, dict) or text != sign_manifest(manifest):
-            raise CheckpointError(f"{path} has changed since it was saved (its sha256 differs): {LOSES_RUN}")
+            raise CheckpointError(f"{path} has changed since it was saved (its sha256 differs): {OTHER_TAG}")
         try:
             check_manifest(manifest)
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{path} is not one that this version can read ({error}): {LOSES_RUN}") from None
+            raise CheckpointError(f"{path} is not one that this version can read ({error}): {OTHER_TAG}") from None
         return manifest
 
     # Changing tags: rank 0 alone
@@ -231,7 +232,7 @@ class TagStore:
             raise CheckpointError(f"another run is writing to {self.out_dir}: wait for it, or choose another "
                                   "--out_dir=DIR") from None
         except OSError as error:
-            if not hasattr(self, "_lock"):  # else a file system without locks
+            if self._lock is None:  # else the file system has no locks
                 raise CheckpointError(f"out_dir={self.out_dir} cannot be written ({error.strerror}): choose another "
                                       "with --out_dir=DIR") from None
 
