@@ -101,7 +101,7 @@ try:
     difference, precision = hf.check_model(model, work, idx)
     checked = (f"Loaded with transformers {transformers.__version__} and computed in {precision}, the logits of "
                f"{whose} differ from those in training's own code by {difference:.1e} at most.{rounding}")
-    text = model_card(os.path.basename(to), model, manifest, read_history(out_dir), ROOT, decode(ids[:12]), checked)
+    text = model_card(os.path.basename(to), model, manifest, read_history(out_dir), decode(ids[:12]), checked)
     with open(os.path.join(work, "README.md"), "w", encoding="utf-8") as f:
         f.write(text)
     os.rename(work, to)

@@ -1,8 +1,7 @@
-"""The README.md of an exported model: its size, how to use it, losses, data and settings."""
+"""The README.md of an exported model: its size, how to use it, losses and settings."""
 
 import os
 
-from runtime.data.dataset import DatasetError, dataset_dirs, read_meta
 from runtime.weights import PRETRAINED
 
 CARD_SETTINGS = (
@@ -30,19 +29,15 @@ print(tokenizer.decode(model.generate(**tokenizer({prompt!r}, return_tensors="pt
 
 {export}
 
-Data:
-
-{data}
-
 | setting | value |
 |---|---|
 {settings}
 """
 
 
-def model_card(name, model, manifest, history, root, prompt, export):
-    """Return the card's text, from a tag's manifest, its run's history (records), and the folders of its data below
-    data/ in `root`. prompt: a text that the tokenizer knows; export: sentences on how the folder was made."""
+def model_card(name, model, manifest, history, prompt, export):
+    """Return the card's text, from a tag's manifest and its run's history (records). prompt: a text that the tokenizer
+    knows; export: sentences on how the folder was made."""
     state = manifest["state"]
     settings = {key: value for key, value in state["settings"].items() if key in CARD_SETTINGS}
     base = settings["init_from"]
@@ -58,7 +53,6 @@ def model_card(name, model, manifest, history, root, prompt, export):
         base=f"base_model: openai-community/{base}\n" if base in PRETRAINED else "", name=name, prompt=prompt,
         parameters=model.num_params(), iter_num=state["iter_num"], **vars(model.config), losses=losses,
         best_val_loss=state["best_val_loss"], new=min(50, model.config.block_size // 2), export=export,
-        data="\n".join(dataset_lines(state["settings"]["dataset"], root)),
         settings="\n".join(f"| {key} | {value} |" for key, value in settings.items()))
 
 
@@ -67,18 +61,3 @@ def dataset_names(dataset):
     weights = {dataset: None} if isinstance(dataset, str) else dataset
     return [os.path.basename(os.path.normpath(name)) + (f" (weight {weight})" if weight else "")
             for name, weight in weights.items()]
-
-
-def dataset_lines(dataset, root):
-    """Return a line of Markdown per data set: its name, and what its meta.json says where it is here."""
-    lines = []
-    for name, folder in zip(dataset_names(dataset), dataset_dirs(dataset, root)):
-        try:
-            meta = read_meta(folder)
-        except DatasetError:
-            lines.append(f"- {name}")
-            continue
-        sha256 = f", sha256 {meta['source']['sha256']}" if meta["source"]["sha256"] else ""
-        lines.append(f"- {name}: {meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} held out; from "
-                     f"{meta['source']['name']}{sha256}")
-    return lines
