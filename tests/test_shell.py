@@ -48,7 +48,7 @@ def test_the_whole_job(start, tmp_path):
         assert naming(str(tmp_path)) == []
     assert job.returncode == 0, stdout + stderr
     assert "No CUDA GPU: a small demonstration on CPU instead of GPT-2 XL, with 2 processes" in stdout
-    assert "batch      2 x 2 x 2 = 8 sequences, 256 tokens a step" in stdout
+    assert "batch      2 x 2 x 2 = 8 sequences, 256 tokens per step" in stdout
     assert re.findall(r"^iter (\d+): loss ", stdout, re.M) == ["1", "2", "3"]
     assert f"saving checkpoint to {tmp_path}/out/iter_3" in stdout
     text = stdout.split(f"{tmp_path}/out/iter_3: 27,392 parameters after 3 iterations\n\n")[1]
