@@ -4,16 +4,14 @@
     torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py      4 GPUs of one machine
     deepspeed --num_gpus=4 train_deepspeed.py config/xl_shakespeare.py           the same
     torchrun --nnodes=2 --node_rank=0 --master_addr=node1 ...                    several: docs/several_machines.md
-    torchrun ... train_deepspeed.py config/xl_shakespeare.py --init_from=resume  go on where it stopped
+    torchrun ... train_deepspeed.py config/xl_shakespeare.py --init_from=resume  resume where it stopped
 
-One iteration is one optimizer step, with all of its micro-steps. Exit codes: 0 done, 2 a setting, a file or a disk to
-fix, 3 no finite gradient any more, 4 another machine lost, 129, 130, 138 and 143 stopped by SIGHUP, Ctrl-C, SIGUSR1
-and SIGTERM.
+One iteration is one optimizer step, with all of its micro-steps. Exit codes: README.md, "When it fails".
 """
 
 import time
 
-_started = time.time()
+_process_start = time.time()
 
 import os
 import signal
@@ -107,172 +105,109 @@ deterministic = False  # bitwise reproducible on the same GPUs; slower
 deepspeed_config = "ds_config_zero2.json"  # ZeRO stage, offload, buckets
 any_deepspeed = False  # accept another DeepSpeed than the tested one; our own gradient path and optimizer step are off
 
-settings = configurator.from_command_line(globals())
+settings = configurator.from_command_line(globals())  # a frozen dataclass
 globals().update(vars(settings))
 
 # -----------------------------------------------------------------------------
-# Set-up: the ranks, then everything that can be refused, before anything that costs
+# Plan: what the settings come to on this machine. Exits with every problem, on every machine, before anything costs
 
 import dataclasses
 import math
-import warnings
 
 import torch
 
-from model import GPT, Block
+if device == "cpu" or not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
+
+from model import GPT
 from runtime import lora
+from runtime.cluster.ranks import print0, ranks_from_environment
+from runtime.plan.run_plan import plan_run
+
+ranks = ranks_from_environment(dry_run)
+plan = plan_run(settings, ranks)
+batch, hardware = plan.batch, plan.hardware
+batch_size, gradient_accumulation_steps, max_iters = batch.micro, batch.accumulation, plan.max_iters  # auto is resolved
+settings = dataclasses.replace(settings, batch_size=batch_size, gradient_accumulation_steps=gradient_accumulation_steps,
+                               max_iters=max_iters)
+print0(plan.summary())  # model, data, hardware, batch, output, and a note on each thing that was decided
+if dry_run:
+    print0(plan.memory_report(ranks))  # and commands that would fit, where this does not
+    raise SystemExit(0)
+for line in plan.advice():  # commands that would fit, if this does not
+    print0(line)
+
+# -----------------------------------------------------------------------------
+# Process group, output folder, and the tag to resume from
+
+import deepspeed
+
 from runtime.checkpoint import Saver, TagStore, load_into_engine, load_model, newest_intact
-from runtime.cluster.ranks import (
-    all_reduce_sum,
-    exit_together,
-    print0,
-    ranks_from_environment,
-    require_same_on_all_ranks,
-    shut_down,
-    silence_stdout,
-)
+from runtime.cluster.ranks import all_reduce_sum, exit_together, require_same_on_all_ranks, shut_down
 from runtime.cluster.shutdown import Shutdown
 from runtime.data.dataset import open_tokens
 from runtime.data.loader import eval_batches, mixed_seed, sequences_per_dataset, train_batches
 from runtime.engine import ds_config, fixes, setup
-from runtime.engine import fast_path as replay
 from runtime.engine.fast_path import FastPath
 from runtime.files import UserError
-from runtime.kernels import block as triton_block
-from runtime.kernels import is_supported
-from runtime.monitor import health as guards
 from runtime.monitor.health import StepHealth
 from runtime.monitor.profiler import Profiler
 from runtime.monitor.runlog import RunLog
-from runtime.output import exit_with_error
-from runtime.plan import memory
-from runtime.plan.run_plan import plan_run
 from runtime.sample.generate import sample_from_engine
 
-ranks = ranks_from_environment(dry_run)
-rank, world_size = ranks.rank, ranks.world_size
-if device == "cpu" or not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
-plan = plan_run(settings, ranks)
-batch, hardware, stage = plan.batch, plan.hardware, plan.stage
-batch_size, gradient_accumulation_steps, max_iters = batch.micro, batch.accumulation, plan.max_iters  # auto is resolved
-settings = dataclasses.replace(settings, batch_size=batch_size, gradient_accumulation_steps=gradient_accumulation_steps,
-                               max_iters=max_iters)
-if not hardware.gpu:
-    print0(plan.summary())
-if dry_run:
-    print0(plan.memory_report(ranks))
-    raise SystemExit(0)
-for line in plan.advice():
-    print0(line)
-
-import deepspeed
-
-from runtime.engine import fused_adamw, zero2_gradients
-
-warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # names that DeepSpeed still uses
-device = torch.device(hardware.device, ranks.local_rank) if hardware.device == "cuda" else torch.device("cpu")
-if hardware.device == "cuda":
-    torch.cuda.set_device(device)
-    if stage == 2:  # stage 3 counts on the default one in places
-        replay.on_own_stream()
-    torch.set_float32_matmul_precision("high")  # TF32 where a product is still in float32
-if deterministic:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled at start, on CPU
-deepspeed.utils.logger.setLevel("INFO" if ds_config.has_per_step_timers(plan.ds_config) else "WARNING")
-backend = backend if backend != "auto" else {"cuda": "nccl", "cpu": "gloo"}[hardware.device]
-deepspeed.init_distributed(dist_backend=backend, verbose=False)
-shutdown = Shutdown(signals=not eval_only)
-guards.explain_lack_of_memory(plan.out_of_memory)
-require_same_on_all_ranks(
-    f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps} "
-    f"--dtype={hardware.dtype} --compile={hardware.compile} --accumulate_locally={plan.accumulate_locally}")
-
-# -----------------------------------------------------------------------------
-# The output folder, which no other run may write to from here on, and the tag to resume from
-
+device = setup.setup_device(hardware, ranks.local_rank, plan.ds_config, backend, deterministic)
+shutdown = Shutdown(signals=not eval_only)  # signals, the file STOP, dead ranks, lost machines
+plan.explain_out_of_memory()
+require_same_on_all_ranks(plan.resolved_settings())
 store = TagStore(out_dir, read_only=eval_only)  # locked until this process ends
-tag = newest_intact(store, plan.start, resume_tag, resume_weights_only, overwrite)
+tag = newest_intact(store, plan.start, resume_tag, resume_weights_only, overwrite)  # None unless this resumes
 
 # -----------------------------------------------------------------------------
 # Data: memory-mapped tokens, the same on every rank
 
-tokens = {split: [open_tokens(one, split) for one in plan.datasets] for split in ("train", "val")}
-shares = [one.share for one in plan.datasets]
-sources = list(zip(tokens["train"], shares, strict=True))
-sequences = batch_size * gradient_accumulation_steps * world_size  # an iteration's
+tokens = {split: [open_tokens(dataset, split) for dataset in plan.datasets] for split in ("train", "val")}
+shares = [dataset.share for dataset in plan.datasets]
+mixture = list(zip(tokens["train"], shares, strict=True))
 
 # -----------------------------------------------------------------------------
 # Model, optimizer, engine
 
 torch.manual_seed(seed)  # the same weights on every rank
-if plan.start.kind in ("scratch", "resume"):
-    with torch.device(device):
-        model = GPT(plan.model)
-else:
-    problems = []
-    try:
-        if plan.start.parent:
-            model = load_model(*plan.start.parent, dropout=dropout)[0].to(device).train()
-        else:
-            model = GPT.from_pretrained(plan.start.weights, dropout=dropout, device=device, dtype=hardware.torch_dtype)
-        model.crop_block_size(block_size)
-    except UserError as error:
-        problems = [str(error)]
-    exit_together(problems)
+problems = []
+try:
+    if plan.start.kind == "earlier run":
+        model = load_model(*plan.start.parent, dropout=dropout)[0].to(device).train()
+    elif plan.start.kind == "pretrained":
+        model = GPT.from_pretrained(plan.start.weights, dropout=dropout, device=device, dtype=hardware.torch_dtype)
+    else:  # from scratch, or to be filled by the tag to resume from
+        with torch.device(device):
+            model = GPT(plan.model)
+    model.crop_block_size(block_size)
+except UserError as error:
+    problems = [str(error)]
+exit_together(problems)
 if plan.lora:
     lora.apply(model, plan.lora)
 model.gradient_checkpointing = gradient_checkpointing
-flops_per_iter = model.flops_per_token(block_size) * sequences * block_size
+flops_per_iter = model.flops_per_token(block_size) * batch.tokens
 profiler = Profiler(model, out_dir, profile_start, profile_iters) if profile else None  # before compiling
-own_kernels = hardware.compile and hardware.device == "cuda" and is_supported(model.lm_head.weight)
-if own_kernels and triton_block.supports(model.config) and not plan.lora:
-    triton_block.install(model, fp8)
-elif hardware.compile:
-    model.compile_blocks()
-if stage == 3:
-    # Gather and release a block at a time, not each of its layers (on 4 H200s at 1 x 32, 12.5 s a step became 7.4):
-    # what is compiled then has no hooks inside, on which dynamo fails
-    deepspeed.utils.set_z3_leaf_modules(model, [Block])
+use_triton = setup.compile_blocks(model, hardware, plan.stage, fp8)  # our Triton kernels where they fit
 
-groups, adam = model.parameter_groups(weight_decay), {"lr": learning_rate, "betas": (beta1, beta2)}
-if ds_config.uses_offload(plan.ds_config):
-    optimizer = setup.cpu_adam(plan.ds_config, groups, adam)
-else:
-    optimizer = torch.optim.AdamW(groups, fused=True, **adam)
-try:
-    with silence_stdout():
-        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=plan.ds_config)
-except AssertionError as error:  # of a JSON, as a rule: what DeepSpeed does not want together
-    shut_down(2)
-    exit_with_error(f"{deepspeed_config}: DeepSpeed refuses it: {str(error) or 'an assertion without words'}")
-fast = FastPath()
+optimizer = setup.adamw(model.parameter_groups(weight_decay), plan.ds_config, lr=learning_rate, betas=(beta1, beta2))
+engine = setup.initialize(model, optimizer, plan.ds_config, deepspeed_config)
+print0(f"DeepSpeed uses {setup.describe(engine, plan.ds_config, hardware.dtype)}")
+fast = FastPath(engine)  # gradient path, AdamW step, CUDA graph: each where it fits
 if not any_deepspeed:
-    fast.gradients = zero2_gradients.install(engine, fast, plan.accumulate_locally)
-    fast.fused_step = fused_adamw.install(engine, fast) if own_kernels else None
-exit_together(["skip_grad_spikes=True needs what this DeepSpeed lacks: leave it out"]
-                if skip_grad_spikes and not fast.gradients else [])
-print0(f"DeepSpeed uses {setup.compare(engine, plan.ds_config, hardware.dtype)}")
+    fast.install(plan.accumulate_locally, use_triton, capture=not ds_config.has_per_step_timers(plan.ds_config))
+exit_together(["skip_grad_spikes=True needs what this DeepSpeed does not have: leave it out"]
+              if skip_grad_spikes and not fast.gradients else [])
 
 state = load_into_engine(engine, store, tag, resume_weights_only) if tag else {}
-iter_num, best_val_loss = state.get("iter_num", 0), state.get("best_val_loss", math.inf)
+iter_num = first_iter = state.get("iter_num", 0)
+best_val_loss = state.get("best_val_loss", math.inf)
 evals_since_best = state.get("evals_since_best", 0)
-base = None if plan.start.parent else plan.start.init_from  # what PEFT is to put the thin matrices beside
-lora_state = plan.lora and {**plan.lora, "base": state["lora"]["base"] if tag else base}
-lineage = state["lineage"] if tag else list(plan.start.lineage)  # the runs before this one
-fixes.keep_going_at_min_loss_scale(engine)
-fixes.skip_nonfinite_at_stage_0(engine)
-
-log = RunLog(vars(settings), state, device, plan.datasets, sequences * block_size, memory.torch_bytes(plan.job))
-problems = []
-if rank == 0 and not eval_only:  # the output folder, now that nothing else can be refused any more
-    problems = list(filter(None, [shutdown.watch_stop_file(os.path.join(out_dir, "STOP"))]))
-exit_together(problems)
+log = RunLog(vars(settings), state, device, plan.datasets, batch.tokens, plan.estimated_bytes)
 health = StepHealth(engine, fast, log.warn, plan.datasets, tokens["train"], seed, state.get("grad_norms", ()))
-graphed = fast.gradients and fast.fused_step and not ds_config.has_per_step_timers(plan.ds_config)
-micro_step = replay.micro_step(engine, graphed, health.stragglers)
 
 # -----------------------------------------------------------------------------
 # The parts of the loop
@@ -298,24 +233,22 @@ def get_lr(it):
 
 @torch.no_grad()
 def estimate_loss():
-    """Mean loss and its standard error over fixed windows of each split of each data set, shared out over the ranks:
-    {split: [(mean, error)]}."""
+    """{split: [(mean, standard error) of each data set]}, over fixed windows that the ranks share."""
     engine.eval()
-    result = {"train": [], "val": []}
-    for split, found in result.items():
-        for of_set in tokens[split]:
+    losses = {"train": [], "val": []}
+    for split, found in losses.items():
+        for data in tokens[split]:
             sums = torch.zeros(3, dtype=torch.float64, device=device)  # windows, their losses, the squares
-            windows = eval_batches(of_set, rank, world_size, plan.eval_windows, vars(settings),
-                                   plan.data["vocab_size"], device)
-            for x, y in windows:
-                counts = (y[:, 0] >= 0).double()
-                losses = engine(x, y, "none").view(y.shape).double().mean(dim=1)
-                sums += torch.stack([counts.sum(), losses.sum(), (losses**2).sum()])
-            n, sum_losses, sum_squares = all_reduce_sum(*sums, device=device)
-            mean = sum_losses / n
-            found.append((mean, math.sqrt(max(0.0, sum_squares / n - mean**2) / max(1, n - 1))))
+            for x, y in eval_batches(data, ranks.rank, ranks.world_size, plan.eval_windows, vars(settings),
+                                     plan.data["vocab_size"], device):
+                counts = (y[:, 0] >= 0).double()  # windows that only fill up the last batch have targets of -1
+                loss = engine(x, y, "none").view(y.shape).double().mean(dim=1)
+                sums += torch.stack([counts.sum(), loss.sum(), (loss**2).sum()])
+            n, total, squares = all_reduce_sum(*sums, device=device)
+            mean = total / n
+            found.append((mean, math.sqrt(max(0.0, squares / n - mean**2) / max(1, n - 1))))
     engine.train()
-    return result
+    return losses
 
 
 def evaluate():
@@ -324,78 +257,72 @@ def evaluate():
 
 
 def sequences_seen():
-    """{data set: sequences so far}; a tag holds those before it, by its own shares."""
-    now, then = (sequences_per_dataset(it * sequences, shares) for it in (iter_num, first_iter))
+    """{data set: sequences so far}, over all resumes; a resumed run may have other shares."""
+    now, then = (sequences_per_dataset(it * batch.sequences, shares) for it in (iter_num, first_iter))
     before = state.get("seen", {})
-    return {one.name: before.get(one.name, 0) + a - b for one, a, b in zip(plan.datasets, now, then, strict=True)}
-
-
-def write_sample():
-    """Print and record a text from the weights as they are."""
-    encode, decode = plan.tokenizer
-    ids = sample_from_engine(engine, encode(sample_start), sample_tokens, (seed + iter_num) % 2**63, device)
-    log.sample(iter_num, decode(ids))
+    return {data.name: before.get(data.name, 0) + a - b for data, a, b in zip(plan.datasets, now, then, strict=True)}
 
 
 def finished():
-    """Whether all iterations are made, or patience has run out."""
+    """Whether all iterations are done, or patience has run out."""
     return iter_num >= max_iters or (patience is not None and evals_since_best >= patience)
 
 
 def aliases(improved):
-    """The names that this iteration's tag also gets."""
+    """The names that this iteration's tag also gets: best follows the validation loss, final the end of the run."""
     return ["best"] * bool(improved) + ["final"] * finished()
 
 
 def save(improved):
-    """Start to save this iteration's tag; best follows the validation loss."""
+    """Start to save this iteration's tag."""
     saver.save(f"iter_{iter_num}", aliases(improved), {
         "iter_num": iter_num, "best_val_loss": best_val_loss, "evals_since_best": evals_since_best,
-        "improved": improved, "wandb_id": log.wandb_id, "settings": vars(settings), "model": vars(plan.model),
-        "lora": lora_state, "lineage": lineage, "grad_norms": list(health.spikes.history), "seen": sequences_seen(),
-        "data": {k: plan.data[k] for k in ("tokenizer", "vocab_size")}})
-
-
-def step(batches):
-    """One optimizer step; returns the mean loss over its micro-steps on this rank, still on the device."""
-    torch.manual_seed(mixed_seed(seed, iter_num, rank))  # dropout depends on the place in the run alone
-    lr = get_lr(iter_num)
-    for group in engine.optimizer.param_groups:
-        group["lr"] = lr
-    if skip_grad_spikes:
-        fast.skip_above = health.spikes.threshold()
-    loss_sum = torch.zeros((), device=device)
-    for _ in range(gradient_accumulation_steps):
-        loss_sum += micro_step(*log.time_data(batches))
-        engine.step()
-    fixes.grow_loss_scale(engine)
-    return loss_sum / gradient_accumulation_steps
+        "improved": improved, "wandb_id": log.wandb_id, "settings": vars(settings), "seen": sequences_seen(),
+        "grad_norms": list(health.spikes.history), **plan.saved_state(state)})
 
 
 # -----------------------------------------------------------------------------
 # The loop
 
-store.clean(tag, overwrite, aliases(state.get("improved")))
-log.open_files({"lineage": lineage, "memory_plan": memory.estimate(plan.job)})
-first_iter = iter_num
+if not eval_only:
+    shutdown.watch_stop_file(os.path.join(out_dir, "STOP"))
+store.clean(tag, overwrite, aliases(state.get("improved")))  # nothing can be refused any more
+log.open_files(plan.record())
 saver = Saver(engine, store, keep_last, plan.tag_bytes, async_save, stop_on_error=on_save_error == "stop")
 if iter_num == 0 or eval_only:
     evaluate()
 elif iter_num >= max_iters:
     print0(f"{store.path(tag.name)} has made {iter_num} iterations already: resume with a larger --max_iters")
-batches = train_batches(sources, iter_num, rank, world_size, vars(settings), plan.data["vocab_size"], device)
+vocab_size = plan.data["vocab_size"]
+batches = train_batches(mixture, iter_num, ranks.rank, ranks.world_size, vars(settings), vocab_size, device)
 engine.train()
 exit_code = None
 if profiler:
     profiler.start()
-log.start(_started, iter_num, max_iters)
+log.start(_process_start, iter_num, max_iters)  # the clock, and on a terminal the progress bar
 while not finished() and not eval_only and exit_code is None:
-    loss = step(batches)
+    # one optimizer step
+    torch.manual_seed(mixed_seed(seed, iter_num, ranks.rank))  # dropout depends on the place in the run alone
+    lr = get_lr(iter_num)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+    if skip_grad_spikes:
+        fast.skip_above = health.spikes.threshold()
+    loss = torch.zeros((), device=device)
+    for _ in range(gradient_accumulation_steps):
+        x, y = log.time_data(batches)
+        loss += fast.forward_backward(x, y)  # engine(x, y) and engine.backward(loss), as a CUDA graph where possible
+        engine.step()  # DeepSpeed steps the optimizer after the last micro-step
+    loss /= gradient_accumulation_steps
+    fixes.grow_loss_scale(engine)
     iter_num += 1
-    health.check(loss, iter_num)
-    if iter_num % log_interval == 0 or iter_num in (first_iter + 1, max_iters):
-        log.step(iter_num, loss, get_lr(iter_num - 1), flops_per_iter, health)
 
+    # check and log it
+    health.check(loss, iter_num)  # warns of a skipped step or a spike, and names the batch it came from
+    if iter_num % log_interval == 0 or iter_num in (first_iter + 1, max_iters):
+        log.step(iter_num, loss, lr, flops_per_iter, health)
+
+    # evaluate, and save a tag
     saved = False
     if iter_num % eval_interval == 0 or iter_num == max_iters:
         val_loss = evaluate()
@@ -406,10 +333,13 @@ while not finished() and not eval_only and exit_code is None:
             save(improved) if math.isfinite(val_loss) else log.not_saved()
             saved = True
     if sample_interval and iter_num % sample_interval == 0:
-        write_sample()
-    log.exclude_pauses(iter_num, paused=profiler and profiler.step())
+        encode, decode = plan.tokenizer
+        ids = sample_from_engine(engine, encode(sample_start), sample_tokens, (seed + iter_num) % 2**63, device)
+        log.sample(iter_num, decode(ids))
+    log.exclude_pauses(iter_num, paused=profiler and profiler.step())  # no part of the next step's time
 
-    exit_code, save_failed = shutdown.agree(saver.failed)  # all ranks take the same way
+    # exit together: a signal, STOP, a failed save, or too many skipped steps
+    exit_code, save_failed = shutdown.agree(saver.failed)
     if health.skipped_in_a_row > max_skipped_steps:
         exit_code = 3
     if save_failed:
@@ -418,6 +348,9 @@ while not finished() and not eval_only and exit_code is None:
         log.leaving(exit_code, iter_num, health)
         if not saved:
             save(False) if not health.skipped_in_a_row or math.isfinite(evaluate()) else log.not_saved()
+
+# -----------------------------------------------------------------------------
+# The end
 
 if profiler:
     profiler.close()

@@ -67,7 +67,7 @@ FAULTS = [Fault(*row) for row in (
      "scaler.cur_iter - scaler.last_overflow_iter",
      "engine/test_zero.py::test_growth_restores_the_patience_with_overflows"),
     ("resume", "after a resume, dropout repeats the random numbers of the run's beginning",
-     "train_deepspeed.py", "mixed_seed(seed, iter_num, rank)", "mixed_seed(seed, iter_num - first_iter, rank)",
+     "train_deepspeed.py", "mixed_seed(seed, iter_num, ranks", "mixed_seed(seed, iter_num - first_iter, ranks",
      "test_run.py::test_a_run_that_stopped_and_went_on_is_the_run_that_did_not_stop"),
     ("re-shard", "parameters after a padded one are read from the wrong place in ZeRO-3 checkpoints",
      "runtime/checkpoint/shards.py", "return math.ceil(shape.numel() / self.world_size)",

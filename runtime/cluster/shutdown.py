@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.cluster.heartbeat import machine_id, start_heartbeat
-from runtime.cluster.ranks import ALL_EXITING, EXITING
+from runtime.cluster.ranks import ALL_EXITING, EXITING, RANK, exit_together
 
 SIGNAL_EXIT_CODES = {signal.SIGTERM: 143, signal.SIGUSR1: 138, signal.SIGINT: 130, signal.SIGHUP: 129}
 EXIT_REASONS = {143: "SIGTERM, or the launcher's end", 138: "SIGUSR1", 130: "Ctrl-C",
@@ -64,11 +64,11 @@ class Shutdown:
             signal.raise_signal(number)
 
     def watch_stop_file(self, stop_file):
-        """Check for this file from now on. One that exists was meant for the run before: return why it cannot be
-        removed, or None."""
-        if problem := remove(stop_file):
-            return f"{problem}, and it would stop this run: remove it"
-        self.stop_file = stop_file
+        """Stop the run when this file appears. One that exists was meant for an earlier run, and is removed. All ranks;
+        they end with exit code 2 if it cannot be removed."""
+        problem = remove(stop_file) if RANK == 0 else None
+        exit_together([f"{problem}, and it would stop this run: remove it"] if problem else [])
+        self.stop_file = stop_file if RANK == 0 else None
 
     def _run(self):
         """The thread's target, until all ranks have passed the last barrier. A check that fails is reported once, and

@@ -1,83 +1,93 @@
-"""A micro-step's launches, recorded once and replayed as one.
+"""Our shortcuts through one DeepSpeed engine: the gradient path, the AdamW step, and micro-steps as a CUDA graph.
 
-GPT-2 XL launches some 2,500 kernels a micro-step. At a small micro-batch that takes a CPU longer than the GPU needs to
-run them: 32 micro-steps of one sequence took 4,219 ms launched and 909 ms replayed on an H200 beside a slow CPU.
+GPT-2 XL launches some 2,500 kernels per micro-step. At a small micro-batch that takes a CPU longer than the GPU needs
+to run them: 32 micro-steps of one sequence took 4,219 ms launched one by one and 909 ms as a CUDA graph, on an H200
+beside a slow CPU (RESULTS.md).
 """
 
 import atexit
+import contextlib
 import math
-from dataclasses import dataclass
 
 import torch
 
 from runtime.cluster.ranks import on_shut_down
 
-GRAPHS = []  # what is recorded
 
-
-@dataclass
 class FastPath:
-    """Our shortcuts through one DeepSpeed engine, and what a step leaves for others to read. Each shortcut names what
-    it replaces in DeepSpeed's optimizer in its REPLACES."""
+    """The shortcuts that fit an engine. All that is replaced in DeepSpeed's objects is replaced here: see `replaced`.
 
-    gradients: object = None  # zero2_gradients.install's; None: DeepSpeed's own path
-    fused_step: object = None  # fused_adamw.install's; None: DeepSpeed's own step
-    skip_above: float = math.inf  # a step whose gradient norm is not below it is skipped
-    grad_norm: float | None = None  # of the last step, before clipping, without the loss scale; None: only DeepSpeed's
-
-
-def on_own_stream():
-    """Leave CUDA's default stream, which cannot be recorded. Before anything else runs on the GPU."""
-    torch.cuda.set_stream(torch.cuda.Stream())
-
-
-def micro_step(engine, record, stragglers):
-    """A function (x, y) -> the loss, detached, of engine(x, y) and engine.backward; if `record`, one that replays it.
-    stragglers: a StragglerDetector.
-
-    To record, all that a micro-step does must be the same every time, and its memory stay where it is: ZeRO-2 with
-    zero2_gradients.py and fused_adamw.py, no loss scale; PyTorch sees to it that each replay draws its own numbers
-    for dropout, the same that launching would draw. The first step runs unrecorded, for what
-    libraries and DeepSpeed do at their first calls; not two, as DeepSpeed's timer of steps then stops the GPU. The loss
-    is overwritten by the next call.
+    A step leaves its results here for others to read, and nothing on DeepSpeed's optimizer.
     """
-    launches_left, graph, inputs, output = engine.gradient_accumulation_steps(), None, None, None
-    forward_alone = engine.zero_optimization_stage() < 3
-    params = [param for param in engine.module.parameters() if param.requires_grad]
-    alone = all(hasattr(param, "main_grad") for param in params)  # see runtime/engine/zero2_gradients.py
 
-    def launched(x, y):
-        with stragglers.time_local_work(forward_alone):
-            loss = engine(x, y)
-        engine.backward(loss)
+    def __init__(self, engine=None):
+        self.engine = engine
+        self.gradients = None  # zero2_gradients.install's; None: DeepSpeed's own path
+        self.fused_step = None  # fused_adamw.install's; None: DeepSpeed's own step
+        self.skip_above = math.inf  # a step whose gradient norm is not below it is skipped
+        self.grad_norm = None  # of the last step, before clipping, without the loss scale; None: ask the engine
+        self.time_local_work = lambda local: contextlib.nullcontext()  # StragglerDetector's, around work of this rank
+        self.captures = False
+        self.graph = None
+
+    def install(self, accumulate_locally=False, fused_step=True, capture=True):
+        """Replace what fits in the engine, and capture micro-steps if `capture` and that is possible. All ranks.
+
+        accumulate_locally: whether ranks have room for the gradients of all parameters. fused_step: whether Triton can
+        be used.
+        """
+        from runtime.engine import fused_adamw, zero2_gradients
+
+        self.gradients = zero2_gradients.install(self.engine, self, accumulate_locally)
+        self.fused_step = fused_adamw.install(self.engine, self) if fused_step else None
+        if capture and self.gradients and self.fused_step:
+            self.capture_micro_steps()
+
+    @property
+    def replaced(self):
+        """The names of the attributes of DeepSpeed's optimizer that are replaced."""
+        return [name for part in (self.gradients, self.fused_step) if part for name in part.REPLACES]
+
+    def capture_micro_steps(self):
+        """Run micro-steps as a CUDA graph from the second optimizer step on.
+
+        All that a micro-step does must be the same every time, and its memory stay where it is: ZeRO-2 with our
+        gradients and step, and no loss scale. PyTorch sees to it that each replay draws new random numbers for dropout,
+        the same as without a graph. The first step runs without, for what libraries and DeepSpeed do at their first
+        calls; not the second, as DeepSpeed's timer of steps then stops the GPU.
+        """
+        self.captures, self.warmup_left = True, self.engine.gradient_accumulation_steps()
+        params = [param for param in self.engine.module.parameters() if param.requires_grad]
+        self.graph_is_local = all(hasattr(param, "main_grad") for param in params)  # no collective in it
+        on_shut_down(self.close)
+        atexit.register(self.close)  # also after a traceback
+
+    def forward_backward(self, x, y):
+        """engine(x, y) and engine.backward(loss). Returns the loss, detached; the next call may overwrite it."""
+        if not self.captures or self.warmup_left:
+            if self.captures:
+                self.warmup_left -= 1
+            return self._launch(x, y)
+        if self.graph is None:
+            self.inputs, self.graph = (x.clone(), y.clone()), torch.cuda.CUDAGraph()
+            # other threads read data and write checkpoints meanwhile
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                self.loss = self._launch(*self.inputs)
+        self.inputs[0].copy_(x)
+        self.inputs[1].copy_(y)
+        with self.time_local_work(self.graph_is_local):
+            self.graph.replay()
+        return self.loss
+
+    def _launch(self, x, y):
+        with self.time_local_work(self.engine.zero_optimization_stage() < 3):
+            loss = self.engine(x, y)
+        self.engine.backward(loss)
         return loss.detach()
 
-    def replayed(x, y):
-        nonlocal launches_left, graph, inputs, output
-        if launches_left:
-            launches_left -= 1
-            return launched(x, y)
-        if graph is None:
-            inputs, graph = (x.clone(), y.clone()), torch.cuda.CUDAGraph()
-            # other threads read data and write checkpoints meanwhile
-            with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-                output = launched(*inputs)
-            GRAPHS.append(graph)
-        inputs[0].copy_(x)
-        inputs[1].copy_(y)
-        with stragglers.time_local_work(alone):
-            graph.replay()
-        return output
-
-    return replayed if record else launched
-
-
-def forget():
-    """Give up what is recorded. NCCL, asked to destroy a group that a recording uses, waits for ever."""
-    while GRAPHS:
-        torch.cuda.synchronize()
-        GRAPHS.pop().reset()
-
-
-on_shut_down(forget)
-atexit.register(forget)  # after a traceback, too
+    def close(self):
+        """Release the graph. NCCL, asked to destroy a group that a graph uses, waits forever."""
+        if self.graph is not None:
+            torch.cuda.synchronize()
+            self.graph.reset()
+            self.graph, self.captures = None, False

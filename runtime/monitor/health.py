@@ -2,9 +2,7 @@
 
 import contextlib
 import math
-import os
 import statistics
-import sys
 import time
 from collections import deque
 
@@ -14,7 +12,6 @@ from runtime.cluster.ranks import all_gather_scalars
 from runtime.data.download import FetchError
 from runtime.data.loader import locate_sequences, sequence_ids
 from runtime.data.tokenizer import tokenizer_of
-from runtime.output import explain_uncaught
 
 WINDOW = 50  # gradient norms that a new one is compared with, once there are 20
 SPIKE_FACTOR = 6  # times their median
@@ -35,6 +32,7 @@ class StepHealth:
         self.datasets, self.tokens, self.seed = datasets, tokens, seed
         self.world_size = torch.distributed.get_world_size()
         self.spikes, self.stragglers = SpikeDetector(grad_norms), StragglerDetector(engine.device, self.world_size)
+        fast.time_local_work = self.stragglers.time_local_work
         self.skipped_in_a_row = 0
         self.grad_norm = None  # of the last step: before clipping, without the loss scale; None: DeepSpeed has none
         self.last_failed_scale = None  # float16's loss scale after the last overflow
@@ -173,18 +171,3 @@ class StragglerDetector:
                     f"{1e3 * others:.0f}: look at {cause}")
         self.reported = None
         return None
-
-
-def explain_lack_of_memory(words):
-    """From now on a GPU without memory left ends this process with words() and exit code 2, wherever that comes: while
-    the engine is built, in a step or an evaluation. The other ranks see it, and leave; what is saved is whole."""
-    def explain(error):
-        if isinstance(error, RuntimeError) and "out of memory" in str(error):  # PyTorch's, and CUDA's own
-            try:
-                print(words(), file=sys.stderr, flush=True)
-            finally:
-                os._exit(2)
-
-    explain_uncaught(explain)
-
-

@@ -26,6 +26,7 @@ from runtime.kernels import is_supported
 from runtime.kernels.block import supports
 from runtime.lora import apply as apply_lora
 from runtime.lora import lora_config
+from runtime.output import explain_uncaught
 from runtime.plan import memory
 from runtime.plan.rules import broken_rules, check_schedule
 from runtime.plan.start import Start, find_start
@@ -111,6 +112,42 @@ class RunPlan:
         return memory.advice(job or self.job, self.settings, sys.argv[1:],
                              not self.lora and self.start.kind != "scratch")
 
+    @property
+    def estimated_bytes(self):
+        """Bytes of PyTorch's tensors at the peak, per GPU."""
+        return memory.torch_bytes(self.job)
+
+    def resolved_settings(self):
+        """Return as a command line what "auto" is resolved to, which all ranks must agree on."""
+        return (f"--batch_size={self.batch.micro} --gradient_accumulation_steps={self.batch.accumulation} "
+                f"--dtype={self.hardware.dtype} --compile={self.hardware.compile} "
+                f"--accumulate_locally={self.accumulate_locally}")
+
+    def saved_state(self, resumed):
+        """Return what a tag says of the run. resumed: the state of the tag that it resumes from, or {}."""
+        base = resumed["lora"]["base"] if resumed and self.lora else self.start.init_from
+        return {"model": vars(self.model), "lineage": list(self.start.lineage),
+                "lora": self.lora and {**self.lora, "base": None if self.start.parent else base},
+                "data": {key: self.data[key] for key in ("tokenizer", "vocab_size")}}
+
+    def record(self):
+        """Return what settings.json says of the plan."""
+        return {"lineage": list(self.start.lineage), "memory_plan": memory.estimate(self.job)}
+
+    def explain_out_of_memory(self):
+        """From now on, end a process whose GPU has no memory left with commands that fit, and exit code 2.
+
+        The other ranks notice, and exit too; checkpoints on the disk are intact.
+        """
+        def explain(error):
+            if isinstance(error, RuntimeError) and "out of memory" in str(error):  # PyTorch's, and CUDA's own
+                try:
+                    print(self.out_of_memory(), file=sys.stderr, flush=True)
+                finally:
+                    os._exit(2)
+
+        explain_uncaught(explain)
+
     def out_of_memory(self):
         """Return what to say when the GPU's memory has run out: what fits and takes a tenth less than this run."""
         job = self.job
@@ -121,19 +158,19 @@ class RunPlan:
 
     def memory_report(self, ranks):
         """Return the memory estimate as text: what a GPU and the host hold, and what would fit where this does not."""
-        job, batch, s = self.job, self.batch, self.settings
-        lines = [f"plan       {batch.micro} x {batch.world_size} x {batch.accumulation} sequences, "
-                 f"{self.hardware.dtype}, ZeRO-{self.stage}"] if self.hardware.gpu else []
-        lines += memory.format_breakdown("each GPU" if self.hardware.device == "cuda" else "each rank",
-                                         memory.estimate(job), self.hardware.memory)
-        tag = self.tag_bytes if s.keep_last else 0
-        lines += memory.format_breakdown("host", memory.host_estimate(job, ranks.local_world_size, tag))
-        lines += self.advice()
-        return "\n".join(lines + [f"note       {note}" for note in self.notes if self.hardware.gpu])
+        lines = memory.format_breakdown("each GPU" if self.hardware.device == "cuda" else "each rank",
+                                        memory.estimate(self.job), self.hardware.memory)
+        tag = self.tag_bytes if self.settings.keep_last else 0
+        lines += memory.format_breakdown("host", memory.host_estimate(self.job, ranks.local_world_size, tag))
+        return "\n".join(lines + self.advice())
 
     def summary(self):
         """Return the run as text: model, data, hardware, batch, output, and a note on each thing that was decided."""
         s, batch, hardware = self.settings, self.batch, self.hardware
+        notes = [f"note       {note}" for note in self.notes]
+        if hardware.gpu:  # a plan for another machine, perhaps without data
+            return "\n".join([f"plan       {batch.micro} x {batch.world_size} x {batch.accumulation} sequences, "
+                              f"{hardware.dtype}, ZeRO-{self.stage}", *notes])
         name = "CPU"
         if hardware.device == "cuda":
             total = torch.cuda.get_device_properties(0).total_memory
@@ -159,7 +196,7 @@ class RunPlan:
                          + f" of each {sum(d.share for d in self.datasets):,} sequences")
         if batch.world_size > 1:
             lines.append("note       gradient_accumulation_steps is per GPU, as in DeepSpeed (nanoGPT's is the total)")
-        return "\n".join([*lines, *(f"note       {note}" for note in self.notes)])
+        return "\n".join(lines + notes)
 
 
 class Problems(list):

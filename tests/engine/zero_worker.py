@@ -128,7 +128,7 @@ def build(stage, dtype, zero, config, clip, repaired, compiled, fused, layers):
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), fused=True, **ADAM)
     with silence_stdout():
         engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=resolved)
-    setup.compare(engine, resolved, dtype)
+    setup.describe(engine, resolved, dtype)
     return engine
 
 
@@ -146,7 +146,7 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
     engine = build(stage, dtype, zero or {}, config or {}, clip, repaired, compiled, fused, layers)
     engine.module.gradient_checkpointing = checkpointing
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    fast = FastPath()
+    fast = FastPath(engine)
     if short:
         fast.gradients = zero2_gradients.install(engine, fast, local)
     shortened = fast.gradients is not None

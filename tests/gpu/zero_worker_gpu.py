@@ -25,11 +25,9 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from model import GPT, Block, GPTConfig
 from runtime.cluster.ranks import all_reduce_sum, shut_down, silence_stdout
-from runtime.engine import ds_config, fixes, fused_adamw, setup, zero2_gradients
-from runtime.engine import fast_path as replay
+from runtime.engine import ds_config, fixes, setup
 from runtime.engine.fast_path import FastPath
 from runtime.kernels import block
-from runtime.monitor.health import StragglerDetector
 from runtime.plan.run_plan import Batch
 
 SEQUENCES, ACCUMULATION, STEPS = 12, 3, 6  # per step over all ranks; micro-steps per step
@@ -108,7 +106,7 @@ def build(stage, dtype, blocks, zero, clip, fp16):
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), fused=True, **ADAM)
     with silence_stdout():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    setup.compare(engine, config, dtype)
+    setup.describe(engine, config, dtype)
     return engine, stage
 
 
@@ -116,20 +114,18 @@ def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local
     """Train as the script does, and repeat a step that is skipped. own: use DeepSpeed's gradient path and step. local:
     sum the gradients of the micro-steps on each rank first."""
     engine, stage = build(stage, dtype, blocks, zero or {}, clip, fp16 or {})
-    fast = FastPath()
+    fast = FastPath(engine)
     if not own:
-        fast.gradients = zero2_gradients.install(engine, fast, local)
-        fast.fused_step = fused_adamw.install(engine, fast) if blocks != "eager" else None
+        fast.install(local, blocks != "eager", captured)
     shortened, one_pass = fast.gradients is not None, fast.fused_step is not None
     device, rank, world_size = torch.device("cuda", dist.get_rank()), dist.get_rank(), dist.get_world_size()
-    micro_step = replay.micro_step(engine, captured and shortened and one_pass, StragglerDetector(device, world_size))
     result = {"norms": [], "applied": [], "scales": [], "shortened": shortened, "one_pass": one_pass}
     step = 0
     while step < STEPS and len(result["applied"]) < 3 * STEPS:
         for group in engine.optimizer.param_groups:
             group["lr"] = RATES[step]
         for sequences in data(step).view(world_size, ACCUMULATION, -1, CONFIG.block_size + 1)[rank]:
-            micro_step(sequences[:, :-1], sequences[:, 1:])
+            fast.forward_backward(sequences[:, :-1], sequences[:, 1:])
             engine.step()
         fixes.grow_loss_scale(engine)
         norm, applied = engine.get_global_grad_norm(), all_reduce_sum(engine.was_step_applied(), device=device)[0]
@@ -141,8 +137,8 @@ def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local
         step += bool(applied)
     result["released"] = sum(getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
                              for p in engine.module.parameters())
-    result |= {"captured": len(replay.GRAPHS), "weights": weights(engine)}
-    replay.forget()
+    result |= {"captured": int(fast.graph is not None), "weights": weights(engine)}
+    fast.close()
     engine.destroy()
     return result
 
@@ -170,7 +166,7 @@ def main(out):
     every = {"plain": plain(CLIP), "plain unclipped": plain(0.0)}
     for name, (stage, dtype, options) in CASES.items():
         stream = torch.cuda.stream(torch.cuda.Stream()) if stage == 2 else contextlib.nullcontext()
-        with stream:  # as replay.on_own_stream()
+        with stream:  # as setup_device()
             every[name] = train(stage, dtype, **options)
         torch.cuda.synchronize()
     report = {name: {**result, "apart": {other: apart(result["weights"], every[other]["weights"]) for other in every}}
