@@ -6,7 +6,7 @@ HOMES = {"CheckpointError": "tags", "TagStore": "tags", "load_model": "shards", 
          "newest_intact": "resume", "load_into_engine": "resume"}
 
 
-def __getattr__(name):  # late: tags.py needs no torch
+def __getattr__(name):  # late: only resume.py needs deepspeed, which takes seconds
     if name not in HOMES:
         raise AttributeError(name)
     return getattr(importlib.import_module(f"runtime.checkpoint.{HOMES[name]}"), name)

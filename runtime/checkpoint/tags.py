@@ -1,4 +1,4 @@
-"""Tags: checkpoints of a run in its out_dir. This module finds, checks and removes them; it imports no torch.
+"""Tags: checkpoints of a run in its out_dir. This module finds, checks and removes them.
 
     out_dir/iter_5/         DeepSpeed's own files and manifest.json, which is written last
     out_dir/best/, final/   the same files as an iteration's tag, by hard links
@@ -14,6 +14,9 @@ import shutil
 import time
 from typing import NamedTuple
 
+import torch
+
+from model import GPTConfig
 from runtime.cluster.ranks import RANK, exit_together, print0
 from runtime.files import TEMP_NAME, UserError, file_digest, fsync, replace_dir, write_atomic
 from runtime.versions import recorded_versions
@@ -313,8 +316,6 @@ def sign_manifest(manifest):
 
 def check_manifest(manifest):
     """Raise ValueError or TypeError unless a manifest holds what its readers rely on."""
-    from model import GPTConfig
-
     check_shape(manifest, MANIFEST, "it")
     state, tokenizer = manifest["state"], manifest["state"]["data"]["tokenizer"]
     for name, entry in manifest["files"].items():
@@ -344,8 +345,6 @@ def verify_files(folder, files, rank=0, world_size=1, reject_unlisted=True):
     The ranks share the hashing. reject_unlisted: DeepSpeed reads .pt files that it finds, listed or not. Raises OSError
     if a file cannot be read, which says nothing about what it holds.
     """
-    import torch
-
     problems = []
     for number, (name, entry) in enumerate(files.items()):
         file = os.path.join(folder, name)
