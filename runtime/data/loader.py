@@ -1,12 +1,12 @@
-"""Which tokens a step sees.
+"""Which tokens each step is trained on.
 
-The sequences of step `iter_num` are numbers iter_num * G ... iter_num * G + G - 1 of one endless list, G being the
-global batch. The list depends on the seed alone: each epoch is every window of block_size tokens once, in an order
-shuffled by a keyed permutation that is computed, not stored. So the order is the same for any number of ranks and any
-split into micro-batches, and a resumed run starts at its place at no cost.
+The sequences of step `iter_num` are those with the ids iter_num * G ... iter_num * G + G - 1 in one endless list, G
+being the global batch. The list depends on the seed alone: each epoch is every window of block_size tokens once, in an
+order shuffled by a keyed permutation that is computed, not stored. So the order is the same for any number of ranks and
+any split into micro-batches, and a resumed run starts at its place at no cost.
 
-Of a mixture each data set has such a list of its own, and they take turns by a table: of as many sequences as the
-shares add up to, each set has exactly its share.
+In a mixture each dataset has such a list of its own, and a table interleaves them: of as many sequences as the shares
+add up to, each dataset has exactly its share.
 """
 
 import functools
@@ -23,7 +23,7 @@ SPLITMIX64 = [np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x9
 
 
 def splitmix64(x):
-    """splitmix64's finaliser (Steele et al., 2014): uint64 -> well mixed uint64, elementwise."""
+    """splitmix64's finalizer (Steele et al., 2014): uint64 -> well mixed uint64, elementwise."""
     with np.errstate(over="ignore"):
         x = np.asarray(x).astype(np.uint64) + SPLITMIX64[0]
         x = (x ^ (x >> np.uint64(30))) * SPLITMIX64[1]
@@ -42,8 +42,8 @@ def mixed_seed(*numbers):
 def feistel_permute(i, n, key):
     """Where a permutation of range(n), chosen by `key`, sends each of the indices i: an array like i.
 
-    A Feistel network of six rounds over the next power of four; results beyond n are sent on until they fall inside
-    (Black and Rogaway, 2002). Constant memory, whatever n. key: an array like i, or one number.
+    A Feistel network of six rounds over the next power of four; results beyond n are permuted again until they fall
+    inside (Black and Rogaway, 2002). Constant memory for any n. key: an array like i, or one number.
     """
     bits = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << bits) - np.uint64(1)
@@ -64,10 +64,10 @@ def windows_per_epoch(n_tokens, block_size):
     return windows, min(block_size - 1, n_tokens - 1 - windows * block_size)
 
 
-def train_offsets(numbers, n_tokens, block_size, seed):
-    """Where in the data the sequences of these numbers begin; pure, int64 -> int64."""
+def train_offsets(ids, n_tokens, block_size, seed):
+    """Where in the data the sequences with these ids begin; pure, int64 -> int64."""
     windows, max_shift = windows_per_epoch(n_tokens, block_size)
-    epoch, index = np.divmod(np.asarray(numbers, dtype=np.int64), windows)
+    epoch, index = np.divmod(np.asarray(ids, dtype=np.int64), windows)
     key = splitmix64(splitmix64(seed) ^ epoch.astype(np.uint64))
     shift = (splitmix64(key) % np.uint64(max_shift + 1)).astype(np.int64)
     return feistel_permute(index, windows, key) * block_size + shift
@@ -75,8 +75,8 @@ def train_offsets(numbers, n_tokens, block_size, seed):
 
 @functools.cache
 def interleave_table(shares):
-    """(set, before) of shares (3, 7), say: the data set of each of 10 sequences, as evenly as can be, and how many of
-    its own stand before each. Arrays (sum(shares),)."""
+    """(dataset, before) of shares (3, 7), say: the dataset of each of 10 sequences, as evenly spread as possible, and
+    how many of the same dataset come before each. Arrays (sum(shares),)."""
     due, which, before, seen = [0] * len(shares), [], [], [0] * len(shares)
     for _ in range(sum(shares)):
         due = [d + share for d, share in zip(due, shares, strict=True)]
@@ -88,73 +88,73 @@ def interleave_table(shares):
     return np.array(which), np.array(before)
 
 
-def locate_sequences(numbers, sources, block_size, seed):
-    """(data set, offset) of the sequences of these numbers, arrays like them; sources: [(tokens, share)]."""
+def locate_sequences(ids, sources, block_size, seed):
+    """(dataset, offset) of the sequences with these ids, arrays like them; sources: [(tokens, share)]."""
     shares = tuple(share for _, share in sources)
     which, before = interleave_table(shares)
-    period, place = np.divmod(np.asarray(numbers, dtype=np.int64), sum(shares))
+    period, place = np.divmod(np.asarray(ids, dtype=np.int64), sum(shares))
     chosen = which[place]
-    own_numbers, offsets = period * np.array(shares)[chosen] + before[place], np.zeros_like(period)
+    own_ids, offsets = period * np.array(shares)[chosen] + before[place], np.zeros_like(period)
     for j, (tokens, _) in enumerate(sources):
-        offsets[chosen == j] = train_offsets(own_numbers[chosen == j], len(tokens), block_size, seed)
+        offsets[chosen == j] = train_offsets(own_ids[chosen == j], len(tokens), block_size, seed)
     return chosen, offsets
 
 
 def sequences_per_dataset(n, shares):
-    """How many of the first n sequences are of each data set."""
+    """How many of the first n sequences are of each dataset."""
     period, rest = divmod(n, sum(shares))
     counts = np.bincount(interleave_table(tuple(shares))[0][:rest], minlength=len(shares))
     return [period * share + int(count) for share, count in zip(shares, counts, strict=True)]
 
 
 def sequence_ids(iter_num, rank, world_size, batch_size, accumulation):
-    """The sequence numbers of one rank in one step, (accumulation, batch_size)."""
+    """The ids of one rank's sequences in one step, (accumulation, batch_size)."""
     per_rank = accumulation * batch_size
     first = (iter_num * world_size + rank) * per_rank
     return np.arange(first, first + per_rank).reshape(accumulation, batch_size)
 
 
 def eval_offsets(n_tokens, block_size, n):
-    """n windows evenly spread over the data, fewer where it does not hold n disjoint ones; always the same ones."""
+    """n windows evenly spread over the data, fewer where it has no n disjoint ones; always the same ones."""
     n = min(n, (n_tokens - 1) // block_size)
     return np.linspace(0, n_tokens - 1 - block_size, n).astype(np.int64)
 
 
-def read_windows(places, block_size, vocab_size):
-    """Inputs and targets (B, T), int64, of windows [(tokens, offset)]; at a negative offset the targets don't count."""
-    rows = np.stack([tokens[max(o, 0) : max(o, 0) + block_size + 1] for tokens, o in places]).astype(np.int64)
+def read_windows(windows, block_size, vocab_size):
+    """Inputs and targets (B, T), int64, of [(tokens, offset)]; at a negative offset the targets don't count."""
+    rows = np.stack([tokens[max(o, 0) : max(o, 0) + block_size + 1] for tokens, o in windows]).astype(np.int64)
     if rows.max() >= vocab_size:
-        raise DatasetError(f"the data holds token {rows.max()}, beyond the vocabulary of {vocab_size}: prepare it anew")
+        raise DatasetError(f"the data holds token {rows.max()}, beyond the vocabulary of {vocab_size}: prepare it "
+                           "again")
     batch = torch.from_numpy(rows)
     x, y = batch[:, :-1].clone(), batch[:, 1:].clone()  # a batch of one would else share its memory
-    y[torch.tensor([offset < 0 for _, offset in places])] = -1
+    y[torch.tensor([offset < 0 for _, offset in windows])] = -1
     return x, y
 
 
 def train_batches(sources, iter_num, rank, world_size, settings, vocab_size, device):
     """Endless (x, y) micro-batches on `device`, from step iter_num on, of sources [(tokens, share)].
 
-    A thread reads and pins whole steps ahead: to hand over each micro-batch took 2 ms of waiting for Python's lock, 9
-    of 663 ms of GPT-2 XL's step at 8 x 4, and with Python's usual interval of 5 ms a whole step took 4."""
+    A thread reads and pins whole steps in advance. To hand over each micro-batch took 2 ms of waiting for Python's
+    lock, 9 of 663 ms of GPT-2 XL's step at 8 x 4; with Python's default interval of 5 ms, a whole step took 4 ms."""
     sys.setswitchinterval(5e-4)  # seconds after which a thread that computes hands the lock to one that waits for it
     ready = queue.Queue(maxsize=2)
     pin = torch.device(device).type == "cuda"
 
-    def prepare(step):
+    def read_ahead(step):
         try:
             while True:
-                numbers = sequence_ids(step, rank, world_size, settings["batch_size"],
-                                       settings["gradient_accumulation_steps"])
-                places = zip(*locate_sequences(numbers.flatten(), sources, settings["block_size"], settings["seed"]),
-                             strict=True)
-                whole = read_windows([(sources[j][0], o) for j, o in places], settings["block_size"], vocab_size)
-                ready.put([t.view(*numbers.shape, -1).pin_memory() if pin else t.view(*numbers.shape, -1)
-                           for t in whole])
+                ids = sequence_ids(step, rank, world_size, settings["batch_size"],
+                                   settings["gradient_accumulation_steps"])
+                which, offsets = locate_sequences(ids.flatten(), sources, settings["block_size"], settings["seed"])
+                windows = [(sources[j][0], offset) for j, offset in zip(which, offsets, strict=True)]
+                batch = [t.view(*ids.shape, -1) for t in read_windows(windows, settings["block_size"], vocab_size)]
+                ready.put([t.pin_memory() for t in batch] if pin else batch)
                 step += 1
         except Exception as error:  # raised again in the training thread
             ready.put(error)
 
-    threading.Thread(target=prepare, args=(iter_num,), daemon=True).start()
+    threading.Thread(target=read_ahead, args=(iter_num,), daemon=True).start()
     while True:
         step = ready.get()
         if isinstance(step, Exception):
@@ -163,9 +163,11 @@ def train_batches(sources, iter_num, rank, world_size, settings, vocab_size, dev
 
 
 def eval_batches(tokens, rank, world_size, n, settings, vocab_size, device):
-    """This rank's (x, y) of the n windows of an evaluation. Every rank gets as many batches, the last made up
-    with windows that don't count: at ZeRO-3 a forward is collective, and a rank with fewer would hang the others; and
-    blocks compiled for one batch size would be compiled again for another."""
+    """This rank's (x, y) of the n windows of an evaluation.
+
+    Every rank gets as many batches, all of one size, padded by windows that don't count: at ZeRO-3 a forward pass is
+    collective, and blocks compiled for one batch size would be compiled again for another.
+    """
     offsets, batch_size = eval_offsets(len(tokens), settings["block_size"], n), settings["batch_size"]
     per_rank = -(-len(offsets) // world_size)
     batches = -(-per_rank // batch_size)

@@ -8,7 +8,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from runtime.data import download as fetch
+from runtime.data import download
+from runtime.files import UserError, file_digest
 
 RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 RANKS_WHEEL = "mlx-whisper==0.4.3", ["mlx_whisper/assets/gpt2.tiktoken"]  # the same file, in a package
@@ -23,30 +24,24 @@ END_OF_TEXT = "<|endoftext|>"
 GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
-def ranks_sources():
-    """Where GPT-2's BPE ranks may be had, in order: tiktoken's cache, tiktoken's address, a wheel."""
-    # The same rule as tiktoken/load.py.
-    cache = (os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-             or os.path.join(tempfile.gettempdir(), "data-gym-cache"))
-    cached = Path(cache) / hashlib.sha1(RANKS_URL.encode()).hexdigest()
-    return [fetch.local(cached), fetch.url(RANKS_URL), fetch.wheel(*RANKS_WHEEL)]
-
-
 def gpt2_ranks():
-    """GPT-2's 50,256 tokens but <|endoftext|>, {bytes: id}, in the order in which BPE merges them.
+    """GPT-2's 50,256 tokens without <|endoftext|>, {bytes: id}, in the order in which BPE merges them.
 
-    They come from data/gpt2.tiktoken, or from the first of ranks_sources() that works, and are then
-    kept in data/gpt2.tiktoken. Raises fetch.FetchError when there is none.
+    They come from data/gpt2.tiktoken, tiktoken's cache, tiktoken's address or a wheel, and are then kept in
+    data/gpt2.tiktoken. Raises UserError where none of these works.
     """
-    data, _ = fetch.fetch(
-        "GPT-2's BPE ranks", ranks_sources(), RANKS_SHA256, keep=RANKS_FILE,
-        mend=f"Bring the file {RANKS_URL} from another machine and save it as {RANKS_FILE}")
+    cache = (os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
+             or os.path.join(tempfile.gettempdir(), "data-gym-cache"))  # as in tiktoken/load.py
+    cached = Path(cache) / hashlib.sha1(RANKS_URL.encode()).hexdigest()
+    sources = [download.local(cached), download.url(RANKS_URL), download.wheel(*RANKS_WHEEL)]
+    data, _ = download.fetch("GPT-2's BPE ranks", sources, RANKS_SHA256, keep=RANKS_FILE,
+                             fix=f"Bring the file {RANKS_URL} from another machine and save it as {RANKS_FILE}")
     return {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, data.splitlines())}
 
 
 @functools.cache
 def gpt2_encoding():
-    """GPT-2's tiktoken.Encoding: 50,257 tokens, of which 50256 is <|endoftext|>. Raises fetch.FetchError."""
+    """GPT-2's tiktoken.Encoding: 50,257 tokens, of which 50256 is <|endoftext|>. Raises UserError."""
     import tiktoken
 
     ranks = gpt2_ranks()
@@ -55,12 +50,11 @@ def gpt2_encoding():
 
 
 def tokenizer_of(meta):
-    """Return (encode, decode) for the "tokenizer" entry of a data set's meta.json.
+    """Return (encode, decode) for the "tokenizer" entry of a dataset's meta.json.
 
-    encode(str) -> list of ids, decode(list of ids) -> str. With {"kind": "gpt2"}, <|endoftext|> in the text
-    is token 50256. With {"kind": "char", "chars": all characters in id order}, encode raises ValueError
-    on a character that isn't one of them. With {"kind": "hf", "file": a tokenizer.json, "sha256", "end_of_text"}, the
-    file is read, and FetchError raised where it is not what it was.
+    encode(str) -> list of ids, decode(list of ids) -> str. With {"kind": "gpt2"}, <|endoftext|> in the text is token
+    50256. With {"kind": "char", "chars": all characters in id order}, encode raises ValueError for any other character.
+    With {"kind": "hf", "file": a tokenizer.json, "sha256", "end_of_text"}, UserError is raised if the file has changed.
     """
     if meta["kind"] == "gpt2":
         encoding = gpt2_encoding()
@@ -75,9 +69,9 @@ def tokenizer_of(meta):
 
 
 def numpy_encoder(meta):
-    """encode(str) -> array of ids, for the documents of a data set: special tokens in their text are text.
+    """encode(str) -> array of ids, for the documents of a dataset: special tokens in their text are text.
 
-    Characters are their code points, as a data set's characters are known only when it is read.
+    Characters are their code points, as a dataset's characters are known only when all of it is read.
     """
     import numpy as np
 
@@ -91,85 +85,80 @@ def numpy_encoder(meta):
 
 
 def tokenizer_meta(name):
-    """(the "tokenizer" entry for a data set's meta.json, vocabulary size) of gpt2, char, or a folder with a tokenizer
+    """(the "tokenizer" entry for a dataset's meta.json, vocabulary size) of gpt2, char, or a folder with a tokenizer
     that transformers has saved. Characters are those of all of Unicode here.
 
-    Raises FetchError where GPT-2's ranks can't be had, or the folder lacks a tokenizer.json or an end-of-text token.
+    Raises UserError where GPT-2's ranks can't be had, or the folder has no tokenizer.json or end-of-text token.
     """
     if name == "gpt2":
         return {"kind": "gpt2"}, gpt2_encoding().n_vocab
     if name == "char":
         return {"kind": "char"}, CODE_POINTS
-    folder, file = name, Path(name, "tokenizer.json")
-    if not file.is_file():
-        raise fetch.FetchError(f"{folder} has no tokenizer.json: --tokenizer takes gpt2, char, or a folder in which "
-                               "transformers has saved a fast tokenizer")
-    meta = tokenizer_file_meta(file)
-    tokenizer = hf_tokenizer(meta)
-    known = {}
-    for name in ("config.json", "special_tokens_map.json", "tokenizer_config.json"):
-        if Path(folder, name).is_file():
+    if not Path(name, "tokenizer.json").is_file():
+        raise UserError(f"{name} has no tokenizer.json: --tokenizer takes gpt2, char, or a folder in which "
+                        "transformers has saved a fast tokenizer")
+    meta = tokenizer_file_meta(Path(name, "tokenizer.json"))
+    tokenizer, config = hf_tokenizer(meta), {}
+    for file in ("config.json", "special_tokens_map.json", "tokenizer_config.json"):
+        if Path(name, file).is_file():
             try:
-                known |= json.loads(Path(folder, name).read_text(encoding="utf-8"))
+                config |= json.loads(Path(name, file).read_text(encoding="utf-8"))
             except (OSError, ValueError, TypeError) as error:
-                raise fetch.FetchError(f"{folder}/{name} cannot be read ({error}): restore it, or remove it") from None
-    end = known.get("eos_token")
+                raise UserError(f"{name}/{file} cannot be read ({error}): restore it, or remove it") from None
+    end = config.get("eos_token")
     end = end.get("content") if isinstance(end, dict) else end
-    end = tokenizer.token_to_id(end) if isinstance(end, str) else known.get("eos_token_id")
+    end = tokenizer.token_to_id(end) if isinstance(end, str) else config.get("eos_token_id")
     if not isinstance(end, int) or tokenizer.id_to_token(end) is None:
-        raise fetch.FetchError(f"{folder} names no end-of-text token that its tokenizer has: put \"eos_token\" into "
-                               "its tokenizer_config.json")
+        raise UserError(f"{name} names no end-of-text token that its tokenizer has: put \"eos_token\" into its "
+                        "tokenizer_config.json")
     return meta | {"end_of_text": end}, max(tokenizer.get_vocab().values()) + 1
 
 
 def tokenizer_file_meta(file, end_of_text=None):
     """The "tokenizer" entry of a tokenizer.json; end_of_text: the id of that token, or None."""
     return {"kind": "hf", "file": os.path.abspath(file), "end_of_text": end_of_text,
-            "sha256": hashlib.sha256(Path(file).read_bytes()).hexdigest()}
-
-
-def _hf_encode(tokenizer, text):
-    try:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-    except Exception as error:  # the library's own have no class of theirs
-        raise ValueError(f"the tokenizer knows no tokens for {text!r} ({error})") from None
+            "sha256": file_digest(file)["sha256"]}
 
 
 def hf_tokenizer(meta):
-    """The tokenizers.Tokenizer of a "tokenizer" entry of the kind hf. Raises FetchError."""
+    """The tokenizers.Tokenizer of a "tokenizer" entry of the kind hf. Raises UserError."""
     from tokenizers import Tokenizer
 
     file = ROOT / meta["file"]
     try:
         data = file.read_bytes()
     except OSError as error:
-        raise fetch.FetchError(f"the tokenizer {file} can't be read ({error.strerror}): bring it back") from None
+        raise UserError(f"the tokenizer {file} can't be read ({error.strerror}): bring it back") from None
     if hashlib.sha256(data).hexdigest() != meta["sha256"]:
-        raise fetch.FetchError(f"the tokenizer {file} is not the one that the data was prepared with: bring that back")
+        raise UserError(f"the tokenizer {file} is not the one that the data was prepared with: bring that back")
     try:
         tokenizer = Tokenizer.from_buffer(data)
-    except Exception as error:  # whatever the library finds amiss
-        raise fetch.FetchError(f"{file} is not a tokenizer ({error}): restore it, or take another") from None
+    except Exception as error:  # the library's own have no class of theirs
+        raise UserError(f"{file} is not a tokenizer ({error}): restore it, or take another") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
+def _hf_encode(tokenizer, text):
+    try:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+    except Exception as error:  # as above
+        raise ValueError(f"the tokenizer knows no tokens for {text!r} ({error})") from None
+
+
 def _char_tokenizer(chars):
-    stoi = {char: i for i, char in enumerate(chars)}
+    ids = {char: i for i, char in enumerate(chars)}
 
     def encode(text):
         try:
-            return [stoi[char] for char in text]
+            return [ids[char] for char in text]
         except KeyError as error:
             char = error.args[0]
             raise ValueError(f"the character {char!r} (U+{ord(char):04X}) is not one of the {len(chars)} "
-                             "that this character data set knows") from None
+                             "that this character dataset knows") from None
 
-    def decode(ids):
-        return "".join(chars[i] for i in ids)
-
-    return encode, decode
+    return encode, lambda ids: "".join(chars[i] for i in ids)
 
 
 def end_of_text(meta):

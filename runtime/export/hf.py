@@ -98,7 +98,7 @@ def check_model(model, folder, idx):
 
 
 def write_tokenizer(folder, meta, block_size):
-    """Write the tokenizer of a meta.json's "tokenizer" entry into `folder`. Raises FetchError where GPT-2's ranks, or a
+    """Write the tokenizer of a meta.json's "tokenizer" entry into `folder`. Raises UserError where GPT-2's ranks, or a
     tokenizer in Hugging Face's form, are not available."""
     from transformers import GPT2Tokenizer
     from transformers.convert_slow_tokenizer import bytes_to_unicode

@@ -9,9 +9,9 @@ from collections import deque
 import torch
 
 from runtime.cluster.ranks import all_gather_scalars
-from runtime.data.download import FetchError
 from runtime.data.loader import locate_sequences, sequence_ids
 from runtime.data.tokenizer import tokenizer_of
+from runtime.files import UserError
 
 WINDOW = 50  # gradient norms that a new one is compared with, once there are 20
 SPIKE_FACTOR = 6  # times their median
@@ -84,7 +84,7 @@ class StepHealth:
         which, offsets = locate_sequences(ids.flatten(), sources, engine.module.config.block_size, self.seed)
         first = list(zip(which, offsets, strict=True))[:MAX_SHOWN]
         names = [f"{offset}" + f" of {self.datasets[j].name}" * (len(self.datasets) > 1) for j, offset in first]
-        with contextlib.suppress(FetchError, OSError, ImportError):  # GPT-2's BPE may have to be downloaded
+        with contextlib.suppress(UserError, OSError, ImportError):  # GPT-2's BPE may have to be downloaded
             _, decode = tokenizer_of(self.datasets[0].meta["tokenizer"])
             names = [f"{name} ({decode(self.tokens[j][offset : offset + 4 * MAX_SHOWN].tolist())!r})"
                      for name, (j, offset) in zip(names, first, strict=True)]

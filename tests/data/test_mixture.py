@@ -60,7 +60,7 @@ def test_every_beginning_of_a_mixture_has_its_shares_and_each_set_its_own_order(
 
 
 def test_a_mixture_trains_tells_its_shares_and_goes_on(train, characters, backwards):
-    """2 ranks x 2 x 2 sequences a step: after 5 steps 40, of which 12 and 28."""
+    """2 ranks x 2 x 2 sequences per step: after 5 steps 40, of which 12 and 28."""
     mixture = f"--dataset={{'{characters}': 0.3, '{backwards}': 0.7}}"
     args = (*EIGHT, mixture, "--eval_interval=5", "--dropout=0.0")
     run = done(train(*args, ranks=2))

@@ -26,8 +26,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from runtime.data import dataset as bins
 from runtime.data.dataset import Dataset, check_dataset, open_datasets, open_tokens
-from runtime.data.download import FetchError
 from runtime.data.tokenizer import gpt2_encoding, tokenizer_of
+from runtime.files import UserError
 from runtime.prepare import inputs
 
 SCRIPT = ROOT / "data" / "prepare.py"
@@ -214,7 +214,7 @@ def test_a_tokenizer_goes_with_its_data_and_may_not_change(tmp_path, tokenizer_f
     assert sorted(meta) == ["tokenizer", "train_tokens", "val_tokens", "vocab_size"]  # nothing of the first one's alone
     assert tokenizer_of(found[1].meta["tokenizer"])[0]("w5 </s>") == [5, 70_000]
     (tmp_path / "out" / "tokenizer.json").write_text("{}")
-    with pytest.raises(FetchError, match="not the one that the data was prepared with"):
+    with pytest.raises(UserError, match="not the one that the data was prepared with"):
         tokenizer_of(meta["tokenizer"])
 
 
@@ -320,13 +320,11 @@ def test_a_killed_worker_or_ctrl_c_ends_in_a_sentence_and_leaves_nothing(tmp_pat
 
 def test_nothing_is_kept_in_hugging_faces_cache(tmp_path):
     (tmp_path / "a.txt").write_text("<|endoftext|>".join(made_up(50)))
-    (tmp_path / "tmp").mkdir()
-    env = os.environ | {name: str(tmp_path / folder) for name, folder in
-                        (("HF_HOME", "huggingface"), ("HOME", "home"), ("TMPDIR", "tmp"))}
+    env = {**os.environ, "HF_HOME": str(tmp_path / "huggingface"), "HOME": str(tmp_path / "home")}
     job = start("a.txt", "--tokenizer=char", "--name=./out", cwd=tmp_path, env=env)
     assert (job.communicate()[1], job.returncode) == ("", 0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "out", "tmp"]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == BINS and not any((tmp_path / "tmp").iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "out"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == BINS
 
 
 # What it refuses
@@ -363,7 +361,7 @@ MISTAKES = {
     "share": ("one.txt --val_fraction=1", "--val_fraction=1.0 must be above 0 and below 1"),
     "cut": ("one.txt --max_document_bytes=1", "--max_document_bytes=1 must be from 64 to 16,777,216 bytes"),
     "own script": ("one.txt --name=shakespeare", "--name=shakespeare: that dataset has a prepare.py of its own"),
-    "no text": ("empty.txt", "outnotext can't be made: there is no text"),
+    "no text": ("empty.txt", "outnotext can't be made: the input has no text"),
     "one document": ("one.txt", "it is one document, and two splits need more; --max_document_bytes=BYTES cuts"),
     "none for validation": ("good.jsonl --val_fraction=0.001",
                             r"none of its 16 documents fell to validation; --val_fraction=0\.\d+ is enough for one"),
@@ -445,7 +443,7 @@ def test_documents_that_cannot_be_read_are_left_out_when_asked(tmp_path, texts):
 
 
 def test_a_data_set_that_is_not_there_is_told_how_to_be_made():
-    with pytest.raises(bins.DatasetError, match="there is no folder .*, or a text of yours: "
+    with pytest.raises(bins.DatasetError, match="the folder .* does not exist; .*, or a text of yours: "
                                                 "python .*data/prepare.py PATH --name=no-such"):
         check_dataset(ROOT / "data" / "no-such")
 
