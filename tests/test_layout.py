@@ -18,7 +18,6 @@ LEVELS = (  # a room is a folder, or a file of its own; imports go to lower leve
     ("train_deepspeed.py", "bench.py", "doctor.py"),
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-KNOWN = {("runtime/cluster/ranks.py", "runtime/engine/fast_path.py")}  # to be emptied
 
 
 def tracked(*patterns):
@@ -69,18 +68,14 @@ def sources():
     return tracked("*.py")
 
 
-def without_known(graph):
-    return {path: {other for other in others if (path, other) not in KNOWN} for path, others in graph.items()}
-
-
 def test_every_file_has_a_level(sources):
     assert {room_of(path) for path in sources} == LEVEL_OF.keys()
 
 
 def test_imports_go_down_and_never_in_a_circle(sources):
     graph = imports(sources)
-    assert upward(graph) == KNOWN
-    assert circle(without_known(graph)) is None
+    assert not upward(graph)
+    assert circle(graph) is None
 
 
 @pytest.mark.parametrize("path, line, other", [
@@ -91,12 +86,12 @@ def test_imports_go_down_and_never_in_a_circle(sources):
     ("runtime/plan/memory.py", "import train_deepspeed", "train_deepspeed.py")])
 def test_an_import_that_goes_up_or_sideways_is_found(sources, path, line, other):
     sources[path] += "\n" + line
-    assert upward(imports(sources)) == KNOWN | {(path, other)}
+    assert upward(imports(sources)) == {(path, other)}
 
 
 def test_a_circle_within_a_room_is_found(sources):
     sources["runtime/plan/memory.py"] += "\ndef late():\n    from runtime.plan.run_plan import Batch\n"
-    graph = without_known(imports(sources))
+    graph = imports(sources)
     assert not upward(graph) and {"runtime/plan/memory.py", "runtime/plan/run_plan.py"} <= {*circle(graph)}
 
 
