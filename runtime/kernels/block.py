@@ -195,15 +195,6 @@ def reduce_param_grads(partials, *params):
     return [None] * k if add else outs
 
 
-def weight_grad(weight, dy, x):
-    """The weight gradient's GEMM, dy.T @ x: (out, in), from dy (N, out) and x (N, in). It accumulates into the weight's
-    main_grad, if there is one, and returns None."""
-    if not hasattr(weight, "main_grad"):
-        return dy.t() @ x
-    addmm_fp32(weight.main_grad, dy.t(), x)
-    return None
-
-
 def column_sums(kernel, inputs, out, width, grid, weight, bias):
     """Launch gelu_bwd or concat_dqkv for out (rows, C); returns out in FP8, or None, and the bias gradient."""
     rows, C = out.shape
@@ -216,8 +207,13 @@ def column_sums(kernel, inputs, out, width, grid, weight, bias):
 
 
 def linear_grads(x, weight, dy, dy8=None):
-    """(dx, dweight or None) of a linear layer, from dy (N, out)."""
-    return fp8.grad_input(dy, weight, dy8).view_as(x), weight_grad(weight, dy, x.reshape(-1, x.size(-1)))
+    """(dx, dweight) of a linear layer, from dy (N, out); dy8: dy in FP8 or None. If the weight has a main_grad,
+    the weight gradient's GEMM accumulates into it, and dweight is None."""
+    dx, x = fp8.grad_input(dy, weight, dy8).view_as(x), x.reshape(-1, x.size(-1))
+    if not hasattr(weight, "main_grad"):
+        return dx, dy.t() @ x
+    addmm_fp32(weight.main_grad, dy.t(), x)
+    return dx, None
 
 
 class ResidualLayerNorm(torch.autograd.Function):
