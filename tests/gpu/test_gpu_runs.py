@@ -204,7 +204,8 @@ def test_out_of_memory_ends_in_settings_that_fit(runs):
     assert run.returncode == 2 and "Traceback" not in run.stderr, run.stdout + run.stderr
     lines = run.stderr.splitlines()
     (first,) = [i for i, line in enumerate(lines) if re.fullmatch(
-        r"out of memory; by the plan this run takes \d\.\d\d GB on each GPU, and others may use it \(nvidia-smi\)\.",
+        r"out of memory: this run was estimated to take \d+\.\d\d GB on each GPU, and others may use it "
+        r"\(nvidia-smi\)\.",
         line)]
     assert lines[first + 1] == "It does not fit. What does, the fastest first:"
     python, script, *args = shlex.split(lines[first + 3])
