@@ -90,7 +90,7 @@ def work_folder(folder):
                 shutil.rmtree(path) if path.is_dir() else path.name == ".lock" or path.unlink()
             yield work
         finally:
-            shutil.rmtree(work)
+            shutil.rmtree(work, ignore_errors=True)
             with contextlib.suppress(OSError):  # where it holds a dataset
                 folder.rmdir()
 
