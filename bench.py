@@ -62,7 +62,7 @@ def main():
         run[args.what](args, settings)
         return
     if args.what != "sample":
-        s = settings_of_script(SCRIPT, settings)  # a mistake among them ends here
+        s = vars(settings_of_script(SCRIPT, settings))  # a mistake among them ends here
         for name in ("dry_run", "eval_only"):
             if s[name]:
                 parser.error(f"--{name}=True leaves nothing to measure: remove it")
@@ -245,7 +245,7 @@ def peer(args, settings):
     """The same steps, with the same tokens, by another: see transformers_steps and plain_steps."""
     from runtime.cluster.ranks import print0, ranks_from_environment, shut_down
 
-    s = settings_of_script(SCRIPT, settings)
+    s = vars(settings_of_script(SCRIPT, settings))
     ranks = ranks_from_environment()
     import torch
 
@@ -447,7 +447,7 @@ def data(args, settings):
     from runtime.data.dataset import DatasetError, open_datasets, open_tokens
     from runtime.data.loader import train_batches
 
-    s = settings_of_script(SCRIPT, settings)
+    s = vars(settings_of_script(SCRIPT, settings))
     if s["batch_size"] == "auto":
         raise SystemExit("bench.py data needs a --batch_size that is a number: only training knows what fits")
     try:

@@ -16,7 +16,6 @@ import difflib
 import json
 import os
 import signal
-import subprocess
 import sys
 import types
 import typing
@@ -261,8 +260,17 @@ def from_command_line(script, argv=None):
 
 
 def settings_of_script(script, argv):
-    """Return the settings, a dict, that another script takes from these arguments. A mistake ends this program too."""
-    done = subprocess.run([sys.executable, script, *argv, "--print_settings"], stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(done.returncode)
-    return json.loads(done.stdout.splitlines()[-1])
+    """Return the settings that another script takes from these arguments. A mistake ends this program too.
+
+    Runs the assignments at the script's top, as far as its call of from_command_line().
+    """
+    with open(script, encoding="utf-8") as f:
+        tree = ast.parse(f.read())
+    defaults = {"__file__": script, "Literal": typing.Literal}
+    for node in tree.body:
+        name = getattr(node, "target", None) or getattr(node, "targets", [None])[0]
+        if isinstance(name, ast.Name) and isinstance(node.value, ast.Call) and name.id == "settings":
+            break
+        if isinstance(name, ast.Name) and not name.id.startswith("_"):
+            exec(compile(ast.Module([node], []), script, "exec"), defaults)
+    return from_command_line(defaults, argv)

@@ -1,15 +1,16 @@
 """Is this machine ready, and will this run fit?
 
     python doctor.py                                              the machine
-    python doctor.py config/xl_shakespeare.py --num_gpus=4        and that run on it, with its memory plan
-    python doctor.py config/xl_shakespeare.py --target_gpu=24         for another card
+    python doctor.py config/xl_shakespeare.py --num_gpus=4        and that run on it, with its memory estimate
+    python doctor.py config/xl_shakespeare.py --target_gpu=24     for another card
     python doctor.py --json                                       for programs
 
-OK is as it should be; WARN works, but worse, or hinders some runs; FAIL ends in trouble, and then the exit code is 1.
-Each WARN and FAIL says what to do. Settings are those of train_deepspeed.py.
+OK needs nothing; WARN works, but is slower, or hinders some runs; FAIL stops a run, and then the exit code is 1.
+Each WARN and FAIL comes with its fix. Settings are those of train_deepspeed.py.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -21,440 +22,335 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
+from collections import Counter
+from dataclasses import replace
 
 from configurator import exit_quietly_on_broken_pipe, settings_of_script
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
-INSTALL = "python -m pip install -r requirements.txt"
-NEEDED = ("torch", "deepspeed", "numpy", "pydantic", "psutil", "safetensors", "huggingface_hub")  # by what follows
-OPTIONAL = ("wandb", "tensorboard", "matplotlib", "pytest", "ruff", "triton")  # without these, most runs go on
-SECONDS = 60  # after which a check that asks others is given up
+OPTIONAL = ("wandb", "tensorboard", "matplotlib", "pytest", "ruff", "triton")  # most runs do without
+TIMEOUT_S = 60  # of a command
+NEEDED = ("torch", "deepspeed", "numpy", "pydantic", "psutil", "safetensors", "huggingface_hub")  # by most checks
+COMPLETE = all(map(importlib.util.find_spec, NEEDED))
+if COMPLETE:
+    import psutil
+    import torch
+
+    from runtime.data.dataset import DatasetError, check_dataset, dataset_dirs
+    from runtime.files import file_digest, format_bytes, free_bytes, nearest_existing_dir
+    from runtime.hardware import available_memory, memory_per_rank, missing_compiler, pick_dtype
+    from runtime.weights import HUB
+
+    GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def row(name, found, fix="", severity=WARN):
+    """What a check found: OK if there is nothing to fix, else of this severity."""
+    return {"status": severity if fix else OK, "name": name, "found": found, "fix": fix}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num_gpus", type=int, help="ranks of the run; as many as there are GPUs")
     parser.add_argument("--json", action="store_true")
-    args, words = parser.parse_known_args()
+    args, argv = parser.parse_known_args()
     if args.num_gpus is not None and args.num_gpus < 1:
         parser.error(f"--num_gpus={args.num_gpus} must be at least 1")
-    if words == ["all_reduce"]:
-        return all_reduce_here()
-    rows = [*python(), *packages()]
-    if all(map(importlib.util.find_spec, NEEDED)):
-        if not gpus():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        run = settings_of_script(os.path.join(ROOT, "train_deepspeed.py"), words) if words else None
-        ranks = args.num_gpus or (0 if on_cpu(run) else gpus()) or 1
-        checks = [pytorch, driver, nvcc, compiler, operations, lambda: cards(run, args.num_gpus),
-                  kernels, lambda: exchange(ranks),
-                  host_memory, shared_memory, limits, lambda: disk(run), lambda: datasets(run), lambda: weights(run),
-                  lambda: wandb_login(run), port]
-        rows += [row for check in checks for row in attempt(check)]
-    else:
-        words = []
-    told = plan(run, words, ranks, rows) if words else ""
+    if argv == ["all_reduce"]:
+        return measure_all_reduce()
+    rows, report = [*python(), *packages()], ""
+    if COMPLETE:
+        report = check_machine_and_run(rows, args.num_gpus, argv)
+    count = Counter(line["status"] for line in rows)
     exit_quietly_on_broken_pipe()
     if args.json:
-        print(json.dumps([dict(zip(("status", "name", "found", "mend"), row)) for row in rows], indent=1))
+        print(json.dumps(rows, indent=1))
     else:
-        for status, name, found, mend in rows:
-            print(f"{status:<4}  {name:<16}  {found}" + (f"\n{'':24}-> {mend}" if mend else ""))
-        counts = {status: sum(row[0] == status for row in rows) for status in (OK, WARN, FAIL)}
-        print(f"{told}\n{counts[FAIL]} to mend, {counts[WARN]} warnings, {counts[OK]} as they should be")
-    return int(any(row[0] == FAIL for row in rows))
+        for line in rows:
+            print("{status:<4}  {name:<16}  {found}".format(**line))
+            if line["fix"]:
+                print(f"{'':24}-> {line['fix']}")
+        print(f"{report}\n{count[FAIL]} to fix, {count[WARN]} warnings, {count[OK]} OK")
+    return int(count[FAIL] > 0)
 
 
-def attempt(check):
-    """The rows of a check; one that breaks is a warning of its own, not the end of the others."""
+def check_machine_and_run(rows, num_gpus, argv):
+    """Add the rows of all checks. Returns the run's memory report, or ""."""
+    if not GPUS:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
+    settings = settings_of_script(os.path.join(ROOT, "train_deepspeed.py"), argv) if argv else None
+    for_cpu = settings is not None and settings.device == "cpu"
+    for_other_machine = settings is not None and settings.target_gpu is not None
+    severity = FAIL if settings and not for_other_machine else WARN  # of what this machine does not have
+    ranks = num_gpus or (0 if for_cpu else GPUS) or 1
+    if num_gpus and num_gpus > GPUS and not for_cpu and not for_other_machine:
+        rows.append(row("GPUs", f"{GPUS}, and {num_gpus} are requested",
+                        "give --num_gpus as many as there are, or --device=cpu", FAIL))
+        if settings and GPUS:  # the plan is for as many such GPUs
+            settings = replace(settings, target_gpu=memory_per_rank("cuda", GPUS) / 1e9)
+    plan, report = None, ""
+    for check, *arguments in ((cuda,), (gpus,), (offload,), (kernels,), (check_all_reduce, ranks), (host,),
+                              (datasets, settings), (weights, settings, severity), (wandb_login, settings, severity)):
+        with keep_going(rows, check.__name__):
+            rows += check(*arguments)
+    if settings:
+        with keep_going(rows, "the run"):
+            sys.argv[1:] = argv  # which the plan repeats in its commands
+            plan, report = plan_settings(rows, settings, ranks)
+    rows += disk(settings, plan)
+    return report
+
+
+@contextlib.contextmanager
+def keep_going(rows, name):
+    """A check that breaks is a warning of its own, not the end of the others."""
     try:
-        return list(check())
+        yield
     except Exception as error:
-        name = getattr(check, "__name__", "").strip("<>").replace("lambda", "check")
-        return [(WARN, name, f"could not be looked at: {type(error).__name__}: {error}", "tell us, please")]
+        rows.append(row(name, f"could not be checked: {type(error).__name__}: {error}", "report this, please"))
 
 
-def said(*command):
-    """What a command prints, stripped; None if it is not there, fails or takes too long."""
+def run_command(*command):
+    """Return what a command prints, stripped; "" if there is no such command, or it fails or takes too long."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.SubprocessError):
-        return None
+        return ""
     return done.stdout.strip()
 
 
-def gpus():
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+# The run
 
 
-def on_cpu(run):
-    return bool(run) and run["device"] == "cpu"
+def plan_settings(rows, settings, ranks):
+    """Add the rows of what training would refuse or note. Returns (its RunPlan or None, its memory report)."""
+    from runtime.cluster.ranks import Ranks
+    from runtime.plan.run_plan import Problems, make_plan
+
+    problems, notes, ranks = Problems(), [], Ranks(0, 0, ranks, ranks)
+    plan = make_plan(replace(settings, dry_run=True), ranks, problems, notes, fetch=False)
+    rows += [row("the run", "would not start", line, FAIL) for line in "\n".join(problems).splitlines()]
+    rows += [row("the run", f"note: {note}") for note in notes]
+    if plan is None:
+        return None, ""
+    rows += [row("the run", "needs on its machine", line) for line in plan.notes[len(notes):]]
+    fix = "use one of the commands below" if plan.advice() else ""
+    rows.append(row("the run", "does not fit" if fix else "fits", fix, FAIL))
+    return plan, "\n" + plan.memory_report(ranks)
 
 
-def elsewhere(run):
-    """Whether a run is reckoned for another machine: what this one lacks is no reason to fail then."""
-    return bool(run) and run["target_gpu"] is not None
+def disk(settings, plan):
+    """Space for all checkpoints that a run keeps, or for one of GPT-2 XL."""
+    out_dir = settings.out_dir if settings else "."
+    free, needed, what = free_bytes(out_dir), 22e9, "a checkpoint of GPT-2 XL takes"
+    if plan and settings.keep_last:
+        needed, what = plan.tag_bytes * (settings.keep_last + 2), "a run's checkpoints may take"
+    yield row("disk", f"{format_bytes(free)} free in {nearest_existing_dir(out_dir)}; {what} {format_bytes(needed)}",
+              "free some, keep fewer (--keep_last=1), or choose another --out_dir" if free < needed else "")
 
 
-def graver(run):
-    """How grave it is that this machine lacks what a run needs."""
-    return FAIL if run and not elsewhere(run) else WARN
+def datasets(settings):
+    """Whether the run's datasets, or all of data/, have the hashes that they were prepared with."""
+    folders = dataset_dirs(settings.dataset, ROOT) if settings else sorted(
+        entry.path for entry in os.scandir(os.path.join(ROOT, "data")) if entry.is_dir())
+    for folder in folders:
+        name = f"data {os.path.basename(os.path.normpath(folder))}"
+        try:
+            meta = check_dataset(folder)
+        except DatasetError as error:
+            if not settings:  # a run's plan reports it
+                problem, _, fix = str(error).splitlines()[0].rpartition("; ")
+                yield row(name, problem, fix)
+            continue
+        changed = [file for file, prepared in meta["files"].items()
+                   if prepared["sha256"] and prepared != file_digest(os.path.join(folder, file))]
+        yield row(name, f"{', '.join(changed)} changed since preparation" if changed else
+                  f"{meta['train_tokens']:,} and {meta['val_tokens']:,} tokens, hashes as prepared",
+                  "prepare it again" if changed else "", FAIL)
 
 
-# Each check yields rows: (status, name, what was found, what to do or "")
+def weights(settings, severity):
+    """Whether GPT-2's weights are here, or the hub answers. The plan checks other weights."""
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+
+    name = settings.init_from if settings else "gpt2-xl"
+    if name not in HUB:
+        return
+    repo, revision = f"openai-community/{name}", HUB[name][0]
+    found, fix = f"{name} is in the cache", ""
+    if not isinstance(try_to_load_from_cache(repo, "model.safetensors", revision=revision), str):
+        found = f"{name} can be fetched from {constants.ENDPOINT}"
+        try:
+            HfApi().model_info(repo, revision=revision, timeout=5)
+        except Exception as error:  # httpx, hub and OS errors have no common base
+            found = f"{name} is not here, and {constants.ENDPOINT} does not answer ({type(error).__name__})"
+            fix = "HF_ENDPOINT=a mirror, or --init_from=DIR with config.json and model.safetensors"
+    yield row("weights", found, fix, severity)
+
+
+def wandb_login(settings, severity):
+    """Whether a run that logs to wandb has a key."""
+    import netrc
+
+    if settings and settings.wandb_log and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+        known = "WANDB_API_KEY" in os.environ
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            known = known or netrc.netrc().authenticators("api.wandb.ai")
+        yield row("wandb", "has a key" if known else "wandb_log=True, but there is no key",
+                  "" if known else "wandb login, or WANDB_MODE=offline", severity)
+
+
+# The machine
 
 
 def python():
-    version = platform.python_version()
-    good = sys.version_info[:2] in ((3, 11), (3, 12))
-    yield (OK, "Python", version, "") if good else (
-        WARN if sys.version_info >= (3, 11) else FAIL, "Python", f"{version}; tested are 3.11 and 3.12",
-        "install Python 3.12, and set PYTHON to it for the shell scripts")
+    version, tested = platform.python_version(), sys.version_info[:2] in ((3, 11), (3, 12))
+    yield row("Python", version if tested else f"{version}; 3.11 and 3.12 are tested",
+              "" if tested else "install Python 3.12, and set PYTHON to it for the shell scripts",
+              WARN if sys.version_info >= (3, 11) else FAIL)
 
 
 def packages():
-    """Each package of requirements.txt, and whether its version is the one that was tested."""
+    """Each package of requirements.txt, and whether its version is the tested one."""
     with open(os.path.join(ROOT, "requirements.txt"), encoding="utf-8") as f:
         pins = re.findall(r"^([\w.-]+)==([\w.]+)", f.read(), re.M)
-    for name, wanted in pins:
+    for name, tested in pins:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            yield WARN if name in OPTIONAL else FAIL, name, f"not installed; {wanted} is wanted", INSTALL
-            continue
-        if version.partition("+")[0] == wanted:
-            yield OK, name, version, ""
-        elif name == "deepspeed":
-            yield (FAIL, name, f"{version}; neighbours of {wanted} behave differently",
-                   f"python -m pip install {name}=={wanted}")
-        else:
-            yield WARN, name, f"{version}; tested with {wanted}", INSTALL
+            version = "not installed"
+        good = version.partition("+")[0] == tested
+        needed = name == "deepspeed" or version == "not installed" and name not in OPTIONAL
+        yield row(name, version if good else f"{version}; {tested} is tested",
+                  "" if good else f"python -m pip install {name}=={tested}", FAIL if needed else WARN)
 
 
-def pytorch():
-    import torch
-
-    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    if gpus():
-        yield OK, "CUDA", f"PyTorch {torch.__version__}, {built}", ""
-    elif said("nvidia-smi", "-L"):
-        yield (FAIL, "CUDA", f"nvidia-smi lists GPUs, but PyTorch {torch.__version__}, {built}, sees none",
-               "update the driver, or install a PyTorch built for it; look at CUDA_VISIBLE_DEVICES")
+def cuda():
+    built = f"PyTorch {torch.__version__}, for CUDA {torch.version.cuda}"
+    if GPUS:
+        yield row("CUDA", built)
+        version = run_command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        yield row("driver", version.partition("\n")[0] or "nvidia-smi does not answer",
+                  "" if version else "install the driver's tools")
+    elif run_command("nvidia-smi", "-L"):
+        yield row("CUDA", f"nvidia-smi lists GPUs, but {built}, sees none",
+                  "update the driver, or install a PyTorch built for it; check CUDA_VISIBLE_DEVICES", FAIL)
     else:
-        yield (WARN, "CUDA", f"no GPU; PyTorch {torch.__version__}, {built}",
-               "small models train here; GPT-2 XL wants a GPU (--target_gpu=24 reckons for one)")
+        yield row("CUDA", f"no GPU; {built}",
+                  "small models train here; GPT-2 XL needs a GPU (--target_gpu=24 estimates for one)")
 
 
-def driver():
-    if gpus():
-        version = said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        yield (OK, "driver", version.splitlines()[0], "") if version else (
-            WARN, "driver", "nvidia-smi does not answer", "install the driver's tools")
-
-
-def nvcc():
-    """CUDA's compiler builds DeepSpeed's Adam for offload, and nothing else that we use."""
-    import torch
-
-    if not gpus():
-        return
-    told = re.search(r"release ([\d.]+)", said("nvcc", "--version") or "")
-    if not told:
-        yield WARN, "nvcc", "not there; only offload needs it", "install CUDA's toolkit before config/ds/*_offload.json"
-    elif told[1].split(".")[0] != torch.version.cuda.split(".")[0]:
-        yield (WARN, "nvcc", f"{told[1]}, PyTorch's CUDA is {torch.version.cuda}; only offload minds",
-               f"install CUDA {torch.version.cuda}'s nvcc, or set DS_SKIP_CUDA_CHECK=1")
-    else:
-        yield OK, "nvcc", told[1], ""
-
-
-def compiler():
-    from runtime.hardware import missing_compiler
-
-    why = missing_compiler()
-    yield (WARN, "C compiler", f"{why}: on GPUs nothing is compiled, and steps are slower",
-           "apt install gcc python3-dev, or the like") if why else (OK, "C compiler", "there, and Python's headers", "")
-
-
-def operations():
-    """Which of DeepSpeed's own kernels could be built. Offload's Adam alone is used here."""
-    import contextlib
-    import io
-
+def offload():
+    """What builds DeepSpeed's CPU Adam, the one of its own kernels that is used here."""
     from deepspeed.ops.op_builder import CPUAdamBuilder
-    from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        real = {name: builder for name, builder in ALL_OPS.items() if name != "deepspeed_not_implemented"}
-        can = [name for name, builder in real.items() if builder.is_compatible(verbose=False)]
-        adam = CPUAdamBuilder().is_compatible(verbose=False) and shutil.which("ninja") and shutil.which("g++")
-    yield (OK if adam else WARN, "DeepSpeed's ops", f"{len(can)} of {len(real)} could be built"
-           + (", cpu_adam among them" if adam else "; cpu_adam not: offload takes PyTorch's slower AdamW"),
-           "" if adam else "for offload: apt install g++, pip install ninja")
+    if GPUS:
+        release = re.search(r"release ([\d.]+)", run_command("nvcc", "--version"))
+        same = release and release[1].split(".")[0] == torch.version.cuda.split(".")[0]
+        yield row("nvcc", release[1] if release else "not installed", "" if same else
+                  f"for offload: install CUDA {torch.version.cuda}'s, or set DS_SKIP_CUDA_CHECK=1 for another one")
+    good = CPUAdamBuilder().is_compatible(verbose=False) and shutil.which("ninja") and shutil.which("g++")
+    yield row("DeepSpeed's ops", "cpu_adam can be built" if good else
+              "cpu_adam can't be built: offload uses PyTorch's slower AdamW",
+              "" if good else "for offload: apt install g++, pip install ninja")
 
 
-def cards(run, asked):
-    import torch
-
-    if on_cpu(run) or elsewhere(run):
-        yield (OK, "GPUs", f"{gpus()}; the run is for the CPU" if on_cpu(run) else
-               f"{gpus()} here; the plan is for {asked or gpus() or 1} of target_gpu={run['target_gpu']}", "")
-    elif asked is not None and asked != gpus():
-        yield (FAIL if asked > gpus() else OK, "GPUs", f"{gpus()}, and {asked} are asked for",
-               "give --num_gpus as many as there are, or --device=cpu" if asked > gpus() else "")
-    for i in range(gpus()):
+def gpus():
+    for i in range(GPUS):
         card, (free, total) = torch.cuda.get_device_properties(i), torch.cuda.mem_get_info(i)
-        half = "bfloat16" if (card.major, card.minor) >= (8, 0) else "float16"
-        words = (f"{card.name}, {total / 1e9:.1f} GB, {free / 1e9:.1f} free, capability {card.major}.{card.minor}: "
-                 f"{half}")
-        taken = free < 0.9 * total
-        yield WARN if taken else OK, f"GPU {i}", words, "end what else runs there (nvidia-smi)" if taken else ""
+        dtype = "bfloat16" if (card.major, card.minor) >= (8, 0) else "float16"
+        yield row(f"GPU {i}", f"{card.name}, {format_bytes(total)}, {format_bytes(free)} free, capability "
+                  f"{card.major}.{card.minor}: {dtype}",
+                  "end what else runs there (nvidia-smi)" if free < 0.9 * total else "")
 
 
 def kernels():
     """One block of GPT-2 XL's width by our Triton kernels, and by plain PyTorch, on this GPU."""
-    import torch
-
-    from runtime.hardware import missing_compiler, pick_dtype
     from runtime.kernels import is_supported
-
-    if not gpus() or missing_compiler() or not is_supported(torch.empty(0, device="cuda")):
-        return
     from runtime.kernels.block import compare_with_plain
 
-    dtype = pick_dtype("auto", "cuda")
-    (loss, grads), (plain_loss, plain_grads) = compare_with_plain("cuda", getattr(torch, dtype))
-    good = grads < 1.5 * plain_grads and loss < plain_loss + 0.01
-    yield (OK if good else FAIL, "our kernels",
-           f"one block in {dtype} against float32: gradients {100 * grads:.2f}% apart, loss {loss:.1e} (plain PyTorch: "
-           f"{100 * plain_grads:.2f}%, {plain_loss:.1e})", "" if good else "--compile=False trains without them")
+    why = missing_compiler()
+    yield row("C compiler", why or "installed, with Python's headers", "apt install gcc python3-dev, or the like: "
+              "without, nothing is compiled on GPUs, and steps are slower" if why else "")
+    if GPUS and not why and is_supported(torch.empty(0, device="cuda")):
+        dtype = pick_dtype("auto", "cuda")
+        (loss, grads), (plain_loss, plain_grads) = compare_with_plain("cuda", getattr(torch, dtype))
+        good = grads < 1.5 * plain_grads and loss < plain_loss + 0.01
+        yield row("our kernels", f"one block in {dtype} against float32: gradients {100 * grads:.2f}% apart, loss "
+                  f"{loss:.1e} (plain PyTorch: {100 * plain_grads:.2f}%, {plain_loss:.1e})",
+                  "" if good else "--compile=False trains without them", FAIL)
 
 
-def exchange(ranks):
+def check_all_reduce(ranks):
     """A real all-reduce over as many processes as the run would have, at most 8."""
-    ranks = max(2, min(ranks, gpus(), 8))
-    if gpus() == 1:
-        yield OK, "all-reduce", "one GPU: nothing to exchange", ""
+    if GPUS == 1:
+        yield row("all-reduce", "one GPU: nothing to reduce")
         return
-    told = said(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
-                os.path.join(ROOT, "doctor.py"), "all_reduce")
-    how = f"{ranks} GPUs, NCCL" if gpus() else f"{ranks} processes, gloo"
-    rate = re.search(r"([\d.]+) GB/s", told or "")
-    if not rate:
-        yield (FAIL, "all-reduce", f"{how}: no answer within {SECONDS} s or an error",
-               "NCCL_DEBUG=INFO tells more; NCCL_P2P_DISABLE=1 helps on boards whose peer-to-peer is broken" if gpus()
-               else "is the loopback interface up, and does this host's name resolve (/etc/hosts)?")
+    ranks = max(2, min(ranks, GPUS, 8))
+    output = run_command(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+                         os.path.join(ROOT, "doctor.py"), "all_reduce")
+    where, rate = f"{ranks} GPUs, NCCL" if GPUS else f"{ranks} processes, gloo", output.removesuffix(" GB/s")
+    if rate == output:
+        yield row("all-reduce", f"{where}: an error, or no answer within {TIMEOUT_S} s",
+                  "NCCL_DEBUG=INFO shows more; NCCL_P2P_DISABLE=1 helps on boards whose peer-to-peer is broken" if GPUS
+                  else "is the loopback interface up, and does this host's name resolve (/etc/hosts)?", FAIL)
         return
-    slow = gpus() and float(rate[1]) < 5
-    yield (WARN if slow else OK, "all-reduce", f"{how}: {rate[1]} GB/s",
-           "as over PCIe or slower: ZeRO-2 with few, large micro-batches suits it best" if slow else "")
-    if gpus():
-        import torch
-
+    yield row("all-reduce", f"{where}: {output}", "as over PCIe or slower: ZeRO-2 with few, large micro-batches suits "
+              "it best" if GPUS and float(rate) < 5 else "")
+    if GPUS:
         pairs = [torch.cuda.can_device_access_peer(a, b) for a in range(ranks) for b in range(a)]
-        yield (OK if all(pairs) else WARN, "links", f"{sum(pairs)} of {len(pairs)} pairs of GPUs reach one another",
-               "" if all(pairs) else "the others go through host memory: slower")
+        yield row("links", f"{sum(pairs)} of {len(pairs)} pairs of GPUs reach one another",
+                  "" if all(pairs) else "the others go through host memory: slower")
 
 
-def all_reduce_here():
-    """One rank of exchange(): the bus bandwidth of the last of five, as NCCL's own tests count it."""
-    import time
-
-    import torch
+def measure_all_reduce():
+    """One rank of check_all_reduce(): the bus bandwidth of the last of five, as NCCL's own tests count it."""
     import torch.distributed as dist
 
-    cuda, rank = torch.cuda.is_available(), int(os.environ["LOCAL_RANK"])
-    if cuda:
-        torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if cuda else "gloo")
-    size, world_size = 2**28 if cuda else 2**22, dist.get_world_size()
-    numbers = torch.ones(size, dtype=torch.bfloat16 if cuda else torch.float32, device="cuda" if cuda else "cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if GPUS else torch.device("cpu")
+    synchronize = torch.cuda.synchronize if GPUS else lambda: None
+    if GPUS:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if GPUS else "gloo")
+    numbers = torch.ones(2**28 if GPUS else 2**22, dtype=torch.bfloat16 if GPUS else torch.float32, device=device)
+    world_size = dist.get_world_size()
     for _ in range(5):
         numbers.fill_(1)
-        if cuda:
-            torch.cuda.synchronize()
-        began = time.perf_counter()
+        synchronize()
+        start = time.perf_counter()
         dist.all_reduce(numbers)
-        if cuda:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
+        synchronize()
+        seconds = time.perf_counter() - start
     right = bool((numbers == world_size).all())
-    rate = 2 * (world_size - 1) / world_size * numbers.nbytes / seconds / 1e9
-    if rank == 0 and right:
-        print(f"{rate:.1f} GB/s")
+    if dist.get_rank() == 0 and right:
+        print(f"{2 * (world_size - 1) / world_size * numbers.nbytes / seconds / 1e9:.1f} GB/s")
     dist.barrier()
     dist.destroy_process_group()
     return int(not right)
 
 
-def host_memory():
-    import psutil
-
-    from runtime.hardware import available_memory
-
-    free, total = available_memory(), psutil.virtual_memory().total
-    low = free < 8e9
-    yield (WARN if low else OK, "host memory", f"{free / 1e9:.1f} GB free of {total / 1e9:.1f}",
-           "processes may be killed (exit code -9): close others, add swap" if low else "")
-
-
-def shared_memory():
+def host():
+    """The host's memory and limits."""
+    free = available_memory()
+    yield row("host memory", f"{free / 1e9:.1f} GB free of {psutil.virtual_memory().total / 1e9:.1f}",
+              "processes may be killed (exit code -9): close others, add swap" if free < 8e9 else "")
     if os.path.isdir("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
-        low = free < 2**30
-        yield (WARN if low else OK, "shared memory", f"{free / 1e9:.2f} GB in /dev/shm",
-               "a container's default is too small for NCCL: docker run --ipc=host, or --shm-size=8g" if low else "")
-
-
-def limits():
+        yield row("shared memory", f"{free / 1e9:.2f} GB in /dev/shm", "a container's default is too small for NCCL: "
+                  "docker run --ipc=host, or --shm-size=8g" if free < 2**30 else "")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    low = files != resource.RLIM_INFINITY and files < 4096
-    yield WARN if low else OK, "open files", str(files), "ulimit -n 65536" if low else ""
+    yield row("open files", str(files), "ulimit -n 65536" if 0 <= files < 4096 else "")  # -1: unlimited
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    words = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked / 1e6:.1f} MB"
-    low = locked != resource.RLIM_INFINITY and os.path.isdir("/sys/class/infiniband")
-    yield WARN if low else OK, "locked memory", words, "InfiniBand wants more: ulimit -l unlimited" if low else ""
-
-
-def disk(run):
-    """Room in the output folder; for a run, against the tags that it keeps."""
-    from runtime.files import free_bytes, nearest_existing_dir
-
-    out_dir = run["out_dir"] if run else "."
-    free, folder = free_bytes(out_dir), nearest_existing_dir(out_dir)
-    needed = bytes_of_tag(run) * (run["keep_last"] + 2) if run and run["keep_last"] else 22e9
-    why = "a run's tags may take" if run else "GPT-2 XL's tag takes"
-    low = free < needed
-    yield (WARN if low else OK, "disk", f"{free / 1e9:.1f} GB free in {folder}; {why} {needed / 1e9:.1f}",
-           "make room, keep fewer (--keep_last=1), or choose another --out_dir" if low else "")
-
-
-def bytes_of_tag(run):
-    """Bytes of a tag of a run: as many as the tag that it goes on from has, else by its model's shape."""
-    from runtime.checkpoint.saver import tag_bytes
-    from runtime.checkpoint.tags import TagStore
-    from runtime.plan.start import first_readable
-
-    store = TagStore(run["out_dir"])
-    there = store.newest_first() if run["init_from"] in ("resume", "auto") else []
-    if there:
-        _, manifest = first_readable(store, [run["resume_tag"], *there])
-        return sum(entry["bytes"] for entry in manifest["files"].values())
-    return tag_bytes(parameters(run), "bfloat16", 2)
-
-
-def parameters(run):
-    """Parameters of a run's model, from its shape; for weights in a folder, from their configuration, and for an
-    earlier stage, from its manifest."""
-    import torch
-
-    from model import GPT, GPTConfig
-    from runtime.checkpoint.tags import TagStore, parse_run_path
-    from runtime.weights import PRETRAINED
-
-    stage = parse_run_path(run["init_from"])
-    if stage:
-        config = GPTConfig(**TagStore(stage[0]).find(stage[1]).manifest["state"]["model"])
-    elif os.path.exists(run["init_from"]):
-        config = GPTConfig.from_weights(run["init_from"])
-    else:
-        shape = dict(zip(("n_layer", "n_head", "n_embd"), PRETRAINED.get(run["init_from"], (12, 12, 768))))
-        config = GPTConfig(run["block_size"], **{k: run[k] or v for k, v in shape.items()})
-    with torch.device("meta"):
-        return sum(p.numel() for p in GPT(config).parameters())
-
-
-def datasets(run):
-    """Each prepared data set, or the run's: whole, and with the hashes that it was prepared with."""
-    from runtime.data.dataset import DatasetError, check_dataset
-    from runtime.files import file_digest
-
-    asked = run["dataset"] if run else None
-    names = asked if isinstance(asked, dict) else [asked]
-    folders = [name if os.sep in name else os.path.join(ROOT, "data", name) for name in names] if asked else sorted(
-        entry.path for entry in os.scandir(os.path.join(ROOT, "data")) if entry.is_dir())
-    for folder in folders:
-        name = f"data {os.path.basename(folder)}"
-        try:
-            meta = check_dataset(folder, run["block_size"] if run else 1)
-        except DatasetError as error:
-            script = os.path.join(folder, "prepare.py")
-            mend = f"python {os.path.relpath(script)}" if os.path.exists(script) else "prepare it"
-            yield graver(run), name, str(error).splitlines()[0], mend
-            continue
-        changed = [file for file, was in meta["files"].items()
-                   if was["sha256"] and was != file_digest(os.path.join(folder, file))]
-        yield (FAIL if changed else OK, name, f"{', '.join(changed)} changed since preparation" if changed else
-               f"{meta['train_tokens']:,} and {meta['val_tokens']:,} tokens, hashes as prepared",
-               "prepare it anew" if changed else "")
-
-
-def weights(run):
-    """Whether GPT-2's weights are here, or the hub answers."""
-    import urllib.request
-
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    from runtime.weights import HUB, PRETRAINED
-
-    name = run["init_from"] if run else "gpt2-xl"
-    if name not in PRETRAINED:
-        there = os.path.exists(name) or name in ("scratch", "resume", "auto")
-        yield (OK, "weights", name, "") if there else (graver(run), "weights", f"{name} is not there",
-                                                       "--init_from=PATH")
-        return
-    if isinstance(try_to_load_from_cache(f"openai-community/{name}", "model.safetensors", revision=HUB[name][0]), str):
-        yield OK, "weights", f"{name} is in the cache", ""
-        return
-    address = f"{constants.ENDPOINT}/openai-community/{name}/resolve/{HUB[name][0]}/config.json"
-    try:
-        with urllib.request.urlopen(address, timeout=5):
-            yield OK, "weights", f"{name} can be fetched from {constants.ENDPOINT}", ""
-    except OSError as error:
-        yield (graver(run), "weights", f"{name} is not here, and the hub does not answer ({error})",
-               "HF_ENDPOINT=a mirror, or --init_from=DIR with config.json and model.safetensors")
-
-
-def wandb_login(run):
-    """Looked at where a run logs there."""
-    import netrc
-
-    if not run or not run["wandb_log"] or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
-        return
-    try:
-        known = bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators("api.wandb.ai"))
-    except (OSError, netrc.NetrcParseError):
-        known = False
-    yield (OK, "wandb", "a key is there", "") if known else (
-        graver(run), "wandb", "wandb_log=True, but no key", "wandb login, or WANDB_MODE=offline")
-
-
-def port():
-    """Where ranks meet unless told otherwise; torchrun --standalone and a run without a launcher take a free one."""
-    number = int(os.environ.get("MASTER_PORT", 29500))
+    limited = locked != resource.RLIM_INFINITY
+    yield row("locked memory", f"{locked / 1e6:.1f} MB" if limited else "unlimited", "InfiniBand needs more: "
+              "ulimit -l unlimited" if limited and os.path.isdir("/sys/class/infiniband") else "")
+    port = int(os.environ.get("MASTER_PORT", 29500))  # where ranks meet by default
     with socket.socket() as s:
-        taken = s.connect_ex(("127.0.0.1", number)) == 0
-    yield (WARN if taken else OK, f"port {number}", "taken" if taken else "free",
-           "torchrun --standalone, or --master_port=29501" if taken else "")
-
-
-def plan(run, words, ranks, rows):
-    """The run's memory plan, as --dry_run shows it, for the cards that are here or that --target_gpu names."""
-    import torch
-
-    if gpus() and not elsewhere(run) and not on_cpu(run):
-        room = min(torch.cuda.get_device_properties(i).total_memory for i in range(gpus()))
-        words = [*words, f"--target_gpu={room / 1e9:.1f}"]
-    done = subprocess.run([sys.executable, os.path.join(ROOT, "train_deepspeed.py"), *words, "--dry_run=True"],
-                          capture_output=True, text=True, env={**os.environ, "WORLD_SIZE": str(ranks)})
-    if done.returncode == 0 and "too much" in done.stdout:
-        rows.append((FAIL, "the run", "does not fit", "see below what does"))
-    elif done.returncode:
-        rows += [(FAIL, "the run", line, "") for line in done.stderr.splitlines() if line.strip()]
-    return "\n" + done.stdout
+        taken = s.connect_ex(("127.0.0.1", port)) == 0
+    yield row(f"port {port}", "taken" if taken else "free",
+              "torchrun --standalone, or --master_port=29501" if taken else "")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,14 @@ import json
 import os
 import re
 import shutil
+import sys
 
 import pytest
-from conftest import ROOT, launch
+from conftest import ROOT, SMALL, launch
 
-from doctor import bytes_of_tag, cards, datasets, weights
+import doctor as checks
+from configurator import settings_of_script
+from runtime.files import format_bytes
 
 
 def doctor(*args, **env):
@@ -27,17 +30,17 @@ def here():
 def test_a_machine_without_gpus_is_warned_of_that_alone(here):
     code, rows = here
     assert code == 0 and not [row for row in rows.values() if row["status"] == "FAIL"]
-    assert rows["deepspeed"] == {"status": "OK", "name": "deepspeed", "found": "0.19.8", "mend": ""}
+    assert rows["deepspeed"] == {"status": "OK", "name": "deepspeed", "found": "0.19.8", "fix": ""}
     assert rows["CUDA"]["status"] == "WARN" and "no GPU" in rows["CUDA"]["found"]
-    assert rows["weights"]["status"] == "WARN" and "--init_from=DIR" in rows["weights"]["mend"]
+    assert rows["weights"]["status"] == "WARN" and "--init_from=DIR" in rows["weights"]["fix"]
     for name in ("Python", "torch", "all-reduce", "open files", "host memory"):
         assert rows[name]["status"] == "OK", rows[name]
     assert re.fullmatch(r"2 processes, gloo: \d+\.\d GB/s", rows["all-reduce"]["found"])
-    assert all(row["mend"] for row in rows.values() if row["status"] != "OK")
-    assert not [row for row in rows.values() if "could not be looked at" in row["found"]]
+    assert all(row["fix"] for row in rows.values() if row["status"] != "OK")
+    assert not [row for row in rows.values() if "could not be checked" in row["found"]]
 
 
-def test_another_deepspeed_fails_with_the_mend(tmp_path):
+def test_another_deepspeed_fails_with_the_fix(tmp_path):
     """The environment is doctored: metadata of an older version stands before the real one's."""
     folder = tmp_path / "deepspeed-0.18.0.dist-info"
     folder.mkdir()
@@ -47,7 +50,7 @@ def test_another_deepspeed_fails_with_the_mend(tmp_path):
     at = next(i for i, line in enumerate(done.stdout.splitlines()) if line.startswith("FAIL"))
     assert "deepspeed" in done.stdout.splitlines()[at] and "0.18.0" in done.stdout.splitlines()[at]
     assert done.stdout.splitlines()[at + 1].strip() == "-> python -m pip install deepspeed==0.19.8"
-    assert "1 to mend" in done.stdout
+    assert "1 to fix" in done.stdout
 
 
 def test_no_ranks_are_refused():
@@ -55,43 +58,80 @@ def test_no_ranks_are_refused():
     assert done.returncode == 2 and "--num_gpus=0 must be at least 1" in done.stderr and done.stdout == ""
 
 
-def test_a_run_elsewhere_is_looked_at_by_its_plan(characters):
+def test_a_run_elsewhere_is_checked_by_its_plan(characters):
     """Neither GPUs nor weights are here, which hinders no run elsewhere; but the plan does not fit."""
     done = doctor("config/xl_shakespeare.py", "--num_gpus=4", "--target_gpu=16", f"--dataset={characters}")
-    assert done.returncode == 1 and "1 to mend" in done.stdout
-    for words in ("OK    GPUs              0 here; the plan is for 4 of target_gpu=16", "WARN  weights",
+    assert done.returncode == 1 and "1 to fix" in done.stdout
+    for words in ("plan       1 x 4 x 32 sequences, bfloat16, ZeRO-2", "WARN  weights",
                   "18,000 and 2,000 tokens, hashes as prepared", "FAIL  the run           does not fit",
                   "each GPU   16.20 GB of 16.00 GB: too much, as a tenth stays free",
                   "torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py"):
         assert words in done.stdout, words
 
 
-@pytest.mark.parametrize("changed, statuses", [
-    ({}, ["FAIL", "FAIL"]), ({"target_gpu": 24.0}, ["OK", "WARN"]), ({"device": "cpu"}, ["OK", "FAIL"])])
-def test_what_is_not_here_hinders_a_run_that_needs_it_here(changed, statuses):
-    """Two GPUs, and weights in a folder."""
-    run = {"device": "auto", "target_gpu": None, "init_from": "/nowhere", **changed}
-    assert [row[0] for row in (*cards(run, 2), *weights(run))] == statuses
+@pytest.fixture
+def check_run(monkeypatch):
+    """A function (arguments, ranks) -> the rows of a run, without those of the machine."""
+    for check in ("cuda", "gpus", "offload", "kernels", "check_all_reduce", "host"):
+        monkeypatch.setattr(checks, check, lambda *_: [])
+    monkeypatch.setattr(sys, "argv", ["doctor.py"])
+
+    def rows(argv, ranks=None):
+        found = []
+        checks.check_machine_and_run(found, ranks, [*map(str, argv)])
+        return found
+
+    return rows
 
 
-@pytest.mark.parametrize("init_from, tag", [("resume", "latest"), ("auto", "iter_2"), ("{}", "latest")])
-def test_the_room_for_tags_is_that_of_the_run_which_goes_on(train, init_from, tag, tmp_path_factory):
-    """27,392 parameters and 1,152 of padding: not GPT-2's. A second stage is reckoned in bfloat16, 14 bytes each."""
+@pytest.mark.parametrize("changed, wanted", [
+    (["--device=auto"], ["FAIL GPUs", "FAIL the run", "OK disk"]),
+    (["--device=auto", "--dtype=auto", "--target_gpu=24"], ["WARN the run", "OK the run", "OK disk"]),
+    ([], ["FAIL the run", "OK disk"])])
+def test_what_is_not_here_fails_a_run_that_needs_it_here(changed, wanted, check_run, tmp_path):
+    """Two GPUs, and data in a folder. SMALL is for the CPU."""
+    rows = check_run([*SMALL, "--dataset=/nowhere/at/all", f"--out_dir={tmp_path}/out", *changed], 2)
+    assert [f"{row['status']} {row['name']}" for row in rows if not row["found"].startswith("note:")] == wanted
+    assert [row for row in rows if "the folder /nowhere/at/all does not exist; prepare it" in row["fix"]]
+
+
+@pytest.mark.parametrize("init_from", [["resume"], ["scratch", "auto"], ["{}"]])
+def test_the_room_for_checkpoints_is_that_of_the_run(train, check_run, characters, init_from, tmp_path_factory):
+    """27,392 parameters and 1,152 of padding: not GPT-2's. In float32 a checkpoint takes 16 bytes for each."""
     out_dir = tmp_path_factory.getbasetemp() / "of-doctor"
     if not out_dir.exists():
         assert train("--max_iters=2", out_dir=out_dir).returncode == 0
-    run = {"init_from": init_from.format(out_dir), "out_dir": str(out_dir), "resume_tag": tag}
-    files = [path for path in (out_dir / "iter_2").iterdir() if path.name != "manifest.json"]
-    assert bytes_of_tag(run) == (14 * 28_544 if init_from == "{}" else sum(path.stat().st_size for path in files))
+    argv = [*SMALL, *(f"--init_from={start.format(out_dir)}" for start in init_from), f"--dataset={characters}",
+            f"--out_dir={out_dir}{'-2' if '{}' in init_from else ''}", "--n_layer=None", "--n_head=None",
+            "--n_embd=None"]
+    rows = check_run(argv)
+    assert [row for row in rows if row["name"] == "the run"][-1]["found"] == "fits"
+    assert f"a run's checkpoints may take {format_bytes(5 * 16 * 28_544)}" in rows[-1]["found"]
 
 
-def test_a_bin_that_has_changed_since_preparation_is_told_of(characters, tmp_path):
+def test_too_little_disk_is_a_warning_with_its_fix(monkeypatch):
+    monkeypatch.setattr(checks, "free_bytes", lambda folder: 21e9)
+    (row,) = checks.disk(None, None)
+    assert row["status"] == "WARN" and "--out_dir" in row["fix"]
+
+
+def test_a_bin_that_has_changed_since_preparation_is_reported(characters, tmp_path):
     copy = shutil.copytree(characters, tmp_path / "copy")
     content = bytearray((copy / "val.bin").read_bytes())
     content[0] ^= 1
     (copy / "val.bin").write_bytes(content)
-    run = {"dataset": str(copy), "block_size": 32}
-    assert list(datasets(run)) == [("FAIL", "data copy", "val.bin changed since preparation", "prepare it anew")]
+    settings = settings_of_script(ROOT / "train_deepspeed.py", [f"--dataset={copy}"])
+    assert [*checks.datasets(settings)] == [checks.row("data copy", "val.bin changed since preparation",
+                                                       "prepare it again", checks.FAIL)]
+
+
+@pytest.mark.parametrize("env, status", [
+    ({}, "FAIL"), ({"WANDB_API_KEY": "x"}, "OK"), ({"WANDB_MODE": "offline"}, None)])
+def test_a_run_that_logs_to_wandb_needs_a_key(env, status, monkeypatch, tmp_path):
+    for name, value in {"HOME": str(tmp_path), **env}.items():
+        monkeypatch.setenv(name, value)
+    settings = settings_of_script(ROOT / "train_deepspeed.py", ["--wandb_log"])
+    assert [row["status"] for row in checks.wandb_login(settings, checks.FAIL)] == [status] * (status is not None)
 
 
 def test_a_misspelt_setting_ends_it():

@@ -228,8 +228,12 @@ def plan_run(settings, ranks):
     return plan
 
 
-def make_plan(settings, ranks, problems, notes):
-    """Return the RunPlan, or None where `problems` has come to hold some."""
+def make_plan(settings, ranks, problems, notes, fetch=True):
+    """Return the RunPlan, or None where `problems` has come to hold some.
+
+    With target_gpu, its notes are `notes` and then the problems with this machine's files. fetch: whether pretrained
+    weights are fetched; for target_gpu they are not.
+    """
     s = settings
     micro = s.batch_size if s.batch_size != "auto" else s.before_auto["batch_size"]
     problems.add(*broken_rules(s, micro))
@@ -264,7 +268,7 @@ def make_plan(settings, ranks, problems, notes):
         lora = lora_config(vars(s))
     try:
         with here.catch():
-            start = find_start(s, data, lora, batch.sequences, notes)
+            start = find_start(s, data, lora, batch.sequences, notes, fetch and here is problems)
         with here.catch():
             check_out_dir(s, start)
     except UnreadableError as error:
@@ -299,7 +303,7 @@ def make_plan(settings, ranks, problems, notes):
         if problem and s.keep_last and not s.eval_only:
             raise UserError(f"{problem}: make room, or choose another --out_dir=DIR")
     if here is not problems:
-        notes += "\n".join(here).splitlines()
+        notes = [*notes, *"\n".join(here).splitlines()]
     elif problems:
         return None
     return RunPlan(s, hardware, batch, tuple(datasets), data, start, lora, params, job.config, max_iters,

@@ -30,8 +30,9 @@ class Start:
     check_compatible: Callable | None = None  # resume: raises CheckpointError for a manifest that does not fit
 
 
-def find_start(settings, data, lora, sequences, notes):
-    """Return the Start of a run. data: {"tokenizer", "vocab_size"}, or None if there is none; sequences: per step.
+def find_start(settings, data, lora, sequences, notes, fetch=True):
+    """Return the Start of a run. data: {"tokenizer", "vocab_size"}, or None if there is none; sequences: per step;
+    fetch: whether a GPT-2 is fetched from the hub, or only its shape is known.
 
     Raises UserError where settings, data and weights contradict each other, and UnreadableError where out_dir cannot
     be read.
@@ -63,7 +64,7 @@ def find_start(settings, data, lora, sequences, notes):
     if given:
         raise UserError(f"{', '.join(given)} given, but init_from={init_from} brings its own shape: remove them, or "
                         "add --init_from=scratch")
-    return from_pretrained(init_from, settings, data, notes)
+    return from_pretrained(init_from, settings, data, notes, fetch)
 
 
 def check_block_size(settings, known, what):
@@ -72,10 +73,10 @@ def check_block_size(settings, known, what):
                         f"--block_size={known}")
 
 
-def from_pretrained(init_from, settings, data, notes):
+def from_pretrained(init_from, settings, data, notes, fetch):
     """Start from a hub's GPT-2, a folder of weights or nanoGPT's ckpt.pt."""
     weights = None
-    if settings.target_gpu is not None and init_from in PRETRAINED:  # a plan for another machine fetches nothing
+    if not fetch and init_from in PRETRAINED:
         n_layer, n_head, n_embd = PRETRAINED[init_from]
         config = GPTConfig(1024, 50257, n_layer, n_head, n_embd)
     else:
