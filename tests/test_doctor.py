@@ -62,7 +62,7 @@ def test_a_run_elsewhere_is_checked_by_its_plan(characters):
     """Neither GPUs nor weights are here, which hinders no run elsewhere; but the plan does not fit."""
     done = doctor("config/xl_shakespeare.py", "--num_gpus=4", "--target_gpu=16", f"--dataset={characters}")
     assert done.returncode == 1 and "1 to fix" in done.stdout
-    for words in ("plan       1 x 4 x 32 sequences, bfloat16, ZeRO-2", "WARN  weights",
+    for words in (" 1 x 4 x 32 sequences, bfloat16, ZeRO-2", "WARN  weights",
                   "18,000 and 2,000 tokens, hashes as prepared", "FAIL  the run           does not fit",
                   "each GPU   16.20 GB of 16.00 GB: too much, as a tenth stays free",
                   "torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py"):
