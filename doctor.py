@@ -77,7 +77,7 @@ def main():
 
 
 def check_machine_and_run(rows, num_gpus, argv):
-    """Add the rows of all checks. Returns the run's memory report, or ""."""
+    """Add the rows of all checks. Returns what a dry run of the run shows, or ""."""
     if not GPUS:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
     settings = settings_of_script(os.path.join(ROOT, "train_deepspeed.py"), argv) if argv else None
@@ -125,20 +125,19 @@ def run_command(*command):
 
 
 def plan_settings(rows, settings, ranks):
-    """Add the rows of what training would refuse or note. Returns (its RunPlan or None, its memory report)."""
+    """Add the rows of what training would refuse. Returns (its RunPlan or None, what a dry run shows)."""
     from runtime.cluster.ranks import Ranks
     from runtime.plan.run_plan import Problems, make_plan
 
     problems, notes, ranks = Problems(), [], Ranks(0, 0, ranks, ranks)
     plan = make_plan(replace(settings, dry_run=True), ranks, problems, notes, fetch=False)
     rows += [row("the run", "would not start", line, FAIL) for line in "\n".join(problems).splitlines()]
-    rows += [row("the run", f"note: {note}") for note in notes]
     if plan is None:
         return None, ""
     rows += [row("the run", "needs on its machine", line) for line in plan.notes[len(notes):]]
     fix = "use one of the commands below" if plan.advice() else ""
     rows.append(row("the run", "does not fit" if fix else "fits", fix, FAIL))
-    return plan, "\n" + plan.memory_report(ranks)
+    return plan, f"\n{plan.summary()}\n{plan.memory_report(ranks)}"
 
 
 def disk(settings, plan):

@@ -62,7 +62,7 @@ def test_a_run_elsewhere_is_checked_by_its_plan(characters):
     """Neither GPUs nor weights are here, which hinders no run elsewhere; but the plan does not fit."""
     done = doctor("config/xl_shakespeare.py", "--num_gpus=4", "--target_gpu=16", f"--dataset={characters}")
     assert done.returncode == 1 and "1 to fix" in done.stdout
-    for words in (" 1 x 4 x 32 sequences, bfloat16, ZeRO-2", "WARN  weights",
+    for words in ("\nplan       1 x 4 x 32 sequences, bfloat16, ZeRO-2", "WARN  weights",
                   "18,000 and 2,000 tokens, hashes as prepared", "FAIL  the run           does not fit",
                   "each GPU   16.20 GB of 16.00 GB: too much, as a tenth stays free",
                   "torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py"):
@@ -91,7 +91,7 @@ def check_run(monkeypatch):
 def test_what_is_not_here_fails_a_run_that_needs_it_here(changed, wanted, check_run, tmp_path):
     """Two GPUs, and data in a folder. SMALL is for the CPU."""
     rows = check_run([*SMALL, "--dataset=/nowhere/at/all", f"--out_dir={tmp_path}/out", *changed], 2)
-    assert [f"{row['status']} {row['name']}" for row in rows if not row["found"].startswith("note:")] == wanted
+    assert [f"{row['status']} {row['name']}" for row in rows] == wanted
     assert [row for row in rows if "the folder /nowhere/at/all does not exist; prepare it" in row["fix"]]
 
 
