@@ -1,6 +1,6 @@
 # GPT-2 small on Shakespeare, on one GPU of 8 GB and more.
 #   python train_deepspeed.py config/finetune_shakespeare.py
-# 4 sequences x 1 GPU x 8 = 32 sequences of 1,024 = 32,768 tokens a step; 301,966 / 32,768 = 9.2 steps an epoch.
+# 4 sequences x 1 GPU x 8 = 32 sequences of 1,024 = 32,768 tokens per step; 301,966 / 32,768 = 9.2 steps per epoch.
 out_dir = "out-shakespeare"
 init_from = "gpt2"
 dataset = "shakespeare"

@@ -1,7 +1,7 @@
 # GPT-2 XL on Shakespeare by LoRA of rank 320, on one card of 24 GB and more.
 #   python train_deepspeed.py config/lora_xl_r320.py
 # Of 1,557.6M parameters none changes; 393.2M new ones learn: 320 x (6,400 + 3,200 + 8,000 + 8,000) a block, 48 times.
-# 1 sequence x 1 GPU x 32 = 32 sequences of 1,024 = 32,768 tokens a step; 301,966 / 32,768 = 9.2 steps an epoch.
+# 1 sequence x 1 GPU x 32 = 32 sequences of 1,024 = 32,768 tokens per step; 301,966 / 32,768 = 9.2 steps per epoch.
 out_dir = "out-shakespeare-xl-lora-320"
 init_from = "gpt2-xl"
 dataset = "shakespeare"

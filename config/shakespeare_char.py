@@ -1,6 +1,6 @@
 # Character-level Shakespeare from scratch on one GPU: nanoGPT's setting, 10.7M parameters.
 #   python train_deepspeed.py config/shakespeare_char.py
-# 64 sequences x 1 GPU x 1 = 64 sequences of 256 = 16,384 characters a step; 1,003,854 / 16,384 = 61 steps an epoch.
+# 64 sequences x 1 GPU x 1 = 64 sequences of 256 = 16,384 characters per step; 1,003,854 / 16,384 = 61 steps per epoch.
 out_dir = "out-shakespeare-char"
 init_from = "scratch"
 dataset = "shakespeare_char"
@@ -24,4 +24,4 @@ max_iters = 5000
 lr_decay_iters = 5000
 min_lr = 1e-4
 warmup_iters = 100
-beta2 = 0.99  # few tokens a step
+beta2 = 0.99  # few tokens per step

@@ -1,6 +1,6 @@
 # Character-level Shakespeare on a machine without a GPU: nanoGPT's CPU setting, on 2 ranks.
 #   torchrun --nproc_per_node=2 train_deepspeed.py config/shakespeare_char_cpu.py
-# 6 sequences x 2 ranks x 1 = 12 sequences of 64 characters = 768 a step; 1,003,854 / 768 = 1,307 steps an epoch.
+# 6 sequences x 2 ranks x 1 = 12 sequences of 64 characters = 768 a step; 1,003,854 / 768 = 1,307 steps per epoch.
 out_dir = "out-shakespeare-char-cpu"
 init_from = "scratch"
 dataset = "shakespeare_char"
@@ -24,4 +24,4 @@ max_iters = 2000
 lr_decay_iters = 2000
 min_lr = 1e-4
 warmup_iters = 100
-beta2 = 0.99  # few tokens a step
+beta2 = 0.99  # few tokens per step

@@ -2,6 +2,6 @@
 #   python train_deepspeed.py config/xl_shakespeare.py config/presets/16gb.py
 # Plan: 13.87 GB, which --dry_run=True --target_gpu=16 shows in its parts.
 batch_size = 8
-gradient_accumulation_steps = 4  # 8 x 4 = 32 sequences a step, as 1 x 32
+gradient_accumulation_steps = 4  # 8 x 4 = 32 sequences per step, as 1 x 32
 gradient_checkpointing = True
 deepspeed_config = "config/ds/zero2_offload.json"  # the optimizer in host memory: 25 GB of it
