@@ -41,11 +41,12 @@ def test_sample_beside_transformers(tmp_path):
 def test_checkpoint(characters, tmp_path):
     found, _ = bench(tmp_path / "checkpoint.json", "checkpoint", *SMALL, f"--dataset={characters}")
     assert found["save_s"]["count"] == 5 and found["checked_s"] >= 0 and found["tag"].endswith(" MB")
+    assert 0 <= found["blocked_s"]["least"] <= found["first_blocked_s"] <= found["save_s"]["most"] + 1
 
 
 def test_data(characters, tmp_path):
     found, _ = bench(tmp_path / "data.json", "data", *SMALL, f"--dataset={characters}")
-    assert found["tokens_a_step"] == 2 * 2 * 32 and found["ms"]["count"] == 5
+    assert found["tokens_per_step"] == 2 * 2 * 32 and found["ms"]["count"] == 5
 
 
 @pytest.mark.parametrize(("args", "sentence"), [
@@ -71,12 +72,12 @@ def test_the_table_takes_any_run_and_leaves_the_rest_of_the_readme(tmp_path, mon
     readme = tmp_path / "README.md"
     readme.write_text("a\n<!-- bench.py table -->\n<!-- end -->\nb\n")
     monkeypatch.setattr(benchmark, "ROOT", str(tmp_path))
-    benchmark.write_table()
+    benchmark.table()
     row = "| 2 | gpt2-xl | 2 | 1 x 32 | 5 (4, 6) | 7 | n/a | 1.0 | 2 |  | `my_bench_1.json` |"
     assert row in readme.read_text() and readme.read_text().endswith("<!-- end -->\nb\n")
     (tmp_path / "results" / "my_bench_2.json").write_text("{}")
     with pytest.raises(KeyError):
-        benchmark.write_table()
+        benchmark.table()
     assert row in readme.read_text()
 
 

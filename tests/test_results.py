@@ -54,8 +54,8 @@ def test_table_rows_are_what_was_measured():
 
 def test_readmes_table_is_made_from_the_runs():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"<!-- bench.py table -->\n{bench.table()}\n<!-- end -->" in readme
-    assert bench.table().count("\n") >= 8
+    assert f"<!-- bench.py table -->\n{bench.format_table()}\n<!-- end -->" in readme
+    assert bench.format_table().count("\n") >= 8
 
 
 def test_the_tables_of_bench_are_what_it_wrote():
