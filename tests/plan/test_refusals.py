@@ -151,7 +151,7 @@ def bad(tmp_path_factory, holder, characters):
 SENTENCES = {
     "misspelt": "there is no setting 'learing_rate': did you mean 'learning_rate'?",
     "type": "max_iters takes int, not 'many'",
-    "no data": "no-such-data; prepare it with its own script",
+    "no data": "no-such-data does not exist; prepare it with its own script",
     "no bin": "train.bin is missing; prepare it with its own script",
     "cut bin": "train.bin has 999 bytes, which is not a multiple of 2 (uint16); prepare it",
     "half bin": "val.bin has 2000 bytes, but meta.json says 4000 bytes and 2000 tokens; prepare it",
