@@ -1,15 +1,14 @@
 """The DeepSpeed JSON: what it may say, and what the engine is handed.
 
-One owner for each number: the training script owns batch, accumulation, clipping, learning rate and precision; the
-JSON owns ZeRO, offload and buckets. DeepSpeed itself ignores unknown keys at the top, takes "auto" for a default
-without a word, and accepts several combinations that then compute something wrong; all of them end here.
-
-A key may change what DeepSpeed does only if a test trains with it (TESTED). All other keys of DeepSpeed's models pass
-with DeepSpeed's own default, and are refused with any other value.
+The training script owns batch, accumulation, clipping, learning rate and precision; the JSON owns ZeRO, offload and
+buckets. DeepSpeed itself ignores unknown keys at the top, takes "auto" for a default, and accepts several combinations
+that then compute something wrong; all of them are refused here. A key may change what DeepSpeed does only if a test
+trains with it (TESTED); all others must have DeepSpeed's own default.
 """
 
 import json
 import os
+from collections import Counter
 from typing import get_args
 
 from configurator import did_you_mean
@@ -42,6 +41,7 @@ WHY = {  # other keys are refused as untested
                     "is not needed, because export_hf.py reads the checkpoints of ZeRO-3"),
     "bf16.check_grad_overflow": "makes ZeRO-1 and ZeRO-2 apply a gradient with NaN",
 }
+POSITIVE = ("steps_per_print", "zero_optimization.sub_group_size")
 CHOICES = {
     "zero_optimization.stage": (0, 1, 2, 3),
     "zero_optimization.offload_optimizer.device": ("cpu", "none"),
@@ -66,11 +66,6 @@ USE_INSTEAD = {
     "checkpoint": "the script owns checkpoints, and DeepSpeed's writers leave files that it cannot read: remove it",
 }
 DTYPE_BLOCK = {"bfloat16": "bf16", "float16": "fp16"}
-AUTO = 'is "auto", which nothing resolves: give it a value'
-
-
-class ConfigError(UserError):
-    """Every problem found in a DeepSpeed JSON, one a line."""
 
 
 def find(path):
@@ -91,38 +86,36 @@ def resolve(path, batch, grad_clip, dtype, compiled=False):
     UserError with all problems.
     """
     config, owned = read_json(path), {**with_batch({}, batch), "gradient_clipping": grad_clip}
-    problems = top_level_problems(config, owned, dtype) + precision_problems(config, dtype)
+    problems = top_level_problems(config, owned, dtype)
     config.update(owned)
-    for block in ("bf16", "fp16"):
+    for block in DTYPE_BLOCK.values():
         if isinstance(config.setdefault(block, {}), dict):
             config[block]["enabled"] = DTYPE_BLOCK.get(dtype) == block
-    problems += block_problems(config, dtype) + stage_problems(config.get("zero_optimization"))
+    problems += block_problems(config, dtype)
     if problems:
-        raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
+        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     notes = repair(config, dtype, compiled)
     config.setdefault("steps_per_print", 2**31)  # the script prints
     return config, notes
 
 
 def read_json(path):
-    """The file's object; keys given twice and bad syntax are ConfigErrors."""
-
+    """Return the file's object. Raises UserError for bad syntax, and for keys that are given twice."""
     def no_doubles(pairs):
-        keys = [key for key, _ in pairs]
-        doubles = sorted({key for key in keys if keys.count(key) > 1})
+        doubles = sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         if doubles:
-            raise ConfigError(f"{path}: the key {', '.join(doubles)} is given twice")
+            raise UserError(f"{path}: the key {', '.join(doubles)} is given twice")
         return dict(pairs)
 
     try:
         with open(path, encoding="utf-8") as f:
             config = json.load(f, object_pairs_hook=no_doubles)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name another with --deepspeed_config=FILE") from None
+        raise UserError(f"{path}: {error.strerror}; name another with --deepspeed_config=FILE") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
+        raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds no JSON object")
+        raise UserError(f"{path} holds no JSON object")
     return config
 
 
@@ -139,51 +132,29 @@ def top_level_problems(config, owned, dtype):
         elif key not in ALLOWED_KEYS:
             hint = did_you_mean(key, [*ALLOWED_KEYS, *owned, *USE_INSTEAD])
             problems.append(f'unknown key "{key}"{hint or ": remove it"}')
-        elif key in TESTED:
-            problems += [] if isinstance(value, dict) else [f'"{key}" must be an object']
-        elif key == "steps_per_print" and value != "auto":
-            if type(value) is not int or value < 1:
-                problems.append(f'"{key}" is {json.dumps(value)}: write a whole number above 0')
-        else:
+        elif key not in TESTED:
             problems += value_problem(key, value, dtype)
+        elif not isinstance(value, dict):
+            problems.append(f'"{key}" must be an object')
+        elif key in DTYPE_BLOCK.values():
+            enabled = value.get("enabled", "auto")
+            if enabled not in ("auto", DTYPE_BLOCK.get(dtype) == key):
+                other = {"bf16": "bfloat16", "fp16": "float16"}[key] if enabled else "float32"
+                problems.append(f'"{key}.enabled" is {json.dumps(enabled)}, but dtype is {dtype}: write "auto" here, '
+                                f"or set --dtype={other}")
     return problems
-
-
-def precision_problems(config, dtype):
-    """Precision blocks that say something else than dtype; fit ones have "auto" or the same in `enabled`."""
-    problems = []
-    for block in ("bf16", "fp16"):
-        content = config.get(block, {})
-        said = content.get("enabled", "auto") if isinstance(content, dict) else "auto"
-        if said not in ("auto", DTYPE_BLOCK.get(dtype) == block):
-            problems.append(f'"{block}.enabled" is {json.dumps(said)}, but dtype is {dtype}: write "auto" here, or '
-                            f"set --dtype={'float32' if not said else {'bf16': 'bfloat16', 'fp16': 'float16'}[block]}")
-    return problems
-
-
-def value_problem(path, value, dtype):
-    """Return a list with the problem of an "auto", or of a value that is not among those of a key; empty if fine."""
-    choices = CHOICES.get(path)
-    if path in ("communication_data_type", "data_types.grad_accum_dtype"):
-        choices = tuple(dict.fromkeys(("fp32", DTYPE_BLOCK.get(dtype, "fp32"))))
-    if value == "auto":
-        return [f'"{path}" {AUTO}']
-    if not choices or json.dumps(value) in map(json.dumps, choices):
-        return []
-    *first, last = map(json.dumps, choices)
-    untested = ", which is untested here" if value == "nvme" else ""
-    return [f'"{path}" is {json.dumps(value)}{untested}: write {", ".join(first)}{" or " * bool(first)}{last}']
 
 
 def block_problems(config, dtype):
-    """List what is unknown, untested or of a wrong type inside the blocks."""
+    """List what is unknown, untested or of a wrong type inside the blocks, and what cannot work at ZeRO's stage."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from pydantic import ValidationError
+    from pydantic import ValidationError, create_model
 
     problems = []
     models = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config,
+              "data_types": create_model("DataTypes", grad_accum_dtype=(str | None, None)),
               "comms_logger": CommsLoggerConfig}
     for block, model in models.items():
         if not isinstance(config.get(block), dict):
@@ -197,18 +168,12 @@ def block_problems(config, dtype):
                          for e in error.errors()]
         except OverflowError as error:  # in DeepSpeed's validator of loss_scale
             problems.append(f'"{block}": {error}: write a smaller number')
-    types = config.get("data_types")
-    for key, value in types.items() if isinstance(types, dict) else ():
-        if key in TESTED["data_types"]:
-            problems += value_problem(f"data_types.{key}", value, dtype)
-        else:
-            problems.append(unknown("data_types", key))
+    stage = config["zero_optimization"].get("stage", 0) if isinstance(config.get("zero_optimization"), dict) else None
+    if stage in (0, 1, 2) and uses_offload(config, "param"):
+        problems.append(f'"zero_optimization.offload_param" does nothing at stage {stage}: use stage 3, or remove it')
+    if stage == 0 and uses_offload(config):
+        problems.append('"zero_optimization.offload_optimizer" needs stage 1, 2 or 3')
     return problems
-
-
-def unknown(path, key):
-    """Return the sentence on a key that DeepSpeed does not know."""
-    return f'"{path}.{key}": unknown key{did_you_mean(key, TESTED[path]) or ": remove it"}'
 
 
 def check_keys(model, content, path, dtype):
@@ -221,18 +186,14 @@ def check_keys(model, content, path, dtype):
     for key, value in content.items():
         here, field = f"{path}.{key}", fields.get(key)
         if field is None:
-            found = [unknown(path, key)]
-        elif key not in TESTED[path]:
-            found = untested(here, value, field)
+            found = [f'"{here}": unknown key{did_you_mean(key, TESTED[path]) or ": remove it"}']
         elif here in TESTED and isinstance(value, dict):
             (inner,) = [kind for kind in get_args(field.annotation) if kind is not type(None)]
             found, rest[key] = check_keys(inner, value, here, dtype)
             problems += found
             continue
-        elif here in TESTED and value is not None and value != "auto":
-            found = [f'"{here}" is {json.dumps(value)}: write {{"device": "cpu"}}, or remove it']
         else:
-            found = value_problem(here, value, dtype) or mistyped(here, value, field)
+            found = value_problem(here, value, dtype, field) if key in TESTED[path] else untested(here, value, field)
         problems += found
         if not found:
             rest[key] = value
@@ -249,31 +210,32 @@ def untested(path, value, field):
     return [f'"{path}" {WHY.get(path, "is untested here")}: remove it']
 
 
-def mistyped(path, value, field):
-    """Return a list with the problem of a number or a bool written as something else, which DeepSpeed would convert."""
-    if path in CHOICES or value is None:
+def value_problem(path, value, dtype, field=None):
+    """Return a list with the problem of an "auto", of a value that is not among those of a key, or of a number or bool
+    written as something else, which DeepSpeed would convert; empty if fine. field: of DeepSpeed's pydantic model."""
+    choices, wanted = CHOICES.get(path), None
+    if path in ("communication_data_type", "data_types.grad_accum_dtype"):
+        choices = tuple(dict.fromkeys(("fp32", DTYPE_BLOCK.get(dtype, "fp32"))))
+    if value == "auto":
+        return [f'"{path}" is "auto", which nothing resolves: give it a value']
+    if choices:
+        if json.dumps(value) in map(json.dumps, choices):
+            return []
+        *first, last = map(json.dumps, choices)
+        wanted = f"{', '.join(first)}{' or ' * bool(first)}{last}"
+    elif value is None and field:
         return []
-    is_bool = bool in (field.annotation, *get_args(field.annotation))
-    if isinstance(value, str) or isinstance(value, bool) != is_bool:
-        wanted = "true or false" if is_bool else "a number"
-        return [f'"{path}" is {json.dumps(value)}: write {wanted}, without quotation marks']
-    if path == "zero_optimization.sub_group_size" and value < 1:
-        return [f'"{path}" is {json.dumps(value)}: write a number above 0']
-    return []
-
-
-def stage_problems(zero):
-    """List what does nothing, or cannot work, at the stage of the zero_optimization block."""
-    if not isinstance(zero, dict) or value_problem("zero_optimization.stage", zero.get("stage", 0), None):
-        return []
-    problems, stage = [], zero.get("stage", 0)
-    blocks = (zero.get(key) for key in ("offload_optimizer", "offload_param"))
-    optimizer, param = (isinstance(block, dict) and block.get("device", "none") != "none" for block in blocks)
-    if param and stage != 3:
-        problems.append(f'"zero_optimization.offload_param" does nothing at stage {stage}: use stage 3, or remove it')
-    if optimizer and stage == 0:
-        problems.append('"zero_optimization.offload_optimizer" needs stage 1, 2 or 3')
-    return problems
+    elif path in TESTED:
+        wanted = '{"device": "cpu"}, or remove it'
+    elif path in POSITIVE:
+        if type(value) not in (int, float) or value < 1 or value % 1:
+            wanted = "a whole number above 0"
+    else:
+        is_bool = bool in (field.annotation, *get_args(field.annotation))
+        if isinstance(value, str) or isinstance(value, bool) != is_bool:
+            wanted = f"{'true or false' if is_bool else 'a number'}, without quotation marks"
+    untested = ", which is untested here" if value == "nvme" else ""
+    return [f'"{path}" is {json.dumps(value)}{untested}: write {wanted}'] if wanted else []
 
 
 def logs_messages(config):
@@ -286,9 +248,10 @@ def has_per_step_timers(config):
     return config.get("wall_clock_breakdown", False) or logs_messages(config)
 
 
-def uses_offload(config):
-    """True where the optimizer's state lives in host memory."""
-    return (config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none") != "none"
+def uses_offload(config, what="optimizer"):
+    """Whether the "optimizer"'s state, or the "param"eters, live in host memory."""
+    block = config["zero_optimization"].get(f"offload_{what}")
+    return isinstance(block, dict) and block.get("device", "none") != "none"
 
 
 def supports_fast_gradients(config, dtype):
