@@ -2,6 +2,7 @@
 
 import math
 
+from runtime.data.loader import windows_per_epoch
 from runtime.lora import TARGET_MODULES
 
 AT_LEAST = {
@@ -11,8 +12,11 @@ AT_LEAST = {
         "weight_decay", "lr_decay_iters", "cooldown_iters"),
 }  # fmt: skip
 BELOW_ONE = ("dropout", "beta1", "beta2")
-NEEDS_LORA = {"lora_alpha": None, "lora_dropout": 0.0, "lora_target_modules": ", ".join(TARGET_MODULES)}  # and defaults
-NEEDS_RESUME = {"resume_tag": "latest", "resume_weights_only": False}
+DEFAULTS_WITHOUT = {  # what the settings are for: the values that they have without it
+    "LoRA: add --lora_rank=64": {"lora_alpha": None, "lora_dropout": 0.0,
+                                 "lora_target_modules": ", ".join(TARGET_MODULES)},
+    "resuming a run: add --init_from=resume": {"resume_tag": "latest", "resume_weights_only": False},
+}
 RULES = [  # (whether the settings break it, what to say)
     (lambda s: s.decay_lr and s.min_lr is not None and not 0 <= s.min_lr <= s.learning_rate,
      "min_lr={s.min_lr} must be between 0 and learning_rate={s.learning_rate}"),
@@ -35,28 +39,30 @@ RULES = [  # (whether the settings break it, what to say)
 
 def broken_rules(settings, requested_batch_size):
     """Return a sentence for each rule that the settings break. requested_batch_size: batch_size before "auto"."""
-    values = {**vars(settings), "batch_size": requested_batch_size}
-    problems = [f"{name}={value} must be a finite number" for name, value in values.items()
+    s = {**vars(settings), "batch_size": requested_batch_size}
+    problems = [f"{name}={value} must be a finite number" for name, value in s.items()
                 if isinstance(value, float) and not math.isfinite(value)]
-    problems += [f"{name}={values[name]} must be at least {least}" if least else f"{name}={values[name]} must not be "
-                 "negative" for least, names in AT_LEAST.items() for name in names
-                 if values[name] is not None and values[name] < least]
-    problems += [f"{name}={values[name]} must be at least 0 and below 1" for name in BELOW_ONE
-                 if not 0 <= values[name] < 1]
+    for least, names in AT_LEAST.items():
+        problems += [f"{name}={s[name]} must {f'be at least {least}' if least else 'not be negative'}"
+                     for name in names if s[name] is not None and s[name] < least]
+    problems += [f"{name}={s[name]} must be at least 0 and below 1" for name in BELOW_ONE if not 0 <= s[name] < 1]
     problems += [sentence.format(s=settings) for broken, sentence in RULES if broken(settings)]
-    problems += [f"{name}={values[name]} is for LoRA: add --lora_rank=64, or leave it out"
-                 for name, default in NEEDS_LORA.items() if values[name] != default and not settings.lora_rank]
-    if settings.init_from not in ("resume", "auto"):
-        problems += [f"{name}={values[name]} is for resuming a run: add --init_from=resume"
-                     for name, default in NEEDS_RESUME.items() if values[name] != default]
+    used = settings.lora_rank, settings.init_from in ("resume", "auto")
+    for is_used, (purpose, defaults) in zip(used, DEFAULTS_WITHOUT.items()):
+        problems += [f"{name}={s[name]} is for {purpose}, or leave it out"
+                     for name, default in defaults.items() if s[name] != default and not is_used]
     return problems
 
 
-def check_schedule(settings, max_iters, problems, notes):
-    """Check learning rate and profile against the run's length; note a learning rate that does not end with the run."""
-    s = settings
+def plan_iterations(s, datasets, batch, problems, notes):
+    """Return max_iters, or what max_epochs makes of it. Checks learning rate and profile against the run's length, and
+    notes a learning rate that does not end with the run."""
+    max_iters = s.max_iters
+    if s.max_epochs is not None and datasets and not problems:
+        windows = sum(windows_per_epoch(d.meta["train_tokens"], s.block_size)[0] for d in datasets)
+        max_iters = math.ceil(s.max_epochs * windows / batch.sequences)
+        notes.append(f"max_epochs={s.max_epochs:g} is {max_iters:,} iterations; max_iters does not count")
     end = max_iters if s.lr_decay_iters is None else s.lr_decay_iters
-    decays = s.decay_lr and s.lr_schedule != "constant"
     if s.cooldown_iters is not None and s.warmup_iters + s.cooldown_iters > end and s.warmup_iters < max_iters:
         problems.add(f"cooldown_iters={s.cooldown_iters} and warmup_iters={s.warmup_iters} are more than the {end} "
                      "iterations until the learning rate is at its lowest: at most "
@@ -67,9 +73,8 @@ def check_schedule(settings, max_iters, problems, notes):
     if s.decay_lr and s.warmup_iters >= max_iters > 0:
         notes.append(f"the run ends after {max_iters:,} iterations, within its warmup: learning_rate is not reached "
                      f"(warmup_iters={s.warmup_iters:,})")
-    elif decays and end > max_iters > 0:
-        notes.append(f"the run ends after {max_iters:,} iterations, before the learning rate is at its lowest "
-                     f"(lr_decay_iters={end:,})")
-    elif decays and end < max_iters:
-        notes.append(f"the learning rate is at its lowest after {end:,} of {max_iters:,} iterations, and stays there "
-                     f"(lr_decay_iters={end:,})")
+    elif s.decay_lr and s.lr_schedule != "constant" and end != max_iters > 0:
+        when = (f"run ends after {max_iters:,} iterations, before the learning rate is at its lowest" if end > max_iters
+                else f"learning rate is at its lowest after {end:,} of {max_iters:,} iterations, and stays there")
+        notes.append(f"the {when} (lr_decay_iters={end:,})")
+    return max_iters

@@ -1,121 +1,55 @@
-"""The plan of a run: what the settings come to on this machine, or every reason why they can't.
+"""The plan of a run: what the settings come to on this machine, or every reason why they can't."""
 
-plan_run() checks all that can be checked before anything expensive begins. It returns a RunPlan, which is complete and
-does not change, or it ends all ranks of all machines with one sentence per problem and exit code 2.
-"""
-
-import math
 import os
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
 from model import GPT
 from runtime.checkpoint.saver import check_disk_space, tag_bytes
-from runtime.checkpoint.tags import TagStore, UnreadableError
+from runtime.checkpoint.tags import TagStore
 from runtime.cluster.machines import compare_machines
 from runtime.data.dataset import open_datasets
-from runtime.data.loader import windows_per_epoch
 from runtime.data.tokenizer import tokenizer_of
 from runtime.engine import ds_config
 from runtime.files import UserError, format_bytes, free_bytes, nearest_existing_dir
-from runtime.hardware import Gpu, find_gpu, memory_per_rank, pick_compile, pick_device, pick_dtype
+from runtime.hardware import find_gpu, memory_per_rank, pick_compile, pick_device, pick_dtype
 from runtime.kernels import is_supported
 from runtime.kernels.block import supports
 from runtime.lora import apply as apply_lora
 from runtime.lora import lora_config
 from runtime.output import explain_uncaught
 from runtime.plan import memory
-from runtime.plan.rules import broken_rules, check_schedule
+from runtime.plan.memory import Batch, Hardware, Job, ParamCount
+from runtime.plan.rules import broken_rules, plan_iterations
 from runtime.plan.start import Start, find_start
 from runtime.versions import deepspeed_problem
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """What each rank runs on: here, or with target_gpu elsewhere."""
-
-    device: str  # "cuda" or "cpu"
-    dtype: str  # "bfloat16", "float16" or "float32"
-    compile: bool
-    memory: int  # bytes that a rank may use
-    gpu: Gpu | None = None  # target_gpu's; None: the card that is here
-
-    @property
-    def torch_dtype(self):
-        return getattr(torch, self.dtype)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The sequences of one optimizer step."""
-
-    micro: int  # per GPU and micro-step
-    accumulation: int  # micro-steps per GPU
-    world_size: int
-    block_size: int
-
-    @property
-    def sequences(self):
-        return self.micro * self.accumulation * self.world_size
-
-    @property
-    def tokens(self):
-        return self.sequences * self.block_size
-
-
-@dataclass(frozen=True)
-class ParamCount:
-    total: int  # as printed
-    stored: int  # with the vocabulary's padding
-    trainable: int
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """All that is decided before a run. See plan_run()."""
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(Job):
+    """All that is decided before a run. It is complete, and does not change."""
 
     settings: object  # configurator.py's
-    hardware: Hardware
-    batch: Batch
     datasets: tuple
     data: dict | None  # {"tokenizer", "vocab_size", "train_tokens", "val_tokens"} of all together
     start: Start
     lora: dict | None
-    params: ParamCount
-    ds_config: dict  # for deepspeed.initialize
     max_iters: int
     eval_windows: int  # per evaluation, over all ranks
-    accumulate_locally: bool
     tag_bytes: int
     tokenizer: tuple | None  # (encode, decode), where samples are asked for
     notes: tuple[str, ...]
 
-    @property
-    def model(self):
-        return self.start.model
-
-    @property
-    def stage(self):
-        return self.ds_config["zero_optimization"]["stage"]
-
-    @property
-    def job(self):
-        """What the memory of the run depends on."""
-        return memory.Job(self.model, self.hardware, self.batch, self.params, self.ds_config,
-                          self.settings.gradient_checkpointing, self.accumulate_locally)
-
-    def advice(self, job=None):
-        """Return lines with commands that fit, where the run, or `job`, does not."""
-        return memory.advice(job or self.job, self.settings, sys.argv[1:],
-                             not self.lora and self.start.kind != "scratch")
+    def advice(self):
+        """Return lines with commands that fit, where this run does not."""
+        return memory.advice(self, self.settings, sys.argv[1:], not self.lora and self.start.kind != "scratch")
 
     @property
     def estimated_bytes(self):
         """Bytes of PyTorch's tensors at the peak, per GPU."""
-        return memory.torch_bytes(self.job)
+        return memory.torch_bytes(self)
 
     def resolved_settings(self):
         """Return as a command line what "auto" is resolved to, which all ranks must agree on."""
@@ -132,60 +66,53 @@ class RunPlan:
 
     def record(self):
         """Return what settings.json says of the plan."""
-        return {"lineage": list(self.start.lineage), "memory_plan": memory.estimate(self.job)}
+        return {"lineage": list(self.start.lineage), "memory_plan": memory.estimate(self)}
 
     def explain_out_of_memory(self):
-        """From now on, end a process whose GPU has no memory left with commands that fit, and exit code 2.
-
-        The other ranks notice, and exit too; checkpoints on the disk are intact.
-        """
+        """From now on, end a process whose GPU has no memory left with exit code 2, and with commands that fit and take
+        a tenth less than this run. The other ranks notice, and exit too; checkpoints on the disk are intact."""
         def explain(error):
-            if isinstance(error, RuntimeError) and "out of memory" in str(error):  # PyTorch's, and CUDA's own
-                try:
-                    print(self.out_of_memory(), file=sys.stderr, flush=True)
-                finally:
-                    os._exit(2)
+            if not isinstance(error, RuntimeError) or "out of memory" not in str(error):  # PyTorch's, and CUDA's own
+                return
+            try:
+                taken = memory.gpu_bytes(self)
+                hardware = replace(self.hardware, memory=min(self.hardware.memory, taken - 1))
+                print(f"out of memory: this run was estimated to take {format_bytes(taken)} on each GPU, and others "
+                      "may use it (nvidia-smi).", *replace(self, hardware=hardware).advice(), sep="\n",
+                      file=sys.stderr, flush=True)
+            finally:
+                os._exit(2)
 
         explain_uncaught(explain)
 
-    def out_of_memory(self):
-        """Return what to say when the GPU's memory has run out: what fits and takes a tenth less than this run."""
-        job = self.job
-        taken = memory.gpu_bytes(job)
-        smaller = replace(job, hardware=replace(job.hardware, memory=min(job.hardware.memory, taken - 1)))
-        return "\n".join([f"out of memory: this run was estimated to take {format_bytes(taken)} on each GPU, and "
-                          "others may use it (nvidia-smi).", *self.advice(smaller)])
-
     def memory_report(self, ranks):
         """Return the memory estimate as text: what a GPU and the host hold, and what would fit where this does not."""
-        lines = memory.format_breakdown("each GPU" if self.hardware.device == "cuda" else "each rank",
-                                        memory.estimate(self.job), self.hardware.memory)
-        tag = self.tag_bytes if self.settings.keep_last else 0
-        lines += memory.format_breakdown("host", memory.host_estimate(self.job, ranks.local_world_size, tag))
-        return "\n".join(lines + self.advice())
+        host = memory.host_estimate(self, ranks.local_world_size, self.tag_bytes if self.settings.keep_last else 0)
+        return "\n".join([
+            *memory.format_breakdown("each GPU" if self.hardware.device == "cuda" else "each rank",
+                                     memory.estimate(self), self.hardware.memory),
+            *memory.format_breakdown("host", host), *self.advice()])
 
     def summary(self):
         """Return the run as text: model, data, hardware, batch, output, and a note on each thing that was decided."""
-        s, batch, hardware = self.settings, self.batch, self.hardware
+        s, batch, hardware, data = self.settings, self.batch, self.hardware, self.data
+        sequences = f"{batch.micro} x {batch.world_size} x {batch.accumulation}"
         notes = [f"note       {note}" for note in self.notes]
         if hardware.gpu:  # a plan for another machine, perhaps without data
-            return "\n".join([f"plan       {batch.micro} x {batch.world_size} x {batch.accumulation} sequences, "
-                              f"{hardware.dtype}, ZeRO-{self.stage}", *notes])
+            return "\n".join([f"plan       {sequences} sequences, {hardware.dtype}, ZeRO-{self.stage}", *notes])
         name = "CPU"
         if hardware.device == "cuda":
-            total = torch.cuda.get_device_properties(0).total_memory
-            name = f"{torch.cuda.get_device_name(0)}, {format_bytes(total)}"
+            name = f"{torch.cuda.get_device_name()}, {format_bytes(torch.cuda.get_device_properties().total_memory)}"
         start = f"resumed from {self.start.tag}" if self.start.tag else f"from {self.start.init_from}"
-        tokens = self.data["train_tokens"]
+        lora = f"; LoRA of rank {self.lora['rank']}: {self.params.trainable:,} trainable" if self.lora else ""
         lines = [
-            f"model      {self.params.total:,} parameters {start}, block_size {self.model.block_size}"
-            + (f"; LoRA of rank {self.lora['rank']}: {self.params.trainable:,} trainable" if self.lora else ""),
-            f"data       {' and '.join(d.name for d in self.datasets)}: {tokens:,} tokens to train on, "
-            f"{self.data['val_tokens']:,} to validate",
+            f"model      {self.params.total:,} parameters {start}, block_size {self.model.block_size}{lora}",
+            f"data       {' and '.join(d.name for d in self.datasets)}: {data['train_tokens']:,} tokens to train on, "
+            f"{data['val_tokens']:,} to validate",
             f"hardware   {batch.world_size} x {name}, {hardware.dtype}, ZeRO-{self.stage} ({s.deepspeed_config})"
-            + (", compiled" if hardware.compile else ""),
-            f"batch      {batch.micro} x {batch.world_size} x {batch.accumulation} = {batch.sequences:,} sequences, "
-            f"{batch.tokens:,} tokens per step; {tokens / batch.tokens:,.1f} steps per epoch",
+            + ", compiled" * hardware.compile,
+            f"batch      {sequences} = {batch.sequences:,} sequences, {batch.tokens:,} tokens per step; "
+            f"{data['train_tokens'] / batch.tokens:,.1f} steps per epoch",
             f"output     {s.out_dir}"]
         if s.keep_last and not s.eval_only:
             most = min(s.keep_last, -(-self.max_iters // s.eval_interval)) + 2  # best, and the one being written
@@ -200,30 +127,26 @@ class RunPlan:
 
 
 class Problems(list):
-    """Collects every problem, so that all are printed at once."""
+    """Collects every problem, each once, so that all are printed together."""
 
     def add(self, *sentences):
-        self.extend(sentences)
+        self.extend(sentence for sentence in sentences if sentence not in self)
 
-    @contextmanager
-    def catch(self):
-        """Run a block that may raise UserError or ValueError. Its problem is kept, and the plan goes on without it."""
+    def attempt(self, function, *args):
+        """Return function(*args), or None where it raises UserError or ValueError, whose sentence is added."""
         try:
-            yield
-        except UnreadableError:  # what can't be read is neither there nor missing
-            raise
+            return function(*args)
         except (UserError, ValueError) as error:
-            self.append(str(error))
+            self.add(str(error))
 
 
 def plan_run(settings, ranks):
-    """Return the RunPlan of the settings, or end all ranks with every problem and exit code 2.
+    """Return the RunPlan of the settings, or end all ranks of all machines with every problem and exit code 2.
 
-    ranks: runtime/cluster/ranks.py's. With target_gpu, problems with this machine's files are only notes, and the plan
-    may be without data and weights.
+    All that can be checked is checked before anything expensive begins. ranks: runtime/cluster/ranks.py's.
     """
-    problems, notes = Problems(), []
-    plan = make_plan(settings, ranks, problems, notes)
+    problems = Problems()
+    plan = make_plan(settings, ranks, problems, [])
     compare_machines(plan, vars(settings), problems)
     return plan
 
@@ -231,112 +154,85 @@ def plan_run(settings, ranks):
 def make_plan(settings, ranks, problems, notes, fetch=True):
     """Return the RunPlan, or None where `problems` has come to hold some.
 
-    With target_gpu, its notes are `notes` and then the problems with this machine's files. fetch: whether pretrained
-    weights are fetched; for target_gpu they are not.
+    With target_gpu, problems with this machine's files are only notes, after those in `notes`, and the plan may be
+    without data and weights. fetch: whether pretrained weights are fetched; for target_gpu they are not.
     """
-    s = settings
-    micro = s.batch_size if s.batch_size != "auto" else s.before_auto["batch_size"]
+    s, files = settings, Problems()  # files: problems with this machine's
+    micro = s.before_auto["batch_size"] if s.batch_size == "auto" else s.batch_size
+    batch = Batch(micro, s.gradient_accumulation_steps, ranks.world_size, s.block_size)
     problems.add(*broken_rules(s, micro))
     if reason := deepspeed_problem(s.any_deepspeed):
         problems[:] = [reason]  # the rest would use it
         return None
-    hardware = detect_hardware(s, ranks, problems, notes)
-    if hardware is None:
+    hardware = problems.attempt(detect_hardware, s, ranks, problems, notes)
+    if hardware is None:  # the rest would use it too
         return None
-    here = Problems() if s.target_gpu is not None else problems  # problems with this machine's files
-    batch, config, start = Batch(micro, s.gradient_accumulation_steps, ranks.world_size, s.block_size), None, None
-    lora, datasets, data, tokenizer = None, (), None, None
-    with problems.catch():
-        config, more = ds_config.resolve(ds_config.find(s.deepspeed_config), batch, s.grad_clip, hardware.dtype,
-                                         hardware.compile)
-        notes += more
-        fast = ds_config.supports_fast_gradients(config, hardware.dtype)
-        if s.skip_grad_spikes and (hardware.dtype == "float16" or not fast):
-            raise UserError("skip_grad_spikes=True works at ZeRO-2 in bfloat16 or float32, with gradients in float32 "
-                            "and without offload: leave it out otherwise")
-    with here.catch():
-        datasets, data = open_datasets(s.dataset, ds_config.ROOT, s.block_size)
-        notes += [f"{d.name} has no meta.json: its tokens are taken for {d.meta['tokenizer']['kind']}'s"
-                  for d in datasets if not os.path.exists(os.path.join(d.folder, "meta.json"))]
-    max_iters = s.max_iters
-    if s.max_epochs is not None and data and not problems:
-        windows = sum(windows_per_epoch(d.meta["train_tokens"], s.block_size)[0] for d in datasets)
-        max_iters = math.ceil(s.max_epochs * windows / batch.sequences)
-        notes.append(f"max_epochs={s.max_epochs:g} is {max_iters:,} iterations; max_iters does not count")
-    check_schedule(s, max_iters, problems, notes)
-    with problems.catch():
-        lora = lora_config(vars(s))
-    try:
-        with here.catch():
-            start = find_start(s, data, lora, batch.sequences, notes, fetch and here is problems)
-        with here.catch():
-            check_out_dir(s, start)
-    except UnreadableError as error:
-        problems.add(str(error))  # the rest depends on whether there is a run to resume
+    config = problems.attempt(resolve_ds_config, s, batch, hardware, notes)
+    datasets, data = files.attempt(open_datasets, s.dataset, ds_config.ROOT, s.block_size) or ((), None)
+    notes += [f"{d.name} has no meta.json: its tokens are taken for {d.meta['tokenizer']['kind']}'s"
+              for d in datasets if not os.path.exists(os.path.join(d.folder, "meta.json"))]
+    max_iters = plan_iterations(s, datasets, batch, problems, notes)
+    lora = problems.attempt(lora_config, vars(s))
+    start = files.attempt(find_start, s, data, lora, batch.sequences, notes, fetch and s.target_gpu is None)
+    tokenizer = files.attempt(sample_tokenizer, s, data) if data and s.sample_interval else None
+    params, size = None, 0
+    if start:
+        problems.attempt(check_model, s, start.model, hardware, lora)
+    if start and not problems:
+        params = count_params(start.model, lora)
+        size = tag_bytes(params.stored, hardware.dtype, config["zero_optimization"]["stage"], params.trainable)
+    files.attempt(check_out_dir, s, start, size)
+    if s.target_gpu is None or start is None:
+        problems.add(*files)
+    if problems:
         return None
-    if data and s.sample_interval:
-        with here.catch():
-            tokenizer = sample_tokenizer(s, data)
-    with problems.catch():
-        if start and lora and s.lora_rank > start.model.n_embd:
-            raise UserError(f"lora_rank={s.lora_rank} is above n_embd={start.model.n_embd}, the most that it can be: "
-                            "choose one far below")
-        if start and s.fp8:
-            check_fp8(start.model, hardware, lora)
-    if start is None or config is None or problems:
-        problems.add(*(here if here is not problems else ()))
-        return None
-    params = count_params(start.model, lora)
-    job = memory.Job(start.model, hardware, batch, params, config, s.gradient_checkpointing)
+    job = Job(start.model, hardware, batch, params, config, s.gradient_checkpointing)
     if s.batch_size == "auto":
         batch = memory.fit_batch(job)
-        job = replace(job, batch=batch, config=ds_config.with_batch(config, batch))
+        job = replace(job, batch=batch, ds_config=ds_config.with_batch(config, batch))
         notes.append(f"batch_size=auto: {batch.micro} sequences at a time take about "
                      f"{format_bytes(memory.bytes_with_eval(job))} of {format_bytes(hardware.memory)}")
-    job = replace(job, accumulate_locally=decide_local_accumulation(s, job))
-    if job.accumulate_locally:
+    if accumulates_locally(s, job):
+        job = replace(job, accumulate_locally=True)
         notes.append(f"each rank accumulates gradients in {format_bytes(4 * params.trainable)} of its own, and ranks "
                      "reduce them once per step; --accumulate_locally=False reduces at each micro-step")
-    size = tag_bytes(params.stored, hardware.dtype, job.stage, params.trainable)
-    with here.catch():
-        problem = check_disk_space(s.out_dir, size)
-        if problem and s.keep_last and not s.eval_only:
-            raise UserError(f"{problem}: make room, or choose another --out_dir=DIR")
-    if here is not problems:
-        notes = [*notes, *"\n".join(here).splitlines()]
-    elif problems:
-        return None
-    return RunPlan(s, hardware, batch, tuple(datasets), data, start, lora, params, job.config, max_iters,
-                   s.eval_iters * micro, job.accumulate_locally, size, tokenizer, tuple(notes))
+    return RunPlan(**vars(job), settings=s, datasets=tuple(datasets), data=data, start=start, lora=lora,
+                   max_iters=max_iters, eval_windows=s.eval_iters * micro, tag_bytes=size, tokenizer=tokenizer,
+                   notes=(*notes, *"\n".join(files).splitlines()))
 
 
 def detect_hardware(s, ranks, problems, notes):
-    """Return the Hardware of each rank, or None where nothing more can be checked."""
+    """Return the Hardware of each rank. Raises UserError or ValueError where nothing more can be checked."""
     if s.target_gpu is not None:
-        with problems.catch():
-            gpu = find_gpu(s.target_gpu)
-            dtype = gpu.half_dtype if s.dtype == "auto" else s.dtype
-            if dtype == "bfloat16" and not gpu.bf16:
-                raise UserError(f"target_gpu={s.target_gpu} has no bfloat16: --dtype=float16, or leave it on auto")
-            return Hardware("cuda", dtype, s.compile is not False, int(gpu.gb * 1e9), gpu)
-        return None
+        gpu = find_gpu(s.target_gpu)
+        dtype = gpu.half_dtype if s.dtype == "auto" else s.dtype
+        if dtype == "bfloat16" and not gpu.bf16:
+            raise UserError(f"target_gpu={s.target_gpu} has no bfloat16: --dtype=float16, or leave it on auto")
+        return Hardware("cuda", dtype, s.compile is not False, int(gpu.gb * 1e9), gpu)
     device = pick_device(s.device)
-    gpus = torch.cuda.device_count() if device == "cuda" else 0
     if device == "cuda" and not torch.cuda.is_available():
-        problems.add("device=cuda, but PyTorch sees no CUDA GPU here: --device=cpu, or look at nvidia-smi")
-        return None
-    if device == "cuda" and ranks.local_world_size > gpus:
-        problems.add(f"{ranks.local_world_size} ranks, but {gpus} GPUs on this machine: start {gpus} ranks, or use "
-                     "--device=cpu")
-        return None
+        raise UserError("device=cuda, but PyTorch sees no CUDA GPU here: --device=cpu, or look at nvidia-smi")
+    if device == "cuda" and ranks.local_world_size > (gpus := torch.cuda.device_count()):
+        raise UserError(f"{ranks.local_world_size} ranks, but {gpus} GPUs on this machine: start {gpus} ranks, or use "
+                        "--device=cpu")
     if s.backend == "nccl" and device == "cpu":
         problems.add("backend=nccl needs CUDA GPUs: --backend=gloo, or leave it on auto")
-    dtype = "float32"
-    with problems.catch():
-        dtype = pick_dtype(s.dtype, device)
+    dtype = problems.attempt(pick_dtype, s.dtype, device) or "float32"
     compiled, note = pick_compile(s.compile, device)
     notes += [note] if note else []
     return Hardware(device, dtype, compiled, memory_per_rank(device, ranks.local_world_size))
+
+
+def resolve_ds_config(s, batch, hardware, notes):
+    """Return the config for deepspeed.initialize. Raises UserError."""
+    config, repairs = ds_config.resolve(ds_config.find(s.deepspeed_config), batch, s.grad_clip, hardware.dtype,
+                                        hardware.compile)
+    notes += repairs
+    if s.skip_grad_spikes and (hardware.dtype == "float16"
+                               or not ds_config.supports_fast_gradients(config, hardware.dtype)):
+        raise UserError("skip_grad_spikes=True works at ZeRO-2 in bfloat16 or float32, with gradients in float32 and "
+                        "without offload: leave it out otherwise")
+    return config
 
 
 def sample_tokenizer(s, data):
@@ -348,8 +244,13 @@ def sample_tokenizer(s, data):
     return encode, decode
 
 
-def check_fp8(model, hardware, lora):
-    """Raise UserError unless this machine and model can have FP8 matmuls."""
+def check_model(s, model, hardware, lora):
+    """Raise UserError unless LoRA's rank fits the model, and this machine and model can have fp8's matmuls."""
+    if lora and s.lora_rank > model.n_embd:
+        raise UserError(f"lora_rank={s.lora_rank} is above n_embd={model.n_embd}, the most that it can be: choose one "
+                        "far below")
+    if not s.fp8:
+        return
     if not (hardware.gpu.fp8 if hardware.gpu else hardware.device == "cuda"
             and torch.cuda.get_device_capability() >= (9, 0)):
         raise UserError("fp8=True needs a GPU of compute capability 9.0 (H100, H200, B200, ...): leave it out")
@@ -372,16 +273,17 @@ def count_params(config, lora):
                       sum(p.numel() for p in model.parameters() if p.requires_grad))
 
 
-def decide_local_accumulation(s, job):
+def accumulates_locally(s, job):
     """Whether gradients are accumulated on each rank and reduced once per step (engine/zero2_gradients.py)."""
-    possible = (ds_config.supports_fast_gradients(job.config, job.hardware.dtype) and not s.any_deepspeed
+    possible = (ds_config.supports_fast_gradients(job.ds_config, job.hardware.dtype) and not s.any_deepspeed
                 and job.batch.world_size > 1 and job.batch.accumulation > 1)
     with_room = memory.bytes_with_eval(replace(job, accumulate_locally=True)) <= 0.8 * job.hardware.memory
     return possible and (s.accumulate_locally is True or s.accumulate_locally == "auto" and with_room)
 
 
-def check_out_dir(s, start):
-    """Raise UserError unless out_dir can be written and holds no other run, and its name is no pattern."""
+def check_out_dir(s, start, size):
+    """Raise UserError unless out_dir can be written, has space for a tag of `size` bytes and holds no other run, and
+    its name is no pattern."""
     if s.eval_only:
         return
     newest = TagStore(s.out_dir).newest()
@@ -394,3 +296,5 @@ def check_out_dir(s, start):
     folder = nearest_existing_dir(s.out_dir)
     if not s.out_dir or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise UserError(f"out_dir={s.out_dir} cannot be written: choose another with --out_dir=DIR")
+    if s.keep_last and (problem := check_disk_space(s.out_dir, size)):
+        raise UserError(f"{problem}: make room, or choose another --out_dir=DIR")

@@ -37,16 +37,14 @@ def find_start(settings, data, lora, sequences, notes, fetch=True):
     Raises UserError where settings, data and weights contradict each other, and UnreadableError where out_dir cannot
     be read.
     """
-    init_from, out_dir = settings.init_from, settings.out_dir
-    newest = TagStore(out_dir).newest()
+    init_from = settings.init_from
     if init_from == "auto":
-        resumes = newest or settings.resume_tag != "latest"
+        resumes = TagStore(settings.out_dir).newest() or settings.resume_tag != "latest"
         init_from = "resume" if resumes else settings.before_auto["init_from"]
     if init_from == "resume":
         return from_resume(settings, data, lora, sequences, notes)
-    given = [name for name in SHAPE if getattr(settings, name) is not None]
+    shape = {name: getattr(settings, name) for name in SHAPE if getattr(settings, name) is not None}
     if init_from == "scratch":
-        shape = {name: getattr(settings, name) for name in given}
         return Start("scratch", init_from, GPTConfig(block_size=settings.block_size, dropout=settings.dropout,
                                                      vocab_size=data["vocab_size"] if data else 50257, **shape))
     folder, name = os.path.split(os.path.normpath(init_from))
@@ -55,14 +53,12 @@ def find_start(settings, data, lora, sequences, notes, fetch=True):
     if not os.path.exists(init_from) and init_from not in PRETRAINED:
         raise UserError(f"init_from={init_from} is neither 'scratch', 'resume', 'auto', one of {', '.join(PRETRAINED)},"
                         " nor a folder of weights or of an earlier run, nor a ckpt.pt of nanoGPT's")
-    if "bias" in given:  # a nanoGPT config may name it
-        notes.append(f"bias={settings.bias} is for training from scratch: these weights bring their own, or none")
-        given.remove("bias")
-    parent = parse_run_path(init_from)
-    if parent:
-        return from_earlier_run(init_from, parent, settings, data, given, notes)
-    if given:
-        raise UserError(f"{', '.join(given)} given, but init_from={init_from} brings its own shape: remove them, or "
+    if "bias" in shape:  # a nanoGPT config may name it
+        notes.append(f"bias={shape.pop('bias')} is for training from scratch: these weights bring their own, or none")
+    if parent := parse_run_path(init_from):
+        return from_earlier_run(init_from, parent, settings, data, shape, notes)
+    if shape:
+        raise UserError(f"{', '.join(shape)} given, but init_from={init_from} brings its own shape: remove them, or "
                         "add --init_from=scratch")
     return from_pretrained(init_from, settings, data, notes, fetch)
 
@@ -75,11 +71,8 @@ def check_block_size(settings, known, what):
 
 def from_pretrained(init_from, settings, data, notes, fetch):
     """Start from a hub's GPT-2, a folder of weights or nanoGPT's ckpt.pt."""
-    weights = None
-    if not fetch and init_from in PRETRAINED:
-        n_layer, n_head, n_embd = PRETRAINED[init_from]
-        config = GPTConfig(1024, 50257, n_layer, n_head, n_embd)
-    else:
+    weights, config = None, GPTConfig(1024, 50257, *PRETRAINED.get(init_from, ()))
+    if fetch or init_from not in PRETRAINED:
         weights = init_from if os.path.exists(init_from) else fetch_from_hub(init_from)
         config = GPTConfig.from_weights(weights)
         open_weights(weights)  # refuses what cannot be read
@@ -100,92 +93,83 @@ def has_tokenizer_of(weights, tokenizer):
     A ckpt.pt holds none, and may well be of this data.
     """
     path = os.path.join(weights, "tokenizer.json")
-    if tokenizer["kind"] == "char" and os.path.exists(path):
-        from tokenizers import Tokenizer
+    if not os.path.exists(path):
+        return os.path.isfile(weights)
+    if tokenizer["kind"] != "char":
+        return file_digest(path)["sha256"] == tokenizer.get("sha256")
+    from tokenizers import Tokenizer
 
-        try:
-            vocab = Tokenizer.from_file(path).get_vocab()
-        except Exception as error:  # the library has no class for its own
-            raise UserError(f"{path} is not a tokenizer ({error}): restore it, or remove it") from None
-        return vocab == {c: i for i, c in enumerate(tokenizer["chars"])}
-    return os.path.isfile(weights) or os.path.exists(path) and file_digest(path)["sha256"] == tokenizer.get("sha256")
+    try:
+        vocab = Tokenizer.from_file(path).get_vocab()
+    except Exception as error:  # the library has no class for its own
+        raise UserError(f"{path} is not a tokenizer ({error}): restore it, or remove it") from None
+    return vocab == {c: i for i, c in enumerate(tokenizer["chars"])}
 
 
-def from_earlier_run(init_from, parent, settings, data, given, notes):
+def from_earlier_run(init_from, parent, settings, data, shape, notes):
     """Start from the weights of an earlier run's tag, with a fresh optimizer."""
     (folder, tag), where = parent, os.path.join(*parent)
     manifest = TagStore(folder).find(tag).manifest
-    state = manifest["state"]
+    state, model = manifest["state"], manifest["state"]["model"]
     if os.path.realpath(folder) == os.path.realpath(settings.out_dir):
         raise UserError(f"init_from={init_from} is out_dir itself: resume it with --init_from=resume, or choose "
                         "another --out_dir=DIR")
-    shape = state["model"]
-    other = [name for name in given if getattr(settings, name) != shape[name]]
-    if other:
-        raise UserError(f"{where} has {', '.join(f'{name}={shape[name]}' for name in other)}, and the settings say "
+    if other := [name for name in shape if shape[name] != model[name]]:
+        raise UserError(f"{where} has {', '.join(f'{name}={model[name]}' for name in other)}, and the settings say "
                         f"otherwise: {' '.join(f'--{name}=None' for name in other)} takes what it has")
-    check_block_size(settings, shape["block_size"], f"{where} knows")
+    check_block_size(settings, model["block_size"], f"{where} knows")
     if data and not same_tokenizer(data, state["data"]):
         raise UserError(f"{where} was trained on another tokenizer's data than data set '{settings.dataset}': prepare "
                         "it with that one")
-    lineage = [*state["lineage"], {
-        "out_dir": folder, "tag": manifest["tag"], "iter_num": manifest["iter_num"],
-        "dataset": state["settings"]["dataset"], "val_loss": state["best_val_loss"]}]
+    before = {"out_dir": folder, "tag": manifest["tag"], "iter_num": manifest["iter_num"],
+              "dataset": state["settings"]["dataset"], "val_loss": state["best_val_loss"]}
     notes.append(f"the weights are those of {where}, iteration {manifest['iter_num']}; the optimizer starts fresh")
-    model = GPTConfig(**{**shape, "block_size": settings.block_size, "dropout": settings.dropout})
-    return Start("earlier run", init_from, model, parent=parent, lineage=tuple(lineage))
+    model = GPTConfig(**{**model, "block_size": settings.block_size, "dropout": settings.dropout})
+    return Start("earlier run", init_from, model, parent=parent, lineage=(*state["lineage"], before))
 
 
 def from_resume(settings, data, lora, sequences, notes):
-    """Start from a tag of out_dir, with everything in it."""
+    """Start from a tag of out_dir, with everything in it: the one named, or the newest with a readable manifest."""
     out_dir, named = settings.out_dir, settings.resume_tag != "latest"
-    store = TagStore(out_dir)
+    store, first_error = TagStore(out_dir), None
     candidates = [settings.resume_tag] if named else store.newest_first() or ["latest"]
-    tag, manifest = first_readable(store, candidates)
+    for name in candidates:
+        try:
+            tag, manifest = store.find(name)
+            break
+        except UnreadableError:  # what it holds would be lost to an older one
+            raise
+        except CheckpointError as error:
+            first_error = first_error or error
+    else:
+        raise first_error
     newer = store.newer_than(manifest["iter_num"])
     if newer and named and not settings.overwrite and not settings.eval_only:
         raise UserError(f"resuming from {out_dir}/{tag} gives up {', '.join(newer)}, which are newer: confirm with "
                         "--overwrite=True, or copy the tag into a folder of its own")
-    model = GPTConfig(**{**manifest["state"]["model"], "dropout": settings.dropout})
-    check = partial(check_compatible, out_dir, model, settings, data, lora)
-    check(manifest)
     state = manifest["state"]
-    before = (state["settings"]["dataset"], manifest["world_size"] * state["settings"]["batch_size"]
-              * state["settings"]["gradient_accumulation_steps"])
-    if str(before[0]) != str(settings.dataset):
-        notes.append(f"{out_dir}/{tag} was trained on {before[0]}: this run continues in the order of "
+    model = GPTConfig(**{**state["model"], "dropout": settings.dropout})
+    check = partial(check_compatible, model, settings, data, lora)
+    check(manifest)
+    before = state["settings"]
+    per_step = manifest["world_size"] * before["batch_size"] * before["gradient_accumulation_steps"]
+    if str(before["dataset"]) != str(settings.dataset):
+        notes.append(f"{out_dir}/{tag} was trained on {before['dataset']}: this run continues in the order of "
                      f"{settings.dataset}")
-    elif before[1] != sequences:
-        notes.append(f"{out_dir}/{tag} was trained with {before[1]:,} sequences per step, this run has {sequences:,}: "
+    elif per_step != sequences:
+        notes.append(f"{out_dir}/{tag} was trained with {per_step:,} sequences per step, this run has {sequences:,}: "
                      "some are seen again, or skipped")
     return Start("resume", "resume", model, candidates=tuple(candidates), tag=tag, check_compatible=check,
                  lineage=tuple(state["lineage"]))
 
 
-def first_readable(store, names):
-    """Return the first Tag whose manifest is intact.
-
-    Raises the first one's CheckpointError if none is, and UnreadableError at a tag that cannot be read, because what it
-    holds would be lost to an older one.
-    """
-    first_error = None
-    for tag in names:
-        try:
-            return store.find(tag)
-        except UnreadableError:
-            raise
-        except CheckpointError as error:
-            first_error = first_error or error
-    raise first_error
-
-
-def check_compatible(out_dir, model, settings, data, lora, manifest):
+def check_compatible(model, settings, data, lora, manifest):
     """Raise CheckpointError unless this run's model and data are those of a tag's manifest."""
-    state, where = manifest["state"], f"{out_dir}/{manifest['tag']}"
-    saved = GPTConfig(**state["model"])
-    differing = [f"{name}={getattr(saved, name)}" for name in ("block_size", *SHAPE) if getattr(saved, name) != (
-        getattr(model, name) if getattr(settings, name) is None else getattr(settings, name))]
-    if differing:
+    state, where = manifest["state"], f"{settings.out_dir}/{manifest['tag']}"
+    wanted = {name: getattr(settings, name) for name in ("block_size", *SHAPE)}
+    saved = vars(GPTConfig(**state["model"]))
+    if differing := [f"{name}={saved[name]}" for name, value in wanted.items()
+                     if saved[name] != (getattr(model, name) if value is None else value)]:
         raise CheckpointError(f"{where} holds a model with {', '.join(differing)}: the settings say otherwise")
     if data and data["vocab_size"] != state["data"]["vocab_size"]:
         raise CheckpointError(f"{where} was trained on another vocabulary than data set '{settings.dataset}' has")
