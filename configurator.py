@@ -15,8 +15,10 @@ import dataclasses
 import difflib
 import json
 import os
+import re
 import signal
 import sys
+import traceback
 import types
 import typing
 
@@ -24,6 +26,7 @@ from runtime.files import UserError
 from runtime.output import exit_with_error, explain_uncaught
 
 SETTING_TYPES = (bool, int, float, str, type(None), dict, list, tuple)
+BOOLS = ("True", "False", "true", "false")
 
 
 def configure(defaults, argv, annotations=None, root="."):
@@ -53,18 +56,17 @@ def configure(defaults, argv, annotations=None, root="."):
         arg = args.pop(0)
         if not arg.startswith("--"):
             try:
-                changed = run_config_file(arg, settings, root)
+                for name, value in run_config_file(arg, settings, root).items():
+                    assign(name, value, arg)
             except UserError as error:
                 problems.append(str(error))
-                continue
-            for name, value in changed.items():
-                assign(name, value, arg)
             continue
         name, equals, value = arg[2:].partition("=")
         if not equals:
-            if args and not args[0].startswith("--") and not (is_bool_setting(allowed, name) and not is_bool(args[0])):
+            is_flag = allowed.get(name) == ({bool}, ())
+            if args and not args[0].startswith("--") and (not is_flag or args[0] in BOOLS):
                 value = args.pop(0)
-            elif is_bool_setting(allowed, name):
+            elif is_flag:
                 value = "True"
             elif name in defaults:
                 problems.append(f"--{name} needs a value: --{name}={defaults[name]}")
@@ -73,12 +75,7 @@ def configure(defaults, argv, annotations=None, root="."):
             assign(name, value, "command line", parse=True)
     if problems:
         raise UserError("\n".join(problems))
-    return freeze(settings, before_auto)
-
-
-def freeze(settings, before_auto=None):
-    """Return a dict of settings as a frozen dataclass, with before_auto as configure() has it."""
-    namespace = {"before_auto": before_auto or {}}
+    namespace = {"before_auto": before_auto}
     return dataclasses.make_dataclass("Settings", settings, frozen=True, namespace=namespace)(**settings)
 
 
@@ -86,14 +83,6 @@ def did_you_mean(name, known):
     """', did you mean ...?' with the known name most like `name`, or nothing."""
     match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f": did you mean '{match[0]}'?" if match else ""
-
-
-def is_bool(text):
-    return text in ("True", "False", "true", "false")
-
-
-def is_bool_setting(allowed, name):
-    return name in allowed and allowed[name] == ({bool}, ())
 
 
 def allowed_values(default, annotation):
@@ -120,10 +109,8 @@ def parse_value(text, types_, choices):
     """The value that a command line's text means for a setting of these types."""
     if text in choices or types_ == {str}:
         return validate(text, types_, choices)
-    if is_bool(text):
-        text = text.capitalize()
     try:
-        return validate(ast.literal_eval(text), types_, choices)
+        return validate(ast.literal_eval(text.capitalize() if text in BOOLS else text), types_, choices)
     except (ValueError, SyntaxError):
         return validate(text, types_, choices)
 
@@ -143,45 +130,31 @@ def run_config_file(path, settings, root):
         with open(found, encoding="utf-8") as f:
             exec(compile(f.read(), found, "exec"), names)
     except Exception as error:  # whatever the user's own Python raises
-        line = getattr(error, "lineno", None)
-        tb = error.__traceback__
-        while tb:
-            line = tb.tb_lineno if tb.tb_frame.f_code.co_filename == found else line
-            tb = tb.tb_next
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == found]
+        line = lines[-1] if lines else getattr(error, "lineno", None)
         raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from None
-    return {
-        name: value
-        for name, value in names.items()
-        if not name.startswith("_")
-        and not isinstance(value, types.ModuleType)
-        and not callable(value)
-        and (name not in settings or value is not settings[name])
-    }
+    return {name: value for name, value in names.items()
+            if not name.startswith("_") and not isinstance(value, types.ModuleType) and not callable(value)
+            and (name not in settings or value is not settings[name])}
 
 
 def settings_with_comments(source, defaults):
     """(docstring, [(name, its comment) or (None, a group's heading)]) of a script's settings, by its own lines."""
     with open(source, encoding="utf-8") as f:
         text = f.read()
-    tree = ast.parse(text)
-    lines = text.splitlines()
-    at, unseen = {}, set(defaults)
-    for node in tree.body:
-        target = node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
-        if isinstance(target, ast.Name) and target.id in unseen:
-            unseen.remove(target.id)
-            at[node.lineno] = (target.id, lines[node.end_lineno - 1])
-    found = []
-    for number in range(min(at) - 1, max(at) + 2):
-        line = lines[number - 1]
-        if number in at:
-            name, last = at[number]
-            found.append((name, last.partition("  # ")[2]))
+    found, lines = [], text.splitlines()
+    names = [match and match[1] for match in (re.match(r"(\w+)(?:: .+?)? = ", line) for line in lines)]
+    first = min(names.index(name) for name in defaults)
+    for name, line in zip(names[first - 1:], lines[first - 1:]):
+        if name == "settings":
+            break
+        if name in defaults:
+            found.append((name, line.partition("  # ")[2]))
         elif line.startswith("# ") and found and found[-1][0] and not line[2].isupper():
             found[-1] = found[-1][0], f"{found[-1][1]}\n{line[2:]}"  # the comment above goes on
         elif line.startswith("# "):
             found.append((None, line[2:]))
-    return ast.get_docstring(tree) or "", found
+    return ast.get_docstring(ast.parse(text)) or "", found
 
 
 def help_text(source, defaults):
@@ -190,12 +163,8 @@ def help_text(source, defaults):
     shown = [docstring, "", "Settings, as --key=value:"]
     for name, comment in found:
         first, *others = comment.split("\n")
-        if name:
-            value = repr(defaults[name]) if isinstance(defaults[name], str) else defaults[name]
-            setting = f"  --{name}={value}"
-            shown.append(f"{setting:<42}  {first}".rstrip())
-        else:
-            shown += ["", first]
+        setting = f"  --{name}={defaults[name]!r}" if name else ""
+        shown += [f"{setting:<42}  {first}".rstrip()] if name else ["", first]
         shown += [f"{'':<42}  {other}" for other in others]
     return "\n".join(shown)
 
@@ -237,26 +206,24 @@ def from_command_line(script, argv=None):
     """
     argv = sys.argv[1:] if argv is None else argv
     explain_uncaught(explain_missing_package)
+    source = script["__file__"]
     defaults = {k: v for k, v in script.items() if not k.startswith("_") and isinstance(v, SETTING_TYPES)}
-    print_only = "--print_settings" in argv
-    if print_only or {"--help", "-h", "--settings_table"} & {*argv}:  # which print, and end
-        exit_quietly_on_broken_pipe()
     if "--help" in argv or "-h" in argv:
-        print(help_text(script["__file__"], defaults))
-        raise SystemExit(0)
-    if "--settings_table" in argv:
-        print(settings_table(script["__file__"], defaults))
-        raise SystemExit(0)
-    root = os.path.dirname(os.path.abspath(script["__file__"]))
-    try:
-        argv = [a for a in argv if a != "--print_settings"]
-        settings = configure(defaults, argv, script.get("__annotations__"), root)
-    except UserError as error:
-        exit_with_error(error)
-    if print_only:
-        print(json.dumps(vars(settings)))
-        raise SystemExit(0)
-    return settings
+        shown = help_text(source, defaults)
+    elif "--settings_table" in argv:
+        shown = settings_table(source, defaults)
+    else:
+        try:
+            settings = configure(defaults, [a for a in argv if a != "--print_settings"], script.get("__annotations__"),
+                                 os.path.dirname(os.path.abspath(source)))
+        except UserError as error:
+            exit_with_error(error)
+        if "--print_settings" not in argv:
+            return settings
+        shown = json.dumps(vars(settings))
+    exit_quietly_on_broken_pipe()
+    print(shown)
+    raise SystemExit(0)
 
 
 def settings_of_script(script, argv):
@@ -269,7 +236,7 @@ def settings_of_script(script, argv):
     defaults = {"__file__": script, "Literal": typing.Literal}
     for node in tree.body:
         name = getattr(node, "target", None) or getattr(node, "targets", [None])[0]
-        if isinstance(name, ast.Name) and isinstance(node.value, ast.Call) and name.id == "settings":
+        if isinstance(name, ast.Name) and name.id == "settings":
             break
         if isinstance(name, ast.Name) and not name.id.startswith("_"):
             exec(compile(ast.Module([node], []), script, "exec"), defaults)
