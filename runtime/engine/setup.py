@@ -85,18 +85,14 @@ def initialize(model, optimizer, ds_config, path):
 def describe(engine, ds_config, dtype):
     """Return what the engine really uses as one line; raise RuntimeError where it is not what it was given."""
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    wanted = {
-        "stage": ds_config["zero_optimization"]["stage"],
-        "micro-batch": ds_config["train_micro_batch_size_per_gpu"],
-        "accumulation": ds_config["gradient_accumulation_steps"],
-        "clipping": ds_config["gradient_clipping"],
-        "dtype": dtype,
-        "gradients": names[ds_config.get("data_types", {}).get("grad_accum_dtype", "fp32")],
-    }
-    model_dtype, grad_dtype = (str(d).removeprefix("torch.") for d in engine.get_data_types())
-    used = dict(zip(wanted, (
-        int(engine.zero_optimization_stage()), engine.train_micro_batch_size_per_gpu(),
-        engine.gradient_accumulation_steps(), engine.gradient_clipping(), model_dtype, grad_dtype), strict=True))
-    if used != wanted:
-        raise RuntimeError(f"DeepSpeed uses {used}, not {wanted}")
-    return ", ".join(f"{key} {value}" for key, value in used.items())
+    grad_dtype = names[ds_config.get("data_types", {}).get("grad_accum_dtype", "fp32")]
+    used_dtype, used_grad_dtype = (str(d).removeprefix("torch.") for d in engine.get_data_types())
+    facts = {  # (used, wanted)
+        "stage": (int(engine.zero_optimization_stage()), ds_config["zero_optimization"]["stage"]),
+        "micro-batch": (engine.train_micro_batch_size_per_gpu(), ds_config["train_micro_batch_size_per_gpu"]),
+        "accumulation": (engine.gradient_accumulation_steps(), ds_config["gradient_accumulation_steps"]),
+        "clipping": (engine.gradient_clipping(), ds_config["gradient_clipping"]),
+        "dtype": (used_dtype, dtype), "gradients": (used_grad_dtype, grad_dtype)}
+    if wrong := [f"{name} {used}, not {wanted}" for name, (used, wanted) in facts.items() if used != wanted]:
+        raise RuntimeError(f"DeepSpeed uses {'; '.join(wrong)}")
+    return ", ".join(f"{name} {used}" for name, (used, _) in facts.items())
