@@ -1,10 +1,9 @@
 """Heartbeat: notice during the run that another machine is lost.
 
-A lost machine sends nothing, not even the end of a connection: gloo's ranks waited for 15 minutes and 39 s, and
-torchrun noticed nothing at all. So the first rank of each machine holds a connection to rank 0, over which nothing is
-sent: TCP's keep-alive probes find out whether the other end is there. The kernel answers them, also while Python is
-busy, so that a long save or a compilation never looks like a lost machine. When a connection breaks, the ranks at its
-ends report why and exit, and their neighbors follow (shutdown.py).
+A lost machine sends nothing, not even the end of a connection: gloo's ranks waited for 15 minutes and 39 s. So the
+first rank of each machine holds a silent connection to rank 0. The kernel answers TCP's keep-alive probes, also while
+Python is busy with a long save. When a connection breaks, the ranks at its ends report why and exit, and their
+neighbors follow (shutdown.py).
 """
 
 import contextlib
@@ -27,8 +26,8 @@ EXIT_MACHINE_LOST = 4  # exit code where a machine does not answer any more; whe
 
 
 def machine_id():
-    """Return (host name, what identifies this machine): processes with the same id see each other and each other's
-    network. Names alone may be shared, as containers' and cloned machines' are."""
+    """Return (host name, id): processes with the same id see each other and each other's network. Containers and cloned
+    machines may share a name."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             ids = [file.read().strip(), *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))]
@@ -40,11 +39,8 @@ def machine_id():
 def start_heartbeat(machines, group):
     """Connect the first rank of each machine with rank 0, in a thread. machines: each rank's machine_id(). All ranks
     call it."""
-    first_ranks = {}  # of each machine
-    for rank, machine in enumerate(machines):
-        first_ranks.setdefault(tuple(machine), rank)
-    names = {rank: name for (name, _), rank in first_ranks.items()}
-    offer, server = [None], None
+    names = {machines.index(machine): machine[0] for machine in machines}  # of the first ranks
+    offer = [None]
     if RANK == 0:
         server = socket.create_server(("", 0), backlog=len(names))
         own = [address.address for found in psutil.net_if_addrs().values() for address in found
@@ -79,7 +75,7 @@ def heartbeat_server(server, token, names):
 
 
 def heartbeat_client(addresses, port, token, name):
-    """The thread of another machine's first rank: connect to rank 0 at one of its addresses, and wait for the end."""
+    """Another first rank's thread: connect to rank 0 at one of its addresses, and wait for the end."""
     for address in addresses:
         try:
             conn = socket.create_connection((address, port), timeout=10)
@@ -94,8 +90,13 @@ def heartbeat_client(addresses, port, token, name):
 
 def wait_for_end(conn, name, conns=()):
     """Wait until the connection brings rank 0's last message or its end, and exit, unless all ranks exit anyway. Rank 0
-    passes the reason on to all `conns`."""
-    enable_tcp_keepalive(conn)
+    passes the reason on to all `conns`. An end that does not answer probes for MACHINE_TIMEOUT s is lost."""
+    conn.settimeout(None)
+    conn.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    interval = int(MACHINE_TIMEOUT) // 6
+    for option, value in (("TCP_KEEPIDLE", interval), ("TCP_KEEPINTVL", interval), ("TCP_KEEPCNT", 5)):
+        if hasattr(socket, option):
+            conn.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     try:
         code, _, why = (conn.recv(4096).decode() or f"1 the ranks of {name} have ended").partition(" ")
     except ConnectionResetError:
@@ -117,18 +118,7 @@ def wait_for_end(conn, name, conns=()):
         os._exit(int(code))
 
 
-def enable_tcp_keepalive(conn):
-    """Have the kernel break the connection when the other end has not answered probes for MACHINE_TIMEOUT s."""
-    interval = int(MACHINE_TIMEOUT) // 6
-    conn.settimeout(None)
-    conn.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", interval), ("TCP_KEEPINTVL", interval), ("TCP_KEEPCNT", 5)):
-        if hasattr(socket, name):
-            conn.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
 def wait_for_reason(error):
-    """A collective fails mostly because another rank has ended. The thread hears of that a second later, and reports
-    more than a traceback does."""
+    """Give the thread time to report why a collective failed: mostly because another rank has ended."""
     if isinstance(error, RuntimeError) and not EXITING.is_set():
         time.sleep(5)

@@ -1,5 +1,5 @@
-"""Several machines: compared before the run. All ranks must have the same settings, data and out_dir, and what one
-machine refuses, all refuse. A run on one machine needs none of this."""
+"""Several machines, compared before the run: all must have the same settings, data and out_dir, and what one refuses,
+all refuse."""
 
 import datetime
 import functools
@@ -14,9 +14,10 @@ import time
 
 import psutil
 from torch.distributed import PrefixStore, rendezvous
+from torch.distributed.elastic.utils.store import get_all
 
 from runtime.cluster.heartbeat import MACHINE_TIMEOUT
-from runtime.cluster.ranks import RANK, is_multi_node
+from runtime.cluster.ranks import RANK, local_world_size
 from runtime.files import nearest_existing_dir
 from runtime.output import exit_with_error
 
@@ -24,16 +25,16 @@ RENDEZVOUS_TIMEOUT_S = 600  # in which all ranks have to come to the comparison,
 
 
 def compare_machines(plan, settings, problems):
-    """End all ranks, exit code 2, if any of them has problems (sentences), or if the machines differ in what has to be
-    the same. All ranks call it, before there is a process group."""
-    if is_multi_node():
+    """Exit with code 2 if any rank has problems (sentences), or if the machines differ in what has to be the same. All
+    ranks call it, before there is a process group."""
+    if "RANK" in os.environ and local_world_size() < int(os.environ["WORLD_SIZE"]):
         problems = gather_problems(plan, settings, problems)
     if problems:
         exit_with_error("\n".join(problems))
 
 
 def gather_problems(plan, settings, problems):
-    """Return the problems of all ranks, and the differences between the machines: sentences, the same on all ranks."""
+    """Return the problems of all ranks and the machines' differences: sentences, the same on all ranks."""
     if not MACHINE_TIMEOUT.isdecimal() or int(MACHINE_TIMEOUT) < 6:
         problems = [*problems, f"MACHINE_TIMEOUT={MACHINE_TIMEOUT} must be a whole number of seconds, 6 or more"]
     probe, out_dir = None, settings["out_dir"]  # probe: a file that the others see if they share out_dir
@@ -69,33 +70,21 @@ def rendezvous_store():
 
 
 def gather(name, value):
-    """Return the list of all ranks' values, which must go through JSON. All ranks call it; each name serves once."""
+    """Return all ranks' values, which must be JSON. All ranks call it, once for each name."""
     try:
         store = PrefixStore(name, rendezvous_store())
         keys = [str(rank) for rank in range(int(os.environ["WORLD_SIZE"]))]
         store.set(keys[RANK], json.dumps(value))
-        wait_for_keys(store, keys)
-        values = [json.loads(one) for one in store.multi_get(keys)]
-        store.add("read", 1)
-        for _ in range(1000 if RANK == 0 else 0):  # 10 s at most: before it may end, and the store with it
-            if store.add("read", 0) == len(keys):
-                break
-            time.sleep(0.01)
+        try:
+            store.wait(keys, datetime.timedelta(seconds=60))
+        except RuntimeError:
+            missing = [key for key in keys if not store.check([key])]
+            print(f"rank {RANK}: waiting for rank {', '.join(missing)}", file=sys.stderr, flush=True)
+        return [json.loads(one) for one in get_all(store, RANK, "", len(keys))]
     except RuntimeError as error:
         exit_with_error(f"the machines did not connect within {RENDEZVOUS_TIMEOUT_S // 60} minutes: look at what the "
                         f"others say; {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} must be reached from all "
                         f"({str(error).splitlines()[0]})")
-    return values
-
-
-def wait_for_keys(store, keys):
-    """Wait until the store has all keys; after a minute, print which are missing."""
-    try:
-        store.wait(keys, datetime.timedelta(seconds=60))
-    except RuntimeError:
-        missing = [key for key in keys if not store.check([key])]
-        print(f"rank {RANK}: waiting for rank {', '.join(missing)}", file=sys.stderr, flush=True)
-        store.wait(keys, datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S - 60))
 
 
 def run_fingerprint(plan, settings):
@@ -165,12 +154,8 @@ def local_address_for(host):
 def set_gloo_interface(addresses):
     """Have gloo use the interface that leads to the other machines. By default it takes the one of the host's name,
     which on many systems is the loopback."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
     mine = {address.address.partition("%")[0]: name for name, found in psutil.net_if_addrs().items()
             for address in found}
-    for other in addresses:
-        name = other not in mine and mine.get(local_address_for(other))
-        if name:
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-            return
+    routes = (mine.get(local_address_for(other)) for other in addresses if other not in mine)
+    if name := next(filter(None, routes), None):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import socket
 import sys
 import threading
 from typing import NamedTuple
@@ -41,21 +40,13 @@ def ranks_from_environment(dry_run=False):
         exit_with_error("RANK is set and LOCAL_RANK is not: start with torchrun or deepspeed, or set LOCAL_RANK, "
                         "WORLD_SIZE, MASTER_ADDR and MASTER_PORT as well")
     if "RANK" not in os.environ or "LOCAL_RANK" not in os.environ:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     return Ranks(RANK, int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), local_world_size())
 
 
 def local_world_size():
     """Return the number of ranks on this machine, which torchrun and deepspeed name differently."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"])))
-
-
-def is_multi_node():
-    """Return whether the launcher has started ranks on other machines, too."""
-    return "RANK" in os.environ and local_world_size() < int(os.environ["WORLD_SIZE"])
 
 
 def print0(*args):
@@ -91,8 +82,8 @@ def silence_stdout():
 
 
 def exit_together(problems):
-    """exit_with_error() once the process group is up, where one rank may see what the others don't: all ranks call it
-    with their own list of sentences, and continue if all lists are empty."""
+    """exit_with_error() once there is a process group: all ranks call it with their own sentences, and continue if none
+    has any."""
     if found := gather_unique(problems):
         shut_down()
         exit_with_error("\n".join(found))
@@ -100,9 +91,8 @@ def exit_together(problems):
 
 def require_same_on_all_ranks(settings):
     """Exit with an error unless `settings`, as they are typed, are the same on all ranks. All ranks call it."""
-    found = gather_unique([settings])
-    exit_together([f"the ranks' machines differ in what 'auto' is there: {', or '.join(found)}; say one of them"]
-                  if len(found) > 1 else [])
+    if len(found := gather_unique([settings])) > 1:
+        exit_together([f"the ranks' machines differ in what 'auto' is there: {', or '.join(found)}; say one of them"])
 
 
 def gather_unique(items):
@@ -121,9 +111,7 @@ def broadcast_from_rank0(value):
 
 def all_reduce_sum(*values, device="cpu"):
     """Sum floats or 0-dimensional tensors over all ranks, in double precision; returns a list of floats."""
-    sums = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values])
-    dist.all_reduce(sums)
-    return sums.tolist()
+    return [sum(column) for column in zip(*all_gather_scalars(*values, device=device))]
 
 
 def all_gather_scalars(*values, device="cpu"):
@@ -135,11 +123,8 @@ def all_gather_scalars(*values, device="cpu"):
 
 
 def shut_down(code=0):
-    """End all ranks together: without the barrier, a third of gloo's runs abort at exit.
-
-    A group that is not destroyed within a minute, as NCCL's is not while a CUDA graph uses it, is left to the system:
-    the process ends with `code`.
-    """
+    """End all ranks together: without the barrier, a third of gloo's runs abort at exit. If destroying the group takes
+    more than a minute, as NCCL's does while a CUDA graph uses it, the process ends with `code`."""
     EXITING.set()
     _cleanup.close()
     dist.barrier()

@@ -1,11 +1,8 @@
 """Shutdown: all ranks stop after the same step, and none is left behind.
 
-A run is asked to stop by SIGTERM, SIGUSR1, SIGHUP, Ctrl-C, a file STOP in its out_dir, or the end of its launcher. When
-a rank dies, the others on its machine exit at once: in the next collective they would wait for ten minutes. For other
-machines there is heartbeat.py.
-
-Python runs signal handlers in the main thread, between two bytecodes, and the main thread may wait in a collective for
-long. So a thread does the watching, and a pipe brings it the signals.
+A signal, a file STOP in out_dir, or the launcher's end stops a run. When a rank dies, the others on its machine exit at
+once: in the next collective they would wait for ten minutes. For other machines there is heartbeat.py. A signal handler
+waits for the main thread, which may wait in a collective. So a thread watches, and a pipe brings it the signals.
 """
 
 import itertools
@@ -23,7 +20,7 @@ import torch.distributed as dist
 from runtime.cluster.heartbeat import machine_id, start_heartbeat
 from runtime.cluster.ranks import ALL_EXITING, EXITING, RANK, exit_together
 
-SIGNAL_EXIT_CODES = {signal.SIGTERM: 143, signal.SIGUSR1: 138, signal.SIGINT: 130, signal.SIGHUP: 129}
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # the exit code is 128 + the number
 EXIT_REASONS = {143: "SIGTERM, or the launcher's end", 138: "SIGUSR1", 130: "Ctrl-C",
                 129: "SIGHUP: the terminal was closed", 0: "the file STOP"}
 INTERVAL = 1.0  # seconds between two checks
@@ -48,7 +45,7 @@ class Shutdown:
         self.first_ctrl_c, self.reported = None, set()
         self.thread = threading.Thread(target=self._run, daemon=True)
         if signals:
-            for number in SIGNAL_EXIT_CODES:
+            for number in SIGNALS:
                 if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
                     signal.signal(number, self.handle)
             signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -57,22 +54,20 @@ class Shutdown:
             start_heartbeat([other for other, _ in ranks], self.group)
 
     def handle(self, number, _):
-        """Python's handler of a signal, in the main thread. The thread reads the signal from the pipe; if it has died,
-        restore the default handler and let it act."""
+        """Python's handler, in the main thread: if the watching thread has died, let the default handler act."""
         if not self.thread.is_alive() and not EXITING.is_set():
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
     def watch_stop_file(self, stop_file):
-        """Stop the run when this file appears. One that exists was meant for an earlier run, and is removed. All ranks;
-        they end with exit code 2 if it cannot be removed."""
+        """Stop the run when this file appears. One that exists was meant for an earlier run, and is removed; if that is
+        not possible, exit with code 2. All ranks call it."""
         problem = remove(stop_file) if RANK == 0 else None
         exit_together([f"{problem}, and it would stop this run: remove it"] if problem else [])
         self.stop_file = stop_file if RANK == 0 else None
 
     def _run(self):
-        """The thread's target, until all ranks have passed the last barrier. A check that fails is reported once, and
-        tried again: nothing else here gets signals."""
+        """The thread's target. A check that fails is reported once and tried again: nothing else gets signals."""
         while not ALL_EXITING.is_set():
             for check in (self.check_signals, self.check_stop_file, self.check_launchers, self.check_neighbors):
                 try:
@@ -84,7 +79,7 @@ class Shutdown:
     def report(self, sentence):
         if sentence not in self.reported:
             self.reported.add(sentence)
-            print(f"rank {dist.get_rank()}: {sentence}", file=sys.stderr, flush=True)
+            print(f"rank {RANK}: {sentence}", file=sys.stderr, flush=True)
 
     def check_signals(self):
         """Wait INTERVAL at most for signals, and act on them."""
@@ -95,8 +90,8 @@ class Shutdown:
                 self.first_ctrl_c = self.first_ctrl_c or time.monotonic()
                 if time.monotonic() > self.first_ctrl_c + 0.3:  # nearer ones are one, sent twice
                     os._exit(130)
-            if number in SIGNAL_EXIT_CODES:
-                self.request_exit(SIGNAL_EXIT_CODES[number])
+            if number in SIGNALS:
+                self.request_exit(128 + number)
 
     def check_stop_file(self):
         """The file is the request, even where it cannot be removed."""
@@ -114,8 +109,7 @@ class Shutdown:
         dead = [rank for rank, process in self.neighbors.items() if not is_running(process)]
         if dead and not (EXITING.is_set() and ALL_EXITING.wait(10)):
             try:
-                print(f"rank {dist.get_rank()}: rank {dead[0]} has died, so this one exits too; see its output above",
-                      file=sys.stderr, flush=True)
+                self.report(f"rank {dead[0]} has died, so this one exits too; see its output above")
             finally:
                 os._exit(1)
 
@@ -125,8 +119,7 @@ class Shutdown:
 
     def agree(self, *flags):
         """Return (the exit code with which all ranks are to stop, or None; each flag, True if it is on any rank)."""
-        mine = [-1 if self.exit_code is None else self.exit_code, *map(bool, flags)]
-        votes = torch.tensor(mine, dtype=torch.int64)
+        votes = torch.tensor([-1 if self.exit_code is None else self.exit_code, *map(bool, flags)])
         if dist.get_world_size(self.group) > 1:
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
         code, *flags = votes.tolist()
@@ -152,8 +145,7 @@ def is_running(process):
 
 
 def launcher_processes():
-    """Return the processes whose end ends the run: torchrun, or deepspeed's two. Without a launcher there are none, and
-    a run outlives its shell."""
+    """Return the processes whose end ends the run: torchrun, or deepspeed's two, but not a shell."""
     def is_launcher(process):
         try:
             return LAUNCHERS & {os.path.basename(arg) for arg in process.cmdline()}
