@@ -8,41 +8,32 @@ import time
 
 class ResilientStream:
     """A text stream that never raises. After the first failed write (the reader of a pipe has ended, the disk under a
-    log is full, the terminal is gone) its file descriptor points at the null device."""
+    log is full, the terminal is gone) its file descriptor points at the null device: also for what is still buffered,
+    and for what C libraries and child processes print later."""
 
     def __init__(self, stream, null):
         self.stream, self.null = stream, null
 
     def write(self, text):
-        try:
-            return self.stream.write(text)
-        except UnicodeEncodeError:  # a ValueError too, but only this text cannot be written
-            encoding = self.stream.encoding
-            return self.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        except BlockingIOError:  # a pipe that does not block is full: its reader is slow, and has not ended
-            pass
-        except (OSError, ValueError):
-            self.discard()
+        self.attempt(self.stream.write, text)
         return len(text)
 
     def writelines(self, lines):
-        for line in lines:
-            self.write(line)
+        self.write("".join(lines))
 
     def flush(self):
+        self.attempt(self.stream.flush)
+
+    def attempt(self, method, *args):
         try:
-            self.stream.flush()
-        except BlockingIOError:
+            method(*args)
+        except BlockingIOError:  # a pipe that does not block is full: its reader is slow, and has not ended
             pass
         except (OSError, ValueError):
-            self.discard()
-
-    def discard(self):
-        """Send to the null device what is still buffered, and what C libraries and child processes print later."""
-        try:
-            os.dup2(self.null.fileno(), self.stream.fileno())
-        except (OSError, ValueError):  # the stream is closed
-            self.stream = self.null
+            try:
+                os.dup2(self.null.fileno(), self.stream.fileno())
+            except (OSError, ValueError):  # the stream is closed
+                self.stream = self.null
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -55,16 +46,15 @@ def protect_output():
     while os.dup(null.fileno()) < 2:  # no file or socket may become descriptor 1 or 2, into which libraries print
         pass
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
+        stream = getattr(sys, name) or null
         if not isinstance(stream, ResilientStream):
-            setattr(sys, name, ResilientStream(stream or null, null))
+            stream.reconfigure(errors="backslashreplace")
+            setattr(sys, name, ResilientStream(stream, null))
 
 
 def explain_uncaught(explain):
-    """Call explain(error) for an exception that ends this process, before all explainers that were given earlier.
-
-    Its sentence is printed instead of the traceback; for None the earlier ones are asked. It may also end the process.
-    """
+    """Print the sentence explain(error) instead of the traceback of an exception that ends this process; for None, ask
+    what was given earlier. explain may also end the process."""
     earlier = sys.excepthook
 
     def hook(kind, error, trace):
