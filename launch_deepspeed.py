@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 
@@ -27,8 +28,14 @@ from runtime.output import exit_with_error, protect_output
 ROOT = os.path.dirname(os.path.abspath(__file__))
 TRAIN = os.path.join(ROOT, "train_deepspeed.py")
 STOP_TIMEOUT_S = 315  # runtime/launch.py gives the ranks 300 to save and end, then kills them
+OPTIONS = {  # setting: the options that set it, which exclude each other, with their values; None: the user gives it
+    "dtype": {"--fp16": "float16", "--bf16": "bfloat16"}, "init_from": {"--resume": "resume"},
+    "deepspeed_config": {"--config": None, "--offload_optimizer": "config/ds/zero2_offload.json"},
+    "batch_size": {"--batch_size": None}, "gradient_accumulation_steps": {"--gradient_accumulation_steps": None},
+    "learning_rate": {"--learning_rate": None}, "max_epochs": {"--epochs": None},
+}
 
-# Run in a process of its own, because CUDA keeps memory of each GPU that a process looks at
+# In a process of its own, because CUDA keeps memory of each GPU that a process looks at
 LIST_GPUS = """
 import json, torch
 try:
@@ -53,24 +60,16 @@ def parse_arguments():
                         "Shakespeare, or without a GPU of a small demonstration; other arguments change its settings")
     parser.add_argument("--num_gpus", type=int, help="ranks, one a GPU; on a machine without GPUs, processes "
                         "(default: all visible GPUs, or 1)")
-    precision = parser.add_mutually_exclusive_group()
-    precision.add_argument("--fp16", dest="dtype", action="store_const", const="float16", help="--dtype=float16")
-    precision.add_argument("--bf16", dest="dtype", action="store_const", const="bfloat16", help="--dtype=bfloat16")
-    zero = parser.add_mutually_exclusive_group()
-    zero.add_argument("--config", dest="deepspeed_config", metavar="DS_JSON", help="--deepspeed_config=DS_JSON")
-    zero.add_argument("--offload_optimizer", dest="deepspeed_config", action="store_const",
-                      const="config/ds/zero2_offload.json", help="--deepspeed_config=config/ds/zero2_offload.json")
-    parser.add_argument("--batch_size", help="sequences in a micro-step of one GPU, or auto")
-    parser.add_argument("--gradient_accumulation_steps", help="micro-steps per GPU and iteration")
-    parser.add_argument("--epochs", dest="max_epochs", help="times through the data: --max_epochs=EPOCHS")
-    parser.add_argument("--learning_rate", help="the highest")
-    parser.add_argument("--resume", dest="init_from", action="store_const", const="resume", help="--init_from=resume")
+    for setting, options in OPTIONS.items():
+        group = parser.add_mutually_exclusive_group()
+        for name, value in options.items():
+            how = {"action": "store_const", "const": value} if value else {"metavar": "VALUE"}
+            group.add_argument(name, dest=setting, help=f"the same as --{setting}={value or 'VALUE'}", **how)
     named, args = parser.parse_known_args()
-    headline, ranks = vars(named).pop("headline"), vars(named).pop("num_gpus")
-    args += [f"--{name}={value}" for name, value in vars(named).items() if value is not None]
-    if ranks is not None and ranks < 1:
-        fail(f"--num_gpus={ranks} must be at least 1")
-    return headline, ranks, args
+    args += [f"--{name}={value}" for name, value in vars(named).items() if name in OPTIONS and value is not None]
+    if named.num_gpus is not None and named.num_gpus < 1:
+        fail(f"--num_gpus={named.num_gpus} must be at least 1")
+    return named.headline, named.num_gpus, args
 
 
 class Commands:
@@ -78,8 +77,8 @@ class Commands:
 
     def __init__(self):
         self.process = self.stopped_by = None  # the command that runs; the first signal
-        # XL_RUN marks every process that we start, and those that they start. torchrun puts each rank in a session of
-        # its own, and a killed torchrun leaves its ranks to init, so neither process group nor parent finds them.
+        # XL_RUN marks all processes below this one: torchrun's ranks have sessions of their own, and a killed torchrun
+        # leaves them to init, so neither process group nor parent finds them
         python_path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
         self.env = os.environ | {"XL_RUN": f"{os.getpid()}.{time.time_ns()}", "PYTHONPATH": python_path}
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -92,13 +91,12 @@ class Commands:
         # A session of its own, so that the terminal's Ctrl-C comes through us alone, once
         self.process = subprocess.Popen([sys.executable, *arguments], env=self.env | env, text=True, stdout=stdout,
                                         stdin=subprocess.DEVNULL, start_new_session=True)
-        if self.stopped_by:  # just before
-            self.pass_on()
-        printed = self.process.communicate()[0]
-        code = self.process.returncode if self.process.returncode >= 0 else 128 - self.process.returncode
-        if self.stopped_by:  # 1 is any failure and 128 and up a signal's; 2 says that it could not save
-            raise SystemExit(code if 1 < code < 128 else 128 + self.stopped_by)
-        if code and check:
+        self.pass_on()  # a signal that came just before
+        printed, code = self.process.communicate()[0], self.process.returncode
+        code = code if code >= 0 else 128 - code
+        if self.stopped_by and not 1 < code < 128:  # 1 is any failure and 128 and up a signal's; 2: it could not save
+            code = 128 + self.stopped_by
+        if self.stopped_by or (code and check):
             raise SystemExit(code)
         return code, printed
 
@@ -113,7 +111,7 @@ class Commands:
             self.signal_all(signal.SIGKILL)
 
     def pass_on(self):
-        if self.process:  # a Ctrl-C that only the ranks expect would make others print a traceback
+        if self.process and self.stopped_by:  # others than the ranks would print a traceback at a Ctrl-C
             self.process.send_signal(self.stopped_by if "runtime.launch" in self.process.args else signal.SIGTERM)
 
     def signal_all(self, number):
@@ -176,21 +174,20 @@ def run_headline(commands, ranks, args):
     if not gpus and settings["out_dir"] == "out-demo" and not keeps:
         print("out-demo is made anew")
         ours.append("--overwrite=True")
-    data = f"data/{settings['dataset']}"
-    if (os.sep not in str(settings["dataset"]) and os.path.isfile(f"{data}/prepare.py")
-            and not all(os.path.isfile(f"{data}/{name}") for name in ("train.bin", "val.bin", "meta.json"))):
+    data = Path("data", str(settings["dataset"]))
+    if (data.parent == Path("data") and (data / "prepare.py").is_file()
+            and not all((data / name).is_file() for name in ("train.bin", "val.bin", "meta.json"))):
         print(f"Preparing {data}")
-        commands.run(f"{data}/prepare.py")
+        commands.run(data / "prepare.py")
     commands.run(TRAIN, *ours, *args, "--dry_run=True", WORLD_SIZE=str(ranks))
     if settings["dry_run"]:
         return
     commands.train(ranks, [*ours, *args])
     if settings["keep_last"] and not settings["eval_only"]:
-        sample = "sample.py", f"--out_dir={settings['out_dir']}", "--num_samples=1", "--max_new_tokens=200"
-        code, _ = commands.run(*sample, check=False)
+        code, _ = commands.run("sample.py", f"--out_dir={settings['out_dir']}", "--num_samples=1",
+                               "--max_new_tokens=200", check=False)
         if code:
-            print(f"launch_deepspeed.py: the training succeeded, but sampling failed (exit code {code})",
-                  file=sys.stderr)
+            print(f"launch_deepspeed.py: training succeeded, but sampling failed (exit code {code})", file=sys.stderr)
 
 
 def main():

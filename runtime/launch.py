@@ -10,11 +10,11 @@ import sys
 from runtime.output import protect_output
 
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C during the imports, without a traceback
-SIGNALS = ["SIGTERM", "SIGINT", "SIGQUIT", "SIGUSR1"]
+SIGNALS = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
 if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup, for the ranks too
-    SIGNALS.append("SIGHUP")
+    SIGNALS += ",SIGHUP"
 for name in ("TORCHELASTIC_SIGNALS_TO_HANDLE", "PET_SIGNALS_TO_HANDLE"):  # the second since PyTorch 2.13
-    os.environ.setdefault(name, ",".join(SIGNALS))
+    os.environ.setdefault(name, SIGNALS)
 
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
