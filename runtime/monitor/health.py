@@ -23,8 +23,8 @@ MAX_SHOWN = 4  # sequences named per rank; MAX_SHOWN * 4 tokens of each are show
 class StepHealth:
     """Checks every optimizer step for non-finite losses, gradient spikes and float16 overflow.
 
-    fast: the engine's FastPath. warn: RunLog's. datasets: those of the run, and tokens: their training tokens,
-    to name the batch that a non-finite loss came from. grad_norms: the recent ones of a run that resumes.
+    fast: the engine's FastPath. warn: RunLog's. datasets and tokens (of training): to name the batch that a non-finite
+    loss came from. grad_norms: the recent ones of a run that resumes.
     """
 
     def __init__(self, engine, fast, warn, datasets, tokens, seed, grad_norms=()):
@@ -39,10 +39,7 @@ class StepHealth:
 
     def check(self, loss, iter_num):
         """Warn if step `iter_num` was skipped or its gradient norm is a spike, and count the skipped steps in a row.
-
-        All ranks call it together: each skips the same steps, as the norm is that of the reduced gradient.
-        loss: of this rank, 0-dimensional.
-        """
+        All ranks call it, and skip the same steps: the norm is the reduced gradient's. loss: of this rank, a scalar."""
         norm = self.engine.get_global_grad_norm() if self.fast.grad_norm is None else self.fast.grad_norm
         self.grad_norm = None if norm is None else float(norm)
         ratio = self.spikes.update(self.grad_norm)
@@ -69,7 +66,7 @@ class StepHealth:
         return self.engine.optimizer.loss_scaler.cur_scale if self.engine.fp16_enabled() else None
 
     def describe_nonfinite_loss(self, loss, iter_num):
-        """A sentence that names the ranks whose loss is not finite and their sequences; None where all are finite."""
+        """A sentence that names the ranks whose loss is not finite and their sequences, or None."""
         losses = all_gather_scalars(loss, device=loss.device)
         batches = [f"rank {rank}, at tokens {self.describe_batch(iter_num, rank)}"
                    for rank, (rank_loss,) in enumerate(losses) if not math.isfinite(rank_loss)]
@@ -102,22 +99,18 @@ class SpikeDetector:
         return SPIKE_FACTOR * statistics.median(self.history) if len(self.history) >= 20 else math.inf
 
     def update(self, norm):
-        """Add a norm to the history. If it is a spike, return its ratio to the median and don't add it; else None."""
+        """Return the ratio of a spike to the median; add any other finite norm to the history."""
         if norm is None or not math.isfinite(norm):
             return None
         if norm >= self.threshold():
             return SPIKE_FACTOR * norm / self.threshold()
         self.history.append(norm)
-        return None
 
 
 class StragglerDetector:
-    """Finds the rank that all others wait for.
-
-    It times one piece of work in which no rank waits for another, between two checks: a micro-step's forward (not at
-    ZeRO-3, where all of it waits), or a micro-step captured in a CUDA graph that accumulates gradients locally. In all
-    the rest, a rank that waits takes as long as the one that it waits for.
-    """
+    """Finds the rank that all others wait for. Between two checks it times one piece of work in which no rank waits for
+    another: a micro-step's forward (none at ZeRO-3), or a micro-step that is captured in a CUDA graph and accumulates
+    gradients locally."""
 
     def __init__(self, device, world_size):
         self.cuda = torch.device(device).type == "cuda"
@@ -126,7 +119,7 @@ class StragglerDetector:
 
     @contextlib.contextmanager
     def time_local_work(self, local=True):
-        """A context around such a piece of work; it times only the first one after each call of seconds()."""
+        """A context around such work, of which it times the first after each call of seconds()."""
         if not local or self.timed or (self.cuda and torch.cuda.is_current_stream_capturing()):
             yield
             return
@@ -170,4 +163,3 @@ class StragglerDetector:
                     f"rank {slowest} lags: it takes {1e3 * medians[slowest]:.0f} ms {what}, the others "
                     f"{1e3 * others:.0f}: look at {cause}")
         self.reported = None
-        return None

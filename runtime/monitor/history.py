@@ -19,8 +19,8 @@ def append_history(out_dir, record):
 
 
 def read_history(out_dir):
-    """The records of out_dir/history.jsonl, dicts with "iter"; none where there is no such file. Lines that hold none
-    are reported on stderr and skipped: the last one may be unfinished."""
+    """The records of out_dir/history.jsonl, dicts with "iter"; none where there is no such file. Other lines are
+    reported on stderr and skipped: the last one may be unfinished."""
     path, history = os.path.join(out_dir, "history.jsonl"), []
     if not os.path.exists(path):
         return history
@@ -28,11 +28,9 @@ def read_history(out_dir):
         for number, line in enumerate(f, 1):
             try:
                 record = json.loads(line)
-            except ValueError:
-                record = None
-            if isinstance(record, dict) and "iter" in record:
+                record["iter"]
                 history.append(record)
-            else:
+            except (ValueError, TypeError, KeyError):
                 print(f"{path}: skipping line {number}, which is not a complete record", file=sys.stderr)
     return history
 

@@ -10,11 +10,8 @@ from runtime.cluster.ranks import RANK, print0
 
 
 def count_flops(model):
-    """(a line that compares DeepSpeed's count of FLOPs with our formula's, its table of them by module).
-
-    The model must be as model.py makes it: DeepSpeed's profiler sees nothing of what is compiled, fused or sharded.
-    Both count attention's masked positions like all others.
-    """
+    """(a line that compares DeepSpeed's count of FLOPs with our formula's, its table of them by module). Both count
+    attention's masked positions. DeepSpeed's profiler sees nothing of what is compiled, fused or sharded."""
     from deepspeed.profiling.flops_profiler import get_model_profile
 
     config, table, training = model.config, io.StringIO(), model.training
@@ -28,11 +25,9 @@ def count_flops(model):
 
 
 class Profiler:
-    """Writes into out_dir/profile: of `iters` iterations after the first `start`, a trace of each rank and
-    operations.txt, the operations that take longest; and flops.txt.
-
-    Make it before the model is compiled, call start() before the first iteration and step() after each.
-    """
+    """Writes into out_dir/profile, of `iters` iterations after the first `start`: a trace of each rank, operations.txt
+    (those that take longest) and flops.txt. Make it before the model is compiled, call start() before the first
+    iteration and step() after each."""
 
     def __init__(self, model, out_dir, start, iters):
         self.folder, self.iters, self.left = Path(out_dir, "profile"), iters, start + iters

@@ -25,8 +25,8 @@ MAX_DIFF_CHARS = 200_000  # of the uncommitted changes, in settings.json
 
 
 class RunLog:
-    """Reports a run: rank 0 prints and writes. All ranks make one, which starts wandb and TensorBoard, and call
-    open_files() and step(); what cannot be started or opened ends them all with exit code 2.
+    """Reports a run: rank 0 prints and writes. All ranks make one, and call open_files() and step(). A logger that does
+    not start, or a file that cannot be written, ends them all with exit code 2.
 
     settings: a dict. state: of the tag that the run resumes from, else {}. datasets: with name and share.
     memory: estimated bytes per GPU at the peak.
@@ -42,13 +42,16 @@ class RunLog:
 
     def open_files(self, record):
         """Drop from history.jsonl what an earlier run recorded after the tag that this one resumes from, and write
-        settings.json, with `record` in it."""
+        settings.json: how this run is made, and `record`."""
         problems = []
         if self.writes:
+            record = {"started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                      "command": " ".join(sys.argv), "commit": git_commit(),
+                      "git_diff": (git("diff", "HEAD") or "")[:MAX_DIFF_CHARS], "settings": self.settings,
+                      "world_size": int(os.environ["WORLD_SIZE"]), **machine_record(self.device), **record}
             try:
                 trim_history(self.out_dir, self.iter_num if self.resumes else -1)
-                text = json.dumps({**provenance(self.settings, self.device), **record}, indent=1)
-                write_atomic(os.path.join(self.out_dir, "settings.json"), text)
+                write_atomic(os.path.join(self.out_dir, "settings.json"), json.dumps(record, indent=1))
             except OSError as error:
                 problems = [f"{error.filename or self.out_dir} cannot be written ({error.strerror}): fix that, or "
                             "choose another --out_dir=DIR"]
@@ -56,7 +59,7 @@ class RunLog:
 
     def start_loggers(self):
         """Start those that the settings ask for. Returns [a sentence] on the first that fails; a run that resumes
-        continues without it: training is worth more."""
+        continues without it."""
         for logger in (WandbLogger, TensorBoardLogger):
             if not self.settings[logger.setting] or (self.settings["eval_only"] and logger is TensorBoardLogger):
                 continue
@@ -77,13 +80,14 @@ class RunLog:
         """Print and record an evaluation; returns the validation loss, of a mixture by its shares. losses: {"train" and
         "val": [(mean, standard error) of each data set]}; sequences_seen: {name of a data set: sequences so far}."""
         shares = [one.share for one in self.datasets]
-        record = loss_record(*(mixture_loss(losses[split], shares) for split in ("train", "val")))
-        record = {"iter": iter_num, **record, "perplexity": perplexity(record["val_loss"])}
+        record = {"iter": iter_num, **loss_record(losses, shares)}
+        record["perplexity"] = perplexity(record["val_loss"])
         print0(f"step {iter_num}: {format_losses(record)}; perplexity {record['perplexity']:.2f})")
         if len(shares) > 1:
             record["datasets"], total = {}, sum(sequences_seen.values())
-            for one, *pair in zip(self.datasets, losses["train"], losses["val"], strict=True):
-                found = {"share": one.share / sum(shares), "sequences": sequences_seen[one.name], **loss_record(*pair)}
+            for number, one in enumerate(self.datasets):
+                found = {"share": one.share / sum(shares), "sequences": sequences_seen[one.name],
+                         **loss_record({split: each[number : number + 1] for split, each in losses.items()}, [1])}
                 record["datasets"][one.name] = found
                 so_far = f"{found['sequences']:,} of {total:,} sequences so far, " if total else ""
                 print0(f"  {one.name}: {format_losses(found)}); {so_far}{100 * found['share']:g}% of the mixture")
@@ -173,10 +177,14 @@ class RunLog:
                 append_history(self.out_dir, record)
         except OSError as error:  # training is worth more than its history
             print0(f"history.jsonl could not be written: {error.strerror}")
-        self.to_loggers("log", logger_values(record), record["iter"])
+        group = "eval" if "val_loss" in record else "train"
+        names = {"iter": "train/iter", "memory": "gpu/memory_allocated"}
+        values = {names.get(k, f"{group}/{k}"): value for k, value in record.items() if isinstance(value, int | float)}
+        values |= {f"eval/val_loss/{name}": one["val_loss"] for name, one in record.get("datasets", {}).items()}
+        self.to_loggers("log", values, record["iter"])
 
     def to_loggers(self, method, *args):
-        """Call a method of each logger. One that fails is reported and left out: training is worth more."""
+        """Call a method of each logger. One that fails is reported and left out."""
         for name, logger in list(self.loggers.items()):
             try:
                 getattr(logger, method)(*args)
@@ -195,10 +203,7 @@ class WandbLogger:
 
         self.run = wandb.init(project=settings["wandb_project"], name=settings["wandb_run_name"], config=settings,
                               id=run_id, resume="allow")
-        self.close = self.run.finish
-
-    def log(self, values, step):
-        self.run.log(values, step=step)
+        self.log, self.close = self.run.log, self.run.finish
 
 
 class TensorBoardLogger:
@@ -218,13 +223,6 @@ class TensorBoardLogger:
             self.writer.add_scalar(name, value, step)
 
 
-def logger_values(record):
-    """The numbers of a record by the names that wandb and TensorBoard show."""
-    group, names = "eval" if "val_loss" in record else "train", {"iter": "train/iter", "memory": "gpu/memory_allocated"}
-    values = {names.get(k, f"{group}/{k}"): value for k, value in record.items() if isinstance(value, int | float)}
-    return values | {f"eval/val_loss/{name}": one["val_loss"] for name, one in record.get("datasets", {}).items()}
-
-
 def format_step(r):
     """One step's record as the line on the console."""
     mfu = "n/a" if r["mfu"] is None else f"{100 * r['mfu']:.1f}%"
@@ -235,19 +233,18 @@ def format_step(r):
 
 
 def perplexity(loss):
-    """exp(loss); infinity where that says nothing any more."""
+    """exp(loss), or infinity for a loss of 50 or more."""
     return math.inf if loss >= 50 else math.exp(loss)
 
 
-def mixture_loss(losses, shares):
-    """(mean, standard error) of a whole mixture, from those of its data sets by their shares."""
-    means, errors = zip(*losses, strict=True)
-    return statistics.fmean(means, shares), math.hypot(*map(operator.mul, errors, shares)) / sum(shares)
-
-
-def loss_record(train, val):
-    """The keys of history.jsonl for two (mean, standard error)."""
-    return {"train_loss": train[0], "train_error": train[1], "val_loss": val[0], "val_error": val[1]}
+def loss_record(losses, shares):
+    """The losses and standard errors of a whole mixture, as history.jsonl has them; `losses` as evaluation() takes."""
+    record = {}
+    for split, found in losses.items():
+        means, errors = zip(*found, strict=True)
+        record[f"{split}_loss"] = statistics.fmean(means, shares)
+        record[f"{split}_error"] = math.hypot(*map(operator.mul, errors, shares)) / sum(shares)
+    return record
 
 
 def format_losses(r):
@@ -276,11 +273,3 @@ def machine_record(device):
         "hardware": torch.cuda.get_device_name(device) if cuda else f"{os.cpu_count()} CPU cores, {platform.machine()}",
         "versions": {"python": platform.python_version(), "cuda": torch.version.cuda,
                      **{name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "numpy")}}}
-
-
-def provenance(settings, device):
-    """How this run is made: command, commit and uncommitted changes, settings, hardware, versions."""
-    return {"started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "command": " ".join(sys.argv), "commit": git_commit(),
-            "git_diff": (git("diff", "HEAD") or "")[:MAX_DIFF_CHARS],
-            "settings": settings, "world_size": int(os.environ["WORLD_SIZE"]), **machine_record(device)}
