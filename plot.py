@@ -7,6 +7,7 @@ A run may still be going on. Exit code 2: a mistake, reported in one sentence.
 """
 
 import argparse
+import itertools
 import math
 import os
 import statistics
@@ -24,7 +25,7 @@ PANELS = {  # a record's key: title, the unit of the axis, whether a log scale m
     "data_ms": ("waiting for data, ms per step", 1, False),
 }
 COLORS = ("#2f7fd6", "#dd6b10", "#1f9d62", "#c64aa0", "#8b6be0", "#a58500", "#1a9bab", "#d9484b")  # on white and black
-DASHES = ("-", "--", ":", "-.")  # the second for the runs after the eighth, and so on
+STYLES = [(color, dashes) for dashes in ("-", "--", ":", "-.") for color in COLORS]  # of the runs, in order
 MAX_POINTS = 400  # per line; longer runs are drawn as means of groups, within their minimum and maximum
 
 
@@ -59,12 +60,6 @@ def main():
     print(f"written to {path}")
 
 
-def line_styles(runs):
-    """[(color, dashes)] of the runs, in order."""
-    styles = [(color, dashes) for dashes in DASHES for color in COLORS]
-    return [styles[number % len(styles)] for number in range(len(runs))]
-
-
 def downsample(points):
     """At most MAX_POINTS (iter, minimum, mean, maximum, all finite) of neighboring points; NaN where none is finite."""
     size, groups = math.ceil(len(points) / MAX_POINTS), []
@@ -81,7 +76,7 @@ def draw(axis, runs, key):
 
     title, unit, log = PANELS[key]
     drawn, any_nonfinite = [], False
-    for number, (history, (color, dashes)) in enumerate(zip(runs.values(), line_styles(runs))):
+    for number, (history, (color, dashes)) in enumerate(zip(runs.values(), itertools.cycle(STYLES))):
         points = downsample([(it, value / unit) for it, value in series(history, key)])
         x, low, mean, high, finite = zip(*points) if points else ((), (), (), (), ())
         axis.plot(x, mean, dashes, color=color, alpha=0.6 if key == "loss" else 1, linewidth=1,
@@ -117,28 +112,20 @@ def draw(axis, runs, key):
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.7g}")
 
 
-def make_figure(rows, columns, width, height):
-    """(a figure of so many inches, its panels in order)."""
+def write_png(runs, path):
+    """Draw all panels as one picture."""
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-    figure = Figure((width, height), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axis in panels:
+    figure = Figure((15, 8), layout="constrained")
+    for axis, key in zip(figure.subplots(2, 3).flatten(), PANELS):
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="black", alpha=0.12)
         axis.set_xlabel("iteration")
         axis.xaxis.get_major_locator().set_params(integer=True)
-    return figure, panels
-
-
-def write_png(runs, path):
-    """Draw all panels as one picture."""
-    from matplotlib.lines import Line2D
-
-    figure, panels = make_figure(2, 3, 15, 8)
-    for axis, key in zip(panels, PANELS):
         draw(axis, runs, key)
-    handles = [Line2D([], [], color=color, linestyle=dashes, linewidth=3) for color, dashes in line_styles(runs)]
+    handles = [Line2D([], [], color=color, linestyle=dashes, linewidth=3)
+               for _, (color, dashes) in zip(runs, itertools.cycle(STYLES))]
     names = [f" {name}" for name in runs]  # matplotlib hides a name that begins with an underscore
     legend = figure.legend(handles, names, loc="outside upper left", ncols=max(1, 160 // (max(map(len, names)) + 8)))
     for text in legend.get_texts():

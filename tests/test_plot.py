@@ -6,6 +6,7 @@ import os
 import re
 
 from conftest import ROOT, done, launch
+from matplotlib.figure import Figure
 from PIL import Image
 
 import plot
@@ -34,7 +35,7 @@ def colors(picture):
 
 def panel(history, key):
     """The axes of one panel with one run."""
-    _, (axes,) = plot.make_figure(1, 1, 4.5, 2.9)
+    axes = Figure().subplots()
     plot.draw(axes, {"a": history}, key)
     return axes
 
