@@ -28,16 +28,13 @@ if missing:
 
 # The first Python 3.11 or 3.12 that can make a virtual environment (Debian splits ensurepip off).
 venv_find_base() {
-    local candidate unfit=''
+    local candidate
     for candidate in python3 python3.12 python3.11; do
-        "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null || continue
-        "$candidate" -c 'import ensurepip, venv' 2>/dev/null && { echo "$candidate"; return; }
-        unfit=$candidate
+        "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' \
+            2>/dev/null && { echo "$candidate"; return; }
     done
-    [[ -z $unfit ]] || venv_fail "$unfit cannot make a virtual environment: install its venv package (Debian, Ubuntu:\
- apt install python3-venv), or set PYTHON to an interpreter that has requirements.txt installed"
-    venv_fail "no Python 3.11 or 3.12 found: install one (for example: conda create -n py312 python=3.12), or set\
- PYTHON to an interpreter that has requirements.txt installed"
+    venv_fail "no Python 3.11 or 3.12 found that can make a virtual environment: install one (conda create -n py312\
+ python=3.12) or its venv package (apt install python3-venv), or set PYTHON to one that has requirements.txt installed"
 }
 
 # What .venv/ready must hold. The file is written last, so a set-up that was cut short has none.
