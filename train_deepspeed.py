@@ -111,7 +111,6 @@ globals().update(vars(settings))
 # -----------------------------------------------------------------------------
 # Plan: what the settings come to on this machine. Exits with every problem, on every machine, before anything costs
 
-import dataclasses
 import math
 
 import torch
@@ -126,11 +125,9 @@ from runtime.plan.run_plan import plan_run
 
 ranks = ranks_from_environment(dry_run)
 plan = plan_run(settings, ranks)
-batch, hardware = plan.batch, plan.hardware
+settings, batch, hardware = plan.settings, plan.batch, plan.hardware
 batch_size, gradient_accumulation_steps, max_iters = batch.micro, batch.accumulation, plan.max_iters  # auto is resolved
-settings = dataclasses.replace(settings, batch_size=batch_size, gradient_accumulation_steps=gradient_accumulation_steps,
-                               max_iters=max_iters)
-print0(plan.summary())  # model, data, hardware, batch, output, and a note on each thing that was decided
+print0(plan.summary())
 if dry_run:
     print0(plan.memory_report(ranks))  # and commands that would fit, where this does not
     raise SystemExit(0)

@@ -31,7 +31,7 @@ from runtime.versions import deepspeed_problem
 class RunPlan(Job):
     """All that is decided before a run. It is complete, and does not change."""
 
-    settings: object  # configurator.py's
+    settings: object  # configurator.py's, with batch_size, gradient_accumulation_steps and max_iters resolved
     datasets: tuple
     data: dict | None  # {"tokenizer", "vocab_size", "train_tokens", "val_tokens"} of all together
     start: Start
@@ -196,6 +196,7 @@ def make_plan(settings, ranks, problems, notes, fetch=True):
         job = replace(job, accumulate_locally=True)
         notes.append(f"each rank accumulates gradients in {format_bytes(4 * params.trainable)} of its own, and ranks "
                      "reduce them once per step; --accumulate_locally=False reduces at each micro-step")
+    s = replace(s, batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation, max_iters=max_iters)
     return RunPlan(**vars(job), settings=s, datasets=tuple(datasets), data=data, start=start, lora=lora,
                    max_iters=max_iters, eval_windows=s.eval_iters * micro, tag_bytes=size, tokenizer=tokenizer,
                    notes=(*notes, *"\n".join(files).splitlines()))
