@@ -127,12 +127,10 @@ ranks = ranks_from_environment(dry_run)
 plan = plan_run(settings, ranks)
 settings, batch, hardware = plan.settings, plan.batch, plan.hardware
 batch_size, gradient_accumulation_steps, max_iters = batch.micro, batch.accumulation, plan.max_iters  # auto is resolved
-print0(plan.summary())
+print0(plan.summary())  # and a note on each thing that was decided
 if dry_run:
     print0(plan.memory_report(ranks))  # and commands that would fit, where this does not
     raise SystemExit(0)
-for line in plan.advice():  # commands that would fit, if this does not
-    print0(line)
 
 # -----------------------------------------------------------------------------
 # Process group, output folder, and the tag to resume from

@@ -123,7 +123,8 @@ class RunPlan(Job):
                          + f" of each {sum(d.share for d in self.datasets):,} sequences")
         if batch.world_size > 1:
             lines.append("note       gradient_accumulation_steps is per GPU, as in DeepSpeed (nanoGPT's is the total)")
-        return "\n".join(lines + notes)
+        advice = [] if s.dry_run else self.advice()  # a dry run prints it after the estimate
+        return "\n".join(lines + notes + advice)
 
 
 class Problems(list):
