@@ -101,11 +101,12 @@ def test_an_adapter_of_each_stage_is_pefts_and_goes_on_at_another(train, folder,
 
 def test_other_lora_than_the_tags_is_refused(train, folder):
     run = done(train(*LORA, f"--init_from={folder}", "--max_iters=2"))
-    again = train("--n_layer=None", "--n_head=None", "--n_embd=None", "--init_from=resume", out_dir=run.out_dir)
+    again = train("--n_layer=None", "--n_head=None", "--n_embd=None", "--init_from=resume",
+                  "--resume_tag=final", out_dir=run.out_dir)
     assert again.returncode == 2
     matrices = "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"
     assert again.stderr.strip().endswith(
-        "iter_2 was trained with --lora_rank=4 --lora_alpha=8.0 --lora_dropout=0.0 "
+        "final was trained with --lora_rank=4 --lora_alpha=8.0 --lora_dropout=0.0 "
         f"--lora_target_modules='{matrices}', and the settings say no LoRA")
 
 

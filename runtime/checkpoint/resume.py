@@ -7,7 +7,7 @@ import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from runtime.checkpoint.shards import MOMENTS, open_tag
-from runtime.checkpoint.tags import CheckpointError, Tag, UnreadableError, on_rank_0, topology, verify_files
+from runtime.checkpoint.tags import OTHER_TAG, CheckpointError, UnreadableError, on_rank_0, topology, verify_files
 from runtime.cluster.ranks import broadcast_from_rank0, exit_together, gather_unique, print0, silence_stdout
 from runtime.versions import version_note
 
@@ -15,7 +15,7 @@ from runtime.versions import version_note
 def newest_intact(store, start, resume_tag="latest", weights_only=False, overwrite=False):
     """The newest Tag that every rank finds intact and compatible, or the one named; None if the run does not resume.
 
-    start.candidates: names of tags, newest first, empty if the run does not resume; start.check_compatible(manifest)
+    start.candidates: names of tags, newest first, empty if the run does not resume; start.check_compatible(*tag)
     raises CheckpointError. Corrupt tags are skipped, and stay in store.skipped. A tag that cannot be *read* ends the
     search: an older one would lose what it holds. All ranks.
     """
@@ -27,7 +27,7 @@ def newest_intact(store, start, resume_tag="latest", weights_only=False, overwri
         return None
     began, skipped = time.time(), {}
     for name in newest if newest and resume_tag == "latest" else start.candidates:
-        manifest, problems = inspect(store, name, start, weights_only)
+        tag, problems = inspect(store, name, start, weights_only)
         problems = gather_unique(problems)
         exit_together([sentence for unreadable, sentence in problems if unreadable])
         if not problems:
@@ -37,24 +37,23 @@ def newest_intact(store, start, resume_tag="latest", weights_only=False, overwri
         exit_together([sentence for sentences in skipped.values() for sentence in sentences])
     for skipped_name, sentences in skipped.items():
         print0(f"skipping {store.path(skipped_name)}: {sentences[0]}")
-    print0(f"resuming from {store.path(name)}, iteration {manifest['iter_num']}; its files were checked in "
+    print0(f"resuming from {store.path(name)}, iteration {tag.manifest['iter_num']}; its files were checked in "
            f"{time.time() - began:.1f} s")
     store.skipped = list(skipped)
-    return Tag(name, manifest)
+    return tag
 
 
 def inspect(store, name, start, weights_only):
-    """(a tag's manifest, [(whether the tag is unreadable, sentence)]): what this rank finds wrong with it.
-
-    With weights_only, the optimizer's files are not checked where the weights are not in them.
-    """
+    """(Tag, [(whether it is unreadable, sentence)]): what this rank finds wrong with a tag. With weights_only, the
+    optimizer's files are not checked if the weights are not in them."""
     try:
-        manifest = store.find(name).manifest
-        start.check_compatible(manifest)
-        files = {name: entry for name, entry in manifest["files"].items()
-                 if "optim" not in name or manifest["stage"] == 3 or not weights_only}
+        tag = store.find(name)
+        start.check_compatible(*tag)
+        files, stage = tag.manifest["files"], tag.manifest["stage"]
+        if weights_only and stage < 3:
+            files = {name: entry for name, entry in files.items() if "optim" not in name}
         problems = verify_files(store.path(name), files, dist.get_rank(), dist.get_world_size(), not weights_only)
-        return manifest, [(False, problem) for problem in problems]
+        return tag, [(False, problem) for problem in problems]
     except CheckpointError as error:
         return None, [(isinstance(error, UnreadableError), str(error))]
     except OSError as error:
@@ -64,34 +63,27 @@ def inspect(store, name, start, weights_only):
 def load_into_engine(engine, store, tag, weights_only=False):
     """Put a tag's weights, optimizer state and loss scale into the engine; returns the state that save() was given.
     If the engine has other ranks, stage or precision than the one that saved, everything is sharded anew. All ranks."""
-    start, manifest = time.time(), tag.manifest
+    start, manifest, path = time.time(), tag.manifest, store.path(tag.name)
     if note := version_note(manifest["versions"]):
         print0(note)
     was, now = ("{world_size} ranks at ZeRO stage {stage} in {dtype}".format(**one)
                 for one in (manifest, topology(engine)))
     if weights_only and manifest["stage"] < 3 and manifest["dtype"] != "float32":
-        print0(f"note       weights of {store.path(tag.name)} are read in {manifest['dtype']}, as its model file has "
-               "them: resume without --resume_weights_only=True to keep their float32 precision")
+        print0(f"note       weights of {path} are read in {manifest['dtype']}, as its model file has them: resume "
+               "without --resume_weights_only=True to keep their float32 precision")
     if was != now or weights_only:
-        print0(f"re-sharding {store.path(tag.name)}: saved by {was}, now {now}"
-               f"{', weights only' if weights_only else ''}")
-        reshard_into_engine(engine, open_tag(store.path(tag.name), manifest, weights_only), weights_only)
-    else:
-        load_by_deepspeed(engine, store, tag.name)
+        print0(f"re-sharding {path}: saved by {was}, now {now}{', weights only' if weights_only else ''}")
+        reshard_into_engine(engine, open_tag(path, manifest, weights_only), weights_only)
+    else:  # DeepSpeed reads less per rank; this run's betas and weight decay stay
+        own = [{key: group[key] for key in ("betas", "weight_decay")} for group in engine.optimizer.param_groups]
+        with silence_stdout():
+            loaded, _ = engine.load_checkpoint(store.out_dir, tag=tag.name)
+        exit_together([f"DeepSpeed could not load {path}: {OTHER_TAG}"] if loaded is None else [])
+        for group, settings in zip(engine.optimizer.param_groups, own):
+            group.update(settings)
     dist.barrier()
     print0(f"loaded in {time.time() - start:.1f} s")
     return manifest["state"]
-
-
-def load_by_deepspeed(engine, store, name):
-    """Load what the same ranks, stage and precision saved. This run's betas and weight decay stay."""
-    settings = [{key: group[key] for key in ("betas", "weight_decay")} for group in engine.optimizer.param_groups]
-    with silence_stdout():
-        path, _ = engine.load_checkpoint(store.out_dir, tag=name)
-    if path is None:
-        raise CheckpointError(f"DeepSpeed could not load {store.path(name)}")
-    for group, own in zip(engine.optimizer.param_groups, settings):
-        group.update(own)
 
 
 @torch.no_grad()
@@ -133,26 +125,24 @@ def init_adam_state(engine, stage, step):
 
 def local_slices(engine, stage, param, field):
     """[(flat tensor of this rank's, where in the parameter it begins)] to be filled for one field of a parameter."""
+    optimizer, is_weight = engine.optimizer, field == "weight"
     if stage == 0:
-        return [(param.data.view(-1) if field == "weight" else engine.optimizer.state[param][field].view(-1), 0)]
-    optimizer = engine.optimizer
+        return [((param.data if is_weight else optimizer.state[param][field]).view(-1), 0)]
     if stage == 3:
-        key, part = None if field == "weight" else field, param.ds_tensor.data
+        flats = [param.ds_tensor.data] if is_weight else []
         if param.requires_grad:
-            part, _ = optimizer._get_fp32_opt_state_partition(param, release_swap_buffers=False, optim_state_key=key)
+            key = None if is_weight else field
+            flats.append(optimizer._get_fp32_opt_state_partition(param, False, optim_state_key=key)[0])
         start = param.ds_tensor.ds_numel * optimizer._get_param_partition_rank(param)
-        mine = max(0, min(part.numel(), param.ds_numel - start))  # the rest is padding
-        slices = [(part[:mine], start)]
-        if field == "weight":
-            slices += [(param.ds_tensor.data[:mine], start)] if param.requires_grad else []
-            if param.data.numel() == param.ds_numel:  # gathered, and kept so
-                slices.append((param.data.view(-1), 0))
+        slices = [(flat[:max(0, param.ds_numel - start)], start) for flat in flats]  # the rest is padding
+        if is_weight and param.data.numel() == param.ds_numel:  # gathered, and kept so
+            slices.append((param.data.view(-1), 0))
         return [(flat, start) for flat, start in slices if flat.numel()]
-    slices = [(param.data.view(-1), 0)] if field == "weight" else []
-    if getattr(param, "_hp_mapping", None) is not None:
-        mapping = param._hp_mapping
+    slices = [(param.data.view(-1), 0)] if is_weight else []
+    mapping = getattr(param, "_hp_mapping", None)
+    if mapping is not None:
         flat = optimizer.optimizer.param_groups[mapping.param_group_index]["params"][0]
-        flat = flat.data if field == "weight" else optimizer.optimizer.state[flat][field]
+        flat = flat.data if is_weight else optimizer.optimizer.state[flat][field]
         address = mapping.get_hp_fragment_address()
         slices.append((flat[address.start:address.start + address.numel], mapping.lp_fragment_address.start))
     return slices

@@ -27,7 +27,7 @@ class Start:
     candidates: tuple[str, ...] = ()  # resume: tags, the newest first, or the one that is named
     tag: str | None = None  # resume: the first of them with a readable manifest
     lineage: tuple[dict, ...] = ()  # the runs before this one
-    check_compatible: Callable | None = None  # resume: raises CheckpointError for a manifest that does not fit
+    check_compatible: Callable | None = None  # resume: raises CheckpointError for a Tag that does not fit
 
 
 def find_start(settings, data, lora, sequences, notes, fetch=True):
@@ -150,7 +150,7 @@ def from_resume(settings, data, lora, sequences, notes):
     state = manifest["state"]
     model = GPTConfig(**{**state["model"], "dropout": settings.dropout})
     check = partial(check_compatible, model, settings, data, lora)
-    check(manifest)
+    check(tag, manifest)
     before = state["settings"]
     per_step = manifest["world_size"] * before["batch_size"] * before["gradient_accumulation_steps"]
     if str(before["dataset"]) != str(settings.dataset):
@@ -163,9 +163,9 @@ def from_resume(settings, data, lora, sequences, notes):
                  lineage=tuple(state["lineage"]))
 
 
-def check_compatible(model, settings, data, lora, manifest):
+def check_compatible(model, settings, data, lora, tag, manifest):
     """Raise CheckpointError unless this run's model and data are those of a tag's manifest."""
-    state, where = manifest["state"], f"{settings.out_dir}/{manifest['tag']}"
+    state, where = manifest["state"], f"{settings.out_dir}/{tag}"
     wanted = {name: getattr(settings, name) for name in ("block_size", *SHAPE)}
     saved = vars(GPTConfig(**state["model"]))
     if differing := [f"{name}={saved[name]}" for name, value in wanted.items()

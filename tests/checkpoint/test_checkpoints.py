@@ -231,6 +231,18 @@ os.link = shutil.copy2 = full
     assert TagStore(out_dir).find().name == "iter_4" and not list(out_dir.glob("*.saving"))
 
 
+def test_a_tag_that_deepspeed_does_not_load_ends_the_run_with_a_sentence(characters, whole, tmp_path):
+    out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out")
+    script = planted(tmp_path, """
+import deepspeed
+deepspeed.DeepSpeedEngine.load_checkpoint = lambda *args, **options: (None, {})
+""")
+    run = launch(script, *SMALL, *EIGHT, stage(2), f"--dataset={characters}", f"--out_dir={out_dir}",
+                 "--init_from=resume", "--max_iters=10", ranks=2)
+    assert run.returncode == 2 and run.stderr.strip() == (
+        f"DeepSpeed could not load {out_dir}/iter_8: choose another tag, or give the run up with --overwrite=True")
+
+
 @pytest.mark.parametrize("change", [
     {"versions": None}, {"versions": {"torch": 2, "deepspeed": "0.19.8"}}, {"stage": 7}, {"stage": True},
     {"world_size": 0}, {"state.seen": {"characters": "x"}}, {"state.grad_norms": ["x"]},
