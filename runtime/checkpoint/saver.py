@@ -1,9 +1,7 @@
 """Save tags in the background: the state is copied to host memory, and a thread writes, checks and commits it.
 
-A tag is written to iter_5.saving/. When every rank's files are on the disk and hashed, rank 0 writes the manifest,
-gives the folder its name, and only then deletes older tags: a reader sees complete tags alone, whenever a
-run is killed. The threads of the ranks talk through a group of their own, because NCCL's order of calls belongs to
-training.
+A tag is written to iter_5.saving/. When the files of all ranks are on the disk and hashed, rank 0 writes the manifest,
+names the folder, and only then deletes older tags: a reader sees complete tags alone, whenever a run is killed.
 """
 
 import copy
@@ -12,7 +10,6 @@ import os
 import shutil
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -43,41 +40,27 @@ def tag_bytes(n_params, dtype, stage, n_trained=None):
 def check_disk_space(out_dir, needed):
     """Why a tag of so many bytes cannot be saved in out_dir, or None."""
     free = free_bytes(out_dir)
-    if free < needed:
-        return f"a tag takes {format_bytes(needed)} and {out_dir} has {format_bytes(free)} free"
-    return None
+    return f"a tag takes {format_bytes(needed)} and {out_dir} has {format_bytes(free)} free" if free < needed else None
 
 
 class Saver:
-    """Saves an engine's tags, one at a time. All ranks call its methods together.
-
-    tag_bytes: the estimated size of a tag; background: whether training goes on while a tag is written; stop_on_error:
-    whether a failed save ends the run.
-    """
+    """Saves an engine's tags, one at a time. All ranks call its methods together. tag_bytes: a tag's estimated size;
+    background: whether training goes on while a tag is written; stop_on_error: whether a failed save ends the run."""
 
     def __init__(self, engine, store, keep_last, tag_bytes, background=True, stop_on_error=True):
         self.engine, self.store, self.keep_last, self.background = engine, store, keep_last, background
-        self.stop_on_error = stop_on_error
-        self.tag_bytes = tag_bytes  # the first tag that is saved corrects it
-        self.group = dist.new_group(backend="gloo")
-        self.staging, self.pinned = np.empty(0, np.uint8), False
-        self.thread = None
-        self.problem, self.committed = None, True  # why a save failed; whether the last one was committed
-        self._recovery_script_dirs = []  # where DeepSpeed puts its own scripts, if it is to
+        self.stop_on_error, self.tag_bytes = stop_on_error, tag_bytes  # the first tag that is saved corrects the bytes
+        self.group = dist.new_group(backend="gloo")  # for the threads: NCCL's order of calls belongs to training
+        self.staging, self.pinned, self.thread = np.empty(0, np.uint8), False, None
+        self.failed = None  # why a save has failed since the last wait(), as far as this rank knows
+        self.committed = True  # whether the last save was
         on_gpu = engine.device.type == "cuda" and not engine.zero_use_cpu_optimizer()
         if background and keep_last and not store.read_only and on_gpu:
             self.preallocate()
 
-    @property
-    def failed(self):
-        """Whether a save has failed since the last wait(), as far as this rank knows."""
-        return self.problem is not None
-
     def preallocate(self):
-        """Allocate the staging buffer during the first steps: pinning GPT-2 XL's takes seconds, which no save then
-        waits for."""
-        self.thread = threading.Thread(target=self._allocate_staging, args=(self._local_bytes(),), daemon=True)
-        self.thread.start()
+        """Allocate the staging buffer during the first steps: pinning takes seconds, which no save then waits for."""
+        self._start(self._allocate_staging, self._local_bytes())
 
     def save(self, tag, aliases, state):
         """Start to save out_dir/tag; its aliases (best, final) come to hold the same files. Waits for the save before
@@ -86,8 +69,15 @@ class Saver:
             return
         print0(f"saving checkpoint to {self.store.path(tag)}")
         self._join()
-        start, files = time.time(), []
-        problem = [self._make_dir(self.store.path(tag, ".saving")) if dist.get_rank() == 0 else None]
+        start, files, work = time.time(), [], self.store.path(tag, ".saving")
+        problem = [None]
+        if dist.get_rank() == 0:
+            try:
+                shutil.rmtree(work, ignore_errors=True)
+                os.makedirs(work)
+                problem = [check_disk_space(self.store.out_dir, self.tag_bytes)]
+            except OSError as error:
+                problem = [error.strerror]
         dist.broadcast_object_list(problem, src=0, group=self.group)
         if problem[0]:
             self._abort(tag, problem[0])
@@ -96,10 +86,13 @@ class Saver:
         try:
             files = self._capture_state_dicts(tag + ".saving", state)
         except OSError as error:  # on this rank perhaps alone: write() decides together
-            problem = self._on_this_rank(error)
+            problem = f"rank {dist.get_rank()}: {first_line(error)}"
         size = sum({storage_key(leaf): aligned_nbytes(leaf) for leaf in tree_leaves(files)
                     if torch.is_tensor(leaf)}.values())
-        background = self.background and self._allocate_staging(size)
+        if self.background:
+            self._start(self._allocate_staging, size)
+            self._join()
+        background = self.background and len(self.staging) >= size
         if background:
             files = self._copy_to_staging(files)
             if self.engine.device.type == "cuda":
@@ -108,9 +101,7 @@ class Saver:
             print0(f"saving in the background takes {format_bytes(size)} of host memory per rank, which is not free: "
                    "training waits for this save")
         blocked_s = time.time() - start if background else None  # None: as long as the save takes
-        self.thread = threading.Thread(target=self._write_and_commit, daemon=True,
-                                       args=(files, problem, manifest, aliases, start, blocked_s))
-        self.thread.start()
+        self._start(self._write_and_commit, files, problem, manifest, aliases, start, blocked_s)
         if not background:
             self._join()
 
@@ -118,26 +109,21 @@ class Saver:
         """Wait for the save in flight, and report a failed one. It ends the run with stop_on_error, and if `last`, that
         is if no save follows, when the last one failed."""
         self._join()
-        problem, self.problem = self.problem, None
+        problem, self.failed = self.failed, None
         if problem:
             print0(f"{problem}; tags saved before stand")
             if self.stop_on_error or last and not self.committed:
                 shut_down(2)
                 exit_with_error("stopped without it: make room and start again with --init_from=auto")
 
+    def _start(self, target, *args):
+        self.thread = threading.Thread(target=target, args=args, daemon=True)
+        self.thread.start()
+
     def _join(self):
         if self.thread:
             self.thread.join()
             self.thread = None
-
-    def _make_dir(self, work):
-        """Rank 0: make the empty folder to write to. Returns why a tag cannot be saved there, or None."""
-        shutil.rmtree(work, ignore_errors=True)
-        try:
-            os.makedirs(work)
-            return check_disk_space(self.store.out_dir, self.tag_bytes)
-        except OSError as error:
-            return error.strerror
 
     def _capture_state_dicts(self, folder, state):
         """[(path, content)] of this rank's files, as DeepSpeed would write them; the tensors are the engine's own."""
@@ -156,54 +142,45 @@ class Saver:
             vars(self.engine).pop("_get_param_fragment_func", None)
         return files
 
-    # The staging buffer
-
     def _local_bytes(self):
         """Bytes of this rank's part of a tag, estimated a little high, before the optimizer has any state."""
-        stage, first = self.engine.zero_optimization_stage(), dist.get_rank() == 0
-        if stage == 0:
-            return int(1.02 * self.tag_bytes) * first
-        params = list(self.engine.parameters())
-        rounding = 3 * ALIGNMENT * len(params)
-        if stage == 3:
-            return int(1.02 * self.tag_bytes / dist.get_world_size()) + rounding
-        weights = sum(aligned_nbytes(p) for p in params)
-        return int(1.02 * (self.tag_bytes - weights) / dist.get_world_size()) + weights * first + rounding
+        stage, first, params = self.engine.zero_optimization_stage(), dist.get_rank() == 0, self.engine.parameters()
+        if stage == 0 and not first:
+            return 0
+        sizes = [aligned_nbytes(p) for p in params]
+        weights = sum(sizes) if stage in (1, 2) else 0  # in the model's file, which rank 0 alone writes
+        parts = dist.get_world_size() if stage else 1
+        return int(1.02 * (self.tag_bytes - weights) / parts) + weights * first + 3 * ALIGNMENT * len(sizes)
 
     def _allocate_staging(self, size):
-        """Have a staging buffer of `size` bytes, pinned for a GPU. Returns False if host memory is short."""
+        """Have a staging buffer of `size` bytes, pinned for a GPU, or none if host memory is short.
+
+        On a thread that ends with it: CUDA keeps a failure as the last error of its thread, and the thread's next
+        kernel launch would raise it."""
         if len(self.staging) >= size:
-            return True
+            return
+        cudart = None
+        if self.engine.device.type == "cuda":
+            torch.cuda.set_device(self.engine.device)  # a new thread begins on the first GPU
+            cudart = torch.cuda.cudart()
         if self.pinned:  # CUDA would copy into its pages, gone or not, if they stayed registered
-            self._call_cuda(lambda cudart: cudart.cudaHostUnregister(self.staging.ctypes.data))
+            cudart.cudaHostUnregister(self.staging.ctypes.data)
         self.staging, self.pinned = np.empty(0, np.uint8), False
         # by how much the others on this machine take at the same time; a tenth more stays free
         if size * 1.1 * local_world_size() > available_memory():
-            return False
+            return
         try:
             staging = np.empty(size, np.uint8)
         except MemoryError:
-            return False
-        if self.engine.device.type == "cuda":
+            return
+        if cudart:
             staging[::4096] = 0  # the pages are there before CUDA holds its lock to pin them
-            error = self._call_cuda(lambda cudart: cudart.cudaHostRegister(staging.ctypes.data, size, 0))
+            error = int(cudart.cudaHostRegister(staging.ctypes.data, size, 0))
             self.pinned = error == 0
             if error:
                 print0(f"{format_bytes(size)} of host memory could not be pinned (CUDA error {error}): saves block "
                        "training for longer")
         self.staging = staging
-        return True
-
-    def _call_cuda(self, call):
-        """The error code of call(cudart), made on a thread that ends with it: CUDA keeps a failure as the last error of
-        its thread, and the thread's next kernel launch would raise it."""
-        def run():
-            with torch.cuda.device(self.engine.device):  # a new thread begins on the first GPU
-                return int(call(torch.cuda.cudart()))
-
-        with ThreadPoolExecutor(1) as thread:
-            future = thread.submit(run)
-        return 999 if future.exception() else future.result()  # cudaErrorUnknown
 
     def _copy_to_staging(self, files):
         """The files with content that training cannot change any more: tensors are copied to the buffer, each once."""
@@ -227,14 +204,12 @@ class Saver:
         return [(path, tree_map(copy_leaf, content, is_leaf=lambda node: isinstance(node, torch.Size)))
                 for path, content in files]
 
-    # The thread that writes
-
     def _write_and_commit(self, files, problem, manifest, aliases, start, blocked_s):
-        """The thread's whole life: a tag that is committed, or a sentence in .problem."""
+        """The thread's whole life: a tag that is committed, or a sentence in .failed."""
         try:
             problem = self.write(files, problem, manifest, aliases)
         except BaseException as error:  # a collective that failed or timed out, as it then does on all ranks
-            problem = self._on_this_rank(error)
+            problem = f"rank {dist.get_rank()}: {first_line(error)}"
         if problem:
             self._abort(manifest["tag"], problem)
             return
@@ -254,7 +229,7 @@ class Saver:
                 torch.save(content, path)
                 written[os.path.basename(path)] = file_digest(path, flush=True)
         except Exception as error:  # a full disk is a RuntimeError
-            problem = self._on_this_rank(error)
+            problem = f"rank {dist.get_rank()}: {first_line(error)}"
         of_ranks = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, (written, problem), group=self.group)
         problem = [next((problem for _, problem in of_ranks if problem), None)]
@@ -285,13 +260,10 @@ class Saver:
             print0(f"{tag} is saved, but {', '.join(['latest', *aliases])} or older tags could not be updated: {error}")
 
     def _abort(self, tag, why):
-        """Report a failed save in .problem, and remove what it has written."""
-        self.problem, self.committed = f"{self.store.path(tag)} could not be saved ({why})", False
+        """Report a failed save in .failed, and remove what it has written."""
+        self.failed, self.committed = f"{self.store.path(tag)} could not be saved ({why})", False
         if dist.get_rank() == 0:
             shutil.rmtree(self.store.path(tag, ".saving"), ignore_errors=True)
-
-    def _on_this_rank(self, error):
-        return f"rank {dist.get_rank()}: {first_line(error)}"
 
 
 def first_line(error):

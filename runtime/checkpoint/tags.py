@@ -5,13 +5,13 @@
     out_dir/latest          the newest tag's name, for DeepSpeed's tools
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -79,11 +79,8 @@ class TagStore:
     def path(self, tag, suffix=""):
         return os.path.join(self.out_dir, tag + suffix)
 
-    def cache_path(self, tag):
-        """The file that caches a tag's fp32 weights."""
+    def cache_path(self, tag):  # of its fp32 weights
         return self.path(tag, ".fp32.safetensors")
-
-    # Finding tags
 
     def list(self):
         """The names of the complete tags, oldest first, best and final last. Tags that cannot be read are among them.
@@ -96,11 +93,17 @@ class TagStore:
             raise UnreadableError(f"{self.out_dir} cannot be listed ({error.strerror}): fix that, or choose another "
                                   "--out_dir=DIR") from None
         tags = [name for name in names if TAG_NAME.fullmatch(name) and self.is_complete(name)]
-        return sorted(tags, key=lambda tag: (0, int(tag[5:]), tag) if tag.startswith("iter_") else (1, 0, tag))
+        return sorted(tags, key=lambda tag: (not tag.startswith("iter_"), len(tag), tag))
 
     def is_complete(self, tag):
-        """Whether a tag's manifest exists, which is written last."""
-        return exists(self.path(tag, "/manifest.json"))
+        """Whether a tag's manifest exists, which is written last. Waits up to a second for a tag that replace_dir() has
+        just moved away and is about to replace."""
+        end = time.monotonic() + 1
+        while not exists(self.path(tag, "/manifest.json")):
+            if not exists(self.path(tag, ".old/manifest.json")) or time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        return True
 
     def iteration(self, tag):
         """The iteration that a tag holds. If its manifest cannot be read: what its name says, or -1."""
@@ -123,7 +126,6 @@ class TagStore:
 
     def find(self, tag="latest"):
         """The Tag of this name; "latest" is the newest. Raises CheckpointError, which names those there are."""
-        self.await_replacement(tag)
         names = self.list()
         if not names and not self.is_complete(tag):
             raise CheckpointError(f"{self.out_dir} holds no checkpoint: name another folder with --out_dir=DIR")
@@ -131,12 +133,6 @@ class TagStore:
         if not self.is_complete(name):
             raise CheckpointError(f"{self.out_dir} holds no complete tag '{tag}'; there are {', '.join(names)}")
         return Tag(name, self.read_manifest(name))
-
-    def await_replacement(self, tag):
-        """Wait up to a second for a tag that replace_dir() has just moved away and is about to replace."""
-        end = time.monotonic() + 1
-        while not self.is_complete(tag) and self.is_complete(tag + ".old") and time.monotonic() < end:
-            time.sleep(0.01)
 
     def read_manifest(self, tag):
         """A tag's manifest, checked. Raises CheckpointError."""
@@ -171,10 +167,9 @@ class TagStore:
                 except OSError:
                     fsync(shutil.copy2(os.path.join(source, file), work))
             fsync(work)
-        except OSError:  # a full disk: make room for the next tag
+            replace_dir(work, self.path(name))
+        finally:  # after a full disk: make room for the next tag
             shutil.rmtree(work, ignore_errors=True)
-            raise
-        replace_dir(work, self.path(name))
 
     def prune(self, keep_last):
         """Delete all but the newest keep_last iter_* tags; best and final are folders of their own and stay."""
@@ -183,26 +178,15 @@ class TagStore:
 
     def delete(self, tag):
         """Delete a tag. Its name goes first: no reader sees half of it, and remove_leftovers() finds the rest."""
-        doomed = self.path(tag, ".saving")
-        shutil.rmtree(doomed, ignore_errors=True)
-        os.rename(self.path(tag), doomed)
-        shutil.rmtree(doomed)
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(self.cache_path(tag))
+        shutil.rmtree(self.move_away(tag, ".saving"))
+        Path(self.cache_path(tag)).unlink(missing_ok=True)
 
-    def quarantine(self, tag):
-        """Free the name of a corrupt tag, and keep what is left of it as tag.damaged."""
-        shutil.rmtree(self.path(tag, ".damaged"), ignore_errors=True)
-        os.rename(self.path(tag), self.path(tag, ".damaged"))
-
-    def write_latest(self):
-        """Let `latest` name the newest tag; without any tag there is no such file."""
-        newest = self.newest()
-        if newest:
-            write_atomic(self.path("latest"), newest)
-        else:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(self.path("latest"))
+    def move_away(self, tag, suffix=".damaged"):
+        """Free the name of a tag: its folder becomes tag.damaged, whose path this returns."""
+        path = self.path(tag, suffix)
+        shutil.rmtree(path, ignore_errors=True)
+        os.rename(self.path(tag), path)
+        return path
 
     def remove_leftovers(self):
         """Remove what a run that was killed while saving has left. A tag that was just being replaced comes back; a
@@ -219,9 +203,7 @@ class TagStore:
                 shutil.rmtree(self.path(name))
             elif kind == "" and not self.is_complete(name):
                 print0(f"skipping {self.path(name)}: it has no manifest.json; kept as {name}.damaged")
-                self.quarantine(name)
-
-    # The folder of a run
+                self.move_away(name)
 
     def lock(self):
         """Keep other runs out of out_dir until this process ends. Raises CheckpointError."""
@@ -249,10 +231,13 @@ class TagStore:
         try:
             self.remove_leftovers()
             for name in self.skipped:
-                self.quarantine(name)
+                self.move_away(name)
             for name in self.newer_than(tag.manifest["iter_num"] if tag else -1) if overwrite else ():
                 self.delete(name)
-            self.write_latest()
+            if newest := self.newest():
+                write_atomic(self.path("latest"), newest)
+            else:
+                Path(self.path("latest")).unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(f"{error.filename or self.out_dir} cannot be written ({error.strerror}): fix that, "
                                   "or choose another --out_dir=DIR") from None
@@ -281,23 +266,19 @@ def exists(path):
     permission, a stale file handle, an I/O error) may well be there."""
     try:
         os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        pass
+    except OSError as error:
+        return not isinstance(error, (FileNotFoundError, NotADirectoryError))
     return True
 
 
 def parse_run_path(path):
     """(out_dir, tag) of a run's out_dir, by its best tag or else its newest, or of a tag's own folder; else None."""
     folder, name = os.path.split(os.path.normpath(path))
-    parent, store = TagStore(folder), TagStore(os.path.normpath(path))
-    parent.await_replacement(name)
-    if parent.is_complete(name):
+    store = TagStore(os.path.normpath(path))
+    if TagStore(folder).is_complete(name):
         return folder, name
-    store.await_replacement("best")
-    names = store.list()
-    return (store.out_dir, "best" if "best" in names else store.newest()) if names else None
+    best, names = store.is_complete("best"), store.list()
+    return (store.out_dir, "best" if best else store.newest()) if names else None
 
 
 def topology(engine):
@@ -318,12 +299,11 @@ def check_manifest(manifest):
     """Raise ValueError or TypeError unless a manifest holds what its readers rely on."""
     check_shape(manifest, MANIFEST, "it")
     state, tokenizer = manifest["state"], manifest["state"]["data"]["tokenizer"]
-    for name, entry in manifest["files"].items():
-        check_shape(entry, {"bytes": int, "sha256": str}, name)
-    for name, count in state["seen"].items():
-        check_shape(count, int, f"seen {name}")
-    for norm in state["grad_norms"]:
-        check_shape(norm, (int, float), "grad_norms")
+    for where, items, shape in (("files", manifest["files"].values(), {"bytes": int, "sha256": str}),
+                                ("seen", state["seen"].values(), int),
+                                ("grad_norms", state["grad_norms"], (int, float))):
+        for item in items:
+            check_shape(item, shape, where)
     if tokenizer["kind"] == "char":
         check_shape(tokenizer.get("chars", ...), (str, list), "chars")
     if manifest["stage"] not in (0, 1, 2, 3) or manifest["world_size"] < 1:
@@ -348,25 +328,22 @@ def verify_files(folder, files, rank=0, world_size=1, reject_unlisted=True):
     problems = []
     for number, (name, entry) in enumerate(files.items()):
         file = os.path.join(folder, name)
-        try:
-            size = os.stat(file).st_size
-        except (FileNotFoundError, NotADirectoryError):
+        if not exists(file):
             problems.append(f"{file} is missing")
-            continue
-        if size != entry["bytes"]:
+        elif (size := os.path.getsize(file)) != entry["bytes"]:
             problems.append(f"{file} has {size} bytes, not {entry['bytes']}")
         elif number % world_size == rank and file_digest(file)["sha256"] != entry["sha256"]:
             problems.append(f"{file} has changed since it was saved (its sha256 differs)")
         elif name.endswith(".pt"):
             try:
-                unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - SAFE_GLOBALS
+                if unsafe := set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - SAFE_GLOBALS:
+                    problems.append(f"{file} names {', '.join(sorted(unsafe))}, which no checkpoint of ours does; not "
+                                    "read")
             except OSError:
                 raise
             except Exception as error:  # not torch's zip format, or a pickle that ends in the middle
                 problems.append(f"{file} cannot be checked ({error}); not read")
-                continue
-            if unsafe:
-                problems.append(f"{file} names {', '.join(sorted(unsafe))}, which no checkpoint of ours does; not read")
-    unlisted = sorted(set(os.listdir(folder)) - set(files)) if reject_unlisted else []
-    return problems + [f"{os.path.join(folder, name)} is not in the tag's manifest; not read" for name in unlisted
-                       if name.endswith(".pt")]
+    if reject_unlisted:
+        problems += [f"{os.path.join(folder, name)} is not in the tag's manifest; not read"
+                     for name in sorted(set(os.listdir(folder)) - set(files)) if name.endswith(".pt")]
+    return problems
