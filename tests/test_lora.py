@@ -73,7 +73,7 @@ def test_loss_and_gradients_are_pefts(folder, dropout):
 def test_an_adapter_of_each_stage_is_pefts_and_goes_on_at_another(train, folder, zero, ranks, others):
     args = (*LORA, f"--init_from={folder}", *others, "--lr_decay_iters=6", "--learning_rate=1e-2", "--keep_last=9")
     run = done(train(*args, stage(zero), "--max_iters=4", ranks=ranks))
-    assert "LoRA of rank 4: 4,096 learn" in run.stdout and run.losses[4] < run.losses[1] - 0.01
+    assert "LoRA of rank 4: 4,096 trainable" in run.stdout and run.losses[4] < run.losses[1] - 0.01
     model, manifest = load_model(str(run.out_dir), "final")
     base, theirs = GPT.from_pretrained(str(folder)), peft_model(folder, run.out_dir / "final")
     x = torch.randint(28, (2, 32))
