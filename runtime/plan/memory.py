@@ -77,20 +77,11 @@ class Job:
     def stage(self):
         return self.ds_config["zero_optimization"]["stage"]
 
-    @property
-    def usable(self):
-        """Bytes of each rank's memory that the estimate may take."""
-        return USABLE_FRACTION * self.hardware.memory
-
-    def with_micro_batch(self, micro):
-        """The same sequences per step, `micro` at a time."""
-        sequences = self.batch.micro * self.batch.accumulation
-        return replace(self, batch=replace(self.batch, micro=micro, accumulation=sequences // micro))
-
     def splits(self):
         """The job with each micro-batch that divides its sequences per step, the largest first."""
-        sequences = self.batch.micro * self.batch.accumulation
-        return [self.with_micro_batch(micro) for micro in range(sequences, 0, -1) if sequences % micro == 0]
+        n = self.batch.micro * self.batch.accumulation
+        return [replace(self, batch=replace(self.batch, micro=micro, accumulation=n // micro))
+                for micro in range(n, 0, -1) if n % micro == 0]
 
 
 def estimate(job):
@@ -141,8 +132,8 @@ def torch_bytes(job):
     return sum(size for name, size in estimate(job).items() if name != "CUDA and NCCL")
 
 
-def fits(job):
-    return gpu_bytes(job) <= job.usable
+def fits(job, size=gpu_bytes):
+    return size(job) <= USABLE_FRACTION * job.hardware.memory
 
 
 def bytes_with_eval(job):
@@ -159,7 +150,7 @@ def bytes_with_eval(job):
 def fit_batch(job):
     """Return job.batch with the largest micro-batch that divides the sequences per step and fits; 1 if none does."""
     splits = job.splits()
-    return next((one for one in splits if bytes_with_eval(one) <= job.usable), splits[-1]).batch
+    return next((one for one in splits if fits(one, bytes_with_eval)), splits[-1]).batch
 
 
 def host_estimate(job, local_world_size, tag_bytes):
@@ -251,7 +242,7 @@ def advice(job, settings, argv, lora_possible):
                   f"    {command} {' '.join(args)}"]
     # LoRA of rank 64, one sequence at a time, recomputed. In and out of a block's matrices: 16 times its width
     lora_params = replace(job.params, trainable=64 * 16 * job.model.n_embd * job.model.n_layer)
-    lora = replace(job.with_micro_batch(1), params=lora_params, gradient_checkpointing=True, accumulate_locally=False)
+    lora = replace(job.splits()[-1], params=lora_params, gradient_checkpointing=True, accumulate_locally=False)
     if lora_possible and fits(lora):
         lines = lines if choices else ["It does not fit, but with LoRA it does."]
         lines += [f"Or by LoRA (config/lora_xl_r64.py), {format_bytes(gpu_bytes(lora))}:",

@@ -69,6 +69,13 @@ def check_block_size(settings, known, what):
                         f"--block_size={known}")
 
 
+def check_shape(where, saved, wanted):
+    """Raise CheckpointError unless a tag's model, {name: value}, is the wanted one."""
+    if differing := [f"{name}={saved[name]}" for name, value in wanted.items() if saved[name] != value]:
+        raise CheckpointError(f"{where} holds a model with {', '.join(differing)}: the settings say otherwise; give "
+                              f"{' '.join(f'--{one}' for one in differing)}")
+
+
 def from_pretrained(init_from, settings, data, notes, fetch):
     """Start from a hub's GPT-2, a folder of weights or nanoGPT's ckpt.pt."""
     weights, config = None, GPTConfig(1024, 50257, *PRETRAINED.get(init_from, ()))
@@ -114,9 +121,7 @@ def from_earlier_run(init_from, parent, settings, data, shape, notes):
     if os.path.realpath(folder) == os.path.realpath(settings.out_dir):
         raise UserError(f"init_from={init_from} is out_dir itself: resume it with --init_from=resume, or choose "
                         "another --out_dir=DIR")
-    if other := [name for name in shape if shape[name] != model[name]]:
-        raise UserError(f"{where} has {', '.join(f'{name}={model[name]}' for name in other)}, and the settings say "
-                        f"otherwise: {' '.join(f'--{name}=None' for name in other)} takes what it has")
+    check_shape(where, model, shape)
     check_block_size(settings, model["block_size"], f"{where} knows")
     if data and not same_tokenizer(data, state["data"]):
         raise UserError(f"{where} was trained on another tokenizer's data than data set '{settings.dataset}': prepare "
@@ -166,11 +171,9 @@ def from_resume(settings, data, lora, sequences, notes):
 def check_compatible(model, settings, data, lora, tag, manifest):
     """Raise CheckpointError unless this run's model and data are those of a tag's manifest."""
     state, where = manifest["state"], f"{settings.out_dir}/{tag}"
-    wanted = {name: getattr(settings, name) for name in ("block_size", *SHAPE)}
-    saved = vars(GPTConfig(**state["model"]))
-    if differing := [f"{name}={saved[name]}" for name, value in wanted.items()
-                     if saved[name] != (getattr(model, name) if value is None else value)]:
-        raise CheckpointError(f"{where} holds a model with {', '.join(differing)}: the settings say otherwise")
+    given = {name: getattr(settings, name) for name in ("block_size", *SHAPE)}
+    check_shape(where, state["model"], {name: getattr(model, name) if value is None else value
+                                        for name, value in given.items()})
     if data and data["vocab_size"] != state["data"]["vocab_size"]:
         raise CheckpointError(f"{where} was trained on another vocabulary than data set '{settings.dataset}' has")
     was, now = changed_settings(state.get("lora"), lora)

@@ -172,9 +172,12 @@ def test_the_largest_batch_that_fits_and_divides():
         return Job(GPTConfig(n_layer=48, n_head=25, n_embd=1600), Hardware("cuda", "bfloat16", True, memory),
                    Batch(1, sequences, 1, 1024), ParamCount(1_557_611_200, 1_557_686_400, 1_557_686_400), config)
 
-    one, two = (bytes_with_eval(job(0).with_micro_batch(n)) for n in (1, 2))
+    def size(micro, sequences=32):
+        return next(bytes_with_eval(split) for split in job(0, sequences).splits() if split.batch.micro == micro)
+
+    one, two = size(1), size(2)
     for sequences in (32, 30):
         for micro in (d for d in range(1, sequences + 1) if sequences % d == 0):
-            batch = fit_batch(job((bytes_with_eval(job(0, sequences).with_micro_batch(micro)) + 1e6) / 0.9, sequences))
+            batch = fit_batch(job((size(micro, sequences) + 1e6) / 0.9, sequences))
             assert (batch.micro, batch.micro * batch.accumulation) == (micro, sequences)
     assert fit_batch(job(one / 2)).micro == 1 and two > one
