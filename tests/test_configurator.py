@@ -447,7 +447,7 @@ def test_all_problems_of_a_json_are_reported_in_one_round(tmp_path):
         **zero(0, reduce_bucket_size=-1, overlap_comm="auto", cpu_offload=True, zero_quantized_weights="lots",
                offload_optimizer={"device": "nvme", "ratio": 0.5, "pin_memory": 7}, offload_param={"device": "cpu"}),
     }, tmp_path) == [
-        "foo", "train_batch_size", "scheduler", "fp16", "bf16.enabled", "steps_per_print",
+        "foo", "train_batch_size", "scheduler", "fp16", "steps_per_print", "bf16.enabled",
         *(f"zero_optimization.{key}" for key in (
             "overlap_comm", "cpu_offload", "zero_quantized_weights", "offload_optimizer.device",
             "offload_optimizer.ratio", "offload_optimizer.pin_memory", "reduce_bucket_size")),

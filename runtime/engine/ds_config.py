@@ -46,9 +46,7 @@ CHOICES = {
     "zero_optimization.stage": (0, 1, 2, 3),
     "zero_optimization.offload_optimizer.device": ("cpu", "none"),
     "zero_optimization.offload_param.device": ("cpu", "none"),
-    "zero_force_ds_cpu_optimizer": (True, False),
-    "dump_state": (True, False),
-    "wall_clock_breakdown": (True, False),
+    **dict.fromkeys(("zero_force_ds_cpu_optimizer", "dump_state", "wall_clock_breakdown"), (True, False)),
 }
 USE_INSTEAD = {
     "optimizer": "the script owns it: set learning_rate, weight_decay, beta1 and beta2 there",
@@ -82,15 +80,18 @@ def with_batch(config, batch):
 def resolve(path, batch, grad_clip, dtype, compiled=False):
     """Return (config for deepspeed.initialize, notes to print) from a JSON file and what the script owns.
 
-    batch: as in with_batch(). dtype: "bfloat16", "float16" or "float32". compiled: whether the blocks are. Raises
-    UserError with all problems.
+    batch: as in with_batch(). compiled: whether the blocks are. Raises UserError with all problems.
     """
     config, owned = read_json(path), {**with_batch({}, batch), "gradient_clipping": grad_clip}
     problems = top_level_problems(config, owned, dtype)
     config.update(owned)
-    for block in DTYPE_BLOCK.values():
-        if isinstance(config.setdefault(block, {}), dict):
-            config[block]["enabled"] = DTYPE_BLOCK.get(dtype) == block
+    for name, block in DTYPE_BLOCK.items():
+        if isinstance(content := config.setdefault(block, {}), dict):
+            enabled = content.get("enabled", "auto")
+            if enabled not in ("auto", name == dtype):
+                problems.append(f'"{block}.enabled" is {json.dumps(enabled)}, but dtype is {dtype}: write "auto" here, '
+                                f"or set --dtype={name if enabled else 'float32'}")
+            content["enabled"] = name == dtype
     problems += block_problems(config, dtype)
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
@@ -136,12 +137,6 @@ def top_level_problems(config, owned, dtype):
             problems += value_problem(key, value, dtype)
         elif not isinstance(value, dict):
             problems.append(f'"{key}" must be an object')
-        elif key in DTYPE_BLOCK.values():
-            enabled = value.get("enabled", "auto")
-            if enabled not in ("auto", DTYPE_BLOCK.get(dtype) == key):
-                other = {"bf16": "bfloat16", "fp16": "float16"}[key] if enabled else "float32"
-                problems.append(f'"{key}.enabled" is {json.dumps(enabled)}, but dtype is {dtype}: write "auto" here, '
-                                f"or set --dtype={other}")
     return problems
 
 
@@ -184,30 +179,24 @@ def check_keys(model, content, path, dtype):
     problems, rest = [], {}
     fields = {field.alias or name: field for name, field in model.model_fields.items()}
     for key, value in content.items():
-        here, field = f"{path}.{key}", fields.get(key)
+        here, field, found = f"{path}.{key}", fields.get(key), []
+        extra = field and field.json_schema_extra or {}
         if field is None:
             found = [f'"{here}": unknown key{did_you_mean(key, TESTED[path]) or ": remove it"}']
         elif here in TESTED and isinstance(value, dict):
-            (inner,) = [kind for kind in get_args(field.annotation) if kind is not type(None)]
-            found, rest[key] = check_keys(inner, value, here, dtype)
-            problems += found
-            continue
-        else:
-            found = value_problem(here, value, dtype, field) if key in TESTED[path] else untested(here, value, field)
+            inner = next(kind for kind in get_args(field.annotation) if kind is not type(None))
+            nested, value = check_keys(inner, value, here, dtype)
+            problems += nested
+        elif key in TESTED[path]:
+            found = value_problem(here, value, dtype, field)
+        elif extra.get("deprecated") and here not in WHY:
+            found = [f'"{here}" is an old name: write "{extra["new_param"]}"']
+        elif extra.get("deprecated") or value != field.get_default(call_default_factory=True):
+            found = [f'"{here}" {WHY.get(here, "is untested here")}: remove it']
         problems += found
         if not found:
             rest[key] = value
     return problems, rest
-
-
-def untested(path, value, field):
-    """Return a list with the problem of a key that no test trains with; empty if it has DeepSpeed's default."""
-    extra = field.json_schema_extra or {}
-    if extra.get("deprecated") and path not in WHY:
-        return [f'"{path}" is an old name: write "{extra["new_param"]}"']
-    if not extra.get("deprecated") and value == field.get_default(call_default_factory=True):
-        return []
-    return [f'"{path}" {WHY.get(path, "is untested here")}: remove it']
 
 
 def value_problem(path, value, dtype, field=None):
@@ -256,7 +245,7 @@ def uses_offload(config, what="optimizer"):
 
 def supports_fast_gradients(config, dtype):
     """True if zero2_gradients.install will replace DeepSpeed's gradient path, known before there is an engine."""
-    own = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]
+    own = DTYPE_BLOCK.get(dtype, "fp32")
     return (config["zero_optimization"]["stage"] == 2 and not uses_offload(config)
             and config["data_types"]["grad_accum_dtype"] == "fp32"
             and (config.get("communication_data_type") or own).lower() == own)
