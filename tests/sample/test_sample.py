@@ -159,7 +159,7 @@ def test_prompts_from_files_and_from_the_keyboard(sample, theirs, tmp_path):
     assert first.startswith("the cat") and second.startswith("seven") and len(first) == 7 + 9
     assert whole.stdout.split("\n\n", 1)[1].count("two\nlines") == 2 and "---------------" in whole.stdout
     assert asked.returncode == 0 and asked.stdout == f"{head}\n\n> {first}\n> > {second}> "
-    assert asked.stderr == "the character 'É' (U+00C9) is not one of the 28 that this character data set knows\n"
+    assert asked.stderr == "the character 'É' (U+00C9) is not one of the 28 that this character dataset knows\n"
 
 
 def test_a_stop_string_ends_a_text_before_it(sample, theirs):
@@ -217,7 +217,7 @@ def test_refusals(sample, theirs, characters, tmp_path):
         ([f"--score_file={tmp_path}/one.txt"], ["a text of 1 tokens has no loss: it needs at least 2, as the first is "
                                            "not predicted"]),
         ([f"--score_file={ROOT}/config/eval_gpt2.py"], ["the character '#' (U+0023) is not one of the 28 that this "
-                                                   "character data set knows"]),
+                                                   "character dataset knows"]),
         (["--dataset=None"], [f"the 28 tokens of {theirs[1]} are not GPT-2's: name the data set that they come from "
                               "with --dataset=NAME or a path"]),
     ]
