@@ -48,7 +48,9 @@ class StepHealth:
             self.skipped_in_a_row = 0
             self.warn(iter_num, spike)
             return
-        why = self.describe_nonfinite_loss(loss, iter_num) or spike
+        bad = [f"rank {rank}, at tokens {self.describe_batch(iter_num, rank)}" for rank, (rank_loss,)
+               in enumerate(all_gather_scalars(loss, device=loss.device)) if not math.isfinite(rank_loss)]
+        why = f"the loss is not finite on {'; on '.join(bad)}" if bad else spike
         if not why and (scale := self.loss_scale()):
             before, self.last_failed_scale = self.last_failed_scale, scale
             if scale > getattr(self.engine.optimizer.loss_scaler, "min_scale", math.inf) or scale != before:
@@ -64,13 +66,6 @@ class StepHealth:
     def loss_scale(self):
         """The current loss scale in float16, else None."""
         return self.engine.optimizer.loss_scaler.cur_scale if self.engine.fp16_enabled() else None
-
-    def describe_nonfinite_loss(self, loss, iter_num):
-        """A sentence that names the ranks whose loss is not finite and their sequences, or None."""
-        losses = all_gather_scalars(loss, device=loss.device)
-        batches = [f"rank {rank}, at tokens {self.describe_batch(iter_num, rank)}"
-                   for rank, (rank_loss,) in enumerate(losses) if not math.isfinite(rank_loss)]
-        return f"the loss is not finite on {'; on '.join(batches)}" if batches else None
 
     def describe_batch(self, iter_num, rank):
         """Where in the data the first sequences of a rank's step begin, with their first words."""
