@@ -63,9 +63,8 @@ def apply(model, lora):
     model.transformer.drop.register_forward_hook(lambda layer, given, made: made.requires_grad_())
     for block in model.transformer.h:
         for name in lora["target_modules"]:
-            parent, _, child = name.partition(".")
-            layer = getattr(getattr(block, parent), child)
-            setattr(getattr(block, parent), child, LoRALinear(layer, lora["rank"], lora["alpha"], lora["dropout"]))
+            layer = block.get_submodule(name)
+            block.set_submodule(name, LoRALinear(layer, lora["rank"], lora["alpha"], lora["dropout"]))
 
 
 def is_adapter(name):
