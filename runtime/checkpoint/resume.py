@@ -119,8 +119,8 @@ def init_adam_state(engine, stage, step):
     fused = inner.param_groups[0].get("fused")
     for flat in flats:
         count = torch.tensor(step, dtype=torch.float32, device=flat.device if fused else "cpu")
-        state = {"step": count if isinstance(inner, torch.optim.AdamW) else int(step)}  # DeepSpeed's counts in ints
-        inner.state[flat] = {**state, **{field: torch.zeros_like(flat) for field in MOMENTS}}
+        inner.state[flat] = {field: torch.zeros_like(flat) for field in MOMENTS}
+        inner.state[flat]["step"] = count if isinstance(inner, torch.optim.AdamW) else int(step)  # DeepSpeed's are ints
 
 
 def local_slices(engine, stage, param, field):

@@ -59,8 +59,14 @@ class Saver:
             self.preallocate()
 
     def preallocate(self):
-        """Allocate the staging buffer during the first steps: pinning takes seconds, which no save then waits for."""
-        self._start(self._allocate_staging, self._local_bytes())
+        """Allocate the staging buffer during the first steps: pinning takes seconds, which no save then waits for. The
+        bytes of this rank's part of a tag are estimated a little high, before the optimizer has any state."""
+        stage, first = self.engine.zero_optimization_stage(), dist.get_rank() == 0
+        sizes = [aligned_nbytes(p) for p in self.engine.parameters()]
+        weights = sum(sizes) if stage in (1, 2) else 0  # in the model's file, which rank 0 alone writes
+        parts = dist.get_world_size() if stage else 1
+        size = int(1.02 * (self.tag_bytes - weights) / parts) + weights * first + 3 * ALIGNMENT * len(sizes)
+        self._start(self._allocate_staging, size if stage or first else 0)
 
     def save(self, tag, aliases, state):
         """Start to save out_dir/tag; its aliases (best, final) come to hold the same files. Waits for the save before
@@ -141,16 +147,6 @@ class Saver:
             del checkpoint_engine.save, self.engine._copy_recovery_script  # the classes' own are back
             vars(self.engine).pop("_get_param_fragment_func", None)
         return files
-
-    def _local_bytes(self):
-        """Bytes of this rank's part of a tag, estimated a little high, before the optimizer has any state."""
-        stage, first, params = self.engine.zero_optimization_stage(), dist.get_rank() == 0, self.engine.parameters()
-        if stage == 0 and not first:
-            return 0
-        sizes = [aligned_nbytes(p) for p in params]
-        weights = sum(sizes) if stage in (1, 2) else 0  # in the model's file, which rank 0 alone writes
-        parts = dist.get_world_size() if stage else 1
-        return int(1.02 * (self.tag_bytes - weights) / parts) + weights * first + 3 * ALIGNMENT * len(sizes)
 
     def _allocate_staging(self, size):
         """Have a staging buffer of `size` bytes, pinned for a GPU, or none if host memory is short.

@@ -60,7 +60,12 @@ class TagReader:
         self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         self.pieces = {"weight": weights, **{field: {} for field in MOMENTS}}  # [field][name]: a list of tensors
         if stage == 0:
-            self.add_moments(model["optimizer"]["state"])
+            state = model["optimizer"]["state"]
+            self.step = float(state[0]["step"])
+            # torch's optimizer numbers its states by its groups: matrices, then all else
+            names = sorted(filter(self.is_trainable, shapes), key=lambda name: len(shapes[name]) < 2)
+            for field in MOMENTS:
+                self.pieces[field] = {name: [state[i][field]] for i, name in enumerate(names)}
         elif optimizers:
             self.add_flat(optimizers, stage)
 
@@ -73,14 +78,6 @@ class TagReader:
         shape = self.shapes[name]
         flat = slice_flat([piece.flatten() for piece in self.pieces[field][name]], 0, shape.numel())
         return flat.view(shape).detach().float()
-
-    def add_moments(self, state):
-        """Stage 0: torch's optimizer numbers its states by its groups: matrices, then all else."""
-        self.step = float(state[0]["step"])
-        names = sorted(filter(self.is_trainable, self.shapes), key=lambda name: len(self.shapes[name]) < 2)
-        for i, name in enumerate(names):
-            for field in MOMENTS:
-                self.pieces[field][name] = [state[i][field]]
 
     def add_flat(self, optimizers, stage):
         """Stages 1 to 3: of each rank and group one flat fp32 tensor per field, in which parameters follow one another:

@@ -11,8 +11,8 @@ import os
 import re
 import shutil
 import time
+from collections import namedtuple
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -42,6 +42,7 @@ MANIFEST = {  # what its readers rely on: types, and of objects the keys
     },
 }
 TAG_NAME = re.compile(r"iter_\d+|best|final")
+Tag = namedtuple("Tag", ("name", "manifest"))  # manifest: the content of its file
 OTHER_TAG = "choose another tag, or give the run up with --overwrite=True"
 
 
@@ -57,13 +58,6 @@ class UnreadableError(CheckpointError):
         """From an OSError that was met while reading `path`."""
         return cls(f"{error.filename or path} cannot be read ({error.strerror or error}): fix that, or name another "
                    "tag with --resume_tag")
-
-
-class Tag(NamedTuple):
-    """A tag's name and the content of its manifest."""
-
-    name: str
-    manifest: dict
 
 
 class TagStore:
