@@ -10,9 +10,8 @@ import torch
 
 from runtime.files import UserError, file_digest, write_atomic
 
-PRETRAINED = {  # layers, heads, width
-    "gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600),
-}  # fmt: skip
+PRETRAINED = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280),
+              "gpt2-xl": (48, 25, 1600)}  # layers, heads, width
 HUB = {  # of openai-community/NAME on the Hugging Face hub: the revision, and its model.safetensors' sha256
     "gpt2": ("607a30d783dfa663caf39e06633721c8d4cfcd7e",
              "248dfc3911869ec493c76e65bf2fcf7f615828b0254c12b473182f0f81d3a707"),
@@ -49,8 +48,8 @@ def weights_errors(path):
 
 
 def fetch_from_hub(name):
-    """Return the local folder of a GPT-2 on the Hugging Face hub, downloaded if it is not in the cache, with the hash
-    of its weights checked. Raises WeightsError."""
+    """Return the local folder of a GPT-2 on the Hugging Face hub, downloaded if it is not cached, with the hash of its
+    weights checked. Raises WeightsError."""
     if name not in PRETRAINED:
         raise WeightsError(f"'{name}' is neither a folder, a file nor one of {', '.join(PRETRAINED)}")
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
@@ -64,10 +63,9 @@ def fetch_from_hub(name):
         weights = os.path.realpath(path)  # the cache has links in its folders of revisions
         found = cached_sha256(weights, path + ".sha256")
     except Exception as error:  # httpx, hub and OS errors have no common base, and all mean the same to the user
-        raise WeightsError(
-            f"the weights of {name} could not be fetched ({type(error).__name__}); fetch config.json and "
-            "model.safetensors elsewhere and give their folder as --init_from=DIR, or set HF_ENDPOINT to a mirror"
-        ) from None
+        raise WeightsError(f"the weights of {name} could not be fetched ({type(error).__name__}); fetch config.json "
+                           "and model.safetensors elsewhere and give their folder as --init_from=DIR, or set "
+                           "HF_ENDPOINT to a mirror") from None
     if found != sha256:
         raise WeightsError(f"{weights} has the sha256 {found}, but {name}'s is {sha256}: delete it and start again to "
                            "fetch it anew, or give a folder of weights as --init_from=DIR")
@@ -80,8 +78,7 @@ def cached_sha256(path, cache):
     stat = os.stat(path)
     key = f"{stat.st_size} {stat.st_mtime_ns} "
     with contextlib.suppress(OSError, ValueError), open(cache, encoding="utf-8") as f:
-        cached = f.read()
-        if cached.startswith(key) and len(cached) == len(key) + 64:
+        if (cached := f.read()).startswith(key):
             return cached.removeprefix(key)
     sha256 = file_digest(path)["sha256"]
     with contextlib.suppress(OSError):
@@ -113,9 +110,9 @@ def load_untrusted(path):
     containers are made, whatever the file names: no code of its author runs. Raises WeightsError."""
     with weights_errors(path):
         zipped = zipfile.is_zipfile(path)  # the older format cannot be mapped, nor inspected
-        unsafe_globals = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else []
-        if unsafe_globals:
-            raise WeightsError(f"{path} names {', '.join(sorted(unsafe_globals))}, which no weights need; not read")
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else []
+        if unsafe:
+            raise WeightsError(f"{path} names {', '.join(sorted(unsafe))}, which no weights need; not read")
         try:
             return torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
         except pickle.UnpicklingError:  # whose own message advises to let the file run code
@@ -127,59 +124,50 @@ def read_nanogpt(path):
     checkpoint = load_untrusted(path)
     try:
         args = {"bias": True, **checkpoint["model_args"]}  # nanoGPT's first versions had no other
+        config = {name: args[name] for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "bias")}
         tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in checkpoint["model"].items()}
-        names = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "bias")
-        config = {name: args[name] for name in names} | {"gelu": "none"}
     except (KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{path} is not a ckpt.pt of nanoGPT's ({type(error).__name__}: {error})") from None
-    wte, head = (tensors.get(name) for name in ("transformer.wte.weight", "lm_head.weight"))
-    if wte is not None and head is not None and head.data_ptr() != wte.data_ptr():
+    head = tensors.get("lm_head.weight")
+    if head is not None and head.data_ptr() != tensors.get("transformer.wte.weight", head).data_ptr():
         raise WeightsError(f"{path}: lm_head.weight is not the token embedding, as it is in GPT-2")
-    return config, tensors, checkpoint.get("config", {})
+    return config | {"gelu": "none"}, tensors, checkpoint.get("config", {})
 
 
 def open_weights(source):
-    """Return (names, get) of the tensors of a folder, from safetensors or else pickles, whole or in shards, or of
-    nanoGPT's ckpt.pt. With safetensors, only get(name) reads a tensor. Raises WeightsError, for truncated files too."""
-    from safetensors import safe_open
+    """Return {name: tensor} of a folder, from safetensors or else pickles, whole or in shards, or of nanoGPT's ckpt.pt.
+    Tensors are memory-mapped where the format allows it. Raises WeightsError, for truncated files too."""
+    from safetensors.torch import load_file
 
     if os.path.isfile(source):
-        tensors = read_nanogpt(source)[1]
-        return tensors.keys(), tensors.__getitem__
-    files = [name + index for name in ("model.safetensors", "pytorch_model.bin") for index in (".index.json", "")]
-    file = next((file for file in files if os.path.exists(os.path.join(source, file))), None)
-    if file is None:
-        raise WeightsError(f"{source} has neither model.safetensors nor pytorch_model.bin")
-    with weights_errors(source):
-        shards = [file]
-        if file.endswith(".index.json"):
-            with open(os.path.join(source, file), encoding="utf-8") as f:
-                shards = sorted(set(json.load(f)["weight_map"].values()))
-        paths = [os.path.join(source, shard) for shard in shards]
-        if file.startswith("pytorch_model.bin"):
-            tensors = {name: tensor for path in paths for name, tensor in load_untrusted(path).items()}
-            return tensors.keys(), tensors.__getitem__
-        readers = [safe_open(path, framework="pt") for path in paths]
-        reader_of = {name: reader for reader in readers for name in reader.keys()}  # noqa: SIM118 (no mapping)
-        return reader_of.keys(), lambda name: reader_of[name].get_tensor(name)
+        return read_nanogpt(source)[1]
+    for file, load in (("model.safetensors", load_file), ("pytorch_model.bin", load_untrusted)):
+        index = os.path.join(source, file + ".index.json")
+        if not os.path.exists(index) and not os.path.exists(os.path.join(source, file)):
+            continue
+        with weights_errors(source):
+            shards = [file]
+            if os.path.exists(index):
+                with open(index, encoding="utf-8") as f:
+                    shards = sorted(set(json.load(f)["weight_map"].values()))
+            return {name: w for shard in shards for name, w in load(os.path.join(source, shard)).items()}
+    raise WeightsError(f"{source} has neither model.safetensors nor pytorch_model.bin")
 
 
 @torch.no_grad()
 def read_weights(model, source):
     """Copy the weights of a folder or a ckpt.pt into the model. Rows of the vocabulary's padding become zero."""
-    names, get = open_weights(source)
-    params = dict(model.named_parameters())
-    unexpected = [name for name in names if name not in params and not name.endswith((".attn.bias", "lm_head.weight"))]
-    if os.path.isfile(source) and unexpected:  # a nanoGPT that was extended
-        raise WeightsError(f"{source}: GPT-2 has no place for the tensor {unexpected[0]}")
+    tensors, params = open_weights(source), dict(model.named_parameters())
+    if os.path.isfile(source):  # may be an extended nanoGPT's
+        for name in tensors:
+            if name not in params and not name.endswith((".attn.bias", "lm_head.weight")):
+                raise WeightsError(f"{source}: GPT-2 has no place for the tensor {name}")
     for name, p in params.items():
         # gpt2 on the hub has no "transformer." before its names, later saves have
-        hf_name = name if name in names else name.removeprefix("transformer.")
-        if hf_name not in names:
+        w = tensors.get(name, tensors.get(name.removeprefix("transformer.")))
+        if w is None:
             raise WeightsError(f"{source}: the tensor {name} is missing")
-        w = get(hf_name)
-        if os.path.isdir(source) and name.endswith(CONV1D):
-            w = w.t()
+        w = w.t() if os.path.isdir(source) and name.endswith(CONV1D) else w
         rows = model.config.vocab_size if name == "transformer.wte.weight" else len(p)
         if w.shape != p[:rows].shape:
             raise WeightsError(
