@@ -1,7 +1,5 @@
 """GPT-2 in plain PyTorch: modules, loss, initialization, and text generation with a KV cache.
 
-It knows nothing of DeepSpeed, of ranks or of data sets. Weights from elsewhere come through runtime/weights.py.
-
     model = GPT.from_pretrained("gpt2")          # or a folder written by save_pretrained
     loss = model(idx, targets)                   # (B, T) and (B, T) -> a scalar
     logits = model(idx)                          # (B, T) -> (B, T, vocab_size)
@@ -12,7 +10,6 @@ and parameter names are those of transformers' GPT2LMHeadModel.
 """
 
 import contextlib
-import math
 import os
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,10 +40,8 @@ class GPTConfig:
     def __post_init__(self):
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             value = getattr(self, name)
-            if type(value) is not int:
-                raise ValueError(f"{name}={value!r} must be a whole number")
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
         if type(self.dropout) not in (int, float) or type(self.bias) is not bool or self.gelu not in ("tanh", "none"):
             raise ValueError(f"dropout={self.dropout!r}, bias={self.bias!r}, gelu={self.gelu!r}: one is not possible")
         if self.n_embd % self.n_head:
@@ -90,19 +85,16 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, positions)
         elif x.is_cuda:  # with a cache the shapes change at every token, for which cuDNN would plan anew
-            if self.backends is None:
-                self.backends = attention_backends(x.device)
+            self.backends = self.backends or attention_backends(x.device)
             backends = sdpa_kernel(self.backends, set_priority=True)
         if mask is not None:  # one token over many keys, which matmuls split among more programs than SDPA's kernels do
             scores = (q * q.size(-1) ** -0.5).flatten(0, 1) @ k.flatten(0, 1).transpose(1, 2)
             probs = torch.softmax(scores.masked_fill_(mask, float("-inf")), dim=-1)
             y = (probs @ v.flatten(0, 1)).view_as(q)
         else:
-            dropout = self.dropout if self.training else 0.0
             with backends:
-                y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, dropout_p=dropout)
-        y = y.transpose(1, 2).reshape(B, T, C)
-        return self.resid_dropout(self.c_proj(y))
+                y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, dropout_p=self.dropout * self.training)
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
 
 class MLP(nn.Module):
@@ -174,15 +166,14 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, cross_entropy):
         grad_x = torch.empty_like(x)
-        needs_weight_grad = ctx.needs_input_grad[1]
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight_grad else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         total = torch.zeros((), device=x.device)
         for first in range(0, x.size(0), LOSS_CHUNK):
             rows = slice(first, first + LOSS_CHUNK)
             losses, grad = cross_entropy(x[rows] @ weight.T, targets[rows], vocab_size)
             total += losses.sum()
             grad_x[rows] = grad @ weight
-            if needs_weight_grad:
+            if grad_weight is not None:
                 addmm_fp32(grad_weight, grad.T, x[rows])
         count = (targets >= 0).sum()
         ctx.save_for_backward(grad_x, grad_weight, count)
@@ -212,10 +203,8 @@ class LMHead(nn.Module):
         x, targets = x.flatten(0, -2), targets.flatten()
         if reduction == "mean":
             return FusedLinearCrossEntropy.apply(x, self.weight, targets, self.vocab_size, self.cross_entropy)
-        return torch.cat([
-            self.cross_entropy(rows @ self.weight.T, row_targets, self.vocab_size)[0]
-            for rows, row_targets in zip(x.split(LOSS_CHUNK), targets.split(LOSS_CHUNK), strict=True)
-        ])
+        chunks = zip(x.split(LOSS_CHUNK), targets.split(LOSS_CHUNK), strict=True)
+        return torch.cat([self.cross_entropy(rows @ self.weight.T, own, self.vocab_size)[0] for rows, own in chunks])
 
 
 class GPT(nn.Module):
@@ -235,10 +224,10 @@ class GPT(nn.Module):
 
     def init_weights(self):
         """Normal with deviation 0.02, projections into the residual stream scaled down by its 2 * n_layer additions."""
+        residual_std = 0.02 / (2 * self.config.n_layer) ** 0.5
         for name, p in self.named_parameters():
             if p.dim() >= 2:
-                residual = name.endswith("c_proj.weight")
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer) if residual else 0.02)
+                nn.init.normal_(p, std=residual_std if name.endswith("c_proj.weight") else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
         with torch.no_grad():
@@ -246,25 +235,22 @@ class GPT(nn.Module):
 
     def num_params(self, positions=True):
         """Parameters that can matter: the tied matrix once, the vocabulary's padding not at all."""
-        padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
-        unused = 0 if positions else self.config.block_size * self.config.n_embd
-        return sum(p.numel() for p in self.parameters()) - padding - unused
+        rows = self.config.padded_vocab_size - self.config.vocab_size + (0 if positions else self.config.block_size)
+        return sum(p.numel() for p in self.parameters()) - rows * self.config.n_embd
 
     def flops_per_token(self, T=None):
         """Model FLOPs of forward and backward per token in a context of T: 6 N + 12 n_layer n_embd T. N leaves out the
         position embeddings (PaLM, arXiv:2204.02311, appendix B). A frozen weight takes 4: it has no gradient."""
-        T, frozen = T or self.config.block_size, [p for p in self.parameters() if not p.requires_grad]
-        frozen = sum(p.numel() for p in frozen if p is not self.transformer.wpe.weight)
+        T, wpe = T or self.config.block_size, self.transformer.wpe.weight
+        frozen = sum(p.numel() for p in self.parameters() if not p.requires_grad and p is not wpe)
         return 6 * self.num_params(positions=False) - 2 * frozen + 12 * self.config.n_layer * self.config.n_embd * T
 
     def parameter_groups(self, weight_decay):
         """The optimizer's groups: matrices and embeddings with weight decay, biases and layer norms without. Frozen
         parameters are in neither. An empty group is left out."""
         params = [p for p in self.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-        ]
+        matrices, vectors = [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
+        groups = {"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}
         return [group for group in groups if group["params"]]
 
     def compile_blocks(self, **options):
@@ -299,8 +285,7 @@ class GPT(nn.Module):
         T = idx.size(1)
         if T > self.config.block_size:
             raise ValueError(f"a sequence of {T} tokens is longer than block_size={self.config.block_size}")
-        if positions is None:
-            positions = torch.arange(T, device=idx.device)
+        positions = torch.arange(T, device=idx.device) if positions is None else positions
         x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(positions))
         recompute = self.gradient_checkpointing and self.training and caches is None
         for i, block in enumerate(self.transformer.h):
@@ -310,13 +295,12 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, end_of_text=None, generator=None,
                  on_token=None, custom_step=None, repetition_penalty=1.0):
-        """Continue idx (B, T) by at most max_new_tokens; returns (B, T + n).
+        """Continue idx (B, T) by at most max_new_tokens; returns (B, T + n). temperature, top_k, top_p, generator: see
+        sample_token; repetition_penalty: see apply_repetition_penalty; custom_step: see Decoder.
 
-        temperature=0 takes the likeliest token. top_k keeps the k likeliest, top_p the likeliest that together reach
-        that probability. repetition_penalty above 1 makes the tokens of a row less likely. generator: one for all rows,
-        or a list with one for each. A row that has produced end_of_text repeats it; when all rows have, generation
-        stops. on_token is called with each new (B,) column, and may return which rows are done, (B,). custom_step: see
-        Decoder. Past block_size tokens the context slides and all positions change: each token costs a full forward.
+        A row that has produced end_of_text repeats it; when all rows have, generation stops. on_token is called with
+        each new (B,) column, and may return which rows are done, (B,). Past block_size tokens the context slides and
+        all positions change: each token costs a full forward.
         """
         block_size = self.config.block_size
         decoder = Decoder(self, idx.size(0), min(block_size, idx.size(1) + max_new_tokens), custom_step)
@@ -345,8 +329,8 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name_or_path, dropout=0.0, device="cpu", dtype=torch.float32):
-        """GPT-2 with the weights of a hub name (PRETRAINED in runtime/weights.py), of a folder in transformers' format,
-        or of nanoGPT's ckpt.pt. They go to `device` one tensor at a time. Raises WeightsError."""
+        """GPT-2 with the weights of a name in PRETRAINED (runtime/weights.py), a folder in transformers' format, or
+        nanoGPT's ckpt.pt. They go to `device` one tensor at a time. Raises WeightsError."""
         source = name_or_path if os.path.exists(name_or_path) else fetch_from_hub(name_or_path)
         config = replace(GPTConfig.from_weights(source), dropout=dropout)
         with torch.device("meta"):
@@ -372,10 +356,8 @@ class KVCache:
 class Decoder:
     """Logits (B, vocab_size) of the next token of B texts, whose keys and values are cached up to max_length tokens.
 
-    On CUDA a step's launches take longer than its kernels. So decode_one_token captures CUDA graphs, one for each
-    length of the cache: 128, 256, ... custom_step(token, position, caches) -> logits may replace the plain step, with
-    one graph for all lengths (runtime/kernels/decode.py). The methods have gpt-fast's names.
-    """
+    Launches take longer than kernels, so on CUDA decode_one_token captures a graph for each length of the caches: 128,
+    256, ... custom_step(token, position, caches) -> logits replaces the plain step (runtime/kernels/decode.py)."""
 
     def __init__(self, model, B, max_length, custom_step=None):
         c, weight = model.config, model.transformer.wte.weight
@@ -420,12 +402,7 @@ def capture_cuda_graph(step):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = step()
-
-    def replay():
-        graph.replay()
-        return output
-
-    return replay
+    return lambda: graph.replay() or output  # replay() returns None
 
 
 def apply_repetition_penalty(logits, idx, penalty):
@@ -436,16 +413,17 @@ def apply_repetition_penalty(logits, idx, penalty):
 
 
 def sample_token(logits, temperature, top_k, top_p, generator=None):
-    """Logits (B, vocab_size) -> one token a row, (B,); generator: one for all rows, or a list of one for each."""
+    """Logits (B, vocab_size) -> a token per row, (B,). temperature=0 takes the likeliest; top_k keeps the k likeliest,
+    top_p the likeliest that together reach that probability. generator: one for all, or a list with one for each."""
     if temperature == 0:
         return logits.argmax(dim=-1)
-    logits, order = logits / temperature, None
+    logits, order, nucleus = logits / temperature, None, top_p is not None and top_p < 1
     if top_k:  # the likeliest first, as top_p needs them
         logits, order = logits.topk(min(top_k, logits.size(-1)))
-    elif top_p is not None and top_p < 1:
+    elif nucleus:
         logits, order = logits.sort(dim=-1, descending=True)
     probs = F.softmax(logits, dim=-1)
-    if top_p is not None and top_p < 1:
+    if nucleus:
         beyond = probs.cumsum(-1) - probs >= top_p
         beyond[:, 0] = False  # the likeliest always stays
         probs = probs.masked_fill(beyond, 0)
