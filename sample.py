@@ -117,22 +117,12 @@ def show(new):
     print(new, end="", flush=True)
 
 
-def print_text(prompt, text, text_seed, streamed):
-    """Print a text that is done. Of one that was streamed, only the line's end is left."""
-    if json:
-        print(dumps({"model": source.name, "prompt": prompt, "text": text.text, "tokens": len(text.ids),
-                     "seed": text_seed, "ended": text.ended or "length"}), flush=True)
-    else:
-        print("" if streamed else rule * (text_seed > seed) + prompt + text.text)
-
-
 if not json:
     print(f"{source.name}: {model.num_params():,} parameters{source.description}\n")
 if score_file:
-    result = {"model": source.name, "file": score_file, "tokens": n_tokens, "loss": loss,
-              "perplexity": perplexity(loss)}
-    print(dumps(result) if json else
-          f"{score_file}: {n_tokens:,} tokens, loss {loss:.4f}, perplexity {result['perplexity']:.2f}")
+    ppl = perplexity(loss)
+    record = {"model": source.name, "file": score_file, "tokens": n_tokens, "loss": loss, "perplexity": ppl}
+    print(dumps(record) if json else f"{score_file}: {n_tokens:,} tokens, loss {loss:.4f}, perplexity {ppl:.2f}")
 if interactive:
     prompts = prompt_loop(encode_prompt, "" if json else "> ")
 done = 0  # texts so far
@@ -146,7 +136,11 @@ for prompt, ids in prompts:
             texts = generate_texts(model, ids, seeds, max_new_tokens, decode, end, stops, show if streamed else None,
                                    **sampling)
             for text, text_seed in zip(texts, seeds):
-                print_text(prompt, text, text_seed, streamed)
+                if json:
+                    print(dumps({"model": source.name, "prompt": prompt, "text": text.text, "tokens": len(text.ids),
+                                 "seed": text_seed, "ended": text.ended or "length"}), flush=True)
+                else:  # of a text that was streamed, only the line's end is left
+                    print("" if streamed else rule * (text_seed > seed) + prompt + text.text)
             done += len(seeds)
     except KeyboardInterrupt:  # ends this text, and the program unless it asks for another
         if not interactive:

@@ -5,6 +5,7 @@ import sys
 
 import torch
 
+from model import sample_token
 from runtime.kernels.decode import decode_step_for
 
 TEMPERATURE, TOP_K = 0.8, 200  # of samples during training; sample.py's defaults
@@ -48,8 +49,8 @@ def prompt_loop(encode, question):
             tokens = encode(line)
         except ValueError as error:
             print(error, file=sys.stderr)
-            continue
-        yield line, tokens
+        else:
+            yield line, tokens
 
 
 class TextStream:
@@ -81,11 +82,11 @@ class TextStream:
         prefixes = (stop[:n] for stop in self.stop_strings for n in range(1, len(stop)))
         held_back = max((len(prefix) for prefix in prefixes if text.endswith(prefix)), default=0)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            self.flush(len(text) - held_back)
+            self.flush(held_back)
 
-    def flush(self, end=None):
-        """Show the text up to `end`, by default all of it."""
-        end = len(self.text) if end is None else end
+    def flush(self, held_back=0):
+        """Show the text but for its last `held_back` characters."""
+        end = len(self.text) - held_back
         if end > self.flushed:
             self.show(self.text[self.flushed:end])
             self.flushed = end
@@ -115,10 +116,9 @@ def generate_texts(model, prompt, seeds, max_new_tokens, decode, end=None, stop_
 def score_text(model, ids, stride=None):
     """Return (mean loss, number of predicted tokens) of a text: of all its tokens but the first.
 
-    A text longer than the context is read in windows of block_size tokens, each `stride` after the one before it, by
-    default half of block_size. Each token counts once, in the first window that predicts it. With stride=block_size
-    windows don't overlap, and a token at a window's start is predicted from little; smaller strides take longer and
-    come closer to what the model can do (huggingface.co/docs/transformers/perplexity). Raises ValueError.
+    A longer text is read in windows of block_size tokens, each `stride` after the one before it, by default half of
+    block_size. Each token counts once, in the first window that predicts it. Smaller strides take longer and predict
+    from more tokens (huggingface.co/docs/transformers/perplexity). Raises ValueError.
     """
     device = model.lm_head.weight.device
     block_size, last = model.config.block_size, len(ids) - 1  # tokens that are predicted
@@ -130,9 +130,8 @@ def score_text(model, ids, stride=None):
     total, counted = 0.0, 0
     for start in range(0, last, stride):
         end = min(start + block_size, last)
-        x = torch.tensor([ids[start:end]], device=device)
-        y = torch.tensor([ids[start + 1:end + 1]], device=device)
-        total += model(x, y, "none")[counted - start:].double().sum().item()
+        window = torch.tensor([ids[start:end + 1]], device=device)
+        total += model(window[:, :-1], window[:, 1:], "none")[counted - start:].double().sum().item()
         counted = end
         if end == last:
             break
@@ -142,18 +141,14 @@ def score_text(model, ids, stride=None):
 @torch.no_grad()
 def sample_from_engine(engine, prompt, n_tokens, seed, device):
     """Return `prompt` (ids) and n_tokens more, as a list. All ranks call it: at stage 3 a forward gathers parameters.
-
-    Each token is a forward of the whole, at its final length, so that compiled code sees one shape. The random numbers
-    are the text's own.
-    """
+    Each token is a forward of the whole, at its final length, so that compiled code sees one shape."""
     length = min(len(prompt) + n_tokens, engine.module.config.block_size)
     generator = torch.Generator().manual_seed(seed)
     text = torch.zeros((1, length), dtype=torch.long, device=device)
     text[0, : len(prompt)] = torch.tensor(prompt)
     engine.eval()
     for i in range(len(prompt), length):
-        logits = engine(text)[0, i - 1].float().cpu() / TEMPERATURE  # causal: the zeros after it do not count
-        top, ids = logits.topk(min(TOP_K, len(logits)))
-        text[0, i] = ids[torch.multinomial(top.softmax(0), 1, generator=generator)].item()
+        logits = engine(text)[:, i - 1].float().cpu()  # causal: the zeros after it do not count
+        text[0, i] = sample_token(logits, TEMPERATURE, TOP_K, None, generator).item()
     engine.train()
     return text[0].tolist()

@@ -43,20 +43,12 @@ def resolve(init_from, out_dir, tag, dataset, root):
             raise ValueError(f"dataset={dataset} has a vocabulary of {given['vocab_size']}, beyond that of {init_from}")
 
     def load(device, dtype):
-        if init_from == "resume":
-            model = load_model(out_dir, tag)[0].to(device, dtype)
-        else:
-            model = GPT.from_pretrained(init_from, device=device, dtype=dtype)
+        model = (load_model(out_dir, tag)[0].to(device, dtype) if init_from == "resume" else
+                 GPT.from_pretrained(init_from, device=device, dtype=dtype))
         model.crop_vocab_size(data["vocab_size"])
         return model.eval()
 
     return Source(name, description, data, load)
-
-
-def eos_token_id(folder):
-    """Return the id of the end-of-text token that a folder's config.json names, or None."""
-    with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
-        return json.load(f).get("eos_token_id")
 
 
 def data_of_weights(source, root):
@@ -81,6 +73,8 @@ def data_of_weights(source, root):
         return gpt2
     file = os.path.join(source, "tokenizer.json")
     if os.path.exists(file):
-        return {"tokenizer": tokenizer_file_meta(file, eos_token_id(source)), "vocab_size": vocab_size}
+        with open(os.path.join(source, "config.json"), encoding="utf-8") as f:
+            end = json.load(f).get("eos_token_id")
+        return {"tokenizer": tokenizer_file_meta(file, end), "vocab_size": vocab_size}
     raise ValueError(f"the {vocab_size} tokens of {source} are not GPT-2's: name the data set that they come from"
                      f"{f', {trained_on},' if trained_on else ''} with --dataset=NAME or a path")
