@@ -38,15 +38,6 @@ from runtime.output import exit_with_error
 ROOT = os.path.dirname(os.path.abspath(__file__))
 
 
-def check_place(to, needed):
-    """Raise ValueError unless a folder of so many bytes can be made at `to`, which does not exist or is empty."""
-    if os.path.exists(to) and not (os.path.isdir(to) and not os.listdir(to)):
-        raise ValueError(f"{to} exists already: name another folder with --to=DIR, or delete it")
-    if free_bytes(to) < needed:
-        raise ValueError(f"the folder takes {format_bytes(needed)} and {to} has {format_bytes(free_bytes(to))} free: "
-                         "make room, or name another with --to=DIR")
-
-
 def tokens_to_compare(dataset, data, n):
     """Return (n tokens, what they are): the first of the validation data, or where that is not here or has changed, the
     vocabulary's in their order."""
@@ -70,7 +61,11 @@ try:
     to = os.path.normpath(to or os.path.join(out_dir, f"hf-{tag}"))
     with torch.device("meta"):
         size = GPT(GPTConfig(**state["model"])).num_params() * (4 if dtype == "float32" else 2)
-    check_place(to, size)
+    if os.path.exists(to) and not (os.path.isdir(to) and not os.listdir(to)):
+        raise ValueError(f"{to} exists already: name another folder with --to=DIR, or delete it")
+    if (free := free_bytes(to)) < size:
+        raise ValueError(f"the folder takes {format_bytes(size)} and {to} has {format_bytes(free)} free: make room, or "
+                         "name another with --to=DIR")
 except (UserError, ValueError) as error:
     exit_with_error(str(error))
 
@@ -92,8 +87,8 @@ try:
     if dtype != "float32":
         with torch.no_grad():
             exact = model(idx)
-            moved = model.to(getattr(torch, dtype)).to(torch.float32)(idx) - exact
-        rounding = f" Rounding the weights to {dtype} moves logits by up to {moved.abs().max().item():.1e}."
+            moved = (model.to(getattr(torch, dtype)).float()(idx) - exact).abs().max().item()
+        rounding = f" Rounding the weights to {dtype} moves logits by up to {moved:.1e}."
     work = hf.make_temporary(to)
     hf.write_model(model, work, end_of_text(kind), dtype)
     hf.write_tokenizer(work, kind, model.config.block_size)

@@ -27,10 +27,8 @@ class ExportError(UserError):
 
 
 def make_temporary(to):
-    """Make and return the folder in which an export to `to` is written, and remove those of exports that were killed.
-
-    A running export holds a lock on its folder until it ends.
-    """
+    """Make and return the folder in which an export to `to` is written, and remove those of exports that were killed:
+    a running one holds a lock on its folder."""
     for folder in glob.glob(f"{glob.escape(to)}.*.saving"):
         if re.fullmatch(r"\.[0-9a-f]{8}\.saving", folder.removeprefix(to)):
             with contextlib.suppress(OSError):
@@ -48,26 +46,20 @@ def lock(folder):
     fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def hf_config(config, end, dtype):
-    """Return transformers' GPT2Config of our GPTConfig; end: the id of <|endoftext|>, or None."""
-    from transformers import GPT2Config
-
-    hf = GPT2Config(
-        vocab_size=config.vocab_size, n_positions=config.block_size, n_embd=config.n_embd, n_layer=config.n_layer,
-        n_head=config.n_head, activation_function="gelu_new" if config.gelu == "tanh" else "gelu",
-        resid_pdrop=config.dropout, embd_pdrop=config.dropout, attn_pdrop=config.dropout,
-        bos_token_id=end, eos_token_id=end, dtype=dtype)
-    hf.n_ctx = config.block_size  # n_positions by another name, which OpenAI's files have and llama.cpp asks for
-    return hf
-
-
 def write_model(model, folder, end, dtype):
     """Write config.json, generation_config.json and model.safetensors. Linear layers become Conv1D, which is
-    transposed. The vocabulary's padding is left out. Where the model has no biases, they are zero."""
-    from transformers import GPT2LMHeadModel
+    transposed. The vocabulary's padding is left out. Where the model has no biases, they are zero. end: the id of
+    <|endoftext|>, or None."""
+    from transformers import GPT2Config, GPT2LMHeadModel
 
+    c = model.config
+    hf_config = GPT2Config(
+        vocab_size=c.vocab_size, n_positions=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head,
+        activation_function="gelu_new" if c.gelu == "tanh" else "gelu", resid_pdrop=c.dropout, embd_pdrop=c.dropout,
+        attn_pdrop=c.dropout, bos_token_id=end, eos_token_id=end, dtype=dtype)
+    hf_config.n_ctx = c.block_size  # n_positions by another name, which OpenAI's files have and llama.cpp asks for
     with torch.device("meta"):
-        hf_model = GPT2LMHeadModel(hf_config(model.config, end, dtype))
+        hf_model = GPT2LMHeadModel(hf_config)
     params, weights = model.state_dict(), {}
     for name, like in hf_model.state_dict().items():
         w = params[name] if name in params else torch.zeros(like.shape)
@@ -81,11 +73,9 @@ def write_model(model, folder, end, dtype):
 
 @torch.no_grad()
 def check_model(model, folder, idx):
-    """Return (the largest difference between our logits for idx (1, T) and those of the folder, the precision's name).
-
-    The precision is float32; where that differs by more than MAX_LOGIT_DIFFERENCE float64, which tells a mistake from
-    rounding. Raises ExportError if the difference is still larger.
-    """
+    """Return (the largest difference between our logits for idx (1, T) and those of the folder, the precision's name):
+    float32 or, where that differs by more than MAX_LOGIT_DIFFERENCE, float64, which tells a mistake from rounding.
+    Raises ExportError if the difference is still larger."""
     from transformers import AutoModelForCausalLM
 
     for dtype in (torch.float32, torch.float64):
@@ -113,13 +103,11 @@ def write_tokenizer(folder, meta, block_size):
                        "model_input_names": ["input_ids", "attention_mask"],  # no token types, which GPT-2 would add
                        "clean_up_tokenization_spaces": False}, f, indent=1)
         return
+    # bytes as letters: latin-1 makes one character of each byte, translate() the letter that stands for it
     ranks, letters = gpt2_ranks(), bytes_to_unicode()
-
-    def as_text(token):
-        return "".join(letters[byte] for byte in token)
-
-    vocab = {as_text(token): rank for token, rank in ranks.items()} | {END_OF_TEXT: len(ranks)}
-    merges = [tuple(map(as_text, pair)) for pair in bpe_merges(ranks)]
+    vocab = {token.decode("latin-1").translate(letters): rank for token, rank in ranks.items()}
+    vocab[END_OF_TEXT] = len(ranks)
+    merges = [tuple(part.decode("latin-1").translate(letters) for part in pair) for pair in bpe_merges(ranks)]
     GPT2Tokenizer(vocab=vocab, merges=merges, model_max_length=block_size).save_pretrained(folder)
     with open(os.path.join(folder, "vocab.json"), "w", encoding="utf-8") as f:
         json.dump(vocab, f)

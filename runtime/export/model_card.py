@@ -42,9 +42,9 @@ def model_card(name, model, manifest, history, prompt, export):
     settings = {key: value for key, value in state["settings"].items() if key in CARD_SETTINGS}
     base = settings["init_from"]
     settings |= {"init_from": os.path.basename(os.path.normpath(base)), "ranks": manifest["world_size"],
-                 "dataset": ", ".join(dataset_names(settings["dataset"])), "ZeRO stage": manifest["stage"],
+                 "dataset": dataset_names(settings["dataset"]), "ZeRO stage": manifest["stage"],
                  "precision": manifest["dtype"], **manifest["versions"]}
-    settings |= {f"earlier run {i}": f"{run['iter_num']} iterations on {', '.join(dataset_names(run['dataset']))}"
+    settings |= {f"earlier run {i}": f"{run['iter_num']} iterations on {dataset_names(run['dataset'])}"
                  for i, run in enumerate(state["lineage"], 1)}
     losses = "".join(f"Its training loss is {r['train_loss']:.4f}, its validation loss {r['val_loss']:.4f} "
                      f"(perplexity {r['perplexity']:.2f}). "
@@ -58,6 +58,6 @@ def model_card(name, model, manifest, history, prompt, export):
 
 def dataset_names(dataset):
     """Return the names in a setting: one, or each of a mixture with its weight."""
-    weights = {dataset: None} if isinstance(dataset, str) else dataset
-    return [os.path.basename(os.path.normpath(name)) + (f" (weight {weight})" if weight else "")
-            for name, weight in weights.items()]
+    if isinstance(dataset, str):
+        return os.path.basename(os.path.normpath(dataset))
+    return ", ".join(f"{dataset_names(name)} (weight {weight})" for name, weight in dataset.items())
