@@ -265,3 +265,16 @@ def test_the_tables_of_checkpoints_and_precisions_are_what_was_measured():
     assert p["passed"] and p["same_bytes"] and f"on {p['mb']:,} MB" in row and f"{p['peak_mb']} MB at most" in row
     assert f"{p['mb_per_cpu_second_of_a_worker']} MB a CPU second of a worker" in row
     assert f"{p['kills']} kills, {p['orphans']} processes left" in row
+
+
+def test_the_new_layout_is_as_fast_as_the_old_one():
+    """Within 1%, but for the 1.9 and 2.4% that choosing among cuBLASLt's algorithms had brought (cut)."""
+    cases = run_of("x1_before_after")["cases"]
+    allowed = {"8 x 4": 0.019, "1 x 32": 0.024}
+    assert len(cases) == 6
+    for name, case in cases.items():
+        key = "ms" if "ms" in case["new"] else "tokens_per_s"
+        old, new = (case[which][key]["median"] for which in ("old", "new"))
+        assert (new / old if key == "ms" else old / new) < 1.01 + allowed.get(name, 0), name
+        digits = 2 if name == "shakespeare_char" else 0
+        assert f"| {name} | {old:,.{digits}f} | {new:,.{digits}f} |" in (ROOT / "RESULTS.md").read_text("utf-8"), name
