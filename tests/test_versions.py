@@ -40,14 +40,6 @@ def test_another_deepspeed_is_refused_or_accepted(train, older):
     assert accepted.losses == pytest.approx(pinned.losses, abs=1e-5) and accepted.losses != pinned.losses
 
 
-def test_a_name_that_is_missing_in_deepspeed_leaves_its_own_path(train):
-    plant = "from runtime.engine.zero2_gradients import Zero2Gradients as Z\nZ.USES += ('renamed',)"
-    run = done(train(ranks=2, plant=plant))
-    assert (f"note       DeepSpeed {DEEPSPEED} has no renamed: its own gradient path is used, which is slower"
-            in run.stdout)
-    assert run.losses == pytest.approx(done(train(ranks=2)).losses, abs=1e-5)
-
-
 def test_a_resume_notes_other_versions(train):
     run = done(train())
     tag, manifest = TagStore(run.out_dir).find()

@@ -1,17 +1,16 @@
 """ZeRO-2's gradients, from backward into this rank's fp32 partition.
 
 DeepSpeed 0.19.8 divides, concatenates, casts and accumulates each gradient in passes of their own, then checks for
-overflow and computes the norm parameter by parameter. Here one of three classes takes the gradients, and overflow check
+overflow and computes the norm parameter by parameter. Here one of two classes takes the gradients, and overflow check
 and norm read the flat partitions:
 
-  OneRank            param.main_grad is a view of the partition. The matmuls of kernels/block.py accumulate into it, so
-                     most gradients are never stored by themselves.
-  LocalAccumulation  param.main_grad is a view of a full fp32 buffer on every rank: one reduce-scatter per step.
+  LocalAccumulation  param.main_grad, an fp32 tensor of the parameter's shape as in Megatron-LM. The matmuls of
+                     kernels/block.py accumulate into it, so most gradients are never stored by themselves. It is a view
+                     of the partition on one rank, else of a full buffer on every rank: one reduce-scatter per step.
   BucketedAllReduce  no main_grad. Gradients are copied into a bucket; a full one is all-reduced on a side stream while
                      backward continues, and this rank's part is cast, divided and accumulated in one pass.
 
-param.main_grad is an fp32 tensor of the parameter's shape, as in Megatron-LM, or absent. What is computed stays the
-same. GPT-2 XL at 8 x 4 on one H200: 798 ms per step became 717 (RESULTS.md).
+What is computed stays the same. GPT-2 XL at 8 x 4 on one H200: 798 ms per step became 717 (RESULTS.md).
 """
 
 import math
@@ -21,19 +20,11 @@ import torch
 from deepspeed import comm as dist  # so that its log of messages has ours
 
 from runtime.cluster.ranks import all_reduce_sum
-from runtime.engine.ds_config import uses_offload
-from runtime.versions import has_all
+from runtime.engine.ds_config import supports_fast_gradients
 
 
 class Zero2Gradients:
     """Gradients of DeepSpeed's stage 2 optimizer, accumulated into partitions that stay where they are."""
-
-    USES = ("averaged_gradients", "bit16_groups_flat", "communication_data_type", "dp_process_group",
-            "gradient_accumulation_dtype", "gradient_predivide_factor", "micro_step_id", "postscale_gradients",
-            "ready_for_gradients", "reduce_bucket_size", "round_robin_bit16_groups", "round_robin_bit16_offsets",
-            "_build_compact_grad_partition_buffer")
-    REPLACES = ("_use_compact_grad_partition_buffer", "process_gradients", "reduce_ipg_grads", "has_overflow",
-                "scaled_global_norm", "zero_grad", "overlap_comm")
 
     def __init__(self, optimizer, fast):
         self.optimizer, self.fast, self.group = optimizer, fast, optimizer.dp_process_group
@@ -44,15 +35,6 @@ class Zero2Gradients:
         # The place of each parameter, (parameter group, parameter, offset): all ranks' partitions are one flat tensor
         self.places = [(i, *place) for i, params in enumerate(optimizer.round_robin_bit16_groups)
                        for place in zip(params, optimizer.round_robin_bit16_offsets[i])]
-
-    def install(self):
-        """Replace DeepSpeed's gradient path by this one."""
-        optimizer = self.optimizer
-        optimizer._use_compact_grad_partition_buffer = lambda group: True  # DeepSpeed's: not where weights are fp32
-        optimizer.process_gradients, optimizer.reduce_ipg_grads = self.on_grad_ready, self.finish_backward
-        optimizer.has_overflow, optimizer.scaled_global_norm = self.has_overflow, self.scaled_global_norm
-        optimizer.zero_grad = self.zero_grad
-        optimizer.overlap_comm = False  # else it synchronizes after each backward; finish_backward waits on the GPU
 
     def on_grad_ready(self, param, group):
         """DeepSpeed's hook: backward is done with a parameter."""
@@ -100,22 +82,17 @@ class Zero2Gradients:
                 self.optimizer.averaged_gradients[i] = partition
 
 
-class OneRank(Zero2Gradients):
-    def __init__(self, optimizer, fast):
-        super().__init__(optimizer, fast)
-        for i, param, offset in self.places:
-            flat = self.partitions[i].flat_partition
-            param.main_grad = flat.narrow(0, offset, param.numel()).view(param.shape)
-
-
 class LocalAccumulation(Zero2Gradients):
     def __init__(self, optimizer, fast):
         super().__init__(optimizer, fast)
-        self.main_grads = [torch.zeros_like(flat, dtype=torch.float32) for flat in optimizer.bit16_groups_flat]
+        self.main_grads = ([partition.flat_partition for partition in self.partitions] if self.world_size == 1 else
+                           [torch.zeros_like(flat, dtype=torch.float32) for flat in optimizer.bit16_groups_flat])
         for i, param, offset in self.places:
             param.main_grad = self.main_grads[i].narrow(0, offset, param.numel()).view(param.shape)
 
     def before_step(self):
+        if self.world_size == 1:
+            return
         for partition, main_grads in zip(self.partitions, self.main_grads):
             dist.reduce_scatter_tensor(partition.flat_partition, main_grads, group=self.group)
             partition.flat_partition.div_(self.world_size)
@@ -187,21 +164,18 @@ class BucketedAllReduce(Zero2Gradients):
 
 
 def install(engine, fast, accumulate_locally=False):
-    """Install the class that fits into an engine; returns it, or None if DeepSpeed's own path stays: with offload, and
-    with gradients that are not accumulated in fp32. accumulate_locally: whether this rank has room for
-    LocalAccumulation, which is taken if all ranks have. fast: the FastPath, for skip_above and grad_norm. All ranks."""
-    optimizer = engine.optimizer
-    if engine.zero_optimization_stage() != 2 or uses_offload(engine.config):
+    """Replace DeepSpeed's gradient path by one of these; returns it, or None where supports_fast_gradients says no.
+    accumulate_locally: whether this rank has room for LocalAccumulation, which is taken if all ranks have. fast: the
+    FastPath, for skip_above and grad_norm. All ranks."""
+    optimizer, (model_dtype, _) = engine.optimizer, engine.get_data_types()
+    if not supports_fast_gradients(engine.config, str(model_dtype).removeprefix("torch.")):
         return None
-    if not (has_all(optimizer, Zero2Gradients.USES + Zero2Gradients.REPLACES, "gradient path")
-            and optimizer.gradient_accumulation_dtype == torch.float32 and optimizer.postscale_gradients
-            and optimizer.communication_data_type == optimizer.dtype and optimizer.gradient_predivide_factor == 1.0):
-        return None
-    world_size, way = dist.get_world_size(optimizer.dp_process_group), BucketedAllReduce
-    if world_size == 1:
-        way = OneRank
-    elif all_reduce_sum(accumulate_locally, device=optimizer.device)[0] == world_size:
-        way = LocalAccumulation
-    gradients = way(optimizer, fast)
-    gradients.install()
+    world_size = dist.get_world_size(optimizer.dp_process_group)
+    local = world_size == 1 or all_reduce_sum(accumulate_locally, device=optimizer.device)[0] == world_size
+    gradients = (LocalAccumulation if local else BucketedAllReduce)(optimizer, fast)
+    optimizer._use_compact_grad_partition_buffer = lambda group: True  # DeepSpeed's: not where weights are fp32
+    optimizer.process_gradients, optimizer.reduce_ipg_grads = gradients.on_grad_ready, gradients.finish_backward
+    optimizer.has_overflow, optimizer.scaled_global_norm = gradients.has_overflow, gradients.scaled_global_norm
+    optimizer.zero_grad = gradients.zero_grad
+    optimizer.overlap_comm = False  # else it synchronizes after each backward; finish_backward waits on the GPU
     return gradients
