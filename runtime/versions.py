@@ -6,8 +6,6 @@ The fast paths replace methods of DeepSpeed's optimizer, and another release may
 
 import importlib.metadata
 
-from runtime.cluster.ranks import print0
-
 DEEPSPEED = "0.19.8"  # as in requirements.txt
 
 
@@ -36,12 +34,3 @@ def version_note(recorded):
     other = [f"{name} {recorded[name]} (installed: {version})" for name, version in recorded_versions().items()
              if recorded[name].partition("+")[0] != version]
     return f"note       the checkpoint was written under {', '.join(other)}" if other else None
-
-
-def has_all(target, names, path):
-    """Return whether an object of DeepSpeed's has all these names. If not, print that its own `path` is used."""
-    missing = [name for name in names if not hasattr(target, name)]
-    if missing:
-        print0(f"note       DeepSpeed {installed('deepspeed')} has no {', '.join(missing)}: its own {path} is used, "
-               "which is slower")
-    return not missing

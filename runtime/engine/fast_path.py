@@ -1,8 +1,8 @@
 """Our shortcuts through one DeepSpeed engine: the gradient path, the AdamW step, and micro-steps as a CUDA graph.
 
-GPT-2 XL launches some 2,500 kernels per micro-step. At a small micro-batch that takes a CPU longer than the GPU needs
-to run them: 32 micro-steps of one sequence took 4,219 ms launched one by one and 909 ms as a CUDA graph, on an H200
-beside a slow CPU (RESULTS.md).
+GPT-2 XL launches some 2,500 kernels per micro-step. At a small micro-batch that takes a CPU longer than running them
+takes the GPU: 32 micro-steps of one sequence took 4,219 ms, as a CUDA graph 909 ms, on an H200 beside a slow CPU
+(RESULTS.md).
 """
 
 import atexit
@@ -15,10 +15,7 @@ from runtime.cluster.ranks import on_shut_down
 
 
 class FastPath:
-    """The shortcuts that fit an engine. All that is replaced in DeepSpeed's objects is replaced here: see `replaced`.
-
-    A step leaves its results here for others to read, and nothing on DeepSpeed's optimizer.
-    """
+    """The shortcuts that fit an engine. A step leaves its results here for others to read."""
 
     def __init__(self, engine=None):
         self.engine = engine
@@ -27,15 +24,13 @@ class FastPath:
         self.skip_above = math.inf  # a step whose gradient norm is not below it is skipped
         self.grad_norm = None  # of the last step, before clipping, without the loss scale; None: ask the engine
         self.time_local_work = lambda local: contextlib.nullcontext()  # StragglerDetector's, around work of this rank
-        self.captures = False
+        self.launches_left = math.inf  # micro-steps before the one that is captured
         self.graph = None
 
     def install(self, accumulate_locally=False, fused_step=True, capture=True):
         """Replace what fits in the engine, and capture micro-steps if `capture` and that is possible. All ranks.
-
-        accumulate_locally: whether ranks have room for the gradients of all parameters. fused_step: whether Triton can
-        be used.
-        """
+        accumulate_locally: whether ranks have room for the gradients of all parameters. fused_step: whether Triton
+        works."""
         from runtime.engine import fused_adamw, zero2_gradients
 
         self.gradients = zero2_gradients.install(self.engine, self, accumulate_locally)
@@ -43,20 +38,15 @@ class FastPath:
         if capture and self.gradients and self.fused_step:
             self.capture_micro_steps()
 
-    @property
-    def replaced(self):
-        """The names of the attributes of DeepSpeed's optimizer that are replaced."""
-        return [name for part in (self.gradients, self.fused_step) if part for name in part.REPLACES]
-
     def capture_micro_steps(self):
         """Run micro-steps as a CUDA graph from the second optimizer step on.
 
         All that a micro-step does must be the same every time, and its memory stay where it is: ZeRO-2 with our
-        gradients and step, and no loss scale. PyTorch sees to it that each replay draws new random numbers for dropout,
-        the same as without a graph. The first step runs without, for what libraries and DeepSpeed do at their first
-        calls; not the second, as DeepSpeed's timer of steps then stops the GPU.
+        gradients and step, and no loss scale. Each replay draws new random numbers for dropout, the same as without a
+        graph. The first step runs without, for what libraries and DeepSpeed do at their first calls; not the second, as
+        DeepSpeed's timer of steps then stops the GPU.
         """
-        self.captures, self.warmup_left = True, self.engine.gradient_accumulation_steps()
+        self.launches_left = self.engine.gradient_accumulation_steps()
         params = [param for param in self.engine.module.parameters() if param.requires_grad]
         self.graph_is_local = all(hasattr(param, "main_grad") for param in params)  # no collective in it
         on_shut_down(self.close)
@@ -64,9 +54,8 @@ class FastPath:
 
     def forward_backward(self, x, y):
         """engine(x, y) and engine.backward(loss). Returns the loss, detached; the next call may overwrite it."""
-        if not self.captures or self.warmup_left:
-            if self.captures:
-                self.warmup_left -= 1
+        if self.launches_left:
+            self.launches_left -= 1
             return self._launch(x, y)
         if self.graph is None:
             self.inputs, self.graph = (x.clone(), y.clone()), torch.cuda.CUDAGraph()
@@ -90,4 +79,4 @@ class FastPath:
         if self.graph is not None:
             torch.cuda.synchronize()
             self.graph.reset()
-            self.graph, self.captures = None, False
+            self.graph, self.launches_left = None, math.inf

@@ -1,9 +1,8 @@
 """Clipping, AdamW and the bfloat16 copy of the weights in one pass, at ZeRO-2 and 3.
 
-DeepSpeed clips the accumulated gradients in one pass, runs PyTorch's AdamW in the next, and copies the weights to
-bfloat16 in a third; in between it synchronizes three times to see whether a number is finite. Here one kernel does all
-three and clears the gradients for the next step, and the norm is read while it runs. What is computed stays the same,
-as does the state that checkpoints hold.
+DeepSpeed takes a pass for each, and in between synchronizes three times to see whether a number is finite. Here one
+kernel does all three and clears the gradients for the next step, and the norm is read while it runs. What is computed
+stays the same, as does the state that checkpoints hold.
 """
 
 from __future__ import annotations  # without Triton there is no tl.constexpr
@@ -16,8 +15,8 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
+from runtime.engine.ds_config import uses_offload
 from runtime.kernels import jit, tl, triton
-from runtime.versions import has_all
 
 
 @jit
@@ -57,14 +56,8 @@ class Partition:
 class FusedStep:
     """In place of the step of DeepSpeed's optimizer. Its subclasses do what DeepSpeed does before and after."""
 
-    USES = ("overflow", "_global_grad_norm", "clip_grad", "dp_process_group", "dtype", "gradient_accumulation_dtype")
-    REPLACES = ("step",)
-
     def __init__(self, optimizer, fast):
         self.optimizer, self.fast = optimizer, fast
-
-    def install(self):
-        self.optimizer.step = self.step
 
     def step(self, closure=None):
         optimizer, fast = self.optimizer, self.fast
@@ -103,10 +96,6 @@ class FusedStep:
 class Zero2Step(FusedStep):
     """The gradients come from fast.gradients (zero2_gradients.py)."""
 
-    USES = (*FusedStep.USES, "micro_step_id", "single_partition_of_fp32_groups", "parallel_partitioned_bit16_groups",
-            "bit16_groups_flat", "real_dp_process_group", "nccl_start_alignment_factor", "allgather_bucket_size",
-            "_lazy_init_hp_params_optimizer_state")
-
     def before_step(self):
         self.optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
         self.fast.gradients.before_step()
@@ -131,10 +120,6 @@ class Zero2Step(FusedStep):
 class Zero3Step(FusedStep):
     """A parameter group may be several sub-groups, each a Partition."""
 
-    USES = (*FusedStep.USES, "fp16_groups", "fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat",
-            "sub_group_to_group_id", "grad_partitions_flat_buffer", "averaged_gradients", "_pre_step",
-            "_partition_all_parameters", "_post_step")
-
     def before_step(self):
         self.optimizer._pre_step()
         self.optimizer._partition_all_parameters()
@@ -153,19 +138,15 @@ class Zero3Step(FusedStep):
 
 
 def install(engine, fast):
-    """Install the step that fits into an engine; returns it, or None if DeepSpeed's own stays. It fits stage 2 with
+    """Replace DeepSpeed's optimizer step; returns the FusedStep, or None where none fits. It fits stage 2 with
     fast.gradients, and stage 3; bfloat16 with fp32 gradients; torch.optim.AdamW without offload."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     kind = {2: Zero2Step, 3: Zero3Step}.get(stage)
     if not (triton and kind and type(optimizer.optimizer) is torch.optim.AdamW and (stage == 3 or fast.gradients)
-            and (optimizer.dtype, optimizer.gradient_accumulation_dtype) == (torch.bfloat16, torch.float32)):
-        return None
-    if getattr(optimizer, "offload_optimizer", False) or getattr(optimizer, "swap_optimizer", False):
-        return None
-    if not getattr(optimizer, "check_grad_overflow", True):  # the step is to be made whatever the gradient is
-        return None
-    if not has_all(optimizer, kind.USES + kind.REPLACES, "optimizer step"):
+            and (optimizer.dtype, optimizer.gradient_accumulation_dtype) == (torch.bfloat16, torch.float32)
+            and not uses_offload(engine.config)
+            and getattr(optimizer, "check_grad_overflow", True)):  # else the step is made whatever the gradient is
         return None
     fused_step = kind(optimizer, fast)
-    fused_step.install()
+    optimizer.step = fused_step.step
     return fused_step
