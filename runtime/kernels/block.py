@@ -1,12 +1,9 @@
-"""GPT-2's blocks for training on a GPU, with fused kernels between the GEMMs.
-
-What is between a block's GEMMs moves bytes and computes little, so it is done in as few passes as possible:
+"""GPT-2's blocks for training on a GPU, with as few passes as possible between the GEMMs.
 
   residual + layer norm  One kernel adds a branch (attention or MLP) and its bias to the residual stream and normalizes
                          the sum. So a block returns (residual, branch, branch_bias), for the next layer norm to add.
   bias gradients         The kernel that writes a matrix also sums its columns: each program stores partial sums, and
-                         reduce_partials adds them up, in float32. GELU's backward does so, and the concatenation of
-                         dq, dk and dv for the QKV projection's backward.
+                         reduce_partials adds them up, in float32.
   weight gradients       The GEMM accumulates in float32, weight.main_grad += dy.T @ x (engine/zero2_gradients.py).
 
 GEMMs and attention are PyTorch's, or fp8.py's. model.py has the plain form of all this; tests compare the two.
@@ -34,7 +31,6 @@ TILE = {"ROWS": 16, "COLUMNS": 128}  # of a matrix that a program loads at once
 STEPS = 8  # tiles, one below the other, that a program sums up
 
 
-# -----------------------------------------------------------------------------
 # Kernels. Rows are tokens. With FP8 a result is also stored in FP8
 
 
@@ -179,7 +175,6 @@ def reduce_partials(partials, out0, out1, out2, count, n, stride, ADD: tl.conste
     tl.store(out + c, result.to(out.dtype.element_ty), mask=c < n)
 
 
-# -----------------------------------------------------------------------------
 # The operations of a block, with their gradients. Activations are (B, T, C). Parameters are kept as they are, not among
 # the saved tensors: from these activation checkpointing would return copies without their main_grad
 
@@ -200,10 +195,10 @@ def column_sums(kernel, inputs, out, width, grid, weight, bias):
     rows, C = out.shape
     count = triton.cdiv(rows, TILE["ROWS"] * STEPS)
     partials = out.new_empty((count, 1, C), dtype=torch.float32)
-    out8 = fp8.output_for(weight, fp8.GRAD_OUTPUT, out)
+    out8, fp8_args = fp8.output_for(weight, fp8.GRAD_OUTPUT, out)
     kernel[(count, triton.cdiv(width, TILE["COLUMNS"]), *grid)](
-        *inputs, out, partials, rows, width, *fp8.pointers(out8, out), FP8=out8 is not None, STEPS=STEPS, **TILE)
-    return out8 and out8.data, reduce_param_grads(partials, bias)[0]
+        *inputs, out, partials, rows, width, **fp8_args, STEPS=STEPS, **TILE)
+    return out8, reduce_param_grads(partials, bias)[0]
 
 
 def linear_grads(x, weight, dy, dy8=None):
@@ -222,31 +217,30 @@ class ResidualLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, residual, branch, branch_bias, weight, bias, consumer_weight=None):
-        C, add = residual.size(-1), branch is not None
+        C, BLOCK, add = residual.size(-1), triton.next_power_of_2(residual.size(-1)), branch is not None
         rows, residual_out = residual.numel() // C, torch.empty_like(residual) if add else residual
         normed, (mean, rstd) = torch.empty_like(residual), residual.new_empty((2, rows), dtype=torch.float32)
-        out8, BLOCK = fp8.output_for(consumer_weight, fp8.INPUT, normed), triton.next_power_of_2(C)
-        residual_layernorm_fwd[(rows,)](
-            residual, branch, branch_bias, weight, bias, residual_out, normed, mean, rstd, C,
-            *fp8.pointers(out8, normed), FP8=out8 is not None, ADD=add, BLOCK=BLOCK,
-            num_warps=min(8, max(1, BLOCK // 512)))
+        out8, fp8_args = fp8.output_for(consumer_weight, fp8.INPUT, normed)
+        ctx.one_row = {"BLOCK": BLOCK, "num_warps": min(8, max(1, BLOCK // 512))}
+        residual_layernorm_fwd[(rows,)](residual, branch, branch_bias, weight, bias, residual_out, normed, mean, rstd,
+                                        C, **fp8_args, ADD=add, **ctx.one_row)
         ctx.save_for_backward(residual_out, mean, rstd)
         ctx.set_materialize_grads(False)
         ctx.params = [weight, bias, *([branch_bias] if add else [])]
-        if out8:
-            ctx.mark_non_differentiable(out8.data)
-        return residual_out if add else None, normed, out8 and out8.data
+        if out8 is not None:
+            ctx.mark_non_differentiable(out8)
+        return residual_out if add else None, normed, out8
 
     @staticmethod
     def backward(ctx, dresidual_out, dnormed, _):
         residual_out, mean, rstd = ctx.saved_tensors
         C, dresidual = residual_out.size(-1), torch.empty_like(residual_out)
-        rows, BLOCK, add = residual_out.numel() // C, triton.next_power_of_2(C), dresidual_out is not None
+        rows, add = residual_out.numel() // C, dresidual_out is not None
         count = min(NUM_PROGRAMS, triton.cdiv(rows, 4))
         partials = residual_out.new_empty((count, 3, C), dtype=torch.float32)
         residual_layernorm_bwd[(count,)](
             dnormed.contiguous(), dresidual_out.contiguous() if add else None, residual_out, ctx.params[0], mean, rstd,
-            dresidual, partials, rows, C, ADD=add, BLOCK=BLOCK, NUM_STAGES=3, num_warps=min(8, max(1, BLOCK // 512)))
+            dresidual, partials, rows, C, ADD=add, NUM_STAGES=3, **ctx.one_row)
         dweight, dbias, *dbranch_bias = reduce_param_grads(partials[:, : len(ctx.params)], *ctx.params)
         return dresidual, *((dresidual, *dbranch_bias) if dbranch_bias else (None, None)), dweight, dbias, None
 
@@ -280,14 +274,13 @@ class LinearGelu(torch.autograd.Function):
     def forward(ctx, x, x8, weight, bias, consumer_weight):
         ctx.weight, ctx.bias = weight, bias
         h = fp8.linear(x, weight, bias, x8)
-        g, out8 = torch.empty_like(h), fp8.output_for(consumer_weight, fp8.INPUT, h)
-        BLOCK = 4096 if out8 else 1024
-        gelu_fwd[(triton.cdiv(h.numel(), BLOCK),)](h, g, h.numel(), *fp8.pointers(out8, h), FP8=out8 is not None,
-                                                   BLOCK=BLOCK, num_warps=BLOCK // 256)
+        g, (out8, fp8_args) = torch.empty_like(h), fp8.output_for(consumer_weight, fp8.INPUT, h)
+        BLOCK = 1024 if out8 is None else 4096
+        gelu_fwd[(triton.cdiv(h.numel(), BLOCK),)](h, g, h.numel(), **fp8_args, BLOCK=BLOCK, num_warps=BLOCK // 256)
         ctx.save_for_backward(x, h)
-        if out8:
-            ctx.mark_non_differentiable(out8.data)
-        return g, out8 and out8.data
+        if out8 is not None:
+            ctx.mark_non_differentiable(out8)
+        return g, out8
 
     @staticmethod
     def backward(ctx, dg, _):
@@ -313,10 +306,6 @@ class LinearNoBias(torch.autograd.Function):
         return dx, None, dweight
 
 
-# -----------------------------------------------------------------------------
-# The model
-
-
 def supports(config):
     """Whether these blocks can replace those of a model of this GPTConfig."""
     return config.bias and config.gelu == "tanh" and config.dropout == 0 and config.n_embd <= MAX_WIDTH
@@ -325,8 +314,8 @@ def supports(config):
 def install(model, use_fp8=False):
     """Have a model's blocks run on these kernels from now on, and compile its loss."""
     model.fp8_scales = fp8.Fp8Scales(model) if use_fp8 else None
-    loss = cross_entropy_with_grad
-    model.lm_head.cross_entropy = torch.compile(loss) if model.lm_head.weight.is_cuda else loss
+    if model.lm_head.weight.is_cuda:
+        model.lm_head.cross_entropy = torch.compile(cross_entropy_with_grad)
     model.forward_hidden = partial(forward_hidden, model)
     for block in model.transformer.h:
         block.forward = partial(block_forward, block)
@@ -334,8 +323,8 @@ def install(model, use_fp8=False):
 
 
 def compare_with_plain(device, dtype, B=4, T=1024, n_head=25, n_embd=1600):
-    """Return how far one block's loss and gradients in `dtype` are from model.py's in float32: two pairs, of these
-    kernels and of model.py itself. The loss's distance is absolute, the gradients' is relative, over all of them."""
+    """Return how far one block's loss (absolute) and gradients (relative, over all of them) in `dtype` are from
+    model.py's in float32: two pairs, of these kernels and of model.py itself."""
     torch.manual_seed(0)
     exact = GPT(GPTConfig(T, vocab_size=1024, n_layer=1, n_head=n_head, n_embd=n_embd))
     with torch.no_grad():
@@ -388,7 +377,9 @@ def attn_and_mlp(block, residual, branch, branch_bias):
     attn, mlp = block.attn, block.mlp
     residual, normed, normed8 = layernorm(block.ln_1, residual, branch, branch_bias, attn.c_attn.weight)
     q, k, v = QKVProjection.apply(normed, normed8, attn.c_attn.weight, attn.c_attn.bias, attn.n_head)
-    y = attention(q, k, v).transpose(1, 2).reshape(residual.shape)
+    with sdpa_kernel(attention_backends(q.device), set_priority=True) if q.is_cuda else nullcontext():
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    y = y.transpose(1, 2).reshape(residual.shape)
     branch = LinearNoBias.apply(y, None, attn.c_proj.weight)
     residual, normed, normed8 = layernorm(block.ln_2, residual, branch, attn.c_proj.bias, mlp.c_fc.weight)
     g, g8 = LinearGelu.apply(normed, normed8, mlp.c_fc.weight, mlp.c_fc.bias, mlp.c_proj.weight)
@@ -396,8 +387,3 @@ def attn_and_mlp(block, residual, branch, branch_bias):
     if not hasattr(bias, "main_grad"):
         bias = bias.clone()  # ZeRO-3 releases the block's own before the next block adds it
     return residual, LinearNoBias.apply(g, g8, mlp.c_proj.weight), bias
-
-
-def attention(q, k, v):
-    with sdpa_kernel(attention_backends(q.device), set_priority=True) if q.is_cuda else nullcontext():
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -1,7 +1,7 @@
 """Decoding one token of one text, at 46% of the speed at which an H200 reads the weights (57% on an H100; RESULTS.md).
 
 With one text each linear layer is a GEMV, which takes as long as reading its matrix. PyTorch's reach 700 to 2,300 GB/s
-of an H200's 4,150, and layer norm, GELU and residual are kernels of their own. Here a block is five kernels:
+of an H200's 4,150, and launch layer norm, GELU and residual apart. Here a block is five kernels:
 
   gemv              One matrix, with the layer norm before it, and bias, GELU and residual after it.
   decode_attention  Split-KV attention ("flash decoding"): several programs share the keys and values of a head, each
@@ -117,17 +117,13 @@ def linear(x, layer, pdl, norm=None, gelu=False, residual=None):
     return out
 
 
-def pdl_options(device):
-    """The launch options for PDL: on Hopper and later."""
-    return {"launch_pdl": True} if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9 else {}
-
-
 def decode_step_for(model, B):
     """What generate() may take as custom_step for B texts, or None where these kernels don't fit."""
     c, weight = model.config, model.lm_head.weight
-    D, fits = c.n_embd // c.n_head, B == 1 and c.bias and c.gelu == "tanh" and 4 * c.n_embd <= max(TILES)
-    return partial(decode_step, model) if (
-        fits and D & (D - 1) == 0 and D >= 16 and weight.is_cuda and is_supported(weight)) else None
+    D = c.n_embd // c.n_head
+    fits = (B == 1 and c.bias and c.gelu == "tanh" and 4 * c.n_embd <= max(TILES) and D & (D - 1) == 0 and D >= 16
+            and weight.is_cuda and is_supported(weight))
+    return partial(decode_step, model) if fits else None
 
 
 @torch.no_grad()
@@ -135,7 +131,8 @@ def decode_step(model, token, position, caches):
     """One step of model.Decoder for one text: logits (1, vocab_size) after `token` (1, 1) at `position` (1,)."""
     x = (model.transformer.wte(token) + model.transformer.wpe(position)).view(-1)
     C, heads = model.config.n_embd, model.config.n_head
-    D, pdl = C // heads, pdl_options(x.device)
+    D, hopper = C // heads, x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    pdl = {"launch_pdl": True} if hopper else {}
     partials = torch.empty(heads, NUM_KV_SPLITS, D + 2, device=x.device)
     arrivals = torch.zeros(heads, dtype=torch.int32, device=x.device)
     for block, cache in zip(model.transformer.h, caches, strict=True):

@@ -1,6 +1,6 @@
 """FP8 matmuls in the blocks (fp8=True), on Hopper and later.
 
-How FP8 training works: a linear layer, y = input @ weight.T + bias, takes three GEMMs:
+A linear layer, y = input @ weight.T + bias, takes three GEMMs:
 
   1. forward          y           = input @ weight.T       FP8, both in E4M3
   2. input gradient   grad_input  = grad_output @ weight   FP8, grad_output in E5M2, which has more range
@@ -10,13 +10,11 @@ The output layer and evaluations stay in bfloat16, too. FP8 has little range: E4
 (Micikevicius et al., arXiv:2209.05433). So a tensor is multiplied by a scale before its cast, and y by the inverses.
 Scaling is delayed, as in NVIDIA's Transformer Engine: the scale follows from the largest absolute value (amax) of the
 micro-step before, with a factor of 2 of headroom. So the kernel that computes a tensor can cast it in the same pass.
-The first micro-step of a process has no amax: it runs in bfloat16 and calibrates. So the losses of a resumed run are
-close to those of one that never stopped, not equal.
+A process's first micro-step runs in bfloat16 and calibrates, so a resumed run's losses differ a little.
 """
 
 from __future__ import annotations  # without Triton there is no tl.constexpr
 
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -55,11 +53,8 @@ def cast_kernel(x, out, rows, C, amax, scale, slot, TRANSPOSE: tl.constexpr, ROW
     offsets = r[:, None].to(tl.int64) * C + c[None, :]
     values = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
     if TRANSPOSE:
-        offsets = c[:, None].to(tl.int64) * rows + r[None, :]
-        largest = store_fp8(out, offsets, tl.trans(values), tl.trans(mask), scale, slot)
-    else:
-        largest = store_fp8(out, offsets, values, mask, scale, slot)
-    update_amax(amax, slot, largest)
+        offsets, values, mask = c[:, None].to(tl.int64) * rows + r[None, :], tl.trans(values), tl.trans(mask)
+    update_amax(amax, slot, store_fp8(out, offsets, values, mask, scale, slot))
 
 
 class Fp8Scales:
@@ -88,16 +83,6 @@ class Fp8Scales:
         self.calibrated = self.calibrated or training
 
 
-@dataclass
-class Fp8Output:
-    """Where a kernel also writes its result in FP8."""
-
-    data: torch.Tensor
-    amax: torch.Tensor
-    scale: torch.Tensor
-    slot: int
-
-
 def slot_of(weight):
     """(mode, scales, first slot) of a layer's weight."""
     scales, slot = getattr(weight, "fp8_slot", (None, 0))
@@ -105,15 +90,13 @@ def slot_of(weight):
 
 
 def output_for(weight, which, like):
-    """The Fp8Output for a kernel that computes the INPUT or GRAD_OUTPUT of weight's layer, like `like`, or None."""
+    """For a kernel that computes the INPUT or GRAD_OUTPUT of weight's layer, like `like`: a tensor for it in FP8, or
+    None, and the kernel's arguments; without FP8 any pointers will do."""
     mode, scales, slot = slot_of(weight)
-    return Fp8Output(torch.empty_like(like, dtype=FP8_DTYPES[which]), scales.amax, scales.scale,
-                     slot + which) if mode is Mode.ON else None
-
-
-def pointers(out8, like):
-    """A kernel's arguments for an Fp8Output; without one any pointers will do."""
-    return (out8.data, out8.amax, out8.scale, out8.slot) if out8 else (like, like, like, 0)
+    if mode is not Mode.ON:
+        return None, {"out8": like, "amax": like, "scale": like, "slot": 0, "FP8": False}
+    out8 = torch.empty_like(like, dtype=FP8_DTYPES[which])
+    return out8, {"out8": out8, "amax": scales.amax, "scale": scales.scale, "slot": slot + which, "FP8": True}
 
 
 def cast(x, weight, which, transpose=False):
