@@ -69,7 +69,7 @@ def test_bfloat16_is_plain_pytorch_to_its_rounding(report, way):
 def test_our_gradient_path_is_taken_where_it_fits(report):
     taken = {way for way, result in report.items() if way != "ranks" and result.get("shortened")}
     assert taken == {way for way in report if " stage 2" in way} | {"small fused nan", "small fused local"}
-    assert len(taken) == 15
+    assert len(taken) == 16
 
 
 @pytest.mark.parametrize("way", ["stage 2", "stage 2 buckets"])
@@ -81,11 +81,19 @@ def test_our_gradient_path_is_deepspeeds_own_in_float32(report, way):
 
 @pytest.mark.parametrize("way", ["stage 2", "stage 2 buckets"])
 def test_our_gradient_path_is_deepspeeds_own(report, way):
-    """Seen: 5e-4 of the way on 1 rank, 8e-8 on 2, whatever the buckets."""
-    result = report[f"bfloat16 {way}"]
+    """But for the norm's last bit, as it is summed in another order. Clipping by it moves the weights' last bits, of
+    which a few round to another bfloat16: which, depends on the CPU. Seen: norms to 4.3e-4, 7.5e-4 of the way."""
+    result, norms = report[f"bfloat16 {way}"], report["bfloat16 own"]["norms"]
+    assert result["norms"][0] == pytest.approx(norms[0], rel=1e-6)  # before any weight moves
+    assert result["norms"] == pytest.approx(norms, rel=2e-3)
     assert result["apart"]["bfloat16 own"] < 2e-3
-    assert result["norms"] == pytest.approx(report["bfloat16 own"]["norms"], rel=2e-4)
     assert result["furthest"]["bfloat16 stage 2"] == 0
+
+
+def test_our_gradient_path_without_clipping_is_deepspeeds_own_to_the_last_bit(report):
+    result, own = report["bfloat16 stage 2 unclipped"], report["bfloat16 own unclipped"]
+    assert result["furthest"]["bfloat16 own unclipped"] == 0
+    assert result["norms"] == pytest.approx(own["norms"], rel=1e-6)
 
 
 def test_local_accumulation_gives_the_sums(report):

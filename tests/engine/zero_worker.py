@@ -70,6 +70,8 @@ WAYS = {
     "bfloat16 stage 2 local": (2, "bfloat16", {"local": True}),
     "bfloat16 stage 2 local inf": (2, "bfloat16", {"local": True, "poison": "inf"}),
     "bfloat16 own": (2, "bfloat16", {"zero": BUCKETS, "short": False}),
+    "bfloat16 stage 2 unclipped": (2, "bfloat16", {"clip": 0.0}),
+    "bfloat16 own unclipped": (2, "bfloat16", {"zero": BUCKETS, "short": False, "clip": 0.0}),
     "bfloat16 sums": (2, "bfloat16", {"config": {
         "data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "fp32"}}),
     **{f"float16 stage {stage}": (stage, "float16", FP16) for stage in (1, 2, 3)},
