@@ -49,9 +49,6 @@ class Dataset:
     meta: dict  # its meta.json
 
 
-# Writing
-
-
 def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source, **details):
     """Write a dataset into `folder`, made if missing, and return its meta.json as a dict.
 
@@ -66,15 +63,15 @@ def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source
         for leftover in folder.glob(f".{name}.*{TEMP_SUFFIX}"):  # of a preparation that was killed
             leftover.unlink()
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
-    kept = {key: value for key, value in tokenizer_meta.items() if key != "file"}
-    meta = {"format": 1, "tokenizer": kept, "vocab_size": vocab_size, "dtype": dtype}
+    meta = {"format": 1, "tokenizer": {key: value for key, value in tokenizer_meta.items() if key != "file"},
+            "vocab_size": vocab_size, "dtype": dtype}
     files, parts = {}, {}
+    with contextlib.ExitStack() as cleanup:
+        def write(name, chunks):
+            parts[name], size, sha256 = write_temp(folder / name, chunks)
+            cleanup.callback(parts[name].unlink, missing_ok=True)
+            return {"bytes": size, "sha256": sha256}
 
-    def write(name, chunks):
-        parts[name], size, sha256 = write_temp(folder / name, chunks)
-        return {"bytes": size, "sha256": sha256}
-
-    try:
         for split, ids in zip(SPLITS, (train_ids, val_ids)):
             name = f"{split}.bin"
             files[name] = write(name, _packed(ids, DTYPES[dtype], vocab_size))
@@ -88,9 +85,6 @@ def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source
             (folder / name).unlink(missing_ok=True)
         for name in filter(parts.get, FILES):
             os.replace(parts[name], folder / name)
-    finally:
-        for part in parts.values():
-            part.unlink(missing_ok=True)
     return meta
 
 
@@ -110,12 +104,8 @@ def _nanogpt_meta(meta):
     return {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
 
 
-# Reading
-
-
 def dataset_dirs(dataset, root):
-    """The folders that a setting means: a name is that of one below data/ in `root`, or it is a path; of a mixture,
-    {name or path: weight}, each one's."""
+    """The folders of a dataset, a path or the name of one below data/ in `root`, or of a mixture {either: weight}."""
     names = [dataset] if isinstance(dataset, str) else dataset
     return [name if os.sep in name else os.path.join(root, "data", name) for name in names]
 
@@ -129,10 +119,9 @@ def mixture_shares(weights):
             isinstance(w, bool) or not isinstance(w, int | float) or not 0 < w < math.inf for w in weights.values()):
         raise ValueError(f"dataset={weights}: a mixture is {{'name': weight, ...}} with weights above 0")
     exact = {name: Fraction(w).limit_denominator(10_000) for name, w in weights.items()}
-    common = math.lcm(*(w.denominator for w in exact.values()))
-    shares = {name: int(w * common) for name, w in exact.items()}
-    divisor = math.gcd(*shares.values()) or 1  # 0 where all of them are, which is refused below
-    shares = {name: share // divisor for name, share in shares.items()}
+    unit = Fraction(math.gcd(*(w.numerator for w in exact.values())) or 1,  # the largest that divides them all
+                    math.lcm(*(w.denominator for w in exact.values())))
+    shares = {name: int(w / unit) for name, w in exact.items()}
     if min(shares.values()) < 1 or sum(shares.values()) > MAX_MIXTURE_PERIOD:
         raise ValueError(f"dataset={weights}: these weights have no common measure below {MAX_MIXTURE_PERIOD:,} "
                          "sequences: round them to two digits, none far below the others")
@@ -156,8 +145,8 @@ def open_datasets(dataset, root, block_size):
             problems.append(str(error))
     if problems:
         raise DatasetError("\n".join(problems))
-    first, *others = datasets
-    for other in others:
+    first = datasets[0]
+    for other in datasets:
         if not same_tokenizer(other.meta, first.meta):
             raise DatasetError(f"{first.name} and {other.name} have different tokenizers: prepare both with one")
     if len({one.name for one in datasets}) < len(datasets):
@@ -185,21 +174,24 @@ def read_meta(folder):
     folder = Path(folder)
     if not folder.is_dir():
         raise DatasetError(f"the folder {_display_path(folder)} does not exist; {_how_to_fix(folder)}")
-    if (folder / "meta.json").exists():
-        try:
-            meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-            _check_meta(meta)
-            if meta["tokenizer"]["kind"] == "hf":  # a checkpoint's manifest keeps this, to find it again
-                file = (folder / "tokenizer.json").absolute()
-                meta["tokenizer"]["file"] = str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file)
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise DatasetError(f"{_display_path(folder / 'meta.json')} can't be used ({type(error).__name__}: "
-                               f"{error}); {_how_to_fix(folder)}") from None
-        return meta
-    missing = [folder / name for name in ("train.bin", "val.bin") if not (folder / name).exists()]
-    if missing:
-        raise DatasetError("\n".join(f"{_display_path(path)} is missing; {_how_to_fix(folder)}" for path in missing))
-    return _meta_of_nanogpt(folder)
+    path = folder / "meta.json"
+    own = path.exists()
+    if not own:
+        path = folder / "meta.pkl"
+        missing = [name for name in ("train.bin", "val.bin") if not (folder / name).exists()]
+        if missing:
+            raise DatasetError("\n".join(f"{_display_path(folder / name)} is missing; {_how_to_fix(folder)}"
+                                         for name in missing))
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8")) if own else _meta_of_nanogpt(folder)
+        _check_meta(meta)
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise DatasetError(f"{_display_path(path)} can't be used ({type(error).__name__}: {error}); "
+                           f"{_how_to_fix(folder)}") from None
+    if meta["tokenizer"]["kind"] == "hf":  # a checkpoint's manifest keeps this, to find it again
+        file = (folder / "tokenizer.json").absolute()
+        meta["tokenizer"]["file"] = str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file)
+    return meta
 
 
 def _check_meta(meta):
@@ -220,26 +212,17 @@ def _check_meta(meta):
 
 def _meta_of_nanogpt(folder):
     tokenizer, vocab_size = {"kind": "gpt2"}, GPT2_VOCAB
-    path = folder / "meta.pkl"
-    if path.exists():
-        try:
-            with open(path, "rb") as file:
-                pickled = _PlainUnpickler(file).load()
-            vocab_size = pickled["vocab_size"]
-            if "itos" in pickled:
-                tokenizer = {"kind": "char", "chars": "".join(pickled["itos"][i] for i in range(vocab_size))}
-        except Exception as error:  # a damaged pickle raises nearly anything
-            raise DatasetError(f"{_display_path(path)} can't be used ({error}); {_how_to_fix(folder)}") from None
-    sizes = {f"{split}.bin": (folder / f"{split}.bin").stat().st_size for split in SPLITS}
-    meta = {"format": 1, "tokenizer": tokenizer, "vocab_size": vocab_size, "dtype": "uint16",
-            "train_tokens": sizes["train.bin"] // 2, "val_tokens": sizes["val.bin"] // 2,
+    if (folder / "meta.pkl").exists():
+        with open(folder / "meta.pkl", "rb") as file:
+            pickled = _PlainUnpickler(file).load()
+        vocab_size = pickled["vocab_size"]
+        if "itos" in pickled:
+            tokenizer = {"kind": "char", "chars": "".join(pickled["itos"][i] for i in range(vocab_size))}
+    sizes = {split: (folder / f"{split}.bin").stat().st_size for split in SPLITS}
+    return {"format": 1, "tokenizer": tokenizer, "vocab_size": vocab_size, "dtype": "uint16",
+            **{f"{split}_tokens": size // 2 for split, size in sizes.items()},
             "source": {"name": "prepared without a meta.json", "sha256": None, "bytes": None},
-            "files": {name: {"bytes": size, "sha256": None} for name, size in sizes.items()}}
-    try:
-        _check_meta(meta)
-    except (ValueError, TypeError) as error:
-        raise DatasetError(f"{_display_path(path)} can't be used ({error}); {_how_to_fix(folder)}") from None
-    return meta
+            "files": {f"{split}.bin": {"bytes": size, "sha256": None} for split, size in sizes.items()}}
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -257,47 +240,36 @@ def check_dataset(folder, block_size=None):
     """
     folder = Path(folder)
     meta = read_meta(folder)
-    problems = [problem for split in SPLITS for problem in _problems(folder, split, meta, block_size)]
+    problems = [problem for split in SPLITS for problem in _problems(folder, split, meta, block_size or 1)]
     if problems:
         raise DatasetError("\n".join(problems))
     return meta
 
 
 def _problems(folder, split, meta, block_size):
-    path, tokens, itemsize = folder / f"{split}.bin", meta[f"{split}_tokens"], DTYPES[meta["dtype"]].itemsize
+    path, tokens, vocab_size = folder / f"{split}.bin", meta[f"{split}_tokens"], meta["vocab_size"]
     name, fix = _display_path(path), _how_to_fix(folder)
     if not path.exists():
         return [f"{name} is missing; {fix}"]
-    size, promised = path.stat().st_size, meta["files"][path.name]["bytes"]
-    if size % itemsize:
-        return [f"{name} has {size} bytes, which is not a multiple of {itemsize} ({meta['dtype']}); {fix}"]
-    if size != promised or size != tokens * itemsize:
-        return [f"{name} has {size} bytes, but meta.json says {promised} bytes and {tokens} tokens; {fix}"]
+    size, expected = path.stat().st_size, tokens * DTYPES[meta["dtype"]].itemsize
+    if size != expected:
+        return [f"{name} has {size} bytes, but {tokens} tokens of {meta['dtype']} take {expected}; {fix}"]
     problems = []
-    needed = (block_size or 1) + 1  # a sequence and the token after it
-    if tokens < needed:
-        shorter = f"train with --block_size={tokens - 1}, or " if block_size and tokens > 1 else ""
-        problems.append(f"{name} has {tokens} tokens, but block_size {block_size or 1} needs {needed}; "
+    if tokens <= block_size:  # a sequence and the token after it are needed
+        shorter = f"train with --block_size={tokens - 1}, or " if tokens > 1 else ""
+        problems.append(f"{name} has {tokens} tokens, but block_size {block_size} needs {block_size + 1}; "
                         f"{shorter}prepare a longer text")
-    token = _out_of_vocab_id(open_tokens(Dataset("", 1, folder, meta), split), meta["vocab_size"]) if tokens else None
-    if token is not None:
-        problems.append(f"{name} holds the token id {token}, outside its vocabulary of {meta['vocab_size']}; {fix}")
+    largest = _largest_id(open_tokens(Dataset("", 1, folder, meta), split)) if tokens else 0
+    if tokens and largest >= vocab_size:
+        problems.append(f"{name} holds the token id {largest}, outside its vocabulary of {vocab_size}; {fix}")
     return problems
 
 
-def _out_of_vocab_id(ids, vocab_size):
-    """A token id >= vocab_size, or None."""
-    tokens = len(ids)
-    if vocab_size > np.iinfo(ids[:1].dtype).max:
-        return None
-    slices = -(-min(tokens, MAX_CHECKED_TOKENS) // SLICE)
-    # Short files: slices touch and cover all. Long ones: the first and the last token are always in.
-    starts = np.linspace(0, max(tokens - SLICE, 0), slices).astype(np.int64)
-    for start in starts:
-        largest = int(ids[start:start + SLICE].max())
-        if largest >= vocab_size:
-            return largest
-    return None
+def _largest_id(ids):
+    """The largest of up to MAX_CHECKED_TOKENS ids, among them the first and the last."""
+    slices = -(-min(len(ids), MAX_CHECKED_TOKENS) // SLICE)
+    starts = np.linspace(0, max(len(ids) - SLICE, 0), slices).astype(np.int64)  # in short files they touch
+    return max(int(ids[start:start + SLICE].max()) for start in starts)
 
 
 def _display_path(path):
@@ -322,12 +294,12 @@ def exit_on_error(interrupted):
     protect_output()
     try:
         yield
+        return
     except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
-        sys.exit(130)
+        message, code = interrupted, 130
     except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+        message, code = error, 2
     except OSError as error:
-        print(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error, file=sys.stderr)
-        sys.exit(2)
+        message, code = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error, 2
+    print(message, file=sys.stderr)
+    sys.exit(code)

@@ -289,8 +289,8 @@ def damage_key(folder):
 
 @pytest.mark.parametrize("damage, message", [
     (lambda folder: (folder / "val.bin").unlink(), "val.bin is missing"),
-    (damage_truncated, "train.bin has 1000 bytes, but meta.json says 2000 bytes and 1000 tokens"),
-    (damage_odd, "val.bin has 201 bytes, which is not a multiple of 2"),
+    (damage_truncated, "train.bin has 1000 bytes, but 1000 tokens of uint16 take 2000"),
+    (damage_odd, "val.bin has 201 bytes, but 100 tokens of uint16 take 200"),
     (damage_token, "val.bin holds the token id 50257, outside its vocabulary of 50257"),
     (damage_meta, "meta.json can't be used"),
     (damage_dtype, "dtype 'int8' is not one of uint16, uint32"),
@@ -380,7 +380,7 @@ def test_a_malicious_meta_pkl_is_refused_and_does_not_run(tmp_path):
     folder = tmp_path / "set"
     folder.mkdir()
     nanogpt_folder(folder, {"vocab_size": 3, "itos": Malicious(planted)})
-    with pytest.raises(DatasetError, match=r"meta.pkl can't be used \(it names .*hold"):
+    with pytest.raises(DatasetError, match=r"meta.pkl can't be used \(UnpicklingError: it names .*hold"):
         check_dataset(folder)
     assert not planted.exists()
     pickle.loads((folder / "meta.pkl").read_bytes())  # what an unguarded reader would have done
