@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runtime.data import tokenizer  # noqa: E402
 from runtime.data.dataset import DatasetError, exit_on_error  # noqa: E402
+from runtime.data.tokenizer import tokenizer_meta  # noqa: E402
 from runtime.prepare import inputs, pipeline  # noqa: E402
 
 
@@ -45,22 +45,16 @@ def arguments():
 def check(args):
     """The folder to write to; DatasetError with what is wrong with the arguments, one line each."""
     folder = Path(args.name) if os.sep in args.name else ROOT / "data" / args.name
-    wrong = [f"--{name}={getattr(args, name)} must be {what}" for name, good, what in (
-        ("val_fraction", args.val_fraction is None or 0 < args.val_fraction < 1, "above 0 and below 1"),
+    wrong = [f"--{name}={getattr(args, name)} {what}" for name, good, what in (
+        ("val_fraction", args.val_fraction is None or 0 < args.val_fraction < 1, "must be above 0 and below 1"),
         ("max_document_bytes", args.max_document_bytes is None or 64 <= args.max_document_bytes <= 2**24,
-         "from 64 to 16,777,216 bytes"),
-        ("workers", args.workers >= 1, "at least 1")) if not good]
-    if not args.name or folder.name in ("", ".", ".."):
-        wrong.append(f"--name={args.name} is not a name for a folder")
-    if (folder / "prepare.py").exists():
-        wrong.append(f"--name={args.name}: that dataset has a prepare.py of its own; choose another name")
+         "must be from 64 to 16,777,216 bytes"),
+        ("workers", args.workers >= 1, "must be at least 1"),
+        ("name", args.name and folder.name not in ("", ".", ".."), "is not a name for a folder"),
+        ("name", not (folder / "prepare.py").exists(), "has a prepare.py of its own; choose another name")) if not good]
     if wrong:
         raise DatasetError("\n".join(wrong))
     return folder
-
-
-def absolute(path):
-    return path if path == "-" else os.path.abspath(path)
 
 
 def main():
@@ -68,10 +62,12 @@ def main():
     folder = check(args)
     sources = inputs.find_sources(args.paths, args.format)
     size = sum(source.bytes for source in sources)
-    kind, vocab_size = tokenizer.tokenizer_meta(args.tokenizer)
-    files = json.dumps([(absolute(source.name), source.bytes, source.changed) for source in sources])
+    kind, vocab_size = tokenizer_meta(args.tokenizer)
+    absolute = {path: path if path == "-" else os.path.abspath(path)
+                for path in (*args.paths, *(source.name for source in sources))}
+    files = json.dumps([(absolute[source.name], source.bytes, source.changed) for source in sources])
     one_text = [source.kind for source in sources] == ["text"]
-    request = {"paths": [absolute(path) for path in args.paths], "input": hashlib.sha256(files.encode()).hexdigest(),
+    request = {"paths": [absolute[path] for path in args.paths], "input": hashlib.sha256(files.encode()).hexdigest(),
                "format": args.format, "field": args.field, "tokenizer": kind.get("sha256", args.tokenizer),
                "max_document_bytes": args.max_document_bytes or (4096 if one_text else 2**20),
                "val_fraction": args.val_fraction or (0.1 if 0 < size < 10**7 else 0.01)}

@@ -2,8 +2,7 @@
 
     python data/openwebtext/prepare.py
 
-8,013,769 documents: 54 GB in Hugging Face's cache, which keeps the tokens too (18 GB), and 18 GB here. Stopped, it
-reuses what that cache holds when it is run again.
+8,013,769 documents: 54 GB in Hugging Face's cache, which keeps the tokens too (18 GB) for the next run, and 18 GB here.
 """
 
 import os
@@ -24,7 +23,7 @@ NAME = "Skylion007/openwebtext"
 
 
 def fetch():
-    """{"train": ..., "val": ...}: the two parts, as Hugging Face's datasets."""
+    """The train and val parts, as Hugging Face's datasets."""
     from datasets import load_dataset
 
     try:

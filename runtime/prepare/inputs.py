@@ -1,7 +1,7 @@
 """Documents out of files: text, JSON lines and Parquet, plain or compressed by gzip or zstd, in folders or from a pipe.
 
-The datasets library stores what read_records() yields. Its own readers don't fit: that of JSON turns "2024-05-01" into
-a timestamp and a missing field into None, and that of .zst takes a truncated file for a complete one.
+The datasets library's own readers don't fit: that of JSON turns "2024-05-01" into a timestamp and a missing field into
+None, and that of .zst takes a truncated file for a complete one.
 """
 
 import hashlib
@@ -27,8 +27,6 @@ UNIT = {"text": "byte", "jsonl": "line", "parquet": "row"}  # what counts the re
 
 
 class Source(NamedTuple):
-    """A file of documents."""
-
     name: str
     kind: str  # text, jsonl or parquet
     bytes: int  # its size on disk; 0 for a pipe, whose size nobody knows
@@ -51,18 +49,16 @@ def find_sources(paths, kind=None):
             files += found
         else:
             problems.append(f"{path}: there is no such file or folder")
-    kinds = [kind or kind_of(file) for file in files]
-    if "-" in files and (files.count("-") > 1 or kinds[files.index("-")] == "parquet"):
+    if "-" in files and (files.count("-") > 1 or kind == "parquet"):
         problems.append("standard input is read once, as text or as JSON lines: save Parquet as a file")
     if problems:
         raise DatasetError("\n".join(problems))
-    stats = [(0, 0) if file == "-" else (os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
-    return [Source(file, kind, *stat) for file, kind, stat in zip(files, kinds, stats)]
-
-
-def kind_of(name):
-    stem, suffix = os.path.splitext(name.lower())
-    return KINDS.get(os.path.splitext(stem)[1] if suffix in COMPRESSION else suffix, "text")
+    sources = []
+    for file in files:
+        size, changed = (0, 0) if file == "-" else (os.stat(file).st_size, os.stat(file).st_mtime_ns)
+        extension = Path(re.sub(r"\.(gz|zst)$", "", file.lower())).suffix
+        sources.append(Source(file, kind or KINDS.get(extension, "text"), size, changed))
+    return sources
 
 
 def read_records(sources, field, max_document_bytes):
@@ -73,27 +69,17 @@ def read_records(sources, field, max_document_bytes):
     batches depend on the file alone. Raises DatasetError where a file is damaged.
     """
     for source in sources:
-        digest, size, first = hashlib.sha256(), 0, 0 if source.kind == "text" else 1
-        row = {"file": source.name, "kind": source.kind, "records": [], "sha256": "", "bytes": 0}
-        for records in batched(open_records(source, field, max_document_bytes)):
-            yield {**row, "first": first, "records": records}
-            batch = b"".join(records)
-            digest.update(batch)
-            size += len(batch)
-            first += len(batch) if source.kind == "text" else len(records)
-        yield {**row, "first": first, "sha256": digest.hexdigest(), "bytes": source.bytes or size}
-
-
-def batched(records):
-    batch, size = [], 0
-    for record in records:
-        batch.append(record)
-        size += len(record)
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+        digest, size, first, start = hashlib.sha256(), 0, 0 if source.kind == "text" else 1, 0
+        row = {"file": source.name, "kind": source.kind, "first": first, "records": [], "sha256": "", "bytes": 0}
+        for record in open_records(source, field, max_document_bytes):
+            row["records"].append(record)
+            digest.update(record)
+            size += len(record)
+            first += len(record) if source.kind == "text" else 1
+            if size - start >= BATCH_BYTES:
+                yield row
+                row, start = {**row, "first": first, "records": []}, size
+        yield {**row, "sha256": digest.hexdigest(), "bytes": source.bytes or size}
 
 
 def open_records(source, field, max_document_bytes):
@@ -103,14 +89,12 @@ def open_records(source, field, max_document_bytes):
         if source.kind == "parquet":
             yield from parquet_rows(source.name, field)
             return
-        compression = COMPRESSION.get(os.path.splitext(source.name.lower())[1])
+        compression = COMPRESSION.get(Path(source.name.lower()).suffix)
         # pyarrow reads several frames in a row, and refuses a truncated one
         with (sys.stdin.buffer if source.name == "-" else
               io.BufferedReader(pyarrow.input_stream(source.name, compression), BATCH_BYTES)) as file:
-            if source.kind == "jsonl":
-                yield from json_lines(file, source.name)
-            else:
-                yield from text_chunks(file, max_document_bytes)
+            yield from (json_lines(file, source.name) if source.kind == "jsonl" else
+                        text_chunks(file, max_document_bytes))
     except (pyarrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None):  # the system's, not the file's
             raise
@@ -122,22 +106,17 @@ def parquet_rows(name, field):
     from pyarrow.parquet import ParquetFile
 
     file = ParquetFile(name, buffer_size=BATCH_BYTES, pre_buffer=False)  # else whole row groups fill the memory
-    columns = file.schema_arrow
-    if field not in columns.names:
-        raise DatasetError(f"{name} has no column {field!r}; it has {', '.join(columns.names)}: name the right one "
-                           "with --field=NAME")
-    kind = columns.field(field).type
-    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-        raise DatasetError(f"{name}: the column {field!r} is of {kind}, not of text: name the right one with "
-                           "--field=NAME")
+    is_text = (types.is_string, types.is_large_string, types.is_string_view)
+    columns = [column.name for column in file.schema_arrow if any(check(column.type) for check in is_text)]
+    if field not in columns:
+        raise DatasetError(f"{name} has no column {field!r} of text, but {', '.join(columns) or 'none at all'}: name "
+                           "the right one with --field=NAME")
     for table in file.iter_batches(batch_size=64, columns=[field], use_threads=False):
         yield from ((text or "").encode() for text in table.column(0).to_pylist())
 
 
 def json_lines(file, name):
-    number = 0
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        number += 1
+    for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
         if len(line) > MAX_LINE_BYTES:
             raise DatasetError(f"{name}, line {number}: is longer than {MAX_LINE_BYTES:,} bytes, so this is not JSON "
                                "lines, with a document in each line; --format=text takes it for text")
@@ -187,10 +166,8 @@ def text_of(record, kind, field):
         text = str(record, "utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 (byte {error.object[error.start]:#x}, {error.start:,} further on)") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON ({error.msg})") from None
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"is not JSON ({getattr(error, 'msg', 'nested too deeply')})") from None
     if kind == "parquet":
         return text, True
     text, ends = TRAILING_EOT.subn("", text.removeprefix("\ufeff"))  # the mark that some editors put at the start

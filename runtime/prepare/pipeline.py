@@ -1,7 +1,6 @@
 """Documents into a prepared dataset, on the datasets library: rows of records are stored, tokenized by its workers, and
-written in the order in which they were read, so the bytes are the same for any number of workers.
-
-Exact duplicates are dropped. A document is for validation if its hash is small, and so in each run.
+written in the order in which they were read, so the bytes are the same for any number of workers. Exact duplicates are
+dropped. A document is for validation if its hash is small, and so in each run.
 """
 
 import contextlib
@@ -25,13 +24,14 @@ from runtime.prepare import inputs
 
 FEW_VAL_TOKENS = 20_000  # their mean loss says little
 ROWS_IN_MEMORY = 16  # of about a megabyte, that each process collects before it writes them
+# Of a record: the hash of its text, its number of tokens (-1 if it can't be read), whether a document ends with it
+RECORD = np.dtype([("hash", "<u8"), ("size", "<i8"), ("ends", "?")])
 
 
 def prepare(folder, sources, tokenizer, vocab_size, request, workers, overwrite=False, skip_unreadable=False):
     """Make a dataset of `sources` in `folder` and return its meta.json; None if it is there already.
 
-    tokenizer, vocab_size: from tokenizer_meta(). request: all that the bytes depend on, with "paths", "field",
-    "max_document_bytes" and "val_fraction". Raises DatasetError.
+    tokenizer, vocab_size: from tokenizer_meta(). request: all that the bytes depend on. Raises DatasetError.
     """
     if not overwrite and is_done(folder, request):
         return None
@@ -44,13 +44,16 @@ def prepare(folder, sources, tokenizer, vocab_size, request, workers, overwrite=
         if tokenizer["kind"] == "char":  # so far they are code points; now they get their ids, in order
             chars = sorted(set("\n").union(*tokens["chars"]))
             ids = np.zeros(CODE_POINTS, np.uint32)
-            ids[[ord(char) for char in chars]] = np.arange(len(chars))
+            ids[list(map(ord, chars))] = np.arange(len(chars))
             tokenizer, vocab_size, separator = {"kind": "char", "chars": "".join(chars)}, len(chars), ord("\n")
         else:
             ids, separator = None, end_of_text(tokenizer)
         train, val = (layout.split(tokens, name, dtype, separator, ids) for name in SPLITS)
-        return write_dataset(folder, train, val, tokenizer, vocab_size, source_of(tokens, request["paths"]),
-                             documents=layout.counts, request=request)
+        sha256 = functools.reduce(lambda before, file: hashlib.sha256((before + file).encode()).hexdigest(),
+                                  filter(None, tokens["sha256"]))  # of one file, or of several chained
+        source = {"name": " ".join(request["paths"]), "sha256": sha256, "bytes": sum(tokens["bytes"])}
+        return write_dataset(folder, train, val, tokenizer, vocab_size, source, documents=layout.counts,
+                             request=request)
 
 
 def is_done(folder, request):
@@ -63,14 +66,15 @@ def is_done(folder, request):
         return True
     if not (folder / "meta.json").exists() and not (folder / "train.bin").exists():
         return False
+    changed = [key for key in request if before.get(key) != request[key]]
     if not before:
         difference = "that was not prepared from this"
-    elif before == request:
+    elif not changed:
         difference = "from standard input, which may hold something else now"
+    elif changed == ["input"]:
+        difference = "from the same files, which have changed since"
     else:
-        changed = [key for key in request if before.get(key) != request[key]]
-        difference = ("from the same files, which have changed since" if changed == ["input"] else
-                      "with " + ", ".join(f"{key}={before.get(key)}" for key in changed if key != "input"))
+        difference = "with " + ", ".join(f"{key}={before.get(key)}" for key in changed if key != "input")
     raise DatasetError(f"{folder} holds a dataset {difference}: choose another --name, or replace it with --overwrite")
 
 
@@ -83,8 +87,7 @@ def work_folder(folder):
         try:  # not flock: workers, which live a second longer than a process that is killed, would hold that too
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            raise DatasetError(f"another process is preparing {folder}: wait for it, or choose another "
-                               "--name") from None
+            raise DatasetError(f"another process is preparing {folder}: wait, or choose another --name") from None
         try:
             for path in work.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.name == ".lock" or path.unlink()
@@ -107,20 +110,18 @@ def tokenize(work, sources, encode, max_document_bytes, workers):
     os.register_at_fork(after_in_child=functools.partial(follow_parent, os.getpid()))
     string, number, binary = (datasets.Value(name) for name in ("string", "int64", "large_binary"))
     end_of_file = {"sha256": string, "bytes": number}
-    record = {"file": string, "kind": string, "first": number, "records": datasets.List(binary)}
+    row = {"file": string, "kind": string, "first": number, "records": datasets.List(binary)}
     try:
         rows = datasets.Dataset.from_generator(
-            inputs.read_records, datasets.Features(record | end_of_file), work, fingerprint="records",
+            inputs.read_records, datasets.Features(row | end_of_file), work, fingerprint="records",
             gen_kwargs={"sources": tuple(sources), "field": encode.field, "max_document_bytes": max_document_bytes},
             writer_batch_size=ROWS_IN_MEMORY)
-        encoded = {"ids": binary, "hashes": binary, "sizes": binary, "ends": binary, "chars": string} | end_of_file
-        return rows.map(encode, num_proc=workers, remove_columns=list(record), features=datasets.Features(encoded),
+        encoded = datasets.Features({"ids": binary, "encoded": binary, "chars": string} | end_of_file)
+        return rows.map(encode, num_proc=workers, remove_columns=list(row), features=encoded,
                         writer_batch_size=ROWS_IN_MEMORY, cache_file_name=str(work / "tokens.arrow"),
                         new_fingerprint="tokens", desc="tokenizing")
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise error.__cause__ from None
-    except multiprocess.TimeoutError as error:  # what the library makes of Ctrl-C
-        raise error.__context__ from None
+    except (datasets.exceptions.DatasetGenerationError, multiprocess.TimeoutError) as error:
+        raise error.__context__ from None  # read_records()'s error, or Ctrl-C
     except RuntimeError as error:
         if "abruptly died" not in str(error):
             raise
@@ -142,11 +143,8 @@ def follow_parent(parent):
 
 
 class Encode:
-    """A worker's function: a row of records into their tokens. Arrays are packed as bytes.
-
-    Per record there is the hash of its text, its number of tokens (-1 for one that cannot be read), and whether a
-    document ends with it. "chars" are the characters, where they are the tokens.
-    """
+    """A worker's function: a row of records into their token ids and RECORDs, both as bytes, and into the characters,
+    where they are the tokens."""
 
     def __init__(self, tokenizer, field, dtype, skip_unreadable, error_file):
         self.tokenizer, self.field, self.dtype, self.skip_unreadable = tokenizer, field, dtype, skip_unreadable
@@ -160,57 +158,48 @@ class Encode:
     def __call__(self, row):
         if self.error_file.exists():
             raise DatasetError(self.error_file.read_text())
-        hashes, sizes, ends, ids, place = [], [], [], [np.zeros(0, self.dtype)], row["first"]
+        encoded, ids, place = [], [np.zeros(0, self.dtype)], row["first"]
         for record in row["records"]:
             try:
-                text, end = inputs.text_of(record, row["kind"], self.field)
-                hashes.append(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
+                text, ends = inputs.text_of(record, row["kind"], self.field)
+                digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
                 ids.append(self.encoder(text))
-                sizes.append(len(ids[-1]))
+                encoded.append((int.from_bytes(digest, "little"), len(ids[-1]), ends))
             except ValueError as error:
-                self.refuse(row, place, error)
-                hashes.append(0)
-                sizes.append(-1)
-                end = True
-            ends.append(end)
+                if not self.skip_unreadable:
+                    reason = "has half of a surrogate pair in its text" if isinstance(error, UnicodeError) else error
+                    message = (f"{row['file']}, {inputs.UNIT[row['kind']]} {place:,} {reason}; "
+                               "--skip_unreadable leaves such documents out")
+                    write_atomic(self.error_file, message)  # ends the run in all workers
+                    raise DatasetError(message) from None
+                encoded.append((0, -1, True))
             place += len(record) if row["kind"] == "text" else 1
         tokens = np.concatenate(ids).astype(self.dtype)
         chars = "".join(map(chr, np.flatnonzero(np.bincount(tokens)))) if self.tokenizer["kind"] == "char" else ""
-        return {"ids": tokens.tobytes(), "hashes": np.array(hashes, "<u8").tobytes(),
-                "sizes": np.array(sizes, "<i8").tobytes(), "ends": np.array(ends, bool).tobytes(), "chars": chars}
-
-    def refuse(self, row, place, error):
-        """End the run for a record that cannot be read, unless it is to be skipped."""
-        if not self.skip_unreadable:
-            reason = "has half of a surrogate pair in its text" if isinstance(error, UnicodeEncodeError) else error
-            message = (f"{row['file']}, {inputs.UNIT[row['kind']]} {place:,} {reason}; --skip_unreadable leaves such "
-                       "documents out")
-            write_atomic(self.error_file, message)
-            raise DatasetError(message)
+        return {"ids": tokens.tobytes(), "encoded": np.array(encoded, RECORD).tobytes(), "chars": chars}
 
 
 class Layout:
     """Which split each record goes to, and where the separators are."""
 
     def __init__(self, tokens, val_fraction):
-        self.hashes, sizes, ends = (np.frombuffer(b"".join(tokens[name]), dtype)
-                                    for name, dtype in (("hashes", "<u8"), ("sizes", "<i8"), ("ends", bool)))
-        self.rows = np.cumsum([0, *(len(ends) for ends in tokens["ends"])])  # where each row's records begin
+        records = np.frombuffer(b"".join(tokens["encoded"]), RECORD)
+        self.hashes, sizes = records["hash"], records["size"]
+        self.rows = np.cumsum([0, *map(len, tokens["encoded"])]) // RECORD.itemsize  # where each row's records begin
         last = [end - 1 for end, sha256 in zip(self.rows[1:], tokens["sha256"]) if sha256 and end]  # of their files
         filled = np.flatnonzero(sizes > 0)
         self.keep = np.zeros(len(sizes), bool)
         self.keep[filled[np.unique(self.hashes[filled], return_index=True)[1]]] = True  # the first of its kind
-        self.is_val = self.hashes < np.uint64(int(val_fraction * 2**64))
+        is_val = self.hashes < np.uint64(int(val_fraction * 2**64))
         # Between pieces of a text that was cut there is none, unless the next one is in the other split or dropped.
-        open_end = ~ends
+        open_end = ~records["ends"]
         open_end[last] = False
-        continued = open_end[:-1] & self.keep[1:] & (self.is_val[1:] == self.is_val[:-1])
+        continued = open_end[:-1] & self.keep[1:] & (is_val[1:] == is_val[:-1])
         self.separated = self.keep & ~np.append(continued, False)
         self.sizes = np.maximum(sizes, 0)
-        self.counts = {"train": (self.keep & ~self.is_val).sum(), "val": (self.keep & self.is_val).sum(),
-                       "duplicates": len(filled) - self.keep.sum(), "empty": (sizes == 0).sum(),
-                       "unreadable": (sizes < 0).sum()}
-        self.counts = {name: int(count) for name, count in self.counts.items()}
+        self.chosen = {"train": self.keep & ~is_val, "val": self.keep & is_val, "duplicates": (sizes > 0) & ~self.keep,
+                       "empty": sizes == 0, "unreadable": sizes < 0}
+        self.counts = {name: int(chosen.sum()) for name, chosen in self.chosen.items()}
 
     def check(self, folder):
         """DatasetError unless there is something in both splits."""
@@ -220,8 +209,7 @@ class Layout:
         if train + val == 0:
             problem = "the input has no text"
         elif train + val == 1:
-            problem = ("it is one document, and two splits need more; --max_document_bytes=BYTES cuts a text into "
-                       "several")
+            problem = "it is one document, and two splits need more; --max_document_bytes=BYTES cuts it into several"
         elif val == 0:
             enough = int(self.hashes[self.keep].min()) / 2**64 + 0.0005  # rounded up
             problem = f"none of its {train} documents fell to validation; --val_fraction={enough:.3f} is enough for one"
@@ -231,29 +219,20 @@ class Layout:
 
     def split(self, tokens, name, dtype, separator, table=None):
         """The token ids of a split, an array per row. table: the ids of what the tokens are so far."""
-        chosen = self.keep & (self.is_val if name == "val" else ~self.is_val)
         for begin, end, packed in zip(self.rows, self.rows[1:], tokens["ids"]):
             sizes, separated = self.sizes[begin:end], self.separated[begin:end]
             ids = np.insert(np.frombuffer(packed, dtype), np.cumsum(sizes)[separated], separator)
-            ids = ids[np.repeat(chosen[begin:end], sizes + separated)]
+            ids = ids[np.repeat(self.chosen[name][begin:end], sizes + separated)]
             yield ids if table is None else table[ids]
 
 
-def source_of(tokens, paths):
-    """What was read: the SHA-256 of one file, or of several the hash of the one before and the file's, chained."""
-    first, *others = filter(None, tokens["sha256"])
-    for sha256 in others:
-        first = hashlib.sha256((first + sha256).encode()).hexdigest()
-    return {"name": " ".join(paths), "sha256": first, "bytes": sum(tokens["bytes"])}
-
-
 def summary(meta):
-    """What a dataset has come to, for the screen."""
+    """What was prepared, for the screen."""
     documents = meta["documents"]
     lines = [f"{split}: {meta[f'{split}_tokens']:,} tokens in {documents[split]:,} documents" for split in SPLITS]
     lines.append(f"vocabulary: {meta['vocab_size']:,} ({meta['tokenizer']['kind']}), {meta['dtype']}")
-    left_out = [f"{documents[name]:,} {name}" for name in ("duplicates", "empty", "unreadable") if documents[name]]
-    lines += [f"left out: {', '.join(left_out)}"] * bool(left_out)
+    if left_out := [f"{documents[name]:,} {name}" for name in ("duplicates", "empty", "unreadable") if documents[name]]:
+        lines.append(f"left out: {', '.join(left_out)}")
     if meta["val_tokens"] < FEW_VAL_TOKENS:
         lines.append("note: these are few tokens to validate with; a larger --val_fraction takes more")
     return "\n".join(lines)

@@ -294,7 +294,7 @@ def test_a_sigkill_ends_the_workers_and_leaves_nothing_that_looks_whole(tmp_path
     workers = workers_of(job, 2)
     job.send_signal(signal.SIGSTOP)
     _, refused = prepare(*args, "./out", cwd=tmp_path, code=2)
-    assert "another process is preparing out: wait for it" in refused
+    assert "another process is preparing out: wait, or choose" in refused
     job.kill()
     assert job.wait() == -signal.SIGKILL and hashes_of(tmp_path / "out") == {}
     assert psutil.wait_procs(workers, timeout=5)[1] == []
@@ -360,7 +360,7 @@ MISTAKES = {
     "parquet from stdin": ("- --format=parquet", "save Parquet as a file"),
     "share": ("one.txt --val_fraction=1", "--val_fraction=1.0 must be above 0 and below 1"),
     "cut": ("one.txt --max_document_bytes=1", "--max_document_bytes=1 must be from 64 to 16,777,216 bytes"),
-    "own script": ("one.txt --name=shakespeare", "--name=shakespeare: that dataset has a prepare.py of its own"),
+    "own script": ("one.txt --name=shakespeare", "--name=shakespeare has a prepare.py of its own; choose another name"),
     "no text": ("empty.txt", "outnotext can't be made: the input has no text"),
     "one document": ("one.txt", "it is one document, and two splits need more; --max_document_bytes=BYTES cuts"),
     "none for validation": ("good.jsonl --val_fraction=0.001",
@@ -380,8 +380,8 @@ MISTAKES = {
     "no zst": ("no.jsonl.zst", "no.jsonl.zst is damaged, or not what its name says"),
     "no parquet": ("no.parquet", "no.parquet is damaged, or not what its name says"),
     "damaged parquet": ("cut.parquet --field=body", "cut.parquet is damaged, or not what its name says"),
-    "no column": ("number.parquet --field=txt", "number.parquet has no column 'txt'; it has text, body: name the"),
-    "no text column": ("number.parquet", "number.parquet: the column 'text' is of int64, not of text"),
+    "no column": ("number.parquet --field=txt", "number.parquet has no column 'txt' of text, but body: name the"),
+    "no text column": ("number.parquet", "number.parquet has no column 'text' of text, but body: name the right one"),
     "no tokenizer": ("one.txt --tokenizer=tokenizer", "tokenizer has no tokenizer.json: --tokenizer takes"),
     "bad tokenizer": ("one.txt --tokenizer=bad", "bad/tokenizer.json is not a tokenizer"),
     "other data": ("good.jsonl --name=./made", "made holds a dataset that was not prepared from this: choose another"),
