@@ -101,12 +101,13 @@ def work_folder(folder):
 def tokenize(work, sources, encode, max_document_bytes, workers):
     """The rows of read_records(), each encoded, as a datasets.Dataset in the folder `work`."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # read as the library is imported: nothing here needs the network
+    if not sys.stderr.isatty():  # then it shows its progress once a minute
+        for name in ("TQDM_DELAY", "TQDM_MININTERVAL", "TQDM_MAXINTERVAL"):
+            os.environ.setdefault(name, "60")
     import datasets
     import multiprocess
 
     datasets.logging.set_verbosity_error()
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
     os.register_at_fork(after_in_child=functools.partial(follow_parent, os.getpid()))
     string, number, binary = (datasets.Value(name) for name in ("string", "int64", "large_binary"))
     end_of_file = {"sha256": string, "bytes": number}

@@ -424,9 +424,13 @@ def test_what_is_there_stays_unless_it_is_to_be_overwritten(tmp_path, texts):
     assert {**hashes_of(tmp_path / "out"), "meta.json": 0} == {**made, "meta.json": 0}
 
 
-def test_standard_input_may_hold_something_else_the_next_time(tmp_path, texts):
+def test_standard_input_may_hold_something_else_the_next_time(tmp_path, texts, monkeypatch):
+    """And without a terminal, progress is shown all the same: once a minute, or as these variables say."""
+    monkeypatch.setenv("TQDM_DELAY", "0")
+    monkeypatch.setenv("TQDM_MININTERVAL", "0")
     args = ["-", "--format=jsonl", "--name=./out", "--tokenizer=char", f"--val_fraction={SHARE}"]
-    prepare(*args, cwd=tmp_path, stdin=(texts / "good.jsonl").read_bytes())
+    _, shown = prepare(*args, cwd=tmp_path, stdin=(texts / "good.jsonl").read_bytes())
+    assert "tokenizing" in shown and "100%" in shown
     _, refused = prepare(*args, cwd=tmp_path, stdin=(texts / "good.jsonl").read_bytes(), code=2)
     assert "out holds a dataset from standard input, which may hold something else now" in refused
 
