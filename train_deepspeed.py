@@ -126,7 +126,7 @@ from runtime.plan.run_plan import plan_run
 ranks = ranks_from_environment(dry_run)
 plan = plan_run(settings, ranks)
 settings, batch, hardware = plan.settings, plan.batch, plan.hardware
-batch_size, gradient_accumulation_steps, max_iters = batch.micro, batch.accumulation, plan.max_iters  # auto is resolved
+batch_size, gradient_accumulation_steps, max_iters = batch.micro, batch.accumulation, settings.max_iters  # resolved
 print0(plan.summary())  # and a note on each thing that was decided
 if dry_run:
     print0(plan.memory_report(ranks))  # and commands that would fit, where this does not

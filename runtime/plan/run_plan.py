@@ -36,7 +36,6 @@ class RunPlan(Job):
     data: dict | None  # {"tokenizer", "vocab_size", "train_tokens", "val_tokens"} of all together
     start: Start
     lora: dict | None
-    max_iters: int
     eval_windows: int  # per evaluation, over all ranks
     tag_bytes: int
     tokenizer: tuple | None  # (encode, decode), where samples are asked for
@@ -115,7 +114,7 @@ class RunPlan(Job):
             f"{data['train_tokens'] / batch.tokens:,.1f} steps per epoch",
             f"output     {s.out_dir}"]
         if s.keep_last and not s.eval_only:
-            most = min(s.keep_last, -(-self.max_iters // s.eval_interval)) + 2  # best, and the one being written
+            most = min(s.keep_last, -(-s.max_iters // s.eval_interval)) + 2  # best, and the one being written
             lines.append(f"space      {format_bytes(self.tag_bytes)} per checkpoint, up to {most} of them; "
                          f"{format_bytes(free_bytes(s.out_dir))} free")
         if len(self.datasets) > 1:
@@ -199,7 +198,7 @@ def make_plan(settings, ranks, problems, notes, fetch=True):
                      "reduce them once per step; --accumulate_locally=False reduces at each micro-step")
     s = replace(s, batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation, max_iters=max_iters)
     return RunPlan(**vars(job), settings=s, datasets=tuple(datasets), data=data, start=start, lora=lora,
-                   max_iters=max_iters, eval_windows=s.eval_iters * micro, tag_bytes=size, tokenizer=tokenizer,
+                   eval_windows=s.eval_iters * micro, tag_bytes=size, tokenizer=tokenizer,
                    notes=(*notes, *"\n".join(files).splitlines()))
 
 
