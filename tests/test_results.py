@@ -82,7 +82,7 @@ def test_the_heads_gradients_cost_what_the_text_says():
     run = run_of("x1_head_gradients")
     before, after = (statistics.median(r["ms"]["median"] for r in run[when]["runs"]) for when in ("before", "after"))
     text = " ".join((ROOT / "RESULTS.md").read_text(encoding="utf-8").split())
-    assert f"{after:.2f} ms a step at 32 x 1 on one H200 against {before:.2f} before" in text
+    assert f"{after:.2f} ms per step at 32 x 1 on one H200 against {before:.2f} before" in text
     assert after / before == pytest.approx(run["ratio"]) and after / before < 1.005
     losses = {name: last["40"][1] for name, last in run["small"]["train_and_val_loss"].items()}
     assert f"{losses['--dtype=float16']} and {losses['--dtype=float32']:.4f}" in text

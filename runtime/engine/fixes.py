@@ -16,7 +16,7 @@ def repair(config, dtype, compiled):
         stage = zero["stage"] = 1
     if dtype == "float16" and not config["fp16"].get("loss_scale"):
         # its step divides by the scale of the next step, which halves the gradient each time the scale grows (at
-        # stages 1 and 2 too, where the norm that it tells is right)
+        # stages 1 and 2 too, where the norm that it reports is right)
         config["fp16"]["loss_scale_window"] = config["fp16"].get("loss_scale_window", 1000) * NEVER_GROW
         notes.append("the script makes the loss scale grow: when DeepSpeed does, it halves the gradient")
     if stage > 0:
@@ -45,15 +45,15 @@ def grow_loss_scale(engine):
 
 
 def skip_nonfinite_at_stage_0(engine):
-    """Have DeepSpeed skip a step whose gradient is not finite also at stage 0 (float32), where it looks at none."""
-    def look(optimizer, *_):
+    """Have DeepSpeed skip a step whose gradient is not finite also at stage 0 (float32), where it checks none."""
+    def drop_nonfinite(optimizer, *_):
         params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         optimizer.overflow = not torch.nn.utils.get_total_norm([p.grad for p in params]).isfinite()  # DeepSpeed asks
         for p in params if optimizer.overflow else ():
             p.grad = None
 
     if engine.zero_optimization_stage() == 0:
-        engine.optimizer.register_step_pre_hook(look)
+        engine.optimizer.register_step_pre_hook(drop_nonfinite)
 
 
 def keep_going_at_min_loss_scale(engine):

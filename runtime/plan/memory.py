@@ -193,10 +193,8 @@ def relative_step_time(micro, recompute, preset):
 
 
 def jobs_that_fit(job, grad_clip):
-    """Return [(arguments, job, relative step time)] with as many sequences per step, the fastest first, at most 5.
-
-    Of each preset, with and without recomputation, it is the largest micro-batch that fits.
-    """
+    """Return [(arguments, job, relative step time)] with as many sequences per step, the fastest first, at most 5: of
+    each preset, with and without recomputation, the largest micro-batch that fits."""
     found = []
     for preset, recompute in itertools.product(PRESETS, (False, True)):
         if preset == "ds_config_zero3.json" and job.batch.world_size == 1:

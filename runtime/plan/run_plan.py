@@ -220,7 +220,7 @@ def detect_hardware(s, ranks, problems, notes):
         problems.add("backend=nccl needs CUDA GPUs: --backend=gloo, or leave it on auto")
     dtype = problems.attempt(pick_dtype, s.dtype, device) or "float32"
     compiled, note = pick_compile(s.compile, device)
-    notes += [note] if note else []
+    notes += filter(None, [note])
     return Hardware(device, dtype, compiled, memory_per_rank(device, ranks.local_world_size))
 
 
@@ -270,8 +270,8 @@ def count_params(config, lora):
     total = model.num_params()
     if lora:
         apply_lora(model, lora)
-    return ParamCount(total, sum(p.numel() for p in model.parameters()),
-                      sum(p.numel() for p in model.parameters() if p.requires_grad))
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return ParamCount(total, sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable))
 
 
 def accumulates_locally(s, job):
