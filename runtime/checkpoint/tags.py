@@ -176,7 +176,7 @@ class TagStore:
         Path(self.cache_path(tag)).unlink(missing_ok=True)
 
     def move_away(self, tag, suffix=".damaged"):
-        """Free the name of a tag: its folder becomes tag.damaged, whose path this returns."""
+        """Free the name of a tag: its folder gets the suffix. Returns the new path."""
         path = self.path(tag, suffix)
         shutil.rmtree(path, ignore_errors=True)
         os.rename(self.path(tag), path)
