@@ -183,8 +183,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss):
         grad_x, grad_weight, count = ctx.saved_tensors
         scale = grad_loss.float() / (count * FP16_GRAD_FACTOR if grad_x.dtype == torch.float16 else count)
-        if grad_weight is not None:
-            grad_weight = (grad_weight * scale).to(grad_x.dtype)
+        if grad_weight is not None:  # scaled and rounded in one pass over 80M weights of GPT-2 XL
+            grad_weight = torch.mul(grad_weight, scale, out=torch.empty_like(grad_weight, dtype=grad_x.dtype))
         return grad_x.float().mul_(scale).to(grad_x.dtype), grad_weight, None, None, None
 
 
