@@ -21,6 +21,7 @@ import sys
 import traceback
 import types
 import typing
+from pathlib import Path
 
 from runtime.files import UserError
 from runtime.output import exit_with_error, explain_uncaught
@@ -127,8 +128,7 @@ def run_config_file(path, settings, root):
         raise UserError(f"{path} is not a config file: {hint}")
     names = dict(settings)
     try:
-        with open(found, encoding="utf-8") as f:
-            exec(compile(f.read(), found, "exec"), names)
+        exec(compile(Path(found).read_text(encoding="utf-8"), found, "exec"), names)
     except Exception as error:  # whatever the user's own Python raises
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == found]
         line = lines[-1] if lines else getattr(error, "lineno", None)
@@ -140,8 +140,7 @@ def run_config_file(path, settings, root):
 
 def settings_with_comments(source, defaults):
     """(docstring, [(name, its comment) or (None, a group's heading)]) of a script's settings, by its own lines."""
-    with open(source, encoding="utf-8") as f:
-        text = f.read()
+    text = Path(source).read_text(encoding="utf-8")
     found, lines = [], text.splitlines()
     names = [match and match[1] for match in (re.match(r"(\w+)(?:: .+?)? = ", line) for line in lines)]
     first = min(names.index(name) for name in defaults)
@@ -231,13 +230,12 @@ def settings_of_script(script, argv):
 
     Runs the assignments at the script's top, as far as its call of from_command_line().
     """
-    with open(script, encoding="utf-8") as f:
-        tree = ast.parse(f.read())
     defaults = {"__file__": script, "Literal": typing.Literal}
-    for node in tree.body:
-        name = getattr(node, "target", None) or getattr(node, "targets", [None])[0]
-        if isinstance(name, ast.Name) and name.id == "settings":
+    for node in ast.parse(Path(script).read_text(encoding="utf-8")).body:
+        target = getattr(node, "target", None) or getattr(node, "targets", [None])[0]
+        name = getattr(target, "id", "_")
+        if name == "settings":
             break
-        if isinstance(name, ast.Name) and not name.id.startswith("_"):
+        if not name.startswith("_"):
             exec(compile(ast.Module([node], []), script, "exec"), defaults)
     return from_command_line(defaults, argv)

@@ -9,6 +9,7 @@ trains with it (TESTED); all others must have DeepSpeed's own default.
 import json
 import os
 from collections import Counter
+from pathlib import Path
 from typing import get_args
 
 from configurator import did_you_mean
@@ -109,8 +110,7 @@ def read_json(path):
         return dict(pairs)
 
     try:
-        with open(path, encoding="utf-8") as f:
-            config = json.load(f, object_pairs_hook=no_doubles)
+        config = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=no_doubles)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; name another with --deepspeed_config=FILE") from None
     except (ValueError, RecursionError) as error:
