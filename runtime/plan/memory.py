@@ -154,10 +154,8 @@ def fit_batch(job):
 
 
 def host_estimate(job, local_world_size, tag_bytes):
-    """Return the bytes of one machine's memory, by what they hold. tag_bytes: of a checkpoint; 0 if none is saved.
-
-    A process with PyTorch takes 2 GB (bench.py's host_gb, four processes on an H200 machine).
-    """
+    """Return the bytes of one machine's memory, by what they hold. tag_bytes: of a checkpoint; 0 if none is saved. A
+    process with PyTorch takes 2 GB (bench.py's host_gb, four processes on an H200 machine)."""
     share, offload = local_world_size / job.batch.world_size, uses_offload(job.ds_config)
     parts = {"processes": 2e9 * local_world_size,
              "optimizer and gradients": 16 * job.params.trainable * share * offload,
@@ -225,10 +223,7 @@ def drop_arguments(argv, *names):
 
 
 def advice(job, settings, argv, lora_possible):
-    """Return lines with the commands that fit where `job` does not, the fastest first; [] if it fits.
-
-    argv: the run's arguments. lora_possible: whether LoRA could be added.
-    """
+    """Return lines with the commands that fit where `job`, with the arguments argv, does not, the fastest first."""
     if fits(job):
         return []
     choices, ranks = jobs_that_fit(job, settings.grad_clip), job.batch.world_size

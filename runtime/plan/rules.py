@@ -12,11 +12,8 @@ AT_LEAST = {
         "weight_decay", "lr_decay_iters", "cooldown_iters"),
 }  # fmt: skip
 BELOW_ONE = ("dropout", "beta1", "beta2")
-DEFAULTS_WITHOUT = {  # what the settings are for: the values that they have without it
-    "LoRA: add --lora_rank=64": {"lora_alpha": None, "lora_dropout": 0.0,
-                                 "lora_target_modules": ", ".join(TARGET_MODULES)},
-    "resuming a run: add --init_from=resume": {"resume_tag": "latest", "resume_weights_only": False},
-}
+NEEDS_LORA = {"lora_alpha": None, "lora_dropout": 0.0, "lora_target_modules": ", ".join(TARGET_MODULES)}  # and defaults
+NEEDS_RESUME = {"resume_tag": "latest", "resume_weights_only": False}
 RULES = [  # (whether the settings break it, what to say)
     (lambda s: s.decay_lr and s.min_lr is not None and not 0 <= s.min_lr <= s.learning_rate,
      "min_lr={s.min_lr} must be between 0 and learning_rate={s.learning_rate}"),
@@ -47,8 +44,9 @@ def broken_rules(settings, requested_batch_size):
                      for name in names if s[name] is not None and s[name] < least]
     problems += [f"{name}={s[name]} must be at least 0 and below 1" for name in BELOW_ONE if not 0 <= s[name] < 1]
     problems += [sentence.format(s=settings) for broken, sentence in RULES if broken(settings)]
-    used = settings.lora_rank, settings.init_from in ("resume", "auto")
-    for is_used, (purpose, defaults) in zip(used, DEFAULTS_WITHOUT.items()):
+    for is_used, defaults, purpose in (
+            (settings.lora_rank, NEEDS_LORA, "LoRA: add --lora_rank=64"),
+            (settings.init_from in ("resume", "auto"), NEEDS_RESUME, "resuming a run: add --init_from=resume")):
         problems += [f"{name}={s[name]} is for {purpose}, or leave it out"
                      for name, default in defaults.items() if s[name] != default and not is_used]
     return problems
