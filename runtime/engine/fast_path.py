@@ -15,7 +15,12 @@ from runtime.cluster.ranks import on_shut_down
 
 
 class FastPath:
-    """The shortcuts that fit an engine. A step leaves its results here for others to read."""
+    """The shortcuts that fit an engine. A step leaves its results here for others to read.
+
+    install() replaces these of DeepSpeed's optimizer, and nothing else in the project does: process_gradients,
+    reduce_ipg_grads, has_overflow, scaled_global_norm, zero_grad, overlap_comm and _use_compact_grad_partition_buffer
+    (zero2_gradients.py), and step (fused_adamw.py). Parameters get a main_grad.
+    """
 
     def __init__(self, engine=None):
         self.engine = engine
