@@ -137,7 +137,6 @@ class Saver:
         checkpoint_engine.save = lambda state_dict, path: files.append((path, state_dict))
         self.engine._copy_recovery_script = self._recovery_script_dirs.append  # later, where a full disk is expected
         try:
-            record_zero_stage(self.engine.optimizer)
             if self.engine.zero_optimization_stage() < 3:  # frozen weights once, not a second time as a copy
                 self.engine._get_param_fragment_func = torch.Tensor.detach
             with silence_stdout():
@@ -264,14 +263,6 @@ class Saver:
 
 def first_line(error):
     return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def record_zero_stage(optimizer):
-    """DeepSpeed's BF16_Optimizer, its choice for bfloat16 at stage 1, leaves its stage out of what it saves, and
-    zero_to_fp32 then refuses the file; everything else that it reads is there."""
-    if type(optimizer).__name__ == "BF16_Optimizer" and "state_dict" not in vars(optimizer):
-        incomplete = optimizer.state_dict
-        optimizer.state_dict = lambda: {**incomplete(), "zero_stage": 1}
 
 
 def storage_key(tensor):

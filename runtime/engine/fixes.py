@@ -60,3 +60,11 @@ def keep_going_at_min_loss_scale(engine):
     """float16: have DeepSpeed skip steps also at the least loss scale, where it would end the run with a traceback."""
     if hasattr(getattr(engine.optimizer, "loss_scaler", None), "raise_error_at_min_scale"):
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
+
+
+def record_zero_stage(engine):
+    """bfloat16 at stage 1: DeepSpeed's BF16_Optimizer leaves its stage out of what it saves, and zero_to_fp32 then
+    refuses the file; everything else that it reads is there."""
+    if type(engine.optimizer).__name__ == "BF16_Optimizer":
+        state_dict = engine.optimizer.state_dict
+        engine.optimizer.state_dict = lambda: {**state_dict(), "zero_stage": 1}

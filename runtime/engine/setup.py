@@ -79,6 +79,7 @@ def initialize(model, optimizer, ds_config, path):
         exit_with_error(f"{path}: DeepSpeed refuses it: {str(error) or 'an assertion without a message'}")
     fixes.keep_going_at_min_loss_scale(engine)
     fixes.skip_nonfinite_at_stage_0(engine)
+    fixes.record_zero_stage(engine)
     return engine
 
 
