@@ -285,7 +285,6 @@ def test_killed_between_any_two_files_it_leaves_a_whole_dataset_or_none(tmp_path
     assert hashes_of(out) == whole and not (out / ".partial").exists()
 
 
-@pytest.mark.skipif(os.cpu_count() < 2, reason="needs two cores")
 def test_a_sigkill_ends_the_workers_and_leaves_nothing_that_looks_whole(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", 60_000_000)
     args = ["a.jsonl", "--tokenizer=char", "--name"]
@@ -303,7 +302,6 @@ def test_a_sigkill_ends_the_workers_and_leaves_nothing_that_looks_whole(tmp_path
     assert not (tmp_path / "out" / ".partial").exists()
 
 
-@pytest.mark.skipif(os.cpu_count() < 2, reason="needs two cores")
 def test_a_killed_worker_or_ctrl_c_ends_in_a_sentence_and_leaves_nothing(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", 60_000_000)
     args = ["a.jsonl", "--tokenizer=char", "--name=./out", "--workers=2"]
