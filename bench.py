@@ -35,6 +35,7 @@ import torch.distributed as dist
 from configurator import settings_of_script
 from model import GPT, GPTConfig
 from runtime.engine import ds_config
+from runtime.monitor.health import timestamp
 from runtime.monitor.history import read_history
 from runtime.monitor.runlog import git_commit, machine_record
 from runtime.weights import PRETRAINED
@@ -174,21 +175,14 @@ class Stopwatch:
     def __init__(self):
         self.cuda, self.spans = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu", []
 
-    def mark(self):
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def timed(self, name, function):
         """The function, its calls timed."""
         def call(*args, **kwargs):
             if self.cuda and torch.cuda.is_current_stream_capturing():  # a captured call is timed at each replay
                 return function(*args, **kwargs)
-            start = self.mark()
+            start = timestamp(self.cuda)
             result = function(*args, **kwargs)
-            self.spans.append((name, start, self.mark()))
+            self.spans.append((name, start, timestamp(self.cuda)))
             return result
         return call
 

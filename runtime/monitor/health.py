@@ -118,17 +118,9 @@ class StragglerDetector:
         if not local or self.timed or (self.cuda and torch.cuda.is_current_stream_capturing()):
             yield
             return
-        start = self.now()
+        start = timestamp(self.cuda)
         yield
-        self.timed = start, self.now()
-
-    def now(self):
-        """The time, or a CUDA event that the GPU stamps with it."""
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self.timed = start, timestamp(self.cuda)
 
     def seconds(self):
         """The seconds that the timed work took; 0 where there was none."""
@@ -158,3 +150,12 @@ class StragglerDetector:
                     f"rank {slowest} lags: it takes {1e3 * medians[slowest]:.0f} ms {what}, the others "
                     f"{1e3 * others:.0f}: look at {cause}")
         self.reported = None
+
+
+def timestamp(cuda):
+    """Return the time, or with `cuda` an event that the GPU stamps with it."""
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
