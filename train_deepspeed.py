@@ -194,8 +194,6 @@ print0(f"DeepSpeed uses {setup.describe(engine, plan.ds_config, hardware.dtype)}
 fast = FastPath(engine)  # gradient path, AdamW step, CUDA graph: each where it fits
 if not any_deepspeed:
     fast.install(plan.accumulate_locally, use_triton, capture=not ds_config.has_per_step_timers(plan.ds_config))
-exit_together(["skip_grad_spikes=True needs what this DeepSpeed does not have: leave it out"]
-              if skip_grad_spikes and not fast.gradients else [])
 
 state = load_into_engine(engine, store, tag, resume_weights_only) if tag else {}
 iter_num = first_iter = state.get("iter_num", 0)
