@@ -7,6 +7,7 @@ The tag that found no room leaves nothing behind, the run resumes from the one b
 on_save_error says.
 """
 
+import errno
 import json
 import os
 import re
@@ -38,10 +39,14 @@ Saver.save = later
 
 
 def fill(folder, leave):
-    """Write a file that leaves so many bytes free."""
-    free = shutil.disk_usage(folder).free
-    with open(folder / "filler", "wb") as f:
-        f.write(b"\0" * max(0, free - leave))
+    """Write a file that leaves so many bytes free. The run may write meanwhile: then its pages count, too."""
+    with open(folder / "filler", "wb", buffering=0) as f:
+        try:
+            while (free := shutil.disk_usage(folder).free) > leave:
+                f.write(b"\0" * (free - leave))
+        except OSError as error:
+            if leave or error.errno != errno.ENOSPC:  # some file systems count pages as free that they do not give
+                raise
 
 
 def whole_tags(out_dir):
