@@ -14,46 +14,45 @@ def bench(out, *args):
     return json.loads(out.read_text()), run.stdout
 
 
-@pytest.mark.parametrize(("peer", "name"), [long("hf", "transformers"), ("plain", "PyTorch alone")])
-def test_train_beside_a_peer(characters, tmp_path, peer, name):
-    found, words = bench(tmp_path / "train.json", "train", "--gpus=2", f"--peer={peer}", "--repeats=5", *SMALL,
+@pytest.mark.parametrize(("baseline", "name"), [long("hf", "transformers"), ("pytorch", "PyTorch with torch.compile")])
+def test_train_and_a_baseline(characters, tmp_path, baseline, name):
+    found, words = bench(tmp_path / "train.json", "train", "--gpus=2", f"--baseline={baseline}", "--repeats=5", *SMALL,
                          f"--dataset={characters}")
     ms = [r["ms"] for r in found["history"][4:]]
-    assert found["ms"] == {"median": sorted(ms)[2], "least": min(ms), "most": max(ms), "count": 5}
+    assert found["ms"] == {"median": sorted(ms)[2], "min": min(ms), "max": max(ms), "count": 5}
     assert found["tokens_per_s"] == pytest.approx(2 * 2 * 2 * 32 / (found["ms"]["median"] / 1000))
     parts = found["parts_ms"]
     # of other steps than those, on a machine that may be busy with others: a wrong unit would be a thousand
     assert 0.1 * min(ms) < parts["forward"] + parts["backward"] + parts["optimizer"] < 10 * max(ms)
     assert 0 < parts["reduction"] < 10 * max(ms) and 0 <= parts["data"] < 10 * max(ms)
-    assert found["peer"]["ratio"] == found["peer"]["ms"]["median"] / found["ms"]["median"] and found["world_size"] == 2
-    assert f"bench.py train --gpus=2 --peer={peer}" in found["command"] and "times ours" in words
-    assert found["peer"]["name"].startswith(name)
-    assert 0.2 < found["host_gb"] < 16  # two processes with PyTorch and DeepSpeed
+    other = found["baseline"]
+    assert other["ratio"] == other["ms"]["median"] / found["ms"]["median"] and found["world_size"] == 2
+    assert f"bench.py train --gpus=2 --baseline={baseline}" in found["command"] and "x faster" in words
+    assert other["name"].startswith(name)
 
 
 def test_sample_beside_transformers(tmp_path):
-    found, words = bench(tmp_path / "sample.json", "sample", "--model=1,2,32", "--batch=2", "--tokens=20", "--peer=hf")
+    found, words = bench(tmp_path / "sample.json", "sample", "--model=1,2,32", "--batch=2", "--tokens=20",
+                         "--baseline=hf", "--repeats=5")
     assert found["tokens_per_s"]["count"] == 5 and 0 < found["share_of_limit"] < 1
-    assert found["peer"]["ratio"] == found["tokens_per_s"]["median"] / found["peer"]["tokens_per_s"]["median"]
+    assert found["baseline"]["ratio"] == found["tokens_per_s"]["median"] / found["baseline"]["tokens_per_s"]["median"]
     assert "tokens/s" in words and found["first_token_ms"]["median"] > 0
 
 
 def test_checkpoint(characters, tmp_path):
-    found, _ = bench(tmp_path / "checkpoint.json", "checkpoint", *SMALL, f"--dataset={characters}")
+    found, _ = bench(tmp_path / "checkpoint.json", "checkpoint", "--repeats=5", *SMALL, f"--dataset={characters}")
     assert found["save_s"]["count"] == 5 and found["checked_s"] >= 0 and found["tag"].endswith(" MB")
-    assert 0 <= found["blocked_s"]["least"] <= found["first_blocked_s"] <= found["save_s"]["most"] + 1
+    assert 0 <= found["blocked_s"]["min"] <= found["first_blocked_s"] <= found["save_s"]["max"] + 1
 
 
 def test_data(characters, tmp_path):
-    found, _ = bench(tmp_path / "data.json", "data", *SMALL, f"--dataset={characters}")
+    found, _ = bench(tmp_path / "data.json", "data", "--repeats=5", *SMALL, f"--dataset={characters}")
     assert found["tokens_per_step"] == 2 * 2 * 32 and found["ms"]["count"] == 5
 
 
 @pytest.mark.parametrize(("args", "sentence"), [
-    (["data", "--batch_size=auto"], "needs a --batch_size that is a number"),
-    (["sample", "--model=gpt3"], "neither one of gpt2,"),
-    (["train", "--gpus=0"], "--gpus=0 must be at least 1"),
-    (["train", "--eval_only=True"], "leaves nothing to measure"),
+    (["data", "--batch_size=auto"], "batch_size=auto is unknown without training: add --batch_size=8"),
+    (["sample", "--model=gpt3"], "argument --model: invalid shape value: 'gpt3'"),
     (["train", "--json=no/x.json"], "there is no such folder"),
 ])
 def test_mistakes_end_in_a_sentence(args, sentence):
@@ -61,24 +60,25 @@ def test_mistakes_end_in_a_sentence(args, sentence):
     assert run.returncode and sentence in run.stderr and "Traceback" not in run.stderr
 
 
-def test_the_table_takes_any_run_and_leaves_the_rest_of_the_readme(tmp_path, monkeypatch):
+def test_the_table_takes_any_run_and_leaves_the_rest_of_the_page(tmp_path, monkeypatch):
     """A run without MFU, of weights by name and a JSON of one's own; one that is no run spoils nothing."""
     run = {"settings": {"n_layer": None, "n_head": None, "n_embd": None, "init_from": "gpt2-xl", "batch_size": 1,
                         "gradient_accumulation_steps": 32, "deepspeed_config": "mine.json"}, "world_size": 2,
-           "stage": 2, "ms": {"median": 5.0, "least": 4.0, "most": 6.0}, "tokens_per_s": 7, "mfu": None,
+           "stage": 2, "ms": {"median": 5.0, "min": 4.0, "max": 6.0}, "tokens_per_s": 7, "mfu": None,
            "peak_gb": 1.0, "first_step_s": 2.0}
-    (tmp_path / "results").mkdir()
+    for folder in ("results", "docs"):
+        (tmp_path / folder).mkdir()
     (tmp_path / "results" / "my_bench_1.json").write_text(json.dumps(run))
-    readme = tmp_path / "README.md"
-    readme.write_text("a\n<!-- bench.py table -->\n<!-- end -->\nb\n")
+    page = tmp_path / "docs" / "numbers.md"
+    page.write_text("a\n<!-- bench.py table -->\n<!-- end -->\nb\n")
     monkeypatch.setattr(benchmark, "ROOT", str(tmp_path))
     benchmark.table()
-    row = "| 2 | gpt2-xl | 2 | 1 x 32 | 5 (4, 6) | 7 | n/a | 1.0 | 2 |  | `my_bench_1.json` |"
-    assert row in readme.read_text() and readme.read_text().endswith("<!-- end -->\nb\n")
+    row = "| 2 | gpt2-xl | 2 | 1 x 32 | 5 | 4-6 | 7 | n/a | 1.0 | 2 |  |  | `my_bench_1.json` |"
+    assert row in page.read_text() and page.read_text().endswith("<!-- end -->\nb\n")
     (tmp_path / "results" / "my_bench_2.json").write_text("{}")
     with pytest.raises(KeyError):
         benchmark.table()
-    assert row in readme.read_text()
+    assert row in page.read_text()
 
 
 def test_a_misspelt_setting_ends_before_anything_starts(tmp_path):

@@ -1,4 +1,4 @@
-"""The measured tables of README.md and RESULTS.md say what the JSON in results/ says."""
+"""The tables of README.md, RESULTS.md and docs/ show what is in the JSON files of results/."""
 
 import json
 import re
@@ -52,10 +52,32 @@ def test_table_rows_are_what_was_measured():
         assert numbers(cells[9]) == [round(run["first_step_s"])]
 
 
-def test_readmes_table_is_made_from_the_runs():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"<!-- bench.py table -->\n{bench.format_table()}\n<!-- end -->" in readme
+def test_the_benchmark_table_is_made_from_the_runs():
+    page = (ROOT / "docs" / "numbers.md").read_text(encoding="utf-8")
+    assert f"<!-- bench.py table -->\n{bench.format_table()}\n<!-- end -->" in page
     assert bench.format_table().count("\n") >= 8
+
+
+def table_rows(lines):
+    """The rows of a Markdown table, each a set of (column, cell)."""
+    cells = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [set(zip(cells[0], row, strict=True)) for row in cells[2:]] if cells else []
+
+
+def missing_rows(readme):
+    """The rows of README's table under "## Speed" that are no part of a row of docs/numbers.md."""
+    _, _, section = readme.partition("\n## Speed\n")
+    measured = table_rows(bench.format_table().splitlines())
+    return [row for row in table_rows(section.partition("\n## ")[0].splitlines())
+            if not any(row <= whole for whole in measured)]
+
+
+def test_readmes_speeds_are_rows_of_the_benchmark_table():
+    assert missing_rows((ROOT / "README.md").read_text(encoding="utf-8")) == []
+    table = "| GPUs | micro-batch x accumulation | MFU |\n|---|---|---|\n| 1 | 8 x 4 | {} |\n"
+    assert missing_rows(f"# A\n\n## Speed\n\n{table.format('53.7%')}\n## B\n\n{table.format('1%')}") == []
+    assert missing_rows(f"# A\n\n## Speed\n\n{table.format('53.8%')}") == [
+        {("GPUs", "1"), ("micro-batch x accumulation", "8 x 4"), ("MFU", "53.8%")}]
 
 
 def test_the_tables_of_bench_are_what_it_wrote():
@@ -64,18 +86,18 @@ def test_the_tables_of_bench_are_what_it_wrote():
     assert len(aims) == len(list((ROOT / "results").glob("*_bench_*.json"))) == 11
     for name, cells in aims:
         run = run_of(name)
-        peer = run.get("peer")
+        other = run.get("baseline")
         assert cells[3:6] == [f"{run['ms']['median']:,.0f}", f"{100 * run['mfu']:.1f}%", f"{run['peak_gb']:.1f}"], name
         assert numbers(cells[6])[-1:] + numbers(cells[7]) == (
-            [round(peer["ms"]["median"]), round(peer["ratio"], 2)] if peer else []), name
+            [round(other["ms"]["median"]), round(other["ratio"], 2)] if other else []), name
         assert run["ms"]["count"] >= 5
     for name in ("x1_sample_1", "x1_sample_32"):
         run = run_of(name)
         (row,) = [line for line in text.splitlines() if line.startswith(f"| `{name}`")]
-        speeds = [f"{r['tokens_per_s']['median']:,.0f} | " for r in (run, run["peer"])]
-        firsts = [f"{r['first_token_ms']['median']:.1f} | " for r in (run, run["peer"])]
+        speeds = [f"{r['tokens_per_s']['median']:,.0f} | " for r in (run, run["baseline"])]
+        firsts = [f"{r['first_token_ms']['median']:.1f} | " for r in (run, run["baseline"])]
         assert row.endswith(f"| {run['batch']} | {speeds[0]}{100 * run['share_of_limit']:.0f}% | {firsts[0]}"
-                            f"{speeds[1]}{firsts[1]}{run['peer']['ratio']:.2f} |")
+                            f"{speeds[1]}{firsts[1]}{run['baseline']['ratio']:.2f} |")
 
 
 def test_the_heads_gradients_cost_what_the_text_says():

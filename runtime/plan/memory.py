@@ -155,7 +155,7 @@ def fit_batch(job):
 
 def host_estimate(job, local_world_size, tag_bytes):
     """Return the bytes of one machine's memory, by what they hold. tag_bytes: of a checkpoint; 0 if none is saved. A
-    process with PyTorch takes 2 GB (bench.py's host_gb, four processes on an H200 machine)."""
+    process with PyTorch takes 2 GB (host_gb in results/h200_x2_bench_8x4.json)."""
     share, offload = local_world_size / job.batch.world_size, uses_offload(job.ds_config)
     parts = {"processes": 2e9 * local_world_size,
              "optimizer and gradients": 16 * job.params.trainable * share * offload,
