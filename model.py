@@ -1,12 +1,12 @@
 """GPT-2 in plain PyTorch: modules, loss, initialization, and text generation with a KV cache.
 
     model = GPT.from_pretrained("gpt2")          # or a folder written by save_pretrained
-    loss = model(idx, targets)                   # (B, T) and (B, T) -> a scalar
+    loss = model(idx, targets)                   # (B, T) and (B, T) -> scalar
     logits = model(idx)                          # (B, T) -> (B, T, vocab_size)
     text = model.generate(idx, 100, top_k=50)    # (B, T) -> (B, T + up to 100)
 
-The architecture is that of "Language Models are Unsupervised Multitask Learners" (Radford et al., 2019),
-and parameter names are those of transformers' GPT2LMHeadModel.
+The architecture follows "Language Models are Unsupervised Multitask Learners" (Radford et al., 2019). Parameters have
+the names of transformers' GPT2LMHeadModel.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from runtime.weights import fetch_from_hub, read_config, read_weights, weights_errors
 
-LOSS_CHUNK = 4096  # rows of logits that exist at one time; 4096 x 50304 in bf16 are 412 MB
-FP16_GRAD_FACTOR = 1024.0  # float16 rounds to 0 what is below 3e-8, as many gradients of logits are
+LOSS_CHUNK = 4096  # rows of logits in memory at one time; 4096 x 50304 in bf16 take 412 MB
+FP16_GRAD_FACTOR = 1024.0  # many gradients of logits are below 3e-8, which float16 rounds to 0
 
 
 @dataclass
@@ -34,34 +34,34 @@ class GPTConfig:
     n_head: int = 12
     n_embd: int = 768
     dropout: float = 0.0
-    bias: bool = True  # in the linear layers and layer norms; GPT-2 has them
-    gelu: str = "tanh"  # its form, by PyTorch's names: "tanh" is GPT-2's, and "none", the exact one, nanoGPT's
+    bias: bool = True  # in linear layers and layer norms; True is GPT-2's
+    gelu: str = "tanh"  # F.gelu's approximate: "tanh" is GPT-2's form; "none" is exact, as in nanoGPT
 
     def __post_init__(self):
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
+                raise ValueError(f"{name}={value!r} must be a positive integer")
         if type(self.dropout) not in (int, float) or type(self.bias) is not bool or self.gelu not in ("tanh", "none"):
-            raise ValueError(f"dropout={self.dropout!r}, bias={self.bias!r}, gelu={self.gelu!r}: one is not possible")
+            raise ValueError(f"dropout={self.dropout!r}, bias={self.bias!r} or gelu={self.gelu!r} is invalid")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
 
     @classmethod
     def from_weights(cls, source):
-        """Return the configuration of a folder of weights or of nanoGPT's ckpt.pt. Raises WeightsError."""
+        """Return the configuration in a folder of weights or a nanoGPT ckpt.pt. Raises WeightsError."""
         with weights_errors(source):
             return cls(**read_config(source))
 
     @property
     def padded_vocab_size(self):
-        """Rows of the embedding: a multiple of 64 keeps the largest matmul on the tensor cores' fast path."""
+        """Rows of the embedding. A multiple of 64 keeps the largest matmul on the tensor cores' fast path."""
         return -(-self.vocab_size // 64) * 64
 
 
 def attention_backends(device):
-    """SDPA's kernels for `device`, the preferred one first. cuDNN's is the fastest on Hopper: forward and backward of
-    8 x 1,024 tokens with 25 heads of 64 take 0.51 ms on an H200, flash's 0.71."""
+    """Return SDPA's kernels for `device`, the preferred one first. On Hopper, cuDNN's is the fastest: forward and
+    backward of 8 x 1,024 tokens with 25 heads of 64 take 0.51 ms on an H200, and 0.71 ms with FlashAttention."""
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     if torch.cuda.get_device_capability(device)[0] >= 9:
         order.insert(0, SDPBackend.CUDNN_ATTENTION)
@@ -84,10 +84,10 @@ class CausalSelfAttention(nn.Module):
         backends = contextlib.nullcontext()
         if cache is not None:
             k, v = cache.update(k, v, positions)
-        elif x.is_cuda:  # with a cache the shapes change at every token, for which cuDNN would plan anew
+        elif x.is_cuda:  # not with a cache: cuDNN makes a new plan for each shape, and each token changes the shape
             self.backends = self.backends or attention_backends(x.device)
             backends = sdpa_kernel(self.backends, set_priority=True)
-        if mask is not None:  # one token over many keys, which matmuls split among more programs than SDPA's kernels do
+        if mask is not None:  # one token, many keys: matmuls use more of the GPU than SDPA's kernels do
             scores = (q * q.size(-1) ** -0.5).flatten(0, 1) @ k.flatten(0, 1).transpose(1, 2)
             probs = torch.softmax(scores.masked_fill_(mask, float("-inf")), dim=-1)
             y = (probs @ v.flatten(0, 1)).view_as(q)
@@ -118,7 +118,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, recompute=False, *cached):
-        if recompute:  # inside of compiled code: outside, backward finds other tensors than forward saved
+        if recompute:  # inside the compiled function: outside it, backward finds other tensors than forward saved
             return checkpoint(self.attn_and_mlp, x, use_reentrant=False)
         return self.attn_and_mlp(x, *cached)
 
@@ -128,10 +128,11 @@ class Block(nn.Module):
 
 
 def cross_entropy_with_grad(logits, targets, vocab_size):
-    """Per row: the cross-entropy, and its gradient by the logits, times FP16_GRAD_FACTOR in float16.
+    """Return the cross-entropy of each row and its gradient with respect to the logits.
 
-    logits (N, padded_vocab_size), targets (N,) with -1 for rows that don't count -> (N,) in fp32, and
-    (N, padded_vocab_size) in the logits' dtype. The padding's columns have no part in either.
+    logits: (N, padded_vocab_size). targets: (N,), -1 to ignore a row. Returns (N,) in fp32 and
+    (N, padded_vocab_size) in the dtype of logits. Padding columns are ignored. In float16 the gradient is multiplied
+    by FP16_GRAD_FACTOR.
     """
     columns = torch.arange(logits.size(1), device=logits.device)
     logits32 = logits.float().masked_fill(columns >= vocab_size, float("-inf"))
@@ -146,21 +147,21 @@ def cross_entropy_with_grad(logits, targets, vocab_size):
 
 
 def addmm_fp32(total, a, b):
-    """total += a @ b, in one pass with float32 sums where CUDA allows it."""
+    """Add a @ b to `total` in place, in float32. On CUDA this is one GEMM."""
     if a.is_cuda and a.dtype != total.dtype and not torch.version.hip:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif a.dtype == torch.float16:  # the sum would overflow it, with FP16_GRAD_FACTOR in it
+    elif a.dtype == torch.float16:  # with FP16_GRAD_FACTOR the sum overflows float16
         total += a.float() @ b.float()
     else:
         total += a @ b
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of x @ weight.T, LOSS_CHUNK rows at a time.
+    """Compute the mean cross-entropy of x @ weight.T, LOSS_CHUNK rows at a time.
 
-    Gradients are computed from a chunk's logits at once. So neither all logits nor their gradients are ever in memory,
-    and no matmul is done twice. The idea is Liger Kernel's (arXiv:2410.10989). Backward scales both gradients in
-    float32, by the same number: a scale rounded to bfloat16 can be 0.4% off.
+    Forward computes the gradients of each chunk from its logits. The full logits are never in memory, and no matmul
+    runs twice. The idea is Liger Kernel's (arXiv:2410.10989). Backward scales both gradients in float32, because a
+    scale rounded to bfloat16 can be off by 0.4%.
     """
 
     @staticmethod
@@ -183,13 +184,13 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss):
         grad_x, grad_weight, count = ctx.saved_tensors
         scale = grad_loss.float() / (count * FP16_GRAD_FACTOR if grad_x.dtype == torch.float16 else count)
-        if grad_weight is not None:  # scaled and rounded in one pass over 80M weights of GPT-2 XL
+        if grad_weight is not None:  # scale and round in one pass: GPT-2 XL has 80M of these weights
             grad_weight = torch.mul(grad_weight, scale, out=torch.empty_like(grad_weight, dtype=grad_x.dtype))
         return grad_x.float().mul_(scale).to(grad_x.dtype), grad_weight, None, None, None
 
 
 class LMHead(nn.Module):
-    """The output layer, tied to the token embedding. It is a module, because ZeRO-3 gathers parameters by module."""
+    """The output layer, tied to the token embedding. It is a module because ZeRO-3 gathers parameters per module."""
 
     def __init__(self, wte, vocab_size):
         super().__init__()
@@ -223,7 +224,7 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """Normal with deviation 0.02, projections into the residual stream scaled down by its 2 * n_layer additions."""
+        """Draw weights with a standard deviation of 0.02, over sqrt(2 * n_layer) for projections into the residual."""
         residual_std = 0.02 / (2 * self.config.n_layer) ** 0.5
         for name, p in self.named_parameters():
             if p.dim() >= 2:
@@ -231,57 +232,57 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
         with torch.no_grad():
-            self.transformer.wte.weight[self.config.vocab_size :] = 0  # the padding's rows are never looked up
+            self.transformer.wte.weight[self.config.vocab_size :] = 0  # padding rows are never looked up
 
     def num_params(self, positions=True):
-        """Parameters that can matter: the tied matrix once, the vocabulary's padding not at all."""
+        """Return the number of parameters. The tied matrix counts once, vocabulary padding doesn't count."""
         rows = self.config.padded_vocab_size - self.config.vocab_size + (0 if positions else self.config.block_size)
         return sum(p.numel() for p in self.parameters()) - rows * self.config.n_embd
 
     def flops_per_token(self, T=None):
-        """Model FLOPs of forward and backward per token in a context of T: 6 N + 12 n_layer n_embd T. N leaves out the
-        position embeddings (PaLM, arXiv:2204.02311, appendix B). A frozen weight takes 4: it has no gradient."""
+        """Return the FLOPs of forward and backward per token with a context of T: 6 N + 12 n_layer n_embd T. N excludes
+        position embeddings (PaLM, arXiv:2204.02311, appendix B). A frozen weight counts 4 instead of 6."""
         T, wpe = T or self.config.block_size, self.transformer.wpe.weight
         frozen = sum(p.numel() for p in self.parameters() if not p.requires_grad and p is not wpe)
         return 6 * self.num_params(positions=False) - 2 * frozen + 12 * self.config.n_layer * self.config.n_embd * T
 
     def parameter_groups(self, weight_decay):
-        """The optimizer's groups: matrices and embeddings with weight decay, biases and layer norms without. Frozen
-        parameters are in neither. An empty group is left out."""
+        """Return the optimizer's parameter groups: matrices and embeddings with weight decay, biases and layer norms
+        without. Frozen parameters and empty groups are left out."""
         params = [p for p in self.parameters() if p.requires_grad]
         matrices, vectors = [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
         groups = {"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}
         return [group for group in groups if group["params"]]
 
     def compile_blocks(self, **options):
-        """Compile the forward of each block, and the loss. options: torch.compile's. The blocks share one graph: a cold
-        start takes about 11 s for GPT-2 XL on an H200, not 52 as for the whole model, at almost the same speed.
-        Parameters keep their names, and hooks stay outside of compiled code, as ZeRO-3 needs it."""
+        """Compile each block's forward and the loss. options: torch.compile's. All blocks share one graph, so a cold
+        start takes about 11 s for GPT-2 XL on an H200. Compiling the whole model takes 52 s and is hardly faster.
+        Parameter names don't change, and hooks stay outside compiled code, which ZeRO-3 needs."""
         for block in self.transformer.h:
             block.forward = torch.compile(block.forward, **options)
         self.lm_head.cross_entropy = torch.compile(cross_entropy_with_grad, **options)
 
     def crop_block_size(self, block_size):
-        """Shorten the longest context to `block_size`; the position embeddings beyond it go."""
+        """Shorten the context to `block_size` tokens and drop the position embeddings beyond it."""
         if block_size > self.config.block_size:
-            raise ValueError(f"block_size={block_size} is beyond the {self.config.block_size} positions of the weights")
+            raise ValueError(f"block_size={block_size} is larger than the weights' {self.config.block_size} positions")
         self.config.block_size = block_size
         self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size].detach().clone())
 
     def crop_vocab_size(self, vocab_size):
-        """Drop the tokens from `vocab_size` on: padding, which no tokenizer makes."""
+        """Drop the tokens from `vocab_size` on. They are padding that the tokenizer never produces."""
         self.config.vocab_size = self.lm_head.vocab_size = vocab_size
         weight = nn.Parameter(self.transformer.wte.weight[: self.config.padded_vocab_size].detach())
         self.transformer.wte.weight = self.lm_head.weight = weight
 
     def forward(self, idx, targets=None, reduction="mean"):
-        """idx (B, T) -> logits (B, T, vocab_size); with targets (B, T) -> their mean cross-entropy, or with
-        reduction="none" that of each token, (B * T,). A target of -1 does not count."""
+        """Return logits (B, T, vocab_size) of idx (B, T). With targets (B, T), return the mean cross-entropy, or with
+        reduction="none" that of each token, (B * T,). Targets of -1 are ignored."""
         return self.lm_head(self.forward_hidden(idx), targets, reduction)
 
     def forward_hidden(self, idx, positions=None, caches=None, mask=None):
-        """Final hidden states (B, T, n_embd) of tokens idx (B, T) at `positions` (T,), by default 0 to T - 1. caches: a
-        KVCache for each block; mask: see Decoder.forward."""
+        """Return the final hidden states (B, T, n_embd) of idx (B, T). positions: (T,), by default 0 to T - 1. caches:
+        one KVCache per block. mask: see Decoder.forward."""
         T = idx.size(1)
         if T > self.config.block_size:
             raise ValueError(f"a sequence of {T} tokens is longer than block_size={self.config.block_size}")
@@ -295,12 +296,12 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, end_of_text=None, generator=None,
                  on_token=None, custom_step=None, repetition_penalty=1.0):
-        """Continue idx (B, T) by at most max_new_tokens; returns (B, T + n). temperature, top_k, top_p, generator: see
-        sample_token; repetition_penalty: see apply_repetition_penalty; custom_step: see Decoder.
+        """Continue idx (B, T) by up to max_new_tokens and return (B, T + n). temperature, top_k, top_p, generator: see
+        sample_token. repetition_penalty: see apply_repetition_penalty. custom_step: see Decoder.
 
-        A row that has produced end_of_text repeats it; when all rows have, generation stops. on_token is called with
-        each new (B,) column, and may return which rows are done, (B,). Past block_size tokens the context slides and
-        all positions change: each token costs a full forward.
+        A row that has produced end_of_text repeats it. Generation stops when all rows have. on_token is called with
+        each new column (B,) and may return a mask of the rows that are done, (B,). Beyond block_size tokens the context
+        window slides and all positions change, so each token costs a full forward.
         """
         block_size = self.config.block_size
         decoder = Decoder(self, idx.size(0), min(block_size, idx.size(1) + max_new_tokens), custom_step)
@@ -329,8 +330,8 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name_or_path, dropout=0.0, device="cpu", dtype=torch.float32):
-        """GPT-2 with the weights of a name in PRETRAINED (runtime/weights.py), a folder in transformers' format, or
-        nanoGPT's ckpt.pt. They go to `device` one tensor at a time. Raises WeightsError."""
+        """Load a name in PRETRAINED (runtime/weights.py), a folder in transformers' format, or a nanoGPT ckpt.pt.
+        Copies weights to `device` one tensor at a time. Raises WeightsError."""
         source = name_or_path if os.path.exists(name_or_path) else fetch_from_hub(name_or_path)
         config = replace(GPTConfig.from_weights(source), dropout=dropout)
         with torch.device("meta"):
@@ -343,45 +344,47 @@ class GPT(nn.Module):
 
 @dataclass
 class KVCache:
-    """Keys and values of one layer, (B, n_head, max_length, head size) each."""
+    """The keys and values of one layer, each (B, n_head, max_length, head size)."""
 
     k: torch.Tensor
     v: torch.Tensor
 
     def update(self, k, v, positions):
-        """Store k and v, (B, n_head, T, head size), at `positions` (T,); return all keys and all values."""
+        """Write k and v, (B, n_head, T, head size), at `positions` (T,). Return all keys and all values."""
         return self.k.index_copy_(2, positions, k), self.v.index_copy_(2, positions, v)
 
 
 class Decoder:
-    """Logits (B, vocab_size) of the next token of B texts, whose keys and values are cached up to max_length tokens.
+    """Computes next-token logits (B, vocab_size) for B sequences, with a KV cache of max_length tokens.
 
-    Launches take longer than kernels, so on CUDA decode_one_token captures a graph for each length of the caches: 128,
-    256, ... custom_step(token, position, caches) -> logits replaces the plain step (runtime/kernels/decode.py)."""
+    On CUDA, kernel launches take longer than the kernels, so decode_one_token captures a CUDA graph for each cache
+    length: 128, 256, ... custom_step(token, position, caches) -> logits replaces the plain step
+    (runtime/kernels/decode.py).
+    """
 
     def __init__(self, model, B, max_length, custom_step=None):
         c, weight = model.config, model.transformer.wte.weight
         shape = (B, c.n_head, max_length, c.n_embd // c.n_head)
         self.model, self.max_length, self.custom_step = model, max_length, custom_step
         self.caches = [KVCache(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(c.n_layer)]
-        self.cached = 0  # tokens whose keys and values are in the caches
+        self.cached = 0  # tokens in the cache
         self.token, self.position = (torch.zeros(s, dtype=torch.long, device=weight.device) for s in ((B, 1), 1))
-        self.use_cuda_graphs, self.graphs = weight.is_cuda, {}  # {length of the cache: replay}
+        self.use_cuda_graphs, self.graphs = weight.is_cuda, {}  # {cache length: replay}
 
     def forward(self, idx, positions, length, masked=False):
-        """Logits after tokens idx (B, T) at `positions` (T,), which attend to the first `length` positions. masked: T
-        is 1, and positions after that of the token do not count."""
+        """Return the logits after idx (B, T) at `positions` (T,), which attend to the first `length` positions. masked:
+        T is 1, and positions after the token's are masked out."""
         mask = torch.arange(length, device=idx.device) > positions if masked else None
         caches = [KVCache(cache.k[:, :, :length], cache.v[:, :, :length]) for cache in self.caches]
         return self.model.lm_head(self.model.forward_hidden(idx, positions, caches, mask)[:, -1:])[:, 0]
 
     def prefill(self, idx):
-        """Logits after idx (B, T), the first tokens."""
+        """Return the logits after the prompt idx (B, T)."""
         self.cached = idx.size(1)
         return self.forward(idx, torch.arange(self.cached, device=idx.device), self.cached)
 
     def decode_one_token(self, token):
-        """Logits after one more token (B, 1). On CUDA the next call overwrites them in place."""
+        """Return the logits after one more token (B, 1). On CUDA the next call overwrites them."""
         self.token.copy_(token)
         self.position.fill_(self.cached)
         length = min(self.max_length, max(128, 2 ** self.cached.bit_length()))
@@ -397,8 +400,8 @@ class Decoder:
 
 
 def capture_cuda_graph(step):
-    """Return a function that does what step() does, in one launch. Its output is always the same tensor."""
-    step()  # once eagerly, for what libraries do at their first call
+    """Capture step() in a CUDA graph and return a function that replays it. Its output is always the same tensor."""
+    step()  # eagerly once: libraries initialize at their first call
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = step()
@@ -406,26 +409,27 @@ def capture_cuda_graph(step):
 
 
 def apply_repetition_penalty(logits, idx, penalty):
-    """Return logits (B, vocab_size) in which those of the tokens in idx (B, T) are divided by the penalty if positive,
-    else multiplied by it (CTRL, arXiv:1909.05858)."""
+    """Return logits (B, vocab_size) with the tokens in idx (B, T) made less likely: positive logits are divided by the
+    penalty, others multiplied by it (CTRL, arXiv:1909.05858)."""
     seen = logits.gather(1, idx)
     return logits.scatter(1, idx, torch.where(seen > 0, seen / penalty, seen * penalty))
 
 
 def sample_token(logits, temperature, top_k, top_p, generator=None):
-    """Logits (B, vocab_size) -> a token per row, (B,). temperature=0 takes the likeliest; top_k keeps the k likeliest,
-    top_p the likeliest that together reach that probability. generator: one for all, or a list with one for each."""
+    """Draw a token per row of logits (B, vocab_size); returns (B,). temperature=0 takes the most likely token. top_k
+    keeps the k most likely tokens, top_p the most likely ones that together reach that probability. generator: one for
+    all rows, or a list with one per row."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits, order, nucleus = logits / temperature, None, top_p is not None and top_p < 1
-    if top_k:  # the likeliest first, as top_p needs them
+    if top_k:  # sorted, as top_p needs
         logits, order = logits.topk(min(top_k, logits.size(-1)))
     elif nucleus:
         logits, order = logits.sort(dim=-1, descending=True)
     probs = F.softmax(logits, dim=-1)
     if nucleus:
         beyond = probs.cumsum(-1) - probs >= top_p
-        beyond[:, 0] = False  # the likeliest always stays
+        beyond[:, 0] = False  # keep the most likely token
         probs = probs.masked_fill(beyond, 0)
     if isinstance(generator, list):
         rows = zip(probs.split(1), generator, strict=True)

@@ -1,8 +1,8 @@
-"""Our shortcuts through one DeepSpeed engine: the gradient path, the AdamW step, and micro-steps as a CUDA graph.
+"""Faster paths through one DeepSpeed engine: gradients, the AdamW step, and micro-steps as a CUDA graph.
 
-GPT-2 XL launches some 2,500 kernels per micro-step. At a small micro-batch that takes a CPU longer than running them
-takes the GPU: 32 micro-steps of one sequence took 4,219 ms, as a CUDA graph 909 ms, on an H200 beside a slow CPU
-(RESULTS.md).
+GPT-2 XL launches about 2,500 kernels per micro-step. With a small micro-batch, launching them takes the CPU longer than
+running them takes the GPU. On an H200 with a slow CPU, 32 micro-steps of one sequence took 4,219 ms, and 909 ms as a
+CUDA graph (RESULTS.md).
 """
 
 import atexit
@@ -15,9 +15,9 @@ from runtime.cluster.ranks import on_shut_down
 
 
 class FastPath:
-    """The shortcuts that fit an engine. A step leaves its results here for others to read.
+    """The fast paths that an engine supports. A step leaves its results here for others to read.
 
-    install() replaces these of DeepSpeed's optimizer, and nothing else in the project does: process_gradients,
+    install() is the only place in the project that replaces anything in DeepSpeed's optimizer: process_gradients,
     reduce_ipg_grads, has_overflow, scaled_global_norm, zero_grad, overlap_comm and _use_compact_grad_partition_buffer
     (zero2_gradients.py), and step (fused_adamw.py). Parameters get a main_grad.
     """
@@ -26,16 +26,15 @@ class FastPath:
         self.engine = engine
         self.gradients = None  # zero2_gradients.install's; None: DeepSpeed's own path
         self.fused_step = None  # fused_adamw.install's; None: DeepSpeed's own step
-        self.skip_above = math.inf  # a step whose gradient norm is not below it is skipped
+        self.skip_above = math.inf  # skip steps whose gradient norm is not below it
         self.grad_norm = None  # of the last step, before clipping, without the loss scale; None: ask the engine
-        self.time_local_work = lambda local: contextlib.nullcontext()  # StragglerDetector's, around work of this rank
-        self.launches_left = math.inf  # micro-steps before the one that is captured
+        self.time_local_work = lambda local: contextlib.nullcontext()  # StragglerDetector's, around this rank's work
+        self.launches_left = math.inf  # micro-steps before the capture
         self.graph = None
 
     def install(self, accumulate_locally=False, fused_step=True, capture=True):
-        """Replace what fits in the engine, and capture micro-steps if `capture` and that is possible. All ranks.
-        accumulate_locally: whether ranks have room for the gradients of all parameters. fused_step: whether Triton
-        works."""
+        """Install the paths that the engine supports. Call it on all ranks. accumulate_locally: whether this rank has
+        memory for the gradients of all parameters. fused_step: whether Triton works. capture: use a CUDA graph."""
         from runtime.engine import fused_adamw, zero2_gradients
 
         self.gradients = zero2_gradients.install(self.engine, self, accumulate_locally)
@@ -46,10 +45,10 @@ class FastPath:
     def capture_micro_steps(self):
         """Run micro-steps as a CUDA graph from the second optimizer step on.
 
-        All that a micro-step does must be the same every time, and its memory stay where it is: ZeRO-2 with our
-        gradients and step, and no loss scale. Each replay draws new random numbers for dropout, the same as without a
-        graph. The first step runs without, for what libraries and DeepSpeed do at their first calls; not the second, as
-        DeepSpeed's timer of steps then stops the GPU.
+        Every micro-step must do the same work at the same addresses. That holds for ZeRO-2 with our gradients and step,
+        without a loss scale. Each replay draws new random numbers for dropout, the same ones as without a graph. The
+        first step runs eagerly, because libraries and DeepSpeed initialize at their first calls. The capture comes
+        before the second step, because from then on DeepSpeed's step timer synchronizes the GPU.
         """
         self.launches_left = self.engine.gradient_accumulation_steps()
         params = [param for param in self.engine.module.parameters() if param.requires_grad]
@@ -58,13 +57,13 @@ class FastPath:
         atexit.register(self.close)  # also after a traceback
 
     def forward_backward(self, x, y):
-        """engine(x, y) and engine.backward(loss). Returns the loss, detached; the next call may overwrite it."""
+        """Run engine(x, y) and engine.backward(loss). Returns the detached loss, which the next call may overwrite."""
         if self.launches_left:
             self.launches_left -= 1
             return self._launch(x, y)
         if self.graph is None:
             self.inputs, self.graph = (x.clone(), y.clone()), torch.cuda.CUDAGraph()
-            # other threads read data and write checkpoints meanwhile
+            # thread_local: other threads read data and write checkpoints during the capture
             with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
                 self.loss = self._launch(*self.inputs)
         self.inputs[0].copy_(x)
@@ -80,7 +79,7 @@ class FastPath:
         return loss.detach()
 
     def close(self):
-        """Release the graph. NCCL, asked to destroy a group that a graph uses, waits forever."""
+        """Release the graph. Destroying an NCCL process group that a graph still uses hangs."""
         if self.graph is not None:
             torch.cuda.synchronize()
             self.graph.reset()

@@ -1,8 +1,8 @@
 """Clipping, AdamW and the bfloat16 copy of the weights in one pass, at ZeRO-2 and 3.
 
-DeepSpeed takes a pass for each, and in between synchronizes three times to see whether a number is finite. Here one
-kernel does all three and clears the gradients for the next step, and the norm is read while it runs. What is computed
-stays the same, as does the state that checkpoints hold.
+DeepSpeed makes one pass for each and synchronizes three times in between to check whether a number is finite. Here one
+kernel does all three and clears the gradients for the next step. The CPU reads the norm while the kernel runs. The
+results and the state in checkpoints are the same.
 """
 
 from __future__ import annotations  # without Triton there is no tl.constexpr
@@ -22,8 +22,8 @@ from runtime.kernels import jit, tl, triton
 @jit
 def adamw(master, grads, exp_avg, exp_avg_sq, bf16, step, grad_norm, n, lr, decay, beta1, beta2, eps, max_norm,
           skip_above, BLOCK: tl.constexpr):
-    """AdamW with decoupled decay (Loshchilov and Hutter, 2019) for n elements; clears grads, and leaves all else as it
-    is if grad_norm is not below skip_above. decay: 1 - lr * weight_decay; step: the steps before this one."""
+    """Step n elements by AdamW (Loshchilov and Hutter, 2019) and clear their grads. If grad_norm is not below
+    skip_above, only clear grads. decay: 1 - lr * weight_decay. step: number of steps before this one."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask, norm = i < n, tl.load(grad_norm)
     commit = i < tl.where(norm < skip_above, n, 0)
@@ -45,16 +45,16 @@ def adamw(master, grads, exp_avg, exp_avg_sq, bf16, step, grad_norm, n, lr, deca
 
 @dataclass
 class Partition:
-    """What this rank steps of a parameter group, all flat."""
+    """This rank's part of a parameter group, as flat tensors."""
 
     master: torch.Tensor  # fp32 weights
-    grads: torch.Tensor  # fp32, averaged over the ranks
-    bf16: torch.Tensor  # the weights of forward and backward
+    grads: torch.Tensor  # fp32, averaged over ranks
+    bf16: torch.Tensor  # the weights that forward and backward use
     group: dict  # lr, betas, eps, weight_decay
 
 
 class FusedStep:
-    """In place of the step of DeepSpeed's optimizer. Its subclasses do what DeepSpeed does before and after."""
+    """Replaces the step of DeepSpeed's optimizer. Subclasses do what DeepSpeed does before and after it."""
 
     def __init__(self, optimizer, fast):
         self.optimizer, self.fast = optimizer, fast
@@ -79,12 +79,12 @@ class FusedStep:
         optimizer._global_grad_norm = fast.grad_norm if math.isfinite(fast.grad_norm) else math.inf
 
     def update(self, p, norm):
-        """Launch the kernel for a Partition; norm: a scalar on the device."""
+        """Launch the kernel for a Partition. norm: a scalar on the device."""
         state, group, n = self.optimizer.optimizer.state[p.master], p.group, p.grads.numel()
         if not state:  # as torch.optim.AdamW begins
             state.update(step=torch.zeros((), device=p.grads.device), exp_avg=torch.zeros_like(p.grads),
                          exp_avg_sq=torch.zeros_like(p.grads))
-        # a checkpoint that was saved with offload has it on the CPU
+        # checkpoints saved with offload have it on the CPU
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=p.grads.device)
         lr, (beta1, beta2), max_norm = float(group["lr"]), group["betas"], self.optimizer.clip_grad or math.inf
         adamw[(triton.cdiv(n, 1024),)](
@@ -94,7 +94,7 @@ class FusedStep:
 
 
 class Zero2Step(FusedStep):
-    """The gradients come from fast.gradients (zero2_gradients.py)."""
+    """ZeRO-2's step. The gradients come from fast.gradients (zero2_gradients.py)."""
 
     def before_step(self):
         self.optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
@@ -118,7 +118,7 @@ class Zero2Step(FusedStep):
 
 
 class Zero3Step(FusedStep):
-    """A parameter group may be several sub-groups, each a Partition."""
+    """ZeRO-3's step. Each sub-group of a parameter group is a Partition."""
 
     def before_step(self):
         self.optimizer._pre_step()
@@ -138,14 +138,14 @@ class Zero3Step(FusedStep):
 
 
 def install(engine, fast):
-    """Replace DeepSpeed's optimizer step; returns the FusedStep, or None where none fits. It fits stage 2 with
-    fast.gradients, and stage 3; bfloat16 with fp32 gradients; torch.optim.AdamW without offload."""
+    """Replace DeepSpeed's optimizer step. Returns the FusedStep, or None if unsupported. Supported: stage 2 with
+    fast.gradients and stage 3, bfloat16 with fp32 gradients, and torch.optim.AdamW without offload."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     kind = {2: Zero2Step, 3: Zero3Step}.get(stage)
     if not (triton and kind and type(optimizer.optimizer) is torch.optim.AdamW and (stage == 3 or fast.gradients)
             and (optimizer.dtype, optimizer.gradient_accumulation_dtype) == (torch.bfloat16, torch.float32)
             and not uses_offload(engine.config)
-            and getattr(optimizer, "check_grad_overflow", True)):  # else the step is made whatever the gradient is
+            and getattr(optimizer, "check_grad_overflow", True)):  # if False, DeepSpeed never skips a step
         return None
     fused_step = kind(optimizer, fast)
     optimizer.step = fused_step.step

@@ -1,30 +1,31 @@
-"""ZeRO-2's gradients, from backward into this rank's fp32 partition.
+"""ZeRO-2's gradients: from backward to this rank's fp32 partition.
 
-DeepSpeed 0.19.8 divides, concatenates, casts and accumulates each gradient in passes of their own, then checks for
-overflow and computes the norm parameter by parameter. Here one of two classes takes the gradients, and overflow check
-and norm read the flat partitions:
+DeepSpeed 0.19.8 divides, concatenates, casts and accumulates each gradient in separate passes. Then it checks for
+overflow and computes the norm per parameter. Here one of two classes takes the gradients. The overflow check and the
+norm read the flat partitions.
 
-  LocalAccumulation  param.main_grad, an fp32 tensor of the parameter's shape as in Megatron-LM. The matmuls of
-                     kernels/block.py accumulate into it, so most gradients are never stored by themselves. It is a view
-                     of the partition on one rank, else of a full buffer on every rank: one reduce-scatter per step.
-  BucketedAllReduce  no main_grad. Gradients are copied into a bucket; a full one is all-reduced on a side stream while
-                     backward continues, and this rank's part is cast, divided and accumulated in one pass.
+  LocalAccumulation  Each parameter has a main_grad, an fp32 tensor of its shape, as in Megatron-LM. The matmuls in
+                     kernels/block.py accumulate into it, so most gradients are never stored separately. On one rank it
+                     is a view of the partition. On several it is a view of a full buffer, which is reduce-scattered
+                     once per step.
+  BucketedAllReduce  There is no main_grad. Gradients are copied into a bucket. A full bucket is all-reduced on a side
+                     stream while backward continues. This rank's part is cast, divided and accumulated in one pass.
 
-What is computed stays the same. GPT-2 XL at 8 x 4 on one H200: 798 ms per step became 717 (RESULTS.md).
+The results are the same. For GPT-2 XL at 8 x 4 on one H200, a step went from 798 to 717 ms (RESULTS.md).
 """
 
 import math
 from contextlib import nullcontext
 
 import torch
-from deepspeed import comm as dist  # so that its log of messages has ours
+from deepspeed import comm as dist  # so that its comms_logger counts our collectives
 
 from runtime.cluster.ranks import all_reduce_sum
 from runtime.engine.ds_config import supports_fast_gradients
 
 
 class Zero2Gradients:
-    """Gradients of DeepSpeed's stage 2 optimizer, accumulated into partitions that stay where they are."""
+    """Accumulates the gradients of DeepSpeed's stage 2 optimizer into partitions with fixed addresses."""
 
     def __init__(self, optimizer, fast):
         self.optimizer, self.fast, self.group = optimizer, fast, optimizer.dp_process_group
@@ -32,30 +33,30 @@ class Zero2Gradients:
         self.partitions = [optimizer._build_compact_grad_partition_buffer(i)
                            for i in range(len(optimizer.bit16_groups_flat))]
         optimizer.averaged_gradients.update(enumerate(self.partitions))
-        # The place of each parameter, (parameter group, parameter, offset): all ranks' partitions are one flat tensor
+        # (parameter group, parameter, offset) of each parameter in the flat tensor of all ranks' partitions
         self.places = [(i, *place) for i, params in enumerate(optimizer.round_robin_bit16_groups)
                        for place in zip(params, optimizer.round_robin_bit16_offsets[i])]
 
     def on_grad_ready(self, param, group):
-        """DeepSpeed's hook: backward is done with a parameter."""
+        """Take a parameter's gradient. DeepSpeed calls this when backward has computed it."""
         if not self.optimizer.ready_for_gradients:
             self.optimizer.micro_step_id += 1
             self.optimizer.ready_for_gradients = True
         grad, param.grad = param.grad, None
-        if grad is not None:  # else a matmul has accumulated it into main_grad
+        if grad is not None:  # otherwise a matmul has accumulated it into main_grad
             self.accumulate(param, grad)
 
     def accumulate(self, param, grad):
         param.main_grad.add_(grad)
 
     def finish_backward(self, comm_dtype=None):
-        """Called after each backward."""
+        """Finish the reductions of this backward. DeepSpeed calls this after each backward."""
 
     def before_step(self):
-        """Called before each step, which finds the averaged gradients in the partitions."""
+        """Leave the averaged gradients in the partitions. Called before each optimizer step."""
 
     def global_norm(self):
-        """The norm of the averaged gradients times the loss scale, a scalar on the device. All ranks."""
+        """Return the norm of the averaged gradients, times the loss scale, as a scalar on the device. All ranks."""
         self.before_step()
         squared = torch.stack([torch.linalg.vector_norm(p.flat_partition) for p in self.partitions]).square().sum()
         dist.all_reduce(squared, group=self.group)
@@ -64,17 +65,17 @@ class Zero2Gradients:
         return norm
 
     def has_overflow(self, partition_gradients=True):
-        """Whether DeepSpeed has to skip the step: the norm is not finite, or not below fast.skip_above."""
+        """Return whether DeepSpeed must skip the step: the norm is not finite, or not below fast.skip_above."""
         self.norm = self.global_norm()
         return not self.fast.grad_norm < self.fast.skip_above
 
     def scaled_global_norm(self, norm_type=2):
-        """The norm by which DeepSpeed clips; infinite to have it skip the step. In float32 it asks for nothing else."""
+        """Return the norm for clipping, or infinity to skip the step: in float32, DeepSpeed calls only this."""
         norm, self.norm = self.global_norm() if self.norm is None else self.norm, None
         return norm if self.fast.grad_norm < self.fast.skip_above else norm * math.inf
 
     def zero_grad(self, set_to_none=True):
-        """After a step. DeepSpeed's own has dropped the partitions: clear and restore them. FusedStep clears them."""
+        """Clear the partitions after a step, and restore them if DeepSpeed's own step has dropped them."""
         type(self.optimizer).zero_grad(self.optimizer, set_to_none)
         for i, partition in enumerate(self.partitions):
             if self.optimizer.averaged_gradients[i] is None:
@@ -130,7 +131,7 @@ class BucketedAllReduce(Zero2Gradients):
         self.filled += n
 
     def launch_bucket(self):
-        """Reduce the first bucket, on the side stream while backward continues, and switch to the other one."""
+        """Reduce the first bucket on the side stream while backward continues, and switch to the other bucket."""
         if not self.entries:
             return
         if self.stream:
@@ -143,7 +144,7 @@ class BucketedAllReduce(Zero2Gradients):
         self.reduced.reverse()
 
     def reduce(self, flat, entries):
-        """All-reduce flat, and accumulate what this rank owns of its entries."""
+        """All-reduce `flat` and accumulate the part of its entries that this rank owns."""
         dist.all_reduce(flat, group=self.group)
         for param, offset in entries:
             if param in self.owned:
@@ -151,8 +152,8 @@ class BucketedAllReduce(Zero2Gradients):
                 view.add_(flat.narrow(0, offset + start, view.numel()), alpha=1 / self.world_size)
 
     def wait_for_buckets(self, n=2):
-        """Have the current stream wait until the first n are reduced. Each event is waited for once: during a capture,
-        one from before it cannot be."""
+        """Make the current stream wait until the first n buckets are reduced. It waits for each event once, because a
+        capture can't wait for an event from before it."""
         for i, event in enumerate(self.reduced[:n]):
             if event is not None:
                 torch.cuda.current_stream().wait_event(event)
@@ -164,18 +165,18 @@ class BucketedAllReduce(Zero2Gradients):
 
 
 def install(engine, fast, accumulate_locally=False):
-    """Replace DeepSpeed's gradient path by one of these; returns it, or None where supports_fast_gradients says no.
-    accumulate_locally: whether this rank has room for LocalAccumulation, which is taken if all ranks have. fast: the
-    FastPath, for skip_above and grad_norm. All ranks."""
+    """Replace DeepSpeed's gradient path. Call it on all ranks. Returns the Zero2Gradients, or None if
+    supports_fast_gradients is false. fast: the FastPath, for skip_above and grad_norm. accumulate_locally: whether this
+    rank has memory for LocalAccumulation, which is used if all ranks have."""
     optimizer, (model_dtype, _) = engine.optimizer, engine.get_data_types()
     if not supports_fast_gradients(engine.config, str(model_dtype).removeprefix("torch.")):
         return None
     world_size = dist.get_world_size(optimizer.dp_process_group)
     local = world_size == 1 or all_reduce_sum(accumulate_locally, device=optimizer.device)[0] == world_size
     gradients = (LocalAccumulation if local else BucketedAllReduce)(optimizer, fast)
-    optimizer._use_compact_grad_partition_buffer = lambda group: True  # DeepSpeed's: not where weights are fp32
+    optimizer._use_compact_grad_partition_buffer = lambda group: True  # DeepSpeed's is False for fp32 weights
     optimizer.process_gradients, optimizer.reduce_ipg_grads = gradients.on_grad_ready, gradients.finish_backward
     optimizer.has_overflow, optimizer.scaled_global_norm = gradients.has_overflow, gradients.scaled_global_norm
     optimizer.zero_grad = gradients.zero_grad
-    optimizer.overlap_comm = False  # else it synchronizes after each backward; finish_backward waits on the GPU
+    optimizer.overlap_comm = False  # it would synchronize after each backward; finish_backward waits on the GPU
     return gradients

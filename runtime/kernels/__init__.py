@@ -1,4 +1,4 @@
-"""Triton, which PyTorch installs along with CUDA; without it jit does nothing."""
+"""Triton, which PyTorch installs with CUDA. Without it, jit does nothing."""
 
 import torch
 
@@ -15,8 +15,8 @@ except ImportError:
 
 
 def is_supported(weight):
-    """Whether our kernels run on the weight's device: on NVIDIA GPUs from compute capability 8.0 on, which Triton
-    supports. Others are untested, and so is ROCm, which is also called "cuda"."""
+    """Return whether our kernels run on the weight's device: NVIDIA GPUs with compute capability 8.0 or higher.
+    Older GPUs and ROCm (whose device is also "cuda") are untested."""
     if triton is None or torch.version.hip:
         return False
     return not weight.is_cuda or torch.cuda.get_device_capability(weight.device) >= (8, 0)

@@ -1,12 +1,12 @@
-"""GPT-2's blocks for training on a GPU, with as few passes as possible between the GEMMs.
+"""GPT-2's blocks for training on a GPU, with few memory passes between the GEMMs.
 
   residual + layer norm  One kernel adds a branch (attention or MLP) and its bias to the residual stream and normalizes
-                         the sum. So a block returns (residual, branch, branch_bias), for the next layer norm to add.
-  bias gradients         The kernel that writes a matrix also sums its columns: each program stores partial sums, and
-                         reduce_partials adds them up, in float32.
+                         the sum. So a block returns (residual, branch, branch_bias), and the next layer norm adds them.
+  bias gradients         The kernel that writes a gradient matrix also sums its columns. Each program stores partial
+                         sums, and reduce_partials adds them in float32.
   weight gradients       The GEMM accumulates in float32, weight.main_grad += dy.T @ x (engine/zero2_gradients.py).
 
-GEMMs and attention are PyTorch's, or fp8.py's. model.py has the plain form of all this; tests compare the two.
+GEMMs and attention are PyTorch's, or fp8.py's. model.py has the plain version of this file, and tests compare the two.
 """
 
 from __future__ import annotations  # without Triton there is no tl.constexpr
@@ -24,20 +24,20 @@ from model import GPT, GPTConfig, addmm_fp32, attention_backends, cross_entropy_
 from runtime.kernels import fp8, jit, tl, triton
 from runtime.kernels.fp8 import store_fp8, update_amax
 
-MAX_WIDTH = 4096  # of a row that one program holds; in float32 8192 would take more shared memory than an A100 has
-# The best of those tried on an H200 with 8,192 and 16,384 rows of 1,600 (results/h200_x1_fused.json)
-NUM_PROGRAMS = 396  # that share the rows of a layer norm's backward, 3 for each multiprocessor
-TILE = {"ROWS": 16, "COLUMNS": 128}  # of a matrix that a program loads at once
-STEPS = 8  # tiles, one below the other, that a program sums up
+MAX_WIDTH = 4096  # columns of a row in one program; 8192 in float32 need more shared memory than an A100 has
+# The fastest values tried on an H200 with 8,192 and 16,384 rows of 1,600 (results/h200_x1_fused.json)
+NUM_PROGRAMS = 396  # programs that share the rows in the layer norm's backward, 3 per multiprocessor
+TILE = {"ROWS": 16, "COLUMNS": 128}  # the part of a matrix that a program loads at once
+STEPS = 8  # tiles in a column that one program sums
 
 
-# Kernels. Rows are tokens. With FP8 a result is also stored in FP8
+# Kernels. Rows are tokens. With FP8, the result is also stored in FP8
 
 
 @jit(do_not_specialize=["slot"])
 def residual_layernorm_fwd(residual, branch, branch_bias, weight, bias, residual_out, normed, mean, rstd, C,
                            out8, amax, scale, slot, FP8: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """A row of residual_out = residual + branch + branch_bias, and its layer norm."""
+    """Compute a row of residual_out = residual + branch + branch_bias and its layer norm."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = i < C
     x = tl.load(residual + row * C + i, mask=mask, other=0.0).to(tl.float32)
@@ -63,7 +63,7 @@ def residual_layernorm_fwd(residual, branch, branch_bias, weight, bias, residual
 @jit
 def residual_layernorm_bwd(dnormed, dresidual_out, residual_out, weight, mean, rstd, dresidual, partials, rows, C,
                            ADD: tl.constexpr, BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr):
-    """Rows of dresidual, and this program's partial sums of dweight, dbias and dbranch_bias, (3, C)."""
+    """Compute rows of dresidual and this program's partial sums of dweight, dbias and dbranch_bias, (3, C)."""
     i = tl.arange(0, BLOCK)
     mask = i < C
     w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
@@ -92,13 +92,13 @@ def residual_layernorm_bwd(dnormed, dresidual_out, residual_out, weight, mean, r
 
 @jit
 def gelu_sigmoid(x):
-    """GELU's tanh form is x * gelu_sigmoid(x) = x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))."""
+    """Return sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)). GELU's tanh form is x times this."""
     return tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 @jit(do_not_specialize=["slot"])
 def gelu_fwd(h, g, n, out8, amax, scale, slot, FP8: tl.constexpr, BLOCK: tl.constexpr):
-    """g = gelu(h), n elements."""
+    """Compute g = gelu(h) for n elements."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(h + i, mask=i < n, other=0.0).to(tl.float32)
     result = x * gelu_sigmoid(x)
@@ -110,7 +110,7 @@ def gelu_fwd(h, g, n, out8, amax, scale, slot, FP8: tl.constexpr, BLOCK: tl.cons
 @jit(do_not_specialize=["slot"])
 def gelu_bwd(dg, h, dh, partials, rows, C, out8, amax, scale, slot, FP8: tl.constexpr, ROWS: tl.constexpr,
              COLUMNS: tl.constexpr, STEPS: tl.constexpr):
-    """Columns of dh, and this program's partial sums of them."""
+    """Compute columns of dh and this program's partial sums of them."""
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total, largest = tl.zeros([ROWS, COLUMNS], tl.float32), 0.0
     for step in range(STEPS):
@@ -133,7 +133,7 @@ def gelu_bwd(dg, h, dh, partials, rows, C, out8, amax, scale, slot, FP8: tl.cons
 @jit(do_not_specialize=["slot"])
 def concat_dqkv(dq, dk, dv, dqkv, partials, rows, C, out8, amax, scale, slot, FP8: tl.constexpr, ROWS: tl.constexpr,
                 COLUMNS: tl.constexpr, STEPS: tl.constexpr):
-    """Columns of dqkv (rows, 3 C) from dq, dk and dv, (rows, C) each, and this program's partial sums of them."""
+    """Copy columns of dq, dk and dv, (rows, C) each, to dqkv (rows, 3 C). Also store this program's partial sums."""
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     which, source = tl.program_id(2), dq
     if which == 1:
@@ -158,7 +158,7 @@ def concat_dqkv(dq, dk, dv, dqkv, partials, rows, C, out8, amax, scale, slot, FP
 @jit
 def reduce_partials(partials, out0, out1, out2, count, n, stride, ADD: tl.constexpr, ROWS: tl.constexpr,
                     COLUMNS: tl.constexpr):
-    """out0, out1, out2 (n,) (+)= the sums of partials (count, up to 3, n); stride: from a program's to the next's."""
+    """Sum partials (count, up to 3, n) into out0, out1, out2 (n,). stride: elements between two programs' sums."""
     c, which, out = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1), out0
     if which == 1:
         out = out1
@@ -175,13 +175,13 @@ def reduce_partials(partials, out0, out1, out2, count, n, stride, ADD: tl.conste
     tl.store(out + c, result.to(out.dtype.element_ty), mask=c < n)
 
 
-# The operations of a block, with their gradients. Activations are (B, T, C). Parameters are kept as they are, not among
-# the saved tensors: from these activation checkpointing would return copies without their main_grad
+# The operations of a block with their gradients. Activations are (B, T, C). Parameters are attributes of ctx, not saved
+# tensors: activation checkpointing would return copies of those, without main_grad
 
 
 def reduce_param_grads(partials, *params):
-    """Gradients of parameters (n,), from partials (programs, len(params), n): a list. If the parameters have a
-    main_grad, they are accumulated there, and None is returned for each."""
+    """Return the gradients of parameters (n,) as a list, from partials (programs, len(params), n). If they have a
+    main_grad, accumulate there and return None for each."""
     count, k, n = partials.shape
     add = all(hasattr(p, "main_grad") for p in params)
     outs = [p.main_grad if add else torch.empty_like(p) for p in params]
@@ -191,7 +191,7 @@ def reduce_param_grads(partials, *params):
 
 
 def column_sums(kernel, inputs, out, width, grid, weight, bias):
-    """Launch gelu_bwd or concat_dqkv for out (rows, C); returns out in FP8, or None, and the bias gradient."""
+    """Launch gelu_bwd or concat_dqkv for out (rows, C). Returns out in FP8 or None, and the bias gradient."""
     rows, C = out.shape
     count = triton.cdiv(rows, TILE["ROWS"] * STEPS)
     partials = out.new_empty((count, 1, C), dtype=torch.float32)
@@ -202,8 +202,8 @@ def column_sums(kernel, inputs, out, width, grid, weight, bias):
 
 
 def linear_grads(x, weight, dy, dy8=None):
-    """(dx, dweight) of a linear layer, from dy (N, out); dy8: dy in FP8 or None. If the weight has a main_grad,
-    the weight gradient's GEMM accumulates into it, and dweight is None."""
+    """Return (dx, dweight) of a linear layer from dy (N, out). dy8: dy in FP8 or None. If the weight has a main_grad,
+    the GEMM accumulates into it and dweight is None."""
     dx, x = fp8.grad_input(dy, weight, dy8).view_as(x), x.reshape(-1, x.size(-1))
     if not hasattr(weight, "main_grad"):
         return dx, dy.t() @ x
@@ -212,8 +212,8 @@ def linear_grads(x, weight, dy, dy8=None):
 
 
 class ResidualLayerNorm(torch.autograd.Function):
-    """(residual + branch + branch_bias, its layer norm, that in FP8 or None for the layer of consumer_weight). Without
-    a branch the first is None."""
+    """Returns residual + branch + branch_bias (None without a branch), its layer norm, and that in FP8 for the layer of
+    consumer_weight (None without FP8)."""
 
     @staticmethod
     def forward(ctx, residual, branch, branch_bias, weight, bias, consumer_weight=None):
@@ -246,7 +246,7 @@ class ResidualLayerNorm(torch.autograd.Function):
 
 
 class QKVProjection(torch.autograd.Function):
-    """q, k, v, (B, n_head, T, head size) each, of x. x8: x in FP8 or None."""
+    """Returns q, k and v of x, (B, n_head, T, head size) each. x8: x in FP8 or None."""
 
     @staticmethod
     def forward(ctx, x, x8, weight, bias, n_head):
@@ -261,14 +261,14 @@ class QKVProjection(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         C = x.size(-1)
         dqkv = x.new_empty((x.numel() // C, 3 * C))
-        grads = [grad.transpose(1, 2).reshape(-1, C) for grad in grads]  # views, as attention returns them
+        grads = [grad.transpose(1, 2).reshape(-1, C) for grad in grads]  # views: attention returns this layout
         dqkv8, dbias = column_sums(concat_dqkv, grads, dqkv, C, (3,), ctx.weight, ctx.bias)
         dx, dweight = linear_grads(x, ctx.weight, dqkv, dqkv8)
         return dx, None, dweight, dbias, None
 
 
 class LinearGelu(torch.autograd.Function):
-    """gelu(x @ weight.T + bias), and that in FP8 or None for the layer of consumer_weight."""
+    """Returns gelu(x @ weight.T + bias), and the same in FP8 for the layer of consumer_weight (None without FP8)."""
 
     @staticmethod
     def forward(ctx, x, x8, weight, bias, consumer_weight):
@@ -292,7 +292,7 @@ class LinearGelu(torch.autograd.Function):
 
 
 class LinearNoBias(torch.autograd.Function):
-    """x @ weight.T. The bias is added later, with the residual."""
+    """Returns x @ weight.T. The next residual addition adds the bias."""
 
     @staticmethod
     def forward(ctx, x, x8, weight):
@@ -307,12 +307,12 @@ class LinearNoBias(torch.autograd.Function):
 
 
 def supports(config):
-    """Whether these blocks can replace those of a model of this GPTConfig."""
+    """Return whether these blocks can replace those of a model with this GPTConfig."""
     return config.bias and config.gelu == "tanh" and config.dropout == 0 and config.n_embd <= MAX_WIDTH
 
 
 def install(model, use_fp8=False):
-    """Have a model's blocks run on these kernels from now on, and compile its loss."""
+    """Make a model's blocks run on these kernels, and compile its loss."""
     model.fp8_scales = fp8.Fp8Scales(model) if use_fp8 else None
     if model.lm_head.weight.is_cuda:
         model.lm_head.cross_entropy = torch.compile(cross_entropy_with_grad)
@@ -323,13 +323,13 @@ def install(model, use_fp8=False):
 
 
 def compare_with_plain(device, dtype, B=4, T=1024, n_head=25, n_embd=1600):
-    """Return how far one block's loss (absolute) and gradients (relative, over all of them) in `dtype` are from
-    model.py's in float32: two pairs, of these kernels and of model.py itself."""
+    """Return the errors in `dtype` of these kernels and of model.py, compared with model.py in float32: for each, the
+    absolute error of one block's loss and the relative error of its gradients."""
     torch.manual_seed(0)
     exact = GPT(GPTConfig(T, vocab_size=1024, n_layer=1, n_head=n_head, n_embd=n_embd))
     with torch.no_grad():
         for p in exact.parameters():
-            p += 0.02 * torch.randn_like(p)  # no bias of zeros
+            p += 0.02 * torch.randn_like(p)  # biases that aren't zero
     exact = exact.to(device, dtype).float()  # the same weights in both
     fused, plain = copy.deepcopy(exact).to(dtype), copy.deepcopy(exact).to(dtype)
     install(fused)
@@ -344,14 +344,14 @@ def compare_with_plain(device, dtype, B=4, T=1024, n_head=25, n_embd=1600):
 
 
 def layernorm(layer, residual, branch=None, branch_bias=None, consumer_weight=None):
-    """ResidualLayerNorm by a layer norm of the model; without a branch the first is the residual itself."""
+    """Apply ResidualLayerNorm with the model's `layer`. Without a branch, the first result is the residual itself."""
     out, normed, normed8 = ResidualLayerNorm.apply(residual, branch, branch_bias, layer.weight, layer.bias,
                                                    consumer_weight)
     return residual if branch is None else out, normed, normed8
 
 
 def forward_hidden(model, idx):
-    """GPT.forward_hidden: the final hidden states (B, T, n_embd)."""
+    """Return the final hidden states (B, T, n_embd). Replaces GPT.forward_hidden."""
     if model.fp8_scales:
         model.fp8_scales.update(model.training)
     positions = torch.arange(idx.size(1), device=idx.device)
@@ -362,13 +362,13 @@ def forward_hidden(model, idx):
 
 
 def block_forward(block, residual, branch, branch_bias, recompute):
-    """One block: (residual, branch, branch_bias) of the block before -> the same three for the block after."""
+    """Run one block. Takes and returns (residual, branch, branch_bias): the next layer norm adds them."""
     if not recompute:
         return attn_and_mlp(block, residual, branch, branch_bias)
 
     def run_block(x):
         residual, branch, branch_bias = attn_and_mlp(block, x, None, None)
-        return residual + branch + branch_bias  # at once: each tensor that is handed to a block is kept
+        return residual + branch + branch_bias  # add them here: each tensor passed to a block is saved
 
     return checkpoint(run_block, residual, use_reentrant=False, preserve_rng_state=False), None, None
 
@@ -385,5 +385,5 @@ def attn_and_mlp(block, residual, branch, branch_bias):
     g, g8 = LinearGelu.apply(normed, normed8, mlp.c_fc.weight, mlp.c_fc.bias, mlp.c_proj.weight)
     bias = mlp.c_proj.bias
     if not hasattr(bias, "main_grad"):
-        bias = bias.clone()  # ZeRO-3 releases the block's own before the next block adds it
+        bias = bias.clone()  # ZeRO-3 releases the block's bias before the next block adds it
     return residual, LinearNoBias.apply(g, g8, mlp.c_proj.weight), bias

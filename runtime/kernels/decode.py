@@ -1,13 +1,14 @@
-"""Decoding one token of one text, at 46% of the speed at which an H200 reads the weights (57% on an H100; RESULTS.md).
+"""Kernels that decode one token at batch size 1, at 46% of an H200's memory bandwidth (57% of an H100's; RESULTS.md).
 
-With one text each linear layer is a GEMV, which takes as long as reading its matrix. PyTorch's reach 700 to 2,300 GB/s
-of an H200's 4,150, and launch layer norm, GELU and residual apart. Here a block is five kernels:
+At batch size 1 each linear layer is a GEMV, which takes as long as reading its matrix. PyTorch's GEMVs reach 700 to
+2,300 GB/s of an H200's 4,150 GB/s and launch layer norm, GELU and residual separately. Here a block is five kernels:
 
-  gemv              One matrix, with the layer norm before it, and bias, GELU and residual after it.
-  decode_attention  Split-KV attention ("flash decoding"): several programs share the keys and values of a head, each
-                    with an online softmax over its part; the last one to finish combines their partial results.
+  gemv              One GEMV, fused with the layer norm before it and the bias, GELU and residual after it.
+  decode_attention  Split-KV attention ("flash decoding"). Several programs share the keys and values of a head, each
+                    with an online softmax over its part. The last program to finish combines the partial results.
 
-With programmatic dependent launch (PDL, Hopper and later) a kernel starts to read its matrix while the one before runs.
+With programmatic dependent launch (PDL, Hopper and later), a kernel starts reading its matrix while the previous one
+runs.
 """
 
 from __future__ import annotations  # without Triton there is no tl.constexpr
@@ -18,23 +19,23 @@ import torch
 
 from runtime.kernels import is_supported, jit, tl, triton
 
-# The best of those tried on an H200 with GPT-2 XL (results/h200_x1_one_token.json)
-TILES = {2048: (8, 4), 8192: (2, 16)}  # by a matrix's width, rounded up: the rows and the warps of a program
-BLOCK_KV, NUM_KV_SPLITS = 64, 8  # keys that a program loads at once; programs that share a head
+# The fastest values tried on an H200 with GPT-2 XL (results/h200_x1_one_token.json)
+TILES = {2048: (8, 4), 8192: (2, 16)}  # {matrix width, rounded up to a power of 2: (rows, warps) per program}
+BLOCK_KV, NUM_KV_SPLITS = 64, 8  # keys that a program loads at once; programs per head
 
 
 @jit
 def gemv(x, weight, bias, norm_weight, norm_bias, residual, out, N, K: tl.constexpr, BLOCK: tl.constexpr,
          NORM: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr,
          PDL: tl.constexpr):
-    """out (N,) = weight (N, K) @ x (K,); of layernorm(x) if NORM; then plus bias, through GELU, plus residual."""
+    """Compute out (N,) = weight (N, K) @ x (K,). NORM: use layernorm(x). Then add bias, apply GELU, add residual."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, BLOCK)
     mask = i < K
     tile = tl.load(weight + rows[:, None].to(tl.int64) * K + i[None, :], mask=(rows < N)[:, None] & mask[None, :],
-                   other=0.0, eviction_policy="evict_first")  # read once: keep the rest in the cache
+                   other=0.0, eviction_policy="evict_first")  # read only once: don't evict other data from the L2 cache
     if BIAS:
         b = tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
     if PDL:
@@ -59,7 +60,8 @@ def gemv(x, weight, bias, norm_weight, norm_bias, residual, out, N, K: tl.conste
 @jit
 def decode_attention(qkv, keys, values, position, out, partials, arrivals, C, length, D: tl.constexpr,
                      BLOCK_KV: tl.constexpr, NUM_KV_SPLITS: tl.constexpr, PDL: tl.constexpr):
-    """A head's attention of the token at `position` to all before it and itself; also caches its key and value."""
+    """Compute one head's attention of the token at `position` to itself and all tokens before it, and cache its key and
+    value."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     head, split, at = tl.program_id(0), tl.program_id(1), tl.load(position)
@@ -70,7 +72,7 @@ def decode_attention(qkv, keys, values, position, out, partials, arrivals, C, le
     positions = first + tl.arange(0, BLOCK_KV)
     offsets, mask = base + positions[:, None] * D + d[None, :], (positions < end)[:, None]
     k, v = tl.load(keys + offsets, mask=mask, other=0.0), tl.load(values + offsets, mask=mask, other=0.0)
-    if PDL:  # keys and values of earlier tokens are older than the kernel before
+    if PDL:  # only qkv depends on the previous kernel; the cached keys and values don't
         tl.extra.cuda.gdc_wait()
     q = tl.load(qkv + head * D + d).to(tl.float32) * (D ** -0.5)
     m, l, acc = -1e30, 0.0, tl.zeros([D], tl.float32)  # running maximum, sum of exp(score - m), and of that times v
@@ -95,7 +97,7 @@ def decode_attention(qkv, keys, values, position, out, partials, arrivals, C, le
     tl.store(partial_ptr + D, l)
     tl.store(partial_ptr + D + 1, m)
     tl.debug_barrier()
-    if tl.atomic_add(arrivals + head, 1) == NUM_KV_SPLITS - 1:  # the last one combines
+    if tl.atomic_add(arrivals + head, 1) == NUM_KV_SPLITS - 1:  # the last program combines
         tl.store(arrivals + head, 0)
         partial_ptrs = partials + (head * NUM_KV_SPLITS + tl.arange(0, NUM_KV_SPLITS)) * (D + 2)
         ms = tl.load(partial_ptrs + D + 1, cache_modifier=".cg")
@@ -106,7 +108,7 @@ def decode_attention(qkv, keys, values, position, out, partials, arrivals, C, le
 
 
 def linear(x, layer, pdl, norm=None, gelu=False, residual=None):
-    """layer(x) of one row, (K,) -> (N,); of norm(x), through GELU, plus residual."""
+    """Return layer(x) of one row, (K,) -> (N,). Optionally apply norm before it, and GELU or residual after it."""
     weight, bias = layer.weight, getattr(layer, "bias", None)
     (N, K), out = weight.shape, x.new_empty(len(weight))
     BLOCK = triton.next_power_of_2(K)
@@ -118,7 +120,7 @@ def linear(x, layer, pdl, norm=None, gelu=False, residual=None):
 
 
 def decode_step_for(model, B):
-    """What generate() may take as custom_step for B texts, or None where these kernels don't fit."""
+    """Return generate()'s custom_step for batch size B, or None if these kernels don't support it."""
     c, weight = model.config, model.lm_head.weight
     D = c.n_embd // c.n_head
     fits = (B == 1 and c.bias and c.gelu == "tanh" and 4 * c.n_embd <= max(TILES) and D & (D - 1) == 0 and D >= 16
@@ -128,7 +130,7 @@ def decode_step_for(model, B):
 
 @torch.no_grad()
 def decode_step(model, token, position, caches):
-    """One step of model.Decoder for one text: logits (1, vocab_size) after `token` (1, 1) at `position` (1,)."""
+    """Return logits (1, vocab_size) after `token` (1, 1) at `position` (1,): one step of model.Decoder."""
     x = (model.transformer.wte(token) + model.transformer.wpe(position)).view(-1)
     C, heads = model.config.n_embd, model.config.n_head
     D, hopper = C // heads, x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)

@@ -1,16 +1,16 @@
 """FP8 matmuls in the blocks (fp8=True), on Hopper and later.
 
-A linear layer, y = input @ weight.T + bias, takes three GEMMs:
+A linear layer, y = input @ weight.T + bias, needs three GEMMs:
 
   1. forward          y           = input @ weight.T       FP8, both in E4M3
   2. input gradient   grad_input  = grad_output @ weight   FP8, grad_output in E5M2, which has more range
   3. weight gradient  grad_weight = grad_output.T @ input  bfloat16, accumulated in float32
 
-The output layer and evaluations stay in bfloat16, too. FP8 has little range: E4M3 up to 448, E5M2 up to 57,344
-(Micikevicius et al., arXiv:2209.05433). So a tensor is multiplied by a scale before its cast, and y by the inverses.
-Scaling is delayed, as in NVIDIA's Transformer Engine: the scale follows from the largest absolute value (amax) of the
-micro-step before, with a factor of 2 of headroom. So the kernel that computes a tensor can cast it in the same pass.
-A process's first micro-step runs in bfloat16 and calibrates, so a resumed run's losses differ a little.
+The output layer and evaluations stay in bfloat16. FP8 has a small range: E4M3 up to 448, E5M2 up to 57,344
+(Micikevicius et al., arXiv:2209.05433). So each tensor is multiplied by a scale before its cast, and y by the inverses.
+Scaling is delayed, as in NVIDIA's Transformer Engine: the scale comes from the largest absolute value (amax) in the
+previous micro-step, with a headroom factor of 2. This lets the kernel that computes a tensor cast it in the same pass.
+The first micro-step of a process runs in bfloat16 to calibrate, so the losses of a resumed run differ slightly.
 """
 
 from __future__ import annotations  # without Triton there is no tl.constexpr
@@ -29,7 +29,7 @@ Mode = Enum("Mode", "OFF CALIBRATE ON")
 
 @jit
 def store_fp8(out, offsets, values, mask, scale, slot):
-    """Store values in FP8, scaled; returns the largest absolute value, unscaled, for update_amax."""
+    """Store scaled values in FP8. Returns the largest absolute value, unscaled, for update_amax."""
     LIMIT: tl.constexpr = 448.0 if out.dtype.element_ty == tl.float8e4nv else 57344.0
     scaled = tl.minimum(tl.maximum(values * tl.load(scale + slot), -LIMIT), LIMIT)
     tl.store(out + offsets, scaled.to(out.dtype.element_ty), mask=mask)
@@ -38,7 +38,7 @@ def store_fp8(out, offsets, values, mask, scale, slot):
 
 @jit
 def update_amax(amax, slot, value):
-    """Once per program. A load comes first, as amax seldom grows."""
+    """Raise a slot's amax to `value`, once per program. A load comes first because amax rarely grows."""
     if value > tl.load(amax + slot, volatile=True):
         tl.atomic_max(amax + slot, value)
 
@@ -46,7 +46,7 @@ def update_amax(amax, slot, value):
 @jit(do_not_specialize=["slot"])
 def cast_kernel(x, out, rows, C, amax, scale, slot, TRANSPOSE: tl.constexpr, ROWS: tl.constexpr,
                 COLUMNS: tl.constexpr):
-    """A tile of x (rows, C) in FP8, into out (rows, C), or with TRANSPOSE (C, rows)."""
+    """Cast a tile of x (rows, C) to FP8 in out: (rows, C), or (C, rows) with TRANSPOSE."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (r < rows)[:, None] & (c < C)[None, :]
@@ -58,7 +58,7 @@ def cast_kernel(x, out, rows, C, amax, scale, slot, TRANSPOSE: tl.constexpr, ROW
 
 
 class Fp8Scales:
-    """The scales of a model's FP8 tensors: three slots (INPUT, WEIGHT, GRAD_OUTPUT) for each layer of its blocks."""
+    """The scales of a model's FP8 tensors. Each linear layer in a block has three slots: INPUT, WEIGHT, GRAD_OUTPUT."""
 
     def __init__(self, model):
         layers = [layer for block in model.transformer.h
@@ -66,14 +66,14 @@ class Fp8Scales:
         n, device = 3 * len(layers), layers[0].weight.device
         self.amax = torch.zeros(n, device=device)  # of this micro-step
         self.scale = torch.ones(n, device=device)  # in use
-        self.inverse = torch.ones((n, 4), device=device)  # of scale, four times: cuBLAS wants it at 16 bytes
+        self.inverse = torch.ones((n, 4), device=device)  # of scale, repeated: cuBLAS needs 16-byte alignment
         self.limits = torch.tensor([torch.finfo(d).max for d in FP8_DTYPES], device=device).repeat(len(layers))
         self.mode, self.calibrated = Mode.OFF, False
         for i, layer in enumerate(layers):
             layer.weight.fp8_slot = self, 3 * i
 
     def update(self, training):
-        """Before a forward: new scales from the amax of the micro-step before."""
+        """Compute new scales from the previous micro-step's amax. Call it before each forward."""
         self.mode = Mode.OFF if not training else Mode.ON if self.calibrated else Mode.CALIBRATE
         if self.mode is Mode.ON:
             usable = (self.amax > 0) & torch.isfinite(self.amax)
@@ -84,14 +84,14 @@ class Fp8Scales:
 
 
 def slot_of(weight):
-    """(mode, scales, first slot) of a layer's weight."""
+    """Return (mode, scales, first slot) of a layer's weight."""
     scales, slot = getattr(weight, "fp8_slot", (None, 0))
     return scales.mode if scales else Mode.OFF, scales, slot
 
 
 def output_for(weight, which, like):
-    """For a kernel that computes the INPUT or GRAD_OUTPUT of weight's layer, like `like`: a tensor for it in FP8, or
-    None, and the kernel's arguments; without FP8 any pointers will do."""
+    """Return an FP8 tensor shaped like `like`, or None without FP8, and the kernel's FP8 arguments. The kernel computes
+    `which` (INPUT or GRAD_OUTPUT) of the weight's layer. Without FP8 the arguments are unused pointers."""
     mode, scales, slot = slot_of(weight)
     if mode is not Mode.ON:
         return None, {"out8": like, "amax": like, "scale": like, "slot": 0, "FP8": False}
@@ -100,7 +100,7 @@ def output_for(weight, which, like):
 
 
 def cast(x, weight, which, transpose=False):
-    """x (rows, C) in FP8: (rows, C), or with transpose (C, rows)."""
+    """Return x (rows, C) in FP8: (rows, C), or (C, rows) with transpose."""
     (rows, C), (scales, slot) = x.shape, weight.fp8_slot
     out = torch.empty((C, rows) if transpose else (rows, C), dtype=FP8_DTYPES[which], device=x.device)
     cast_kernel[(triton.cdiv(rows, 64), triton.cdiv(C, 128))](x, out, rows, C, scales.amax, scales.scale, slot + which,
@@ -109,7 +109,7 @@ def cast(x, weight, which, transpose=False):
 
 
 def linear(x, weight, bias=None, x8=None):
-    """The forward GEMM: x (..., in) by weight (out, in), and bias. x8: x in FP8, if there is one."""
+    """Return x (..., in) @ weight.T (in, out) + bias: the forward GEMM. x8: x in FP8, if available."""
     mode, scales, slot = slot_of(weight)
     if mode is Mode.CALIBRATE:
         scales.amax[slot + INPUT], scales.amax[slot + WEIGHT] = x.abs().max(), weight.abs().max()
@@ -122,7 +122,7 @@ def linear(x, weight, bias=None, x8=None):
 
 
 def grad_input(dy, weight, dy8=None):
-    """The input gradient's GEMM: dy (rows, out) by weight (out, in). dy8: dy in FP8, if there is one."""
+    """Return dy (rows, out) @ weight (out, in): the input gradient's GEMM. dy8: dy in FP8, if available."""
     mode, scales, slot = slot_of(weight)
     if mode is Mode.CALIBRATE:
         scales.amax[slot + GRAD_OUTPUT] = dy.abs().max()

@@ -158,7 +158,7 @@ SENTENCES = {
     "stray id": "val.bin holds the token id 28, outside its vocabulary of 28; prepare it",
     "short": "val.bin has 2000 tokens, but block_size 2500 needs 2501; train with --block_size=1999",
     "heads": "n_embd=32 is not divisible by n_head=3",
-    "no heads": "n_head=0 must be a whole number, at least 1",
+    "no heads": "n_head=0 must be a positive integer",
     "negative": ["batch_size=0 must be at least 1", "dropout=1.5 must be at least 0 and below 1",
                  "beta1=2.0 must be at least 0 and below 1"],
     "sample": "the character 'É' (U+00C9) is not one of the 28",
@@ -201,7 +201,7 @@ SENTENCES = {
     "stage of another": "iter_4/manifest.json is not one that this version can read (settings is missing): choose",
     "damaged stage": "iter_4/zero_pp_rank_0_mp_rank_00_optim_states.pt has changed since it was saved",
     "list": "list/config.json cannot be read (ValueError: it is not an object); fetch it again, or name other weights",
-    "text": "text cannot be read (ValueError: n_layer='2' must be a whole number, at least 1); fetch it again",
+    "text": "text cannot be read (ValueError: n_layer='2' must be a positive integer); fetch it again",
     "tokenizer": "tokenizer/tokenizer.json is not a tokenizer (",
 }
 
