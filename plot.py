@@ -86,7 +86,7 @@ def draw(axis, runs, key):
         drawn += [*low, *high]
         nonfinite = [it for it, good in zip(x, finite) if not good]
         if key == "loss":
-            validation, error = dict(series(history, "val_loss")), dict(series(history, "val_error"))
+            validation, error = dict(series(history, "val_loss")), dict(series(history, "val_loss_stderr"))
             good = {it: loss for it, loss in validation.items() if math.isfinite(loss)}
             axis.errorbar(good.keys(), good.values(), [error.get(it, 0) for it in good], fmt=dashes, color=color,
                           linewidth=2.2, elinewidth=1.2, capsize=3, marker="o" if len(good) <= 60 else None,

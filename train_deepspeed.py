@@ -246,7 +246,8 @@ def estimate_loss():
 
 def evaluate():
     """Estimate, print and record; returns the validation loss, of a mixture by its shares."""
-    return log.evaluation(iter_num, estimate_loss(), sequences_seen())
+    start = time.time()
+    return log.evaluation(iter_num, estimate_loss(), sequences_seen(), time.time() - start)
 
 
 def sequences_seen():
@@ -281,7 +282,7 @@ if not eval_only:
     shutdown.watch_stop_file(os.path.join(out_dir, "STOP"))
 store.clean(tag, overwrite, aliases(state.get("improved")))  # nothing can be refused any more
 log.open_files(plan.record())
-saver = Saver(engine, store, keep_last, plan.tag_bytes, async_save, stop_on_error=on_save_error == "stop")
+saver = Saver(engine, store, keep_last, plan.tag_bytes, async_save, on_save_error == "stop", on_saved=log.saved)
 if iter_num == 0 or eval_only:
     evaluate()
 elif iter_num >= max_iters:

@@ -147,8 +147,9 @@ def test_estimate_loss_is_the_same_on_one_and_two_ranks_at_stage_3(train, tmp_pa
     records = [[r for r in run.history if "val_loss" in r] for run in (one, two)]
     assert [[r["iter"] for r in evals] for evals in records] == [[0, 2], [0, 2]]
     for a, b in zip(*records):
+        assert 0 < a.pop("eval_s") < 60 and 0 < b.pop("eval_s") < 60
         assert b == pytest.approx(a, rel=1e-6)  # with the standard errors
-        assert 0 < a["val_error"] < 0.1
+        assert 0 < a["val_loss_stderr"] < 0.1
 
 
 def test_learning_rates(whole, one_rank, bf16):
@@ -242,7 +243,8 @@ print("deterministic:", torch.are_deterministic_algorithms_enabled())
     with open(tmp_path / "out" / "history.jsonl", "ab") as history:
         history.write(b"\xff\xfe\n")
     run = launch(ROOT / "train_deepspeed.py", *args, "--max_iters=8", "--init_from=resume")
-    assert run.returncode == 0 and len(read_history(tmp_path / "out")) == 8 + 5, run.stderr
+    assert run.returncode == 0, run.stderr
+    assert len(read_history(tmp_path / "out")) == 8 + 5 + 3  # steps, evaluations, saves
 
 
 def test_a_start_that_overlaps_the_run_before_goes_on_from_its_last_tag(characters, whole, tmp_path):
@@ -272,9 +274,17 @@ def test_evaluations_updates_and_saves_happen_once(whole):
     assert re.findall(r"^iter (\d+): loss \d\.\d{4}, time \d+\.\d\dms, ", run.stdout, re.M) == list("12345678")
     assert re.findall(r"^saving checkpoint to (.*)$", run.stdout, re.M) == [
         f"{run.out_dir}/iter_{n}" for n in (2, 4, 6, 8)]
-    order = [(r["iter"], "val_loss" in r) for r in run.history]
+    order = [(r["iter"], "val_loss" in r) for r in run.history if "saved" not in r]  # another thread's records
     assert order == [(0, True), (1, False), (2, False), (2, True), (3, False), (4, False), (4, True), (5, False),
                      (6, False), (6, True), (7, False), (8, False), (8, True)]
+    saves = [r for r in run.history if "saved" in r]
+    assert [(r["iter"], r["saved"]) for r in saves] == [(n, f"iter_{n}") for n in (2, 4, 6, 8)]
+    for r in saves:
+        assert r["bytes"] == sum(entry["bytes"] for entry in manifest(run.out_dir, r["saved"])["files"].values())
+        assert 0 < r["blocked_s"] < r["save_s"] < 60 and r["gb_per_s"] == r["bytes"] / r["save_s"] / 1e9
+        assert f"saved {r['saved']} in {r['save_s']:.1f} s: " in run.stdout
+    (first,) = [r for r in run.history if "first_step_s" in r]
+    assert first["iter"] == 1 and f"first step {first['first_step_s']:.1f} s after the start" in run.stdout
 
 
 @pytest.mark.parametrize("n, files", [

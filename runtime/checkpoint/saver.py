@@ -45,11 +45,12 @@ def check_disk_space(out_dir, needed):
 
 class Saver:
     """Saves an engine's tags, one at a time. All ranks call its methods together. tag_bytes: a tag's estimated size;
-    background: whether training goes on while a tag is written; stop_on_error: whether a failed save ends the run."""
+    background: whether training goes on while a tag is written; stop_on_error: whether a failed save ends the run.
+    on_saved: RunLog.saved, which rank 0 calls after each save."""
 
-    def __init__(self, engine, store, keep_last, tag_bytes, background=True, stop_on_error=True):
+    def __init__(self, engine, store, keep_last, tag_bytes, background, stop_on_error, on_saved):
         self.engine, self.store, self.keep_last, self.background = engine, store, keep_last, background
-        self.stop_on_error, self.tag_bytes = stop_on_error, tag_bytes  # the first tag that is saved corrects the bytes
+        self.on_saved, self.stop_on_error, self.tag_bytes = on_saved, stop_on_error, tag_bytes  # corrected by each save
         self.group = dist.new_group(backend="gloo")  # for the threads: NCCL's order of calls belongs to training
         self.staging, self.pinned, self.thread = np.empty(0, np.uint8), False, None
         self.failed = None  # why a save has failed since the last wait(), as far as this rank knows
@@ -211,9 +212,8 @@ class Saver:
         self.committed = True
         if dist.get_rank() == 0:
             self.tag_bytes, seconds = sum(entry["bytes"] for entry in manifest["files"].values()), time.time() - start
-            print0(f"saved {manifest['tag']} in {seconds:.1f} s: {format_bytes(self.tag_bytes)}, "
-                   f"{self.tag_bytes / seconds / 1e9:.2f} GB/s; training waited "
-                   f"{seconds if blocked_s is None else blocked_s:.2f} s")
+            self.on_saved(manifest["iter_num"], manifest["tag"], self.tag_bytes, seconds,
+                          seconds if blocked_s is None else blocked_s)
 
     def write(self, files, problem, manifest, aliases):
         """Write, flush and hash this rank's files, unless it already has a problem; decide together; rank 0 commits.

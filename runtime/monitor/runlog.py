@@ -16,7 +16,7 @@ import torch
 
 from runtime.cluster.ranks import RANK, all_gather_scalars, exit_together, print0, show_progress
 from runtime.cluster.shutdown import EXIT_REASONS
-from runtime.files import write_atomic
+from runtime.files import format_bytes, write_atomic
 from runtime.hardware import peak_flops, peak_memory
 from runtime.monitor.history import append_history, trim_history
 
@@ -76,13 +76,13 @@ class RunLog:
             self.wandb_id = self.loggers["wandb"].run.id
         return []
 
-    def evaluation(self, iter_num, losses, sequences_seen):
+    def evaluation(self, iter_num, losses, sequences_seen, seconds):
         """Print and record an evaluation; returns the validation loss, of a mixture by its shares. losses: {"train" and
         "val": [(mean, standard error) of each data set]}; sequences_seen: {name of a data set: sequences so far}."""
         shares = [one.share for one in self.datasets]
-        record = {"iter": iter_num, **loss_record(losses, shares)}
+        record = {"iter": iter_num, **loss_record(losses, shares), "eval_s": seconds}
         record["perplexity"] = perplexity(record["val_loss"])
-        print0(f"step {iter_num}: {format_losses(record)}; perplexity {record['perplexity']:.2f})")
+        print0(f"step {iter_num}: {format_losses(record)}; perplexity {record['perplexity']:.2f}), {seconds:.1f} s")
         if len(shares) > 1:
             record["datasets"], total = {}, sum(sequences_seen.values())
             for number, one in enumerate(self.datasets):
@@ -129,16 +129,27 @@ class RunLog:
                   "memory": peak_memory(self.device), "data_ms": 1000 * data_wait}
         if scale := health.loss_scale():
             record["loss_scale"] = scale
+        if self.clock_iter == self.first_iter:
+            record["first_step_s"] = time.time() - self.process_start
         print0(format_step(record))
         self.update_bar(iter_num, f"loss {mean_loss:.4f}")
         self.record(record)
         self.warn(iter_num, health.stragglers.check([local for _, *local in per_rank], seconds))
-        if self.clock_iter == self.first_iter:
-            print0(f"first step {time.time() - self.process_start:.1f} s after the start")
+        if "first_step_s" in record:
+            print0(f"first step {record['first_step_s']:.1f} s after the start")
         # also after the second step or line, as it may capture a CUDA graph, which takes more
         if self.device.type == "cuda" and self.clock_iter - self.first_iter < 2 * self.settings["log_interval"]:
             print0(f"peak memory {record['memory'] / 1e9:.1f} GB, {self.memory / 1e9:.1f} GB estimated")
         self.exclude_pauses(iter_num, paused=True)
+
+    def saved(self, iter_num, tag, size, seconds, blocked_s):
+        """Print and record a checkpoint of `size` bytes; blocked_s: how long training waited for it. The thread that
+        wrote it calls this. The loggers get nothing: wandb takes no step from the past."""
+        record = {"iter": iter_num, "saved": tag, "bytes": size, "save_s": seconds, "gb_per_s": size / seconds / 1e9,
+                  "blocked_s": blocked_s}
+        print0(f"saved {tag} in {seconds:.1f} s: {format_bytes(size)}, {record['gb_per_s']:.2f} GB/s; training waited "
+               f"{blocked_s:.2f} s")
+        self.append(record)
 
     def sample(self, iter_num, text):
         """Print and record a text from the current weights."""
@@ -172,16 +183,20 @@ class RunLog:
 
     def record(self, record):
         """Add a record to history.jsonl, and its numbers to the loggers."""
-        try:
-            if self.writes:
-                append_history(self.out_dir, record)
-        except OSError as error:  # training is worth more than its history
-            print0(f"history.jsonl could not be written: {error.strerror}")
+        self.append(record)
         group = "eval" if "val_loss" in record else "train"
         names = {"iter": "train/iter", "memory": "gpu/memory_allocated"}
         values = {names.get(k, f"{group}/{k}"): value for k, value in record.items() if isinstance(value, int | float)}
         values |= {f"eval/val_loss/{name}": one["val_loss"] for name, one in record.get("datasets", {}).items()}
         self.to_loggers("log", values, record["iter"])
+
+    def append(self, record):
+        """Add a record to history.jsonl."""
+        try:
+            if self.writes:
+                append_history(self.out_dir, record)
+        except OSError as error:  # training is worth more than its history
+            print0(f"history.jsonl could not be written: {error.strerror}")
 
     def to_loggers(self, method, *args):
         """Call a method of each logger. One that fails is reported and left out."""
@@ -243,14 +258,14 @@ def loss_record(losses, shares):
     for split, found in losses.items():
         means, errors = zip(*found, strict=True)
         record[f"{split}_loss"] = statistics.fmean(means, shares)
-        record[f"{split}_error"] = math.hypot(*map(operator.mul, errors, shares)) / sum(shares)
+        record[f"{split}_loss_stderr"] = math.hypot(*map(operator.mul, errors, shares)) / sum(shares)
     return record
 
 
 def format_losses(r):
     """A record's losses for the console; the caller closes the parenthesis."""
     return (f"train loss {r['train_loss']:.4f}, val loss {r['val_loss']:.4f} "
-            f"(standard errors {r['train_error']:.4f}, {r['val_error']:.4f}")
+            f"(standard errors {r['train_loss_stderr']:.4f}, {r['val_loss_stderr']:.4f}")
 
 
 def git(*args):

@@ -79,7 +79,8 @@ def test_a_mixture_trains_tells_its_shares_and_goes_on(train, characters, backwa
         parts = r["datasets"][name], r["datasets"]["backwards"]
         for key in ("train_loss", "val_loss"):
             assert r[key] == pytest.approx(0.3 * parts[0][key] + 0.7 * parts[1][key], rel=1e-12)
-        assert r["val_error"] == pytest.approx(math.hypot(0.3 * parts[0]["val_error"], 0.7 * parts[1]["val_error"]))
+        errors = (share * part["val_loss_stderr"] for share, part in zip((0.3, 0.7), parts, strict=True))
+        assert r["val_loss_stderr"] == pytest.approx(math.hypot(*errors))
     part = done(train(*args, "--max_iters=5", "--gradient_accumulation_steps=4"))  # one rank
     on = done(train(*args, "--init_from=resume", ranks=2, out_dir=part.out_dir))
     for it in range(1, 9):
