@@ -28,14 +28,11 @@ class Ranks(NamedTuple):
 
 
 def ranks_from_environment(dry_run=False):
-    """Return Ranks as torchrun and deepspeed give them; without a launcher one process, for which this sets what
-    torch.distributed needs. A dry run pretends to WORLD_SIZE ranks, LOCAL_WORLD_SIZE of them on each machine."""
+    """Return Ranks as torchrun and deepspeed set them. Without a launcher there is one rank, and this sets what
+    torch.distributed needs. A dry run plans for WORLD_SIZE ranks, LOCAL_WORLD_SIZE of them per node."""
     if dry_run and "RANK" not in os.environ:
-        world = os.environ.get("WORLD_SIZE", "1")
-        local = os.environ.get("LOCAL_WORLD_SIZE", world)
-        if not all(count.isdecimal() and int(count) for count in (world, local)):
-            exit_with_error(f"WORLD_SIZE={world} and LOCAL_WORLD_SIZE={local} must be whole numbers above 0")
-        return Ranks(0, 0, int(world), int(local))
+        world_size = os.environ.get("WORLD_SIZE", "1")
+        return Ranks(0, 0, int(world_size), int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     if "RANK" in os.environ and "LOCAL_RANK" not in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
         exit_with_error("RANK is set and LOCAL_RANK is not: start with torchrun or deepspeed, or set LOCAL_RANK, "
                         "WORLD_SIZE, MASTER_ADDR and MASTER_PORT as well")
