@@ -81,34 +81,36 @@ def test_readmes_speeds_are_rows_of_the_benchmark_table():
 
 
 def test_the_tables_of_bench_are_what_it_wrote():
-    text = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
-    aims = rows("RESULTS.md", r"`(x\d_bench_\w+)` \|$")
-    assert len(aims) == len(list((ROOT / "results").glob("*_bench_*.json"))) == 11
-    for name, cells in aims:
-        run = run_of(name)
-        other = run.get("baseline")
-        assert cells[3:6] == [f"{run['ms']['median']:,.0f}", f"{100 * run['mfu']:.1f}%", f"{run['peak_gb']:.1f}"], name
-        assert numbers(cells[6])[-1:] + numbers(cells[7]) == (
-            [round(other["ms"]["median"]), round(other["ratio"], 2)] if other else []), name
-        assert run["ms"]["count"] >= 5
+    lines = (ROOT / "RESULTS.md").read_text(encoding="utf-8").splitlines()
     for name in ("x1_sample_1", "x1_sample_32"):
         run = run_of(name)
-        (row,) = [line for line in text.splitlines() if line.startswith(f"| `{name}`")]
+        (row,) = [line for line in lines if line.startswith(f"| `{name}`")]
         speeds = [f"{r['tokens_per_s']['median']:,.0f} | " for r in (run, run["baseline"])]
         firsts = [f"{r['first_token_ms']['median']:.1f} | " for r in (run, run["baseline"])]
         assert row.endswith(f"| {run['batch']} | {speeds[0]}{100 * run['share_of_limit']:.0f}% | {firsts[0]}"
-                            f"{speeds[1]}{firsts[1]}{run['baseline']['ratio']:.2f} |")
+                            f"{speeds[1]}{firsts[1]}{run['baseline']['ratio']:.2f}x |")
+    for name in ("h100_x1_8x4", "h100_x1_auto"):
+        run = json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
+        (row,) = [line for line in lines if line.startswith(f"| `{name}`")]
+        other = run.get("baseline")
+        end = f"transformers {other['ms']['median']:,.0f} | {other['ratio']:.2f}x |" if other else " |  |"
+        assert f"| {run['settings']['batch_size']} x {run['settings']['gradient_accumulation_steps']}" in row
+        assert row.endswith(f"| {run['ms']['median']:,.0f} | {100 * run['mfu']:.1f}% | {run['peak_gb']:.1f} | {end}")
 
 
-def test_the_heads_gradients_cost_what_the_text_says():
+def test_head_gradients_and_the_gpu_suite_are_what_the_text_says():
     run = run_of("x1_head_gradients")
     before, after = (statistics.median(r["ms"]["median"] for r in run[when]["runs"]) for when in ("before", "after"))
     text = " ".join((ROOT / "RESULTS.md").read_text(encoding="utf-8").split())
-    assert f"{after:.2f} ms per step at 32 x 1 on one H200 against {before:.2f} before" in text
+    assert f"{after:.2f} ms per step at 32 x 1, against {before:.2f} before" in text
     assert after / before == pytest.approx(run["ratio"]) and after / before < 1.005
     losses = {name: last["40"][1] for name, last in run["small"]["train_and_val_loss"].items()}
-    assert f"{losses['--dtype=float16']} and {losses['--dtype=float32']:.4f}" in text
-    assert f"{losses['--dtype=bfloat16 --any_deepspeed=True']}, with our own path {losses['--dtype=bfloat16']}" in text
+    assert (f"{losses['--dtype=float16']} in float16, {losses['--dtype=float32']:.4f} in float32, "
+            f"{losses['--dtype=bfloat16']} in bfloat16, and {losses['--dtype=bfloat16 --any_deepspeed=True']}") in text
+    suite = run_of("gpu_tests")
+    passed = [suite["runs"][gpus]["passed"] for gpus in ("one GPU", "two GPUs")]
+    assert f"{passed[0]} pass on one H200 and {passed[1]} on two, and all {len(suite['faults'])} planted" in text
+    assert all(fault["caught"] for fault in suite["faults"])
 
 
 def test_recorded_steps_are_launched_ones_to_the_last_bit():
@@ -126,7 +128,7 @@ def test_every_faster_way_learns_as_another_seed_does():
     assert 0.01 < noise < 0.02 and len(ends) == 8
     assert all(abs(end - ends["--compile=False"]) < 1.1 * noise for end in ends.values()), ends
     text = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
-    assert all(f"{end:.4f}" in text for end in ends.values())
+    assert all(f" | {end:.4f} |" in text for end in ends.values())
 
 
 def test_the_tables_of_how_cost_grows_are_what_was_measured():
@@ -285,7 +287,7 @@ def test_the_tables_of_checkpoints_and_precisions_are_what_was_measured():
     p = json.loads((ROOT / "results" / "cpu_prepare.json").read_text(encoding="utf-8"))
     (row,) = [line for line in text.splitlines() if "`results/cpu_prepare.json`" in line]
     assert p["passed"] and p["same_bytes"] and f"on {p['mb']:,} MB" in row and f"{p['peak_mb']} MB at most" in row
-    assert f"{p['mb_per_cpu_second_of_a_worker']} MB a CPU second of a worker" in row
+    assert f"{p['mb_per_cpu_second_of_a_worker']} MB per CPU second of a worker" in row
     assert f"{p['kills']} kills, {p['orphans']} processes left" in row
 
 
@@ -302,3 +304,57 @@ def test_the_new_layout_is_as_fast_as_the_old_one():
             assert (new / old if key == "ms" else old / new) < 1.01 + allowed.get(name, 0), name
             cells += [f"{old:,.{digits}f}", f"{new:,.{digits}f}", f"{new / old:.3f}"]
         assert f" | {' | '.join(cells)} |" in text, name
+
+
+NUMBER = re.compile(r"(\d[\d,]*(?:\.\d+)?)(?: to (\d[\d,]*(?:\.\d+)?))? (?:ms|us|GB|s|cycles|tokens/s)\b(?! \()")
+
+
+def values(record):
+    """All numbers of a JSON, also those in its sentences."""
+    if isinstance(record, str):
+        return [float(n.replace(",", "")) for n in re.findall(r"\d[\d,]*\.?\d*", record)]
+    if isinstance(record, (int, float)):
+        return [float(record)]
+    items = [*record.keys(), *record.values()] if isinstance(record, dict) else record or []
+    return [value for item in items for value in values(item)]
+
+
+def unrecorded(note):
+    """The times, sizes and speeds of a note that none of its files has. "about 5 ms" and "5 ms (predicted)" pass."""
+    names = re.findall(r"`(results/\w+\.json)`", note)
+    measured = [v for name in names for v in values(json.loads((ROOT / name).read_text(encoding="utf-8")))]
+    found = []
+    for match in re.finditer(NUMBER, note):
+        figures = [] if note[: match.start()].endswith("about ") else filter(None, match.groups())
+        for figure in figures:
+            digits, value = len(figure.partition(".")[2]), float(figure.replace(",", ""))
+            if not any(round(v / unit, digits) == value for v in measured for unit in (1, 1e9)):
+                found.append(figure)
+    return found
+
+
+def test_the_figures_of_the_engineering_notes_are_in_the_files_that_they_name():
+    _, *notes = re.split(r"^## ", (ROOT / "docs" / "engineering_notes.md").read_text(encoding="utf-8"), flags=re.M)
+    assert len(notes) >= 20 and all(re.match(r"2026-\d\d-\d\d: .+: .+\n", note) for note in notes)
+    assert {note.splitlines()[0]: found for note in notes if (found := unrecorded(note))} == {}
+    assert all(re.search(r"Files:\s", note) and len(note.splitlines()) < 40 for note in notes)
+    wrong = notes[0].replace("717 ms", "718 ms")
+    assert wrong != notes[0] and "718" in unrecorded(wrong)
+
+
+def test_every_file_of_results_is_named_and_every_named_file_exists():
+    """Short names (`x1_zero2_8x4`) are RESULTS.md's tables'."""
+    pages = [ROOT / "RESULTS.md", *(ROOT / "docs").glob("*.md"), Path(__file__)]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    files = {path.stem for path in (ROOT / "results").glob("*.json")}
+    assert {name for name in re.findall(r"results/(\w+)\.json", text)} <= files
+    assert {name for name in files if not re.search(rf"\b{name.removeprefix('h200_')}\b|\b{name}\b", text)} == set()
+
+
+def test_links_between_the_documents_lead_to_headings():
+    pages = {path.resolve(): path.read_text(encoding="utf-8") for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
+    anchors = {page: {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+                      for heading in re.findall(r"^#+ (.+)$", text, re.M)} for page, text in pages.items()}
+    links = [(page, (page.parent / file).resolve() if file else page, anchor) for page, text in pages.items()
+             for file, anchor in re.findall(r"\]\(([^)\s:#]*\.md|)#([^)\s]+)\)", text)]
+    assert len(links) >= 5 and [link for link in links if link[2] not in anchors[link[1]]] == []

@@ -11,7 +11,7 @@ norm read the flat partitions.
   BucketedAllReduce  There is no main_grad. Gradients are copied into a bucket. A full bucket is all-reduced on a side
                      stream while backward continues. This rank's part is cast, divided and accumulated in one pass.
 
-The results are the same. For GPT-2 XL at 8 x 4 on one H200, a step went from 798 to 717 ms (RESULTS.md).
+The results are the same. For GPT-2 XL at 8 x 4 on one H200, a step went from 798 to 717 ms (docs/engineering_notes.md).
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Kernels that decode one token at batch size 1, at 46% of an H200's memory bandwidth (57% of an H100's; RESULTS.md).
+"""Kernels that decode one token at batch size 1, at 46% of an H200's memory bandwidth (RESULTS.md).
 
 At batch size 1 each linear layer is a GEMV, which takes as long as reading its matrix. PyTorch's GEMVs reach 700 to
 2,300 GB/s of an H200's 4,150 GB/s and launch layer norm, GELU and residual separately. Here a block is five kernels:

@@ -177,7 +177,7 @@ def format_breakdown(title, parts, memory=None):
 
 
 def relative_step_time(micro, recompute, preset):
-    """Return the time of a step in units of the fastest setting's, for GPT-2 XL on H200 (RESULTS.md).
+    """Return the time of a step in units of the fastest setting's, for GPT-2 XL on H200 (docs/numbers.md).
 
     606 ms at 32 x 1, 635 at 8, 853 at 1. ZeRO-3 takes 1.12 times as long at 32, 1.53 at 16 and 2.3 at 8, where it waits
     for the CPU. Offload, recomputed at 8 x 4: 2,230 and 2,850 ms, most of it the work of 16 CPU cores, which is
