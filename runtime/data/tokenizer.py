@@ -95,8 +95,12 @@ def numpy_encoder(meta):
     if meta["kind"] == "char":
         return lambda text: np.frombuffer(text.encode("utf-32-le"), "<u4")
     tokenizer = hf_tokenizer(meta)
-    tokenizer.encode_special_tokens = True
-    return lambda text: np.array(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.uint32)
+
+    def encode(text):
+        tokenizer.encode_special_tokens = True  # as text; on the way to a worker process, this is lost
+        return np.array(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.uint32)
+
+    return encode
 
 
 def tokenizer_meta(name):

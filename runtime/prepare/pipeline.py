@@ -1,6 +1,7 @@
-"""Documents into a prepared dataset, on the datasets library: rows of records are stored, tokenized by its workers, and
-written in the order in which they were read, so the bytes are the same for any number of workers. Exact duplicates are
-dropped. A document is for validation if its hash is small, and so in each run.
+"""Turn documents into a dataset: read and store them, tokenize them in parallel with the datasets library, write them.
+
+Documents keep their order, so the bytes don't depend on the number of workers. Exact duplicates are dropped. The hash
+of a document's text decides whether it is for training or for validation.
 """
 
 import contextlib
@@ -19,120 +20,166 @@ import numpy as np
 
 from runtime.data.dataset import SPLITS, DatasetError, write_dataset
 from runtime.data.tokenizer import CODE_POINTS, end_of_text, numpy_encoder
-from runtime.files import write_atomic
 from runtime.prepare import inputs
 
-FEW_VAL_TOKENS = 20_000  # their mean loss says little
-ROWS_IN_MEMORY = 16  # of about a megabyte, that each process collects before it writes them
-# Of a record: the hash of its text, its number of tokens (-1 if it can't be read), whether a document ends with it
-RECORD = np.dtype([("hash", "<u8"), ("size", "<i8"), ("ends", "?")])
+ROW_BYTES = 2**20  # text per row, at least
+ROWS_IN_MEMORY = 16  # rows that each process collects before it writes them
 
 
 def prepare(folder, sources, tokenizer, vocab_size, request, workers, overwrite=False, skip_unreadable=False):
-    """Make a dataset of `sources` in `folder` and return its meta.json; None if it is there already.
+    """Write a dataset of `sources` to `folder` and return its meta.json, or None if it is there already.
 
-    tokenizer, vocab_size: from tokenizer_meta(). request: all that the bytes depend on. Raises DatasetError.
+    tokenizer, vocab_size: from tokenizer_meta(). request: everything that the bytes depend on. Raises DatasetError.
     """
     if not overwrite and is_done(folder, request):
         return None
-    dtype = "<u2" if vocab_size <= 2**16 else "<u4"
+    dtype, is_char = "<u2" if vocab_size <= 2**16 else "<u4", tokenizer["kind"] == "char"
+    separator = ord("\n") if is_char else end_of_text(tokenizer)
+    reader = Reader(sources, request, skip_unreadable)
     with work_folder(folder) as work:
-        encode = Encode(tokenizer, request["field"], dtype, skip_unreadable, work / "error")
-        tokens = tokenize(work, sources, encode, request["max_document_bytes"], workers)
-        layout = Layout(tokens, request["val_fraction"])
-        layout.check(folder)
-        if tokenizer["kind"] == "char":  # so far they are code points; now they get their ids, in order
-            chars = sorted(set("\n").union(*tokens["chars"]))
-            ids = np.zeros(CODE_POINTS, np.uint32)
-            ids[list(map(ord, chars))] = np.arange(len(chars))
-            tokenizer, vocab_size, separator = {"kind": "char", "chars": "".join(chars)}, len(chars), ord("\n")
-        else:
-            ids, separator = None, end_of_text(tokenizer)
-        train, val = (layout.split(tokens, name, dtype, separator, ids) for name in SPLITS)
-        sha256 = functools.reduce(lambda before, file: hashlib.sha256((before + file).encode()).hexdigest(),
-                                  filter(None, tokens["sha256"]))  # of one file, or of several chained
-        source = {"name": " ".join(request["paths"]), "sha256": sha256, "bytes": sum(tokens["bytes"])}
-        return write_dataset(folder, train, val, tokenizer, vocab_size, source, documents=layout.counts,
+        rows = tokenize(work, reader, functools.partial(encode, numpy_encoder(tokenizer), separator, dtype), workers)
+        ids = None
+        if is_char:  # the tokens are code points so far
+            used = np.zeros(CODE_POINTS, bool)
+            for row in rows["ids"]:
+                used[np.frombuffer(row, dtype)] = True
+            ids = np.cumsum(used, dtype=np.uint32) - 1
+            tokenizer = {"kind": "char", "chars": "".join(map(chr, np.flatnonzero(used)))}
+            vocab_size = len(tokenizer["chars"])
+        train, val = (ids_of(rows, split, dtype, ids) for split in SPLITS)
+        source = {"name": " ".join(request["paths"]), "sha256": reader.digest.hexdigest(), "bytes": reader.bytes}
+        return write_dataset(folder, train, val, tokenizer, vocab_size, source, documents=reader.counts,
                              request=request)
 
 
 def is_done(folder, request):
-    """Whether `folder` holds what is asked for; DatasetError where it holds another dataset."""
-    try:
-        before = json.loads((folder / "meta.json").read_text(encoding="utf-8")).get("request", {})
-    except (OSError, ValueError):
-        before = {}
-    if before == request and "-" not in request["paths"]:
-        return True
-    if not (folder / "meta.json").exists() and not (folder / "train.bin").exists():
+    """Return whether `folder` holds the dataset of this request. Raises DatasetError if it holds another one."""
+    meta = folder / "meta.json"
+    if not meta.exists() and not (folder / "train.bin").exists():
         return False
-    changed = [key for key in request if before.get(key) != request[key]]
-    if not before:
-        difference = "that was not prepared from this"
-    elif not changed:
-        difference = "from standard input, which may hold something else now"
-    elif changed == ["input"]:
-        difference = "from the same files, which have changed since"
-    else:
-        difference = "with " + ", ".join(f"{key}={before.get(key)}" for key in changed if key != "input")
-    raise DatasetError(f"{folder} holds a dataset {difference}: choose another --name, or replace it with --overwrite")
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads(meta.read_text(encoding="utf-8")).get("request") == request:
+            return True
+    raise DatasetError(f"{folder} holds a dataset of other files or options: choose another --name, or replace it with "
+                       "--overwrite")
 
 
 @contextlib.contextmanager
 def work_folder(folder):
-    """`folder`/.partial, empty and for this process alone, removed at the end; after a kill, by the next run."""
+    """Yield a folder in `folder`/.partial for this process alone. It is removed at the end, or else by the next run."""
     work = folder / ".partial"
     work.mkdir(parents=True, exist_ok=True)
     with open(work / ".lock", "w") as lock:
-        try:  # not flock: workers, which live a second longer than a process that is killed, would hold that too
+        try:  # not flock(): workers would inherit it, and they outlive a killed parent by up to a second
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise DatasetError(f"another process is preparing {folder}: wait, or choose another --name") from None
         try:
-            for path in work.iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.name == ".lock" or path.unlink()
-            yield work
+            shutil.rmtree(work / "rows", ignore_errors=True)
+            yield work / "rows"
         finally:
             shutil.rmtree(work, ignore_errors=True)
-            with contextlib.suppress(OSError):  # where it holds a dataset
+            with contextlib.suppress(OSError):  # it holds a dataset
                 folder.rmdir()
 
 
-def tokenize(work, sources, encode, max_document_bytes, workers):
-    """The rows of read_records(), each encoded, as a datasets.Dataset in the folder `work`."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read as the library is imported: nothing here needs the network
-    if not sys.stderr.isatty():  # then it shows its progress once a minute
+class Reader:
+    """Reads all sources once, drops duplicates and chooses each document's split.
+
+    Afterwards, `counts` holds the numbers of documents, `bytes` the input's size, and `digest` the input's hash.
+    """
+
+    def __init__(self, sources, request, skip_unreadable):
+        self.sources, self.request, self.skip_unreadable = sources, request, skip_unreadable
+        self.counts = dict.fromkeys((*SPLITS, "duplicates", "empty", "unreadable"), 0)
+        self.hashes, self.digest, self.bytes = set(), hashlib.sha256(), 0
+
+    def rows(self):
+        """Yield rows of about a megabyte: a split and its next texts. An empty text marks the end of a document."""
+        texts, sizes = {split: [] for split in SPLITS}, dict.fromkeys(SPLITS, 0)
+        for source in self.sources:
+            for split, text in self.texts(source):
+                texts[split].append(text)
+                sizes[split] += len(text)
+                if sizes[split] >= ROW_BYTES:
+                    yield {"split": split, "texts": texts[split]}
+                    texts[split], sizes[split] = [], 0
+        yield from ({"split": split, "texts": texts[split]} for split in SPLITS)
+
+    def texts(self, source):
+        """Yield (split, text) of each record that is kept, and (split, b"") after each document.
+
+        A long text is cut into records. Between two of them there is no end if both are kept and in the same split.
+        """
+        place, size, unfinished = 0 if source.kind == "text" else 1, 0, None
+        for record in inputs.read_records(source, self.request["field"], self.request["max_document_bytes"]):
+            kind, text, ends = self.classify(record, source, place)
+            self.counts[kind] += 1
+            if unfinished and kind != unfinished:
+                yield unfinished, b""
+            if kind in SPLITS:
+                yield kind, text
+                if ends:
+                    yield kind, b""
+            unfinished = kind if kind in SPLITS and not ends else None
+            self.digest.update(record)
+            size += len(record)
+            place += len(record) if source.kind == "text" else 1
+        if unfinished:
+            yield unfinished, b""
+        self.bytes += source.bytes or size
+
+    def classify(self, record, source, place):
+        """Return (what `counts` counts a record as, its text, whether its document ends with it)."""
+        try:
+            text, ends = inputs.text_of(record, source.kind, self.request["field"])
+        except ValueError as error:
+            if not self.skip_unreadable:
+                raise DatasetError(f"{source.name}, {inputs.UNIT[source.kind]} {place:,}: {error}; to skip such "
+                                   "documents, add --skip_unreadable") from None
+            return "unreadable", b"", True
+        if not text:
+            return "empty", text, ends
+        number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+        if number in self.hashes:
+            return "duplicates", text, ends
+        self.hashes.add(number)
+        return "val" if number < int(self.request["val_fraction"] * 2**64) else "train", text, ends
+
+    def check(self):
+        """Raise DatasetError unless there are documents in both splits."""
+        train, val = self.counts["train"], self.counts["val"]
+        if not (train and val):
+            raise DatasetError(f"{train} documents are for training and {val} for validation, and each split needs "
+                               "one: change --val_fraction, or cut texts into more with --max_document_bytes=BYTES")
+
+
+def tokenize(work, reader, encode, workers):
+    """Return the rows of `reader`, each encoded, as a datasets.Dataset in the folder `work`."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # read when the libraries are imported
+    if not sys.stderr.isatty():  # report progress once a minute
         for name in ("TQDM_DELAY", "TQDM_MININTERVAL", "TQDM_MAXINTERVAL"):
             os.environ.setdefault(name, "60")
     import datasets
     import multiprocess
 
     datasets.logging.set_verbosity_error()
-    os.register_at_fork(after_in_child=functools.partial(follow_parent, os.getpid()))
-    string, number, binary = (datasets.Value(name) for name in ("string", "int64", "large_binary"))
-    end_of_file = {"sha256": string, "bytes": number}
-    row = {"file": string, "kind": string, "first": number, "records": datasets.List(binary)}
+    string, binary = datasets.Value("string"), datasets.Value("large_binary")
     try:
         rows = datasets.Dataset.from_generator(
-            inputs.read_records, datasets.Features(row | end_of_file), work, fingerprint="records",
-            gen_kwargs={"sources": tuple(sources), "field": encode.field, "max_document_bytes": max_document_bytes},
-            writer_batch_size=ROWS_IN_MEMORY)
-        encoded = datasets.Features({"ids": binary, "encoded": binary, "chars": string} | end_of_file)
-        return rows.map(encode, num_proc=workers, remove_columns=list(row), features=encoded,
-                        writer_batch_size=ROWS_IN_MEMORY, cache_file_name=str(work / "tokens.arrow"),
-                        new_fingerprint="tokens", desc="tokenizing")
+            reader.rows, datasets.Features({"split": string, "texts": datasets.List(binary)}), work,
+            fingerprint="texts", writer_batch_size=ROWS_IN_MEMORY)
+        reader.check()
+        os.register_at_fork(after_in_child=functools.partial(follow_parent, os.getpid()))
+        return rows.map(encode, num_proc=workers, remove_columns="texts", writer_batch_size=ROWS_IN_MEMORY,
+                        features=datasets.Features({"split": string, "ids": binary}),
+                        cache_file_name=str(work / "ids.arrow"), new_fingerprint="ids", desc="tokenizing")
     except (datasets.exceptions.DatasetGenerationError, multiprocess.TimeoutError) as error:
-        raise error.__context__ from None  # read_records()'s error, or Ctrl-C
-    except RuntimeError as error:
-        if "abruptly died" not in str(error):
-            raise
-        raise DatasetError("a worker process was killed, perhaps because the memory was full: --workers=N starts "
-                           "fewer") from None
+        raise error.__context__ from None  # the reader's error, or Ctrl-C
 
 
 def follow_parent(parent):
-    """Called in each process that the library forks: Ctrl-C is its parent's to answer, and it ends with its parent,
-    also where that is killed."""
+    """Ignore Ctrl-C in a worker process, which its parent handles, and exit when the parent has gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch():
@@ -143,97 +190,26 @@ def follow_parent(parent):
     threading.Thread(target=watch, daemon=True).start()
 
 
-class Encode:
-    """A worker's function: a row of records into their token ids and RECORDs, both as bytes, and into the characters,
-    where they are the tokens."""
-
-    def __init__(self, tokenizer, field, dtype, skip_unreadable, error_file):
-        self.tokenizer, self.field, self.dtype, self.skip_unreadable = tokenizer, field, dtype, skip_unreadable
-        self.error_file = error_file  # by which the others stop when one of them fails
-
-    @functools.cached_property
-    def encoder(self):
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        return numpy_encoder(self.tokenizer)
-
-    def __call__(self, row):
-        if self.error_file.exists():
-            raise DatasetError(self.error_file.read_text())
-        encoded, ids, place = [], [np.zeros(0, self.dtype)], row["first"]
-        for record in row["records"]:
-            try:
-                text, ends = inputs.text_of(record, row["kind"], self.field)
-                digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-                ids.append(self.encoder(text))
-                encoded.append((int.from_bytes(digest, "little"), len(ids[-1]), ends))
-            except ValueError as error:
-                if not self.skip_unreadable:
-                    reason = "has half of a surrogate pair in its text" if isinstance(error, UnicodeError) else error
-                    message = (f"{row['file']}, {inputs.UNIT[row['kind']]} {place:,} {reason}; "
-                               "--skip_unreadable leaves such documents out")
-                    write_atomic(self.error_file, message)  # ends the run in all workers
-                    raise DatasetError(message) from None
-                encoded.append((0, -1, True))
-            place += len(record) if row["kind"] == "text" else 1
-        tokens = np.concatenate(ids).astype(self.dtype)
-        chars = "".join(map(chr, np.flatnonzero(np.bincount(tokens)))) if self.tokenizer["kind"] == "char" else ""
-        return {"ids": tokens.tobytes(), "encoded": np.array(encoded, RECORD).tobytes(), "chars": chars}
+def encode(encoder, separator, dtype, row):
+    """Return the token ids of a row's texts, as bytes. The separator follows each document."""
+    separator = np.array([separator], "<u4")
+    ids = [encoder(text.decode()) if text else separator for text in row["texts"]]
+    return {"ids": np.concatenate(ids or [[]]).astype(dtype).tobytes()}
 
 
-class Layout:
-    """Which split each record goes to, and where the separators are."""
-
-    def __init__(self, tokens, val_fraction):
-        records = np.frombuffer(b"".join(tokens["encoded"]), RECORD)
-        self.hashes, sizes = records["hash"], records["size"]
-        self.rows = np.cumsum([0, *map(len, tokens["encoded"])]) // RECORD.itemsize  # where each row's records begin
-        last = [end - 1 for end, sha256 in zip(self.rows[1:], tokens["sha256"]) if sha256 and end]  # of their files
-        filled = np.flatnonzero(sizes > 0)
-        self.keep = np.zeros(len(sizes), bool)
-        self.keep[filled[np.unique(self.hashes[filled], return_index=True)[1]]] = True  # the first of its kind
-        is_val = self.hashes < np.uint64(int(val_fraction * 2**64))
-        # Between pieces of a text that was cut there is none, unless the next one is in the other split or dropped.
-        open_end = ~records["ends"]
-        open_end[last] = False
-        continued = open_end[:-1] & self.keep[1:] & (is_val[1:] == is_val[:-1])
-        self.separated = self.keep & ~np.append(continued, False)
-        self.sizes = np.maximum(sizes, 0)
-        self.chosen = {"train": self.keep & ~is_val, "val": self.keep & is_val, "duplicates": (sizes > 0) & ~self.keep,
-                       "empty": sizes == 0, "unreadable": sizes < 0}
-        self.counts = {name: int(chosen.sum()) for name, chosen in self.chosen.items()}
-
-    def check(self, folder):
-        """DatasetError unless there is something in both splits."""
-        train, val = self.counts["train"], self.counts["val"]
-        if train and val:
-            return
-        if train + val == 0:
-            problem = "the input has no text"
-        elif train + val == 1:
-            problem = "it is one document, and two splits need more; --max_document_bytes=BYTES cuts it into several"
-        elif val == 0:
-            enough = int(self.hashes[self.keep].min()) / 2**64 + 0.0005  # rounded up
-            problem = f"none of its {train} documents fell to validation; --val_fraction={enough:.3f} is enough for one"
-        else:
-            problem = f"all of its {val} documents fell to validation; a smaller --val_fraction leaves some to train on"
-        raise DatasetError(f"{folder} can't be made: {problem}")
-
-    def split(self, tokens, name, dtype, separator, table=None):
-        """The token ids of a split, an array per row. table: the ids of what the tokens are so far."""
-        for begin, end, packed in zip(self.rows, self.rows[1:], tokens["ids"]):
-            sizes, separated = self.sizes[begin:end], self.separated[begin:end]
-            ids = np.insert(np.frombuffer(packed, dtype), np.cumsum(sizes)[separated], separator)
-            ids = ids[np.repeat(self.chosen[name][begin:end], sizes + separated)]
-            yield ids if table is None else table[ids]
+def ids_of(rows, split, dtype, ids=None):
+    """Yield the token ids of a split, one array per row. ids: the id of each code point."""
+    for row_split, packed in zip(rows["split"], rows["ids"]):
+        if row_split == split:
+            tokens = np.frombuffer(packed, dtype)
+            yield tokens if ids is None else ids[tokens]
 
 
 def summary(meta):
-    """What was prepared, for the screen."""
+    """Return what the screen shows of a prepared dataset."""
     documents = meta["documents"]
     lines = [f"{split}: {meta[f'{split}_tokens']:,} tokens in {documents[split]:,} documents" for split in SPLITS]
     lines.append(f"vocabulary: {meta['vocab_size']:,} ({meta['tokenizer']['kind']}), {meta['dtype']}")
-    if left_out := [f"{documents[name]:,} {name}" for name in ("duplicates", "empty", "unreadable") if documents[name]]:
-        lines.append(f"left out: {', '.join(left_out)}")
-    if meta["val_tokens"] < FEW_VAL_TOKENS:
-        lines.append("note: these are few tokens to validate with; a larger --val_fraction takes more")
+    if skipped := [f"{documents[name]:,} {name}" for name in ("duplicates", "empty", "unreadable") if documents[name]]:
+        lines.append(f"skipped: {', '.join(skipped)}")
     return "\n".join(lines)
