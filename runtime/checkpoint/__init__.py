@@ -1,12 +1,8 @@
-"""Checkpoints: each is a tag, a folder in out_dir."""
+"""Checkpoints: saved in the background, read with any number of GPUs at any ZeRO stage."""
 
-import importlib
+from runtime.checkpoint.resume import load_into_engine, newest_intact
+from runtime.checkpoint.saver import Saver
+from runtime.checkpoint.shards import load_model
+from runtime.checkpoint.tags import CheckpointError, TagStore
 
-HOMES = {"CheckpointError": "tags", "TagStore": "tags", "load_model": "shards", "Saver": "saver",
-         "newest_intact": "resume", "load_into_engine": "resume"}
-
-
-def __getattr__(name):  # late: only resume.py needs deepspeed, which takes seconds
-    if name not in HOMES:
-        raise AttributeError(name)
-    return getattr(importlib.import_module(f"runtime.checkpoint.{HOMES[name]}"), name)
+__all__ = ["CheckpointError", "Saver", "TagStore", "load_into_engine", "load_model", "newest_intact"]

@@ -1,10 +1,9 @@
-"""Resume: find the newest intact tag, and put it into an engine of any ZeRO stage and number of ranks."""
+"""Find the newest intact tag, and load it into an engine of any ZeRO stage and number of ranks."""
 
 import time
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from runtime.checkpoint.shards import MOMENTS, open_tag
 from runtime.checkpoint.tags import OTHER_TAG, CheckpointError, UnreadableError, on_rank_0, topology, verify_files
@@ -13,17 +12,17 @@ from runtime.versions import version_note
 
 
 def newest_intact(store, start, resume_tag="latest", weights_only=False, overwrite=False):
-    """The newest Tag that every rank finds intact and compatible, or the one named; None if the run does not resume.
+    """Return the newest Tag that every rank finds intact and compatible, or None if the run doesn't resume.
 
-    start.candidates: names of tags, newest first, empty if the run does not resume; start.check_compatible(*tag)
-    raises CheckpointError. Corrupt tags are skipped, and stay in store.skipped. A tag that cannot be *read* ends the
-    search: an older one would lose what it holds. All ranks.
+    start.candidates: names of tags, newest first, or the one that the user named; empty if the run doesn't resume.
+    start.check_compatible(*tag) raises CheckpointError. Corrupt tags are skipped and added to store.skipped. A tag that
+    can't be read ends the search, because an older one would lose work. All ranks.
     """
-    # Listed again: the run that held the folder until now may have saved since, which other machines may see later
+    # List again on rank 0: the previous run may have saved since, and other machines may see that later
     newest = broadcast_from_rank0(on_rank_0(store.newest_first))
     if not start.candidates:
-        exit_together([f"{store.out_dir} has come to hold a run ({newest[0]}): start again, with --init_from=resume "
-                         "or auto"] if newest and not overwrite and not store.read_only else [])
+        exit_together([f"{store.out_dir} now holds a run ({newest[0]}): start again with --init_from=resume or auto"]
+                      if newest and not overwrite and not store.read_only else [])
         return None
     began, skipped = time.time(), {}
     for name in newest if newest and resume_tag == "latest" else start.candidates:
@@ -44,8 +43,7 @@ def newest_intact(store, start, resume_tag="latest", weights_only=False, overwri
 
 
 def inspect(store, name, start, weights_only):
-    """(Tag, [(whether it is unreadable, sentence)]): what this rank finds wrong with a tag. With weights_only, the
-    optimizer's files are not checked if the weights are not in them."""
+    """Return (Tag, [(whether it is unreadable, problem)]). weights_only: skip optimizer files that hold no weights."""
     try:
         tag = store.find(name)
         start.check_compatible(*tag)
@@ -61,20 +59,20 @@ def inspect(store, name, start, weights_only):
 
 
 def load_into_engine(engine, store, tag, weights_only=False):
-    """Put a tag's weights, optimizer state and loss scale into the engine; returns the state that save() was given.
-    If the engine has other ranks, stage or precision than the one that saved, everything is sharded anew. All ranks."""
+    """Load a tag's weights, optimizer state and loss scale into the engine, and return the state that save() was given.
+    Re-shard them if the number of ranks, the ZeRO stage or the precision has changed. All ranks."""
     start, manifest, path = time.time(), tag.manifest, store.path(tag.name)
     if note := version_note(manifest["versions"]):
         print0(note)
     was, now = ("{world_size} ranks at ZeRO stage {stage} in {dtype}".format(**one)
                 for one in (manifest, topology(engine)))
     if weights_only and manifest["stage"] < 3 and manifest["dtype"] != "float32":
-        print0(f"note       weights of {path} are read in {manifest['dtype']}, as its model file has them: resume "
-               "without --resume_weights_only=True to keep their float32 precision")
+        print0(f"note       --resume_weights_only=True reads the {manifest['dtype']} weights of {path}: drop it to "
+               "keep float32 precision")
     if was != now or weights_only:
         print0(f"re-sharding {path}: saved by {was}, now {now}{', weights only' if weights_only else ''}")
         reshard_into_engine(engine, open_tag(path, manifest, weights_only), weights_only)
-    else:  # DeepSpeed reads less per rank; this run's betas and weight decay stay
+    else:  # DeepSpeed reads less per rank; keep this run's betas and weight decay
         own = [{key: group[key] for key in ("betas", "weight_decay")} for group in engine.optimizer.param_groups]
         with silence_stdout():
             loaded, _ = engine.load_checkpoint(store.out_dir, tag=tag.name)
@@ -88,10 +86,7 @@ def load_into_engine(engine, store, tag, weights_only=False):
 
 @torch.no_grad()
 def reshard_into_engine(engine, reader, weights_only=False):
-    """Give a fresh engine, of any stage and number of ranks, the weights, moments, step and loss scale of a tag. No
-    collective: each rank reads what it holds a part of."""
-    start = last_print = time.time()
-    done, total = 0, sum(shape.numel() for shape in reader.shapes.values())
+    """Copy a tag's weights, moments, step and loss scale into a new engine. Each rank reads what it needs."""
     stage, fields = engine.zero_optimization_stage(), ("weight",) if weights_only else ("weight", *MOMENTS)
     if not weights_only:
         init_adam_state(engine, stage, reader.step)
@@ -100,19 +95,15 @@ def reshard_into_engine(engine, reader, weights_only=False):
             flat = reader.get(name, field).flatten()
             for target, offset in local_slices(engine, stage, param, field):
                 target.copy_(flat[offset:offset + target.numel()])
-        done += reader.shapes[name].numel()
-        if time.time() - last_print > 5:
-            last_print = time.time()
-            print0(f"re-sharding: {100 * done / total:.0f}% after {last_print - start:.0f} s")
     scaler = getattr(engine.optimizer, "loss_scaler", None)
-    if isinstance(scaler, DynamicLossScaler) and isinstance(reader.loss_scaler, DynamicLossScaler):
+    if getattr(scaler, "dynamic", False) and getattr(reader.loss_scaler, "dynamic", False):
         vars(scaler).update({key: value for key, value in vars(reader.loss_scaler).items() if key != "scale_window"})
     for counter in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, counter, reader.model_state[counter])
 
 
 def init_adam_state(engine, stage, step):
-    """Give the optimizer inside an engine states of zeros at `step`, which it would make itself at its first step."""
+    """Create the optimizer's state at `step`, with moments of zeros. It would do so itself at its first step."""
     inner = engine.optimizer if stage == 0 else engine.optimizer.optimizer
     flats = (engine.optimizer.fp32_partitioned_groups_flat if stage == 3
              else [param for group in inner.param_groups for param in group["params"]])
@@ -124,7 +115,7 @@ def init_adam_state(engine, stage, step):
 
 
 def local_slices(engine, stage, param, field):
-    """[(flat tensor of this rank's, where in the parameter it begins)] to be filled for one field of a parameter."""
+    """Return [(flat tensor of this rank, its offset in the parameter)] to fill for one field of a parameter."""
     optimizer, is_weight = engine.optimizer, field == "weight"
     if stage == 0:
         return [((param.data if is_weight else optimizer.state[param][field]).view(-1), 0)]

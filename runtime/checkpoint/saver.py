@@ -1,7 +1,7 @@
-"""Save tags in the background: the state is copied to host memory, and a thread writes, checks and commits it.
+"""Save tags in the background: copy the state to host memory, from where a thread writes, hashes and commits it.
 
-A tag is written to iter_5.saving/. When the files of all ranks are on the disk and hashed, rank 0 writes the manifest,
-names the folder, and only then deletes older tags: a reader sees complete tags alone, whenever a run is killed.
+A tag is written to iter_5.saving/. When the files of all ranks are on the disk, rank 0 writes the manifest, renames the
+folder to iter_5/, and then deletes older tags. Readers only see complete tags, whenever a run is killed.
 """
 
 import copy
@@ -18,60 +18,59 @@ from safetensors.torch import save_file
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runtime.checkpoint.shards import open_tag
-from runtime.checkpoint.tags import CLIENT_STATE_KEY, sign_manifest, topology
+from runtime.checkpoint.tags import CLIENT_STATE_KEY, MANIFEST_FORMAT, sign_manifest, topology
 from runtime.cluster.ranks import local_world_size, print0, shut_down, silence_stdout
 from runtime.files import file_digest, format_bytes, free_bytes, replace_dir, write_atomic
 from runtime.hardware import available_memory
 from runtime.lora import is_adapter
 from runtime.output import exit_with_error
 
-ALIGNMENT = 64  # bytes; where a tensor may start in the staging buffer
+ALIGNMENT = 64  # bytes, of the tensors in the staging buffer
 
 
 def tag_bytes(n_params, dtype, stage, n_trained=None):
-    """Estimated bytes of a tag: the weights that the ranks share (at stage 3 the frozen ones, sharded), from stage 1 on
-    the fp32 originals of the trained ones, with Adam's two moments, and with LoRA the adapter. GPT-2 XL's 1.56e9
-    parameters at stage 2 in bfloat16: 21.8 GB."""
+    """Estimate a tag's bytes: the weights (at stage 3 the frozen ones alone), Adam's two moments, from stage 1 on the
+    fp32 master weights, and with LoRA the adapter. GPT-2 XL at stage 2 in bfloat16: 21.8 GB."""
     n_trained = n_params if n_trained is None else n_trained
     shared = (n_params - n_trained if stage == 3 else n_params) * {"float32": 4}.get(dtype, 2)
     return shared + n_trained * ((8 if stage == 0 else 12) + (4 if n_trained < n_params else 0))
 
 
 def check_disk_space(out_dir, needed):
-    """Why a tag of so many bytes cannot be saved in out_dir, or None."""
-    free = free_bytes(out_dir)
-    return f"a tag takes {format_bytes(needed)} and {out_dir} has {format_bytes(free)} free" if free < needed else None
+    """Return why a tag of so many bytes cannot be saved in out_dir, or None."""
+    if (free := free_bytes(out_dir)) < needed:
+        return f"a checkpoint takes {format_bytes(needed)} and {out_dir} has {format_bytes(free)} free"
 
 
 class Saver:
     """Saves an engine's tags, one at a time. All ranks call its methods together. tag_bytes: a tag's estimated size;
-    background: whether training goes on while a tag is written; stop_on_error: whether a failed save ends the run.
-    on_saved: RunLog.saved, which rank 0 calls after each save."""
+    background: train while a tag is written; stop_on_error: end the run if a save fails; on_saved: RunLog.saved, which
+    rank 0 calls after each save."""
 
     def __init__(self, engine, store, keep_last, tag_bytes, background, stop_on_error, on_saved):
         self.engine, self.store, self.keep_last, self.background = engine, store, keep_last, background
         self.on_saved, self.stop_on_error, self.tag_bytes = on_saved, stop_on_error, tag_bytes  # corrected by each save
-        self.group = dist.new_group(backend="gloo")  # for the threads: NCCL's order of calls belongs to training
+        self.group = dist.new_group(backend="gloo")  # the threads' own: NCCL's calls must come in training's order
         self.staging, self.pinned, self.thread = np.empty(0, np.uint8), False, None
-        self.failed = None  # why a save has failed since the last wait(), as far as this rank knows
-        self.committed = True  # whether the last save was
+        self.failed = None  # why a save has failed since the last wait()
+        self.committed = True  # whether the last save succeeded
         on_gpu = engine.device.type == "cuda" and not engine.zero_use_cpu_optimizer()
         if background and keep_last and not store.read_only and on_gpu:
             self.preallocate()
 
     def preallocate(self):
-        """Allocate the staging buffer during the first steps: pinning takes seconds, which no save then waits for. The
-        bytes of this rank's part of a tag are estimated a little high, before the optimizer has any state."""
+        """Allocate the staging buffer during the first steps, because pinning it takes seconds. Estimate this rank's
+        share of a tag a little high: the optimizer has no state yet."""
         stage, first = self.engine.zero_optimization_stage(), dist.get_rank() == 0
         sizes = [aligned_nbytes(p) for p in self.engine.parameters()]
-        weights = sum(sizes) if stage in (1, 2) else 0  # in the model's file, which rank 0 alone writes
+        weights = sum(sizes) if stage in (1, 2) else 0  # in the model's file, which rank 0 writes
         parts = dist.get_world_size() if stage else 1
         size = int(1.02 * (self.tag_bytes - weights) / parts) + weights * first + 3 * ALIGNMENT * len(sizes)
         self._start(self._allocate_staging, size if stage or first else 0)
 
     def save(self, tag, aliases, state):
-        """Start to save out_dir/tag; its aliases (best, final) come to hold the same files. Waits for the save before
-        it, and for this one unless it can be written in the background. See .failed and wait() afterwards."""
+        """Start to save out_dir/tag and link its aliases (best, final) to it. Waits for the previous save, and for this
+        one if it cannot be written in the background. wait() reports failures."""
         if not self.keep_last:
             return
         print0(f"saving checkpoint to {self.store.path(tag)}")
@@ -89,10 +88,12 @@ class Saver:
         if problem[0]:
             self._abort(tag, problem[0])
             return
-        manifest, problem = {"tag": tag, "iter_num": state["iter_num"], **topology(self.engine), "state": state}, None
+        manifest = {"format": MANIFEST_FORMAT, "tag": tag, "iter_num": state["iter_num"], **topology(self.engine),
+                    "state": state}
+        problem = None
         try:
             files = self._capture_state_dicts(tag + ".saving", state)
-        except OSError as error:  # on this rank perhaps alone: write() decides together
+        except OSError as error:  # perhaps on this rank alone: write() tells the others
             problem = f"rank {dist.get_rank()}: {first_line(error)}"
         size = sum({storage_key(leaf): aligned_nbytes(leaf) for leaf in tree_leaves(files)
                     if torch.is_tensor(leaf)}.values())
@@ -103,25 +104,26 @@ class Saver:
         if background:
             files = self._copy_to_staging(files)
             if self.engine.device.type == "cuda":
-                torch.cuda.synchronize()  # the copies are done, and training may go on
+                torch.cuda.synchronize()  # training may continue once the copies are done
         elif self.background:
-            print0(f"saving in the background takes {format_bytes(size)} of host memory per rank, which is not free: "
-                   "training waits for this save")
-        blocked_s = time.time() - start if background else None  # None: as long as the save takes
+            print0(f"too little free host memory to save in the background ({format_bytes(size)} per rank): training "
+                   "waits for this save")
+        blocked_s = time.time() - start if background else None  # None: until the save ends
         self._start(self._write_and_commit, files, problem, manifest, aliases, start, blocked_s)
         if not background:
             self._join()
 
     def wait(self, last=False):
-        """Wait for the save in flight, and report a failed one. It ends the run with stop_on_error, and if `last`, that
-        is if no save follows, when the last one failed."""
+        """Wait for the current save, and report a failed one. With stop_on_error that ends the run. A failed last save
+        always does (`last`: no other save follows)."""
         self._join()
         problem, self.failed = self.failed, None
         if problem:
-            print0(f"{problem}; tags saved before stand")
+            print0(f"{problem}; earlier checkpoints are intact")
             if self.stop_on_error or last and not self.committed:
                 shut_down(2)
-                exit_with_error("stopped without it: make room and start again with --init_from=auto")
+                exit_with_error("stopped because a checkpoint could not be saved: make room, and start again with "
+                                "--init_from=auto")
 
     def _start(self, target, *args):
         self.thread = threading.Thread(target=target, args=args, daemon=True)
@@ -133,36 +135,35 @@ class Saver:
             self.thread = None
 
     def _capture_state_dicts(self, folder, state):
-        """[(path, content)] of this rank's files, as DeepSpeed would write them; the tensors are the engine's own."""
-        files, checkpoint_engine, self._recovery_script_dirs = [], self.engine.checkpoint_engine, []
+        """Return [(path, content)] of the files that DeepSpeed would write on this rank, with the engine's tensors."""
+        files, checkpoint_engine = [], self.engine.checkpoint_engine
         checkpoint_engine.save = lambda state_dict, path: files.append((path, state_dict))
-        self.engine._copy_recovery_script = self._recovery_script_dirs.append  # later, where a full disk is expected
+        self.engine._copy_recovery_script = lambda folder: None  # _commit() does it, and handles a full disk
         try:
-            if self.engine.zero_optimization_stage() < 3:  # frozen weights once, not a second time as a copy
+            if self.engine.zero_optimization_stage() < 3:  # don't copy frozen weights
                 self.engine._get_param_fragment_func = torch.Tensor.detach
             with silence_stdout():
                 self.engine.save_checkpoint(self.store.out_dir, tag=folder, client_state={CLIENT_STATE_KEY: state},
                                             save_latest=False)
         finally:
-            del checkpoint_engine.save, self.engine._copy_recovery_script  # the classes' own are back
+            del checkpoint_engine.save, self.engine._copy_recovery_script  # restores the methods
             vars(self.engine).pop("_get_param_fragment_func", None)
         return files
 
     def _allocate_staging(self, size):
-        """Have a staging buffer of `size` bytes, pinned for a GPU, or none if host memory is short.
+        """Allocate a staging buffer of `size` bytes, pinned if there is a GPU, unless host memory is short.
 
-        On a thread that ends with it: CUDA keeps a failure as the last error of its thread, and the thread's next
-        kernel launch would raise it."""
+        Call it on a thread of its own: CUDA remembers a failure, and the thread's next kernel launch would raise it."""
         if len(self.staging) >= size:
             return
         cudart = None
         if self.engine.device.type == "cuda":
             torch.cuda.set_device(self.engine.device)  # a new thread begins on the first GPU
             cudart = torch.cuda.cudart()
-        if self.pinned:  # CUDA would copy into its pages, gone or not, if they stayed registered
+        if self.pinned:  # or CUDA would copy into freed pages
             cudart.cudaHostUnregister(self.staging.ctypes.data)
         self.staging, self.pinned = np.empty(0, np.uint8), False
-        # by how much the others on this machine take at the same time; a tenth more stays free
+        # the other ranks on this machine allocate at the same time; 10% stays free
         if size * 1.1 * local_world_size() > available_memory():
             return
         try:
@@ -170,7 +171,7 @@ class Saver:
         except MemoryError:
             return
         if cudart:
-            staging[::4096] = 0  # the pages are there before CUDA holds its lock to pin them
+            staging[::4096] = 0  # touch the pages, before CUDA holds a lock to pin them
             error = int(cudart.cudaHostRegister(staging.ctypes.data, size, 0))
             self.pinned = error == 0
             if error:
@@ -179,7 +180,7 @@ class Saver:
         self.staging = staging
 
     def _copy_to_staging(self, files):
-        """The files with content that training cannot change any more: tensors are copied to the buffer, each once."""
+        """Return the files with all tensors copied to the staging buffer, each once, so that training can continue."""
         filled, copies = 0, {}
 
         def copy_leaf(leaf):
@@ -189,22 +190,22 @@ class Saver:
             tensor, key = leaf.detach(), storage_key(leaf)
             if not tensor.numel():
                 return torch.empty_like(tensor, device="cpu")
-            if key not in copies:  # tied weights stay one
-                # of its own slice: torch.save writes the whole storage that a tensor is a view of
+            if key not in copies:  # tied weights stay tied
+                # frombuffer makes a storage of this slice: torch.save writes a tensor's whole storage
                 own = torch.frombuffer(self.staging[filled : filled + tensor.nbytes], dtype=tensor.dtype)
                 copies[key] = own.view(tensor.shape).copy_(tensor, non_blocking=True)
                 filled += aligned_nbytes(tensor)
             return copies[key]
 
-        # a torch.Size stays one: pytree would make a tuple of it
+        # is_leaf: pytree would turn a torch.Size into a tuple
         return [(path, tree_map(copy_leaf, content, is_leaf=lambda node: isinstance(node, torch.Size)))
                 for path, content in files]
 
     def _write_and_commit(self, files, problem, manifest, aliases, start, blocked_s):
-        """The thread's whole life: a tag that is committed, or a sentence in .failed."""
+        """Run on the thread: commit a tag, or set .failed."""
         try:
             problem = self.write(files, problem, manifest, aliases)
-        except BaseException as error:  # a collective that failed or timed out, as it then does on all ranks
+        except BaseException as error:  # a failed collective, which then fails on all ranks
             problem = f"rank {dist.get_rank()}: {first_line(error)}"
         if problem:
             self._abort(manifest["tag"], problem)
@@ -216,8 +217,8 @@ class Saver:
                           seconds if blocked_s is None else blocked_s)
 
     def write(self, files, problem, manifest, aliases):
-        """Write, flush and hash this rank's files, unless it already has a problem; decide together; rank 0 commits.
-        Returns why it failed, or None: the same on all ranks, which all come to both collectives whatever happens."""
+        """Write, flush and hash this rank's files, and commit the tag if no rank has a problem. Returns the problem or
+        None, the same on all ranks. Every rank must reach both collectives."""
         work, written = self.store.path(manifest["tag"], ".saving"), {}
         try:
             for path, content in files:
@@ -240,7 +241,7 @@ class Saver:
         return problem[0]
 
     def _commit(self, work, manifest, aliases):
-        """Rank 0: the manifest last, then the name, `latest` and the aliases; then the oldest tags go."""
+        """Write the manifest, rename the folder, update `latest` and the aliases, then prune. Rank 0 alone."""
         tag = manifest["tag"]
         write_atomic(os.path.join(work, "manifest.json"), sign_manifest(manifest))
         replace_dir(work, self.store.path(tag))
@@ -249,13 +250,13 @@ class Saver:
             for name in aliases:
                 self.store.alias(tag, name)
             self.store.prune(self.keep_last)
-            for folder in self._recovery_script_dirs:
-                self.engine._copy_recovery_script(folder)
-        except Exception as error:  # the tag stands; a start from it does the rest
+            if self.engine.zero_optimization_stage():
+                self.engine._copy_recovery_script(self.store.out_dir)
+        except Exception as error:  # the tag is saved; clean() does the rest when a run resumes from it
             print0(f"{tag} is saved, but {', '.join(['latest', *aliases])} or older tags could not be updated: {error}")
 
     def _abort(self, tag, why):
-        """Report a failed save in .failed, and remove what it has written."""
+        """Set .failed, and remove what the failed save has written."""
         self.failed, self.committed = f"{self.store.path(tag)} could not be saved ({why})", False
         if dist.get_rank() == 0:
             shutil.rmtree(self.store.path(tag, ".saving"), ignore_errors=True)
@@ -266,19 +267,18 @@ def first_line(error):
 
 
 def storage_key(tensor):
-    """What two names of the same values, as tied weights have, share."""
+    """Return a key that tied weights share."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def aligned_nbytes(tensor):
-    """The bytes of a tensor in the staging buffer, up to where the next may start."""
+    """Return the bytes that a tensor takes in the staging buffer."""
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def write_peft_adapter(folder, manifest):
-    """Write a tag's LoRA adapter into its folder in PEFT's form; returns the paths. There are none without LoRA, and
-    none on top of an earlier run's weights, which only we can read. fan_in_fan_out: transformers' GPT-2 keeps its
-    matrices transposed; the adapter's are as they are here."""
+    """Write a tag's LoRA adapter in PEFT's format; returns the paths. Without LoRA, or on top of an earlier run's
+    weights, which PEFT can't load, write none. fan_in_fan_out: transformers' GPT-2 stores its matrices transposed."""
     lora = manifest["state"].get("lora")
     if not lora or not lora["base"]:
         return []
@@ -292,5 +292,5 @@ def write_peft_adapter(folder, manifest):
                    "target_modules": lora["target_modules"], "fan_in_fan_out": True, "bias": "none",
                    "inference_mode": True}, f, indent=1)
     save_file(adapter, weights, metadata={"format": "pt"})
-    shutil.copymode(config, weights)  # save_file's own is for its owner alone
+    shutil.copymode(config, weights)  # save_file lets only the owner read it
     return [weights, config]

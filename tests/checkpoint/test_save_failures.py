@@ -39,8 +39,8 @@ def run(characters, tmp_path):
 def test_an_exception_in_write_adapter_ends_the_run_with_a_sentence(run, tmp_path, ranks):
     done, names = run("save.write_peft_adapter", ranks=ranks)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert (f"{tmp_path}/out/iter_2 could not be saved (PytorchStreamReader failed reading file); tags saved before "
-            "stand") in done.stdout
+    assert (f"{tmp_path}/out/iter_2 could not be saved (PytorchStreamReader failed reading file); earlier "
+            "checkpoints are intact") in done.stdout
     assert not [name for name in names if name.startswith("iter_2")]  # nor iter_2.saving
 
 
@@ -57,7 +57,7 @@ def test_on_save_error_continue_goes_on_to_the_next_checkpoint(run, tmp_path, de
 def test_whatever_escapes_on_any_rank_ends_the_run_with_a_sentence(run, target, on):
     done, _ = run(target, ranks=2, on=on)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert "PytorchStreamReader failed reading file); tags saved before stand" in done.stdout
+    assert "PytorchStreamReader failed reading file); earlier checkpoints are intact" in done.stdout
 
 
 @pytest.mark.parametrize("on", ["01", "1"], ids=["both ranks", "rank 1"])
@@ -75,5 +75,5 @@ Saver._capture_state_dicts = fails
 """)
     done = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", ranks=2, timeout=90)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert f" could not be saved (rank {on[0]}: [Errno 116] Stale file handle: 'out'); tags saved before" in done.stdout
+    assert f" could not be saved (rank {on[0]}: [Errno 116] Stale file handle: 'out'); earlier checkp" in done.stdout
     assert not [name for name in os.listdir(tmp_path / "out") if name.startswith("iter_")]

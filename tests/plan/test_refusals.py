@@ -68,10 +68,9 @@ def bad(tmp_path_factory, holder, characters):
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
 
-    def resealed(name, change):
+    def resealed(name, **changes):
         copy = shutil.copytree(holder, folder / name)
-        manifest = json.loads((copy / "iter_4" / "manifest.json").read_text())
-        change(manifest)
+        manifest = json.loads((copy / "iter_4" / "manifest.json").read_text()) | changes
         (copy / "iter_4" / "manifest.json").unlink()
         (copy / "iter_4" / "manifest.json").write_text(checkpoint.sign_manifest(manifest))
         return copy
@@ -135,12 +134,8 @@ def bad(tmp_path_factory, holder, characters):
         "cut tag": damaged("cut-tag", lambda path: cut(path, -7)),
         "barred": ["--init_from=resume", f"--out_dir={barred}"],
         "pattern": [f"--out_dir={folder}/run[1]"],
-        "unknown key": ["--init_from=resume", "--resume_tag=iter_4", "--out_dir={}".format(
-            resealed("key", lambda manifest: manifest["state"]["model"].update(n_expert=4)))],
-        "no bytes": ["--init_from=resume", "--resume_tag=iter_4", "--out_dir={}".format(
-            resealed("bytes", lambda manifest: next(iter(manifest["files"].values())).pop("bytes")))],
-        "stage of another": [*NO_SHAPE, "--init_from={}".format(
-            resealed("earlier", lambda manifest: manifest["state"].pop("settings")) / "iter_4")],
+        "format": ["--init_from=resume", "--resume_tag=iter_4", f"--out_dir={resealed('format', format=0)}"],
+        "format of an earlier run": [*NO_SHAPE, f"--init_from={resealed('earlier', format=0)}/iter_4"],
         "damaged stage": [*NO_SHAPE, f"--init_from={folder}/bit/iter_4", f"--out_dir={folder}/second"],
         "list": weights("list", "config.json", "[1, 2]"),
         "text": weights("text", "config.json", '{"model_type": "gpt2", "n_layer": "2"}'),
@@ -186,19 +181,19 @@ SENTENCES = {
     "no out_dir": "cannot be written: choose another with --out_dir=DIR",
     "other run": "already holds a run (iter_4): continue it with --init_from=resume, choose another --out_dir=DIR, or "
                  "give it up with --overwrite=True",
-    "no tag": "holds no complete tag 'iter_3'; there are iter_2, iter_4, best, final",
+    "no tag": "has no complete checkpoint 'iter_3': choose from iter_2, iter_4, best, final",
     "tag of what": "resume_tag=iter_4 is for resuming a run: add --init_from=resume",
-    "auto's tag": "nothing holds no checkpoint: name another folder with --out_dir=DIR",
-    "no run": "nothing holds no checkpoint: name another folder with --out_dir=DIR",
+    "auto's tag": "nothing has no checkpoint: choose another folder with --out_dir=DIR",
+    "no run": "nothing has no checkpoint: choose another folder with --out_dir=DIR",
     "model": "iter_4 holds a model with n_embd=32: the settings say otherwise",
     "bit": "optim_states.pt has changed since it was saved (its sha256 differs)",
     "lost": "optim_states.pt is missing",
     "cut tag": "optim_states.pt has ",
-    "barred": "iter_4/manifest.json cannot be read (Is a directory): fix that, or name another tag with --resume_tag",
+    "barred": "iter_4/manifest.json cannot be read (Is a directory): fix that, or choose another checkpoint "
+              "with --resume_tag=TAG",
     "pattern": "run[1] has *, ? or [ in it, which DeepSpeed takes for a pattern when it loads",
-    "unknown key": "this version can read (GPTConfig.__init__() got an unexpected keyword argument 'n_expert'): ",
-    "no bytes": "iter_4/manifest.json is not one that this version can read (bytes is missing): choose another tag",
-    "stage of another": "iter_4/manifest.json is not one that this version can read (settings is missing): choose",
+    "format": "format/iter_4/manifest.json was written by another version of this program: choose another checkpoint",
+    "format of an earlier run": "earlier/iter_4/manifest.json was written by another version of this program: choose",
     "damaged stage": "iter_4/zero_pp_rank_0_mp_rank_00_optim_states.pt has changed since it was saved",
     "list": "list/config.json cannot be read (ValueError: it is not an object); fetch it again, or name other weights",
     "text": "text cannot be read (ValueError: n_layer='2' must be a positive integer); fetch it again",
@@ -244,7 +239,7 @@ def test_refusals_leave_everything_as_it_was(refusals, bad):
 def test_damaged_tags_are_not_sampled_from_either(bad, refusals):
     out_dir = bad["bit"][2].removeprefix("--out_dir=")
     for args, words in (([], "iter_4/zero_pp_rank_0_mp_rank_00_optim_states.pt has changed since it was saved"),
-                        (["--tag=iter_7"], "holds no complete tag 'iter_7'; there are iter_2, iter_4, best, final"),
+                        (["--tag=iter_7"], "no complete checkpoint 'iter_7': choose from iter_2, iter_4, best, final"),
                         (["--tag=best", "--start=É"], "the character 'É' (U+00C9) is not one of the 28")):
         run = launch(ROOT / "sample.py", f"--out_dir={out_dir}", *args)
         assert run.returncode == 2 and words in run.stderr.splitlines()[-1] and "Traceback" not in run.stderr
@@ -271,8 +266,8 @@ def test_no_room_for_a_tag_is_refused(monkeypatch, characters, tmp_path):
     """27,392 parameters and 1,152 of the vocabulary's padding, 16 bytes each."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=400_000))
     _, problems, _ = check(monkeypatch, characters, tmp_path, 0, None)
-    assert problems == [f"a tag takes 0.46 MB and {tmp_path}/out has 0.40 MB free: make room, or choose another "
-                        "--out_dir=DIR"]
+    assert problems == [f"a checkpoint takes 0.46 MB and {tmp_path}/out has 0.40 MB free: make room, or choose "
+                        "another --out_dir=DIR"]
     plan, problems, notes = check(monkeypatch, characters, tmp_path, 0, None, "--eval_only=True")
     assert problems == [] and plan.tag_bytes == 16 * 28_544
 
@@ -327,7 +322,8 @@ def test_precision_by_the_card(monkeypatch, characters, tmp_path):
       "lora_target_modules names c_attn: choose from a block's "
      "matrices, attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"),
     ("--lora_target_modules=mlp.c_fc", "lora_target_modules=mlp.c_fc is for LoRA: add --lora_rank=64, or leave it out"),
-    ("--init_from={holder}/iter_9", "{holder} holds no complete tag 'iter_9'; there are iter_2, iter_4, best, final"),
+    ("--init_from={holder}/iter_9", "{holder} has no complete checkpoint 'iter_9': choose from iter_2, iter_4, best, "
+     "final"),
     *((f"--skip_grad_spikes=True --dtype=bfloat16 --deepspeed_config={{folder}}/{name}.json",
         "skip_grad_spikes=True works at ZeRO-2 in bfloat16 or float32, with gradients in "
         "float32 and without offload: leave it out otherwise")
@@ -400,7 +396,7 @@ def test_a_tag_that_cannot_be_read_ends_the_search(holder, characters, tmp_path,
                  "--max_iters=6")
     (line,) = run.stderr.splitlines()
     assert run.returncode == 2 and line == (f"{out_dir}/iter_4/manifest.json cannot be read (Stale file handle): fix "
-                                            "that, or name another tag with --resume_tag"), run.stdout
+                                            "that, or choose another checkpoint with --resume_tag=TAG"), run.stdout
     assert fingerprint(out_dir) == before
 
 
