@@ -1,8 +1,7 @@
-"""LoRA (Hu et al., arXiv:2106.09685): the weights are frozen, and each target matrix of the blocks gets an adapter, two
-low-rank matrices whose product is added to it.
+"""LoRA (Hu et al., arXiv:2106.09685): freeze the weights, and add to each target matrix the product of two low-rank
+matrices, its adapter.
 
-GPT-2 XL's optimizer state shrinks from 18.7 GB to the adapters' 0.9 GB at rank 64. A tag holds the frozen weights too,
-and adapter_model.safetensors with adapter_config.json, so that PEFT can read its folder.
+GPT-2 XL's optimizer state shrinks from 18.7 GB to 0.9 GB at rank 64.
 """
 
 import math
@@ -10,19 +9,19 @@ import math
 import torch.nn as nn
 import torch.nn.functional as F
 
-TARGET_MODULES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")  # that a block has
-LORA_A, LORA_B = ".lora_A", ".lora_B"  # the ends of the adapters' parameter names
+TARGET_MODULES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")  # the matrices of a block
+LORA_A, LORA_B = ".lora_A", ".lora_B"  # suffixes of the adapters' parameter names
 
 
 class LoRALinear(nn.Module):
-    """y = W x + b + alpha / rank * B A dropout(x), A (rank, in) and B (out, rank) are trained. B starts at zero."""
+    """y = W x + b + alpha / rank * B A dropout(x). A (rank, in) and B (out, rank) are trained; B starts at zero."""
 
     def __init__(self, linear, rank, alpha, dropout):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.lora_A = nn.Parameter(self.weight.new_empty(rank, linear.in_features))
         self.lora_B = nn.Parameter(self.weight.new_zeros(linear.out_features, rank))
-        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # as the authors' code and PEFT
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # as in the authors' code and PEFT
         self.scale, self.dropout = alpha / rank, nn.Dropout(dropout)
 
     def forward(self, x):
@@ -31,13 +30,13 @@ class LoRALinear(nn.Module):
 
 
 def lora_config(settings):
-    """{"rank", "alpha", "dropout", "target_modules"} of a run with LoRA, or None. Raises ValueError."""
+    """Return {"rank", "alpha", "dropout", "target_modules"} of a run with LoRA, or None. Raises ValueError."""
     rank, alpha, dropout = (settings[f"lora_{name}"] for name in ("rank", "alpha", "dropout"))
     modules = list(dict.fromkeys(name.strip() for name in settings["lora_target_modules"].split(",") if name.strip()))
     unknown = [name for name in modules if name not in TARGET_MODULES]
     if rank < 0 or not 0 <= dropout < 1 or (alpha is not None and alpha <= 0):
-        raise ValueError(f"lora_rank={rank}, lora_alpha={alpha}, lora_dropout={dropout}: a rank of 0 or more, an alpha "
-                         "above 0, a dropout of 0 or more and below 1 are wanted")
+        raise ValueError(f"lora_rank={rank}, lora_alpha={alpha}, lora_dropout={dropout}: the rank must be at least 0, "
+                         "alpha above 0, and dropout at least 0 and below 1")
     if rank and (unknown or not modules):
         raise ValueError(f"lora_target_modules names {', '.join(unknown) or 'nothing'}: choose from a block's "
                          f"matrices, {', '.join(TARGET_MODULES)}")
@@ -46,7 +45,7 @@ def lora_config(settings):
 
 
 def changed_settings(before, now):
-    """(before, now): the settings, as they are typed, in which two results of lora_config() differ."""
+    """Return (before, now): the options, as typed, in which two results of lora_config() differ."""
     def typed(lora):
         return {key: f"--lora_{key}={', '.join(value)!r}" if key == "target_modules" else f"--lora_{key}={value}"
                 for key, value in (lora or {}).items() if key != "base"}
@@ -57,9 +56,9 @@ def changed_settings(before, now):
 
 
 def apply(model, lora):
-    """Freeze a GPT's parameters, and add adapters to the matrices of its blocks that `lora`, a lora_config(), names."""
+    """Freeze a GPT's parameters, and add adapters to its target modules. lora: a lora_config()."""
     model.requires_grad_(False)
-    # ZeRO-3 releases a block's weights when its input's gradient is there: the first block's must have one
+    # ZeRO-3 releases a block's weights when its input's gradient arrives, so the first block's input needs one
     model.transformer.drop.register_forward_hook(lambda layer, given, made: made.requires_grad_())
     for block in model.transformer.h:
         for name in lora["target_modules"]:
@@ -68,12 +67,12 @@ def apply(model, lora):
 
 
 def is_adapter(name):
-    """Whether a parameter of this name belongs to an adapter."""
+    """Return whether a parameter of this name belongs to an adapter."""
     return name.endswith((LORA_A, LORA_B))
 
 
 def merge(weights, lora):
-    """Add the adapters to the weights, {name: tensor}, in place: what is left is a plain GPT's."""
+    """Merge the adapters into the weights, {name: tensor}, in place. A plain GPT can then load them."""
     for name in [name.removesuffix(LORA_A) for name in weights if name.endswith(LORA_A)]:
         delta = weights.pop(name + LORA_B) @ weights.pop(name + LORA_A)
         weights[name + ".weight"] = weights[name + ".weight"] + lora["alpha"] / lora["rank"] * delta

@@ -525,11 +525,11 @@ def test_a_folder_without_weights_or_config_is_refused(copy):
     {"n_positions": True}, {"n_embd": 33}])
 def test_a_malformed_config_is_refused(copy, config):
     (copy / "config.json").write_text(json.dumps(config))
-    assert " cannot be read (ValueError: " in refused(copy)
+    assert re.search(r" cannot be read \((Value|Attribute)Error: ", refused(copy))
 
 
 def test_an_unknown_name_is_refused():
-    with pytest.raises(WeightsError, match="'gpt3' is neither a folder, a file nor one of gpt2, gpt2-medium"):
+    with pytest.raises(WeightsError, match="'gpt3' is not a folder, a file or one of gpt2, gpt2-medium"):
         GPT.from_pretrained("gpt3")
 
 
@@ -568,9 +568,11 @@ def test_weights_from_the_hub_are_of_one_revision_and_hash(hub):
     with pytest.raises(WeightsError) as error:
         GPT.from_pretrained("gpt2-medium")
     assert str(error.value) == (
-        f"{folder}/model.safetensors has the sha256 {hashlib.sha256(content).hexdigest()}, but gpt2-medium's is "
-        f"{weights.HUB['gpt2-medium'][1]}: delete it and start again to fetch it anew, or give a folder of "
-        "weights as --init_from=DIR")
+        f"the downloaded weights of gpt2-medium have the sha256 {hashlib.sha256(content).hexdigest()}, not "
+        f"{weights.HUB['gpt2-medium'][1]}, and were deleted: start again, or give a folder of weights with "
+        "--init_from=DIR")
+    assert not (folder / "model.safetensors").exists()
+    (folder / "model.safetensors").write_bytes(content)
     GPT.from_pretrained(str(folder))  # the user's own choice, and not checked
 
 
@@ -578,11 +580,10 @@ def test_weights_from_the_hub_are_hashed_once(hub, monkeypatch):
     folder, _ = hub
     hashed, digest = [], hashlib.file_digest
     monkeypatch.setattr(hashlib, "file_digest", lambda *args: hashed.append(1) or digest(*args))
-    for seconds, times in ((0, 1), (0, 1), (5, 2)):  # written anew, they are another file
-        seen = (folder / "model.safetensors").stat()
-        os.utime(folder / "model.safetensors", ns=(seen.st_atime_ns, seen.st_mtime_ns + seconds * 10**9))
-        weights.fetch_from_hub("gpt2-medium")
-        assert len(hashed) == times
+    weights.fetch_from_hub("gpt2-medium")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo, file, revision: str(folder / file))
+    weights.fetch_from_hub("gpt2-medium")
+    assert len(hashed) == 1
 
 
 def test_a_cache_without_the_weights_is_no_traceback(hub):

@@ -195,8 +195,8 @@ SENTENCES = {
     "format": "format/iter_4/manifest.json was written by another version of this program: choose another checkpoint",
     "format of an earlier run": "earlier/iter_4/manifest.json was written by another version of this program: choose",
     "damaged stage": "iter_4/zero_pp_rank_0_mp_rank_00_optim_states.pt has changed since it was saved",
-    "list": "list/config.json cannot be read (ValueError: it is not an object); fetch it again, or name other weights",
-    "text": "text cannot be read (ValueError: n_layer='2' must be a positive integer); fetch it again",
+    "list": "list/config.json cannot be read (AttributeError: 'list' object has no attribute 'get'): fetch it again",
+    "text": "text cannot be read (ValueError: n_layer='2' must be a positive integer): fetch it again",
     "tokenizer": "tokenizer/tokenizer.json is not a tokenizer (",
 }
 
