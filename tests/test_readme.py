@@ -15,7 +15,7 @@ LAUNCHERS = {"python", "torchrun", "deepspeed", "bash"}
 OTHERS = {  # --options of torchrun, deepspeed, pip and the scripts that are not settings of ours
     "--nproc_per_node", "--nnodes", "--node_rank", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--master_addr",
     "--master_port", "--standalone", "--num_gpus", "--num_nodes", "--hostfile", "--include", "--exclude", "--tag",
-    "--input", "--name", "--tokenizer", "--help", "--print_settings", "--local_rank", "--key", "--install",
+    "--name", "--tokenizer", "--help", "--print_settings", "--local_rank", "--key", "--install",
     "--headline"}
 MADE = [  # by runs, by set-up, by transformers
     "out", "out-*", "data/*/*.bin", "data/*/meta.*", "*input.txt", "data/gpt2.tiktoken", "config.json",

@@ -1,7 +1,4 @@
-"""Tiny Shakespeare, or a text of your own, in GPT-2's tokens: writes train.bin, val.bin, meta.json, meta.pkl.
-
-    python data/shakespeare/prepare.py [--input FILE] [--out_dir DIR]
-"""
+"""Prepare tiny Shakespeare in GPT-2's tokens, split as in nanoGPT: train.bin, val.bin, meta.json, meta.pkl."""
 
 import sys
 from pathlib import Path

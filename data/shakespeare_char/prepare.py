@@ -1,7 +1,4 @@
-"""Tiny Shakespeare, or a text of your own, one token a character: writes train.bin, val.bin, meta.json, meta.pkl.
-
-    python data/shakespeare_char/prepare.py [--input FILE] [--out_dir DIR]
-"""
+"""Prepare tiny Shakespeare by character, split as in nanoGPT: train.bin, val.bin, meta.json, meta.pkl."""
 
 import sys
 from pathlib import Path
