@@ -97,7 +97,6 @@ def check_machine_and_run(rows, num_gpus, argv):
             rows += check(*arguments)
     if settings:
         with keep_going(rows, "the run"):
-            sys.argv[1:] = argv  # which the plan repeats in its commands
             plan, report = plan_settings(rows, settings, ranks)
     rows += disk(settings, plan)
     return report
@@ -135,7 +134,7 @@ def plan_settings(rows, settings, ranks):
     if plan is None:
         return None, ""
     rows += [row("the run", "needs on its machine", line) for line in plan.notes[len(notes):]]
-    fix = "use one of the commands below" if plan.advice() else ""
+    fix = "use the settings below" if plan.advice() else ""
     rows.append(row("the run", "does not fit" if fix else "fits", fix, FAIL))
     return plan, f"\n{plan.summary()}\n{plan.memory_report(ranks)}"
 

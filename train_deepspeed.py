@@ -121,6 +121,7 @@ if device == "cpu" or not torch.cuda.is_available():
 from model import GPT
 from runtime import lora
 from runtime.cluster.ranks import print0, ranks_from_environment
+from runtime.plan.memory import torch_bytes
 from runtime.plan.run_plan import plan_run
 
 ranks = ranks_from_environment(dry_run)
@@ -199,7 +200,7 @@ state = load_into_engine(engine, store, tag, resume_weights_only) if tag else {}
 iter_num = first_iter = state.get("iter_num", 0)
 best_val_loss = state.get("best_val_loss", math.inf)
 evals_since_best = state.get("evals_since_best", 0)
-log = RunLog(vars(settings), state, device, plan.datasets, batch.tokens, plan.estimated_bytes)
+log = RunLog(vars(settings), state, device, plan.datasets, batch.tokens, torch_bytes(plan))
 health = StepHealth(engine, fast, log.warn, plan.datasets, tokens["train"], seed, state.get("grad_norms", ()))
 
 # -----------------------------------------------------------------------------

@@ -64,8 +64,9 @@ def test_a_run_elsewhere_is_checked_by_its_plan(characters):
     assert done.returncode == 1 and "1 to fix" in done.stdout
     for words in ("\nplan       1 x 4 x 32 sequences, bfloat16, ZeRO-2", "WARN  weights",
                   "18,000 and 2,000 tokens, hashes as prepared", "FAIL  the run           does not fit",
-                  "each GPU   16.20 GB of 16.00 GB: too much, as a tenth stays free",
-                  "torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py"):
+                  "each GPU   16.20 GB of 16.00 GB: too much, because 10% must stay free",
+                  "It doesn't fit. Add one of these to your command",
+                  "1.8x  --batch_size=1 --gradient_accumulation_steps=32 --gradient_checkpointing=True"):
         assert words in done.stdout, words
 
 

@@ -107,7 +107,7 @@ def test_other_lora_than_the_tags_is_refused(train, folder):
     matrices = "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"
     assert again.stderr.strip().endswith(
         "final was trained with --lora_rank=4 --lora_alpha=8.0 --lora_dropout=0.0 "
-        f"--lora_target_modules='{matrices}', and the settings say no LoRA")
+        f"--lora_target_modules='{matrices}', and this run has no LoRA: use the same")
 
 
 def test_only_the_settings_that_differ_are_reported():

@@ -139,7 +139,7 @@ def test_training_goes_on_from_a_checkpoint_and_it_is_sampled_from(nanogpt, trai
                                  pad_token_id=0)
     assert run.evals[0][1] == pytest.approx(losses.item(), abs=1e-5)
     assert run.losses[2] < run.losses[1]
-    assert "note       bias=True is for training from scratch: these weights bring their own, or none" in run.stdout
+    assert "note       bias=True is ignored: the weights determine it" in run.stdout
     sampled = launch(ROOT / "sample.py", f"--init_from={path}", "--start=the", "--temperature=0", "--num_samples=1",
                      "--max_new_tokens=25")
     text = "".join(CHARS[i] for i in greedy[0].tolist())
@@ -217,7 +217,7 @@ def test_a_config_and_data_of_nanogpt_run_as_they_are(nanogpt, train, tmp_path):
                                                                dataset=str(nanogpt / "data" / "letters")))
     run = launch(ROOT / "train_deepspeed.py", "config/nanogpt.py", tmp_path / "train_letters.py")
     assert run.returncode == 0, run.stderr
-    assert "letters has no meta.json: its tokens are taken for char's" in run.stdout
+    assert "letters has no meta.json: assuming the char tokenizer" in run.stdout
     assert "26,656 parameters from scratch" in run.stdout and not (nanogpt / "data" / "letters" / "meta.json").exists()
     ours = done(train("--bias=False", "--dropout=0.1", "--lr_decay_iters=4", "--min_lr=1e-4", "--beta2=0.99",
                       "--warmup_iters=2"))

@@ -1,7 +1,7 @@
-"""How much memory a run takes on each GPU and on the host, whether it fits, and which commands would.
+"""Estimate the memory of a run on each GPU and on the host, and find settings that fit.
 
-ZeRO divides optimizer states (stage 1), gradients (2) and weights (3) over the ranks; every rank holds the rest.
-RESULTS.md compares the estimate with what was measured for GPT-2 XL on H200.
+ZeRO shards optimizer states (stage 1), gradients (2) and weights (3) over the ranks. Every rank holds all of the rest.
+RESULTS.md compares the estimate with measurements of GPT-2 XL on H200.
 """
 
 import itertools
@@ -14,8 +14,8 @@ from runtime.engine.ds_config import find, resolve, uses_offload
 from runtime.files import format_bytes
 from runtime.hardware import Gpu
 
-CUDA_CONTEXT_BYTES = (1.3e9, 1.6e9)  # CUDA, cuBLAS, cuDNN and NCCL beside PyTorch's tensors: one H200, each of two
-USABLE_FRACTION = 0.9  # of a card; the rest is lost between tensors
+CUDA_CONTEXT_BYTES = (1.3e9, 1.6e9)  # CUDA, cuBLAS, cuDNN and NCCL outside PyTorch's tensors: 1 H200, each of 2
+USABLE_FRACTION = 0.9  # of a GPU's memory; the rest is lost to fragmentation
 PRESETS = ("ds_config_zero2.json", "ds_config_zero3.json", "config/ds/zero2_offload.json",
            "config/ds/zero3_offload.json")
 BAR_WIDTH = 40
@@ -23,13 +23,13 @@ BAR_WIDTH = 40
 
 @dataclass(frozen=True)
 class Hardware:
-    """What each rank runs on: here, or with target_gpu elsewhere."""
+    """What each rank runs on: this machine, or the GPU that target_gpu names."""
 
     device: str  # "cuda" or "cpu"
     dtype: str  # "bfloat16", "float16" or "float32"
     compile: bool
-    memory: int  # bytes that a rank may use
-    gpu: Gpu | None = None  # target_gpu's; None: the card that is here
+    memory: int  # bytes per rank
+    gpu: Gpu | None = None  # target_gpu's; None: the GPU of this machine
 
     @property
     def torch_dtype(self):
@@ -57,13 +57,13 @@ class Batch:
 @dataclass(frozen=True)
 class ParamCount:
     total: int  # as printed
-    stored: int  # with the vocabulary's padding
+    stored: int  # with the padded vocabulary
     trainable: int
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the memory of a run depends on."""
+    """Everything that the memory of a run depends on."""
 
     model: GPTConfig
     hardware: Hardware
@@ -78,14 +78,14 @@ class Job:
         return self.ds_config["zero_optimization"]["stage"]
 
     def splits(self):
-        """The job with each micro-batch that divides its sequences per step, the largest first."""
+        """Return the job with each micro-batch that divides its sequences per step, the largest first."""
         n = self.batch.micro * self.batch.accumulation
         return [replace(self, batch=replace(self.batch, micro=micro, accumulation=n // micro))
                 for micro in range(n, 0, -1) if n % micro == 0]
 
 
 def estimate(job):
-    """Return the bytes on each GPU at the peak of a step, by what they hold: {"weights": ..., "activations": ...}."""
+    """Return the peak bytes per GPU by use: {"weights": ..., "activations": ..., ...}."""
     zero, stage, ranks, vocab_size = (job.ds_config["zero_optimization"], job.stage, job.batch.world_size,
                                       job.model.padded_vocab_size)
     stored, trainable = job.params.stored, job.params.trainable
@@ -100,19 +100,19 @@ def estimate(job):
         buckets = trainable * 4
     if stage == 3:  # gathered weights of the blocks in use, and of those prefetched
         buckets += min(stored, int(zero.get("stage3_max_live_parameters", 1e9))) * itemsize
-    # Values that a block saves per token for its backward, in units of n_embd: input, layer norms, q, k, v, attention,
-    # and both sides of GELU (4 each). 15.9 were measured with our kernels; without, dropout's masks come on top
+    # Values that a block saves per token for backward, in units of n_embd: input, layer norms, q, k, v, attention, and
+    # GELU's input and output (4 each). 15.9 were measured with our kernels. Without them, dropout adds its masks
     saved_per_token = 16 if job.hardware.compile else 18 + 2 * (job.model.dropout > 0)
     saved_per_token += 5 * (trainable < stored)  # LoRA's share, measured at rank 64
     tokens = job.batch.micro * job.model.block_size
     block_input = tokens * job.model.n_embd * itemsize
     activations = block_input * job.model.n_layer * (1 if job.gradient_checkpointing else saved_per_token)
     loss = min(tokens, LOSS_CHUNK) * vocab_size * 8 + (trainable == stored) * vocab_size * job.model.n_embd * 4
-    # Stage 1 keeps bfloat16 gradients beside the float32 ones, and its step copies as many again
+    # Stage 1 keeps gradients in bfloat16 and float32, and its optimizer step copies the bfloat16 ones
     bf16_gradients = trainable * 2 * (stage == 1 and job.hardware.dtype == "bfloat16" and not offload)
     activations = max(activations, bf16_gradients - loss)
     if job.gradient_checkpointing:
-        loss = max(loss, block_input * saved_per_token)  # or a block that is recomputed
+        loss = max(loss, block_input * saved_per_token)  # or one recomputed block
     return {
         "weights": 0 if uses_offload(job.ds_config, "param") else stored * itemsize // shards[0],
         # With offload, the float32 gradients stay on the GPU below stage 3
@@ -123,12 +123,12 @@ def estimate(job):
 
 
 def gpu_bytes(job):
-    """Return the bytes of each GPU, or of each rank on CPU, at the peak."""
+    """Return the peak bytes per GPU, or per rank on CPU."""
     return sum(estimate(job).values())
 
 
 def torch_bytes(job):
-    """Return the bytes of PyTorch's tensors at the peak: what torch.cuda.max_memory_allocated should show."""
+    """Return the peak bytes of PyTorch's tensors, as torch.cuda.max_memory_allocated counts them."""
     return sum(size for name, size in estimate(job).items() if name != "CUDA and NCCL")
 
 
@@ -137,9 +137,9 @@ def fits(job, size=gpu_bytes):
 
 
 def bytes_with_eval(job):
-    """Return gpu_bytes, and what an evaluation takes beside a captured CUDA graph, which keeps its activations.
+    """Return gpu_bytes plus the memory of an evaluation, because a captured CUDA graph keeps its activations.
 
-    Estimated, not measured: a block holds 11 values per token at one time, in units of n_embd, and the loss its chunk.
+    This is estimated, not measured: a block holds 11 values per token, in units of n_embd, and the loss one chunk.
     """
     tokens = job.batch.micro * job.model.block_size
     block = tokens * job.model.n_embd * job.hardware.torch_dtype.itemsize * 11
@@ -148,27 +148,27 @@ def bytes_with_eval(job):
 
 
 def fit_batch(job):
-    """Return job.batch with the largest micro-batch that divides the sequences per step and fits; 1 if none does."""
+    """Return job.batch with the largest micro-batch that fits and divides the sequences per step, or with 1."""
     splits = job.splits()
     return next((one for one in splits if fits(one, bytes_with_eval)), splits[-1]).batch
 
 
 def host_estimate(job, local_world_size, tag_bytes):
-    """Return the bytes of one machine's memory, by what they hold. tag_bytes: of a checkpoint; 0 if none is saved. A
-    process with PyTorch takes 2 GB (host_gb in results/h200_x2_bench_8x4.json)."""
+    """Return the bytes of one node's host memory by use. tag_bytes: of a checkpoint, or 0 if the run saves none."""
     share, offload = local_world_size / job.batch.world_size, uses_offload(job.ds_config)
-    parts = {"processes": 2e9 * local_world_size,
-             "optimizer and gradients": 16 * job.params.trainable * share * offload,
-             "weights": 2 * job.params.stored * share * uses_offload(job.ds_config, "param"),
-             "checkpoint being written": tag_bytes * share * (not offload)}
-    return {name: int(size) for name, size in parts.items() if size}
+    return {"processes": 2e9 * local_world_size,  # host_gb in results/h200_x2_bench_8x4.json
+            "optimizer and gradients": 16 * job.params.trainable * share * offload,
+            "weights": 2 * job.params.stored * share * uses_offload(job.ds_config, "param"),
+            "checkpoint being written": tag_bytes * share * (not offload)}
 
 
 def format_breakdown(title, parts, memory=None):
-    """Return lines: the sum of the parts, against `memory` bytes if given, and a bar for each part."""
+    """Return lines with the sum of the parts, a bar for each, and whether they fit into `memory` bytes, if given."""
     total = sum(parts.values())
-    verdict = "" if not memory or total <= USABLE_FRACTION * memory else ": too much, as a tenth stays free"
-    lines = [f"{title:<10} {format_bytes(total)}" + (f" of {format_bytes(memory)}{verdict}" if memory else "")]
+    limit = f" of {format_bytes(memory)}" if memory else ""
+    if memory and total > USABLE_FRACTION * memory:
+        limit += f": too much, because {1 - USABLE_FRACTION:.0%} must stay free"
+    lines = [f"{title:<10} {format_bytes(total)}{limit}"]
     for name, size in sorted(parts.items(), key=lambda item: -item[1]):
         if size >= 1e6:
             bar = "█" * max(1, round(BAR_WIDTH * size / max(total, memory or 0)))
@@ -177,11 +177,11 @@ def format_breakdown(title, parts, memory=None):
 
 
 def relative_step_time(micro, recompute, preset):
-    """Return the time of a step in units of the fastest setting's, for GPT-2 XL on H200 (docs/numbers.md).
+    """Return the time per step relative to the fastest setting's, for GPT-2 XL on one H200 (docs/numbers.md).
 
-    606 ms at 32 x 1, 635 at 8, 853 at 1. ZeRO-3 takes 1.12 times as long at 32, 1.53 at 16 and 2.3 at 8, where it waits
-    for the CPU. Offload, recomputed at 8 x 4: 2,230 and 2,850 ms, most of it the work of 16 CPU cores, which is
-    taken to be the same elsewhere. Recomputation takes 1.31 times as long at 8 x 4.
+    ZeRO-2 takes 606 ms at 32 x 1, 635 ms at 8 x 4 and 853 ms at 1 x 32. ZeRO-3 takes 1.12x as long at 32 x 1, 1.53x at
+    16 x 2 and 2.3x at 8 x 4, where it waits for the CPU. Offload with recomputation at 8 x 4 takes 2,230 and 2,850 ms,
+    most of it the optimizer step on 16 CPU cores. Recomputation takes 1.31x as long at 8 x 4.
     """
     if "offload" in preset:
         cpu_ms = 1390 if "zero2" in preset else 2010
@@ -190,78 +190,45 @@ def relative_step_time(micro, recompute, preset):
     return time * (1.12 + max(0.0, 12.3 / micro - 0.35) if "zero3" in preset else 1)
 
 
-def jobs_that_fit(job, grad_clip):
-    """Return [(arguments, job, relative step time)] with as many sequences per step, the fastest first, at most 5: of
-    each preset, with and without recomputation, the largest micro-batch that fits."""
+def jobs_that_fit(job, settings):
+    """Return (relative step time, bytes per GPU, arguments) of at most 5 settings that fit, the fastest first.
+
+    They have as many sequences per step: of each preset, with and without recomputation, the largest micro-batch.
+    """
     found = []
     for preset, recompute in itertools.product(PRESETS, (False, True)):
         if preset == "ds_config_zero3.json" and job.batch.world_size == 1:
             continue
-        config, _ = resolve(find(preset), job.batch, grad_clip, job.hardware.dtype, job.hardware.compile)
+        config, _ = resolve(find(preset), job.batch, settings.grad_clip, job.hardware.dtype, job.hardware.compile)
         other = replace(job, ds_config=config, gradient_checkpointing=recompute, accumulate_locally=False)
         if other := next(filter(fits, other.splits()), None):
-            args = split_arguments(other.batch) + ["--gradient_checkpointing=True"] * recompute
-            args += [f"--deepspeed_config={preset}"] * (preset != PRESETS[0])
-            found.append((args, other, relative_step_time(other.batch.micro, recompute, preset)))
-    return sorted(found, key=lambda item: item[2])[:5]
+            found.append((relative_step_time(other.batch.micro, recompute, preset), gpu_bytes(other),
+                          arguments(settings, other, deepspeed_config=preset)))
+    return sorted(found)[:5]
 
 
-def split_arguments(batch):
-    return [f"--batch_size={batch.micro}", f"--gradient_accumulation_steps={batch.accumulation}"]
+def arguments(settings, job, **others):
+    """Return what to add to the command line for this job."""
+    changes = {"gradient_checkpointing": job.gradient_checkpointing, **others}
+    if settings.accumulate_locally is True:
+        changes["accumulate_locally"] = False
+    return " ".join([f"--batch_size={job.batch.micro}", f"--gradient_accumulation_steps={job.batch.accumulation}",
+                     *(f"--{name}={value}" for name, value in changes.items() if getattr(settings, name) != value)])
 
 
-def drop_arguments(argv, *names):
-    """Return the arguments without some settings, whether written --name=value or --name value."""
-    kept, skipped = [], False
-    for argument in argv:
-        is_value = skipped and not argument.startswith("--") and not argument.endswith(".py")
-        skipped = argument.partition("=")[0].removeprefix("--") in names and argument.startswith("--")
-        if not skipped and not is_value:
-            kept.append(argument)
-        skipped = skipped and "=" not in argument
-    return kept
-
-
-def advice(job, settings, argv, lora_possible):
-    """Return lines with the commands that fit where `job`, with the arguments argv, does not, the fastest first."""
+def advice(job, settings, lora_possible):
+    """Return lines with the settings that fit if `job` doesn't, the fastest first."""
     if fits(job):
         return []
-    choices, ranks = jobs_that_fit(job, settings.grad_clip), job.batch.world_size
-    kept = drop_arguments(argv, "dry_run", "target_gpu", "batch_size", "gradient_accumulation_steps")
-    command = " ".join(["python" if ranks == 1 else f"torchrun --nproc_per_node={ranks}", "train_deepspeed.py", *kept])
-    lines = ["It does not fit. What does, the fastest first:"]
-    for args, other, time in choices:
-        lines += [f"  {format_bytes(gpu_bytes(other))}, about {time:.1f} times the fastest step's time:",
-                  f"    {command} {' '.join(args)}"]
-    # LoRA of rank 64, one sequence at a time, recomputed. In and out of a block's matrices: 16 times its width
+    lines = [f"  {format_bytes(size):>9}  {time:>4.1f}x  {args}" for time, size, args in jobs_that_fit(job, settings)]
+    # LoRA of rank 64, one sequence at a time, recomputed. A block's matrices have 16 n_embd inputs and outputs
     lora_params = replace(job.params, trainable=64 * 16 * job.model.n_embd * job.model.n_layer)
     lora = replace(job.splits()[-1], params=lora_params, gradient_checkpointing=True, accumulate_locally=False)
     if lora_possible and fits(lora):
-        lines = lines if choices else ["It does not fit, but with LoRA it does."]
-        lines += [f"Or by LoRA (config/lora_xl_r64.py), {format_bytes(gpu_bytes(lora))}:",
-                  f"    {command} {' '.join(split_arguments(lora.batch))} --gradient_checkpointing=True --lora_rank=64 "
-                  "--learning_rate=2e-4"]
-    elif not choices:
-        lines = [f"It does not fit, and nothing does {what_would_fit(job, settings.grad_clip)}"]
-    return lines
-
-
-def what_would_fit(job, grad_clip):
-    """Return the end of the sentence that nothing fits: which number of GPUs, or shorter sequences, would."""
-    full, ranks = job.model.block_size, job.batch.world_size
-
-    def longest_block(ranks):
-        """The longest of block_size, half of it, ... that fits on so many GPUs, or 0."""
-        batch = replace(job.batch, world_size=ranks)
-        shorter = (replace(job, model=replace(job.model, block_size=full >> i), batch=batch) for i in range(5))
-        return next((one.model.block_size for one in shorter if jobs_that_fit(one, grad_clip)), 0)
-
-    counts = {2**i for i in range(7)} if job.hardware.device == "cuda" else set()  # on CPU, ranks share the memory
-    longest = {n: longest_block(n) for n in sorted({*counts, ranks}, key=lambda n: (n < ranks, abs(n - ranks)))}
-    best = max(longest, key=longest.get)  # of equals, the nearest number
-    found = [f"--block_size={longest[ranks]} would"] * (longest[ranks] > 0)
-    if longest[best] > longest[ranks]:
-        found.append(f"{best} GPU{'s' * (best > 1)} would"
-                     + f" with --block_size={longest[best]}" * (longest[best] < full))
-    return (f"on {ranks} GPU{'s' * (ranks > 1)} of {format_bytes(job.hardware.memory)}: "
-            f"{', and '.join(found) or 'larger ones are needed, or a smaller model'}")
+        args = arguments(settings, lora, lora_rank=64, learning_rate=2e-4)
+        lines.append(f"  {format_bytes(gpu_bytes(lora)):>9}   LoRA  {args}")
+    if not lines:
+        return ["It doesn't fit, and no ZeRO stage makes it fit: use more GPUs or larger ones, a smaller --block_size, "
+                "or a smaller model"]
+    return ["It doesn't fit. Add one of these to your command (memory per GPU, time relative to the fastest setting):",
+            *lines]

@@ -108,7 +108,7 @@ def test_a_stage_begins_with_the_best_weights_of_the_one_before(train, backwards
     chain = json.loads((third.out_dir / "iter_1" / "manifest.json").read_text())["state"]["lineage"]
     assert [(one["tag"], one["iter_num"]) for one in chain] == [("iter_6", 6), ("iter_2", 2)]
     same = train(f"--init_from={first.out_dir}", *SHAPELESS, out_dir=first.out_dir)
-    assert same.returncode == 2 and "is out_dir itself: resume it with --init_from=resume" in same.stderr
+    assert same.returncode == 2 and "already holds a run (iter_6): resume it with --init_from=resume" in same.stderr
 
 
 def test_warm_up_stable_decay_and_epochs(train):

@@ -116,7 +116,7 @@ def test_training_takes_the_folder_and_refuses_half_of_it(exported, train, tmp_p
     before anything starts."""
     _, folder, _ = exported
     args = ("--n_layer=None", "--n_head=None", "--n_embd=None", "--dropout=0", "--max_iters=1")
-    assert "knowledge of words is lost" not in done(train(*args, f"--init_from={folder}")).stdout
+    assert "what they learned about words is lost" not in done(train(*args, f"--init_from={folder}")).stdout
     half = shutil.copytree(folder, tmp_path / "half")
     os.truncate(half / "model.safetensors", (half / "model.safetensors").stat().st_size // 2)
     none = shutil.copytree(folder, tmp_path / "none", ignore=lambda *_: ["model.safetensors"])

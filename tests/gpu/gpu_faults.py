@@ -78,6 +78,6 @@ GPU_FAULTS = [Fault(*row[:5], f"gpu/test_gpu_{row[5]}", gpus=row[6] if len(row) 
      "copies[key] = tensor",
      "runs.py::test_a_checkpoint_saved_in_the_background_is_that_of_its_step[1 rank]"),
     ("out of memory", "settings are suggested that fit an empty GPU only",
-     "runtime/plan/run_plan.py", "min(self.hardware.memory, taken - 1)", "self.hardware.memory",
+     "runtime/plan/run_plan.py", "min(self.hardware.memory, estimated - 1)", "self.hardware.memory",
      "runs.py::test_out_of_memory_ends_in_settings_that_fit"),
 )]

@@ -139,7 +139,6 @@ def bad(tmp_path_factory, holder, characters):
         "damaged stage": [*NO_SHAPE, f"--init_from={folder}/bit/iter_4", f"--out_dir={folder}/second"],
         "list": weights("list", "config.json", "[1, 2]"),
         "text": weights("text", "config.json", '{"model_type": "gpt2", "n_layer": "2"}'),
-        "tokenizer": weights("tokenizer", "tokenizer.json", '{"model": '),
     }
 
 
@@ -157,13 +156,13 @@ SENTENCES = {
     "negative": ["batch_size=0 must be at least 1", "dropout=1.5 must be at least 0 and below 1",
                  "beta1=2.0 must be at least 0 and below 1"],
     "sample": "the character 'É' (U+00C9) is not one of the 28",
-    "rate": ["learning_rate=inf must be a finite number", "lr_decay_iters=-5 must not be negative"],
+    "rate": ["learning_rate=inf must be a finite number", "lr_decay_iters=-5 must be at least 0"],
     "lowest rate": "min_lr=1.0 must be between 0 and learning_rate=0.001",
-    "positions": "block_size=32 is beyond the 16 positions that the weights know: --block_size=16",
-    "shape": "brings its own shape: remove them, or add --init_from=scratch",
-    "vocabulary": "vocabulary of 50257 is beyond the weights' 28: prepare the data with the weights' tokenizer",
+    "positions": "block_size=32 is above the 16 positions of the weights: use --block_size=16",
+    "shape": "determines the shape: drop them, or add --init_from=scratch",
+    "vocabulary": "vocabulary of 50257 is larger than the weights' 28: prepare the data with the weights' tokenizer",
     "weights": "the weights of gpt2-medium could not be fetched",
-    "init_from": "init_from=gpt3 is neither 'scratch', 'resume', 'auto', one of gpt2, gpt2-medium,",
+    "init_from": "init_from=gpt3 is unknown: give scratch, resume, auto, gpt2, gpt2-medium,",
     "json keys": ["unknown key \"zero_optimisation\": did you mean 'zero_optimization'?",
                   '"train_batch_size" is 77, but the script\'s settings make it 4: remove it here, or write "auto"',
                   '"steps_per_print" is "auto", which nothing resolves: give it a value'],
@@ -175,29 +174,28 @@ SENTENCES = {
                       '"bf16.bf16_master_weights_and_grads" is untested here: remove it'],
     "no json": "no-such.json: No such file or directory; name another with --deepspeed_config=FILE",
     "float16": "dtype=float16 needs a GPU: DeepSpeed refuses it on CPU; use --dtype=float32 or bfloat16",
-    "cuda": "device=cuda, but PyTorch sees no CUDA GPU here: --device=cpu",
-    "fp8": "fp8=True needs a GPU of compute capability 9.0 (H100, H200, B200, ...): leave it out",
+    "cuda": "device=cuda, but PyTorch finds no CUDA GPU: use --device=cpu",
+    "fp8": "fp8=True needs a GPU of compute capability 9.0 (H100, H200, B200, ...): drop it",
     "unwritable": "file/out cannot be written: choose another with --out_dir=DIR",
     "no out_dir": "cannot be written: choose another with --out_dir=DIR",
-    "other run": "already holds a run (iter_4): continue it with --init_from=resume, choose another --out_dir=DIR, or "
-                 "give it up with --overwrite=True",
+    "other run": "already holds a run (iter_4): resume it with --init_from=resume, choose another --out_dir=DIR, or "
+                 "delete it with --overwrite=True",
     "no tag": "has no complete checkpoint 'iter_3': choose from iter_2, iter_4, best, final",
-    "tag of what": "resume_tag=iter_4 is for resuming a run: add --init_from=resume",
+    "tag of what": "resume_tag=iter_4 and resume_weights_only=False are for resuming: add --init_from=resume, or drop",
     "auto's tag": "nothing has no checkpoint: choose another folder with --out_dir=DIR",
     "no run": "nothing has no checkpoint: choose another folder with --out_dir=DIR",
-    "model": "iter_4 holds a model with n_embd=32: the settings say otherwise",
+    "model": "iter_4 holds a model of another shape: use --n_embd=32",
     "bit": "optim_states.pt has changed since it was saved (its sha256 differs)",
     "lost": "optim_states.pt is missing",
     "cut tag": "optim_states.pt has ",
     "barred": "iter_4/manifest.json cannot be read (Is a directory): fix that, or choose another checkpoint "
               "with --resume_tag=TAG",
-    "pattern": "run[1] has *, ? or [ in it, which DeepSpeed takes for a pattern when it loads",
+    "pattern": "run[1] has *, ? or [ in it, which DeepSpeed expands: choose another with --out_dir=DIR",
     "format": "format/iter_4/manifest.json was written by another version of this program: choose another checkpoint",
     "format of an earlier run": "earlier/iter_4/manifest.json was written by another version of this program: choose",
     "damaged stage": "iter_4/zero_pp_rank_0_mp_rank_00_optim_states.pt has changed since it was saved",
     "list": "list/config.json cannot be read (AttributeError: 'list' object has no attribute 'get'): fetch it again",
     "text": "text cannot be read (ValueError: n_layer='2' must be a positive integer): fetch it again",
-    "tokenizer": "tokenizer/tokenizer.json is not a tokenizer (",
 }
 
 
@@ -313,23 +311,23 @@ def test_precision_by_the_card(monkeypatch, characters, tmp_path):
 @pytest.mark.parametrize("args, told", [
     ("--max_epochs=0", "max_epochs=0 must be above 0"),
     ("--max_epochs=1e999 --batch_size=0", "max_epochs=inf must be a finite number|batch_size=0 must be at least 1"),
-    ("--lr_schedule=wsd --cooldown_iters=4 --warmup_iters=1", "cooldown_iters=4 and warmup_iters=1 are more than the 4 "
-     "iterations until the learning rate is at its lowest: at most --cooldown_iters=3"),
-    ("--lora_rank=9 {tiny}", "lora_rank=9 is above n_embd=8, the most that it can be: choose one far below"),
+    ("--lr_schedule=wsd --cooldown_iters=4 --warmup_iters=1", "cooldown_iters=4 and warmup_iters=1 exceed the 4 "
+     "iterations of the schedule: use at most --cooldown_iters=3"),
     ("--lora_rank=4 --lora_target_modules= {tiny}", "lora_target_modules names nothing: choose from a block's "
      "matrices, attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"),
     ("--lora_rank=4 --lora_target_modules=mlp.c_fc,c_attn {tiny}",
       "lora_target_modules names c_attn: choose from a block's "
      "matrices, attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"),
-    ("--lora_target_modules=mlp.c_fc", "lora_target_modules=mlp.c_fc is for LoRA: add --lora_rank=64, or leave it out"),
+    ("--lora_alpha=8.0", "lora_alpha=8.0 and lora_dropout=0.0 need LoRA: add --lora_rank=64, or drop them"),
+    ("--lora_rank=4", "lora_rank=4 needs pretrained weights, but init_from=scratch: name some with --init_from"),
     ("--init_from={holder}/iter_9", "{holder} has no complete checkpoint 'iter_9': choose from iter_2, iter_4, best, "
      "final"),
     *((f"--skip_grad_spikes=True --dtype=bfloat16 --deepspeed_config={{folder}}/{name}.json",
-        "skip_grad_spikes=True works at ZeRO-2 in bfloat16 or float32, with gradients in "
-        "float32 and without offload: leave it out otherwise")
+        "skip_grad_spikes=True needs ZeRO-2 in bfloat16 or float32, fp32 gradients, no offload, and "
+        "any_deepspeed=False: drop it")
       for name in ("zero3", "offload", "bf16sums")),
-    ("--skip_grad_spikes=True --any_deepspeed=True", "skip_grad_spikes=True needs our own gradient path, which "
-     "any_deepspeed=True turns off: leave one of them out"),
+    ("--skip_grad_spikes=True --any_deepspeed=True", "skip_grad_spikes=True needs ZeRO-2 in bfloat16 or float32, fp32 "
+     "gradients, no offload, and any_deepspeed=False: drop it"),
     ("--skip_grad_spikes=True", "")])
 def test_what_cannot_be_meant(monkeypatch, characters, tmp_path, bad, holder, args, told):
     zero = {"zero3": {"stage": 3}, "offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
@@ -346,11 +344,10 @@ def test_what_cannot_be_meant(monkeypatch, characters, tmp_path, bad, holder, ar
 @pytest.mark.parametrize("args, note", [
     ("--max_iters=4", None), ("--lr_decay_iters=4", None), ("--decay_lr=False --lr_decay_iters=9", None),
     ("--lr_schedule=constant --lr_decay_iters=9", None),
-    ("--lr_decay_iters=9", "the run ends after 4 iterations, before the learning rate is at its lowest "
-     "(lr_decay_iters=9)"),
-    ("--lr_decay_iters=3 --max_epochs=0.1", "the learning rate is at its lowest after 3 of 15 iterations, and stays "
-     "there (lr_decay_iters=3)"),
-    ("--warmup_iters=4", "the run ends after 4 iterations, within its warmup: learning_rate is not reached "
+    ("--lr_decay_iters=9", "the run ends before the learning rate reaches min_lr (lr_decay_iters=9, 4 iterations)"),
+    ("--lr_decay_iters=3 --max_epochs=0.1", "the learning rate stays at min_lr at the end (lr_decay_iters=3, 15 "
+     "iterations)"),
+    ("--warmup_iters=4", "the run ends after 4 iterations, during warmup: it never reaches learning_rate "
      "(warmup_iters=4)")])
 def test_a_learning_rate_that_does_not_end_with_the_run_is_told_of(monkeypatch, characters, tmp_path, args, note):
     """561 windows in steps of 4: 0.1 epochs are 15."""
