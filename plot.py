@@ -1,9 +1,9 @@
-"""Curves of one run, or of several compared, from the history.jsonl in their out_dir.
+"""Plot the curves of one run, or compare several, from the history.jsonl in their out_dir.
 
-    python plot.py out-shakespeare-xl-deepspeed     curves.png in that folder
+    python plot.py out-shakespeare-xl-deepspeed     writes curves.png to that folder
     python plot.py out-a out-b --png=compare.png    one color per run
 
-A run may still be going on. Exit code 2: a mistake, reported in one sentence.
+It also works during a run. A folder without records ends it with exit code 2.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from configurator import exit_quietly_on_broken_pipe
 from runtime.monitor.history import read_history, series
 from runtime.output import exit_with_error
 
-PANELS = {  # a record's key: title, the unit of the axis, whether a log scale may help
-    "loss": ("loss (bold: validation, ± error)", 1, True),
+PANELS = {  # key of a record: (title, unit of the axis, whether a log scale may help)
+    "loss": ("loss (bold: validation ± standard error)", 1, True),
     "lr": ("learning rate", 1, False),
     "grad_norm": ("gradient norm before clipping", 1, True),
     "tokens_per_s": ("thousand tokens per second", 1e3, False),
@@ -26,42 +26,26 @@ PANELS = {  # a record's key: title, the unit of the axis, whether a log scale m
 }
 COLORS = ("#2f7fd6", "#dd6b10", "#1f9d62", "#c64aa0", "#8b6be0", "#a58500", "#1a9bab", "#d9484b")  # on white and black
 STYLES = [(color, dashes) for dashes in ("-", "--", ":", "-.") for color in COLORS]  # of the runs, in order
-MAX_POINTS = 400  # per line; longer runs are drawn as means of groups, within their minimum and maximum
+MAX_POINTS = 400  # per line; longer runs are drawn as means of groups, with their minimum and maximum
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out_dirs", nargs="+", metavar="out_dir", help="a folder that a run has written to")
-    parser.add_argument("--png", metavar="FILE", help="the curves; curves.png in the first folder")
+    parser.add_argument("out_dirs", nargs="+", metavar="out_dir", help="the output folder of a run")
+    parser.add_argument("--png", metavar="FILE", help="output file; default: curves.png in the first folder")
     args = parser.parse_args()
     exit_quietly_on_broken_pipe()
-    runs, problems = {}, []
-    for out_dir in map(os.path.normpath, args.out_dirs):
-        try:
-            runs[out_dir] = read_history(out_dir)
-            if not runs[out_dir]:
-                problems.append(f"{out_dir}/history.jsonl has no complete record: name the out_dir of a run, or wait "
-                                "for its first evaluation")
-        except OSError as error:
-            problems.append(f"{error.filename} cannot be read ({error.strerror}): fix that, or leave it out")
-    try:
-        import matplotlib
-    except ImportError as error:
-        problems.append(f"the curves need matplotlib ({error}): pip install -r requirements.txt")
-    if problems:
-        exit_with_error("\n".join(problems))
-
+    runs = {out_dir: read_history(out_dir) for out_dir in map(os.path.normpath, args.out_dirs)}
+    if empty := [out_dir for out_dir, history in runs.items() if not history]:
+        why = "has no complete record: check the folder's name, or wait for the first evaluation"
+        exit_with_error("\n".join(f"{out_dir}/history.jsonl {why}" for out_dir in empty))
     path = args.png or os.path.join(args.out_dirs[0], "curves.png")
-    with matplotlib.rc_context({"font.size": 9, "axes.titlesize": 9.5, "legend.frameon": False}):
-        try:
-            write_png(runs, path)
-        except OSError as error:
-            exit_with_error(f"{path} cannot be written ({error.strerror}): choose another with --png=FILE")
+    write_png(runs, path)
     print(f"written to {path}")
 
 
 def downsample(points):
-    """At most MAX_POINTS (iter, minimum, mean, maximum, all finite) of neighboring points; NaN where none is finite."""
+    """Return at most MAX_POINTS (iter, min, mean, max, all finite), each of a group of points; NaN if none is."""
     size, groups = math.ceil(len(points) / MAX_POINTS), []
     for group in (points[i : i + size] for i in range(0, len(points), size or 1)):
         values = [value for _, value in group if math.isfinite(value)]
@@ -71,7 +55,7 @@ def downsample(points):
 
 
 def draw(axis, runs, key):
-    """One panel, with all runs."""
+    """Draw one panel with all runs."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     title, unit, log = PANELS[key]
@@ -113,10 +97,12 @@ def draw(axis, runs, key):
 
 
 def write_png(runs, path):
-    """Draw all panels as one picture."""
+    """Draw all panels into one picture."""
+    import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
+    matplotlib.rcParams.update({"font.size": 9, "axes.titlesize": 9.5, "legend.frameon": False})
     figure = Figure((15, 8), layout="constrained")
     for axis, key in zip(figure.subplots(2, 3).flatten(), PANELS):
         axis.spines[["top", "right"]].set_visible(False)
