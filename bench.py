@@ -5,7 +5,7 @@
     python bench.py train --baseline=pytorch config/xl_shakespeare.py         also a GPT in plain PyTorch, compiled
     python bench.py sample --model=gpt2-xl --batch=1 --baseline=hf            tokens/s, also of transformers' generate()
     python bench.py data config/xl_shakespeare.py                             read batches without training
-    python bench.py checkpoint --gpus=4 config/xl_shakespeare.py              save, verify and resume
+    python bench.py checkpoint --gpus=4 config/xl_shakespeare.py              save and resume
     python bench.py table                                                     update docs/numbers.md from results/
 
 All other arguments go to train_deepspeed.py. Speed does not depend on the weights: if you don't have GPT-2's, add
@@ -80,7 +80,7 @@ def summarize(values):
 
 
 def run_ranks(args, out_dir, *command):
-    """Run a script in args.gpus processes, and return their output. If they fail, print it and exit."""
+    """Run a script in args.gpus processes. If they fail, print their output and exit."""
     launcher = [sys.executable, "-m", "runtime.launch", "--standalone", f"--nproc_per_node={args.gpus}"]
     path = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run([*launcher, *command, f"--out_dir={out_dir}"], stdout=subprocess.PIPE,
@@ -88,7 +88,6 @@ def run_ranks(args, out_dir, *command):
     if done.returncode:
         print(done.stdout[-6000:], file=sys.stderr)
         raise SystemExit(done.returncode)
-    return done.stdout
 
 
 def provenance(out_dir):
@@ -102,7 +101,7 @@ def train(args, argv):
     argv = [*argv, f"--max_iters={WARMUP + args.repeats}", "--eval_interval=1000000000", "--eval_iters=1",
             "--keep_last=0", "--log_interval=1"]
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
-        output = run_ranks(args, folder, __file__, "instrumented", *argv)
+        run_ranks(args, folder, __file__, "instrumented", *argv)
         record, records = provenance(folder), [r for r in read_history(folder) if "ms" in r]
         counted, s = records[WARMUP:], record["settings"]
         ms = summarize([r["ms"] for r in counted])
@@ -110,10 +109,8 @@ def train(args, argv):
         record |= {
             "ms": ms, "tokens_per_s": counted[0]["tokens_per_s"] * per_median,
             "mfu": counted[0]["mfu"] and counted[0]["mfu"] * per_median,
-            "peak_gb": max(r["memory"] for r in records) / 1e9,
-            "first_step_s": float(re.search(r"first step ([\d.]+) s", output)[1]),
-            "parts_ms": {"data": statistics.median(r["data_ms"] for r in counted),
-                         **read_json(folder, "parts.json")},
+            "peak_gb": max(r["memory"] for r in records) / 1e9, "first_step_s": records[0]["first_step_s"],
+            "parts_ms": {"data": statistics.median(r["data_ms"] for r in counted), **read_json(folder, "parts.json")},
             "history": records,
             "stage": ds_config.read_json(ds_config.find(s["deepspeed_config"]))["zero_optimization"]["stage"]}
         print(f"{record['world_size']} x {record['hardware']}, {s['batch_size']} x {s['gradient_accumulation_steps']}, "
@@ -202,7 +199,7 @@ def baseline(args, argv):
     s = settings_of_script(SCRIPT, argv)
     if not torch.cuda.is_available() or s.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
-    from runtime.cluster.ranks import print0, ranks_from_environment, shut_down
+    from runtime.cluster.ranks import ranks_from_environment, shut_down
     from runtime.data.dataset import open_tokens
     from runtime.data.loader import train_batches
     from runtime.engine.setup import setup_device
@@ -223,7 +220,6 @@ def baseline(args, argv):
             total += micro_step(*next(batches), number + 1 == s.gradient_accumulation_steps)
         total.item()  # waits for the step
         times.append(1000 * (time.perf_counter() - start))
-        print0(f"baseline: {times[-1]:.1f} ms, loss {total.item() / s.gradient_accumulation_steps:.4f}")
     if ranks.rank == 0:
         write_json(Path(s.out_dir, "baseline.json"),
                    {"name": name, "ms": times[WARMUP:], "peak_gb": peak_memory(device) / 1e9})
@@ -235,8 +231,6 @@ def transformers_steps(plan, s, device):
     import deepspeed
     import transformers
 
-    from runtime.cluster.ranks import silence_stdout
-
     shape = transformers.GPT2Config(n_layer=plan.model.n_layer, n_head=plan.model.n_head, n_embd=plan.model.n_embd,
                                     n_positions=plan.model.block_size, vocab_size=plan.model.vocab_size,
                                     resid_pdrop=s.dropout, embd_pdrop=s.dropout, attn_pdrop=s.dropout, use_cache=False)
@@ -247,8 +241,7 @@ def transformers_steps(plan, s, device):
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=s.learning_rate, fused=plan.hardware.device == "cuda")
     plan.ds_config["zero_optimization"].pop("memory_efficient_linear", None)
-    with silence_stdout():
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=plan.ds_config)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=plan.ds_config)
 
     def micro_step(x, y, last):
         loss = engine(x, labels=x).loss
@@ -293,8 +286,7 @@ def pytorch_steps(plan, s, device):
 
 def shape(model):
     """Return (layers, heads, width) of a GPT-2's name or of three numbers. argparse reports the ValueError."""
-    layers, heads, width = PRETRAINED.get(model) or map(int, model.split(","))
-    return layers, heads, width
+    return PRETRAINED.get(model) or tuple(map(int, model.split(",")))
 
 
 def copy_rate(device):
@@ -393,19 +385,16 @@ def checkpoint(args, argv):
     """Measure checkpoints that are saved in the background, one per step, then a resume."""
     with tempfile.TemporaryDirectory(prefix="bench-", dir=os.getcwd(), ignore_cleanup_errors=True) as folder:
         argv = [*argv, "--eval_interval=1", "--eval_iters=1", "--keep_last=1", "--lr_decay_iters=100"]
-        output = run_ranks(args, folder, SCRIPT, *argv, f"--max_iters={args.repeats}")
-        resumed = run_ranks(args, folder, SCRIPT, *argv, f"--max_iters={args.repeats + 1}", "--init_from=resume")
-        seconds, sizes, rates, blocked = zip(*re.findall(
-            r"saved \w+ in ([\d.]+) s: ([\d.]+ .B), ([\d.]+) GB/s; .* waited ([\d.]+) s", output))
-        record = provenance(folder) | {
-            "save_s": summarize([*map(float, seconds)]), "tag": sizes[0], "gb_per_s": summarize([*map(float, rates)]),
-            "blocked_s": summarize([*map(float, blocked)]), "first_blocked_s": float(blocked[0]),
-            "checked_s": float(re.search(r"checked in ([\d.]+) s", resumed)[1]),
-            "loaded_s": float(re.search(r"loaded in ([\d.]+) s", resumed)[1])}
-        print(f"a checkpoint of {record['tag']}: saved in {record['save_s']['median']:.1f} s "
-              f"({record['gb_per_s']['median']:.2f} GB/s), training waited {record['blocked_s']['median']:.2f} s (at "
-              f"the first {record['first_blocked_s']:.2f}), checked in {record['checked_s']:.1f} s, loaded in "
-              f"{record['loaded_s']:.1f} s")
+        run_ranks(args, folder, SCRIPT, *argv, f"--max_iters={args.repeats}")
+        run_ranks(args, folder, SCRIPT, *argv, f"--max_iters={args.repeats + 1}", "--init_from=resume")
+        history = read_history(folder)
+        saves, starts = ([r for r in history if key in r] for key in ("saved", "first_step_s"))
+        record = provenance(folder) | {"gb": saves[0]["bytes"] / 1e9, "first_blocked_s": saves[0]["blocked_s"],
+                                       "resume_s": starts[1]["first_step_s"]}
+        record |= {key: summarize([r[key] for r in saves[:-1]]) for key in ("save_s", "gb_per_s", "blocked_s")}
+        print(f"a checkpoint of {record['gb']:.3g} GB: saved in {record['save_s']['median']:.1f} s "
+              f"({record['gb_per_s']['median']:.2f} GB/s), blocks training for {record['blocked_s']['median']:.2f} s "
+              f"(first: {record['first_blocked_s']:.2f} s); first step of a resume after {record['resume_s']:.1f} s")
         return record
 
 
