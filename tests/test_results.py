@@ -3,11 +3,15 @@
 import json
 import re
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import STAGES
+from PIL import Image
 
 import bench
 from model import GPT, GPTConfig
@@ -358,3 +362,17 @@ def test_links_between_the_documents_lead_to_headings():
     links = [(page, (page.parent / file).resolve() if file else page, anchor) for page, text in pages.items()
              for file, anchor in re.findall(r"\]\(([^)\s:#]*\.md|)#([^)\s]+)\)", text)]
     assert len(links) >= 5 and [link for link in links if link[2] not in anchors[link[1]]] == []
+
+
+def test_the_pictures_show_what_is_measured_and_estimated_now(tmp_path):
+    """docs/*.png are what results/draw.py draws; each has its command beside it in a document."""
+    done = subprocess.run([sys.executable, ROOT / "results" / "draw.py", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    drawn = {path.name: path for path in tmp_path.iterdir()}
+    assert drawn.keys() == {path.name for path in (ROOT / "docs").glob("*.png")} and len(drawn) == 3
+    documents = [path.read_text(encoding="utf-8") for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]]
+    for name, path in drawn.items():
+        now, then = (np.asarray(Image.open(one).convert("L"), dtype=float) for one in (path, ROOT / "docs" / name))
+        assert now.shape == then.shape and np.mean(np.abs(now - then) > 32) < 0.002, f"{name}: python results/draw.py"
+        assert 5_000 < (ROOT / "docs" / name).stat().st_size < 100_000 and now.std() > 10
+        assert any(f"{name})" in text and "python results/draw.py" in text for text in documents)

@@ -1,0 +1,116 @@
+"""Draw the pictures of the documents from the files in results/ and from the memory estimate.
+
+    python results/draw.py           docs/curves.png, docs/memory.png and docs/zero.png
+    python results/draw.py FOLDER    the same files in another folder
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import plot
+from model import GPT, GPTConfig
+from runtime.engine.ds_config import resolve
+from runtime.plan.memory import Batch, Hardware, Job, ParamCount, estimate
+
+PRESETS = {1: "config/ds/zero1.json", 2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
+PARTS = {"weights": "#2f7fd6", "gradients": "#1f9d62", "optimizer": "#dd6b10", "buckets": "#8b6be0",
+         "activations": "#d9484b", "loss": "#a58500", "CUDA and NCCL": "#9a9a9a"}
+XL = GPTConfig(n_layer=48, n_head=25, n_embd=1600)
+
+
+def main():
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "docs")
+    plot.write_png({"config/shakespeare_char.py on one H200": read("h200_x1_char")["history"]}, folder / "curves.png")
+    draw_memory(folder / "memory.png")
+    draw_zero(folder / "zero.png")
+    for name in ("curves.png", "memory.png", "zero.png"):  # 64 colors are enough
+        Image.open(folder / name).convert("RGB").quantize(64).save(folder / name, optimize=True)
+        print(f"written to {folder / name}")
+
+
+def read(name):
+    return json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def xl_estimate(stage, micro, gpus=1, recomputed=False):
+    """Return {part: GB per GPU} of GPT-2 XL in bfloat16, with 32 sequences of 1,024 tokens per GPU and step."""
+    batch = Batch(micro, 32 // micro, gpus, 1024)
+    config, _ = resolve(ROOT / PRESETS[stage], batch, 1.0, "bfloat16", True)
+    with torch.device("meta"):
+        n = sum(p.numel() for p in GPT(XL).parameters())
+    job = Job(XL, Hardware("cuda", "bfloat16", True, 0), batch, ParamCount(n, n, n), config, recomputed)
+    return {part: size / 1e9 for part, size in estimate(job).items()}
+
+
+def stack(draw_bar, place, parts, width):
+    """Draw one bar of parts, and return its length."""
+    total = 0
+    for part, color in PARTS.items():
+        draw_bar(place, parts[part], width, total, color=color, edgecolor="white", linewidth=0.5)
+        total += parts[part]
+    return total
+
+
+def finish(figure, axis, path):
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=color, linewidth=7) for color in PARTS.values()]
+    handles.append(Line2D([], [], color="black", marker="o", linestyle="", markersize=5))
+    figure.legend(handles, [*PARTS, "measured, without CUDA and NCCL"], loc="outside lower center", ncols=4)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, format="png", dpi=110)
+
+
+def draw_memory(path):
+    """Draw what --dry_run estimates for one GPU, by micro-batch, with the measured peaks."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((9, 4.6), layout="constrained")
+    axis = figure.subplots()
+    cases = [case for case in read("h200_x1_plan")["cases"] if case["stage"] == 2]
+    cases.sort(key=lambda case: (case["micro"], case["recomputed"]), reverse=True)
+    for place, case in enumerate(cases):
+        total = stack(axis.barh, place, xl_estimate(2, case["micro"], 1, case["recomputed"]), 0.7)
+        axis.plot(case["peak_gb"], place, "o", color="black", markersize=5)
+        axis.text(total + 0.7, place, f"{total:.1f}", va="center")
+    axis.set_yticks(range(len(cases)), [f"{c['micro']} x {32 // c['micro']}"
+                                        + ", gradient checkpointing" * c["recomputed"] for c in cases])
+    axis.set(xlabel="GB", xlim=(0, 78))
+    axis.set_title("GPT-2 XL, ZeRO-2, bfloat16, one H200: estimated peak memory", loc="left")
+    finish(figure, axis, path)
+
+
+def draw_zero(path):
+    """Draw how the stages shard the memory of GPT-2 XL at 1 x 32, with the measured peaks."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((10, 4.6), layout="constrained")
+    axis = figure.subplots()
+    measured = {(case["stage"], 1): case["peak_gb"] for case in read("h200_x1_plan")["cases"]
+                if case["micro"] == 1 and not case["recomputed"]}
+    measured[2, 2] = read("h200_x2_before_1x32")["peak_gb"]
+    measured |= {(stage, 4): read(f"h200_x4_zero{stage}_torchrun")["summary"]["peak_gb"] for stage in (2, 3)}
+    ticks = []
+    for group, gpus in enumerate((1, 2, 4, 8)):
+        for stage in (1, 2, 3):
+            place = group * 4 + stage
+            total = stack(axis.bar, place, xl_estimate(stage, 1, gpus), 0.8)
+            axis.text(place, total + 0.4, f"{total:.1f}", ha="center")
+            if (stage, gpus) in measured:
+                axis.plot(place, measured[stage, gpus], "o", color="black", markersize=5)
+            ticks.append((place, f"ZeRO-{stage}" + f"\n{gpus} GPU{'s' * (gpus > 1)}" * (stage == 2)))
+    axis.set_xticks(*zip(*ticks), fontsize=8)
+    axis.set_ylabel("GB per GPU")
+    axis.set_title("GPT-2 XL, 1 x 32, bfloat16, H200: estimated peak memory per GPU", loc="left")
+    finish(figure, axis, path)
+
+
+if __name__ == "__main__":
+    main()
