@@ -159,7 +159,7 @@ def datasets(settings):
             meta = check_dataset(folder)
         except DatasetError as error:
             if not settings:  # a run's plan reports it
-                problem, _, fix = str(error).splitlines()[0].rpartition("; ")
+                problem, _, fix = str(error).splitlines()[0].rpartition(": ")
                 yield row(name, problem, fix)
             continue
         changed = [file for file, prepared in meta["files"].items()

@@ -560,7 +560,7 @@ def test_the_jsons_are_read_from_any_folder(tmp_path):
                   f"--out_dir={tmp_path}/out", cwd=tmp_path)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert "not-there does not exist; prepare it with its own script" in line
+    assert "not-there/train.bin does not exist: run python" in line
     assert not Path(tmp_path / "out").exists()
 
 

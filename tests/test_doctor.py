@@ -93,7 +93,7 @@ def test_what_is_not_here_fails_a_run_that_needs_it_here(changed, wanted, check_
     """Two GPUs, and data in a folder. SMALL is for the CPU."""
     rows = check_run([*SMALL, "--dataset=/nowhere/at/all", f"--out_dir={tmp_path}/out", *changed], 2)
     assert [f"{row['status']} {row['name']}" for row in rows] == wanted
-    assert [row for row in rows if "the folder /nowhere/at/all does not exist; prepare it" in row["fix"]]
+    assert [row for row in rows if "nowhere/at/all/train.bin does not exist: run python" in row["fix"]]
 
 
 @pytest.mark.parametrize("init_from", [["resume"], ["scratch", "auto"], ["{}"]])

@@ -199,7 +199,7 @@ def test_gpt2s_tokens_are_known_without_their_data(tmp_path):
 def test_characters_whose_data_is_not_prepared_ask_for_that(tmp_path):
     path = write_checkpoint(tmp_path / "out" / "ckpt.pt", reference())
     (tmp_path / "data" / "letters").mkdir(parents=True)
-    with pytest.raises(DatasetError, match="letters/train.bin is missing"):
+    with pytest.raises(DatasetError, match="letters/train.bin does not exist"):
         data_of_weights(str(path), str(ROOT))
 
 

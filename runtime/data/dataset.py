@@ -1,4 +1,4 @@
-"""A prepared dataset's folder: train.bin and val.bin (raw token ids), meta.json, and meta.pkl for nanoGPT's readers.
+"""A dataset's folder: train.bin and val.bin (raw token ids), meta.json, and meta.pkl for nanoGPT's readers.
 
 meta.json (format 1):
     tokenizer   {"kind": "gpt2"}, {"kind": "char", "chars": all characters in id order}, or
@@ -6,7 +6,7 @@ meta.json (format 1):
     vocab_size, dtype ("uint16" or "uint32", little-endian), train_tokens, val_tokens
     source      {"name", "sha256", "bytes"} of the text
     files       {"train.bin": {"bytes", "sha256"}, "val.bin": {"bytes", "sha256"}}
-data/prepare.py adds its request and the counts of documents (docs/data.md).
+data/prepare.py adds its request and the numbers of documents (docs/data.md).
 """
 
 import contextlib
@@ -22,45 +22,45 @@ from pathlib import Path
 import numpy as np
 
 from runtime.files import TEMP_SUFFIX, UserError, write_temp
-from runtime.output import protect_output
+from runtime.output import exit_with_error, protect_output
 
 SPLITS = ("train", "val")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-# In the order in which they are put in place: as long as train.bin is missing, nobody takes the rest for nanoGPT's.
+# In the order in which they get their names: without train.bin, nobody takes the rest for a dataset of nanoGPT.
 FILES = ("tokenizer.json", "meta.pkl", "val.bin", "train.bin", "meta.json")
 ROOT = Path(__file__).resolve().parents[2]
 SLICE = 2**22  # tokens handled at once
-MAX_CHECKED_TOKENS = 2**28  # of a split, whose ids are checked: all of Shakespeare, a part of OpenWebText
-MAX_MIXTURE_PERIOD = 100_000  # sequences after which a mixture's table begins anew
+CHECKED_SLICES = 64  # per split, evenly spread: all of Shakespeare, 3% of OpenWebText
+MAX_MIXTURE_PERIOD = 100_000  # sequences after which a mixture's pattern repeats
 GPT2_VOCAB = 50257
 
 
 class DatasetError(UserError):
-    """A dataset or its text can't be used; the message has one line per problem, with the fix."""
+    """A dataset or its text can't be used. The message has one line per problem, with the fix."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """One of those that a run is trained on."""
+    """One of the datasets that a run is trained on."""
 
     name: str
-    share: int  # of the mixture's sequences, in a ratio to the others' shares
+    share: int  # of a mixture's sequences, relative to the other datasets' shares
     folder: str
     meta: dict  # its meta.json
 
 
 def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source, **details):
-    """Write a dataset into `folder`, made if missing, and return its meta.json as a dict.
+    """Write a dataset to `folder`, created if missing, and return its meta.json as a dict.
 
-    The ids of a split are an array, a list, or an iterator over such pieces, for a text larger than the memory.
-    details: more for meta.json. Stopped at any moment, the folder holds the old dataset, or one that check_dataset
-    refuses, or the new one: all files are first written under temporary names; meta.json goes first and comes last.
-    Raises DatasetError on an id outside 0 ... vocab_size - 1.
+    The ids of a split are an array, a list, or an iterator over arrays or lists. details: more entries of meta.json.
+    All files are first written under temporary names, and meta.json is removed first and renamed last. So a process
+    that is killed leaves the old dataset, the new one, or one that check_dataset() rejects. Raises DatasetError if an
+    id is outside the vocabulary.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in FILES:
-        for leftover in folder.glob(f".{name}.*{TEMP_SUFFIX}"):  # of a preparation that was killed
+        for leftover in folder.glob(f".{name}.*{TEMP_SUFFIX}"):  # of a process that was killed
             leftover.unlink()
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     meta = {"format": 1, "tokenizer": {key: value for key, value in tokenizer_meta.items() if key != "file"},
@@ -93,7 +93,7 @@ def _packed(ids, dtype, vocab_size):
     for piece in pieces:
         piece = np.asarray(piece)
         if piece.size and not 0 <= piece.min() <= piece.max() < vocab_size:
-            raise DatasetError(f"token ids {piece.min()} ... {piece.max()} don't fit a vocabulary of {vocab_size}")
+            raise DatasetError(f"token ids {piece.min()} to {piece.max()} don't fit a vocabulary of {vocab_size}")
         yield piece.astype(dtype).tobytes()
 
 
@@ -105,37 +105,36 @@ def _nanogpt_meta(meta):
 
 
 def dataset_dirs(dataset, root):
-    """The folders of a dataset, a path or the name of one below data/ in `root`, or of a mixture {either: weight}."""
+    """Return the folders of a dataset (a path, or the name of a folder below data/ in `root`) or of a mixture."""
     names = [dataset] if isinstance(dataset, str) else dataset
     return [name if os.sep in name else os.path.join(root, "data", name) for name in names]
 
 
 def mixture_shares(weights):
-    """{name: share} of {name: weight}: how many sequences, of as many as the shares add up to, are of each dataset.
+    """Return the shares of a mixture {name: weight} as whole numbers, {name: share}.
 
-    Raises ValueError for weights that cannot be used.
+    Of as many sequences as the shares add up to, each dataset gets exactly its share. Raises ValueError.
     """
-    if not weights or not all(isinstance(name, str) for name in weights) or any(
-            isinstance(w, bool) or not isinstance(w, int | float) or not 0 < w < math.inf for w in weights.values()):
-        raise ValueError(f"dataset={weights}: a mixture is {{'name': weight, ...}} with weights above 0")
+    if not isinstance(weights, dict) or not weights or not all(
+            isinstance(weight, int | float) and 0 < weight < math.inf for weight in weights.values()):
+        raise ValueError(f"dataset={weights} is not a mixture: write {{'name': 0.3, 'other': 0.7}}, all above 0")
     exact = {name: Fraction(w).limit_denominator(10_000) for name, w in weights.items()}
     unit = Fraction(math.gcd(*(w.numerator for w in exact.values())) or 1,  # the largest that divides them all
                     math.lcm(*(w.denominator for w in exact.values())))
     shares = {name: int(w / unit) for name, w in exact.items()}
     if min(shares.values()) < 1 or sum(shares.values()) > MAX_MIXTURE_PERIOD:
-        raise ValueError(f"dataset={weights}: these weights have no common measure below {MAX_MIXTURE_PERIOD:,} "
-                         "sequences: round them to two digits, none far below the others")
+        raise ValueError(f"dataset={weights} repeats only after more than {MAX_MIXTURE_PERIOD:,} sequences: round the "
+                         "weights to two digits")
     return shares
 
 
 def open_datasets(dataset, root, block_size):
-    """(Datasets, what they have in common: tokenizer, vocab_size and both sums of tokens), once all are checked.
+    """Check datasets and return (Datasets, their common tokenizer and vocab_size, and their total tokens as a dict).
 
     dataset: a folder below data/, a path, or {either: weight}. Raises DatasetError or ValueError.
     """
-    if isinstance(dataset, str) and dataset.strip()[:1] in ("{", "["):
-        raise ValueError(f"dataset={dataset} is not a mixture: write {{'name': 0.3, 'other': 0.7}}, with numbers")
-    shares = mixture_shares(dataset) if isinstance(dataset, dict) else {dataset: 1}
+    is_name = isinstance(dataset, str) and not dataset.startswith("{")
+    shares = {dataset: 1} if is_name else mixture_shares(dataset)
     datasets, problems = [], []
     for (name, share), folder in zip(shares.items(), dataset_dirs(shares, root)):
         try:
@@ -148,66 +147,59 @@ def open_datasets(dataset, root, block_size):
     first = datasets[0]
     for other in datasets:
         if not same_tokenizer(other.meta, first.meta):
-            raise DatasetError(f"{first.name} and {other.name} have different tokenizers: prepare both with one")
+            raise DatasetError(f"{first.name} and {other.name} have different tokenizers: prepare both with the same")
     if len({one.name for one in datasets}) < len(datasets):
-        raise DatasetError(f"dataset={dataset}: two datasets have the same name; rename one of their folders")
+        raise DatasetError(f"dataset={dataset} has two datasets of the same name: rename one of their folders")
     totals = {key: sum(one.meta[key] for one in datasets) for key in ("train_tokens", "val_tokens")}
     return datasets, {"tokenizer": first.meta["tokenizer"], "vocab_size": first.meta["vocab_size"], **totals}
 
 
 def open_tokens(dataset, split):
-    """The token ids of a Dataset's "train" or "val", a memory-mapped array."""
+    """Return the token ids of a Dataset's "train" or "val" as a memory-mapped array."""
     return np.memmap(Path(dataset.folder, f"{split}.bin"), DTYPES[dataset.meta["dtype"]], mode="r")
 
 
 def same_tokenizer(a, b):
-    """Whether two metas have the same tokenizer, wherever its file is, and vocabulary."""
+    """Return whether two metas have the same vocabulary and tokenizer, wherever its file is."""
     return a["vocab_size"] == b["vocab_size"] and {**a["tokenizer"], "file": 0} == {**b["tokenizer"], "file": 0}
 
 
 def read_meta(folder):
-    """Return the meta.json of a dataset, or the same made up from what nanoGPT's own scripts leave.
+    """Return the meta.json of a dataset, or an equivalent for a dataset prepared by nanoGPT's own scripts.
 
-    Those write uint16, and a meta.pkl for characters only; without one, the tokens are GPT-2's.
-    Raises DatasetError when there is no dataset, or its meta.json or meta.pkl can't be trusted.
+    Those write uint16, and a meta.pkl only for characters; without one, the tokens are GPT-2's. Raises DatasetError.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise DatasetError(f"the folder {_display_path(folder)} does not exist; {_how_to_fix(folder)}")
     path = folder / "meta.json"
     own = path.exists()
     if not own:
         path = folder / "meta.pkl"
-        missing = [name for name in ("train.bin", "val.bin") if not (folder / name).exists()]
-        if missing:
-            raise DatasetError("\n".join(f"{_display_path(folder / name)} is missing; {_how_to_fix(folder)}"
-                                         for name in missing))
     try:
         meta = json.loads(path.read_text(encoding="utf-8")) if own else _meta_of_nanogpt(folder)
         _check_meta(meta)
-    except Exception as error:  # a damaged pickle raises nearly anything
-        raise DatasetError(f"{_display_path(path)} can't be used ({type(error).__name__}: {error}); "
+    except FileNotFoundError as error:
+        raise DatasetError(f"{os.path.relpath(error.filename)} does not exist: {_how_to_fix(folder)}") from None
+    except Exception as error:  # a corrupt pickle raises nearly anything
+        raise DatasetError(f"{os.path.relpath(path)} can't be used ({type(error).__name__}: {error}): "
                            f"{_how_to_fix(folder)}") from None
-    if meta["tokenizer"]["kind"] == "hf":  # a checkpoint's manifest keeps this, to find it again
+    if meta["tokenizer"]["kind"] == "hf":  # a checkpoint's manifest keeps this path
         file = (folder / "tokenizer.json").absolute()
         meta["tokenizer"]["file"] = str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file)
     return meta
 
 
 def _check_meta(meta):
-    if meta["format"] != 1:
-        raise ValueError(f"format {meta['format']} is not 1")
-    if meta["dtype"] not in DTYPES:
-        raise ValueError(f"dtype {meta['dtype']!r} is not one of {', '.join(DTYPES)}")
-    counts = [meta["vocab_size"], *(meta[f"{split}_tokens"] for split in SPLITS),
+    kind, vocab_size = meta["tokenizer"]["kind"], meta["vocab_size"]
+    for name, value, known in (("format", meta["format"], [1]), ("dtype", meta["dtype"], list(DTYPES)),
+                               ("tokenizer kind", kind, ["gpt2", "char", "hf"])):
+        if value not in known:
+            raise ValueError(f"{name} {value!r} is not one of {known}")
+    counts = [vocab_size, *(meta[f"{split}_tokens"] for split in SPLITS),
               *(meta["files"][f"{split}.bin"]["bytes"] for split in SPLITS)]
-    if not all(type(count) is int and count >= 0 for count in counts):
-        raise ValueError("its counts are not all whole numbers")
-    kind = meta["tokenizer"]["kind"]
-    if kind not in ("gpt2", "char", "hf"):
-        raise ValueError(f"tokenizer kind {kind!r} is none of 'gpt2', 'char' and 'hf'")
-    if kind == "char" and len(meta["tokenizer"]["chars"]) != meta["vocab_size"]:
-        raise ValueError(f"{len(meta['tokenizer']['chars'])} chars are not a vocabulary of {meta['vocab_size']}")
+    if not all(type(count) is int for count in counts):
+        raise ValueError("its counts aren't all whole numbers")
+    if kind == "char" and len(meta["tokenizer"]["chars"]) != vocab_size:
+        raise ValueError(f"{len(meta['tokenizer']['chars'])} chars don't make a vocabulary of {vocab_size}")
 
 
 def _meta_of_nanogpt(folder):
@@ -226,21 +218,20 @@ def _meta_of_nanogpt(folder):
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads dicts, strings and numbers only: anything that names code is refused before it is looked up."""
+    """Reads dicts, strings and numbers only. A pickle that names code is rejected before the code is imported."""
 
     def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it names {module}.{name}; a meta.pkl holds dicts, strings and numbers only")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, but a meta.pkl holds only dicts, strings and numbers")
 
 
-def check_dataset(folder, block_size=None):
-    """Return the meta of a dataset that is fit for training with sequences of `block_size` tokens.
+def check_dataset(folder, block_size=1):
+    """Return the meta of a dataset that can be trained on with sequences of `block_size` tokens.
 
-    Raises DatasetError with all problems, one line each. Of each split up to MAX_CHECKED_TOKENS ids are read, evenly
-    spread over it.
+    Raises DatasetError with all problems, one line each. Of a large file, evenly spread slices are read.
     """
     folder = Path(folder)
     meta = read_meta(folder)
-    problems = [problem for split in SPLITS for problem in _problems(folder, split, meta, block_size or 1)]
+    problems = [problem for split in SPLITS for problem in _problems(folder, split, meta, block_size)]
     if problems:
         raise DatasetError("\n".join(problems))
     return meta
@@ -248,58 +239,41 @@ def check_dataset(folder, block_size=None):
 
 def _problems(folder, split, meta, block_size):
     path, tokens, vocab_size = folder / f"{split}.bin", meta[f"{split}_tokens"], meta["vocab_size"]
-    name, fix = _display_path(path), _how_to_fix(folder)
+    name, fix = os.path.relpath(path), _how_to_fix(folder)
     if not path.exists():
-        return [f"{name} is missing; {fix}"]
+        return [f"{name} does not exist: {fix}"]
     size, expected = path.stat().st_size, tokens * DTYPES[meta["dtype"]].itemsize
     if size != expected:
-        return [f"{name} has {size} bytes, but {tokens} tokens of {meta['dtype']} take {expected}; {fix}"]
+        return [f"{name} has {size} bytes, but {tokens} tokens of {meta['dtype']} take {expected}: {fix}"]
     problems = []
-    if tokens <= block_size:  # a sequence and the token after it are needed
+    if tokens <= block_size:  # the last token of a sequence predicts the one after it
         shorter = f"train with --block_size={tokens - 1}, or " if tokens > 1 else ""
-        problems.append(f"{name} has {tokens} tokens, but block_size {block_size} needs {block_size + 1}; "
+        problems.append(f"{name} has {tokens} tokens, but block_size={block_size} needs {block_size + 1}: "
                         f"{shorter}prepare a longer text")
-    largest = _largest_id(open_tokens(Dataset("", 1, folder, meta), split)) if tokens else 0
-    if tokens and largest >= vocab_size:
-        problems.append(f"{name} holds the token id {largest}, outside its vocabulary of {vocab_size}; {fix}")
+    if tokens:
+        ids = open_tokens(Dataset("", 1, folder, meta), split)
+        starts = range(0, tokens, max(SLICE, tokens // CHECKED_SLICES))
+        if (largest := max(ids[start:start + SLICE].max() for start in starts)) >= vocab_size:
+            problems.append(f"{name} holds token {largest}, which is outside its vocabulary of {vocab_size}: {fix}")
     return problems
 
 
-def _largest_id(ids):
-    """The largest of up to MAX_CHECKED_TOKENS ids, among them the first and the last."""
-    slices = -(-min(len(ids), MAX_CHECKED_TOKENS) // SLICE)
-    starts = np.linspace(0, max(len(ids) - SLICE, 0), slices).astype(np.int64)  # in short files they touch
-    return max(int(ids[start:start + SLICE].max()) for start in starts)
-
-
-def _display_path(path):
-    """The path as the user would type it."""
-    path = Path(os.path.abspath(path))
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
 def _how_to_fix(folder):
-    if (folder / "prepare.py").exists():
-        return f"run: python {_display_path(folder / 'prepare.py')}"
-    others = sorted(_display_path(script) for script in folder.parent.glob("*/prepare.py"))
-    own = f"prepare it with its own script ({'; '.join(others)})" if others else "prepare it with its own script"
-    any_text = folder.parent / "prepare.py"
-    return own + f", or a text of yours: python {_display_path(any_text)} PATH --name={folder.name}" * any_text.exists()
+    own, any_text = (os.path.relpath(path) for path in (folder / "prepare.py", ROOT / "data" / "prepare.py"))
+    return f"run python {own}" if os.path.exists(own) else f"run python {any_text} PATH --name={folder.name}"
 
 
 @contextlib.contextmanager
 def exit_on_error(interrupted):
-    """End a preparation script on an error that is not the program's, with one message on stderr: exit code 2, or 130
-    for Ctrl-C, with the message `interrupted`. Prints cannot end it: its result is files."""
+    """End a preparation script with exit code 2 and the message of a user's or system error, or with 130 at Ctrl-C.
+
+    A print can't end the script, because its result is files.
+    """
     protect_output()
     try:
         yield
-        return
     except KeyboardInterrupt:
-        message, code = interrupted, 130
-    except UserError as error:
-        message, code = error, 2
-    except OSError as error:
-        message, code = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error, 2
-    print(message, file=sys.stderr)
-    sys.exit(code)
+        print(interrupted, file=sys.stderr)
+        sys.exit(130)
+    except (UserError, OSError) as error:
+        exit_with_error(error)
