@@ -377,7 +377,7 @@ def test_a_manifest_that_cannot_be_read_is_no_traceback(train, one_rank, tmp_pat
     resumed = train(*SIX, "--batch_size=4", "--init_from=resume", out_dir=out_dir)
     assert fresh.returncode == 2 and "already holds a run (iter_6)" in fresh.stderr
     assert resumed.returncode == 0
-    assert f"skipping {out_dir}/iter_6: {out_dir}/iter_6/manifest.json cannot be read" in resumed.stdout
+    assert f"skipping {out_dir}/iter_6: {out_dir}/iter_6/manifest.json has changed" in resumed.stdout
     assert f"resuming from {out_dir}/best, iteration 6" in resumed.stdout
     assert "Traceback" not in fresh.stderr + resumed.stderr and (out_dir / "iter_6.damaged").exists()
     again = done(train(*SIX, "--batch_size=4", "--init_from=resume", "--resume_tag=iter_3", "--overwrite=True",

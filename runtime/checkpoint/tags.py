@@ -12,6 +12,7 @@ import re
 import shutil
 import time
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -103,12 +104,11 @@ class TagStore:
 
     def find(self, tag="latest"):
         """Return the Tag of this name; "latest" is the newest. Raises CheckpointError."""
-        names = self.list()
-        if not names and not self.is_complete(tag):
-            raise CheckpointError(f"{self.out_dir} has no checkpoint: choose another folder with --out_dir=DIR")
-        name = self.newest() if tag == "latest" else tag
+        name = self.newest() or tag if tag == "latest" else tag
         if not self.is_complete(name):
-            raise CheckpointError(f"{self.out_dir} has no complete checkpoint '{tag}': choose from {', '.join(names)}")
+            names = ", ".join(self.list())
+            raise CheckpointError(f"{self.out_dir} has no complete checkpoint '{tag}': choose from {names}" if names
+                                  else f"{self.out_dir} has no checkpoint: choose another folder with --out_dir=DIR")
         return Tag(name, self.read_manifest(name))
 
     def read_manifest(self, tag):
@@ -120,8 +120,8 @@ class TagStore:
             manifest = json.loads(text)
         except OSError as error:
             raise UnreadableError.of(error, path) from None
-        except ValueError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}; {OTHER_TAG}") from None
+        except ValueError:
+            manifest = None
         if not isinstance(manifest, dict) or text != sign_manifest(manifest):
             raise CheckpointError(f"{path} has changed since it was saved (its sha256 differs): {OTHER_TAG}")
         if manifest.get("format") != MANIFEST_FORMAT:
@@ -272,24 +272,30 @@ def verify_files(folder, files, rank=0, world_size=1, reject_unlisted=True):
     """Return what is wrong with the `files` {name: {"bytes", "sha256"}} of a tag, as sentences. The ranks share the
     hashing. reject_unlisted: also report other .pt files, which DeepSpeed would read. Raises OSError if a file cannot
     be read."""
-    problems = []
-    for number, (name, entry) in enumerate(files.items()):
-        file = os.path.join(folder, name)
-        if not exists(file):
-            problems.append(f"{file} is missing")
-        elif (size := os.path.getsize(file)) != entry["bytes"]:
-            problems.append(f"{file} has {size} bytes, not {entry['bytes']}")
-        elif number % world_size == rank and file_digest(file)["sha256"] != entry["sha256"]:
-            problems.append(f"{file} has changed since it was saved (its sha256 differs)")
-        elif name.endswith(".pt"):
-            try:
-                if unsafe := set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - SAFE_GLOBALS:
-                    problems.append(f"{file} contains {', '.join(sorted(unsafe))}, which could run code: not read")
-            except OSError:
-                raise
-            except Exception as error:  # not torch's zip format, or a truncated pickle
-                problems.append(f"{file} cannot be checked ({error}): not read")
+    paths = [os.path.join(folder, name) for name in files]
+    hashed = [number % world_size == rank for number in range(len(files))]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing releases the GIL
+        problems = list(filter(None, pool.map(verify_file, paths, files.values(), hashed)))
     if reject_unlisted:
         problems += [f"{os.path.join(folder, name)} is not listed in manifest.json: not read"
                      for name in sorted(set(os.listdir(folder)) - set(files)) if name.endswith(".pt")]
     return problems
+
+
+def verify_file(file, entry, hashed):
+    """Return what is wrong with one file of a tag, or None."""
+    if not exists(file):
+        return f"{file} is missing"
+    if (size := os.path.getsize(file)) != entry["bytes"]:
+        return f"{file} has {size} bytes, not {entry['bytes']}"
+    if hashed and file_digest(file)["sha256"] != entry["sha256"]:
+        return f"{file} has changed since it was saved (its sha256 differs)"
+    if file.endswith(".pt"):
+        try:
+            unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - SAFE_GLOBALS
+        except OSError:
+            raise
+        except Exception as error:  # not torch's zip format, or a truncated pickle
+            return f"{file} cannot be checked ({error}): not read"
+        if unsafe:
+            return f"{file} contains {', '.join(sorted(unsafe))}, which could run code: not read"
