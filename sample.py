@@ -1,4 +1,4 @@
-"""Text from a checkpoint of train_deepspeed.py, from GPT-2 itself, or from nanoGPT's ckpt.pt; and how likely a text is.
+"""Generate text from a checkpoint, from GPT-2 or from nanoGPT's ckpt.pt, or print the perplexity of a text.
 
     python sample.py --out_dir=out-shakespeare-xl-deepspeed
     python sample.py --out_dir=out-shakespeare-xl-deepspeed --tag=best --start="To be" --temperature=0.8
@@ -11,29 +11,28 @@ from typing import Literal
 
 import configurator
 
-init_from = "resume"  # resume: from out_dir; gpt2, gpt2-medium, gpt2-large, gpt2-xl, a folder of weights, or nanoGPT's
-# ckpt.pt
+init_from = "resume"  # resume: a checkpoint in out_dir; gpt2, gpt2-medium, gpt2-large, gpt2-xl, a folder of weights, or
+# nanoGPT's ckpt.pt
 out_dir = "out-shakespeare-xl-deepspeed"
 tag = "latest"  # latest, best, final, iter_20, ...
-dataset: str | None = None  # take this data set's tokenizer; None: that of what the weights were trained on
-# What to write
-start = "\n"  # the prompt; FILE:prompt.txt: what that file holds
+dataset: str | None = None  # the dataset whose tokenizer to use; None: the one that the weights were trained on
+# What to generate
+start = "\n"  # the prompt; FILE:prompt.txt: that file's content
 prompts_file: str | None = None  # a file with one prompt per line
-interactive = False  # ask for prompts, until an empty line or Ctrl-D
-num_samples: int | None = None  # texts per prompt; None: 3, and 1 with prompts_file or interactive
-batch_size = 1  # texts generated at once; above 1 they are shown when they are done
-max_new_tokens = 500  # at most; GPT-2's tokenizer also ends at <|endoftext|>
-stop_strings: str | list | None = None  # a text ends before this string, or before the first of a list of strings
-json = False  # print one JSON object per text, and nothing else
-# How to draw
-temperature = 0.8  # 0: the likeliest token; below 1 sharpens the distribution, above 1 flattens it
-top_k: int | None = 200  # choose among the k likeliest; None: among all
-top_p: float | None = None  # choose among the likeliest that together have this probability
-repetition_penalty = 1.0  # above 1 makes tokens of the text so far less likely
-seed = 1337  # of the first text; the next one has 1338, and so on
-# Or how likely a text is
-score_file: str | None = None  # a file: print its mean loss and perplexity, and generate no text
-stride: int | None = None  # tokens from one window of a long text to the next; None: half of the context
+interactive = False  # ask for prompts until an empty line or Ctrl-D
+num_samples: int | None = None  # samples per prompt; None: 3, or 1 with prompts_file or interactive
+batch_size = 1  # samples to generate at once; above 1 they are printed when they are done
+max_new_tokens = 500  # the longest sample; with GPT-2's tokenizer <|endoftext|> ends it earlier
+stop_strings: str | list | None = None  # end a sample before this string, or before the first of a list
+json = False  # print one JSON object per sample, and nothing else
+# How to sample
+temperature = 0.8  # 0: greedy; below 1 sharpens the distribution, above 1 flattens it
+top_k: int | None = 200  # sample from the k likeliest tokens; None: from all
+top_p: float | None = None  # sample from the likeliest tokens that together have this probability
+repetition_penalty = 1.0  # above 1 makes tokens that are already in the text less likely
+seed = 1337  # of the first sample; the next has 1338, and so on
+# Perplexity
+score_file: str | None = None  # print this file's mean loss and perplexity instead of generating
 # Machine
 device: Literal["auto", "cuda", "cpu"] = "auto"
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -51,36 +50,31 @@ from runtime.files import UserError
 from runtime.hardware import pick_device, pick_dtype
 from runtime.monitor.runlog import perplexity
 from runtime.output import exit_with_error
-from runtime.sample.generate import generate_texts, prompt_loop, read_prompts, read_text, score_text
+from runtime.sample.generate import ask_for_prompts, generate_texts, read_prompts, read_text, score_text
 from runtime.sample.source import resolve
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
-if not torch.cuda.is_available() or device == "cpu":
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed only reads files
 device = pick_device(device)
 if num_samples is None:
     num_samples = 1 if prompts_file or interactive else 3
 stops = [stop_strings] if isinstance(stop_strings, str) else stop_strings or []
 sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty}
-ranges = {  # whether a setting is possible, and what it must be
+ranges = {  # whether a setting is in its range, and the range
     "num_samples": (num_samples >= 1, "at least 1"),
     "batch_size": (batch_size >= 1, "at least 1"),
     "max_new_tokens": (max_new_tokens >= 0, "at least 0"),
-    "stop_strings": (all(isinstance(stop, str) and stop for stop in stops), "a text or a list of texts, and not empty"),
+    "stop_strings": (all(isinstance(stop, str) and stop for stop in stops), "a non-empty string or a list of them"),
     "temperature": (temperature >= 0, "at least 0"),
     "top_k": (top_k is None or top_k >= 0, "at least 0, or None"),
     "top_p": (top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or None"),
     "repetition_penalty": (repetition_penalty > 0, "above 0: 1 for none, 1.1 for a little"),
-    "seed": (0 <= seed < 2**63, "at least 0 and below 2**63"),
-    "stride": (stride is None or stride >= 1, "at least 1"),
 }
-problems = [f"{name}={globals()[name]} must be {what}" for name, (possible, what) in ranges.items() if not possible]
+problems = [f"{name}={globals()[name]} must be {what}" for name, (in_range, what) in ranges.items() if not in_range]
 inputs = [name for name in ("prompts_file", "interactive", "score_file") if globals()[name]]
 inputs += ["start"] * (start != "\n")
 if len(inputs) > 1:
-    problems.append(f"{' and '.join(inputs)} each name the input: give one of them")
-if stride is not None and not score_file:
-    problems.append("stride is for the loss of a long text: add --score_file=FILE")
+    problems.append(f"{' and '.join(inputs)} contradict each other: give one of them")
 if problems:
     exit_with_error("\n".join(problems))
 
@@ -89,13 +83,11 @@ def encode_prompt(text):
     """Return the tokens of a prompt; ValueError if there are none."""
     ids = encode(text)
     if not ids:
-        raise ValueError("start is empty: give the text at least one character, --start=...")
+        raise ValueError("the prompt is empty: give at least one character, --start=...")
     return ids
 
 
 try:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but PyTorch sees no CUDA GPU here: use --device=cpu")
     dtype = getattr(torch, pick_dtype(dtype, device))
     source = resolve(init_from, out_dir, tag, dataset, ROOT)
     encode, decode = tokenizer_of(source.data["tokenizer"])
@@ -105,12 +97,12 @@ try:
     scored = encode(read_text(score_file)) if score_file else None
     model = source.load(device, dtype)
     if score_file:
-        loss, n_tokens = score_text(model, scored, stride)
-except (UserError, ValueError) as error:
+        loss, n_tokens = score_text(model, scored)
+except (UserError, ValueError, OSError) as error:
     exit_with_error(str(error))
 
 configurator.exit_quietly_on_broken_pipe()
-rule = "" if interactive else "---------------\n"  # between texts
+rule = "" if interactive else "---------------\n"  # between samples
 
 
 def show(new):
@@ -124,8 +116,8 @@ if score_file:
     record = {"model": source.name, "file": score_file, "tokens": n_tokens, "loss": loss, "perplexity": ppl}
     print(dumps(record) if json else f"{score_file}: {n_tokens:,} tokens, loss {loss:.4f}, perplexity {ppl:.2f}")
 if interactive:
-    prompts = prompt_loop(encode_prompt, "" if json else "> ")
-done = 0  # texts so far
+    prompts = ask_for_prompts(encode_prompt, "" if json else "> ")
+done = 0  # samples so far
 for prompt, ids in prompts:
     try:
         for first in range(0, num_samples, batch_size):
@@ -139,10 +131,10 @@ for prompt, ids in prompts:
                 if json:
                     print(dumps({"model": source.name, "prompt": prompt, "text": text.text, "tokens": len(text.ids),
                                  "seed": text_seed, "ended": text.ended or "length"}), flush=True)
-                else:  # of a text that was streamed, only the line's end is left
+                else:  # a streamed text only lacks its newline
                     print("" if streamed else rule * (text_seed > seed) + prompt + text.text)
             done += len(seeds)
-    except KeyboardInterrupt:  # ends this text, and the program unless it asks for another
+    except KeyboardInterrupt:  # ends this text, and without --interactive the program
         if not interactive:
             raise SystemExit(130) from None
         print()

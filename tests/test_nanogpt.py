@@ -207,8 +207,8 @@ def test_a_checkpoint_whose_data_is_not_here_asks_for_it(tmp_path):
     path = write_checkpoint(tmp_path / "out" / "ckpt.pt", reference())
     run = launch(ROOT / "sample.py", f"--init_from={path}")
     assert run.returncode == 2 and run.stderr == (
-        f"the 28 tokens of {path} are not GPT-2's: name the data set that they come from, letters, with --dataset=NAME "
-        "or a path\n")
+        f"the tokenizer of {path} is unknown (28 tokens): name the dataset that it was trained on, letters, with "
+        "--dataset=NAME or a path\n")
 
 
 def test_a_config_and_data_of_nanogpt_run_as_they_are(nanogpt, train, tmp_path):

@@ -1,4 +1,4 @@
-"""Texts from a model, with a seed for each, streamed and stopped; the loss of a text; samples during training."""
+"""Generate samples from a model, each with its own seed, and score a text. Sample from an engine during training."""
 
 import contextlib
 import sys
@@ -8,22 +8,17 @@ import torch
 from model import sample_token
 from runtime.kernels.decode import decode_step_for
 
-TEMPERATURE, TOP_K = 0.8, 200  # of samples during training; sample.py's defaults
+TEMPERATURE, TOP_K = 0.8, 200  # for samples during training; sample.py's defaults
 
 
 def read_text(path):
-    """Return a file's text. Raises ValueError with one sentence."""
-    try:
-        with open(path, encoding="utf-8", newline="") as f:
-            return f.read()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}): name a text file") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}): name a text file") from None
+    """Return a file's text, with its line endings."""
+    with open(path, encoding="utf-8", newline="") as f:
+        return f.read()
 
 
 def read_prompts(start, prompts_file):
-    """Return the prompts: the lines of prompts_file, or `start`, or the content of the file in start=FILE:path."""
+    """Return the prompts: the lines of prompts_file, the content of the file in start=FILE:path, or `start`."""
     if not prompts_file:
         return [read_text(start.removeprefix("FILE:")) if start.startswith("FILE:") else start]
     lines = [line for line in read_text(prompts_file).splitlines() if line]
@@ -32,38 +27,30 @@ def read_prompts(start, prompts_file):
     return lines
 
 
-def prompt_loop(encode, question):
-    """Ask for prompts with `question` until an empty line or Ctrl-D, and yield (text, tokens) of each. Where encode
-    raises ValueError, print its message and ask again."""
+def ask_for_prompts(encode, question):
+    """Ask for prompts until an empty line or Ctrl-D, and yield (text, tokens) of each. Print encode's ValueErrors."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 (from here on, lines can be edited)
-    while True:
-        try:
-            line = input(question)
-        except (EOFError, KeyboardInterrupt):
-            print(end="\n" if question else "")
-            return
-        if not line:
-            return
-        try:
-            tokens = encode(line)
-        except ValueError as error:
-            print(error, file=sys.stderr)
-        else:
-            yield line, tokens
+        import readline  # noqa: F401 (enables line editing)
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while line := input(question):
+            try:
+                tokens = encode(line)
+            except ValueError as error:
+                print(error, file=sys.stderr)
+            else:
+                yield line, tokens
 
 
 class TextStream:
-    """The text after a prompt, token by token.
+    """The text after a prompt, token by token: .ids and .text. .ended is None, "end_of_text" or "stop".
 
-    ids and text hold what was generated; ended is None, "end_of_text" or "stop". show(new) is called with each new
-    piece of the text that is final: not with half of a character, which may need several tokens, nor with what may
-    become a stop string.
+    show(new) is called with each piece of text that is final: no incomplete character, and no beginning of a stop
+    string.
     """
 
     def __init__(self, prompt, decode, end, stop_strings, show):
         self.prompt, self.decode, self.end, self.stop_strings, self.show = prompt, decode, end, stop_strings, show
-        self.prompt_chars = len(decode(prompt))  # decoded together, as some tokenizers' words depend on those before
+        self.prompt_chars = len(decode(prompt))  # decoded with the text: some tokenizers need context
         self.ids, self.text, self.flushed, self.ended = [], "", 0, None
 
     def add(self, token):
@@ -85,7 +72,7 @@ class TextStream:
             self.flush(held_back)
 
     def flush(self, held_back=0):
-        """Show the text but for its last `held_back` characters."""
+        """Show the text except its last `held_back` characters."""
         end = len(self.text) - held_back
         if end > self.flushed:
             self.show(self.text[self.flushed:end])
@@ -93,8 +80,8 @@ class TextStream:
 
 
 def generate_texts(model, prompt, seeds, max_new_tokens, decode, end=None, stop_strings=(), show=None, **sampling):
-    """Return a TextStream per seed, all of one prompt (ids), generated as one batch. end: the id of <|endoftext|>;
-    show: see TextStream; sampling: generate()'s temperature, top_k, top_p, repetition_penalty."""
+    """Generate one text per seed from a prompt (ids), as one batch, and return their TextStreams. end: the id of
+    <|endoftext|>; sampling: generate()'s temperature, top_k, top_p and repetition_penalty."""
     device = model.lm_head.weight.device
     texts = [TextStream(prompt, decode, end, stop_strings, show or (lambda new: None)) for _ in seeds]
 
@@ -113,22 +100,15 @@ def generate_texts(model, prompt, seeds, max_new_tokens, decode, end=None, stop_
 
 
 @torch.no_grad()
-def score_text(model, ids, stride=None):
-    """Return (mean loss, number of predicted tokens) of a text: of all its tokens but the first.
-
-    A longer text is read in windows of block_size tokens, each `stride` after the one before it, by default half of
-    block_size. Each token counts once, in the first window that predicts it. Smaller strides take longer and predict
-    from more tokens (huggingface.co/docs/transformers/perplexity). Raises ValueError.
-    """
+def score_text(model, ids):
+    """Return (mean loss, number of predicted tokens) of a text. Read a long text in windows of block_size tokens that
+    overlap by half, and count each token once, in the first window that predicts it. Raises ValueError."""
     device = model.lm_head.weight.device
-    block_size, last = model.config.block_size, len(ids) - 1  # tokens that are predicted
-    stride = stride or max(1, block_size // 2)
+    block_size, last = model.config.block_size, len(ids) - 1  # the first token is not predicted
     if last < 1:
-        raise ValueError(f"a text of {len(ids)} tokens has no loss: it needs at least 2, as the first is not predicted")
-    if stride > block_size:
-        raise ValueError(f"stride={stride} would skip tokens: at most the context, --stride={block_size}")
+        raise ValueError(f"the text has {len(ids)} tokens: give at least 2")
     total, counted = 0.0, 0
-    for start in range(0, last, stride):
+    for start in range(0, last, max(1, block_size // 2)):
         end = min(start + block_size, last)
         window = torch.tensor([ids[start:end + 1]], device=device)
         total += model(window[:, :-1], window[:, 1:], "none")[counted - start:].double().sum().item()
@@ -140,15 +120,15 @@ def score_text(model, ids, stride=None):
 
 @torch.no_grad()
 def sample_from_engine(engine, prompt, n_tokens, seed, device):
-    """Return `prompt` (ids) and n_tokens more, as a list. All ranks call it: at stage 3 a forward gathers parameters.
-    Each token is a forward of the whole, at its final length, so that compiled code sees one shape."""
+    """Return the prompt (ids) and n_tokens more, as a list. All ranks call it: at ZeRO-3 a forward gathers parameters.
+    Every forward takes the final length, so that torch.compile sees one shape."""
     length = min(len(prompt) + n_tokens, engine.module.config.block_size)
     generator = torch.Generator().manual_seed(seed)
     text = torch.zeros((1, length), dtype=torch.long, device=device)
     text[0, : len(prompt)] = torch.tensor(prompt)
     engine.eval()
     for i in range(len(prompt), length):
-        logits = engine(text)[:, i - 1].float().cpu()  # causal: the zeros after it do not count
+        logits = engine(text)[:, i - 1].float().cpu()  # causal: the zeros after it don't count
         text[0, i] = sample_token(logits, TEMPERATURE, TOP_K, None, generator).item()
     engine.train()
     return text[0].tolist()

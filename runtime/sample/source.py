@@ -1,4 +1,4 @@
-"""Where sample.py's model comes from, and the tokenizer that goes with it."""
+"""Find the model that sample.py loads, and its tokenizer."""
 
 import json
 import os
@@ -8,18 +8,18 @@ from typing import NamedTuple
 from model import GPT, GPTConfig
 from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore
-from runtime.data.dataset import GPT2_VOCAB, DatasetError, dataset_dirs, read_meta, same_tokenizer
+from runtime.data.dataset import GPT2_VOCAB, dataset_dirs, read_meta, same_tokenizer
 from runtime.data.tokenizer import tokenizer_file_meta
 from runtime.weights import PRETRAINED, read_nanogpt
 
-PADDED_GPT2_VOCAB = 50304  # what nanoGPT makes of it where a data set has no meta.pkl
+PADDED_GPT2_VOCAB = 50304  # nanoGPT's, for a dataset without meta.pkl
 
 
 class Source(NamedTuple):
-    """What sample.py samples from, before it is loaded."""
+    """A model that is not loaded yet."""
 
     name: str
-    description: str  # what follows the name and the size when they are printed
+    description: str  # printed after the name and size
     data: dict  # {"tokenizer", "vocab_size"} as in meta.json
     load: Callable  # load(device, dtype) -> GPT
 
@@ -27,20 +27,20 @@ class Source(NamedTuple):
 def resolve(init_from, out_dir, tag, dataset, root):
     """Return the Source that the settings name.
 
-    init_from: "resume" for a tag of out_dir, else as for GPT.from_pretrained. dataset: the name or path of a data set
-    with this tokenizer, or None. Raises CheckpointError, WeightsError, DatasetError, or ValueError.
+    init_from: "resume" for a tag of out_dir, otherwise as for GPT.from_pretrained. dataset: the name or path of a
+    dataset with the model's tokenizer, or None. Raises UserError or ValueError.
     """
     given = read_meta(dataset_dirs(dataset, root)[0]) if dataset else None
     if init_from == "resume":
         tag, manifest = TagStore(out_dir).find(tag)
         data = manifest["state"]["data"]
         if given and not same_tokenizer(given, data):
-            raise ValueError(f"dataset={dataset} has another tokenizer than {out_dir}/{tag} was trained with")
+            raise ValueError(f"dataset={dataset} has another tokenizer than {out_dir}/{tag}: drop --dataset")
         name, description = f"{out_dir}/{tag}", f" after {manifest['iter_num']} iterations"
     else:
         name, description, data = init_from, "", given or data_of_weights(init_from, root)
         if given and os.path.exists(init_from) and given["vocab_size"] > GPTConfig.from_weights(init_from).vocab_size:
-            raise ValueError(f"dataset={dataset} has a vocabulary of {given['vocab_size']}, beyond that of {init_from}")
+            raise ValueError(f"dataset={dataset} has {given['vocab_size']} tokens, more than {init_from}")
 
     def load(device, dtype):
         model = (load_model(out_dir, tag)[0].to(device, dtype) if init_from == "resume" else
@@ -52,29 +52,22 @@ def resolve(init_from, out_dir, tag, dataset, root):
 
 
 def data_of_weights(source, root):
-    """Return {"tokenizer", "vocab_size"} of a hub's name, a folder of weights, perhaps with a tokenizer, or nanoGPT's
-    ckpt.pt. The last names its data set, which is searched in data/ next to its out_dir, and in `root`."""
-    gpt2 = {"tokenizer": {"kind": "gpt2"}, "vocab_size": GPT2_VOCAB}
-    if source in PRETRAINED and not os.path.exists(source):
-        return gpt2
-    vocab_size = GPTConfig.from_weights(source).vocab_size
-    is_gpt2 = vocab_size in (GPT2_VOCAB, PADDED_GPT2_VOCAB)
+    """Return {"tokenizer", "vocab_size"} of a name on the hub, a folder of weights or nanoGPT's ckpt.pt. The last names
+    its dataset, which is looked for in data/ next to its out_dir, and in `root`."""
+    on_hub = source in PRETRAINED and not os.path.exists(source)
+    vocab_size = GPT2_VOCAB if on_hub else GPTConfig.from_weights(source).vocab_size
+    if vocab_size in (GPT2_VOCAB, PADDED_GPT2_VOCAB):
+        return {"tokenizer": {"kind": "gpt2"}, "vocab_size": GPT2_VOCAB}
     trained_on = read_nanogpt(source)[2].get("dataset") if os.path.isfile(source) else None
     if trained_on:
         nanogpt_root = os.path.dirname(os.path.dirname(os.path.abspath(source)))
         for folder in (os.path.join(nanogpt_root, "data", trained_on), *dataset_dirs(trained_on, root)):
             if os.path.isdir(folder):
-                try:
-                    return read_meta(folder)
-                except DatasetError:
-                    if not is_gpt2:  # GPT-2's tokens are known without the data
-                        raise
-    if is_gpt2:
-        return gpt2
+                return read_meta(folder)
     file = os.path.join(source, "tokenizer.json")
     if os.path.exists(file):
         with open(os.path.join(source, "config.json"), encoding="utf-8") as f:
             end = json.load(f).get("eos_token_id")
         return {"tokenizer": tokenizer_file_meta(file, end), "vocab_size": vocab_size}
-    raise ValueError(f"the {vocab_size} tokens of {source} are not GPT-2's: name the data set that they come from"
-                     f"{f', {trained_on},' if trained_on else ''} with --dataset=NAME or a path")
+    raise ValueError(f"the tokenizer of {source} is unknown ({vocab_size} tokens): name the dataset that it was "
+                     f"trained on{f', {trained_on},' if trained_on else ''} with --dataset=NAME or a path")
