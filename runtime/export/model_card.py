@@ -1,4 +1,4 @@
-"""The README.md of an exported model: its size, how to use it, losses and settings."""
+"""The README.md of an exported model."""
 
 import os
 
@@ -36,8 +36,8 @@ print(tokenizer.decode(model.generate(**tokenizer({prompt!r}, return_tensors="pt
 
 
 def model_card(name, model, manifest, history, prompt, export):
-    """Return the card's text, from a tag's manifest and its run's history (records). prompt: a text that the tokenizer
-    knows; export: sentences on how the folder was made."""
+    """Return the card's text. manifest: the tag's; history: its run's records; prompt: a text that the tokenizer knows;
+    export: sentences about the export's check."""
     state = manifest["state"]
     settings = {key: value for key, value in state["settings"].items() if key in CARD_SETTINGS}
     base = settings["init_from"]
@@ -57,7 +57,7 @@ def model_card(name, model, manifest, history, prompt, export):
 
 
 def dataset_names(dataset):
-    """Return the names in a setting: one, or each of a mixture with its weight."""
+    """Return the name of a dataset, or the names and weights of a mixture."""
     if isinstance(dataset, str):
         return os.path.basename(os.path.normpath(dataset))
     return ", ".join(f"{dataset_names(name)} (weight {weight})" for name, weight in dataset.items())
