@@ -1,7 +1,8 @@
-"""README.md speaks of files, settings and commands that there are."""
+"""The pages in Markdown name files, headings, settings, commands and messages that exist."""
 
 import ast
 import fnmatch
+import functools
 import re
 import shlex
 import subprocess
@@ -10,37 +11,83 @@ import sys
 import pytest
 from conftest import ROOT
 
+import configurator
+
+PAGES = [ROOT / name for name in subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True,
+                                                check=True).stdout.split() if (ROOT / name).exists()]
 README = ROOT / "README.md"
-LAUNCHERS = {"python", "torchrun", "deepspeed", "bash"}
-OTHERS = {  # --options of torchrun, deepspeed, pip and the scripts that are not settings of ours
+TAKE_SETTINGS = {"train_deepspeed.py": "train_deepspeed.py", "sample.py": "sample.py", "export_hf.py": "export_hf.py",
+                 "run_deepspeed_xl.sh": "train_deepspeed.py", "launch_deepspeed.py": "train_deepspeed.py",
+                 "doctor.py": "train_deepspeed.py", "bench.py": "train_deepspeed.py"}  # a script: whose settings
+SUBCOMMANDS = {"bench.py": ("train", "sample", "data", "checkpoint", "table")}
+FOREIGN = {  # options of torchrun, deepspeed, pip, git and ours that are not settings
     "--nproc_per_node", "--nnodes", "--node_rank", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--master_addr",
-    "--master_port", "--standalone", "--num_gpus", "--num_nodes", "--hostfile", "--include", "--exclude", "--tag",
-    "--name", "--tokenizer", "--help", "--print_settings", "--local_rank", "--key", "--install",
-    "--headline"}
-MADE = [  # by runs, by set-up, by transformers
+    "--master_port", "--standalone", "--num_gpus", "--num_nodes", "--hostfile", "--no_ssh", "--include", "--exclude",
+    "--nodes", "--gpus-per-node", "--help", "--print_settings", "--settings_table", "--local_rank", "--key", "--name",
+    "--model", "--model_args", "--bf16", "--fp16", "--install"}
+MADE = [  # by runs, by set-up, by transformers, by the user
     "out", "out-*", "data/*/*.bin", "data/*/meta.*", "*input.txt", "data/gpt2.tiktoken", "config.json",
     "*history.jsonl", "*settings.json", "*manifest.json", "*iter_*", "*.safetensors", "*zero_to_fp32.py", "*.pt",
-    "*train.bin", "*val.bin", "*meta.json", "*meta.pkl", "best*", "final*", "latest", ".venv*", "wandb*"]
+    "*train.bin", "*val.bin", "*meta.json", "*meta.pkl", "best*", "final*", "latest", ".venv*", "wandb*", "my*.txt",
+    "prompt.txt", "lines.txt", "text.txt", "texts.jsonl", "pytorch_model.bin", "*tokenizer*.json", "vocab.json",
+    "adapter_config.json", "generation_config.json", "operations.txt", "trace.json", "*.partial/", "merges.txt",
+    "data/mine*", "encoder.json", "input.txt", "requests.jsonl"]
+ELSEWHERE = {"convert_hf_to_gguf.py", "prefix_token_id"}  # llama.cpp's and lm_eval's
 PATH = re.compile(r"(?:\./)?[\w.-]+(?:/[\w.*-]+)*/?")
 SUFFIXES = (".py", ".sh", ".json", ".md", ".txt", ".toml", ".bin", ".pkl", ".jsonl", ".safetensors", ".pt")
+FOLDERS = ("config/", "data/", "runtime/", "tests/", "results/", "docs/")
 
 
-def text():
-    return README.read_text(encoding="utf-8")
+@functools.cache
+def read(page):
+    return page.read_text(encoding="utf-8")
 
 
-def blocks():
+def blocks(page):
     """The lines of the fenced code blocks; those ended by a backslash are joined with the next."""
-    fenced = re.findall(r"^```[^\n]*\n(.*?)^```", text(), re.M | re.S)
+    fenced = re.findall(r"^```[^\n]*\n(.*?)^```", read(page), re.M | re.S)
     return [line.strip() for block in fenced for line in block.replace("\\\n", " ").splitlines() if line.strip()]
 
 
-def inline():
+def prose(page):
+    return re.sub(r"^```.*?^```", "", read(page), flags=re.M | re.S)
+
+
+def inline(page):
     """What stands between single backticks outside of the fenced blocks."""
-    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text(), flags=re.M | re.S))
+    return re.findall(r"`([^`\n]+)`", prose(page))
 
 
-def names_of(script):
+def commands(page):
+    """[words] of each command, in blocks and between backticks: `NAME=value python X.py ...`, `./x.sh ...`."""
+    found = []
+    for line in [*blocks(page), *inline(page)]:
+        try:
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+        except ValueError:  # output with an apostrophe
+            continue
+        while words and (re.fullmatch(r"[A-Z_]+=.*", words[0]) or words[0] == "nohup"):
+            words.pop(0)
+        end = next((i for i, word in enumerate(words) if word in (">", "|", "&", "&&", "2>&1", "||")), len(words))
+        if len(words) > 1 and words[0].split("/")[-1] in ("python", "torchrun", "deepspeed") or (
+                words and words[0].startswith("./") and words[0].endswith(".sh")):
+            found.append(words[:end])
+    return found
+
+
+def is_there(path, page=README):
+    """Whether a path of a page is in the repository, or one that a run, the set-up or the user makes."""
+    path = path.removeprefix("./").rstrip("/")
+    if any(fnmatch.fnmatch(path, pattern) for pattern in MADE) or path.startswith("../") or path in ELSEWHERE:
+        return True
+    if re.search(r"NAME|FILE|DIR|PATH|TAG|CONFIG|X\.py", path):  # stands for one
+        return True
+    return bool(list(ROOT.glob(path)) or list(page.parent.glob(path))
+                or "/" not in path and [*ROOT.glob(f"*/{path}"), *ROOT.glob(f"*/*/{path}")])
+
+
+@functools.cache
+def settings_of(script):
     """The settings of a script: the plain names that it gives values to, before it reads the command line."""
     tree = ast.parse((ROOT / script).read_text().split("\nsettings = ")[0])
     targets = [node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
@@ -48,43 +95,100 @@ def names_of(script):
     return {target.id for target in targets if target.id[0] != "_"}
 
 
-def commands():
-    """(program, its words) of each command in the blocks: `NAME=value python X.py ...`, `./x.sh ...`, `$ ...`."""
-    found = []
-    for line in blocks():
-        try:
-            words = shlex.split(line.removeprefix("$ "), comments=True)
-        except ValueError:  # output with an apostrophe
-            continue
-        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-            words.pop(0)
-        if words and (words[0] in LAUNCHERS or words[0].startswith("./")):
-            found.append((words[0], words[1:]))
-    return found
+@functools.cache
+def own_options(script):
+    """The options of a script that are no settings, as its source writes them."""
+    quoted = not script.endswith(".sh") and not script.startswith("tests/")
+    return set(re.findall(r'"(--\w+)"' if quoted else r"--\w+", read(ROOT / script)))
 
 
-def is_there(path):
-    """Whether a path of README's is in the repository, or one that a run or the set-up makes."""
-    path = path.removeprefix("./").rstrip("/")
-    if any(fnmatch.fnmatch(path, pattern) for pattern in MADE) or "NAME" in path or "FILE" in path or "DIR" in path:
-        return True
-    return bool(list(ROOT.glob(path)) or ("/" not in path and list(ROOT.glob(f"*/{path}"))))
+def wrong(words):
+    """What is wrong with a command: a script that does not exist, or an argument that it would refuse; or None."""
+    place = next((i for i, word in enumerate(words) if word.endswith((".py", ".sh")) and (i == 0 or word[0] != "-")
+                  and not word.startswith("config/")), None)
+    if place is None:  # python -m MODULE, or a part of a command
+        return None
+    script, arguments = words[place].removeprefix("./"), [word for word in words[place + 1:] if word != "..."]
+    if not is_there(script):
+        return f"there is no {script}"
+    if not (ROOT / script).exists():
+        return None
+    if arguments and arguments[0] in SUBCOMMANDS.get(script, ()):
+        arguments = arguments[1:]
+    own = own_options(script) | {"--help", "--print_settings", "--settings_table"}
+    rest = [word for word in arguments if word.split("=")[0] not in own]
+    if script not in TAKE_SETTINGS:
+        unknown = [word for word in rest if word.startswith("--")]
+        return f"{script} has no {unknown}" if unknown else None
+    for word in rest:
+        if word.startswith("--deepspeed_config=") and not is_there(word.partition("=")[2]):
+            return f"there is no {word.partition('=')[2]}"
+    rest = [word for word in rest if not re.match(r"\.\./|[A-Z]+(\.py)?$", word)]
+    try:
+        configurator.settings_of_script(str(ROOT / TAKE_SETTINGS[script]), rest)
+    except SystemExit:
+        return f"{script} refuses {rest}"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def readme():
-    assert README.exists(), "there is no README.md"
+def heading_anchors(page):
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_two_commands_are_told():
-    programs = [program for program, _ in commands()]
-    assert "./run_deepspeed_xl.sh" in programs and "./run_tests.sh" in programs
-    assert len(commands()) >= 8  # the seven ways of use, and the tests
+def test_links_lead_to_files_and_headings():
+    broken, links = [], 0
+    for page in PAGES:
+        for file, anchor in re.findall(r"\]\(([^)\s#:]*)(?:#([^)\s]+))?\)", prose(page)):
+            target = (page.parent / file).resolve() if file else page
+            links += 1
+            if not target.exists() or (anchor and anchor not in heading_anchors(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {file}#{anchor}")
+    assert links > 40 and broken == []
 
 
-def test_every_way_of_use_is_told():
-    lines = "\n".join(" ".join([program, *words]) for program, words in commands())
-    for way in (r"deepspeed --num_gpus=4 train_deepspeed\.py config/xl_shakespeare\.py",
+def test_the_files_that_pages_name_exist():
+    for page in PAGES:
+        paths = [code for code in inline(page) if PATH.fullmatch(code) and code not in SUFFIXES
+                 and (code.endswith(SUFFIXES) or code.startswith(FOLDERS))]
+        assert [path for path in paths if not is_there(path, page)] == [], page.name
+    assert not is_there("runtime/preflight.py") and not is_there("nothing.json")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_possible(page, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # from_command_line() replaces it
+    monkeypatch.chdir(ROOT)
+    problems = {shlex.join(words): problem for words in commands(page) if (problem := wrong(words))}
+    assert problems == {}, capsys.readouterr().err
+
+
+def test_a_wrong_command_is_found(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    assert sum(len(commands(page)) for page in PAGES) > 60
+    for line in ("python nothing.py", "python train_deepspeed.py config/nothing.py", "python sample.py --tempo=1",
+                 "torchrun --nproc_per_node=4 train_deepspeed.py --batch_size=many", "python plot.py --colour=red",
+                 "python doctor.py config/xl_shakespeare.py --gpus=4", "./run_all.sh", "python bench.py train --gpu=1",
+                 "python train_deepspeed.py --deepspeed_config=ds_config_zero9.json"):
+        assert wrong(shlex.split(line)), line
+
+
+def test_the_settings_that_pages_name_exist():
+    scripts = [path for pattern in ("*.py", "*.sh", "data/*.py", "runtime/*/*.py", "tests/*.py", "tests/drills/*.py")
+               for path in ROOT.glob(pattern)]
+    settings = set().union(*map(settings_of, {*TAKE_SETTINGS.values()}))
+    options = set().union(*(own_options(str(path.relative_to(ROOT))) for path in scripts))
+    options |= {f"--{name}" for name in settings} | FOREIGN
+    for page in PAGES:
+        named = [option for code in inline(page) for option in re.findall(r"(?<!\S)--[a-z0-9_-]+", code)]
+        assert [option for option in named if option not in options] == [], page.name
+        assigned = [name for code in inline(page) for name in re.findall(r"^([a-z]\w*)=[^\s\"]+$", code)]
+        assert [name for name in assigned if name not in settings | ELSEWHERE] == [], page.name
+
+
+def test_readme_has_every_way_of_use():
+    lines = "\n".join(map(" ".join, commands(README)))
+    for way in (r"\./run_deepspeed_xl\.sh", r"\./run_tests\.sh",
+                r"deepspeed --num_gpus=4 train_deepspeed\.py config/xl_shakespeare\.py",
                 r"deepspeed --num_gpus=2 train_deepspeed\.py",
                 r"torchrun --nproc_per_node=4 train_deepspeed\.py config/xl_shakespeare\.py",
                 r"python train_deepspeed\.py config/",
@@ -93,45 +197,30 @@ def test_every_way_of_use_is_told():
         assert re.search(way, lines), way
 
 
-def test_the_files_of_all_commands_exist():
-    paths = []
-    for program, words in commands():
-        paths += [program] if program.startswith("./") else []
-        paths += [word for word in words if word.endswith((".py", ".sh", ".json", ".txt")) and word[0] != "-"]
-        paths += [word.split("=", 1)[1] for word in words if word.startswith("--deepspeed_config=")]
-    assert paths and [path for path in paths if not is_there(path)] == []
-
-
-def test_the_files_that_the_text_names_exist():
-    paths = [code for code in inline() if PATH.fullmatch(code)
-             and (code.endswith(SUFFIXES) or code.startswith(("config/", "data/", "runtime/", "tests/", "results/")))]
-    paths += [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text()) if "://" not in link]
-    assert paths and [path for path in paths if path and not is_there(path)] == []
-
-
-def test_the_settings_of_all_commands_exist():
-    settings = {"train_deepspeed.py": names_of("train_deepspeed.py"), "sample.py": names_of("sample.py"),
-                "export_hf.py": names_of("export_hf.py"), "run_deepspeed_xl.sh": names_of("train_deepspeed.py")}
-    assert "learning_rate" in settings["train_deepspeed.py"] and "top_p" in settings["sample.py"]
-    unknown = []
-    for program, words in commands():
-        script = next((name for name in settings for word in (program, *words) if word.endswith(name)), None)
-        options = [word.split("=")[0] for word in words if word.startswith("--")]
-        unknown += [(script, option) for option in options
-                    if script and option not in OTHERS and option[2:] not in settings[script]]
-    assert unknown == []
-
-
-def test_the_settings_that_the_text_names_exist():
-    known = names_of("train_deepspeed.py") | names_of("sample.py") | names_of("export_hf.py")
-    options = [option for code in inline() for option in re.findall(r"(?<!\S)--[a-z0-9_]+", code)]
-    assert [option for option in options if option not in OTHERS and option[2:] not in known] == []
-    assigned = [name for code in inline() for name in re.findall(r"^([a-z]\w*)=\S+$", code)]
-    assert [name for name in assigned if name not in known] == []
-
-
 def test_the_table_of_settings_is_the_scripts():
     command = [sys.executable, ROOT / "train_deepspeed.py", "--settings_table"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == done.stdout
     assert done.stdout.count("\n| `") > 60
+
+
+def sources():
+    """All code, with the strings that stand on several lines joined."""
+    code = "\n".join(path.read_text(encoding="utf-8") for pattern in ("*.py", "runtime/**/*.py", "*.sh", "*.md")
+                     for path in ROOT.glob(pattern))
+    return re.sub(r'"\s*\n\s*f?"', "", code)
+
+
+def test_the_guided_tour_names_what_the_code_has():
+    code = sources()
+    names = {name for code in inline(ROOT / "docs" / "how_it_works.md")
+             for name in re.findall(r"^([A-Za-z_]\w*)(?:\(\))?$|^(?:\w+\.)([a-z_]+)$", code) for name in name if name}
+    assert {"train_batches", "on_grad_ready", "newest_intact"} <= names
+    assert [name for name in names if not re.search(rf"\b{name}\b", code)] == []
+
+
+def test_the_messages_of_troubleshooting_are_the_codes():
+    rows = re.findall(r"^\| (.+?) \|", read(ROOT / "docs" / "troubleshooting.md"), re.M)
+    messages = [code for row in rows for code in re.findall(r"`([^`]+)`", row) if " " in code]
+    code = sources()
+    assert len(messages) >= 4 and [message for message in messages if message not in code] == []
