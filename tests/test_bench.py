@@ -1,4 +1,4 @@
-"""bench.py at toy size: real runs of both sides, whose figures agree with one another."""
+"""bench.py on a tiny model: each command measures a real run, and its figures agree with each other."""
 
 import json
 
@@ -16,27 +16,27 @@ def bench(out, *args):
 
 @pytest.mark.parametrize(("baseline", "name"), [long("hf", "transformers"), ("pytorch", "PyTorch with torch.compile")])
 def test_train_and_a_baseline(characters, tmp_path, baseline, name):
-    found, words = bench(tmp_path / "train.json", "train", "--gpus=2", f"--baseline={baseline}", "--repeats=5", *SMALL,
+    found, output = bench(tmp_path / "train.json", "train", "--gpus=2", f"--baseline={baseline}", "--repeats=5", *SMALL,
                          f"--dataset={characters}")
     ms = [r["ms"] for r in found["history"][4:]]
     assert found["ms"] == {"median": sorted(ms)[2], "min": min(ms), "max": max(ms), "count": 5}
     assert found["tokens_per_s"] == pytest.approx(2 * 2 * 2 * 32 / (found["ms"]["median"] / 1000))
     parts = found["parts_ms"]
-    # of other steps than those, on a machine that may be busy with others: a wrong unit would be a thousand
+    # Means over steps with that median, on a machine that may be busy. A wrong unit would be a factor of 1,000
     assert 0.1 * min(ms) < parts["forward"] + parts["backward"] + parts["optimizer"] < 10 * max(ms)
     assert 0 < parts["reduction"] < 10 * max(ms) and 0 <= parts["data"] < 10 * max(ms)
     other = found["baseline"]
     assert other["ratio"] == other["ms"]["median"] / found["ms"]["median"] and found["world_size"] == 2
-    assert f"bench.py train --gpus=2 --baseline={baseline}" in found["command"] and "x faster" in words
+    assert f"bench.py train --gpus=2 --baseline={baseline}" in found["command"] and "x faster" in output
     assert other["name"].startswith(name)
 
 
 def test_sample_beside_transformers(tmp_path):
-    found, words = bench(tmp_path / "sample.json", "sample", "--model=1,2,32", "--batch=2", "--tokens=20",
+    found, output = bench(tmp_path / "sample.json", "sample", "--model=1,2,32", "--batch=2", "--tokens=20",
                          "--baseline=hf", "--repeats=5")
     assert found["tokens_per_s"]["count"] == 5 and 0 < found["share_of_limit"] < 1
     assert found["baseline"]["ratio"] == found["tokens_per_s"]["median"] / found["baseline"]["tokens_per_s"]["median"]
-    assert "tokens/s" in words and found["first_token_ms"]["median"] > 0
+    assert "tokens/s" in output and found["first_token_ms"]["median"] > 0
 
 
 def test_checkpoint(characters, tmp_path):
@@ -55,13 +55,13 @@ def test_data(characters, tmp_path):
     (["sample", "--model=gpt3"], "argument --model: invalid shape value: 'gpt3'"),
     (["train", "--json=no/x.json"], "there is no such folder"),
 ])
-def test_mistakes_end_in_a_sentence(args, sentence):
+def test_mistakes_are_one_line(args, sentence):
     run = launch(ROOT / "bench.py", *args)
     assert run.returncode and sentence in run.stderr and "Traceback" not in run.stderr
 
 
 def test_the_table_takes_any_run_and_leaves_the_rest_of_the_page(tmp_path, monkeypatch):
-    """A run without MFU, of weights by name and a JSON of one's own; one that is no run spoils nothing."""
+    """A run without MFU, with weights by name and its own DeepSpeed JSON. A file that is no run changes nothing."""
     run = {"settings": {"n_layer": None, "n_head": None, "n_embd": None, "init_from": "gpt2-xl", "batch_size": 1,
                         "gradient_accumulation_steps": 32, "deepspeed_config": "mine.json"}, "world_size": 2,
            "stage": 2, "ms": {"median": 5.0, "min": 4.0, "max": 6.0}, "tokens_per_s": 7, "mfu": None,

@@ -1,4 +1,4 @@
-"""plot.py: two runs of the training script compared, a long run with spikes, and every mistake's sentence."""
+"""plot.py: two runs of the training script compared, a long run with spikes, and folders without records."""
 
 import json
 import math
@@ -28,12 +28,12 @@ def write_run(folder, records):
 
 
 def colors(picture):
-    """Each color of a picture: in how many of its pixels."""
+    """Return {color: number of its pixels} of a picture."""
     return {color: count for count, color in picture.convert("RGB").getcolors(2**24)}
 
 
 def panel(history, key):
-    """The axes of one panel with one run."""
+    """Return the axes of one panel with one run."""
     axes = Figure().subplots()
     plot.draw(axes, {"a": history}, key)
     return axes

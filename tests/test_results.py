@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def rows(document, name):
-    """The cells of the table rows of a document that name a JSON in results/ in a cell of their own."""
+    """Return (name, cells) of each table row of a document that `name` matches."""
     found = []
     for line in (ROOT / document).read_text(encoding="utf-8").splitlines():
         match = re.search(name, line)
@@ -63,13 +63,13 @@ def test_the_benchmark_table_is_made_from_the_runs():
 
 
 def table_rows(lines):
-    """The rows of a Markdown table, each a set of (column, cell)."""
+    """Return the rows of a Markdown table, each a set of (column, cell)."""
     cells = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines if line.startswith("|")]
     return [set(zip(cells[0], row, strict=True)) for row in cells[2:]] if cells else []
 
 
 def missing_rows(readme):
-    """The rows of README's table under "## Speed" that are no part of a row of docs/numbers.md."""
+    """Return the rows of README's table under "## Speed" that are no part of a row in docs/numbers.md."""
     _, _, section = readme.partition("\n## Speed\n")
     measured = table_rows(bench.format_table().splitlines())
     return [row for row in table_rows(section.partition("\n## ")[0].splitlines())
@@ -117,16 +117,16 @@ def test_head_gradients_and_the_gpu_suite_are_what_the_text_says():
     assert all(fault["caught"] for fault in suite["faults"])
 
 
-def test_recorded_steps_are_launched_ones_to_the_last_bit():
-    """Also with dropout, and of a run resumed at its sixth step."""
+def test_steps_as_a_cuda_graph_equal_eager_ones_to_the_last_bit():
+    """Also with dropout, and in a run that was resumed at step 6."""
     runs = {name: [(r["iter"], r["loss"], r["grad_norm"]) for r in run["history"] if "loss" in r]
             for name, run in run_of("x1_recorded")["runs"].items()}
     assert runs["whole"] == runs["launched"] == runs["part"] and len(runs["whole"]) == 12
     assert runs["dropout"] == runs["dropout_launched"] != runs["whole"] and len(runs["dropout"]) == 12
 
 
-def test_every_faster_way_learns_as_another_seed_does():
-    """GPT-2 small, 200 steps: validation losses as close to the plain way's as another seed's to the first."""
+def test_every_fast_path_trains_as_another_seed_does():
+    """GPT-2 small, 200 steps: each fast path changes the validation loss by no more than another seed does."""
     ends = {name: run["val"][-1] for name, run in run_of("x1_curves")["runs"].items()}
     noise = abs(ends["fused --seed=1338"] - ends["fused"])
     assert 0.01 < noise < 0.02 and len(ends) == 8
@@ -150,7 +150,7 @@ LADDER = {"GPT-2 large (774M)": (36, 20, 1280), "GPT-2 XL": (48, 25, 1600), "2.7
 
 
 @pytest.mark.parametrize("column, preset", [(1, "ds_config_zero2.json"), (2, "config/ds/zero2_offload.json")])
-def test_the_largest_models_by_card_are_what_the_plan_reckons(column, preset):
+def test_the_largest_models_by_gpu_are_what_is_estimated(column, preset):
     cards = rows("RESULTS.md", r"^\| (\d+) GB \| ")
     assert len(cards) == 4
     planned = {}
@@ -215,7 +215,7 @@ def test_the_memory_plan_is_what_was_measured():
 
 
 def planned_gb(model, preset, micro, recomputed, gpus=1, accumulate_locally=False):
-    """The estimate of a model on meta in bfloat16, GB: at the peak, on each GPU."""
+    """Return the estimated peak GB per GPU of a model on meta in bfloat16, without CUDA's own."""
     batch = Batch(micro, 32 // micro, gpus, 1024)
     config, _ = resolve(ROOT / preset, batch, 1.0, "bfloat16", True)
     stored, trainable = (sum(p.numel() for p in model.parameters() if p.requires_grad or every)
@@ -296,7 +296,7 @@ def test_the_tables_of_checkpoints_and_precisions_are_what_was_measured():
 
 
 def test_the_new_layout_is_as_fast_as_the_old_one():
-    """Within 1%, but for the 1.9 and 2.4% that choosing among cuBLASLt's algorithms had brought (cut), and for
+    """Within 1%, except for the 1.9 and 2.4% that the choice of cuBLASLt's algorithms had gained (removed), and for
     shakespeare_char, whose steps vary by half."""
     allowed = {"8 x 4": 0.019, "1 x 32": 0.024, "shakespeare_char": 0.1}
     runs, text = [run_of("x1_before_after"), run_of("x1_before_after_2")], (ROOT / "RESULTS.md").read_text("utf-8")
@@ -314,7 +314,7 @@ NUMBER = re.compile(r"(\d[\d,]*(?:\.\d+)?)(?: to (\d[\d,]*(?:\.\d+)?))? (?:ms|us
 
 
 def values(record):
-    """All numbers of a JSON, also those in its sentences."""
+    """Return all numbers of a JSON, also those in its strings."""
     if isinstance(record, str):
         return [float(n.replace(",", "")) for n in re.findall(r"\d[\d,]*\.?\d*", record)]
     if isinstance(record, (int, float)):
@@ -324,7 +324,9 @@ def values(record):
 
 
 def unrecorded(note):
-    """The times, sizes and speeds of a note that none of its files has. "about 5 ms" and "5 ms (predicted)" pass."""
+    """Return the times, sizes and speeds of a note that none of its files has.
+
+    "about 5 ms" and "5 ms (predicted)" need no file."""
     names = re.findall(r"`(results/\w+\.json)`", note)
     measured = [v for name in names for v in values(json.loads((ROOT / name).read_text(encoding="utf-8")))]
     found = []
