@@ -1,13 +1,13 @@
 """Settings: a script's defaults <- config files <- --key=value, checked.
 
-A script's settings are its top-level names. Their types are those of the defaults, or the annotations where one
-type is not enough (`lr_decay_iters: int | None = None`, `lr_schedule: Literal["cosine", "linear"] = "cosine"`).
-
     python train_deepspeed.py config/xl_shakespeare.py --learning_rate=1e-5 --max_iters 40
 
-Config files are Python and run in a namespace of their own, which holds the settings so far: they may compute,
-import, and use names of their own if these begin with an underscore. `--help` shows every setting with its comment,
-`--print_settings` the settings in force as JSON.
+A script's settings are its top-level names. Their types are those of the defaults, or the annotations if one type is
+not enough (`lr_decay_iters: int | None = None`, `lr_schedule: Literal["cosine", "linear"] = "cosine"`).
+
+Config files are Python. They run in a namespace of their own that holds the settings so far. They may compute and
+import, and use other names that begin with an underscore. `--help` prints every setting with its comment, and
+`--print_settings` the resulting values as JSON.
 """
 
 import ast
@@ -24,28 +24,28 @@ import typing
 from pathlib import Path
 
 from runtime.files import UserError
-from runtime.output import exit_with_error, explain_uncaught
+from runtime.output import exit_with_error
 
 SETTING_TYPES = (bool, int, float, str, type(None), dict, list, tuple)
 BOOLS = ("True", "False", "true", "false")
+VALUES = {bool: ("True", "False"), type(None): ("None",)}
 
 
 def configure(defaults, argv, annotations=None, root="."):
     """Return the settings that argv makes of the dict `defaults`: a frozen dataclass with its keys as fields.
 
-    Its attribute before_auto holds what "auto" overwrote, by name: init_from=auto and batch_size=auto need it.
-    Config files are looked for in the working directory, then in `root`. Raises UserError with all problems.
+    Its attribute before_auto has the values that "auto" replaced, for init_from=auto and batch_size=auto. Config files
+    are searched for in the working directory, then in `root`. Raises UserError with all problems.
     """
     settings, before_auto, problems = dict(defaults), {}, []
     allowed = {name: allowed_values(value, (annotations or {}).get(name)) for name, value in defaults.items()}
 
-    def assign(name, value, where, parse=False):
+    def assign(name, value, where, convert=validate):
         if name not in defaults:
-            hint = did_you_mean(name, defaults) or ("" if parse else "; names of a file's own begin with an underscore")
-            problems.append(f"{where}: there is no setting '{name}'{hint}")
+            problems.append(f"{where}: there is no setting '{name}'{did_you_mean(name, defaults)}")
             return
         try:
-            value = (parse_value if parse else validate)(value, *allowed[name])
+            value = convert(value, *allowed[name])
             if value == "auto" and settings[name] != "auto":
                 before_auto[name] = settings[name]
             settings[name] = value
@@ -72,8 +72,8 @@ def configure(defaults, argv, annotations=None, root="."):
             elif name in defaults:
                 problems.append(f"--{name} needs a value: --{name}={defaults[name]}")
                 continue
-        if name != "local_rank":  # the deepspeed launcher gives it to every script; LOCAL_RANK says the same
-            assign(name, value, "command line", parse=True)
+        if name != "local_rank":  # the deepspeed launcher adds it for every script; we use LOCAL_RANK
+            assign(name, value, "command line", parse_value)
     if problems:
         raise UserError("\n".join(problems))
     namespace = {"before_auto": before_auto}
@@ -81,13 +81,13 @@ def configure(defaults, argv, annotations=None, root="."):
 
 
 def did_you_mean(name, known):
-    """', did you mean ...?' with the known name most like `name`, or nothing."""
+    """Return ": did you mean ...?" with the known name closest to `name`, or ""."""
     match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f": did you mean '{match[0]}'?" if match else ""
 
 
 def allowed_values(default, annotation):
-    """(types, choices) that a setting may take, from its annotation or else from its default."""
+    """Return (types, choices) that a setting may take, from its annotation or else from its default."""
     if annotation is None:
         return {type(default)}, ()
     union = typing.get_origin(annotation) in (types.UnionType, typing.Union)  # with a Literal in it, it is the latter
@@ -96,18 +96,23 @@ def allowed_values(default, annotation):
     return {p for p in parts if isinstance(p, type)} | ({type(None)} if None in parts else set()), choices
 
 
+def value_names(types_, choices):
+    """Return the allowed values as a user writes them: ["auto", "True", "False"], or ["int", "None"]."""
+    ordered = sorted(types_, key=lambda kind: (kind is type(None), kind.__name__))
+    return [*choices, *(name for kind in ordered for name in VALUES.get(kind, (kind.__name__,)))]
+
+
 def validate(value, types_, choices):
-    """`value` if it is of one of the types or choices; an int becomes a float where only a float will do."""
+    """Return `value` if it has one of the types or is a choice. An int becomes a float if only float is allowed."""
     if (type(value) in types_) or value in choices:
         return value
     if float in types_ and type(value) is int:
         return float(value)
-    names = [kind.__name__ if kind is not type(None) else "None" for kind in sorted(types_, key=str)]
-    raise ValueError(f"takes {' or '.join([*map(repr, choices), *names])}, not {value!r}")
+    raise ValueError(f"takes {' or '.join(value_names(types_, choices))}, not {value!r}")
 
 
 def parse_value(text, types_, choices):
-    """The value that a command line's text means for a setting of these types."""
+    """Return the value of a command line's text for a setting of these types."""
     if text in choices or types_ == {str}:
         return validate(text, types_, choices)
     try:
@@ -117,19 +122,16 @@ def parse_value(text, types_, choices):
 
 
 def run_config_file(path, settings, root):
-    """Run a config file; returns what it assigned, by name."""
+    """Run a config file and return what it assigned, by name."""
     found = next((p for p in (path, os.path.join(root, path)) if os.path.isfile(p)), None)
-    if found is None:
-        hint = f": did you mean --{path.lstrip('-')}?" if "=" in path else "; settings are written --key=value"
-        raise UserError(f"there is no config file {path}{hint}")
-    if not path.endswith(".py"):  # other files may be Python by accident: much JSON is
-        hint = (f"a DeepSpeed configuration is given as --deepspeed_config={path}" if path.endswith(".json")
-                and "deepspeed_config" in settings else "config files end in .py, and settings are written --key=value")
-        raise UserError(f"{path} is not a config file: {hint}")
+    if found is None or not path.endswith(".py"):  # JSON is often valid Python, and would change nothing
+        problem = "does not exist" if found is None else "is not a .py file"
+        hint = f"--deepspeed_config={path}" if path.endswith(".json") else "--key=value"
+        raise UserError(f"config file {path} {problem}: name a .py file, or write {hint}")
     names = dict(settings)
     try:
         exec(compile(Path(found).read_text(encoding="utf-8"), found, "exec"), names)
-    except Exception as error:  # whatever the user's own Python raises
+    except Exception as error:  # the user's own Python
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == found]
         line = lines[-1] if lines else getattr(error, "lineno", None)
         raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from None
@@ -139,82 +141,70 @@ def run_config_file(path, settings, root):
 
 
 def settings_with_comments(source, defaults):
-    """(docstring, [(name, its comment) or (None, a group's heading)]) of a script's settings, by its own lines."""
-    text = Path(source).read_text(encoding="utf-8")
-    found, lines = [], text.splitlines()
-    names = [match and match[1] for match in (re.match(r"(\w+)(?:: .+?)? = ", line) for line in lines)]
-    first = min(names.index(name) for name in defaults)
-    for name, line in zip(names[first - 1:], lines[first - 1:]):
-        if name == "settings":
-            break
-        if name in defaults:
-            found.append((name, line.partition("  # ")[2]))
+    """Return [(setting, its comment) or (None, heading of a group)] from a script's source."""
+    found = []
+    for line in source.splitlines():
+        setting = re.match(r"(\w+)(?:: .+?)? = .*?(?:  # (.*))?$", line)
+        if setting and setting[1] in defaults:
+            found.append((setting[1], setting[2] or ""))
         elif line.startswith("# ") and found and found[-1][0] and not line[2].isupper():
-            found[-1] = found[-1][0], f"{found[-1][1]}\n{line[2:]}"  # the comment above goes on
+            found[-1] = found[-1][0], f"{found[-1][1]}\n{line[2:]}"  # the comment above continues
         elif line.startswith("# "):
+            found = found[:-1] if found and found[-1][0] is None else found  # that was not a heading
             found.append((None, line[2:]))
-    return ast.get_docstring(ast.parse(text)) or "", found
+    return found
 
 
-def help_text(source, defaults):
-    """The script's own lines of settings with their comments: the defaults are the manual."""
-    docstring, found = settings_with_comments(source, defaults)
-    shown = [docstring, "", "Settings, as --key=value:"]
-    for name, comment in found:
-        first, *others = comment.split("\n")
+def help_text(source, defaults, annotations):
+    """Return the text of --help: the script's docstring, and its settings with their comments."""
+    shown = [ast.get_docstring(ast.parse(source)) or "", "", "Settings, as --key=value:"]
+    for name, comment in settings_with_comments(source, defaults):
+        if name in annotations:
+            comment += f" [{' | '.join(value_names(*allowed_values(None, annotations[name])))}]"
         setting = f"  --{name}={defaults[name]!r}" if name else ""
-        shown += [f"{setting:<42}  {first}".rstrip()] if name else ["", first]
+        first, *others = comment.split("\n")
+        shown += [f"{setting:<42}  {first}"] if name else ["", first]
         shown += [f"{'':<42}  {other}" for other in others]
     return "\n".join(shown)
 
 
-def settings_table(source, defaults):
-    """The settings as a table in Markdown: docs/settings.md."""
-    _, found = settings_with_comments(source, defaults)
-    lines = ["# All settings of train_deepspeed.py", "",
-             "Made by `python train_deepspeed.py --settings_table`. On the command line they are written "
-             "`--name=value`, in a config file, which is Python, `name = value`."]
-    for name, comment in found:
+def settings_table(source, defaults, annotations):
+    """Return the settings as tables in Markdown: docs/settings.md."""
+    lines = ["# Settings of train_deepspeed.py", "",
+             "On the command line, write `--name=value`. In a config file, which is Python, write `name = value`. "
+             "This page is the output of `python train_deepspeed.py --settings_table`."]
+    for name, comment in settings_with_comments(source, defaults):
+        if name is None:
+            lines += ["", f"## {comment}", "", "| setting | default | values | description |", "|---|---|---|---|"]
+            continue
+        values = " \\| ".join(value_names(*allowed_values(defaults[name], annotations.get(name))))
         comment = comment.replace("\n", " ").replace("|", "\\|")
-        if name:
-            lines.append(f"| `{name}` | `{defaults[name]!r}` | {comment} |")
-        else:
-            heading, _, more = comment.partition("; ")
-            lines += ["", f"## {heading}", *(["", more[:1].upper() + more[1:] + "."] if more else []), "",
-                      "| setting | default | what |", "|---|---|---|"]
+        lines.append(f"| `{name}` | `{defaults[name]!r}` | {values} | {comment} |")
     return "\n".join(lines)
 
 
 def exit_quietly_on_broken_pipe():
-    """End this program quietly when nobody reads its output any more, as after `| head`. Don't call it while a network
-    is in use: a lost connection would end it too."""
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-
-
-def explain_missing_package(error):
-    """A package that is not installed is the user's to install."""
-    if isinstance(error, ModuleNotFoundError):
-        return f"{error}: python -m pip install -r requirements.txt; python doctor.py shows what else is wrong"
+    """Exit without a message when nobody reads the output, as after `| head`. A lost network connection exits, too."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def from_command_line(script, argv=None):
     """Return the settings of the script whose globals() are given, from its command line: see configure().
 
-    Ends the program for --help, --print_settings, and for a mistake: exit code 2, one line per problem.
+    Exits after --help and --print_settings. For mistakes, prints one line each and exits with code 2.
     """
     argv = sys.argv[1:] if argv is None else argv
-    explain_uncaught(explain_missing_package)
-    source = script["__file__"]
+    path, annotations = script["__file__"], script.get("__annotations__", {})
+    source = Path(path).read_text(encoding="utf-8").partition("\nsettings = ")[0]
     defaults = {k: v for k, v in script.items() if not k.startswith("_") and isinstance(v, SETTING_TYPES)}
     if "--help" in argv or "-h" in argv:
-        shown = help_text(source, defaults)
+        shown = help_text(source, defaults, annotations)
     elif "--settings_table" in argv:
-        shown = settings_table(source, defaults)
+        shown = settings_table(source, defaults, annotations)
     else:
         try:
-            settings = configure(defaults, [a for a in argv if a != "--print_settings"], script.get("__annotations__"),
-                                 os.path.dirname(os.path.abspath(source)))
+            settings = configure(defaults, [a for a in argv if a != "--print_settings"], annotations,
+                                 os.path.dirname(os.path.abspath(path)))
         except UserError as error:
             exit_with_error(error)
         if "--print_settings" not in argv:
@@ -226,16 +216,10 @@ def from_command_line(script, argv=None):
 
 
 def settings_of_script(script, argv):
-    """Return the settings that another script takes from these arguments. A mistake ends this program too.
-
-    Runs the assignments at the script's top, as far as its call of from_command_line().
-    """
-    defaults = {"__file__": script, "Literal": typing.Literal}
-    for node in ast.parse(Path(script).read_text(encoding="utf-8")).body:
-        target = getattr(node, "target", None) or getattr(node, "targets", [None])[0]
-        name = getattr(target, "id", "_")
-        if name == "settings":
-            break
-        if not name.startswith("_"):
-            exec(compile(ast.Module([node], []), script, "exec"), defaults)
-    return from_command_line(defaults, argv)
+    """Return the settings that another script would make of these arguments. Exits for mistakes."""
+    names = {"__file__": script, "Literal": typing.Literal}
+    source = Path(script).read_text(encoding="utf-8").partition("\nsettings = ")[0]
+    for node in ast.parse(source).body:  # run its assignments of settings alone
+        if isinstance(node, ast.Assign | ast.AnnAssign) and not ast.unparse(node).startswith("_"):
+            exec(compile(ast.Module([node], []), script, "exec"), names)
+    return from_command_line(names, argv)

@@ -1,10 +1,10 @@
-"""Train GPT-2 with DeepSpeed ZeRO: from scratch, from OpenAI's weights, or onward from a checkpoint.
+"""Train GPT-2 with DeepSpeed ZeRO: from scratch, from OpenAI's weights, or from a checkpoint.
 
     python train_deepspeed.py config/shakespeare_char_cpu.py                     one process, no launcher
-    torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py      4 GPUs of one machine
+    torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py      4 GPUs of one node
     deepspeed --num_gpus=4 train_deepspeed.py config/xl_shakespeare.py           the same
-    torchrun --nnodes=2 --node_rank=0 --master_addr=node1 ...                    several: docs/several_machines.md
-    torchrun ... train_deepspeed.py config/xl_shakespeare.py --init_from=resume  resume where it stopped
+    torchrun --nnodes=2 --node_rank=0 --master_addr=node1 ...                    several nodes: docs/several_machines.md
+    torchrun ... train_deepspeed.py config/xl_shakespeare.py --init_from=resume  resume
 
 One iteration is one optimizer step, with all of its micro-steps. Exit codes: README.md, "When it fails".
 """
@@ -16,7 +16,7 @@ _process_start = time.time()
 import os
 import signal
 
-signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C, without a traceback from every rank
+signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C: no traceback from every rank
 
 from typing import Literal
 
@@ -28,88 +28,88 @@ protect_output()
 # -----------------------------------------------------------------------------
 # Settings: overridden by config files and --key=value, see configurator.py and docs/settings.md
 
-# I/O
-out_dir = "out-shakespeare-xl-deepspeed"
-eval_interval = 5  # iterations between evaluations; each also saves a tag
+# Output
+out_dir = "out-shakespeare-xl-deepspeed"  # folder for checkpoints, history.jsonl and settings.json
+eval_interval = 5  # iterations between evaluations, each of which saves a checkpoint
 log_interval = 1  # iterations between lines on the console
 eval_iters = 20  # evaluation batches of batch_size sequences, over all ranks together
-eval_only = False  # evaluate once and stop
-patience: int | None = None  # early stopping: evaluations without a better validation loss; None: off
-always_save_checkpoint = True  # False: save a tag only when the validation loss has improved
-keep_last = 3  # iter_* tags kept; best and final are always kept; 0: save nothing
-async_save = True  # write tags in the background; False: training waits
-on_save_error: Literal["stop", "continue"] = "stop"  # when a tag cannot be saved; earlier tags stay
-overwrite = False  # give up the run that out_dir holds
-dry_run = False  # check everything, print the run and its memory plan, and stop
-target_gpu: float | str | None = None  # with dry_run: plan for a card of so many GB, or of this name (A100, 4090, ...)
-profile = False  # write a trace of some iterations and the model's FLOPs into out_dir/profile
+eval_only = False  # evaluate once and exit
+patience: int | None = None  # evaluations without a better validation loss before the run stops; None: never stop early
+always_save_checkpoint = True  # save at every evaluation; False: only if the validation loss improved
+keep_last = 3  # number of newest checkpoints to keep besides best and final; 0: save nothing
+async_save = True  # write checkpoints in the background; False: training waits
+on_save_error: Literal["stop", "continue"] = "stop"  # what the run does if a checkpoint can't be saved
+overwrite = False  # delete the run in out_dir, or the checkpoints newer than resume_tag
+dry_run = False  # check everything, print the run and its memory estimate, and exit
+target_gpu: float | str | None = None  # GPU for dry_run's estimate, in GB or by name (A100, 4090); None: this machine's
+profile = False  # write a trace and the model's FLOPs into out_dir/profile
 profile_start = 5  # iterations before the trace; the first ones compile
 profile_iters = 2  # iterations in the trace
-sample_interval = 0  # iterations between samples from the current weights; 0: none
-sample_start = "\n"  # their prompt
-sample_tokens = 100  # their length, within block_size
+sample_interval = 0  # iterations between printed samples; 0: none
+sample_start = "\n"  # prompt of the samples
+sample_tokens = 100  # length of a sample in tokens, at most block_size
 # Initialization
-init_from = "gpt2-xl"  # scratch, gpt2*, a folder of weights, nanoGPT's ckpt.pt; an earlier run's out_dir (its best tag)
-# or out_dir/tag, with a fresh optimizer; resume: this out_dir's run; auto: resume if there is a tag, else the above
-resume_tag = "latest"  # the tag to resume from; latest: the newest intact one
-resume_weights_only = False  # resume with a fresh optimizer
-seed = 1337  # of weights, data order and dropout
-max_skipped_steps = 10  # skipped steps in a row (non-finite gradients, spikes); at one more the run saves and ends
-skip_grad_spikes = False  # also skip steps whose gradient norm is far above the recent median
+init_from = "gpt2-xl"  # source of the weights: scratch, gpt2*, a folder of weights, a nanoGPT ckpt.pt, an earlier run's
+# out_dir (its best checkpoint) or out_dir/tag; resume: this out_dir's run; auto: resume if there is one, else the above
+resume_tag = "latest"  # checkpoint to resume from (iter_10, best); latest: the newest intact one
+resume_weights_only = False  # resume the weights and the iteration, but with a fresh optimizer
+seed = 1337  # random seed of weights, data order and dropout
+max_skipped_steps = 10  # consecutive skipped steps (non-finite gradients, spikes) before the run saves and exits
+skip_grad_spikes = False  # skip steps with a gradient norm far above the recent median
 # Loggers
-wandb_log = False  # WANDB_MODE=offline keeps it on this machine
-wandb_project = "gpt2-deepspeed"
-wandb_run_name = "gpt2-xl"
-tensorboard_log = False  # into out_dir/tensorboard
+wandb_log = False  # log to Weights & Biases; set WANDB_MODE=offline if there is no network
+wandb_project = "gpt2-deepspeed"  # project in Weights & Biases
+wandb_run_name = "gpt2-xl"  # run name in Weights & Biases
+tensorboard_log = False  # log to out_dir/tensorboard
 # Data
-dataset: str | dict = "shakespeare"  # a folder below data/, a path, or a weighted mixture: {"mine": 0.3, "other": 0.7}
-gradient_accumulation_steps = 32  # micro-steps per GPU and iteration, as DeepSpeed counts (nanoGPT: over all GPUs)
-batch_size: int | Literal["auto"] = 1  # micro-batch per GPU; auto: the largest that fits; as many sequences per step
-block_size = 1024
-# Model; None: what the weights say, or from scratch 12, 12, 768, True
-n_layer: int | None = None
-n_head: int | None = None
-n_embd: int | None = None
-bias: bool | None = None
-dropout = 0.0  # 0 for pre-training, 0.1 and up for fine-tuning
-gradient_checkpointing = False  # recompute each block's activations in backward: less memory, 1.31x the time
-# LoRA (runtime/lora.py); rank 0: off
-lora_rank = 0
-lora_alpha: float | None = None  # None: the rank
-lora_dropout = 0.0
-lora_target_modules = "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"  # target modules of each block
+dataset: str | dict = "shakespeare"  # folder in data/, a path, or a weighted mixture: {"mine": 0.3, "other": 0.7}
+gradient_accumulation_steps = 32  # micro-steps per GPU and iteration, as in DeepSpeed (nanoGPT: over all GPUs)
+batch_size: int | Literal["auto"] = 1  # sequences per GPU and micro-step; auto: as many as fit, with the same total
+block_size = 1024  # tokens per sequence
+# Model
+n_layer: int | None = None  # number of blocks; None: from the weights, or 12 from scratch
+n_head: int | None = None  # attention heads per block; None: from the weights, or 12 from scratch
+n_embd: int | None = None  # embedding width; None: from the weights, or 768 from scratch
+bias: bool | None = None  # biases in linear layers and layer norms; None: from the weights, or True from scratch
+dropout = 0.0  # dropout probability; 0 for pretraining, 0.1 or more for fine-tuning
+gradient_checkpointing = False  # recompute activations in backward: less memory, 1.31x the time per step
+# LoRA
+lora_rank = 0  # rank of the adapters; 0: train all weights
+lora_alpha: float | None = None  # scale of the adapters' output, times lora_rank; None: lora_rank
+lora_dropout = 0.0  # dropout probability on the adapters' input
+lora_target_modules = "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"  # matrices of each block with adapters
 # AdamW
-learning_rate = 3e-5  # max learning rate
-max_iters = 20
-max_epochs: float | None = None  # passes over the data, instead of max_iters
-weight_decay = 1e-1  # of matrices; biases and layer norms don't decay
-beta1 = 0.9
-beta2 = 0.95
-grad_clip = 1.0  # max gradient norm; 0: off
+learning_rate = 3e-5  # peak learning rate
+max_iters = 20  # iterations in total, those before a resume included
+max_epochs: float | None = None  # passes over the data, instead of max_iters; None: use max_iters
+weight_decay = 1e-1  # weight decay of matrices; biases and layer norms have none
+beta1 = 0.9  # decay rate of the first moment
+beta2 = 0.95  # decay rate of the second moment
+grad_clip = 1.0  # maximum gradient norm; 0: no clipping
 # Learning rate schedule
-decay_lr = True  # False: constant learning_rate, without warmup
-lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # after warmup; wsd: warmup-stable-decay
-cooldown_iters: int | None = None  # wsd's linear decay; None: a fifth of lr_decay_iters
-warmup_iters = 0
-lr_decay_iters: int | None = None  # None: max_iters
-min_lr: float | None = None  # None: learning_rate / 10
+decay_lr = True  # follow lr_schedule; False: constant learning_rate without warmup
+lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # shape after warmup; wsd: warmup-stable-decay
+cooldown_iters: int | None = None  # iterations of wsd's linear decay; None: a fifth of lr_decay_iters
+warmup_iters = 0  # iterations of linear warmup
+lr_decay_iters: int | None = None  # iteration at which the learning rate reaches min_lr; None: max_iters
+min_lr: float | None = None  # final learning rate; None: learning_rate / 10
 # System
-device: Literal["auto", "cuda", "cpu"] = "auto"
-dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: by the card; float32 on CPU
-backend: Literal["auto", "nccl", "gloo"] = "auto"
-compile: bool | Literal["auto"] = "auto"  # auto: on CUDA with a C compiler, which Triton needs
-accumulate_locally: bool | Literal["auto"] = "auto"  # ZeRO-2: accumulate fp32 gradients on each rank, and reduce
-# them once per step: faster, 4 bytes per parameter; auto: where a fifth of the card stays free
-fp8 = False  # FP8 matmuls in the blocks (not for weight gradients), Hopper and later
-deterministic = False  # bitwise reproducible on the same GPUs; slower
-deepspeed_config = "ds_config_zero2.json"  # ZeRO stage, offload, buckets
-any_deepspeed = False  # accept another DeepSpeed than the tested one; our own gradient path and optimizer step are off
+device: Literal["auto", "cuda", "cpu"] = "auto"  # hardware to train on; auto: CUDA if there is a GPU
+dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # precision; auto: by the GPU, float32 on CPU
+backend: Literal["auto", "nccl", "gloo"] = "auto"  # communication library; auto: NCCL on GPUs, gloo on CPU
+compile: bool | Literal["auto"] = "auto"  # Triton kernels and torch.compile; auto: on GPUs, if there is a C compiler
+accumulate_locally: bool | Literal["auto"] = "auto"  # fp32 gradients on each rank, reduced once per step (ZeRO-2):
+# faster, but 4 bytes per parameter; auto: if a fifth of the GPU stays free
+fp8 = False  # FP8 matmuls in the blocks, except for weight gradients; Hopper and later
+deterministic = False  # bitwise reproducible on the same GPUs, but slower
+deepspeed_config = "ds_config_zero2.json"  # DeepSpeed's JSON: ZeRO stage, offload, bucket sizes
+any_deepspeed = False  # accept an untested DeepSpeed version, without our faster gradient path and optimizer step
 
 settings = configurator.from_command_line(globals())  # a frozen dataclass
 globals().update(vars(settings))
 
 # -----------------------------------------------------------------------------
-# Plan: what the settings come to on this machine. Exits with every problem, on every machine, before anything costs
+# Plan: check the settings on this machine. For problems, print all of them and exit on all nodes
 
 import math
 
@@ -128,9 +128,9 @@ ranks = ranks_from_environment(dry_run)
 plan = plan_run(settings, ranks)
 settings, batch, hardware = plan.settings, plan.batch, plan.hardware
 batch_size, gradient_accumulation_steps, max_iters = batch.micro, batch.accumulation, settings.max_iters  # resolved
-print0(plan.summary())  # and a note on each thing that was decided
+print0(plan.summary())
 if dry_run:
-    print0(plan.memory_report(ranks))  # and commands that would fit, where this does not
+    print0(plan.memory_report(ranks))
     raise SystemExit(0)
 
 # -----------------------------------------------------------------------------
@@ -152,7 +152,7 @@ from runtime.monitor.runlog import RunLog
 from runtime.sample.generate import sample_from_engine
 
 device = setup.setup_device(hardware, ranks.local_rank, plan.ds_config, backend, deterministic)
-shutdown = Shutdown(signals=not eval_only)  # signals, the file STOP, dead ranks, lost machines
+shutdown = Shutdown(signals=not eval_only)  # signals, the file STOP, dead ranks, lost nodes
 plan.explain_out_of_memory()
 require_same_on_all_ranks(plan.resolved_settings())
 store = TagStore(out_dir, read_only=eval_only)  # locked until this process ends
@@ -175,7 +175,7 @@ try:
         model = load_model(*plan.start.parent, dropout=dropout)[0].to(device).train()
     elif plan.start.kind == "pretrained":
         model = GPT.from_pretrained(plan.start.weights, dropout=dropout, device=device, dtype=hardware.torch_dtype)
-    else:  # from scratch, or to be filled by the tag to resume from
+    else:  # from scratch, or to be loaded from the tag to resume from
         with torch.device(device):
             model = GPT(plan.model)
     model.crop_block_size(block_size)
@@ -192,7 +192,7 @@ use_triton = setup.compile_blocks(model, hardware, plan.stage, fp8)  # our Trito
 optimizer = setup.adamw(model.parameter_groups(weight_decay), plan.ds_config, lr=learning_rate, betas=(beta1, beta2))
 engine = setup.initialize(model, optimizer, plan.ds_config, deepspeed_config)
 print0(f"DeepSpeed uses {setup.describe(engine, plan.ds_config, hardware.dtype)}")
-fast = FastPath(engine)  # gradient path, AdamW step, CUDA graph: each where it fits
+fast = FastPath(engine)  # gradient path, AdamW step and CUDA graph, if each supports this run
 if not any_deepspeed:
     fast.install(plan.accumulate_locally, use_triton, capture=not ds_config.has_per_step_timers(plan.ds_config))
 
@@ -208,7 +208,7 @@ health = StepHealth(engine, fast, log.warn, plan.datasets, tokens["train"], seed
 
 
 def get_lr(it):
-    """Learning rate of the iteration that follows `it` finished ones."""
+    """Return the learning rate of the iteration after `it` finished ones."""
     decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
     lowest = learning_rate / 10 if min_lr is None else min_lr
     if not decay_lr:
@@ -227,7 +227,7 @@ def get_lr(it):
 
 @torch.no_grad()
 def estimate_loss():
-    """{split: [(mean, standard error) of each data set]}, over fixed windows that the ranks share."""
+    """Return {split: [(mean, standard error) of each dataset]}, over fixed windows that the ranks share."""
     engine.eval()
     losses = {"train": [], "val": []}
     for split, found in losses.items():
@@ -235,7 +235,7 @@ def estimate_loss():
             sums = torch.zeros(3, dtype=torch.float64, device=device)  # windows, their losses, the squares
             for x, y in eval_batches(data, ranks.rank, ranks.world_size, plan.eval_windows, vars(settings),
                                      plan.data["vocab_size"], device):
-                counts = (y[:, 0] >= 0).double()  # windows that only fill up the last batch have targets of -1
+                counts = (y[:, 0] >= 0).double()  # windows that pad the last batch have targets of -1
                 loss = engine(x, y, "none").view(y.shape).double().mean(dim=1)
                 sums += torch.stack([counts.sum(), loss.sum(), (loss**2).sum()])
             n, total, squares = all_reduce_sum(*sums, device=device)
@@ -246,30 +246,30 @@ def estimate_loss():
 
 
 def evaluate():
-    """Estimate, print and record; returns the validation loss, of a mixture by its shares."""
+    """Print and record the losses. Return the validation loss, weighted by the shares of a mixture."""
     start = time.time()
     return log.evaluation(iter_num, estimate_loss(), sequences_seen(), time.time() - start)
 
 
 def sequences_seen():
-    """{data set: sequences so far}, over all resumes; a resumed run may have other shares."""
+    """Return {dataset: sequences so far}, over all resumes. A resumed run may have other shares."""
     now, then = (sequences_per_dataset(it * batch.sequences, shares) for it in (iter_num, first_iter))
     before = state.get("seen", {})
     return {data.name: before.get(data.name, 0) + a - b for data, a, b in zip(plan.datasets, now, then, strict=True)}
 
 
 def finished():
-    """Whether all iterations are done, or patience has run out."""
+    """Return whether all iterations are done or patience has run out."""
     return iter_num >= max_iters or (patience is not None and evals_since_best >= patience)
 
 
 def aliases(improved):
-    """The names that this iteration's tag also gets: best follows the validation loss, final the end of the run."""
+    """Return the other names of this iteration's tag: best if the validation loss improved, final at the end."""
     return ["best"] * bool(improved) + ["final"] * finished()
 
 
 def save(improved):
-    """Start to save this iteration's tag."""
+    """Start saving this iteration's tag."""
     saver.save(f"iter_{iter_num}", aliases(improved), {
         "iter_num": iter_num, "best_val_loss": best_val_loss, "evals_since_best": evals_since_best,
         "improved": improved, "wandb_id": log.wandb_id, "settings": vars(settings), "seen": sequences_seen(),
@@ -281,13 +281,13 @@ def save(improved):
 
 if not eval_only:
     shutdown.watch_stop_file(os.path.join(out_dir, "STOP"))
-store.clean(tag, overwrite, aliases(state.get("improved")))  # nothing can be refused any more
+store.clean(tag, overwrite, aliases(state.get("improved")))  # after all checks, because it may delete
 log.open_files(plan.record())
 saver = Saver(engine, store, keep_last, plan.tag_bytes, async_save, on_save_error == "stop", on_saved=log.saved)
 if iter_num == 0 or eval_only:
     evaluate()
 elif iter_num >= max_iters:
-    print0(f"{store.path(tag.name)} has made {iter_num} iterations already: resume with a larger --max_iters")
+    print0(f"{store.path(tag.name)} is at iteration {iter_num} already: resume with a larger --max_iters")
 vocab_size = plan.data["vocab_size"]
 batches = train_batches(mixture, iter_num, ranks.rank, ranks.world_size, vars(settings), vocab_size, device)
 engine.train()
@@ -297,7 +297,7 @@ if profiler:
 log.start(_process_start, iter_num, max_iters)  # the clock, and on a terminal the progress bar
 while not finished() and not eval_only and exit_code is None:
     # one optimizer step
-    torch.manual_seed(mixed_seed(seed, iter_num, ranks.rank))  # dropout depends on the place in the run alone
+    torch.manual_seed(mixed_seed(seed, iter_num, ranks.rank))  # for dropout: the same after a resume
     lr = get_lr(iter_num)
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
@@ -306,14 +306,14 @@ while not finished() and not eval_only and exit_code is None:
     loss = torch.zeros((), device=device)
     for _ in range(gradient_accumulation_steps):
         x, y = log.time_data(batches)
-        loss += fast.forward_backward(x, y)  # engine(x, y) and engine.backward(loss), as a CUDA graph where possible
+        loss += fast.forward_backward(x, y)  # engine(x, y) and engine.backward(loss), as a CUDA graph if possible
         engine.step()  # DeepSpeed steps the optimizer after the last micro-step
     loss /= gradient_accumulation_steps
     fixes.grow_loss_scale(engine)
     iter_num += 1
 
     # check and log it
-    health.check(loss, iter_num)  # warns of a skipped step or a spike, and names the batch it came from
+    health.check(loss, iter_num)  # warns about a skipped step or a spike, and names its batch
     if iter_num % log_interval == 0 or iter_num in (first_iter + 1, max_iters):
         log.step(iter_num, loss, lr, flops_per_iter, health)
 
@@ -322,7 +322,7 @@ while not finished() and not eval_only and exit_code is None:
     if iter_num % eval_interval == 0 or iter_num == max_iters:
         val_loss = evaluate()
         improved = val_loss < best_val_loss
-        best_val_loss = min(best_val_loss, val_loss)  # in this order a NaN is no best
+        best_val_loss = min(best_val_loss, val_loss)  # in this order, NaN doesn't become the best
         evals_since_best = 0 if improved else evals_since_best + 1
         if improved or always_save_checkpoint or finished():
             save(improved) if math.isfinite(val_loss) else log.not_saved()
@@ -331,7 +331,7 @@ while not finished() and not eval_only and exit_code is None:
         encode, decode = plan.tokenizer
         ids = sample_from_engine(engine, encode(sample_start), sample_tokens, (seed + iter_num) % 2**63, device)
         log.sample(iter_num, decode(ids))
-    log.exclude_pauses(iter_num, paused=profiler and profiler.step())  # no part of the next step's time
+    log.exclude_pauses(iter_num, paused=profiler and profiler.step())  # from the next step's time
 
     # exit together: a signal, STOP, a failed save, or too many skipped steps
     exit_code, save_failed = shutdown.agree(saver.failed)

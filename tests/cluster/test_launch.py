@@ -99,9 +99,9 @@ def test_the_exit_code_of_a_refusal(start):
     (["--fp16", "--bf16"], "launch_deepspeed.py: argument --bf16: not allowed with argument --fp16"),
     (["--offload_optimizer", "--config=ds_config_zero3.json"],
      "launch_deepspeed.py: argument --config: not allowed with argument --offload_optimizer"),
-    (["--batch_size=many"], "command line: batch_size takes 'auto' or int, not 'many'"),
+    (["--batch_size=many"], "command line: batch_size takes auto or int, not 'many'"),
     (["--learing_rate=1"], "command line: there is no setting 'learing_rate': did you mean 'learning_rate'?"),
-    (["nowhere.py"], "there is no config file nowhere.py; settings are written --key=value"),
+    (["nowhere.py"], "config file nowhere.py does not exist: name a .py file, or write --key=value"),
 ])
 def test_bad_arguments_are_refused_before_anything_starts(start, args, sentence):
     stdout, stderr = start(*args).communicate(timeout=60)

@@ -200,7 +200,7 @@ def test_refusals(exported):
     for args, words in (([f"--to={folder}"], f"to={folder} exists: choose another folder with --to=DIR"),
                         ([f"--to={folder}/config.json/x"], "x cannot be written (Not a directory): make room"),
                         (["--tag=iter_7"], "has no complete checkpoint 'iter_7': choose from"),
-                        (["--dtype=int8"], "dtype takes 'float32' or 'bfloat16' or 'float16', not 'int8'")):
+                        (["--dtype=int8"], "dtype takes float32 or bfloat16 or float16, not 'int8'")):
         run = export(f"--out_dir={out_dir}", *args)
         assert run.returncode == 2 and words in run.stderr and len(run.stderr.splitlines()) == 1
 
