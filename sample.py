@@ -15,7 +15,7 @@ init_from = "resume"  # resume: a checkpoint in out_dir; gpt2, gpt2-medium, gpt2
 # nanoGPT's ckpt.pt
 out_dir = "out-shakespeare-xl-deepspeed"
 tag = "latest"  # latest, best, final, iter_20, ...
-dataset: str | None = None  # the dataset whose tokenizer to use; None: the one that the weights were trained on
+dataset: str | None = None  # with init_from, the dataset that these weights were trained on; None: find it
 # What to generate
 start = "\n"  # the prompt; FILE:prompt.txt: that file's content
 prompts_file: str | None = None  # a file with one prompt per line
@@ -131,7 +131,7 @@ for prompt, ids in prompts:
                 if json:
                     print(dumps({"model": source.name, "prompt": prompt, "text": text.text, "tokens": len(text.ids),
                                  "seed": text_seed, "ended": text.ended or "length"}), flush=True)
-                else:  # a streamed text only lacks its newline
+                else:  # a streamed text only needs its newline
                     print("" if streamed else rule * (text_seed > seed) + prompt + text.text)
             done += len(seeds)
     except KeyboardInterrupt:  # ends this text, and without --interactive the program

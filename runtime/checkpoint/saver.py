@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runtime.checkpoint.shards import open_tag
-from runtime.checkpoint.tags import CLIENT_STATE_KEY, MANIFEST_FORMAT, sign_manifest, topology
+from runtime.checkpoint.tags import MANIFEST_FORMAT, sign_manifest, topology
 from runtime.cluster.ranks import local_world_size, print0, shut_down, silence_stdout
 from runtime.files import file_digest, format_bytes, free_bytes, replace_dir, write_atomic
 from runtime.hardware import available_memory
@@ -92,7 +92,7 @@ class Saver:
                     "state": state}
         problem = None
         try:
-            files = self._capture_state_dicts(tag + ".saving", state)
+            files = self._capture_state_dicts(tag + ".saving")
         except OSError as error:  # perhaps on this rank alone: write() tells the others
             problem = f"rank {dist.get_rank()}: {first_line(error)}"
         size = sum({storage_key(leaf): aligned_nbytes(leaf) for leaf in tree_leaves(files)
@@ -134,7 +134,7 @@ class Saver:
             self.thread.join()
             self.thread = None
 
-    def _capture_state_dicts(self, folder, state):
+    def _capture_state_dicts(self, folder):
         """Return [(path, content)] of the files that DeepSpeed would write on this rank, with the engine's tensors."""
         files, checkpoint_engine = [], self.engine.checkpoint_engine
         checkpoint_engine.save = lambda state_dict, path: files.append((path, state_dict))
@@ -143,8 +143,7 @@ class Saver:
             if self.engine.zero_optimization_stage() < 3:  # don't copy frozen weights
                 self.engine._get_param_fragment_func = torch.Tensor.detach
             with silence_stdout():
-                self.engine.save_checkpoint(self.store.out_dir, tag=folder, client_state={CLIENT_STATE_KEY: state},
-                                            save_latest=False)
+                self.engine.save_checkpoint(self.store.out_dir, tag=folder, save_latest=False)
         finally:
             del checkpoint_engine.save, self.engine._copy_recovery_script  # restores the methods
             vars(self.engine).pop("_get_param_fragment_func", None)
@@ -253,7 +252,8 @@ class Saver:
             if self.engine.zero_optimization_stage():
                 self.engine._copy_recovery_script(self.store.out_dir)
         except Exception as error:  # the tag is saved; clean() does the rest when a run resumes from it
-            print0(f"{tag} is saved, but {', '.join(['latest', *aliases])} or older tags could not be updated: {error}")
+            print0(f"{tag} is saved, but updating {', '.join(['latest', *aliases])} or deleting older checkpoints "
+                   f"failed: {error}")
 
     def _abort(self, tag, why):
         """Set .failed, and remove what the failed save has written."""

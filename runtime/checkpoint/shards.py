@@ -130,9 +130,7 @@ def load_model(out_dir, tag="latest", dropout=None):
         if state["lora"]:
             merge(weights, state["lora"])
         model.load_state_dict(weights, assign=True)
-    except FileNotFoundError as error:  # a run has pruned or replaced it
-        raise CheckpointError(f"{out_dir}/{tag} was removed while it was read ({error.strerror}): try again") from None
-    except OSError as error:
+    except OSError as error:  # a running job may also have pruned it
         raise UnreadableError.of(error, store.path(tag)) from None
     model.lm_head.weight = model.transformer.wte.weight
     return model.eval(), manifest

@@ -21,7 +21,6 @@ from runtime.cluster.ranks import RANK, exit_together, print0
 from runtime.files import TEMP_NAME, UserError, file_digest, fsync, replace_dir, write_atomic
 from runtime.versions import recorded_versions
 
-CLIENT_STATE_KEY = "gpt2"  # our one key in DeepSpeed's client_state, whose other keys are the engine's own
 MANIFEST_FORMAT = 1  # increase it when a key of the manifest changes
 SAFE_GLOBALS = {  # the classes in DeepSpeed's files; a file that names anything else could run code when it is read
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",

@@ -24,7 +24,7 @@ GPT-2 with {parameters:,} parameters: {n_layer} layers, {n_head} heads, a width 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model, tokenizer = AutoModelForCausalLM.from_pretrained("{name}"), AutoTokenizer.from_pretrained("{name}")
-print(tokenizer.decode(model.generate(**tokenizer({prompt!r}, return_tensors="pt"), max_new_tokens={new})[0]))
+print(tokenizer.decode(model.generate(**tokenizer("\\n", return_tensors="pt"), max_new_tokens={new})[0]))
 ```
 
 {export}
@@ -35,9 +35,8 @@ print(tokenizer.decode(model.generate(**tokenizer({prompt!r}, return_tensors="pt
 """
 
 
-def model_card(name, model, manifest, history, prompt, export):
-    """Return the card's text. manifest: the tag's; history: its run's records; prompt: a text that the tokenizer knows;
-    export: sentences about the export's check."""
+def model_card(name, model, manifest, history, export):
+    """Return the card's text. manifest: the tag's; history: its run's records; export: how the export was checked."""
     state = manifest["state"]
     settings = {key: value for key, value in state["settings"].items() if key in CARD_SETTINGS}
     base = settings["init_from"]
@@ -50,7 +49,7 @@ def model_card(name, model, manifest, history, prompt, export):
                      f"(perplexity {r['perplexity']:.2f}). "
                      for r in history if "val_loss" in r and r["iter"] == state["iter_num"])
     return CARD.format(
-        base=f"base_model: openai-community/{base}\n" if base in PRETRAINED else "", name=name, prompt=prompt,
+        base=f"base_model: openai-community/{base}\n" if base in PRETRAINED else "", name=name,
         parameters=model.num_params(), iter_num=state["iter_num"], **vars(model.config), losses=losses,
         best_val_loss=state["best_val_loss"], new=min(50, model.config.block_size // 2), export=export,
         settings="\n".join(f"| {key} | {value} |" for key, value in settings.items()))

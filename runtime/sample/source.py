@@ -8,7 +8,7 @@ from typing import NamedTuple
 from model import GPT, GPTConfig
 from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore
-from runtime.data.dataset import GPT2_VOCAB, dataset_dirs, read_meta, same_tokenizer
+from runtime.data.dataset import GPT2_VOCAB, dataset_dirs, read_meta
 from runtime.data.tokenizer import tokenizer_file_meta
 from runtime.weights import PRETRAINED, read_nanogpt
 
@@ -27,20 +27,18 @@ class Source(NamedTuple):
 def resolve(init_from, out_dir, tag, dataset, root):
     """Return the Source that the settings name.
 
-    init_from: "resume" for a tag of out_dir, otherwise as for GPT.from_pretrained. dataset: the name or path of a
-    dataset with the model's tokenizer, or None. Raises UserError or ValueError.
+    init_from: "resume" for a tag of out_dir, otherwise as for GPT.from_pretrained. dataset: the name or path of the
+    dataset that other weights were trained on, or None. Raises UserError or ValueError.
     """
-    given = read_meta(dataset_dirs(dataset, root)[0]) if dataset else None
     if init_from == "resume":
         tag, manifest = TagStore(out_dir).find(tag)
-        data = manifest["state"]["data"]
-        if given and not same_tokenizer(given, data):
-            raise ValueError(f"dataset={dataset} has another tokenizer than {out_dir}/{tag}: drop --dataset")
         name, description = f"{out_dir}/{tag}", f" after {manifest['iter_num']} iterations"
+        data = manifest["state"]["data"]
     else:
-        name, description, data = init_from, "", given or data_of_weights(init_from, root)
-        if given and os.path.exists(init_from) and given["vocab_size"] > GPTConfig.from_weights(init_from).vocab_size:
-            raise ValueError(f"dataset={dataset} has {given['vocab_size']} tokens, more than {init_from}")
+        name, description = init_from, ""
+        data = read_meta(dataset_dirs(dataset, root)[0]) if dataset else data_of_weights(init_from, root)
+        if os.path.exists(init_from) and data["vocab_size"] > GPTConfig.from_weights(init_from).vocab_size:
+            raise ValueError(f"dataset={dataset} has more tokens than {init_from}: choose another")
 
     def load(device, dtype):
         model = (load_model(out_dir, tag)[0].to(device, dtype) if init_from == "resume" else

@@ -50,7 +50,7 @@ def swap_ranks(path, _):
 def damaged(whole, out_dir, name, way):
     """A copy of a run with a file of its newest tag damaged; best and final, which are copies of it, are not there."""
     shutil.rmtree(out_dir, ignore_errors=True)
-    shutil.copytree(whole, out_dir, ignore=shutil.ignore_patterns("best", "final", "*.safetensors"))
+    shutil.copytree(whole, out_dir, ignore=shutil.ignore_patterns("best", "final"))
     way(out_dir / "iter_4" / name, out_dir)
 
 
