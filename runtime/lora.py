@@ -42,15 +42,12 @@ def lora_config(settings):
     return lora if rank else None
 
 
-def changed_settings(before, now):
-    """Return (before, now): the options, as typed, in which two results of lora_config() differ."""
-    def typed(lora):
-        return {key: f"--lora_{key}={', '.join(value)!r}" if key == "target_modules" else f"--lora_{key}={value}"
-                for key, value in (lora or {}).items() if key != "base"}
-
-    before, now = typed(before), typed(now)
-    names = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    return [" ".join(lora[key] for key in names if key in lora) or "no LoRA" for lora in (before, now)]
+def as_options(lora):
+    """Return a lora_config() as the options to type."""
+    if not lora:
+        return "no LoRA"
+    return (f"--lora_rank={lora['rank']} --lora_alpha={lora['alpha']} --lora_dropout={lora['dropout']} "
+            f"--lora_target_modules='{', '.join(lora['target_modules'])}'")
 
 
 def apply(model, lora):

@@ -9,7 +9,7 @@ from model import GPTConfig
 from runtime.checkpoint.tags import TAG_NAME, CheckpointError, TagStore, UnreadableError, parse_run_path
 from runtime.data.dataset import same_tokenizer
 from runtime.files import UserError
-from runtime.lora import changed_settings
+from runtime.lora import as_options
 from runtime.weights import PRETRAINED, fetch_from_hub, open_weights
 
 SHAPE = ("n_layer", "n_head", "n_embd", "bias")  # settings that pretrained weights determine
@@ -151,6 +151,6 @@ def check_compatible(model, settings, data, lora, tag, manifest):
     if data and data["vocab_size"] != state["data"]["vocab_size"]:
         raise CheckpointError(f"dataset={settings.dataset} has another vocabulary than {where} was trained with: "
                               "name that dataset")
-    was, now = changed_settings(state.get("lora"), lora)
+    was, now = as_options(state.get("lora")), as_options(lora)
     if was != now:
         raise CheckpointError(f"{where} was trained with {was}, and this run has {now}: use the same")
