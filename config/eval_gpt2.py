@@ -1,4 +1,4 @@
-# The loss of OpenAI's gpt2 (124M) on a data set, without training.
+# Evaluate OpenAI's gpt2 (124M) on a dataset, without training.
 #   python train_deepspeed.py config/eval_gpt2.py --dataset=openwebtext
 out_dir = "out-eval-gpt2"
 init_from = "gpt2"

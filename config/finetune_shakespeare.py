@@ -1,4 +1,4 @@
-# GPT-2 small on Shakespeare, on one GPU of 8 GB and more.
+# Fine-tune GPT-2 small on Shakespeare, on one GPU with 8 GB or more.
 #   python train_deepspeed.py config/finetune_shakespeare.py
 # 4 sequences x 1 GPU x 8 = 32 sequences of 1,024 = 32,768 tokens per step; 301,966 / 32,768 = 9.2 steps per epoch.
 out_dir = "out-shakespeare"
@@ -7,8 +7,8 @@ dataset = "shakespeare"
 wandb_run_name = "gpt2"
 
 eval_interval = 10
-eval_iters = 10  # 40 windows; the validation split holds 35
-always_save_checkpoint = False  # it overfits soon: keep what validates best
+eval_iters = 10  # 40 windows; the validation split has 35
+always_save_checkpoint = False  # it overfits soon, so keep the best checkpoint only
 max_iters = 60
 
 batch_size = 4

@@ -1,6 +1,6 @@
-# GPT-2 XL on Shakespeare by LoRA of rank 64, on one card of 16 GB and more.
+# Fine-tune GPT-2 XL on Shakespeare with LoRA of rank 64, on one GPU with 8 GB or more.
 #   python train_deepspeed.py config/lora_xl_r64.py
-# Of 1,557.6M parameters none changes; 78.6M new ones learn: 64 x (6,400 + 3,200 + 8,000 + 8,000) a block, 48 times.
+# Trains 78.6M parameters and freezes 1,557.6M: 64 x (6,400 + 3,200 + 8,000 + 8,000) per block, 48 blocks.
 # 1 sequence x 1 GPU x 32 = 32 sequences of 1,024 = 32,768 tokens per step; 301,966 / 32,768 = 9.2 steps per epoch.
 out_dir = "out-shakespeare-xl-lora"
 init_from = "gpt2-xl"
@@ -21,5 +21,5 @@ gradient_accumulation_steps = 32
 block_size = 1024
 gradient_checkpointing = True
 
-learning_rate = 2e-4  # what learns begins at nothing, and takes ten times the rate of whole weights
+learning_rate = 2e-4  # ten times that of full fine-tuning, because the adapters start at zero
 weight_decay = 0.0

@@ -1,6 +1,6 @@
-# nanoGPT's defaults, for its own config files, which say only what differs from them.
+# nanoGPT's defaults. Put this file before a nanoGPT config, which has only the differences from them.
 #   python train_deepspeed.py config/nanogpt.py ../nanoGPT/config/train_shakespeare_char.py
-# gradient_accumulation_steps is per GPU here: divide nanoGPT's by the number of GPUs.
+# gradient_accumulation_steps is per GPU here, so divide nanoGPT's by the number of GPUs.
 out_dir = "out"
 init_from = "scratch"
 dataset = "openwebtext"

@@ -1,4 +1,4 @@
-# Character-level Shakespeare from scratch on one GPU: nanoGPT's setting, 10.7M parameters.
+# Character-level Shakespeare from scratch on one GPU: nanoGPT's settings, 10.7M parameters.
 #   python train_deepspeed.py config/shakespeare_char.py
 # 64 sequences x 1 GPU x 1 = 64 sequences of 256 = 16,384 characters per step; 1,003,854 / 16,384 = 61 steps per epoch.
 out_dir = "out-shakespeare-char"
@@ -7,9 +7,9 @@ dataset = "shakespeare_char"
 wandb_run_name = "char"
 
 eval_interval = 250
-eval_iters = 7  # 448 windows; the validation split holds 435
+eval_iters = 7  # 448 windows; the validation split has 435
 log_interval = 10
-always_save_checkpoint = False  # it overfits after some 2,000 steps: keep what validates best
+always_save_checkpoint = False  # it overfits after about 2,000 steps, so keep the best checkpoint only
 
 batch_size = 64
 gradient_accumulation_steps = 1

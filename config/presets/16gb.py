@@ -1,7 +1,7 @@
-# GPT-2 XL on a GPU with 16 GB; a T4 or V100 trains in float16. After the configuration:
+# GPT-2 XL on one GPU with 16 GB; a T4 or V100 trains in float16. Put it after the config:
 #   python train_deepspeed.py config/xl_shakespeare.py config/presets/16gb.py
-# Plan: 13.87 GB, which --dry_run=True --target_gpu=16 shows in its parts.
+# Estimate: 13.87 GB. See its parts with --dry_run=True --target_gpu=16
 batch_size = 8
-gradient_accumulation_steps = 4  # 8 x 4 = 32 sequences per step, as 1 x 32
+gradient_accumulation_steps = 4  # 8 x 4 = 32 sequences per step, like 1 x 32
 gradient_checkpointing = True
-deepspeed_config = "config/ds/zero2_offload.json"  # the optimizer in host memory: 25 GB of it
+deepspeed_config = "config/ds/zero2_offload.json"  # the optimizer takes 25 GB of host memory

@@ -259,12 +259,12 @@ def test_a_job_queues_again_but_not_for_ever(tmp_path, code, restarts, most, req
     if code != 1:
         (line,) = job.stdout.splitlines()[:1]
         assert line.startswith(f"train_xl.sbatch: exit code {code}" + (
-            ", so the job queues again" if requeued else f" after {restarts or 0} restarts, so the job ends"))
+            ": requeuing the job" if requeued else f" after {restarts or 0} restarts: fix the error above"))
         assert requeued or "MAX_RESTARTS=" in line
 
 
 def test_a_job_without_an_environment_says_how_to_make_it():
     env = {**os.environ, "PYTHON": "/nowhere/python"}
     job = subprocess.run(["bash", "config/slurm/train_xl.sbatch"], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert job.returncode == 2 and job.stderr == ("train_xl.sbatch: there is no /nowhere/python: make it with bash -c "
-                                                  "'source runtime/venv.sh', or give PYTHON=/path/to/python\n")
+    assert job.returncode == 2 and job.stderr == ("train_xl.sbatch: /nowhere/python does not exist: create it with "
+                                                  "bash -c 'source runtime/venv.sh', or set PYTHON=/path/to/python\n")

@@ -137,12 +137,19 @@ def test_what_readme_advises_fits_its_card():
     assert seen == 13
 
 
+@pytest.mark.parametrize("name, gigabytes", [("lora_xl_r64", 8), ("lora_xl_r320", 16), ("finetune_shakespeare", 8)])
+def test_configs_fit_the_gpu_that_they_name(name, gigabytes):
+    assert f"on one GPU with {gigabytes} GB or more." in (ROOT / "config" / f"{name}.py").read_text()
+    text = report(f"config/{name}.py", f"--target_gpu={gigabytes}")
+    assert f" of {gigabytes:.2f} GB" in text and "too much" not in text
+
+
 def test_each_preset_fits_its_card_and_says_by_how_much():
     presets = sorted((ROOT / "config" / "presets").glob("*.py"))
     assert [p.stem for p in presets] == ["16gb", "24gb", "32gb", "40gb", "80gb"]
     older = {"16": ["T4", "V100"], "32": ["V100-32"]}
     for preset in presets:
-        planned, card = re.search(r"^# Plan: ([\d.]+) GB, which --dry_run=True --target_gpu=(\S+) shows",
+        planned, card = re.search(r"^# Estimate: ([\d.]+) GB. See its parts with --dry_run=True --target_gpu=(\S+)$",
                                   preset.read_text(), re.M).groups()
         for one in (card, *older.get(card, [])):
             told = dry_run(f"config/presets/{preset.name}", f"--target_gpu={one}")
