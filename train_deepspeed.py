@@ -3,7 +3,7 @@
     python train_deepspeed.py config/shakespeare_char_cpu.py                     one process, no launcher
     torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py      4 GPUs of one node
     deepspeed --num_gpus=4 train_deepspeed.py config/xl_shakespeare.py           the same
-    torchrun --nnodes=2 --node_rank=0 --master_addr=node1 ...                    several nodes: docs/several_machines.md
+    torchrun --nnodes=2 --node_rank=0 --master_addr=node1 ...                    multi-node: docs/multi_node.md
     torchrun ... train_deepspeed.py config/xl_shakespeare.py --init_from=resume  resume
 
 One iteration is one optimizer step, with all of its micro-steps. Exit codes: docs/troubleshooting.md.
@@ -352,7 +352,7 @@ if profiler:
 if ds_config.logs_messages(plan.ds_config):
     deepspeed.comm.log_summary()
 saver.wait(last=True)
-log.close(early_stop=evals_since_best if finished() and iter_num < max_iters and not eval_only else 0)
+log.close(finished() and not eval_only, evals_since_best)
 exit_code = 0 if finished() else exit_code or 0
 shut_down(exit_code)
 if exit_code:

@@ -1,4 +1,4 @@
-"""Ranks: who this process is, what all of them say, and how they end together."""
+"""Ranks: who this process is, what it exchanges with the other ranks, and how they exit together."""
 
 import contextlib
 import io
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from runtime.output import exit_with_error
 
 RANK = int(os.environ.get("RANK", 0))
-EXITING = threading.Event()  # set when this rank ends without an error
-ALL_EXITING = threading.Event()  # set when all ranks have come so far: from then on one that ends has not died
+EXITING = threading.Event()  # set when this rank exits without an error
+ALL_EXITING = threading.Event()  # set when all ranks do: a rank that ends after this has not died
 _progress = None  # the progress bar
 _cleanup = contextlib.ExitStack()
 on_shut_down = _cleanup.callback  # on_shut_down(function, *args): shut_down() calls it, before the barrier
@@ -24,30 +24,27 @@ class Ranks(NamedTuple):
     rank: int
     local_rank: int
     world_size: int
-    local_world_size: int  # ranks on this machine
+    local_world_size: int  # ranks on this node
 
 
 def ranks_from_environment(dry_run=False):
     """Return Ranks as torchrun and deepspeed set them. Without a launcher there is one rank, and this sets what
     torch.distributed needs. A dry run plans for WORLD_SIZE ranks, LOCAL_WORLD_SIZE of them per node."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
     if dry_run and "RANK" not in os.environ:
-        world_size = os.environ.get("WORLD_SIZE", "1")
         return Ranks(0, 0, int(world_size), int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-    if "RANK" in os.environ and "LOCAL_RANK" not in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
-        exit_with_error("RANK is set and LOCAL_RANK is not: start with torchrun or deepspeed, or set LOCAL_RANK, "
-                        "WORLD_SIZE, MASTER_ADDR and MASTER_PORT as well")
-    if "RANK" not in os.environ or "LOCAL_RANK" not in os.environ:
+    if "RANK" not in os.environ or ("LOCAL_RANK" not in os.environ and world_size == "1"):
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     return Ranks(RANK, int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), local_world_size())
 
 
 def local_world_size():
-    """Return the number of ranks on this machine, which torchrun and deepspeed name differently."""
+    """Return the number of ranks on this node, which torchrun and deepspeed name differently."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"])))
 
 
 def print0(*args):
-    """Print on rank 0 alone, without delay; above the progress bar, if there is one."""
+    """Print on rank 0 only, above the progress bar if there is one."""
     if RANK == 0 and _progress is not None:
         _progress.write(" ".join(map(str, args)), file=sys.stdout)
     elif RANK == 0:
@@ -55,7 +52,7 @@ def print0(*args):
 
 
 def show_progress(total, done):
-    """Show a progress bar on rank 0 until shut_down(), if stdout is a terminal. Returns update(steps done, text)."""
+    """Show a progress bar on rank 0 until shut_down(), if stdout is a terminal. Return update(steps done, text)."""
     global _progress
     if RANK or not sys.stdout.isatty():
         return lambda done, text: None
@@ -74,45 +71,45 @@ def show_progress(total, done):
 
 
 def silence_stdout():
-    """Return a context in which DeepSpeed's chatter on stdout goes nowhere; it raises or logs errors to stderr."""
+    """Return a context that drops what DeepSpeed prints to stdout. It raises its errors or logs them to stderr."""
     return contextlib.redirect_stdout(io.StringIO())
 
 
 def exit_together(problems):
-    """exit_with_error() once there is a process group: all ranks call it with their own sentences, and continue if none
-    has any."""
+    """Exit with code 2 if any rank has problems (messages), which are printed. All ranks call this, after there is a
+    process group."""
     if found := gather_unique(problems):
         shut_down()
         exit_with_error("\n".join(found))
 
 
 def require_same_on_all_ranks(settings):
-    """Exit with an error unless `settings`, as they are typed, are the same on all ranks. All ranks call it."""
+    """Exit with an error unless `settings`, written as options, are the same on all ranks. All ranks call this."""
     if len(found := gather_unique([settings])) > 1:
-        exit_together([f"the ranks' machines differ in what 'auto' is there: {', or '.join(found)}; say one of them"])
+        exit_together([f"'auto' gives different values on different nodes ({', or '.join(found)}): set one of them"])
 
 
 def gather_unique(items):
-    """Return the items of all ranks' lists, each once. All ranks call it."""
+    """Return the items of all ranks' lists, each once. All ranks call this."""
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, items)
     return list(dict.fromkeys(item for one in gathered for item in one))
 
 
 def broadcast_from_rank0(value):
-    """Return rank 0's value. All ranks call it."""
+    """Return rank 0's value. All ranks call this."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
 def all_reduce_sum(*values, device="cpu"):
-    """Sum floats or 0-dimensional tensors over all ranks, in double precision; returns a list of floats."""
+    """Return a list of floats: each value (a float or 0-dimensional tensor) summed over all ranks in float64."""
     return [sum(column) for column in zip(*all_gather_scalars(*values, device=device))]
 
 
 def all_gather_scalars(*values, device="cpu"):
-    """Return, for each rank, the list of its values: floats or 0-dimensional tensors, in double precision."""
+    """Return a list of floats per rank: its values (floats or 0-dimensional tensors) in float64."""
     gathered = torch.zeros((dist.get_world_size(), len(values)), dtype=torch.float64, device=device)
     gathered[RANK] = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values])
     dist.all_reduce(gathered)
@@ -120,8 +117,8 @@ def all_gather_scalars(*values, device="cpu"):
 
 
 def shut_down(code=0):
-    """End all ranks together: without the barrier, a third of gloo's runs abort at exit. If destroying the group takes
-    more than a minute, as NCCL's does while a CUDA graph uses it, the process ends with `code`."""
+    """End the process group on all ranks together: without the barrier, a third of gloo's runs abort at exit. If
+    destroying the group takes over a minute, as NCCL's does while a CUDA graph uses it, exit with `code`."""
     EXITING.set()
     _cleanup.close()
     dist.barrier()

@@ -1,4 +1,4 @@
-"""out_dir/history.jsonl: a record for each printed step, evaluation, sample and warning. Without torch, for plot.py."""
+"""out_dir/history.jsonl, one JSON object per line; docs/output.md lists the keys. Without torch, for plot.py."""
 
 import errno
 import json
@@ -9,7 +9,7 @@ from runtime.files import write_atomic
 
 
 def append_history(out_dir, record):
-    """Add one record to out_dir/history.jsonl: all of it or, with an OSError, nothing."""
+    """Add one record to out_dir/history.jsonl: all of it, or nothing and an OSError."""
     line = (json.dumps(record) + "\n").encode()
     with open(os.path.join(out_dir, "history.jsonl"), "ab", buffering=0) as f:
         size = f.tell()
@@ -19,8 +19,8 @@ def append_history(out_dir, record):
 
 
 def read_history(out_dir):
-    """The records of out_dir/history.jsonl, dicts with "iter"; none where there is no such file. Other lines are
-    reported on stderr and skipped: the last one may be unfinished."""
+    """Return the records of out_dir/history.jsonl, dicts with "iter"; [] if there is no such file. Invalid lines are
+    reported and skipped: the last one may be incomplete."""
     path, history = os.path.join(out_dir, "history.jsonl"), []
     if not os.path.exists(path):
         return history
@@ -36,12 +36,12 @@ def read_history(out_dir):
 
 
 def series(history, key):
-    """[(iter, value)] of the records that have a number there; NaN and infinity are numbers, None is not."""
+    """Return [(iter, value)] of the records whose `key` is a number, which may be NaN or infinite."""
     return [(r["iter"], float(r[key])) for r in history if type(r.get(key)) in (int, float)]
 
 
 def trim_history(out_dir, iter_num):
-    """Drop what an earlier run recorded after step iter_num, where this run begins."""
+    """Drop the records of an earlier run after step iter_num, where this run starts."""
     if history := read_history(out_dir):
         records = [json.dumps(record) + "\n" for record in history if record["iter"] <= iter_num]
         write_atomic(os.path.join(out_dir, "history.jsonl"), "".join(records))

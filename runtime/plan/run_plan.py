@@ -9,7 +9,7 @@ import torch
 from model import GPT
 from runtime.checkpoint.saver import check_disk_space, tag_bytes
 from runtime.checkpoint.tags import TagStore
-from runtime.cluster.machines import compare_machines
+from runtime.cluster.nodes import compare_nodes
 from runtime.data.dataset import open_datasets
 from runtime.data.tokenizer import tokenizer_of
 from runtime.engine import ds_config
@@ -142,7 +142,7 @@ def plan_run(settings, ranks):
     """
     problems = Problems()
     plan = make_plan(settings, ranks, problems, [])
-    compare_machines(plan, vars(settings), problems)
+    compare_nodes(plan, vars(settings), problems)
     return plan
 
 

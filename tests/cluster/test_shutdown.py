@@ -59,7 +59,7 @@ def test_a_folder_named_stop_stops_the_run(start, tmp_path, full):
     (tmp_path / "STOP").rename(tmp_path / "out" / "STOP")
     assert job.wait(30) == 0, log.read_text()
     assert TagStore(tmp_path / "out").find().manifest["iter_num"] >= 10 and "the file STOP" in log.read_text()
-    assert (tmp_path / "out" / "STOP").exists() is full and ("cannot be removed" in log.read_text()) is full
+    assert (tmp_path / "out" / "STOP").exists() is full
 
 
 def test_a_check_that_fails_is_reported_once_and_signals_still_count(start, tmp_path):
@@ -74,17 +74,8 @@ shutdown.is_running, shutdown.launcher_processes, shutdown.INTERVAL = fails, lam
     assert wait_until(lambda: iterations(log)[-1] > seen + 20)
     job.send_signal(signal.SIGTERM)
     assert job.wait(30) == 143, log.read_text()
-    words = "rank 0: check_launchers fails and is tried again: OSError: [Errno 24] Too many open files"
+    words = "rank 0: check_launchers failed (OSError: [Errno 24] Too many open files); trying again"
     assert log.read_text().count(words) == 1 and TagStore(tmp_path / "out").find().manifest["iter_num"] > seen
-
-
-def test_a_watching_thread_that_died_leaves_signals_to_the_system(start, tmp_path):
-    job, log = start(script=planted(tmp_path, """
-from runtime.cluster import shutdown
-shutdown.Shutdown._run = lambda self: None
-"""))
-    job.send_signal(signal.SIGTERM)
-    assert job.wait(30) == -signal.SIGTERM, log.read_text()
 
 
 @pytest.mark.parametrize("launcher, ranks, name", [
@@ -95,7 +86,7 @@ def test_a_signal_saves_and_ends(start, tmp_path, launcher, ranks, name):
     number = getattr(signal, name)
     job.send_signal(number)
     assert job.wait(60) == 128 + number, log.read_text()
-    assert f"asked to leave ({EXIT_REASONS[128 + number]})" in log.read_text()
+    assert f"stop requested ({EXIT_REASONS[128 + number]})" in log.read_text()
     assert TagStore(tmp_path / "out").find().manifest["iter_num"] >= 10
 
 

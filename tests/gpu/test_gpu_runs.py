@@ -184,7 +184,7 @@ def test_float16_survives_overflows_and_grows_its_scale(runs):
     """Each overflow halves the scale and is reported; every third good step in a row doubles it."""
     run = runs["float16"]
     steps = [r for r in run.history if "loss_scale" in r]
-    skipped = [r["iter"] for r in run.history if "overflows float16; skipped" in r.get("warning", "")]
+    skipped = [r["iter"] for r in run.history if "float16 gradient overflow: step skipped" in r.get("warning", "")]
     scale, good = 2.0**24, 0
     for record in steps:
         good = 0 if record["iter"] in skipped else good + 1

@@ -1,5 +1,5 @@
-"""Several machines, compared before the run: all must have the same settings, data and out_dir, and what one refuses,
-all refuse."""
+"""Multiple nodes, compared before the run: all need the same settings, data and out_dir, and exit together if any node
+has a problem."""
 
 import datetime
 import functools
@@ -11,22 +11,22 @@ import socket
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 
 import psutil
 from torch.distributed import PrefixStore, rendezvous
 from torch.distributed.elastic.utils.store import get_all
 
-from runtime.cluster.heartbeat import MACHINE_TIMEOUT
 from runtime.cluster.ranks import RANK, local_world_size
 from runtime.files import nearest_existing_dir
 from runtime.output import exit_with_error
 
-RENDEZVOUS_TIMEOUT_S = 600  # in which all ranks have to come to the comparison, as in DeepSpeed's own start
+RENDEZVOUS_TIMEOUT_S = 600  # until all ranks must have joined; DeepSpeed's own start waits as long
 
 
-def compare_machines(plan, settings, problems):
-    """Exit with code 2 if any rank has problems (sentences), or if the machines differ in what has to be the same. All
-    ranks call it, before there is a process group."""
+def compare_nodes(plan, settings, problems):
+    """Exit with code 2 if any rank has problems (messages), or if the nodes differ in something that must be the same.
+    All ranks call this, before there is a process group."""
     if "RANK" in os.environ and local_world_size() < int(os.environ["WORLD_SIZE"]):
         problems = gather_problems(plan, settings, problems)
     if problems:
@@ -34,43 +34,37 @@ def compare_machines(plan, settings, problems):
 
 
 def gather_problems(plan, settings, problems):
-    """Return the problems of all ranks and the machines' differences: sentences, the same on all ranks."""
-    if not MACHINE_TIMEOUT.isdecimal() or int(MACHINE_TIMEOUT) < 6:
-        problems = [*problems, f"MACHINE_TIMEOUT={MACHINE_TIMEOUT} must be a whole number of seconds, 6 or more"]
-    probe, out_dir = None, settings["out_dir"]  # probe: a file that the others see if they share out_dir
-    if RANK == 0 and not problems and not settings["eval_only"] and settings["keep_last"]:
-        try:
-            probe = tempfile.NamedTemporaryFile(prefix=".shared-", dir=nearest_existing_dir(out_dir))
-        except OSError as error:
-            problems = [f"out_dir={out_dir} cannot be written ({error.strerror}): choose another with --out_dir=DIR"]
+    """Return the problems of all ranks and the differences between the nodes: messages, the same on all ranks."""
     mine = {"host": socket.gethostname(), "problems": problems, "address": local_address_for(os.environ["MASTER_ADDR"]),
-            "fingerprint": {} if problems else run_fingerprint(plan, settings),
-            "probe": probe and os.path.relpath(probe.name, out_dir)}
-    try:
+            "fingerprint": {} if problems else run_fingerprint(plan, settings)}
+    out_dir = settings["out_dir"]
+    with ExitStack() as stack:
+        if RANK == 0 and not problems and not settings["eval_only"] and settings["keep_last"]:
+            # A temporary file that the other nodes see if they share out_dir
+            probe = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".shared-",
+                                                                    dir=nearest_existing_dir(out_dir)))
+            mine["probe"] = os.path.relpath(probe.name, out_dir)
         ranks = gather("problems", mine)
         set_gloo_interface([rank["address"] for rank in ranks])
         found, sees_probe = merge_problems(ranks) or mismatches(ranks), True
-        if ranks[0]["probe"] and not found:
+        if "probe" in ranks[0] and not found:
             sees_probe = wait_for_file(os.path.join(out_dir, ranks[0]["probe"]))
         hosts = [rank["host"] for rank, sees in zip(ranks, gather("probe", sees_probe)) if not sees]
-    finally:
-        if probe:
-            probe.close()  # which removes it
     if hosts:
         found = [f"out_dir={out_dir} is not the same folder on {ranks[0]['host']} and "
-                 f"{', '.join(dict.fromkeys(hosts))}, and the ranks' files of a tag belong together: name a folder "
-                 "that all machines share with --out_dir=DIR"]
+                 f"{', '.join(dict.fromkeys(hosts))}, but a checkpoint needs the files of all ranks: choose a shared "
+                 "folder with --out_dir=DIR"]
     return found
 
 
-@functools.cache  # and so kept: with the deepspeed launcher rank 0 serves the others from it
+@functools.cache  # keeps it alive: with the deepspeed launcher, rank 0 hosts it for the others
 def rendezvous_store():
     """Return the store that the process group will use."""
     return next(rendezvous("env://", timeout=datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S)))[0]
 
 
 def gather(name, value):
-    """Return all ranks' values, which must be JSON. All ranks call it, once for each name."""
+    """Return the values of all ranks, which must be JSON. All ranks call this, once per name."""
     try:
         store = PrefixStore(name, rendezvous_store())
         keys = [str(rank) for rank in range(int(os.environ["WORLD_SIZE"]))]
@@ -82,44 +76,44 @@ def gather(name, value):
             print(f"rank {RANK}: waiting for rank {', '.join(missing)}", file=sys.stderr, flush=True)
         return [json.loads(one) for one in get_all(store, RANK, "", len(keys))]
     except RuntimeError as error:
-        exit_with_error(f"the machines did not connect within {RENDEZVOUS_TIMEOUT_S // 60} minutes: look at what the "
-                        f"others say; {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} must be reached from all "
-                        f"({str(error).splitlines()[0]})")
+        exit_with_error(f"the nodes did not connect within {RENDEZVOUS_TIMEOUT_S // 60} minutes "
+                        f"({str(error).splitlines()[0]}): check the output of the other nodes, and that all nodes can "
+                        f"reach {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
 
 
 def run_fingerprint(plan, settings):
-    """Return what has to be the same on all machines: {name: value}."""
+    """Return what must be the same on all nodes: {name: value}."""
     found = {f"--{name}": value for name, value in settings.items()}
     found |= {f"the version of {name}": importlib.metadata.version(name) for name in ("torch", "deepspeed")}
     found |= {f"the model's {name}": value for name, value in vars(plan.model).items()}
-    found |= {f"the sha256 of data set {one.name}": dataset_fingerprint(one) for one in plan.datasets}
-    return found | {"what the run begins with": plan.start.init_from}
+    found |= {f"the hash of dataset {one.name}": dataset_fingerprint(one) for one in plan.datasets}
+    return found | {"the source of the weights": plan.start.init_from}
 
 
 def dataset_fingerprint(data):
-    """Return a hash of a data set's meta.json, and of 64 evenly spaced pieces of each of its files."""
+    """Return a hash of a dataset's meta.json and of 64 evenly spaced samples of each of its files."""
     sha256 = hashlib.sha256(json.dumps(data.meta, sort_keys=True).encode())
     for name in sorted(data.meta["files"]):
         with open(os.path.join(data.folder, name), "rb") as f:
             size = os.fstat(f.fileno()).st_size
-            for piece in range(64):
-                f.seek(size * piece // 64)
+            for sample in range(64):
+                f.seek(size * sample // 64)
                 sha256.update(f.read(4096))
     return sha256.hexdigest()[:12]
 
 
 def merge_problems(ranks):
-    """Return all ranks' problems, each once; with its machine where not all have it."""
+    """Return the problems of all ranks, each once, with the host name if not all ranks have it."""
     found = {}
     for rank in ranks:
-        for problem in "\n".join(rank["problems"]).splitlines():  # some are several sentences
+        for problem in "\n".join(rank["problems"]).splitlines():  # one may hold several lines
             found.setdefault(problem, []).append(rank["host"])
     return [problem if len(hosts) == len(ranks) else f"{', '.join(dict.fromkeys(hosts))}: {problem}"
             for problem, hosts in found.items()]
 
 
 def mismatches(ranks):
-    """Return one sentence for each difference between the ranks' fingerprints."""
+    """Return a message for each difference between the fingerprints of the ranks."""
     found = []
     for name in ranks[0]["fingerprint"]:
         values = {}
@@ -127,21 +121,21 @@ def mismatches(ranks):
             values.setdefault(repr(rank["fingerprint"].get(name)), []).append(rank["host"])
         if len(values) > 1:
             each = ", ".join(f"{value} on {' and '.join(dict.fromkeys(hosts))}" for value, hosts in values.items())
-            found.append(f"the machines differ in {name.removeprefix('--')} ({each}): make it the same on all")
+            found.append(f"the nodes differ in {name.removeprefix('--')} ({each}): make it the same on all")
     return found
 
 
 def wait_for_file(path):
-    """Return whether a file exists; a network's file system may take seconds to show it."""
+    """Return whether a file exists. A network file system may take seconds to show it."""
     for _ in range(50):
-        if os.path.exists(os.path.normpath(path)):  # on paper: out_dir itself need not exist
+        if os.path.exists(os.path.normpath(path)):  # normalized, because out_dir itself may not exist yet
             return True
         time.sleep(0.2)
     return False
 
 
 def local_address_for(host):
-    """Return this machine's own address on the route to another, '' if there is none. Sends nothing."""
+    """Return this node's own address on the route to another host, or '' if there is no route. Sends nothing."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as s:
@@ -152,8 +146,8 @@ def local_address_for(host):
 
 
 def set_gloo_interface(addresses):
-    """Have gloo use the interface that leads to the other machines. By default it takes the one of the host's name,
-    which on many systems is the loopback."""
+    """Have gloo use the interface that leads to the other nodes. By default it uses the one of the host name, which is
+    often the loopback."""
     mine = {address.address.partition("%")[0]: name for name, found in psutil.net_if_addrs().items()
             for address in found}
     routes = (mine.get(local_address_for(other)) for other in addresses if other not in mine)

@@ -1,4 +1,4 @@
-"""Two machines that are one: network, process and mount namespaces of their own, on a switch that can be unplugged."""
+"""Two nodes on one machine: network, process and mount namespaces of their own, on a switch that can be unplugged."""
 
 import itertools
 import os
@@ -16,8 +16,8 @@ import pytest
 from conftest import ROOT, SMALL, free_port, read_history, write_characters
 
 from runtime.checkpoint.tags import TagStore
-from runtime.cluster.heartbeat import EXIT_MACHINE_LOST, machine_id
-from runtime.cluster.machines import merge_problems, mismatches
+from runtime.cluster.heartbeat import EXIT_NODE_LOST, node_id
+from runtime.cluster.nodes import merge_problems, mismatches
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 LONG = ("--max_iters=100000", "--lr_decay_iters=1000", "--eval_interval=5")
@@ -58,7 +58,7 @@ def net(tmp_path_factory):
         log = folder / f"log{next(numbers)}"
         with open(log, "w") as words:
             job = subprocess.Popen([*space, *map(str, command)], stdout=words, stderr=subprocess.STDOUT, cwd=ROOT,
-                                   env={**os.environ, "MACHINE_TIMEOUT": "6", "TORCH_CPP_LOG_LEVEL": "ERROR", **env},
+                                   env={**os.environ, "NODE_TIMEOUT_S": "6", "TORCH_CPP_LOG_LEVEL": "ERROR", **env},
                                    start_new_session=True)
         job.said = log.read_text
         jobs.append(job)
@@ -139,22 +139,22 @@ def process(job, rank=None):
 
 
 @pytest.mark.long
-def test_a_machine_is_cut_off_and_the_other_goes_on(net, train, tmp_path):
+def test_a_node_is_disconnected_and_the_other_continues(net, train, tmp_path):
     jobs = train(*LONG)
     under_way(jobs)
     began = time.monotonic()
     net.unplug(2)  # nothing arrives any more, and no end either
     try:
-        assert ended(jobs, 30) == [EXIT_MACHINE_LOST] * 2 == [4, 4]
+        assert ended(jobs, 30) == [EXIT_NODE_LOST] * 2 == [4, 4]
     finally:
         net.plug(2)
     assert 3 < time.monotonic() - began
     for number, job in enumerate(jobs):
-        (line,) = lines(job, "has not answered")
+        (line,) = lines(job, "has not responded")
         assert line.startswith(f"rank {2 * number} on host{number + 1}: host{2 - number} ({ADDRESSES[1 - number]}) has "
-                               "not answered for 6 s (")
+                               "not responded for 6 s (")
     last = TagStore(tmp_path / "out").find().manifest["iter_num"]
-    command = re.search(r"To continue without it: (torchrun .*), with --nnodes", jobs[0].said())[1]
+    command = re.search(r"To continue without that node: (torchrun .*), plus --nnodes", jobs[0].said())[1]
     alone = net.run(1, [sys.executable, "-m", "torch.distributed.run", *shlex.split(command)[1:],
                         f"--max_iters={last + 5}"])
     assert ended([alone], 60) == [0], alone.said()
@@ -164,7 +164,7 @@ def test_a_machine_is_cut_off_and_the_other_goes_on(net, train, tmp_path):
 
 
 @pytest.mark.long
-def test_a_busy_machine_is_waited_for_and_one_that_is_told_to_stop_takes_the_other_along(train, tmp_path):
+def test_a_busy_node_is_waited_for_and_a_node_that_gets_sigterm_stops_the_other_too(train, tmp_path):
     jobs = train(*LONG)
     under_way(jobs)
     ranks = [process(jobs[1], rank) for rank in (2, 3)]
@@ -180,27 +180,27 @@ def test_a_busy_machine_is_waited_for_and_one_that_is_told_to_stop_takes_the_oth
     assert TagStore(tmp_path / "out").find().manifest["iter_num"] == last >= 5
 
 
-def test_a_rank_that_dies_ends_the_other_machine_too(train):
+def test_a_rank_that_dies_ends_the_other_node_too(train):
     jobs = train(*LONG)
     under_way(jobs)
     process(jobs[1], rank=3).kill()
     assert ended(jobs, 30) == [1, 137]
-    assert lines(jobs[0], "have ended")[0].startswith("rank 0 on host1: the ranks of host2 (10.77.0.2) have ended. ")
+    (line,) = lines(jobs[0], "have exited")
+    assert line.startswith("rank 0 on host1: the ranks on host2 (10.77.0.2) have exited: see their error message. ")
     assert lines(jobs[1], "rank 2: rank 3 has died")
 
 
 @pytest.mark.long
-def test_machines_that_differ_are_refused(train, characters, tmp_path):
+def test_nodes_that_differ_are_refused(train, characters, tmp_path):
     write_characters(tmp_path / "other")
     with open(tmp_path / "other" / "train.bin", "r+b") as f:
         f.write(b"\1\0\1\0")
     cases = [
-        (dict(env={"MACHINE_TIMEOUT": "soon"}), "MACHINE_TIMEOUT=soon must be a whole number of seconds, 6 or more"),
         (dict(on={2: ["--learning_rate=2e-3"]}, before={2: f"mount --bind {tmp_path}/other {characters}"}),
-         r"the machines differ in learning_rate \(0\.001 on host1, 0\.002 on host2\): make it the same on all",
-         r"the machines differ in the sha256 of data set \S+ \('\w{12}' on host1, '\w{12}' on host2\): "),
+         r"the nodes differ in learning_rate \(0\.001 on host1, 0\.002 on host2\): make it the same on all",
+         r"the nodes differ in the hash of dataset \S+ \('\w{12}' on host1, '\w{12}' on host2\): "),
         (dict(before={2: f"mount -t tmpfs none {tmp_path}"}),
-         r"out_dir=\S+/out is not the same folder on host1 and host2, and the ranks' files of a tag belong together"),
+         r"out_dir=\S+/out is not the same folder on host1 and host2, but a checkpoint needs the files of all ranks: "),
         (dict(before={2: f"mount -t tmpfs none {characters}"}), r"host2: .*/train\.bin does not exist: "),
     ]
 
@@ -230,13 +230,13 @@ def test_deepspeeds_launcher_with_a_hostfile(net, characters, tmp_path):
     assert TagStore(tmp_path / "out").find("final").manifest["world_size"] == 4
 
 
-def test_what_is_told_of_several_machines():
+def test_the_differences_between_nodes():
     """Needs no namespaces."""
     ranks = [{"host": host, "problems": problems, "fingerprint": {"--seed": seed, "torch": "2"}} for
              host, problems, seed in (("a", ["x"], 1), ("a", ["x"], 1), ("b", ["x", "y"], 1), ("c", ["x"], 2))]
     assert merge_problems(ranks) == ["x", "b: y"]
-    assert mismatches(ranks) == ["the machines differ in seed (1 on a and b, 2 on c): make it the same on all"]
-    assert machine_id() == machine_id() and len(machine_id()[1].split()) == 3
+    assert mismatches(ranks) == ["the nodes differ in seed (1 on a and b, 2 on c): make it the same on all"]
+    assert node_id() == node_id() and len(node_id()[1].split()) == 3
 
 
 # config/slurm/train_xl.sbatch, with programs that stand for Slurm's
