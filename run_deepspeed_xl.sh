@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# The headline job, from a fresh clone to a sample: makes .venv, and leaves the rest to launch_deepspeed.py.
-# With GPUs: GPT-2 XL on Shakespeare, on all that are visible. With none: a small demonstration on CPU.
+# From a fresh clone to a sample: create .venv, then let launch_deepspeed.py do the rest.
 set -euo pipefail
-trap '' PIPE  # a closed pipe costs the lines that cannot be printed, and not the run
+trap '' PIPE  # if the reader of our output exits, the run continues
 caller=$PWD
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
@@ -10,11 +9,12 @@ usage() {
     cat <<'END'
 usage: ./run_deepspeed_xl.sh [CONFIG.py] [--key=value ...]
 
-Sets up .venv (PYTHON=/path/to/python takes that one instead), prepares the data, checks everything, trains on all
-visible GPUs (CUDA_VISIBLE_DEVICES=0,1 picks) and prints a sample. The configuration is config/xl_shakespeare.py, or
-without a GPU config/shakespeare_char_cpu.py; CONFIG.py and --key=value are applied after it. Ctrl-C ends the run in
-good order, a second one at once. Exit code: the run's; 2 for a mistake, which is explained; 129, 130, 138 or 143 when
-stopped.
+Fine-tunes GPT-2 XL on Shakespeare on all visible GPUs (config/xl_shakespeare.py). Without a GPU, it trains a small
+character-level model on the CPU (config/shakespeare_char_cpu.py). CONFIG.py and --key=value override these settings.
+
+It creates .venv, prepares the data, checks the run, trains, and prints a sample. Set PYTHON=/path/to/python to use
+your own environment, and CUDA_VISIBLE_DEVICES=0,1 to select GPUs. Ctrl-C saves a checkpoint and exits; a second Ctrl-C
+kills the run. The exit code is the run's: 2 for an error you can fix, 128 + the signal's number if stopped by a signal.
 
 END
 }
@@ -29,7 +29,7 @@ for argument; do
         "$python" train_deepspeed.py --help || true
         exit 0
         ;;
-    [!-]*.py)  # a config file: in the user's folder, else in the project's
+    [!-]*.py)  # a config file: in the current folder, else in the project's
         [[ $argument == /* || ! -f $caller/$argument ]] || argument=$caller/$argument
         ;;
     esac

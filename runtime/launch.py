@@ -1,7 +1,7 @@
 """torchrun with the run's own exit code: python -m runtime.launch --nproc_per_node=4 train_deepspeed.py ...
 
-torchrun itself ends with 1 whatever its workers ended with, below a traceback of its own; it kills them 30 s after a
-signal, in the middle of a large save; SIGUSR1 it does not pass on at all; and SIGHUP ends it under nohup, too."""
+Plain torchrun exits with 1 and a traceback, whatever the ranks' exit code. It kills them 30 s after a signal, which may
+be in the middle of a save, doesn't forward SIGUSR1, and dies of SIGHUP even under nohup."""
 
 import os
 import signal
@@ -11,25 +11,25 @@ from runtime.output import protect_output
 
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C during the imports, without a traceback
 SIGNALS = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
-if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup, for the ranks too
+if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup, the ranks ignore it too
     SIGNALS += ",SIGHUP"
-for name in ("TORCHELASTIC_SIGNALS_TO_HANDLE", "PET_SIGNALS_TO_HANDLE"):  # the second since PyTorch 2.13
+for name in ("TORCHELASTIC_SIGNALS_TO_HANDLE", "PET_SIGNALS_TO_HANDLE"):  # the second one since PyTorch 2.13
     os.environ.setdefault(name, SIGNALS)
 
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
-SAVE_TIMEOUT_S = 300  # for the ranks to save after a signal; when a rank has failed the others get torchrun's 30
+SAVE_TIMEOUT_S = 300  # for the ranks to save after a signal; if a rank has failed, the others get torchrun's 30
 
 
 def run(argv):
-    """Run torchrun; return the exit code of the rank that failed first, 128 + the signal's number if it was killed."""
+    """Run torchrun. Return the exit code of the rank that failed first, or 128 + the signal that killed it."""
     protect_output()
-    close, codes = PContext.close, []  # codes: of the ranks that were closed
+    close, codes = PContext.close, []  # codes: exit codes of the closed ranks
 
     def close_with_save_timeout(self, death_sig=None, timeout=30):
-        """PContext.close, which ends the ranks, with more time where a signal is the reason."""
+        """PContext.close, which ends the ranks, but with more time after a signal."""
         close(self, death_sig, SAVE_TIMEOUT_S if isinstance(sys.exception(), SignalException) else timeout)
         codes.extend(handler.proc.returncode for handler in getattr(self, "subprocess_handlers", {}).values())
 
@@ -39,11 +39,11 @@ def run(argv):
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
-        if code != 2:  # 2 is a mistake of the user's, which is printed already
-            print(f"rank {rank} ended with exit code {code}: see its output above", file=sys.stderr)
+        if code != 2:  # 2 is a user error, already printed
+            print(f"rank {rank} failed with exit code {code}: see its error message above", file=sys.stderr)
         return code
     except SignalException as error:
-        return 2 if 2 in codes else 128 + error.sigval  # 2: they could not save
+        return 2 if 2 in codes else 128 + error.sigval  # 2: the checkpoint could not be saved
     return 0
 
 

@@ -110,7 +110,7 @@ FAULTS = [Fault(*row) for row in (
      "runtime/plan/memory.py", "buckets *= 2", "buckets *= 1",
      "plan/test_fit.py::test_the_plan_of_a_billion_parameters_on_4_gpus_by_hand"),
     ("launch", "a config file overrides the options of launch_deepspeed.py",
-     "launch_deepspeed.py", 'args += [f"--{name}={value}"', 'args[:0] = [f"--{name}={value}"',
+     "launch_deepspeed.py", "args + named.settings", "named.settings + args",
      "cluster/test_launch.py::test_named_options_become_settings_and_a_run_goes_on"),
 )]
 

@@ -1,10 +1,10 @@
-"""Ask runs to leave, by each signal under each launcher at random moments, and kill one of their ranks.
+"""Stop runs with each signal under each launcher at random moments, and kill a rank or the launcher.
 
-    python tests/drills/signals.py --each=2      --resume=0: nothing is resumed
+    python tests/drills/signals.py --each=2      --resume=0: without resuming
 
-A run that is asked to leave saves a tag of the last iteration that it reported, ends with the documented exit code
-within 60 s and leaves no process; resumed, it ends with the losses of a run that was never asked. When a rank or the
-launcher is killed, all are gone within 60 s.
+A stopped run saves a checkpoint of the last step that it printed, exits with the documented code within 60 s and leaves
+no process behind. After a resume, its losses are those of an uninterrupted run. When a rank or the launcher is killed,
+all processes exit within 60 s.
 """
 
 import os
@@ -23,7 +23,7 @@ from runtime.checkpoint.tags import TagStore
 OPTIONS = ("--max_iters=100000", "--lr_decay_iters=1000", "--eval_interval=40", "--eval_iters=40", "--n_layer=1")
 LAUNCHERS = ("torchrun", "deepspeed", "run_deepspeed_xl.sh", "python")
 ASK = {"SIGTERM": signal.SIGTERM, "SIGUSR1": signal.SIGUSR1, "SIGINT": signal.SIGINT, "STOP": None}
-# What the launcher itself ends with: 128 and the signal, where it does not hand on the run's own code.
+# The launcher's exit code: ours forwards the run's own, the others have codes for signals
 CODES = {"torchrun": {"SIGTERM": (1,), "SIGUSR1": (-10,), "SIGINT": (1, -2), "STOP": (0,)},
          "deepspeed": {"SIGTERM": (-15,), "SIGUSR1": (-10,), "SIGINT": (1, -2), "STOP": (0,)},
          "run_deepspeed_xl.sh": {"SIGTERM": (143,), "SIGUSR1": (138,), "SIGINT": (130,), "STOP": (0,)},
@@ -40,21 +40,21 @@ def begin(args, out_dir, launcher, log):
                                 stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def told(log):
-    """The last iteration that the run has reported, 0 if none."""
+def last_step(log):
+    """Return the last step that the run has printed, or 0."""
     found = re.findall(r"^iter (\d+):", log.read_text(), re.M)
     return int(found[-1]) if found else 0
 
 
 def trial(args, launcher, what, number):
-    """One run that is asked to leave, or of which one process is killed; {"passed": ..., figures}."""
+    """Start a run, stop it or kill one of its processes, and return {"passed": ..., figures}."""
     out_dir = args.folder / f"{launcher}-{what}-{number}"
     log = args.folder / f"{out_dir.name}.log"
     job = begin(args, out_dir, launcher, log)
-    if not wait_for(lambda: told(log) > 1, 90, every=0.05):
-        return {"passed": False, "why": "it did not begin: " + log.read_text()[-2000:]}
+    if not wait_for(lambda: last_step(log) > 1, 90, every=0.05):
+        return {"passed": False, "why": "it did not start: " + log.read_text()[-2000:]}
     time.sleep(random.uniform(0, 3))
-    before, began = told(log), time.monotonic()
+    before, began = last_step(log), time.monotonic()
     ranks = [p for p in naming(str(out_dir)) if any(arg.endswith("train_deepspeed.py") for arg in p.cmdline())
              and not {"torch.distributed.run", "runtime.launch", "deepspeed.launcher.runner",
                       "deepspeed.launcher.launch"} & set(p.cmdline()) and "bash" not in p.name()]
@@ -72,14 +72,14 @@ def trial(args, launcher, what, number):
     tag = store.newest()
     saved, said = store.iteration(tag) if tag else -1, log.read_text()
     result = {"launcher": launcher, "what": what, "exit_code": job.returncode, "seconds": round(seconds, 1),
-              "left": left, "told": told(log), "saved": saved}
+              "left": left, "last_step": last_step(log), "saved": saved}
     if what == "a rank killed":
-        good = job.returncode != 0 and ("has died" in said or "ended with exit code" in said or "exitcode" in said
+        good = job.returncode != 0 and ("has died" in said or "failed with exit code" in said or "exitcode" in said
                                         or "return code" in said)
     elif what == "launcher killed":
-        good = saved == told(log) >= before
+        good = saved == last_step(log) >= before
     else:
-        good = saved == told(log) >= before and job.returncode in CODES[launcher][what]
+        good = saved == last_step(log) >= before and job.returncode in CODES[launcher][what]
     result["passed"] = good and gone and not left
     for process in naming(str(out_dir)):
         process.kill()
