@@ -386,56 +386,52 @@ def test_auto_is_resolved_in_the_keys_that_the_script_owns(tmp_path):
     ({"data_types": {"grad_acum_dtype": "fp32"}},
      "\"data_types.grad_acum_dtype\": unknown key: did you mean 'grad_accum_dtype'?"),
     ({"data_types": {"grad_accum_dtype": "bf17"}}, '"data_types.grad_accum_dtype" is "bf17"'),
-    ({"train_batch_size": 32}, '"train_batch_size" is 32, but the script\'s settings make it 24: remove it here, or '
-                               'write "auto"'),
-    ({"gradient_accumulation_steps": 1}, '"gradient_accumulation_steps" is 1, but the script\'s settings make it 3'),
-    ({"gradient_clipping": 0.5}, '"gradient_clipping" is 0.5, but the script\'s settings make it 1.0'),
-    (zero("auto"), '"zero_optimization.stage" is "auto", which nothing resolves: give it a value'),
+    ({"train_batch_size": 32}, '"train_batch_size" is 32, but the script sets it to 24: remove it, or write "auto"'),
+    ({"gradient_accumulation_steps": 1}, '"gradient_accumulation_steps" is 1, but the script sets it to 3'),
+    ({"gradient_clipping": 0.5}, '"gradient_clipping" is 0.5, but the script sets it to 1.0'),
+    (zero("auto"), '"zero_optimization.stage" is "auto": write 0 or 1 or 2 or 3'),
     (zero(3, stage3_max_live_parameters="auto"), '"zero_optimization.stage3_max_live_parameters" is "auto"'),
     ({"steps_per_print": "auto"}, '"steps_per_print" is "auto"'),
-    (zero(4), '"zero_optimization.stage" is 4: write 0, 1, 2 or 3'),
-    (zero("2"), '"zero_optimization.stage" is "2": write 0, 1, 2 or 3'),
-    (zero(True), '"zero_optimization.stage" is true: write 0, 1, 2 or 3'),
-    (zero(2.0), '"zero_optimization.stage" is 2.0: write 0, 1, 2 or 3'),
+    (zero(4), '"zero_optimization.stage" is 4: write 0 or 1 or 2 or 3'),
+    (zero("2"), '"zero_optimization.stage" is "2": write 0 or 1 or 2 or 3'),
+    (zero(True), '"zero_optimization.stage" is true: write 0 or 1 or 2 or 3'),
+    (zero(2.0), '"zero_optimization.stage" is 2.0: write 0 or 1 or 2 or 3'),
     (zero(reduce_bucket_size=2.5), '"zero_optimization.reduce_bucket_size": Input should be a valid integer'),
     (zero(reduce_bucket_size="5"), '"zero_optimization.reduce_bucket_size" is "5": write a number, without quotation'),
     (zero(overlap_comm="yes"), '"zero_optimization.overlap_comm" is "yes": write true or false, without quotation'),
     (zero(offload_optimizer="cpu"), '"zero_optimization.offload_optimizer" is "cpu": write {"device": "cpu"}'),
-    (zero(3, offload_param={"device": "nvme"}), '"zero_optimization.offload_param.device" is "nvme", which is untested '
-                                                'here: write "cpu" or "none"'),
+    (zero(3, offload_param={"device": "nvme"}), '"zero_optimization.offload_param.device" is "nvme": write "cpu" or '
+                                                '"none"'),
     (zero(offload_optimizer={"device": []}), '"zero_optimization.offload_optimizer.device" is []: write "cpu" or'),
-    (zero(cpu_offload=True), '"zero_optimization.cpu_offload" is an old name: write "offload_optimizer"'),
+    (zero(cpu_offload=True), '"zero_optimization.cpu_offload" is not supported: remove it'),
     (zero(strict=True), '"zero_optimization.strict": unknown key: remove it'),
     (zero(prefetch_bucket_size=1), "unknown key: did you mean 'stage3_prefetch_bucket_size'?"),
-    ({"fp16": {"loss_scale": 10**400}}, '"fp16": int too large to convert to float: write a smaller number'),
     ({"communication_data_type": "fp17"}, '"communication_data_type" is "fp17": write "fp32"'),
     ({"steps_per_print": 0}, '"steps_per_print" is 0: write a whole number above 0'),
     ({"dump_state": 2}, '"dump_state" is 2: write true or false'),
-    ({"aio": {}}, '"aio" does not belong here: it is for NVMe, which is untested here: remove it'),
+    ({"aio": {}}, 'unknown key "aio": remove it'),
     ({"zero_optimization": [2]}, '"zero_optimization" must be an object'),
     ({"bf16": True}, '"bf16" must be an object'),
     ({"fp16": None}, '"fp16" must be an object'),
-    ({"optimizer": {"type": "AdamW"}}, '"optimizer" does not belong here: the script owns it: set learning_rate'),
-    ({"scheduler": {}}, '"scheduler" does not belong here: the script owns it: set lr_schedule'),
-    ({"activation_checkpointing": {}}, '"activation_checkpointing" does not belong here: DeepSpeed does nothing with '
-                                       'it: set --gradient_checkpointing=True'),
-    ({"checkpoint": {"writer": {}}}, '"checkpoint" does not belong here'),
-    (zero(offload_param={"device": "cpu"}), '"zero_optimization.offload_param" does nothing at stage 2: use stage 3'),
-    (zero(0, offload_optimizer={"device": "cpu"}), '"zero_optimization.offload_optimizer" needs stage 1, 2 or 3'),
+    ({"optimizer": {"type": "AdamW"}}, '"optimizer" is not supported: remove it, and use learning_rate'),
+    ({"scheduler": {}}, '"scheduler" is not supported: remove it, and use lr_schedule'),
+    ({"activation_checkpointing": {}}, '"activation_checkpointing" is not supported: remove it, and use '
+                                       '--gradient_checkpointing=True'),
+    ({"checkpoint": {"writer": {}}}, 'unknown key "checkpoint": remove it'),
+    (zero(offload_param={"device": "cpu"}), '"zero_optimization.offload_param" has no effect at stage 2: use stage 3'),
+    (zero(0, offload_optimizer={"device": "cpu"}), '"zero_optimization.offload_optimizer" has no effect at stage 0'),
     (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}),
-     '"zero_optimization.offload_optimizer.ratio" is untested here: remove it'),
+     '"zero_optimization.offload_optimizer.ratio" is not supported: remove it'),
     (zero(2, round_robin_gradients=True),
-     '"zero_optimization.round_robin_gradients" makes DeepSpeed record wrong positions of weights'),
-    ({"bf16": {"enabled": True}}, '"bf16.enabled" is true, but dtype is float32: write "auto" here, or set '
-                                  '--dtype=bfloat16'),
-    ({"fp16": {"enabled": True}}, '"fp16.enabled" is true, but dtype is float32: write "auto" here, or set '
-                                  '--dtype=float16'),
-    ('{"bf16": {}, "bf16": {}}', ": the key bf16 is given twice"),
-    ('{"zero_optimization": {"stage": 1, "stage": 2}}', ": the key stage is given twice"),
-    ("{", " is not JSON: "),
-    ("", " is not JSON: "),
-    ("[]", " holds no JSON object"),
-    ("null", " holds no JSON object"),
+     '"zero_optimization.round_robin_gradients" is not supported: remove it'),
+    ({"bf16": {"enabled": True}}, '"bf16.enabled" is true, but dtype=float32: write "auto", or set --dtype=bfloat16'),
+    ({"fp16": {"enabled": True}}, '"fp16.enabled" is true, but dtype=float32: write "auto", or set --dtype=float16'),
+    ('{"bf16": {}, "bf16": {}}', " is not valid JSON: Duplicate keys in DeepSpeed config: ['bf16']"),
+    ('{"zero_optimization": {"stage": 1, "stage": 2}}', "Duplicate keys in DeepSpeed config: ['stage']"),
+    ("{", " is not valid JSON: "),
+    ("", " is not valid JSON: "),
+    ("[]", " must contain a JSON object"),
+    ("null", " must contain a JSON object"),
 ], ids=lambda value: None if isinstance(value, dict) else re.sub(r"\W+", "-", value)[:40])
 def test_jsons_are_refused(content, problem, tmp_path):
     with pytest.raises(UserError) as error:
@@ -522,7 +518,7 @@ def test_each_field_of_deepspeed_is_tested_or_refused(name, tmp_path):
         content = {key: content}
     (named,) = names_of_problems(content, tmp_path)
     assert f"{name}.".startswith(f"{named}.")
-    with pytest.raises(UserError, match=r': remove it$|is an old name: write "\w+( or \w+)?"$'):
+    with pytest.raises(UserError, match=": remove it$"):
         resolved(content, tmp_path)
 
 
@@ -540,14 +536,14 @@ def test_untested_keys_pass_with_the_default(tmp_path):
 
 
 def test_a_json_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(UserError, match="No such file or directory; name another with --deepspeed_config=FILE"):
+    with pytest.raises(UserError, match="No such file or directory: choose another file with --deepspeed_config=FILE"):
         resolve(str(tmp_path / "none.json"), Batch(2, 3, 1, 32), 1.0, "float32")
 
 
 @pytest.mark.parametrize("block, enabled, dtype", [
     ("bf16", False, "bfloat16"), ("fp16", False, "float16"), ("fp16", True, "bfloat16"), ("bf16", True, "float16")])
 def test_precision_blocks_may_not_contradict_dtype(block, enabled, dtype, tmp_path):
-    with pytest.raises(UserError, match=f'"{block}.enabled" is {str(enabled).lower()}, but dtype is {dtype}'):
+    with pytest.raises(UserError, match=f'"{block}.enabled" is {str(enabled).lower()}, but dtype={dtype}'):
         resolved({block: {"enabled": enabled}, **zero()}, tmp_path, dtype)
     other = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
     assert resolved({other: {"enabled": True}, **zero()}, tmp_path, dtype)[0][other]["enabled"] is True
@@ -600,8 +596,8 @@ def test_a_reader_that_goes_away_ends_it_quietly(words):
     ('{"zero_optimization": {"stage": 3, "sub_group_size": true}}', '"zero_optimization.sub_group_size" is true: w'),
     ('{"zero_optimization": {"stage": 3, "sub_group_size": 0}}', '"zero_optimization.sub_group_size" is 0: w'),
     ('{"zero_optimization": {"stage": 2, "overlap_comm": 0}}', '"zero_optimization.overlap_comm" is 0: write true or'),
-    ('{"optimzer": {}}', "unknown key \"optimzer\": did you mean 'optimizer'?"),
-    ('{"a":' * 100_000, "is not JSON: "),
+    ('{"bf61": {}}', "unknown key \"bf61\": did you mean 'bf16'?"),
+    ('{"a":' * 100_000, "is not valid JSON: "),
 ])
 def test_values_of_another_type_and_nests_are_refused(tmp_path, text, problem):
     (tmp_path / "ds.json").write_text(text)

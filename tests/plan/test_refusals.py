@@ -168,10 +168,10 @@ SENTENCES = {
                   '"steps_per_print" is "auto", which nothing resolves: give it a value'],
     "json block": '"bf16" must be an object',
     "json fp16": "\"fp16.los_scale\": unknown key: did you mean 'loss_scale'?",
-    "json syntax": "broken.json is not JSON: ",
-    "json untested": ['"zero_optimization.zero_quantized_weights" is untested here: remove it',
-                      '"zero_optimization.offload_param.device" is "nvme", which is untested here: write "cpu" or',
-                      '"bf16.bf16_master_weights_and_grads" is untested here: remove it'],
+    "json syntax": "broken.json is not valid JSON: ",
+    "json untested": ['"zero_optimization.zero_quantized_weights" is not supported: remove it',
+                      '"zero_optimization.offload_param.device" is "nvme": write "cpu" or "none"',
+                      '"bf16.bf16_master_weights_and_grads" is not supported: remove it'],
     "no json": "no-such.json: No such file or directory; name another with --deepspeed_config=FILE",
     "float16": "dtype=float16 needs a GPU: DeepSpeed refuses it on CPU; use --dtype=float32 or bfloat16",
     "cuda": "device=cuda, but PyTorch finds no CUDA GPU: use --device=cpu",
@@ -243,9 +243,7 @@ def test_damaged_tags_are_not_sampled_from_either(bad, refusals):
         assert run.returncode == 2 and words in run.stderr.splitlines()[-1] and "Traceback" not in run.stderr
 
 
-def test_a_rank_without_its_place_on_the_machine_is_refused_unless_it_is_alone(train):
-    run = train(RANK="0", WORLD_SIZE="2")
-    assert run.returncode == 2 and "RANK is set and LOCAL_RANK is not" in run.stderr and "Traceback" not in run.stderr
+def test_a_single_rank_needs_no_local_rank(train):
     run = train("--max_iters=1", RANK="0", WORLD_SIZE="1")
     assert run.returncode == 0 and list(run.losses) == [1]
 
@@ -257,7 +255,7 @@ import runtime.plan.run_plan
 runtime.plan.run_plan.memory_per_rank = lambda *_: 1e9 if os.environ["RANK"] == "0" else 1e3
 """)
     run = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", "--batch_size=auto", ranks=2)
-    assert run.returncode and "the ranks' machines differ in what 'auto' is there: --batch_size=4 " in run.stderr
+    assert run.returncode and "'auto' gives different values on different nodes (--batch_size=4 " in run.stderr
 
 
 def test_no_room_for_a_tag_is_refused(monkeypatch, characters, tmp_path):
