@@ -130,13 +130,13 @@ class RunLog:
         record["perplexity"] = perplexity(record["val_loss"])
         print0(f"step {iter_num}: {format_losses(record)}; perplexity {record['perplexity']:.2f}), {seconds:.1f} s")
         if len(shares) > 1:
-            record["datasets"], total = {}, sum(sequences_seen.values())
+            record["datasets"] = {}
             for number, one in enumerate(self.datasets):
                 found = {"share": one.share / sum(shares), "sequences": sequences_seen[one.name],
                          **loss_record({split: each[number : number + 1] for split, each in losses.items()}, [1])}
                 record["datasets"][one.name] = found
                 print0(f"  {one.name}: {format_losses(found)}), {100 * found['share']:g}% of the mixture, "
-                       f"{found['sequences']:,} of {total:,} sequences so far")
+                       f"{found['sequences']:,} sequences so far")
         self.record(record)
         self.iter_num, self.paused = iter_num, True
         return record["val_loss"]

@@ -66,9 +66,9 @@ def test_a_mixture_trains_tells_its_shares_and_goes_on(train, characters, backwa
     run = done(train(*args, ranks=2))
     name = characters.name
     assert f"mixture    {name} 3, backwards 7 of each 10 sequences" in run.stdout
-    assert "); 30% of the mixture" in run.stdout and "of 0 sequences" not in run.stdout
-    assert "; 12 of 40 sequences so far, 30% of the mixture" in run.stdout
-    assert "; 28 of 40 sequences so far, 70% of the mixture" in run.stdout
+    assert "), 30% of the mixture, 0 sequences so far" in run.stdout
+    assert "), 30% of the mixture, 12 sequences so far" in run.stdout
+    assert "), 70% of the mixture, 28 sequences so far" in run.stdout
     records = {r["iter"]: r for r in run.history if "datasets" in r}
     assert sorted(records) == [0, 5, 8] and records[8]["datasets"]["backwards"]["sequences"] == 45
     for folder in (characters, backwards):  # what each set's evaluation says alone
