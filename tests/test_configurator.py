@@ -551,15 +551,15 @@ def test_precision_blocks_may_not_contradict_dtype(block, enabled, dtype, tmp_pa
 
 def test_what_deepspeed_gets_wrong_is_mended_and_told(tmp_path):
     config, (note, _) = resolved(zero(0), tmp_path, "float16")
-    assert config["zero_optimization"]["stage"] == 1 and "never scales the loss in float16" in note
+    assert config["zero_optimization"]["stage"] == 1 and "doesn't scale the loss in float16" in note
     config, (note,) = resolved({}, tmp_path, "bfloat16")
-    assert config["zero_optimization"]["stage"] == 1 and "adds up gradients in bfloat16" in note
+    assert config["zero_optimization"]["stage"] == 1 and "accumulates gradients in bfloat16" in note
     for stage in (1, 2, 3):
         config, (note,) = resolved({"fp16": {"loss_scale_window": 50}, **zero(stage)}, tmp_path, "float16")
         assert config["fp16"]["loss_scale_window"] == 50 * 2**20 and "halves the gradient" in note
     assert resolved({"fp16": {"loss_scale": 128}, **zero()}, tmp_path, "float16")[1] == []
     config, (note,) = resolved(zero(2, stage3_prefetch_bucket_size=1), tmp_path)
-    assert note == "stage3_prefetch_bucket_size have no effect at stage 2"
+    assert note == "no effect at stage 2: stage3_prefetch_bucket_size"
     assert config["data_types"] == {"grad_accum_dtype": "fp32"}
     assert "data_types" not in resolved(zero(0), tmp_path)[0]  # stage 0 raises NotImplementedError on it
 

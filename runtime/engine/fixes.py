@@ -1,41 +1,40 @@
-"""Workarounds for what DeepSpeed 0.19.8 gets wrong, one function each. Each has its test, named here."""
+"""Workarounds for bugs in DeepSpeed 0.19.8, one function each. tests/engine/test_zero.py tests them."""
 
 import torch
 
-NEVER_GROW = 2**20  # by this, a window of loss scaling never ends inside DeepSpeed
+NEVER_GROW = 2**20  # times loss_scale_window, so that DeepSpeed itself never increases the loss scale
 
 
 def repair(config, dtype, compiled):
-    """Change in place what DeepSpeed would get wrong; returns a note on each change."""
+    """Change the config in place where DeepSpeed would compute something wrong. Return a note for each change."""
     notes = []
     zero = config.setdefault("zero_optimization", {"stage": 0})
     stage = zero.setdefault("stage", 0)
     if stage == 0 and dtype != "float32":
-        why = "never scales the loss in float16" if dtype == "float16" else "adds up gradients in bfloat16"
+        why = "doesn't scale the loss in float16" if dtype == "float16" else "accumulates gradients in bfloat16"
         notes.append(f"stage 0 runs as stage 1, because DeepSpeed's stage 0 {why}")
         stage = zero["stage"] = 1
     if dtype == "float16" and not config["fp16"].get("loss_scale"):
-        # its step divides by the scale of the next step, which halves the gradient each time the scale grows (at
-        # stages 1 and 2 too, where the norm that it reports is right)
+        # DeepSpeed divides by the scale of the next step, which halves the gradient whenever the scale grows. At stages
+        # 1 and 2 only the norm that it reports is right
         config["fp16"]["loss_scale_window"] = config["fp16"].get("loss_scale_window", 1000) * NEVER_GROW
-        notes.append("the script makes the loss scale grow: when DeepSpeed does, it halves the gradient")
+        notes.append("the script increases the loss scale, because DeepSpeed halves the gradient when it does")
     if stage > 0:
         config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
     if stage == 3 and compiled:
-        # DeepSpeed's own F.linear, traced by PyTorch 2.11, costs each block a graph of its own, up to dynamo's limit of
-        # 8, and the gradients of those blocks are zero: GPT-2 XL's norm was 71 instead of 97
+        # When PyTorch 2.11 traces DeepSpeed's F.linear, each block gets its own graph, up to dynamo's limit of 8, and
+        # the gradients of those blocks are zero: GPT-2 XL's norm was 71 instead of 97
         if zero.get("memory_efficient_linear"):
-            notes.append("memory_efficient_linear is off, because compiled blocks lose their gradients by it")
+            notes.append("memory_efficient_linear is off, because compiled blocks would lose their gradients")
         zero["memory_efficient_linear"] = False
     ignored = [key for key in zero if key.startswith("stage3_")] if stage != 3 else []
     if ignored:
-        notes.append(f"{', '.join(ignored)} have no effect at stage {stage}")
+        notes.append(f"no effect at stage {stage}: {', '.join(ignored)}")
     return notes
 
 
 def grow_loss_scale(engine):
-    """float16: double the loss scale after every window of good steps, between two steps, where it is safe
-    (see repair). Does nothing elsewhere."""
+    """float16: double the loss scale after every window of good steps. Between two steps this is safe (see repair)."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     window = getattr(scaler, "scale_window", 0) // NEVER_GROW
     good_steps = scaler.cur_iter - 1 - scaler.last_overflow_iter if window else 0
@@ -45,10 +44,10 @@ def grow_loss_scale(engine):
 
 
 def skip_nonfinite_at_stage_0(engine):
-    """Have DeepSpeed skip a step whose gradient is not finite also at stage 0 (float32), where it checks none."""
+    """Skip steps with a non-finite gradient at stage 0 (float32) too, where DeepSpeed doesn't check."""
     def drop_nonfinite(optimizer, *_):
         params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        optimizer.overflow = not torch.nn.utils.get_total_norm([p.grad for p in params]).isfinite()  # DeepSpeed asks
+        optimizer.overflow = not torch.nn.utils.get_total_norm([p.grad for p in params]).isfinite()  # DeepSpeed's flag
         for p in params if optimizer.overflow else ():
             p.grad = None
 
@@ -57,14 +56,13 @@ def skip_nonfinite_at_stage_0(engine):
 
 
 def keep_going_at_min_loss_scale(engine):
-    """float16: have DeepSpeed skip steps also at the least loss scale, where it would end the run with a traceback."""
+    """float16: skip the step at the minimum loss scale too, instead of letting DeepSpeed raise."""
     if hasattr(getattr(engine.optimizer, "loss_scaler", None), "raise_error_at_min_scale"):
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
 
 def record_zero_stage(engine):
-    """bfloat16 at stage 1: DeepSpeed's BF16_Optimizer leaves its stage out of what it saves, and zero_to_fp32 then
-    refuses the file; everything else that it reads is there."""
+    """bfloat16 at stage 1: add the ZeRO stage, which DeepSpeed's BF16_Optimizer doesn't save and zero_to_fp32 needs."""
     if type(engine.optimizer).__name__ == "BF16_Optimizer":
         state_dict = engine.optimizer.state_dict
         engine.optimizer.state_dict = lambda: {**state_dict(), "zero_stage": 1}
