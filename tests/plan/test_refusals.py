@@ -172,7 +172,7 @@ SENTENCES = {
     "json untested": ['"zero_optimization.zero_quantized_weights" is not supported: remove it',
                       '"zero_optimization.offload_param.device" is "nvme": write "cpu" or "none"',
                       '"bf16.bf16_master_weights_and_grads" is not supported: remove it'],
-    "no json": "no-such.json: No such file or directory; name another with --deepspeed_config=FILE",
+    "no json": "no-such.json: No such file or directory: choose another file with --deepspeed_config=FILE",
     "float16": "dtype=float16 needs a GPU: DeepSpeed refuses it on CPU; use --dtype=float32 or bfloat16",
     "cuda": "device=cuda, but PyTorch finds no CUDA GPU: use --device=cpu",
     "fp8": "fp8=True needs a GPU of compute capability 9.0 (H100, H200, B200, ...): drop it",
