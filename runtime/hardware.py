@@ -1,4 +1,4 @@
-"""What a run can use: the one table of GPUs, free memory, and which device, precision and compiler to take."""
+"""The table of GPUs, free memory, and the resolution of the settings device, dtype and compile."""
 
 import os
 import shutil
@@ -10,15 +10,15 @@ from pathlib import Path
 import psutil
 import torch
 
-CGROUP = Path("/sys/fs/cgroup")  # version 2; a container sees its own here
+CGROUP = Path("/sys/fs/cgroup")  # version 2, of this container
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU, by its vendor's datasheet."""
+    """A GPU model, from its vendor's datasheet."""
 
-    gb: float  # memory, in GB of 1e9 bytes
-    tflops: float  # dense half-precision peak, in bfloat16 if it has it
+    gb: float  # memory in GB (1e9 bytes)
+    tflops: float  # dense peak in bfloat16, or in float16 if it has no bfloat16
     bf16: bool = True  # compute capability 8.0 and up
     fp8: bool = False  # our FP8 kernels run on it: compute capability 9.0 and up
 
@@ -37,22 +37,19 @@ GPUS = {
 
 
 def find_gpu(target):
-    """Return the Gpu that the setting target_gpu stands for: a name in GPUS, or a number of GB (of a recent card).
-
-    Raises ValueError for an unknown name or a size that is not above 0.
-    """
+    """Return the Gpu for the setting target_gpu: a name in GPUS, or a number of GB. Raises ValueError."""
     name = (target if isinstance(target, str) else f"{target:g}").upper().removeprefix("NVIDIA ").removeprefix("RTX ")
-    if name in GPUS:  # 4090 comes as a number
+    if name in GPUS:  # 4090 is parsed as a number
         return GPUS[name]
     if isinstance(target, str):
-        raise ValueError(f"target_gpu={target} is neither a number of GB nor one of {', '.join(GPUS)}")
+        raise ValueError(f"target_gpu={target} is unknown: give a number of GB, or one of {', '.join(GPUS)}")
     if target <= 0:
         raise ValueError(f"target_gpu={target} must be above 0")
     return Gpu(target, GPUS["A100"].tflops, fp8=True)
 
 
 def peak_flops(device):
-    """Return the device's peak in FLOP/s, or None where it is unknown: then MFU is n/a."""
+    """Return the device's peak in FLOP/s, or None if it isn't in GPUS. MFU is n/a then."""
     if torch.device(device).type != "cuda":
         return None
     name = torch.cuda.get_device_name(device).upper()
@@ -61,7 +58,7 @@ def peak_flops(device):
 
 
 def peak_memory(device):
-    """Return the most memory held so far, in bytes: allocated on the GPU, resident in the process on CPU."""
+    """Return the peak memory so far in bytes: allocated on the GPU, or resident on CPU."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource
@@ -70,57 +67,57 @@ def peak_memory(device):
 
 
 def available_memory():
-    """Return the bytes of host memory that are free, or that a container's limit leaves. Cached files don't count."""
+    """Return the free bytes of host memory, within the container's limit. Cached files count as free."""
     free = psutil.virtual_memory().available
     try:
         limit = int((CGROUP / "memory.max").read_text())
         used = int((CGROUP / "memory.current").read_text())
         cached = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())["inactive_file"]
-    except (OSError, ValueError, KeyError):  # no such cgroup, or its limit is "max"
+    except (OSError, ValueError, KeyError):  # no cgroup, or its limit is "max"
         return free
     return min(free, limit - used + int(cached))
 
 
 def memory_per_rank(device, local_world_size):
-    """Return the bytes that each rank of this machine can have, on "cuda" or "cpu"."""
+    """Return the memory per rank on this machine in bytes, for "cuda" or "cpu"."""
     if device == "cuda":
         return min(torch.cuda.get_device_properties(i).total_memory for i in range(local_world_size))
     return available_memory() / local_world_size
 
 
 def pick_device(device):
-    """Resolve the setting device: "auto" is "cuda" if PyTorch sees a GPU, else "cpu"."""
+    """Resolve the setting device: "auto" is "cuda" if PyTorch finds a GPU, else "cpu"."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def pick_dtype(dtype, device):
     """Resolve the setting dtype: "auto" is bfloat16 from compute capability 8.0 up, float16 below, float32 on CPU.
 
-    Raises ValueError for a precision that the device does not have.
+    Raises ValueError if the device doesn't support it.
     """
     has_bf16 = device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
     if dtype == "auto":
         return "float32" if device == "cpu" else "bfloat16" if has_bf16 else "float16"
     if dtype == "float16" and device == "cpu":
-        raise ValueError("dtype=float16 needs a GPU: DeepSpeed refuses it on CPU; use --dtype=float32 or bfloat16")
+        raise ValueError("dtype=float16 needs a GPU: use --dtype=float32 or --dtype=bfloat16")
     if dtype == "bfloat16" and device == "cuda" and not has_bf16:
-        raise ValueError(f"dtype=bfloat16 needs compute capability 8.0, {torch.cuda.get_device_name()} has less: "
-                         "use --dtype=float16, or leave it on auto")
+        raise ValueError(f"dtype=bfloat16 needs compute capability 8.0, but {torch.cuda.get_device_name()} has less: "
+                         "use --dtype=float16 or --dtype=auto")
     return dtype
 
 
 def pick_compile(setting, device):
-    """Resolve the setting compile. Returns (whether to compile, a note or None)."""
+    """Resolve the setting compile. Return (whether to compile, a note or None)."""
     if setting is False:
         return False, None
-    why = "it needs a compiler and pays on GPUs only" if device == "cpu" else missing_compiler()
+    why = "it is for GPUs only" if device == "cpu" else missing_compiler()
     return why is None, f"not compiled: {why}" if why and (setting is True or device == "cuda") else None
 
 
 def missing_compiler():
-    """Return why nothing can be compiled for a GPU here, or None."""
+    """Return why Triton can't compile on this machine, or None."""
     if not any(shutil.which(c) for c in (os.environ.get("CC", "cc"), "gcc", "clang")):
-        return "Triton needs a C compiler, and there is none"
+        return "Triton needs a C compiler, but there is none"
     if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
-        return "Triton needs Python's headers (python3-dev), and they are not there"
+        return "Triton needs Python's headers (python3-dev), but they aren't installed"
     return None

@@ -173,7 +173,7 @@ SENTENCES = {
                       '"zero_optimization.offload_param.device" is "nvme": write "cpu" or "none"',
                       '"bf16.bf16_master_weights_and_grads" is not supported: remove it'],
     "no json": "no-such.json: No such file or directory: choose another file with --deepspeed_config=FILE",
-    "float16": "dtype=float16 needs a GPU: DeepSpeed refuses it on CPU; use --dtype=float32 or bfloat16",
+    "float16": "dtype=float16 needs a GPU: use --dtype=float32 or --dtype=bfloat16",
     "cuda": "device=cuda, but PyTorch finds no CUDA GPU: use --device=cpu",
     "fp8": "fp8=True needs a GPU of compute capability 9.0 (H100, H200, B200, ...): drop it",
     "unwritable": "file/out cannot be written: choose another with --out_dir=DIR",
@@ -298,8 +298,8 @@ def test_precision_by_the_card(monkeypatch, characters, tmp_path):
     plan, problems, notes = check(monkeypatch, characters, tmp_path, 1, (7, 0))
     assert (problems, plan.hardware.dtype) == ([], "float16")
     _, problems, _ = check(monkeypatch, characters, tmp_path, 1, (7, 0), "--dtype=bfloat16")
-    assert problems == ["dtype=bfloat16 needs compute capability 8.0, Tesla V100 has less: use --dtype=float16, or "
-                        "leave it on auto"]
+    assert problems == ["dtype=bfloat16 needs compute capability 8.0, but Tesla V100 has less: use --dtype=float16 or "
+                        "--dtype=auto"]
     plan, problems, notes = check(monkeypatch, characters, tmp_path, 1, (7, 0),
                                   "--deepspeed_config=config/ds/zero0.json")
     assert problems == [] and plan.ds_config["zero_optimization"]["stage"] == 1
