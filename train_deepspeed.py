@@ -81,7 +81,7 @@ lora_target_modules = "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"  # matric
 # AdamW
 learning_rate = 3e-5  # peak learning rate
 max_iters = 20  # iterations in total, those before a resume included
-max_epochs: float | None = None  # passes over the data, instead of max_iters; None: use max_iters
+max_epochs: float | None = None  # length of the run in epochs, instead of max_iters; None: use max_iters
 weight_decay = 1e-1  # weight decay of matrices; biases and layer norms have none
 beta1 = 0.9  # decay rate of the first moment
 beta2 = 0.95  # decay rate of the second moment
