@@ -1,4 +1,4 @@
-"""Files and the disk: hashes, atomic writes, free space. And UserError, which every room raises."""
+"""Hash files, write them atomically, and measure disk space. Also defines UserError, which every room raises."""
 
 import errno
 import hashlib
@@ -9,15 +9,15 @@ import shutil
 from pathlib import Path
 
 TEMP_SUFFIX = ".tmp"
-TEMP_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of the files that write_temp makes: .NAME.RANDOM.tmp
+TEMP_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # .NAME.RANDOM.tmp, the files that write_temp() writes
 
 
 class UserError(Exception):
-    """What the user has to fix. The message is one clear sentence with the fix; a script prints it and exits with 2."""
+    """A mistake that the user can fix. The message has the fix. A script prints it and exits with code 2."""
 
 
 def file_digest(path, flush=False):
-    """Return {"bytes", "sha256"} of a file; with `flush`, its content is on the disk when this returns."""
+    """Return {"bytes", "sha256"} of a file; flush: first flush its content to the disk."""
     if flush:
         fsync(path)
     with open(path, "rb") as file:
@@ -25,10 +25,10 @@ def file_digest(path, flush=False):
 
 
 def write_temp(path, chunks):
-    """Write the bytes objects `chunks` to a temporary file in the folder of `path`, and flush it to the disk.
+    """Write the bytes objects `chunks` to a temporary file next to `path` and flush it to the disk.
 
-    Returns (temporary, bytes written, sha256); os.replace(temporary, path) gives it its name. On any exception, Ctrl-C
-    included, the temporary is removed.
+    Returns (temporary file, bytes written, sha256), for os.replace(temporary, path). On any exception, including
+    Ctrl-C, the temporary file is removed.
     """
     path = Path(path)
     temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMP_SUFFIX}")
@@ -48,18 +48,18 @@ def write_temp(path, chunks):
 
 
 def write_atomic(path, content):
-    """Replace a small file with the text or bytes `content`: a reader sees the old content or all of the new one."""
+    """Replace a small file with the text or bytes `content`. A reader sees all of the old content or all of the new."""
     temp, _, _ = write_temp(path, [content.encode() if isinstance(content, str) else content])
     os.replace(temp, path)
     fsync(os.path.dirname(os.path.abspath(path)))
 
 
 def fsync(path):
-    """Flush a file's content, or the names in a folder, to the disk."""
+    """Flush a file's content or a folder's entries to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
-    except OSError as error:  # some network file systems cannot flush a folder
+    except OSError as error:  # some network file systems can't flush a folder
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -67,7 +67,7 @@ def fsync(path):
 
 
 def replace_dir(new, path):
-    """Give the finished folder `new` the name `path`; a folder that has this name is removed afterwards."""
+    """Rename the finished folder `new` to `path`, then remove the folder that had this name before."""
     old = f"{path}.old"
     shutil.rmtree(old, ignore_errors=True)
     if os.path.exists(path):
@@ -78,12 +78,12 @@ def replace_dir(new, path):
 
 
 def format_bytes(size):
-    """Bytes as people read them, in decimal units."""
+    """Return a size in GB or MB, which are 10^9 and 10^6 bytes."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
 def nearest_existing_dir(path):
-    """Return `path`, or the nearest folder above it that exists."""
+    """Return `path`, or its nearest parent folder that exists."""
     path = os.path.abspath(path)
     while not os.path.exists(path):
         path = os.path.dirname(path)
@@ -91,5 +91,5 @@ def nearest_existing_dir(path):
 
 
 def free_bytes(path):
-    """Free bytes of the disk that holds `path`, which need not exist."""
+    """Return the free bytes of the disk of `path`, which need not exist."""
     return shutil.disk_usage(nearest_existing_dir(path)).free

@@ -1,4 +1,4 @@
-"""What a process prints: nothing that can end a run, and a sentence instead of a traceback where we have one."""
+"""Keep failing prints from ending a run, and print one line instead of a traceback for a known error."""
 
 import os
 import signal
@@ -7,9 +7,11 @@ import time
 
 
 class ResilientStream:
-    """A text stream that never raises. After the first failed write (the reader of a pipe has ended, the disk under a
-    log is full, the terminal is gone) its file descriptor points at the null device: also for what is still buffered,
-    and for what C libraries and child processes print later."""
+    """A text stream that never raises.
+
+    A write fails if a pipe's reader has exited, a log's disk is full, or the terminal is gone. After that, the stream's
+    file descriptor is the null device, also for C libraries and child processes.
+    """
 
     def __init__(self, stream, null):
         self.stream, self.null = stream, null
@@ -18,16 +20,13 @@ class ResilientStream:
         self.attempt(self.stream.write, text)
         return len(text)
 
-    def writelines(self, lines):
-        self.write("".join(lines))
-
     def flush(self):
         self.attempt(self.stream.flush)
 
     def attempt(self, method, *args):
         try:
             method(*args)
-        except BlockingIOError:  # a pipe that does not block is full: its reader is slow, and has not ended
+        except BlockingIOError:  # a non-blocking pipe is full: its reader is slow, but hasn't exited
             pass
         except (OSError, ValueError):
             try:
@@ -40,10 +39,9 @@ class ResilientStream:
 
 
 def protect_output():
-    """Make every print of this process resilient, those of libraries included: they all go through sys.stdout and
-    sys.stderr, which are None if they were closed when Python started."""
-    null = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for as long as the process lives)
-    while os.dup(null.fileno()) < 2:  # no file or socket may become descriptor 1 or 2, into which libraries print
+    """Make sys.stdout and sys.stderr resilient. They are None if they were closed when Python started."""
+    null = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until the process exits)
+    while os.dup(null.fileno()) < 2:  # libraries print to descriptors 1 and 2, so no file or socket may get these
         pass
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or null
@@ -53,13 +51,15 @@ def protect_output():
 
 
 def explain_uncaught(explain):
-    """Print the sentence explain(error) instead of the traceback of an exception that ends this process; for None, ask
-    what was given earlier. explain may also end the process."""
+    """Print explain(error) instead of the traceback of an uncaught exception, unless it returns None.
+
+    explain may also end the process. For None, an earlier `explain` is called.
+    """
     earlier = sys.excepthook
 
     def hook(kind, error, trace):
-        if sentence := explain(error):
-            print(sentence, file=sys.stderr, flush=True)
+        if message := explain(error):
+            print(message, file=sys.stderr, flush=True)
         else:
             earlier(kind, error, trace)
 
@@ -67,12 +67,13 @@ def explain_uncaught(explain):
 
 
 def exit_with_error(problems):
-    """End all ranks for a mistake of the user's, with exit code 2. Every rank finds the same mistake, and the first one
-    of each machine prints it. The others wait, because a launcher that sees one rank end kills the rest, which may be
-    printing."""
+    """Exit with code 2 on all ranks, which found the same problems. The first rank of each node prints them.
+
+    The others wait, because a launcher that sees one rank exit kills the rest, which may be printing.
+    """
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         print(problems, file=sys.stderr, flush=True)
     else:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's SIGTERM ends the wait; there is nothing to save
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's SIGTERM ends the wait
         time.sleep(10)
     raise SystemExit(2)

@@ -1,7 +1,7 @@
-"""Versions: which DeepSpeed this code was measured with, and what it needs of it.
+"""Check the installed DeepSpeed, and record versions in checkpoints.
 
-The fast paths replace methods of DeepSpeed's optimizer, and another release may compute something else with them: under
-0.17.6 a run in bfloat16 at stage 1 ended with exit code 0 and a gradient norm 65,536 times too large.
+The fast paths replace methods of DeepSpeed's optimizer, so another release may compute wrong results. With DeepSpeed
+0.17.6, a bfloat16 run at stage 1 exited with code 0 and a gradient norm 65,536 times too large.
 """
 
 import importlib.metadata
@@ -10,7 +10,7 @@ DEEPSPEED = "0.19.8"  # as in requirements.txt
 
 
 def installed(name):
-    """Return the version of an installed package, without a local build's suffix."""
+    """Return the version of an installed package without its local suffix."""
     try:
         return importlib.metadata.version(name).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:  # from a folder on PYTHONPATH
@@ -18,19 +18,19 @@ def installed(name):
 
 
 def deepspeed_problem(any_deepspeed):
-    """Return why the installed DeepSpeed is refused, or None."""
+    """Return a message if the installed DeepSpeed isn't the tested one, or None."""
     if not any_deepspeed and (version := installed("deepspeed")) != DEEPSPEED:
-        return (f"DeepSpeed {version} is installed, and this code was tested with {DEEPSPEED} alone: python -m pip "
-                f"install deepspeed=={DEEPSPEED}, or accept it with --any_deepspeed=True, which is slower")
+        return (f"DeepSpeed {version} is installed, but only {DEEPSPEED} is tested: run python -m pip install "
+                f"deepspeed=={DEEPSPEED}, or accept slower training with --any_deepspeed=True")
 
 
 def recorded_versions():
-    """Return what a checkpoint's manifest records: {package: version}."""
+    """Return {package: version} for a checkpoint's manifest."""
     return {name: installed(name) for name in ("torch", "deepspeed")}
 
 
 def version_note(recorded):
-    """Return a line if a checkpoint was written under other versions than the installed ones, or None."""
+    """Return a note if a checkpoint was written with other versions than the installed ones, or None."""
     other = [f"{name} {recorded[name]} (installed: {version})" for name, version in recorded_versions().items()
              if recorded[name].partition("+")[0] != version]
-    return f"note       the checkpoint was written under {', '.join(other)}" if other else None
+    return f"note       the checkpoint was written with {', '.join(other)}" if other else None

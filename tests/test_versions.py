@@ -31,8 +31,8 @@ def test_another_deepspeed_is_refused_or_accepted(train, older):
     refused = train("--max_iters=20", plant=plant)
     assert (refused.returncode, refused.stdout) == (2, "") and not refused.out_dir.exists()
     assert refused.stderr == (
-        f"DeepSpeed 0.19.7 is installed, and this code was tested with {DEEPSPEED} alone: python -m pip install "
-        f"deepspeed=={DEEPSPEED}, or accept it with --any_deepspeed=True, which is slower\n")
+        f"DeepSpeed 0.19.7 is installed, but only {DEEPSPEED} is tested: run python -m pip install "
+        f"deepspeed=={DEEPSPEED}, or accept slower training with --any_deepspeed=True\n")
     options = "--max_iters=20", "--eval_interval=20"
     accepted = done(train(*options, "--any_deepspeed=True", ranks=2, plant=plant))
     pinned = done(train(*options, ranks=2))
@@ -46,7 +46,7 @@ def test_a_resume_notes_other_versions(train):
     manifest["versions"]["torch"] = "2.4.1+cu124"
     (run.out_dir / tag / "manifest.json").write_text(sign_manifest(manifest))
     on = done(train("--init_from=resume", "--max_iters=5", out_dir=run.out_dir))
-    assert "note       the checkpoint was written under torch 2.4.1+cu124 (installed: " in on.stdout
+    assert "note       the checkpoint was written with torch 2.4.1+cu124 (installed: " in on.stdout
     assert version_note(TagStore(run.out_dir).find().manifest["versions"]) is None
     assert json.loads((run.out_dir / "iter_5" / "manifest.json").read_text())["versions"].keys() == {
         "torch", "deepspeed"}
@@ -60,7 +60,7 @@ def test_an_environment_of_the_users_own_gets_the_same_check_before_the_run(char
     refused = dry_run()
     assert refused.returncode == 2
     assert refused.stderr == (
-        f"DeepSpeed 0.19.7 is installed, and this code was tested with {DEEPSPEED} alone: python -m pip install "
-        f"deepspeed=={DEEPSPEED}, or accept it with --any_deepspeed=True, which is slower\n")
+        f"DeepSpeed 0.19.7 is installed, but only {DEEPSPEED} is tested: run python -m pip install "
+        f"deepspeed=={DEEPSPEED}, or accept slower training with --any_deepspeed=True\n")
     (tmp_path / "mine.py").write_text("any_deepspeed = True\n")  # in the user's folder
     assert dry_run("mine.py").returncode == 0

