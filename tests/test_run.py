@@ -282,14 +282,14 @@ def test_evaluations_updates_and_saves_happen_once(whole):
     for r in saves:
         assert r["bytes"] == sum(entry["bytes"] for entry in manifest(run.out_dir, r["saved"])["files"].values())
         assert 0 < r["blocked_s"] < r["save_s"] < 60 and r["gb_per_s"] == r["bytes"] / r["save_s"] / 1e9
-        assert f"saved {r['saved']} in {r['save_s']:.1f} s: " in run.stdout
+        assert f"saved {r['saved']} in {r['save_s']:.1f} s (" in run.stdout
     loss, best = min((val_loss, it) for it, (_, val_loss) in run.evals.items())
     assert f"best validation loss {loss:.4f} at step {best}\n" in run.stdout
     for command in (f"sample.py --out_dir={run.out_dir} --tag=best", f"export_hf.py --out_dir={run.out_dir} --tag=best",
                     f"plot.py {run.out_dir}"):
         assert re.search(rf"^  \S*python\S* {re.escape(command)}$", run.stdout, re.M)
     (first,) = [r for r in run.history if "first_step_s" in r]
-    assert first["iter"] == 1 and f"first step {first['first_step_s']:.1f} s after the start" in run.stdout
+    assert first["iter"] == 1 and f"first step finished {first['first_step_s']:.1f} s after the start" in run.stdout
 
 
 @pytest.mark.parametrize("n, files", [

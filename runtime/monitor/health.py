@@ -120,26 +120,22 @@ class StragglerDetector:
         end.synchronize()
         return start.elapsed_time(end) / 1000
 
-    def check(self, per_rank, step_seconds):
-        """Return a message that names a new straggler, else None. per_rank: [(seconds of local work, seconds per step
-        waiting for data)]."""
+    def check(self, per_rank):
+        """Return a message that names a new straggler, else None. per_rank: each rank's seconds of local work."""
         for history, seconds in zip(self.history, per_rank, strict=True):
             history.append(seconds)
         if len(per_rank) < 2 or len(self.history[0]) < STRAGGLER_WINDOW:
             return None
+        medians = [statistics.median(history) for history in self.history]
+        slowest = max(range(len(medians)), key=medians.__getitem__)
+        others = statistics.median(medians[:slowest] + medians[slowest + 1 :])
         # Without the 10 ms, ranks of tiny models on busy CPUs were reported at random
-        kinds = [(0.01, "for a forward pass or micro-step", "its GPU clocks and other processes"),
-                 (0.1 * step_seconds, "per step waiting for data", "its disk and CPU")]
-        for column, (margin, what, cause) in enumerate(kinds):
-            medians = [statistics.median(seconds[column] for seconds in history) for history in self.history]
-            slowest = max(range(len(medians)), key=medians.__getitem__)
-            others = statistics.median(medians[:slowest] + medians[slowest + 1 :])
-            if medians[slowest] > max(SLOW_FACTOR * others, others + margin):
-                before, self.reported = self.reported, (slowest, column)
-                return None if before == self.reported else (
-                    f"rank {slowest} is a straggler: {1e3 * medians[slowest]:.0f} ms {what}, the others "
-                    f"{1e3 * others:.0f} ms; check {cause}")
-        self.reported = None
+        is_slow = medians[slowest] > max(SLOW_FACTOR * others, others + 0.01)
+        before, self.reported = self.reported, slowest if is_slow else None
+        if self.reported in (None, before):
+            return None
+        return (f"rank {slowest} is a straggler: {1e3 * medians[slowest]:.0f} ms for a forward pass or micro-step, the "
+                f"others {1e3 * others:.0f} ms; check its GPU clocks and other processes")
 
 
 def timestamp(cuda):

@@ -96,25 +96,24 @@ class RunLog:
         """Print and record an optimizer step, and report a straggler. loss: this rank's, a 0-dimensional tensor.
         flops_per_iter: of all ranks. health: a StepHealth after its check()."""
         steps = iter_num - self.clock_iter
-        data_wait = self.data_wait / steps
         # The gather waits until the step has ended on the GPU, so read the clock after it
-        per_rank = all_gather_scalars(loss, health.stragglers.seconds(), data_wait, device=self.device)
-        seconds = (time.time() - self.clock) / steps
-        mean_loss, peak = sum(loss for loss, *_ in per_rank) / len(per_rank), peak_flops(self.device)
-        record = {"iter": iter_num, "loss": mean_loss, "ms": 1000 * seconds, "lr": lr, "grad_norm": health.grad_norm,
-                  "tokens_per_s": self.tokens_per_iter / seconds,
-                  "mfu": flops_per_iter / seconds / (peak * len(per_rank)) if peak else None,
-                  "memory": peak_memory(self.device), "data_ms": 1000 * data_wait}
+        per_rank = all_gather_scalars(loss, health.stragglers.seconds(), device=self.device)
+        losses, local_work = zip(*per_rank, strict=True)
+        seconds, peak = (time.time() - self.clock) / steps, peak_flops(self.device)
+        record = {"iter": iter_num, "loss": sum(losses) / len(losses), "ms": 1000 * seconds, "lr": lr,
+                  "grad_norm": health.grad_norm, "tokens_per_s": self.tokens_per_iter / seconds,
+                  "mfu": flops_per_iter / seconds / (peak * len(losses)) if peak else None,
+                  "memory": peak_memory(self.device), "data_ms": 1000 * self.data_wait / steps}
         if scale := health.loss_scale():
             record["loss_scale"] = scale
         if self.clock_iter == self.first_iter:
             record["first_step_s"] = time.time() - self.process_start
         print0(format_step(record))
-        self.update_bar(iter_num, f"loss {mean_loss:.4f}")
+        self.update_bar(iter_num, f"loss {record['loss']:.4f}")
         self.record(record)
-        self.warn(iter_num, health.stragglers.check([local for _, *local in per_rank], seconds))
+        self.warn(iter_num, health.stragglers.check(local_work))
         if "first_step_s" in record:
-            print0(f"first step {record['first_step_s']:.1f} s after the start")
+            print0(f"first step finished {record['first_step_s']:.1f} s after the start")
         # Again after the second line, because capturing a CUDA graph may take more memory
         if self.device.type == "cuda" and self.clock_iter - self.first_iter < 2 * self.settings["log_interval"]:
             print0(f"peak memory {record['memory'] / 1e9:.1f} GB (estimated: {self.memory / 1e9:.1f} GB)")
@@ -158,12 +157,12 @@ class RunLog:
         the thread that wrote it. The loggers get nothing, because wandb rejects a step from the past."""
         record = {"iter": iter_num, "saved": tag, "bytes": size, "save_s": seconds, "gb_per_s": size / seconds / 1e9,
                   "blocked_s": blocked_s}
-        print0(f"saved {tag} in {seconds:.1f} s: {format_bytes(size)}, {record['gb_per_s']:.2f} GB/s; training waited "
-               f"{blocked_s:.2f} s")
+        print0(f"saved {tag} in {seconds:.1f} s ({format_bytes(size)}, {record['gb_per_s']:.2f} GB/s), training was "
+               f"blocked for {blocked_s:.2f} s")
         self.append(record)
 
     def not_saved(self):
-        """Report why there is no checkpoint of these weights, and how to continue."""
+        """Report why these weights are not saved, and how to continue."""
         print0("checkpoint not saved, because the loss is not finite; earlier ones are intact. To resume from the best "
                "one: --init_from=resume --resume_tag=best --overwrite=True, with a lower learning_rate")
 

@@ -124,11 +124,11 @@ def test_out_of_memory_names_settings_that_take_less(spoilt, training):
     assert "  --batch_size=" in suggested and "--gradient_checkpointing=True" in suggested
 
 
-def test_who_lags_is_told_from_noise_and_a_loss_without_sense_has_no_perplexity():
+def test_a_straggler_is_not_noise_and_a_huge_loss_has_infinite_perplexity():
     for slow, others, named in ((0.185, 0.058, True), (0.016, 0.005, True), (0.005, 0.003, False),
                                 (0.07, 0.058, False)):
         detector = StragglerDetector("cpu", 2)
-        (*early, last) = [detector.check([(others, 0.0), (slow, 0.0)], 1.0) for _ in range(STRAGGLER_WINDOW)]
+        (*early, last) = [detector.check([others, slow]) for _ in range(STRAGGLER_WINDOW)]
         assert not any(early) and bool(last) is named and (not named or last.startswith("rank 1 is a straggler: "))
     assert perplexity(1.0) == pytest.approx(math.e) and perplexity(5806.0) == math.inf
     assert math.isnan(perplexity(math.nan))
@@ -156,7 +156,7 @@ def test_a_loss_scale_that_collapses_is_explained_and_ends_the_run(spoilt, tmp_p
     assert all(math.isfinite(r["loss"]) for r in history if "loss" in r)
 
 
-def test_a_rank_that_lags_is_named(characters, tmp_path):
+def test_a_straggler_is_named(characters, tmp_path):
     """Rank 1 is stopped for most of the time, as a process does whose CPU is not its own."""
     out_dir, log = tmp_path / "out", tmp_path / "log"
     job = ForkedJob([ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}",
