@@ -51,7 +51,9 @@ def trial(args, launcher, what, number):
     out_dir = args.folder / f"{launcher}-{what}-{number}"
     log = args.folder / f"{out_dir.name}.log"
     job = begin(args, out_dir, launcher, log)
-    if not wait_for(lambda: last_step(log) > 1, 90, every=0.05):
+    if not wait_for(lambda: last_step(log) > 1, 300, every=0.05):
+        for process in naming(str(out_dir)):
+            process.kill()
         return {"passed": False, "why": "it did not start: " + log.read_text()[-2000:]}
     time.sleep(random.uniform(0, 3))
     before, began = last_step(log), time.monotonic()
@@ -98,6 +100,7 @@ def trial(args, launcher, what, number):
 
 
 def main():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` starts it with SIGINT ignored
     args = arguments(__doc__, each=1, resume=1, launchers=",".join(LAUNCHERS), only="")
     began, results = time.time(), []
     for launcher in args.launchers.split(","):
