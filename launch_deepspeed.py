@@ -152,8 +152,7 @@ def run_headline(commands, ranks, args):
         print("Overwriting out-demo")
         ours.append("--overwrite=True")
     data = Path("data", str(settings["dataset"]))
-    if (data.parent == Path("data") and (data / "prepare.py").is_file()
-            and not all((data / name).is_file() for name in ("train.bin", "val.bin", "meta.json"))):
+    if data.parent == Path("data") and (data / "prepare.py").is_file() and not (data / "meta.json").is_file():
         print(f"Preparing {data}")
         commands.run(data / "prepare.py")
     commands.run(TRAIN, *ours, *args, "--dry_run=True", WORLD_SIZE=str(ranks))
