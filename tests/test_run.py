@@ -121,7 +121,7 @@ def test_batch_size_auto_is_the_same_run(train, one_rank):
     args = (*SIX, "--batch_size=4", "--batch_size=auto")
     auto = done(train(*args, "--max_iters=3"))
     assert "batch      8 x 1 x 1 = 8 sequences" in auto.stdout
-    assert "batch_size=auto: 8 sequences at a time" in auto.stdout
+    assert "batch_size=auto: a micro-batch of 8 takes about " in auto.stdout
     auto = done(train(*args, "--init_from=resume", out_dir=auto.out_dir))
     assert auto.losses == pytest.approx(one_rank.losses, rel=1e-6)
     assert auto.evals.keys() == one_rank.evals.keys()
