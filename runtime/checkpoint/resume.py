@@ -16,7 +16,7 @@ def newest_intact(store, start, resume_tag="latest", weights_only=False, overwri
 
     start.candidates: names of tags, newest first, or the one that the user named; empty if the run doesn't resume.
     start.check_compatible(*tag) raises CheckpointError. Corrupt tags are skipped and added to store.skipped. A tag that
-    can't be read ends the search, because an older one would lose work. All ranks.
+    can't be read ends the search, because an older one would lose work. All ranks call it.
     """
     # List again on rank 0: the previous run may have saved since, and other machines may see that later
     newest = broadcast_from_rank0(on_rank_0(store.newest_first))
@@ -60,7 +60,7 @@ def inspect(store, name, start, weights_only):
 
 def load_into_engine(engine, store, tag, weights_only=False):
     """Load a tag's weights, optimizer state and loss scale into the engine, and return the state that save() was given.
-    Re-shard them if the number of ranks, the ZeRO stage or the precision has changed. All ranks."""
+    Re-shard them if the number of ranks, the ZeRO stage or the precision has changed. All ranks call it."""
     start, manifest, path = time.time(), tag.manifest, store.path(tag.name)
     if note := version_note(manifest["versions"]):
         print0(note)

@@ -195,25 +195,19 @@ class TagStore:
                                       "with --out_dir=DIR") from None
 
     def clean(self, tag=None, overwrite=False, aliases=()):
-        """Prepare out_dir for a run that starts, or resumes from a Tag: remove leftovers, rename corrupt tags, delete
-        newer tags if `overwrite`, and link `aliases` to the tag, which a kill may have prevented. All ranks."""
-        if not self.read_only:
-            on_rank_0(self._clean, tag, overwrite, aliases)
-
-    def _clean(self, tag, overwrite, aliases):
-        try:
-            self.remove_leftovers()
-            for name in self.skipped:
-                self.move_away(name)
-            for name in self.newer_than(tag.manifest["iter_num"] if tag else -1) if overwrite else ():
-                self.delete(name)
-            if newest := self.newest():
-                write_atomic(self.path("latest"), newest)
-            else:
-                Path(self.path("latest")).unlink(missing_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"{error.filename or self.out_dir} cannot be written ({error.strerror}): fix that, "
-                                  "or choose another --out_dir=DIR") from None
+        """Prepare out_dir for a run that starts or resumes: remove leftovers, rename corrupt tags, delete newer tags if
+        `overwrite`, and link `aliases` to the Tag, which a kill may have prevented. Rank 0 does it."""
+        if self.read_only or RANK != 0:
+            return
+        self.remove_leftovers()
+        for name in self.skipped:
+            self.move_away(name)
+        for name in self.newer_than(tag.manifest["iter_num"] if tag else -1) if overwrite else ():
+            self.delete(name)
+        if newest := self.newest():
+            write_atomic(self.path("latest"), newest)
+        else:
+            Path(self.path("latest")).unlink(missing_ok=True)
         for name in aliases if tag and tag.name.startswith("iter_") else ():
             try:
                 self.alias(tag.name, name)
@@ -222,7 +216,7 @@ class TagStore:
 
 
 def on_rank_0(function, *args):
-    """Call a function on rank 0 and return its result there. All ranks exit if it raises CheckpointError. All ranks."""
+    """Call a function on rank 0, and return its result there. If it raises CheckpointError, all ranks exit."""
     result, problems = None, []
     if RANK == 0:
         try:
