@@ -17,10 +17,6 @@ from runtime.weights import CONV1D
 MAX_LOGIT_DIFFERENCE = 1e-4
 
 
-class ExportError(UserError):
-    """An exported folder that differs from the model."""
-
-
 def write_model(model, folder, end, dtype):
     """Write config.json, generation_config.json and model.safetensors. Transpose linear layers for Conv1D, leave out
     the vocabulary's padding, and add zeros if the model has no biases. end: the id of <|endoftext|>, or None."""
@@ -48,13 +44,13 @@ def write_model(model, folder, end, dtype):
 def check_model(model, folder, idx):
     """Return (the largest difference between the model's logits for idx (1, T) and the folder's, the precision's name).
     If float32 differs by more than MAX_LOGIT_DIFFERENCE, try float64: it tells rounding from a mistake. Raises
-    ExportError."""
+    UserError."""
     for dtype in (torch.float32, torch.float64):
         hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
         difference = (hf_model(idx).logits - model.to(dtype)(idx)).abs().max().item()
         if difference <= MAX_LOGIT_DIFFERENCE:
             return difference, str(dtype).removeprefix("torch.")
-    raise ExportError(f"the exported model's logits differ by {difference:.1e}, more than {MAX_LOGIT_DIFFERENCE:.0e}: "
+    raise UserError(f"the exported model's logits differ by {difference:.1e}, more than {MAX_LOGIT_DIFFERENCE:.0e}: "
                       "nothing was exported")
 
 
@@ -105,7 +101,7 @@ def bpe_merges(ranks):
 
 
 def check_tokenizer(folder, encode, text):
-    """Raise ExportError unless the folder's tokenizer encodes the text as `encode` does."""
+    """Raise UserError unless the folder's tokenizer encodes the text as `encode` does."""
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if tokenizer(text, add_special_tokens=False)["input_ids"] != encode(text):
-        raise ExportError("the exported tokenizer encodes a text differently: nothing was exported")
+        raise UserError("the exported tokenizer encodes a text differently: nothing was exported")

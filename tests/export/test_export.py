@@ -21,6 +21,7 @@ from runtime.checkpoint import load_model
 from runtime.data.dataset import write_dataset
 from runtime.data.tokenizer import tokenizer_file_meta, tokenizer_of
 from runtime.export import hf
+from runtime.files import UserError
 
 TAG = "iter_4"  # neither the newest nor the best
 TEXT = "the quick fox's 12345 hats — naïve 😀\n\n\t  don't <|endoftext|> {x: [1, 2]}  "
@@ -238,7 +239,7 @@ def test_rounding_is_told_from_a_mistake(tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     weights["transformer.h.0.mlp.c_fc.bias"][3] = 0.01
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(hf.ExportError, match="logits differ by .*, more than 1e-04: nothing was exported"):
+    with pytest.raises(UserError, match="logits differ by .*, more than 1e-04: nothing was exported"):
         hf.check_model(model, tmp_path, idx)
 
 
