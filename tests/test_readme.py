@@ -3,6 +3,7 @@
 import ast
 import fnmatch
 import functools
+import json
 import re
 import shlex
 import subprocess
@@ -224,3 +225,20 @@ def test_the_messages_of_troubleshooting_are_the_codes():
     messages = [code for row in rows for code in re.findall(r"`([^`]+)`", row) if " " in code]
     code = sources()
     assert len(messages) >= 4 and [message for message in messages if message not in code] == []
+
+
+def test_the_tutorial_shows_its_recorded_runs():
+    text, runs = read(ROOT / "docs" / "tutorial.md"), json.loads(read(ROOT / "results" / "cpu_tutorial.json"))["runs"]
+    first = {r["iter"]: r for r in runs["default"]["evaluations"]}
+    shown = re.findall(r"^step (\d+): train loss ([\d.]+), val loss ([\d.]+) ", text, re.M)
+    assert {int(step) for step, *_ in shown} == first.keys() and len(first) == 11
+    for step, *losses in shown:
+        assert losses == [f"{first[int(step)][name]:.4f}" for name in ("train_loss", "val_loss")]
+    steps = {str(r["iter"]): f"{r['loss']:.4f}" for r in runs["default"]["steps"]}
+    assert {steps[step] == loss for step, loss in re.findall(r"^iter (\d+): loss ([\d.]+),", text, re.M)} == {True}
+    best, last = min(first.values(), key=lambda r: r["val_loss"]), first[1000]
+    assert best["iter"] < 1000 and last["val_loss"] > best["val_loss"] + 0.1 and last["train_loss"] < best["train_loss"]
+    for run in runs.values():
+        best = min(run["evaluations"], key=lambda r: r["val_loss"])
+        assert (f"| {best['val_loss']:.4f} | {best['iter']:,} | {best['train_loss']:.4f} | "
+                f"{run['evaluations'][-1]['val_loss']:.4f} |") in text
