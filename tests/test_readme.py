@@ -21,18 +21,15 @@ TAKE_SETTINGS = {"train_deepspeed.py": "train_deepspeed.py", "sample.py": "sampl
                  "run_deepspeed_xl.sh": "train_deepspeed.py", "launch_deepspeed.py": "train_deepspeed.py",
                  "doctor.py": "train_deepspeed.py", "bench.py": "train_deepspeed.py"}  # a script: whose settings
 SUBCOMMANDS = {"bench.py": ("train", "sample", "data", "checkpoint", "table")}
-FOREIGN = {  # options of torchrun, deepspeed, pip, git and ours that are not settings
-    "--nproc_per_node", "--nnodes", "--node_rank", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--master_addr",
-    "--master_port", "--standalone", "--num_gpus", "--num_nodes", "--hostfile", "--no_ssh", "--include", "--exclude",
-    "--nodes", "--gpus-per-node", "--help", "--print_settings", "--settings_table", "--local_rank", "--key", "--name",
-    "--model", "--model_args", "--bf16", "--fp16", "--install"}
-MADE = [  # by runs, by set-up, by transformers, by the user
-    "out", "out-*", "data/*/*.bin", "data/*/meta.*", "*input.txt", "data/gpt2.tiktoken", "config.json",
-    "*history.jsonl", "*settings.json", "*manifest.json", "*iter_*", "*.safetensors", "*zero_to_fp32.py", "*.pt",
-    "*train.bin", "*val.bin", "*meta.json", "*meta.pkl", "best*", "final*", "latest", ".venv*", "wandb*", "my*.txt",
-    "prompt.txt", "lines.txt", "text.txt", "texts.jsonl", "pytorch_model.bin", "*tokenizer*.json", "vocab.json",
-    "adapter_config.json", "generation_config.json", "operations.txt", "trace.json", "*.partial/", "merges.txt",
-    "data/mine*", "encoder.json", "input.txt", "requests.jsonl"]
+FOREIGN = {  # options of torchrun, deepspeed, sbatch, lm_eval, and ours that are not settings
+    "--nproc_per_node", "--nnodes", "--node_rank", "--rdzv_backend", "--master_addr", "--num_gpus", "--hostfile",
+    "--no_ssh", "--include", "--nodes", "--gpus-per-node", "--help", "--print_settings", "--settings_table",
+    "--local_rank", "--key", "--name", "--model", "--model_args", "--install"}
+MADE = [  # by runs, by preparation, by the user
+    "out-*", "*input.txt", "my.txt", "data/mine*", "config.json", "generation_config.json", "adapter_config.json",
+    "*tokenizer*.json", "vocab.json", "merges.txt", "encoder.json", "pytorch_model.bin", "*.pt", "*.safetensors",
+    "*train.bin", "*val.bin", "*meta.json", "*meta.pkl", "*history.jsonl", "*settings.json", "*manifest.json",
+    "*iter_*", "*zero_to_fp32.py"]
 ELSEWHERE = {"convert_hf_to_gguf.py", "prefix_token_id"}  # llama.cpp's and lm_eval's
 PATH = re.compile(r"(?:\./)?[\w.-]+(?:/[\w.*-]+)*/?")
 SUFFIXES = (".py", ".sh", ".json", ".md", ".txt", ".toml", ".bin", ".pkl", ".jsonl", ".safetensors", ".pt")
