@@ -371,3 +371,37 @@ def test_the_pictures_show_what_is_measured_and_estimated_now(tmp_path):
         assert now.shape == then.shape and np.mean(np.abs(now - then) > 32) < 0.002, f"{name}: python results/draw.py"
         assert 5_000 < (ROOT / "docs" / name).stat().st_size < 100_000 and now.std() > 10
         assert any(f"{name})" in text and "python results/draw.py" in text for text in documents)
+
+
+def without_times(line):
+    """Return a line of the console without what differs from run to run: seconds, speeds, free space."""
+    return re.sub(r"[\d.,]+ ?(ms|s|tokens/s|GB/s|GB free|GB|%)(?![\w/])", "N \\1", line).strip()
+
+
+def not_in_the_demo(readme):
+    """Return the lines of README's blocks on a model from scratch that the recorded CPU demonstration did not print.
+
+    "..." stands for left out lines; "$ ..." is a command."""
+    demo = json.loads((ROOT / "results" / "cpu_demo.json").read_text(encoding="utf-8"))
+    printed = {without_times(line) for line in demo["console"]}
+    blocks = [block.splitlines() for block in re.findall(r"^```\w*\n(.*?)^```", readme, re.M | re.S)
+              if re.search(r"^model .* from scratch", block, re.M)]
+    return [line for block in blocks for line in block
+            if line.strip() not in ("", "...") and line[:2] != "$ " and without_times(line) not in printed]
+
+
+def test_readmes_output_is_that_of_the_recorded_cpu_demo():
+    """Losses, parameter counts, checkpoint names and the sample, but not the times."""
+    assert not_in_the_demo((ROOT / "README.md").read_text(encoding="utf-8")) == []
+    demo = json.loads((ROOT / "results" / "cpu_demo.json").read_text(encoding="utf-8"))
+    assert demo["exit_code"] == 0
+    evaluations = [line for line in demo["console"] if re.match(r"step \d+: train loss", line)]
+    losses = [f"val loss {r['val_loss']:.4f}" for r in demo["history"] if "val_loss" in r]
+    assert len(losses) >= 8 and all(loss in line for loss, line in zip(losses, evaluations, strict=True))
+    text = " ".join((ROOT / "RESULTS.md").read_text(encoding="utf-8").split())
+    assert f"(`results/cpu_demo.json`): {losses[-1]} after 2,000 steps" in text
+    model = next(line for line in demo["console"] if line.startswith("model "))
+    block = "```\n$ ./run_deepspeed_xl.sh\n{}\n...\n{}\n```\n"
+    assert not_in_the_demo(block.format(model, evaluations[-1])) == []
+    wrong = evaluations[-1].replace("val loss 1.", "val loss 0.")
+    assert not_in_the_demo(block.format(model, wrong)) == [wrong] != [evaluations[-1]]
