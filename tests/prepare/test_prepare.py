@@ -4,6 +4,7 @@ tests/drills/prepare.py measures its memory and its cores, and kills it at rando
 Tests with `index` in their name ask pip for a wheel of 2 MB; the others need no network.
 """
 
+import bz2
 import gzip
 import hashlib
 import json
@@ -95,6 +96,7 @@ def write_forms(folder, texts):
         "windows.txt": b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n"),
         "a.jsonl": jsonl, "a.ndjson.gz": gzip.compress(jsonl[:half]) + gzip.compress(jsonl[half:]),  # two members,
         "a.json.zst": zstd(jsonl[:half]) + zstd(jsonl[half:]),  # and two frames
+        "b.jsonl.bz2": bz2.compress(jsonl), "b.jsonl.lz4": pyarrow.compress(jsonl, "lz4", asbytes=True),
     }
     for name, content in contents.items():
         (folder / name).write_bytes(content)
@@ -338,6 +340,7 @@ def texts(tmp_path_factory):
         "half.jsonl": b'{"text": "\\ud83d"}\n', "one.txt": b"one", "empty.txt": b" \n",
         "latin.txt": b"one<|endoftext|>caf\xe9",
         "cut.jsonl.gz": gzip.compress(good)[:-30], "cut.jsonl.zst": zstd(good)[:-30],
+        "cut.jsonl.bz2": bz2.compress(good)[:-1],
         "lines.jsonl.zst": zstd(good) + zstd(good)[:9], "lines.jsonl.gz": gzip.compress(good)[:-1],
         "no.jsonl.gz": good, "no.jsonl.zst": good, "no.parquet": good, "tokenizer/vocab.json": b"{}",
         "bad/tokenizer.json": b"{}", "made/train.bin": b"", "empty/.hidden": b"",
@@ -369,6 +372,7 @@ MISTAKES = {
     "truncated zst": ("cut.jsonl.zst", r"cut.jsonl.zst is corrupt, or not what its name says .*Truncated"),
     "whole lines of gz": ("lines.jsonl.gz", "lines.jsonl.gz is corrupt, or not what its name says .*Truncated"),
     "whole lines of zst": ("lines.jsonl.zst", "lines.jsonl.zst is corrupt, or not what its name says .*Truncated"),
+    "truncated bz2": ("cut.jsonl.bz2", r"cut.jsonl.bz2 is corrupt, or not what its name says .*Truncated"),
     "no gz": ("no.jsonl.gz", "no.jsonl.gz is corrupt, or not what its name says"),
     "no zst": ("no.jsonl.zst", "no.jsonl.zst is corrupt, or not what its name says"),
     "no parquet": ("no.parquet", "no.parquet is corrupt, or not what its name says"),
