@@ -195,6 +195,15 @@ def test_readme_has_every_way_of_use():
         assert re.search(way, lines), way
 
 
+def test_readme_is_short_and_plain():
+    text = re.sub(r"`[^`\n]*`", "code", re.sub(r"\]\([^)]*\)", "]", prose(README)))
+    lines = [line for line in text.splitlines() if not line.startswith(("#", "|", "!"))]
+    sentences = [part for part in re.split(r"(?<=[.!?:])\s|\n\n|\n- ", "\n".join(lines)) if part.strip()]
+    marks = sum(len(re.findall(r"[,;:](?=\s|$)", sentence)) for sentence in sentences)
+    assert len(sentences) > 40 and marks <= 1.4 * len(sentences), marks / len(sentences)
+    assert len(read(README).splitlines()) <= 235 and len(read(README).split()) <= 1700
+
+
 def test_the_table_of_settings_is_the_scripts():
     command = [sys.executable, ROOT / "train_deepspeed.py", "--settings_table"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -167,7 +167,7 @@ def test_learning_rates(whole, one_rank, bf16):
 
 
 def continues(part, reference, after):
-    """The records of a run that went on from iteration `after` are those of the run that never stopped."""
+    """A run resumed after iteration `after` has the records of one that never stopped."""
     expected = {it: loss for it, loss in reference.losses.items() if it in part.losses}
     assert min(part.losses) == 1 and max(part.losses) > after
     assert part.losses == expected  # all bits
@@ -362,7 +362,7 @@ def test_a_tag_without_a_manifest_is_kept_beside(train, one_rank, tmp_path):
 
 @pytest.mark.parametrize("change", [(), ("--deepspeed_config=ds_config_zero3.json",)])
 def test_new_betas_and_decay_are_heeded_on_a_resume(train, one_rank, tmp_path, change):
-    """The same whether the tag is loaded as it is or dealt out anew."""
+    """The same for a checkpoint that is loaded as it is and one that is re-sharded."""
     def last_loss(*args):
         out_dir = shutil.copytree(one_rank.out_dir, tmp_path / str(len(os.listdir(tmp_path))))
         run = done(train(*SIX, "--batch_size=4", "--max_iters=8", "--learning_rate=1e-2", "--init_from=resume", *args,
@@ -508,7 +508,7 @@ def test_samples_of_gpt2_itself_index(tmp_path):
     assert len(run.stdout.split("Hello, world")[1]) > 10
 
 
-# A checkpoint from a stranger
+# Untrusted checkpoints
 
 
 class Payload:
@@ -538,7 +538,7 @@ def plant(out_dir, mark, name, listed, **save_options):
     ("mp_rank_00_model_states.pt", True, "posix.mkdir"),
     ("zero_pp_rank_1_mp_rank_00_optim_states.pt", False, "not"),  # zero_to_fp32 reads all that are there
 ], ids=["listed", "unlisted"])
-def test_a_strangers_code_does_not_run(train, one_rank, tmp_path, name, listed, words):
+def test_code_in_an_untrusted_checkpoint_does_not_run(train, one_rank, tmp_path, name, listed, words):
     out_dir = shutil.copytree(one_rank.out_dir, tmp_path / "out")
     file = plant(out_dir, tmp_path / "mark", name, listed)
     sampled, resumed = at_once(
