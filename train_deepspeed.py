@@ -103,7 +103,6 @@ accumulate_locally: bool | Literal["auto"] = "auto"  # fp32 gradients on each ra
 fp8 = False  # FP8 matmuls in the blocks, except for weight gradients; Hopper and later
 deterministic = False  # bitwise reproducible on the same GPUs, but slower
 deepspeed_config = "ds_config_zero2.json"  # DeepSpeed's JSON: ZeRO stage, offload, bucket sizes
-any_deepspeed = False  # accept an untested DeepSpeed version, without our faster gradient path and optimizer step
 
 settings = configurator.from_command_line(globals())  # a frozen dataclass
 globals().update(vars(settings))
@@ -193,8 +192,7 @@ optimizer = setup.adamw(model.parameter_groups(weight_decay), plan.ds_config, lr
 engine = setup.initialize(model, optimizer, plan.ds_config, deepspeed_config)
 print0(f"DeepSpeed uses {setup.describe(engine, plan.ds_config, hardware.dtype)}")
 fast = FastPath(engine)  # gradient path, AdamW step and CUDA graph, if each supports this run
-if not any_deepspeed:
-    fast.install(plan.accumulate_locally, use_triton, capture=not ds_config.has_per_step_timers(plan.ds_config))
+fast.install(plan.accumulate_locally, use_triton, capture=not ds_config.has_per_step_timers(plan.ds_config))
 
 state = load_into_engine(engine, store, tag, resume_weights_only) if tag else {}
 iter_num = first_iter = state.get("iter_num", 0)

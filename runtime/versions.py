@@ -1,4 +1,4 @@
-"""Check the installed DeepSpeed, and record versions in checkpoints.
+"""Reject untested versions of DeepSpeed, and record versions in checkpoints.
 
 The fast paths replace methods of DeepSpeed's optimizer, so another release may compute wrong results. With DeepSpeed
 0.17.6, a bfloat16 run at stage 1 exited with code 0 and a gradient norm 65,536 times too large.
@@ -11,17 +11,14 @@ DEEPSPEED = "0.19.8"  # as in requirements.txt
 
 def installed(name):
     """Return the version of an installed package without its local suffix."""
-    try:
-        return importlib.metadata.version(name).partition("+")[0]
-    except importlib.metadata.PackageNotFoundError:  # from a folder on PYTHONPATH
-        return importlib.import_module(name).__version__.partition("+")[0]
+    return importlib.metadata.version(name).partition("+")[0]
 
 
-def deepspeed_problem(any_deepspeed):
+def deepspeed_problem():
     """Return a message if the installed DeepSpeed isn't the tested one, or None."""
-    if not any_deepspeed and (version := installed("deepspeed")) != DEEPSPEED:
+    if (version := installed("deepspeed")) != DEEPSPEED:
         return (f"DeepSpeed {version} is installed, but only {DEEPSPEED} is tested: run python -m pip install "
-                f"deepspeed=={DEEPSPEED}, or accept slower training with --any_deepspeed=True")
+                f"deepspeed=={DEEPSPEED}")
 
 
 def recorded_versions():

@@ -110,7 +110,8 @@ def test_head_gradients_and_the_gpu_suite_are_what_the_text_says():
     assert after / before == pytest.approx(run["ratio"]) and after / before < 1.005
     losses = {name: last["40"][1] for name, last in run["small"]["train_and_val_loss"].items()}
     assert (f"{losses['--dtype=float16']} in float16, {losses['--dtype=float32']:.4f} in float32, "
-            f"{losses['--dtype=bfloat16']} in bfloat16, and {losses['--dtype=bfloat16 --any_deepspeed=True']}") in text
+            f"{losses['--dtype=bfloat16']} in bfloat16, and {losses['--dtype=bfloat16 --any_deepspeed=True']} "
+            "in bfloat16 on DeepSpeed's own gradient path") in text
     suite = run_of("gpu_tests")
     passed = [suite["runs"][gpus]["passed"] for gpus in ("one GPU", "two GPUs")]
     assert f"{passed[0]} pass on one H200 and {passed[1]} on two, and all {len(suite['faults'])} planted" in text

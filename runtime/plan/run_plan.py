@@ -156,7 +156,7 @@ def make_plan(settings, ranks, problems, notes, fetch=True):
     micro = s.before_auto["batch_size"] if s.batch_size == "auto" else s.batch_size
     batch = Batch(micro, s.gradient_accumulation_steps, ranks.world_size, s.block_size)
     problems.add(*broken_rules(s, micro))
-    if reason := deepspeed_problem(s.any_deepspeed):
+    if reason := deepspeed_problem():
         problems[:] = [reason]  # the rest would use it
         return None
     hardware = problems.attempt(detect_hardware, s, ranks, problems, notes)
@@ -220,10 +220,10 @@ def resolve_ds_config(s, batch, hardware, notes):
     config, repairs = ds_config.resolve(ds_config.find(s.deepspeed_config), batch, s.grad_clip, hardware.dtype,
                                         hardware.compile)
     notes += repairs
-    if s.skip_grad_spikes and (hardware.dtype == "float16" or s.any_deepspeed
+    if s.skip_grad_spikes and (hardware.dtype == "float16"
                                or not ds_config.supports_fast_gradients(config, hardware.dtype)):
-        raise UserError("skip_grad_spikes=True needs ZeRO-2 in bfloat16 or float32, fp32 gradients, no offload, and "
-                        "any_deepspeed=False: drop it")
+        raise UserError("skip_grad_spikes=True needs ZeRO-2 in bfloat16 or float32, fp32 gradients and no offload: "
+                        "drop it")
     return config
 
 
@@ -262,7 +262,7 @@ def count_params(config, lora):
 
 def accumulates_locally(s, job):
     """Return whether each rank accumulates gradients, to reduce them once per step (engine/zero2_gradients.py)."""
-    possible = (ds_config.supports_fast_gradients(job.ds_config, job.hardware.dtype) and not s.any_deepspeed
+    possible = (ds_config.supports_fast_gradients(job.ds_config, job.hardware.dtype)
                 and job.batch.world_size > 1 and job.batch.accumulation > 1)
     with_room = memory.bytes_with_eval(replace(job, accumulate_locally=True)) <= 0.8 * job.hardware.memory
     return possible and (s.accumulate_locally is True or s.accumulate_locally == "auto" and with_room)
