@@ -52,7 +52,6 @@ sample_tokens = 100  # length of a sample in tokens, at most block_size
 init_from = "gpt2-xl"  # source of the weights: scratch, gpt2*, a folder of weights, a nanoGPT ckpt.pt, an earlier run's
 # out_dir (its best checkpoint) or out_dir/tag; resume: this out_dir's run; auto: resume if there is one, else the above
 resume_tag = "latest"  # checkpoint to resume from (iter_10, best); latest: the newest intact one
-resume_weights_only = False  # resume the weights and the iteration, but with a fresh optimizer
 seed = 1337  # random seed of weights, data order and dropout
 max_skipped_steps = 10  # consecutive skipped steps (non-finite gradients, spikes) before the run saves and exits
 skip_grad_spikes = False  # skip steps with a gradient norm far above the recent median
@@ -155,7 +154,7 @@ shutdown = Shutdown(signals=not eval_only)  # signals, the file STOP, dead ranks
 plan.explain_out_of_memory()
 require_same_on_all_ranks(plan.resolved_settings())
 store = TagStore(out_dir, read_only=eval_only)  # locked until this process ends
-tag = newest_intact(store, plan.start, resume_tag, resume_weights_only, overwrite)  # None unless this resumes
+tag = newest_intact(store, plan.start, resume_tag, overwrite)  # None unless this resumes
 
 # -----------------------------------------------------------------------------
 # Data: memory-mapped tokens, the same on every rank
@@ -194,7 +193,7 @@ print0(f"DeepSpeed uses {setup.describe(engine, plan.ds_config, hardware.dtype)}
 fast = FastPath(engine)  # gradient path, AdamW step and CUDA graph, if each supports this run
 fast.install(plan.accumulate_locally, use_triton, capture=not ds_config.has_per_step_timers(plan.ds_config))
 
-state = load_into_engine(engine, store, tag, resume_weights_only) if tag else {}
+state = load_into_engine(engine, store, tag) if tag else {}
 iter_num = first_iter = state.get("iter_num", 0)
 best_val_loss = state.get("best_val_loss", math.inf)
 evals_since_best = state.get("evals_since_best", 0)

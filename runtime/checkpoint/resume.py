@@ -11,22 +11,22 @@ from runtime.cluster.ranks import broadcast_from_rank0, exit_together, gather_un
 from runtime.versions import version_note
 
 
-def newest_intact(store, start, resume_tag="latest", weights_only=False, overwrite=False):
+def newest_intact(store, start, resume_tag="latest", overwrite=False):
     """Return the newest Tag that every rank finds intact and compatible, or None if the run doesn't resume.
 
-    start.candidates: names of tags, newest first, or the one that the user named; empty if the run doesn't resume.
-    start.check_compatible(*tag) raises CheckpointError. Corrupt tags are skipped and added to store.skipped. A tag that
-    can't be read ends the search, because an older one would lose work. All ranks call it.
+    resume_tag: the one tag to check, or "latest" for all. start.check_compatible(*tag) raises CheckpointError. Corrupt
+    tags are skipped and added to store.skipped. A tag that can't be read ends the search, because an older one would
+    lose work. All ranks call it.
     """
     # List again on rank 0: the previous run may have saved since, and other machines may see that later
     newest = broadcast_from_rank0(on_rank_0(store.newest_first))
-    if not start.candidates:
+    if start.kind != "resume":
         exit_together([f"{store.out_dir} now holds a run ({newest[0]}): start again with --init_from=resume or auto"]
                       if newest and not overwrite and not store.read_only else [])
         return None
     began, skipped = time.time(), {}
-    for name in newest if newest and resume_tag == "latest" else start.candidates:
-        tag, problems = inspect(store, name, start, weights_only)
+    for name in newest or ["latest"] if resume_tag == "latest" else [resume_tag]:
+        tag, problems = inspect(store, name, start)
         problems = gather_unique(problems)
         exit_together([sentence for unreadable, sentence in problems if unreadable])
         if not problems:
@@ -42,15 +42,12 @@ def newest_intact(store, start, resume_tag="latest", weights_only=False, overwri
     return tag
 
 
-def inspect(store, name, start, weights_only):
-    """Return (Tag, [(whether it is unreadable, problem)]). weights_only: skip optimizer files that hold no weights."""
+def inspect(store, name, start):
+    """Return (Tag, [(whether it is unreadable, problem)])."""
     try:
         tag = store.find(name)
         start.check_compatible(*tag)
-        files, stage = tag.manifest["files"], tag.manifest["stage"]
-        if weights_only and stage < 3:
-            files = {name: entry for name, entry in files.items() if "optim" not in name}
-        problems = verify_files(store.path(name), files, dist.get_rank(), dist.get_world_size(), not weights_only)
+        problems = verify_files(store.path(name), tag.manifest["files"], dist.get_rank(), dist.get_world_size())
         return tag, [(False, problem) for problem in problems]
     except CheckpointError as error:
         return None, [(isinstance(error, UnreadableError), str(error))]
@@ -58,7 +55,7 @@ def inspect(store, name, start, weights_only):
         return None, [(True, str(UnreadableError.of(error, store.path(name))))]
 
 
-def load_into_engine(engine, store, tag, weights_only=False):
+def load_into_engine(engine, store, tag):
     """Load a tag's weights, optimizer state and loss scale into the engine, and return the state that save() was given.
     Re-shard them if the number of ranks, the ZeRO stage or the precision has changed. All ranks call it."""
     start, manifest, path = time.time(), tag.manifest, store.path(tag.name)
@@ -66,12 +63,9 @@ def load_into_engine(engine, store, tag, weights_only=False):
         print0(note)
     was, now = ("{world_size} ranks at ZeRO stage {stage} in {dtype}".format(**one)
                 for one in (manifest, topology(engine)))
-    if weights_only and manifest["stage"] < 3 and manifest["dtype"] != "float32":
-        print0(f"note       --resume_weights_only=True reads the {manifest['dtype']} weights of {path}: drop it to "
-               "keep float32 precision")
-    if was != now or weights_only:
-        print0(f"re-sharding {path}: saved by {was}, now {now}{', weights only' if weights_only else ''}")
-        reshard_into_engine(engine, open_tag(path, manifest, weights_only), weights_only)
+    if was != now:
+        print0(f"re-sharding {path}: saved by {was}, now {now}")
+        reshard_into_engine(engine, open_tag(path, manifest))
     else:  # DeepSpeed reads less per rank; keep this run's betas and weight decay
         own = [{key: group[key] for key in ("betas", "weight_decay")} for group in engine.optimizer.param_groups]
         with silence_stdout():
@@ -85,13 +79,12 @@ def load_into_engine(engine, store, tag, weights_only=False):
 
 
 @torch.no_grad()
-def reshard_into_engine(engine, reader, weights_only=False):
+def reshard_into_engine(engine, reader):
     """Copy a tag's weights, moments, step and loss scale into a new engine. Each rank reads what it needs."""
-    stage, fields = engine.zero_optimization_stage(), ("weight",) if weights_only else ("weight", *MOMENTS)
-    if not weights_only:
-        init_adam_state(engine, stage, reader.step)
+    stage = engine.zero_optimization_stage()
+    init_adam_state(engine, stage, reader.step)
     for name, param in engine.module.named_parameters():
-        for field in fields if reader.is_trainable(name) else ("weight",):
+        for field in ("weight", *MOMENTS) if reader.is_trainable(name) else ("weight",):
             flat = reader.get(name, field).flatten()
             for target, offset in local_slices(engine, stage, param, field):
                 target.copy_(flat[offset:offset + target.numel()])

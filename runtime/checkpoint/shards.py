@@ -27,13 +27,11 @@ def mmap_load(path):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-def open_tag(folder, manifest, weights_only=False):
-    """Return a TagReader of a tag's files, which verify_files() has checked. weights_only: below stage 3, read the
-    model's file alone, which may hold the weights in half precision."""
+def open_tag(folder, manifest):
+    """Return a TagReader of a tag's files, which verify_files() has checked."""
     names = sorted(manifest["files"], key=lambda name: [int(n) for n in name.split("_") if n.isdigit()])
     models = [mmap_load(os.path.join(folder, name)) for name in names if "model_states" in name]
-    optimizers = [] if weights_only and manifest["stage"] < 3 else [
-        mmap_load(os.path.join(folder, name))["optimizer_state_dict"] for name in names if "optim" in name]
+    optimizers = [mmap_load(os.path.join(folder, name))["optimizer_state_dict"] for name in names if "optim" in name]
     return TagReader(models, optimizers, manifest)
 
 
@@ -60,7 +58,7 @@ class TagReader:
             names = sorted(filter(self.is_trainable, shapes), key=lambda name: len(shapes[name]) < 2)
             for field in MOMENTS:
                 self.pieces[field] = {name: [state[i][field]] for i, name in enumerate(names)}
-        elif optimizers:
+        else:
             self.add_flat(optimizers, stage)
 
     def is_trainable(self, name):

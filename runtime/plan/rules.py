@@ -22,9 +22,8 @@ RULES = [  # (whether the settings break it, the message)
      "lora_rank={s.lora_rank} needs pretrained weights, but init_from=scratch: name some with --init_from"),
     (lambda s: not s.lora_rank and (s.lora_alpha is not None or s.lora_dropout),
      "lora_alpha={s.lora_alpha} and lora_dropout={s.lora_dropout} need LoRA: add --lora_rank=64, or drop them"),
-    (lambda s: s.init_from not in ("resume", "auto") and (s.resume_tag != "latest" or s.resume_weights_only),
-     "resume_tag={s.resume_tag} and resume_weights_only={s.resume_weights_only} are for resuming: add "
-     "--init_from=resume, or drop them"),
+    (lambda s: s.init_from not in ("resume", "auto") and s.resume_tag != "latest",
+     "resume_tag={s.resume_tag} is for resuming: add --init_from=resume, or drop it"),
     (lambda s: s.cooldown_iters is not None and not (s.decay_lr and s.lr_schedule == "wsd"),
      "cooldown_iters={s.cooldown_iters} needs another schedule: add --lr_schedule=wsd, or drop it"),
     (lambda s: set(s.out_dir) & set("*?["),

@@ -24,8 +24,7 @@ class Start:
     model: GPTConfig
     weights: str | None = None  # pretrained: folder or file; None if they weren't fetched
     parent: tuple[str, str] | None = None  # earlier run: (out_dir, tag)
-    candidates: tuple[str, ...] = ()  # resume: the tag that resume_tag names, or all of them, the newest first
-    tag: str | None = None  # resume: the first of them with a readable manifest
+    tag: str | None = None  # resume: the tag that resume_tag names, or the newest with a readable manifest
     lineage: tuple[dict, ...] = ()  # the runs before this one
     check_compatible: Callable | None = None  # resume: raises CheckpointError for a tag of another model or data
 
@@ -112,8 +111,7 @@ def from_resume(settings, data, lora, sequences, notes):
     """Resume from the tag that resume_tag names, or from the newest with a readable manifest."""
     out_dir, named = settings.out_dir, settings.resume_tag != "latest"
     store, first_error = TagStore(out_dir), None
-    candidates = [settings.resume_tag] if named else store.newest_first() or ["latest"]
-    for name in candidates:
+    for name in [settings.resume_tag] if named else store.newest_first() or ["latest"]:
         try:
             tag, manifest = store.find(name)
             break
@@ -138,8 +136,7 @@ def from_resume(settings, data, lora, sequences, notes):
     elif per_step != sequences:
         notes.append(f"{out_dir}/{tag} was trained with {per_step:,} sequences per step; with {sequences:,}, this run "
                      "repeats or skips some")
-    return Start("resume", "resume", model, candidates=tuple(candidates), tag=tag, check_compatible=check,
-                 lineage=tuple(state["lineage"]))
+    return Start("resume", "resume", model, tag=tag, check_compatible=check, lineage=tuple(state["lineage"]))
 
 
 def check_compatible(model, settings, data, lora, tag, manifest):

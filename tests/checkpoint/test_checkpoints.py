@@ -140,29 +140,13 @@ def test_a_model_is_loaded_in_little_more_memory_than_its_weights(wide, whole, t
     assert float(run.stdout.split()[-1]) < 1.2
 
 
-def test_weights_alone(train, whole, tmp_path):
-    """Without a file of the optimizer's the tag is skipped, unless the weights alone are asked for."""
+def test_a_tag_without_a_file_is_skipped(train, whole, tmp_path):
     out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out")
     for tag in ("iter_8", "best", "final"):
         (out_dir / tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    args = (*EIGHT, stage(2), "--max_iters=10", "--init_from=resume")
-    alone = done(train(*args, "--resume_weights_only=True", ranks=2,
-                       out_dir=shutil.copytree(out_dir, tmp_path / "alone")))
-    assert "iteration 8" in alone.stdout and "now 2 ranks at ZeRO stage 2 in float32, weights only" in alone.stdout
-    assert list(alone.losses) == list(range(1, 11)) and "skipping" not in alone.stdout
-    assert "to keep float32 precision" not in alone.stdout
-    assert alone.losses[9] < whole(2).losses[1] - 0.1  # trained weights
-    back = done(train(*args, "--max_iters=8", ranks=2, out_dir=out_dir))
+    back = done(train(*EIGHT, stage(2), "--init_from=resume", ranks=2, out_dir=out_dir))
     assert back.stdout.count("skipping") == 3 and "iteration 6" in back.stdout
     assert back.losses == whole(2).losses
-
-
-def test_weights_alone_in_half_precision_are_noted(train):
-    first = done(train("--dtype=bfloat16", "--max_iters=1"))
-    args = ("--dtype=bfloat16", "--max_iters=2", "--init_from=resume")
-    alone = done(train(*args, "--resume_weights_only=True", out_dir=first.out_dir))
-    assert (f"note       --resume_weights_only=True reads the bfloat16 weights of {first.out_dir}/iter_1: drop it to "
-            "keep float32 precision") in alone.stdout
 
 
 # What a power cut or a full disk leaves

@@ -181,7 +181,7 @@ SENTENCES = {
     "other run": "already holds a run (iter_4): resume it with --init_from=resume, choose another --out_dir=DIR, or "
                  "delete it with --overwrite=True",
     "no tag": "has no complete checkpoint 'iter_3': choose from iter_2, iter_4, best, final",
-    "tag of what": "resume_tag=iter_4 and resume_weights_only=False are for resuming: add --init_from=resume, or drop",
+    "tag of what": "resume_tag=iter_4 is for resuming: add --init_from=resume, or drop it",
     "auto's tag": "nothing has no checkpoint: choose another folder with --out_dir=DIR",
     "no run": "nothing has no checkpoint: choose another folder with --out_dir=DIR",
     "model": "iter_4 holds a model of another shape: use --n_embd=32",
