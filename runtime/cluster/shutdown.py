@@ -58,7 +58,8 @@ class Shutdown:
     def watch_stop_file(self, stop_file):
         """Stop the run when this file appears. One that exists already was meant for an earlier run."""
         if RANK == 0:
-            remove(stop_file)
+            with contextlib.suppress(OSError):  # not there, or it can't be removed
+                os.remove(stop_file)
             self.stop_file = stop_file
 
     def _run(self):
@@ -91,7 +92,8 @@ class Shutdown:
     def check_stop_file(self):
         if self.stop_file and self.exit_code is None and os.path.lexists(self.stop_file):
             self.request_exit(0)
-            remove(self.stop_file)
+            with contextlib.suppress(OSError):  # a folder, or another user's file
+                os.remove(self.stop_file)
 
     def check_launchers(self):
         if not all(map(is_running, self.launchers)):
@@ -115,12 +117,6 @@ class Shutdown:
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
         code, *flags = votes.tolist()
         return (None if code < 0 else code), *map(bool, flags)
-
-
-def remove(path):
-    """Remove a file or an empty folder, if possible."""
-    with contextlib.suppress(OSError):
-        (os.rmdir if os.path.isdir(path) else os.remove)(path)
 
 
 def is_running(process):
