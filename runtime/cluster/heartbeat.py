@@ -3,9 +3,10 @@
 A node that loses power or its network doesn't close its connections: without this, gloo's ranks waited for 15 minutes
 and 39 s. So the first rank of each node keeps an idle connection to rank 0. The kernel answers TCP's keep-alive probes,
 even while Python is busy with a long save. When a connection breaks, the ranks at both ends print why and exit, and the
-other ranks of their nodes follow (shutdown.py).
+other ranks of their nodes follow (shutdown.py). Before that, rank 0 tells the other nodes which one is lost.
 """
 
+import contextlib
 import os
 import secrets
 import shlex
@@ -50,8 +51,8 @@ def start_heartbeat(nodes, group):
 
 def heartbeat_server(server, token, names):
     """Rank 0's thread: accept the first ranks of the other nodes, and watch each connection in a thread."""
-    connected = 0
-    while connected < len(names) - 1:
+    connections = []
+    while len(connections) < len(names) - 1:
         conn, address = server.accept()
         conn.settimeout(10)
         try:
@@ -62,8 +63,8 @@ def heartbeat_server(server, token, names):
         except (OSError, ValueError):  # not one of our ranks
             conn.close()
             continue
-        connected += 1
-        threading.Thread(target=wait_for_end, args=(conn, f"{name} ({address[0]})"), daemon=True).start()
+        connections.append(conn)
+        threading.Thread(target=wait_for_end, args=(conn, f"{name} ({address[0]})", connections), daemon=True).start()
 
 
 def heartbeat_client(port, token, name):
@@ -79,9 +80,9 @@ def heartbeat_client(port, token, name):
     wait_for_end(conn, f"{name} ({conn.getpeername()[0]})")
 
 
-def wait_for_end(conn, name):
+def wait_for_end(conn, name, connections=()):
     """Wait until the connection ends, and exit, unless all ranks are exiting. A node that answers no probe for
-    NODE_TIMEOUT_S is lost."""
+    NODE_TIMEOUT_S is lost. connections: the nodes that rank 0 then tells about it."""
     conn.settimeout(None)
     conn.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     interval = max(1, NODE_TIMEOUT_S // 6)
@@ -89,12 +90,16 @@ def wait_for_end(conn, name):
         conn.setsockopt(socket.IPPROTO_TCP, option, value)
     code, why = 1, f"the ranks on {name} have exited: see their error message"
     try:
-        conn.recv(1)
+        if lost := conn.recv(1024).decode():
+            code, why = EXIT_NODE_LOST, lost
     except ConnectionResetError:
         pass
     except OSError as error:
         code = EXIT_NODE_LOST
         why = f"{name} has not responded for {NODE_TIMEOUT_S} s ({error.strerror}): check its power and its network"
+        for other in connections:
+            with contextlib.suppress(OSError):
+                other.send(why.encode())
     if code == 1 and EXITING.is_set() and ALL_EXITING.wait(60):
         return
     command = shlex.join(arg for arg in sys.argv if not arg.startswith("--local_rank"))

@@ -1,4 +1,4 @@
-"""Two nodes on one machine: network, process and mount namespaces of their own, on a switch that can be unplugged."""
+"""Two or three nodes on one machine: network, process and mount namespaces of their own, on a switch that can be unplugged."""
 
 import itertools
 import os
@@ -19,7 +19,7 @@ from runtime.checkpoint.tags import TagStore
 from runtime.cluster.heartbeat import EXIT_NODE_LOST, node_id
 from runtime.cluster.nodes import merge_problems, mismatches
 
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
 LONG = ("--max_iters=100000", "--lr_decay_iters=1000", "--eval_interval=5")
 
 
@@ -39,12 +39,12 @@ def ip(*words):
 
 @pytest.fixture(scope="module")
 def net(tmp_path_factory):
-    """unplug(number) and plug(number) of hosts 1 and 2, and run(number, command, **how) -> Popen on one of them."""
+    """unplug(number) and plug(number) of hosts 1 to 3, and run(number, command, **how) -> Popen on one of them."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))):
         # Only root may make hosts, and only with these tools; without them there is no second host to test with
         pytest.skip("two hosts need root, ip (iproute2) and unshare (util-linux)")
     folder, mark = tmp_path_factory.mktemp("net"), f"{os.getpid()}"
-    switch, hosts = f"switch{mark}", [f"host1-{mark}", f"host2-{mark}"]
+    switch, hosts = f"switch{mark}", [f"host{number}-{mark}" for number in (1, 2, 3)]
     names = [f"{address} host{number}" for number, address in enumerate(ADDRESSES, 1)]
     (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
     (folder / "resolv.conf").touch()
@@ -95,13 +95,13 @@ def net(tmp_path_factory):
 
 @pytest.fixture
 def train(net, characters, tmp_path):
-    """train(*args, on={2: [...]}, before={2: "..."}) starts 2 ranks on each host -> their two jobs."""
+    """train(*args, on={2: [...]}, before={2: "..."}) starts 2 ranks on each host -> the hosts' jobs."""
 
-    def start(*args, on=None, before=None, ranks=2, env=None):
+    def start(*args, on=None, before=None, ranks=2, hosts=2, env=None):
         port, jobs = free_port(), []
-        for number in (1, 2):
+        for number in range(1, hosts + 1):
             own = (on or {}).get(number, [])
-            command = [sys.executable, "-m", "runtime.launch", "--nnodes=2", f"--nproc_per_node={ranks}",
+            command = [sys.executable, "-m", "runtime.launch", f"--nnodes={hosts}", f"--nproc_per_node={ranks}",
                        f"--node_rank={number - 1}", f"--master_addr={ADDRESSES[0]}", f"--master_port={port}",
                        "train_deepspeed.py", *SMALL,
                        f"--dataset={characters}", f"--out_dir={tmp_path}/out", *args, *own]
@@ -161,6 +161,20 @@ def test_a_node_is_disconnected_and_the_other_continues(net, train, tmp_path):
     assert f"resuming from {tmp_path}/out/iter_{last}, " in alone.said() and "4 ranks" in alone.said()
     iters = [r["iter"] for r in read_history(tmp_path / "out") if "loss" in r]
     assert iters == list(range(1, last + 6))
+
+
+@pytest.mark.long
+def test_of_three_nodes_both_others_name_the_one_that_is_disconnected(net, train):
+    jobs = train(*LONG, hosts=3, ranks=1)
+    under_way(jobs)
+    net.unplug(3)
+    try:
+        assert ended(jobs, 30) == [EXIT_NODE_LOST] * 3
+    finally:
+        net.plug(3)
+    for number, job in enumerate(jobs[:2]):
+        (line,) = lines(job, "has not responded")
+        assert line.startswith(f"rank {number} on host{number + 1}: host3 (10.77.0.3) has not responded for 6 s (")
 
 
 @pytest.mark.long
