@@ -197,8 +197,8 @@ state = load_into_engine(engine, store, tag) if tag else {}
 iter_num = first_iter = state.get("iter_num", 0)
 best_val_loss = state.get("best_val_loss", math.inf)
 evals_since_best = state.get("evals_since_best", 0)
-log = RunLog(vars(settings), state, device, plan.datasets, batch.tokens, torch_bytes(plan))
-health = StepHealth(engine, fast, log.warn, plan.datasets, tokens["train"], seed, state.get("grad_norms", ()))
+log = RunLog(vars(settings), state, device, plan.datasets, batch.tokens, torch_bytes(plan), _process_start)
+health = StepHealth(engine, fast, log.warn, plan.datasets, mixture, seed, state.get("grad_norms", ()))
 
 # -----------------------------------------------------------------------------
 # The parts of the loop
@@ -291,7 +291,7 @@ engine.train()
 exit_code = None
 if profiler:
     profiler.start()
-log.start(_process_start, iter_num, max_iters)  # the clock, and on a terminal the progress bar
+log.exclude_pauses(iter_num)  # starts the clock
 while not finished() and not eval_only and exit_code is None:
     # one optimizer step
     torch.manual_seed(mixed_seed(seed, iter_num, ranks.rank))  # for dropout: the same after a resume

@@ -15,19 +15,18 @@ WINDOW = 50  # recent gradient norms that a new one is compared with, once there
 SPIKE_FACTOR = 6  # a spike is this many times their median
 STRAGGLER_WINDOW = 20  # measurements per rank
 SLOW_FACTOR = 1.5  # a straggler takes this many times as long as the other ranks
-MAX_SHOWN = 4  # sequences named per rank
 
 
 class StepHealth:
     """Checks every optimizer step for non-finite losses, gradient spikes and float16 overflow.
 
-    fast: the engine's FastPath. warn: RunLog.warn. datasets and tokens: the training data, to name the batch of a
-    non-finite loss. grad_norms: the recent ones of a run that resumes.
+    fast: the engine's FastPath. warn: RunLog.warn. datasets and mixture, [(tokens, share)]: the training data, to name
+    the batch of a non-finite loss. grad_norms: the recent ones of a run that resumes.
     """
 
-    def __init__(self, engine, fast, warn, datasets, tokens, seed, grad_norms=()):
+    def __init__(self, engine, fast, warn, datasets, mixture, seed, grad_norms=()):
         self.engine, self.fast, self.warn = engine, fast, warn
-        self.datasets, self.tokens, self.seed = datasets, tokens, seed
+        self.datasets, self.mixture, self.seed = datasets, mixture, seed
         self.world_size = torch.distributed.get_world_size()
         self.spikes, self.stragglers = SpikeDetector(grad_norms), StragglerDetector(engine.device, self.world_size)
         fast.time_local_work = self.stragglers.time_local_work
@@ -68,10 +67,9 @@ class StepHealth:
         """Return where in the data the first sequences of a rank's step begin."""
         ids = sequence_ids(iter_num - 1, rank, self.world_size, self.engine.train_micro_batch_size_per_gpu(),
                            self.engine.gradient_accumulation_steps()).flatten()
-        sources = [(tokens, one.share) for tokens, one in zip(self.tokens, self.datasets, strict=True)]
-        which, offsets = locate_sequences(ids, sources, self.engine.module.config.block_size, self.seed)
-        shown = [f"{self.datasets[j].name} at token {offset}" for j, offset in zip(which, offsets)][:MAX_SHOWN]
-        return ", ".join(shown) + (f" and {len(ids) - MAX_SHOWN} more" if len(ids) > MAX_SHOWN else "")
+        found = zip(*locate_sequences(ids[:4], self.mixture, self.engine.module.config.block_size, self.seed))
+        shown = ", ".join(f"{self.datasets[j].name} at token {offset}" for j, offset in found)
+        return f"{shown}, ..." if len(ids) > 4 else shown
 
 
 class SpikeDetector:

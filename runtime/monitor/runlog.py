@@ -1,5 +1,6 @@
 """What a run reports: console lines, history.jsonl, settings.json, wandb and TensorBoard. See docs/output.md."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -28,15 +29,16 @@ class RunLog:
     """Reports a run. Rank 0 prints and writes, but all ranks create one and call open_files() and step().
 
     settings: a dict. state: of the checkpoint that the run resumes from, else {}. datasets: with name and share.
-    memory: estimated peak bytes per GPU.
+    memory: estimated peak bytes per GPU. process_start: time.time() when the process started.
     """
 
-    def __init__(self, settings, state, device, datasets, tokens_per_iter, memory):
+    def __init__(self, settings, state, device, datasets, tokens_per_iter, memory, process_start):
         self.settings, self.device, self.datasets = settings, device, datasets
-        self.tokens_per_iter, self.memory = tokens_per_iter, memory
+        self.tokens_per_iter, self.memory, self.process_start = tokens_per_iter, memory, process_start
         self.out_dir, self.writes = settings["out_dir"], RANK == 0 and not settings["eval_only"]
-        self.loggers, self.wandb_id = {}, state.get("wandb_id")
-        self.iter_num, self.resumes, self.data_wait, self.paused = state.get("iter_num", 0), bool(state), 0.0, False
+        self.loggers, self.wandb_id, self.update_bar, self.paused = {}, state.get("wandb_id"), None, True
+        self.iter_num = self.first_iter = state.get("iter_num", 0)
+        self.resumes = bool(state)
         exit_together(self.start_loggers() if self.writes else [])
 
     def start_loggers(self):
@@ -62,8 +64,7 @@ class RunLog:
         problems = []
         if self.writes:
             record = {"started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                      "command": " ".join(sys.argv), "commit": git_commit(),
-                      "git_diff": (git("diff", "HEAD") or "")[:200_000], "settings": self.settings,
+                      "command": " ".join(sys.argv), "commit": git_commit(), "settings": self.settings,
                       "world_size": int(os.environ["WORLD_SIZE"]), **machine_record(self.device), **record}
             try:
                 trim_history(self.out_dir, self.iter_num if self.resumes else -1)
@@ -73,15 +74,8 @@ class RunLog:
                             "another folder with --out_dir=DIR"]
         exit_together(problems)
 
-    def start(self, process_start, iter_num, max_iters):
-        """Start the clock and, on a terminal, the progress bar. process_start: time.time() when the process started."""
-        self.process_start, self.first_iter = process_start, iter_num
-        if iter_num < max_iters and not self.settings["eval_only"]:
-            self.update_bar = show_progress(max_iters, iter_num)
-        self.exclude_pauses(iter_num, paused=True)
-
     def exclude_pauses(self, iter_num, paused=False):
-        """Restart the clock after an evaluation, a sample or another pause, so that no step's time includes it."""
+        """Start the clock, or restart it after an evaluation or another pause, so that no step's time includes it."""
         if self.paused or paused:
             self.clock, self.clock_iter, self.data_wait, self.paused = time.time(), iter_num, 0.0, False
 
@@ -109,6 +103,7 @@ class RunLog:
         if self.clock_iter == self.first_iter:
             record["first_step_s"] = time.time() - self.process_start
         print0(format_step(record))
+        self.update_bar = self.update_bar or show_progress(self.settings["max_iters"], iter_num)
         self.update_bar(iter_num, f"loss {record['loss']:.4f}")
         self.record(record)
         self.warn(iter_num, health.stragglers.check(local_work))
@@ -280,17 +275,11 @@ def format_losses(r):
             f"(standard errors {r['train_loss_stderr']:.4f}, {r['val_loss_stderr']:.4f}")
 
 
-def git(*args):
-    """Return what a git command prints about the project, or None outside git."""
-    try:
-        return subprocess.run(["git", "-C", ROOT, *args], capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError, UnicodeDecodeError):
-        return None
-
-
 def git_commit():
     """Return the project's commit, with '+' if there are uncommitted changes, or None outside git."""
-    return git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
+    command = ["git", "-C", ROOT, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    with contextlib.suppress(OSError):  # git is not installed
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
 
 
 def machine_record(device):
