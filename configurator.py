@@ -24,7 +24,7 @@ import typing
 from pathlib import Path
 
 from runtime.files import UserError
-from runtime.output import exit_with_error
+from runtime.output import exit_with_error, explain_uncaught
 
 SETTING_TYPES = (bool, int, float, str, type(None), dict, list, tuple)
 BOOLS = ("True", "False", "true", "false")
@@ -188,12 +188,18 @@ def exit_quietly_on_broken_pipe():
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
+def explain_missing_package(error):
+    if isinstance(error, ModuleNotFoundError):
+        exit_with_error(f"{error}: run source runtime/venv.sh, or python -m pip install -r requirements.txt")
+
+
 def from_command_line(script, argv=None):
     """Return the settings of the script whose globals() are given, from its command line: see configure().
 
     Exits after --help and --print_settings. For mistakes, prints one line each and exits with code 2.
     """
     argv = sys.argv[1:] if argv is None else argv
+    explain_uncaught(explain_missing_package)
     path, annotations = script["__file__"], script.get("__annotations__", {})
     source = Path(path).read_text(encoding="utf-8").partition("\nsettings = ")[0]
     defaults = {k: v for k, v in script.items() if not k.startswith("_") and isinstance(v, SETTING_TYPES)}

@@ -592,6 +592,15 @@ def test_a_reader_that_goes_away_ends_it_quietly(words):
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
+@pytest.mark.parametrize("script", ["train_deepspeed.py", "sample.py"])
+def test_a_package_that_is_missing_is_named_with_the_fix(script):
+    without = f"import runpy, sys; sys.modules['torch'] = None; runpy.run_path({script!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", without], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == ("import of torch halted; None in sys.modules: run source runtime/venv.sh, or python -m pip "
+                           "install -r requirements.txt\n")
+
+
 @pytest.mark.parametrize("text, problem", [
     ('{"zero_optimization": {"stage": 3, "sub_group_size": true}}', '"zero_optimization.sub_group_size" is true: w'),
     ('{"zero_optimization": {"stage": 3, "sub_group_size": 0}}', '"zero_optimization.sub_group_size" is 0: w'),
