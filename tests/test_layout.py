@@ -11,7 +11,6 @@ LEVELS = (  # a room is a folder, or a file of its own; imports go to lower leve
     ("runtime/__init__.py", "runtime/files.py", "runtime/output.py", "config"),
     ("runtime/hardware.py", "runtime/weights.py", "runtime/lora.py", "runtime/launch.py", "configurator.py"),
     ("runtime/data", "runtime/cluster", "model.py", "launch_deepspeed.py"),
-    ("runtime/versions.py",),
     ("runtime/checkpoint", "runtime/kernels", "runtime/monitor", "runtime/prepare", "runtime/export"),
     ("runtime/engine", "runtime/sample", "export_hf.py", "data"),
     ("runtime/plan", "sample.py", "plot.py"),

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from runtime.checkpoint.shards import MOMENTS, open_tag
 from runtime.checkpoint.tags import OTHER_TAG, CheckpointError, UnreadableError, on_rank_0, topology, verify_files
 from runtime.cluster.ranks import broadcast_from_rank0, exit_together, gather_unique, print0, silence_stdout
-from runtime.versions import version_note
 
 
 def newest_intact(store, start, resume_tag="latest", overwrite=False):
@@ -59,8 +58,6 @@ def load_into_engine(engine, store, tag):
     """Load a tag's weights, optimizer state and loss scale into the engine, and return the state that save() was given.
     Re-shard them if the number of ranks, the ZeRO stage or the precision has changed. All ranks call it."""
     start, manifest, path = time.time(), tag.manifest, store.path(tag.name)
-    if note := version_note(manifest["versions"]):
-        print0(note)
     was, now = ("{world_size} ranks at ZeRO stage {stage} in {dtype}".format(**one)
                 for one in (manifest, topology(engine)))
     if was != now:

@@ -6,6 +6,7 @@
 """
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
@@ -19,7 +20,6 @@ import torch
 
 from runtime.cluster.ranks import RANK, exit_together, print0
 from runtime.files import TEMP_NAME, UserError, file_digest, fsync, replace_dir, write_atomic
-from runtime.versions import recorded_versions
 
 MANIFEST_FORMAT = 1  # increase it when a key of the manifest changes
 SAFE_GLOBALS = {  # the classes in DeepSpeed's files; a file that names anything else could run code when it is read
@@ -251,7 +251,7 @@ def topology(engine):
     """Return what the manifest records of the engine that saved it: ranks, ZeRO stage, precision, versions."""
     dtype = "float16" if engine.fp16_enabled() else "bfloat16" if engine.bfloat16_enabled() else "float32"
     return {"world_size": engine.world_size, "stage": engine.zero_optimization_stage(), "dtype": dtype,
-            "versions": recorded_versions()}
+            "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")}}
 
 
 def sign_manifest(manifest):

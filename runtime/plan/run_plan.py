@@ -12,7 +12,7 @@ from runtime.checkpoint.tags import TagStore
 from runtime.cluster.nodes import compare_nodes
 from runtime.data.dataset import open_datasets
 from runtime.data.tokenizer import tokenizer_of
-from runtime.engine import ds_config
+from runtime.engine import ds_config, fixes
 from runtime.files import UserError, format_bytes, free_bytes, nearest_existing_dir
 from runtime.hardware import find_gpu, memory_per_rank, pick_compile, pick_device, pick_dtype
 from runtime.kernels import is_supported
@@ -24,7 +24,6 @@ from runtime.plan import memory
 from runtime.plan.memory import Batch, Hardware, Job, ParamCount
 from runtime.plan.rules import broken_rules, plan_iterations
 from runtime.plan.start import Start, find_start
-from runtime.versions import deepspeed_problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +155,7 @@ def make_plan(settings, ranks, problems, notes, fetch=True):
     micro = s.before_auto["batch_size"] if s.batch_size == "auto" else s.batch_size
     batch = Batch(micro, s.gradient_accumulation_steps, ranks.world_size, s.block_size)
     problems.add(*broken_rules(s, micro))
-    if reason := deepspeed_problem():
+    if reason := fixes.version_problem():
         problems[:] = [reason]  # the rest would use it
         return None
     hardware = problems.attempt(detect_hardware, s, ranks, problems, notes)
