@@ -57,7 +57,6 @@ def plan_iterations(s, datasets, batch, problems, notes):
         notes.append(f"the run ends after {max_iters:,} iterations, during warmup: it never reaches learning_rate "
                      f"(warmup_iters={s.warmup_iters:,})")
     elif s.decay_lr and s.lr_schedule != "constant" and end != max_iters > 0:
-        when = "the run ends before the learning rate reaches min_lr" if end > max_iters else (
-            "the learning rate stays at min_lr at the end")
-        notes.append(f"{when} (lr_decay_iters={end:,}, {max_iters:,} iterations)")
+        notes.append(f"the learning rate reaches min_lr after {end:,} iterations (lr_decay_iters), but the run has "
+                     f"{max_iters:,}")
     return max_iters

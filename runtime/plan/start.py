@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from model import GPTConfig
-from runtime.checkpoint.tags import TAG_NAME, CheckpointError, TagStore, UnreadableError, parse_run_path
+from runtime.checkpoint.tags import CheckpointError, TagStore, UnreadableError, parse_run_path
 from runtime.data.dataset import same_tokenizer
 from runtime.files import UserError
 from runtime.lora import as_options
@@ -44,9 +44,6 @@ def find_start(settings, data, lora, sequences, notes, fetch=True):
     if init_from == "scratch":
         return Start("scratch", init_from, GPTConfig(block_size=settings.block_size, dropout=settings.dropout,
                                                      vocab_size=data["vocab_size"] if data else 50257, **shape))
-    folder, name = os.path.split(os.path.normpath(init_from))
-    if TAG_NAME.fullmatch(name) and TagStore(folder).list():
-        TagStore(folder).find(name)  # raises if there is no such tag
     if not os.path.exists(init_from) and init_from not in PRETRAINED:
         raise UserError(f"init_from={init_from} is unknown: give scratch, resume, auto, {', '.join(PRETRAINED)}, a "
                         "folder of weights, the out_dir of an earlier run, or a nanoGPT ckpt.pt")
@@ -131,9 +128,7 @@ def from_resume(settings, data, lora, sequences, notes):
     check(tag, manifest)
     before = state["settings"]
     per_step = manifest["world_size"] * before["batch_size"] * before["gradient_accumulation_steps"]
-    if str(before["dataset"]) != str(settings.dataset):
-        notes.append(f"{out_dir}/{tag} was trained on {before['dataset']}; this run continues on {settings.dataset}")
-    elif per_step != sequences:
+    if per_step != sequences:
         notes.append(f"{out_dir}/{tag} was trained with {per_step:,} sequences per step; with {sequences:,}, this run "
                      "repeats or skips some")
     return Start("resume", "resume", model, tag=tag, check_compatible=check, lineage=tuple(state["lineage"]))

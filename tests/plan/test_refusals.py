@@ -318,8 +318,8 @@ def test_precision_by_the_card(monkeypatch, characters, tmp_path):
      "matrices, attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"),
     ("--lora_alpha=8.0", "lora_alpha=8.0 and lora_dropout=0.0 need LoRA: add --lora_rank=64, or drop them"),
     ("--lora_rank=4", "lora_rank=4 needs pretrained weights, but init_from=scratch: name some with --init_from"),
-    ("--init_from={holder}/iter_9", "{holder} has no complete checkpoint 'iter_9': choose from iter_2, iter_4, best, "
-     "final"),
+    ("--init_from={holder}/iter_9", "init_from={holder}/iter_9 is unknown: give scratch, resume, auto, gpt2, "
+     "gpt2-medium, gpt2-large, gpt2-xl, a folder of weights, the out_dir of an earlier run, or a nanoGPT ckpt.pt"),
     *((f"--skip_grad_spikes=True --dtype=bfloat16 --deepspeed_config={{folder}}/{name}.json",
         "skip_grad_spikes=True needs ZeRO-2 in bfloat16 or float32, fp32 gradients and no offload: "
         "drop it")
@@ -340,9 +340,9 @@ def test_what_cannot_be_meant(monkeypatch, characters, tmp_path, bad, holder, ar
 @pytest.mark.parametrize("args, note", [
     ("--max_iters=4", None), ("--lr_decay_iters=4", None), ("--decay_lr=False --lr_decay_iters=9", None),
     ("--lr_schedule=constant --lr_decay_iters=9", None),
-    ("--lr_decay_iters=9", "the run ends before the learning rate reaches min_lr (lr_decay_iters=9, 4 iterations)"),
-    ("--lr_decay_iters=3 --max_epochs=0.1", "the learning rate stays at min_lr at the end (lr_decay_iters=3, 15 "
-     "iterations)"),
+    ("--lr_decay_iters=9", "the learning rate reaches min_lr after 9 iterations (lr_decay_iters), but the run has 4"),
+    ("--lr_decay_iters=3 --max_epochs=0.1", "the learning rate reaches min_lr after 3 iterations (lr_decay_iters), but "
+     "the run has 15"),
     ("--warmup_iters=4", "the run ends after 4 iterations, during warmup: it never reaches learning_rate "
      "(warmup_iters=4)")])
 def test_a_learning_rate_that_does_not_end_with_the_run_is_told_of(monkeypatch, characters, tmp_path, args, note):
