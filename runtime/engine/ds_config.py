@@ -38,15 +38,6 @@ CHOICES = {
     "zero_optimization.offload_param.device": ("cpu", "none"),
     **dict.fromkeys(("zero_force_ds_cpu_optimizer", "dump_state", "wall_clock_breakdown"), (True, False)),
 }
-USE_INSTEAD = {
-    "optimizer": "learning_rate, weight_decay, beta1 and beta2",
-    "scheduler": "lr_schedule, warmup_iters, lr_decay_iters and min_lr",
-    "activation_checkpointing": "--gradient_checkpointing=True",
-    "tensorboard": "--tensorboard_log=True",
-    "wandb": "--wandb_log=True",
-    "csv_monitor": "history.jsonl in out_dir",
-    "flops_profiler": "--profile=True",
-}
 DTYPE_BLOCK = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -101,17 +92,16 @@ def read_json(path):
 
 
 def top_level_problems(config, owned, dtype):
-    """Return the problems of the top-level keys: unknown, invalid, or different from the script's settings."""
+    """Return the problems of the top-level keys: unsupported, invalid, or different from the script's settings."""
     problems = []
     for key, value in config.items():
         if key in owned:
             if value not in ("auto", owned[key]):
                 problems.append(f'"{key}" is {json.dumps(value)}, but the script sets it to {owned[key]}: remove it, '
                                 'or write "auto"')
-        elif key in USE_INSTEAD:
-            problems.append(f'"{key}" is not supported: remove it, and use {USE_INSTEAD[key]}')
         elif key not in ALLOWED_KEYS:
-            problems.append(f'unknown key "{key}"{did_you_mean(key, [*ALLOWED_KEYS, *owned]) or ": remove it"}')
+            hint = did_you_mean(key, [*ALLOWED_KEYS, *owned]) or ": remove it, and see docs/settings.md"
+            problems.append(f'"{key}" is not supported{hint}')
         elif key not in TESTED:
             problems += value_problem(key, value, dtype)
         elif not isinstance(value, dict):
@@ -120,8 +110,7 @@ def top_level_problems(config, owned, dtype):
 
 
 def block_problems(config, dtype):
-    """Return the problems inside the blocks: keys that are unknown, untested, of a wrong type or useless at the ZeRO
-    stage."""
+    """Return the problems inside the blocks: keys that are unsupported, of a wrong type, or useless at the stage."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -141,11 +130,11 @@ def block_problems(config, dtype):
         except ValidationError as error:
             problems += [f'"{".".join(map(str, (block, *e["loc"])))}": {e["msg"].removeprefix("Value error, ")}'
                          for e in error.errors()]
-    stage = config["zero_optimization"].get("stage", 0) if isinstance(config.get("zero_optimization"), dict) else None
-    if stage in (0, 1, 2) and uses_offload(config, "param"):
-        problems.append(f'"zero_optimization.offload_param" has no effect at stage {stage}: use stage 3, or remove it')
-    if stage == 0 and uses_offload(config):
-        problems.append('"zero_optimization.offload_optimizer" has no effect at stage 0: use stage 1, 2 or 3')
+    zero = config.get("zero_optimization")
+    for what, lowest in (("param", 3), ("optimizer", 1)) if isinstance(zero, dict) else ():
+        if (stage := zero.get("stage", 0)) in range(lowest) and uses_offload(config, what):
+            problems.append(f'"zero_optimization.offload_{what}" has no effect at stage {stage}: use stage 3, or '
+                            "remove it")
     return problems
 
 
@@ -156,16 +145,15 @@ def check_keys(model, content, path, dtype):
     fields = {field.alias or name: field for name, field in model.model_fields.items()}
     for key, value in content.items():
         here, field, found = f"{path}.{key}", fields.get(key), []
-        if field is None:
-            found = [f'"{here}": unknown key{did_you_mean(key, TESTED[path]) or ": remove it"}']
-        elif here in TESTED and isinstance(value, dict):
+        if field and here in TESTED and isinstance(value, dict):
             inner = next(kind for kind in get_args(field.annotation) if kind is not type(None))
             nested, value = check_keys(inner, value, here, dtype)
             problems += nested
         elif key in TESTED[path]:
             found = value_problem(here, value, dtype, field)
-        elif value != field.get_default(call_default_factory=True):
-            found = [f'"{here}" is not supported: remove it']
+        elif field is None or value != field.get_default(call_default_factory=True):
+            hint = did_you_mean(key, TESTED[path]) if field is None else ""
+            found = [f'"{here}" is not supported{hint or ": remove it"}']
         problems += found
         if not found:
             rest[key] = value

@@ -163,11 +163,11 @@ SENTENCES = {
     "vocabulary": "vocabulary of 50257 is larger than the weights' 28: prepare the data with the weights' tokenizer",
     "weights": "the weights of gpt2-medium could not be fetched",
     "init_from": "init_from=gpt3 is unknown: give scratch, resume, auto, gpt2, gpt2-medium,",
-    "json keys": ["unknown key \"zero_optimisation\": did you mean 'zero_optimization'?",
+    "json keys": ["\"zero_optimisation\" is not supported: did you mean 'zero_optimization'?",
                   '"train_batch_size" is 77, but the script sets it to 4: remove it, or write "auto"',
                   '"steps_per_print" is "auto": write a whole number above 0'],
     "json block": '"bf16" must be an object',
-    "json fp16": "\"fp16.los_scale\": unknown key: did you mean 'loss_scale'?",
+    "json fp16": "\"fp16.los_scale\" is not supported: did you mean 'loss_scale'?",
     "json syntax": "broken.json is not valid JSON: ",
     "json untested": ['"zero_optimization.zero_quantized_weights" is not supported: remove it',
                       '"zero_optimization.offload_param.device" is "nvme": write "cpu" or "none"',
@@ -355,7 +355,7 @@ def test_problems_of_all_kinds_are_told_together(monkeypatch, characters, tmp_pa
     (tmp_path / "ds.json").write_text('{"foo": 1}')
     _, problems, _ = check(monkeypatch, characters, tmp_path, 0, None, "--block_size=2500", "--n_head=3",
                         f"--deepspeed_config={tmp_path}/ds.json", "--eval_iters=0")
-    words = ["eval_iters=0 must be at least 1", 'unknown key "foo"', "val.bin has 2000 tokens",
+    words = ["eval_iters=0 must be at least 1", '"foo" is not supported: remove it, and see docs/settings.md', "val.bin has 2000 tokens",
              "n_embd=32 is not divisible by n_head=3"]
     assert [next(w for w in words if w in problem) for problem in problems] == words
     assert len(CHARS) == 28
