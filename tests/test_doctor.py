@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import sys
 
@@ -30,12 +29,11 @@ def here():
 def test_a_machine_without_gpus_is_warned_of_that_alone(here):
     code, rows = here
     assert code == 0 and not [row for row in rows.values() if row["status"] == "FAIL"]
-    assert rows["deepspeed"] == {"status": "OK", "name": "deepspeed", "detail": "0.19.8", "fix": ""}
+    assert rows["packages"]["status"] == "OK" and "deepspeed 0.19.8, " in rows["packages"]["detail"]
     assert rows["CUDA"]["status"] == "WARN" and "no GPU" in rows["CUDA"]["detail"]
     assert rows["weights"]["status"] == "WARN" and "--init_from=DIR" in rows["weights"]["fix"]
-    for name in ("Python", "torch", "all-reduce", "open files", "host memory"):
+    for name in ("Python", "open files", "host memory"):
         assert rows[name]["status"] == "OK", rows[name]
-    assert re.fullmatch(r"2 processes, gloo: \d+\.\d GB/s", rows["all-reduce"]["detail"])
     assert all(row["fix"] for row in rows.values() if row["status"] != "OK")
     assert not [row for row in rows.values() if "could not be checked" in row["detail"]]
 
@@ -86,7 +84,7 @@ def check_run(monkeypatch):
 
 
 @pytest.mark.parametrize("changed, wanted", [
-    (["--device=auto"], ["FAIL GPUs", "FAIL the run", "OK disk"]),
+    (["--device=auto"], ["FAIL the run", "OK disk"]),
     (["--device=auto", "--dtype=auto", "--target_gpu=24"], ["WARN the run", "OK the run", "OK disk"]),
     ([], ["FAIL the run", "OK disk"])])
 def test_what_is_not_here_fails_a_run_that_needs_it_here(changed, wanted, check_run, tmp_path):
