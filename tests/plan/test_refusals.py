@@ -355,7 +355,7 @@ def test_problems_of_all_kinds_are_told_together(monkeypatch, characters, tmp_pa
     (tmp_path / "ds.json").write_text('{"foo": 1}')
     _, problems, _ = check(monkeypatch, characters, tmp_path, 0, None, "--block_size=2500", "--n_head=3",
                         f"--deepspeed_config={tmp_path}/ds.json", "--eval_iters=0")
-    words = ["eval_iters=0 must be at least 1", '"foo" is not supported: remove it, and see docs/settings.md', "val.bin has 2000 tokens",
+    words = ["eval_iters=0 must be at least 1", '"foo" is not supported: remove it', "val.bin has 2000 tokens",
              "n_embd=32 is not divisible by n_head=3"]
     assert [next(w for w in words if w in problem) for problem in problems] == words
     assert len(CHARS) == 28
