@@ -1,11 +1,9 @@
 """Measure the speed on this machine. Each command prints its figures and writes them as JSON.
 
-    python bench.py train --gpus=4 config/xl_shakespeare.py --batch_size=8    step time, its parts, memory, first step
+    python bench.py train --gpus=4 config/xl_shakespeare.py --batch_size=8    step time, memory, time to the first step
     python bench.py train --baseline=hf config/xl_shakespeare.py              also transformers' GPT-2 with DeepSpeed
     python bench.py train --baseline=pytorch config/xl_shakespeare.py         also a GPT in plain PyTorch, compiled
     python bench.py sample --model=gpt2-xl --batch=1 --baseline=hf            tokens/s, also of transformers' generate()
-    python bench.py data config/xl_shakespeare.py                             read batches without training
-    python bench.py checkpoint --gpus=4 config/xl_shakespeare.py              save and resume
     python bench.py table                                                     update docs/numbers.md from results/
 
 All other arguments go to train_deepspeed.py. Speed does not depend on the weights: if you don't have GPT-2's, add
@@ -17,7 +15,6 @@ import glob
 import json
 import os
 import re
-import runpy
 import signal
 import statistics
 import subprocess
@@ -32,7 +29,6 @@ import torch.distributed as dist
 from configurator import settings_of_script
 from model import GPT, GPTConfig
 from runtime.engine import ds_config
-from runtime.monitor.health import timestamp
 from runtime.monitor.history import read_history
 from runtime.monitor.runlog import git_commit, machine_record
 from runtime.weights import PRETRAINED
@@ -44,23 +40,23 @@ WARMUP = 4  # steps that don't count
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = {run.__name__: run for run in (train, sample, data, checkpoint, table, instrumented, baseline)}
+    commands = {run.__name__: run for run in (train, sample, table, baseline)}
     parser.add_argument("what", choices=commands)
     parser.add_argument("--gpus", type=int, default=1, help="number of processes, also on a CPU")
     parser.add_argument("--baseline", choices=["hf", "pytorch"], help="also measure a baseline")
     parser.add_argument("--json", default="bench.json", help="the output file")
-    parser.add_argument("--repeats", type=int, default=10, help="what is measured: steps, samples or checkpoints")
+    parser.add_argument("--repeats", type=int, default=10, help="number of steps or samples to measure")
     parser.add_argument("--model", type=shape, default="gpt2-xl", help="sample: gpt2-xl, ..., or layers,heads,width")
     parser.add_argument("--batch", type=int, default=1, help="sample: batch size")
     parser.add_argument("--tokens", type=int, default=200, help="sample: tokens per sample")
     args, argv = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes temporary folders
-    if args.what in ("instrumented", "baseline", "table"):  # the processes that train() starts, and no measurement
+    if args.what in ("baseline", "table"):  # a process that train() starts, and no measurement
         commands[args.what](args, argv)
         return
     if not os.path.isdir(os.path.dirname(os.path.abspath(args.json))):
         parser.error(f"--json={args.json}: there is no such folder")
-    if args.what != "sample":
+    if args.what == "train":
         settings_of_script(SCRIPT, argv)  # exits if one is wrong
     record = commands[args.what](args, argv)
     write_json(args.json, {"command": " ".join(["bench.py", *sys.argv[1:]]), "commit": git_commit(), **record})
@@ -90,19 +86,14 @@ def run_ranks(args, out_dir, *command):
         raise SystemExit(done.returncode)
 
 
-def provenance(out_dir):
-    """Return the part of a run's settings.json that its measurements depend on."""
-    record = read_json(out_dir, "settings.json")
-    return {key: record[key] for key in ("hardware", "versions", "settings", "world_size")}
-
-
 def train(args, argv):
-    """Measure the steps of train_deepspeed.py and their parts, then the steps of the baseline."""
+    """Measure the steps of train_deepspeed.py, then the steps of the baseline."""
     argv = [*argv, f"--max_iters={WARMUP + args.repeats}", "--eval_interval=1000000000", "--eval_iters=1",
             "--keep_last=0", "--log_interval=1"]
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
-        run_ranks(args, folder, __file__, "instrumented", *argv)
-        record, records = provenance(folder), [r for r in read_history(folder) if "ms" in r]
+        run_ranks(args, folder, SCRIPT, *argv)
+        run, records = read_json(folder, "settings.json"), [r for r in read_history(folder) if "ms" in r]
+        record = {key: run[key] for key in ("hardware", "versions", "settings", "world_size")}
         counted, s = records[WARMUP:], record["settings"]
         ms = summarize([r["ms"] for r in counted])
         per_median = counted[0]["ms"] / ms["median"]
@@ -110,7 +101,6 @@ def train(args, argv):
             "ms": ms, "tokens_per_s": counted[0]["tokens_per_s"] * per_median,
             "mfu": counted[0]["mfu"] and counted[0]["mfu"] * per_median,
             "peak_gb": max(r["memory"] for r in records) / 1e9, "first_step_s": records[0]["first_step_s"],
-            "parts_ms": {"data": statistics.median(r["data_ms"] for r in counted), **read_json(folder, "parts.json")},
             "history": records,
             "stage": ds_config.read_json(ds_config.find(s["deepspeed_config"]))["zero_optimization"]["stage"]}
         print(f"{record['world_size']} x {record['hardware']}, {s['batch_size']} x {s['gradient_accumulation_steps']}, "
@@ -118,8 +108,6 @@ def train(args, argv):
               f"{record['tokens_per_s']:,.0f} tokens/s, "
               + (f"{100 * record['mfu']:.1f}% MFU, " if record["mfu"] else "")
               + f"{record['peak_gb']:.1f} GB, first step after {record['first_step_s']:.1f} s", flush=True)
-        for name, part in record["parts_ms"].items():
-            print(f"  {name:<10} {part:9.2f} ms  {100 * part / ms['median']:5.1f}%")
         if args.baseline:
             run_ranks(args, folder, __file__, "baseline", f"--baseline={args.baseline}", *argv,
                       f"--batch_size={s['batch_size']}",
@@ -131,67 +119,6 @@ def train(args, argv):
             print(f"{other['name']}: {other['ms']['median']:.1f} ms, {other['peak_gb']:.1f} GB: ours is "
                   f"{other['ratio']:.2f}x faster")
     return record
-
-
-class Stopwatch:
-    """Times calls, by CUDA events or the CPU's clock."""
-
-    def __init__(self):
-        self.cuda, self.spans = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu", []
-
-    def timed(self, name, function):
-        """Return the function with its calls timed under this name."""
-        def call(*args, **kwargs):
-            if self.cuda and torch.cuda.is_current_stream_capturing():  # a captured call is timed at each replay
-                return function(*args, **kwargs)
-            start = timestamp(self.cuda)
-            result = function(*args, **kwargs)
-            self.spans.append((name, start, timestamp(self.cuda)))
-            return result
-        return call
-
-    def sums(self):
-        """Return {name: milliseconds}."""
-        if self.cuda:
-            torch.cuda.synchronize()
-        total = {}
-        for name, start, end in self.spans:
-            total[name] = total.get(name, 0.0) + (start.elapsed_time(end) if self.cuda else 1000 * (end - start))
-        return total
-
-
-def instrumented(_, argv):
-    """Run train_deepspeed.py with the engine's calls timed, and write out_dir/parts.json.
-
-    "reduction" is also part of "backward" or "optimizer". In a CUDA graph it is part of "forward and backward"."""
-    import deepspeed
-
-    watch, steps, initialize = Stopwatch(), [], deepspeed.initialize
-    torch.cuda.CUDAGraph.replay = watch.timed("forward and backward", torch.cuda.CUDAGraph.replay)
-
-    def initialize_timed(*args, **kwargs):
-        engine, *rest = initialize(*args, **kwargs)
-        engine.backward = watch.timed("backward", engine.backward)
-        forward, step = engine.forward, watch.timed("optimizer", engine.step)
-        timed_forward = watch.timed("forward", forward)
-        engine.forward = lambda *a, **k: (timed_forward if torch.is_grad_enabled() else forward)(*a, **k)
-        for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "reduce"):
-            setattr(dist, name, watch.timed("reduction", getattr(dist, name)))
-
-        def counted_step():
-            boundary = engine.is_gradient_accumulation_boundary()
-            step()
-            if boundary:
-                steps.append(len(watch.spans))
-        engine.step = counted_step
-        return engine, *rest
-
-    deepspeed.initialize = initialize_timed
-    sys.argv = [SCRIPT, *argv]
-    out_dir = runpy.run_path(SCRIPT, run_name="__main__")["out_dir"]
-    if int(os.environ.get("RANK", 0)) == 0:
-        watch.spans = watch.spans[steps[WARMUP - 1]:]
-        write_json(Path(out_dir, "parts.json"), {name: ms / (len(steps) - WARMUP) for name, ms in watch.sums().items()})
 
 
 def baseline(args, argv):
@@ -356,46 +283,6 @@ def sample(args, argv):
         print(f"transformers: {theirs['tokens_per_s']['median']:,.1f} tokens/s, first token after "
               f"{theirs['first_token_ms']['median']:.1f} ms; ours is {ratio:.2f}x faster")
     return record
-
-
-def data(args, argv):
-    """Measure how long the batches of a step take, without training."""
-    from runtime.data.dataset import open_datasets, open_tokens
-    from runtime.data.loader import train_batches
-
-    s = settings_of_script(SCRIPT, argv)
-    if s.batch_size == "auto":
-        raise SystemExit("batch_size=auto is unknown without training: add --batch_size=8")
-    datasets, totals = open_datasets(s.dataset, ROOT, s.block_size)
-    mixture = [(open_tokens(one, "train"), one.share) for one in datasets]
-    device = "cuda" if torch.cuda.is_available() and s.device != "cpu" else "cpu"
-    batches, times = train_batches(mixture, 0, 0, 1, vars(s), totals["vocab_size"], device), []
-    for _ in range(WARMUP + args.repeats):
-        start = clock(device)
-        for _ in range(s.gradient_accumulation_steps):
-            next(batches)
-        times.append(1000 * (clock(device) - start))
-    ms, tokens = summarize(times[WARMUP:]), s.batch_size * s.gradient_accumulation_steps * s.block_size
-    print(f"{s.dataset}: {ms['median']:.2f} ms ({ms['min']:.2f}-{ms['max']:.2f}) for {tokens:,} tokens, "
-          f"{tokens / ms['median'] * 1000:,.0f} tokens/s")
-    return {**machine_record(device), "ms": ms, "tokens_per_step": tokens}
-
-
-def checkpoint(args, argv):
-    """Measure checkpoints that are saved in the background, one per step, then a resume."""
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=os.getcwd(), ignore_cleanup_errors=True) as folder:
-        argv = [*argv, "--eval_interval=1", "--eval_iters=1", "--keep_last=1", "--lr_decay_iters=100"]
-        run_ranks(args, folder, SCRIPT, *argv, f"--max_iters={args.repeats}")
-        run_ranks(args, folder, SCRIPT, *argv, f"--max_iters={args.repeats + 1}", "--init_from=resume")
-        history = read_history(folder)
-        saves, starts = ([r for r in history if key in r] for key in ("saved", "first_step_s"))
-        record = provenance(folder) | {"gb": saves[0]["bytes"] / 1e9, "first_blocked_s": saves[0]["blocked_s"],
-                                       "resume_s": starts[1]["first_step_s"]}
-        record |= {key: summarize([r[key] for r in saves[:-1]]) for key in ("save_s", "gb_per_s", "blocked_s")}
-        print(f"a checkpoint of {record['gb']:.3g} GB: saved in {record['save_s']['median']:.1f} s "
-              f"({record['gb_per_s']['median']:.2f} GB/s), blocks training for {record['blocked_s']['median']:.2f} s "
-              f"(first: {record['first_blocked_s']:.2f} s); first step of a resume after {record['resume_s']:.1f} s")
-        return record
 
 
 def format_table():

@@ -21,10 +21,6 @@ def test_train_and_a_baseline(characters, tmp_path, baseline, name):
     ms = [r["ms"] for r in found["history"][4:]]
     assert found["ms"] == {"median": sorted(ms)[2], "min": min(ms), "max": max(ms), "count": 5}
     assert found["tokens_per_s"] == pytest.approx(2 * 2 * 2 * 32 / (found["ms"]["median"] / 1000))
-    parts = found["parts_ms"]
-    # Means over steps with that median, on a machine that may be busy. A wrong unit would be a factor of 1,000
-    assert 0.1 * min(ms) < parts["forward"] + parts["backward"] + parts["optimizer"] < 10 * max(ms)
-    assert 0 < parts["reduction"] < 10 * max(ms) and 0 <= parts["data"] < 10 * max(ms)
     other = found["baseline"]
     assert other["ratio"] == other["ms"]["median"] / found["ms"]["median"] and found["world_size"] == 2
     assert f"bench.py train --gpus=2 --baseline={baseline}" in found["command"] and "x faster" in output
@@ -39,19 +35,7 @@ def test_sample_beside_transformers(tmp_path):
     assert "tokens/s" in output and found["first_token_ms"]["median"] > 0
 
 
-def test_checkpoint(characters, tmp_path):
-    found, _ = bench(tmp_path / "checkpoint.json", "checkpoint", "--repeats=5", *SMALL, f"--dataset={characters}")
-    assert found["save_s"]["count"] == 5 and 0 < found["gb"] < 0.01 and 0 < found["resume_s"] < 600
-    assert 0 <= found["blocked_s"]["min"] <= found["first_blocked_s"] <= found["save_s"]["max"] + 1
-
-
-def test_data(characters, tmp_path):
-    found, _ = bench(tmp_path / "data.json", "data", "--repeats=5", *SMALL, f"--dataset={characters}")
-    assert found["tokens_per_step"] == 2 * 2 * 32 and found["ms"]["count"] == 5
-
-
 @pytest.mark.parametrize(("args", "sentence"), [
-    (["data", "--batch_size=auto"], "batch_size=auto is unknown without training: add --batch_size=8"),
     (["sample", "--model=gpt3"], "argument --model: invalid shape value: 'gpt3'"),
     (["train", "--json=no/x.json"], "there is no such folder"),
 ])
