@@ -45,12 +45,11 @@ def main():
 
 
 def downsample(points):
-    """Return at most MAX_POINTS (iter, min, mean, max, all finite), each of a group of points; NaN if none is."""
+    """Return at most MAX_POINTS (iter, min, mean, max), each of a group of points."""
     size, groups = math.ceil(len(points) / MAX_POINTS), []
     for group in (points[i : i + size] for i in range(0, len(points), size or 1)):
-        values = [value for _, value in group if math.isfinite(value)]
-        low, mean, high = (min(values), statistics.fmean(values), max(values)) if values else 3 * [math.nan]
-        groups.append((statistics.fmean(it for it, _ in group), low, mean, high, len(values) == len(group)))
+        steps, values = zip(*group)
+        groups.append((statistics.fmean(steps), min(values), statistics.fmean(values), max(values)))
     return groups
 
 
@@ -59,29 +58,21 @@ def draw(axis, runs, key):
     from matplotlib.ticker import LogLocator, NullFormatter
 
     title, unit, log = PANELS[key]
-    drawn, any_nonfinite = [], False
-    for number, (history, (color, dashes)) in enumerate(zip(runs.values(), itertools.cycle(STYLES))):
+    drawn = []
+    for history, (color, dashes) in zip(runs.values(), itertools.cycle(STYLES)):
         points = downsample([(it, value / unit) for it, value in series(history, key)])
-        x, low, mean, high, finite = zip(*points) if points else ((), (), (), (), ())
+        x, low, mean, high = zip(*points) if points else ((), (), (), ())
         axis.plot(x, mean, dashes, color=color, alpha=0.6 if key == "loss" else 1, linewidth=1,
                   marker="." if len(x) <= 30 else None)
         if low != high:
             axis.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0.5)
         drawn += [*low, *high]
-        nonfinite = [it for it, good in zip(x, finite) if not good]
         if key == "loss":
-            validation, error = dict(series(history, "val_loss")), dict(series(history, "val_loss_stderr"))
-            good = {it: loss for it, loss in validation.items() if math.isfinite(loss)}
-            axis.errorbar(good.keys(), good.values(), [error.get(it, 0) for it in good], fmt=dashes, color=color,
-                          linewidth=2.2, elinewidth=1.2, capsize=3, marker="o" if len(good) <= 60 else None,
-                          markersize=4, errorevery=math.ceil(len(good) / 60) or 1)
-            drawn += good.values()
-            nonfinite += validation.keys() - good.keys()
-        if nonfinite:  # at the top of the panel, below those of the run before
-            any_nonfinite = True
-            axis.plot(nonfinite, [0.96 - 0.05 * (number % 8)] * len(nonfinite), "x", color=color,
-                      transform=axis.get_xaxis_transform())
-    drawn = [value for value in drawn if math.isfinite(value)]
+            losses, errors = dict(series(history, "val_loss")), dict(series(history, "val_loss_stderr"))
+            axis.errorbar(losses.keys(), losses.values(), [errors.get(it, 0) for it in losses], fmt=dashes, color=color,
+                          linewidth=2.2, elinewidth=1.2, capsize=3, marker="o" if len(losses) <= 60 else None,
+                          markersize=4, errorevery=math.ceil(len(losses) / 60) or 1)
+            drawn += losses.values()
     if log and drawn and 0 < 10 * min(drawn) < max(drawn):
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(drawn) < 1e3 * min(drawn) else (1,)))
@@ -89,10 +80,10 @@ def draw(axis, runs, key):
         title += ", log scale"
     elif not log:
         axis.set_ylim(0, 1.08 * max(drawn, default=0) or 1)
-    if not drawn and not any_nonfinite:
+    if not drawn:
         axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center")
         axis.set(xticks=[], yticks=[])
-    axis.set_title(title + (", × not finite" if any_nonfinite else ""), loc="left")
+    axis.set_title(title, loc="left")
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.7g}")
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import sys
 
@@ -36,8 +37,8 @@ def read_history(out_dir):
 
 
 def series(history, key):
-    """Return [(iter, value)] of the records whose `key` is a number, which may be NaN or infinite."""
-    return [(r["iter"], float(r[key])) for r in history if type(r.get(key)) in (int, float)]
+    """Return [(iter, value)] of the records whose `key` is a finite number."""
+    return [(r["iter"], float(r[key])) for r in history if type(r.get(key)) in (int, float) and math.isfinite(r[key])]
 
 
 def trim_history(out_dir, iter_num):

@@ -173,7 +173,7 @@ class RunLog:
             print0(f"stopped early at step {self.iter_num}: no better validation loss in {evals_since_best} "
                    "evaluations; to continue, increase --patience")
         losses = series(read_history(self.out_dir), "val_loss") if finished and self.writes else []
-        if losses := [(loss, iter_num) for iter_num, loss in losses if iter_num and math.isfinite(loss)]:
+        if losses := [(loss, iter_num) for iter_num, loss in losses if iter_num]:
             print0("best validation loss {:.4f} at step {}".format(*min(losses)))
         if losses and self.settings["keep_last"]:
             print0(f"final checkpoint: {self.out_dir}/final. To sample from the best one, export it, and plot the run:")
