@@ -38,7 +38,7 @@ from conftest import (
 )
 
 from model import GPT, GPTConfig
-from runtime.checkpoint.shards import load_fp32
+from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore, sign_manifest, verify_files
 from runtime.files import file_digest
 from runtime.monitor.history import append_history
@@ -186,7 +186,7 @@ def test_a_run_that_stopped_and_went_on_is_the_run_that_did_not_stop(train, whol
     assert list(second.losses) == [1, 2, 3, 4, 5, 6, 7, 8]
     continues(second, whole(2), after=4)
     assert manifest(second.out_dir, "final")["iter_num"] == 8
-    a, b = load_fp32(TagStore(second.out_dir), "final"), load_fp32(TagStore(whole(2).out_dir), "final")
+    a, b = load_model(second.out_dir, "final")[0].state_dict(), load_model(whole(2).out_dir, "final")[0].state_dict()
     assert all(torch.equal(a[name], b[name]) for name in b) and a.keys() == b.keys()
 
 
@@ -445,7 +445,7 @@ def converted(whole, bf16, tmp_path_factory):
 @pytest.mark.parametrize("key", [1, 2, 3, "bf16"])
 def test_zero_to_fp32_gives_the_weights_of_the_run(whole, bf16, converted, key):
     out_dir = (bf16 if key == "bf16" else whole(key)).out_dir
-    weights, ours = converted[key], load_fp32(TagStore(out_dir), "final")
+    weights, ours = converted[key], load_model(out_dir, "final")[0].state_dict()
     full_model(out_dir, "final", weights)
     assert {w.dtype for w in weights.values()} == {torch.float32} and weights.keys() == ours.keys()
     assert all(torch.equal(weights[name], ours[name]) for name in weights)
@@ -457,14 +457,14 @@ def test_zero_to_fp32_gives_the_weights_of_the_run(whole, bf16, converted, key):
 
 
 def test_all_stages_end_with_the_same_weights(whole):
-    reference = load_fp32(TagStore(whole(0).out_dir), "final")
+    reference = load_model(whole(0).out_dir, "final")[0].state_dict()
     model = full_model(whole(0).out_dir, "final", reference)
     assert sum(p.numel() for p in model.parameters()) == 28_544
-    started = load_fp32(TagStore(whole(0).out_dir), "iter_2")
+    started = load_model(whole(0).out_dir, "iter_2")[0].state_dict()
     assert max((reference[name] - started[name]).abs().max() for name in reference) > 1e-3
     for n in (1, 2, 3):
         assert whole(n).losses == pytest.approx(whole(0).losses, rel=1e-6)
-        weights = load_fp32(TagStore(whole(n).out_dir), "final")
+        weights = load_model(whole(n).out_dir, "final")[0].state_dict()
         assert max((reference[name] - weights[name]).abs().max().item() for name in reference) < 1e-6
 
 

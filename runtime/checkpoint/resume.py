@@ -5,7 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from runtime.checkpoint.shards import MOMENTS, open_tag
+from runtime.checkpoint.shards import MOMENTS, TagReader
 from runtime.checkpoint.tags import OTHER_TAG, CheckpointError, UnreadableError, on_rank_0, topology, verify_files
 from runtime.cluster.ranks import broadcast_from_rank0, exit_together, gather_unique, print0, silence_stdout
 
@@ -25,16 +25,15 @@ def newest_intact(store, start, resume_tag="latest", overwrite=False):
         return None
     began, skipped = time.time(), {}
     for name in newest or ["latest"] if resume_tag == "latest" else [resume_tag]:
-        tag, problems = inspect(store, name, start)
-        problems = gather_unique(problems)
-        exit_together([sentence for unreadable, sentence in problems if unreadable])
-        if not problems:
+        tag, unreadable, problems = inspect(store, name, start)
+        exit_together(unreadable)
+        if not (problems := gather_unique(problems)):
             break
-        skipped[name] = [sentence for _, sentence in problems]
+        skipped[name] = problems
     else:
-        exit_together([sentence for sentences in skipped.values() for sentence in sentences])
-    for skipped_name, sentences in skipped.items():
-        print0(f"skipping {store.path(skipped_name)}: {sentences[0]}")
+        exit_together([problem for problems in skipped.values() for problem in problems])
+    for skipped_name, problems in skipped.items():
+        print0(f"skipping {store.path(skipped_name)}: {problems[0]}")
     print0(f"resuming from {store.path(name)}, iteration {tag.manifest['iter_num']}; its files were checked in "
            f"{time.time() - began:.1f} s")
     store.skipped = list(skipped)
@@ -42,16 +41,17 @@ def newest_intact(store, start, resume_tag="latest", overwrite=False):
 
 
 def inspect(store, name, start):
-    """Return (Tag, [(whether it is unreadable, problem)])."""
+    """Return (Tag, messages on what can't be read, messages on what is corrupt or incompatible)."""
     try:
         tag = store.find(name)
         start.check_compatible(*tag)
-        problems = verify_files(store.path(name), tag.manifest["files"], dist.get_rank(), dist.get_world_size())
-        return tag, [(False, problem) for problem in problems]
-    except CheckpointError as error:
-        return None, [(isinstance(error, UnreadableError), str(error))]
+        return tag, [], verify_files(store.path(name), tag.manifest["files"], dist.get_rank(), dist.get_world_size())
     except OSError as error:
-        return None, [(True, str(UnreadableError.of(error, store.path(name))))]
+        return None, [str(UnreadableError.of(error, store.path(name)))], []
+    except UnreadableError as error:
+        return None, [str(error)], []
+    except CheckpointError as error:
+        return None, [], [str(error)]
 
 
 def load_into_engine(engine, store, tag):
@@ -62,7 +62,7 @@ def load_into_engine(engine, store, tag):
                 for one in (manifest, topology(engine)))
     if was != now:
         print0(f"re-sharding {path}: saved by {was}, now {now}")
-        reshard_into_engine(engine, open_tag(path, manifest))
+        reshard_into_engine(engine, TagReader(path, manifest))
     else:  # DeepSpeed reads less per rank; keep this run's betas and weight decay
         own = [{key: group[key] for key in ("betas", "weight_decay")} for group in engine.optimizer.param_groups]
         with silence_stdout():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runtime.checkpoint.shards import open_tag
+from runtime.checkpoint.shards import TagReader
 from runtime.checkpoint.tags import MANIFEST_FORMAT, sign_manifest, topology
 from runtime.cluster.ranks import local_world_size, print0, shut_down, silence_stdout
 from runtime.files import file_digest, format_bytes, free_bytes, replace_dir, write_atomic
@@ -282,7 +282,7 @@ def write_peft_adapter(folder, manifest):
     lora = manifest["state"].get("lora")
     if not lora or not lora["base"]:
         return []
-    reader = open_tag(folder, manifest)
+    reader = TagReader(folder, manifest)
     adapter = {f"base_model.model.{name}.weight": reader.get(name).contiguous() for name in reader.shapes
                if is_adapter(name)}
     weights, config = (os.path.join(folder, f"adapter_{name}") for name in ("model.safetensors", "config.json"))

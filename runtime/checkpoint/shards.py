@@ -27,19 +27,14 @@ def mmap_load(path):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-def open_tag(folder, manifest):
-    """Return a TagReader of a tag's files, which verify_files() has checked."""
-    names = sorted(manifest["files"], key=lambda name: [int(n) for n in name.split("_") if n.isdigit()])
-    models = [mmap_load(os.path.join(folder, name)) for name in names if "model_states" in name]
-    optimizers = [mmap_load(os.path.join(folder, name))["optimizer_state_dict"] for name in names if "optim" in name]
-    return TagReader(models, optimizers, manifest)
-
-
 class TagReader:
-    """The parameters of a tag: .shapes is {name: size}, and get() returns the tensors. Also .step, .loss_scaler and
-    .model_state, the content of the first model file."""
+    """The parameters of a tag, whose files verify_files() has checked: .shapes is {name: size}, and get() returns the
+    tensors. Also .step, .loss_scaler and .model_state, the content of the first model file."""
 
-    def __init__(self, models, optimizers, manifest):
+    def __init__(self, folder, manifest):
+        names = sorted(manifest["files"], key=lambda name: [int(n) for n in name.split("_") if n.isdigit()])
+        models, optimizers = ([mmap_load(os.path.join(folder, name)) for name in names if kind in name]
+                              for kind in ("model_states", "optim"))
         model, stage = models[0], manifest["stage"]
         self.model_state, self.lora, self.loss_scaler = model, manifest["state"].get("lora"), None
         if stage == 3:  # the model files hold the frozen parameters, sharded over the ranks
@@ -59,7 +54,7 @@ class TagReader:
             for field in MOMENTS:
                 self.pieces[field] = {name: [state[i][field]] for i, name in enumerate(names)}
         else:
-            self.add_flat(optimizers, stage)
+            self.add_flat([content["optimizer_state_dict"] for content in optimizers], stage)
 
     def is_trainable(self, name):
         return not self.lora or is_adapter(name)
@@ -103,32 +98,24 @@ def slice_flat(tensors, start, length):
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def load_fp32(store, tag):
-    """Return {name: fp32 tensor} of a tag's model, for GPT.load_state_dict, after checking every file. Raises
-    CheckpointError."""
-    path, manifest = store.path(tag), store.find(tag).manifest
-    if problems := verify_files(path, manifest["files"]):
-        raise CheckpointError("\n".join(problems))
-    reader = open_tag(path, manifest)
-    weights = {name: reader.get(name).clone() for name in reader.shapes}  # in memory of their own
-    weights["lm_head.weight"] = weights["transformer.wte.weight"]  # tied; the files hold it once
-    return weights
-
-
 def load_model(out_dir, tag="latest", dropout=None):
     """Return (GPT in eval mode with a tag's fp32 weights on the CPU, the tag's manifest). LoRA adapters are merged into
-    the weights. Raises CheckpointError."""
+    the weights. Every file is checked first. Raises CheckpointError."""
     store = TagStore(out_dir)
     tag, manifest = store.find(tag)
-    state = manifest["state"]
+    path, state = store.path(tag), manifest["state"]
     with torch.device("meta"):
         model = GPT(GPTConfig(**state["model"] | ({} if dropout is None else {"dropout": dropout})))
     try:
-        weights = load_fp32(store, tag)
-        if state["lora"]:
-            merge(weights, state["lora"])
-        model.load_state_dict(weights, assign=True)
+        if problems := verify_files(path, manifest["files"]):
+            raise CheckpointError("\n".join(problems))
+        reader = TagReader(path, manifest)
+        weights = {name: reader.get(name).clone() for name in reader.shapes}  # in memory of their own
     except OSError as error:  # a running job may also have pruned it
-        raise UnreadableError.of(error, store.path(tag)) from None
+        raise UnreadableError.of(error, path) from None
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]  # tied; the files hold it once
+    if state["lora"]:
+        merge(weights, state["lora"])
+    model.load_state_dict(weights, assign=True)
     model.lm_head.weight = model.transformer.wte.weight
     return model.eval(), manifest

@@ -11,7 +11,7 @@ from conftest import ROOT
 from deepspeed.runtime.utils import see_memory_usage
 
 from runtime.checkpoint import saver as save
-from runtime.checkpoint.shards import MOMENTS, open_tag
+from runtime.checkpoint.shards import MOMENTS, TagReader
 from runtime.checkpoint.tags import TagStore, verify_files
 from runtime.files import file_digest
 
@@ -83,7 +83,7 @@ def test_pieces_of_stage_3_are_put_together_without_their_padding(tmp_path):
         for kind, content in (("model", {"param_shapes": groups, "frozen_param_shapes": None}),
                               ("optim", {"optimizer_state_dict": inner})):
             torch.save(content, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt")
-    shards = open_tag(tmp_path, {"files": os.listdir(tmp_path), "stage": 3, "world_size": 2, "state": {}})
+    shards = TagReader(tmp_path, {"files": os.listdir(tmp_path), "stage": 3, "world_size": 2, "state": {}})
     assert shards.step == 5 and list(shards.shapes) == ["a", "b", "c"]
     for kind, tensors in whole.items():
         assert all(torch.equal(shards.get(name, kind), tensor) for name, tensor in tensors.items())

@@ -16,7 +16,7 @@ import time
 from common import arguments, losses, report, run
 from conftest import STAGES
 
-from runtime.checkpoint.shards import load_fp32
+from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import CheckpointError, TagStore, verify_files
 
 OPTIONS = ("--max_iters=4", "--lr_decay_iters=6", "--eval_interval=2", "--n_layer=1")
@@ -63,7 +63,7 @@ def noticed(out_dir):
         return str(error)
     if found:
         try:
-            load_fp32(TagStore(out_dir), "iter_4")
+            load_model(out_dir, "iter_4")[0].state_dict()
         except CheckpointError:
             return found[0]
     return ""
