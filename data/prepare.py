@@ -9,7 +9,6 @@ JSON lines may be compressed (.gz, .zst, .bz2, .lz4).
 """
 
 import argparse
-import hashlib
 import os
 import sys
 from pathlib import Path
@@ -46,20 +45,18 @@ def main():
     if args.max_document_bytes is not None and args.max_document_bytes < 64:
         raise DatasetError(f"--max_document_bytes={args.max_document_bytes} is too small: choose 64 or more")
     folder = Path(args.name) if os.sep in args.name else ROOT / "data" / args.name
-    paths = [path if path == "-" else os.path.abspath(path) for path in args.paths]
-    sources = inputs.find_sources(paths, args.format)
+    sources = inputs.find_sources(args.paths, args.format)
     size = sum(source.bytes for source in sources)
     tokenizer, vocab_size = tokenizer_meta(args.tokenizer)
     one_text = [source.kind for source in sources] == ["text"]
-    request = {"paths": paths, "input": hashlib.sha256(str(sources).encode()).hexdigest(), "format": args.format,
-               "field": args.field, "tokenizer": tokenizer.get("sha256", args.tokenizer),
+    options = {"paths": args.paths, "format": args.format, "field": args.field,
                "max_document_bytes": args.max_document_bytes or (4096 if one_text else 2**20),
                "val_fraction": (0.1 if 0 < size < 10**7 else 0.01) if args.val_fraction is None else args.val_fraction}
-    print(f"{len(sources):,} file(s), {size:,} bytes; {100 * request['val_fraction']:g}% of the documents for "
+    print(f"{len(sources):,} file(s), {size:,} bytes; {100 * options['val_fraction']:g}% of the documents for "
           f"validation; {args.workers} workers", flush=True)
-    meta = pipeline.prepare(folder, sources, tokenizer, vocab_size, request, args.workers, args.overwrite,
+    meta = pipeline.prepare(folder, sources, tokenizer, vocab_size, options, args.workers, args.overwrite,
                             args.skip_unreadable)
-    print(pipeline.summary(meta) if meta else "nothing to do: these files are prepared already")
+    print(pipeline.summary(meta))
     print(f"written to {os.path.relpath(folder)}: train with --dataset={args.name}")
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +27,6 @@ class Source(NamedTuple):
     name: str
     kind: str  # text, jsonl or parquet
     bytes: int  # size on disk; 0 for standard input, whose size isn't known in advance
-    changed: int  # time of the last change, in ns
 
 
 def find_sources(paths, kind=None):
@@ -49,9 +47,9 @@ def find_sources(paths, kind=None):
         raise DatasetError(f"{' '.join(paths)} has no files in it: choose another folder")
     sources = []
     for file in files:
-        size, changed = (0, time.time_ns()) if file == "-" else (os.stat(file).st_size, os.stat(file).st_mtime_ns)
         extension = Path(re.sub(r"\.(gz|zst|bz2|lz4)$", "", file)).suffix
-        sources.append(Source(file, kind or KINDS.get(extension.lower(), "text"), size, changed))
+        sources.append(Source(file, kind or KINDS.get(extension.lower(), "text"),
+                              0 if file == "-" else os.path.getsize(file)))
     return sources
 
 

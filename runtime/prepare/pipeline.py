@@ -8,7 +8,6 @@ import contextlib
 import fcntl
 import functools
 import hashlib
-import json
 import os
 import shutil
 import signal
@@ -26,16 +25,16 @@ ROW_BYTES = 2**20  # text per row, at least
 ROWS_IN_MEMORY = 16  # rows that each process collects before it writes them
 
 
-def prepare(folder, sources, tokenizer, vocab_size, request, workers, overwrite=False, skip_unreadable=False):
-    """Write a dataset of `sources` to `folder` and return its meta.json, or None if it is there already.
+def prepare(folder, sources, tokenizer, vocab_size, options, workers, overwrite=False, skip_unreadable=False):
+    """Write a dataset of `sources` to `folder` and return its meta.json.
 
-    tokenizer, vocab_size: from tokenizer_meta(). request: everything that the bytes depend on. Raises DatasetError.
+    tokenizer, vocab_size: from tokenizer_meta(). options: what else the bytes depend on. Raises DatasetError.
     """
-    if not overwrite and is_done(folder, request):
-        return None
+    if not overwrite and ((folder / "meta.json").exists() or (folder / "train.bin").exists()):
+        raise DatasetError(f"{folder} holds a dataset: choose another --name, or replace it with --overwrite")
     dtype, is_char = "<u2" if vocab_size <= 2**16 else "<u4", tokenizer["kind"] == "char"
     separator = ord("\n") if is_char else end_of_text(tokenizer)
-    reader = Reader(sources, request, skip_unreadable)
+    reader = Reader(sources, options, skip_unreadable)
     with work_folder(folder) as work:
         rows = tokenize(work, reader, functools.partial(encode, numpy_encoder(tokenizer), separator, dtype), workers)
         ids = None
@@ -47,21 +46,9 @@ def prepare(folder, sources, tokenizer, vocab_size, request, workers, overwrite=
             tokenizer = {"kind": "char", "chars": "".join(map(chr, np.flatnonzero(used)))}
             vocab_size = len(tokenizer["chars"])
         train, val = (ids_of(rows, split, dtype, ids) for split in SPLITS)
-        source = {"name": " ".join(request["paths"]), "sha256": reader.digest.hexdigest(), "bytes": reader.bytes}
+        source = {"name": " ".join(options["paths"]), "sha256": reader.digest.hexdigest(), "bytes": reader.bytes}
         return write_dataset(folder, train, val, tokenizer, vocab_size, source, documents=reader.counts,
-                             request=request)
-
-
-def is_done(folder, request):
-    """Return whether `folder` holds the dataset of this request. Raises DatasetError if it holds another one."""
-    meta = folder / "meta.json"
-    if not meta.exists() and not (folder / "train.bin").exists():
-        return False
-    with contextlib.suppress(OSError, ValueError):
-        if json.loads(meta.read_text(encoding="utf-8")).get("request") == request:
-            return True
-    raise DatasetError(f"{folder} holds a dataset of other files or options: choose another --name, or replace it with "
-                       "--overwrite")
+                             options=options)
 
 
 @contextlib.contextmanager
@@ -89,8 +76,8 @@ class Reader:
     Afterwards, `counts` holds the numbers of documents, `bytes` the input's size, and `digest` the input's hash.
     """
 
-    def __init__(self, sources, request, skip_unreadable):
-        self.sources, self.request, self.skip_unreadable = sources, request, skip_unreadable
+    def __init__(self, sources, options, skip_unreadable):
+        self.sources, self.options, self.skip_unreadable = sources, options, skip_unreadable
         self.counts = dict.fromkeys((*SPLITS, "duplicates", "empty", "unreadable"), 0)
         self.hashes, self.digest, self.bytes = set(), hashlib.sha256(), 0
 
@@ -112,7 +99,7 @@ class Reader:
         A long text is cut into records. Between two of them there is no end if both are kept and in the same split.
         """
         place, size, unfinished = 0 if source.kind == "text" else 1, 0, None
-        for record in inputs.read_records(source, self.request["field"], self.request["max_document_bytes"]):
+        for record in inputs.read_records(source, self.options["field"], self.options["max_document_bytes"]):
             kind, text, ends = self.classify(record, source, place)
             self.counts[kind] += 1
             if unfinished and kind != unfinished:
@@ -132,7 +119,7 @@ class Reader:
     def classify(self, record, source, place):
         """Return (what `counts` counts a record as, its text, whether its document ends with it)."""
         try:
-            text, ends = inputs.text_of(record, source.kind, self.request["field"])
+            text, ends = inputs.text_of(record, source.kind, self.options["field"])
         except ValueError as error:
             if not self.skip_unreadable:
                 raise DatasetError(f"{source.name}, {inputs.UNIT[source.kind]} {place:,}: {error}; to skip such "
@@ -144,7 +131,7 @@ class Reader:
         if number in self.hashes:
             return "duplicates", text, ends
         self.hashes.add(number)
-        return "val" if number < int(self.request["val_fraction"] * 2**64) else "train", text, ends
+        return "val" if number < int(self.options["val_fraction"] * 2**64) else "train", text, ends
 
     def check(self):
         """Raise DatasetError unless there are documents in both splits."""
