@@ -36,12 +36,7 @@ def repair(config, dtype, compiled):
     if stage == 3 and compiled:
         # When PyTorch 2.11 traces DeepSpeed's F.linear, each block gets its own graph, up to dynamo's limit of 8, and
         # the gradients of those blocks are zero: GPT-2 XL's norm was 71 instead of 97
-        if zero.get("memory_efficient_linear"):
-            notes.append("memory_efficient_linear is off, because compiled blocks would lose their gradients")
         zero["memory_efficient_linear"] = False
-    ignored = [key for key in zero if key.startswith("stage3_")] if stage != 3 else []
-    if ignored:
-        notes.append(f"no effect at stage {stage}: {', '.join(ignored)}")
     return notes
 
 
