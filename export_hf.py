@@ -35,7 +35,6 @@ from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.export import hf
 from runtime.export.model_card import model_card
 from runtime.files import UserError
-from runtime.monitor.history import read_history
 from runtime.output import exit_with_error
 
 transformers.logging.set_verbosity_error()
@@ -62,7 +61,7 @@ try:
     difference, precision = hf.check_model(model, work, torch.tensor([ids]))
     checked = (f"Loaded with transformers {transformers.__version__} in {precision}, its logits for {len(ids):,} "
                f"tokens differ from those of the training code by at most {difference:.1e}.")
-    text = model_card(os.path.basename(to), model, manifest, read_history(out_dir), checked)
+    text = model_card(os.path.basename(to), model, manifest, checked)
     with open(os.path.join(work, "README.md"), "w", encoding="utf-8") as f:
         f.write(text)
     os.rename(work, to)

@@ -17,7 +17,7 @@ tags:
 # {name}
 
 GPT-2 with {parameters:,} parameters: {n_layer} layers, {n_head} heads, a width of {n_embd:,}, {block_size:,} positions,
-{vocab_size:,} tokens. Trained with DeepSpeed ZeRO for {iter_num:,} iterations. {losses}The best validation loss was
+{vocab_size:,} tokens. Trained with DeepSpeed ZeRO for {iter_num:,} iterations. The best validation loss was
 {best_val_loss:.4f}.
 
 ```python
@@ -35,8 +35,8 @@ print(tokenizer.decode(model.generate(**tokenizer("\\n", return_tensors="pt"), m
 """
 
 
-def model_card(name, model, manifest, history, export):
-    """Return the card's text. manifest: the tag's; history: its run's records; export: how the export was checked."""
+def model_card(name, model, manifest, export):
+    """Return the card's text. manifest: the tag's; export: how the export was checked."""
     state = manifest["state"]
     settings = {key: value for key, value in state["settings"].items() if key in CARD_SETTINGS}
     base = settings["init_from"]
@@ -45,12 +45,9 @@ def model_card(name, model, manifest, history, export):
                  "precision": manifest["dtype"], **manifest["versions"]}
     settings |= {f"earlier run {i}": f"{run['iter_num']} iterations on {dataset_names(run['dataset'])}"
                  for i, run in enumerate(state["lineage"], 1)}
-    losses = "".join(f"Its training loss is {r['train_loss']:.4f}, its validation loss {r['val_loss']:.4f} "
-                     f"(perplexity {r['perplexity']:.2f}). "
-                     for r in history if "val_loss" in r and r["iter"] == state["iter_num"])
     return CARD.format(
         base=f"base_model: openai-community/{base}\n" if base in PRETRAINED else "", name=name,
-        parameters=model.num_params(), iter_num=state["iter_num"], **vars(model.config), losses=losses,
+        parameters=model.num_params(), iter_num=state["iter_num"], **vars(model.config),
         best_val_loss=state["best_val_loss"], new=min(50, model.config.block_size // 2), export=export,
         settings="\n".join(f"| {key} | {value} |" for key, value in settings.items()))
 
