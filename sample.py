@@ -89,13 +89,13 @@ def encode_prompt(text):
 
 try:
     dtype = getattr(torch, pick_dtype(dtype, device))
-    source = resolve(init_from, out_dir, tag, dataset, ROOT)
-    encode, decode = tokenizer_of(source.data["tokenizer"])
-    end = end_of_text(source.data["tokenizer"])
+    name, description, data, load = resolve(init_from, out_dir, tag, dataset, ROOT)
+    encode, decode = tokenizer_of(data["tokenizer"])
+    end = end_of_text(data["tokenizer"])
     prompts = [] if interactive or score_file else read_prompts(start, prompts_file)
     prompts = [(text, encode_prompt(text)) for text in prompts]
     scored = encode(read_text(score_file)) if score_file else None
-    model = source.load(device, dtype)
+    model = load(device, dtype)
     if score_file:
         loss, n_tokens = score_text(model, scored)
 except (UserError, ValueError, OSError) as error:
@@ -110,10 +110,10 @@ def show(new):
 
 
 if not json:
-    print(f"{source.name}: {model.num_params():,} parameters{source.description}\n")
+    print(f"{name}: {model.num_params():,} parameters{description}\n")
 if score_file:
     ppl = perplexity(loss)
-    record = {"model": source.name, "file": score_file, "tokens": n_tokens, "loss": loss, "perplexity": ppl}
+    record = {"model": name, "file": score_file, "tokens": n_tokens, "loss": loss, "perplexity": ppl}
     print(dumps(record) if json else f"{score_file}: {n_tokens:,} tokens, loss {loss:.4f}, perplexity {ppl:.2f}")
 if interactive:
     prompts = ask_for_prompts(encode_prompt, "" if json else "> ")
@@ -129,7 +129,7 @@ for prompt, ids in prompts:
                                    **sampling)
             for text, text_seed in zip(texts, seeds):
                 if json:
-                    print(dumps({"model": source.name, "prompt": prompt, "text": text.text, "tokens": len(text.ids),
+                    print(dumps({"model": name, "prompt": prompt, "text": text.text, "tokens": len(text.ids),
                                  "seed": text_seed, "ended": text.ended or "length"}), flush=True)
                 else:  # a streamed text only needs its newline
                     print("" if streamed else rule * (text_seed > seed) + prompt + text.text)

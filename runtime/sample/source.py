@@ -2,8 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
-from typing import NamedTuple
 
 from model import GPT, GPTConfig
 from runtime.checkpoint.shards import load_model
@@ -15,17 +13,9 @@ from runtime.weights import PRETRAINED, read_nanogpt
 PADDED_GPT2_VOCAB = 50304  # nanoGPT's, for a dataset without meta.pkl
 
 
-class Source(NamedTuple):
-    """A model that is not loaded yet."""
-
-    name: str
-    description: str  # printed after the name and size
-    data: dict  # {"tokenizer", "vocab_size"} as in meta.json
-    load: Callable  # load(device, dtype) -> GPT
-
-
 def resolve(init_from, out_dir, tag, dataset, root):
-    """Return the Source that the settings name.
+    """Return (name, description, the dataset's {"tokenizer", "vocab_size"}, load(device, dtype) -> GPT) of the model
+    that the settings name.
 
     init_from: "resume" for a tag of out_dir, otherwise as for GPT.from_pretrained. dataset: the name or path of the
     dataset that other weights were trained on, or None. Raises UserError or ValueError.
@@ -46,7 +36,7 @@ def resolve(init_from, out_dir, tag, dataset, root):
         model.crop_vocab_size(data["vocab_size"])
         return model.eval()
 
-    return Source(name, description, data, load)
+    return name, description, data, load
 
 
 def data_of_weights(source, root):
