@@ -237,15 +237,13 @@ def sample_tokenizer(s, data):
 
 def check_fp8(s, model, hardware):
     """Raise UserError if fp8 is set and this GPU or model can't use our FP8 kernels."""
-    if not s.fp8:
-        return
-    if not (hardware.gpu.fp8 if hardware.gpu else hardware.device == "cuda"
-            and torch.cuda.get_device_capability() >= (9, 0)):
-        raise UserError("fp8=True needs a GPU of compute capability 9.0 (H100, H200, B200, ...): drop it")
-    if (s.lora_rank or hardware.dtype != "bfloat16" or not hardware.compile or not is_supported(torch.empty(0))
-            or not supports(model) or model.n_embd % 16):
-        raise UserError("fp8=True needs bfloat16, compile=auto, a C compiler, no LoRA, --dropout=0, biases, tanh GELU, "
-                        "and an n_embd that is a multiple of 16 up to 4,096: drop it")
+    has_fp8 = hardware.gpu.fp8 if hardware.gpu else (hardware.device == "cuda"
+                                                     and torch.cuda.get_device_capability() >= (9, 0))
+    if s.fp8 and not (has_fp8 and hardware.dtype == "bfloat16" and hardware.compile and is_supported(torch.empty(0))
+                      and supports(model) and model.n_embd % 16 == 0 and not s.lora_rank):
+        raise UserError("fp8=True needs compute capability 9.0 (H100, H200, B200, ...), bfloat16, compile=auto, a C "
+                        "compiler, no LoRA, --dropout=0, biases, tanh GELU, and an n_embd that is a multiple of 16 up "
+                        "to 4,096: drop it")
 
 
 def count_params(config, lora):

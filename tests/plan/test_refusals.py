@@ -175,7 +175,7 @@ SENTENCES = {
     "no json": "no-such.json: No such file or directory: choose another file with --deepspeed_config=FILE",
     "float16": "dtype=float16 needs a GPU: use --dtype=float32 or --dtype=bfloat16",
     "cuda": "device=cuda, but PyTorch finds no CUDA GPU: use --device=cpu",
-    "fp8": "fp8=True needs a GPU of compute capability 9.0 (H100, H200, B200, ...): drop it",
+    "fp8": "fp8=True needs compute capability 9.0 (H100, H200, B200, ...), bfloat16, compile=auto, a C compiler",
     "unwritable": "file/out cannot be written: choose another with --out_dir=DIR",
     "no out_dir": "cannot be written: choose another with --out_dir=DIR",
     "other run": "already holds a run (iter_4): resume it with --init_from=resume, choose another --out_dir=DIR, or "
