@@ -1,14 +1,14 @@
 # Fine-tune GPT-2 XL on Shakespeare with LoRA of rank 64, on one GPU with 8 GB or more.
-#   python train_deepspeed.py config/lora_xl_r64.py
-# Trains 78.6M parameters and freezes 1,557.6M: 64 x (6,400 + 3,200 + 8,000 + 8,000) per block, 48 blocks.
+#   python train_deepspeed.py config/lora_xl.py
+# Trains 78.6M parameters and freezes 1,557.6M: 64 x (6,400 + 3,200 + 8,000 + 8,000) per block, 48 blocks. With
+# --lora_rank=320 it trains 393.2M, on one GPU with 16 GB or more.
 # 1 sequence x 1 GPU x 32 = 32 sequences of 1,024 = 32,768 tokens per step; 301,966 / 32,768 = 9.2 steps per epoch.
 out_dir = "out-shakespeare-xl-lora"
 init_from = "gpt2-xl"
 dataset = "shakespeare"
-wandb_run_name = "gpt2-xl-lora-64"
+wandb_run_name = "gpt2-xl-lora"
 
 lora_rank = 64
-lora_alpha = 64.0
 lora_dropout = 0.05
 
 eval_interval = 10
