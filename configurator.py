@@ -42,7 +42,10 @@ def configure(defaults, argv, annotations=None, root="."):
 
     def assign(name, value, where, convert=validate):
         if name not in defaults:
-            problems.append(f"{where}: there is no setting '{name}'{did_you_mean(name, defaults)}")
+            from runtime.foreign_options import hint  # only needed here
+
+            suggestion = hint(name, value, defaults) or did_you_mean(name, defaults)
+            problems.append(f"{where}: there is no setting '{name}'{suggestion}")
             return
         try:
             value = convert(value, *allowed[name])
@@ -63,6 +66,7 @@ def configure(defaults, argv, annotations=None, root="."):
                 problems.append(str(error))
             continue
         name, equals, value = arg[2:].partition("=")
+        name = name.replace("-", "_")
         if not equals:
             is_flag = allowed.get(name) == ({bool}, ())
             if args and not args[0].startswith("--") and (not is_flag or args[0] in BOOLS):

@@ -135,6 +135,12 @@ def test_unknown_names_are_refused_with_the_nearest():
     assert refused("--zzz") == ["command line: there is no setting 'zzz'"]
 
 
+def test_dashes_are_underscores():
+    assert parse("--max-iters=5", "--eval-only", "--learning-rate", "1e-4") == {
+        "max_iters": 5, "eval_only": True, "learning_rate": 1e-4}
+    assert refused("--zzz-z") == ["command line: there is no setting 'zzz_z'"]
+
+
 def test_a_setting_without_its_value_is_refused():
     assert refused("--max_iters") == ["--max_iters needs a value: --max_iters=20"]
     assert refused("--compile", "--eval_only") == ["--compile needs a value: --compile=auto"]

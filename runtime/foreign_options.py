@@ -1,0 +1,40 @@
+"""What to type instead of the options of Hugging Face, PyTorch, DeepSpeed and other training scripts."""
+
+FOREIGN_OPTIONS = {  # our arguments, with {} for the value: options that mean the same elsewhere
+    "--dtype=float16": "fp16 half",
+    "--dtype=bfloat16": "bf16",
+    "--batch_size={}": "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu",
+    "--gradient_accumulation_steps={}": "gradient_accumulation accumulate_grad_batches grad_accum_steps",
+    "--max_epochs={}": "epochs num_epochs num_train_epochs",
+    "--max_iters={}": "max_steps train_steps",
+    "--learning_rate={}": "lr",
+    "--warmup_iters={}": "warmup_steps num_warmup_steps",
+    "--grad_clip={}": "gradient_clipping clip_grad max_grad_norm",
+    "--block_size={}": "max_seq_length model_max_length context_length seq_len",
+    "--eval_interval={}": "save_interval save_steps save_freq eval_steps",
+    "--log_interval={}": "logging_steps",
+    "--keep_last={}": "save_total_limit",
+    "--out_dir={}": "output_dir checkpoint_dir save_dir",
+    "--init_from=resume": "resume",
+    "--init_from=resume --resume_tag=iter_10": "resume_from_checkpoint",
+    "--init_from={}": "model model_name model_name_or_path",
+    "--dataset=mine after python data/prepare.py {} --name=mine": "data_path data_dir train_file",
+    "--wandb_log=True or --tensorboard_log=True": "report_to",
+    "--lora_rank=64": "lora use_lora peft",
+    "--deepspeed_config={}": "deepspeed",
+    "--deepspeed_config=config/ds/zero1.json": "ddp",
+    "--deepspeed_config=ds_config_zero3.json": "fsdp",
+    "--deepspeed_config=ds_config_zero3.json or --deepspeed_config=config/ds/zero1.json": "zero stage zero_stage",
+    "--deepspeed_config=config/ds/zero2_offload.json": "offload cpu_offload offload_optimizer",
+    "torchrun --nproc_per_node=4 train_deepspeed.py": "gpus num_gpus n_gpus devices",
+    "config/lora_xl.py without --config": "config",
+    "the default, which reads batches ahead in a thread": "num_workers dataloader_num_workers",
+}
+
+
+def hint(name, value, known):
+    """Return ": use ..." for an option that other scripts have instead of train_deepspeed.py's settings, or ""."""
+    for ours, names in FOREIGN_OPTIONS.items():
+        if name in names.split() and "max_iters" in known:
+            return f": use {ours.format(value or 'VALUE')}"
+    return ""
