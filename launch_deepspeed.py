@@ -1,6 +1,6 @@
 """Start training from Python: detect the GPUs, start one rank per GPU, forward signals and return the run's exit code.
 
-    python launch_deepspeed.py config/xl_shakespeare.py --num_gpus=4 --bf16 --batch_size=8 --max_epochs=3
+    python launch_deepspeed.py config/xl_shakespeare.py --num_gpus=4 --batch_size=8 --max_epochs=3
     python launch_deepspeed.py config/shakespeare_char_cpu.py --num_gpus=2 --max_iters=100 --resume
     python launch_deepspeed.py --headline                what run_deepspeed_xl.sh runs after it has created .venv
 
@@ -27,8 +27,6 @@ from runtime.output import exit_with_error, protect_output
 ROOT = os.path.dirname(os.path.abspath(__file__))
 TRAIN = os.path.join(ROOT, "train_deepspeed.py")
 STOP_TIMEOUT_S = 315  # runtime/launch.py kills the ranks 300 s after a signal
-SHORT_FOR = {"--fp16": "--dtype=float16", "--bf16": "--dtype=bfloat16", "--resume": "--init_from=resume",
-             "--offload_optimizer": "--deepspeed_config=config/ds/zero2_offload.json"}
 
 # Runs in its own process, because CUDA keeps memory on each GPU that a process looks at
 LIST_GPUS = """
@@ -55,13 +53,15 @@ def parse_arguments():
                         "GPT-2 XL on Shakespeare, or without a GPU a small character-level model")
     parser.add_argument("--num_gpus", type=int, help="number of ranks: one per GPU, or without GPUs CPU processes "
                         "(default: all visible GPUs, or 1)")
-    for name, setting in SHORT_FOR.items():
-        parser.add_argument(name, dest="settings", action="append_const", const=setting, default=[],
-                            help=f"short for {setting}")
+    parser.add_argument("--resume", nargs="?", const="latest", metavar="TAG", help="resume the run in out_dir, or the "
+                        "checkpoint of this name (iter_10) or path (out-mine/iter_10)")
     named, args = parser.parse_known_args()
     if named.num_gpus is not None and named.num_gpus < 1:
         fail(f"--num_gpus={named.num_gpus} must be at least 1")
-    return named.headline, named.num_gpus, args + named.settings
+    if named.resume:
+        out_dir, tag = os.path.split(os.path.normpath(named.resume))
+        args += ["--init_from=resume", f"--resume_tag={tag}", *[f"--out_dir={out_dir}"] * bool(out_dir)]
+    return named.headline, named.num_gpus, args
 
 
 class Commands:

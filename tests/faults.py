@@ -109,9 +109,9 @@ FAULTS = [Fault(*row) for row in (
     ("plan", "the second communication bucket of overlap_comm is missing from the memory plan",
      "runtime/plan/memory.py", "buckets *= 2", "buckets *= 1",
      "plan/test_fit.py::test_the_plan_of_a_billion_parameters_on_4_gpus_by_hand"),
-    ("launch", "a config file overrides the options of launch_deepspeed.py",
-     "launch_deepspeed.py", "args + named.settings", "named.settings + args",
-     "cluster/test_launch.py::test_named_options_become_settings_and_a_run_goes_on"),
+    ("launch", "a config file overrides --resume of launch_deepspeed.py",
+     "launch_deepspeed.py", 'args += ["--init_from=resume"', 'args[:0] = ["--init_from=resume"',
+     "cluster/test_launch.py::test_resume_takes_a_tag_or_a_path"),
 )]
 
 

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from conftest import ROOT, SMALL, long, read_history
 
+from launch_deepspeed import parse_arguments
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.shutdown import EXIT_REASONS
 
@@ -42,8 +43,8 @@ def start(characters, tmp_path):
 
 def test_named_options_become_settings_and_a_run_goes_on(start, tmp_path):
     (tmp_path / "mine.py").write_text("dtype = 'float32'\nlog_interval = 1\nmax_iters = 2\n")
-    named = ("--bf16", "mine.py", "--num_gpus=2", "--batch_size", "4", "--gradient_accumulation_steps=1",
-             "--learning_rate=5e-4", "--decay_lr=False")
+    named = ("mine.py", "--num_gpus=2", "--batch_size", "4", "--gradient_accumulation_steps=1",
+             "--learning_rate=5e-4", "--decay_lr=False", "--dtype=bfloat16")
     first = start(*named)
     stdout, stderr = first.communicate(timeout=120)
     assert first.returncode == 0, stderr
@@ -52,11 +53,20 @@ def test_named_options_become_settings_and_a_run_goes_on(start, tmp_path):
                     "--init_from=scratch .* mine.py --batch_size 4 --gradient_accumulation_steps=1 "
                     "--learning_rate=5e-4 --decay_lr=False --dtype=bfloat16$", command), command
     assert "batch      4 x 2 x 1 = 8 sequences" in stdout and "bfloat16, ZeRO-2 (ds_config_zero2.json)" in stdout
-    again = start(*named, "--deepspeed_config=ds_config_zero3.json", "--resume", "--max_iters=3", "--num_gpus=1")
+    again = start(*named, "--deepspeed_config=ds_config_zero3.json", "--max_iters=3", "--num_gpus=1",
+                  "--resume", f"{tmp_path}/out/final")
     stdout, stderr = again.communicate(timeout=120)
     assert again.returncode == 0 and "resuming from" in stdout and "ZeRO-3 (ds_config_zero3.json)" in stdout, stderr
     records = [record for record in read_history(tmp_path / "out") if "loss" in record]
     assert [(record["iter"], record["lr"]) for record in records] == [(1, 5e-4), (2, 5e-4), (3, 5e-4)]
+
+
+@pytest.mark.parametrize("words, settings", [
+    (["--resume"], ["--resume_tag=latest"]), (["--resume=iter_10"], ["--resume_tag=iter_10"]),
+    (["--resume", "out-mine/best/"], ["--resume_tag=best", "--out_dir=out-mine"])])
+def test_resume_takes_a_tag_or_a_path(monkeypatch, words, settings):
+    monkeypatch.setattr(sys, "argv", ["launch_deepspeed.py", "--max_iters=9", *words])
+    assert parse_arguments() == (False, None, ["--max_iters=9", "--init_from=resume", *settings])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, long(signal.SIGINT), long(signal.SIGUSR1)])
