@@ -637,7 +637,9 @@ def test_tensorboard_goes_on_over_a_resume_without_doubles(train):
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
     assert shown == pytest.approx(second.losses, rel=1e-6)
     assert [event.step for event in events.Scalars("eval/val_loss")] == [0, 2, 4, 6]
-    assert {"train/lr", "train/grad_norm", "gpu/memory_allocated", "eval/perplexity"} <= set(events.Tags()["scalars"])
+    assert {"train/lr", "train/grad_norm", "eval/perplexity"} <= set(events.Tags()["scalars"])
+    gb = [event.value for event in events.Scalars("gpu/memory_allocated")]
+    assert gb[-2:] == pytest.approx([r["memory"] / 1e9 for r in second.history if "memory" in r][-2:])
 
 
 def test_a_logger_that_fails_is_left_out_and_training_goes_on(capsys):
@@ -646,8 +648,9 @@ def test_a_logger_that_fails_is_left_out_and_training_goes_on(capsys):
     log.loggers["bad"].log.side_effect = log.loggers["good"].close.side_effect = ZeroDivisionError
     log.loggers["good"].log.side_effect = lambda values, step: logged.append((values, step))
     log.record({"iter": 1, "loss": 2.0})
-    log.record({"iter": 2, "loss": 1.5, "warning": "words are not curves"})
-    assert logged == [({"train/iter": 1, "train/loss": 2.0}, 1), ({"train/iter": 2, "train/loss": 1.5}, 2)]
+    log.record({"iter": 2, "loss": 1.5, "memory": 3_500_000_000, "warning": "words are not curves"})
+    assert logged == [({"train/iter": 1, "train/loss": 2.0}, 1),
+                      ({"train/iter": 2, "train/loss": 1.5, "gpu/memory_allocated": 3.5}, 2)]
     log.close(False, 0)
     words = capsys.readouterr().out
     assert words.count("bad failed; continuing without it: ZeroDivisionError") == 1

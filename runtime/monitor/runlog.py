@@ -190,6 +190,8 @@ class RunLog:
         names = {"iter": "train/iter", "memory": "gpu/memory_allocated"}
         values = {names.get(k, f"{group}/{k}"): value for k, value in record.items() if isinstance(value, int | float)}
         values |= {f"eval/val_loss/{name}": one["val_loss"] for name, one in record.get("datasets", {}).items()}
+        if "memory" in record:
+            values["gpu/memory_allocated"] /= 1e9  # the loggers show GB
         self.to_loggers("log", values, record["iter"])
 
     def append(self, record):
