@@ -1,6 +1,9 @@
 """How a run ends on request: signals, the file STOP, and what stands in their way."""
 
 import os
+import pty
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,6 +123,31 @@ def test_nohup_outlives_its_terminal(characters, start, tmp_path, command):
         job.send_signal(signal.SIGTERM)
         assert job.wait(60) == 143, log.read_text()
     assert TagStore(tmp_path / "out").find().manifest["iter_num"] > seen
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not shutil.which("tmux"), reason="no tmux")
+def test_a_run_in_tmux_outlives_its_terminal(characters, tmp_path):
+    """Under plain torchrun. Ctrl-C in tmux saves."""
+    log, tmux = tmp_path / "log", ["tmux", "-f", "/dev/null", "-S", str(tmp_path / "socket")]
+    command = command_line(ROOT / "train_deepspeed.py", *SMALL, *ENDLESS, f"--dataset={characters}",
+                           f"--out_dir={tmp_path}/out", launcher="torchrun", ranks=2)
+    client, terminal = pty.fork()
+    if client == 0:
+        os.environ["TERM"] = "xterm"
+        os.execvp("tmux", [*tmux, "new", "-s", "train", f"exec {shlex.join(command)} > {log} 2>&1"])
+    try:
+        assert wait_until(lambda: log.exists() and "iter 10:" in log.read_text())
+        os.close(terminal)
+        os.waitpid(client, 0)
+        seen = iterations(log)[-1]
+        assert wait_until(lambda: iterations(log)[-1] > seen + 50), log.read_text()
+        subprocess.run([*tmux, "send-keys", "-t", "train", "C-c"], check=True)
+        assert wait_until(lambda: TagStore(tmp_path / "out").newest()), log.read_text()
+        assert "stop requested (Ctrl-C)" in log.read_text()
+        assert TagStore(tmp_path / "out").find().manifest["iter_num"] > seen
+    finally:
+        subprocess.run([*tmux, "kill-server"])
 
 
 def test_a_rank_that_dies_before_the_last_barrier_leaves_nobody_waiting(characters, tmp_path):
