@@ -24,7 +24,7 @@ SUBCOMMANDS = {"bench.py": ("train", "sample", "data", "checkpoint", "table")}
 FOREIGN = {  # options of torchrun, deepspeed, sbatch, lm_eval, and ours that are not settings
     "--nproc_per_node", "--nnodes", "--node_rank", "--rdzv_backend", "--master_addr", "--num_gpus", "--hostfile",
     "--no_ssh", "--include", "--nodes", "--gpus-per-node", "--help", "--print_settings", "--settings_table",
-    "--local_rank", "--key", "--name", "--model", "--model_args", "--install"}
+    "--local_rank", "--key", "--name", "--model", "--model_args", "--install", "--logdir"}
 MADE = [  # by runs, by preparation, by the user
     "out-*", "*input.txt", "my.txt", "data/mine*", "config.json", "generation_config.json", "adapter_config.json",
     "*tokenizer*.json", "vocab.json", "merges.txt", "encoder.json", "pytorch_model.bin", "*.pt", "*.safetensors",
@@ -48,7 +48,8 @@ def blocks(page):
 
 
 def prose(page):
-    return re.sub(r"^```.*?^```", "", read(page), flags=re.M | re.S)
+    text = re.sub(r"^```.*?^```", "", read(page), flags=re.M | re.S)
+    return re.sub(r"^\| .+? \|", "|", text, flags=re.M) if page.name == "guides.md" else text  # what other guides say
 
 
 def inline(page):

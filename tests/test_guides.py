@@ -1,0 +1,153 @@
+"""The way here from other scripts and guides: runtime/foreign_options.py and docs/guides.md."""
+
+import re
+import shlex
+import sys
+
+import deepspeed.launcher.runner
+import pytest
+import torch.distributed.run
+from conftest import ROOT
+
+import configurator
+import launch_deepspeed
+from runtime.cluster.ranks import Ranks
+from runtime.foreign_options import FOREIGN_OPTIONS
+from runtime.plan import run_plan
+from runtime.plan.memory import gpu_bytes
+from runtime.plan.run_plan import Problems, count_params, make_plan
+
+SCRIPT = "train_deepspeed.py"
+XL = "config/xl_shakespeare.py"
+
+
+def settings(*argv):
+    return configurator.settings_of_script(str(ROOT / SCRIPT), argv)
+
+
+def launched(words, monkeypatch):
+    """(ranks, arguments of train_deepspeed.py) of a command."""
+    words = [word for word in words if not re.match("[A-Z_]+=", word)]
+    if words[0] == "torchrun":
+        args = torch.distributed.run.get_args_parser().parse_args(words[1:])
+        assert args.training_script == SCRIPT
+        return int(args.nproc_per_node), args.training_script_args
+    if words[0] == "deepspeed":
+        args = deepspeed.launcher.runner.parse_args(words[1:])
+        assert args.user_script == SCRIPT
+        return max(args.num_gpus, args.include.count(",") + 1), args.user_args
+    if words[:2] == ["python", "launch_deepspeed.py"]:
+        monkeypatch.setattr(sys, "argv", words[1:])
+        _, ranks, args = launch_deepspeed.parse_arguments()
+        return ranks or 1, args
+    assert words[:2] == ["python", SCRIPT]
+    return 1, words[2:]
+
+
+@pytest.mark.parametrize("ours", FOREIGN_OPTIONS)
+def test_an_option_of_another_script_is_refused_with_ours(ours, capsys, monkeypatch):
+    value = "7"
+    for name in FOREIGN_OPTIONS[ours].split():
+        for spelled in {name, name.replace("_", "-")}:
+            with pytest.raises(SystemExit) as refusal:
+                settings(f"--{spelled}={value}")
+            sentence = f"command line: there is no setting '{name}': use {ours.format(value)}\n"
+            assert refusal.value.code == 2 and capsys.readouterr().err == sentence
+    for words in ours.format(value).split(" or "):
+        argv = shlex.split(re.sub(" (after|without) .*", "", words))
+        if argv[0] == "torchrun":
+            assert launched(argv, monkeypatch) == (4, [])
+        elif argv[0] != "the":  # the default
+            assert settings(*argv) != settings(), words
+
+
+def test_no_option_of_another_script_is_one_of_ours_or_there_twice():
+    names = " ".join(FOREIGN_OPTIONS.values()).split()
+    assert len(names) == len(set(names)) > 50 and not set(names) & vars(settings()).keys()
+
+
+def test_the_script_itself_and_a_config_file_name_ours(tmp_path, capsys):
+    """Other scripts, which have other settings, name the nearest of theirs."""
+    (tmp_path / "mine.py").write_text("fp16 = True\n")
+    with pytest.raises(SystemExit):
+        settings(str(tmp_path / "mine.py"))
+    assert capsys.readouterr().err == f"{tmp_path}/mine.py: there is no setting 'fp16': use --dtype=float16\n"
+    with pytest.raises(SystemExit):
+        configurator.settings_of_script(str(ROOT / "sample.py"), ["--fp16", "--output_dir=x"])
+    assert capsys.readouterr().err == ("command line: there is no setting 'fp16'\n"
+                                       "command line: there is no setting 'output_dir': did you mean 'out_dir'?\n")
+
+
+def guide_commands():
+    """The commands of the table's second column, as words. Those that begin with an option go after the config."""
+    rows = re.findall(r"^\| .+? \| (.+) \|$", (ROOT / "docs" / "guides.md").read_text(encoding="utf-8"), re.M)[1:]
+    codes = [shlex.split(code) for row in rows for code in re.findall(r"`([^`]+)`", row)]
+    options = [["python", SCRIPT, XL, *words] for words in codes if "=" in words[0] and words[0].startswith("--")]
+    return options + [words for words in codes if {SCRIPT, "launch_deepspeed.py"} & {*words}]
+
+
+@pytest.fixture
+def dry_run(monkeypatch):
+    """dry_run(argv, ranks, GB of a GPU) -> (plan or None, problems), without data."""
+    monkeypatch.chdir(ROOT)
+    counts = {}  # counting GPT-2 XL's parameters takes 0.2 s
+    monkeypatch.setattr(run_plan, "count_params", lambda *args: counts.get(str(args)) or counts.setdefault(
+        str(args), count_params(*args)))
+
+    def run(argv, ranks, gb=80):
+        problems = Problems()
+        return make_plan(settings(*argv, "--dry_run=True", f"--target_gpu={gb}"), Ranks(0, 0, ranks, ranks), problems,
+                         []), problems
+
+    return run
+
+
+def test_the_guides_commands_pass_a_dry_run(dry_run, monkeypatch):
+    """But for the runs that some continue, which aren't there."""
+    done = 0
+    for words in guide_commands():
+        if "--help" in words:
+            continue
+        ranks, argv = launched(words, monkeypatch)
+        plan, problems = dry_run(argv, ranks)
+        if "--init_from=resume" in argv or "--init_from=out-stage1" in argv:
+            assert re.search("has no checkpoint|out-stage1 is unknown", problems.pop()), words
+            assert not [problem for problem in problems if "train.bin does not exist" not in problem], words
+        else:
+            assert not problems and plan.memory_report(Ranks(0, 0, ranks, ranks)).startswith("each GPU"), words
+            done += 1
+    assert done > 25
+
+
+RUNNING = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+
+
+def test_the_needs_of_runs_are_the_estimates(dry_run):
+    rows = re.findall(r"^\| (.+), (\d) GPUs? \| ([\d.]+) GB \| ([\d.]+) GB \|$", RUNNING, re.M)
+    assert len(rows) == 7
+    for name, ranks, ram, disk in rows:
+        argv = [XL, *re.findall("`(.+)`", name)]
+        plan, _ = dry_run(argv, int(ranks))
+        assert f"host       {ram}" in re.sub(r"(host +\d+\.\d)\d", r"\1", plan.memory_report(
+            Ranks(0, 0, int(ranks), int(ranks)))), name
+        assert f"{plan.tag_bytes / 1e9:.1f}" == disk, name
+    assert 5 * 21.8 == 109 and "109 GB for GPT-2 XL, or 65 GB" in " ".join(RUNNING.split())
+
+
+def test_gpt2_xl_fits_on_two_gpus_with_24_gb(dry_run, monkeypatch):
+    (command,) = re.findall(r"^(torchrun --nproc_per_node=2 .*\\\n.*)$", RUNNING, re.M)
+    ranks, argv = launched(shlex.split(command.replace("\\\n", "")), monkeypatch)
+    plan, problems = dry_run(argv, ranks, 24)
+    assert not problems and plan.batch.sequences == 128 and not plan.advice()
+    assert "The estimate is 20.6 GB per GPU" in RUNNING and gpu_bytes(plan) / 1e9 == pytest.approx(20.6, abs=0.05)
+
+
+def test_the_learning_rates_are_those_of_the_configs():
+    rows = [row for row in re.findall(r"^\| .+ \| (.+) \| (`config/.+`) \|$", RUNNING, re.M)]
+    assert len(rows) == 5
+    for text, configs in rows:
+        for config in re.findall("`(.+?)`", configs):
+            s = settings(config)
+            warmup = re.search(r"([\d,]+) steps of warmup", text)
+            assert s.learning_rate == float(text.split(",")[0]), config
+            assert s.warmup_iters == (int(warmup[1].replace(",", "")) if warmup else 0), config
