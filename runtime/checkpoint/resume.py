@@ -11,11 +11,10 @@ from runtime.cluster.ranks import broadcast_from_rank0, exit_together, gather_un
 
 
 def newest_intact(store, start, resume_tag="latest", overwrite=False):
-    """Return the newest Tag that every rank finds intact and compatible, or None if the run doesn't resume.
+    """Return the newest Tag that every rank finds intact, or None if the run doesn't resume.
 
-    resume_tag: the one tag to check, or "latest" for all. start.check_compatible(*tag) raises CheckpointError. Corrupt
-    tags are skipped and added to store.skipped. A tag that can't be read ends the search, because an older one would
-    lose work. All ranks call it.
+    resume_tag: the one tag to check, or "latest" for all. Corrupt tags are skipped and added to store.skipped. A tag
+    that can't be read ends the search, because an older one would lose work. All ranks call it.
     """
     # List again on rank 0: the previous run may have saved since, and other machines may see that later
     newest = broadcast_from_rank0(on_rank_0(store.newest_first))
@@ -25,7 +24,7 @@ def newest_intact(store, start, resume_tag="latest", overwrite=False):
         return None
     began, skipped = time.time(), {}
     for name in newest or ["latest"] if resume_tag == "latest" else [resume_tag]:
-        tag, unreadable, problems = inspect(store, name, start)
+        tag, unreadable, problems = inspect(store, name)
         exit_together(unreadable)
         if not (problems := gather_unique(problems)):
             break
@@ -40,11 +39,10 @@ def newest_intact(store, start, resume_tag="latest", overwrite=False):
     return tag
 
 
-def inspect(store, name, start):
-    """Return (Tag, messages on what can't be read, messages on what is corrupt or incompatible)."""
+def inspect(store, name):
+    """Return (Tag, messages on what can't be read, messages on what is corrupt)."""
     try:
         tag = store.find(name)
-        start.check_compatible(*tag)
         return tag, [], verify_files(store.path(name), tag.manifest["files"], dist.get_rank(), dist.get_world_size())
     except OSError as error:
         return None, [str(UnreadableError.of(error, store.path(name)))], []

@@ -1,9 +1,7 @@
 """Resolve init_from: training from scratch, pretrained weights, the weights of an earlier run, or a run to resume."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from model import GPTConfig
 from runtime.checkpoint.tags import CheckpointError, TagStore, UnreadableError, parse_run_path
@@ -26,7 +24,6 @@ class Start:
     parent: tuple[str, str] | None = None  # earlier run: (out_dir, tag)
     tag: str | None = None  # resume: the tag that resume_tag names, or the newest with a readable manifest
     lineage: tuple[dict, ...] = ()  # the runs before this one
-    check_compatible: Callable | None = None  # resume: raises CheckpointError for a tag of another model or data
 
 
 def find_start(settings, data, lora, sequences, notes, fetch=True):
@@ -124,14 +121,13 @@ def from_resume(settings, data, lora, sequences, notes):
                         f"--overwrite=True, or copy {tag} into another folder")
     state = manifest["state"]
     model = GPTConfig(**{**state["model"], "dropout": settings.dropout})
-    check = partial(check_compatible, model, settings, data, lora)
-    check(tag, manifest)
+    check_compatible(model, settings, data, lora, tag, manifest)
     before = state["settings"]
     per_step = manifest["world_size"] * before["batch_size"] * before["gradient_accumulation_steps"]
     if per_step != sequences:
         notes.append(f"{out_dir}/{tag} was trained with {per_step:,} sequences per step; with {sequences:,}, this run "
                      "repeats or skips some")
-    return Start("resume", "resume", model, tag=tag, check_compatible=check, lineage=tuple(state["lineage"]))
+    return Start("resume", "resume", model, tag=tag, lineage=tuple(state["lineage"]))
 
 
 def check_compatible(model, settings, data, lora, tag, manifest):
