@@ -188,7 +188,7 @@ profiler = Profiler(model, out_dir, profile_start, profile_iters) if profile els
 use_triton = setup.compile_blocks(model, hardware, plan.stage, fp8)  # our Triton kernels where they fit
 
 optimizer = setup.adamw(model.parameter_groups(weight_decay), plan.ds_config, lr=learning_rate, betas=(beta1, beta2))
-engine = setup.initialize(model, optimizer, plan.ds_config, deepspeed_config)
+engine = setup.initialize(model, optimizer, plan.ds_config)
 print0(f"DeepSpeed uses {setup.describe(engine, plan.ds_config, hardware.dtype)}")
 fast = FastPath(engine)  # gradient path, AdamW step and CUDA graph, if each supports this run
 fast.install(plan.accumulate_locally, use_triton, capture=not ds_config.has_per_step_timers(plan.ds_config))

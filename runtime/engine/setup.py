@@ -7,12 +7,11 @@ import deepspeed
 import torch
 
 from model import Block
-from runtime.cluster.ranks import print0, shut_down, silence_stdout
+from runtime.cluster.ranks import print0, silence_stdout
 from runtime.engine import fixes
 from runtime.engine.ds_config import has_per_step_timers, uses_offload
 from runtime.kernels import block as kernels
 from runtime.kernels import is_supported
-from runtime.output import exit_with_error
 
 
 def setup_device(hardware, local_rank, ds_config, backend="auto", deterministic=False):
@@ -67,15 +66,10 @@ def adamw(groups, ds_config, **options):
         return torch.optim.AdamW(groups, **options)
 
 
-def initialize(model, optimizer, ds_config, path):
-    """Return DeepSpeed's engine, with the workarounds of fixes.py. If DeepSpeed rejects the JSON at `path`, exit with
-    code 2 on all ranks."""
-    try:
-        with silence_stdout():
-            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
-    except AssertionError as error:  # keys of the JSON that exclude each other
-        shut_down(2)
-        exit_with_error(f"{path}: rejected by DeepSpeed: {error!r}")
+def initialize(model, optimizer, ds_config):
+    """Return DeepSpeed's engine, with the workarounds of fixes.py."""
+    with silence_stdout():
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     fixes.keep_going_at_min_loss_scale(engine)
     fixes.skip_nonfinite_at_stage_0(engine)
     fixes.record_zero_stage(engine)
