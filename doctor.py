@@ -37,8 +37,8 @@ if COMPLETE:
     import psutil
     import torch
 
-    from runtime.data.dataset import DatasetError, check_dataset, dataset_dirs
-    from runtime.files import file_digest, format_bytes, free_bytes, nearest_existing_dir
+    from runtime.data.dataset import check_dataset, dataset_dirs
+    from runtime.files import UserError, file_digest, format_bytes, free_bytes, nearest_existing_dir
     from runtime.hardware import available_memory, missing_compiler, pick_dtype
     from runtime.weights import HUB
 
@@ -145,7 +145,7 @@ def disk(settings, plan):
 def datasets(settings):
     """Check the hashes of the run's datasets."""
     for folder in dataset_dirs(settings.dataset, ROOT) if settings else ():
-        with contextlib.suppress(DatasetError):  # the plan reports it
+        with contextlib.suppress(UserError):  # the plan reports it
             meta = check_dataset(folder)
             changed = [file for file, prepared in meta["files"].items()
                        if prepared["sha256"] and prepared != file_digest(os.path.join(folder, file))]

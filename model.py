@@ -49,7 +49,7 @@ class GPTConfig:
 
     @classmethod
     def from_weights(cls, source):
-        """Return the configuration in a folder of weights or a nanoGPT ckpt.pt. Raises WeightsError."""
+        """Return the configuration in a folder of weights or a nanoGPT ckpt.pt. Raises UserError."""
         with weights_errors(source):
             return cls(**read_config(source))
 
@@ -331,7 +331,7 @@ class GPT(nn.Module):
     @classmethod
     def from_pretrained(cls, name_or_path, dropout=0.0, device="cpu", dtype=torch.float32):
         """Load a name in PRETRAINED (runtime/weights.py), a folder in transformers' format, or a nanoGPT ckpt.pt.
-        Copies weights to `device` one tensor at a time. Raises WeightsError."""
+        Copies weights to `device` one tensor at a time. Raises UserError."""
         source = name_or_path if os.path.exists(name_or_path) else fetch_from_hub(name_or_path)
         config = replace(GPTConfig.from_weights(source), dropout=dropout)
         with torch.device("meta"):

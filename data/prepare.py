@@ -16,8 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runtime.data.dataset import DatasetError, exit_on_error  # noqa: E402
+from runtime.data.dataset import exit_on_error  # noqa: E402
 from runtime.data.tokenizer import tokenizer_meta  # noqa: E402
+from runtime.files import UserError  # noqa: E402
 from runtime.prepare import inputs, pipeline  # noqa: E402
 
 
@@ -43,7 +44,7 @@ def arguments():
 def main():
     args = arguments()
     if args.max_document_bytes is not None and args.max_document_bytes < 64:
-        raise DatasetError(f"--max_document_bytes={args.max_document_bytes} is too small: choose 64 or more")
+        raise UserError(f"--max_document_bytes={args.max_document_bytes} is too small: choose 64 or more")
     folder = Path(args.name) if os.sep in args.name else ROOT / "data" / args.name
     sources = inputs.find_sources(args.paths, args.format)
     size = sum(source.bytes for source in sources)

@@ -30,28 +30,24 @@ GPT2_KEYS = {  # keys of transformers' config.json, and the values that model.py
 CONV1D = "c_attn.weight", "c_fc.weight", "c_proj.weight"  # which transformers stores transposed
 
 
-class WeightsError(UserError):
-    """Pretrained weights that are missing, damaged or of another model."""
-
-
 @contextlib.contextmanager
 def weights_errors(path):
-    """Turn any exception that reading a damaged file raises into a WeightsError."""
+    """Turn any exception that reading a damaged file raises into a UserError."""
     try:
         yield
-    except WeightsError:
+    except UserError:
         raise
     except Exception as error:
         why = (str(error).splitlines() or [""])[0]
-        raise WeightsError(f"{path} cannot be read ({type(error).__name__}: {why}): fetch it again, or choose "
-                           "other weights with --init_from=PATH") from None
+        raise UserError(f"{path} cannot be read ({type(error).__name__}: {why}): fetch it again, or choose "
+                        "other weights with --init_from=PATH") from None
 
 
 def fetch_from_hub(name):
     """Return the local folder of a GPT-2 on the Hugging Face hub. Download it if it isn't cached, and check its hash.
-    Raises WeightsError."""
+    Raises UserError."""
     if name not in PRETRAINED:
-        raise WeightsError(f"'{name}' is not a folder, a file or one of {', '.join(PRETRAINED)}")
+        raise UserError(f"'{name}' is not a folder, a file or one of {', '.join(PRETRAINED)}")
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
     repo, files, (revision, sha256) = f"openai-community/{name}", ("config.json", "model.safetensors"), HUB[name]
@@ -65,17 +61,17 @@ def fetch_from_hub(name):
         if not cached and (found := file_digest(path)["sha256"]) != sha256:
             os.remove(os.path.realpath(path))  # path is a link in the hub's cache
     except Exception as error:  # httpx, hub and OS errors have no common base
-        raise WeightsError(f"the weights of {name} could not be fetched ({type(error).__name__}): download config.json "
-                           "and model.safetensors elsewhere and give their folder with --init_from=DIR, or set "
-                           "HF_ENDPOINT to a mirror") from None
+        raise UserError(f"the weights of {name} could not be fetched ({type(error).__name__}): download config.json "
+                        "and model.safetensors elsewhere and give their folder with --init_from=DIR, or set "
+                        "HF_ENDPOINT to a mirror") from None
     if found != sha256:
-        raise WeightsError(f"the downloaded weights of {name} have the sha256 {found}, not {sha256}, and were deleted: "
-                           "start again, or give a folder of weights with --init_from=DIR")
+        raise UserError(f"the downloaded weights of {name} have the sha256 {found}, not {sha256}, and were deleted: "
+                        "start again, or give a folder of weights with --init_from=DIR")
     return os.path.dirname(path)
 
 
 def read_config(source):
-    """Return GPTConfig's arguments from a folder's config.json or nanoGPT's ckpt.pt. Raises WeightsError if the model
+    """Return GPTConfig's arguments from a folder's config.json or nanoGPT's ckpt.pt. Raises UserError if the model
     is not a GPT-2."""
     if os.path.isfile(source):
         return read_nanogpt(source)[0]
@@ -85,7 +81,7 @@ def read_config(source):
         n_embd = hf.get("n_embd", 768)
     for key, values in {**GPT2_KEYS, "n_inner": (None, 4 * n_embd if isinstance(n_embd, int) else None)}.items():
         if hf.get(key, values[0]) not in values:
-            raise WeightsError(f"{source}: config.json has {key}={hf[key]!r}, which is not GPT-2's {values[0]!r}")
+            raise UserError(f"{source}: config.json has {key}={hf[key]!r}, which is not GPT-2's {values[0]!r}")
     return {"block_size": hf.get("n_positions", 1024), "vocab_size": hf.get("vocab_size", 50257),
             "n_layer": hf.get("n_layer", 12), "n_head": hf.get("n_head", 12), "n_embd": n_embd,
             "gelu": "none" if hf.get("activation_function") == "gelu" else "tanh"}
@@ -93,12 +89,12 @@ def read_config(source):
 
 def load_untrusted(path):
     """Return what torch.save wrote to a file, memory-mapped if its format allows that. The file can't run code: only
-    tensors and plain containers are unpickled. Raises WeightsError."""
+    tensors and plain containers are unpickled. Raises UserError."""
     with weights_errors(path):
         try:
             return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
         except pickle.UnpicklingError:  # its message advises to let the file run code
-            raise WeightsError(f"{path} is damaged, or contains what could run code: not read") from None
+            raise UserError(f"{path} is damaged, or contains what could run code: not read") from None
 
 
 def read_nanogpt(path):
@@ -109,16 +105,16 @@ def read_nanogpt(path):
         config = {name: args[name] for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "bias")}
         tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in checkpoint["model"].items()}
     except (KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{path} is not a nanoGPT ckpt.pt ({type(error).__name__}: {error})") from None
+        raise UserError(f"{path} is not a nanoGPT ckpt.pt ({type(error).__name__}: {error})") from None
     head = tensors.get("lm_head.weight")
     if head is not None and head.data_ptr() != tensors.get("transformer.wte.weight", head).data_ptr():
-        raise WeightsError(f"{path}: lm_head.weight is not tied to the token embedding, as GPT-2's is")
+        raise UserError(f"{path}: lm_head.weight is not tied to the token embedding, as GPT-2's is")
     return config | {"gelu": "none"}, tensors, checkpoint.get("config", {})
 
 
 def open_weights(source):
     """Return {name: tensor} of nanoGPT's ckpt.pt, or of a folder's model.safetensors or pytorch_model.bin, which may be
-    in shards. Tensors are memory-mapped if the format allows that. Raises WeightsError."""
+    in shards. Tensors are memory-mapped if the format allows that. Raises UserError."""
     from safetensors.torch import load_file
 
     if os.path.isfile(source):
@@ -133,7 +129,7 @@ def open_weights(source):
                 with open(index, encoding="utf-8") as f:
                     shards = sorted(set(json.load(f)["weight_map"].values()))
             return {name: w for shard in shards for name, w in load(os.path.join(source, shard)).items()}
-    raise WeightsError(f"{source} has neither model.safetensors nor pytorch_model.bin")
+    raise UserError(f"{source} has neither model.safetensors nor pytorch_model.bin")
 
 
 @torch.no_grad()
@@ -143,15 +139,15 @@ def read_weights(model, source):
     if os.path.isfile(source):  # a modified nanoGPT may have more
         for name in tensors:
             if name not in params and not name.endswith((".attn.bias", "lm_head.weight")):
-                raise WeightsError(f"{source}: GPT-2 has no tensor {name}")
+                raise UserError(f"{source}: GPT-2 has no tensor {name}")
     for name, p in params.items():
         # the names of gpt2 on the hub have no "transformer." prefix
         w = tensors.get(name, tensors.get(name.removeprefix("transformer.")))
         if w is None:
-            raise WeightsError(f"{source}: the tensor {name} is missing")
+            raise UserError(f"{source}: the tensor {name} is missing")
         w = w.t() if os.path.isdir(source) and name.endswith(CONV1D) else w
         rows = model.config.vocab_size if name == "transformer.wte.weight" else len(p)
         if w.shape != p[:rows].shape:
-            raise WeightsError(f"{source}: {name} has shape {tuple(w.shape)}, not {tuple(p[:rows].shape)}")
+            raise UserError(f"{source}: {name} has shape {tuple(w.shape)}, not {tuple(p[:rows].shape)}")
         p[:rows].copy_(w)
         p[rows:] = 0

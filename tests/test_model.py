@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 import model as model_module
 from model import GPT, MLP, Decoder, FusedLinearCrossEntropy, GPTConfig, cross_entropy_with_grad, sample_token
 from runtime import weights
-from runtime.weights import WeightsError
+from runtime.files import UserError
 
 VOCAB, BLOCK, LAYERS, HEADS, EMBD = 211, 48, 3, 4, 32  # 211 is padded to 256
 TRANSPOSED = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # transformers has them as Conv1D
@@ -441,7 +441,7 @@ def edit_config(folder, **changed):
 
 def refused(folder):
     """The message with which a folder is refused: one line that names it."""
-    with pytest.raises(WeightsError) as error:
+    with pytest.raises(UserError) as error:
         GPT.from_pretrained(str(folder))
     message = str(error.value)
     assert message.startswith(str(folder)) and "\n" not in message
@@ -529,7 +529,7 @@ def test_a_malformed_config_is_refused(copy, config):
 
 
 def test_an_unknown_name_is_refused():
-    with pytest.raises(WeightsError, match="'gpt3' is not a folder, a file or one of gpt2, gpt2-medium"):
+    with pytest.raises(UserError, match="'gpt3' is not a folder, a file or one of gpt2, gpt2-medium"):
         GPT.from_pretrained("gpt3")
 
 
@@ -537,7 +537,7 @@ def test_weights_that_cannot_be_fetched_are_told_with_the_mend(monkeypatch, tmp_
     """The hub's client itself, kept off the network and with an empty cache."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(WeightsError, match="weights of gpt2-xl could not be fetched.*--init_from=DIR.*HF_ENDPOINT"):
+    with pytest.raises(UserError, match="weights of gpt2-xl could not be fetched.*--init_from=DIR.*HF_ENDPOINT"):
         GPT.from_pretrained("gpt2-xl")
 
 
@@ -565,7 +565,7 @@ def test_weights_from_the_hub_are_of_one_revision_and_hash(hub):
     content = bytearray((folder / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(WeightsError) as error:
+    with pytest.raises(UserError) as error:
         GPT.from_pretrained("gpt2-medium")
     assert str(error.value) == (
         f"the downloaded weights of gpt2-medium have the sha256 {hashlib.sha256(content).hexdigest()}, not "
@@ -589,7 +589,7 @@ def test_weights_from_the_hub_are_hashed_once(hub, monkeypatch):
 def test_a_cache_without_the_weights_is_no_traceback(hub):
     folder, _ = hub
     (folder / "model.safetensors").unlink()
-    with pytest.raises(WeightsError, match=r"gpt2-medium could not be fetched \(FileNotFoundError\)"):
+    with pytest.raises(UserError, match=r"gpt2-medium could not be fetched \(FileNotFoundError\)"):
         weights.fetch_from_hub("gpt2-medium")
 
 

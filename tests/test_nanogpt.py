@@ -13,10 +13,9 @@ from conftest import CHARS, ROOT, done, launch, read_history
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from model import GPT
-from runtime.data.dataset import DatasetError
 from runtime.data.loader import eval_offsets
+from runtime.files import UserError
 from runtime.sample.source import data_of_weights
-from runtime.weights import WeightsError
 
 SETTINGS = """
 # train a miniature model
@@ -163,7 +162,7 @@ def rename(checkpoint, old, new):
 ], ids=["no args", "heads", "missing", "more", "shape", "other", "untied"])
 def test_another_kind_of_checkpoint_is_refused(tmp_path, change, words):
     path = write_checkpoint(tmp_path / "ckpt.pt", reference(), change=change)
-    with pytest.raises(WeightsError) as error:
+    with pytest.raises(UserError) as error:
         GPT.from_pretrained(str(path))
     assert str(error.value).startswith(str(path)) and words in str(error.value) and "\n" not in str(error.value)
 
@@ -182,7 +181,7 @@ def test_a_strangers_checkpoint_does_not_run_its_code(nanogpt, train, tmp_path):
     for run in (sampled, trained):
         assert run.returncode == 2 and run.stderr == (
             f"{path} is damaged, or contains what could run code: not read\n")
-    with pytest.raises(WeightsError, match="is damaged, or contains what could run code"):
+    with pytest.raises(UserError, match="is damaged, or contains what could run code"):
         GPT.from_pretrained(str(bin_folder))
     assert not (tmp_path / "mark").exists()
     torch.load(path, weights_only=False)  # it would have
@@ -199,7 +198,7 @@ def test_gpt2s_tokens_are_known_without_their_data(tmp_path):
 def test_characters_whose_data_is_not_prepared_ask_for_that(tmp_path):
     path = write_checkpoint(tmp_path / "out" / "ckpt.pt", reference())
     (tmp_path / "data" / "letters").mkdir(parents=True)
-    with pytest.raises(DatasetError, match="letters/train.bin does not exist"):
+    with pytest.raises(UserError, match="letters/train.bin does not exist"):
         data_of_weights(str(path), str(ROOT))
 
 

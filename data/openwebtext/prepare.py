@@ -14,8 +14,9 @@ import numpy as np
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent.parent))
 
-from runtime.data.dataset import DatasetError, exit_on_error, write_dataset  # noqa: E402
+from runtime.data.dataset import exit_on_error, write_dataset  # noqa: E402
 from runtime.data.tokenizer import gpt2_encoding  # noqa: E402
+from runtime.files import UserError  # noqa: E402
 
 DOCUMENTS = 8_013_769
 COUNTS = {"train": 9_035_582_198, "val": 4_434_897}  # tokens, as nanoGPT publishes them
@@ -30,10 +31,10 @@ def fetch():
         whole = load_dataset(NAME, split="train")
     except Exception as error:  # whatever is wrong with the hub, the network or the disk
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DatasetError(f"OpenWebText could not be fetched ({reason}): HF_ENDPOINT names a mirror of the hub; or "
-                           "bring ~/.cache/huggingface from a machine that has it") from None
+        raise UserError(f"OpenWebText could not be fetched ({reason}): HF_ENDPOINT names a mirror of the hub; or "
+                        "bring ~/.cache/huggingface from a machine that has it") from None
     if len(whole) != DOCUMENTS:
-        raise DatasetError(f"this OpenWebText has {len(whole):,} documents, not nanoGPT's {DOCUMENTS:,}")
+        raise UserError(f"this OpenWebText has {len(whole):,} documents, not nanoGPT's {DOCUMENTS:,}")
     parts = whole.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
     return {"train": parts["train"], "val": parts["test"]}
 

@@ -35,10 +35,6 @@ MAX_MIXTURE_PERIOD = 100_000  # sequences after which a mixture's pattern repeat
 GPT2_VOCAB = 50257
 
 
-class DatasetError(UserError):
-    """A dataset or its text can't be used. The message has one line per problem, with the fix."""
-
-
 @dataclass(frozen=True)
 class Dataset:
     """One of the datasets that a run is trained on."""
@@ -54,7 +50,7 @@ def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source
 
     The ids of a split are an array, a list, or an iterator over arrays or lists. details: more entries of meta.json.
     All files are first written under temporary names, and meta.json is removed first and renamed last. So a process
-    that is killed leaves the old dataset, the new one, or one that check_dataset() rejects. Raises DatasetError if an
+    that is killed leaves the old dataset, the new one, or one that check_dataset() rejects. Raises UserError if an
     id is outside the vocabulary.
     """
     folder = Path(folder)
@@ -93,7 +89,7 @@ def _packed(ids, dtype, vocab_size):
     for piece in pieces:
         piece = np.asarray(piece)
         if piece.size and not 0 <= piece.min() <= piece.max() < vocab_size:
-            raise DatasetError(f"token ids {piece.min()} to {piece.max()} don't fit a vocabulary of {vocab_size}")
+            raise UserError(f"token ids {piece.min()} to {piece.max()} don't fit a vocabulary of {vocab_size}")
         yield piece.astype(dtype).tobytes()
 
 
@@ -131,7 +127,7 @@ def mixture_shares(weights):
 def open_datasets(dataset, root, block_size):
     """Check datasets and return (Datasets, their common tokenizer and vocab_size, and their total tokens as a dict).
 
-    dataset: a folder below data/, a path, or {either: weight}. Raises DatasetError or ValueError.
+    dataset: a folder below data/, a path, or {either: weight}. Raises UserError or ValueError.
     """
     is_name = isinstance(dataset, str) and not dataset.startswith("{")
     shares = {dataset: 1} if is_name else mixture_shares(dataset)
@@ -140,16 +136,16 @@ def open_datasets(dataset, root, block_size):
         try:
             name = os.path.basename(os.path.normpath(name))
             datasets.append(Dataset(name, share, folder, check_dataset(folder, block_size)))
-        except DatasetError as error:
+        except UserError as error:
             problems.append(str(error))
     if problems:
-        raise DatasetError("\n".join(problems))
+        raise UserError("\n".join(problems))
     first = datasets[0]
     for other in datasets:
         if not same_tokenizer(other.meta, first.meta):
-            raise DatasetError(f"{first.name} and {other.name} have different tokenizers: prepare both with the same")
+            raise UserError(f"{first.name} and {other.name} have different tokenizers: prepare both with the same")
     if len({one.name for one in datasets}) < len(datasets):
-        raise DatasetError(f"dataset={dataset} has two datasets of the same name: rename one of their folders")
+        raise UserError(f"dataset={dataset} has two datasets of the same name: rename one of their folders")
     totals = {key: sum(one.meta[key] for one in datasets) for key in ("train_tokens", "val_tokens")}
     return datasets, {"tokenizer": first.meta["tokenizer"], "vocab_size": first.meta["vocab_size"], **totals}
 
@@ -167,7 +163,7 @@ def same_tokenizer(a, b):
 def read_meta(folder):
     """Return the meta.json of a dataset, or an equivalent for a dataset prepared by nanoGPT's own scripts.
 
-    Those write uint16, and a meta.pkl only for characters; without one, the tokens are GPT-2's. Raises DatasetError.
+    Those write uint16, and a meta.pkl only for characters; without one, the tokens are GPT-2's. Raises UserError.
     """
     folder = Path(folder)
     path = folder / "meta.json"
@@ -178,10 +174,10 @@ def read_meta(folder):
         meta = json.loads(path.read_text(encoding="utf-8")) if own else _meta_of_nanogpt(folder)
         _check_meta(meta)
     except FileNotFoundError as error:
-        raise DatasetError(f"{os.path.relpath(error.filename)} does not exist: {_how_to_fix(folder)}") from None
+        raise UserError(f"{os.path.relpath(error.filename)} does not exist: {_how_to_fix(folder)}") from None
     except Exception as error:  # a corrupt pickle raises nearly anything
-        raise DatasetError(f"{os.path.relpath(path)} can't be used ({type(error).__name__}: {error}): "
-                           f"{_how_to_fix(folder)}") from None
+        raise UserError(f"{os.path.relpath(path)} can't be used ({type(error).__name__}: {error}): "
+                        f"{_how_to_fix(folder)}") from None
     if meta["tokenizer"]["kind"] == "hf":  # a checkpoint's manifest keeps this path
         file = (folder / "tokenizer.json").absolute()
         meta["tokenizer"]["file"] = str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file)
@@ -223,13 +219,13 @@ class _PlainUnpickler(pickle.Unpickler):
 def check_dataset(folder, block_size=1):
     """Return the meta of a dataset that can be trained on with sequences of `block_size` tokens.
 
-    Raises DatasetError with all problems, one line each. Of a large file, evenly spread slices are read.
+    Raises UserError with all problems, one line each. Of a large file, evenly spread slices are read.
     """
     folder = Path(folder)
     meta = read_meta(folder)
     problems = [problem for split in SPLITS for problem in _problems(folder, split, meta, block_size)]
     if problems:
-        raise DatasetError("\n".join(problems))
+        raise UserError("\n".join(problems))
     return meta
 
 

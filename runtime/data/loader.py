@@ -16,7 +16,7 @@ import threading
 import numpy as np
 import torch
 
-from runtime.data.dataset import DatasetError
+from runtime.files import UserError
 
 SPLITMIX64 = [np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]
 
@@ -123,8 +123,7 @@ def read_windows(windows, block_size, vocab_size):
     """Return inputs and targets (B, T), int64, of [(tokens, offset)]. Targets at a negative offset are ignored."""
     rows = np.stack([tokens[max(o, 0) : max(o, 0) + block_size + 1] for tokens, o in windows]).astype(np.int64)
     if rows.max() >= vocab_size:
-        raise DatasetError(f"the data holds token {rows.max()}, beyond the vocabulary of {vocab_size}: prepare it "
-                           "again")
+        raise UserError(f"the data holds token {rows.max()}, beyond the vocabulary of {vocab_size}: prepare it again")
     batch = torch.from_numpy(rows)
     x, y = batch[:, :-1].clone(), batch[:, 1:].clone()  # otherwise both share memory, and padding y changes x
     y[torch.tensor([offset < 0 for _, offset in windows])] = -1

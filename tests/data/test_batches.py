@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from runtime.data.dataset import DTYPES, DatasetError, write_dataset
+from runtime.data.dataset import DTYPES, write_dataset
 from runtime.data.loader import (
     eval_batches,
     eval_offsets,
@@ -21,6 +21,7 @@ from runtime.data.loader import (
     train_offsets,
     windows_per_epoch,
 )
+from runtime.files import UserError
 
 # (tokens, block): the least there can be, one and two more, around two and three blocks, and more
 SIZES = [(2, 1), (3, 1), (33, 32), (34, 32), (63, 32), (64, 32), (65, 32), (96, 32), (97, 32), (1000, 32), (12345, 64)]
@@ -210,8 +211,8 @@ def test_a_token_beyond_the_vocabulary_ends_training():
     """Read by the thread, raised where training asks for the batch."""
     tokens = np.arange(1000, dtype=np.uint16)
     tokens[500] = 1000
-    with pytest.raises(DatasetError, match="token 1000, beyond the vocabulary of 1000"):
+    with pytest.raises(UserError, match="token 1000, beyond the vocabulary of 1000"):
         take(tokens, 100, vocab_size=1000)
-    with pytest.raises(DatasetError, match="token 999, beyond the vocabulary of 999"):
+    with pytest.raises(UserError, match="token 999, beyond the vocabulary of 999"):
         read_windows([(tokens, 983)], 16, 999)
     assert read_windows([(tokens, 983)], 16, 1000)[1].max() == 999

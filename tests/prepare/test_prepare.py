@@ -436,7 +436,7 @@ def test_documents_that_cannot_be_read_are_left_out_when_asked(tmp_path, texts):
 
 
 def test_a_data_set_that_is_not_there_is_told_how_to_be_made():
-    with pytest.raises(bins.DatasetError, match="data/no-such/train.bin does not exist: run python .*data/prepare.py "
+    with pytest.raises(bins.UserError, match="data/no-such/train.bin does not exist: run python .*data/prepare.py "
                                                 "PATH --name=no-such"):
         check_dataset(ROOT / "data" / "no-such")
 

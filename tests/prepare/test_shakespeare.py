@@ -15,7 +15,7 @@ from conftest import ROOT
 
 from runtime.data import download as fetch
 from runtime.data import tokenizer
-from runtime.data.dataset import DatasetError, check_dataset
+from runtime.data.dataset import check_dataset
 from runtime.files import UserError
 from runtime.prepare import shakespeare
 
@@ -54,7 +54,7 @@ def test_the_text_is_split_by_characters_and_the_scripts_take_no_arguments(tmp_p
 
 def test_another_input_txt_is_left_alone(tmp_path):
     (tmp_path / "input.txt").write_text("my own")
-    with pytest.raises(DatasetError, match="is not tiny Shakespeare: delete it, or prepare .* python data/prepare.py "):
+    with pytest.raises(UserError, match="is not tiny Shakespeare: delete it, or prepare .* python data/prepare.py "):
         shakespeare.tiny_shakespeare(tmp_path)
     assert (tmp_path / "input.txt").read_text() == "my own"
 
