@@ -73,9 +73,6 @@ def configure(defaults, argv, annotations=None, root="."):
                 value = args.pop(0)
             elif is_flag:
                 value = "True"
-            elif name in defaults:
-                problems.append(f"--{name} needs a value: --{name}={defaults[name]}")
-                continue
         if name != "local_rank":  # the deepspeed launcher adds it for every script; we use LOCAL_RANK
             assign(name, value, "command line", parse_value)
     if problems:

@@ -65,11 +65,8 @@ try:
     with open(os.path.join(work, "README.md"), "w", encoding="utf-8") as f:
         f.write(text)
     os.rename(work, to)
-except (UserError, ValueError) as error:
+except (UserError, ValueError, OSError, SafetensorError) as error:
     exit_with_error(str(error))
-except (OSError, SafetensorError) as error:
-    why = getattr(error, "strerror", None) or error
-    exit_with_error(f"to={to} cannot be written ({why}): make room, or choose another folder with --to=DIR")
 finally:
     if work:
         shutil.rmtree(work, ignore_errors=True)

@@ -71,10 +71,6 @@ ranges = {  # whether a setting is in its range, and the range
     "repetition_penalty": (repetition_penalty > 0, "above 0: 1 for none, 1.1 for a little"),
 }
 problems = [f"{name}={globals()[name]} must be {what}" for name, (in_range, what) in ranges.items() if not in_range]
-inputs = [name for name in ("prompts_file", "interactive", "score_file") if globals()[name]]
-inputs += ["start"] * (start != "\n")
-if len(inputs) > 1:
-    problems.append(f"{' and '.join(inputs)} contradict each other: give one of them")
 if problems:
     exit_with_error("\n".join(problems))
 

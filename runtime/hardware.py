@@ -116,8 +116,6 @@ def pick_compile(setting, device):
 
 def missing_compiler():
     """Return why Triton can't compile on this machine, or None."""
-    if not any(shutil.which(c) for c in (os.environ.get("CC", "cc"), "gcc", "clang")):
-        return "Triton needs a C compiler, but there is none"
-    if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
-        return "Triton needs Python's headers (python3-dev), but they aren't installed"
-    return None
+    compiler = any(shutil.which(c) for c in (os.environ.get("CC", "cc"), "gcc", "clang"))
+    if not compiler or not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
+        return "Triton needs a C compiler and Python's headers (gcc, python3-dev)"

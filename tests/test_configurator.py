@@ -142,8 +142,8 @@ def test_dashes_are_underscores():
 
 
 def test_a_setting_without_its_value_is_refused():
-    assert refused("--max_iters") == ["--max_iters needs a value: --max_iters=20"]
-    assert refused("--compile", "--eval_only") == ["--compile needs a value: --compile=auto"]
+    assert refused("--max_iters") == ["command line: max_iters takes int, not ''"]
+    assert refused("--compile", "--eval_only") == ["command line: compile takes auto or True or False, not ''"]
 
 
 def test_all_problems_are_told_at_once(config):

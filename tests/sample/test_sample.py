@@ -200,14 +200,12 @@ def test_refusals(sample, theirs, characters, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "one.txt").write_text("a")
     (tmp_path / "bytes").write_bytes(b"ab\xff")
-    wrong = ("--top_p=0", "--repetition_penalty=0", "--num_samples=0", "--batch_size=0", "--stop_strings=",
-             "--interactive", f"--prompts_file={tmp_path}/one.txt")
+    wrong = ("--top_p=0", "--repetition_penalty=0", "--num_samples=0", "--batch_size=0", "--stop_strings=")
     cases = [
         (wrong, ["num_samples=0 must be at least 1", "batch_size=0 must be at least 1",
                  "stop_strings= must be a non-empty string or a list of them",
                  "top_p=0.0 must be above 0 and at most 1, or None",
-                 "repetition_penalty=0.0 must be above 0: 1 for none, 1.1 for a little",
-                 "prompts_file and interactive contradict each other: give one of them"]),
+                 "repetition_penalty=0.0 must be above 0: 1 for none, 1.1 for a little"]),
         ([f"--prompts_file={tmp_path}/none.txt"],
          [f"[Errno 2] No such file or directory: '{tmp_path}/none.txt'"]),
         ([f"--prompts_file={tmp_path}/empty.txt"], [f"{tmp_path}/empty.txt is empty: write one prompt per line"]),
