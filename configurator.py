@@ -195,10 +195,8 @@ def explain_missing_package(error):
 
 
 def from_command_line(script, argv=None):
-    """Return the settings of the script whose globals() are given, from its command line: see configure().
-
-    Exits after --help and --print_settings. For mistakes, prints one line each and exits with code 2.
-    """
+    """Return the settings of the script whose globals() are given, from its command line: see configure(). Exits after
+    --help and --print_settings. For mistakes, prints one line each and exits with code 2."""
     argv = sys.argv[1:] if argv is None else argv
     explain_uncaught(explain_missing_package)
     path, annotations = script["__file__"], script.get("__annotations__", {})

@@ -92,9 +92,7 @@ def pick_device(device):
 
 def pick_dtype(dtype, device):
     """Resolve the setting dtype: "auto" is bfloat16 from compute capability 8.0 up, float16 below, float32 on CPU.
-
-    Raises ValueError if the device doesn't support it.
-    """
+    Raises ValueError if the device doesn't support it."""
     has_bf16 = device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
     if dtype == "auto":
         return "float32" if device == "cpu" else "bfloat16" if has_bf16 else "float16"

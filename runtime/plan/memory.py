@@ -137,10 +137,8 @@ def fits(job, size=gpu_bytes):
 
 
 def bytes_with_eval(job):
-    """Return gpu_bytes plus the memory of an evaluation, because a captured CUDA graph keeps its activations.
-
-    This is estimated, not measured: a block holds 11 values per token, in units of n_embd, and the loss one chunk.
-    """
+    """Return gpu_bytes plus the memory of an evaluation, because a captured CUDA graph keeps its activations. This is
+    estimated, not measured: a block holds 11 values per token, in units of n_embd, and the loss one chunk."""
     tokens = job.batch.micro * job.model.block_size
     block = tokens * job.model.n_embd * job.hardware.torch_dtype.itemsize * 11
     loss = min(tokens, LOSS_CHUNK) * job.model.padded_vocab_size * 8
@@ -191,10 +189,8 @@ def relative_step_time(micro, recompute, preset):
 
 
 def jobs_that_fit(job, settings):
-    """Return (relative step time, bytes per GPU, arguments) of at most 5 settings that fit, the fastest first.
-
-    They have as many sequences per step: of each preset, with and without recomputation, the largest micro-batch.
-    """
+    """Return (relative step time, bytes per GPU, arguments) of at most 5 settings that fit, the fastest first. They
+    have as many sequences per step: of each preset, with and without recomputation, the largest micro-batch."""
     found = []
     for preset, recompute in itertools.product(PRESETS, (False, True)):
         if preset == "ds_config_zero3.json" and job.batch.world_size == 1:

@@ -62,10 +62,8 @@ class RunPlan(Job):
         return {"lineage": list(self.start.lineage), "memory_plan": memory.estimate(self)}
 
     def explain_out_of_memory(self):
-        """From now on, exit with code 2 and with settings that take less if the GPU runs out of memory.
-
-        The other ranks notice and exit, too. Checkpoints on the disk stay intact.
-        """
+        """From now on, exit with code 2 and with settings that take less if the GPU runs out of memory. The other ranks
+        notice and exit, too. Checkpoints on the disk stay intact."""
         def explain(error):
             if not isinstance(error, RuntimeError) or "out of memory" not in str(error):  # PyTorch's, and CUDA's own
                 return
@@ -136,9 +134,7 @@ class Problems(list):
 
 def plan_run(settings, ranks):
     """Return the RunPlan of the settings. If there are problems, print them all and exit with code 2 on all nodes.
-
-    Everything that can be checked is checked here, before anything expensive starts.
-    """
+    Everything that can be checked is checked here, before anything expensive starts."""
     problems = Problems()
     plan = make_plan(settings, ranks, problems, [])
     compare_nodes(plan, vars(settings), problems)

@@ -27,10 +27,8 @@ class Start:
 
 
 def find_start(settings, data, lora, sequences, notes, fetch=True):
-    """Return the Start of a run. Raises UserError if settings, data and weights contradict each other.
-
-    data: {"tokenizer", "vocab_size"} or None; sequences: per step; fetch: download the weights of a GPT-2 on the hub.
-    """
+    """Return the Start of a run. Raises UserError if settings, data and weights contradict each other. data:
+    {"tokenizer", "vocab_size"} or None; sequences: per step; fetch: download the weights of a GPT-2 on the hub."""
     init_from = settings.init_from
     if init_from == "auto":
         resumes = TagStore(settings.out_dir).newest() or settings.resume_tag != "latest"

@@ -30,10 +30,8 @@ class Source(NamedTuple):
 
 
 def find_sources(paths, kind=None):
-    """Return the files in `paths` and in the folders among them, sorted, as Sources; "-" is standard input.
-
-    kind: what all files hold; None: chosen by each file's name. Raises UserError for a path that doesn't exist.
-    """
+    """Return the files in `paths` and in the folders among them, sorted, as Sources; "-" is standard input. kind: what
+    all files hold; None: chosen by each file's name. Raises UserError for a path that doesn't exist."""
     files = []
     for path in paths:
         if os.path.isdir(path):
@@ -54,10 +52,8 @@ def find_sources(paths, kind=None):
 
 
 def read_records(source, field, max_document_bytes):
-    """Yield the records of a file as bytes: its JSON lines, the texts of a Parquet column, or the pieces of a text.
-
-    A text is cut after each <|endoftext|> and where it gets too long. Raises UserError if the file is corrupt.
-    """
+    """Yield the records of a file as bytes: its JSON lines, the texts of a Parquet column, or the pieces of a text. A
+    text is cut after each <|endoftext|> and where it gets too long. Raises UserError if the file is corrupt."""
     import pyarrow
 
     try:
@@ -121,10 +117,8 @@ def chunk_end(buffer, at, max_document_bytes):
 
 
 def text_of(record, kind, field):
-    """Return (UTF-8 text of a record, empty if it has none; whether its document ends with it).
-
-    Raises ValueError if the record can't be read.
-    """
+    """Return (UTF-8 text of a record, empty if it has none; whether its document ends with it). Raises ValueError if
+    the record can't be read."""
     if kind == "jsonl":
         return text_of_json(record, field).encode() if record.strip() else b"", True
     text = str(record, "utf-8")

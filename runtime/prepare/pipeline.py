@@ -27,10 +27,8 @@ ROWS_IN_MEMORY = 16  # rows that each process collects before it writes them
 
 
 def prepare(folder, sources, tokenizer, vocab_size, options, workers, overwrite=False, skip_unreadable=False):
-    """Write a dataset of `sources` to `folder` and return its meta.json.
-
-    tokenizer, vocab_size: from tokenizer_meta(). options: what else the bytes depend on. Raises UserError.
-    """
+    """Write a dataset of `sources` to `folder` and return its meta.json. tokenizer, vocab_size: from tokenizer_meta().
+    options: what else the bytes depend on. Raises UserError."""
     if not overwrite and ((folder / "meta.json").exists() or (folder / "train.bin").exists()):
         raise UserError(f"{folder} holds a dataset: choose another --name, or replace it with --overwrite")
     dtype, is_char = "<u2" if vocab_size <= 2**16 else "<u4", tokenizer["kind"] == "char"
@@ -72,10 +70,8 @@ def work_folder(folder):
 
 
 class Reader:
-    """Reads all sources once, drops duplicates and chooses each document's split.
-
-    Afterwards, `counts` holds the numbers of documents, `bytes` the input's size, and `digest` the input's hash.
-    """
+    """Reads all sources once, drops duplicates and chooses each document's split. Afterwards, `counts` holds the
+    numbers of documents, `bytes` the input's size, and `digest` the input's hash."""
 
     def __init__(self, sources, options, skip_unreadable):
         self.sources, self.options, self.skip_unreadable = sources, options, skip_unreadable
@@ -95,10 +91,8 @@ class Reader:
         yield from ({"split": split, "texts": texts[split]} for split in SPLITS)
 
     def texts(self, source):
-        """Yield (split, text) of each record that is kept, and (split, b"") after each document.
-
-        A long text is cut into records. Between two of them there is no end if both are kept and in the same split.
-        """
+        """Yield (split, text) of each record that is kept, and (split, b"") after each document. A long text is cut
+        into records. Between two of them there is no end if both are kept and in the same split."""
         place, size, unfinished = 0 if source.kind == "text" else 1, 0, None
         for record in inputs.read_records(source, self.options["field"], self.options["max_document_bytes"]):
             kind, text, ends = self.classify(record, source, place)

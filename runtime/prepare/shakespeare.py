@@ -62,10 +62,8 @@ def _speeches(markdown):
 
 
 def tiny_shakespeare(folder):
-    """Return (bytes, source) of tiny Shakespeare, and keep it as input.txt in `folder`.
-
-    Raises UserError if no source works, or if `folder` has another input.txt, which is left alone.
-    """
+    """Return (bytes, source) of tiny Shakespeare, and keep it as input.txt in `folder`. Raises UserError if no source
+    works, or if `folder` has another input.txt, which is left alone."""
     kept = folder / "input.txt"
     if kept.exists() and file_digest(kept)["sha256"] != SHA256:
         raise UserError(f"{kept} is not tiny Shakespeare: delete it, or prepare a text of your own with python "
