@@ -13,7 +13,6 @@ import re
 import shutil
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
@@ -198,8 +197,6 @@ class TagStore:
             self.delete(name)
         if newest := self.newest():
             write_atomic(self.path("latest"), newest)
-        else:
-            Path(self.path("latest")).unlink(missing_ok=True)
         for name in aliases if tag and tag.name.startswith("iter_") else ():
             try:
                 self.alias(tag.name, name)
