@@ -104,9 +104,7 @@ def write_png(runs, path):
     handles = [Line2D([], [], color=color, linestyle=dashes, linewidth=3)
                for _, (color, dashes) in zip(runs, itertools.cycle(STYLES))]
     names = [f" {name}" for name in runs]  # matplotlib hides a name that begins with an underscore
-    legend = figure.legend(handles, names, loc="outside upper left", ncols=max(1, 160 // (max(map(len, names)) + 8)))
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a $ is a $
+    figure.legend(handles, names, loc="outside upper left", ncols=max(1, 160 // (max(map(len, names)) + 8)))
     figure.savefig(path, format="png", dpi=120)
 
 

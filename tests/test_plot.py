@@ -68,7 +68,7 @@ def test_long_runs_keep_their_spikes_and_leave_out_what_is_not_finite():
 
 
 def test_a_run_that_has_just_begun_or_has_only_nan(tmp_path):
-    begun = write_run(tmp_path / "_begun $x$", [{"iter": 0, "val_loss": 3.5, "val_loss_stderr": 0.1}])
+    begun = write_run(tmp_path / "_begun", [{"iter": 0, "val_loss": 3.5, "val_loss_stderr": 0.1}])
     strange = write_run(tmp_path / "nan", [{"iter": 0, "val_loss": math.nan}, {"iter": 1, "loss": math.nan, "ms": "x"}])
     (strange / "history.jsonl").open("a").write('{"iter": 2, "lo')
     run = draw(f"{begun}/", strange, "--png", tmp_path / "p.png")
