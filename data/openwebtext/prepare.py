@@ -1,8 +1,8 @@
-"""OpenWebText in GPT-2's tokens, split as nanoGPT splits it: writes train.bin, val.bin, meta.json, meta.pkl.
+"""Prepare OpenWebText in GPT-2's tokens, split as in nanoGPT: train.bin, val.bin, meta.json, meta.pkl.
 
     python data/openwebtext/prepare.py
 
-8,013,769 documents: 54 GB in Hugging Face's cache, which keeps the tokens too (18 GB) for the next run, and 18 GB here.
+It has 8,013,769 documents. Hugging Face's cache takes 54 GB for them and 18 GB for their tokens, this folder 18 GB.
 """
 
 import os
@@ -24,23 +24,24 @@ NAME = "Skylion007/openwebtext"
 
 
 def fetch():
-    """The train and val parts, as Hugging Face's datasets."""
+    """Return {"train": dataset, "val": dataset}, from the Hugging Face Hub or its cache."""
     from datasets import load_dataset
 
     try:
         whole = load_dataset(NAME, split="train")
-    except Exception as error:  # whatever is wrong with the hub, the network or the disk
+    except Exception as error:  # the Hub, the network or the disk
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"OpenWebText could not be fetched ({reason}): HF_ENDPOINT names a mirror of the hub; or "
-                        "bring ~/.cache/huggingface from a machine that has it") from None
+        raise UserError(f"OpenWebText could not be downloaded ({reason}): set HF_ENDPOINT to a mirror of the Hub, "
+                        "or copy ~/.cache/huggingface from a machine that has it") from None
     if len(whole) != DOCUMENTS:
-        raise UserError(f"this OpenWebText has {len(whole):,} documents, not nanoGPT's {DOCUMENTS:,}")
+        raise UserError(f"{NAME} has {len(whole):,} documents instead of nanoGPT's {DOCUMENTS:,}: delete it from "
+                        "~/.cache/huggingface, and run this again")
     parts = whole.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
     return {"train": parts["train"], "val": parts["test"]}
 
 
 def tokenize(batch):
-    """A thousand documents into one row: their tokens, each document's followed by <|endoftext|>."""
+    """Return one row with the tokens of a batch of documents, each followed by <|endoftext|>."""
     encoding = gpt2_encoding()
     ids = [token for text in batch["text"] for token in (*encoding.encode_ordinary(text), encoding.eot_token)]
     return {"ids": [np.array(ids, "<u2").tobytes()], "tokens": [len(ids)]}
@@ -51,7 +52,7 @@ def main(parts, folder=FOLDER, counts=COUNTS):
     rows = {split: part.map(tokenize, batched=True, num_proc=workers, remove_columns=part.column_names, desc=split)
             for split, part in parts.items()}
     found = {split: sum(rows[split]["tokens"]) for split in rows}
-    assert found == counts, f"{found} tokens, where {counts} are right"
+    assert found == counts, f"{found} tokens instead of {counts}"
     train, val = ((np.frombuffer(ids, "<u2") for ids in rows[split]["ids"]) for split in ("train", "val"))
     write_dataset(folder, train, val, {"kind": "gpt2"}, gpt2_encoding().n_vocab,
                   {"name": NAME, "sha256": None, "bytes": None})
@@ -59,5 +60,5 @@ def main(parts, folder=FOLDER, counts=COUNTS):
 
 
 if __name__ == "__main__":
-    with exit_on_error("interrupted; the same command uses what Hugging Face's cache holds by now"):
+    with exit_on_error("interrupted; run it again to continue from Hugging Face's cache"):
         main(fetch())

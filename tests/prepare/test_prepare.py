@@ -452,7 +452,7 @@ def test_index_openwebtext_is_tokenized_as_nanogpt_does(tmp_path, monkeypatch):
     ids = {split: [i for text in part for i in (*encode(text), 50256)] for split, part in parts.items()}
     counts = {split: len(part) for split, part in ids.items()}
     rows = {split: datasets.Dataset.from_dict({"text": part, "id": range(len(part))}) for split, part in parts.items()}
-    with pytest.raises(AssertionError, match="tokens, where"):
+    with pytest.raises(AssertionError, match="tokens instead of"):
         script["main"](rows, tmp_path / "out", {**counts, "val": 1})
     assert not (tmp_path / "out").exists()
     script["main"](rows, tmp_path / "out", counts)
@@ -464,5 +464,5 @@ def test_openwebtext_that_cannot_be_fetched_names_the_ways_out():
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}  # else it tries for half a minute
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.search(r"^OpenWebText could not be fetched \(.*\): HF_ENDPOINT names a mirror of the hub; or bring ",
+    assert re.search(r"^OpenWebText could not be downloaded \(.*\): set HF_ENDPOINT to a mirror of the Hub, or copy ",
                      done.stderr, re.M)
