@@ -11,11 +11,9 @@ from runtime.cluster.ranks import broadcast_from_rank0, exit_together, gather_un
 
 
 def newest_intact(store, start, resume_tag="latest", overwrite=False):
-    """Return the newest Tag that every rank finds intact, or None if the run doesn't resume.
-
-    resume_tag: the one tag to check, or "latest" for all. Corrupt tags are skipped and added to store.skipped. A tag
-    that can't be read ends the search, because an older one would lose work. All ranks call it.
-    """
+    """Return the newest Tag that every rank finds intact, or None if the run doesn't resume. resume_tag: the one tag to
+    check, or "latest" for all. Corrupt tags are skipped and added to store.skipped. A tag that can't be read ends the
+    search, because an older one would lose work. All ranks call it."""
     # List again on rank 0: the previous run may have saved since, and other machines may see that later
     newest = broadcast_from_rank0(on_rank_0(store.newest_first))
     if start.kind != "resume":

@@ -48,11 +48,9 @@ def wheel(requirement, members, convert=b"".join):
 
 
 def fetch(what, sources, sha256, fix, keep=None):
-    """Return (bytes, name of the source) from the first of `sources` whose bytes have this sha256.
-
-    keep: a path that is tried first, and where bytes from another source are saved. Raises UserError with the name
-    `what`, each source's failure, and the `fix`.
-    """
+    """Return (bytes, name of the source) from the first of `sources` whose bytes have this sha256. keep: a path that is
+    tried first, and where bytes from another source are saved. Raises UserError with the name `what`, each source's
+    failure, and the `fix`."""
     failures = []
     for name, read in ([local(keep)] if keep else []) + list(sources):
         try:

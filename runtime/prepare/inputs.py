@@ -97,11 +97,9 @@ def text_chunks(file, max_document_bytes):
 
 
 def chunk_end(buffer, at, max_document_bytes):
-    """Return where the piece that begins at `at` ends: after <|endoftext|>, or after one to two `max_document_bytes`.
-
-    A cut comes before the white space in front of a word. GPT-2's BPE splits every text there, so the tokens of the
-    pieces are the tokens of the whole text.
-    """
+    """Return where the piece that begins at `at` ends: after <|endoftext|>, or after one to two `max_document_bytes`. A
+    cut comes before the white space in front of a word. GPT-2's BPE splits every text there, so the tokens of the
+    pieces are the tokens of the whole text."""
     furthest = at + 2 * max_document_bytes
     eot = EOT.search(buffer, at, furthest + EOT_BYTES)
     if eot and eot.start() < furthest:

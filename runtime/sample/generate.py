@@ -42,11 +42,8 @@ def ask_for_prompts(encode, question):
 
 
 class TextStream:
-    """The text after a prompt, token by token: .ids and .text. .ended is None, "end_of_text" or "stop".
-
-    show(new) is called with each piece of text that is final: no incomplete character, and no beginning of a stop
-    string.
-    """
+    """The text after a prompt, token by token: .ids and .text. .ended is None, "end_of_text" or "stop". show(new) is
+    called with each piece of text that is final: no incomplete character, and no beginning of a stop string."""
 
     def __init__(self, prompt, decode, end, stop_strings, show):
         self.prompt, self.decode, self.end, self.stop_strings, self.show = prompt, decode, end, stop_strings, show
