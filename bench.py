@@ -41,10 +41,10 @@ WARMUP = 4  # steps that don't count
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = {run.__name__: run for run in (train, sample, table, baseline)}
-    parser.add_argument("what", choices=commands)
+    parser.add_argument("what", choices=commands, help="baseline: for internal use")
     parser.add_argument("--gpus", type=int, default=1, help="number of processes, also on a CPU")
     parser.add_argument("--baseline", choices=["hf", "pytorch"], help="also measure a baseline")
-    parser.add_argument("--json", default="bench.json", help="the output file")
+    parser.add_argument("--json", default="bench.json", help="output file (default: bench.json)")
     parser.add_argument("--repeats", type=int, default=10, help="number of steps or samples to measure")
     parser.add_argument("--model", type=shape, default="gpt2-xl", help="sample: gpt2-xl, ..., or layers,heads,width")
     parser.add_argument("--batch", type=int, default=1, help="sample: batch size")

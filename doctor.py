@@ -53,7 +53,7 @@ def row(name, detail, fix="", severity=WARN):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num_gpus", type=int, help="number of ranks; default: one per GPU")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     args, argv = parser.parse_known_args()
     if args.num_gpus is not None and args.num_gpus < 1:
         parser.error(f"--num_gpus={args.num_gpus} must be at least 1")
@@ -135,7 +135,7 @@ def plan_settings(rows, settings, ranks):
 def disk(settings, plan):
     """Check the space for all checkpoints of the run, or for one of GPT-2 XL."""
     out_dir = settings.out_dir if settings else "."
-    free, needed, what = free_bytes(out_dir), 22e9, "a GPT-2 XL checkpoint takes"
+    free, needed, what = free_bytes(out_dir), 21.8e9, "a GPT-2 XL checkpoint takes"
     if plan and settings.keep_last:
         needed, what = plan.tag_bytes * (settings.keep_last + 2), "the run's checkpoints take up to"
     yield row("disk", f"{format_bytes(free)} free in {nearest_existing_dir(out_dir)}; {what} {format_bytes(needed)}",

@@ -11,7 +11,7 @@ from typing import Literal
 
 import configurator
 
-out_dir = "out-shakespeare-xl-deepspeed"
+out_dir = "out-shakespeare-xl-deepspeed"  # folder of the run
 tag = "latest"  # latest, best, final, iter_20, ...
 to: str | None = None  # the folder to write; None: hf-TAG in out_dir
 dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # the weights' precision

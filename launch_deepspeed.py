@@ -5,8 +5,8 @@
     python launch_deepspeed.py --headline                what run_deepspeed_xl.sh runs after it has created .venv
 
 All other arguments (a config file, --key=value) go to train_deepspeed.py. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C are
-forwarded: the run saves a checkpoint and exits. A second Ctrl-C kills it. runtime/launch.py, which is torchrun, starts
-the ranks, because the deepspeed command leaves its ranks behind when it is stopped.
+forwarded: the run saves a checkpoint and exits. A second Ctrl-C kills it. The ranks are started
+by runtime/launch.py, a wrapper of torchrun: stopping the deepspeed command can leave ranks running.
 """
 
 import argparse
@@ -51,8 +51,8 @@ def parse_arguments():
     parser.error = fail
     parser.add_argument("--headline", action="store_true", help="prepare the data, check the run, train and sample: "
                         "GPT-2 XL on Shakespeare, or without a GPU a small character-level model")
-    parser.add_argument("--num_gpus", type=int, help="number of ranks: one per GPU, or without GPUs CPU processes "
-                        "(default: all visible GPUs, or 1)")
+    parser.add_argument("--num_gpus", type=int, help="number of GPUs, or of CPU processes without a GPU (default: "
+                        "all visible GPUs, or 1)")
     parser.add_argument("--resume", nargs="?", const="latest", metavar="TAG", help="resume the run in out_dir, or the "
                         "checkpoint of this name (iter_10) or path (out-mine/iter_10)")
     named, args = parser.parse_known_args()

@@ -13,7 +13,7 @@ import configurator
 
 init_from = "resume"  # resume: a checkpoint in out_dir; gpt2, gpt2-medium, gpt2-large, gpt2-xl, a folder of weights, or
 # nanoGPT's ckpt.pt
-out_dir = "out-shakespeare-xl-deepspeed"
+out_dir = "out-shakespeare-xl-deepspeed"  # folder of the run
 tag = "latest"  # latest, best, final, iter_20, ...
 dataset: str | None = None  # with init_from, the dataset that these weights were trained on; None: find it
 # What to generate
@@ -30,12 +30,12 @@ temperature = 0.8  # 0: greedy; below 1 sharpens the distribution, above 1 flatt
 top_k: int | None = 200  # sample from the k likeliest tokens; None: from all
 top_p: float | None = None  # sample from the likeliest tokens that together have this probability
 repetition_penalty = 1.0  # above 1 makes tokens that are already in the text less likely
-seed = 1337  # of the first sample; the next has 1338, and so on
+seed = 1337  # random seed of the first sample; each next one adds 1
 # Perplexity
 score_file: str | None = None  # print this file's mean loss and perplexity instead of generating
 # Machine
-device: Literal["auto", "cuda", "cpu"] = "auto"
-dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if there is a GPU
+dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: bfloat16 if the GPU has it
 
 settings = configurator.from_command_line(globals())
 globals().update(vars(settings))

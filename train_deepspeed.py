@@ -32,10 +32,10 @@ protect_output()
 out_dir = "out-shakespeare-xl-deepspeed"  # folder for checkpoints, history.jsonl and settings.json
 eval_interval = 5  # iterations between evaluations, each of which saves a checkpoint
 log_interval = 1  # iterations between lines on the console
-eval_iters = 20  # evaluation batches of batch_size sequences, over all ranks together
+eval_iters = 20  # batches per evaluation and split, over all ranks together: eval_iters x batch_size sequences
 eval_only = False  # evaluate once and exit
 patience: int | None = None  # evaluations without a better validation loss before the run stops; None: never stop early
-always_save_checkpoint = True  # save at every evaluation; False: only if the validation loss improved
+always_save_checkpoint = True  # save at every evaluation; False: only if the validation loss improved, and at the end
 keep_last = 3  # number of newest checkpoints to keep besides best and final; 0: save nothing
 async_save = True  # write checkpoints in the background; False: training waits
 on_save_error: Literal["stop", "continue"] = "stop"  # what the run does if a checkpoint can't be saved
@@ -50,7 +50,7 @@ sample_start = "\n"  # prompt of the samples
 sample_tokens = 100  # length of a sample in tokens, at most block_size
 # Initialization
 init_from = "gpt2-xl"  # source of the weights: scratch, gpt2*, a folder of weights, a nanoGPT ckpt.pt, an earlier run's
-# out_dir (its best checkpoint) or out_dir/tag; resume: this out_dir's run; auto: resume if there is one, else the above
+# out_dir (its best checkpoint) or out_dir/tag; resume: this out_dir's run; auto: resume if there is one
 resume_tag = "latest"  # checkpoint to resume from (iter_10, best); latest: the newest intact one
 seed = 1337  # random seed of weights, data order and dropout
 max_skipped_steps = 10  # consecutive skipped steps (non-finite gradients, spikes) before the run saves and exits
@@ -71,10 +71,10 @@ n_head: int | None = None  # attention heads per block; None: from the weights, 
 n_embd: int | None = None  # embedding width; None: from the weights, or 768 from scratch
 bias: bool | None = None  # biases in linear layers and layer norms; None: from the weights, or True from scratch
 dropout = 0.0  # dropout probability; 0 for pretraining, 0.1 or more for fine-tuning
-gradient_checkpointing = False  # recompute activations in backward: less memory, 1.31x the time per step
+gradient_checkpointing = False  # recompute activations in backward: less memory, 1.15x to 1.31x the time per step
 # LoRA
 lora_rank = 0  # rank of the adapters; 0: train all weights
-lora_alpha: float | None = None  # scale of the adapters' output, times lora_rank; None: lora_rank
+lora_alpha: float | None = None  # multiply the adapters' output by lora_alpha / lora_rank; None: lora_rank
 lora_dropout = 0.0  # dropout probability on the adapters' input
 lora_target_modules = "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"  # matrices of each block with adapters
 # AdamW

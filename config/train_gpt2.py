@@ -1,4 +1,4 @@
-# GPT-2 small (124M) from scratch on OpenWebText, on 8 GPUs with 40 GB or more.
+# GPT-2 small (124M) from scratch on OpenWebText, on 8 GPUs with 16 GB or more.
 #   torchrun --nproc_per_node=8 train_deepspeed.py config/train_gpt2.py
 # 12 sequences x 8 GPUs x 5 = 480 sequences of 1,024 = 491,520 tokens per step; 600,000 steps see 295 billion tokens.
 out_dir = "out-gpt2"
@@ -21,5 +21,3 @@ warmup_iters = 2000
 lr_decay_iters = 600_000  # the same as max_iters (Chinchilla, arXiv:2203.15556)
 min_lr = 6e-5
 weight_decay = 1e-1
-
-deepspeed_config = "config/ds/zero1.json"  # 124M parameters fit, so shard the optimizer states only

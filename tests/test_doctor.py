@@ -60,9 +60,9 @@ def test_a_run_elsewhere_is_checked_by_its_plan(characters):
     """Neither GPUs nor weights are here, which hinders no run elsewhere; but the plan does not fit."""
     done = doctor("config/xl_shakespeare.py", "--num_gpus=4", "--target_gpu=16", f"--dataset={characters}")
     assert done.returncode == 1 and "1 to fix" in done.stdout
-    for words in ("\nplan       1 x 4 x 32 sequences, bfloat16, ZeRO-2", "WARN  weights",
+    for words in ("\nplan       1 x 4 x 32 = 128 sequences per step, bfloat16, ZeRO-2", "WARN  weights",
                   "18,000 and 2,000 tokens, hashes match", "FAIL  the run           doesn't fit",
-                  "each GPU   16.20 GB of 16.00 GB: too much, because 10% must stay free",
+                  "each GPU   16.20 GB of 16.00 GB: too much (10% must stay free)",
                   "It doesn't fit. Add one of these to your command",
                   "1.8x  --batch_size=1 --gradient_accumulation_steps=32 --gradient_checkpointing=True"):
         assert words in done.stdout, words

@@ -165,7 +165,7 @@ def format_breakdown(title, parts, memory=None):
     total = sum(parts.values())
     limit = f" of {format_bytes(memory)}" if memory else ""
     if memory and total > USABLE_FRACTION * memory:
-        limit += f": too much, because {1 - USABLE_FRACTION:.0%} must stay free"
+        limit += f": too much ({1 - USABLE_FRACTION:.0%} must stay free)"
     lines = [f"{title:<10} {format_bytes(total)}{limit}"]
     for name, size in sorted(parts.items(), key=lambda item: -item[1]):
         if size >= 1e6:

@@ -91,7 +91,8 @@ class RunPlan(Job):
         sequences = f"{batch.micro} x {batch.world_size} x {batch.accumulation}"
         notes = [f"note       {note}" for note in self.notes]
         if hardware.gpu:  # target_gpu: the data may be missing
-            return "\n".join([f"plan       {sequences} sequences, {hardware.dtype}, ZeRO-{self.stage}", *notes])
+            return "\n".join([f"plan       {sequences} = {batch.sequences:,} sequences per step, {hardware.dtype}, "
+                              f"ZeRO-{self.stage}", *notes])
         name = "CPU"
         if hardware.device == "cuda":
             name = f"{torch.cuda.get_device_name()}, {format_bytes(torch.cuda.get_device_properties().total_memory)}"

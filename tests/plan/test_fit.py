@@ -16,7 +16,7 @@ from runtime.plan.memory import Job, bytes_with_eval, estimate, fit_batch, relat
 from runtime.plan.run_plan import Batch, Hardware, ParamCount, Problems, make_plan
 
 XL = ("config/xl_shakespeare.py", "--dry_run=True")
-SIZE = re.compile(r"^each GPU   ([\d.]+) GB of ([\d.]+) GB(: too much, because 10% must stay free)?$", re.M)
+SIZE = re.compile(r"^each GPU   ([\d.]+) GB of ([\d.]+) GB(: too much \(10% must stay free\))?$", re.M)
 SUGGESTION = re.compile(r"^ +[\d.]+ GB +([\d.]+x|LoRA)  (--batch_size=.+)$", re.M)
 
 
