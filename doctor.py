@@ -29,7 +29,7 @@ from configurator import exit_quietly_on_broken_pipe, settings_of_script
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
-OPTIONAL = ("wandb", "tensorboard", "matplotlib", "pytest", "ruff", "triton")  # most runs don't need them
+OPTIONAL = ("wandb", "tensorboard", "matplotlib", "pytest", "pytest-xdist", "peft", "accelerate", "ruff", "triton")
 TIMEOUT_S = 60  # for a command
 NEEDED = ("torch", "deepspeed", "numpy", "pydantic", "psutil", "safetensors", "huggingface_hub")  # for most checks
 COMPLETE = all(map(importlib.util.find_spec, NEEDED))
@@ -186,7 +186,7 @@ def python():
 
 def packages():
     """Compare the packages with the tested versions in requirements.txt."""
-    intact = []
+    other, severity = {}, WARN
     with open(os.path.join(ROOT, "requirements.txt"), encoding="utf-8") as f:
         pins = re.findall(r"^([\w.-]+)==([\w.]+)", f.read(), re.M)
     for name, tested in pins:
@@ -194,13 +194,12 @@ def packages():
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             version = "not installed"
-        needed = name == "deepspeed" or version == "not installed" and name not in OPTIONAL
-        if version.partition("+")[0] == tested:
-            intact.append(f"{name} {tested}")
-        else:
-            yield row(name, f"{version}; {tested} is tested", f"python -m pip install {name}=={tested}",
-                      FAIL if needed else WARN)
-    yield row("packages", ", ".join(intact))
+        if version.partition("+")[0] != tested:
+            other[f"{name}=={tested}"] = f"; {name} {version}"
+            if name == "deepspeed" or version == "not installed" and name not in OPTIONAL:
+                severity = FAIL
+    yield row("packages", f"{len(pins) - len(other)} as in requirements.txt" + "".join(other.values()),
+              f"python -m pip install {' '.join(other)}" if other else "", severity)
 
 
 def cuda():
