@@ -20,4 +20,3 @@ learning_rate = 6e-4
 warmup_iters = 2000
 lr_decay_iters = 600_000  # the same as max_iters (Chinchilla, arXiv:2203.15556)
 min_lr = 6e-5
-weight_decay = 1e-1
