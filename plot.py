@@ -12,7 +12,6 @@ import math
 import os
 import statistics
 
-from configurator import exit_quietly_on_broken_pipe
 from runtime.monitor.history import read_history, series
 from runtime.output import exit_with_error
 
@@ -34,7 +33,6 @@ def main():
     parser.add_argument("out_dirs", nargs="+", metavar="out_dir", help="the output folder of a run")
     parser.add_argument("--png", metavar="FILE", help="output file; default: curves.png in the first folder")
     args = parser.parse_args()
-    exit_quietly_on_broken_pipe()
     runs = {out_dir: read_history(out_dir) for out_dir in map(os.path.normpath, args.out_dirs)}
     if empty := [out_dir for out_dir, history in runs.items() if not history]:
         why = "has no complete record: check the folder's name, or wait for the first evaluation"
