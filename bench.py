@@ -50,6 +50,9 @@ def main():
     parser.add_argument("--batch", type=int, default=1, help="sample: batch size")
     parser.add_argument("--tokens", type=int, default=200, help="sample: tokens per sample")
     args, argv = parser.parse_known_args()
+    for name in ("gpus", "repeats", "batch", "tokens"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name}={getattr(args, name)} must be at least 1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes temporary folders
     if args.what in ("baseline", "table"):  # a process that train() starts, and no measurement
         commands[args.what](args, argv)

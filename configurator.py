@@ -35,8 +35,7 @@ def configure(defaults, argv, annotations=None, root="."):
     """Return the settings that argv makes of the dict `defaults`: a frozen dataclass with its keys as fields.
 
     Its attribute before_auto has the values that "auto" replaced, for init_from=auto and batch_size=auto. Config files
-    are searched for in the working directory, then in `root`. Raises UserError with all problems.
-    """
+    are searched for in the working directory, then in `root`. Raises UserError with all problems."""
     settings, before_auto, problems = dict(defaults), {}, []
     allowed = {name: allowed_values(value, (annotations or {}).get(name)) for name, value in defaults.items()}
 
@@ -132,7 +131,7 @@ def run_config_file(path, settings, root):
     names = dict(settings)
     try:
         exec(compile(Path(found).read_text(encoding="utf-8"), found, "exec"), names)
-    except Exception as error:  # the user's own Python
+    except (Exception, SystemExit) as error:  # the user's own Python
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == found]
         line = lines[-1] if lines else getattr(error, "lineno", None)
         raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from None

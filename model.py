@@ -132,8 +132,7 @@ def cross_entropy_with_grad(logits, targets, vocab_size):
 
     logits: (N, padded_vocab_size). targets: (N,), -1 to ignore a row. Returns (N,) in fp32 and
     (N, padded_vocab_size) in the dtype of logits. Padding columns are ignored. In float16 the gradient is multiplied
-    by FP16_GRAD_FACTOR.
-    """
+    by FP16_GRAD_FACTOR."""
     columns = torch.arange(logits.size(1), device=logits.device)
     logits32 = logits.float().masked_fill(columns >= vocab_size, float("-inf"))
     log_z = torch.logsumexp(logits32, dim=1, keepdim=True)
@@ -161,8 +160,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
     Forward computes the gradients of each chunk from its logits. The full logits are never in memory, and no matmul
     runs twice. The idea is Liger Kernel's (arXiv:2410.10989). Backward scales both gradients in float32, because a
-    scale rounded to bfloat16 can be off by 0.4%.
-    """
+    scale rounded to bfloat16 can be off by 0.4%."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, cross_entropy):
@@ -301,8 +299,7 @@ class GPT(nn.Module):
 
         A row that has produced end_of_text repeats it. Generation stops when all rows have. on_token is called with
         each new column (B,) and may return a mask of the rows that are done, (B,). Beyond block_size tokens the context
-        window slides and all positions change, so each token costs a full forward.
-        """
+        window slides and all positions change, so each token costs a full forward."""
         block_size = self.config.block_size
         decoder = Decoder(self, idx.size(0), min(block_size, idx.size(1) + max_new_tokens), custom_step)
         done = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
@@ -359,8 +356,7 @@ class Decoder:
 
     On CUDA, kernel launches take longer than the kernels, so decode_one_token captures a CUDA graph for each cache
     length: 128, 256, ... custom_step(token, position, caches) -> logits replaces the plain step
-    (runtime/kernels/decode.py).
-    """
+    (runtime/kernels/decode.py)."""
 
     def __init__(self, model, B, max_length, custom_step=None):
         c, weight = model.config, model.transformer.wte.weight

@@ -38,7 +38,10 @@ def main():
         why = "has no complete record: check the folder's name, or wait for the first evaluation"
         exit_with_error("\n".join(f"{out_dir}/history.jsonl {why}" for out_dir in empty))
     path = args.png or os.path.join(args.out_dirs[0], "curves.png")
-    write_png(runs, path)
+    try:
+        write_png(runs, path)
+    except OSError as error:
+        exit_with_error(f"{path} cannot be written ({error.strerror}): choose another with --png=FILE")
     print(f"written to {path}")
 
 

@@ -42,6 +42,7 @@ globals().update(vars(settings))
 
 import os
 from json import dumps
+from math import inf
 
 import torch
 
@@ -55,7 +56,6 @@ from runtime.sample.source import resolve
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed only reads files
-device = pick_device(device)
 if num_samples is None:
     num_samples = 1 if prompts_file or interactive else 3
 stops = [stop_strings] if isinstance(stop_strings, str) else stop_strings or []
@@ -65,12 +65,18 @@ ranges = {  # whether a setting is in its range, and the range
     "batch_size": (batch_size >= 1, "at least 1"),
     "max_new_tokens": (max_new_tokens >= 0, "at least 0"),
     "stop_strings": (all(isinstance(stop, str) and stop for stop in stops), "a non-empty string or a list of them"),
-    "temperature": (temperature >= 0, "at least 0"),
+    "temperature": (temperature == 0 or 1e-5 <= temperature < inf, "0, or at least 1e-5"),
     "top_k": (top_k is None or top_k >= 0, "at least 0, or None"),
     "top_p": (top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or None"),
-    "repetition_penalty": (repetition_penalty > 0, "above 0: 1 for none, 1.1 for a little"),
+    "repetition_penalty": (1e-5 <= repetition_penalty < inf, "at least 1e-5: 1 for none, 1.1 for a little"),
+    "seed": (0 <= seed < 2**62, "at least 0 and below 2**62"),
 }
-problems = [f"{name}={globals()[name]} must be {what}" for name, (in_range, what) in ranges.items() if not in_range]
+given = {"start": start != "\n", "prompts_file": prompts_file is not None, "interactive": interactive,
+         "score_file": score_file is not None}
+problems = [f"{' and '.join(filter(given.get, given))} can't be combined: drop one"] if sum(given.values()) > 1 else []
+if init_from == "resume" and dataset is not None:
+    problems.append(f"dataset={dataset} is for --init_from: a checkpoint of ours knows its dataset")
+problems += [f"{name}={globals()[name]} must be {what}" for name, (in_range, what) in ranges.items() if not in_range]
 if problems:
     exit_with_error("\n".join(problems))
 
@@ -84,6 +90,7 @@ def encode_prompt(text):
 
 
 try:
+    device = pick_device(device)
     dtype = getattr(torch, pick_dtype(dtype, device))
     name, description, data, load = resolve(init_from, out_dir, tag, dataset, ROOT)
     encode, decode = tokenizer_of(data["tokenizer"])

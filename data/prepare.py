@@ -43,8 +43,11 @@ def arguments():
 
 def main():
     args = arguments()
-    if args.max_document_bytes is not None and args.max_document_bytes < 64:
-        raise UserError(f"--max_document_bytes={args.max_document_bytes} is too small: choose 64 or more")
+    for name, low, high in (("max_document_bytes", 64, 2**40), ("workers", 1, 1024), ("val_fraction", 0, 1)):
+        if (value := getattr(args, name)) is not None and not low <= value <= high:
+            raise UserError(f"--{name}={value} must be {low} to {high}")
+    if args.name.strip("/") in ("", ".", ".."):
+        raise UserError(f"--name={args.name} is no name: choose one, such as --name=mine")
     folder = Path(args.name) if os.sep in args.name else ROOT / "data" / args.name
     sources = inputs.find_sources(args.paths, args.format)
     size = sum(source.bytes for source in sources)

@@ -86,7 +86,9 @@ def memory_per_rank(device, local_world_size):
 
 
 def pick_device(device):
-    """Resolve the setting device: "auto" is "cuda" if PyTorch finds a GPU, else "cpu"."""
+    """Resolve the setting device: "auto" is "cuda" if PyTorch finds a GPU, else "cpu". Raises ValueError."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda, but PyTorch finds no CUDA GPU: use --device=cpu, or check nvidia-smi")
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 

@@ -10,8 +10,7 @@ class ResilientStream:
     """A text stream that never raises.
 
     A write fails if a pipe's reader has exited, a log's disk is full, or the terminal is gone. After that, the stream's
-    file descriptor is the null device, also for C libraries and child processes.
-    """
+    file descriptor is the null device, also for C libraries and child processes."""
 
     def __init__(self, stream, null):
         self.stream, self.null = stream, null
@@ -51,10 +50,8 @@ def protect_output():
 
 
 def explain_uncaught(explain):
-    """Print explain(error) instead of the traceback of an uncaught exception, unless it returns None.
-
-    explain may also end the process. For None, an earlier `explain` is called.
-    """
+    """Print explain(error) instead of the traceback of an uncaught exception. It may also end the
+    process. If it returns None, an earlier `explain` is called."""
     earlier = sys.excepthook
 
     def hook(kind, error, trace):
@@ -67,10 +64,8 @@ def explain_uncaught(explain):
 
 
 def exit_with_error(problems):
-    """Exit with code 2 on all ranks, which found the same problems. The first rank of each node prints them.
-
-    The others wait, because a launcher that sees one rank exit kills the rest, which may be printing.
-    """
+    """Exit with code 2 on all ranks, which found the same problems. The first rank of each node prints them. The others
+    wait, because a launcher that sees one rank exit kills the rest, which may be printing."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         print(problems, file=sys.stderr, flush=True)
     else:

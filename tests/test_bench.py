@@ -38,6 +38,7 @@ def test_sample_beside_transformers(tmp_path):
 @pytest.mark.parametrize(("args", "sentence"), [
     (["sample", "--model=gpt3"], "argument --model: invalid shape value: 'gpt3'"),
     (["train", "--json=no/x.json"], "there is no such folder"),
+    (["sample", "--repeats=0"], "--repeats=0 must be at least 1"),
 ])
 def test_mistakes_are_one_line(args, sentence):
     run = launch(ROOT / "bench.py", *args)

@@ -91,6 +91,13 @@ def test_folders_without_records_are_all_named(tmp_path):
         f"{empty}/history.jsonl {why}", f"{cut}/history.jsonl {why}"]
 
 
+def test_a_picture_that_cannot_be_written(tmp_path):
+    run = draw(write_run(tmp_path / "good", [{"iter": "a"}, {"iter": 0, "val_loss": 3.5}]), "--png=/nowhere/x.png")
+    assert run.returncode == 2 and run.stderr.splitlines() == [
+        f"{tmp_path}/good/history.jsonl: skipping line 1, which is not a complete record",
+        "/nowhere/x.png cannot be written (No such file or directory): choose another with --png=FILE"]
+
+
 def test_help_and_no_folder():
     run = draw("--help", PYTHONPROFILEIMPORTTIME="1")
     assert "runtime.monitor.history" in run.stderr and not re.search(r"\b(torch|numpy)$", run.stderr, re.M)  # quick

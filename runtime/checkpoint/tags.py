@@ -97,7 +97,7 @@ class TagStore:
     def find(self, tag="latest"):
         """Return the Tag of this name; "latest" is the newest. Raises CheckpointError."""
         name = self.newest() or tag if tag == "latest" else tag
-        if not self.is_complete(name):
+        if os.path.basename(name) != name or not self.is_complete(name):
             names = ", ".join(self.list())
             raise CheckpointError(f"{self.out_dir} has no complete checkpoint '{tag}': choose from {names}" if names
                                   else f"{self.out_dir} has no checkpoint: choose another folder with --out_dir=DIR")
@@ -175,8 +175,12 @@ class TagStore:
         """Lock out_dir against other runs until this process ends. Raises CheckpointError."""
         import fcntl  # not on Windows, which can read tags
 
-        os.makedirs(self.out_dir, exist_ok=True)
-        self._lock = open(self.path(".lock"), "w")  # noqa: SIM115 (closed with the process)
+        try:
+            os.makedirs(self.out_dir, exist_ok=True)
+            self._lock = open(self.path(".lock"), "w")  # noqa: SIM115 (closed with the process)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {error.filename} ({error.strerror}): fix that, or choose another "
+                                  "--out_dir=DIR") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

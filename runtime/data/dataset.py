@@ -51,8 +51,7 @@ def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source
     The ids of a split are an array, a list, or an iterator over arrays or lists. details: more entries of meta.json.
     All files are first written under temporary names, and meta.json is removed first and renamed last. So a process
     that is killed leaves the old dataset, the new one, or one that check_dataset() rejects. Raises UserError if an
-    id is outside the vocabulary.
-    """
+    id is outside the vocabulary."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in FILES:
@@ -110,7 +109,7 @@ def mixture_shares(weights):
     """Return the shares of a mixture {name: weight} as whole numbers, {name: share}. Of as many sequences as the shares
     add up to, each dataset gets exactly its share. Raises ValueError."""
     if not isinstance(weights, dict) or not weights or not all(
-            isinstance(weight, int | float) and 0 < weight < math.inf for weight in weights.values()):
+            isinstance(name, str) and isinstance(w, int | float) and 0 < w < math.inf for name, w in weights.items()):
         raise ValueError(f"dataset={weights} is not a mixture: write {{'name': 0.3, 'other': 0.7}}, all above 0")
     exact = {name: Fraction(w).limit_denominator(10_000) for name, w in weights.items()}
     unit = Fraction(math.gcd(*(w.numerator for w in exact.values())) or 1,  # the largest that divides them all
@@ -184,8 +183,10 @@ def _check_meta(meta):
         if value not in known:
             raise ValueError(f"{name} {value!r} is not one of {known}")
     counts = [meta[key] for key in ("vocab_size", "train_tokens", "val_tokens")]
-    if not all(type(count) is int for count in counts):
-        raise ValueError("its counts aren't all whole numbers")
+    if not all(type(count) is int and count > 0 for count in counts):
+        raise ValueError("its counts aren't all positive integers")
+    if meta["tokenizer"]["kind"] == "char" and len(meta["tokenizer"]["chars"]) != meta["vocab_size"]:
+        raise ValueError(f"its {len(meta['tokenizer']['chars'])} characters don't make a vocabulary of {counts[0]}")
 
 
 def _meta_of_nanogpt(folder):

@@ -42,8 +42,7 @@ def feistel_permute(i, n, key):
     """Return the indices i under a permutation of range(n) that `key`, a number or an array like i, chooses.
 
     It is a Feistel network of six rounds over the next power of four. Results beyond n are permuted again until they
-    are inside (Black and Rogaway, 2002). The memory doesn't depend on n.
-    """
+    are inside (Black and Rogaway, 2002). The memory doesn't depend on n."""
     bits = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << bits) - np.uint64(1)
     i, key = np.broadcast_arrays(np.asarray(i, dtype=np.uint64), np.asarray(key, dtype=np.uint64))
@@ -132,8 +131,7 @@ def train_batches(sources, iter_num, rank, world_size, settings, vocab_size, dev
     """Yield (x, y) micro-batches on `device` without end, from step iter_num on; sources: [(tokens, share)].
 
     A thread reads and pins whole steps in advance, because each handover between threads waits for Python's lock. One
-    handover per micro-batch took 9 of the 663 ms per step of GPT-2 XL at micro-batch 8 x accumulation 4.
-    """
+    handover per micro-batch took 9 of the 663 ms per step of GPT-2 XL at micro-batch 8 x accumulation 4."""
     sys.setswitchinterval(5e-4)  # seconds until a busy thread releases the lock; the default is 5 ms
     ready = queue.Queue(maxsize=2)
     pin, block_size = torch.device(device).type == "cuda", settings["block_size"]
@@ -160,10 +158,8 @@ def train_batches(sources, iter_num, rank, world_size, settings, vocab_size, dev
 
 def eval_batches(tokens, rank, world_size, n, settings, vocab_size, device):
     """Yield this rank's (x, y) of the n windows of an evaluation.
-
     Every rank gets the same number of batches of the same size, padded with windows that are ignored. At ZeRO-3 a
-    forward pass is collective, and a new batch size would recompile the blocks.
-    """
+    forward pass is collective, and a new batch size would recompile the blocks."""
     offsets, batch_size = eval_offsets(len(tokens), settings["block_size"], n), settings["batch_size"]
     per_rank = -(-len(offsets) // world_size)
     mine = offsets[rank * per_rank : (rank + 1) * per_rank]

@@ -19,8 +19,7 @@ class FastPath:
 
     install() is the only place in the project that replaces anything in DeepSpeed's optimizer: process_gradients,
     reduce_ipg_grads, has_overflow, scaled_global_norm, zero_grad, overlap_comm and _use_compact_grad_partition_buffer
-    (zero2_gradients.py), and step (fused_adamw.py). Parameters get a main_grad.
-    """
+    (zero2_gradients.py), and step (fused_adamw.py). Parameters get a main_grad."""
 
     def __init__(self, engine=None):
         self.engine = engine
@@ -48,8 +47,7 @@ class FastPath:
         Every micro-step must do the same work at the same addresses. That holds for ZeRO-2 with our gradients and step,
         without a loss scale. Each replay draws new random numbers for dropout, the same ones as without a graph. The
         first step runs eagerly, because libraries and DeepSpeed initialize at their first calls. The capture comes
-        before the second step, because from then on DeepSpeed's step timer synchronizes the GPU.
-        """
+        before the second step, because from then on DeepSpeed's step timer synchronizes the GPU."""
         self.launches_left = self.engine.gradient_accumulation_steps()
         params = [param for param in self.engine.module.parameters() if param.requires_grad]
         self.graph_is_local = all(hasattr(param, "main_grad") for param in params)  # no collective in it

@@ -21,8 +21,7 @@ class StepHealth:
     """Checks every optimizer step for non-finite losses, gradient spikes and float16 overflow.
 
     fast: the engine's FastPath. warn: RunLog.warn. datasets and mixture, [(tokens, share)]: the training data, to name
-    the batch of a non-finite loss. grad_norms: the recent ones of a run that resumes.
-    """
+    the batch of a non-finite loss. grad_norms: the recent ones of a run that resumes."""
 
     def __init__(self, engine, fast, warn, datasets, mixture, seed, grad_norms=()):
         self.engine, self.fast, self.warn = engine, fast, warn

@@ -29,7 +29,7 @@ def read_history(out_dir):
         for number, line in enumerate(f, 1):
             try:
                 record = json.loads(line)
-                record["iter"]
+                record["iter"] + 0  # a number
                 history.append(record)
             except (ValueError, TypeError, KeyError):
                 print(f"{path}: skipping line {number}, which is not a complete record", file=sys.stderr)

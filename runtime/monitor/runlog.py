@@ -29,8 +29,7 @@ class RunLog:
     """Reports a run. Rank 0 prints and writes, but all ranks create one and call open_files() and step().
 
     settings: a dict. state: of the checkpoint that the run resumes from, else {}. datasets: with name and share.
-    memory: estimated peak bytes per GPU. process_start: time.time() when the process started.
-    """
+    memory: estimated peak bytes per GPU. process_start: time.time() when the process started."""
 
     def __init__(self, settings, state, device, datasets, tokens_per_iter, memory, process_start):
         self.settings, self.device, self.datasets = settings, device, datasets
@@ -116,9 +115,7 @@ class RunLog:
 
     def evaluation(self, iter_num, losses, sequences_seen, seconds):
         """Print and record an evaluation. Return the validation loss; of a mixture, the weighted mean.
-
-        losses: {"train" and "val": [(mean, standard error) per dataset]}. sequences_seen: {dataset name: sequences}.
-        """
+        losses: {"train" and "val": [(mean, standard error) per dataset]}. sequences_seen: {dataset name: sequences}."""
         shares = [one.share for one in self.datasets]
         record = {"iter": iter_num, **loss_record(losses, shares), "eval_s": seconds}
         record["perplexity"] = perplexity(record["val_loss"])

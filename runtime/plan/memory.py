@@ -5,6 +5,7 @@ RESULTS.md compares the estimate with measurements of GPT-2 XL on H200.
 """
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,8 +81,9 @@ class Job:
     def splits(self):
         """Return the job with each micro-batch that divides its sequences per step, the largest first."""
         n = self.batch.micro * self.batch.accumulation
+        small = [micro for micro in range(1, math.isqrt(n) + 1) if n % micro == 0]
         return [replace(self, batch=replace(self.batch, micro=micro, accumulation=n // micro))
-                for micro in range(n, 0, -1) if n % micro == 0]
+                for micro in sorted({*small, *(n // micro for micro in small)}, reverse=True)]
 
 
 def estimate(job):
@@ -179,8 +181,7 @@ def relative_step_time(micro, recompute, preset):
 
     ZeRO-2 takes 606 ms at 32 x 1, 635 ms at 8 x 4 and 853 ms at 1 x 32. ZeRO-3 takes 1.12x as long at 32 x 1, 1.53x at
     16 x 2 and 2.3x at 8 x 4, where it waits for the CPU. Offload with recomputation at 8 x 4 takes 2,230 and 2,850 ms,
-    most of it the optimizer step on 16 CPU cores. Recomputation takes 1.31x as long at 8 x 4.
-    """
+    most of it the optimizer step on 16 CPU cores. Recomputation takes 1.31x as long at 8 x 4."""
     if "offload" in preset:
         cpu_ms = 1390 if "zero2" in preset else 2010
         return (cpu_ms + 606 * relative_step_time(micro, recompute, "zero2")) / 606

@@ -22,6 +22,8 @@ RULES = [  # (whether the settings break it, the message)
      "lora_rank={s.lora_rank} needs pretrained weights, but init_from=scratch: name some with --init_from"),
     (lambda s: not s.lora_rank and (s.lora_alpha is not None or s.lora_dropout),
      "lora_alpha={s.lora_alpha} and lora_dropout={s.lora_dropout} need LoRA: add --lora_rank=64, or drop them"),
+    (lambda s: s.profile and not s.eval_only and s.profile_start + s.profile_iters > s.max_iters and not s.max_epochs,
+     "profile=True needs {s.profile_start} + {s.profile_iters} iterations: lower profile_start, or raise max_iters"),
     (lambda s: s.init_from not in ("resume", "auto") and s.resume_tag != "latest",
      "resume_tag={s.resume_tag} is for resuming: add --init_from=resume, or drop it"),
     (lambda s: s.cooldown_iters is not None and not (s.decay_lr and s.lr_schedule == "wsd"),

@@ -198,8 +198,8 @@ def detect_hardware(s, ranks, problems, notes):
         dtype = gpu.half_dtype if s.dtype == "auto" else s.dtype
         return Hardware("cuda", dtype, s.compile is not False, int(gpu.gb * 1e9), gpu)
     device = pick_device(s.device)
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda, but PyTorch finds no CUDA GPU: use --device=cpu, or check nvidia-smi")
+    if device == "cpu" and s.backend == "nccl":
+        raise UserError("backend=nccl needs GPUs: use --backend=auto")
     if device == "cuda" and ranks.local_world_size > (gpus := torch.cuda.device_count()):
         raise UserError(f"{ranks.local_world_size} ranks, but {gpus} GPUs on this machine: start {gpus} ranks, or use "
                         "--device=cpu")
@@ -224,9 +224,9 @@ def resolve_ds_config(s, batch, hardware, notes):
 def sample_tokenizer(s, data):
     """Return (encode, decode) for samples. Raises UserError."""
     encode, decode = tokenizer_of(data["tokenizer"])
-    n = len(encode(s.sample_start))
-    if not 1 <= n <= s.block_size:
-        raise UserError(f"sample_start has {n} tokens: use 1 to {s.block_size} (block_size)")
+    for name, n in (("sample_start", len(encode(s.sample_start))), ("sample_tokens", s.sample_tokens)):
+        if not 1 <= n <= s.block_size:
+            raise UserError(f"{name} has {n} tokens: use 1 to {s.block_size} (block_size)")
     return encode, decode
 
 
@@ -268,6 +268,8 @@ def check_out_dir(s, start, size):
     if newest and start and start.kind != "resume" and not s.overwrite:
         raise UserError(f"{s.out_dir} already holds a run ({newest}): resume it with --init_from=resume, choose "
                         "another --out_dir=DIR, or delete it with --overwrite=True")
+    if os.path.exists(os.path.join(s.out_dir, "manifest.json")):
+        raise UserError(f"out_dir={s.out_dir} is a checkpoint of a run: choose another with --out_dir=DIR")
     folder = nearest_existing_dir(s.out_dir)
     if not s.out_dir or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise UserError(f"out_dir={s.out_dir} cannot be written: choose another with --out_dir=DIR")

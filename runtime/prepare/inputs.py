@@ -37,10 +37,10 @@ def find_sources(paths, kind=None):
         if os.path.isdir(path):
             files += sorted(str(file) for file in Path(path).rglob("*") if file.is_file()
                             and not any(part.startswith(".") for part in file.relative_to(path).parts))
-        elif path == "-" or os.path.isfile(path):
+        elif os.path.isfile(path) or path == "-" and sys.stdin is not None and path not in files:
             files.append(path)
         else:
-            raise UserError(f"{path} does not exist: check the path")
+            raise UserError(f"{path} is not a file or folder: check the path, or pipe it to a single -")
     if not files:
         raise UserError(f"{' '.join(paths)} has no files in it: choose another folder")
     sources = []

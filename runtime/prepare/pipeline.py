@@ -131,6 +131,8 @@ class Reader:
     def check(self):
         """Raise UserError unless there are documents in both splits."""
         train, val = self.counts["train"], self.counts["val"]
+        if not train + val:
+            raise UserError("the input has no text: check the files, and --field for JSON lines or Parquet")
         if not (train and val):
             raise UserError(f"{train} documents are for training and {val} for validation, and each split needs "
                             "one: change --val_fraction, or cut texts into more with --max_document_bytes=BYTES")

@@ -175,3 +175,4 @@ def test_the_largest_batch_that_fits_and_divides():
             batch = fit_batch(job((size(micro, sequences) + 1e6) / 0.9, sequences))
             assert (batch.micro, batch.micro * batch.accumulation) == (micro, sequences)
     assert fit_batch(job(one / 2)).micro == 1 and two > one
+    assert len(job(0, 10**10).splits()) == 121  # at once, for a batch_size with zeros too many

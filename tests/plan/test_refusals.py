@@ -54,6 +54,10 @@ def bad(tmp_path_factory, holder, characters):
         ids[200:202] = (28).to_bytes(2, "little")  # the vocabulary is 0 ... 27
         (copy / "val.bin").write_bytes(ids)
 
+    def no_characters(copy):
+        meta = json.loads((copy / "meta.json").read_text())
+        (copy / "meta.json").write_text(json.dumps(meta | {"tokenizer": {"kind": "char", "chars": "ab"}}))
+
     def ds_config(name, content):
         (folder / f"{name}.json").write_text(json.dumps(content))
         return f"--deepspeed_config={folder}/{name}.json"
@@ -84,6 +88,7 @@ def bad(tmp_path_factory, holder, characters):
     (barred / "iter_4" / "manifest.json").unlink()
     (barred / "iter_4" / "manifest.json").mkdir()
     (folder / "tiny").mkdir()
+    (folder / "locked" / ".lock").mkdir(parents=True)
     from transformers import GPT2Config, GPT2LMHeadModel
     GPT2LMHeadModel(GPT2Config(vocab_size=28, n_embd=8, n_layer=1, n_head=2, n_positions=16)).save_pretrained(
         folder / "tiny")
@@ -121,6 +126,14 @@ def bad(tmp_path_factory, holder, characters):
         "float16": ["--dtype=float16"],
         "cuda": ["--device=cuda"],
         "fp8": ["--fp8=True"],
+        "backend": ["--backend=nccl"],
+        "profile": ["--profile=True", "--profile_start=1000"],
+        "sample tokens": ["--sample_interval=1", "--sample_tokens=1000"],
+        "mixture": ["--dataset={1: 0.5}"],
+        "characters": [data("characters", no_characters)],
+        "a checkpoint": [f"--out_dir={holder}/iter_4"],
+        "path of a tag": ["--init_from=resume", f"--resume_tag=../{holder.name}/iter_4"],
+        "lock": [f"--out_dir={folder}/locked"],
         "unwritable": [f"--out_dir={folder}/file/out"],
         "no out_dir": ["--out_dir="],
         "other run": ["--overwrite=False"],
@@ -176,6 +189,14 @@ SENTENCES = {
     "float16": "dtype=float16 needs a GPU: use --dtype=float32 or --dtype=bfloat16",
     "cuda": "device=cuda, but PyTorch finds no CUDA GPU: use --device=cpu",
     "fp8": "fp8=True needs compute capability 9.0 (H100, H200, B200, ...), bfloat16, compile=auto, a C compiler",
+    "backend": "backend=nccl needs GPUs: use --backend=auto",
+    "profile": "profile=True needs 1000 + 2 iterations: lower profile_start, or raise max_iters",
+    "sample tokens": "sample_tokens has 1000 tokens: use 1 to 32 (block_size)",
+    "mixture": "dataset={1: 0.5} is not a mixture: write {'name': 0.3, 'other': 0.7}, all above 0",
+    "characters": "characters/meta.json can't be used (ValueError: its 2 characters don't make a vocabulary of 28)",
+    "a checkpoint": "iter_4 is a checkpoint of a run: choose another with --out_dir=DIR",
+    "path of a tag": "/iter_4': choose from iter_2, iter_4, best, final",
+    "lock": "locked/.lock (Is a directory): fix that, or choose another --out_dir=DIR",
     "unwritable": "file/out cannot be written: choose another with --out_dir=DIR",
     "no out_dir": "cannot be written: choose another with --out_dir=DIR",
     "other run": "already holds a run (iter_4): resume it with --init_from=resume, choose another --out_dir=DIR, or "

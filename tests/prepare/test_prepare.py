@@ -355,10 +355,10 @@ def texts(tmp_path_factory):
 
 
 MISTAKES = {
-    "no file": ("nowhere.txt", "nowhere.txt does not exist: check the path"),
+    "no file": ("nowhere.txt", "nowhere.txt is not a file or folder: check the path, or pipe it to a single -"),
     "no files in it": ("empty", "empty has no files in it"),
-    "cut": ("one.txt --max_document_bytes=1", "--max_document_bytes=1 is too small: choose 64 or more"),
-    "no text": ("empty.txt", "0 documents are for training and 0 for validation, and each split needs one: change "),
+    "cut": ("one.txt --max_document_bytes=1", "--max_document_bytes=1 must be 64 to 1099511627776"),
+    "no text": ("empty.txt", "the input has no text: check the files, and --field"),
     "one document": ("one.txt", "1 documents are for training and 0 for validation"),
     "none for validation": ("good.jsonl --val_fraction=0.001", "16 documents are for training and 0 for validation"),
     "none to train on": ("good.jsonl --val_fraction=1", "0 documents are for training and 16 for validation"),
@@ -381,6 +381,10 @@ MISTAKES = {
     "no text column": ("number.parquet", r"number.parquet has no text column 'text' \(text columns: body\): "),
     "no tokenizer": ("one.txt --tokenizer=tokenizer", "tokenizer has no tokenizer.json: choose gpt2, char, or a"),
     "bad tokenizer": ("one.txt --tokenizer=bad", r"tokenizer .*bad/tokenizer.json can't be used \(.*\): restore it"),
+    "no number": ("good.jsonl --val_fraction=nan", "--val_fraction=nan must be 0 to 1"),
+    "no workers": ("good.jsonl --workers=0", "--workers=0 must be 1 to 1024"),
+    "no name": ("good.jsonl --name=..", "--name=.. is no name: choose one, such as --name=mine"),
+    "two pipes": ("- -", "- is not a file or folder: check the path, or pipe it to a single -"),
     "other data": ("good.jsonl --name=./made", "made holds a dataset: choose another --name"),
 }
 
