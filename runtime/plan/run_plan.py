@@ -224,9 +224,9 @@ def resolve_ds_config(s, batch, hardware, notes):
 def sample_tokenizer(s, data):
     """Return (encode, decode) for samples. Raises UserError."""
     encode, decode = tokenizer_of(data["tokenizer"])
-    for name, n in (("sample_start", len(encode(s.sample_start))), ("sample_tokens", s.sample_tokens)):
-        if not 1 <= n <= s.block_size:
-            raise UserError(f"{name} has {n} tokens: use 1 to {s.block_size} (block_size)")
+    n = len(encode(s.sample_start))
+    if not 1 <= n <= s.block_size:
+        raise UserError(f"sample_start has {n} tokens: use 1 to {s.block_size} (block_size)")
     return encode, decode
 
 

@@ -93,7 +93,8 @@ def main():
         filled.unlink(missing_ok=True)
         job = start(args.data, out_dir, *OPTIONS, *options, log=log, script=planted(args.folder, HOLD))
         assert wait_for(lambda: {"saved iter_2", "held before iter_4"} <= set(
-            re.findall("saved iter_2|held before .*", log.read_text())), 120)
+            re.findall("saved iter_2|held before .*", log.read_text()))
+            and '"saved": "iter_2"' in (out_dir / "history.jsonl").read_text(), 120)  # which comes after the line
         with open(out_dir / "history.jsonl", "a") as history:  # its last page: new, or without a byte left
             history.write(" " * (-history.tell() % PAGE - (not leave)) + "\n")
         fill(disk, leave)
