@@ -7,7 +7,7 @@ import deepspeed
 import torch
 
 from model import Block
-from runtime.cluster.ranks import exit_together, print0, silence_stdout
+from runtime.cluster.ranks import print0, silence_stdout
 from runtime.engine import fixes
 from runtime.engine.ds_config import has_per_step_timers, uses_offload
 from runtime.kernels import block as kernels
@@ -68,11 +68,8 @@ def adamw(groups, ds_config, **options):
 
 def initialize(model, optimizer, ds_config):
     """Return DeepSpeed's engine, with the workarounds of fixes.py."""
-    try:
-        with silence_stdout():
-            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
-    except AssertionError as error:  # keys that exclude each other
-        exit_together([f"DeepSpeed rejects the JSON of deepspeed_config: {error!r}"])
+    with silence_stdout():
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     fixes.keep_going_at_min_loss_scale(engine)
     fixes.skip_nonfinite_at_stage_0(engine)
     fixes.record_zero_stage(engine)
