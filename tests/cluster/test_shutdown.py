@@ -125,6 +125,8 @@ def test_nohup_outlives_its_terminal(characters, start, tmp_path, command):
     assert TagStore(tmp_path / "out").find().manifest["iter_num"] > seen
 
 
+# tmux is a program of the system that the project doesn't need or install, and it is what this test is about. The
+# project's part, a lost terminal, is also tested without it: SIGHUP and nohup, above
 @pytest.mark.long
 @pytest.mark.skipif(not shutil.which("tmux"), reason="no tmux")
 def test_a_run_in_tmux_outlives_its_terminal(characters, tmp_path):
