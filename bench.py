@@ -2,7 +2,8 @@
 
     python bench.py train --gpus=4 config/xl_shakespeare.py --batch_size=8    step time, memory, time to the first step
     python bench.py train --baseline=hf config/xl_shakespeare.py              also transformers' GPT-2 with DeepSpeed
-    python bench.py train --baseline=pytorch config/xl_shakespeare.py         also a GPT in plain PyTorch, compiled
+    python bench.py train --baseline=pytorch config/xl_shakespeare.py         also a GPT in plain PyTorch, with DDP
+    python bench.py train --baseline=fsdp2 --gpus=2 config/xl_shakespeare.py  also a GPT in PyTorch's FSDP2
     python bench.py sample --model=gpt2-xl --batch=1 --baseline=hf            tokens/s, also of transformers' generate()
     python bench.py table                                                     update docs/numbers.md from results/
 
@@ -35,7 +36,7 @@ from runtime.weights import PRETRAINED
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 SCRIPT = os.path.join(ROOT, "train_deepspeed.py")
-WARMUP = 4  # steps that don't count
+BASELINES = ("hf", "pytorch", "fsdp2")
 
 
 def main():
@@ -43,16 +44,19 @@ def main():
     commands = {run.__name__: run for run in (train, sample, table, baseline)}
     parser.add_argument("what", choices=commands, help="baseline: for internal use")
     parser.add_argument("--gpus", type=int, default=1, help="number of processes, also on a CPU")
-    parser.add_argument("--baseline", choices=["hf", "pytorch"], help="also measure a baseline")
+    parser.add_argument("--baseline", choices=BASELINES, help="also measure a baseline")
     parser.add_argument("--json", default="bench.json", help="output file (default: bench.json)")
     parser.add_argument("--repeats", type=int, default=10, help="number of steps or samples to measure")
+    parser.add_argument("--warmup", type=int, default=4, help="train: number of steps before that")
     parser.add_argument("--model", type=shape, default="gpt2-xl", help="sample: gpt2-xl, ..., or layers,heads,width")
     parser.add_argument("--batch", type=int, default=1, help="sample: batch size")
     parser.add_argument("--tokens", type=int, default=200, help="sample: tokens per sample")
     args, argv = parser.parse_known_args()
-    for name in ("gpus", "repeats", "batch", "tokens"):
+    for name in ("gpus", "warmup", "repeats", "batch", "tokens"):
         if getattr(args, name) < 1:
             parser.error(f"--{name}={getattr(args, name)} must be at least 1")
+    if args.what == "sample" and args.baseline not in (None, "hf"):
+        parser.error(f"--baseline={args.baseline} is for train: use --baseline=hf")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes temporary folders
     if args.what in ("baseline", "table"):  # a process that train() starts, and no measurement
         commands[args.what](args, argv)
@@ -91,13 +95,13 @@ def run_ranks(args, out_dir, *command):
 
 def train(args, argv):
     """Measure the steps of train_deepspeed.py, then the steps of the baseline."""
-    argv = [*argv, f"--max_iters={WARMUP + args.repeats}", "--eval_interval=1000000000", "--eval_iters=1",
+    argv = [*argv, f"--max_iters={args.warmup + args.repeats}", "--eval_interval=1000000000", "--eval_iters=1",
             "--keep_last=0", "--log_interval=1"]
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         run_ranks(args, folder, SCRIPT, *argv)
         run, records = read_json(folder, "settings.json"), [r for r in read_history(folder) if "ms" in r]
         record = {key: run[key] for key in ("hardware", "versions", "settings", "world_size")}
-        counted, s = records[WARMUP:], record["settings"]
+        counted, s = records[args.warmup :], record["settings"]
         ms = summarize([r["ms"] for r in counted])
         per_median = counted[0]["ms"] / ms["median"]
         record |= {
@@ -116,7 +120,7 @@ def train(args, argv):
                       f"--batch_size={s['batch_size']}",
                       f"--gradient_accumulation_steps={s['gradient_accumulation_steps']}")
             other = read_json(folder, "baseline.json")
-            other["ms"] = summarize(other["ms"])
+            other["ms"] = summarize(other["ms"][args.warmup :])
             other["ratio"] = other["ms"]["median"] / ms["median"]
             record["baseline"] = other
             print(f"{other['name']}: {other['ms']['median']:.1f} ms, {other['peak_gb']:.1f} GB: ours is "
@@ -129,7 +133,7 @@ def baseline(args, argv):
     s = settings_of_script(SCRIPT, argv)
     if not torch.cuda.is_available() or s.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
-    from runtime.cluster.ranks import ranks_from_environment, shut_down
+    from runtime.cluster.ranks import all_reduce_sum, ranks_from_environment, shut_down
     from runtime.data.dataset import open_tokens
     from runtime.data.loader import train_batches
     from runtime.engine.setup import setup_device
@@ -140,19 +144,22 @@ def baseline(args, argv):
     plan = plan_run(s, ranks)
     device = setup_device(plan.hardware, ranks.local_rank, plan.ds_config)
     torch.manual_seed(s.seed)
-    name, micro_step = {"hf": transformers_steps, "pytorch": pytorch_steps}[args.baseline](plan, s, device)
+    steps = dict(zip(BASELINES, (transformers_steps, pytorch_steps, fsdp2_steps), strict=True))
+    name, micro_step = steps[args.baseline](plan, s, device)
     mixture = [(open_tokens(one, "train"), one.share) for one in plan.datasets]
     batches = train_batches(mixture, 0, ranks.rank, ranks.world_size, vars(s), plan.data["vocab_size"], device)
-    times = []
+    times, losses = [], []
     for _ in range(s.max_iters):
         start, total = time.perf_counter(), 0.0
         for number in range(s.gradient_accumulation_steps):
             total += micro_step(*next(batches), number + 1 == s.gradient_accumulation_steps)
-        total.item()  # waits for the step
+        losses.append(total.item() / s.gradient_accumulation_steps / ranks.world_size)  # item() waits for the step
         times.append(1000 * (time.perf_counter() - start))
+    losses = all_reduce_sum(*losses, device=device)
     if ranks.rank == 0:
         write_json(Path(s.out_dir, "baseline.json"),
-                   {"name": name, "ms": times[WARMUP:], "peak_gb": peak_memory(device) / 1e9})
+                   {"name": name, "ms": times, "losses": losses, "peak_gb": peak_memory(device) / 1e9})
+    del micro_step  # frees DDP now: after the process group, it can deadlock with a thread of gloo
     shut_down()
 
 
@@ -183,27 +190,56 @@ def transformers_steps(plan, s, device):
 
 
 def pytorch_steps(plan, s, device):
-    """Return (name, micro_step) of a GPT in plain PyTorch, trained as nanoGPT does: float32 parameters, autocast, the
-    whole model compiled, all logits at once, fused AdamW, and DistributedDataParallel on several GPUs."""
-    from torch.nn.functional import cross_entropy
-
+    """Return (name, micro_step) of a GPT in plain PyTorch, trained as nanoGPT does: float32 parameters, autocast, and
+    the whole model compiled. On several GPUs, DistributedDataParallel reduces gradients in the last micro-step."""
     with device:
         model = GPT(plan.model)
-    model.gradient_checkpointing = s.gradient_checkpointing
-    optimizer = torch.optim.AdamW(model.parameter_groups(s.weight_decay), lr=s.learning_rate,
-                                  fused=plan.hardware.device == "cuda")
     wrapped = torch.compile(model) if plan.hardware.compile else model
-    several = dist.get_world_size() > 1
-    if several:
+    if several := dist.get_world_size() > 1:
         wrapped = torch.nn.parallel.DistributedDataParallel(wrapped)
     dtype = plan.hardware.torch_dtype
 
-    def micro_step(x, y, last):
-        if several:
-            wrapped.require_backward_grad_sync = last
+    def forward(x, last):
+        wrapped.require_backward_grad_sync = last  # what no_sync() sets
         with torch.autocast(plan.hardware.device, dtype, enabled=dtype != torch.float32):
-            logits = wrapped(x)
-            loss = cross_entropy(logits.flatten(0, 1), y.flatten())
+            return wrapped(x)
+
+    name = "PyTorch" + " DDP" * several + " with torch.compile" * plan.hardware.compile
+    return name, plain_micro_step(model, forward, s)
+
+
+def fsdp2_steps(plan, s, device):
+    """Return (name, micro_step) of a GPT in PyTorch's FSDP2, as its documentation advises: fully_shard on each block
+    and then on the model, bfloat16 weights, gradients reduced in float32. set_requires_gradient_sync(False) keeps all
+    micro-steps but the last from reducing gradients: FSDP2's no_sync(). As in TorchTitan, each block is compiled."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    with device:
+        model = GPT(plan.model)
+    if plan.hardware.compile:
+        model.compile_blocks()
+    policy = MixedPrecisionPolicy(param_dtype=plan.hardware.torch_dtype, reduce_dtype=torch.float32)
+    for module in (*model.transformer.h, model):
+        fully_shard(module, mp_policy=policy)
+
+    def forward(x, last):
+        model.set_requires_gradient_sync(last)
+        return model(x)
+
+    return "FSDP2" + " with torch.compile" * plan.hardware.compile, plain_micro_step(model, forward, s)
+
+
+def plain_micro_step(model, forward, s):
+    """Return micro_step(x, y, last) of a GPT without DeepSpeed. forward(x, last) returns all logits. The last
+    micro-step clips the gradients and makes the step of fused AdamW."""
+    from torch.nn.functional import cross_entropy
+
+    model.gradient_checkpointing = s.gradient_checkpointing
+    optimizer = torch.optim.AdamW(model.parameter_groups(s.weight_decay), lr=s.learning_rate,
+                                  betas=(s.beta1, s.beta2), fused=True)
+
+    def micro_step(x, y, last):
+        loss = cross_entropy(forward(x, last).float().flatten(0, 1), y.flatten())
         (loss / s.gradient_accumulation_steps).backward()
         if last:
             torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip)
@@ -211,7 +247,7 @@ def pytorch_steps(plan, s, device):
             optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return "PyTorch with torch.compile", micro_step
+    return micro_step
 
 
 def shape(model):

@@ -14,17 +14,25 @@ def bench(out, *args):
     return json.loads(out.read_text()), run.stdout
 
 
-@pytest.mark.parametrize(("baseline", "name"), [long("hf", "transformers"), ("pytorch", "PyTorch with torch.compile")])
+@pytest.mark.parametrize(("baseline", "name"), [
+    long("hf", "transformers"), ("pytorch", "PyTorch DDP"), ("fsdp2", "FSDP2")])
 def test_train_and_a_baseline(characters, tmp_path, baseline, name):
+    """Plain PyTorch's baselines start from our weights, so their losses are ours at each step."""
     found, output = bench(tmp_path / "train.json", "train", "--gpus=2", f"--baseline={baseline}", "--repeats=5", *SMALL,
-                         f"--dataset={characters}")
-    ms = [r["ms"] for r in found["history"][4:]]
+                          f"--dataset={characters}", "--decay_lr=False", "--learning_rate=1e-2", "--grad_clip=0.3",
+                          "--warmup=2", "--gradient_accumulation_steps=3", "--seed=5")
+    ms = [r["ms"] for r in found["history"][2:]]
     assert found["ms"] == {"median": sorted(ms)[2], "min": min(ms), "max": max(ms), "count": 5}
-    assert found["tokens_per_s"] == pytest.approx(2 * 2 * 2 * 32 / (found["ms"]["median"] / 1000))
+    assert found["tokens_per_s"] == pytest.approx(2 * 2 * 3 * 32 / (found["ms"]["median"] / 1000))
     other = found["baseline"]
     assert other["ratio"] == other["ms"]["median"] / found["ms"]["median"] and found["world_size"] == 2
+    assert other["ms"]["count"] == 5 and len(other["losses"]) == 7
     assert f"bench.py train --gpus=2 --baseline={baseline}" in found["command"] and "x faster" in output
-    assert other["name"].startswith(name)
+    assert other["name"].startswith(name) and "compile" not in other["name"]
+    losses = [r["loss"] for r in found["history"]]
+    assert losses[-1] < losses[0] - 0.3 and min(r["grad_norm"] for r in found["history"]) > 0.3  # each is clipped
+    if baseline != "hf":
+        assert other["losses"] == pytest.approx(losses, rel=1e-5)
 
 
 def test_sample_beside_transformers(tmp_path):
@@ -39,6 +47,7 @@ def test_sample_beside_transformers(tmp_path):
     (["sample", "--model=gpt3"], "argument --model: invalid shape value: 'gpt3'"),
     (["train", "--json=no/x.json"], "there is no such folder"),
     (["sample", "--repeats=0"], "--repeats=0 must be at least 1"),
+    (["sample", "--baseline=fsdp2"], "--baseline=fsdp2 is for train: use --baseline=hf"),
 ])
 def test_mistakes_are_one_line(args, sentence):
     run = launch(ROOT / "bench.py", *args)
