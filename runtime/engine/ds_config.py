@@ -52,10 +52,11 @@ def with_batch(config, batch):
             "train_batch_size": batch.micro * batch.accumulation * batch.world_size}
 
 
-def resolve(path, batch, grad_clip, dtype, compiled=False):
+def resolve(path, batch, grad_clip, dtype, compiled=False, config=None):
     """Return (config for deepspeed.initialize, notes to print) from a JSON file and the script's settings. batch: as in
-    with_batch(). compiled: whether the blocks are. Raise UserError with all problems."""
-    config, owned = read_json(path), {**with_batch({}, batch), "gradient_clipping": grad_clip}
+    with_batch(). compiled: whether the blocks are. config: the file's content, if it has been read. Raise UserError
+    with all problems."""
+    config, owned = config or read_json(path), {**with_batch({}, batch), "gradient_clipping": grad_clip}
     problems = top_level_problems(config, owned, dtype)
     config.update(owned)
     for name, block in DTYPE_BLOCK.items():

@@ -6,12 +6,9 @@ import warnings
 import deepspeed
 import torch
 
-from model import Block
 from runtime.cluster.ranks import print0, silence_stdout
 from runtime.engine import fixes
 from runtime.engine.ds_config import has_per_step_timers, uses_offload
-from runtime.kernels import block as kernels
-from runtime.kernels import is_supported
 
 
 def setup_device(hardware, local_rank, ds_config, backend="auto", deterministic=False):
@@ -36,6 +33,10 @@ def setup_device(hardware, local_rank, ds_config, backend="auto", deterministic=
 def compile_blocks(model, hardware, stage, fp8=False):
     """Run the blocks with our Triton kernels if they support the model, else with torch.compile. Return whether Triton
     works here."""
+    from model import Block  # here, because examples/ have models of their own
+    from runtime.kernels import block as kernels
+    from runtime.kernels import is_supported
+
     use_triton = hardware.compile and hardware.device == "cuda" and is_supported(model.lm_head.weight)
     if use_triton and kernels.supports(model.config) and all(p.requires_grad for p in model.parameters()):
         kernels.install(model, fp8)
