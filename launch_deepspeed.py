@@ -67,6 +67,8 @@ def parse_arguments():
 class Commands:
     """Runs commands one after another. A signal stops the current command and then this program."""
 
+    stopping = "the run finishes its step, saves and exits"
+
     def __init__(self):
         self.process = self.stopped_by = None  # the current command; the first signal
         self.env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))}
@@ -94,7 +96,7 @@ class Commands:
         if not self.stopped_by:
             self.stopped_by = number
             signal.alarm(STOP_TIMEOUT_S)
-            print("Stopping: the run finishes its step, saves and exits (Ctrl-C again: kill it)", file=sys.stderr)
+            print(f"Stopping: {self.stopping} (Ctrl-C again: kill it)", file=sys.stderr)
             self.forward()
         elif number == signal.SIGINT:
             self.kill()
@@ -128,8 +130,8 @@ class Commands:
         """Return train_deepspeed.py's settings for these arguments, or exit with code 2 if they are wrong."""
         return json.loads(self.run(TRAIN, *args, "--print_settings", stdout=subprocess.PIPE)[1].splitlines()[-1])
 
-    def train(self, ranks, args):
-        command = ["-m", "runtime.launch", "--standalone", f"--nproc_per_node={ranks}", TRAIN, *args]
+    def train(self, ranks, args, script=TRAIN):
+        command = ["-m", "runtime.launch", "--standalone", f"--nproc_per_node={ranks}", script, *args]
         print(shlex.join([sys.executable, *command]))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self.env.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))  # torchrun's 1 is slow for CPU offload
