@@ -30,11 +30,15 @@ FOREIGN_OPTIONS = {  # our arguments, with {} for the value: options that mean t
     "config/lora_xl.py without --config": "config",
     "the default, which reads batches ahead in a thread": "num_workers dataloader_num_workers",
 }
+ANIMALS90 = "train_dir val_dir num_workers checkpoint_dir save_interval".split()  # options of an example in examples/
 
 
 def hint(name, value, known):
     """Return ": use ..." for an option that other scripts have instead of train_deepspeed.py's settings, or ""."""
+    if "max_iters" not in known:
+        return ""
+    images = "an option of examples/animals90/launch_deepspeed.py, which classifies images" if name in ANIMALS90 else ""
     for ours, names in FOREIGN_OPTIONS.items():
-        if name in names.split() and "max_iters" in known:
-            return f": use {ours.format(value or 'VALUE')}"
-    return ""
+        if name in names.split():
+            return f": use {ours.format(value or 'VALUE')}{images and f' (it is {images})'}"
+    return images and f": it is {images}"
