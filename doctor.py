@@ -136,10 +136,10 @@ def disk(settings, plan):
     """Check the space for all checkpoints of the run, or for one of GPT-2 XL."""
     out_dir = settings.out_dir if settings else "."
     free, needed, what = free_bytes(out_dir), 21.8e9, "a GPT-2 XL checkpoint takes"
-    if plan and settings.keep_last:
-        needed, what = plan.tag_bytes * (settings.keep_last + 2), "the run's checkpoints take up to"
+    if plan and plan.max_tags:
+        needed, what = plan.tag_bytes * plan.max_tags, "the run's checkpoints take up to"
     yield row("disk", f"{format_bytes(free)} free in {nearest_existing_dir(out_dir)}; {what} {format_bytes(needed)}",
-              "make room, keep fewer (--keep_last=1), or choose another --out_dir=DIR" if free < needed else "")
+              "make room, or choose another --out_dir=DIR" if plan is None and free < needed else "")
 
 
 def datasets(settings):

@@ -118,7 +118,7 @@ if device == "cpu" or not torch.cuda.is_available():
 
 from model import GPT
 from runtime import lora
-from runtime.cluster.ranks import print0, ranks_from_environment
+from runtime.cluster.ranks import broadcast_from_rank0, print0, ranks_from_environment
 from runtime.plan.memory import torch_bytes
 from runtime.plan.run_plan import plan_run
 
@@ -153,6 +153,7 @@ device = setup.setup_device(hardware, ranks.local_rank, plan.ds_config, backend,
 shutdown = Shutdown(signals=not eval_only)  # signals, the file STOP, dead ranks, lost nodes
 plan.explain_out_of_memory()
 require_same_on_all_ranks(plan.resolved_settings())
+keep_last, always_save_checkpoint = broadcast_from_rank0((settings.keep_last, settings.always_save_checkpoint))
 store = TagStore(out_dir, read_only=eval_only)  # locked until this process ends
 tag = newest_intact(store, plan.start, resume_tag, overwrite)  # None unless this resumes
 

@@ -107,7 +107,7 @@ def test_the_room_for_checkpoints_is_that_of_the_run(train, check_run, character
             "--n_embd=None"]
     rows = check_run(argv)
     assert [row for row in rows if row["name"] == "the run"][-1]["detail"] == "fits"
-    assert f"the run's checkpoints take up to {format_bytes(5 * 16 * 28_544)}" in rows[-1]["detail"]
+    assert f"the run's checkpoints take up to {format_bytes(2 * 16 * 28_544)}" in rows[-1]["detail"]
 
 
 def test_too_little_disk_is_a_warning_with_its_fix(monkeypatch):

@@ -5,6 +5,7 @@ folder to iter_5/, and then deletes older tags. Readers only see complete tags, 
 """
 
 import copy
+import errno
 import json
 import os
 import shutil
@@ -18,9 +19,9 @@ from safetensors.torch import save_file
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runtime.checkpoint.shards import TagReader
-from runtime.checkpoint.tags import MANIFEST_FORMAT, sign_manifest, topology
+from runtime.checkpoint.tags import MANIFEST_FORMAT, CheckpointError, sign_manifest, topology
 from runtime.cluster.ranks import local_world_size, print0, shut_down, silence_stdout
-from runtime.files import file_digest, format_bytes, free_bytes, replace_dir, write_atomic
+from runtime.files import file_digest, format_bytes, free_bytes, replace_dir, write_atomic, write_temp
 from runtime.hardware import available_memory
 from runtime.lora import is_adapter
 from runtime.output import exit_with_error
@@ -36,10 +37,13 @@ def tag_bytes(n_params, dtype, stage, n_trained=None):
     return shared + n_trained * ((8 if stage == 0 else 12) + (4 if n_trained < n_params else 0))
 
 
-def check_disk_space(out_dir, needed):
-    """Return why a tag of so many bytes cannot be saved in out_dir, or None."""
-    if (free := free_bytes(out_dir)) < needed:
-        return f"a checkpoint takes {format_bytes(needed)} and {out_dir} has {format_bytes(free)} free"
+def is_full(folder):
+    """Return whether the disk or the quota of a folder has no room for another MB. torch.save's error doesn't say."""
+    try:
+        os.remove(write_temp(os.path.join(folder, "probe"), [bytes(10**6)])[0])
+    except OSError as error:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return False
 
 
 class Saver:
@@ -80,8 +84,8 @@ class Saver:
         if dist.get_rank() == 0:
             try:
                 shutil.rmtree(work, ignore_errors=True)
+                problem = [self._check_disk_space(tag)]
                 os.makedirs(work)
-                problem = [check_disk_space(self.store.out_dir, self.tag_bytes)]
             except OSError as error:
                 problem = [error.strerror]
         dist.broadcast_object_list(problem, src=0, group=self.group)
@@ -124,6 +128,22 @@ class Saver:
                 shut_down(2)
                 exit_with_error("stopped because a checkpoint could not be saved: make room, and start again with "
                                 "--init_from=auto")
+
+    def _check_disk_space(self, tag):
+        """Delete old tags until the disk has room for this one. Return why it still has none, or None."""
+        while (free := free_bytes(self.store.out_dir)) < self.tag_bytes:
+            if not self._delete_oldest(tag):
+                return f"a checkpoint takes {format_bytes(self.tag_bytes)} and the disk has {format_bytes(free)} free"
+
+    def _delete_oldest(self, tag):
+        """Delete the oldest tag that the run can do without. Return whether that worked."""
+        try:
+            oldest = self.store.delete_oldest()
+        except (OSError, CheckpointError):
+            return False
+        if oldest:
+            print0(f"the disk is full: deleted {self.store.path(oldest)} to make room for {tag}")
+        return bool(oldest)
 
     def _start(self, target, *args):
         self.thread = threading.Thread(target=target, args=args, daemon=True)
@@ -216,32 +236,39 @@ class Saver:
                           seconds if blocked_s is None else blocked_s)
 
     def write(self, files, problem, manifest, aliases):
-        """Write, flush and hash this rank's files, and commit the tag if no rank has a problem. Returns the problem or
-        None, the same on all ranks. Every rank must reach both collectives."""
-        work, written = self.store.path(manifest["tag"], ".saving"), {}
+        """Write, flush and hash this rank's files, and commit the tag if no rank has a problem. If the disk is full,
+        delete an old tag and try again. Returns the problem or None, the same on all ranks. Every rank must reach both
+        collectives."""
+        work, written, failure, full = self.store.path(manifest["tag"], ".saving"), {}, problem, False
         try:
             for path, content in files:
                 torch.save(content, path)
                 written[os.path.basename(path)] = file_digest(path, flush=True)
         except Exception as error:  # a full disk is a RuntimeError
-            problem = f"rank {dist.get_rank()}: {first_line(error)}"
+            failure, full = f"rank {dist.get_rank()}: {first_line(error)}", is_full(work)
         of_ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, (written, problem), group=self.group)
-        problem = [next((problem for _, problem in of_ranks if problem), None)]
-        if dist.get_rank() == 0 and not problem[0]:
-            manifest["files"] = {name: entry for written, _ in of_ranks for name, entry in sorted(written.items())}
+        dist.all_gather_object(of_ranks, (written, failure, full), group=self.group)
+        written, failures, full = zip(*of_ranks, strict=True)
+        failure, again = next(filter(None, failures), None), any(full)
+        if dist.get_rank() == 0:
             try:
-                adapter = write_peft_adapter(work, manifest)
-                manifest["files"] |= {os.path.basename(path): file_digest(path, flush=True) for path in adapter}
-                self._commit(work, manifest, aliases)
+                if not failure:
+                    self._commit(work, manifest, aliases, written)
             except Exception as error:
-                problem = [first_line(error)]
-        dist.broadcast_object_list(problem, src=0, group=self.group)
-        return problem[0]
+                failure, again = first_line(error), is_full(work)
+            again = again and self._delete_oldest(manifest["tag"])
+        result = [failure, again]
+        dist.broadcast_object_list(result, src=0, group=self.group)
+        failure, again = result
+        return self.write(files, problem, manifest, aliases) if again else failure
 
-    def _commit(self, work, manifest, aliases):
-        """Write the manifest, rename the folder, update `latest` and the aliases, then prune. Rank 0 alone."""
+    def _commit(self, work, manifest, aliases, written):
+        """Write the adapter and the manifest, rename the folder, update `latest` and the aliases, then prune. written:
+        [{name: digest}] of the ranks' files. Rank 0 alone."""
         tag = manifest["tag"]
+        manifest["files"] = {name: entry for files in written for name, entry in sorted(files.items())}
+        adapter = write_peft_adapter(work, manifest)
+        manifest["files"] |= {os.path.basename(path): file_digest(path, flush=True) for path in adapter}
         write_atomic(os.path.join(work, "manifest.json"), sign_manifest(manifest))
         replace_dir(work, self.store.path(tag))
         try:

@@ -5,6 +5,7 @@
     out_dir/latest          the newest tag's name, for DeepSpeed's tools
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -27,6 +28,7 @@ SAFE_GLOBALS = {  # the classes in DeepSpeed's files; a file that names anything
     "deepspeed.utils.tensor_fragment.fragment_address",
 }
 TAG_NAME = re.compile(r"iter_\d+|best|final")
+LEFTOVER = re.compile(rf"({TAG_NAME.pattern})\.(saving|old)")  # of a save that was killed
 Tag = namedtuple("Tag", ("name", "manifest"))  # manifest: the content of manifest.json
 OTHER_TAG = "choose another checkpoint, or start over with --overwrite=True"
 
@@ -120,6 +122,16 @@ class TagStore:
             raise CheckpointError(f"{path} was written by another version of this program: {OTHER_TAG}")
         return manifest
 
+    def bytes_besides(self, kept):
+        """Return the bytes of all tags and leftovers besides the tags `kept`. Hard-linked files count once."""
+        names, sizes = self.list(), {}
+        with contextlib.suppress(OSError):  # no such folder, or another run deletes a tag
+            names += [name for name in os.listdir(self.out_dir) if LEFTOVER.fullmatch(name)]
+            for name in sorted(names, key=kept.__contains__):  # kept ones last
+                for file in os.scandir(self.path(name)):
+                    sizes[file.inode()] = 0 if name in kept else file.stat().st_size
+        return sum(sizes.values())
+
     # What changes tags: on rank 0 alone
 
     def alias(self, tag, name):
@@ -142,6 +154,14 @@ class TagStore:
         """Delete all iter_* tags but the newest keep_last. best and final stay."""
         for tag in [tag for tag in self.list() if tag.startswith("iter_")][:-keep_last]:
             self.delete(tag)
+
+    def delete_oldest(self):
+        """Delete the oldest iter_* tag that is neither the newest nor best. Return its name, or None."""
+        kept = {self.newest(), f"iter_{self.iteration('best')}" if self.is_complete("best") else None}
+        for tag in self.list():
+            if tag.startswith("iter_") and tag not in kept:
+                self.delete(tag)
+                return tag
 
     def delete(self, tag):
         """Delete a tag. Rename it first, so that no reader sees half of it and remove_leftovers() finds the rest."""

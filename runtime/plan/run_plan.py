@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from model import GPT
-from runtime.checkpoint.saver import check_disk_space, tag_bytes
+from runtime.checkpoint.saver import tag_bytes
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.nodes import compare_nodes
 from runtime.data.dataset import open_datasets
@@ -21,6 +21,7 @@ from runtime.lora import apply as apply_lora
 from runtime.lora import lora_config
 from runtime.output import explain_uncaught
 from runtime.plan import memory
+from runtime.plan.disk import fit_checkpoints
 from runtime.plan.memory import Batch, Hardware, Job, ParamCount
 from runtime.plan.rules import broken_rules, plan_iterations
 from runtime.plan.start import Start, find_start
@@ -30,13 +31,14 @@ from runtime.plan.start import Start, find_start
 class RunPlan(Job):
     """Everything that is decided before a run starts."""
 
-    settings: object  # from configurator.py, with batch_size, gradient_accumulation_steps and max_iters resolved
+    settings: object  # from configurator.py, with "auto" resolved, and on rank 0 with keep_last as the disk allows
     datasets: tuple
     data: dict | None  # {"tokenizer", "vocab_size", "train_tokens", "val_tokens"} of all datasets together
     start: Start
     lora: dict | None
     eval_windows: int  # per evaluation, over all ranks
     tag_bytes: int
+    max_tags: int  # checkpoints that exist at the same time at most; rank 0 knows it
     tokenizer: tuple | None  # (encode, decode), if sample_interval is set
     notes: tuple[str, ...]
 
@@ -107,9 +109,8 @@ class RunPlan(Job):
             f"batch      {sequences} = {batch.sequences:,} sequences, {batch.tokens:,} tokens per step; "
             f"{data['train_tokens'] / batch.tokens:,.1f} steps per epoch",
             f"output     {s.out_dir}"]
-        if s.keep_last and not s.eval_only:
-            most = min(s.keep_last, -(-s.max_iters // s.eval_interval)) + 2  # best, and the one being written
-            lines.append(f"space      {format_bytes(self.tag_bytes)} per checkpoint, up to {most} of them; "
+        if self.max_tags:
+            lines.append(f"space      {format_bytes(self.tag_bytes)} per checkpoint, up to {self.max_tags} of them; "
                          f"{format_bytes(free_bytes(s.out_dir))} free")
         if len(self.datasets) > 1:
             lines.append("mixture    " + ", ".join(f"{d.name} {d.share}" for d in self.datasets)
@@ -170,7 +171,7 @@ def make_plan(settings, ranks, problems, notes, fetch=True):
     if start and not problems:
         params = count_params(start.model, lora)
         size = tag_bytes(params.stored, hardware.dtype, config["zero_optimization"]["stage"], params.trainable)
-    files.attempt(check_out_dir, s, start, size)
+    s, max_tags = files.attempt(check_out_dir, s, start, max_iters, size * (ranks.rank == 0), notes) or (s, 0)
     if s.target_gpu is None or start is None:
         problems.add(*files)
     if problems:
@@ -187,7 +188,7 @@ def make_plan(settings, ranks, problems, notes, fetch=True):
                      "--accumulate_locally=False to save this memory")
     s = replace(s, batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation, max_iters=max_iters)
     return RunPlan(**vars(job), settings=s, datasets=tuple(datasets), data=data, start=start, lora=lora,
-                   eval_windows=s.eval_iters * micro, tag_bytes=size, tokenizer=tokenizer,
+                   eval_windows=s.eval_iters * micro, tag_bytes=size, max_tags=max_tags, tokenizer=tokenizer,
                    notes=(*notes, *"\n".join(files).splitlines()))
 
 
@@ -260,8 +261,9 @@ def accumulates_locally(s, job):
     return possible and (s.accumulate_locally is True or s.accumulate_locally == "auto" and with_room)
 
 
-def check_out_dir(s, start, size):
-    """Raise UserError if out_dir can't be written, holds another run, or has no space for a tag of `size` bytes."""
+def check_out_dir(s, start, max_iters, tag_bytes, notes):
+    """Return what fit_checkpoints() returns, or None if the run saves nothing. tag_bytes: 0 skips the disk. Raises
+    UserError if out_dir can't be written, holds another run, or has no space."""
     if s.eval_only:
         return
     newest = TagStore(s.out_dir).newest()
@@ -273,5 +275,5 @@ def check_out_dir(s, start, size):
     folder = nearest_existing_dir(s.out_dir)
     if not s.out_dir or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise UserError(f"out_dir={s.out_dir} cannot be written: choose another with --out_dir=DIR")
-    if s.keep_last and (problem := check_disk_space(s.out_dir, size)):
-        raise UserError(f"{problem}: make room, or choose another --out_dir=DIR")
+    if s.keep_last and tag_bytes:
+        return fit_checkpoints(s, start, max_iters, tag_bytes, notes)

@@ -1,0 +1,53 @@
+"""Compare the checkpoints that exist at the same time with the space on the disk, and keep fewer if they don't fit."""
+
+from collections import deque
+from dataclasses import replace
+
+from runtime.checkpoint.tags import TagStore
+from runtime.files import UserError, format_bytes, free_bytes
+
+
+def fit_checkpoints(s, start, max_iters, tag_bytes, notes):
+    """Return (the settings, how many checkpoints exist at the same time at most). If they don't fit on the disk, lower
+    keep_last, and then save only if the validation loss improves. Raises UserError if that isn't enough."""
+    store, kept, first_iter = TagStore(s.out_dir), {}, 0
+    if start.kind == "resume":  # TagStore.clean() deletes all other tags
+        first_iter = store.iteration(start.tag)
+        kept = {tag: iter_num for tag in store.list() if (iter_num := store.iteration(tag)) <= first_iter}
+    held = len(set(kept.values()))  # best and final are links
+    free = free_bytes(s.out_dir) + store.bytes_besides(kept)
+    with_margin = 1.02 * tag_bytes  # an estimate
+    room = held + int(free // with_margin)
+    saves = max(0, -(-max_iters // s.eval_interval) - first_iter // s.eval_interval)
+    fewer, needed = [n for n in (room - 1, room - 2, room - 3, 1) if 0 < n < s.keep_last], []
+    for keep_last, always_save in (*((n, s.always_save_checkpoint) for n in (s.keep_last, *fewer)), (1, False)):
+        needed.append(most_at_once(kept, saves, keep_last, always_save))
+        if needed[-1] <= room:
+            fitting = {"keep_last": keep_last, "always_save_checkpoint": always_save}
+            if changed := [f"{name}={value}" for name, value in fitting.items() if value != getattr(s, name)]:
+                notes.append(f"{' and '.join(changed)}: the disk has room for {room} checkpoints, not for {needed[0]}")
+            return replace(s, **fitting), needed[-1]
+    older = [f"{s.out_dir}/{tag}" for tag in ("best", "final") if kept.get(tag, first_iter) < first_iter]
+    fix = (f"save once, at the end, with --eval_interval={max_iters}" if held < room else
+           f"delete {older[0]}" if older else "save none with --keep_last=0")
+    raise UserError(f"keep_last=1 needs {format_bytes((needed[-1] - held) * with_margin)} for checkpoints of "
+                    f"{format_bytes(tag_bytes)}, but the disk of {s.out_dir} has {format_bytes(free)}: {fix}, make "
+                    "room, or choose another --out_dir=DIR")
+
+
+def most_at_once(tags, saves, keep_last, always_save):
+    """Return how many checkpoints exist at the same time at most, with the one being written. tags: those that the run
+    starts with, {name: iteration}; saves: the number of its evaluations."""
+    first_iter, most = max(tags.values(), default=0), len(set(tags.values()))
+    saves = min(saves, keep_last + 4)  # all later ones are alike
+    for improved in (0, 1, saves):  # so many of the first evaluations improve: no other order needs more space
+        newest = deque(sorted(it for tag, it in tags.items() if tag.startswith("iter_")), min(keep_last, 10**6))
+        best, final = tags.get("best"), tags.get("final")
+        for iter_num in range(first_iter + 1, first_iter + 1 + saves):
+            better = best is None or iter_num <= first_iter + improved
+            if better or always_save or iter_num == first_iter + saves:
+                older = {it for it in (best, final) if it is not None and it < (newest or [iter_num])[0]}
+                most = max(most, len(newest) + len(older) + 1)
+                newest.append(iter_num)
+                best = iter_num if better else best
+    return most

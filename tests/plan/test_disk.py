@@ -1,0 +1,194 @@
+"""The checkpoints of a run on a small disk: how many there are at most, which are kept, and which make room."""
+
+import itertools
+import os
+import re
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from conftest import EIGHT, ROOT, done
+from test_configurator import script_settings
+from test_refusals import check
+
+from configurator import configure
+from runtime.checkpoint.tags import TagStore, sign_manifest
+from runtime.data.dataset import write_dataset
+from runtime.files import UserError
+from runtime.plan.disk import fit_checkpoints
+from runtime.plan.start import Start
+
+
+@pytest.fixture(scope="module")
+def plan():
+    """plan(out_dir, resume=tag, keep_last=2): what fit_checkpoints() returns for tags of 1 GB, and its notes."""
+    defaults, annotations = script_settings()
+    settings = configure(defaults, ["--max_iters=20", "--eval_interval=5"], annotations, ROOT)
+
+    def run(out_dir, resume=None, max_iters=20, size=10**9, **changes):
+        start, notes = Start("resume" if resume else "scratch", "", None, tag=resume), []
+        s, number = fit_checkpoints(replace(settings, out_dir=str(out_dir), **changes), start, max_iters, size, notes)
+        return (s.keep_last, s.always_save_checkpoint, number), notes
+    return run
+
+
+def write_tags(out_dir, tags):
+    """Write tags {name: iteration} of 1 GB. Those of the same iteration are links to the same files."""
+    for name, iter_num in tags.items():
+        same = [other for other in os.listdir(out_dir) if tags.get(other) == iter_num]
+        if same:
+            shutil.copytree(out_dir / same[0], out_dir / name, copy_function=os.link)
+            continue
+        (out_dir / name).mkdir()
+        manifest = sign_manifest({"format": 1, "iter_num": iter_num})
+        (out_dir / name / "manifest.json").write_text(manifest)
+        (out_dir / name / "model.pt").write_bytes(b"")
+        os.truncate(out_dir / name / "model.pt", 10**9 - len(manifest))  # takes no space
+
+
+def most_at_once(tags, evals, keep_last, always_save):
+    """Play a run from these tags through every order of better and worse losses; -> the most checkpoints at once."""
+    most, rotated = len(set(tags.values())), sorted(it for tag, it in tags.items() if tag.startswith("iter_"))
+    for improved in itertools.product((False, True), repeat=len(evals)):
+        newest = rotated[-keep_last:]  # what goes anyway makes room
+        best, final = tags.get("best"), tags.get("final")
+        for iter_num, better in zip(evals, improved):
+            better, last = better or best is None, iter_num == evals[-1]
+            if better or last or always_save:
+                most = max(most, len({*newest, best, final, iter_num} - {None}))
+                newest = [*newest, iter_num][-keep_last:]
+                best, final = iter_num if better else best, iter_num if last else final
+    return most
+
+
+@pytest.mark.parametrize("tags", [
+    {}, {"iter_5": 5, "best": 5}, {"iter_5": 5, "iter_10": 10, "best": 5}, {"iter_12": 12, "best": 5},
+    {"iter_5": 5, "iter_10": 10, "best": 10}, {"iter_5": 5, "iter_10": 10, "best": 10, "final": 10},
+    {"iter_10": 10, "best": 5, "final": 10}], ids=str)
+def test_as_many_checkpoints_as_in_the_worst_run(plan, tmp_path, tags):
+    write_tags(tmp_path, tags)
+    resume = max(tags, key=tags.get, default=None)
+    for keep_last, always_save, last in itertools.product((1, 2, 3, 9), (True, False), (15, 20, 28, 40)):
+        evals = sorted({*range(5, last, 5), last} - set(range(tags.get(resume, 0) + 1)))
+        (*_, number), notes = plan(tmp_path, resume, last, keep_last=keep_last, always_save_checkpoint=always_save)
+        worst = most_at_once(tags, evals, keep_last, always_save)
+        assert (number, notes) == (worst, []), (keep_last, always_save, last)
+
+
+@pytest.mark.parametrize("room, tags, changes, fitted, words", [
+    (4, {}, {}, (3, True, 4), None),
+    (3.9, {}, {}, (1, True, 3), "keep_last=1: the disk has room for 3 checkpoints, not for 4"),
+    (4.2, {}, {"max_iters": 99}, (2, True, 4), "keep_last=2: the disk has room for 4 checkpoints, not for 5"),
+    (2.1, {}, {}, (1, False, 2), "keep_last=1 and always_save_checkpoint=False: the disk has room for 2 checkpoints, "),
+    (2.1, {}, {"keep_last": 1}, (1, False, 2), "always_save_checkpoint=False: the disk has room for 2 checkpoints"),
+    (1.9, {}, {}, None, "keep_last=1 needs 2.04 GB for checkpoints of 1.00 GB, but the disk of {} has 1.94 GB: save "
+                        "once, at the end, with --eval_interval=20, make room, or choose another --out_dir=DIR"),
+    (1.9, {}, {"eval_interval": 20}, (3, True, 1), None),
+    (0.9, {}, {}, None, "save none with --keep_last=0, make room, or"),
+    (1.1, {"iter_5": 5, "iter_10": 10, "best": 10}, {}, (2, True, 3), "keep_last=2: the disk has room for 3"),
+    (0, {"iter_5": 5, "iter_10": 10, "iter_15": 15, "best": 15}, {}, (2, True, 3), "keep_last=2: the disk has room"),
+    (0, {"iter_12": 12, "best": 10}, {}, None, "delete {}/best, make room, or choose another --out_dir=DIR"),
+    (0, {"iter_10": 10, "best": 5}, {"max_iters": 10}, (3, True, 2), None),  # it has finished
+], ids=str)
+def test_what_fits_on_the_disk(plan, monkeypatch, tmp_path, room, tags, changes, fitted, words):
+    """Room for so many checkpoints besides those that the run resumes from."""
+    write_tags(tmp_path, tags)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=int(1.02e9 * room)))
+    try:
+        found, notes = plan(tmp_path, max(tags, key=tags.get, default=None), **changes)
+        assert found == fitted and (len(notes) == 1 and notes[0].startswith(words) if words else notes == [])
+    except UserError as error:
+        assert fitted is None and words.format(tmp_path) in str(error)
+
+
+def test_what_the_run_deletes_makes_room(plan, monkeypatch, tmp_path):
+    """What a killed save left, and with --overwrite=True the run before; but nothing that is the user's or damaged."""
+    write_tags(tmp_path, {"iter_5": 5, "best": 5})
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=int(3.1e9)))
+    assert plan(tmp_path)[0] == (3, True, 4)
+    assert plan(tmp_path, "iter_5", max_iters=25, keep_last=9)[0] == (2, True, 4)
+    for folder in ("mine", "iter_10.damaged", "iter_10.saving"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "model.pt").write_bytes(b"")
+        os.truncate(tmp_path / folder / "model.pt", 10**9)
+    assert plan(tmp_path, "iter_5", max_iters=25, keep_last=9)[0] == (9, True, 5)
+
+
+def test_the_oldest_tag_that_is_neither_newest_nor_best_goes(tmp_path):
+    write_tags(tmp_path, {"iter_5": 5, "iter_10": 10, "iter_15": 15, "iter_100": 100, "best": 10, "final": 15})
+    store = TagStore(tmp_path)
+    assert [store.delete_oldest() for _ in range(3)] == ["iter_5", "iter_15", None]
+    assert store.list() == ["iter_10", "iter_100", "best", "final"]
+
+
+def test_the_table_of_disks_for_gpt2_xl(monkeypatch, tmp_path):
+    """The default run saves at 5, 10, 15 and 20: 4 x 21.8 GB. On 50 GB there is room for 2."""
+    data = tmp_path / "data"
+    write_dataset(data, range(9000), range(3000), {"kind": "gpt2"}, 50257, {"name": "", "sha256": "0" * 64, "bytes": 0})
+    rows = re.findall(r"^\| (\d+ GB|less) \| (.*) \|$", (ROOT / "docs" / "running.md").read_text(), re.M)
+    xl = ("config/xl_shakespeare.py", "--init_from=scratch", "--n_layer=48", "--n_head=25", "--n_embd=1600")
+    for gigabytes, words in (*rows, ("50 GB", "`keep_last=1`")):
+        free = 21e9 if gigabytes == "less" else int(gigabytes.removesuffix(" GB")) * 1e9
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=int(free)))
+        found, problems, notes = check(monkeypatch, data, tmp_path, 4, (8, 0), *xl, f"--dataset={data}",
+                                       f"--out_dir={tmp_path}/out", ranks=4)
+        said = "; ".join(problems or notes)
+        assert bool(problems) == words.startswith("exits"), said
+        assert all(option in said for option in re.findall("`(.*?)`", words)), said
+        assert ("room" in said) == ("`" in words), said
+    assert len(rows) == 5
+    assert said == "keep_last=1 and always_save_checkpoint=False: the disk has room for 2 checkpoints, not for 4"
+    assert "\nspace      21.81 GB per checkpoint, up to 2 of them; 50.00 GB free\n" in found.summary()
+
+
+# Runs on a disk of `size` bytes, as the system reports it to rank 0. Rank 1 sees a large one
+
+DISK = """
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from runtime.checkpoint.saver import Saver
+size, taken = {size}, {taken}  # taken: by another program, from iteration 6 on
+def disk_usage(path, save=Saver.save):
+    if os.environ.get("RANK") == "1":
+        return SimpleNamespace(free=10**12)
+    used = {{file.stat().st_ino: file.stat().st_size for file in Path({folder!r}).rglob("*") if file.is_file()}}
+    return SimpleNamespace(free=max(0, size - sum(used.values())))
+def save(self, tag, *rest, save=Saver.save):
+    global size
+    size -= taken * (tag == "iter_6")
+    save(self, tag, *rest)
+shutil.disk_usage, Saver.save = disk_usage, save
+"""
+
+
+@pytest.fixture(scope="module")
+def tag_size(whole):
+    return sum(entry["bytes"] for entry in TagStore(whole(2).out_dir).find("iter_2").manifest["files"].values())
+
+
+@pytest.mark.parametrize("rate, best", [("1e-3", 20), ("0", 5)], ids=["each is better", "none is better"])
+def test_the_run_on_50_gb_completes(train, tag_size, tmp_path, rate, best):
+    """A disk of 50 / 21.8 checkpoints; the ranks agree on what is saved."""
+    run = done(train("--max_iters=20", "--eval_interval=5", "--keep_last=3", f"--learning_rate={rate}", ranks=2,
+                     out_dir=tmp_path / "out", plant=DISK.format(size=int(tag_size * 50 / 21.81), taken=0,
+                                                                 folder=str(tmp_path)), timeout=60))
+    assert "keep_last=1 and always_save_checkpoint=False: the disk has room for 2 checkpoints, not for 4" in run.stdout
+    store = TagStore(run.out_dir)
+    assert store.list() == ["iter_20", "best", "final"] and store.iteration("best") == best
+    saved = (5, 10, 15, 20) if best == 20 else (5, 20)
+    assert re.findall(r"saved iter_(\d+) in", run.stdout) == [str(iter_num) for iter_num in saved]
+
+
+@pytest.mark.parametrize("rate, code, tags", [("1e-3", 0, ["iter_6", "iter_8", "best", "final"]),
+                                              ("0", 2, ["iter_2", "iter_4", "best"])],
+                         ids=["the oldest goes", "it is the best"])
+def test_a_save_without_room_deletes_the_oldest(train, tag_size, tmp_path, rate, code, tags):
+    """At iteration 6 and 8 there are two checkpoints, and half the space of another."""
+    run = train(*EIGHT, f"--learning_rate={rate}", out_dir=tmp_path / "out", ranks=2,
+                plant=DISK.format(size=9 * tag_size, taken=int(6.5 * tag_size), folder=str(tmp_path)), timeout=60)
+    assert run.returncode == code and TagStore(run.out_dir).list() == tags, run.stdout + run.stderr
+    gone = [f"the disk is full: deleted {run.out_dir}/iter_{n} to make room for iter_{n + 4}" for n in (2, 4)]
+    assert [line for line in run.stdout.splitlines() if "deleted" in line] == (gone if code == 0 else [])
+    assert ("iter_6 could not be saved (a checkpoint takes" in run.stdout) == (code == 2)
