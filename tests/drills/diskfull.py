@@ -1,16 +1,16 @@
 """Fill the disk under a run: before a save, and in the middle of one.
 
-    python tests/drills/diskfull.py --most=3
+    python tests/drills/diskfull.py --most=5
 
 The run writes to a file system of a few MB, of its own (in a mount namespace; needs Linux and the right to make one).
-The tag that found no room leaves nothing behind, the run resumes from the one before, and it stops or continues as
-on_save_error says.
+A save that finds no room deletes the oldest tag that is neither the newest nor best. If there is none, the tag leaves
+nothing behind, the run resumes from the one before, and it stops or continues as on_save_error says. At last, a run as
+long as the default one has a file system in which its checkpoints take as much as GPT-2 XL's take of 50 GB.
 """
 
 import errno
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -25,17 +25,18 @@ from runtime.checkpoint.tags import TagStore, verify_files
 OPTIONS = ("--max_iters=8", "--lr_decay_iters=8", "--eval_interval=2", "--keep_last=20")
 PAGE = 4096  # bytes that the file system gives at a time
 INSIDE = "DRILL_INSIDE"
+GPT2_XL, DISK = 21.81, 50  # GB
 HOLD = """
 import time
 from runtime.checkpoint.saver import Saver
 save = Saver.save
 def later(self, tag, *rest):
     print(f"held before {tag}", flush=True)
-    while tag == "iter_4" and not os.path.exists(os.environ["DRILL_FILLED"]):
+    while tag == os.environ["DRILL_HELD"] and not os.path.exists(os.environ["DRILL_FILLED"]):
         time.sleep(0.01)
     save(self, tag, *rest)
 Saver.save = later
-"""  # the second save begins when the disk is as full as the case says
+"""  # that save begins when the disk is as full as the case says
 
 
 def fill(folder, leave):
@@ -63,7 +64,7 @@ def size_of(out_dir, tag):
 
 
 def main():
-    args = arguments(__doc__, most=3)
+    args = arguments(__doc__, most=5)
     os.environ.pop("FORK_SERVER", None)  # one that is outside of the mount namespace
     if INSIDE not in os.environ:  # once more, in a mount namespace
         command = ["unshare", "--mount", *(["--map-root-user", "--user"] if os.getuid() else [])]
@@ -84,40 +85,59 @@ def main():
     disk.mkdir(exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={5 * tag_size}", "none", str(disk)], check=True)
 
-    def case(name, leave, *options, expect, kept, words):
-        """Fill the disk up to `leave` bytes after the first save, and see how the run ends."""
+    def case(name, leave, *options, held, stand, words):
+        """Fill the disk up to `leave` bytes before the save of `held`, and see how and with which tags the run ends."""
+        before = f"iter_{int(held[5:]) - 2}"
+        os.environ["DRILL_HELD"] = held
         out_dir, log = disk / "out", args.folder / f"{name}.log"
         shutil.rmtree(out_dir, ignore_errors=True)
         (disk / "filler").unlink(missing_ok=True)
         filled = Path(os.environ["DRILL_FILLED"])
         filled.unlink(missing_ok=True)
         job = start(args.data, out_dir, *OPTIONS, *options, log=log, script=planted(args.folder, HOLD))
-        assert wait_for(lambda: {"saved iter_2", "held before iter_4"} <= set(
-            re.findall("saved iter_2|held before .*", log.read_text()))
-            and '"saved": "iter_2"' in (out_dir / "history.jsonl").read_text(), 120)  # which comes after the line
+        assert wait_for(lambda: log.read_text().count(f"held before {held}") == 2  # on both ranks
+                        and f'"saved": "{before}"' in (out_dir / "history.jsonl").read_text(), 120)
         with open(out_dir / "history.jsonl", "a") as history:  # its last page: new, or without a byte left
             history.write(" " * (-history.tell() % PAGE - (not leave)) + "\n")
         fill(disk, leave)
         filled.touch()
         code, said = job.wait(timeout=120), log.read_text()
-        stand = whole_tags(out_dir)
+        found_tags = whole_tags(out_dir)
         (disk / "filler").unlink()
         run(args.data, out_dir, *OPTIONS, "--init_from=resume", log=args.folder / "resumed.log")  # there is room again
-        f = found[name] = {"exit_code": code, "stand": stand, "told": words in said, "kept_at_least": kept in stand,
+        f = found[name] = {"exit_code": code, "stand": found_tags, "told": words in said,
                            "losses_equal": losses(out_dir) == whole}
-        f["passed"] = ((code == 0) == (expect == 0) and f["told"] and f["losses_equal"] and f["kept_at_least"]
+        f["passed"] = ((code == 0) == ("iter_8" in stand) and f["told"] and f["losses_equal"] and found_tags == stand
                        and "Traceback (most recent call last):\n  File \"" + os.getcwd() not in said)
+        print(name, json.dumps(f), flush=True)
+
+    def default_run(name, *options, best):
+        """Run 20 iterations on a disk of 50 / 21.81 checkpoints, evaluating every 5."""
+        out_dir = disk / "out"
+        shutil.rmtree(out_dir, ignore_errors=True)
+        fill(disk, int(tag_size * DISK / GPT2_XL))
+        said = run(args.data, out_dir, "--max_iters=20", "--eval_interval=5", *options, log=args.folder / "50gb.log")
+        (disk / "filler").unlink()
+        f = found[name] = {"stand": whole_tags(out_dir), "best": TagStore(out_dir).iteration("best"),
+                           "told": "keep_last=1 and always_save_checkpoint=False: the disk has room for 2" in said}
+        f["passed"] = f["told"] and f["stand"] == ["iter_20"] and f["best"] == best
         print(name, json.dumps(f), flush=True)
 
     cases = [
         # room for the estimate, and not for the manifest, folders and best's links that come with it
-        ("full in the middle of a save", tag_size + PAGE, (), "iostream error"),
-        ("not a byte left, for the history either", 0, ("--on_save_error=continue",),
+        ("full in the middle of a save", tag_size + PAGE, (), "iter_4", ["iter_2"], "iostream error"),
+        ("full in the middle of a save, with an older tag", tag_size + PAGE, (), "iter_6", ["iter_6", "iter_8"],
+         "iter_2 to make room for iter_6"),
+        ("not a byte left, for the history either", 0, ("--on_save_error=continue",), "iter_4", ["iter_2"],
          "history.jsonl could not be written"),
-        ("no room before a save", tag_size // 2, (), "MB free"),
+        ("no room before a save", tag_size // 2, (), "iter_4", ["iter_2"], "MB free"),
+        ("no room before a save, with an older tag", tag_size // 2, (), "iter_6", ["iter_6", "iter_8"],
+         "iter_2 to make room for iter_6"),
     ]
-    for name, leave, options, words in cases[:args.most]:
-        case(name, leave, "--n_embd=32", *options, expect=1, kept="iter_2", words=words)
+    for name, leave, options, held, stand, words in cases[:args.most]:
+        case(name, leave, *options, held=held, stand=stand, words=words)
+    default_run("50 GB, each loss is better", best=20)
+    default_run("50 GB, none is better", "--learning_rate=0", best=5)
     report(args, all(f["passed"] for f in found.values()), cases=found, seconds=round(time.time() - began))
 
 
