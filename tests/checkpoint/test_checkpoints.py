@@ -193,6 +193,14 @@ os.link = shutil.copy2 = full
     assert TagStore(out_dir).find().name == "iter_4" and not list(out_dir.glob("*.saving"))
 
 
+def test_other_files_beside_those_of_a_tag_do_no_harm(train, whole, tmp_path):
+    """Such as weights that the user has converted. It is resumed from, and they stay."""
+    out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out")
+    torch.save({"mine": torch.ones(3)}, out_dir / "iter_8" / "weights.pt")
+    run = done(train(*EIGHT, "--max_iters=10", "--init_from=resume", ranks=2, out_dir=out_dir))
+    assert f"resuming from {out_dir}/iter_8" in run.stdout and (out_dir / "iter_8" / "weights.pt").exists()
+
+
 def test_a_tag_that_deepspeed_does_not_load_ends_the_run_with_a_sentence(characters, whole, tmp_path):
     out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out")
     script = planted(tmp_path, """
