@@ -1,6 +1,8 @@
 """The rules that settings must keep, as data: ranges, and settings that contradict each other."""
 
 import math
+import os
+import re
 
 from runtime.data.loader import windows_per_epoch
 
@@ -28,6 +30,12 @@ RULES = [  # (whether the settings break it, the message)
      "resume_tag={s.resume_tag} is for resuming: add --init_from=resume, or drop it"),
     (lambda s: s.cooldown_iters is not None and not (s.decay_lr and s.lr_schedule == "wsd"),
      "cooldown_iters={s.cooldown_iters} needs another schedule: add --lr_schedule=wsd, or drop it"),
+    (lambda s: s.decay_lr and s.lr_schedule != "constant" and s.lr_decay_iters is not None
+     and 0 <= s.lr_decay_iters < s.warmup_iters,
+     "warmup_iters={s.warmup_iters} is above lr_decay_iters={s.lr_decay_iters}: lower --warmup_iters, or raise "
+     "--lr_decay_iters"),
+    (lambda s: not re.fullmatch(r"[1-9]\d{0,4}", os.environ.get("NODE_TIMEOUT_S", "60")),
+     "NODE_TIMEOUT_S in the environment must be 1 to 99999 seconds: export NODE_TIMEOUT_S=60"),
     (lambda s: set(s.out_dir) & set("*?["),
      "out_dir={s.out_dir} has *, ? or [ in it, which DeepSpeed expands: choose another with --out_dir=DIR"),
 ]

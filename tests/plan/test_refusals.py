@@ -330,6 +330,9 @@ def test_precision_by_the_card(monkeypatch, characters, tmp_path):
     ("--max_epochs=1e999 --batch_size=0", "max_epochs=inf must be a finite number|batch_size=0 must be at least 1"),
     ("--lr_schedule=wsd --cooldown_iters=4 --warmup_iters=1", "cooldown_iters=4 and warmup_iters=1 exceed the 4 "
      "iterations of the schedule: use at most --cooldown_iters=3"),
+    ("--warmup_iters=3 --lr_decay_iters=2", "warmup_iters=3 is above lr_decay_iters=2: lower --warmup_iters, or raise "
+     "--lr_decay_iters"),
+    ("--warmup_iters=3 --lr_decay_iters=2 --lr_schedule=constant", ""),
     ("--lora_rank=4 --lora_target_modules= {tiny}", "lora_target_modules names nothing: choose from a block's "
      "matrices, attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"),
     ("--lora_rank=4 --lora_target_modules=mlp.c_fc,c_attn {tiny}",
@@ -368,6 +371,16 @@ def test_a_learning_rate_that_does_not_end_with_the_run_is_told_of(monkeypatch, 
     """561 windows in steps of 4: 0.1 epochs are 15."""
     plan, problems, notes = check(monkeypatch, characters, tmp_path, 0, None, *args.split())
     assert problems == [] and [n for n in notes if "max_epochs" not in n] == [note] * bool(note)
+
+
+@pytest.mark.parametrize("value", ["1m", "0", "-5", "1.5", "", "100000"])
+def test_a_node_timeout_that_is_none_is_refused(train, monkeypatch, characters, tmp_path, value):
+    monkeypatch.setenv("NODE_TIMEOUT_S", value)
+    _, problems, _ = check(monkeypatch, characters, tmp_path, 0, None)
+    assert problems == ["NODE_TIMEOUT_S in the environment must be 1 to 99999 seconds: export NODE_TIMEOUT_S=60"]
+    if value == "1m":
+        run = train(NODE_TIMEOUT_S=value)
+        assert (run.returncode, run.stderr) == (2, problems[0] + "\n")
 
 
 def test_problems_of_all_kinds_are_told_together(monkeypatch, characters, tmp_path):
