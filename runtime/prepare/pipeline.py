@@ -160,6 +160,11 @@ def tokenize(work, reader, encode, workers):
                         cache_file_name=str(work / "ids.arrow"), new_fingerprint="ids", desc="tokenizing")
     except (datasets.exceptions.DatasetGenerationError, multiprocess.TimeoutError) as error:
         raise error.__context__ from None  # the reader's error, or Ctrl-C
+    except RuntimeError as error:
+        if "abruptly died" not in str(error):
+            raise
+        raise UserError("a worker process was killed, perhaps for lack of memory; nothing was changed: try again with "
+                        f"--workers={max(1, workers // 2)}") from None
 
 
 def follow_parent(parent):
