@@ -5,7 +5,7 @@ import os
 
 from model import GPT, GPTConfig
 from runtime.checkpoint.shards import load_model
-from runtime.checkpoint.tags import TagStore
+from runtime.checkpoint.tags import TagStore, parse_run_path
 from runtime.data.dataset import GPT2_VOCAB, dataset_dirs, read_meta
 from runtime.data.tokenizer import tokenizer_file_meta
 from runtime.weights import PRETRAINED, read_nanogpt
@@ -21,6 +21,9 @@ def resolve(init_from, out_dir, tag, dataset, root):
         tag, manifest = TagStore(out_dir).find(tag)
         name, description = f"{out_dir}/{tag}", f" after {manifest['iter_num']} iterations"
         data = manifest["state"]["data"]
+    elif run := parse_run_path(init_from):
+        raise ValueError(f"init_from={init_from} has checkpoints of train_deepspeed.py: use --out_dir={run[0]} "
+                         f"--tag={run[1]}")
     else:
         name, description = init_from, ""
         data = read_meta(dataset_dirs(dataset, root)[0]) if dataset else data_of_weights(init_from, root)

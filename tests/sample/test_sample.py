@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from model import GPT, apply_repetition_penalty, sample_token
+from runtime.checkpoint.tags import sign_manifest
 from runtime.sample import generate as texts
 
 
@@ -200,6 +201,9 @@ def test_refusals(sample, theirs, characters, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "one.txt").write_text("a")
     (tmp_path / "bytes").write_bytes(b"ab\xff")
+    for tag in ("iter_5", "best"):
+        (tmp_path / "run" / tag).mkdir(parents=True)
+        (tmp_path / "run" / tag / "manifest.json").write_text(sign_manifest({"format": 1, "iter_num": 5}))
     wrong = ("--top_p=0", "--repetition_penalty=0", "--num_samples=0", "--batch_size=0", "--stop_strings=")
     cases = [
         (wrong, ["num_samples=0 must be at least 1", "batch_size=0 must be at least 1",
@@ -218,6 +222,10 @@ def test_refusals(sample, theirs, characters, tmp_path):
         ([f"--score_file={tmp_path}/one.txt"], ["the text has 1 tokens: give at least 2"]),
         ([f"--score_file={ROOT}/config/eval_gpt2.py"], ["the character '#' (U+0023) is not one of the 28 that this "
                                                    "character dataset knows"]),
+        ([f"--init_from={tmp_path}/run"], [f"init_from={tmp_path}/run has checkpoints of train_deepspeed.py: use "
+                                           f"--out_dir={tmp_path}/run --tag=best"]),
+        ([f"--init_from={tmp_path}/run/iter_5"], [f"init_from={tmp_path}/run/iter_5 has checkpoints of "
+                                                  f"train_deepspeed.py: use --out_dir={tmp_path}/run --tag=iter_5"]),
         (["--dataset=None"], [f"the tokenizer of {theirs[1]} is unknown (28 tokens): name the dataset that it was "
                               "trained on with --dataset=NAME or a path"]),
     ]
