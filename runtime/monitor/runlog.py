@@ -38,6 +38,7 @@ class RunLog:
         self.loggers, self.wandb_id, self.update_bar, self.paused = {}, state.get("wandb_id"), None, True
         self.iter_num = self.first_iter = state.get("iter_num", 0)
         self.resumes = bool(state)
+        self.has_best = math.isfinite(state.get("best_val_loss", math.inf))
         exit_together(self.start_loggers() if self.writes else [])
 
     def start_loggers(self):
@@ -130,6 +131,7 @@ class RunLog:
                        f"{found['sequences']:,} sequences so far")
         self.record(record)
         self.iter_num, self.paused = iter_num, True
+        self.has_best |= iter_num > 0 and math.isfinite(record["val_loss"])
         return record["val_loss"]
 
     def sample(self, iter_num, text):
@@ -155,8 +157,10 @@ class RunLog:
 
     def not_saved(self):
         """Report why these weights are not saved, and how to continue."""
-        print0("checkpoint not saved, because the loss is not finite; earlier ones are intact. To resume from the best "
-               "one: --init_from=resume --resume_tag=best --overwrite=True, with a lower learning_rate")
+        print0("checkpoint not saved, because the loss is not finite; " + (
+            "earlier ones are intact. To resume from the best one: --init_from=resume --resume_tag=best "
+            "--overwrite=True, with a lower learning_rate" if self.has_best else
+            "there is none yet: start again with a lower learning_rate"))
 
     def leaving(self, exit_code, iter_num, health):
         """Report why the run exits before its last step."""
@@ -172,11 +176,13 @@ class RunLog:
         losses = series(read_history(self.out_dir), "val_loss") if finished and self.writes else []
         if losses := [(loss, iter_num) for iter_num, loss in losses if iter_num]:
             print0("best validation loss {:.4f} at step {}".format(*min(losses)))
-        if losses and self.settings["keep_last"]:
-            print0(f"final checkpoint: {self.out_dir}/final. To sample from the best one, export it, and plot the run:")
+        tags = [tag for tag in ("best", "final") if os.path.exists(os.path.join(self.out_dir, tag, "manifest.json"))]
+        if losses and self.settings["keep_last"] and tags:  # a loss that isn't finite isn't saved
+            print0(f"{tags[-1]} checkpoint: {self.out_dir}/{tags[-1]}. To sample from "
+                   f"{'the best one' if len(tags) == 2 else 'it'}, export it, and plot the run:")
             python, out_dir = shell_path(sys.executable), shell_path(self.out_dir)
-            for script, options in (("sample.py", f"--out_dir={out_dir} --tag=best"),
-                                    ("export_hf.py", f"--out_dir={out_dir} --tag=best"), ("plot.py", out_dir)):
+            for script, options in (("sample.py", f"--out_dir={out_dir} --tag={tags[0]}"),
+                                    ("export_hf.py", f"--out_dir={out_dir} --tag={tags[0]}"), ("plot.py", out_dir)):
                 print0(f"  {python} {shell_path(os.path.join(ROOT, script))} {options}")
         self.to_loggers("close")
 

@@ -87,9 +87,25 @@ def test_ruined_weights_push_out_no_tag_and_a_resume_outlives_its_logger(train):
     on = train("--max_iters=40", "--eval_interval=2", "--keep_last=2", *wild, "--init_from=resume", out_dir=run.out_dir)
     assert on.returncode == 3 and "Traceback" not in on.stderr, on.stderr
     assert "TensorBoard failed to start" in on.stdout and "; continuing without it" in on.stdout
-    assert "checkpoint not saved, because the loss is not finite" in on.stdout
+    assert "checkpoint not saved, because the loss is not finite; earlier ones are intact. To resume from" in on.stdout
     assert {"iter_2", "iter_4"} <= {*os.listdir(run.out_dir)}
     assert (run.out_dir / "latest").read_text() == "iter_4"
+
+
+@pytest.mark.parametrize("options, code", [(["--max_iters=3"], 0), (["--max_iters=9", "--max_skipped_steps=2"], 3)])
+def test_a_run_that_saves_nothing_names_no_checkpoint(train, options, code):
+    """Every loss is NaN after the first step, and every evaluation is later."""
+    run = train("--learning_rate=1e30", "--min_lr=1e30", "--grad_clip=0", "--eval_interval=100", *options)
+    assert run.returncode == code and "best" not in run.stdout and not (run.out_dir / "best").exists(), run.stdout
+    assert "not finite; there is none yet: start again with a lower learning_rate" in run.stdout
+
+
+def test_a_run_that_ends_with_nan_names_the_best_checkpoint_alone(spoilt):
+    """The evaluation of iteration 4, the last one, is NaN."""
+    done, _, out_dir = spoilt(9, 99, "--eval_interval=2", rank=0, ranks=1, training=False)
+    assert done.returncode == 0 and "step 4: train loss nan" in done.stdout, done.stdout + done.stderr
+    assert f"best checkpoint: {out_dir}/best. To sample from it, export it" in done.stdout
+    assert "--tag=best" in done.stdout and "final" not in done.stdout and not (out_dir / "final").exists()
 
 
 @pytest.mark.parametrize("skip", [True, False])
