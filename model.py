@@ -156,14 +156,14 @@ def addmm_fp32(total, a, b):
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):
-    """Compute the mean cross-entropy of x @ weight.T, LOSS_CHUNK rows at a time.
+    """Compute the mean or the sum of the cross-entropy of x @ weight.T, LOSS_CHUNK rows at a time.
 
     Forward computes the gradients of each chunk from its logits. The full logits are never in memory, and no matmul
     runs twice. The idea is Liger Kernel's (arXiv:2410.10989). Backward scales both gradients in float32, because a
     scale rounded to bfloat16 can be off by 0.4%."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size, cross_entropy):
+    def forward(ctx, x, weight, targets, vocab_size, cross_entropy, mean=True):
         grad_x = torch.empty_like(x)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         total = torch.zeros((), device=x.device)
@@ -174,7 +174,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             grad_x[rows] = grad @ weight
             if grad_weight is not None:
                 addmm_fp32(grad_weight, grad.T, x[rows])
-        count = (targets >= 0).sum()
+        count = (targets >= 0).sum() if mean else torch.ones((), device=x.device)
         ctx.save_for_backward(grad_x, grad_weight, count)
         return total / count
 
@@ -184,7 +184,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         scale = grad_loss.float() / (count * FP16_GRAD_FACTOR if grad_x.dtype == torch.float16 else count)
         if grad_weight is not None:  # scale and round in one pass: GPT-2 XL has 80M of these weights
             grad_weight = torch.mul(grad_weight, scale, out=torch.empty_like(grad_weight, dtype=grad_x.dtype))
-        return grad_x.float().mul_(scale).to(grad_x.dtype), grad_weight, None, None, None
+        return grad_x.float().mul_(scale).to(grad_x.dtype), grad_weight, None, None, None, None
 
 
 class LMHead(nn.Module):
@@ -200,8 +200,9 @@ class LMHead(nn.Module):
         if targets is None:
             return F.linear(x, self.weight)[..., : self.vocab_size]
         x, targets = x.flatten(0, -2), targets.flatten()
-        if reduction == "mean":
-            return FusedLinearCrossEntropy.apply(x, self.weight, targets, self.vocab_size, self.cross_entropy)
+        if reduction != "none":
+            return FusedLinearCrossEntropy.apply(x, self.weight, targets, self.vocab_size, self.cross_entropy,
+                                                 reduction == "mean")
         chunks = zip(x.split(LOSS_CHUNK), targets.split(LOSS_CHUNK), strict=True)
         return torch.cat([self.cross_entropy(rows @ self.weight.T, own, self.vocab_size)[0] for rows, own in chunks])
 
@@ -275,7 +276,7 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, reduction="mean"):
         """Return logits (B, T, vocab_size) of idx (B, T). With targets (B, T), return the mean cross-entropy, or with
-        reduction="none" that of each token, (B * T,). Targets of -1 are ignored."""
+        reduction="sum" the sum, or with "none" that of each token, (B * T,). Targets of -1 are ignored."""
         return self.lm_head(self.forward_hidden(idx), targets, reduction)
 
     def forward_hidden(self, idx, positions=None, caches=None, mask=None):

@@ -54,25 +54,26 @@ class FastPath:
         on_shut_down(self.close)
         atexit.register(self.close)  # also after a traceback
 
-    def forward_backward(self, x, y):
-        """Run engine(x, y) and engine.backward(loss). Returns the detached loss, which the next call may overwrite."""
+    def forward_backward(self, *batch):
+        """Run engine(x, y) and engine.backward(loss) for a batch (x, y). For (x, y, weight), the loss is the sum over
+        targets, times weight. Returns the detached loss, which the next call may overwrite."""
         if self.launches_left:
             self.launches_left -= 1
-            return self._launch(x, y)
+            return self._launch(*batch)
         if self.graph is None:
-            self.inputs, self.graph = (x.clone(), y.clone()), torch.cuda.CUDAGraph()
+            self.inputs, self.graph = [t.clone() for t in batch], torch.cuda.CUDAGraph()
             # thread_local: other threads read data and write checkpoints during the capture
             with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
                 self.loss = self._launch(*self.inputs)
-        self.inputs[0].copy_(x)
-        self.inputs[1].copy_(y)
+        for own, t in zip(self.inputs, batch, strict=True):
+            own.copy_(t)
         with self.time_local_work(self.graph_is_local):
             self.graph.replay()
         return self.loss
 
-    def _launch(self, x, y):
+    def _launch(self, x, y, weight=None):
         with self.time_local_work(self.engine.zero_optimization_stage() < 3):
-            loss = self.engine(x, y)
+            loss = self.engine(x, y) if weight is None else self.engine(x, y, "sum") * weight
         self.engine.backward(loss)
         return loss.detach()
 

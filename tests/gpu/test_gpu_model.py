@@ -25,8 +25,8 @@ class Engine:
         for name, p in module.named_parameters() if sums else ():
             p.main_grad = self.sums[name]
 
-    def __call__(self, idx, targets):
-        return self.module(idx, targets)
+    def __call__(self, *batch):
+        return self.module(*batch)
 
     def backward(self, loss):
         (loss * self.scale).backward()
@@ -75,9 +75,9 @@ def case(request):
     torch.cuda.empty_cache()
 
 
-def steps(case, way, dtype=torch.bfloat16, scale=1.0, fp8=False):
+def steps(case, way, dtype=torch.bfloat16, scale=1.0, fp8=False, batches=None):
     """Return the loss and gradients of a third micro-step, and the model. The two before it are on other tokens, and
-    the second is captured if the way is."""
+    the second is captured if the way is. batches: of the three micro-steps."""
     model = build(case["config"], case["weights"], dtype)
     model.gradient_checkpointing = "recomputed" in way
     if "compiled" in way:
@@ -86,7 +86,7 @@ def steps(case, way, dtype=torch.bfloat16, scale=1.0, fp8=False):
         block.install(model, fp8)
     engine = Engine(model, scale, "sums" in way)
     fast = fast_path(engine, "captured" in way)
-    for batch in (case["other"], case["other"], case["batch"]):
+    for batch in batches or (case["other"], case["other"], case["batch"]):
         engine.zero()
         loss = fast.forward_backward(*batch)
     assert (fast.graph is not None) == ("captured" in way)
@@ -109,6 +109,24 @@ def check_all(case, loss, gradients, dtype, scale, loss_bound):
 def test_loss_and_gradients_in_bfloat16(case, way):
     loss, gradients, _ = steps(case, way)
     check_all(case, loss, gradients, torch.bfloat16, 1.0, 1e-3)
+
+
+@pytest.mark.parametrize("way", ["eager", "kernels", "kernels captured", "kernels captured sums", "compiled captured"])
+def test_a_loss_mask_and_its_weight(case, way):
+    """A third of the targets count, others in each batch. A captured step reads both anew."""
+    def masked(batch, weight):
+        idx, targets = batch
+        return idx, targets.masked_fill(idx % 3 > 0, -1), torch.tensor(weight, device="cuda")
+
+    other, (idx, targets, weight) = masked(case["other"], 1.0), masked(case["batch"], 3e-4)
+    loss, gradients, _ = steps(case, way, batches=(other, other, (idx, targets, weight)))
+    times = (weight * (targets >= 0).sum()).item()  # as often as the mean is in what the step returns
+    assert 0.15 < times < 0.25
+    exact_loss, exact = plain_gradients(case["weights"], case["config"], idx, targets, torch.float64)
+    _, plain = plain_gradients(case["weights"], case["config"], idx, targets, torch.bfloat16)
+    assert abs(loss / times - exact_loss) < 2e-3
+    for name in exact:
+        check(name, gradients[name].float() / times, plain[name], exact[name])
 
 
 @pytest.mark.parametrize(("way", "dtype", "scale", "loss_bound"), [
