@@ -134,7 +134,6 @@ def baseline(args, argv):
     if not torch.cuda.is_available() or s.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
     from runtime.cluster.ranks import all_reduce_sum, ranks_from_environment, shut_down
-    from runtime.data.dataset import open_tokens
     from runtime.data.loader import train_batches
     from runtime.engine.setup import setup_device
     from runtime.hardware import peak_memory
@@ -146,13 +145,13 @@ def baseline(args, argv):
     torch.manual_seed(s.seed)
     steps = dict(zip(BASELINES, (transformers_steps, pytorch_steps, fsdp2_steps), strict=True))
     name, micro_step = steps[args.baseline](plan, s, device)
-    mixture = [(open_tokens(one, "train"), one.share) for one in plan.datasets]
+    mixture = [(tokens, one.share) for tokens, one in zip(plan.tokens["train"], plan.datasets)]
     batches = train_batches(mixture, 0, ranks.rank, ranks.world_size, vars(s), plan.data["vocab_size"], device)
     times, losses = [], []
     for _ in range(s.max_iters):
         start, total = time.perf_counter(), 0.0
         for number in range(s.gradient_accumulation_steps):
-            total += micro_step(*next(batches), number + 1 == s.gradient_accumulation_steps)
+            total += micro_step(*next(batches)[:2], number + 1 == s.gradient_accumulation_steps)
         losses.append(total.item() / s.gradient_accumulation_steps / ranks.world_size)  # item() waits for the step
         times.append(1000 * (time.perf_counter() - start))
     losses = all_reduce_sum(*losses, device=device)
@@ -239,7 +238,7 @@ def plain_micro_step(model, forward, s):
                                   betas=(s.beta1, s.beta2), fused=True)
 
     def micro_step(x, y, last):
-        loss = cross_entropy(forward(x, last).float().flatten(0, 1), y.flatten())
+        loss = cross_entropy(forward(x, last).float().flatten(0, 1), y.flatten(), ignore_index=-1)
         (loss / s.gradient_accumulation_steps).backward()
         if last:
             torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip)

@@ -139,7 +139,6 @@ import deepspeed
 from runtime.checkpoint import Saver, TagStore, load_into_engine, load_model, newest_intact
 from runtime.cluster.ranks import all_reduce_sum, exit_together, require_same_on_all_ranks, shut_down
 from runtime.cluster.shutdown import Shutdown
-from runtime.data.dataset import open_tokens
 from runtime.data.loader import eval_batches, mixed_seed, sequences_per_dataset, train_batches
 from runtime.engine import ds_config, fixes, setup
 from runtime.engine.fast_path import FastPath
@@ -160,9 +159,8 @@ tag = newest_intact(store, plan.start, resume_tag, overwrite)  # None unless thi
 # -----------------------------------------------------------------------------
 # Data: memory-mapped tokens, the same on every rank
 
-tokens = {split: [open_tokens(dataset, split) for dataset in plan.datasets] for split in ("train", "val")}
 shares = [dataset.share for dataset in plan.datasets]
-mixture = list(zip(tokens["train"], shares, strict=True))
+mixture = list(zip(plan.tokens["train"], shares, strict=True))
 
 # -----------------------------------------------------------------------------
 # Model, optimizer, engine
@@ -229,16 +227,17 @@ def estimate_loss():
     engine.eval()
     losses = {"train": [], "val": []}
     for split, found in losses.items():
-        for data in tokens[split]:
-            sums = torch.zeros(3, dtype=torch.float64, device=device)  # windows, their losses, the squares
+        for data in plan.tokens[split]:
+            sums = torch.zeros(6, dtype=torch.float64, device=device)  # over windows
             for x, y in eval_batches(data, ranks.rank, ranks.world_size, plan.eval_windows, vars(settings),
                                      plan.data["vocab_size"], device):
-                counts = (y[:, 0] >= 0).double()  # windows that pad the last batch have targets of -1
+                counts = (y >= 0).double().mean(dim=1)  # the fraction that counts; 0 if a window pads the last batch
                 loss = engine(x, y, "none").view(y.shape).double().mean(dim=1)
-                sums += torch.stack([counts.sum(), loss.sum(), (loss**2).sum()])
-            n, total, squares = all_reduce_sum(*sums, device=device)
-            mean = total / n
-            found.append((mean, math.sqrt(max(0.0, squares / n - mean**2) / max(1, n - 1))))
+                sums += torch.stack([counts > 0, counts, loss, counts**2, loss**2, counts * loss]).sum(dim=1)
+            n, counted, total, counts2, loss2, product = all_reduce_sum(*sums, device=device)
+            mean = total / counted  # a ratio of sums: its standard error comes from loss - mean * counts
+            residuals = max(0.0, loss2 - 2 * mean * product + mean**2 * counts2)
+            found.append((mean, math.sqrt(residuals * n / max(1, n - 1)) / counted))
     engine.train()
     return losses
 
@@ -303,8 +302,8 @@ while not finished() and not eval_only and exit_code is None:
         fast.skip_above = health.spikes.threshold()
     loss = torch.zeros((), device=device)
     for _ in range(gradient_accumulation_steps):
-        x, y = log.time_data(batches)
-        loss += fast.forward_backward(x, y)  # engine(x, y) and engine.backward(loss), as a CUDA graph if possible
+        # engine(x, y) and engine.backward(loss), as a CUDA graph if possible
+        loss += fast.forward_backward(*log.time_data(batches))
         engine.step()  # DeepSpeed steps the optimizer after the last micro-step
     loss /= gradient_accumulation_steps
     fixes.grow_loss_scale(engine)

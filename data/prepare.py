@@ -3,6 +3,7 @@
     python data/prepare.py my.txt --name=mine
     python data/prepare.py corpus/ more.jsonl.zst --name=mine --tokenizer=char --val_fraction=0.05
     zcat *.gz | python data/prepare.py - --name=mine --format=jsonl --field=content
+    python data/prepare.py chat.jsonl --name=mine --format=chat
 
 PATH is a text file, JSON lines (.jsonl, .ndjson, .json), Parquet, a folder of them, or "-" for standard input. Text and
 JSON lines may be compressed (.gz, .zst, .bz2, .lz4).
@@ -30,7 +31,8 @@ def arguments():
     add("paths", metavar="PATH", nargs="+", help="file, folder, or - for standard input")
     add("--name", required=True, help="name of the dataset: a folder below data/, or a path")
     add("--tokenizer", default="gpt2", help="gpt2 (the default), char, or a folder with a tokenizer.json")
-    add("--format", choices=("text", "jsonl", "parquet"), help="what the files hold (default: by their names)")
+    add("--format", choices=("text", "jsonl", "parquet", "chat"), help="what the files hold (default: by their names); "
+        "chat: JSON lines with conversations")
     add("--field", default="text", help="field or column that holds the text (default: text)")
     add("--val_fraction", type=float, help="fraction of documents for validation (default: 0.1 below 10 MB, else 0.01)")
     add("--max_document_bytes", type=int, metavar="BYTES", help="size above which a text is cut into several documents "

@@ -6,6 +6,9 @@ meta.json (format 1):
     vocab_size, dtype ("uint16" or "uint32", little-endian), train_tokens, val_tokens
     source      {"name", "sha256", "bytes"} of the text
     files       {"train.bin": {"bytes", "sha256"}, "val.bin": {"bytes", "sha256"}}
+    template    only for conversations: the Jinja template that made text of them (runtime/data/chat.py)
+Conversations also have train_mask.bin and val_mask.bin, with a byte per token: COUNTS if its prediction counts in the
+loss, and BEGINS if a conversation begins with it.
 data/prepare.py adds its options and the numbers of documents (docs/data.md).
 """
 
@@ -27,7 +30,8 @@ from runtime.output import exit_with_error, protect_output
 SPLITS = ("train", "val")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 # In the order in which they get their names: without train.bin, nobody takes the rest for a dataset of nanoGPT.
-FILES = ("tokenizer.json", "meta.pkl", "val.bin", "train.bin", "meta.json")
+FILES = ("tokenizer.json", "meta.pkl", "val_mask.bin", "train_mask.bin", "val.bin", "train.bin", "meta.json")
+COUNTS, BEGINS = 1, 2  # bits of a mask
 ROOT = Path(__file__).resolve().parents[2]
 SLICE = 2**22  # tokens handled at once
 CHECKED_SLICES = 64  # per split, evenly spread: all of Shakespeare, 3% of OpenWebText
@@ -45,10 +49,11 @@ class Dataset:
     meta: dict  # its meta.json
 
 
-def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source, **details):
+def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source, masks=None, **details):
     """Write a dataset to `folder`, created if missing, and return its meta.json as a dict.
 
-    The ids of a split are an array, a list, or an iterator over arrays or lists. details: more entries of meta.json.
+    The ids of a split are an array, a list, or an iterator over arrays or lists. masks: {split: iterator over arrays},
+    only for conversations. details: more entries of meta.json.
     All files are first written under temporary names, and meta.json is removed first and renamed last. So a process
     that is killed leaves the old dataset, the new one, or one that check_dataset() rejects. Raises UserError if an
     id is outside the vocabulary."""
@@ -71,6 +76,8 @@ def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source
             name = f"{split}.bin"
             files[name] = write(name, _packed(ids, DTYPES[dtype], vocab_size))
             meta[f"{split}_tokens"] = files[name]["bytes"] // DTYPES[dtype].itemsize
+        for split, mask in (masks or {}).items():
+            files[f"{split}_mask.bin"] = write(f"{split}_mask.bin", (part.tobytes() for part in mask))
         if tokenizer_meta["kind"] == "hf":
             write("tokenizer.json", [Path(tokenizer_meta["file"]).read_bytes()])
         meta |= {"source": source, "files": files, **details}
@@ -142,12 +149,19 @@ def open_datasets(dataset, root, block_size):
     if len({one.name for one in datasets}) < len(datasets):
         raise UserError(f"dataset={dataset} has two datasets of the same name: rename one of their folders")
     totals = {key: sum(one.meta[key] for one in datasets) for key in ("train_tokens", "val_tokens")}
-    return datasets, {"tokenizer": first.meta["tokenizer"], "vocab_size": first.meta["vocab_size"], **totals}
+    template = next((one.meta["template"] for one in datasets if "template" in one.meta), None)
+    return datasets, {"tokenizer": first.meta["tokenizer"], "vocab_size": first.meta["vocab_size"],
+                      "template": template, **totals}
 
 
 def open_tokens(dataset, split):
     """Return the token ids of a Dataset's "train" or "val" as a memory-mapped array."""
     return np.memmap(Path(dataset.folder, f"{split}.bin"), DTYPES[dataset.meta["dtype"]], mode="r")
+
+
+def open_mask(dataset, split):
+    """Return the mask of a split of conversations as a memory-mapped array of uint8."""
+    return np.memmap(Path(dataset.folder, f"{split}_mask.bin"), np.uint8, mode="r")
 
 
 def same_tokenizer(a, b):
@@ -230,8 +244,11 @@ def _problems(folder, split, meta, block_size):
     size, expected = path.stat().st_size, tokens * DTYPES[meta["dtype"]].itemsize
     if size != expected:
         return [f"{name} has {size} bytes, but {tokens} tokens of {meta['dtype']} take {expected}: {fix}"]
-    problems = []
-    if tokens <= block_size:  # the last token of a sequence predicts the one after it
+    problems, mask = [], folder / f"{split}_mask.bin"
+    if "template" in meta:
+        if not mask.exists() or mask.stat().st_size != tokens:
+            return [f"{os.path.relpath(mask)} does not have one byte for each of the {tokens} tokens: {fix}"]
+    elif tokens <= block_size:  # the last token of a sequence predicts the one after it
         shorter = f"train with --block_size={tokens - 1}, or " if tokens > 1 else ""
         problems.append(f"{name} has {tokens} tokens, but block_size={block_size} needs {block_size + 1}: "
                         f"{shorter}prepare a longer text")

@@ -5,6 +5,8 @@ list. The list depends only on the seed. Each epoch has every window of block_si
 permutation, which is computed and not stored. So the order is the same for any number of ranks and any micro-batch, and
 a resumed run continues it at no cost. In a mixture, each dataset has such a list, and a table interleaves them: of as
 many sequences as the shares add up to, each dataset has exactly its share.
+
+A dataset of conversations has rows instead of windows: whole conversations, packed once. Its epochs shuffle the rows.
 """
 
 import functools
@@ -16,6 +18,7 @@ import threading
 import numpy as np
 import torch
 
+from runtime.data.dataset import BEGINS, COUNTS, open_mask, open_tokens
 from runtime.files import UserError
 
 SPLITMIX64 = [np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]
@@ -56,6 +59,56 @@ def feistel_permute(i, n, key):
     return out.astype(np.int64)
 
 
+class Conversations:
+    """The conversations of a split, in rows of block_size + 1 tokens. Each row begins with a conversation and has as
+    many more as fit, in a fixed shuffled order. The rest of it is padding.
+
+    A longer conversation is cut at its end, `cut` of them. One in which nothing is left that counts in the loss is left
+    out, `dropped` of them. counts: the number of targets in each row. Raises UserError if there are no rows."""
+
+    def __init__(self, name, tokens, mask, block_size):
+        self.tokens, self.mask, self.length = tokens, mask, block_size + 1
+        begins = np.flatnonzero(mask & BEGINS)
+        ends = np.append(begins[1:], len(tokens))
+        self.cut = int((ends - begins > self.length).sum())
+        spans = np.stack([begins, np.minimum(ends, begins + self.length)], axis=1)
+        counted = np.append(mask & COUNTS, np.uint8(0))  # reduceat takes no end beyond the last element
+        counts = np.add.reduceat(counted, spans.ravel(), dtype=np.int64)[::2]
+        self.dropped = int((counts == 0).sum())
+        if self.dropped == len(spans):
+            raise UserError(f"{name} has no answer within block_size={block_size}: use a larger --block_size")
+        order = np.flatnonzero(counts)
+        order = order[feistel_permute(np.arange(len(order)), len(order), 0)]
+        self.spans = spans[order]
+        totals, firsts = np.append(0, np.cumsum(self.spans[:, 1] - self.spans[:, 0])), [0]
+        while firsts[-1] < len(order):
+            firsts.append(int(np.searchsorted(totals, totals[firsts[-1]] + self.length, "right")) - 1)
+        self.firsts = np.array(firsts)  # of each row, and the end
+        self.counts = np.add.reduceat(counts[order], self.firsts[:-1])
+
+    def row(self, i):
+        """Return the ids of a row, (block_size + 1,), as int64. A token that doesn't count is ~id."""
+        row, filled = np.full(self.length, ~0), 0
+        for begin, end in self.spans[self.firsts[i] : self.firsts[i + 1]]:
+            ids = self.tokens[begin:end].astype(np.int64)
+            row[filled : filled + len(ids)] = np.where(self.mask[begin:end] & COUNTS, ids, ~ids)
+            filled += len(ids)
+        return row
+
+
+def open_sequences(dataset, split, block_size):
+    """Return the tokens of a Dataset's split as a memory-mapped array, or its Conversations. Raises UserError."""
+    tokens = open_tokens(dataset, split)
+    if "template" not in dataset.meta:
+        return tokens
+    return Conversations(dataset.name, tokens, open_mask(dataset, split), block_size)
+
+
+def extent(source, block_size):
+    """Return (tokens, block_size) of a source. A row of Conversations stands for one token."""
+    return (len(source.counts) + 1, 1) if isinstance(source, Conversations) else (len(source), block_size)
+
+
 def windows_per_epoch(n_tokens, block_size):
     """Return (windows, largest shift). Each epoch shifts its windows by a different amount, so their borders move."""
     windows = max(1, (n_tokens - block_size) // block_size)
@@ -86,14 +139,15 @@ def interleave_table(shares):
 
 
 def locate_sequences(ids, sources, block_size, seed):
-    """Return arrays (dataset, offset) of the sequences with these ids; sources: [(tokens, share)]."""
+    """Return arrays (dataset, offset) of the sequences with these ids; sources: [(tokens, share)]. Of Conversations the
+    offset is the row."""
     shares = tuple(share for _, share in sources)
     which, before = interleave_table(shares)
     period, place = np.divmod(np.asarray(ids, dtype=np.int64), sum(shares))
     chosen = which[place]
     own_ids, offsets = period * np.array(shares)[chosen] + before[place], np.zeros_like(period)
     for j, (tokens, _) in enumerate(sources):
-        offsets[chosen == j] = train_offsets(own_ids[chosen == j], len(tokens), block_size, seed)
+        offsets[chosen == j] = train_offsets(own_ids[chosen == j], *extent(tokens, block_size), seed)
     return chosen, offsets
 
 
@@ -117,24 +171,39 @@ def eval_offsets(n_tokens, block_size, n):
 
 
 def read_windows(windows, block_size, vocab_size):
-    """Return inputs and targets (B, T), int64, of [(tokens, offset)]. Targets at a negative offset are ignored."""
-    rows = np.stack([tokens[max(o, 0) : max(o, 0) + block_size + 1] for tokens, o in windows]).astype(np.int64)
-    if rows.max() >= vocab_size:
-        raise UserError(f"the data holds token {rows.max()}, beyond the vocabulary of {vocab_size}: prepare it again")
-    batch = torch.from_numpy(rows)
-    x, y = batch[:, :-1].clone(), batch[:, 1:].clone()  # otherwise both share memory, and padding y changes x
+    """Return inputs and targets (B, T), int64, of [(tokens, offset)]. Targets are -1, which is ignored, at a negative
+    offset and where a conversation doesn't count."""
+    rows = np.stack([tokens.row(max(o, 0)) if isinstance(tokens, Conversations)
+                     else tokens[max(o, 0) : max(o, 0) + block_size + 1] for tokens, o in windows]).astype(np.int64)
+    ids = np.maximum(rows, ~rows)
+    if ids.max() >= vocab_size:
+        raise UserError(f"the data holds token {ids.max()}, beyond the vocabulary of {vocab_size}: prepare it again")
+    x, y = torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(np.maximum(rows[:, 1:], -1))
     y[torch.tensor([offset < 0 for _, offset in windows])] = -1
     return x, y
 
 
+def loss_weight(sources, iter_num, world_size, settings):
+    """Return what a micro-step multiplies its sum of losses by, so that the mean over micro-steps and ranks, which
+    DeepSpeed takes, is the mean over all targets of the step."""
+    micro_steps, block_size = world_size * settings["gradient_accumulation_steps"], settings["block_size"]
+    ids = sequence_ids(iter_num, 0, 1, settings["batch_size"], micro_steps).flatten()
+    which, offsets = locate_sequences(ids, sources, block_size, settings["seed"])
+    counted = sum(tokens.counts[offsets[which == j]].sum() if isinstance(tokens, Conversations)
+                  else block_size * (which == j).sum() for j, (tokens, _) in enumerate(sources))
+    return micro_steps / counted
+
+
 def train_batches(sources, iter_num, rank, world_size, settings, vocab_size, device):
-    """Yield (x, y) micro-batches on `device` without end, from step iter_num on; sources: [(tokens, share)].
+    """Yield (x, y) micro-batches on `device` without end, from step iter_num on; sources: [(tokens, share)]. If any are
+    Conversations, yield (x, y, loss_weight()).
 
     A thread reads and pins whole steps in advance, because each handover between threads waits for Python's lock. One
     handover per micro-batch took 9 of the 663 ms per step of GPT-2 XL at micro-batch 8 x accumulation 4."""
     sys.setswitchinterval(5e-4)  # seconds until a busy thread releases the lock; the default is 5 ms
     ready = queue.Queue(maxsize=2)
     pin, block_size = torch.device(device).type == "cuda", settings["block_size"]
+    masked = any(isinstance(tokens, Conversations) for tokens, _ in sources)
 
     def read_ahead():
         try:
@@ -144,6 +213,8 @@ def train_batches(sources, iter_num, rank, world_size, settings, vocab_size, dev
                 which, offsets = locate_sequences(ids.flatten(), sources, block_size, settings["seed"])
                 windows = [(sources[j][0], offset) for j, offset in zip(which, offsets, strict=True)]
                 batch = [t.view(*ids.shape, -1) for t in read_windows(windows, block_size, vocab_size)]
+                if masked:
+                    batch.append(torch.full(ids.shape[:1], loss_weight(sources, step, world_size, settings)))
                 ready.put([t.pin_memory() for t in batch] if pin else batch)
         except Exception as error:  # the training thread raises it again
             ready.put(error)
@@ -160,7 +231,7 @@ def eval_batches(tokens, rank, world_size, n, settings, vocab_size, device):
     """Yield this rank's (x, y) of the n windows of an evaluation.
     Every rank gets the same number of batches of the same size, padded with windows that are ignored. At ZeRO-3 a
     forward pass is collective, and a new batch size would recompile the blocks."""
-    offsets, batch_size = eval_offsets(len(tokens), settings["block_size"], n), settings["batch_size"]
+    offsets, batch_size = eval_offsets(*extent(tokens, settings["block_size"]), n), settings["batch_size"]
     per_rank = -(-len(offsets) // world_size)
     mine = offsets[rank * per_rank : (rank + 1) * per_rank]
     mine = np.pad(mine, (0, -(-per_rank // batch_size) * batch_size - len(mine)), constant_values=-1)

@@ -4,8 +4,6 @@ import math
 import os
 import re
 
-from runtime.data.loader import windows_per_epoch
-
 AT_LEAST = {
     1: ("batch_size", "gradient_accumulation_steps", "block_size", "eval_interval", "eval_iters", "log_interval",
         "patience", "profile_start", "profile_iters", "sample_tokens"),
@@ -52,11 +50,11 @@ def broken_rules(settings, requested_batch_size):
     return problems + [message.format(s=settings) for is_broken, message in RULES if is_broken(settings)]
 
 
-def plan_iterations(s, datasets, batch, problems, notes):
-    """Return max_iters, from max_epochs if that is set. Note a learning rate schedule of another length."""
+def plan_iterations(s, windows, batch, problems, notes):
+    """Return max_iters, from max_epochs if that is set. Note a learning rate schedule of another length. windows: in
+    an epoch, or None."""
     max_iters = s.max_iters
-    if s.max_epochs is not None and datasets and not problems:
-        windows = sum(windows_per_epoch(d.meta["train_tokens"], s.block_size)[0] for d in datasets)
+    if s.max_epochs is not None and windows and not problems:
         max_iters = math.ceil(s.max_epochs * windows / batch.sequences)
         notes.append(f"max_epochs={s.max_epochs:g} is {max_iters:,} iterations; max_iters is ignored")
     end = max_iters if s.lr_decay_iters is None else s.lr_decay_iters

@@ -10,7 +10,8 @@ from model import GPT
 from runtime.checkpoint.saver import tag_bytes
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.nodes import compare_nodes
-from runtime.data.dataset import open_datasets
+from runtime.data.dataset import SPLITS, open_datasets
+from runtime.data.loader import Conversations, extent, open_sequences, windows_per_epoch
 from runtime.data.tokenizer import tokenizer_of
 from runtime.engine import ds_config, fixes
 from runtime.files import UserError, format_bytes, free_bytes, nearest_existing_dir
@@ -33,7 +34,9 @@ class RunPlan(Job):
 
     settings: object  # from configurator.py, with "auto" resolved, and on rank 0 with keep_last as the disk allows
     datasets: tuple
-    data: dict | None  # {"tokenizer", "vocab_size", "train_tokens", "val_tokens"} of all datasets together
+    data: dict | None  # {"tokenizer", "vocab_size", "template", "train_tokens", "val_tokens"} of all datasets together
+    tokens: dict | None  # {split: the tokens or Conversations of each dataset}
+    windows: int | None  # sequences per epoch
     start: Start
     lora: dict | None
     eval_windows: int  # per evaluation, over all ranks
@@ -57,7 +60,7 @@ class RunPlan(Job):
         base = resumed["lora"]["base"] if resumed and self.lora else self.start.init_from
         return {"model": vars(self.model), "lineage": list(self.start.lineage),
                 "lora": self.lora and {**self.lora, "base": None if self.start.parent else base},
-                "data": {key: self.data[key] for key in ("tokenizer", "vocab_size")}}
+                "data": {key: self.data[key] for key in ("tokenizer", "vocab_size", "template")}}
 
     def record(self):
         """Return what settings.json records of the plan."""
@@ -95,6 +98,7 @@ class RunPlan(Job):
         if hardware.gpu:  # target_gpu: the data may be missing
             return "\n".join([f"plan       {sequences} = {batch.sequences:,} sequences per step, {hardware.dtype}, "
                               f"ZeRO-{self.stage}", *notes])
+        epoch = self.windows if data["template"] else data["train_tokens"] / self.model.block_size
         name = "CPU"
         if hardware.device == "cuda":
             name = f"{torch.cuda.get_device_name()}, {format_bytes(torch.cuda.get_device_properties().total_memory)}"
@@ -107,7 +111,7 @@ class RunPlan(Job):
             f"hardware   {batch.world_size} x {name}, {hardware.dtype}, ZeRO-{self.stage} ({s.deepspeed_config})"
             + ", compiled" * hardware.compile,
             f"batch      {sequences} = {batch.sequences:,} sequences, {batch.tokens:,} tokens per step; "
-            f"{data['train_tokens'] / batch.tokens:,.1f} steps per epoch",
+            f"{epoch / batch.sequences:,.1f} steps per epoch",
             f"output     {s.out_dir}"]
         if self.max_tags:
             lines.append(f"space      {format_bytes(self.tag_bytes)} per checkpoint, up to {self.max_tags} of them; "
@@ -161,7 +165,8 @@ def make_plan(settings, ranks, problems, notes, fetch=True):
     datasets, data = files.attempt(open_datasets, s.dataset, ds_config.ROOT, s.block_size) or ((), None)
     notes += [f"{d.name} has no meta.json: assuming the {d.meta['tokenizer']['kind']} tokenizer"
               for d in datasets if not os.path.exists(os.path.join(d.folder, "meta.json"))]
-    max_iters = plan_iterations(s, datasets, batch, problems, notes)
+    tokens, windows = files.attempt(open_epoch, datasets, s.block_size, notes) or (None, None)
+    max_iters = plan_iterations(s, windows, batch, problems, notes)
     lora = problems.attempt(lora_config, vars(s))
     start = files.attempt(find_start, s, data, lora, batch.sequences, notes, fetch and s.target_gpu is None)
     tokenizer = files.attempt(sample_tokenizer, s, data) if data and s.sample_interval else None
@@ -187,9 +192,20 @@ def make_plan(settings, ranks, problems, notes, fetch=True):
         notes.append(f"each rank accumulates gradients locally, in {format_bytes(4 * params.trainable)}; use "
                      "--accumulate_locally=False to save this memory")
     s = replace(s, batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation, max_iters=max_iters)
-    return RunPlan(**vars(job), settings=s, datasets=tuple(datasets), data=data, start=start, lora=lora,
-                   eval_windows=s.eval_iters * micro, tag_bytes=size, max_tags=max_tags, tokenizer=tokenizer,
-                   notes=(*notes, *"\n".join(files).splitlines()))
+    return RunPlan(**vars(job), settings=s, datasets=tuple(datasets), data=data, tokens=tokens, windows=windows,
+                   start=start, lora=lora, eval_windows=s.eval_iters * micro, tag_bytes=size, max_tags=max_tags,
+                   tokenizer=tokenizer, notes=(*notes, *"\n".join(files).splitlines()))
+
+
+def open_epoch(datasets, block_size, notes):
+    """Return ({split: the tokens or Conversations of each dataset}, windows per epoch). Note conversations that don't
+    fit. Raises UserError."""
+    tokens = {split: [open_sequences(one, split, block_size) for one in datasets] for split in SPLITS}
+    for one, source in zip(datasets, tokens["train"]):
+        if isinstance(source, Conversations) and source.cut:
+            notes.append(f"{one.name}: {source.cut:,} conversations are longer than block_size={block_size} and are "
+                         f"cut at the end; {source.dropped:,} of them have no answer left and are dropped")
+    return tokens, sum(windows_per_epoch(*extent(source, block_size))[0] for source in tokens["train"])
 
 
 def detect_hardware(s, ranks, problems, notes):

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from runtime.data.chat import END_OF_ANSWER, ROLES
 from runtime.files import UserError
 
 BUFFER_BYTES = 2**20
@@ -20,12 +21,12 @@ EOT_BYTES = len(b"<|endoftext|>\r\n")
 TRAILING_EOT = re.compile(r"<\|endoftext\|>(\r?\n)?\Z")
 CUT_POINTS = (re.compile(rb"(?<!\r)\r?\n(?=\S)"), re.compile(rb" (?=\S)"))  # where to cut a long text, best first
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}  # everything else is text
-UNIT = {"text": "byte", "jsonl": "line", "parquet": "row"}  # what messages count
+UNIT = {"text": "byte", "jsonl": "line", "chat": "line", "parquet": "row"}  # what messages count
 
 
 class Source(NamedTuple):
     name: str
-    kind: str  # text, jsonl or parquet
+    kind: str  # text, jsonl, chat or parquet
     bytes: int  # size on disk; 0 for standard input, whose size isn't known in advance
 
 
@@ -63,7 +64,7 @@ def read_records(source, field, max_document_bytes):
         # pyarrow chooses the compression by the name, reads all frames of a file, and rejects a truncated one
         with (sys.stdin.buffer if source.name == "-" else
               io.BufferedReader(pyarrow.input_stream(source.name), BUFFER_BYTES)) as file:
-            yield from file if source.kind == "jsonl" else text_chunks(file, max_document_bytes)
+            yield from file if source.kind in ("jsonl", "chat") else text_chunks(file, max_document_bytes)
     except (pyarrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None):  # the file system's error
             raise
@@ -117,8 +118,11 @@ def chunk_end(buffer, at, max_document_bytes):
 def text_of(record, kind, field):
     """Return (UTF-8 text of a record, empty if it has none; whether its document ends with it). Raises ValueError if
     the record can't be read."""
-    if kind == "jsonl":
-        return text_of_json(record, field).encode() if record.strip() else b"", True
+    if kind in ("jsonl", "chat"):
+        if not record.strip():
+            return b"", True
+        value = parse_json(record)
+        return (json.dumps(messages_of(value)) if kind == "chat" else text_of_json(value, field)).encode(), True
     text = str(record, "utf-8")
     if kind == "parquet":
         return record, True
@@ -126,13 +130,43 @@ def text_of(record, kind, field):
     return text.replace("\r\n", "\n").replace("\r", "\n").encode() if not text.isspace() else b"", bool(ends)
 
 
-def text_of_json(line, field):
+def parse_json(line):
     try:
-        value = json.loads(line)
+        return json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"invalid JSON ({getattr(error, 'msg', error)})") from None
+
+
+def text_of_json(value, field):
     fields = {} if not isinstance(value, dict) else {k: v for k, v in value.items() if isinstance(v, str | None)}
     if field not in fields:
         raise ValueError(f"no text field {field!r} (text fields: {', '.join(fields) or 'none'}): choose one with "
                          "--field=NAME")
     return fields[field] or ""
+
+
+def messages_of(value):
+    """Return the messages, [{"role", "content"}], of a conversation in one of three forms. Raises ValueError."""
+    match value:
+        case {"messages": list(messages)}:
+            pass
+        case {"prompt": prompt, "completion": answer} | {"instruction": prompt, "output": answer}:
+            if isinstance(prompt, str) and isinstance(extra := value.get("input"), str) and extra.strip():
+                prompt += f"\n\n{extra}"
+            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        case _:
+            raise ValueError('no conversation: give {"messages": [...]}, {"prompt", "completion"} or {"instruction", '
+                             '"input", "output"}, one per line')
+    found = []
+    for number, message in enumerate(messages, 1):
+        role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
+        if role not in ROLES:
+            raise ValueError(f"message {number} has the role {role!r}: use {', '.join(ROLES)}")
+        if not isinstance(content, str) or END_OF_ANSWER in content:
+            raise ValueError(f"message {number} ({role}) has no text, or U+0003 in it: correct its content")
+        if role == "assistant" and not content.strip():
+            raise ValueError(f"message {number} is an empty answer: complete or remove it")
+        found.append({"role": role, "content": content})
+    if not any(message["role"] == "assistant" for message in found):
+        raise ValueError("no answer: add a message of the role assistant")
+    return found

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -17,13 +18,15 @@ import time
 
 import numpy as np
 
-from runtime.data.dataset import SPLITS, write_dataset
+from runtime.data.chat import END_OF_ANSWER, TEMPLATE, encode_conversation
+from runtime.data.dataset import BEGINS, COUNTS, SPLITS, write_dataset
 from runtime.data.tokenizer import CODE_POINTS, end_of_text, numpy_encoder
 from runtime.files import UserError
 from runtime.prepare import inputs
 
 ROW_BYTES = 2**20  # text per row, at least
 ROWS_IN_MEMORY = 16  # rows that each process collects before it writes them
+MASK_SHIFT = 30  # of a conversation's token, the bits above its id are its byte of the mask
 
 
 def prepare(folder, sources, tokenizer, vocab_size, options, workers, overwrite=False, skip_unreadable=False):
@@ -31,23 +34,27 @@ def prepare(folder, sources, tokenizer, vocab_size, options, workers, overwrite=
     options: what else the bytes depend on. Raises UserError."""
     if not overwrite and ((folder / "meta.json").exists() or (folder / "train.bin").exists()):
         raise UserError(f"{folder} holds a dataset: choose another --name, or replace it with --overwrite")
-    dtype, is_char = "<u2" if vocab_size <= 2**16 else "<u4", tokenizer["kind"] == "char"
-    separator = ord("\n") if is_char else end_of_text(tokenizer)
+    is_char, is_chat = tokenizer["kind"] == "char", options["format"] == "chat"
+    dtype = "<u2" if vocab_size <= 2**16 and not is_chat else "<u4"
+    separator = ord(END_OF_ANSWER if is_chat else "\n") if is_char else end_of_text(tokenizer)
     reader = Reader(sources, options, skip_unreadable)
     with work_folder(folder) as work:
-        rows = tokenize(work, reader, functools.partial(encode, numpy_encoder(tokenizer), separator, dtype), workers)
-        ids = None
+        encoder = functools.partial(encode_chat if is_chat else encode, numpy_encoder(tokenizer), separator, dtype)
+        rows, ids = tokenize(work, reader, encoder, workers), None
         if is_char:  # the tokens are code points so far
             used = np.zeros(CODE_POINTS, bool)
             for row in rows["ids"]:
-                used[np.frombuffer(row, dtype)] = True
+                used[np.frombuffer(row, dtype) % 2**MASK_SHIFT] = True
             ids = np.cumsum(used, dtype=np.uint32) - 1
             tokenizer = {"kind": "char", "chars": "".join(map(chr, np.flatnonzero(used)))}
+            if is_chat:
+                tokenizer["end_of_text"] = int(ids[separator])
             vocab_size = len(tokenizer["chars"])
         train, val = (ids_of(rows, split, dtype, ids) for split in SPLITS)
         source = {"name": " ".join(options["paths"]), "sha256": reader.digest.hexdigest(), "bytes": reader.bytes}
+        details = {"masks": {split: masks_of(rows, split) for split in SPLITS}, "template": TEMPLATE} if is_chat else {}
         return write_dataset(folder, train, val, tokenizer, vocab_size, source, documents=reader.counts,
-                             options=options)
+                             options=options, **details)
 
 
 @contextlib.contextmanager
@@ -186,12 +193,31 @@ def encode(encoder, separator, dtype, row):
     return {"ids": np.concatenate(ids or [[]]).astype(dtype).tobytes()}
 
 
+def encode_chat(encoder, end, dtype, row):
+    """Return the token ids of a row's conversations, with the mask in their upper bits, as bytes."""
+    packed = [np.zeros(0, dtype)]
+    for text in filter(None, row["texts"]):
+        ids, counts = (np.array(part, dtype) for part in encode_conversation(json.loads(text), encoder, end))
+        mask = counts * COUNTS
+        mask[0] |= BEGINS
+        packed.append(ids | mask << MASK_SHIFT)
+    return {"ids": np.concatenate(packed).tobytes()}
+
+
+def packed_ids(rows, split, dtype):
+    return (np.frombuffer(packed, dtype) for row_split, packed in zip(rows["split"], rows["ids"]) if row_split == split)
+
+
 def ids_of(rows, split, dtype, ids=None):
     """Yield the token ids of a split, one array per row. ids: the id of each code point."""
-    for row_split, packed in zip(rows["split"], rows["ids"]):
-        if row_split == split:
-            tokens = np.frombuffer(packed, dtype)
-            yield tokens if ids is None else ids[tokens]
+    for tokens in packed_ids(rows, split, dtype):
+        tokens = tokens % 2**MASK_SHIFT if dtype == "<u4" else tokens
+        yield tokens if ids is None else ids[tokens]
+
+
+def masks_of(rows, split):
+    """Yield the mask of a split of conversations, one array per row."""
+    return ((packed >> MASK_SHIFT).astype(np.uint8) for packed in packed_ids(rows, split, "<u4"))
 
 
 def summary(meta):

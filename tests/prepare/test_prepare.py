@@ -213,7 +213,8 @@ def test_a_tokenizer_goes_with_its_data_and_may_not_change(tmp_path, tokenizer_f
     shutil.copytree(tmp_path / "out", tmp_path / "moved")
     found, meta = open_datasets({str(tmp_path / "out"): 1, str(tmp_path / "moved"): 2}, ROOT, 1)  # are of one tokenizer
     assert [one.share for one in found] == [1, 2] and meta["train_tokens"] == 2 * found[0].meta["train_tokens"]
-    assert sorted(meta) == ["tokenizer", "train_tokens", "val_tokens", "vocab_size"]  # nothing of the first one's alone
+    # nothing of the first one's alone
+    assert sorted(meta) == ["template", "tokenizer", "train_tokens", "val_tokens", "vocab_size"]
     assert tokenizer_of(found[1].meta["tokenizer"])[0]("w5 </s>") == [5, 70_000]
     (tmp_path / "out" / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="not the one that the data was prepared with"):

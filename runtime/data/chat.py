@@ -1,0 +1,48 @@
+"""Conversations as plain text: GPT-2 has no tokens for roles, so they are words, and end-of-text ends each answer."""
+
+END_OF_ANSWER = "\x03"  # ends an answer in a dataset of characters, which has no end-of-text: U+0003, END OF TEXT
+ROLES = ("system", "user", "assistant")
+# A Jinja template as in transformers, which also finds the tokens of the answers between the generation tags
+TEMPLATE = """\
+{% for message in messages %}
+{{ message.role | capitalize + ':\\n' }}
+{%- if message.role == 'assistant' %}
+{% generation %}{{ message.content | trim + eos_token }}{% endgeneration %}
+{% else %}
+{{ message.content | trim + '\\n\\n' }}
+{%- endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+{{ 'Assistant:\\n' }}
+{%- endif %}
+"""
+
+
+def render(messages, template, eos_token, ask=False):
+    """Return (the text of a conversation, the (begin, end) of its answers). messages: [{"role", "content"}]. ask: end
+    with the header of an answer. Raises ValueError if it isn't a template."""
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import render_jinja_template  # sandboxed: it can't run code
+
+    try:
+        texts, spans = render_jinja_template([messages], chat_template=template, return_assistant_tokens_mask=True,
+                                             add_generation_prompt=ask, eos_token=eos_token, bos_token=eos_token)
+    except TemplateError as error:
+        raise ValueError(f"the chat template can't be used: {error}") from None
+    return texts[0], spans[0]
+
+
+def encode_conversation(messages, encode, end):
+    """Return (ids, whether each counts in the loss) of a conversation, up to its last answer, as two lists. encode:
+    returns the ids of a text in which special tokens are ordinary. end: the id that ends an answer.
+
+    Each answer is encoded on its own. With GPT-2's BPE, the tokens are those of the whole text: it joins none across
+    the border, because contents are stripped."""
+    text, answers = render(messages, TEMPLATE, "")
+    ids, counts, at = [], [], 0
+    for begin, stop in answers:
+        prompt, answer = encode(text[at:begin]), [*encode(text[begin:stop]), end]
+        ids += [*prompt, *answer]
+        counts += [False] * len(prompt) + [True] * len(answer)
+        at = stop
+    return ids, counts

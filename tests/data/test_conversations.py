@@ -1,0 +1,260 @@
+"""Conversations: prepared, packed into rows, and trained on with the mean over the answers' tokens, as in transformers.
+
+Tests with `index` in their name may fetch GPT-2's tokenizer.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, done, stage
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from model import GPT
+from runtime.checkpoint.shards import TagReader
+from runtime.checkpoint.tags import TagStore
+from runtime.data.dataset import BEGINS, COUNTS, Dataset, check_dataset, open_mask, open_tokens
+from runtime.data.loader import Conversations, eval_batches, open_sequences, train_batches
+from runtime.files import UserError
+
+BLOCK, SHARE, N = 72, 0.2, 120
+NO_SHAPE = ("--n_layer=None", "--n_head=None", "--n_embd=None")  # the weights bring their own
+STEPS = (f"--block_size={BLOCK}", "--max_iters=3", "--eval_interval=1", "--eval_iters=2", "--decay_lr=False",
+         "--learning_rate=1e-2", "--grad_clip=0.4")
+
+
+def conversation(rng, number):
+    """A made-up conversation: its line in one of three forms, and its messages [(role, text)]."""
+    prompt, answer, again = ("".join(rng.choices("abcde 0", k=rng.randint(1, 12))).strip() or "x" for _ in range(3))
+    prompt = f"{prompt}{number}"
+    messages = [("user", prompt), ("assistant", answer)]
+    if number % 4 == 0:
+        return {"prompt": f" {prompt}\n", "completion": f" {answer} "}, messages
+    if number % 4 == 1:
+        return {"instruction": prompt, "input": "", "output": answer}, messages
+    if number % 4 == 2:
+        return {"instruction": prompt, "input": "on", "output": answer}, [("user", f"{prompt}\n\non"), messages[1]]
+    messages = [("system", "be"), *messages, ("user", "e"), ("assistant", again)]
+    return {"messages": [{"role": role, "content": text} for role, text in [*messages, ("user", "?")]]}, messages
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """A prepared data set: its folder, and {split: the messages of each conversation}."""
+    folder, rng = tmp_path_factory.mktemp("chat"), random.Random(0)
+    lines, messages = zip(*(conversation(rng, number) for number in range(N)))
+    (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    subprocess.run([sys.executable, ROOT / "data" / "prepare.py", folder / "chat.jsonl", f"--name={folder}/chat",
+                    "--format=chat", "--tokenizer=char", f"--val_fraction={SHARE}", "--workers=2"], check=True)
+    meta = check_dataset(folder / "chat")
+    splits = {"train": [], "val": []}
+    for own, line in zip(messages, lines):
+        hashed = json.dumps(line["messages"] if "messages" in line else [
+            {"role": "user", "content": line["prompt"] if "prompt" in line else own[0][1]},
+            {"role": "assistant", "content": line.get("completion", own[1][1])}])
+        number = int.from_bytes(hashlib.blake2b(hashed.encode(), digest_size=8).digest(), "little")
+        splits["val" if number < SHARE * 2**64 else "train"].append(own)
+    return SimpleNamespace(folder=folder / "chat", data=Dataset("chat", 1, folder / "chat", meta), **splits)
+
+
+def as_text(messages):
+    """A conversation as docs/chat.md says it: [(character, whether it counts)]."""
+    parts = [part for role, text in messages for part in (
+        (f"{role.capitalize()}:\n", False), (text + ("\x03" if role == "assistant" else "\n\n"), role == "assistant"))]
+    return [(char, counts) for text, counts in parts for char in text]
+
+
+def test_preparation_writes_the_template_the_answers_and_the_beginnings(chat):
+    chars = chat.data.meta["tokenizer"]["chars"]
+    assert chars[chat.data.meta["tokenizer"]["end_of_text"]] == "\x03"
+    for split in ("train", "val"):
+        wanted, begins = [], []
+        for messages in getattr(chat, split):
+            begins.append(len(wanted))
+            wanted += as_text(messages)
+        mask = open_mask(chat.data, split)
+        assert [chars[i] for i in open_tokens(chat.data, split)] == [char for char, _ in wanted]
+        assert ((mask & COUNTS) > 0).tolist() == [counts for _, counts in wanted]
+        assert np.flatnonzero(mask & BEGINS).tolist() == begins and len(begins) > 10
+    assert chat.data.meta["documents"]["train"] + chat.data.meta["documents"]["val"] == N
+
+
+def epoch(chat, iter_num=0, steps=None, rank=0, world_size=1, batch_size=4, accumulation=3):
+    """(rows, micro-batches [(x, y, weight)] of steps of 12 rows, an epoch of them by default)."""
+    rows = open_sequences(chat.data, "train", BLOCK)
+    settings = {"block_size": BLOCK, "seed": 7, "batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+    batches = train_batches([(rows, 1)], iter_num, rank, world_size, settings, 256, "cpu")
+    n = (steps or len(rows.counts) // 12 + 1) * accumulation
+    return rows, list(itertools.islice(batches, n))
+
+
+def test_an_epoch_has_every_conversation_once_in_rows_of_whole_ones(chat):
+    rows, batches = epoch(chat)
+    x, y = (torch.cat([batch[i] for batch in batches])[: len(rows.counts)] for i in (0, 1))
+    chars = chat.data.meta["tokenizer"]["chars"]
+    short = [as_text(messages) for messages in chat.train if len(as_text(messages)) <= BLOCK + 1]
+    wanted = {"".join(char for char, _ in text): text for text in short}
+    found, lengths = [], []
+    for i in range(len(x)):
+        text = "".join(chars[token] for token in [*x[i].tolist(), 0])
+        at, row = 0, []
+        while at < BLOCK and (here := next((key for key in wanted if text.startswith(key[: BLOCK - at], at)), None)):
+            row.append(here)
+            for place, (char, counts) in enumerate(wanted[here]):  # the target of the token before it
+                if at + place > 0:
+                    assert y[i, at + place - 1] == (chars.index(char) if counts else -1)
+            at += len(here)
+        assert at <= BLOCK + 1 and (y[i, max(0, at - 1) :] == -1).all() or not row
+        found += row
+        lengths += [at] if row else []
+    assert sorted(found) == sorted(wanted) and len(wanted) > 60
+    assert rows.cut == len(chat.train) - len(short) > 3 and rows.dropped == 0
+    assert len(rows.counts) < 0.8 * len(chat.train)  # packed
+    assert rows.counts.sum() == (y >= 0).sum()
+    again = epoch(chat, steps=2 * (len(rows.counts) // 12 + 1))[1]
+    second = torch.cat([batch[0] for batch in again])[len(x) : 2 * len(x)]
+    assert not torch.equal(second, x) and sorted(second.tolist()) == sorted(x.tolist())
+
+
+def test_rows_are_the_same_for_any_split_and_after_a_resume(chat):
+    _, whole = epoch(chat, batch_size=12, accumulation=1, steps=4)
+    for world_size, batch_size, accumulation in ((1, 2, 6), (2, 3, 2), (4, 3, 1)):
+        ranks = [epoch(chat, 1, 3, rank, world_size, batch_size, accumulation)[1] for rank in range(world_size)]
+        for step in range(3):
+            mine = [batch for rank in ranks for batch in rank[step * accumulation : (step + 1) * accumulation]]
+            assert torch.equal(torch.cat([x for x, _, _ in mine]), whole[step + 1][0])
+            y = torch.cat([y for _, y, _ in mine])
+            assert torch.equal(y, whole[step + 1][1])
+            weights = torch.stack([weight for *_, weight in mine])
+            assert weights.tolist() == pytest.approx([accumulation * world_size / (y >= 0).sum().item()] * len(mine))
+
+
+def test_what_does_not_fit_is_cut_and_what_has_no_answer_left_is_dropped():
+    """Four conversations of 3 + 2, 6 + 1, 2 + 7 and 1 + 1 tokens, in rows of 5 + 1."""
+    mask = np.array([2, 0, 0, 1, 1, 2, 0, 0, 0, 0, 0, 1, 2, 0, 1, 1, 1, 1, 1, 1, 1, 2, 1], np.uint8)
+    rows = Conversations("chat", np.arange(23), mask, 5)
+    assert (rows.cut, rows.dropped, sorted(rows.counts)) == (2, 1, [1, 2, 4]) or sorted(rows.counts) == [3, 4]
+    found = {tuple(rows.row(i).tolist()) for i in range(len(rows.counts))}
+    assert (~12, ~13, 14, 15, 16, 17) in found
+    with pytest.raises(UserError, match="chat has no answer within block_size=1: use a larger --block_size"):
+        Conversations("chat", np.arange(12), mask[:12], 1)
+
+
+# The mean over all counted tokens of a step
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory, chat):
+    """A GPT-2 of transformers' for the characters of the data, and one position more than the rows."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("weights") / "tiny"
+    GPT2LMHeadModel(GPT2Config(vocab_size=chat.data.meta["vocab_size"], n_positions=96, n_embd=32, n_layer=2, n_head=2,
+                               resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def theirs(chat, weights):
+    """The same three steps by transformers in plain PyTorch, one batch of 12 rows with labels of -100: losses, norms,
+    and the first step's gradients after clipping."""
+    model = GPT2LMHeadModel.from_pretrained(weights)
+    groups = [{"params": [p for p in model.parameters() if (p.dim() >= 2) == decays], "weight_decay": 0.1 * decays}
+              for decays in (True, False)]
+    optimizer, losses, norms = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95)), [], []
+    for x, y, _ in epoch(chat, batch_size=12, accumulation=1, steps=3)[1]:
+        rows = torch.cat([x, y[:, -1:].clamp(min=0)], dim=1)
+        labels = torch.cat([torch.full_like(y[:, :1], -100), torch.where(y < 0, -100, y)], dim=1)
+        loss = model(input_ids=rows, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.4).item())
+        if not losses:
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms, gradients
+
+
+@pytest.mark.parametrize("zero, ranks, batch_size, accumulation", [
+    (0, 2, 3, 2), (1, 2, 3, 2), (2, 2, 3, 2), (3, 2, 3, 2), (2, 1, 12, 1), (3, 1, 2, 6), (2, 2, 1, 6),
+    *(pytest.param(*row, marks=pytest.mark.long) for row in (
+        (0, 1, 2, 6), (1, 1, 2, 6), (2, 1, 2, 6), (3, 2, 1, 6), (1, 2, 1, 6), (3, 1, 12, 1), (2, 4, 1, 3)))])
+def test_a_step_is_the_mean_over_all_counted_tokens(train, chat, weights, theirs, zero, ranks, batch_size,
+                                                    accumulation):
+    """Seen: losses to 3e-7, norms to 1e-6, gradients to 1e-7 of up to 0.07. The mean of the micro-steps' means is off
+    by up to 0.04."""
+    losses, norms, gradients = theirs
+    run = done(train(stage(zero), *NO_SHAPE, *STEPS, f"--init_from={weights}", f"--dataset={chat.folder}", "--seed=7",
+                     f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}", ranks=ranks))
+    assert list(run.losses.values()) == pytest.approx(losses, rel=2e-6)
+    if zero:  # DeepSpeed tells none at stage 0
+        assert [r["grad_norm"] for r in run.history if "loss" in r] == pytest.approx(norms, rel=1e-5)
+    reader = TagReader(run.out_dir / "iter_1", TagStore(run.out_dir).find("iter_1").manifest)
+    for name in reader.shapes:
+        mine, wanted = reader.get(name, "exp_avg") / 0.1, gradients[name]
+        wanted = wanted.t() if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")) else wanted
+        n = min(len(mine), len(wanted))  # without the vocabulary's padding, and the position that only theirs has
+        assert (mine[:n] - wanted[:n]).abs().max() < 1e-6, name
+
+
+def test_an_evaluation_weighs_rows_by_what_counts_and_knows_its_standard_error(train, chat, weights):
+    """The mean of all counted tokens, and the standard error of a ratio, by leaving out each row once (jackknife)."""
+    options = (f"--init_from={weights}", f"--dataset={chat.folder}", *NO_SHAPE, f"--block_size={BLOCK}",
+               "--eval_only=True", "--batch_size=3", "--eval_iters=4")
+    one, two = done(train(*options)), done(train(*options, ranks=2))
+    model = GPT.from_pretrained(str(weights)).eval()
+    model.crop_block_size(BLOCK)
+    for split in ("train", "val"):
+        rows = open_sequences(chat.data, split, BLOCK)
+        settings = {"block_size": BLOCK, "batch_size": 1}
+        sums, counts = [], []
+        for x, y in eval_batches(rows, 0, 1, 12, settings, 256, "cpu"):
+            with torch.no_grad():
+                sums.append(model(x, y, "sum").double())
+            counts.append((y >= 0).sum().double())
+        sums, counts = torch.stack(sums), torch.stack(counts)
+        n = len(sums)
+        assert n == min(12, len(rows.counts)) and counts.min() < 0.5 * counts.max()
+        mean, without = sums.sum() / counts.sum(), (sums.sum() - sums) / (counts.sum() - counts)
+        jackknife = ((n - 1) / n * (without - without.mean()).square().sum()).sqrt()
+        for run in (one, two):
+            shown = re.search(rf"{split} loss ([\d.]+).*standard errors ([\d.]+), ([\d.]+)", run.stdout)
+            assert float(shown[1]) == pytest.approx(mean.item(), abs=6e-5)
+            assert float(shown[2 if split == "train" else 3]) == pytest.approx(jackknife.item(), rel=0.1)
+        assert abs((sums / counts).mean() - mean) > 1e-3  # the mean of means is another number
+
+
+def test_a_killed_run_resumes_with_the_same_losses_and_lora_and_a_second_stage_work(train, chat, weights, characters):
+    common = (*NO_SHAPE, f"--dataset={chat.folder}", f"--block_size={BLOCK}", "--dropout=0.1", "--lora_rank=4",
+              f"--init_from={weights}", "--eval_interval=2", "--lr_decay_iters=6")
+    whole = done(train(*common, "--max_iters=6", ranks=2))
+    killed = train(*common, "--max_iters=6", ranks=2, plant="""
+from runtime.monitor.health import StepHealth
+check = StepHealth.check
+def stop(self, loss, iter_num):
+    check(self, loss, iter_num)
+    if iter_num == 5:
+        os._exit(9)
+StepHealth.check = stop
+""")
+    assert killed.returncode == 9 and max(killed.losses) == 4, killed.stderr
+    resumed = done(train(*common, "--max_iters=6", "--init_from=resume", ranks=2, out_dir=killed.out_dir))
+    assert resumed.losses == whole.losses and resumed.evals == whole.evals
+    rows = len(open_sequences(chat.data, "train", BLOCK).counts)
+    assert f"; {rows / 8:,.1f} steps per epoch" in whole.stdout
+    cut = sum(len(as_text(messages)) > BLOCK + 1 for messages in chat.train)
+    assert f"chat: {cut} conversations are longer than block_size=72 and are cut at the end; 0 of them" in whole.stdout
+    second = done(train(*NO_SHAPE, f"--init_from={whole.out_dir}", f"--dataset={chat.folder}", f"--block_size={BLOCK}",
+                        "--max_epochs=0.5"))
+    assert max(second.losses) == math.ceil(0.5 * rows / 4) and second.evals[0][1] == pytest.approx(
+        whole.evals[max(whole.evals)][1], rel=1e-6)
+    mixed = train(f"--dataset={{'{chat.folder}': 1, '{characters}': 1}}")
+    assert mixed.returncode == 2 and "have different tokenizers: prepare both with the same" in mixed.stderr
