@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from runtime.weights import fetch_from_hub, read_config, read_weights, weights_errors
 
 LOSS_CHUNK = 4096  # rows of logits in memory at one time; 4096 x 50304 in bf16 take 412 MB
+ADDMM_OUT_DTYPE = "dtype_out" in torch.ops.aten.addmm.overloads() and not torch.version.hip  # not in PyTorch 2.7
 FP16_GRAD_FACTOR = 1024.0  # many gradients of logits are below 3e-8, which float16 rounds to 0
 
 
@@ -147,7 +148,7 @@ def cross_entropy_with_grad(logits, targets, vocab_size):
 
 def addmm_fp32(total, a, b):
     """Add a @ b to `total` in place, in float32. On CUDA this is one GEMM."""
-    if a.is_cuda and a.dtype != total.dtype and not torch.version.hip:
+    if a.is_cuda and a.dtype != total.dtype and ADDMM_OUT_DTYPE:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     elif a.dtype == torch.float16:  # with FP16_GRAD_FACTOR the sum overflows float16
         total += a.float() @ b.float()

@@ -179,7 +179,7 @@ def read_windows(windows, block_size, vocab_size):
     if ids.max() >= vocab_size:
         raise UserError(f"the data holds token {ids.max()}, beyond the vocabulary of {vocab_size}: prepare it again")
     x, y = torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(np.maximum(rows[:, 1:], -1))
-    y[torch.tensor([offset < 0 for _, offset in windows])] = -1
+    y[torch.tensor([bool(offset < 0) for _, offset in windows])] = -1
     return x, y
 
 
