@@ -5,11 +5,13 @@ import json
 import os
 import re
 import shutil
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.activations import ACT2FN
 
@@ -139,7 +141,7 @@ def test_weights_load_in_half_precision(folder, ours):
 
 @pytest.mark.parametrize("loss_chunk", [1, 7, 96, 4096])  # rows at a time, of 2 x 48
 def test_fused_loss_and_gradients_are_those_of_plain_cross_entropy(ours, monkeypatch, loss_chunk):
-    monkeypatch.setattr(model_module, "LOSS_CHUNK", loss_chunk)
+    monkeypatch.setattr(model_module, "EAGER_LOSS_CHUNK", loss_chunk)
     idx, targets = tokens(2, BLOCK), some_targets(2, BLOCK)
     wanted, wanted_grads = gradients(ours, idx, targets, plain_loss)
     loss, grads = gradients(ours, idx, targets)
@@ -147,6 +149,38 @@ def test_fused_loss_and_gradients_are_those_of_plain_cross_entropy(ours, monkeyp
     assert furthest(grads, wanted_grads) < 1e-6  # seen: 7e-8 of up to 0.22
     (3 * ours(idx, targets)).backward()  # what comes from above scales it, and adds up
     assert furthest({n: p.grad / 4 for n, p in ours.named_parameters()}, grads) < 1e-6
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations return, while these are alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.live, self.peak = set(), 0, 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self.alive:
+                self.alive.add(storage.data_ptr())
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self.free, storage.data_ptr(), storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def free(self, address, size):
+        self.alive.discard(address)
+        self.live -= size
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_memory_of_the_loss_without_compile(dtype):
+    """18 bytes per logit, as runtime/plan/memory.py estimates it, and the head's gradient in float32."""
+    x, weight = torch.randn(512, 16, dtype=dtype), torch.randn(4096, 16, dtype=dtype, requires_grad=True)
+    with LiveBytes() as count:
+        FusedLinearCrossEntropy.apply(x, weight, torch.randint(4096, (512,)), 4096, cross_entropy_with_grad)
+    assert 17.9 < (count.peak - 4 * weight.numel()) / (512 * 4096) < 18.1
 
 
 @pytest.mark.parametrize("form, theirs", [("tanh", "gelu_new"), ("none", "gelu")])

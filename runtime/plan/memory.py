@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from model import LOSS_CHUNK, GPTConfig
+from model import EAGER_LOSS_CHUNK, LOSS_CHUNK, GPTConfig
 from runtime.engine.ds_config import find, resolve, uses_offload
 from runtime.files import format_bytes
 from runtime.hardware import Gpu
@@ -109,7 +109,8 @@ def estimate(job):
     tokens = job.batch.micro * job.model.block_size
     block_input = tokens * job.model.n_embd * itemsize
     activations = block_input * job.model.n_layer * (1 if job.gradient_checkpointing else saved_per_token)
-    loss = min(tokens, LOSS_CHUNK) * vocab_size * 8 + (trainable == stored) * vocab_size * job.model.n_embd * 4
+    rows, bytes_per_logit = (LOSS_CHUNK, 8) if job.hardware.compile else (EAGER_LOSS_CHUNK, 18)
+    loss = min(tokens, rows) * vocab_size * bytes_per_logit + (trainable == stored) * vocab_size * job.model.n_embd * 4
     # Stage 1 keeps gradients in bfloat16 and float32, and its optimizer step copies the bfloat16 ones
     bf16_gradients = trainable * 2 * (stage == 1 and job.hardware.dtype == "bfloat16" and not offload)
     activations = max(activations, bf16_gradients - loss)
