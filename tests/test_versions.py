@@ -27,6 +27,12 @@ def test_the_pinned_version_is_the_one_in_requirements():
     assert re.search(r"^deepspeed==(\S+)", (ROOT / "requirements.txt").read_text(), re.M)[1] == DEEPSPEED
 
 
+def test_the_requirements_for_v100_differ_in_pytorch_alone():
+    now, volta = (re.findall(r"^(\w[^\s#;]*)", (ROOT / file).read_text(), re.M)
+                  for file in ("requirements.txt", "requirements-volta.txt"))
+    assert {*volta} - {*now} == {"torch==2.7.1", "triton==3.3.1"} and len(volta) == len(now)
+
+
 def test_another_deepspeed_is_refused(train, older):
     refused = train(plant=f"sys.path.insert(0, {older!r})")
     assert (refused.returncode, refused.stdout, refused.stderr) == (2, "", REFUSAL) and not refused.out_dir.exists()
