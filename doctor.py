@@ -19,7 +19,6 @@ import platform
 import re
 import resource
 import shutil
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -30,16 +29,15 @@ from configurator import exit_quietly_on_broken_pipe, settings_of_script
 ROOT = os.path.dirname(os.path.abspath(__file__))
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 OPTIONAL = ("wandb", "tensorboard", "matplotlib", "pytest", "pytest-xdist", "peft", "accelerate", "ruff", "triton")
-TIMEOUT_S = 60  # for a command
 NEEDED = ("torch", "deepspeed", "numpy", "pydantic", "psutil", "safetensors", "huggingface_hub")  # for most checks
 COMPLETE = all(map(importlib.util.find_spec, NEEDED))
 if COMPLETE:
     import psutil
     import torch
 
+    from runtime import hardware
     from runtime.data.dataset import check_dataset, dataset_dirs
     from runtime.files import UserError, file_digest, format_bytes, free_bytes, nearest_existing_dir
-    from runtime.hardware import available_memory, missing_compiler, pick_dtype
     from runtime.weights import HUB
 
     GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -102,15 +100,6 @@ def keep_going(rows, name):
         yield
     except Exception as error:
         rows.append(row(name, f"could not be checked: {type(error).__name__}: {error}", "please report this"))
-
-
-def run_command(*command):
-    """Return the output of a command, stripped, or "" if it fails, takes too long or isn't installed."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
 
 
 # The run
@@ -185,9 +174,10 @@ def python():
 
 
 def packages():
-    """Compare the packages with the tested versions in requirements.txt."""
+    """Compare the packages with the tested versions in requirements.txt, or in requirements-volta.txt."""
     other, severity = {}, WARN
-    with open(os.path.join(ROOT, "requirements.txt"), encoding="utf-8") as f:
+    file = f"requirements{'-volta' * (COMPLETE and torch.__version__.startswith('2.7.'))}.txt"
+    with open(os.path.join(ROOT, file), encoding="utf-8") as f:
         pins = re.findall(r"^([\w.-]+)==([\w.]+)", f.read(), re.M)
     for name, tested in pins:
         try:
@@ -198,15 +188,17 @@ def packages():
             other[f"{name}=={tested}"] = f"; {name} {version}"
             if name == "deepspeed" or version == "not installed" and name not in OPTIONAL:
                 severity = FAIL
-    yield row("packages", f"{len(pins) - len(other)} as in requirements.txt" + "".join(other.values()),
+    yield row("packages", f"{len(pins) - len(other)} as in {file}" + "".join(other.values()),
               f"python -m pip install {' '.join(other)}" if other else "", severity)
 
 
 def cuda():
     built = f"PyTorch {torch.__version__}, for CUDA {torch.version.cuda}"
-    if GPUS:
+    if problem := hardware.unsupported_gpu(map(torch.cuda.get_device_capability, range(GPUS)) if GPUS else None):
+        yield row("CUDA", *problem, FAIL)
+    elif GPUS:
         yield row("CUDA", built)
-    elif run_command("nvidia-smi", "-L"):
+    elif hardware.run_command("nvidia-smi", "-L"):
         yield row("CUDA", f"nvidia-smi lists GPUs, but {built}, finds none",
                   "update the driver, install a PyTorch for its CUDA version, or check CUDA_VISIBLE_DEVICES", FAIL)
     else:
@@ -219,7 +211,7 @@ def offload():
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     if GPUS:
-        release = re.search(r"release ([\d.]+)", run_command("nvcc", "--version"))
+        release = re.search(r"release ([\d.]+)", hardware.run_command("nvcc", "--version"))
         same = release and release[1].split(".")[0] == torch.version.cuda.split(".")[0]
         yield row("nvcc", release[1] if release else "not installed", "" if same else
                   f"for offload: install CUDA {torch.version.cuda}, or set DS_SKIP_CUDA_CHECK=1 for another version")
@@ -243,11 +235,11 @@ def kernels():
     from runtime.kernels import is_supported
     from runtime.kernels.block import compare_with_plain
 
-    why = missing_compiler()
+    why = hardware.missing_compiler()
     yield row("C compiler", why or "installed, with Python's headers",
               "apt install gcc python3-dev, or train slower on GPUs" if why else "")
     if GPUS and not why and is_supported(torch.empty(0, device="cuda")):
-        dtype = pick_dtype("auto", "cuda")
+        dtype = hardware.pick_dtype("auto", "cuda")
         (loss, grads), (plain_loss, plain_grads) = compare_with_plain("cuda", getattr(torch, dtype))
         good = grads < 1.5 * plain_grads and loss < plain_loss + 0.01
         yield row("Triton kernels", f"error in {dtype} against float32: gradients {100 * grads:.2f}%, loss {loss:.1e} "
@@ -259,10 +251,10 @@ def check_all_reduce():
     """Run an all-reduce over all GPUs."""
     if GPUS < 2:
         return
-    output = run_command(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={GPUS}",
-                         os.path.join(ROOT, "doctor.py"), "all_reduce")
+    output = hardware.run_command(sys.executable, "-m", "torch.distributed.run", "--standalone",
+                                  f"--nproc_per_node={GPUS}", os.path.join(ROOT, "doctor.py"), "all_reduce")
     if not output.endswith(" GB/s"):
-        yield row("all-reduce", f"{GPUS} GPUs: an error, or no answer within {TIMEOUT_S} s",
+        yield row("all-reduce", f"{GPUS} GPUs: an error, or no answer within {hardware.COMMAND_TIMEOUT_S} s",
                   "set NCCL_DEBUG=INFO to see more, or NCCL_P2P_DISABLE=1 if peer-to-peer is broken", FAIL)
         return
     yield row("all-reduce", f"{GPUS} GPUs: {output}", "slow links: use ZeRO-2 with few, large micro-batches"
@@ -291,7 +283,7 @@ def measure_all_reduce():
 
 def host():
     """Check the host's memory and limits."""
-    free = available_memory()
+    free = hardware.available_memory()
     yield row("host memory", f"{free / 1e9:.1f} GB free of {psutil.virtual_memory().total / 1e9:.1f}",
               "close other programs or add swap, or processes may be killed (exit code -9)" if free < 8e9 else "")
     if os.path.isdir("/dev/shm"):

@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -31,12 +30,16 @@ STOP_TIMEOUT_S = 315  # runtime/launch.py kills the ranks 300 s after a signal
 # Runs in its own process, because CUDA keeps memory on each GPU that a process looks at
 LIST_GPUS = """
 import json, torch
+from runtime.hardware import run_command, unsupported_gpu
 try:
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     why = f"torch {torch.__version__} finds no CUDA device"
 except Exception as error:  # the driver is too old for this PyTorch: devices are counted, but can't be used
     gpus, why = [], str(error).splitlines()[0]
-print(json.dumps([[f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" for gpu in gpus], why]))
+problem = None
+if not gpus and run_command("nvidia-smi", "-L").startswith("GPU "):
+    problem = unsupported_gpu() or (why, "update the driver or install a PyTorch built for it")
+print(json.dumps([[f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" for gpu in gpus], problem]))
 """
 
 
@@ -119,11 +122,10 @@ class Commands:
         """Return a description of each visible GPU."""
         if os.environ.get("DS_ACCELERATOR") == "cpu":
             self.env["CUDA_VISIBLE_DEVICES"] = ""
-        gpus, why = json.loads(self.run("-W", "ignore", "-c", LIST_GPUS, stdout=subprocess.PIPE)[1])
-        if not gpus and self.env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and shutil.which("nvidia-smi"):
-            if subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout.startswith(b"GPU "):
-                fail(f"nvidia-smi lists GPUs, but {why}: update the driver or install a PyTorch built for it, check "
-                     "CUDA_VISIBLE_DEVICES, or run on CPU with DS_ACCELERATOR=cpu")
+        gpus, problem = json.loads(self.run("-W", "ignore", "-c", LIST_GPUS, stdout=subprocess.PIPE)[1])
+        if problem and self.env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+            fail(f"nvidia-smi lists GPUs, but {': '.join(problem)}, check CUDA_VISIBLE_DEVICES, or run on CPU with "
+                 "DS_ACCELERATOR=cpu")
         return gpus
 
     def read_settings(self, args):

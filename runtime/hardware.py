@@ -1,7 +1,9 @@
 """The table of GPUs, free memory, and the resolution of the settings device, dtype and compile."""
 
 import os
+import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ import psutil
 import torch
 
 CGROUP = Path("/sys/fs/cgroup")  # version 2, of this container
+COMMAND_TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
@@ -85,11 +88,42 @@ def memory_per_rank(device, local_world_size):
     return available_memory() / local_world_size
 
 
-def pick_device(device):
-    """Resolve the setting device: "auto" is "cuda" if PyTorch finds a GPU, else "cpu". Raises ValueError."""
+def run_command(*command):
+    """Return the output of a command, stripped, or "" if it fails, takes too long or isn't installed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMMAND_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def unsupported_gpu(capabilities=None):
+    """Return (problem, fix) if this PyTorch has no kernels for one of these compute capabilities, else None. Default:
+    those of the GPUs that nvidia-smi lists, which PyTorch may not find.
+
+    A GPU runs binaries (sm_75) of its major version, up to its minor version, and any older PTX (compute_75)."""
+    if capabilities is None:
+        listed = run_command("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+        capabilities = [tuple(map(int, found)) for found in re.findall(r"^(\d+)\.(\d+)$", listed, re.M)]
+    flags = getattr(torch._C, "_cuda_getArchFlags", str)() or ""  # CPU builds have none, and ROCm's look different
+    built = [(kind, (int(major), int(minor))) for kind, major, minor in re.findall(r"(sm|compute)_(\d+)(\d)\b", flags)]
+    for gpu in capabilities if built else ():
+        if not any(arch <= gpu and (kind == "compute" or arch[0] == gpu[0]) for kind, arch in built):
+            fix = f"run python -m pip install -r requirements{'-volta' * (gpu < (7, 5))}.txt"
+            return (f"PyTorch {torch.__version__} has no kernels for GPUs of compute capability {gpu[0]}.{gpu[1]}",
+                    fix if gpu >= (5, 0) else "use another GPU, or --device=cpu")
+
+
+def pick_device(device, local_world_size=1):
+    """Resolve the setting device: "auto" is "cuda" if PyTorch finds a GPU, else "cpu". Raises ValueError, also if
+    PyTorch has no kernels for one of the first `local_world_size` GPUs."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda, but PyTorch finds no CUDA GPU: use --device=cpu, or check nvidia-smi")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    gpus = min(local_world_size, torch.cuda.device_count()) if device == "cuda" else 0
+    if problem := unsupported_gpu(map(torch.cuda.get_device_capability, range(gpus))):
+        raise ValueError(": ".join(problem))
+    return device
 
 
 def pick_dtype(dtype, device):

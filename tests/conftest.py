@@ -199,6 +199,15 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     return script
 
 
+def nvidia_smi(folder, *capabilities):
+    """Write an nvidia-smi that lists a GPU of each of these compute capabilities. Return its path."""
+    path = Path(folder) / "nvidia-smi"
+    path.write_text("#!/bin/sh\ncase $1 in\n-L) echo 'GPU 0: NVIDIA (UUID: GPU-1)' ;;\n"
+                    "--query-gpu=compute_cap) printf '%s\\n' " + " ".join(map(repr, capabilities)) + " ;;\nesac\n")
+    path.chmod(0o755)
+    return path
+
+
 def wait_until(condition, seconds=60, every=0.05):
     """Return the first true value of condition(), or the last one after so many seconds."""
     deadline = time.monotonic() + seconds

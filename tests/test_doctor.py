@@ -1,5 +1,6 @@
 """doctor.py on this machine, on one with a wrong DeepSpeed, and for runs."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -7,7 +8,8 @@ import shutil
 import sys
 
 import pytest
-from conftest import ROOT, SMALL, launch
+import torch
+from conftest import ROOT, SMALL, launch, nvidia_smi
 
 import doctor as checks
 from configurator import settings_of_script
@@ -31,7 +33,7 @@ def test_a_machine_without_gpus_is_warned_of_that_alone(here):
     code, rows = here
     assert code == 0 and not [row for row in rows.values() if row["status"] == "FAIL"]
     assert rows["packages"]["status"] == "OK"
-    assert re.fullmatch(r"[12]\d as in requirements.txt", rows["packages"]["detail"])
+    assert re.fullmatch(r"[12]\d as in requirements(-volta)?\.txt", rows["packages"]["detail"])
     assert rows["CUDA"]["status"] == "WARN" and "no GPU" in rows["CUDA"]["detail"]
     assert rows["weights"]["status"] == "WARN" and "--init_from=DIR" in rows["weights"]["fix"]
     for name in ("Python", "open files", "host memory"):
@@ -48,9 +50,36 @@ def test_another_deepspeed_fails_with_the_fix(tmp_path):
     done = doctor(PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     assert done.returncode == 1
     at = next(i for i, line in enumerate(done.stdout.splitlines()) if line.startswith("FAIL"))
-    assert done.stdout.splitlines()[at].endswith(" as in requirements.txt; deepspeed 0.18.0")
+    assert re.search(r" as in requirements(-volta)?\.txt; deepspeed 0\.18\.0$", done.stdout.splitlines()[at])
     assert done.stdout.splitlines()[at + 1].strip() == "-> python -m pip install deepspeed==0.19.8"
     assert "1 to fix" in done.stdout
+
+
+def test_a_card_that_this_pytorch_has_no_kernels_for_fails_with_the_fix(tmp_path):
+    """nvidia-smi lists one with compute capability 7.0, or under requirements-volta.txt one with 10.0."""
+    capability, file = ("10.0", "requirements.txt") if "sm_70" in torch._C._cuda_getArchFlags() else (
+        "7.0", "requirements-volta.txt")
+    done = doctor(PATH=os.pathsep.join([str(nvidia_smi(tmp_path, capability).parent), os.environ["PATH"]]))
+    assert done.returncode == 1 and "1 to fix" in done.stdout
+    assert re.search(rf"^FAIL  CUDA +PyTorch \S+ has no kernels for GPUs of compute capability {capability}\n +-> "
+                     rf"run python -m pip install -r {file}$", done.stdout, re.M), done.stdout
+
+
+def test_packages_are_compared_with_the_file_that_has_their_pytorch(monkeypatch):
+    old, new = (dict(re.findall(r"^(\S+)==([\w.]+)", (ROOT / file).read_text(), re.M))
+                for file in ("requirements-volta.txt", "requirements.txt"))
+    for installed, status, detail, fix in (
+            (new, "OK", f"{len(new)} as in requirements.txt", ""),
+            (old, "OK", f"{len(old)} as in requirements-volta.txt", ""),
+            ({**old, "triton": "3.6.0"}, "WARN", f"{len(old) - 1} as in requirements-volta.txt; triton 3.6.0",
+             "python -m pip install triton==3.3.1"),
+            ({**new, "torch": "2.8.0"}, "WARN", f"{len(new) - 1} as in requirements.txt; torch 2.8.0",
+             "python -m pip install torch==2.11.0"),
+            ({**new, "deepspeed": "0.18.0"}, "FAIL", f"{len(new) - 1} as in requirements.txt; deepspeed 0.18.0",
+             "python -m pip install deepspeed==0.19.8")):
+        monkeypatch.setattr(checks.torch, "__version__", installed["torch"])
+        monkeypatch.setattr(importlib.metadata, "version", installed.get)
+        assert [*checks.packages()] == [{"status": status, "name": "packages", "detail": detail, "fix": fix}]
 
 
 def test_no_ranks_are_refused():
