@@ -62,7 +62,7 @@ def adamw(groups, ds_config, **options):
         return DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
     except Exception as error:  # the build raises many kinds
         print0(f"note       cannot build DeepSpeed's CPU Adam ({type(error).__name__}), so PyTorch's slower AdamW is "
-               "used: install a C++ compiler and ninja, and for a CUDA mismatch set DS_SKIP_CUDA_CHECK=1")
+               "used: install a C++ compiler and ninja")
         ds_config["zero_force_ds_cpu_optimizer"] = False
         return torch.optim.AdamW(groups, **options)
 
