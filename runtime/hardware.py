@@ -144,7 +144,10 @@ def pick_compile(setting, device):
     """Resolve the setting compile. Return (whether to compile, a note or None)."""
     if setting is False:
         return False, None
+    lowest = 8 if setting == "auto" else 7  # Triton needs 7.0; below 8.0 nothing is measured
     why = "it is for GPUs only" if device == "cpu" else missing_compiler()
+    if device == "cuda" and torch.cuda.get_device_capability()[0] < lowest:
+        why = f"compile={setting} needs compute capability {lowest}.0"
     return why is None, f"not compiled: {why}" if why and (setting is True or device == "cuda") else None
 
 

@@ -27,6 +27,13 @@ SUGGESTION = r"^ +[\d.]+ GB +[\d.]+x  (--batch_size=.+)$"
 SMALL_CARD = """import torch
 torch.cuda.set_per_process_memory_fraction(5.0e9 / torch.cuda.get_device_properties(0).total_memory)
 """
+# A V100 as far as PyTorch's answers go, under a PyTorch 2.7, whose matmuls can't return float32
+V100 = """import torch
+torch.cuda.get_device_capability = lambda *_: (7, 0)
+torch._C._cuda_getArchFlags = lambda: "sm_70"
+import model
+model.ADDMM_OUT_DTYPE = False
+"""
 # A checkpoint is written three seconds after its tensors were copied
 SLOW_DISK = """import time
 from runtime.checkpoint.saver import Saver
@@ -95,10 +102,13 @@ class Runs:
     def background(self):
         return self.train("background", *DETERMINISTIC, "--async_save=True", plant=SLOW_DISK)
 
-    def float16(self):
-        config = self.folder / "fp16.json"
+    def float16(self, name="float16", *args, plant=""):
+        config = self.folder / f"{name}.json"
         config.write_text(json.dumps(FP16))
-        return self.train("float16", "--dtype=float16", f"--deepspeed_config={config}", "--max_iters=30")
+        return self.train(name, "--dtype=float16", f"--deepspeed_config={config}", "--max_iters=30", *args, plant=plant)
+
+    def v100(self):
+        return self.float16("v100", "--dtype=auto", plant=V100)
 
     def no_memory(self):
         return self.train("no_memory", settings=LARGE, plant=SMALL_CARD)
@@ -179,10 +189,11 @@ def test_a_checkpoint_saved_in_the_background_is_that_of_its_step(runs):
 
 
 @one_rank
-@needs("float16")
-def test_float16_survives_overflows_and_grows_its_scale(runs):
+@needs("float16", "v100")
+@pytest.mark.parametrize("name", ["float16", "v100"])
+def test_float16_survives_overflows_and_grows_its_scale(runs, name):
     """Each overflow halves the scale and is reported; every third good step in a row doubles it."""
-    run = runs["float16"]
+    run = runs[name]
     steps = [r for r in run.history if "loss_scale" in r]
     skipped = [r["iter"] for r in run.history if "float16 gradient overflow: step skipped" in r.get("warning", "")]
     scale, good = 2.0**24, 0
@@ -193,6 +204,16 @@ def test_float16_survives_overflows_and_grows_its_scale(runs):
     assert len(steps) == 30 and len(skipped) >= 4 and max(r["loss_scale"] for r in steps[20:]) > min(
         r["loss_scale"] for r in steps[:20])
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
+
+
+@one_rank
+@needs("float16", "v100")
+def test_a_v100_trains_in_fp16_without_our_kernels(runs):
+    """--dtype=auto and --compile=auto choose its path, whose last loss is that of compiled blocks."""
+    run, compiled = runs["v100"], runs["float16"]
+    assert "float16, ZeRO-2" in run.stdout and ", compiled" in compiled.stdout and ", compiled" not in run.stdout
+    assert "note       not compiled: compile=auto needs compute capability 8.0" in run.stdout
+    assert run.steps[30][0] == pytest.approx(compiled.steps[30][0], rel=0.05)
 
 
 @one_rank

@@ -155,7 +155,8 @@ def test_each_preset_fits_its_card_and_says_by_how_much():
         for one in (card, *older.get(card, [])):
             told = dry_run(f"config/presets/{preset.name}", f"--target_gpu={one}")
             found = SIZE.search(told)
-            assert found[1] == planned and not found[3], (preset, one)
+            more = float(found[1]) - float(planned)  # older cards don't compile, so loss and activations take more
+            assert not found[3] and (0.1 < more < 2 if one != card else more == 0), (preset, one, found[1])
             assert ("float16, ZeRO" if one != card else "bfloat16, ZeRO") in told, told
 
 

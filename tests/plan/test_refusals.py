@@ -12,11 +12,15 @@ import pytest
 import torch
 from conftest import CHARS, ROOT, SMALL, launch, planted
 from test_configurator import script_settings
+from torch.nn.attention import SDPBackend
 
 from configurator import configure
+from model import attention_backends
+from runtime import hardware
 from runtime.checkpoint import tags as checkpoint
 from runtime.cluster.ranks import Ranks
 from runtime.data.dataset import write_dataset
+from runtime.kernels import is_supported
 from runtime.plan.run_plan import Problems, make_plan
 
 NO_SHAPE = ("--n_layer=None", "--n_head=None", "--n_embd=None")  # with weights, which bring their own
@@ -289,9 +293,14 @@ def test_no_room_for_a_tag_is_refused(monkeypatch, characters, tmp_path):
 
 # Machines that we don't have here
 
+VOLTA = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90"  # the PyTorch 2.7.1 of requirements-volta.txt
+TODAY = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"  # the PyTorch 2.11.0 of requirements.txt
 
-def check(monkeypatch, characters, tmp_path, gpus, capability, *args, ranks=1):
-    """(plan, problems, notes) on a machine with these GPUs."""
+
+def check(monkeypatch, characters, tmp_path, gpus, capability, *args, ranks=1, build=VOLTA):
+    """(plan, problems, notes) on a machine with these GPUs, under a PyTorch built for these architectures."""
+    monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: build, raising=False)
+    monkeypatch.setattr(hardware, "missing_compiler", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
@@ -311,6 +320,60 @@ def test_more_ranks_than_gpus(monkeypatch, characters, tmp_path):
     assert (problems, plan.hardware.device, plan.hardware.dtype) == ([], "cuda", "bfloat16")
     plan, problems, notes = check(monkeypatch, characters, tmp_path, 2, (8, 0), "--device=cpu", ranks=4)
     assert (problems, plan.hardware.device, plan.hardware.dtype) == ([], "cpu", "float32")
+
+
+def test_the_builds_are_those_of_the_requirements():
+    """./run_tests.sh has one of them, ./run_tests.sh --volta the other."""
+    assert torch._C._cuda_getArchFlags() == {"2.7.1": VOLTA, "2.11.0": TODAY}[torch.__version__.partition("+")[0]]
+
+
+@pytest.mark.parametrize("capability, build, fix", [
+    ((7, 0), TODAY, "volta"), ((6, 0), TODAY, "volta"), ((10, 0), VOLTA, ""), ((12, 0), VOLTA, ""),
+    ((3, 7), TODAY, None), ((9, 0), "sm_80 sm_90a", ""), ((8, 0), "sm_86 compute_90", ""),
+    *((one, VOLTA, "fits") for one in ((6, 0), (6, 1), (7, 0), (8, 9), (9, 0))),
+    *((one, TODAY, "fits") for one in ((7, 5), (8, 9), (9, 0), (10, 3), (12, 1))),
+    ((9, 0), "sm_80 compute_80", "fits"), ((9, 0), "", "fits"), ((9, 0), "gfx90a", "fits")])  # CPU builds, ROCm
+def test_a_card_needs_a_pytorch_that_has_its_kernels(monkeypatch, characters, tmp_path, capability, build, fix):
+    plan, problems, _ = check(monkeypatch, characters, tmp_path, 1, capability, build=build)
+    if fix == "fits":
+        assert problems == [] and plan.hardware.device == "cuda"
+        return
+    fix = ("use another GPU, or --device=cpu" if fix is None else
+           f"run python -m pip install -r requirements{'-' * bool(fix)}{fix}.txt")
+    assert problems == [f"PyTorch {torch.__version__} has no kernels for GPUs of compute capability "
+                        f"{'.'.join(map(str, capability))}: {fix}"]
+
+
+def test_cards_that_no_rank_uses_do_not_matter(monkeypatch, characters, tmp_path):
+    """The second of two GPUs is a V100."""
+    check(monkeypatch, characters, tmp_path, 2, (9, 0), build=TODAY)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i=0: ((9, 0), (7, 0))[i])
+    assert hardware.pick_device("auto") == hardware.pick_device("auto", 1) == "cuda"
+    with pytest.raises(ValueError, match="no kernels for GPUs of compute capability 7.0"):
+        hardware.pick_device("auto", 2)
+
+
+@pytest.mark.parametrize("capability, compile, compiled", [
+    ((6, 0), "auto", False), ((7, 0), "auto", False), ((7, 5), "auto", False), ((8, 0), "auto", True),
+    ((7, 0), "True", True), ((6, 0), "True", False), ((9, 0), "False", False)])
+def test_blocks_are_compiled_where_that_was_measured(monkeypatch, characters, tmp_path, capability, compile, compiled):
+    plan, problems, notes = check(monkeypatch, characters, tmp_path, 1, capability, f"--compile={compile}")
+    assert (problems, plan.hardware.compile) == ([], compiled)
+    lowest = {"auto": "8.0", "True": "7.0", "False": None}[compile]
+    told = f"not compiled: compile={compile} needs compute capability {lowest}"
+    assert [note for note in notes if "compile" in note] == [told] * (not compiled and compile != "False")
+
+
+def test_fp16_and_plain_pytorch_on_a_v100(monkeypatch, characters, tmp_path):
+    """Neither our kernels nor cuDNN's attention, in training and in sampling."""
+    plan, problems, notes = check(monkeypatch, characters, tmp_path, 1, (7, 0))
+    assert (problems, plan.hardware.dtype, plan.ds_config["fp16"]["enabled"]) == ([], "float16", True)
+    assert "loss_scale" not in plan.ds_config["fp16"]  # dynamic
+    on_gpu = SimpleNamespace(is_cuda=True, device="cuda")
+    assert not is_supported(on_gpu) and SDPBackend.CUDNN_ATTENTION not in attention_backends("cuda")
+    assert [*attention_backends("cuda")][-2:] == [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    _, problems, _ = check(monkeypatch, characters, tmp_path, 1, (7, 0), "--fp8=True")
+    assert len(problems) == 1 and "fp8=True needs compute capability 9.0" in problems[0]
 
 
 def test_precision_by_the_card(monkeypatch, characters, tmp_path):
