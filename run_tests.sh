@@ -4,10 +4,16 @@
 #     ./run_tests.sh                              every feature, on CPU
 #     ./run_tests.sh --all                        also the drills, each launcher and multi-node runs, as CI does
 #     ./run_tests.sh --gpu                        only tests/gpu, on one or two GPUs
+#     ./run_tests.sh --volta [any of these]       with the PyTorch for V100 and P100, in .venv-volta; alone, a short set
 #     ./run_tests.sh tests/test_model.py -k gelu  other arguments go to pytest, also after --all or --gpu
 set -euo pipefail
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
+if [[ ${1-} == --volta ]]; then
+    VENV_REQUIREMENTS=requirements-volta.txt
+    shift
+    (($#)) || set -- -k "train or resume or float16 or fp16"
+fi
 case ${1-} in
 '' | --all) set -- -n auto --maxprocesses=4 --dist=loadfile "$@" ;;
 --gpu)

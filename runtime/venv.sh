@@ -2,8 +2,16 @@
 #
 # If the user has set PYTHON, use that. Otherwise create, repair or reuse .venv. This needs no compiler, nvcc or
 # CUDA_HOME: DS_BUILD_OPS=0 keeps DeepSpeed from building its ops.
+#
+# GPUs below compute capability 7.5 (V100, P100) get an older PyTorch: requirements-volta.txt in .venv-volta. If the
+# user has set VENV_REQUIREMENTS to one of the two files, use that one.
 
 venv_fail() { echo "setup: $1" >&2 || true; exit 2; }
+
+venv_requirements() {
+    { nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null || true; } |
+        awk '/^[0-9.]+$/ && $1 < 7.5 { volta = "-volta" } END { print "requirements" volta ".txt" }'
+}
 
 # The first Python 3.11 or 3.12 that can create a virtual environment. Debian packages ensurepip separately.
 venv_find_base() {
@@ -17,8 +25,8 @@ venv_find_base() {
 }
 
 # What .venv/ready must contain. It is written last, so an interrupted setup has none.
-venv_stamp() { echo "$(cksum <requirements.txt) $(.venv/bin/python -V 2>&1)"; }
-venv_is_ready() { [[ -f .venv/ready && $(<.venv/ready) == "$(venv_stamp)" ]]; }
+venv_stamp() { echo "$(cksum <"$requirements") $("$venv/bin/python" -V 2>&1)"; }
+venv_is_ready() { [[ -f $venv/ready && $(<"$venv/ready") == "$(venv_stamp)" ]]; }
 
 # One setup at a time. pip inherits descriptor 9, so the lock lasts until all processes of the setup have exited. Some
 # file systems (Lustre) have no locks.
@@ -35,26 +43,26 @@ except OSError:
 }
 
 venv_install() {
-    local base info log=.venv/pip.log
+    local base info log=$venv/pip.log
     base=$(venv_find_base) || exit 2
     venv_lock "$base" || exit 2
     venv_is_ready && return  # the other setup has finished
 
-    echo "setup: installing requirements.txt into .venv (once; about 3 GB to download for PyTorch with CUDA)" || true
-    .venv/bin/python -m pip --version >/dev/null 2>&1 || "$base" -m venv --clear .venv ||
-        venv_fail "$base could not create .venv: see above; is the disk full (df -h .)?"
-    rm -f .venv/ready
+    echo "setup: installing $requirements into $venv (once; about 3 GB to download for PyTorch with CUDA)" || true
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$base" -m venv --clear "$venv" ||
+        venv_fail "$base could not create $venv: see above; is the disk full (df -h .)?"
+    rm -f "$venv/ready"
     # If pip was killed while installing a package, it would consider it installed. INSTALLER is written last.
-    for info in .venv/lib/python*/site-packages/*.dist-info; do
+    for info in "$venv"/lib/python*/site-packages/*.dist-info; do
         [[ -e $info/INSTALLER ]] || rm -rf "$info"
     done
-    if ! DS_BUILD_OPS=0 PIP_USER=0 .venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check \
-            -r requirements.txt >"$log" 2>&1; then
+    if ! DS_BUILD_OPS=0 PIP_USER=0 "$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check \
+            -r "$requirements" >"$log" 2>&1; then
         { grep '^ERROR' "$log" || tail -n 5 "$log"; } >&2
         venv_fail "pip failed (log: $log): for a full disk, free 10 GB here and in ${TMPDIR:-/tmp}; without a package\
- index, set PIP_INDEX_URL to a mirror; then run this again, or start over with rm -rf .venv"
+ index, set PIP_INDEX_URL to a mirror; then run this again, or start over with rm -rf $venv"
     fi
-    venv_stamp >.venv/ready
+    venv_stamp >"$venv/ready"
 }
 
 if [[ -n ${PYTHON-} ]]; then
@@ -62,6 +70,10 @@ if [[ -n ${PYTHON-} ]]; then
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         venv_fail "PYTHON=$PYTHON is not Python 3.11 or newer: change it, or unset it to create .venv"
 else
-    venv_is_ready || (venv_install) 9>>.venv.lock </dev/null || exit 2
-    PYTHON=$PWD/.venv/bin/python
+    requirements=${VENV_REQUIREMENTS:-$(venv_requirements)}
+    [[ -f $requirements && $requirements =~ ^requirements(.*)\.txt$ ]] ||
+        venv_fail "VENV_REQUIREMENTS=$requirements doesn't exist: set it to requirements-volta.txt, or unset it"
+    venv=.venv${BASH_REMATCH[1]}
+    venv_is_ready || (venv_install) 9>>"$venv.lock" </dev/null || exit 2
+    PYTHON=$PWD/$venv/bin/python
 fi

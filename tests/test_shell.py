@@ -11,7 +11,8 @@ import time
 
 import psutil
 import pytest
-from conftest import CHARS, ROOT, SMALL
+import torch
+from conftest import CHARS, ROOT, SMALL, nvidia_smi
 
 from runtime.checkpoint.tags import TagStore
 
@@ -98,33 +99,86 @@ def test_sigterm_in_the_middle_leaves_no_process(start, tmp_path):
 # Beside a real GPU PyTorch finds it, since this run must not set what hides GPUs: it would train GPT-2 XL. Where there
 # is none, the same PyTorch build meets an nvidia-smi that lists one, which is the case to test
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="needs a machine without a GPU")
-def test_gpus_that_pytorch_cannot_use_are_an_error(tmp_path):
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
+@pytest.mark.parametrize("capability, problem", [
+    ("9.0", r"torch \S+ finds no CUDA device: update the driver or install a PyTorch built for it"),
+    ("5.2" if "sm_100" in torch._C._cuda_getArchFlags() else "10.0", r"PyTorch \S+ has no kernels for GPUs of compute "
+     r"capability (5\.2|10\.0): run python -m pip install -r requirements(-volta)?\.txt")])
+def test_gpus_that_pytorch_cannot_use_are_an_error(tmp_path, capability, problem):
+    nvidia_smi(tmp_path, capability)
     env = {name: value for name, value in os.environ.items() if name not in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")}
     run = subprocess.run([ROOT / "run_deepspeed_xl.sh"], capture_output=True, text=True, timeout=60,
                          env={**env, "PATH": f"{tmp_path}:{env['PATH']}", "PYTHON": sys.executable})
     assert (run.returncode, run.stdout) == (2, "")
-    assert re.fullmatch(r"launch_deepspeed\.py: nvidia-smi lists GPUs, but torch \S+ finds no CUDA device: update the "
-                        r"driver .*, or run on CPU with DS_ACCELERATOR=cpu\n", run.stderr)
+    assert re.fullmatch(rf"launch_deepspeed\.py: nvidia-smi lists GPUs, but {problem}, check CUDA_VISIBLE_DEVICES, or "
+                        r"run on CPU with DS_ACCELERATOR=cpu\n", run.stderr)
+
+
+def setup(project, **env):
+    """Run runtime/venv.sh in a folder with a copy of it and without a package index. Prints PYTHON."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "VENV_REQUIREMENTS")}
+    return subprocess.run(["bash", "-euo", "pipefail", "-c", "source runtime/venv.sh; echo $PYTHON"], cwd=project,
+                          env={**kept, "PIP_NO_INDEX": "1", **env}, capture_output=True, text=True)
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A folder with runtime/ and the two files of requirements, empty. Their environments seem to be ready."""
+    shutil.copytree(ROOT / "runtime", tmp_path / "runtime", ignore=shutil.ignore_patterns("__pycache__"))
+    for file, folder in (("requirements.txt", ".venv"), ("requirements-volta.txt", ".venv-volta")):
+        (tmp_path / file).write_text("")
+        (tmp_path / folder / "bin").mkdir(parents=True)
+        (tmp_path / folder / "bin" / "python").write_text("#!/bin/sh\necho Python, called with \"$@\"\n")
+        (tmp_path / folder / "bin" / "python").chmod(0o755)
+        (tmp_path / folder / "ready").write_text("4294967295 0 Python, called with -V\n")  # cksum of an empty file
+    return tmp_path
+
+
+@pytest.mark.parametrize("capabilities, suffix", [
+    (["7.0"] * 4, "-volta"), (["6.0"], "-volta"), (["6.1"], "-volta"), (["8.6", "7.0"], "-volta"),  # V100, P100
+    (["9.0"] * 8, ""), (["7.5"], ""), (["8.0"], ""), (["10.0"], ""), (["12.0"], ""), ([], ""),  # H100, T4, A100, B200
+    (["[N/A]"], ""), (["NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."], "")])
+def test_setup_chooses_the_requirements_by_the_cards(project, capabilities, suffix):
+    """Neither environment is built, since both seem to be ready."""
+    path = f"{nvidia_smi(project, *capabilities).parent}:{os.environ['PATH']}"
+    chosen = setup(project, PATH=path)
+    assert (chosen.stdout, chosen.stderr) == (f"{project}/.venv{suffix}/bin/python\n", "")
+    named = setup(project, PATH=path, VENV_REQUIREMENTS="requirements-volta.txt")
+    assert (named.stdout, named.stderr) == (f"{project}/.venv-volta/bin/python\n", "")
+
+
+def test_requirements_that_do_not_exist_are_refused(project):
+    refused = setup(project, VENV_REQUIREMENTS="requirements-v100.txt")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == ("setup: VENV_REQUIREMENTS=requirements-v100.txt doesn't exist: set it to "
+                              "requirements-volta.txt, or unset it\n")
+
+
+@pytest.mark.parametrize("args, pytest_args", [
+    (["--volta"], "-k train or resume or float16 or fp16"), (["--volta", "tests/plan", "-x"], "tests/plan -x"),
+    (["--volta", "--all"], "-n auto --maxprocesses=4 --dist=loadfile --all")])
+def test_the_tests_run_in_the_environment_for_v100(project, args, pytest_args):
+    shutil.copy(ROOT / "run_tests.sh", project)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHON"}
+    run = subprocess.run([project / "run_tests.sh", *args], env=env, capture_output=True, text=True)
+    assert (run.stdout, run.stderr) == (f"Python, called with -m pytest --durations=10 {pytest_args}\n", "")
 
 
 @pytest.mark.long
-def test_setup_creates_venv_once_and_again_after_a_failure(tmp_path):
-    shutil.copytree(ROOT / "runtime", tmp_path / "runtime", ignore=shutil.ignore_patterns("__pycache__"))
-    env = {name: value for name, value in os.environ.items() if name != "PYTHON"} | {"PIP_NO_INDEX": "1"}
-
-    def setup(requirements):
-        (tmp_path / "requirements.txt").write_text(requirements)
-        return subprocess.run(["bash", "-euo", "pipefail", "-c", "source runtime/venv.sh; echo $PYTHON"], cwd=tmp_path,
-                              env=env, capture_output=True, text=True)
-
-    missing = setup("no-package-of-this-name\n")
+@pytest.mark.parametrize("capability, suffix", [("9.0", ""), ("7.0", "-volta")])
+def test_setup_creates_venv_once_and_again_after_a_failure(project, capability, suffix):
+    shutil.rmtree(project / f".venv{suffix}")
+    path = f"{nvidia_smi(project, capability).parent}:{os.environ['PATH']}"
+    requirements = project / f"requirements{suffix}.txt"
+    requirements.write_text("no-package-of-this-name\n")
+    missing = setup(project, PATH=path)
     assert missing.returncode == 2 and "No matching distribution found for no-package-of-this-name" in missing.stderr
-    assert missing.stderr.splitlines()[-1].startswith("setup: pip failed (log: .venv/pip.log): for a full disk, free")
-    python = f"{tmp_path}/.venv/bin/python\n"
-    first, second = setup(""), setup("")
-    assert first.returncode == 0 and first.stdout.endswith(python) and first.stdout.startswith("setup: installing ")
+    assert missing.stderr.splitlines()[-1].startswith(
+        f"setup: pip failed (log: .venv{suffix}/pip.log): for a full disk, free")
+    python = f"{project}/.venv{suffix}/bin/python\n"
+    requirements.write_text("")
+    first, second = setup(project, PATH=path), setup(project, PATH=path)
+    assert first.returncode == 0 and first.stdout.endswith(python)
+    assert first.stdout.startswith(f"setup: installing requirements{suffix}.txt into .venv{suffix} ")
     assert (second.returncode, second.stdout, second.stderr) == (0, python, "")
 
 
