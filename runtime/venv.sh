@@ -28,24 +28,13 @@ venv_find_base() {
 venv_stamp() { echo "$(cksum <"$requirements") $("$venv/bin/python" -V 2>&1)"; }
 venv_is_ready() { [[ -f $venv/ready && $(<"$venv/ready") == "$(venv_stamp)" ]]; }
 
-# One setup at a time. pip inherits descriptor 9, so the lock lasts until all processes of the setup have exited. Some
-# file systems (Lustre) have no locks.
-venv_lock() {
-    "$1" -c '
-import fcntl, sys
-try:
-    fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
-except BlockingIOError:
-    print("setup: another setup is running here; waiting for it", file=sys.stderr)
-    fcntl.flock(9, fcntl.LOCK_EX)
-except OSError:
-    pass'
-}
-
 venv_install() {
-    local base info log=$venv/pip.log
+    local base info code=0 log=$venv/pip.log
     base=$(venv_find_base) || exit 2
-    venv_lock "$base" || exit 2
+    # One setup at a time. pip inherits descriptor 9, so the lock lasts until all processes of the setup have exited.
+    # Some systems have no flock (macOS), some file systems no locks (Lustre).
+    flock -n 9 2>/dev/null || code=$?
+    ((code != 1)) || { echo "setup: another setup is running here; waiting for it" >&2; flock 9; }
     venv_is_ready && return  # the other setup has finished
 
     echo "setup: installing $requirements into $venv (once; about 3 GB to download for PyTorch with CUDA)" || true

@@ -1,6 +1,7 @@
 """run_deepspeed_xl.sh from end to end with a tiny model, refused, and stopped."""
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import CHARS, ROOT, SMALL, nvidia_smi
+from conftest import CHARS, ROOT, SMALL, nvidia_smi, wait_until
 
 from runtime.checkpoint.tags import TagStore
 
@@ -151,6 +152,21 @@ def test_requirements_that_do_not_exist_are_refused(project):
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr == ("setup: VENV_REQUIREMENTS=requirements-v100.txt doesn't exist: set it to "
                               "requirements-volta.txt, or unset it\n")
+
+
+def test_a_second_setup_waits_for_the_first(project, tmp_path_factory):
+    """The first is this test, which holds the lock. Then the second finds the environment ready."""
+    ready, stderr = project / ".venv" / "ready", tmp_path_factory.mktemp("second") / "stderr"
+    ready.rename(project / "later")
+    with open(project / ".venv.lock", "w") as lock, open(stderr, "w") as to:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        env = {name: value for name, value in os.environ.items() if name != "PYTHON"}
+        second = subprocess.Popen(["bash", "-euo", "pipefail", "-c", "source runtime/venv.sh; echo $PYTHON"], env=env,
+                                  cwd=project, stdout=subprocess.PIPE, stderr=to, text=True)
+        assert wait_until(lambda: stderr.read_text() == "setup: another setup is running here; waiting for it\n")
+        assert second.poll() is None
+        (project / "later").rename(ready)
+    assert second.communicate(timeout=60)[0] == f"{project}/.venv/bin/python\n" and second.returncode == 0
 
 
 @pytest.mark.parametrize("args, pytest_args", [
