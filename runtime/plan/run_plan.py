@@ -213,8 +213,7 @@ def detect_hardware(s, ranks, problems, notes):
     if s.target_gpu is not None:
         gpu = find_gpu(s.target_gpu)
         dtype = gpu.half_dtype if s.dtype == "auto" else s.dtype
-        compiled = s.compile is True or s.compile == "auto" and gpu.bf16
-        return Hardware("cuda", dtype, compiled, int(gpu.gb * 1e9), gpu)
+        return Hardware("cuda", dtype, s.compile is True or (s.compile and gpu.bf16), int(gpu.gb * 1e9), gpu)
     device = pick_device(s.device, ranks.local_world_size)
     if device == "cpu" and s.backend == "nccl":
         raise UserError("backend=nccl needs GPUs: use --backend=auto")
