@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runtime.checkpoint.shards import TagReader
-from runtime.checkpoint.tags import MANIFEST_FORMAT, CheckpointError, sign_manifest, topology
+from runtime.checkpoint.tags import MANIFEST_FORMAT, sign_manifest, topology
 from runtime.cluster.ranks import local_world_size, print0, shut_down, silence_stdout
 from runtime.files import file_digest, format_bytes, free_bytes, replace_dir, write_atomic, write_temp
 from runtime.hardware import available_memory
@@ -84,8 +84,11 @@ class Saver:
         if dist.get_rank() == 0:
             try:
                 shutil.rmtree(work, ignore_errors=True)
-                problem = [self._check_disk_space(tag)]
                 os.makedirs(work)
+                while (free := free_bytes(self.store.out_dir)) < self.tag_bytes and not problem[0]:
+                    if not self.store.delete_oldest():
+                        problem = [f"a checkpoint takes {format_bytes(self.tag_bytes)} and the disk has "
+                                   f"{format_bytes(free)} free"]
             except OSError as error:
                 problem = [error.strerror]
         dist.broadcast_object_list(problem, src=0, group=self.group)
@@ -128,22 +131,6 @@ class Saver:
                 shut_down(2)
                 exit_with_error("stopped because a checkpoint could not be saved: make room, and start again with "
                                 "--init_from=auto")
-
-    def _check_disk_space(self, tag):
-        """Delete old tags until the disk has room for this one. Return why it still has none, or None."""
-        while (free := free_bytes(self.store.out_dir)) < self.tag_bytes:
-            if not self._delete_oldest(tag):
-                return f"a checkpoint takes {format_bytes(self.tag_bytes)} and the disk has {format_bytes(free)} free"
-
-    def _delete_oldest(self, tag):
-        """Delete the oldest tag that the run can do without. Return whether that worked."""
-        try:
-            oldest = self.store.delete_oldest()
-        except (OSError, CheckpointError):
-            return False
-        if oldest:
-            print0(f"the disk is full: deleted {self.store.path(oldest)} to make room for {tag}")
-        return bool(oldest)
 
     def _start(self, target, *args):
         self.thread = threading.Thread(target=target, args=args, daemon=True)
@@ -249,15 +236,14 @@ class Saver:
         of_ranks = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, (written, failure, full), group=self.group)
         written, failures, full = zip(*of_ranks, strict=True)
-        failure, again = next(filter(None, failures), None), any(full)
+        result = [next(filter(None, failures), None), any(full)]
         if dist.get_rank() == 0:
             try:
-                if not failure:
+                if not result[0]:
                     self._commit(work, manifest, aliases, written)
             except Exception as error:
-                failure, again = first_line(error), is_full(work)
-            again = again and self._delete_oldest(manifest["tag"])
-        result = [failure, again]
+                result = [first_line(error), is_full(work)]
+            result[1] = result[1] and self.store.delete_oldest()
         dist.broadcast_object_list(result, src=0, group=self.group)
         failure, again = result
         return self.write(files, problem, manifest, aliases) if again else failure

@@ -156,12 +156,14 @@ class TagStore:
             self.delete(tag)
 
     def delete_oldest(self):
-        """Delete the oldest iter_* tag that is neither the newest nor best. Return its name, or None."""
-        kept = {self.newest(), f"iter_{self.iteration('best')}" if self.is_complete("best") else None}
-        for tag in self.list():
-            if tag.startswith("iter_") and tag not in kept:
+        """Delete the oldest iter_* tag that is neither the newest nor best, and say so. Return whether that worked."""
+        with contextlib.suppress(OSError, CheckpointError):
+            kept = {self.newest(), f"iter_{self.iteration('best')}" if self.is_complete("best") else None}
+            for tag in (tag for tag in self.list() if tag.startswith("iter_") and tag not in kept):
                 self.delete(tag)
-                return tag
+                print0(f"no room for the next checkpoint: deleted {self.path(tag)}")
+                return True
+        return False
 
     def delete(self, tag):
         """Delete a tag. Rename it first, so that no reader sees half of it and remove_leftovers() finds the rest."""
@@ -198,16 +200,14 @@ class TagStore:
         try:
             os.makedirs(self.out_dir, exist_ok=True)
             self._lock = open(self.path(".lock"), "w")  # noqa: SIM115 (closed with the process)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {error.filename} ({error.strerror}): fix that, or choose another "
-                                  "--out_dir=DIR") from None
-        try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(f"another run is writing to {self.out_dir}: wait for it, or choose another "
                                   "--out_dir=DIR") from None
-        except OSError:  # a file system without locks
-            pass
+        except OSError as error:
+            if not self._lock:  # else the file system has no locks
+                raise CheckpointError(f"cannot write {error.filename} ({error.strerror}): fix that, or choose another "
+                                      "--out_dir=DIR") from None
 
     def clean(self, tag=None, overwrite=False, aliases=()):
         """Prepare out_dir for a run that starts or resumes: remove leftovers, rename corrupt tags, delete newer tags if

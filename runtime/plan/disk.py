@@ -1,6 +1,5 @@
 """Compare the checkpoints that exist at the same time with the space on the disk, and keep fewer if they don't fit."""
 
-from collections import deque
 from dataclasses import replace
 
 from runtime.checkpoint.tags import TagStore
@@ -38,16 +37,8 @@ def fit_checkpoints(s, start, max_iters, tag_bytes, notes):
 def most_at_once(tags, saves, keep_last, always_save):
     """Return how many checkpoints exist at the same time at most, with the one being written. tags: those that the run
     starts with, {name: iteration}; saves: the number of its evaluations."""
-    first_iter, most = max(tags.values(), default=0), len(set(tags.values()))
-    saves = min(saves, keep_last + 4)  # all later ones are alike
-    for improved in (0, 1, saves):  # so many of the first evaluations improve: no other order needs more space
-        newest = deque(sorted(it for tag, it in tags.items() if tag.startswith("iter_")), min(keep_last, 10**6))
-        best, final = tags.get("best"), tags.get("final")
-        for iter_num in range(first_iter + 1, first_iter + 1 + saves):
-            better = best is None or iter_num <= first_iter + improved
-            if better or always_save or iter_num == first_iter + saves:
-                older = {it for it in (best, final) if it is not None and it < (newest or [iter_num])[0]}
-                most = max(most, len(newest) + len(older) + 1)
-                newest.append(iter_num)
-                best = iter_num if better else best
-    return most
+    newest = sorted(iter_num for tag, iter_num in tags.items() if tag.startswith("iter_"))[-keep_last:]
+    now = len({*newest, *(iter_num for tag, iter_num in tags.items() if not tag.startswith("iter_"))})
+    # Later, best is older than the newest ones, unless only better ones are saved. final stays until the end
+    later = min(now + saves, keep_last + 1 + always_save + ("final" in tags))
+    return max(len(set(tags.values())), now + min(saves, 1), later)

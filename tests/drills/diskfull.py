@@ -127,12 +127,12 @@ def main():
         # room for the estimate, and not for the manifest, folders and best's links that come with it
         ("full in the middle of a save", tag_size + PAGE, (), "iter_4", ["iter_2"], "iostream error"),
         ("full in the middle of a save, with an older tag", tag_size + PAGE, (), "iter_6", ["iter_6", "iter_8"],
-         "iter_2 to make room for iter_6"),
+         "no room for the next checkpoint: deleted"),
         ("not a byte left, for the history either", 0, ("--on_save_error=continue",), "iter_4", ["iter_2"],
          "history.jsonl could not be written"),
         ("no room before a save", tag_size // 2, (), "iter_4", ["iter_2"], "MB free"),
         ("no room before a save, with an older tag", tag_size // 2, (), "iter_6", ["iter_6", "iter_8"],
-         "iter_2 to make room for iter_6"),
+         "no room for the next checkpoint: deleted"),
     ]
     for name, leave, options, held, stand, words in cases[:args.most]:
         case(name, leave, *options, held=held, stand=stand, words=words)

@@ -73,7 +73,8 @@ def test_as_many_checkpoints_as_in_the_worst_run(plan, tmp_path, tags):
         evals = sorted({*range(5, last, 5), last} - set(range(tags.get(resume, 0) + 1)))
         (*_, number), notes = plan(tmp_path, resume, last, keep_last=keep_last, always_save_checkpoint=always_save)
         worst = most_at_once(tags, evals, keep_last, always_save)
-        assert (number, notes) == (worst, []), (keep_last, always_save, last)
+        assert worst <= number <= worst + (keep_last > 1 and bool(tags)), (keep_last, always_save, last)
+        assert notes == []
 
 
 @pytest.mark.parametrize("room, tags, changes, fitted, words", [
@@ -86,7 +87,7 @@ def test_as_many_checkpoints_as_in_the_worst_run(plan, tmp_path, tags):
                         "once, at the end, with --eval_interval=20, make room, or choose another --out_dir=DIR"),
     (1.9, {}, {"eval_interval": 20}, (3, True, 1), None),
     (0.9, {}, {}, None, "save none with --keep_last=0, make room, or"),
-    (1.1, {"iter_5": 5, "iter_10": 10, "best": 10}, {}, (2, True, 3), "keep_last=2: the disk has room for 3"),
+    (1.1, {"iter_5": 5, "iter_10": 10, "best": 10}, {}, (1, True, 3), "keep_last=1: the disk has room for 3"),
     (0, {"iter_5": 5, "iter_10": 10, "iter_15": 15, "best": 15}, {}, (2, True, 3), "keep_last=2: the disk has room"),
     (0, {"iter_12": 12, "best": 10}, {}, None, "delete {}/best, make room, or choose another --out_dir=DIR"),
     (0, {"iter_10": 10, "best": 5}, {"max_iters": 10}, (3, True, 2), None),  # it has finished
@@ -115,10 +116,12 @@ def test_what_the_run_deletes_makes_room(plan, monkeypatch, tmp_path):
     assert plan(tmp_path, "iter_5", max_iters=25, keep_last=9)[0] == (9, True, 5)
 
 
-def test_the_oldest_tag_that_is_neither_newest_nor_best_goes(tmp_path):
+def test_the_oldest_tag_that_is_neither_newest_nor_best_goes(tmp_path, capsys):
     write_tags(tmp_path, {"iter_5": 5, "iter_10": 10, "iter_15": 15, "iter_100": 100, "best": 10, "final": 15})
     store = TagStore(tmp_path)
-    assert [store.delete_oldest() for _ in range(3)] == ["iter_5", "iter_15", None]
+    assert [store.delete_oldest() for _ in range(3)] == [True, True, False]
+    assert capsys.readouterr().out == "".join(f"no room for the next checkpoint: deleted {tmp_path}/iter_{iter_num}\n"
+                                              for iter_num in (5, 15))
     assert store.list() == ["iter_10", "iter_100", "best", "final"]
 
 
@@ -189,6 +192,6 @@ def test_a_save_without_room_deletes_the_oldest(train, tag_size, tmp_path, rate,
     run = train(*EIGHT, f"--learning_rate={rate}", out_dir=tmp_path / "out", ranks=2,
                 plant=DISK.format(size=9 * tag_size, taken=int(6.5 * tag_size), folder=str(tmp_path)), timeout=60)
     assert run.returncode == code and TagStore(run.out_dir).list() == tags, run.stdout + run.stderr
-    gone = [f"the disk is full: deleted {run.out_dir}/iter_{n} to make room for iter_{n + 4}" for n in (2, 4)]
+    gone = [f"no room for the next checkpoint: deleted {run.out_dir}/iter_{iter_num}" for iter_num in (2, 4)]
     assert [line for line in run.stdout.splitlines() if "deleted" in line] == (gone if code == 0 else [])
     assert ("iter_6 could not be saved (a checkpoint takes" in run.stdout) == (code == 2)
