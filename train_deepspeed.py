@@ -98,7 +98,7 @@ dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # precision; 
 backend: Literal["auto", "nccl", "gloo"] = "auto"  # communication library; auto: NCCL on GPUs, gloo on CPU
 compile: bool | Literal["auto"] = "auto"  # Triton kernels and torch.compile; auto: on GPUs of compute capability 8.0
 # and up, if there is a C compiler
-accumulate_locally: bool | Literal["auto"] = "auto"  # fp32 gradients on each rank, reduced once per step (ZeRO-2):
+accumulate_locally: bool | Literal["auto"] = "auto"  # fp32 gradients on each rank, reduced once per step (ZeRO-2, 3):
 # faster, but 4 bytes per parameter; auto: if a fifth of the GPU stays free
 fp8 = False  # FP8 matmuls in the blocks, except for weight gradients; Hopper and later
 deterministic = False  # bitwise reproducible on the same GPUs, but slower

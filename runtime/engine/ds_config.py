@@ -39,6 +39,8 @@ CHOICES = {
     **dict.fromkeys(("zero_force_ds_cpu_optimizer", "dump_state", "wall_clock_breakdown"), (True, False)),
 }
 DTYPE_BLOCK = {"bfloat16": "bf16", "float16": "fp16"}
+STAGE3_DEFAULTS = {"stage3_prefetch_bucket_size": 5e7, "stage3_max_live_parameters": 1e9,
+                   "stage3_max_reuse_distance": 1e9, "stage3_param_persistence_threshold": 1e5}
 
 
 def find(path):
@@ -196,8 +198,10 @@ def uses_offload(config, what="optimizer"):
 
 
 def supports_fast_gradients(config, dtype):
-    """Return whether zero2_gradients.install will replace DeepSpeed's gradient path, before there is an engine."""
-    own = DTYPE_BLOCK.get(dtype, "fp32")
-    return (config["zero_optimization"]["stage"] == 2 and not uses_offload(config)
-            and config["data_types"]["grad_accum_dtype"] == "fp32"
-            and (config.get("communication_data_type") or own).lower() == own)
+    """Return whether zero2_gradients.py or zero3_blocks.py will replace DeepSpeed's gradient path, before there is an
+    engine. At stage 3 that needs the default prefetching, because ours is another."""
+    zero, own = config["zero_optimization"], DTYPE_BLOCK.get(dtype, "fp32")
+    return (zero["stage"] >= 2 and not uses_offload(config) and not uses_offload(config, "param")
+            and config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+            and (config.get("communication_data_type") or own).lower() == own
+            and (zero["stage"] == 2 or all(zero.get(key, value) == value for key, value in STAGE3_DEFAULTS.items())))

@@ -19,11 +19,12 @@ class FastPath:
 
     install() is the only place in the project that replaces anything in DeepSpeed's optimizer: process_gradients,
     reduce_ipg_grads, has_overflow, scaled_global_norm, zero_grad, overlap_comm and _use_compact_grad_partition_buffer
-    (zero2_gradients.py), and step (fused_adamw.py). Parameters get a main_grad."""
+    (zero2_gradients.py), independent_gradient_partition_epilogue, all hooks and ipg_buckets (zero3_blocks.py), and step
+    (fused_adamw.py). Parameters get a main_grad."""
 
     def __init__(self, engine=None):
         self.engine = engine
-        self.gradients = None  # zero2_gradients.install's; None: DeepSpeed's own path
+        self.gradients = None  # from zero2_gradients.py or zero3_blocks.py; None: DeepSpeed's own path
         self.fused_step = None  # fused_adamw.install's; None: DeepSpeed's own step
         self.skip_above = math.inf  # skip steps whose gradient norm is not below it
         self.grad_norm = None  # of the last step, before clipping, without the loss scale; None: ask the engine
@@ -34,9 +35,10 @@ class FastPath:
     def install(self, accumulate_locally=False, fused_step=True, capture=True):
         """Install the paths that the engine supports. Call it on all ranks. accumulate_locally: whether this rank has
         memory for the gradients of all parameters. fused_step: whether Triton works. capture: use a CUDA graph."""
-        from runtime.engine import fused_adamw, zero2_gradients
+        from runtime.engine import fused_adamw, zero2_gradients, zero3_blocks
 
-        self.gradients = zero2_gradients.install(self.engine, self, accumulate_locally)
+        install = zero3_blocks.install if self.engine.zero_optimization_stage() == 3 else zero2_gradients.install
+        self.gradients = install(self.engine, self, accumulate_locally)
         self.fused_step = fused_adamw.install(self.engine, self) if fused_step else None
         if capture and self.gradients and self.fused_step:
             self.capture_micro_steps()
@@ -44,19 +46,22 @@ class FastPath:
     def capture_micro_steps(self):
         """Run micro-steps as a CUDA graph from the second optimizer step on.
 
-        Every micro-step must do the same work at the same addresses. That holds for ZeRO-2 with our gradients and step,
-        without a loss scale. Each replay draws new random numbers for dropout, the same ones as without a graph. The
-        first step runs eagerly, because libraries and DeepSpeed initialize at their first calls. The capture comes
+        Every micro-step must do the same work at the same addresses. That holds for ZeRO-2 and 3 with our gradients and
+        step, without a loss scale. Each replay draws new random numbers for dropout, the same ones as without a graph.
+        The first step runs eagerly, because libraries and DeepSpeed initialize at their first calls. The capture comes
         before the second step, because from then on DeepSpeed's step timer synchronizes the GPU."""
         self.launches_left = self.engine.gradient_accumulation_steps()
         params = [param for param in self.engine.module.parameters() if param.requires_grad]
-        self.graph_is_local = all(hasattr(param, "main_grad") for param in params)  # no collective in it
+        self.graph_is_local = (self.engine.zero_optimization_stage() == 2  # no collective in it
+                               and all(hasattr(param, "main_grad") for param in params))
         on_shut_down(self.close)
         atexit.register(self.close)  # also after a traceback
 
     def forward_backward(self, *batch):
         """Run engine(x, y) and engine.backward(loss) for a batch (x, y). For (x, y, weight), the loss is the sum over
         targets, times weight. Returns the detached loss, which the next call may overwrite."""
+        if self.gradients:
+            self.gradients.before_micro_step()
         if self.launches_left:
             self.launches_left -= 1
             return self._launch(*batch)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
-from runtime.engine.ds_config import uses_offload
 from runtime.kernels import jit, tl, triton
 
 
@@ -122,7 +121,7 @@ class Zero3Step(FusedStep):
 
     def before_step(self):
         self.optimizer._pre_step()
-        self.optimizer._partition_all_parameters()
+        self.fast.gradients.before_step()
 
     def partitions(self):
         optimizer, bf16 = self.optimizer, self.optimizer.fp16_partitioned_groups_flat
@@ -132,19 +131,15 @@ class Zero3Step(FusedStep):
                 for i, master in enumerate(optimizer.fp32_partitioned_groups_flat)]
 
     def after_step(self):
-        for i in range(len(self.optimizer.fp16_groups)):
-            self.optimizer.averaged_gradients[i] = None
-        self.optimizer._post_step(set())
+        self.optimizer.averaged_gradients = {}
 
 
 def install(engine, fast):
-    """Replace DeepSpeed's optimizer step. Returns the FusedStep, or None if unsupported. Supported: stage 2 with
-    fast.gradients and stage 3, bfloat16 with fp32 gradients, and torch.optim.AdamW without offload."""
-    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
-    kind = {2: Zero2Step, 3: Zero3Step}.get(stage)
-    if not (triton and kind and type(optimizer.optimizer) is torch.optim.AdamW and (stage == 3 or fast.gradients)
+    """Replace DeepSpeed's optimizer step. Returns the FusedStep, or None if unsupported. Supported: fast.gradients,
+    bfloat16 with fp32 gradients, and torch.optim.AdamW."""
+    optimizer, kind = engine.optimizer, Zero3Step if engine.zero_optimization_stage() == 3 else Zero2Step
+    if not (triton and fast.gradients and type(optimizer.optimizer) is torch.optim.AdamW
             and (optimizer.dtype, optimizer.gradient_accumulation_dtype) == (torch.bfloat16, torch.float32)
-            and not uses_offload(engine.config)
             and getattr(optimizer, "check_grad_overflow", True)):  # if False, DeepSpeed never skips a step
         return None
     fused_step = kind(optimizer, fast)

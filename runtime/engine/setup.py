@@ -8,7 +8,7 @@ import torch
 
 from runtime.cluster.ranks import print0, silence_stdout
 from runtime.engine import fixes
-from runtime.engine.ds_config import has_per_step_timers, uses_offload
+from runtime.engine.ds_config import has_per_step_timers, supports_fast_gradients, uses_offload
 
 
 def setup_device(hardware, local_rank, ds_config, backend="auto", deterministic=False):
@@ -17,7 +17,7 @@ def setup_device(hardware, local_rank, ds_config, backend="auto", deterministic=
     device = torch.device(hardware.device, local_rank) if hardware.device == "cuda" else torch.device("cpu")
     if hardware.device == "cuda":
         torch.cuda.set_device(device)
-        if ds_config["zero_optimization"]["stage"] == 2:  # stage 3 relies on the default stream in places
+        if supports_fast_gradients(ds_config, hardware.dtype):  # DeepSpeed's stage 3 relies on the default stream
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream can't be captured
         torch.set_float32_matmul_precision("high")  # TF32 for matmuls that are still in float32
     if deterministic:

@@ -52,6 +52,9 @@ class Zero2Gradients:
     def finish_backward(self, comm_dtype=None):
         """Finish the reductions of this backward. DeepSpeed calls this after each backward."""
 
+    def before_micro_step(self):
+        """Called before each micro-step, outside of a CUDA graph."""
+
     def before_step(self):
         """Leave the averaged gradients in the partitions. Called before each optimizer step."""
 

@@ -4,7 +4,8 @@
                          the sum. So a block returns (residual, branch, branch_bias), and the next layer norm adds them.
   bias gradients         The kernel that writes a gradient matrix also sums its columns. Each program stores partial
                          sums, and reduce_partials adds them in float32.
-  weight gradients       The GEMM accumulates in float32, weight.main_grad += dy.T @ x (engine/zero2_gradients.py).
+  weight gradients       The GEMM accumulates in float32, weight.main_grad += dy.T @ x (engine/zero2_gradients.py), or
+                         writes to the buffer of a reduce_scatter (engine/zero3_blocks.py).
 
 GEMMs and attention are PyTorch's, or fp8.py's. model.py has the plain version of this file, and tests compare the two.
 """
@@ -203,11 +204,14 @@ def column_sums(kernel, inputs, out, width, grid, weight, bias):
 
 def linear_grads(x, weight, dy, dy8=None):
     """Return (dx, dweight) of a linear layer from dy (N, out). dy8: dy in FP8 or None. If the weight has a main_grad,
-    the GEMM accumulates into it and dweight is None."""
+    the GEMM accumulates into it, or overwrites it with overwrite_main_grad, and dweight is None."""
     dx, x = fp8.grad_input(dy, weight, dy8).view_as(x), x.reshape(-1, x.size(-1))
     if not hasattr(weight, "main_grad"):
         return dx, dy.t() @ x
-    addmm_fp32(weight.main_grad, dy.t(), x)
+    if hasattr(weight, "overwrite_main_grad"):
+        torch.mm(dy.t(), x, out=weight.main_grad)
+    else:
+        addmm_fp32(weight.main_grad, dy.t(), x)
     return dx, None
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from model import EAGER_LOSS_CHUNK, LOSS_CHUNK, GPTConfig
-from runtime.engine.ds_config import find, resolve, uses_offload
+from runtime.engine.ds_config import find, resolve, supports_fast_gradients, uses_offload
 from runtime.files import format_bytes
 from runtime.hardware import Gpu
 
@@ -100,7 +100,9 @@ def estimate(job):
         buckets *= 2
     if job.accumulate_locally:
         buckets = trainable * 4
-    if stage == 3:  # gathered weights of the blocks in use, and of those prefetched
+    if stage == 3 and supports_fast_gradients(job.ds_config, job.hardware.dtype):
+        buckets = zero3_buffers(job)
+    elif stage == 3:  # gathered weights of the blocks in use, and of those prefetched
         buckets += min(stored, int(zero.get("stage3_max_live_parameters", 1e9))) * itemsize
     # Values that a block saves per token for backward, in units of n_embd: input, layer norms, q, k, v, attention, and
     # GELU's input and output (4 each). 15.9 were measured with our kernels. Without them, dropout adds its masks
@@ -123,6 +125,17 @@ def estimate(job):
         "optimizer": 0 if offload else trainable * (8 if stage == 0 else 12) // shards[2],
         "buckets": buckets, "activations": activations, "loss": loss,
         "CUDA and NCCL": CUDA_CONTEXT_BYTES[ranks > 1] * (job.hardware.device == "cuda")}
+
+
+def zero3_buffers(job):
+    """Return the bytes of full parameters and gradients on each GPU (engine/zero3_blocks.py)."""
+    if job.batch.world_size == 1:
+        return 0
+    itemsize, trained = job.hardware.torch_dtype.itemsize, job.params.trainable == job.params.stored
+    block = 12 * job.model.n_embd**2
+    others = job.params.stored - block * job.model.n_layer
+    grads = 4 * (block * job.model.n_layer) if job.accumulate_locally else 2.5 * block * itemsize
+    return int(2 * block * itemsize + others * itemsize + trained * (grads + 4 * others))
 
 
 def gpu_bytes(job):

@@ -231,7 +231,11 @@ def resolve_ds_config(s, batch, hardware, notes):
     config, repairs = ds_config.resolve(ds_config.find(s.deepspeed_config), batch, s.grad_clip, hardware.dtype,
                                         hardware.compile)
     notes += repairs
+    if config["zero_optimization"]["stage"] == 3 and not ds_config.supports_fast_gradients(config, hardware.dtype):
+        notes.append("ZeRO-3 gathers parameters in DeepSpeed's own way, which is slower: offload, or a key of the JSON "
+                     "with another value than DeepSpeed's default, needs it")
     if s.skip_grad_spikes and (hardware.dtype == "float16"
+                               or config["zero_optimization"]["stage"] != 2
                                or not ds_config.supports_fast_gradients(config, hardware.dtype)):
         raise UserError("skip_grad_spikes=True needs ZeRO-2 in bfloat16 or float32, fp32 gradients and no offload: "
                         "drop it")
@@ -270,7 +274,8 @@ def count_params(config, lora):
 
 
 def accumulates_locally(s, job):
-    """Return whether each rank accumulates gradients, to reduce them once per step (engine/zero2_gradients.py)."""
+    """Return whether each rank accumulates gradients, to reduce them once per step (engine/zero2_gradients.py and
+    zero3_blocks.py)."""
     possible = (ds_config.supports_fast_gradients(job.ds_config, job.hardware.dtype)
                 and job.batch.world_size > 1 and job.batch.accumulation > 1)
     with_room = memory.bytes_with_eval(replace(job, accumulate_locally=True)) <= 0.8 * job.hardware.memory

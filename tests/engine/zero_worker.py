@@ -23,7 +23,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from model import GPT, Block, GPTConfig
 from runtime.cluster.ranks import all_reduce_sum, shut_down, silence_stdout
-from runtime.engine import ds_config, fixes, fused_adamw, setup, zero2_gradients
+from runtime.engine import ds_config, fixes, setup
 from runtime.engine.fast_path import FastPath
 from runtime.kernels import block
 from runtime.plan.run_plan import Batch
@@ -54,16 +54,17 @@ WAYS = {
     "float32 stage 2 buckets": (2, "float32", {"zero": BUCKETS}),
     "float32 own": (2, "float32", {"short": False}),
     "float32 stage 3 released": (3, "float32", {"zero": RELEASED}),
-    "float32 stage 3 recomputed": (3, "float32", {"zero": RELEASED, "checkpointing": True}),
+    "float32 stage 3 recomputed": (3, "float32", {"checkpointing": True}),
     # dynamo and autograd as with inductor, which would need a compiler
-    "float32 stage 3 compiled": (3, "float32", {"zero": RELEASED, "compiled": True}),
+    "float32 stage 3 compiled": (3, "float32", {"compiled": True}),
     "float32 stage 3 compiled recomputed": (3, "float32", {"zero": RELEASED, "compiled": True, "checkpointing": True}),
     "float32 zero2 offload": (2, "float32", {"zero": OFFLOAD_2, "config": {
         "zero_force_ds_cpu_optimizer": False, "steps_per_print": 1, "dump_state": True}}),
     "float32 zero3 offload": (3, "float32", {"zero": OFFLOAD_3, "config": {"zero_force_ds_cpu_optimizer": False}}),
     "bfloat16 stage 1": (1, "bfloat16", {}),
     "bfloat16 stage 2": (2, "bfloat16", {}),
-    "bfloat16 stage 3": (3, "bfloat16", {"zero": RELEASED}),
+    "bfloat16 stage 3": (3, "bfloat16", {}),
+    "bfloat16 stage 3 released": (3, "bfloat16", {"zero": RELEASED}),
     "bfloat16 stage 2 buckets": (2, "bfloat16", {"zero": BUCKETS}),
     "bfloat16 stage 2 buckets inf": (2, "bfloat16", {"zero": BUCKETS, "poison": "inf"}),
     "bfloat16 stage 2 buckets nan": (2, "bfloat16", {"zero": BUCKETS, "poison": "nan"}),
@@ -80,7 +81,8 @@ WAYS = {
     "float16 sums": (2, "float16", {**FP16, "config": {**FP16["config"], "data_types": {"grad_accum_dtype": "fp16"}}}),
     "small fused nan": (2, "bfloat16", {**SMALL, "fused": True, "poison": "nan"}),
     "small fused local": (2, "bfloat16", {**SMALL, "fused": True, "local": True}),
-    "small fused stage 3": (3, "bfloat16", {**SMALL, "fused": True, "zero": RELEASED, "checkpointing": True}),
+    "small fused stage 3": (3, "bfloat16", {**SMALL, "fused": True}),
+    "small fused stage 3 local": (3, "bfloat16", {**SMALL, "fused": True, "local": True, "checkpointing": True}),
     **{f"float16 stage {stage} unrepaired": (stage, "float16", {**FP16, "repaired": False}) for stage in (1, 2, 3)},
 }
 
@@ -150,11 +152,10 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     fast = FastPath(engine)
     if short:
-        fast.gradients = zero2_gradients.install(engine, fast, local)
+        fast.install(local, fused, capture=False)
     shortened = fast.gradients is not None
     overflows = listen(engine.optimizer) if shortened and not fused else []
-    if fused:
-        assert fused_adamw.install(engine, fast)
+    assert not fused or fast.fused_step
     poisoned = False
 
     def spoil(grad):
@@ -176,8 +177,7 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
         mine = data(step)[:, :tokens + 1].reshape(world_size, ACCUMULATION, -1, tokens + 1)[rank]
         for micro_step, sequences in enumerate(mine):
             poisoned = bad and rank == world_size - 1 and micro_step == 1
-            loss = engine(sequences[:, :-1], sequences[:, 1:])
-            engine.backward(loss)
+            fast.forward_backward(sequences[:, :-1], sequences[:, 1:])
             engine.step()
         fixes.grow_loss_scale(engine)
         norm = engine.get_global_grad_norm()

@@ -46,7 +46,8 @@ def test_the_distance_can_tell(report):
     assert report["plain"]["apart"]["plain unclipped"][0] > 0.2
 
 
-@pytest.mark.parametrize("case", ["stage 0", "stage 1", "stage 2", "stage 3", "stage 2 kernels", "stage 3 kernels"])
+@pytest.mark.parametrize("case", ["stage 0", "stage 1", "stage 2", "stage 3", "stage 2 kernels", "stage 3 kernels",
+                                  "stage 3 released"])
 def test_float32_is_plain_pytorch(report, case):
     result = report[f"float32 {case}"]
     assert max(result["apart"]["plain"]) < 2e-5  # seen: 5e-6
@@ -54,8 +55,9 @@ def test_float32_is_plain_pytorch(report, case):
 
 
 @pytest.mark.parametrize("case", ["stage 0", "stage 1", "stage 2", "stage 2 local", "stage 2 buckets",
-                                 "stage 2 uncaptured", "stage 2 compiled", "stage 2 own", "stage 3", "stage 3 compiled",
-                                 "stage 3 own"])
+                                 "stage 2 uncaptured", "stage 2 compiled", "stage 2 own", "stage 3",
+                                 "stage 3 local", "stage 3 uncaptured", "stage 3 recomputed", "stage 3 compiled",
+                                 "stage 3 released", "stage 3 own"])
 def test_bfloat16_is_plain_pytorch_to_its_rounding(report, case):
     result = report[f"bfloat16 {case}"]
     assert result["apart"]["plain"][0] < 0.04 and result["apart"]["plain"][1] < 0.15  # seen: 0.016, 0.055
@@ -65,14 +67,15 @@ def test_bfloat16_is_plain_pytorch_to_its_rounding(report, case):
 def test_each_case_took_its_path(report):
     """Else a comparison would be of a path with itself."""
     cases = {case: result for case, result in report.items() if case.startswith(("bfloat16", "float16", "float32"))}
-    captured = {"bfloat16 stage 2", "bfloat16 stage 2 local", "bfloat16 stage 2 buckets", "bfloat16 stage 2 compiled"}
-    stage_3 = {"bfloat16 stage 3", "bfloat16 stage 3 compiled"}
+    captured = {"bfloat16 stage 2", "bfloat16 stage 2 local", "bfloat16 stage 2 buckets", "bfloat16 stage 2 compiled",
+                "bfloat16 stage 3", "bfloat16 stage 3 local", "bfloat16 stage 3 recomputed",
+                "bfloat16 stage 3 compiled"}
     assert {case for case, result in cases.items() if result["captured"]} == captured
-    assert {case for case, result in cases.items() if result["one_pass"]} == (
-        captured | stage_3 | {"bfloat16 stage 2 uncaptured"})
+    assert {case for case, result in cases.items() if result["one_pass"]} == captured | {
+        "bfloat16 stage 2 uncaptured", "bfloat16 stage 3 uncaptured"}
     assert {case for case, result in cases.items() if result["shortened"]} == {
-        case for case in cases if "stage 2" in case and "own" not in case}
-    for case in ("float32 stage 3 kernels", *stage_3):
+        case for case in cases if ("stage 2" in case or "stage 3" in case) and not case.endswith(("own", "released"))}
+    for case in ("float32 stage 3 released", "bfloat16 stage 3 released"):
         assert cases[case]["released"] == 28
 
 
@@ -84,7 +87,11 @@ def test_our_paths_are_deepspeeds_own_and_each_other(report):
     assert max(two["bfloat16 stage 2 uncaptured"]) < 0.001
     assert max(two["bfloat16 stage 2 local"]) < 0.05
     assert max(two["bfloat16 stage 2 buckets"]) < 0.001
-    assert max(report["bfloat16 stage 3"]["apart"]["bfloat16 stage 3 own"]) < 0.02
+    three = report["bfloat16 stage 3"]["apart"]
+    assert max(three["bfloat16 stage 3 own"]) < 0.02
+    assert max(three["bfloat16 stage 3 uncaptured"]) < 0.001
+    assert max(three["bfloat16 stage 3 recomputed"]) < 0.02
+    assert max(three["bfloat16 stage 3 local"]) < 0.05
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

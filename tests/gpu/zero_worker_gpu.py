@@ -47,7 +47,8 @@ LINEAR = F.linear
 CASES = {
     **{f"float32 stage {stage}": (stage, "float32", {"blocks": "eager"}) for stage in (0, 1, 2, 3)},
     "float32 stage 2 kernels": (2, "float32", {}),
-    "float32 stage 3 kernels": (3, "float32", {"zero": RELEASED}),
+    "float32 stage 3 kernels": (3, "float32", {}),
+    "float32 stage 3 released": (3, "float32", {"zero": RELEASED}),
     "bfloat16 stage 0": (0, "bfloat16", {}),
     "bfloat16 stage 1": (1, "bfloat16", {}),
     "bfloat16 stage 2": (2, "bfloat16", {}),
@@ -56,8 +57,12 @@ CASES = {
     "bfloat16 stage 2 uncaptured": (2, "bfloat16", {"captured": False}),
     "bfloat16 stage 2 compiled": (2, "bfloat16", {"blocks": "compiled"}),
     "bfloat16 stage 2 own": (2, "bfloat16", {"own": True}),
-    "bfloat16 stage 3": (3, "bfloat16", {"zero": RELEASED}),
-    "bfloat16 stage 3 compiled": (3, "bfloat16", {"zero": RELEASED, "blocks": "compiled"}),
+    "bfloat16 stage 3": (3, "bfloat16", {}),
+    "bfloat16 stage 3 local": (3, "bfloat16", {"local": True}),
+    "bfloat16 stage 3 uncaptured": (3, "bfloat16", {"captured": False}),
+    "bfloat16 stage 3 recomputed": (3, "bfloat16", {"recompute": True}),
+    "bfloat16 stage 3 compiled": (3, "bfloat16", {"blocks": "compiled"}),
+    "bfloat16 stage 3 released": (3, "bfloat16", {"zero": RELEASED}),
     "bfloat16 stage 3 own": (3, "bfloat16", {"own": True}),
     **{f"float16 stage {stage}": (stage, "float16", FP16) for stage in (1, 2, 3)},
 }
@@ -110,10 +115,12 @@ def build(stage, dtype, blocks, zero, clip, fp16):
     return engine, stage
 
 
-def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local=False, own=False, captured=True):
+def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local=False, own=False, captured=True,
+          recompute=False):
     """Train as the script does, and repeat a step that is skipped. own: use DeepSpeed's gradient path and step. local:
     sum the gradients of the micro-steps on each rank first."""
     engine, stage = build(stage, dtype, blocks, zero or {}, clip, fp16 or {})
+    engine.module.gradient_checkpointing = recompute
     fast = FastPath(engine)
     if not own:
         fast.install(local, blocks != "eager", captured)
@@ -165,7 +172,8 @@ def main(out):
     deepspeed.init_distributed(dist_backend="nccl", verbose=False)
     every = {"plain": plain(CLIP), "plain unclipped": plain(0.0)}
     for name, (stage, dtype, options) in CASES.items():
-        stream = torch.cuda.stream(torch.cuda.Stream()) if stage == 2 else contextlib.nullcontext()
+        fast = stage == 2 or stage == 3 and not options.get("own") and "zero" not in options
+        stream = torch.cuda.stream(torch.cuda.Stream()) if fast else contextlib.nullcontext()
         with stream:  # as setup_device()
             every[name] = train(stage, dtype, **options)
         torch.cuda.synchronize()
