@@ -31,6 +31,7 @@ protect_output()
 # Output
 out_dir = "out-shakespeare-xl-deepspeed"  # folder for checkpoints, history.jsonl and settings.json
 eval_interval = 5  # iterations between evaluations, each of which saves a checkpoint
+eval_epochs: float | None = None  # epochs between evaluations, instead of eval_interval; None: use eval_interval
 log_interval = 1  # iterations between lines on the console
 eval_iters = 20  # batches per evaluation and split, over all ranks together: eval_iters x batch_size sequences
 eval_only = False  # evaluate once and exit
@@ -121,6 +122,7 @@ from model import GPT
 from runtime import lora
 from runtime.cluster.ranks import broadcast_from_rank0, print0, ranks_from_environment
 from runtime.plan.memory import torch_bytes
+from runtime.plan.rules import evals_until
 from runtime.plan.run_plan import plan_run
 
 ranks = ranks_from_environment(dry_run)
@@ -317,7 +319,7 @@ while not finished() and not eval_only and exit_code is None:
 
     # evaluate, and save a tag
     saved = False
-    if iter_num % eval_interval == 0 or iter_num == max_iters:
+    if evals_until(iter_num, settings) > evals_until(iter_num - 1, settings) or iter_num == max_iters:
         val_loss = evaluate()
         improved = val_loss < best_val_loss
         best_val_loss = min(best_val_loss, val_loss)  # in this order, NaN doesn't become the best

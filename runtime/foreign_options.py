@@ -12,6 +12,7 @@ FOREIGN_OPTIONS = {  # our arguments, with {} for the value: options that mean t
     "--grad_clip={}": "gradient_clipping clip_grad max_grad_norm",
     "--block_size={}": "max_seq_length model_max_length context_length seq_len",
     "--eval_interval={}": "save_interval save_steps save_freq eval_steps",
+    "--eval_epochs=1 or --eval_interval=100": "save_strategy eval_strategy evaluation_strategy",
     "--log_interval={}": "logging_steps",
     "--keep_last={}": "save_total_limit",
     "--out_dir={}": "output_dir checkpoint_dir save_dir",
@@ -27,7 +28,7 @@ FOREIGN_OPTIONS = {  # our arguments, with {} for the value: options that mean t
     "--deepspeed_config=ds_config_zero3.json or --deepspeed_config=config/ds/zero1.json": "zero stage zero_stage",
     "--deepspeed_config=config/ds/zero2_offload.json": "offload cpu_offload offload_optimizer",
     "torchrun --nproc_per_node=4 train_deepspeed.py": "gpus num_gpus n_gpus devices",
-    "config/lora_xl.py without --config": "config",
+    "config/lora_paper_r64.py without --config": "config",
     "the default, which reads batches ahead in a thread": "num_workers dataloader_num_workers",
 }
 ANIMALS90 = "train_dir val_dir num_workers checkpoint_dir save_interval".split()  # options of an example in examples/

@@ -1,11 +1,13 @@
 """LoRA against PEFT: the gradients, a run at each ZeRO stage, its adapter, and going on elsewhere."""
 
 import json
+import re
+import shutil
 
 import pytest
 import torch
-from conftest import done, stage
-from transformers import GPT2Config, GPT2LMHeadModel
+from conftest import ROOT, done, launch, stage
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from model import GPT
 from runtime import lora
@@ -97,6 +99,41 @@ def test_an_adapter_of_each_stage_is_pefts_and_goes_on_at_another(train, folder,
     on = done(train(*args, *micro, stage(other), "--max_iters=6", "--init_from=resume", out_dir=run.out_dir))
     assert f"re-sharding {run.out_dir}/iter_4" in on.stdout
     assert [on.losses[i] for i in (5, 6)] == pytest.approx([whole.losses[i] for i in (5, 6)], rel=2e-5)
+
+
+def test_the_recipe_saves_each_epoch_resumes_there_and_ends_as_a_folder_of_transformers(
+        train, folder, characters, tmp_path):
+    """config/lora_paper_r64.py on 561 windows, in steps of 64: 8.77 steps per epoch. The second command of its header
+    writes the folder, and transformers continues a text in it as sample.py does."""
+    recipe = "config/lora_paper_r64.py"
+    options = [f"--init_from={folder}", f"--dataset={characters}", "--block_size=32", "--learning_rate=1e-2", *LORA[2:]]
+
+    def run(out_dir, *args):
+        return done(train(recipe, *options, f"--out_dir={out_dir}", *args, out_dir=out_dir))
+
+    whole = run(tmp_path / "out")
+    ends = sorted(whole.evals)[1:]
+    assert ends == [9, 18, 27] and all(64 * (it - 1) < 561 * epoch <= 64 * it for epoch, it in enumerate(ends, 1))
+    assert "eval_epochs=1 is 8.77 iterations; eval_interval is ignored" in whole.stdout
+    assert re.search("space .* up to 3 of them", whole.stdout)
+    assert {path.name for path in whole.out_dir.iterdir() if path.is_dir()} == {*(f"iter_{n}" for n in ends), "best",
+                                                                                "final"}
+    assert json.loads((whole.out_dir / "iter_9" / "adapter_config.json").read_text())["r"] == 64
+    shutil.copytree(whole.out_dir, tmp_path / "again")
+    again = run(tmp_path / "again", "--init_from=resume", "--resume_tag=iter_9", "--overwrite=True")
+    assert {it: loss for it, loss in whole.losses.items() if it > 9} == {it: again.losses[it] for it in range(10, 28)}
+    assert whole.evals == again.evals
+
+    export = re.search(r"^#   python (export_hf.py) (.+)$", (ROOT / recipe).read_text(), re.M)
+    words = export[2].replace("out-lora-paper-r64", str(whole.out_dir)).replace("final_model", str(tmp_path / "final"))
+    done(launch(ROOT / export[1], *words.split()))
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "final")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "final")
+    prompt = tokenizer("the cat ", return_tensors="pt")
+    text = tokenizer.decode(model.generate(**prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)[0])
+    ours = done(launch(ROOT / "sample.py", f"--out_dir={whole.out_dir}", "--tag=final", "--start=the cat ",
+                       "--temperature=0", "--max_new_tokens=20", "--num_samples=1", "--json=True"))
+    assert "the cat " + json.loads(ours.stdout)["text"] == text and len(text) == 28
 
 
 def test_other_lora_than_the_tags_is_refused(train, folder):

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 from runtime.checkpoint.tags import TagStore
 from runtime.files import UserError, format_bytes, free_bytes
+from runtime.plan.rules import evals_until
 
 
-def fit_checkpoints(s, start, max_iters, tag_bytes, notes):
+def fit_checkpoints(s, start, tag_bytes, notes):
     """Return (the settings, how many checkpoints exist at the same time at most). If they don't fit on the disk, lower
     keep_last, and then save only if the validation loss improves. Raises UserError if that isn't enough."""
     store, kept, first_iter = TagStore(s.out_dir), {}, 0
@@ -17,7 +18,7 @@ def fit_checkpoints(s, start, max_iters, tag_bytes, notes):
     free = free_bytes(s.out_dir) + store.bytes_besides(kept)
     with_margin = 1.02 * tag_bytes  # an estimate
     room = held + int(free // with_margin)
-    saves = max(0, -(-max_iters // s.eval_interval) - first_iter // s.eval_interval)
+    saves = max(0, evals_until(s.max_iters - 1, s) + 1 - evals_until(first_iter, s))  # one is always at the end
     fewer, needed = [n for n in (room - 1, room - 2, room - 3, 1) if 0 < n < s.keep_last], []
     for keep_last, always_save in (*((n, s.always_save_checkpoint) for n in (s.keep_last, *fewer)), (1, False)):
         needed.append(most_at_once(kept, saves, keep_last, always_save))
@@ -27,7 +28,8 @@ def fit_checkpoints(s, start, max_iters, tag_bytes, notes):
                 notes.append(f"{' and '.join(changed)}: the disk has room for {room} checkpoints, not for {needed[0]}")
             return replace(s, **fitting), needed[-1]
     older = [f"{s.out_dir}/{tag}" for tag in ("best", "final") if kept.get(tag, first_iter) < first_iter]
-    fix = (f"save once, at the end, with --eval_interval={max_iters}" if held < room else
+    once = f"--eval_interval={s.max_iters}" + " --eval_epochs=None" * (s.eval_epochs is not None)
+    fix = (f"save once, at the end, with {once}" if held < room else
            f"delete {older[0]}" if older else "save none with --keep_last=0")
     raise UserError(f"keep_last=1 needs {format_bytes((needed[-1] - held) * with_margin)} for checkpoints of "
                     f"{format_bytes(tag_bytes)}, but the disk of {s.out_dir} has {format_bytes(free)}: {fix}, make "

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+from dataclasses import replace
 
 AT_LEAST = {
     1: ("batch_size", "gradient_accumulation_steps", "block_size", "eval_interval", "eval_iters", "log_interval",
@@ -15,6 +16,7 @@ RULES = [  # (whether the settings break it, the message)
     (lambda s: s.decay_lr and s.min_lr is not None and not 0 <= s.min_lr <= s.learning_rate,
      "min_lr={s.min_lr} must be between 0 and learning_rate={s.learning_rate}"),
     (lambda s: s.max_epochs is not None and s.max_epochs <= 0, "max_epochs={s.max_epochs:g} must be above 0"),
+    (lambda s: s.eval_epochs is not None and s.eval_epochs <= 0, "eval_epochs={s.eval_epochs:g} must be above 0"),
     (lambda s: s.seed >= 2**63, "seed={s.seed} must be below 2**63"),
     (lambda s: s.target_gpu is not None and not s.dry_run,
      "target_gpu={s.target_gpu} only estimates: add --dry_run=True"),
@@ -51,9 +53,12 @@ def broken_rules(settings, requested_batch_size):
 
 
 def plan_iterations(s, windows, batch, problems, notes):
-    """Return max_iters, from max_epochs if that is set. Note a learning rate schedule of another length. windows: in
-    an epoch, or None."""
-    max_iters = s.max_iters
+    """Return the settings with max_iters and eval_interval from max_epochs and eval_epochs, if these are set. Note a
+    learning rate schedule of another length. windows: in an epoch, or None."""
+    max_iters, eval_interval = s.max_iters, s.eval_interval
+    if s.eval_epochs is not None and windows and not problems:
+        eval_interval = s.eval_epochs * windows / batch.sequences
+        notes.append(f"eval_epochs={s.eval_epochs:g} is {eval_interval:,.2f} iterations; eval_interval is ignored")
     if s.max_epochs is not None and windows and not problems:
         max_iters = math.ceil(s.max_epochs * windows / batch.sequences)
         notes.append(f"max_epochs={s.max_epochs:g} is {max_iters:,} iterations; max_iters is ignored")
@@ -67,4 +72,10 @@ def plan_iterations(s, windows, batch, problems, notes):
     elif s.decay_lr and s.lr_schedule != "constant" and end != max_iters > 0:
         notes.append(f"the learning rate reaches min_lr after {end:,} iterations (lr_decay_iters), but the run has "
                      f"{max_iters:,}")
-    return max_iters
+    return replace(s, max_iters=max_iters, eval_interval=eval_interval)
+
+
+def evals_until(iter_num, settings):
+    """Return how many evaluations there have been after an iteration. With eval_epochs, each follows the iteration that
+    completes those epochs."""
+    return math.floor(iter_num / settings.eval_interval + 1e-9)  # 35 / (7 / 3) is 14.999999999999998

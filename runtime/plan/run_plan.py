@@ -166,7 +166,7 @@ def make_plan(settings, ranks, problems, notes, fetch=True):
     notes += [f"{d.name} has no meta.json: assuming the {d.meta['tokenizer']['kind']} tokenizer"
               for d in datasets if not os.path.exists(os.path.join(d.folder, "meta.json"))]
     tokens, windows = files.attempt(open_epoch, datasets, s.block_size, notes) or (None, None)
-    max_iters = plan_iterations(s, windows, batch, problems, notes)
+    s = plan_iterations(s, windows, batch, problems, notes)
     lora = problems.attempt(lora_config, vars(s))
     start = files.attempt(find_start, s, data, lora, batch.sequences, notes, fetch and s.target_gpu is None)
     tokenizer = files.attempt(sample_tokenizer, s, data) if data and s.sample_interval else None
@@ -176,7 +176,7 @@ def make_plan(settings, ranks, problems, notes, fetch=True):
     if start and not problems:
         params = count_params(start.model, lora)
         size = tag_bytes(params.stored, hardware.dtype, config["zero_optimization"]["stage"], params.trainable)
-    s, max_tags = files.attempt(check_out_dir, s, start, max_iters, size * (ranks.rank == 0), notes) or (s, 0)
+    s, max_tags = files.attempt(check_out_dir, s, start, size * (ranks.rank == 0), notes) or (s, 0)
     if s.target_gpu is None or start is None:
         problems.add(*files)
     if problems:
@@ -191,7 +191,7 @@ def make_plan(settings, ranks, problems, notes, fetch=True):
         job = replace(job, accumulate_locally=True)
         notes.append(f"each rank accumulates gradients locally, in {format_bytes(4 * params.trainable)}; use "
                      "--accumulate_locally=False to save this memory")
-    s = replace(s, batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation, max_iters=max_iters)
+    s = replace(s, batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation)
     return RunPlan(**vars(job), settings=s, datasets=tuple(datasets), data=data, tokens=tokens, windows=windows,
                    start=start, lora=lora, eval_windows=s.eval_iters * micro, tag_bytes=size, max_tags=max_tags,
                    tokenizer=tokenizer, notes=(*notes, *"\n".join(files).splitlines()))
@@ -282,7 +282,7 @@ def accumulates_locally(s, job):
     return possible and (s.accumulate_locally is True or s.accumulate_locally == "auto" and with_room)
 
 
-def check_out_dir(s, start, max_iters, tag_bytes, notes):
+def check_out_dir(s, start, tag_bytes, notes):
     """Return what fit_checkpoints() returns, or None if the run saves nothing. tag_bytes: 0 skips the disk. Raises
     UserError if out_dir can't be written, holds another run, or has no space."""
     if s.eval_only:
@@ -297,4 +297,4 @@ def check_out_dir(s, start, max_iters, tag_bytes, notes):
     if not s.out_dir or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise UserError(f"out_dir={s.out_dir} cannot be written: choose another with --out_dir=DIR")
     if s.keep_last and tag_bytes:
-        return fit_checkpoints(s, start, max_iters, tag_bytes, notes)
+        return fit_checkpoints(s, start, tag_bytes, notes)

@@ -28,7 +28,8 @@ def plan():
 
     def run(out_dir, resume=None, max_iters=20, size=10**9, **changes):
         start, notes = Start("resume" if resume else "scratch", "", None, tag=resume), []
-        s, number = fit_checkpoints(replace(settings, out_dir=str(out_dir), **changes), start, max_iters, size, notes)
+        s = replace(settings, out_dir=str(out_dir), max_iters=max_iters, **changes)
+        s, number = fit_checkpoints(s, start, size, notes)
         return (s.keep_last, s.always_save_checkpoint, number), notes
     return run
 

@@ -138,7 +138,8 @@ def test_what_readme_advises_fits_its_card():
 
 
 @pytest.mark.parametrize("name, options, gigabytes", [
-    ("lora_xl", [], 8), ("lora_xl", ["--lora_rank=320"], 16), ("finetune_shakespeare", [], 8)])
+    ("lora_xl", [], 8), ("lora_xl", ["--lora_rank=320"], 16), ("lora_paper_r64", [], 12),
+    ("finetune_shakespeare", [], 8)])
 def test_configs_fit_the_gpu_that_they_name(name, options, gigabytes):
     assert f"on one GPU with {gigabytes} GB or more." in (ROOT / "config" / f"{name}.py").read_text()
     text = report(f"config/{name}.py", *options, f"--target_gpu={gigabytes}")

@@ -2,10 +2,12 @@
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +23,7 @@ from runtime.checkpoint import tags as checkpoint
 from runtime.cluster.ranks import Ranks
 from runtime.data.dataset import write_dataset
 from runtime.kernels import is_supported
+from runtime.plan.rules import evals_until, plan_iterations
 from runtime.plan.run_plan import Problems, make_plan
 
 NO_SHAPE = ("--n_layer=None", "--n_head=None", "--n_embd=None")  # with weights, which bring their own
@@ -390,6 +393,7 @@ def test_precision_by_the_card(monkeypatch, characters, tmp_path):
 
 @pytest.mark.parametrize("args, told", [
     ("--max_epochs=0", "max_epochs=0 must be above 0"),
+    ("--eval_epochs=-1.0", "eval_epochs=-1 must be above 0"),
     ("--max_epochs=1e999 --batch_size=0", "max_epochs=inf must be a finite number|batch_size=0 must be at least 1"),
     ("--lr_schedule=wsd --cooldown_iters=4 --warmup_iters=1", "cooldown_iters=4 and warmup_iters=1 exceed the 4 "
      "iterations of the schedule: use at most --cooldown_iters=3"),
@@ -434,6 +438,18 @@ def test_a_learning_rate_that_does_not_end_with_the_run_is_told_of(monkeypatch, 
     """561 windows in steps of 4: 0.1 epochs are 15."""
     plan, problems, notes = check(monkeypatch, characters, tmp_path, 0, None, *args.split())
     assert problems == [] and [n for n in notes if "max_epochs" not in n] == [note] * bool(note)
+
+
+def test_evaluations_by_epochs_follow_the_iteration_that_completes_the_epochs():
+    """Against fractions. 35 steps of 3 are 15 epochs of 7 windows, where 35 / (7 / 3) is below 15."""
+    defaults, annotations = script_settings()
+    for epochs in ("1", "0.5", "0.1", "2"):
+        settings = configure(defaults, [f"--eval_epochs={float(epochs)}"], annotations, ROOT)
+        for windows, sequences in itertools.product((7, 25, 100, 561, 9999), (1, 3, 8, 12, 64, 128)):
+            s = plan_iterations(settings, windows, SimpleNamespace(sequences=sequences), Problems(), [])
+            per_eval = Fraction(epochs) * windows / sequences
+            assert [evals_until(it, s) for it in range(600)] == [it // per_eval for it in range(600)]
+
 
 
 @pytest.mark.parametrize("value", ["1m", "0", "-5", "1.5", "", "100000"])
