@@ -7,7 +7,6 @@ It also works during a run. A folder without records ends it with exit code 2.
 """
 
 import argparse
-import itertools
 import math
 import os
 import statistics
@@ -23,8 +22,6 @@ PANELS = {  # key of a record: (title, unit of the axis, whether a log scale may
     "memory": ("peak memory, GB", 1e9, False),
     "data_ms": ("waiting for data, ms per step", 1, False),
 }
-COLORS = ("#2f7fd6", "#dd6b10", "#1f9d62", "#c64aa0", "#8b6be0", "#a58500", "#1a9bab", "#d9484b")  # on white and black
-STYLES = [(color, dashes) for dashes in ("-", "--", ":", "-.") for color in COLORS]  # of the runs, in order
 MAX_POINTS = 400  # per line; longer runs are drawn as means of groups, with their minimum and maximum
 
 
@@ -55,57 +52,47 @@ def downsample(points):
 
 
 def draw(axis, runs, key):
-    """Draw one panel with all runs."""
-    from matplotlib.ticker import LogLocator, NullFormatter
+    """Draw one panel: a line per run, and for the loss also its evaluations."""
+    from matplotlib.ticker import LogLocator
 
     title, unit, log = PANELS[key]
     drawn = []
-    for history, (color, dashes) in zip(runs.values(), itertools.cycle(STYLES)):
+    for number, history in enumerate(runs.values()):
         points = downsample([(it, value / unit) for it, value in series(history, key)])
         x, low, mean, high = zip(*points) if points else ((), (), (), ())
-        axis.plot(x, mean, dashes, color=color, alpha=0.6 if key == "loss" else 1, linewidth=1,
+        axis.plot(x, mean, f"C{number}", alpha=0.6 if key == "loss" else 1, linewidth=1,
                   marker="." if len(x) <= 30 else None)
-        if low != high:
-            axis.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0.5)
+        axis.fill_between(x, low, high, color=f"C{number}", alpha=0.25)
         drawn += [*low, *high]
         if key == "loss":
             losses, errors = dict(series(history, "val_loss")), dict(series(history, "val_loss_stderr"))
-            axis.errorbar(losses.keys(), losses.values(), [errors.get(it, 0) for it in losses], fmt=dashes, color=color,
-                          linewidth=2.2, elinewidth=1.2, capsize=3, marker="o" if len(losses) <= 60 else None,
-                          markersize=4, errorevery=math.ceil(len(losses) / 60) or 1)
+            axis.errorbar(losses.keys(), losses.values(), [errors.get(it, 0) for it in losses], color=f"C{number}",
+                          linewidth=2.2, capsize=3, marker="o", markersize=4)
             drawn += losses.values()
     if log and drawn and 0 < 10 * min(drawn) < max(drawn):
         axis.set_yscale("log")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(drawn) < 1e3 * min(drawn) else (1,)))
-        axis.yaxis.set_minor_formatter(NullFormatter())
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         title += ", log scale"
     elif not log:
         axis.set_ylim(0, 1.08 * max(drawn, default=0) or 1)
     if not drawn:
         axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center")
-        axis.set(xticks=[], yticks=[])
     axis.set_title(title, loc="left")
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.7g}")
 
 
 def write_png(runs, path):
     """Draw all panels into one picture."""
-    import matplotlib
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
-    matplotlib.rcParams.update({"font.size": 9, "axes.titlesize": 9.5, "legend.frameon": False})
     figure = Figure((15, 8), layout="constrained")
     for axis, key in zip(figure.subplots(2, 3).flatten(), PANELS):
-        axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="black", alpha=0.12)
         axis.set_xlabel("iteration")
         axis.xaxis.get_major_locator().set_params(integer=True)
         draw(axis, runs, key)
-    handles = [Line2D([], [], color=color, linestyle=dashes, linewidth=3)
-               for _, (color, dashes) in zip(runs, itertools.cycle(STYLES))]
     names = [f" {name}" for name in runs]  # matplotlib hides a name that begins with an underscore
-    figure.legend(handles, names, loc="outside upper left", ncols=max(1, 160 // (max(map(len, names)) + 8)))
+    figure.legend(axis.lines, names, loc="outside upper left", ncols=max(1, 160 // (max(map(len, names)) + 8)))
     figure.savefig(path, format="png", dpi=120)
 
 
