@@ -200,7 +200,7 @@ iter_num = first_iter = state.get("iter_num", 0)
 best_val_loss = state.get("best_val_loss", math.inf)
 evals_since_best = state.get("evals_since_best", 0)
 log = RunLog(vars(settings), state, device, plan.datasets, batch.tokens, torch_bytes(plan), _process_start)
-health = StepHealth(engine, fast, log.warn, plan.datasets, mixture, seed, state.get("grad_norms", ()))
+health = StepHealth(engine, fast, log.warn, state.get("grad_norms", ()))
 
 # -----------------------------------------------------------------------------
 # The parts of the loop
@@ -313,7 +313,7 @@ while not finished() and not eval_only and exit_code is None:
     iter_num += 1
 
     # check and log it
-    health.check(loss, iter_num)  # warns about a skipped step or a spike, and names its batch
+    health.check(loss, iter_num)  # warns about a skipped step or a spike
     if iter_num % log_interval == 0 or iter_num in (first_iter + 1, max_iters):
         log.step(iter_num, loss, lr, flops_per_iter, health)
 

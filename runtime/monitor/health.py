@@ -9,7 +9,6 @@ from collections import deque
 import torch
 
 from runtime.cluster.ranks import all_gather_scalars
-from runtime.data.loader import locate_sequences, sequence_ids
 
 WINDOW = 50  # recent gradient norms that a new one is compared with, once there are 20
 SPIKE_FACTOR = 6  # a spike is this many times their median
@@ -20,14 +19,12 @@ SLOW_FACTOR = 1.5  # a straggler takes this many times as long as the other rank
 class StepHealth:
     """Checks every optimizer step for non-finite losses, gradient spikes and float16 overflow.
 
-    fast: the engine's FastPath. warn: RunLog.warn. datasets and mixture, [(tokens, share)]: the training data, to name
-    the batch of a non-finite loss. grad_norms: the recent ones of a run that resumes."""
+    fast: the engine's FastPath. warn: RunLog.warn. grad_norms: the recent ones of a run that resumes."""
 
-    def __init__(self, engine, fast, warn, datasets, mixture, seed, grad_norms=()):
+    def __init__(self, engine, fast, warn, grad_norms=()):
         self.engine, self.fast, self.warn = engine, fast, warn
-        self.datasets, self.mixture, self.seed = datasets, mixture, seed
-        self.world_size = torch.distributed.get_world_size()
-        self.spikes, self.stragglers = SpikeDetector(grad_norms), StragglerDetector(engine.device, self.world_size)
+        self.spikes = SpikeDetector(grad_norms)
+        self.stragglers = StragglerDetector(engine.device, torch.distributed.get_world_size())
         fast.time_local_work = self.stragglers.time_local_work
         self.skipped_in_a_row = 0
         self.grad_norm = None  # of the last step: before clipping, without the loss scale; None: DeepSpeed has none
@@ -44,8 +41,8 @@ class StepHealth:
             self.skipped_in_a_row = 0
             self.warn(iter_num, spike)
             return
-        bad = [f"rank {rank} ({self.describe_batch(iter_num, rank)})" for rank, (rank_loss,)
-               in enumerate(all_gather_scalars(loss, device=loss.device)) if not math.isfinite(rank_loss)]
+        bad = [f"rank {rank}" for rank, (rank_loss,) in enumerate(all_gather_scalars(loss, device=loss.device))
+               if not math.isfinite(rank_loss)]
         why = f"the loss is not finite on {', '.join(bad)}" if bad else spike
         if not why and (scale := self.loss_scale()):
             before, self.last_failed_scale = self.last_failed_scale, scale
@@ -61,14 +58,6 @@ class StepHealth:
     def loss_scale(self):
         """Return the current loss scale in float16, else None."""
         return self.engine.optimizer.loss_scaler.cur_scale if self.engine.fp16_enabled() else None
-
-    def describe_batch(self, iter_num, rank):
-        """Return where in the data the first sequences of a rank's step begin."""
-        ids = sequence_ids(iter_num - 1, rank, self.world_size, self.engine.train_micro_batch_size_per_gpu(),
-                           self.engine.gradient_accumulation_steps()).flatten()
-        found = zip(*locate_sequences(ids[:4], self.mixture, self.engine.module.config.block_size, self.seed))
-        shown = ", ".join(f"{self.datasets[j].name} at token {offset}" for j, offset in found)
-        return f"{shown}, ..." if len(ids) > 4 else shown
 
 
 class SpikeDetector:

@@ -165,7 +165,7 @@ class RunLog:
     def leaving(self, exit_code, iter_num, health):
         """Report why the run exits before its last step."""
         print0(f"stop requested ({EXIT_REASONS[exit_code]}): exiting after step {iter_num}" if exit_code != 3 else
-               f"{health.skipped_in_a_row} consecutive steps were skipped: check the batches above, and lower "
+               f"{health.skipped_in_a_row} consecutive steps were skipped: see the reasons above, and lower "
                "learning_rate")
 
     def close(self, finished, evals_since_best):

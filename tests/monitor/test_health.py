@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import signal
 import threading
 import time
@@ -63,9 +62,9 @@ def test_a_nan_on_one_rank_skips_the_step_on_both(spoilt, args):
     done, history, _ = spoilt(6, 7, "--max_iters=5", *args)
     assert done.returncode == 0, done.stderr
     (warning,) = [r for r in history if "warning" in r]
-    assert warning["iter"] == 3 and warning["warning"].endswith("; step skipped")
-    assert re.match(r"the loss is not finite on rank 1 \(characters0 at token \d+, ", warning["warning"])
-    assert f"step 3: {warning['warning']}" in done.stdout and "rank 0" not in warning["warning"]
+    assert warning["iter"] == 3
+    assert warning["warning"] == "the loss is not finite on rank 1; step skipped"
+    assert f"step 3: {warning['warning']}" in done.stdout
     losses = {r["iter"]: r["loss"] for r in history if "loss" in r}
     assert [it for it, loss in losses.items() if not math.isfinite(loss)] == [3] and losses[5] < losses[1]
 
