@@ -18,6 +18,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import traceback
 import types
 import typing
@@ -148,7 +149,7 @@ def settings_with_comments(source, defaults):
         if setting and setting[1] in defaults:
             found.append((setting[1], setting[2] or ""))
         elif line.startswith("# ") and found and found[-1][0] and not line[2].isupper():
-            found[-1] = found[-1][0], f"{found[-1][1]}\n{line[2:]}"  # the comment above continues
+            found[-1] = found[-1][0], f"{found[-1][1]} {line[2:]}"  # the comment above continues
         elif line.startswith("# "):
             found = found[:-1] if found and found[-1][0] is None else found  # that was not a heading
             found.append((None, line[2:]))
@@ -156,31 +157,17 @@ def settings_with_comments(source, defaults):
 
 
 def help_text(source, defaults, annotations):
-    """Return the text of --help: the script's docstring, and its settings with their comments."""
+    """Return the text of --help, also docs/settings.md: a script's docstring, and its settings with their comments."""
     shown = [ast.get_docstring(ast.parse(source)) or "", "", "Settings, as --key=value:"]
     for name, comment in settings_with_comments(source, defaults):
+        if name is None:
+            shown += ["", comment, "-" * len(comment), ""]
+            continue
         if name in annotations:
             comment += f" [{' | '.join(value_names(*allowed_values(None, annotations[name])))}]"
-        setting = f"  --{name}={defaults[name]!r}" if name else ""
-        first, *others = comment.split("\n")
-        shown += [f"{setting:<42}  {first}"] if name else ["", first]
-        shown += [f"{'':<42}  {other}" for other in others]
+        setting = f"    --{name}={defaults[name]!r}"
+        shown += textwrap.wrap(comment, 120, initial_indent=f"{setting:<44} ", subsequent_indent=" " * 45)
     return "\n".join(shown)
-
-
-def settings_table(source, defaults, annotations):
-    """Return the settings as tables in Markdown: docs/settings.md."""
-    lines = ["# Settings of train_deepspeed.py", "",
-             "On the command line, write `--name=value`. In a config file, which is Python, write `name = value`. "
-             "This page is the output of `python train_deepspeed.py --settings_table`."]
-    for name, comment in settings_with_comments(source, defaults):
-        if name is None:
-            lines += ["", f"## {comment}", "", "| setting | default | values | description |", "|---|---|---|---|"]
-            continue
-        values = " \\| ".join(value_names(*allowed_values(defaults[name], annotations.get(name))))
-        comment = comment.replace("\n", " ").replace("|", "\\|")
-        lines.append(f"| `{name}` | `{defaults[name]!r}` | {values} | {comment} |")
-    return "\n".join(lines)
 
 
 def exit_quietly_on_broken_pipe():
@@ -203,8 +190,6 @@ def from_command_line(script, argv=None):
     defaults = {k: v for k, v in script.items() if not k.startswith("_") and isinstance(v, SETTING_TYPES)}
     if "--help" in argv or "-h" in argv:
         shown = help_text(source, defaults, annotations)
-    elif "--settings_table" in argv:
-        shown = settings_table(source, defaults, annotations)
     else:
         try:
             settings = configure(defaults, [a for a in argv if a != "--print_settings"], annotations,
