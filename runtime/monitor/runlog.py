@@ -176,8 +176,9 @@ class RunLog:
         losses = series(read_history(self.out_dir), "val_loss") if finished and self.writes else []
         if losses := [(loss, iter_num) for iter_num, loss in losses if iter_num]:
             print0("best validation loss {:.4f} at step {}".format(*min(losses)))
-        tags = [tag for tag in ("best", "final") if os.path.exists(os.path.join(self.out_dir, tag, "manifest.json"))]
-        if losses and self.settings["keep_last"] and tags:  # a loss that isn't finite isn't saved
+        tags = [tag for tag in ("best", "final")  # a loss that isn't finite isn't saved
+                if losses and os.path.exists(os.path.join(self.out_dir, tag, "manifest.json"))]
+        if tags and self.settings["keep_last"]:
             print0(f"{tags[-1]} checkpoint: {self.out_dir}/{tags[-1]}. To sample from "
                    f"{'the best one' if len(tags) == 2 else 'it'}, export it, and plot the run:")
             python, out_dir = shell_path(sys.executable), shell_path(self.out_dir)
