@@ -3,6 +3,7 @@
 Plain torchrun exits with 1 and a traceback, whatever the ranks' exit code. It kills them 30 s after a signal, which may
 be in the middle of a save, doesn't forward SIGUSR1, and dies of SIGHUP even under nohup."""
 
+import logging
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ SAVE_TIMEOUT_S = 300  # for the ranks to save after a signal; if a rank has fail
 def run(argv):
     """Run torchrun. Return the exit code of the rank that failed first, or 128 + the signal that killed it."""
     protect_output()
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # run() reports a failure in one line
     close, codes = PContext.close, []  # codes: exit codes of the closed ranks
 
     def close_with_save_timeout(self, death_sig=None, timeout=30):
