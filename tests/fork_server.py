@@ -34,7 +34,9 @@ import psutil  # noqa: F401
 import safetensors.torch  # noqa: F401
 import torch._dynamo  # noqa: F401
 import torch._inductor.compile_fx  # noqa: F401
+import torch.utils.data  # noqa: F401
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+import transformers.models.resnet.modeling_resnet  # noqa: F401
 
 PATIENCE = 30  # seconds between SIGTERM and SIGKILL for the ranks that are left when one has failed
 

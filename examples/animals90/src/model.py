@@ -1,0 +1,83 @@
+"""ResNet-18 (arXiv:1512.03385) from transformers, with batch norms for half precision and recomputation."""
+
+import functools
+import os
+import sys
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import ResNetConfig, ResNetForImageClassification
+from transformers.utils import cached_file
+
+sys.path.append(str(Path(__file__).resolve().parents[3]))  # the project
+
+from runtime.files import UserError
+
+
+class BatchNorm(nn.BatchNorm2d):
+    """BatchNorm2d whose running statistics stay in float32, and don't move when backward recomputes activations."""
+
+    def forward(self, x):
+        """Normalize x of shape (batch, channels, height, width)."""
+        recomputing = torch._C._current_graph_task_id() != -1  # inside of backward
+        if self.training and not recomputing:
+            self.num_batches_tracked.add_(1)
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight.float(), self.bias.float(),
+                            self.training, 0.0 if recomputing else self.momentum, self.eps)
+
+    def _apply(self, fn, recurse=True):
+        """Move or convert this module, but don't round the statistics, as half() would."""
+        statistics = self.running_mean, self.running_var
+        super()._apply(fn, recurse)
+        self.running_mean, self.running_var = (tensor.to(self.weight.device) for tensor in statistics)
+        return self
+
+
+class ResNet18Animals90(ResNetForImageClassification):
+    """ResNet-18 for num_classes classes. pretrained: True for ImageNet's weights from the hub, False for random ones,
+    or the path of a file or folder of weights. Raises UserError if there are no such weights."""
+
+    def __init__(self, num_classes=90, pretrained=True):
+        super().__init__(ResNetConfig(layer_type="basic", depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512],
+                                      num_labels=num_classes))
+        for module in self.modules():
+            if type(module) is nn.BatchNorm2d:
+                module.__class__ = BatchNorm
+        if pretrained:
+            self.copy_weights("microsoft/resnet-18" if pretrained is True else pretrained)
+
+    def forward(self, x):
+        """Return the logits (batch, classes) in float32 of pictures (batch, 3, height, width)."""
+        return super().forward(x).logits.float()
+
+    def copy_weights(self, source):
+        """Copy the weights of a file, a folder or a model on the hub, without files that could run code. A last layer
+        of another size stays random. Raises UserError."""
+        last = {"classifier.1.weight", "classifier.1.bias"}
+        try:
+            if not os.path.exists(source) and not isinstance(try_to_load_from_cache(source, "model.safetensors"), str):
+                HfApi().model_info(source)  # fails at once without a network; a download retries for 24 s
+            path = source if os.path.isfile(source) else cached_file(source, "model.safetensors")
+            safe = str(path).endswith(".safetensors")
+            weights = load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
+            weights = weights.get("module", weights)  # where DeepSpeed has them
+            if len(weights.get("classifier.1.bias", ())) != self.config.num_labels:
+                weights = {name: tensor for name, tensor in weights.items() if name not in last}
+            missing, unexpected = self.load_state_dict(weights, strict=False)
+            if wrong := {*missing, *unexpected} - last:
+                raise ValueError(f"{len(wrong)} tensors are not those of ResNet-18: {min(wrong)}")
+        except Exception as error:  # of the hub, httpx, safetensors, pickle and PyTorch: they have no common base
+            why = " ".join(str(error).split())[:200]
+            raise UserError(f"pretrained={source} is not available or does not fit ({why}): use --pretrained PATH, a "
+                            "folder with model.safetensors, or --pretrained none") from None
+
+    def recompute_activations(self):
+        """Keep only the input of each of the eight blocks, and compute the rest again in backward."""
+        for stage in self.resnet.encoder.stages:
+            for block in stage.layers:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

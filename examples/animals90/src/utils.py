@@ -1,0 +1,36 @@
+"""Draw the curves of runs: python src/utils.py --history logs/training_history.json --output curves.png"""
+
+import argparse
+import json
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+PANELS = (("loss", ("train_loss", "val_loss")), ("accuracy, %", ("train_acc", "val_acc")),
+          ("learning rate", ("learning_rate",)), ("pictures per second", ("images_per_s",)))
+
+
+def draw(histories, output):
+    """Draw {name: history} as a picture: loss, accuracy, learning rate and speed by epoch, with the best one marked."""
+    figure, axes = plt.subplots(2, 2, figsize=(12, 8), layout="constrained")
+    for axis, (label, keys) in zip(axes.flat, PANELS):
+        for color, (name, history) in enumerate(histories.items()):
+            for key in keys:
+                axis.plot([epoch["epoch"] for epoch in history["epochs"]], [epoch[key] for epoch in history["epochs"]],
+                          "--" if "train" in key else "-", marker=".", color=f"C{color}", label=f"{name} {key}")
+            if "val_acc" in keys:
+                axis.plot(history["best"]["epoch"], history["best"]["val_acc"], "*", color=f"C{color}", markersize=14)
+        axis.set(xlabel="epoch", ylabel=label)
+        axis.legend()
+    figure.savefig(output)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--history", nargs="+", default=["logs/training_history.json"], metavar="FILE")
+    parser.add_argument("--output", default="curves.png", metavar="FILE")
+    args = parser.parse_args()
+    try:
+        draw({path: json.loads(Path(path).read_text()) for path in args.history}, args.output)
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(f"{error}: name a training_history.json with --history, and a .png with --output")

@@ -1,0 +1,628 @@
+"""examples/animals90: the classifier against plain PyTorch and transformers, with real runs on CPU."""
+
+import functools
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, done, launch
+from PIL import Image
+from torch.nn import functional as F
+from transformers import ResNetConfig, ResNetForImageClassification
+
+import configurator
+from runtime.files import UserError
+
+EXAMPLE = ROOT / "examples" / "animals90"
+SCRIPT = EXAMPLE / "src" / "train_deepspeed.py"
+if not EXAMPLE.exists():
+    pytest.skip("without examples/animals90", allow_module_level=True)
+
+TIMES = ("seconds", "val_seconds", "images_per_s", "it_per_s", "waited_s", "memory_gb")
+DUMP = """
+import torch
+from runtime.cluster import ranks
+shut_down = ranks.shut_down
+def dump(code=0):
+    torch.save(sys._getframe(1).f_globals["model"].state_dict(), "{folder}/model_%d.pt" % ranks.RANK)
+    shut_down(code)
+ranks.shut_down = dump
+"""
+
+
+def load(name):
+    """A module of the example. Its names model and data are the project's in this process."""
+    spec = importlib.util.spec_from_file_location(f"animals90_{Path(name).stem}", EXAMPLE / name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+model, data, engine = load("src/model.py"), load("src/data.py"), load("src/engine.py")
+
+
+def prepare(*args, cwd=EXAMPLE):
+    return subprocess.run([sys.executable, EXAMPLE / "prepare.py", *args], cwd=cwd, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory):
+    """3 classes of 14 and 5 pictures: 42 in batches of 4 are 11 batches, the last one of 2."""
+    folder = tmp_path_factory.mktemp("animals")
+    done(prepare("--made_up", "--classes=3", "--train=14", "--val=5", "--size=40", cwd=folder))
+    return folder / "data"
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory):
+    """A folder that transformers saved: a ResNet-18 for 3 classes with random weights."""
+    folder = tmp_path_factory.mktemp("weights")
+    torch.manual_seed(0)
+    ResNetForImageClassification(resnet18(3)).save_pretrained(folder)
+    return folder
+
+
+def resnet18(classes):
+    return ResNetConfig(layer_type="basic", depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512], num_labels=classes)
+
+
+@pytest.fixture(scope="session")
+def train(pictures, weights, tmp_path_factory):
+    """train("--epochs=2", ranks=2, cwd=..., plant="code"): a small run. The result has returncode, stdout, stderr, cwd,
+    epochs (the history's records without their times) and models (of each rank at the end)."""
+
+    def run(*args, ranks=1, cwd=None, plant="", script=SCRIPT, **options):
+        cwd = cwd or tmp_path_factory.mktemp("run")
+        planted = cwd / "planted.py"
+        planted.write_text(f"""import os, runpy, sys
+sys.path[0] = {str(script.parent)!r}
+sys.path.append({str(ROOT)!r})
+{DUMP.format(folder=cwd)}
+{plant}
+sys.argv[0] = {str(script)!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+""")
+        ended = launch(planted, f"--train_dir={pictures}/train", f"--val_dir={pictures}/val", f"--pretrained={weights}",
+                       "--image_size=32", "--num_workers=0", "--batch_size=4", "--epochs=1",
+                       f"--checkpoint_dir={cwd}/checkpoints", f"--log_dir={cwd}/logs", *args, ranks=ranks, **options)
+        history = cwd / "logs" / "training_history.json"
+        epochs = json.loads(history.read_text())["epochs"] if history.exists() else []
+        return SimpleNamespace(
+            returncode=ended.returncode, stdout=ended.stdout, stderr=ended.stderr, cwd=cwd, epochs=[
+                {key: value for key, value in epoch.items() if key not in TIMES} for epoch in epochs],
+            models=[torch.load(path) for path in sorted(cwd.glob("model_*.pt"))])
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def two_ranks(train):
+    """4 epochs on 2 ranks: 42 pictures are 6 batches of each, and with 4 batches per step 8 of them."""
+    return done(train("--epochs=4", "--gradient_accumulation_steps=4", "--save_interval=2", ranks=2))
+
+
+@pytest.fixture
+def smooth(tmp_path):
+    """The default JSON with an epsilon with which Adam doesn't make steps of rounding errors, and much weight decay."""
+    config = json.loads((EXAMPLE / "ds_config_rtx5090.json").read_text())
+    config["optimizer"]["params"] |= {"eps": 1e-2, "weight_decay": 0.5}
+    (tmp_path / "smooth.json").write_text(json.dumps(config))
+    return f"--deepspeed_config={tmp_path}/smooth.json"
+
+
+def saved_module(folder):
+    (file,) = folder.glob("*/mp_rank_00_model_states.pt")
+    return torch.load(file)["module"]
+
+
+def assert_same_tensors(one, other, tolerance=0.0):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.allclose(tensor, other[name], rtol=tolerance, atol=tolerance), (
+            name, (tensor - other[name]).abs().max())
+
+
+# -----------------------------------------------------------------------------
+# The network
+
+
+def test_the_network_is_transformers_resnet_18(weights, tmp_path):
+    for classes in (3, 90):
+        ours = model.ResNet18Animals90(classes, pretrained=False)
+        assert sum(p.numel() for p in ours.parameters()) == 11_176_512 + 513 * classes
+    assert classes == 90 and model.ResNet18Animals90(pretrained=False).config.num_labels == 90
+    x = torch.randn(2, 3, 48, 48)
+    theirs = ResNetForImageClassification.from_pretrained(weights).eval()
+    torch.testing.assert_close(model.ResNet18Animals90(3, weights).eval()(x), theirs(x).logits, rtol=0, atol=1e-6)
+    other_head = model.ResNet18Animals90(7, weights).eval()
+    torch.testing.assert_close(other_head.resnet(x).pooler_output, theirs.resnet(x).pooler_output, rtol=0, atol=1e-6)
+    assert other_head(x).shape == (2, 7)
+    torch.save({"module": theirs.state_dict()}, tmp_path / "deepspeed.pt")
+    torch.testing.assert_close(model.ResNet18Animals90(3, tmp_path / "deepspeed.pt").eval()(x), theirs(x).logits)
+
+
+def test_weights_that_do_not_fit_or_could_run_code_are_refused(tmp_path):
+    small = ResNetConfig(layer_type="basic", depths=[1, 1, 1, 1], hidden_sizes=[64, 128, 256, 512])
+    ResNetForImageClassification(small).save_pretrained(tmp_path)
+    torch.save({"module": functools.partial(print)}, tmp_path / "code.pt")
+    (tmp_path / "cut.safetensors").write_bytes(b"1234567890")
+    for source in (tmp_path, tmp_path / "code.pt", tmp_path / "cut.safetensors", tmp_path / "nothing"):
+        with pytest.raises(UserError, match=r"--pretrained PATH, .* or --pretrained none"):
+            model.ResNet18Animals90(3, str(source))
+
+
+def test_recomputed_activations_move_the_statistics_once():
+    states = []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        ours = model.ResNet18Animals90(3, pretrained=False)
+        if recompute:
+            ours.recompute_activations()
+        for _ in range(2):
+            ours(torch.randn(4, 3, 32, 32)).square().sum().backward()
+        states.append(ours.state_dict() | {name: p.grad for name, p in ours.named_parameters()})
+    assert_same_tensors(*states)
+    assert states[1]["resnet.encoder.stages.0.layers.0.layer.0.normalization.num_batches_tracked"] == 2
+
+
+def test_statistics_stay_in_float32_in_half_precision():
+    torch.manual_seed(1)
+    single = model.ResNet18Animals90(3, pretrained=False)
+    half = model.ResNet18Animals90(3, pretrained=False)
+    half.load_state_dict(single.state_dict())
+    half.bfloat16()
+    for _ in range(30):
+        x = torch.randn(4, 3, 32, 32)
+        single(x)
+        half(x.bfloat16())
+    name = "resnet.embedder.embedder.normalization.running_var"
+    assert half.state_dict()[name].dtype == torch.float32 != half.classifier[1].weight.dtype
+    torch.testing.assert_close(half.state_dict()[name], single.state_dict()[name], rtol=5e-3, atol=0)
+
+
+# -----------------------------------------------------------------------------
+# Pictures and batches
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("n, accumulation", [(42, 1), (42, 4), (7, 2), (48, 2)])
+def test_each_picture_is_there_once_and_all_ranks_have_as_many_batches(n, accumulation, world_size):
+    settings = SimpleNamespace(batch_size=4, seed=5)
+    for epoch in (0, 1):
+        ranks = []
+        for rank in range(world_size):
+            batches = data.Batches(n, settings, SimpleNamespace(rank=rank, world_size=world_size), accumulation)
+            batches.epoch = epoch
+            ranks.append([*batches])
+            assert len(ranks[-1]) == len(batches) and len(batches) % accumulation == 0
+            assert {len(batch) for batch in batches} == {4}
+        assert len({len(batches) for batches in ranks}) == 1
+        assert (len(ranks[0]) - accumulation) * 4 * world_size < n <= len(ranks[0]) * 4 * world_size
+        order = [item for step in zip(*ranks) for batch in step for item in batch]
+        numbers = [number for number, _, counts in order if counts]
+        assert sorted(numbers[:n]) == [*range(n)]
+        assert numbers[n:] == (numbers * 9)[:len(order) - n] if epoch else len(numbers) == n
+        assert (numbers[:n] == [*range(n)]) == (epoch == 0)
+
+
+def test_the_pictures_of_a_step_do_not_depend_on_ranks_or_workers(pictures):
+    _, found, _, _ = data.find_pictures(pictures / "train", pictures / "val")
+
+    def step(batch_size, world_size, accumulation, workers):
+        settings = SimpleNamespace(batch_size=batch_size, seed=5, image_size=32, num_workers=workers)
+        shown = []
+        for rank in range(world_size):
+            ranks = SimpleNamespace(rank=rank, world_size=world_size)
+            loader = data.make_loader(found, settings, ranks, accumulation)
+            loader.batch_sampler.epoch = 3
+            shown += [(x.numpy().tobytes(), int(label)) for _, batch in zip(range(accumulation), loader)
+                      for x, label in zip(*batch)]
+        return sorted(shown)
+
+    assert step(8, 1, 1, 0) == step(4, 2, 1, 2) == step(2, 2, 2, 1) != step(8, 1, 1, 0)[::-1]
+
+
+def test_random_crops_have_the_asked_sizes_and_shapes(monkeypatch):
+    boxes = []
+    monkeypatch.setattr(Image.Image, "resize", lambda self, size, how, box: boxes.append(box) or self)
+    rng = data.random.Random(0)
+    for _ in range(500):
+        data.random_crop(Image.new("RGB", (120, 90)), 32, rng)
+    shares = [(x2 - x1) * (y2 - y1) / (120 * 90) for x1, y1, x2, y2 in boxes]
+    ratios = [(x2 - x1) / (y2 - y1) for x1, y1, x2, y2 in boxes]
+    assert min(x1 for x1, *_ in boxes) >= 0 and max(x2 for _, _, x2, _ in boxes) <= 120
+    assert 0.25 <= min(shares) < 0.3 and 0.9 < max(shares) <= 1
+    assert 0.7499 < min(ratios) < 0.78 and 1.3 < max(ratios) < 1.3334
+
+
+def test_every_kind_of_picture_becomes_upright_rgb(tmp_path):
+    upright = Image.new("RGB", (40, 20), (200, 40, 40))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    upright.save(tmp_path / "turned.JPG", exif=exif)
+    assert data.open_picture(tmp_path / "turned.JPG").size == (20, 40)
+    for mode, name in (("L", "grey.png"), ("P", "palette.gif"), ("CMYK", "print.jpeg"), ("RGBA", "alpha.webp"),
+                       ("1", "bits.bmp"), ("LA", "grey_alpha.png")):
+        upright.convert(mode).save(tmp_path / name)
+        assert data.open_picture(tmp_path / name).mode == "RGB", name
+
+
+# -----------------------------------------------------------------------------
+# Training
+
+
+def reference_run(weights, pictures, epochs=2, accumulation=2):
+    """(mean loss of each epoch, model) of transformers' model with PyTorch's AdamW and a warm-up of an epoch."""
+    net = ResNetForImageClassification.from_pretrained(weights).train()
+    optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.5, eps=1e-2)
+    _, found, _, _ = data.find_pictures(pictures / "train", pictures / "val")
+    settings = SimpleNamespace(batch_size=8, seed=1337, image_size=48, num_workers=0)
+    loader = data.make_loader(found, settings, SimpleNamespace(rank=0, world_size=1), accumulation)
+    mean, std = torch.tensor([[[0.485]], [[0.456]], [[0.406]]]), torch.tensor([[[0.229]], [[0.224]], [[0.225]]])
+    losses, steps = [], 0
+    for epoch in range(1, epochs + 1):
+        loader.batch_sampler.epoch = epoch
+        for i, (x, y) in enumerate(loader):
+            loss = F.cross_entropy(net((x / 255 - mean) / std).logits, y)
+            (loss / accumulation).backward()
+            losses.append(loss.item())
+            if (i + 1) % accumulation == 0:
+                steps += 1
+                optimizer.param_groups[0]["lr"] = 1e-4 * min(1, steps / 3)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert (len(losses), steps) == (12, 6)
+    return [sum(losses[:6]) / 6, sum(losses[6:]) / 6], net
+
+
+# With fewer pixels or pictures per batch norm, and steps that Adam makes of rounding errors, no two programs agree
+WELL_CONDITIONED = ("--gradient_accumulation_steps=2", "--learning_rate=1e-4", "--image_size=48")
+
+
+def test_six_steps_are_plain_pytorchs(train, weights, pictures, smooth):
+    run = done(train(*WELL_CONDITIONED, smooth, "--batch_size=8", "--epochs=2"))
+    losses, net = reference_run(weights, pictures)
+    assert [epoch["train_loss"] for epoch in run.epochs] == pytest.approx(losses, abs=1e-5)
+    assert run.epochs[0]["learning_rate"] == 1e-4
+    assert_same_tensors(saved_module(run.cwd / "checkpoints" / "epoch_2"), net.state_dict(), 1e-5)
+
+
+def test_two_ranks_are_distributed_data_parallel(train, smooth):
+    ours, plain = (done(train(*WELL_CONDITIONED, smooth, "--batch_size=8", *args, ranks=2)) for args in (
+        (), ("--plain",)))
+    for key in ("train_loss", "val_loss"):
+        assert ours.epochs[0][key] == pytest.approx(plain.epochs[0][key], abs=1e-5)
+    assert_same_tensors(ours.models[0], plain.models[0], 1e-5)
+    assert not [*(plain.cwd / "checkpoints").iterdir()] and "DistributedDataParallel" in plain.stdout
+
+
+def test_all_ranks_end_with_the_same_statistics(two_ranks):
+    assert_same_tensors(*two_ranks.models)
+
+
+def test_the_best_model_has_the_printed_accuracy(two_ranks, pictures):
+    """Section 8's snippet, and a loop of its own over the pictures."""
+    best = two_ranks.cwd / "checkpoints" / "best_model"
+    net = model.ResNet18Animals90(num_classes=3, pretrained=False)
+    checkpoint = torch.load(best / "best" / "mp_rank_00_model_states.pt")
+    net.load_state_dict(checkpoint["module"])
+    net.eval()
+    right = count = 0
+    for path in sorted(pictures.glob("val/*/*")):
+        image = Image.open(path)
+        edge = min(image.size) * 16 / 256
+        image = image.resize((32, 32), Image.Resampling.BILINEAR, box=(edge, edge, 40 - edge, 40 - edge))
+        x = (np.asarray(image) / 255 - (0.485, 0.456, 0.406)) / (0.229, 0.224, 0.225)
+        guess = net(torch.tensor(x, dtype=torch.float32).permute(2, 0, 1)[None]).argmax().item()
+        right += guess == ["class_00", "class_01", "class_02"].index(path.parent.name)
+        count += 1
+    info = json.loads((best / "extra_info.json").read_text())
+    assert count == 15 and info["val_acc"] == info["best_val_acc"] == pytest.approx(100 * right / count)
+    assert info["best_epoch"] == info["epoch"] and info["classes"] == ["class_00", "class_01", "class_02"]
+    assert f"  Best Val Acc: {100 * right / count:.2f}% (Epoch {info['epoch']})\n" in two_ranks.stdout
+
+
+def test_the_summary_and_the_history(two_ranks):
+    assert re.search(r"\n\nEpoch 4/4:\n  Train Loss: \d\.\d{4} \| Train Acc: \d+\.\d\d%\n  Val Loss: \d+\.\d{4} \| "
+                     r"Val Acc: \d+\.\d\d%\n  Learning Rate: 0\.001000\n  Best Val Acc: \d+\.\d\d% \(Epoch \d\)\n",
+                     two_ranks.stdout)
+    assert "batch      4 x 2 x 4 = 32 pictures a step, 2 steps an epoch\n" in two_ranks.stdout
+    history = json.loads((two_ranks.cwd / "logs" / "training_history.json").read_text())
+    assert history.keys() == {"command", "settings", "versions", "hardware", "commit", "epochs", "best"}
+    assert {"epoch", "train_loss", "train_acc", "val_loss", "val_acc", "learning_rate", "loss_scale", "skipped_steps",
+            *TIMES} == history["epochs"][0].keys()
+    folders = {path.name for path in (two_ranks.cwd / "checkpoints").iterdir()}
+    assert folders == {"best_model", "epoch_2", "epoch_4"}
+    assert (two_ranks.cwd / "checkpoints/epoch_2/latest").read_text() == "epoch_2"
+
+
+def test_a_resumed_run_is_the_run_that_never_stopped(train, two_ranks):
+    cwd = two_ranks.cwd.with_name("resumed")
+    cwd.mkdir()
+    shutil.copytree(two_ranks.cwd / "checkpoints" / "epoch_2", cwd / "checkpoints" / "epoch_2")
+    shutil.copytree(two_ranks.cwd / "logs", cwd / "logs")  # with epochs that come again
+    resumed = done(train("--epochs=4", "--gradient_accumulation_steps=4", f"--resume={cwd}/checkpoints", ranks=2,
+                         cwd=cwd))
+    assert "Epoch 3/4:" in resumed.stdout and "Epoch 2/4:" not in resumed.stdout
+    assert resumed.epochs == two_ranks.epochs and len(resumed.epochs) == 4
+    assert_same_tensors(resumed.models[0], two_ranks.models[0])
+
+
+def test_another_number_of_ranks_takes_the_weights(train, two_ranks):
+    """The default JSON has round_robin_gradients, with which the places in DeepSpeed's files are wrong."""
+    resumed = done(train(f"--resume={two_ranks.cwd}/checkpoints/epoch_4", "--epochs=4"))
+    assert "Adam's moments begin anew" in resumed.stdout and not resumed.epochs
+    assert_same_tensors(resumed.models[0], two_ranks.models[0])
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(train):
+    killed = train("--epochs=3", "--save_interval=1", plant="""
+import runtime.files
+replace_dir, calls = runtime.files.replace_dir, []
+def die(new, path):
+    calls.append(path)
+    if len(calls) == 2:  # epoch_1, after best_model: the file is there already, half of the renames are done
+        os.rename(path.with_name("best_model"), path.with_name("best_model.old"))
+        os._exit(9)
+    replace_dir(new, path)
+runtime.files.replace_dir = die
+""")
+    assert killed.returncode == 9 and (killed.cwd / "checkpoints" / "epoch_1.saving").exists()
+    resumed = done(train("--epochs=2", f"--resume={killed.cwd}/checkpoints/best_model", cwd=killed.cwd))
+    assert [epoch["epoch"] for epoch in resumed.epochs] == [1, 2]
+    assert not [*(killed.cwd / "checkpoints").glob("*.old"), *(killed.cwd / "checkpoints").glob("*.saving")]
+
+
+# -----------------------------------------------------------------------------
+# float16, on CPU: in a copy of the script that doesn't ask for a GPU
+
+
+FLOAT16 = """
+from deepspeed.accelerator import get_accelerator
+type(get_accelerator()).is_fp16_supported = lambda self: True
+conv2d = torch.nn.functional.conv2d  # in float16, a hundred times slower on CPU
+torch.nn.functional.conv2d = lambda x, weight, *args: conv2d(x.float(), weight.float(), *args).to(x.dtype)
+"""
+
+
+@pytest.fixture
+def float16(train, tmp_path):
+    """float16({"loss_scale_window": 2}, *args): 2 epochs of 6 steps in float16, with these keys in the JSON's block."""
+    shutil.copytree(EXAMPLE / "src", tmp_path / "examples" / "animals90" / "src")
+    script = tmp_path / "examples" / "animals90" / "src" / "train_deepspeed.py"
+    text = script.read_text()
+    assert text.count("on_gpu or not fp16") == 1
+    script.write_text(text.replace("on_gpu or not fp16", "True"))
+
+    def run(block, *args, **options):
+        config = json.loads((EXAMPLE / "ds_config_rtx5090.json").read_text())
+        config["fp16"] |= block
+        (tmp_path / "float16.json").write_text(json.dumps(config))
+        return done(train("--fp16", "--batch_size=8", "--epochs=2", f"--deepspeed_config={tmp_path}/float16.json",
+                          *args, script=script, plant=FLOAT16, **options))
+
+    return run
+
+
+def test_the_loss_scale_grows_by_the_cores_remedy(float16):
+    run = float16({"initial_scale_power": 4, "loss_scale_window": 5})
+    assert [epoch["loss_scale"] for epoch in run.epochs] == [2.0**5, 2.0**6]  # after 5 and 10 of 12 steps
+    assert [epoch["skipped_steps"] for epoch in run.epochs] == [0, 0]
+    assert "the script increases the loss scale" in run.stdout
+
+
+def test_a_skipped_step_is_none_of_the_schedule_and_statistics_stay_float32(float16):
+    run = float16({"initial_scale_power": 18, "hysteresis": 1})
+    skipped = run.epochs[0]["skipped_steps"]
+    assert 0 < skipped < 6 and run.epochs[0]["learning_rate"] == pytest.approx(0.001 * (6 - skipped) / 6)
+    info = json.loads((run.cwd / "checkpoints" / "epoch_2" / "extra_info.json").read_text())
+    assert info["steps"] == 12 - skipped - run.epochs[1]["skipped_steps"]
+    module = saved_module(run.cwd / "checkpoints" / "epoch_2")
+    assert {str(tensor.dtype) for name, tensor in module.items() if "running" in name} == {"torch.float32"}
+    assert {str(tensor.dtype) for name, tensor in module.items() if "weight" in name} == {"torch.float16"}
+
+
+# -----------------------------------------------------------------------------
+# The JSON, refusals, commands
+
+
+def recipe(config, tmp_path, dtype="float32", **options):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, **config}))
+    settings = SimpleNamespace(batch_size=4, gradient_accumulation_steps=2, learning_rate=0.001)
+    return engine.read_recipe(path, settings, dtype, 2, 10)
+
+
+def test_the_json_says_which_adam_and_whether_there_is_a_warmup(tmp_path):
+    found = recipe({"optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": [0.8, 0.9]}}}, tmp_path)
+    assert found.adamw == {"lr": 0.001, "weight_decay": 0.0, "betas": [0.8, 0.9]} and found.warmup_steps == 0
+    found = recipe({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_min_lr": 1e-4}}},
+                   tmp_path)
+    assert found.adamw == {"lr": 0.001, "weight_decay": 0.01}
+    assert (found.warmup_from, found.warmup_steps) == (1e-4, 10)
+    for name, offload in (("ds_config_zero2.json", "cpu"), ("ds_config_rtx5090.json", None)):
+        found = recipe(json.loads((EXAMPLE / name).read_text()), tmp_path, "float16")
+        zero = found.config["zero_optimization"]
+        assert zero.get("offload_optimizer", {}).get("device") == offload
+        assert zero.get("round_robin_gradients") == (offload is None)
+        assert found.config["fp16"] | {"loss_scale_window": 0} == {
+            "enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 0}
+        assert found.config["train_batch_size"] == 16 and "optimizer" not in found.config
+
+
+@pytest.mark.parametrize("config, sentence", [
+    ({"optimizer": {"type": "Lamb"}}, '"optimizer.type" is "Lamb": write "AdamW" or "Adam"'),
+    ({"optimizer": {"params": {"learning_rate": 1}}}, '"optimizer.learning_rate" is not supported: remove it'),
+    ({"optimizer": {"params": {"weight_decy": 1}}}, '"optimizer.weight_decy" is not supported: did you mean'),
+    ({"optimizer": {"params": {"lr": 0.1}}}, '"lr" is 0.1: write 0.001'),
+    ({"scheduler": {"type": "OneCycle"}}, '"scheduler.type" is "OneCycle": write "WarmupLR"'),
+    ({"train_batch_size": 5}, '"train_batch_size" is 5, but the script sets it to 16'),
+    ({"fp16": {"enabled": True}}, '"fp16.enabled" is true, but dtype=float32'),
+    ({"zero_optimization": {"stage": 3}}, '"zero_optimization.stage" is 3: write 2'),
+    ({"zero_optimization": {"stage": 2, "offload": 1}}, '"zero_optimization.offload" is not supported'),
+    ({"zero_optimisation": {}}, '"zero_optimisation" is not supported: did you mean'),
+    ({"optimizer": []}, "must be objects"), ({"optimizer": {"params": 3}}, "must be objects")])
+def test_jsons_are_refused(config, sentence, tmp_path):
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        recipe(config, tmp_path)
+
+
+@pytest.mark.parametrize("arguments, sentence", [
+    (["--train_dir=nowhere"], r"there is no folder nowhere: .*prepare.py --from FOLDER .*prepare.py --made_up .*"),
+    (["--train_dir={pictures}/val/class_00"], "the class class_00 has no pictures .* has 0 classes: .* 2 or more"),
+    (["--batch_size=0", "--fp16", "--bf16", "--plain", "--resume=x"],
+     "batch_size=0 is too small: .*\n--fp16 and --bf16 exclude .*\n--plain has no .*\n--fp16 needs a GPU: .*"),
+    (["--deepspeed_config=x.json", "--offload_optimizer"], "--offload_optimizer is short for another JSON: .*"),
+    (["--deepspeed_config=nowhere.json"], ".*nowhere.json: No such file or directory: .*"),
+    (["--nmu_workers=8"], "command line: there is no setting 'nmu_workers': did you mean 'num_workers'\\?"),
+    (["--pretrained=nowhere"], "pretrained=nowhere is not available or does not fit .*--pretrained none"),
+    (["--resume={pictures}"], "resume=.* is not a complete checkpoint .*drop --resume"),
+    (["--checkpoint_dir=/proc/checkpoints"], ".*/proc/checkpoints.*"),
+    (["--learning_rate=0", "--image_size=31"], "image_size=31 is .*\nlearning_rate=0.0 must be above 0: .*")])
+def test_mistakes_are_refused_in_one_sentence(train, pictures, arguments, sentence):
+    refused = train(*(argument.format(pictures=pictures) for argument in arguments))
+    assert refused.returncode == 2 and re.search(f"^{sentence}\\n$", refused.stderr, re.S), refused.stderr
+    assert not refused.stdout
+
+
+def test_a_checkpoint_of_other_pictures_or_of_another_run_is_refused(train, two_ranks):
+    checkpoints = two_ranks.cwd / "checkpoints"
+    for arguments, sentence in (
+            ([f"--resume={checkpoints}/epoch_4", "--image_size=48"], "image_size is 48, but 32 in .*drop --resume"),
+            ([], "checkpoints holds a run: continue it with --resume .*, delete it with --overwrite")):
+        refused = train(f"--checkpoint_dir={checkpoints}", *arguments)
+        assert refused.returncode == 2 and re.search(sentence, refused.stderr), refused.stderr
+
+
+def test_an_incomplete_or_dangerous_checkpoint_is_refused(two_ranks, tmp_path):
+    for damage, sentence in (("missing", "1 optimizer files"), ("cut", "not a complete checkpoint"),
+                             ("code", "builtins.print could run code|print could run code")):
+        folder = tmp_path / damage
+        shutil.copytree(two_ranks.cwd / "checkpoints" / "epoch_4", folder)
+        file = next(folder.glob("epoch_4/*zero_pp_rank_1*"))
+        if damage == "missing":
+            file.unlink()
+        elif damage == "cut":
+            file.write_bytes(file.read_bytes()[:-100])
+        else:
+            torch.save({"x": functools.partial(print)}, file)
+        with pytest.raises(UserError, match=sentence):
+            engine.find_checkpoint(str(folder))
+
+
+def test_an_unreadable_picture_ends_the_run_with_its_name(train, pictures, tmp_path):
+    shutil.copytree(pictures, tmp_path / "data")
+    broken = tmp_path / "data" / "train" / "class_01" / "00003.jpg"
+    broken.write_bytes(broken.read_bytes()[:400])
+    refused = train(f"--train_dir={tmp_path}/data/train", "--num_workers=1", ranks=2)
+    assert refused.returncode == 2
+    assert f"{broken} cannot be read (OSError): remove it; python prepare.py --check finds" in refused.stderr
+    checked = prepare("--check", cwd=tmp_path)
+    assert checked.returncode == 2 and checked.stdout.count("cannot be read") == 1 and str(
+        broken.relative_to(tmp_path)) in checked.stdout and "57 pictures, 1 unreadable" in checked.stdout
+
+
+def test_a_loss_that_stays_nan_ends_the_run(train):
+    stopped = train("--learning_rate=1e8", "--epochs=3", "--batch_size=2")
+    assert stopped.returncode == 2
+    assert stopped.stderr == "the loss was not finite for 10 batches in a row: lower --learning_rate, or drop --fp16\n"
+
+
+def commands(page):
+    """The commands of section 2 of the guides, and those of the example's README."""
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", page, re.M | re.S)
+    return [shlex.split(line, comments=True) for block in blocks for line in block.replace("\\\n", " ").splitlines()
+            if re.match(r"(python|deepspeed|torchrun|bash|pip|DS_ACCELERATOR=\S+ deepspeed) ", line)]
+
+
+def test_every_command_of_the_readme_is_accepted(monkeypatch):
+    launcher = load("launch_deepspeed.py")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    readme = (EXAMPLE / "README.md").read_text()
+    seen = set()
+    for words in commands(readme):
+        words = words[1:] if "=" in words[0] else words
+        script = next((word for word in words if word.endswith((".py", ".sh"))), None)
+        seen.add((words[0], script))
+        arguments = words[words.index(script) + 1:] if script else []
+        if script == "launch_deepspeed.py":
+            monkeypatch.setattr(sys, "argv", [script, *arguments])
+            launcher.parse_arguments()
+        elif script == "src/train_deepspeed.py":
+            configurator.settings_of_script(SCRIPT, arguments)
+        elif script:
+            options = set(re.findall(r'"(--\w+)"', (EXAMPLE / script).read_text()))
+            options |= {"--classes", "--train", "--val", "--size", "--val_share"} if script == "prepare.py" else set()
+            assert {word.split("=")[0] for word in arguments if word.startswith("--")} <= options
+    assert {("pip", None), ("python", "launch_deepspeed.py"), ("deepspeed", "src/train_deepspeed.py"),
+            ("torchrun", "src/train_deepspeed.py"), ("bash", "train_deepspeed.sh"), ("python", "src/utils.py"),
+            ("python", "prepare.py")} <= seen
+    for name in re.findall(r"`([\w/]+\.(?:py|sh|bat|json|txt|md))`", readme):
+        assert (EXAMPLE / name).exists() or name.endswith(("training_history.json", "extra_info.json")), name
+
+
+def test_curves_are_a_picture(two_ranks, tmp_path):
+    history = str(two_ranks.cwd / "logs" / "training_history.json")
+    done(subprocess.run([sys.executable, EXAMPLE / "src" / "utils.py", "--history", history, history, "--output",
+                         tmp_path / "curves.png"], capture_output=True, text=True))
+    assert min(Image.open(tmp_path / "curves.png").size) >= 600
+
+
+# -----------------------------------------------------------------------------
+# prepare.py, the size of the example, the project without it
+
+
+def test_pictures_are_split_by_their_bytes_and_duplicates_dropped(pictures, tmp_path):
+    source = tmp_path / "mine"
+    shutil.copytree(pictures / "train", source)
+    shutil.copy(source / "class_00" / "00001.jpg", source / "class_00" / "again.jpg")
+    (source / "class_01" / "broken.png").write_bytes(b"nothing")
+    first = done(prepare("--from", source, "--val_share", "0.3", cwd=tmp_path))
+    before = {path.relative_to(tmp_path / "data") for path in (tmp_path / "data").rglob("*.jpg")}
+    shutil.copytree(pictures / "val", source / "more", dirs_exist_ok=True)
+    shutil.copytree(pictures / "val" / "class_02", source / "class_02" / "deeper")
+    second = done(prepare("--from", source, "--val_share", "0.3", cwd=tmp_path))
+    after = {path.relative_to(tmp_path / "data") for path in (tmp_path / "data").rglob("*.jpg")}
+    assert "1 duplicates, 1 unreadable" in first.stdout and "broken.png" in first.stderr
+    assert len(before) == 42 and before < after
+    assert 4 < sum(path.parts[0] == "val" for path in before) < 22
+    assert second.returncode == 0
+
+
+def test_made_up_pictures_are_the_same_by_seed(pictures, tmp_path):
+    again, other = tmp_path / "again", tmp_path / "other"
+    for folder, seed in ((again, 1337), (other, 7)):
+        done(prepare("--made_up", "--classes=3", "--train=2", "--val=1", "--size=40", f"--seed={seed}",
+                     f"--to={folder}"))
+    names = sorted(path.relative_to(again) for path in again.rglob("*.jpg"))
+    assert len(names) == 9 == len({(again / name).read_bytes() for name in names})
+    assert all((again / name).read_bytes() == (pictures / name).read_bytes() for name in names)
+    assert all((again / name).read_bytes() != (other / name).read_bytes() for name in names)
+
+
+def test_the_example_stays_small():
+    lines = {path.name: len(path.read_text().splitlines()) for folder in ("*.py", "src/*.py")
+             for path in EXAMPLE.glob(folder)}
+    assert sum(lines.values()) <= 790, lines  # lower it with each cut
+
+
+def test_without_the_example_the_project_is_whole(tmp_path):
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
+        if not name.startswith("examples/") and (ROOT / name).exists():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / name)
+    subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "-A"], cwd=tmp_path, check=True)
+    tests = subprocess.run([sys.executable, "-m", "pytest", "-q", "-n0", "tests/test_layout.py",
+                            "tests/test_animals90.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert tests.returncode == 0, tests.stdout
