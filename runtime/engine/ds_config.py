@@ -16,8 +16,8 @@ from runtime.files import UserError
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 DTYPE_BLOCK = {"bfloat16": "bf16", "float16": "fp16"}
-STAGE3_DEFAULTS = {"stage3_prefetch_bucket_size": 5e7, "stage3_max_live_parameters": 1e9,
-                   "stage3_max_reuse_distance": 1e9, "stage3_param_persistence_threshold": 1e5}
+STAGE3_DEFAULTS = {"stage3_prefetch_bucket_size": 5e7, "stage3_max_reuse_distance": 1e9,
+                   "stage3_param_persistence_threshold": 1e5}
 
 
 def allowed_keys(dtype):

@@ -3,10 +3,12 @@
 DeepSpeed 0.19.8 gathers, reduces and releases each parameter on its own. GPT-2 XL has 580, and the GPU waits for the
 CPU. Here, DeepSpeed's hooks are removed, and parameters are of two kinds:
 
-  matrices of blocks  One all_gather brings a block's matrices into one of two buffers while the block before it
-                      computes, in forward and again in backward. Their gradients go to one of two buffers too, and
-                      one reduce_scatter takes a block's while the next block's backward computes. With
-                      accumulate_locally, each rank sums them in float32, and they are reduced once per step.
+  matrices of blocks  One all_gather brings a block's matrices into a buffer while the block before it computes, in
+                      forward and again in backward. There are buffers for stage3_max_live_parameters: GPT-2 XL gathers
+                      16 of its 48 blocks each time, and begins the next forward with the 32 that backward used last.
+                      Gradients go to one of two buffers. One reduce_scatter takes a block's while the next block's
+                      backward computes. With accumulate_locally, each rank sums them in float32, and they are reduced
+                      once per step.
   all others          Embeddings, layer norms and biases are gathered once per step. Each rank sums their gradients in
                       float32, and they are reduced once per step.
 
@@ -78,9 +80,10 @@ class Zero3Blocks:
 
         self.full = {p: p.ds_tensor if W == 1 else full_size(p) for p in others}
         self.views = [(p, in_shape_of(p, full)) for p, full in self.full.items()]
-        # Two for the blocks: one in use, while a collective fills the other
-        self.buffers = [[full_size(p) for p in block] for block in self.blocks[:1] * 2]
-        self.block_views = [[(p, in_shape_of(p, full)) for p, full in zip(block, self.buffers[i % 2], strict=True)]
+        size = sum(p.ds_numel for block in self.blocks[:1] for p in block)
+        live = self.engine.zero_max_live_parameters() // max(1, size)
+        self.buffers = [[full_size(p) for p in block] for block in self.blocks[:max(2, live)]]
+        self.block_views = [[(p, in_shape_of(p, full)) for p, full in zip(block, self.buffer_of(i), strict=True)]
                             for i, block in enumerate(self.blocks)]
 
         self.sums = {p: self.grads[p] if W == 1 else full_size(p, torch.float32)
@@ -95,6 +98,9 @@ class Zero3Blocks:
         for i, params in enumerate(self.reduced):
             for param, buffer in zip(params, self.grad_buffers[i % 2], strict=True):
                 param.main_grad, param.overwrite_main_grad = in_shape_of(param, buffer), True
+
+    def buffer_of(self, i):
+        return self.buffers[i % len(self.buffers)]
 
     # Collectives
 
@@ -116,11 +122,12 @@ class Zero3Blocks:
 
     def gather(self, i):
         """Gather block i into its buffer, if there is a block i and the buffer does not hold it yet."""
-        if i in range(len(self.blocks)) and self.held[i % 2] != i:
+        slot = i % max(1, len(self.buffers))
+        if i in range(len(self.blocks)) and self.held[slot] != i:
             with self.on_stream():
-                self.collective(dist.all_gather_into_tensor, self.buffers[i % 2], [p.ds_tensor for p in self.blocks[i]])
-                self.gathered[i % 2] = self.stream and self.stream.record_event()
-            self.held[i % 2] = i
+                self.collective(dist.all_gather_into_tensor, self.buffers[slot], [p.ds_tensor for p in self.blocks[i]])
+                self.gathered[slot] = self.stream and self.stream.record_event()
+            self.held[slot] = i
 
     def reduce(self, i):
         """Reduce block i's gradients, and add this rank's part to its shards."""
@@ -134,25 +141,31 @@ class Zero3Blocks:
             self.emptied[i % 2] = self.stream and self.stream.record_event()
 
     def wait_for(self, events, i):
-        if events[i % 2] is not None:
-            torch.cuda.current_stream().wait_event(events[i % 2])
+        event = events[i % len(events)]
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
 
-    def gather_others(self):
+    def gather_first(self):
+        """Gather what a forward begins with: all but the blocks' matrices, and the first blocks."""
         if self.world_size > 1:
-            self.collective(dist.all_gather_into_tensor, self.full.values(), [p.ds_tensor for p in self.full])
+            blocks = [pair for block, buffer in zip(self.blocks, self.buffers) for pair in zip(block, buffer)]
+            params, full = zip(*self.full.items(), *blocks)
+            self.collective(dist.all_gather_into_tensor, full, [p.ds_tensor for p in params])
 
     # Forward and backward
 
     def before_micro_step(self):
-        """Gather the parameters that are gathered once per step. Called before each micro-step."""
+        """Gather the weights after a step. Called before each micro-step."""
         if self.engine.micro_steps % self.engine.gradient_accumulation_steps() == 0:
-            self.gather_others()
+            self.gather_first()
 
     def begin_forward(self, model, inputs):
         if not model.training:
-            self.gather_others()
+            self.gather_first()
         set_data(self.views)
-        self.held, self.gathered, self.emptied, self.last = [None] * 2, [None] * 2, [None] * 2, None
+        self.held = list(range(len(self.buffers)))  # the block in each buffer
+        # Events are those of this micro-step, because a captured graph can't wait for others
+        self.gathered, self.emptied, self.last = [None] * len(self.buffers), [None] * 2, None
 
     def use(self, i):
         """Make block i's matrices whole."""

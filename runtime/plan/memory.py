@@ -134,8 +134,10 @@ def zero3_buffers(job):
     itemsize, trained = job.hardware.torch_dtype.itemsize, job.params.trainable == job.params.stored
     block = 12 * job.model.n_embd**2
     others = job.params.stored - block * job.model.n_layer
+    live = int(job.ds_config["zero_optimization"].get("stage3_max_live_parameters", 1e9)) // block
+    weights = (min(max(2, live), job.model.n_layer) * block + others) * itemsize
     grads = 4 * (block * job.model.n_layer) if job.accumulate_locally else 2.5 * block * itemsize
-    return int(2 * block * itemsize + others * itemsize + trained * (grads + 4 * others))
+    return int(weights + trained * (grads + 4 * others))
 
 
 def gpu_bytes(job):

@@ -45,6 +45,7 @@ LINEAR = torch.nn.functional.linear
 # The scale doubles after every second good step; without clipping, which would hide a gradient that is too small
 FP16 = {"config": {"fp16": {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}},
         "clip": 0.0, "steps": 5}
+DEEP = {"layers": 5}
 SMALL = {"layers": 1, "steps": 2, "tokens": 4}  # for kernels in Triton's interpreter, where a row takes milliseconds
 
 # name: (stage, dtype, options of train)
@@ -79,6 +80,10 @@ WAYS = {
     **{f"float16 stage {stage} inf": (stage, "float16", {**FP16, "poison": "inf"}) for stage in (2, 3)},
     "float16 stage 2 static": (2, "float16", {**FP16, "config": {"fp16": {"loss_scale": 128}}}),
     "float16 sums": (2, "float16", {**FP16, "config": {**FP16["config"], "data_types": {"grad_accum_dtype": "fp16"}}}),
+    # c_attn, c_proj, c_fc and c_proj have 12,288 elements: 2 and 3 of the 5 blocks stay gathered
+    "deep stage 3": (3, "float32", {**DEEP, "zero": {"stage3_max_live_parameters": 0}}),
+    "deep stage 3 three": (3, "float32", {**DEEP, "zero": {"stage3_max_live_parameters": 3 * 12288},
+                                          "checkpointing": True}),
     "small fused nan": (2, "bfloat16", {**SMALL, "fused": True, "poison": "nan"}),
     "small fused local": (2, "bfloat16", {**SMALL, "fused": True, "local": True}),
     "small fused stage 3": (3, "bfloat16", {**SMALL, "fused": True}),
@@ -229,13 +234,15 @@ def main(out):
     deepspeed.utils.logger.setLevel("ERROR")
     get_accelerator().is_fp16_supported = lambda: True  # slow on CPU, but right
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    every = {"plain": plain(), "plain unclipped": plain(steps=FP16["steps"], clip=0.0), "small plain": plain(**SMALL)}
+    every = {"plain": plain(), "plain unclipped": plain(steps=FP16["steps"], clip=0.0), "small plain": plain(**SMALL),
+             "deep plain": plain(**DEEP)}
     for name, (stage, dtype, options) in WAYS.items():
         every[name] = train(stage, dtype, **options)
     report = {}
     for name, result in every.items():
         kind = name.split()[0]
-        others = [other for other in every if other.split()[0] in (kind, kind if kind == "small" else "plain")]
+        kinds = (kind, kind if kind in ("small", "deep") else "plain")
+        others = [other for other in every if other.split()[0] in kinds]
         mine = result["weights"]
         report[name] = {**result, "furthest": {other: furthest(mine, every[other]["weights"]) for other in others},
                         "apart": {other: apart(mine, every[other]["weights"]) for other in others}}
