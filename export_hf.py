@@ -56,7 +56,7 @@ try:
     model.to(getattr(torch, dtype)).float()  # the rounded weights
     ids = [i % vocab_size for i in range(model.config.block_size)]
     hf.write_model(model, work, end_of_text(kind), dtype)
-    hf.write_tokenizer(work, kind, model.config.block_size)
+    hf.write_tokenizer(work, kind, model.config.block_size, state["data"]["template"])
     hf.check_tokenizer(work, encode, decode(ids))
     difference, precision = hf.check_model(model, work, torch.tensor([ids]))
     checked = (f"Loaded with transformers {transformers.__version__} in {precision}, its logits for {len(ids):,} "

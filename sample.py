@@ -5,6 +5,7 @@
     python sample.py --init_from=gpt2-xl --start="The meaning of life is"
     python sample.py --out_dir=out-shakespeare-xl-deepspeed --interactive
     python sample.py --out_dir=out-shakespeare-xl-deepspeed --score_file=text.txt
+    python sample.py --out_dir=out-sft-xl --chat
 """
 
 from typing import Literal
@@ -20,7 +21,8 @@ dataset: str | None = None  # with init_from, the dataset that these weights wer
 start = "\n"  # the prompt; FILE:prompt.txt: that file's content
 prompts_file: str | None = None  # a file with one prompt per line
 interactive = False  # ask for prompts until an empty line or Ctrl-D
-num_samples: int | None = None  # samples per prompt; None: 3, or 1 with prompts_file or interactive
+chat = False  # talk with a model trained on conversations, or with start or prompts_file, answer each prompt alone
+num_samples: int | None = None  # samples per prompt; None: 3, or 1 with prompts_file, interactive or chat
 batch_size = 1  # samples to generate at once; above 1 they are printed when they are done
 max_new_tokens = 500  # the longest sample; with GPT-2's tokenizer <|endoftext|> ends it earlier
 stop_strings: str | list | None = None  # end a sample before this string, or before the first of a list
@@ -51,13 +53,14 @@ from runtime.files import UserError
 from runtime.hardware import pick_device, pick_dtype
 from runtime.monitor.runlog import perplexity
 from runtime.output import exit_with_error
+from runtime.sample.chat import Chat
 from runtime.sample.generate import ask_for_prompts, generate_texts, read_prompts, read_text, score_text
 from runtime.sample.source import resolve
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed only reads files
 if num_samples is None:
-    num_samples = 1 if prompts_file or interactive else 3
+    num_samples = 1 if prompts_file or interactive or chat else 3
 stops = [stop_strings] if isinstance(stop_strings, str) else stop_strings or []
 sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty}
 ranges = {  # whether a setting is in its range, and the range
@@ -74,16 +77,19 @@ ranges = {  # whether a setting is in its range, and the range
 given = {"start": start != "\n", "prompts_file": prompts_file is not None, "interactive": interactive,
          "score_file": score_file is not None}
 problems = [f"{' and '.join(filter(given.get, given))} can't be combined: drop one"] if sum(given.values()) > 1 else []
+if chat and score_file:
+    problems.append("chat and score_file can't be combined: drop one")
 if init_from == "resume" and dataset is not None:
     problems.append(f"dataset={dataset} is for --init_from: a checkpoint of ours knows its dataset")
 problems += [f"{name}={globals()[name]} must be {what}" for name, (in_range, what) in ranges.items() if not in_range]
 if problems:
     exit_with_error("\n".join(problems))
+interactive = interactive or (chat and not any(given.values()))
 
 
 def encode_prompt(text):
     """Return the tokens of a prompt; ValueError if there are none."""
-    ids = encode(text)
+    ids = talk.encode(text) if chat else encode(text)
     if not ids:
         raise ValueError("the prompt is empty: give at least one character, --start=...")
     return ids
@@ -95,6 +101,9 @@ try:
     name, description, data, load = resolve(init_from, out_dir, tag, dataset, ROOT)
     encode, decode = tokenizer_of(data["tokenizer"])
     end = end_of_text(data["tokenizer"])
+    if chat and not data.get("template"):
+        raise ValueError(f"{name} has no chat template: drop --chat, or train on conversations (docs/chat.md)")
+    talk = Chat(data, encode, decode([end]), max_new_tokens) if chat else None
     prompts = [] if interactive or score_file else read_prompts(start, prompts_file)
     prompts = [(text, encode_prompt(text)) for text in prompts]
     scored = encode(read_text(score_file)) if score_file else None
@@ -122,21 +131,25 @@ if interactive:
     prompts = ask_for_prompts(encode_prompt, "" if json else "> ")
 done = 0  # samples so far
 for prompt, ids in prompts:
+    room = talk.room(ids) if chat else max_new_tokens
+    shown = prompt + "\n" * chat if not (chat and interactive) else ""
     try:
         for first in range(0, num_samples, batch_size):
             seeds = [seed + done + i for i in range(min(batch_size, num_samples - first))]
             streamed = len(seeds) == 1 and not json
             if streamed:
-                show(rule * (done > 0) + prompt)
-            texts = generate_texts(model, ids, seeds, max_new_tokens, decode, end, stops, show if streamed else None,
+                show(rule * (done > 0) + shown)
+            texts = generate_texts(model, ids, seeds, room, decode, end, stops, show if streamed else None,
                                    **sampling)
             for text, text_seed in zip(texts, seeds):
                 if json:
                     print(dumps({"model": name, "prompt": prompt, "text": text.text, "tokens": len(text.ids),
                                  "seed": text_seed, "ended": text.ended or "length"}), flush=True)
                 else:  # a streamed text only needs its newline
-                    print("" if streamed else rule * (text_seed > seed) + prompt + text.text)
+                    print("" if streamed else rule * (text_seed > seed) + shown + text.text)
             done += len(seeds)
+            if chat and interactive:
+                talk.add_answer(texts[-1].text)
     except KeyboardInterrupt:  # ends this text, and without --interactive the program
         if not interactive:
             raise SystemExit(130) from None

@@ -20,7 +20,8 @@ PAGES = [ROOT / name for name in subprocess.run(  # an example has its own test
 README = ROOT / "README.md"
 TAKE_SETTINGS = {"train_deepspeed.py": "train_deepspeed.py", "sample.py": "sample.py", "export_hf.py": "export_hf.py",
                  "run_deepspeed_xl.sh": "train_deepspeed.py", "launch_deepspeed.py": "train_deepspeed.py",
-                 "doctor.py": "train_deepspeed.py", "bench.py": "train_deepspeed.py"}  # a script: whose settings
+                 "doctor.py": "train_deepspeed.py", "bench.py": "train_deepspeed.py",
+                 "examples/instructions/score.py": "sample.py"}  # a script: whose settings
 SUBCOMMANDS = {"bench.py": ("train", "sample", "data", "checkpoint", "table")}
 FOREIGN = {  # options of torchrun, deepspeed, sbatch, lm_eval, and ours that are not settings
     "--nproc_per_node", "--nnodes", "--node_rank", "--rdzv_backend", "--master_addr", "--num_gpus", "--hostfile",

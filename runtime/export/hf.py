@@ -54,9 +54,11 @@ def check_model(model, folder, idx):
                       "nothing was exported")
 
 
-def write_tokenizer(folder, meta, block_size):
-    """Write the tokenizer of a meta.json's "tokenizer" entry. Raises UserError if its files are missing. For GPT-2
-    also write vocab.json and merges.txt, which are OpenAI's encoder.json and vocab.bpe to the byte."""
+def write_tokenizer(folder, meta, block_size, template=None):
+    """Write the tokenizer of a meta.json's "tokenizer" entry, with a chat template or None. Raises UserError if its
+    files are missing. For GPT-2 also write vocab.json and merges.txt, which are OpenAI's encoder.json and vocab.bpe to
+    the byte."""
+    chat = {"chat_template": template} if template else {}
     if meta["kind"] != "gpt2":
         tokenizer = char_tokenizer(meta["chars"]) if meta["kind"] == "char" else hf_tokenizer(meta)
         tokenizer.save(os.path.join(folder, "tokenizer.json"))
@@ -65,14 +67,15 @@ def write_tokenizer(folder, meta, block_size):
             json.dump({"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": block_size,
                        "eos_token": None if end is None else tokenizer.id_to_token(end),
                        "model_input_names": ["input_ids", "attention_mask"],  # no token types
-                       "clean_up_tokenization_spaces": False}, f, indent=1)
+                       "clean_up_tokenization_spaces": False, **chat}, f, indent=1)
         return
     # latin-1 makes one character of each byte, and translate() the letter for it
     ranks, letters = gpt2_ranks(), bytes_to_unicode()
     vocab = {token.decode("latin-1").translate(letters): rank for token, rank in ranks.items()}
     vocab[END_OF_TEXT] = len(ranks)
     merges = [tuple(part.decode("latin-1").translate(letters) for part in pair) for pair in bpe_merges(ranks)]
-    GPT2Tokenizer(vocab=vocab, merges=merges, model_max_length=block_size).save_pretrained(folder)
+    tokenizer = GPT2Tokenizer(vocab=vocab, merges=merges, model_max_length=block_size, **chat)
+    tokenizer.save_pretrained(folder, save_jinja_files=False)  # but in tokenizer_config.json
     with open(os.path.join(folder, "vocab.json"), "w", encoding="utf-8") as f:
         json.dump(vocab, f)
     with open(os.path.join(folder, "merges.txt"), "w", encoding="utf-8") as f:

@@ -14,13 +14,14 @@ PADDED_GPT2_VOCAB = 50304  # nanoGPT's, for a dataset without meta.pkl
 
 
 def resolve(init_from, out_dir, tag, dataset, root):
-    """Return (name, description, the dataset's {"tokenizer", "vocab_size"}, load(device, dtype) -> GPT) of the model
-    that the settings name. init_from: "resume" for a tag of out_dir, otherwise as for GPT.from_pretrained. dataset: the
-    name or path of the dataset that other weights were trained on, or None. Raises UserError or ValueError."""
+    """Return (name, description, data, load(device, dtype) -> GPT) of the model that the settings name. data:
+    {"tokenizer", "vocab_size"}, and {"template", "block_size"} if it was trained on conversations. init_from: "resume"
+    for a tag of out_dir, otherwise as for GPT.from_pretrained. dataset: the name or path of the dataset that other
+    weights were trained on, or None. Raises UserError or ValueError."""
     if init_from == "resume":
         tag, manifest = TagStore(out_dir).find(tag)
         name, description = f"{out_dir}/{tag}", f" after {manifest['iter_num']} iterations"
-        data = manifest["state"]["data"]
+        data = {**manifest["state"]["data"], "block_size": manifest["state"]["model"]["block_size"]}
     elif run := parse_run_path(init_from):
         raise ValueError(f"init_from={init_from} has checkpoints of train_deepspeed.py: use --out_dir={run[0]} "
                          f"--tag={run[1]}")
@@ -29,6 +30,7 @@ def resolve(init_from, out_dir, tag, dataset, root):
         data = read_meta(dataset_dirs(dataset, root)[0]) if dataset else data_of_weights(init_from, root)
         if os.path.exists(init_from) and data["vocab_size"] > GPTConfig.from_weights(init_from).vocab_size:
             raise ValueError(f"dataset={dataset} has more tokens than {init_from}: choose another")
+        data = {**chat_of_folder(init_from), **data}
 
     def load(device, dtype):
         model = (load_model(out_dir, tag)[0].to(device, dtype) if init_from == "resume" else
@@ -37,6 +39,15 @@ def resolve(init_from, out_dir, tag, dataset, root):
         return model.eval()
 
     return name, description, data, load
+
+
+def chat_of_folder(folder):
+    """Return {"template", "block_size"} of a folder in transformers' format, or {}."""
+    file = os.path.join(folder, "tokenizer_config.json")
+    if not os.path.exists(file):
+        return {}
+    with open(file, encoding="utf-8") as f:
+        return {"template": json.load(f).get("chat_template"), "block_size": GPTConfig.from_weights(folder).block_size}
 
 
 def data_of_weights(source, root):

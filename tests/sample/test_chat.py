@@ -1,0 +1,176 @@
+"""Talking with a model: its template here and in transformers, its context, its answers, and how many are exact.
+
+Tests with `index` in their name may fetch GPT-2's tokenizer.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import ROOT, done, launch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from runtime.data.chat import TEMPLATE
+from runtime.data.dataset import COUNTS, Dataset, check_dataset, open_mask, open_tokens
+from runtime.prepare.inputs import text_of
+from runtime.sample.chat import Chat
+
+PROMPTS = [f"say {word}" for word in ("a", "b", "abc", "ca", "bb", "cab", "aaa", "b b", "c", "ab")]
+STRANGE = [  # what could join tokens across the borders of the template, or be taken for it
+    [("user", " What's 'll\n\n"), ("assistant", "'s it\t")], [("user", "\n\n1,000"), ("assistant", "\u3000二  二\x85")],
+    [("system", "  "), ("user", ""), ("assistant", ":\n\nUser:\nx")],
+    [("user", "Assistant:\n"), ("assistant", "..."), ("user", "!?"), ("assistant", " 🙂 ")],
+    [("assistant", "hello"), ("assistant", "again\r\n")]]
+
+
+def prepare(folder, conversations, *args):
+    """Prepare conversations, [(role, text)], as folder/data."""
+    lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in one]}) for one in conversations]
+    (folder / "chat.jsonl").write_text("".join(line + "\n" for line in lines))
+    subprocess.run([sys.executable, ROOT / "data" / "prepare.py", folder / "chat.jsonl", f"--name={folder}/data",
+                    "--format=chat", "--workers=1", *args], check=True, capture_output=True)
+    return folder / "data"
+
+
+def as_messages(conversation):
+    return [{"role": role, "content": text} for role, text in conversation]
+
+
+def exported(out_dir):
+    run = launch(ROOT / "export_hf.py", f"--out_dir={out_dir}", f"--to={out_dir}-hf")
+    assert run.returncode == 0, run.stderr
+    return f"{out_dir}-hf"
+
+
+def answers(*args):
+    """The answers that sample.py gives, greedy."""
+    run = launch(ROOT / "sample.py", "--chat", "--json", "--temperature=0", "--device=cpu", "--dtype=float32", *args)
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line)["text"] for line in run.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def talker(train, tmp_path_factory):
+    """A model of characters that has learned to end its answers, its exported folder, and a file of ten prompts."""
+    folder = tmp_path_factory.mktemp("talker")
+    words = ["".join(word) for n in (1, 2, 3) for word in np.array(list("abc"))[
+        np.stack(np.meshgrid(*[range(3)] * n), -1).reshape(-1, n)]]
+    data = prepare(folder, [[("user", f"say {word} now" * (i % 2) or f"say {word}"), ("assistant", word * 2)]
+                            for i, word in enumerate(words * 2)], "--tokenizer=char", "--val_fraction=0.1")
+    run = done(train(f"--dataset={data}", "--block_size=64", "--batch_size=8", "--max_iters=200",
+                     "--learning_rate=5e-3", "--eval_interval=200"))
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    return SimpleNamespace(out_dir=run.out_dir, folder=exported(run.out_dir), prompts=folder / "prompts.txt", data=data)
+
+
+def test_ten_greedy_answers_are_transformers(talker):
+    """By sample.py from the checkpoint and from the exported folder, and by transformers with the folder alone."""
+    ours = answers(f"--out_dir={talker.out_dir}", f"--prompts_file={talker.prompts}")
+    assert answers(f"--init_from={talker.folder}", f"--prompts_file={talker.prompts}") == ours
+    tokenizer, model = (kind.from_pretrained(talker.folder) for kind in (AutoTokenizer, AutoModelForCausalLM))
+    theirs = []
+    for prompt in PROMPTS:
+        asked = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True,
+                                              return_tensors="pt", return_dict=True)
+        n = asked["input_ids"].size(1)
+        whole = model.generate(**asked, do_sample=False, max_new_tokens=64 - n, pad_token_id=0)[0]
+        theirs.append(tokenizer.decode(whole[n:], skip_special_tokens=True))
+    assert theirs == ours and len(set(ours)) > 3 and all(0 < len(text) < 20 for text in ours)  # they end
+
+
+def test_index_transformers_makes_the_same_tokens_and_mask(train, tmp_path):
+    """Of conversations with white space, and with words of the template in them."""
+    data = prepare(tmp_path, STRANGE * 2, "--val_fraction=0.5")
+    run = done(train(f"--dataset={data}", "--n_embd=8", "--max_iters=1", "--eval_interval=1", "--batch_size=1"))
+    tokenizer = AutoTokenizer.from_pretrained(exported(run.out_dir))
+    assert tokenizer.chat_template == TEMPLATE
+    meta, found, wanted = check_dataset(data), [], []
+    for split in ("train", "val"):
+        one = Dataset("", 1, data, meta)
+        found += zip(open_tokens(one, split).tolist(), (open_mask(one, split) & COUNTS).tolist())
+    for conversation in STRANGE:
+        theirs = tokenizer.apply_chat_template(as_messages(conversation), return_dict=True,
+                                               return_assistant_tokens_mask=True)
+        wanted.append(list(zip(theirs["input_ids"], theirs["assistant_masks"])))
+    assert meta["documents"]["duplicates"] == 5
+    assert sorted(found) == sorted(sum(wanted, [])) and found[: len(wanted[0])] in wanted
+
+
+def test_a_conversation_stays_within_the_context(talker):
+    """Of 64 characters a quarter stays for the answer. Older messages are left out by twos, and what is too long is
+    refused."""
+    state = {"template": TEMPLATE, "block_size": 64}
+    chat = Chat(state, list, "\x03", 100)
+    first = chat.encode("say a")
+    assert "".join(first) == "User:\nsay a\n\nAssistant:\n" and chat.room(first) == 64 - 24
+    chat.add_answer("aa")
+    assert "".join(chat.encode("b")) == "User:\nsay a\n\nAssistant:\naa\x03User:\nb\n\nAssistant:\n"
+    chat.add_answer("bb")
+    assert "".join(chat.encode("ccc")) == "User:\nb\n\nAssistant:\nbb\x03User:\nccc\n\nAssistant:\n"
+    assert len(chat.encode("d" * 40)) == 59 and len(chat.asked) == 1
+    with pytest.raises(ValueError, match="the message takes 65 of the 64 tokens of the context: shorten it"):
+        chat.encode("d" * 46)
+    typed = subprocess.run([sys.executable, ROOT / "sample.py", f"--out_dir={talker.out_dir}", "--chat",
+                            "--temperature=0", "--device=cpu"], input=f"say abc\n{'a' * 60}\nsay c\n\n",
+                           capture_output=True, text=True)
+    assert typed.returncode == 0 and "the message takes 79 of the 64" in typed.stderr, typed.stderr
+    alone = answers(f"--out_dir={talker.out_dir}", "--start=say abc")[0]
+    assert typed.stdout.split("\n\n", 1)[1].startswith(f"> {alone}\n> > ")
+
+
+def test_the_example_counts_exact_answers(talker, tmp_path):
+    """Of ten answers two are made wrong."""
+    folder = shutil.copytree(ROOT / "examples" / "instructions", tmp_path / "examples" / "instructions")
+    (tmp_path / "sample.py").symlink_to(ROOT / "sample.py")
+    subprocess.run([sys.executable, folder / "generate.py"], check=True)
+    prompts = [{json.loads(line)["prompt"] for line in (folder / f"{name}.jsonl").open()}
+               for name in ("train", "heldout")]
+    assert len(prompts[0]) == 6700 and len(prompts[1]) == 300 and not prompts[0] & prompts[1]
+    right = answers(f"--out_dir={talker.out_dir}", f"--prompts_file={talker.prompts}")
+    lines = [{"prompt": prompt, "completion": answer + "a" * (i in (3, 5))}
+             for i, (prompt, answer) in enumerate(zip(PROMPTS, right))]
+    (folder / "heldout.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = launch(folder / "score.py", f"--out_dir={talker.out_dir}", "--device=cpu", "--dtype=float32")
+    assert run.stdout == "say: 8 of 10 answers exact\naccuracy on held-out prompts: 80.0%\n", run.stderr
+
+
+def test_refusals(talker, train):
+    plain = done(train("--max_iters=1"))
+    for args, words in (([f"--out_dir={plain.out_dir}"], "has no chat template: drop --chat, or train on conversa"),
+                        ([f"--out_dir={talker.out_dir}", f"--start={'a' * 60}"], "the message takes 79 of the 64"),
+                        ([f"--out_dir={talker.out_dir}", "--score_file=x"], "chat and score_file can't be combined"),
+                        ([f"--out_dir={talker.out_dir}", "--start=É"], "the character 'É' (U+00C9) is not one of")):
+        run = launch(ROOT / "sample.py", "--chat", *args)
+        assert run.returncode == 2 and words in run.stderr and "Traceback" not in run.stderr, run.stderr
+
+
+BAD = {
+    '{"messages": [{"role": "bot", "content": "x"}]}': "message 1 has the role 'bot': use system, user, assistant",
+    '{"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}': "message 1 (user) has no text, or U+",
+    '{"messages": [{"role": "user", "content": "x"}]}': "no answer: add a message of the role assistant",
+    '{"messages": ["x"]}': "message 1 has the role None",
+    '{"prompt": "x", "completion": " "}': "message 2 is an empty answer: complete or remove it",
+    '{"prompt": 3, "completion": "x"}': "message 1 (user) has no text",
+    '{"instruction": "x", "input": "y"}': 'no conversation: give {"messages": [...]}, {"prompt", "completion"} or',
+    "[1, 2]": "no conversation", "[": "invalid JSON", "{\udcff": "'utf-8' codec can't decode byte",
+}
+
+
+def test_bad_conversations_are_refused_with_file_and_line_or_skipped(tmp_path):
+    for line, words in BAD.items():
+        with pytest.raises(ValueError, match=re.escape(words)):
+            text_of(line.encode(errors="surrogateescape"), "chat", "text")
+    good = [json.dumps({"prompt": f"q{i}", "completion": "a"}) for i in range(40)]
+    (tmp_path / "a.jsonl").write_bytes("\n".join([*good[:2], *BAD, *good[2:]]).encode(errors="surrogateescape"))
+    command = [sys.executable, ROOT / "data" / "prepare.py", tmp_path / "a.jsonl", f"--name={tmp_path}/out",
+               "--format=chat", "--tokenizer=char", "--val_fraction=0.3", "--workers=1"]
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert refused.returncode == 2 and "a.jsonl, line 3: message 1 has the role 'bot'" in refused.stderr, refused.stderr
+    assert len(refused.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
+    skipped = subprocess.run([*command, "--skip_unreadable"], capture_output=True, text=True)
+    assert skipped.returncode == 0 and f"skipped: {len(BAD)} unreadable" in skipped.stdout, skipped.stderr
