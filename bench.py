@@ -273,7 +273,7 @@ def clock(device):
 
 def sample(args, argv):
     """Measure sampling: random weights, a prompt of 16 tokens, top-k 200; the first token is timed on its own."""
-    from runtime.kernels.decode import decode_step_for
+    from runtime.kernels.decode import RowNoise, decode_step_for
 
     if argv:
         raise SystemExit(f"unknown argument {' '.join(argv)}: run python bench.py --help")
@@ -297,7 +297,8 @@ def sample(args, argv):
             rates.append(args.batch * args.tokens / (clock(device) - middle))
         return {"tokens_per_s": summarize(rates[1:]), "first_token_ms": summarize(first_ms[1:])}
 
-    ours = measure(lambda n: model.generate(prompt, n, top_k=200, custom_step=decode_step_for(model, args.batch)))
+    ours = measure(lambda n: model.generate(prompt, n, top_k=200, custom_step=decode_step_for(model, args.batch),
+                                            generator=RowNoise(range(args.batch), model.lm_head.weight)))
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     rate = copy_rate(device)
     record = {**machine_record(device), "shape": [layers, heads, width], "batch": args.batch, "tokens": args.tokens,

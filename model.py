@@ -299,33 +299,39 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, end_of_text=None, generator=None,
                  on_token=None, custom_step=None, repetition_penalty=1.0):
         """Continue idx (B, T) by up to max_new_tokens and return (B, T + n). temperature, top_k, top_p, generator: see
-        sample_token. repetition_penalty: see apply_repetition_penalty. custom_step: see Decoder.
+        sample_token. repetition_penalty: CTRL's (arXiv:1909.05858). custom_step: see Decoder.
 
         A row that has produced end_of_text repeats it. Generation stops when all rows have. on_token is called with
         each new column (B,) and may return a mask of the rows that are done, (B,). Beyond block_size tokens the context
         window slides and all positions change, so each token costs a full forward."""
-        block_size = self.config.block_size
-        decoder = Decoder(self, idx.size(0), min(block_size, idx.size(1) + max_new_tokens), custom_step)
-        done = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
-        for i in range(max_new_tokens):
-            if i == 0:
-                logits = decoder.prefill(idx[:, -block_size:])
-            elif idx.size(1) <= block_size:
-                logits = decoder.decode_one_token(idx[:, -1:])
-            else:
-                logits = self.lm_head(self.forward_hidden(idx[:, -block_size:])[:, -1:])[:, 0]
+        (B, T), block_size = idx.shape, self.config.block_size
+        done = torch.zeros(B, dtype=torch.bool, device=idx.device)
+        seen = done.new_zeros((B, self.config.vocab_size)).scatter_(1, idx, True)
+
+        def draw(logits):
+            """Return the next token of each row (B,). A CUDA graph replays this: it updates its state in place."""
             logits = logits.float()
             if repetition_penalty != 1:
-                logits = apply_repetition_penalty(logits, idx, repetition_penalty)
+                logits = apply_repetition_penalty(logits, seen, repetition_penalty)
             token = sample_token(logits, temperature, top_k, top_p, generator)
             if end_of_text is not None:
-                token = torch.where(done, end_of_text, token)
-                done |= token == end_of_text
+                token = token.masked_fill(done, end_of_text)
+                done.logical_or_(token == end_of_text)
+            seen.scatter_(1, token[:, None], True)
+            return token
+
+        decoder = Decoder(self, B, min(block_size, T + max_new_tokens), custom_step, draw, generator)
+        for i in range(max_new_tokens):
+            if i == 0:
+                token = decoder.prefill(idx[:, -block_size:])
+            elif idx.size(1) <= block_size:
+                token = decoder.decode_one_token(idx[:, -1:])
+            else:
+                token = draw(self.lm_head(self.forward_hidden(idx[:, -block_size:])[:, -1:])[:, 0])
             idx = torch.cat([idx, token[:, None]], dim=1)
-            ended = on_token(token) if on_token else None
-            if ended is not None:
+            if on_token and (ended := on_token(token)) is not None:
                 done |= ended
-            if (ended is not None or end_of_text is not None) and done.all():
+            if (on_token or end_of_text is not None) and done.all():
                 break
         return idx
 
@@ -356,16 +362,17 @@ class KVCache:
 
 
 class Decoder:
-    """Computes next-token logits (B, vocab_size) for B sequences, with a KV cache of max_length tokens.
+    """Computes the next tokens of B sequences, draw(logits (B, vocab_size)), with a KV cache of max_length tokens.
 
     On CUDA, kernel launches take longer than the kernels, so decode_one_token captures a CUDA graph for each cache
-    length: 128, 256, ... custom_step(token, position, caches) -> logits replaces the plain step
-    (runtime/kernels/decode.py)."""
+    length: 128, 256, ... It includes draw, which may use `generator` (see sample_token). custom_step(token, position,
+    caches) -> logits replaces the plain step, and one graph is enough (runtime/kernels/decode.py)."""
 
-    def __init__(self, model, B, max_length, custom_step=None):
+    def __init__(self, model, B, max_length, custom_step=None, draw=lambda logits: logits, generator=None):
         c, weight = model.config, model.transformer.wte.weight
         shape = (B, c.n_head, max_length, c.n_embd // c.n_head)
         self.model, self.max_length, self.custom_step = model, max_length, custom_step
+        self.draw, self.generators = draw, getattr(generator, "generators", [generator] if generator else [])
         self.caches = [KVCache(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(c.n_layer)]
         self.cached = 0  # tokens in the cache
         self.token, self.position = (torch.zeros(s, dtype=torch.long, device=weight.device) for s in ((B, 1), 1))
@@ -379,46 +386,47 @@ class Decoder:
         return self.model.lm_head(self.model.forward_hidden(idx, positions, caches, mask)[:, -1:])[:, 0]
 
     def prefill(self, idx):
-        """Return the logits after the prompt idx (B, T)."""
+        """Return the tokens drawn after the prompt idx (B, T)."""
         self.cached = idx.size(1)
-        return self.forward(idx, torch.arange(self.cached, device=idx.device), self.cached)
+        return self.draw(self.forward(idx, torch.arange(self.cached, device=idx.device), self.cached))
 
     def decode_one_token(self, token):
-        """Return the logits after one more token (B, 1). On CUDA the next call overwrites them."""
+        """Return the tokens drawn after one more token (B, 1). On CUDA the next call overwrites them."""
         self.token.copy_(token)
         self.position.fill_(self.cached)
         length = min(self.max_length, max(128, 2 ** self.cached.bit_length()))
         self.cached += 1
         if not self.use_cuda_graphs:
-            return self.forward(self.token, self.position, self.cached)
+            return self.draw(self.forward(self.token, self.position, self.cached))
         step = partial(self.forward, self.token, self.position, length, masked=True)
         if self.custom_step:
             length, step = 0, partial(self.custom_step, self.token, self.position, self.caches)
-        if length not in self.graphs:
-            self.graphs[length] = capture_cuda_graph(step)
-        return self.graphs[length]()
+        if length in self.graphs:
+            return self.graphs[length]()
+        token = self.draw(step())  # eagerly once: libraries initialize at their first call
+        self.graphs[length] = capture_cuda_graph(lambda: self.draw(step()), self.generators)
+        return token
 
 
-def capture_cuda_graph(step):
+def capture_cuda_graph(step, generators):
     """Capture step() in a CUDA graph and return a function that replays it. Its output is always the same tensor."""
-    step()  # eagerly once: libraries initialize at their first call
     graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
         output = step()
     return lambda: graph.replay() or output  # replay() returns None
 
 
-def apply_repetition_penalty(logits, idx, penalty):
-    """Return logits (B, vocab_size) with the tokens in idx (B, T) made less likely: positive logits are divided by the
-    penalty, others multiplied by it (CTRL, arXiv:1909.05858)."""
-    seen = logits.gather(1, idx)
-    return logits.scatter(1, idx, torch.where(seen > 0, seen / penalty, seen * penalty))
+def apply_repetition_penalty(logits, seen, penalty):
+    """Divide positive logits (B, vocab_size) where `seen` (the same shape) by the penalty, and multiply the others."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def sample_token(logits, temperature, top_k, top_p, generator=None):
     """Draw a token per row of logits (B, vocab_size); returns (B,). temperature=0 takes the most likely token. top_k
-    keeps the k most likely tokens, top_p the most likely ones that together reach that probability. generator: one for
-    all rows, or a list with one per row."""
+    keeps the k most likely tokens, top_p the most likely ones that together reach that probability. generator: a
+    torch.Generator, or a function of the probabilities (B, n) that returns exponential noise for them."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits, order, nucleus = logits / temperature, None, top_p is not None and top_p < 1
@@ -431,9 +439,6 @@ def sample_token(logits, temperature, top_k, top_p, generator=None):
         beyond = probs.cumsum(-1) - probs >= top_p
         beyond[:, 0] = False  # keep the most likely token
         probs = probs.masked_fill(beyond, 0)
-    if isinstance(generator, list):
-        rows = zip(probs.split(1), generator, strict=True)
-        choice = torch.cat([torch.multinomial(row, 1, generator=own) for row, own in rows])
-    else:
-        choice = torch.multinomial(probs, 1, generator=generator)
+    noise = generator(probs) if callable(generator) else torch.empty_like(probs).exponential_(generator=generator)
+    choice = (probs / noise).argmax(-1, keepdim=True)  # as torch.multinomial draws
     return (choice if order is None else order.gather(1, choice))[:, 0]

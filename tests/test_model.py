@@ -351,11 +351,12 @@ def test_parameter_groups(ours):
 
 # Text
 
-def test_greedy_text_is_that_of_transformers(ours, theirs):
-    idx = tokens(4, 5)
+@pytest.mark.parametrize("batch", [1, 8])
+def test_greedy_text_is_that_of_transformers(ours, theirs, batch):
+    idx = tokens(batch, 5)
     wanted = theirs.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=BLOCK - 5, do_sample=False,
                              pad_token_id=0)
-    assert len(wanted[:, 5:].unique()) > 20  # no fixed point
+    assert len(wanted[:, 5:].unique()) > 10  # no fixed point
     assert torch.equal(ours.generate(idx, BLOCK - 5, temperature=0), wanted)
 
 
@@ -385,21 +386,23 @@ def test_text_by_captured_steps_is_the_same_text(monkeypatch):
         p.data += 0.2 * torch.randn_like(p)  # no fixed point
     idx = torch.randint(61, (2, 100))
     wanted = uncached(wide, idx, 220)
-    lengths = []
+    drawn = wide.generate(idx, 150, generator=torch.Generator().manual_seed(1), repetition_penalty=1.3)
+    decoders = []
 
     class Captured(Decoder):
         def __init__(self, *args):
             super().__init__(*args)
             self.use_cuda_graphs = True
-
-    def not_captured(step):
-        lengths.append(step.args[2])
-        return step
+            decoders.append(self)
 
     monkeypatch.setattr("model.Decoder", Captured)
-    monkeypatch.setattr("model.capture_cuda_graph", not_captured)
-    assert torch.equal(wide.generate(idx, 220, temperature=0), wanted) and lengths == [128, 256, 300]
+    monkeypatch.setattr("model.capture_cuda_graph", lambda step, generators: step)
+    assert torch.equal(wide.generate(idx, 220, temperature=0), wanted)
     assert len(wanted[:, 100:].unique()) > 20
+    generator = torch.Generator().manual_seed(1)
+    assert torch.equal(wide.generate(idx, 150, generator=generator, repetition_penalty=1.3), drawn)
+    assert [(list(one.graphs), one.generators) for one in decoders] == [
+        ([128, 256, 300], []), ([128, 250], [generator])]
 
 
 def test_one_more_token_gives_the_logits_of_the_whole(ours):

@@ -1,4 +1,4 @@
-"""Kernels that decode one token at batch size 1, at 46% of an H200's memory bandwidth (RESULTS.md).
+"""Kernels that decode one token of B sequences and draw the next one with a seed per sequence (RESULTS.md).
 
 At batch size 1 each linear layer is a GEMV, which takes as long as reading its matrix. PyTorch's GEMVs reach 700 to
 2,300 GB/s of an H200's 4,150 GB/s and launch layer norm, GELU and residual separately. Here a block is five kernels:
@@ -6,6 +6,8 @@ At batch size 1 each linear layer is a GEMV, which takes as long as reading its 
   gemv              One GEMV, fused with the layer norm before it and the bias, GELU and residual after it.
   decode_attention  Split-KV attention ("flash decoding"). Several programs share the keys and values of a head, each
                     with an online softmax over its part. The last program to finish combines the partial results.
+
+Above batch size 1 a block is eight kernels: PyTorch's GEMMs, decode_attention, and block.py's layer norms and GELU.
 
 With programmatic dependent launch (PDL, Hopper and later), a kernel starts reading its matrix while the previous one
 runs.
@@ -16,12 +18,14 @@ from __future__ import annotations  # without Triton there is no tl.constexpr
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from runtime.kernels import is_supported, jit, tl, triton
+from runtime.kernels.block import MAX_WIDTH, LinearGelu, layernorm
 
 # The fastest values tried on an H200 with GPT-2 XL (results/h200_x1_one_token.json)
 TILES = {2048: (8, 4), 8192: (2, 16)}  # {matrix width, rounded up to a power of 2: (rows, warps) per program}
-BLOCK_KV, NUM_KV_SPLITS = 64, 8  # keys that a program loads at once; programs per head
+BLOCK_KV, MAX_KV_SPLITS = 64, 8  # keys that a program loads at once; programs per head at batch size 1
 
 
 @jit
@@ -58,15 +62,16 @@ def gemv(x, weight, bias, norm_weight, norm_bias, residual, out, N, K: tl.conste
 
 
 @jit
-def decode_attention(qkv, keys, values, position, out, partials, arrivals, C, length, D: tl.constexpr,
+def decode_attention(qkv, keys, values, position, out, partials, arrivals, heads, length, D: tl.constexpr,
                      BLOCK_KV: tl.constexpr, NUM_KV_SPLITS: tl.constexpr, PDL: tl.constexpr):
-    """Compute one head's attention of the token at `position` to itself and all tokens before it, and cache its key and
-    value."""
+    """Compute one head's attention of a sequence's token at `position` to itself and all tokens before it, and cache
+    its key and value. program_id(0): sequence * heads + head."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    head, split, at = tl.program_id(0), tl.program_id(1), tl.load(position)
+    row, split, at = tl.program_id(0), tl.program_id(1), tl.load(position)
     d = tl.arange(0, D)
-    base = head.to(tl.int64) * length * D
+    base, C = row.to(tl.int64) * length * D, heads * D
+    qkv += (row // heads) * 3 * C + (row % heads) * D
     per_split = tl.cdiv(tl.cdiv(at, NUM_KV_SPLITS), BLOCK_KV) * BLOCK_KV
     first, end = split * per_split, tl.minimum(at, (split + 1) * per_split)
     positions = first + tl.arange(0, BLOCK_KV)
@@ -74,10 +79,10 @@ def decode_attention(qkv, keys, values, position, out, partials, arrivals, C, le
     k, v = tl.load(keys + offsets, mask=mask, other=0.0), tl.load(values + offsets, mask=mask, other=0.0)
     if PDL:  # only qkv depends on the previous kernel; the cached keys and values don't
         tl.extra.cuda.gdc_wait()
-    q = tl.load(qkv + head * D + d).to(tl.float32) * (D ** -0.5)
+    q = tl.load(qkv + d).to(tl.float32) * (D ** -0.5)
     m, l, acc = -1e30, 0.0, tl.zeros([D], tl.float32)  # running maximum, sum of exp(score - m), and of that times v
     if split == 0:
-        own_k, own_v = tl.load(qkv + C + head * D + d), tl.load(qkv + 2 * C + head * D + d)
+        own_k, own_v = tl.load(qkv + C + d), tl.load(qkv + 2 * C + d)
         tl.store(keys + base + at * D + d, own_k)
         tl.store(values + base + at * D + d, own_v)
         m, l, acc = tl.sum(q * own_k.to(tl.float32)), 1.0, own_v.to(tl.float32)
@@ -92,19 +97,19 @@ def decode_attention(qkv, keys, values, position, out, partials, arrivals, C, le
         positions = first + tl.arange(0, BLOCK_KV)
         offsets, mask = base + positions[:, None] * D + d[None, :], (positions < end)[:, None]
         k, v = tl.load(keys + offsets, mask=mask, other=0.0), tl.load(values + offsets, mask=mask, other=0.0)
-    partial_ptr = partials + (head * NUM_KV_SPLITS + split) * (D + 2)
+    partial_ptr = partials + (row * NUM_KV_SPLITS + split) * (D + 2)
     tl.store(partial_ptr + d, acc)
     tl.store(partial_ptr + D, l)
     tl.store(partial_ptr + D + 1, m)
     tl.debug_barrier()
-    if tl.atomic_add(arrivals + head, 1) == NUM_KV_SPLITS - 1:  # the last program combines
-        tl.store(arrivals + head, 0)
-        partial_ptrs = partials + (head * NUM_KV_SPLITS + tl.arange(0, NUM_KV_SPLITS)) * (D + 2)
+    if tl.atomic_add(arrivals + row, 1) == NUM_KV_SPLITS - 1:  # the last program combines
+        tl.store(arrivals + row, 0)
+        partial_ptrs = partials + (row * NUM_KV_SPLITS + tl.arange(0, NUM_KV_SPLITS)) * (D + 2)
         ms = tl.load(partial_ptrs + D + 1, cache_modifier=".cg")
         alphas = tl.exp(ms - tl.max(ms))
         l = tl.sum(alphas * tl.load(partial_ptrs + D, cache_modifier=".cg"))
         acc = tl.sum(alphas[:, None] * tl.load(partial_ptrs[:, None] + d[None, :], cache_modifier=".cg"), 0)
-        tl.store(out + head * D + d, (acc / l).to(out.dtype.element_ty))
+        tl.store(out + row * D + d, (acc / l).to(out.dtype.element_ty))
 
 
 def linear(x, layer, pdl, norm=None, gelu=False, residual=None):
@@ -119,29 +124,88 @@ def linear(x, layer, pdl, norm=None, gelu=False, residual=None):
     return out
 
 
+@jit
+def exponential_noise(seeds, drawn, out, n, CUDA: tl.constexpr, BLOCK: tl.constexpr):
+    """Fill a row of out (B, n) with what Tensor.exponential_ draws on CUDA, by a generator with the row's seed that has
+    drawn `drawn` times before."""
+    row, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    zero = tl.zeros([BLOCK], tl.uint32)
+    bits, _, _, _ = tl.philox(tl.load(seeds + row), zero + tl.load(drawn).to(tl.uint32), zero, i.to(tl.uint32), zero)
+    uniform = bits.to(tl.float32) * 2.0**-32 + 2.0**-33  # in (0, 1]
+    if CUDA:  # PyTorch's logarithm, an approximation
+        log = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [uniform], tl.float32, True, 1) * 0.6931471805
+    else:
+        log = tl.log(uniform)
+    tl.store(out + row * n + i, tl.where(uniform >= 1 - 2.0**-24, 2.0**-24, -log), mask=i < n)
+
+
+class RowNoise:
+    """Exponential noise for sample_token, drawn for each row with its own seed, whatever the other rows are."""
+
+    def __init__(self, seeds, weight):
+        self.fused = weight.is_cuda and is_supported(weight)
+        self.seeds, self.drawn = (torch.tensor(data, device=weight.device) for data in (seeds, [0]))
+        self.generators = [] if self.fused else [torch.Generator(weight.device).manual_seed(seed) for seed in seeds]
+
+    def __call__(self, probs):
+        """Return the next noise for probs (B, n), of the same shape."""
+        noise = torch.empty_like(probs)
+        if self.fused:
+            (B, n), BLOCK = probs.shape, 256
+            exponential_noise[(B, triton.cdiv(n, BLOCK))](self.seeds, self.drawn, noise, n, True, BLOCK)
+            self.drawn += 1  # in place: a CUDA graph counts on
+        for row, generator in zip(noise, self.generators):
+            row.exponential_(generator=generator)
+        return noise
+
+
 def decode_step_for(model, B):
-    """Return generate()'s custom_step for batch size B, or None if these kernels don't support it."""
+    """Return generate()'s custom_step for batch size B, or None if these kernels don't support the model."""
     c, weight = model.config, model.lm_head.weight
-    D = c.n_embd // c.n_head
-    fits = (B == 1 and c.bias and c.gelu == "tanh" and 4 * c.n_embd <= max(TILES) and D & (D - 1) == 0 and D >= 16
+    D, max_width = c.n_embd // c.n_head, max(TILES) // 4 if B == 1 else MAX_WIDTH
+    fits = (c.bias and c.gelu == "tanh" and c.n_embd <= max_width and D & (D - 1) == 0 and D >= 16
             and weight.is_cuda and is_supported(weight))
     return partial(decode_step, model) if fits else None
 
 
 @torch.no_grad()
 def decode_step(model, token, position, caches):
-    """Return logits (1, vocab_size) after `token` (1, 1) at `position` (1,): one step of model.Decoder."""
-    x = (model.transformer.wte(token) + model.transformer.wpe(position)).view(-1)
-    C, heads = model.config.n_embd, model.config.n_head
-    D, hopper = C // heads, x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    """Return logits (B, vocab_size) after `token` (B, 1) at `position` (1,): one step of model.Decoder."""
+    x = (model.transformer.wte(token) + model.transformer.wpe(position)).squeeze(1)
+    (B, C), heads = x.shape, model.config.n_head
+    D, splits = C // heads, min(MAX_KV_SPLITS, triton.next_power_of_2(triton.cdiv(32, B)))
+    hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
     pdl = {"launch_pdl": True} if hopper else {}
-    partials = torch.empty(heads, NUM_KV_SPLITS, D + 2, device=x.device)
-    arrivals = torch.zeros(heads, dtype=torch.int32, device=x.device)
-    for block, cache in zip(model.transformer.h, caches, strict=True):
-        qkv, y = linear(x, block.attn.c_attn, pdl, block.ln_1), torch.empty_like(x)
-        decode_attention[(heads, NUM_KV_SPLITS)](qkv, cache.k, cache.v, position, y, partials, arrivals, C,
-                                                 cache.k.size(2), D, BLOCK_KV, NUM_KV_SPLITS, bool(pdl), **pdl)
+    partials = torch.empty(B * heads, splits, D + 2, device=x.device)
+    arrivals = torch.zeros(B * heads, dtype=torch.int32, device=x.device)
+
+    def attention(qkv, cache):
+        y = torch.empty_like(x)
+        decode_attention[(B * heads, splits)](qkv, cache.k, cache.v, position, y, partials, arrivals, heads,
+                                              cache.k.size(2), D, BLOCK_KV, splits, bool(pdl), **pdl)
+        return y
+
+    layers = zip(model.transformer.h, caches, strict=True)
+    if B > 1:
+        return decode_batch(model, x, layers, attention)
+    x = x[0]
+    for block, cache in layers:
+        y = attention(linear(x, block.attn.c_attn, pdl, block.ln_1), cache)
         x = linear(y, block.attn.c_proj, pdl, residual=x)
         h = linear(x, block.mlp.c_fc, pdl, block.ln_2, gelu=True)
         x = linear(h, block.mlp.c_proj, pdl, residual=x)
     return linear(x, model.lm_head, pdl, model.transformer.ln_f)[None, : model.config.vocab_size]
+
+
+def decode_batch(model, x, layers, attention):
+    """Return logits (B, vocab_size) of embedded tokens x (B, n_embd), with GEMMs."""
+    state = x, None, None  # residual, branch, branch_bias: see block.py
+    for block, cache in layers:
+        attn, mlp = block.attn, block.mlp
+        residual, normed, _ = layernorm(block.ln_1, *state)
+        y = attention(F.linear(normed, attn.c_attn.weight, attn.c_attn.bias), cache)
+        branch = F.linear(y, attn.c_proj.weight)
+        residual, normed, _ = layernorm(block.ln_2, residual, branch, attn.c_proj.bias)
+        h, _ = LinearGelu.apply(normed, None, mlp.c_fc.weight, mlp.c_fc.bias, None)
+        state = residual, F.linear(h, mlp.c_proj.weight), mlp.c_proj.bias
+    return model.lm_head(layernorm(model.transformer.ln_f, *state)[1])

@@ -6,7 +6,7 @@ import sys
 import torch
 
 from model import sample_token
-from runtime.kernels.decode import decode_step_for
+from runtime.kernels.decode import RowNoise, decode_step_for
 
 TEMPERATURE, TOP_K = 0.8, 200  # for samples during training; sample.py's defaults
 
@@ -89,7 +89,7 @@ def generate_texts(model, prompt, seeds, max_new_tokens, decode, end=None, stop_
         return torch.tensor(stopped, device=device) if any(stopped) else None
 
     model.generate(torch.tensor([prompt] * len(seeds), device=device), max_new_tokens, end_of_text=end,
-                   on_token=on_token, generator=[torch.Generator(device).manual_seed(seed) for seed in seeds],
+                   on_token=on_token, generator=RowNoise(seeds, model.lm_head.weight),
                    custom_step=decode_step_for(model, len(seeds)), **sampling)
     for text in texts:
         text.flush()

@@ -1,47 +1,88 @@
-"""generate() with its cache against forwards without one, in float64: one text by our kernels, and four by a captured
-step. The lengths cross the borders at which programs divide the keys in another way, and the end of the context."""
+"""Decoding with a cache and captured steps: logits against forwards without a cache, in float64, by our kernels and by
+PyTorch's; greedy text against transformers; and the draws of each seed."""
 
 import pytest
 import torch
-from reference import XL_2_LAYERS, build, check, plain_logits, random_weights
+import transformers
+from reference import GPT2, XL_2_LAYERS, build, check, plain_logits, random_weights
 
-import model as model_file
-from model import GPTConfig
-from runtime.kernels.decode import decode_step_for
+from model import GPT, Decoder, GPTConfig
+from runtime.kernels.decode import RowNoise, decode_step_for
+from runtime.sample.generate import generate_texts
 
 CONTEXT = 640  # decode_attention's programs take a second look from 513 places on
 SMALL = {"block_size": CONTEXT, "n_layer": 2}
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize(("prompt", "new"), [(1, 140), (500, 160)])
+@pytest.mark.parametrize(("batch", "kernels"), [(1, True), (4, True), (33, True), (4, False)])
+@pytest.mark.parametrize(("prompt", "new"), [(1, 140), (500, 140)])
 @pytest.mark.parametrize("config", [GPTConfig(**SMALL), GPTConfig(**SMALL, n_head=25, n_embd=XL_2_LAYERS.n_embd)],
                          ids=["768", "1600"])
 @torch.no_grad()
-def test_logits_with_a_cache_are_those_without(config, prompt, new, batch, monkeypatch):
+def test_logits_with_a_cache_are_those_without(config, prompt, new, batch, kernels):
+    """The lengths cross the borders at which programs divide the keys in another way, and fill the context."""
     weights = random_weights(config)
     model = build(config, weights, torch.bfloat16).eval()
-    seen = []
-
-    def spy(logits, *_):
-        seen.append(logits.clone())
-        return torch.randint(config.vocab_size, (batch,), device="cuda")
-
-    monkeypatch.setattr(model_file, "sample_token", spy)
-    custom_step = decode_step_for(model, batch)
-    assert (custom_step is not None) == (batch == 1)
+    custom_step = decode_step_for(model, batch) if kernels else None
+    assert (custom_step is not None) == kernels
     torch.manual_seed(0)
-    idx = model.generate(torch.randint(config.vocab_size, (batch, prompt), device="cuda"), new,
-                         custom_step=custom_step)
-    assert idx.shape == (batch, prompt + new)
+    idx = torch.randint(config.vocab_size, (batch, prompt + new), device="cuda")
+    decoder = Decoder(model, batch, prompt + new, custom_step)
+    got = [decoder.prefill(idx[:, :prompt])]
+    got += [decoder.decode_one_token(idx[:, at : at + 1]).clone() for at in range(prompt, prompt + new)]
+    assert len(decoder.graphs) == (1 if kernels else 2)
+    for row in range(0, batch, 8):  # in float64 the logits of one text take 260 MB
+        exact, plain = (plain_logits({name: p.to(dtype) for name, p in weights.items()}, config,
+                                     idx[row : row + 1])[0, prompt - 1 :] for dtype in (torch.float64, torch.bfloat16))
+        for i, logits in enumerate(got):
+            check(f"row {row}, token {prompt + i}", logits[row], plain[i], exact[i])
 
-    def without_a_cache(dtype):
-        """Logits of each new token, (new, batch, vocab_size): of all within the context at once."""
-        w = {name: p.to(dtype) for name, p in weights.items()}
-        whole = plain_logits(w, config, idx[:, : min(CONTEXT, prompt + new - 1)])[:, prompt - 1 :].transpose(0, 1)
-        slid = [plain_logits(w, config, idx[:, end - CONTEXT : end])[:, -1] for end in range(CONTEXT + 1, prompt + new)]
-        return torch.cat([whole, *(logits[None] for logits in slid)])
 
-    exact, plain, got = without_a_cache(torch.float64), without_a_cache(torch.bfloat16), torch.stack(seen)
-    for i in range(new):
-        check(f"token {prompt + i}", got[i], plain[i], exact[i])
+@pytest.fixture(scope="module")
+def theirs():
+    """transformers' GPT-2 with random weights, whose greedy text has no fixed point, in float32."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config())
+        for p in theirs.parameters():
+            p.data += 0.05 * torch.randn_like(p)
+    return theirs.eval()
+
+
+@pytest.fixture(scope="module")
+def ours(theirs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt2")
+    theirs.save_pretrained(folder)
+    return GPT.from_pretrained(str(folder), device="cuda").eval()
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_greedy_text_is_that_of_transformers(theirs, ours, batch):
+    idx = torch.randint(GPT2.vocab_size, (batch, 16), device="cuda")
+    wanted = theirs.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=100, do_sample=False,
+                             pad_token_id=0, eos_token_id=None)
+    assert len(wanted[:, 16:].unique()) > 10
+    assert torch.equal(ours.generate(idx, 100, temperature=0, custom_step=decode_step_for(ours, batch)), wanted)
+    assert torch.equal(ours.generate(idx, 100, temperature=0), wanted)  # captured without our kernels
+
+
+@pytest.mark.parametrize("sampling", [{"top_k": 200}, {"top_p": 0.9, "repetition_penalty": 1.2}], ids=str)
+def test_a_seeds_text_is_the_same_in_each_batch(ours, sampling):
+    """Drawn in captured steps, as torch.multinomial draws with the row's own generator in eager ones."""
+    def texts(seeds):
+        return [text.ids for text in generate_texts(ours, [464, 3290], seeds, 60, str, temperature=0.8, **sampling)]
+
+    together = texts(range(8))
+    assert len({tuple(ids) for ids in together}) == 8
+    assert texts([5]) == together[5:6] and texts([5, 1]) == [together[5], together[1]]
+    one = ours.generate(torch.tensor([[464, 3290]], device="cuda"), 60, temperature=0.8, **sampling,
+                        generator=torch.Generator("cuda").manual_seed(5))
+    assert one[0, 2:].tolist() == together[5]
+
+
+def test_a_rows_noise_is_that_of_its_generator():
+    probs, noise = torch.zeros((2, 50257), device="cuda"), RowNoise([7, 2**62 - 1], torch.zeros(1, device="cuda"))
+    generators = [torch.Generator("cuda").manual_seed(seed) for seed in (7, 2**62 - 1)]
+    for _ in range(3):
+        wanted = torch.stack([torch.empty_like(probs[0]).exponential_(generator=own) for own in generators])
+        torch.testing.assert_close(noise(probs), wanted, rtol=1e-6, atol=0)

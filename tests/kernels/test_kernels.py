@@ -12,7 +12,7 @@ from model import GPT, Decoder, GPTConfig
 from runtime.engine.fast_path import FastPath
 from runtime.engine.fused_adamw import Zero3Step, adamw
 from runtime.kernels import block
-from runtime.kernels.decode import decode_step
+from runtime.kernels.decode import decode_step, exponential_noise
 
 SHAPE = {"block_size": 150, "vocab_size": 61, "n_layer": 2, "n_head": 3, "n_embd": 48}  # 48: no power of two
 
@@ -149,18 +149,48 @@ def test_each_sub_group_of_stage_3_has_its_own_gradients_and_its_groups_options(
         assert p.grads.tolist() == list(range(first, first + len(p.bf16)))
 
 
-def test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole():
+@pytest.mark.parametrize(("batch", "prompts"), [(1, (1, 63, 127, 256)), (2, (127,)), (33, (256,))])
+def test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole(batch, prompts):
     """Over the borders of 64 and 128 keys, where another program begins to share them, and of 256, where each looks a
-    second time; what lies behind is not looked at."""
+    second time; what lies behind is not looked at. 33 sequences have one program per head, which looks at all keys."""
     plain, _ = models(block_size=300)
-    idx = torch.randint(61, (1, 300))
+    idx = torch.randint(61, (batch, 300))
     whole = plain(idx)
     with torch.no_grad():
-        for prompt in (1, 63, 127, 256):
-            decoder = Decoder(plain, 1, 300)
+        for prompt in prompts:
+            decoder = Decoder(plain, batch, 300)
             for cache in decoder.caches:
                 cache.k.fill_(7), cache.v.fill_(7)
             decoder.prefill(idx[:, :prompt])
             for at in range(prompt, prompt + 2):
                 logits = decode_step(plain, idx[:, at : at + 1], torch.tensor([at]), decoder.caches)
                 assert torch.allclose(logits, whole[:, at], atol=2e-5), at
+
+
+def test_noise_is_exponential_and_each_rows_own():
+    """Number j of a seed's draw number i is the first word of Philox4x32-10 with key `seed` and counter (i, 0, j, 0),
+    as in cuRAND; two words are from Random123's known answers and from Python's integers."""
+    def noise(seeds, drawn, n=1000):
+        out = torch.empty(len(seeds), n)
+        exponential_noise[(len(seeds), 4)](torch.tensor(seeds), torch.tensor([drawn]), out, n, False, 256)
+        return out
+
+    def exponential(word):
+        return pytest.approx(-math.log((word + 0.5) / 2**32), rel=1e-5)
+
+    many = torch.stack([noise([3, 2**62 - 1], drawn) for drawn in range(50)])
+    assert many.min() > 0 and abs(many.mean() - 1) < 0.016  # 100,000 numbers, 5 deviations
+    assert abs((many < 1).float().mean() - (1 - math.exp(-1))) < 0.008
+    assert torch.equal(noise([2**62 - 1, 5], 7)[0], many[7, 1]) and many.unique().numel() > 99_000
+    assert noise([0], 0)[0, 0].item() == exponential(0x6627E8D5)
+    assert noise([5, 2**33 + 5], 1)[:, 3].tolist() == [exponential(philox((1, 0, 3, 0), (5, 0))),
+                                                     exponential(philox((1, 0, 3, 0), (5, 2)))]
+
+
+def philox(counter, key):
+    """Return the first word of Philox4x32-10 (Salmon et al., 2011)."""
+    for _ in range(10):
+        a, b = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        counter = (b >> 32) ^ counter[1] ^ key[0], b % 2**32, (a >> 32) ^ counter[3] ^ key[1], a % 2**32
+        key = (key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32
+    return counter[0]

@@ -91,7 +91,8 @@ def test_chances_are_those_of_transformers(options):
         TemperatureLogitsWarper(float(options.get("temperature", 1.0))), TopKLogitsWarper(options.get("top_k", 12)),
         TopPLogitsWarper(options.get("top_p", 1.0))])
     wanted = theirs(seen, logits.clone())[0].softmax(0)
-    ours = apply_repetition_penalty(logits, seen, options.get("repetition_penalty", 1.0)).expand(200_000, -1)
+    mask = torch.zeros((1, 12), dtype=torch.bool).scatter_(1, seen, True)
+    ours = apply_repetition_penalty(logits, mask, options.get("repetition_penalty", 1.0)).expand(200_000, -1)
     drawn = sample_token(ours, options.get("temperature", 1.0), options.get("top_k"), options.get("top_p"), generator)
     chances = drawn.bincount(minlength=12) / 200_000
     assert torch.equal(chances > 0, wanted > 0) and (chances - wanted).abs().max() < 0.006
