@@ -97,18 +97,21 @@ def decode_attention(qkv, keys, values, position, out, partials, arrivals, heads
         positions = first + tl.arange(0, BLOCK_KV)
         offsets, mask = base + positions[:, None] * D + d[None, :], (positions < end)[:, None]
         k, v = tl.load(keys + offsets, mask=mask, other=0.0), tl.load(values + offsets, mask=mask, other=0.0)
-    partial_ptr = partials + (row * NUM_KV_SPLITS + split) * (D + 2)
-    tl.store(partial_ptr + d, acc)
-    tl.store(partial_ptr + D, l)
-    tl.store(partial_ptr + D + 1, m)
-    tl.debug_barrier()
-    if tl.atomic_add(arrivals + row, 1) == NUM_KV_SPLITS - 1:  # the last program combines
-        tl.store(arrivals + row, 0)
-        partial_ptrs = partials + (row * NUM_KV_SPLITS + tl.arange(0, NUM_KV_SPLITS)) * (D + 2)
-        ms = tl.load(partial_ptrs + D + 1, cache_modifier=".cg")
-        alphas = tl.exp(ms - tl.max(ms))
-        l = tl.sum(alphas * tl.load(partial_ptrs + D, cache_modifier=".cg"))
-        acc = tl.sum(alphas[:, None] * tl.load(partial_ptrs[:, None] + d[None, :], cache_modifier=".cg"), 0)
+    if NUM_KV_SPLITS > 1:
+        partial_ptr = partials + (row * NUM_KV_SPLITS + split) * (D + 2)
+        tl.store(partial_ptr + d, acc)
+        tl.store(partial_ptr + D, l)
+        tl.store(partial_ptr + D + 1, m)
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals + row, 1) == NUM_KV_SPLITS - 1:  # the last program combines
+            tl.store(arrivals + row, 0)
+            partial_ptrs = partials + (row * NUM_KV_SPLITS + tl.arange(0, NUM_KV_SPLITS)) * (D + 2)
+            ms = tl.load(partial_ptrs + D + 1, cache_modifier=".cg")
+            alphas = tl.exp(ms - tl.max(ms))
+            l = tl.sum(alphas * tl.load(partial_ptrs + D, cache_modifier=".cg"))
+            acc = tl.sum(alphas[:, None] * tl.load(partial_ptrs[:, None] + d[None, :], cache_modifier=".cg"), 0)
+            tl.store(out + row * D + d, (acc / l).to(out.dtype.element_ty))
+    else:
         tl.store(out + row * D + d, (acc / l).to(out.dtype.element_ty))
 
 
