@@ -103,16 +103,15 @@ def decode_attention(qkv, keys, values, position, out, partials, arrivals, heads
         tl.store(partial_ptr + D, l)
         tl.store(partial_ptr + D + 1, m)
         tl.debug_barrier()
-        if tl.atomic_add(arrivals + row, 1) == NUM_KV_SPLITS - 1:  # the last program combines
-            tl.store(arrivals + row, 0)
-            partial_ptrs = partials + (row * NUM_KV_SPLITS + tl.arange(0, NUM_KV_SPLITS)) * (D + 2)
-            ms = tl.load(partial_ptrs + D + 1, cache_modifier=".cg")
-            alphas = tl.exp(ms - tl.max(ms))
-            l = tl.sum(alphas * tl.load(partial_ptrs + D, cache_modifier=".cg"))
-            acc = tl.sum(alphas[:, None] * tl.load(partial_ptrs[:, None] + d[None, :], cache_modifier=".cg"), 0)
-            tl.store(out + row * D + d, (acc / l).to(out.dtype.element_ty))
-    else:
-        tl.store(out + row * D + d, (acc / l).to(out.dtype.element_ty))
+        if tl.atomic_add(arrivals + row, 1) < NUM_KV_SPLITS - 1:
+            return
+        tl.store(arrivals + row, 0)  # the last program combines
+        partial_ptrs = partials + (row * NUM_KV_SPLITS + tl.arange(0, NUM_KV_SPLITS)) * (D + 2)
+        ms = tl.load(partial_ptrs + D + 1, cache_modifier=".cg")
+        alphas = tl.exp(ms - tl.max(ms))
+        l = tl.sum(alphas * tl.load(partial_ptrs + D, cache_modifier=".cg"))
+        acc = tl.sum(alphas[:, None] * tl.load(partial_ptrs[:, None] + d[None, :], cache_modifier=".cg"), 0)
+    tl.store(out + row * D + d, (acc / l).to(out.dtype.element_ty))
 
 
 def linear(x, layer, pdl, norm=None, gelu=False, residual=None):
@@ -128,18 +127,14 @@ def linear(x, layer, pdl, norm=None, gelu=False, residual=None):
 
 
 @jit
-def exponential_noise(seeds, drawn, out, n, CUDA: tl.constexpr, BLOCK: tl.constexpr):
-    """Fill a row of out (B, n) with what Tensor.exponential_ draws on CUDA, by a generator with the row's seed that has
-    drawn `drawn` times before."""
+def exponential_noise(seeds, drawn, out, n, BLOCK: tl.constexpr):
+    """Fill a row of out (B, n) with what Tensor.exponential_ draws on CUDA, to rounding, by a generator with the row's
+    seed that has drawn `drawn` times before."""
     row, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     zero = tl.zeros([BLOCK], tl.uint32)
     bits, _, _, _ = tl.philox(tl.load(seeds + row), zero + tl.load(drawn).to(tl.uint32), zero, i.to(tl.uint32), zero)
     uniform = bits.to(tl.float32) * 2.0**-32 + 2.0**-33  # in (0, 1]
-    if CUDA:  # PyTorch's logarithm, an approximation
-        log = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [uniform], tl.float32, True, 1) * 0.6931471805
-    else:
-        log = tl.log(uniform)
-    tl.store(out + row * n + i, tl.where(uniform >= 1 - 2.0**-24, 2.0**-24, -log), mask=i < n)
+    tl.store(out + row * n + i, tl.maximum(-tl.log(uniform), 2.0**-24), mask=i < n)
 
 
 class RowNoise:
@@ -155,7 +150,7 @@ class RowNoise:
         noise = torch.empty_like(probs)
         if self.fused:
             (B, n), BLOCK = probs.shape, 256
-            exponential_noise[(B, triton.cdiv(n, BLOCK))](self.seeds, self.drawn, noise, n, True, BLOCK)
+            exponential_noise[(B, triton.cdiv(n, BLOCK))](self.seeds, self.drawn, noise, n, BLOCK)
             self.drawn += 1  # in place: a CUDA graph counts on
         for row, generator in zip(noise, self.generators):
             row.exponential_(generator=generator)
@@ -189,19 +184,14 @@ def decode_step(model, token, position, caches):
         return y
 
     layers = zip(model.transformer.h, caches, strict=True)
-    if B > 1:
-        return decode_batch(model, x, layers, attention)
-    x = x[0]
-    for block, cache in layers:
-        y = attention(linear(x, block.attn.c_attn, pdl, block.ln_1), cache)
-        x = linear(y, block.attn.c_proj, pdl, residual=x)
-        h = linear(x, block.mlp.c_fc, pdl, block.ln_2, gelu=True)
-        x = linear(h, block.mlp.c_proj, pdl, residual=x)
-    return linear(x, model.lm_head, pdl, model.transformer.ln_f)[None, : model.config.vocab_size]
-
-
-def decode_batch(model, x, layers, attention):
-    """Return logits (B, vocab_size) of embedded tokens x (B, n_embd), with GEMMs."""
+    if B == 1:
+        x = x[0]
+        for block, cache in layers:
+            y = attention(linear(x, block.attn.c_attn, pdl, block.ln_1), cache)
+            x = linear(y, block.attn.c_proj, pdl, residual=x)
+            h = linear(x, block.mlp.c_fc, pdl, block.ln_2, gelu=True)
+            x = linear(h, block.mlp.c_proj, pdl, residual=x)
+        return linear(x, model.lm_head, pdl, model.transformer.ln_f)[None, : model.config.vocab_size]
     state = x, None, None  # residual, branch, branch_bias: see block.py
     for block, cache in layers:
         attn, mlp = block.attn, block.mlp

@@ -172,7 +172,7 @@ def test_noise_is_exponential_and_each_rows_own():
     as in cuRAND; two words are from Random123's known answers and from Python's integers."""
     def noise(seeds, drawn, n=1000):
         out = torch.empty(len(seeds), n)
-        exponential_noise[(len(seeds), 4)](torch.tensor(seeds), torch.tensor([drawn]), out, n, False, 256)
+        exponential_noise[(len(seeds), 4)](torch.tensor(seeds), torch.tensor([drawn]), out, n, 256)
         return out
 
     def exponential(word):
