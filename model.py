@@ -373,7 +373,7 @@ class Decoder:
         shape = (B, c.n_head, max_length, c.n_embd // c.n_head)
         self.model, self.max_length, self.custom_step = model, max_length, custom_step
         self.draw, self.generators = draw, getattr(generator, "generators", [generator] if generator else [])
-        self.caches = [KVCache(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(c.n_layer)]
+        self.caches = [KVCache(*layer) for layer in weight.new_zeros((c.n_layer, 2, *shape))]
         self.cached = 0  # tokens in the cache
         self.token, self.position = (torch.zeros(s, dtype=torch.long, device=weight.device) for s in ((B, 1), 1))
         self.use_cuda_graphs, self.graphs = weight.is_cuda, {}  # {cache length: replay}

@@ -37,8 +37,11 @@ STEPS = 8  # tiles in a column that one program sums
 
 @jit(do_not_specialize=["slot"])
 def residual_layernorm_fwd(residual, branch, branch_bias, weight, bias, residual_out, normed, mean, rstd, C,
-                           out8, amax, scale, slot, FP8: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute a row of residual_out = residual + branch + branch_bias and its layer norm."""
+                           out8, amax, scale, slot, FP8: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+                           PDL: tl.constexpr = False):
+    """Compute a row of residual_out = residual + branch + branch_bias and its layer norm. PDL: see decode.py."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = i < C
     x = tl.load(residual + row * C + i, mask=mask, other=0.0).to(tl.float32)

@@ -7,7 +7,7 @@ At batch size 1 each linear layer is a GEMV, which takes as long as reading its 
   decode_attention  Split-KV attention ("flash decoding"). Several programs share the keys and values of a head, each
                     with an online softmax over its part. The last program to finish combines the partial results.
 
-Above batch size 1 a block is eight kernels: PyTorch's GEMMs, decode_attention, and block.py's layer norms and GELU.
+Above batch size 1 a block is seven kernels: cuBLAS's GEMMs, decode_attention, and block.py's residual + layer norms.
 
 With programmatic dependent launch (PDL, Hopper and later), a kernel starts reading its matrix while the previous one
 runs.
@@ -21,11 +21,13 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels import is_supported, jit, tl, triton
-from runtime.kernels.block import MAX_WIDTH, LinearGelu, layernorm
+from runtime.kernels.block import MAX_WIDTH, residual_layernorm_fwd
 
 # The fastest values tried on an H200 with GPT-2 XL (results/h200_x1_one_token.json)
 TILES = {2048: (8, 4), 8192: (2, 16)}  # {matrix width, rounded up to a power of 2: (rows, warps) per program}
-BLOCK_KV, MAX_KV_SPLITS = 64, 8  # keys that a program loads at once; programs per head at batch size 1
+ATTENTION_TILES = (64, 4), (32, 4)  # (keys that a program loads at once, warps): at batch size 1, in a batch
+MAX_KV_SPLITS, HEAD_PROGRAMS = 8, 32  # programs per head at batch size 1; programs per head of all sequences together
+NORM_WARPS = 4
 
 
 @jit
@@ -171,7 +173,8 @@ def decode_step(model, token, position, caches):
     """Return logits (B, vocab_size) after `token` (B, 1) at `position` (1,): one step of model.Decoder."""
     x = (model.transformer.wte(token) + model.transformer.wpe(position)).squeeze(1)
     (B, C), heads = x.shape, model.config.n_head
-    D, splits = C // heads, min(MAX_KV_SPLITS, triton.next_power_of_2(triton.cdiv(32, B)))
+    D, splits = C // heads, min(MAX_KV_SPLITS, triton.next_power_of_2(triton.cdiv(HEAD_PROGRAMS, B)))
+    BLOCK_KV, warps = ATTENTION_TILES[B > 1]
     hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
     pdl = {"launch_pdl": True} if hopper else {}
     partials = torch.empty(B * heads, splits, D + 2, device=x.device)
@@ -180,7 +183,7 @@ def decode_step(model, token, position, caches):
     def attention(qkv, cache):
         y = torch.empty_like(x)
         decode_attention[(B * heads, splits)](qkv, cache.k, cache.v, position, y, partials, arrivals, heads,
-                                              cache.k.size(2), D, BLOCK_KV, splits, bool(pdl), **pdl)
+                                              cache.k.size(2), D, BLOCK_KV, splits, bool(pdl), num_warps=warps, **pdl)
         return y
 
     layers = zip(model.transformer.h, caches, strict=True)
@@ -192,13 +195,27 @@ def decode_step(model, token, position, caches):
             h = linear(x, block.mlp.c_fc, pdl, block.ln_2, gelu=True)
             x = linear(h, block.mlp.c_proj, pdl, residual=x)
         return linear(x, model.lm_head, pdl, model.transformer.ln_f)[None, : model.config.vocab_size]
-    state = x, None, None  # residual, branch, branch_bias: see block.py
+    stats, branch, bias = torch.empty(2, B, device=x.device), None, None
+
+    def add_and_norm(norm):
+        """Add the branch and its bias to the residual stream x in place, and return its layer norm."""
+        normed = torch.empty_like(x)
+        residual_layernorm_fwd[(B,)](x, branch, bias, norm.weight, norm.bias, x, normed, *stats, C, x, x, x, 0, False,
+                                     branch is not None, triton.next_power_of_2(C), bool(pdl), num_warps=NORM_WARPS,
+                                     **pdl)
+        return normed
+
     for block, cache in layers:
         attn, mlp = block.attn, block.mlp
-        residual, normed, _ = layernorm(block.ln_1, *state)
-        y = attention(F.linear(normed, attn.c_attn.weight, attn.c_attn.bias), cache)
-        branch = F.linear(y, attn.c_proj.weight)
-        residual, normed, _ = layernorm(block.ln_2, residual, branch, attn.c_proj.bias)
-        h, _ = LinearGelu.apply(normed, None, mlp.c_fc.weight, mlp.c_fc.bias, None)
-        state = residual, F.linear(h, mlp.c_proj.weight), mlp.c_proj.bias
-    return model.lm_head(layernorm(model.transformer.ln_f, *state)[1])
+        y = attention(F.linear(add_and_norm(block.ln_1), attn.c_attn.weight, attn.c_attn.bias), cache)
+        branch, bias = F.linear(y, attn.c_proj.weight), attn.c_proj.bias
+        h = linear_gelu(add_and_norm(block.ln_2), mlp.c_fc)
+        branch, bias = F.linear(h, mlp.c_proj.weight), mlp.c_proj.bias
+    return model.lm_head(add_and_norm(model.transformer.ln_f))
+
+
+def linear_gelu(x, layer):
+    """Return GELU(layer(x)) in its tanh form. On CUDA it is part of the GEMM."""
+    if x.is_cuda:
+        return torch._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True)
+    return F.gelu(layer(x), approximate="tanh")
