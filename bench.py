@@ -297,7 +297,7 @@ def sample(args, argv):
             rates.append(args.batch * args.tokens / (clock(device) - middle))
         return {"tokens_per_s": summarize(rates[1:]), "first_token_ms": summarize(first_ms[1:])}
 
-    ours = measure(lambda n: model.generate(prompt, n, top_k=200, custom_step=decode_step_for(model, args.batch),
+    ours = measure(lambda n: model.generate(prompt, n, top_k=200, custom_step=decode_step_for(model),
                                             generator=RowNoise(range(args.batch), model.lm_head.weight)))
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     rate = copy_rate(device)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels import is_supported, jit, tl, triton
-from runtime.kernels.block import MAX_WIDTH, residual_layernorm_fwd
+from runtime.kernels.block import residual_layernorm_fwd
 
 # The fastest values tried on an H200 with GPT-2 XL (results/h200_x1_one_token.json)
 TILES = {2048: (8, 4), 8192: (2, 16)}  # {matrix width, rounded up to a power of 2: (rows, warps) per program}
@@ -159,11 +159,11 @@ class RowNoise:
         return noise
 
 
-def decode_step_for(model, B):
-    """Return generate()'s custom_step for batch size B, or None if these kernels don't support the model."""
+def decode_step_for(model):
+    """Return generate()'s custom_step, or None if these kernels don't support the model."""
     c, weight = model.config, model.lm_head.weight
-    D, max_width = c.n_embd // c.n_head, max(TILES) // 4 if B == 1 else MAX_WIDTH
-    fits = (c.bias and c.gelu == "tanh" and c.n_embd <= max_width and D & (D - 1) == 0 and D >= 16
+    D = c.n_embd // c.n_head
+    fits = (c.bias and c.gelu == "tanh" and 4 * c.n_embd <= max(TILES) and D & (D - 1) == 0 and D >= 16
             and weight.is_cuda and is_supported(weight))
     return partial(decode_step, model) if fits else None
 

@@ -90,7 +90,7 @@ def generate_texts(model, prompt, seeds, max_new_tokens, decode, end=None, stop_
 
     model.generate(torch.tensor([prompt] * len(seeds), device=device), max_new_tokens, end_of_text=end,
                    on_token=on_token, generator=RowNoise(seeds, model.lm_head.weight),
-                   custom_step=decode_step_for(model, len(seeds)), **sampling)
+                   custom_step=decode_step_for(model), **sampling)
     for text in texts:
         text.flush()
     return texts

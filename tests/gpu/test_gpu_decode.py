@@ -23,7 +23,7 @@ def test_logits_with_a_cache_are_those_without(config, prompt, new, batch, kerne
     """The lengths cross the borders at which programs divide the keys in another way, and fill the context."""
     weights = random_weights(config)
     model = build(config, weights, torch.bfloat16).eval()
-    custom_step = decode_step_for(model, batch) if kernels else None
+    custom_step = decode_step_for(model) if kernels else None
     assert (custom_step is not None) == kernels
     torch.manual_seed(0)
     idx = torch.randint(config.vocab_size, (batch, prompt + new), device="cuda")
@@ -66,7 +66,7 @@ def test_greedy_text_is_that_of_transformers(theirs, ours, batch):
     for _ in range(10):
         wanted = torch.cat([wanted, theirs(wanted[:, -96:]).logits[:, -1:].argmax(-1)], dim=1)
     assert wanted.shape == (batch, 106) and len(wanted[:, 16:].unique()) > 10
-    for custom_step in (decode_step_for(ours, batch), None):
+    for custom_step in (decode_step_for(ours), None):
         assert torch.equal(ours.generate(idx, 90, temperature=0, custom_step=custom_step), wanted)
 
 
