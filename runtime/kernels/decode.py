@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from runtime.kernels import is_supported, jit, tl, triton
 from runtime.kernels.block import residual_layernorm_fwd
 
-# The fastest values tried on an H200 with GPT-2 XL (results/h200_x1_one_token.json)
+# The fastest values tried on an H200 with GPT-2 XL (results/h200_x1_one_token.json, h200_x1_sampling.json)
 TILES = {2048: (8, 4), 8192: (2, 16)}  # {matrix width, rounded up to a power of 2: (rows, warps) per program}
-ATTENTION_TILES = (64, 4), (32, 4)  # (keys that a program loads at once, warps): at batch size 1, in a batch
+ATTENTION_TILES = (64, 4), (32, 2)  # (keys that a program loads at once, warps): at batch size 1, in a batch
 MAX_KV_SPLITS, HEAD_PROGRAMS = 8, 32  # programs per head at batch size 1; programs per head of all sequences together
 NORM_WARPS = 4
 
