@@ -219,6 +219,8 @@ def planned_gb(model, preset, micro, recomputed, gpus=1, accumulate_locally=Fals
     """Return the estimated peak GB per GPU of a model on meta in bfloat16, without CUDA's own."""
     batch = Batch(micro, 32 // micro, gpus, 1024)
     config, _ = resolve(ROOT / preset, batch, 1.0, "bfloat16", True)
+    if config["zero_optimization"]["stage"] == 3:  # these runs are older than engine/zero3_blocks.py
+        config["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
     stored, trainable = (sum(p.numel() for p in model.parameters() if p.requires_grad or every)
                          for every in (True, False))
     return torch_bytes(Job(model.config, Hardware("cuda", "bfloat16", True, 0), batch,
