@@ -138,6 +138,18 @@ def test_rows_are_the_same_for_any_split_and_after_a_resume(chat):
             assert weights.tolist() == pytest.approx([accumulation * world_size / (y >= 0).sum().item()] * len(mine))
 
 
+def test_every_token_of_other_text_counts_in_a_mixture(chat):
+    """Of 12 sequences 8 are text of 72 targets each."""
+    rows = open_sequences(chat.data, "train", BLOCK)
+    settings = {"block_size": BLOCK, "seed": 7, "batch_size": 3, "gradient_accumulation_steps": 2}
+    sources = [(rows, 1), (np.zeros(5000, np.uint16), 2)]
+    ranks = [list(itertools.islice(train_batches(sources, 3, rank, 2, settings, 256, "cpu"), 2)) for rank in (0, 1)]
+    counted = torch.cat([(y >= 0).sum(dim=1) for batches in ranks for _, y, _ in batches])
+    assert sorted(counted.tolist())[4:] == [72] * 8 and 0 < counted.min() and counted[counted < 72].numel() == 4
+    assert {weight.item() for batches in ranks for *_, weight in batches} == {
+        torch.tensor(4 / counted.sum().item()).item()}
+
+
 def test_what_does_not_fit_is_cut_and_what_has_no_answer_left_is_dropped():
     """Four conversations of 3 + 2, 6 + 1, 2 + 7 and 1 + 1 tokens, in rows of 5 + 1."""
     mask = np.array([2, 0, 0, 1, 1, 2, 0, 0, 0, 0, 0, 1, 2, 0, 1, 1, 1, 1, 1, 1, 1, 2, 1], np.uint8)
