@@ -5,12 +5,11 @@
     python launch_deepspeed.py --headline                what run_deepspeed_xl.sh runs after it has created .venv
 
 All other arguments (a config file, --key=value) go to train_deepspeed.py. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C are
-forwarded: the run saves a checkpoint and exits. A second Ctrl-C kills it. The ranks are started
-by runtime/launch.py, a wrapper of torchrun: stopping the deepspeed command can leave ranks running.
+forwarded: the run saves a checkpoint and exits. A second Ctrl-C kills it. The ranks are started by runtime/launch.py, a
+wrapper of torchrun: stopping the deepspeed command can leave ranks running.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
@@ -19,13 +18,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
-
+from configurator import settings_of_script
 from runtime.output import exit_with_error, protect_output
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 TRAIN = os.path.join(ROOT, "train_deepspeed.py")
-STOP_TIMEOUT_S = 315  # runtime/launch.py kills the ranks 300 s after a signal
 
 # Runs in its own process, because CUDA keeps memory on each GPU that a process looks at
 LIST_GPUS = """
@@ -67,104 +64,74 @@ def parse_arguments():
     return named.headline, named.num_gpus, args
 
 
-class Commands:
-    """Runs commands one after another. A signal stops the current command and then this program."""
-
-    stopping = "the run finishes its step, saves and exits"
-
-    def __init__(self):
-        self.process = self.stopped_by = None  # the current command; the first signal
-        self.env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))}
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
-                signal.signal(number, self.on_signal)
-        signal.signal(signal.SIGALRM, lambda *_: self.kill())
-
-    def run(self, *arguments, stdout=None, check=True, **env):
-        """Run Python with these arguments. Return (exit code, output if stdout is a pipe). check: exit if it fails."""
-        # In its own session, so that the terminal's Ctrl-C reaches it through us only, once
-        self.process = subprocess.Popen([sys.executable, *arguments], env=self.env | env, text=True, stdout=stdout,
-                                        stdin=subprocess.DEVNULL, start_new_session=True)
-        self.forward()  # a signal that came just before
-        printed, code = self.process.communicate()[0], self.process.returncode
-        code = code if code >= 0 else 128 - code
-        if self.stopped_by and not 1 < code < 128:  # 2 stays: the checkpoint could not be saved
-            code = 128 + self.stopped_by
-        if self.stopped_by or (code and check):
-            raise SystemExit(code)
-        return code, printed
-
-    def on_signal(self, number, _):
-        """Forward the first signal only: at a second one, torchrun would leave its ranks behind."""
-        if not self.stopped_by:
-            self.stopped_by = number
-            signal.alarm(STOP_TIMEOUT_S)
-            print(f"Stopping: {self.stopping} (Ctrl-C again: kill it)", file=sys.stderr)
-            self.forward()
-        elif number == signal.SIGINT:
-            self.kill()
-
-    def forward(self):
-        """Send the signal to the session of the current command. Torchrun's ranks have sessions of their own."""
-        if self.process and self.stopped_by:
-            training = "runtime.launch" in self.process.args
-            with contextlib.suppress(ProcessLookupError):  # others would print a traceback at SIGINT
-                os.killpg(self.process.pid, self.stopped_by if training else signal.SIGTERM)
-
-    def kill(self):
-        """Kill the current command and all processes below it."""
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(self.process.pid)
-            for one in [*process.children(recursive=True), process]:
-                one.kill()
-
-    def list_gpus(self):
-        """Return a description of each visible GPU."""
-        if os.environ.get("DS_ACCELERATOR") == "cpu":
-            self.env["CUDA_VISIBLE_DEVICES"] = ""
-        gpus, problem = json.loads(self.run("-W", "ignore", "-c", LIST_GPUS, stdout=subprocess.PIPE)[1])
-        if problem and self.env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
-            fail(f"nvidia-smi lists GPUs, but {': '.join(problem)}, check CUDA_VISIBLE_DEVICES, or run on CPU with "
-                 "DS_ACCELERATOR=cpu")
-        return gpus
-
-    def read_settings(self, args):
-        """Return train_deepspeed.py's settings for these arguments, or exit with code 2 if they are wrong."""
-        return json.loads(self.run(TRAIN, *args, "--print_settings", stdout=subprocess.PIPE)[1].splitlines()[-1])
-
-    def train(self, ranks, args, script=TRAIN):
-        command = ["-m", "runtime.launch", "--standalone", f"--nproc_per_node={ranks}", script, *args]
-        print(shlex.join([sys.executable, *command]))
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        self.env.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))  # torchrun's 1 is slow for CPU offload
-        self.run(*command)
+def exit_on_signals():
+    """Exit with 128 + its number at a signal. subprocess.run() then kills the command that it waits for."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
-def run_headline(commands, ranks, args):
+def run_python(*arguments, stdout=None, **env):
+    """Run Python in the project's folder. Return (exit code, output if stdout is a pipe)."""
+    # In its own process group, so that the terminal's Ctrl-C reaches it through us only
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=os.environ | env, text=True, stdout=stdout,
+                          stdin=subprocess.DEVNULL, process_group=0)
+    return done.returncode if done.returncode >= 0 else 128 - done.returncode, done.stdout
+
+
+def list_gpus():
+    """Return a description of each visible GPU."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    code, printed = run_python("-W", "ignore", "-c", LIST_GPUS, stdout=subprocess.PIPE)
+    if code:
+        raise SystemExit(code)
+    gpus, problem = json.loads(printed)
+    if problem and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+        fail(f"nvidia-smi lists GPUs, but {': '.join(problem)}, check CUDA_VISIBLE_DEVICES, or run on CPU with "
+             "DS_ACCELERATOR=cpu")
+    return gpus
+
+
+def train(ranks, args, script=TRAIN):
+    """Train on this node. Exit with the run's exit code, unless it is 0."""
+    from runtime import launch  # imports PyTorch
+
+    arguments = ["--standalone", f"--nproc_per_node={ranks}", script, *args]
+    print(shlex.join([sys.executable, "-m", "runtime.launch", *arguments]))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))  # torchrun's 1 is slow for CPU offload
+    if code := launch.run(arguments):
+        raise SystemExit(code)
+    exit_on_signals()  # torchrun has replaced the handlers
+
+
+def run_headline(ranks, args):
     """Prepare the data, check the run, train and sample: GPT-2 XL, or without a GPU a small character-level model."""
-    if gpus := commands.list_gpus():
+    os.chdir(ROOT)
+    if gpus := list_gpus():
         ranks, ours = ranks or len(gpus), ["config/xl_shakespeare.py"]
         print(f"{len(gpus)} GPUs: {'; '.join(gpus)}")
     else:
         ranks, ours = ranks or 2, ["config/shakespeare_char_cpu.py", "--out_dir=out-demo"]
         print(f"No CUDA GPU: training a small character-level model on {ranks} CPU processes instead, in out-demo")
-        commands.env["DS_ACCELERATOR"] = "cpu"
-    settings = commands.read_settings([*ours, *args])  # later arguments win
-    keeps = settings["init_from"] == "resume" or settings["eval_only"] or settings["dry_run"]
-    if not gpus and settings["out_dir"] == "out-demo" and not keeps:  # never a folder that the user named
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    settings = settings_of_script(TRAIN, [*ours, *args])  # later arguments win
+    keeps = settings.init_from == "resume" or settings.eval_only or settings.dry_run
+    if not gpus and settings.out_dir == "out-demo" and not keeps:  # never a folder that the user named
         print("Overwriting out-demo")
         ours.append("--overwrite=True")
-    data = Path("data", str(settings["dataset"]))
+    data = Path("data", str(settings.dataset))
     if data.parent == Path("data") and (data / "prepare.py").is_file() and not (data / "meta.json").is_file():
         print(f"Preparing {data}")
-        commands.run(data / "prepare.py")
-    commands.run(TRAIN, *ours, *args, "--dry_run=True", WORLD_SIZE=str(ranks))
-    if settings["dry_run"]:
-        return
-    commands.train(ranks, [*ours, *args])
-    if settings["keep_last"] and not settings["eval_only"]:
-        code, _ = commands.run("sample.py", f"--out_dir={settings['out_dir']}", "--num_samples=1",
-                               "--max_new_tokens=200", check=False)
+        if code := run_python(data / "prepare.py")[0]:
+            raise SystemExit(code)
+    code, _ = run_python(TRAIN, *ours, *args, "--dry_run=True", WORLD_SIZE=str(ranks))
+    if code or settings.dry_run:
+        raise SystemExit(code)
+    train(ranks, [*ours, *args])
+    if settings.keep_last and not settings.eval_only:
+        code, _ = run_python("sample.py", f"--out_dir={settings.out_dir}", "--num_samples=1", "--max_new_tokens=200")
         if code:
             print(f"launch_deepspeed.py: training succeeded, but sampling failed (exit code {code})", file=sys.stderr)
 
@@ -172,14 +139,13 @@ def run_headline(commands, ranks, args):
 def main():
     protect_output()
     sys.stdout.reconfigure(line_buffering=True)  # print before the commands do
+    exit_on_signals()
     headline, ranks, args = parse_arguments()
-    commands = Commands()
     if headline:
-        os.chdir(ROOT)
-        run_headline(commands, ranks, args)
+        run_headline(ranks, args)
     else:
-        commands.read_settings(args)
-        commands.train(ranks or len(commands.list_gpus()) or 1, args)
+        settings_of_script(TRAIN, args)  # exits for mistakes
+        train(ranks or len(list_gpus()) or 1, args)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,14 @@ def run(argv):
     close, codes = PContext.close, []  # codes: exit codes of the closed ranks
 
     def close_with_save_timeout(self, death_sig=None, timeout=30):
-        """PContext.close, which ends the ranks, but with more time after a signal."""
-        close(self, death_sig, SAVE_TIMEOUT_S if isinstance(sys.exception(), SignalException) else timeout)
+        """PContext.close, which ends the ranks, but with more time after a signal. A second Ctrl-C kills them."""
+        if isinstance(sys.exception(), SignalException):
+            timeout = SAVE_TIMEOUT_S
+            for name in SIGNALS.split(","):
+                signal.signal(getattr(signal, name), signal.SIG_IGN)
+            signal.signal(signal.SIGINT, lambda *_: close(self, signal.SIGKILL) or os._exit(130))
+            print("Stopping: the ranks finish their step, save and exit (Ctrl-C again: kill them)", file=sys.stderr)
+        close(self, death_sig, timeout)
         codes.extend(handler.proc.returncode for handler in getattr(self, "subprocess_handlers", {}).values())
 
     PContext.close = close_with_save_timeout
