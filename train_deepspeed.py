@@ -59,7 +59,7 @@ skip_grad_spikes = False  # skip steps with a gradient norm far above the recent
 # Loggers
 wandb_log = False  # log to Weights & Biases; set WANDB_MODE=offline if there is no network
 wandb_project = "gpt2-deepspeed"  # project in Weights & Biases
-wandb_run_name = "gpt2-xl"  # run name in Weights & Biases
+wandb_run_name: str | None = None  # run name in Weights & Biases; None: the name of out_dir
 tensorboard_log = False  # log to out_dir/tensorboard
 # Data
 dataset: str | dict = "shakespeare"  # folder in data/, a path, or a weighted mixture: {"mine": 0.3, "other": 0.7}

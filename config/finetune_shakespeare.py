@@ -4,7 +4,6 @@
 out_dir = "out-shakespeare"
 init_from = "gpt2"
 dataset = "shakespeare"
-wandb_run_name = "gpt2"
 
 eval_interval = 10
 eval_iters = 10  # 40 windows; the validation split has 35

@@ -5,7 +5,6 @@
 out_dir = "out-lora-paper-r64"
 init_from = "gpt2-xl"
 dataset = "shakespeare"
-wandb_run_name = "gpt2-xl-lora-paper-r64"
 
 lora_rank = 64
 lora_dropout = 0.05

@@ -6,7 +6,6 @@
 out_dir = "out-shakespeare-xl-lora"
 init_from = "gpt2-xl"
 dataset = "shakespeare"
-wandb_run_name = "gpt2-xl-lora"
 
 lora_rank = 64
 lora_dropout = 0.05

@@ -4,7 +4,6 @@
 out_dir = "out-shakespeare-char"
 init_from = "scratch"
 dataset = "shakespeare_char"
-wandb_run_name = "char"
 
 eval_interval = 250
 eval_iters = 7  # 448 windows; the validation split has 435

@@ -4,8 +4,6 @@
 out_dir = "out-gpt2"
 init_from = "scratch"
 dataset = "openwebtext"
-wandb_project = "owt"
-wandb_run_name = "gpt2-124M"
 
 eval_interval = 1000
 eval_iters = 200

@@ -5,8 +5,6 @@
 out_dir = "out-gpt2-xl"
 init_from = "scratch"
 dataset = "openwebtext"
-wandb_project = "owt"
-wandb_run_name = "gpt2-xl"
 
 n_layer = 48
 n_head = 25

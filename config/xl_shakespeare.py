@@ -5,7 +5,6 @@
 out_dir = "out-shakespeare-xl-deepspeed"
 init_from = "gpt2-xl"
 dataset = "shakespeare"
-wandb_run_name = "gpt2-xl"
 
 eval_interval = 5
 eval_iters = 20

@@ -224,8 +224,8 @@ class WandbLogger:
     def __init__(self, settings, run_id, iter_num):
         import wandb
 
-        self.run = wandb.init(project=settings["wandb_project"], name=settings["wandb_run_name"], config=settings,
-                              id=run_id, resume="allow")
+        name = settings["wandb_run_name"] or os.path.basename(os.path.abspath(settings["out_dir"]))
+        self.run = wandb.init(project=settings["wandb_project"], name=name, config=settings, id=run_id, resume="allow")
         self.log, self.close = self.run.log, self.run.finish
 
 
