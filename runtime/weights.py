@@ -38,8 +38,10 @@ def weights_errors(path):
     except UserError:
         raise
     except Exception as error:
-        why = (str(error).splitlines() or [""])[0]
-        raise UserError(f"{path} cannot be read ({type(error).__name__}: {why}): fetch it again, or choose "
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if isinstance(error, pickle.UnpicklingError):  # its message advises to let the file run code
+            why = "it is damaged, or contains what could run code"
+        raise UserError(f"{path} cannot be read ({why}): fetch it again, or choose "
                         "other weights with --init_from=PATH") from None
 
 
@@ -51,20 +53,18 @@ def fetch_from_hub(name):
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
     repo, files, (revision, sha256) = f"openai-community/{name}", ("config.json", "model.safetensors"), HUB[name]
-    found = sha256
     try:
         cached = all(isinstance(try_to_load_from_cache(repo, file, revision=revision), str) for file in files)
         if not cached:
             HfApi().model_info(repo, revision=revision)  # fails at once without a network; a download retries for 30 s
         for file in files:
             path = hf_hub_download(repo, file, revision=revision)
-        if not cached and (found := file_digest(path)["sha256"]) != sha256:
-            os.remove(os.path.realpath(path))  # path is a link in the hub's cache
     except Exception as error:  # httpx, hub and OS errors have no common base
         raise UserError(f"the weights of {name} could not be fetched ({type(error).__name__}): download config.json "
                         "and model.safetensors elsewhere and give their folder with --init_from=DIR, or set "
                         "HF_ENDPOINT to a mirror") from None
-    if found != sha256:
+    if not cached and (found := file_digest(path)["sha256"]) != sha256:
+        os.remove(os.path.realpath(path))  # path is a link in the hub's cache
         raise UserError(f"the downloaded weights of {name} have the sha256 {found}, not {sha256}, and were deleted: "
                         "start again, or give a folder of weights with --init_from=DIR")
     return os.path.dirname(path)
@@ -91,10 +91,7 @@ def load_untrusted(path):
     """Return what torch.save wrote to a file, memory-mapped if its format allows that. The file can't run code: only
     tensors and plain containers are unpickled. Raises UserError."""
     with weights_errors(path):
-        try:
-            return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
-        except pickle.UnpicklingError:  # its message advises to let the file run code
-            raise UserError(f"{path} is damaged, or contains what could run code: not read") from None
+        return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
 
 
 def read_nanogpt(path):

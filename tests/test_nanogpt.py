@@ -180,7 +180,8 @@ def test_a_strangers_checkpoint_does_not_run_its_code(nanogpt, train, tmp_path):
     trained = train(f"--init_from={path}", "--n_layer=None", "--n_head=None", "--n_embd=None")
     for run in (sampled, trained):
         assert run.returncode == 2 and run.stderr == (
-            f"{path} is damaged, or contains what could run code: not read\n")
+            f"{path} cannot be read (it is damaged, or contains what could run code): "
+            "fetch it again, or choose other weights with --init_from=PATH\n")
     with pytest.raises(UserError, match="is damaged, or contains what could run code"):
         GPT.from_pretrained(str(bin_folder))
     assert not (tmp_path / "mark").exists()
