@@ -8,6 +8,7 @@ import secrets
 import shutil
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]  # the project's folder
 TEMP_SUFFIX = ".tmp"
 TEMP_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # .NAME.RANDOM.tmp, the files that write_temp() writes
 
@@ -82,10 +83,8 @@ def format_bytes(size):
 
 def nearest_existing_dir(path):
     """Return `path`, or its nearest parent folder that exists."""
-    path = os.path.abspath(path)
-    while not os.path.exists(path):
-        path = os.path.dirname(path)
-    return path
+    path = Path(path).absolute()
+    return next(folder for folder in (path, *path.parents) if os.path.exists(folder))  # Path.exists() may raise
 
 
 def free_bytes(path):

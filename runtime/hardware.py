@@ -25,10 +25,6 @@ class Gpu:
     bf16: bool = True  # compute capability 8.0 and up
     fp8: bool = False  # our FP8 kernels run on it: compute capability 9.0 and up
 
-    @property
-    def half_dtype(self):
-        return "bfloat16" if self.bf16 else "float16"
-
 
 GPUS = {
     "T4": Gpu(16, 65, bf16=False), "V100": Gpu(16, 125, bf16=False), "V100-32": Gpu(32, 125, bf16=False),

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.files import TEMP_SUFFIX, UserError, write_temp
+from runtime.files import ROOT, TEMP_SUFFIX, UserError, write_temp
 from runtime.output import exit_with_error, protect_output
 
 SPLITS = ("train", "val")
@@ -32,7 +32,6 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 # In the order in which they get their names: without train.bin, nobody takes the rest for a dataset of nanoGPT.
 FILES = ("tokenizer.json", "meta.pkl", "val_mask.bin", "train_mask.bin", "val.bin", "train.bin", "meta.json")
 COUNTS, BEGINS = 1, 2  # bits of a mask
-ROOT = Path(__file__).resolve().parents[2]
 SLICE = 2**22  # tokens handled at once
 CHECKED_SLICES = 64  # per split, evenly spread: all of Shakespeare, 3% of OpenWebText
 MAX_MIXTURE_PERIOD = 100_000  # sequences after which a mixture's pattern repeats

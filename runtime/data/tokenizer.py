@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from runtime.data import download
-from runtime.files import UserError, file_digest
+from runtime.files import ROOT, UserError, file_digest
 
 RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 RANKS_WHEEL = "mlx-whisper==0.4.3", ["mlx_whisper/assets/gpt2.tiktoken"]  # the same file, in a package
 RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"  # tiktoken expects the same
-ROOT = Path(__file__).resolve().parents[2]
 RANKS_FILE = ROOT / "data" / "gpt2.tiktoken"  # our copy, which git ignores
 
 CODE_POINTS = 0x110000  # in Unicode

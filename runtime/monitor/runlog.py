@@ -18,11 +18,9 @@ import torch
 
 from runtime.cluster.ranks import RANK, all_gather_scalars, exit_together, print0, show_progress
 from runtime.cluster.shutdown import EXIT_REASONS
-from runtime.files import format_bytes, write_atomic
+from runtime.files import ROOT, format_bytes, write_atomic
 from runtime.hardware import peak_flops, peak_memory
 from runtime.monitor.history import append_history, read_history, series, trim_history
-
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 class RunLog:

@@ -12,9 +12,8 @@ from pathlib import Path
 from runtime.data import download
 from runtime.data.dataset import GPT2_VOCAB, exit_on_error, write_dataset
 from runtime.data.tokenizer import gpt2_encoding, tokenizer_of
-from runtime.files import UserError, file_digest
+from runtime.files import ROOT, UserError, file_digest
 
-ROOT = Path(__file__).resolve().parents[2]
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"  # 1,115,394 bytes
 TOKENS = {"gpt2": (301_966, 36_059), "char": (1_003_854, 111_540)}  # in train and val
