@@ -62,8 +62,7 @@ class GPTConfig:
 
 
 def attention_backends(device):
-    """Return SDPA's kernels for `device`, the preferred one first. On Hopper, cuDNN's is the fastest: forward and
-    backward of 8 x 1,024 tokens with 25 heads of 64 take 0.51 ms on an H200, and 0.71 ms with FlashAttention."""
+    """Return SDPA's kernels for `device`, the preferred one first. On an H200, cuDNN's takes 0.7x FlashAttention's time."""
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     if torch.cuda.get_device_capability(device)[0] >= 9:
         order.insert(0, SDPBackend.CUDNN_ATTENTION)
@@ -160,9 +159,8 @@ def addmm_fp32(total, a, b):
 class FusedLinearCrossEntropy(torch.autograd.Function):
     """Compute the mean or the sum of the cross-entropy of x @ weight.T, LOSS_CHUNK rows at a time.
 
-    Forward computes the gradients of each chunk from its logits. The full logits are never in memory, and no matmul
-    runs twice. The idea is Liger Kernel's (arXiv:2410.10989). Backward scales both gradients in float32, because a
-    scale rounded to bfloat16 can be off by 0.4%."""
+    Forward computes each chunk's gradients from its logits, so the full logits are never in memory (Liger Kernel,
+    arXiv:2410.10989). Backward scales them in float32, because a scale rounded to bfloat16 can be off by 0.4%."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, cross_entropy, mean=True):
@@ -257,9 +255,8 @@ class GPT(nn.Module):
         return [group for group in groups if group["params"]]
 
     def compile_blocks(self, **options):
-        """Compile each block's forward and the loss. options: torch.compile's. All blocks share one graph, so a cold
-        start takes about 11 s for GPT-2 XL on an H200. Compiling the whole model takes 52 s and is hardly faster.
-        Parameter names don't change, and hooks stay outside compiled code, which ZeRO-3 needs."""
+        """Compile each block's forward and the loss. options: torch.compile's. All blocks share one graph: GPT-2 XL's
+        takes 11 s, the whole model's 52 s (H200). Hooks stay outside compiled code, which ZeRO-3 needs."""
         for block in self.transformer.h:
             block.forward = torch.compile(block.forward, **options)
         self.lm_head.cross_entropy = torch.compile(cross_entropy_with_grad, **options)
@@ -301,9 +298,9 @@ class GPT(nn.Module):
         """Continue idx (B, T) by up to max_new_tokens and return (B, T + n). temperature, top_k, top_p, generator: see
         sample_token. repetition_penalty: CTRL's (arXiv:1909.05858). custom_step: see Decoder.
 
-        A row that has produced end_of_text repeats it. Generation stops when all rows have. on_token is called with
-        each new column (B,) and may return a mask of the rows that are done, (B,). Beyond block_size tokens the context
-        window slides and all positions change, so each token costs a full forward."""
+        A row that has produced end_of_text repeats it. Generation stops when all rows have. on_token gets each new
+        column (B,) and may return a mask of the rows that are done, (B,). Beyond block_size tokens, the context window
+        slides, so each token costs a full forward."""
         (B, T), block_size = idx.shape, self.config.block_size
         done = torch.zeros(B, dtype=torch.bool, device=idx.device)
         seen = done.new_zeros((B, self.config.vocab_size)).scatter_(1, idx, True)
@@ -364,9 +361,8 @@ class KVCache:
 class Decoder:
     """Computes the next tokens of B sequences, draw(logits (B, vocab_size)), with a KV cache of max_length tokens.
 
-    On CUDA, kernel launches take longer than the kernels, so decode_one_token captures a CUDA graph for each cache
-    length: 128, 256, ... It includes draw, which may use `generator` (see sample_token). custom_step(token, position,
-    caches) -> logits replaces the plain step, and one graph is enough (runtime/kernels/decode.py)."""
+    On CUDA, launches take longer than the kernels, so decode_one_token captures a CUDA graph for each cache length: 128,
+    256, ..., with draw in it, which may use `generator`. custom_step (runtime/kernels/decode.py) needs only one graph."""
 
     def __init__(self, model, B, max_length, custom_step=None, draw=lambda logits: logits, generator=None):
         c, weight = model.config, model.transformer.wte.weight
