@@ -6,14 +6,12 @@ A script's settings are its top-level names. Their types are those of the defaul
 not enough (`lr_decay_iters: int | None = None`, `lr_schedule: Literal["cosine", "linear"] = "cosine"`).
 
 Config files are Python. They run in a namespace of their own that holds the settings so far. They may compute and
-import, and use other names that begin with an underscore. `--help` prints every setting with its comment, and
-`--print_settings` the resulting values as JSON.
+import, and use other names that begin with an underscore. `--help` prints every setting with its comment.
 """
 
 import ast
 import dataclasses
 import difflib
-import json
 import os
 import re
 import signal
@@ -182,26 +180,20 @@ def explain_missing_package(error):
 
 def from_command_line(script, argv=None):
     """Return the settings of the script whose globals() are given, from its command line: see configure(). Exits after
-    --help and --print_settings. For mistakes, prints one line each and exits with code 2."""
+    --help. For mistakes, prints one line each and exits with code 2."""
     argv = sys.argv[1:] if argv is None else argv
     explain_uncaught(explain_missing_package)
     path, annotations = script["__file__"], script.get("__annotations__", {})
     source = Path(path).read_text(encoding="utf-8").partition("\nsettings = ")[0]
     defaults = {k: v for k, v in script.items() if not k.startswith("_") and isinstance(v, SETTING_TYPES)}
     if "--help" in argv or "-h" in argv:
-        shown = help_text(source, defaults, annotations)
-    else:
-        try:
-            settings = configure(defaults, [a for a in argv if a != "--print_settings"], annotations,
-                                 os.path.dirname(os.path.abspath(path)))
-        except UserError as error:
-            exit_with_error(error)
-        if "--print_settings" not in argv:
-            return settings
-        shown = json.dumps(vars(settings))
-    exit_quietly_on_broken_pipe()
-    print(shown)
-    raise SystemExit(0)
+        exit_quietly_on_broken_pipe()
+        print(help_text(source, defaults, annotations))
+        raise SystemExit(0)
+    try:
+        return configure(defaults, argv, annotations, os.path.dirname(os.path.abspath(path)))
+    except UserError as error:
+        exit_with_error(error)
 
 
 def settings_of_script(script, argv):

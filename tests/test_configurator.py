@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from engine.zero_worker import WAYS
 from monitor.test_profiler import MEASURED
 
-from configurator import configure
+from configurator import configure, settings_of_script
 from runtime.engine.ds_config import DTYPE_BLOCK, allowed_keys, resolve, uses_offload
 from runtime.files import UserError
 from runtime.plan.run_plan import Batch
@@ -162,7 +162,7 @@ def test_all_problems_are_told_at_once(config):
 def test_only_python_files_are_configs(config, name, hint):
     """Much JSON is Python too: run as a config file it would change nothing, without a word."""
     path = config('{"zero_optimization": {"stage": 1}}', name)
-    done = python(SCRIPT, path, "--print_settings")
+    done = python(SCRIPT, path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"config file {path} is not a .py file: name a .py file, or write {hint.format(path)}\n"
 
@@ -333,13 +333,11 @@ def test_every_setting_has_a_description_of_its_own_and_its_choices():
     assert values["target_gpu"] == ["float", "str", "None"] and values["bias"] == ["True", "False", "None"]
 
 
-def test_print_settings_from_any_folder(tmp_path):
-    done = python(SCRIPT, "config/shakespeare_char_cpu.py", "--max_iters", "7", "--print_settings", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    settings = json.loads(done.stdout)
-    assert list(settings) == list(script_settings()[0])
-    assert (settings["max_iters"], settings["n_embd"], settings["learning_rate"]) == (7, 128, 2e-3)
-    assert list(tmp_path.iterdir()) == []
+def test_settings_of_a_script_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = settings_of_script(str(SCRIPT), ["config/shakespeare_char_cpu.py", "--max_iters", "7"])
+    assert list(vars(settings)) == list(script_settings()[0])
+    assert (settings.max_iters, settings.n_embd, settings.learning_rate) == (7, 128, 2e-3)
 
 
 def test_a_mistake_ends_with_2_and_no_traceback():
@@ -587,7 +585,7 @@ def test_before_auto_is_what_auto_overwrote():
         assert configure(DEFAULTS, argv, ANNOTATIONS).before_auto == before
 
 
-@pytest.mark.parametrize("words", ["train_deepspeed.py --help", "sample.py --print_settings"])
+@pytest.mark.parametrize("words", ["train_deepspeed.py --help", "sample.py -h"])
 def test_a_reader_that_goes_away_ends_it_quietly(words):
     """As after `| head`: by SIGPIPE, and without a word."""
     reader, writer = os.pipe()

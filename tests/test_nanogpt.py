@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from conftest import CHARS, ROOT, done, launch, read_history
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from configurator import settings_of_script
 from model import GPT
 from runtime.data.loader import eval_offsets
 from runtime.files import UserError
@@ -237,6 +238,6 @@ def test_a_config_and_data_of_nanogpt_run_as_they_are(nanogpt, train, tmp_path):
 ], ids=["eval_gpt2_xl", "train_gpt2"])
 def test_nanogpts_defaults_stand_behind_its_files(tmp_path, text, changed):
     (tmp_path / "theirs.py").write_text(text)
-    run = launch(ROOT / "train_deepspeed.py", "config/nanogpt.py", tmp_path / "theirs.py", "--print_settings")
-    settings = json.loads(run.stdout)
+    arguments = ["config/nanogpt.py", str(tmp_path / "theirs.py")]
+    settings = vars(settings_of_script(str(ROOT / "train_deepspeed.py"), arguments))
     assert {name: settings[name] for name in changed} == changed and settings["bias"] is False

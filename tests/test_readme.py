@@ -25,7 +25,7 @@ TAKE_SETTINGS = {"train_deepspeed.py": "train_deepspeed.py", "sample.py": "sampl
 SUBCOMMANDS = {"bench.py": ("train", "sample", "data", "checkpoint", "table")}
 FOREIGN = {  # options of torchrun, deepspeed, sbatch, lm_eval, and ours that are not settings
     "--nproc_per_node", "--nnodes", "--node_rank", "--rdzv_backend", "--master_addr", "--num_gpus", "--hostfile",
-    "--no_ssh", "--include", "--nodes", "--gpus-per-node", "--help", "--print_settings",
+    "--no_ssh", "--include", "--nodes", "--gpus-per-node", "--help",
     "--local_rank", "--key", "--name", "--model", "--model_args", "--install", "--logdir"}
 MADE = [  # by runs, by preparation, by the user
     "out-*", "*input.txt", "my.txt", "data/mine*", "config.json", "generation_config.json", "adapter_config.json",
@@ -116,7 +116,7 @@ def wrong(words):
         return None
     if arguments and arguments[0] in SUBCOMMANDS.get(script, ()):
         arguments = arguments[1:]
-    own = own_options(script) | {"--help", "--print_settings"}
+    own = own_options(script) | {"--help"}
     rest = [word for word in arguments if word.split("=")[0] not in own]
     if script not in TAKE_SETTINGS:
         unknown = [word for word in rest if word.startswith("--")]
