@@ -3,5 +3,4 @@
 # Estimate: 16.83 GB. See its parts with --dry_run=True --target_gpu=24
 batch_size = 2
 gradient_accumulation_steps = 16  # 2 x 16 = 32 sequences per step, like 1 x 32
-gradient_checkpointing = False
 deepspeed_config = "config/ds/zero2_offload.json"  # the optimizer takes 25 GB of host memory

@@ -3,5 +3,4 @@
 # Estimate: 22.68 GB. See its parts with --dry_run=True --target_gpu=32
 batch_size = 4
 gradient_accumulation_steps = 8  # 4 x 8 = 32 sequences per step, like 1 x 32
-gradient_checkpointing = False
 deepspeed_config = "config/ds/zero2_offload.json"  # the optimizer takes 25 GB of host memory
