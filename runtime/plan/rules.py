@@ -66,6 +66,10 @@ def plan_iterations(s, windows, batch, problems, notes):
     if s.cooldown_iters is not None and s.warmup_iters + s.cooldown_iters > end and s.warmup_iters < max_iters:
         problems.add(f"cooldown_iters={s.cooldown_iters} and warmup_iters={s.warmup_iters} exceed the {end} iterations "
                      f"of the schedule: use at most --cooldown_iters={max(0, end - s.warmup_iters)}")
+    ignored = [] if s.decay_lr and s.lr_schedule != "constant" else ["lr_decay_iters", "min_lr"]
+    ignored += ["warmup_iters"] * (not s.decay_lr)
+    if ignored := [f"{name}={getattr(s, name)}" for name in ignored if getattr(s, name)]:
+        notes.append(f"the learning rate is constant, without {', '.join(ignored)}")
     if s.decay_lr and s.warmup_iters >= max_iters > 0:
         notes.append(f"the run ends after {max_iters:,} iterations, during warmup: it never reaches learning_rate "
                      f"(warmup_iters={s.warmup_iters:,})")

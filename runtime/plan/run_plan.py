@@ -169,7 +169,7 @@ def make_plan(settings, ranks, problems, notes, fetch=True):
     s = plan_iterations(s, windows, batch, problems, notes)
     lora = problems.attempt(lora_config, vars(s))
     start = files.attempt(find_start, s, data, lora, batch.sequences, notes, fetch and s.target_gpu is None)
-    tokenizer = files.attempt(sample_tokenizer, s, data) if data and s.sample_interval else None
+    tokenizer = files.attempt(sample_tokenizer, s, data, notes) if data and s.sample_interval else None
     params, size = None, 0
     if start:
         problems.attempt(check_fp8, s, start.model, hardware)
@@ -242,12 +242,15 @@ def resolve_ds_config(s, batch, hardware, notes):
     return config
 
 
-def sample_tokenizer(s, data):
-    """Return (encode, decode) for samples. Raises UserError."""
+def sample_tokenizer(s, data, notes):
+    """Return (encode, decode) for samples. Note samples that block_size shortens. Raises UserError."""
     encode, decode = tokenizer_of(data["tokenizer"])
     n = len(encode(s.sample_start))
     if not 1 <= n <= s.block_size:
         raise UserError(f"sample_start has {n} tokens: use 1 to {s.block_size} (block_size)")
+    if n + s.sample_tokens > s.block_size:
+        notes.append(f"samples have {s.block_size - n} tokens instead of sample_tokens={s.sample_tokens}, because they "
+                     f"end at block_size={s.block_size}")
     return encode, decode
 
 
