@@ -203,6 +203,8 @@ def test_the_memory_plan_is_what_was_measured():
         shape = {} if "small" in file.name else {"n_layer": 48, "n_head": 25, "n_embd": 1600}
         with torch.device("meta"):
             model = GPT(GPTConfig(**shape))
+        if s.get("lora_rank"):
+            apply_lora(model, {"rank": 64, "alpha": 1.0, "dropout": 0.05, "target_modules": TARGET_MODULES})
         at_once = "x2_bench" in file.name and "zero2" in s["deepspeed_config"] and s["gradient_accumulation_steps"] > 1
         planned = planned_gb(model, s["deepspeed_config"], s["batch_size"], s["gradient_checkpointing"], gpus, at_once)
         assert planned == pytest.approx(measured, rel=0.1, abs=0.2), file.name
@@ -351,6 +353,22 @@ def test_the_figures_of_the_engineering_notes_are_in_the_files_that_they_name():
     assert all(re.search(r"Files:\s", note) and len(note.splitlines()) < 40 for note in notes)
     wrong = notes[0].replace("717 ms", "718 ms")
     assert wrong != notes[0] and "718" in unrecorded(wrong)
+
+
+def test_zero3_by_block_and_the_guides_table_are_what_was_measured():
+    run, text = run_of("x2_zero3_blocks"), (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+    rows = {tuple(name.split(", ")): case for name, case in run["bench"].items()}
+    rows |= {("FSDP2", split): run["bench"][f"ZeRO-3, {split}"]["baseline"] for split in ("1 x 32", "2 x 16")}
+    for (name, split), case in rows.items():
+        cells = rf"\| {case['ms']['median']:,.0f} \| {case['peak_gb']:.1f} \|"
+        assert re.search(rf"^\| {name}[^|]* \| {split} {cells}", text, re.M), (name, split)
+    losses = {2: run["runs"]["stage 2 1 x 32"], 3: run["runs"]["stage 3 1 x 32, reduced per micro-step"]}
+    assert losses[3]["norms"][0] == pytest.approx(losses[2]["norms"][0], rel=2e-4)
+    assert losses[3]["losses"] == pytest.approx(losses[2]["losses"], abs=5e-4)
+    lora = run_of("x1_lora_paper")
+    steady = statistics.median(r["ms"] for r in lora["history"] if "ms" in r)
+    assert f"{steady:,.0f} ms per step of 64 sequences" in text and f"{lora['train_s']:.0f} s for 3 epochs" in text
+    assert list(lora["checkpoint_gb"]) == ["iter_14", "iter_5", "iter_10"]
 
 
 def test_every_file_of_results_is_named_and_every_named_file_exists():
