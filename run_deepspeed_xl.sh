@@ -1,29 +1,23 @@
 #!/usr/bin/env bash
-# From a fresh clone to a sample: create .venv, then let launch_deepspeed.py do the rest.
+# usage: ./run_deepspeed_xl.sh [CONFIG.py] [--key=value ...]
+#
+# Fine-tunes GPT-2 XL on Shakespeare on all visible GPUs (config/xl_shakespeare.py). Without a GPU, it trains a small
+# character-level model on the CPU (config/shakespeare_char_cpu.py). CONFIG.py and --key=value override these settings.
+#
+# It creates .venv, prepares the data, checks the run, trains, and prints a sample. Set PYTHON=/path/to/python to use
+# your own environment, and CUDA_VISIBLE_DEVICES=0,1 to select GPUs. Ctrl-C saves a checkpoint and exits; a second Ctrl-C
+# kills the run. The exit code is the run's: 2 for an error you can fix, 128 + the signal's number if stopped by a signal.
+
 set -euo pipefail
 trap '' PIPE  # if the reader of our output exits, the run continues
 caller=$PWD
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
-usage() {
-    cat <<'END'
-usage: ./run_deepspeed_xl.sh [CONFIG.py] [--key=value ...]
-
-Fine-tunes GPT-2 XL on Shakespeare on all visible GPUs (config/xl_shakespeare.py). Without a GPU, it trains a small
-character-level model on the CPU (config/shakespeare_char_cpu.py). CONFIG.py and --key=value override these settings.
-
-It creates .venv, prepares the data, checks the run, trains, and prints a sample. Set PYTHON=/path/to/python to use
-your own environment, and CUDA_VISIBLE_DEVICES=0,1 to select GPUs. Ctrl-C saves a checkpoint and exits; a second Ctrl-C
-kills the run. The exit code is the run's: 2 for an error you can fix, 128 + the signal's number if stopped by a signal.
-
-END
-}
-
 args=()
 for argument; do
     case $argument in
     -h | --help)
-        usage || exit 0
+        sed -n '2,/^$/{s/^# \{0,1\}//;p;}' run_deepspeed_xl.sh || exit 0  # the text above
         python=${PYTHON:-.venv/bin/python}
         command -v "$python" >/dev/null || python=python3
         "$python" train_deepspeed.py --help || true
