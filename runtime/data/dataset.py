@@ -158,11 +158,6 @@ def open_tokens(dataset, split):
     return np.memmap(Path(dataset.folder, f"{split}.bin"), DTYPES[dataset.meta["dtype"]], mode="r")
 
 
-def open_mask(dataset, split):
-    """Return the mask of a split of conversations as a memory-mapped array of uint8."""
-    return np.memmap(Path(dataset.folder, f"{split}_mask.bin"), np.uint8, mode="r")
-
-
 def same_tokenizer(a, b):
     """Return whether two metas have the same vocabulary and tokenizer, wherever its file is."""
     return a["vocab_size"] == b["vocab_size"] and {**a["tokenizer"], "file": 0} == {**b["tokenizer"], "file": 0}

@@ -119,10 +119,7 @@ def text_of(record, kind, field):
     """Return (UTF-8 text of a record, empty if it has none; whether its document ends with it). Raises ValueError if
     the record can't be read."""
     if kind in ("jsonl", "chat"):
-        if not record.strip():
-            return b"", True
-        value = parse_json(record)
-        return (json.dumps(messages_of(value)) if kind == "chat" else text_of_json(value, field)).encode(), True
+        return text_of_json(record, kind, field).encode() if record.strip() else b"", True
     text = str(record, "utf-8")
     if kind == "parquet":
         return record, True
@@ -130,14 +127,13 @@ def text_of(record, kind, field):
     return text.replace("\r\n", "\n").replace("\r", "\n").encode() if not text.isspace() else b"", bool(ends)
 
 
-def parse_json(line):
+def text_of_json(line, kind, field):
     try:
-        return json.loads(line)
+        value = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"invalid JSON ({getattr(error, 'msg', error)})") from None
-
-
-def text_of_json(value, field):
+    if kind == "chat":
+        return json.dumps(messages_of(value))
     fields = {} if not isinstance(value, dict) else {k: v for k, v in value.items() if isinstance(v, str | None)}
     if field not in fields:
         raise ValueError(f"no text field {field!r} (text fields: {', '.join(fields) or 'none'}): choose one with "

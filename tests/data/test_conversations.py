@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from model import GPT
 from runtime.checkpoint.shards import TagReader
 from runtime.checkpoint.tags import TagStore
-from runtime.data.dataset import BEGINS, COUNTS, Dataset, check_dataset, open_mask, open_tokens
+from runtime.data.dataset import BEGINS, COUNTS, Dataset, check_dataset, open_tokens
 from runtime.data.loader import Conversations, eval_batches, open_sequences, train_batches
 from runtime.files import UserError
 
@@ -81,7 +81,7 @@ def test_preparation_writes_the_template_the_answers_and_the_beginnings(chat):
         for messages in getattr(chat, split):
             begins.append(len(wanted))
             wanted += as_text(messages)
-        mask = open_mask(chat.data, split)
+        mask = np.fromfile(chat.folder / f"{split}_mask.bin", np.uint8)
         assert [chars[i] for i in open_tokens(chat.data, split)] == [char for char, _ in wanted]
         assert ((mask & COUNTS) > 0).tolist() == [counts for _, counts in wanted]
         assert np.flatnonzero(mask & BEGINS).tolist() == begins and len(begins) > 10
