@@ -131,7 +131,8 @@ def text_of_json(line, kind, field):
     try:
         value = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"invalid JSON ({getattr(error, 'msg', error)})") from None
+        hint = ": write one conversation per line" if kind == "chat" else ""
+        raise ValueError(f"invalid JSON ({getattr(error, 'msg', error)}){hint}") from None
     if kind == "chat":
         return json.dumps(messages_of(value))
     fields = {} if not isinstance(value, dict) else {k: v for k, v in value.items() if isinstance(v, str | None)}

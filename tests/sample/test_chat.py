@@ -158,7 +158,8 @@ BAD = {
     '{"prompt": "x", "completion": " "}': "message 2 is an empty answer: complete or remove it",
     '{"prompt": 3, "completion": "x"}': "message 1 (user) has no text",
     '{"instruction": "x", "input": "y"}': 'no conversation: give {"messages": [...]}, {"prompt", "completion"} or',
-    "[1, 2]": "no conversation", "[": "invalid JSON", "{\udcff": "'utf-8' codec can't decode byte",
+    "[1, 2]": "no conversation", "[": "invalid JSON (Expecting value): write one conversation per line",
+    "{\udcff": "'utf-8' codec can't decode byte",
 }
 
 
