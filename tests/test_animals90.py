@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import os
 import re
 import shlex
 import shutil
@@ -12,9 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
-from conftest import ROOT, done, launch
+from conftest import ROOT, done, kill, launch, wait_until
 from PIL import Image
 from torch.nn import functional as F
 from transformers import ResNetConfig, ResNetForImageClassification
@@ -400,8 +402,8 @@ def float16(train, tmp_path):
     shutil.copytree(EXAMPLE / "src", tmp_path / "examples" / "animals90" / "src")
     script = tmp_path / "examples" / "animals90" / "src" / "train_deepspeed.py"
     text = script.read_text()
-    assert text.count("on_gpu or not fp16") == 1
-    script.write_text(text.replace("on_gpu or not fp16", "True"))
+    assert text.count("fp16 and not on_gpu") == 1
+    script.write_text(text.replace("fp16 and not on_gpu", "False"))
 
     def run(block, *args, **options):
         config = json.loads((EXAMPLE / "ds_config_rtx5090.json").read_text())
@@ -481,7 +483,7 @@ def test_jsons_are_refused(config, sentence, tmp_path):
     (["--train_dir={pictures}/val/class_00"], "the class class_00 has no pictures .* has 0 classes: .* 2 or more"),
     (["--batch_size=0", "--fp16", "--bf16", "--plain", "--resume=x"],
      "batch_size=0 is too small: .*\n--fp16 and --bf16 exclude .*\n--plain has no .*\n--fp16 needs a GPU: .*"),
-    (["--deepspeed_config=x.json", "--offload_optimizer"], "--offload_optimizer is short for another JSON: .*"),
+    (["--deepspeed_config=x.json", "--offload_optimizer"], "--offload_optimizer is another JSON: .*"),
     (["--deepspeed_config=nowhere.json"], ".*nowhere.json: No such file or directory: .*"),
     (["--nmu_workers=8"], "command line: there is no setting 'nmu_workers': did you mean 'num_workers'\\?"),
     (["--pretrained=nowhere"], "pretrained=nowhere is not available or does not fit .*--pretrained none"),
@@ -498,14 +500,14 @@ def test_a_checkpoint_of_other_pictures_or_of_another_run_is_refused(train, two_
     checkpoints = two_ranks.cwd / "checkpoints"
     for arguments, sentence in (
             ([f"--resume={checkpoints}/epoch_4", "--image_size=48"], "image_size is 48, but 32 in .*drop --resume"),
-            ([], "checkpoints holds a run: continue it with --resume .*, delete it with --overwrite")):
+            ([], "checkpoints holds a run: use --resume .*, --overwrite, or another")):
         refused = train(f"--checkpoint_dir={checkpoints}", *arguments)
         assert refused.returncode == 2 and re.search(sentence, refused.stderr), refused.stderr
 
 
 def test_an_incomplete_or_dangerous_checkpoint_is_refused(two_ranks, tmp_path):
     for damage, sentence in (("missing", "1 optimizer files"), ("cut", "not a complete checkpoint"),
-                             ("code", "builtins.print could run code|print could run code")):
+                             ("code", "builtins.print, functools.partial could run code")):
         folder = tmp_path / damage
         shutil.copytree(two_ranks.cwd / "checkpoints" / "epoch_4", folder)
         file = next(folder.glob("epoch_4/*zero_pp_rank_1*"))
@@ -523,9 +525,9 @@ def test_an_unreadable_picture_ends_the_run_with_its_name(train, pictures, tmp_p
     shutil.copytree(pictures, tmp_path / "data")
     broken = tmp_path / "data" / "train" / "class_01" / "00003.jpg"
     broken.write_bytes(broken.read_bytes()[:400])
-    refused = train(f"--train_dir={tmp_path}/data/train", "--num_workers=1", ranks=2)
+    refused = train(f"--train_dir={tmp_path}/data/train", "--num_workers=1")
     assert refused.returncode == 2
-    assert f"{broken} cannot be read (OSError): remove it; python prepare.py --check finds" in refused.stderr
+    assert f"{broken} cannot be read (OSError): find all such files with python prepare.py --check" in refused.stderr
     checked = prepare("--check", cwd=tmp_path)
     assert checked.returncode == 2 and checked.stdout.count("cannot be read") == 1 and str(
         broken.relative_to(tmp_path)) in checked.stdout and "57 pictures, 1 unreadable" in checked.stdout
@@ -535,6 +537,26 @@ def test_a_loss_that_stays_nan_ends_the_run(train):
     stopped = train("--learning_rate=1e8", "--epochs=3", "--batch_size=2")
     assert stopped.returncode == 2
     assert stopped.stderr == "the loss was not finite for 10 batches in a row: lower --learning_rate, or drop --fp16\n"
+
+
+@pytest.mark.long
+def test_a_signal_ends_the_launcher_and_all_processes_without_a_traceback(pictures, tmp_path):
+    command = [sys.executable, EXAMPLE / "launch_deepspeed.py", "--num_gpus=2", f"--train_dir={pictures}/train",
+               f"--val_dir={pictures}/val", "--pretrained=none", "--image_size=32", "--num_workers=1", "--batch_size=4",
+               "--epochs=5000"]
+    with open(tmp_path / "output", "w") as output:
+        job = subprocess.Popen(command, cwd=tmp_path, stdout=output, stderr=output, start_new_session=True)
+        try:
+            wait_until(lambda: "Epoch 1/5000:" in (tmp_path / "output").read_text() or job.poll() is not None, 200)
+            processes = psutil.Process(job.pid).children(recursive=True)
+            job.terminate()
+            assert job.wait(100) == 143
+        finally:
+            kill(job)
+    printed = (tmp_path / "output").read_text()
+    assert re.search("^stopped.* continue with --resume$", printed, re.M | re.I)
+    assert "Traceback" not in printed and len(processes) >= 5
+    assert not psutil.wait_procs(processes, timeout=20)[1]
 
 
 def commands(page):
@@ -612,15 +634,45 @@ def test_made_up_pictures_are_the_same_by_seed(pictures, tmp_path):
 def test_the_example_stays_small():
     lines = {path.name: len(path.read_text().splitlines()) for folder in ("*.py", "src/*.py")
              for path in EXAMPLE.glob(folder)}
-    assert sum(lines.values()) <= 790, lines  # lower it with each cut
+    assert sum(lines.values()) <= 789, lines  # lower it with each cut
+
+
+def copy_project(to, without="nothing"):
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
+        if not name.startswith(without) and (ROOT / name).exists():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, to / name)
+
+
+FAULTS = [  # of each trap: a file of src/, what is planted for what, and the test that fails
+    ("train_deepspeed", 'if "running" in name:', 'if "none" in name:', "all_ranks_end_with_the_same_statistics"),
+    ("model", "0.0 if recomputing else self.momentum", "self.momentum", "recomputed_activations"),
+    ("train_deepspeed", "fixes.grow_loss_scale(engine)", "pass", "the_loss_scale_grows"),
+    ("train_deepspeed", "steps += engine.was_step_applied()", "steps += 1", "a_skipped_step_is_none"),
+    ("engine", "decay = 0.0 if", "decay = 0.01 if", "the_json_says_which_adam"),
+    ("data", "world_size * accumulation)) * accumulation", "world_size))", "each_picture_is_there_once"),
+    ("data", "in range(self.length):", "in range(self.length - (self.ranks.rank > 0)):", "each_picture_is_there_once"),
+    ("model", "tensor.to(self.weight.device)", "tensor.to(self.weight)", "statistics_stay_in_float32_in_half"),
+    ("train_deepspeed", 'if resume and state["saved_by"] != saved_by:', "if False:", "another_number_of_ranks")]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("file, old, new, test", FAULTS, ids=[fault[3] for fault in FAULTS])
+def test_each_trap_has_a_test_that_fails_without_the_remedy(file, old, new, test, tmp_path):
+    copy_project(tmp_path)
+    path = tmp_path / "examples" / "animals90" / "src" / f"{file}.py"
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+    env = {name: value for name, value in os.environ.items() if not name.startswith("FORK_SERVER")}
+    tests = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-n0", "tests/test_animals90.py", "-k", test],
+                           cwd=tmp_path, capture_output=True, text=True, env=env)
+    assert tests.returncode == 1 and "ERROR" not in tests.stdout, tests.stdout
 
 
 def test_without_the_example_the_project_is_whole(tmp_path):
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in listed.splitlines():
-        if not name.startswith("examples/") and (ROOT / name).exists():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, tmp_path / name)
+    copy_project(tmp_path, without="examples/")
     subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
     subprocess.run(["git", "add", "-A"], cwd=tmp_path, check=True)
     tests = subprocess.run([sys.executable, "-m", "pytest", "-q", "-n0", "tests/test_layout.py",

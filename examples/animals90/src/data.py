@@ -13,8 +13,7 @@ from runtime.files import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # which ImageNet's weights expect
-PREPARE = ("run python prepare.py --from FOLDER for your pictures, or python prepare.py --made_up --classes 90 "
-           "--train 650 --val 139 --size 224 for generated ones")
+PREPARE = "run python prepare.py --from FOLDER for your pictures, or python prepare.py --made_up for generated ones"
 
 
 def list_pictures(root):
@@ -54,8 +53,8 @@ def open_picture(path):
             image = ImageOps.exif_transpose(image)
             return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
     except Exception as error:  # Pillow's decoders raise many kinds
-        raise UserError(f"{path} cannot be read ({type(error).__name__}): remove it; python prepare.py --check finds "
-                        "all such pictures") from None
+        why = type(error).__name__
+        raise UserError(f"{path} cannot be read ({why}): find all such files with python prepare.py --check") from None
 
 
 def random_crop(image, size, rng):

@@ -1,5 +1,6 @@
 """DeepSpeed's JSON and checkpoints, and DistributedDataParallel with the methods of DeepSpeed's engine."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -27,17 +28,14 @@ SAFE_CLASSES = {"deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.runt
 
 
 def read_recipe(path, s, dtype, world_size, epoch_steps):
-    """Return what a JSON says for the settings s: config (for DeepSpeed), adamw (its options), recompute, notes, and
-    the warm-up from the rate warmup_from in warmup_steps. Raise UserError with all problems."""
+    """Return what a JSON says for the settings s, with DeepSpeed's config in `config`. Raise UserError."""
     config, problems, own = read_json(path), [], {}
     for name, keys in BLOCKS.items():
-        block = config.get(name, {})
-        params = block.get("params", {}) if isinstance(block, dict) else None
-        if not isinstance(params, dict):
+        if not isinstance(block := config.get(name, {}), dict) or not isinstance(block.get("params", {}), dict):
             raise UserError(f'{path}: "{name}" and its "params" must be objects, in braces')
-        block = {**{key: value for key, value in block.items() if key != "params"}, **params}
+        block = {**block, **block.get("params", {}), "params": "auto"}
         problems += [f'"{name}.{key}" is not supported{did_you_mean(key, keys.split()) or ": remove it"}'
-                     for key in block if key not in keys.split()]
+                     for key in block if key not in ("params", *keys.split())]
         own[name] = {key: value for key, value in block.items() if value != "auto"}
     adam, warmup, recomputing, profiler = own.values()
     zero = config.pop("zero_optimization", {})
@@ -83,7 +81,8 @@ def list_checkpoints(folder):
     """Return the checkpoints in a folder, the newest one last. Finish or remove what a killed run left."""
     for path in (*Path(folder).glob("*.old"), *Path(folder).glob("*.saving")):
         if path.suffix == ".old" and not path.with_suffix("").exists():  # killed between two renames
-            path.rename(path.with_suffix(""))
+            with contextlib.suppress(OSError):  # another rank was faster
+                path.rename(path.with_suffix(""))
         shutil.rmtree(path, ignore_errors=True)
     return sorted((path.parent for path in Path(folder).glob("*/extra_info.json")),
                   key=lambda found: (found / "extra_info.json").stat().st_mtime)
@@ -95,11 +94,12 @@ def find_checkpoint(resume):
     try:
         beside = list_checkpoints(Path(resume).parent)
         folder = Path(resume) if Path(resume) in beside else list_checkpoints(resume)[-1]
-        info, tag = json.loads((folder / "extra_info.json").read_text()), (folder / "latest").read_text()
-        files = [folder / tag / "mp_rank_00_model_states.pt", *(folder / tag).glob("*zero_pp_rank_*")]
+        info = json.loads((folder / "extra_info.json").read_text())
+        files = [*folder.glob("*/mp_rank_00_model_states.pt"), *folder.glob("*/*zero_pp_rank_*")]
         unsafe = set().union(*map(torch.serialization.get_unsafe_globals_in_checkpoint, files)) - SAFE_CLASSES
         if unsafe or len(files) != info["world_size"] + 1:
-            raise ValueError(", ".join(unsafe) + " could run code" if unsafe else f"{len(files) - 1} optimizer files")
+            names = ", ".join(sorted(unsafe))
+            raise ValueError(f"{names} could run code" if unsafe else f"{len(files) - 1} optimizer files")
     except Exception as error:  # no such file, no JSON, cut short
         raise UserError(f"resume={resume} is not a complete checkpoint ({type(error).__name__}: {error}): choose "
                         "another folder, or drop --resume") from None

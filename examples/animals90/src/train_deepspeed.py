@@ -71,13 +71,15 @@ from runtime.hardware import peak_memory
 EXAMPLE = Path(__file__).resolve().parents[1]
 RATES = {1: 0.001, 128: 0.0015, 256: 0.002, 512: 0.003}  # from so many pictures per step on, in the guides
 BAD_LOSSES = 10  # in a row, that are not finite: the run stops
-READ_EVERY = 10  # batches between two looks at the sums, for which the CPU waits for the GPU
 
 
 def explain(error):
     """Print one line for an error that perhaps a single rank meets, and exit. The other ranks notice."""
     line = str(error).rpartition("UserError: ")[2].strip()  # without the traceback of a DataLoader's worker
-    if isinstance(error, RuntimeError) and "out of memory" in line:
+    code = 2
+    if isinstance(error, RuntimeError) and "killed by signal" in line:  # torchrun's signals reach the workers, too
+        line, code = f"stopped: {line} Continue with --resume", shutdown.exit_code or 1
+    elif isinstance(error, RuntimeError) and "out of memory" in line:
         line = (f"out of memory: use --batch_size {max(1, batch_size // 2)} --gradient_accumulation_steps "
                 f"{2 * gradient_accumulation_steps}, then also --offload_optimizer")
     elif isinstance(error, OSError) or "PytorchStreamWriter" in line:  # torch.save on a full disk
@@ -85,12 +87,12 @@ def explain(error):
     elif not isinstance(error, UserError):
         return
     print(line, file=sys.stderr, flush=True)
-    os._exit(2)
+    os._exit(code)
 
 
-def require(*checks):
-    """Raise UserError with the messages of those checks (message, whether it holds) that don't hold."""
-    if problems := [message for message, holds in checks if not holds]:
+def refuse(checks):
+    """Raise UserError with the messages of those checks, {message: whether it applies}, that apply."""
+    if problems := [message for message, applies in checks.items() if applies]:
         raise UserError("\n".join(problems))
 
 
@@ -98,22 +100,19 @@ ranks, gpus = ranks_from_environment(), torch.cuda.device_count()
 dtype = "float16" if fp16 else "bfloat16" if bf16 else "float32"
 json_path = deepspeed_config or ("ds_config_zero2.json" if offload_optimizer else "ds_config_rtx5090.json")
 json_path = json_path if os.path.exists(json_path) else EXAMPLE / json_path
-least = {name: {"num_workers": 0, "seed": 0, "image_size": 32}.get(name, 1) for name, value in vars(settings).items()
-         if type(value) is int}
+least = {"num_workers": 0, "seed": 0, "image_size": 32}  # of the others: 1
+old_gpu = on_gpu and torch.cuda.get_device_capability() < (8, 0)
 try:
-    require(*((f"{name}={getattr(settings, name)} is too small: use --{name} {n} or more", getattr(settings, name) >= n)
-              for name, n in least.items()),
-            (f"learning_rate={learning_rate} must be above 0: use --learning_rate 0.001", 0 < learning_rate < 1e9),
-            ("--fp16 and --bf16 exclude each other: drop one of them", not (fp16 and bf16)),
-            ("--offload_optimizer is short for another JSON: drop it, or --deepspeed_config (the launcher's --config)",
-             not (offload_optimizer and deepspeed_config)),
-            ("--plain has no checkpoints and no offload: drop it, or --resume and --offload_optimizer",
-             not (plain and (resume or offload_optimizer))),
-            ("--fp16 needs a GPU: drop it, or use --bf16", on_gpu or not fp16),
-            ("--bf16 needs a GPU of compute capability 8.0: use --fp16",
-             not (bf16 and on_gpu) or torch.cuda.get_device_capability() >= (8, 0)),
-            (f"{ranks.local_world_size} ranks are more than the {gpus} visible GPUs: use --num_gpus {gpus}",
-             not on_gpu or ranks.local_world_size <= gpus))
+    refuse({f"{name}={value} is too small: use --{name} {least.get(name, 1)} or more": value < least.get(name, 1)
+            for name, value in vars(settings).items() if type(value) is int} | {
+        f"learning_rate={learning_rate} must be above 0: use --learning_rate 0.001": not 0 < learning_rate < 1e9,
+        "--fp16 and --bf16 exclude each other: drop one of them": fp16 and bf16,
+        "--offload_optimizer is another JSON: drop it, or --config": offload_optimizer and deepspeed_config,
+        "--plain has no checkpoints and no offload: drop --plain": plain and (resume or offload_optimizer),
+        "--fp16 needs a GPU: drop it, or use --bf16": fp16 and not on_gpu,
+        "--bf16 needs a GPU of compute capability 8.0: use --fp16": bf16 and old_gpu,
+        f"{ranks.local_world_size} ranks, but {gpus} GPUs: use --num_gpus {gpus}":
+            on_gpu and ranks.local_world_size > gpus})
     classes, train_pictures, val_pictures, notes = data.find_pictures(train_dir, val_dir)
     train_loader = data.make_loader(train_pictures, settings, ranks, gradient_accumulation_steps)
     val_loader = data.make_loader(val_pictures, settings, ranks)
@@ -122,16 +121,16 @@ try:
     resume_dir, state = find_checkpoint(resume) if resume else (Path(), {"classes": classes, "image_size": image_size})
     folder, needed = Path(checkpoint_dir).resolve(), 11.3e6 * (4 + 4 + 4 + (2 if fp16 or bf16 else 4))
     folder.mkdir(parents=True, exist_ok=True)
-    require(*((f"{name} is {value!r}, but {state[name]!r} in {resume}: use the same, or drop --resume",
-               value == state[name]) for name, value in (("classes", classes), ("image_size", image_size))),
-            (f"{checkpoint_dir} holds a run: continue it with --resume {checkpoint_dir}, delete it with --overwrite, "
-             "or choose another --checkpoint_dir",
-             overwrite or plain or not list_checkpoints(folder) or folder in resume_dir.resolve().parents and resume),
-            (f"{checkpoint_dir} has {format_bytes(free_bytes(folder))} free, but a checkpoint takes "
-             f"{format_bytes(needed)}: make room, or choose another --checkpoint_dir", free_bytes(folder) >= needed))
+    continues = resume and folder in resume_dir.resolve().parents
+    refuse({f"{name} is {value!r}, but {state[name]!r} in {resume}: change it, or drop --resume": value != state[name]
+            for name, value in (("classes", classes), ("image_size", image_size))} | {
+        f"{checkpoint_dir} holds a run: use --resume {checkpoint_dir}, --overwrite, or another --checkpoint_dir":
+            list_checkpoints(folder) and not (overwrite or plain or continues),
+        f"{checkpoint_dir} has {format_bytes(free_bytes(folder))} free, and a checkpoint takes {format_bytes(needed)}: "
+        "make room": free_bytes(folder) < needed})
     torch.manual_seed(seed)  # the same weights on every rank
-    source = False if resume else {"imagenet": True, "none": False}.get(pretrained, pretrained)
-    model = ResNet18Animals90(len(classes), source)
+    source = {"imagenet": True, "none": False}.get(pretrained, pretrained)
+    model = ResNet18Animals90(len(classes), not resume and source)
 except (UserError, OSError) as error:
     exit_with_error(error)
 
@@ -187,7 +186,7 @@ def run_epoch(loader, name):
             loss = loss.detach()
             sums += torch.stack([loss, (logits.argmax(1) == labels).sum(), (labels >= 0).sum()])
             bad = torch.where(loss.isfinite(), 0, bad + 1)
-            if batch % READ_EVERY == 0 or batch == len(loader):
+            if batch % 10 == 0 or batch == len(loader):  # not more often: the CPU waits for the GPU here
                 total, correct, count = sums.tolist()
                 bar.set_postfix(loss=f"{total / max(1, count):.3f}", acc=f"{100 * correct / max(1, count):.1f}")
                 leave_together(int(bad) >= BAD_LOSSES)
@@ -199,15 +198,16 @@ def leave_together(diverged):
     """Exit on all ranks if one of them got a signal, or if the loss has not been finite for too long."""
     code, diverged = shutdown.agree(diverged)
     if diverged or code is not None:
-        why = f"the loss was not finite for {BAD_LOSSES} batches in a row: lower --learning_rate, or drop --fp16"
-        if not diverged:
-            why = f"stopped in epoch {epoch} by {EXIT_REASONS[code]}: continue with --resume"
-        print(*[why] * (ranks.rank == 0), sep="", end="\n" * (ranks.rank == 0), file=sys.stderr, flush=True)
+        why = (f"the loss was not finite for {BAD_LOSSES} batches in a row: lower --learning_rate, or drop --fp16"
+               if diverged else f"stopped in epoch {epoch} by {EXIT_REASONS[code]}: continue with --resume")
+        if ranks.rank == 0:
+            print(why, file=sys.stderr, flush=True)
         shut_down(2 if diverged else code)
         raise SystemExit(2 if diverged else code)
 
 
 history_path = Path(log_dir, "training_history.json")
+history_path.parent.mkdir(parents=True, exist_ok=True)
 commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=EXAMPLE, capture_output=True, text=True).stdout.strip()
 hardware = f"{ranks.world_size} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}"
 facts = {"command": shlex.join(sys.argv), "settings": vars(settings), "hardware": hardware, "commit": commit,
@@ -248,10 +248,9 @@ for epoch in range(done + 1, epochs + 1):
            f"  Learning Rate: {lr:.6f}\n"
            f"  Best Val Acc: {best_val_acc:.2f}% (Epoch {best_epoch})")
     history.append(new)
+    best = {"epoch": best_epoch, "val_acc": best_val_acc}
     if ranks.rank == 0:
-        history_path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(history_path, json.dumps({**facts, "epochs": history, "best": {
-            "epoch": best_epoch, "val_acc": best_val_acc}}, indent=1) + "\n")
+        write_atomic(history_path, json.dumps({**facts, "epochs": history, "best": best}, indent=1) + "\n")
     info = {**new, **facts, "best_val_acc": best_val_acc, "best_epoch": best_epoch, "steps": steps, "classes": classes,
             "image_size": image_size, "mean": data.MEAN, "std": data.STD, "world_size": ranks.world_size,
             "saved_by": saved_by}

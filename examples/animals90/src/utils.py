@@ -16,10 +16,11 @@ def draw(histories, output):
     for axis, (label, keys) in zip(axes.flat, PANELS):
         for color, (name, history) in enumerate(histories.items()):
             for key in keys:
-                axis.plot([epoch["epoch"] for epoch in history["epochs"]], [epoch[key] for epoch in history["epochs"]],
-                          "--" if "train" in key else "-", marker=".", color=f"C{color}", label=f"{name} {key}")
+                points = zip(*((epoch["epoch"], epoch[key]) for epoch in history["epochs"]))
+                style = "--." if "train" in key else "-."
+                axis.plot(*points, "." + style[:-1], color=f"C{color}", label=f"{name} {key}")
             if "val_acc" in keys:
-                axis.plot(history["best"]["epoch"], history["best"]["val_acc"], "*", color=f"C{color}", markersize=14)
+                axis.plot(*history["best"].values(), "*", color=f"C{color}", markersize=14)
         axis.set(xlabel="epoch", ylabel=label)
         axis.legend()
     figure.savefig(output)
