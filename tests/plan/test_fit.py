@@ -80,16 +80,12 @@ def test_speeds_are_reckoned_from_what_was_measured():
     def ms(name):
         return json.loads((ROOT / "results" / f"h200_{name}.json").read_text())["ms"]["median"]
 
-    def case(name, stage, micro):
-        cases = json.loads((ROOT / "results" / f"h200_{name}.json").read_text())["cases"]
-        keys = {"case": f"xl,{stage},{micro},4,0"} if micro == 8 else {"size": "xl", "stage": stage, "micro": micro}
-        return next(c["ms"] for c in cases if c["gpus"] == 2 and all(c[k] == v for k, v in keys.items()))
-
     for batch_size, name in ((8, "x1_bench_8x4"), (1, "x1_bench_1x32")):
         assert relative_step_time(batch_size, False, "zero2") == pytest.approx(ms(name) / ms("x1_bench_auto"), rel=0.02)
-    ratios = {32: ms("x2_bench_zero3_auto") / ms("x2_bench_auto"),
-              16: case("x2_stages", 3, 16) / case("x2_stages", 2, 16),
-              8: case("x2_stages_before", 3, 8) / ms("x2_bench_8x4")}
+    runs = json.loads((ROOT / "results" / "h200_x2_zero3_blocks.json").read_text())["runs"]
+    ratios = {32: runs["stage 3 32 x 1"]["ms"] / ms("x2_bench_auto"),
+              8: runs["stage 3 8 x 4, accumulate_locally, NCCL_PROTO=^LL"]["ms"] / runs["stage 2 8 x 4"]["ms"],
+              1: runs["stage 3 1 x 32, accumulate_locally"]["ms"] / runs["stage 2 1 x 32"]["ms"]}
     for batch_size, ratio in ratios.items():
         zero2, zero3 = (relative_step_time(batch_size, False, preset) for preset in ("zero2", "zero3"))
         assert zero3 / zero2 == pytest.approx(ratio, rel=0.04)
@@ -119,7 +115,7 @@ def test_if_nothing_fits_lora_may(config, target_gpu, suggested):
 
 
 def test_what_readme_advises_fits_its_card():
-    """And for four cards of 16 GB it is what the plan puts first."""
+    """And for four cards of 16 GB it is one of the plan's first two suggestions: ZeRO-3 was timed with NVLink only."""
     table = (ROOT / "README.md").read_text().split("## Which GPU do I need?")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (.*\d x \d+ GB.*?) \| (.+?) \|", table, re.M)
     seen = 0
@@ -133,7 +129,7 @@ def test_what_readme_advises_fits_its_card():
             seen += 1
             if (ranks, gigabytes) == ("4", "16"):
                 default = report(XL[0], "--target_gpu=16", ranks=4)
-                assert SUGGESTION.search(default)[2].endswith(" ".join(words))
+                assert any(line[2].endswith(" ".join(words)) for line in [*SUGGESTION.finditer(default)][:2])
     assert seen == 9
 
 
