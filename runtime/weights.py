@@ -59,11 +59,12 @@ def fetch_from_hub(name):
             HfApi().model_info(repo, revision=revision)  # fails at once without a network; a download retries for 30 s
         for file in files:
             path = hf_hub_download(repo, file, revision=revision)
+        found = sha256 if cached else file_digest(path)["sha256"]
     except Exception as error:  # httpx, hub and OS errors have no common base
         raise UserError(f"the weights of {name} could not be fetched ({type(error).__name__}): download config.json "
                         "and model.safetensors elsewhere and give their folder with --init_from=DIR, or set "
                         "HF_ENDPOINT to a mirror") from None
-    if not cached and (found := file_digest(path)["sha256"]) != sha256:
+    if found != sha256:
         os.remove(os.path.realpath(path))  # path is a link in the hub's cache
         raise UserError(f"the downloaded weights of {name} have the sha256 {found}, not {sha256}, and were deleted: "
                         "start again, or give a folder of weights with --init_from=DIR")
