@@ -337,7 +337,7 @@ def test_the_summary_and_the_history(two_ranks):
     assert re.search(r"\n\nEpoch 4/4:\n  Train Loss: \d\.\d{4} \| Train Acc: \d+\.\d\d%\n  Val Loss: \d+\.\d{4} \| "
                      r"Val Acc: \d+\.\d\d%\n  Learning Rate: 0\.001000\n  Best Val Acc: \d+\.\d\d% \(Epoch \d\)\n",
                      two_ranks.stdout)
-    assert "batch      4 x 2 x 4 = 32 pictures a step, 2 steps an epoch\n" in two_ranks.stdout
+    assert "batch      4 x 2 x 4 = 32 pictures per step, 2 steps per epoch\n" in two_ranks.stdout
     history = json.loads((two_ranks.cwd / "logs" / "training_history.json").read_text())
     assert history.keys() == {"command", "settings", "versions", "hardware", "commit", "epochs", "best"}
     assert {"epoch", "train_loss", "train_acc", "val_loss", "val_acc", "learning_rate", "loss_scale", "skipped_steps",
@@ -479,7 +479,7 @@ def test_jsons_are_refused(config, sentence, tmp_path):
 
 
 @pytest.mark.parametrize("arguments, sentence", [
-    (["--train_dir=nowhere"], r"there is no folder nowhere: .*prepare.py --from FOLDER .*prepare.py --made_up .*"),
+    (["--train_dir=nowhere"], r"nowhere does not exist: .*prepare.py --from FOLDER .*prepare.py --made_up .*"),
     (["--train_dir={pictures}/val/class_00"], "the class class_00 has no pictures .* has 0 classes: .* 2 or more"),
     (["--batch_size=0", "--fp16", "--bf16", "--plain", "--resume=x"],
      "batch_size=0 is too small: .*\n--fp16 and --bf16 exclude .*\n--plain has no .*\n--fp16 needs a GPU: .*"),

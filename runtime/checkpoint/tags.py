@@ -156,7 +156,7 @@ class TagStore:
             self.delete(tag)
 
     def delete_oldest(self):
-        """Delete the oldest iter_* tag that is neither the newest nor best, and say so. Return whether that worked."""
+        """Delete the oldest iter_* tag that is neither newest nor best, and print it. Return whether that worked."""
         with contextlib.suppress(OSError, CheckpointError):
             kept = {self.newest(), f"iter_{self.iteration('best')}" if self.is_complete("best") else None}
             for tag in (tag for tag in self.list() if tag.startswith("iter_") and tag not in kept):

@@ -170,8 +170,8 @@ def tokenize(work, reader, encode, workers):
     except RuntimeError as error:
         if "abruptly died" not in str(error):
             raise
-        raise UserError("a worker process was killed, perhaps for lack of memory; nothing was changed: try again with "
-                        f"--workers={max(1, workers // 2)}") from None
+        raise UserError("a worker process was killed, perhaps because memory ran out; nothing was changed: try again "
+                        f"with --workers={max(1, workers // 2)}") from None
 
 
 def follow_parent(parent):

@@ -20,7 +20,7 @@ def list_pictures(root):
     """Return ({class: [paths]} of a folder with a folder per class, and the number of other files)."""
     root, found = Path(root), {}
     if not root.is_dir():
-        raise UserError(f"there is no folder {root}: {PREPARE}")
+        raise UserError(f"{root} does not exist: {PREPARE}")
     visible = [path for path in sorted(root.iterdir()) if path.name[0] != "."]
     others = sum(path.is_file() for path in visible)
     for folder in filter(Path.is_dir, visible):

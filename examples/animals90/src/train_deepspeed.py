@@ -18,7 +18,7 @@ from runtime.output import exit_with_error, explain_uncaught, protect_output
 protect_output()
 train_dir = "data/train"  # folder with a folder of training pictures for each class
 val_dir = "data/val"  # the same for validation
-epochs = 50  # passes over the training pictures
+epochs = 50  # times through the training pictures
 batch_size = 16  # pictures per GPU and batch
 learning_rate = 0.001  # peak learning rate
 num_workers = 2  # processes per GPU that read pictures
@@ -216,13 +216,13 @@ past = json.loads(history_path.read_text())["epochs"] if resume and history_path
 history = [record for record in past if record["epoch"] <= done]
 per_step = batch_size * ranks.world_size * gradient_accumulation_steps
 if learning_rate != (usual := [rate for least, rate in RATES.items() if least <= per_step][-1]):
-    notes.append(f"learning_rate={learning_rate}, but the guides have {usual} for {per_step} pictures a step")
+    notes.append(f"learning_rate={learning_rate}, but the guides have {usual} for {per_step} pictures per step")
 if num_workers * ranks.local_world_size > os.cpu_count():
     notes.append(f"{num_workers} workers for each of {ranks.local_world_size} ranks, but {os.cpu_count()} cores")
 print0(f"pictures   {len(train_pictures):,} to train on, {len(val_pictures):,} to validate; {len(classes)} classes\n"
        f"hardware   {hardware}, {dtype}, {'DistributedDataParallel' if plain else 'ZeRO-2'} ({json_path})\n"
-       f"batch      {batch_size} x {ranks.world_size} x {gradient_accumulation_steps} = {per_step} pictures a step, "
-       f"{epoch_steps} steps an epoch" + "".join(f"\nnote       {note}" for note in notes + recipe.notes))
+       f"batch      {batch_size} x {ranks.world_size} x {gradient_accumulation_steps} = {per_step} pictures per step, "
+       f"{epoch_steps} steps per epoch" + "".join(f"\nnote       {note}" for note in notes + recipe.notes))
 for folder in list_checkpoints(checkpoint_dir) if overwrite and ranks.rank == 0 and not (resume or plain) else ():
     shutil.rmtree(folder)
 for epoch in range(done + 1, epochs + 1):
