@@ -27,6 +27,7 @@ from runtime.files import UserError
 EXAMPLE = ROOT / "examples" / "animals90"
 SCRIPT = EXAMPLE / "src" / "train_deepspeed.py"
 if not EXAMPLE.exists():
+    # The project is whole without its examples, and these are the tests of the one that is missing then
     pytest.skip("without examples/animals90", allow_module_level=True)
 
 TIMES = ("seconds", "val_seconds", "images_per_s", "it_per_s", "waited_s", "memory_gb")

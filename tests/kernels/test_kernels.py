@@ -68,6 +68,7 @@ def test_what_doctor_compares(monkeypatch):
     assert grads > 0.2
 
 
+# The plan refuses fp8 on a CPU, and PyTorch 2.7 is only for GPUs below compute capability 7.5, where it is refused too
 @pytest.mark.skipif(torch.__version__ < (2, 8), reason="PyTorch 2.7 has _scaled_mm on GPUs only")
 def test_fp8_matmuls_are_near_the_plain_ones():
     """The first micro-step calibrates and is exact; in the second all matmuls but weight gradients' are in FP8, E4M3
