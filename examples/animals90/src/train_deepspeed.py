@@ -134,7 +134,8 @@ try:
 except (UserError, OSError) as error:
     exit_with_error(error)
 
-device = setup.setup_device(SimpleNamespace(device="cuda" if on_gpu else "cpu"), ranks.local_rank, recipe.config)
+kind = SimpleNamespace(device="cuda" if on_gpu else "cpu", dtype=dtype)
+device = setup.setup_device(kind, ranks.local_rank, recipe.config)
 explain_uncaught(explain)  # after PyTorch's process group, whose hook redirects sys.stderr
 shutdown = Shutdown()  # watches signals, the other ranks and the launcher
 model.to(device)
