@@ -3,7 +3,6 @@
     python doctor.py                                              this machine
     python doctor.py config/xl_shakespeare.py --num_gpus=4        also a run, with its memory estimate
     python doctor.py config/xl_shakespeare.py --target_gpu=24     a run on another GPU
-    python doctor.py --json                                       JSON instead of text
 
 WARN: slower, or some runs won't work. FAIL: the run won't start, and the exit code is 1. Each of them has its fix.
 The settings are those of train_deepspeed.py.
@@ -13,14 +12,12 @@ import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import re
 import resource
 import shutil
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -28,8 +25,7 @@ from configurator import exit_quietly_on_broken_pipe, settings_of_script
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
-OPTIONAL = ("wandb", "tensorboard", "matplotlib", "pytest", "pytest-xdist", "peft", "accelerate", "ruff", "triton")
-NEEDED = ("torch", "deepspeed", "numpy", "pydantic", "psutil", "safetensors", "huggingface_hub")  # for most checks
+NEEDED = ("torch", "deepspeed", "numpy", "pydantic", "psutil", "safetensors", "huggingface_hub", "tiktoken")  # to train
 COMPLETE = all(map(importlib.util.find_spec, NEEDED))
 if COMPLETE:
     import psutil
@@ -51,7 +47,6 @@ def row(name, detail, fix="", severity=WARN):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num_gpus", type=int, help="number of ranks; default: one per GPU")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     args, argv = parser.parse_known_args()
     if args.num_gpus is not None and args.num_gpus < 1:
         parser.error(f"--num_gpus={args.num_gpus} must be at least 1")
@@ -62,14 +57,11 @@ def main():
         report = check_machine_and_run(rows, args.num_gpus, argv)
     count = Counter(line["status"] for line in rows)
     exit_quietly_on_broken_pipe()
-    if args.json:
-        print(json.dumps(rows, indent=1))
-    else:
-        for line in rows:
-            print("{status:<4}  {name:<16}  {detail}".format(**line))
-            if line["fix"]:
-                print(f"{'':24}-> {line['fix']}")
-        print(f"{report}\n{count[FAIL]} to fix, {count[WARN]} warnings, {count[OK]} OK")
+    for line in rows:
+        print("{status:<4}  {name:<16}  {detail}".format(**line))
+        if line["fix"]:
+            print(f"{'':24}-> {line['fix']}")
+    print(f"{report}\n{count[FAIL]} to fix, {count[WARN]} warnings, {count[OK]} OK")
     return int(count[FAIL] > 0)
 
 
@@ -186,7 +178,7 @@ def packages():
             version = "not installed"
         if version.partition("+")[0] != tested:
             other[f"{name}=={tested}"] = f"; {name} {version}"
-            if name == "deepspeed" or version == "not installed" and name not in OPTIONAL:
+            if name == "deepspeed" or version == "not installed" and name.replace("-", "_") in NEEDED:
                 severity = FAIL
     yield row("packages", f"{len(pins) - len(other)} as in {file}" + "".join(other.values()),
               f"python -m pip install {' '.join(other)}" if other else "", severity)
@@ -246,33 +238,29 @@ def check_all_reduce():
     """Run an all-reduce over all GPUs."""
     if GPUS < 2:
         return
-    output = hardware.run_command(sys.executable, "-m", "torch.distributed.run", "--standalone",
-                                  f"--nproc_per_node={GPUS}", os.path.join(ROOT, "doctor.py"), "all_reduce")
-    if not output.endswith(" GB/s"):
+    speed = hardware.run_command(sys.executable, "-m", "torch.distributed.run", "--standalone",
+                                 f"--nproc_per_node={GPUS}", __file__, "all_reduce")
+    if not speed:
         yield row("all-reduce", f"{GPUS} GPUs: an error, or no answer within {hardware.COMMAND_TIMEOUT_S} s",
                   "set NCCL_DEBUG=INFO to see more, or NCCL_P2P_DISABLE=1 if peer-to-peer is broken", FAIL)
-        return
-    yield row("all-reduce", f"{GPUS} GPUs: {output}", "slow links: use ZeRO-2 with few, large micro-batches"
-              if float(output.split()[0]) < 5 else "")
+    else:
+        yield row("all-reduce", f"{GPUS} GPUs: {speed} GB/s",
+                  "slow links: use ZeRO-2 with few, large micro-batches" if float(speed) < 5 else "")
 
 
 def measure_all_reduce():
-    """Run one rank of check_all_reduce(). Print the bus bandwidth of the last of five, as nccl-tests counts it."""
+    """Run one rank of check_all_reduce(). Print the bus bandwidth in GB/s, as nccl-tests counts it."""
     import torch.distributed as dist
+    from torch.utils.benchmark import Timer
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    numbers, world_size = torch.empty(2**28, dtype=torch.bfloat16, device="cuda"), dist.get_world_size()
-    for _ in range(5):
-        numbers.fill_(1)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        dist.all_reduce(numbers)
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-    if dist.get_rank() == 0 and (numbers == world_size).all():
-        print(f"{2 * (world_size - 1) / world_size * numbers.nbytes / seconds / 1e9:.1f} GB/s")
-    dist.barrier()
+    numbers, ranks = torch.ones(2**28, dtype=torch.bfloat16, device="cuda"), dist.get_world_size()
+    dist.all_reduce(numbers)
+    assert (numbers == ranks).all(), "wrong sum"
+    seconds = Timer("all_reduce(numbers)", globals={"all_reduce": dist.all_reduce, "numbers": numbers}).timeit(4).mean
+    if dist.get_rank() == 0:
+        print(f"{2 * (ranks - 1) / ranks * numbers.nbytes / seconds / 1e9:.1f}")
     dist.destroy_process_group()
 
 
