@@ -5,27 +5,29 @@
     python bench.py train --baseline=pytorch config/xl_shakespeare.py         also a GPT in plain PyTorch, with DDP
     python bench.py train --baseline=fsdp2 --gpus=2 config/xl_shakespeare.py  also a GPT in PyTorch's FSDP2
     python bench.py sample --model=gpt2-xl --batch=1 --baseline=hf            tokens/s, also of transformers' generate()
-    python bench.py table                                                     update docs/numbers.md from results/
 
 All other arguments go to train_deepspeed.py. Speed does not depend on the weights: if you don't have GPT-2's, add
 --init_from=scratch --n_layer=48 --n_head=25 --n_embd=1600.
 """
 
 import argparse
-import glob
 import json
 import os
-import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.benchmark import Timer
 
 from configurator import settings_of_script
 from model import GPT, GPTConfig
@@ -36,15 +38,14 @@ from runtime.weights import PRETRAINED
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 SCRIPT = os.path.join(ROOT, "train_deepspeed.py")
-BASELINES = ("hf", "pytorch", "fsdp2")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = {run.__name__: run for run in (train, sample, table, baseline)}
+    commands = {"train": train, "sample": sample, "baseline": baseline}
     parser.add_argument("what", choices=commands, help="baseline: for internal use")
     parser.add_argument("--gpus", type=int, default=1, help="number of processes, also on a CPU")
-    parser.add_argument("--baseline", choices=BASELINES, help="also measure a baseline")
+    parser.add_argument("--baseline", choices=("hf", "pytorch", "fsdp2"), help="also measure a baseline")
     parser.add_argument("--json", default="bench.json", help="output file (default: bench.json)")
     parser.add_argument("--repeats", type=int, default=10, help="number of steps or samples to measure")
     parser.add_argument("--warmup", type=int, default=4, help="train: number of steps before that")
@@ -58,9 +59,8 @@ def main():
     if args.what == "sample" and args.baseline not in (None, "hf"):
         parser.error(f"--baseline={args.baseline} is for train: use --baseline=hf")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes temporary folders
-    if args.what in ("baseline", "table"):  # a process that train() starts, and no measurement
-        commands[args.what](args, argv)
-        return
+    if args.what == "baseline":  # a process that train() starts
+        return baseline(args, argv)
     if not os.path.isdir(os.path.dirname(os.path.abspath(args.json))):
         parser.error(f"--json={args.json}: there is no such folder")
     if args.what == "train":
@@ -143,8 +143,10 @@ def baseline(args, argv):
     plan = plan_run(s, ranks)
     device = setup_device(plan.hardware, ranks.local_rank, plan.ds_config)
     torch.manual_seed(s.seed)
-    steps = dict(zip(BASELINES, (transformers_steps, pytorch_steps, fsdp2_steps), strict=True))
-    name, micro_step = steps[args.baseline](plan, s, device)
+    if args.baseline == "hf":
+        name, micro_step = transformers_steps(plan, s, device)
+    else:
+        name, micro_step = pytorch_steps(plan, s, device, args.baseline == "fsdp2")
     mixture = [(tokens, one.share) for tokens, one in zip(plan.tokens["train"], plan.datasets)]
     batches = train_batches(mixture, 0, ranks.rank, ranks.world_size, vars(s), plan.data["vocab_size"], device)
     times, losses = [], []
@@ -188,57 +190,35 @@ def transformers_steps(plan, s, device):
     return f"transformers {transformers.__version__} GPT2LMHeadModel with DeepSpeed", micro_step
 
 
-def pytorch_steps(plan, s, device):
-    """Return (name, micro_step) of a GPT in plain PyTorch, trained as nanoGPT does: float32 parameters, autocast, and
-    the whole model compiled. On several GPUs, DistributedDataParallel reduces gradients in the last micro-step."""
+def pytorch_steps(plan, s, device, fsdp2):
+    """Return (name, micro_step) of a GPT in PyTorch without DeepSpeed, clipping and fused AdamW in the last micro-step.
+
+    It is trained as in nanoGPT: float32 parameters, autocast, the whole model compiled, and DDP on several GPUs. With
+    fsdp2, as in TorchTitan: each block compiled, fully_shard on each block and then on the model, bfloat16 parameters,
+    and gradients reduced in float32. Both reduce gradients in the last micro-step only."""
     with device:
-        model = GPT(plan.model)
-    wrapped = torch.compile(model) if plan.hardware.compile else model
-    if several := dist.get_world_size() > 1:
-        wrapped = torch.nn.parallel.DistributedDataParallel(wrapped)
-    dtype = plan.hardware.torch_dtype
-
-    def forward(x, last):
-        wrapped.require_backward_grad_sync = last  # what no_sync() sets
-        with torch.autocast(plan.hardware.device, dtype, enabled=dtype != torch.float32):
-            return wrapped(x)
-
-    name = "PyTorch" + " DDP" * several + " with torch.compile" * plan.hardware.compile
-    return name, plain_micro_step(model, forward, s)
-
-
-def fsdp2_steps(plan, s, device):
-    """Return (name, micro_step) of a GPT in PyTorch's FSDP2, as its documentation advises: fully_shard on each block
-    and then on the model, bfloat16 weights, gradients reduced in float32. set_requires_gradient_sync(False) keeps all
-    micro-steps but the last from reducing gradients: FSDP2's no_sync(). As in TorchTitan, each block is compiled."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    with device:
-        model = GPT(plan.model)
-    if plan.hardware.compile:
-        model.compile_blocks()
-    policy = MixedPrecisionPolicy(param_dtype=plan.hardware.torch_dtype, reduce_dtype=torch.float32)
-    for module in (*model.transformer.h, model):
-        fully_shard(module, mp_policy=policy)
-
-    def forward(x, last):
-        model.set_requires_gradient_sync(last)
-        return model(x)
-
-    return "FSDP2" + " with torch.compile" * plan.hardware.compile, plain_micro_step(model, forward, s)
-
-
-def plain_micro_step(model, forward, s):
-    """Return micro_step(x, y, last) of a GPT without DeepSpeed. forward(x, last) returns all logits. The last
-    micro-step clips the gradients and makes the step of fused AdamW."""
-    from torch.nn.functional import cross_entropy
-
+        model = net = GPT(plan.model)
     model.gradient_checkpointing = s.gradient_checkpointing
+    dtype, compiled = plan.hardware.torch_dtype, plan.hardware.compile
+    if fsdp2:
+        if compiled:
+            model.compile_blocks()
+        for module in (*model.transformer.h, model):
+            fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
+        set_sync, name = model.set_requires_gradient_sync, "FSDP2"
+    else:
+        net, name = torch.compile(model) if compiled else model, "PyTorch"
+        if dist.get_world_size() > 1:
+            net, name = DistributedDataParallel(net), "PyTorch DDP"
+        set_sync = partial(setattr, net, "require_backward_grad_sync")  # what no_sync() sets
+    autocast = torch.autocast(plan.hardware.device, dtype, enabled=not fsdp2 and dtype != torch.float32)
     optimizer = torch.optim.AdamW(model.parameter_groups(s.weight_decay), lr=s.learning_rate,
                                   betas=(s.beta1, s.beta2), fused=True)
 
     def micro_step(x, y, last):
-        loss = cross_entropy(forward(x, last).float().flatten(0, 1), y.flatten(), ignore_index=-1)
+        set_sync(last)
+        with autocast:
+            loss = cross_entropy(net(x).float().flatten(0, 1), y.flatten(), ignore_index=-1)
         (loss / s.gradient_accumulation_steps).backward()
         if last:
             torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip)
@@ -246,7 +226,7 @@ def plain_micro_step(model, forward, s):
             optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return micro_step
+    return name + " with torch.compile" * compiled, micro_step
 
 
 def shape(model):
@@ -257,12 +237,7 @@ def shape(model):
 def copy_rate(device):
     """Return the bytes per second that a copy within the device's memory reads and writes."""
     a = torch.empty(2**30 if device == "cuda" else 2**27, dtype=torch.uint8, device=device)
-    b, times = torch.empty_like(a), []
-    for _ in range(6):
-        start = clock(device)
-        b.copy_(a)
-        times.append(clock(device) - start)
-    return 2 * a.numel() / min(times)
+    return 2 * a.numel() / Timer("b.copy_(a)", globals={"a": a, "b": torch.empty_like(a)}).timeit(5).mean
 
 
 def clock(device):
@@ -322,36 +297,6 @@ def sample(args, argv):
         print(f"transformers: {theirs['tokens_per_s']['median']:,.1f} tokens/s, first token after "
               f"{theirs['first_token_ms']['median']:.1f} ms; ours is {ratio:.2f}x faster")
     return record
-
-
-def format_table():
-    """Return a Markdown table with a row for each JSON in results/ that `train` has written."""
-    rows = []
-    for path in sorted(glob.glob(os.path.join(ROOT, "results", "*_bench_*.json"))):
-        run = read_json(path)
-        s, ms, other = run["settings"], run["ms"], run.get("baseline")
-        sizes = tuple(s[name] for name in ("n_layer", "n_head", "n_embd"))
-        model = {sizes: name for name, sizes in PRETRAINED.items()}.get(sizes, s["init_from"])
-        model = (model if model in PRETRAINED else " x ".join(map(str, sizes))) + (", fp8" if s.get("fp8") else "")
-        stage = str(run["stage"]) if "stage" in run else re.search(r"zero(\d)", s["deepspeed_config"])[1]
-        cells = [str(run["world_size"]), model, stage, f"{s['batch_size']} x {s['gradient_accumulation_steps']}",
-                 f"{ms['median']:,.0f}", f"{ms['min']:,.0f}-{ms['max']:,.0f}", f"{run['tokens_per_s']:,.0f}",
-                 f"{100 * run['mfu']:.1f}%" if run["mfu"] else "n/a", f"{run['peak_gb']:.1f}",
-                 f"{run['first_step_s']:.0f}",
-                 f"{other['name'].split()[0]} {other['ms']['median']:,.0f}" if other else "",
-                 f"{other['ratio']:.2f}x" if other else "", f"`{os.path.basename(path)}`"]
-        rows.append((run["world_size"], model, stage, -s["batch_size"], "| " + " | ".join(cells) + " |"))
-    names = ["GPUs", "model", "ZeRO", "micro-batch x accumulation", "ms per step", "min-max", "tokens/s", "MFU",
-             "peak GB", "first step, s", "baseline, ms", "speedup", "file in results/"]
-    return "\n".join([f"| {' | '.join(names)} |", "|" + "---|" * len(names), *(row[-1] for row in sorted(rows))])
-
-
-def table(*_):
-    """Update the table in docs/numbers.md, between its marks."""
-    page, rows = Path(ROOT, "docs", "numbers.md"), format_table()
-    before, begin, rest = page.read_text(encoding="utf-8").partition("<!-- bench.py table -->\n")
-    _, end, after = rest.partition("<!-- end -->")
-    page.write_text(f"{before}{begin}{rows}\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ import json
 import pytest
 from conftest import ROOT, SMALL, launch, long
 
-import bench as benchmark
-
 
 def bench(out, *args):
     run = launch(ROOT / "bench.py", *args, f"--json={out}")
@@ -52,27 +50,6 @@ def test_sample_beside_transformers(tmp_path):
 def test_mistakes_are_one_line(args, sentence):
     run = launch(ROOT / "bench.py", *args)
     assert run.returncode and sentence in run.stderr and "Traceback" not in run.stderr
-
-
-def test_the_table_takes_any_run_and_leaves_the_rest_of_the_page(tmp_path, monkeypatch):
-    """A run without MFU, with weights by name and its own DeepSpeed JSON. A file that is no run changes nothing."""
-    run = {"settings": {"n_layer": None, "n_head": None, "n_embd": None, "init_from": "gpt2-xl", "batch_size": 1,
-                        "gradient_accumulation_steps": 32, "deepspeed_config": "mine.json"}, "world_size": 2,
-           "stage": 2, "ms": {"median": 5.0, "min": 4.0, "max": 6.0}, "tokens_per_s": 7, "mfu": None,
-           "peak_gb": 1.0, "first_step_s": 2.0}
-    for folder in ("results", "docs"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "results" / "my_bench_1.json").write_text(json.dumps(run))
-    page = tmp_path / "docs" / "numbers.md"
-    page.write_text("a\n<!-- bench.py table -->\n<!-- end -->\nb\n")
-    monkeypatch.setattr(benchmark, "ROOT", str(tmp_path))
-    benchmark.table()
-    row = "| 2 | gpt2-xl | 2 | 1 x 32 | 5 | 4-6 | 7 | n/a | 1.0 | 2 |  |  | `my_bench_1.json` |"
-    assert row in page.read_text() and page.read_text().endswith("<!-- end -->\nb\n")
-    (tmp_path / "results" / "my_bench_2.json").write_text("{}")
-    with pytest.raises(KeyError):
-        benchmark.table()
-    assert row in page.read_text()
 
 
 def test_a_misspelt_setting_ends_before_anything_starts(tmp_path):

@@ -22,7 +22,7 @@ TAKE_SETTINGS = {"train_deepspeed.py": "train_deepspeed.py", "sample.py": "sampl
                  "run_deepspeed_xl.sh": "train_deepspeed.py", "launch_deepspeed.py": "train_deepspeed.py",
                  "doctor.py": "train_deepspeed.py", "bench.py": "train_deepspeed.py",
                  "examples/instructions/score.py": "sample.py"}  # a script: whose settings
-SUBCOMMANDS = {"bench.py": ("train", "sample", "data", "checkpoint", "table")}
+SUBCOMMANDS = {"bench.py": ("train", "sample")}
 FOREIGN = {  # options of torchrun, deepspeed, sbatch, lm_eval, and ours that are not settings
     "--nproc_per_node", "--nnodes", "--node_rank", "--rdzv_backend", "--master_addr", "--num_gpus", "--hostfile",
     "--no_ssh", "--include", "--nodes", "--gpus-per-node", "--help",

@@ -13,8 +13,8 @@ import torch
 from conftest import STAGES
 from PIL import Image
 
-import bench
 from model import GPT, GPTConfig
+from results.table import format_table, update
 from runtime.engine.ds_config import resolve
 from runtime.lora import TARGET_MODULES
 from runtime.lora import apply as apply_lora
@@ -58,8 +58,28 @@ def test_table_rows_are_what_was_measured():
 
 def test_the_benchmark_table_is_made_from_the_runs():
     page = (ROOT / "docs" / "numbers.md").read_text(encoding="utf-8")
-    assert f"<!-- bench.py table -->\n{bench.format_table()}\n<!-- end -->" in page
-    assert bench.format_table().count("\n") >= 8
+    assert f"<!-- results/table.py -->\n{format_table()}\n<!-- end -->" in page
+    assert format_table().count("\n") >= 8
+
+
+def test_the_table_takes_any_run_and_leaves_the_rest_of_the_page(tmp_path):
+    """A run without MFU, with weights by name and its own DeepSpeed JSON. A file that is no run changes nothing."""
+    run = {"settings": {"n_layer": None, "n_head": None, "n_embd": None, "init_from": "gpt2-xl", "batch_size": 1,
+                        "gradient_accumulation_steps": 32, "deepspeed_config": "mine.json"}, "world_size": 2,
+           "stage": 2, "ms": {"median": 5.0, "min": 4.0, "max": 6.0}, "tokens_per_s": 7, "mfu": None,
+           "peak_gb": 1.0, "first_step_s": 2.0}
+    for folder in ("results", "docs"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "results" / "my_bench_1.json").write_text(json.dumps(run))
+    page = tmp_path / "docs" / "numbers.md"
+    page.write_text("a\n<!-- results/table.py -->\n<!-- end -->\nb\n")
+    update(tmp_path)
+    row = "| 2 | gpt2-xl | 2 | 1 x 32 | 5 | 4-6 | 7 | n/a | 1.0 | 2 |  |  | `my_bench_1.json` |"
+    assert row in page.read_text() and page.read_text().endswith("<!-- end -->\nb\n")
+    (tmp_path / "results" / "my_bench_2.json").write_text("{}")
+    with pytest.raises(KeyError):
+        update(tmp_path)
+    assert row in page.read_text()
 
 
 def table_rows(lines):
@@ -71,7 +91,7 @@ def table_rows(lines):
 def missing_rows(readme):
     """Return the rows of README's table under "## Speed" that are no part of a row in docs/numbers.md."""
     _, _, section = readme.partition("\n## Speed\n")
-    measured = table_rows(bench.format_table().splitlines())
+    measured = table_rows(format_table().splitlines())
     return [row for row in table_rows(section.partition("\n## ")[0].splitlines())
             if not any(row <= whole for whole in measured)]
 
