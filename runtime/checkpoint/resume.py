@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from runtime.checkpoint.shards import MOMENTS, TagReader
-from runtime.checkpoint.tags import OTHER_TAG, CheckpointError, UnreadableError, on_rank_0, topology, verify_files
-from runtime.cluster.ranks import broadcast_from_rank0, exit_together, gather_unique, print0, silence_stdout
+from runtime.checkpoint.tags import OTHER_TAG, CheckpointError, UnreadableError, topology, verify_files
+from runtime.cluster.ranks import RANK, broadcast_from_rank0, exit_together, gather_unique, print0, silence_stdout
 
 
 def newest_intact(store, start, resume_tag="latest", overwrite=False):
@@ -15,7 +15,7 @@ def newest_intact(store, start, resume_tag="latest", overwrite=False):
     check, or "latest" for all. Corrupt tags are skipped and added to store.skipped. A tag that can't be read ends the
     search, because an older one would lose work. All ranks call it."""
     # List again on rank 0: the previous run may have saved since, and other machines may see that later
-    newest = broadcast_from_rank0(on_rank_0(store.newest_first))
+    newest = broadcast_from_rank0(store.newest_first() if RANK == 0 else None)
     if start.kind != "resume":
         exit_together([f"{store.out_dir} now holds a run ({newest[0]}): start again with --init_from=resume or auto"]
                       if newest and not overwrite and not store.read_only else [])
@@ -41,7 +41,7 @@ def inspect(store, name):
     """Return (Tag, messages on what can't be read, messages on what is corrupt)."""
     try:
         tag = store.find(name)
-        return tag, [], verify_files(store.path(name), tag.manifest["files"], dist.get_rank(), dist.get_world_size())
+        return tag, [], verify_files(store.path(name), tag.manifest["files"], RANK, dist.get_world_size())
     except OSError as error:
         return None, [str(UnreadableError.of(error, store.path(name)))], []
     except UnreadableError as error:

@@ -55,7 +55,7 @@ class TagStore:
         self._lock = None  # an open file
         self.skipped = []  # corrupt tags that newest_intact() met before the one it chose
         if not read_only:
-            on_rank_0(self.lock)
+            exit_together(self.lock() if RANK == 0 else [])
 
     def path(self, tag, suffix=""):
         return os.path.join(self.out_dir, tag + suffix)
@@ -123,14 +123,12 @@ class TagStore:
         return manifest
 
     def bytes_besides(self, kept):
-        """Return the bytes of all tags and leftovers besides the tags `kept`. Hard-linked files count once."""
-        names, sizes = self.list(), {}
+        """Return the bytes of all tags and leftovers besides the tags `kept`. Each link counts for its share."""
         with contextlib.suppress(OSError):  # no such folder, or another run deletes a tag
-            names += [name for name in os.listdir(self.out_dir) if LEFTOVER.fullmatch(name)]
-            for name in sorted(names, key=kept.__contains__):  # kept ones last
-                for file in os.scandir(self.path(name)):
-                    sizes[file.inode()] = 0 if name in kept else file.stat().st_size
-        return sum(sizes.values())
+            names = {*self.list(), *filter(LEFTOVER.fullmatch, os.listdir(self.out_dir))}.difference(kept)
+            files = [file.stat() for name in names for file in os.scandir(self.path(name))]
+            return sum(file.st_size // file.st_nlink for file in files)
+        return 0
 
     # What changes tags: on rank 0 alone
 
@@ -194,7 +192,7 @@ class TagStore:
                 self.move_away(name)
 
     def lock(self):
-        """Lock out_dir against other runs until this process ends. Raises CheckpointError."""
+        """Lock out_dir against other runs until this process ends. Return what is wrong, as a list of messages."""
         import fcntl  # not on Windows, which can read tags
 
         try:
@@ -202,12 +200,11 @@ class TagStore:
             self._lock = open(self.path(".lock"), "w")  # noqa: SIM115 (closed with the process)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CheckpointError(f"another run is writing to {self.out_dir}: wait for it, or choose another "
-                                  "--out_dir=DIR") from None
+            return [f"another run is writing to {self.out_dir}: wait for it, or choose another --out_dir=DIR"]
         except OSError as error:
             if not self._lock:  # else the file system has no locks
-                raise CheckpointError(f"cannot write {error.filename} ({error.strerror}): fix that, or choose another "
-                                      "--out_dir=DIR") from None
+                return [f"cannot write {error.filename} ({error.strerror}): fix that, or choose another --out_dir=DIR"]
+        return []
 
     def clean(self, tag=None, overwrite=False, aliases=()):
         """Prepare out_dir for a run that starts or resumes: remove leftovers, rename corrupt tags, delete newer tags if
@@ -226,18 +223,6 @@ class TagStore:
                 self.alias(tag.name, name)
             except OSError as error:  # the tag itself is intact
                 print0(f"{name} could not be linked to {tag.name} ({error.strerror}); the run continues without it")
-
-
-def on_rank_0(function, *args):
-    """Call a function on rank 0, and return its result there. If it raises CheckpointError, all ranks exit."""
-    result, problems = None, []
-    if RANK == 0:
-        try:
-            result = function(*args)
-        except CheckpointError as error:
-            problems = [str(error)]
-    exit_together(problems)
-    return result
 
 
 def exists(path):
