@@ -10,7 +10,6 @@ wrapper of torchrun: stopping the deepspeed command can leave ranks running.
 """
 
 import argparse
-import json
 import os
 import shlex
 import signal
@@ -23,21 +22,6 @@ from runtime.output import exit_with_error, protect_output
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 TRAIN = os.path.join(ROOT, "train_deepspeed.py")
-
-# Runs in its own process, because CUDA keeps memory on each GPU that a process looks at
-LIST_GPUS = """
-import json, torch
-from runtime.hardware import run_command, unsupported_gpu
-try:
-    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    why = f"torch {torch.__version__} finds no CUDA device"
-except Exception as error:  # the driver is too old for this PyTorch: devices are counted, but can't be used
-    gpus, why = [], str(error).splitlines()[0]
-problem = None
-if not gpus and run_command("nvidia-smi", "-L").startswith("GPU "):
-    problem = unsupported_gpu() or (why, "update the driver or install a PyTorch built for it")
-print(json.dumps([[f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" for gpu in gpus], problem]))
-"""
 
 
 def fail(message):
@@ -71,26 +55,31 @@ def exit_on_signals():
             signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
-def run_python(*arguments, stdout=None, **env):
-    """Run Python in the project's folder. Return (exit code, output if stdout is a pipe)."""
+def run_python(*arguments, **env):
+    """Run Python in the project's folder. Return its exit code."""
     # In its own process group, so that the terminal's Ctrl-C reaches it through us only
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=os.environ | env, text=True, stdout=stdout,
-                          stdin=subprocess.DEVNULL, process_group=0)
-    return done.returncode if done.returncode >= 0 else 128 - done.returncode, done.stdout
+    code = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=os.environ | env, stdin=subprocess.DEVNULL,
+                          process_group=0).returncode
+    return code if code >= 0 else 128 - code
 
 
-def list_gpus():
-    """Return a description of each visible GPU."""
+def count_gpus():
+    """Return the number of GPUs that PyTorch finds. Exit if there is none, but nvidia-smi lists one."""
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    code, printed = run_python("-W", "ignore", "-c", LIST_GPUS, stdout=subprocess.PIPE)
-    if code:
-        raise SystemExit(code)
-    gpus, problem = json.loads(printed)
-    if problem and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
-        fail(f"nvidia-smi lists GPUs, but {': '.join(problem)}, check CUDA_VISIBLE_DEVICES, or run on CPU with "
+    import torch  # after that
+
+    from runtime.hardware import run_command, unsupported_gpu
+
+    if torch.cuda.is_available():
+        return torch.cuda.device_count()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if not hidden and run_command("nvidia-smi", "-L").startswith("GPU "):
+        problem, fix = unsupported_gpu() or (f"torch {torch.__version__} finds no CUDA device",
+                                             "update the driver or install a PyTorch built for it")
+        fail(f"nvidia-smi lists GPUs, but {problem}: {fix}, check CUDA_VISIBLE_DEVICES, or run on CPU with "
              "DS_ACCELERATOR=cpu")
-    return gpus
+    return 0
 
 
 def train(ranks, args, script=TRAIN):
@@ -109,9 +98,8 @@ def train(ranks, args, script=TRAIN):
 def run_headline(ranks, args):
     """Prepare the data, check the run, train and sample: GPT-2 XL, or without a GPU a small character-level model."""
     os.chdir(ROOT)
-    if gpus := list_gpus():
-        ranks, ours = ranks or len(gpus), ["config/xl_shakespeare.py"]
-        print(f"{len(gpus)} GPUs: {'; '.join(gpus)}")
+    if gpus := count_gpus():
+        ranks, ours = ranks or gpus, ["config/xl_shakespeare.py"]
     else:
         ranks, ours = ranks or 2, ["config/shakespeare_char_cpu.py", "--out_dir=out-demo"]
         print(f"No CUDA GPU: training a small character-level model on {ranks} CPU processes instead, in out-demo")
@@ -124,15 +112,14 @@ def run_headline(ranks, args):
     data = Path("data", str(settings.dataset))
     if data.parent == Path("data") and (data / "prepare.py").is_file() and not (data / "meta.json").is_file():
         print(f"Preparing {data}")
-        if code := run_python(data / "prepare.py")[0]:
+        if code := run_python(data / "prepare.py"):
             raise SystemExit(code)
-    code, _ = run_python(TRAIN, *ours, *args, "--dry_run=True", WORLD_SIZE=str(ranks))
+    code = run_python(TRAIN, *ours, *args, "--dry_run=True", WORLD_SIZE=str(ranks))
     if code or settings.dry_run:
         raise SystemExit(code)
     train(ranks, [*ours, *args])
     if settings.keep_last and not settings.eval_only:
-        code, _ = run_python("sample.py", f"--out_dir={settings.out_dir}", "--num_samples=1", "--max_new_tokens=200")
-        if code:
+        if code := run_python("sample.py", f"--out_dir={settings.out_dir}", "--num_samples=1", "--max_new_tokens=200"):
             print(f"launch_deepspeed.py: training succeeded, but sampling failed (exit code {code})", file=sys.stderr)
 
 
@@ -145,7 +132,7 @@ def main():
         run_headline(ranks, args)
     else:
         settings_of_script(TRAIN, args)  # exits for mistakes
-        train(ranks or len(list_gpus()) or 1, args)
+        train(ranks or count_gpus() or 1, args)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).resolve().parent / "src" / "train_deepspeed.py"
 sys.path[0] = str(SCRIPT.parents[3])  # instead of this folder, so that the next lines import the project's launcher
 
 from configurator import settings_of_script
-from launch_deepspeed import exit_on_signals, fail, list_gpus, train
+from launch_deepspeed import count_gpus, exit_on_signals, fail, train
 from runtime.output import protect_output
 
 
@@ -36,8 +36,8 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True)  # print before the ranks do
     exit_on_signals()
     num_gpus, args = parse_arguments()
-    gpus = list_gpus()
-    ranks = num_gpus if num_gpus is not None else len(gpus) or 1
-    if not 0 < ranks <= (len(gpus) or ranks):
-        fail(f"num_gpus={ranks} is not possible with {len(gpus)} GPUs: use --num_gpus {len(gpus) or 1}")
+    gpus = count_gpus()
+    ranks = num_gpus if num_gpus is not None else gpus or 1
+    if not 0 < ranks <= (gpus or ranks):
+        fail(f"num_gpus={ranks} is not possible with {gpus} GPUs: use --num_gpus {gpus or 1}")
     train(ranks, args, str(SCRIPT))
