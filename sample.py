@@ -44,14 +44,13 @@ globals().update(vars(settings))
 
 import os
 from json import dumps
-from math import inf
+from math import exp, inf
 
 import torch
 
 from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.files import UserError
 from runtime.hardware import pick_device, pick_dtype
-from runtime.monitor.runlog import perplexity
 from runtime.output import exit_with_error
 from runtime.sample.chat import Chat
 from runtime.sample.generate import ask_for_prompts, generate_texts, read_prompts, read_text, score_text
@@ -124,7 +123,7 @@ def show(new):
 if not json:
     print(f"{name}: {model.num_params():,} parameters{description}\n")
 if score_file:
-    ppl = perplexity(loss)
+    ppl = exp(min(loss, 700))  # without overflow
     record = {"model": name, "file": score_file, "tokens": n_tokens, "loss": loss, "perplexity": ppl}
     print(dumps(record) if json else f"{score_file}: {n_tokens:,} tokens, loss {loss:.4f}, perplexity {ppl:.2f}")
 if interactive:

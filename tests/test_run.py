@@ -678,10 +678,10 @@ def test_tensorboard_that_does_not_start_is_told_of(monkeypatch, tmp_path):
     for name in [name for name in sys.modules if "tensorboard" in name]:
         monkeypatch.delitem(sys.modules, name)
     log = RunLog.__new__(RunLog)
-    log.loggers, log.wandb_id, log.iter_num, log.resumes = {}, None, 0, False
-    log.settings = {"wandb_log": False, "tensorboard_log": True, "eval_only": False, "out_dir": str(tmp_path)}
+    log.loggers, log.out_dir, log.iter_num, log.resumes = {}, str(tmp_path), 0, False
+    log.settings = {"wandb_log": False, "tensorboard_log": True}
     (problem,) = log.start_loggers()
-    assert problem.startswith("TensorBoard failed to start (Descriptors cannot be created directly):")
+    assert problem.startswith("tensorboard failed to start (Descriptors cannot be created directly):")
     assert log.loggers == {}
 
 

@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import namedtuple
 
 import torch
 
@@ -21,6 +22,10 @@ from runtime.cluster.shutdown import EXIT_REASONS
 from runtime.files import ROOT, format_bytes, write_atomic
 from runtime.hardware import peak_flops, peak_memory
 from runtime.monitor.history import append_history, read_history, series, trim_history
+
+Logger = namedtuple("Logger", ("log", "close"))  # log(values, step)
+LOGGER_FIXES = {"wandb": "pip install wandb, wandb login or WANDB_MODE=offline",
+                "tensorboard": "pip install tensorboard"}
 
 
 class RunLog:
@@ -36,26 +41,45 @@ class RunLog:
         self.loggers, self.wandb_id, self.update_bar, self.paused = {}, state.get("wandb_id"), None, True
         self.iter_num = self.first_iter = state.get("iter_num", 0)
         self.resumes = bool(state)
-        self.has_best = math.isfinite(state.get("best_val_loss", math.inf))
         exit_together(self.start_loggers() if self.writes else [])
 
     def start_loggers(self):
         """Start wandb and TensorBoard if the settings ask for them. Return [a message] if one fails; a run that resumes
         continues without it."""
-        for logger in (WandbLogger, TensorBoardLogger):
-            if not self.settings[logger.setting]:
-                continue
+        for name in LOGGER_FIXES:
             try:
-                self.loggers[logger.name] = logger(self.settings, self.wandb_id, self.iter_num)
+                if self.settings[f"{name}_log"]:
+                    self.loggers[name] = getattr(self, f"start_{name}")()
             except Exception as error:  # not installed, not logged in, no network: each has its own exception
                 why = " ".join(str(error).split()) or type(error).__name__
-                problem = f"{logger.name} failed to start ({why}): {logger.fix}, or set --{logger.setting}=False"
+                problem = f"{name} failed to start ({why}): {LOGGER_FIXES[name]}, or set --{name}_log=False"
                 if not self.resumes:
                     return [problem]
                 print0(f"{problem}; continuing without it")
-        if "wandb" in self.loggers:
-            self.wandb_id = self.loggers["wandb"].run.id
         return []
+
+    def start_wandb(self):
+        """Start a wandb run, or resume the checkpoint's. Nothing else imports wandb."""
+        import wandb
+
+        name = self.settings["wandb_run_name"] or os.path.basename(os.path.abspath(self.out_dir))
+        run = wandb.init(project=self.settings["wandb_project"], name=name, config=self.settings, id=self.wandb_id,
+                         resume="allow")
+        self.wandb_id = run.id
+        return Logger(run.log, run.finish)
+
+    def start_tensorboard(self):
+        """Write TensorBoard's files to out_dir/tensorboard. A run that resumes hides earlier values after iter_num."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(os.path.join(self.out_dir, "tensorboard"),
+                               purge_step=self.iter_num + 1 if self.iter_num else 0)
+
+        def log(values, step):
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+
+        return Logger(log, writer.close)
 
     def open_files(self, record):
         """Drop the records after the checkpoint that this run resumes from, and write settings.json with `record`."""
@@ -117,7 +141,7 @@ class RunLog:
         losses: {"train" and "val": [(mean, standard error) per dataset]}. sequences_seen: {dataset name: sequences}."""
         shares = [one.share for one in self.datasets]
         record = {"iter": iter_num, **loss_record(losses, shares), "eval_s": seconds}
-        record["perplexity"] = perplexity(record["val_loss"])
+        record["perplexity"] = math.exp(min(record["val_loss"], 700))  # without overflow
         print0(f"step {iter_num}: {format_losses(record)}; perplexity {record['perplexity']:.2f}), {seconds:.1f} s")
         if len(shares) > 1:
             record["datasets"] = {}
@@ -129,7 +153,6 @@ class RunLog:
                        f"{found['sequences']:,} sequences so far")
         self.record(record)
         self.iter_num, self.paused = iter_num, True
-        self.has_best |= iter_num > 0 and math.isfinite(record["val_loss"])
         return record["val_loss"]
 
     def sample(self, iter_num, text):
@@ -155,10 +178,8 @@ class RunLog:
 
     def not_saved(self):
         """Report why these weights are not saved, and how to continue."""
-        print0("checkpoint not saved, because the loss is not finite; " + (
-            "earlier ones are intact. To resume from the best one: --init_from=resume --resume_tag=best "
-            "--overwrite=True, with a lower learning_rate" if self.has_best else
-            "there is none yet: start again with a lower learning_rate"))
+        print0("checkpoint not saved, because the loss is not finite: start again with a lower learning_rate, and with "
+               "--init_from=auto to resume from an earlier checkpoint")
 
     def leaving(self, exit_code, iter_num, health):
         """Report why the run exits before its last step."""
@@ -214,36 +235,6 @@ class RunLog:
                 del self.loggers[name]
 
 
-class WandbLogger:
-    """A wandb run, resumed if run_id is given. Nothing else imports wandb."""
-
-    name, setting, fix = "wandb", "wandb_log", "pip install wandb, wandb login or WANDB_MODE=offline"
-
-    def __init__(self, settings, run_id, iter_num):
-        import wandb
-
-        name = settings["wandb_run_name"] or os.path.basename(os.path.abspath(settings["out_dir"]))
-        self.run = wandb.init(project=settings["wandb_project"], name=name, config=settings, id=run_id, resume="allow")
-        self.log, self.close = self.run.log, self.run.finish
-
-
-class TensorBoardLogger:
-    """TensorBoard's files in out_dir/tensorboard. A run that resumes hides earlier values after iter_num."""
-
-    name, setting, fix = "TensorBoard", "tensorboard_log", "pip install tensorboard"
-
-    def __init__(self, settings, run_id, iter_num):
-        from torch.utils.tensorboard import SummaryWriter
-
-        folder = os.path.join(settings["out_dir"], "tensorboard")
-        self.writer = SummaryWriter(folder, purge_step=iter_num + 1 if iter_num else 0)
-        self.close = self.writer.close
-
-    def log(self, values, step):
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-
-
 def shell_path(path):
     """Return a path for a shell command: the shorter one of absolute and relative."""
     return shlex.quote(min(os.path.abspath(path), os.path.relpath(path), key=len))
@@ -256,11 +247,6 @@ def format_step(r):
     return (f"iter {r['iter']}: loss {r['loss']:.4f}, time {r['ms']:.2f}ms, lr {r['lr']:.2e}, grad norm {grad_norm}, "
             f"{r['tokens_per_s']:,.0f} tokens/s, mfu {mfu}, memory {r['memory'] / 1e9:.1f} GB"
             + (f", loss scale {r['loss_scale']:g}" if "loss_scale" in r else ""))
-
-
-def perplexity(loss):
-    """Return exp(loss), or infinity for a loss of 50 or more."""
-    return math.inf if loss >= 50 else math.exp(loss)
 
 
 def loss_record(losses, shares):

@@ -12,7 +12,6 @@ import pytest
 from conftest import ROOT, SMALL, ForkedJob, done, kill, launch, read_history, stage, wait_until
 
 from runtime.monitor.health import STRAGGLER_WINDOW, SpikeDetector, StragglerDetector
-from runtime.monitor.runlog import perplexity
 
 # train_deepspeed.py with a loss that is spoilt: at training forwards first ... last - 1 of one rank, times `factor`
 SPOILT = """
@@ -85,8 +84,8 @@ def test_ruined_weights_push_out_no_tag_and_a_resume_outlives_its_logger(train):
     wild = ("--learning_rate=1e30", "--min_lr=1e30", "--grad_clip=0", "--tensorboard_log=True", "--max_skipped_steps=4")
     on = train("--max_iters=40", "--eval_interval=2", "--keep_last=2", *wild, "--init_from=resume", out_dir=run.out_dir)
     assert on.returncode == 3 and "Traceback" not in on.stderr, on.stderr
-    assert "TensorBoard failed to start" in on.stdout and "; continuing without it" in on.stdout
-    assert "checkpoint not saved, because the loss is not finite; earlier ones are intact. To resume from" in on.stdout
+    assert "tensorboard failed to start" in on.stdout and "; continuing without it" in on.stdout
+    assert "checkpoint not saved, because the loss is not finite: start again with a lower learning_rate, " in on.stdout
     assert {"iter_2", "iter_4"} <= {*os.listdir(run.out_dir)}
     assert (run.out_dir / "latest").read_text() == "iter_4"
 
@@ -96,7 +95,7 @@ def test_a_run_that_saves_nothing_names_no_checkpoint(train, options, code):
     """Every loss is NaN after the first step, and every evaluation is later."""
     run = train("--learning_rate=1e30", "--min_lr=1e30", "--grad_clip=0", "--eval_interval=100", *options)
     assert run.returncode == code and "best" not in run.stdout and not (run.out_dir / "best").exists(), run.stdout
-    assert "not finite; there is none yet: start again with a lower learning_rate" in run.stdout
+    assert "checkpoint not saved, because the loss is not finite: start again with" in run.stdout
 
 
 def test_a_run_that_ends_with_nan_names_the_best_checkpoint_alone(spoilt):
@@ -139,14 +138,12 @@ def test_out_of_memory_names_settings_that_take_less(spoilt, training):
     assert "  --batch_size=" in suggested and "--gradient_checkpointing=True" in suggested
 
 
-def test_a_straggler_is_not_noise_and_a_huge_loss_has_infinite_perplexity():
+def test_a_straggler_is_not_noise():
     for slow, others, named in ((0.185, 0.058, True), (0.016, 0.005, True), (0.005, 0.003, False),
                                 (0.07, 0.058, False)):
         detector = StragglerDetector("cpu", 2)
         (*early, last) = [detector.check([others, slow]) for _ in range(STRAGGLER_WINDOW)]
         assert not any(early) and bool(last) is named and (not named or last.startswith("rank 1 is a straggler: "))
-    assert perplexity(1.0) == pytest.approx(math.e) and perplexity(5806.0) == math.inf
-    assert math.isnan(perplexity(math.nan))
 
 
 def test_a_norm_is_a_spike_by_those_before_it():
