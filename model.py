@@ -84,7 +84,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = (z.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for z in self.c_attn(x).split(C, dim=2))
         backends = contextlib.nullcontext()
         if cache is not None:
-            k, v = cache.update(k, v, positions)
+            k, v = cache.k.index_copy_(2, positions, k), cache.v.index_copy_(2, positions, v)  # all keys and values
         elif x.is_cuda:  # not with a cache: cuDNN makes a new plan for each shape, and each token changes the shape
             self.backends = self.backends or attention_backends(x.device)
             backends = sdpa_kernel(self.backends, set_priority=True)
@@ -352,10 +352,6 @@ class KVCache:
 
     k: torch.Tensor
     v: torch.Tensor
-
-    def update(self, k, v, positions):
-        """Write k and v, (B, n_head, T, head size), at `positions` (T,). Return all keys and all values."""
-        return self.k.index_copy_(2, positions, k), self.v.index_copy_(2, positions, v)
 
 
 class Decoder:
