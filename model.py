@@ -213,6 +213,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.gradient_checkpointing = False
+        self.decoded_shapes = set()  # of Decoders that have made their first step
         self.transformer = nn.ModuleDict({
             "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
             "wpe": nn.Embedding(config.block_size, config.n_embd),
@@ -395,9 +396,12 @@ class Decoder:
             length, step = 0, partial(self.custom_step, self.token, self.position, self.caches)
         if length in self.graphs:
             return self.graphs[length]()
-        token = self.draw(step())  # eagerly once: libraries initialize at their first call
+        shapes, decoded = (len(token), self.max_length, length), self.model.decoded_shapes
+        if first_time := shapes not in decoded:  # eagerly: libraries initialize at their first call
+            token = self.draw(step())
+            decoded.add(shapes)
         self.graphs[length] = capture_cuda_graph(lambda: self.draw(step()), self.generators)
-        return token
+        return token if first_time else self.graphs[length]()
 
 
 def capture_cuda_graph(step, generators):

@@ -27,7 +27,7 @@ from runtime.kernels.block import residual_layernorm_fwd
 TILES = {2048: (8, 4), 8192: (2, 16)}  # {matrix width, rounded up to a power of 2: (rows, warps) per program}
 ATTENTION_TILES = (64, 4), (32, 2)  # (keys that a program loads at once, warps): at batch size 1, in a batch
 MAX_KV_SPLITS, HEAD_PROGRAMS = 8, 32  # programs per head at batch size 1; programs per head of all sequences together
-NORM_WARPS = 4
+NORM_WARPS = 8
 
 
 @jit
