@@ -210,6 +210,8 @@ class Zero3Blocks:
         if self.blocks:
             self.release(0)
             self.reduce(0)
+            with self.on_stream():  # a captured graph can't wait for a stream that has not joined it
+                pass
             if self.stream:
                 torch.cuda.current_stream().wait_stream(self.stream)
 
