@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -41,6 +42,9 @@ RELEASED = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "st
 BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}  # c_attn has 196,608 elements
 # At a scale of 2^24 gradients overflow; from there it falls, and doubles after every second good step
 FP16 = {"clip": 0.0, "fp16": {"initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}}
+# ZeRO-3 has fewer buffers than blocks: two, and three
+DEEP = {"layers": 5, "zero": {"stage3_max_live_parameters": 0}}
+DEEP_3 = {"layers": 5, "zero": {"stage3_max_live_parameters": 3 * 12 * 256**2}}
 LINEAR = F.linear
 
 # name: (stage, dtype, options of train)
@@ -64,13 +68,16 @@ CASES = {
     "bfloat16 stage 3 compiled": (3, "bfloat16", {"blocks": "compiled"}),
     "bfloat16 stage 3 released": (3, "bfloat16", {"zero": RELEASED}),
     "bfloat16 stage 3 own": (3, "bfloat16", {"own": True}),
+    "deep stage 3": (3, "bfloat16", DEEP),
+    "deep stage 3 local": (3, "bfloat16", {**DEEP_3, "local": True}),
+    "deep stage 3 recomputed": (3, "bfloat16", {**DEEP_3, "recompute": True}),
     **{f"float16 stage {stage}": (stage, "float16", FP16) for stage in (1, 2, 3)},
 }
 
 
-def fresh_model(device="cuda"):
+def fresh_model(layers=2):
     torch.manual_seed(0)
-    return GPT(CONFIG).to(device)
+    return GPT(replace(CONFIG, n_layer=layers)).cuda()
 
 
 def data(step):
@@ -79,9 +86,9 @@ def data(step):
     return torch.randint(CONFIG.vocab_size, shape, generator=torch.Generator().manual_seed(step)).cuda()
 
 
-def plain(clip):
+def plain(clip, layers=2):
     """Train in float32 with PyTorch alone, over the whole batch."""
-    model, norms = fresh_model(), []
+    model, norms = fresh_model(layers), []
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), **ADAM)
     for step in range(STEPS):
         for group in optimizer.param_groups:
@@ -91,17 +98,17 @@ def plain(clip):
         F.cross_entropy(logits.flatten(0, 1), data(step)[:, 1:].flatten()).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item())
         optimizer.step()
-    return {"norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+    return {"norms": norms, "layers": layers, "weights": {n: p.detach() for n, p in model.named_parameters()}}
 
 
-def build(stage, dtype, blocks, zero, clip, fp16):
+def build(stage, dtype, blocks, zero, clip, fp16, layers):
     batch = Batch(SEQUENCES // ACCUMULATION // dist.get_world_size(), ACCUMULATION, dist.get_world_size(), 4)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"zero_optimization": {"stage": stage, **zero}, "fp16": fp16}, file)
         file.flush()
         config, _ = ds_config.resolve(file.name, batch, clip, dtype, blocks != "eager")
     F.linear = LINEAR  # stage 3 replaces it for good
-    model, stage = fresh_model(), config["zero_optimization"]["stage"]
+    model, stage = fresh_model(layers), config["zero_optimization"]["stage"]
     if blocks == "kernels":
         block.install(model)
     elif blocks == "compiled":
@@ -116,17 +123,17 @@ def build(stage, dtype, blocks, zero, clip, fp16):
 
 
 def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local=False, own=False, captured=True,
-          recompute=False):
+          recompute=False, layers=2):
     """Train as the script does, and repeat a step that is skipped. own: use DeepSpeed's gradient path and step. local:
     sum the gradients of the micro-steps on each rank first."""
-    engine, stage = build(stage, dtype, blocks, zero or {}, clip, fp16 or {})
+    engine, stage = build(stage, dtype, blocks, zero or {}, clip, fp16 or {}, layers)
     engine.module.gradient_checkpointing = recompute
     fast = FastPath(engine)
     if not own:
         fast.install(local, blocks != "eager", captured)
     shortened, one_pass = fast.gradients is not None, fast.fused_step is not None
     device, rank, world_size = torch.device("cuda", dist.get_rank()), dist.get_rank(), dist.get_world_size()
-    result = {"norms": [], "applied": [], "scales": [], "shortened": shortened, "one_pass": one_pass}
+    result = {"norms": [], "layers": layers, "applied": [], "scales": [], "shortened": shortened, "one_pass": one_pass}
     step = 0
     while step < STEPS and len(result["applied"]) < 3 * STEPS:
         for group in engine.optimizer.param_groups:
@@ -157,10 +164,10 @@ def weights(engine):
     return {n: safe_get_full_fp32_param(p).detach().clone() for n, p in engine.module.named_parameters()}
 
 
-def apart(a, b):
+def apart(a, b, layers):
     """Return the distance between two sets of weights, relative to how far training has moved b: over all weights, and
     of the parameter for which it is the largest."""
-    moved = {name: (b[name] - p).square().sum() for name, p in fresh_model().named_parameters()}
+    moved = {name: (b[name] - p).square().sum() for name, p in fresh_model(layers).named_parameters()}
     gaps = {name: (a[name] - b[name]).square().sum() for name in b}
     return [math.sqrt(sum(gaps.values()) / sum(moved.values())), max(math.sqrt(gaps[n] / moved[n]) for n in gaps)]
 
@@ -170,15 +177,16 @@ def main(out):
     deepspeed.utils.logger.setLevel("ERROR")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(dist_backend="nccl", verbose=False)
-    every = {"plain": plain(CLIP), "plain unclipped": plain(0.0)}
+    every = {"plain": plain(CLIP), "plain unclipped": plain(0.0), "deep plain": plain(CLIP, DEEP["layers"])}
     for name, (stage, dtype, options) in CASES.items():
-        fast = stage == 2 or stage == 3 and not options.get("own") and "zero" not in options
+        fast = stage == 2 or stage == 3 and not options.get("own") and options.get("zero") is not RELEASED
         stream = torch.cuda.stream(torch.cuda.Stream()) if fast else contextlib.nullcontext()
         with stream:  # as setup_device()
             every[name] = train(stage, dtype, **options)
         torch.cuda.synchronize()
-    report = {name: {**result, "apart": {other: apart(result["weights"], every[other]["weights"]) for other in every}}
-              for name, result in every.items()}
+    report = {name: {**one, "apart": {name: apart(one["weights"], other["weights"], one["layers"])
+                                      for name, other in every.items() if other["layers"] == one["layers"]}}
+              for name, one in every.items()}
     for result in report.values():
         del result["weights"]
     if dist.get_rank() == 0:
