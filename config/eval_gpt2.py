@@ -2,7 +2,6 @@
 #   python train_deepspeed.py config/eval_gpt2.py --init_from=gpt2-xl --dataset=openwebtext
 out_dir = "out-eval-gpt2"
 init_from = "gpt2"
-dataset = "shakespeare"
 
 eval_only = True
 eval_iters = 500

@@ -12,7 +12,6 @@ max_iters = 60
 
 batch_size = 4
 gradient_accumulation_steps = 8
-block_size = 1024
 dropout = 0.1
 
 learning_rate = 3e-5

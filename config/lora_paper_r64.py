@@ -11,11 +11,9 @@ lora_dropout = 0.05
 
 eval_epochs = 1.0
 max_epochs = 3.0
-keep_last = 3
 
 batch_size = 8
 gradient_accumulation_steps = 8
-block_size = 1024
 gradient_checkpointing = True
 
 learning_rate = 2e-4

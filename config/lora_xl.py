@@ -11,13 +11,11 @@ lora_rank = 64
 lora_dropout = 0.05
 
 eval_interval = 10
-eval_iters = 20
 max_iters = 60
 always_save_checkpoint = False
 
 batch_size = 1
 gradient_accumulation_steps = 32
-block_size = 1024
 gradient_checkpointing = True
 
 learning_rate = 2e-4  # full fine-tuning: 3e-5

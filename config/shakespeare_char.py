@@ -20,7 +20,5 @@ dropout = 0.2
 
 learning_rate = 1e-3
 max_iters = 5000
-lr_decay_iters = 5000
-min_lr = 1e-4
 warmup_iters = 100
 beta2 = 0.99  # few tokens per step

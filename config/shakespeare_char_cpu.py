@@ -17,11 +17,9 @@ block_size = 64
 n_layer = 4
 n_head = 4
 n_embd = 128
-dropout = 0.0
 
 learning_rate = 2e-3  # validation loss 1.7855; 1.8657 with nanoGPT's 1e-3
 max_iters = 2000
-lr_decay_iters = 2000
 min_lr = 1e-4
 warmup_iters = 100
 beta2 = 0.99  # few tokens per step

@@ -12,9 +12,6 @@ max_iters = 600_000
 
 batch_size = 12
 gradient_accumulation_steps = 5  # per GPU; nanoGPT's 40 is for all 8
-block_size = 1024
 
 learning_rate = 6e-4
 warmup_iters = 2000
-lr_decay_iters = 600_000  # the same as max_iters (Chinchilla, arXiv:2203.15556)
-min_lr = 6e-5

@@ -17,9 +17,6 @@ max_iters = 100_000
 
 batch_size = 8
 gradient_accumulation_steps = 8
-block_size = 1024
 
 learning_rate = 2e-4  # GPT-3's for 1.3B parameters (arXiv:2005.14165, table 2.1)
 warmup_iters = 2000
-lr_decay_iters = 100_000
-min_lr = 2e-5

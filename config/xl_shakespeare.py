@@ -7,13 +7,9 @@ init_from = "gpt2-xl"
 dataset = "shakespeare"
 
 eval_interval = 5
-eval_iters = 20
 max_iters = 20
 
 batch_size = 1
 gradient_accumulation_steps = 32
-block_size = 1024
 
 learning_rate = 3e-5
-lr_schedule = "cosine"
-deepspeed_config = "ds_config_zero2.json"

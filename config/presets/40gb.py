@@ -3,4 +3,3 @@
 # Estimate: 35.52 GB. See its parts with --dry_run=True --target_gpu=40
 batch_size = 2
 gradient_accumulation_steps = 16  # 2 x 16 = 32 sequences per step, like 1 x 32
-deepspeed_config = "ds_config_zero2.json"

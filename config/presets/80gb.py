@@ -3,4 +3,3 @@
 # Estimate: 71.57 GB. See its parts with --dry_run=True --target_gpu=80
 batch_size = 16
 gradient_accumulation_steps = 2  # 16 x 2 = 32 sequences per step, like 1 x 32
-deepspeed_config = "ds_config_zero2.json"
