@@ -88,8 +88,7 @@ beta2 = 0.95  # decay rate of the second moment
 grad_clip = 1.0  # maximum gradient norm; 0: no clipping
 # Learning rate schedule
 decay_lr = True  # follow lr_schedule; False: constant learning_rate without warmup
-lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # shape after warmup; wsd: warmup-stable-decay
-cooldown_iters: int | None = None  # iterations of wsd's linear decay; None: a fifth of lr_decay_iters
+lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"  # shape after warmup
 warmup_iters = 0  # iterations of linear warmup
 lr_decay_iters: int | None = None  # iteration at which the learning rate reaches min_lr; None: max_iters
 min_lr: float | None = None  # final learning rate; None: learning_rate / 10
@@ -216,9 +215,6 @@ def get_lr(it):
         return learning_rate * (it + 1) / (warmup_iters + 1)
     if lr_schedule == "constant":
         return learning_rate
-    if lr_schedule == "wsd":
-        cooldown = decay_iters // 5 if cooldown_iters is None else cooldown_iters
-        return lowest + min(1.0, max(0, decay_iters - it) / max(1, cooldown)) * (learning_rate - lowest)
     progress = min(1.0, (it - warmup_iters) / max(1, decay_iters - warmup_iters))
     remaining = 1 - progress if lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return lowest + remaining * (learning_rate - lowest)

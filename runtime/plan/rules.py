@@ -9,7 +9,7 @@ AT_LEAST = {
     1: ("batch_size", "gradient_accumulation_steps", "block_size", "eval_interval", "eval_iters", "log_interval",
         "patience", "profile_start", "profile_iters", "sample_tokens"),
     0: ("keep_last", "max_iters", "max_skipped_steps", "sample_interval", "warmup_iters", "learning_rate", "grad_clip",
-        "weight_decay", "lr_decay_iters", "cooldown_iters", "seed"),
+        "weight_decay", "lr_decay_iters", "seed"),
 }  # fmt: skip
 BELOW_ONE = ("dropout", "beta1", "beta2")
 RULES = [  # (whether the settings break it, the message)
@@ -28,8 +28,6 @@ RULES = [  # (whether the settings break it, the message)
      "profile=True needs {s.profile_start} + {s.profile_iters} iterations: lower profile_start, or raise max_iters"),
     (lambda s: s.init_from not in ("resume", "auto") and s.resume_tag != "latest",
      "resume_tag={s.resume_tag} is for resuming: add --init_from=resume, or drop it"),
-    (lambda s: s.cooldown_iters is not None and not (s.decay_lr and s.lr_schedule == "wsd"),
-     "cooldown_iters={s.cooldown_iters} needs another schedule: add --lr_schedule=wsd, or drop it"),
     (lambda s: s.decay_lr and s.lr_schedule != "constant" and s.lr_decay_iters is not None
      and 0 <= s.lr_decay_iters < s.warmup_iters,
      "warmup_iters={s.warmup_iters} is above lr_decay_iters={s.lr_decay_iters}: lower --warmup_iters, or raise "
@@ -63,9 +61,6 @@ def plan_iterations(s, windows, batch, problems, notes):
         max_iters = math.ceil(s.max_epochs * windows / batch.sequences)
         notes.append(f"max_epochs={s.max_epochs:g} is {max_iters:,} iterations; max_iters is ignored")
     end = max_iters if s.lr_decay_iters is None else s.lr_decay_iters
-    if s.cooldown_iters is not None and s.warmup_iters + s.cooldown_iters > end and s.warmup_iters < max_iters:
-        problems.add(f"cooldown_iters={s.cooldown_iters} and warmup_iters={s.warmup_iters} exceed the {end} iterations "
-                     f"of the schedule: use at most --cooldown_iters={max(0, end - s.warmup_iters)}")
     ignored = [] if s.decay_lr and s.lr_schedule != "constant" else ["lr_decay_iters", "min_lr"]
     ignored += ["warmup_iters"] * (not s.decay_lr)
     if ignored := [f"{name}={getattr(s, name)}" for name in ignored if getattr(s, name)]:

@@ -111,9 +111,9 @@ def test_a_stage_begins_with_the_best_weights_of_the_one_before(train, backwards
     assert same.returncode == 2 and "already holds a run (iter_6): resume it with --init_from=resume" in same.stderr
 
 
-def test_warm_up_stable_decay_and_epochs(train):
+def test_epochs(train):
     """0.02 epochs of 561 windows in steps of 4: 3 of them."""
     assert windows_per_epoch(18_000, 32)[0] == 561
-    run = done(train("--max_epochs=0.02", "--lr_schedule=wsd", "--cooldown_iters=2", "--min_lr=0.0", "--keep_last=0"))
-    assert [r["lr"] for r in run.history if "lr" in r] == pytest.approx([1e-3, 1e-3, 0.5e-3])
+    run = done(train("--max_epochs=0.02", "--lr_schedule=linear", "--min_lr=0.0", "--keep_last=0"))
+    assert [r["lr"] for r in run.history if "lr" in r] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
     assert "561" not in run.stderr and sorted(run.losses) == [1, 2, 3]
