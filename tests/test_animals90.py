@@ -51,6 +51,7 @@ def load(name):
 
 
 model, data, engine = load("src/model.py"), load("src/data.py"), load("src/engine.py")
+figures = load(ROOT / "results" / "animals90.py")
 
 
 def prepare(*args, cwd=EXAMPLE):
@@ -598,6 +599,17 @@ def test_curves_are_a_picture(two_ranks, tmp_path):
     done(subprocess.run([sys.executable, EXAMPLE / "src" / "utils.py", "--history", history, history, "--output",
                          tmp_path / "curves.png"], capture_output=True, text=True))
     assert min(Image.open(tmp_path / "curves.png").size) >= 600
+
+
+def test_the_readme_shows_what_was_measured(tmp_path):
+    readme = (EXAMPLE / "README.md").read_text()
+    assert f"<!-- figures -->\n{figures.table()}\n<!-- end -->" in readme
+    measured = {"seconds": 13.24, "images_per_s": 4567.8, "it_per_s": 35.91, "memory_gb": 2.345, "waited_s": 1.26}
+    rows = {name: measured for name in ("1 GPU, 128, fp16", "2 workers", "8 workers")} | {"16 workers": {"failed": "x"}}
+    (tmp_path / "h200_x1_animals90.json").write_text(json.dumps({"rows": rows}))
+    lines = figures.table(tmp_path).splitlines()
+    assert "| 1 GPU, 128, fp16 | 40 s, 20 GB | 13.2 s per epoch, 4,568 pictures/s, 35.9 it/s, 2.35 GB |" in lines
+    assert '| the same with 2, 8, 16 workers | "8 to 12 workers" | not measured yet |' in lines
 
 
 # -----------------------------------------------------------------------------
