@@ -222,10 +222,10 @@ def read_history(out_dir):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def write_characters(folder):
-    """Write 18,000 and 2,000 characters that a model can learn from: a walk over words, always the same."""
+def write_characters(folder, seed=0):
+    """Write 18,000 and 2,000 characters that a model can learn from: a walk over words, the same for a seed."""
     words = [word + " " for word in "the cat sat on a mat and saw how seven foxes jump over quiet lazy dogs".split()]
-    steps = np.random.default_rng(0).integers(1, 4, 6000).cumsum()
+    steps = np.random.default_rng(seed).integers(1, 4, 6000).cumsum()
     text = "".join(words[step % len(words)] + "\n" * (step % 7 == 0) for step in steps.tolist())[:20_000]
     ids = [CHARS.index(char) for char in text]
     write_dataset(folder, ids[:18_000], ids[18_000:], {"kind": "char", "chars": CHARS}, len(CHARS),

@@ -206,9 +206,7 @@ def test_a_rank_that_dies_ends_the_other_node_too(train):
 
 @pytest.mark.long
 def test_nodes_that_differ_are_refused(train, characters, tmp_path):
-    write_characters(tmp_path / "other")
-    with open(tmp_path / "other" / "train.bin", "r+b") as f:
-        f.write(b"\1\0\1\0")
+    write_characters(tmp_path / "other", seed=1)
     cases = [
         (dict(on={2: ["--learning_rate=2e-3"]}, before={2: f"mount --bind {tmp_path}/other {characters}"}),
          r"the nodes differ in learning_rate \(0\.001 on host1, 0\.002 on host2\): make it the same on all",
