@@ -88,11 +88,10 @@ class Conversations:
 
     def row(self, i):
         """Return the ids of a row, (block_size + 1,), as int64. A token that doesn't count is ~id."""
-        row, filled = np.full(self.length, ~0), 0
-        for begin, end in self.spans[self.firsts[i] : self.firsts[i + 1]]:
-            ids = self.tokens[begin:end].astype(np.int64)
-            row[filled : filled + len(ids)] = np.where(self.mask[begin:end] & COUNTS, ids, ~ids)
-            filled += len(ids)
+        row, spans = np.full(self.length, ~0), self.spans[self.firsts[i] : self.firsts[i + 1]]
+        places = np.concatenate([np.arange(begin, end) for begin, end in spans])
+        ids = self.tokens[places].astype(np.int64)
+        row[: len(ids)] = np.where(self.mask[places] & COUNTS, ids, ~ids)
         return row
 
 
@@ -159,12 +158,6 @@ def sequences_per_dataset(n, shares):
     return (period * np.array(shares) + counts).tolist()
 
 
-def sequence_ids(iter_num, rank, world_size, batch_size, accumulation):
-    """Return the ids of one rank's sequences in one step, (accumulation, batch_size)."""
-    ids = np.arange(accumulation * batch_size).reshape(accumulation, batch_size)
-    return ids + (iter_num * world_size + rank) * ids.size
-
-
 def eval_offsets(n_tokens, block_size, n):
     """Return the offsets of n windows, evenly spread over the data, or fewer if n don't fit without overlap."""
     n = min(n, (n_tokens - 1) // block_size)
@@ -172,32 +165,25 @@ def eval_offsets(n_tokens, block_size, n):
 
 
 def read_windows(windows, block_size, vocab_size):
-    """Return inputs and targets (B, T), int64, of [(tokens, offset)]. Targets are -1, which is ignored, at a negative
-    offset and where a conversation doesn't count."""
-    rows = np.stack([tokens.row(max(o, 0)) if isinstance(tokens, Conversations)
-                     else tokens[max(o, 0) : max(o, 0) + block_size + 1] for tokens, o in windows]).astype(np.int64)
+    """Return inputs and targets (B, T), int64, of [(tokens, offset)]. A target that doesn't count is -1."""
+    rows = np.stack([tokens.row(start) if isinstance(tokens, Conversations) else tokens[start : start + block_size + 1]
+                     for tokens, start in windows]).astype(np.int64)
     ids = np.maximum(rows, ~rows)
     if ids.max() >= vocab_size:
         raise UserError(f"the data holds token {ids.max()}, beyond the vocabulary of {vocab_size}: prepare it again")
-    x, y = torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(np.maximum(rows[:, 1:], -1))
-    y[torch.tensor([bool(offset < 0) for _, offset in windows])] = -1
-    return x, y
+    return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(np.maximum(rows[:, 1:], -1))
 
 
-def loss_weight(sources, iter_num, world_size, settings):
-    """Return what a micro-step multiplies its sum of losses by, so that the mean over micro-steps and ranks, which
-    DeepSpeed takes, is the mean over all targets of the step."""
-    micro_steps, block_size = world_size * settings["gradient_accumulation_steps"], settings["block_size"]
-    ids = sequence_ids(iter_num, 0, 1, settings["batch_size"], micro_steps).flatten()
-    which, offsets = locate_sequences(ids, sources, block_size, settings["seed"])
-    counted = sum(tokens.counts[offsets[which == j]].sum() if isinstance(tokens, Conversations)
-                  else block_size * (which == j).sum() for j, (tokens, _) in enumerate(sources))
-    return micro_steps / counted
+def count_targets(sources, which, offsets, block_size):
+    """Return how many targets count in these sequences, of locate_sequences()."""
+    return sum(tokens.counts[offsets[which == j]].sum() if isinstance(tokens, Conversations)
+               else block_size * (which == j).sum() for j, (tokens, _) in enumerate(sources))
 
 
 def train_batches(sources, iter_num, rank, world_size, settings, vocab_size, device):
     """Yield (x, y) micro-batches on `device` without end, from step iter_num on; sources: [(tokens, share)]. If any are
-    Conversations, yield (x, y, loss_weight()).
+    Conversations, yield (x, y, weight). The sum of a micro-batch's losses times weight, averaged over micro-steps and
+    ranks as DeepSpeed does, is the mean over all targets of the step.
 
     A thread reads and pins whole steps in advance, because each handover between threads waits for Python's lock. One
     handover per micro-batch took 9 of the 663 ms per step of GPT-2 XL at micro-batch 8 x accumulation 4."""
@@ -205,17 +191,19 @@ def train_batches(sources, iter_num, rank, world_size, settings, vocab_size, dev
     ready = queue.Queue(maxsize=2)
     pin, block_size = torch.device(device).type == "cuda", settings["block_size"]
     masked = any(isinstance(tokens, Conversations) for tokens, _ in sources)
+    micro_steps = settings["gradient_accumulation_steps"]
+    n = micro_steps * settings["batch_size"]  # sequences per step of each rank
 
     def read_ahead():
         try:
             for step in itertools.count(iter_num):
-                ids = sequence_ids(step, rank, world_size, settings["batch_size"],
-                                   settings["gradient_accumulation_steps"])
-                which, offsets = locate_sequences(ids.flatten(), sources, block_size, settings["seed"])
-                windows = [(sources[j][0], offset) for j, offset in zip(which, offsets, strict=True)]
-                batch = [t.view(*ids.shape, -1) for t in read_windows(windows, block_size, vocab_size)]
+                ids = np.arange(n * world_size) + step * n * world_size  # of all ranks
+                which, offsets = locate_sequences(ids, sources, block_size, settings["seed"])
+                windows = [(sources[which[i]][0], offsets[i]) for i in range(rank * n, (rank + 1) * n)]
+                batch = [t.view(micro_steps, -1, block_size) for t in read_windows(windows, block_size, vocab_size)]
                 if masked:
-                    batch.append(torch.full(ids.shape[:1], loss_weight(sources, step, world_size, settings)))
+                    weight = micro_steps * world_size / count_targets(sources, which, offsets, block_size)
+                    batch.append(torch.full((micro_steps,), weight))
                 ready.put([t.pin_memory() for t in batch] if pin else batch)
         except Exception as error:  # the training thread raises it again
             ready.put(error)
@@ -235,7 +223,9 @@ def eval_batches(tokens, rank, world_size, n, settings, vocab_size, device):
     offsets, batch_size = eval_offsets(*extent(tokens, settings["block_size"]), n), settings["batch_size"]
     per_rank = -(-len(offsets) // world_size)
     mine = offsets[rank * per_rank : (rank + 1) * per_rank]
-    mine = np.pad(mine, (0, -(-per_rank // batch_size) * batch_size - len(mine)), constant_values=-1)
-    for row in mine.reshape(-1, batch_size):
-        batch = read_windows([(tokens, offset) for offset in row], settings["block_size"], vocab_size)
-        yield [t.to(device) for t in batch]
+    padded = np.pad(mine, (0, -(-per_rank // batch_size) * batch_size - len(mine)))
+    for i in range(0, len(padded), batch_size):
+        windows = [(tokens, offset) for offset in padded[i : i + batch_size]]
+        x, y = read_windows(windows, settings["block_size"], vocab_size)
+        y[max(0, len(mine) - i) :] = -1
+        yield x.to(device), y.to(device)

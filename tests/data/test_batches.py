@@ -16,7 +16,6 @@ from runtime.data.loader import (
     feistel_permute,
     mixed_seed,
     read_windows,
-    sequence_ids,
     train_batches,
     train_offsets,
     windows_per_epoch,
@@ -129,16 +128,6 @@ def test_the_order_is_the_one_that_earlier_runs_had():
 
 
 # Ranks and micro-batches
-
-@pytest.mark.parametrize("world_size, batch_size, accumulation", [
-    (1, 24, 1), (1, 1, 24), (1, 4, 6), (2, 12, 1), (2, 1, 12), (2, 4, 3), (4, 6, 1), (4, 2, 3), (4, 1, 6)])
-def test_a_step_is_the_same_for_any_split(world_size, batch_size, accumulation):
-    for iter_num in (0, 1, 17, 10**9):
-        ranks = [sequence_ids(iter_num, rank, world_size, batch_size, accumulation) for rank in range(world_size)]
-        assert all(numbers.shape == (accumulation, batch_size) for numbers in ranks)
-        in_order = np.concatenate([numbers.ravel() for numbers in ranks])
-        assert np.array_equal(in_order, np.arange(iter_num * 24, iter_num * 24 + 24))
-
 
 def test_batches_are_the_same_for_any_split():
     """Through the thread, too: 5 steps of 12 sequences, rank after rank."""
