@@ -3,10 +3,8 @@
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
-sys.path.insert(0, str(FOLDER.parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from runtime.prepare import shakespeare  # noqa: E402
 
-if __name__ == "__main__":
-    shakespeare.main(FOLDER, "char")
+shakespeare.main(Path(__file__).resolve().parent, "char")

