@@ -100,18 +100,14 @@ def generate_texts(model, prompt, seeds, max_new_tokens, decode, end=None, stop_
 def score_text(model, ids):
     """Return (mean loss, number of predicted tokens) of a text. Read a long text in windows of block_size tokens that
     overlap by half, and count each token once, in the first window that predicts it. Raises ValueError."""
-    device = model.lm_head.weight.device
-    block_size, last = model.config.block_size, len(ids) - 1  # the first token is not predicted
-    if last < 1:
+    block_size, stride, last = model.config.block_size, max(1, model.config.block_size // 2), len(ids) - 1
+    if last < 1:  # the first token is not predicted
         raise ValueError(f"the text has {len(ids)} tokens: give at least 2")
     total, counted = 0.0, 0
-    for start in range(0, last, max(1, block_size // 2)):
-        end = min(start + block_size, last)
-        window = torch.tensor([ids[start:end + 1]], device=device)
+    for start in range(0, max(1, last - block_size + stride), stride):
+        window = torch.tensor([ids[start:start + block_size + 1]], device=model.lm_head.weight.device)
         total += model(window[:, :-1], window[:, 1:], "none")[counted - start:].double().sum().item()
-        counted = end
-        if end == last:
-            break
+        counted = min(start + block_size, last)
     return total / last, last
 
 
