@@ -1,5 +1,7 @@
 """Conversations as plain text: GPT-2 has no tokens for roles, so they are words, and end-of-text ends each answer."""
 
+from runtime.data.dataset import BEGINS, COUNTS
+
 END_OF_ANSWER = "\x03"  # ends an answer in a dataset of characters, which has no end-of-text: U+0003, END OF TEXT
 ROLES = ("system", "user", "assistant")
 # A Jinja template as in transformers, which also finds the tokens of the answers between the generation tags
@@ -33,16 +35,17 @@ def render(messages, template, eos_token, ask=False):
 
 
 def encode_conversation(messages, encode, end):
-    """Return (ids, whether each counts in the loss) of a conversation, up to its last answer, as two lists. encode:
-    returns the ids of a text in which special tokens are ordinary. end: the id that ends an answer.
+    """Return (ids, mask) of a conversation, up to its last answer, as two lists. encode: returns the ids of a text in
+    which special tokens are ordinary. end: the id that ends an answer.
 
     Each answer is encoded on its own. With GPT-2's BPE, the tokens are those of the whole text: it joins none across
     the border, because contents are stripped."""
     text, answers = render(messages, TEMPLATE, "")
-    ids, counts, at = [], [], 0
+    ids, mask, at = [], [], 0
     for begin, stop in answers:
-        prompt, answer = encode(text[at:begin]), [*encode(text[begin:stop]), end]
-        ids += [*prompt, *answer]
-        counts += [False] * len(prompt) + [True] * len(answer)
+        prompt, answer = encode(text[at:begin]), encode(text[begin:stop])
+        ids += [*prompt, *answer, end]
+        mask += [0] * len(prompt) + [COUNTS] * (len(answer) + 1)
         at = stop
-    return ids, counts
+    mask[0] |= BEGINS
+    return ids, mask

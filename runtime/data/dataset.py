@@ -51,8 +51,8 @@ class Dataset:
 def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source, masks=None, **details):
     """Write a dataset to `folder`, created if missing, and return its meta.json as a dict.
 
-    The ids of a split are an array, a list, or an iterator over arrays or lists. masks: {split: iterator over arrays},
-    only for conversations. details: more entries of meta.json.
+    The ids of a split are an array, a list, or an iterator over arrays or lists. masks: {file: iterator over arrays of
+    bytes}, only for conversations. details: more entries of meta.json.
     All files are first written under temporary names, and meta.json is removed first and renamed last. So a process
     that is killed leaves the old dataset, the new one, or one that check_dataset() rejects. Raises UserError if an
     id is outside the vocabulary."""
@@ -61,25 +61,21 @@ def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source
     for name in FILES:
         for leftover in folder.glob(f".{name}.*{TEMP_SUFFIX}"):  # of a process that was killed
             leftover.unlink()
-    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
-    meta = {"format": 1, "tokenizer": {key: value for key, value in tokenizer_meta.items() if key != "file"},
-            "vocab_size": vocab_size, "dtype": dtype}
-    files, parts = {}, {}
+    dtype, parts = "uint16" if vocab_size <= 2**16 else "uint32", {}
     with contextlib.ExitStack() as cleanup:
         def write(name, chunks):
             parts[name], size, sha256 = write_temp(folder / name, chunks)
             cleanup.callback(parts[name].unlink, missing_ok=True)
             return {"bytes": size, "sha256": sha256}
 
-        for split, ids in zip(SPLITS, (train_ids, val_ids)):
-            name = f"{split}.bin"
-            files[name] = write(name, _packed(ids, DTYPES[dtype], vocab_size))
-            meta[f"{split}_tokens"] = files[name]["bytes"] // DTYPES[dtype].itemsize
-        for split, mask in (masks or {}).items():
-            files[f"{split}_mask.bin"] = write(f"{split}_mask.bin", (part.tobytes() for part in mask))
+        contents = {"train.bin": _packed(train_ids, DTYPES[dtype], vocab_size),
+                    "val.bin": _packed(val_ids, DTYPES[dtype], vocab_size), **(masks or {})}
+        files = {name: write(name, chunks) for name, chunks in contents.items()}
+        tokens = {f"{split}_tokens": files[f"{split}.bin"]["bytes"] // DTYPES[dtype].itemsize for split in SPLITS}
         if tokenizer_meta["kind"] == "hf":
             write("tokenizer.json", [Path(tokenizer_meta["file"]).read_bytes()])
-        meta |= {"source": source, "files": files, **details}
+        meta = {"format": 1, "tokenizer": {key: value for key, value in tokenizer_meta.items() if key != "file"},
+                "vocab_size": vocab_size, "dtype": dtype, **tokens, "source": source, "files": files, **details}
         write("meta.pkl", [pickle.dumps(_nanogpt_meta(meta))])
         write("meta.json", [(json.dumps(meta, indent=1) + "\n").encode()])
         for name in reversed(FILES[1:]):
@@ -186,14 +182,12 @@ def read_meta(folder):
 
 
 def _check_meta(meta):
-    for name, value, known in (("format", meta["format"], [1]), ("dtype", meta["dtype"], list(DTYPES)),
-                               ("tokenizer kind", meta["tokenizer"]["kind"], ["gpt2", "char", "hf"])):
-        if value not in known:
-            raise ValueError(f"{name} {value!r} is not one of {known}")
-    counts = [meta[key] for key in ("vocab_size", "train_tokens", "val_tokens")]
+    kind, counts = meta["tokenizer"]["kind"], [meta[key] for key in ("vocab_size", "train_tokens", "val_tokens")]
+    if meta["format"] != 1 or meta["dtype"] not in DTYPES or kind not in ("gpt2", "char", "hf"):
+        raise ValueError(f"unknown format {meta['format']}, dtype {meta['dtype']} or tokenizer {kind}")
     if not all(type(count) is int and count > 0 for count in counts):
         raise ValueError("its counts aren't all positive integers")
-    if meta["tokenizer"]["kind"] == "char" and len(meta["tokenizer"]["chars"]) != meta["vocab_size"]:
+    if kind == "char" and len(meta["tokenizer"]["chars"]) != counts[0]:
         raise ValueError(f"its {len(meta['tokenizer']['chars'])} characters don't make a vocabulary of {counts[0]}")
 
 
@@ -208,7 +202,6 @@ def _meta_of_nanogpt(folder):
     sizes = {split: (folder / f"{split}.bin").stat().st_size for split in SPLITS}
     return {"format": 1, "tokenizer": tokenizer, "vocab_size": vocab_size, "dtype": "uint16",
             **{f"{split}_tokens": size // 2 for split, size in sizes.items()},
-            "source": {"name": "prepared without a meta.json", "sha256": None, "bytes": None},
             "files": {f"{split}.bin": {"bytes": size, "sha256": None} for split, size in sizes.items()}}
 
 
@@ -231,26 +224,24 @@ def check_dataset(folder, block_size=1):
 
 
 def _problems(folder, split, meta, block_size):
-    path, tokens, vocab_size = folder / f"{split}.bin", meta[f"{split}_tokens"], meta["vocab_size"]
-    name, fix = os.path.relpath(path), _how_to_fix(folder)
-    if not path.exists():
-        return [f"{name} does not exist: {fix}"]
-    size, expected = path.stat().st_size, tokens * DTYPES[meta["dtype"]].itemsize
-    if size != expected:
-        return [f"{name} has {size} bytes, but {tokens} tokens of {meta['dtype']} take {expected}: {fix}"]
-    problems, mask = [], folder / f"{split}_mask.bin"
+    name, tokens, fix = os.path.relpath(folder / f"{split}.bin"), meta[f"{split}_tokens"], _how_to_fix(folder)
+    sizes = {f"{split}.bin": tokens * DTYPES[meta["dtype"]].itemsize}
     if "template" in meta:
-        if not mask.exists() or mask.stat().st_size != tokens:
-            return [f"{os.path.relpath(mask)} does not have one byte for each of the {tokens} tokens: {fix}"]
-    elif tokens <= block_size:  # the last token of a sequence predicts the one after it
-        shorter = f"train with --block_size={tokens - 1}, or " if tokens > 1 else ""
+        sizes[f"{split}_mask.bin"] = tokens
+    for file, expected in sizes.items():
+        path = os.path.relpath(folder / file)
+        if not os.path.exists(path):
+            return [f"{path} does not exist: {fix}"]
+        if (size := os.path.getsize(path)) != expected:
+            return [f"{path} has {size} bytes, but its {tokens} tokens take {expected}: {fix}"]
+    problems = []
+    if tokens <= block_size and "template" not in meta:  # the last token of a sequence predicts the one after it
         problems.append(f"{name} has {tokens} tokens, but block_size={block_size} needs {block_size + 1}: "
-                        f"{shorter}prepare a longer text")
-    if tokens:
-        ids = open_tokens(Dataset("", 1, folder, meta), split)
-        starts = range(0, tokens, max(SLICE, tokens // CHECKED_SLICES))
-        if (largest := max(ids[start:start + SLICE].max() for start in starts)) >= vocab_size:
-            problems.append(f"{name} holds token {largest}, which is outside its vocabulary of {vocab_size}: {fix}")
+                        f"train with --block_size={tokens - 1}, or prepare a longer text")
+    ids = open_tokens(Dataset("", 1, folder, meta), split)
+    starts = range(0, tokens, max(SLICE, tokens // CHECKED_SLICES))
+    if (largest := max(ids[start:start + SLICE].max() for start in starts)) >= meta["vocab_size"]:
+        problems.append(f"{name} holds token {largest}, which is outside its vocabulary of {meta['vocab_size']}: {fix}")
     return problems
 
 

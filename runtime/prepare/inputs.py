@@ -21,7 +21,6 @@ EOT_BYTES = len(b"<|endoftext|>\r\n")
 TRAILING_EOT = re.compile(r"<\|endoftext\|>(\r?\n)?\Z")
 CUT_POINTS = (re.compile(rb"(?<!\r)\r?\n(?=\S)"), re.compile(rb" (?=\S)"))  # where to cut a long text, best first
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}  # everything else is text
-UNIT = {"text": "byte", "jsonl": "line", "chat": "line", "parquet": "row"}  # what messages count
 
 
 class Source(NamedTuple):
@@ -118,12 +117,11 @@ def chunk_end(buffer, at, max_document_bytes):
 def text_of(record, kind, field):
     """Return (UTF-8 text of a record, empty if it has none; whether its document ends with it). Raises ValueError if
     the record can't be read."""
-    if kind in ("jsonl", "chat"):
-        return text_of_json(record, kind, field).encode() if record.strip() else b"", True
-    text = str(record, "utf-8")
     if kind == "parquet":
         return record, True
-    text, ends = TRAILING_EOT.subn("", text.removeprefix("\ufeff"))  # the byte order mark of some editors
+    if kind in ("jsonl", "chat"):
+        return text_of_json(record, kind, field).encode() if record.strip() else b"", True
+    text, ends = TRAILING_EOT.subn("", str(record, "utf-8").removeprefix("\ufeff"))  # some editors' byte order mark
     return text.replace("\r\n", "\n").replace("\r", "\n").encode() if not text.isspace() else b"", bool(ends)
 
 

@@ -19,14 +19,13 @@ import time
 import numpy as np
 
 from runtime.data.chat import END_OF_ANSWER, TEMPLATE, encode_conversation
-from runtime.data.dataset import BEGINS, COUNTS, SPLITS, write_dataset
+from runtime.data.dataset import SPLITS, write_dataset
 from runtime.data.tokenizer import CODE_POINTS, end_of_text, numpy_encoder
 from runtime.files import UserError
 from runtime.prepare import inputs
 
 ROW_BYTES = 2**20  # text per row, at least
 ROWS_IN_MEMORY = 16  # rows that each process collects before it writes them
-MASK_SHIFT = 30  # of a conversation's token, the bits above its id are its byte of the mask
 
 
 def prepare(folder, sources, tokenizer, vocab_size, options, workers, overwrite=False, skip_unreadable=False):
@@ -35,24 +34,28 @@ def prepare(folder, sources, tokenizer, vocab_size, options, workers, overwrite=
     if not overwrite and ((folder / "meta.json").exists() or (folder / "train.bin").exists()):
         raise UserError(f"{folder} holds a dataset: choose another --name, or replace it with --overwrite")
     is_char, is_chat = tokenizer["kind"] == "char", options["format"] == "chat"
-    dtype = "<u2" if vocab_size <= 2**16 and not is_chat else "<u4"
-    separator = ord(END_OF_ANSWER if is_chat else "\n") if is_char else end_of_text(tokenizer)
+    dtype = "<u2" if vocab_size <= 2**16 else "<u4"
+    end = ord(END_OF_ANSWER if is_chat else "\n") if is_char else end_of_text(tokenizer)
+    encoder = functools.partial(encode_chat if is_chat else encode, numpy_encoder(tokenizer), end, dtype)
     reader = Reader(sources, options, skip_unreadable)
     with work_folder(folder) as work:
-        encoder = functools.partial(encode_chat if is_chat else encode, numpy_encoder(tokenizer), separator, dtype)
-        rows, ids = tokenize(work, reader, encoder, workers), None
+        rows = tokenize(work, reader, encoder, workers)
+        train, val = (column(rows, "ids", dtype, split) for split in SPLITS)
         if is_char:  # the tokens are code points so far
             used = np.zeros(CODE_POINTS, bool)
-            for row in rows["ids"]:
-                used[np.frombuffer(row, dtype) % 2**MASK_SHIFT] = True
+            for points in column(rows, "ids", dtype):
+                used[points] = True
             ids = np.cumsum(used, dtype=np.uint32) - 1
+            train, val = map(ids.__getitem__, train), map(ids.__getitem__, val)
             tokenizer = {"kind": "char", "chars": "".join(map(chr, np.flatnonzero(used)))}
             if is_chat:
-                tokenizer["end_of_text"] = int(ids[separator])
+                tokenizer["end_of_text"] = int(ids[end])
             vocab_size = len(tokenizer["chars"])
-        train, val = (ids_of(rows, split, dtype, ids) for split in SPLITS)
         source = {"name": " ".join(options["paths"]), "sha256": reader.digest.hexdigest(), "bytes": reader.bytes}
-        details = {"masks": {split: masks_of(rows, split) for split in SPLITS}, "template": TEMPLATE} if is_chat else {}
+        details = {}
+        if is_chat:
+            masks = {f"{split}_mask.bin": column(rows, "mask", np.uint8, split) for split in SPLITS}
+            details = {"template": TEMPLATE, "masks": masks}
         return write_dataset(folder, train, val, tokenizer, vocab_size, source, documents=reader.counts,
                              options=options, **details)
 
@@ -100,8 +103,10 @@ class Reader:
     def texts(self, source):
         """Yield (split, text) of each record that is kept, and (split, b"") after each document. A long text is cut
         into records. Between two of them there is no end if both are kept and in the same split."""
-        place, size, unfinished = 0 if source.kind == "text" else 1, 0, None
-        for record in inputs.read_records(source, self.options["field"], self.options["max_document_bytes"]):
+        size, unfinished = 0, None
+        records = inputs.read_records(source, self.options["field"], self.options["max_document_bytes"])
+        for number, record in enumerate(records, 1):
+            place = f"byte {size:,}" if source.kind == "text" else f"line {number:,}"
             kind, text, ends = self.classify(record, source, place)
             self.counts[kind] += 1
             if unfinished and kind != unfinished:
@@ -113,7 +118,6 @@ class Reader:
             unfinished = kind if kind in SPLITS and not ends else None
             self.digest.update(record)
             size += len(record)
-            place += len(record) if source.kind == "text" else 1
         if unfinished:
             yield unfinished, b""
         self.bytes += source.bytes or size
@@ -124,8 +128,8 @@ class Reader:
             text, ends = inputs.text_of(record, source.kind, self.options["field"])
         except ValueError as error:
             if not self.skip_unreadable:
-                raise UserError(f"{source.name}, {inputs.UNIT[source.kind]} {place:,}: {error}; to skip such "
-                                "documents, add --skip_unreadable") from None
+                raise UserError(f"{source.name}, {place}: {error}; to skip such documents, add --skip_unreadable"
+                                ) from None
             return "unreadable", b"", True
         if not text:
             return "empty", text, ends
@@ -138,11 +142,10 @@ class Reader:
     def check(self):
         """Raise UserError unless there are documents in both splits."""
         train, val = self.counts["train"], self.counts["val"]
-        if not train + val:
-            raise UserError("the input has no text: check the files, and --field for JSON lines or Parquet")
+        fix = "change --val_fraction, or cut texts into more with --max_document_bytes=BYTES"
         if not (train and val):
-            raise UserError(f"{train} documents are for training and {val} for validation, and each split needs "
-                            "one: change --val_fraction, or cut texts into more with --max_document_bytes=BYTES")
+            raise UserError(f"{train} documents are for training and {val} for validation, and each split needs one: "
+                            + (fix if train + val else "check that the files have text, and --field"))
 
 
 def tokenize(work, reader, encode, workers):
@@ -163,7 +166,7 @@ def tokenize(work, reader, encode, workers):
         reader.check()
         os.register_at_fork(after_in_child=functools.partial(follow_parent, os.getpid()))
         return rows.map(encode, num_proc=workers, remove_columns="texts", writer_batch_size=ROWS_IN_MEMORY,
-                        features=datasets.Features({"split": string, "ids": binary}),
+                        features=datasets.Features({"split": string, "ids": binary, "mask": binary}),
                         cache_file_name=str(work / "ids.arrow"), new_fingerprint="ids", desc="tokenizing")
     except (datasets.exceptions.DatasetGenerationError, multiprocess.TimeoutError) as error:
         raise error.__context__ from None  # the reader's error, or Ctrl-C
@@ -186,38 +189,26 @@ def follow_parent(parent):
     threading.Thread(target=watch, daemon=True).start()
 
 
-def encode(encoder, separator, dtype, row):
-    """Return the token ids of a row's texts, as bytes. The separator follows each document."""
-    separator = np.array([separator], "<u4")
-    ids = [encoder(text.decode()) if text else separator for text in row["texts"]]
-    return {"ids": np.concatenate(ids or [[]]).astype(dtype).tobytes()}
+def encode(encoder, end, dtype, row):
+    """Return the token ids of a row's texts, as bytes. `end` follows each document."""
+    end = np.array([end], "<u4")
+    ids = [encoder(text.decode()) if text else end for text in row["texts"]]
+    return {"ids": np.concatenate(ids or [[]]).astype(dtype).tobytes(), "mask": b""}
 
 
 def encode_chat(encoder, end, dtype, row):
-    """Return the token ids of a row's conversations, with the mask in their upper bits, as bytes."""
-    packed = [np.zeros(0, dtype)]
+    """Return the token ids of a row's conversations and their mask, as bytes."""
+    ids, mask = [], []
     for text in filter(None, row["texts"]):
-        ids, counts = (np.array(part, dtype) for part in encode_conversation(json.loads(text), encoder, end))
-        mask = counts * COUNTS
-        mask[0] |= BEGINS
-        packed.append(ids | mask << MASK_SHIFT)
-    return {"ids": np.concatenate(packed).tobytes()}
+        more_ids, more_mask = encode_conversation(json.loads(text), encoder, end)
+        ids += more_ids
+        mask += more_mask
+    return {"ids": np.array(ids, dtype).tobytes(), "mask": bytes(mask)}
 
 
-def packed_ids(rows, split, dtype):
-    return (np.frombuffer(packed, dtype) for row_split, packed in zip(rows["split"], rows["ids"]) if row_split == split)
-
-
-def ids_of(rows, split, dtype, ids=None):
-    """Yield the token ids of a split, one array per row. ids: the id of each code point."""
-    for tokens in packed_ids(rows, split, dtype):
-        tokens = tokens % 2**MASK_SHIFT if dtype == "<u4" else tokens
-        yield tokens if ids is None else ids[tokens]
-
-
-def masks_of(rows, split):
-    """Yield the mask of a split of conversations, one array per row."""
-    return ((packed >> MASK_SHIFT).astype(np.uint8) for packed in packed_ids(rows, split, "<u4"))
+def column(rows, name, dtype, only=None):
+    """Yield the arrays in a column of the rows. only: a split; None: both."""
+    return (np.frombuffer(row, dtype) for split, row in zip(rows["split"], rows[name]) if only in (None, split))
 
 
 def summary(meta):
