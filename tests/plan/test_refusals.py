@@ -166,7 +166,7 @@ SENTENCES = {
     "type": "max_iters takes int, not 'many'",
     "no data": "no-such-data/train.bin does not exist: run python data/prepare.py PATH --name=no-such-data",
     "no bin": "train.bin does not exist: run python data/prepare.py PATH --name=",
-    "cut bin": "train.bin has 999 bytes, but 18000 tokens of uint16 take 36000: run python",
+    "cut bin": "train.bin has 999 bytes, but its 18000 tokens take 36000: run python",
     "half bin": "val.bin has 2000 bytes, but its 2000 tokens take 4000: run python",
     "stray id": "val.bin holds token 28, which is outside its vocabulary of 28: run python",
     "short": "val.bin has 2000 tokens, but block_size=2500 needs 2501: train with --block_size=1999",
