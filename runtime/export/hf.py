@@ -1,13 +1,13 @@
 """Write a GPT and its tokenizer as transformers saves them, and check that transformers loads the same."""
 
-import json
 import math
 import os
 import shutil
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
+from transformers import (AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer,
+                          PreTrainedTokenizerFast)
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from runtime.data.tokenizer import END_OF_TEXT, end_of_text, gpt2_ranks, hf_tokenizer
@@ -58,25 +58,21 @@ def write_tokenizer(folder, meta, block_size, template=None):
     """Write the tokenizer of a meta.json's "tokenizer" entry, with a chat template or None. Raises UserError if its
     files are missing. For GPT-2 also write vocab.json and merges.txt, which hold what OpenAI's encoder.json and
     vocab.bpe do."""
-    chat = {"chat_template": template} if template else {}
-    if meta["kind"] != "gpt2":
-        tokenizer = char_tokenizer(meta["chars"]) if meta["kind"] == "char" else hf_tokenizer(meta)
-        tokenizer.save(os.path.join(folder, "tokenizer.json"))
-        end = end_of_text(meta)
-        with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as f:
-            json.dump({"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": block_size,
-                       "eos_token": None if end is None else tokenizer.id_to_token(end),
-                       "model_input_names": ["input_ids", "attention_mask"],  # no token types
-                       "clean_up_tokenization_spaces": False, **chat}, f, indent=1)
-        return
-    # latin-1 makes one character of each byte, and translate() the letter for it
-    ranks, letters = gpt2_ranks(), bytes_to_unicode()
-    vocab = {token.decode("latin-1").translate(letters): rank for token, rank in ranks.items()}
-    vocab[END_OF_TEXT] = len(ranks)
-    merges = [tuple(part.decode("latin-1").translate(letters) for part in pair) for pair in bpe_merges(ranks)]
-    tokenizer = GPT2Tokenizer(vocab=vocab, merges=merges, model_max_length=block_size, **chat)
-    tokenizer.save_pretrained(folder, save_jinja_files=False)  # but in tokenizer_config.json
-    tokenizer.backend_tokenizer.model.save(folder)
+    options = {"model_max_length": block_size, "chat_template": template}
+    if meta["kind"] == "gpt2":
+        # latin-1 makes one character of each byte, and translate() the letter for it
+        ranks, letters = gpt2_ranks(), bytes_to_unicode()
+        vocab = {token.decode("latin-1").translate(letters): rank for token, rank in ranks.items()}
+        vocab[END_OF_TEXT] = len(ranks)
+        merges = [tuple(part.decode("latin-1").translate(letters) for part in pair) for pair in bpe_merges(ranks)]
+        tokenizer = GPT2Tokenizer(vocab=vocab, merges=merges, **options)
+        tokenizer.backend_tokenizer.model.save(folder)
+    else:
+        own, end = char_tokenizer(meta["chars"]) if meta["kind"] == "char" else hf_tokenizer(meta), end_of_text(meta)
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=own, eos_token=None if end is None else own.id_to_token(end),
+            model_input_names=["input_ids", "attention_mask"], **options)  # no token types
+    tokenizer.save_pretrained(folder, save_jinja_files=False)  # the template is in tokenizer_config.json
 
 
 def char_tokenizer(chars):
