@@ -4,6 +4,7 @@ A tag is written to iter_5.saving/. When the files of all ranks are on the disk,
 folder to iter_5/, and then deletes older tags. Readers only see complete tags, whenever a run is killed.
 """
 
+import contextlib
 import copy
 import errno
 import json
@@ -79,25 +80,14 @@ class Saver:
             return
         print0(f"saving checkpoint to {self.store.path(tag)}")
         self._join()
-        start, files, work = time.time(), [], self.store.path(tag, ".saving")
-        problem = [None]
+        start, files, problem = time.time(), [], None
         if dist.get_rank() == 0:
-            try:
-                shutil.rmtree(work, ignore_errors=True)
-                os.makedirs(work)
-                while (free := free_bytes(self.store.out_dir)) < self.tag_bytes and not problem[0]:
-                    if not self.store.delete_oldest():
-                        problem = [f"a checkpoint takes {format_bytes(self.tag_bytes)} and the disk has "
-                                   f"{format_bytes(free)} free"]
-            except OSError as error:
-                problem = [error.strerror]
-        dist.broadcast_object_list(problem, src=0, group=self.group)
-        if problem[0]:
-            self._abort(tag, problem[0])
-            return
+            shutil.rmtree(self.store.path(tag, ".saving"), ignore_errors=True)
+            with contextlib.suppress(OSError):  # write() reports it
+                while free_bytes(self.store.out_dir) < self.tag_bytes and self.store.delete_oldest():
+                    continue
         manifest = {"format": MANIFEST_FORMAT, "tag": tag, "iter_num": state["iter_num"], **topology(self.engine),
                     "state": state}
-        problem = None
         try:
             files = self._capture_state_dicts(tag + ".saving")
         except OSError as error:  # perhaps on this rank alone: write() tells the others
@@ -228,11 +218,13 @@ class Saver:
         collectives."""
         work, written, failure, full = self.store.path(manifest["tag"], ".saving"), {}, problem, False
         try:
+            os.makedirs(work, exist_ok=True)  # DeepSpeed may have failed to
             for path, content in files:
                 torch.save(content, path)
                 written[os.path.basename(path)] = file_digest(path, flush=True)
         except Exception as error:  # a full disk is a RuntimeError
-            failure, full = f"rank {dist.get_rank()}: {first_line(error)}", is_full(work)
+            full = is_full(self.store.out_dir)
+            failure = f"rank {dist.get_rank()}: {'the disk is full' if full else first_line(error)}"
         of_ranks = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, (written, failure, full), group=self.group)
         written, failures, full = zip(*of_ranks, strict=True)
@@ -242,7 +234,7 @@ class Saver:
                 if not result[0]:
                     self._commit(work, manifest, aliases, written)
             except Exception as error:
-                result = [first_line(error), is_full(work)]
+                result = [first_line(error), is_full(self.store.out_dir)]
             result[1] = result[1] and self.store.delete_oldest()
         dist.broadcast_object_list(result, src=0, group=self.group)
         failure, again = result

@@ -6,8 +6,7 @@ import shutil
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer,
-                          PreTrainedTokenizerFast)
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from runtime.data.tokenizer import END_OF_TEXT, end_of_text, gpt2_ranks, hf_tokenizer
@@ -45,7 +44,7 @@ def check_model(model, folder, idx):
     """Return the largest difference between the model's logits for idx (1, T) and the folder's, in float32. Raises
     UserError if it is above MAX_LOGIT_DIFFERENCE."""
     logits = model(idx)
-    hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    hf_model = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     difference = (hf_model(idx).logits - logits).abs().max().item()
     limit = MAX_LOGIT_DIFFERENCE * max(10, logits.abs().max().item())
     if not difference <= limit:  # or NaN

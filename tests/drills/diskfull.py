@@ -125,12 +125,12 @@ def main():
 
     cases = [
         # room for the estimate, and not for the manifest, folders and best's links that come with it
-        ("full in the middle of a save", tag_size + PAGE, (), "iter_4", ["iter_2"], "iostream error"),
+        ("full in the middle of a save", tag_size + PAGE, (), "iter_4", ["iter_2"], "the disk is full"),
         ("full in the middle of a save, with an older tag", tag_size + PAGE, (), "iter_6", ["iter_6", "iter_8"],
          "no room for the next checkpoint: deleted"),
         ("not a byte left, for the history either", 0, ("--on_save_error=continue",), "iter_4", ["iter_2"],
          "history.jsonl could not be written"),
-        ("no room before a save", tag_size // 2, (), "iter_4", ["iter_2"], "MB free"),
+        ("no room before a save", tag_size // 2, (), "iter_4", ["iter_2"], "the disk is full"),
         ("no room before a save, with an older tag", tag_size // 2, (), "iter_6", ["iter_6", "iter_8"],
          "no room for the next checkpoint: deleted"),
     ]

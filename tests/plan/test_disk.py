@@ -152,6 +152,8 @@ DISK = """
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+import torch
+from runtime.checkpoint import saver
 from runtime.checkpoint.saver import Saver
 size, taken = {size}, {taken}  # taken: by another program, from iteration 6 on
 def disk_usage(path, save=Saver.save):
@@ -163,7 +165,13 @@ def save(self, tag, *rest, save=Saver.save):
     global size
     size -= taken * (tag == "iter_6")
     save(self, tag, *rest)
-shutil.disk_usage, Saver.save = disk_usage, save
+def torch_save(content, path, save=torch.save):
+    save(content, path)
+    if is_full(path):
+        raise RuntimeError("iostream error")
+def is_full(path):
+    return disk_usage(path).free == 0
+shutil.disk_usage, Saver.save, torch.save, saver.is_full = disk_usage, save, torch_save, is_full
 """
 
 
@@ -195,4 +203,4 @@ def test_a_save_without_room_deletes_the_oldest(train, tag_size, tmp_path, rate,
     assert run.returncode == code and TagStore(run.out_dir).list() == tags, run.stdout + run.stderr
     gone = [f"no room for the next checkpoint: deleted {run.out_dir}/iter_{iter_num}" for iter_num in (2, 4)]
     assert [line for line in run.stdout.splitlines() if "deleted" in line] == (gone if code == 0 else [])
-    assert ("iter_6 could not be saved (a checkpoint takes" in run.stdout) == (code == 2)
+    assert ("iter_6 could not be saved (rank 0: the disk is full)" in run.stdout) == (code == 2)
