@@ -2,7 +2,8 @@
 # usage: ./run_deepspeed_xl.sh [CONFIG.py] [--key=value ...]
 #
 # Fine-tunes GPT-2 XL on Shakespeare on all visible GPUs (config/xl_shakespeare.py). Without a GPU, it trains a small
-# character-level model on the CPU (config/shakespeare_char_cpu.py). CONFIG.py and --key=value override these settings.
+# character-level model on the CPU (config/shakespeare_char_cpu.py). CONFIG.py and --key=value override these settings;
+# docs/settings.md lists all.
 #
 # It creates .venv, prepares the data, checks the run, trains, and prints a sample. Set PYTHON=/path/to/python to use
 # your own environment, and CUDA_VISIBLE_DEVICES=0,1 to select GPUs. Ctrl-C saves a checkpoint and exits; a second Ctrl-C
@@ -17,11 +18,8 @@ args=()
 for argument; do
     case $argument in
     -h | --help)
-        sed -n '2,/^$/{s/^# \{0,1\}//;p;}' run_deepspeed_xl.sh || exit 0  # the text above
-        python=${PYTHON:-.venv/bin/python}
-        command -v "$python" >/dev/null || python=python3
-        "$python" train_deepspeed.py --help || true
-        exit 0
+        sed -n '2,/^$/{s/^# \{0,1\}//;p;}' run_deepspeed_xl.sh || true  # the text above
+        exit
         ;;
     [!-]*.py)  # a config file: in the current folder, else in the project's
         [[ $argument == /* || ! -f $caller/$argument ]] || argument=$caller/$argument
