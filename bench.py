@@ -234,12 +234,6 @@ def shape(model):
     return PRETRAINED.get(model) or tuple(map(int, model.split(",")))
 
 
-def copy_rate(device):
-    """Return the bytes per second that a copy within the device's memory reads and writes."""
-    a = torch.empty(2**30 if device == "cuda" else 2**27, dtype=torch.uint8, device=device)
-    return 2 * a.numel() / Timer("b.copy_(a)", globals={"a": a, "b": torch.empty_like(a)}).timeit(5).mean
-
-
 def clock(device):
     if device == "cuda":
         torch.cuda.synchronize()
@@ -275,7 +269,9 @@ def sample(args, argv):
     ours = measure(lambda n: model.generate(prompt, n, top_k=200, custom_step=decode_step_for(model),
                                             generator=RowNoise(range(args.batch), model.lm_head.weight)))
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    rate = copy_rate(device)
+    a = torch.empty(2**30 if device == "cuda" else 2**27, dtype=torch.uint8, device=device)
+    copy = Timer("b.copy_(a)", globals={"a": a, "b": torch.empty_like(a)}).timeit(5)
+    rate = 2 * a.numel() / copy.mean  # bytes per second, read and written
     record = {**machine_record(device), "shape": [layers, heads, width], "batch": args.batch, "tokens": args.tokens,
               **ours, "weights_gb": weights / 1e9, "copy_gb_per_s": rate / 1e9,
               "share_of_limit": ours["tokens_per_s"]["median"] / (rate / weights * args.batch)}
