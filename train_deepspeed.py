@@ -244,14 +244,8 @@ def estimate_loss():
 def evaluate():
     """Print and record the losses. Return the validation loss, weighted by the shares of a mixture."""
     start = time.time()
-    return log.evaluation(iter_num, estimate_loss(), sequences_seen(), time.time() - start)
-
-
-def sequences_seen():
-    """Return {dataset: sequences so far}, over all resumes. A resumed run may have other shares."""
-    now, then = (sequences_per_dataset(it * batch.sequences, shares) for it in (iter_num, first_iter))
-    before = state.get("seen", {})
-    return {data.name: before.get(data.name, 0) + a - b for data, a, b in zip(plan.datasets, now, then, strict=True)}
+    sequences = sequences_per_dataset(iter_num * batch.sequences, shares)
+    return log.evaluation(iter_num, estimate_loss(), sequences, time.time() - start)
 
 
 def finished():
@@ -268,7 +262,7 @@ def save(improved):
     """Start saving this iteration's tag."""
     saver.save(f"iter_{iter_num}", aliases(improved), {
         "iter_num": iter_num, "best_val_loss": best_val_loss, "evals_since_best": evals_since_best,
-        "improved": improved, "wandb_id": log.wandb_id, "settings": vars(settings), "seen": sequences_seen(),
+        "improved": improved, "wandb_id": log.wandb_id, "settings": vars(settings),
         "grad_norms": list(health.spikes.history), **plan.saved_state(state)})
 
 

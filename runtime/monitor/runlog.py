@@ -136,9 +136,9 @@ class RunLog:
             print0(f"peak memory {record['memory'] / 1e9:.1f} GB (estimated: {self.memory / 1e9:.1f} GB)")
         self.exclude_pauses(iter_num, paused=True)
 
-    def evaluation(self, iter_num, losses, sequences_seen, seconds):
+    def evaluation(self, iter_num, losses, sequences, seconds):
         """Print and record an evaluation. Return the validation loss; of a mixture, the weighted mean.
-        losses: {"train" and "val": [(mean, standard error) per dataset]}. sequences_seen: {dataset name: sequences}."""
+        losses: {"train" and "val": [(mean, standard error) per dataset]}. sequences: of each dataset so far."""
         shares = [one.share for one in self.datasets]
         record = {"iter": iter_num, **loss_record(losses, shares), "eval_s": seconds}
         record["perplexity"] = math.exp(min(record["val_loss"], 700))  # without overflow
@@ -146,7 +146,7 @@ class RunLog:
         if len(shares) > 1:
             record["datasets"] = {}
             for number, one in enumerate(self.datasets):
-                found = {"share": one.share / sum(shares), "sequences": sequences_seen[one.name],
+                found = {"share": one.share / sum(shares), "sequences": sequences[number],
                          **loss_record({split: each[number : number + 1] for split, each in losses.items()}, [1])}
                 record["datasets"][one.name] = found
                 print0(f"  {one.name}: {format_losses(found)}), {100 * found['share']:g}% of the mixture, "
