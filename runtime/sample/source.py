@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 from model import GPT, GPTConfig
 from runtime.checkpoint.shards import load_model
@@ -43,11 +44,11 @@ def resolve(init_from, out_dir, tag, dataset, root):
 
 def chat_of_folder(folder):
     """Return {"template", "block_size"} of a folder in transformers' format, or {}."""
-    file = os.path.join(folder, "tokenizer_config.json")
-    if not os.path.exists(file):
+    file = Path(folder, "tokenizer_config.json")
+    if not file.exists():
         return {}
-    with open(file, encoding="utf-8") as f:
-        return {"template": json.load(f).get("chat_template"), "block_size": GPTConfig.from_weights(folder).block_size}
+    template = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
+    return {"template": template, "block_size": GPTConfig.from_weights(folder).block_size}
 
 
 def data_of_weights(source, root):
@@ -63,10 +64,9 @@ def data_of_weights(source, root):
         for folder in (os.path.join(nanogpt_root, "data", trained_on), *dataset_dirs(trained_on, root)):
             if os.path.isdir(folder):
                 return read_meta(folder)
-    file = os.path.join(source, "tokenizer.json")
-    if os.path.exists(file):
-        with open(os.path.join(source, "config.json"), encoding="utf-8") as f:
-            end = json.load(f).get("eos_token_id")
+    file = Path(source, "tokenizer.json")
+    if file.exists():
+        end = json.loads(file.with_name("config.json").read_text(encoding="utf-8")).get("eos_token_id")
         return {"tokenizer": tokenizer_file_meta(file, end), "vocab_size": vocab_size}
     raise ValueError(f"the tokenizer of {source} is unknown ({vocab_size} tokens): name the dataset that it was "
                      f"trained on{f', {trained_on},' if trained_on else ''} with --dataset=NAME or a path")
