@@ -51,16 +51,16 @@ def main():
     if args.name.strip("/") in ("", ".", ".."):
         raise UserError(f"--name={args.name} is no name: choose one, such as --name=mine")
     folder = Path(args.name) if os.sep in args.name else ROOT / "data" / args.name
-    sources = inputs.find_sources(args.paths, args.format)
-    size = sum(source.bytes for source in sources)
+    files = inputs.find_files(args.paths)
+    size = sum(os.path.getsize(file) for file in files if file != "-")  # on the disk
     tokenizer, vocab_size = tokenizer_meta(args.tokenizer)
-    one_text = [source.kind for source in sources] == ["text"]
+    one_text = [args.format or inputs.kind_of(file) for file in files] == ["text"]
     options = {"paths": args.paths, "format": args.format, "field": args.field,
                "max_document_bytes": args.max_document_bytes or (4096 if one_text else 2**20),
                "val_fraction": (0.1 if 0 < size < 10**7 else 0.01) if args.val_fraction is None else args.val_fraction}
-    print(f"{len(sources):,} file(s), {size:,} bytes; {100 * options['val_fraction']:g}% of the documents for "
+    print(f"{len(files):,} file(s), {size:,} bytes; {100 * options['val_fraction']:g}% of the documents for "
           f"validation; {args.workers} workers", flush=True)
-    meta = pipeline.prepare(folder, sources, tokenizer, vocab_size, options, args.workers, args.overwrite,
+    meta = pipeline.prepare(folder, files, tokenizer, vocab_size, options, args.workers, args.overwrite,
                             args.skip_unreadable)
     print(pipeline.summary(meta))
     print(f"written to {os.path.relpath(folder)}: train with --dataset={args.name}")

@@ -163,18 +163,15 @@ def read_meta(folder):
     """Return the meta.json of a dataset, or an equivalent for a dataset prepared by nanoGPT's own scripts. Those write
     uint16, and a meta.pkl only for characters; without one, the tokens are GPT-2's. Raises UserError."""
     folder = Path(folder)
-    path = folder / "meta.json"
-    own = path.exists()
-    if not own:
-        path = folder / "meta.pkl"
+    own = folder / "meta.json"
     try:
-        meta = json.loads(path.read_text(encoding="utf-8")) if own else _meta_of_nanogpt(folder)
+        meta = json.loads(own.read_text(encoding="utf-8")) if own.exists() else _meta_of_nanogpt(folder)
         _check_meta(meta)
     except FileNotFoundError as error:
         raise UserError(f"{os.path.relpath(error.filename)} does not exist: {_how_to_fix(folder)}") from None
     except Exception as error:  # a corrupt pickle raises nearly anything
-        raise UserError(f"{os.path.relpath(path)} can't be used ({type(error).__name__}: {error}): "
-                        f"{_how_to_fix(folder)}") from None
+        raise UserError(f"{os.path.relpath(own if own.exists() else own.with_suffix('.pkl'))} can't be used "
+                        f"({type(error).__name__}: {error}): {_how_to_fix(folder)}") from None
     if meta["tokenizer"]["kind"] == "hf":  # a checkpoint's manifest keeps this path
         file = (folder / "tokenizer.json").absolute()
         meta["tokenizer"]["file"] = str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file)

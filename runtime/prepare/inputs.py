@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 from runtime.data.chat import END_OF_ANSWER, ROLES
 from runtime.files import UserError
@@ -23,15 +22,9 @@ CUT_POINTS = (re.compile(rb"(?<!\r)\r?\n(?=\S)"), re.compile(rb" (?=\S)"))  # wh
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}  # everything else is text
 
 
-class Source(NamedTuple):
-    name: str
-    kind: str  # text, jsonl, chat or parquet
-    bytes: int  # size on disk; 0 for standard input, whose size isn't known in advance
-
-
-def find_sources(paths, kind=None):
-    """Return the files in `paths` and in the folders among them, sorted, as Sources; "-" is standard input. kind: what
-    all files hold; None: chosen by each file's name. Raises UserError for a path that doesn't exist."""
+def find_files(paths):
+    """Return the files in `paths` and in the folders among them, sorted; "-" is standard input. Raises UserError for a
+    path that doesn't exist."""
     files = []
     for path in paths:
         if os.path.isdir(path):
@@ -43,31 +36,32 @@ def find_sources(paths, kind=None):
             raise UserError(f"{path} is not a file or folder: check the path, or pipe it to a single -")
     if not files:
         raise UserError(f"{' '.join(paths)} has no files in it: choose another folder")
-    sources = []
-    for file in files:
-        extension = Path(re.sub(r"\.(gz|zst|bz2|lz4)$", "", file)).suffix
-        sources.append(Source(file, kind or KINDS.get(extension.lower(), "text"),
-                              0 if file == "-" else os.path.getsize(file)))
-    return sources
+    return files
 
 
-def read_records(source, field, max_document_bytes):
+def kind_of(name):
+    """Return what a file of this name holds: text, jsonl or parquet."""
+    extension = Path(re.sub(r"\.(gz|zst|bz2|lz4)$", "", name)).suffix
+    return KINDS.get(extension.lower(), "text")
+
+
+def read_records(name, kind, field, max_document_bytes):
     """Yield the records of a file as bytes: its JSON lines, the texts of a Parquet column, or the pieces of a text. A
     text is cut after each <|endoftext|> and where it gets too long. Raises UserError if the file is corrupt."""
     import pyarrow
 
     try:
-        if source.kind == "parquet":
-            yield from parquet_texts(source.name, field)
+        if kind == "parquet":
+            yield from parquet_texts(name, field)
             return
         # pyarrow chooses the compression by the name, reads all frames of a file, and rejects a truncated one
-        with (sys.stdin.buffer if source.name == "-" else
-              io.BufferedReader(pyarrow.input_stream(source.name), BUFFER_BYTES)) as file:
-            yield from file if source.kind in ("jsonl", "chat") else text_chunks(file, max_document_bytes)
+        with (sys.stdin.buffer if name == "-" else
+              io.BufferedReader(pyarrow.input_stream(name), BUFFER_BYTES)) as file:
+            yield from file if kind in ("jsonl", "chat") else text_chunks(file, max_document_bytes)
     except (pyarrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None):  # the file system's error
             raise
-        raise UserError(f"{source.name} is corrupt, or not what its name says ({error}): replace it") from None
+        raise UserError(f"{name} is corrupt, or not what its name says ({error}): replace it") from None
 
 
 def parquet_texts(name, field):

@@ -28,8 +28,8 @@ ROW_BYTES = 2**20  # text per row, at least
 ROWS_IN_MEMORY = 16  # rows that each process collects before it writes them
 
 
-def prepare(folder, sources, tokenizer, vocab_size, options, workers, overwrite=False, skip_unreadable=False):
-    """Write a dataset of `sources` to `folder` and return its meta.json. tokenizer, vocab_size: from tokenizer_meta().
+def prepare(folder, files, tokenizer, vocab_size, options, workers, overwrite=False, skip_unreadable=False):
+    """Write a dataset of `files` to `folder` and return its meta.json. tokenizer, vocab_size: from tokenizer_meta().
     options: what else the bytes depend on. Raises UserError."""
     if not overwrite and ((folder / "meta.json").exists() or (folder / "train.bin").exists()):
         raise UserError(f"{folder} holds a dataset: choose another --name, or replace it with --overwrite")
@@ -37,7 +37,7 @@ def prepare(folder, sources, tokenizer, vocab_size, options, workers, overwrite=
     dtype = "<u2" if vocab_size <= 2**16 else "<u4"
     end = ord(END_OF_ANSWER if is_chat else "\n") if is_char else end_of_text(tokenizer)
     encoder = functools.partial(encode_chat if is_chat else encode, numpy_encoder(tokenizer), end, dtype)
-    reader = Reader(sources, options, skip_unreadable)
+    reader = Reader(files, options, skip_unreadable)
     with work_folder(folder) as work:
         rows = tokenize(work, reader, encoder, workers)
         train, val = (column(rows, "ids", dtype, split) for split in SPLITS)
@@ -80,19 +80,19 @@ def work_folder(folder):
 
 
 class Reader:
-    """Reads all sources once, drops duplicates and chooses each document's split. Afterwards, `counts` holds the
-    numbers of documents, `bytes` the input's size, and `digest` the input's hash."""
+    """Reads all files once, drops duplicates and chooses each document's split. Afterwards, `counts` holds the numbers
+    of documents, `bytes` the unpacked input's size, and `digest` its hash."""
 
-    def __init__(self, sources, options, skip_unreadable):
-        self.sources, self.options, self.skip_unreadable = sources, options, skip_unreadable
+    def __init__(self, files, options, skip_unreadable):
+        self.files, self.options, self.skip_unreadable = files, options, skip_unreadable
         self.counts = dict.fromkeys((*SPLITS, "duplicates", "empty", "unreadable"), 0)
         self.hashes, self.digest, self.bytes = set(), hashlib.sha256(), 0
 
     def rows(self):
         """Yield rows of about a megabyte: a split and its next texts. An empty text marks the end of a document."""
         texts, sizes = {split: [] for split in SPLITS}, dict.fromkeys(SPLITS, 0)
-        for source in self.sources:
-            for split, text in self.texts(source):
+        for file in self.files:
+            for split, text in self.texts(file):
                 texts[split].append(text)
                 sizes[split] += len(text)
                 if sizes[split] >= ROW_BYTES:
@@ -100,36 +100,34 @@ class Reader:
                     texts[split], sizes[split] = [], 0
         yield from ({"split": split, "texts": texts[split]} for split in SPLITS)
 
-    def texts(self, source):
+    def texts(self, file):
         """Yield (split, text) of each record that is kept, and (split, b"") after each document. A long text is cut
         into records. Between two of them there is no end if both are kept and in the same split."""
-        size, unfinished = 0, None
-        records = inputs.read_records(source, self.options["field"], self.options["max_document_bytes"])
-        for number, record in enumerate(records, 1):
-            place = f"byte {size:,}" if source.kind == "text" else f"line {number:,}"
-            kind, text, ends = self.classify(record, source, place)
-            self.counts[kind] += 1
-            if unfinished and kind != unfinished:
+        kind, field = self.options["format"] or inputs.kind_of(file), self.options["field"]
+        begin, unfinished = self.bytes, None
+        for number, record in enumerate(inputs.read_records(file, kind, field, self.options["max_document_bytes"]), 1):
+            place = f"{file}, {f'byte {self.bytes - begin:,}' if kind == 'text' else f'line {number:,}'}"
+            counted, text, ends = self.classify(record, kind, place)
+            self.counts[counted] += 1
+            if unfinished and counted != unfinished:
                 yield unfinished, b""
-            if kind in SPLITS:
-                yield kind, text
+            if counted in SPLITS:
+                yield counted, text
                 if ends:
-                    yield kind, b""
-            unfinished = kind if kind in SPLITS and not ends else None
+                    yield counted, b""
+            unfinished = counted if counted in SPLITS and not ends else None
             self.digest.update(record)
-            size += len(record)
+            self.bytes += len(record)
         if unfinished:
             yield unfinished, b""
-        self.bytes += source.bytes or size
 
-    def classify(self, record, source, place):
+    def classify(self, record, kind, place):
         """Return (what `counts` counts a record as, its text, whether its document ends with it)."""
         try:
-            text, ends = inputs.text_of(record, source.kind, self.options["field"])
+            text, ends = inputs.text_of(record, kind, self.options["field"])
         except ValueError as error:
             if not self.skip_unreadable:
-                raise UserError(f"{source.name}, {place}: {error}; to skip such documents, add --skip_unreadable"
-                                ) from None
+                raise UserError(f"{place}: {error}; to skip such documents, add --skip_unreadable") from None
             return "unreadable", b"", True
         if not text:
             return "empty", text, ends
