@@ -131,7 +131,8 @@ def test_the_table_of_disks_for_gpt2_xl(monkeypatch, tmp_path):
     data = tmp_path / "data"
     write_dataset(data, range(9000), range(3000), {"kind": "gpt2"}, 50257, {"name": "", "sha256": "0" * 64, "bytes": 0})
     rows = re.findall(r"^\| (\d+ GB|less) \| (.*) \|$", (ROOT / "docs" / "running.md").read_text(), re.M)
-    xl = ("config/xl_shakespeare.py", "--init_from=scratch", "--n_layer=48", "--n_head=25", "--n_embd=1600")
+    xl = ("config/xl_shakespeare.py", "--init_from=scratch", "--n_layer=48", "--n_head=25", "--n_embd=1600",
+          "--block_size=1024")
     for gigabytes, words in (*rows, ("50 GB", "`keep_last=1`")):
         free = 21e9 if gigabytes == "less" else int(gigabytes.removesuffix(" GB")) * 1e9
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=int(free)))
