@@ -39,7 +39,6 @@ patience: int | None = None  # evaluations without a better validation loss befo
 always_save_checkpoint = True  # save at every evaluation; False: only if the validation loss improved, and at the end
 keep_last = 3  # number of newest checkpoints to keep besides best and final; 0: save nothing
 async_save = True  # write checkpoints in the background; False: training waits
-on_save_error: Literal["stop", "continue"] = "stop"  # what the run does if a checkpoint can't be saved
 overwrite = False  # delete the run in out_dir, or the checkpoints newer than resume_tag
 dry_run = False  # check everything, print the run and its memory estimate, and exit
 target_gpu: float | str | None = None  # GPU for dry_run's estimate, in GB or by name (A100, 4090); None: this machine's
@@ -273,7 +272,7 @@ if not eval_only:
     shutdown.watch_stop_file(os.path.join(out_dir, "STOP"))
 store.clean(tag, overwrite, aliases(state.get("improved")))  # after all checks, because it may delete
 log.open_files(plan.record())
-saver = Saver(engine, store, keep_last, plan.tag_bytes, async_save, on_save_error == "stop", on_saved=log.saved)
+saver = Saver(engine, store, keep_last, plan.tag_bytes, async_save, on_saved=log.saved)
 if iter_num == 0 or eval_only:
     evaluate()
 elif iter_num >= max_iters:
@@ -328,7 +327,7 @@ while not finished() and not eval_only and exit_code is None:
     if health.skipped_in_a_row > max_skipped_steps:
         exit_code = 3
     if save_failed:
-        saver.wait(last=finished() or exit_code is not None)
+        saver.wait()
     if exit_code is not None and not finished():
         log.leaving(exit_code, iter_num, health)
         if not saved:
@@ -341,7 +340,7 @@ if profiler:
     profiler.close()
 if ds_config.logs_messages(plan.ds_config):
     deepspeed.comm.log_summary()
-saver.wait(last=True)
+saver.wait()
 log.close(finished() and not eval_only, evals_since_best)
 exit_code = 0 if finished() else exit_code or 0
 shut_down(exit_code)

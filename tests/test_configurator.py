@@ -326,7 +326,7 @@ def test_every_setting_has_a_description_of_its_own_and_its_choices():
     assert len({description for _, description, _ in rows}) == len(rows)
     values = {name: kinds.split(" | ") for name, _, kinds in rows if kinds}
     assert {name: values[name] for name in annotations if "auto" in values[name] or "None" not in values[name]} == {
-        "on_save_error": ["stop", "continue"], "dataset": ["dict", "str"], "batch_size": ["auto", "int"],
+        "dataset": ["dict", "str"], "batch_size": ["auto", "int"],
         "lr_schedule": ["cosine", "linear", "constant"], "device": ["auto", "cuda", "cpu"],
         "dtype": ["auto", "bfloat16", "float16", "float32"], "backend": ["auto", "nccl", "gloo"],
         "compile": ["auto", "True", "False"], "accumulate_locally": ["auto", "True", "False"]}

@@ -49,16 +49,14 @@ def is_full(folder):
 
 class Saver:
     """Saves an engine's tags, one at a time. All ranks call its methods together. tag_bytes: a tag's estimated size;
-    background: train while a tag is written; stop_on_error: end the run if a save fails; on_saved: RunLog.saved, which
-    rank 0 calls after each save."""
+    background: train while a tag is written; on_saved: RunLog.saved, which rank 0 calls after each save."""
 
-    def __init__(self, engine, store, keep_last, tag_bytes, background, stop_on_error, on_saved):
+    def __init__(self, engine, store, keep_last, tag_bytes, background, on_saved):
         self.engine, self.store, self.keep_last, self.background = engine, store, keep_last, background
-        self.on_saved, self.stop_on_error, self.tag_bytes = on_saved, stop_on_error, tag_bytes  # corrected by each save
+        self.on_saved, self.tag_bytes = on_saved, tag_bytes  # which each save corrects
         self.group = dist.new_group(backend="gloo")  # the threads' own: NCCL's calls must come in training's order
         self.staging, self.pinned, self.thread = np.empty(0, np.uint8), False, None
-        self.failed = None  # why a save has failed since the last wait()
-        self.committed = True  # whether the last save succeeded
+        self.failed = None  # why a save has failed
         on_gpu = engine.device.type == "cuda" and not engine.zero_use_cpu_optimizer()
         if background and keep_last and not store.read_only and on_gpu:
             self.preallocate()
@@ -110,17 +108,14 @@ class Saver:
         if not background:
             self._join()
 
-    def wait(self, last=False):
-        """Wait for the current save, and report a failed one. With stop_on_error that ends the run. A failed last save
-        always does (`last`: no other save follows)."""
+    def wait(self):
+        """Wait for the current save. If a save has failed, report it and end the run."""
         self._join()
-        problem, self.failed = self.failed, None
-        if problem:
-            print0(f"{problem}; earlier checkpoints are intact")
-            if self.stop_on_error or last and not self.committed:
-                shut_down(2)
-                exit_with_error("stopped because a checkpoint could not be saved: make room, and start again with "
-                                "--init_from=auto")
+        if self.failed:
+            print0(f"{self.failed}; earlier checkpoints are intact")
+            shut_down(2)
+            exit_with_error("stopped because a checkpoint could not be saved: make room, and start again with "
+                            "--init_from=auto")
 
     def _start(self, target, *args):
         self.thread = threading.Thread(target=target, args=args, daemon=True)
@@ -168,11 +163,7 @@ class Saver:
             return
         if cudart:
             staging[::4096] = 0  # touch the pages, before CUDA holds a lock to pin them
-            error = int(cudart.cudaHostRegister(staging.ctypes.data, size, 0))
-            self.pinned = error == 0
-            if error:
-                print0(f"{format_bytes(size)} of host memory could not be pinned (CUDA error {error}): saves block "
-                       "training for longer")
+            self.pinned = int(cudart.cudaHostRegister(staging.ctypes.data, size, 0)) == 0  # else copies are slower
         self.staging = staging
 
     def _copy_to_staging(self, files):
@@ -203,13 +194,14 @@ class Saver:
             problem = self.write(files, problem, manifest, aliases)
         except BaseException as error:  # a failed collective, which then fails on all ranks
             problem = f"rank {dist.get_rank()}: {first_line(error)}"
+        tag = manifest["tag"]
         if problem:
-            self._abort(manifest["tag"], problem)
-            return
-        self.committed = True
-        if dist.get_rank() == 0:
+            self.failed = f"{self.store.path(tag)} could not be saved ({problem})"
+            if dist.get_rank() == 0:
+                shutil.rmtree(self.store.path(tag, ".saving"), ignore_errors=True)
+        elif dist.get_rank() == 0:
             self.tag_bytes, seconds = sum(entry["bytes"] for entry in manifest["files"].values()), time.time() - start
-            self.on_saved(manifest["iter_num"], manifest["tag"], self.tag_bytes, seconds,
+            self.on_saved(manifest["iter_num"], tag, self.tag_bytes, seconds,
                           seconds if blocked_s is None else blocked_s)
 
     def write(self, files, problem, manifest, aliases):
@@ -259,12 +251,6 @@ class Saver:
         except Exception as error:  # the tag is saved; clean() does the rest when a run resumes from it
             print0(f"{tag} is saved, but updating {', '.join(['latest', *aliases])} or deleting older checkpoints "
                    f"failed: {error}")
-
-    def _abort(self, tag, why):
-        """Set .failed, and remove what the failed save has written."""
-        self.failed, self.committed = f"{self.store.path(tag)} could not be saved ({why})", False
-        if dist.get_rank() == 0:
-            shutil.rmtree(self.store.path(tag, ".saving"), ignore_errors=True)
 
 
 def first_line(error):
