@@ -193,22 +193,23 @@ def transformers_steps(plan, s, device):
 def pytorch_steps(plan, s, device, fsdp2):
     """Return (name, micro_step) of a GPT in PyTorch without DeepSpeed, clipping and fused AdamW in the last micro-step.
 
-    It is trained as in nanoGPT: float32 parameters, autocast, the whole model compiled, and DDP on several GPUs. With
-    fsdp2, as in TorchTitan: each block compiled, fully_shard on each block and then on the model, bfloat16 parameters,
-    and gradients reduced in float32. Both reduce gradients in the last micro-step only."""
+    It is trained as in nanoGPT: float32 parameters, autocast, the whole model compiled. On several GPUs DDP is added,
+    and each block is compiled: cutting the whole model at DDP's buckets takes minutes. With fsdp2, as in TorchTitan:
+    each block compiled, fully_shard on each block and then on the model, bfloat16 parameters, and gradients reduced in
+    float32. Both reduce gradients in the last micro-step only."""
     with device:
         model = net = GPT(plan.model)
     model.gradient_checkpointing = s.gradient_checkpointing
-    dtype, compiled = plan.hardware.torch_dtype, plan.hardware.compile
+    dtype, compiled, several = plan.hardware.torch_dtype, plan.hardware.compile, dist.get_world_size() > 1
+    if compiled and (fsdp2 or several):
+        model.compile_blocks()
     if fsdp2:
-        if compiled:
-            model.compile_blocks()
         for module in (*model.transformer.h, model):
             fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
         set_sync, name = model.set_requires_gradient_sync, "FSDP2"
     else:
-        net, name = torch.compile(model) if compiled else model, "PyTorch"
-        if dist.get_world_size() > 1:
+        net, name = torch.compile(model) if compiled and not several else model, "PyTorch"
+        if several:
             net, name = DistributedDataParallel(net), "PyTorch DDP"
         set_sync = partial(setattr, net, "require_backward_grad_sync")  # what no_sync() sets
     autocast = torch.autocast(plan.hardware.device, dtype, enabled=not fsdp2 and dtype != torch.float32)
