@@ -15,7 +15,6 @@ import importlib.util
 import os
 import platform
 import re
-import resource
 import shutil
 import sys
 from collections import Counter
@@ -33,7 +32,7 @@ if COMPLETE:
 
     from runtime import hardware
     from runtime.data.dataset import check_dataset, dataset_dirs
-    from runtime.files import UserError, file_digest, format_bytes, free_bytes, nearest_existing_dir
+    from runtime.files import UserError, file_digest, format_bytes, free_bytes
     from runtime.weights import HUB
 
     GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -69,20 +68,17 @@ def check_machine_and_run(rows, num_gpus, argv):
     """Add the rows of all checks. Return the summary and memory estimate of the run, or ""."""
     if not GPUS:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
-    settings, plan, report = None, None, ""
-    if argv:
-        settings = settings_of_script(os.path.join(ROOT, "train_deepspeed.py"), argv)
+    settings = settings_of_script(os.path.join(ROOT, "train_deepspeed.py"), argv) if argv else None
     severity = FAIL if argv and settings.target_gpu is None else WARN  # of what is missing on this machine
     ranks = num_gpus or (0 if argv and settings.device == "cpu" else GPUS) or 1
     for check, *arguments in ((cuda,), (gpus,), (offload,), (kernels,), (check_all_reduce,), (host,),
-                              (datasets, settings), (weights, settings, severity)):
+                              (disk, settings), (datasets, settings), (weights, settings, severity)):
         with keep_going(rows, check.__name__):
             rows += check(*arguments)
     if settings:
         with keep_going(rows, "the run"):
-            plan, report = plan_settings(rows, settings, ranks)
-    rows += disk(settings, plan)
-    return report
+            return plan_settings(rows, settings, ranks)
+    return ""
 
 
 @contextlib.contextmanager
@@ -98,7 +94,7 @@ def keep_going(rows, name):
 
 
 def plan_settings(rows, settings, ranks):
-    """Add the problems that training would report. Return (the RunPlan or None, the text of a dry run)."""
+    """Add the problems that training would report. Return the text of a dry run, or ""."""
     from runtime.cluster.ranks import Ranks
     from runtime.plan.run_plan import Problems, make_plan
 
@@ -106,21 +102,19 @@ def plan_settings(rows, settings, ranks):
     plan = make_plan(replace(settings, dry_run=True), ranks, problems, notes, fetch=False)
     rows += [row("the run", "won't start", line, FAIL) for line in "\n".join(problems).splitlines()]
     if plan is None:
-        return None, ""
+        return ""
     rows += [row("the run", "needs on the other machine", line) for line in plan.notes[len(notes):]]
     fix = "add one of the settings below" if plan.advice() else ""
     rows.append(row("the run", "doesn't fit" if fix else "fits", fix, FAIL))
-    return plan, f"\n{plan.summary()}\n{plan.memory_report(ranks)}"
+    return f"\n{plan.summary()}\n{plan.memory_report(ranks)}"
 
 
-def disk(settings, plan):
-    """Check the space for all checkpoints of the run, or for one of GPT-2 XL."""
-    out_dir = settings.out_dir if settings else "."
-    free, needed, what = free_bytes(out_dir), 21.8e9, "a GPT-2 XL checkpoint takes"
-    if plan and plan.max_tags:
-        needed, what = plan.tag_bytes * plan.max_tags, "the run's checkpoints take up to"
-    yield row("disk", f"{format_bytes(free)} free in {nearest_existing_dir(out_dir)}; {what} {format_bytes(needed)}",
-              "make room, or choose another --out_dir=DIR" if plan is None and free < needed else "")
+def disk(settings):
+    """Check the space for a checkpoint of GPT-2 XL. The plan of a run checks the space for its own."""
+    if not settings:
+        free = free_bytes(".")
+        yield row("disk", f"{format_bytes(free)} free here; a GPT-2 XL checkpoint takes 21.80 GB",
+                  "make room, or choose another folder with --out_dir=DIR" if free < 21.8e9 else "")
 
 
 def datasets(settings):
@@ -265,7 +259,7 @@ def measure_all_reduce():
 
 
 def host():
-    """Check the host's memory and limits."""
+    """Check the host's memory."""
     free = hardware.available_memory()
     yield row("host memory", f"{free / 1e9:.1f} GB free of {psutil.virtual_memory().total / 1e9:.1f}",
               "close other programs or add swap, or processes may be killed (exit code -9)" if free < 8e9 else "")
@@ -273,8 +267,6 @@ def host():
         free = shutil.disk_usage("/dev/shm").free
         yield row("shared memory", f"{free / 1e9:.2f} GB in /dev/shm", "too small for NCCL: docker run --ipc=host, or "
                   "--shm-size=8g" if free < 1e9 else "")
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield row("open files", str(files), "ulimit -n 65536" if 0 <= files < 4096 else "")  # -1: unlimited
 
 
 if __name__ == "__main__":

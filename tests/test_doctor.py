@@ -36,7 +36,7 @@ def test_a_machine_without_gpus_is_warned_of_that_alone(here):
     assert re.fullmatch(r"[12]\d as in requirements(-volta)?\.txt", rows["packages"]["detail"])
     assert rows["CUDA"]["status"] == "WARN" and "no GPU" in rows["CUDA"]["detail"]
     assert rows["weights"]["status"] == "WARN" and "--init_from=DIR" in rows["weights"]["fix"]
-    for name in ("Python", "open files", "host memory"):
+    for name in ("Python", "host memory"):
         assert rows[name]["status"] == "OK", rows[name]
     assert all(row["fix"] for row in rows.values() if row["status"] != "OK")
     assert not [row for row in rows.values() if "could not be checked" in row["detail"]]
@@ -101,23 +101,22 @@ def test_a_run_elsewhere_is_checked_by_its_plan(characters):
 
 @pytest.fixture
 def check_run(monkeypatch):
-    """A function (arguments, ranks) -> the rows of a run, without those of the machine."""
+    """A function (arguments, ranks) -> the rows of a run, without those of the machine, and its report if wanted."""
     for check in ("cuda", "gpus", "offload", "kernels", "check_all_reduce", "host"):
         monkeypatch.setattr(checks, check, lambda *_: [])
     monkeypatch.setattr(sys, "argv", ["doctor.py"])
 
-    def rows(argv, ranks=None):
+    def rows(argv, ranks=None, with_report=False):
         found = []
-        checks.check_machine_and_run(found, ranks, [*map(str, argv)])
-        return found
+        report = checks.check_machine_and_run(found, ranks, [*map(str, argv)])
+        return (found, report) if with_report else found
 
     return rows
 
 
 @pytest.mark.parametrize("changed, wanted", [
-    (["--device=auto"], ["FAIL the run", "OK disk"]),
-    (["--device=auto", "--dtype=auto", "--target_gpu=24"], ["WARN the run", "OK the run", "OK disk"]),
-    ([], ["FAIL the run", "OK disk"])])
+    (["--device=auto"], ["FAIL the run"]),
+    (["--device=auto", "--dtype=auto", "--target_gpu=24"], ["WARN the run", "OK the run"]), ([], ["FAIL the run"])])
 def test_what_is_not_here_fails_a_run_that_needs_it_here(changed, wanted, check_run, tmp_path):
     """Two GPUs, and data in a folder. SMALL is for the CPU."""
     rows = check_run([*SMALL, "--dataset=/nowhere/at/all", f"--out_dir={tmp_path}/out", *changed], 2)
@@ -126,7 +125,7 @@ def test_what_is_not_here_fails_a_run_that_needs_it_here(changed, wanted, check_
 
 
 @pytest.mark.parametrize("init_from", [["resume"], ["scratch", "auto"], ["{}"]])
-def test_the_room_for_checkpoints_is_that_of_the_run(train, check_run, characters, init_from, tmp_path_factory):
+def test_a_run_that_fits_tells_the_room_for_its_checkpoints(train, check_run, characters, init_from, tmp_path_factory):
     """27,392 parameters and 1,152 of padding: not GPT-2's. In float32 a checkpoint takes 16 bytes for each."""
     out_dir = tmp_path_factory.getbasetemp() / "of-doctor"
     if not out_dir.exists():
@@ -134,14 +133,14 @@ def test_the_room_for_checkpoints_is_that_of_the_run(train, check_run, character
     argv = [*SMALL, *(f"--init_from={start.format(out_dir)}" for start in init_from), f"--dataset={characters}",
             f"--out_dir={out_dir}{'-2' if '{}' in init_from else ''}", "--n_layer=None", "--n_head=None",
             "--n_embd=None"]
-    rows = check_run(argv)
-    assert [row for row in rows if row["name"] == "the run"][-1]["detail"] == "fits"
-    assert f"the run's checkpoints take up to {format_bytes(2 * 16 * 28_544)}" in rows[-1]["detail"]
+    rows, report = check_run(argv, with_report=True)
+    assert rows[-1] == checks.row("the run", "fits") and not [row for row in rows if row["name"] == "disk"]
+    assert f"{format_bytes(16 * 28_544)} per checkpoint, up to 2 of them" in report
 
 
 def test_too_little_disk_is_a_warning_with_its_fix(monkeypatch):
     monkeypatch.setattr(checks, "free_bytes", lambda folder: 21e9)
-    (row,) = checks.disk(None, None)
+    (row,) = checks.disk(None)
     assert row["status"] == "WARN" and "--out_dir" in row["fix"]
 
 
