@@ -139,7 +139,7 @@ import deepspeed
 
 from runtime.checkpoint import Saver, TagStore, load_into_engine, load_model, newest_intact
 from runtime.cluster.ranks import all_reduce_sum, exit_together, require_same_on_all_ranks, shut_down
-from runtime.cluster.shutdown import Shutdown
+from runtime.cluster.shutdown import EXIT_REASONS, Shutdown
 from runtime.data.loader import eval_batches, mixed_seed, sequences_per_dataset, train_batches
 from runtime.engine import ds_config, fixes, setup
 from runtime.engine.fast_path import FastPath
@@ -329,7 +329,7 @@ while not finished() and not eval_only and exit_code is None:
     if save_failed:
         saver.wait()
     if exit_code is not None and not finished():
-        log.leaving(exit_code, iter_num, health)
+        print0(f"stop requested ({EXIT_REASONS[exit_code]}): exiting after step {iter_num}")
         if not saved:
             save(False) if not health.skipped_in_a_row or math.isfinite(evaluate()) else log.not_saved()
 

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import zipfile
+from pathlib import Path
 
 import torch
 
@@ -77,8 +78,8 @@ def read_config(source):
     if os.path.isfile(source):
         return read_nanogpt(source)[0]
     path = os.path.join(source, "config.json")
-    with weights_errors(path), open(path, encoding="utf-8") as f:
-        hf = json.load(f)
+    with weights_errors(path):
+        hf = json.loads(Path(path).read_text(encoding="utf-8"))
         n_embd = hf.get("n_embd", 768)
     for key, values in {**GPT2_KEYS, "n_inner": (None, 4 * n_embd if isinstance(n_embd, int) else None)}.items():
         if hf.get(key, values[0]) not in values:
@@ -124,8 +125,7 @@ def open_weights(source):
         with weights_errors(source):
             shards = [file]
             if os.path.exists(index):
-                with open(index, encoding="utf-8") as f:
-                    shards = sorted(set(json.load(f)["weight_map"].values()))
+                shards = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
             return {name: w for shard in shards for name, w in load(os.path.join(source, shard)).items()}
     raise UserError(f"{source} has neither model.safetensors nor pytorch_model.bin")
 

@@ -20,20 +20,19 @@ def newest_intact(store, start, resume_tag="latest", overwrite=False):
         exit_together([f"{store.out_dir} now holds a run ({newest[0]}): start again with --init_from=resume or auto"]
                       if newest and not overwrite and not store.read_only else [])
         return None
-    began, skipped = time.time(), {}
+    began = time.time()
     for name in newest or ["latest"] if resume_tag == "latest" else [resume_tag]:
         tag, unreadable, problems = inspect(store, name)
         exit_together(unreadable)
         if not (problems := gather_unique(problems)):
             break
-        skipped[name] = problems
+        store.skipped[name] = problems
     else:
-        exit_together([problem for problems in skipped.values() for problem in problems])
-    for skipped_name, problems in skipped.items():
+        exit_together([problem for problems in store.skipped.values() for problem in problems])
+    for skipped_name, problems in store.skipped.items():
         print0(f"skipping {store.path(skipped_name)}: {problems[0]}")
     print0(f"resuming from {store.path(name)}, iteration {tag.manifest['iter_num']}; its files were checked in "
            f"{time.time() - began:.1f} s")
-    store.skipped = list(skipped)
     return tag
 
 

@@ -14,6 +14,7 @@ import re
 import shutil
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
@@ -53,7 +54,7 @@ class TagStore:
     def __init__(self, out_dir, read_only=True):
         self.out_dir, self.read_only = str(out_dir), read_only
         self._lock = None  # an open file
-        self.skipped = []  # corrupt tags that newest_intact() met before the one it chose
+        self.skipped = {}  # {corrupt tag that newest_intact() met before the one it chose: its problems}
         if not read_only:
             exit_together(self.lock() if RANK == 0 else [])
 
@@ -109,8 +110,7 @@ class TagStore:
         """Return a tag's manifest, once its own hash has been checked. Raises CheckpointError."""
         path = self.path(tag, "/manifest.json")
         try:
-            with open(path, encoding="utf-8") as f:
-                text = f.read()
+            text = Path(path).read_text(encoding="utf-8")
             manifest = json.loads(text)
         except OSError as error:
             raise UnreadableError.of(error, path) from None

@@ -25,7 +25,8 @@ from runtime.cluster.ranks import ALL_EXITING, EXITING, RANK
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # the exit code is 128 + the number
 EXIT_REASONS = {143: "SIGTERM, or the launcher has exited", 138: "SIGUSR1", 130: "Ctrl-C",
-                129: "SIGHUP: the terminal was closed", 0: "the file STOP"}
+                129: "SIGHUP: the terminal was closed", 0: "the file STOP",
+                3: "too many consecutive steps were skipped: lower learning_rate"}
 INTERVAL = 1.0  # seconds between two checks
 LAUNCHERS = {"torchrun", "torch.distributed.run", "runtime.launch", "launch_deepspeed.py", "deepspeed",
              "deepspeed.launcher.runner", "deepspeed.launcher.launch"}

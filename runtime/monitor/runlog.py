@@ -1,6 +1,5 @@
 """What a run reports: console lines, history.jsonl, settings.json, wandb and TensorBoard. See docs/output.md."""
 
-import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -10,7 +9,6 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections import namedtuple
@@ -18,9 +16,8 @@ from collections import namedtuple
 import torch
 
 from runtime.cluster.ranks import RANK, all_gather_scalars, exit_together, print0, show_progress
-from runtime.cluster.shutdown import EXIT_REASONS
 from runtime.files import ROOT, format_bytes, write_atomic
-from runtime.hardware import peak_flops, peak_memory
+from runtime.hardware import peak_flops, peak_memory, run_command
 from runtime.monitor.history import append_history, read_history, series, trim_history
 
 Logger = namedtuple("Logger", ("log", "close"))  # log(values, step)
@@ -181,12 +178,6 @@ class RunLog:
         print0("checkpoint not saved, because the loss is not finite: start again with a lower learning_rate, and with "
                "--init_from=auto to resume from an earlier checkpoint")
 
-    def leaving(self, exit_code, iter_num, health):
-        """Report why the run exits before its last step."""
-        print0(f"stop requested ({EXIT_REASONS[exit_code]}): exiting after step {iter_num}" if exit_code != 3 else
-               f"{health.skipped_in_a_row} consecutive steps were skipped: see the reasons above, and lower "
-               "learning_rate")
-
     def close(self, finished, evals_since_best):
         """Print the results of a run that has finished, and close the loggers."""
         if finished and self.iter_num < self.settings["max_iters"]:
@@ -267,9 +258,7 @@ def format_losses(r):
 
 def git_commit():
     """Return the project's commit, with '+' if there are uncommitted changes, or None outside git."""
-    command = ["git", "-C", ROOT, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-    with contextlib.suppress(OSError):  # git is not installed
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+    return run_command("git", "-C", ROOT, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+") or None
 
 
 def machine_record(device):
