@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.benchmark import Timer
+from torch.utils.benchmark import Timer, timer
 
 from configurator import settings_of_script
 from model import GPT, GPTConfig
@@ -235,12 +235,6 @@ def shape(model):
     return PRETRAINED.get(model) or tuple(map(int, model.split(",")))
 
 
-def clock(device):
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def sample(args, argv):
     """Measure sampling: random weights, a prompt of 16 tokens, top-k 200; the first token is timed on its own."""
     from runtime.kernels.decode import RowNoise, decode_step_for
@@ -259,20 +253,20 @@ def sample(args, argv):
         """Return the speed of args.repeats samples, after a warmup, and the time of their first tokens."""
         rates, first_ms = [], []
         for _ in range(args.repeats + 1):
-            start = clock(device)
+            start = timer()  # waits for the GPU first
             generate(1)
-            middle = clock(device)
+            middle = timer()
             generate(args.tokens)
             first_ms.append(1000 * (middle - start))
-            rates.append(args.batch * args.tokens / (clock(device) - middle))
+            rates.append(args.batch * args.tokens / (timer() - middle))
         return {"tokens_per_s": summarize(rates[1:]), "first_token_ms": summarize(first_ms[1:])}
 
     ours = measure(lambda n: model.generate(prompt, n, top_k=200, custom_step=decode_step_for(model),
                                             generator=RowNoise(range(args.batch), model.lm_head.weight)))
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     a = torch.empty(2**30 if device == "cuda" else 2**27, dtype=torch.uint8, device=device)
-    copy = Timer("b.copy_(a)", globals={"a": a, "b": torch.empty_like(a)}).timeit(5)
-    rate = 2 * a.numel() / copy.mean  # bytes per second, read and written
+    copy = Timer("b.copy_(a)", globals={"a": a, "b": torch.empty_like(a)}, num_threads=torch.get_num_threads())
+    rate = 2 * a.numel() / copy.timeit(5).mean  # bytes per second, read and written
     record = {**machine_record(device), "shape": [layers, heads, width], "batch": args.batch, "tokens": args.tokens,
               **ours, "weights_gb": weights / 1e9, "copy_gb_per_s": rate / 1e9,
               "share_of_limit": ours["tokens_per_s"]["median"] / (rate / weights * args.batch)}
