@@ -2,7 +2,6 @@
 
 import base64
 import functools
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -49,27 +48,25 @@ def tokenizer_of(meta):
         encoding = gpt2_encoding()
         return functools.partial(encoding.encode, allowed_special="all"), encoding.decode
     if meta["kind"] == "char":
-        chars = meta["chars"]
-        return (functools.partial(_encode_chars, {char: i for i, char in enumerate(chars)}),
-                lambda ids: "".join(chars[i] for i in ids))
+        ids = {char: i for i, char in enumerate(meta["chars"])}
+
+        def encode_chars(text):
+            if unknown := set(text) - ids.keys():
+                char = min(unknown)
+                raise ValueError(f"the character {char!r} (U+{ord(char):04X}) is not one of the {len(ids)} that this "
+                                 "character dataset knows")
+            return [ids[char] for char in text]
+
+        return encode_chars, lambda tokens: "".join(meta["chars"][token] for token in tokens)
     tokenizer = hf_tokenizer(meta)
-    return functools.partial(_encode_hf, tokenizer), functools.partial(tokenizer.decode, skip_special_tokens=False)
 
+    def encode_hf(text):
+        try:
+            return tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # tokenizers raises nothing more specific
+            raise ValueError(f"the tokenizer knows no tokens for {text!r} ({error})") from None
 
-def _encode_chars(ids, text):
-    try:
-        return [ids[char] for char in text]
-    except KeyError as error:
-        char = error.args[0]
-        raise ValueError(f"the character {char!r} (U+{ord(char):04X}) is not one of the {len(ids)} that this character "
-                         "dataset knows") from None
-
-
-def _encode_hf(tokenizer, text):
-    try:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-    except Exception as error:  # tokenizers raises nothing more specific
-        raise ValueError(f"the tokenizer knows no tokens for {text!r} ({error})") from None
+    return encode_hf, functools.partial(tokenizer.decode, skip_special_tokens=False)
 
 
 def numpy_encoder(meta):
@@ -123,10 +120,9 @@ def hf_tokenizer(meta):
 
     file = ROOT / meta["file"]
     try:
-        data = file.read_bytes()
-        if hashlib.sha256(data).hexdigest() != meta["sha256"]:
+        if file_digest(file)["sha256"] != meta["sha256"]:
             raise ValueError("it is not the one that the data was prepared with")
-        tokenizer = Tokenizer.from_buffer(data)
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # as above
         raise UserError(f"the tokenizer {file} can't be used ({error}): restore it") from None
     tokenizer.no_truncation()
