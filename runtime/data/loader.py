@@ -174,12 +174,6 @@ def read_windows(windows, block_size, vocab_size):
     return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(np.maximum(rows[:, 1:], -1))
 
 
-def count_targets(sources, which, offsets, block_size):
-    """Return how many targets count in these sequences, of locate_sequences()."""
-    return sum(tokens.counts[offsets[which == j]].sum() if isinstance(tokens, Conversations)
-               else block_size * (which == j).sum() for j, (tokens, _) in enumerate(sources))
-
-
 def train_batches(sources, iter_num, rank, world_size, settings, vocab_size, device):
     """Yield (x, y) micro-batches on `device` without end, from step iter_num on; sources: [(tokens, share)]. If any are
     Conversations, yield (x, y, weight). The sum of a micro-batch's losses times weight, averaged over micro-steps and
@@ -199,11 +193,13 @@ def train_batches(sources, iter_num, rank, world_size, settings, vocab_size, dev
             for step in itertools.count(iter_num):
                 ids = np.arange(n * world_size) + step * n * world_size  # of all ranks
                 which, offsets = locate_sequences(ids, sources, block_size, settings["seed"])
-                windows = [(sources[which[i]][0], offsets[i]) for i in range(rank * n, (rank + 1) * n)]
-                batch = [t.view(micro_steps, -1, block_size) for t in read_windows(windows, block_size, vocab_size)]
+                windows = [(sources[j][0], offset) for j, offset in zip(which, offsets, strict=True)]
+                mine = read_windows(windows[rank * n : (rank + 1) * n], block_size, vocab_size)
+                batch = [t.view(micro_steps, -1, block_size) for t in mine]
                 if masked:
-                    weight = micro_steps * world_size / count_targets(sources, which, offsets, block_size)
-                    batch.append(torch.full((micro_steps,), weight))
+                    targets = sum(tokens.counts[row] if isinstance(tokens, Conversations) else block_size
+                                  for tokens, row in windows)
+                    batch.append(torch.full((micro_steps,), micro_steps * world_size / targets))
                 ready.put([t.pin_memory() for t in batch] if pin else batch)
         except Exception as error:  # the training thread raises it again
             ready.put(error)
