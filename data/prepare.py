@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runtime.data.dataset import exit_on_error  # noqa: E402
+from runtime.data.dataset import SPLITS, exit_on_error  # noqa: E402
 from runtime.data.tokenizer import tokenizer_meta  # noqa: E402
 from runtime.files import UserError  # noqa: E402
 from runtime.prepare import inputs, pipeline  # noqa: E402
@@ -62,7 +62,12 @@ def main():
           f"validation; {args.workers} workers", flush=True)
     meta = pipeline.prepare(folder, files, tokenizer, vocab_size, options, args.workers, args.overwrite,
                             args.skip_unreadable)
-    print(pipeline.summary(meta))
+    documents = meta["documents"]
+    for split in SPLITS:
+        print(f"{split}: {meta[f'{split}_tokens']:,} tokens in {documents[split]:,} documents")
+    print(f"vocabulary: {meta['vocab_size']:,} ({meta['tokenizer']['kind']}), {meta['dtype']}")
+    if skipped := [f"{documents[name]:,} {name}" for name in ("duplicates", "empty", "unreadable") if documents[name]]:
+        print(f"skipped: {', '.join(skipped)}")
     print(f"written to {os.path.relpath(folder)}: train with --dataset={args.name}")
 
 

@@ -89,7 +89,8 @@ class Reader:
         self.hashes, self.digest, self.bytes = set(), hashlib.sha256(), 0
 
     def rows(self):
-        """Yield rows of about a megabyte: a split and its next texts. An empty text marks the end of a document."""
+        """Yield rows of about a megabyte: a split and its next texts. An empty text ends a document. Raises UserError
+        if a split gets no document."""
         texts, sizes = {split: [] for split in SPLITS}, dict.fromkeys(SPLITS, 0)
         for file in self.files:
             for split, text in self.texts(file):
@@ -98,28 +99,29 @@ class Reader:
                 if sizes[split] >= ROW_BYTES:
                     yield {"split": split, "texts": texts[split]}
                     texts[split], sizes[split] = [], 0
-        yield from ({"split": split, "texts": texts[split]} for split in SPLITS)
+        yield from ({"split": split, "texts": [*texts[split], b""]} for split in SPLITS)
+        train, val = self.counts["train"], self.counts["val"]
+        fix = "change --val_fraction, or cut texts into more with --max_document_bytes=BYTES"
+        if not (train and val):
+            raise UserError(f"{train} documents are for training and {val} for validation, and each split needs one: "
+                            + (fix if train + val else "check that the files have text, and --field"))
 
     def texts(self, file):
-        """Yield (split, text) of each record that is kept, and (split, b"") after each document. A long text is cut
-        into records. Between two of them there is no end if both are kept and in the same split."""
+        """Yield (split, text) of each record that is kept, and (split, b"") between documents. A long text is cut into
+        records. Two in a row that are kept in the same split are one document."""
         kind, field = self.options["format"] or inputs.kind_of(file), self.options["field"]
-        begin, unfinished = self.bytes, None
+        begin, unfinished = self.bytes, None  # unfinished: where a document's last record went, if it isn't complete
         for number, record in enumerate(inputs.read_records(file, kind, field, self.options["max_document_bytes"]), 1):
             place = f"{file}, {f'byte {self.bytes - begin:,}' if kind == 'text' else f'line {number:,}'}"
             counted, text, ends = self.classify(record, kind, place)
             self.counts[counted] += 1
-            if unfinished and counted != unfinished:
-                yield unfinished, b""
             if counted in SPLITS:
-                yield counted, text
-                if ends:
+                if counted != unfinished and self.counts[counted] > 1:
                     yield counted, b""
-            unfinished = counted if counted in SPLITS and not ends else None
+                yield counted, text
+            unfinished = None if ends else counted
             self.digest.update(record)
             self.bytes += len(record)
-        if unfinished:
-            yield unfinished, b""
 
     def classify(self, record, kind, place):
         """Return (what `counts` counts a record as, its text, whether its document ends with it)."""
@@ -137,14 +139,6 @@ class Reader:
         self.hashes.add(number)
         return "val" if number < int(self.options["val_fraction"] * 2**64) else "train", text, ends
 
-    def check(self):
-        """Raise UserError unless there are documents in both splits."""
-        train, val = self.counts["train"], self.counts["val"]
-        fix = "change --val_fraction, or cut texts into more with --max_document_bytes=BYTES"
-        if not (train and val):
-            raise UserError(f"{train} documents are for training and {val} for validation, and each split needs one: "
-                            + (fix if train + val else "check that the files have text, and --field"))
-
 
 def tokenize(work, reader, encode, workers):
     """Return the rows of `reader`, each encoded, as a datasets.Dataset in the folder `work`."""
@@ -161,7 +155,6 @@ def tokenize(work, reader, encode, workers):
         rows = datasets.Dataset.from_generator(
             reader.rows, datasets.Features({"split": string, "texts": datasets.List(binary)}), work,
             fingerprint="texts", writer_batch_size=ROWS_IN_MEMORY)
-        reader.check()
         os.register_at_fork(after_in_child=functools.partial(follow_parent, os.getpid()))
         return rows.map(encode, num_proc=workers, remove_columns="texts", writer_batch_size=ROWS_IN_MEMORY,
                         features=datasets.Features({"split": string, "ids": binary, "mask": binary}),
@@ -207,13 +200,3 @@ def encode_chat(encoder, end, dtype, row):
 def column(rows, name, dtype, only=None):
     """Yield the arrays in a column of the rows. only: a split; None: both."""
     return (np.frombuffer(row, dtype) for split, row in zip(rows["split"], rows[name]) if only in (None, split))
-
-
-def summary(meta):
-    """Return what the screen shows of a prepared dataset."""
-    documents = meta["documents"]
-    lines = [f"{split}: {meta[f'{split}_tokens']:,} tokens in {documents[split]:,} documents" for split in SPLITS]
-    lines.append(f"vocabulary: {meta['vocab_size']:,} ({meta['tokenizer']['kind']}), {meta['dtype']}")
-    if skipped := [f"{documents[name]:,} {name}" for name in ("duplicates", "empty", "unreadable") if documents[name]]:
-        lines.append(f"skipped: {', '.join(skipped)}")
-    return "\n".join(lines)
