@@ -119,7 +119,7 @@ if device == "cpu" or not torch.cuda.is_available():
 from model import GPT
 from runtime import lora
 from runtime.cluster.ranks import broadcast_from_rank0, print0, ranks_from_environment
-from runtime.plan.memory import torch_bytes
+from runtime.plan.memory import estimate
 from runtime.plan.rules import evals_until
 from runtime.plan.run_plan import plan_run
 
@@ -197,7 +197,7 @@ state = load_into_engine(engine, store, tag) if tag else {}
 iter_num = first_iter = state.get("iter_num", 0)
 best_val_loss = state.get("best_val_loss", math.inf)
 evals_since_best = state.get("evals_since_best", 0)
-log = RunLog(vars(settings), state, device, plan.datasets, batch.tokens, torch_bytes(plan), _process_start)
+log = RunLog(vars(settings), state, device, plan.datasets, batch.tokens, estimate(plan), _process_start)
 health = StepHealth(engine, fast, log.warn, state.get("grad_norms", ()))
 
 # -----------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def save(improved):
 if not eval_only:
     shutdown.watch_stop_file(os.path.join(out_dir, "STOP"))
 store.clean(tag, overwrite, aliases(state.get("improved")))  # after all checks, because it may delete
-log.open_files(plan.record())
+log.open_files()
 saver = Saver(engine, store, keep_last, plan.tag_bytes, async_save, on_saved=log.saved)
 if iter_num == 0 or eval_only:
     evaluate()

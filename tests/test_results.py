@@ -18,7 +18,7 @@ from results.table import format_table, update
 from runtime.engine.ds_config import resolve
 from runtime.lora import TARGET_MODULES
 from runtime.lora import apply as apply_lora
-from runtime.plan.memory import Job, torch_bytes
+from runtime.plan.memory import Job, estimate
 from runtime.plan.run_plan import Batch, Hardware, ParamCount
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -245,8 +245,9 @@ def planned_gb(model, preset, micro, recomputed, gpus=1, accumulate_locally=Fals
         config["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
     stored, trainable = (sum(p.numel() for p in model.parameters() if p.requires_grad or every)
                          for every in (True, False))
-    return torch_bytes(Job(model.config, Hardware("cuda", "bfloat16", True, 0), batch,
-                           ParamCount(stored, stored, trainable), config, recomputed, accumulate_locally)) / 1e9
+    parts = estimate(Job(model.config, Hardware("cuda", "bfloat16", True, 0), batch,
+                         ParamCount(stored, stored, trainable), config, recomputed, accumulate_locally))
+    return (sum(parts.values()) - parts["CUDA and NCCL"]) / 1e9
 
 
 def test_the_plan_of_each_stage_and_micro_batch_is_within_a_tenth_of_the_peak():

@@ -40,20 +40,12 @@ def model_card(name, model, manifest, export):
     state = manifest["state"]
     settings = {key: value for key, value in state["settings"].items() if key in CARD_SETTINGS}
     base = settings["init_from"]
+    datasets = [settings["dataset"]] if isinstance(settings["dataset"], str) else settings["dataset"]  # or a mixture
     settings |= {"init_from": os.path.basename(os.path.normpath(base)), "ranks": manifest["world_size"],
-                 "dataset": dataset_names(settings["dataset"]), "ZeRO stage": manifest["stage"],
-                 "precision": manifest["dtype"], **manifest["versions"]}
-    settings |= {f"earlier run {i}": f"{run['iter_num']} iterations on {dataset_names(run['dataset'])}"
-                 for i, run in enumerate(state["lineage"], 1)}
+                 "dataset": ", ".join(os.path.basename(os.path.normpath(path)) for path in datasets),
+                 "ZeRO stage": manifest["stage"], "precision": manifest["dtype"], **manifest["versions"]}
     return CARD.format(
         base=f"base_model: openai-community/{base}\n" if base in PRETRAINED else "", name=name,
         parameters=model.num_params(), iter_num=state["iter_num"], **vars(model.config),
         best_val_loss=state["best_val_loss"], new=min(50, model.config.block_size // 2), export=export,
         settings="\n".join(f"| {key} | {value} |" for key, value in settings.items()))
-
-
-def dataset_names(dataset):
-    """Return the name of a dataset, or the names and weights of a mixture."""
-    if isinstance(dataset, str):
-        return os.path.basename(os.path.normpath(dataset))
-    return ", ".join(f"{dataset_names(name)} (weight {weight})" for name, weight in dataset.items())

@@ -29,11 +29,11 @@ class RunLog:
     """Reports a run. Rank 0 prints and writes, but all ranks create one and call open_files() and step().
 
     settings: a dict. state: of the checkpoint that the run resumes from, else {}. datasets: with name and share.
-    memory: estimated peak bytes per GPU. process_start: time.time() when the process started."""
+    memory_plan: estimated peak bytes per GPU, by use. process_start: time.time() when the process started."""
 
-    def __init__(self, settings, state, device, datasets, tokens_per_iter, memory, process_start):
+    def __init__(self, settings, state, device, datasets, tokens_per_iter, memory_plan, process_start):
         self.settings, self.device, self.datasets = settings, device, datasets
-        self.tokens_per_iter, self.memory, self.process_start = tokens_per_iter, memory, process_start
+        self.tokens_per_iter, self.memory_plan, self.process_start = tokens_per_iter, memory_plan, process_start
         self.out_dir, self.writes = settings["out_dir"], RANK == 0 and not settings["eval_only"]
         self.loggers, self.wandb_id, self.update_bar, self.paused = {}, state.get("wandb_id"), None, True
         self.iter_num = self.first_iter = state.get("iter_num", 0)
@@ -78,13 +78,14 @@ class RunLog:
 
         return Logger(log, writer.close)
 
-    def open_files(self, record):
-        """Drop the records after the checkpoint that this run resumes from, and write settings.json with `record`."""
+    def open_files(self):
+        """Drop the records after the checkpoint that this run resumes from, and write settings.json."""
         problems = []
         if self.writes:
             record = {"started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                       "command": " ".join(sys.argv), "commit": git_commit(), "settings": self.settings,
-                      "world_size": int(os.environ["WORLD_SIZE"]), **machine_record(self.device), **record}
+                      "world_size": int(os.environ["WORLD_SIZE"]), **machine_record(self.device),
+                      "memory_plan": self.memory_plan}
             try:
                 trim_history(self.out_dir, self.iter_num if self.resumes else -1)
                 write_atomic(os.path.join(self.out_dir, "settings.json"), json.dumps(record, indent=1))
@@ -130,7 +131,8 @@ class RunLog:
             print0(f"first step finished {record['first_step_s']:.1f} s after the start")
         # Again after the second line, because capturing a CUDA graph may take more memory
         if self.device.type == "cuda" and self.clock_iter - self.first_iter < 2 * self.settings["log_interval"]:
-            print0(f"peak memory {record['memory'] / 1e9:.1f} GB (estimated: {self.memory / 1e9:.1f} GB)")
+            planned = sum(self.memory_plan.values()) - self.memory_plan["CUDA and NCCL"]  # PyTorch's tensors
+            print0(f"peak memory {record['memory'] / 1e9:.1f} GB (estimated: {planned / 1e9:.1f} GB)")
         self.exclude_pauses(iter_num, paused=True)
 
     def evaluation(self, iter_num, losses, sequences, seconds):

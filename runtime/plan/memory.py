@@ -145,11 +145,6 @@ def gpu_bytes(job):
     return sum(estimate(job).values())
 
 
-def torch_bytes(job):
-    """Return the peak bytes of PyTorch's tensors, as torch.cuda.max_memory_allocated counts them."""
-    return sum(size for name, size in estimate(job).items() if name != "CUDA and NCCL")
-
-
 def fits(job, size=gpu_bytes):
     return size(job) <= USABLE_FRACTION * job.hardware.memory
 

@@ -58,13 +58,9 @@ class RunPlan(Job):
     def saved_state(self, resumed):
         """Return what a tag records of the run. resumed: the state of the tag that it resumed from, or {}."""
         base = resumed["lora"]["base"] if resumed and self.lora else self.start.init_from
-        return {"model": vars(self.model), "lineage": list(self.start.lineage),
+        return {"model": vars(self.model),
                 "lora": self.lora and {**self.lora, "base": None if self.start.parent else base},
                 "data": {key: self.data[key] for key in ("tokenizer", "vocab_size", "template")}}
-
-    def record(self):
-        """Return what settings.json records of the plan."""
-        return {"lineage": list(self.start.lineage), "memory_plan": memory.estimate(self)}
 
     def explain_out_of_memory(self):
         """From now on, exit with code 2 and with settings that take less if the GPU runs out of memory. The other ranks

@@ -23,7 +23,6 @@ class Start:
     weights: str | None = None  # pretrained: folder or file; None if they weren't fetched
     parent: tuple[str, str] | None = None  # earlier run: (out_dir, tag)
     tag: str | None = None  # resume: the tag that resume_tag names, or the newest with a readable manifest
-    lineage: tuple[dict, ...] = ()  # the runs before this one
 
 
 def find_start(settings, data, lora, sequences, notes, fetch=True):
@@ -92,11 +91,9 @@ def from_earlier_run(init_from, parent, settings, data, shape, notes):
     if data and not same_tokenizer(data, state["data"]):
         raise UserError(f"dataset={settings.dataset} has another tokenizer than {where} was trained with: prepare it "
                         "with that one")
-    before = {"out_dir": folder, "tag": manifest["tag"], "iter_num": manifest["iter_num"],
-              "dataset": state["settings"]["dataset"], "val_loss": state["best_val_loss"]}
     notes.append(f"weights from {where}, iteration {manifest['iter_num']}; the optimizer starts fresh")
     model = GPTConfig(**{**model, "block_size": settings.block_size, "dropout": settings.dropout})
-    return Start("earlier run", init_from, model, parent=parent, lineage=(*state["lineage"], before))
+    return Start("earlier run", init_from, model, parent=parent)
 
 
 def from_resume(settings, data, lora, sequences, notes):
@@ -125,7 +122,7 @@ def from_resume(settings, data, lora, sequences, notes):
     if per_step != sequences:
         notes.append(f"{out_dir}/{tag} was trained with {per_step:,} sequences per step; with {sequences:,}, this run "
                      "repeats or skips some")
-    return Start("resume", "resume", model, tag=tag, lineage=tuple(state["lineage"]))
+    return Start("resume", "resume", model, tag=tag)
 
 
 def check_compatible(model, settings, data, lora, tag, manifest):
