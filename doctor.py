@@ -33,7 +33,7 @@ if COMPLETE:
     from runtime import hardware
     from runtime.data.dataset import check_dataset, dataset_dirs
     from runtime.files import UserError, file_digest, format_bytes, free_bytes
-    from runtime.weights import HUB
+    from runtime.weights import HUB, fetch_from_hub
 
     GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -132,21 +132,14 @@ def datasets(settings):
 
 def weights(settings, severity):
     """Check that GPT-2's weights are in the cache or the hub answers. The plan checks other weights."""
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
-
-    name = settings.init_from if settings else "gpt2-xl"
-    if name not in HUB:
-        return
-    repo, revision = f"openai-community/{name}", HUB[name][0]
-    detail, fix = f"{name} is in the cache", ""
-    if not isinstance(try_to_load_from_cache(repo, "model.safetensors", revision=revision), str):
-        detail = f"{name} can be downloaded from {constants.ENDPOINT}"
+    name, problem = settings.init_from if settings else "gpt2-xl", ""
+    if name in HUB:
         try:
-            HfApi().model_info(repo, revision=revision, timeout=5)
-        except Exception as error:  # httpx, hub and OS errors have no common base
-            detail = f"{name} is not in the cache, and {constants.ENDPOINT} doesn't answer ({type(error).__name__})"
-            fix = "set HF_ENDPOINT to a mirror, or use --init_from=DIR with config.json and model.safetensors"
-    yield row("weights", detail, fix, severity)
+            fetch_from_hub(name, download=False)
+        except UserError as error:
+            problem = str(error)
+        detail, _, fix = problem.partition(": ")
+        yield row("weights", detail or f"{name} is in the cache, or the hub answers", fix, severity)
 
 
 # The machine

@@ -46,9 +46,9 @@ def weights_errors(path):
                         "other weights with --init_from=PATH") from None
 
 
-def fetch_from_hub(name):
+def fetch_from_hub(name, download=True):
     """Return the local folder of a GPT-2 on the Hugging Face hub. Download it if it isn't cached, and check its hash.
-    Raises UserError."""
+    Raises UserError. download=False: only check that it is cached or that the hub answers."""
     if name not in PRETRAINED:
         raise UserError(f"'{name}' is not a folder, a file or one of {', '.join(PRETRAINED)}")
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
@@ -58,6 +58,8 @@ def fetch_from_hub(name):
         cached = all(isinstance(try_to_load_from_cache(repo, file, revision=revision), str) for file in files)
         if not cached:
             HfApi().model_info(repo, revision=revision)  # fails at once without a network; a download retries for 30 s
+        if not download:
+            return None
         for file in files:
             path = hf_hub_download(repo, file, revision=revision)
         found = sha256 if cached else file_digest(path)["sha256"]
