@@ -78,7 +78,7 @@ class Saver:
             return
         print0(f"saving checkpoint to {self.store.path(tag)}")
         self._join()
-        start, files, problem = time.time(), [], None
+        start = time.time()
         if dist.get_rank() == 0:
             shutil.rmtree(self.store.path(tag, ".saving"), ignore_errors=True)
             with contextlib.suppress(OSError):  # write() reports it
@@ -86,10 +86,7 @@ class Saver:
                     continue
         manifest = {"format": MANIFEST_FORMAT, "tag": tag, "iter_num": state["iter_num"], **topology(self.engine),
                     "state": state}
-        try:
-            files = self._capture_state_dicts(tag + ".saving")
-        except OSError as error:  # perhaps on this rank alone: write() tells the others
-            problem = f"rank {dist.get_rank()}: {first_line(error)}"
+        files = self._capture_state_dicts(tag + ".saving")
         size = sum({storage_key(leaf): aligned_nbytes(leaf) for leaf in tree_leaves(files)
                     if torch.is_tensor(leaf)}.values())
         if self.background:
@@ -104,7 +101,7 @@ class Saver:
             print0(f"too little free host memory to save in the background ({format_bytes(size)} per rank): training "
                    "waits for this save")
         blocked_s = time.time() - start if background else None  # None: until the save ends
-        self._start(self._write_and_commit, files, problem, manifest, aliases, start, blocked_s)
+        self._start(self._write_and_commit, files, manifest, aliases, start, blocked_s)
         if not background:
             self._join()
 
@@ -188,10 +185,10 @@ class Saver:
         return [(path, tree_map(copy_leaf, content, is_leaf=lambda node: isinstance(node, torch.Size)))
                 for path, content in files]
 
-    def _write_and_commit(self, files, problem, manifest, aliases, start, blocked_s):
+    def _write_and_commit(self, files, manifest, aliases, start, blocked_s):
         """Run on the thread: commit a tag, or set .failed."""
         try:
-            problem = self.write(files, problem, manifest, aliases)
+            problem = self.write(files, manifest, aliases)
         except BaseException as error:  # a failed collective, which then fails on all ranks
             problem = f"rank {dist.get_rank()}: {first_line(error)}"
         tag = manifest["tag"]
@@ -204,11 +201,11 @@ class Saver:
             self.on_saved(manifest["iter_num"], tag, self.tag_bytes, seconds,
                           seconds if blocked_s is None else blocked_s)
 
-    def write(self, files, problem, manifest, aliases):
-        """Write, flush and hash this rank's files, and commit the tag if no rank has a problem. If the disk is full,
-        delete an old tag and try again. Returns the problem or None, the same on all ranks. Every rank must reach both
+    def write(self, files, manifest, aliases):
+        """Write, flush and hash this rank's files, and commit the tag if no rank has failed. If the disk is full,
+        delete an old tag and try again. Returns the failure or None, the same on all ranks. Every rank must reach both
         collectives."""
-        work, written, failure, full = self.store.path(manifest["tag"], ".saving"), {}, problem, False
+        work, written, failure, full = self.store.path(manifest["tag"], ".saving"), {}, None, False
         try:
             os.makedirs(work, exist_ok=True)  # DeepSpeed may have failed to
             for path, content in files:
@@ -230,7 +227,7 @@ class Saver:
             result[1] = result[1] and self.store.delete_oldest()
         dist.broadcast_object_list(result, src=0, group=self.group)
         failure, again = result
-        return self.write(files, problem, manifest, aliases) if again else failure
+        return self.write(files, manifest, aliases) if again else failure
 
     def _commit(self, work, manifest, aliases, written):
         """Write the adapter and the manifest, rename the folder, update `latest` and the aliases, then prune. written:

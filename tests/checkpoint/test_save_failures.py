@@ -56,22 +56,3 @@ def test_whatever_escapes_on_any_rank_ends_the_run_with_a_sentence(run, target, 
     done, _ = run(target, ranks=2, on=on)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert "PytorchStreamReader failed reading file); earlier checkpoints are intact" in done.stdout
-
-
-@pytest.mark.parametrize("on", ["01", "1"], ids=["both ranks", "rank 1"])
-def test_a_save_that_fails_before_its_thread_starts_ends_the_run_with_a_sentence(characters, tmp_path, on):
-    script = planted(tmp_path, f"""
-import errno
-from runtime.checkpoint.saver import Saver
-capture = Saver._capture_state_dicts
-def fails(self, *args):
-    files = capture(self, *args)
-    if os.environ.get("RANK", "0") in {on!r}:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "out")
-    return files
-Saver._capture_state_dicts = fails
-""")
-    done = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", ranks=2, timeout=90)
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert f" could not be saved (rank {on[0]}: [Errno 116] Stale file handle: 'out'); earlier checkp" in done.stdout
-    assert not [name for name in os.listdir(tmp_path / "out") if name.startswith("iter_")]
