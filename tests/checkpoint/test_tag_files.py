@@ -35,7 +35,7 @@ def test_a_tag_is_on_the_disk_before_it_has_its_name_and_an_older_one_goes_last(
         work = tmp_path / f"{tag}.saving"
         work.mkdir()
         files = [(str(work / name), torch.zeros(3)) for name in ("model.pt", "optim.pt")]
-        assert saver.write(files, None, {"tag": tag, "state": {}}, []) is None
+        assert saver.write(files, {"tag": tag, "state": {}}, []) is None
     (manifest,) = [call for call in disk_calls if call[0] == "fsync" and "/.manifest.json." in call[1]]
     order = [[("fsync", f"{work}/model.pt"), ("fsync", f"{work}/optim.pt"), manifest],
              [("replace", f"{work}/manifest.json")], [("fsync", str(work))], [("rename", f"{tmp_path}/iter_2")],
