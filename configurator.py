@@ -22,6 +22,7 @@ import types
 import typing
 from pathlib import Path
 
+from runtime import foreign_options
 from runtime.files import UserError
 from runtime.output import exit_with_error, explain_uncaught
 
@@ -40,9 +41,7 @@ def configure(defaults, argv, annotations=None, root="."):
 
     def assign(name, value, where, convert=validate):
         if name not in defaults:
-            from runtime.foreign_options import hint  # only needed here
-
-            suggestion = hint(name, value, defaults) or did_you_mean(name, defaults)
+            suggestion = foreign_options.hint(name, value, defaults) or did_you_mean(name, defaults)
             problems.append(f"{where}: there is no setting '{name}'{suggestion}")
             return
         try:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -60,8 +61,6 @@ def peak_memory(device):
     """Return the peak memory so far in bytes: allocated on the GPU, or resident on CPU."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)
 
 

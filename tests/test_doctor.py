@@ -144,6 +144,13 @@ def test_too_little_disk_is_a_warning_with_its_fix(monkeypatch):
     assert row["status"] == "WARN" and "--out_dir" in row["fix"]
 
 
+def test_cached_weights_need_no_hub(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo, file, revision: f"/cache/{file}")
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", None)
+    (found,) = checks.weights(None, checks.FAIL)
+    assert found == checks.row("weights", "gpt2-xl is in the cache, or the hub answers")
+
+
 def test_a_bin_that_has_changed_since_preparation_is_reported(characters, tmp_path):
     copy = shutil.copytree(characters, tmp_path / "copy")
     content = bytearray((copy / "val.bin").read_bytes())
