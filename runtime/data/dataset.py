@@ -76,7 +76,11 @@ def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source
             write("tokenizer.json", [Path(tokenizer_meta["file"]).read_bytes()])
         meta = {"format": 1, "tokenizer": {key: value for key, value in tokenizer_meta.items() if key != "file"},
                 "vocab_size": vocab_size, "dtype": dtype, **tokens, "source": source, "files": files, **details}
-        write("meta.pkl", [pickle.dumps(_nanogpt_meta(meta))])
+        pickled = {"vocab_size": vocab_size, "tokenizer": tokenizer_meta["kind"]}
+        if chars := tokenizer_meta.get("chars"):  # as nanoGPT's scripts write it
+            pickled = {"vocab_size": vocab_size, "itos": dict(enumerate(chars)),
+                       "stoi": {char: i for i, char in enumerate(chars)}}
+        write("meta.pkl", [pickle.dumps(pickled)])
         write("meta.json", [(json.dumps(meta, indent=1) + "\n").encode()])
         for name in reversed(FILES[1:]):
             (folder / name).unlink(missing_ok=True)
@@ -92,13 +96,6 @@ def _packed(ids, dtype, vocab_size):
         if piece.size and not 0 <= piece.min() <= piece.max() < vocab_size:
             raise UserError(f"token ids {piece.min()} to {piece.max()} don't fit a vocabulary of {vocab_size}")
         yield piece.astype(dtype).tobytes()
-
-
-def _nanogpt_meta(meta):
-    if meta["tokenizer"]["kind"] != "char":
-        return {"vocab_size": meta["vocab_size"], "tokenizer": meta["tokenizer"]["kind"]}
-    chars = meta["tokenizer"]["chars"]
-    return {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
 
 
 def dataset_dirs(dataset, root):
@@ -196,10 +193,8 @@ def _meta_of_nanogpt(folder):
         vocab_size = pickled["vocab_size"]
         if "itos" in pickled:
             tokenizer = {"kind": "char", "chars": "".join(pickled["itos"][i] for i in range(vocab_size))}
-    sizes = {split: (folder / f"{split}.bin").stat().st_size for split in SPLITS}
-    return {"format": 1, "tokenizer": tokenizer, "vocab_size": vocab_size, "dtype": "uint16",
-            **{f"{split}_tokens": size // 2 for split, size in sizes.items()},
-            "files": {f"{split}.bin": {"bytes": size, "sha256": None} for split, size in sizes.items()}}
+    tokens = {f"{split}_tokens": (folder / f"{split}.bin").stat().st_size // 2 for split in SPLITS}
+    return {"format": 1, "tokenizer": tokenizer, "vocab_size": vocab_size, "dtype": "uint16", **tokens, "files": {}}
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -97,15 +97,13 @@ def tokenizer_meta(name):
         raise UserError(f"{name} has no tokenizer.json: choose gpt2, char, or a folder in which transformers has saved "
                         "a fast tokenizer")
     meta = tokenizer_file_meta(saved)
-    tokenizer = hf_tokenizer(meta)
+    ids = hf_tokenizer(meta).get_vocab()
     try:
         end = json.loads(saved.with_name("tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"]
-        end = tokenizer.token_to_id(end["content"] if isinstance(end, dict) else end)
+        end = ids[end["content"] if isinstance(end, dict) else end]
     except (OSError, ValueError, TypeError, LookupError):
-        end = None
-    if end is None:
-        raise UserError(f'{name} has no end-of-text token: add "eos_token" to its tokenizer_config.json')
-    return meta | {"end_of_text": end}, max(tokenizer.get_vocab().values()) + 1
+        raise UserError(f'{name} has no end-of-text token: add "eos_token" to its tokenizer_config.json') from None
+    return meta | {"end_of_text": end}, max(ids.values()) + 1
 
 
 def tokenizer_file_meta(file, end_of_text=None):
