@@ -123,7 +123,7 @@ def datasets(settings):
         with contextlib.suppress(UserError):  # the plan reports it
             meta = check_dataset(folder)
             changed = [file for file, prepared in meta["files"].items()
-                       if prepared["sha256"] and prepared != file_digest(os.path.join(folder, file))]
+                       if prepared != file_digest(os.path.join(folder, file))]
             yield row(f"data {os.path.basename(os.path.normpath(folder))}",
                       f"{', '.join(changed)} changed since preparation" if changed else
                       f"{meta['train_tokens']:,} and {meta['val_tokens']:,} tokens, hashes match",
