@@ -33,8 +33,8 @@ def parse_arguments():
     parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      description=__doc__, usage="%(prog)s [CONFIG.py] [options] [--key=value ...]")
     parser.error = fail
-    parser.add_argument("--headline", action="store_true", help="prepare the data, check the run, train and sample: "
-                        "GPT-2 XL on Shakespeare, or without a GPU a small character-level model")
+    parser.add_argument("--headline", action="store_true", help="prepare the data, train and sample: GPT-2 XL on "
+                        "Shakespeare, or without a GPU a small character-level model")
     parser.add_argument("--num_gpus", type=int, help="number of GPUs, or of CPU processes without a GPU (default: "
                         "all visible GPUs, or 1)")
     parser.add_argument("--resume", nargs="?", const="latest", metavar="TAG", help="resume the run in out_dir, or the "
@@ -55,11 +55,10 @@ def exit_on_signals():
             signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
-def run_python(*arguments, **env):
+def run_python(*arguments):
     """Run Python in the project's folder. Return its exit code."""
     # In its own process group, so that the terminal's Ctrl-C reaches it through us only
-    code = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=os.environ | env, stdin=subprocess.DEVNULL,
-                          process_group=0).returncode
+    code = subprocess.run([sys.executable, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, process_group=0).returncode
     return code if code >= 0 else 128 - code
 
 
@@ -96,7 +95,7 @@ def train(ranks, args, script=TRAIN):
 
 
 def run_headline(ranks, args):
-    """Prepare the data, check the run, train and sample: GPT-2 XL, or without a GPU a small character-level model."""
+    """Prepare the data, train and sample: GPT-2 XL, or without a GPU a small character-level model."""
     os.chdir(ROOT)
     if gpus := count_gpus():
         ranks, ours = ranks or gpus, ["config/xl_shakespeare.py"]
@@ -114,11 +113,8 @@ def run_headline(ranks, args):
         print(f"Preparing {data}")
         if code := run_python(data / "prepare.py"):
             raise SystemExit(code)
-    code = run_python(TRAIN, *ours, *args, "--dry_run=True", WORLD_SIZE=str(ranks))
-    if code or settings.dry_run:
-        raise SystemExit(code)
     train(ranks, [*ours, *args])
-    if settings.keep_last and not settings.eval_only:
+    if settings.keep_last and not (settings.eval_only or settings.dry_run):
         run_python("sample.py", f"--out_dir={settings.out_dir}", "--num_samples=1", "--max_new_tokens=200")
 
 

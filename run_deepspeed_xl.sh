@@ -5,9 +5,9 @@
 # character-level model on the CPU (config/shakespeare_char_cpu.py). CONFIG.py and --key=value override these settings;
 # docs/settings.md lists all.
 #
-# It creates .venv, prepares the data, checks the run, trains, and prints a sample. Set PYTHON=/path/to/python to use
-# your own environment, and CUDA_VISIBLE_DEVICES=0,1 to select GPUs. Ctrl-C saves a checkpoint and exits; a second Ctrl-C
-# kills the run. The exit code is the run's: 2 for an error you can fix, 128 + the signal's number if stopped by a signal.
+# It creates .venv, prepares the data, trains, and prints a sample. Set PYTHON=/path/to/python to use your own
+# environment, and CUDA_VISIBLE_DEVICES=0,1 to select GPUs. Ctrl-C saves a checkpoint and exits; a second Ctrl-C kills
+# the run. The exit code is the run's: 2 for an error you can fix, 128 + the signal's number if stopped by a signal.
 
 set -euo pipefail
 trap '' PIPE  # if the reader of our output exits, the run continues
