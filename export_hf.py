@@ -33,7 +33,6 @@ from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore
 from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.export import hf
-from runtime.export.model_card import model_card
 from runtime.files import UserError
 from runtime.output import exit_with_error
 
@@ -61,7 +60,7 @@ try:
     difference = hf.check_model(model, work, torch.tensor([ids]))
     checked = (f"Loaded with transformers {transformers.__version__} in float32, its logits for {len(ids):,} tokens "
                f"differ from those of the training code by at most {difference:.1e}.")
-    text = model_card(os.path.basename(to), model, manifest, checked)
+    text = hf.model_card(os.path.basename(to), model, manifest, checked)
     with open(os.path.join(work, "README.md"), "w", encoding="utf-8") as f:
         f.write(text)
     os.rename(work, to)

@@ -128,14 +128,12 @@ class Saver:
         files, checkpoint_engine = [], self.engine.checkpoint_engine
         checkpoint_engine.save = lambda state_dict, path: files.append((path, state_dict))
         self.engine._copy_recovery_script = lambda folder: None  # _commit() does it, and handles a full disk
-        try:
-            if self.engine.zero_optimization_stage() < 3:  # don't copy frozen weights
-                self.engine._get_param_fragment_func = torch.Tensor.detach
-            with silence_stdout():
-                self.engine.save_checkpoint(self.store.out_dir, tag=folder, save_latest=False)
-        finally:
-            del checkpoint_engine.save, self.engine._copy_recovery_script  # restores the methods
-            vars(self.engine).pop("_get_param_fragment_func", None)
+        if self.engine.zero_optimization_stage() < 3:  # don't copy frozen weights
+            self.engine._get_param_fragment_func = torch.Tensor.detach
+        with silence_stdout():
+            self.engine.save_checkpoint(self.store.out_dir, tag=folder, save_latest=False)
+        del checkpoint_engine.save, self.engine._copy_recovery_script  # restores the methods
+        vars(self.engine).pop("_get_param_fragment_func", None)
         return files
 
     def _allocate_staging(self, size):
