@@ -576,7 +576,7 @@ def test_a_terminal_shows_a_bar_below_the_lines(characters, tmp_path):
             told += piece
     assert process.wait() == 0
     told = told.decode()
-    assert re.search(r"100% \|.+\| 4/4, 00:00 left, loss \d\.\d{4}", told), told[-2000:]
+    assert re.search(r"100%\|.+\| 4/4 \[[\d:]+<00:00, .+, loss \d\.\d{4}\]", told), told[-2000:]
     assert [int(n) for n in re.findall(r"iter (\d+): loss", told)] == [1, 2, 3, 4]
     assert "step 2: train loss" in told and "saved iter_4" in told
 

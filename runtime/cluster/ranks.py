@@ -58,9 +58,7 @@ def show_progress(total, done):
         return lambda done, text: None
     from tqdm import tqdm
 
-    bar = _progress = tqdm(
-        total=total, initial=done, unit="step", file=sys.stdout, dynamic_ncols=True, smoothing=0.1,
-        bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}, {remaining} left{postfix}")
+    bar = _progress = tqdm(total=total, initial=done, unit="step", file=sys.stdout, dynamic_ncols=True)
     on_shut_down(bar.close)
 
     def update(done, text):
