@@ -30,10 +30,9 @@ from runtime.output import exit_with_error
 ALIGNMENT = 64  # bytes, of the tensors in the staging buffer
 
 
-def tag_bytes(n_params, dtype, stage, n_trained=None):
+def tag_bytes(n_params, dtype, stage, n_trained):
     """Estimate a tag's bytes: the weights (at stage 3 the frozen ones alone), Adam's two moments, from stage 1 on the
     fp32 master weights, and with LoRA the adapter. GPT-2 XL at stage 2 in bfloat16: 21.8 GB."""
-    n_trained = n_params if n_trained is None else n_trained
     shared = (n_params - n_trained if stage == 3 else n_params) * {"float32": 4}.get(dtype, 2)
     return shared + n_trained * ((8 if stage == 0 else 12) + (4 if n_trained < n_params else 0))
 
@@ -203,26 +202,27 @@ class Saver:
         """Write, flush and hash this rank's files, and commit the tag if no rank has failed. If the disk is full,
         delete an old tag and try again. Returns the failure or None, the same on all ranks. Every rank must reach both
         collectives."""
-        work, written, failure, full = self.store.path(manifest["tag"], ".saving"), {}, None, False
+        work, written, failure, again = self.store.path(manifest["tag"], ".saving"), {}, None, False
         try:
             os.makedirs(work, exist_ok=True)  # DeepSpeed may have failed to
             for path, content in files:
                 torch.save(content, path)
                 written[os.path.basename(path)] = file_digest(path, flush=True)
         except Exception as error:  # a full disk is a RuntimeError
-            full = is_full(self.store.out_dir)
-            failure = f"rank {dist.get_rank()}: {'the disk is full' if full else first_line(error)}"
+            failure = f"rank {dist.get_rank()}: {first_line(error)}"
         of_ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, (written, failure, full), group=self.group)
-        written, failures, full = zip(*of_ranks, strict=True)
-        result = [next(filter(None, failures), None), any(full)]
+        dist.all_gather_object(of_ranks, (written, failure), group=self.group)
+        written, failures = zip(*of_ranks, strict=True)
+        failure = next(filter(None, failures), None)
         if dist.get_rank() == 0:
             try:
-                if not result[0]:
+                if not failure:
                     self._commit(work, manifest, aliases, written)
             except Exception as error:
-                result = [first_line(error), is_full(self.store.out_dir)]
-            result[1] = result[1] and self.store.delete_oldest()
+                failure = first_line(error)
+            if failure and is_full(self.store.out_dir):
+                failure, again = "the disk is full", self.store.delete_oldest()
+        result = [failure, again]
         dist.broadcast_object_list(result, src=0, group=self.group)
         failure, again = result
         return self.write(files, manifest, aliases) if again else failure
