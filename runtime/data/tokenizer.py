@@ -51,10 +51,9 @@ def tokenizer_of(meta):
         ids = {char: i for i, char in enumerate(meta["chars"])}
 
         def encode_chars(text):
-            if unknown := set(text) - ids.keys():
-                char = min(unknown)
-                raise ValueError(f"the character {char!r} (U+{ord(char):04X}) is not one of the {len(ids)} that this "
-                                 "character dataset knows")
+            if unknown := [char for char in text if char not in ids]:
+                raise ValueError(f"the character {unknown[0]!r} (U+{ord(unknown[0]):04X}) is not one of the {len(ids)} "
+                                 "that this character dataset knows")
             return [ids[char] for char in text]
 
         return encode_chars, lambda tokens: "".join(meta["chars"][token] for token in tokens)
