@@ -51,22 +51,17 @@ class TextStream:
         self.ids, self.text, self.flushed, self.ended = [], "", 0, None
 
     def add(self, token):
+        if token == self.end:
+            self.ended = self.ended or "end_of_text"
         if self.ended:
             return
-        if token == self.end:
-            self.ended = "end_of_text"
-            return
         self.ids.append(token)
-        text = self.decode(self.prompt + self.ids)[self.prompt_chars:]
-        found = min((text.index(stop) for stop in self.stop_strings if stop in text), default=None)
-        if found is not None:
-            self.text, self.ended = text[:found], "stop"
-            return
-        self.text = text
-        prefixes = (stop[:n] for stop in self.stop_strings for n in range(1, len(stop)))
-        held_back = max((len(prefix) for prefix in prefixes if text.endswith(prefix)), default=0)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            self.flush(held_back)
+        self.text = self.decode(self.prompt + self.ids)[self.prompt_chars:]
+        if stops := [self.text.index(stop) for stop in self.stop_strings if stop in self.text]:
+            self.text, self.ended = self.text[:min(stops)], "stop"
+        elif not self.text.endswith("\N{REPLACEMENT CHARACTER}"):
+            prefixes = (stop[:n] for stop in self.stop_strings for n in range(1, len(stop)))
+            self.flush(max((len(prefix) for prefix in prefixes if self.text.endswith(prefix)), default=0))
 
     def flush(self, held_back=0):
         """Show the text except its last `held_back` characters."""
