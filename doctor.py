@@ -119,7 +119,7 @@ def disk(settings):
 
 def datasets(settings):
     """Check the hashes of the run's datasets."""
-    for folder in dataset_dirs(settings.dataset, ROOT) if settings else ():
+    for folder in dataset_dirs(settings.dataset) if settings else ():
         with contextlib.suppress(UserError):  # the plan reports it
             meta = check_dataset(folder)
             changed = [file for file, prepared in meta["files"].items()

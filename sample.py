@@ -56,7 +56,6 @@ from runtime.sample.chat import Chat
 from runtime.sample.generate import ask_for_prompts, generate_texts, read_prompts, read_text, score_text
 from runtime.sample.source import resolve
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed only reads files
 if num_samples is None:
     num_samples = 1 if prompts_file or interactive or chat else 3
@@ -97,7 +96,7 @@ def encode_prompt(text):
 try:
     device = pick_device(device)
     dtype = getattr(torch, pick_dtype(dtype, device))
-    name, description, data, load = resolve(init_from, out_dir, tag, dataset, ROOT)
+    name, description, data, load = resolve(init_from, out_dir, tag, dataset)
     encode, decode = tokenizer_of(data["tokenizer"])
     end = end_of_text(data["tokenizer"])
     if chat and not data.get("template"):

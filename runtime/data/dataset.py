@@ -98,10 +98,10 @@ def _packed(ids, dtype, vocab_size):
         yield piece.astype(dtype).tobytes()
 
 
-def dataset_dirs(dataset, root):
-    """Return the folders of a dataset (a path, or the name of a folder below data/ in `root`) or of a mixture."""
+def dataset_dirs(dataset):
+    """Return the folders of a dataset (a path, or the name of a folder below data/) or of a mixture."""
     names = [dataset] if isinstance(dataset, str) else dataset
-    return [name if os.sep in name else os.path.join(root, "data", name) for name in names]
+    return [name if os.sep in name else str(ROOT / "data" / name) for name in names]
 
 
 def mixture_shares(weights):
@@ -120,13 +120,13 @@ def mixture_shares(weights):
     return shares
 
 
-def open_datasets(dataset, root, block_size):
+def open_datasets(dataset, block_size):
     """Check datasets and return (Datasets, their common tokenizer and vocab_size, and their total tokens as a dict).
     dataset: a folder below data/, a path, or {either: weight}. Raises UserError or ValueError."""
     is_name = isinstance(dataset, str) and not dataset.startswith("{")
     shares = {dataset: 1} if is_name else mixture_shares(dataset)
     datasets, problems = [], []
-    for (name, share), folder in zip(shares.items(), dataset_dirs(shares, root)):
+    for (name, share), folder in zip(shares.items(), dataset_dirs(shares)):
         try:
             name = os.path.basename(os.path.normpath(name))
             datasets.append(Dataset(name, share, folder, check_dataset(folder, block_size)))

@@ -14,7 +14,7 @@ from runtime.data.dataset import SPLITS, open_datasets
 from runtime.data.loader import Conversations, extent, open_sequences, windows_per_epoch
 from runtime.data.tokenizer import tokenizer_of
 from runtime.engine import ds_config, fixes
-from runtime.files import ROOT, UserError, format_bytes, free_bytes, nearest_existing_dir
+from runtime.files import UserError, format_bytes, free_bytes, nearest_existing_dir
 from runtime.hardware import find_gpu, memory_per_rank, pick_compile, pick_device, pick_dtype
 from runtime.kernels import is_supported
 from runtime.kernels.block import supports
@@ -158,7 +158,7 @@ def make_plan(settings, ranks, problems, notes, fetch=True):
     if hardware is None:  # the rest would use it too
         return None
     config = problems.attempt(resolve_ds_config, s, batch, hardware, notes)
-    datasets, data = files.attempt(open_datasets, s.dataset, ROOT, s.block_size) or ((), None)
+    datasets, data = files.attempt(open_datasets, s.dataset, s.block_size) or ((), None)
     notes += [f"{d.name} has no meta.json: assuming the {d.meta['tokenizer']['kind']} tokenizer"
               for d in datasets if not os.path.exists(os.path.join(d.folder, "meta.json"))]
     tokens, windows = files.attempt(open_epoch, datasets, s.block_size, notes) or (None, None)

@@ -14,7 +14,7 @@ from runtime.weights import PRETRAINED, read_nanogpt
 PADDED_GPT2_VOCAB = 50304  # nanoGPT's, for a dataset without meta.pkl
 
 
-def resolve(init_from, out_dir, tag, dataset, root):
+def resolve(init_from, out_dir, tag, dataset):
     """Return (name, description, data, load(device, dtype) -> GPT) of the model that the settings name. data:
     {"tokenizer", "vocab_size"}, and {"template", "block_size"} if it was trained on conversations. init_from: "resume"
     for a tag of out_dir, otherwise as for GPT.from_pretrained. dataset: the name or path of the dataset that other
@@ -28,7 +28,7 @@ def resolve(init_from, out_dir, tag, dataset, root):
                          f"--tag={run[1]}")
     else:
         name, description = init_from, ""
-        data = read_meta(dataset_dirs(dataset, root)[0]) if dataset else data_of_weights(init_from, root)
+        data = read_meta(dataset_dirs(dataset)[0]) if dataset else data_of_weights(init_from)
         if os.path.exists(init_from) and data["vocab_size"] > GPTConfig.from_weights(init_from).vocab_size:
             raise ValueError(f"dataset={dataset} has more tokens than {init_from}: choose another")
         data = {**chat_of_folder(init_from), **data}
@@ -51,9 +51,9 @@ def chat_of_folder(folder):
     return {"template": template, "block_size": GPTConfig.from_weights(folder).block_size}
 
 
-def data_of_weights(source, root):
+def data_of_weights(source):
     """Return {"tokenizer", "vocab_size"} of a name on the hub, a folder of weights or nanoGPT's ckpt.pt. The last names
-    its dataset, which is looked for in data/ next to its out_dir, and in `root`."""
+    its dataset, which is looked for in data/ next to its out_dir, and in ours."""
     on_hub = source in PRETRAINED and not os.path.exists(source)
     vocab_size = GPT2_VOCAB if on_hub else GPTConfig.from_weights(source).vocab_size
     if vocab_size in (GPT2_VOCAB, PADDED_GPT2_VOCAB):
@@ -61,7 +61,7 @@ def data_of_weights(source, root):
     trained_on = read_nanogpt(source)[2].get("dataset") if os.path.isfile(source) else None
     if trained_on:
         nanogpt_root = os.path.dirname(os.path.dirname(os.path.abspath(source)))
-        for folder in (os.path.join(nanogpt_root, "data", trained_on), *dataset_dirs(trained_on, root)):
+        for folder in (os.path.join(nanogpt_root, "data", trained_on), *dataset_dirs(trained_on)):
             if os.path.isdir(folder):
                 return read_meta(folder)
     file = Path(source, "tokenizer.json")

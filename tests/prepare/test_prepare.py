@@ -211,7 +211,7 @@ def test_a_tokenizer_goes_with_its_data_and_may_not_change(tmp_path, tokenizer_f
     (tmp_path / "a.txt").write_text("w1 w2 w3<|endoftext|>w4 w5 w6<|endoftext|>w7 w8")
     prepare("a.txt", "--name=./out", f"--tokenizer={tokenizer_folder}", "--val_fraction=0.5", cwd=tmp_path)
     shutil.copytree(tmp_path / "out", tmp_path / "moved")
-    found, meta = open_datasets({str(tmp_path / "out"): 1, str(tmp_path / "moved"): 2}, ROOT, 1)  # are of one tokenizer
+    found, meta = open_datasets({str(tmp_path / "out"): 1, str(tmp_path / "moved"): 2}, 1)  # are of one tokenizer
     assert [one.share for one in found] == [1, 2] and meta["train_tokens"] == 2 * found[0].meta["train_tokens"]
     # nothing of the first one's alone
     assert sorted(meta) == ["template", "tokenizer", "train_tokens", "val_tokens", "vocab_size"]
