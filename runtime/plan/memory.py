@@ -190,14 +190,14 @@ def format_breakdown(title, parts, memory=None):
 def relative_step_time(micro, recompute, preset):
     """Return the time per step relative to the fastest setting's, for GPT-2 XL on one H200 (docs/numbers.md).
 
-    ZeRO-2 takes 606 ms at 32 x 1, 635 ms at 8 x 4 and 853 ms at 1 x 32. On two GPUs, ZeRO-3 takes 1.05x as long at
-    32 x 1, 1.09x at 8 x 4 and 1.37x at 1 x 32. Offload with recomputation at 8 x 4 takes 2,230 and 2,850 ms, most of it
+    ZeRO-2 takes 606 ms at 32 x 1, 635 ms at 8 x 4 and 853 ms at 1 x 32. On two GPUs, ZeRO-3 takes 1.01x as long at
+    32 x 1, 1.05x at 8 x 4 and 1.14x at 1 x 32. Offload with recomputation at 8 x 4 takes 2,230 and 2,850 ms, most of it
     the optimizer step on 16 CPU cores. Recomputation takes 1.31x as long at 8 x 4."""
     if "offload" in preset:
         cpu_ms = 1390 if "zero2" in preset else 2010
         return (cpu_ms + 606 * relative_step_time(micro, recompute, "zero2")) / 606
     time = (598 + 255 / micro) / 606 * (1.31 if recompute else 1)
-    return time * (1.04 + 0.34 / micro if "zero3" in preset else 1)
+    return time * (1.01 + 0.13 / micro if "zero3" in preset else 1)
 
 
 def jobs_that_fit(job, settings):
