@@ -80,7 +80,7 @@ FAULTS = [Fault(*row) for row in (
      "runtime/checkpoint/saver.py", "] = file_digest(path, flush=True)", "] = file_digest(path)",
      "checkpoint/test_tag_files.py::test_a_tag_is_on_the_disk_before_it_has_its_name_and_an_older_one_goes_last"),
     ("full disk", "the checkpoint that is deleted to make room may be the best one",
-     "runtime/checkpoint/tags.py", "f\"iter_{self.iteration('best')}\" if self.is_complete(\"best\") else None", "None",
+     "runtime/checkpoint/tags.py", ", f\"iter_{self.iteration('best')}\"}", "}",
      "plan/test_disk.py::test_the_oldest_tag_that_is_neither_newest_nor_best_goes"),
     ("hashes", "every rank hashes the same files, so those of the other ranks' shares are not checked",
      "runtime/checkpoint/tags.py", "number % world_size == rank for", "number % world_size == 0 for",

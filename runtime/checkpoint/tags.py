@@ -156,7 +156,7 @@ class TagStore:
     def delete_oldest(self):
         """Delete the oldest iter_* tag that is neither newest nor best, and print it. Return whether that worked."""
         with contextlib.suppress(OSError, CheckpointError):
-            kept = {self.newest(), f"iter_{self.iteration('best')}" if self.is_complete("best") else None}
+            kept = {self.newest(), f"iter_{self.iteration('best')}"}
             for tag in (tag for tag in self.list() if tag.startswith("iter_") and tag not in kept):
                 self.delete(tag)
                 print0(f"no room for the next checkpoint: deleted {self.path(tag)}")

@@ -1,5 +1,4 @@
-"""Write a GPT and its tokenizer as transformers saves them, with a model card, and check that transformers loads the
-same."""
+"""Write a GPT, its tokenizer and a model card in transformers' format, and check that transformers loads the same."""
 
 import math
 import os
