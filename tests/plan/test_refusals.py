@@ -479,7 +479,7 @@ def test_problems_of_all_kinds_are_told_together(monkeypatch, characters, tmp_pa
 # Tags that the system does not let us read: nobody knows whether they are whole
 
 STALE = """
-import builtins, errno, os, runpy, sys
+import builtins, errno, io, os, runpy, sys
 sys.path.insert(0, {root!r})
 def stale(function):
     def checked(path, *args, **kwargs):
@@ -487,7 +487,7 @@ def stale(function):
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
         return function(path, *args, **kwargs)
     return checked
-os.stat, builtins.open = stale(os.stat), stale(open)
+os.stat, builtins.open, io.open = stale(os.stat), stale(open), stale(io.open)  # pathlib takes io.open
 sys.argv[0] = os.path.join({root!r}, "train_deepspeed.py")
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
