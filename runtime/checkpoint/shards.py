@@ -13,8 +13,9 @@ from collections import defaultdict
 import torch
 
 from model import GPT, GPTConfig
-from runtime.checkpoint.tags import SAFE_GLOBALS, CheckpointError, TagStore, UnreadableError, verify_files
+from runtime.checkpoint.tags import CheckpointError, TagStore, UnreadableError, verify_files
 from runtime.lora import is_adapter, merge
+from runtime.weights import SAFE_GLOBALS
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

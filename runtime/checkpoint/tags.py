@@ -20,14 +20,9 @@ import torch
 
 from runtime.cluster.ranks import RANK, exit_together, print0
 from runtime.files import TEMP_NAME, UserError, file_digest, fsync, replace_dir, write_atomic
+from runtime.weights import SAFE_GLOBALS
 
 MANIFEST_FORMAT = 1  # increase it when a key of the manifest changes
-SAFE_GLOBALS = {  # the classes in DeepSpeed's files; a file that names anything else could run code when it is read
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-}
 TAG_NAME = re.compile(r"iter_\d+|best|final")
 LEFTOVER = re.compile(rf"({TAG_NAME.pattern})\.(saving|old)")  # of a save that was killed
 Tag = namedtuple("Tag", ("name", "manifest"))  # manifest: the content of manifest.json
