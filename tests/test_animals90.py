@@ -36,7 +36,8 @@ import torch
 from runtime.cluster import ranks
 shut_down = ranks.shut_down
 def dump(code=0):
-    torch.save(sys._getframe(1).f_globals["model"].state_dict(), "{folder}/model_%d.pt" % ranks.RANK)
+    if model := sys._getframe(1).f_globals.get("model"):  # not for exit_together()
+        torch.save(model.state_dict(), "{folder}/model_%d.pt" % ranks.RANK)
     shut_down(code)
 ranks.shut_down = dump
 """
@@ -160,7 +161,7 @@ def test_weights_that_do_not_fit_or_could_run_code_are_refused(tmp_path):
     torch.save({"module": functools.partial(print)}, tmp_path / "code.pt")
     (tmp_path / "cut.safetensors").write_bytes(b"1234567890")
     for source in (tmp_path, tmp_path / "code.pt", tmp_path / "cut.safetensors", tmp_path / "nothing"):
-        with pytest.raises(UserError, match=r"--pretrained PATH, .* or --pretrained none"):
+        with pytest.raises(OSError, match=r"--pretrained PATH, .* or --pretrained none"):
             model.ResNet18Animals90(3, str(source))
 
 
@@ -201,16 +202,13 @@ def test_statistics_stay_in_float32_in_half_precision():
 @pytest.mark.parametrize("n, accumulation", [(42, 1), (42, 4), (7, 2), (48, 2)])
 def test_each_picture_is_there_once_and_all_ranks_have_as_many_batches(n, accumulation, world_size):
     settings = SimpleNamespace(batch_size=4, seed=5)
+    count = data.batches_per_epoch(n, settings, SimpleNamespace(world_size=world_size), accumulation)
+    assert count % accumulation == 0 and (count - accumulation) * 4 * world_size < n <= count * 4 * world_size
     for epoch in (0, 1):
-        ranks = []
-        for rank in range(world_size):
-            batches = data.Batches(n, settings, SimpleNamespace(rank=rank, world_size=world_size), accumulation)
-            batches.epoch = epoch
-            ranks.append([*batches])
-            assert len(ranks[-1]) == len(batches) and len(batches) % accumulation == 0
-            assert {len(batch) for batch in batches} == {4}
-        assert len({len(batches) for batches in ranks}) == 1
-        assert (len(ranks[0]) - accumulation) * 4 * world_size < n <= len(ranks[0]) * 4 * world_size
+        ranks = [[*data.batches(n, epoch, count, settings, SimpleNamespace(rank=rank, world_size=world_size))]
+                 for rank in range(world_size)]
+        assert {len(batches) for batches in ranks} == {count}
+        assert {len(batch) for batches in ranks for batch in batches} == {4}
         order = [item for step in zip(*ranks) for batch in step for item in batch]
         numbers = [number for number, _, counts in order if counts]
         assert sorted(numbers[:n]) == [*range(n)]
@@ -225,14 +223,12 @@ def test_the_pictures_of_a_step_do_not_depend_on_ranks_or_workers(pictures):
         settings = SimpleNamespace(batch_size=batch_size, seed=5, image_size=32, num_workers=workers)
         shown = []
         for rank in range(world_size):
-            ranks = SimpleNamespace(rank=rank, world_size=world_size)
-            loader = data.make_loader(found, settings, ranks, accumulation)
-            loader.batch_sampler.epoch = 3
-            shown += [(x.numpy().tobytes(), int(label)) for _, batch in zip(range(accumulation), loader)
-                      for x, label in zip(*batch)]
+            batches = data.load(found, [3], accumulation, settings, SimpleNamespace(rank=rank, world_size=world_size))
+            shown += [(x.numpy().tobytes(), int(label)) for batch in batches for x, label in zip(*batch)]
         return sorted(shown)
 
-    assert step(8, 1, 1, 0) == step(4, 2, 1, 2) == step(2, 2, 2, 1) != step(8, 1, 1, 0)[::-1]
+    assert len(step(8, 1, 1, 0)) == 8
+    assert step(8, 1, 1, 0) == step(4, 2, 1, 2) == step(2, 2, 2, 1)
 
 
 def test_random_crops_have_the_asked_sizes_and_shapes(monkeypatch):
@@ -270,20 +266,18 @@ def reference_run(weights, pictures, epochs=2, accumulation=2):
     optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.5, eps=1e-2)
     _, found, _, _ = data.find_pictures(pictures / "train", pictures / "val")
     settings = SimpleNamespace(batch_size=8, seed=1337, image_size=48, num_workers=0)
-    loader = data.make_loader(found, settings, SimpleNamespace(rank=0, world_size=1), accumulation)
+    batches = data.load(found, range(1, epochs + 1), 6, settings, SimpleNamespace(rank=0, world_size=1))
     mean, std = torch.tensor([[[0.485]], [[0.456]], [[0.406]]]), torch.tensor([[[0.229]], [[0.224]], [[0.225]]])
     losses, steps = [], 0
-    for epoch in range(1, epochs + 1):
-        loader.batch_sampler.epoch = epoch
-        for i, (x, y) in enumerate(loader):
-            loss = F.cross_entropy(net((x / 255 - mean) / std).logits, y)
-            (loss / accumulation).backward()
-            losses.append(loss.item())
-            if (i + 1) % accumulation == 0:
-                steps += 1
-                optimizer.param_groups[0]["lr"] = 1e-4 * min(1, steps / 3)
-                optimizer.step()
-                optimizer.zero_grad()
+    for x, y in batches:
+        loss = F.cross_entropy(net((x / 255 - mean) / std).logits, y)
+        (loss / accumulation).backward()
+        losses.append(loss.item())
+        if len(losses) % accumulation == 0:
+            steps += 1
+            optimizer.param_groups[0]["lr"] = 1e-4 * min(1, steps / 3)
+            optimizer.step()
+            optimizer.zero_grad()
     assert (len(losses), steps) == (12, 6)
     return [sum(losses[:6]) / 6, sum(losses[6:]) / 6], net
 
@@ -353,7 +347,6 @@ def test_a_resumed_run_is_the_run_that_never_stopped(train, two_ranks):
     cwd = two_ranks.cwd.with_name("resumed")
     cwd.mkdir()
     shutil.copytree(two_ranks.cwd / "checkpoints" / "epoch_2", cwd / "checkpoints" / "epoch_2")
-    shutil.copytree(two_ranks.cwd / "logs", cwd / "logs")  # with epochs that come again
     resumed = done(train("--epochs=4", "--gradient_accumulation_steps=4", f"--resume={cwd}/checkpoints", ranks=2,
                          cwd=cwd))
     assert "Epoch 3/4:" in resumed.stdout and "Epoch 2/4:" not in resumed.stdout
@@ -380,10 +373,11 @@ def die(new, path):
     replace_dir(new, path)
 runtime.files.replace_dir = die
 """)
-    assert killed.returncode == 9 and (killed.cwd / "checkpoints" / "epoch_1.saving").exists()
-    resumed = done(train("--epochs=2", f"--resume={killed.cwd}/checkpoints/best_model", cwd=killed.cwd))
+    checkpoints = killed.cwd / "checkpoints"
+    assert killed.returncode == 9 and {path.name for path in checkpoints.iterdir()} == {".saving", "best_model.old"}
+    resumed = done(train("--epochs=2", f"--resume={checkpoints}/best_model", cwd=killed.cwd))
     assert [epoch["epoch"] for epoch in resumed.epochs] == [1, 2]
-    assert not [*(killed.cwd / "checkpoints").glob("*.old"), *(killed.cwd / "checkpoints").glob("*.saving")]
+    assert not (checkpoints / ".saving").exists() and engine.find_checkpoint(checkpoints)[1]["epoch"] == 2
 
 
 # -----------------------------------------------------------------------------
@@ -465,16 +459,19 @@ def test_the_json_says_which_adam_and_whether_there_is_a_warmup(tmp_path):
 
 @pytest.mark.parametrize("config, sentence", [
     ({"optimizer": {"type": "Lamb"}}, '"optimizer.type" is "Lamb": write "AdamW" or "Adam"'),
-    ({"optimizer": {"params": {"learning_rate": 1}}}, '"optimizer.learning_rate" is not supported: remove it'),
-    ({"optimizer": {"params": {"weight_decy": 1}}}, '"optimizer.weight_decy" is not supported: did you mean'),
-    ({"optimizer": {"params": {"lr": 0.1}}}, '"lr" is 0.1: write 0.001'),
+    ({"optimizer": {"params": {"learning_rate": 1}}}, '"optimizer.params.learning_rate" is not supported: remove it'),
+    ({"optimizer": {"params": {"weight_decy": 1}}}, '"optimizer.params.weight_decy" is not supported: did you mean'),
+    ({"optimizer": {"params": {"lr": 0.1}}}, '"optimizer.params.lr" is 0.1: write 0.001 or "auto"'),
     ({"scheduler": {"type": "OneCycle"}}, '"scheduler.type" is "OneCycle": write "WarmupLR"'),
     ({"train_batch_size": 5}, '"train_batch_size" is 5, but the script sets it to 16'),
     ({"fp16": {"enabled": True}}, '"fp16.enabled" is true, but dtype=float32'),
     ({"zero_optimization": {"stage": 3}}, '"zero_optimization.stage" is 3: write 2'),
     ({"zero_optimization": {"stage": 2, "offload": 1}}, '"zero_optimization.offload" is not supported'),
     ({"zero_optimisation": {}}, '"zero_optimisation" is not supported: did you mean'),
-    ({"optimizer": []}, "must be objects"), ({"optimizer": {"params": 3}}, "must be objects")])
+    ({"zero_optimization": {}}, '"zero_optimization.stage" is missing: write 2'),
+    ({"flops_profiler": {"profile_steps": 1}}, '"flops_profiler.profile_steps" is not supported: did you mean'),
+    ({"optimizer": []}, '"optimizer" must be an object'),
+    ({"optimizer": {"params": 3}}, '"optimizer.params" must be an object')])
 def test_jsons_are_refused(config, sentence, tmp_path):
     with pytest.raises(UserError, match=re.escape(sentence)):
         recipe(config, tmp_path)
@@ -491,7 +488,7 @@ def test_jsons_are_refused(config, sentence, tmp_path):
     (["--pretrained=nowhere"], "pretrained=nowhere is not available or does not fit .*--pretrained none"),
     (["--resume={pictures}"], "resume=.* is not a complete checkpoint .*drop --resume"),
     (["--checkpoint_dir=/proc/checkpoints"], ".*/proc/checkpoints.*"),
-    (["--learning_rate=0", "--image_size=31"], "image_size=31 is .*\nlearning_rate=0.0 must be above 0: .*")])
+    (["--learning_rate=0", "--image_size=31"], "learning_rate=0.0 is too small: .*\nimage_size=31 is .*")])
 def test_mistakes_are_refused_in_one_sentence(train, pictures, arguments, sentence):
     refused = train(*(argument.format(pictures=pictures) for argument in arguments))
     assert refused.returncode == 2 and re.search(f"^{sentence}\\n$", refused.stderr, re.S), refused.stderr
@@ -556,7 +553,6 @@ def test_a_signal_ends_the_launcher_and_all_processes_without_a_traceback(pictur
         finally:
             kill(job)
     printed = (tmp_path / "output").read_text()
-    assert re.search("^stopped.* continue with --resume$", printed, re.M | re.I)
     assert "Traceback" not in printed and len(processes) >= 5
     assert not psutil.wait_procs(processes, timeout=20)[1]
 
@@ -647,7 +643,7 @@ def test_made_up_pictures_are_the_same_by_seed(pictures, tmp_path):
 def test_the_example_stays_small():
     lines = {path.name: len(path.read_text().splitlines()) for folder in ("*.py", "src/*.py")
              for path in EXAMPLE.glob(folder)}
-    assert sum(lines.values()) <= 789, lines  # lower it with each cut
+    assert sum(lines.values()) <= 699, lines  # lower it with each cut
 
 
 def copy_project(to, without="nothing"):
@@ -665,7 +661,7 @@ FAULTS = [  # of each trap: a file of src/, what is planted for what, and the te
     ("train_deepspeed", "steps += engine.was_step_applied()", "steps += 1", "a_skipped_step_is_none"),
     ("engine", "decay = 0.0 if", "decay = 0.01 if", "the_json_says_which_adam"),
     ("data", "world_size * accumulation)) * accumulation", "world_size))", "each_picture_is_there_once"),
-    ("data", "in range(self.length):", "in range(self.length - (self.ranks.rank > 0)):", "each_picture_is_there_once"),
+    ("data", "count * stride, stride)", "count * stride - size, stride)", "each_picture_is_there_once"),
     ("model", "tensor.to(self.weight.device)", "tensor.to(self.weight)", "statistics_stay_in_float32_in_half"),
     ("train_deepspeed", 'if resume and state["saved_by"] != saved_by:', "if False:", "another_number_of_ranks")]
 

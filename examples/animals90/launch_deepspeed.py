@@ -1,7 +1,4 @@
-"""Train the image classifier: start one process per GPU, forward signals, return the run's exit code.
-
-    python launch_deepspeed.py --num_gpus 1
-    python launch_deepspeed.py --epochs 50 --batch_size 64 --fp16 --num_workers 8
+"""Train the image classifier with one process per GPU: python launch_deepspeed.py --num_gpus 1 --fp16
 
 All other options go to the training script, which lists them: python src/train_deepspeed.py --help
 """
@@ -20,12 +17,13 @@ from runtime.output import protect_output
 
 def parse_arguments():
     """Return (--num_gpus, the arguments of the training script). Exit with code 2 for mistakes."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.error = fail
     parser.add_argument("--num_gpus", type=int, help="number of GPUs, or of CPU processes (default: all GPUs, or 1)")
     parser.add_argument("--config", help="DeepSpeed's JSON: the training script's --deepspeed_config")
     own, args = parser.parse_known_args()
+    if own.num_gpus is not None and own.num_gpus < 1:
+        fail(f"--num_gpus={own.num_gpus} must be at least 1")
     args += [f"--deepspeed_config={own.config}"] * bool(own.config)
     settings_of_script(SCRIPT, args)
     return own.num_gpus, args
@@ -36,8 +34,4 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True)  # print before the ranks do
     exit_on_signals()
     num_gpus, args = parse_arguments()
-    gpus = count_gpus()
-    ranks = num_gpus if num_gpus is not None else gpus or 1
-    if not 0 < ranks <= (gpus or ranks):
-        fail(f"num_gpus={ranks} is not possible with {gpus} GPUs: use --num_gpus {gpus or 1}")
-    train(ranks, args, str(SCRIPT))
+    train(num_gpus or count_gpus() or 1, args, str(SCRIPT))

@@ -52,11 +52,11 @@ def with_batch(config, batch):
             "train_batch_size": batch.micro * batch.accumulation * batch.world_size}
 
 
-def resolve(path, batch, grad_clip, dtype, compiled=False, config=None):
+def resolve(path, batch, grad_clip, dtype, compiled=False, extra=None):
     """Return (config for deepspeed.initialize, notes to print) from a JSON file and the script's settings. batch: as in
-    with_batch(). compiled: whether the blocks are. config: the file's content, if it has been read. Raise UserError
-    with all problems."""
-    config, owned = config or read_json(path), {**with_batch({}, batch), "gradient_clipping": grad_clip}
+    with_batch(). compiled: whether the blocks are. extra: more keys that the file may hold, as in allowed_keys(). Raise
+    UserError with all problems."""
+    config, owned = read_json(path), {**with_batch({}, batch), "gradient_clipping": grad_clip}
     problems = [f'"{key}" is {json.dumps(config[key])}, but the script sets it to {value}: remove it, or write "auto"'
                 for key, value in owned.items() if config.get(key, "auto") not in ("auto", value)]
     config.update(owned)
@@ -67,7 +67,8 @@ def resolve(path, batch, grad_clip, dtype, compiled=False, config=None):
                 problems.append(f'"{block}.enabled" is {json.dumps(enabled)}, but dtype={dtype}: write "auto", or set '
                                 f"--dtype={name if enabled else 'float32'}")
             content["enabled"] = name == dtype
-    problems += key_problems(config, {**allowed_keys(dtype), **{key: (value,) for key, value in owned.items()}})
+    allowed = allowed_keys(dtype) | (extra or {}) | {key: (value,) for key, value in owned.items()}
+    problems += key_problems(config, allowed)
     problems += offload_problems(config)
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))

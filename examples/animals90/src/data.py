@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from runtime.files import UserError
 
@@ -21,12 +21,11 @@ def list_pictures(root):
     root, found = Path(root), {}
     if not root.is_dir():
         raise UserError(f"{root} does not exist: {PREPARE}")
-    visible = [path for path in sorted(root.iterdir()) if path.name[0] != "."]
-    others = sum(path.is_file() for path in visible)
-    for folder in filter(Path.is_dir, visible):
+    others = sum(path.is_file() for path in root.glob("[!.]*"))
+    for folder in sorted(root.glob("[!.]*/")):
         files = [path for path in sorted(folder.rglob("[!.]*"))
                  if path.is_file() and "/." not in str(path.relative_to(root))]
-        found[folder.name] = [str(path) for path in files if path.suffix.lower() in SUFFIXES]
+        found[folder.name] = [path for path in files if path.suffix.lower() in SUFFIXES]
         others += len(files) - len(found[folder.name])
     return found, others
 
@@ -84,27 +83,22 @@ class Pictures(Dataset):
         return torch.from_numpy(np.array(image)).permute(2, 0, 1), self.found[number][1] if counts else -1
 
 
-class Batches(Sampler):
-    """One rank's batches of n pictures: lists of items for Pictures. The last ones are filled from the beginning, so
-    that all ranks have the same number of them, and whole steps. The attribute epoch, unless it is 0, shuffles."""
-
-    def __init__(self, n, settings, ranks, accumulation):
-        self.n, self.size, self.ranks, self.seed, self.epoch = n, settings.batch_size, ranks, settings.seed, 0
-        self.length = math.ceil(n / (self.size * ranks.world_size * accumulation)) * accumulation
-
-    def __len__(self):
-        return self.length
-
-    def __iter__(self):
-        order = np.random.default_rng((self.seed, self.epoch)).permutation(self.n) if self.epoch else range(self.n)
-        for batch in range(self.length):
-            start = (batch * self.ranks.world_size + self.ranks.rank) * self.size
-            yield [(int(order[i % self.n]), self.epoch, self.epoch > 0 or i < self.n)
-                   for i in range(start, start + self.size)]
+def batches_per_epoch(n, settings, ranks, accumulation=1):
+    """Return the number of batches that each rank gets of n pictures. They fill whole optimizer steps."""
+    return math.ceil(n / (settings.batch_size * ranks.world_size * accumulation)) * accumulation
 
 
-def make_loader(found, settings, ranks, accumulation=1):
-    """Return a DataLoader of this rank's batches of `found`, a list of (path, class number)."""
-    return DataLoader(Pictures(found, settings.image_size, settings.seed), num_workers=settings.num_workers,
-                      batch_sampler=Batches(len(found), settings, ranks, accumulation),
-                      pin_memory=torch.cuda.is_available(), persistent_workers=settings.num_workers > 0)
+def batches(n, epoch, count, settings, ranks):
+    """Yield `count` batches of one rank from n pictures: lists of items for Pictures, shuffled unless the epoch is 0.
+    The last batches are filled from the beginning."""
+    order = np.random.default_rng((settings.seed, epoch)).permutation(n) if epoch else range(n)
+    size, stride = settings.batch_size, settings.batch_size * ranks.world_size
+    for start in range(ranks.rank * size, count * stride, stride):
+        yield [(int(order[i % n]), epoch, epoch > 0 or i < n) for i in range(start, start + size)]
+
+
+def load(found, epochs, count, settings, ranks):
+    """Return an iterator over this rank's batches of `found`, a list of (path, class number), in all these epochs."""
+    order = (batch for epoch in epochs for batch in batches(len(found), epoch, count, settings, ranks))
+    return iter(DataLoader(Pictures(found, settings.image_size, settings.seed), num_workers=settings.num_workers,
+                           batch_sampler=order, pin_memory=torch.cuda.is_available()))

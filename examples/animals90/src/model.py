@@ -2,8 +2,6 @@
 
 import functools
 import os
-import sys
-from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
@@ -13,10 +11,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import ResNetConfig, ResNetForImageClassification
 from transformers.utils import cached_file
-
-sys.path.append(str(Path(__file__).resolve().parents[3]))  # the project
-
-from runtime.files import UserError
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -40,7 +34,7 @@ class BatchNorm(nn.BatchNorm2d):
 
 class ResNet18Animals90(ResNetForImageClassification):
     """ResNet-18 for num_classes classes. pretrained: True for ImageNet's weights from the hub, False for random ones,
-    or the path of a file or folder of weights. Raises UserError if there are no such weights."""
+    or the path of a file or folder of weights. Raises OSError if there are no such weights."""
 
     def __init__(self, num_classes=90, pretrained=True):
         super().__init__(ResNetConfig(layer_type="basic", depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512],
@@ -57,8 +51,7 @@ class ResNet18Animals90(ResNetForImageClassification):
 
     def copy_weights(self, source):
         """Copy the weights of a file, a folder or a model on the hub, without files that could run code. A last layer
-        of another size stays random. Raises UserError."""
-        last = {"classifier.1.weight", "classifier.1.bias"}
+        of another size stays random. Raises OSError."""
         try:
             if not os.path.exists(source) and not isinstance(try_to_load_from_cache(source, "model.safetensors"), str):
                 HfApi().model_info(source)  # fails at once without a network; a download retries for 24 s
@@ -67,14 +60,12 @@ class ResNet18Animals90(ResNetForImageClassification):
             weights = load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
             weights = weights.get("module", weights)  # where DeepSpeed has them
             if len(weights.get("classifier.1.bias", ())) != self.config.num_labels:
-                weights = {name: tensor for name, tensor in weights.items() if name not in last}
-            missing, unexpected = self.load_state_dict(weights, strict=False)
-            if wrong := {*missing, *unexpected} - last:
-                raise ValueError(f"{len(wrong)} tensors are not those of ResNet-18: {min(wrong)}")
+                weights |= {f"classifier.{name}": tensor for name, tensor in self.classifier.state_dict().items()}
+            self.load_state_dict(weights)
         except Exception as error:  # of the hub, httpx, safetensors, pickle and PyTorch: they have no common base
             why = " ".join(str(error).split())[:200]
-            raise UserError(f"pretrained={source} is not available or does not fit ({why}): use --pretrained PATH, a "
-                            "folder with model.safetensors, or --pretrained none") from None
+            raise OSError(f"pretrained={source} is not available or does not fit ({why}): use --pretrained PATH, a "
+                          "folder with model.safetensors, or --pretrained none") from None
 
     def recompute_activations(self):
         """Keep only the input of each of the eight blocks, and compute the rest again in backward."""

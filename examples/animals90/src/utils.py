@@ -6,19 +6,19 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-PANELS = (("loss", ("train_loss", "val_loss")), ("accuracy, %", ("train_acc", "val_acc")),
-          ("learning rate", ("learning_rate",)), ("pictures per second", ("images_per_s",)))
+PANELS = {"loss": ("train_loss", "val_loss"), "accuracy, %": ("train_acc", "val_acc"),
+          "learning rate": ("learning_rate",), "pictures per second": ("images_per_s",)}
 
 
 def draw(histories, output):
     """Draw {name: history} as a picture: loss, accuracy, learning rate and speed by epoch, with the best one marked."""
     figure, axes = plt.subplots(2, 2, figsize=(12, 8), layout="constrained")
-    for axis, (label, keys) in zip(axes.flat, PANELS):
+    for axis, (label, keys) in zip(axes.flat, PANELS.items()):
         for color, (name, history) in enumerate(histories.items()):
-            for key in keys:
-                points = zip(*((epoch["epoch"], epoch[key]) for epoch in history["epochs"]))
-                style = "--." if "train" in key else "-."
-                axis.plot(*points, "." + style[:-1], color=f"C{color}", label=f"{name} {key}")
+            epochs = [record["epoch"] for record in history["epochs"]]
+            for key, style in zip(keys, (".-", ".--")):
+                values = [record[key] for record in history["epochs"]]
+                axis.plot(epochs, values, style, color=f"C{color}", label=f"{name} {key}")
             if "val_acc" in keys:
                 axis.plot(*history["best"].values(), "*", color=f"C{color}", markersize=14)
         axis.set(xlabel="epoch", ylabel=label)
