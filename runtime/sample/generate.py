@@ -34,11 +34,9 @@ def ask_for_prompts(encode, question):
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while line := input(question):
             try:
-                tokens = encode(line)
+                yield line, encode(line)
             except ValueError as error:
                 print(error, file=sys.stderr)
-            else:
-                yield line, tokens
 
 
 class TextStream:
