@@ -300,8 +300,7 @@ class GPT(nn.Module):
         sample_token. repetition_penalty: CTRL's (arXiv:1909.05858). custom_step: see Decoder.
 
         A row that has produced end_of_text repeats it. Generation stops when all rows have. on_token gets each new
-        column (B,) and may return a mask of the rows that are done, (B,). Beyond block_size tokens, the context window
-        slides, so each token costs a full forward."""
+        column (B,). Beyond block_size tokens, the context window slides, so each token costs a full forward."""
         (B, T), block_size = idx.shape, self.config.block_size
         done = torch.zeros(B, dtype=torch.bool, device=idx.device)
         seen = done.new_zeros((B, self.config.vocab_size)).scatter_(1, idx, True)
@@ -327,9 +326,9 @@ class GPT(nn.Module):
             else:
                 token = draw(self.lm_head(self.forward_hidden(idx[:, -block_size:])[:, -1:])[:, 0])
             idx = torch.cat([idx, token[:, None]], dim=1)
-            if on_token and (ended := on_token(token)) is not None:
-                done |= ended
-            if (on_token or end_of_text is not None) and done.all():
+            if on_token:
+                on_token(token)
+            if end_of_text is not None and done.all():
                 break
         return idx
 

@@ -25,7 +25,6 @@ chat = False  # talk with a model trained on conversations, or with start or pro
 num_samples: int | None = None  # samples per prompt; None: 3, or 1 with prompts_file, interactive or chat
 batch_size = 1  # samples to generate at once; above 1 they are printed when they are done
 max_new_tokens = 500  # the longest sample; with GPT-2's tokenizer <|endoftext|> ends it earlier
-stop_strings: str | list | None = None  # end a sample before this string, or before the first of a list
 json = False  # print one JSON object per sample, and nothing else
 # How to sample
 temperature = 0.8  # 0: greedy; below 1 sharpens the distribution, above 1 flattens it
@@ -59,13 +58,11 @@ from runtime.sample.source import resolve
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed only reads files
 if num_samples is None:
     num_samples = 1 if prompts_file or interactive or chat else 3
-stops = [stop_strings] if isinstance(stop_strings, str) else stop_strings or []
 sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty}
 ranges = {  # whether a setting is in its range, and the range
     "num_samples": (num_samples >= 1, "at least 1"),
     "batch_size": (batch_size >= 1, "at least 1"),
     "max_new_tokens": (max_new_tokens >= 0, "at least 0"),
-    "stop_strings": (all(isinstance(stop, str) and stop for stop in stops), "a non-empty string or a list of them"),
     "temperature": (temperature == 0 or 1e-5 <= temperature < inf, "0, or at least 1e-5"),
     "top_k": (top_k is None or top_k >= 0, "at least 0, or None"),
     "top_p": (top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or None"),
@@ -137,8 +134,7 @@ for prompt, ids in prompts:
             streamed = len(seeds) == 1 and not json
             if streamed:
                 show(rule * (done > 0) + shown)
-            texts = generate_texts(model, ids, seeds, room, decode, end, stops, show if streamed else None,
-                                   **sampling)
+            texts = generate_texts(model, ids, seeds, room, decode, end, show if streamed else None, **sampling)
             for text, text_seed in zip(texts, seeds):
                 if json:
                     print(dumps({"model": name, "prompt": prompt, "text": text.text, "tokens": len(text.ids),

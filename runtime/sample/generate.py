@@ -40,46 +40,40 @@ def ask_for_prompts(encode, question):
 
 
 class TextStream:
-    """The text after a prompt, token by token: .ids and .text. .ended is None, "end_of_text" or "stop". show(new) is
-    called with each piece of text that is final: no incomplete character, and no beginning of a stop string."""
+    """The text after a prompt, token by token: .ids and .text. .ended is None or "end_of_text". show(new) is called
+    with each piece of text that ends in a complete character."""
 
-    def __init__(self, prompt, decode, end, stop_strings, show):
-        self.prompt, self.decode, self.end, self.stop_strings, self.show = prompt, decode, end, stop_strings, show
+    def __init__(self, prompt, decode, end, show):
+        self.prompt, self.decode, self.end, self.show = prompt, decode, end, show
         self.prompt_chars = len(decode(prompt))  # decoded with the text: some tokenizers need context
-        self.ids, self.text, self.flushed, self.ended = [], "", 0, None
+        self.ids, self.text, self.shown, self.ended = [], "", 0, None
 
     def add(self, token):
         if token == self.end:
-            self.ended = self.ended or "end_of_text"
+            self.ended = "end_of_text"
         if self.ended:
             return
         self.ids.append(token)
         self.text = self.decode(self.prompt + self.ids)[self.prompt_chars:]
-        if stops := [self.text.index(stop) for stop in self.stop_strings if stop in self.text]:
-            self.text, self.ended = self.text[:min(stops)], "stop"
-        elif not self.text.endswith("\N{REPLACEMENT CHARACTER}"):
-            prefixes = (stop[:n] for stop in self.stop_strings for n in range(1, len(stop)))
-            self.flush(max((len(prefix) for prefix in prefixes if self.text.endswith(prefix)), default=0))
+        if not self.text.endswith("\N{REPLACEMENT CHARACTER}"):
+            self.flush()
 
-    def flush(self, held_back=0):
-        """Show the text except its last `held_back` characters."""
-        end = len(self.text) - held_back
-        if end > self.flushed:
-            self.show(self.text[self.flushed:end])
-            self.flushed = end
+    def flush(self):
+        """Show the rest of the text."""
+        if len(self.text) > self.shown:
+            self.show(self.text[self.shown:])
+            self.shown = len(self.text)
 
 
-def generate_texts(model, prompt, seeds, max_new_tokens, decode, end=None, stop_strings=(), show=None, **sampling):
+def generate_texts(model, prompt, seeds, max_new_tokens, decode, end=None, show=None, **sampling):
     """Generate one text per seed from a prompt (ids), as one batch, and return their TextStreams. end: the id of
     <|endoftext|>; sampling: generate()'s temperature, top_k, top_p and repetition_penalty."""
     device = model.lm_head.weight.device
-    texts = [TextStream(prompt, decode, end, stop_strings, show or (lambda new: None)) for _ in seeds]
+    texts = [TextStream(prompt, decode, end, show or (lambda new: None)) for _ in seeds]
 
     def on_token(tokens):
         for text, token in zip(texts, tokens.tolist()):
             text.add(token)
-        stopped = [text.ended == "stop" for text in texts]
-        return torch.tensor(stopped, device=device) if any(stopped) else None
 
     model.generate(torch.tensor([prompt] * len(seeds), device=device), max_new_tokens, end_of_text=end,
                    on_token=on_token, generator=RowNoise(seeds, model.lm_head.weight),

@@ -1,4 +1,4 @@
-"""sample.py for people: prompts, seeds, batches, stop strings, penalties, JSON, perplexity."""
+"""sample.py for people: prompts, seeds, batches, penalties, JSON, perplexity."""
 
 import json
 import subprocess
@@ -163,36 +163,15 @@ def test_prompts_from_files_and_from_the_keyboard(sample, theirs, tmp_path):
     assert asked.stderr == "the character 'É' (U+00C9) is not one of the 28 that this character dataset knows\n"
 
 
-def test_a_stop_string_ends_a_text_before_it(sample, theirs):
-    """As JSON, as text that is shown while it grows, and several at once; its parts alone end nothing."""
-    common = ("--start=the", "--max_new_tokens=60", "--num_samples=3")
-    free = [text.text for text in texts.generate_texts(GPT.from_pretrained(str(theirs[1])).eval(), ids_of("the"),
-                                              [1337, 1338, 1339], 60, text_of, temperature=0.8, top_k=200)]
-    stops = [free[0][20:23], free[1][30:32]]
-    wanted = [text[:min([text.index(s) for s in stops if s in text], default=60)] for text in free]
-    assert len(wanted[0]) <= 20 and len(wanted[1]) <= 30
-    listed, together, shown = at_once(
-        lambda: sample(*common, f"--stop_strings={stops}", "--json"),
-        lambda: sample(*common, f"--stop_strings={stops}"),
-        lambda: sample(*common, f"--stop_strings={stops}", "--batch_size=3"))
-    assert [(r["text"], r["ended"]) for r in records(listed)] == [
-        (text, "stop" if len(text) < 60 else "length") for text in wanted]
-    assert shown.stdout == together.stdout == (
-        shown.stdout.split("\n\n")[0] + "\n\n" + "\n---------------\n".join("the" + text for text in wanted) + "\n")
-
-
-def test_what_is_shown_waits_for_whole_characters_and_stop_strings():
-    """Bytes as tokens: the two of é come together, and what may become a stop string comes when it has not."""
+def test_what_is_shown_waits_for_whole_characters():
+    """Bytes as tokens: the two of é come together, half of one comes at the end, and nothing after end-of-text."""
     shown = []
-    stream = texts.TextStream([33], lambda ids: bytes(ids).decode(errors="replace"), 0, ["END", "NOT"], shown.append)
-    for byte in "aéENNOENDxé".encode():
+    stream = texts.TextStream([33], lambda ids: bytes(ids).decode(errors="replace"), 0, shown.append)
+    for byte in "aéb".encode() + b"\xc3\0z":
         stream.add(byte)
+    assert shown == ["a", "é", "b"] and stream.ended == "end_of_text" and stream.ids == [97, 195, 169, 98, 195]
     stream.flush()
-    assert shown == ["a", "é", "EN", "NO"] and stream.text == "aéENNO" and stream.ended == "stop"
-    stream = texts.TextStream([33], lambda ids: bytes(ids).decode(errors="replace"), 0, ["END"], shown.append)
-    for byte in b"EN\0END":
-        stream.add(byte)
-    assert stream.text == "EN" and stream.ended == "end_of_text" and stream.ids == [69, 78]
+    assert shown[3:] == ["\N{REPLACEMENT CHARACTER}"] and stream.text == "".join(shown)
 
 
 # What cannot be
@@ -205,10 +184,9 @@ def test_refusals(sample, theirs, characters, tmp_path):
     for tag in ("iter_5", "best"):
         (tmp_path / "run" / tag).mkdir(parents=True)
         (tmp_path / "run" / tag / "manifest.json").write_text(sign_manifest({"format": 1, "iter_num": 5}))
-    wrong = ("--top_p=0", "--repetition_penalty=0", "--num_samples=0", "--batch_size=0", "--stop_strings=")
+    wrong = ("--top_p=0", "--repetition_penalty=0", "--num_samples=0", "--batch_size=0")
     cases = [
         (wrong, ["num_samples=0 must be at least 1", "batch_size=0 must be at least 1",
-                 "stop_strings= must be a non-empty string or a list of them",
                  "top_p=0.0 must be above 0 and at most 1, or None",
                  "repetition_penalty=0.0 must be at least 1e-5: 1 for none, 1.1 for a little"]),
         (["--temperature=1e-40", "--seed=99999999999999999999", "--interactive", "--prompts_file="],
