@@ -42,9 +42,7 @@ async_save = True  # write checkpoints in the background; False: training waits
 overwrite = False  # delete the run in out_dir, or the checkpoints newer than resume_tag
 dry_run = False  # check everything, print the run and its memory estimate, and exit
 target_gpu: float | str | None = None  # GPU for dry_run's estimate, in GB or by name (A100, 4090); None: this machine's
-profile = False  # write a trace and the model's FLOPs into out_dir/profile
-profile_start = 5  # iterations before the trace; the first ones compile
-profile_iters = 2  # iterations in the trace
+profile = False  # write a trace of the 6th and 7th step and the model's FLOPs into out_dir/profile
 sample_interval = 0  # iterations between printed samples; 0: none
 sample_start = "\n"  # prompt of the samples
 sample_tokens = 100  # length of a sample in tokens, at most block_size
@@ -184,7 +182,7 @@ if plan.lora:
     lora.apply(model, plan.lora)
 model.gradient_checkpointing = gradient_checkpointing
 flops_per_iter = model.flops_per_token(block_size) * batch.tokens
-profiler = Profiler(model, out_dir, profile_start, profile_iters) if profile else None  # before compiling
+profiler = Profiler(model, out_dir) if profile else None  # before compiling
 use_triton = setup.compile_blocks(model, hardware, plan.stage, fp8)  # our Triton kernels where they fit
 
 optimizer = setup.adamw(model.parameter_groups(weight_decay), plan.ds_config, lr=learning_rate, betas=(beta1, beta2))

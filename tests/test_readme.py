@@ -211,7 +211,7 @@ def test_the_page_of_settings_is_the_scripts_help():
     command = [sys.executable, ROOT / "train_deepspeed.py", "--help"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == done.stdout
-    assert done.stdout.count("\n    --") > 60
+    assert done.stdout.count("\n    --") > 50
 
 
 def sources():

@@ -25,18 +25,18 @@ def count_flops(model):
 
 
 class Profiler:
-    """Writes a trace per rank, operations.txt (the most expensive ones) and flops.txt into out_dir/profile, for `iters`
-    steps after the first `start`. Create it before the model is compiled, call start() before the first step and step()
-    after each."""
+    """Writes a trace per rank, operations.txt (the most expensive ones) and flops.txt into out_dir/profile, for two
+    steps after the first five, which compile. Create it before the model is compiled, call start() before the first
+    step and step() after each."""
 
-    def __init__(self, model, out_dir, start, iters):
-        self.folder, self.iters, self.left = Path(out_dir, "profile"), iters, start + iters
+    def __init__(self, model, out_dir):
+        self.folder, self.left = Path(out_dir, "profile"), 7
         self.flops = count_flops(model) if RANK == 0 else ("", "")
         print0(self.flops[0])
         self.sort_by = "self_cuda_time_total" if model.lm_head.weight.is_cuda else "self_cpu_time_total"
         self.profiler = torch.profiler.profile(
             acc_events=True, on_trace_ready=self.write,
-            schedule=torch.profiler.schedule(skip_first=start - 1, wait=0, warmup=1, active=iters, repeat=1))
+            schedule=torch.profiler.schedule(skip_first=4, wait=0, warmup=1, active=2, repeat=1))
         self.start = self.profiler.start
 
     def step(self):
@@ -62,7 +62,7 @@ class Profiler:
                 operations = profiler.key_averages().table(sort_by=self.sort_by, row_limit=40)
                 (self.folder / "operations.txt").write_text(operations, encoding="utf-8")
                 (self.folder / "flops.txt").write_text("\n".join(self.flops), encoding="utf-8")
-                print0(f"traced {self.iters} steps: see {self.folder}/operations.txt, or open trace_rank*.json.gz in "
+                print0(f"traced 2 steps: see {self.folder}/operations.txt, or open trace_rank*.json.gz in "
                        "https://ui.perfetto.dev")
         except (OSError, RuntimeError) as error:  # the latter is PyTorch's
             print(f"rank {RANK}: cannot write the trace: {error}", flush=True)

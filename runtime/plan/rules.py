@@ -7,7 +7,7 @@ from dataclasses import replace
 
 AT_LEAST = {
     1: ("batch_size", "gradient_accumulation_steps", "block_size", "eval_interval", "eval_iters", "log_interval",
-        "patience", "profile_start", "profile_iters", "sample_tokens"),
+        "patience", "sample_tokens"),
     0: ("keep_last", "max_iters", "max_skipped_steps", "sample_interval", "warmup_iters", "learning_rate", "grad_clip",
         "weight_decay", "lr_decay_iters", "seed"),
 }  # fmt: skip
@@ -24,8 +24,8 @@ RULES = [  # (whether the settings break it, the message)
      "lora_rank={s.lora_rank} needs pretrained weights, but init_from=scratch: name some with --init_from"),
     (lambda s: not s.lora_rank and (s.lora_alpha is not None or s.lora_dropout),
      "lora_alpha={s.lora_alpha} and lora_dropout={s.lora_dropout} need LoRA: add --lora_rank=64, or drop them"),
-    (lambda s: s.profile and not s.eval_only and s.profile_start + s.profile_iters > s.max_iters and not s.max_epochs,
-     "profile=True needs {s.profile_start} + {s.profile_iters} iterations: lower profile_start, or raise max_iters"),
+    (lambda s: s.profile and not s.eval_only and s.max_iters < 7 and not s.max_epochs,
+     "profile=True traces the 6th and 7th step, but max_iters={s.max_iters}: use --max_iters=7"),
     (lambda s: s.init_from not in ("resume", "auto") and s.resume_tag != "latest",
      "resume_tag={s.resume_tag} is for resuming: add --init_from=resume, or drop it"),
     (lambda s: s.decay_lr and s.lr_schedule != "constant" and s.lr_decay_iters is not None
