@@ -437,7 +437,7 @@ def recipe(config, tmp_path, dtype="float32", **options):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}, **config}))
     settings = SimpleNamespace(batch_size=4, gradient_accumulation_steps=2, learning_rate=0.001)
-    return engine.read_recipe(path, settings, dtype, 2, 10)
+    return engine.read_recipe(path, settings, 2, 10, "cpu", dtype)
 
 
 def test_the_json_says_which_adam_and_whether_there_is_a_warmup(tmp_path):
@@ -482,6 +482,8 @@ def test_jsons_are_refused(config, sentence, tmp_path):
     (["--train_dir={pictures}/val/class_00"], "the class class_00 has no pictures .* has 0 classes: .* 2 or more"),
     (["--batch_size=0", "--fp16", "--bf16", "--plain", "--resume=x"],
      "batch_size=0 is too small: .*\n--fp16 and --bf16 exclude .*\n--plain has no .*\n--fp16 needs a GPU: .*"),
+    (["--config=x.json", "--offload_optimizer", "--num_gpus=3"],
+     "--offload_optimizer is another JSON: .*\n--num_gpus is an option of launch_deepspeed.py: .*"),
     (["--deepspeed_config=x.json", "--offload_optimizer"], "--offload_optimizer is another JSON: .*"),
     (["--deepspeed_config=nowhere.json"], ".*nowhere.json: No such file or directory: .*"),
     (["--nmu_workers=8"], "command line: there is no setting 'nmu_workers': did you mean 'num_workers'\\?"),
@@ -535,7 +537,7 @@ def test_an_unreadable_picture_ends_the_run_with_its_name(train, pictures, tmp_p
 def test_a_loss_that_stays_nan_ends_the_run(train):
     stopped = train("--learning_rate=1e8", "--epochs=3", "--batch_size=2")
     assert stopped.returncode == 2
-    assert stopped.stderr == "the loss was not finite for 10 batches in a row: lower --learning_rate, or drop --fp16\n"
+    assert stopped.stderr == "10 batches had no finite loss: lower --learning_rate, or drop --fp16\n"
 
 
 @pytest.mark.long
@@ -564,9 +566,7 @@ def commands(page):
             if re.match(r"(python|deepspeed|torchrun|bash|pip|DS_ACCELERATOR=\S+ deepspeed) ", line)]
 
 
-def test_every_command_of_the_readme_is_accepted(monkeypatch):
-    launcher = load("launch_deepspeed.py")
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def test_every_command_of_the_readme_is_accepted():
     readme = (EXAMPLE / "README.md").read_text()
     seen = set()
     for words in commands(readme):
@@ -574,10 +574,7 @@ def test_every_command_of_the_readme_is_accepted(monkeypatch):
         script = next((word for word in words if word.endswith((".py", ".sh"))), None)
         seen.add((words[0], script))
         arguments = words[words.index(script) + 1:] if script else []
-        if script == "launch_deepspeed.py":
-            monkeypatch.setattr(sys, "argv", [script, *arguments])
-            launcher.parse_arguments()
-        elif script == "src/train_deepspeed.py":
+        if script in ("launch_deepspeed.py", "src/train_deepspeed.py"):
             configurator.settings_of_script(SCRIPT, arguments)
         elif script:
             options = set(re.findall(r'"(--\w+)"', (EXAMPLE / script).read_text()))
@@ -643,7 +640,7 @@ def test_made_up_pictures_are_the_same_by_seed(pictures, tmp_path):
 def test_the_example_stays_small():
     lines = {path.name: len(path.read_text().splitlines()) for folder in ("*.py", "src/*.py")
              for path in EXAMPLE.glob(folder)}
-    assert sum(lines.values()) <= 699, lines  # lower it with each cut
+    assert sum(lines.values()) <= 670, lines  # lower it with each cut
 
 
 def copy_project(to, without="nothing"):

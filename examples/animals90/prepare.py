@@ -6,8 +6,6 @@
 """
 
 import argparse
-import hashlib
-import os
 import shutil
 import sys
 from collections import Counter
@@ -20,14 +18,14 @@ from PIL import Image, ImageDraw
 sys.path[:1] = [str(Path(__file__).resolve().parent / "src"), str(Path(__file__).resolve().parents[2])]
 
 from data import list_pictures, open_picture
-from runtime.files import UserError
+from runtime.files import UserError, file_digest
 
 
 def inspect(path):
     """Return (path, sha256 of a picture's file, why it can't be read, or None)."""
     try:
         open_picture(path)
-        return path, hashlib.sha256(path.read_bytes()).hexdigest(), None
+        return path, file_digest(path)["sha256"], None
     except UserError as error:
         return path, None, str(error)
 
@@ -36,12 +34,12 @@ def inspect_all(folder):
     """Yield what inspect() returns for the pictures of a folder with a folder per class, on all cores."""
     pictures, _ = list_pictures(folder)
     with Pool() as pool:
-        yield from pool.imap(inspect, [path for paths in pictures.values() for path in paths], chunksize=16)
+        yield from pool.imap(inspect, sum(pictures.values(), []), chunksize=16)
 
 
 def take(source, to, val_share):
     """Link or copy the pictures of source/<class>/ to to/train/ and to/val/, named and split by their hash."""
-    counts, seen = Counter(), set()
+    counts, seen = Counter(train=0, val=0, duplicates=0, unreadable=0), set()
     for path, digest, problem in inspect_all(source):
         if problem or digest in seen:
             print(f"skipped: {problem or f'{path} is a duplicate'}", file=sys.stderr)
@@ -54,17 +52,16 @@ def take(source, to, val_share):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)
         try:
-            os.link(path, target)
+            target.hardlink_to(path)
         except OSError:  # another disk
             shutil.copy(path, target)
-    print(", ".join(f"{counts[what]:,} {what}" for what in ("train", "val", "duplicates", "unreadable")))
+    print(", ".join(f"{count:,} {what}" for what, count in counts.items()))
 
 
-def draw(job):
+def draw(path, seed, n, n_classes, size):
     """Draw a picture of class n on noise: a polygon with the class's color, corners and frame, at a random place, size
-    and angle. job: path, (seed, split, n, index), number of classes, side in pixels."""
-    path, key, n_classes, size = job
-    rng, n = np.random.default_rng(key), key[2]
+    and angle."""
+    rng = np.random.default_rng(seed)
     noise = rng.integers(40, 160, (size // 8 + 1, size // 8 + 1, 3), dtype=np.uint8)
     picture = Image.fromarray(noise).resize((size, size), Image.Resampling.BILINEAR)
     radius, color = rng.uniform(0.2, 0.4) * size, f"hsv({360 * n / n_classes}, 90%, 95%)"
@@ -81,9 +78,9 @@ def make_up(to, n_classes, counts, size, seed):
         for n in range(n_classes):
             folder = Path(to, name, f"class_{n:02d}")
             folder.mkdir(parents=True)
-            jobs += [(folder / f"{i:05d}.jpg", (seed, split, n, i), n_classes, size) for i in range(count)]
+            jobs += [(folder / f"{i:05d}.jpg", (seed, split, n, i), n, n_classes, size) for i in range(count)]
     with Pool() as pool:
-        pool.map(draw, jobs, chunksize=64)
+        pool.starmap(draw, jobs, chunksize=64)
     print(f"{len(jobs):,} pictures of {n_classes} classes in {to}")
 
 

@@ -13,14 +13,14 @@ from runtime.files import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # which ImageNet's weights expect
-PREPARE = "run python prepare.py --from FOLDER for your pictures, or python prepare.py --made_up for generated ones"
 
 
 def list_pictures(root):
     """Return ({class: [paths]} of a folder with a folder per class, and the number of other files)."""
     root, found = Path(root), {}
     if not root.is_dir():
-        raise UserError(f"{root} does not exist: {PREPARE}")
+        raise UserError(f"{root} does not exist: run python prepare.py --from FOLDER for your pictures, or python "
+                        "prepare.py --made_up for generated ones")
     others = sum(path.is_file() for path in root.glob("[!.]*"))
     for folder in sorted(root.glob("[!.]*/")):
         files = [path for path in sorted(folder.rglob("[!.]*"))
@@ -36,8 +36,7 @@ def find_pictures(train_dir, val_dir):
     problems = [f"the class {name} has no pictures in {root}: add some, or remove it from both folders"
                 for root, found in ((train_dir, train), (val_dir, val)) for name in sorted({*train, *val})
                 if not found.get(name)]
-    if len(train) < 2:
-        problems.append(f"{train_dir} has {len(train)} classes: a classifier needs 2 or more")
+    problems += [f"{train_dir} has {len(train)} classes: a classifier needs 2 or more"] * (len(train) < 2)
     if problems:
         raise UserError("\n".join(problems))
     notes = [f"{others + val_others} files are not pictures ({' '.join(SUFFIXES)})"] * bool(others + val_others)
@@ -58,7 +57,7 @@ def open_picture(path):
 
 def random_crop(image, size, rng):
     """Return a random part of the image at size x size: 0.25 to 1 of its area, 3:4 to 4:3, mirrored or not."""
-    (width, height), ratio = image.size, math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
+    (width, height), ratio = image.size, (4 / 3) ** rng.uniform(-1, 1)
     w = min(math.sqrt(rng.uniform(0.25, 1) * width * height * ratio), width, height * ratio)
     w -= 1e-3  # else rounding could leave the image
     x, y = rng.uniform(0, width - w), rng.uniform(0, height - w / ratio)

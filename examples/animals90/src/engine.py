@@ -29,7 +29,7 @@ def own_keys(lr, dtype):
             "flops_profiler": dict.fromkeys(vars(DeepSpeedFlopsProfilerConfig({})), ...)}
 
 
-def read_recipe(path, s, dtype, world_size, epoch_steps):
+def read_recipe(path, s, world_size, epoch_steps, device, dtype):
     """Return what a JSON says for the settings s, with DeepSpeed's config in `config`. Raise UserError."""
     batch = SimpleNamespace(micro=s.batch_size, accumulation=s.gradient_accumulation_steps, world_size=world_size)
     config, notes = resolve(path, batch, 0.0, dtype, extra=own_keys(s.learning_rate, dtype))
@@ -43,8 +43,8 @@ def read_recipe(path, s, dtype, world_size, epoch_steps):
     if recompute:
         notes.append(f"activation_checkpointing: {', '.join(recompute)} have no effect, PyTorch recomputes")
     return SimpleNamespace(
-        config=config, adamw={"lr": s.learning_rate, "weight_decay": decay, **adam}, notes=notes,
-        recompute=recompute is not None, warmup_from=warmup.get("warmup_min_lr", 0.0),
+        config=config, device=device, dtype=dtype, adamw={"lr": s.learning_rate, "weight_decay": decay, **adam},
+        notes=notes, recompute=recompute is not None, warmup_from=warmup.get("warmup_min_lr", 0.0),
         warmup_steps=warmup.get("warmup_num_steps", epoch_steps) if blocks[1] else 0)
 
 

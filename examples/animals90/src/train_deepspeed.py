@@ -21,8 +21,10 @@ num_workers = 2  # processes per GPU that read pictures
 gradient_accumulation_steps = 1  # batches per GPU in one optimizer step
 fp16 = False  # half precision with a dynamic loss scale
 bf16 = False  # bfloat16
-offload_optimizer = False  # the optimizer in host memory: short for --deepspeed_config ds_config_zero2.json
-deepspeed_config: str | None = None  # DeepSpeed's JSON, the launcher's --config; None: ds_config_rtx5090.json
+offload_optimizer = False  # the optimizer in host memory: short for --config ds_config_zero2.json
+num_gpus: int | None = None  # GPUs, or processes on CPU, that launch_deepspeed.py starts; None: all GPUs, or 1
+config: str | None = None  # DeepSpeed's JSON; None: ds_config_rtx5090.json
+deepspeed_config: str | None = None  # the same
 checkpoint_dir = "checkpoints_deepspeed"  # folder for checkpoints
 save_interval = 5  # epochs between saves
 resume: str | None = None  # folder of a checkpoint, or checkpoint_dir for its newest one
@@ -40,7 +42,6 @@ import json
 import shlex
 import shutil
 import time
-from types import SimpleNamespace
 
 import torch
 
@@ -71,7 +72,7 @@ def explain(error):
     """Print one line for an error that perhaps a single rank meets, and exit. The launcher ends the other ranks."""
     line = str(error).rpartition("UserError: ")[2].strip()  # without the traceback of a DataLoader's worker
     if "out of memory" in line:
-        line = (f"out of memory: use --batch_size {max(1, batch_size // 2)} --gradient_accumulation_steps "
+        line = (f"out of memory: use --batch_size {batch_size // 2 or 1} --gradient_accumulation_steps "
                 f"{2 * gradient_accumulation_steps}, then also --offload_optimizer")
     elif isinstance(error, OSError) or "PytorchStreamWriter" in line:  # torch.save on a full disk
         line = f"a file can't be written ({line}): make room; complete checkpoints in {checkpoint_dir} stay"
@@ -84,25 +85,25 @@ def explain(error):
 ranks, gpus = ranks_from_environment(), torch.cuda.device_count()
 on_gpu = os.environ.get("DS_ACCELERATOR") != "cpu"
 dtype = "float16" if fp16 else "bfloat16" if bf16 else "float32"
-json_path = deepspeed_config or EXAMPLE / f"ds_config_{'zero2' if offload_optimizer else 'rtx5090'}.json"
+json_path = config or deepspeed_config or EXAMPLE / f"ds_config_{'zero2' if offload_optimizer else 'rtx5090'}.json"
 least = {"num_workers": 0, "seed": 0, "image_size": 32, "learning_rate": 1e-9}  # of the others: 1
 checks = {f"{name}={value} is too small: use --{name} {least.get(name, 1)} or more": not value >= least.get(name, 1)
           for name, value in vars(settings).items() if type(value) in (int, float)} | {
     "--fp16 and --bf16 exclude each other: drop one of them": fp16 and bf16,
-    "--offload_optimizer is another JSON: drop it, or --config": offload_optimizer and deepspeed_config,
+    "--offload_optimizer is another JSON: drop it, or --config": offload_optimizer and (config or deepspeed_config),
+    "--num_gpus is an option of launch_deepspeed.py: drop it": num_gpus not in (None, ranks.world_size),
     "--plain has no checkpoints and no offload: drop --plain": plain and (resume or offload_optimizer),
     "--fp16 needs a GPU: drop it, or use --bf16": fp16 and not on_gpu,
-    "--bf16 needs a GPU of compute capability 8.0: use --fp16":
-        bf16 and on_gpu and torch.cuda.get_device_capability() < (8, 0),
+    "--bf16 needs compute capability 8.0: use --fp16": bf16 and on_gpu and torch.cuda.get_device_capability() < (8, 0),
     f"{ranks.local_world_size} ranks, but {gpus} GPUs: use --num_gpus {gpus}": on_gpu and ranks.local_world_size > gpus}
 try:
-    if problems := [problem for problem, applies in checks.items() if applies]:
-        raise UserError("\n".join(problems))
+    if any(checks.values()):
+        raise UserError("\n".join(problem for problem, applies in checks.items() if applies))
     classes, train_pictures, val_pictures, notes = data.find_pictures(train_dir, val_dir)
     train_count = data.batches_per_epoch(len(train_pictures), settings, ranks, gradient_accumulation_steps)
     val_count = data.batches_per_epoch(len(val_pictures), settings, ranks)
     epoch_steps = train_count // gradient_accumulation_steps
-    recipe = read_recipe(json_path, settings, dtype, ranks.world_size, epoch_steps)
+    recipe = read_recipe(json_path, settings, ranks.world_size, epoch_steps, "cuda" if on_gpu else "cpu", dtype)
     resume_dir, state = find_checkpoint(resume) if resume else (None, {"classes": classes, "image_size": image_size})
     for name, value in (("classes", classes), ("image_size", image_size)):
         if value != state[name]:
@@ -120,8 +121,7 @@ try:
 except (UserError, OSError) as error:
     exit_with_error(error)
 
-kind = SimpleNamespace(device="cuda" if on_gpu else "cpu", dtype=dtype)
-device = setup.setup_device(kind, ranks.local_rank, recipe.config)
+device = setup.setup_device(recipe, ranks.local_rank, recipe.config)
 explain_uncaught(explain)  # after PyTorch's process group, whose hook redirects sys.stderr
 model.to(device)
 if recipe.recompute:
@@ -196,8 +196,7 @@ def run_epoch(name, batches, count):
         if batch % 10 == 0 or batch == count:  # not more often: the CPU waits for the GPU here
             total, right, seen = sums.tolist()
             bar.set_postfix(loss=f"{total / max(1, seen):.3f}", acc=f"{100 * right / max(1, seen):.1f}")
-            exit_together(["the loss was not finite for 10 batches in a row: lower --learning_rate, or drop --fp16"]
-                          * (int(bad) >= 10))
+            exit_together(["10 batches had no finite loss: lower --learning_rate, or drop --fp16"] * (int(bad) >= 10))
     seconds = time.perf_counter() - start
     total, right, seen = all_reduce_sum(*sums, device=device)
     return total / seen, 100 * right / seen, seconds, waited

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 
@@ -15,10 +14,9 @@ def draw(histories, output):
     figure, axes = plt.subplots(2, 2, figsize=(12, 8), layout="constrained")
     for axis, (label, keys) in zip(axes.flat, PANELS.items()):
         for color, (name, history) in enumerate(histories.items()):
-            epochs = [record["epoch"] for record in history["epochs"]]
             for key, style in zip(keys, (".-", ".--")):
-                values = [record[key] for record in history["epochs"]]
-                axis.plot(epochs, values, style, color=f"C{color}", label=f"{name} {key}")
+                points = [(record["epoch"], record[key]) for record in history["epochs"]]
+                axis.plot(*zip(*points), style, color=f"C{color}", label=f"{name} {key}")
             if "val_acc" in keys:
                 axis.plot(*history["best"].values(), "*", color=f"C{color}", markersize=14)
         axis.set(xlabel="epoch", ylabel=label)
@@ -28,10 +26,7 @@ def draw(histories, output):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--history", nargs="+", default=["logs/training_history.json"], metavar="FILE")
-    parser.add_argument("--output", default="curves.png", metavar="FILE")
+    parser.add_argument("--history", nargs="+", type=argparse.FileType(), required=True)
+    parser.add_argument("--output", default="curves.png")
     args = parser.parse_args()
-    try:
-        draw({path: json.loads(Path(path).read_text()) for path in args.history}, args.output)
-    except (OSError, ValueError, KeyError) as error:
-        parser.error(f"{error}: name a training_history.json with --history, and a .png with --output")
+    draw({file.name: json.load(file) for file in args.history}, args.output)
