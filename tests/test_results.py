@@ -396,6 +396,11 @@ def test_zero3_trains_as_zero2_and_as_fast_as_the_text_says():
         cells = [f"{run['ms']['median']:,.0f}", f"{run['peak_gb']:.1f}", "705" if split == "32x1" else "",
                  f"{other['ms']['median']:,.0f}", f"{other['peak_gb']:.1f}", f"{other['ratio']:.2f}x"]
         assert f"| {split.replace('x', ' x ')} | {' | '.join(cells)} |".replace("|  |", "| |") in text
+    with torch.device("meta"):
+        xl = GPT(GPTConfig(n_layer=48, n_head=25, n_embd=1600))
+    plans = [[planned_gb(xl, STAGES[3], micro, False, 2, local) for micro in (1, 8)] for local in (False, True)]
+    assert f"the estimate is {plans[0][0]:.1f} GB at 1 x 32\n  and {plans[0][1]:.1f} GB at 8 x 4" in text
+    assert f"takes {plans[1][0] - plans[0][0]:.1f} GB of the peaks" in text
     runs = run_of("x2_zero3_losses")["runs"]
 
     def apart(one, other, key):
