@@ -30,6 +30,7 @@ if not EXAMPLE.exists():
     # The project is whole without its examples, and these are the tests of the one that is missing then
     pytest.skip("without examples/animals90", allow_module_level=True)
 
+TWO_RANKS = ("--batch_size=8", "--gradient_accumulation_steps=2")
 TIMES = ("seconds", "val_seconds", "images_per_s", "it_per_s", "waited_s", "memory_gb")
 DUMP = """
 import torch
@@ -111,8 +112,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture(scope="session")
 def two_ranks(train):
-    """4 epochs on 2 ranks: 42 pictures are 6 batches of each, and with 4 batches per step 8 of them."""
-    return done(train("--epochs=4", "--gradient_accumulation_steps=4", "--save_interval=2", ranks=2))
+    """4 epochs on 2 ranks: 42 pictures are 3 batches of each, and with 2 batches per step 4 of them."""
+    return done(train("--epochs=4", *TWO_RANKS, "--save_interval=2", ranks=2))
 
 
 @pytest.fixture
@@ -333,7 +334,7 @@ def test_the_summary_and_the_history(two_ranks):
     assert re.search(r"\n\nEpoch 4/4:\n  Train Loss: \d\.\d{4} \| Train Acc: \d+\.\d\d%\n  Val Loss: \d+\.\d{4} \| "
                      r"Val Acc: \d+\.\d\d%\n  Learning Rate: 0\.001000\n  Best Val Acc: \d+\.\d\d% \(Epoch \d\)\n",
                      two_ranks.stdout)
-    assert "batch      4 x 2 x 4 = 32 pictures per step, 2 steps per epoch\n" in two_ranks.stdout
+    assert "batch      8 x 2 x 2 = 32 pictures per step, 2 steps per epoch\n" in two_ranks.stdout
     history = json.loads((two_ranks.cwd / "logs" / "training_history.json").read_text())
     assert history.keys() == {"command", "settings", "versions", "hardware", "commit", "epochs", "best"}
     assert {"epoch", "train_loss", "train_acc", "val_loss", "val_acc", "learning_rate", "loss_scale", "skipped_steps",
@@ -347,8 +348,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(train, two_ranks):
     cwd = two_ranks.cwd.with_name("resumed")
     cwd.mkdir()
     shutil.copytree(two_ranks.cwd / "checkpoints" / "epoch_2", cwd / "checkpoints" / "epoch_2")
-    resumed = done(train("--epochs=4", "--gradient_accumulation_steps=4", f"--resume={cwd}/checkpoints", ranks=2,
-                         cwd=cwd))
+    resumed = done(train("--epochs=4", *TWO_RANKS, f"--resume={cwd}/checkpoints", ranks=2, cwd=cwd))
     assert "Epoch 3/4:" in resumed.stdout and "Epoch 2/4:" not in resumed.stdout
     assert resumed.epochs == two_ranks.epochs and len(resumed.epochs) == 4
     assert_same_tensors(resumed.models[0], two_ranks.models[0])
@@ -362,7 +362,7 @@ def test_another_number_of_ranks_takes_the_weights(train, two_ranks):
 
 
 def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(train):
-    killed = train("--epochs=3", "--save_interval=1", plant="""
+    killed = train("--epochs=3", "--save_interval=1", "--batch_size=16", plant="""
 import runtime.files
 replace_dir, calls = runtime.files.replace_dir, []
 def die(new, path):
@@ -375,7 +375,7 @@ runtime.files.replace_dir = die
 """)
     checkpoints = killed.cwd / "checkpoints"
     assert killed.returncode == 9 and {path.name for path in checkpoints.iterdir()} == {".saving", "best_model.old"}
-    resumed = done(train("--epochs=2", f"--resume={checkpoints}/best_model", cwd=killed.cwd))
+    resumed = done(train("--epochs=2", "--batch_size=16", f"--resume={checkpoints}/best_model", cwd=killed.cwd))
     assert [epoch["epoch"] for epoch in resumed.epochs] == [1, 2]
     assert not (checkpoints / ".saving").exists() and engine.find_checkpoint(checkpoints)[1]["epoch"] == 2
 
