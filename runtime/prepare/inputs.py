@@ -126,7 +126,7 @@ def text_of_json(line, kind, field):
         hint = ": write one conversation per line" if kind == "chat" else ""
         raise ValueError(f"invalid JSON ({getattr(error, 'msg', error)}){hint}") from None
     if kind == "chat":
-        return json.dumps(messages_of(value))
+        return json.dumps(messages_of(value), ensure_ascii=False)  # half a character fails here, with its line
     fields = {} if not isinstance(value, dict) else {k: v for k, v in value.items() if isinstance(v, str | None)}
     if field not in fields:
         raise ValueError(f"no text field {field!r} (text fields: {', '.join(fields) or 'none'}): choose one with "
