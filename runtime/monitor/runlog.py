@@ -28,7 +28,7 @@ LOGGER_FIXES = {"wandb": "pip install wandb, wandb login or WANDB_MODE=offline",
 class RunLog:
     """Reports a run. Rank 0 prints and writes, but all ranks create one and call open_files() and step().
 
-    settings: a dict. state: of the checkpoint that the run resumes from, else {}. datasets: with name and share.
+    settings: a dict. state: of the checkpoint that the run resumes from, else {}. datasets: with name, share and meta.
     memory_plan: estimated peak bytes per GPU, by use. process_start: time.time() when the process started."""
 
     def __init__(self, settings, state, device, datasets, tokens_per_iter, memory_plan, process_start):
@@ -194,7 +194,8 @@ class RunLog:
             print0(f"{tags[-1]} checkpoint: {self.out_dir}/{tags[-1]}. To sample from "
                    f"{'the best one' if len(tags) == 2 else 'it'}, export it, and plot the run:")
             python, out_dir = shell_path(sys.executable), shell_path(self.out_dir)
-            for script, options in (("sample.py", f"--out_dir={out_dir} --tag={tags[0]}"),
+            chat = " --chat" * any("template" in one.meta for one in self.datasets)
+            for script, options in (("sample.py", f"--out_dir={out_dir} --tag={tags[0]}{chat}"),
                                     ("export_hf.py", f"--out_dir={out_dir} --tag={tags[0]}"), ("plot.py", out_dir)):
                 print0(f"  {python} {shell_path(os.path.join(ROOT, script))} {options}")
         self.to_loggers("close")

@@ -64,6 +64,7 @@ def talker(train, tmp_path_factory):
                             for i, word in enumerate(words * 2)], "--tokenizer=char", "--val_fraction=0.1")
     run = done(train(f"--dataset={data}", "--block_size=64", "--batch_size=8", "--max_iters=200",
                      "--learning_rate=5e-3", "--eval_interval=200"))
+    assert "--tag=best --chat\n" in run.stdout
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     return SimpleNamespace(out_dir=run.out_dir, folder=exported(run.out_dir), prompts=folder / "prompts.txt", data=data)
 
@@ -160,6 +161,7 @@ BAD = {
     '{"instruction": "x", "input": "y"}': 'no conversation: give {"messages": [...]}, {"prompt", "completion"} or',
     "[1, 2]": "no conversation", "[": "invalid JSON (Expecting value): write one conversation per line",
     "{\udcff": "'utf-8' codec can't decode byte",
+    '{"prompt": "x", "completion": "\\ud83e"}': "'utf-8' codec can't encode character",
 }
 
 
