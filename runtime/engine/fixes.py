@@ -1,6 +1,8 @@
 """Workarounds for bugs in DeepSpeed 0.19.8, one function each. tests/engine/test_zero.py tests them."""
 
 import importlib.metadata
+import os
+import re
 
 import torch
 
@@ -8,9 +10,11 @@ DEEPSPEED = "0.19.8"  # as in requirements.txt
 NEVER_GROW = 2**20  # times loss_scale_window, so that DeepSpeed itself never increases the loss scale
 
 
-def version_problem():
-    """Return a message if another DeepSpeed is installed, or None. With DeepSpeed 0.17.6, a bfloat16 run at stage 1
-    exited with code 0 and a gradient norm 65,536 times too large."""
+def unusable_deepspeed():
+    """Return a message if another DeepSpeed is installed, or if it can't be imported because of DEEPSPEED_TIMEOUT. With
+    DeepSpeed 0.17.6, a bfloat16 run at stage 1 exited with code 0 and a gradient norm 65,536 times too large."""
+    if not re.fullmatch(r"[1-9]\d{0,4}", os.environ.get("DEEPSPEED_TIMEOUT", "10")):
+        return "DEEPSPEED_TIMEOUT in the environment must be 1 to 99999 minutes: export DEEPSPEED_TIMEOUT=10"
     version = importlib.metadata.version("deepspeed")
     if version.partition("+")[0] != DEEPSPEED:
         return (f"DeepSpeed {version} is installed, but only {DEEPSPEED} is tested: run python -m pip install "

@@ -151,7 +151,7 @@ def make_plan(settings, ranks, problems, notes, fetch=True):
     micro = s.before_auto["batch_size"] if s.batch_size == "auto" else s.batch_size
     batch = Batch(micro, s.gradient_accumulation_steps, ranks.world_size, s.block_size)
     problems.add(*broken_rules(s, micro))
-    if reason := fixes.version_problem():
+    if reason := fixes.unusable_deepspeed():
         problems[:] = [reason]  # the rest would use it
         return None
     hardware = problems.attempt(detect_hardware, s, ranks, problems, notes)

@@ -456,13 +456,14 @@ def test_evaluations_by_epochs_follow_the_iteration_that_completes_the_epochs():
 
 
 
+@pytest.mark.parametrize("name, unit, usual", [("NODE_TIMEOUT_S", "seconds", 60), ("DEEPSPEED_TIMEOUT", "minutes", 10)])
 @pytest.mark.parametrize("value", ["1m", "0", "-5", "1.5", "", "100000"])
-def test_a_node_timeout_that_is_none_is_refused(train, monkeypatch, characters, tmp_path, value):
-    monkeypatch.setenv("NODE_TIMEOUT_S", value)
+def test_a_timeout_that_is_none_is_refused(train, monkeypatch, characters, tmp_path, value, name, unit, usual):
+    monkeypatch.setenv(name, value)
     _, problems, _ = check(monkeypatch, characters, tmp_path, 0, None)
-    assert problems == ["NODE_TIMEOUT_S in the environment must be 1 to 99999 seconds: export NODE_TIMEOUT_S=60"]
+    assert problems == [f"{name} in the environment must be 1 to 99999 {unit}: export {name}={usual}"]
     if value == "1m":
-        run = train(NODE_TIMEOUT_S=value)
+        run = train(**{name: value})
         assert (run.returncode, run.stderr) == (2, problems[0] + "\n")
 
 
