@@ -56,7 +56,7 @@ def test_an_option_of_another_script_is_refused_with_ours(ours, capsys, monkeypa
                 name in ANIMALS90)
             assert refusal.value.code == 2 and capsys.readouterr().err == sentence + "\n"
     for words in ours.format(value).split(" or "):
-        argv = shlex.split(re.sub(" (after|without) .*", "", words))
+        argv = shlex.split(re.sub(r" (after|without|\(stage) .*", "", words))
         if argv[0] == "torchrun":
             assert launched(argv, monkeypatch) == (4, [])
         elif argv[0] != "the":  # the default
