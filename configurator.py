@@ -24,7 +24,7 @@ from pathlib import Path
 
 from runtime import foreign_options
 from runtime.files import UserError
-from runtime.output import exit_with_error, explain_uncaught
+from runtime.output import exit_with_error, explain_missing_package, explain_uncaught
 
 SETTING_TYPES = (bool, int, float, str, type(None), dict, list, tuple)
 BOOLS = ("True", "False", "true", "false")
@@ -170,11 +170,6 @@ def help_text(source, defaults, annotations):
 def exit_quietly_on_broken_pipe():
     """Exit without a message when nobody reads the output, as after `| head`. A lost network connection exits, too."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-
-
-def explain_missing_package(error):
-    if isinstance(error, ModuleNotFoundError):
-        exit_with_error(f"{error}: run source runtime/venv.sh, or python -m pip install -r requirements.txt")
 
 
 def from_command_line(script, argv=None):

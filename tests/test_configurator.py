@@ -596,13 +596,16 @@ def test_a_reader_that_goes_away_ends_it_quietly(words):
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
-@pytest.mark.parametrize("script", ["train_deepspeed.py", "sample.py"])
-def test_a_package_that_is_missing_is_named_with_the_fix(script):
-    without = f"import runpy, sys; sys.modules['torch'] = None; runpy.run_path({script!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", without], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == ("import of torch halted; None in sys.modules: run source runtime/venv.sh, or python -m pip "
-                           "install -r requirements.txt\n")
+@pytest.mark.parametrize("words", ["train_deepspeed.py", "sample.py", "launch_deepspeed.py",
+                                   "launch_deepspeed.py --headline", "runtime/launch.py"])
+def test_a_package_that_is_missing_is_named_with_the_fix(words):
+    without = ("import runpy, sys; sys.argv = sys.argv[1:]; sys.modules['torch'] = None; "
+               "runpy.run_path(sys.argv[0], run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", without, *words.split()], cwd=ROOT, capture_output=True, text=True,
+                          timeout=60)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "") and "torch" in line
+    assert line.endswith(": run source .venv/bin/activate, or python -m pip install -r requirements.txt")
 
 
 @pytest.mark.parametrize("text, problem", [
