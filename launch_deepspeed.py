@@ -38,12 +38,13 @@ def parse_arguments():
     parser.add_argument("--num_gpus", type=int, help="number of GPUs, or of CPU processes without a GPU (default: "
                         "all visible GPUs, or 1)")
     parser.add_argument("--resume", nargs="?", const="latest", metavar="TAG", help="resume the run in out_dir, or the "
-                        "checkpoint of this name (iter_10) or path (out-mine/iter_10)")
+                        "run or checkpoint of this name (iter_10) or path (out-mine, out-mine/iter_10)")
     named, args = parser.parse_known_args()
     if named.num_gpus is not None and named.num_gpus < 1:
         fail(f"--num_gpus={named.num_gpus} must be at least 1")
-    if named.resume:
-        out_dir, tag = os.path.split(os.path.normpath(named.resume))
+    if named.resume is not None:
+        path = os.path.normpath(named.resume)
+        out_dir, tag = (path, "latest") if os.path.isfile(f"{path}/latest") else os.path.split(path)
         args += ["--init_from=resume", f"--resume_tag={tag}", *[f"--out_dir={out_dir}"] * bool(out_dir)]
     return named.headline, named.num_gpus, args
 

@@ -63,8 +63,12 @@ def test_named_options_become_settings_and_a_run_goes_on(start, tmp_path):
 
 @pytest.mark.parametrize("words, settings", [
     (["--resume"], ["--resume_tag=latest"]), (["--resume=iter_10"], ["--resume_tag=iter_10"]),
-    (["--resume", "out-mine/best/"], ["--resume_tag=best", "--out_dir=out-mine"])])
-def test_resume_takes_a_tag_or_a_path(monkeypatch, words, settings):
+    (["--resume", "out-mine/best/"], ["--resume_tag=best", "--out_dir=out-mine"]), (["--resume="], ["--resume_tag=."]),
+    (["--resume=out-mine/"], ["--resume_tag=latest", "--out_dir=out-mine"])])
+def test_resume_takes_a_tag_or_a_path(monkeypatch, tmp_path, words, settings):
+    (tmp_path / "out-mine").mkdir()
+    (tmp_path / "out-mine" / "latest").touch()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["launch_deepspeed.py", "--max_iters=9", *words])
     assert parse_arguments() == (False, None, ["--max_iters=9", "--init_from=resume", *settings])
 
