@@ -9,9 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import free_port, launch, long
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
+from runtime.engine import zero2_gradients
 from runtime.engine.fixes import NEVER_GROW, grow_loss_scale
 
 
@@ -183,3 +185,15 @@ def test_growth_restores_the_patience_with_overflows():
         scaler.update_scale(False)
         grow_loss_scale(SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler)))
         assert (scaler.cur_scale, scaler.cur_hysteresis) == (scale, patience)
+
+
+def test_the_norm_of_many_gradients_is_right_on_a_cpu(monkeypatch):
+    """PyTorch's own, in float32, of all of them at once is 6e-5 too small."""
+    flat = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(zero2_gradients.dist, "all_reduce", lambda *_, **__: None)  # of one rank
+    gradients = object.__new__(zero2_gradients.Zero2Gradients)
+    gradients.partitions, gradients.group = [SimpleNamespace(flat_partition=flat)] * 2, None
+    gradients.optimizer, gradients.fast = SimpleNamespace(loss_scale=4), SimpleNamespace()
+    right = flat.double().norm().item() * 2**0.5
+    assert gradients.global_norm().item() == pytest.approx(right, rel=1e-6)
+    assert gradients.fast.grad_norm == pytest.approx(right / 4, rel=1e-6)
