@@ -36,7 +36,10 @@ def prepare(folder, files, tokenizer, vocab_size, options, workers, overwrite=Fa
     is_char, is_chat = tokenizer["kind"] == "char", options["format"] == "chat"
     dtype = "<u2" if vocab_size <= 2**16 else "<u4"
     end = ord(END_OF_ANSWER if is_chat else "\n") if is_char else end_of_text(tokenizer)
-    encoder = functools.partial(encode_chat if is_chat else encode, numpy_encoder(tokenizer), end, dtype)
+    to_ids = numpy_encoder(tokenizer)
+    if is_chat and to_ids("User:\nUser:\n").tolist() != 2 * to_ids("User:\n").tolist():
+        raise UserError("this tokenizer adds a space before a text, or joins lines: choose another for conversations")
+    encoder = functools.partial(encode_chat if is_chat else encode, to_ids, end, dtype)
     reader = Reader(files, options, skip_unreadable)
     with work_folder(folder) as work:
         rows = tokenize(work, reader, encoder, workers)
@@ -101,10 +104,9 @@ class Reader:
                     texts[split], sizes[split] = [], 0
         yield from ({"split": split, "texts": [*texts[split], b""]} for split in SPLITS)
         train, val = self.counts["train"], self.counts["val"]
-        fix = "change --val_fraction, or cut texts into more with --max_document_bytes=BYTES"
         if not (train and val):
             raise UserError(f"{train} documents are for training and {val} for validation, and each split needs one: "
-                            + (fix if train + val else "check that the files have text, and --field"))
+                            "check that the files have text, or change --val_fraction or --max_document_bytes")
 
     def texts(self, file):
         """Yield (split, text) of each record that is kept, and (split, b"") between documents. A long text is cut into

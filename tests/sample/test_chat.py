@@ -8,12 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import ROOT, done, launch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from runtime.data.chat import TEMPLATE
 from runtime.data.dataset import COUNTS, Dataset, check_dataset, open_tokens
@@ -149,6 +151,23 @@ def test_refusals(talker, train):
                         ([f"--out_dir={talker.out_dir}", "--start=É"], "the character 'É' (U+00C9) is not one of")):
         run = launch(ROOT / "sample.py", "--chat", *args)
         assert run.returncode == 2 and words in run.stderr and "Traceback" not in run.stderr, run.stderr
+
+
+def test_a_tokenizer_that_adds_a_space_is_refused(tmp_path):
+    """An answer is encoded alone in training, but with the prompt in transformers."""
+    tokenizer = Tokenizer(models.BPE())
+    for adds in (False, True):
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=adds)
+        tokenizer.train_from_iterator(["User:\n"], trainers.BpeTrainer(
+            special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(tmp_path / "tokenizer")
+        command = partial(prepare, tmp_path, STRANGE, f"--tokenizer={tmp_path}/tokenizer", "--val_fraction=0.5")
+        if adds:
+            with pytest.raises(subprocess.CalledProcessError) as refused:
+                command()
+            assert refused.value.returncode == 2 and b"adds a space before a text" in refused.value.stderr
+        else:
+            shutil.rmtree(command())
 
 
 BAD = {
