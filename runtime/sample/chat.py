@@ -20,7 +20,7 @@ class Chat:
             if self.room(ids) >= min(self.max_new_tokens, self.block_size // 4) or len(self.asked) == 1:
                 break
             self.asked = self.asked[2:]
-        if self.room(ids) < 1:
+        if len(ids) >= self.block_size:
             raise ValueError(f"the message takes {len(ids)} of the {self.block_size} tokens of the context: shorten it")
         return ids
 

@@ -119,6 +119,7 @@ def test_a_conversation_stays_within_the_context(talker):
     assert len(chat.encode("d" * 40)) == 59 and len(chat.asked) == 1
     with pytest.raises(ValueError, match="the message takes 65 of the 64 tokens of the context: shorten it"):
         chat.encode("d" * 46)
+    assert len(Chat(state, list, "\x03", 0).encode("say a")) == 24  # --max_new_tokens=0 is no long message
     typed = subprocess.run([sys.executable, ROOT / "sample.py", f"--out_dir={talker.out_dir}", "--chat",
                             "--temperature=0", "--device=cpu"], input=f"say abc\n{'a' * 60}\nsay c\n\n",
                            capture_output=True, text=True)
