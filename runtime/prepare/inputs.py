@@ -130,7 +130,7 @@ def text_of_json(line, kind, field):
     fields = {} if not isinstance(value, dict) else {k: v for k, v in value.items() if isinstance(v, str | None)}
     if field not in fields:
         raise ValueError(f"no text field {field!r} (text fields: {', '.join(fields) or 'none'}): choose one with "
-                         "--field=NAME")
+                         "--field=NAME, or read conversations with --format=chat")
     return fields[field] or ""
 
 
