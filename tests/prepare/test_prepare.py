@@ -366,7 +366,7 @@ MISTAKES = {
     "none to train on": ("good.jsonl --val_fraction=1", "0 documents are for training and 16 for validation"),
     "no JSON": ("broken.jsonl", r"broken.jsonl, line 21: invalid JSON \(.*\); to skip such documents, add --skip_unr"),
     "no object": ("list.jsonl", r"list.jsonl, line 1: no text field 'text' \(text fields: none\)"),
-    "no field": ("fields.jsonl", r"fields.jsonl, line 1: no text field 'text' \(text fields: body\): .* with --format=chat"),
+    "no field": ("fields.jsonl", r"line 1: no text field 'text' \(text fields: body\): .* with --format=chat"),
     "no string": ("number.jsonl", r"number.jsonl, line 21: no text field 'text' \(text fields: none\)"),
     "half a character": ("half.jsonl", "half.jsonl, line 1: 'utf-8' codec can't encode .*surrogates not allowed"),
     "no UTF-8": ("latin.txt", "latin.txt, byte 16: 'utf-8' codec can't decode byte 0xe9 in position 3"),
