@@ -29,7 +29,7 @@ FOREIGN_OPTIONS = {  # our arguments, with {} for the value: options that mean t
     "--deepspeed_config=config/ds/zero1.json or --deepspeed_config=ds_config_zero3.json (stage 2 is the default)":
         "zero stage zero_stage deepspeed_stage",
     "--deepspeed_config=config/ds/zero2_offload.json": "offload cpu_offload offload_optimizer",
-    "torchrun --nproc_per_node=4 train_deepspeed.py": "gpus num_gpus n_gpus devices nproc_per_node",
+    "torchrun --nproc_per_node={} train_deepspeed.py": "gpus num_gpus n_gpus devices nproc_per_node",
     "config/lora_paper_r64.py without --config": "config",
     "the default, which reads batches ahead in a thread": "num_workers dataloader_num_workers",
 }
