@@ -219,7 +219,7 @@ def _problems(folder, split, meta, block_size):
     name, tokens, fix = os.path.relpath(folder / f"{split}.bin"), meta[f"{split}_tokens"], _how_to_fix(folder)
     sizes = {f"{split}.bin": tokens * DTYPES[meta["dtype"]].itemsize}
     if "template" in meta:
-        sizes[f"{split}_mask.bin"] = tokens
+        sizes[f"{split}_mask.bin"], fix = tokens, f"{fix} --format=chat"
     for file, expected in sizes.items():
         path = os.path.relpath(folder / file)
         if not os.path.exists(path):
