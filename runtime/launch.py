@@ -38,7 +38,7 @@ def run(argv):
             for name in SIGNALS.split(","):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
             signal.signal(signal.SIGINT, lambda *_: close(self, signal.SIGKILL) or os._exit(130))
-            print("Stopping: the ranks finish their step, save and exit (Ctrl-C again: kill them)", file=sys.stderr)
+            print("Stopping: waiting for the ranks; training saves first (Ctrl-C again: kill them)", file=sys.stderr)
         close(self, death_sig, timeout)
         codes.extend(handler.proc.returncode for handler in getattr(self, "subprocess_handlers", {}).values())
 
