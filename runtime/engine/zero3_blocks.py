@@ -210,9 +210,9 @@ class Zero3Blocks:
         if self.blocks:
             self.release(0)
             self.reduce(0)
-            with self.on_stream():  # a captured graph can't wait for a stream that has not joined it
-                pass
             if self.stream:
+                # A captured graph can't wait for a stream that has not joined it
+                self.stream.wait_stream(torch.cuda.current_stream())
                 torch.cuda.current_stream().wait_stream(self.stream)
 
     # The optimizer's step
