@@ -22,6 +22,11 @@ import time
 from functools import partial
 from pathlib import Path
 
+from configurator import settings_of_script
+
+ROOT = os.path.dirname(os.path.abspath(__file__))
+SCRIPT = os.path.join(ROOT, "train_deepspeed.py")
+
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -29,15 +34,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.benchmark import Timer, timer
 
-from configurator import settings_of_script
 from model import GPT, GPTConfig
 from runtime.engine import ds_config
 from runtime.monitor.history import read_history
 from runtime.monitor.runlog import git_commit, machine_record
 from runtime.weights import PRETRAINED
-
-ROOT = os.path.dirname(os.path.abspath(__file__))
-SCRIPT = os.path.join(ROOT, "train_deepspeed.py")
 
 
 def main():

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from runtime import foreign_options
 from runtime.files import UserError
-from runtime.output import exit_with_error, explain_missing_package, explain_uncaught
+from runtime.output import exit_with_error
 
 SETTING_TYPES = (bool, int, float, str, type(None), dict, list, tuple)
 BOOLS = ("True", "False", "true", "false")
@@ -176,7 +176,6 @@ def from_command_line(script, argv=None):
     """Return the settings of the script whose globals() are given, from its command line: see configure(). Exits after
     --help. For mistakes, prints one line each and exits with code 2."""
     argv = sys.argv[1:] if argv is None else argv
-    explain_uncaught(explain_missing_package)
     path, annotations = script["__file__"], script.get("__annotations__", {})
     source = Path(path).read_text(encoding="utf-8").partition("\nsettings = ")[0]
     defaults = {k: v for k, v in script.items() if not k.startswith("_") and isinstance(v, SETTING_TYPES)}

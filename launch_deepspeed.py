@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from configurator import settings_of_script
-from runtime.output import exit_with_error, explain_missing_package, explain_uncaught, protect_output
+from runtime.output import exit_with_error, protect_output
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 TRAIN = os.path.join(ROOT, "train_deepspeed.py")
@@ -121,7 +121,6 @@ def run_headline(ranks, args):
 
 def main():
     protect_output()
-    explain_uncaught(explain_missing_package)
     sys.stdout.reconfigure(line_buffering=True)  # print before the commands do
     exit_on_signals()
     headline, ranks, args = parse_arguments()

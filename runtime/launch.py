@@ -8,9 +8,8 @@ import os
 import signal
 import sys
 
-from runtime.output import explain_missing_package, explain_uncaught, protect_output
+from runtime.output import protect_output
 
-explain_uncaught(explain_missing_package)
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C during the imports, without a traceback
 SIGNALS = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
 if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup, the ranks ignore it too

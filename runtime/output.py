@@ -63,11 +63,6 @@ def explain_uncaught(explain):
     sys.excepthook = hook
 
 
-def explain_missing_package(error):
-    if isinstance(error, ModuleNotFoundError):
-        exit_with_error(f"{error}: run source .venv/bin/activate, or python -m pip install -r requirements.txt")
-
-
 def exit_with_error(problems):
     """Exit with code 2 on all ranks, which found the same problems. The first rank of each node prints them. The others
     wait, because a launcher that sees one rank exit kills the rest, which may be printing."""

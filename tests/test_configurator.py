@@ -596,16 +596,29 @@ def test_a_reader_that_goes_away_ends_it_quietly(words):
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
-@pytest.mark.parametrize("words", ["train_deepspeed.py", "sample.py", "launch_deepspeed.py",
-                                   "launch_deepspeed.py --headline", "runtime/launch.py"])
-def test_a_package_that_is_missing_is_named_with_the_fix(words):
-    without = ("import runpy, sys; sys.argv = sys.argv[1:]; sys.modules['torch'] = None; "
-               "runpy.run_path(sys.argv[0], run_name='__main__')")
-    done = subprocess.run([sys.executable, "-c", without, *words.split()], cwd=ROOT, capture_output=True, text=True,
-                          timeout=60)
+def without(package, words):
+    """A script in a Python where the import of one package fails."""
+    code = ("import runpy, sys; _, package, *sys.argv = sys.argv; sys.modules[package] = None; "
+            "runpy.run_path(sys.argv[0], run_name='__main__')")
+    return subprocess.run([sys.executable, "-c", code, package, *words.split()], cwd=ROOT, capture_output=True,
+                          text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+@pytest.mark.parametrize("package, words", [
+    *(("torch", words) for words in ("train_deepspeed.py", "sample.py", "launch_deepspeed.py", "bench.py train",
+                                     "launch_deepspeed.py --headline", "runtime/launch.py")),
+    ("matplotlib", "plot.py {folder}"), ("numpy", "data/prepare.py README.md --name={folder}/mine")])
+def test_a_package_that_is_missing_is_named_with_the_fix(package, words, tmp_path):
+    (tmp_path / "history.jsonl").write_text('{"iter": 1, "loss": 2.0}\n')
+    done = without(package, words.format(folder=tmp_path))
     (line,) = done.stderr.splitlines()
-    assert (done.returncode, done.stdout) == (2, "") and "torch" in line
+    assert (done.returncode, done.stdout) == (2, "") and package in line and not (tmp_path / "mine").exists()
     assert line.endswith(": run source .venv/bin/activate, or python -m pip install -r requirements.txt")
+
+
+def test_a_module_of_ours_that_is_missing_is_a_bug():
+    done = without("runtime.monitor.history", "plot.py out")
+    assert done.returncode == 1 and done.stderr.startswith("Traceback") and "history" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("text, problem", [

@@ -157,14 +157,12 @@ def test_the_files_that_pages_name_exist():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_are_possible(page, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # from_command_line() replaces it
     monkeypatch.chdir(ROOT)
     problems = {shlex.join(words): problem for words in commands(page) if (problem := wrong(words))}
     assert problems == {}, capsys.readouterr().err
 
 
-def test_a_wrong_command_is_found(monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+def test_a_wrong_command_is_found():
     assert sum(len(commands(page)) for page in PAGES) > 60
     for line in ("python nothing.py", "python train_deepspeed.py config/nothing.py", "python sample.py --tempo=1",
                  "torchrun --nproc_per_node=4 train_deepspeed.py --batch_size=many", "python plot.py --colour=red",
