@@ -10,9 +10,20 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from runtime.files import UserError
 from runtime.output import exit_with_error
 
-RANK = int(os.environ.get("RANK", 0))
+
+def launcher_variable(name, default=""):
+    """Return an environment variable that launchers set, as an int. Raises UserError."""
+    value = str(os.environ.get(name, default))
+    if not value.isdecimal() or (value == "0" and name.endswith("SIZE")):
+        raise UserError(f"{name}={value} in the environment can't be used: run unset RANK LOCAL_RANK WORLD_SIZE "
+                        "LOCAL_WORLD_SIZE, or start with torchrun or deepspeed")
+    return int(value)
+
+
+RANK = launcher_variable("RANK", 0)
 EXITING = threading.Event()  # set when this rank exits without an error
 ALL_EXITING = threading.Event()  # set when all ranks do: a rank that ends after this has not died
 _progress = None  # the progress bar
@@ -30,17 +41,18 @@ class Ranks(NamedTuple):
 def ranks_from_environment(dry_run=False):
     """Return Ranks as torchrun and deepspeed set them. Without a launcher there is one rank, and this sets what
     torch.distributed needs. A dry run plans for WORLD_SIZE ranks, LOCAL_WORLD_SIZE of them per node."""
-    world_size = os.environ.get("WORLD_SIZE", "1")
+    world_size = launcher_variable("WORLD_SIZE", 1)
     if dry_run and "RANK" not in os.environ:
-        return Ranks(0, 0, int(world_size), int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-    if "RANK" not in os.environ or ("LOCAL_RANK" not in os.environ and world_size == "1"):
+        return Ranks(0, 0, world_size, launcher_variable("LOCAL_WORLD_SIZE", world_size))
+    if "RANK" not in os.environ or ("LOCAL_RANK" not in os.environ and world_size == 1):
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    return Ranks(RANK, int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), local_world_size())
+    launcher_variable("MASTER_PORT")
+    return Ranks(RANK, launcher_variable("LOCAL_RANK"), launcher_variable("WORLD_SIZE"), local_world_size())
 
 
 def local_world_size():
     """Return the number of ranks on this node, which torchrun and deepspeed name differently."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"])))
+    return launcher_variable("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"]))
 
 
 def print0(*args):

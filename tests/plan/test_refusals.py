@@ -274,6 +274,18 @@ def test_a_single_rank_needs_no_local_rank(train):
     assert run.returncode == 0 and list(run.losses) == [1]
 
 
+@pytest.mark.parametrize("env, name", [
+    ({"WORLD_SIZE": "x"}, "WORLD_SIZE=x"), ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"), ({"RANK": ""}, "RANK="),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "LOCAL_RANK="),
+    ({"RANK": "0", "LOCAL_RANK": "abc", "MASTER_PORT": "1"}, "LOCAL_RANK=abc"),
+    ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, "MASTER_PORT=")])
+def test_variables_of_launchers_that_cannot_be_read(train, env, name):
+    run = train("--dry_run=True", **env)
+    told = (f"{name} in the environment can't be used: run unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE, or start "
+            "with torchrun or deepspeed\n")
+    assert (run.returncode, run.stdout, run.stderr) == (2, "", told)
+
+
 def test_ranks_whose_machines_differ_part(characters, tmp_path):
     """One is made to believe that it has a millionth of the other's memory; left alone, they would wait for ever."""
     script = planted(tmp_path, """
