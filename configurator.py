@@ -66,7 +66,7 @@ def configure(defaults, argv, annotations=None, root="."):
         name = name.replace("-", "_")
         if not equals:
             is_flag = allowed.get(name) == ({bool}, ())
-            if args and not args[0].startswith("--") and (not is_flag or args[0] in BOOLS):
+            if args and not args[0].startswith("--") and (not is_flag or args[0].isalnum()):
                 value = args.pop(0)
             elif is_flag:
                 value = "True"

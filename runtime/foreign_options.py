@@ -43,5 +43,6 @@ def hint(name, value, known):
     images = "an option of examples/animals90/launch_deepspeed.py, which classifies images" if name in ANIMALS90 else ""
     for ours, names in FOREIGN_OPTIONS.items():
         if name in names.split():
-            return f": use {ours.format(value or 'VALUE')}{images and f' (it is {images})'}"
+            use = "drop it" if str(value).lower() == "false" else f"use {ours.format(value or 'VALUE')}"
+            return f": {use}{images and f' (it is {images})'}"
     return images and f": it is {images}"

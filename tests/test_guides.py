@@ -87,6 +87,15 @@ def test_the_script_itself_and_a_config_file_name_ours(tmp_path, capsys):
                                        "command line: there is no setting 'output_dir': did you mean 'out_dir'?\n")
 
 
+@pytest.mark.parametrize("words, told", [
+    ("--fp16 False", "there is no setting 'fp16': drop it"), ("--bf16=false", "there is no setting 'bf16': drop it"),
+    ("--fp8 no config/lora_xl.py", "fp8 takes True or False, not 'no'")])
+def test_what_turns_an_option_off(capsys, words, told):
+    with pytest.raises(SystemExit):
+        settings(*words.split())
+    assert capsys.readouterr().err == f"command line: {told}\n"
+
+
 def guide_commands():
     """The commands of the table's second column, as words. Those that begin with an option go after the config."""
     rows = re.findall(r"^\| .+? \| (.+) \|$", (ROOT / "docs" / "guides.md").read_text(encoding="utf-8"), re.M)[1:]
