@@ -99,7 +99,7 @@ def plan_settings(rows, settings, ranks):
     from runtime.plan.run_plan import Problems, make_plan
 
     problems, notes, ranks = Problems(), [], Ranks(0, 0, ranks, ranks)
-    plan = make_plan(replace(settings, dry_run=True), ranks, problems, notes, fetch=False)
+    plan = make_plan(replace(settings, dry_run=settings.target_gpu is not None), ranks, problems, notes, fetch=False)
     rows += [row("the run", "won't start", line, FAIL) for line in "\n".join(problems).splitlines()]
     if plan is None:
         return ""

@@ -105,9 +105,9 @@ def run_headline(ranks, args):
         print(f"No CUDA GPU: training a small character-level model on {ranks} CPU processes instead, in out-demo")
         os.environ["DS_ACCELERATOR"] = "cpu"
     settings = settings_of_script(TRAIN, [*ours, *args])  # later arguments win
-    keeps = settings.init_from == "resume" or settings.eval_only or settings.dry_run
+    keeps = settings.init_from == "resume" or settings.eval_only
     if not gpus and settings.out_dir == "out-demo" and not keeps:  # never a folder that the user named
-        print("Overwriting out-demo")
+        print("Overwriting out-demo" + ", but not in this dry run" * settings.dry_run)
         ours.append("--overwrite=True")
     data = Path("data", str(settings.dataset))
     if data.parent == Path("data") and (data / "prepare.py").is_file() and not (data / "meta.json").is_file():

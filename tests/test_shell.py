@@ -59,6 +59,11 @@ def test_the_whole_job(start, tmp_path):
         stdout, stderr = again.communicate(timeout=60)
     (line,) = stderr.splitlines()
     assert again.returncode == 2 and f"{tmp_path}/out already holds a run (iter_3)" in line and "iter 1:" not in stdout
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    with start("--dry_run=True", "--n_embd=64", "--n_head=2") as dry:  # it changes nothing, so it is not refused
+        stdout, stderr = dry.communicate(timeout=60)
+    assert (dry.returncode, stderr) == (0, "") and f"note       {tmp_path}/out already holds a run (iter_3): " in stdout
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
 
 
 def test_a_dry_run_ends_before_the_run(start, tmp_path):

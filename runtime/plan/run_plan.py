@@ -84,7 +84,7 @@ class RunPlan(Job):
         return "\n".join([
             *memory.format_breakdown("each GPU" if self.hardware.device == "cuda" else "each rank",
                                      memory.estimate(self), self.hardware.memory),
-            *memory.format_breakdown("host", host), *self.advice()])
+            *memory.format_breakdown("host", host), *self.advice() * self.settings.dry_run])
 
     def summary(self):
         """Return the run as text: model, data, hardware, batch, output, and the notes."""
@@ -288,8 +288,11 @@ def check_out_dir(s, start, tag_bytes, notes):
         return
     newest = TagStore(s.out_dir).newest()
     if newest and start and start.kind != "resume" and not s.overwrite:
-        raise UserError(f"{s.out_dir} already holds a run ({newest}): resume it with --init_from=resume, choose "
-                        "another --out_dir=DIR, or delete it with --overwrite=True")
+        found = (f"{s.out_dir} already holds a run ({newest}): resume it with --init_from=resume, choose another "
+                 "--out_dir=DIR, or delete it with --overwrite=True")
+        if not s.dry_run:
+            raise UserError(found)
+        notes.append(found)
     if os.path.exists(os.path.join(s.out_dir, "manifest.json")):
         raise UserError(f"out_dir={s.out_dir} is a checkpoint of a run: choose another with --out_dir=DIR")
     folder = nearest_existing_dir(s.out_dir)
