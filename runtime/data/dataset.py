@@ -17,6 +17,7 @@ import json
 import math
 import os
 import pickle
+import shlex
 import sys
 from dataclasses import dataclass
 from fractions import Fraction
@@ -239,7 +240,9 @@ def _problems(folder, split, meta, block_size):
 
 def _how_to_fix(folder):
     own, any_text = (os.path.relpath(path) for path in (folder / "prepare.py", ROOT / "data" / "prepare.py"))
-    return f"run python {own}" if os.path.exists(own) else f"run python {any_text} PATH --name={folder.name}"
+    name = folder.name if folder.parent == ROOT / "data" else shlex.quote(os.path.abspath(folder))
+    replace = " --overwrite" * any((folder / file).exists() for file in ("meta.json", "train.bin"))
+    return f"run python {own}" if os.path.exists(own) else f"run python {any_text} PATH --name={name}{replace}"
 
 
 @contextlib.contextmanager

@@ -159,6 +159,9 @@ def test_what_does_not_fit_is_cut_and_what_has_no_answer_left_is_dropped():
     assert (~12, ~13, 14, 15, 16, 17) in found
     with pytest.raises(UserError, match="chat has no answer within block_size=1: use a larger --block_size"):
         Conversations("chat", np.arange(12), mask[:12], 1)
+    for empty in (mask & 0, mask & 2, mask & 1):
+        with pytest.raises(UserError, match="its mask is empty, so prepare it again with --format=chat --overwrite$"):
+            Conversations("chat", np.arange(23), empty, 5)
 
 
 # The mean over all counted tokens of a step
