@@ -57,8 +57,8 @@ def main():
     for name in ("gpus", "warmup", "repeats", "batch", "tokens"):
         if getattr(args, name) < 1:
             parser.error(f"--{name}={getattr(args, name)} must be at least 1")
-    if args.what == "sample" and args.baseline not in (None, "hf"):
-        parser.error(f"--baseline={args.baseline} is for train: use --baseline=hf")
+    if args.what == "sample" and (argv or args.baseline not in (None, "hf")):
+        parser.error(f"sample has no {' '.join(argv) or f'--baseline={args.baseline}'}: see python bench.py --help")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes temporary folders
     if args.what == "baseline":  # a process that train() starts
         return baseline(args, argv)
@@ -67,16 +67,9 @@ def main():
     if args.what == "train":
         settings_of_script(SCRIPT, argv)  # exits if one is wrong
     record = commands[args.what](args, argv)
-    write_json(args.json, {"command": " ".join(["bench.py", *sys.argv[1:]]), "commit": git_commit(), **record})
+    record = {"command": " ".join(["bench.py", *sys.argv[1:]]), "commit": git_commit(), **record}
+    Path(args.json).write_text(json.dumps(record, indent=1))
     print(f"written to {args.json}")
-
-
-def read_json(*path):
-    return json.loads(Path(*path).read_text(encoding="utf-8"))
-
-
-def write_json(path, record):
-    Path(path).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 def summarize(values):
@@ -100,7 +93,8 @@ def train(args, argv):
             "--keep_last=0", "--log_interval=1"]
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         run_ranks(args, folder, SCRIPT, *argv)
-        run, records = read_json(folder, "settings.json"), [r for r in read_history(folder) if "ms" in r]
+        run = json.loads(Path(folder, "settings.json").read_text())
+        records = [r for r in read_history(folder) if "ms" in r]
         record = {key: run[key] for key in ("hardware", "versions", "settings", "world_size")}
         counted, s = records[args.warmup :], record["settings"]
         ms = summarize([r["ms"] for r in counted])
@@ -120,7 +114,7 @@ def train(args, argv):
             run_ranks(args, folder, __file__, "baseline", f"--baseline={args.baseline}", *argv,
                       f"--batch_size={s['batch_size']}",
                       f"--gradient_accumulation_steps={s['gradient_accumulation_steps']}")
-            other = read_json(folder, "baseline.json")
+            other = json.loads(Path(folder, "baseline.json").read_text())
             other["ms"] = summarize(other["ms"][args.warmup :])
             other["ratio"] = other["ms"]["median"] / ms["median"]
             record["baseline"] = other
@@ -159,8 +153,8 @@ def baseline(args, argv):
         times.append(1000 * (time.perf_counter() - start))
     losses = all_reduce_sum(*losses, device=device)
     if ranks.rank == 0:
-        write_json(Path(s.out_dir, "baseline.json"),
-                   {"name": name, "ms": times, "losses": losses, "peak_gb": peak_memory(device) / 1e9})
+        record = {"name": name, "ms": times, "losses": losses, "peak_gb": peak_memory(device) / 1e9}
+        Path(s.out_dir, "baseline.json").write_text(json.dumps(record))
     del micro_step  # frees DDP now: after the process group, it can deadlock with a thread of gloo
     shut_down()
 
@@ -240,8 +234,6 @@ def sample(args, argv):
     """Measure sampling: random weights, a prompt of 16 tokens, top-k 200; the first token is timed on its own."""
     from runtime.kernels.decode import RowNoise, decode_step_for
 
-    if argv:
-        raise SystemExit(f"unknown argument {' '.join(argv)}: run python bench.py --help")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     layers, heads, width = args.model

@@ -45,11 +45,12 @@ def test_sample_beside_transformers(tmp_path):
     (["sample", "--model=gpt3"], "argument --model: invalid shape value: 'gpt3'"),
     (["train", "--json=no/x.json"], "there is no such folder"),
     (["sample", "--repeats=0"], "--repeats=0 must be at least 1"),
-    (["sample", "--baseline=fsdp2"], "--baseline=fsdp2 is for train: use --baseline=hf"),
+    (["sample", "--baseline=fsdp2"], "sample has no --baseline=fsdp2: see python bench.py --help"),
+    (["sample", "--batch_size=4"], "sample has no --batch_size=4: see python bench.py --help"),
 ])
 def test_mistakes_are_one_line(args, sentence):
     run = launch(ROOT / "bench.py", *args)
-    assert run.returncode and sentence in run.stderr and "Traceback" not in run.stderr
+    assert run.returncode == 2 and sentence in run.stderr and "Traceback" not in run.stderr
 
 
 def test_a_misspelt_setting_ends_before_anything_starts(tmp_path):
