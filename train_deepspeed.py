@@ -342,5 +342,4 @@ saver.wait()
 log.close(finished() and not eval_only, evals_since_best)
 exit_code = 0 if finished() else exit_code or 0
 shut_down(exit_code)
-if exit_code:
-    raise SystemExit(exit_code)
+raise SystemExit(exit_code)

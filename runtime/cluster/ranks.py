@@ -5,13 +5,15 @@ import io
 import os
 import sys
 import threading
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
 import torch.distributed as dist
 
 from runtime.files import UserError
 from runtime.output import exit_with_error
+
+Ranks = namedtuple("Ranks", ("rank", "local_rank", "world_size", "local_world_size"))  # the last: ranks on this node
 
 
 def launcher_variable(name, default=""):
@@ -29,13 +31,6 @@ ALL_EXITING = threading.Event()  # set when all ranks do: a rank that ends after
 _progress = None  # the progress bar
 _cleanup = contextlib.ExitStack()
 on_shut_down = _cleanup.callback  # on_shut_down(function, *args): shut_down() calls it, before the barrier
-
-
-class Ranks(NamedTuple):
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int  # ranks on this node
 
 
 def ranks_from_environment(dry_run=False):

@@ -6,6 +6,7 @@ RESULTS.md compares the estimate with measurements of GPT-2 XL on H200.
 
 import itertools
 import math
+from collections import namedtuple
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +21,7 @@ USABLE_FRACTION = 0.9  # of a GPU's memory; the rest is lost to fragmentation
 PRESETS = ("ds_config_zero2.json", "ds_config_zero3.json", "config/ds/zero2_offload.json",
            "config/ds/zero3_offload.json")
 BAR_WIDTH = 40
+ParamCount = namedtuple("ParamCount", ("total", "stored", "trainable"))  # stored: with the padded vocabulary
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,6 @@ class Batch:
     @property
     def tokens(self):
         return self.sequences * self.block_size
-
-
-@dataclass(frozen=True)
-class ParamCount:
-    total: int  # as printed
-    stored: int  # with the padded vocabulary
-    trainable: int
 
 
 @dataclass(frozen=True)
@@ -230,7 +225,7 @@ def advice(job, settings, lora_possible):
         return []
     lines = [f"  {format_bytes(size):>9}  {time:>4.1f}x  {args}" for time, size, args in jobs_that_fit(job, settings)]
     # LoRA of rank 64, one sequence at a time, recomputed. A block's matrices have 16 n_embd inputs and outputs
-    lora_params = replace(job.params, trainable=64 * 16 * job.model.n_embd * job.model.n_layer)
+    lora_params = job.params._replace(trainable=64 * 16 * job.model.n_embd * job.model.n_layer)
     lora = replace(job.splits()[-1], params=lora_params, gradient_checkpointing=True, accumulate_locally=False)
     if lora_possible and fits(lora):
         args = arguments(settings, lora, lora_rank=64, learning_rate=2e-4)
