@@ -172,13 +172,11 @@ def packages():
 
 def cuda():
     built = f"PyTorch {torch.__version__}, for CUDA {torch.version.cuda}"
-    if problem := hardware.unsupported_gpu(map(torch.cuda.get_device_capability, range(GPUS)) if GPUS else None):
+    every = map(torch.cuda.get_device_capability, range(GPUS))
+    if problem := hardware.undetected_gpu() or hardware.unsupported_gpu(every):
         yield row("CUDA", *problem, FAIL)
     elif GPUS:
         yield row("CUDA", built)
-    elif hardware.run_command("nvidia-smi", "-L"):
-        yield row("CUDA", f"nvidia-smi lists GPUs, but {built}, finds none",
-                  "update the driver, install a PyTorch for its CUDA version, or check CUDA_VISIBLE_DEVICES", FAIL)
     else:
         yield row("CUDA", f"no GPU; {built}",
                   "small models train on CPU; GPT-2 XL needs a GPU (estimate for one with --target_gpu=24)")

@@ -64,22 +64,16 @@ def run_python(*arguments):
 
 
 def count_gpus():
-    """Return the number of GPUs that PyTorch finds. Exit if there is none, but nvidia-smi lists one."""
+    """Return the number of GPUs that PyTorch finds. Exit if there are some that it can't use."""
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch  # after that
 
-    from runtime.hardware import run_command, unsupported_gpu
+    from runtime.hardware import undetected_gpu
 
-    if torch.cuda.is_available():
-        return torch.cuda.device_count()
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if not hidden and run_command("nvidia-smi", "-L").startswith("GPU "):
-        problem, fix = unsupported_gpu() or (f"torch {torch.__version__} finds no CUDA device",
-                                             "update the driver or install a PyTorch built for it")
-        fail(f"nvidia-smi lists GPUs, but {problem}: {fix}, check CUDA_VISIBLE_DEVICES, or run on CPU with "
-             "DS_ACCELERATOR=cpu")
-    return 0
+    if problem := undetected_gpu():
+        fail(": ".join(problem))
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def train(ranks, args, script=TRAIN):

@@ -106,17 +106,27 @@ def unsupported_gpu(capabilities=None):
         if not any(arch <= gpu and (kind == "compute" or arch[0] == gpu[0]) for kind, arch in built):
             fix = f"run python -m pip install -r requirements{'-volta' * (gpu < (7, 5))}.txt"
             return (f"PyTorch {torch.__version__} has no kernels for GPUs of compute capability {gpu[0]}.{gpu[1]}",
-                    fix if gpu >= (5, 0) else "use another GPU, or --device=cpu")
+                    fix if gpu >= (5, 0) else "use another GPU, or CUDA_VISIBLE_DEVICES=-1 for the CPU")
+
+
+def undetected_gpu():
+    """Return (problem, fix) if PyTorch finds no GPU, but nvidia-smi lists one that isn't hidden, else None."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if not torch.cuda.is_available() and not hidden and run_command("nvidia-smi", "-L").startswith("GPU "):
+        return unsupported_gpu() or (
+            f"nvidia-smi lists GPUs, but PyTorch {torch.__version__}, for CUDA {torch.version.cuda}, finds none",
+            "update the driver, install a PyTorch for its CUDA version, or set CUDA_VISIBLE_DEVICES=-1 for the CPU")
 
 
 def pick_device(device, local_world_size=1):
     """Resolve the setting device: "auto" is "cuda" if PyTorch finds a GPU, else "cpu". Raises ValueError, also if
-    PyTorch has no kernels for one of the first `local_world_size` GPUs."""
+    PyTorch can't use one of the first `local_world_size` GPUs."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda, but PyTorch finds no CUDA GPU: use --device=cpu, or check nvidia-smi")
+    problem = undetected_gpu() if device == "auto" else None
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     gpus = min(local_world_size, torch.cuda.device_count()) if device == "cuda" else 0
-    if problem := unsupported_gpu(map(torch.cuda.get_device_capability, range(gpus))):
+    if problem := problem or unsupported_gpu(map(torch.cuda.get_device_capability, range(gpus))):
         raise ValueError(": ".join(problem))
     return device
 

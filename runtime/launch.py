@@ -10,7 +10,6 @@ import sys
 
 from runtime.output import protect_output
 
-signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C during the imports, without a traceback
 SIGNALS = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
 if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup, the ranks ignore it too
     SIGNALS += ",SIGHUP"

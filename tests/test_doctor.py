@@ -59,7 +59,8 @@ def test_a_card_that_this_pytorch_has_no_kernels_for_fails_with_the_fix(tmp_path
     """nvidia-smi lists one with compute capability 7.0, or under requirements-volta.txt one with 10.0."""
     capability, file = ("10.0", "requirements.txt") if "sm_70" in torch._C._cuda_getArchFlags() else (
         "7.0", "requirements-volta.txt")
-    done = doctor(PATH=os.pathsep.join([str(nvidia_smi(tmp_path, capability).parent), os.environ["PATH"]]))
+    path = os.pathsep.join([str(nvidia_smi(tmp_path, capability).parent), os.environ["PATH"]])
+    done = doctor(PATH=path, CUDA_VISIBLE_DEVICES="0")
     assert done.returncode == 1 and "1 to fix" in done.stdout
     assert re.search(rf"^FAIL  CUDA +PyTorch \S+ has no kernels for GPUs of compute capability {capability}\n +-> "
                      rf"run python -m pip install -r {file}$", done.stdout, re.M), done.stdout

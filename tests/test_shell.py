@@ -106,7 +106,8 @@ def test_sigterm_in_the_middle_leaves_no_process(start, tmp_path):
 # is none, the same PyTorch build meets an nvidia-smi that lists one, which is the case to test
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("capability, problem", [
-    ("9.0", r"torch \S+ finds no CUDA device: update the driver or install a PyTorch built for it"),
+    ("9.0", r"nvidia-smi lists GPUs, but PyTorch \S+, for CUDA \S+, finds none: update the driver, install a PyTorch "
+            "for its CUDA version, or set CUDA_VISIBLE_DEVICES=-1 for the CPU"),
     long("7.0" if "sm_100" in torch._C._cuda_getArchFlags() else "10.0",
          r"PyTorch \S+ has no kernels for GPUs of compute capability (7|10)\.0: run python -m pip install -r \S+")])
 def test_gpus_that_pytorch_cannot_use_are_an_error(tmp_path, capability, problem):
@@ -115,8 +116,7 @@ def test_gpus_that_pytorch_cannot_use_are_an_error(tmp_path, capability, problem
     run = subprocess.run([ROOT / "run_deepspeed_xl.sh"], capture_output=True, text=True, timeout=60,
                          env={**env, "PATH": f"{tmp_path}:{env['PATH']}", "PYTHON": sys.executable})
     assert (run.returncode, run.stdout) == (2, "")
-    assert re.fullmatch(rf"launch_deepspeed\.py: nvidia-smi lists GPUs, but {problem}, check CUDA_VISIBLE_DEVICES, or "
-                        r"run on CPU with DS_ACCELERATOR=cpu\n", run.stderr)
+    assert re.fullmatch(rf"launch_deepspeed\.py: {problem}\n", run.stderr)
 
 
 def setup(project, **env):

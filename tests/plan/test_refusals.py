@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CHARS, ROOT, SMALL, launch, planted
+from conftest import CHARS, ROOT, SMALL, launch, nvidia_smi, planted
 from test_configurator import script_settings
 from torch.nn.attention import SDPBackend
 
@@ -353,10 +353,21 @@ def test_a_card_needs_a_pytorch_that_has_its_kernels(monkeypatch, characters, tm
     if fix == "fits":
         assert problems == [] and plan.hardware.device == "cuda"
         return
-    fix = ("use another GPU, or --device=cpu" if fix is None else
+    fix = ("use another GPU, or CUDA_VISIBLE_DEVICES=-1 for the CPU" if fix is None else
            f"run python -m pip install -r requirements{'-' * bool(fix)}{fix}.txt")
     assert problems == [f"PyTorch {torch.__version__} has no kernels for GPUs of compute capability "
                         f"{'.'.join(map(str, capability))}: {fix}"]
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="needs a machine without a GPU")
+def test_a_card_that_pytorch_does_not_find_is_not_replaced_by_the_cpu(train, tmp_path):
+    """A K80, whose last driver is too old for this PyTorch: is_available() is False there."""
+    path = os.pathsep.join([str(nvidia_smi(tmp_path, "3.7").parent), os.environ["PATH"]])
+    run = train("--device=auto", PATH=path, CUDA_VISIBLE_DEVICES="0")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == (f"PyTorch {torch.__version__} has no kernels for GPUs of compute capability 3.7: use another "
+                          "GPU, or CUDA_VISIBLE_DEVICES=-1 for the CPU\n")
+    assert train("--device=auto", "--dry_run=True", PATH=path, CUDA_VISIBLE_DEVICES="-1").returncode == 0
 
 
 def test_cards_that_no_rank_uses_do_not_matter(monkeypatch, characters, tmp_path):
