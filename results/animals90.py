@@ -29,10 +29,10 @@ TABLE = (  # setting, the guides' figures, GPUs, rows, keys
     ("2 GPUs, 64 each, fp16", "25 s per epoch, 10 GB", 2, ["2 GPUs, 64, fp16"], FAST),
     ("2 GPUs, 128 each, fp16", "22 s, 20 GB", 2, ["2 GPUs, 128, fp16"], FAST),
     ("1 GPU, 128, fp16", "40 s, 20 GB", 1, ["1 GPU, 128, fp16"], FAST),
-    ("2 GPUs, 64 each, `--plain`, fp16", "60 it/s, 14 GB, against 70 it/s and 10 GB", 2, ["2 GPUs, 64, plain, fp16"],
-     FAST),
-    ("2 GPUs, 64 each, `--plain`, float32", "", 2, ["2 GPUs, 64, plain, float32"], FAST),
-    ("1 GPU, 16, 32, 64: `--plain`, float32", "1.8 GB, 3.2 GB, out of memory (2 GB GPU)", 1, MEMORY[:3],
+    ("2 GPUs, 64 each, plain PyTorch, fp16", "60 it/s, 14 GB, against 70 it/s and 10 GB", 2,
+     ["2 GPUs, 64, plain, fp16"], FAST),
+    ("2 GPUs, 64 each, plain PyTorch, float32", "", 2, ["2 GPUs, 64, plain, float32"], FAST),
+    ("1 GPU, 16, 32, 64: plain PyTorch, float32", "1.8 GB, 3.2 GB, out of memory (2 GB GPU)", 1, MEMORY[:3],
      ["memory_gb"]),
     ("1 GPU, 16, 32, 64: ZeRO-2, fp16", "1.2 GB, 2.0 GB, 3.5 GB", 1, MEMORY[3:], ["memory_gb"]),
     ("1 GPU, 64, fp16, a tenth of the pictures", "", 1, ["16 workers"], ["memory_gb", "seconds"]),
@@ -67,23 +67,30 @@ class Measurement:
         self.result[f"prepared_{pictures}_s"] = round(time.time() - start, 1)
 
     def run(self, name, pictures, options, epochs=2, config=None):
-        """Train, and record the last epoch. config: DeepSpeed's JSON, if it is another one."""
+        """Train, and record the last epoch. config: DeepSpeed's JSON, if it is another one. Rows that are called plain
+        run animals90_plain.py."""
         cwd = self.work / name.replace(" ", "_").replace(",", "")
         cwd.mkdir()
         if config:
             (cwd / "ds.json").write_text(json.dumps(config))
             options += " --config ds.json"
         folders = [f"--{split}_dir={self.work / pictures / split}" for split in ("train", "val")]
-        command = [sys.executable, EXAMPLE / "launch_deepspeed.py", "--num_gpus", self.gpus, *shlex.split(options),
-                   "--pretrained", "none", "--epochs", epochs, "--save_interval", 1000, *folders]
+        command = [EXAMPLE / "launch_deepspeed.py", "--num_gpus", self.gpus, "--save_interval", 1000]
+        if "plain" in name:
+            command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.gpus}",
+                       RESULTS / "animals90_plain.py"]
+        command += [*shlex.split(options), "--pretrained", "none", "--epochs", epochs, *folders]
         try:
-            subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, check=True,
+            subprocess.run([sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, check=True,
                            timeout=max(1, self.end - time.time()))
             found = json.loads((cwd / "logs" / "training_history.json").read_text())["epochs"]
             row = {**found[-1], "val_acc_by_epoch": [epoch["val_acc"] for epoch in found]}
         except subprocess.SubprocessError as error:
             row = {"failed": f"{error}: {error.stderr or ''}"[-1500:]}
-        row |= {"command": f"python launch_deepspeed.py --num_gpus {self.gpus} {options}", "json": config}
+        start = f"python launch_deepspeed.py --num_gpus {self.gpus}"
+        if "plain" in name:
+            start = f"torchrun --nproc_per_node={self.gpus} results/animals90_plain.py"
+        row |= {"command": f"{start} {options}", "json": config}
         self.result["rows"][name] = row
         self.path.write_text(json.dumps(self.result, indent=1) + "\n")
         print(f"{name}: " + (row.get("failed") or cell(row, [*FAST, "waited_s", "val_acc"])), flush=True)
@@ -95,7 +102,7 @@ def on_two_gpus(m):
     for size in (64, 128):
         m.run(f"2 GPUs, {size}, fp16", "full", f"--fp16 --batch_size {size} {workers}")
     for dtype in ("fp16", "float32"):
-        options = f"--plain --batch_size 64 {workers}" + " --fp16" * (dtype == "fp16")
+        options = f"--batch_size 64 {workers}" + " --fp16" * (dtype == "fp16")
         m.run(f"2 GPUs, 64, plain, {dtype}", "full", options)
 
 
@@ -110,8 +117,7 @@ def on_one_gpu(m):
     m.run("1 GPU, 128, fp16", "full", f"--fp16 --batch_size 128 {workers}")
     with ThreadPoolExecutor() as pool:  # memory and accuracy don't depend on the speed: these share the GPU
         for name in MEMORY:
-            options = f"--batch_size {name.split(', ')[1]} --num_workers 1 " + (
-                "--plain" if "plain" in name else "--fp16")
+            options = f"--batch_size {name.split(', ')[1]} --num_workers 1" + " --fp16" * ("plain" not in name)
             pool.submit(m.run, name, "small", options)
     with ThreadPoolExecutor() as pool:
         for dtype in ("fp16", "float32"):

@@ -2,11 +2,13 @@
 
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +24,10 @@ from torch.nn import functional as F
 from transformers import ResNetConfig, ResNetForImageClassification
 
 import configurator
-from runtime.files import UserError
 
 EXAMPLE = ROOT / "examples" / "animals90"
 SCRIPT = EXAMPLE / "src" / "train_deepspeed.py"
+PLAIN = ROOT / "results" / "animals90_plain.py"
 if not EXAMPLE.exists():
     # The project is whole without its examples, and these are the tests of the one that is missing then
     pytest.skip("without examples/animals90", allow_module_level=True)
@@ -42,6 +44,14 @@ def dump(code=0):
     shut_down(code)
 ranks.shut_down = dump
 """
+PRINT_RECIPE = """
+import json
+from runtime.engine import setup
+def print_recipe(recipe, *args):
+    print(json.dumps(vars(recipe)))
+    raise SystemExit
+setup.setup_device = print_recipe
+"""
 
 
 def load(name):
@@ -52,7 +62,7 @@ def load(name):
     return module
 
 
-model, data, engine = load("src/model.py"), load("src/data.py"), load("src/engine.py")
+model, data = load("src/model.py"), load("src/data.py")
 figures = load(ROOT / "results" / "animals90.py")
 
 
@@ -99,7 +109,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """)
         ended = launch(planted, f"--train_dir={pictures}/train", f"--val_dir={pictures}/val", f"--pretrained={weights}",
                        "--image_size=32", "--num_workers=0", "--batch_size=4", "--epochs=1",
-                       f"--checkpoint_dir={cwd}/checkpoints", f"--log_dir={cwd}/logs", *args, ranks=ranks, **options)
+                       f"--log_dir={cwd}/logs", *[f"--checkpoint_dir={cwd}/checkpoints"] * (script != PLAIN), *args,
+                       ranks=ranks, **options)
         history = cwd / "logs" / "training_history.json"
         epochs = json.loads(history.read_text())["epochs"] if history.exists() else []
         return SimpleNamespace(
@@ -202,12 +213,13 @@ def test_statistics_stay_in_float32_in_half_precision():
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("n, accumulation", [(42, 1), (42, 4), (7, 2), (48, 2)])
 def test_each_picture_is_there_once_and_all_ranks_have_as_many_batches(n, accumulation, world_size):
-    settings = SimpleNamespace(batch_size=4, seed=5)
-    count = data.batches_per_epoch(n, settings, SimpleNamespace(world_size=world_size), accumulation)
+    shares = [data.Pictures([None] * n, SimpleNamespace(batch_size=4, seed=5),
+                            SimpleNamespace(rank=rank, world_size=world_size), accumulation)
+              for rank in range(world_size)]
+    count = shares[0].batches_per_epoch
     assert count % accumulation == 0 and (count - accumulation) * 4 * world_size < n <= count * 4 * world_size
     for epoch in (0, 1):
-        ranks = [[*data.batches(n, epoch, count, settings, SimpleNamespace(rank=rank, world_size=world_size))]
-                 for rank in range(world_size)]
+        ranks = [[*share.batches(epoch)] for share in shares]
         assert {len(batches) for batches in ranks} == {count}
         assert {len(batch) for batches in ranks for batch in batches} == {4}
         order = [item for step in zip(*ranks) for batch in step for item in batch]
@@ -224,7 +236,8 @@ def test_the_pictures_of_a_step_do_not_depend_on_ranks_or_workers(pictures):
         settings = SimpleNamespace(batch_size=batch_size, seed=5, image_size=32, num_workers=workers)
         shown = []
         for rank in range(world_size):
-            batches = data.load(found, [3], accumulation, settings, SimpleNamespace(rank=rank, world_size=world_size))
+            ranks = SimpleNamespace(rank=rank, world_size=world_size)
+            batches = itertools.islice(data.Pictures(found, settings, ranks).load([3]), accumulation)
             shown += [(x.numpy().tobytes(), int(label)) for batch in batches for x, label in zip(*batch)]
         return sorted(shown)
 
@@ -267,7 +280,7 @@ def reference_run(weights, pictures, epochs=2, accumulation=2):
     optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.5, eps=1e-1)
     _, found, _, _ = data.find_pictures(pictures / "train", pictures / "val")
     settings = SimpleNamespace(batch_size=8, seed=1337, image_size=48, num_workers=0)
-    batches = data.load(found, range(1, epochs + 1), 6, settings, SimpleNamespace(rank=0, world_size=1))
+    batches = data.Pictures(found, settings, SimpleNamespace(rank=0, world_size=1)).load(range(1, epochs + 1))
     mean, std = torch.tensor([[[0.485]], [[0.456]], [[0.406]]]), torch.tensor([[[0.229]], [[0.224]], [[0.225]]])
     losses, steps = [], 0
     for x, y in batches:
@@ -296,12 +309,14 @@ def test_six_steps_are_plain_pytorchs(train, weights, pictures, smooth):
 
 
 def test_two_ranks_are_distributed_data_parallel(train, smooth):
-    ours, plain = (done(train(*WELL_CONDITIONED, smooth, "--batch_size=8", *args, ranks=2)) for args in (
-        (), ("--plain",)))
-    for key in ("train_loss", "val_loss"):
+    """The baseline that results/animals90.py measures."""
+    ours = done(train(*WELL_CONDITIONED, smooth, "--batch_size=8", ranks=2))
+    plain = done(train(*WELL_CONDITIONED, "--eps=1e-1", "--weight_decay=0.5", "--batch_size=8", ranks=2, script=PLAIN))
+    for key in ("train_loss", "val_loss", "val_acc"):
         assert ours.epochs[0][key] == pytest.approx(plain.epochs[0][key], abs=1e-5)
     assert_same_tensors(ours.models[0], plain.models[0], 1e-5)
-    assert not [*(plain.cwd / "checkpoints").iterdir()] and "DistributedDataParallel" in plain.stdout
+    history = json.loads((plain.cwd / "logs" / "training_history.json").read_text())
+    assert {*figures.UNITS} <= history["epochs"][0].keys()
 
 
 def test_all_ranks_end_with_the_same_statistics(two_ranks):
@@ -377,7 +392,7 @@ runtime.files.replace_dir = die
     assert killed.returncode == 9 and {path.name for path in checkpoints.iterdir()} == {".saving", "best_model.old"}
     resumed = done(train("--epochs=2", "--batch_size=16", f"--resume={checkpoints}/best_model", cwd=killed.cwd))
     assert [epoch["epoch"] for epoch in resumed.epochs] == [1, 2]
-    assert not (checkpoints / ".saving").exists() and engine.find_checkpoint(checkpoints)[1]["epoch"] == 2
+    assert not (checkpoints / ".saving").exists() and (checkpoints / "epoch_2").exists()
 
 
 # -----------------------------------------------------------------------------
@@ -393,20 +408,25 @@ torch.nn.functional.conv2d = lambda x, weight, *args: conv2d(x.float(), weight.f
 
 
 @pytest.fixture
-def float16(train, tmp_path):
-    """float16({"loss_scale_window": 2}, *args): 2 epochs of 6 steps in float16, with these keys in the JSON's block."""
-    shutil.copytree(EXAMPLE / "src", tmp_path / "examples" / "animals90" / "src")
+def float16_script(tmp_path):
+    shutil.copytree(EXAMPLE, tmp_path / "examples" / "animals90", ignore=shutil.ignore_patterns("data", "check*"))
     script = tmp_path / "examples" / "animals90" / "src" / "train_deepspeed.py"
     text = script.read_text()
     assert text.count("fp16 and not on_gpu") == 1
     script.write_text(text.replace("fp16 and not on_gpu", "False"))
+    return script
+
+
+@pytest.fixture
+def float16(train, float16_script, tmp_path):
+    """float16({"loss_scale_window": 2}, *args): 2 epochs of 6 steps in float16, with these keys in the JSON's block."""
 
     def run(block, *args, **options):
         config = json.loads((EXAMPLE / "ds_config_rtx5090.json").read_text())
         config["fp16"] |= block
         (tmp_path / "float16.json").write_text(json.dumps(config))
         return done(train("--fp16", "--batch_size=8", "--epochs=2", f"--deepspeed_config={tmp_path}/float16.json",
-                          *args, script=script, plant=FLOAT16, **options))
+                          *args, script=float16_script, plant=FLOAT16, **options))
 
     return run
 
@@ -433,61 +453,61 @@ def test_a_skipped_step_is_none_of_the_schedule_and_statistics_stay_float32(floa
 # The JSON, refusals, commands
 
 
-def recipe(config, tmp_path, dtype="float32", **options):
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, **config}))
-    settings = SimpleNamespace(batch_size=4, gradient_accumulation_steps=2, learning_rate=0.001)
-    return engine.read_recipe(path, settings, 2, 10, "cpu", dtype)
+def test_the_json_says_which_adam_and_whether_there_is_a_warmup(train, tmp_path):
+    def recipe(config):
+        (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, **config}))
+        return json.loads(done(train(f"--config={tmp_path}/ds.json", plant=PRINT_RECIPE)).stdout)
+
+    found = recipe({"optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": [0.8, 0.9]}}})
+    assert found["adamw"] == {"lr": 0.001, "weight_decay": 0.0, "betas": [0.8, 0.9]} and found["warmup_steps"] == 1
+    found = recipe({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_min_lr": 1e-4}}})
+    assert found["adamw"] == {"lr": 0.001, "weight_decay": 0.01}
+    assert (found["start_lr"], found["warmup_steps"]) == (1e-4, 11)
 
 
-def test_the_json_says_which_adam_and_whether_there_is_a_warmup(tmp_path):
-    found = recipe({"optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": [0.8, 0.9]}}}, tmp_path)
-    assert found.adamw == {"lr": 0.001, "weight_decay": 0.0, "betas": [0.8, 0.9]} and found.warmup_steps == 0
-    found = recipe({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_min_lr": 1e-4}}},
-                   tmp_path)
-    assert found.adamw == {"lr": 0.001, "weight_decay": 0.01}
-    assert (found.warmup_from, found.warmup_steps) == (1e-4, 10)
-    for name, offload in (("ds_config_zero2.json", "cpu"), ("ds_config_rtx5090.json", None)):
-        found = recipe(json.loads((EXAMPLE / name).read_text()), tmp_path, "float16")
-        zero = found.config["zero_optimization"]
-        assert zero.get("offload_optimizer", {}).get("device") == offload
-        assert zero.get("round_robin_gradients", False) == (offload is None)
-        assert found.config["fp16"] | {"loss_scale_window": 0} == {
+def test_the_two_jsons_in_float16(float16_script, train):
+    for args, offload in (["--offload_optimizer"], True), ([], False):
+        run = done(train("--fp16", "--batch_size=16", *args, script=float16_script, plant=FLOAT16 + PRINT_RECIPE))
+        config = json.loads(run.stdout)["config"]
+        assert config["zero_optimization"].get("offload_optimizer", {}).get("device") == ("cpu" if offload else None)
+        assert config["zero_optimization"].get("round_robin_gradients", False) == (not offload)
+        assert config["fp16"] | {"loss_scale_window": 0} == {
             "enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 0}
-        assert found.config["train_batch_size"] == 16 and "optimizer" not in found.config
+        assert config["train_batch_size"] == 16 and "optimizer" not in config
 
 
-@pytest.mark.parametrize("config, sentence", [
-    ({"optimizer": {"type": "Lamb"}}, '"optimizer.type" is "Lamb": write "AdamW" or "Adam"'),
-    ({"optimizer": {"params": {"learning_rate": 1}}}, '"optimizer.params.learning_rate" is not supported: remove it'),
-    ({"optimizer": {"params": {"weight_decy": 1}}}, '"optimizer.params.weight_decy" is not supported: did you mean'),
-    ({"optimizer": {"params": {"lr": 0.1}}}, '"optimizer.params.lr" is 0.1: write 0.001 or "auto"'),
-    ({"scheduler": {"type": "OneCycle"}}, '"scheduler.type" is "OneCycle": write "WarmupLR"'),
-    ({"train_batch_size": 5}, '"train_batch_size" is 5, but the script sets it to 16'),
-    ({"fp16": {"enabled": True}}, '"fp16.enabled" is true, but dtype=float32'),
-    ({"zero_optimization": {"stage": 3}}, '"zero_optimization.stage" is 3: write 2'),
-    ({"zero_optimization": {"stage": 2, "offload": 1}}, '"zero_optimization.offload" is not supported'),
-    ({"zero_optimisation": {}}, '"zero_optimisation" is not supported: did you mean'),
-    ({"zero_optimization": {}}, '"zero_optimization.stage" is missing: write 2'),
-    ({"flops_profiler": {"profile_steps": 1}}, '"flops_profiler.profile_steps" is not supported: did you mean'),
-    ({"optimizer": []}, '"optimizer" must be an object'),
-    ({"optimizer": {"params": 3}}, '"optimizer.params" must be an object')])
-def test_jsons_are_refused(config, sentence, tmp_path):
-    with pytest.raises(UserError, match=re.escape(sentence)):
-        recipe(config, tmp_path)
+@pytest.mark.parametrize("config, sentences", [
+    ({"optimizer": {"type": "Lamb", "params": {"learning_rate": 1, "weight_decy": 1, "lr": 0.1}},
+      "scheduler": {"type": "OneCycle"}, "train_batch_size": 5, "fp16": {"enabled": True}, "zero_optimisation": {},
+      "zero_optimization": {"stage": 3, "offload": 1}, "flops_profiler": {"profile_steps": 1}},
+     ['"optimizer.type" is "Lamb": write "AdamW" or "Adam"',
+      '"optimizer.params.learning_rate" is not supported: remove it',
+      '"optimizer.params.weight_decy" is not supported: did you mean',
+      '"optimizer.params.lr" is 0.1: write 0.001 or "auto"', '"scheduler.type" is "OneCycle": write "WarmupLR"',
+      '"train_batch_size" is 5, but the script sets it to 4', '"fp16.enabled" is true, but dtype=float32',
+      '"zero_optimization.stage" is 3: write 2', '"zero_optimization.offload" is not supported',
+      '"zero_optimisation" is not supported: did you mean', '"flops_profiler.profile_steps" is not supported: did']),
+    ({"zero_optimization": {}}, ['"zero_optimization.stage" is missing: write 2']),
+    ({"zero_optimization": {"stage": 2}, "optimizer": []}, ['"optimizer" must be an object']),
+    ({"zero_optimization": {"stage": 2}, "optimizer": {"params": 3}}, ['"optimizer.params" must be an object'])])
+def test_jsons_are_refused(config, sentences, train, tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    refused = train(f"--config={tmp_path}/ds.json")
+    assert refused.returncode == 2 and not [text for text in sentences if text not in refused.stderr], refused.stderr
+    assert refused.stderr.count("\n") == len(sentences)
 
 
 @pytest.mark.parametrize("arguments, sentence", [
     (["--train_dir=nowhere"], r"nowhere does not exist: .*prepare.py --from FOLDER .*prepare.py --made_up .*"),
     (["--train_dir={pictures}/val/class_00"], "the class class_00 has no pictures .* has 0 classes: .* 2 or more"),
-    (["--batch_size=0", "--fp16", "--bf16", "--plain", "--resume=x"],
-     "batch_size=0 is too small: .*\n--fp16 and --bf16 exclude .*\n--plain has no .*\n--fp16 needs a GPU: .*"),
+    (["--batch_size=0", "--fp16", "--bf16"],
+     "batch_size=0 is too small: .*\n--fp16 and --bf16 exclude .*\n--fp16 needs a GPU: .*"),
     (["--config=x.json", "--offload_optimizer", "--num_gpus=3"],
      "--offload_optimizer is another JSON: .*\n--num_gpus is an option of launch_deepspeed.py: .*"),
     (["--deepspeed_config=x.json", "--offload_optimizer"], "--offload_optimizer is another JSON: .*"),
     (["--deepspeed_config=nowhere.json"], ".*nowhere.json: No such file or directory: .*"),
     (["--nmu_workers=8"], "command line: there is no setting 'nmu_workers': did you mean 'num_workers'\\?"),
-    (["--pretrained=nowhere"], "pretrained=nowhere is not available or does not fit .*--pretrained none"),
+    (["--pretrained=nowhere"], "pretrained=nowhere isn't available or doesn't fit .*--pretrained none"),
     (["--resume={pictures}"], "resume=.* is not a complete checkpoint .*drop --resume"),
     (["--checkpoint_dir=/proc/checkpoints"], ".*/proc/checkpoints.*"),
     (["--learning_rate=0", "--image_size=31"], "learning_rate=0.0 is too small: .*\nimage_size=31 is .*")])
@@ -501,14 +521,14 @@ def test_a_checkpoint_of_other_pictures_or_of_another_run_is_refused(train, two_
     checkpoints = two_ranks.cwd / "checkpoints"
     for arguments, sentence in (
             ([f"--resume={checkpoints}/epoch_4", "--image_size=48"], "image_size is 48, but 32 in .*drop --resume"),
-            ([], "checkpoints holds a run: use --resume .*, --overwrite, or another")):
+            ([], "checkpoints holds a run: use --resume .*, or --overwrite to delete it")):
         refused = train(f"--checkpoint_dir={checkpoints}", *arguments)
         assert refused.returncode == 2 and re.search(sentence, refused.stderr), refused.stderr
 
 
-def test_an_incomplete_or_dangerous_checkpoint_is_refused(two_ranks, tmp_path):
+def test_an_incomplete_or_dangerous_checkpoint_is_refused(train, two_ranks, tmp_path):
     for damage, sentence in (("missing", "1 optimizer files"), ("cut", "not a complete checkpoint"),
-                             ("code", "builtins.print, functools.partial could run code")):
+                             ("code", "could run code: ['builtins.print', 'functools.partial']")):
         folder = tmp_path / damage
         shutil.copytree(two_ranks.cwd / "checkpoints" / "epoch_4", folder)
         file = next(folder.glob("epoch_4/*zero_pp_rank_1*"))
@@ -518,8 +538,9 @@ def test_an_incomplete_or_dangerous_checkpoint_is_refused(two_ranks, tmp_path):
             file.write_bytes(file.read_bytes()[:-100])
         else:
             torch.save({"x": functools.partial(print)}, file)
-        with pytest.raises(UserError, match=sentence):
-            engine.find_checkpoint(str(folder))
+        refused = train(f"--resume={folder}")
+        assert refused.returncode == 2 and sentence in refused.stderr, refused.stderr
+        assert refused.stderr.count("\n") == 1
 
 
 def test_an_unreadable_picture_ends_the_run_with_its_name(train, pictures, tmp_path):
@@ -528,7 +549,7 @@ def test_an_unreadable_picture_ends_the_run_with_its_name(train, pictures, tmp_p
     broken.write_bytes(broken.read_bytes()[:400])
     refused = train(f"--train_dir={tmp_path}/data/train", "--num_workers=1")
     assert refused.returncode == 2
-    assert f"{broken} cannot be read (OSError): find all such files with python prepare.py --check" in refused.stderr
+    assert f"{broken} cannot be read (OSError): run python prepare.py --check\n" in refused.stderr
     checked = prepare("--check", cwd=tmp_path)
     assert checked.returncode == 2 and checked.stdout.count("cannot be read") == 1 and str(
         broken.relative_to(tmp_path)) in checked.stdout and "57 pictures, 1 unreadable" in checked.stdout
@@ -541,7 +562,8 @@ def test_a_loss_that_stays_nan_ends_the_run(train):
 
 
 @pytest.mark.long
-def test_a_signal_ends_the_launcher_and_all_processes_without_a_traceback(pictures, tmp_path):
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_signal_ends_the_launcher_and_all_processes_without_a_traceback(number, code, pictures, tmp_path):
     command = [sys.executable, EXAMPLE / "launch_deepspeed.py", "--num_gpus=2", f"--train_dir={pictures}/train",
                f"--val_dir={pictures}/val", "--pretrained=none", "--image_size=32", "--num_workers=1", "--batch_size=4",
                "--epochs=5000"]
@@ -550,8 +572,8 @@ def test_a_signal_ends_the_launcher_and_all_processes_without_a_traceback(pictur
         try:
             wait_until(lambda: "Epoch 1/5000:" in (tmp_path / "output").read_text() or job.poll() is not None, 200)
             processes = psutil.Process(job.pid).children(recursive=True)
-            job.terminate()
-            assert job.wait(100) == 143
+            job.send_signal(number)
+            assert job.wait(100) == code
         finally:
             kill(job)
     printed = (tmp_path / "output").read_text()
@@ -592,6 +614,10 @@ def test_curves_are_a_picture(two_ranks, tmp_path):
     done(subprocess.run([sys.executable, EXAMPLE / "src" / "utils.py", "--history", history, history, "--output",
                          tmp_path / "curves.png"], capture_output=True, text=True))
     assert min(Image.open(tmp_path / "curves.png").size) >= 600
+    (tmp_path / "other.json").write_text('{"best": {"epoch": 1}}')
+    refused = subprocess.run([sys.executable, EXAMPLE / "src" / "utils.py", "--history", tmp_path / "other.json"],
+                             cwd=tmp_path, capture_output=True, text=True)
+    assert refused.returncode == 2 and re.fullmatch("can't draw: .*training_history.json.*\\n", refused.stderr)
 
 
 def test_the_readme_shows_what_was_measured(tmp_path):
@@ -640,7 +666,7 @@ def test_made_up_pictures_are_the_same_by_seed(pictures, tmp_path):
 def test_the_example_stays_small():
     lines = {path.name: len(path.read_text().splitlines()) for folder in ("*.py", "src/*.py")
              for path in EXAMPLE.glob(folder)}
-    assert sum(lines.values()) <= 670, lines  # lower it with each cut
+    assert sum(lines.values()) <= 600, lines
 
 
 def copy_project(to, without="nothing"):
@@ -656,11 +682,11 @@ FAULTS = [  # of each trap: a file of src/, what is planted for what, and the te
     ("model", "0.0 if recomputing else self.momentum", "self.momentum", "recomputed_activations"),
     ("train_deepspeed", "fixes.grow_loss_scale(engine)", "pass", "the_loss_scale_grows"),
     ("train_deepspeed", "steps += engine.was_step_applied()", "steps += 1", "a_skipped_step_is_none"),
-    ("engine", "decay = 0.0 if", "decay = 0.01 if", "the_json_says_which_adam"),
-    ("data", "world_size * accumulation)) * accumulation", "world_size))", "each_picture_is_there_once"),
-    ("data", "count * stride, stride)", "count * stride - size, stride)", "each_picture_is_there_once"),
-    ("model", "tensor.to(self.weight.device)", "tensor.to(self.weight)", "statistics_stay_in_float32_in_half"),
-    ("train_deepspeed", 'if resume and state["saved_by"] != saved_by:', "if False:", "another_number_of_ranks")]
+    ("train_deepspeed", '"weight_decay": 0.0 if', '"weight_decay": 0.01 if', "the_json_says_which_adam"),
+    ("data", "/ pictures_per_step) * accumulation", "* accumulation / pictures_per_step)", "each_picture_is_there"),
+    ("data", "* stride, stride)", "* stride - size, stride)", "each_picture_is_there_once"),
+    ("model", "t.to(fn(t).device)", "fn(t)", "statistics_stay_in_float32_in_half"),
+    ("train_deepspeed", 'if state["saved_by"] != saved_by:', "if False:", "another_number_of_ranks")]
 
 
 @pytest.mark.long

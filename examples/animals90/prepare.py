@@ -8,7 +8,6 @@
 import argparse
 import shutil
 import sys
-from collections import Counter
 from multiprocessing import Pool
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def inspect_all(folder):
 
 def take(source, to, val_share):
     """Link or copy the pictures of source/<class>/ to to/train/ and to/val/, named and split by their hash."""
-    counts, seen = Counter(train=0, val=0, duplicates=0, unreadable=0), set()
+    counts, seen = dict.fromkeys(("train", "val", "duplicates", "unreadable"), 0), set()
     for path, digest, problem in inspect_all(source):
         if problem or digest in seen:
             print(f"skipped: {problem or f'{path} is a duplicate'}", file=sys.stderr)
@@ -59,8 +58,7 @@ def take(source, to, val_share):
 
 
 def draw(path, seed, n, n_classes, size):
-    """Draw a picture of class n on noise: a polygon with the class's color, corners and frame, at a random place, size
-    and angle."""
+    """Draw a picture of class n: a polygon with its color, corners and frame, at a random place and angle, on noise."""
     rng = np.random.default_rng(seed)
     noise = rng.integers(40, 160, (size // 8 + 1, size // 8 + 1, 3), dtype=np.uint8)
     picture = Image.fromarray(noise).resize((size, size), Image.Resampling.BILINEAR)
@@ -99,9 +97,8 @@ if __name__ == "__main__":
         elif args.made_up:
             make_up(args.to, args.classes, {"train": args.train, "val": args.val}, args.size, args.seed)
         else:
-            results = [*inspect_all(Path(args.to, "train")), *inspect_all(Path(args.to, "val"))]
-            problems = [problem for *_, problem in results if problem]
-            print(*problems, f"{len(results):,} pictures, {len(problems)} unreadable", sep="\n")
-            sys.exit(2 * bool(problems))
+            found = [problem for split in ("train", "val") for *_, problem in inspect_all(Path(args.to, split))]
+            print(*filter(None, found), f"{len(found):,} pictures, {sum(map(bool, found))} unreadable", sep="\n")
+            sys.exit(2 * any(found))
     except (OSError, UserError) as error:
         parser.error(f"{error}: choose another folder with --to")

@@ -4,13 +4,11 @@ import functools
 import os
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
-from safetensors.torch import load_file
+from huggingface_hub import snapshot_download
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import ResNetConfig, ResNetForImageClassification
-from transformers.utils import cached_file
+from transformers.modeling_utils import load_state_dict
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -19,17 +17,13 @@ class BatchNorm(nn.BatchNorm2d):
     def forward(self, x):
         """Normalize x of shape (batch, channels, height, width)."""
         recomputing = torch._C._current_graph_task_id() != -1  # inside of backward
-        if self.training and not recomputing:
-            self.num_batches_tracked.add_(1)
-        return F.batch_norm(x, self.running_mean, self.running_var, self.weight.float(), self.bias.float(),
-                            self.training, 0.0 if recomputing else self.momentum, self.eps)
+        self.num_batches_tracked.add_(self.training and not recomputing)
+        return nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight.float(), self.bias.float(),
+                                        self.training, 0.0 if recomputing else self.momentum, self.eps)
 
     def _apply(self, fn, recurse=True):
-        """Move or convert this module, but don't round the statistics, as half() would."""
-        statistics = self.running_mean, self.running_var
-        super()._apply(fn, recurse)
-        self.running_mean, self.running_var = (tensor.to(self.weight.device) for tensor in statistics)
-        return self
+        """Move or convert this module, but don't round the statistics, as half() would: buffers only move."""
+        return super()._apply(lambda t: fn(t) if isinstance(t, nn.Parameter) else t.to(fn(t).device), recurse)
 
 
 class ResNet18Animals90(ResNetForImageClassification):
@@ -53,19 +47,16 @@ class ResNet18Animals90(ResNetForImageClassification):
         """Copy the weights of a file, a folder or a model on the hub, without files that could run code. A last layer
         of another size stays random. Raises OSError."""
         try:
-            if not os.path.exists(source) and not isinstance(try_to_load_from_cache(source, "model.safetensors"), str):
-                HfApi().model_info(source)  # fails at once without a network; a download retries for 24 s
-            path = source if os.path.isfile(source) else cached_file(source, "model.safetensors")
-            safe = str(path).endswith(".safetensors")
-            weights = load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
+            if not os.path.exists(source):
+                source = snapshot_download(source, allow_patterns="model.safetensors")
+            weights = load_state_dict(os.path.join(source, "model.safetensors") if os.path.isdir(source) else source)
             weights = weights.get("module", weights)  # where DeepSpeed has them
             if len(weights.get("classifier.1.bias", ())) != self.config.num_labels:
                 weights |= {f"classifier.{name}": tensor for name, tensor in self.classifier.state_dict().items()}
             self.load_state_dict(weights)
         except Exception as error:  # of the hub, httpx, safetensors, pickle and PyTorch: they have no common base
-            why = " ".join(str(error).split())[:200]
-            raise OSError(f"pretrained={source} is not available or does not fit ({why}): use --pretrained PATH, a "
-                          "folder with model.safetensors, or --pretrained none") from None
+            raise OSError(f"pretrained={source} isn't available or doesn't fit ({' '.join(str(error).split())[:200]}): "
+                          "use --pretrained PATH, a folder with model.safetensors, or --pretrained none") from None
 
     def recompute_activations(self):
         """Keep only the input of each of the eight blocks, and compute the rest again in backward."""

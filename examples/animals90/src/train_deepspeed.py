@@ -33,36 +33,35 @@ pretrained = "imagenet"  # initial weights: imagenet, none (random), or a file o
 image_size = 224  # side of the network's input in pixels
 seed = 1337  # random seed of weights, order and cropping
 log_dir = "logs"  # folder for training_history.json
-plain = False  # baseline: PyTorch's DistributedDataParallel instead of DeepSpeed, without checkpoints
 settings = configurator.from_command_line(globals())
 globals().update(vars(settings))
 
 import contextlib
 import json
-import shlex
 import shutil
 import time
+from types import SimpleNamespace
 
 import torch
 
 if not torch.cuda.is_available():
     os.environ["DS_ACCELERATOR"] = "cpu"  # before deepspeed is imported
 
-import torch.distributed as dist
+from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
+from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from engine import find_checkpoint, read_recipe, save
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import data
 from model import ResNet18Animals90
 from runtime.cluster.ranks import all_reduce_sum, exit_together, print0, ranks_from_environment, shut_down
+from runtime.cluster.shutdown import Shutdown
 from runtime.engine import fixes, setup
-from runtime.engine.ds_config import uses_offload
-from runtime.files import UserError, free_bytes, write_atomic
+from runtime.engine.ds_config import allowed_keys, resolve, uses_offload
+from runtime.files import UserError, free_bytes, fsync, replace_dir, write_atomic
 from runtime.hardware import peak_memory
 from runtime.monitor.runlog import git_commit, machine_record
+from runtime.weights import SAFE_GLOBALS
 
 EXAMPLE = Path(__file__).resolve().parents[1]
 RATES = {1: 0.001, 128: 0.0015, 256: 0.002, 512: 0.003}  # from so many pictures per step on, in the guides
@@ -82,114 +81,91 @@ def explain(error):
     os._exit(2)
 
 
-ranks, gpus = ranks_from_environment(), torch.cuda.device_count()
-on_gpu = os.environ.get("DS_ACCELERATOR") != "cpu"
-dtype = "float16" if fp16 else "bfloat16" if bf16 else "float32"
-json_path = config or deepspeed_config or EXAMPLE / f"ds_config_{'zero2' if offload_optimizer else 'rtx5090'}.json"
-least = {"num_workers": 0, "seed": 0, "image_size": 32, "learning_rate": 1e-9}  # of the others: 1
-checks = {f"{name}={value} is too small: use --{name} {least.get(name, 1)} or more": not value >= least.get(name, 1)
-          for name, value in vars(settings).items() if type(value) in (int, float)} | {
-    "--fp16 and --bf16 exclude each other: drop one of them": fp16 and bf16,
-    "--offload_optimizer is another JSON: drop it, or --config": offload_optimizer and (config or deepspeed_config),
-    "--num_gpus is an option of launch_deepspeed.py: drop it": num_gpus not in (None, ranks.world_size),
-    "--plain has no checkpoints and no offload: drop --plain": plain and (resume or offload_optimizer),
-    "--fp16 needs a GPU: drop it, or use --bf16": fp16 and not on_gpu,
-    "--bf16 needs compute capability 8.0: use --fp16": bf16 and on_gpu and torch.cuda.get_device_capability() < (8, 0),
-    f"{ranks.local_world_size} ranks, but {gpus} GPUs: use --num_gpus {gpus}": on_gpu and ranks.local_world_size > gpus}
-try:
-    if any(checks.values()):
-        raise UserError("\n".join(problem for problem, applies in checks.items() if applies))
-    classes, train_pictures, val_pictures, notes = data.find_pictures(train_dir, val_dir)
-    train_count = data.batches_per_epoch(len(train_pictures), settings, ranks, gradient_accumulation_steps)
-    val_count = data.batches_per_epoch(len(val_pictures), settings, ranks)
-    epoch_steps = train_count // gradient_accumulation_steps
-    recipe = read_recipe(json_path, settings, ranks.world_size, epoch_steps, "cuda" if on_gpu else "cpu", dtype)
-    resume_dir, state = find_checkpoint(resume) if resume else (None, {"classes": classes, "image_size": image_size})
-    for name, value in (("classes", classes), ("image_size", image_size)):
-        if value != state[name]:
-            raise UserError(f"{name} is {value!r}, but {state[name]!r} in {resume}: change it, or drop --resume")
-    Path(checkpoint_dir).mkdir(parents=True, exist_ok=True)
-    earlier = [path.parent for path in Path(checkpoint_dir).glob("*/extra_info.json")]
-    if earlier and not (resume or overwrite or plain):
-        raise UserError(f"{checkpoint_dir} holds a run: use --resume {checkpoint_dir}, --overwrite, or another "
-                        "--checkpoint_dir")
-    if free_bytes(checkpoint_dir) < 180e6:  # float32; 157 MB in half precision
-        raise UserError(f"{checkpoint_dir} has less than the 180 MB free that a checkpoint takes: make room")
-    torch.manual_seed(seed)  # the same weights on every rank
-    source = {"imagenet": True, "none": False}.get(pretrained, pretrained)
-    model = ResNet18Animals90(len(classes), not resume and source)
-except (UserError, OSError) as error:
-    exit_with_error(error)
-
-device = setup.setup_device(recipe, ranks.local_rank, recipe.config)
-explain_uncaught(explain)  # after PyTorch's process group, whose hook redirects sys.stderr
-model.to(device)
-if recipe.recompute:
-    model.recompute_activations()
-saved_by = [ranks.world_size, dtype, uses_offload(recipe.config)]
-if resume and state["saved_by"] != saved_by:
-    with contextlib.redirect_stdout(None):
-        model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(resume_dir))
-    notes.append(f"{resume_dir} is of {state['saved_by']} (ranks, precision, offload): Adam's moments begin anew")
-optimizer = setup.adamw(model.parameters(), recipe.config, **recipe.adamw)
-scaler = torch.amp.GradScaler(enabled=fp16)  # of --plain: DeepSpeed has its own
-if plain:
-    engine = DistributedDataParallel(model, broadcast_buffers=False)
-else:
-    engine = setup.initialize(model, optimizer, recipe.config)
-    print0(f"DeepSpeed uses {setup.describe(engine, recipe.config, dtype)}")
-if resume and state["saved_by"] == saved_by:
-    engine.load_checkpoint(str(resume_dir))
-done, steps, best_val_acc, best_epoch = (state.get(key, 0) for key in ("epoch", "steps", "best_val_acc", "best_epoch"))
-train_batches = data.load(train_pictures, range(done + 1, epochs + 1), train_count, settings, ranks)
-val_batches = data.load(val_pictures, [0] * (epochs - done), val_count, settings, ranks)
-mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (data.MEAN, data.STD))
+def read_recipe(path, epoch_steps):
+    """Return what DeepSpeed's JSON says, with its checked config in `config`. Raises UserError."""
+    adam = {"lr": (learning_rate, "auto"), "betas": ..., "eps": ..., "weight_decay": ...}  # ...: any value
+    warmup = {"warmup_min_lr": ..., "warmup_max_lr": (learning_rate, "auto"), "warmup_num_steps": ...}
+    zero = {"stage": (2,), "round_robin_gradients": (True, False)}
+    own_keys = {"zero_optimization": allowed_keys(dtype)["zero_optimization"] | zero,
+                "optimizer": {"type": ("AdamW", "Adam"), "params": adam},
+                "scheduler": {"type": ("WarmupLR",), "params": warmup},
+                "activation_checkpointing": dict.fromkeys(ACT_CHKPT_DEFAULT, ...),
+                "flops_profiler": dict.fromkeys(vars(DeepSpeedFlopsProfilerConfig({})), ...)}
+    batch = SimpleNamespace(micro=batch_size, accumulation=gradient_accumulation_steps, world_size=ranks.world_size)
+    ds_config, notes = resolve(path, batch, 0.0, dtype, extra=own_keys)
+    if ds_config["zero_optimization"]["stage"] != 2:
+        raise UserError(f'{path}: "zero_optimization.stage" is missing: write 2')
+    optimizer, scheduler = ds_config.pop("optimizer", {}), ds_config.pop("scheduler", {})
+    adam, warmup = ({key: value for key, value in block.get("params", {}).items() if value != "auto"}
+                    for block in (optimizer, scheduler))
+    recompute = ds_config.pop("activation_checkpointing", None)
+    if recompute:
+        notes.append(f"activation_checkpointing: {', '.join(recompute)} have no effect, PyTorch recomputes")
+    return SimpleNamespace(
+        config=ds_config, notes=notes, recompute=recompute is not None, device="cuda" if on_gpu else "cpu", dtype=dtype,
+        adamw={"lr": learning_rate, "weight_decay": 0.0 if optimizer.get("type") == "Adam" else 0.01, **adam},
+        start_lr=warmup.get("warmup_min_lr", 0.0),
+        warmup_steps=max(1, warmup.get("warmup_num_steps", epoch_steps)) if scheduler else 1)
 
 
-def update(loss, last):
-    """Backpropagate a batch's loss. Step the optimizer if the batch is the last one of an accumulation."""
-    global lr, steps
-    warm = min(1.0, (steps + 1) / max(1, recipe.warmup_steps))
-    lr = recipe.warmup_from + warm * (learning_rate - recipe.warmup_from)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    if not plain:
-        engine.backward(loss)
-        engine.step()
-        if last:
-            steps += engine.was_step_applied()  # a skipped step is none of the schedule
-            fixes.grow_loss_scale(engine)
-        return
-    scaler.scale(loss / gradient_accumulation_steps).backward()
-    if last:
-        scale = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        steps += scaler.get_scale() >= scale
-        optimizer.zero_grad()
+def find_checkpoint():
+    """Return (folder, its extra_info.json) of the checkpoint `resume`, or of the newest one in this folder. Raises
+    UserError if it is incomplete, or if its files could run code."""
+    try:
+        found = [*Path(resume).rglob("extra_info.json"), *Path(f"{resume}.old").rglob("extra_info.json")]
+        path = max(found, key=os.path.getmtime)  # .old is there after a kill between two renames
+        info = json.loads(path.read_text())
+        files = [*path.parent.glob("*/*_states.pt")]
+        unsafe = set().union(*map(torch.serialization.get_unsafe_globals_in_checkpoint, files)) - SAFE_GLOBALS
+        if unsafe or len(files) != info["world_size"] + 1:
+            raise ValueError(f"{len(files) - 1} optimizer files; of these could run code: {sorted(unsafe)}")
+    except Exception as error:  # no such file, no JSON, cut short
+        raise UserError(f"resume={resume} is not a complete checkpoint ({type(error).__name__}: {error}): choose "
+                        "another folder, or drop --resume") from None
+    return path.parent, info
+
+
+def save(folder, info):
+    """Save the engine and the dict `info` as `folder`, which appears when it is complete. All ranks call this."""
+    new = folder.with_name(".saving")
+    if ranks.rank == 0:
+        shutil.rmtree(new, ignore_errors=True)  # of a run that was killed
+    engine.save_checkpoint(str(new), tag=folder.name.removesuffix("_model"))  # best, epoch_5
+    if ranks.rank == 0:
+        for path in new.rglob("*"):
+            fsync(path)
+        write_atomic(new / "extra_info.json", json.dumps(info, indent=1) + "\n")  # last: now it is complete
+        replace_dir(new, folder)
+    torch.distributed.barrier()
 
 
 def run_epoch(name, batches, count):
     """Train on ("Train"), or validate with, the next `count` batches. Return (mean loss, accuracy in percent) of all
     ranks, the seconds that it took, and the seconds that this rank waited for pictures."""
-    training, half = name == "Train", getattr(torch, dtype)
+    global lr, steps
+    training = name == "Train"
     engine.train(training)
     torch.set_grad_enabled(training)
     sums, bad, waited = torch.zeros(3, dtype=torch.float64, device=device), 0, 0.0  # sums: loss, correct, pictures
-    bar = tqdm(range(1, count + 1), f"Epoch {epoch}/{epochs} [{name}]", file=sys.stdout,
-               disable=ranks.rank > 0 or not sys.stdout.isatty())
+    bar = tqdm(range(1, count + 1), f"Epoch {epoch}/{epochs} [{name}]", file=sys.stdout, disable=ranks.rank > 0 or None)
     start = time.perf_counter()
     for batch in bar:
+        if shutdown.exit_code:  # the launcher has been killed
+            os._exit(shutdown.exit_code)
         ready = time.perf_counter()
-        pictures, labels = next(batches)
+        pictures, labels = (tensor.to(device, non_blocking=True) for tensor in next(batches))
         waited += time.perf_counter() - ready
-        pictures, labels = (tensor.to(device, non_blocking=True) for tensor in (pictures, labels))
-        x = (pictures.float() / 255 - mean) / std
-        with torch.autocast(device.type, half, enabled=plain and dtype != "float32"):
-            logits = engine(x if plain else x.to(half))
-        loss = F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
+        logits = engine(((pictures.float() / 255 - mean) / std).to(getattr(torch, dtype)))
+        loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
         if training:
-            update(loss / len(labels), batch % gradient_accumulation_steps == 0)
+            lr = recipe.start_lr + (learning_rate - recipe.start_lr) * min(1.0, (steps + 1) / recipe.warmup_steps)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            engine.backward(loss / len(labels))
+            engine.step()
+            if batch % gradient_accumulation_steps == 0:
+                steps += engine.was_step_applied()  # a skipped step is none of the schedule
+                fixes.grow_loss_scale(engine)
         loss = loss.detach()
         sums += torch.stack([loss, (logits.argmax(1) == labels).sum(), (labels >= 0).sum()])
         bad = torch.where(loss.isfinite(), 0, bad + 1)
@@ -202,31 +178,88 @@ def run_epoch(name, batches, count):
     return total / seen, 100 * right / seen, seconds, waited
 
 
-hardware = f"{ranks.world_size} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}"
-facts = machine_record(device) | {"hardware": hardware, "command": shlex.join(sys.argv), "settings": vars(settings),
-                                  "commit": git_commit()}
-history_path = Path(log_dir, "training_history.json")
-history_path.parent.mkdir(parents=True, exist_ok=True)
-history = state.get("epochs", [])
+ranks, gpus = ranks_from_environment(), torch.cuda.device_count()
+on_gpu = os.environ.get("DS_ACCELERATOR") != "cpu"
+dtype = "float16" if fp16 else "bfloat16" if bf16 else "float32"
+json_path = config or deepspeed_config or EXAMPLE / f"ds_config_{'zero2' if offload_optimizer else 'rtx5090'}.json"
+least = {"num_workers": 0, "seed": 0, "image_size": 32, "learning_rate": 1e-9}  # of the others: 1
+checks = {f"{name}={value} is too small: use --{name} {least.get(name, 1)} or more": not value >= least.get(name, 1)
+          for name, value in vars(settings).items() if type(value) in (int, float)} | {
+    "--fp16 and --bf16 exclude each other: drop one of them": fp16 and bf16,
+    "--offload_optimizer is another JSON: drop it, or --config": offload_optimizer and (config or deepspeed_config),
+    "--num_gpus is an option of launch_deepspeed.py: drop it": num_gpus not in (None, ranks.world_size),
+    "--fp16 needs a GPU: drop it, or use --bf16": fp16 and not on_gpu,
+    "--bf16 needs compute capability 8.0: use --fp16": bf16 and on_gpu and torch.cuda.get_device_capability() < (8, 0),
+    f"{ranks.local_world_size} ranks, but {gpus} GPUs: use --num_gpus {gpus}": on_gpu and ranks.local_world_size > gpus}
+try:
+    if any(checks.values()):
+        raise UserError("\n".join(problem for problem, applies in checks.items() if applies))
+    classes, found, val_found, others = data.find_pictures(train_dir, val_dir)
+    train = data.Pictures(found, settings, ranks, gradient_accumulation_steps)
+    val = data.Pictures(val_found, settings, ranks)
+    epoch_steps = train.batches_per_epoch // gradient_accumulation_steps
+    recipe = read_recipe(json_path, epoch_steps)
+    saved_by = [ranks.world_size, dtype, uses_offload(recipe.config)]
+    own = {"classes": classes, "image_size": image_size, "saved_by": saved_by}
+    resume_dir, state = find_checkpoint() if resume else (None, own)
+    for name in ("classes", "image_size"):
+        if state[name] != own[name]:
+            raise UserError(f"{name} is {own[name]!r}, but {state[name]!r} in {resume}: change it, or drop --resume")
+    for folder in (checkpoint_dir, log_dir):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    earlier = [path.parent for path in Path(checkpoint_dir).glob("*/extra_info.json")]
+    if earlier and not (resume or overwrite):
+        raise UserError(f"{checkpoint_dir} holds a run: use --resume {checkpoint_dir}, or --overwrite to delete it")
+    if free_bytes(checkpoint_dir) < 180e6:  # float32; 157 MB in half precision
+        raise UserError(f"{checkpoint_dir} has less than the 180 MB free that a checkpoint takes: make room")
+    torch.manual_seed(seed)  # the same weights on every rank
+    source = {"imagenet": True, "none": False}.get(pretrained, pretrained)
+    model = ResNet18Animals90(len(classes), not resume and source)
+except (UserError, OSError) as error:
+    exit_with_error(error)
+
+device = setup.setup_device(recipe, ranks.local_rank, recipe.config)
+shutdown = Shutdown(signals=False)  # ends this rank if another one, or the launcher, has ended
+explain_uncaught(explain)  # after PyTorch's process group, whose hook redirects sys.stderr
+model.to(device)
+if recipe.recompute:
+    model.recompute_activations()
+if state["saved_by"] != saved_by:
+    with contextlib.redirect_stdout(None):
+        model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(resume_dir))
+    recipe.notes.append(f"{resume} is of {state['saved_by']} (ranks, precision, offload): Adam's moments begin anew")
+optimizer = setup.adamw([*model.parameters()], recipe.config, **recipe.adamw)
+engine = setup.initialize(model, optimizer, recipe.config)
+print0(f"DeepSpeed uses {setup.describe(engine, recipe.config, dtype)}")
+if resume and state["saved_by"] == saved_by:
+    engine.load_checkpoint(str(resume_dir))
+done, steps, best_val_acc, best_epoch = (state.get(key, 0) for key in ("epoch", "steps", "best_val_acc", "best_epoch"))
+train_batches, val_batches = train.load(range(done + 1, epochs + 1)), val.load([0] * (epochs - done))
+mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (data.MEAN, data.STD))
+
+facts = machine_record(device) | {"command": sys.argv, "settings": vars(settings), "commit": git_commit()}
+facts["hardware"] = f"{ranks.world_size} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}"
+history_path, history = Path(log_dir, "training_history.json"), state.get("epochs", [])
 per_step = batch_size * ranks.world_size * gradient_accumulation_steps
-if learning_rate != (usual := [rate for least, rate in RATES.items() if least <= per_step][-1]):
+notes = recipe.notes + [f"{others} files are not pictures ({' '.join(data.SUFFIXES)})"] * bool(others)
+if learning_rate != (usual := max(rate for least, rate in RATES.items() if least <= per_step)):
     notes.append(f"learning_rate={learning_rate}, but the guides have {usual} for {per_step} pictures per step")
 if num_workers * ranks.local_world_size > os.cpu_count():
     notes.append(f"{num_workers} workers for each of {ranks.local_world_size} ranks, but {os.cpu_count()} cores")
-print0(f"pictures   {len(train_pictures):,} to train on, {len(val_pictures):,} to validate; {len(classes)} classes\n"
-       f"hardware   {hardware}, {dtype}, {'DistributedDataParallel' if plain else 'ZeRO-2'} ({json_path})\n"
+print0(f"pictures   {len(found):,} to train on, {len(val_found):,} to validate; {len(classes)} classes\n"
+       f"hardware   {facts['hardware']}, {dtype}, ZeRO-2 ({json_path})\n"
        f"batch      {batch_size} x {ranks.world_size} x {gradient_accumulation_steps} = {per_step} pictures per step, "
-       f"{epoch_steps} steps per epoch" + "".join(f"\nnote       {note}" for note in notes + recipe.notes))
-for folder in earlier if overwrite and ranks.rank == 0 and not (resume or plain) else ():
+       f"{epoch_steps} steps per epoch" + "".join(f"\nnote       {note}" for note in notes))
+for folder in earlier if overwrite and ranks.rank == 0 and not resume else ():
     shutil.rmtree(folder)
 for epoch in range(done + 1, epochs + 1):
     before = steps
-    train_loss, train_acc, seconds, waited = run_epoch("Train", train_batches, train_count)
+    train_loss, train_acc, seconds, waited = run_epoch("Train", train_batches, train.batches_per_epoch)
     for name, buffer in model.named_buffers():
         if "running" in name:  # the batch norms' statistics, for which each rank has seen other pictures
-            dist.all_reduce(buffer)
+            torch.distributed.all_reduce(buffer)
             buffer /= ranks.world_size
-    val_loss, val_acc, val_seconds, _ = run_epoch("Val", val_batches, val_count)
+    val_loss, val_acc, val_seconds, _ = run_epoch("Val", val_batches, val.batches_per_epoch)
     if improved := val_acc > best_val_acc or not best_epoch:
         best_val_acc, best_epoch = val_acc, epoch
     print0(f"\nEpoch {epoch}/{epochs}:\n"
@@ -234,22 +267,19 @@ for epoch in range(done + 1, epochs + 1):
            f"  Val Loss: {val_loss:.4f} | Val Acc: {val_acc:.2f}%\n"
            f"  Learning Rate: {lr:.6f}\n"
            f"  Best Val Acc: {best_val_acc:.2f}% (Epoch {best_epoch})")
-    record = {"epoch": epoch, "train_loss": train_loss, "train_acc": train_acc, "val_loss": val_loss,
-              "val_acc": val_acc, "learning_rate": lr, "seconds": seconds, "val_seconds": val_seconds,
-              "waited_s": waited, "images_per_s": train_count * batch_size * ranks.world_size / seconds,
-              "it_per_s": train_count / seconds, "memory_gb": peak_memory(device) / 1e9,
-              "skipped_steps": epoch_steps + before - steps,
-              "loss_scale": scaler.get_scale() if plain else engine.optimizer.loss_scaler.cur_scale}
-    history.append(record)
+    history.append({"epoch": epoch, "train_loss": train_loss, "train_acc": train_acc, "val_loss": val_loss,
+                    "val_acc": val_acc, "learning_rate": lr, "seconds": seconds, "val_seconds": val_seconds,
+                    "waited_s": waited, "images_per_s": per_step * epoch_steps / seconds,
+                    "it_per_s": train.batches_per_epoch / seconds, "memory_gb": peak_memory(device) / 1e9,
+                    "skipped_steps": epoch_steps + before - steps,
+                    "loss_scale": engine.optimizer.loss_scaler.cur_scale})
     log = {**facts, "epochs": history, "best": {"epoch": best_epoch, "val_acc": best_val_acc}}
     if ranks.rank == 0:
         write_atomic(history_path, json.dumps(log, indent=1) + "\n")
-    info = {**record, **log, "best_val_acc": best_val_acc, "best_epoch": best_epoch, "steps": steps,
-            "classes": classes, "image_size": image_size, "mean": data.MEAN, "std": data.STD,
-            "world_size": ranks.world_size, "saved_by": saved_by}
-    names = ["best_model"] * improved + [f"epoch_{epoch}"] * (epoch % save_interval == 0 or epoch == epochs)
-    for name in names if not plain else ():
-        save(engine, Path(checkpoint_dir, name), info)
-print0(f"\nepoch {best_epoch} is the best" + f": {checkpoint_dir}/best_model" * (not plain)
-       + f"\nfor the curves: python src/utils.py --history {history_path} --output curves.png")
+    info = {**history[-1], **log, **own, "best_val_acc": best_val_acc, "best_epoch": best_epoch, "steps": steps,
+            "mean": data.MEAN, "std": data.STD, "world_size": ranks.world_size}
+    for name in ["best_model"] * improved + [f"epoch_{epoch}"] * (epoch % save_interval == 0 or epoch == epochs):
+        save(Path(checkpoint_dir, name), info)
+print0(f"\nepoch {best_epoch} is the best: {checkpoint_dir}/best_model\n"
+       f"for the curves: python src/utils.py --history {history_path} --output curves.png")
 shut_down()

@@ -29,4 +29,7 @@ if __name__ == "__main__":
     parser.add_argument("--history", nargs="+", type=argparse.FileType(), required=True)
     parser.add_argument("--output", default="curves.png")
     args = parser.parse_args()
-    draw({file.name: json.load(file) for file in args.history}, args.output)
+    try:
+        draw({file.name: json.load(file) for file in args.history}, args.output)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        parser.exit(2, f"can't draw: --history needs training_history.json, --output a picture's name ({error!r})\n")
