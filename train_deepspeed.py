@@ -97,7 +97,7 @@ compile: bool | Literal["auto"] = "auto"  # Triton kernels and torch.compile; au
 # and up, if there is a C compiler
 accumulate_locally: bool | Literal["auto"] = "auto"  # fp32 gradients on each rank, reduced once per step (ZeRO-2, 3):
 # faster, but 4 bytes per parameter; auto: if a fifth of the GPU stays free
-fp8 = False  # FP8 matmuls in the blocks, except for weight gradients; Hopper and later
+fp8 = False  # FP8 matmuls in the blocks; Hopper and later
 deterministic = False  # bitwise reproducible on the same GPUs, but slower
 deepspeed_config = "ds_config_zero2.json"  # DeepSpeed's JSON: ZeRO stage, offload, bucket sizes
 

@@ -209,9 +209,12 @@ def linear_grads(x, weight, dy, dy8=None):
     """Return (dx, dweight) of a linear layer from dy (N, out). dy8: dy in FP8 or None. If the weight has a main_grad,
     the GEMM accumulates into it, or overwrites it with overwrite_main_grad, and dweight is None."""
     dx, x = fp8.grad_input(dy, weight, dy8).view_as(x), x.reshape(-1, x.size(-1))
+    dweight, overwrite = fp8.grad_weight(dy, x, weight), hasattr(weight, "overwrite_main_grad")
     if not hasattr(weight, "main_grad"):
-        return dx, dy.t() @ x
-    if hasattr(weight, "overwrite_main_grad"):
+        return dx, dy.t() @ x if dweight is None else dweight.to(weight.dtype)
+    if dweight is not None:
+        (weight.main_grad.copy_ if overwrite else weight.main_grad.add_)(dweight)
+    elif overwrite:
         torch.mm(dy.t(), x, out=weight.main_grad)
     else:
         addmm_fp32(weight.main_grad, dy.t(), x)

@@ -4,7 +4,7 @@ A linear layer, y = input @ weight.T + bias, needs three GEMMs:
 
   1. forward          y           = input @ weight.T       FP8, both in E4M3
   2. input gradient   grad_input  = grad_output @ weight   FP8, grad_output in E5M2, which has more range
-  3. weight gradient  grad_weight = grad_output.T @ input  bfloat16, accumulated in float32
+  3. weight gradient  grad_weight = grad_output.T @ input  FP8, grad_output in E5M2, with a float32 result
 
 The output layer and evaluations stay in bfloat16. FP8 has a small range: E4M3 up to 448, E5M2 up to 57,344
 (Micikevicius et al., arXiv:2209.05433). So each tensor is multiplied by a scale before its cast, and y by the inverses.
@@ -131,3 +131,13 @@ def grad_input(dy, weight, dy8=None):
     dy8 = cast(dy, weight, GRAD_OUTPUT) if dy8 is None else dy8
     return torch._scaled_mm(dy8, cast(weight, weight, WEIGHT, transpose=True).t(),
                             scales.inverse[slot + GRAD_OUTPUT, 0], scales.inverse[slot + WEIGHT, 0], out_dtype=dy.dtype)
+
+
+def grad_weight(dy, x, weight):
+    """Return dy.T (out, rows) @ x (rows, in) in float32, the weight gradient's GEMM, or None without FP8."""
+    mode, scales, slot = slot_of(weight)
+    if mode is not Mode.ON:
+        return None
+    return torch._scaled_mm(cast(dy, weight, GRAD_OUTPUT, transpose=True), cast(x, weight, INPUT, transpose=True).t(),
+                            scales.inverse[slot + GRAD_OUTPUT, 0], scales.inverse[slot + INPUT, 0],
+                            out_dtype=torch.float32, use_fast_accum=True)

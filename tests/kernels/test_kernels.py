@@ -71,9 +71,9 @@ def test_what_doctor_compares(monkeypatch):
 # The plan refuses fp8 on a CPU, and PyTorch 2.7 is only for GPUs below compute capability 7.5, where it is refused too
 @pytest.mark.skipif(torch.__version__ < (2, 8), reason="PyTorch 2.7 has _scaled_mm on GPUs only")
 def test_fp8_matmuls_are_near_the_plain_ones():
-    """The first micro-step calibrates and is exact; in the second all matmuls but weight gradients' are in FP8, E4M3
-    with 3 and E5M2 with 2 bits of mantissa; an evaluation is exact again. The interpreter truncates what a GPU rounds:
-    by rounding the furthest gradient would be 0.14 away."""
+    """The first micro-step calibrates and is exact; in the second all matmuls of the blocks are in FP8, E4M3 with 3 and
+    E5M2 with 2 bits of mantissa, also into a main_grad; an evaluation is exact again. The interpreter truncates what a
+    GPU rounds."""
     plain, fused = models()
     block.install(fused, use_fp8=True)
     idx, targets = torch.randint(61, (2, 2, 40))
@@ -92,6 +92,15 @@ def test_fp8_matmuls_are_near_the_plain_ones():
         away = (got[name] - grad).norm() / grad.norm()
         assert away < 0.45, (name, away)
     assert scales.scale[12 + 6 + 1].item() == pytest.approx(224 / weight.abs().max().item())
+
+    sums, amax = {p: torch.full(p.shape, 0.5) for p in fused.parameters()}, scales.amax.clone()
+    _, once = gradients(fused, idx, targets)
+    scales.amax.copy_(amax)  # the same scales again
+    for p in fused.parameters():
+        p.main_grad = sums[p]
+    _, added = gradients(fused, idx, targets, where=lambda p: sums[p] - 0.5 if p.grad is None else p.grad)
+    for name, grad in once.items():
+        assert (added[name] - grad).abs().max() < 1e-5 * grad.abs().max(), name
     with torch.no_grad():
         assert torch.allclose(fused.eval()(idx), plain.eval()(idx), atol=2e-5)
 
