@@ -1,6 +1,6 @@
 """Draw the pictures of the documents from the files in results/ and from the memory estimate.
 
-    python results/draw.py           docs/curves.png, docs/memory.png and docs/zero.png
+    python results/draw.py           docs/curves.png, docs/memory.png, docs/zero.png and docs/long_run.png
     python results/draw.py FOLDER    the same files in another folder
 """
 
@@ -30,7 +30,8 @@ def main():
     plot.write_png({"config/shakespeare_char.py on one H200": read("h200_x1_char")["history"]}, folder / "curves.png")
     draw_memory(folder / "memory.png")
     draw_zero(folder / "zero.png")
-    for name in ("curves.png", "memory.png", "zero.png"):  # 64 colors are enough
+    draw_long_run(folder / "long_run.png")
+    for name in ("curves.png", "memory.png", "zero.png", "long_run.png"):  # 64 colors are enough
         Image.open(folder / name).convert("RGB").quantize(64).save(folder / name, optimize=True)
         print(f"written to {folder / name}")
 
@@ -110,6 +111,22 @@ def draw_zero(path):
     axis.set_ylabel("GB per GPU")
     axis.set_title("GPT-2 XL, 1 x 32, bfloat16, H200: estimated peak memory per GPU", loc="left")
     finish(figure, axis, path)
+
+
+def draw_long_run(path):
+    """Draw the losses and gradient norms of results/long_run.py, with a line at each resume."""
+    from matplotlib.figure import Figure
+
+    run, figure = read("h200_x2_long_run"), Figure((13, 4.6), layout="constrained")
+    history = [{"iter": i, "loss": loss, "grad_norm": norm}
+               for i, (loss, norm) in enumerate(zip(run["losses"], run["grad_norms"]), 1)] + run["evaluations"]
+    for axis, key in zip(figure.subplots(1, 2), ("loss", "grad_norm")):
+        plot.draw(axis, {"run": history}, key)
+        axis.grid(color="black", alpha=0.12)
+        axis.set_xlabel("iteration; dashed: a resume")
+        for step in run["resumed_at"]:
+            axis.axvline(step, color="black", linestyle="--", linewidth=0.8)
+    figure.savefig(path, format="png", dpi=110)
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ def test_the_memory_plan_is_what_was_measured():
         if measured is None or "x1_char" in file.name:
             continue
         s, gpus = run["settings"], run.get("gpus", run.get("world_size"))
-        shape = {} if "small" in file.name else {"n_layer": 48, "n_head": 25, "n_embd": 1600}
+        shape = {} if "small" in file.name or "long" in file.name else {"n_layer": 48, "n_head": 25, "n_embd": 1600}
         with torch.device("meta"):
             model = GPT(GPTConfig(**shape))
         if s.get("lora_rank"):
@@ -240,7 +240,7 @@ def test_the_memory_plan_is_what_was_measured():
 
 def planned_gb(model, preset, micro, recomputed, gpus=1, accumulate_locally=False):
     """Return the estimated peak GB per GPU of a model on meta in bfloat16, without CUDA's own."""
-    batch = Batch(micro, 32 // micro, gpus, 1024)
+    batch = Batch(micro, max(1, 32 // micro), gpus, 1024)
     config, _ = resolve(ROOT / preset, batch, 1.0, "bfloat16", True)
     if config["zero_optimization"]["stage"] == 3 and gpus != 2:  # these runs are older than engine/zero3_blocks.py
         config["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
@@ -278,6 +278,23 @@ def test_all_runs_of_the_same_sequences_train_alike(gpus, split):
     for run in steps:
         assert run[0]["grad_norm"] == pytest.approx(steps[0][0]["grad_norm"], rel=5e-4)
         assert run[13]["loss"] == pytest.approx(steps[0][13]["loss"], abs=2e-3)
+
+
+def test_the_long_run_is_what_the_text_says():
+    """Its spikes and figures are also computed again, from the losses and gradient norms of all steps."""
+    run, text = run_of("x2_long_run"), (ROOT / "docs" / "numbers.md").read_text(encoding="utf-8")
+    losses, norms, steps = run["losses"], run["grad_norms"], run["steps"]
+    assert len(losses) == len(norms) == steps
+    assert not run["spikes"] and not [i for i in range(100, steps)
+                                      if losses[i] > 1.5 * np.median(losses[i - 100 : i]) + 0.1]
+    assert max(norms[1000:]) == pytest.approx(run["largest_grad_norm_after_1000"], rel=1e-3)
+    best = min(run["evaluations"], key=lambda evaluation: evaluation["val_loss"])
+    text = " ".join(text.split())
+    epoch, norm = int(steps * 120 * 1024 / 24.04e6) + 1, run["largest_grad_norm_after_1000"]
+    for words in (f"step {steps:,} is in the {epoch}th epoch", f"gradient norm is {norm}",
+                  *(f"after step {step - 1:,}" for step in run["resumed_at"]), f"takes {run['ms']} ms",
+                  f"lowest at step {best['iter']:,}, {best['val_loss']}", f"{run['peak_gb']} GB at the peak"):
+        assert words in text, words
 
 
 def test_every_run_names_its_command_commit_and_hardware():
@@ -434,13 +451,12 @@ def test_every_file_of_results_is_named_and_every_named_file_exists():
     assert {name for name in files if not re.search(rf"\b{name.removeprefix('h200_')}\b|\b{name}\b", text)} == set()
 
 
-
 def test_the_pictures_show_what_is_measured_and_estimated_now(tmp_path):
     """docs/*.png are what results/draw.py draws; each has its command beside it in a document."""
     done = subprocess.run([sys.executable, ROOT / "results" / "draw.py", tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     drawn = {path.name: path for path in tmp_path.iterdir()}
-    assert drawn.keys() == {path.name for path in (ROOT / "docs").glob("*.png")} and len(drawn) == 3
+    assert drawn.keys() == {path.name for path in (ROOT / "docs").glob("*.png")} and len(drawn) == 4
     documents = [path.read_text(encoding="utf-8") for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]]
     for name, path in drawn.items():
         now, then = (np.asarray(Image.open(one).convert("L"), dtype=float) for one in (path, ROOT / "docs" / name))
