@@ -416,8 +416,14 @@ def test_zero3_trains_as_zero2_and_as_fast_as_the_text_says():
     with torch.device("meta"):
         xl = GPT(GPTConfig(n_layer=48, n_head=25, n_embd=1600))
     plans = [[planned_gb(xl, STAGES[3], micro, False, 2, local) for micro in (1, 8)] for local in (False, True)]
-    assert f"the estimate is {plans[0][0]:.1f} GB at 1 x 32\n  and {plans[0][1]:.1f} GB at 8 x 4" in text
-    assert f"takes {plans[1][0] - plans[0][0]:.1f} GB of the peaks" in text
+    assert f"the estimate is {plans[0][1]:.1f} GB at 8 x 4 and {plans[0][0]:.1f} GB at\n  1 x 32" in text
+    summed, each = run_of("x2_bench_zero3_8x4"), run_of("x2_zero3_reduced_each_micro_step")
+    assert f"{each['ms']['median']:.0f} ms and {each['peak_gb']:.1f} GB\n" in text
+    measured, estimated = summed["peak_gb"] - each["peak_gb"], plans[1][1] - plans[0][1]
+    assert f"takes {measured:.1f} GB of the peak at 8 x 4 (estimate: {estimated:.1f} GB)" in text
+    two = run_of("x1_zero2_unchanged")
+    before, now = (sum(run["median"] for run in two[when]["ms"]) / 2 for when in ("before", "now"))
+    assert f"{before:.1f} ms with\n  7acf876 and {now:.1f} ms now" in text and abs(now / before - 1) < 0.01
     runs = run_of("x2_zero3_losses")["runs"]
 
     def apart(one, other, key):
