@@ -123,8 +123,10 @@ def run_config_file(path, settings, root):
     """Run a config file and return what it assigned, by name."""
     found = next((p for p in (path, os.path.join(root, path)) if os.path.isfile(p)), None)
     if found is None or not path.endswith(".py"):  # JSON is often valid Python, and would change nothing
-        problem = "does not exist" if found is None else "is not a .py file"
-        hint = f"--deepspeed_config={path}" if path.endswith(".json") else "--key=value"
+        problem = "is not a .py file" if found or os.path.isdir(path) else "does not exist"
+        hint = f"--{path.lstrip('-')}" if "=" in path else "--key=value"
+        if path.endswith(".json") or os.path.isdir(path):
+            hint = f"--{'out_dir' if os.path.isdir(path) else 'deepspeed_config'}={path}"
         raise UserError(f"config file {path} {problem}: name a .py file, or write {hint}")
     names = dict(settings)
     try:
