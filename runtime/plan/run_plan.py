@@ -161,7 +161,7 @@ def make_plan(settings, ranks, problems, notes, fetch=True):
     datasets, data = files.attempt(open_datasets, s.dataset, s.block_size) or ((), None)
     notes += [f"{d.name} has no meta.json: assuming the {d.meta['tokenizer']['kind']} tokenizer"
               for d in datasets if not os.path.exists(os.path.join(d.folder, "meta.json"))]
-    tokens, windows = files.attempt(open_epoch, datasets, s.block_size, notes) or (None, None)
+    tokens, windows = not problems and files.attempt(open_epoch, datasets, s.block_size, notes) or (None, None)
     s = plan_iterations(s, windows, batch, problems, notes)
     lora = problems.attempt(lora_config, vars(s))
     start = files.attempt(find_start, s, data, lora, batch.sequences, notes, fetch and s.target_gpu is None)

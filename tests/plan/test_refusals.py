@@ -262,7 +262,8 @@ def test_refusals_leave_everything_as_it_was(refusals, bad):
 
 def test_damaged_tags_are_not_sampled_from_either(bad, refusals):
     out_dir = bad["bit"][2].removeprefix("--out_dir=")
-    for args, words in (([], "iter_4/zero_pp_rank_0_mp_rank_00_optim_states.pt has changed since it was saved"),
+    for args, words in (([f"--out_dir={out_dir}/iter_4/"], f"not a run's folder: use --out_dir={out_dir}"),
+                        ([], "iter_4/zero_pp_rank_0_mp_rank_00_optim_states.pt has changed since it was saved"),
                         (["--tag=iter_7"], "no complete checkpoint 'iter_7': choose from iter_2, iter_4, best, final"),
                         (["--tag=best", "--start=É"], "the character 'É' (U+00C9) is not one of the 28")):
         run = launch(ROOT / "sample.py", f"--out_dir={out_dir}", *args)
@@ -418,6 +419,7 @@ def test_precision_by_the_card(monkeypatch, characters, tmp_path):
     ("--max_epochs=0", "max_epochs=0 must be above 0"),
     ("--eval_epochs=-1.0", "eval_epochs=-1 must be above 0"),
     ("--max_epochs=1e999 --batch_size=0", "max_epochs=inf must be a finite number|batch_size=0 must be at least 1"),
+    ("--block_size=0", "block_size=0 must be at least 1|block_size=0 must be a positive integer"),
     ("--warmup_iters=3 --lr_decay_iters=2", "warmup_iters=3 is above lr_decay_iters=2: lower --warmup_iters, or raise "
      "--lr_decay_iters"),
     ("--warmup_iters=3 --lr_decay_iters=2 --lr_schedule=constant", ""),
