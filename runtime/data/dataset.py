@@ -165,7 +165,7 @@ def read_meta(folder):
     try:
         meta = json.loads(own.read_text(encoding="utf-8")) if own.exists() else _meta_of_nanogpt(folder)
         _check_meta(meta)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{os.path.relpath(error.filename)} does not exist: {_how_to_fix(folder)}") from None
     except Exception as error:  # a corrupt pickle raises nearly anything
         raise UserError(f"{os.path.relpath(own if own.exists() else own.with_suffix('.pkl'))} can't be used "
@@ -240,6 +240,8 @@ def _problems(folder, split, meta, block_size):
 
 def _how_to_fix(folder):
     own, any_text = (os.path.relpath(path) for path in (folder / "prepare.py", ROOT / "data" / "prepare.py"))
+    if folder.is_file():
+        return f"run python {any_text} {shlex.quote(str(folder))} --name=mine, and train with --dataset=mine"
     name = folder.name if folder.parent == ROOT / "data" else shlex.quote(os.path.abspath(folder))
     replace = " --overwrite" * any((folder / file).exists() for file in ("meta.json", "train.bin"))
     return f"run python {own}" if os.path.exists(own) else f"run python {any_text} PATH --name={name}{replace}"
