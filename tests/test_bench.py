@@ -43,7 +43,7 @@ def test_sample_beside_transformers(tmp_path):
 
 @pytest.mark.parametrize(("args", "sentence"), [
     (["sample", "--model=gpt3"], "argument --model: invalid shape value: 'gpt3'"),
-    (["train", "--json=no/x.json"], "there is no such folder"),
+    *((["train", f"--json={file}"], f"--json={file} can't be written: ") for file in ("no/x.json", "docs")),
     (["sample", "--repeats=0"], "--repeats=0 must be at least 1"),
     (["sample", "--baseline=fsdp2"], "sample has no --baseline=fsdp2: see python bench.py --help"),
     (["sample", "--batch_size=4"], "sample has no --batch_size=4: see python bench.py --help"),
