@@ -42,6 +42,7 @@ settings = configurator.from_command_line(globals())
 globals().update(vars(settings))
 
 import os
+from functools import partial
 from json import dumps
 from math import exp, inf
 
@@ -110,11 +111,7 @@ except (UserError, ValueError, OSError) as error:
 
 configurator.exit_quietly_on_broken_pipe()
 rule = "" if interactive else "---------------\n"  # between samples
-
-
-def show(new):
-    print(new, end="", flush=True)
-
+show = partial(print, end="", flush=True)
 
 if not json:
     print(f"{name}: {model.num_params():,} parameters{description}\n")

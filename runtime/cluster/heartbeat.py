@@ -42,7 +42,8 @@ def start_heartbeat(nodes, group):
     offer = [server and (server.getsockname()[1], secrets.token_hex(16))]
     dist.broadcast_object_list(offer, src=0, group=group)
     port, token = offer[0]
-    explain_uncaught(wait_for_reason)
+    # Give the thread time to report why a collective failed: usually because another rank has exited
+    explain_uncaught(lambda error: time.sleep(5) if isinstance(error, RuntimeError) and not EXITING.is_set() else None)
     if RANK == 0:
         threading.Thread(target=heartbeat_server, args=(server, token, names), daemon=True).start()
     elif RANK in names:
@@ -107,9 +108,3 @@ def wait_for_end(conn, name, connections=()):
           f"continue without that node: torchrun --nproc_per_node={local_world_size()} {command} --init_from=auto, "
           "plus --nnodes if more than one node is left", file=sys.stderr, flush=True)
     os._exit(code)
-
-
-def wait_for_reason(error):
-    """Give the thread time to report why a collective failed: usually because another rank has exited."""
-    if isinstance(error, RuntimeError) and not EXITING.is_set():
-        time.sleep(5)

@@ -31,7 +31,10 @@ def resolve(init_from, out_dir, tag, dataset):
         data = read_meta(dataset_dirs(dataset)[0]) if dataset else data_of_weights(init_from)
         if os.path.exists(init_from) and data["vocab_size"] > GPTConfig.from_weights(init_from).vocab_size:
             raise ValueError(f"dataset={dataset} has more tokens than {init_from}: choose another")
-        data = {**chat_of_folder(init_from), **data}
+        file = Path(init_from, "tokenizer_config.json")
+        if file.exists():  # a folder in transformers' format
+            template = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
+            data = {"template": template, "block_size": GPTConfig.from_weights(init_from).block_size, **data}
 
     def load(device, dtype):
         model = (load_model(out_dir, tag)[0].to(device, dtype) if init_from == "resume" else
@@ -40,15 +43,6 @@ def resolve(init_from, out_dir, tag, dataset):
         return model.eval()
 
     return name, description, data, load
-
-
-def chat_of_folder(folder):
-    """Return {"template", "block_size"} of a folder in transformers' format, or {}."""
-    file = Path(folder, "tokenizer_config.json")
-    if not file.exists():
-        return {}
-    template = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
-    return {"template": template, "block_size": GPTConfig.from_weights(folder).block_size}
 
 
 def data_of_weights(source):
