@@ -62,7 +62,7 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes temporary folders
     if args.what == "baseline":  # a process that train() starts
         return baseline(args, argv)
-    if os.path.isdir(args.json) or not os.path.isdir(os.path.dirname(os.path.abspath(args.json))):
+    if os.path.isdir(args.json) or not os.access(os.path.dirname(os.path.abspath(args.json)), os.W_OK):
         parser.error(f"--json={args.json} can't be written: choose a file in a folder that exists")
     if args.what == "train":
         settings_of_script(SCRIPT, argv)  # exits if one is wrong
