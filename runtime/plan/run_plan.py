@@ -127,10 +127,10 @@ class Problems(list):
         self.extend(message for message in messages if message not in self)
 
     def attempt(self, function, *args):
-        """Return function(*args). If it raises UserError or ValueError, add the message and return None."""
+        """Return function(*args). If it raises UserError, ValueError or OSError, add the message and return None."""
         try:
             return function(*args)
-        except (UserError, ValueError) as error:
+        except (UserError, ValueError, OSError) as error:
             self.add(str(error))
 
 

@@ -270,6 +270,12 @@ def test_damaged_tags_are_not_sampled_from_either(bad, refusals):
         assert run.returncode == 2 and words in run.stderr.splitlines()[-1] and "Traceback" not in run.stderr
 
 
+def test_an_error_of_the_file_system_is_a_problem_like_others(tmp_path):
+    """Most often a train.bin of another user, which these tests, run as root, could read."""
+    problems = Problems()
+    assert problems.attempt(open, tmp_path) is None and problems == [f"[Errno 21] Is a directory: '{tmp_path}'"]
+
+
 def test_a_single_rank_needs_no_local_rank(train):
     run = train("--max_iters=1", RANK="0", WORLD_SIZE="1")
     assert run.returncode == 0 and list(run.losses) == [1]
