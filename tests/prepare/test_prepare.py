@@ -361,7 +361,8 @@ MISTAKES = {
     "no files in it": ("empty", "empty has no files in it"),
     "cut": ("one.txt --max_document_bytes=1", "--max_document_bytes=1 must be 64 to 1099511627776"),
     "no text": ("empty.txt", "0 documents are for training and 0 for validation, and each split needs one: check"),
-    "one document": ("one.txt", "1 documents are for training and 0 for validation"),
+    "one document": ("one.txt", "1 documents are for training and 0 for validation, and each split needs one: check "
+                     "that the files have text, cut a long text into more documents with --max_document_bytes=64, or"),
     "none for validation": ("good.jsonl --val_fraction=0.001", "16 documents are for training and 0 for validation"),
     "none to train on": ("good.jsonl --val_fraction=1", "0 documents are for training and 16 for validation"),
     "no JSON": ("broken.jsonl", r"broken.jsonl, line 21: invalid JSON \(.*\); to skip such documents, add --skip_unr"),
