@@ -16,7 +16,10 @@ SAMPLE = FOLDER.parent.parent / "sample.py"
 
 
 def main():
-    lines = (FOLDER / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    if not (heldout := FOLDER / "heldout.jsonl").exists():
+        print(f"{heldout} does not exist: run python {FOLDER}/generate.py", file=sys.stderr)
+        raise SystemExit(2)
+    lines = heldout.read_text(encoding="utf-8").splitlines()
     pairs = [(pair["prompt"], pair["completion"]) for pair in map(json.loads, lines)]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("".join(prompt + "\n" for prompt, _ in pairs))

@@ -132,6 +132,9 @@ def test_the_example_counts_exact_answers(talker, tmp_path):
     """Of ten answers two are made wrong."""
     folder = shutil.copytree(ROOT / "examples" / "instructions", tmp_path / "examples" / "instructions")
     (tmp_path / "sample.py").symlink_to(ROOT / "sample.py")
+    early = launch(folder / "score.py")
+    assert early.returncode == 2
+    assert early.stderr == f"{folder}/heldout.jsonl does not exist: run python {folder}/generate.py\n"
     subprocess.run([sys.executable, folder / "generate.py"], check=True)
     prompts = [{json.loads(line)["prompt"] for line in (folder / f"{name}.jsonl").open()}
                for name in ("train", "heldout")]
