@@ -41,7 +41,7 @@ def find_gpu(target):
     name = (target if isinstance(target, str) else f"{target:g}").upper().removeprefix("NVIDIA ").removeprefix("RTX ")
     if name in GPUS:  # 4090 is parsed as a number
         return GPUS[name]
-    if isinstance(target, str):
+    if isinstance(target, str) or target > 1000:  # 3080 is a name too
         raise ValueError(f"target_gpu={target} is unknown: give a number of GB, or one of {', '.join(GPUS)}")
     if target <= 0:
         raise ValueError(f"target_gpu={target} must be above 0")
