@@ -43,7 +43,8 @@ class Shutdown:
         dist.all_gather_object(ranks, (node, os.getpid()), group=self.group)
         self.neighbors = {rank: psutil.Process(pid) for rank, (other, pid) in enumerate(ranks)
                           if other == node and pid != os.getpid()}
-        self.launchers = launcher_processes()
+        # torchrun, or the two processes of deepspeed: their end stops the run, that of a shell doesn't
+        self.launchers = list(itertools.takewhile(is_launcher, psutil.Process().parents()))
         self.pipe, write_end = os.pipe()
         os.set_blocking(write_end, False)
         self.first_ctrl_c, self.reported = None, set()
@@ -133,8 +134,3 @@ def is_launcher(process):
         return bool(LAUNCHERS & {os.path.basename(arg) for arg in process.cmdline()})
     except psutil.Error:  # another user's process that this system hides: not our launcher
         return False
-
-
-def launcher_processes():
-    """Return the processes whose end stops the run: torchrun, or the two of deepspeed, but not a shell."""
-    return list(itertools.takewhile(is_launcher, psutil.Process().parents()))

@@ -66,7 +66,7 @@ def test_a_check_that_fails_is_reported_once_and_signals_still_count(start, tmp_
 from runtime.cluster import shutdown
 def fails(process):
     raise OSError(24, "Too many open files")
-shutdown.is_running, shutdown.launcher_processes, shutdown.INTERVAL = fails, lambda: [0], 0.1
+shutdown.is_running, shutdown.is_launcher, shutdown.INTERVAL = fails, lambda process: True, 0.1
 """))
     seen = iterations(log)[-1]
     assert wait_until(lambda: iterations(log)[-1] > seen + 20)
