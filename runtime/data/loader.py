@@ -141,8 +141,7 @@ def interleave_table(shares):
 
 
 def locate_sequences(ids, sources, block_size, seed):
-    """Return arrays (dataset, offset) of the sequences with these ids; sources: [(tokens, share)]. Of Conversations the
-    offset is the row."""
+    """Return arrays (dataset, offset or row) of the sequences with these ids; sources: [(tokens, share)]."""
     shares = tuple(share for _, share in sources)
     which, before = interleave_table(shares)
     period, place = np.divmod(np.asarray(ids, dtype=np.int64), sum(shares))
