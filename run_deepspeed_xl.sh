@@ -2,8 +2,7 @@
 # usage: ./run_deepspeed_xl.sh [CONFIG.py] [--key=value ...]
 #
 # Fine-tunes GPT-2 XL on Shakespeare on all visible GPUs (config/xl_shakespeare.py). Without a GPU, it trains a small
-# character-level model on the CPU (config/shakespeare_char_cpu.py). CONFIG.py and --key=value override these settings;
-# docs/settings.md lists all.
+# character-level model on the CPU (config/shakespeare_char_cpu.py). See docs/settings.md for --key=value.
 #
 # It creates .venv, prepares the data, trains, and prints a sample. Set PYTHON=/path/to/python to use your own
 # environment, and CUDA_VISIBLE_DEVICES=0,1 to select GPUs. Ctrl-C saves a checkpoint and exits; a second Ctrl-C kills

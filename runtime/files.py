@@ -26,9 +26,8 @@ def file_digest(path, flush=False):
 
 
 def write_temp(path, chunks):
-    """Write the bytes objects `chunks` to a temporary file next to `path` and flush it to the disk. Returns (temporary
-    file, bytes written, sha256), for os.replace(temporary, path). On any exception, including Ctrl-C, the temporary
-    file is removed."""
+    """Write the bytes objects `chunks` to a temporary file next to `path` and flush it to the disk. Return (temporary
+    file, bytes, sha256), for os.replace(temporary file, path). Any exception, also Ctrl-C, removes the file."""
     path = Path(path)
     temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMP_SUFFIX}")
     size, digest = 0, hashlib.sha256()

@@ -81,8 +81,7 @@ def fetch_from_hub(name, download=True):
 
 
 def read_config(source):
-    """Return GPTConfig's arguments from a folder's config.json or nanoGPT's ckpt.pt. Raises UserError if the model
-    is not a GPT-2."""
+    """Return GPTConfig's arguments from a folder's config.json or a ckpt.pt. Raises UserError if it isn't a GPT-2."""
     if os.path.isfile(source):
         return read_nanogpt(source)[0]
     path = os.path.join(source, "config.json")

@@ -97,8 +97,7 @@ class Saver:
             if self.engine.device.type == "cuda":
                 torch.cuda.synchronize()  # training may continue once the copies are done
         elif self.background:
-            print0(f"too little free host memory to save in the background ({format_bytes(size)} per rank): training "
-                   "waits for this save")
+            print0(f"too little host memory to save in the background ({format_bytes(size)} per rank): training waits")
         blocked_s = time.time() - start if background else None  # None: until the save ends
         self._start(self._write_and_commit, files, manifest, aliases, start, blocked_s)
         if not background:
@@ -110,8 +109,7 @@ class Saver:
         if self.failed:
             print0(f"{self.failed}; earlier checkpoints are intact")
             shut_down(2)
-            exit_with_error("stopped because a checkpoint could not be saved: make room, and start again with "
-                            "--init_from=auto")
+            exit_with_error("a checkpoint could not be saved: make room, and start again with --init_from=auto")
 
     def _start(self, target, *args):
         self.thread = threading.Thread(target=target, args=args, daemon=True)

@@ -1,8 +1,7 @@
 """Read weights and Adam's moments from the files of a tag, of any ZeRO stage and number of ranks.
 
-The files are memory-mapped. DeepSpeed 0.19.8 shards them like this: stage 0 doesn't. Stages 1 and 2 concatenate the
-parameters of a group and cut the result into one piece per rank. Stage 3 cuts each parameter into equal pieces and pads
-the last one.
+The files are memory-mapped. DeepSpeed 0.19.8 shards them like this: stage 0 not at all. Stages 1 and 2 concatenate the
+parameters of a group and cut them into one piece per rank. Stage 3 cuts each parameter into equal, padded pieces.
 """
 
 import importlib
@@ -21,8 +20,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def mmap_load(path):
-    """Return the content of a .pt file, with memory-mapped tensors. Only SAFE_GLOBALS and what PyTorch considers safe
-    is unpickled."""
+    """Return the content of a .pt file, memory-mapped. Unpickle only SAFE_GLOBALS and what PyTorch considers safe."""
     names = [name.rpartition(".") for name in SAFE_GLOBALS]
     with torch.serialization.safe_globals([getattr(importlib.import_module(file), name) for file, _, name in names]):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)

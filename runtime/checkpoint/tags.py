@@ -57,8 +57,7 @@ class TagStore:
         return os.path.join(self.out_dir, tag + suffix)
 
     def list(self):
-        """Return the names of the complete tags, oldest first, then best and final. Tags that cannot be read count as
-        complete. Raises UnreadableError if the folder cannot be listed."""
+        """Return the complete and the unreadable tags, oldest first, then best and final. Raises UnreadableError."""
         try:
             names = os.listdir(self.out_dir)
         except (FileNotFoundError, NotADirectoryError):
@@ -173,8 +172,7 @@ class TagStore:
         return path
 
     def remove_leftovers(self):
-        """Remove what a run that was killed while saving left behind. Restore a tag that it was replacing, and rename
-        a tag without a manifest."""
+        """Remove what a killed save left. Restore a tag that it was replacing, and rename a tag without a manifest."""
         for name in sorted(os.listdir(self.out_dir)):  # x.old before x.saving
             tag, _, kind = name.partition(".")
             if TEMP_NAME.fullmatch(name):
@@ -224,8 +222,7 @@ class TagStore:
 
 
 def exists(path):
-    """Return whether `path` exists. Any error but "not found" counts as existing: a path without permission or on a
-    failing disk may well be there."""
+    """Return whether `path` exists. One that can't be checked, for lack of permission or on a failing disk, counts."""
     try:
         os.stat(path)
     except OSError as error:

@@ -25,8 +25,7 @@ EXIT_NODE_LOST = 4  # exit code if a node stops responding; if its ranks have ex
 
 
 def node_id():
-    """Return (host name, id). Processes with the same id can see each other and share a network. Containers and cloned
-    hosts may share a name."""
+    """Return (host name, id). Processes with the same id can see each other. Cloned hosts may share a name."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             ids = [file.read().strip(), *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))]

@@ -1,5 +1,4 @@
-"""Multiple nodes, compared before the run: all need the same settings, data and out_dir, and exit together if any node
-has a problem."""
+"""Compare the nodes before the run: all need the same settings, data and out_dir, and all exit if one has a problem."""
 
 import datetime
 import functools
@@ -52,8 +51,7 @@ def gather_problems(plan, settings, problems):
         hosts = [rank["host"] for rank, sees in zip(ranks, gather("probe", sees_probe)) if not sees]
     if hosts:
         found = [f"out_dir={out_dir} is not the same folder on {ranks[0]['host']} and "
-                 f"{', '.join(dict.fromkeys(hosts))}, but a checkpoint needs the files of all ranks: choose a shared "
-                 "folder with --out_dir=DIR"]
+                 f"{', '.join(dict.fromkeys(hosts))}: choose one that all nodes share with --out_dir=DIR"]
     return found
 
 
@@ -136,8 +134,7 @@ def local_address_for(host):
 
 
 def set_gloo_interface(addresses):
-    """Have gloo use the interface that leads to the other nodes. By default it uses the one of the host name, which is
-    often the loopback."""
+    """Have gloo use the interface that leads to the other nodes. Its default is the host name's, often the loopback."""
     mine = {address.address.partition("%")[0]: name for name, found in psutil.net_if_addrs().items()
             for address in found}
     routes = (mine.get(local_address_for(other)) for other in addresses if other not in mine)

@@ -81,8 +81,7 @@ def silence_stdout():
 
 
 def exit_together(problems):
-    """Exit with code 2 if any rank has problems (messages), which are printed. All ranks call this, after there is a
-    process group."""
+    """Print the problems (messages) of all ranks, and exit with code 2, if there are any. All ranks call this."""
     if found := gather_unique(problems):
         shut_down()
         exit_with_error("\n".join(found))

@@ -83,9 +83,8 @@ def check_model(model, folder, idx):
 
 
 def write_tokenizer(folder, meta, block_size, template=None):
-    """Write the tokenizer of a meta.json's "tokenizer" entry, with a chat template or None. Raises UserError if its
-    files are missing. For GPT-2 also write vocab.json and merges.txt, which hold what OpenAI's encoder.json and
-    vocab.bpe do."""
+    """Write the tokenizer of a meta.json's "tokenizer" entry, with a chat template or None; for GPT-2 also vocab.json
+    and merges.txt, with the content of OpenAI's encoder.json and vocab.bpe. Raises UserError."""
     options = {"model_max_length": block_size, "chat_template": template}
     if meta["kind"] == "gpt2":
         # latin-1 makes one character of each byte, and translate() the letter for it
@@ -112,8 +111,7 @@ def char_tokenizer(chars):
 
 
 def bpe_merges(ranks):
-    """Return the pairs that BPE merges, in order, from its tokens {bytes: rank}. A token's pair is what the earlier
-    merges make of its bytes."""
+    """Return the pairs that BPE merges, in order, from {bytes: rank}. A pair is what earlier merges make of a token."""
     merges = []
     for token in sorted((token for token in ranks if len(token) > 1), key=ranks.get):
         parts = [token[i:i + 1] for i in range(len(token))]

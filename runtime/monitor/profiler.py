@@ -25,9 +25,8 @@ def count_flops(model):
 
 
 class Profiler:
-    """Writes a trace per rank, operations.txt (the most expensive ones) and flops.txt into out_dir/profile, for two
-    steps after the first five, which compile. Create it before the model is compiled, call start() before the first
-    step and step() after each."""
+    """Writes a trace per rank, operations.txt and flops.txt into out_dir/profile, for two steps after the first five,
+    which compile. Create it before compiling the model, call start() before the first step and step() after each."""
 
     def __init__(self, model, out_dir):
         self.folder, self.left = Path(out_dir, "profile"), 7

@@ -75,6 +75,5 @@ def plan_iterations(s, windows, batch, problems, notes):
 
 
 def evals_until(iter_num, settings):
-    """Return how many evaluations there have been after an iteration. With eval_epochs, each follows the iteration that
-    completes those epochs."""
+    """Return the number of evaluations up to an iteration. With eval_epochs, each follows the end of those epochs."""
     return math.floor(iter_num / settings.eval_interval + 1e-9)  # 35 / (7 / 3) is 14.999999999999998

@@ -144,9 +144,8 @@ def plan_run(settings, ranks):
 
 
 def make_plan(settings, ranks, problems, notes, fetch=True):
-    """Return the RunPlan, or None if there are `problems`. With target_gpu, problems with the files of this machine are
-    only notes, and the plan may be without data and weights. fetch: download pretrained weights (never with
-    target_gpu)."""
+    """Return the RunPlan, or None if there are `problems`. With target_gpu, problems with this machine's files are only
+    notes, and the plan may lack data and weights. fetch: download pretrained weights, unless target_gpu is set."""
     s, files = settings, Problems()  # files: problems with the files of this machine
     micro = s.before_auto["batch_size"] if s.batch_size == "auto" else s.batch_size
     batch = Batch(micro, s.gradient_accumulation_steps, ranks.world_size, s.block_size)
@@ -194,8 +193,7 @@ def make_plan(settings, ranks, problems, notes, fetch=True):
 
 
 def open_epoch(datasets, block_size, notes):
-    """Return ({split: the tokens or Conversations of each dataset}, windows per epoch). Note conversations that don't
-    fit. Raises UserError."""
+    """Return ({split: [tokens or Conversations]}, windows per epoch). Note cut conversations. Raises UserError."""
     tokens = {split: [open_sequences(one, split, block_size) for one in datasets] for split in SPLITS}
     for one, source in zip(datasets, tokens["train"]):
         if isinstance(source, Conversations) and source.cut:
@@ -273,8 +271,7 @@ def count_params(config, lora):
 
 
 def accumulates_locally(s, job):
-    """Return whether each rank accumulates gradients, to reduce them once per step (engine/zero2_gradients.py and
-    zero3_blocks.py)."""
+    """Return whether each rank accumulates gradients, to reduce them once per step (see runtime/engine)."""
     possible = (ds_config.supports_fast_gradients(job.ds_config, job.hardware.dtype)
                 and job.batch.world_size > 1 and job.batch.accumulation > 1)
     with_room = memory.bytes_with_eval(replace(job, accumulate_locally=True)) <= 0.8 * job.hardware.memory

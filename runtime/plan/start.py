@@ -89,8 +89,7 @@ def from_earlier_run(init_from, parent, settings, data, shape, notes):
     check_shape(where, model, shape)
     check_block_size(settings, model["block_size"], where)
     if data and not same_tokenizer(data, state["data"]):
-        raise UserError(f"dataset={settings.dataset} has another tokenizer than {where} was trained with: prepare it "
-                        "with that one")
+        raise UserError(f"dataset={settings.dataset} has another tokenizer than {where}: prepare it with that one")
     notes.append(f"weights from {where}, iteration {manifest['iter_num']}; the optimizer starts fresh")
     model = GPTConfig(**{**model, "block_size": settings.block_size, "dropout": settings.dropout})
     return Start("earlier run", init_from, model, parent=parent)
@@ -132,8 +131,7 @@ def check_compatible(model, settings, data, lora, tag, manifest):
     check_shape(where, state["model"], {name: getattr(model, name) if value is None else value
                                         for name, value in given.items()})
     if data and data["vocab_size"] != state["data"]["vocab_size"]:
-        raise CheckpointError(f"dataset={settings.dataset} has another vocabulary than {where} was trained with: "
-                              "name that dataset")
+        raise CheckpointError(f"dataset={settings.dataset} has another vocabulary than {where}: name its dataset")
     was, now = as_options(state.get("lora")), as_options(lora)
     if was != now:
         raise CheckpointError(f"{where} was trained with {was}, and this run has {now}: use the same")

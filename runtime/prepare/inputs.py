@@ -23,8 +23,7 @@ KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "p
 
 
 def find_files(paths):
-    """Return the files in `paths` and in the folders among them, sorted; "-" is standard input. Raises UserError for a
-    path that doesn't exist."""
+    """Return the files in `paths` and in the folders among them, sorted; "-" is standard input. Raises UserError."""
     files = []
     for path in paths:
         if os.path.isdir(path):
@@ -109,8 +108,7 @@ def chunk_end(buffer, at, max_document_bytes):
 
 
 def text_of(record, kind, field):
-    """Return (UTF-8 text of a record, empty if it has none; whether its document ends with it). Raises ValueError if
-    the record can't be read."""
+    """Return (a record's UTF-8 text, or b""; whether its document ends with it). Raises ValueError."""
     if kind == "parquet":
         return record, True
     if kind in ("jsonl", "chat"):
