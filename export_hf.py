@@ -22,6 +22,7 @@ globals().update(vars(settings))
 import os
 import secrets
 import shutil
+from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -60,9 +61,7 @@ try:
     difference = hf.check_model(model, work, torch.tensor([ids]))
     checked = (f"Loaded with transformers {transformers.__version__} in float32, its logits for {len(ids):,} tokens "
                f"differ from those of the training code by at most {difference:.1e}.")
-    text = hf.model_card(os.path.basename(to), model, manifest, checked)
-    with open(os.path.join(work, "README.md"), "w", encoding="utf-8") as f:
-        f.write(text)
+    Path(work, "README.md").write_text(hf.model_card(os.path.basename(to), model, manifest, checked), encoding="utf-8")
     os.rename(work, to)
 except (UserError, ValueError, OSError, SafetensorError) as error:
     exit_with_error(str(error))

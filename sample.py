@@ -12,8 +12,7 @@ from typing import Literal
 
 import configurator
 
-init_from = "resume"  # resume: a checkpoint in out_dir; gpt2, gpt2-medium, gpt2-large, gpt2-xl, a folder of weights, or
-# nanoGPT's ckpt.pt
+init_from = "resume"  # resume: a checkpoint in out_dir; or gpt2*, a folder of weights, a nanoGPT ckpt.pt
 out_dir = "out-shakespeare-xl-deepspeed"  # folder of the run
 tag = "latest"  # latest, best, final, iter_20, ...
 dataset: str | None = None  # with init_from, the dataset that these weights were trained on; None: find it

@@ -50,8 +50,7 @@ def protect_output():
 
 
 def explain_uncaught(explain):
-    """Print explain(error) instead of the traceback of an uncaught exception. It may also end the
-    process. If it returns None, an earlier `explain` is called."""
+    """Print explain(error) instead of an uncaught exception's traceback. If it returns None, call the earlier hook."""
     earlier = sys.excepthook
 
     def hook(kind, error, trace):

@@ -3,8 +3,7 @@
 A signal, a file STOP in out_dir, or the end of the launcher stops a run. When a rank dies, the other ranks of its node
 exit at once, because the next collective would make them wait for ten minutes; heartbeat.py does this between nodes.
 
-Python runs signal handlers in the main thread, which may be waiting in a collective. So a thread does the watching, and
-gets the signals through a pipe.
+Python runs signal handlers in the main thread, which may wait in a collective. So a thread reads them from a pipe.
 """
 
 import contextlib

@@ -107,8 +107,7 @@ def mixture_shares(weights):
                     math.lcm(*(w.denominator for w in exact.values())))
     shares = {name: int(w / unit) for name, w in exact.items()}
     if min(shares.values()) < 1 or sum(shares.values()) > MAX_MIXTURE_PERIOD:
-        raise ValueError(f"dataset={weights} repeats only after more than {MAX_MIXTURE_PERIOD:,} sequences: round the "
-                         "weights to two digits")
+        raise ValueError(f"dataset={weights} repeats after over {MAX_MIXTURE_PERIOD:,} sequences: round the weights")
     return shares
 
 
@@ -201,8 +200,7 @@ def check_dataset(folder, block_size=1):
     all problems, one line each. Of a large file, evenly spread slices are read."""
     folder = Path(folder)
     meta = read_meta(folder)
-    problems = [problem for split in SPLITS for problem in _problems(folder, split, meta, block_size)]
-    if problems:
+    if problems := [problem for split in SPLITS for problem in _problems(folder, split, meta, block_size)]:
         raise UserError("\n".join(problems))
     return meta
 
@@ -240,8 +238,7 @@ def _how_to_fix(folder):
 
 @contextlib.contextmanager
 def exit_on_error(interrupted):
-    """End a preparation script with exit code 2 and the message of a user's or system error, or with 130 at Ctrl-C. A
-    print can't end the script, because its result is files."""
+    """Exit with one line: code 2 for a UserError or OSError, 130 for Ctrl-C. A failing print doesn't end the script."""
     protect_output()
     try:
         yield

@@ -128,8 +128,7 @@ def train_offsets(ids, n_tokens, block_size, seed):
 
 @functools.cache
 def interleave_table(shares):
-    """Return two arrays (sum(shares),): the dataset of each sequence, and how many of the same dataset precede it. Each
-    dataset's sequences are spread as evenly as possible."""
+    """Return two arrays (sum(shares),): each sequence's dataset, evenly spread, and how many of the same precede it."""
     due, table, seen = np.zeros(len(shares), np.int64), [], [0] * len(shares)
     for _ in range(sum(shares)):
         due += shares

@@ -52,8 +52,7 @@ def write_model(model, folder, end, dtype):
     hf_config = GPT2Config(
         vocab_size=c.vocab_size, n_positions=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head,
         activation_function="gelu_new" if c.gelu == "tanh" else "gelu", resid_pdrop=c.dropout, embd_pdrop=c.dropout,
-        attn_pdrop=c.dropout, bos_token_id=end, eos_token_id=end, dtype=dtype)
-    hf_config.n_ctx = c.block_size  # n_positions, for llama.cpp
+        attn_pdrop=c.dropout, bos_token_id=end, eos_token_id=end, dtype=dtype, n_ctx=c.block_size)  # for llama.cpp
     with torch.device("meta"):
         hf_model = GPT2LMHeadModel(hf_config)
     params, weights = model.state_dict(), {}
@@ -70,8 +69,7 @@ def write_model(model, folder, end, dtype):
 
 @torch.no_grad()
 def check_model(model, folder, idx):
-    """Return the largest difference between the model's logits for idx (1, T) and the folder's, in float32. Raises
-    UserError if it is above MAX_LOGIT_DIFFERENCE."""
+    """Return the largest difference between both models' logits for idx (1, T). Raises UserError if it is too large."""
     logits = model(idx)
     hf_model = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     difference = (hf_model(idx).logits - logits).abs().max().item()

@@ -41,8 +41,7 @@ class RunLog:
         exit_together(self.start_loggers() if self.writes else [])
 
     def start_loggers(self):
-        """Start wandb and TensorBoard if the settings ask for them. Return [a message] if one fails; a run that resumes
-        continues without it."""
+        """Start the loggers in the settings. Return [message] if one fails; a run that resumes continues without it."""
         for name in LOGGER_FIXES:
             try:
                 if self.settings[f"{name}_log"]:

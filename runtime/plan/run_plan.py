@@ -63,8 +63,7 @@ class RunPlan(Job):
                 "data": {key: self.data[key] for key in ("tokenizer", "vocab_size", "template")}}
 
     def explain_out_of_memory(self):
-        """From now on, exit with code 2 and with settings that take less if the GPU runs out of memory. The other ranks
-        notice and exit, too. Checkpoints on the disk stay intact."""
+        """If the GPU runs out of memory, print settings that take less and exit with code 2; the other ranks follow."""
         def explain(error):
             if not isinstance(error, RuntimeError) or "out of memory" not in str(error):  # PyTorch's, and CUDA's own
                 return
