@@ -96,7 +96,7 @@ try:
     name, description, data, load = resolve(init_from, out_dir, tag, dataset)
     encode, decode = tokenizer_of(data["tokenizer"])
     end = end_of_text(data["tokenizer"])
-    if chat and not data.get("template"):
+    if chat and not data["template"]:
         raise ValueError(f"{name} has no chat template: drop --chat, or train on conversations (docs/chat.md)")
     talk = Chat(data, encode, decode([end]), max_new_tokens) if chat else None
     prompts = [] if interactive or score_file else read_prompts(start, prompts_file)

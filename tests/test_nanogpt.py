@@ -194,14 +194,14 @@ def test_gpt2s_tokens_are_known_without_their_data(tmp_path):
     """OpenWebText, which nanoGPT names by itself, has a folder here, and nothing prepared in it."""
     path = write_checkpoint(tmp_path / "out" / "ckpt.pt", reference(True, 50304, n_embd=8),
                             change=lambda c: c["config"].update(dataset="openwebtext"))
-    assert data_of_weights(str(path)) == {"tokenizer": {"kind": "gpt2"}, "vocab_size": 50257}
+    assert data_of_weights(str(path), 50304) == {"tokenizer": {"kind": "gpt2"}, "vocab_size": 50257}
 
 
 def test_characters_whose_data_is_not_prepared_ask_for_that(tmp_path):
     path = write_checkpoint(tmp_path / "out" / "ckpt.pt", reference())
     (tmp_path / "data" / "letters").mkdir(parents=True)
     with pytest.raises(UserError, match="letters/train.bin does not exist"):
-        data_of_weights(str(path))
+        data_of_weights(str(path), 28)
 
 
 def test_a_checkpoint_whose_data_is_not_here_asks_for_it(tmp_path):

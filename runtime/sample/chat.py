@@ -7,7 +7,7 @@ class Chat:
     """A conversation within the context of a model. data: source.resolve()'s. end_token: the text of end-of-text."""
 
     def __init__(self, data, encode, end_token, max_new_tokens):
-        self.template, self.block_size = data["template"], data.get("block_size", 1024)
+        self.template, self.block_size = data["template"], data["block_size"]
         self.encode_text, self.end_token, self.max_new_tokens = encode, end_token, max_new_tokens
         self.messages, self.asked = [], []  # up to the last answer; and with the message after it
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from pathlib import Path
 
 import torch
 
@@ -12,9 +13,11 @@ TEMPERATURE, TOP_K = 0.8, 200  # for samples during training; sample.py's defaul
 
 
 def read_text(path):
-    """Return a file's text, with its line endings."""
-    with open(path, encoding="utf-8", newline="") as f:
-        return f.read()
+    """Return a file's text, with its line endings. Raises ValueError if it isn't UTF-8."""
+    try:
+        return Path(path).read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from None
 
 
 def read_prompts(start, prompts_file):

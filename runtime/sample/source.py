@@ -9,16 +9,16 @@ from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore, parse_run_path
 from runtime.data.dataset import GPT2_VOCAB, dataset_dirs, read_meta
 from runtime.data.tokenizer import tokenizer_file_meta
-from runtime.weights import PRETRAINED, read_nanogpt
+from runtime.weights import read_nanogpt, weights_errors
 
 PADDED_GPT2_VOCAB = 50304  # nanoGPT's, for a dataset without meta.pkl
 
 
 def resolve(init_from, out_dir, tag, dataset):
     """Return (name, description, data, load(device, dtype) -> GPT) of the model that the settings name. data:
-    {"tokenizer", "vocab_size"}, and {"template", "block_size"} if it was trained on conversations. init_from: "resume"
-    for a tag of out_dir, otherwise as for GPT.from_pretrained. dataset: the name or path of the dataset that other
-    weights were trained on, or None. Raises UserError or ValueError."""
+    {"tokenizer", "vocab_size", "template" or None, "block_size"}. init_from: "resume" for a tag of out_dir, otherwise
+    as for GPT.from_pretrained. dataset: the name or path of the dataset that other weights were trained on, or None.
+    Raises UserError or ValueError."""
     if init_from == "resume":
         tag, manifest = TagStore(out_dir).find(tag)
         name, description = f"{out_dir}/{tag}", f" after {manifest['iter_num']} iterations"
@@ -28,13 +28,15 @@ def resolve(init_from, out_dir, tag, dataset):
                          f"--tag={run[1]}")
     else:
         name, description = init_from, ""
-        data = read_meta(dataset_dirs(dataset)[0]) if dataset else data_of_weights(init_from)
-        if os.path.exists(init_from) and data["vocab_size"] > GPTConfig.from_weights(init_from).vocab_size:
+        config = GPTConfig.from_weights(init_from) if os.path.exists(init_from) else GPTConfig()  # a GPT-2 on the hub
+        data = read_meta(dataset_dirs(dataset)[0]) if dataset else data_of_weights(init_from, config.vocab_size)
+        if data["vocab_size"] > config.vocab_size:
             raise ValueError(f"dataset={dataset} has more tokens than {init_from}: choose another")
-        file = Path(init_from, "tokenizer_config.json")
+        file, template = Path(init_from, "tokenizer_config.json"), None
         if file.exists():  # a folder in transformers' format
-            template = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
-            data = {"template": template, "block_size": GPTConfig.from_weights(init_from).block_size, **data}
+            with weights_errors(file):
+                template = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
+        data = {"template": template, "block_size": config.block_size, **data}
 
     def load(device, dtype):
         model = (load_model(out_dir, tag)[0].to(device, dtype) if init_from == "resume" else
@@ -45,11 +47,9 @@ def resolve(init_from, out_dir, tag, dataset):
     return name, description, data, load
 
 
-def data_of_weights(source):
+def data_of_weights(source, vocab_size):
     """Return {"tokenizer", "vocab_size"} of a name on the hub, a folder of weights or nanoGPT's ckpt.pt. The last names
     its dataset, which is looked for in data/ next to its out_dir, and in ours."""
-    on_hub = source in PRETRAINED and not os.path.exists(source)
-    vocab_size = GPT2_VOCAB if on_hub else GPTConfig.from_weights(source).vocab_size
     if vocab_size in (GPT2_VOCAB, PADDED_GPT2_VOCAB):
         return {"tokenizer": {"kind": "gpt2"}, "vocab_size": GPT2_VOCAB}
     trained_on = read_nanogpt(source)[2].get("dataset") if os.path.isfile(source) else None

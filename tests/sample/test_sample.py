@@ -181,6 +181,9 @@ def test_refusals(sample, theirs, characters, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "one.txt").write_text("a")
     (tmp_path / "bytes").write_bytes(b"ab\xff")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    (tmp_path / "hf" / "tokenizer_config.json").write_text("[]")
     for tag in ("iter_5", "best"):
         (tmp_path / "run" / tag).mkdir(parents=True)
         (tmp_path / "run" / tag / "manifest.json").write_text(sign_manifest({"format": 1, "iter_num": 5}))
@@ -197,7 +200,11 @@ def test_refusals(sample, theirs, characters, tmp_path):
          [f"[Errno 2] No such file or directory: '{tmp_path}/none.txt'"]),
         ([f"--prompts_file={tmp_path}/empty.txt"], [f"{tmp_path}/empty.txt is empty: write one prompt per line"]),
         ([f"--start=FILE:{tmp_path}/bytes"],
-         ["'utf-8' codec can't decode byte 0xff in position 2: invalid start byte"]),
+         [f"{tmp_path}/bytes is not UTF-8 ('utf-8' codec can't decode byte 0xff in position 2: invalid start byte): "
+          "save it as UTF-8"]),
+        ([f"--init_from={tmp_path}/hf"],
+         [f"{tmp_path}/hf/tokenizer_config.json cannot be read (AttributeError: 'list' object has no attribute 'get'): "
+          "fetch it again, or choose other weights with --init_from=PATH"]),
         ([f"--score_file={tmp_path}/one.txt"], ["the text has 1 tokens: give at least 2"]),
         ([f"--score_file={ROOT}/config/eval_gpt2.py"], ["the character '#' (U+0023) is not one of the 28 that this "
                                                    "character dataset knows"]),
