@@ -67,8 +67,9 @@ class SpikeDetector:
         self.history = deque(history, maxlen=WINDOW)
 
     def threshold(self):
-        """Return the smallest norm that is a spike; infinite for the first 20 norms."""
-        return SPIKE_FACTOR * statistics.median(self.history) if len(self.history) >= 20 else math.inf
+        """Return the smallest norm that is a spike; infinite for the first 20 norms, or if most of them are 0."""
+        median = statistics.median(self.history) if len(self.history) >= 20 else 0
+        return SPIKE_FACTOR * median or math.inf
 
     def update(self, norm):
         """Return the ratio of a spike to the median. Add any other finite norm to the history."""

@@ -151,6 +151,8 @@ def test_a_norm_is_a_spike_by_those_before_it():
     assert [spikes.update(1.0) for _ in range(19)] == [None] * 19 and spikes.threshold() == math.inf
     assert spikes.update(100.0) is None and spikes.update(math.nan) is None and spikes.threshold() == 6.0
     assert spikes.update(9.0) == 9.0 and spikes.update(5.9) is None and spikes.threshold() == 6.0
+    zeros = SpikeDetector([0.0] * 20)  # of data with nothing to learn
+    assert zeros.update(0.0) is None and zeros.update(1.0) is None and zeros.threshold() == math.inf
 
 
 def test_a_loss_scale_that_collapses_is_explained_and_ends_the_run(spoilt, tmp_path):
