@@ -30,8 +30,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from runtime.checkpoint.shards import load_model
-from runtime.checkpoint.tags import TagStore
+from runtime.checkpoint import TagStore, load_model
 from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.export import hf
 from runtime.files import UserError

@@ -4,9 +4,8 @@
     python launch_deepspeed.py config/shakespeare_char_cpu.py --num_gpus=2 --max_iters=100 --resume
     python launch_deepspeed.py --headline                what run_deepspeed_xl.sh runs after it has created .venv
 
-All other arguments (a config file, --key=value) go to train_deepspeed.py. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C are
-forwarded: the run saves a checkpoint and exits. A second Ctrl-C kills it. The ranks are started by runtime/launch.py, a
-wrapper of torchrun: stopping the deepspeed command can leave ranks running.
+All other arguments (a config file, --key=value) go to train_deepspeed.py. At SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, the
+run saves a checkpoint and exits. A second Ctrl-C kills it.
 """
 
 import argparse
