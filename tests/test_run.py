@@ -229,9 +229,11 @@ def once_nan(*values, **how):
     sums = all_reduce_sum(*values, **how)
     return [*sums[:2], math.nan, *sums[3:]] if len(values) == 6 and len(calls) == 6 else sums
 ranks.all_reduce_sum = once_nan
-runpy.run_path({str(ROOT / "train_deepspeed.py")!r}, run_name="__main__")
-import torch
-print("deterministic:", torch.are_deterministic_algorithms_enabled())
+try:
+    runpy.run_path({str(ROOT / "train_deepspeed.py")!r}, run_name="__main__")
+finally:
+    import torch
+    print("deterministic:", torch.are_deterministic_algorithms_enabled())
 """)
     args = (*SMALL, "--max_iters=6", "--always_save_checkpoint=False", f"--dataset={characters}",
             f"--out_dir={tmp_path}/out")
