@@ -1,10 +1,9 @@
 # Sets PYTHON to an interpreter with the packages of requirements.txt. Source this from the project's root.
 #
-# If the user has set PYTHON, use that. Otherwise create, repair or reuse .venv. This needs no compiler, nvcc or
-# CUDA_HOME: DS_BUILD_OPS=0 keeps DeepSpeed from building its ops.
+# If PYTHON is set, use that. Otherwise create, repair or reuse .venv, without nvcc or a compiler (DS_BUILD_OPS=0).
 #
-# GPUs below compute capability 7.5 (V100, P100) get an older PyTorch: requirements-volta.txt in .venv-volta. If the
-# user has set VENV_REQUIREMENTS to one of the two files, use that one.
+# GPUs below compute capability 7.5 (V100, P100) get an older PyTorch: requirements-volta.txt in .venv-volta. Set
+# VENV_REQUIREMENTS to one of the two files to choose it.
 
 venv_fail() { echo "setup: $1" >&2 || true; exit 2; }
 

@@ -50,12 +50,12 @@ def local_world_size():
     return launcher_variable("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"]))
 
 
-def print0(*args):
+def print0(text):
     """Print on rank 0 only, above the progress bar if there is one."""
     if RANK == 0 and _progress is not None:
-        _progress.write(" ".join(map(str, args)), file=sys.stdout)
+        _progress.write(text, file=sys.stdout)
     elif RANK == 0:
-        print(*args, flush=True)
+        print(text, flush=True)
 
 
 def show_progress(total, done):

@@ -111,13 +111,12 @@ class Shutdown:
         if self.exit_code is None:
             self.exit_code = code
 
-    def agree(self, *flags):
-        """Return (the exit code with which all ranks should stop, or None; for each flag, whether any rank set it)."""
-        votes = torch.tensor([-1 if self.exit_code is None else self.exit_code, *map(bool, flags)])
-        if dist.get_world_size(self.group) > 1:
-            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
-        code, *flags = votes.tolist()
-        return (None if code < 0 else code), *map(bool, flags)
+    def agree(self, flag):
+        """Return (the exit code with which all ranks should stop, or None; whether `flag` is true on any rank)."""
+        votes = torch.tensor([-1 if self.exit_code is None else self.exit_code, bool(flag)])
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
+        code, flag = votes.tolist()
+        return (None if code < 0 else code), bool(flag)
 
 
 def is_running(process):
