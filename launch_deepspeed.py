@@ -98,7 +98,7 @@ def run_headline(ranks, args):
         print(f"No CUDA GPU: training a small character-level model on {ranks} CPU processes instead, in out-demo")
         os.environ["DS_ACCELERATOR"] = "cpu"
     settings = settings_of_script(TRAIN, [*ours, *args])  # later arguments win
-    keeps = settings.init_from == "resume" or settings.eval_only
+    keeps = settings.init_from in ("resume", "auto") or settings.eval_only or not os.path.isdir("out-demo")
     if not gpus and settings.out_dir == "out-demo" and not keeps:  # never a folder that the user named
         print("Overwriting out-demo" + ", but not in this dry run" * settings.dry_run)
         ours.append("--overwrite=True")
