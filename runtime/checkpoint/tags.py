@@ -222,7 +222,7 @@ class TagStore:
 
 
 def exists(path):
-    """Return whether `path` exists. One that can't be checked, for lack of permission or on a failing disk, counts."""
+    """Return whether `path` exists. One that can't be checked, without permission or on a failing disk, counts."""
     try:
         os.stat(path)
     except OSError as error:
