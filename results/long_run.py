@@ -2,7 +2,7 @@
 
     python results/long_run.py text FILE.jsonl FOLDER ...    documentation and sources of installed packages
     python data/prepare.py FILE.jsonl --name=packages
-    python results/long_run.py record OUT_DIR --commit=...   writes h200_x2_long_run.json
+    python results/long_run.py record OUT_DIR --commit=... --tokens=...   writes h200_x2_long_run.json
 
 Every file of the folders counts once, up to 56 MB in all. Markdown, reStructuredText and plain text come first, then
 Python, both in random order.
@@ -44,14 +44,14 @@ def spikes(steps):
             if i >= 100 and step["loss"] > 1.5 * statistics.median(losses[i - 100 : i]) + 0.1]
 
 
-def record(out_dir, commit):
+def record(out_dir, commit, tokens):
     history = [json.loads(line) for line in (out_dir / "history.jsonl").read_text(encoding="utf-8").splitlines()]
     settings = json.loads((out_dir / "settings.json").read_text(encoding="utf-8"))
     steps = [entry for entry in history if "loss" in entry]
     assert [step["iter"] for step in steps] == list(range(1, len(steps) + 1))
     result = {
         "command": settings["command"], "commit": commit, "hardware": "2 x NVIDIA H200", "world_size": 2,
-        "settings": settings["settings"], "steps": len(steps),
+        "versions": settings["versions"], "tokens": tokens, "settings": settings["settings"], "steps": len(steps),
         "resumed_at": [step["iter"] for step in steps if "first_step_s" in step][1:], "spikes": spikes(steps),
         "ms": round(statistics.median(step["ms"] for step in steps), 2),
         "peak_gb": round(max(step["memory"] for step in steps) / 1e9, 2),
@@ -72,5 +72,9 @@ if __name__ == "__main__":
     parser.add_argument("path", type=Path)
     parser.add_argument("folders", nargs="*")
     parser.add_argument("--commit")
+    parser.add_argument("--tokens", type=int, help="of train.bin")
     args = parser.parse_args()
-    text(args.path, args.folders) if args.what == "text" else record(args.path, args.commit)
+    if args.what == "text":
+        text(args.path, args.folders)
+    else:
+        record(args.path, args.commit, args.tokens)

@@ -290,7 +290,8 @@ def test_the_long_run_is_what_the_text_says():
     assert max(norms[1000:]) == pytest.approx(run["largest_grad_norm_after_1000"], rel=1e-3)
     best = min(run["evaluations"], key=lambda evaluation: evaluation["val_loss"])
     text = " ".join(text.split())
-    epoch, norm = int(steps * 120 * 1024 / 24.04e6) + 1, run["largest_grad_norm_after_1000"]
+    assert f"{run['tokens'] / 1e6:.0f} million tokens" in text
+    epoch, norm = int(steps * 120 * 1024 / run["tokens"]) + 1, run["largest_grad_norm_after_1000"]
     for words in (f"step {steps:,} is in the {epoch}th epoch", f"gradient norm is {norm}",
                   *(f"after step {step - 1:,}" for step in run["resumed_at"]), f"takes {run['ms']} ms",
                   f"lowest at step {best['iter']:,}, {best['val_loss']}", f"{run['peak_gb']} GB at the peak"):
