@@ -31,7 +31,7 @@ MADE = [  # by runs, by preparation, by the user
     "out-*", "*input.txt", "my.txt", "data/mine*", "config.json", "generation_config.json", "adapter_config.json",
     "*tokenizer*.json", "vocab.json", "merges.txt", "encoder.json", "pytorch_model.bin", "*.pt", "*.safetensors",
     "*train.bin", "*val.bin", "*_mask.bin", "*meta.json", "*meta.pkl", "*history.jsonl", "*settings.json",
-    "*manifest.json", "*iter_*", "*zero_to_fp32.py"]
+    "*manifest.json", "*iter_*", "*zero_to_fp32.py", "*zero_to_torch.py"]
 ELSEWHERE = {"convert_hf_to_gguf.py", "prefix_token_id"}  # llama.cpp's and lm_eval's
 PATH = re.compile(r"(?:\./)?[\w.-]+(?:/[\w.*-]+)*/?")
 SUFFIXES = (".py", ".sh", ".json", ".md", ".txt", ".toml", ".bin", ".pkl", ".jsonl", ".safetensors", ".pt")
