@@ -227,7 +227,9 @@ def pytorch_steps(plan, s, device, fsdp2):
 
 def shape(model):
     """Return (layers, heads, width) of a GPT-2's name or of three numbers. argparse reports the ValueError."""
-    return PRETRAINED.get(model) or tuple(map(int, model.split(",")))
+    layers, heads, width = PRETRAINED.get(model) or map(int, model.split(","))
+    GPTConfig(n_layer=layers, n_head=heads, n_embd=width)
+    return layers, heads, width
 
 
 def sample(args, argv):
