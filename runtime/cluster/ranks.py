@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import os
 import sys
 import threading
@@ -16,10 +17,10 @@ from runtime.output import exit_with_error
 Ranks = namedtuple("Ranks", ("rank", "local_rank", "world_size", "local_world_size"))  # the last: ranks on this node
 
 
-def launcher_variable(name, default=""):
-    """Return an environment variable that launchers set, as an int. Raises UserError."""
+def launcher_variable(name, default="", end=math.inf):
+    """Return an environment variable that launchers set, as an int below `end`. Raises UserError."""
     value = str(os.environ.get(name, default))
-    if not value.isdecimal() or (value == "0" and name.endswith("SIZE")):
+    if not value.isdecimal() or (value == "0" and name.endswith("SIZE")) or int(value) >= end:
         raise UserError(f"{name}={value} in the environment can't be used: run unset RANK LOCAL_RANK WORLD_SIZE "
                         "LOCAL_WORLD_SIZE, or start with torchrun or deepspeed")
     return int(value)
@@ -37,6 +38,7 @@ def ranks_from_environment(dry_run=False):
     """Return Ranks as torchrun and deepspeed set them. Without a launcher there is one rank, and this sets what
     torch.distributed needs. A dry run plans for WORLD_SIZE ranks, LOCAL_WORLD_SIZE of them per node."""
     world_size = launcher_variable("WORLD_SIZE", 1)
+    launcher_variable("RANK", 0, end=world_size)
     if dry_run and "RANK" not in os.environ:
         return Ranks(0, 0, world_size, launcher_variable("LOCAL_WORLD_SIZE", world_size))
     if "RANK" not in os.environ or ("LOCAL_RANK" not in os.environ and world_size == 1):

@@ -285,7 +285,8 @@ def test_a_single_rank_needs_no_local_rank(train):
     ({"WORLD_SIZE": "x"}, "WORLD_SIZE=x"), ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"), ({"RANK": ""}, "RANK="),
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "LOCAL_RANK="),
     ({"RANK": "0", "LOCAL_RANK": "abc", "MASTER_PORT": "1"}, "LOCAL_RANK=abc"),
-    ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, "MASTER_PORT=")])
+    ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, "MASTER_PORT="),
+    ({"RANK": "5", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "RANK=5")])
 def test_variables_of_launchers_that_cannot_be_read(train, env, name):
     run = train("--dry_run=True", **env)
     told = (f"{name} in the environment can't be used: run unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE, or start "
