@@ -144,7 +144,7 @@ def plan_run(settings, ranks):
 
 def make_plan(settings, ranks, problems, notes, fetch=True):
     """Return the RunPlan, or None if there are `problems`. With target_gpu, problems with this machine's files are only
-    notes, and the plan may have no data and no weights. fetch: download pretrained weights, unless target_gpu is set."""
+    notes, and the plan may have no data or weights. fetch: download pretrained weights, unless target_gpu is set."""
     s, files = settings, Problems()  # files: problems with the files of this machine
     micro = s.before_auto["batch_size"] if s.batch_size == "auto" else s.batch_size
     batch = Batch(micro, s.gradient_accumulation_steps, ranks.world_size, s.block_size)
