@@ -1,5 +1,6 @@
 """examples/animals90: the classifier against plain PyTorch and transformers, with real runs on CPU."""
 
+import fcntl
 import functools
 import importlib.util
 import itertools
@@ -356,7 +357,7 @@ def test_the_summary_and_the_history(two_ranks):
     assert {"epoch", "train_loss", "train_acc", "val_loss", "val_acc", "learning_rate", "loss_scale", "skipped_steps",
             *TIMES} == history["epochs"][0].keys()
     folders = {path.name for path in (two_ranks.cwd / "checkpoints").iterdir()}
-    assert folders == {"best_model", "epoch_2", "epoch_4"}
+    assert folders == {".lock", "best_model", "epoch_2", "epoch_4"}
     assert (two_ranks.cwd / "checkpoints/epoch_2/latest").read_text() == "epoch_2"
 
 
@@ -370,10 +371,14 @@ def test_a_resumed_run_is_the_run_that_never_stopped(train, two_ranks):
     assert_same_tensors(resumed.models[0], two_ranks.models[0])
 
 
-def test_another_number_of_ranks_takes_the_weights(train, two_ranks):
+def test_another_number_of_ranks_takes_the_weights_of_the_newest_epoch(train, two_ranks, tmp_path):
     """The default JSON has round_robin_gradients, with which the places in DeepSpeed's files are wrong."""
-    resumed = done(train(f"--resume={two_ranks.cwd}/checkpoints/epoch_4", "--epochs=4"))
+    for name in ("epoch_4", "best_model", "epoch_2"):  # in another order than they were saved in
+        shutil.copytree(two_ranks.cwd / "checkpoints" / name, tmp_path / name)
+        os.utime(tmp_path / name / "extra_info.json")
+    resumed = done(train(f"--resume={tmp_path}", "--epochs=4"))
     assert "Adam's moments begin anew" in resumed.stdout and not resumed.epochs
+    assert "has 4 epochs: use --epochs 5 or more to train on" in resumed.stdout
     assert_same_tensors(resumed.models[0], two_ranks.models[0])
 
 
@@ -390,10 +395,22 @@ def die(new, path):
 runtime.files.replace_dir = die
 """)
     checkpoints = killed.cwd / "checkpoints"
-    assert killed.returncode == 9 and {path.name for path in checkpoints.iterdir()} == {".saving", "best_model.old"}
+    assert killed.returncode == 9 and {path.name for path in checkpoints.iterdir()} == {
+        ".lock", ".saving", "best_model.old"}
     resumed = done(train("--epochs=2", "--batch_size=16", f"--resume={checkpoints}/best_model", cwd=killed.cwd))
     assert [epoch["epoch"] for epoch in resumed.epochs] == [1, 2]
     assert not (checkpoints / ".saving").exists() and (checkpoints / "epoch_2").exists()
+
+
+def test_a_full_disk_at_a_save_ends_the_run_in_one_sentence(train):
+    """The limit on a file's size makes torch.save raise what a full disk does."""
+    stopped = train(plant="""
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000_000, 10_000_000))
+""")
+    assert stopped.returncode == 2 and re.fullmatch("a file can't be written .*: make room; .*\n", stopped.stderr)
+    assert {path.name for path in (stopped.cwd / "checkpoints").iterdir()} == {".lock"}
 
 
 # -----------------------------------------------------------------------------
@@ -489,6 +506,13 @@ def test_the_two_jsons_in_float16(float16_script, train):
       '"zero_optimization.stage" is 3: write 2', '"zero_optimization.offload" is not supported',
       '"zero_optimisation" is not supported: did you mean', '"flops_profiler.profile_steps" is not supported: did']),
     ({"zero_optimization": {}}, ['"zero_optimization.stage" is missing: write 2']),
+    ({"zero_optimization": {"stage": 2}, "optimizer": {"params": {"betas": 0.9}}},
+     ['"betas" is 0.9: write a number from 0 on; for betas, two below 1']),
+    ({"zero_optimization": {"stage": 2}, "optimizer": {"params": {"betas": [0.9, 1]}}}, ['"betas" is [0.9, 1]: write']),
+    ({"zero_optimization": {"stage": 2}, "optimizer": {"params": {"weight_decay": "0.1"}}},
+     ['"weight_decay" is "0.1": write a number']),
+    ({"zero_optimization": {"stage": 2}, "scheduler": {"params": {"warmup_num_steps": -3}}},
+     ['"warmup_num_steps" is -3: write a number']),
     ({"zero_optimization": {"stage": 2}, "optimizer": []}, ['"optimizer" must be an object']),
     ({"zero_optimization": {"stage": 2}, "optimizer": {"params": 3}}, ['"optimizer.params" must be an object'])])
 def test_jsons_are_refused(config, sentences, train, tmp_path):
@@ -520,7 +544,8 @@ CPUAdamBuilder.load = load
     (["--deepspeed_config=nowhere.json"], ".*nowhere.json: No such file or directory: .*"),
     (["--nmu_workers=8"], "command line: there is no setting 'nmu_workers': did you mean 'num_workers'\\?"),
     (["--pretrained=nowhere"], "pretrained=nowhere isn't available or doesn't fit .*--pretrained none"),
-    (["--resume={pictures}"], "resume=.* is not a complete checkpoint .*drop --resume"),
+    (["--resume={pictures}"], "resume=.* is not a complete checkpoint .*No such file.* drop --resume"),
+    (["--resume", "--num_gpus=0"], "num_gpus=0 is too small: .*\n--resume has no value: write --resume PATH"),
     (["--checkpoint_dir=/proc/checkpoints"], ".*/proc/checkpoints.*"),
     (["--learning_rate=0", "--image_size=31"], "learning_rate=0.0 is too small: .*\nimage_size=31 is .*")])
 def test_mistakes_are_refused_in_one_sentence(train, pictures, arguments, sentence):
@@ -529,11 +554,16 @@ def test_mistakes_are_refused_in_one_sentence(train, pictures, arguments, senten
     assert not refused.stdout
 
 
-def test_a_checkpoint_of_other_pictures_or_of_another_run_is_refused(train, two_ranks):
+def test_a_checkpoint_of_other_pictures_or_of_another_run_is_refused(train, two_ranks, tmp_path):
     checkpoints = two_ranks.cwd / "checkpoints"
+    lock = open(tmp_path / ".lock", "w")
+    fcntl.lockf(lock, fcntl.LOCK_EX)
     for arguments, sentence in (
             ([f"--resume={checkpoints}/epoch_4", "--image_size=48"], "image_size is 48, but 32 in .*drop --resume"),
-            ([], "checkpoints holds a run: use --resume .*, or --overwrite to delete it")):
+            ([], "^[^\n]*checkpoints holds a run: use --resume .*, or --overwrite to delete it\n$"),
+            ([f"--checkpoint_dir={tmp_path}"], f"^another run is writing to {tmp_path}: wait for it, or use .*\n$"),
+            ([f"--checkpoint_dir={tmp_path}/x", f"--log_dir={two_ranks.cwd}/logs"],
+             "^[^\n]*logs/training_history.json exists: use another --log_dir, or --overwrite\n$")):
         refused = train(f"--checkpoint_dir={checkpoints}", *arguments)
         assert refused.returncode == 2 and re.search(sentence, refused.stderr), refused.stderr
 
@@ -662,6 +692,12 @@ def test_pictures_are_split_by_their_bytes_and_duplicates_dropped(pictures, tmp_
     assert len(before) == 42 and before < after
     assert 4 < sum(path.parts[0] == "val" for path in before) < 22
     assert second.returncode == 0
+    for target, args, sentence in ((pictures, ["--from", source], "has other pictures: choose another folder"),
+                                   (tmp_path / "data", ["--made_up"], "has other pictures: choose another folder"),
+                                   (tmp_path / "new", ["--from", source / "class_00"], "has no pictures: put those of"),
+                                   (tmp_path / "new", ["--from", "nowhere"], "nowhere does not exist: run python")):
+        refused = prepare(*args, to=target)
+        assert refused.returncode == 2 and sentence in refused.stderr and refused.stderr.count("\n") == 1
 
 
 def test_made_up_pictures_are_the_same_by_seed(pictures, tmp_path):

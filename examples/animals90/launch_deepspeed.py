@@ -15,4 +15,4 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True)  # print before the ranks do
     exit_on_signals()
     settings = settings_of_script(SCRIPT, sys.argv[1:])  # exits for mistakes
-    train(settings.num_gpus or count_gpus() or 1, sys.argv[1:], str(SCRIPT))
+    train(max(1, settings.num_gpus or count_gpus()), sys.argv[1:], str(SCRIPT))

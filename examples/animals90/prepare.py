@@ -6,7 +6,6 @@
 """
 
 import argparse
-import shutil
 import sys
 from multiprocessing import Pool
 from pathlib import Path
@@ -32,6 +31,8 @@ def inspect(path):
 def inspect_all(folder):
     """Yield what inspect() returns for the pictures of a folder with a folder per class, on all cores."""
     pictures, _ = list_pictures(folder)
+    if not any(pictures.values()):
+        raise UserError(f"{folder} has no pictures: put those of each class into a folder {folder}/CLASS")
     with Pool() as pool:
         yield from pool.imap(inspect, sum(pictures.values(), []), chunksize=16)
 
@@ -53,7 +54,7 @@ def take(source, to, val_share):
         try:
             target.hardlink_to(path)
         except OSError:  # another disk
-            shutil.copy(path, target)
+            target.write_bytes(path.read_bytes())
     print(", ".join(f"{count:,} {what}" for what, count in counts.items()))
 
 
@@ -92,6 +93,8 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", type=type(default), default=default)
     args = parser.parse_args()
     try:
+        if not args.check and any(Path(args.to).glob("train/*/00000.jpg" if args.source else "train/*/")):
+            raise UserError(f"{args.to} has other pictures: choose another folder with --to, or delete these")
         if args.source:
             take(args.source, args.to, args.val_share)
         elif args.made_up:
@@ -101,4 +104,4 @@ if __name__ == "__main__":
             print(*filter(None, found), f"{len(found):,} pictures, {sum(map(bool, found))} unreadable", sep="\n")
             sys.exit(2 * any(found))
     except (OSError, UserError) as error:
-        parser.error(f"{error}: choose another folder with --to")
+        parser.exit(2, f"{error}{': choose another folder with --to' * isinstance(error, OSError)}\n")

@@ -18,8 +18,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # which ImageNet's wei
 def list_pictures(root):
     """Return ({class: [paths]} of a folder with a folder per class, and the number of other files in these)."""
     if not Path(root).is_dir():
-        raise UserError(f"{root} does not exist: run python prepare.py --from FOLDER for your pictures, or python "
-                        "prepare.py --made_up for generated ones")
+        raise UserError(f"{root} does not exist: run python prepare.py --from FOLDER or prepare.py --made_up first")
     files = {folder.name: [path for path in sorted(folder.rglob("[!.]*"))
                            if path.is_file() and "/." not in str(path.relative_to(folder))]
              for folder in sorted(Path(root).glob("[!.]*/"))}
@@ -28,8 +27,7 @@ def list_pictures(root):
 
 
 def find_pictures(train_dir, val_dir):
-    """Return (names of the classes, [(path, class number)] of training, the same of validation, number of other files).
-    Raises UserError."""
+    """Return (classes, [(path, class number)] to train on, to validate, number of other files). Raises UserError."""
     (train, others), (val, val_others) = list_pictures(train_dir), list_pictures(val_dir)
     problems = [f"the class {name} has no pictures in {root}: add some, or remove it from both folders"
                 for root, found in ((train_dir, train), (val_dir, val)) for name in sorted({*train, *val})
@@ -61,8 +59,7 @@ def random_crop(image, size, rng):
 
 
 class Pictures(Dataset):
-    """The pictures `found`, [(path, class number)], and this rank's share of them. Epoch 0 is validation.
-    accumulation: batches per optimizer step, of which an epoch has whole ones."""
+    """This rank's share of the pictures [(path, class number)], in whole steps of `accumulation` batches per epoch."""
 
     def __init__(self, found, settings, ranks, accumulation=1):
         self.found, self.settings, self.ranks = found, settings, ranks
@@ -80,8 +77,7 @@ class Pictures(Dataset):
         return torch.from_numpy(np.array(image)).permute(2, 0, 1), self.found[number][1] if counts else -1
 
     def batches(self, epoch):
-        """Yield this rank's batches of an epoch: lists of (number, epoch, counts), shuffled unless the epoch is 0.
-        The last batches are filled from the beginning."""
+        """Yield lists of (number, epoch, counts), shuffled unless epoch is 0 (validation), filled from the start."""
         n, size, stride = len(self.found), self.settings.batch_size, self.settings.batch_size * self.ranks.world_size
         order = np.random.default_rng((self.settings.seed, epoch)).permutation(n) if epoch else range(n)
         for start in range(self.ranks.rank * size, self.batches_per_epoch * stride, stride):

@@ -27,8 +27,7 @@ class BatchNorm(nn.BatchNorm2d):
 
 
 class ResNet18Animals90(ResNetForImageClassification):
-    """ResNet-18 for num_classes classes. pretrained: True for ImageNet's weights from the hub, False for random ones,
-    or the path of a file or folder of weights. Raises OSError if there are no such weights."""
+    """ResNet-18. pretrained: True (ImageNet's weights from the hub), False (random) or a path. Raises OSError."""
 
     def __init__(self, num_classes=90, pretrained=True):
         super().__init__(ResNetConfig(layer_type="basic", depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512],
@@ -44,11 +43,9 @@ class ResNet18Animals90(ResNetForImageClassification):
         return super().forward(x).logits.float()
 
     def copy_weights(self, source):
-        """Copy the weights of a file, a folder or a model on the hub, without files that could run code. A last layer
-        of another size stays random. Raises OSError."""
+        """Copy safe weights of a file, folder or the hub. A last layer of another size is random. Raises OSError."""
         try:
-            if not os.path.exists(source):
-                source = snapshot_download(source, allow_patterns="model.safetensors")
+            source = source if os.path.exists(source) else snapshot_download(source, allow_patterns="model.safetensors")
             weights = load_state_dict(os.path.join(source, "model.safetensors") if os.path.isdir(source) else source)
             weights = weights.get("module", weights)  # where DeepSpeed has them
             if len(weights.get("classifier.1.bias", ())) != self.config.num_labels:

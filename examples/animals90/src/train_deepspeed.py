@@ -37,6 +37,7 @@ settings = configurator.from_command_line(globals())
 globals().update(vars(settings))
 
 import contextlib
+import fcntl
 import json
 import shutil
 import time
@@ -73,10 +74,12 @@ def explain(error):
     if "out of memory" in line:
         line = (f"out of memory: use --batch_size {batch_size // 2 or 1} --gradient_accumulation_steps "
                 f"{2 * gradient_accumulation_steps}, then also --offload_optimizer")
-    elif isinstance(error, OSError) or "PytorchStreamWriter" in line:  # torch.save on a full disk
+    elif isinstance(error, OSError) or any(name in line for name in ("iostream", "inline_container", "StreamWriter")):
+        shutil.rmtree(Path(checkpoint_dir, ".saving"), ignore_errors=True)
         line = f"a file can't be written ({line}): make room; complete checkpoints in {checkpoint_dir} stay"
     elif not isinstance(error, UserError):
         return
+    time.sleep(ranks.rank)  # all ranks may meet it: the first one prints, and the launcher ends the others
     print(line, file=sys.stderr, flush=True)
     os._exit(2)
 
@@ -85,9 +88,8 @@ def read_recipe(path, epoch_steps):
     """Return what DeepSpeed's JSON says, with its checked config in `config`. Raises UserError."""
     adam = {"lr": (learning_rate, "auto"), "betas": ..., "eps": ..., "weight_decay": ...}  # ...: any value
     warmup = {"warmup_min_lr": ..., "warmup_max_lr": (learning_rate, "auto"), "warmup_num_steps": ...}
-    zero = {"stage": (2,), "round_robin_gradients": (True, False)}
-    own_keys = {"zero_optimization": allowed_keys(dtype)["zero_optimization"] | zero,
-                "optimizer": {"type": ("AdamW", "Adam"), "params": adam},
+    zero = allowed_keys(dtype)["zero_optimization"] | {"stage": (2,), "round_robin_gradients": (True, False)}
+    own_keys = {"zero_optimization": zero, "optimizer": {"type": ("AdamW", "Adam"), "params": adam},
                 "scheduler": {"type": ("WarmupLR",), "params": warmup},
                 "activation_checkpointing": dict.fromkeys(ACT_CHKPT_DEFAULT, ...),
                 "flops_profiler": dict.fromkeys(vars(DeepSpeedFlopsProfilerConfig({})), ...)}
@@ -98,9 +100,13 @@ def read_recipe(path, epoch_steps):
     optimizer, scheduler = ds_config.pop("optimizer", {}), ds_config.pop("scheduler", {})
     adam, warmup = ({key: value for key, value in block.get("params", {}).items() if value != "auto"}
                     for block in (optimizer, scheduler))
+    for key, value in (adam | warmup).items():
+        numbers, pair = value if isinstance(value, list) and key == "betas" else [value], key == "betas"
+        valid = [n for n in numbers if type(n) in (int, float) and n >= 0 and (n < 1 or not pair)]
+        if valid != numbers or len(valid) != 1 + pair:
+            raise UserError(f'{path}: "{key}" is {json.dumps(value)}: write a number from 0 on; for betas, two below 1')
     recompute = ds_config.pop("activation_checkpointing", None)
-    if recompute:
-        notes.append(f"activation_checkpointing: {', '.join(recompute)} have no effect, PyTorch recomputes")
+    notes += [f"activation_checkpointing ignores {', '.join(recompute or ())}: PyTorch recomputes"] * bool(recompute)
     return SimpleNamespace(
         config=ds_config, notes=notes, recompute=recompute is not None, device="cuda" if on_gpu else "cpu", dtype=dtype,
         adamw={"lr": learning_rate, "weight_decay": 0.0 if optimizer.get("type") == "Adam" else 0.01, **adam},
@@ -109,20 +115,18 @@ def read_recipe(path, epoch_steps):
 
 
 def find_checkpoint():
-    """Return (folder, its extra_info.json) of the checkpoint `resume`, or of the newest one in this folder. Raises
-    UserError if it is incomplete, or if its files could run code."""
-    try:
+    """Return (folder, its extra_info.json) of the newest checkpoint in `resume`. Raises UserError if it is unusable."""
+    try:  # .old is there after a kill between two renames
         found = [*Path(resume).rglob("extra_info.json"), *Path(f"{resume}.old").rglob("extra_info.json")]
-        path = max(found, key=os.path.getmtime)  # .old is there after a kill between two renames
-        info = json.loads(path.read_text())
-        files = [*path.parent.glob("*/*_states.pt")]
+        infos = {path.parent: json.loads(path.read_text()) for path in found or [Path(resume, "extra_info.json")]}
+        folder, info = max(infos.items(), key=lambda item: (item[1].get("time", 0), item[1]["epoch"]))
+        files = [*folder.glob("*/*_states.pt")]
         unsafe = set().union(*map(torch.serialization.get_unsafe_globals_in_checkpoint, files)) - SAFE_GLOBALS
         if unsafe or len(files) != info["world_size"] + 1:
             raise ValueError(f"{len(files) - 1} optimizer files; of these could run code: {sorted(unsafe)}")
     except Exception as error:  # no such file, no JSON, cut short
-        raise UserError(f"resume={resume} is not a complete checkpoint ({type(error).__name__}: {error}): choose "
-                        "another folder, or drop --resume") from None
-    return path.parent, info
+        raise UserError(f"resume={resume} is not a complete checkpoint ({error!r}): change or drop --resume") from None
+    return folder, info
 
 
 def save(folder, info):
@@ -140,8 +144,7 @@ def save(folder, info):
 
 
 def run_epoch(name, batches, count):
-    """Train on ("Train"), or validate with, the next `count` batches. Return (mean loss, accuracy in percent) of all
-    ranks, the seconds that it took, and the seconds that this rank waited for pictures."""
+    """Run "Train" or "Val" on the next `count` batches. Return (loss, percent right, seconds, seconds without data)."""
     global lr, steps
     training = name == "Train"
     engine.train(training)
@@ -159,8 +162,7 @@ def run_epoch(name, batches, count):
         loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
         if training:
             lr = recipe.start_lr + (learning_rate - recipe.start_lr) * min(1.0, (steps + 1) / recipe.warmup_steps)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            optimizer.param_groups[0]["lr"] = lr
             engine.backward(loss / len(labels))
             engine.step()
             if batch % gradient_accumulation_steps == 0:
@@ -182,15 +184,21 @@ ranks, gpus = ranks_from_environment(), torch.cuda.device_count()
 on_gpu = os.environ.get("DS_ACCELERATOR") != "cpu"
 dtype = "float16" if fp16 else "bfloat16" if bf16 else "float32"
 json_path = config or deepspeed_config or EXAMPLE / f"ds_config_{'zero2' if offload_optimizer else 'rtx5090'}.json"
+history_path, earlier = Path(log_dir, "training_history.json"), [*Path(checkpoint_dir).glob("*/extra_info.json")]
+is_new = not (resume or overwrite)
 least = {"num_workers": 0, "seed": 0, "image_size": 32, "learning_rate": 1e-9}  # of the others: 1
 checks = {f"{name}={value} is too small: use --{name} {least.get(name, 1)} or more": not value >= least.get(name, 1)
           for name, value in vars(settings).items() if type(value) in (int, float)} | {
+    f"--{name} has no value: write --{name} PATH": value == "" for name, value in vars(settings).items()} | {
     "--fp16 and --bf16 exclude each other: drop one of them": fp16 and bf16,
     "--offload_optimizer is another JSON: drop it, or --config": offload_optimizer and (config or deepspeed_config),
-    "--num_gpus is an option of launch_deepspeed.py: drop it": num_gpus not in (None, ranks.world_size),
+    "--num_gpus is an option of launch_deepspeed.py: drop it": (num_gpus or 0) > 0 and num_gpus != ranks.world_size,
     "--fp16 needs a GPU: drop it, or use --bf16": fp16 and not on_gpu,
     "--bf16 needs compute capability 8.0: use --fp16": bf16 and on_gpu and torch.cuda.get_device_capability() < (8, 0),
-    f"{ranks.local_world_size} ranks, but {gpus} GPUs: use --num_gpus {gpus}": on_gpu and ranks.local_world_size > gpus}
+    f"{ranks.local_world_size} ranks, but {gpus} GPUs: use --num_gpus {gpus}": on_gpu and ranks.local_world_size > gpus,
+    f"{checkpoint_dir} holds a run: use --resume {checkpoint_dir}, or --overwrite to delete it": earlier and is_new,
+    f"{history_path} exists: use another --log_dir, or --overwrite": is_new and os.path.exists(history_path),
+    f"{checkpoint_dir} has less than 180 MB free, a checkpoint's size: make room": free_bytes(checkpoint_dir) < 18e7}
 try:
     if any(checks.values()):
         raise UserError("\n".join(problem for problem, applies in checks.items() if applies))
@@ -207,14 +215,12 @@ try:
             raise UserError(f"{name} is {own[name]!r}, but {state[name]!r} in {resume}: change it, or drop --resume")
     for folder in (checkpoint_dir, log_dir):
         Path(folder).mkdir(parents=True, exist_ok=True)
-    earlier = [path.parent for path in Path(checkpoint_dir).glob("*/extra_info.json")]
-    if earlier and not (resume or overwrite):
-        raise UserError(f"{checkpoint_dir} holds a run: use --resume {checkpoint_dir}, or --overwrite to delete it")
-    if free_bytes(checkpoint_dir) < 180e6:  # float32; 157 MB in half precision
-        raise UserError(f"{checkpoint_dir} has less than the 180 MB free that a checkpoint takes: make room")
+    if ranks.rank == 0:
+        fcntl.lockf(lock := open(Path(checkpoint_dir, ".lock"), "w"), fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the end
     torch.manual_seed(seed)  # the same weights on every rank
-    source = {"imagenet": True, "none": False}.get(pretrained, pretrained)
-    model = ResNet18Animals90(len(classes), not resume and source)
+    model = ResNet18Animals90(len(classes), not resume and {"imagenet": True, "none": ""}.get(pretrained, pretrained))
+except BlockingIOError:
+    exit_with_error(f"another run is writing to {checkpoint_dir}: wait for it, or use another --checkpoint_dir")
 except (UserError, OSError) as error:
     exit_with_error(error)
 
@@ -230,7 +236,6 @@ if state["saved_by"] != saved_by:
     recipe.notes.append(f"{resume} is of {state['saved_by']} (ranks, precision, offload): Adam's moments begin anew")
 optimizer = setup.adamw([*model.parameters()], recipe.config, **recipe.adamw)
 engine = setup.initialize(model, optimizer, recipe.config)
-print0(f"DeepSpeed uses {setup.describe(engine, recipe.config, dtype)}")
 if resume and state["saved_by"] == saved_by:
     engine.load_checkpoint(str(resume_dir))
 done, steps, best_val_acc, best_epoch = (state.get(key, 0) for key in ("epoch", "steps", "best_val_acc", "best_epoch"))
@@ -239,19 +244,20 @@ mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (da
 
 facts = machine_record(device) | {"command": sys.argv, "settings": vars(settings), "commit": git_commit()}
 facts["hardware"] = f"{ranks.world_size} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}"
-history_path, history = Path(log_dir, "training_history.json"), state.get("epochs", [])
+history = state.get("epochs", [])
 per_step = batch_size * ranks.world_size * gradient_accumulation_steps
 notes = recipe.notes + [f"{others} files are not pictures ({' '.join(data.SUFFIXES)})"] * bool(others)
+notes += [f"{resume} has {done} epochs: use --epochs {done + 1} or more to train on"] * (done >= epochs)
 if learning_rate != (usual := max(rate for least, rate in RATES.items() if least <= per_step)):
     notes.append(f"learning_rate={learning_rate}, but the guides have {usual} for {per_step} pictures per step")
 if num_workers * ranks.local_world_size > os.cpu_count():
     notes.append(f"{num_workers} workers for each of {ranks.local_world_size} ranks, but {os.cpu_count()} cores")
 print0(f"pictures   {len(found):,} to train on, {len(val_found):,} to validate; {len(classes)} classes\n"
-       f"hardware   {facts['hardware']}, {dtype}, ZeRO-2 ({json_path})\n"
+       f"hardware   {facts['hardware']}, {setup.describe(engine, recipe.config, dtype)} ({json_path})\n"
        f"batch      {batch_size} x {ranks.world_size} x {gradient_accumulation_steps} = {per_step} pictures per step, "
        f"{epoch_steps} steps per epoch" + "".join(f"\nnote       {note}" for note in notes))
-for folder in earlier if overwrite and ranks.rank == 0 and not resume else ():
-    shutil.rmtree(folder)
+for path in earlier if overwrite and ranks.rank == 0 and not resume else ():
+    shutil.rmtree(path.parent)
 for epoch in range(done + 1, epochs + 1):
     before = steps
     train_loss, train_acc, seconds, waited = run_epoch("Train", train_batches, train.batches_per_epoch)
@@ -267,19 +273,17 @@ for epoch in range(done + 1, epochs + 1):
            f"  Val Loss: {val_loss:.4f} | Val Acc: {val_acc:.2f}%\n"
            f"  Learning Rate: {lr:.6f}\n"
            f"  Best Val Acc: {best_val_acc:.2f}% (Epoch {best_epoch})")
-    history.append({"epoch": epoch, "train_loss": train_loss, "train_acc": train_acc, "val_loss": val_loss,
-                    "val_acc": val_acc, "learning_rate": lr, "seconds": seconds, "val_seconds": val_seconds,
-                    "waited_s": waited, "images_per_s": per_step * epoch_steps / seconds,
-                    "it_per_s": train.batches_per_epoch / seconds, "memory_gb": peak_memory(device) / 1e9,
-                    "skipped_steps": epoch_steps + before - steps,
-                    "loss_scale": engine.optimizer.loss_scaler.cur_scale})
+    history.append(dict(
+        epoch=epoch, train_loss=train_loss, train_acc=train_acc, val_loss=val_loss, val_acc=val_acc, learning_rate=lr,
+        seconds=seconds, val_seconds=val_seconds, waited_s=waited, images_per_s=per_step * epoch_steps / seconds,
+        it_per_s=train.batches_per_epoch / seconds, memory_gb=peak_memory(device) / 1e9,
+        skipped_steps=epoch_steps + before - steps, loss_scale=engine.optimizer.loss_scaler.cur_scale))
     log = {**facts, "epochs": history, "best": {"epoch": best_epoch, "val_acc": best_val_acc}}
     if ranks.rank == 0:
         write_atomic(history_path, json.dumps(log, indent=1) + "\n")
     info = {**history[-1], **log, **own, "best_val_acc": best_val_acc, "best_epoch": best_epoch, "steps": steps,
-            "mean": data.MEAN, "std": data.STD, "world_size": ranks.world_size}
+            "mean": data.MEAN, "std": data.STD, "world_size": ranks.world_size, "time": time.time()}
     for name in ["best_model"] * improved + [f"epoch_{epoch}"] * (epoch % save_interval == 0 or epoch == epochs):
         save(Path(checkpoint_dir, name), info)
-print0(f"\nepoch {best_epoch} is the best: {checkpoint_dir}/best_model\n"
-       f"for the curves: python src/utils.py --history {history_path} --output curves.png")
+print0(f"\nbest epoch {best_epoch}: {checkpoint_dir}/best_model\ncurves: python src/utils.py --history {history_path}")
 shut_down()
