@@ -367,6 +367,8 @@ def test_a_card_needs_a_pytorch_that_has_its_kernels(monkeypatch, characters, tm
                         f"{'.'.join(map(str, capability))}: {fix}"]
 
 
+# Beside a real GPU PyTorch finds it, and the run would train on it. Where there is none, the same PyTorch build meets
+# an nvidia-smi that lists one, which is the case to test
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="needs a machine without a GPU")
 def test_a_card_that_pytorch_does_not_find_is_not_replaced_by_the_cpu(train, tmp_path):
     """A K80, whose last driver is too old for this PyTorch: is_available() is False there."""
