@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model import GPT, GPTConfig, addmm_fp32, attention_backends, cross_entropy_with_grad
 from runtime.kernels import fp8, jit, tl, triton
-from runtime.kernels.fp8 import store_fp8, update_amax
+from runtime.kernels.fp8 import store, update_amax
 
 MAX_WIDTH = 4096  # columns of a row in one program; 8192 in float32 need more shared memory than an A100 has
 # The fastest values tried on an H200 with 8,192 and 16,384 rows of 1,600 (results/h200_x1_fused.json)
@@ -32,12 +32,12 @@ TILE = {"ROWS": 16, "COLUMNS": 128}  # the part of a matrix that a program loads
 STEPS = 8  # tiles in a column that one program sums
 
 
-# Kernels. Rows are tokens. With FP8, the result is also stored in FP8
+# Kernels. Rows are tokens. With FP8, the result is stored in FP8
 
 
 @jit(do_not_specialize=["slot"])
 def residual_layernorm_fwd(residual, branch, branch_bias, weight, bias, residual_out, normed, mean, rstd, C,
-                           out8, amax, scale, slot, FP8: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+                           amax, scale, slot, FP8: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
                            PDL: tl.constexpr = False):
     """Compute a row of residual_out = residual + branch + branch_bias and its layer norm. PDL: see decode.py."""
     if PDL:
@@ -56,10 +56,9 @@ def residual_layernorm_fwd(residual, branch, branch_bias, weight, bias, residual
     s = tl.rsqrt(tl.sum(centered * centered) / C + 1e-5)
     w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(bias + i, mask=mask, other=0.0).to(tl.float32)
-    result = centered * s * w + b
-    tl.store(normed + row * C + i, result.to(normed.dtype.element_ty), mask=mask)
+    largest = store(normed, row * C + i, tl.where(mask, centered * s * w + b, 0.0), mask, scale, slot, FP8)
     if FP8:
-        update_amax(amax, slot, store_fp8(out8, row * C + i, tl.where(mask, result, 0.0), mask, scale, slot))
+        update_amax(amax, slot, largest)
     tl.store(mean + row, m)
     tl.store(rstd + row, s)
 
@@ -101,18 +100,17 @@ def gelu_sigmoid(x):
 
 
 @jit(do_not_specialize=["slot"])
-def gelu_fwd(h, g, n, out8, amax, scale, slot, FP8: tl.constexpr, BLOCK: tl.constexpr):
+def gelu_fwd(h, g, n, amax, scale, slot, FP8: tl.constexpr, BLOCK: tl.constexpr):
     """Compute g = gelu(h) for n elements."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(h + i, mask=i < n, other=0.0).to(tl.float32)
-    result = x * gelu_sigmoid(x)
-    tl.store(g + i, result.to(g.dtype.element_ty), mask=i < n)
+    largest = store(g, i, x * gelu_sigmoid(x), i < n, scale, slot, FP8)
     if FP8:
-        update_amax(amax, slot, store_fp8(out8, i, result, i < n, scale, slot))
+        update_amax(amax, slot, largest)
 
 
 @jit(do_not_specialize=["slot"])
-def gelu_bwd(dg, h, dh, partials, rows, C, out8, amax, scale, slot, FP8: tl.constexpr, ROWS: tl.constexpr,
+def gelu_bwd(dg, h, dh, partials, rows, C, amax, scale, slot, FP8: tl.constexpr, ROWS: tl.constexpr,
              COLUMNS: tl.constexpr, STEPS: tl.constexpr):
     """Compute columns of dh and this program's partial sums of them."""
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -125,9 +123,7 @@ def gelu_bwd(dg, h, dh, partials, rows, C, out8, amax, scale, slot, FP8: tl.cons
         d = tl.load(dg + offsets, mask=mask, other=0.0).to(tl.float32)
         s = gelu_sigmoid(x)
         d *= s + x * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * x * x)
-        tl.store(dh + offsets, d.to(dh.dtype.element_ty), mask=mask)
-        if FP8:
-            largest = tl.maximum(largest, store_fp8(out8, offsets, d, mask, scale, slot))
+        largest = tl.maximum(largest, store(dh, offsets, d, mask, scale, slot, FP8))
         total += d
     if FP8:
         update_amax(amax, slot, largest)
@@ -135,7 +131,7 @@ def gelu_bwd(dg, h, dh, partials, rows, C, out8, amax, scale, slot, FP8: tl.cons
 
 
 @jit(do_not_specialize=["slot"])
-def concat_dqkv(dq, dk, dv, dqkv, partials, rows, C, out8, amax, scale, slot, FP8: tl.constexpr, ROWS: tl.constexpr,
+def concat_dqkv(dq, dk, dv, dqkv, partials, rows, C, amax, scale, slot, FP8: tl.constexpr, ROWS: tl.constexpr,
                 COLUMNS: tl.constexpr, STEPS: tl.constexpr):
     """Copy columns of dq, dk and dv, (rows, C) each, to dqkv (rows, 3 C). Also store this program's partial sums."""
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -148,12 +144,10 @@ def concat_dqkv(dq, dk, dv, dqkv, partials, rows, C, out8, amax, scale, slot, FP
     for step in range(STEPS):
         r = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
         mask = (r < rows)[:, None] & (c < C)[None, :]
-        d = tl.load(source + r[:, None].to(tl.int64) * C + c[None, :], mask=mask, other=0.0)
+        d = tl.load(source + r[:, None].to(tl.int64) * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
         offsets = r[:, None].to(tl.int64) * 3 * C + which * C + c[None, :]
-        tl.store(dqkv + offsets, d, mask=mask)
-        if FP8:
-            largest = tl.maximum(largest, store_fp8(out8, offsets, d.to(tl.float32), mask, scale, slot))
-        total += d.to(tl.float32)
+        largest = tl.maximum(largest, store(dqkv, offsets, d, mask, scale, slot, FP8))
+        total += d
     if FP8:
         update_amax(amax, slot, largest)
     tl.store(partials + (tl.program_id(0) * 3 + which) * C + c, tl.sum(total, 0), mask=c < C)
@@ -194,26 +188,30 @@ def reduce_param_grads(partials, *params):
     return [None] * k if add else outs
 
 
-def column_sums(kernel, inputs, out, width, grid, weight, bias):
-    """Launch gelu_bwd or concat_dqkv for out (rows, C). Returns out in FP8 or None, and the bias gradient."""
-    rows, C = out.shape
-    count = triton.cdiv(rows, TILE["ROWS"] * STEPS)
-    partials = out.new_empty((count, 1, C), dtype=torch.float32)
-    out8, fp8_args = fp8.output_for(weight, fp8.GRAD_OUTPUT, out)
-    kernel[(count, triton.cdiv(width, TILE["COLUMNS"]), *grid)](
+def column_sums(kernel, inputs, rows, width, parts, weight, bias):
+    """Launch gelu_bwd or concat_dqkv, whose output is (rows, parts * width). Returns it, in FP8 if the layer's GEMMs
+    are, and the bias gradient."""
+    count, C = triton.cdiv(rows, TILE["ROWS"] * STEPS), parts * width
+    partials = inputs[0].new_empty((count, 1, C), dtype=torch.float32)
+    out, fp8_args = fp8.empty_output(weight, fp8.GRAD_OUTPUT, inputs[0], (rows, C))
+    kernel[(count, triton.cdiv(width, TILE["COLUMNS"]), parts)](
         *inputs, out, partials, rows, width, **fp8_args, STEPS=STEPS, **TILE)
-    return out8, reduce_param_grads(partials, bias)[0]
+    return out, reduce_param_grads(partials, bias)[0]
 
 
-def linear_grads(x, weight, dy, dy8=None):
-    """Return (dx, dweight) of a linear layer from dy (N, out). dy8: dy in FP8 or None. If the weight has a main_grad,
+def linear_grads(x, weight, dy):
+    """Return (dx, dweight) of a linear layer from dy (N, out). x and dy may be in FP8. If the weight has a main_grad,
     the GEMM accumulates into it, or overwrites it with overwrite_main_grad, and dweight is None."""
-    dx, x = fp8.grad_input(dy, weight, dy8).view_as(x), x.reshape(-1, x.size(-1))
-    dweight, overwrite = fp8.grad_weight(dy, x, weight), hasattr(weight, "overwrite_main_grad")
-    if not hasattr(weight, "main_grad"):
-        return dx, dy.t() @ x if dweight is None else dweight.to(weight.dtype)
-    if dweight is not None:
+    use_fp8, overwrite = fp8.is_on(weight), hasattr(weight, "overwrite_main_grad")
+    dy = fp8.cast(dy, weight, fp8.GRAD_OUTPUT) if use_fp8 else dy
+    dx, x = fp8.grad_input(dy, weight).view(x.shape), x.reshape(-1, x.size(-1))
+    if use_fp8:
+        dweight = fp8.grad_weight(dy, x, weight)
+        if not hasattr(weight, "main_grad"):
+            return dx, dweight.to(weight.dtype)
         (weight.main_grad.copy_ if overwrite else weight.main_grad.add_)(dweight)
+    elif not hasattr(weight, "main_grad"):
+        return dx, dy.t() @ x
     elif overwrite:
         torch.mm(dy.t(), x, out=weight.main_grad)
     else:
@@ -222,24 +220,22 @@ def linear_grads(x, weight, dy, dy8=None):
 
 
 class ResidualLayerNorm(torch.autograd.Function):
-    """Returns residual + branch + branch_bias (None without a branch), its layer norm, and that in FP8 for the layer of
-    consumer_weight (None without FP8)."""
+    """Returns residual + branch + branch_bias (None without a branch) and its layer norm, as fp8.differentiable does
+    for the layer of consumer_weight."""
 
     @staticmethod
     def forward(ctx, residual, branch, branch_bias, weight, bias, consumer_weight=None):
         C, BLOCK, add = residual.size(-1), triton.next_power_of_2(residual.size(-1)), branch is not None
         rows, residual_out = residual.numel() // C, torch.empty_like(residual) if add else residual
-        normed, (mean, rstd) = torch.empty_like(residual), residual.new_empty((2, rows), dtype=torch.float32)
-        out8, fp8_args = fp8.output_for(consumer_weight, fp8.INPUT, normed)
+        mean, rstd = residual.new_empty((2, rows), dtype=torch.float32)
+        normed, fp8_args = fp8.empty_output(consumer_weight, fp8.INPUT, residual, residual.shape)
         ctx.one_row = {"BLOCK": BLOCK, "num_warps": min(8, max(1, BLOCK // 512))}
         residual_layernorm_fwd[(rows,)](residual, branch, branch_bias, weight, bias, residual_out, normed, mean, rstd,
                                         C, **fp8_args, ADD=add, **ctx.one_row)
         ctx.save_for_backward(residual_out, mean, rstd)
         ctx.set_materialize_grads(False)
         ctx.params = [weight, bias, *([branch_bias] if add else [])]
-        if out8 is not None:
-            ctx.mark_non_differentiable(out8)
-        return residual_out if add else None, normed, out8
+        return residual_out if add else None, *fp8.differentiable(ctx, normed, residual)
 
     @staticmethod
     def backward(ctx, dresidual_out, dnormed, _):
@@ -256,48 +252,47 @@ class ResidualLayerNorm(torch.autograd.Function):
 
 
 class QKVProjection(torch.autograd.Function):
-    """Returns q, k and v of x, (B, n_head, T, head size) each. x8: x in FP8 or None."""
+    """Returns q, k and v of x, (B, n_head, T, head size) each. x, x8: as fp8.differentiable returns."""
 
     @staticmethod
     def forward(ctx, x, x8, weight, bias, n_head):
         B, T, C = x.shape
+        x = x if x8 is None else x8
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias = weight, bias
-        qkv = fp8.linear(x, weight, bias, x8).split(C, dim=2)
+        qkv = fp8.linear(x, weight, bias).split(C, dim=2)
         return tuple(part.view(B, T, n_head, C // n_head).transpose(1, 2) for part in qkv)
 
     @staticmethod
     def backward(ctx, *grads):
         (x,) = ctx.saved_tensors
         C = x.size(-1)
-        dqkv = x.new_empty((x.numel() // C, 3 * C))
         grads = [grad.transpose(1, 2).reshape(-1, C) for grad in grads]  # views: attention returns this layout
-        dqkv8, dbias = column_sums(concat_dqkv, grads, dqkv, C, (3,), ctx.weight, ctx.bias)
-        dx, dweight = linear_grads(x, ctx.weight, dqkv, dqkv8)
+        dqkv, dbias = column_sums(concat_dqkv, grads, x.numel() // C, C, 3, ctx.weight, ctx.bias)
+        dx, dweight = linear_grads(x, ctx.weight, dqkv)
         return dx, None, dweight, dbias, None
 
 
 class LinearGelu(torch.autograd.Function):
-    """Returns gelu(x @ weight.T + bias), and the same in FP8 for the layer of consumer_weight (None without FP8)."""
+    """Returns gelu(x @ weight.T + bias) as fp8.differentiable does for consumer_weight's layer. x, x8: likewise."""
 
     @staticmethod
     def forward(ctx, x, x8, weight, bias, consumer_weight):
         ctx.weight, ctx.bias = weight, bias
-        h = fp8.linear(x, weight, bias, x8)
-        g, (out8, fp8_args) = torch.empty_like(h), fp8.output_for(consumer_weight, fp8.INPUT, h)
-        BLOCK = 1024 if out8 is None else 4096
+        x = x if x8 is None else x8
+        h = fp8.linear(x, weight, bias)
+        g, fp8_args = fp8.empty_output(consumer_weight, fp8.INPUT, h, h.shape)
+        BLOCK = 4096 if fp8_args["FP8"] else 1024
         gelu_fwd[(triton.cdiv(h.numel(), BLOCK),)](h, g, h.numel(), **fp8_args, BLOCK=BLOCK, num_warps=BLOCK // 256)
         ctx.save_for_backward(x, h)
-        if out8 is not None:
-            ctx.mark_non_differentiable(out8)
-        return g, out8
+        return fp8.differentiable(ctx, g, h)
 
     @staticmethod
     def backward(ctx, dg, _):
         x, h = ctx.saved_tensors
-        dh = h.new_empty((h.numel() // h.size(-1), h.size(-1)))
-        dh8, dbias = column_sums(gelu_bwd, (dg.contiguous(), h), dh, h.size(-1), (), ctx.weight, ctx.bias)
-        dx, dweight = linear_grads(x, ctx.weight, dh, dh8)
+        C = h.size(-1)
+        dh, dbias = column_sums(gelu_bwd, (dg.contiguous(), h), h.numel() // C, C, 1, ctx.weight, ctx.bias)
+        dx, dweight = linear_grads(x, ctx.weight, dh)
         return dx, None, dweight, dbias, None
 
 
@@ -306,9 +301,10 @@ class LinearNoBias(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, x8, weight):
+        x = x if x8 is None else x8
         ctx.save_for_backward(x)
         ctx.weight = weight
-        return fp8.linear(x, weight, None, x8)
+        return fp8.linear(x, weight)
 
     @staticmethod
     def backward(ctx, dy):

@@ -200,7 +200,7 @@ def decode_step(model, token, position, caches):
     def add_and_norm(norm):
         """Add the branch and its bias to the residual stream x in place, and return its layer norm."""
         normed = torch.empty_like(x)
-        residual_layernorm_fwd[(B,)](x, branch, bias, norm.weight, norm.bias, x, normed, *stats, C, x, x, x, 0, False,
+        residual_layernorm_fwd[(B,)](x, branch, bias, norm.weight, norm.bias, x, normed, *stats, C, x, x, 0, False,
                                      branch is not None, triton.next_power_of_2(C), bool(pdl), num_warps=NORM_WARPS,
                                      **pdl)
         return normed

@@ -9,7 +9,8 @@ A linear layer, y = input @ weight.T + bias, needs three GEMMs:
 The output layer and evaluations stay in bfloat16. FP8 has a small range: E4M3 up to 448, E5M2 up to 57,344
 (Micikevicius et al., arXiv:2209.05433). So each tensor is multiplied by a scale before its cast, and y by the inverses.
 Scaling is delayed, as in NVIDIA's Transformer Engine: the scale comes from the largest absolute value (amax) in the
-previous micro-step, with a headroom factor of 2. This lets the kernel that computes a tensor cast it in the same pass.
+previous micro-step, with a headroom factor of 2. This lets the kernel that computes a tensor store it in FP8 only. The
+weight gradient's GEMM needs its inputs transposed, because FP8 GEMMs on Hopper only multiply a @ b.T.
 The first micro-step of a process runs in bfloat16 to calibrate, so the losses of a resumed run differ slightly.
 """
 
@@ -28,12 +29,15 @@ Mode = Enum("Mode", "OFF CALIBRATE ON")
 
 
 @jit
-def store_fp8(out, offsets, values, mask, scale, slot):
-    """Store scaled values in FP8. Returns the largest absolute value, unscaled, for update_amax."""
-    LIMIT: tl.constexpr = 448.0 if out.dtype.element_ty == tl.float8e4nv else 57344.0
-    scaled = tl.minimum(tl.maximum(values * tl.load(scale + slot), -LIMIT), LIMIT)
-    tl.store(out + offsets, scaled.to(out.dtype.element_ty), mask=mask)
-    return tl.max(tl.abs(values))
+def store(out, offsets, values, mask, scale, slot, FP8: tl.constexpr):
+    """Store values in out's dtype, and with FP8 scaled. Returns the largest absolute value for update_amax."""
+    largest = 0.0
+    if FP8:
+        LIMIT: tl.constexpr = 448.0 if out.dtype.element_ty == tl.float8e4nv else 57344.0
+        largest = tl.max(tl.abs(values))
+        values = tl.minimum(tl.maximum(values * tl.load(scale + slot), -LIMIT), LIMIT)
+    tl.store(out + offsets, values.to(out.dtype.element_ty), mask=mask)
+    return largest
 
 
 @jit
@@ -46,15 +50,18 @@ def update_amax(amax, slot, value):
 @jit(do_not_specialize=["slot"])
 def cast_kernel(x, out, rows, C, amax, scale, slot, TRANSPOSE: tl.constexpr, ROWS: tl.constexpr,
                 COLUMNS: tl.constexpr):
-    """Cast a tile of x (rows, C) to FP8 in out: (rows, C), or (C, rows) with TRANSPOSE."""
+    """Cast a tile of x (rows, C), which may be in FP8 already, to out: (rows, C), or (C, rows) with TRANSPOSE."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (r < rows)[:, None] & (c < C)[None, :]
     offsets = r[:, None].to(tl.int64) * C + c[None, :]
-    values = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+    values = tl.load(x + offsets, mask=mask, other=0.0)
     if TRANSPOSE:
         offsets, values, mask = c[:, None].to(tl.int64) * rows + r[None, :], tl.trans(values), tl.trans(mask)
-    update_amax(amax, slot, store_fp8(out, offsets, values, mask, scale, slot))
+    if x.dtype == out.dtype:
+        tl.store(out + offsets, values, mask=mask)
+    else:
+        update_amax(amax, slot, store(out, offsets, values.to(tl.float32), mask, scale, slot, True))
 
 
 class Fp8Scales:
@@ -89,55 +96,69 @@ def slot_of(weight):
     return scales.mode if scales else Mode.OFF, scales, slot
 
 
-def output_for(weight, which, like):
-    """Return an FP8 tensor shaped like `like`, or None without FP8, and the kernel's FP8 arguments. The kernel computes
-    `which` (INPUT or GRAD_OUTPUT) of the weight's layer. Without FP8 the arguments are unused pointers."""
+def is_on(weight):
+    """Return whether the GEMMs of a layer run in FP8 in this micro-step."""
+    return slot_of(weight)[0] is Mode.ON
+
+
+def empty_output(weight, which, like, shape):
+    """Return an empty tensor for `which` (INPUT or GRAD_OUTPUT) of the weight's layer, like `like` or in FP8 if the
+    layer's GEMMs are, and the FP8 arguments of the kernel that fills it. Without FP8 these are unused pointers."""
     mode, scales, slot = slot_of(weight)
     if mode is not Mode.ON:
-        return None, {"out8": like, "amax": like, "scale": like, "slot": 0, "FP8": False}
-    out8 = torch.empty_like(like, dtype=FP8_DTYPES[which])
-    return out8, {"out8": out8, "amax": scales.amax, "scale": scales.scale, "slot": slot + which, "FP8": True}
+        return like.new_empty(shape), {"amax": like, "scale": like, "slot": 0, "FP8": False}
+    out = like.new_empty(shape, dtype=FP8_DTYPES[which])
+    return out, {"amax": scales.amax, "scale": scales.scale, "slot": slot + which, "FP8": True}
+
+
+def differentiable(ctx, out, like):
+    """Return (out, None) in the dtype of `like`, or (a tensor without memory, out) in FP8: autograd casts a gradient to
+    its output's dtype, so an FP8 output needs another one that stands for it."""
+    if out.dtype == like.dtype:
+        return out, None
+    ctx.mark_non_differentiable(out)
+    return like.new_empty(1).expand_as(like), out
 
 
 def cast(x, weight, which, transpose=False):
-    """Return x (rows, C) in FP8: (rows, C), or (C, rows) with transpose."""
+    """Return x (rows, C), which may be in FP8 already, in FP8: (rows, C), or (C, rows) with transpose."""
     (rows, C), (scales, slot) = x.shape, weight.fp8_slot
+    if x.dtype == FP8_DTYPES[which] and not transpose:
+        return x
     out = torch.empty((C, rows) if transpose else (rows, C), dtype=FP8_DTYPES[which], device=x.device)
     cast_kernel[(triton.cdiv(rows, 64), triton.cdiv(C, 128))](x, out, rows, C, scales.amax, scales.scale, slot + which,
                                                               transpose, ROWS=64, COLUMNS=128)
     return out
 
 
-def linear(x, weight, bias=None, x8=None):
-    """Return x (..., in) @ weight.T (in, out) + bias: the forward GEMM. x8: x in FP8, if available."""
+def linear(x, weight, bias=None):
+    """Return x (..., in) @ weight.T (in, out) + bias: the forward GEMM. x may be in FP8."""
     mode, scales, slot = slot_of(weight)
     if mode is Mode.CALIBRATE:
         scales.amax[slot + INPUT], scales.amax[slot + WEIGHT] = x.abs().max(), weight.abs().max()
     if mode is not Mode.ON:
         return F.linear(x, weight, bias)
-    x8 = cast(x.reshape(-1, x.size(-1)), weight, INPUT) if x8 is None else x8.view(-1, x.size(-1))
-    y = torch._scaled_mm(x8, cast(weight, weight, WEIGHT).t(), scales.inverse[slot + INPUT, 0],
-                         scales.inverse[slot + WEIGHT, 0], bias=bias, out_dtype=x.dtype, use_fast_accum=True)
+    y = torch._scaled_mm(cast(x.reshape(-1, x.size(-1)), weight, INPUT), cast(weight, weight, WEIGHT).t(),
+                         scales.inverse[slot + INPUT, 0], scales.inverse[slot + WEIGHT, 0], bias=bias,
+                         out_dtype=weight.dtype, use_fast_accum=True)
     return y.view(*x.shape[:-1], -1)
 
 
-def grad_input(dy, weight, dy8=None):
-    """Return dy (rows, out) @ weight (out, in): the input gradient's GEMM. dy8: dy in FP8, if available."""
+def grad_input(dy, weight):
+    """Return dy (rows, out) @ weight (out, in): the input gradient's GEMM. dy may be in FP8."""
     mode, scales, slot = slot_of(weight)
     if mode is Mode.CALIBRATE:
         scales.amax[slot + GRAD_OUTPUT] = dy.abs().max()
     if mode is not Mode.ON:
         return dy @ weight
-    dy8 = cast(dy, weight, GRAD_OUTPUT) if dy8 is None else dy8
-    return torch._scaled_mm(dy8, cast(weight, weight, WEIGHT, transpose=True).t(),
-                            scales.inverse[slot + GRAD_OUTPUT, 0], scales.inverse[slot + WEIGHT, 0], out_dtype=dy.dtype)
+    return torch._scaled_mm(cast(dy, weight, GRAD_OUTPUT), cast(weight, weight, WEIGHT, transpose=True).t(),
+                            scales.inverse[slot + GRAD_OUTPUT, 0], scales.inverse[slot + WEIGHT, 0],
+                            out_dtype=weight.dtype)
 
 
 def grad_weight(dy, x, weight):
-    """Return dy.T (out, rows) @ x (rows, in) in float32, the weight gradient's GEMM, or None without FP8."""
-    mode, scales, slot = slot_of(weight)
-    if mode is not Mode.ON:
-        return None
+    """Return dy.T (out, rows) @ x (rows, in) in float32: the weight gradient's GEMM in FP8. dy and x may be in FP8."""
+    scales, slot = weight.fp8_slot
     return torch._scaled_mm(cast(dy, weight, GRAD_OUTPUT, transpose=True), cast(x, weight, INPUT, transpose=True).t(),
                             scales.inverse[slot + GRAD_OUTPUT, 0], scales.inverse[slot + INPUT, 0],
                             out_dtype=torch.float32, use_fast_accum=True)

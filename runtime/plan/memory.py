@@ -68,6 +68,7 @@ class Job:
     ds_config: dict  # for deepspeed.initialize
     gradient_checkpointing: bool = False
     accumulate_locally: bool = False
+    fp8: bool = False
 
     @property
     def stage(self):
@@ -103,6 +104,7 @@ def estimate(job):
     # GELU's input and output (4 each). 15.9 were measured with our kernels. Without them, dropout adds its masks
     saved_per_token = 16 if job.hardware.compile else 18 + 2 * (job.model.dropout > 0)
     saved_per_token += 5 * (trainable < stored)  # LoRA's share, measured at rank 64
+    saved_per_token -= 3 * job.fp8  # layer norms and GELU's output, saved in FP8
     tokens = job.batch.micro * job.model.block_size
     block_input = tokens * job.model.n_embd * itemsize
     activations = block_input * job.model.n_layer * (1 if job.gradient_checkpointing else saved_per_token)

@@ -130,6 +130,8 @@ def test_casts_to_fp8_are_pytorchs(which, limit):
     for transpose in (False, True):
         got = fp8.cast(x, weight, which, transpose)
         assert torch.equal(got.view(torch.uint8), (wanted.t() if transpose else wanted).contiguous().view(torch.uint8))
+    again = fp8.cast(wanted, weight, which, transpose=True)  # already in FP8
+    assert torch.equal(again.view(torch.uint8), wanted.t().contiguous().view(torch.uint8))
     assert scales.amax[which] == x.abs().max() > 3
 
 
