@@ -161,4 +161,4 @@ def grad_weight(dy, x, weight):
     scales, slot = weight.fp8_slot
     return torch._scaled_mm(cast(dy, weight, GRAD_OUTPUT, transpose=True), cast(x, weight, INPUT, transpose=True).t(),
                             scales.inverse[slot + GRAD_OUTPUT, 0], scales.inverse[slot + INPUT, 0],
-                            out_dtype=torch.float32, use_fast_accum=True)
+                            out_dtype=torch.float32)
