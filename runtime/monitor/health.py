@@ -12,6 +12,8 @@ from runtime.cluster.ranks import all_gather_scalars
 
 WINDOW = 50  # recent gradient norms that a new one is compared with, once there are 20
 SPIKE_FACTOR = 6  # a spike is this many times their median
+HISTORY = 1000  # gradient norms that are kept
+RISE_FACTOR = 3  # norms have risen if the median of the last WINDOW is this many times that of the others
 STRAGGLER_WINDOW = 20  # measurements per rank
 SLOW_FACTOR = 1.5  # a straggler takes this many times as long as the other ranks
 
@@ -37,9 +39,13 @@ class StepHealth:
         self.grad_norm = None if norm is None else float(norm)
         ratio = self.spikes.update(self.grad_norm)
         spike = ratio and f"gradient norm {self.grad_norm:.3g} is {ratio:.0f} times the recent median"
+        rise = self.spikes.rise()
         if self.engine.was_step_applied():
             self.skipped_in_a_row = 0
             self.warn(iter_num, spike)
+            self.warn(iter_num, rise and f"gradient norms are {rise:.1f} times those of the {HISTORY - WINDOW} steps "
+                                         "before: if the loss rises too, resume from an earlier checkpoint with a "
+                                         "lower learning_rate")
             return
         bad = [f"rank {rank}" for rank, (rank_loss,) in enumerate(all_gather_scalars(loss, device=loss.device))
                if not math.isfinite(rank_loss)]
@@ -61,14 +67,16 @@ class StepHealth:
 
 
 class SpikeDetector:
-    """Finds gradient norms far above the recent median, like llm.c's OutlierDetector. history: earlier norms."""
+    """Finds gradient norms far above the recent median, like llm.c's OutlierDetector, and those that rise slowly.
+    history: earlier norms."""
 
     def __init__(self, history=()):
-        self.history = deque(history, maxlen=WINDOW)
+        self.history = deque(history, maxlen=HISTORY)
+        self.updates, self.risen = 0, False
 
     def threshold(self):
         """Return the smallest norm that is a spike; infinite for the first 20 norms, or if most of them are 0."""
-        median = statistics.median(self.history) if len(self.history) >= 20 else 0
+        median = statistics.median(list(self.history)[-WINDOW:]) if len(self.history) >= 20 else 0
         return SPIKE_FACTOR * median or math.inf
 
     def update(self, norm):
@@ -78,6 +86,17 @@ class SpikeDetector:
         if norm >= self.threshold():
             return SPIKE_FACTOR * norm / self.threshold()
         self.history.append(norm)
+
+    def rise(self):
+        """After each update: return the ratio of the last norms' median to that of those before if it has newly reached
+        RISE_FACTOR, else None. Looks at every 50th update of a full history."""
+        self.updates += 1
+        if self.updates % WINDOW or len(self.history) < HISTORY:
+            return None
+        norms = list(self.history)
+        before, recent = statistics.median(norms[:-WINDOW]), statistics.median(norms[-WINDOW:])
+        was_risen, self.risen = self.risen, recent >= RISE_FACTOR * before > 0
+        return recent / before if self.risen and not was_risen else None
 
 
 class StragglerDetector:

@@ -155,6 +155,19 @@ def test_a_norm_is_a_spike_by_those_before_it():
     assert zeros.update(0.0) is None and zeros.update(1.0) is None and zeros.threshold() == math.inf
 
 
+def test_norms_that_rise_slowly_are_told_before_the_loss_rises():
+    """The norms of a run that became unstable (docs/numbers.md). Its loss rises from step 8,650 on."""
+    run = json.loads((ROOT / "results" / "h200_x2_long_run.json").read_text(encoding="utf-8"))
+
+    def rises(norms, spikes):
+        found = [(i, spikes.update(norm), spikes.rise()) for i, norm in enumerate(norms, 1)]
+        return [(i, round(ratio, 1)) for i, _, ratio in found if ratio]
+
+    assert rises(run["grad_norms"], SpikeDetector()) == [(8650, 4.2)]
+    assert rises(run["grad_norms"][8000:9000], SpikeDetector(run["grad_norms"][7000:8000])) == [(650, 4.2)]  # resumed
+    assert rises([0.0] * 1100 + [1.0] * 100, SpikeDetector()) == []
+
+
 def test_a_loss_scale_that_collapses_is_explained_and_ends_the_run(spoilt, tmp_path):
     """From 4 down to 1, two steps that look for the scale; then three that fail at 1, of which two are allowed."""
     config = {"zero_optimization": {"stage": 2}, "fp16": {"initial_scale_power": 2, "hysteresis": 1}}
