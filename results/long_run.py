@@ -4,7 +4,7 @@
     python data/prepare.py FILE.jsonl --name=packages
     python results/long_run.py record OUT_DIR --commit=... --tokens=...   writes h200_x2_long_run.json
 
-Every file of the folders counts once, up to 56 MB in all. Markdown, reStructuredText and plain text come first, then
+Every file of the folders counts once, up to 190 MB in all. Markdown, reStructuredText and plain text come first, then
 Python, both in random order.
 """
 
@@ -14,9 +14,14 @@ import json
 import random
 import re
 import statistics
+import sys
 from pathlib import Path
 
-MB = 56  # of text; 24 million tokens
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from runtime.monitor.health import SpikeDetector
+
+MB = 190  # of text; 87 million tokens
 KINDS = (".md", ".rst", ".txt"), (".py",)
 
 
@@ -44,6 +49,16 @@ def spikes(steps):
             if i >= 100 and step["loss"] > 1.5 * statistics.median(losses[i - 100 : i]) + 0.1]
 
 
+def rises(steps):
+    """Return the steps at which the run warns that gradient norms have risen, with the ratio."""
+    detector, found = SpikeDetector(), {}
+    for step in steps:
+        detector.update(step["grad_norm"])
+        if ratio := detector.rise():
+            found[str(step["iter"])] = round(ratio, 1)
+    return found
+
+
 def record(out_dir, commit, tokens):
     history = [json.loads(line) for line in (out_dir / "history.jsonl").read_text(encoding="utf-8").splitlines()]
     settings = json.loads((out_dir / "settings.json").read_text(encoding="utf-8"))
@@ -53,6 +68,7 @@ def record(out_dir, commit, tokens):
         "command": settings["command"], "commit": commit, "hardware": "2 x NVIDIA H200", "world_size": 2,
         "versions": settings["versions"], "tokens": tokens, "settings": settings["settings"], "steps": len(steps),
         "resumed_at": [step["iter"] for step in steps if "first_step_s" in step][1:], "spikes": spikes(steps),
+        "grad_norms_rise_at": rises(steps),
         "ms": round(statistics.median(step["ms"] for step in steps), 2),
         "peak_gb": round(max(step["memory"] for step in steps) / 1e9, 2),
         "largest_grad_norm_after_1000": round(max(step["grad_norm"] for step in steps[1000:]), 3),

@@ -288,11 +288,18 @@ def test_the_long_run_is_what_the_text_says():
     assert not run["spikes"] and not [i for i in range(100, steps)
                                       if losses[i] > 1.5 * np.median(losses[i - 100 : i]) + 0.1]
     assert max(norms[1000:]) == pytest.approx(run["largest_grad_norm_after_1000"], rel=1e-3)
+    calm = [np.median(norms[i : i + 100]) for i in range(2000, 8000, 100)]
+    rise = [f"{np.median(norms[i - 100 : i]):.3g} up to {words}" for i, words in
+            ((8600, "step 8,600"), (8700, "8,700"), (9000, "9,000"))]
+    loss = [f"{np.mean(losses[i - 100 : i]):.2f} up to {words}" for i, words in ((8600, "step 8,600"), (9000, "9,000"))]
     best = min(run["evaluations"], key=lambda evaluation: evaluation["val_loss"])
     text = " ".join(text.split())
     assert f"{run['tokens'] / 1e6:.0f} million tokens" in text
     epoch, norm = int(steps * 120 * 1024 / run["tokens"]) + 1, run["largest_grad_norm_after_1000"]
-    for words in (f"step {steps:,} is in the {epoch}th epoch", f"gradient norm is {norm}",
+    ((told, _),) = run["grad_norms_rise_at"].items()
+    for words in (f"step {steps:,} is in the {epoch}th epoch", f"{', '.join(rise)}, and {norm} at the most",
+                  f"gradient norm is {min(calm):.2f} to {max(calm):.2f}", f"from {' to '.join(loss)}",
+                  f"warned at step {int(told):,}",
                   *(f"after step {step - 1:,}" for step in run["resumed_at"]), f"takes {run['ms']} ms",
                   f"lowest at step {best['iter']:,}, {best['val_loss']}", f"{run['peak_gb']} GB at the peak"):
         assert words in text, words
