@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.monitor.health import SpikeDetector
+from runtime.monitor.health import WINDOW, SpikeDetector
 
 MB = 190  # of text; 87 million tokens
 KINDS = (".md", ".rst", ".txt"), (".py",)
@@ -54,7 +54,7 @@ def rises(steps):
     detector, found = SpikeDetector(), {}
     for step in steps:
         detector.update(step["grad_norm"])
-        if ratio := detector.rise():
+        if step["iter"] % WINDOW == 0 and (ratio := detector.rise()):
             found[str(step["iter"])] = round(ratio, 1)
     return found
 

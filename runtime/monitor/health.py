@@ -13,7 +13,7 @@ from runtime.cluster.ranks import all_gather_scalars
 WINDOW = 50  # recent gradient norms that a new one is compared with, once there are 20
 SPIKE_FACTOR = 6  # a spike is this many times their median
 HISTORY = 1000  # gradient norms that are kept
-RISE_FACTOR = 3  # norms have risen if the median of the last WINDOW is this many times that of the others
+RISE_FACTOR = 3  # norms have risen if the median of the last WINDOW is this many times the median of the others
 STRAGGLER_WINDOW = 20  # measurements per rank
 SLOW_FACTOR = 1.5  # a straggler takes this many times as long as the other ranks
 
@@ -33,19 +33,18 @@ class StepHealth:
         self.last_failed_scale = None  # float16's loss scale after the last overflow
 
     def check(self, loss, iter_num):
-        """Warn if step `iter_num` was skipped or its gradient norm is a spike, and count consecutive skipped steps.
-        loss: this rank's, a scalar. All ranks call this, and all skip the same steps."""
+        """Warn if step `iter_num` was skipped, its gradient norm is a spike, or norms have risen. Count consecutive
+        skipped steps. loss: this rank's, a scalar. All ranks call this, and all skip the same steps."""
         norm = self.engine.get_global_grad_norm() if self.fast.grad_norm is None else self.fast.grad_norm
         self.grad_norm = None if norm is None else float(norm)
         ratio = self.spikes.update(self.grad_norm)
         spike = ratio and f"gradient norm {self.grad_norm:.3g} is {ratio:.0f} times the recent median"
-        rise = self.spikes.rise()
+        if iter_num % WINDOW == 0 and (rise := self.spikes.rise()):
+            self.warn(iter_num, f"gradient norms are {rise:.1f} times those of the {HISTORY - WINDOW} steps before: if "
+                                "the loss rises too, resume from an earlier checkpoint with a lower learning_rate")
         if self.engine.was_step_applied():
             self.skipped_in_a_row = 0
             self.warn(iter_num, spike)
-            self.warn(iter_num, rise and f"gradient norms are {rise:.1f} times those of the {HISTORY - WINDOW} steps "
-                                         "before: if the loss rises too, resume from an earlier checkpoint with a "
-                                         "lower learning_rate")
             return
         bad = [f"rank {rank}" for rank, (rank_loss,) in enumerate(all_gather_scalars(loss, device=loss.device))
                if not math.isfinite(rank_loss)]
@@ -72,7 +71,7 @@ class SpikeDetector:
 
     def __init__(self, history=()):
         self.history = deque(history, maxlen=HISTORY)
-        self.updates, self.risen = 0, False
+        self.risen = False  # at the last call of rise()
 
     def threshold(self):
         """Return the smallest norm that is a spike; infinite for the first 20 norms, or if most of them are 0."""
@@ -88,10 +87,9 @@ class SpikeDetector:
         self.history.append(norm)
 
     def rise(self):
-        """After each update: return the ratio of the last norms' median to that of those before if it has newly reached
-        RISE_FACTOR, else None. Looks at every 50th update of a full history."""
-        self.updates += 1
-        if self.updates % WINDOW or len(self.history) < HISTORY:
+        """Return the ratio of the last WINDOW norms' median to the median of those before if it has reached RISE_FACTOR
+        since the last call, else None. Call this every WINDOW steps. It needs a full history."""
+        if len(self.history) < HISTORY:
             return None
         norms = list(self.history)
         before, recent = statistics.median(norms[:-WINDOW]), statistics.median(norms[-WINDOW:])
