@@ -18,6 +18,7 @@ from results.table import format_table, update
 from runtime.engine.ds_config import resolve
 from runtime.lora import TARGET_MODULES
 from runtime.lora import apply as apply_lora
+from runtime.monitor.health import SpikeDetector
 from runtime.plan.memory import Job, estimate
 from runtime.plan.run_plan import Batch, Hardware, ParamCount
 
@@ -289,6 +290,11 @@ def test_the_long_run_is_what_the_text_says():
     assert not run["spikes"] and not [i for i in range(100, steps)
                                       if losses[i] > 1.5 * np.median(losses[i - 100 : i]) + 0.1]
     assert max(norms[1000:]) == pytest.approx(run["largest_grad_norm_after_1000"], rel=1e-3)
+    detector, spikes = SpikeDetector(), {}
+    for step, norm in enumerate(norms, 1):
+        if ratio := detector.update(norm):
+            spikes[step] = ratio
+    ((spike, ratio),) = spikes.items()
     calm = [np.median(norms[i : i + 100]) for i in range(2000, 8000, 100)]
     rise = [f"{np.median(norms[i - 100 : i]):.3g} up to {words}" for i, words in
             ((8600, "step 8,600"), (8700, "8,700"), (9000, "9,000"))]
@@ -300,7 +306,7 @@ def test_the_long_run_is_what_the_text_says():
     ((told, _),) = run["grad_norms_rise_at"].items()
     for words in (f"step {steps:,} is in the {epoch}th epoch", f"{', '.join(rise)}, and {norm} at the most",
                   f"gradient norm is {min(calm):.2f} to {max(calm):.2f}", f"from {' to '.join(loss)}",
-                  f"warned at step {int(told):,}",
+                  f"warned at step {int(told):,}", f"that of step {spike:,} is {ratio:.0f} times the recent median",
                   *(f"after step {step - 1:,}" for step in run["resumed_at"]), f"takes {run['ms']} ms",
                   f"lowest at step {best['iter']:,}, {best['val_loss']}", f"{run['peak_gb']} GB at the peak"):
         assert words in text, words
