@@ -21,11 +21,11 @@ SLOW_FACTOR = 1.5  # a straggler takes this many times as long as the other rank
 class StepHealth:
     """Checks every optimizer step for non-finite losses, gradient spikes and float16 overflow.
 
-    fast: the engine's FastPath. warn: RunLog.warn. grad_norms: the recent ones of a run that resumes."""
+    fast: the engine's FastPath. warn: RunLog.warn. state: of the checkpoint that the run resumes from, else {}."""
 
-    def __init__(self, engine, fast, warn, grad_norms=()):
+    def __init__(self, engine, fast, warn, state):
         self.engine, self.fast, self.warn = engine, fast, warn
-        self.spikes = SpikeDetector(grad_norms)
+        self.spikes = SpikeDetector(state.get("grad_norms", ()), state.get("grad_norms_risen", False))
         self.stragglers = StragglerDetector(engine.device, torch.distributed.get_world_size())
         fast.time_local_work = self.stragglers.time_local_work
         self.skipped_in_a_row = 0
@@ -67,11 +67,10 @@ class StepHealth:
 
 class SpikeDetector:
     """Finds gradient norms far above the recent median, like llm.c's OutlierDetector, and those that rise slowly.
-    history: earlier norms."""
+    history: earlier norms. risen: whether they had risen at the last call of rise()."""
 
-    def __init__(self, history=()):
-        self.history = deque(history, maxlen=HISTORY)
-        self.risen = False  # at the last call of rise()
+    def __init__(self, history=(), risen=False):
+        self.history, self.risen = deque(history, maxlen=HISTORY), risen
 
     def threshold(self):
         """Return the smallest norm that is a spike; infinite for the first 20 norms, or if most of them are 0."""

@@ -40,16 +40,17 @@ def forward(self, idx, targets=None, reduction="mean"):
     return loss
 model.GPT.forward = forward
 sys.argv[0] = os.path.join({root!r}, "train_deepspeed.py")
+{plant}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 @pytest.fixture
 def spoilt(characters, tmp_path):
-    def run(first, last, *args, rank=1, factor="float('nan')", ranks=2, training=True):
+    def run(first, last, *args, rank=1, factor="float('nan')", ranks=2, training=True, plant=""):
         script, out_dir = tmp_path / "spoilt.py", tmp_path / "out"
         script.write_text(SPOILT.format(root=str(ROOT), first=first, last=last, rank=rank, factor=factor,
-                                         training=training))
+                                         training=training, plant=plant))
         done = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", "--eval_interval=100", *args,
                       ranks=ranks)
         return done, read_history(out_dir), out_dir
@@ -183,7 +184,8 @@ def warnings_of():
     def check_all(norms, first=0, skipped=None):
         engine, found = Engine(norms, skipped), {}
         health = StepHealth(engine, SimpleNamespace(grad_norm=None), lambda step, message: message and
-                            found.setdefault(step, []).append(message), norms[max(0, first - 1000) : first])
+                            found.setdefault(step, []).append(message),
+                            {"grad_norms": norms[max(0, first - 1000) : first]})
         for engine.iter_num in range(first + 1, len(norms) + 1):
             health.check(torch.zeros(()), engine.iter_num)
         return found
@@ -205,6 +207,17 @@ def test_norms_that_rise_slowly_are_told_before_the_loss_rises(warnings_of):
     assert warnings_of(norms[:9000], 8000, skipped=8650) == {8650: [whole[8650][0].replace("4.2", "4.1"),
                                                                     "the gradient is not finite; step skipped"]}
     assert warnings_of([0.0] * 1100 + [1.0] * 100) == {} and warnings_of([None] * 1100) == {}
+
+
+def test_norms_that_have_risen_are_told_once_across_resumes(spoilt):
+    """With a history of 200 norms. They are four times as high from step 201 on; two runs end at 230 and 260."""
+    args = "--decay_lr=False", "--grad_clip=0", "--log_interval=50", "--init_from=auto"
+    for last, first in (230, 201), (260, 1), (300, 1):
+        done, history, _ = spoilt(2 * first - 1, 999, f"--max_iters={last}", *args, rank=0, factor=4, ranks=1,
+                                  plant="from runtime.monitor import health; health.HISTORY = 200")
+        assert done.returncode == 0, done.stderr
+    (told,) = [r for r in history if r.get("warning", "").startswith("gradient norms are ")]
+    assert told["iter"] == 250 and "times those of the 150 steps before" in told["warning"]
 
 
 def test_a_loss_scale_that_collapses_is_explained_and_ends_the_run(spoilt, tmp_path):
