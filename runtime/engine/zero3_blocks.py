@@ -219,7 +219,7 @@ class Zero3Blocks:
 
     def before_step(self):
         """Leave the averaged gradients of all parameters in the shards. Called before each optimizer step."""
-        if self.world_size > 1:
+        if self.world_size > 1 and self.sums:  # with LoRA, all that is trained may be in blocks
             shards = [self.grads[param] for param in self.sums]
             self.collective(dist.reduce_scatter_tensor, shards, self.sums.values())
             torch._foreach_mul_(shards, 1 / self.world_size)
