@@ -11,6 +11,7 @@ the names of transformers' GPT2LMHeadModel.
 
 import contextlib
 import os
+from collections import namedtuple
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,6 +27,7 @@ LOSS_CHUNK = 4096  # rows of logits in memory at one time; 4096 x 50304 in bf16 
 EAGER_LOSS_CHUNK = 2048  # without torch.compile, which halves the memory per row
 ADDMM_OUT_DTYPE = "dtype_out" in torch.ops.aten.addmm.overloads() and not torch.version.hip  # not in PyTorch 2.7
 FP16_GRAD_FACTOR = 1024.0  # many gradients of logits are below 3e-8, which float16 rounds to 0
+KVCache = namedtuple("KVCache", ("k", "v"))  # of one layer, (B, n_head, max_length, head size) each
 
 
 @dataclass
@@ -344,14 +346,6 @@ class GPT(nn.Module):
         model.lm_head.weight = model.transformer.wte.weight  # to_empty unties them
         read_weights(model, source)
         return model
-
-
-@dataclass
-class KVCache:
-    """The keys and values of one layer, each (B, n_head, max_length, head size)."""
-
-    k: torch.Tensor
-    v: torch.Tensor
 
 
 class Decoder:
