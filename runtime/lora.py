@@ -32,9 +32,6 @@ def lora_config(settings):
     rank, alpha, dropout = (settings[f"lora_{name}"] for name in ("rank", "alpha", "dropout"))
     modules = list(dict.fromkeys(name.strip() for name in settings["lora_target_modules"].split(",") if name.strip()))
     unknown = [name for name in modules if name not in TARGET_MODULES]
-    if rank < 0 or not 0 <= dropout < 1 or (alpha is not None and alpha <= 0):
-        raise ValueError(f"lora_rank={rank}, lora_alpha={alpha}, lora_dropout={dropout}: the rank must be at least 0, "
-                         "alpha above 0, and dropout at least 0 and below 1")
     if rank and (unknown or not modules):
         raise ValueError(f"lora_target_modules names {', '.join(unknown) or 'nothing'}: choose from a block's "
                          f"matrices, {', '.join(TARGET_MODULES)}")

@@ -437,6 +437,8 @@ def test_precision_by_the_card(monkeypatch, characters, tmp_path):
     ("--lora_rank=4 --lora_target_modules=mlp.c_fc,c_attn {tiny}",
       "lora_target_modules names c_attn: choose from a block's "
      "matrices, attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"),
+    ("--lora_rank=-1 --lora_alpha=-2.0 --lora_dropout=1.5 {tiny}", "lora_rank=-1 must be at least 0|lora_alpha=-2 must "
+     "be above 0|lora_dropout=1.5 must be at least 0 and below 1"),
     ("--lora_alpha=8.0", "lora_alpha=8.0 and lora_dropout=0.0 need LoRA: add --lora_rank=64, or drop them"),
     ("--lora_rank=4", "lora_rank=4 needs pretrained weights, but init_from=scratch: name some with --init_from"),
     ("--init_from={holder}/iter_9", "init_from={holder}/iter_9 is unknown: give scratch, resume, auto, gpt2, "
