@@ -71,42 +71,36 @@ def check_machine_and_run(rows, num_gpus, argv):
     settings = settings_of_script(os.path.join(ROOT, "train_deepspeed.py"), argv) if argv else None
     severity = FAIL if argv and settings.target_gpu is None else WARN  # of what is missing on this machine
     ranks = num_gpus or (0 if argv and settings.device == "cpu" else GPUS) or 1
+    report = []
     for check, *arguments in ((cuda,), (gpus,), (offload,), (kernels,), (check_all_reduce,), (host,),
-                              (disk, settings), (datasets, settings), (weights, settings, severity)):
-        with keep_going(rows, check.__name__):
+                              (disk, settings), (datasets, settings), (weights, settings, severity),
+                              (the_run, settings, ranks, report)):
+        try:
             rows += check(*arguments)
-    if settings:
-        with keep_going(rows, "the run"):
-            return plan_settings(rows, settings, ranks)
-    return ""
-
-
-@contextlib.contextmanager
-def keep_going(rows, name):
-    """Turn an exception of a check into a warning, so that the other checks still run."""
-    try:
-        yield
-    except Exception as error:
-        rows.append(row(name, f"could not be checked: {type(error).__name__}: {error}", "please report this"))
+        except Exception as error:  # the other checks still run
+            rows.append(row(check.__name__, f"could not be checked: {type(error).__name__}: {error}",
+                            "please report this"))
+    return "".join(report)
 
 
 # The run
 
 
-def plan_settings(rows, settings, ranks):
-    """Add the problems that training would report. Return the text of a dry run, or ""."""
+def the_run(settings, ranks, report):
+    """Check what training would report, and add the text of a dry run to `report`."""
+    if not settings:
+        return
     from runtime.cluster.ranks import Ranks
     from runtime.plan.run_plan import Problems, make_plan
 
     problems, notes, ranks = Problems(), [], Ranks(0, 0, ranks, ranks)
     plan = make_plan(replace(settings, dry_run=settings.target_gpu is not None), ranks, problems, notes, fetch=False)
-    rows += [row("the run", "won't start", line, FAIL) for line in "\n".join(problems).splitlines()]
-    if plan is None:
-        return ""
-    rows += [row("the run", "needs on the other machine", line) for line in plan.notes[len(notes):]]
-    fix = "add one of the settings below" if plan.advice() else ""
-    rows.append(row("the run", "doesn't fit" if fix else "fits", fix, FAIL))
-    return f"\n{plan.summary()}\n{plan.memory_report(ranks)}"
+    yield from (row("the run", "won't start", line, FAIL) for line in "\n".join(problems).splitlines())
+    if plan:
+        yield from (row("the run", "needs on the other machine", line) for line in plan.notes[len(notes):])
+        fix = "add one of the settings below" if plan.advice() else ""
+        yield row("the run", "doesn't fit" if fix else "fits", fix, FAIL)
+        report.append(f"\n{plan.summary()}\n{plan.memory_report(ranks)}")
 
 
 def disk(settings):
