@@ -22,16 +22,15 @@ NAME = "Skylion007/openwebtext"
 
 
 def fetch():
-    """Return {"train": dataset, "val": dataset}, from the Hugging Face Hub or its cache."""
+    """Return the documents for training and for validation, "train" and "test", from the Hugging Face Hub."""
     from datasets import load_dataset
 
     try:
-        parts = load_dataset(NAME, split="train").train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+        return load_dataset(NAME, split="train").train_test_split(test_size=0.0005, seed=2357, shuffle=True)
     except Exception as error:  # the Hub, the network or the disk
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"OpenWebText could not be downloaded ({reason}): set HF_ENDPOINT to a mirror of the Hub, "
                         "or copy ~/.cache/huggingface from a machine that has it") from None
-    return {"train": parts["train"], "val": parts["test"]}
 
 
 def tokenize(batch):
@@ -41,11 +40,10 @@ def tokenize(batch):
     return {"ids": [np.array(ids, "<u2").tobytes()]}
 
 
-def main(parts, folder=FOLDER):
+def main(documents, folder=FOLDER):
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    rows = {split: part.map(tokenize, batched=True, num_proc=workers, remove_columns=part.column_names, desc=split)
-            for split, part in parts.items()}
-    train, val = ((np.frombuffer(ids, "<u2") for ids in rows[split]["ids"]) for split in ("train", "val"))
+    rows = documents.map(tokenize, batched=True, num_proc=workers, remove_columns=documents["train"].column_names)
+    train, val = ((np.frombuffer(ids, "<u2") for ids in rows[split]["ids"]) for split in ("train", "test"))
     meta = write_dataset(folder, train, val, {"kind": "gpt2"}, gpt2_encoding().n_vocab,
                          {"name": NAME, "sha256": None, "bytes": None})
     print(f"train: {meta['train_tokens']:,} tokens, val: {meta['val_tokens']:,} tokens\nwritten to {folder}")

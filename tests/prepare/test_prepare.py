@@ -455,11 +455,11 @@ def test_index_openwebtext_is_tokenized_as_nanogpt_does(tmp_path, monkeypatch):
 
     script = runpy.run_path(str(ROOT / "data" / "openwebtext" / "prepare.py"))
     texts, encode = made_up(2500, size=5), gpt2_encoding().encode_ordinary
-    parts = {"train": texts[:2300], "val": texts[2300:]}
-    ids = {split: [i for text in part for i in (*encode(text), 50256)] for split, part in parts.items()}
-    rows = {split: datasets.Dataset.from_dict({"text": part, "id": range(len(part))}) for split, part in parts.items()}
-    script["main"](rows, tmp_path / "out")
-    assert ids_of(tmp_path / "out")[1] == ids
+    parts = {"train": texts[:2300], "test": texts[2300:]}
+    train, val = ([i for text in part for i in (*encode(text), 50256)] for part in parts.values())
+    script["main"](datasets.DatasetDict({split: datasets.Dataset.from_dict({"text": part, "id": range(len(part))})
+                                         for split, part in parts.items()}), tmp_path / "out")
+    assert ids_of(tmp_path / "out")[1] == {"train": train, "val": val}
 
 
 def test_openwebtext_that_cannot_be_fetched_names_the_ways_out():
