@@ -41,10 +41,8 @@ def find_gpu(target):
     name = (target if isinstance(target, str) else f"{target:g}").upper().removeprefix("NVIDIA ").removeprefix("RTX ")
     if name in GPUS:  # 4090 is parsed as a number
         return GPUS[name]
-    if isinstance(target, str) or target > 1000:  # 3080 is a name too
+    if isinstance(target, str) or not 0 < target <= 1000:  # 3080 is a name too
         raise ValueError(f"target_gpu={target} is unknown: give a number of GB, or one of {', '.join(GPUS)}")
-    if target <= 0:
-        raise ValueError(f"target_gpu={target} must be above 0")
     return Gpu(target, GPUS["A100"].tflops, fp8=True)
 
 

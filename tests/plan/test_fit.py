@@ -69,6 +69,7 @@ def test_four_cards_of_a_name():
 @pytest.mark.parametrize("args, sentence", [
     (("--target_gpu=banana", "--dry_run=True"), "target_gpu=banana is unknown: give a number of GB, or one of T4,"),
     (("--target_gpu=3080", "--dry_run=True"), "target_gpu=3080.0 is unknown: give a number of GB, or one of T4,"),
+    (("--target_gpu=-24", "--dry_run=True"), "target_gpu=-24.0 is unknown: give a number of GB, or one of T4,"),
     (("--target_gpu=24",), "target_gpu=24.0 only estimates: add --dry_run=True"),
 ])
 def test_a_card_that_is_none_is_refused(args, sentence, characters, tmp_path):
