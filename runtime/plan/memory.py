@@ -20,7 +20,6 @@ CUDA_CONTEXT_BYTES = (1.3e9, 1.6e9)  # CUDA, cuBLAS, cuDNN and NCCL outside PyTo
 USABLE_FRACTION = 0.9  # of a GPU's memory; the rest is lost to fragmentation
 PRESETS = ("ds_config_zero2.json", "ds_config_zero3.json", "config/ds/zero2_offload.json",
            "config/ds/zero3_offload.json")
-BAR_WIDTH = 40
 ParamCount = namedtuple("ParamCount", ("total", "stored", "trainable"))  # stored: with the padded vocabulary
 
 
@@ -179,17 +178,14 @@ def format_breakdown(title, parts, memory=None):
     lines = [f"{title:<10} {format_bytes(total)}{limit}"]
     for name, size in sorted(parts.items(), key=lambda item: -item[1]):
         if size >= 1e6:
-            bar = "█" * max(1, round(BAR_WIDTH * size / max(total, memory or 0)))
+            bar = "█" * max(1, round(40 * size / max(total, memory or 0)))
             lines.append(f"           {format_bytes(size):>9}  {bar} {name}")
     return lines
 
 
 def relative_step_time(micro, recompute, preset):
-    """Return the time per step relative to the fastest setting's, for GPT-2 XL on one H200 (docs/numbers.md).
-
-    ZeRO-2 takes 606 ms at 32 x 1, 635 ms at 8 x 4 and 853 ms at 1 x 32. On two GPUs, ZeRO-3 takes 1.01x as long at
-    32 x 1, 1.05x at 8 x 4 and 1.14x at 1 x 32. Offload with recomputation at 8 x 4 takes 2,230 and 2,850 ms, most of it
-    the optimizer step on 16 CPU cores. Recomputation takes 1.31x as long at 8 x 4."""
+    """Return the time per step relative to the fastest setting's. It fits the times of GPT-2 XL on one H200, and for
+    ZeRO-3 on two, in docs/numbers.md and RESULTS.md. With offload, 16 CPU cores do the optimizer step."""
     if "offload" in preset:
         cpu_ms = 1390 if "zero2" in preset else 2010
         return (cpu_ms + 606 * relative_step_time(micro, recompute, "zero2")) / 606
