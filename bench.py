@@ -43,8 +43,7 @@ from runtime.weights import PRETRAINED
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = {"train": train, "sample": sample, "baseline": baseline}
-    parser.add_argument("what", choices=commands, help="baseline: for internal use")
+    parser.add_argument("what", choices=("train", "sample", "baseline"), help="baseline: for internal use")
     parser.add_argument("--gpus", type=int, default=1, help="number of processes, also on a CPU")
     parser.add_argument("--baseline", choices=("hf", "pytorch", "fsdp2"), help="also measure a baseline")
     parser.add_argument("--json", default="bench.json", help="output file (default: bench.json)")
@@ -64,10 +63,8 @@ def main():
         return baseline(args, argv)
     if os.path.isdir(args.json) or not os.access(os.path.dirname(os.path.abspath(args.json)), os.W_OK):
         parser.error(f"--json={args.json} can't be written: choose a file in a folder that exists")
-    if args.what == "train":
-        settings_of_script(SCRIPT, argv)  # exits if one is wrong
-    record = commands[args.what](args, argv)
-    record = {"command": " ".join(["bench.py", *sys.argv[1:]]), "commit": git_commit(), **record}
+    measured = sample(args) if args.what == "sample" else train(args, argv)
+    record = {"command": " ".join(["bench.py", *sys.argv[1:]]), "commit": git_commit(), **measured}
     Path(args.json).write_text(json.dumps(record, indent=1))
     print(f"written to {args.json}")
 
@@ -89,6 +86,7 @@ def run_ranks(args, out_dir, *command):
 
 def train(args, argv):
     """Measure the steps of train_deepspeed.py, then the steps of the baseline."""
+    settings_of_script(SCRIPT, argv)  # exits if one is wrong
     argv = [*argv, f"--max_iters={args.warmup + args.repeats}", "--eval_interval=1000000000", "--eval_iters=1",
             "--keep_last=0", "--log_interval=1"]
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
@@ -232,7 +230,7 @@ def shape(model):
     return layers, heads, width
 
 
-def sample(args, argv):
+def sample(args):
     """Measure sampling: random weights, a prompt of 16 tokens, top-k 200; the first token is timed on its own."""
     from runtime.kernels.decode import RowNoise, decode_step_for
 
@@ -278,8 +276,7 @@ def sample(args, argv):
         theirs = measure(lambda n: other.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=n,
                                                   min_new_tokens=n, do_sample=True, top_k=200, pad_token_id=0))
         ratio = ours["tokens_per_s"]["median"] / theirs["tokens_per_s"]["median"]
-        record["baseline"] = {"name": "transformers generate()", "versions": transformers.__version__, **theirs,
-                          "ratio": ratio}
+        record["baseline"] = {"name": f"transformers {transformers.__version__} generate()", **theirs, "ratio": ratio}
         print(f"transformers: {theirs['tokens_per_s']['median']:,.1f} tokens/s, first token after "
               f"{theirs['first_token_ms']['median']:.1f} ms; ours is {ratio:.2f}x faster")
     return record
