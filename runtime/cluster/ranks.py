@@ -60,21 +60,18 @@ def print0(text):
         print(text, flush=True)
 
 
-def show_progress(total, done):
-    """Show a progress bar on rank 0 until shut_down(), if stdout is a terminal. Return update(steps done, text)."""
+def show_progress(total, done, text):
+    """Show the steps done and a text in a progress bar until shut_down(), on rank 0 if stdout is a terminal."""
     global _progress
     if RANK or not sys.stdout.isatty():
-        return lambda done, text: None
-    from tqdm import tqdm
+        return
+    if _progress is None:
+        from tqdm import tqdm
 
-    bar = _progress = tqdm(total=total, initial=done, unit="step", file=sys.stdout, dynamic_ncols=True)
-    on_shut_down(bar.close)
-
-    def update(done, text):
-        bar.set_postfix_str(text, refresh=False)
-        bar.update(done - bar.n)
-
-    return update
+        _progress = tqdm(total=total, initial=done, unit="step", file=sys.stdout, dynamic_ncols=True)
+        on_shut_down(_progress.close)
+    _progress.set_postfix_str(text, refresh=False)
+    _progress.update(done - _progress.n)
 
 
 def silence_stdout():

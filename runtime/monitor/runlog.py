@@ -35,7 +35,7 @@ class RunLog:
         self.settings, self.device, self.datasets = settings, device, datasets
         self.tokens_per_iter, self.memory_plan, self.process_start = tokens_per_iter, memory_plan, process_start
         self.out_dir, self.writes = settings["out_dir"], RANK == 0 and not settings["eval_only"]
-        self.loggers, self.wandb_id, self.update_bar, self.paused = {}, state.get("wandb_id"), None, True
+        self.loggers, self.wandb_id, self.paused = {}, state.get("wandb_id"), True
         self.iter_num = self.first_iter = state.get("iter_num", 0)
         self.resumes = bool(state)
         exit_together(self.start_loggers() if self.writes else [])
@@ -122,8 +122,7 @@ class RunLog:
         if self.clock_iter == self.first_iter:
             record["first_step_s"] = time.time() - self.process_start
         print0(format_step(record))
-        self.update_bar = self.update_bar or show_progress(self.settings["max_iters"], iter_num)
-        self.update_bar(iter_num, f"loss {record['loss']:.4f}")
+        show_progress(self.settings["max_iters"], iter_num, f"loss {record['loss']:.4f}")
         self.record(record)
         self.warn(iter_num, health.stragglers.check(local_work))
         if "first_step_s" in record:
