@@ -156,12 +156,6 @@ store = TagStore(out_dir, read_only=eval_only)  # locked until this process ends
 tag = newest_intact(store, plan.start, resume_tag, overwrite)  # None unless this resumes
 
 # -----------------------------------------------------------------------------
-# Data: memory-mapped tokens, the same on every rank
-
-shares = [dataset.share for dataset in plan.datasets]
-mixture = list(zip(plan.tokens["train"], shares, strict=True))
-
-# -----------------------------------------------------------------------------
 # Model, optimizer, engine
 
 torch.manual_seed(seed)  # the same weights on every rank
@@ -197,6 +191,7 @@ best_val_loss = state.get("best_val_loss", math.inf)
 evals_since_best = state.get("evals_since_best", 0)
 log = RunLog(vars(settings), state, device, plan.datasets, batch.tokens, estimate(plan), _process_start)
 health = StepHealth(engine, fast, log.warn, state)
+shares = [dataset.share for dataset in plan.datasets]
 
 # -----------------------------------------------------------------------------
 # The parts of the loop
@@ -276,6 +271,7 @@ if iter_num == 0 or eval_only:
 elif iter_num >= max_iters:
     print0(f"{store.path(tag.name)} is at iteration {iter_num} already: resume with a larger --max_iters")
 vocab_size = plan.data["vocab_size"]
+mixture = list(zip(plan.tokens["train"], shares, strict=True))
 batches = train_batches(mixture, iter_num, ranks.rank, ranks.world_size, vars(settings), vocab_size, device)
 engine.train()
 exit_code = None
