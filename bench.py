@@ -38,24 +38,27 @@ from model import GPT, GPTConfig
 from runtime.engine import ds_config
 from runtime.monitor.history import read_history
 from runtime.monitor.runlog import git_commit, machine_record
+from runtime.output import exit_with_error
 from runtime.weights import PRETRAINED
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("train", "sample", "baseline"), help="baseline: for internal use")
-    parser.add_argument("--gpus", type=int, default=1, help="number of processes, also on a CPU")
     parser.add_argument("--baseline", choices=("hf", "pytorch", "fsdp2"), help="also measure a baseline")
     parser.add_argument("--json", default="bench.json", help="output file (default: bench.json)")
     parser.add_argument("--repeats", type=int, default=10, help="number of steps or samples to measure")
-    parser.add_argument("--warmup", type=int, default=4, help="train: number of steps before that")
-    parser.add_argument("--model", type=shape, default="gpt2-xl", help="sample: gpt2-xl, ..., or layers,heads,width")
-    parser.add_argument("--batch", type=int, default=1, help="sample: batch size")
-    parser.add_argument("--tokens", type=int, default=200, help="sample: tokens per sample")
+    if sys.argv[1:2] != ["sample"]:
+        parser.add_argument("--gpus", type=int, default=1, help="train: number of processes, also on a CPU")
+        parser.add_argument("--warmup", type=int, default=4, help="train: number of steps before those measured")
+    if sys.argv[1:2] != ["train"]:
+        parser.add_argument("--model", type=shape, default="gpt2-xl", help="sample: gpt2-xl, or layers,heads,width")
+        parser.add_argument("--batch", type=int, default=1, help="sample: batch size")
+        parser.add_argument("--tokens", type=int, default=200, help="sample: tokens per sample")
     args, argv = parser.parse_known_args()
-    for name in ("gpus", "warmup", "repeats", "batch", "tokens"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name}={getattr(args, name)} must be at least 1")
+    for name, value in vars(args).items():
+        if type(value) is int and value < 1:
+            parser.error(f"--{name}={value} must be at least 1")
     if args.what == "sample" and (argv or args.baseline not in (None, "hf")):
         parser.error(f"sample has no {' '.join(argv) or f'--baseline={args.baseline}'}: see python bench.py --help")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes temporary folders
@@ -86,7 +89,9 @@ def run_ranks(args, out_dir, *command):
 
 def train(args, argv):
     """Measure the steps of train_deepspeed.py, then the steps of the baseline."""
-    settings_of_script(SCRIPT, argv)  # exits if one is wrong
+    lora_rank = settings_of_script(SCRIPT, argv).lora_rank  # exits if a setting is wrong
+    if lora_rank and args.baseline:
+        exit_with_error(f"--baseline={args.baseline} trains all weights: drop it, or --lora_rank={lora_rank}")
     argv = [*argv, f"--max_iters={args.warmup + args.repeats}", "--eval_interval=1000000000", "--eval_iters=1",
             "--keep_last=0", "--log_interval=1"]
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
@@ -117,7 +122,7 @@ def train(args, argv):
             other["ratio"] = other["ms"]["median"] / ms["median"]
             record["baseline"] = other
             print(f"{other['name']}: {other['ms']['median']:.1f} ms, {other['peak_gb']:.1f} GB: ours is "
-                  f"{other['ratio']:.2f}x faster")
+                  f"{other['ratio']:.2f}x as fast")
     return record
 
 
@@ -224,9 +229,12 @@ def pytorch_steps(plan, s, device, fsdp2):
 
 
 def shape(model):
-    """Return (layers, heads, width) of a GPT-2's name or of three numbers. argparse reports the ValueError."""
-    layers, heads, width = PRETRAINED.get(model) or map(int, model.split(","))
-    GPTConfig(n_layer=layers, n_head=heads, n_embd=width)
+    """Return (layers, heads, width) of a GPT-2's name or of three numbers. argparse reports the error."""
+    try:
+        layers, heads, width = PRETRAINED.get(model) or map(int, model.split(","))
+        GPTConfig(n_layer=layers, n_head=heads, n_embd=width)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{model} ({error}): write {', '.join(PRETRAINED)} or 12,12,768") from None
     return layers, heads, width
 
 
@@ -278,7 +286,7 @@ def sample(args):
         ratio = ours["tokens_per_s"]["median"] / theirs["tokens_per_s"]["median"]
         record["baseline"] = {"name": f"transformers {transformers.__version__} generate()", **theirs, "ratio": ratio}
         print(f"transformers: {theirs['tokens_per_s']['median']:,.1f} tokens/s, first token after "
-              f"{theirs['first_token_ms']['median']:.1f} ms; ours is {ratio:.2f}x faster")
+              f"{theirs['first_token_ms']['median']:.1f} ms; ours is {ratio:.2f}x as fast")
     return record
 
 

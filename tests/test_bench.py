@@ -25,7 +25,7 @@ def test_train_and_a_baseline(characters, tmp_path, baseline, name):
     other = found["baseline"]
     assert other["ratio"] == other["ms"]["median"] / found["ms"]["median"] and found["world_size"] == 2
     assert other["ms"]["count"] == 5 and len(other["losses"]) == 7
-    assert f"bench.py train --gpus=2 --baseline={baseline}" in found["command"] and "x faster" in output
+    assert f"bench.py train --gpus=2 --baseline={baseline}" in found["command"] and "x as fast" in output
     assert other["name"].startswith(name) and "compile" not in other["name"]
     losses = [r["loss"] for r in found["history"]]
     assert losses[-1] < losses[0] - 0.3 and min(r["grad_norm"] for r in found["history"]) > 0.3  # each is clipped
@@ -42,7 +42,11 @@ def test_sample_beside_transformers(tmp_path):
 
 
 @pytest.mark.parametrize(("args", "sentence"), [
-    (["sample", "--model=gpt3"], "argument --model: invalid shape value: 'gpt3'"),
+    (["sample", "--model=gpt3"], "argument --model: gpt3 ("),
+    (["sample", "--model=2,3,64"], "n_embd=64 is not divisible by n_head=3): write gpt2, "),
+    (["sample", "--gpus=2"], "sample has no --gpus=2: see python bench.py --help"),
+    (["train", "--batch=8"], "there is no setting 'batch': did you mean 'batch_size'?"),
+    (["train", "--baseline=pytorch", "--lora_rank=4", "--init_from=gpt2"], "--baseline=pytorch trains all weights: "),
     *((["train", f"--json={file}"], f"--json={file} can't be written: ") for file in ("no/x.json", "docs")),
     (["sample", "--repeats=0"], "--repeats=0 must be at least 1"),
     (["sample", "--baseline=fsdp2"], "sample has no --baseline=fsdp2: see python bench.py --help"),
