@@ -65,7 +65,8 @@ def record(out_dir, commit, tokens):
     steps = [entry for entry in history if "loss" in entry]
     assert [step["iter"] for step in steps] == list(range(1, len(steps) + 1))
     result = {
-        "command": settings["command"], "commit": commit, "hardware": "2 x NVIDIA H200", "world_size": 2,
+        "command": settings["command"], "commit": commit,
+        "hardware": f"{settings['world_size']} x {settings['hardware']}", "world_size": settings["world_size"],
         "versions": settings["versions"], "tokens": tokens, "settings": settings["settings"], "steps": len(steps),
         "resumed_at": [step["iter"] for step in steps if "first_step_s" in step][1:], "spikes": spikes(steps),
         "grad_norms_rise_at": rises(steps),
@@ -90,6 +91,11 @@ if __name__ == "__main__":
     parser.add_argument("--commit")
     parser.add_argument("--tokens", type=int, help="of train.bin")
     args = parser.parse_args()
+    problems = [f"{folder} is not a folder" for folder in args.folders if not Path(folder).is_dir()]
+    if args.what == "text" and (problems or not args.folders):
+        parser.error(f"{', '.join(problems) or 'there is no folder'}: name folders with texts")
+    if args.what == "record" and not (args.path / "history.jsonl").is_file():
+        parser.error(f"{args.path} has no history.jsonl: name the out_dir of a run")
     if args.what == "text":
         text(args.path, args.folders)
     else:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import STAGES
+from conftest import STAGES, launch
 from PIL import Image
 
 from model import GPT, GPTConfig
@@ -310,6 +310,15 @@ def test_the_long_run_is_what_the_text_says():
                   *(f"after step {step - 1:,}" for step in run["resumed_at"]), f"takes {run['ms']} ms",
                   f"lowest at step {best['iter']:,}, {best['val_loss']}", f"{run['peak_gb']} GB at the peak"):
         assert words in text, words
+
+
+@pytest.mark.parametrize(("args", "sentence"), [
+    (("text", "no.jsonl"), "there is no folder: name folders with texts"),
+    (("text", "no.jsonl", "docs", "no"), "no is not a folder: name folders with texts"),
+    (("record", "no"), "no has no history.jsonl: name the out_dir of a run")])
+def test_the_long_runs_script_refuses_what_is_not_there(args, sentence):
+    run = launch(ROOT / "results" / "long_run.py", *args)
+    assert run.returncode == 2 and sentence in run.stderr and not (ROOT / "no.jsonl").exists()
 
 
 def test_every_run_names_its_command_commit_and_hardware():
