@@ -37,12 +37,13 @@ class StepHealth:
         skipped steps. loss: this rank's, a scalar. All ranks call this, and all skip the same steps."""
         norm = self.engine.get_global_grad_norm() if self.fast.grad_norm is None else self.fast.grad_norm
         self.grad_norm = None if norm is None else float(norm)
-        ratio = self.spikes.update(self.grad_norm)
+        applied = self.engine.was_step_applied()
+        ratio = self.spikes.update(self.grad_norm, applied)
         spike = ratio and f"gradient norm {self.grad_norm:.3g} is {ratio:.0f} times the recent median"
         if iter_num % WINDOW == 0 and (rise := self.spikes.rise()):
             self.warn(iter_num, f"gradient norms are {rise:.1f} times those of the {HISTORY - WINDOW} steps before: if "
                                 "the loss rises too, resume from an earlier checkpoint with a lower learning_rate")
-        if self.engine.was_step_applied():
+        if applied:
             self.skipped_in_a_row = 0
             self.warn(iter_num, spike)
             return
@@ -77,13 +78,14 @@ class SpikeDetector:
         median = statistics.median(list(self.history)[-WINDOW:]) if len(self.history) >= 20 else 0
         return SPIKE_FACTOR * median or math.inf
 
-    def update(self, norm):
-        """Return the ratio of a spike to the median. Add any other finite norm to the history."""
+    def update(self, norm, applied=True):
+        """Return the ratio of a spike to the median. Add a finite norm to the history, unless a skipped spike."""
         if norm is None or not math.isfinite(norm):
             return None
-        if norm >= self.threshold():
-            return SPIKE_FACTOR * norm / self.threshold()
-        self.history.append(norm)
+        threshold = self.threshold()
+        if applied or norm < threshold:
+            self.history.append(norm)
+        return SPIKE_FACTOR * norm / threshold if norm >= threshold else None
 
     def rise(self):
         """Return the ratio of the last WINDOW norms' median to the median of those before if it has reached RISE_FACTOR

@@ -154,6 +154,7 @@ def test_a_norm_is_a_spike_by_those_before_it():
     assert [spikes.update(1.0) for _ in range(19)] == [None] * 19 and spikes.threshold() == math.inf
     assert spikes.update(100.0) is None and spikes.update(math.nan) is None and spikes.threshold() == 6.0
     assert spikes.update(9.0) == 9.0 and spikes.update(5.9) is None and spikes.threshold() == 6.0
+    assert [spikes.update(9.0, applied=False) for _ in range(60)] == [9.0] * 60  # skipped ones stay spikes
     zeros = SpikeDetector([0.0] * 20)  # of data with nothing to learn
     assert zeros.update(0.0) is None and zeros.update(1.0) is None and zeros.threshold() == math.inf
 
@@ -206,6 +207,8 @@ def test_norms_that_rise_slowly_are_told_before_the_loss_rises(warnings_of):
     norms[8649] = math.nan
     assert warnings_of(norms[:9000], 8000, skipped=8650) == {8650: [whole[8650][0].replace("4.2", "4.1"),
                                                                     "the gradient is not finite; step skipped"]}
+    jump = warnings_of([1.0] * 1000 + [10.0] * 1100)  # each of the first 25 is a spike, then they are the median
+    assert list(jump) == [*range(1001, 1026), 1050] and "norms are 10.0 times" in jump[1050][0]
     assert warnings_of([0.0] * 1100 + [1.0] * 100) == {} and warnings_of([None] * 1100) == {}
 
 
