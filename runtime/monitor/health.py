@@ -79,7 +79,7 @@ class SpikeDetector:
         return SPIKE_FACTOR * median or math.inf
 
     def update(self, norm, applied=True):
-        """Return the ratio of a spike to the median. Add a finite norm to the history, unless a skipped spike."""
+        """Return the ratio of a spike to the median. Add a finite norm to the history, unless it is a skipped spike."""
         if norm is None or not math.isfinite(norm):
             return None
         threshold = self.threshold()
