@@ -238,9 +238,11 @@ def test_the_memory_plan_is_what_was_measured():
     for case in run_of("x1_memory")["cases"]:
         planned = planned_gb(xl, STAGES[case.get("stage", 2)], case["micro"], case["recomputed"])
         assert planned == pytest.approx(case["peak_gb"], rel=0.1), case
+    offload = planned_gb(xl, "config/ds/zero3_offload.json", 8, True, pretrained=False)
+    assert offload == pytest.approx(run_of("x1_zero3_offload")["after"]["peak_gb"], rel=0.1)
 
 
-def planned_gb(model, preset, micro, recomputed, gpus=1, accumulate_locally=False, fp8=False):
+def planned_gb(model, preset, micro, recomputed, gpus=1, accumulate_locally=False, fp8=False, pretrained=True):
     """Return the estimated peak GB per GPU of a model on meta in bfloat16, without CUDA's own."""
     batch = Batch(micro, max(1, 32 // micro), gpus, 1024)
     config, _ = resolve(ROOT / preset, batch, 1.0, "bfloat16", True)
@@ -249,7 +251,8 @@ def planned_gb(model, preset, micro, recomputed, gpus=1, accumulate_locally=Fals
     stored, trainable = (sum(p.numel() for p in model.parameters() if p.requires_grad or every)
                          for every in (True, False))
     parts = estimate(Job(model.config, Hardware("cuda", "bfloat16", True, 0), batch,
-                         ParamCount(stored, stored, trainable), config, recomputed, accumulate_locally, fp8))
+                         ParamCount(stored, stored, trainable), config, recomputed, accumulate_locally, fp8,
+                         pretrained))
     return (sum(parts.values()) - parts["CUDA and NCCL"]) / 1e9
 
 

@@ -68,6 +68,7 @@ class Job:
     gradient_checkpointing: bool = False
     accumulate_locally: bool = False
     fp8: bool = False
+    pretrained: bool = True  # from GPT-2's weights or a folder, loaded in the hardware's dtype; else in float32
 
     @property
     def stage(self):
@@ -114,13 +115,16 @@ def estimate(job):
     activations = max(activations, bf16_gradients - loss)
     if job.gradient_checkpointing:
         loss = max(loss, block_input * saved_per_token)  # or one recomputed block
-    return {
+    parts = {
         "weights": 0 if uses_offload(job.ds_config, "param") else stored * itemsize // shards[0],
         # With offload, the float32 gradients stay on the GPU below stage 3
         "gradients": 0 if stage == 3 and offload else trainable * 4 // shards[1] + bf16_gradients,
         "optimizer": 0 if offload else trainable * (8 if stage == 0 else 12) // shards[2],
         "buckets": buckets, "activations": activations, "loss": loss,
         "CUDA and NCCL": CUDA_CONTEXT_BYTES[ranks > 1] * (job.hardware.device == "cuda")}
+    # Before DeepSpeed shards or offloads the weights, each GPU holds all of them, and nothing else
+    at_start = stored * (itemsize if job.pretrained else 4)
+    return {**parts, "start": max(0, at_start + parts["CUDA and NCCL"] - sum(parts.values()))}
 
 
 def zero3_buffers(job):

@@ -175,7 +175,8 @@ def make_plan(settings, ranks, problems, notes, fetch=True):
         problems.add(*files)
     if problems:
         return None
-    job = Job(start.model, hardware, batch, params, config, s.gradient_checkpointing, fp8=s.fp8)
+    job = Job(start.model, hardware, batch, params, config, s.gradient_checkpointing, fp8=s.fp8,
+              pretrained=start.kind == "pretrained")
     if s.batch_size == "auto":
         batch = memory.fit_batch(job)
         job = replace(job, batch=batch, ds_config=ds_config.with_batch(config, batch))
