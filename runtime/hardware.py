@@ -74,13 +74,6 @@ def available_memory():
     return min(free, limit - used + int(cached))
 
 
-def memory_per_rank(device, local_world_size):
-    """Return the memory per rank on this machine in bytes, for "cuda" or "cpu"."""
-    if device == "cuda":
-        return min(torch.cuda.get_device_properties(i).total_memory for i in range(local_world_size))
-    return available_memory() / local_world_size
-
-
 def run_command(*command):
     """Return the output of a command, stripped, or "" if it fails, takes too long or isn't installed."""
     try:

@@ -15,7 +15,7 @@ from runtime.data.loader import Conversations, extent, open_sequences, windows_p
 from runtime.data.tokenizer import tokenizer_of
 from runtime.engine import ds_config, fixes
 from runtime.files import UserError, format_bytes, free_bytes, nearest_existing_dir
-from runtime.hardware import find_gpu, memory_per_rank, pick_compile, pick_device, pick_dtype
+from runtime.hardware import available_memory, find_gpu, pick_compile, pick_device, pick_dtype
 from runtime.kernels import is_supported
 from runtime.kernels.block import supports
 from runtime.lora import apply as apply_lora
@@ -217,7 +217,9 @@ def detect_hardware(s, ranks, problems, notes):
     dtype = problems.attempt(pick_dtype, s.dtype, device) or "float32"
     compiled, note = pick_compile(s.compile, device)
     notes += filter(None, [note])
-    return Hardware(device, dtype, compiled, memory_per_rank(device, ranks.local_world_size))
+    size = (available_memory() / ranks.local_world_size if device == "cpu" else
+            min(torch.cuda.get_device_properties(i).total_memory for i in range(ranks.local_world_size)))
+    return Hardware(device, dtype, compiled, size)
 
 
 def resolve_ds_config(s, batch, hardware, notes):

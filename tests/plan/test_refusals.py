@@ -298,7 +298,7 @@ def test_ranks_whose_machines_differ_part(characters, tmp_path):
     """One is made to believe that it has a millionth of the other's memory; left alone, they would wait for ever."""
     script = planted(tmp_path, """
 import runtime.plan.run_plan
-runtime.plan.run_plan.memory_per_rank = lambda *_: 1e9 if os.environ["RANK"] == "0" else 1e3
+runtime.plan.run_plan.available_memory = lambda: 2e9 if os.environ["RANK"] == "0" else 2e3
 """)
     run = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", "--batch_size=auto", ranks=2)
     assert run.returncode and "'auto' gives different values on different nodes (--batch_size=4 " in run.stderr
