@@ -198,8 +198,7 @@ class Saver:
 
     def write(self, files, manifest, aliases):
         """Write, flush and hash this rank's files, and commit the tag if no rank has failed. If the disk is full,
-        delete an old tag and try again. Returns the failure or None, the same on all ranks. Every rank must reach both
-        collectives."""
+        delete an old tag and try again. Return the failure or None, as on all ranks: all reach both collectives."""
         work, written, failure, again = self.store.path(manifest["tag"], ".saving"), {}, None, False
         try:
             os.makedirs(work, exist_ok=True)  # DeepSpeed may have failed to

@@ -4,9 +4,9 @@ The files are memory-mapped. DeepSpeed 0.19.8 shards them like this: stage 0 not
 parameters of a group and cut them into one piece per rank. Stage 3 cuts each parameter into equal, padded pieces.
 """
 
-import importlib
 import math
 import os
+import pkgutil
 from collections import defaultdict
 
 import torch
@@ -21,8 +21,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def mmap_load(path):
     """Return the content of a .pt file, memory-mapped. Unpickle only SAFE_GLOBALS and what PyTorch considers safe."""
-    names = [name.rpartition(".") for name in SAFE_GLOBALS]
-    with torch.serialization.safe_globals([getattr(importlib.import_module(file), name) for file, _, name in names]):
+    with torch.serialization.safe_globals([*map(pkgutil.resolve_name, SAFE_GLOBALS)]):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 

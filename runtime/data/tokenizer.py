@@ -41,9 +41,8 @@ def gpt2_encoding():
 
 
 def tokenizer_of(meta):
-    """Return encode(str) -> list of ids and decode(list of ids) -> str of the "tokenizer" in a dataset's meta.json.
-    encode takes <|endoftext|> in the text for GPT-2's token. It raises ValueError for unknown characters. Raises
-    UserError if a tokenizer.json has changed."""
+    """Return encode(str) -> ids and decode(ids) -> str of the "tokenizer" in a meta.json. encode takes <|endoftext|>
+    for GPT-2's token. It raises ValueError for unknown characters. Raises UserError if a tokenizer.json changed."""
     if meta["kind"] == "gpt2":
         encoding = gpt2_encoding()
         return functools.partial(encoding.encode, allowed_special="all"), encoding.decode
