@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from runtime.checkpoint.shards import TagReader
 from runtime.checkpoint.tags import MANIFEST_FORMAT, sign_manifest, topology
-from runtime.cluster.ranks import local_world_size, print0, shut_down, silence_stdout
+from runtime.cluster.ranks import broadcast_from_rank0, local_world_size, print0, shut_down, silence_stdout
 from runtime.files import file_digest, format_bytes, free_bytes, replace_dir, write_atomic, write_temp
 from runtime.hardware import available_memory
 from runtime.lora import is_adapter
@@ -219,9 +219,7 @@ class Saver:
                 failure = first_line(error)
             if failure and is_full(self.store.out_dir):
                 failure, again = "the disk is full", self.store.delete_oldest()
-        result = [failure, again]
-        dist.broadcast_object_list(result, src=0, group=self.group)
-        failure, again = result
+        failure, again = broadcast_from_rank0((failure, again), self.group)
         return self.write(files, manifest, aliases) if again else failure
 
     def _commit(self, work, manifest, aliases, written):

@@ -15,9 +15,7 @@ import sys
 import threading
 import time
 
-import torch.distributed as dist
-
-from runtime.cluster.ranks import ALL_EXITING, EXITING, RANK, local_world_size
+from runtime.cluster.ranks import ALL_EXITING, EXITING, RANK, broadcast_from_rank0, local_world_size
 from runtime.output import explain_uncaught
 
 NODE_TIMEOUT_S = int(os.environ.get("NODE_TIMEOUT_S", "60"))  # seconds without a response until a node counts as lost
@@ -38,9 +36,7 @@ def start_heartbeat(nodes, group):
     """Connect the first rank of each node to rank 0, in a thread. nodes: each rank's node_id(). All ranks call this."""
     names = {nodes.index(node): node[0] for node in nodes}  # {first rank of a node: host name}
     server = socket.create_server(("", 0), backlog=len(names)) if RANK == 0 else None
-    offer = [server and (server.getsockname()[1], secrets.token_hex(16))]
-    dist.broadcast_object_list(offer, src=0, group=group)
-    port, token = offer[0]
+    port, token = broadcast_from_rank0(server and (server.getsockname()[1], secrets.token_hex(16)), group)
     # Give the thread time to report why a collective failed: usually because another rank has exited
     explain_uncaught(lambda error: time.sleep(5) if isinstance(error, RuntimeError) and not EXITING.is_set() else None)
     if RANK == 0:

@@ -99,10 +99,10 @@ def gather_unique(items):
     return list(dict.fromkeys(item for one in gathered for item in one))
 
 
-def broadcast_from_rank0(value):
-    """Return rank 0's value. All ranks call this."""
+def broadcast_from_rank0(value, group=None):
+    """Return rank 0's value. All ranks call this. group: a process group of all ranks; None: the default one."""
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    dist.broadcast_object_list(values, src=0, group=group)
     return values[0]
 
 
