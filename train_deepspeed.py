@@ -191,7 +191,6 @@ best_val_loss = state.get("best_val_loss", math.inf)
 evals_since_best = state.get("evals_since_best", 0)
 log = RunLog(vars(settings), state, device, plan.datasets, batch.tokens, estimate(plan), _process_start)
 health = StepHealth(engine, fast, log.warn, state)
-shares = [dataset.share for dataset in plan.datasets]
 
 # -----------------------------------------------------------------------------
 # The parts of the loop
@@ -236,7 +235,7 @@ def estimate_loss():
 def evaluate():
     """Print and record the losses. Return the validation loss, weighted by the shares of a mixture."""
     start = time.time()
-    sequences = sequences_per_dataset(iter_num * batch.sequences, shares)
+    sequences = sequences_per_dataset(iter_num * batch.sequences, [one.share for one in plan.datasets])
     return log.evaluation(iter_num, estimate_loss(), sequences, time.time() - start)
 
 
@@ -271,7 +270,7 @@ if iter_num == 0 or eval_only:
 elif iter_num >= max_iters:
     print0(f"{store.path(tag.name)} is at iteration {iter_num} already: resume with a larger --max_iters")
 vocab_size = plan.data["vocab_size"]
-mixture = list(zip(plan.tokens["train"], shares, strict=True))
+mixture = [(tokens, one.share) for tokens, one in zip(plan.tokens["train"], plan.datasets)]
 batches = train_batches(mixture, iter_num, ranks.rank, ranks.world_size, vars(settings), vocab_size, device)
 engine.train()
 exit_code = None
