@@ -141,10 +141,8 @@ def baseline(args, argv):
     plan = plan_run(s, ranks)
     device = setup_device(plan.hardware, ranks.local_rank, plan.ds_config)
     torch.manual_seed(s.seed)
-    if args.baseline == "hf":
-        name, micro_step = transformers_steps(plan, s, device)
-    else:
-        name, micro_step = pytorch_steps(plan, s, device, args.baseline == "fsdp2")
+    steps = {"hf": transformers_steps, "pytorch": pytorch_steps, "fsdp2": partial(pytorch_steps, fsdp2=True)}
+    name, micro_step = steps[args.baseline](plan, s, device)
     mixture = [(tokens, one.share) for tokens, one in zip(plan.tokens["train"], plan.datasets)]
     batches = train_batches(mixture, 0, ranks.rank, ranks.world_size, vars(s), plan.data["vocab_size"], device)
     times, losses = [], []
@@ -188,7 +186,7 @@ def transformers_steps(plan, s, device):
     return f"transformers {transformers.__version__} GPT2LMHeadModel with DeepSpeed", micro_step
 
 
-def pytorch_steps(plan, s, device, fsdp2):
+def pytorch_steps(plan, s, device, fsdp2=False):
     """Return (name, micro_step) of a GPT in PyTorch without DeepSpeed, clipping and fused AdamW in the last micro-step.
 
     It is trained as in nanoGPT: float32 parameters, autocast, the whole model compiled. On several GPUs DDP is added,
