@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]  # the project's folder
-TEMP_SUFFIX = ".tmp"
 TEMP_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # .NAME.RANDOM.tmp, the files that write_temp() writes
 
 
@@ -29,7 +28,7 @@ def write_temp(path, chunks):
     """Write the bytes objects `chunks` to a temporary file next to `path` and flush it to the disk. Return (temporary
     file, bytes, sha256), for os.replace(temporary file, path). Any exception, also Ctrl-C, removes the file."""
     path = Path(path)
-    temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMP_SUFFIX}")
+    temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     size, digest = 0, hashlib.sha256()
     try:
         with open(temp, "wb") as file:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.files import ROOT, TEMP_SUFFIX, UserError, write_temp
+from runtime.files import ROOT, TEMP_NAME, UserError, write_temp
 from runtime.output import exit_with_error, protect_output
 
 SPLITS = ("train", "val")
@@ -50,9 +50,9 @@ def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source
     one that check_dataset() rejects. Raises UserError for an id outside the vocabulary."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
-        for leftover in folder.glob(f".{name}.*{TEMP_SUFFIX}"):  # of a process that was killed
-            leftover.unlink()
+    for file in folder.iterdir():
+        if TEMP_NAME.fullmatch(file.name):  # of a process that was killed
+            file.unlink()
     dtype, parts = "uint16" if vocab_size <= 2**16 else "uint32", {}
     with contextlib.ExitStack() as cleanup:
         def write(name, chunks):
