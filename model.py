@@ -133,9 +133,8 @@ class Block(nn.Module):
 def cross_entropy_with_grad(logits, targets, vocab_size):
     """Return the cross-entropy of each row and its gradient with respect to the logits.
 
-    logits: (N, padded_vocab_size). targets: (N,), -1 to ignore a row. Returns (N,) in fp32 and
-    (N, padded_vocab_size) in the dtype of logits. Padding columns are ignored. In float16 the gradient is multiplied
-    by FP16_GRAD_FACTOR."""
+    logits: (N, padded_vocab_size), of which padding columns are ignored. targets: (N,), -1 to ignore a row. Returns
+    (N,) in fp32, and a gradient like logits. In float16 it is multiplied by FP16_GRAD_FACTOR."""
     columns = torch.arange(logits.size(1), device=logits.device)
     logits32 = logits.float().masked_fill(columns >= vocab_size, float("-inf"))
     log_z = torch.logsumexp(logits32, dim=1, keepdim=True)

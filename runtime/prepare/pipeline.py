@@ -92,8 +92,7 @@ class Reader:
         self.hashes, self.digest, self.bytes = set(), hashlib.sha256(), 0
 
     def rows(self):
-        """Yield rows of about a megabyte: a split and its next texts. An empty text ends a document. Raises UserError
-        if a split gets no document."""
+        """Yield rows of about 1 MB: a split and its next texts. An empty text ends a document. Raises UserError."""
         texts, sizes = {split: [] for split in SPLITS}, dict.fromkeys(SPLITS, 0)
         for file in self.files:
             for split, text in self.texts(file):
