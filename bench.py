@@ -80,11 +80,16 @@ def run_ranks(args, out_dir, *command):
     """Run a script in args.gpus processes. If they fail, print their output and exit."""
     launcher = [sys.executable, "-m", "runtime.launch", "--standalone", f"--nproc_per_node={args.gpus}"]
     path = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run([*launcher, *command, f"--out_dir={out_dir}"], stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": path})
-    if done.returncode:
-        print(done.stdout[-6000:], file=sys.stderr)
-        raise SystemExit(done.returncode)
+    with subprocess.Popen([*launcher, *command, f"--out_dir={out_dir}"], stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": path}) as process:
+        try:
+            output, _ = process.communicate()
+        finally:  # subprocess.run would kill the launcher, and leave ranks that have not joined yet
+            process.terminate()
+            process.wait()
+    if process.returncode:
+        print(output[-6000:], file=sys.stderr)
+        raise SystemExit(process.returncode)
 
 
 def train(args, argv):

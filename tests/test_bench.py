@@ -1,9 +1,11 @@
 """bench.py on a tiny model: each command measures a real run, and its figures agree with each other."""
 
 import json
+import signal
 
+import psutil
 import pytest
-from conftest import ROOT, SMALL, launch, long
+from conftest import ROOT, SMALL, ForkedJob, kill, launch, long, wait_until
 
 
 def bench(out, *args):
@@ -60,3 +62,19 @@ def test_mistakes_are_one_line(args, sentence):
 def test_a_misspelt_setting_ends_before_anything_starts(tmp_path):
     run = launch(ROOT / "bench.py", "train", "--learing_rate=1")
     assert run.returncode == 2 and "did you mean 'learning_rate'" in run.stderr and "Traceback" not in run.stderr
+
+
+def test_ctrl_c_also_ends_ranks_that_have_not_joined(tmp_path):
+    rank, script, pid = tmp_path / "rank.py", tmp_path / "script.py", tmp_path / "pid"
+    rank.write_text(f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)")
+    script.write_text(f"import argparse, sys; sys.path.insert(0, {str(ROOT)!r}); import bench\n"
+                      f"bench.run_ranks(argparse.Namespace(gpus=1), 'none', {str(rank)!r})\n")
+    job = ForkedJob([script], 1, tmp_path / "log", tmp_path / "log")
+    try:
+        assert wait_until(lambda: pid.exists() and pid.read_text()), (tmp_path / "log").read_text()
+        job.send_signal(signal.SIGINT)
+        assert job.wait() and wait_until(lambda: not psutil.pid_exists(int(pid.read_text())))
+    finally:
+        kill(job)
+        if psutil.pid_exists(int(pid.read_text())):
+            psutil.Process(int(pid.read_text())).kill()
