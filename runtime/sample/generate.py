@@ -14,9 +14,11 @@ TEMPERATURE, TOP_K = 0.8, 200  # for samples during training; sample.py's defaul
 
 
 def read_text(path):
-    """Return a file's text, with its line endings. Raises ValueError if it isn't UTF-8."""
+    """Return a file's text, with its line endings. Raises ValueError if it can't be read or isn't UTF-8."""
     try:
         return Path(path).read_bytes().decode()
+    except OSError as error:
+        raise ValueError(f"{path} can't be read ({error.strerror}): name another file") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from None
 

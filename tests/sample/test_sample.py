@@ -197,7 +197,7 @@ def test_refusals(sample, theirs, characters, tmp_path):
           "seed=99999999999999999999 must be at least 0 and below 2**62"]),
         (["--device=cuda"], ["device=cuda, but PyTorch finds no CUDA GPU: use --device=cpu, or check nvidia-smi"]),
         ([f"--prompts_file={tmp_path}/none.txt"],
-         [f"[Errno 2] No such file or directory: '{tmp_path}/none.txt'"]),
+         [f"{tmp_path}/none.txt can't be read (No such file or directory): name another file"]),
         ([f"--prompts_file={tmp_path}/empty.txt"], [f"{tmp_path}/empty.txt is empty: write one prompt per line"]),
         ([f"--start=FILE:{tmp_path}/bytes"],
          [f"{tmp_path}/bytes is not UTF-8 ('utf-8' codec can't decode byte 0xff in position 2: invalid start byte): "
