@@ -93,7 +93,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     problems = [f"{folder} is not a folder" for folder in args.folders if not Path(folder).is_dir()]
     if args.what == "text" and (problems or not args.folders):
-        parser.error(f"{', '.join(problems) or 'there is no folder'}: name folders with texts")
+        parser.error(f"{', '.join(problems) or 'no folder given'}: name folders with texts")
     if args.what == "record" and not (args.path / "history.jsonl").is_file():
         parser.error(f"{args.path} has no history.jsonl: name the out_dir of a run")
     if args.what == "text":

@@ -316,7 +316,7 @@ def test_the_long_run_is_what_the_text_says():
 
 
 @pytest.mark.parametrize(("args", "sentence"), [
-    (("text", "no.jsonl"), "there is no folder: name folders with texts"),
+    (("text", "no.jsonl"), "no folder given: name folders with texts"),
     (("text", "no.jsonl", "docs", "no"), "no is not a folder: name folders with texts"),
     (("record", "no"), "no has no history.jsonl: name the out_dir of a run")])
 def test_the_long_runs_script_refuses_what_is_not_there(args, sentence):
