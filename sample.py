@@ -51,7 +51,8 @@ from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.files import UserError
 from runtime.hardware import pick_device, pick_dtype
 from runtime.output import exit_with_error
-from runtime.sample.generate import Chat, ask_for_prompts, generate_texts, read_prompts, read_text, score_text
+from runtime.sample.chat import Chat
+from runtime.sample.generate import ask_for_prompts, generate_texts, read_prompts, read_text, score_text
 from runtime.sample.source import resolve
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed only reads files

@@ -1,4 +1,4 @@
-"""Generate samples from a model, talk with it, and score a text. Sample from an engine during training."""
+"""Generate samples from a model, each with its own seed, and score a text. Sample from an engine during training."""
 
 import contextlib
 import sys
@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from model import sample_token
-from runtime.data.chat import render
 from runtime.kernels.decode import RowNoise, decode_step_for
 
 TEMPERATURE, TOP_K = 0.8, 200  # for samples during training; sample.py's defaults
@@ -55,8 +54,9 @@ class TextStream:
         self.ids, self.text, self.shown, self.ended = [], "", 0, None
 
     def add(self, token):
-        if self.ended or token == self.end:
+        if token == self.end:
             self.ended = "end_of_text"
+        if self.ended:
             return
         self.ids.append(token)
         self.text = self.decode(self.prompt + self.ids)[self.prompt_chars:]
@@ -68,35 +68,6 @@ class TextStream:
         if len(self.text) > self.shown:
             self.show(self.text[self.shown:])
             self.shown = len(self.text)
-
-
-class Chat:
-    """A conversation within the context of a model. data: source.resolve()'s. end_token: the text of end-of-text."""
-
-    def __init__(self, data, encode, end_token, max_new_tokens):
-        self.template, self.block_size = data["template"], data["block_size"]
-        self.encode_text, self.end_token, self.max_new_tokens = encode, end_token, max_new_tokens
-        self.messages, self.asked = [], []  # up to the last answer; and with the message after it
-
-    def encode(self, text):
-        """Return the tokens of the conversation with one more message, up to where the answer begins. Leave out the
-        oldest messages if they don't leave a quarter of the context to the answer. Raises ValueError."""
-        self.asked = [*self.messages, {"role": "user", "content": text}]
-        while True:
-            ids = self.encode_text(render(self.asked, self.template, self.end_token, ask=True)[0])
-            if self.room(ids) >= min(self.max_new_tokens, self.block_size // 4) or len(self.asked) == 1:
-                break
-            self.asked = self.asked[2:]
-        if len(ids) >= self.block_size:
-            raise ValueError(f"the message takes {len(ids)} of the {self.block_size} tokens of the context: shorten it")
-        return ids
-
-    def room(self, ids):
-        """Return how many tokens an answer to the prompt ids may have."""
-        return min(self.max_new_tokens, self.block_size - len(ids))
-
-    def add_answer(self, text):
-        self.messages = [*self.asked, {"role": "assistant", "content": text}]
 
 
 def generate_texts(model, prompt, seeds, max_new_tokens, decode, end=None, show=None, **sampling):

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from runtime.data.chat import TEMPLATE
 from runtime.data.dataset import COUNTS, Dataset, check_dataset, open_tokens
 from runtime.prepare.inputs import text_of
-from runtime.sample.generate import Chat
+from runtime.sample.chat import Chat
 
 PROMPTS = [f"say {word}" for word in ("a", "b", "abc", "ca", "bb", "cab", "aaa", "b b", "c", "ab")]
 STRANGE = [  # what could join tokens across the borders of the template, or be taken for it
