@@ -44,23 +44,26 @@ from runtime.weights import PRETRAINED
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("train", "sample", "baseline"), help="baseline: for internal use")
-    parser.add_argument("--baseline", choices=("hf", "pytorch", "fsdp2"), help="also measure a baseline")
-    parser.add_argument("--json", default="bench.json", help="output file (default: bench.json)")
-    parser.add_argument("--repeats", type=int, default=10, help="number of steps or samples to measure")
-    if sys.argv[1:2] != ["sample"]:
-        parser.add_argument("--gpus", type=int, default=1, help="train: number of processes, also on a CPU")
-        parser.add_argument("--warmup", type=int, default=4, help="train: number of steps before those measured")
-    if sys.argv[1:2] != ["train"]:
-        parser.add_argument("--model", type=shape, default="gpt2-xl", help="sample: gpt2-xl, or layers,heads,width")
-        parser.add_argument("--batch", type=int, default=1, help="sample: batch size")
-        parser.add_argument("--tokens", type=int, default=200, help="sample: tokens per sample")
+    what = parser.add_subparsers(dest="what", required=True)
+    commands = {name: what.add_parser(name, help=text) for name, text in (
+        ("train", "measure training: see train --help"), ("sample", "measure sampling: see sample --help"),
+        ("baseline", "for internal use"))}
+    for name, command in commands.items():
+        command.add_argument("--baseline", choices=("hf", "pytorch", "fsdp2"), help="also measure a baseline")
+        command.add_argument("--json", default="bench.json", help="output file (default: bench.json)")
+        command.add_argument("--repeats", type=int, default=10, help="number of steps or samples to measure")
+        if name != "sample":
+            command.add_argument("--gpus", type=int, default=1, help="number of processes, also on a CPU")
+            command.add_argument("--warmup", type=int, default=4, help="number of steps before those measured")
+    commands["sample"].add_argument("--model", type=shape, default="gpt2-xl", help="gpt2-xl, or layers,heads,width")
+    commands["sample"].add_argument("--batch", type=int, default=1, help="batch size")
+    commands["sample"].add_argument("--tokens", type=int, default=200, help="tokens per sample")
     args, argv = parser.parse_known_args()
     for name, value in vars(args).items():
         if type(value) is int and value < 1:
             parser.error(f"--{name}={value} must be at least 1")
     if args.what == "sample" and (argv or args.baseline not in (None, "hf")):
-        parser.error(f"sample has no {' '.join(argv) or f'--baseline={args.baseline}'}: see python bench.py --help")
+        parser.error(f"sample has no {' '.join(argv) or f'--baseline={args.baseline}'}: see bench.py sample --help")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes temporary folders
     if args.what == "baseline":  # a process that train() starts
         return baseline(args, argv)

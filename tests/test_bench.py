@@ -46,13 +46,14 @@ def test_sample_beside_transformers(tmp_path):
 @pytest.mark.parametrize(("args", "sentence"), [
     (["sample", "--model=gpt3"], "argument --model: gpt3 ("),
     (["sample", "--model=2,3,64"], "n_embd=64 is not divisible by n_head=3): write gpt2, "),
-    (["sample", "--gpus=2"], "sample has no --gpus=2: see python bench.py --help"),
+    (["sample", "--gpus=2"], "sample has no --gpus=2: see bench.py sample --help"),
     (["train", "--batch=8"], "there is no setting 'batch': did you mean 'batch_size'?"),
     (["train", "--baseline=pytorch", "--lora_rank=4", "--init_from=gpt2"], "--baseline=pytorch trains all weights: "),
     *((["train", f"--json={file}"], f"--json={file} can't be written: ") for file in ("no/x.json", "docs")),
     (["sample", "--repeats=0"], "--repeats=0 must be at least 1"),
-    (["sample", "--baseline=fsdp2"], "sample has no --baseline=fsdp2: see python bench.py --help"),
-    (["sample", "--batch_size=4"], "sample has no --batch_size=4: see python bench.py --help"),
+    (["sample", "--baseline=fsdp2"], "sample has no --baseline=fsdp2: see bench.py sample --help"),
+    (["sample", "--batch_size=4"], "sample has no --batch_size=4: see bench.py sample --help"),
+    (["--repeats=3", "sample", "--gpus=2"], "sample has no --repeats=3 --gpus=2: "),
 ])
 def test_mistakes_are_one_line(args, sentence):
     run = launch(ROOT / "bench.py", *args)
