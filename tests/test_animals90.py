@@ -46,6 +46,13 @@ def dump(code=0):
     shut_down(code)
 ranks.shut_down = dump
 """
+PRINT_LARGEST = """
+import torch
+from runtime.cluster import ranks
+empty, end, sizes = torch.empty, ranks.shut_down, []
+torch.empty = lambda *size, **options: (sizes.append(size[0]), empty(*size, **options))[1]
+ranks.shut_down = lambda code=0: (print("largest", max(n for n in sizes if isinstance(n, int))), end(code))
+"""
 PRINT_RECIPE = """
 import json
 from runtime.engine import setup
@@ -303,8 +310,9 @@ WELL_CONDITIONED = ("--gradient_accumulation_steps=2", "--learning_rate=1e-4", "
 
 
 def test_six_steps_are_plain_pytorchs(train, weights, pictures, smooth):
-    run = done(train(*WELL_CONDITIONED, smooth, "--batch_size=8", "--epochs=2"))
+    run = done(train(*WELL_CONDITIONED, smooth, "--batch_size=8", "--epochs=2", plant=PRINT_LARGEST))
     losses, net = reference_run(weights, pictures)
+    assert f"largest {sum(p.numel() for p in net.parameters())}" in run.stdout  # elements of DeepSpeed's buckets
     assert [epoch["train_loss"] for epoch in run.epochs] == pytest.approx(losses, abs=1e-5)
     assert run.epochs[0]["learning_rate"] == 1e-4
     assert_same_tensors(saved_module(run.cwd / "checkpoints" / "epoch_2"), net.state_dict(), 1e-5)

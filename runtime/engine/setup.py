@@ -68,9 +68,13 @@ def adamw(groups, ds_config, **options):
 
 
 def initialize(model, optimizer, ds_config):
-    """Return DeepSpeed's engine, with the workarounds of fixes.py."""
+    """Return DeepSpeed's engine, with the workarounds of fixes.py and buckets no larger than all gradients. DeepSpeed
+    allocates two of `reduce_bucket_size` however small the model is, 2 GB in float16 by default."""
+    zero, size = ds_config["zero_optimization"], sum(p.numel() for p in model.parameters() if p.requires_grad)
+    zero = {**zero, "reduce_bucket_size": min(size, int(zero.get("reduce_bucket_size", 5e8)))}
     with silence_stdout():
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer,
+                                          config={**ds_config, "zero_optimization": zero})
     fixes.keep_going_at_min_loss_scale(engine)
     fixes.skip_nonfinite_at_stage_0(engine)
     fixes.record_zero_stage(engine)
