@@ -56,7 +56,8 @@ class Measurement:
         self.end, self.work = time.time() + limit_s, Path(tempfile.mkdtemp())
         git = ["git", "-C", RESULTS, "rev-parse", "HEAD"]
         commit = os.environ.get("COMMIT") or subprocess.check_output(git, text=True).strip()
-        self.result = {"hardware": f"{self.gpus} x {name}, {self.cores} cores", "torch": torch.__version__,
+        self.result = {"what": "what examples/animals90/README.md shows in its table",
+                       "hardware": f"{self.gpus} x {name}, {self.cores} cores", "torch": torch.__version__,
                        "commit": commit, "rows": {}}
 
     def prepare(self, pictures):

@@ -239,7 +239,10 @@ def test_the_memory_plan_is_what_was_measured():
         planned = planned_gb(xl, STAGES[case.get("stage", 2)], case["micro"], case["recomputed"])
         assert planned == pytest.approx(case["peak_gb"], rel=0.1), case
     offload = planned_gb(xl, "config/ds/zero3_offload.json", 8, True, pretrained=False)
-    assert offload == pytest.approx(run_of("x1_zero3_offload")["after"]["peak_gb"], rel=0.1)
+    before, after = (run_of("x1_zero3_offload")[when] for when in ("before", "after"))
+    assert offload == pytest.approx(after[0]["peak_gb"], rel=0.1)
+    (one, two), (three, four) = ([f"{run['ms']['median']:,.0f}" for run in runs] for runs in (before, after))
+    assert f"{one} and {two} ms with 7acf876, {three} and {four} ms now" in (ROOT / "RESULTS.md").read_text()
 
 
 def planned_gb(model, preset, micro, recomputed, gpus=1, accumulate_locally=False, fp8=False, pretrained=True):
@@ -451,6 +454,8 @@ def test_zero3_trains_as_zero2_and_as_fast_as_the_text_says():
     two = run_of("x1_zero2_unchanged")
     before, now = (sum(run["median"] for run in two[when]["ms"]) / 2 for when in ("before", "now"))
     assert f"{before:.1f} ms with\n  7acf876 and {now:.1f} ms now" in text and abs(now / before - 1) < 0.01
+    before, now = (two["1 x 32"][when]["ms"]["median"] for when in ("before", "now"))
+    assert f"1 x 32 takes {before:.1f} and {now:.1f} ms" in text and abs(now / before - 1) < 0.01
     runs = run_of("x2_zero3_losses")["runs"]
 
     def apart(one, other, key):
