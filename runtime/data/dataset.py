@@ -231,6 +231,8 @@ def _how_to_fix(folder):
     own, any_text = (os.path.relpath(path) for path in (folder / "prepare.py", ROOT / "data" / "prepare.py"))
     if folder.is_file():
         return f"run python {any_text} {shlex.quote(str(folder))} --name=mine, and train with --dataset=mine"
+    if folder == ROOT / "data":  # --dataset=, or --dataset=.
+        return "name one of the datasets in this folder with --dataset=NAME"
     name = folder.name if folder.parent == ROOT / "data" else shlex.quote(os.path.abspath(folder))
     replace = " --overwrite" * any((folder / file).exists() for file in ("meta.json", "train.bin"))
     return f"run python {own}" if os.path.exists(own) else f"run python {any_text} PATH --name={name}{replace}"
