@@ -4,6 +4,7 @@
     python results/draw.py FOLDER    the same files in another folder
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -26,7 +27,9 @@ XL = GPTConfig(n_layer=48, n_head=25, n_embd=1600)
 
 
 def main():
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "docs")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs")
+    folder = parser.parse_args().folder
     plot.write_png({"config/shakespeare_char.py on one H200": read("h200_x1_char")["history"]}, folder / "curves.png")
     draw_memory(folder / "memory.png")
     draw_zero(folder / "zero.png")
