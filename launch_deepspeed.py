@@ -48,6 +48,13 @@ def parse_arguments():
     return named.headline, named.num_gpus, args
 
 
+def protect_launcher():
+    """Keep failing prints from ending this process, print lines before the commands do, and exit on signals."""
+    protect_output()
+    sys.stdout.reconfigure(line_buffering=True)
+    exit_on_signals()
+
+
 def exit_on_signals():
     """Exit with 128 + its number at a signal. subprocess.run() then kills the command that it waits for."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -113,9 +120,7 @@ def run_headline(ranks, args):
 
 
 def main():
-    protect_output()
-    sys.stdout.reconfigure(line_buffering=True)  # print before the commands do
-    exit_on_signals()
+    protect_launcher()
     headline, ranks, args = parse_arguments()
     if headline:
         run_headline(ranks, args)

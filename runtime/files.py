@@ -66,12 +66,32 @@ def fsync(path):
 def replace_dir(new, path):
     """Rename the finished folder `new` to `path`, then remove the folder that had this name before."""
     old = f"{path}.old"
-    shutil.rmtree(old, ignore_errors=True)
-    if os.path.exists(path):
+    if os.path.exists(path):  # else a kill may have left only the old one
+        shutil.rmtree(old, ignore_errors=True)
         os.rename(path, old)
     os.rename(new, path)
     fsync(os.path.dirname(os.path.abspath(path)))
     shutil.rmtree(old, ignore_errors=True)
+
+
+def lock_folder(folder, option):
+    """Create a folder and lock it against other processes. Return the lock's file, which has to stay open. Raises
+    UserError, which names the command line's option for the folder."""
+    import fcntl  # not on Windows, which can read checkpoints
+
+    try:
+        os.makedirs(folder, exist_ok=True)
+        lock = open(os.path.join(folder, ".lock"), "w")  # closed with the process
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename} ({error.strerror}): fix that, or choose another "
+                        f"{option}=DIR") from None
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock(): workers inherit it, and outlive a kill
+    except BlockingIOError:
+        raise UserError(f"another run is writing to {folder}: wait for it, or choose another {option}=DIR") from None
+    except OSError:
+        pass  # the file system has no locks
+    return lock
 
 
 def format_bytes(size):

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from runtime.cluster.ranks import RANK, exit_together, print0
-from runtime.files import TEMP_NAME, UserError, file_digest, fsync, replace_dir, write_atomic
+from runtime.files import TEMP_NAME, UserError, file_digest, fsync, lock_folder, replace_dir, write_atomic
 from runtime.weights import SAFE_GLOBALS
 
 MANIFEST_FORMAT = 1  # increase it when a key of the manifest changes
@@ -189,17 +189,10 @@ class TagStore:
 
     def lock(self):
         """Lock out_dir against other runs until this process ends. Return what is wrong, as a list of messages."""
-        import fcntl  # not on Windows, which can read tags
-
         try:
-            os.makedirs(self.out_dir, exist_ok=True)
-            self._lock = open(self.path(".lock"), "w")  # noqa: SIM115 (closed with the process)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return [f"another run is writing to {self.out_dir}: wait for it, or choose another --out_dir=DIR"]
-        except OSError as error:
-            if not self._lock:  # else the file system has no locks
-                return [f"cannot write {error.filename} ({error.strerror}): fix that, or choose another --out_dir=DIR"]
+            self._lock = lock_folder(self.out_dir, "--out_dir")
+        except UserError as error:
+            return [str(error)]
         return []
 
     def clean(self, tag=None, overwrite=False, aliases=()):

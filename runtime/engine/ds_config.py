@@ -20,7 +20,8 @@ STAGE3_DEFAULTS = {"stage3_prefetch_bucket_size": 5e7, "stage3_max_reuse_distanc
 
 
 def allowed_keys(dtype):
-    """Return what a JSON may hold: {key: a block's keys, the choices, or the smallest whole number}."""
+    """Return what a JSON may hold: {key: a block's keys, the choices, or the smallest number, which may be
+    a whole number or "auto" if it is a float}."""
     boolean, own = (True, False), DTYPE_BLOCK.get(dtype)
     dtypes = ("fp32", own) if own else ("fp32",)
     offload = {"device": ("cpu", "none"), "pin_memory": boolean}
@@ -64,8 +65,8 @@ def resolve(path, batch, grad_clip, dtype, compiled=False, extra=None):
         if isinstance(content := config.setdefault(block, {}), dict):
             enabled = content.get("enabled", "auto")
             if enabled not in ("auto", name == dtype):
-                problems.append(f'"{block}.enabled" is {json.dumps(enabled)}, but dtype={dtype}: write "auto", or set '
-                                f"--dtype={name if enabled else 'float32'}")
+                problems.append(f'"{block}.enabled" is {json.dumps(enabled)}, but dtype={dtype}: write "auto", or '
+                                f"train in {name if enabled else 'float32'}")
             content["enabled"] = name == dtype
     allowed = allowed_keys(dtype) | (extra or {}) | {key: (value,) for key, value in owned.items()}
     problems += key_problems(config, allowed)
@@ -107,6 +108,9 @@ def key_problems(config, allowed, path=""):
             problems.append(f'"{here}" must be an object')
         elif isinstance(rule, int) and (type(value) not in (int, float) or value < rule or value % 1 != 0):
             problems.append(f'"{here}" is {json.dumps(value)}: write a whole number of at least {rule}')
+        elif isinstance(rule, float) and value != "auto" and not (
+                type(value) in (int, float) and rule <= value < float("inf")):
+            problems.append(f'"{here}" is {json.dumps(value)}: write a number of at least {rule}, or "auto"')
         elif isinstance(rule, tuple) and json.dumps(value) not in map(json.dumps, rule):  # True and 1.0 equal 1
             problems.append(f'"{here}" is {json.dumps(value)}: write {" or ".join(map(json.dumps, rule))}')
     return problems
