@@ -53,6 +53,9 @@ empty, end, sizes = torch.empty, ranks.shut_down, []
 torch.empty = lambda *size, **options: (sizes.append(size[0]), empty(*size, **options))[1]
 ranks.shut_down = lambda code=0: (print("largest", max(n for n in sizes if isinstance(n, int))), end(code))
 """
+SHOW_BAR = """
+sys.stdout.isatty = lambda: True
+"""
 PRINT_RECIPE = """
 import json
 from runtime.engine import setup
@@ -143,6 +146,22 @@ def smooth(tmp_path):
     config["optimizer"]["params"] |= {"eps": 1e-1, "weight_decay": 0.5}
     (tmp_path / "smooth.json").write_text(json.dumps(config))
     return f"--deepspeed_config={tmp_path}/smooth.json"
+
+
+def link_tree(source, to):
+    """Copy a folder by hard links: a checkpoint has 134 MB."""
+    shutil.copytree(source, to, copy_function=os.link)
+
+
+def replace_file(path, content):
+    """Write bytes or text as a new file: the old one may have other links."""
+    path.unlink()
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def edit_info(folder, **changes):
+    info = json.loads((folder / "extra_info.json").read_text())
+    replace_file(folder / "extra_info.json", json.dumps(info | changes))
 
 
 def saved_module(folder):
@@ -277,6 +296,17 @@ def test_every_kind_of_picture_becomes_upright_rgb(tmp_path):
                        ("1", "bits.bmp"), ("LA", "grey_alpha.png")):
         upright.convert(mode).save(tmp_path / name)
         assert data.open_picture(tmp_path / name).mode == "RGB", name
+    Image.fromarray(np.full((20, 40), 40_000, np.uint16)).save(tmp_path / "16_bit.png")
+    assert data.open_picture(tmp_path / "16_bit.png").getpixel((0, 0)) == (156, 156, 156)  # 40,000 / 256
+
+
+def test_hidden_files_and_folders_are_skipped(pictures, tmp_path):
+    for name in ("a/1.jpg", "a/.2.jpg", "a/.hidden/3.jpg", "a/b/.c/d/4.jpg", "a/b/5.jpg", ".hidden/6.jpg", "a/b/notes"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found, others = data.list_pictures(tmp_path)
+    assert {name: [path.name for path in paths] for name, paths in found.items()} == {"a": ["1.jpg", "5.jpg"]}
+    assert others == 1
 
 
 # -----------------------------------------------------------------------------
@@ -310,11 +340,12 @@ WELL_CONDITIONED = ("--gradient_accumulation_steps=2", "--learning_rate=1e-4", "
 
 
 def test_six_steps_are_plain_pytorchs(train, weights, pictures, smooth):
-    run = done(train(*WELL_CONDITIONED, smooth, "--batch_size=8", "--epochs=2", plant=PRINT_LARGEST))
+    run = done(train(*WELL_CONDITIONED, smooth, "--batch_size=8", "--epochs=2", plant=PRINT_LARGEST + SHOW_BAR))
     losses, net = reference_run(weights, pictures)
     assert f"largest {sum(p.numel() for p in net.parameters())}" in run.stdout  # elements of DeepSpeed's buckets
     assert [epoch["train_loss"] for epoch in run.epochs] == pytest.approx(losses, abs=1e-5)
     assert run.epochs[0]["learning_rate"] == 1e-4
+    assert re.search(r"Epoch 2/2 \[Train\]: 100%\|█+\| 6/6 \[.*, loss=\d\.\d{3}, acc=\d+\.\d\]", run.stdout)
     assert_same_tensors(saved_module(run.cwd / "checkpoints" / "epoch_2"), net.state_dict(), 1e-5)
 
 
@@ -372,18 +403,20 @@ def test_the_summary_and_the_history(two_ranks):
 def test_a_resumed_run_is_the_run_that_never_stopped(train, two_ranks):
     cwd = two_ranks.cwd.with_name("resumed")
     cwd.mkdir()
-    shutil.copytree(two_ranks.cwd / "checkpoints" / "epoch_2", cwd / "checkpoints" / "epoch_2")
+    link_tree(two_ranks.cwd / "checkpoints" / "epoch_2", cwd / "checkpoints" / "epoch_2")
     resumed = done(train("--epochs=4", *TWO_RANKS, f"--resume={cwd}/checkpoints", ranks=2, cwd=cwd))
     assert "Epoch 3/4:" in resumed.stdout and "Epoch 2/4:" not in resumed.stdout
     assert resumed.epochs == two_ranks.epochs and len(resumed.epochs) == 4
+    best = json.loads((cwd / "checkpoints" / "best_model" / "extra_info.json").read_text())
+    assert best["epoch"] == best["best_epoch"] >= 3  # the best one in this folder
     assert_same_tensors(resumed.models[0], two_ranks.models[0])
 
 
 def test_another_number_of_ranks_takes_the_weights_of_the_newest_epoch(train, two_ranks, tmp_path):
     """The default JSON has round_robin_gradients, with which the places in DeepSpeed's files are wrong."""
     for name in ("epoch_4", "best_model", "epoch_2"):  # in another order than they were saved in
-        shutil.copytree(two_ranks.cwd / "checkpoints" / name, tmp_path / name)
-        os.utime(tmp_path / name / "extra_info.json")
+        link_tree(two_ranks.cwd / "checkpoints" / name, tmp_path / name)
+        edit_info(tmp_path / name)
     resumed = done(train(f"--resume={tmp_path}", "--epochs=4"))
     assert "Adam's moments begin anew" in resumed.stdout and not resumed.epochs
     assert "has 4 epochs: use --epochs 5 or more to train on" in resumed.stdout
@@ -405,20 +438,23 @@ runtime.files.replace_dir = die
     checkpoints = killed.cwd / "checkpoints"
     assert killed.returncode == 9 and {path.name for path in checkpoints.iterdir()} == {
         ".lock", ".saving", "best_model.old"}
-    resumed = done(train("--epochs=2", "--batch_size=16", f"--resume={checkpoints}/best_model", cwd=killed.cwd))
+    resumed = done(train("--epochs=2", "--batch_size=16", f"--resume={checkpoints}", cwd=killed.cwd))
     assert [epoch["epoch"] for epoch in resumed.epochs] == [1, 2]
     assert not (checkpoints / ".saving").exists() and (checkpoints / "epoch_2").exists()
 
 
-def test_a_full_disk_at_a_save_ends_the_run_in_one_sentence(train):
+def test_overwriting_keeps_the_earlier_run_until_there_is_a_checkpoint(train, two_ranks, tmp_path):
     """The limit on a file's size makes torch.save raise what a full disk does."""
-    stopped = train(plant="""
+    link_tree(two_ranks.cwd / "checkpoints" / "epoch_4", tmp_path / "checkpoints" / "epoch_4")
+    stopped = train("--overwrite", cwd=tmp_path, plant="""
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000_000, 10_000_000))
 """)
-    assert stopped.returncode == 2 and re.fullmatch("a file can't be written .*: make room; .*\n", stopped.stderr)
-    assert {path.name for path in (stopped.cwd / "checkpoints").iterdir()} == {".lock"}
+    assert stopped.returncode == 2 and re.fullmatch("a file or a worker failed .*: make room, .*\n", stopped.stderr)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {".lock", "epoch_4"}
+    done(train("--overwrite", "--batch_size=16", cwd=tmp_path))
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {".lock", "best_model", "epoch_1"}
 
 
 # -----------------------------------------------------------------------------
@@ -480,11 +516,12 @@ def test_a_skipped_step_is_none_of_the_schedule_and_statistics_stay_float32(floa
 
 
 def test_the_json_says_which_adam_and_whether_there_is_a_warmup(train, tmp_path):
-    def recipe(config):
+    def recipe(config, *args):
         (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, **config}))
-        return json.loads(done(train(f"--config={tmp_path}/ds.json", plant=PRINT_RECIPE)).stdout)
+        return json.loads(done(train(f"--config={tmp_path}/ds.json", *args, plant=PRINT_RECIPE)).stdout)
 
-    found = recipe({"optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": [0.8, 0.9]}}})
+    found = recipe({"optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": [0.8, 0.9], "eps": "auto"}},
+                    "flops_profiler": {"profile_step": 10, "module_depth": -1, "detailed": True}}, f"--seed={9**30}")
     assert found["adamw"] == {"lr": 0.001, "weight_decay": 0.0, "betas": [0.8, 0.9]} and found["warmup_steps"] == 1
     found = recipe({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_min_lr": 1e-4}}})
     assert found["adamw"] == {"lr": 0.001, "weight_decay": 0.01}
@@ -515,12 +552,16 @@ def test_the_two_jsons_in_float16(float16_script, train):
       '"zero_optimisation" is not supported: did you mean', '"flops_profiler.profile_steps" is not supported: did']),
     ({"zero_optimization": {}}, ['"zero_optimization.stage" is missing: write 2']),
     ({"zero_optimization": {"stage": 2}, "optimizer": {"params": {"betas": 0.9}}},
-     ['"betas" is 0.9: write a number from 0 on; for betas, two below 1']),
+     ['"betas" is 0.9: write two numbers from 0 to below 1']),
     ({"zero_optimization": {"stage": 2}, "optimizer": {"params": {"betas": [0.9, 1]}}}, ['"betas" is [0.9, 1]: write']),
-    ({"zero_optimization": {"stage": 2}, "optimizer": {"params": {"weight_decay": "0.1"}}},
-     ['"weight_decay" is "0.1": write a number']),
-    ({"zero_optimization": {"stage": 2}, "scheduler": {"params": {"warmup_num_steps": -3}}},
-     ['"warmup_num_steps" is -3: write a number']),
+    ({"zero_optimization": {"stage": 2}, "optimizer": {"params": {"weight_decay": "0.1", "eps": float("inf")}},
+      "scheduler": {"params": {"warmup_num_steps": -3}}, "fp16": {"enabled": True},
+      "flops_profiler": {"enabled": 1, "profile_step": "1", "detailed": "no"}},
+     ['"optimizer.params.weight_decay" is "0.1": write a number of at least 0.0, or "auto"',
+      '"optimizer.params.eps" is Infinity: write a number', '"scheduler.params.warmup_num_steps" is -3: write a number',
+      '"fp16.enabled" is true, but dtype=float32: write "auto", or train in float16',
+      '"flops_profiler.enabled" is 1: write true or false', '"flops_profiler.detailed" is "no": write true or false',
+      '"flops_profiler.profile_step" is "1": write a whole number of at least 1']),
     ({"zero_optimization": {"stage": 2}, "optimizer": []}, ['"optimizer" must be an object']),
     ({"zero_optimization": {"stage": 2}, "optimizer": {"params": 3}}, ['"optimizer.params" must be an object'])])
 def test_jsons_are_refused(config, sentences, train, tmp_path):
@@ -547,14 +588,16 @@ CPUAdamBuilder.load = load
     (["--batch_size=0", "--fp16", "--bf16"],
      "batch_size=0 is too small: .*\n--fp16 and --bf16 exclude .*\n--fp16 needs a GPU: .*"),
     (["--config=x.json", "--offload_optimizer", "--num_gpus=3"],
-     "--offload_optimizer is another JSON: .*\n--num_gpus is an option of launch_deepspeed.py: .*"),
-    (["--deepspeed_config=x.json", "--offload_optimizer"], "--offload_optimizer is another JSON: .*"),
+     "use one --config, or --offload_optimizer instead\n--num_gpus is an option of launch_deepspeed.py: .*"),
+    (["--deepspeed_config=x.json", "--config=y.json"], "use one --config, or --offload_optimizer instead"),
     (["--deepspeed_config=nowhere.json"], ".*nowhere.json: No such file or directory: .*"),
     (["--nmu_workers=8"], "command line: there is no setting 'nmu_workers': did you mean 'num_workers'\\?"),
     (["--pretrained=nowhere"], "pretrained=nowhere isn't available or doesn't fit .*--pretrained none"),
     (["--resume={pictures}"], "resume=.* is not a complete checkpoint .*No such file.* drop --resume"),
     (["--resume", "--num_gpus=0"], "num_gpus=0 is too small: .*\n--resume has no value: write --resume PATH"),
-    (["--checkpoint_dir=/proc/checkpoints"], ".*/proc/checkpoints.*"),
+    (["--checkpoint_dir={pictures}/train/class_00/00000.jpg"], "cannot write .* another --checkpoint_dir=DIR"),
+    (["--log_dir={pictures}/train/class_00/00000.jpg"], "cannot write .*jpg .File exists.: .* another --log_dir=DIR"),
+    (["--batch_size=1"], "--batch_size 1 needs --image_size 33 or more: .*"),
     (["--learning_rate=0", "--image_size=31"], "learning_rate=0.0 is too small: .*\nimage_size=31 is .*")])
 def test_mistakes_are_refused_in_one_sentence(train, pictures, arguments, sentence):
     refused = train(*(argument.format(pictures=pictures) for argument in arguments))
@@ -566,27 +609,37 @@ def test_a_checkpoint_of_other_pictures_or_of_another_run_is_refused(train, two_
     checkpoints = two_ranks.cwd / "checkpoints"
     lock = open(tmp_path / ".lock", "w")
     fcntl.lockf(lock, fcntl.LOCK_EX)
+    for name in ("other", "later"):
+        link_tree(checkpoints / "best_model", tmp_path / name / "best_model")
+    edit_info(tmp_path / "other" / "best_model", epochs=[{"epoch": 1, "seconds": 1.0}])
+    edit_info(tmp_path / "later" / "best_model", epoch=9)
+    resume, other = f"--resume={checkpoints}/epoch_4", "is of another run or a later epoch: use --resume .*, another"
     for arguments, sentence in (
-            ([f"--resume={checkpoints}/epoch_4", "--image_size=48"], "image_size is 48, but 32 in .*drop --resume"),
-            ([], "^[^\n]*checkpoints holds a run: use --resume .*, or --overwrite to delete it\n$"),
-            ([f"--checkpoint_dir={tmp_path}"], f"^another run is writing to {tmp_path}: wait for it, or use .*\n$"),
-            ([f"--checkpoint_dir={tmp_path}/x", f"--log_dir={two_ranks.cwd}/logs"],
-             "^[^\n]*logs/training_history.json exists: use another --log_dir, or --overwrite\n$")):
+            ([resume, "--image_size=48"], r"epoch_4 has other image_size \(32\): drop --resume"),
+            ([], f"^[^\n]*checkpoints/\\w+/extra_info.json {other} .* or --overwrite\n$"),
+            ([resume, f"--checkpoint_dir={tmp_path}/other"], f"other/best_model/extra_info.json {other}"),
+            ([resume, f"--checkpoint_dir={tmp_path}/later"], f"later/best_model/extra_info.json {other}"),
+            ([f"--checkpoint_dir={tmp_path}"], f"^another run is writing to {tmp_path}: .*--checkpoint_dir=DIR\n$"),
+            ([f"--checkpoint_dir={tmp_path}/x", f"--log_dir={tmp_path}"], f"writing to {tmp_path}: .*--log_dir=DIR\n$"),
+            ([f"--checkpoint_dir={tmp_path}/x", f"--log_dir={two_ranks.cwd}/logs"], f"training_history.json {other}")):
         refused = train(f"--checkpoint_dir={checkpoints}", *arguments)
         assert refused.returncode == 2 and re.search(sentence, refused.stderr), refused.stderr
 
 
 def test_an_incomplete_or_dangerous_checkpoint_is_refused(train, two_ranks, tmp_path):
     for damage, sentence in (("missing", "1 optimizer files"), ("cut", "not a complete checkpoint"),
+                             ("no latest", "not a complete checkpoint (FileNotFoundError"),
                              ("code", "could run code: ['builtins.print', 'functools.partial']")):
         folder = tmp_path / damage
-        shutil.copytree(two_ranks.cwd / "checkpoints" / "epoch_4", folder)
+        link_tree(two_ranks.cwd / "checkpoints" / "epoch_4", folder)
         file = next(folder.glob("epoch_4/*zero_pp_rank_1*"))
-        if damage == "missing":
-            file.unlink()
+        if damage == "no latest":
+            (folder / "latest").unlink()
         elif damage == "cut":
-            file.write_bytes(file.read_bytes()[:-100])
+            replace_file(file, file.read_bytes()[:-100])
         else:
+            file.unlink()
+        if damage == "code":
             torch.save({"x": functools.partial(print)}, file)
         refused = train(f"--resume={folder}")
         assert refused.returncode == 2 and sentence in refused.stderr, refused.stderr
@@ -599,14 +652,24 @@ def test_an_unreadable_picture_ends_the_run_with_its_name(train, pictures, tmp_p
     broken.write_bytes(broken.read_bytes()[:400])
     refused = train(f"--train_dir={tmp_path}/data/train", "--num_workers=1")
     assert refused.returncode == 2
-    assert f"{broken} cannot be read (OSError): run python prepare.py --check\n" in refused.stderr
+    assert re.search(rf"^{broken} cannot be read \(OSError\(.*\): remove it; python prepare.py --check", refused.stderr)
     checked = prepare("--check", to=tmp_path / "data")
     assert checked.returncode == 2 and checked.stdout.count("cannot be read") == 1
     assert str(broken) in checked.stdout and "57 pictures, 1 unreadable" in checked.stdout
 
 
+def test_a_killed_worker_ends_the_run_in_one_sentence(train):
+    stopped = train("--num_workers=1", plant="""
+import data, signal
+data.random_crop = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+""")
+    assert stopped.returncode == 2 and stopped.stderr.count("\n") == 1
+    assert re.match(r"a file or a worker failed \(DataLoader worker .*\): .* fewer --num_workers", stopped.stderr)
+
+
 def test_a_loss_that_stays_nan_ends_the_run(train):
-    stopped = train("--learning_rate=1e30", "--batch_size=2", "--gradient_accumulation_steps=10")
+    """With 3 batches to train on and one to validate in each epoch."""
+    stopped = train("--learning_rate=1e30", "--batch_size=16", "--epochs=9", "--save_interval=9")
     assert stopped.returncode == 2
     assert stopped.stderr == "10 batches had no finite loss: lower --learning_rate, or drop --fp16\n"
 
@@ -700,12 +763,29 @@ def test_pictures_are_split_by_their_bytes_and_duplicates_dropped(pictures, tmp_
     assert len(before) == 42 and before < after
     assert 4 < sum(path.parts[0] == "val" for path in before) < 22
     assert second.returncode == 0
+    for path in source.glob("class_00/*.jpg"):  # relative links instead
+        path.rename(tmp_path / path.name)
+        path.symlink_to(Path("..", "..", path.name))
+    done(prepare("--from", source, "--val_share", "0.7", to=tmp_path / "data"))
+    moved = {path.relative_to(tmp_path / "data") for path in (tmp_path / "data").rglob("*.jpg")}
+    assert {path.parts[1:] for path in moved} == {path.parts[1:] for path in after} and len(moved) == len(after)
+    assert sum(path.parts[0] == "val" for path in moved) > 0.5 * len(moved)
+    assert all((tmp_path / "data" / path).resolve().parent.parent.parent == tmp_path / "data" for path in moved)
+    before = sorted((tmp_path / "data").rglob("*"))
     for target, args, sentence in ((pictures, ["--from", source], "has other pictures: choose another folder"),
                                    (tmp_path / "data", ["--made_up"], "has other pictures: choose another folder"),
                                    (tmp_path / "new", ["--from", source / "class_00"], "has no pictures: put those of"),
-                                   (tmp_path / "new", ["--from", "nowhere"], "nowhere does not exist: run python")):
+                                   (tmp_path / "new", ["--from", "nowhere"], "nowhere does not exist: run python"),
+                                   (tmp_path / "data", ["--from", tmp_path / "data" / "train"], "contains the other"),
+                                   (tmp_path / "new", ["--from", tmp_path], "contains the other: use another --to"),
+                                   (tmp_path / "new", ["--from", source, "--val_share=7"], "must be between 0 and 1"),
+                                   (tmp_path / "new", ["--made_up", "--size=0"], "--size must be at least 8"),
+                                   (tmp_path / "new", ["--made_up", "--seed=-1"], "--seed must be at least 0")):
         refused = prepare(*args, to=target)
         assert refused.returncode == 2 and sentence in refused.stderr and refused.stderr.count("\n") == 1
+    assert sorted((tmp_path / "data").rglob("*")) == before and not (tmp_path / "new").exists()
+    bare = subprocess.run([sys.executable, "-S", EXAMPLE / "prepare.py", "--check"], capture_output=True, text=True)
+    assert bare.returncode == 2 and re.fullmatch("No module named .*pip install -r requirements.txt\n", bare.stderr)
 
 
 def test_made_up_pictures_are_the_same_by_seed(pictures, tmp_path):
@@ -739,7 +819,7 @@ FAULTS = [  # of each trap: a file of src/, what is planted for what, and the te
     ("train_deepspeed", "fixes.grow_loss_scale(engine)", "pass", "the_loss_scale_grows"),
     ("train_deepspeed", "steps += engine.was_step_applied()", "steps += 1", "a_skipped_step_is_none"),
     ("train_deepspeed", '"weight_decay": 0.0 if', '"weight_decay": 0.01 if', "the_json_says_which_adam"),
-    ("data", "/ pictures_per_step) * accumulation", "* accumulation / pictures_per_step)", "each_picture_is_there"),
+    ("data", "/ per_step) * accumulation", "* accumulation / per_step)", "each_picture_is_there"),
     ("data", "* stride, stride)", "* stride - size, stride)", "each_picture_is_there_once"),
     ("model", "t.to(fn(t).device)", "fn(t)", "statistics_stay_in_float32_in_half"),
     ("train_deepspeed", 'if state["saved_by"] != saved_by:', "if False:", "another_number_of_ranks")]

@@ -6,17 +6,21 @@
 """
 
 import argparse
+import signal
 import sys
 from multiprocessing import Pool
 from pathlib import Path
 
+sys.path[:1] = [str(Path(__file__).resolve().parent / "src"), str(Path(__file__).resolve().parents[2])]
+
+from runtime.files import UserError, file_digest  # first: runtime explains a missing package
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback from every process
+
 import numpy as np
 from PIL import Image, ImageDraw
 
-sys.path[:1] = [str(Path(__file__).resolve().parent / "src"), str(Path(__file__).resolve().parents[2])]
-
 from data import list_pictures, open_picture
-from runtime.files import UserError, file_digest
 
 
 def inspect(path):
@@ -40,6 +44,7 @@ def inspect_all(folder):
 def take(source, to, val_share):
     """Link or copy the pictures of source/<class>/ to to/train/ and to/val/, named and split by their hash."""
     counts, seen = dict.fromkeys(("train", "val", "duplicates", "unreadable"), 0), set()
+    earlier = {path.stem: path for path in Path(to).glob("*/*/*")}
     for path, digest, problem in inspect_all(source):
         if problem or digest in seen:
             print(f"skipped: {problem or f'{path} is a duplicate'}", file=sys.stderr)
@@ -50,9 +55,9 @@ def take(source, to, val_share):
         counts[split] += 1
         target = Path(to, split, path.relative_to(source).parts[0], digest[:16] + path.suffix.lower())
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)
+        earlier.get(target.stem, target).unlink(missing_ok=True)  # with another val_share, it was in the other split
         try:
-            target.hardlink_to(path)
+            target.hardlink_to(path.resolve())
         except OSError:  # another disk
             target.write_bytes(path.read_bytes())
     print(", ".join(f"{count:,} {what}" for what, count in counts.items()))
@@ -67,20 +72,8 @@ def draw(path, seed, n, n_classes, size):
     circle = *rng.uniform(radius, size - radius, 2), radius
     corners, frame = 3 + n % 5, 1 + int(n % 3 * radius / 6)
     ImageDraw.Draw(picture).regular_polygon(circle, corners, rng.uniform(0, 360), color, "black", frame)
+    path.parent.mkdir(parents=True, exist_ok=True)
     picture.save(path, quality=85)
-
-
-def make_up(to, n_classes, counts, size, seed):
-    """Draw counts {split: pictures per class} pictures, on all cores."""
-    jobs = []
-    for split, (name, count) in enumerate(counts.items()):
-        for n in range(n_classes):
-            folder = Path(to, name, f"class_{n:02d}")
-            folder.mkdir(parents=True)
-            jobs += [(folder / f"{i:05d}.jpg", (seed, split, n, i), n, n_classes, size) for i in range(count)]
-    with Pool() as pool:
-        pool.starmap(draw, jobs, chunksize=64)
-    print(f"{len(jobs):,} pictures of {n_classes} classes in {to}")
 
 
 if __name__ == "__main__":
@@ -92,13 +85,26 @@ if __name__ == "__main__":
     for name, default in dict(classes=90, train=650, val=139, size=224, seed=1337, val_share=0.1, to="data").items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     args = parser.parse_args()
+    least = dict(classes=2, train=1, val=1, size=8, seed=0)
+    problems = [f"--{name} must be at least {least[name]}" for name in least if getattr(args, name) < least[name]]
+    problems += ["--val_share must be between 0 and 1"] * (not 0 < args.val_share < 1)
+    source, to = (Path(folder or "").resolve() for folder in (args.source, args.to))
+    if args.source and (source.is_relative_to(to) or to.is_relative_to(source)):
+        problems.append("one of --from and --to contains the other: use another --to")
+    if not args.check and any(Path(args.to).glob("train/*/00000.jpg" if args.source else "train/*/")):
+        problems.append(f"{args.to} has other pictures: choose another folder with --to, or delete these")
     try:
-        if not args.check and any(Path(args.to).glob("train/*/00000.jpg" if args.source else "train/*/")):
-            raise UserError(f"{args.to} has other pictures: choose another folder with --to, or delete these")
+        if problems:
+            raise UserError("\n".join(problems))
         if args.source:
             take(args.source, args.to, args.val_share)
         elif args.made_up:
-            make_up(args.to, args.classes, {"train": args.train, "val": args.val}, args.size, args.seed)
+            jobs = [(Path(args.to, split, f"class_{n:02d}", f"{i:05d}.jpg"), (args.seed, int(split == "val"), n, i), n,
+                     args.classes, args.size)
+                    for split in ("train", "val") for n in range(args.classes) for i in range(getattr(args, split))]
+            with Pool() as pool:
+                pool.starmap(draw, jobs, chunksize=64)
+            print(f"{len(jobs):,} pictures of {args.classes} classes in {args.to}")
         else:
             found = [problem for split in ("train", "val") for *_, problem in inspect_all(Path(args.to, split))]
             print(*filter(None, found), f"{len(found):,} pictures, {sum(map(bool, found))} unreadable", sep="\n")

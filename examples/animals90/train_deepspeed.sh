@@ -10,7 +10,7 @@ cd "$here/../.."
 source runtime/venv.sh
 cd "$here"
 
-if [[ $* != *_dir* && ! -d data/train ]]; then
+if [[ $* != *_dir* && $* != *-h* && ! -d data/train ]]; then
     echo "data/train does not exist: run $PYTHON prepare.py --from FOLDER --val_share 0.1 for your pictures, or $PYTHON\
  prepare.py --made_up --classes 90 --train 650 --val 139 --size 224 for generated ones" >&2
     exit 2

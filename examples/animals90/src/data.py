@@ -20,7 +20,7 @@ def list_pictures(root):
     if not Path(root).is_dir():
         raise UserError(f"{root} does not exist: run python prepare.py --from FOLDER or prepare.py --made_up first")
     files = {folder.name: [path for path in sorted(folder.rglob("[!.]*"))
-                           if path.is_file() and "/." not in str(path.relative_to(folder))]
+                           if path.is_file() and "/." not in f"/{path.relative_to(folder)}"]
              for folder in sorted(Path(root).glob("[!.]*/"))}
     found = {name: [path for path in paths if path.suffix.lower() in SUFFIXES] for name, paths in files.items()}
     return found, sum(map(len, files.values())) - sum(map(len, found.values()))
@@ -44,9 +44,10 @@ def open_picture(path):
     try:
         with Image.open(path) as image:
             image = ImageOps.exif_transpose(image)
+            image = image.point(lambda value: value / 256) if image.mode.startswith("I;16") else image
             return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
     except Exception as error:  # Pillow's decoders raise many kinds
-        raise UserError(f"{path} cannot be read ({type(error).__name__}): run python prepare.py --check") from None
+        raise UserError(f"{path} cannot be read ({error!r}): remove it; python prepare.py --check finds more") from None
 
 
 def random_crop(image, size, rng):
@@ -63,8 +64,8 @@ class Pictures(Dataset):
 
     def __init__(self, found, settings, ranks, accumulation=1):
         self.found, self.settings, self.ranks = found, settings, ranks
-        pictures_per_step = settings.batch_size * ranks.world_size * accumulation
-        self.batches_per_epoch = math.ceil(len(found) / pictures_per_step) * accumulation
+        per_step = settings.batch_size * ranks.world_size * accumulation
+        self.batches_per_epoch = math.ceil(len(found) / per_step) * accumulation
 
     def __getitem__(self, item):
         """Return a uint8 tensor (3, size, size) and the class, or -1 if it doesn't count, of an item of batches()."""

@@ -17,7 +17,7 @@ val_dir = "data/val"  # the same for validation
 epochs = 50  # times through the training pictures
 batch_size = 16  # pictures per GPU and batch
 learning_rate = 0.001  # peak learning rate
-num_workers = 2  # processes per GPU that read pictures
+num_workers = 2  # processes per GPU that read pictures, in training and as many in validation
 gradient_accumulation_steps = 1  # batches per GPU in one optimizer step
 fp16 = False  # half precision with a dynamic loss scale
 bf16 = False  # bfloat16
@@ -28,7 +28,7 @@ deepspeed_config: str | None = None  # the same
 checkpoint_dir = "checkpoints_deepspeed"  # folder for checkpoints
 save_interval = 5  # epochs between saves
 resume: str | None = None  # folder of a checkpoint, or checkpoint_dir for its newest one
-overwrite = False  # delete the run that checkpoint_dir holds
+overwrite = False  # replace the run in checkpoint_dir and log_dir; its checkpoints are deleted at the first save
 pretrained = "imagenet"  # initial weights: imagenet, none (random), or a file or folder
 image_size = 224  # side of the network's input in pixels
 seed = 1337  # random seed of weights, order and cropping
@@ -37,7 +37,6 @@ settings = configurator.from_command_line(globals())
 globals().update(vars(settings))
 
 import contextlib
-import fcntl
 import json
 import shutil
 import time
@@ -48,7 +47,6 @@ import torch
 if not torch.cuda.is_available():
     os.environ["DS_ACCELERATOR"] = "cpu"  # before deepspeed is imported
 
-from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tqdm import tqdm
@@ -58,8 +56,8 @@ from model import ResNet18Animals90
 from runtime.cluster.ranks import all_reduce_sum, exit_together, print0, ranks_from_environment, shut_down
 from runtime.cluster.shutdown import Shutdown
 from runtime.engine import fixes, setup
-from runtime.engine.ds_config import allowed_keys, resolve, uses_offload
-from runtime.files import UserError, free_bytes, fsync, replace_dir, write_atomic
+from runtime.engine.ds_config import allowed_keys, read_json, resolve, uses_offload
+from runtime.files import UserError, free_bytes, fsync, lock_folder, replace_dir, write_atomic
 from runtime.hardware import peak_memory
 from runtime.monitor.runlog import git_commit, machine_record
 from runtime.weights import SAFE_GLOBALS
@@ -72,11 +70,10 @@ def explain(error):
     """Print one line for an error that perhaps a single rank meets, and exit. The launcher ends the other ranks."""
     line = str(error).rpartition("UserError: ")[2].strip()  # without the traceback of a DataLoader's worker
     if "out of memory" in line:
-        line = (f"out of memory: use --batch_size {batch_size // 2 or 1} --gradient_accumulation_steps "
-                f"{2 * gradient_accumulation_steps}, then also --offload_optimizer")
-    elif isinstance(error, OSError) or any(name in line for name in ("iostream", "inline_container", "StreamWriter")):
+        line = "out of memory: halve --batch_size and double --gradient_accumulation_steps, or add --offload_optimizer"
+    elif isinstance(error, OSError) or any(name in line for name in ("iostream", "inline_container", "DataLoader")):
         shutil.rmtree(Path(checkpoint_dir, ".saving"), ignore_errors=True)
-        line = f"a file can't be written ({line}): make room; complete checkpoints in {checkpoint_dir} stay"
+        line = f"a file or a worker failed ({line}): make room, or use fewer --num_workers. Complete checkpoints stay"
     elif not isinstance(error, UserError):
         return
     time.sleep(ranks.rank)  # all ranks may meet it: the first one prints, and the launcher ends the others
@@ -86,13 +83,13 @@ def explain(error):
 
 def read_recipe(path, epoch_steps):
     """Return what DeepSpeed's JSON says, with its checked config in `config`. Raises UserError."""
-    adam = {"lr": (learning_rate, "auto"), "betas": ..., "eps": ..., "weight_decay": ...}  # ...: any value
-    warmup = {"warmup_min_lr": ..., "warmup_max_lr": (learning_rate, "auto"), "warmup_num_steps": ...}
+    adam = {"lr": (learning_rate, "auto"), "betas": ..., "eps": 0.0, "weight_decay": 0.0}  # ...: any value
+    warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": (learning_rate, "auto"), "warmup_num_steps": 0.0}
+    profiler = {"enabled": (True, False), "profile_step": 1, "module_depth": -1, "detailed": (True, False)}
     zero = allowed_keys(dtype)["zero_optimization"] | {"stage": (2,), "round_robin_gradients": (True, False)}
     own_keys = {"zero_optimization": zero, "optimizer": {"type": ("AdamW", "Adam"), "params": adam},
                 "scheduler": {"type": ("WarmupLR",), "params": warmup},
-                "activation_checkpointing": dict.fromkeys(ACT_CHKPT_DEFAULT, ...),
-                "flops_profiler": dict.fromkeys(vars(DeepSpeedFlopsProfilerConfig({})), ...)}
+                "activation_checkpointing": dict.fromkeys(ACT_CHKPT_DEFAULT, ...), "flops_profiler": profiler}
     batch = SimpleNamespace(micro=batch_size, accumulation=gradient_accumulation_steps, world_size=ranks.world_size)
     ds_config, notes = resolve(path, batch, 0.0, dtype, extra=own_keys)
     if ds_config["zero_optimization"]["stage"] != 2:
@@ -100,11 +97,9 @@ def read_recipe(path, epoch_steps):
     optimizer, scheduler = ds_config.pop("optimizer", {}), ds_config.pop("scheduler", {})
     adam, warmup = ({key: value for key, value in block.get("params", {}).items() if value != "auto"}
                     for block in (optimizer, scheduler))
-    for key, value in (adam | warmup).items():
-        numbers, pair = value if isinstance(value, list) and key == "betas" else [value], key == "betas"
-        valid = [n for n in numbers if type(n) in (int, float) and n >= 0 and (n < 1 or not pair)]
-        if valid != numbers or len(valid) != 1 + pair:
-            raise UserError(f'{path}: "{key}" is {json.dumps(value)}: write a number from 0 on; for betas, two below 1')
+    betas = adam.get("betas", [0.9, 0.999])
+    if not isinstance(betas, list) or [type(b) in (int, float) and 0 <= b < 1 for b in betas] != [True, True]:
+        raise UserError(f'{path}: "betas" is {json.dumps(betas)}: write two numbers from 0 to below 1')
     recompute = ds_config.pop("activation_checkpointing", None)
     notes += [f"activation_checkpointing ignores {', '.join(recompute or ())}: PyTorch recomputes"] * bool(recompute)
     return SimpleNamespace(
@@ -116,11 +111,11 @@ def read_recipe(path, epoch_steps):
 
 def find_checkpoint():
     """Return (folder, its extra_info.json) of the newest checkpoint in `resume`. Raises UserError if it is unusable."""
-    try:  # .old is there after a kill between two renames
-        found = [*Path(resume).rglob("extra_info.json"), *Path(f"{resume}.old").rglob("extra_info.json")]
+    try:
+        found = [path for path in Path(resume).rglob("extra_info.json") if path.parent.name != ".saving"]
         infos = {path.parent: json.loads(path.read_text()) for path in found or [Path(resume, "extra_info.json")]}
         folder, info = max(infos.items(), key=lambda item: (item[1].get("time", 0), item[1]["epoch"]))
-        files = [*folder.glob("*/*_states.pt")]
+        files = [*Path(folder, (folder / "latest").read_text()).glob("*_states.pt")]
         unsafe = set().union(*map(torch.serialization.get_unsafe_globals_in_checkpoint, files)) - SAFE_GLOBALS
         if unsafe or len(files) != info["world_size"] + 1:
             raise ValueError(f"{len(files) - 1} optimizer files; of these could run code: {sorted(unsafe)}")
@@ -140,16 +135,19 @@ def save(folder, info):
             fsync(path)
         write_atomic(new / "extra_info.json", json.dumps(info, indent=1) + "\n")  # last: now it is complete
         replace_dir(new, folder)
+        for other in {path.parent for path in replaced} - {folder, history_path.parent}:
+            shutil.rmtree(other)  # not before there is something instead
+        replaced.clear()
     torch.distributed.barrier()
 
 
 def run_epoch(name, batches, count):
     """Run "Train" or "Val" on the next `count` batches. Return (loss, percent right, seconds, seconds without data)."""
-    global lr, steps
+    global lr, steps, bad
     training = name == "Train"
     engine.train(training)
     torch.set_grad_enabled(training)
-    sums, bad, waited = torch.zeros(3, dtype=torch.float64, device=device), 0, 0.0  # sums: loss, correct, pictures
+    sums, waited = torch.zeros(3, dtype=torch.float64, device=device), 0.0  # sums: loss, correct, pictures
     bar = tqdm(range(1, count + 1), f"Epoch {epoch}/{epochs} [{name}]", file=sys.stdout, disable=ranks.rank > 0 or None)
     start = time.perf_counter()
     for batch in bar:
@@ -168,12 +166,11 @@ def run_epoch(name, batches, count):
             if batch % gradient_accumulation_steps == 0:
                 steps += engine.was_step_applied()  # a skipped step is none of the schedule
                 fixes.grow_loss_scale(engine)
-        loss = loss.detach()
-        sums += torch.stack([loss, (logits.argmax(1) == labels).sum(), (labels >= 0).sum()])
+        sums += torch.stack([loss.detach(), (logits.argmax(1) == labels).sum(), (labels >= 0).sum()])
         bad = torch.where(loss.isfinite(), 0, bad + 1)
         if batch % 10 == 0 or batch == count:  # not more often: the CPU waits for the GPU here
             total, right, seen = sums.tolist()
-            bar.set_postfix(loss=f"{total / max(1, seen):.3f}", acc=f"{100 * right / max(1, seen):.1f}")
+            bar.set_postfix({"loss": f"{total / max(1, seen):.3f}", "acc": f"{100 * right / max(1, seen):.1f}"})
             exit_together(["10 batches had no finite loss: lower --learning_rate, or drop --fp16"] * (int(bad) >= 10))
     seconds = time.perf_counter() - start
     total, right, seen = all_reduce_sum(*sums, device=device)
@@ -184,20 +181,18 @@ ranks, gpus = ranks_from_environment(), torch.cuda.device_count()
 on_gpu = os.environ.get("DS_ACCELERATOR") != "cpu"
 dtype = "float16" if fp16 else "bfloat16" if bf16 else "float32"
 json_path = config or deepspeed_config or EXAMPLE / f"ds_config_{'zero2' if offload_optimizer else 'rtx5090'}.json"
-history_path, earlier = Path(log_dir, "training_history.json"), [*Path(checkpoint_dir).glob("*/extra_info.json")]
-is_new = not (resume or overwrite)
+history_path = Path(log_dir, "training_history.json")
 least = {"num_workers": 0, "seed": 0, "image_size": 32, "learning_rate": 1e-9}  # of the others: 1
 checks = {f"{name}={value} is too small: use --{name} {least.get(name, 1)} or more": not value >= least.get(name, 1)
           for name, value in vars(settings).items() if type(value) in (int, float)} | {
     f"--{name} has no value: write --{name} PATH": value == "" for name, value in vars(settings).items()} | {
     "--fp16 and --bf16 exclude each other: drop one of them": fp16 and bf16,
-    "--offload_optimizer is another JSON: drop it, or --config": offload_optimizer and (config or deepspeed_config),
+    "use one --config, or --offload_optimizer instead": bool(config) + bool(deepspeed_config) + offload_optimizer > 1,
     "--num_gpus is an option of launch_deepspeed.py: drop it": (num_gpus or 0) > 0 and num_gpus != ranks.world_size,
     "--fp16 needs a GPU: drop it, or use --bf16": fp16 and not on_gpu,
     "--bf16 needs compute capability 8.0: use --fp16": bf16 and on_gpu and torch.cuda.get_device_capability() < (8, 0),
     f"{ranks.local_world_size} ranks, but {gpus} GPUs: use --num_gpus {gpus}": on_gpu and ranks.local_world_size > gpus,
-    f"{checkpoint_dir} holds a run: use --resume {checkpoint_dir}, or --overwrite to delete it": earlier and is_new,
-    f"{history_path} exists: use another --log_dir, or --overwrite": is_new and os.path.exists(history_path),
+    "--batch_size 1 needs --image_size 33 or more: a batch norm needs two values": batch_size == 1 and image_size == 32,
     f"{checkpoint_dir} has less than 180 MB free, a checkpoint's size: make room": free_bytes(checkpoint_dir) < 18e7}
 try:
     if any(checks.values()):
@@ -209,18 +204,21 @@ try:
     recipe = read_recipe(json_path, epoch_steps)
     saved_by = [ranks.world_size, dtype, uses_offload(recipe.config)]
     own = {"classes": classes, "image_size": image_size, "saved_by": saved_by}
-    resume_dir, state = find_checkpoint() if resume else (None, own)
-    for name in ("classes", "image_size"):
-        if state[name] != own[name]:
-            raise UserError(f"{name} is {own[name]!r}, but {state[name]!r} in {resume}: change it, or drop --resume")
-    for folder in (checkpoint_dir, log_dir):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    if ranks.rank == 0:
-        fcntl.lockf(lock := open(Path(checkpoint_dir, ".lock"), "w"), fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the end
-    torch.manual_seed(seed)  # the same weights on every rank
+    resume_dir, state = find_checkpoint() if resume else (None, {**own, "epoch": 0, "epochs": []})
+    if changed := [name for name in ("classes", "image_size") if state[name] != own[name]]:
+        raise UserError(f"{resume} has other {' and '.join(changed)} ({state[changed[0]]}): drop --resume")
+    replaced = []  # what this run would replace, but doesn't continue
+    for path in (*Path(checkpoint_dir).glob("[!.]*/extra_info.json"), *Path(log_dir).glob("training_history.json")):
+        info = read_json(path)
+        later_best = info.get("epoch", 0) > state["epoch"] and path.parent.name.startswith("best_model")
+        if later_best or info.get("epochs", [None])[:1] != state["epochs"][:1]:  # two runs' times differ
+            replaced.append(path)
+    if replaced and not overwrite:
+        raise UserError(f"{replaced[0]} is of another run or a later epoch: use --resume {checkpoint_dir}, another "
+                        "--checkpoint_dir and --log_dir, or --overwrite")
+    locks = [lock_folder(globals()[name], f"--{name}") for name in ("checkpoint_dir", "log_dir") if ranks.rank == 0]
+    torch.manual_seed(seed % 2**63)  # the same weights on every rank
     model = ResNet18Animals90(len(classes), not resume and {"imagenet": True, "none": ""}.get(pretrained, pretrained))
-except BlockingIOError:
-    exit_with_error(f"another run is writing to {checkpoint_dir}: wait for it, or use another --checkpoint_dir")
 except (UserError, OSError) as error:
     exit_with_error(error)
 
@@ -239,25 +237,25 @@ engine = setup.initialize(model, optimizer, recipe.config)
 if resume and state["saved_by"] == saved_by:
     engine.load_checkpoint(str(resume_dir))
 done, steps, best_val_acc, best_epoch = (state.get(key, 0) for key in ("epoch", "steps", "best_val_acc", "best_epoch"))
+if not {*Path(checkpoint_dir).glob("best_model*")} - {path.parent for path in replaced}:
+    best_val_acc = best_epoch = 0  # in this folder
 train_batches, val_batches = train.load(range(done + 1, epochs + 1)), val.load([0] * (epochs - done))
 mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (data.MEAN, data.STD))
 
 facts = machine_record(device) | {"command": sys.argv, "settings": vars(settings), "commit": git_commit()}
 facts["hardware"] = f"{ranks.world_size} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}"
-history = state.get("epochs", [])
+history, bad = state["epochs"], 0  # bad: batches in a row without a finite loss
 per_step = batch_size * ranks.world_size * gradient_accumulation_steps
 notes = recipe.notes + [f"{others} files are not pictures ({' '.join(data.SUFFIXES)})"] * bool(others)
 notes += [f"{resume} has {done} epochs: use --epochs {done + 1} or more to train on"] * (done >= epochs)
-if learning_rate != (usual := max(rate for least, rate in RATES.items() if least <= per_step)):
-    notes.append(f"learning_rate={learning_rate}, but the guides have {usual} for {per_step} pictures per step")
+usual = max(rate for least, rate in RATES.items() if least <= per_step)
+notes += [f"the guides' learning_rate is {usual} for {per_step} pictures per step"] * (learning_rate != usual)
 if num_workers * ranks.local_world_size > os.cpu_count():
     notes.append(f"{num_workers} workers for each of {ranks.local_world_size} ranks, but {os.cpu_count()} cores")
 print0(f"pictures   {len(found):,} to train on, {len(val_found):,} to validate; {len(classes)} classes\n"
        f"hardware   {facts['hardware']}, {setup.describe(engine, recipe.config, dtype)} ({json_path})\n"
        f"batch      {batch_size} x {ranks.world_size} x {gradient_accumulation_steps} = {per_step} pictures per step, "
        f"{epoch_steps} steps per epoch" + "".join(f"\nnote       {note}" for note in notes))
-for path in earlier if overwrite and ranks.rank == 0 and not resume else ():
-    shutil.rmtree(path.parent)
 for epoch in range(done + 1, epochs + 1):
     before = steps
     train_loss, train_acc, seconds, waited = run_epoch("Train", train_batches, train.batches_per_epoch)
@@ -268,10 +266,8 @@ for epoch in range(done + 1, epochs + 1):
     val_loss, val_acc, val_seconds, _ = run_epoch("Val", val_batches, val.batches_per_epoch)
     if improved := val_acc > best_val_acc or not best_epoch:
         best_val_acc, best_epoch = val_acc, epoch
-    print0(f"\nEpoch {epoch}/{epochs}:\n"
-           f"  Train Loss: {train_loss:.4f} | Train Acc: {train_acc:.2f}%\n"
-           f"  Val Loss: {val_loss:.4f} | Val Acc: {val_acc:.2f}%\n"
-           f"  Learning Rate: {lr:.6f}\n"
+    print0(f"\nEpoch {epoch}/{epochs}:\n  Train Loss: {train_loss:.4f} | Train Acc: {train_acc:.2f}%\n"
+           f"  Val Loss: {val_loss:.4f} | Val Acc: {val_acc:.2f}%\n  Learning Rate: {lr:.6f}\n"
            f"  Best Val Acc: {best_val_acc:.2f}% (Epoch {best_epoch})")
     history.append(dict(
         epoch=epoch, train_loss=train_loss, train_acc=train_acc, val_loss=val_loss, val_acc=val_acc, learning_rate=lr,
