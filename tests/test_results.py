@@ -133,6 +133,15 @@ def test_head_gradients_and_the_gpu_suite_are_what_the_text_says():
     assert (f"{losses['--dtype=float16']} in float16, {losses['--dtype=float32']:.4f} in float32, "
             f"{losses['--dtype=bfloat16']} in bfloat16, and {losses['--dtype=bfloat16 --any_deepspeed=True']} "
             "in bfloat16 on DeepSpeed's own gradient path") in text
+    run = run_of("x1_fp8_losses")
+    fp8, bfloat16 = (run["losses"][name]["evaluations"][1:] for name in ("fp8", "bfloat16"))
+    assert {one["iter"] for one in fp8} == {500, 1000}
+    for one, other in zip(fp8, bfloat16, strict=True):
+        for key in ("train_loss", "val_loss"):
+            assert f"{one[key]:.4f} and {other[key]:.4f}" in text
+    for key in ("train_loss", "val_loss"):
+        assert abs(fp8[-1][key] - bfloat16[-1][key]) < 0.00115  # as docs/memory.md says
+    assert f"differs by {max(map(abs, run['mean_difference'].values())):.4f} at most" in text
     suite = run_of("gpu_tests")
     passed = [suite["runs"][gpus]["passed"] for gpus in ("one GPU", "two GPUs")]
     assert f"{passed[0]} pass on one H200 and {passed[1]} on two, and all {len(suite['faults'])} planted" in text
