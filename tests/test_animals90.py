@@ -340,9 +340,8 @@ WELL_CONDITIONED = ("--gradient_accumulation_steps=2", "--learning_rate=1e-4", "
 
 
 def test_six_steps_are_plain_pytorchs(train, weights, pictures, smooth):
-    run = done(train(*WELL_CONDITIONED, smooth, "--batch_size=8", "--epochs=2", plant=PRINT_LARGEST + SHOW_BAR))
+    run = done(train(*WELL_CONDITIONED, smooth, "--batch_size=8", "--epochs=2", plant=SHOW_BAR))
     losses, net = reference_run(weights, pictures)
-    assert f"largest {sum(p.numel() for p in net.parameters())}" in run.stdout  # elements of DeepSpeed's buckets
     assert [epoch["train_loss"] for epoch in run.epochs] == pytest.approx(losses, abs=1e-5)
     assert run.epochs[0]["learning_rate"] == 1e-4
     assert re.search(r"Epoch 2/2 \[Train\]: 100%\|█+\| 6/6 \[.*, loss=\d\.\d{3}, acc=\d+\.\d\]", run.stdout)
@@ -572,7 +571,7 @@ def test_jsons_are_refused(config, sentences, train, tmp_path):
 
 
 def test_offload_does_without_a_compiler(train):
-    run = done(train("--offload_optimizer", "--batch_size=14", plant="""
+    run = done(train("--offload_optimizer", "--batch_size=14", plant=PRINT_LARGEST + """
 from deepspeed.ops.op_builder import CPUAdamBuilder
 def load(self):
     raise RuntimeError("no compiler")
@@ -580,6 +579,8 @@ CPUAdamBuilder.load = load
 """))
     assert "cannot build DeepSpeed's CPU Adam (RuntimeError), so PyTorch's slower AdamW is used" in run.stdout
     assert run.epochs[0]["train_loss"] > 0
+    parameters = sum(p.numel() for p in model.ResNet18Animals90(3, pretrained=False).parameters())
+    assert f"largest {parameters}\n" in run.stdout  # elements of DeepSpeed's buckets
 
 
 @pytest.mark.parametrize("arguments, sentence", [
@@ -663,8 +664,9 @@ def test_a_killed_worker_ends_the_run_in_one_sentence(train):
 import data, signal
 data.random_crop = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 """)
-    assert stopped.returncode == 2 and stopped.stderr.count("\n") == 1
-    assert re.match(r"a file or a worker failed \(DataLoader worker .*\): .* fewer --num_workers", stopped.stderr)
+    assert stopped.returncode == 2 and "Traceback" not in stopped.stderr
+    *_, line = stopped.stderr.splitlines()  # the signal's exception may first meet tqdm, which prints a warning
+    assert re.match(r"a file or a worker failed \(DataLoader worker .*\): .* fewer --num_workers", line)
 
 
 def test_a_loss_that_stays_nan_ends_the_run(train):
@@ -819,7 +821,7 @@ FAULTS = [  # of each trap: a file of src/, what is planted for what, and the te
     ("train_deepspeed", "fixes.grow_loss_scale(engine)", "pass", "the_loss_scale_grows"),
     ("train_deepspeed", "steps += engine.was_step_applied()", "steps += 1", "a_skipped_step_is_none"),
     ("train_deepspeed", '"weight_decay": 0.0 if', '"weight_decay": 0.01 if', "the_json_says_which_adam"),
-    ("data", "/ per_step) * accumulation", "* accumulation / per_step)", "each_picture_is_there"),
+    ("data", "* accumulation))", "))", "each_picture_is_there"),
     ("data", "* stride, stride)", "* stride - size, stride)", "each_picture_is_there_once"),
     ("model", "t.to(fn(t).device)", "fn(t)", "statistics_stay_in_float32_in_half"),
     ("train_deepspeed", 'if state["saved_by"] != saved_by:', "if False:", "another_number_of_ranks")]

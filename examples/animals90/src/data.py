@@ -64,8 +64,8 @@ class Pictures(Dataset):
 
     def __init__(self, found, settings, ranks, accumulation=1):
         self.found, self.settings, self.ranks = found, settings, ranks
-        per_step = settings.batch_size * ranks.world_size * accumulation
-        self.batches_per_epoch = math.ceil(len(found) / per_step) * accumulation
+        steps = math.ceil(len(found) / (settings.batch_size * ranks.world_size * accumulation))
+        self.batches_per_epoch = steps * accumulation
 
     def __getitem__(self, item):
         """Return a uint8 tensor (3, size, size) and the class, or -1 if it doesn't count, of an item of batches()."""

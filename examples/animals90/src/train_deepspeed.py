@@ -57,6 +57,7 @@ from runtime.cluster.ranks import all_reduce_sum, exit_together, print0, ranks_f
 from runtime.cluster.shutdown import Shutdown
 from runtime.engine import fixes, setup
 from runtime.engine.ds_config import allowed_keys, read_json, resolve, uses_offload
+from runtime.engine.fast_path import FastPath
 from runtime.files import UserError, free_bytes, fsync, lock_folder, replace_dir, write_atomic
 from runtime.hardware import peak_memory
 from runtime.monitor.runlog import git_commit, machine_record
@@ -234,6 +235,7 @@ if state["saved_by"] != saved_by:
     recipe.notes.append(f"{resume} is of {state['saved_by']} (ranks, precision, offload): Adam's moments begin anew")
 optimizer = setup.adamw([*model.parameters()], recipe.config, **recipe.adamw)
 engine = setup.initialize(model, optimizer, recipe.config)
+FastPath(engine).install(accumulate_locally=True, fused_step=False)  # our path for gradients, if not offloaded
 if resume and state["saved_by"] == saved_by:
     engine.load_checkpoint(str(resume_dir))
 done, steps, best_val_acc, best_epoch = (state.get(key, 0) for key in ("epoch", "steps", "best_val_acc", "best_epoch"))
@@ -244,14 +246,12 @@ mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (da
 
 facts = machine_record(device) | {"command": sys.argv, "settings": vars(settings), "commit": git_commit()}
 facts["hardware"] = f"{ranks.world_size} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}"
-history, bad = state["epochs"], 0  # bad: batches in a row without a finite loss
-per_step = batch_size * ranks.world_size * gradient_accumulation_steps
+history, bad, per_step = state["epochs"], 0, recipe.config["train_batch_size"]  # bad: batches with a non-finite loss
 notes = recipe.notes + [f"{others} files are not pictures ({' '.join(data.SUFFIXES)})"] * bool(others)
 notes += [f"{resume} has {done} epochs: use --epochs {done + 1} or more to train on"] * (done >= epochs)
 usual = max(rate for least, rate in RATES.items() if least <= per_step)
 notes += [f"the guides' learning_rate is {usual} for {per_step} pictures per step"] * (learning_rate != usual)
-if num_workers * ranks.local_world_size > os.cpu_count():
-    notes.append(f"{num_workers} workers for each of {ranks.local_world_size} ranks, but {os.cpu_count()} cores")
+notes += [f"more workers than {os.cpu_count()} cores"] * (num_workers * ranks.local_world_size > os.cpu_count())
 print0(f"pictures   {len(found):,} to train on, {len(val_found):,} to validate; {len(classes)} classes\n"
        f"hardware   {facts['hardware']}, {setup.describe(engine, recipe.config, dtype)} ({json_path})\n"
        f"batch      {batch_size} x {ranks.world_size} x {gradient_accumulation_steps} = {per_step} pictures per step, "
