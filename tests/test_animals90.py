@@ -738,6 +738,15 @@ def test_curves_are_a_picture(two_ranks, tmp_path):
 def test_the_readme_shows_what_was_measured(tmp_path):
     readme = (EXAMPLE / "README.md").read_text()
     assert f"<!-- figures -->\n{figures.table()}\n<!-- end -->" in readme
+    run = json.loads((ROOT / "results" / "h200_x1_animals90.json").read_text())
+    (big, big_before), (small, small_before) = ((run["rows"][name]["seconds"], before["seconds"])
+                                                for name, before in run["rows_with_deepspeeds_gradients"].items())
+    assert f"{big:.1f} instead of {big_before:.1f} s per epoch with 128 pictures per step, " in " ".join(readme.split())
+    assert f"{small:.1f} instead of {small_before:.1f} s in the rows with 64" in readme
+    accuracies = [run["rows"][f"10 epochs, {dtype}"]["val_acc"] for dtype in ("fp16", "float32")]
+    assert f"accuracy is {accuracies[0]:.1f}% in float16 and {accuracies[1]:.1f}% in float32" in (
+        ROOT / "RESULTS.md").read_text()
+    assert abs(accuracies[0] - accuracies[1]) < 1
     measured = {"seconds": 13.24, "images_per_s": 4567.8, "it_per_s": 35.91, "memory_gb": 2.345, "waited_s": 1.26}
     rows = {name: measured for name in ("1 GPU, 128, fp16", "2 workers", "8 workers")} | {"16 workers": {"failed": "x"}}
     (tmp_path / "h200_x1_animals90.json").write_text(json.dumps({"rows": rows}))
