@@ -444,14 +444,16 @@ runtime.files.replace_dir = die
 
 def test_overwriting_keeps_the_earlier_run_until_there_is_a_checkpoint(train, two_ranks, tmp_path):
     """The limit on a file's size makes torch.save raise what a full disk does."""
-    link_tree(two_ranks.cwd / "checkpoints" / "epoch_4", tmp_path / "checkpoints" / "epoch_4")
+    for name in ("epoch_4", "best_model", "best_model.old"):
+        link_tree(two_ranks.cwd / "checkpoints" / "epoch_4", tmp_path / "checkpoints" / name)
     stopped = train("--overwrite", cwd=tmp_path, plant="""
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000_000, 10_000_000))
 """)
     assert stopped.returncode == 2 and re.fullmatch("a file or a worker failed .*: make room, .*\n", stopped.stderr)
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {".lock", "epoch_4"}
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
+        ".lock", "epoch_4", "best_model", "best_model.old"}
     done(train("--overwrite", "--batch_size=16", cwd=tmp_path))
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {".lock", "best_model", "epoch_1"}
 

@@ -69,7 +69,7 @@ RATES = {1: 0.001, 128: 0.0015, 256: 0.002, 512: 0.003}  # from so many pictures
 
 def explain(error):
     """Print one line for an error that perhaps a single rank meets, and exit. The launcher ends the other ranks."""
-    line = str(error).rpartition("UserError: ")[2].strip()  # without the traceback of a DataLoader's worker
+    line = str(error).rpartition("UserError: ")[2].strip().partition("\n")[0]  # without a worker's traceback
     if "out of memory" in line:
         line = "out of memory: halve --batch_size and double --gradient_accumulation_steps, or add --offload_optimizer"
     elif isinstance(error, OSError) or any(name in line for name in ("iostream", "inline_container", "DataLoader")):
@@ -137,7 +137,7 @@ def save(folder, info):
         write_atomic(new / "extra_info.json", json.dumps(info, indent=1) + "\n")  # last: now it is complete
         replace_dir(new, folder)
         for other in {path.parent for path in replaced} - {folder, history_path.parent}:
-            shutil.rmtree(other)  # not before there is something instead
+            shutil.rmtree(other, ignore_errors=True)  # not before there is something instead
         replaced.clear()
     torch.distributed.barrier()
 
