@@ -411,6 +411,18 @@ def test_a_resumed_run_is_the_run_that_never_stopped(train, two_ranks):
     assert_same_tensors(resumed.models[0], two_ranks.models[0])
 
 
+def test_the_json_counts_after_a_resume_too(train, two_ranks, smooth):
+    resume = f"--resume={two_ranks.cwd}/checkpoints/epoch_4"
+    resumed = done(train(resume, "--epochs=4", smooth, *TWO_RANKS, ranks=2, plant="""
+end = ranks.shut_down
+def print_decay(code=0):
+    print("weight decay", sys._getframe(1).f_globals["optimizer"].param_groups[0]["weight_decay"])
+    end(code)
+ranks.shut_down = print_decay
+"""))
+    assert "weight decay 0.5\n" in resumed.stdout
+
+
 def test_another_number_of_ranks_takes_the_weights_of_the_newest_epoch(train, two_ranks, tmp_path):
     """The default JSON has round_robin_gradients, with which the places in DeepSpeed's files are wrong."""
     for name in ("epoch_4", "best_model", "epoch_2"):  # in another order than they were saved in
@@ -446,6 +458,8 @@ def test_overwriting_keeps_the_earlier_run_until_there_is_a_checkpoint(train, tw
     """The limit on a file's size makes torch.save raise what a full disk does."""
     for name in ("epoch_4", "best_model", "best_model.old"):
         link_tree(two_ranks.cwd / "checkpoints" / "epoch_4", tmp_path / "checkpoints" / name)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "training_history.json").write_text('{"epochs": 3}')
     stopped = train("--overwrite", cwd=tmp_path, plant="""
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -616,10 +630,10 @@ def test_a_checkpoint_of_other_pictures_or_of_another_run_is_refused(train, two_
         link_tree(checkpoints / "best_model", tmp_path / name / "best_model")
     edit_info(tmp_path / "other" / "best_model", epochs=[{"epoch": 1, "seconds": 1.0}])
     edit_info(tmp_path / "later" / "best_model", epoch=9)
-    resume, other = f"--resume={checkpoints}/epoch_4", "is of another run or a later epoch: use --resume .*, another"
+    resume, other = f"--resume={checkpoints}/epoch_4", "is another run's or later: use --resume, other --.* options"
     for arguments, sentence in (
             ([resume, "--image_size=48"], r"epoch_4 has other image_size \(32\): drop --resume"),
-            ([], f"^[^\n]*checkpoints/\\w+/extra_info.json {other} .* or --overwrite\n$"),
+            ([], f"^[^\n]*checkpoints/\\w+/extra_info.json {other}, or --overwrite\n$"),
             ([resume, f"--checkpoint_dir={tmp_path}/other"], f"other/best_model/extra_info.json {other}"),
             ([resume, f"--checkpoint_dir={tmp_path}/later"], f"later/best_model/extra_info.json {other}"),
             ([f"--checkpoint_dir={tmp_path}"], f"^another run is writing to {tmp_path}: .*--checkpoint_dir=DIR\n$"),
@@ -631,7 +645,7 @@ def test_a_checkpoint_of_other_pictures_or_of_another_run_is_refused(train, two_
 
 def test_an_incomplete_or_dangerous_checkpoint_is_refused(train, two_ranks, tmp_path):
     for damage, sentence in (("missing", "1 optimizer files"), ("cut", "not a complete checkpoint"),
-                             ("no latest", "not a complete checkpoint (FileNotFoundError"),
+                             ("no latest", "no latest/latest'): change or drop"),
                              ("code", "could run code: ['builtins.print', 'functools.partial']")):
         folder = tmp_path / damage
         link_tree(two_ranks.cwd / "checkpoints" / "epoch_4", folder)
@@ -784,18 +798,24 @@ def test_pictures_are_split_by_their_bytes_and_duplicates_dropped(pictures, tmp_
     assert {path.parts[1:] for path in moved} == {path.parts[1:] for path in after} and len(moved) == len(after)
     assert sum(path.parts[0] == "val" for path in moved) > 0.5 * len(moved)
     assert all((tmp_path / "data" / path).resolve().parent.parent.parent == tmp_path / "data" for path in moved)
+    (source / "class_00").rename(source / "class_other")
+    moved = done(prepare("--from", source, "--val_share", "0.7", to=tmp_path / "data"))
+    assert moved.stderr.count("moved: ") == len([*(source / "class_other").glob("*.jpg")]) - 1  # one is a duplicate
+    links = tmp_path / "links"
+    links.mkdir()
+    (links / "class_other").symlink_to(tmp_path / "data" / "val" / "class_other")
     before = sorted((tmp_path / "data").rglob("*"))
     for target, args, sentence in ((pictures, ["--from", source], "has other pictures: choose another folder"),
                                    (tmp_path / "data", ["--made_up"], "has other pictures: choose another folder"),
-                                   (tmp_path / "new", ["--from", source / "class_00"], "has no pictures: put those of"),
+                                   (tmp_path / "new", ["--from", source / "class_01"], "has no pictures: put those of"),
                                    (tmp_path / "new", ["--from", "nowhere"], "nowhere does not exist: run python"),
-                                   (tmp_path / "data", ["--from", tmp_path / "data" / "train"], "contains the other"),
-                                   (tmp_path / "new", ["--from", tmp_path], "contains the other: use another --to"),
+                                   (tmp_path / "data", ["--from", tmp_path / "data" / "train"], "use another --from"),
+                                   (tmp_path / "data", ["--from", links], "jpg is in .*data itself: use"),
                                    (tmp_path / "new", ["--from", source, "--val_share=7"], "must be between 0 and 1"),
                                    (tmp_path / "new", ["--made_up", "--size=0"], "--size must be at least 8"),
                                    (tmp_path / "new", ["--made_up", "--seed=-1"], "--seed must be at least 0")):
         refused = prepare(*args, to=target)
-        assert refused.returncode == 2 and sentence in refused.stderr and refused.stderr.count("\n") == 1
+        assert refused.returncode == 2 and re.search(sentence, refused.stderr) and refused.stderr.count("\n") == 1
     assert sorted((tmp_path / "data").rglob("*")) == before and not (tmp_path / "new").exists()
     bare = subprocess.run([sys.executable, "-S", EXAMPLE / "prepare.py", "--check"], capture_output=True, text=True)
     assert bare.returncode == 2 and re.fullmatch("No module named .*pip install -r requirements.txt\n", bare.stderr)
@@ -827,7 +847,7 @@ def copy_project(to, without="nothing"):
 
 
 FAULTS = [  # of each trap: a file of src/, what is planted for what, and the test that fails
-    ("train_deepspeed", 'if "running" in name:', 'if "none" in name:', "all_ranks_end_with_the_same_statistics"),
+    ("train_deepspeed", 'if "running" in name)', 'if "none" in name)', "all_ranks_end_with_the_same_statistics"),
     ("model", "0.0 if recomputing else self.momentum", "self.momentum", "recomputed_activations"),
     ("train_deepspeed", "fixes.grow_loss_scale(engine)", "pass", "the_loss_scale_grows"),
     ("train_deepspeed", "steps += engine.was_step_applied()", "steps += 1", "a_skipped_step_is_none"),

@@ -46,6 +46,8 @@ def take(source, to, val_share):
     counts, seen = dict.fromkeys(("train", "val", "duplicates", "unreadable"), 0), set()
     earlier = {path.stem: path for path in Path(to).glob("*/*/*")}
     for path, digest, problem in inspect_all(source):
+        if path.resolve().is_relative_to(Path(to).resolve()):
+            raise UserError(f"{path} is in {to} itself: use another --from or --to")
         if problem or digest in seen:
             print(f"skipped: {problem or f'{path} is a duplicate'}", file=sys.stderr)
             counts["unreadable" if problem else "duplicates"] += 1
@@ -55,7 +57,10 @@ def take(source, to, val_share):
         counts[split] += 1
         target = Path(to, split, path.relative_to(source).parts[0], digest[:16] + path.suffix.lower())
         target.parent.mkdir(parents=True, exist_ok=True)
-        earlier.get(target.stem, target).unlink(missing_ok=True)  # with another val_share, it was in the other split
+        old = earlier.get(target.stem, target)  # with another val_share, it was in the other split
+        if old.parent.name != target.parent.name:
+            print(f"moved: {old} to {target}", file=sys.stderr)
+        old.unlink(missing_ok=True)
         try:
             target.hardlink_to(path.resolve())
         except OSError:  # another disk
@@ -88,9 +93,6 @@ if __name__ == "__main__":
     least = dict(classes=2, train=1, val=1, size=8, seed=0)
     problems = [f"--{name} must be at least {least[name]}" for name in least if getattr(args, name) < least[name]]
     problems += ["--val_share must be between 0 and 1"] * (not 0 < args.val_share < 1)
-    source, to = (Path(folder or "").resolve() for folder in (args.source, args.to))
-    if args.source and (source.is_relative_to(to) or to.is_relative_to(source)):
-        problems.append("one of --from and --to contains the other: use another --to")
     if not args.check and any(Path(args.to).glob("train/*/00000.jpg" if args.source else "train/*/")):
         problems.append(f"{args.to} has other pictures: choose another folder with --to, or delete these")
     try:

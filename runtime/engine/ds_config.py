@@ -64,7 +64,7 @@ def resolve(path, batch, grad_clip, dtype, compiled=False, extra=None):
     for name, block in DTYPE_BLOCK.items():
         if isinstance(content := config.setdefault(block, {}), dict):
             enabled = content.get("enabled", "auto")
-            if enabled not in ("auto", name == dtype):
+            if enabled != "auto" and enabled is not (name == dtype):  # 0 equals False
                 problems.append(f'"{block}.enabled" is {json.dumps(enabled)}, but dtype={dtype}: write "auto", or '
                                 f"train in {name if enabled else 'float32'}")
             content["enabled"] = name == dtype

@@ -56,7 +56,7 @@ from model import ResNet18Animals90
 from runtime.cluster.ranks import all_reduce_sum, exit_together, print0, ranks_from_environment, shut_down
 from runtime.cluster.shutdown import Shutdown
 from runtime.engine import fixes, setup
-from runtime.engine.ds_config import allowed_keys, read_json, resolve, uses_offload
+from runtime.engine.ds_config import allowed_keys, resolve, uses_offload
 from runtime.engine.fast_path import FastPath
 from runtime.files import UserError, free_bytes, fsync, lock_folder, replace_dir, write_atomic
 from runtime.hardware import peak_memory
@@ -121,7 +121,7 @@ def find_checkpoint():
         if unsafe or len(files) != info["world_size"] + 1:
             raise ValueError(f"{len(files) - 1} optimizer files; of these could run code: {sorted(unsafe)}")
     except Exception as error:  # no such file, no JSON, cut short
-        raise UserError(f"resume={resume} is not a complete checkpoint ({error!r}): change or drop --resume") from None
+        raise UserError(f"resume={resume} is not a complete checkpoint ({error}): change or drop --resume") from None
     return folder, info
 
 
@@ -148,9 +148,8 @@ def run_epoch(name, batches, count):
     training = name == "Train"
     engine.train(training)
     torch.set_grad_enabled(training)
-    sums, waited = torch.zeros(3, dtype=torch.float64, device=device), 0.0  # sums: loss, correct, pictures
     bar = tqdm(range(1, count + 1), f"Epoch {epoch}/{epochs} [{name}]", file=sys.stdout, disable=ranks.rank > 0 or None)
-    start = time.perf_counter()
+    sums, waited, start = torch.zeros(3, dtype=torch.float64, device=device), 0.0, time.perf_counter()
     for batch in bar:
         if shutdown.exit_code:  # the launcher has been killed
             os._exit(shutdown.exit_code)
@@ -173,9 +172,8 @@ def run_epoch(name, batches, count):
             total, right, seen = sums.tolist()
             bar.set_postfix({"loss": f"{total / max(1, seen):.3f}", "acc": f"{100 * right / max(1, seen):.1f}"})
             exit_together(["10 batches had no finite loss: lower --learning_rate, or drop --fp16"] * (int(bad) >= 10))
-    seconds = time.perf_counter() - start
     total, right, seen = all_reduce_sum(*sums, device=device)
-    return total / seen, 100 * right / seen, seconds, waited
+    return total / seen, 100 * right / seen, time.perf_counter() - start, waited
 
 
 ranks, gpus = ranks_from_environment(), torch.cuda.device_count()
@@ -210,13 +208,14 @@ try:
         raise UserError(f"{resume} has other {' and '.join(changed)} ({state[changed[0]]}): drop --resume")
     replaced = []  # what this run would replace, but doesn't continue
     for path in (*Path(checkpoint_dir).glob("[!.]*/extra_info.json"), *Path(log_dir).glob("training_history.json")):
-        info = read_json(path)
-        later_best = info.get("epoch", 0) > state["epoch"] and path.parent.name.startswith("best_model")
-        if later_best or info.get("epochs", [None])[:1] != state["epochs"][:1]:  # two runs' times differ
+        try:
+            info = json.loads(path.read_text())
+            later_best = info.get("epoch", 0) > state["epoch"] and path.parent.name.startswith("best_model")
+            replaced += [path] * (later_best or info["epochs"][:1] != state["epochs"][:1])  # two runs' times differ
+        except Exception:  # damaged
             replaced.append(path)
     if replaced and not overwrite:
-        raise UserError(f"{replaced[0]} is of another run or a later epoch: use --resume {checkpoint_dir}, another "
-                        "--checkpoint_dir and --log_dir, or --overwrite")
+        raise UserError(f"{replaced[0]} is another run's or later: use --resume, other --*_dir options, or --overwrite")
     locks = [lock_folder(globals()[name], f"--{name}") for name in ("checkpoint_dir", "log_dir") if ranks.rank == 0]
     torch.manual_seed(seed % 2**63)  # the same weights on every rank
     model = ResNet18Animals90(len(classes), not resume and {"imagenet": True, "none": ""}.get(pretrained, pretrained))
@@ -238,12 +237,12 @@ engine = setup.initialize(model, optimizer, recipe.config)
 FastPath(engine).install(accumulate_locally=True, fused_step=False)  # our path for gradients, if not offloaded
 if resume and state["saved_by"] == saved_by:
     engine.load_checkpoint(str(resume_dir))
+    optimizer.param_groups[0].update(recipe.adamw)  # not what the checkpoint has, if the JSON is another one
 done, steps, best_val_acc, best_epoch = (state.get(key, 0) for key in ("epoch", "steps", "best_val_acc", "best_epoch"))
 if not {*Path(checkpoint_dir).glob("best_model*")} - {path.parent for path in replaced}:
     best_val_acc = best_epoch = 0  # in this folder
 train_batches, val_batches = train.load(range(done + 1, epochs + 1)), val.load([0] * (epochs - done))
 mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (data.MEAN, data.STD))
-
 facts = machine_record(device) | {"command": sys.argv, "settings": vars(settings), "commit": git_commit()}
 facts["hardware"] = f"{ranks.world_size} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}"
 history, bad, per_step = state["epochs"], 0, recipe.config["train_batch_size"]  # bad: batches with a non-finite loss
@@ -259,10 +258,9 @@ print0(f"pictures   {len(found):,} to train on, {len(val_found):,} to validate; 
 for epoch in range(done + 1, epochs + 1):
     before = steps
     train_loss, train_acc, seconds, waited = run_epoch("Train", train_batches, train.batches_per_epoch)
-    for name, buffer in model.named_buffers():
-        if "running" in name:  # the batch norms' statistics, for which each rank has seen other pictures
-            torch.distributed.all_reduce(buffer)
-            buffer /= ranks.world_size
+    for statistics in (buffer for name, buffer in model.named_buffers() if "running" in name):  # of batch norms
+        torch.distributed.all_reduce(statistics)  # each rank has seen other pictures
+        statistics /= ranks.world_size
     val_loss, val_acc, val_seconds, _ = run_epoch("Val", val_batches, val.batches_per_epoch)
     if improved := val_acc > best_val_acc or not best_epoch:
         best_val_acc, best_epoch = val_acc, epoch
