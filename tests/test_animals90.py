@@ -411,6 +411,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(train, two_ranks):
     assert_same_tensors(resumed.models[0], two_ranks.models[0])
 
 
+@pytest.mark.long
 def test_the_json_counts_after_a_resume_too(train, two_ranks, smooth):
     resume = f"--resume={two_ranks.cwd}/checkpoints/epoch_4"
     resumed = done(train(resume, "--epochs=4", smooth, *TWO_RANKS, ranks=2, plant="""
@@ -434,6 +435,7 @@ def test_another_number_of_ranks_takes_the_weights_of_the_newest_epoch(train, tw
     assert_same_tensors(resumed.models[0], two_ranks.models[0])
 
 
+@pytest.mark.long
 def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(train):
     killed = train("--epochs=3", "--save_interval=1", "--batch_size=16", plant="""
 import runtime.files
@@ -586,6 +588,7 @@ def test_jsons_are_refused(config, sentences, train, tmp_path):
     assert refused.stderr.count("\n") == len(sentences)
 
 
+@pytest.mark.long
 def test_offload_does_without_a_compiler(train):
     run = done(train("--offload_optimizer", "--batch_size=14", plant=PRINT_LARGEST + """
 from deepspeed.ops.op_builder import CPUAdamBuilder
