@@ -90,7 +90,7 @@ def lock_folder(folder, option):
     except BlockingIOError:
         raise UserError(f"another run is writing to {folder}: wait for it, or choose another {option}=DIR") from None
     except OSError:
-        pass  # the file system has no locks
+        pass  # the file system has no locks, and training matters more than this protection
     return lock
 
 

@@ -633,10 +633,10 @@ def test_a_checkpoint_of_other_pictures_or_of_another_run_is_refused(train, two_
         link_tree(checkpoints / "best_model", tmp_path / name / "best_model")
     edit_info(tmp_path / "other" / "best_model", epochs=[{"epoch": 1, "seconds": 1.0}])
     edit_info(tmp_path / "later" / "best_model", epoch=9)
-    resume, other = f"--resume={checkpoints}/epoch_4", "is another run's or later: use --resume, other --.* options"
+    resume, other = f"--resume={checkpoints}/epoch_4", "is of another run or later epoch: use --resume, other folders"
     for arguments, sentence in (
             ([resume, "--image_size=48"], r"epoch_4 has other image_size \(32\): drop --resume"),
-            ([], f"^[^\n]*checkpoints/\\w+/extra_info.json {other}, or --overwrite\n$"),
+            ([], f"^[^\n]*checkpoints/\\w+/extra_info.json {other} or --overwrite\n$"),
             ([resume, f"--checkpoint_dir={tmp_path}/other"], f"other/best_model/extra_info.json {other}"),
             ([resume, f"--checkpoint_dir={tmp_path}/later"], f"later/best_model/extra_info.json {other}"),
             ([f"--checkpoint_dir={tmp_path}"], f"^another run is writing to {tmp_path}: .*--checkpoint_dir=DIR\n$"),

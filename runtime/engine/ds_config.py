@@ -20,8 +20,8 @@ STAGE3_DEFAULTS = {"stage3_prefetch_bucket_size": 5e7, "stage3_max_reuse_distanc
 
 
 def allowed_keys(dtype):
-    """Return what a JSON may hold: {key: a block's keys, the choices, or the smallest number, which may be
-    a whole number or "auto" if it is a float}."""
+    """Return what a JSON may hold: {key: rule}. A rule is a block's keys, the choices, an int (the value is a whole
+    number of at least this) or a float (the value is a number of at least this, or "auto")."""
     boolean, own = (True, False), DTYPE_BLOCK.get(dtype)
     dtypes = ("fp32", own) if own else ("fp32",)
     offload = {"device": ("cpu", "none"), "pin_memory": boolean}

@@ -215,7 +215,7 @@ try:
         except Exception:  # damaged
             replaced.append(path)
     if replaced and not overwrite:
-        raise UserError(f"{replaced[0]} is another run's or later: use --resume, other --*_dir options, or --overwrite")
+        raise UserError(f"{replaced[0]} is of another run or later epoch: use --resume, other folders or --overwrite")
     locks = [lock_folder(globals()[name], f"--{name}") for name in ("checkpoint_dir", "log_dir") if ranks.rank == 0]
     torch.manual_seed(seed % 2**63)  # the same weights on every rank
     model = ResNet18Animals90(len(classes), not resume and {"imagenet": True, "none": ""}.get(pretrained, pretrained))
