@@ -139,6 +139,7 @@ def baseline(args, argv):
     s = settings_of_script(SCRIPT, argv)
     if not torch.cuda.is_available() or s.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
+    from runtime.cluster.join import join_process_group
     from runtime.cluster.ranks import all_reduce_sum, ranks_from_environment, shut_down
     from runtime.data.loader import train_batches
     from runtime.engine.setup import setup_device
@@ -146,6 +147,7 @@ def baseline(args, argv):
     from runtime.plan.run_plan import plan_run
 
     ranks = ranks_from_environment()
+    join_process_group(s.device, s.backend)
     plan = plan_run(s, ranks)
     device = setup_device(plan.hardware, ranks.local_rank, plan.ds_config)
     torch.manual_seed(s.seed)
@@ -160,7 +162,7 @@ def baseline(args, argv):
             total += micro_step(*next(batches)[:2], number + 1 == s.gradient_accumulation_steps)
         losses.append(total.item() / s.gradient_accumulation_steps / ranks.world_size)  # item() waits for the step
         times.append(1000 * (time.perf_counter() - start))
-    losses = all_reduce_sum(*losses, device=device)
+    losses = all_reduce_sum(*losses)
     if ranks.rank == 0:
         record = {"name": name, "ms": times, "losses": losses, "peak_gb": peak_memory(device) / 1e9}
         Path(s.out_dir, "baseline.json").write_text(json.dumps(record))

@@ -174,9 +174,9 @@ def exit_quietly_on_broken_pipe():
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
-def from_command_line(script, argv=None):
+def from_command_line(script, argv=None, on_error=exit_with_error):
     """Return the settings of the script whose globals() are given, from its command line: see configure(). Exits after
-    --help. For mistakes, prints one line each and exits with code 2."""
+    --help. For mistakes, calls on_error(UserError), which prints one line each and exits with code 2."""
     argv = sys.argv[1:] if argv is None else argv
     path, annotations = script["__file__"], script.get("__annotations__", {})
     source = Path(path).read_text(encoding="utf-8").partition("\nsettings = ")[0]
@@ -188,7 +188,7 @@ def from_command_line(script, argv=None):
     try:
         return configure(defaults, argv, annotations, os.path.dirname(os.path.abspath(path)))
     except UserError as error:
-        exit_with_error(error)
+        on_error(error)
 
 
 def settings_of_script(script, argv):

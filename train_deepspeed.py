@@ -21,6 +21,7 @@ signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C: no traceback f
 from typing import Literal
 
 import configurator
+from runtime.cluster import exit_on_all_ranks
 from runtime.output import protect_output
 
 protect_output()
@@ -101,11 +102,11 @@ fp8 = False  # FP8 matmuls in the blocks; Hopper and later
 deterministic = False  # bitwise reproducible on the same GPUs, but slower
 deepspeed_config = "ds_config_zero2.json"  # DeepSpeed's JSON: ZeRO stage, offload, bucket sizes
 
-settings = configurator.from_command_line(globals())  # a frozen dataclass
+settings = configurator.from_command_line(globals(), on_error=exit_on_all_ranks)  # a frozen dataclass
 globals().update(vars(settings))
 
 # -----------------------------------------------------------------------------
-# Plan: check the settings on this machine. For problems, print all of them and exit on all nodes
+# Join the other ranks. Then plan: check the settings on this machine. For problems, print all and exit on all ranks
 
 import math
 
@@ -116,28 +117,34 @@ if device == "cpu" or not torch.cuda.is_available():
 
 from model import GPT
 from runtime import lora
-from runtime.cluster.ranks import broadcast_from_rank0, print0, ranks_from_environment
+from runtime.cluster.join import join_process_group
+from runtime.cluster.ranks import print0, ranks_from_environment
+from runtime.cluster.shutdown import EXIT_REASONS, Shutdown
 from runtime.plan.memory import estimate
 from runtime.plan.rules import evals_until
 from runtime.plan.run_plan import plan_run
 
 ranks = ranks_from_environment(dry_run)
+if not dry_run:
+    shutdown = Shutdown(join_process_group(device, backend))  # signals, the file STOP, dead ranks, the launcher's end
+elif ranks.rank:
+    raise SystemExit(0)  # rank 0 plans for all
 plan = plan_run(settings, ranks)
 settings, batch, hardware = plan.settings, plan.batch, plan.hardware
 batch_size, gradient_accumulation_steps, max_iters = batch.micro, batch.accumulation, settings.max_iters  # resolved
+keep_last, always_save_checkpoint = settings.keep_last, settings.always_save_checkpoint  # as rank 0's disk allows
 print0(plan.summary())
 if dry_run:
     print0(plan.memory_report(ranks))
     raise SystemExit(0)
 
 # -----------------------------------------------------------------------------
-# Process group, output folder, and the tag to resume from
+# Device, output folder, and the tag to resume from
 
 import deepspeed
 
 from runtime.checkpoint import Saver, TagStore, load_into_engine, load_model, newest_intact
-from runtime.cluster.ranks import all_reduce_sum, exit_together, require_same_on_all_ranks, shut_down
-from runtime.cluster.shutdown import EXIT_REASONS, Shutdown
+from runtime.cluster.ranks import all_exit_on, all_reduce_sum, shut_down
 from runtime.data.loader import eval_batches, mixed_seed, sequences_per_dataset, train_batches
 from runtime.engine import ds_config, fixes, setup
 from runtime.engine.fast_path import FastPath
@@ -147,11 +154,10 @@ from runtime.monitor.profiler import Profiler
 from runtime.monitor.runlog import RunLog
 from runtime.sample.generate import sample_from_engine
 
-device = setup.setup_device(hardware, ranks.local_rank, plan.ds_config, backend, deterministic)
-shutdown = Shutdown(signals=not eval_only)  # signals, the file STOP, dead ranks, lost nodes
+device = setup.setup_device(hardware, ranks.local_rank, plan.ds_config, deterministic)
+if not eval_only:
+    shutdown.handle_signals()
 plan.explain_out_of_memory()
-require_same_on_all_ranks(plan.resolved_settings())
-keep_last, always_save_checkpoint = broadcast_from_rank0((settings.keep_last, settings.always_save_checkpoint))
 store = TagStore(out_dir, read_only=eval_only)  # locked until this process ends
 tag = newest_intact(store, plan.start, resume_tag, overwrite)  # None unless this resumes
 
@@ -159,8 +165,7 @@ tag = newest_intact(store, plan.start, resume_tag, overwrite)  # None unless thi
 # Model, optimizer, engine
 
 torch.manual_seed(seed)  # the same weights on every rank
-problems = []
-try:
+with all_exit_on(UserError):
     if plan.start.kind == "earlier run":
         model = load_model(*plan.start.parent, dropout=dropout)[0].to(device).train()
     elif plan.start.kind == "pretrained":
@@ -169,9 +174,6 @@ try:
         with torch.device(device):
             model = GPT(plan.model)
     model.crop_block_size(block_size)
-except UserError as error:
-    problems = [str(error)]
-exit_together(problems)
 if plan.lora:
     lora.apply(model, plan.lora)
 model.gradient_checkpointing = gradient_checkpointing
@@ -224,7 +226,7 @@ def estimate_loss():
                 counts = (y >= 0).double().mean(dim=1)  # the fraction that counts; 0 if a window pads the last batch
                 loss = engine(x, y, "none").view(y.shape).double().mean(dim=1)
                 sums += torch.stack([counts > 0, counts, loss, counts**2, loss**2, counts * loss]).sum(dim=1)
-            n, counted, total, counts2, loss2, product = all_reduce_sum(*sums, device=device)
+            n, counted, total, counts2, loss2, product = all_reduce_sum(*sums)
             mean = total / counted  # a ratio of sums: its standard error comes from loss - mean * counts
             residuals = max(0.0, loss2 - 2 * mean * product + mean**2 * counts2)
             found.append((mean, math.sqrt(residuals * n / max(1, n - 1)) / counted))

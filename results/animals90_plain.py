@@ -86,7 +86,7 @@ def run_epoch(batches, count, training):
             optimizer.zero_grad()
             schedule.step()
         sums += torch.stack([loss.detach(), (logits.argmax(1) == labels).sum(), (labels >= 0).sum()])
-    total, right, seen = all_reduce_sum(*sums, device=device)
+    total, right, seen = all_reduce_sum(*sums)
     return total / seen, 100 * right / seen, time.perf_counter() - start, waited
 
 

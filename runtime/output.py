@@ -1,9 +1,7 @@
 """Keep failing prints from ending a run, and print one line instead of a traceback for a known error."""
 
 import os
-import signal
 import sys
-import time
 
 
 class ResilientStream:
@@ -63,11 +61,6 @@ def explain_uncaught(explain):
 
 
 def exit_with_error(problems):
-    """Exit with code 2 on all ranks, which found the same problems. The first rank of each node prints them. The others
-    wait, because a launcher that sees one rank exit kills the rest, which may be printing."""
-    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
-        print(problems, file=sys.stderr, flush=True)
-    else:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's SIGTERM ends the wait
-        time.sleep(10)
+    """Print problems and exit with code 2. With several ranks, see exit_together() in runtime/cluster/ranks.py."""
+    print(problems, file=sys.stderr, flush=True)
     raise SystemExit(2)

@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from runtime.checkpoint.shards import TagReader
 from runtime.checkpoint.tags import MANIFEST_FORMAT, sign_manifest, topology
-from runtime.cluster.ranks import broadcast_from_rank0, local_world_size, print0, shut_down, silence_stdout
+from runtime.cluster.ranks import broadcast_from_rank0, exit_with_problems, local_world_size, print0, silence_stdout
 from runtime.files import file_digest, format_bytes, free_bytes, replace_dir, write_atomic, write_temp
 from runtime.hardware import available_memory
 from runtime.lora import is_adapter
-from runtime.output import exit_with_error
 
+POLL_S = 0.5  # between two questions whether all ranks have written
 ALIGNMENT = 64  # bytes, of the tensors in the staging buffer
 
 
@@ -107,9 +107,8 @@ class Saver:
         """Wait for the current save. If a save has failed, report it and end the run."""
         self._join()
         if self.failed:
-            print0(f"{self.failed}; earlier checkpoints are intact")
-            shut_down(2)
-            exit_with_error("a checkpoint could not be saved: make room, and start again with --init_from=auto")
+            exit_with_problems([f"{self.failed}; earlier checkpoints are intact", "a checkpoint could not be saved: "
+                                "make room, and start again with --init_from=auto"])
 
     def _start(self, target, *args):
         self.thread = threading.Thread(target=target, args=args, daemon=True)
@@ -199,18 +198,19 @@ class Saver:
     def write(self, files, manifest, aliases):
         """Write, flush and hash this rank's files, and commit the tag if no rank has failed. If the disk is full,
         delete an old tag and try again. Return the failure or None, as on all ranks: all reach both collectives."""
-        work, written, failure, again = self.store.path(manifest["tag"], ".saving"), {}, None, False
-        try:
-            os.makedirs(work, exist_ok=True)  # DeepSpeed may have failed to
-            for path, content in files:
-                torch.save(content, path)
-                written[os.path.basename(path)] = file_digest(path, flush=True)
-        except Exception as error:  # a full disk is a RuntimeError
-            failure = f"rank {dist.get_rank()}: {first_line(error)}"
+        work, written, failures, again = self.store.path(manifest["tag"], ".saving"), {}, [], False
+        writer = threading.Thread(target=write_files, args=(work, files, written, failures), daemon=True)
+        writer.start()
+        done = torch.zeros(())
+        while not done:  # a rank that is still writing takes part, so that the group's timeout finds those that hang
+            writer.join(POLL_S)
+            done.fill_(not writer.is_alive())
+            dist.all_reduce(done, dist.ReduceOp.MIN, group=self.group)
         of_ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, (written, failure), group=self.group)
+        dist.all_gather_object(of_ranks, (written, failures), group=self.group)
         written, failures = zip(*of_ranks, strict=True)
-        failure = next(filter(None, failures), None)
+        failure = next((f"rank {rank}: {error}" for rank, errors in enumerate(failures)
+                        for error in errors), None)
         if dist.get_rank() == 0:
             try:
                 if not failure:
@@ -241,6 +241,17 @@ class Saver:
         except Exception as error:  # the tag is saved; clean() does the rest when a run resumes from it
             print0(f"{tag} is saved, but updating {', '.join(['latest', *aliases])} or deleting older checkpoints "
                    f"failed: {error}")
+
+
+def write_files(folder, files, written, failures):
+    """Write, flush and hash files [(path, content)]. Add each one's digest to `written`, or the error to `failures`."""
+    try:
+        os.makedirs(folder, exist_ok=True)  # DeepSpeed may have failed to
+        for path, content in files:
+            torch.save(content, path)
+            written[os.path.basename(path)] = file_digest(path, flush=True)
+    except Exception as error:  # a full disk is a RuntimeError
+        failures.append(first_line(error))
 
 
 def first_line(error):

@@ -1,0 +1,18 @@
+"""The ranks of a run: how they join, exchange values, and stop together."""
+
+import os
+
+from runtime.output import exit_with_error
+
+
+def exit_on_all_ranks(error):
+    """Print an error of this rank's command line and exit with code 2. The other ranks learn of it when they plan."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        exit_with_error(error)
+    from runtime.cluster.join import join_process_group  # not before: --help must not wait for PyTorch
+    from runtime.cluster.nodes import exit_if_ranks_differ
+    from runtime.cluster.ranks import ranks_from_environment
+
+    ranks_from_environment()
+    join_process_group()
+    exit_if_ranks_differ(None, [str(error)], several_nodes=False)

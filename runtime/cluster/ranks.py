@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 import os
+import socket
 import sys
 import threading
 from collections import namedtuple
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from runtime.files import UserError
-from runtime.output import exit_with_error
 
 Ranks = namedtuple("Ranks", ("rank", "local_rank", "world_size", "local_world_size"))  # the last: ranks on this node
 
@@ -28,6 +28,7 @@ def launcher_variable(name, default="", end=math.inf):
 
 RANK = launcher_variable("RANK", 0)
 EXITING = threading.Event()  # set when this rank exits without an error
+DESTROY_TIMEOUT_S = 60
 ALL_EXITING = threading.Event()  # set when all ranks do: a rank that ends after this has not died
 _progress = None  # the progress bar
 _cleanup = contextlib.ExitStack()
@@ -81,40 +82,74 @@ def silence_stdout():
 
 def exit_together(problems):
     """Print the problems (messages) of all ranks, and exit with code 2, if there are any. All ranks call this."""
-    if found := gather_unique(problems):
-        shut_down()
-        exit_with_error("\n".join(found))
+    exit_with_problems(merge_problems(all_gather_objects((socket.gethostname(), problems))))
 
 
-def require_same_on_all_ranks(settings):
-    """Exit with an error unless `settings`, written as options, are the same on all ranks. All ranks call this."""
-    if len(found := gather_unique([settings])) > 1:
-        exit_together([f"'auto' gives different values on different nodes ({', or '.join(found)}): set one of them"])
+@contextlib.contextmanager
+def all_exit_on(*error_types):
+    """Return a context that turns these errors, on any rank, into exit_together()."""
+    problems = []
+    try:
+        yield
+    except error_types as error:
+        problems = [str(error)]
+    exit_together(problems)
+
+
+def merge_problems(ranks):
+    """Return the problems of all ranks, each once, with the host name if not all ranks have it. ranks: [(host name,
+    problems)]."""
+    found = {}
+    for host, problems in ranks:
+        for problem in "\n".join(problems).splitlines():  # one may hold several lines
+            found.setdefault(problem, []).append(host)
+    several = len({host for host, _ in ranks}) > 1
+    return [problem if len(hosts) == len(ranks) or not several else f"{', '.join(dict.fromkeys(hosts))}: {problem}"
+            for problem, hosts in found.items()]
+
+
+def exit_with_problems(problems):
+    """Print problems, which are the same on all ranks, on the first rank of each node. Then exit with code 2. All ranks
+    call this. Nobody leaves before all have printed: a launcher ends the other ranks when it sees the first exit."""
+    if problems:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(*problems, sep="\n", file=sys.stderr, flush=True)
+        with contextlib.suppress(RuntimeError):  # a rank that has died can't change what this one found
+            shut_down(2)
+        raise SystemExit(2)
 
 
 def gather_unique(items):
     """Return the items of all ranks' lists, each once. All ranks call this."""
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, items)
-    return list(dict.fromkeys(item for one in gathered for item in one))
+    return list(dict.fromkeys(item for rank_items in all_gather_objects(items) for item in rank_items))
+
+
+def all_gather_objects(value):
+    """Return the values of all ranks, as a list. All ranks call this, unless there is no process group (a dry run)."""
+    gathered = [value]
+    if dist.is_initialized():
+        gathered *= dist.get_world_size()
+        dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def broadcast_from_rank0(value, group=None):
     """Return rank 0's value. All ranks call this. group: a process group of all ranks; None: the default one."""
     values = [value]
-    dist.broadcast_object_list(values, src=0, group=group)
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0, group=group)
     return values[0]
 
 
-def all_reduce_sum(*values, device="cpu"):
+def all_reduce_sum(*values):
     """Return a list of floats: each value (a float or 0-dimensional tensor) summed over all ranks in float64."""
-    return [sum(column) for column in zip(*all_gather_scalars(*values, device=device))]
+    return [sum(column) for column in zip(*all_gather_scalars(*values))]
 
 
-def all_gather_scalars(*values, device="cpu"):
-    """Return a list of floats per rank: its values (floats or 0-dimensional tensors) in float64."""
-    gathered = torch.zeros((dist.get_world_size(), len(values)), dtype=torch.float64, device=device)
-    gathered[RANK] = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values])
+def all_gather_scalars(*values):
+    """Return a list of floats per rank: its values (floats or 0-dimensional tensors) in float64. Waits for the GPU."""
+    gathered = torch.zeros((dist.get_world_size(), len(values)), dtype=torch.float64)
+    gathered[RANK] = torch.tensor([float(value) for value in values], dtype=torch.float64)
     dist.all_reduce(gathered)
     return gathered.tolist()
 
@@ -124,10 +159,12 @@ def shut_down(code=0):
     destroying the group takes over a minute, as NCCL's does while a CUDA graph uses it, exit with `code`."""
     EXITING.set()
     _cleanup.close()
+    if not dist.is_initialized():  # a dry run
+        return
     dist.barrier()
     ALL_EXITING.set()
     sys.stdout.flush()
-    last_resort = threading.Timer(60, os._exit, [code])
+    last_resort = threading.Timer(DESTROY_TIMEOUT_S, os._exit, [code])
     last_resort.daemon = True
     last_resort.start()
     dist.destroy_process_group()

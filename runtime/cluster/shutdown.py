@@ -1,7 +1,8 @@
 """Graceful shutdown: all ranks stop after the same step, and no process is left behind.
 
-A signal, a file STOP in out_dir, or the end of the launcher stops a run. When a rank dies, the other ranks of its node
-exit at once, because the next collective would make them wait for ten minutes; heartbeat.py does this between nodes.
+A signal, a file STOP in out_dir, or the end of the launcher stops a run. If that takes longer than LAUNCHER_GRACE_S
+after the launcher's end, the ranks exit without saving. When a rank dies, the other ranks of its node exit at once. A
+rank that hangs, or a node that is lost, is noticed by the next collective, after group_timeout() (join.py).
 
 Python runs signal handlers in the main thread, which may wait in a collective. So a thread reads them from a pipe.
 """
@@ -9,8 +10,10 @@ Python runs signal handlers in the main thread, which may wait in a collective. 
 import contextlib
 import itertools
 import os
+import re
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,42 +22,45 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from runtime.cluster.heartbeat import node_id, start_heartbeat
+from runtime.cluster.join import group_timeout
 from runtime.cluster.ranks import ALL_EXITING, EXITING, RANK
+from runtime.output import explain_uncaught
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # the exit code is 128 + the number
 EXIT_REASONS = {143: "SIGTERM, or the launcher has exited", 138: "SIGUSR1", 130: "Ctrl-C",
                 129: "SIGHUP: the terminal was closed", 0: "the file STOP",
                 3: "too many consecutive steps were skipped: lower learning_rate"}
 INTERVAL = 1.0  # seconds between two checks
+LAUNCHER_GRACE_S = 50  # after the launcher's end, to finish a step and save
 LAUNCHERS = {"torchrun", "torch.distributed.run", "runtime.launch", "launch_deepspeed.py", "deepspeed",
              "deepspeed.launcher.runner", "deepspeed.launcher.launch"}
 
 
 class Shutdown:
-    """Watches for reasons to stop, on every rank, until shut_down(). With signals=False it only watches other ranks."""
+    """Watches the launcher and the other ranks of this node until shut_down(), and on request signals and a file.
 
-    def __init__(self, signals=True):
+    peers: what join_process_group() returned."""
+
+    def __init__(self, peers):
         self.exit_code = None  # requested on this rank
         self.stop_file = None
-        self.group = dist.new_group(backend="gloo")  # its collectives cost no GPU time
-        node, ranks = node_id(), [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, (node, os.getpid()), group=self.group)
-        self.neighbors = {rank: psutil.Process(pid) for rank, (other, pid) in enumerate(ranks)
-                          if other == node and pid != os.getpid()}
+        self.neighbors = {rank: psutil.Process(pid) for rank, (node, pid) in enumerate(peers)
+                          if node == peers[RANK][0] and pid != os.getpid()}
         # torchrun, or the two processes of deepspeed: their end stops the run, that of a shell doesn't
         self.launchers = list(itertools.takewhile(is_launcher, psutil.Process().parents()))
-        self.pipe, write_end = os.pipe()
-        os.set_blocking(write_end, False)
+        self.launcher_end = None  # when it was first missed
+        self.pipe, self.write_end = os.pipe()
+        os.set_blocking(self.write_end, False)
         self.first_ctrl_c, self.reported = None, set()
-        if signals:
-            for number in SIGNALS:
-                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
-                    signal.signal(number, lambda *_: None)  # the thread acts
-            signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        explain_uncaught(explain_lost_rank)
         threading.Thread(target=self._run, daemon=True).start()
-        if any(other != node for other, _ in ranks):
-            start_heartbeat([other for other, _ in ranks], self.group)
+
+    def handle_signals(self):
+        """From now on, a signal stops the run after a step. Before, it ends this process."""
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
+                signal.signal(number, lambda *_: None)  # the thread acts
+        signal.set_wakeup_fd(self.write_end, warn_on_full_buffer=False)
 
     def watch_stop_file(self, stop_file):
         """Stop the run when this file appears. One that exists already was meant for an earlier run."""
@@ -97,8 +103,17 @@ class Shutdown:
                 os.remove(self.stop_file)
 
     def check_launchers(self):
-        if not all(map(is_running, self.launchers)):
-            self.request_exit(143)
+        """Stop the run if the launcher has gone. If the run can't stop, exit, so that the next one finds no lock."""
+        if all(map(is_running, self.launchers)):
+            return
+        self.request_exit(143)
+        self.launcher_end = self.launcher_end or time.monotonic()
+        if time.monotonic() > self.launcher_end + LAUNCHER_GRACE_S:
+            self.report(f"the launcher ended {LAUNCHER_GRACE_S} s ago and this rank can't finish its step, so it exits")
+            for process in self.neighbors.values():
+                if is_running(process) and process.status() == psutil.STATUS_STOPPED:  # it can't end itself
+                    process.kill()
+            os._exit(143)
 
     def check_neighbors(self):
         """Exit if another rank of this node has died. A rank that has passed the last barrier has not."""
@@ -114,9 +129,20 @@ class Shutdown:
     def agree(self, flag):
         """Return (the exit code with which all ranks should stop, or None; whether `flag` is true on any rank)."""
         votes = torch.tensor([-1 if self.exit_code is None else self.exit_code, bool(flag)])
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         code, flag = votes.tolist()
         return (None if code < 0 else code), bool(flag)
+
+
+def explain_lost_rank(error):
+    """Print one line for an error of a collective and exit: a group can't be used after that. Ignore other errors."""
+    if isinstance(error, RuntimeError) and not EXITING.is_set() and re.search("gloo|NCCL|[Cc]onnection", str(error)):
+        minutes = group_timeout().total_seconds() / 60
+        print(f"rank {RANK} on {socket.gethostname()}: another rank has exited, or has not responded for {minutes:g} "
+              f"minutes ({str(error).splitlines()[0]}). See its own messages. Saved checkpoints are intact: continue "
+              "with --init_from=auto. If it was only slow, set DEEPSPEED_TIMEOUT to more minutes", file=sys.stderr,
+              flush=True)
+        os._exit(1)
 
 
 def is_running(process):

@@ -11,8 +11,8 @@ from runtime.engine import fixes
 from runtime.engine.ds_config import has_per_step_timers, supports_fast_gradients, uses_offload
 
 
-def setup_device(hardware, local_rank, ds_config, backend="auto", deterministic=False):
-    """Set up this rank's device and the process group. Return the torch.device."""
+def setup_device(hardware, local_rank, ds_config, deterministic=False):
+    """Set up this rank's device, and DeepSpeed on the process group. Return the torch.device."""
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # DeepSpeed uses old names
     device = torch.device(hardware.device, local_rank) if hardware.device == "cuda" else torch.device("cpu")
     if hardware.device == "cuda":
@@ -25,8 +25,7 @@ def setup_device(hardware, local_rank, ds_config, backend="auto", deterministic=
         torch.use_deterministic_algorithms(True)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # on CPU, DeepSpeed would compile it at the start
     deepspeed.utils.logger.setLevel("INFO" if has_per_step_timers(ds_config) else "WARNING")
-    backend = backend if backend != "auto" else {"cuda": "nccl", "cpu": "gloo"}[hardware.device]
-    deepspeed.init_distributed(dist_backend=backend, verbose=False)
+    deepspeed.init_distributed(verbose=False)
     return device
 
 

@@ -178,7 +178,7 @@ def install(engine, fast, accumulate_locally=False):
     if not supports_fast_gradients(engine.config, str(model_dtype).removeprefix("torch.")):
         return None
     world_size = dist.get_world_size(optimizer.dp_process_group)
-    local = world_size == 1 or all_reduce_sum(accumulate_locally, device=optimizer.device)[0] == world_size
+    local = world_size == 1 or all_reduce_sum(accumulate_locally)[0] == world_size
     gradients = (LocalAccumulation if local else BucketedAllReduce)(optimizer, fast)
     optimizer._use_compact_grad_partition_buffer = lambda group: True  # DeepSpeed's is False for fp32 weights
     optimizer.process_gradients, optimizer.reduce_ipg_grads = gradients.on_grad_ready, gradients.finish_backward

@@ -240,7 +240,7 @@ def install(engine, _fast, accumulate_locally=False):
     if not supports_fast_gradients(engine.config, str(engine.get_data_types()[0]).removeprefix("torch.")):
         return None
     world_size = dist.get_world_size(engine.optimizer.dp_process_group)
-    votes = all_reduce_sum(accumulate_locally, device=engine.device)[0]
+    votes = all_reduce_sum(accumulate_locally)[0]
     blocks = Zero3Blocks(engine, votes == world_size)
     engine.optimizer.step = partial(blocks.deepspeeds_step, engine.optimizer.step)
     return blocks

@@ -47,7 +47,7 @@ class StepHealth:
             self.skipped_in_a_row = 0
             self.warn(iter_num, spike)
             return
-        bad = [f"rank {rank}" for rank, (rank_loss,) in enumerate(all_gather_scalars(loss, device=loss.device))
+        bad = [f"rank {rank}" for rank, (rank_loss,) in enumerate(all_gather_scalars(loss))
                if not math.isfinite(rank_loss)]
         why = f"the loss is not finite on {', '.join(bad)}" if bad else spike
         if not why and (scale := self.loss_scale()):

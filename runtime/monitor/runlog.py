@@ -110,7 +110,7 @@ class RunLog:
         flops_per_iter: of all ranks. health: a StepHealth after its check()."""
         steps = iter_num - self.clock_iter
         # The gather waits until the step has ended on the GPU, so read the clock after it
-        per_rank = all_gather_scalars(loss, health.stragglers.seconds(), device=self.device)
+        per_rank = all_gather_scalars(loss, health.stragglers.seconds())
         losses, local_work = zip(*per_rank, strict=True)
         seconds, peak = (time.time() - self.clock) / steps, peak_flops(self.device)
         record = {"iter": iter_num, "loss": sum(losses) / len(losses), "ms": 1000 * seconds, "lr": lr,

@@ -1,8 +1,6 @@
 """The rules that settings must keep, as data: ranges, and settings that contradict each other."""
 
 import math
-import os
-import re
 from dataclasses import replace
 
 AT_LEAST = {
@@ -31,8 +29,6 @@ RULES = [  # (whether the settings break it, the message)
      and 0 <= s.lr_decay_iters < s.warmup_iters,
      "warmup_iters={s.warmup_iters} is above lr_decay_iters={s.lr_decay_iters}: lower --warmup_iters, or raise "
      "--lr_decay_iters"),
-    (lambda s: not re.fullmatch(r"[1-9]\d{0,4}", os.environ.get("NODE_TIMEOUT_S", "60")),
-     "NODE_TIMEOUT_S in the environment must be 1 to 99999 seconds: export NODE_TIMEOUT_S=60"),
     (lambda s: set(s.out_dir) & set("*?["),
      "out_dir={s.out_dir} has *, ? or [ in it, which DeepSpeed expands: choose another with --out_dir=DIR"),
 ]

@@ -9,7 +9,8 @@ import torch
 from model import GPT
 from runtime.checkpoint.saver import tag_bytes
 from runtime.checkpoint.tags import TagStore
-from runtime.cluster.nodes import compare_nodes
+from runtime.cluster.nodes import exit_if_ranks_differ
+from runtime.cluster.ranks import broadcast_from_rank0
 from runtime.data.dataset import SPLITS, open_datasets
 from runtime.data.loader import Conversations, extent, open_sequences, windows_per_epoch
 from runtime.data.tokenizer import tokenizer_of
@@ -48,12 +49,6 @@ class RunPlan(Job):
     def advice(self):
         """Return lines with settings that fit, if this run doesn't."""
         return memory.advice(self, self.settings, not self.lora and self.start.kind != "scratch")
-
-    def resolved_settings(self):
-        """Return the values of "auto" as a command line. All ranks must agree on them."""
-        return (f"--batch_size={self.batch.micro} --gradient_accumulation_steps={self.batch.accumulation} "
-                f"--dtype={self.hardware.dtype} --compile={self.hardware.compile} "
-                f"--accumulate_locally={self.accumulate_locally}")
 
     def saved_state(self, resumed):
         """Return what a tag records of the run. resumed: the state of the tag that it resumed from, or {}."""
@@ -134,12 +129,14 @@ class Problems(list):
 
 
 def plan_run(settings, ranks):
-    """Return the RunPlan of the settings. If there are problems, print them all and exit with code 2 on all nodes.
-    Everything that can be checked is checked here, before anything expensive starts."""
+    """Return the RunPlan of the settings, the same on all ranks. If any rank has problems, print them all and exit with
+    code 2 on all ranks. Everything that can be checked is checked here, before anything expensive starts."""
     problems = Problems()
     plan = make_plan(settings, ranks, problems, [])
-    compare_nodes(plan, vars(settings), problems)
-    return plan
+    exit_if_ranks_differ(plan, problems, ranks.local_world_size < ranks.world_size)
+    s = plan.settings  # rank 0's disk decides
+    keep_last, always_save = broadcast_from_rank0((s.keep_last, s.always_save_checkpoint))
+    return replace(plan, settings=replace(s, keep_last=keep_last, always_save_checkpoint=always_save))
 
 
 def make_plan(settings, ranks, problems, notes, fetch=True):

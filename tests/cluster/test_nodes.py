@@ -3,7 +3,6 @@
 import itertools
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -13,13 +12,19 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import ROOT, SMALL, free_port, read_history, write_characters
+from conftest import ROOT, SMALL, free_port, planted, read_history, write_characters
 
 from runtime.checkpoint.tags import TagStore
-from runtime.cluster.heartbeat import EXIT_NODE_LOST, node_id
-from runtime.cluster.nodes import merge_problems, mismatches
+from runtime.cluster.join import node_id
+from runtime.cluster.nodes import mismatches
+from runtime.cluster.ranks import merge_problems
 
-ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+TIMEOUT = """
+import datetime
+from runtime.cluster import join
+join.group_timeout = lambda: datetime.timedelta(seconds=6)
+"""
 LONG = ("--max_iters=100000", "--lr_decay_iters=1000", "--eval_interval=5")
 
 
@@ -39,12 +44,12 @@ def ip(*words):
 
 @pytest.fixture(scope="module")
 def net(tmp_path_factory):
-    """unplug(number) and plug(number) of hosts 1 to 3, and run(number, command, **how) -> Popen on one of them."""
+    """unplug(number) and plug(number) of hosts 1 and 2, and run(number, command, **how) -> Popen on one of them."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))):
         # Only root may make hosts, and only with these tools; without them there is no second host to test with
         pytest.skip("two hosts need root, ip (iproute2) and unshare (util-linux)")
     folder, mark = tmp_path_factory.mktemp("net"), f"{os.getpid()}"
-    switch, hosts = f"switch{mark}", [f"host{number}-{mark}" for number in (1, 2, 3)]
+    switch, hosts = f"switch{mark}", [f"host{number}-{mark}" for number in (1, 2)]
     names = [f"{address} host{number}" for number, address in enumerate(ADDRESSES, 1)]
     (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
     (folder / "resolv.conf").touch()
@@ -58,7 +63,7 @@ def net(tmp_path_factory):
         log = folder / f"log{next(numbers)}"
         with open(log, "w") as words:
             job = subprocess.Popen([*space, *map(str, command)], stdout=words, stderr=subprocess.STDOUT, cwd=ROOT,
-                                   env={**os.environ, "NODE_TIMEOUT_S": "6", "TORCH_CPP_LOG_LEVEL": "ERROR", **env},
+                                   env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", **env},
                                    start_new_session=True)
         job.said = log.read_text
         jobs.append(job)
@@ -97,15 +102,14 @@ def net(tmp_path_factory):
 def train(net, characters, tmp_path):
     """train(*args, on={2: [...]}, before={2: "..."}) starts 2 ranks on each host -> the hosts' jobs."""
 
-    def start(*args, on=None, before=None, ranks=2, hosts=2, env=None):
+    def start(*args, on=None, before=None, ranks=2, script="train_deepspeed.py"):
         port, jobs = free_port(), []
-        for number in range(1, hosts + 1):
+        for number in (1, 2):
             own = (on or {}).get(number, [])
-            command = [sys.executable, "-m", "runtime.launch", f"--nnodes={hosts}", f"--nproc_per_node={ranks}",
+            command = [sys.executable, "-m", "runtime.launch", "--nnodes=2", f"--nproc_per_node={ranks}",
                        f"--node_rank={number - 1}", f"--master_addr={ADDRESSES[0]}", f"--master_port={port}",
-                       "train_deepspeed.py", *SMALL,
-                       f"--dataset={characters}", f"--out_dir={tmp_path}/out", *args, *own]
-            jobs.append(net.run(number, command, before=(before or {}).get(number, "true"), **(env or {})))
+                       script, *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", *args, *own]
+            jobs.append(net.run(number, command, before=(before or {}).get(number, "true")))
         return jobs
 
     return start
@@ -128,10 +132,6 @@ def under_way(jobs):
     wait_for(lambda: "saved iter_5 in" in jobs[0].said(), 60, jobs)
 
 
-def lines(job, words):
-    return [line for line in job.said().splitlines() if words in line]
-
-
 def process(job, rank=None):
     """The launcher on this host, or one of its ranks, as this machine sees them."""
     launcher = psutil.Process(job.pid).children()[0]
@@ -139,23 +139,19 @@ def process(job, rank=None):
 
 
 @pytest.mark.long
-def test_a_node_is_disconnected_and_the_other_continues(net, train, tmp_path):
-    jobs = train(*LONG)
+def test_a_node_is_disconnected_and_the_other_continues(net, train, characters, tmp_path):
+    jobs = train(*LONG, script=planted(tmp_path, TIMEOUT))
     under_way(jobs)
-    began = time.monotonic()
     net.unplug(2)  # nothing arrives any more, and no end either
     try:
-        assert ended(jobs, 30) == [EXIT_NODE_LOST] * 2 == [4, 4]
+        assert ended(jobs, 60) == [1, 1]
     finally:
         net.plug(2)
-    assert 3 < time.monotonic() - began
-    for number, job in enumerate(jobs):
-        (line,) = lines(job, "has not responded")
-        assert line.startswith(f"rank {2 * number} on host{number + 1}: host{2 - number} ({ADDRESSES[1 - number]}) has "
-                               "not responded for 6 s (")
+    for number, job in enumerate(jobs, 1):
+        assert f"on host{number}: another rank has exited, or has not responded for 0.1 minutes (" in job.said()
     last = TagStore(tmp_path / "out").find().manifest["iter_num"]
-    command = re.search(r"To continue without that node: (torchrun .*), plus --nnodes", jobs[0].said())[1]
-    alone = net.run(1, [sys.executable, "-m", "torch.distributed.run", *shlex.split(command)[1:],
+    alone = net.run(1, [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train_deepspeed.py",
+                        *SMALL, *LONG, f"--dataset={characters}", f"--out_dir={tmp_path}/out", "--init_from=auto",
                         f"--max_iters={last + 5}"])
     assert ended([alone], 60) == [0], alone.said()
     assert f"resuming from {tmp_path}/out/iter_{last}, " in alone.said() and "4 ranks" in alone.said()
@@ -164,33 +160,12 @@ def test_a_node_is_disconnected_and_the_other_continues(net, train, tmp_path):
 
 
 @pytest.mark.long
-def test_of_three_nodes_both_others_name_the_one_that_is_disconnected(net, train):
-    jobs = train(*LONG, hosts=3, ranks=1)
-    under_way(jobs)
-    net.unplug(3)
-    try:
-        assert ended(jobs, 30) == [EXIT_NODE_LOST] * 3
-    finally:
-        net.plug(3)
-    for number, job in enumerate(jobs[:2]):
-        (line,) = lines(job, "has not responded")
-        assert line.startswith(f"rank {number} on host{number + 1}: host3 (10.77.0.3) has not responded for 6 s (")
-
-
-@pytest.mark.long
-def test_a_busy_node_is_waited_for_and_a_node_that_gets_sigterm_stops_the_other_too(train, tmp_path):
+def test_a_node_that_gets_sigterm_stops_the_other_too(train, tmp_path):
     jobs = train(*LONG)
     under_way(jobs)
-    ranks = [process(jobs[1], rank) for rank in (2, 3)]
-    for rank in ranks:
-        rank.suspend()  # busier than any save or compilation
-    time.sleep(10)  # the time-out is 6
-    for rank in ranks:
-        rank.resume()
-    assert [job.poll() for job in jobs] == [None, None]
     process(jobs[1]).terminate()
     assert ended(jobs, 30) == [143, 143]
-    last = [int(line.split(":")[0][5:]) for line in lines(jobs[0], "iter ") if line.startswith("iter ")][-1]
+    last = [int(line.split(":")[0][5:]) for line in jobs[0].said().splitlines() if line.startswith("iter ")][-1]
     assert TagStore(tmp_path / "out").find().manifest["iter_num"] == last >= 5
 
 
@@ -198,10 +173,9 @@ def test_a_rank_that_dies_ends_the_other_node_too(train):
     jobs = train(*LONG)
     under_way(jobs)
     process(jobs[1], rank=3).kill()
-    assert ended(jobs, 30) == [1, 137]
-    (line,) = lines(jobs[0], "have exited")
-    assert line.startswith("rank 0 on host1: the ranks on host2 (10.77.0.2) have exited: see their error message. ")
-    assert lines(jobs[1], "rank 2: rank 3 has died")
+    assert ended(jobs, 60)[0] == 1  # the other one's is that of the first rank that its launcher sees exit
+    told = [line for line in jobs[0].said().splitlines() if "on host1: another rank has exited" in line]
+    assert told and "Traceback" not in jobs[0].said(), jobs[0].said()
 
 
 @pytest.mark.long
@@ -242,12 +216,15 @@ def test_deepspeeds_launcher_with_a_hostfile(net, characters, tmp_path):
     assert TagStore(tmp_path / "out").find("final").manifest["world_size"] == 4
 
 
-def test_the_differences_between_nodes():
+def test_the_differences_between_ranks():
     """Needs no namespaces."""
-    ranks = [{"host": host, "problems": problems, "fingerprint": {"--seed": seed, "torch": "2"}} for
-             host, problems, seed in (("a", ["x"], 1), ("a", ["x"], 1), ("b", ["x", "y"], 1), ("c", ["x"], 2))]
-    assert merge_problems(ranks) == ["x", "b: y"]
-    assert mismatches(ranks) == ["the nodes differ in seed (1 on a and b, 2 on c): make it the same on all"]
+    hosts = ("a", "a", "b", "c")
+    assert merge_problems([*zip(hosts, (["x"], ["x"], ["x", "y"], ["x"]))]) == ["x", "b: y"]
+    assert merge_problems([("a", []), ("a", ["x"])]) == ["x"]  # a problem of one rank on the only node
+    facts = [{"seed": seed, "torch": "2"} for seed in (1, 1, 1, 2)]
+    assert mismatches(hosts, facts) == ["the nodes differ in seed (1 on a and b, 2 on c): make it the same on all"]
+    assert mismatches(("a", "a"), facts[2:]) == ["the ranks differ in seed (1 on rank 0, 2 on rank 1): make it the "
+                                                 "same on all"]
     assert node_id() == node_id() and len(node_id()[1].split()) == 3
 
 
@@ -255,7 +232,7 @@ def test_the_differences_between_nodes():
 
 
 @pytest.mark.parametrize("code, restarts, most, requeued", [
-    (138, None, None, True), (4, 29, None, True), (4, 30, None, False), (138, None, 0, False), (1, 0, None, False)])
+    (138, 29, None, True), (138, 30, None, False), (138, None, 0, False), (1, 0, None, False)])
 def test_a_job_queues_again_but_not_for_ever(tmp_path, code, restarts, most, requeued):
     calls = tmp_path / "calls"
     for name, does in (("scontrol", f'echo "$@" >>{calls}; echo node1'), ("srun", f"exit {code}")):

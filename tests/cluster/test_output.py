@@ -62,6 +62,11 @@ def test_closed_streams_and_another_encoding_do_not_stop_training(characters, tm
     assert run.returncode == 0, run.stderr
 
 
+def test_a_rank_in_the_shell_does_not_silence_an_error(tmp_path):
+    run = launch(ROOT / "plot.py", tmp_path / "nothing", launcher="python", LOCAL_RANK="1")
+    assert run.returncode == 2 and "nothing" in run.stderr
+
+
 def test_a_print_of_any_text_in_ascii(tmp_path):
     script = "from runtime.output import protect_output; protect_output(); print('caf\\u00e9'); print('then')"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True,

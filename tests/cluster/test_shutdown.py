@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
-from conftest import ROOT, SMALL, ForkedJob, command_line, free_port, kill, long, planted, wait_until
+from conftest import ROOT, SMALL, ForkedJob, command_line, done, free_port, kill, long, planted, wait_until
 
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.shutdown import EXIT_REASONS, Shutdown
@@ -172,3 +173,96 @@ ranks.shut_down = ends
     finally:
         for rank in ranks:
             kill(rank)
+
+
+# Ranks that find a problem, hang, or can't be reached
+
+SHORT_TIMEOUT = """
+import datetime, time
+from runtime.cluster import join
+join.group_timeout = lambda: datetime.timedelta(seconds=2)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_problem_of_one_rank_is_printed_once_also_if_the_group_cannot_be_destroyed(train, rank):
+    run = train(ranks=2, plant=f"""
+import time, torch
+from runtime.cluster import ranks
+from runtime.files import UserError
+from runtime.plan import run_plan
+def fails(*args):
+    raise UserError("the hub is busy: try again")
+if os.environ["RANK"] == "{rank}":
+    run_plan.find_start = fails
+ranks.DESTROY_TIMEOUT_S, torch.distributed.destroy_process_group = 0.1, lambda: time.sleep(1000)
+""")
+    assert (run.returncode, run.stdout, run.stderr) == (2, "", "the hub is busy: try again\n")
+
+
+def test_a_command_line_that_fails_on_one_rank_is_printed_once(train, tmp_path):
+    (tmp_path / "own.py").write_text("import os\nmax_iters = 1 if os.environ['RANK'] == '0' else 'x'\n")
+    run = train(tmp_path / "own.py", ranks=2)
+    assert (run.returncode, run.stderr) == (2, f"{tmp_path}/own.py: max_iters takes int, not 'x'\n")
+
+
+def test_a_rank_without_others_says_so(characters, tmp_path):
+    job = ForkedJob([planted(tmp_path, SHORT_TIMEOUT), *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out"],
+                    1, tmp_path / "log", tmp_path / "log", {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
+    assert job.wait(60) == 2
+    assert " could not join the other ranks within 0 minutes (" in (tmp_path / "log").read_text()
+
+
+def test_every_group_has_the_timeout(train):
+    run = done(train("--max_iters=1", ranks=2, plant=SHORT_TIMEOUT + """
+import torch
+from runtime.cluster import ranks
+shut_down = ranks.shut_down
+def ends(code=0):
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    timeouts = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    print("timeouts", len(timeouts), set(timeouts))
+    shut_down(code)
+ranks.shut_down = ends
+"""))
+    assert "timeouts 3 {2.0}" in run.stdout  # ours, the saver's, DeepSpeed's
+
+
+def test_a_rank_that_hangs_ends_the_run_and_the_next_one_can_start(start, characters, tmp_path):
+    job, log = start(script=planted(tmp_path, SHORT_TIMEOUT), ranks=2)
+    os.kill(job.pids[1], signal.SIGSTOP)
+    assert wait_until(lambda: "has not resp" in log.read_text()), log.read_text()
+    os.kill(job.pids[1], signal.SIGKILL)  # as a launcher does, after 30 s
+    assert job.wait(60) == 1
+    (line,) = [line for line in log.read_text().splitlines() if "another rank has exited, or has not resp" in line]
+    assert line.startswith("rank 0 on ") and "Traceback" not in log.read_text()
+    assert not any(map(psutil.pid_exists, job.pids))
+    again = ForkedJob([ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out",
+                       "--init_from=auto"], 1, log, log)
+    assert again.wait(60) == 0, log.read_text()
+
+
+@pytest.mark.long
+def test_ranks_that_cannot_stop_end_soon_after_their_launcher(start, tmp_path):
+    job, log = start(script=planted(tmp_path, "from runtime.cluster import shutdown; shutdown.LAUNCHER_GRACE_S = 1"),
+                     ranks=2, launcher="runtime.launch")
+    ranks = sorted(psutil.Process(job.pid).children(), key=lambda process: process.environ()["RANK"])
+    ranks[1].suspend()  # so that rank 0 waits in a collective
+    job.kill()
+    gone, left = psutil.wait_procs(ranks, 60)
+    for process in left:
+        process.kill()
+    assert not left and "rank 0: the launcher ended 1 s ago" in log.read_text()
+
+
+def test_a_rank_may_write_longer_than_the_timeout(train):
+    run = done(train("--max_iters=2", ranks=2, plant=SHORT_TIMEOUT + """
+from runtime.checkpoint import saver
+digest = saver.file_digest
+def slow(*args, **options):
+    time.sleep(3 * (os.environ["RANK"] == "1"))
+    return digest(*args, **options)
+saver.file_digest = slow
+"""))
+    assert "saved iter_2 in" in run.stdout

@@ -25,6 +25,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param
 
 from model import GPT, Block, GPTConfig
+from runtime.cluster.join import join_process_group
 from runtime.cluster.ranks import all_reduce_sum, shut_down, silence_stdout
 from runtime.engine import ds_config, fixes, setup
 from runtime.engine.fast_path import FastPath
@@ -132,7 +133,7 @@ def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local
     if not own:
         fast.install(local, blocks != "eager", captured)
     shortened, one_pass = fast.gradients is not None, fast.fused_step is not None
-    device, rank, world_size = torch.device("cuda", dist.get_rank()), dist.get_rank(), dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     result = {"norms": [], "layers": layers, "applied": [], "scales": [], "shortened": shortened, "one_pass": one_pass}
     step = 0
     while step < STEPS and len(result["applied"]) < 3 * STEPS:
@@ -142,7 +143,7 @@ def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local
             fast.forward_backward(sequences[:, :-1], sequences[:, 1:])
             engine.step()
         fixes.grow_loss_scale(engine)
-        norm, applied = engine.get_global_grad_norm(), all_reduce_sum(engine.was_step_applied(), device=device)[0]
+        norm, applied = engine.get_global_grad_norm(), all_reduce_sum(engine.was_step_applied())[0]
         assert applied in (0, world_size), f"{applied} of {world_size} ranks made the step"
         result["norms"] += [None if norm is None else float(norm)] if applied else []
         result["applied"].append(bool(applied))
@@ -176,7 +177,8 @@ def main(out):
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # names that DeepSpeed still uses
     deepspeed.utils.logger.setLevel("ERROR")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed(dist_backend="nccl", verbose=False)
+    join_process_group()
+    deepspeed.init_distributed(verbose=False)
     every = {"plain": plain(CLIP), "plain unclipped": plain(0.0), "deep plain": plain(CLIP, DEEP["layers"])}
     for name, (stage, dtype, options) in CASES.items():
         fast = stage == 2 or stage == 3 and not options.get("own") and options.get("zero") is not RELEASED

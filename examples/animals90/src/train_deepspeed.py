@@ -9,7 +9,8 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback from every 
 sys.path.append(str(Path(__file__).resolve().parents[3]))  # the project, behind this folder: both have a model.py
 
 import configurator
-from runtime.output import exit_with_error, explain_uncaught, protect_output
+from runtime.cluster import exit_on_all_ranks
+from runtime.output import explain_uncaught, protect_output
 
 protect_output()
 train_dir = "data/train"  # folder with a folder of training pictures for each class
@@ -33,7 +34,7 @@ pretrained = "imagenet"  # initial weights: imagenet, none (random), or a file o
 image_size = 224  # side of the network's input in pixels
 seed = 1337  # random seed of weights, order and cropping
 log_dir = "logs"  # folder for training_history.json
-settings = configurator.from_command_line(globals())
+settings = configurator.from_command_line(globals(), on_error=exit_on_all_ranks)
 globals().update(vars(settings))
 
 import contextlib
@@ -53,7 +54,8 @@ from tqdm import tqdm
 
 import data
 from model import ResNet18Animals90
-from runtime.cluster.ranks import all_reduce_sum, exit_together, print0, ranks_from_environment, shut_down
+from runtime.cluster.join import join_process_group
+from runtime.cluster.ranks import all_exit_on, all_reduce_sum, exit_together, print0, ranks_from_environment, shut_down
 from runtime.cluster.shutdown import Shutdown
 from runtime.engine import fixes, setup
 from runtime.engine.ds_config import allowed_keys, resolve, uses_offload
@@ -172,7 +174,7 @@ def run_epoch(name, batches, count):
             total, right, seen = sums.tolist()
             bar.set_postfix({"loss": f"{total / max(1, seen):.3f}", "acc": f"{100 * right / max(1, seen):.1f}"})
             exit_together(["10 batches had no finite loss: lower --learning_rate, or drop --fp16"] * (int(bad) >= 10))
-    total, right, seen = all_reduce_sum(*sums, device=device)
+    total, right, seen = all_reduce_sum(*sums)
     return total / seen, 100 * right / seen, time.perf_counter() - start, waited
 
 
@@ -193,7 +195,8 @@ checks = {f"{name}={value} is too small: use --{name} {least.get(name, 1)} or mo
     f"{ranks.local_world_size} ranks, but {gpus} GPUs: use --num_gpus {gpus}": on_gpu and ranks.local_world_size > gpus,
     "--batch_size 1 needs --image_size 33 or more: a batch norm needs two values": batch_size == 1 and image_size == 32,
     f"{checkpoint_dir} has less than 180 MB free, a checkpoint's size: make room": free_bytes(checkpoint_dir) < 18e7}
-try:
+shutdown = Shutdown(join_process_group("auto" if on_gpu else "cpu"))  # ends this rank if another or the launcher ends
+with all_exit_on(UserError, OSError):
     if any(checks.values()):
         raise UserError("\n".join(problem for problem, applies in checks.items() if applies))
     classes, found, val_found, others = data.find_pictures(train_dir, val_dir)
@@ -219,11 +222,8 @@ try:
     locks = [lock_folder(globals()[name], f"--{name}") for name in ("checkpoint_dir", "log_dir") if ranks.rank == 0]
     torch.manual_seed(seed % 2**63)  # the same weights on every rank
     model = ResNet18Animals90(len(classes), not resume and {"imagenet": True, "none": ""}.get(pretrained, pretrained))
-except (UserError, OSError) as error:
-    exit_with_error(error)
 
 device = setup.setup_device(recipe, ranks.local_rank, recipe.config)
-shutdown = Shutdown(signals=False)  # ends this rank if another one, or the launcher, has ended
 explain_uncaught(explain)  # after PyTorch's process group, whose hook redirects sys.stderr
 model.to(device)
 if recipe.recompute:

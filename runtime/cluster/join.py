@@ -1,0 +1,79 @@
+"""Join the process group: the first thing that a training process does after reading its command line.
+
+Then all ranks plan, exchange their problems, and exit together if there are any. Tensors on the CPU and objects are
+exchanged by gloo, tensors on GPUs by NCCL, which connects at its first collective. So ranks can join before any of them
+knows whether its GPU can be used."""
+
+import datetime
+import os
+import re
+import socket
+import sys
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from runtime.cluster.ranks import RANK, all_gather_objects, launcher_variable, local_world_size
+
+
+def group_timeout():
+    """Return how long a rank waits for the others in any collective: DEEPSPEED_TIMEOUT, in minutes. The plan refuses
+    other values than 1 to 99999."""
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT", "10")
+    return datetime.timedelta(minutes=int(minutes) if re.fullmatch(r"[1-9]\d{0,4}", minutes) else 10)
+
+
+def join_process_group(device="auto", backend="auto"):
+    """Join the other ranks. Return each rank's (node_id(), process id). Exits with code 2 if they can't be reached.
+    device, backend: the settings of these names."""
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    timeout = group_timeout()
+    # For DeepSpeed's groups too, which it creates without a timeout: gloo's default is 30 minutes
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
+    set_gloo_interface()
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu and backend != "gloo" else "gloo", timeout=timeout)
+        return all_gather_objects((node_id(), os.getpid()))
+    except RuntimeError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        print(f"rank {RANK} on {socket.gethostname()} could not join the other ranks within "
+              f"{timeout.total_seconds() / 60:.0f} minutes ({str(error).splitlines()[0]}): check the output of the "
+              f"other ranks, and that all nodes can reach {address}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+
+
+def node_id():
+    """Return (host name, id). Processes with the same id can see each other. Cloned hosts may share a name."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            ids = [file.read().strip(), *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))]
+    except OSError:  # not Linux
+        ids = []
+    return socket.gethostname(), " ".join(ids)
+
+
+def local_address_for(host):
+    """Return this node's own address on the route to another host, or '' if there is no route. Sends nothing."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as s:
+            s.connect(address)
+            return s.getsockname()[0]
+    except OSError:
+        return ""
+
+
+def set_gloo_interface():
+    """With several nodes, have gloo use the interface that leads to rank 0's node. Its default is the host name's,
+    often the loopback. On rank 0's node, MASTER_ADDR may be the loopback too: then use the default route's."""
+    if local_world_size() == launcher_variable("WORLD_SIZE"):
+        return
+    names = {address.address.partition("%")[0]: name for name, addresses in psutil.net_if_addrs().items()
+             for address in addresses}
+    for host in (os.environ["MASTER_ADDR"], "192.0.2.1"):  # the second is an address for documentation
+        address = local_address_for(host)
+        if address in names and not address.startswith("127.") and address != "::1":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", names[address])
+            return
