@@ -41,7 +41,7 @@ settings = configurator.from_command_line(globals())
 globals().update(vars(settings))
 
 import os
-from functools import partial
+import sys
 from json import dumps
 from math import exp, inf
 
@@ -50,7 +50,7 @@ import torch
 from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.files import UserError
 from runtime.hardware import pick_device, pick_dtype
-from runtime.output import exit_with_error
+from runtime.output import exit_with_error, printable
 from runtime.sample.chat import Chat
 from runtime.sample.generate import ask_for_prompts, generate_texts, read_prompts, read_text, score_text
 from runtime.sample.source import resolve
@@ -90,6 +90,11 @@ def encode_prompt(text):
     return ids
 
 
+def show(text, end=""):
+    """Print a text: exactly into a file or a pipe, and without control characters on a terminal."""
+    print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
+
+
 try:
     device = pick_device(device)
     dtype = getattr(torch, pick_dtype(dtype, device))
@@ -110,7 +115,6 @@ except (UserError, ValueError, OSError) as error:
 
 configurator.exit_quietly_on_broken_pipe()
 rule = "" if interactive else "---------------\n"  # between samples
-show = partial(print, end="", flush=True)
 
 if not json:
     print(f"{name}: {model.num_params():,} parameters{description}\n")
@@ -136,7 +140,7 @@ for prompt, ids in prompts:
                     print(dumps({"model": name, "prompt": prompt, "text": text.text, "tokens": len(text.ids),
                                  "seed": text_seed, "ended": text.ended or "length"}), flush=True)
                 else:  # a streamed text only needs its newline
-                    print("" if streamed else rule * (text_seed > seed) + shown + text.text)
+                    show("" if streamed else rule * (text_seed > seed) + shown + text.text, end="\n")
             done += len(seeds)
             if chat and interactive:
                 talk.add_answer(texts[-1].text)

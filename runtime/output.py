@@ -1,6 +1,7 @@
 """Keep failing prints from ending a run, and print one line instead of a traceback for a known error."""
 
 import os
+import re
 import sys
 
 
@@ -45,6 +46,11 @@ def protect_output():
         if not isinstance(stream, ResilientStream):
             stream.reconfigure(errors="backslashreplace")
             setattr(sys, name, ResilientStream(stream, null))
+
+
+def printable(text):
+    """Return a text without control characters, which a terminal may obey: all but newline and tab become escapes."""
+    return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
 
 
 def explain_uncaught(explain):

@@ -653,8 +653,10 @@ def test_a_logger_that_fails_is_left_out_and_training_goes_on(capsys):
     log.record({"iter": 2, "loss": 1.5, "memory": 3_500_000_000, "warning": "words are not curves"})
     assert logged == [({"train/iter": 1, "train/loss": 2.0}, 1),
                       ({"train/iter": 2, "train/loss": 1.5, "gpu/memory_allocated": 3.5}, 2)]
+    log.sample(3, "a\x1b[2J\rb\n\tc")
     log.close(False, 0)
     words = capsys.readouterr().out
+    assert "sample at step 3: a\\x1b[2J\\rb\n\tc\n" in words
     assert words.count("bad failed; continuing without it: ZeroDivisionError") == 1
     assert words.count("good failed; continuing without it: ZeroDivisionError") == 1
 

@@ -19,6 +19,7 @@ from runtime.cluster.ranks import RANK, all_gather_scalars, exit_together, print
 from runtime.files import ROOT, format_bytes, write_atomic
 from runtime.hardware import peak_flops, peak_memory, run_command
 from runtime.monitor.history import append_history, read_history, series, trim_history
+from runtime.output import printable
 
 Logger = namedtuple("Logger", ("log", "close"))  # log(values, step)
 LOGGER_FIXES = {"wandb": "pip install wandb, wandb login or WANDB_MODE=offline",
@@ -154,7 +155,7 @@ class RunLog:
 
     def sample(self, iter_num, text):
         """Print and record a sample from the current weights."""
-        print0(f"sample at step {iter_num}: {text}")
+        print0(f"sample at step {iter_num}: {printable(text)}")
         self.record({"iter": iter_num, "sample": text})
         self.paused = True
 

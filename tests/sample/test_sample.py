@@ -1,12 +1,14 @@
 """sample.py for people: prompts, seeds, batches, penalties, JSON, perplexity."""
 
 import json
+import os
+import pty
 import subprocess
 
 import numpy as np
 import pytest
 import torch
-from conftest import CHARS, ROOT, command_line, launch
+from conftest import CHARS, ROOT, ForkedJob, command_line, launch
 from test_run import at_once
 from transformers import (
     GPT2Config,
@@ -172,6 +174,20 @@ def test_what_is_shown_waits_for_whole_characters():
     assert shown == ["a", "é", "b"] and stream.ended == "end_of_text" and stream.ids == [97, 195, 169, 98, 195]
     stream.flush()
     assert shown[3:] == ["\N{REPLACEMENT CHARACTER}"] and stream.text == "".join(shown)
+
+
+def test_only_a_terminal_gets_escapes_instead_of_control_characters(theirs, characters, tmp_path):
+    """Two characters of the vocabulary are ESC and CSI, with which a text could rewrite the screen or its title."""
+    (tmp_path / "meta.json").write_text((characters / "meta.json").read_text().replace("yz", "\\u001b\\u009b"))
+    (tmp_path / "prompt").write_text("a\x1b\nb\x9bc")
+    args = (f"--init_from={theirs[1]}", f"--dataset={tmp_path}", f"--start=FILE:{tmp_path}/prompt", "--num_samples=1",
+            "--max_new_tokens=0")
+    master, slave = pty.openpty()
+    assert ForkedJob([ROOT / "sample.py", *args], 1, os.ttyname(slave), tmp_path / "stderr").wait(100) == 0
+    assert os.read(master, 4096).decode().endswith("\r\n\r\na\\x1b\r\nb\\x9bc\r\n")
+    for end in (master, slave):
+        os.close(end)
+    assert launch(ROOT / "sample.py", *args).stdout.endswith("\n\na\x1b\nb\x9bc\n")
 
 
 # What cannot be
