@@ -108,14 +108,14 @@ def train(args, argv):
         records = [r for r in read_history(folder) if "ms" in r]
         record = {key: run[key] for key in ("hardware", "versions", "settings", "world_size")}
         counted, s = records[args.warmup :], record["settings"]
+        zero = ds_config.read_json(ds_config.find(s["deepspeed_config"])).get("zero_optimization", {})
         ms = summarize([r["ms"] for r in counted])
         per_median = counted[0]["ms"] / ms["median"]
         record |= {
             "ms": ms, "tokens_per_s": counted[0]["tokens_per_s"] * per_median,
             "mfu": counted[0]["mfu"] and counted[0]["mfu"] * per_median,
             "peak_gb": max(r["memory"] for r in records) / 1e9, "first_step_s": records[0]["first_step_s"],
-            "history": records,
-            "stage": ds_config.read_json(ds_config.find(s["deepspeed_config"]))["zero_optimization"]["stage"]}
+            "history": records, "stage": zero.get("stage", 0)}
         print(f"{record['world_size']} x {record['hardware']}, {s['batch_size']} x {s['gradient_accumulation_steps']}, "
               f"{s['deepspeed_config']}: {ms['median']:.1f} ms ({ms['min']:.1f}-{ms['max']:.1f}), "
               f"{record['tokens_per_s']:,.0f} tokens/s, "
