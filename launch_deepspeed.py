@@ -42,6 +42,8 @@ def parse_arguments():
     if named.num_gpus is not None and named.num_gpus < 1:
         fail(f"--num_gpus={named.num_gpus} must be at least 1")
     if named.resume is not None:
+        if named.resume.endswith(".py"):
+            fail(f"--resume={named.resume} is a config, not a checkpoint: write it before --resume")
         path = os.path.normpath(named.resume)
         out_dir, tag = (path, "latest") if os.path.isfile(f"{path}/latest") else os.path.split(path)
         args += ["--init_from=resume", f"--resume_tag={tag}", *[f"--out_dir={out_dir}"] * bool(out_dir)]

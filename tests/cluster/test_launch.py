@@ -112,6 +112,8 @@ def test_the_exit_code_of_a_refusal(start):
     (["--num_gpus=0"], "launch_deepspeed.py: --num_gpus=0 must be at least 1"),
     (["--batch_size=many"], "command line: batch_size takes auto or int, not 'many'"),
     (["--learing_rate=1"], "command line: there is no setting 'learing_rate': did you mean 'learning_rate'?"),
+    (["--resume", "mine.py"], "launch_deepspeed.py: --resume=mine.py is a config, not a checkpoint: write it before "
+     "--resume"),
     (["nowhere.py"], "config file nowhere.py does not exist: name a .py file, or write --key=value"),
 ])
 def test_bad_arguments_are_refused_before_anything_starts(start, args, sentence):
