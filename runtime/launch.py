@@ -26,7 +26,8 @@ SAVE_TIMEOUT_S = 300  # for the ranks to save after a signal; if a rank has fail
 def run(argv):
     """Run torchrun. Return the exit code of the rank that failed first, or 128 + the signal that killed it."""
     protect_output()
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # run() reports a failure in one line
+    for name in ("torch.distributed.elastic", "torch.distributed.elastic.multiprocessing.errors"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # run() reports a failure in one line
     close, codes = PContext.close, []  # codes: exit codes of the closed ranks
 
     def close_with_save_timeout(self, death_sig=None, timeout=30):

@@ -11,10 +11,12 @@ import time
 import psutil
 import pytest
 from conftest import ROOT, SMALL, long, read_history
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from launch_deepspeed import parse_arguments
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.shutdown import EXIT_REASONS
+from runtime.output import exit_with_error
 
 SCRIPT = ROOT / "launch_deepspeed.py"
 ASIDE = ("--batch_size", "--gradient_accumulation_steps", "--learning_rate", "--max_iters")
@@ -104,7 +106,16 @@ def test_the_exit_code_of_a_refusal(start):
     """What only the ranks see: the JSON is there for the launcher."""
     job = start("--num_gpus=2", "--deepspeed_config=nowhere.json")
     _, stderr = job.communicate(timeout=60)
-    assert job.returncode == 2 and "nowhere.json" in stderr and "Traceback" not in stderr
+    assert job.returncode == 2 and stderr.count("nowhere.json") == 1
+    assert "Traceback" not in stderr and "error.json" not in stderr  # torchrun's file
+
+
+def test_torchrun_repeats_a_refusal_below_its_traceback(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit):
+        exit_with_error("one=É\ntwo")
+    failure = ProcessFailure(0, 1, 2, str(tmp_path / "error.json"))
+    assert re.search("traceback : one=É\n  two\n=+$", str(ChildFailedError("train_deepspeed.py", {0: failure})))
 
 
 @pytest.mark.parametrize("args, sentence", [
