@@ -568,6 +568,7 @@ def test_the_two_jsons_in_float16(float16_script, train):
       '"zero_optimization.stage" is 3: write 2', '"zero_optimization.offload" is not supported',
       '"zero_optimisation" is not supported: did you mean', '"flops_profiler.profile_steps" is not supported: did']),
     ({"zero_optimization": {}}, ['"zero_optimization.stage" is missing: write 2']),
+    ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, ['has no effect at stage 2: remove it']),
     ({"zero_optimization": {"stage": 2}, "optimizer": {"params": {"betas": 0.9}}},
      ['"betas" is 0.9: write two numbers from 0 to below 1']),
     ({"zero_optimization": {"stage": 2}, "optimizer": {"params": {"betas": [0.9, 1]}}}, ['"betas" is [0.9, 1]: write']),

@@ -70,7 +70,7 @@ def resolve(path, batch, grad_clip, dtype, compiled=False, extra=None):
             content["enabled"] = name == dtype
     allowed = allowed_keys(dtype) | (extra or {}) | {key: (value,) for key, value in owned.items()}
     problems += key_problems(config, allowed)
-    problems += offload_problems(config)
+    problems += offload_problems(config, allowed["zero_optimization"]["stage"])
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     notes = repair(config, dtype, compiled)
@@ -116,13 +116,13 @@ def key_problems(config, allowed, path=""):
     return problems
 
 
-def offload_problems(config):
-    """Return the problems of offload that DeepSpeed ignores at the stage."""
+def offload_problems(config, stages):
+    """Return the problems of offload that DeepSpeed ignores at the stage. stages: those that the script can use."""
     problems, zero = [], config.get("zero_optimization")
     for what, lowest in (("param", 3), ("optimizer", 1)) if isinstance(zero, dict) else ():
         if (stage := zero.get("stage", 0)) in range(lowest) and uses_offload(config, what):
-            problems.append(f'"zero_optimization.offload_{what}" has no effect at stage {stage}: use stage 3, or '
-                            "remove it")
+            problems.append(f'"zero_optimization.offload_{what}" has no effect at stage {stage}: '
+                            + "use stage 3, or " * (3 in stages) + "remove it")
     return problems
 
 
