@@ -651,12 +651,15 @@ def test_a_checkpoint_of_other_pictures_or_of_another_run_is_refused(train, two_
 def test_an_incomplete_or_dangerous_checkpoint_is_refused(train, two_ranks, tmp_path):
     for damage, sentence in (("missing", "1 optimizer files"), ("cut", "not a complete checkpoint"),
                              ("no latest", "no latest/latest'): change or drop"),
+                             ("edited", "lacks ['classes', 'steps']): change or drop"),
                              ("code", "could run code: ['builtins.print', 'functools.partial']")):
         folder = tmp_path / damage
         link_tree(two_ranks.cwd / "checkpoints" / "epoch_4", folder)
         file = next(folder.glob("epoch_4/*zero_pp_rank_1*"))
         if damage == "no latest":
             (folder / "latest").unlink()
+        elif damage == "edited":
+            edit_info(folder, steps="4", classes=None)
         elif damage == "cut":
             replace_file(file, file.read_bytes()[:-100])
         else:
@@ -840,7 +843,7 @@ def test_made_up_pictures_are_the_same_by_seed(pictures, tmp_path):
 def test_the_example_stays_small():
     lines = {path.name: len(path.read_text().splitlines()) for folder in ("*.py", "src/*.py")
              for path in EXAMPLE.glob(folder)}
-    assert sum(lines.values()) <= 600, lines
+    assert sum(lines.values()) <= 605, lines
 
 
 def copy_project(to, without="nothing"):
@@ -860,7 +863,7 @@ FAULTS = [  # of each trap: a file of src/, what is planted for what, and the te
     ("data", "* accumulation))", "))", "each_picture_is_there"),
     ("data", "* stride, stride)", "* stride - size, stride)", "each_picture_is_there_once"),
     ("model", "t.to(fn(t).device)", "fn(t)", "statistics_stay_in_float32_in_half"),
-    ("train_deepspeed", 'if state["saved_by"] != saved_by:', "if False:", "another_number_of_ranks")]
+    ("train_deepspeed", 'if state["saved_by"] != new["saved_by"]:', "if False:", "another_number_of_ranks")]
 
 
 @pytest.mark.long

@@ -120,8 +120,9 @@ def find_checkpoint():
         folder, info = max(infos.items(), key=lambda item: (item[1].get("time", 0), item[1]["epoch"]))
         files = [*Path(folder, (folder / "latest").read_text()).glob("*_states.pt")]
         unsafe = set().union(*map(torch.serialization.get_unsafe_globals_in_checkpoint, files)) - SAFE_GLOBALS
-        if unsafe or len(files) != info["world_size"] + 1:
-            raise ValueError(f"{len(files) - 1} optimizer files; of these could run code: {sorted(unsafe)}")
+        wrong = [key for key, value in new.items() if type(info.get(key)) is not type(value)]
+        if wrong or unsafe or len(files) != info["saved_by"][0] + 1:
+            raise ValueError(f"{len(files) - 1} optimizer files; could run code: {sorted(unsafe)}; lacks {wrong}")
     except Exception as error:  # no such file, no JSON, cut short
         raise UserError(f"resume={resume} is not a complete checkpoint ({error}): change or drop --resume") from None
     return folder, info
@@ -204,10 +205,10 @@ with all_exit_on(UserError, OSError):
     val = data.Pictures(val_found, settings, ranks)
     epoch_steps = train.batches_per_epoch // gradient_accumulation_steps
     recipe = read_recipe(json_path, epoch_steps)
-    saved_by = [ranks.world_size, dtype, uses_offload(recipe.config)]
-    own = {"classes": classes, "image_size": image_size, "saved_by": saved_by}
-    resume_dir, state = find_checkpoint() if resume else (None, {**own, "epoch": 0, "epochs": []})
-    if changed := [name for name in ("classes", "image_size") if state[name] != own[name]]:
+    new = {"saved_by": [ranks.world_size, dtype, uses_offload(recipe.config)], "classes": classes,
+           "image_size": image_size, "epoch": 0, "epochs": [], "steps": 0, "best_val_acc": 0.0, "best_epoch": 0}
+    resume_dir, state = find_checkpoint() if resume else (None, new)
+    if changed := [name for name in ("classes", "image_size") if state[name] != new[name]]:
         raise UserError(f"{resume} has other {' and '.join(changed)} ({state[changed[0]]}): drop --resume")
     replaced = []  # what this run would replace, but doesn't continue
     for path in (*Path(checkpoint_dir).glob("[!.]*/extra_info.json"), *Path(log_dir).glob("training_history.json")):
@@ -228,17 +229,17 @@ explain_uncaught(explain)  # after PyTorch's process group, whose hook redirects
 model.to(device)
 if recipe.recompute:
     model.recompute_activations()
-if state["saved_by"] != saved_by:
+if state["saved_by"] != new["saved_by"]:
     with contextlib.redirect_stdout(None):
         model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(resume_dir))
     recipe.notes.append(f"{resume} is of {state['saved_by']} (ranks, precision, offload): Adam's moments begin anew")
 optimizer = setup.adamw([*model.parameters()], recipe.config, **recipe.adamw)
 engine = setup.initialize(model, optimizer, recipe.config)
 FastPath(engine).install(accumulate_locally=True, fused_step=False)  # our path for gradients, if not offloaded
-if resume and state["saved_by"] == saved_by:
+if resume and state["saved_by"] == new["saved_by"]:
     engine.load_checkpoint(str(resume_dir))
     optimizer.param_groups[0].update(recipe.adamw)  # not what the checkpoint has, if the JSON is another one
-done, steps, best_val_acc, best_epoch = (state.get(key, 0) for key in ("epoch", "steps", "best_val_acc", "best_epoch"))
+done, steps, best_val_acc, best_epoch = (state[key] for key in ("epoch", "steps", "best_val_acc", "best_epoch"))
 if not {*Path(checkpoint_dir).glob("best_model*")} - {path.parent for path in replaced}:
     best_val_acc = best_epoch = 0  # in this folder
 train_batches, val_batches = train.load(range(done + 1, epochs + 1)), val.load([0] * (epochs - done))
@@ -275,8 +276,8 @@ for epoch in range(done + 1, epochs + 1):
     log = {**facts, "epochs": history, "best": {"epoch": best_epoch, "val_acc": best_val_acc}}
     if ranks.rank == 0:
         write_atomic(history_path, json.dumps(log, indent=1) + "\n")
-    info = {**history[-1], **log, **own, "best_val_acc": best_val_acc, "best_epoch": best_epoch, "steps": steps,
-            "mean": data.MEAN, "std": data.STD, "world_size": ranks.world_size, "time": time.time()}
+    info = {**new, **history[-1], **log, "best_val_acc": best_val_acc, "best_epoch": best_epoch, "steps": steps,
+            "mean": data.MEAN, "std": data.STD, "time": time.time()}
     for name in ["best_model"] * improved + [f"epoch_{epoch}"] * (epoch % save_interval == 0 or epoch == epochs):
         save(Path(checkpoint_dir, name), info)
 print0(f"\nbest epoch {best_epoch}: {checkpoint_dir}/best_model\ncurves: python src/utils.py --history {history_path}")
