@@ -435,6 +435,16 @@ def test_another_number_of_ranks_takes_the_weights_of_the_newest_epoch(train, tw
     assert_same_tensors(resumed.models[0], two_ranks.models[0])
 
 
+def test_a_resume_adds_the_epoch_that_a_kill_after_best_model_left_out(train, two_ranks, tmp_path):
+    link_tree(two_ranks.cwd / "checkpoints" / "best_model", tmp_path / "checkpoints" / "best_model")
+    best = json.loads((tmp_path / "checkpoints" / "best_model" / "extra_info.json").read_text())
+    resumed = done(train(f"--epochs={best['epoch']}", f"--resume={tmp_path}/checkpoints", cwd=tmp_path))
+    added = tmp_path / "checkpoints" / f"epoch_{best['epoch']}"
+    assert json.loads((added / "extra_info.json").read_text()) == best | {"saved_by": [1, "float32", False]}
+    assert_same_tensors(saved_module(added), resumed.models[0])
+    assert len([*added.glob("*/*_states.pt")]) == 2
+
+
 @pytest.mark.long
 def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(train):
     killed = train("--epochs=3", "--save_interval=1", "--batch_size=16", plant="""

@@ -256,6 +256,9 @@ print0(f"pictures   {len(found):,} to train on, {len(val_found):,} to validate; 
        f"hardware   {facts['hardware']}, {setup.describe(engine, recipe.config, dtype)} ({json_path})\n"
        f"batch      {batch_size} x {ranks.world_size} x {gradient_accumulation_steps} = {per_step} pictures per step, "
        f"{epoch_steps} steps per epoch" + "".join(f"\nnote       {note}" for note in notes))
+kept = {*range(save_interval, epochs + 1, save_interval), epochs}
+if done in kept and resume_dir.parent.samefile(checkpoint_dir) and not Path(checkpoint_dir, f"epoch_{done}").exists():
+    save(Path(checkpoint_dir, f"epoch_{done}"), {**state, "saved_by": new["saved_by"]})  # killed after best_model
 for epoch in range(done + 1, epochs + 1):
     before = steps
     train_loss, train_acc, seconds, waited = run_epoch("Train", train_batches, train.batches_per_epoch)
@@ -278,7 +281,7 @@ for epoch in range(done + 1, epochs + 1):
         write_atomic(history_path, json.dumps(log, indent=1) + "\n")
     info = {**new, **history[-1], **log, "best_val_acc": best_val_acc, "best_epoch": best_epoch, "steps": steps,
             "mean": data.MEAN, "std": data.STD, "time": time.time()}
-    for name in ["best_model"] * improved + [f"epoch_{epoch}"] * (epoch % save_interval == 0 or epoch == epochs):
+    for name in ["best_model"] * improved + [f"epoch_{epoch}"] * (epoch in kept):
         save(Path(checkpoint_dir, name), info)
 print0(f"\nbest epoch {best_epoch}: {checkpoint_dir}/best_model\ncurves: python src/utils.py --history {history_path}")
 shut_down()
