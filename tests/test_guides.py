@@ -14,7 +14,6 @@ import launch_deepspeed
 from runtime.cluster.ranks import Ranks
 from runtime.foreign_options import ANIMALS90, FOREIGN_OPTIONS
 from runtime.plan import run_plan
-from runtime.plan.memory import gpu_bytes
 from runtime.plan.run_plan import Problems, count_params, make_plan
 
 SCRIPT = "train_deepspeed.py"
@@ -135,37 +134,3 @@ def test_the_guides_commands_pass_a_dry_run(dry_run, monkeypatch):
             assert not problems and plan.memory_report(Ranks(0, 0, ranks, ranks)).startswith("each GPU"), words
             done += 1
     assert done > 25
-
-
-RUNNING = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
-
-
-def test_the_needs_of_runs_are_the_estimates(dry_run):
-    rows = re.findall(r"^\| (.+), (\d) GPUs? \| ([\d.]+) GB \| ([\d.]+) GB \|$", RUNNING, re.M)
-    assert len(rows) == 7
-    for name, ranks, ram, disk in rows:
-        argv = [XL, *re.findall("`(.+)`", name)]
-        plan, _ = dry_run(argv, int(ranks))
-        assert f"host       {ram}" in re.sub(r"(host +\d+\.\d)\d", r"\1", plan.memory_report(
-            Ranks(0, 0, int(ranks), int(ranks)))), name
-        assert f"{plan.tag_bytes / 1e9:.1f}" == disk, name
-    assert 5 * 21.8 == 109 and "109 GB for GPT-2 XL, or 65 GB" in " ".join(RUNNING.split())
-
-
-def test_gpt2_xl_fits_on_two_gpus_with_24_gb(dry_run, monkeypatch):
-    (command,) = re.findall(r"^(torchrun --nproc_per_node=2 .*\\\n.*)$", RUNNING, re.M)
-    ranks, argv = launched(shlex.split(command.replace("\\\n", "")), monkeypatch)
-    plan, problems = dry_run(argv, ranks, 24)
-    assert not problems and plan.batch.sequences == 128 and not plan.advice()
-    assert "The estimate is 20.6 GB per GPU" in RUNNING and gpu_bytes(plan) / 1e9 == pytest.approx(20.6, abs=0.05)
-
-
-def test_the_learning_rates_are_those_of_the_configs():
-    rows = [row for row in re.findall(r"^\| .+ \| (.+) \| (`config/.+`) \|$", RUNNING, re.M)]
-    assert len(rows) == 5
-    for text, configs in rows:
-        for config in re.findall("`(.+?)`", configs):
-            s = settings(config)
-            warmup = re.search(r"([\d,]+) steps of warmup", text)
-            assert s.learning_rate == float(text.split(",")[0]), config
-            assert s.warmup_iters == (int(warmup[1].replace(",", "")) if warmup else 0), config
