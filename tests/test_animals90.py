@@ -694,9 +694,19 @@ def test_an_unreadable_picture_ends_the_run_with_its_name(train, pictures, tmp_p
 
 
 def test_a_killed_worker_ends_the_run_in_one_sentence(train):
+    """Also if PyTorch's signal handler raises inside a __del__, which Python can only report."""
     stopped = train("--num_workers=1", plant="""
-import data, signal
+import data, signal, time
 data.random_crop = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+class Slow:
+    def __del__(self):
+        time.sleep(600)
+def load(self, epochs, load=data.Pictures.load):
+    batches = load(self, epochs)
+    if self.batches_per_epoch == 11:
+        Slow()
+    return batches
+data.Pictures.load = load
 """)
     assert stopped.returncode == 2 and "Traceback" not in stopped.stderr
     *_, line = stopped.stderr.splitlines()  # the signal's exception may first meet tqdm, which prints a warning

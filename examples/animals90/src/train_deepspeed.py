@@ -226,6 +226,7 @@ with all_exit_on(UserError, OSError):
 
 device = setup.setup_device(recipe, ranks.local_rank, recipe.config)
 explain_uncaught(explain)  # after PyTorch's process group, whose hook redirects sys.stderr
+sys.unraisablehook = lambda _: None  # PyTorch may raise a killed worker's error inside a __del__; the next batch fails
 model.to(device)
 if recipe.recompute:
     model.recompute_activations()
