@@ -500,9 +500,7 @@ torch.nn.functional.conv2d = lambda x, weight, *args: conv2d(x.float(), weight.f
 def float16_script(tmp_path):
     shutil.copytree(EXAMPLE, tmp_path / "examples" / "animals90", ignore=shutil.ignore_patterns("data", "check*"))
     script = tmp_path / "examples" / "animals90" / "src" / "train_deepspeed.py"
-    text = script.read_text()
-    assert text.count("fp16 and not on_gpu") == 1
-    script.write_text(text.replace("fp16 and not on_gpu", "False"))
+    script.write_text(script.read_text().replace("fp16 and not on_gpu", "False"))
     return script
 
 
