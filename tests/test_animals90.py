@@ -872,32 +872,6 @@ def copy_project(to, without="nothing"):
             shutil.copy(ROOT / name, to / name)
 
 
-FAULTS = [  # of each trap: a file of src/, what is planted for what, and the test that fails
-    ("train_deepspeed", 'if "running" in name)', 'if "none" in name)', "all_ranks_end_with_the_same_statistics"),
-    ("model", "0.0 if recomputing else self.momentum", "self.momentum", "recomputed_activations"),
-    ("train_deepspeed", "fixes.grow_loss_scale(engine)", "pass", "the_loss_scale_grows"),
-    ("train_deepspeed", "steps += engine.was_step_applied()", "steps += 1", "a_skipped_step_is_none"),
-    ("train_deepspeed", '"weight_decay": 0.0 if', '"weight_decay": 0.01 if', "the_json_says_which_adam"),
-    ("data", "* accumulation))", "))", "each_picture_is_there"),
-    ("data", "* stride, stride)", "* stride - size, stride)", "each_picture_is_there_once"),
-    ("model", "t.to(fn(t).device)", "fn(t)", "statistics_stay_in_float32_in_half"),
-    ("train_deepspeed", 'if state["saved_by"] != new["saved_by"]:', "if False:", "another_number_of_ranks")]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("file, old, new, test", FAULTS, ids=[fault[3] for fault in FAULTS])
-def test_each_trap_has_a_test_that_fails_without_the_remedy(file, old, new, test, tmp_path):
-    copy_project(tmp_path)
-    path = tmp_path / "examples" / "animals90" / "src" / f"{file}.py"
-    text = path.read_text()
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, new))
-    env = {name: value for name, value in os.environ.items() if not name.startswith("FORK_SERVER")}
-    tests = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-n0", "tests/test_animals90.py", "-k", test],
-                           cwd=tmp_path, capture_output=True, text=True, env=env)
-    assert tests.returncode == 1 and "ERROR" not in tests.stdout, tests.stdout
-
-
 def test_without_the_example_the_project_is_whole(tmp_path):
     copy_project(tmp_path, without="examples/")
     subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)

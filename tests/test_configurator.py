@@ -78,24 +78,17 @@ def config(tmp_path):
     (["--max_iters=5"], {"max_iters": 5}),
     (["--max_iters", "5"], {"max_iters": 5}),
     (["--max_iters=-5"], {"max_iters": -5}),
-    (["--max_iters", "-5"], {"max_iters": -5}),
     (["--max_iters=600_000"], {"max_iters": 600000}),
     (["--learning_rate=1"], {"learning_rate": 1.0}),
     (["--learning_rate=6e-4"], {"learning_rate": 0.0006}),
-    (["--min_lr=1"], {"min_lr": 1.0}),
     (["--min_lr=0.5", "--min_lr=None"], {}),
-    (["--n_layer=3"], {"n_layer": 3}),
     (["--n_layer=3", "--n_layer=None"], {}),
     (["--out_dir=runs/a=b"], {"out_dir": "runs/a=b"}),
-    (["--out_dir", "runs/a=b"], {"out_dir": "runs/a=b"}),
     (["--out_dir=7"], {"out_dir": "7"}),
     (["--out_dir=None"], {"out_dir": "None"}),
     (["--out_dir="], {"out_dir": ""}),
-    (["--schedule=linear"], {"schedule": "linear"}),
-    (["--compile=False"], {"compile": False}),
     (["--compile=false"], {"compile": False}),
     (["--compile=True", "--compile=auto"], {}),
-    (["--eval_only=True"], {"eval_only": True}),
     (["--eval_only", "true"], {"eval_only": True}),
     (["--eval_only"], {"eval_only": True}),
     (["--eval_only", "--max_iters=5"], {"eval_only": True, "max_iters": 5}),
@@ -259,52 +252,6 @@ def test_the_headline_config_is_the_original_job():
     assert {name: settings[name] for name in expected} == expected
 
 
-def test_a_config_of_nanogpt_runs_as_it_is(config):
-    path = config("""
-import time
-
-out_dir = 'out-shakespeare'
-eval_interval = 5
-eval_iters = 40
-log_interval = 1
-eval_only = False
-wandb_log = False # feel free to turn on
-wandb_project = 'shakespeare'
-wandb_run_name = 'ft-' + str(time.time())
-dataset = 'shakespeare'
-init_from = 'gpt2-xl' # this is the largest GPT-2 model
-always_save_checkpoint = False
-# 1 batch_size * 32 grad_accum * 1024 tokens = 32,768 tokens/iter
-batch_size = 1
-gradient_accumulation_steps = 32
-block_size = 1024
-n_layer = 12
-n_head = 12
-n_embd = 768
-bias = False
-dropout = 0.1
-max_iters = 20
-learning_rate = 3e-5
-decay_lr = False
-warmup_iters = 100
-lr_decay_iters = 5000
-min_lr = 1e-4
-weight_decay = 1e-1
-beta1 = 0.9
-beta2 = 0.99
-grad_clip = 1.0
-backend = 'nccl'
-device = 'cpu'
-dtype = 'bfloat16'
-compile = False
-""")
-    defaults, annotations = script_settings()
-    settings = vars(configure(defaults, [str(path)], annotations))
-    assert (settings["max_iters"], settings["bias"], settings["decay_lr"], settings["compile"]) == (
-        20, False, False, False)
-    assert settings["wandb_run_name"].startswith("ft-1")
-
-
 def test_help_shows_every_setting_with_its_comment(tmp_path):
     done = python(SCRIPT, "--help", cwd=tmp_path)
     assert done.returncode == 0
@@ -323,23 +270,6 @@ def test_help_shows_every_setting_with_its_comment(tmp_path):
     assert "\nLearning rate schedule\n-----" in done.stdout and "one process, no launcher" in done.stdout
 
 
-def test_every_setting_has_a_description_of_its_own_and_its_choices():
-    """In docs/settings.md, which is the output of --help."""
-    text = re.sub(r"\n {45}", " ", (ROOT / "docs" / "settings.md").read_text())
-    rows = re.findall(r"^    --(\w+)=(?:'.*?'|\S+) +(.+?)(?: \[(.*)\])?$", text, re.M)
-    defaults, annotations = script_settings()
-    assert [name for name, _, _ in rows] == [*defaults]
-    assert [name for name, description, _ in rows if len(description.split()) < 3] == []
-    assert len({description for _, description, _ in rows}) == len(rows)
-    values = {name: kinds.split(" | ") for name, _, kinds in rows if kinds}
-    assert {name: values[name] for name in annotations if "auto" in values[name] or "None" not in values[name]} == {
-        "dataset": ["dict", "str"], "batch_size": ["auto", "int"],
-        "lr_schedule": ["cosine", "linear", "constant"], "device": ["auto", "cuda", "cpu"],
-        "dtype": ["auto", "bfloat16", "float16", "float32"], "backend": ["auto", "nccl", "gloo"],
-        "compile": ["auto", "True", "False"], "accumulate_locally": ["auto", "True", "False"]}
-    assert values["target_gpu"] == ["float", "str", "None"] and values["bias"] == ["True", "False", "None"]
-
-
 def test_settings_of_a_script_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = settings_of_script(str(SCRIPT), ["config/shakespeare_char_cpu.py", "--max_iters", "7"])
@@ -347,14 +277,7 @@ def test_settings_of_a_script_from_any_folder(tmp_path, monkeypatch):
     assert (settings.max_iters, settings.n_embd, settings.learning_rate) == (7, 128, 2e-3)
 
 
-def test_a_mistake_ends_with_2_and_no_traceback():
-    done = python(SCRIPT, "config/shakespeare_char_cpu.py", "--max_iters=20", "--learing_rate=1")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "command line: there is no setting 'learing_rate': did you mean 'learning_rate'?\n"
-
-
 # The DeepSpeed JSON
-
 
 
 def resolved(content, tmp_path, dtype="float32", world_size=4):
@@ -392,14 +315,11 @@ def test_auto_is_resolved_in_the_keys_that_the_script_owns(tmp_path):
 
 @pytest.mark.parametrize("content, problem", [
     ({"zero_optimisation": {}}, "\"zero_optimisation\" is not supported: did you mean 'zero_optimization'?"),
-    ({"amp": {"enabled": False}}, '"amp" is not supported: remove it, and see docs/memory.md'),
     (zero(overlapp_comm=True), "\"zero_optimization.overlapp_comm\" is not supported: did you mean 'overlap_comm'?"),
     (zero(offload_optimizer={"device": "cpu", "pin": True}),
      '"zero_optimization.offload_optimizer.pin" is not supported: remove it'),
     ({"fp16": {"los_scale": 0}}, "\"fp16.los_scale\" is not supported: did you mean 'loss_scale'?"),
     ({"bf16": {"enabled": "auto", "foo": 1}}, '"bf16.foo" is not supported: remove it'),
-    ({"data_types": {"grad_acum_dtype": "fp32"}},
-     "\"data_types.grad_acum_dtype\" is not supported: did you mean 'grad_accum_dtype'?"),
     ({"data_types": {"grad_accum_dtype": "bf17"}}, '"data_types.grad_accum_dtype" is "bf17"'),
     ({"train_batch_size": 32}, '"train_batch_size" is 32, but the script sets it to 24: remove it, or write "auto"'),
     ({"gradient_accumulation_steps": 1}, '"gradient_accumulation_steps" is 1, but the script sets it to 3'),
@@ -407,45 +327,31 @@ def test_auto_is_resolved_in_the_keys_that_the_script_owns(tmp_path):
     (zero("auto"), '"zero_optimization.stage" is "auto": write 0 or 1 or 2 or 3'),
     (zero(3, stage3_max_live_parameters="auto"), '"zero_optimization.stage3_max_live_parameters" is "auto"'),
     ({"steps_per_print": "auto"}, '"steps_per_print" is "auto"'),
-    (zero(4), '"zero_optimization.stage" is 4: write 0 or 1 or 2 or 3'),
     (zero("2"), '"zero_optimization.stage" is "2": write 0 or 1 or 2 or 3'),
     (zero(True), '"zero_optimization.stage" is true: write 0 or 1 or 2 or 3'),
     (zero(2.0), '"zero_optimization.stage" is 2.0: write 0 or 1 or 2 or 3'),
     (zero(reduce_bucket_size=2.5), '"zero_optimization.reduce_bucket_size" is 2.5: write a whole number of at least 1'),
-    (zero(reduce_bucket_size="5"), '"zero_optimization.reduce_bucket_size" is "5": write a whole number of at least 1'),
     (zero(overlap_comm="yes"), '"zero_optimization.overlap_comm" is "yes": write true or false'),
     (zero(offload_optimizer="cpu"), '"zero_optimization.offload_optimizer" must be an object'),
     (zero(3, offload_param={"device": "nvme"}), '"zero_optimization.offload_param.device" is "nvme": write "cpu" or '
                                                 '"none"'),
     (zero(offload_optimizer={"device": []}), '"zero_optimization.offload_optimizer.device" is []: write "cpu" or'),
-    (zero(cpu_offload=True), '"zero_optimization.cpu_offload" is not supported: remove it'),
-    (zero(strict=True), '"zero_optimization.strict" is not supported: remove it'),
     (zero(prefetch_bucket_size=1), " is not supported: did you mean 'stage3_prefetch_bucket_size'?"),
     ({"communication_data_type": "fp17"}, '"communication_data_type" is "fp17": write "fp32"'),
     ({"steps_per_print": 0}, '"steps_per_print" is 0: write a whole number of at least 1'),
     ({"steps_per_print": 10**400}, '"steps_per_print" has 401 digits: write a smaller number'),
-    ({"dump_state": 2}, '"dump_state" is 2: write true or false'),
-    ({"aio": {}}, '"aio" is not supported: remove it'),
     ({"zero_optimization": [2]}, '"zero_optimization" must be an object'),
     ({"bf16": True}, '"bf16" must be an object'),
-    ({"fp16": None}, '"fp16" must be an object'),
     ({"optimizer": {"type": "AdamW"}}, '"optimizer" is not supported: remove it, and see docs/memory.md'),
-    ({"activation_checkpointing": {}}, '"activation_checkpointing" is not supported: remove it'),
-    ({"checkpoint": {"writer": {}}}, '"checkpoint" is not supported: remove it'),
     (zero(offload_param={"device": "cpu"}), '"zero_optimization.offload_param" has no effect at stage 2: use stage 3'),
     (zero(0, offload_optimizer={"device": "cpu"}), '"zero_optimization.offload_optimizer" has no effect at stage 0'),
-    (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}),
-     '"zero_optimization.offload_optimizer.ratio" is not supported: remove it'),
     (zero(2, round_robin_gradients=True),
      '"zero_optimization.round_robin_gradients" is true: write false'),
-    ({"bf16": {"enabled": True}}, '"bf16.enabled" is true, but dtype=float32: write "auto", or train in bfloat16'),
-    ({"fp16": {"enabled": True}}, '"fp16.enabled" is true, but dtype=float32: write "auto", or train in float16'),
     ('{"bf16": {}, "bf16": {}}', " is not valid JSON: Duplicate keys in DeepSpeed config: ['bf16']"),
     ('{"zero_optimization": {"stage": 1, "stage": 2}}', "Duplicate keys in DeepSpeed config: ['stage']"),
     ("{", " is not valid JSON: "),
-    ("", " is not valid JSON: "),
+    ('{"a":' * 100_000, " is not valid JSON: "),
     ("[]", " must contain a JSON object"),
-    ("null", " must contain a JSON object"),
 ], ids=lambda value: None if isinstance(value, dict) else re.sub(r"\W+", "-", value)[:40])
 def test_jsons_are_refused(content, problem, tmp_path):
     with pytest.raises(UserError) as error:
@@ -548,11 +454,6 @@ def test_an_example_of_deepspeed_passes(tmp_path):
     assert config["zero_optimization"]["reduce_bucket_size"] == 2e8
 
 
-def test_a_json_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(UserError, match="No such file or directory: choose another file with --deepspeed_config=FILE"):
-        resolve(str(tmp_path / "none.json"), Batch(2, 3, 1, 32), 1.0, "float32")
-
-
 @pytest.mark.parametrize("block, enabled, dtype", [
     ("bf16", False, "bfloat16"), ("fp16", False, "float16"), ("fp16", True, "bfloat16"), ("bf16", True, "float16")])
 def test_precision_blocks_may_not_contradict_dtype(block, enabled, dtype, tmp_path):
@@ -627,17 +528,3 @@ def test_a_package_that_is_missing_is_named_with_the_fix(package, words, tmp_pat
 def test_a_module_of_ours_that_is_missing_is_a_bug():
     done = without("runtime.sample.chat", "sample.py")
     assert done.returncode == 1 and "Traceback" in done.stderr and "runtime.sample.chat" in done.stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize("text, problem", [
-    ('{"zero_optimization": {"stage": 3, "sub_group_size": true}}', '"zero_optimization.sub_group_size" is true: w'),
-    ('{"zero_optimization": {"stage": 3, "sub_group_size": 0}}', '"zero_optimization.sub_group_size" is 0: w'),
-    ('{"zero_optimization": {"stage": 2, "overlap_comm": 0}}', '"zero_optimization.overlap_comm" is 0: write true or'),
-    ('{"bf61": {}}', "\"bf61\" is not supported: did you mean 'bf16'?"),
-    ('{"a":' * 100_000, "is not valid JSON: "),
-])
-def test_values_of_another_type_and_nests_are_refused(tmp_path, text, problem):
-    (tmp_path / "ds.json").write_text(text)
-    with pytest.raises(UserError) as refused:
-        resolve(str(tmp_path / "ds.json"), Batch(1, 1, 1, 32), 1.0, "float32")
-    assert problem in str(refused.value) and len(str(refused.value).splitlines()) == 1

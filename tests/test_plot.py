@@ -4,7 +4,7 @@ import json
 import math
 import re
 
-from conftest import ROOT, done, launch
+from conftest import ROOT, launch
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -27,28 +27,11 @@ def write_run(folder, records):
     return folder
 
 
-def colors(picture):
-    """Return {color: number of its pixels} of a picture."""
-    return {color: count for count, color in picture.convert("RGB").getcolors(2**24)}
-
-
 def panel(history, key):
     """Return the axes of one panel with one run."""
     axes = Figure().subplots()
     plot.draw(axes, {"a": history}, key)
     return axes
-
-
-def test_the_picture_has_both_runs_colors(train):
-    a, b = (done(train(f"--learning_rate={lr}")) for lr in ("1e-3", "2e-3"))
-    run = draw(a.out_dir, b.out_dir)
-    assert (run.returncode, run.stdout, run.stderr) == (0, f"written to {a.out_dir}/curves.png\n", "")
-    picture = Image.open(a.out_dir / "curves.png")
-    assert picture.format == "PNG" and picture.size == (1800, 960)
-    seen = colors(picture)
-    assert seen[255, 255, 255] < 0.98 * 1800 * 960
-    blue, orange, green = (31, 119, 180), (255, 127, 14), (44, 160, 44)  # matplotlib's first three
-    assert seen[blue] > 500 and seen[orange] > 500 and green not in seen
 
 
 def test_long_runs_keep_their_spikes_and_leave_out_what_is_not_finite():

@@ -13,11 +13,9 @@ from runtime.monitor.profiler import count_flops
 MEASURED = {"zero_optimization": {"stage": 2}, "wall_clock_breakdown": True, "comms_logger": {"enabled": True}}
 
 
-@pytest.mark.parametrize("shape", [{}, {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65}],
-                         ids=["gpt2", "characters"])
-def test_our_flops_are_deepspeeds_to_5_percent(shape):
-    """GPT-2 small: 0.01% apart. The count leaves the model as it was."""
-    model = GPT(GPTConfig(**shape))
+def test_our_flops_are_deepspeeds_to_5_percent():
+    """The count leaves the model as it was."""
+    model = GPT(GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65))
     line, table = count_flops(model)
     apart = float(re.search(r"\(([0-9.]+)% apart\)", line)[1])
     assert apart < 5 and "(c_attn): Linear(" in table and model.training
