@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +23,9 @@ if "TEST_GPU" not in os.environ:  # ./run_tests.sh --gpu sets it
                       HF_ENDPOINT="http://127.0.0.1:9", HF_HOME="/nowhere")  # no hub: nobody listens there
     collect_ignore = ["gpu"]
 sys.path.insert(0, str(ROOT))
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:  # under nohup, or behind a shell's &: what a test starts must not
+        signal.signal(number, lambda *_: None)  # inherit that, and a handler isn't inherited
 
 import numpy as np
 import psutil
