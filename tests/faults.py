@@ -145,7 +145,7 @@ FAULTS = [Fault(*row) for row in (
         ("half precision", "the statistics are rounded to bfloat16", "model", "t.to(fn(t).device)", "fn(t)",
          "test_statistics_stay_in_float32_in_half_precision"),
         ("other ranks", "Adam's moments of another number of ranks are read from the wrong places", "train_deepspeed",
-         'if state["saved_by"] != saved_by:', "if False:",
+         'if state["saved_by"] != new["saved_by"]:', "if False:",
          "test_another_number_of_ranks_takes_the_weights_of_the_newest_epoch"))),
 )]
 

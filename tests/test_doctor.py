@@ -160,8 +160,3 @@ def test_a_bin_that_has_changed_since_preparation_is_reported(characters, tmp_pa
     settings = settings_of_script(ROOT / "train_deepspeed.py", [f"--dataset={copy}"])
     assert [*checks.datasets(settings)] == [checks.row("data copy", "val.bin changed since preparation",
                                                        "prepare it again", checks.FAIL)]
-
-
-def test_a_misspelt_setting_ends_it():
-    done = doctor("--learing_rate=1")
-    assert done.returncode == 2 and "did you mean 'learning_rate'" in done.stderr

@@ -79,23 +79,6 @@ def test_imports_go_down_and_never_in_a_circle(sources):
     assert circle(graph) is None
 
 
-@pytest.mark.parametrize("path, line, other", [
-    ("runtime/files.py", "import runtime.hardware", "runtime/hardware.py"),
-    ("runtime/kernels/fp8.py", "from runtime.engine import setup", "runtime/engine/setup.py"),
-    ("runtime/kernels/fp8.py", "from runtime.monitor.health import StepHealth", "runtime/monitor/health.py"),
-    ("runtime/data/loader.py", "def late():\n    from ..plan import memory", "runtime/plan/memory.py"),
-    ("runtime/plan/memory.py", "import train_deepspeed", "train_deepspeed.py")])
-def test_an_import_that_goes_up_or_sideways_is_found(sources, path, line, other):
-    sources[path] += "\n" + line
-    assert upward(imports(sources)) == {(path, other)}
-
-
-def test_a_circle_within_a_room_is_found(sources):
-    sources["runtime/plan/memory.py"] += "\ndef late():\n    from runtime.plan.run_plan import Batch\n"
-    graph = imports(sources)
-    assert not upward(graph) and {"runtime/plan/memory.py", "runtime/plan/run_plan.py"} <= {*circle(graph)}
-
-
 def test_a_script_makes_its_settings_global_in_one_line(sources):
     for path, source in sources.items():
         assert source.count("globals().update") <= 1, path

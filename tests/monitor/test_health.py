@@ -212,17 +212,6 @@ def test_norms_that_rise_slowly_are_told_before_the_loss_rises(warnings_of):
     assert warnings_of([0.0] * 1100 + [1.0] * 100) == {} and warnings_of([None] * 1100) == {}
 
 
-def test_norms_that_have_risen_are_told_once_across_resumes(spoilt):
-    """With a history of 200 norms. They are four times as high from step 201 on; two runs end at 230 and 260."""
-    args = "--decay_lr=False", "--grad_clip=0", "--log_interval=50", "--init_from=auto"
-    for last, first in (230, 201), (260, 1), (300, 1):
-        done, history, _ = spoilt(2 * first - 1, 999, f"--max_iters={last}", *args, rank=0, factor=4, ranks=1,
-                                  plant="from runtime.monitor import health; health.HISTORY = 200")
-        assert done.returncode == 0, done.stderr
-    (told,) = [r for r in history if r.get("warning", "").startswith("gradient norms are ")]
-    assert told["iter"] == 250 and "times those of the 150 steps before" in told["warning"]
-
-
 def test_a_loss_scale_that_collapses_is_explained_and_ends_the_run(spoilt, tmp_path):
     """From 4 down to 1, two steps that look for the scale; then three that fail at 1, of which two are allowed."""
     config = {"zero_optimization": {"stage": 2}, "fp16": {"initial_scale_power": 2, "hysteresis": 1}}

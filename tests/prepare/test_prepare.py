@@ -288,23 +288,6 @@ def test_killed_between_any_two_files_it_leaves_a_whole_dataset_or_none(tmp_path
     assert hashes_of(out) == whole and not (out / ".partial").exists()
 
 
-def test_a_sigkill_ends_the_workers_and_leaves_nothing_that_looks_whole(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", 60_000_000)
-    args = ["a.jsonl", "--tokenizer=char", "--name"]
-    prepare(*args, "./whole", "--workers=1", cwd=tmp_path)
-    job = start(*args, "./out", "--workers=2", cwd=tmp_path)
-    workers = workers_of(job, 2)
-    job.send_signal(signal.SIGSTOP)
-    _, refused = prepare(*args, "./out", cwd=tmp_path, code=2)
-    assert "another process is preparing out: wait, or choose" in refused
-    job.kill()
-    assert job.wait() == -signal.SIGKILL and hashes_of(tmp_path / "out") == {}
-    assert psutil.wait_procs(workers, timeout=5)[1] == []
-    prepare(*args, "./out", "--workers=3", cwd=tmp_path)
-    assert hashes_of(tmp_path / "out") == hashes_of(tmp_path / "whole")
-    assert not (tmp_path / "out" / ".partial").exists()
-
-
 def test_a_killed_worker_or_ctrl_c_leaves_nothing(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", 60_000_000)
     args = ["a.jsonl", "--tokenizer=char", "--name=./out", "--workers=2"]
