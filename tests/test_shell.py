@@ -66,14 +66,6 @@ def test_the_whole_job(start, tmp_path):
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
 
 
-def test_a_dry_run_ends_before_the_run(start, tmp_path):
-    with start("--dry_run=True") as job:
-        stdout, stderr = job.communicate(timeout=60)
-    assert (job.returncode, stderr) == (0, "") and "hardware   2 x CPU" in stdout and "iter 1:" not in stdout
-    assert re.search(r"^each rank +\d+\.\d\d MB of ", stdout, re.M), stdout
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.long
 def test_a_run_that_saves_nothing_is_not_sampled_from(start):
     with start("--keep_last=0", "--max_iters=1") as job:

