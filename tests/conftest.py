@@ -212,7 +212,7 @@ def nvidia_smi(folder, *capabilities):
     return path
 
 
-def wait_until(condition, seconds=60, every=0.05):
+def wait_until(condition, seconds=200, every=0.05):
     """Return the first true value of condition(), or the last one after so many seconds."""
     deadline = time.monotonic() + seconds
     while not (value := condition()) and time.monotonic() < deadline:

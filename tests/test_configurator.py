@@ -56,7 +56,7 @@ def script_settings():
 
 
 def python(*args, cwd=ROOT):
-    return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -501,7 +501,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(words):
     os.close(reader)
     with os.fdopen(writer, "w") as stdout:
         done = subprocess.run([sys.executable, *words.split()], cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE,
-                              env={**os.environ, "PYTHONUNBUFFERED": "1"}, text=True, timeout=60)
+                              env={**os.environ, "PYTHONUNBUFFERED": "1"}, text=True)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
@@ -510,7 +510,7 @@ def without(package, words):
     code = ("import runpy, sys; _, package, *sys.argv = sys.argv; sys.modules[package] = None; "
             "runpy.run_path(sys.argv[0], run_name='__main__')")
     return subprocess.run([sys.executable, "-c", code, package, *words.split()], cwd=ROOT, capture_output=True,
-                          text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
+                          text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 @pytest.mark.parametrize("package, words", [

@@ -236,10 +236,10 @@ def test_a_straggler_is_named(characters, tmp_path):
     try:
         assert wait_until(lambda: log.exists() and "iter 20:" in log.read_text())
         threading.Thread(target=hold_back, args=(psutil.Process(job.pids[1]), over), daemon=True).start()
-        assert wait_until(lambda: "rank 1 is a straggler: " in log.read_text(), 90), log.read_text()[-2000:]
+        assert wait_until(lambda: "rank 1 is a straggler: " in log.read_text()), log.read_text()[-2000:]
         over.set()
         (out_dir / "STOP").touch()
-        assert job.wait(60) == 0
+        assert job.wait(200) == 0
     finally:
         over.set()
         kill(job)

@@ -186,7 +186,7 @@ def test_the_run_on_50_gb_completes(train, tag_size, tmp_path, rate, best):
     """A disk of 50 / 21.8 checkpoints; the ranks agree on what is saved."""
     run = done(train("--max_iters=20", "--eval_interval=5", "--keep_last=3", f"--learning_rate={rate}", ranks=2,
                      out_dir=tmp_path / "out", plant=DISK.format(size=int(tag_size * 50 / 21.81), taken=0,
-                                                                 folder=str(tmp_path)), timeout=60))
+                                                                 folder=str(tmp_path))))
     assert "keep_last=1 and always_save_checkpoint=False: the disk has room for 2 checkpoints, not for 4" in run.stdout
     store = TagStore(run.out_dir)
     assert store.list() == ["iter_20", "best", "final"] and store.iteration("best") == best
@@ -200,7 +200,7 @@ def test_the_run_on_50_gb_completes(train, tag_size, tmp_path, rate, best):
 def test_a_save_without_room_deletes_the_oldest(train, tag_size, tmp_path, rate, code, tags):
     """At iteration 6 and 8 there are two checkpoints, and half the space of another."""
     run = train(*EIGHT, f"--learning_rate={rate}", out_dir=tmp_path / "out", ranks=2,
-                plant=DISK.format(size=9 * tag_size, taken=int(6.5 * tag_size), folder=str(tmp_path)), timeout=60)
+                plant=DISK.format(size=9 * tag_size, taken=int(6.5 * tag_size), folder=str(tmp_path)))
     assert run.returncode == code and TagStore(run.out_dir).list() == tags, run.stdout + run.stderr
     gone = [f"no room for the next checkpoint: deleted {run.out_dir}/iter_{iter_num}" for iter_num in (2, 4)]
     assert [line for line in run.stdout.splitlines() if "deleted" in line] == (gone if code == 0 else [])

@@ -231,7 +231,7 @@ SENTENCES = {
 def refusals(bad, train, holder):
     """name -> the run of bad[name], in a folder with a finished run that it may even overwrite; two runs at a time."""
     def refuse(args):
-        return train("--overwrite=True", *args, out_dir=holder, timeout=60)
+        return train("--overwrite=True", *args, out_dir=holder)
 
     before = fingerprint(holder)
     with ThreadPoolExecutor(2) as pool:

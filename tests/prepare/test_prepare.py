@@ -293,13 +293,13 @@ def test_a_killed_worker_or_ctrl_c_leaves_nothing(tmp_path):
     args = ["a.jsonl", "--tokenizer=char", "--name=./out", "--workers=2"]
     job = start(*args, cwd=tmp_path)
     workers_of(job, 2)[0].kill()
-    assert job.communicate(timeout=60)[1].splitlines()[-1] == (
+    assert job.communicate(timeout=200)[1].splitlines()[-1] == (
         "a worker process was killed, perhaps because memory ran out; nothing was changed: try again with --workers=1")
     assert job.returncode == 2 and not (tmp_path / "out").exists()
     job = start(*args, cwd=tmp_path, start_new_session=True)
     workers_of(job, 2)
     os.killpg(job.pid, signal.SIGINT)  # as a terminal does
-    assert job.communicate(timeout=60)[1] == "interrupted; nothing was changed\n"
+    assert job.communicate(timeout=200)[1] == "interrupted; nothing was changed\n"
     assert job.returncode == 130 and not (tmp_path / "out").exists()
 
 
