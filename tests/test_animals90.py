@@ -831,17 +831,6 @@ def test_pictures_are_split_by_their_bytes_and_duplicates_dropped(pictures, tmp_
     assert bare.returncode == 2 and re.fullmatch("No module named .*pip install -r requirements.txt\n", bare.stderr)
 
 
-def test_made_up_pictures_are_the_same_by_seed(pictures, tmp_path):
-    again, other = tmp_path / "again", tmp_path / "other"
-    for folder, seed in ((again, 1337), (other, 7)):
-        done(prepare("--made_up", "--classes=3", "--train=2", "--val=1", "--size=40", f"--seed={seed}",
-                     to=folder))
-    names = sorted(path.relative_to(again) for path in again.rglob("*.jpg"))
-    assert len(names) == 9 == len({(again / name).read_bytes() for name in names})
-    assert all((again / name).read_bytes() == (pictures / name).read_bytes() for name in names)
-    assert all((again / name).read_bytes() != (other / name).read_bytes() for name in names)
-
-
 def test_the_example_stays_small():
     lines = {path.name: len(path.read_text().splitlines()) for folder in ("*.py", "src/*.py")
              for path in EXAMPLE.glob(folder)}

@@ -42,19 +42,6 @@ def test_a_machine_without_gpus_is_warned_of_that_alone(here):
     assert not [row for row in rows.values() if "could not be checked" in row["detail"]]
 
 
-def test_another_deepspeed_fails_with_the_fix(tmp_path):
-    """The environment is doctored: metadata of an older version stands before the real one's."""
-    folder = tmp_path / "deepspeed-0.18.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.18.0\n")
-    done = doctor(PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    assert done.returncode == 1
-    at = next(i for i, line in enumerate(done.stdout.splitlines()) if line.startswith("FAIL"))
-    assert re.search(r" as in requirements(-volta)?\.txt; deepspeed 0\.18\.0$", done.stdout.splitlines()[at])
-    assert done.stdout.splitlines()[at + 1].strip() == "-> python -m pip install deepspeed==0.19.8"
-    assert "1 to fix" in done.stdout
-
-
 def test_a_card_that_this_pytorch_has_no_kernels_for_fails_with_the_fix(tmp_path):
     """nvidia-smi lists one with compute capability 7.0, or under requirements-volta.txt one with 10.0."""
     capability, file = ("10.0", "requirements.txt") if "sm_70" in torch._C._cuda_getArchFlags() else (

@@ -58,11 +58,6 @@ def bad(tmp_path_factory, holder, characters):
     def cut(path, size):
         path.write_bytes(path.read_bytes()[:size])
 
-    def stray(copy):
-        ids = bytearray((copy / "val.bin").read_bytes())
-        ids[200:202] = (28).to_bytes(2, "little")  # the vocabulary is 0 ... 27
-        (copy / "val.bin").write_bytes(ids)
-
     def no_characters(copy):
         meta = json.loads((copy / "meta.json").read_text())
         (copy / "meta.json").write_text(json.dumps(meta | {"tokenizer": {"kind": "char", "chars": "ab"}}))
@@ -103,18 +98,12 @@ def bad(tmp_path_factory, holder, characters):
         folder / "tiny")
     write_dataset(folder / "wide", range(900), range(100), {"kind": "gpt2"}, 50257,
                   {"name": "a test", "sha256": "0" * 64, "bytes": 0})
-    (folder / "broken.json").write_text('{"zero_optimization": {"stage": 2},}')
     return {
         "misspelt": ["--learing_rate=1"],
-        "type": ["--max_iters=many"],
         "no data": ["--dataset=no-such-data"],
         "no bin": [data("no-bin", lambda copy: (copy / "train.bin").unlink())],
-        "cut bin": [data("cut", lambda copy: cut(copy / "train.bin", 999))],
-        "half bin": [data("half", lambda copy: cut(copy / "val.bin", 2000))],
-        "stray id": [data("stray", stray)],
         "short": ["--block_size=2500"],
         "heads": ["--n_embd=32", "--n_head=3"],
-        "no heads": ["--n_head=0"],
         "negative": ["--batch_size=0", "--dropout=1.5", "--beta1=2"],
         "sample": ["--sample_interval=1", "--sample_start=É"],
         "rate": ["--learning_rate=1e999", "--lr_decay_iters=-5"],
@@ -122,16 +111,10 @@ def bad(tmp_path_factory, holder, characters):
         "positions": [f"--init_from={folder}/tiny", *NO_SHAPE],
         "shape": [f"--init_from={folder}/tiny", "--block_size=16"],
         "vocabulary": [f"--init_from={folder}/tiny", "--block_size=16", f"--dataset={folder}/wide", *NO_SHAPE],
-        "weights": ["--init_from=gpt2-medium", *NO_SHAPE],
-        "init_from": ["--init_from=gpt3"],
         "json keys": [ds_config("keys", {"zero_optimisation": {}, "train_batch_size": 77, "steps_per_print": "auto"})],
-        "json block": [ds_config("block", {"bf16": True})],
-        "json fp16": [ds_config("fp16", {"fp16": {"los_scale": 1}})],
-        "json syntax": [f"--deepspeed_config={folder}/broken.json"],
         "json untested": ["--dtype=bfloat16", ds_config("untested", {
             "zero_optimization": {"stage": 3, "zero_quantized_weights": True, "offload_param": {"device": "nvme"}},
             "bf16": {"bf16_master_weights_and_grads": True}})],
-        "no json": ["--deepspeed_config=no-such.json"],
         "float16": ["--dtype=float16"],
         "cuda": ["--device=cuda"],
         "fp8": ["--fp8=True"],
@@ -165,15 +148,10 @@ def bad(tmp_path_factory, holder, characters):
 
 SENTENCES = {
     "misspelt": "there is no setting 'learing_rate': did you mean 'learning_rate'?",
-    "type": "max_iters takes int, not 'many'",
     "no data": "no-such-data/train.bin does not exist: run python data/prepare.py PATH --name=no-such-data",
     "no bin": "train.bin does not exist: run python data/prepare.py PATH --name=",
-    "cut bin": "train.bin has 999 bytes, but its 18000 tokens take 36000: run python",
-    "half bin": "val.bin has 2000 bytes, but its 2000 tokens take 4000: run python",
-    "stray id": "val.bin holds token 28, which is outside its vocabulary of 28: run python",
     "short": "val.bin has 2000 tokens, but block_size=2500 needs 2501: train with --block_size=1999",
     "heads": "n_embd=32 is not divisible by n_head=3",
-    "no heads": "n_head=0 must be a positive integer",
     "negative": ["batch_size=0 must be at least 1", "dropout=1.5 must be at least 0 and below 1",
                  "beta1=2.0 must be at least 0 and below 1"],
     "sample": "the character 'É' (U+00C9) is not one of the 28",
@@ -182,18 +160,12 @@ SENTENCES = {
     "positions": "block_size=32 is above the 16 positions of the weights: use --block_size=16",
     "shape": "determines the shape: drop them, or add --init_from=scratch",
     "vocabulary": "vocabulary of 50257 is larger than the weights' 28: prepare the data with the weights' tokenizer",
-    "weights": "the weights of gpt2-medium could not be fetched",
-    "init_from": "init_from=gpt3 is unknown: give scratch, resume, auto, gpt2, gpt2-medium,",
     "json keys": ['"train_batch_size" is 77, but the script sets it to 4: remove it, or write "auto"',
                   "\"zero_optimisation\" is not supported: did you mean 'zero_optimization'?",
                   '"steps_per_print" is "auto": write a whole number of at least 1'],
-    "json block": '"bf16" must be an object',
-    "json fp16": "\"fp16.los_scale\" is not supported: did you mean 'loss_scale'?",
-    "json syntax": "broken.json is not valid JSON: ",
     "json untested": ['"zero_optimization.zero_quantized_weights" is not supported: remove it',
                       '"zero_optimization.offload_param.device" is "nvme": write "cpu" or "none"',
                       '"bf16.bf16_master_weights_and_grads" is not supported: remove it'],
-    "no json": "no-such.json: No such file or directory: choose another file with --deepspeed_config=FILE",
     "float16": "dtype=float16 needs a GPU: use --dtype=float32 or --dtype=bfloat16",
     "cuda": "device=cuda, but PyTorch finds no CUDA GPU: use --device=cpu",
     "fp8": "fp8=True needs compute capability 9.0 (H100, H200, B200, ...), bfloat16, compile=auto, a C compiler",
