@@ -30,8 +30,9 @@ from runtime.output import exit_with_error, protect_output
 
 SPLITS = ("train", "val")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-# In the order in which they get their names: without train.bin, nobody takes the rest for a dataset of nanoGPT.
-FILES = ("tokenizer.json", "meta.pkl", "val_mask.bin", "train_mask.bin", "val.bin", "train.bin", "meta.json")
+# In the order in which they get their names. No reader accepts a dataset without train.bin.
+FILES = ("tokenizer.json", "meta.pkl", "val_mask.bin", "train_mask.bin", "val.bin", "meta.json", "train.bin")
+MARK = "described_by"  # a key of our meta.pkl: without meta.json, a dataset of conversations would pass as other text
 COUNTS, BEGINS = 1, 2  # bits of a mask
 SLICE = 2**22  # tokens handled at once
 CHECKED_SLICES = 64  # per split, evenly spread: all of Shakespeare, 3% of OpenWebText
@@ -46,8 +47,8 @@ def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source
 
     The ids of a split are an array, a list, or an iterator over arrays or lists. masks: {file: iterator over arrays of
     bytes}, only for conversations. details: more entries of meta.json. All files are first written under temporary
-    names, and meta.json is removed first and renamed last. So a killed process leaves the old dataset, the new one, or
-    one that check_dataset() rejects. Raises UserError for an id outside the vocabulary."""
+    names, and train.bin is removed first and renamed last. So a killed process leaves the old dataset, the new one, or
+    one without train.bin, which check_dataset() rejects. Raises UserError for an id outside the vocabulary."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for file in folder.iterdir():
@@ -68,10 +69,9 @@ def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source
             write("tokenizer.json", [Path(tokenizer_meta["file"]).read_bytes()])
         meta = {"format": 1, "tokenizer": {key: value for key, value in tokenizer_meta.items() if key != "file"},
                 "vocab_size": vocab_size, "dtype": dtype, **tokens, "source": source, "files": files, **details}
-        pickled = {"vocab_size": vocab_size, "tokenizer": tokenizer_meta["kind"]}
+        pickled = {"vocab_size": vocab_size, MARK: "meta.json"}
         if chars := tokenizer_meta.get("chars"):  # as nanoGPT's scripts write it
-            pickled = {"vocab_size": vocab_size, "itos": dict(enumerate(chars)),
-                       "stoi": {char: i for i, char in enumerate(chars)}}
+            pickled |= {"itos": dict(enumerate(chars)), "stoi": {char: i for i, char in enumerate(chars)}}
         write("meta.pkl", [pickle.dumps(pickled)])
         write("meta.json", [(json.dumps(meta, indent=1) + "\n").encode()])
         for name in reversed(FILES[1:]):
@@ -181,6 +181,8 @@ def _meta_of_nanogpt(folder):
     if (folder / "meta.pkl").exists():
         with open(folder / "meta.pkl", "rb") as file:
             pickled = _PlainUnpickler(file).load()
+        if MARK in pickled:
+            raise FileNotFoundError(None, None, str(folder / "meta.json"))
         vocab_size = pickled["vocab_size"]
         if "itos" in pickled:
             tokenizer = {"kind": "char", "chars": "".join(pickled["itos"][i] for i in range(vocab_size))}
@@ -234,7 +236,7 @@ def _how_to_fix(folder):
     if folder == ROOT / "data":  # --dataset=, or --dataset=.
         return "name one of the datasets in this folder with --dataset=NAME"
     name = folder.name if folder.parent == ROOT / "data" else shlex.quote(os.path.abspath(folder))
-    replace = " --overwrite" * any((folder / file).exists() for file in ("meta.json", "train.bin"))
+    replace = " --overwrite" * (folder / "train.bin").exists()
     return f"run python {own}" if os.path.exists(own) else f"run python {any_text} PATH --name={name}{replace}"
 
 

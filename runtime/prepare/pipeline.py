@@ -31,7 +31,7 @@ ROWS_IN_MEMORY = 16  # rows that each process collects before it writes them
 def prepare(folder, files, tokenizer, vocab_size, options, workers, overwrite=False, skip_unreadable=False):
     """Write a dataset of `files` to `folder` and return its meta.json. tokenizer, vocab_size: from tokenizer_meta().
     options: what else the bytes depend on. Raises UserError."""
-    if not overwrite and ((folder / "meta.json").exists() or (folder / "train.bin").exists()):
+    if not overwrite and (folder / "train.bin").exists():
         raise UserError(f"{folder} holds a dataset: choose another --name, or replace it with --overwrite")
     is_char, is_chat = tokenizer["kind"] == "char", options["format"] == "chat"
     dtype = "<u2" if vocab_size <= 2**16 else "<u4"

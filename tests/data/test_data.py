@@ -4,8 +4,13 @@ Tests with `index` in their name ask pip for a wheel of 1 or 2 MB; the others ne
 """
 
 import hashlib
+import itertools
 import json
+import os
 import pickle
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -218,29 +223,66 @@ write_dataset(sys.argv[1], [1] * 50, val(), {"kind": "gpt2"}, 50257, {})
     assert names(dataset) == [".mine.tmp", "meta.json", "meta.pkl", "train.bin", "val.bin"]
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 4])
-def test_killed_between_two_renames_leaves_nothing_that_lies(dataset, step):
-    """The new data set has characters, so that an old file beside a new one would be noticed."""
-    child = python("""
-import os, sys
-from runtime.data.dataset import write_dataset
-replace, left = os.replace, [int(sys.argv[2])]
-def replace_or_die(*paths):
-    left[0] -= 1
-    if left[0] == 0:
-        os._exit(9)
-    replace(*paths)
-os.replace = replace_or_die
-write_dataset(sys.argv[1], [0, 1] * 25, [1, 0], {"kind": "char", "chars": "ab"}, 2, {})
-""", dataset, step)
-    assert child.wait() == 9
-    assert not (dataset / "meta.json").exists()
-    if step < 4:
-        with pytest.raises(UserError, match="train.bin does not exist"):
-            check_dataset(dataset)
-    else:  # all but meta.json is in place: whole, in nanoGPT's form
-        meta = check_dataset(dataset)
-        assert (meta["train_tokens"], meta["tokenizer"]) == (50, {"kind": "char", "chars": "ab"})
+CHAT = {"template": "a template", "masks": {"train_mask.bin": [bytes(50)], "val_mask.bin": [bytes(9)]}}
+KINDS = {  # the same 50 and 9 ids each: the tokenizer, the vocabulary and what else write_dataset() takes
+    "text": ({"kind": "gpt2"}, 50257, {}), "chat": ({"kind": "gpt2"}, 50257, CHAT),
+    "uint32": ({"kind": "gpt2"}, 70_000, {}), "chars": ({"kind": "char", "chars": "ab"}, 2, {}),
+    "chat in chars": ({"kind": "char", "chars": "ab"}, 2, CHAT)}
+
+
+def write_kind(folder, kind):
+    tokenizer_meta, vocab_size, more = KINDS[kind]
+    write_dataset(folder, [0, 1] * 25, [1] * 9, tokenizer_meta, vocab_size, SOURCE, **more)
+
+
+def readable(folder):
+    """All that a reader gets of a dataset; None if it is refused."""
+    try:
+        meta = check_dataset(folder)
+    except UserError as error:
+        assert re.search(r"(train.bin|meta.json) does not exist: run python .*prepare.py", str(error))
+        return None
+    return meta, {path.name: path.read_bytes() for path in folder.glob("*.bin")}
+
+
+def killed(step, function, *args):
+    """Call a function in a fork that is killed before it renames or removes its step-th file. Return whether it was."""
+    if pid := os.fork():
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert status in (0, -signal.SIGKILL)
+        return status != 0
+    left = iter(range(step - 1, -1, -1))
+
+    def or_die(call):
+        return lambda *paths, **options: call(*paths, **options) if next(left) else os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        os.replace, os.unlink = or_die(os.replace), or_die(os.unlink)
+        function(*args)
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.parametrize("old, new", [
+    ("text", "chat"), ("chat", "text"), ("text", "uint32"), ("uint32", "text"), ("uint32", "chat"),
+    ("chars", "chat in chars"), ("chat in chars", "chars"), ("of nanoGPT", "uint32")])
+def test_a_kill_at_any_step_leaves_the_old_dataset_the_new_one_or_none(tmp_path, old, new):
+    write_kind(tmp_path / "new", new)
+    (tmp_path / "old").mkdir()
+    nanogpt_folder(tmp_path / "old") if old == "of nanoGPT" else write_kind(tmp_path / "old", old)
+    before, after = readable(tmp_path / "old"), readable(tmp_path / "new")
+    found = []
+    for step in itertools.count(1):
+        folder = tmp_path / str(step)
+        shutil.copytree(tmp_path / "old", folder)
+        if not killed(step, write_kind, folder, new):
+            break
+        found.append(readable(folder))
+        assert found[-1] in (before, after, None) and (folder / "train.bin").exists() == (found[-1] is not None)
+    assert readable(folder) == after and found[0] == before and found.count(None) >= 5
+    (tmp_path / "new" / "meta.json").unlink()  # the rest is not a dataset of nanoGPT's
+    assert readable(tmp_path / "new") is None
 
 
 def damage_truncated(folder):

@@ -44,7 +44,7 @@ def test_the_text_is_split_by_characters_and_the_scripts_take_no_arguments(tmp_p
     texts = [decode(np.fromfile(tmp_path / name, dtype="<u2")) for name in ("train.bin", "val.bin")]
     assert texts == [TEXT[:split], TEXT[split:]]
     pickled = pickle.loads((tmp_path / "meta.pkl").read_bytes())
-    assert sorted(pickled) == ["itos", "stoi", "vocab_size"]
+    assert sorted(pickled) == ["described_by", "itos", "stoi", "vocab_size"]
     assert pickled["vocab_size"] == len(chars) and pickled["itos"][pickled["stoi"]["W"]] == "W"
     for script in (CHAR_SCRIPT, BPE_SCRIPT):
         done = subprocess.run([sys.executable, script, "--input=mine.txt"], capture_output=True, text=True)
@@ -114,6 +114,6 @@ def test_index_known_text_has_the_known_tokens(text_from_the_index, tmp_path, ca
     assert meta["files"]["train.bin"]["sha256"].startswith(train_sha256)
     assert meta["files"]["val.bin"]["sha256"].startswith(val_sha256)
     if kind == "gpt2":
-        assert pickle.loads((tmp_path / "meta.pkl").read_bytes()) == {"vocab_size": 50257, "tokenizer": "gpt2"}
+        assert pickle.loads((tmp_path / "meta.pkl").read_bytes()) == {"vocab_size": 50257, "described_by": "meta.json"}
     printed = capsys.readouterr().out
     assert f"train: {counts[0]:,} tokens, val: {counts[1]:,} tokens, vocabulary: {vocab_size:,}" in printed
