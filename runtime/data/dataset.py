@@ -102,11 +102,12 @@ def mixture_shares(weights):
     if not isinstance(weights, dict) or not weights or not all(
             isinstance(name, str) and isinstance(w, int | float) and 0 < w < math.inf for name, w in weights.items()):
         raise ValueError(f"dataset={weights} is not a mixture: write {{'name': 0.3, 'other': 0.7}}, all above 0")
-    exact = {name: Fraction(w).limit_denominator(10_000) for name, w in weights.items()}
+    total = sum(map(Fraction, weights.values()))
+    exact = {name: (Fraction(w) / total).limit_denominator(MAX_MIXTURE_PERIOD) for name, w in weights.items()}
     unit = Fraction(math.gcd(*(w.numerator for w in exact.values())) or 1,  # the largest that divides them all
                     math.lcm(*(w.denominator for w in exact.values())))
     shares = {name: int(w / unit) for name, w in exact.items()}
-    if min(shares.values()) < 1 or sum(shares.values()) > MAX_MIXTURE_PERIOD:
+    if max(sum(shares.values()), total / Fraction(min(weights.values()))) > MAX_MIXTURE_PERIOD:
         raise ValueError(f"dataset={weights} repeats after over {MAX_MIXTURE_PERIOD:,} sequences: round the weights")
     return shares
 

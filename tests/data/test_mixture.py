@@ -30,13 +30,14 @@ def backwards(characters, tmp_path_factory):
 
 @pytest.mark.parametrize("weights, whole", [
     ({"a": 0.3, "b": 0.7}, {"a": 3, "b": 7}), ({"a": 1, "b": 1, "c": 2}, {"a": 1, "b": 1, "c": 2}),
-    ({"a": 0.3333333, "b": 0.6666667}, {"a": 1, "b": 2}), ({"a": 30, "b": 70.0}, {"a": 3, "b": 7})])
+    ({"a": 0.3333333, "b": 0.6666667}, {"a": 1, "b": 2}), ({"a": 30, "b": 70.0}, {"a": 3, "b": 7}),
+    ({"a": 5e-5, "b": 1}, {"a": 1, "b": 20_000}), ({"a": 1e-9, "b": 3e-9}, {"a": 1, "b": 3})])
 def test_weights_become_shares(weights, whole):
     assert mixture_shares(weights) == whole
 
 
 @pytest.mark.parametrize("weights", [{}, {"a": 0}, {"a": -1, "b": 1}, {"a": "much"}, {"a": math.nan}, "{a: 1}",
-                                     {"a": math.pi, "b": math.e, "c": 1}])
+                                     {"a": math.pi, "b": math.e, "c": 1}, {"a": 7e-6, "b": 1}])
 def test_what_are_no_weights_is_refused(weights):
     with pytest.raises(ValueError, match="dataset="):
         mixture_shares(weights)
