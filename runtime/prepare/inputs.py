@@ -27,8 +27,7 @@ def find_files(paths):
     files = []
     for path in paths:
         if os.path.isdir(path):
-            files += sorted(str(file) for file in Path(path).rglob("*") if file.is_file()
-                            and not any(part.startswith(".") for part in file.relative_to(path).parts))
+            files += sorted(files_below(os.path.normpath(path), set()))
         elif os.path.isfile(path) or path == "-" and sys.stdin is not None and path not in files:
             files.append(path)
         else:
@@ -36,6 +35,19 @@ def find_files(paths):
     if not files:
         raise UserError(f"{' '.join(paths)} has no files in it: choose another folder")
     return files
+
+
+def files_below(folder, seen):
+    """Yield the files in a folder and its subfolders, without hidden ones. Links are followed. seen: the real paths of
+    the folders that were read, so that no link leads in a circle."""
+    if (real := os.path.realpath(folder)) in seen:
+        return
+    seen.add(real)
+    for path in (os.path.join(folder, name) for name in sorted(os.listdir(folder)) if not name.startswith(".")):
+        if os.path.isdir(path):
+            yield from files_below(path, seen)
+        elif os.path.isfile(path):
+            yield path
 
 
 def kind_of(name):

@@ -103,7 +103,10 @@ def write_forms(folder, texts):
     column = pyarrow.array(texts, pyarrow.large_string())
     pyarrow.parquet.write_table(pyarrow.table({"id": range(len(texts)), "body": column}), folder / "a.parquet",
                                 row_group_size=70)
-    (folder / "sub" / "deep").mkdir(parents=True)
+    (folder / "sub").mkdir()
+    (folder / "elsewhere").mkdir()
+    (folder / "sub" / "deep").symlink_to("../elsewhere")
+    (folder / "sub" / "circle").symlink_to(".")
     (folder / "sub" / "deep" / "b.jsonl").write_text("".join(lines[100:]))
     (folder / "sub" / "c.parquet.txt").write_text("")
     (folder / "sub" / "a.jsonl").write_text("".join(lines[:100]))
