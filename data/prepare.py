@@ -45,7 +45,7 @@ def arguments():
 
 def main():
     args = arguments()
-    for name, low, high in (("max_document_bytes", 64, 2**40), ("workers", 1, 1024), ("val_fraction", 0, 1)):
+    for name, low, high in (("max_document_bytes", 64, 2**24), ("workers", 1, 1024), ("val_fraction", 0, 1)):
         if (value := getattr(args, name)) is not None and not low <= value <= high:
             raise UserError(f"--{name}={value} must be {low} to {high}")
     if args.name.strip("/") in ("", ".", ".."):

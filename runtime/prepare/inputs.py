@@ -4,6 +4,7 @@ The readers of the datasets library don't fit. Its JSON reader turns "2024-05-01
 into None, and its zstd reader accepts a truncated file.
 """
 
+import functools
 import io
 import json
 import os
@@ -15,6 +16,7 @@ from runtime.data.chat import END_OF_ANSWER, ROLES
 from runtime.files import UserError
 
 BUFFER_BYTES = 2**20
+MAX_RECORD_BYTES = 50_000_000  # tokenizing a record takes up to 60 times its size in memory
 EOT = re.compile(rb"<\|endoftext\|>(\r?\n)?")  # separates the documents of a text file, with or without a newline
 EOT_BYTES = len(b"<|endoftext|>\r\n")
 TRAILING_EOT = re.compile(r"<\|endoftext\|>(\r?\n)?\Z")
@@ -68,7 +70,8 @@ def read_records(name, kind, field, max_document_bytes):
         # pyarrow chooses the compression by the name, reads all frames of a file, and rejects a truncated one
         with (sys.stdin.buffer if name == "-" else
               io.BufferedReader(pyarrow.input_stream(name), BUFFER_BYTES)) as file:
-            yield from file if kind in ("jsonl", "chat") else text_chunks(file, max_document_bytes)
+            yield from (iter(functools.partial(file.readline, MAX_RECORD_BYTES + 1), b"")
+                        if kind in ("jsonl", "chat") else text_chunks(file, max_document_bytes))
     except (pyarrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None):  # the file system's error
             raise
@@ -103,8 +106,8 @@ def text_chunks(file, max_document_bytes):
 
 def chunk_end(buffer, at, max_document_bytes):
     """Return where the piece that begins at `at` ends: after <|endoftext|>, or after one to two `max_document_bytes`. A
-    cut comes before the white space in front of a word. GPT-2's BPE splits every text there, so the tokens of the
-    pieces are the tokens of the whole text."""
+    cut comes before the white space in front of a word, if there is any. GPT-2's BPE splits every text there, so the
+    tokens of the pieces are the tokens of the whole text."""
     furthest = at + 2 * max_document_bytes
     eot = EOT.search(buffer, at, furthest + EOT_BYTES)
     if eot and eot.start() < furthest:
@@ -125,6 +128,8 @@ def text_of(record, kind, field):
         return record, True
     if kind in ("jsonl", "chat"):
         return text_of_json(record, kind, field).encode() if record.strip() else b"", True
+    if b"\0" in record:
+        raise ValueError("a NUL byte, as in an archive or in UTF-16: unpack it, or save it as UTF-8")
     text, ends = TRAILING_EOT.subn("", str(record, "utf-8").removeprefix("\ufeff"))  # some editors' byte order mark
     return text.replace("\r\n", "\n").replace("\r", "\n").encode() if not text.isspace() else b"", bool(ends)
 
