@@ -26,6 +26,7 @@ from runtime.prepare import inputs
 
 ROW_BYTES = 2**20  # text per row, at least
 ROWS_IN_MEMORY = 16  # rows that each process collects before it writes them
+parent_of_workers = []  # the process that tokenizes, while its forks are its workers
 
 
 def prepare(folder, files, tokenizer, vocab_size, options, workers, overwrite=False, skip_unreadable=False):
@@ -160,7 +161,7 @@ def tokenize(work, reader, encode, workers):
         rows = datasets.Dataset.from_generator(
             reader.rows, datasets.Features({"split": string, "texts": datasets.List(binary)}), work,
             fingerprint="texts", writer_batch_size=ROWS_IN_MEMORY)
-        os.register_at_fork(after_in_child=functools.partial(follow_parent, os.getpid()))
+        parent_of_workers.append(os.getpid())
         return rows.map(encode, num_proc=workers, remove_columns="texts", writer_batch_size=ROWS_IN_MEMORY,
                         features=datasets.Features({"split": string, "ids": binary, "mask": binary}),
                         cache_file_name=str(work / "ids.arrow"), new_fingerprint="ids", desc="tokenizing")
@@ -171,10 +172,15 @@ def tokenize(work, reader, encode, workers):
             raise
         raise UserError("a worker process was killed, perhaps because memory ran out; nothing was changed: try again "
                         f"with --workers={max(1, workers // 2)}") from None
+    finally:
+        parent_of_workers.clear()
 
 
-def follow_parent(parent):
+def follow_parent():
     """Ignore Ctrl-C in a worker process, which its parent handles, and exit when the parent has gone."""
+    if not parent_of_workers:
+        return
+    parent = parent_of_workers.pop()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch():
@@ -183,6 +189,9 @@ def follow_parent(parent):
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+os.register_at_fork(after_in_child=follow_parent)
 
 
 def encode(encoder, end, dtype, row):

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 
 import numpy as np
 import psutil
@@ -28,9 +29,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from runtime.data import dataset as bins
 from runtime.data.dataset import Dataset, check_dataset, open_datasets, open_tokens
-from runtime.data.tokenizer import gpt2_encoding, tokenizer_of
+from runtime.data.tokenizer import CODE_POINTS, gpt2_encoding, tokenizer_of
 from runtime.files import UserError
-from runtime.prepare import inputs
+from runtime.prepare import inputs, pipeline
 
 SCRIPT = ROOT / "data" / "prepare.py"
 SHARE = 0.3
@@ -274,6 +275,19 @@ def test_a_killed_worker_or_ctrl_c_leaves_nothing(tmp_path):
     os.killpg(job.pid, signal.SIGINT)  # as a terminal does
     assert job.communicate(timeout=200)[1] == "interrupted; nothing was changed\n"
     assert job.returncode == 130 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks, the library's
+def test_only_workers_ignore_ctrl_c(tmp_path, monkeypatch):
+    import datasets  # noqa: F401 (before the next line's variables are set)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    (tmp_path / "a.txt").write_text("one<|endoftext|>two")
+    options = {"paths": ["a.txt"], "format": None, "field": "text", "max_document_bytes": 64, "val_fraction": 0.5}
+    pipeline.prepare(tmp_path / "out", [str(tmp_path / "a.txt")], {"kind": "char"}, CODE_POINTS, options, 2)
+    if pid := os.fork():
+        assert os.waitpid(pid, 0)[1] == 0
+    else:
+        os._exit(signal.getsignal(signal.SIGINT) == signal.SIG_IGN or threading.active_count() > 1)
 
 
 def test_nothing_is_kept_in_hugging_faces_cache(tmp_path):
