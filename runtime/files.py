@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -9,11 +10,34 @@ import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]  # the project's folder
+MAX_JSON_DEPTH, MAX_JSON_DIGITS = 100, 300  # Python's recursion ends at 1,000, and a float has 309 digits at most
 TEMP_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # .NAME.RANDOM.tmp, the files that write_temp() writes
 
 
 class UserError(Exception):
     """A mistake that the user can fix. The message has the fix. A script prints it and exits with code 2."""
+
+
+def parse_json(text, **options):
+    """Return json.loads(text, **options). Raises ValueError, also for a depth or a number that would fail later."""
+    try:
+        value = json.loads(text, parse_int=_parse_int, **options)
+        if _depth(value) <= MAX_JSON_DEPTH:
+            return value
+    except RecursionError:
+        pass
+    raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} levels deep")
+
+
+def _parse_int(digits):
+    if len(digits) > MAX_JSON_DIGITS:
+        raise ValueError(f"it has a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _depth(value):
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return max(map(_depth, parts), default=0) + 1
 
 
 def file_digest(path, flush=False):

@@ -1,7 +1,6 @@
 """Read pretrained weights from the Hugging Face hub, a folder in transformers' format, or nanoGPT's ckpt.pt."""
 
 import contextlib
-import json
 import os
 import pickle
 import zipfile
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.files import UserError, file_digest
+from runtime.files import UserError, file_digest, parse_json
 
 PRETRAINED = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280),
               "gpt2-xl": (48, 25, 1600)}  # layers, heads, width
@@ -86,7 +85,7 @@ def read_config(source):
         return read_nanogpt(source)[0]
     path = os.path.join(source, "config.json")
     with weights_errors(path):
-        hf = json.loads(Path(path).read_text(encoding="utf-8"))
+        hf = parse_json(Path(path).read_text(encoding="utf-8"))
         n_embd = hf.get("n_embd", 768)
     for key, values in {**GPT2_KEYS, "n_inner": (None, 4 * n_embd if isinstance(n_embd, int) else None)}.items():
         if hf.get(key, values[0]) not in values:
@@ -132,7 +131,7 @@ def open_weights(source):
         with weights_errors(source):
             shards = [file]
             if os.path.exists(index):
-                shards = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
+                shards = sorted(set(parse_json(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
             return {name: w for shard in shards for name, w in load(os.path.join(source, shard)).items()}
     raise UserError(f"{source} has neither model.safetensors nor pytorch_model.bin")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from runtime.cluster.ranks import RANK, exit_together, print0
-from runtime.files import TEMP_NAME, UserError, file_digest, fsync, lock_folder, replace_dir, write_atomic
+from runtime.files import TEMP_NAME, UserError, file_digest, fsync, lock_folder, parse_json, replace_dir, write_atomic
 from runtime.weights import SAFE_GLOBALS
 
 MANIFEST_FORMAT = 1  # increase it when a key of the manifest changes
@@ -108,7 +108,7 @@ class TagStore:
         path = self.path(tag, "/manifest.json")
         try:
             text = Path(path).read_text(encoding="utf-8")
-            manifest = json.loads(text)
+            manifest = parse_json(text)
         except OSError as error:
             raise UnreadableError.of(error, path) from None
         except ValueError:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.files import ROOT, TEMP_NAME, UserError, write_temp
+from runtime.files import ROOT, TEMP_NAME, UserError, parse_json, write_temp
 from runtime.output import exit_with_error, protect_output
 
 SPLITS = ("train", "val")
@@ -154,7 +154,7 @@ def read_meta(folder):
     folder = Path(folder)
     own = folder / "meta.json"
     try:
-        meta = json.loads(own.read_text(encoding="utf-8")) if own.exists() else _meta_of_nanogpt(folder)
+        meta = parse_json(own.read_text(encoding="utf-8")) if own.exists() else _meta_of_nanogpt(folder)
         _check_meta(meta)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{os.path.relpath(error.filename)} does not exist: {_how_to_fix(folder)}") from None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from configurator import did_you_mean
 from runtime.engine.fixes import repair
-from runtime.files import ROOT, UserError
+from runtime.files import ROOT, UserError, parse_json
 
 DTYPE_BLOCK = {"bfloat16": "bf16", "float16": "fp16"}
 STAGE3_DEFAULTS = {"stage3_prefetch_bucket_size": 5e7, "stage3_max_reuse_distance": 1e9,
@@ -84,10 +84,10 @@ def read_json(path):
 
     try:
         text = Path(path).read_text(encoding="utf-8")
-        config = json.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+        config = parse_json(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}: choose another file with --deepspeed_config=FILE") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} must contain a JSON object")

@@ -1,6 +1,5 @@
 """Find the model that sample.py loads, and its tokenizer."""
 
-import json
 import os
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore, parse_run_path
 from runtime.data.dataset import GPT2_VOCAB, dataset_dirs, read_meta
 from runtime.data.tokenizer import tokenizer_file_meta
+from runtime.files import parse_json
 from runtime.weights import read_nanogpt, weights_errors
 
 PADDED_GPT2_VOCAB = 50304  # nanoGPT's, for a dataset without meta.pkl
@@ -35,7 +35,7 @@ def resolve(init_from, out_dir, tag, dataset):
         file, template = Path(init_from, "tokenizer_config.json"), None
         if file.exists():  # a folder in transformers' format
             with weights_errors(file):
-                template = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
+                template = parse_json(file.read_text(encoding="utf-8")).get("chat_template")
         data = {"template": template, "block_size": config.block_size, **data}
 
     def load(device, dtype):
@@ -60,7 +60,7 @@ def data_of_weights(source, vocab_size):
                 return read_meta(folder)
     file = Path(source, "tokenizer.json")
     if file.exists():
-        end = json.loads(file.with_name("config.json").read_text(encoding="utf-8")).get("eos_token_id")
+        end = parse_json(file.with_name("config.json").read_text(encoding="utf-8")).get("eos_token_id")
         return {"tokenizer": tokenizer_file_meta(file, end), "vocab_size": vocab_size}
     raise ValueError(f"the tokenizer of {source} is unknown ({vocab_size} tokens): name the dataset that it was "
                      f"trained on{f', {trained_on},' if trained_on else ''} with --dataset=NAME or a path")
