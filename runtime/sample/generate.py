@@ -26,7 +26,7 @@ def read_prompts(start, prompts_file):
     """Return the prompts: the lines of prompts_file, the content of the file in start=FILE:path, or `start`."""
     if not prompts_file:
         return [read_text(start.removeprefix("FILE:")) if start.startswith("FILE:") else start]
-    lines = [line for line in read_text(prompts_file).splitlines() if line]
+    lines = [line for line in read_text(prompts_file).replace("\r\n", "\n").split("\n") if line]
     if not lines:
         raise ValueError(f"{prompts_file} is empty: write one prompt per line")
     return lines

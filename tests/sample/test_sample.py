@@ -160,6 +160,11 @@ def test_prompts_from_files_and_from_the_keyboard(sample, theirs, tmp_path):
     assert asked.stderr == "the character 'É' (U+00C9) is not one of the 28 that this character dataset knows\n"
 
 
+def test_only_newlines_end_a_prompt(tmp_path):
+    (tmp_path / "lines.txt").write_bytes("a\u2028b\fc\r\n\nd\x85\n".encode())
+    assert texts.read_prompts("", tmp_path / "lines.txt") == ["a\u2028b\fc", "d\x85"]
+
+
 def test_what_is_shown_waits_for_whole_characters():
     """Bytes as tokens: the two of é come together, half of one comes at the end, and nothing after end-of-text."""
     shown = []
