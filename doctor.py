@@ -199,11 +199,14 @@ def kernels():
     """Compare our Triton kernels with plain PyTorch, in one block of GPT-2 XL's width on this GPU."""
     from runtime.kernels import is_supported
     from runtime.kernels.block import compare_with_plain
+    from runtime.kernels.edits import edited_functions
 
     why = hardware.missing_compiler()
     yield row("C compiler", why or "installed, with Python's headers",
               "apt install gcc python3-dev, or train slower on GPUs" if why else "")
-    if GPUS and not why and is_supported(torch.empty(0, device="cuda")):
+    if edited := edited_functions():
+        yield row("Triton kernels", f"not used, because model.py was edited ({', '.join(edited)})")
+    elif GPUS and not why and is_supported(torch.empty(0, device="cuda")):
         dtype = hardware.pick_dtype("auto", "cuda")
         (loss, grads), (plain_loss, plain_grads) = compare_with_plain("cuda", getattr(torch, dtype))
         good = grads < 1.5 * plain_grads and loss < plain_loss + 0.01

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from model import GPT, GPTConfig, addmm_fp32, attention_backends, cross_entropy_with_grad
+from model import GPT, GPTConfig, addmm_fp32, attention_backends
 from runtime.kernels import fp8, jit, tl, triton
+from runtime.kernels.edits import edited_functions
 from runtime.kernels.fp8 import store, update_amax
 
 MAX_WIDTH = 4096  # columns of a row in one program; 8192 in float32 need more shared memory than an A100 has
@@ -313,15 +314,16 @@ class LinearNoBias(torch.autograd.Function):
 
 
 def supports(config):
-    """Return whether these blocks can replace those of a model with this GPTConfig."""
-    return config.bias and config.gelu == "tanh" and config.dropout == 0 and config.n_embd <= MAX_WIDTH
+    """Return whether these blocks can replace model.py's for this GPTConfig. They can't if model.py was edited."""
+    return (config.bias and config.gelu == "tanh" and config.dropout == 0 and config.n_embd <= MAX_WIDTH
+            and not edited_functions())
 
 
 def install(model, use_fp8=False):
     """Make a model's blocks run on these kernels, and compile its loss."""
     model.fp8_scales = fp8.Fp8Scales(model) if use_fp8 else None
     if model.lm_head.weight.is_cuda:
-        model.lm_head.cross_entropy = torch.compile(cross_entropy_with_grad)
+        model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy)
     model.forward_hidden = partial(forward_hidden, model)
     for block in model.transformer.h:
         block.forward = partial(block_forward, block)

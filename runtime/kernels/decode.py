@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from runtime.kernels import is_supported, jit, tl, triton
 from runtime.kernels.block import residual_layernorm_fwd
+from runtime.kernels.edits import edited_functions
 
 # The fastest values tried on an H200 with GPT-2 XL (results/h200_x1_one_token.json, h200_x1_sampling.json)
 TILES = {2048: (8, 4), 8192: (2, 16)}  # {matrix width, rounded up to a power of 2: (rows, warps) per program}
@@ -164,7 +165,7 @@ def decode_step_for(model):
     c, weight = model.config, model.lm_head.weight
     D = c.n_embd // c.n_head
     fits = (c.bias and c.gelu == "tanh" and 4 * c.n_embd <= max(TILES) and D & (D - 1) == 0 and D >= 16
-            and weight.is_cuda and is_supported(weight))
+            and weight.is_cuda and is_supported(weight) and not edited_functions())
     return partial(decode_step, model) if fits else None
 
 

@@ -19,6 +19,7 @@ from runtime.files import UserError, format_bytes, free_bytes, nearest_existing_
 from runtime.hardware import available_memory, find_gpu, pick_compile, pick_device, pick_dtype
 from runtime.kernels import is_supported
 from runtime.kernels.block import supports
+from runtime.kernels.edits import edited_functions
 from runtime.lora import apply as apply_lora
 from runtime.lora import lora_config
 from runtime.output import explain_uncaught
@@ -163,7 +164,7 @@ def make_plan(settings, ranks, problems, notes, fetch=True):
     tokenizer = files.attempt(sample_tokenizer, s, data, notes) if data and s.sample_interval else None
     params, size = None, 0
     if start:
-        problems.attempt(check_fp8, s, start.model, hardware)
+        problems.attempt(check_kernels, s, start.model, hardware, notes)
     if start and not problems:
         params = count_params(start.model, lora)
         size = tag_bytes(params.stored, hardware.dtype, config["zero_optimization"]["stage"], params.trainable)
@@ -247,15 +248,17 @@ def sample_tokenizer(s, data, notes):
     return encode, decode
 
 
-def check_fp8(s, model, hardware):
-    """Raise UserError if fp8 is set and this GPU or model can't use our FP8 kernels."""
+def check_kernels(s, model, hardware, notes):
+    """Note edits of model.py. Raise UserError if fp8 is set and this GPU or model can't use our FP8 kernels."""
+    if hardware.device == "cuda" and hardware.compile and (edited := edited_functions()):
+        notes.append(f"model.py was edited ({', '.join(edited)}): torch.compile runs its blocks, not Triton kernels")
     has_fp8 = hardware.gpu.fp8 if hardware.gpu else (hardware.device == "cuda"
                                                      and torch.cuda.get_device_capability() >= (9, 0))
     if s.fp8 and not (has_fp8 and hardware.dtype == "bfloat16" and hardware.compile and is_supported(torch.empty(0))
                       and supports(model) and model.n_embd % 16 == 0 and not s.lora_rank):
         raise UserError("fp8=True needs compute capability 9.0 (H100, H200, B200, ...), bfloat16, compile=auto, a C "
-                        "compiler, no LoRA, --dropout=0, biases, tanh GELU, and an n_embd that is a multiple of 16 up "
-                        "to 4,096: drop it")
+                        "compiler, no LoRA, --dropout=0, biases, tanh GELU, unedited blocks in model.py, and an n_embd "
+                        "that is a multiple of 16 up to 4,096: drop it")
 
 
 def count_params(config, lora):

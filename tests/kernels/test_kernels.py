@@ -1,18 +1,23 @@
 """The Triton kernels in Triton's interpreter, against model.py and torch.optim."""
 
+import importlib
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
 
 pytest.importorskip("triton", reason="PyTorch for this platform comes without Triton, and the kernels are not used")
 
 from model import GPT, Decoder, GPTConfig
 from runtime.engine.fast_path import FastPath
 from runtime.engine.fused_adamw import Zero3Step, adamw
-from runtime.kernels import block
-from runtime.kernels.decode import decode_step, exponential_noise
+from runtime.engine.setup import compile_blocks
+from runtime.kernels import block, decode, edits
+from runtime.kernels.decode import decode_step, decode_step_for, exponential_noise
+from runtime.plan.memory import Hardware
 
 SHAPE = {"block_size": 150, "vocab_size": 61, "n_layer": 2, "n_head": 3, "n_embd": 48}  # 48: no power of two
 
@@ -116,6 +121,42 @@ def test_fused_evaluation_and_logits():
 @pytest.mark.parametrize(("shape", "fit"), [({}, True), ({"dropout": 0.1}, False), ({"bias": False}, False)])
 def test_dropout_and_models_without_biases_are_left_alone(shape, fit):
     assert block.supports(GPTConfig(**{**SHAPE, **shape})) is fit
+
+
+def test_the_kernels_implement_model_py():
+    now = {name: edits.source_hash(name) for name in edits.IMPLEMENTED}
+    assert now == edits.IMPLEMENTED, ("model.py has changed, and no run uses the Triton kernels now: make the same "
+                                      f"change in runtime/kernels, then set IMPLEMENTED in edits.py to {now}")
+
+
+@pytest.mark.parametrize("old, new, edited", [
+    ("F.gelu(self.c_fc(x), approximate=self.gelu)", "F.relu(self.c_fc(x)).square()", ["MLP.forward"]),
+    ("nn.LayerNorm(config.n_embd, bias=config.bias)", "nn.LayerNorm(config.n_embd, eps=0.5)",
+     ["Block.__init__", "GPT.__init__"]),
+    ("    def forward(self, x):\n", "    def forward(\n            self, x):\n        'Text'\n        # more\n\n", [])])
+def test_an_edited_model_trains_as_edited(old, new, edited, monkeypatch, tmp_path):
+    """As on a GPU, here in Triton's interpreter: the edit's loss. Comments and formatting leave the kernels in use."""
+    source = (ROOT / "model.py").read_text()
+    (tmp_path / f"{tmp_path.name}.py").write_text(source.replace(old, new))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(edits, "model", importlib.import_module(tmp_path.name))
+    edits.edited_functions.cache_clear()
+    try:
+        assert old in source and edits.edited_functions() == edited
+        torch.manual_seed(0)
+        model, idx = edits.model.GPT(edits.model.GPTConfig(**SHAPE)), torch.randint(61, (2, 19))
+        loss = model(idx, idx).item()
+        with monkeypatch.context() as here:
+            here.setitem(sys.modules, "model", edits.model)
+            here.setattr(torch, "compile", lambda function, **options: function)
+            compile_blocks(model, Hardware("cuda", "float32", True, 0), stage=2)
+        assert model(idx, idx).item() == pytest.approx(loss, rel=1e-6)
+        assert ("forward_hidden" in vars(model)) is (not edited)  # whether it runs on the kernels
+        monkeypatch.setattr(decode, "is_supported", lambda weight: True)
+        assert (decode_step_for(SimpleNamespace(config=model.config, lm_head=SimpleNamespace(
+            weight=SimpleNamespace(is_cuda=True)))) is None) is bool(edited)
+    finally:
+        edits.edited_functions.cache_clear()
 
 
 def test_adamw_in_one_pass_is_pytorchs():
