@@ -6,12 +6,14 @@ A script's settings are its top-level names. Their types are those of the defaul
 not enough (`lr_decay_iters: int | None = None`, `lr_schedule: Literal["cosine", "linear"] = "cosine"`).
 
 Config files are Python. They run in a namespace of their own that holds the settings so far. They may compute and
-import, and use other names that begin with an underscore. `--help` prints every setting with its comment.
+import names (without *), and use other names that begin with an underscore. `--help` prints every setting with its
+comment.
 """
 
 import ast
 import dataclasses
 import difflib
+import glob
 import os
 import re
 import signal
@@ -41,7 +43,8 @@ def configure(defaults, argv, annotations=None, root="."):
 
     def assign(name, value, where, convert=validate):
         if name not in defaults:
-            suggestion = foreign_options.hint(name, value, defaults) or did_you_mean(name, defaults)
+            suggestion = (foreign_options.hint(name, value, defaults) or did_you_mean(name, defaults)
+                          or ": begin names of your own with _" * (where != "command line"))
             problems.append(f"{where}: there is no setting '{name}'{suggestion}")
             return
         try:
@@ -101,11 +104,13 @@ def value_names(types_, choices):
 
 
 def validate(value, types_, choices):
-    """Return `value` if it has one of the types or is a choice. An int becomes a float if only float is allowed."""
+    """Return `value` if it has one of the types or is a choice. Numbers may be written as the other type: 1, 1e3."""
     if (type(value) in types_) or value in choices:
         return value
     if float in types_ and type(value) is int:
         return float(value)
+    if int in types_ and type(value) is float and value.is_integer():
+        return int(value)
     raise ValueError(f"takes {' or '.join(value_names(types_, choices))}, not {value!r}")
 
 
@@ -127,17 +132,22 @@ def run_config_file(path, settings, root):
         hint = f"--{path.lstrip('-')}" if "=" in path else "--key=value"
         if path.endswith(".json") or os.path.isdir(path):
             hint = f"--{'out_dir' if os.path.isdir(path) else 'deepspeed_config'}={path}"
-        raise UserError(f"config file {path} {problem}: name a .py file, or write {hint}")
+        known = [] if found else glob.glob("config/**/*.py", root_dir=root, recursive=True)
+        fix = did_you_mean(path, known) or f": name a .py file, or write {hint}"
+        raise UserError(f"config file {path} {problem}{fix}")
     names = dict(settings)
     try:
-        exec(compile(Path(found).read_text(encoding="utf-8"), found, "exec"), names)
+        tree = ast.parse(Path(found).read_text(encoding="utf-8"), found)
+        exec(compile(tree, found, "exec"), names)
     except (Exception, SystemExit) as error:  # the user's own Python
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == found]
         line = lines[-1] if lines else getattr(error, "lineno", None)
         raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from None
+    imported = {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+                for alias in node.names}
     return {name: value for name, value in names.items()
             if not name.startswith("_") and not isinstance(value, types.ModuleType) and not callable(value)
-            and (name not in settings or value is not settings[name])}
+            and (value is not settings[name] if name in settings else name not in imported)}
 
 
 def settings_with_comments(source, defaults):

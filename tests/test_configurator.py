@@ -79,6 +79,7 @@ def config(tmp_path):
     (["--max_iters", "5"], {"max_iters": 5}),
     (["--max_iters=-5"], {"max_iters": -5}),
     (["--max_iters=600_000"], {"max_iters": 600000}),
+    (["--max_iters=1e3"], {"max_iters": 1000}),
     (["--learning_rate=1"], {"learning_rate": 1.0}),
     (["--learning_rate=6e-4"], {"learning_rate": 0.0006}),
     (["--min_lr=0.5", "--min_lr=None"], {}),
@@ -112,7 +113,7 @@ def test_command_line_gives_values_of_the_settings_types(argv, changed):
     ("--max_iters=__import__('os')", "max_iters takes int, not \"__import__('os')\""),
     ("--learning_rate=auto", "learning_rate takes float, not 'auto'"),
     ("--eval_only=1", "eval_only takes True or False, not '1'"),
-    ("--n_layer=2.0", "n_layer takes int or None, not '2.0'"),
+    ("--n_layer=25e-1", "n_layer takes int or None, not '25e-1'"),
     ("--schedule=cosinus", "schedule takes cosine or linear, not 'cosinus'"),
     ("--compile=1", "compile takes auto or True or False, not '1'"),
     ("--compile=maybe", "compile takes auto or True or False, not 'maybe'"),
@@ -179,7 +180,8 @@ def test_the_defaults_are_left_alone_and_settings_are_frozen():
 
 
 def test_config_files_may_compute_and_import(config):
-    path = config("import math\nfrom os.path import join\n_tokens = 4 * 8\nmax_iters = math.ceil(1000 / _tokens)\n"
+    path = config("import math\nfrom os.path import join\nfrom math import pi as p, tau\n_tokens = 4 * 8\n"
+                  "max_iters = math.ceil(1000 / _tokens) / 1\n"
                   "def _half(x):\n    return x / 2\nlearning_rate = _half(learning_rate)\nout_dir = join('a', 'b')\n")
     assert parse(path) == {"max_iters": 32, "learning_rate": 1.5e-5, "out_dir": "a/b"}
 
@@ -200,12 +202,13 @@ def test_later_ones_win(config):
 
 def test_config_files_are_checked_as_the_command_line_is(config):
     assert parse(config("learning_rate = 1\nn_layer = None\ncompile = 'auto'\n")) == {"learning_rate": 1.0}
-    path = config("learning_rat = 1\nmax_iters = '5'\neval_only = 1\nn_layer = True\n")
+    path = config("learning_rat = 1\nmax_iters = '5'\neval_only = 1\nn_layer = True\nzzz = 1\n")
     assert refused(path) == [
         f"{path}: max_iters takes int, not '5'",
         f"{path}: eval_only takes True or False, not 1",
         f"{path}: n_layer takes int or None, not True",
-        f"{path}: there is no setting 'learning_rat': did you mean 'learning_rate'?"]
+        f"{path}: there is no setting 'learning_rat': did you mean 'learning_rate'?",
+        f"{path}: there is no setting 'zzz': begin names of your own with _"]
 
 
 @pytest.mark.parametrize("text, problem", [
@@ -229,6 +232,9 @@ def test_config_files_are_found_here_and_then_in_the_root(tmp_path, monkeypatch)
     monkeypatch.chdir(here)
     assert parse("config/both.py", root=root) == {"max_iters": 2}
     assert parse("config/root.py", root=root) == {"max_iters": 3}
+    for wrong in ("config/rot.py", "root.py", "configs/root"):
+        with pytest.raises(UserError, match=rf"^config file {wrong} does not exist: did you mean 'config/root.py'\?$"):
+            parse(wrong, root=root)
 
 
 # The script's own
