@@ -22,7 +22,7 @@ class Gpu:
     """A GPU model, from its vendor's datasheet."""
 
     gb: float  # memory in GB (1e9 bytes)
-    tflops: float  # dense peak in bfloat16, or in float16 if it has no bfloat16
+    tflops: float | None  # dense peak in bfloat16, or in float16 if it has no bfloat16
     bf16: bool = True  # compute capability 8.0 and up
     fp8: bool = False  # our FP8 kernels run on it: compute capability 9.0 and up
 
@@ -36,23 +36,32 @@ GPUS = {
 }  # fmt: skip
 
 
+def gpu_named(name):
+    """Return the Gpu of a name such as 4090, RTX4090 or nvidia-smi's NVIDIA A100-SXM4-40GB, or None. All words of the
+    name have to fit: a 4090 Laptop GPU, an A1000 or a T400 is another GPU."""
+    words = re.sub(r"NVIDIA|GEFORCE|TESLA|RTX|SXM\d*|HBM\w*|(?<=\d) ?GB\b", " ", name.upper())
+    words = set(re.findall(r"[\w.]+", words))
+    for key in sorted(GPUS, key=len, reverse=True):
+        own = set(re.findall(r"\w+", key))
+        if own <= words <= own | {"PCIE", f"{GPUS[key].gb:g}"}:
+            return GPUS[key]
+
+
 def find_gpu(target):
-    """Return the Gpu for the setting target_gpu: a name in GPUS, or a number of GB. Raises ValueError."""
-    name = (target if isinstance(target, str) else f"{target:g}").upper().removeprefix("NVIDIA ").removeprefix("RTX ")
-    if name in GPUS:  # 4090 is parsed as a number
-        return GPUS[name]
-    if isinstance(target, str) or not 0 < target <= 1000:  # 3080 is a name too
+    """Return the Gpu for the setting target_gpu: a name, or a number of GB. Raises ValueError."""
+    text = target if isinstance(target, str) else f"{target:g}"
+    if gpu := gpu_named(text):  # 4090 is parsed as a number
+        return gpu
+    size = re.fullmatch(r"(\d+(\.\d+)?) ?(GB)?", text, re.I)
+    if not size or not 0 < float(size[1]) <= 1000:  # 3080 is a name too
         raise ValueError(f"target_gpu={target} is unknown: give a number of GB, or one of {', '.join(GPUS)}")
-    return Gpu(target, GPUS["A100"].tflops, fp8=True)
+    return Gpu(float(size[1]), None, fp8=True)
 
 
 def peak_flops(device):
     """Return the device's peak in FLOP/s, or None if it isn't in GPUS. MFU is n/a then."""
-    if torch.device(device).type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device).upper()
-    key = max((key for key in GPUS if key in name), key=len, default=None)
-    return key and GPUS[key].tflops * 1e12
+    gpu = gpu_named(torch.cuda.get_device_name(device)) if torch.device(device).type == "cuda" else None
+    return gpu and gpu.tflops * 1e12
 
 
 def peak_memory(device):

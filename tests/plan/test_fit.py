@@ -4,13 +4,14 @@ import json
 import re
 
 import pytest
+import torch
 from conftest import ROOT, SMALL, launch
 from test_configurator import script_settings
 
 from configurator import configure
 from model import GPTConfig
 from runtime.cluster.ranks import Ranks
-from runtime.hardware import GPUS
+from runtime.hardware import GPUS, find_gpu, peak_flops
 from runtime.plan.memory import Job, bytes_with_eval, estimate, fit_batch, relative_step_time
 from runtime.plan.run_plan import Batch, Hardware, ParamCount, Problems, make_plan
 
@@ -62,8 +63,24 @@ def test_four_cards_of_a_name():
     assert GPUS["A100"].gb == 80 and not SIZE.search(dry_run("--target_gpu=24", "--batch_size=auto", WORLD_SIZE="4"))[3]
 
 
+@pytest.mark.parametrize("name, gb, tflops", [
+    ("NVIDIA A100-SXM4-40GB", 40, 312), ("NVIDIA A100 80GB PCIe", 80, 312), ("A100-40GB", 40, 312),
+    ("NVIDIA H100 PCIe", 80, 756), ("NVIDIA H100 80GB HBM3", 80, 989), ("Tesla V100-SXM2-32GB", 32, 125),
+    ("Tesla T4", 16, 65), ("NVIDIA A10G", 24, 70), ("NVIDIA RTX A6000", 48, 155), ("rtx4090", 24, 165),
+    ("NVIDIA GeForce RTX 4090", 24, 165), ("24GB", 24, None), ("47.5 gb", 47.5, None), (24.0, 24, None),
+    *((name, None, None) for name in ("NVIDIA RTX A1000", "NVIDIA T400", "NVIDIA GeForce RTX 4090 Laptop GPU", "GB",
+                                      "NVIDIA H200 MIG 1g.18gb", "A100-60GB", "RTX 3080", "0GB", "2e3"))])
+def test_a_card_is_known_by_its_whole_name(name, gb, tflops, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: str(name))
+    assert peak_flops("cuda") == (tflops and tflops * 1e12)
+    if gb:
+        assert (find_gpu(name).gb, find_gpu(name).tflops) == (gb, tflops)
+    else:
+        with pytest.raises(ValueError, match=f"^target_gpu={name} is unknown: give a number of GB, or one of T4,"):
+            find_gpu(name)
+
+
 @pytest.mark.parametrize("args, sentence", [
-    (("--target_gpu=banana", "--dry_run=True"), "target_gpu=banana is unknown: give a number of GB, or one of T4,"),
     (("--target_gpu=3080", "--dry_run=True"), "target_gpu=3080.0 is unknown: give a number of GB, or one of T4,"),
     (("--target_gpu=-24", "--dry_run=True"), "target_gpu=-24.0 is unknown: give a number of GB, or one of T4,"),
     (("--target_gpu=24",), "target_gpu=24.0 only estimates: add --dry_run=True"),
