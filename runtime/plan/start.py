@@ -27,7 +27,8 @@ class Start:
 
 def find_start(settings, data, lora, sequences, notes, fetch=True):
     """Return the Start of a run. Raises UserError if settings, data and weights contradict each other. data:
-    {"tokenizer", "vocab_size"} or None; sequences: per step; fetch: download the weights of a GPT-2 on the hub."""
+    {"tokenizer", "vocab_size"} or None; sequences: per step; fetch: download the weights of a GPT-2 on the hub,
+    or in a dry run check that this is possible."""
     init_from = settings.init_from
     if init_from == "auto":
         resumes = TagStore(settings.out_dir).newest() or settings.resume_tag != "latest"
@@ -67,7 +68,8 @@ def from_pretrained(init_from, settings, data, notes, fetch):
     """Start from a GPT-2 on the hub, a folder of weights, or a nanoGPT ckpt.pt."""
     weights, config = None, GPTConfig(1024, 50257, *PRETRAINED.get(init_from, ()))
     if fetch or init_from not in PRETRAINED:
-        weights = init_from if os.path.exists(init_from) else fetch_from_hub(init_from)
+        weights = init_from if os.path.exists(init_from) else fetch_from_hub(init_from, not settings.dry_run)
+    if weights:
         config = GPTConfig.from_weights(weights)
         open_weights(weights)  # raises UserError if they can't be read
     check_block_size(settings, config.block_size, "the weights")

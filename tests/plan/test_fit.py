@@ -53,6 +53,12 @@ def test_gpt2_xl_on_one_24_gb_card_and_what_fits_instead(tmp_path):
             assert not SIZE.search(report(XL[0], *before, *words.split(), "--target_gpu=24"))[3], words
 
 
+def test_a_dry_run_downloads_no_weights(characters, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: None)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", None)
+    assert report("--init_from=gpt2", f"--dataset={characters}", "--device=cpu", "--keep_last=0").startswith("each rank")
+
+
 def test_four_cards_of_a_name():
     """T4s have no bfloat16 and 16 GB: the run is a little too large for them, and recomputation makes it fit."""
     told = dry_run("--target_gpu=T4", WORLD_SIZE="4")
