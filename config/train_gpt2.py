@@ -5,6 +5,10 @@ out_dir = "out-gpt2"
 init_from = "scratch"
 dataset = "openwebtext"
 
+n_layer = 12
+n_head = 12
+n_embd = 768
+
 eval_interval = 1000
 eval_iters = 200
 log_interval = 10

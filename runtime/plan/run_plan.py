@@ -86,17 +86,18 @@ class RunPlan(Job):
         s, batch, hardware, data = self.settings, self.batch, self.hardware, self.data
         sequences = f"{batch.micro} x {batch.world_size} x {batch.accumulation}"
         notes = [f"note       {note}" for note in self.notes]
+        start = f"resumed from {self.start.tag}" if self.start.tag else f"from {self.start.init_from}"
+        lora = f"; LoRA of rank {self.lora['rank']}: {self.params.trainable:,} trainable" if self.lora else ""
+        model = f"model      {self.params.total:,} parameters {start}, block_size {self.model.block_size}{lora}"
         if hardware.gpu:  # target_gpu: the data may be missing
-            return "\n".join([f"plan       {sequences} = {batch.sequences:,} sequences per step, {hardware.dtype}, "
-                              f"ZeRO-{self.stage}", *notes])
+            return "\n".join([model, f"plan       {sequences} = {batch.sequences:,} sequences per step, "
+                              f"{hardware.dtype}, ZeRO-{self.stage}", *notes])
         epoch = self.windows if data["template"] else data["train_tokens"] / self.model.block_size
         name = "CPU"
         if hardware.device == "cuda":
             name = f"{torch.cuda.get_device_name()}, {format_bytes(torch.cuda.get_device_properties().total_memory)}"
-        start = f"resumed from {self.start.tag}" if self.start.tag else f"from {self.start.init_from}"
-        lora = f"; LoRA of rank {self.lora['rank']}: {self.params.trainable:,} trainable" if self.lora else ""
         lines = [
-            f"model      {self.params.total:,} parameters {start}, block_size {self.model.block_size}{lora}",
+            model,
             f"data       {' and '.join(d.name for d in self.datasets)}: {data['train_tokens']:,} tokens to train on, "
             f"{data['val_tokens']:,} to validate",
             f"hardware   {batch.world_size} x {name}, {hardware.dtype}, ZeRO-{self.stage} ({s.deepspeed_config})"

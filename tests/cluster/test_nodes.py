@@ -231,25 +231,38 @@ def test_the_differences_between_ranks():
 # config/slurm/train_xl.sbatch, with programs that stand for Slurm's
 
 
+def submit(folder, srun, *args, **env):
+    """Run the job's script, with what `srun` and scontrol do."""
+    for name, does in (("scontrol", f'echo "$@" >>{folder}/calls; echo node1'), ("srun", srun)):
+        (folder / name).write_text(f"#!/bin/sh\n{does}\n")
+        (folder / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable, "SLURM_JOB_ID": "7",
+           "SLURM_JOB_NODELIST": "node1", "SLURM_CPUS_PER_TASK": "2", **env}
+    return subprocess.run(["bash", "config/slurm/train_xl.sbatch", *args], cwd=ROOT, env=env, capture_output=True,
+                          text=True)
+
+
 @pytest.mark.parametrize("code, restarts, most, requeued", [
     (138, 29, None, True), (138, 30, None, False), (138, None, 0, False), (1, 0, None, False)])
 def test_a_job_queues_again_but_not_for_ever(tmp_path, code, restarts, most, requeued):
-    calls = tmp_path / "calls"
-    for name, does in (("scontrol", f'echo "$@" >>{calls}; echo node1'), ("srun", f"exit {code}")):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
-        (tmp_path / name).chmod(0o755)
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "SLURM_JOB_ID": "7",
-           "SLURM_JOB_NODELIST": "node1", "SLURM_CPUS_PER_TASK": "2"}
-    env |= {name: str(value) for name, value in (("SLURM_RESTART_COUNT", restarts), ("MAX_RESTARTS", most))
-            if value is not None}
-    job = subprocess.run(["bash", "config/slurm/train_xl.sbatch"], cwd=ROOT, env=env, capture_output=True, text=True)
+    job = submit(tmp_path, f"exit {code}", **{name: str(value) for name, value in (
+        ("SLURM_RESTART_COUNT", restarts), ("MAX_RESTARTS", most)) if value is not None})
     assert (job.returncode, job.stderr) == (code, "")
-    assert ("requeue 7" in calls.read_text().splitlines()) is requeued
+    assert ("requeue 7" in (tmp_path / "calls").read_text().splitlines()) is requeued
     if code != 1:
         (line,) = job.stdout.splitlines()[:1]
         assert line.startswith(f"train_xl.sbatch: exit code {code}" + (
             ": requeuing the job" if requeued else f" after {restarts or 0} restarts: fix the error above"))
         assert requeued or "MAX_RESTARTS=" in line
+
+
+@pytest.mark.parametrize("given, passed", [
+    ([], "config/train_gpt2_xl.py --gradient_accumulation_steps=2"),
+    (["--max_iters=5"], "config/train_gpt2_xl.py --gradient_accumulation_steps=2 --max_iters=5"),
+    (["config/train_gpt2.py", "--max_iters=5"], "config/train_gpt2.py --max_iters=5")])
+def test_a_jobs_own_config_replaces_the_default(tmp_path, given, passed):
+    job = submit(tmp_path, 'shift 4; echo "$@"', *given)
+    assert job.stdout == f"torchrun {passed} --init_from=auto\n", job.stderr
 
 
 def test_a_job_without_an_environment_says_how_to_make_it():

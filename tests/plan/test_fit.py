@@ -27,10 +27,11 @@ def dry_run(*args, **env):
 
 
 def report(*args, ranks=1):
-    """What a dry run of these prints on memory, in this process."""
+    """What a dry run of these prints, in this process."""
     defaults, annotations = script_settings()
     settings = configure(defaults, [*args, "--dry_run=True"], annotations, ROOT)
-    return make_plan(settings, Ranks(0, 0, ranks, ranks), Problems(), []).memory_report(Ranks(0, 0, ranks, ranks))
+    plan = make_plan(settings, ranks := Ranks(0, 0, ranks, ranks), Problems(), [])
+    return f"{plan.summary()}\n{plan.memory_report(ranks)}"
 
 
 def test_gpt2_xl_on_one_24_gb_card_and_what_fits_instead(tmp_path):
@@ -56,7 +57,13 @@ def test_gpt2_xl_on_one_24_gb_card_and_what_fits_instead(tmp_path):
 def test_a_dry_run_downloads_no_weights(characters, monkeypatch):
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: None)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", None)
-    assert report("--init_from=gpt2", f"--dataset={characters}", "--device=cpu", "--keep_last=0").startswith("each rank")
+    assert "model      124,439,808 parameters from gpt2," in report(
+        "--init_from=gpt2", f"--dataset={characters}", "--device=cpu", "--keep_last=0")
+
+
+def test_the_model_of_a_plan_is_the_last_configs():
+    told = report("config/train_gpt2_xl.py", "config/train_gpt2.py", "--target_gpu=80")
+    assert told.startswith("model      124,439,808 parameters from scratch, block_size 1024\nplan ")
 
 
 def test_four_cards_of_a_name():
