@@ -345,7 +345,6 @@ def test_auto_is_resolved_in_the_keys_that_the_script_owns(tmp_path):
     (zero(prefetch_bucket_size=1), " is not supported: did you mean 'stage3_prefetch_bucket_size'?"),
     ({"communication_data_type": "fp17"}, '"communication_data_type" is "fp17": write "fp32"'),
     ({"steps_per_print": 0}, '"steps_per_print" is 0: write a whole number of at least 1'),
-    ({"steps_per_print": 10**40}, '"steps_per_print" has 41 digits: write a smaller number'),
     ({"zero_optimization": [2]}, '"zero_optimization" must be an object'),
     ({"bf16": True}, '"bf16" must be an object'),
     ({"optimizer": {"type": "AdamW"}}, '"optimizer" is not supported: remove it, and see docs/memory.md'),

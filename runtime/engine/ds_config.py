@@ -106,8 +106,6 @@ def key_problems(config, allowed, path=""):
             problems += key_problems(value, rule, f"{here}.")
         elif isinstance(rule, dict):
             problems.append(f'"{here}" must be an object')
-        elif type(value) is int and abs(value) >= 2**63:
-            problems.append(f'"{here}" has {len(str(value))} digits: write a smaller number')
         elif isinstance(rule, int) and (type(value) not in (int, float) or value < rule or value % 1 != 0):
             problems.append(f'"{here}" is {json.dumps(value)}: write a whole number of at least {rule}')
         elif isinstance(rule, float) and value != "auto" and not (
