@@ -78,6 +78,6 @@ def tell_torchrun(problems):
 
 def exit_with_error(problems):
     """Print problems and exit with code 2. With several ranks, see exit_together() in runtime/cluster/ranks.py."""
-    tell_torchrun(problems)
+    tell_torchrun(problems := printable(str(problems)))
     print(problems, file=sys.stderr, flush=True)
     raise SystemExit(2)

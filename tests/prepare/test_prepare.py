@@ -408,11 +408,11 @@ def test_progress_is_shown_without_a_terminal(tmp_path, texts, monkeypatch):
 
 
 def test_documents_that_cannot_be_read_are_left_out_when_asked(tmp_path, texts):
-    bad = [json.dumps({"text": text}) for text in made_up(20)]
-    (tmp_path / "a.jsonl").write_text("\n".join([*bad[:10], "{", *bad[10:15], '{"text": null}', "", *bad[15:]]))
+    bad, other = [json.dumps({"text": text}) for text in made_up(20)], json.dumps({"\x1b[2J": ""})
+    (tmp_path / "a.jsonl").write_text("\n".join([*bad[:10], other, *bad[10:15], '{"text": null}', "", *bad[15:]]))
     asked = ["a.jsonl", "--name=./out", "--tokenizer=char", f"--val_fraction={SHARE}"]
     _, refused = prepare(*asked, cwd=tmp_path, code=2)
-    assert "a.jsonl, line 11: invalid JSON (Expecting property name" in refused
+    assert r"a.jsonl, line 11: no text field 'text' (text fields: \x1b[2J): choose one" in refused  # no escape itself
     said, _ = prepare(*asked, "--skip_unreadable", cwd=tmp_path)
     assert "skipped: 4 duplicates, 2 empty, 1 unreadable" in said
     assert ids_of(tmp_path / "out")[1] == expected_chars(made_up(20))[1]
