@@ -4,7 +4,6 @@ The readers of the datasets library don't fit. Its JSON reader turns "2024-05-01
 into None, and its zstd reader accepts a truncated file.
 """
 
-import functools
 import io
 import json
 import os
@@ -40,8 +39,7 @@ def find_files(paths):
 
 
 def files_below(folder, seen):
-    """Yield the files in a folder and its subfolders, without hidden ones. Links are followed. seen: the real paths of
-    the folders that were read, so that no link leads in a circle."""
+    """Yield the files in a folder and its subfolders, without hidden ones. seen: folders that are not read again."""
     if (real := os.path.realpath(folder)) in seen:
         return
     seen.add(real)
@@ -70,7 +68,7 @@ def read_records(name, kind, field, max_document_bytes):
         # pyarrow chooses the compression by the name, reads all frames of a file, and rejects a truncated one
         with (sys.stdin.buffer if name == "-" else
               io.BufferedReader(pyarrow.input_stream(name), BUFFER_BYTES)) as file:
-            yield from (iter(functools.partial(file.readline, MAX_RECORD_BYTES + 1), b"")
+            yield from (iter(lambda: file.readline(MAX_RECORD_BYTES + 1), b"")
                         if kind in ("jsonl", "chat") else text_chunks(file, max_document_bytes))
     except (pyarrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None):  # the file system's error

@@ -21,7 +21,7 @@ import numpy as np
 from runtime.data.chat import END_OF_ANSWER, TEMPLATE, encode_conversation
 from runtime.data.dataset import SPLITS, write_dataset
 from runtime.data.tokenizer import CODE_POINTS, end_of_text, numpy_encoder
-from runtime.files import UserError, format_bytes
+from runtime.files import UserError
 from runtime.prepare import inputs
 
 ROW_BYTES = 2**20  # text per row, at least
@@ -129,8 +129,7 @@ class Reader:
     def classify(self, record, kind, place):
         """Return (what `counts` counts a record as, its text, whether its document ends with it)."""
         if len(record) > inputs.MAX_RECORD_BYTES:  # perhaps only the beginning of a line
-            raise UserError(f"{place} is longer than {format_bytes(inputs.MAX_RECORD_BYTES)}: split it into several "
-                            "documents")
+            raise UserError(f"{place} is longer than {inputs.MAX_RECORD_BYTES:,} bytes: split it into documents")
         try:
             text, ends = inputs.text_of(record, kind, self.options["field"])
         except ValueError as error:

@@ -344,7 +344,7 @@ MISTAKES = {
     "no string": ("number.jsonl", r"number.jsonl, line 21: no text field 'text' \(text fields: none\)"),
     "half a character": ("half.jsonl", "half.jsonl, line 1: 'utf-8' codec can't encode .*surrogates not allowed"),
     "no UTF-8": ("latin.txt", "latin.txt, byte 16: 'utf-8' codec can't decode byte 0xe9 in position 3"),
-    "a long line": ("long.jsonl.zst", "long.jsonl.zst, line 21 is longer than 50.00 MB: split it into several"),
+    "a long line": ("long.jsonl.zst", "long.jsonl.zst, line 21 is longer than 50,000,000 bytes: split it into doc"),
     "archive": ("files.tar.gz", "files.tar.gz, byte 0: a NUL byte, as in an archive or in UTF-16: unpack it"),
     "UTF-16": ("utf16.txt", "utf16.txt, byte 0: a NUL byte"),
     "truncated gz": ("cut.jsonl.gz", "cut.jsonl.gz is corrupt, or not what its name says"),
