@@ -26,7 +26,6 @@ from runtime.prepare import inputs
 
 ROW_BYTES = 2**20  # text per row, at least
 ROWS_IN_MEMORY = 16  # rows that each process collects before it writes them
-parent_of_workers = []  # the process that tokenizes, while its forks are its workers
 
 
 def prepare(folder, files, tokenizer, vocab_size, options, workers, overwrite=False, skip_unreadable=False):
@@ -156,11 +155,12 @@ def tokenize(work, reader, encode, workers):
 
     datasets.logging.set_verbosity_error()
     string, binary = datasets.Value("string"), datasets.Value("large_binary")
+    parents = [os.getpid()]  # of forks that are workers; empty once there are none
     try:
         rows = datasets.Dataset.from_generator(
             reader.rows, datasets.Features({"split": string, "texts": datasets.List(binary)}), work,
             fingerprint="texts", writer_batch_size=ROWS_IN_MEMORY)
-        parent_of_workers.append(os.getpid())
+        os.register_at_fork(after_in_child=lambda: parents and follow_parent(parents.pop()))  # it can't be undone
         return rows.map(encode, num_proc=workers, remove_columns="texts", writer_batch_size=ROWS_IN_MEMORY,
                         features=datasets.Features({"split": string, "ids": binary, "mask": binary}),
                         cache_file_name=str(work / "ids.arrow"), new_fingerprint="ids", desc="tokenizing")
@@ -172,14 +172,11 @@ def tokenize(work, reader, encode, workers):
         raise UserError("a worker process was killed, perhaps because memory ran out; nothing was changed: try again "
                         f"with --workers={max(1, workers // 2)}") from None
     finally:
-        parent_of_workers.clear()
+        parents.clear()
 
 
-def follow_parent():
+def follow_parent(parent):
     """Ignore Ctrl-C in a worker process, which its parent handles, and exit when the parent has gone."""
-    if not parent_of_workers:
-        return
-    parent = parent_of_workers.pop()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch():
@@ -188,9 +185,6 @@ def follow_parent():
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-os.register_at_fork(after_in_child=follow_parent)
 
 
 def encode(encoder, end, dtype, row):
