@@ -32,7 +32,6 @@ SPLITS = ("train", "val")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 # In the order in which they get their names. No reader accepts a dataset without train.bin.
 FILES = ("tokenizer.json", "meta.pkl", "val_mask.bin", "train_mask.bin", "val.bin", "meta.json", "train.bin")
-MARK = "described_by"  # a key of our meta.pkl: without meta.json, a dataset of conversations would pass as other text
 COUNTS, BEGINS = 1, 2  # bits of a mask
 SLICE = 2**22  # tokens handled at once
 CHECKED_SLICES = 64  # per split, evenly spread: all of Shakespeare, 3% of OpenWebText
@@ -69,7 +68,7 @@ def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source
             write("tokenizer.json", [Path(tokenizer_meta["file"]).read_bytes()])
         meta = {"format": 1, "tokenizer": {key: value for key, value in tokenizer_meta.items() if key != "file"},
                 "vocab_size": vocab_size, "dtype": dtype, **tokens, "source": source, "files": files, **details}
-        pickled = {"vocab_size": vocab_size, MARK: "meta.json"}
+        pickled = {"vocab_size": vocab_size, "described_by": "meta.json"}
         if chars := tokenizer_meta.get("chars"):  # as nanoGPT's scripts write it
             pickled |= {"itos": dict(enumerate(chars)), "stoi": {char: i for i, char in enumerate(chars)}}
         write("meta.pkl", [pickle.dumps(pickled)])
@@ -104,9 +103,8 @@ def mixture_shares(weights):
         raise ValueError(f"dataset={weights} is not a mixture: write {{'name': 0.3, 'other': 0.7}}, all above 0")
     total = sum(map(Fraction, weights.values()))
     exact = {name: (Fraction(w) / total).limit_denominator(MAX_MIXTURE_PERIOD) for name, w in weights.items()}
-    unit = Fraction(math.gcd(*(w.numerator for w in exact.values())) or 1,  # the largest that divides them all
-                    math.lcm(*(w.denominator for w in exact.values())))
-    shares = {name: int(w / unit) for name, w in exact.items()}
+    period = math.lcm(*(w.denominator for w in exact.values()))
+    shares = {name: int(w * period) for name, w in exact.items()}
     if max(sum(shares.values()), total / Fraction(min(weights.values()))) > MAX_MIXTURE_PERIOD:
         raise ValueError(f"dataset={weights} repeats after over {MAX_MIXTURE_PERIOD:,} sequences: round the weights")
     return shares
@@ -182,7 +180,7 @@ def _meta_of_nanogpt(folder):
     if (folder / "meta.pkl").exists():
         with open(folder / "meta.pkl", "rb") as file:
             pickled = _PlainUnpickler(file).load()
-        if MARK in pickled:
+        if "described_by" in pickled:  # it is ours, and perhaps of conversations or in uint32
             raise FileNotFoundError(None, None, str(folder / "meta.json"))
         vocab_size = pickled["vocab_size"]
         if "itos" in pickled:
