@@ -10,11 +10,9 @@ from types import SimpleNamespace
 import pytest
 from conftest import EIGHT, ROOT, done
 from test_configurator import script_settings
-from test_refusals import check
 
 from configurator import configure
 from runtime.checkpoint.tags import TagStore, sign_manifest
-from runtime.data.dataset import write_dataset
 from runtime.files import UserError
 from runtime.plan.disk import fit_checkpoints
 from runtime.plan.start import Start
@@ -124,27 +122,6 @@ def test_the_oldest_tag_that_is_neither_newest_nor_best_goes(tmp_path, capsys):
     assert capsys.readouterr().out == "".join(f"no room for the next checkpoint: deleted {tmp_path}/iter_{iter_num}\n"
                                               for iter_num in (5, 15))
     assert store.list() == ["iter_10", "iter_100", "best", "final"]
-
-
-def test_the_table_of_disks_for_gpt2_xl(monkeypatch, tmp_path):
-    """The default run saves at 5, 10, 15 and 20: 4 x 21.8 GB. On 50 GB there is room for 2."""
-    data = tmp_path / "data"
-    write_dataset(data, range(9000), range(3000), {"kind": "gpt2"}, 50257, {"name": "", "sha256": "0" * 64, "bytes": 0})
-    rows = re.findall(r"^\| (\d+ GB|less) \| (.*) \|$", (ROOT / "docs" / "running.md").read_text(), re.M)
-    xl = ("config/xl_shakespeare.py", "--init_from=scratch", "--n_layer=48", "--n_head=25", "--n_embd=1600",
-          "--block_size=1024")
-    for gigabytes, words in (*rows, ("50 GB", "`keep_last=1`")):
-        free = 21e9 if gigabytes == "less" else int(gigabytes.removesuffix(" GB")) * 1e9
-        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=int(free)))
-        found, problems, notes = check(monkeypatch, data, tmp_path, 4, (8, 0), *xl, f"--dataset={data}",
-                                       f"--out_dir={tmp_path}/out", ranks=4)
-        said = "; ".join(problems or notes)
-        assert bool(problems) == words.startswith("exits"), said
-        assert all(option in said for option in re.findall("`(.*?)`", words)), said
-        assert ("room" in said) == ("`" in words), said
-    assert len(rows) == 5
-    assert said == "keep_last=1 and always_save_checkpoint=False: the disk has room for 2 checkpoints, not for 4"
-    assert "\nspace      21.81 GB per checkpoint, up to 2 of them; 50.00 GB free\n" in found.summary()
 
 
 # Runs on a disk of `size` bytes, as the system reports it to rank 0. Rank 1 sees a large one
