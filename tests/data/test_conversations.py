@@ -199,9 +199,7 @@ def theirs(chat, weights):
 
 
 @pytest.mark.parametrize("zero, ranks, batch_size, accumulation", [
-    (0, 2, 3, 2), (1, 2, 3, 2), (2, 2, 3, 2), (3, 2, 3, 2), (2, 1, 12, 1), (3, 1, 2, 6), (2, 2, 1, 6),
-    *(pytest.param(*row, marks=pytest.mark.long) for row in (
-        (0, 1, 2, 6), (1, 1, 2, 6), (2, 1, 2, 6), (3, 2, 1, 6), (1, 2, 1, 6), (3, 1, 12, 1), (2, 4, 1, 3)))])
+    (0, 2, 3, 2), (1, 2, 3, 2), (2, 2, 3, 2), (3, 2, 3, 2), (2, 1, 12, 1), (3, 1, 2, 6), (2, 2, 1, 6)])
 def test_a_step_is_the_mean_over_all_counted_tokens(train, chat, weights, theirs, zero, ranks, batch_size,
                                                     accumulation):
     """Seen: losses to 3e-7, norms to 1e-6, gradients to 1e-7 of up to 0.07. The mean of the micro-steps' means is off
