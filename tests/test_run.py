@@ -216,9 +216,8 @@ def test_patience_goes_on_over_a_resume(train):
 
 def test_a_validation_loss_that_is_no_number_is_not_the_best(characters, tmp_path):
     """At iteration 4 of 6; the losses at 2 and 6 are better each. And a history of other bytes stops no resume."""
-    script = tmp_path / "nan.py"
-    script.write_text(f"""import math, runpy, sys
-sys.path.insert(0, {str(ROOT)!r})
+    script = planted(tmp_path, """
+import atexit, math
 from runtime.cluster import ranks
 all_reduce_sum, calls = ranks.all_reduce_sum, []
 def once_nan(*values, **how):
@@ -226,11 +225,7 @@ def once_nan(*values, **how):
     sums = all_reduce_sum(*values, **how)
     return [*sums[:2], math.nan, *sums[3:]] if len(values) == 6 and len(calls) == 6 else sums
 ranks.all_reduce_sum = once_nan
-try:
-    runpy.run_path({str(ROOT / "train_deepspeed.py")!r}, run_name="__main__")
-finally:
-    import torch
-    print("deterministic:", torch.are_deterministic_algorithms_enabled())
+atexit.register(lambda: print("deterministic:", sys.modules["torch"].are_deterministic_algorithms_enabled()))
 """)
     args = (*SMALL, "--max_iters=6", "--always_save_checkpoint=False", f"--dataset={characters}",
             f"--out_dir={tmp_path}/out")

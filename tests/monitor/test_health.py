@@ -11,14 +11,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from conftest import ROOT, SMALL, ForkedJob, done, kill, launch, read_history, stage, wait_until
+from conftest import ROOT, SMALL, ForkedJob, done, kill, launch, planted, read_history, stage, wait_until
 
 from runtime.monitor.health import STRAGGLER_WINDOW, SpikeDetector, StepHealth, StragglerDetector
 
 # train_deepspeed.py with a loss that is spoilt: at training forwards first ... last - 1 of one rank, times `factor`
 SPOILT = """
-import os, runpy, sys
-sys.path.insert(0, {root!r})
 import torch
 import model
 if "--dtype=float16" in sys.argv:  # slow on CPU, but right
@@ -39,18 +37,14 @@ def forward(self, idx, targets=None, reduction="mean"):
             loss = loss * factor
     return loss
 model.GPT.forward = forward
-sys.argv[0] = os.path.join({root!r}, "train_deepspeed.py")
-{plant}
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 @pytest.fixture
 def spoilt(characters, tmp_path):
-    def run(first, last, *args, rank=1, factor="float('nan')", ranks=2, training=True, plant=""):
-        script, out_dir = tmp_path / "spoilt.py", tmp_path / "out"
-        script.write_text(SPOILT.format(root=str(ROOT), first=first, last=last, rank=rank, factor=factor,
-                                         training=training, plant=plant))
+    def run(first, last, *args, rank=1, factor="float('nan')", ranks=2, training=True):
+        out_dir = tmp_path / "out"
+        script = planted(tmp_path, SPOILT.format(first=first, last=last, rank=rank, factor=factor, training=training))
         done = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", "--eval_interval=100", *args,
                       ranks=ranks)
         return done, read_history(out_dir), out_dir

@@ -500,8 +500,7 @@ def test_problems_of_all_kinds_are_told_together(monkeypatch, characters, tmp_pa
 # Tags that the system does not let us read: nobody knows whether they are whole
 
 STALE = """
-import builtins, errno, io, os, runpy, sys
-sys.path.insert(0, {root!r})
+import builtins, errno, io
 def stale(function):
     def checked(path, *args, **kwargs):
         if str(path).startswith({bad!r}):
@@ -509,8 +508,6 @@ def stale(function):
         return function(path, *args, **kwargs)
     return checked
 os.stat, builtins.open, io.open = stale(os.stat), stale(open), stale(io.open)  # pathlib takes io.open
-sys.argv[0] = os.path.join({root!r}, "train_deepspeed.py")
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -518,8 +515,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_a_tag_that_cannot_be_read_ends_the_search(holder, characters, tmp_path, bad):
     """A stale file handle, as NFS gives. An older tag is not taken instead, no new run begins, nothing is renamed."""
     out_dir = shutil.copytree(holder, tmp_path / "out")
-    script = tmp_path / "stale.py"
-    script.write_text(STALE.format(root=str(ROOT), bad=tuple(str(out_dir / tag) for tag in bad)))
+    script = planted(tmp_path, STALE.format(bad=tuple(str(out_dir / tag) for tag in bad)))
     before = fingerprint(out_dir)
     run = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", "--init_from=auto",
                  "--max_iters=6")
