@@ -28,11 +28,15 @@ class Payload:
         return os.mkdir, ("mark",)
 
 
-def test_a_tag_is_on_the_disk_before_it_has_its_name_and_an_older_one_goes_last(monkeypatch, disk_calls, tmp_path):
-    monkeypatch.setattr(save, "dist", SimpleNamespace(
-        get_rank=lambda: 0, get_world_size=lambda: 1,
-        all_gather_object=lambda everyone, mine, group: everyone.__setitem__(0, mine)))
-    monkeypatch.setattr(save, "broadcast_from_rank0", lambda value, group: value)
+@pytest.fixture
+def process_group():
+    """Of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_tag_is_on_the_disk_before_it_has_its_name_and_an_older_one_goes_last(process_group, disk_calls, tmp_path):
     saver = object.__new__(save.Saver)
     vars(saver).update(store=TagStore(tmp_path), keep_last=1, group=None,
                        engine=SimpleNamespace(zero_optimization_stage=lambda: 0))
