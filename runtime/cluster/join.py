@@ -8,7 +8,6 @@ import datetime
 import os
 import re
 import socket
-import sys
 
 import psutil
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from runtime.cluster.ranks import RANK, all_gather_objects, launcher_variable, local_world_size
+from runtime.output import exit_with_error
 
 
 def group_timeout():
@@ -38,10 +38,9 @@ def join_process_group(device="auto", backend="auto"):
         return all_gather_objects((node_id(), os.getpid()))
     except RuntimeError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        print(f"rank {RANK} on {socket.gethostname()} could not join the other ranks within "
-              f"{timeout.total_seconds() / 60:.0f} minutes ({str(error).splitlines()[0]}): check the output of the "
-              f"other ranks, and that all nodes can reach {address}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+        exit_with_error(f"rank {RANK} on {socket.gethostname()} could not join the other ranks within "
+                        f"{timeout.total_seconds() / 60:g} minutes ({str(error).splitlines()[0]}): check the output of "
+                        f"the other ranks, and that all nodes can reach {address}")
 
 
 def node_id():

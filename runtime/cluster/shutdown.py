@@ -139,9 +139,8 @@ def explain_lost_rank(error):
     if isinstance(error, RuntimeError) and not EXITING.is_set() and re.search("gloo|NCCL|[Cc]onnection", str(error)):
         minutes = group_timeout().total_seconds() / 60
         print(f"rank {RANK} on {socket.gethostname()}: another rank has exited, or has not responded for {minutes:g} "
-              f"minutes ({str(error).splitlines()[0]}). See its own messages. Saved checkpoints are intact: continue "
-              "with --init_from=auto. If it was only slow, set DEEPSPEED_TIMEOUT to more minutes", file=sys.stderr,
-              flush=True)
+              f"minutes ({str(error).splitlines()[0]}). See its own messages. Saved checkpoints are intact: resume "
+              "the run. If a rank was only slow, set DEEPSPEED_TIMEOUT to more minutes", file=sys.stderr, flush=True)
         os._exit(1)
 
 

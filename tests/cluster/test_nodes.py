@@ -1,4 +1,4 @@
-"""Two or three nodes on one machine: network, process and mount namespaces of their own, on a switch with plugs."""
+"""Two nodes on one machine: network, process and mount namespaces of their own, on a switch with plugs."""
 
 import itertools
 import os

@@ -211,7 +211,7 @@ def test_a_rank_without_others_says_so(characters, tmp_path):
                     1, tmp_path / "log", tmp_path / "log", {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
     assert job.wait(60) == 2
-    assert " could not join the other ranks within 0 minutes (" in (tmp_path / "log").read_text()
+    assert " could not join the other ranks within 0.0333333 minutes (" in (tmp_path / "log").read_text()
 
 
 def test_every_group_has_the_timeout(train):
