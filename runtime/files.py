@@ -1,6 +1,7 @@
 """Hash files, write them atomically, and measure disk space. Also defines UserError, which every room raises."""
 
 import contextlib
+import datetime
 import errno
 import hashlib
 import json
@@ -112,6 +113,11 @@ def lock_folder(folder, option):
 def format_bytes(size):
     """Return a size in GB or MB, which are 10^9 and 10^6 bytes."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
+
+
+def format_time(seconds):
+    """Return a time such as 1:32, 5:01:32 or 2 days, 5:01:32."""
+    return str(datetime.timedelta(seconds=round(seconds))).removeprefix("0:").removeprefix("0")
 
 
 def nearest_existing_dir(path):

@@ -286,7 +286,11 @@ def test_evaluations_updates_and_saves_happen_once(whole):
         assert os.path.samefile(ROOT / folder.removeprefix("--out_dir="), run.out_dir)
         assert tag == (["--tag=best"] if folder.startswith("--") else [])
     (first,) = [r for r in run.history if "first_step_s" in r]
-    assert first["iter"] == 1 and f"first step finished {first['first_step_s']:.1f} s after the start" in run.stdout
+    tails = re.findall(r"^iter \d: .*, memory \d+\.\d GB, ([\d.]+)%, (.*)$", run.stdout, re.M)
+    assert [share for share, _ in tails] == ["12.5", "25.0", "37.5", "50.0", "62.5", "75.0", "87.5", "100.0"]
+    assert first["iter"] == 1 and tails[0][1] == f"{first['first_step_s']:.1f} s after the start"
+    assert all(re.fullmatch(r"\d+:\d\d left", left) for _, left in tails[1:]) and tails[-1][1] == "0:00 left"
+    assert re.search(r"^total time \d+:\d\d$", run.stdout, re.M)
 
 
 @pytest.mark.parametrize("n, files", [
@@ -629,7 +633,8 @@ def test_tensorboard_goes_on_over_a_resume_without_doubles(train):
 
 
 def test_a_logger_that_fails_is_left_out_and_training_goes_on(capsys):
-    log = RunLog.__new__(RunLog)  # without settings
+    log = RunLog.__new__(RunLog)
+    log.settings = {"eval_only": True}
     log.writes, log.out_dir, log.loggers, logged = False, "nowhere", {"bad": Mock(), "good": Mock()}, []
     log.loggers["bad"].log.side_effect = log.loggers["good"].close.side_effect = ZeroDivisionError
     log.loggers["good"].log.side_effect = lambda values, step: logged.append((values, step))

@@ -16,7 +16,7 @@ from collections import namedtuple
 import torch
 
 from runtime.cluster.ranks import RANK, all_gather_scalars, exit_together, print0, show_progress
-from runtime.files import ROOT, format_bytes, write_atomic
+from runtime.files import ROOT, format_bytes, format_time, write_atomic
 from runtime.hardware import peak_flops, peak_memory, run_command
 from runtime.monitor.history import append_history, read_history, series, trim_history
 from runtime.output import printable
@@ -38,7 +38,7 @@ class RunLog:
         self.out_dir, self.writes = settings["out_dir"], RANK == 0 and not settings["eval_only"]
         self.loggers, self.wandb_id, self.paused = {}, state.get("wandb_id"), True
         self.iter_num = self.first_iter = state.get("iter_num", 0)
-        self.resumes = bool(state)
+        self.resumes, self.second_step = bool(state), None  # the latter: the time at which it began
         exit_together(self.start_loggers() if self.writes else [])
 
     def start_loggers(self):
@@ -122,17 +122,25 @@ class RunLog:
             record["loss_scale"] = scale
         if self.clock_iter == self.first_iter:
             record["first_step_s"] = time.time() - self.process_start
-        print0(format_step(record))
+        print0(f"{format_step(record)}, {self.progress(record)}")
         show_progress(self.settings["max_iters"], iter_num, f"loss {record['loss']:.4f}")
         self.record(record)
         self.warn(iter_num, health.stragglers.check(local_work))
-        if "first_step_s" in record:
-            print0(f"first step finished {record['first_step_s']:.1f} s after the start")
-        # Again after the second line, because capturing a CUDA graph may take more memory
-        if self.device.type == "cuda" and self.clock_iter - self.first_iter < 2 * self.settings["log_interval"]:
+        # After the second line, because capturing a CUDA graph may take more memory
+        if self.device.type == "cuda" and self.clock_iter == self.first_iter + 1:
             planned = sum(self.memory_plan.values()) - self.memory_plan["CUDA and NCCL"]  # PyTorch's tensors
             print0(f"peak memory {record['memory'] / 1e9:.1f} GB (estimated: {planned / 1e9:.1f} GB)")
         self.exclude_pauses(iter_num, paused=True)
+        self.second_step = self.second_step or self.clock
+
+    def progress(self, record):
+        """Return the share of the run that is done, and the time left at the speed since the first step, evaluations
+        included. The first step is slow, so its line has the time since the start of the process instead."""
+        last, done = self.settings["max_iters"], record["iter"]
+        if self.second_step is None:
+            return f"{100 * done / last:.1f}%, {record['first_step_s']:.1f} s after the start"
+        left = (time.time() - self.second_step) / (done - self.first_iter - 1) * (last - done)
+        return f"{100 * done / last:.1f}%, {format_time(left)} left"
 
     def evaluation(self, iter_num, losses, sequences, seconds):
         """Print and record an evaluation. Return the validation loss; of a mixture, the weighted mean.
@@ -180,7 +188,9 @@ class RunLog:
                "--init_from=auto to resume from an earlier checkpoint")
 
     def close(self, finished, evals_since_best):
-        """Print the results of a run that has finished, and close the loggers."""
+        """Print the total time, and the results of a run that has finished. Close the loggers."""
+        if not self.settings["eval_only"]:
+            print0(f"total time {format_time(time.time() - self.process_start)}")
         if finished and self.iter_num < self.settings["max_iters"]:
             print0(f"stopped early at step {self.iter_num}: no better validation loss in {evals_since_best} "
                    "evaluations; to continue, increase --patience")
