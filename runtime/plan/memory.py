@@ -13,14 +13,15 @@ import torch
 
 from model import EAGER_LOSS_CHUNK, LOSS_CHUNK, GPTConfig
 from runtime.engine.ds_config import find, resolve, supports_fast_gradients, uses_offload
-from runtime.files import format_bytes
+from runtime.files import format_bytes, format_time
 from runtime.hardware import Gpu
 
 CUDA_CONTEXT_BYTES = (1.3e9, 1.6e9)  # CUDA, cuBLAS, cuDNN and NCCL outside PyTorch's tensors: 1 H200, each of 2
 USABLE_FRACTION = 0.9  # of a GPU's memory; the rest is lost to fragmentation
 PRESETS = ("ds_config_zero2.json", "ds_config_zero3.json", "config/ds/zero2_offload.json",
            "config/ds/zero3_offload.json")
-ParamCount = namedtuple("ParamCount", ("total", "stored", "trainable"))  # stored: with the padded vocabulary
+# stored: with the padded vocabulary; flops: of forward and backward per token
+ParamCount = namedtuple("ParamCount", ("total", "stored", "trainable", "flops"), defaults=[0])
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,20 @@ def relative_step_time(micro, recompute, preset):
     return time * (1.01 + 0.13 / micro if "zero3" in preset else 1)
 
 
-def jobs_that_fit(job, settings):
+def time_line(job, peak, steps):
+    """Return the estimated time per step and of the run as text, for GPUs with this peak in FLOP/s: 0.8 to 2 times that
+    of GPT-2 XL at the MFU of an H200. Without our fast paths, a step may wait for the CPU for longer."""
+    seconds = relative_step_time(job.batch.micro, job.gradient_checkpointing, f"zero{job.stage}") * (1 - 0.26 * job.fp8)
+    seconds *= job.params.flops * job.batch.tokens / job.batch.world_size / (0.562 * peak)
+    fast = supports_fast_gradients(job.ds_config, job.hardware.dtype) and job.hardware.compile
+    times = [0.8 * seconds, 2 * seconds][: 1 + (fast and job.hardware.dtype == "bfloat16")]
+    per_step, run = (" to ".join(texts) for texts in zip(*((f"{1000 * time:,.0f}", format_time(steps * time))
+                                                           for time in times)))
+    return (f"time       {'at least ' * (len(times) == 1)}{per_step} ms per step, {run} for {steps:,} steps, without "
+            "evaluations and saves")
+
+
+def jobs_that_fit(job, settings, size=gpu_bytes):
     """Return (relative step time, bytes per GPU, arguments) of at most 5 settings that fit, the fastest first. They
     have as many sequences per step: of each preset, with and without recomputation, the largest micro-batch."""
     found = []
@@ -206,7 +220,7 @@ def jobs_that_fit(job, settings):
             continue
         config, _ = resolve(find(preset), job.batch, settings.grad_clip, job.hardware.dtype, job.hardware.compile)
         other = replace(job, ds_config=config, gradient_checkpointing=recompute, accumulate_locally=False)
-        if other := next(filter(fits, other.splits()), None):
+        if other := next((split for split in other.splits() if fits(split, size)), None):
             found.append((relative_step_time(other.batch.micro, recompute, preset), gpu_bytes(other),
                           arguments(settings, other, deepspeed_config=preset)))
     return sorted(found)[:5]

@@ -16,7 +16,7 @@ from runtime.data.loader import Conversations, extent, open_sequences, windows_p
 from runtime.data.tokenizer import tokenizer_of
 from runtime.engine import ds_config, fixes
 from runtime.files import UserError, format_bytes, free_bytes, nearest_existing_dir
-from runtime.hardware import available_memory, find_gpu, pick_compile, pick_device, pick_dtype
+from runtime.hardware import available_memory, find_gpu, peak_flops, pick_compile, pick_device, pick_dtype
 from runtime.kernels import is_supported
 from runtime.kernels.block import supports
 from runtime.kernels.edits import edited_functions
@@ -89,9 +89,11 @@ class RunPlan(Job):
         start = f"resumed from {self.start.tag}" if self.start.tag else f"from {self.start.init_from}"
         lora = f"; LoRA of rank {self.lora['rank']}: {self.params.trainable:,} trainable" if self.lora else ""
         model = f"model      {self.params.total:,} parameters {start}, block_size {self.model.block_size}{lora}"
+        peak = (hardware.gpu.tflops or 0) * 1e12 if hardware.gpu else peak_flops(hardware.device)
+        time = [memory.time_line(self, peak, s.max_iters)] if peak else []
         if hardware.gpu:  # target_gpu: the data may be missing
             return "\n".join([model, f"plan       {sequences} = {batch.sequences:,} sequences per step, "
-                              f"{hardware.dtype}, ZeRO-{self.stage}", *notes])
+                              f"{hardware.dtype}, ZeRO-{self.stage}", *time, *notes])
         epoch = self.windows if data["template"] else data["train_tokens"] / self.model.block_size
         name = "CPU"
         if hardware.device == "cuda":
@@ -104,7 +106,7 @@ class RunPlan(Job):
             + ", compiled" * hardware.compile,
             f"batch      {sequences} = {batch.sequences:,} sequences, {batch.tokens:,} tokens per step; "
             f"{epoch / batch.sequences:,.1f} steps per epoch",
-            f"output     {s.out_dir}"]
+            *time, f"output     {s.out_dir}"]
         if self.max_tags:
             lines.append(f"space      {format_bytes(self.tag_bytes)} per checkpoint, up to {self.max_tags} of them; "
                          f"{format_bytes(free_bytes(s.out_dir))} free")
@@ -270,7 +272,8 @@ def count_params(config, lora):
     if lora:
         apply_lora(model, lora)
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return ParamCount(total, sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable))
+    return ParamCount(total, sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable),
+                      model.flops_per_token())
 
 
 def accumulates_locally(s, job):

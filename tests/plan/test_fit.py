@@ -119,6 +119,23 @@ def test_speeds_are_reckoned_from_what_was_measured():
         assert zero3 / zero2 == pytest.approx(ratio, rel=0.03)
 
 
+def test_the_planned_time_holds_what_was_measured():
+    """On H200s. ZeRO-1 has none of the fast paths, so there is no upper end. A GPU without a known peak has no time."""
+    files = [*(ROOT / "results").glob("h200_x*_bench_*.json")]
+    for file in files:
+        run = json.loads(file.read_text())
+        names = "batch_size", "gradient_accumulation_steps", "deepspeed_config", *["fp8"] * ("fp8" in file.name)
+        told = report(f"config/train_gpt2{'' if 'small' in file.name else '_xl'}.py", "--target_gpu=H200",
+                      "--max_iters=9", *(f"--{name}={run['settings'][name]}" for name in names),
+                      ranks=int(file.name[6]))
+        low, high = re.search(r"^time       (?:at least )?([\d,]+)(?: to ([\d,]+))? ms per step, .* for 9 steps, ",
+                              told, re.M).groups()
+        assert int(low.replace(",", "")) < run["ms"]["median"] < int((high or "9999").replace(",", "")), file.name
+        assert (high is None) is ("zero1" in file.name)
+    assert len(files) == 18
+    assert "\ntime " not in report(XL[0], "--target_gpu=24")
+
+
 @pytest.mark.parametrize("stage, overlap, parts", [
     (1, False, (2.0, 6.0, 3.0, 0.2)), (2, False, (2.0, 1.0, 3.0, 0.2)), (2, True, (2.0, 1.0, 3.0, 0.4)),
     (3, True, (0.5, 1.0, 3.0, 0.2 + 2.0))])
