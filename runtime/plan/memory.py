@@ -211,6 +211,15 @@ def time_line(job, peak, steps):
             "evaluations and saves")
 
 
+def faster(job, settings):
+    """Return a note on the fastest setting with as many sequences per step that fits, if it takes under 90% of the time
+    of this job, which fits."""
+    own = relative_step_time(job.batch.micro, job.gradient_checkpointing, settings.deepspeed_config)
+    time, _, args = min(jobs_that_fit(job, settings, bytes_with_eval), default=(own, 0, ""))
+    if fits(job) and time < 0.9 * own:
+        return f"{args} would fit, too, and take about {time / own:.0%} of the time per step"
+
+
 def jobs_that_fit(job, settings, size=gpu_bytes):
     """Return (relative step time, bytes per GPU, arguments) of at most 5 settings that fit, the fastest first. They
     have as many sequences per step: of each preset, with and without recomputation, the largest micro-batch."""

@@ -187,6 +187,8 @@ def make_plan(settings, ranks, problems, notes, fetch=True):
         job = replace(job, accumulate_locally=True)
         notes.append(f"each rank accumulates gradients locally, in {format_bytes(4 * params.trainable)}; use "
                      "--accumulate_locally=False to save this memory")
+    if hardware.device == "cuda" and not s.eval_only:
+        notes += filter(None, [memory.faster(job, s)])
     s = replace(s, batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation)
     return RunPlan(**vars(job), settings=s, datasets=tuple(datasets), data=data, tokens=tokens, windows=windows,
                    start=start, lora=lora, eval_windows=s.eval_iters * micro, tag_bytes=size, max_tags=max_tags,
