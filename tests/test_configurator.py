@@ -19,7 +19,14 @@ from engine.zero_worker import WAYS
 from monitor.test_profiler import MEASURED
 
 from configurator import configure, settings_of_script
-from runtime.engine.ds_config import DTYPE_BLOCK, allowed_keys, resolve, uses_offload
+from runtime.engine.ds_config import (
+    DTYPE_BLOCK,
+    STAGE3_DEFAULTS,
+    allowed_keys,
+    resolve,
+    supports_fast_gradients,
+    uses_offload,
+)
 from runtime.files import UserError
 from runtime.plan.run_plan import Batch
 
@@ -363,6 +370,12 @@ def test_jsons_are_refused(content, problem, tmp_path):
         resolved(content, tmp_path)
     (line,) = str(error.value).splitlines()
     assert line.startswith(str(tmp_path / "ds.json")) and problem in line
+
+
+@pytest.mark.parametrize("key", STAGE3_DEFAULTS)
+def test_another_prefetch_needs_deepspeeds_own_stage_3(key, tmp_path):
+    for value, ours in ((STAGE3_DEFAULTS[key], True), (0, False)):
+        assert supports_fast_gradients(resolved(zero(3, **{key: value}), tmp_path)[0], "float32") is ours
 
 
 def names_of_problems(content, tmp_path):
