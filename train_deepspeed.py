@@ -191,7 +191,8 @@ state = load_into_engine(engine, store, tag) if tag else {}
 iter_num = first_iter = state.get("iter_num", 0)
 best_val_loss = state.get("best_val_loss", math.inf)
 evals_since_best = state.get("evals_since_best", 0)
-log = RunLog(vars(settings), state, device, plan.datasets, batch.tokens, estimate(plan), _process_start)
+log = RunLog({**vars(settings), "sources": plan.start.sources}, state, device, plan.datasets, batch.tokens,
+             estimate(plan), _process_start)
 health = StepHealth(engine, fast, log.warn, state)
 
 # -----------------------------------------------------------------------------
@@ -256,7 +257,7 @@ def save(improved):
     saver.save(f"iter_{iter_num}", aliases(improved), {
         "iter_num": iter_num, "best_val_loss": best_val_loss, "evals_since_best": evals_since_best,
         "improved": improved, "wandb_id": log.wandb_id, "settings": vars(settings),
-        "grad_norms": list(health.spikes.history), "grad_norms_risen": health.spikes.risen, **plan.saved_state(state)})
+        "grad_norms": list(health.spikes.history), "grad_norms_risen": health.spikes.risen, **plan.saved_state()})
 
 
 # -----------------------------------------------------------------------------

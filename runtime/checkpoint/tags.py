@@ -22,7 +22,7 @@ from runtime.cluster.ranks import RANK, exit_together, print0
 from runtime.files import TEMP_NAME, UserError, file_digest, fsync, lock_folder, parse_json, replace_dir, write_atomic
 from runtime.weights import SAFE_GLOBALS
 
-MANIFEST_FORMAT = 1  # increase it when a key of the manifest changes
+MANIFEST_FORMAT = 2  # increase it when a key of the manifest changes
 TAG_NAME = re.compile(r"iter_\d+|best|final")
 LEFTOVER = re.compile(rf"({TAG_NAME.pattern})\.(saving|old)")  # of a save that was killed
 Tag = namedtuple("Tag", ("name", "manifest"))  # manifest: the content of manifest.json

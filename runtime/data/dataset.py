@@ -132,8 +132,9 @@ def open_datasets(dataset, block_size):
         raise UserError(f"dataset={dataset} has two datasets of the same name: rename one of their folders")
     totals = {key: sum(one.meta[key] for one in datasets) for key in ("train_tokens", "val_tokens")}
     template = next((one.meta["template"] for one in datasets if "template" in one.meta), None)
+    parts = [{"share": one.share, **{key: one.meta.get(key) for key in (*totals, "files")}} for one in datasets]
     return datasets, {"tokenizer": first.meta["tokenizer"], "vocab_size": first.meta["vocab_size"],
-                      "template": template, **totals}
+                      "template": template, **totals, "datasets": parts}
 
 
 def open_tokens(dataset, split):

@@ -131,9 +131,10 @@ def model_card(name, model, manifest, export):
     """Return the card's text. manifest: the tag's; export: how the export was checked."""
     state = manifest["state"]
     settings = {key: value for key, value in state["settings"].items() if key in CARD_SETTINGS}
-    base = settings["init_from"]
+    base, *stages = map(os.path.normpath, state["sources"])
     datasets = [settings["dataset"]] if isinstance(settings["dataset"], str) else settings["dataset"]  # or a mixture
-    settings |= {"init_from": os.path.basename(os.path.normpath(base)), "ranks": manifest["world_size"],
+    settings |= {"init_from": ", ".join([os.path.basename(base), *("/".join(path.split("/")[-2:]) for path in stages)]),
+                 "ranks": manifest["world_size"],
                  "dataset": ", ".join(os.path.basename(os.path.normpath(path)) for path in datasets),
                  "ZeRO stage": manifest["stage"], "precision": manifest["dtype"], **manifest["versions"]}
     return CARD.format(

@@ -51,12 +51,12 @@ class RunPlan(Job):
         """Return lines with settings that fit, if this run doesn't."""
         return memory.advice(self, self.settings, not self.lora and self.start.kind != "scratch")
 
-    def saved_state(self, resumed):
-        """Return what a tag records of the run. resumed: the state of the tag that it resumed from, or {}."""
-        base = resumed["lora"]["base"] if resumed and self.lora else self.start.init_from
-        return {"model": vars(self.model),
-                "lora": self.lora and {**self.lora, "base": None if self.start.parent else base},
-                "data": {key: self.data[key] for key in ("tokenizer", "vocab_size", "template")}}
+    def saved_state(self):
+        """Return what a tag records of the run."""
+        base, *later = self.start.sources
+        return {"model": vars(self.model), "sources": self.start.sources,
+                "lora": self.lora and {**self.lora, "base": None if later else base},
+                "data": {key: self.data[key] for key in ("tokenizer", "vocab_size", "template", "datasets")}}
 
     def explain_out_of_memory(self):
         """If the GPU runs out of memory, print settings that take less and exit with code 2; the other ranks follow."""

@@ -20,6 +20,7 @@ class Start:
     kind: str  # "scratch", "pretrained", "earlier run" or "resume"
     init_from: str  # the setting, with "auto" resolved
     model: GPTConfig
+    sources: tuple[str, ...]  # what the weights came from, first to last: "gpt2-xl", "out-stage1/best"
     weights: str | None = None  # pretrained: folder or file; None if they weren't fetched
     parent: tuple[str, str] | None = None  # earlier run: (out_dir, tag)
     tag: str | None = None  # resume: the tag that resume_tag names, or the newest with a readable manifest
@@ -38,7 +39,8 @@ def find_start(settings, data, lora, sequences, notes, fetch=True):
     shape = {name: getattr(settings, name) for name in SHAPE if getattr(settings, name) is not None}
     if init_from == "scratch":
         return Start("scratch", init_from, GPTConfig(block_size=settings.block_size, dropout=settings.dropout,
-                                                     vocab_size=data["vocab_size"] if data else 50257, **shape))
+                                                     vocab_size=data["vocab_size"] if data else 50257, **shape),
+                     (init_from,))
     if not os.path.exists(init_from) and init_from not in PRETRAINED:
         raise UserError(f"init_from={init_from} is unknown: give scratch, resume, auto, {', '.join(PRETRAINED)}, a "
                         "folder of weights, the out_dir of an earlier run, or a nanoGPT ckpt.pt")
@@ -80,7 +82,7 @@ def from_pretrained(init_from, settings, data, notes, fetch):
         notes.append(f"the data's vocabulary of {data['vocab_size']} tokens is not the weights' {config.vocab_size}: "
                      "what they learned about words is lost")
     model = replace(config, block_size=settings.block_size, dropout=settings.dropout)
-    return Start("pretrained", init_from, model, weights=weights)
+    return Start("pretrained", init_from, model, (init_from,), weights=weights)
 
 
 def from_earlier_run(init_from, parent, settings, data, shape, notes):
@@ -94,7 +96,7 @@ def from_earlier_run(init_from, parent, settings, data, shape, notes):
         raise UserError(f"dataset={settings.dataset} has another tokenizer than {where}: prepare it with that one")
     notes.append(f"weights from {where}, iteration {manifest['iter_num']}; the optimizer starts fresh")
     model = GPTConfig(**{**model, "block_size": settings.block_size, "dropout": settings.dropout})
-    return Start("earlier run", init_from, model, parent=parent)
+    return Start("earlier run", init_from, model, (*state["sources"], where), parent=parent)
 
 
 def from_resume(settings, data, lora, sequences, notes):
@@ -123,7 +125,7 @@ def from_resume(settings, data, lora, sequences, notes):
     if per_step != sequences:
         notes.append(f"{out_dir}/{tag} was trained with {per_step:,} sequences per step; with {sequences:,}, this run "
                      "repeats or skips some")
-    return Start("resume", "resume", model, tag=tag)
+    return Start("resume", "resume", model, tuple(state["sources"]), tag=tag)
 
 
 def check_compatible(model, settings, data, lora, tag, manifest):

@@ -1,11 +1,14 @@
 """Mixtures of data sets, exact in their shares; stages that follow one another; schedules and epochs."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 from conftest import CHARS, EIGHT, done
 
+from model import GPT, GPTConfig
+from runtime.checkpoint import TagStore
 from runtime.data.dataset import mixture_shares, write_dataset
 from runtime.data.loader import (
     interleave_table,
@@ -14,6 +17,7 @@ from runtime.data.loader import (
     train_offsets,
     windows_per_epoch,
 )
+from runtime.export.hf import model_card
 
 SHAPELESS = ("--n_layer=None", "--n_head=None", "--n_embd=None")  # the weights bring their own
 
@@ -105,6 +109,13 @@ def test_a_stage_begins_with_the_best_weights_of_the_one_before(train, backwards
     third = done(train(f"--init_from={second.out_dir}/iter_2", *SHAPELESS, f"--dataset={backwards}", "--max_iters=1",
                        "--block_size=16", ranks=2))
     assert f"weights from {second.out_dir}/iter_2, iteration 2; the optimizer starts fresh" in third.stdout
+    done(train(*SHAPELESS, f"--dataset={backwards}", "--max_iters=2", "--block_size=16", "--init_from=resume", ranks=2,
+               out_dir=third.out_dir))
+    sources = ["scratch", f"{first.out_dir}/best", f"{second.out_dir}/iter_2"]
+    assert json.loads((third.out_dir / "settings.json").read_text())["settings"]["sources"] == sources
+    _, manifest = TagStore(third.out_dir).find("iter_2")
+    card = model_card("third", GPT(GPTConfig(**manifest["state"]["model"])), manifest, "")
+    assert manifest["state"]["sources"] == sources and "| init_from | scratch, out/best, out/iter_2 |" in card
     same = train(f"--init_from={first.out_dir}", *SHAPELESS, out_dir=first.out_dir)
     assert same.returncode == 2 and "already holds a run (iter_6): resume it with --init_from=resume" in same.stderr
 

@@ -12,7 +12,7 @@ from conftest import EIGHT, ROOT, done
 from test_configurator import script_settings
 
 from configurator import configure
-from runtime.checkpoint.tags import TagStore, sign_manifest
+from runtime.checkpoint.tags import MANIFEST_FORMAT, TagStore, sign_manifest
 from runtime.files import UserError
 from runtime.plan.disk import fit_checkpoints
 from runtime.plan.start import Start
@@ -25,7 +25,7 @@ def plan():
     settings = configure(defaults, ["--max_iters=20", "--eval_interval=5"], annotations, ROOT)
 
     def run(out_dir, resume=None, max_iters=20, size=10**9, **changes):
-        start, notes = Start("resume" if resume else "scratch", "", None, tag=resume), []
+        start, notes = Start("resume" if resume else "scratch", "", None, (), tag=resume), []
         s = replace(settings, out_dir=str(out_dir), max_iters=max_iters, **changes)
         s, number = fit_checkpoints(s, start, size, notes)
         return (s.keep_last, s.always_save_checkpoint, number), notes
@@ -40,7 +40,7 @@ def write_tags(out_dir, tags):
             shutil.copytree(out_dir / same[0], out_dir / name, copy_function=os.link)
             continue
         (out_dir / name).mkdir()
-        manifest = sign_manifest({"format": 1, "iter_num": iter_num})
+        manifest = sign_manifest({"format": MANIFEST_FORMAT, "iter_num": iter_num})
         (out_dir / name / "manifest.json").write_text(manifest)
         (out_dir / name / "model.pt").write_bytes(b"")
         os.truncate(out_dir / name / "model.pt", 10**9 - len(manifest))  # takes no space

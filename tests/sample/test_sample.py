@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from model import GPT, apply_repetition_penalty, sample_token
-from runtime.checkpoint.tags import sign_manifest
+from runtime.checkpoint.tags import MANIFEST_FORMAT, sign_manifest
 from runtime.sample import generate as texts
 
 
@@ -202,7 +202,7 @@ def test_refusals(sample, theirs, characters, tmp_path):
     (tmp_path / "hf" / "tokenizer_config.json").write_text("[]")
     for tag in ("iter_5", "best"):
         (tmp_path / "run" / tag).mkdir(parents=True)
-        (tmp_path / "run" / tag / "manifest.json").write_text(sign_manifest({"format": 1, "iter_num": 5}))
+        (tmp_path / "run" / tag / "manifest.json").write_text(sign_manifest({"format": MANIFEST_FORMAT, "iter_num": 5}))
     wrong = ("--top_p=0", "--repetition_penalty=0", "--num_samples=0", "--batch_size=0")
     cases = [
         (wrong, ["num_samples=0 must be at least 1", "batch_size=0 must be at least 1",
