@@ -167,7 +167,8 @@ tag = newest_intact(store, plan.start, resume_tag, overwrite)  # None unless thi
 torch.manual_seed(seed)  # the same weights on every rank
 with all_exit_on(UserError):
     if plan.start.kind == "earlier run":
-        model = load_model(*plan.start.parent, dropout=dropout)[0].to(device).train()
+        share = ranks.local_rank, ranks.local_world_size  # a node may have its own copy of the files
+        model = load_model(*plan.start.parent, dropout, share)[0].to(device).train()
     elif plan.start.kind == "pretrained":
         model = GPT.from_pretrained(plan.start.weights, dropout=dropout, device=device, dtype=hardware.torch_dtype)
     else:  # from scratch, or to be loaded from the tag to resume from

@@ -96,16 +96,16 @@ def slice_flat(tensors, start, length):
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def load_model(out_dir, tag="latest", dropout=None):
+def load_model(out_dir, tag="latest", dropout=None, share=(0, 1)):
     """Return (GPT in eval mode with a tag's fp32 weights on the CPU, the tag's manifest). LoRA adapters are merged into
-    the weights. Every file is checked first. Raises CheckpointError."""
+    the weights. Every file is checked first. share: of (rank, ranks) that share the hashing. Raises CheckpointError."""
     store = TagStore(out_dir)
     tag, manifest = store.find(tag)
     path, state = store.path(tag), manifest["state"]
     with torch.device("meta"):
         model = GPT(GPTConfig(**state["model"] | ({} if dropout is None else {"dropout": dropout})))
     try:
-        if problems := verify_files(path, manifest["files"]):
+        if problems := verify_files(path, manifest["files"], *share):
             raise CheckpointError("\n".join(problems))
         reader = TagReader(path, manifest)
         weights = {name: reader.get(name).clone() for name in reader.shapes}  # in memory of their own

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -19,6 +20,14 @@ from runtime.data.loader import (
 )
 from runtime.export.hf import model_card
 
+COUNT_HASHES = """
+from runtime.checkpoint import tags
+digest = tags.file_digest
+def counted(path):
+    os.write(1, f"hashed {path}\\n".encode())  # whole, whatever the other rank prints
+    return digest(path)
+tags.file_digest = counted
+"""
 SHAPELESS = ("--n_layer=None", "--n_head=None", "--n_embd=None")  # the weights bring their own
 
 
@@ -107,8 +116,10 @@ def test_a_stage_begins_with_the_best_weights_of_the_one_before(train, backwards
     assert second.evals[0][1] == pytest.approx(best, abs=1e-6) and second.losses[1] < first.losses[1] - 0.1
     assert f"weights from {first.out_dir}/best, iteration 6; the optimizer starts fresh" in second.stdout
     third = done(train(f"--init_from={second.out_dir}/iter_2", *SHAPELESS, f"--dataset={backwards}", "--max_iters=1",
-                       "--block_size=16", ranks=2))
+                       "--block_size=16", ranks=2, plant=COUNT_HASHES))
     assert f"weights from {second.out_dir}/iter_2, iteration 2; the optimizer starts fresh" in third.stdout
+    files = TagStore(second.out_dir).find("iter_2").manifest["files"]  # the two ranks share the hashing
+    assert sorted(re.findall(r"^hashed .*/(.+)$", third.stdout, re.M)) == sorted(files)
     done(train(*SHAPELESS, f"--dataset={backwards}", "--max_iters=2", "--block_size=16", "--init_from=resume", ranks=2,
                out_dir=third.out_dir))
     sources = ["scratch", f"{first.out_dir}/best", f"{second.out_dir}/iter_2"]
