@@ -1,16 +1,23 @@
 """Resolve init_from: training from scratch, pretrained weights, the weights of an earlier run, or a run to resume."""
 
+import json
 import os
+import shlex
 from dataclasses import dataclass, replace
 
 from model import GPTConfig
 from runtime.checkpoint.tags import CheckpointError, TagStore, UnreadableError, parse_run_path
-from runtime.data.dataset import same_tokenizer
+from runtime.data.dataset import same_data, same_tokenizer
 from runtime.files import UserError
 from runtime.lora import as_options
 from runtime.weights import PRETRAINED, fetch_from_hub, open_weights
 
 SHAPE = ("n_layer", "n_head", "n_embd", "bias")  # settings that pretrained weights determine
+NOT_COMPARED = {  # with a checkpoint's settings: they don't change the training, or are checked otherwise
+    "out_dir", "init_from", "resume_tag", "overwrite", "eval_only", "dry_run", "target_gpu", "keep_last", "async_save",
+    "always_save_checkpoint", "log_interval", "profile", "sample_interval", "sample_start", "sample_tokens",
+    "wandb_log", "wandb_project", "wandb_run_name", "tensorboard_log", "batch_size", "gradient_accumulation_steps",
+    "block_size", *SHAPE, "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"}
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,9 @@ def from_resume(settings, data, lora, sequences, notes):
     model = GPTConfig(**{**state["model"], "dropout": settings.dropout})
     check_compatible(model, settings, data, lora, tag, manifest)
     before = state["settings"]
+    if changed := [f"{name}={value!r}, was {before[name]!r}" for name, value in vars(settings).items()
+                   if name not in NOT_COMPARED and value != before.get(name, value)]:
+        notes.append("\n           ".join([f"settings that differ from those of {out_dir}/{tag}:", *changed]))
     per_step = manifest["world_size"] * before["batch_size"] * before["gradient_accumulation_steps"]
     if per_step != sequences:
         notes.append(f"{out_dir}/{tag} was trained with {per_step:,} sequences per step; with {sequences:,}, this run "
@@ -129,13 +139,28 @@ def from_resume(settings, data, lora, sequences, notes):
 
 
 def check_compatible(model, settings, data, lora, tag, manifest):
-    """Raise CheckpointError unless a tag has the model, vocabulary and LoRA settings of this run."""
+    """Raise CheckpointError unless a tag has the model, data and LoRA settings of this run."""
     state, where = manifest["state"], f"{settings.out_dir}/{tag}"
     given = {name: getattr(settings, name) for name in ("block_size", *SHAPE)}
     check_shape(where, state["model"], {name: getattr(model, name) if value is None else value
                                         for name, value in given.items()})
-    if data and data["vocab_size"] != state["data"]["vocab_size"]:
-        raise CheckpointError(f"dataset={settings.dataset} has another vocabulary than {where}: name its dataset")
+    check_data(settings, data, where, state)
     was, now = as_options(state.get("lora")), as_options(lora)
     if was != now:
         raise CheckpointError(f"{where} was trained with {was}, and this run has {now}: use the same")
+
+
+def check_data(settings, data, where, state):
+    """Raise CheckpointError unless a run has a tag's tokenizer, and the datasets and seed that its sequences follow."""
+    was, problems = state["settings"], []
+    name = was["dataset"] if isinstance(was["dataset"], str) else json.dumps(was["dataset"])
+    fix = "restore it" if str(settings.dataset) == str(was["dataset"]) else f"use --dataset={shlex.quote(name)}"
+    stage = f"or start a new stage with --init_from={where} --out_dir=DIR"
+    if data and not same_tokenizer(data, state["data"]):
+        raise CheckpointError(f"dataset={settings.dataset} has another tokenizer than {where}: {fix}")
+    if data and not same_data(data["datasets"], state["data"]["datasets"]):
+        problems.append(f"dataset={settings.dataset} is not the data of {where}: {fix}, {stage}")
+    if settings.seed != was["seed"]:
+        problems.append(f"seed={settings.seed} is not the seed of {where}: use --seed={was['seed']}, {stage}")
+    if problems and not settings.eval_only:
+        raise CheckpointError("\n".join(problems))

@@ -1,0 +1,74 @@
+"""What a resumed run takes from its checkpoint, what it may change, and which checkpoint is the best one then."""
+
+import json
+import pickle
+import shutil
+
+import pytest
+from conftest import CHARS, ROOT, SMALL, done, write_characters
+from test_configurator import script_settings
+
+from configurator import configure
+from runtime.cluster.ranks import Ranks
+from runtime.plan.run_plan import Problems, make_plan
+
+
+def mixture(folder, **weights):
+    return f"--dataset={ {f'{folder}/{name}': weight for name, weight in weights.items()} }"
+
+
+@pytest.fixture(scope="module")
+def resume(train, tmp_path_factory):
+    """resume(*args, data="moved", a=1, b=3) -> (problems, notes) of a run that resumes one on this mixture; {data} and
+    {out_dir} in them are folders."""
+    folder = tmp_path_factory.mktemp("data")
+    for seed, name in enumerate("abc"):
+        write_characters(folder / "first" / name, seed)
+    for copy in ("moved", "coded", "nanogpt"):
+        shutil.copytree(folder / "first", folder / copy)
+    for file in folder.glob("coded/*/meta.json"):  # as many tokens
+        file.write_text(file.read_text().replace(json.dumps(CHARS), json.dumps(CHARS[::-1])))
+    for file in folder.glob("nanogpt/*/meta.json"):  # without hashes
+        file.unlink()
+        file.with_suffix(".pkl").write_bytes(pickle.dumps({"vocab_size": len(CHARS), "itos": dict(enumerate(CHARS))}))
+    out_dir = done(train(mixture(folder / "first", a=1, b=3), "--max_iters=2")).out_dir
+    defaults, annotations = script_settings()
+
+    def run(*args, data="first", **weights):
+        argv = [*SMALL, "--max_iters=2", mixture(folder / data, **weights or {"a": 1, "b": 3}), "--init_from=resume",
+                f"--out_dir={out_dir}", *args]
+        problems, notes = Problems(), []
+        make_plan(configure(defaults, argv, annotations, ROOT), Ranks(0, 0, 1, 1), problems, notes)
+        return [[text.replace(str(out_dir), "OUT").replace(str(folder), "DATA") for text in found]
+                for found in (problems, notes)]
+
+    return run
+
+
+@pytest.mark.parametrize("change", [{"c": 3, "b": 1}, {"b": 3, "a": 1}, {"a": 1, "b": 2}, {"a": 1}], ids=str)
+def test_a_resume_with_other_data_is_refused(resume, change):
+    """Another dataset, order or share of a mixture. An evaluation alone may take it."""
+    (problem,), _ = resume(**change)
+    assert problem.endswith("""} is not the data of OUT/iter_2: use --dataset='{"DATA/first/a": 1, "DATA/first/b": """
+                            "3}', or start a new stage with --init_from=OUT/iter_2 --out_dir=DIR")
+    assert resume("--eval_only=True", **change)[0] == []
+
+
+def test_a_resume_with_another_seed_or_tokenizer_is_refused(resume):
+    assert resume("--seed=7")[0] == ["seed=7 is not the seed of OUT/iter_2: use --seed=1337, or start a new stage with "
+                                     "--init_from=OUT/iter_2 --out_dir=DIR"]
+    for args in ((), ("--eval_only=True",)):
+        (problem,), _ = resume(*args, data="coded")
+        assert "} has another tokenizer than OUT/iter_2: use --dataset='{" in problem
+
+
+def test_a_resume_prints_each_setting_that_differs(resume):
+    """The same data elsewhere, or without hashes, is one more. Where a run writes and how it is split say nothing."""
+    assert resume("--batch_size=1", "--gradient_accumulation_steps=4", "--log_interval=7", "--keep_last=9") == [[], []]
+    problems, notes = resume("--learning_rate=2e-3", "--max_iters=9")
+    assert not problems and notes[-1].splitlines() == [
+        "settings that differ from those of OUT/iter_2:", "           learning_rate=0.002, was 0.001",
+        "           max_iters=9, was 2"]
+    for data in ("moved", "nanogpt"):
+        problems, notes = resume(data=data)
+        assert not problems and f"dataset={{'DATA/{data}/a': 1, 'DATA/{data}/b': 3}}, was " in notes[-1]
