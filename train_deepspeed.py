@@ -144,7 +144,7 @@ if dry_run:
 import deepspeed
 
 from runtime.checkpoint import Saver, TagStore, load_into_engine, load_model, newest_intact
-from runtime.cluster.ranks import all_exit_on, all_reduce_sum, shut_down
+from runtime.cluster.ranks import all_exit_on, all_reduce_sum, broadcast_from_rank0, shut_down
 from runtime.data.loader import eval_batches, mixed_seed, sequences_per_dataset, train_batches
 from runtime.engine import ds_config, fixes, setup
 from runtime.engine.fast_path import FastPath
@@ -190,7 +190,6 @@ fast.install(plan.accumulate_locally, use_triton, capture=not ds_config.has_per_
 
 state = load_into_engine(engine, store, tag) if tag else {}
 iter_num = first_iter = state.get("iter_num", 0)
-best_val_loss = state.get("best_val_loss", math.inf)
 evals_since_best = state.get("evals_since_best", 0)
 log = RunLog({**vars(settings), "sources": plan.start.sources}, state, device, plan.datasets, batch.tokens,
              estimate(plan), _process_start)
@@ -266,7 +265,8 @@ def save(improved):
 
 if not eval_only:
     shutdown.watch_stop_file(os.path.join(out_dir, "STOP"))
-store.clean(tag, overwrite, aliases(state.get("improved")))  # after all checks, because it may delete
+best_val_loss = broadcast_from_rank0(  # after all checks, because it may delete
+    store.clean(tag, overwrite, aliases(state.get("improved"))))
 log.open_files()
 saver = Saver(engine, store, keep_last, plan.tag_bytes, async_save, on_saved=log.saved)
 if iter_num == 0 or eval_only:

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import re
 import shutil
@@ -197,9 +198,9 @@ class TagStore:
 
     def clean(self, tag=None, overwrite=False, aliases=()):
         """Prepare out_dir for a run that starts or resumes: remove leftovers, rename corrupt tags, delete newer tags if
-        `overwrite`, and link `aliases` to the Tag, which a kill may have prevented. Rank 0 does it."""
+        `overwrite`, and link `aliases` to the Tag, which a kill may have prevented. Rank 0 does it; see link_best()."""
         if self.read_only or RANK != 0:
-            return
+            return None
         self.remove_leftovers()
         for name in self.skipped:
             self.move_away(name)
@@ -212,6 +213,17 @@ class TagStore:
                 self.alias(tag.name, name)
             except OSError as error:  # the tag itself is intact
                 print0(f"{name} could not be linked to {tag.name} ({error.strerror}); the run continues without it")
+        return self.link_best()
+
+    def link_best(self):
+        """If best is gone, link it to the best tag. Return the validation loss of best, or inf if there is none."""
+        for name in ["best", *self.newest_first()]:  # the newest that was the best one is the best of all
+            with contextlib.suppress(CheckpointError, OSError):
+                if (state := self.read_manifest(name)["state"])["improved"]:
+                    if name != "best":
+                        self.alias(name, "best")
+                    return state["best_val_loss"]
+        return math.inf
 
 
 def exists(path):

@@ -9,6 +9,7 @@ from conftest import CHARS, ROOT, SMALL, done, write_characters
 from test_configurator import script_settings
 
 from configurator import configure
+from runtime.checkpoint.tags import TagStore
 from runtime.cluster.ranks import Ranks
 from runtime.plan.run_plan import Problems, make_plan
 
@@ -72,3 +73,27 @@ def test_a_resume_prints_each_setting_that_differs(resume):
     for data in ("moved", "nanogpt"):
         problems, notes = resume(data=data)
         assert not problems and f"dataset={{'DATA/{data}/a': 1, 'DATA/{data}/b': 3}}, was " in notes[-1]
+
+
+@pytest.fixture(scope="module")
+def improved(train):
+    """The out_dir of a run whose best tag is its newest, iter_6, and before that was iter_2."""
+    flat = done(train("--n_layer=1", "--decay_lr=False", "--learning_rate=0")).out_dir
+    return done(train("--n_layer=1", "--max_iters=6", "--init_from=resume", out_dir=flat)).out_dir
+
+
+@pytest.mark.parametrize("lost, args, best", [
+    ((), ["--resume_tag=iter_4", "--overwrite=True"], 2), (("iter_6", "best", "final"), [], 2),
+    (("iter_2",), ["--resume_tag=iter_4", "--overwrite=True"], 8)], ids=str)
+def test_a_run_that_lost_its_best_tag_has_one_again(train, improved, tmp_path, lost, args, best):
+    """The best one of those that are left, or else the next one. Here no later loss is better."""
+    out_dir = shutil.copytree(improved, tmp_path / "out")
+    assert TagStore(out_dir).iteration("best") == 6
+    for tag in lost:
+        next((out_dir / tag).glob("*optim*")).write_bytes(b"")
+        if tag == "iter_2":
+            shutil.rmtree(out_dir / tag)
+    done(train("--n_layer=1", "--decay_lr=False", "--learning_rate=0", "--max_iters=10", "--eval_interval=4",
+               "--init_from=resume", "--keep_last=1", "--always_save_checkpoint=False", *args, out_dir=out_dir))
+    store = TagStore(out_dir)
+    assert store.list() == ["iter_10", "best", "final"] and store.iteration("best") == best
