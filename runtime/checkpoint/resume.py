@@ -58,13 +58,17 @@ def load_into_engine(engine, store, tag):
     if was != now:
         print0(f"re-sharding {path}: saved by {was}, now {now}")
         reshard_into_engine(engine, TagReader(path, manifest))
-    else:  # DeepSpeed reads less per rank; keep this run's betas and weight decay
+    else:  # DeepSpeed reads less per rank; keep this run's betas, weight decay and loss scaler
         own = [{key: group[key] for key in ("betas", "weight_decay")} for group in engine.optimizer.param_groups]
+        scaler = getattr(engine.optimizer, "loss_scaler", None)
         with silence_stdout():
             loaded, _ = engine.load_checkpoint(store.out_dir, tag=tag.name)
         exit_together([f"DeepSpeed could not load {path}: {OTHER_TAG}"] if loaded is None else [])
         for group, settings in zip(engine.optimizer.param_groups, own):
             group.update(settings)
+        if scaler:
+            saved, engine.optimizer.loss_scaler = engine.optimizer.loss_scaler, scaler
+            restore_loss_scale(scaler, saved)
     dist.barrier()
     print0(f"loaded in {time.time() - start:.1f} s")
     return manifest["state"]
@@ -80,11 +84,16 @@ def reshard_into_engine(engine, reader):
             flat = reader.get(name, field).flatten()
             for target, offset in local_slices(engine, stage, param, field):
                 target.copy_(flat[offset:offset + target.numel()])
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    if getattr(scaler, "dynamic", False) and getattr(reader.loss_scaler, "dynamic", False):
-        vars(scaler).update({key: value for key, value in vars(reader.loss_scaler).items() if key != "scale_window"})
+    restore_loss_scale(getattr(engine.optimizer, "loss_scaler", None), reader.loss_scaler)
     for counter in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, counter, reader.model_state[counter])
+
+
+def restore_loss_scale(scaler, saved):
+    """If both loss scalers are dynamic, continue with the saved scale. The window and the like stay this run's."""
+    if getattr(scaler, "dynamic", False) and getattr(saved, "dynamic", False):
+        for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
+            setattr(scaler, name, getattr(saved, name))
 
 
 def init_adam_state(engine, stage, step):

@@ -13,6 +13,13 @@ from runtime.checkpoint.tags import TagStore
 from runtime.cluster.ranks import Ranks
 from runtime.plan.run_plan import Problems, make_plan
 
+FLOAT16 = """
+from deepspeed.accelerator import get_accelerator
+from runtime.plan import run_plan
+get_accelerator().is_fp16_supported = lambda: True  # slow on CPU, but right
+run_plan.pick_dtype = lambda *_: "float16"
+"""
+
 
 def mixture(folder, **weights):
     return f"--dataset={ {f'{folder}/{name}': weight for name, weight in weights.items()} }"
@@ -97,3 +104,27 @@ def test_a_run_that_lost_its_best_tag_has_one_again(train, improved, tmp_path, l
                "--init_from=resume", "--keep_last=1", "--always_save_checkpoint=False", *args, out_dir=out_dir))
     store = TagStore(out_dir)
     assert store.list() == ["iter_10", "best", "final"] and store.iteration("best") == best
+
+
+@pytest.fixture(scope="module")
+def in_float16(train, tmp_path_factory):
+    """in_float16(out_dir, stage, the JSON's "fp16"): a run of 4 iterations at stage 2, resumed for two more."""
+    file = tmp_path_factory.mktemp("json") / "ds.json"
+
+    def run(n, fp16, *args, **options):
+        file.write_text(json.dumps({"zero_optimization": {"stage": n}, "fp16": fp16}))
+        return done(train("--dtype=float16", "--n_layer=1", f"--deepspeed_config={file}", *args, plant=FLOAT16,
+                          **options))
+
+    first = run(2, {"initial_scale_power": 8, "loss_scale_window": 2}).out_dir
+    return lambda out_dir, *args: run(*args, "--max_iters=6", "--init_from=resume",
+                                      out_dir=shutil.copytree(first, out_dir))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("fp16, scales", [
+    ({"initial_scale_power": 4, "loss_scale_window": 1}, [2048, 4096]), ({"loss_scale": 64}, [64, 64])], ids=str)
+def test_a_resume_in_float16_continues_with_the_loss_scale_and_this_runs_json(in_float16, tmp_path, n, fp16, scales):
+    """At the same stage, where DeepSpeed restores all of the loss scaler, and at another one."""
+    history = in_float16(tmp_path / "out", n, fp16).history
+    assert [r["loss_scale"] for r in history if "loss" in r] == [256, 512, 512, 1024, *scales]
