@@ -120,8 +120,6 @@ def local_slices(engine, stage, param, field):
             flats.append(optimizer._get_fp32_opt_state_partition(param, False, optim_state_key=key)[0])
         start = param.ds_tensor.ds_numel * optimizer._get_param_partition_rank(param)
         slices = [(flat[:max(0, param.ds_numel - start)], start) for flat in flats]  # the rest is padding
-        if is_weight and param.data.numel() == param.ds_numel:  # gathered, and kept so
-            slices.append((param.data.view(-1), 0))
         return [(flat, start) for flat, start in slices if flat.numel()]
     slices = [(param.data.view(-1), 0)] if is_weight else []
     mapping = getattr(param, "_hp_mapping", None)
