@@ -22,7 +22,10 @@ from transformers import (
 
 from model import GPT, apply_repetition_penalty, sample_token
 from runtime.checkpoint.tags import MANIFEST_FORMAT, sign_manifest
+from runtime.data.tokenizer import tokenizer_of
+from runtime.export.hf import char_tokenizer
 from runtime.sample import generate as texts
+from runtime.sample.source import data_of_weights
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +191,16 @@ def test_only_a_terminal_gets_escapes_instead_of_control_characters(theirs, char
     for end in (master, slave):
         os.close(end)
     assert launch(ROOT / "sample.py", *args).stdout.endswith("\n\na\x1b\nb\x9bc\n")
+
+
+@pytest.mark.parametrize("vocab_size", [28, 50257, 50304])
+def test_a_folder_of_weights_has_its_own_tokenizer(tmp_path, vocab_size):
+    """Also with as many tokens as GPT-2's, padded or not."""
+    char_tokenizer(CHARS).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
+    data = data_of_weights(str(tmp_path), vocab_size)
+    assert data["vocab_size"] == 28 and data["tokenizer"]["end_of_text"] == 3
+    assert tokenizer_of(data["tokenizer"])[0]("the fox") == ids_of("the fox")
 
 
 # What cannot be
