@@ -12,7 +12,7 @@ from typing import Literal
 import configurator
 
 out_dir = "out-shakespeare-xl-deepspeed"  # folder of the run
-tag = "latest"  # latest, best, final, iter_20, ...
+tag: str | None = None  # best, final, iter_20, ... or latest; None: best, or the newest if there is no best
 to: str | None = None  # the folder to write; None: hf-TAG in out_dir
 dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # the weights' precision
 

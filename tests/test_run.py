@@ -480,15 +480,15 @@ def test_samples(whole):
     out_dir = whole(3).out_dir
     common = ("--out_dir", out_dir, "--num_samples=1", "--max_new_tokens=50")
     first, = at_once(lambda: sample(*common))
-    again, other, best = at_once(lambda: sample(*common), lambda: sample(*common, "--seed=7"),
-                                 lambda: sample(*common, "--tag=best", "--start=the cat"))
-    for run in (first, again, other, best):
+    again, other, named = at_once(lambda: sample(*common), lambda: sample(*common, "--seed=7"),
+                                  lambda: sample(*common, "--tag=iter_6", "--start=the cat"))
+    for run in (first, again, other, named):
         assert run.returncode == 0, run.stderr
     head, text = first.stdout.split("\n\n", 1)
-    assert head == f"{out_dir}/iter_8: 27,392 parameters after 8 iterations"
+    assert head == f"{out_dir}/best: 27,392 parameters after 8 iterations"
     assert len(text) == 1 + 50 + 1 and set(text) <= set(CHARS) and text[0] == "\n"  # start, 50 tokens, line's end
     assert again.stdout == first.stdout != other.stdout
-    assert best.stdout.startswith(f"{out_dir}/best: ") and "\n\nthe cat" in best.stdout
+    assert named.stdout.startswith(f"{out_dir}/iter_6: ") and "\n\nthe cat" in named.stdout
 
 
 def test_samples_of_gpt2_itself_index(tmp_path):
@@ -537,7 +537,7 @@ def test_code_in_an_untrusted_checkpoint_does_not_run(train, one_rank, tmp_path,
     out_dir = shutil.copytree(one_rank.out_dir, tmp_path / "out")
     file = plant(out_dir, tmp_path / "mark", name, listed)
     sampled, resumed = at_once(
-        lambda: sample(f"--out_dir={out_dir}", "--num_samples=1", "--max_new_tokens=5"),
+        lambda: sample(f"--out_dir={out_dir}", "--tag=iter_6", "--num_samples=1", "--max_new_tokens=5"),
         lambda: train(*SIX, "--batch_size=4", "--max_iters=7", "--init_from=resume", "--resume_tag=iter_6",
                       "--overwrite=True", out_dir=out_dir))
     assert not (tmp_path / "mark").exists()

@@ -93,7 +93,8 @@ class TagStore:
         return [tag for tag in self.list() if self.iteration(tag) > iter_num]
 
     def find(self, tag="latest"):
-        """Return the Tag of this name; "latest" is the newest. Raises CheckpointError."""
+        """Return the Tag of this name. "latest": the newest; None: best, or the newest. Raises CheckpointError."""
+        tag = tag or ("best" if self.is_complete("best") else "latest")
         name = self.newest() or tag if tag == "latest" else tag
         if os.path.basename(name) != name or not self.is_complete(name):
             if exists(self.path("manifest.json")):

@@ -104,6 +104,9 @@ def test_a_run_that_lost_its_best_tag_has_one_again(train, improved, tmp_path, l
                "--init_from=resume", "--keep_last=1", "--always_save_checkpoint=False", *args, out_dir=out_dir))
     store = TagStore(out_dir)
     assert store.list() == ["iter_10", "best", "final"] and store.iteration("best") == best
+    assert store.find(None).name == "best"  # what is sampled from and exported
+    shutil.rmtree(out_dir / "best")
+    assert store.find(None).name == "iter_10"
 
 
 @pytest.fixture(scope="module")

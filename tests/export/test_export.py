@@ -269,9 +269,9 @@ def gpt2_exported(train, tmp_path_factory):
     write_dataset(data, ids[:-400], ids[-400:], {"kind": "gpt2"}, 50257, {"name": "a test", "sha256": None, "bytes": 0})
     run = done(train(f"--init_from={folder}/tiny", "--n_layer=None", "--n_head=None", "--n_embd=None", "--max_iters=2",
                      f"--dataset={data}", stage(3), ranks=2))
-    exported = export(f"--out_dir={run.out_dir}")  # into hf-iter_2 there
+    exported = export(f"--out_dir={run.out_dir}")  # into hf-best there
     assert exported.returncode == 0, exported.stderr
-    return run.out_dir, run.out_dir / "hf-iter_2", exported.stdout
+    return run.out_dir, run.out_dir / "hf-best", exported.stdout
 
 
 def test_gpt2s_own_shape_and_tokens_index(gpt2_exported):
@@ -302,6 +302,7 @@ def test_a_mixture_is_exported_and_sampled_from(train, characters, tmp_path):
     exported, sampled = at_once(
         lambda: export(f"--out_dir={run.out_dir}", f"--to={tmp_path}/mixed"),
         lambda: launch(ROOT / "sample.py", f"--out_dir={run.out_dir}", "--num_samples=1", "--max_new_tokens=50"))
-    assert exported.returncode == 0 and sampled.returncode == 0, exported.stderr + sampled.stderr
+    for job in (exported, sampled):
+        assert job.returncode == 0 and job.stdout.startswith(f"{run.out_dir}/best: "), job.stderr
     card = (tmp_path / "mixed" / "README.md").read_text()
     assert "| dataset | characters0, more |" in card
