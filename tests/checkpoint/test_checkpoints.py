@@ -39,6 +39,17 @@ model, _ = load_model(sys.argv[1])
 print((peak - before) / sum(4 * p.numel() for p in model.parameters()))
 """
 
+WRITE_LATE = """
+import time
+from runtime.checkpoint.saver import Saver
+write = Saver.write
+def late(self, files, manifest, aliases):
+    while self.engine.global_steps == manifest["iter_num"] < 4:  # 4 is the last step
+        time.sleep(0.01)
+    return write(self, files, manifest, aliases)
+Saver.write = late
+"""
+
 
 def test_memory_in_a_container(monkeypatch, tmp_path):
     """A limit of 1,000,000 bytes, of which 600,000 are taken, 150,000 of them by files that can go."""
@@ -89,10 +100,15 @@ def test_shards_read_what_deepspeeds_universal_checkpoint_holds(whole, tmp_path,
             assert shards.get(name, kind).abs().max() > 0 or name.endswith("c_attn.bias")
 
 
-def test_a_save_that_training_waits_for_is_the_same(train, whole):
-    run = done(train(*EIGHT, stage(2), "--max_iters=4", "--async_save=False", ranks=2))
-    ours, theirs = (load_model(r.out_dir, "iter_4")[0].state_dict() for r in (run, whole(2)))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+@pytest.mark.parametrize("asynchronous, plant", [(False, ""), (True, WRITE_LATE)],
+                         ids=["training waits", "written after the next step"])
+def test_a_save_has_the_state_of_its_step(train, whole, asynchronous, plant):
+    """To the last bit, weights and both moments."""
+    run = done(train(*EIGHT, stage(2), "--max_iters=4", f"--async_save={asynchronous}", ranks=2, plant=plant))
+    for tag in ("iter_2", "iter_4"):
+        ours, theirs = (TagReader(r.out_dir / tag, TagStore(r.out_dir).find(tag).manifest) for r in (run, whole(2)))
+        assert all(torch.equal(ours.get(name, kind), theirs.get(name, kind)) for name in theirs.shapes
+                   for kind in ("weight", *MOMENTS))
     keys = ("world_size", "stage", "dtype", "iter_num")
     manifests = [TagStore(out_dir).find("iter_4").manifest for out_dir in (run.out_dir, whole(2).out_dir)]
     assert [m[key] for key in keys for m in manifests] == [2, 2, 2, 2, "float32", "float32", 4, 4]
