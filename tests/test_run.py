@@ -476,21 +476,6 @@ def sample(*args):
     return launch(ROOT / "sample.py", *args)
 
 
-def test_samples(whole):
-    out_dir = whole(3).out_dir
-    common = ("--out_dir", out_dir, "--num_samples=1", "--max_new_tokens=50")
-    first, = at_once(lambda: sample(*common))
-    again, other, named = at_once(lambda: sample(*common), lambda: sample(*common, "--seed=7"),
-                                  lambda: sample(*common, "--tag=iter_6", "--start=the cat"))
-    for run in (first, again, other, named):
-        assert run.returncode == 0, run.stderr
-    head, text = first.stdout.split("\n\n", 1)
-    assert head == f"{out_dir}/best: 27,392 parameters after 8 iterations"
-    assert len(text) == 1 + 50 + 1 and set(text) <= set(CHARS) and text[0] == "\n"  # start, 50 tokens, line's end
-    assert again.stdout == first.stdout != other.stdout
-    assert named.stdout.startswith(f"{out_dir}/iter_6: ") and "\n\nthe cat" in named.stdout
-
-
 def test_samples_of_gpt2_itself_index(tmp_path):
     """A tiny GPT-2 as transformers saves it. GPT-2's tokenizer may have to be fetched."""
     from transformers import GPT2Config, GPT2LMHeadModel
