@@ -25,7 +25,7 @@ from pathlib import Path
 from configurator import settings_of_script
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
-SCRIPT = os.path.join(ROOT, "train_deepspeed.py")
+SCRIPT, LAUNCHER = os.path.join(ROOT, "train_deepspeed.py"), os.path.join(ROOT, "launch_deepspeed.py")
 
 import torch
 import torch.distributed as dist
@@ -81,10 +81,9 @@ def summarize(values):
 
 def run_ranks(args, out_dir, *command):
     """Run a script in args.gpus processes. If they fail, print their output and exit."""
-    launcher = [sys.executable, "-m", "runtime.launch", "--standalone", f"--nproc_per_node={args.gpus}"]
-    path = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+    launcher = [sys.executable, LAUNCHER, "torchrun", "--standalone", f"--nproc_per_node={args.gpus}"]
     with subprocess.Popen([*launcher, *command, f"--out_dir={out_dir}"], stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": path}) as process:
+                          stderr=subprocess.STDOUT, text=True) as process:
         try:
             output, _ = process.communicate()
         finally:  # subprocess.run would kill the launcher, and leave ranks that have not joined yet

@@ -3,12 +3,14 @@
     python launch_deepspeed.py config/xl_shakespeare.py --num_gpus=4 --batch_size=8 --max_epochs=3
     python launch_deepspeed.py config/shakespeare_char_cpu.py --num_gpus=2 --max_iters=100 --resume
     python launch_deepspeed.py --headline                what run_deepspeed_xl.sh runs after it has created .venv
+    python launch_deepspeed.py torchrun --nnodes=4 ...   any arguments of torchrun, with a script to start
 
 All other arguments (a config file, --key=value) go to train_deepspeed.py. At SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, the
 run saves a checkpoint and exits. A second Ctrl-C kills it.
 """
 
 import argparse
+import logging
 import os
 import shlex
 import signal
@@ -21,6 +23,7 @@ from runtime.output import exit_with_error, protect_output
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 TRAIN = os.path.join(ROOT, "train_deepspeed.py")
+SAVE_TIMEOUT_S = 300  # for the ranks to save after a signal; if a rank has failed, the others get torchrun's 30
 
 
 def fail(message):
@@ -84,15 +87,56 @@ def count_gpus():
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def run_torchrun(argv):
+    """Run torchrun. Return the exit code of the rank that failed first, or 128 + the signal that killed it.
+
+    Plain torchrun exits with 1 and a traceback, whatever the ranks' exit code. It kills them 30 s after a signal, which
+    may be in the middle of a save, doesn't forward SIGUSR1, and dies of SIGHUP even under nohup."""
+    signals = ["SIGTERM", "SIGINT", "SIGQUIT", "SIGUSR1"]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup, the ranks ignore it too
+        signals.append("SIGHUP")
+    for name in ("TORCHELASTIC_SIGNALS_TO_HANDLE", "PET_SIGNALS_TO_HANDLE"):  # the second one since PyTorch 2.13
+        os.environ.setdefault(name, ",".join(signals))
+    from torch.distributed.elastic.multiprocessing.api import PContext, SignalException  # after that
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    for name in ("torch.distributed.elastic", "torch.distributed.elastic.multiprocessing.errors"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # run() reports a failure in one line
+    close, codes = PContext.close, []  # codes: exit codes of the closed ranks
+
+    def close_with_save_timeout(self, death_sig=None, timeout=30):
+        """PContext.close, which ends the ranks, but with more time after a signal. A second Ctrl-C kills them."""
+        if isinstance(sys.exception(), SignalException):
+            timeout = SAVE_TIMEOUT_S
+            for name in signals:
+                signal.signal(getattr(signal, name), signal.SIG_IGN)
+            signal.signal(signal.SIGINT, lambda *_: close(self, signal.SIGKILL) or os._exit(130))
+            print("Stopping: waiting for the ranks; training saves first (Ctrl-C again: kill them)", file=sys.stderr)
+        close(self, death_sig, timeout)
+        codes.extend(handler.proc.returncode for handler in getattr(self, "subprocess_handlers", {}).values())
+
+    PContext.close = close_with_save_timeout
+    try:
+        main(argv)
+    except ChildFailedError as error:
+        rank, first = error.get_first_failure()
+        code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+        if code != 2:  # 2 is a user error, already printed
+            print(f"rank {rank} failed with exit code {code}: see its error message above", file=sys.stderr)
+        return code
+    except SignalException as error:
+        return 2 if 2 in codes else 128 + error.sigval  # 2: the checkpoint could not be saved
+    return 0
+
+
 def train(ranks, args, script=TRAIN):
     """Train on this node. Exit with the run's exit code, unless it is 0."""
-    from runtime import launch  # imports PyTorch
-
     arguments = ["--standalone", f"--nproc_per_node={ranks}", script, *args]
-    print(shlex.join([sys.executable, "-m", "runtime.launch", *arguments]))
+    print(shlex.join([sys.executable, os.path.abspath(__file__), "torchrun", *arguments]))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))  # torchrun's 1 is slow for CPU offload
-    if code := launch.run(arguments):
+    if code := run_torchrun(arguments):
         raise SystemExit(code)
     exit_on_signals()  # torchrun has replaced the handlers
 
@@ -123,6 +167,8 @@ def run_headline(ranks, args):
 
 def main():
     protect_launcher()
+    if sys.argv[1:2] == ["torchrun"]:
+        raise SystemExit(run_torchrun(sys.argv[2:]))
     headline, ranks, args = parse_arguments()
     if headline:
         run_headline(ranks, args)

@@ -77,17 +77,17 @@ def free_port():
 
 
 def command_line(script, *args, launcher, ranks=1):
-    """The command by which 'python', 'torchrun', 'runtime.launch' or 'deepspeed' starts a script; for 'fork' the script
-    and its arguments."""
+    """The command by which 'python', 'torchrun', 'launch_deepspeed.py' or 'deepspeed' starts a script; for 'fork' the
+    script and its arguments."""
     if launcher == "fork":
         return [str(script), *map(str, args)]
     by = {
         "python": [],
         "torchrun": ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"],
-        "runtime.launch": ["-m", "runtime.launch", "--standalone", f"--nproc_per_node={ranks}"],
+        "launch_deepspeed.py": [ROOT / "launch_deepspeed.py", "torchrun", "--standalone", f"--nproc_per_node={ranks}"],
         "deepspeed": ["-m", "deepspeed.launcher.runner", f"--num_gpus={ranks}", f"--master_port={free_port()}"],
     }[launcher]
-    return [sys.executable, *by, str(script), *map(str, args)]
+    return [sys.executable, *map(str, [*by, script, *args])]
 
 
 def start_fork_server():

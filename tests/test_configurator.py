@@ -533,7 +533,7 @@ def without(package, words):
 
 @pytest.mark.parametrize("package, words", [
     *(("torch", words) for words in ("train_deepspeed.py", "sample.py", "launch_deepspeed.py", "bench.py train",
-                                     "launch_deepspeed.py --headline", "runtime/launch.py")),
+                                     "launch_deepspeed.py --headline", "launch_deepspeed.py torchrun")),
     ("matplotlib", "plot.py {folder}"), ("numpy", "data/prepare.py README.md --name={folder}/mine")])
 def test_a_package_that_is_missing_is_named_with_the_fix(package, words, tmp_path):
     (tmp_path / "history.jsonl").write_text('{"iter": 1, "loss": 2.0}\n')

@@ -14,7 +14,7 @@ from runtime.checkpoint.tags import TagStore
 ENDLESS = ("--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10")
 
 
-@pytest.mark.parametrize("launcher, ranks", [long("python", 1), ("runtime.launch", 2)])
+@pytest.mark.parametrize("launcher, ranks", [long("python", 1), ("launch_deepspeed.py", 2)])
 def test_ctrl_c_that_also_ends_tee_saves_a_checkpoint(characters, tmp_path, launcher, ranks):
     """`python train_deepspeed.py ... 2>&1 | tee log`, and Ctrl-C: the terminal sends SIGINT to both."""
     out_dir, log = tmp_path / "out", tmp_path / "log"
@@ -35,7 +35,7 @@ def test_ctrl_c_that_also_ends_tee_saves_a_checkpoint(characters, tmp_path, laun
     assert (out_dir / "latest").read_text() == f"iter_{TagStore(out_dir).find().manifest['iter_num']}"
 
 
-@pytest.mark.parametrize("launcher, ranks", [("fork", 1), long("runtime.launch", 2), long("torchrun", 2),
+@pytest.mark.parametrize("launcher, ranks", [("fork", 1), long("launch_deepspeed.py", 2), long("torchrun", 2),
                                              long("deepspeed", 2)])
 def test_a_full_disk_under_the_log_does_not_stop_training(characters, tmp_path, launcher, ranks):
     out_dir = tmp_path / "out"

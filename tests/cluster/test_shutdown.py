@@ -79,7 +79,7 @@ shutdown.is_running, shutdown.is_launcher, shutdown.INTERVAL = fails, lambda pro
 
 @pytest.mark.parametrize("launcher, ranks, name", [
     ("fork", 1, "SIGHUP"), ("fork", 2, "SIGUSR1"), ("fork", 1, "SIGTERM"), ("fork", 1, "SIGINT"),
-    long("runtime.launch", 2, "SIGHUP")])
+    long("launch_deepspeed.py", 2, "SIGHUP")])
 def test_a_signal_saves_and_ends(start, tmp_path, launcher, ranks, name):
     job, log = start(launcher=launcher, ranks=ranks)
     number = getattr(signal, name)
@@ -100,11 +100,11 @@ def test_an_ignored_sighup_stays_ignored(start, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("command", ["python", "runtime.launch", "launch_deepspeed.py", "run_deepspeed_xl.sh"])
+@pytest.mark.parametrize("command", ["python", "launch_deepspeed.py", "run_deepspeed_xl.sh"])
 def test_nohup_outlives_its_terminal(characters, start, tmp_path, command):
     """SIGHUP to the whole process group, as a terminal that is closed sends it."""
-    if command in ("python", "runtime.launch"):
-        job, log = start(prefix=["nohup"], launcher=command, ranks=2 if command != "python" else 1)
+    if command == "python":
+        job, log = start(prefix=["nohup"], launcher=command)
     else:
         log, words = tmp_path / "log", [ROOT / command]
         if command.endswith(".py"):
@@ -246,7 +246,7 @@ def test_a_rank_that_hangs_ends_the_run_and_the_next_one_can_start(start, charac
 @pytest.mark.long
 def test_ranks_that_cannot_stop_end_soon_after_their_launcher(start, tmp_path):
     job, log = start(script=planted(tmp_path, "from runtime.cluster import shutdown; shutdown.LAUNCHER_GRACE_S = 1"),
-                     ranks=2, launcher="runtime.launch")
+                     ranks=2, launcher="launch_deepspeed.py")
     ranks = sorted(psutil.Process(job.pid).children(), key=lambda process: process.environ()["RANK"])
     ranks[1].suspend()  # so that rank 0 waits in a collective
     job.kill()

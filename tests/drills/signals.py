@@ -58,7 +58,7 @@ def trial(args, launcher, what, number):
     time.sleep(random.uniform(0, 3))
     before, began = last_step(log), time.monotonic()
     ranks = [p for p in naming(str(out_dir)) if any(arg.endswith("train_deepspeed.py") for arg in p.cmdline())
-             and not {"torch.distributed.run", "runtime.launch", "deepspeed.launcher.runner",
+             and not {"torch.distributed.run", "torchrun", "deepspeed.launcher.runner",
                       "deepspeed.launcher.launch"} & set(p.cmdline()) and "bash" not in p.name()]
     if what == "a rank killed":
         random.choice(ranks).kill()

@@ -76,7 +76,7 @@ class Runs:
         out_dir.parent.mkdir(exist_ok=True)
         script = planted(out_dir.parent, plant) if plant else ROOT / "train_deepspeed.py"
         done = launch(script, *settings, f"--dataset={self.data}", f"--out_dir={out_dir}", *args, ranks=self.ranks,
-                      launcher="python" if self.ranks == 1 else "runtime.launch")
+                      launcher="python" if self.ranks == 1 else "launch_deepspeed.py")
         history = read_history(out_dir)
         return SimpleNamespace(
             returncode=done.returncode, stdout=done.stdout, stderr=done.stderr, out_dir=out_dir, history=history,

@@ -20,7 +20,7 @@ def launches(request, tmp_path_factory):
     out = tmp_path_factory.mktemp("zero")
     with ThreadPoolExecutor(2) as pool:
         yield {n: (out / f"{n}.json", pool.submit(launch, ROOT / "tests" / "gpu" / "zero_worker_gpu.py",
-                                                  out / f"{n}.json", ranks=n, launcher="runtime.launch"))
+                                                  out / f"{n}.json", ranks=n, launcher="launch_deepspeed.py"))
                for n in ranks if n <= torch.cuda.device_count()}
 
 
