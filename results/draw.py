@@ -20,7 +20,7 @@ from model import GPT, GPTConfig
 from runtime.engine.ds_config import resolve
 from runtime.plan.memory import Batch, Hardware, Job, ParamCount, estimate
 
-PRESETS = {1: "config/ds/zero1.json", 2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
+PRESETS = {2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
 PARTS = {"weights": "#2f7fd6", "gradients": "#1f9d62", "optimizer": "#dd6b10", "buckets": "#8b6be0",
          "activations": "#d9484b", "loss": "#a58500", "CUDA and NCCL": "#9a9a9a"}
 XL = GPTConfig(n_layer=48, n_head=25, n_embd=1600)
@@ -103,7 +103,7 @@ def draw_zero(path):
     measured[2, 4] = read("h200_x4_zero2_torchrun")["summary"]["peak_gb"]  # ZeRO-3's are of DeepSpeed's own path
     ticks = []
     for group, gpus in enumerate((1, 2, 4, 8)):
-        for stage in (1, 2, 3):
+        for stage in (2, 3):
             place = group * 4 + stage
             total = stack(axis.bar, place, xl_estimate(stage, 1, gpus), 0.8)
             axis.text(place, total + 0.4, f"{total:.1f}", ha="center")

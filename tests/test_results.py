@@ -102,15 +102,14 @@ def test_the_memory_plan_is_what_was_measured():
             continue
         s, gpus = run["settings"], run.get("gpus", run.get("world_size"))
         shape = {} if "small" in file.name or "long" in file.name else XL
-        at_once = ("x2_bench" in file.name and "zero1" not in s["deepspeed_config"]
-                   and s["gradient_accumulation_steps"] > 1)
+        at_once = "x2_bench" in file.name and s["gradient_accumulation_steps"] > 1
         planned = planned_gb(meta_model(64 if s.get("lora_rank") else 0, **shape), s["deepspeed_config"],
                              s["batch_size"], s["gradient_checkpointing"], gpus, at_once, bool(s.get("fp8")))
         assert planned == pytest.approx(measured, rel=0.1, abs=0.2), file.name
         checked += 1
     assert checked >= 24
     xl = meta_model(**XL)
-    for case in (*run_of("x1_memory")["cases"], *run_of("x1_plan")["cases"]):
+    for case in (*run_of("x1_memory")["cases"], *(c for c in run_of("x1_plan")["cases"] if c["stage"] > 1)):
         planned = planned_gb(xl, STAGES[case.get("stage", 2)], case["micro"], case["recomputed"])
         assert planned == pytest.approx(case["peak_gb"], rel=0.07), case
     offload = planned_gb(xl, "config/ds/zero3_offload.json", 8, True, pretrained=False)

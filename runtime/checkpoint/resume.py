@@ -98,7 +98,7 @@ def restore_loss_scale(scaler, saved):
 
 def init_adam_state(engine, stage, step):
     """Create the optimizer's state at `step`, with moments of zeros. It would do so itself at its first step."""
-    inner = engine.optimizer if stage == 0 else engine.optimizer.optimizer
+    inner = engine.optimizer.optimizer
     flats = (engine.optimizer.fp32_partitioned_groups_flat if stage == 3
              else [param for group in inner.param_groups for param in group["params"]])
     fused = inner.param_groups[0].get("fused")
@@ -111,8 +111,6 @@ def init_adam_state(engine, stage, step):
 def local_slices(engine, stage, param, field):
     """Return [(flat tensor of this rank, its offset in the parameter)] to fill for one field of a parameter."""
     optimizer, is_weight = engine.optimizer, field == "weight"
-    if stage == 0:
-        return [((param.data if is_weight else optimizer.state[param][field]).view(-1), 0)]
     if stage == 3:
         flats = [param.ds_tensor.data] if is_weight else []
         if param.requires_grad:

@@ -31,10 +31,10 @@ ALIGNMENT = 64  # bytes, of the tensors in the staging buffer
 
 
 def tag_bytes(n_params, dtype, stage, n_trained):
-    """Estimate a tag's bytes: the weights (at stage 3 the frozen ones alone), Adam's two moments, from stage 1 on the
-    fp32 master weights, and with LoRA the adapter. GPT-2 XL at stage 2 in bfloat16: 21.8 GB."""
+    """Estimate a tag's bytes: the weights (at stage 3 the frozen ones alone), Adam's two moments, the fp32 master
+    weights, and with LoRA the adapter. GPT-2 XL at stage 2 in bfloat16: 21.8 GB."""
     shared = (n_params - n_trained if stage == 3 else n_params) * {"float32": 4}.get(dtype, 2)
-    return shared + n_trained * ((8 if stage == 0 else 12) + (4 if n_trained < n_params else 0))
+    return shared + n_trained * (12 + (4 if n_trained < n_params else 0))
 
 
 def is_full(folder):
@@ -65,10 +65,9 @@ class Saver:
         share of a tag a little high: the optimizer has no state yet."""
         stage, first = self.engine.zero_optimization_stage(), dist.get_rank() == 0
         sizes = [aligned_nbytes(p) for p in self.engine.parameters()]
-        weights = sum(sizes) if stage in (1, 2) else 0  # in the model's file, which rank 0 writes
-        parts = dist.get_world_size() if stage else 1
-        size = int(1.02 * (self.tag_bytes - weights) / parts) + weights * first + 3 * ALIGNMENT * len(sizes)
-        self._start(self._allocate_staging, size if stage or first else 0)
+        weights = sum(sizes) if stage == 2 else 0  # in the model's file, which rank 0 writes
+        size = int(1.02 * (self.tag_bytes - weights) / dist.get_world_size()) + 3 * ALIGNMENT * len(sizes)
+        self._start(self._allocate_staging, size + weights * first)
 
     def save(self, tag, aliases, state):
         """Start to save out_dir/tag and link its aliases (best, final) to it. Waits for the previous save, and for this
@@ -236,8 +235,7 @@ class Saver:
             for name in aliases:
                 self.store.alias(tag, name)
             self.store.prune(self.keep_last)
-            if self.engine.zero_optimization_stage():
-                self.engine._copy_recovery_script(self.store.out_dir)
+            self.engine._copy_recovery_script(self.store.out_dir)
         except Exception as error:  # the tag is saved; clean() does the rest when a run resumes from it
             print0(f"{tag} is saved, but updating {', '.join(['latest', *aliases])} or deleting older checkpoints "
                    f"failed: {error}")

@@ -1,7 +1,7 @@
 """Read weights and Adam's moments from the files of a tag, of any ZeRO stage and number of ranks.
 
-The files are memory-mapped. DeepSpeed 0.19.8 shards them like this: stage 0 not at all. Stages 1 and 2 concatenate the
-parameters of a group and cut them into one piece per rank. Stage 3 cuts each parameter into equal, padded pieces.
+The files are memory-mapped. DeepSpeed 0.19.8 shards them like this: stage 2 concatenates the parameters of a group and
+cuts them into one piece per rank. Stage 3 cuts each parameter into equal, padded pieces.
 """
 
 import math
@@ -44,15 +44,7 @@ class TagReader:
             shapes = {name: w.shape for name, (w,) in weights.items()}
         self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         self.pieces = {"weight": weights, **{field: {} for field in MOMENTS}}  # [field][name]: a list of tensors
-        if stage == 0:
-            state = model["optimizer"]["state"]
-            self.step = float(state[0]["step"])
-            # torch's optimizer numbers its states group by group: matrices, then the rest
-            names = sorted(filter(self.is_trainable, shapes), key=lambda name: len(shapes[name]) < 2)
-            for field in MOMENTS:
-                self.pieces[field] = {name: [state[i][field]] for i, name in enumerate(names)}
-        else:
-            self.add_flat([content["optimizer_state_dict"] for content in optimizers], stage)
+        self.add_flat([content["optimizer_state_dict"] for content in optimizers], stage)
 
     def is_trainable(self, name):
         return not self.lora or is_adapter(name)
@@ -64,7 +56,7 @@ class TagReader:
         return flat.view(shape).detach().float()
 
     def add_flat(self, optimizers, stage):
-        """Add what stages 1 to 3 keep flat: one fp32 tensor per field, rank and group. At stages 1 and 2 the ranks'
+        """Add what the files keep flat: one fp32 tensor per field, rank and group. At stage 2 the ranks'
         tensors make up a group's parameters. At stage 3 each rank has its piece of every parameter."""
         weights, states = (("fp32_flat_groups", "optimizer_state_dict") if stage == 3 else
                            ("single_partition_of_fp32_groups", "base_optimizer_state"))

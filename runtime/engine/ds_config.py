@@ -70,7 +70,10 @@ def resolve(path, batch, grad_clip, dtype, compiled=False, extra=None):
             content["enabled"] = name == dtype
     allowed = allowed_keys(dtype) | (extra or {}) | {key: (value,) for key, value in owned.items()}
     problems += key_problems(config, allowed)
-    problems += offload_problems(config, allowed["zero_optimization"]["stage"])
+    zero = config.get("zero_optimization")
+    if isinstance(zero, dict) and zero.get("stage") != 3 and uses_offload(config, "param"):
+        other = "use stage 3, or " * (3 in allowed["zero_optimization"]["stage"])
+        problems.append(f'"zero_optimization.offload_param" has no effect below stage 3: {other}remove it')
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     notes = repair(config, dtype, compiled)
@@ -116,16 +119,6 @@ def key_problems(config, allowed, path=""):
     return problems
 
 
-def offload_problems(config, stages):
-    """Return the problems of offload that DeepSpeed ignores at the stage. stages: those that the script can use."""
-    problems, zero = [], config.get("zero_optimization")
-    for what, lowest in (("param", 3), ("optimizer", 1)) if isinstance(zero, dict) else ():
-        if (stage := zero.get("stage", 0)) in range(lowest) and uses_offload(config, what):
-            problems.append(f'"zero_optimization.offload_{what}" has no effect at stage {stage}: '
-                            + "use stage 3, or " * (3 in stages) + "remove it")
-    return problems
-
-
 def logs_messages(config):
     """Return whether DeepSpeed logs communication, for a table at the end."""
     return config.get("comms_logger", {}).get("enabled", False)
@@ -146,7 +139,7 @@ def supports_fast_gradients(config, dtype):
     """Return whether zero2_gradients.py or zero3_blocks.py will replace DeepSpeed's gradient path, before there is an
     engine. At stage 3 that needs the default prefetching, because ours is another."""
     zero, own = config["zero_optimization"], DTYPE_BLOCK.get(dtype, "fp32")
-    return (zero["stage"] >= 2 and not uses_offload(config) and not uses_offload(config, "param")
+    return (not uses_offload(config) and not uses_offload(config, "param")
             and config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
             and (config.get("communication_data_type") or own).lower() == own
             and (zero["stage"] == 2 or all(zero.get(key, value) == value for key, value in STAGE3_DEFAULTS.items())))

@@ -75,8 +75,6 @@ def initialize(model, optimizer, ds_config):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer,
                                           config={**ds_config, "zero_optimization": zero})
     fixes.keep_going_at_min_loss_scale(engine)
-    fixes.skip_nonfinite_at_stage_0(engine)
-    fixes.record_zero_stage(engine)
     return engine
 
 

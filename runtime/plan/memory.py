@@ -1,6 +1,6 @@
 """Estimate the memory of a run on each GPU and on the host, and find settings that fit.
 
-ZeRO shards optimizer states (stage 1), gradients (2) and weights (3) over the ranks. Every rank holds all of the rest.
+ZeRO shards optimizer states and gradients (stage 2), and weights (3) over the ranks. Every rank holds all of the rest.
 RESULTS.md compares the estimate with measurements of GPT-2 XL on H200.
 """
 
@@ -89,11 +89,10 @@ def estimate(job):
                                       job.model.padded_vocab_size)
     stored, trainable = job.params.stored, job.params.trainable
     itemsize, offload = job.hardware.torch_dtype.itemsize, uses_offload(job.ds_config)
-    shards = [ranks if stage >= lowest else 1 for lowest in (3, 2, 1)]  # of weights, gradients, optimizer states
     buckets = min(trainable, int(zero.get("reduce_bucket_size", 5e8))) * itemsize
-    if stage == 0 or (stage < 3 and ranks == 1):
+    if stage == 2 and ranks == 1:
         buckets = 0
-    if stage in (1, 2) and zero.get("overlap_comm", True):
+    if stage == 2 and zero.get("overlap_comm", True):
         buckets *= 2
     if job.accumulate_locally:
         buckets = trainable * 4
@@ -111,16 +110,13 @@ def estimate(job):
     activations = block_input * job.model.n_layer * (1 if job.gradient_checkpointing else saved_per_token)
     rows, bytes_per_logit = (LOSS_CHUNK, 8) if job.hardware.compile else (EAGER_LOSS_CHUNK, 18)
     loss = min(tokens, rows) * vocab_size * bytes_per_logit + (trainable == stored) * vocab_size * job.model.n_embd * 4
-    # Stage 1 keeps gradients in bfloat16 and float32, and its optimizer step copies the bfloat16 ones
-    bf16_gradients = trainable * 2 * (stage == 1 and job.hardware.dtype == "bfloat16" and not offload)
-    activations = max(activations, bf16_gradients - loss)
     if job.gradient_checkpointing:
         loss = max(loss, block_input * saved_per_token)  # or one recomputed block
     parts = {
-        "weights": 0 if uses_offload(job.ds_config, "param") else stored * itemsize // shards[0],
-        # With offload, the float32 gradients stay on the GPU below stage 3
-        "gradients": 0 if stage == 3 and offload else trainable * 4 // shards[1] + bf16_gradients,
-        "optimizer": 0 if offload else trainable * (8 if stage == 0 else 12) // shards[2],
+        "weights": 0 if uses_offload(job.ds_config, "param") else stored * itemsize // (ranks if stage == 3 else 1),
+        # With offload, the float32 gradients stay on the GPU at stage 2
+        "gradients": 0 if stage == 3 and offload else trainable * 4 // ranks,
+        "optimizer": 0 if offload else trainable * 12 // ranks,
         "buckets": buckets, "activations": activations, "loss": loss,
         "CUDA and NCCL": CUDA_CONTEXT_BYTES[ranks > 1] * (job.hardware.device == "cuda")}
     # Before DeepSpeed shards or offloads the weights, each GPU holds all of them, and nothing else

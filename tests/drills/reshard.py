@@ -1,6 +1,6 @@
 """Resume from a tag with other numbers of ranks and at other ZeRO stages, optimizer state and all.
 
-    python tests/drills/reshard.py --most=1000      every change among 1, 2 and 4 ranks and stages 0 to 3
+    python tests/drills/reshard.py --most=1000      every change among 1, 2 and 4 ranks and stages 2 and 3
 
 The losses after the change must be those of the run that never changed, to rounding.
 """
@@ -13,8 +13,8 @@ import time
 from common import arguments, losses, report, run
 from conftest import STAGES
 
-WAYS = list(itertools.product((1, 2, 4), (0, 1, 2, 3)))  # ranks, stage
-FIRST = ((2, 2), (1, 2)), ((2, 2), (4, 2)), ((2, 2), (2, 3)), ((2, 3), (4, 2)), ((4, 3), (1, 3)), ((2, 1), (1, 3))
+WAYS = list(itertools.product((1, 2, 4), (2, 3)))  # ranks, stage
+FIRST = ((2, 2), (1, 2)), ((2, 2), (4, 2)), ((2, 2), (2, 3)), ((2, 3), (4, 2)), ((4, 3), (1, 3))
 
 
 def options(ranks, stage):
@@ -26,7 +26,7 @@ def options(ranks, stage):
 
 def main():
     # tolerance: relative; the sum over ranks is taken in another order
-    args = arguments(__doc__, most=18, dtype="float32", tolerance=2e-6)
+    args = arguments(__doc__, most=12, dtype="float32", tolerance=2e-6)
     dtype = f"--dtype={args.dtype}"
     began, worst, changes = time.time(), 0.0, []
     rest = [pair for pair in itertools.permutations(WAYS, 2) if pair not in FIRST]

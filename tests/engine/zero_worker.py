@@ -50,7 +50,7 @@ SMALL = {"layers": 1, "steps": 2, "tokens": 4}  # for kernels in Triton's interp
 
 # name: (stage, dtype, options of train)
 WAYS = {
-    **{f"float32 stage {stage}": (stage, "float32", {}) for stage in (0, 1, 2, 3)},
+    **{f"float32 stage {stage}": (stage, "float32", {}) for stage in (2, 3)},
     "float32 stage 2 inf": (2, "float32", {"poison": "inf"}),
     "float32 stage 2 buckets": (2, "float32", {"zero": BUCKETS}),
     "float32 own": (2, "float32", {"short": False}),
@@ -62,7 +62,6 @@ WAYS = {
     "float32 zero2 offload": (2, "float32", {"zero": OFFLOAD_2, "config": {
         "zero_force_ds_cpu_optimizer": False, "steps_per_print": 1, "dump_state": True}}),
     "float32 zero3 offload": (3, "float32", {"zero": OFFLOAD_3, "config": {"zero_force_ds_cpu_optimizer": False}}),
-    "bfloat16 stage 1": (1, "bfloat16", {}),
     "bfloat16 stage 2": (2, "bfloat16", {}),
     "bfloat16 stage 3": (3, "bfloat16", {}),
     "bfloat16 stage 3 released": (3, "bfloat16", {"zero": RELEASED}),
@@ -76,7 +75,7 @@ WAYS = {
     "bfloat16 own unclipped": (2, "bfloat16", {"zero": BUCKETS, "short": False, "clip": 0.0}),
     "bfloat16 sums": (2, "bfloat16", {"config": {
         "data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "fp32"}}),
-    **{f"float16 stage {stage}": (stage, "float16", FP16) for stage in (1, 2, 3)},
+    **{f"float16 stage {stage}": (stage, "float16", FP16) for stage in (2, 3)},
     **{f"float16 stage {stage} inf": (stage, "float16", {**FP16, "poison": "inf"}) for stage in (2, 3)},
     "float16 stage 2 static": (2, "float16", {**FP16, "config": {"fp16": {"loss_scale": 128}}}),
     "float16 sums": (2, "float16", {**FP16, "config": {**FP16["config"], "data_types": {"grad_accum_dtype": "fp16"}}}),
@@ -88,7 +87,7 @@ WAYS = {
     "small fused local": (2, "bfloat16", {**SMALL, "fused": True, "local": True}),
     "small fused stage 3": (3, "bfloat16", {**SMALL, "fused": True}),
     "small fused stage 3 local": (3, "bfloat16", {**SMALL, "fused": True, "local": True, "checkpointing": True}),
-    **{f"float16 stage {stage} unrepaired": (stage, "float16", {**FP16, "repaired": False}) for stage in (1, 2, 3)},
+    **{f"float16 stage {stage} unrepaired": (stage, "float16", {**FP16, "repaired": False}) for stage in (2, 3)},
 }
 
 
@@ -143,8 +142,6 @@ def build(stage, dtype, zero, config, clip, repaired, compiled, fused, layers):
 
 def weights(engine):
     """The weights that the optimizer steps, in fp32, whole, on every rank."""
-    if engine.zero_optimization_stage() == 0:
-        return {n: p.detach().clone() for n, p in engine.module.named_parameters()}
     return {n: safe_get_full_fp32_param(p).detach().clone() for n, p in engine.module.named_parameters()}
 
 

@@ -1,4 +1,4 @@
-"""ZeRO's stages 0 to 3 on one and two GPUs against plain PyTorch (see zero_worker_gpu.py).
+"""ZeRO's stages 2 and 3 on one and two GPUs against plain PyTorch (see zero_worker_gpu.py).
 
 Distances between weights are relative to how far training has moved them: over all weights, and of the parameter that
 is furthest off.
@@ -46,15 +46,14 @@ def test_the_distance_can_tell(report):
     assert report["plain"]["apart"]["plain unclipped"][0] > 0.2
 
 
-@pytest.mark.parametrize("case", ["stage 0", "stage 1", "stage 2", "stage 3", "stage 2 kernels", "stage 3 kernels",
-                                  "stage 3 released"])
+@pytest.mark.parametrize("case", ["stage 2", "stage 3", "stage 2 kernels", "stage 3 kernels", "stage 3 released"])
 def test_float32_is_plain_pytorch(report, case):
     result = report[f"float32 {case}"]
     assert max(result["apart"]["plain"]) < 2e-5  # seen: 5e-6
-    assert case == "stage 0" or result["norms"] == pytest.approx(report["plain"]["norms"], rel=1e-5)
+    assert result["norms"] == pytest.approx(report["plain"]["norms"], rel=1e-5)
 
 
-@pytest.mark.parametrize("case", ["stage 0", "stage 1", "stage 2", "stage 2 local", "stage 2 buckets",
+@pytest.mark.parametrize("case", ["stage 2", "stage 2 local", "stage 2 buckets",
                                  "stage 2 uncaptured", "stage 2 compiled", "stage 2 own", "stage 3",
                                  "stage 3 local", "stage 3 uncaptured", "stage 3 recomputed", "stage 3 compiled",
                                  "stage 3 released", "stage 3 own"])
@@ -102,7 +101,7 @@ def test_our_paths_are_deepspeeds_own_and_each_other(report):
     assert max(three["bfloat16 stage 3 local"]) < 0.05
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_float16_with_overflows_and_a_growing_scale(report, stage):
     """Overflows halve the scale, every second good step doubles it, and the weights are those without overflows."""
     result = report[f"float16 stage {stage}"]

@@ -51,8 +51,8 @@ def spoilt(characters, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("args", [(stage(2),), (stage(2), "--dtype=bfloat16"), (stage(3),), (stage(0),)],
-                         ids=["stage 2", "stage 2 bfloat16", "stage 3", "stage 0"])
+@pytest.mark.parametrize("args", [(stage(2),), (stage(2), "--dtype=bfloat16"), (stage(3),)],
+                         ids=["stage 2", "stage 2 bfloat16", "stage 3"])
 def test_a_nan_on_one_rank_skips_the_step_on_both(spoilt, args):
     """In the second micro-step of the third iteration, of rank 1's two."""
     done, history, _ = spoilt(6, 7, "--max_iters=5", *args)

@@ -46,7 +46,7 @@ def test_gpt2_xl_on_one_24_gb_card_and_what_fits_instead(tmp_path):
     times = [float(time[:-1]) for time, _ in suggested[:-1]]
     assert len(suggested) == 5 and times == sorted(times) and times[0] > 1
     assert suggested[-1][0] == "LoRA" and "--lora_rank=64" in suggested[-1][1]
-    for before in ((), ("--gradient_checkpointing=True", "--deepspeed_config=config/ds/zero1.json")):
+    for before in ((), ("--gradient_checkpointing=True", "--deepspeed_config=ds_config_zero3.json")):
         for _, words in SUGGESTION.findall(report(XL[0], *before, "--batch_size=32", "--gradient_accumulation_steps=1",
                                                   "--target_gpu=24")):
             split = {k: int(v) for k, v in re.findall(r"--(batch_size|gradient_accumulation_steps)=(\d+)", words)}
@@ -120,7 +120,7 @@ def test_speeds_are_reckoned_from_what_was_measured():
 
 
 def test_the_planned_time_holds_what_was_measured():
-    """On H200s. ZeRO-1 has none of the fast paths, so there is no upper end. A GPU without a known peak has no time."""
+    """On H200s. A GPU without a known peak has no time."""
     files = [*(ROOT / "results").glob("h200_x*_bench_*.json")]
     for file in files:
         run = json.loads(file.read_text())
@@ -130,9 +130,8 @@ def test_the_planned_time_holds_what_was_measured():
                       ranks=int(file.name[6]))
         low, high = re.search(r"^time       (?:at least )?([\d,]+)(?: to ([\d,]+))? ms per step, .* for 9 steps, ",
                               told, re.M).groups()
-        assert int(low.replace(",", "")) < run["ms"]["median"] < int((high or "9999").replace(",", "")), file.name
-        assert (high is None) is ("zero1" in file.name)
-    assert len(files) == 18
+        assert int(low.replace(",", "")) < run["ms"]["median"] < int(high.replace(",", "")), file.name
+    assert len(files) == 16
     assert "\ntime " not in report(XL[0], "--target_gpu=24")
 
 
@@ -151,10 +150,10 @@ def test_a_faster_split_that_fits_is_named(gpu, split):
 
 
 @pytest.mark.parametrize("stage, overlap, parts", [
-    (1, False, (2.0, 6.0, 3.0, 0.2)), (2, False, (2.0, 1.0, 3.0, 0.2)), (2, True, (2.0, 1.0, 3.0, 0.4)),
+    (2, False, (2.0, 1.0, 3.0, 0.2)), (2, True, (2.0, 1.0, 3.0, 0.4)),
     (3, True, (0.5, 1.0, 3.0, 0.2 + 2.0))])
 def test_the_plan_of_a_billion_parameters_on_4_gpus_by_hand(stage, overlap, parts):
-    """In bfloat16, with buckets of 0.1 billion: GB of weights, gradients (at stage 1 in both precisions), float32
+    """In bfloat16, with buckets of 0.1 billion: GB of weights, gradients, float32
     weights with two moments, and buckets, of which overlap_comm takes two."""
     config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 10**8, "overlap_comm": overlap}}
     found = estimate(Job(GPTConfig(), Hardware("cuda", "bfloat16", False, 0), Batch(1, 1, 4, 1024),

@@ -95,8 +95,6 @@ def read_recipe(path, epoch_steps):
                 "activation_checkpointing": dict.fromkeys(ACT_CHKPT_DEFAULT, ...), "flops_profiler": profiler}
     batch = SimpleNamespace(micro=batch_size, accumulation=gradient_accumulation_steps, world_size=ranks.world_size)
     ds_config, notes = resolve(path, batch, 0.0, dtype, extra=own_keys)
-    if ds_config["zero_optimization"]["stage"] != 2:
-        raise UserError(f'{path}: "zero_optimization.stage" is missing: write 2')
     optimizer, scheduler = ds_config.pop("optimizer", {}), ds_config.pop("scheduler", {})
     adam, warmup = ({key: value for key, value in block.get("params", {}).items() if value != "auto"}
                     for block in (optimizer, scheduler))
