@@ -1,6 +1,7 @@
 """A run whose output breaks loses the lines that could not be printed, and nothing else."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def test_a_full_disk_under_the_log_does_not_stop_training(characters, tmp_path, 
 
 def test_closed_streams_and_another_encoding_do_not_stop_training(characters, tmp_path):
     """`>&- 2>&-`: sys.stdout is None. And a sample with characters that the terminal does not have."""
-    shell = f"exec {sys.executable} train_deepspeed.py \"$@\" >&- 2>&-"
+    shell = f"exec {shlex.quote(sys.executable)} train_deepspeed.py \"$@\" >&- 2>&-"
     done = subprocess.run(["bash", "-c", shell, "bash", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/a"],
                           cwd=ROOT, timeout=120)
     assert done.returncode == 0 and "final" in TagStore(tmp_path / "a").list()
@@ -97,8 +98,8 @@ def test_nothing_else_gets_the_descriptor_of_a_closed_stream():
     """`<&- 2>&-`: a library that writes to descriptor 2 must not write into a socket or a checkpoint."""
     script = "from runtime.output import protect_output; protect_output(); import os; f = open('README.md'); " \
              "print(f.fileno() > 2, os.readlink('/proc/self/fd/2'))"
-    done = subprocess.run(["bash", "-c", f'exec {sys.executable} -c "$1" <&- 2>&-', "bash", script], cwd=ROOT,
-                          capture_output=True, text=True)
+    shell = f'exec {shlex.quote(sys.executable)} -c "$1" <&- 2>&-'
+    done = subprocess.run(["bash", "-c", shell, "bash", script], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "True /dev/null\n"
 
 
@@ -109,7 +110,7 @@ def test_the_shell_script_trains_on_a_full_disk_and_after_its_reader_has_ended(c
     with open("/dev/full", "w") as full:
         done = subprocess.run([*command, f"--out_dir={tmp_path}/full"], env=env, stdout=full, stderr=full, timeout=120)
     assert done.returncode == 0 and "final" in TagStore(tmp_path / "full").list()
-    head = " ".join(map(str, command)) + f" --out_dir={tmp_path}/head 2>&1 | head -n 1; exit ${{PIPESTATUS[0]}}"
+    head = shlex.join(map(str, command)) + f" --out_dir={tmp_path}/head 2>&1 | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", head], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "final" in TagStore(tmp_path / "head").list()
     assert done.stdout.startswith("No CUDA GPU: ") and len(done.stdout.splitlines()) == 1

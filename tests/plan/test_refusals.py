@@ -115,6 +115,7 @@ def bad(tmp_path_factory, holder, characters):
         "json untested": ["--dtype=bfloat16", ds_config("untested", {
             "zero_optimization": {"stage": 3, "zero_quantized_weights": True, "offload_param": {"device": "nvme"}},
             "bf16": {"bf16_master_weights_and_grads": True}})],
+        "no json": ["--deepspeed_config=no-such.json"],
         "float16": ["--dtype=float16"],
         "cuda": ["--device=cuda"],
         "fp8": ["--fp8=True"],
@@ -166,6 +167,7 @@ SENTENCES = {
     "json untested": ['"zero_optimization.zero_quantized_weights" is not supported: remove it',
                       '"zero_optimization.offload_param.device" is "nvme": write "cpu" or "none"',
                       '"bf16.bf16_master_weights_and_grads" is not supported: remove it'],
+    "no json": "no-such.json: No such file or directory: choose another file with --deepspeed_config=FILE",
     "float16": "dtype=float16 needs a GPU: use --dtype=float32 or --dtype=bfloat16",
     "cuda": "device=cuda, but PyTorch finds no CUDA GPU: use --device=cpu",
     "fp8": "fp8=True needs compute capability 9.0 (H100, H200, B200, ...), bfloat16, compile=auto, a C compiler",
