@@ -89,6 +89,8 @@ def wrong(words):
         return None
     if arguments and arguments[0] in SUBCOMMANDS.get(script, ()):
         arguments = arguments[1:]
+    if arguments[:1] == ["torchrun"]:  # launch_deepspeed.py torchrun, whose options are torchrun's
+        return wrong(arguments)
     own = own_options(script) | {"--help"}
     rest = [word for word in arguments if word.split("=")[0] not in own]
     if script not in TAKE_SETTINGS:
