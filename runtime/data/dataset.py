@@ -236,14 +236,16 @@ def _problems(folder, split, meta, block_size):
 
 
 def _how_to_fix(folder):
-    own, any_text = (os.path.relpath(path) for path in (folder / "prepare.py", ROOT / "data" / "prepare.py"))
+    own, any_text = (shlex.quote(os.path.relpath(path / "prepare.py")) for path in (folder, ROOT / "data"))
     if folder.is_file():
         return f"run python {any_text} {shlex.quote(str(folder))} --name=mine, and train with --dataset=mine"
     if folder == ROOT / "data":  # --dataset=, or --dataset=.
         return "name one of the datasets in this folder with --dataset=NAME"
     name = folder.name if folder.parent == ROOT / "data" else shlex.quote(os.path.abspath(folder))
     replace = " --overwrite" * (folder / "train.bin").exists()
-    return f"run python {own}" if os.path.exists(own) else f"run python {any_text} PATH --name={name}{replace}"
+    if (folder / "prepare.py").exists():
+        return f"run python {own}"
+    return f"run python {any_text} PATH --name={name}{replace}"
 
 
 @contextlib.contextmanager
