@@ -137,7 +137,7 @@ def plan_run(settings, ranks):
     code 2 on all ranks. Everything that can be checked is checked here, before anything expensive starts."""
     problems = Problems()
     plan = make_plan(settings, ranks, problems, [])
-    exit_if_ranks_differ(plan, problems, ranks.local_world_size < ranks.world_size)
+    exit_if_ranks_differ(plan, problems, ranks.local_world_size < ranks.world_size and not settings.dry_run)
     s = plan.settings  # rank 0's disk decides
     keep_last, always_save = broadcast_from_rank0((s.keep_last, s.always_save_checkpoint))
     return replace(plan, settings=replace(s, keep_last=keep_last, always_save_checkpoint=always_save))
