@@ -11,7 +11,8 @@ import math
 
 import torch
 
-from runtime.cluster.ranks import on_shut_down
+from runtime.cluster.ranks import all_reduce_sum, on_shut_down
+from runtime.engine.ds_config import supports_fast_gradients
 
 
 class FastPath:
@@ -34,11 +35,15 @@ class FastPath:
 
     def install(self, accumulate_locally=False, fused_step=True, capture=True):
         """Install the paths that the engine supports. Call it on all ranks. accumulate_locally: whether this rank has
-        memory for the gradients of all parameters. fused_step: whether Triton works. capture: use a CUDA graph."""
+        memory for the gradients of all parameters; it is used if all have. fused_step: whether Triton works. capture:
+        use a CUDA graph."""
         from runtime.engine import fused_adamw, zero2_gradients, zero3_blocks
 
-        install = zero3_blocks.install if self.engine.zero_optimization_stage() == 3 else zero2_gradients.install
-        self.gradients = install(self.engine, self, accumulate_locally)
+        if supports_fast_gradients(self.engine.config, str(self.engine.get_data_types()[0]).removeprefix("torch.")):
+            world_size = torch.distributed.get_world_size(self.engine.optimizer.dp_process_group)
+            local = world_size == 1 or all_reduce_sum(accumulate_locally)[0] == world_size
+            paths = zero3_blocks if self.engine.zero_optimization_stage() == 3 else zero2_gradients
+            self.gradients = paths.install(self.engine, self, local)
         self.fused_step = fused_adamw.install(self.engine, self) if fused_step else None
         if capture and self.gradients and self.fused_step:
             self.capture_micro_steps()

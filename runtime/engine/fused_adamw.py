@@ -8,7 +8,7 @@ results and the state in checkpoints are the same.
 from __future__ import annotations  # without Triton there is no tl.constexpr
 
 import math
-from dataclasses import dataclass
+from collections import namedtuple
 
 import torch
 import torch.distributed as dist
@@ -42,14 +42,9 @@ def adamw(master, grads, exp_avg, exp_avg_sq, bf16, step, grad_norm, n, lr, deca
     tl.store(grads + i, tl.zeros([BLOCK], tl.float32), mask=mask)
 
 
-@dataclass
-class Partition:
-    """This rank's part of a parameter group, as flat tensors."""
-
-    master: torch.Tensor  # fp32 weights
-    grads: torch.Tensor  # fp32, averaged over ranks
-    bf16: torch.Tensor  # the weights that forward and backward use
-    group: dict  # lr, betas, eps, weight_decay
+# This rank's part of a parameter group, as flat tensors: fp32 weights, fp32 gradients averaged over ranks, and the
+# weights that forward and backward use. group: lr, betas, eps, weight_decay
+Partition = namedtuple("Partition", ("master", "grads", "bf16", "group"))
 
 
 class FusedStep:

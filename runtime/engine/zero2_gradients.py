@@ -15,13 +15,9 @@ The results are the same. For GPT-2 XL at 8 x 4 on one H200, a step went from 79
 """
 
 import math
-from contextlib import nullcontext
 
 import torch
 from deepspeed import comm as dist  # so that its comms_logger counts our collectives
-
-from runtime.cluster.ranks import all_reduce_sum
-from runtime.engine.ds_config import supports_fast_gradients
 
 
 class Zero2Gradients:
@@ -142,7 +138,7 @@ class BucketedAllReduce(Zero2Gradients):
             return
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+        with torch.cuda.stream(self.stream):  # does nothing if it is None
             self.reduce(self.buckets[0].narrow(0, 0, self.filled), self.entries)
             self.reduced[0] = self.stream and self.stream.record_event()
         self.entries, self.filled = [], 0
@@ -170,16 +166,11 @@ class BucketedAllReduce(Zero2Gradients):
         self.wait_for_buckets()
 
 
-def install(engine, fast, accumulate_locally=False):
-    """Replace DeepSpeed's gradient path. Call it on all ranks. Returns the Zero2Gradients, or None if
-    supports_fast_gradients is false. fast: the FastPath, for skip_above and grad_norm. accumulate_locally: whether this
-    rank has memory for LocalAccumulation, which is used if all ranks have."""
-    optimizer, (model_dtype, _) = engine.optimizer, engine.get_data_types()
-    if not supports_fast_gradients(engine.config, str(model_dtype).removeprefix("torch.")):
-        return None
-    world_size = dist.get_world_size(optimizer.dp_process_group)
-    local = world_size == 1 or all_reduce_sum(accumulate_locally)[0] == world_size
-    gradients = (LocalAccumulation if local else BucketedAllReduce)(optimizer, fast)
+def install(engine, fast, accumulate_locally):
+    """Replace DeepSpeed's gradient path by a Zero2Gradients, and return it. fast: the FastPath, for skip_above and
+    grad_norm. accumulate_locally: whether to use LocalAccumulation."""
+    optimizer = engine.optimizer
+    gradients = (LocalAccumulation if accumulate_locally else BucketedAllReduce)(optimizer, fast)
     optimizer._use_compact_grad_partition_buffer = lambda group: True  # DeepSpeed's is False for fp32 weights
     optimizer.process_gradients, optimizer.reduce_ipg_grads = gradients.on_grad_ready, gradients.finish_backward
     optimizer.has_overflow, optimizer.scaled_global_norm = gradients.has_overflow, gradients.scaled_global_norm

@@ -16,6 +16,7 @@ DeepSpeed keeps the sharded weights and gradients, the optimizer, its step, and 
 addresses, so micro-steps can be captured in a CUDA graph. On one rank, parameters are views of DeepSpeed's shards.
 """
 
+import itertools
 from contextlib import contextmanager
 from functools import partial
 
@@ -23,9 +24,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.distributed.distributed_c10d import _coalescing_manager
-
-from runtime.cluster.ranks import all_reduce_sum
-from runtime.engine.ds_config import supports_fast_gradients
 
 
 def in_shape_of(param, flat):
@@ -83,8 +81,8 @@ class Zero3Blocks:
         size = sum(p.ds_numel for block in self.blocks[:1] for p in block)
         live = self.engine.zero_max_live_parameters() // max(1, size)
         self.buffers = [[full_size(p) for p in block] for block in self.blocks[:max(2, live)]]
-        self.block_views = [[(p, in_shape_of(p, full)) for p, full in zip(block, self.buffer_of(i), strict=True)]
-                            for i, block in enumerate(self.blocks)]
+        self.block_views = [[(p, in_shape_of(p, full)) for p, full in zip(block, buffer, strict=True)]
+                            for block, buffer in zip(self.blocks, itertools.cycle(self.buffers))]
 
         self.sums = {p: self.grads[p] if W == 1 else full_size(p, torch.float32)
                      for p in self.grads if accumulate_locally or id(p) not in in_blocks}
@@ -99,19 +97,14 @@ class Zero3Blocks:
             for param, buffer in zip(params, self.grad_buffers[i % 2], strict=True):
                 param.main_grad, param.overwrite_main_grad = in_shape_of(param, buffer), True
 
-    def buffer_of(self, i):
-        return self.buffers[i % len(self.buffers)]
-
     # Collectives
 
     @contextmanager
     def on_stream(self):
         """Launch on the side stream, after all that has been launched so far."""
-        if self.stream is None:
-            yield
-            return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        if self.stream:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):  # does nothing if it is None
             yield
 
     def collective(self, function, outputs, inputs):
@@ -234,13 +227,9 @@ class Zero3Blocks:
         self.optimizer.grad_partitions_flat_buffer.zero_()
 
 
-def install(engine, _fast, accumulate_locally=False):
-    """Replace DeepSpeed's stage 3 forward and backward. Call it on all ranks. Returns the Zero3Blocks, or None if
-    supports_fast_gradients is false. Arguments: as zero2_gradients.install's."""
-    if not supports_fast_gradients(engine.config, str(engine.get_data_types()[0]).removeprefix("torch.")):
-        return None
-    world_size = dist.get_world_size(engine.optimizer.dp_process_group)
-    votes = all_reduce_sum(accumulate_locally)[0]
-    blocks = Zero3Blocks(engine, votes == world_size)
+def install(engine, _fast, accumulate_locally):
+    """Replace DeepSpeed's stage 3 forward and backward by a Zero3Blocks, and return it. accumulate_locally: whether to
+    reduce the gradients of blocks once per step."""
+    blocks = Zero3Blocks(engine, accumulate_locally)
     engine.optimizer.step = partial(blocks.deepspeeds_step, engine.optimizer.step)
     return blocks
