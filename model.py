@@ -233,8 +233,7 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=residual_std if name.endswith("c_proj.weight") else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
-        with torch.no_grad():
-            self.transformer.wte.weight[self.config.vocab_size :] = 0  # padding rows are never looked up
+        nn.init.zeros_(self.transformer.wte.weight[self.config.vocab_size :])  # padding rows are never looked up
 
     def num_params(self, positions=True):
         """Return the number of parameters. The tied matrix counts once, vocabulary padding doesn't count."""
@@ -296,7 +295,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, end_of_text=None, generator=None,
-                 on_token=None, custom_step=None, repetition_penalty=1.0):
+                 on_token=lambda token: None, custom_step=None, repetition_penalty=1.0):
         """Continue idx (B, T) by up to max_new_tokens and return (B, T + n). temperature, top_k, top_p, generator: see
         sample_token. repetition_penalty: CTRL's (arXiv:1909.05858). custom_step: see Decoder.
 
@@ -327,8 +326,7 @@ class GPT(nn.Module):
             else:
                 token = draw(self.lm_head(self.forward_hidden(idx[:, -block_size:])[:, -1:])[:, 0])
             idx = torch.cat([idx, token[:, None]], dim=1)
-            if on_token:
-                on_token(token)
+            on_token(token)
             if end_of_text is not None and done.all():
                 break
         return idx
