@@ -125,14 +125,12 @@ def open_weights(source):
     if os.path.isfile(source):
         return read_nanogpt(source)[1]
     for file, load in (("model.safetensors", load_file), ("pytorch_model.bin", load_untrusted)):
-        index = os.path.join(source, file + ".index.json")
-        if not os.path.exists(index) and not os.path.exists(os.path.join(source, file)):
-            continue
+        index, shards = Path(source, file + ".index.json"), [file]
         with weights_errors(source):
-            shards = [file]
-            if os.path.exists(index):
-                shards = sorted(set(parse_json(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
-            return {name: w for shard in shards for name, w in load(os.path.join(source, shard)).items()}
+            if index.exists():
+                shards = sorted(set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            if index.exists() or os.path.exists(os.path.join(source, file)):
+                return {name: w for shard in shards for name, w in load(os.path.join(source, shard)).items()}
     raise UserError(f"{source} has neither model.safetensors nor pytorch_model.bin")
 
 
