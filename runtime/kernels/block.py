@@ -58,8 +58,7 @@ def residual_layernorm_fwd(residual, branch, branch_bias, weight, bias, residual
     w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(bias + i, mask=mask, other=0.0).to(tl.float32)
     largest = store(normed, row * C + i, tl.where(mask, centered * s * w + b, 0.0), mask, scale, slot, FP8)
-    if FP8:
-        update_amax(amax, slot, largest)
+    update_amax(amax, slot, largest, FP8)
     tl.store(mean + row, m)
     tl.store(rstd + row, s)
 
@@ -106,8 +105,7 @@ def gelu_fwd(h, g, n, amax, scale, slot, FP8: tl.constexpr, BLOCK: tl.constexpr)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(h + i, mask=i < n, other=0.0).to(tl.float32)
     largest = store(g, i, x * gelu_sigmoid(x), i < n, scale, slot, FP8)
-    if FP8:
-        update_amax(amax, slot, largest)
+    update_amax(amax, slot, largest, FP8)
 
 
 @jit(do_not_specialize=["slot"])
@@ -126,8 +124,7 @@ def gelu_bwd(dg, h, dh, partials, rows, C, amax, scale, slot, FP8: tl.constexpr,
         d *= s + x * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * x * x)
         largest = tl.maximum(largest, store(dh, offsets, d, mask, scale, slot, FP8))
         total += d
-    if FP8:
-        update_amax(amax, slot, largest)
+    update_amax(amax, slot, largest, FP8)
     tl.store(partials + tl.program_id(0) * C + c, tl.sum(total, 0), mask=c < C)
 
 
@@ -149,8 +146,7 @@ def concat_dqkv(dq, dk, dv, dqkv, partials, rows, C, amax, scale, slot, FP8: tl.
         offsets = r[:, None].to(tl.int64) * 3 * C + which * C + c[None, :]
         largest = tl.maximum(largest, store(dqkv, offsets, d, mask, scale, slot, FP8))
         total += d
-    if FP8:
-        update_amax(amax, slot, largest)
+    update_amax(amax, slot, largest, FP8)
     tl.store(partials + (tl.program_id(0) * 3 + which) * C + c, tl.sum(total, 0), mask=c < C)
 
 
@@ -190,8 +186,7 @@ def reduce_param_grads(partials, *params):
 
 
 def column_sums(kernel, inputs, rows, width, parts, weight, bias):
-    """Launch gelu_bwd or concat_dqkv, whose output is (rows, parts * width). Returns it, in FP8 if the layer's GEMMs
-    are, and the bias gradient."""
+    """Launch gelu_bwd or concat_dqkv. Return its output (rows, parts * width), maybe in FP8, and the bias gradient."""
     count, C = triton.cdiv(rows, TILE["ROWS"] * STEPS), parts * width
     partials = inputs[0].new_empty((count, 1, C), dtype=torch.float32)
     out, fp8_args = fp8.empty_output(weight, fp8.GRAD_OUTPUT, inputs[0], (rows, C))

@@ -41,10 +41,11 @@ def store(out, offsets, values, mask, scale, slot, FP8: tl.constexpr):
 
 
 @jit
-def update_amax(amax, slot, value):
-    """Raise a slot's amax to `value`, once per program. A load comes first because amax rarely grows."""
-    if value > tl.load(amax + slot, volatile=True):
-        tl.atomic_max(amax + slot, value)
+def update_amax(amax, slot, value, FP8: tl.constexpr):
+    """With FP8, raise a slot's amax to `value`, once per program. A load comes first because amax rarely grows."""
+    if FP8:
+        if value > tl.load(amax + slot, volatile=True):
+            tl.atomic_max(amax + slot, value)
 
 
 @jit(do_not_specialize=["slot"])
@@ -61,7 +62,7 @@ def cast_kernel(x, out, rows, C, amax, scale, slot, TRANSPOSE: tl.constexpr, ROW
     if x.dtype == out.dtype:
         tl.store(out + offsets, values, mask=mask)
     else:
-        update_amax(amax, slot, store(out, offsets, values.to(tl.float32), mask, scale, slot, True))
+        update_amax(amax, slot, store(out, offsets, values.to(tl.float32), mask, scale, slot, True), True)
 
 
 class Fp8Scales:
