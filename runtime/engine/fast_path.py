@@ -1,8 +1,7 @@
 """Faster paths through one DeepSpeed engine: gradients, the AdamW step, and micro-steps as a CUDA graph.
 
 GPT-2 XL launches about 2,500 kernels per micro-step. With a small micro-batch, launching them takes the CPU longer than
-running them takes the GPU. On an H200 with a slow CPU, 32 micro-steps of one sequence took 4,219 ms, and 909 ms as a
-CUDA graph (docs/engineering_notes.md).
+running them takes the GPU (docs/engineering_notes.md).
 """
 
 import atexit
@@ -34,9 +33,8 @@ class FastPath:
         self.graph = None
 
     def install(self, accumulate_locally=False, fused_step=True, capture=True):
-        """Install the paths that the engine supports. Call it on all ranks. accumulate_locally: whether this rank has
-        memory for the gradients of all parameters; it is used if all have. fused_step: whether Triton works. capture:
-        use a CUDA graph."""
+        """Install the paths that the engine supports. All ranks call this. accumulate_locally: this rank has memory for
+        the gradients of all parameters, which all ranks need. fused_step: Triton works. capture: use a CUDA graph."""
         from runtime.engine import fused_adamw, zero2_gradients, zero3_blocks
 
         if supports_fast_gradients(self.engine.config, str(self.engine.get_data_types()[0]).removeprefix("torch.")):
