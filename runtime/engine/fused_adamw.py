@@ -5,8 +5,6 @@ kernel does all three and clears the gradients for the next step. The CPU reads 
 results and the state in checkpoints are the same.
 """
 
-from __future__ import annotations  # without Triton there is no tl.constexpr
-
 import math
 from collections import namedtuple
 

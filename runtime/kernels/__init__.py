@@ -8,7 +8,10 @@ try:
 
     jit = triton.jit
 except ImportError:
-    triton, tl = None, None
+    triton = None
+
+    class tl:
+        constexpr = None  # the kernels' annotations name it
 
     def jit(function=None, **options):
         return function or jit

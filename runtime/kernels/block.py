@@ -10,8 +10,6 @@
 GEMMs and attention are PyTorch's, or fp8.py's. model.py has the plain version of this file, and tests compare the two.
 """
 
-from __future__ import annotations  # without Triton there is no tl.constexpr
-
 import copy
 from contextlib import nullcontext
 from functools import partial

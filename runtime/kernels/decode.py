@@ -12,8 +12,6 @@ Above batch size 1 a block is seven kernels: cuBLAS's GEMMs, decode_attention, a
 With programmatic dependent launch (PDL, Hopper and later), a kernel reads its matrix while the previous one runs.
 """
 
-from __future__ import annotations  # without Triton there is no tl.constexpr
-
 from functools import partial
 
 import torch

@@ -14,8 +14,6 @@ weight gradient's GEMM needs its inputs transposed, because FP8 GEMMs on Hopper 
 The first micro-step of a process runs in bfloat16 to calibrate, so the losses of a resumed run differ slightly.
 """
 
-from __future__ import annotations  # without Triton there is no tl.constexpr
-
 from enum import Enum
 
 import torch
