@@ -54,6 +54,7 @@ class FusedStep:
     def step(self, closure=None):
         optimizer, fast = self.optimizer, self.fast
         self.before_step()
+        fast.gradients.before_step()
         partitions = self.partitions()
         norm = sum(torch.linalg.vector_norm(p.grads).square() for p in partitions)
         if dist.get_world_size(optimizer.dp_process_group) > 1:
@@ -90,7 +91,6 @@ class Zero2Step(FusedStep):
 
     def before_step(self):
         self.optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
-        self.fast.gradients.before_step()
 
     def partitions(self):
         optimizer, rank = self.optimizer, dist.get_rank(self.optimizer.dp_process_group)
@@ -114,7 +114,6 @@ class Zero3Step(FusedStep):
 
     def before_step(self):
         self.optimizer._pre_step()
-        self.fast.gradients.before_step()
 
     def partitions(self):
         optimizer, bf16 = self.optimizer, self.optimizer.fp16_partitioned_groups_flat

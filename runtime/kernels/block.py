@@ -196,7 +196,7 @@ def column_sums(kernel, inputs, rows, width, parts, weight, bias):
 def linear_grads(x, weight, dy):
     """Return (dx, dweight) of a linear layer from dy (N, out). x and dy may be in FP8. If the weight has a main_grad,
     the GEMM accumulates into it, or overwrites it with overwrite_main_grad, and dweight is None."""
-    use_fp8, overwrite = fp8.is_on(weight), hasattr(weight, "overwrite_main_grad")
+    use_fp8, overwrite = fp8.slot_of(weight)[0] is fp8.Mode.ON, hasattr(weight, "overwrite_main_grad")
     dy = fp8.cast(dy, weight, fp8.GRAD_OUTPUT) if use_fp8 else dy
     dx, x = fp8.grad_input(dy, weight).view(x.shape), x.reshape(-1, x.size(-1))
     if use_fp8:

@@ -95,11 +95,6 @@ def slot_of(weight):
     return scales.mode if scales else Mode.OFF, scales, slot
 
 
-def is_on(weight):
-    """Return whether the GEMMs of a layer run in FP8 in this micro-step."""
-    return slot_of(weight)[0] is Mode.ON
-
-
 def empty_output(weight, which, like, shape):
     """Return an empty tensor for `which` (INPUT or GRAD_OUTPUT) of the weight's layer, like `like` or in FP8 if the
     layer's GEMMs are, and the FP8 arguments of the kernel that fills it. Without FP8 these are unused pointers."""
