@@ -12,7 +12,7 @@ from conftest import ROOT
 import configurator
 import launch_deepspeed
 from runtime.cluster.ranks import Ranks
-from runtime.foreign_options import ANIMALS90, FOREIGN_OPTIONS
+from runtime.foreign_options import FOREIGN_OPTIONS
 from runtime.plan import run_plan
 from runtime.plan.run_plan import Problems, count_params, make_plan
 
@@ -51,8 +51,6 @@ def test_an_option_of_another_script_is_refused_with_ours(ours, capsys, monkeypa
             with pytest.raises(SystemExit) as refusal:
                 settings(f"--{spelled}={value}")
             sentence = f"command line: there is no setting '{name}': use {ours.format(value)}"
-            sentence += " (it is an option of examples/animals90/launch_deepspeed.py, which classifies images)" * (
-                name in ANIMALS90)
             assert refusal.value.code == 2 and capsys.readouterr().err == sentence + "\n"
     for words in ours.format(value).split(" or "):
         argv = shlex.split(re.sub(r" (after|without|\(stage) .*", "", words))
@@ -60,13 +58,6 @@ def test_an_option_of_another_script_is_refused_with_ours(ours, capsys, monkeypa
             assert launched(argv, monkeypatch) == (int(value), [])
         elif argv[0] != "the":  # the default
             assert settings(*argv) != settings(), words
-
-
-def test_an_option_of_the_image_classifier_is_refused_with_its_place(capsys):
-    with pytest.raises(SystemExit):
-        settings("--train_dir=data/train")
-    assert capsys.readouterr().err == ("command line: there is no setting 'train_dir': it is an option of "
-                                       "examples/animals90/launch_deepspeed.py, which classifies images\n")
 
 
 def test_no_option_of_another_script_is_one_of_ours_or_there_twice():
