@@ -33,7 +33,7 @@ if COMPLETE:
     from runtime import hardware
     from runtime.data.dataset import check_dataset, dataset_dirs
     from runtime.files import UserError, file_digest, format_bytes, free_bytes
-    from runtime.weights import HUB, fetch_from_hub
+    from runtime.weights import fetch_from_hub
 
     GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -49,8 +49,6 @@ def main():
     args, argv = parser.parse_known_args()
     if args.num_gpus is not None and args.num_gpus < 1:
         parser.error(f"--num_gpus={args.num_gpus} must be at least 1")
-    if argv == ["all_reduce"]:
-        return measure_all_reduce()
     rows, report = [*python(), *packages()], ""
     if COMPLETE:
         report = check_machine_and_run(rows, args.num_gpus, argv)
@@ -69,12 +67,10 @@ def check_machine_and_run(rows, num_gpus, argv):
     if not GPUS:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
     settings = settings_of_script(os.path.join(ROOT, "train_deepspeed.py"), argv) if argv else None
-    severity = FAIL if argv and settings.target_gpu is None else WARN  # of what is missing on this machine
     ranks = num_gpus or (0 if argv and settings.device == "cpu" else GPUS) or 1
     report = []
-    for check, *arguments in ((cuda,), (gpus,), (offload,), (kernels,), (check_all_reduce,), (host,),
-                              (disk, settings), (datasets, settings), (weights, settings, severity),
-                              (the_run, settings, ranks, report)):
+    for check, *arguments in ((cuda,), (gpus,), (offload,), (kernels,), (host,), (disk, settings),
+                              (datasets, settings), (weights, settings), (the_run, settings, ranks, report)):
         try:
             rows += check(*arguments)
         except Exception as error:  # the other checks still run
@@ -94,7 +90,8 @@ def the_run(settings, ranks, report):
     from runtime.plan.run_plan import Problems, make_plan
 
     problems, notes, ranks = Problems(), [], Ranks(0, 0, ranks, ranks)
-    plan = make_plan(replace(settings, dry_run=settings.target_gpu is not None), ranks, problems, notes, fetch=False)
+    plan = make_plan(replace(settings, dry_run=settings.target_gpu is not None), ranks, problems, notes,
+                     download=False)
     yield from (row("the run", "won't start", line, FAIL) for line in "\n".join(problems).splitlines())
     if plan:
         yield from (row("the run", "needs on the other machine", line) for line in plan.notes[len(notes):])
@@ -124,16 +121,15 @@ def datasets(settings):
                       "prepare it again" if changed else "", FAIL)
 
 
-def weights(settings, severity):
-    """Check that GPT-2's weights are in the cache or the hub answers. The plan checks other weights."""
-    name, problem = settings.init_from if settings else "gpt2-xl", ""
-    if name in HUB:
+def weights(settings):
+    """Check that GPT-2 XL's weights are in the cache or the hub answers. The plan of a run checks its own."""
+    if not settings:
         try:
-            fetch_from_hub(name, download=False)
+            fetch_from_hub("gpt2-xl", download=False)
+            yield row("weights", "gpt2-xl is in the cache, or the hub answers")
         except UserError as error:
-            problem = str(error)
-        detail, _, fix = problem.partition(": ")
-        yield row("weights", detail or f"{name} is in the cache, or the hub answers", fix, severity)
+            detail, _, fix = str(error).partition(": ")
+            yield row("weights", detail, fix)
 
 
 # The machine
@@ -196,9 +192,7 @@ def gpus():
 
 
 def kernels():
-    """Compare our Triton kernels with plain PyTorch, in one block of GPT-2 XL's width on this GPU."""
-    from runtime.kernels import is_supported
-    from runtime.kernels.block import compare_with_plain
+    """Check what our Triton kernels need. On a GPU, ./run_tests.sh --gpu compares them with plain PyTorch."""
     from runtime.kernels.edits import edited_functions
 
     why = hardware.missing_compiler()
@@ -206,43 +200,6 @@ def kernels():
               "apt install gcc python3-dev, or train slower on GPUs" if why else "")
     if edited := edited_functions():
         yield row("Triton kernels", f"not used, because model.py was edited ({', '.join(edited)})")
-    elif GPUS and not why and is_supported(torch.empty(0, device="cuda")):
-        dtype = hardware.pick_dtype("auto", "cuda")
-        (loss, grads), (plain_loss, plain_grads) = compare_with_plain("cuda", getattr(torch, dtype))
-        good = grads < 1.5 * plain_grads and loss < plain_loss + 0.01
-        yield row("Triton kernels", f"error in {dtype} against float32: gradients {100 * grads:.2f}%, loss {loss:.1e} "
-                  f"(plain PyTorch: {100 * plain_grads:.2f}%, {plain_loss:.1e})",
-                  "" if good else "train without them: --compile=False", FAIL)
-
-
-def check_all_reduce():
-    """Run an all-reduce over all GPUs."""
-    if GPUS < 2:
-        return
-    speed = hardware.run_command(sys.executable, "-m", "torch.distributed.run", "--standalone",
-                                 f"--nproc_per_node={GPUS}", __file__, "all_reduce")
-    if not speed:
-        yield row("all-reduce", f"{GPUS} GPUs: an error, or no answer within {hardware.COMMAND_TIMEOUT_S} s",
-                  "set NCCL_DEBUG=INFO to see more, or NCCL_P2P_DISABLE=1 if peer-to-peer is broken", FAIL)
-    else:
-        yield row("all-reduce", f"{GPUS} GPUs: {speed} GB/s",
-                  "slow links: use ZeRO-2 with few, large micro-batches" if float(speed) < 5 else "")
-
-
-def measure_all_reduce():
-    """Run one rank of check_all_reduce(). Print the bus bandwidth in GB/s, as nccl-tests counts it."""
-    import torch.distributed as dist
-    from torch.utils.benchmark import Timer
-
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
-    numbers, ranks = torch.ones(2**28, dtype=torch.bfloat16, device="cuda"), dist.get_world_size()
-    dist.all_reduce(numbers)
-    assert (numbers == ranks).all(), "wrong sum"
-    seconds = Timer("all_reduce(numbers)", globals={"all_reduce": dist.all_reduce, "numbers": numbers}).timeit(4).mean
-    if dist.get_rank() == 0:
-        print(f"{2 * (ranks - 1) / ranks * numbers.nbytes / seconds / 1e9:.1f}")
-    dist.destroy_process_group()
 
 
 def host():

@@ -79,7 +79,7 @@ def test_a_run_elsewhere_is_checked_by_its_plan(characters):
     """Neither GPUs nor weights are here, which hinders no run elsewhere; but the plan does not fit."""
     done = doctor("config/xl_shakespeare.py", "--num_gpus=4", "--target_gpu=16", f"--dataset={characters}")
     assert done.returncode == 1 and "1 to fix" in done.stdout
-    for words in ("\nplan       1 x 4 x 32 = 128 sequences per step, bfloat16, ZeRO-2", "WARN  weights",
+    for words in ("\nplan       1 x 4 x 32 = 128 sequences per step, bfloat16, ZeRO-2",
                   "18,000 and 2,000 tokens, hashes match", "FAIL  the run           doesn't fit",
                   "each GPU   16.20 GB of 16.00 GB: too much (10% must stay free)",
                   "It doesn't fit. Add one of these to your command",
@@ -90,7 +90,7 @@ def test_a_run_elsewhere_is_checked_by_its_plan(characters):
 @pytest.fixture
 def check_run(monkeypatch):
     """A function (arguments, ranks) -> the rows of a run, without those of the machine, and its report if wanted."""
-    for check in ("cuda", "gpus", "offload", "kernels", "check_all_reduce", "host"):
+    for check in ("cuda", "gpus", "offload", "kernels", "host"):
         monkeypatch.setattr(checks, check, lambda *_: [])
     monkeypatch.setattr(sys, "argv", ["doctor.py"])
 
@@ -135,7 +135,7 @@ def test_too_little_disk_is_a_warning_with_its_fix(monkeypatch):
 def test_cached_weights_need_no_hub(monkeypatch):
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo, file, revision: f"/cache/{file}")
     monkeypatch.setattr("huggingface_hub.hf_hub_download", None)
-    (found,) = checks.weights(None, checks.FAIL)
+    (found,) = checks.weights(None)
     assert found == checks.row("weights", "gpt2-xl is in the cache, or the hub answers")
 
 

@@ -10,7 +10,6 @@
 GEMMs and attention are PyTorch's, or fp8.py's. model.py has the plain version of this file, and tests compare the two.
 """
 
-import copy
 from contextlib import nullcontext
 from functools import partial
 
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from model import GPT, GPTConfig, addmm_fp32, attention_backends
+from model import addmm_fp32, attention_backends
 from runtime.kernels import fp8, jit, tl, triton
 from runtime.kernels.edits import edited_functions
 from runtime.kernels.fp8 import store, update_amax
@@ -321,27 +320,6 @@ def install(model, use_fp8=False):
     for block in model.transformer.h:
         block.forward = partial(block_forward, block)
     model.transformer.ln_f.forward = partial(layernorm, model.transformer.ln_f)
-
-
-def compare_with_plain(device, dtype, B=4, T=1024, n_head=25, n_embd=1600):
-    """Return the errors in `dtype` of these kernels and of model.py, compared with model.py in float32: for each, the
-    absolute error of one block's loss and the relative error of its gradients."""
-    torch.manual_seed(0)
-    exact = GPT(GPTConfig(T, vocab_size=1024, n_layer=1, n_head=n_head, n_embd=n_embd))
-    with torch.no_grad():
-        for p in exact.parameters():
-            p += 0.02 * torch.randn_like(p)  # biases that aren't zero
-    exact = exact.to(device, dtype).float()  # the same weights in both
-    fused, plain = copy.deepcopy(exact).to(dtype), copy.deepcopy(exact).to(dtype)
-    install(fused)
-    idx, targets = torch.randint(1024, (2, B, T), device=device)
-    results = []
-    for model in (exact, fused, plain):
-        loss = model(idx, targets)
-        loss.backward()
-        results.append((loss.item(), torch.cat([p.grad.float().flatten() for p in model.parameters()])))
-    (loss, grads), *others = results
-    return [(abs(mine - loss), ((own - grads).norm() / grads.norm()).item()) for mine, own in others]
 
 
 def layernorm(layer, residual, branch=None, branch_bias=None, consumer_weight=None):

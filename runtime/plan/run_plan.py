@@ -143,9 +143,9 @@ def plan_run(settings, ranks):
     return replace(plan, settings=replace(s, keep_last=keep_last, always_save_checkpoint=always_save))
 
 
-def make_plan(settings, ranks, problems, notes, fetch=True):
+def make_plan(settings, ranks, problems, notes, download=True):
     """Return the RunPlan, or None if there are `problems`. With target_gpu, problems with this machine's files are only
-    notes, and the plan may have no data or weights. fetch: download pretrained weights, unless target_gpu is set."""
+    notes, and the plan may have no data or weights. download: fetch GPT-2's weights; else check that they can be."""
     s, files = settings, Problems()  # files: problems with the files of this machine
     micro = s.before_auto["batch_size"] if s.batch_size == "auto" else s.batch_size
     batch = Batch(micro, s.gradient_accumulation_steps, ranks.world_size, s.block_size)
@@ -163,7 +163,7 @@ def make_plan(settings, ranks, problems, notes, fetch=True):
     tokens, windows = not problems and files.attempt(open_epoch, datasets, s.block_size, notes) or (None, None)
     s = plan_iterations(s, windows, batch, problems, notes)
     lora = problems.attempt(lora_config, vars(s))
-    start = files.attempt(find_start, s, data, lora, batch.sequences, notes, fetch and s.target_gpu is None)
+    start = files.attempt(find_start, s, data, lora, batch.sequences, notes, download)
     tokenizer = files.attempt(sample_tokenizer, s, data, notes) if data and s.sample_interval else None
     params, size = None, 0
     if start:

@@ -63,16 +63,6 @@ def test_fused_blocks_have_the_loss_and_the_gradients_of_plain_ones(recomputed):
         assert (got[name] - 2 * grad).abs().max() < 2e-5 * grad.abs().max(), name
 
 
-def test_what_doctor_compares(monkeypatch):
-    """Rounding to bfloat16 alone separates both from float32; a kernel that loses a bias's gradient is far off."""
-    small = {"B": 1, "T": 24, "n_head": 2, "n_embd": 32}
-    (loss, grads), (plain_loss, plain_grads) = block.compare_with_plain("cpu", torch.bfloat16, **small)
-    assert 0.001 < grads < 1.2 * plain_grads < 0.02 and max(loss, plain_loss) < 0.01
-    monkeypatch.setattr(block, "reduce_param_grads", lambda partials, *params: [torch.zeros_like(p) for p in params])
-    (_, grads), _ = block.compare_with_plain("cpu", torch.bfloat16, **small)
-    assert grads > 0.2
-
-
 # The plan refuses fp8 on a CPU, and PyTorch 2.7 is only for GPUs below compute capability 7.5, where it is refused too
 @pytest.mark.skipif(torch.__version__ < (2, 8), reason="PyTorch 2.7 has _scaled_mm on GPUs only")
 def test_fp8_matmuls_are_near_the_plain_ones():
