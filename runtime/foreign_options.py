@@ -3,7 +3,6 @@
 FOREIGN_OPTIONS = {  # our arguments, with {} for the value: options that mean the same elsewhere
     "--dtype=float16": "fp16 half",
     "--dtype=bfloat16": "bf16",
-    "--dtype=float16 or --dtype=bfloat16": "precision mixed_precision torch_dtype",
     "--batch_size={}": "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu",
     "--gradient_accumulation_steps={}": "gradient_accumulation accumulate_grad_batches grad_accum_steps",
     "--max_epochs={}": "epochs num_epochs num_train_epochs",
@@ -13,9 +12,6 @@ FOREIGN_OPTIONS = {  # our arguments, with {} for the value: options that mean t
     "--grad_clip={}": "gradient_clipping clip_grad max_grad_norm",
     "--block_size={}": "max_length max_seq_length model_max_length context_length seq_len",
     "--eval_interval={}": "save_interval save_steps save_every save_freq eval_steps",
-    "--eval_epochs=1 or --eval_interval=100": "save_strategy eval_strategy evaluation_strategy",
-    "--log_interval={}": "logging_steps log_every",
-    "--keep_last={}": "save_total_limit",
     "--out_dir={}": "output_dir checkpoint_dir save_dir",
     "--init_from=resume": "resume",
     "--init_from=resume --resume_tag=iter_10": "resume_from_checkpoint",
@@ -24,15 +20,9 @@ FOREIGN_OPTIONS = {  # our arguments, with {} for the value: options that mean t
     "--wandb_log=True or --tensorboard_log=True": "report_to",
     "--lora_rank=64": "lora use_lora peft",
     "--deepspeed_config={}": "deepspeed",
-    "--deepspeed_config=config/ds/zero1.json": "ddp",
-    "--deepspeed_config=ds_config_zero3.json": "fsdp",
-    "--deepspeed_config=config/ds/zero1.json or --deepspeed_config=ds_config_zero3.json (stage 2 is the default)":
-        "zero stage zero_stage deepspeed_stage",
+    "--deepspeed_config=ds_config_zero3.json": "fsdp zero stage zero_stage deepspeed_stage",
     "--deepspeed_config=config/ds/zero2_offload.json": "offload cpu_offload offload_optimizer",
     "torchrun --nproc_per_node={} train_deepspeed.py": "gpus num_gpus n_gpus devices nproc_per_node",
-    "config/lora_paper_r64.py without --config": "config",
-    "the image classifier in examples/animals90": "train_dir val_dir",
-    "the default, which reads batches ahead in a thread": "num_workers dataloader_num_workers",
 }
 
 
