@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from runtime.checkpoint.shards import MOMENTS, TagReader
 from runtime.checkpoint.tags import OTHER_TAG, CheckpointError, UnreadableError, topology, verify_files
-from runtime.cluster.ranks import RANK, broadcast_from_rank0, exit_together, gather_unique, print0, silence_stdout
+from runtime.cluster.ranks import RANK, all_gather_objects, broadcast_from_rank0, exit_together, print0, silence_stdout
 
 
 def newest_intact(store, start, resume_tag="latest", overwrite=False):
@@ -24,9 +24,9 @@ def newest_intact(store, start, resume_tag="latest", overwrite=False):
     for name in newest or ["latest"] if resume_tag == "latest" else [resume_tag]:
         tag, unreadable, problems = inspect(store, name)
         exit_together(unreadable)
-        if not (problems := gather_unique(problems)):
+        if not any(found := all_gather_objects(problems)):
             break
-        store.skipped[name] = problems
+        store.skipped[name] = list(dict.fromkeys(problem for problems in found for problem in problems))
     else:
         exit_together([problem for problems in store.skipped.values() for problem in problems])
     for skipped_name, problems in store.skipped.items():

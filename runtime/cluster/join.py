@@ -4,6 +4,7 @@ Then all ranks plan, exchange their problems, and exit together if there are any
 exchanged by gloo, tensors on GPUs by NCCL, which connects at its first collective. So ranks can join before any of them
 knows whether its GPU can be used."""
 
+import contextlib
 import datetime
 import os
 import re
@@ -53,17 +54,6 @@ def node_id():
     return socket.gethostname(), " ".join(ids)
 
 
-def local_address_for(host):
-    """Return this node's own address on the route to another host, or '' if there is no route. Sends nothing."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as s:
-            s.connect(address)
-            return s.getsockname()[0]
-    except OSError:
-        return ""
-
-
 def set_gloo_interface():
     """With several nodes, have gloo use the interface that leads to rank 0's node. Its default is the host name's,
     often the loopback. On rank 0's node, MASTER_ADDR may be the loopback too: then use the default route's."""
@@ -72,7 +62,11 @@ def set_gloo_interface():
     names = {address.address.partition("%")[0]: name for name, addresses in psutil.net_if_addrs().items()
              for address in addresses}
     for host in (os.environ["MASTER_ADDR"], "192.0.2.1"):  # the second is an address for documentation
-        address = local_address_for(host)
-        if address in names and not address.startswith("127.") and address != "::1":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", names[address])
-            return
+        with contextlib.suppress(OSError):  # there is no route
+            family, kind, protocol, _, remote = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as s:
+                s.connect(remote)  # sends nothing
+                address = s.getsockname()[0]
+            if address in names and not address.startswith("127.") and address != "::1":
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", names[address])
+                return

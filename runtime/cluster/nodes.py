@@ -26,11 +26,10 @@ def exit_if_ranks_differ(plan, problems, several_nodes):
         hosts, _, fingerprints, (probe, *_) = zip(*ranks)
         problems = merge_problems([rank[:2] for rank in ranks]) or mismatches(hosts, fingerprints)
         if probe and not problems:
-            sees_probe = wait_for_file(os.path.join(out_dir, probe))
-            missing = [host for host, sees in zip(hosts, all_gather_objects(sees_probe)) if not sees]
-            problems = [f"out_dir={out_dir} is not the same folder on {hosts[0]} and "
-                        f"{', '.join(dict.fromkeys(missing))}: choose one that all nodes share with --out_dir=DIR"
-                        ] * bool(missing)
+            found = all_gather_objects(wait_for_file(os.path.join(out_dir, probe)))
+            if missing := dict.fromkeys(host for host, sees_probe in zip(hosts, found) if not sees_probe):
+                problems = [f"out_dir={out_dir} is not the same folder on {hosts[0]} and {', '.join(missing)}: choose "
+                            "one that all nodes share with --out_dir=DIR"]
     exit_with_problems(problems)
 
 
@@ -40,8 +39,8 @@ def fingerprint(plan):
     facts = {name: value for name, value in vars(settings).items()
              if name not in ("keep_last", "always_save_checkpoint", "dataset")}
     facts |= {"device": hardware.device, "dtype": hardware.dtype, "compile": hardware.compile,
-              "accumulate_locally": plan.accumulate_locally, "the source of the weights": plan.start.init_from}
-    facts |= {f"the version of {name}": importlib.metadata.version(name) for name in ("torch", "deepspeed")}
+              "accumulate_locally": plan.accumulate_locally, "the source of the weights": plan.start.init_from,
+              "the version of torch": importlib.metadata.version("torch")}
     facts |= {f"the model's {name}": value for name, value in vars(plan.model).items()}
     for number, data in enumerate(plan.datasets, 1):  # meta.json has the size and hash of each file, wherever it is
         meta = {**data.meta, "tokenizer": {**data.meta["tokenizer"], "file": None}, "share": data.share}

@@ -121,11 +121,6 @@ def exit_with_problems(problems):
         raise SystemExit(2)
 
 
-def gather_unique(items):
-    """Return the items of all ranks' lists, each once. All ranks call this."""
-    return list(dict.fromkeys(item for rank_items in all_gather_objects(items) for item in rank_items))
-
-
 def all_gather_objects(value):
     """Return the values of all ranks, as a list. All ranks call this, unless there is no process group (a dry run)."""
     gathered = [value]
