@@ -15,7 +15,7 @@ import configurator
 init_from = "resume"  # resume: a checkpoint in out_dir; or gpt2*, a folder of weights, a nanoGPT ckpt.pt
 out_dir = "out-shakespeare-xl-deepspeed"  # folder of the run
 tag: str | None = None  # best, final, iter_20, ... or latest; None: best, or the newest if there is no best
-dataset: str | None = None  # with init_from, the dataset that these weights were trained on; None: find it
+dataset: str | None = None  # with init_from, the dataset of these weights; None: GPT-2's or the folder's tokenizer
 # What to generate
 start = "\n"  # the prompt; FILE:prompt.txt: that file's content
 prompts_file: str | None = None  # a file with one prompt per line

@@ -103,7 +103,7 @@ def load_untrusted(path):
 
 
 def read_nanogpt(path):
-    """Return (GPTConfig's arguments, {name: tensor}, nanoGPT's settings) of its ckpt.pt."""
+    """Return (GPTConfig's arguments, {name: tensor}) of nanoGPT's ckpt.pt. Raises UserError."""
     checkpoint = load_untrusted(path)
     try:
         args = {"bias": True, **checkpoint["model_args"]}  # the first versions of nanoGPT have no such key
@@ -114,7 +114,7 @@ def read_nanogpt(path):
     head = tensors.get("lm_head.weight")
     if head is not None and head.data_ptr() != tensors.get("transformer.wte.weight", head).data_ptr():
         raise UserError(f"{path}: lm_head.weight is not tied to the token embedding, as GPT-2's is")
-    return config | {"gelu": "none"}, tensors, checkpoint.get("config", {})
+    return config | {"gelu": "none"}, tensors
 
 
 def open_weights(source):

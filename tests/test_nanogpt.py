@@ -140,8 +140,8 @@ def test_training_goes_on_from_a_checkpoint_and_it_is_sampled_from(nanogpt, trai
     assert run.evals[0][1] == pytest.approx(losses.item(), abs=1e-5)
     assert run.losses[2] < run.losses[1]
     assert "note       bias=True is ignored: the weights determine it" in run.stdout
-    sampled = launch(ROOT / "sample.py", f"--init_from={path}", "--start=the", "--temperature=0", "--num_samples=1",
-                     "--max_new_tokens=25")
+    sampled = launch(ROOT / "sample.py", f"--init_from={path}", f"--dataset={nanogpt / 'data' / 'letters'}",
+                     "--start=the", "--temperature=0", "--num_samples=1", "--max_new_tokens=25")
     text = "".join(CHARS[i] for i in greedy[0].tolist())
     assert sampled.stdout == f"{path}: 26,656 parameters\n\n{text}\n" and sampled.stderr == ""
     again = launch(ROOT / "sample.py", f"--out_dir={run.out_dir}", "--max_new_tokens=5")
@@ -190,26 +190,13 @@ def test_a_strangers_checkpoint_does_not_run_its_code(nanogpt, train, tmp_path):
     assert (tmp_path / "mark").exists()
 
 
-def test_gpt2s_tokens_are_known_without_their_data(tmp_path):
-    """OpenWebText, which nanoGPT names by itself, has a folder here, and nothing prepared in it."""
-    path = write_checkpoint(tmp_path / "out" / "ckpt.pt", reference(True, 50304, n_embd=8),
-                            change=lambda c: c["config"].update(dataset="openwebtext"))
-    assert data_of_weights(str(path), 50304) == {"tokenizer": {"kind": "gpt2"}, "vocab_size": 50257}
-
-
-def test_characters_whose_data_is_not_prepared_ask_for_that(tmp_path):
-    path = write_checkpoint(tmp_path / "out" / "ckpt.pt", reference())
-    (tmp_path / "data" / "letters").mkdir(parents=True)
-    with pytest.raises(UserError, match="letters/train.bin does not exist"):
-        data_of_weights(str(path), 28)
-
-
-def test_a_checkpoint_whose_data_is_not_here_asks_for_it(tmp_path):
+def test_a_checkpoint_of_characters_asks_for_its_dataset(tmp_path):
     path = write_checkpoint(tmp_path / "out" / "ckpt.pt", reference())
     run = launch(ROOT / "sample.py", f"--init_from={path}")
     assert run.returncode == 2 and run.stderr == (
-        f"the tokenizer of {path} is unknown (28 tokens): name the dataset that it was trained on, letters, with "
-        "--dataset=NAME or a path\n")
+        f"the tokenizer of {path} is unknown (28 tokens): name the dataset that it was trained on with --dataset=NAME "
+        "or a path\n")
+    assert data_of_weights(str(path), 50304) == {"tokenizer": {"kind": "gpt2"}, "vocab_size": 50257}
 
 
 def test_a_config_and_data_of_nanogpt_run_as_they_are(nanogpt, train, tmp_path):

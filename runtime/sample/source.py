@@ -9,7 +9,7 @@ from runtime.checkpoint.tags import TagStore, parse_run_path
 from runtime.data.dataset import GPT2_VOCAB, dataset_dirs, read_meta
 from runtime.data.tokenizer import END_OF_TEXT, hf_tokenizer, tokenizer_file_meta
 from runtime.files import parse_json
-from runtime.weights import read_nanogpt, weights_errors
+from runtime.weights import weights_errors
 
 PADDED_GPT2_VOCAB = 50304  # nanoGPT's, for a dataset without meta.pkl
 
@@ -48,8 +48,7 @@ def resolve(init_from, out_dir, tag, dataset):
 
 
 def data_of_weights(source, vocab_size):
-    """Return {"tokenizer", "vocab_size"} of a name on the hub, a folder of weights or nanoGPT's ckpt.pt. The last names
-    its dataset, which is looked for in data/ next to its out_dir, and in ours."""
+    """Return {"tokenizer", "vocab_size"} of a name on the hub, a folder of weights or nanoGPT's ckpt.pt."""
     file = Path(source, "tokenizer.json")
     if file.exists():
         config = parse_json(file.with_name("config.json").read_text(encoding="utf-8"))
@@ -58,11 +57,5 @@ def data_of_weights(source, vocab_size):
                 "vocab_size": min(vocab_size, max(ids.values()) + 1)}
     if vocab_size in (GPT2_VOCAB, PADDED_GPT2_VOCAB):
         return {"tokenizer": {"kind": "gpt2"}, "vocab_size": GPT2_VOCAB}
-    trained_on = read_nanogpt(source)[2].get("dataset") if os.path.isfile(source) else None
-    if trained_on:
-        nanogpt_root = os.path.dirname(os.path.dirname(os.path.abspath(source)))
-        for folder in (os.path.join(nanogpt_root, "data", trained_on), *dataset_dirs(trained_on)):
-            if os.path.isdir(folder):
-                return read_meta(folder)
     raise ValueError(f"the tokenizer of {source} is unknown ({vocab_size} tokens): name the dataset that it was "
-                     f"trained on{f', {trained_on},' if trained_on else ''} with --dataset=NAME or a path")
+                     "trained on with --dataset=NAME or a path")
