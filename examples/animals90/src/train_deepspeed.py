@@ -250,7 +250,6 @@ notes = recipe.notes + [f"{others} files are not pictures ({' '.join(data.SUFFIX
 notes += [f"{resume} has {done} epochs: use --epochs {done + 1} or more to train on"] * (done >= epochs)
 usual = max(rate for least, rate in RATES.items() if least <= per_step)
 notes += [f"the guides' learning_rate is {usual} for {per_step} pictures per step"] * (learning_rate != usual)
-notes += [f"more workers than {os.cpu_count()} cores"] * (num_workers * ranks.local_world_size > os.cpu_count())
 print0(f"pictures   {len(found):,} to train on, {len(val_found):,} to validate; {len(classes)} classes\n"
        f"hardware   {facts['hardware']}, {setup.describe(engine, recipe.config, dtype)} ({json_path})\n"
        f"batch      {batch_size} x {ranks.world_size} x {gradient_accumulation_steps} = {per_step} pictures per step, "

@@ -10,15 +10,13 @@ PANELS = {"loss": ("train_loss", "val_loss"), "accuracy, %": ("train_acc", "val_
 
 
 def draw(histories, output):
-    """Draw {name: history} as a picture: loss, accuracy, learning rate and speed by epoch, with the best one marked."""
+    """Draw {name: history} as a picture: loss, accuracy, learning rate and speed by epoch."""
     figure, axes = plt.subplots(2, 2, figsize=(12, 8), layout="constrained")
     for axis, (label, keys) in zip(axes.flat, PANELS.items()):
         for color, (name, history) in enumerate(histories.items()):
             for key, style in zip(keys, (".-", ".--")):
                 points = [(record["epoch"], record[key]) for record in history["epochs"]]
                 axis.plot(*zip(*points), style, color=f"C{color}", label=f"{name} {key}")
-            if "val_acc" in keys:
-                axis.plot(*history["best"].values(), "*", color=f"C{color}", markersize=14)
         axis.set(xlabel="epoch", ylabel=label)
         axis.legend()
     figure.savefig(output)
