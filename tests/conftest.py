@@ -226,6 +226,16 @@ def read_history(out_dir):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+class Payload:
+    """Pickles to a call of os.mkdir."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
 def write_characters(folder, seed=0):
     """Write 18,000 and 2,000 characters that a model can learn from: a walk over words, the same for a seed."""
     words = [word + " " for word in "the cat sat on a mat and saw how seven foxes jump over quiet lazy dogs".split()]
