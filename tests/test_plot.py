@@ -15,15 +15,11 @@ def draw(*args, **env):
     return launch(ROOT / "plot.py", *args, **env)
 
 
-def add(path, record):
-    with open(path, "a") as f:
-        f.write(json.dumps(record) + "\n")
-
-
-def write_run(folder, records):
+def write_run(folder, *lines):
+    """Write these lines, or records, as a run's history."""
     folder.mkdir(parents=True)
-    for record in records:
-        add(folder / "history.jsonl", record)
+    (folder / "history.jsonl").write_text("".join(
+        line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
     return folder
 
 
@@ -50,34 +46,26 @@ def test_long_runs_keep_their_spikes_and_leave_out_what_is_not_finite():
 
 
 def test_a_run_that_has_just_begun_or_has_only_nan(tmp_path):
-    begun = write_run(tmp_path / "_begun", [{"iter": 0, "val_loss": 3.5, "val_loss_stderr": 0.1}])
-    strange = write_run(tmp_path / "nan", [{"iter": 0, "val_loss": math.nan}, {"iter": 1, "loss": math.nan, "ms": "x"}])
-    (strange / "history.jsonl").open("a").write('{"iter": 2, "lo')
+    begun = write_run(tmp_path / "_begun", {"iter": 0, "val_loss": 3.5, "val_loss_stderr": 0.1})
+    strange = write_run(tmp_path / "nan", {"iter": 0, "val_loss": math.nan}, {"iter": 1, "loss": math.nan, "ms": "x"},
+                        {"iter": "a"}, '{"iter": 2, "lo')
     run = draw(f"{begun}/", strange, "--png", tmp_path / "p.png")
-    assert run.returncode == 0 and run.stderr == (
-        f"{strange}/history.jsonl: skipping line 3, which is not a complete record\n")
+    assert run.returncode == 0 and run.stderr.splitlines() == [
+        f"{strange}/history.jsonl: skipping line {n}, which is not a complete record" for n in (3, 4)]
     assert Image.open(tmp_path / "p.png").size == (1800, 960)
+    run = draw(begun, "--png=/nowhere/x.png")
+    assert run.returncode == 2 and run.stderr == (
+        "/nowhere/x.png cannot be written (No such file or directory): choose another with --png=FILE\n")
 
 
 def test_folders_without_records_are_all_named(tmp_path):
-    good = write_run(tmp_path / "good", [{"iter": 0, "val_loss": 3.5}])
-    empty, cut = write_run(tmp_path / "empty", []), write_run(tmp_path / "cut", [])
-    (empty / "history.jsonl").touch()
-    (cut / "history.jsonl").write_text('{"iter": 0, "val')
-    none = write_run(tmp_path / "none", [])
+    good, empty = write_run(tmp_path / "good", {"iter": 0, "val_loss": 3.5}), write_run(tmp_path / "empty")
+    cut = write_run(tmp_path / "cut", '{"iter": 0, "val')
     why = "has no complete record: check the folder's name, or wait for the first evaluation"
-    run = draw(good, tmp_path / "nowhere", none, empty, cut)
+    run = draw(good, tmp_path / "nowhere", empty, cut)
     assert (run.returncode, run.stdout) == (2, "") and run.stderr.splitlines() == [
         f"{cut}/history.jsonl: skipping line 1, which is not a complete record",
-        f"{tmp_path}/nowhere/history.jsonl {why}", f"{none}/history.jsonl {why}",
-        f"{empty}/history.jsonl {why}", f"{cut}/history.jsonl {why}"]
-
-
-def test_a_picture_that_cannot_be_written(tmp_path):
-    run = draw(write_run(tmp_path / "good", [{"iter": "a"}, {"iter": 0, "val_loss": 3.5}]), "--png=/nowhere/x.png")
-    assert run.returncode == 2 and run.stderr.splitlines() == [
-        f"{tmp_path}/good/history.jsonl: skipping line 1, which is not a complete record",
-        "/nowhere/x.png cannot be written (No such file or directory): choose another with --png=FILE"]
+        *(f"{folder}/history.jsonl {why}" for folder in (tmp_path / "nowhere", empty, cut))]
 
 
 def test_help_and_no_folder():
