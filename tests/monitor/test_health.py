@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from conftest import ROOT, SMALL, ForkedJob, done, kill, launch, planted, read_history, stage, wait_until
+from conftest import ROOT, SMALL, ForkedJob, done, kill, read_history, stage, wait_until
 
 from runtime.monitor.health import STRAGGLER_WINDOW, SpikeDetector, StepHealth, StragglerDetector
 
@@ -41,36 +41,33 @@ model.GPT.forward = forward
 
 
 @pytest.fixture
-def spoilt(characters, tmp_path):
+def spoilt(train, tmp_path):
     def run(first, last, *args, rank=1, factor="float('nan')", ranks=2, training=True):
-        out_dir = tmp_path / "out"
-        script = planted(tmp_path, SPOILT.format(first=first, last=last, rank=rank, factor=factor, training=training))
-        done = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", "--eval_interval=100", *args,
-                      ranks=ranks)
-        return done, read_history(out_dir), out_dir
+        return train("--eval_interval=100", *args, ranks=ranks, out_dir=tmp_path / "out", plant=SPOILT.format(
+            first=first, last=last, rank=rank, factor=factor, training=training))
     return run
+
+
+def warnings_in(run):
+    """{iter: warning} of a run."""
+    return {r["iter"]: r["warning"] for r in run.history if "warning" in r}
 
 
 @pytest.mark.parametrize("args", [(stage(2),), (stage(2), "--dtype=bfloat16"), (stage(3),)],
                          ids=["stage 2", "stage 2 bfloat16", "stage 3"])
 def test_a_nan_on_one_rank_skips_the_step_on_both(spoilt, args):
     """In the second micro-step of the third iteration, of rank 1's two."""
-    done, history, _ = spoilt(6, 7, "--max_iters=5", *args)
-    assert done.returncode == 0, done.stderr
-    (warning,) = [r for r in history if "warning" in r]
-    assert warning["iter"] == 3
-    assert warning["warning"] == "the loss is not finite on rank 1; step skipped"
-    assert f"step 3: {warning['warning']}" in done.stdout
-    losses = {r["iter"]: r["loss"] for r in history if "loss" in r}
-    assert [it for it, loss in losses.items() if not math.isfinite(loss)] == [3] and losses[5] < losses[1]
+    run = done(spoilt(6, 7, "--max_iters=5", *args))
+    assert warnings_in(run) == {3: "the loss is not finite on rank 1; step skipped"}
+    assert "step 3: the loss is not finite on rank 1; step skipped" in run.stdout
+    assert [it for it, loss in run.losses.items() if not math.isfinite(loss)] == [3] and run.losses[5] < run.losses[1]
 
 
 def test_a_run_whose_gradient_stays_bad_saves_and_ends(spoilt):
-    done, history, out_dir = spoilt(5, 99, "--max_iters=20", "--max_skipped_steps=2", rank=0)
-    assert done.returncode and "too many consecutive steps were skipped: lower learning_rate): exiting" in done.stdout
-    assert [r["iter"] for r in history if "warning" in r] == [3, 4, 5]
-    manifest = json.loads((out_dir / "iter_5" / "manifest.json").read_text())
-    assert manifest["iter_num"] == 5 and (out_dir / "latest").read_text() == "iter_5"
+    run = spoilt(5, 99, "--max_iters=20", "--max_skipped_steps=2", rank=0)
+    assert run.returncode and "too many consecutive steps were skipped: lower learning_rate): exiting" in run.stdout
+    assert list(warnings_in(run)) == [3, 4, 5] and (run.out_dir / "latest").read_text() == "iter_5"
+    assert json.loads((run.out_dir / "iter_5" / "manifest.json").read_text())["iter_num"] == 5
 
 
 def test_ruined_weights_push_out_no_tag_and_a_resume_outlives_its_logger(train):
@@ -97,41 +94,30 @@ def test_a_run_that_saves_nothing_names_no_checkpoint(train, options, code):
 
 def test_a_run_that_ends_with_nan_names_the_best_checkpoint_alone(spoilt):
     """The evaluation of iteration 4, the last one, is NaN."""
-    done, _, out_dir = spoilt(9, 99, "--eval_interval=2", rank=0, ranks=1, training=False)
-    assert done.returncode == 0 and "step 4: train loss nan" in done.stdout, done.stdout + done.stderr
-    assert f"best checkpoint: {out_dir}/best. To sample from it, export it" in done.stdout
-    assert "--tag=best" in done.stdout and "final" not in done.stdout and not (out_dir / "final").exists()
+    run = done(spoilt(9, 99, "--eval_interval=2", rank=0, ranks=1, training=False))
+    assert "step 4: train loss nan" in run.stdout
+    assert f"best checkpoint: {run.out_dir}/best. To sample from it, export it" in run.stdout
+    assert "--tag=best" in run.stdout and "final" not in run.stdout and not (run.out_dir / "final").exists()
 
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_a_spike_is_told_of_and_skipped_on_demand(spoilt, skip):
-    """One rank, two micro-steps per iteration; the 30th is a thousand times as loud."""
-    done, history, _ = spoilt(59, 61, "--max_iters=32", f"--skip_grad_spikes={skip}", "--grad_clip=0", rank=0,
-                              factor=1000,
-                              ranks=1)
-    assert done.returncode == 0, done.stderr
-    (warning,) = [r for r in history if "warning" in r]
-    assert warning["iter"] == 30 and "times the recent median" in warning["warning"]
-    assert warning["warning"].endswith("; step skipped") is skip
-
-
-def test_a_run_that_resumes_remembers_its_norms(spoilt):
-    """25 steps, and a spike in the fifth after the resume, when 20 of its own would be too few."""
-    done, _, _ = spoilt(0, 0, "--max_iters=25", "--lr_decay_iters=32", ranks=1)
-    assert done.returncode == 0, done.stderr
-    done, history, _ = spoilt(9, 11, "--max_iters=32", "--skip_grad_spikes=True", "--grad_clip=0", "--init_from=resume",
-                              rank=0, factor=1000, ranks=1)
-    assert done.returncode == 0, done.stderr
-    (warning,) = [r for r in history if "warning" in r]
-    assert warning["iter"] == 30 and warning["warning"].endswith("times the recent median; step skipped")
+    """One rank, two micro-steps per iteration; the 30th is a thousand times as loud. The run resumes after 25, when 20
+    norms of its own would be too few."""
+    done(spoilt(0, 0, "--max_iters=25", "--lr_decay_iters=32", ranks=1))
+    run = done(spoilt(9, 11, "--max_iters=32", f"--skip_grad_spikes={skip}", "--grad_clip=0", "--init_from=resume",
+                      rank=0, factor=1000, ranks=1))
+    (warning,) = warnings_in(run).items()
+    assert warning[0] == 30 and "times the recent median" in warning[1]
+    assert warning[1].endswith("; step skipped") is skip
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["in a step", "in an evaluation"])
 def test_out_of_memory_names_settings_that_take_less(spoilt, training):
-    done, _, _ = spoilt(1, 2, "--max_iters=4", "--batch_size=4", factor="'memory'", rank=0, training=training)
-    assert done.returncode and "out of memory: the estimate was " in done.stderr
-    assert "OutOfMemoryError" not in done.stderr  # a traceback's
-    suggested = done.stderr.split("It doesn't fit. Add one of these to your command")[1]
+    run = spoilt(1, 2, "--max_iters=4", "--batch_size=4", factor="'memory'", rank=0, training=training)
+    assert run.returncode and "out of memory: the estimate was " in run.stderr
+    assert "OutOfMemoryError" not in run.stderr  # a traceback's
+    suggested = run.stderr.split("It doesn't fit. Add one of these to your command")[1]
     assert "  --batch_size=" in suggested and "--gradient_checkpointing=True" in suggested
 
 
@@ -210,15 +196,16 @@ def test_a_loss_scale_that_collapses_is_explained_and_ends_the_run(spoilt, tmp_p
     """From 4 down to 1, two steps that look for the scale; then three that fail at 1, of which two are allowed."""
     config = {"zero_optimization": {"stage": 2}, "fp16": {"initial_scale_power": 2, "hysteresis": 1}}
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    done, history, _ = spoilt(3, 99, "--dtype=float16", f"--deepspeed_config={tmp_path / 'ds.json'}", "--max_iters=9",
-                              "--max_skipped_steps=2", rank=0, factor=1e9, ranks=1)
-    assert done.returncode == 3 and "Traceback" not in done.stderr, done.stdout + done.stderr
-    told = {r["iter"]: r["warning"] for r in history if "warning" in r}
-    assert sorted(told) == [2, 3, 4, 5, 6] and [r["loss_scale"] for r in history if "loss" in r] == [4, 2, 1, 1, 1, 1]
+    run = spoilt(3, 99, "--dtype=float16", f"--deepspeed_config={tmp_path / 'ds.json'}", "--max_iters=9",
+                 "--max_skipped_steps=2", rank=0, factor=1e9, ranks=1)
+    assert run.returncode == 3 and "Traceback" not in run.stderr, run.stdout + run.stderr
+    told = warnings_in(run)
+    assert sorted(told) == [2, 3, 4, 5, 6]
+    assert [r["loss_scale"] for r in run.history if "loss" in r] == [4, 2, 1, 1, 1, 1]
     assert told[2] == "float16 gradient overflow: step skipped, loss scale is now 2"
     assert all(told[it].startswith("float16 gradient overflow at the minimum loss scale 1: resume from") and
                told[it].endswith("; step skipped") for it in (4, 5, 6))
-    assert all(math.isfinite(r["loss"]) for r in history if "loss" in r)
+    assert all(map(math.isfinite, run.losses.values()))
 
 
 def test_a_straggler_is_named(characters, tmp_path):
