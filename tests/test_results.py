@@ -1,16 +1,14 @@
-"""The generated tables and pictures, and the memory estimate against measured peaks, from the files of results/."""
+"""The generated table, and the memory estimate against measured peaks, from the files of results/."""
 
 import functools
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from conftest import ROOT, STAGES
 
 from model import GPT, GPTConfig
-from results.table import format_table, update
+from results.table import format_table
 from runtime.engine.ds_config import resolve
 from runtime.lora import TARGET_MODULES
 from runtime.lora import apply as apply_lora
@@ -28,26 +26,6 @@ def test_the_benchmark_table_is_made_from_the_runs():
     assert format_table().count("\n") >= 8
 
 
-def test_the_table_takes_any_run_and_leaves_the_rest_of_the_page(tmp_path):
-    """A run without MFU, with weights by name and its own DeepSpeed JSON. A file that is no run changes nothing."""
-    run = {"settings": {"n_layer": None, "n_head": None, "n_embd": None, "init_from": "gpt2-xl", "batch_size": 1,
-                        "gradient_accumulation_steps": 32, "deepspeed_config": "mine.json"}, "world_size": 2,
-           "stage": 2, "ms": {"median": 5.0, "min": 4.0, "max": 6.0}, "tokens_per_s": 7, "mfu": None,
-           "peak_gb": 1.0, "first_step_s": 2.0}
-    for folder in ("results", "docs"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "results" / "my_bench_1.json").write_text(json.dumps(run))
-    page = tmp_path / "docs" / "numbers.md"
-    page.write_text("a\n<!-- results/table.py -->\n<!-- end -->\nb\n")
-    update(tmp_path)
-    row = "| 2 | gpt2-xl | 2 | 1 x 32 | 5 | 4-6 | 7 | n/a | 1.0 | 2 |  |  | `my_bench_1.json` |"
-    assert row in page.read_text() and page.read_text().endswith("<!-- end -->\nb\n")
-    (tmp_path / "results" / "my_bench_2.json").write_text("{}")
-    with pytest.raises(KeyError):
-        update(tmp_path)
-    assert row in page.read_text()
-
-
 def table_rows(lines):
     """Return the rows of a Markdown table, each a set of (column, cell)."""
     cells = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines if line.startswith("|")]
@@ -58,12 +36,6 @@ def test_readmes_speeds_are_rows_of_the_benchmark_table():
     section = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Speed\n")[2].partition("\n## ")[0]
     shown, measured = (table_rows(text.splitlines()) for text in (section, format_table()))
     assert shown and [row for row in shown if not any(row <= whole for whole in measured)] == []
-
-
-def test_the_pictures_can_be_drawn(tmp_path):
-    done = subprocess.run([sys.executable, ROOT / "results" / "draw.py", tmp_path], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (ROOT / "docs").glob("*.png")}
 
 
 @functools.cache
