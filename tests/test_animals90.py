@@ -32,6 +32,10 @@ from transformers import ResNetConfig, ResNetForImageClassification
 import configurator
 from runtime.files import write_atomic
 
+DEFAULT_JSON = EXAMPLE / "ds_config_rtx5090.json"
+DEFAULT = json.loads(DEFAULT_JSON.read_text())
+# Adam doesn't make steps of rounding errors, and weight decay is strong
+SMOOTH = {**DEFAULT, "optimizer": {"type": "AdamW", "params": {"eps": 1e-1, "weight_decay": 0.5}}}
 TWO_RANKS = ("--batch_size=8", "--gradient_accumulation_steps=2")
 TIMES = ("seconds", "val_seconds", "images_per_s", "it_per_s", "waited_s", "memory_gb")
 DUMP = """
@@ -84,21 +88,21 @@ def weights(tmp_path_factory):
     """A folder that transformers saved: a ResNet-18 for 3 classes with random weights."""
     folder = tmp_path_factory.mktemp("weights")
     torch.manual_seed(0)
-    ResNetForImageClassification(resnet18(3)).save_pretrained(folder)
+    ResNetForImageClassification(ResNetConfig(layer_type="basic", depths=[2, 2, 2, 2], num_labels=3,
+                                              hidden_sizes=[64, 128, 256, 512])).save_pretrained(folder)
     return folder
-
-
-def resnet18(classes):
-    return ResNetConfig(layer_type="basic", depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512], num_labels=classes)
 
 
 @pytest.fixture(scope="session")
 def train(pictures, weights, tmp_path_factory):
-    """train("--epochs=2", ranks=2, cwd=..., plant="code"): a small run. The result has returncode, stdout, stderr, cwd,
-    epochs (the history's records without their times) and models (of each rank at the end)."""
+    """train("--epochs=2", ranks=2, cwd=..., plant="code", config={...}): a small run. It returns returncode, stdout,
+    stderr, cwd, epochs (the history's records without their times) and models (of each rank at the end)."""
 
-    def run(*args, ranks=1, cwd=None, plant="", script=SCRIPT, **options):
+    def run(*args, ranks=1, cwd=None, plant="", script=SCRIPT, config=None, **options):
         cwd = cwd or tmp_path_factory.mktemp("run")
+        if config:
+            (cwd / "ds.json").write_text(json.dumps(config))
+            args = [*args, f"--config={cwd}/ds.json"]
         planted = cwd / "planted.py"
         planted.write_text(f"""import os, runpy, sys
 sys.path[0] = {str(script.parent)!r}
@@ -125,16 +129,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.fixture(scope="session")
 def two_ranks(train):
     """4 epochs on 2 ranks: 42 pictures are 3 batches of each, and with 2 batches per step 4 of them."""
-    return done(train("--epochs=4", *TWO_RANKS, "--save_interval=2", ranks=2))
-
-
-@pytest.fixture
-def smooth(tmp_path):
-    """The default JSON with an epsilon with which Adam doesn't make steps of rounding errors, and much weight decay."""
-    config = json.loads((EXAMPLE / "ds_config_rtx5090.json").read_text())
-    config["optimizer"]["params"] |= {"eps": 1e-1, "weight_decay": 0.5}
-    (tmp_path / "smooth.json").write_text(json.dumps(config))
-    return f"--deepspeed_config={tmp_path}/smooth.json"
+    return done(train("--epochs=4", *TWO_RANKS, "--save_interval=2", f"--deepspeed_config={DEFAULT_JSON}", ranks=2))
 
 
 def link_tree(source, to):
@@ -313,17 +308,17 @@ def reference_run(weights, pictures, epochs=2, accumulation=2):
 WELL_CONDITIONED = ("--gradient_accumulation_steps=2", "--learning_rate=1e-4", "--image_size=48")
 
 
-def test_six_steps_are_plain_pytorchs(train, weights, pictures, smooth):
-    run = done(train(*WELL_CONDITIONED, smooth, "--batch_size=8", "--epochs=2"))
+def test_six_steps_are_plain_pytorchs(train, weights, pictures):
+    run = done(train(*WELL_CONDITIONED, "--batch_size=8", "--epochs=2", config=SMOOTH))
     losses, net = reference_run(weights, pictures)
     assert [epoch["train_loss"] for epoch in run.epochs] == pytest.approx(losses, abs=1e-5)
     assert run.epochs[0]["learning_rate"] == 1e-4
     assert_same_tensors(saved_module(run.cwd / "checkpoints" / "epoch_2"), net.state_dict(), 1e-5)
 
 
-def test_two_ranks_are_distributed_data_parallel(train, smooth):
+def test_two_ranks_are_distributed_data_parallel(train):
     """The baseline that results/animals90.py measures."""
-    ours = done(train(*WELL_CONDITIONED, smooth, "--batch_size=8", ranks=2))
+    ours = done(train(*WELL_CONDITIONED, "--batch_size=8", ranks=2, config=SMOOTH))
     plain = done(train(*WELL_CONDITIONED, "--eps=1e-1", "--weight_decay=0.5", "--batch_size=8", ranks=2, script=PLAIN))
     for key in ("train_loss", "val_loss", "val_acc"):
         assert ours.epochs[0][key] == pytest.approx(plain.epochs[0][key], abs=1e-5)
@@ -365,9 +360,9 @@ def test_a_resumed_run_is_the_run_that_never_stopped(train, two_ranks):
 
 
 @pytest.mark.long
-def test_the_json_counts_after_a_resume_too(train, two_ranks, smooth):
+def test_the_json_counts_after_a_resume_too(train, two_ranks):
     resume = f"--resume={two_ranks.cwd}/checkpoints/epoch_4"
-    resumed = done(train(resume, "--epochs=4", smooth, *TWO_RANKS, ranks=2))
+    resumed = done(train(resume, "--epochs=4", *TWO_RANKS, ranks=2, config=SMOOTH))
     assert "weight decay 0.5\n" in resumed.stdout
 
 
@@ -449,14 +444,8 @@ def float16(train, tmp_path):
     script = tmp_path / "examples" / "animals90" / "src" / "train_deepspeed.py"
     script.write_text(script.read_text().replace("fp16 and not on_gpu", "False"))
 
-    def run(block):
-        config = json.loads((EXAMPLE / "ds_config_rtx5090.json").read_text())
-        config["fp16"] |= block
-        (tmp_path / "float16.json").write_text(json.dumps(config))
-        return done(train("--fp16", "--batch_size=8", f"--deepspeed_config={tmp_path}/float16.json", script=script,
-                          plant=FLOAT16))
-
-    return run
+    return lambda block: done(train("--fp16", "--batch_size=8", script=script, plant=FLOAT16,
+                                    config={**DEFAULT, "fp16": {**DEFAULT["fp16"], **block}}))
 
 
 def test_the_loss_scale_grows_by_the_cores_remedy(float16):
@@ -480,10 +469,10 @@ def test_a_skipped_step_is_none_of_the_schedule_and_statistics_stay_float32(floa
 # The JSON, refusals, commands
 
 
-def test_the_json_says_which_adam_and_whether_there_is_a_warmup(train, tmp_path):
+def test_the_json_says_which_adam_and_whether_there_is_a_warmup(train):
     def recipe(config, *args):
-        (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, **config}))
-        return json.loads(done(train(f"--config={tmp_path}/ds.json", *args, plant=PRINT_RECIPE)).stdout)
+        config = {"zero_optimization": {"stage": 2}, **config}
+        return json.loads(done(train(*args, plant=PRINT_RECIPE, config=config)).stdout)
 
     found = recipe({"optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": [0.8, 0.9], "eps": "auto"}},
                     "flops_profiler": {"profile_step": 10, "module_depth": -1, "detailed": True}}, f"--seed={9**30}")
@@ -512,9 +501,8 @@ def test_the_json_says_which_adam_and_whether_there_is_a_warmup(train, tmp_path)
       '"flops_profiler.profile_step" is "1": write a whole number of at least 1']),
     ({"zero_optimization": {"stage": 2}, "optimizer": {"params": {"betas": [0.9, 1]}}}, ['"betas" is [0.9, 1]: write']),
     ({"zero_optimization": {"stage": 2}, "optimizer": {"params": 3}}, ['"optimizer.params" must be an object'])])
-def test_jsons_are_refused(config, sentences, train, tmp_path):
-    (tmp_path / "ds.json").write_text(json.dumps(config))
-    refused = train(f"--config={tmp_path}/ds.json")
+def test_jsons_are_refused(config, sentences, train):
+    refused = train(config=config)
     assert refused.returncode == 2 and not [text for text in sentences if text not in refused.stderr], refused.stderr
     assert refused.stderr.count("\n") == len(sentences)
 
@@ -534,14 +522,15 @@ CPUAdamBuilder.load = load
 @pytest.mark.parametrize("arguments, sentence", [
     (["--train_dir=nowhere"], r"nowhere does not exist: .*prepare.py --from FOLDER .*prepare.py --made_up .*"),
     (["--train_dir={pictures}/val/class_00"], "the class class_00 has no pictures .* has 0 classes: .* 2 or more"),
-    (["--batch_size=0", "--fp16", "--bf16", "--config=x.json", "--offload_optimizer", "--resume"],
-     "batch_size=0 is too small: .*\n--resume has no value: write --resume PATH\n--fp16 and --bf16 exclude .*\n"
+    (["--batch_size=0", "--learning_rate=0", "--image_size=31", "--fp16", "--bf16", "--config=x.json",
+      "--offload_optimizer", "--resume"],
+     "batch_size=0 is too small: .*\nlearning_rate=0.0 is too small: .*\nimage_size=31 is too small: .*\n"
+     "--resume has no value: write --resume PATH\n--fp16 and --bf16 exclude .*\n"
      "use one --config, or --offload_optimizer instead\n--fp16 needs a GPU: .*"),
     (["--batch_size=1", "--num_gpus=3"], "--num_gpus is an option of launch_deepspeed.py: .*\n--batch_size 1 needs .*"),
     (["--pretrained=nowhere"], "pretrained=nowhere isn't available or doesn't fit .*--pretrained none"),
     (["--resume={pictures}"], "resume=.* is not a complete checkpoint .*No such file.* drop --resume"),
-    (["--log_dir={pictures}/train/class_00/00000.jpg"], "cannot write .*jpg .File exists.: .* another --log_dir=DIR"),
-    (["--learning_rate=0", "--image_size=31"], "learning_rate=0.0 is too small: .*\nimage_size=31 is .*")])
+    (["--log_dir={pictures}/train/class_00/00000.jpg"], "cannot write .*jpg .File exists.: .* another --log_dir=DIR")])
 def test_mistakes_are_refused_in_one_sentence(train, pictures, arguments, sentence):
     refused = train(*(argument.format(pictures=pictures) for argument in arguments))
     assert refused.returncode == 2 and re.search(f"^{sentence}\\n$", refused.stderr, re.S), refused.stderr
@@ -570,23 +559,19 @@ def test_a_checkpoint_of_other_pictures_or_of_another_run_is_refused(train, two_
 
 
 def test_an_incomplete_or_dangerous_checkpoint_is_refused(train, two_ranks, tmp_path):
-    for damage, sentence in (("missing", "1 optimizer files"), ("cut", "not a complete checkpoint"),
-                             ("no latest", "no latest/latest'): change or drop"),
-                             ("edited", "lacks ['classes', 'steps']): change or drop"),
-                             ("code", "could run code: ['builtins.print', 'functools.partial']")):
-        folder = tmp_path / damage
+    def dangerous(folder, file):
+        file.unlink()
+        torch.save({"x": functools.partial(print)}, file)
+
+    for i, (damage, sentence) in enumerate((
+            (lambda folder, file: file.unlink(), "1 optimizer files"),
+            (lambda folder, file: write_atomic(file, file.read_bytes()[:-100]), "not a complete checkpoint"),
+            (lambda folder, file: (folder / "latest").unlink(), "latest'): change or drop"),
+            (lambda folder, file: edit_info(folder, steps="4", classes=None), "lacks ['classes', 'steps']): change or"),
+            (dangerous, "could run code: ['builtins.print', 'functools.partial']"))):
+        folder = tmp_path / str(i)
         link_tree(two_ranks.cwd / "checkpoints" / "epoch_4", folder)
-        file = next(folder.glob("epoch_4/*zero_pp_rank_1*"))
-        if damage == "no latest":
-            (folder / "latest").unlink()
-        elif damage == "edited":
-            edit_info(folder, steps="4", classes=None)
-        elif damage == "cut":
-            write_atomic(file, file.read_bytes()[:-100])
-        else:
-            file.unlink()
-        if damage == "code":
-            torch.save({"x": functools.partial(print)}, file)
+        damage(folder, next(folder.glob("epoch_4/*zero_pp_rank_1*")))
         refused = train(f"--resume={folder}")
         assert refused.returncode == 2 and sentence in refused.stderr, refused.stderr
         assert refused.stderr.count("\n") == 1
