@@ -28,21 +28,15 @@ def report(request, tmp_path_factory):
     return {"ranks": request.param, **json.loads(out.read_text())}
 
 
-def test_the_yardstick_can_tell(report):
-    """Clipping bites in each step, and leaving it out alone moves the weights further apart than any bound here."""
-    assert all(norm > 1.8 * 0.3 for norm in report["plain"]["norms"])
-    assert report["plain"]["furthest"]["plain unclipped"] > 0.01
-    assert report["plain"]["apart"]["plain unclipped"] > 0.3
-
-
 # float32
 
 @pytest.mark.parametrize("way", ["stage 2", "stage 2 buckets", "own",
                                  "stage 3", "stage 3 released", "stage 3 recomputed", "stage 3 compiled",
                                  "stage 3 compiled recomputed", "zero2 offload", "zero3 offload"])
 def test_float32_is_plain_pytorch(report, way):
-    """Seen: 8e-7 at most."""
+    """Seen: 8e-7 at most. Clipping bites in each step: leaving it out moves the weights further than any bound here."""
     result = report[f"float32 {way}"]
+    assert all(norm > 1.8 * 0.3 for norm in report["plain"]["norms"])
     assert result["furthest"]["plain"] < 5e-6 and result["furthest"]["plain unclipped"] > 0.01
     assert result["applied"] == [report["ranks"]] * 3
     assert result["norms"] == pytest.approx(report["plain"]["norms"], rel=1e-5)
@@ -78,13 +72,6 @@ def test_our_gradient_path_is_taken_where_it_fits(report):
     assert taken == {way for way in report if (" stage 2" in way or " stage 3" in way) and "released" not in way
                      and way != "float32 stage 3 compiled recomputed"} | {"small fused nan", "small fused local"}
     assert len(taken) == 27
-
-
-@pytest.mark.parametrize("way", ["stage 2", "stage 2 buckets"])
-def test_our_gradient_path_is_deepspeeds_own_in_float32(report, way):
-    result = report[f"float32 {way}"]
-    assert result["furthest"]["float32 own"] < 1e-6
-    assert result["norms"] == pytest.approx(report["float32 own"]["norms"], rel=1e-6)
 
 
 @pytest.mark.parametrize("way", ["stage 2", "stage 2 buckets"])
