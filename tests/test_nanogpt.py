@@ -1,7 +1,6 @@
 """nanoGPT's files work as they are: its ckpt.pt, its configuration, its prepared data."""
 
 import json
-import os
 import pickle
 import shutil
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CHARS, ROOT, done, launch, read_history
+from conftest import CHARS, ROOT, Payload, done, launch, read_history
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from configurator import settings_of_script
@@ -53,16 +52,6 @@ device = 'cpu'
 dtype = 'float32'
 compile = False
 """
-
-
-class Payload:
-    """Pickles to a call of os.mkdir."""
-
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
 
 
 def reference(bias=True, vocab_size=28, n_embd=32):
@@ -144,23 +133,16 @@ def test_training_goes_on_from_a_checkpoint_and_it_is_sampled_from(nanogpt, trai
                      "--start=the", "--temperature=0", "--num_samples=1", "--max_new_tokens=25")
     text = "".join(CHARS[i] for i in greedy[0].tolist())
     assert sampled.stdout == f"{path}: 26,656 parameters\n\n{text}\n" and sampled.stderr == ""
-    again = launch(ROOT / "sample.py", f"--out_dir={run.out_dir}", "--max_new_tokens=5")
-    assert again.returncode == 0 and "after 2 iterations" in again.stdout
-
-
-def rename(checkpoint, old, new):
-    checkpoint["model"]["_orig_mod." + new] = checkpoint["model"].pop("_orig_mod." + old)
+    again = done(launch(ROOT / "sample.py", f"--out_dir={run.out_dir}", "--max_new_tokens=5"))
+    assert "after 2 iterations" in again.stdout
 
 
 @pytest.mark.parametrize("change, words", [
     (lambda c: c.pop("model_args"), "is not a nanoGPT ckpt.pt (KeyError: 'model_args')"),
     (lambda c: c["model_args"].update(n_head=3), " cannot be read (ValueError: n_embd=32 is not divisible"),
-    (lambda c: c["model_args"].update(n_layer=3), ": the tensor transformer.h.2.ln_1.weight is missing"),
     (lambda c: c["model_args"].update(n_layer=1), ": GPT-2 has no tensor transformer.h.1.ln_1.weight"),
-    (lambda c: c["model_args"].update(block_size=31), ": transformer.wpe.weight has shape (32, 32), not (31, 32)"),
-    (lambda c: rename(c, "transformer.ln_f.weight", "transformer.norm.weight"), "GPT-2 has no tensor trans"),
     (lambda c: c["model"].update({"_orig_mod.lm_head.weight": torch.zeros(28, 32)}), ": lm_head.weight is not tied"),
-], ids=["no args", "heads", "missing", "more", "shape", "other", "untied"])
+], ids=["no args", "heads", "more", "untied"])
 def test_another_kind_of_checkpoint_is_refused(tmp_path, change, words):
     path = write_checkpoint(tmp_path / "ckpt.pt", reference(), change=change)
     with pytest.raises(UserError) as error:
@@ -203,8 +185,7 @@ def test_a_config_and_data_of_nanogpt_run_as_they_are(nanogpt, train, tmp_path):
     """From its file alone, without a meta.json: the same losses as by our own settings and data."""
     (tmp_path / "train_letters.py").write_text(SETTINGS.format(out_dir=str(tmp_path / "out-letters"),
                                                                dataset=str(nanogpt / "data" / "letters")))
-    run = launch(ROOT / "train_deepspeed.py", "config/nanogpt.py", tmp_path / "train_letters.py")
-    assert run.returncode == 0, run.stderr
+    run = done(launch(ROOT / "train_deepspeed.py", "config/nanogpt.py", tmp_path / "train_letters.py"))
     assert "letters has no meta.json: assuming the char tokenizer" in run.stdout
     assert "26,656 parameters from scratch" in run.stdout and not (nanogpt / "data" / "letters" / "meta.json").exists()
     ours = done(train("--bias=False", "--dropout=0.1", "--lr_decay_iters=4", "--min_lr=1e-4", "--beta2=0.99",
