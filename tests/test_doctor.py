@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, launch, nvidia_smi
+from conftest import ROOT, SMALL, done, launch, nvidia_smi
 
 import doctor as checks
 from configurator import settings_of_script
@@ -16,17 +16,17 @@ from runtime.files import format_bytes
 
 
 def doctor(*args, **env):
-    done = launch(ROOT / "doctor.py", *args, **env)
-    assert "Traceback" not in done.stderr, done.stderr
-    return done
+    run = launch(ROOT / "doctor.py", *args, **env)
+    assert "Traceback" not in run.stderr, run.stderr
+    return run
 
 
 @pytest.fixture(scope="module")
 def here():
     """(exit code, {name: row}) of this machine, which has no GPU."""
-    done = doctor()
-    rows = re.findall(r"^(OK|WARN|FAIL) +(.+?)  +(.+)(?:\n +-> (.+))?", done.stdout, re.M)
-    return done.returncode, {row[1]: dict(zip(("status", "name", "detail", "fix"), row)) for row in rows}
+    run = doctor()
+    rows = re.findall(r"^(OK|WARN|FAIL) +(.+?)  +(.+)(?:\n +-> (.+))?", run.stdout, re.M)
+    return run.returncode, {row[1]: dict(zip(("status", "name", "detail", "fix"), row)) for row in rows}
 
 
 def test_a_machine_without_gpus_is_warned_of_that_alone(here):
@@ -36,8 +36,7 @@ def test_a_machine_without_gpus_is_warned_of_that_alone(here):
     assert re.fullmatch(r"[12]\d as in requirements(-volta)?\.txt", rows["packages"]["detail"])
     assert rows["CUDA"]["status"] == "WARN" and "no GPU" in rows["CUDA"]["detail"]
     assert rows["weights"]["status"] == "WARN" and "--init_from=DIR" in rows["weights"]["fix"]
-    for name in ("Python", "host memory"):
-        assert rows[name]["status"] == "OK", rows[name]
+    assert rows["Python"]["status"] == rows["host memory"]["status"] == "OK"
     assert all(row["fix"] for row in rows.values() if row["status"] != "OK")
     assert not [row for row in rows.values() if "could not be checked" in row["detail"]]
 
@@ -47,10 +46,10 @@ def test_a_card_that_this_pytorch_has_no_kernels_for_fails_with_the_fix(tmp_path
     capability, file = ("10.0", "requirements.txt") if "sm_70" in torch._C._cuda_getArchFlags() else (
         "7.0", "requirements-volta.txt")
     path = os.pathsep.join([str(nvidia_smi(tmp_path, capability).parent), os.environ["PATH"]])
-    done = doctor(PATH=path, CUDA_VISIBLE_DEVICES="0")
-    assert done.returncode == 1 and "1 to fix" in done.stdout
+    run = doctor(PATH=path, CUDA_VISIBLE_DEVICES="0")
+    assert run.returncode == 1 and "1 to fix" in run.stdout
     assert re.search(rf"^FAIL  CUDA +PyTorch \S+ has no kernels for GPUs of compute capability {capability}\n +-> "
-                     rf"run python -m pip install -r {file}$", done.stdout, re.M), done.stdout
+                     rf"run python -m pip install -r {file}$", run.stdout, re.M), run.stdout
 
 
 def test_packages_are_compared_with_the_file_that_has_their_pytorch(monkeypatch):
@@ -71,33 +70,33 @@ def test_packages_are_compared_with_the_file_that_has_their_pytorch(monkeypatch)
 
 
 def test_no_ranks_are_refused():
-    done = doctor("--num_gpus=0")
-    assert done.returncode == 2 and "--num_gpus=0 must be at least 1" in done.stderr and done.stdout == ""
+    run = doctor("--num_gpus=0")
+    assert run.returncode == 2 and "--num_gpus=0 must be at least 1" in run.stderr and run.stdout == ""
 
 
 def test_a_run_elsewhere_is_checked_by_its_plan(characters):
     """Neither GPUs nor weights are here, which hinders no run elsewhere; but the plan does not fit."""
-    done = doctor("config/xl_shakespeare.py", "--num_gpus=4", "--target_gpu=16", f"--dataset={characters}")
-    assert done.returncode == 1 and "1 to fix" in done.stdout
+    run = doctor("config/xl_shakespeare.py", "--num_gpus=4", "--target_gpu=16", f"--dataset={characters}")
+    assert run.returncode == 1 and "1 to fix" in run.stdout
     for words in ("\nplan       1 x 4 x 32 = 128 sequences per step, bfloat16, ZeRO-2",
                   "18,000 and 2,000 tokens, hashes match", "FAIL  the run           doesn't fit",
                   "each GPU   16.20 GB of 16.00 GB: too much (10% must stay free)",
                   "It doesn't fit. Add one of these to your command",
                   "1.8x  --batch_size=1 --gradient_accumulation_steps=32 --gradient_checkpointing=True"):
-        assert words in done.stdout, words
+        assert words in run.stdout, words
 
 
 @pytest.fixture
 def check_run(monkeypatch):
-    """A function (arguments, ranks) -> the rows of a run, without those of the machine, and its report if wanted."""
+    """A function (arguments, ranks) -> (the rows of a run, without those of the machine, and its report)."""
     for check in ("cuda", "gpus", "offload", "kernels", "host"):
         monkeypatch.setattr(checks, check, lambda *_: [])
     monkeypatch.setattr(sys, "argv", ["doctor.py"])
 
-    def rows(argv, ranks=None, with_report=False):
+    def rows(argv, ranks=None):
         found = []
         report = checks.check_machine_and_run(found, ranks, [*map(str, argv)])
-        return (found, report) if with_report else found
+        return found, report
 
     return rows
 
@@ -107,23 +106,19 @@ def check_run(monkeypatch):
     (["--device=auto", "--dtype=auto", "--target_gpu=24"], ["WARN the run", "OK the run"]), ([], ["FAIL the run"])])
 def test_what_is_not_here_fails_a_run_that_needs_it_here(changed, wanted, check_run, tmp_path):
     """Two GPUs, and data in a folder. SMALL is for the CPU."""
-    rows = check_run([*SMALL, "--dataset=/nowhere/at/all", f"--out_dir={tmp_path}/out", *changed], 2)
+    rows, _ = check_run([*SMALL, "--dataset=/nowhere/at/all", f"--out_dir={tmp_path}/out", *changed], 2)
     assert [f"{row['status']} {row['name']}" for row in rows] == wanted
     assert [row for row in rows if "nowhere/at/all/train.bin does not exist: run python" in row["fix"]]
 
 
-@pytest.mark.parametrize("init_from", [["resume"], ["scratch", "auto"], ["{}"]])
-def test_a_run_that_fits_tells_the_room_for_its_checkpoints(train, check_run, characters, init_from, tmp_path_factory):
+def test_a_run_that_fits_tells_the_room_for_its_checkpoints(train, check_run, characters, tmp_path):
     """27,392 parameters and 1,152 of padding: not GPT-2's. In float32 a checkpoint takes 16 bytes for each."""
-    out_dir = tmp_path_factory.getbasetemp() / "of-doctor"
-    if not out_dir.exists():
-        assert train("--max_iters=2", out_dir=out_dir).returncode == 0
-    argv = [*SMALL, *(f"--init_from={start.format(out_dir)}" for start in init_from), f"--dataset={characters}",
-            f"--out_dir={out_dir}{'-2' if '{}' in init_from else ''}", "--n_layer=None", "--n_head=None",
-            "--n_embd=None"]
-    rows, report = check_run(argv, with_report=True)
-    assert rows[-1] == checks.row("the run", "fits") and not [row for row in rows if row["name"] == "disk"]
-    assert f"{format_bytes(16 * 28_544)} per checkpoint, up to 2 of them" in report
+    out_dir = done(train("--max_iters=2")).out_dir
+    for start, to in (["resume"], out_dir), (["scratch", "auto"], out_dir), ([out_dir], tmp_path):
+        rows, report = check_run([*SMALL, *(f"--init_from={name}" for name in start), f"--dataset={characters}",
+                                  f"--out_dir={to}", "--n_layer=None", "--n_head=None", "--n_embd=None"])
+        assert rows[-1] == checks.row("the run", "fits") and not [row for row in rows if row["name"] == "disk"]
+        assert f"{format_bytes(16 * 28_544)} per checkpoint, up to 2 of them" in report
 
 
 def test_too_little_disk_is_a_warning_with_its_fix(monkeypatch):
