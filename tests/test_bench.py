@@ -5,12 +5,11 @@ import signal
 
 import psutil
 import pytest
-from conftest import ROOT, SMALL, ForkedJob, kill, launch, long, wait_until
+from conftest import ROOT, SMALL, ForkedJob, done, kill, launch, long, wait_until
 
 
 def bench(out, *args):
-    run = launch(ROOT / "bench.py", *args, f"--json={out}")
-    assert run.returncode == 0, run.stdout + run.stderr
+    run = done(launch(ROOT / "bench.py", *args, f"--json={out}"))
     return json.loads(out.read_text()), run.stdout
 
 
@@ -50,13 +49,11 @@ def test_sample_beside_transformers(tmp_path):
 @pytest.mark.parametrize(("args", "sentence"), [
     (["sample", "--model=gpt3"], "argument --model: gpt3 ("),
     (["sample", "--model=2,3,64"], "n_embd=64 is not divisible by n_head=3): write gpt2, "),
-    (["sample", "--gpus=2"], "sample has no --gpus=2: see bench.py sample --help"),
     (["train", "--batch=8"], "there is no setting 'batch': did you mean 'batch_size'?"),
     (["train", "--baseline=pytorch", "--lora_rank=4", "--init_from=gpt2"], "--baseline=pytorch trains all weights: "),
-    *((["train", f"--json={file}"], f"--json={file} can't be written: ") for file in ("no/x.json", "docs")),
+    (["train", "--json=docs"], "--json=docs can't be written: "),
     (["sample", "--repeats=0"], "--repeats=0 must be at least 1"),
     (["sample", "--baseline=fsdp2"], "sample has no --baseline=fsdp2: see bench.py sample --help"),
-    (["sample", "--batch_size=4"], "sample has no --batch_size=4: see bench.py sample --help"),
     (["--repeats=3", "sample", "--gpus=2"], "sample has no --repeats=3 --gpus=2: "),
 ])
 def test_mistakes_are_one_line(args, sentence):
