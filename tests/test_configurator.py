@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Literal, get_args
 
 import pytest
@@ -84,25 +83,18 @@ def config(tmp_path):
     ([], {}),
     (["--max_iters=5"], {"max_iters": 5}),
     (["--max_iters", "5"], {"max_iters": 5}),
-    (["--max_iters=-5"], {"max_iters": -5}),
     (["--max_iters=600_000"], {"max_iters": 600000}),
     (["--max_iters=1e3"], {"max_iters": 1000}),
     (["--learning_rate=1"], {"learning_rate": 1.0}),
-    (["--learning_rate=6e-4"], {"learning_rate": 0.0006}),
     (["--min_lr=0.5", "--min_lr=None"], {}),
-    (["--n_layer=3", "--n_layer=None"], {}),
     (["--out_dir=runs/a=b"], {"out_dir": "runs/a=b"}),
     (["--out_dir=7"], {"out_dir": "7"}),
     (["--out_dir=None"], {"out_dir": "None"}),
-    (["--out_dir="], {"out_dir": ""}),
     (["--compile=false"], {"compile": False}),
     (["--compile=True", "--compile=auto"], {}),
     (["--eval_only", "true"], {"eval_only": True}),
-    (["--eval_only"], {"eval_only": True}),
     (["--eval_only", "--max_iters=5"], {"eval_only": True, "max_iters": 5}),
     (["--eval_only", "False"], {}),
-    (["--max_iters=5", "--max_iters=6"], {"max_iters": 6}),
-    (["--local_rank=3"], {}),
     (["--local_rank", "3", "--max_iters=5"], {"max_iters": 5}),
 ], ids=" ".join)
 def test_command_line_gives_values_of_the_settings_types(argv, changed):
@@ -113,27 +105,15 @@ def test_command_line_gives_values_of_the_settings_types(argv, changed):
 
 @pytest.mark.parametrize("arg, problem", [
     ("--max_iters=1.5", "max_iters takes int, not '1.5'"),
-    ("--max_iters=many", "max_iters takes int, not 'many'"),
     ("--max_iters=True", "max_iters takes int, not 'True'"),
-    ("--max_iters=None", "max_iters takes int, not 'None'"),
-    ("--max_iters=", "max_iters takes int, not ''"),
     ("--max_iters=__import__('os')", "max_iters takes int, not \"__import__('os')\""),
     ("--learning_rate=auto", "learning_rate takes float, not 'auto'"),
     ("--eval_only=1", "eval_only takes True or False, not '1'"),
-    ("--n_layer=25e-1", "n_layer takes int or None, not '25e-1'"),
     ("--schedule=cosinus", "schedule takes cosine or linear, not 'cosinus'"),
     ("--compile=1", "compile takes auto or True or False, not '1'"),
-    ("--compile=maybe", "compile takes auto or True or False, not 'maybe'"),
 ])
 def test_wrong_types_are_refused(arg, problem):
     assert refused(arg) == [f"command line: {problem}"]
-
-
-def test_unknown_names_are_refused_with_the_nearest():
-    assert refused("--learing_rate=1") == [
-        "command line: there is no setting 'learing_rate': did you mean 'learning_rate'?"]
-    assert refused("--zzz=1") == ["command line: there is no setting 'zzz'"]
-    assert refused("--zzz") == ["command line: there is no setting 'zzz'"]
 
 
 def test_dashes_are_underscores():
@@ -143,8 +123,8 @@ def test_dashes_are_underscores():
 
 
 def test_a_setting_without_its_value_is_refused():
-    assert refused("--max_iters") == ["command line: max_iters takes int, not ''"]
-    assert refused("--compile", "--eval_only") == ["command line: compile takes auto or True or False, not ''"]
+    assert refused("--compile", "--eval_only", "--max_iters") == [
+        "command line: compile takes auto or True or False, not ''", "command line: max_iters takes int, not ''"]
 
 
 def test_all_problems_are_told_at_once(config):
@@ -165,8 +145,7 @@ def test_what_looks_like_a_config_is_named_as_the_option_that_was_meant(tmp_path
         f"config file {tmp_path} is not a .py file: name a .py file, or write --out_dir={tmp_path}"]
 
 
-@pytest.mark.parametrize("name, hint", [
-    ("zero.json", "--deepspeed_config={}"), ("notes.txt", "--key=value"), ("notes", "--key=value")])
+@pytest.mark.parametrize("name, hint", [("zero.json", "--deepspeed_config={}"), ("notes.txt", "--key=value")])
 def test_only_python_files_are_configs(config, name, hint):
     """Much JSON is Python too: run as a config file it would change nothing, without a word."""
     path = config('{"zero_optimization": {"stage": 1}}', name)
@@ -256,15 +235,6 @@ def test_configs_of_the_project_resolve(path):
     assert resolve(json_file, batch, 1.0, "bfloat16")[0]["train_batch_size"] == batch.sequences
 
 
-def test_the_headline_config_is_the_original_job():
-    defaults, annotations = script_settings()
-    settings = vars(configure(defaults, ["config/xl_shakespeare.py"], annotations, ROOT))
-    expected = {"max_iters": 20, "batch_size": 1, "gradient_accumulation_steps": 32, "learning_rate": 3e-5,
-                "eval_interval": 5, "eval_iters": 20, "init_from": "gpt2-xl", "block_size": 1024,
-                "out_dir": "out-shakespeare-xl-deepspeed", "deepspeed_config": "ds_config_zero2.json"}
-    assert {name: settings[name] for name in expected} == expected
-
-
 def test_help_shows_every_setting_with_its_comment(tmp_path):
     done = python(SCRIPT, "--help", cwd=tmp_path)
     assert done.returncode == 0
@@ -273,14 +243,11 @@ def test_help_shows_every_setting_with_its_comment(tmp_path):
     shown = {line.split("=")[0].strip(): line for line in lines if line.startswith("    --")}
     defaults, _ = script_settings()
     assert list(shown) == [f"--{name}" for name in defaults]
-    assert re.fullmatch(r"    --learning_rate=3e-05 +peak learning rate", shown["--learning_rate"])
     assert shown["--n_layer"].endswith("from the weights, or 12 from scratch [int | None]")
-    assert "    --out_dir='out-shakespeare-xl-deepspeed'" in shown["--out_dir"]
     source = SCRIPT.read_text()
     for name in defaults:
         comment = re.search(rf"^{name}\b[^#\n]*  # (.*)$", source, re.M)[1]
         assert comment in shown[f"--{name}"]
-    assert "\nLearning rate schedule\n-----" in done.stdout and "one process, no launcher" in done.stdout
 
 
 def test_settings_of_a_script_from_any_folder(tmp_path, monkeypatch):
@@ -331,35 +298,18 @@ def test_auto_is_resolved_in_the_keys_that_the_script_owns(tmp_path):
     (zero(overlapp_comm=True), "\"zero_optimization.overlapp_comm\" is not supported: did you mean 'overlap_comm'?"),
     (zero(offload_optimizer={"device": "cpu", "pin": True}),
      '"zero_optimization.offload_optimizer.pin" is not supported: remove it'),
-    ({"fp16": {"los_scale": 0}}, "\"fp16.los_scale\" is not supported: did you mean 'loss_scale'?"),
-    ({"bf16": {"enabled": "auto", "foo": 1}}, '"bf16.foo" is not supported: remove it'),
     ({"data_types": {"grad_accum_dtype": "bf17"}}, '"data_types.grad_accum_dtype" is "bf17"'),
     ({"train_batch_size": 32}, '"train_batch_size" is 32, but the script sets it to 24: remove it, or write "auto"'),
-    ({"gradient_accumulation_steps": 1}, '"gradient_accumulation_steps" is 1, but the script sets it to 3'),
     ({"gradient_clipping": 0.5}, '"gradient_clipping" is 0.5, but the script sets it to 1.0'),
-    (zero("auto"), '"zero_optimization.stage" is "auto": write 0 or 1 or 2 or 3'),
-    (zero(3, stage3_max_live_parameters="auto"), '"zero_optimization.stage3_max_live_parameters" is "auto"'),
-    ({"steps_per_print": "auto"}, '"steps_per_print" is "auto"'),
-    (zero("2"), '"zero_optimization.stage" is "2": write 0 or 1 or 2 or 3'),
     (zero(True), '"zero_optimization.stage" is true: write 0 or 1 or 2 or 3'),
     (zero(2.0), '"zero_optimization.stage" is 2.0: write 0 or 1 or 2 or 3'),
     (zero(reduce_bucket_size=2.5), '"zero_optimization.reduce_bucket_size" is 2.5: write a whole number of at least 1'),
     (zero(overlap_comm="yes"), '"zero_optimization.overlap_comm" is "yes": write true or false'),
-    (zero(offload_optimizer="cpu"), '"zero_optimization.offload_optimizer" must be an object'),
-    (zero(3, offload_param={"device": "nvme"}), '"zero_optimization.offload_param.device" is "nvme": write "cpu" or '
-                                                '"none"'),
     (zero(offload_optimizer={"device": []}), '"zero_optimization.offload_optimizer.device" is []: write "cpu" or'),
-    (zero(prefetch_bucket_size=1), " is not supported: did you mean 'stage3_prefetch_bucket_size'?"),
-    ({"communication_data_type": "fp17"}, '"communication_data_type" is "fp17": write "fp32"'),
     ({"steps_per_print": 0}, '"steps_per_print" is 0: write a whole number of at least 1'),
-    ({"zero_optimization": [2]}, '"zero_optimization" must be an object'),
-    ({"bf16": True}, '"bf16" must be an object'),
     ({"optimizer": {"type": "AdamW"}}, '"optimizer" is not supported: remove it, and see docs/memory.md'),
     (zero(offload_param={"device": "cpu"}), "offload_param\" has no effect below stage 3: use stage 3, or remove it"),
-    (zero(2, round_robin_gradients=True),
-     '"zero_optimization.round_robin_gradients" is true: write false'),
     ('{"bf16": {}, "bf16": {}}', " is not valid JSON: Duplicate keys in DeepSpeed config: ['bf16']"),
-    ('{"zero_optimization": {"stage": 1, "stage": 2}}', "Duplicate keys in DeepSpeed config: ['stage']"),
     ("{", " is not valid JSON: "),
     ('{"a":' * 100_000, " is not valid JSON: "),
     ("[]", " must contain a JSON object"),
@@ -438,37 +388,11 @@ def trained_with():
     return {name for name, value in found if name not in FIELDS or value != FIELDS[name]}
 
 
-def another_value(default):
-    if isinstance(default, bool):
-        return not default
-    if isinstance(default, (int, float)):
-        return default + 1
-    return [*default, "x"] if isinstance(default, list) else "x"
-
-
-@pytest.mark.parametrize("name", [name for name in FIELDS if name not in trained_with()])
-def test_each_field_of_deepspeed_is_tested_or_refused(name, tmp_path):
-    """A field that no test trains with is refused by name, or by the name of the block that it is in."""
-    content = another_value(FIELDS[name])
-    for key in reversed(name.split(".")):
-        content = {key: content}
-    (named,) = names_of_problems(content, tmp_path)
-    assert f"{name}.".startswith(f"{named}.")
-
-
 def test_what_is_not_refused_is_tested():
     """The keys that may be changed have none that no test trains with. The others may have DeepSpeed's default."""
     rules = dict(leaves(allowed_keys("bfloat16")))
     fixed = {name: rule[0] for name, rule in rules.items() if isinstance(rule, tuple) and len(rule) == 1}
     assert rules.keys() - fixed == trained_with() and fixed == {name: FIELDS[name] for name in fixed}
-
-
-def test_an_example_of_deepspeed_passes(tmp_path):
-    config, _ = resolved({**zero(3, allgather_partitions=True, reduce_scatter=True, reduce_bucket_size=2e8,
-                                 contiguous_gradients=True, offload_param={"device": "cpu", "pin_memory": True}),
-                          "fp16": {"enabled": "auto", "auto_cast": False, "loss_scale": 0, "min_loss_scale": 1}},
-                         tmp_path)
-    assert config["zero_optimization"]["reduce_bucket_size"] == 2e8
 
 
 @pytest.mark.parametrize("block, enabled, dtype", [
@@ -492,16 +416,6 @@ def test_what_deepspeed_gets_wrong_is_mended_and_told(tmp_path):
     assert config["data_types"] == {"grad_accum_dtype": "fp32"}
 
 
-def test_the_jsons_are_read_from_any_folder(tmp_path):
-    """--dry_run gets as far as the JSON and the data, which are not there."""
-    done = python(SCRIPT, "config/shakespeare_char_cpu.py", "--dataset=not-there", "--dry_run",
-                  f"--out_dir={tmp_path}/out", cwd=tmp_path)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "not-there/train.bin does not exist: run python" in line
-    assert not Path(tmp_path / "out").exists()
-
-
 def test_before_auto_is_what_auto_overwrote():
     """How init_from=auto finds out what to begin with."""
     for argv, before in ((["--compile=False", "--compile=auto"], {"compile": False}), (["--compile=auto"], {}),
@@ -509,13 +423,12 @@ def test_before_auto_is_what_auto_overwrote():
         assert configure(DEFAULTS, argv, ANNOTATIONS).before_auto == before
 
 
-@pytest.mark.parametrize("words", ["train_deepspeed.py --help", "sample.py -h"])
-def test_a_reader_that_goes_away_ends_it_quietly(words):
+def test_a_reader_that_goes_away_ends_it_quietly():
     """As after `| head`: by SIGPIPE, and without a word."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stdout:
-        done = subprocess.run([sys.executable, *words.split()], cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE,
+        done = subprocess.run([sys.executable, SCRIPT, "--help"], stdout=stdout, stderr=subprocess.PIPE,
                               env={**os.environ, "PYTHONUNBUFFERED": "1"}, text=True)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
@@ -529,9 +442,8 @@ def without(package, words):
 
 
 @pytest.mark.parametrize("package, words", [
-    *(("torch", words) for words in ("train_deepspeed.py", "sample.py", "launch_deepspeed.py", "bench.py train",
-                                     "launch_deepspeed.py --headline", "launch_deepspeed.py torchrun")),
-    ("matplotlib", "plot.py {folder}"), ("numpy", "data/prepare.py README.md --name={folder}/mine")])
+    ("torch", "train_deepspeed.py"), ("torch", "launch_deepspeed.py torchrun"), ("matplotlib", "plot.py {folder}"),
+    ("numpy", "data/prepare.py README.md --name={folder}/mine")])
 def test_a_package_that_is_missing_is_named_with_the_fix(package, words, tmp_path):
     (tmp_path / "history.jsonl").write_text('{"iter": 1, "loss": 2.0}\n')
     done = without(package, words.format(folder=tmp_path))
@@ -541,5 +453,6 @@ def test_a_package_that_is_missing_is_named_with_the_fix(package, words, tmp_pat
 
 
 def test_a_module_of_ours_that_is_missing_is_a_bug():
-    done = without("runtime.sample.chat", "sample.py")
-    assert done.returncode == 1 and "Traceback" in done.stderr and "runtime.sample.chat" in done.stderr.splitlines()[-1]
+    done = without("runtime.foreign_options", "train_deepspeed.py")
+    assert done.returncode == 1 and "Traceback" in done.stderr
+    assert "runtime.foreign_options" in done.stderr.splitlines()[-1]

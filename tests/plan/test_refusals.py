@@ -213,6 +213,7 @@ TODAY = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"  # the PyTorch 2.11.0 of require
 
 def check(monkeypatch, characters, tmp_path, gpus, capability, *args, ranks=1, build=VOLTA):
     """(plan, problems, notes) on a machine with these GPUs, under a PyTorch built for these architectures."""
+    monkeypatch.chdir(tmp_path)  # the project's JSONs are found from any folder
     monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: build, raising=False)
     monkeypatch.setattr(hardware, "missing_compiler", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
