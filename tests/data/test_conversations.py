@@ -199,7 +199,7 @@ def theirs(chat, weights):
 
 
 @pytest.mark.parametrize("zero, ranks, batch_size, accumulation", [
-    (0, 2, 3, 2), (2, 2, 3, 2), (3, 2, 3, 2), (2, 1, 12, 1), (3, 1, 2, 6), (2, 2, 1, 6)])
+    (2, 2, 3, 2), (3, 2, 3, 2), (2, 1, 12, 1), (3, 1, 2, 6)])
 def test_a_step_is_the_mean_over_all_counted_tokens(train, chat, weights, theirs, zero, ranks, batch_size,
                                                     accumulation):
     """Seen: losses to 3e-7, norms to 1e-6, gradients to 1e-7 of up to 0.07. The mean of the micro-steps' means is off
@@ -244,7 +244,7 @@ def test_an_evaluation_weighs_rows_by_what_counts_and_knows_its_standard_error(t
         assert abs((sums / counts).mean() - mean) > 1e-3  # the mean of means is another number
 
 
-def test_a_killed_run_resumes_with_the_same_losses_and_lora_and_a_second_stage_work(train, chat, weights, characters):
+def test_a_killed_run_resumes_with_the_same_losses_and_lora_and_a_second_stage_work(train, chat, weights):
     common = (*NO_SHAPE, f"--dataset={chat.folder}", f"--block_size={BLOCK}", "--dropout=0.1", "--lora_rank=4",
               f"--init_from={weights}", "--eval_interval=2", "--lr_decay_iters=6")
     whole = done(train(*common, "--max_iters=6", ranks=2))
@@ -262,11 +262,7 @@ StepHealth.check = stop
     assert resumed.losses == whole.losses and resumed.evals == whole.evals
     rows = len(open_sequences(chat.data, "train", BLOCK).counts)
     assert f"; {rows / 8:,.1f} steps per epoch" in whole.stdout
-    cut = sum(len(as_text(messages)) > BLOCK + 1 for messages in chat.train)
-    assert f"chat: {cut} conversations are longer than block_size=72 and are cut at the end; 0 of them" in whole.stdout
     second = done(train(*NO_SHAPE, f"--init_from={whole.out_dir}", f"--dataset={chat.folder}", f"--block_size={BLOCK}",
                         "--max_epochs=0.5"))
     assert max(second.losses) == math.ceil(0.5 * rows / 4) and second.evals[0][1] == pytest.approx(
         whole.evals[max(whole.evals)][1], rel=1e-6)
-    mixed = train(f"--dataset={{'{chat.folder}': 1, '{characters}': 1}}")
-    assert mixed.returncode == 2 and "have different tokenizers: prepare both with the same" in mixed.stderr

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT
 
 from runtime import files
 from runtime.data import dataset as bins
@@ -28,13 +29,7 @@ from runtime.data import tokenizer
 from runtime.data.dataset import check_dataset, read_meta, write_dataset
 from runtime.files import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 SOURCE = {"name": "a test", "sha256": "0" * 64, "bytes": 0}
-
-
-def python(code, *args):
-    """Start a Python process with the project on its path."""
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, args)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
 def names(folder):
@@ -95,7 +90,6 @@ def test_fetch_names_every_failure_and_the_fix(server, tmp_path):
         fetch.fetch("the text", sources, sha256(b"right"), "Use --input FILE", keep=tmp_path / "kept")
     lines = str(error.value).splitlines()
     assert lines[0] == "the text: none of its sources works:"
-    assert lines[1] == f"  {tmp_path / 'kept'}: [Errno 2] No such file or directory: '{tmp_path / 'kept'}'"
     assert lines[3].startswith(f"  {address}/missing: ") and "File not found" in lines[3]
     assert f"5 bytes with another sha256 than {sha256(b'right')}" in lines[4]
     assert "refused" in lines[5]
@@ -202,27 +196,6 @@ def test_write_dataset_refuses_ids_outside_the_vocabulary(dataset, ids):
     assert names(dataset) == ["meta.json", "meta.pkl", "train.bin", "val.bin"]
 
 
-def test_killed_while_writing_leaves_the_old_data_and_the_next_run_cleans_up(dataset):
-    old = check_dataset(dataset)
-    child = python("""
-import sys, time
-from runtime.data.dataset import write_dataset
-def val():
-    yield [1, 2, 3]
-    print("half", flush=True)
-    time.sleep(60)
-write_dataset(sys.argv[1], [1] * 50, val(), {"kind": "gpt2"}, 50257, {})
-""", dataset)
-    assert child.stdout.readline() == "half\n"
-    child.kill()
-    child.wait()
-    assert len(list(dataset.glob(".*.tmp"))) == 2
-    assert check_dataset(dataset) == old
-    (dataset / ".mine.tmp").touch()  # not one of ours
-    write_dataset(dataset, [1] * 50, [1] * 5, {"kind": "gpt2"}, 50257, SOURCE)
-    assert names(dataset) == [".mine.tmp", "meta.json", "meta.pkl", "train.bin", "val.bin"]
-
-
 CHAT = {"template": "a template", "masks": {"train_mask.bin": [bytes(50)], "val_mask.bin": [bytes(9)]}}
 KINDS = {  # the same 50 and 9 ids each: the tokenizer, the vocabulary and what else write_dataset() takes
     "text": ({"kind": "gpt2"}, 50257, {}), "chat": ({"kind": "gpt2"}, 50257, CHAT),
@@ -271,8 +244,8 @@ def test_a_kill_at_any_step_leaves_the_old_dataset_the_new_one_or_none(tmp_path,
     write_kind(tmp_path / "new", new)
     (tmp_path / "old").mkdir()
     nanogpt_folder(tmp_path / "old") if old == "of nanoGPT" else write_kind(tmp_path / "old", old)
-    before, after = readable(tmp_path / "old"), readable(tmp_path / "new")
-    found = []
+    (tmp_path / "old" / ".mine.tmp").touch()  # not one of ours
+    before, after, found = readable(tmp_path / "old"), readable(tmp_path / "new"), []
     for step in itertools.count(1):
         folder = tmp_path / str(step)
         shutil.copytree(tmp_path / "old", folder)
@@ -280,53 +253,35 @@ def test_a_kill_at_any_step_leaves_the_old_dataset_the_new_one_or_none(tmp_path,
             break
         found.append(readable(folder))
         assert found[-1] in (before, after, None) and (folder / "train.bin").exists() == (found[-1] is not None)
+        write_kind(folder, new)  # which removes what the kill has left
+        assert readable(folder) == after and [path.name for path in folder.glob(".*")] == [".mine.tmp"]
     assert readable(folder) == after and found[0] == before and found.count(None) >= 5
     (tmp_path / "new" / "meta.json").unlink()  # the rest is not a dataset of nanoGPT's
     assert readable(tmp_path / "new") is None
 
 
-def damage_truncated(folder):
-    with open(folder / "train.bin", "r+b") as file:
-        file.truncate(1000)
+def damage(path, change):
+    path.write_bytes(change(path.read_bytes()))
 
 
-def damage_odd(folder):
-    with open(folder / "val.bin", "ab") as file:
-        file.write(b"\0")
+def last_token(ids):
+    return ids[:-2] + (50257).to_bytes(2, "little")
 
 
-def damage_token(folder):
-    ids = np.fromfile(folder / "val.bin", dtype="<u2")
-    ids[-1] = 50257
-    ids.tofile(folder / "val.bin")
-
-
-def damage_meta(folder):
-    (folder / "meta.json").write_text((folder / "meta.json").read_text()[:-20])
-
-
-def damage_dtype(folder):
-    (folder / "meta.json").write_text((folder / "meta.json").read_text().replace("uint16", "int8"))
-
-
-def damage_key(folder):
-    (folder / "meta.json").write_text((folder / "meta.json").read_text().replace("train_tokens", "tokens"))
-
-
-@pytest.mark.parametrize("damage, message", [
-    (lambda folder: (folder / "val.bin").unlink(), "val.bin does not exist"),
-    (damage_truncated, "train.bin has 1000 bytes, but its 1000 tokens take 2000"),
-    (damage_odd, "val.bin has 201 bytes, but its 100 tokens take 200"),
-    (damage_token, "val.bin holds token 50257, which is outside its vocabulary of 50257"),
-    (damage_meta, "meta.json can't be used"),
-    (damage_dtype, r"meta.json can't be used .*unknown format 1, dtype int8 or tokenizer gpt2"),
-    (damage_key, "meta.json can't be used .*train_tokens"),
+@pytest.mark.parametrize("file, change, message", [
+    ("val.bin", None, "val.bin does not exist"),
+    ("train.bin", lambda ids: ids[:1000], "train.bin has 1000 bytes, but its 1000 tokens take 2000"),
+    ("val.bin", lambda ids: ids + b"\0", "val.bin has 201 bytes, but its 100 tokens take 200"),
+    ("val.bin", last_token, "val.bin holds token 50257, which is outside its vocabulary of 50257"),
+    ("meta.json", lambda meta: meta[:-20], "meta.json can't be used"),
+    ("meta.json", lambda meta: meta.replace(b"uint16", b"int8"),
+     "meta.json can't be used .*unknown format 1, dtype int8 or tokenizer gpt2"),
+    ("meta.json", lambda meta: meta.replace(b"train_tokens", b"tokens"), "meta.json can't be used .*train_tokens"),
 ])
-def test_each_kind_of_bad_data_is_refused_with_its_fix(dataset, monkeypatch, damage, message):
+def test_each_kind_of_bad_data_is_refused_with_its_fix(dataset, monkeypatch, file, change, message):
     (dataset / "prepare.py").touch()
     monkeypatch.chdir(dataset.parent)
-    assert check_dataset(dataset, block_size=64)["val_tokens"] == 100
-    damage(dataset)
+    damage(dataset / file, change) if change else (dataset / file).unlink()
     with pytest.raises(UserError, match=message) as error:
         check_dataset(dataset, block_size=64)
     assert str(error.value).endswith(": run python set/prepare.py")
@@ -334,18 +289,15 @@ def test_each_kind_of_bad_data_is_refused_with_its_fix(dataset, monkeypatch, dam
 
 
 def test_all_problems_are_listed_at_once(dataset):
-    damage_truncated(dataset)
-    damage_token(dataset)
+    assert check_dataset(dataset, block_size=99)["val_tokens"] == 100
+    damage(dataset / "train.bin", lambda ids: ids[:1000])
+    damage(dataset / "val.bin", last_token)
     with pytest.raises(UserError) as error:
         check_dataset(dataset, block_size=100)
     train, short, stray = str(error.value).splitlines()
     assert "train.bin has 1000 bytes" in train
     assert "val.bin has 100 tokens, but block_size=100 needs 101: train with --block_size=99" in short
     assert "token 50257" in stray
-
-
-def test_one_token_more_than_a_block_is_enough(dataset):
-    assert check_dataset(dataset, block_size=99)["val_tokens"] == 100
 
 
 def test_a_missing_dataset_names_the_command_that_makes_it(tmp_path, monkeypatch):
@@ -434,6 +386,6 @@ def test_a_damaged_meta_pkl_is_refused(tmp_path, content):
 
 
 def test_the_modules_import_nothing_heavy():
-    child = python("import sys, runtime.prepare.shakespeare, runtime.data.tokenizer, runtime.data.dataset;"
-                   "print({'torch', 'deepspeed', 'tiktoken', 'transformers'} & set(sys.modules))")
-    assert child.communicate()[0] == "set()\n"
+    code = ("import sys, runtime.prepare.shakespeare, runtime.data.tokenizer, runtime.data.dataset;"
+            "print({'torch', 'deepspeed', 'tiktoken', 'transformers'} & set(sys.modules))")
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT) == b"set()\n"
