@@ -76,14 +76,6 @@ def test_without_any_source_the_message_names_the_file_to_download(tmp_path, mon
     assert names(tmp_path) == []
 
 
-def test_speeches_drop_headings_and_stage_directions():
-    markdown = ("# A Play\n\n## ACT I\n\n### SCENE I. A room.\n\n_Enter two\nMEN_\n\n**First Man**  \nOne \\-- two  \n"
-                "three _\\[Aside]_ four.\n\n_A noise_\n\nFive.\n\n**SECOND MAN & Others**  \nSix.\n\n"
-                "**First Man**  \n_\\[Within]_  \nSeven.\n\n_Exeunt_\n")
-    assert list(shakespeare._speeches(markdown)) == [
-        ["First Man:", "One -- two", "three  four.", "Five."], ["SECOND MAN:", "Six."], ["First Man:"]]
-
-
 @pytest.fixture(scope="module")
 def text_from_the_index(tmp_path_factory):
     """Tiny Shakespeare where only pip works: (folder with input.txt, bytes, source)."""
