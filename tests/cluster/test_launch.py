@@ -10,7 +10,7 @@ import time
 
 import psutil
 import pytest
-from conftest import ROOT, SMALL, long, read_history
+from conftest import ROOT, SMALL, read_history
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from launch_deepspeed import parse_arguments
@@ -48,7 +48,7 @@ def test_named_options_become_settings_and_a_run_goes_on(start, tmp_path):
     named = ("mine.py", "--num_gpus=2", "--batch_size", "4", "--gradient_accumulation_steps=1",
              "--learning_rate=5e-4", "--decay_lr=False", "--dtype=bfloat16")
     first = start(*named)
-    stdout, stderr = first.communicate(timeout=120)
+    stdout, stderr = first.communicate(timeout=200)
     assert first.returncode == 0, stderr
     command = shlex.split(stdout.splitlines()[0])
     assert command[:6] == [sys.executable, str(SCRIPT), "torchrun", "--standalone", "--nproc_per_node=2",
@@ -59,7 +59,7 @@ def test_named_options_become_settings_and_a_run_goes_on(start, tmp_path):
     assert "batch      4 x 2 x 1 = 8 sequences" in stdout and "bfloat16, ZeRO-2 (ds_config_zero2.json)" in stdout
     again = start(*named, "--deepspeed_config=ds_config_zero3.json", "--max_iters=3", "--num_gpus=1",
                   "--resume", f"{tmp_path}/out/final")
-    stdout, stderr = again.communicate(timeout=120)
+    stdout, stderr = again.communicate(timeout=200)
     assert again.returncode == 0 and "resuming from" in stdout and "ZeRO-3 (ds_config_zero3.json)" in stdout, stderr
     records = [record for record in read_history(tmp_path / "out") if "loss" in record]
     assert [(record["iter"], record["lr"]) for record in records] == [(1, 5e-4), (2, 5e-4), (3, 5e-4)]
@@ -77,14 +77,14 @@ def test_resume_takes_a_tag_or_a_path(monkeypatch, tmp_path, words, settings):
     assert parse_arguments() == (False, None, ["--max_iters=9", "--init_from=resume", *settings])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, long(signal.SIGINT), long(signal.SIGUSR1)])
-def test_a_signal_is_passed_on_and_the_run_saves(start, tmp_path, number):
+def test_a_signal_is_passed_on_and_the_run_saves(start, tmp_path):
+    """SIGUSR1, which plain torchrun doesn't pass on."""
     job = start("--num_gpus=2", "--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10")
     assert next((line for line in job.stdout if line.startswith("iter 10:")), None), job.stderr.read()
-    os.kill(job.pid, number)
-    stdout, stderr = job.communicate(timeout=60)
-    assert job.returncode == 128 + number, stdout + stderr
-    assert f"stop requested ({EXIT_REASONS[128 + number]})" in stdout
+    os.kill(job.pid, signal.SIGUSR1)
+    stdout, stderr = job.communicate(timeout=200)
+    assert job.returncode == 138, stdout + stderr
+    assert f"stop requested ({EXIT_REASONS[138]})" in stdout
     assert TagStore(tmp_path / "out").find().manifest["iter_num"] >= 10
 
 
@@ -94,12 +94,12 @@ def test_a_second_ctrl_c_ends_it_at_once(start, tmp_path):
     assert next((line for line in job.stdout if line.startswith("iter 10:")), None), job.stderr.read()
     for process in psutil.Process(job.pid).children(recursive=True):
         process.suspend()  # nobody saves
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        os.kill(job.pid, number)
-        time.sleep(0.5)  # two of a kind at once would be one
-        assert job.poll() is None
     os.kill(job.pid, signal.SIGINT)
-    job.communicate(timeout=20)
+    assert any(line.startswith("Stopping: ") for line in job.stderr)
+    time.sleep(0.5)  # at another one within a millisecond, the launcher's Popen.wait() would wait for itself
+    for number in (signal.SIGUSR1, signal.SIGINT):  # the first of them does nothing
+        os.kill(job.pid, number)
+    job.communicate(timeout=200)
     assert job.returncode == 130
     assert not [p for p in psutil.process_iter(["cmdline"]) if f"--out_dir={tmp_path}/out" in (p.info["cmdline"] or [])]
 
@@ -107,7 +107,7 @@ def test_a_second_ctrl_c_ends_it_at_once(start, tmp_path):
 def test_the_exit_code_of_a_refusal(start):
     """What only the ranks see: the JSON is there for the launcher."""
     job = start("--num_gpus=2", "--deepspeed_config=nowhere.json")
-    _, stderr = job.communicate(timeout=60)
+    _, stderr = job.communicate(timeout=200)
     assert job.returncode == 2 and stderr.count("nowhere.json") == 1
     assert "Traceback" not in stderr and "error.json" not in stderr  # torchrun's file
 
@@ -130,5 +130,5 @@ def test_torchrun_repeats_a_refusal_below_its_traceback(monkeypatch, tmp_path):
     (["nowhere.py"], "config file nowhere.py does not exist: name a .py file, or write --key=value"),
 ])
 def test_bad_arguments_are_refused_before_anything_starts(start, args, sentence):
-    stdout, stderr = start(*args).communicate(timeout=60)
+    stdout, stderr = start(*args).communicate(timeout=200)
     assert (stdout, stderr) == ("", sentence + "\n")

@@ -6,13 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import ROOT, SMALL, free_port, planted, read_history, write_characters
+from conftest import ROOT, SMALL, free_port, planted, read_history, wait_until, write_characters
 
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.join import node_id
@@ -116,21 +115,18 @@ def train(net, characters, tmp_path):
     return start
 
 
-def wait_for(condition, seconds, jobs):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "\n".join(job.said()[-3000:] for job in jobs)
-        time.sleep(0.1)
+def wait_for(condition, jobs):
+    assert wait_until(condition), "\n".join(job.said()[-3000:] for job in jobs)
 
 
-def ended(jobs, seconds):
-    """The exit codes, which have to come within so many seconds."""
-    wait_for(lambda: all(job.poll() is not None for job in jobs), seconds, jobs)
+def ended(jobs):
+    """The exit codes."""
+    wait_for(lambda: all(job.poll() is not None for job in jobs), jobs)
     return [job.returncode for job in jobs]
 
 
 def under_way(jobs):
-    wait_for(lambda: "saved iter_5 in" in jobs[0].said(), 60, jobs)
+    wait_for(lambda: "saved iter_5 in" in jobs[0].said(), jobs)
 
 
 def process(job, rank=None):
@@ -145,7 +141,7 @@ def test_a_node_is_disconnected_and_the_other_continues(net, train, characters, 
     under_way(jobs)
     net.unplug(2)  # nothing arrives any more, and no end either
     try:
-        assert ended(jobs, 60) == [1, 1]
+        assert ended(jobs) == [1, 1]
     finally:
         net.plug(2)
     for number, job in enumerate(jobs, 1):
@@ -154,7 +150,7 @@ def test_a_node_is_disconnected_and_the_other_continues(net, train, characters, 
     alone = net.run(1, [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train_deepspeed.py",
                         *SMALL, *LONG, f"--dataset={characters}", f"--out_dir={tmp_path}/out", "--init_from=auto",
                         f"--max_iters={last + 5}"])
-    assert ended([alone], 60) == [0], alone.said()
+    assert ended([alone]) == [0], alone.said()
     assert f"resuming from {tmp_path}/out/iter_{last}, " in alone.said() and "4 ranks" in alone.said()
     iters = [r["iter"] for r in read_history(tmp_path / "out") if "loss" in r]
     assert iters == list(range(1, last + 6))
@@ -165,7 +161,7 @@ def test_a_node_that_gets_sigterm_stops_the_other_too(train, tmp_path):
     jobs = train(*LONG)
     under_way(jobs)
     process(jobs[1]).terminate()
-    assert ended(jobs, 30) == [143, 143]
+    assert ended(jobs) == [143, 143]
     last = [int(line.split(":")[0][5:]) for line in jobs[0].said().splitlines() if line.startswith("iter ")][-1]
     assert TagStore(tmp_path / "out").find().manifest["iter_num"] == last >= 5
 
@@ -174,7 +170,7 @@ def test_a_rank_that_dies_ends_the_other_node_too(train):
     jobs = train(*LONG)
     under_way(jobs)
     process(jobs[1], rank=3).kill()
-    assert ended(jobs, 60)[0] == 1  # the other one's is that of the first rank that its launcher sees exit
+    assert ended(jobs)[0] == 1  # the other one's is that of the first rank that its launcher sees exit
     told = [line for line in jobs[0].said().splitlines() if "on host1: another rank has exited" in line]
     assert told and "Traceback" not in jobs[0].said(), jobs[0].said()
 
@@ -194,7 +190,7 @@ def test_nodes_that_differ_are_refused(train, characters, tmp_path):
     def refused(case):
         how, *sentences = case
         jobs = train("--max_iters=1", ranks=1, **how)
-        assert ended(jobs, 60) == [2, 2]
+        assert ended(jobs) == [2, 2]
         for job in jobs:
             words = [line for line in job.said().splitlines() if not re.match(r"$|[WE]\d{4} ", line)]  # not torchrun's
             assert len(words) == len(sentences) and all(map(re.match, sentences, words)), job.said()
@@ -212,7 +208,7 @@ def test_deepspeeds_launcher_with_a_hostfile(net, characters, tmp_path):
                              "--no_ssh", f"--node_rank={number - 1}", "--master_addr=host1", f"--master_port={port}",
                              "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out"])
             for number in (1, 2)]
-    assert ended(jobs, 90) == [0, 0], jobs[0].said() + jobs[1].said()
+    assert ended(jobs) == [0, 0], jobs[0].said() + jobs[1].said()
     assert "batch      2 x 4 x 2 = 16 sequences" in jobs[0].said()
     assert TagStore(tmp_path / "out").find("final").manifest["world_size"] == 4
 

@@ -5,22 +5,20 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from conftest import ROOT, SMALL, ForkedJob, command_line, free_port, launch, long, planted, read_history, wait_until
+from conftest import ROOT, SMALL, ForkedJob, command_line, launch, long, read_history, wait_until
 
 from runtime.checkpoint.tags import TagStore
 
 ENDLESS = ("--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10")
 
 
-@pytest.mark.parametrize("launcher, ranks", [long("python", 1), ("launch_deepspeed.py", 2)])
-def test_ctrl_c_that_also_ends_tee_saves_a_checkpoint(characters, tmp_path, launcher, ranks):
-    """`python train_deepspeed.py ... 2>&1 | tee log`, and Ctrl-C: the terminal sends SIGINT to both."""
+def test_ctrl_c_that_also_ends_tee_saves_a_checkpoint(characters, tmp_path):
+    """`python launch_deepspeed.py ... 2>&1 | tee log`, and Ctrl-C: the terminal sends SIGINT to both."""
     out_dir, log = tmp_path / "out", tmp_path / "log"
     command = command_line(ROOT / "train_deepspeed.py", *SMALL, *ENDLESS, f"--dataset={characters}",
-                           f"--out_dir={out_dir}", ranks=ranks, launcher=launcher)
+                           f"--out_dir={out_dir}", ranks=2, launcher="launch_deepspeed.py")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, process_group=0) as job:
         with open(log, "w") as f:
             tee = subprocess.Popen(["tee"], stdin=job.stdout, stdout=f, process_group=job.pid)
@@ -28,7 +26,7 @@ def test_ctrl_c_that_also_ends_tee_saves_a_checkpoint(characters, tmp_path, laun
         try:
             assert wait_until(lambda: "iter 10:" in log.read_text()), log.read_text()
             os.killpg(job.pid, signal.SIGINT)
-            assert tee.wait(10) == -signal.SIGINT and job.wait(60) == 130
+            assert tee.wait(100) == -signal.SIGINT and job.wait(100) == 130
         finally:
             if job.poll() is None:
                 os.killpg(job.pid, signal.SIGKILL)
@@ -36,31 +34,26 @@ def test_ctrl_c_that_also_ends_tee_saves_a_checkpoint(characters, tmp_path, laun
     assert (out_dir / "latest").read_text() == f"iter_{TagStore(out_dir).find().manifest['iter_num']}"
 
 
-@pytest.mark.parametrize("launcher, ranks", [("fork", 1), long("launch_deepspeed.py", 2), long("torchrun", 2),
-                                             long("deepspeed", 2)])
+@pytest.mark.parametrize("launcher, ranks", [("fork", 1), long("launch_deepspeed.py", 2)])
 def test_a_full_disk_under_the_log_does_not_stop_training(characters, tmp_path, launcher, ranks):
     out_dir = tmp_path / "out"
     command = command_line(ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}",
                            ranks=ranks, launcher=launcher)
     with open("/dev/full", "w") as full:
         if launcher == "fork":
-            code = ForkedJob(command, ranks, "/dev/full", "/dev/full").wait(120)
+            code = ForkedJob(command, ranks, "/dev/full", "/dev/full").wait()
         else:
-            code = subprocess.run(command, stdout=full, stderr=full, cwd=ROOT, timeout=120).returncode
+            code = subprocess.run(command, stdout=full, stderr=full, cwd=ROOT).returncode
     assert code == 0 and TagStore(out_dir).list() == ["iter_2", "iter_4", "best", "final"]
     assert [r["iter"] for r in read_history(out_dir) if "loss" in r] == [1, 2, 3, 4]
 
 
-def test_closed_streams_and_another_encoding_do_not_stop_training(characters, tmp_path):
-    """`>&- 2>&-`: sys.stdout is None. And a sample with characters that the terminal does not have."""
+def test_closed_streams_do_not_stop_training(characters, tmp_path):
+    """`>&- 2>&-`: sys.stdout is None."""
     shell = f"exec {shlex.quote(sys.executable)} train_deepspeed.py \"$@\" >&- 2>&-"
     done = subprocess.run(["bash", "-c", shell, "bash", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/a"],
-                          cwd=ROOT, timeout=120)
+                          cwd=ROOT)
     assert done.returncode == 0 and "final" in TagStore(tmp_path / "a").list()
-    run = launch(planted(tmp_path, "import runtime.sample.generate as s\ns.sample_from_engine = lambda *_: [0] * 3"),
-                 *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/b", "--sample_interval=1", launcher="python",
-                 PYTHONIOENCODING="ascii", PYTHONUTF8="0", LC_ALL="C")
-    assert run.returncode == 0, run.stderr
 
 
 def test_a_rank_in_the_shell_does_not_silence_an_error(tmp_path):
@@ -77,14 +70,15 @@ def test_a_print_of_any_text_in_ascii(tmp_path):
 
 def test_a_full_pipe_that_does_not_block_loses_only_what_does_not_fit():
     """As Node's pipes are, and a terminal that ssh shares."""
-    script = ("import os, sys, time; from runtime.output import protect_output; protect_output()\n"
+    script = ("import os, sys; from runtime.output import protect_output; protect_output()\n"
               "for i in range(3000): print('x' * 100, flush=True)\n"
-              "sys.stdin.readline(); print('after', flush=True)")
+              "os.close(2); sys.stdin.readline(); print('after', flush=True)")
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE, stdout=writer) as job:
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE, stdout=writer,
+                          stderr=subprocess.PIPE) as job:
         os.close(writer)
-        time.sleep(1)
+        assert job.stderr.read() == b""  # until it closes that, when it has printed all
         text = os.read(reader, 2**20)
         job.stdin.write(b"go on\n")
         job.stdin.close()
@@ -104,41 +98,10 @@ def test_nothing_else_gets_the_descriptor_of_a_closed_stream():
 
 
 @pytest.mark.long
-def test_the_shell_script_trains_on_a_full_disk_and_after_its_reader_has_ended(characters, tmp_path):
-    command = [ROOT / "run_deepspeed_xl.sh", *SMALL, f"--dataset={characters}"]
-    env = {**os.environ, "PYTHON": sys.executable, "DS_ACCELERATOR": "cpu"}
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([*command, f"--out_dir={tmp_path}/full"], env=env, stdout=full, stderr=full, timeout=120)
-    assert done.returncode == 0 and "final" in TagStore(tmp_path / "full").list()
-    head = shlex.join(map(str, command)) + f" --out_dir={tmp_path}/head 2>&1 | head -n 1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", head], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "final" in TagStore(tmp_path / "head").list()
+def test_the_shell_script_trains_after_its_reader_has_ended(characters, tmp_path):
+    command = [ROOT / "run_deepspeed_xl.sh", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out"]
+    head = shlex.join(map(str, command)) + " 2>&1 | head -n 1; exit ${PIPESTATUS[0]}"
+    done = subprocess.run(["bash", "-c", head], capture_output=True, text=True,
+                          env={**os.environ, "PYTHON": sys.executable, "DS_ACCELERATOR": "cpu"})
+    assert done.returncode == 0 and "final" in TagStore(tmp_path / "out").list()
     assert done.stdout.startswith("No CUDA GPU: ") and len(done.stdout.splitlines()) == 1
-
-
-def test_a_rank_whose_neighbor_has_died_ends_although_nobody_reads_its_errors(characters, tmp_path):
-    """Rank 0 waits in a collective for ever, as it does in NCCL, so that only its watching thread can end it."""
-    script = planted(tmp_path, f"""
-import time
-from runtime.cluster import ranks
-def waits(*args, **kwargs):
-    open({str(tmp_path / "waits")!r} + os.environ["RANK"], "w").close()
-    time.sleep(1000)
-ranks.all_gather_scalars = waits
-""")
-    command = [sys.executable, script, *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out"]
-    # without a launcher, which would end rank 0 too
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    reader, writer = os.pipe()
-    os.close(reader)
-    ranks = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=writer,
-                              env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)]
-    os.close(writer)
-    try:
-        assert wait_until(lambda: (tmp_path / "waits0").exists() and (tmp_path / "waits1").exists())
-        ranks[1].kill()
-        assert ranks[0].wait(20) == 1
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
