@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -90,13 +89,3 @@ def report(args, passed, **figures):
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
     print("PASSED" if passed else "FAILED", flush=True)
     raise SystemExit(not passed)
-
-
-def wait_for(condition, timeout, every=0.001):
-    """Whether condition() came true within `timeout` seconds."""
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(every)
-    return False

@@ -17,8 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-from common import arguments, losses, report, run, start, wait_for
-from conftest import planted
+from common import arguments, losses, report, run, start
+from conftest import planted, wait_until
 
 from runtime.checkpoint.tags import TagStore, verify_files
 
@@ -95,7 +95,7 @@ def main():
         filled = Path(os.environ["DRILL_FILLED"])
         filled.unlink(missing_ok=True)
         job = start(args.data, out_dir, *OPTIONS, log=log, script=planted(args.folder, HOLD))
-        assert wait_for(lambda: log.read_text().count(f"held before {held}") == 2  # on both ranks
+        assert wait_until(lambda: log.read_text().count(f"held before {held}") == 2  # on both ranks
                         and f'"saved": "{before}"' in (out_dir / "history.jsonl").read_text(), 120)
         with open(out_dir / "history.jsonl", "a") as history:  # its last page: new, or without a byte left
             history.write(" " * (-history.tell() % PAGE - (not leave)) + "\n")

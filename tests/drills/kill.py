@@ -6,12 +6,14 @@ Everything of a 2-rank run gets SIGKILL at once; the same command starts it agai
 bit, those of a run that was never killed, and no start may go back behind the newest complete tag.
 """
 
+import functools
 import os
 import random
 import re
 import time
 
-from common import arguments, losses, report, run, start, wait_for
+from common import arguments, losses, report, run, start
+from conftest import wait_until
 
 from runtime.checkpoint.tags import TagStore
 
@@ -21,25 +23,22 @@ def saving(out_dir):
 
 
 def moment(out_dir):
-    """Wait for a moment to kill at; returns what it is called. Lives are of one to three saves."""
+    """Wait for a moment to kill at. Lives are of one to three saves."""
+    wait = functools.partial(wait_until, seconds=60, every=0.001)
     kind = random.choices(["save", "any", "start"], [7, 2, 1])[0]
     if kind == "start":
         time.sleep(random.uniform(0, 3))
-        return kind
-    wait_for(lambda: not saving(out_dir), 60)  # what the kill before has left, until the new run tidies it away
+        return
+    wait(lambda: not saving(out_dir))  # what the kill before has left, until the new run tidies it away
     for _ in range(random.randint(1, 3)):
-        wait_for(lambda: saving(out_dir), 60)
-        end = random.uniform(0, 0.08)
-        time.sleep(end)
+        wait(lambda: saving(out_dir))
+        time.sleep(random.uniform(0, 0.08))
         if kind == "save" and random.random() < 0.5 and saving(out_dir):
-            return kind
-        wait_for(lambda: not saving(out_dir), 60)
+            return
+        wait(lambda: not saving(out_dir))
     if kind == "save":
-        wait_for(lambda: saving(out_dir), 60)
-        time.sleep(random.uniform(0, 0.05))
-    else:
-        time.sleep(random.uniform(0, 0.5))
-    return kind
+        wait(lambda: saving(out_dir))
+    time.sleep(random.uniform(0, 0.05 if kind == "save" else 0.5))
 
 
 def main():

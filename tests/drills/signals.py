@@ -15,8 +15,8 @@ import subprocess
 import sys
 import time
 
-from common import ROOT, arguments, losses, naming, report, run, start, wait_for
-from conftest import SMALL
+from common import ROOT, arguments, losses, naming, report, run, start
+from conftest import SMALL, wait_until
 
 from runtime.checkpoint.tags import TagStore
 
@@ -51,7 +51,7 @@ def trial(args, launcher, what, number):
     out_dir = args.folder / f"{launcher}-{what}-{number}"
     log = args.folder / f"{out_dir.name}.log"
     job = begin(args, out_dir, launcher, log)
-    if not wait_for(lambda: last_step(log) > 1, 300, every=0.05):
+    if not wait_until(lambda: last_step(log) > 1, 300):
         for process in naming(str(out_dir)):
             process.kill()
         return {"passed": False, "why": "it did not start: " + log.read_text()[-2000:]}
@@ -68,7 +68,7 @@ def trial(args, launcher, what, number):
         (out_dir / "STOP").touch()
     else:
         os.kill(job.pid, ASK[what])
-    gone = wait_for(lambda: job.poll() is not None and not naming(str(out_dir)), 60, every=0.05)
+    gone = wait_until(lambda: job.poll() is not None and not naming(str(out_dir)), 60)
     seconds, left = time.monotonic() - began, len(naming(str(out_dir)))
     store = TagStore(out_dir)
     tag = store.newest()
