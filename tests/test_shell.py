@@ -11,8 +11,7 @@ import sys
 
 import psutil
 import pytest
-import torch
-from conftest import CHARS, ROOT, SMALL, long, nvidia_smi, wait_until
+from conftest import CHARS, ROOT, SMALL, nvidia_smi, wait_until
 
 from runtime.checkpoint.tags import TagStore
 
@@ -51,7 +50,7 @@ def test_the_whole_job(start, tmp_path):
     assert "batch      2 x 2 x 2 = 8 sequences, 256 tokens per step" in stdout
     assert re.findall(r"^iter (\d+): loss ", stdout, re.M) == ["1", "2", "3"]
     assert f"saving checkpoint to {tmp_path}/out/iter_3" in stdout
-    text = stdout.split(f"{tmp_path}/out/iter_3: 27,392 parameters after 3 iterations\n\n")[1]
+    text = re.split(rf"{tmp_path}/out/best: 27,392 parameters after \d iterations\n\n", stdout)[1]
     assert len(text) == 1 + 200 + 1 and set(text) <= set(CHARS)
 
     with start() as again:  # a folder that the user named is not overwritten
@@ -72,13 +71,6 @@ def test_a_run_that_saves_nothing_is_not_sampled_from(start):
     assert job.returncode == 0 and "iter 1:" in stdout and "sampling" not in stderr, stderr
 
 
-def test_a_refused_setting(start):
-    with start("--learing_rate=1") as job:
-        stdout, stderr = job.communicate(timeout=200)
-    assert job.returncode == 2 and "iter 1:" not in stdout
-    assert stderr == "command line: there is no setting 'learing_rate': did you mean 'learning_rate'?\n"
-
-
 @pytest.mark.long
 def test_sigterm_in_the_middle_leaves_no_process(start, tmp_path):
     with start("--max_iters=1000000", "--eval_interval=1000000", "--log_interval=100") as job:
@@ -95,18 +87,15 @@ def test_sigterm_in_the_middle_leaves_no_process(start, tmp_path):
 # Beside a real GPU PyTorch finds it, since this run must not set what hides GPUs: it would train GPT-2 XL. Where there
 # is none, the same PyTorch build meets an nvidia-smi that lists one, which is the case to test
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="needs a machine without a GPU")
-@pytest.mark.parametrize("capability, problem", [
-    ("9.0", r"nvidia-smi lists GPUs, but PyTorch \S+, for CUDA \S+, finds none: update the driver, install a PyTorch "
-            "for its CUDA version, or set CUDA_VISIBLE_DEVICES=-1 for the CPU"),
-    long("7.0" if "sm_100" in torch._C._cuda_getArchFlags() else "10.0",
-         r"PyTorch \S+ has no kernels for GPUs of compute capability (7|10)\.0: run python -m pip install -r \S+")])
-def test_gpus_that_pytorch_cannot_use_are_an_error(tmp_path, capability, problem):
-    nvidia_smi(tmp_path, capability)
+def test_gpus_that_pytorch_cannot_use_are_an_error(tmp_path):
+    nvidia_smi(tmp_path, "9.0")
     env = {name: value for name, value in os.environ.items() if name not in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")}
     run = subprocess.run([ROOT / "run_deepspeed_xl.sh"], capture_output=True, text=True, timeout=200,
                          env={**env, "PATH": f"{tmp_path}:{env['PATH']}", "PYTHON": sys.executable})
     assert (run.returncode, run.stdout) == (2, "")
-    assert re.fullmatch(rf"launch_deepspeed\.py: {problem}\n", run.stderr)
+    assert re.fullmatch(r"launch_deepspeed\.py: nvidia-smi lists GPUs, but PyTorch \S+, for CUDA \S+, finds none: "
+                        "update the driver, install a PyTorch for its CUDA version, or set CUDA_VISIBLE_DEVICES=-1 for "
+                        "the CPU\n", run.stderr)
 
 
 def setup(project, **env):
@@ -165,8 +154,7 @@ def test_a_second_setup_waits_for_the_first(project, tmp_path_factory):
 
 
 @pytest.mark.parametrize("args, pytest_args", [
-    (["--volta"], "-k train or resume or float16 or fp16"), (["--volta", "tests/plan", "-x"], "tests/plan -x"),
-    (["--volta", "--all"], "-n auto --maxprocesses=4 --dist=loadfile --all")])
+    (["--volta"], "-k train or resume or float16 or fp16"), (["--volta", "tests/plan", "-x"], "tests/plan -x")])
 def test_the_tests_run_in_the_environment_for_v100(project, args, pytest_args):
     shutil.copy(ROOT / "run_tests.sh", project)
     env = {name: value for name, value in os.environ.items() if name != "PYTHON"}
@@ -175,21 +163,20 @@ def test_the_tests_run_in_the_environment_for_v100(project, args, pytest_args):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("capability, suffix", [("9.0", ""), ("7.0", "-volta")])
-def test_setup_creates_venv_once_and_again_after_a_failure(project, capability, suffix):
-    shutil.rmtree(project / f".venv{suffix}")
-    path = f"{nvidia_smi(project, capability).parent}:{os.environ['PATH']}"
-    requirements = project / f"requirements{suffix}.txt"
+def test_setup_creates_venv_once_and_again_after_a_failure(project):
+    shutil.rmtree(project / ".venv-volta")
+    path = f"{nvidia_smi(project, '7.0').parent}:{os.environ['PATH']}"
+    requirements = project / "requirements-volta.txt"
     requirements.write_text("no-package-of-this-name\n")
     missing = setup(project, PATH=path)
     assert missing.returncode == 2 and "No matching distribution found for no-package-of-this-name" in missing.stderr
     assert missing.stderr.splitlines()[-1].startswith(
-        f"setup: pip failed (log: .venv{suffix}/pip.log): for a full disk, free")
-    python = f"{project}/.venv{suffix}/bin/python\n"
+        "setup: pip failed (log: .venv-volta/pip.log): for a full disk, free")
+    python = f"{project}/.venv-volta/bin/python\n"
     requirements.write_text("")
     first, second = setup(project, PATH=path), setup(project, PATH=path)
     assert first.returncode == 0 and first.stdout.endswith(python)
-    assert first.stdout.startswith(f"setup: installing requirements{suffix}.txt into .venv{suffix} ")
+    assert first.stdout.startswith("setup: installing requirements-volta.txt into .venv-volta ")
     assert (second.returncode, second.stdout, second.stderr) == (0, python, "")
 
 

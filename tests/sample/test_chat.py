@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -152,7 +151,6 @@ def test_the_example_counts_exact_answers(talker, tmp_path):
 def test_refusals(talker, train):
     plain = done(train("--max_iters=1"))
     for args, words in (([f"--out_dir={plain.out_dir}"], "has no chat template: drop --chat, or train on conversa"),
-                        ([f"--out_dir={talker.out_dir}", f"--start={'a' * 60}"], "the message takes 79 of the 64"),
                         ([f"--out_dir={talker.out_dir}", "--score_file=x"], "chat and score_file can't be combined"),
                         ([f"--out_dir={talker.out_dir}", "--start=É"], "the character 'É' (U+00C9) is not one of")):
         run = launch(ROOT / "sample.py", "--chat", *args)
@@ -162,18 +160,13 @@ def test_refusals(talker, train):
 def test_a_tokenizer_that_adds_a_space_is_refused(tmp_path):
     """An answer is encoded alone in training, but with the prompt in transformers."""
     tokenizer = Tokenizer(models.BPE())
-    for adds in (False, True):
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=adds)
-        tokenizer.train_from_iterator(["User:\n"], trainers.BpeTrainer(
-            special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(tmp_path / "tokenizer")
-        command = partial(prepare, tmp_path, STRANGE, f"--tokenizer={tmp_path}/tokenizer", "--val_fraction=0.5")
-        if adds:
-            with pytest.raises(subprocess.CalledProcessError) as refused:
-                command()
-            assert refused.value.returncode == 2 and b"adds a space before a text" in refused.value.stderr
-        else:
-            shutil.rmtree(command())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.train_from_iterator(["User:\n"], trainers.BpeTrainer(
+        special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        prepare(tmp_path, STRANGE, f"--tokenizer={tmp_path}/tokenizer", "--val_fraction=0.5")
+    assert refused.value.returncode == 2 and b"adds a space before a text" in refused.value.stderr
 
 
 BAD = {
