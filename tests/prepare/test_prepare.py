@@ -161,23 +161,6 @@ def test_index_a_cut_text_has_the_tokens_of_the_whole(tmp_path):
     assert len(ids["train"]) + len(ids["val"]) == len(encode(whole)) + changes + 1
 
 
-def test_pieces_do_not_depend_on_how_the_text_arrives(tmp_path):
-    text = ("x" * 71 + "é" * 700 + "<|endoftext|>\n" + "word " * 300 + "\n\n\nline\n" * 400).encode()
-
-    class Slow:
-        at = 0
-
-        def read(self, n):
-            self.at += 37
-            return text[self.at - 37 : self.at]
-
-    (tmp_path / "a").write_bytes(text)
-    pieces = list(inputs.text_chunks(open(tmp_path / "a", "rb"), 64))
-    assert pieces == list(inputs.text_chunks(Slow(), 64)) and b"".join(pieces) == text
-    assert all(piece.decode() for piece in pieces)  # none begins inside of a character
-    assert sum(piece.endswith(b"<|endoftext|>\n") for piece in pieces) == 1
-
-
 # A tokenizer folder, 4-byte ids, shards, training and sampling
 
 @pytest.fixture(scope="module")
