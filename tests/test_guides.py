@@ -94,34 +94,23 @@ def guide_commands():
     return options + [words for words in codes if {SCRIPT, "launch_deepspeed.py"} & {*words}]
 
 
-@pytest.fixture
-def dry_run(monkeypatch):
-    """dry_run(argv, ranks, GB of a GPU) -> (plan or None, problems), without data."""
+def test_the_guides_commands_pass_a_dry_run(monkeypatch):
+    """But for the runs that some continue, which aren't there."""
     monkeypatch.chdir(ROOT)
     counts = {}  # counting GPT-2 XL's parameters takes 0.2 s
     monkeypatch.setattr(run_plan, "count_params", lambda *args: counts.get(str(args)) or counts.setdefault(
         str(args), count_params(*args)))
-
-    def run(argv, ranks, gb=80):
-        problems = Problems()
-        return make_plan(settings(*argv, "--dry_run=True", f"--target_gpu={gb}"), Ranks(0, 0, ranks, ranks), problems,
-                         []), problems
-
-    return run
-
-
-def test_the_guides_commands_pass_a_dry_run(dry_run, monkeypatch):
-    """But for the runs that some continue, which aren't there."""
     done = 0
     for words in guide_commands():
         if "--help" in words:
             continue
-        ranks, argv = launched(words, monkeypatch)
-        plan, problems = dry_run(argv, ranks)
+        number, argv = launched(words, monkeypatch)
+        ranks, problems = Ranks(0, 0, number, number), Problems()
+        plan = make_plan(settings(*argv, "--dry_run=True", "--target_gpu=80"), ranks, problems, [])
         if "--init_from=resume" in argv or "--init_from=out-stage1" in argv:
             assert re.search("has no checkpoint|out-stage1 is unknown", problems.pop()), words
             assert not [problem for problem in problems if "train.bin does not exist" not in problem], words
         else:
-            assert not problems and plan.memory_report(Ranks(0, 0, ranks, ranks)).startswith("each GPU"), words
+            assert not problems and plan.memory_report(ranks).startswith("each GPU"), words
             done += 1
     assert done > 25
