@@ -162,26 +162,6 @@ def test_if_nothing_fits_lora_may(config, target_gpu, suggested):
         assert "too much" not in report(config, *words.split(), f"--target_gpu={target_gpu}")
 
 
-def test_what_readme_advises_fits_its_card():
-    """And for four cards of 16 GB it is one of the plan's first two suggestions: ZeRO-3 was timed with NVLink only."""
-    table = (ROOT / "README.md").read_text().split("## Which GPU do I need?")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (.*\d x \d+ GB.*?) \| (.+?) \| (.+) \|", table, re.M)
-    seen = 0
-    for where, advice, peak in rows:
-        cards = re.findall(r"(\d) x (\d+) GB", where)
-        config = re.search(r"`(config/\S+\.py)`", advice)
-        words = re.findall(r"--\w+=[\w./]+", advice)
-        for ranks, gigabytes in cards:
-            told = report(config[1] if config else XL[0], *words, f"--target_gpu={gigabytes}", ranks=int(ranks))
-            assert "too much" not in told, (where, advice)
-            assert "estimated" not in peak or f"{float(SIZE.search(told)[1]):.1f} GB" in peak, (where, told)
-            seen += 1
-            if (ranks, gigabytes) == ("4", "16"):
-                default = report(XL[0], "--target_gpu=16", ranks=4)
-                assert any(line[2].endswith(" ".join(words)) for line in [*SUGGESTION.finditer(default)][:2])
-    assert seen == 9
-
-
 @pytest.mark.parametrize("name, options, gigabytes", [
     ("lora_xl", [], 8), ("lora_xl", ["--lora_rank=320"], 16), ("lora_paper_r64", [], 12),
     ("finetune_shakespeare", [], 8)])
