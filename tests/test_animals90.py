@@ -15,16 +15,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-from conftest import ROOT, done, kill, launch, wait_until
-
-EXAMPLE = ROOT / "examples" / "animals90"
-SCRIPT = EXAMPLE / "src" / "train_deepspeed.py"
-PLAIN = ROOT / "results" / "animals90_plain.py"
-
 import numpy as np
 import psutil
+import pytest
 import torch
+from conftest import ROOT, done, kill, launch, wait_until
 from PIL import Image
 from torch.nn import functional as F
 from transformers import ResNetConfig, ResNetForImageClassification
@@ -32,6 +27,9 @@ from transformers import ResNetConfig, ResNetForImageClassification
 import configurator
 from runtime.files import write_atomic
 
+EXAMPLE = ROOT / "examples" / "animals90"
+SCRIPT = EXAMPLE / "src" / "train_deepspeed.py"
+PLAIN = ROOT / "results" / "animals90_plain.py"
 DEFAULT_JSON = EXAMPLE / "ds_config_rtx5090.json"
 DEFAULT = json.loads(DEFAULT_JSON.read_text())
 # Adam doesn't make steps of rounding errors, and weight decay is strong
