@@ -307,7 +307,7 @@ def test_a_missing_dataset_names_the_command_that_makes_it(tmp_path, monkeypatch
     with pytest.raises(UserError, match="^data/typo/train.bin does not exist: run .* PATH --name=/.*/data/typo$"):
         check_dataset("data/typo")
     (tmp_path / "my.txt").touch()
-    with pytest.raises(UserError, match="^my.txt/train.bin does not exist: run .*/prepare.py'? my.txt --name=mine, and "):
+    with pytest.raises(UserError, match="^my.txt/train.bin does not exist: run .*/prepare.py'? my.txt --name=mine"):
         check_dataset("my.txt")
     (tmp_path / "my data").mkdir()
     (tmp_path / "my data" / "train.bin").touch()
