@@ -10,6 +10,7 @@ run saves a checkpoint and exits. A second Ctrl-C kills it.
 """
 
 import argparse
+import contextlib
 import logging
 import os
 import shlex
@@ -111,7 +112,14 @@ def run_torchrun(argv):
             timeout = SAVE_TIMEOUT_S
             for name in signals:
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
-            signal.signal(signal.SIGINT, lambda *_: close(self, signal.SIGKILL) or os._exit(130))
+
+            def kill_ranks(*_):  # without waiting for them: the interrupted code may hold Popen's lock
+                for pid in self.pids().values():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                os._exit(130)
+
+            signal.signal(signal.SIGINT, kill_ranks)
             print("Stopping: waiting for the ranks; training saves first (Ctrl-C again: kill them)", file=sys.stderr)
         close(self, death_sig, timeout)
         codes.extend(handler.proc.returncode for handler in getattr(self, "subprocess_handlers", {}).values())

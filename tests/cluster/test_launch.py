@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -96,7 +95,6 @@ def test_a_second_ctrl_c_ends_it_at_once(start, tmp_path):
         process.suspend()  # nobody saves
     os.kill(job.pid, signal.SIGINT)
     assert any(line.startswith("Stopping: ") for line in job.stderr)
-    time.sleep(0.5)  # at another one within a millisecond, the launcher's Popen.wait() would wait for itself
     for number in (signal.SIGUSR1, signal.SIGINT):  # the first of them does nothing
         os.kill(job.pid, number)
     job.communicate(timeout=200)
