@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -298,6 +299,12 @@ def disk_calls(monkeypatch):
 
 def stage(n):
     return f"--deepspeed_config={STAGES[n]}"
+
+
+def at_once(*calls):
+    """The results of the calls, made two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
 def done(run):

@@ -10,9 +10,8 @@ import shutil
 import pytest
 import tiktoken_ext.openai_public
 import torch
-from conftest import CHARS, ROOT, done, launch, stage
+from conftest import CHARS, ROOT, at_once, done, launch, stage
 from safetensors.torch import load_file, save_file
-from test_run import at_once
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode

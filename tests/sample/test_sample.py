@@ -8,8 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from conftest import CHARS, ROOT, ForkedJob, command_line, launch
-from test_run import at_once
+from conftest import CHARS, ROOT, ForkedJob, at_once, command_line, launch
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
