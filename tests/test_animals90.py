@@ -587,6 +587,7 @@ def test_an_unreadable_picture_ends_the_run_with_its_name(train, pictures, tmp_p
     assert str(broken) in checked.stdout and "57 pictures, 1 unreadable" in checked.stdout
 
 
+@pytest.mark.long
 def test_a_killed_worker_ends_the_run_in_one_sentence(train):
     """Also if PyTorch's signal handler raises inside a __del__, which Python can only report."""
     stopped = train("--num_workers=1", plant="""

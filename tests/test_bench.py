@@ -14,7 +14,7 @@ def bench(out, *args):
 
 
 @pytest.mark.parametrize(("baseline", "name", "stage"), [
-    long("hf", "transformers", 2), ("pytorch", "PyTorch DDP", 0), long("fsdp2", "FSDP2", 2)])
+    long("hf", "transformers", 2), long("pytorch", "PyTorch DDP", 0), long("fsdp2", "FSDP2", 2)])
 def test_train_and_a_baseline(characters, tmp_path, baseline, name, stage):
     """Plain PyTorch's baselines start from our weights, so their losses are ours at each step."""
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": stage}} if stage else {}))

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import EIGHT, ROOT, SMALL, ForkedJob, Payload, done, kill, launch, long, stage, wait_until
+from conftest import EIGHT, ROOT, SMALL, ForkedJob, Payload, done, kill, launch, stage, wait_until
 
 from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore, sign_manifest
@@ -74,7 +74,8 @@ def test_one_and_two_ranks_give_the_same_losses(one_rank, two_ranks):
     assert together == pytest.approx(alone, rel=1e-5)  # Adam takes hardly any notice of a gradient's size
 
 
-@pytest.mark.parametrize("launcher", [long("torchrun"), "deepspeed"])
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_each_launcher_gives_the_same_losses(train, two_ranks, launcher):
     run = done(train(*TWO, ranks=2, launcher=launcher))
     assert run.losses == two_ranks.losses and run.evals == two_ranks.evals
@@ -429,6 +430,7 @@ def test_samples_while_training_leave_the_losses_alone(train, options):
 # wandb
 
 
+@pytest.mark.long
 def test_wandb_offline_leaves_its_files(train, tmp_path):
     run = done(train("--wandb_log=True", "--max_iters=1", "--decay_lr=False", "--wandb_run_name=tiny",
                      WANDB_MODE="offline", WANDB_DIR=str(tmp_path), WANDB_SILENT="true"))

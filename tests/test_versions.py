@@ -38,6 +38,7 @@ def test_another_deepspeed_is_refused(train, older):
     assert (refused.returncode, refused.stdout, refused.stderr) == (2, "", REFUSAL) and not refused.out_dir.exists()
 
 
+@pytest.mark.long
 def test_an_environment_of_the_users_own_gets_the_same_check_before_the_run(characters, older, tmp_path):
     command = [ROOT / "run_deepspeed_xl.sh", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out"]
     refused = subprocess.run([*command, "--dry_run=True"], cwd=tmp_path, capture_output=True, text=True, env={

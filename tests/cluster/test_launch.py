@@ -42,6 +42,7 @@ def start(characters, tmp_path):
             process.kill()
 
 
+@pytest.mark.long
 def test_named_options_become_settings_and_a_run_goes_on(start, tmp_path):
     (tmp_path / "mine.py").write_text("dtype = 'float32'\nlog_interval = 1\nmax_iters = 2\n")
     named = ("mine.py", "--num_gpus=2", "--batch_size", "4", "--gradient_accumulation_steps=1",

@@ -166,6 +166,7 @@ def test_a_node_that_gets_sigterm_stops_the_other_too(train, tmp_path):
     assert TagStore(tmp_path / "out").find().manifest["iter_num"] == last >= 5
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_ends_the_other_node_too(train):
     jobs = train(*LONG)
     under_way(jobs)

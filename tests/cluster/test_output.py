@@ -14,6 +14,7 @@ from runtime.checkpoint.tags import TagStore
 ENDLESS = ("--max_iters=1000000", "--eval_interval=1000000", "--log_interval=10")
 
 
+@pytest.mark.long
 def test_ctrl_c_that_also_ends_tee_saves_a_checkpoint(characters, tmp_path):
     """`python launch_deepspeed.py ... 2>&1 | tee log`, and Ctrl-C: the terminal sends SIGINT to both."""
     out_dir, log = tmp_path / "out", tmp_path / "log"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, long
 
 pytest.importorskip("triton", reason="PyTorch for this platform comes without Triton, and the kernels are not used")
 
@@ -65,6 +65,7 @@ def test_fused_blocks_have_the_loss_and_the_gradients_of_plain_ones(recomputed):
         assert (got[name] - 2 * grad).abs().max() < 2e-5 * grad.abs().max(), name
 
 
+@pytest.mark.long
 # The plan refuses fp8 on a CPU, and PyTorch 2.7 is only for GPUs below compute capability 7.5, where it is refused too
 @pytest.mark.skipif(torch.__version__ < (2, 8), reason="PyTorch 2.7 has _scaled_mm on GPUs only")
 def test_fp8_matmuls_are_near_the_plain_ones():
@@ -184,7 +185,7 @@ def test_each_sub_group_of_stage_3_has_its_own_gradients_and_its_groups_options(
         assert p.grads.tolist() == list(range(first, first + len(p.bf16)))
 
 
-@pytest.mark.parametrize(("batch", "prompts"), [(1, (1, 63, 127, 256)), (2, (127,)), (33, (256,))])
+@pytest.mark.parametrize(("batch", "prompts"), [(1, (1, 63, 127, 256)), (2, (127,)), long(33, (256,))])
 def test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole(batch, prompts):
     """Over the borders of 64 and 128 keys, where another program begins to share them, and of 256, where each looks a
     second time; what lies behind is not looked at. 33 sequences have one program per head, which looks at all keys."""

@@ -85,6 +85,7 @@ def test_ten_greedy_answers_are_transformers(talker):
     assert theirs == ours and len(set(ours)) > 3 and all(0 < len(text) < 20 for text in ours)  # they end
 
 
+@pytest.mark.long
 def test_index_transformers_makes_the_same_tokens_and_mask(train, tmp_path):
     """Of conversations with white space, and with words of the template in them."""
     data = prepare(tmp_path, STRANGE * 2, "--val_fraction=0.5")
