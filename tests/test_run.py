@@ -75,9 +75,8 @@ def test_one_and_two_ranks_give_the_same_losses(one_rank, two_ranks):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_each_launcher_gives_the_same_losses(train, two_ranks, launcher):
-    run = done(train(*TWO, ranks=2, launcher=launcher))
+def test_the_deepspeed_launcher_gives_the_same_losses(train, two_ranks):
+    run = done(train(*TWO, ranks=2, launcher="deepspeed"))
     assert run.losses == two_ranks.losses and run.evals == two_ranks.evals
 
 

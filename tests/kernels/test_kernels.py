@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, long
+from conftest import ROOT
 
 pytest.importorskip("triton", reason="PyTorch for this platform comes without Triton, and the kernels are not used")
 
@@ -185,10 +185,12 @@ def test_each_sub_group_of_stage_3_has_its_own_gradients_and_its_groups_options(
         assert p.grads.tolist() == list(range(first, first + len(p.bf16)))
 
 
-@pytest.mark.parametrize(("batch", "prompts"), [(1, (1, 63, 127, 256)), (2, (127,)), long(33, (256,))])
-def test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole(batch, prompts):
+@pytest.mark.parametrize(("batch", "programs", "prompts"), [
+    (1, 32, (1, 63, 127, 256)), (2, 32, (127,)), (2, 1, (256,))])
+def test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole(monkeypatch, batch, programs, prompts):
     """Over the borders of 64 and 128 keys, where another program begins to share them, and of 256, where each looks a
-    second time; what lies behind is not looked at. 33 sequences have one program per head, which looks at all keys."""
+    second time; what lies behind is not looked at. In a large batch, one program per head looks at all keys."""
+    monkeypatch.setattr(decode, "HEAD_PROGRAMS", programs)
     plain, _ = models(block_size=300)
     idx = torch.randint(61, (batch, 300))
     whole = plain(idx)
