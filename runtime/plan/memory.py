@@ -195,10 +195,12 @@ def relative_step_time(micro, recompute, preset):
 
 
 def time_line(job, peak, steps):
-    """Return the estimated time per step and of the run as text, for GPUs with this peak in FLOP/s: 0.8 to 2 times that
-    of GPT-2 XL at the MFU of an H200. Without our fast paths, a step may wait for the CPU for longer."""
+    """Return the estimated time per step and of the run as text: 0.8 to 2 times that of GPT-2 XL at the MFU of an H200,
+    or "at least" without our fast paths, which wait for the CPU less. None for small models. peak: in FLOP/s."""
     seconds = relative_step_time(job.batch.micro, job.gradient_checkpointing, f"zero{job.stage}") * (1 - 0.26 * job.fp8)
     seconds *= job.params.flops * job.batch.tokens / job.batch.world_size / (0.562 * peak)
+    if seconds < 0.005:  # launches take longer than that
+        return None
     fast = supports_fast_gradients(job.ds_config, job.hardware.dtype) and job.hardware.compile
     times = [0.8 * seconds, 2 * seconds][: 1 + (fast and job.hardware.dtype == "bfloat16")]
     per_step, run = (" to ".join(texts) for texts in zip(*((f"{1000 * time:,.0f}", format_time(steps * time))

@@ -90,7 +90,7 @@ class RunPlan(Job):
         lora = f"; LoRA of rank {self.lora['rank']}: {self.params.trainable:,} trainable" if self.lora else ""
         model = f"model      {self.params.total:,} parameters {start}, block_size {self.model.block_size}{lora}"
         peak = (hardware.gpu.tflops or 0) * 1e12 if hardware.gpu else peak_flops(hardware.device)
-        time = [memory.time_line(self, peak, s.max_iters)] if peak and not s.eval_only else []
+        time = filter(None, [peak and not s.eval_only and memory.time_line(self, peak, s.max_iters)])
         if hardware.gpu:  # target_gpu: the data may be missing
             return "\n".join([model, f"plan       {sequences} = {batch.sequences:,} sequences per step, "
                               f"{hardware.dtype}, ZeRO-{self.stage}", *time, *notes])
