@@ -14,7 +14,6 @@ import psutil
 import torch
 
 CGROUP = Path("/sys/fs/cgroup")  # version 2, of this container
-COMMAND_TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def available_memory():
 def run_command(*command):
     """Return the output of a command, stripped, or "" if it fails, takes too long or isn't installed."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMMAND_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()

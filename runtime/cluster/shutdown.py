@@ -137,10 +137,10 @@ class Shutdown:
 def explain_lost_rank(error):
     """Print one line for an error of a collective and exit: a group can't be used after that. Ignore other errors."""
     if isinstance(error, RuntimeError) and not EXITING.is_set() and re.search("gloo|NCCL|[Cc]onnection", str(error)):
-        minutes = group_timeout().total_seconds() / 60
+        minutes, why = group_timeout().total_seconds() / 60, re.sub(r"^\[.*?\] ", "", str(error).splitlines()[0])
         print(f"rank {RANK} on {socket.gethostname()}: another rank has exited, or has not responded for {minutes:g} "
-              f"minutes ({str(error).splitlines()[0]}). See its own messages. Saved checkpoints are intact: resume "
-              "the run. If a rank was only slow, set DEEPSPEED_TIMEOUT to more minutes", file=sys.stderr, flush=True)
+              f"min ({why}). See its own messages. Saved checkpoints are intact: start again with --init_from=auto. If "
+              "a rank was only slow, set DEEPSPEED_TIMEOUT to more minutes", file=sys.stderr, flush=True)
         os._exit(1)
 
 

@@ -75,8 +75,8 @@ def check_model(model, folder, idx):
     difference = (hf_model(idx).logits - logits).abs().max().item()
     limit = MAX_LOGIT_DIFFERENCE * max(10, logits.abs().max().item())
     if not difference <= limit:  # or NaN
-        raise UserError(f"the exported model's logits differ by {difference:.1e}, more than {limit:.0e}: nothing was "
-                        "exported")
+        raise UserError(f"the exported model's logits differ by {difference:.1e}, more than {limit:.0e}: transformers "
+                        "only has GPT-2, so restore model.py if you edited it")
     return difference
 
 

@@ -140,7 +140,7 @@ class StragglerDetector:
         if self.reported in (None, before):
             return None
         return (f"rank {slowest} is a straggler: {1e3 * medians[slowest]:.0f} ms for a forward pass or micro-step, the "
-                f"others {1e3 * others:.0f} ms; check its GPU clocks and other processes")
+                f"others {1e3 * others:.0f} ms; check its clocks and other processes")
 
 
 def timestamp(cuda):

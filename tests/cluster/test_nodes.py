@@ -145,7 +145,7 @@ def test_a_node_is_disconnected_and_the_other_continues(net, train, characters, 
     finally:
         net.plug(2)
     for number, job in enumerate(jobs, 1):
-        assert f"on host{number}: another rank has exited, or has not responded for 0.1 minutes (" in job.said()
+        assert f"on host{number}: another rank has exited, or has not responded for 0.1 min (" in job.said()
     last = TagStore(tmp_path / "out").find().manifest["iter_num"]
     alone = net.run(1, [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train_deepspeed.py",
                         *SMALL, *LONG, f"--dataset={characters}", f"--out_dir={tmp_path}/out", "--init_from=auto",
