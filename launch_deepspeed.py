@@ -169,7 +169,7 @@ def run_headline(ranks, args):
         if code := run_python(data / "prepare.py"):
             raise SystemExit(code)
     train(ranks, [*ours, *args])
-    if settings.keep_last and not (settings.eval_only or settings.dry_run):
+    if os.path.exists(f"{settings.out_dir}/latest") and not (settings.eval_only or settings.dry_run):
         run_python("sample.py", f"--out_dir={settings.out_dir}", "--num_samples=1", "--max_new_tokens=200")
 
 
