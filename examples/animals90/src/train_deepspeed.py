@@ -120,7 +120,7 @@ def find_checkpoint():
         unsafe = set().union(*map(torch.serialization.get_unsafe_globals_in_checkpoint, files)) - SAFE_GLOBALS
         wrong = [key for key, value in new.items() if type(info.get(key)) is not type(value)]
         if wrong or unsafe or len(files) != info["saved_by"][0] + 1:
-            raise ValueError(f"{len(files) - 1} optimizer files; could run code: {sorted(unsafe)}; lacks {wrong}")
+            raise ValueError(f"{len(files) - 1} optimizer files; could run code: {sorted(unsafe)}; no valid {wrong}")
     except Exception as error:  # no such file, no JSON, cut short
         raise UserError(f"resume={resume} is not a complete checkpoint ({error}): change or drop --resume") from None
     return folder, info
