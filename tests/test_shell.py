@@ -65,6 +65,13 @@ def test_the_whole_job(start, tmp_path):
 
 
 @pytest.mark.long
+def test_a_run_that_saves_nothing_is_not_sampled_from(start):
+    with start("--max_iters=0") as job:
+        stdout, stderr = job.communicate(timeout=200)
+    assert job.returncode == 0 and "total time" in stdout and "no checkpoint" not in stderr, stderr
+
+
+@pytest.mark.long
 def test_sigterm_in_the_middle_leaves_no_process(start, tmp_path):
     with start("--max_iters=1000000", "--eval_interval=1000000", "--log_interval=100") as job:
         line = next((line for line in job.stdout if line.startswith("iter 100:")), None)
