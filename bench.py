@@ -148,12 +148,12 @@ def baseline(args, argv):
     ranks = ranks_from_environment()
     join_process_group(s.device, s.backend)
     plan = plan_run(s, ranks)
-    device = setup_device(plan.hardware, ranks.local_rank, plan.ds_config)
+    device = setup_device(plan.execution, ranks.local_rank, plan.ds_config)
     torch.manual_seed(s.seed)
     steps = {"hf": transformers_steps, "pytorch": pytorch_steps, "fsdp2": partial(pytorch_steps, fsdp2=True)}
     name, micro_step = steps[args.baseline](plan, s, device)
     mixture = [(tokens, one.share) for tokens, one in zip(plan.tokens["train"], plan.datasets)]
-    batches = train_batches(mixture, 0, ranks.rank, ranks.world_size, vars(s), plan.data["vocab_size"], device)
+    batches = train_batches(mixture, 0, plan.batch, ranks.rank, s.seed, plan.data["vocab_size"], device)
     times, losses = [], []
     for _ in range(s.max_iters):
         start, total = time.perf_counter(), 0.0
@@ -182,9 +182,9 @@ def transformers_steps(plan, s, device):
     model.train()
     if s.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=s.learning_rate, fused=plan.hardware.device == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=s.learning_rate, fused=plan.execution.device == "cuda")
     plan.ds_config["zero_optimization"].pop("memory_efficient_linear", None)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=plan.ds_config)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(plan.ds_config))
 
     def micro_step(x, y, last):
         loss = engine(x, labels=x).loss
@@ -205,7 +205,7 @@ def pytorch_steps(plan, s, device, fsdp2=False):
     with device:
         model = net = GPT(plan.model)
     model.gradient_checkpointing = s.gradient_checkpointing
-    dtype, compiled, several = plan.hardware.torch_dtype, plan.hardware.compile, dist.get_world_size() > 1
+    dtype, compiled, several = plan.execution.torch_dtype, plan.execution.compile, dist.get_world_size() > 1
     if compiled and (fsdp2 or several):
         model.compile_blocks()
     if fsdp2:
@@ -217,7 +217,7 @@ def pytorch_steps(plan, s, device, fsdp2=False):
         if several:
             net, name = DistributedDataParallel(net), "PyTorch DDP"
         set_sync = partial(setattr, net, "require_backward_grad_sync")  # what no_sync() sets
-    autocast = torch.autocast(plan.hardware.device, dtype, enabled=not fsdp2 and dtype != torch.float32)
+    autocast = torch.autocast(plan.execution.device, dtype, enabled=not fsdp2 and dtype != torch.float32)
     optimizer = torch.optim.AdamW(model.parameter_groups(s.weight_decay), lr=s.learning_rate,
                                   betas=(s.beta1, s.beta2), fused=True)
 

@@ -36,9 +36,9 @@ VALUES = {bool: ("True", "False"), type(None): ("None",)}
 def configure(defaults, argv, annotations=None, root="."):
     """Return the settings that argv makes of the dict `defaults`: a frozen dataclass with its keys as fields.
 
-    Its attribute before_auto has the values that "auto" replaced, for init_from=auto and batch_size=auto. Config files
+    Its attribute requested has the values that "auto" replaced, for init_from=auto and batch_size=auto. Config files
     are searched for in the working directory, then in `root`. Raises UserError with all problems."""
-    settings, before_auto, problems = dict(defaults), {}, []
+    values, requested, problems = dict(defaults), {}, []
     allowed = {name: allowed_values(value, (annotations or {}).get(name)) for name, value in defaults.items()}
 
     def assign(name, value, where, convert=validate):
@@ -49,9 +49,9 @@ def configure(defaults, argv, annotations=None, root="."):
             return
         try:
             value = convert(value, *allowed[name])
-            if value == "auto" and settings[name] != "auto":
-                before_auto[name] = settings[name]
-            settings[name] = value
+            if value == "auto" and values[name] != "auto":
+                requested[name] = values[name]
+            values[name] = value
         except ValueError as error:
             problems.append(f"{where}: {name} {error}")
 
@@ -60,7 +60,7 @@ def configure(defaults, argv, annotations=None, root="."):
         arg = args.pop(0)
         if not arg.startswith("--"):
             try:
-                for name, value in run_config_file(arg, settings, root).items():
+                for name, value in run_config_file(arg, values, root).items():
                     assign(name, value, arg)
             except UserError as error:
                 problems.append(str(error))
@@ -77,8 +77,8 @@ def configure(defaults, argv, annotations=None, root="."):
             assign(name, value, "command line", parse_value)
     if problems:
         raise UserError("\n".join(problems))
-    namespace = {"before_auto": before_auto}
-    return dataclasses.make_dataclass("Settings", settings, frozen=True, namespace=namespace)(**settings)
+    namespace = {"requested": requested}
+    return dataclasses.make_dataclass("Settings", values, frozen=True, namespace=namespace)(**values)
 
 
 def did_you_mean(name, known):
@@ -124,8 +124,8 @@ def parse_value(text, types_, choices):
         return validate(text, types_, choices)
 
 
-def run_config_file(path, settings, root):
-    """Run a config file and return what it assigned, by name."""
+def run_config_file(path, values, root):
+    """Run a config file on the settings' values so far, by name, and return what it assigned."""
     found = next((p for p in (path, os.path.join(root, path)) if os.path.isfile(p)), None)
     if found is None or not path.endswith(".py"):  # JSON is often valid Python, and would change nothing
         problem = "is not a .py file" if found or os.path.isdir(path) else "does not exist"
@@ -135,7 +135,7 @@ def run_config_file(path, settings, root):
         known = [] if found else glob.glob("config/**/*.py", root_dir=root, recursive=True)
         fix = did_you_mean(path, known) or f": name a .py file, or write {hint}"
         raise UserError(f"config file {path} {problem}{fix}")
-    names = dict(settings)
+    names = dict(values)
     try:
         tree = ast.parse(Path(found).read_text(encoding="utf-8"), found)
         exec(compile(tree, found, "exec"), names)
@@ -147,7 +147,7 @@ def run_config_file(path, settings, root):
                 for alias in node.names}
     return {name: value for name, value in names.items()
             if not name.startswith("_") and not isinstance(value, types.ModuleType) and not callable(value)
-            and (value is not settings[name] if name in settings else name not in imported)}
+            and (value is not values[name] if name in values else name not in imported)}
 
 
 def settings_with_comments(source, defaults):
@@ -189,7 +189,7 @@ def from_command_line(script, argv=None, on_error=exit_with_error):
     --help. For mistakes, calls on_error(UserError), which prints one line each and exits with code 2."""
     argv = sys.argv[1:] if argv is None else argv
     path, annotations = script["__file__"], script.get("__annotations__", {})
-    source = Path(path).read_text(encoding="utf-8").partition("\nsettings = ")[0]
+    source = settings_source(path)
     defaults = {k: v for k, v in script.items() if not k.startswith("_") and isinstance(v, SETTING_TYPES)}
     if "--help" in argv or "-h" in argv:
         exit_quietly_on_broken_pipe()
@@ -201,11 +201,23 @@ def from_command_line(script, argv=None, on_error=exit_with_error):
         on_error(error)
 
 
+def apply_command_line(script, **options):
+    """Set the names of a script to its settings, and return these. Arguments as for from_command_line()."""
+    settings = from_command_line(script, **options)
+    script.update(vars(settings))
+    return settings
+
+
+def settings_source(path):
+    """Return the source of a script up to where it calls the configurator: its docstring and its settings."""
+    source = Path(path).read_text(encoding="utf-8")
+    return re.split(r"^.*\bconfigurator\.\w+\(globals", source, maxsplit=1, flags=re.MULTILINE)[0]
+
+
 def settings_of_script(script, argv):
     """Return the settings that another script would make of these arguments. Exits for mistakes."""
     names = {"__file__": script, "Literal": typing.Literal}
-    source = Path(script).read_text(encoding="utf-8").partition("\nsettings = ")[0]
-    for node in ast.parse(source).body:  # run its assignments of settings alone
+    for node in ast.parse(settings_source(script)).body:  # run its assignments of settings alone
         if isinstance(node, ast.Assign | ast.AnnAssign) and not ast.unparse(node).startswith("_"):
             exec(compile(ast.Module([node], []), script, "exec"), names)
     return from_command_line(names, argv)

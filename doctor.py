@@ -68,25 +68,26 @@ def check_machine_and_run(rows, num_gpus, argv):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
     settings = settings_of_script(os.path.join(ROOT, "train_deepspeed.py"), argv) if argv else None
     ranks = num_gpus or (0 if argv and settings.device == "cpu" else GPUS) or 1
-    report = []
+    texts = []
     for check, *arguments in ((cuda,), (gpus,), (offload,), (kernels,), (host,), (disk, settings),
-                              (datasets, settings), (weights, settings), (the_run, settings, ranks, report)):
+                              (datasets, settings), (weights, settings), (the_run, settings, ranks, texts)):
         try:
             rows += check(*arguments)
         except Exception as error:  # the other checks still run
             rows.append(row(check.__name__, f"could not be checked: {type(error).__name__}: {error}",
                             "please report this"))
-    return "".join(report)
+    return "".join(texts)
 
 
 # The run
 
 
-def the_run(settings, ranks, report):
-    """Check what training would report, and add the text of a dry run to `report`."""
+def the_run(settings, ranks, texts):
+    """Check what training would report, and add the text of a dry run to `texts`."""
     if not settings:
         return
     from runtime.cluster.ranks import Ranks
+    from runtime.plan import report
     from runtime.plan.run_plan import Problems, make_plan
 
     problems, notes, ranks = Problems(), [], Ranks(0, 0, ranks, ranks)
@@ -95,9 +96,9 @@ def the_run(settings, ranks, report):
     yield from (row("the run", "won't start", line, FAIL) for line in "\n".join(problems).splitlines())
     if plan:
         yield from (row("the run", "needs on the other machine", line) for line in plan.notes[len(notes):])
-        fix = "add one of the settings below" if plan.advice() else ""
+        fix = "add one of the settings below" if report.advice(plan) else ""
         yield row("the run", "doesn't fit" if fix else "fits", fix, FAIL)
-        report.append(f"\n{plan.summary()}\n{plan.memory_report(ranks)}")
+        texts.append(f"\n{report.summary(plan)}\n{report.memory_report(plan, ranks)}")
 
 
 def disk(settings):

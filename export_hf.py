@@ -16,8 +16,7 @@ tag: str | None = None  # best, final, iter_20, ... or latest; None: best, or th
 to: str | None = None  # the folder to write; None: hf-TAG in out_dir
 dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # the weights' precision
 
-settings = configurator.from_command_line(globals())
-globals().update(vars(settings))
+configurator.apply_command_line(globals())
 
 import os
 import secrets

@@ -37,8 +37,7 @@ score_file: str | None = None  # print this file's mean loss and perplexity inst
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if there is a GPU
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: bfloat16 if the GPU has it
 
-settings = configurator.from_command_line(globals())
-globals().update(vars(settings))
+configurator.apply_command_line(globals())
 
 import os
 import sys
@@ -53,21 +52,22 @@ from runtime.hardware import pick_device, pick_dtype
 from runtime.output import exit_with_error, printable
 from runtime.sample.chat import Chat
 from runtime.sample.generate import ask_for_prompts, generate_texts, read_prompts, read_text, score_text
-from runtime.sample.source import resolve
+from runtime.sample.source import find_model
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed only reads files
 if num_samples is None:
     num_samples = 1 if prompts_file or interactive or chat else 3
 sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty}
 ranges = {  # whether a setting is in its range, and the range
-    "num_samples": (num_samples >= 1, "at least 1"),
-    "batch_size": (batch_size >= 1, "at least 1"),
-    "max_new_tokens": (max_new_tokens >= 0, "at least 0"),
-    "temperature": (temperature == 0 or 1e-5 <= temperature < inf, "0, or at least 1e-5"),
-    "top_k": (top_k is None or top_k >= 0, "at least 0, or None"),
-    "top_p": (top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or None"),
-    "repetition_penalty": (1e-5 <= repetition_penalty < inf, "at least 1e-5: 1 for none, 1.1 for a little"),
-    "seed": (0 <= seed < 2**62, "at least 0 and below 2**62"),
+    f"num_samples={num_samples}": (num_samples >= 1, "at least 1"),
+    f"batch_size={batch_size}": (batch_size >= 1, "at least 1"),
+    f"max_new_tokens={max_new_tokens}": (max_new_tokens >= 0, "at least 0"),
+    f"temperature={temperature}": (temperature == 0 or 1e-5 <= temperature < inf, "0, or at least 1e-5"),
+    f"top_k={top_k}": (top_k is None or top_k >= 0, "at least 0, or None"),
+    f"top_p={top_p}": (top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or None"),
+    f"repetition_penalty={repetition_penalty}": (1e-5 <= repetition_penalty < inf,
+                                                 "at least 1e-5: 1 for none, 1.1 for a little"),
+    f"seed={seed}": (0 <= seed < 2**62, "at least 0 and below 2**62"),
 }
 given = {"start": start != "\n", "prompts_file": prompts_file is not None, "interactive": interactive,
          "score_file": score_file is not None}
@@ -76,7 +76,7 @@ if chat and score_file:
     problems.append("chat and score_file can't be combined: drop one")
 if init_from == "resume" and dataset is not None:
     problems.append(f"dataset={dataset} is for --init_from: a checkpoint of ours knows its dataset")
-problems += [f"{name}={globals()[name]} must be {what}" for name, (in_range, what) in ranges.items() if not in_range]
+problems += [f"{setting} must be {what}" for setting, (in_range, what) in ranges.items() if not in_range]
 if problems:
     exit_with_error("\n".join(problems))
 interactive = interactive or (chat and not any(given.values()))
@@ -98,7 +98,7 @@ def show(text, end=""):
 try:
     device = pick_device(device)
     dtype = getattr(torch, pick_dtype(dtype, device))
-    name, description, data, load = resolve(init_from, out_dir, tag, dataset)
+    name, description, data, load = find_model(init_from, out_dir, tag, dataset)
     encode, decode = tokenizer_of(data["tokenizer"])
     end = end_of_text(data["tokenizer"])
     if chat and not data["template"]:

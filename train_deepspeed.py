@@ -103,7 +103,6 @@ deterministic = False  # bitwise reproducible on the same GPUs, but slower
 deepspeed_config = "ds_config_zero2.json"  # DeepSpeed's JSON: ZeRO stage, offload, bucket sizes
 
 settings = configurator.from_command_line(globals(), on_error=exit_on_all_ranks)  # a frozen dataclass
-globals().update(vars(settings))
 
 # -----------------------------------------------------------------------------
 # Join the other ranks. Then plan: check the settings on this machine. For problems, print all and exit on all ranks
@@ -112,7 +111,7 @@ import math
 
 import torch
 
-if device == "cpu" or not torch.cuda.is_available():
+if settings.device == "cpu" or not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
 
 from model import GPT
@@ -121,21 +120,22 @@ from runtime.cluster.join import join_process_group
 from runtime.cluster.ranks import print0, ranks_from_environment
 from runtime.cluster.shutdown import EXIT_REASONS, Shutdown
 from runtime.plan.memory import estimate
-from runtime.plan.rules import evals_until
+from runtime.plan.report import explain_out_of_memory, memory_report, summary
+from runtime.plan.rules import evaluations_through
 from runtime.plan.run_plan import plan_run
+from runtime.plan.start import saved_state
 
-ranks = ranks_from_environment(dry_run)
-if not dry_run:
-    shutdown = Shutdown(join_process_group(device, backend))  # signals, the file STOP, dead ranks, the launcher's end
+ranks = ranks_from_environment(settings.dry_run)
+if not settings.dry_run:  # then watch signals, the file STOP, the other ranks and the launcher
+    shutdown = Shutdown(join_process_group(settings.device, settings.backend))
 elif ranks.rank:
     raise SystemExit(0)  # rank 0 plans for all
 plan = plan_run(settings, ranks)
-settings, batch, hardware = plan.settings, plan.batch, plan.hardware
-batch_size, gradient_accumulation_steps, max_iters = batch.micro, batch.accumulation, settings.max_iters  # resolved
-keep_last, always_save_checkpoint = settings.keep_last, settings.always_save_checkpoint  # as rank 0's disk allows
-print0(plan.summary())
+settings, batch, execution = plan.settings, plan.batch, plan.execution
+globals().update(vars(settings))  # from here on, each setting is a name of this script, with "auto" resolved
+print0(summary(plan))
 if dry_run:
-    print0(plan.memory_report(ranks))
+    print0(memory_report(plan, ranks))
     raise SystemExit(0)
 
 # -----------------------------------------------------------------------------
@@ -143,21 +143,21 @@ if dry_run:
 
 import deepspeed
 
-from runtime.checkpoint import Saver, TagStore, load_into_engine, load_model, newest_intact
+from runtime.checkpoint import Saver, TagStore, load_model, newest_intact
 from runtime.cluster.ranks import all_exit_on, all_reduce_sum, broadcast_from_rank0, shut_down
-from runtime.data.loader import eval_batches, mixed_seed, sequences_per_dataset, train_batches
-from runtime.engine import ds_config, fixes, setup
-from runtime.engine.fast_path import FastPath
+from runtime.data.loader import TimedIterator, eval_batches, mixed_seed, sequences_per_dataset, train_batches
+from runtime.engine import ds_config, setup
+from runtime.engine.engine import Engine
 from runtime.files import UserError
 from runtime.monitor.health import StepHealth
 from runtime.monitor.profiler import Profiler
 from runtime.monitor.runlog import RunLog
 from runtime.sample.generate import sample_from_engine
 
-device = setup.setup_device(hardware, ranks.local_rank, plan.ds_config, deterministic)
+device = setup.setup_device(execution, ranks.local_rank, plan.ds_config, deterministic)
 if not eval_only:
     shutdown.handle_signals()
-plan.explain_out_of_memory()
+explain_out_of_memory(plan)
 store = TagStore(out_dir, read_only=eval_only)  # locked until this process ends
 tag = newest_intact(store, plan.start, resume_tag, overwrite)  # None unless this resumes
 
@@ -170,7 +170,7 @@ with all_exit_on(UserError):
         share = ranks.local_rank, ranks.local_world_size  # a node may have its own copy of the files
         model = load_model(*plan.start.parent, dropout, share)[0].to(device).train()
     elif plan.start.kind == "pretrained":
-        model = GPT.from_pretrained(plan.start.weights, dropout=dropout, device=device, dtype=hardware.torch_dtype)
+        model = GPT.from_pretrained(plan.start.weights, dropout=dropout, device=device, dtype=execution.torch_dtype)
     else:  # from scratch, or to be loaded from the tag to resume from
         with torch.device(device):
             model = GPT(plan.model)
@@ -180,20 +180,20 @@ if plan.lora:
 model.gradient_checkpointing = gradient_checkpointing
 flops_per_iter = model.flops_per_token(block_size) * batch.tokens
 profiler = Profiler(model, out_dir) if profile else None  # before compiling
-use_triton = setup.compile_blocks(model, hardware, plan.stage, fp8)  # our Triton kernels where they fit
+use_triton = setup.compile_blocks(model, execution, plan.stage, fp8)  # our Triton kernels where they fit
 
 optimizer = setup.adamw(model.parameter_groups(weight_decay), plan.ds_config, lr=learning_rate, betas=(beta1, beta2))
-engine = setup.initialize(model, optimizer, plan.ds_config)
-print0(f"DeepSpeed uses {setup.describe(engine, plan.ds_config, hardware.dtype)}")
-fast = FastPath(engine)  # gradient path, AdamW step and CUDA graph, if each supports this run
-fast.install(plan.accumulate_locally, use_triton, capture=not ds_config.has_per_step_timers(plan.ds_config))
+deepspeeds_engine = setup.initialize(model, optimizer, plan.ds_config)
+print0(f"DeepSpeed uses {setup.describe(deepspeeds_engine, plan.ds_config, execution.dtype)}")
+engine = Engine(deepspeeds_engine, plan.accumulate_locally, use_triton,
+                capture=not ds_config.has_per_step_timers(plan.ds_config))
 
-state = load_into_engine(engine, store, tag) if tag else {}
+state = engine.load(store, tag) if tag else {}
 iter_num = first_iter = state.get("iter_num", 0)
 evals_since_best = state.get("evals_since_best", 0)
-log = RunLog({**vars(settings), "sources": plan.start.sources}, state, device, plan.datasets, batch.tokens,
-             estimate(plan), _process_start)
-health = StepHealth(engine, fast, log.warn, state)
+vocab_size = plan.data["vocab_size"]
+log = RunLog(settings, plan.start.sources, state, device, plan.datasets, batch.tokens, estimate(plan), _process_start)
+health = StepHealth(log.warn, state)
 
 # -----------------------------------------------------------------------------
 # The parts of the loop
@@ -214,31 +214,29 @@ def get_lr(it):
     return lowest + remaining * (learning_rate - lowest)
 
 
-@torch.no_grad()
 def estimate_loss():
     """Return {split: [(mean, standard error) of each dataset]}, over fixed windows that the ranks share."""
-    engine.eval()
+    model.eval()
     losses = {"train": [], "val": []}
     for split, found in losses.items():
         for data in plan.tokens[split]:
             sums = torch.zeros(6, dtype=torch.float64, device=device)  # over windows
-            for x, y in eval_batches(data, ranks.rank, ranks.world_size, plan.eval_windows, vars(settings),
-                                     plan.data["vocab_size"], device):
+            for x, y in eval_batches(data, plan.eval_windows, batch, ranks.rank, vocab_size, device):
                 counts = (y >= 0).double().mean(dim=1)  # the fraction that counts; 0 if a window pads the last batch
-                loss = engine(x, y, "none").view(y.shape).double().mean(dim=1)
+                loss = engine.evaluate(x, y).double().mean(dim=1)
                 sums += torch.stack([counts > 0, counts, loss, counts**2, loss**2, counts * loss]).sum(dim=1)
             n, counted, total, counts2, loss2, product = all_reduce_sum(*sums)
             mean = total / counted  # a ratio of sums: its standard error comes from loss - mean * counts
             residuals = max(0.0, loss2 - 2 * mean * product + mean**2 * counts2)
             found.append((mean, math.sqrt(residuals * n / max(1, n - 1)) / counted))
-    engine.train()
+    model.train()
     return losses
 
 
 def evaluate():
     """Print and record the losses. Return the validation loss, weighted by the shares of a mixture."""
     start = time.time()
-    sequences = sequences_per_dataset(iter_num * batch.sequences, [one.share for one in plan.datasets])
+    sequences = sequences_per_dataset(iter_num * batch.sequences, [dataset.share for dataset in plan.datasets])
     return log.evaluation(iter_num, estimate_loss(), sequences, time.time() - start)
 
 
@@ -256,8 +254,8 @@ def save(improved):
     """Start saving this iteration's tag."""
     saver.save(f"iter_{iter_num}", aliases(improved), {
         "iter_num": iter_num, "best_val_loss": best_val_loss, "evals_since_best": evals_since_best,
-        "improved": improved, "wandb_id": log.wandb_id, "settings": vars(settings),
-        "grad_norms": list(health.spikes.history), "grad_norms_risen": health.spikes.risen, **plan.saved_state()})
+        "improved": improved, "wandb_id": log.wandb_id, "grad_norms": list(health.spikes.history),
+        "grad_norms_risen": health.spikes.risen, **saved_state(plan)})
 
 
 # -----------------------------------------------------------------------------
@@ -273,39 +271,34 @@ if iter_num == 0 or eval_only:
     evaluate()
 elif iter_num >= max_iters:
     print0(f"{store.path(tag.name)} is at iteration {iter_num} already: resume with a larger --max_iters")
-vocab_size = plan.data["vocab_size"]
-mixture = [(tokens, one.share) for tokens, one in zip(plan.tokens["train"], plan.datasets)]
-batches = train_batches(mixture, iter_num, ranks.rank, ranks.world_size, vars(settings), vocab_size, device)
-engine.train()
+mixture = [(tokens, dataset.share) for tokens, dataset in zip(plan.tokens["train"], plan.datasets)]
+batches = TimedIterator(train_batches(mixture, iter_num, batch, ranks.rank, seed, vocab_size, device))
+model.train()
 exit_code = None
 if profiler:
     profiler.start()
-log.exclude_pauses(iter_num)  # starts the clock
+log.restart_clock(iter_num, batches.waited_s)  # starts it
 while not finished() and not eval_only and exit_code is None:
     # one optimizer step
     torch.manual_seed(mixed_seed(seed, iter_num, ranks.rank))  # for dropout: the same after a resume
     lr = get_lr(iter_num)
-    for group in engine.optimizer.param_groups:
+    for group in optimizer.param_groups:
         group["lr"] = lr
-    if skip_grad_spikes:
-        fast.skip_above = health.spikes.threshold()
     loss = torch.zeros((), device=device)
     for _ in range(gradient_accumulation_steps):
-        # engine(x, y) and engine.backward(loss), as a CUDA graph if possible
-        loss += fast.forward_backward(*log.time_data(batches))
-        engine.step()  # DeepSpeed steps the optimizer after the last micro-step
+        loss += engine.micro_step(*next(batches))  # forward and backward
+    step = engine.step(skip_above=health.spikes.threshold() if skip_grad_spikes else math.inf)
     loss /= gradient_accumulation_steps
-    fixes.grow_loss_scale(engine)
     iter_num += 1
 
     # check and log it
-    health.check(loss, iter_num)  # warns about a skipped step or a spike
+    health.check(step, loss, iter_num)  # warns about a skipped step or a spike
     if iter_num % log_interval == 0 or iter_num in (first_iter + 1, max_iters):
-        log.step(iter_num, loss, lr, flops_per_iter, health)
+        log.step(iter_num, loss, lr, flops_per_iter, step, batches.waited_s, engine.launch.timer.seconds())
 
     # evaluate, and save a tag
     saved = False
-    if evals_until(iter_num, settings) > evals_until(iter_num - 1, settings) or iter_num == max_iters:
+    if evaluations_through(iter_num, settings) > evaluations_through(iter_num - 1, settings) or iter_num == max_iters:
         val_loss = evaluate()
         improved = val_loss < best_val_loss
         best_val_loss = min(best_val_loss, val_loss)  # in this order, NaN doesn't become the best
@@ -317,7 +310,7 @@ while not finished() and not eval_only and exit_code is None:
         encode, decode = plan.tokenizer
         ids = sample_from_engine(engine, encode(sample_start), sample_tokens, (seed + iter_num) % 2**63, device)
         log.sample(iter_num, decode(ids))
-    log.exclude_pauses(iter_num, paused=profiler and profiler.step())  # from the next step's time
+    log.restart_clock(iter_num, batches.waited_s, paused=profiler and profiler.step())  # for the next step's time
 
     # exit together: a signal, STOP, a failed save, or too many skipped steps
     exit_code, save_failed = shutdown.agree(saver.failed)

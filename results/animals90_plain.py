@@ -29,8 +29,7 @@ pretrained = "none"  # initial weights: imagenet, none (random), or a file or fo
 image_size = 224  # side of the network's input in pixels
 seed = 1337  # random seed of weights, order and cropping
 log_dir = "logs"  # folder for training_history.json
-settings = configurator.from_command_line(globals())
-globals().update(vars(settings))
+settings = configurator.apply_command_line(globals())
 
 import json
 import time

@@ -17,8 +17,10 @@ sys.path.insert(0, str(ROOT))
 
 import plot
 from model import GPT, GPTConfig
-from runtime.engine.ds_config import resolve
-from runtime.plan.memory import Batch, Hardware, Job, ParamCount, estimate
+from runtime.data.loader import Batch
+from runtime.engine.ds_config import complete_config
+from runtime.hardware import Execution
+from runtime.plan.memory import MemoryInputs, ParamCount, estimate
 
 PRESETS = {2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
 PARTS = {"weights": "#2f7fd6", "gradients": "#1f9d62", "optimizer": "#dd6b10", "buckets": "#8b6be0",
@@ -46,10 +48,10 @@ def read(name):
 def xl_estimate(stage, micro, gpus=1, recomputed=False):
     """Return {part: GB per GPU} of GPT-2 XL in bfloat16, with 32 sequences of 1,024 tokens per GPU and step."""
     batch = Batch(micro, 32 // micro, gpus, 1024)
-    config, _ = resolve(ROOT / PRESETS[stage], batch, 1.0, "bfloat16", True)
+    config, _ = complete_config(ROOT / PRESETS[stage], batch, 1.0, "bfloat16", True)
     with torch.device("meta"):
         n = sum(p.numel() for p in GPT(XL).parameters())
-    job = Job(XL, Hardware("cuda", "bfloat16", True, 0), batch, ParamCount(n, n, n), config, recomputed)
+    job = MemoryInputs(XL, Execution("cuda", "bfloat16", True, 0), batch, ParamCount(n, n, n), config, recomputed)
     return {part: size / 1e9 for part, size in estimate(job).items()}
 
 

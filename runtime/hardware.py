@@ -26,6 +26,21 @@ class Gpu:
     fp8: bool = False  # our FP8 kernels run on it: compute capability 9.0 and up
 
 
+@dataclass(frozen=True)
+class Execution:
+    """What each rank runs on: this machine, or the GPU that target_gpu names."""
+
+    device: str  # "cuda" or "cpu"
+    dtype: str  # "bfloat16", "float16" or "float32"
+    compile: bool
+    memory: int  # bytes per rank
+    gpu: Gpu | None = None  # target_gpu's; None: the GPU of this machine
+
+    @property
+    def torch_dtype(self):
+        return getattr(torch, self.dtype)
+
+
 GPUS = {
     "T4": Gpu(16, 65, bf16=False), "V100": Gpu(16, 125, bf16=False), "V100-32": Gpu(32, 125, bf16=False),
     "A10": Gpu(24, 125), "A10G": Gpu(24, 70), "L4": Gpu(24, 121), "3090": Gpu(24, 71), "4090": Gpu(24, 165),

@@ -29,8 +29,8 @@ class LoRALinear(nn.Module):
 
 def lora_config(settings):
     """Return {"rank", "alpha", "dropout", "target_modules"} of a run with LoRA, or None. Raises ValueError."""
-    rank, alpha, dropout = (settings[f"lora_{name}"] for name in ("rank", "alpha", "dropout"))
-    modules = list(dict.fromkeys(name.strip() for name in settings["lora_target_modules"].split(",") if name.strip()))
+    rank, alpha, dropout = settings.lora_rank, settings.lora_alpha, settings.lora_dropout
+    modules = list(dict.fromkeys(name.strip() for name in settings.lora_target_modules.split(",") if name.strip()))
     unknown = [name for name in modules if name not in TARGET_MODULES]
     if rank and (unknown or not modules):
         raise ValueError(f"lora_target_modules names {', '.join(unknown) or 'nothing'}: choose from a block's "

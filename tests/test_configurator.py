@@ -18,16 +18,16 @@ from engine.zero_worker import WAYS
 from monitor.test_profiler import MEASURED
 
 from configurator import configure, settings_of_script
+from runtime.data.loader import Batch
 from runtime.engine.ds_config import (
     DTYPE_BLOCK,
     STAGE3_DEFAULTS,
     allowed_keys,
-    resolve,
-    supports_fast_gradients,
+    complete_config,
+    config_fits_fast_gradients,
     uses_offload,
 )
 from runtime.files import UserError
-from runtime.plan.run_plan import Batch
 
 SCRIPT = ROOT / "train_deepspeed.py"
 CONFIGS = sorted((ROOT / "config").glob("*.py"))
@@ -232,7 +232,7 @@ def test_configs_of_the_project_resolve(path):
     settings = vars(configure(defaults, [str(path)], annotations, ROOT))
     json_file = ROOT / settings["deepspeed_config"]
     batch = Batch(settings["batch_size"], settings["gradient_accumulation_steps"], 8, settings["block_size"])
-    assert resolve(json_file, batch, 1.0, "bfloat16")[0]["train_batch_size"] == batch.sequences
+    assert complete_config(json_file, batch, 1.0, "bfloat16")[0]["train_batch_size"] == batch.sequences
 
 
 def test_help_shows_every_setting_with_its_comment(tmp_path):
@@ -264,7 +264,7 @@ def resolved(content, tmp_path, dtype="float32", world_size=4):
     """(config, notes) of a JSON with this content: an object, or the text itself."""
     path = tmp_path / "ds.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return resolve(str(path), Batch(2, 3, world_size, 32), 1.0, dtype)
+    return complete_config(str(path), Batch(2, 3, world_size, 32), 1.0, dtype)
 
 
 def zero(stage=2, **rest):
@@ -274,7 +274,7 @@ def zero(stage=2, **rest):
 @pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_jsons_of_the_project_resolve(path, dtype):
-    config, _ = resolve(str(path), Batch(2, 3, 4, 32), 1.0, dtype)
+    config, _ = complete_config(str(path), Batch(2, 3, 4, 32), 1.0, dtype)
     assert config["train_batch_size"] == 24
     named = int(re.search(r"zero(\d)", path.stem)[1])
     assert config["zero_optimization"]["stage"] == max(named, 2)
@@ -324,7 +324,7 @@ def test_jsons_are_refused(content, problem, tmp_path):
 @pytest.mark.parametrize("key", STAGE3_DEFAULTS)
 def test_another_prefetch_needs_deepspeeds_own_stage_3(key, tmp_path):
     for value, ours in ((STAGE3_DEFAULTS[key], True), (0, False)):
-        assert supports_fast_gradients(resolved(zero(3, **{key: value}), tmp_path)[0], "float32") is ours
+        assert config_fits_fast_gradients(resolved(zero(3, **{key: value}), tmp_path)[0], "float32") is ours
 
 
 def names_of_problems(content, tmp_path):
@@ -420,7 +420,7 @@ def test_before_auto_is_what_auto_overwrote():
     """How init_from=auto finds out what to begin with."""
     for argv, before in ((["--compile=False", "--compile=auto"], {"compile": False}), (["--compile=auto"], {}),
                          (["--compile=False"], {})):
-        assert configure(DEFAULTS, argv, ANNOTATIONS).before_auto == before
+        assert configure(DEFAULTS, argv, ANNOTATIONS).requested == before
 
 
 def test_a_reader_that_goes_away_ends_it_quietly():

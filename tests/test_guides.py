@@ -14,6 +14,7 @@ import launch_deepspeed
 from runtime.cluster.ranks import Ranks
 from runtime.foreign_options import FOREIGN_OPTIONS
 from runtime.plan import run_plan
+from runtime.plan.report import memory_report
 from runtime.plan.run_plan import Problems, count_params, make_plan
 
 SCRIPT = "train_deepspeed.py"
@@ -111,6 +112,6 @@ def test_the_guides_commands_pass_a_dry_run(monkeypatch):
             assert re.search("has no checkpoint|out-stage1 is unknown", problems.pop()), words
             assert not [problem for problem in problems if "train.bin does not exist" not in problem], words
         else:
-            assert not problems and plan.memory_report(ranks).startswith("each GPU"), words
+            assert not problems and memory_report(plan, ranks).startswith("each GPU"), words
             done += 1
     assert done > 25

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def test_loss_and_gradients_are_pefts(folder, dropout):
     from peft import LoraConfig, get_peft_model
 
     ours, x = GPT.from_pretrained(str(folder)), torch.randint(28, (3, 16))
-    lora.apply(ours, lora_config({**SETTINGS, "lora_dropout": dropout}))
+    lora.apply(ours, lora_config(SimpleNamespace(**{**SETTINGS, "lora_dropout": dropout})))
     plain = GPT2LMHeadModel.from_pretrained(folder, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
     theirs = get_peft_model(plain, LoraConfig(
         r=4, lora_alpha=8, lora_dropout=dropout, target_modules=list(TARGET_MODULES), fan_in_fan_out=True)).train()

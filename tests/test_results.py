@@ -9,11 +9,12 @@ from conftest import ROOT, STAGES
 
 from model import GPT, GPTConfig
 from results.table import format_table
-from runtime.engine.ds_config import resolve
+from runtime.data.loader import Batch
+from runtime.engine.ds_config import complete_config
+from runtime.hardware import Execution
 from runtime.lora import TARGET_MODULES
 from runtime.lora import apply as apply_lora
-from runtime.plan.memory import Job, estimate
-from runtime.plan.run_plan import Batch, Hardware, ParamCount
+from runtime.plan.memory import MemoryInputs, ParamCount, estimate
 
 
 def run_of(name):
@@ -53,12 +54,12 @@ XL = {"n_layer": 48, "n_head": 25, "n_embd": 1600}
 def planned_gb(model, preset, micro, recomputed, gpus=1, accumulate_locally=False, fp8=False, pretrained=True):
     """Return the estimated peak GB per GPU of a model on meta in bfloat16, without CUDA's own."""
     batch = Batch(micro, max(1, 32 // micro), gpus, 1024)
-    config, _ = resolve(ROOT / preset, batch, 1.0, "bfloat16", True)
+    config, _ = complete_config(ROOT / preset, batch, 1.0, "bfloat16", True)
     if config["zero_optimization"]["stage"] == 3 and gpus != 2:  # these runs are older than engine/zero3_blocks.py
         config["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
     stored, trainable = (sum(p.numel() for p in model.parameters() if p.requires_grad or every)
                          for every in (True, False))
-    parts = estimate(Job(model.config, Hardware("cuda", "bfloat16", True, 0), batch,
+    parts = estimate(MemoryInputs(model.config, Execution("cuda", "bfloat16", True, 0), batch,
                          ParamCount(stored, stored, trainable), config, recomputed, accumulate_locally, fp8,
                          pretrained))
     return (sum(parts.values()) - parts["CUDA and NCCL"]) / 1e9

@@ -465,7 +465,7 @@ def test_tensorboard_goes_on_over_a_resume_without_doubles(train):
 
 def test_a_logger_that_fails_is_left_out_and_training_goes_on(capsys):
     log = RunLog.__new__(RunLog)
-    log.settings = {"eval_only": True}
+    log.settings = Mock(eval_only=True)
     log.writes, log.out_dir, log.loggers, logged = False, "nowhere", {"bad": Mock(), "good": Mock()}, []
     log.loggers["bad"].log.side_effect = log.loggers["good"].close.side_effect = ZeroDivisionError
     log.loggers["good"].log.side_effect = lambda values, step: logged.append((values, step))

@@ -1,8 +1,8 @@
 """Checkpoints: saved in the background, read with any number of GPUs at any ZeRO stage."""
 
-from runtime.checkpoint.resume import load_into_engine, newest_intact
+from runtime.checkpoint.resume import newest_intact
 from runtime.checkpoint.saver import Saver
 from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import CheckpointError, TagStore
 
-__all__ = ["CheckpointError", "Saver", "TagStore", "load_into_engine", "load_model", "newest_intact"]
+__all__ = ["CheckpointError", "Saver", "TagStore", "load_model", "newest_intact"]

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from runtime.checkpoint.shards import TagReader
 from runtime.checkpoint.tags import MANIFEST_FORMAT, sign_manifest, topology
-from runtime.cluster.ranks import broadcast_from_rank0, exit_with_problems, local_world_size, print0, silence_stdout
+from runtime.cluster.ranks import broadcast_from_rank0, exit_with_problems, local_world_size, print0
 from runtime.files import file_digest, format_bytes, free_bytes, replace_dir, write_atomic, write_temp
 from runtime.hardware import available_memory
 from runtime.lora import is_adapter
@@ -56,16 +56,16 @@ class Saver:
         self.group = dist.new_group(backend="gloo")  # the threads' own: NCCL's calls must come in training's order
         self.staging, self.pinned, self.thread = np.empty(0, np.uint8), False, None
         self.failed = None  # why a save has failed
-        on_gpu = engine.device.type == "cuda" and not engine.zero_use_cpu_optimizer()
+        on_gpu = engine.device.type == "cuda" and not engine.offloads_optimizer
         if background and keep_last and not store.read_only and on_gpu:
             self.preallocate()
 
     def preallocate(self):
         """Allocate the staging buffer during the first steps, because pinning it takes seconds. Estimate this rank's
         share of a tag a little high: the optimizer has no state yet."""
-        stage, first = self.engine.zero_optimization_stage(), dist.get_rank() == 0
-        sizes = [aligned_nbytes(p) for p in self.engine.parameters()]
-        weights = sum(sizes) if stage == 2 else 0  # in the model's file, which rank 0 writes
+        first = dist.get_rank() == 0
+        sizes = [aligned_nbytes(p) for p in self.engine.module.parameters()]
+        weights = sum(sizes) if self.engine.stage == 2 else 0  # in the model's file, which rank 0 writes
         size = int(1.02 * (self.tag_bytes - weights) / dist.get_world_size()) + 3 * ALIGNMENT * len(sizes)
         self._start(self._allocate_staging, size + weights * first)
 
@@ -84,7 +84,7 @@ class Saver:
                     continue
         manifest = {"format": MANIFEST_FORMAT, "tag": tag, "iter_num": state["iter_num"], **topology(self.engine),
                     "state": state}
-        files = self._capture_state_dicts(tag + ".saving")
+        files = self.engine.checkpoint_files(self.store.out_dir, tag + ".saving")
         size = sum({storage_key(leaf): aligned_nbytes(leaf) for leaf in tree_leaves(files)
                     if torch.is_tensor(leaf)}.values())
         if self.background:
@@ -117,19 +117,6 @@ class Saver:
         if self.thread:
             self.thread.join()
             self.thread = None
-
-    def _capture_state_dicts(self, folder):
-        """Return [(path, content)] of the files that DeepSpeed would write on this rank, with the engine's tensors."""
-        files, checkpoint_engine = [], self.engine.checkpoint_engine
-        checkpoint_engine.save = lambda state_dict, path: files.append((path, state_dict))
-        self.engine._copy_recovery_script = lambda folder: None  # _commit() does it, and handles a full disk
-        if self.engine.zero_optimization_stage() < 3:  # don't copy frozen weights
-            self.engine._get_param_fragment_func = torch.Tensor.detach
-        with silence_stdout():
-            self.engine.save_checkpoint(self.store.out_dir, tag=folder, save_latest=False)
-        del checkpoint_engine.save, self.engine._copy_recovery_script  # restores the methods
-        vars(self.engine).pop("_get_param_fragment_func", None)
-        return files
 
     def _allocate_staging(self, size):
         """Allocate a staging buffer of `size` bytes, pinned if there is a GPU, unless host memory is short.
@@ -235,7 +222,7 @@ class Saver:
             for name in aliases:
                 self.store.alias(tag, name)
             self.store.prune(self.keep_last)
-            self.engine._copy_recovery_script(self.store.out_dir)
+            self.engine.copy_recovery_script(self.store.out_dir)
         except Exception as error:  # the tag is saved; clean() does the rest when a run resumes from it
             print0(f"{tag} is saved, but updating {', '.join(['latest', *aliases])} or deleting older checkpoints "
                    f"failed: {error}")

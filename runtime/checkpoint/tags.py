@@ -248,8 +248,7 @@ def parse_run_path(path):
 
 def topology(engine):
     """Return what the manifest records of the engine that saved it: ranks, ZeRO stage, precision, versions."""
-    dtype = "float16" if engine.fp16_enabled() else "bfloat16" if engine.bfloat16_enabled() else "float32"
-    return {"world_size": engine.world_size, "stage": engine.zero_optimization_stage(), "dtype": dtype,
+    return {"world_size": engine.world_size, "stage": engine.stage, "dtype": engine.dtype,
             "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")}}
 
 

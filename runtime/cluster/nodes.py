@@ -8,6 +8,7 @@ import socket
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import asdict
 
 from runtime.cluster.ranks import RANK, all_gather_objects, exit_with_problems, merge_problems
 from runtime.files import nearest_existing_dir
@@ -35,13 +36,13 @@ def exit_if_ranks_differ(plan, problems, several_nodes):
 
 def fingerprint(plan):
     """Return what must be the same on all ranks: {name: value}. rank 0 alone decides how many checkpoints fit."""
-    settings, hardware = plan.settings, plan.hardware
-    facts = {name: value for name, value in vars(settings).items()
+    settings, execution = plan.settings, plan.execution
+    facts = {name: value for name, value in asdict(settings).items()
              if name not in ("keep_last", "always_save_checkpoint", "dataset")}
-    facts |= {"device": hardware.device, "dtype": hardware.dtype, "compile": hardware.compile,
+    facts |= {"device": execution.device, "dtype": execution.dtype, "compile": execution.compile,
               "accumulate_locally": plan.accumulate_locally, "the source of the weights": plan.start.init_from,
               "the version of torch": importlib.metadata.version("torch")}
-    facts |= {f"the model's {name}": value for name, value in vars(plan.model).items()}
+    facts |= {f"the model's {name}": value for name, value in asdict(plan.model).items()}
     for number, data in enumerate(plan.datasets, 1):  # meta.json has the size and hash of each file, wherever it is
         meta = {**data.meta, "tokenizer": {**data.meta["tokenizer"], "file": None}, "share": data.share}
         digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()

@@ -14,6 +14,8 @@ import itertools
 import queue
 import sys
 import threading
+import time
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,6 +24,37 @@ from runtime.data.dataset import BEGINS, COUNTS, open_tokens
 from runtime.files import UserError
 
 SPLITMIX64 = [np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The sequences of one optimizer step."""
+
+    micro: int  # per GPU and micro-step
+    accumulation: int  # micro-steps per GPU
+    world_size: int
+    block_size: int
+
+    @property
+    def sequences(self):
+        return self.micro * self.accumulation * self.world_size
+
+    @property
+    def tokens(self):
+        return self.sequences * self.block_size
+
+
+class TimedIterator:
+    """An iterator that measures how long its user waits for it: .waited_s, the seconds of all next() so far."""
+
+    def __init__(self, iterator):
+        self.iterator, self.waited_s = iterator, 0.0
+
+    def __next__(self):
+        start = time.perf_counter()
+        item = next(self.iterator)
+        self.waited_s += time.perf_counter() - start
+        return item
 
 
 def splitmix64(x):
@@ -174,7 +207,7 @@ def read_windows(windows, block_size, vocab_size):
     return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(np.maximum(rows[:, 1:], -1))
 
 
-def train_batches(sources, iter_num, rank, world_size, settings, vocab_size, device):
+def train_batches(sources, iter_num, batch, rank, seed, vocab_size, device):
     """Yield (x, y) micro-batches on `device` without end, from step iter_num on; sources: [(tokens, share)]. If any are
     Conversations, yield (x, y, weight). The sum of a micro-batch's losses times weight, averaged over micro-steps and
     ranks as DeepSpeed does, is the mean over all targets of the step.
@@ -183,24 +216,24 @@ def train_batches(sources, iter_num, rank, world_size, settings, vocab_size, dev
     handover per micro-batch took 9 of the 663 ms per step of GPT-2 XL at micro-batch 8 x accumulation 4."""
     sys.setswitchinterval(5e-4)  # seconds until a busy thread releases the lock; the default is 5 ms
     ready = queue.Queue(maxsize=2)
-    pin, block_size = torch.device(device).type == "cuda", settings["block_size"]
+    pin = torch.device(device).type == "cuda"
     masked = any(isinstance(tokens, Conversations) for tokens, _ in sources)
-    micro_steps = settings["gradient_accumulation_steps"]
-    n = micro_steps * settings["batch_size"]  # sequences per step of each rank
+    n = batch.micro * batch.accumulation  # sequences per step of each rank
 
     def read_ahead():
         try:
             for step in itertools.count(iter_num):
-                ids = np.arange(n * world_size) + step * n * world_size  # of all ranks
-                which, offsets = locate_sequences(ids, sources, block_size, settings["seed"])
+                ids = np.arange(batch.sequences) + step * batch.sequences  # of all ranks
+                which, offsets = locate_sequences(ids, sources, batch.block_size, seed)
                 windows = [(sources[j][0], offset) for j, offset in zip(which, offsets, strict=True)]
-                mine = read_windows(windows[rank * n : (rank + 1) * n], block_size, vocab_size)
-                batch = [t.view(micro_steps, -1, block_size) for t in mine]
+                mine = read_windows(windows[rank * n : (rank + 1) * n], batch.block_size, vocab_size)
+                tensors = [t.view(batch.accumulation, -1, batch.block_size) for t in mine]
                 if masked:
-                    targets = sum(tokens.counts[row] if isinstance(tokens, Conversations) else block_size
+                    targets = sum(tokens.counts[row] if isinstance(tokens, Conversations) else batch.block_size
                                   for tokens, row in windows)
-                    batch.append(torch.full((micro_steps,), micro_steps * world_size / targets))
-                ready.put([t.pin_memory() for t in batch] if pin else batch)
+                    weight = batch.accumulation * batch.world_size / targets
+                    tensors.append(torch.full((batch.accumulation,), weight))
+                ready.put([t.pin_memory() for t in tensors] if pin else tensors)
         except Exception as error:  # the training thread raises it again
             ready.put(error)
 
@@ -212,16 +245,16 @@ def train_batches(sources, iter_num, rank, world_size, settings, vocab_size, dev
         yield from zip(*(t.to(device, non_blocking=True) for t in step), strict=True)
 
 
-def eval_batches(tokens, rank, world_size, n, settings, vocab_size, device):
+def eval_batches(tokens, n, batch, rank, vocab_size, device):
     """Yield this rank's (x, y) of the n windows of an evaluation.
     Every rank gets the same number of batches of the same size, padded with windows that are ignored. At ZeRO-3 a
     forward pass is collective, and a new batch size would recompile the blocks."""
-    offsets, batch_size = eval_offsets(*extent(tokens, settings["block_size"]), n), settings["batch_size"]
-    per_rank = -(-len(offsets) // world_size)
+    offsets = eval_offsets(*extent(tokens, batch.block_size), n)
+    per_rank = -(-len(offsets) // batch.world_size)
     mine = offsets[rank * per_rank : (rank + 1) * per_rank]
-    padded = np.pad(mine, (0, -(-per_rank // batch_size) * batch_size - len(mine)))
-    for i in range(0, len(padded), batch_size):
-        windows = [(tokens, offset) for offset in padded[i : i + batch_size]]
-        x, y = read_windows(windows, settings["block_size"], vocab_size)
+    padded = np.pad(mine, (0, -(-per_rank // batch.micro) * batch.micro - len(mine)))
+    for i in range(0, len(padded), batch.micro):
+        windows = [(tokens, offset) for offset in padded[i : i + batch.micro]]
+        x, y = read_windows(windows, batch.block_size, vocab_size)
         y[max(0, len(mine) - i) :] = -1
         yield x.to(device), y.to(device)

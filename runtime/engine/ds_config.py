@@ -53,7 +53,7 @@ def with_batch(config, batch):
             "train_batch_size": batch.micro * batch.accumulation * batch.world_size}
 
 
-def resolve(path, batch, grad_clip, dtype, compiled=False, extra=None):
+def complete_config(path, batch, grad_clip, dtype, compiled=False, extra=None):
     """Return (config for deepspeed.initialize, notes to print) from a JSON file and the script's settings. batch: as in
     with_batch(). compiled: whether the blocks are. extra: more keys that the file may hold, as in allowed_keys(). Raise
     UserError with all problems."""
@@ -135,7 +135,7 @@ def uses_offload(config, what="optimizer"):
     return isinstance(block, dict) and block.get("device", "none") != "none"
 
 
-def supports_fast_gradients(config, dtype):
+def config_fits_fast_gradients(config, dtype):
     """Return whether zero2_gradients.py or zero3_blocks.py will replace DeepSpeed's gradient path, before there is an
     engine. At stage 3 that needs the default prefetching, because ours is another."""
     zero, own = config["zero_optimization"], DTYPE_BLOCK.get(dtype, "fp32")

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
+from runtime.engine import override
+from runtime.engine.zero2_gradients import global_norm
 from runtime.kernels import jit, tl, triton
 
 
@@ -46,20 +48,20 @@ Partition = namedtuple("Partition", ("master", "grads", "bf16", "group"))
 
 
 class FusedStep:
-    """Replaces the step of DeepSpeed's optimizer. Subclasses do what DeepSpeed does before and after it."""
+    """Replaces the step of DeepSpeed's optimizer. Subclasses do what DeepSpeed does before and after it.
 
-    def __init__(self, optimizer, fast):
-        self.optimizer, self.fast = optimizer, fast
+    gradients: a Zero2Gradients or Zero3Blocks. skip_above: skip a step whose gradient norm is not below it. grad_norm:
+    of the last step, before clipping."""
+
+    def __init__(self, optimizer, gradients):
+        self.optimizer, self.gradients, self.skip_above, self.grad_norm = optimizer, gradients, math.inf, None
 
     def step(self, closure=None):
-        optimizer, fast = self.optimizer, self.fast
+        optimizer = self.optimizer
         self.before_step()
-        fast.gradients.before_step()
+        self.gradients.reduce_at_step()
         partitions = self.partitions()
-        norm = sum(torch.linalg.vector_norm(p.grads).square() for p in partitions)
-        if dist.get_world_size(optimizer.dp_process_group) > 1:
-            dist.all_reduce(norm, group=optimizer.dp_process_group)
-        norm = norm.sqrt()
+        norm = global_norm([p.grads for p in partitions], optimizer.dp_process_group)
         grad_norm_cpu = norm.to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if norm.is_cuda else None
         for p in partitions:
@@ -67,9 +69,9 @@ class FusedStep:
         self.after_step()
         if copied:
             copied.synchronize()
-        fast.grad_norm = grad_norm_cpu.item()
-        optimizer.overflow = not fast.grad_norm < fast.skip_above
-        optimizer._global_grad_norm = fast.grad_norm if math.isfinite(fast.grad_norm) else math.inf
+        self.grad_norm = grad_norm_cpu.item()
+        optimizer.overflow = not self.grad_norm < self.skip_above
+        optimizer._global_grad_norm = self.grad_norm if math.isfinite(self.grad_norm) else math.inf
 
     def update(self, p, norm):
         """Launch the kernel for a Partition. norm: a scalar on the device."""
@@ -82,19 +84,19 @@ class FusedStep:
         lr, (beta1, beta2), max_norm = float(group["lr"]), group["betas"], self.optimizer.clip_grad or math.inf
         adamw[(triton.cdiv(n, 1024),)](
             p.master.data, p.grads, state["exp_avg"], state["exp_avg_sq"], p.bf16, state["step"], norm, n, lr,
-            1 - lr * group["weight_decay"], beta1, beta2, group["eps"], max_norm, self.fast.skip_above, BLOCK=1024)
-        state["step"] += norm < self.fast.skip_above
+            1 - lr * group["weight_decay"], beta1, beta2, group["eps"], max_norm, self.skip_above, BLOCK=1024)
+        state["step"] += norm < self.skip_above
 
 
 class Zero2Step(FusedStep):
-    """ZeRO-2's step. The gradients come from fast.gradients (zero2_gradients.py)."""
+    """ZeRO-2's step. The gradients come from a Zero2Gradients."""
 
     def before_step(self):
         self.optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
 
     def partitions(self):
         optimizer, rank = self.optimizer, dist.get_rank(self.optimizer.dp_process_group)
-        return [Partition(master, self.fast.gradients.partitions[i].flat_partition,
+        return [Partition(master, self.gradients.partitions[i].flat_partition,
                           optimizer.parallel_partitioned_bit16_groups[i][rank], optimizer.optimizer.param_groups[i])
                 for i, master in enumerate(optimizer.single_partition_of_fp32_groups)]
 
@@ -126,14 +128,14 @@ class Zero3Step(FusedStep):
         self.optimizer.averaged_gradients = {}
 
 
-def install(engine, fast):
-    """Replace DeepSpeed's optimizer step. Returns the FusedStep, or None if unsupported. Supported: fast.gradients,
-    bfloat16 with fp32 gradients, and torch.optim.AdamW."""
-    optimizer, kind = engine.optimizer, Zero3Step if engine.zero_optimization_stage() == 3 else Zero2Step
-    if not (triton and fast.gradients and type(optimizer.optimizer) is torch.optim.AdamW
+def replace_step(deepspeed, gradients):
+    """Replace the step of DeepSpeed's optimizer. Returns the FusedStep, or None if unsupported. Supported: bfloat16
+    with fp32 gradients, and torch.optim.AdamW. gradients: a Zero2Gradients or Zero3Blocks."""
+    optimizer, kind = deepspeed.optimizer, Zero3Step if deepspeed.zero_optimization_stage() == 3 else Zero2Step
+    if not (triton and type(optimizer.optimizer) is torch.optim.AdamW
             and (optimizer.dtype, optimizer.gradient_accumulation_dtype) == (torch.bfloat16, torch.float32)
             and getattr(optimizer, "check_grad_overflow", True)):  # if False, DeepSpeed never skips a step
         return None
-    fused_step = kind(optimizer, fast)
-    optimizer.step = fused_step.step
+    fused_step = kind(optimizer, gradients)
+    override(optimizer, step=fused_step.step)
     return fused_step

@@ -1,4 +1,4 @@
-"""From a plan to DeepSpeed's engine: device, process group, compiled blocks, optimizer."""
+"""Set up what training needs: device, compiled blocks, optimizer, DeepSpeed's engine, and our gradient path in it."""
 
 import os
 import warnings
@@ -6,18 +6,18 @@ import warnings
 import deepspeed
 import torch
 
-from runtime.cluster.ranks import print0, silence_stdout
-from runtime.engine import fixes
-from runtime.engine.ds_config import has_per_step_timers, supports_fast_gradients, uses_offload
+from runtime.cluster.ranks import all_reduce_sum, print0, silence_stdout
+from runtime.engine import fixes, zero2_gradients, zero3_blocks
+from runtime.engine.ds_config import config_fits_fast_gradients, has_per_step_timers, uses_offload
 
 
-def setup_device(hardware, local_rank, ds_config, deterministic=False):
+def setup_device(execution, local_rank, ds_config, deterministic=False):
     """Set up this rank's device, and DeepSpeed on the process group. Return the torch.device."""
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # DeepSpeed uses old names
-    device = torch.device(hardware.device, local_rank) if hardware.device == "cuda" else torch.device("cpu")
-    if hardware.device == "cuda":
+    device = torch.device(execution.device, local_rank) if execution.device == "cuda" else torch.device("cpu")
+    if execution.device == "cuda":
         torch.cuda.set_device(device)
-        if supports_fast_gradients(ds_config, hardware.dtype):  # DeepSpeed's stage 3 relies on the default stream
+        if config_fits_fast_gradients(ds_config, execution.dtype):  # DeepSpeed's stage 3 relies on the default stream
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream can't be captured
         torch.set_float32_matmul_precision("high")  # TF32 for matmuls that are still in float32
     if deterministic:
@@ -29,17 +29,17 @@ def setup_device(hardware, local_rank, ds_config, deterministic=False):
     return device
 
 
-def compile_blocks(model, hardware, stage, fp8=False):
+def compile_blocks(model, execution, stage, fp8=False):
     """Run the blocks with our Triton kernels if they support the model, else with torch.compile. Return whether Triton
     works here."""
     from model import Block  # here, because examples/ have models of their own
     from runtime.kernels import block as kernels
-    from runtime.kernels import is_supported
+    from runtime.kernels import device_has_triton
 
-    use_triton = hardware.compile and hardware.device == "cuda" and is_supported(model.lm_head.weight)
-    if use_triton and kernels.supports(model.config) and all(p.requires_grad for p in model.parameters()):
+    use_triton = execution.compile and execution.device == "cuda" and device_has_triton(model.lm_head.weight)
+    if use_triton and kernels.model_fits_kernels(model.config) and all(p.requires_grad for p in model.parameters()):
         kernels.install(model, fp8)
-    elif hardware.compile:
+    elif execution.compile:
         model.compile_blocks()
     if stage == 3:
         # Gather the weights of a whole block at a time, not of each layer: 7.4 instead of 12.5 s per step on 4 H200s at
@@ -62,18 +62,19 @@ def adamw(groups, ds_config, **options):
     except Exception as error:  # the build raises many kinds
         print0(f"note       cannot build DeepSpeed's CPU Adam ({type(error).__name__}), so PyTorch's slower AdamW is "
                "used: install a C++ compiler and ninja")
-        ds_config["zero_force_ds_cpu_optimizer"] = False
         return torch.optim.AdamW(groups, **options)
 
 
 def initialize(model, optimizer, ds_config):
-    """Return DeepSpeed's engine, with the workarounds of fixes.py and buckets no larger than all gradients. DeepSpeed
-    allocates two of `reduce_bucket_size` however small the model is, 2 GB in float16 by default."""
+    """Return DeepSpeed's engine, with buckets no larger than all gradients: DeepSpeed allocates two of
+    `reduce_bucket_size` however small the model is, 2 GB in float16 by default."""
     zero, size = ds_config["zero_optimization"], sum(p.numel() for p in model.parameters() if p.requires_grad)
     zero = {**zero, "reduce_bucket_size": min(size, int(zero.get("reduce_bucket_size", 5e8)))}
+    config = {**ds_config, "zero_optimization": zero}
+    if type(optimizer) is torch.optim.AdamW:  # also if DeepSpeed's CPU Adam could not be built
+        config["zero_force_ds_cpu_optimizer"] = False
     with silence_stdout():
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer,
-                                          config={**ds_config, "zero_optimization": zero})
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     fixes.keep_going_at_min_loss_scale(engine)
     return engine
 
@@ -92,3 +93,13 @@ def describe(engine, ds_config, dtype):
     if wrong := [f"{name} {used}, not {wanted}" for name, (used, wanted) in facts.items() if used != wanted]:
         raise RuntimeError(f"DeepSpeed uses {'; '.join(wrong)}")
     return ", ".join(f"{name} {used}" for name, (used, _) in facts.items())
+
+
+def replace_gradients(deepspeed, accumulate_locally):
+    """Replace DeepSpeed's gradient path if the run supports that. Return a Zero2Gradients or Zero3Blocks, or None."""
+    if not config_fits_fast_gradients(deepspeed.config, str(deepspeed.get_data_types()[0]).removeprefix("torch.")):
+        return None
+    world_size = torch.distributed.get_world_size(deepspeed.optimizer.dp_process_group)
+    local = world_size == 1 or all_reduce_sum(accumulate_locally)[0] == world_size
+    module = zero3_blocks if deepspeed.zero_optimization_stage() == 3 else zero2_gradients
+    return module.replace_gradients(deepspeed, local)

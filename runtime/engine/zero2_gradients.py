@@ -13,17 +13,23 @@ overflow check and the norm read the flat partitions. docs/engineering_notes.md 
 """
 
 import math
+from functools import partial
 
 import torch
 from deepspeed import comm as dist  # so that its comms_logger counts our collectives
 
+from runtime.engine import override
+
 
 class Zero2Gradients:
-    """Accumulates the gradients of DeepSpeed's stage 2 optimizer into partitions with fixed addresses."""
+    """Accumulates the gradients of DeepSpeed's stage 2 optimizer into partitions with fixed addresses.
 
-    def __init__(self, optimizer, fast):
-        self.optimizer, self.fast, self.group = optimizer, fast, optimizer.dp_process_group
-        self.world_size, self.norm = dist.get_world_size(self.group), None
+    skip_above: skip a step whose gradient norm is not below it. grad_norm: of the last step that deepspeeds_step()
+    made, before clipping, without the loss scale."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.group = optimizer, optimizer.dp_process_group
+        self.world_size, self.skip_above, self.grad_norm = dist.get_world_size(self.group), math.inf, None
         self.partitions = [optimizer._build_compact_grad_partition_buffer(i)
                            for i in range(len(optimizer.bit16_groups_flat))]
         optimizer.averaged_gradients.update(enumerate(self.partitions))
@@ -46,33 +52,23 @@ class Zero2Gradients:
     def finish_backward(self, comm_dtype=None):
         """Finish the reductions of this backward. DeepSpeed calls this after each backward."""
 
-    def before_micro_step(self):
-        """Called before each micro-step, outside of a CUDA graph."""
-
-    def before_step(self):
+    def reduce_at_step(self):
         """Leave the averaged gradients in the partitions. Called before each optimizer step."""
 
-    def global_norm(self):
-        """Return the norm of the averaged gradients, times the loss scale, as a scalar on the device. All ranks."""
-        self.before_step()
-        flats = [partition.flat_partition for partition in self.partitions]
-        if flats[0].is_cpu:  # where the float32 norm of 124 million gradients at once is 1.3% too small
-            flats = [piece for flat in flats for piece in flat.split(2**16)]
-        squared = torch.stack([torch.linalg.vector_norm(flat) for flat in flats]).square().sum()
-        dist.all_reduce(squared, group=self.group)
-        norm = squared.sqrt()
-        self.fast.grad_norm = norm.item() / self.optimizer.loss_scale
-        return norm
+    def deepspeeds_step(self, step, closure=None):
+        """Run DeepSpeed's own step, where fused_adamw.py does not replace it: reduce, and compute the norm, once."""
+        self.reduce_at_step()
+        self.norm = global_norm([partition.flat_partition for partition in self.partitions], self.group)
+        self.grad_norm = self.norm.item() / self.optimizer.loss_scale
+        step()
 
     def has_overflow(self, partition_gradients=True):
-        """Return whether DeepSpeed must skip the step: the norm is not finite, or not below fast.skip_above."""
-        self.norm = self.global_norm()
-        return not self.fast.grad_norm < self.fast.skip_above
+        """Return whether DeepSpeed must skip the step: the norm is not finite, or not below skip_above."""
+        return not self.grad_norm < self.skip_above
 
     def scaled_global_norm(self, norm_type=2):
         """Return the norm for clipping, or infinity to skip the step: in float32, DeepSpeed calls only this."""
-        norm, self.norm = self.global_norm() if self.norm is None else self.norm, None
-        return norm if self.fast.grad_norm < self.fast.skip_above else norm * math.inf
+        return self.norm if self.grad_norm < self.skip_above else self.norm * math.inf
 
     def zero_grad(self, set_to_none=True):
         """Clear the partitions after a step, and restore them if DeepSpeed's own step has dropped them."""
@@ -83,15 +79,25 @@ class Zero2Gradients:
                 self.optimizer.averaged_gradients[i] = partition
 
 
+def global_norm(flats, group):
+    """Return the norm of all ranks' flat tensors, a scalar on their device. All ranks call this."""
+    if flats[0].is_cpu:  # where the float32 norm of 124 million gradients at once is 1.3% too small
+        flats = [piece for flat in flats for piece in flat.split(2**16)]
+    squared = torch.stack([torch.linalg.vector_norm(flat) for flat in flats]).square().sum()
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(squared, group=group)
+    return squared.sqrt()
+
+
 class LocalAccumulation(Zero2Gradients):
-    def __init__(self, optimizer, fast):
-        super().__init__(optimizer, fast)
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
         self.main_grads = ([partition.flat_partition for partition in self.partitions] if self.world_size == 1 else
                            [torch.zeros_like(flat, dtype=torch.float32) for flat in optimizer.bit16_groups_flat])
         for i, param, offset in self.places:
             param.main_grad = self.main_grads[i].narrow(0, offset, param.numel()).view(param.shape)
 
-    def before_step(self):
+    def reduce_at_step(self):
         if self.world_size == 1:
             return
         for partition, main_grads in zip(self.partitions, self.main_grads):
@@ -101,8 +107,8 @@ class LocalAccumulation(Zero2Gradients):
 
 
 class BucketedAllReduce(Zero2Gradients):
-    def __init__(self, optimizer, fast):
-        super().__init__(optimizer, fast)
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
         flats = optimizer.bit16_groups_flat
         self.size = min(int(optimizer.reduce_bucket_size), sum(flat.numel() for flat in flats))
         self.stream = torch.cuda.Stream() if flats[0].is_cuda and optimizer.overlap_comm else None
@@ -164,14 +170,14 @@ class BucketedAllReduce(Zero2Gradients):
         self.wait_for_buckets()
 
 
-def install(engine, fast, accumulate_locally):
-    """Replace DeepSpeed's gradient path by a Zero2Gradients, and return it. fast: the FastPath, for skip_above and
-    grad_norm. accumulate_locally: whether to use LocalAccumulation."""
-    optimizer = engine.optimizer
-    gradients = (LocalAccumulation if accumulate_locally else BucketedAllReduce)(optimizer, fast)
-    optimizer._use_compact_grad_partition_buffer = lambda group: True  # DeepSpeed's is False for fp32 weights
-    optimizer.process_gradients, optimizer.reduce_ipg_grads = gradients.on_grad_ready, gradients.finish_backward
-    optimizer.has_overflow, optimizer.scaled_global_norm = gradients.has_overflow, gradients.scaled_global_norm
-    optimizer.zero_grad = gradients.zero_grad
-    optimizer.overlap_comm = False  # it would synchronize after each backward; finish_backward waits on the GPU
+def replace_gradients(deepspeed, accumulate_locally):
+    """Replace DeepSpeed's gradient path by a Zero2Gradients, and return it. accumulate_locally: whether to use
+    LocalAccumulation."""
+    optimizer = deepspeed.optimizer
+    gradients = (LocalAccumulation if accumulate_locally else BucketedAllReduce)(optimizer)
+    override(optimizer, _use_compact_grad_partition_buffer=lambda group: True,  # DeepSpeed's is False for fp32 weights
+             process_gradients=gradients.on_grad_ready, reduce_ipg_grads=gradients.finish_backward,
+             has_overflow=gradients.has_overflow, scaled_global_norm=gradients.scaled_global_norm,
+             zero_grad=gradients.zero_grad, step=partial(gradients.deepspeeds_step, optimizer.step),
+             overlap_comm=False)  # it would synchronize after each backward; finish_backward waits on the GPU
     return gradients

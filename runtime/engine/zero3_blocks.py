@@ -25,6 +25,8 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from runtime.engine import override
+
 
 def in_shape_of(param, flat):
     """Return the elements of a flat tensor in the parameter's full shape, without ZeRO's padding."""
@@ -40,8 +42,11 @@ def set_data(views):
 class Zero3Blocks:
     """Gathers a model's parameters and reduces its gradients, for DeepSpeed's stage 3 optimizer."""
 
-    def __init__(self, engine, accumulate_locally):
-        self.engine, self.optimizer, model = engine, engine.optimizer, engine.module
+    grad_norm = None  # fused_adamw.py or DeepSpeed computes it
+
+    def __init__(self, deepspeed, accumulate_locally):
+        self.optimizer, model = deepspeed.optimizer, deepspeed.module
+        self.overlaps, self.max_live_parameters = deepspeed.zero_overlap_comm(), deepspeed.zero_max_live_parameters()
         self.group = self.optimizer.dp_process_group
         self.world_size = dist.get_world_size(self.group)
         trained = [param for group in self.optimizer.fp16_groups for param in group]
@@ -65,13 +70,13 @@ class Zero3Blocks:
             hook.remove()
         for bucket in optimizer.ipg_buckets.values():
             bucket.buffer = None
-        optimizer.independent_gradient_partition_epilogue = self.finish_backward
+        override(optimizer, independent_gradient_partition_epilogue=self.finish_backward)
 
     def make_buffers(self, model, accumulate_locally):
         """Allocate the full parameters and their gradients, and set every main_grad."""
         W, in_blocks = self.world_size, {id(param) for block in self.blocks for param in block}
         others = [param for param in model.parameters() if id(param) not in in_blocks]
-        self.stream = torch.cuda.Stream() if self.engine.zero_overlap_comm() and others[0].is_cuda else None
+        self.stream = torch.cuda.Stream() if self.overlaps and others[0].is_cuda else None
 
         def full_size(p, dtype=None):
             return p.ds_tensor.new_zeros(W * p.ds_tensor.numel(), dtype=dtype)
@@ -79,7 +84,7 @@ class Zero3Blocks:
         self.full = {p: p.ds_tensor if W == 1 else full_size(p) for p in others}
         self.views = [(p, in_shape_of(p, full)) for p, full in self.full.items()]
         size = sum(p.ds_numel for block in self.blocks[:1] for p in block)
-        live = self.engine.zero_max_live_parameters() // max(1, size)
+        live = self.max_live_parameters // max(1, size)
         self.buffers = [[full_size(p) for p in block] for block in self.blocks[:max(2, live)]]
         self.block_views = [[(p, in_shape_of(p, full)) for p, full in zip(block, buffer, strict=True)]
                             for block, buffer in zip(self.blocks, itertools.cycle(self.buffers))]
@@ -139,18 +144,14 @@ class Zero3Blocks:
             torch.cuda.current_stream().wait_event(event)
 
     def gather_first(self):
-        """Gather what a forward begins with: all but the blocks' matrices, and the first blocks."""
+        """Gather what a forward begins with: all but the blocks' matrices, and the first blocks. Called after each
+        optimizer step, outside of a CUDA graph."""
         if self.world_size > 1:
             blocks = [pair for block, buffer in zip(self.blocks, self.buffers) for pair in zip(block, buffer)]
             params, full = zip(*self.full.items(), *blocks)
             self.collective(dist.all_gather_into_tensor, full, [p.ds_tensor for p in params])
 
     # Forward and backward
-
-    def before_micro_step(self):
-        """Gather the weights after a step. Called before each micro-step."""
-        if self.engine.micro_steps % self.engine.gradient_accumulation_steps() == 0:
-            self.gather_first()
 
     def begin_forward(self, model, inputs):
         if not model.training:
@@ -210,7 +211,7 @@ class Zero3Blocks:
 
     # The optimizer's step
 
-    def before_step(self):
+    def reduce_at_step(self):
         """Leave the averaged gradients of all parameters in the shards. Called before each optimizer step."""
         if self.world_size > 1 and self.sums:  # with LoRA, all that is trained may be in blocks
             shards = [self.grads[param] for param in self.sums]
@@ -220,16 +221,16 @@ class Zero3Blocks:
 
     def deepspeeds_step(self, step, closure=None):
         """Run DeepSpeed's own step, where fused_adamw.py does not replace it."""
-        self.before_step()
+        self.reduce_at_step()
         self.optimizer.averaged_gradients = {i: [self.grads[param] for param in group]
                                              for i, group in enumerate(self.optimizer.fp16_groups)}
         step()
         self.optimizer.grad_partitions_flat_buffer.zero_()
 
 
-def install(engine, _fast, accumulate_locally):
+def replace_gradients(deepspeed, accumulate_locally):
     """Replace DeepSpeed's stage 3 forward and backward by a Zero3Blocks, and return it. accumulate_locally: whether to
     reduce the gradients of blocks once per step."""
-    blocks = Zero3Blocks(engine, accumulate_locally)
-    engine.optimizer.step = partial(blocks.deepspeeds_step, engine.optimizer.step)
+    blocks = Zero3Blocks(deepspeed, accumulate_locally)
+    override(deepspeed.optimizer, step=partial(blocks.deepspeeds_step, deepspeed.optimizer.step))
     return blocks

@@ -17,7 +17,7 @@ except ImportError:
         return function or jit
 
 
-def is_supported(weight):
+def device_has_triton(weight):
     """Return whether our kernels run on the weight's device: NVIDIA GPUs with compute capability 8.0 or higher.
     Older GPUs and ROCm (whose device is also "cuda") are untested."""
     if triton is None or torch.version.hip:

@@ -305,7 +305,7 @@ class LinearNoBias(torch.autograd.Function):
         return dx, None, dweight
 
 
-def supports(config):
+def model_fits_kernels(config):
     """Return whether these blocks can replace model.py's for this GPTConfig. They can't if model.py was edited."""
     return (config.bias and config.gelu == "tanh" and config.dropout == 0 and config.n_embd <= MAX_WIDTH
             and not edited_functions())

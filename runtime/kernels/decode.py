@@ -17,7 +17,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels import is_supported, jit, tl, triton
+from runtime.kernels import device_has_triton, jit, tl, triton
 from runtime.kernels.block import residual_layernorm_fwd
 from runtime.kernels.edits import edited_functions
 
@@ -141,7 +141,7 @@ class RowNoise:
     """Exponential noise for sample_token, drawn for each row with its own seed, whatever the other rows are."""
 
     def __init__(self, seeds, weight):
-        self.fused = weight.is_cuda and is_supported(weight)
+        self.fused = weight.is_cuda and device_has_triton(weight)
         self.seeds, self.drawn = (torch.tensor(data, device=weight.device) for data in (seeds, [0]))
         self.generators = [] if self.fused else [torch.Generator(weight.device).manual_seed(seed) for seed in seeds]
 
@@ -162,7 +162,7 @@ def decode_step_for(model):
     c, weight = model.config, model.lm_head.weight
     D = c.n_embd // c.n_head
     fits = (c.bias and c.gelu == "tanh" and 4 * c.n_embd <= max(TILES) and D & (D - 1) == 0 and D >= 16
-            and weight.is_cuda and is_supported(weight) and not edited_functions())
+            and weight.is_cuda and device_has_triton(weight) and not edited_functions())
     return partial(decode_step, model) if fits else None
 
 

@@ -1,12 +1,8 @@
 """Steps that go wrong, and slow ranks: non-finite losses, gradient spikes, float16 overflow, stragglers."""
 
-import contextlib
 import math
 import statistics
-import time
 from collections import deque
-
-import torch
 
 from runtime.cluster.ranks import all_gather_scalars
 
@@ -21,38 +17,31 @@ SLOW_FACTOR = 1.5  # a straggler takes this many times as long as the other rank
 class StepHealth:
     """Checks every optimizer step for non-finite losses, gradient spikes and float16 overflow.
 
-    fast: the engine's FastPath. warn: RunLog.warn. state: of the checkpoint that the run resumes from, else {}."""
+    warn: RunLog.warn. state: of the checkpoint that the run resumes from, else {}."""
 
-    def __init__(self, engine, fast, warn, state):
-        self.engine, self.fast, self.warn = engine, fast, warn
+    def __init__(self, warn, state):
+        self.warn, self.skipped_in_a_row = warn, 0
         self.spikes = SpikeDetector(state.get("grad_norms", ()), state.get("grad_norms_risen", False))
-        self.stragglers = StragglerDetector(engine.device, torch.distributed.get_world_size())
-        fast.time_local_work = self.stragglers.time_local_work
-        self.skipped_in_a_row = 0
-        self.grad_norm = None  # of the last step: before clipping, without the loss scale; None: DeepSpeed has none
         self.last_failed_scale = None  # float16's loss scale after the last overflow
 
-    def check(self, loss, iter_num):
+    def check(self, step, loss, iter_num):
         """Warn if step `iter_num` was skipped, its gradient norm is a spike, or norms have risen. Count consecutive
-        skipped steps. loss: this rank's, a scalar. All ranks call this, and all skip the same steps."""
-        norm = self.engine.get_global_grad_norm() if self.fast.grad_norm is None else self.fast.grad_norm
-        self.grad_norm = None if norm is None else float(norm)
-        applied = self.engine.was_step_applied()
-        ratio = self.spikes.update(self.grad_norm, applied)
-        spike = ratio and f"gradient norm {self.grad_norm:.3g} is {ratio:.0f} times the recent median"
+        skipped steps. step: its StepResult; loss: this rank's, a scalar. All ranks call this."""
+        ratio = self.spikes.update(step.grad_norm, step.applied)
+        spike = ratio and f"gradient norm {step.grad_norm:.3g} is {ratio:.0f} times the recent median"
         if iter_num % WINDOW == 0 and (rise := self.spikes.rise()):
             self.warn(iter_num, f"gradient norms are {rise:.1f} times those of the {HISTORY - WINDOW} steps before: if "
                                 "the loss rises too, resume from an earlier checkpoint with a lower learning_rate")
-        if applied:
+        if step.applied:
             self.skipped_in_a_row = 0
             self.warn(iter_num, spike)
             return
         bad = [f"rank {rank}" for rank, (rank_loss,) in enumerate(all_gather_scalars(loss))
                if not math.isfinite(rank_loss)]
         why = f"the loss is not finite on {', '.join(bad)}" if bad else spike
-        if not why and (scale := self.loss_scale()):
+        if not why and (scale := step.loss_scale):
             before, self.last_failed_scale = self.last_failed_scale, scale
-            if scale > getattr(self.engine.optimizer.loss_scaler, "min_scale", math.inf) or scale != before:
+            if scale > step.min_loss_scale or scale != before:
                 self.skipped_in_a_row = 0  # DeepSpeed is still searching for the right scale
                 self.warn(iter_num, f"float16 gradient overflow: step skipped, loss scale is now {scale:g}")
                 return
@@ -60,10 +49,6 @@ class StepHealth:
                    "with a lower learning_rate or --dtype=float32, or use a GPU with bfloat16")
         self.skipped_in_a_row += 1
         self.warn(iter_num, f"{why or 'the gradient is not finite'}; step skipped")
-
-    def loss_scale(self):
-        """Return the current loss scale in float16, else None."""
-        return self.engine.optimizer.loss_scaler.cur_scale if self.engine.fp16_enabled() else None
 
 
 class SpikeDetector:
@@ -99,31 +84,11 @@ class SpikeDetector:
 
 
 class StragglerDetector:
-    """Finds a rank that all others wait for. It times work in which no rank waits for another: the forward of a
-    micro-step (not at ZeRO-3), or a micro-step in a CUDA graph that accumulates gradients locally."""
+    """Finds a rank that all others wait for, from the seconds of each rank's own work (runtime/engine/launch.py)."""
 
-    def __init__(self, device, world_size):
-        self.cuda = torch.device(device).type == "cuda"
-        self.timed, self.reported = None, None  # the start and end of the timed work; the last straggler
+    def __init__(self, world_size):
+        self.reported = None  # the last straggler
         self.history = [deque(maxlen=STRAGGLER_WINDOW) for _ in range(world_size)]
-
-    @contextlib.contextmanager
-    def time_local_work(self, local=True):
-        """Time the work in this context, if it is the first since the last call of seconds()."""
-        if not local or self.timed or (self.cuda and torch.cuda.is_current_stream_capturing()):
-            yield
-            return
-        start = timestamp(self.cuda)
-        yield
-        self.timed = start, timestamp(self.cuda)
-
-    def seconds(self):
-        """Return the seconds that the timed work took, or 0 if there was none."""
-        (start, end), self.timed = self.timed or (0.0, 0.0), None
-        if isinstance(end, float):
-            return end - start
-        end.synchronize()
-        return start.elapsed_time(end) / 1000
 
     def check(self, per_rank):
         """Return a message that names a new straggler, else None. per_rank: each rank's seconds of local work."""
@@ -141,12 +106,3 @@ class StragglerDetector:
             return None
         return (f"rank {slowest} is a straggler: {1e3 * medians[slowest]:.0f} ms for a forward pass or micro-step, the "
                 f"others {1e3 * others:.0f} ms; check its clocks and other processes")
-
-
-def timestamp(cuda):
-    """Return the time in seconds, or with `cuda` an event that records it on the GPU."""
-    if not cuda:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

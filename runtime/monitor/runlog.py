@@ -12,12 +12,14 @@ import statistics
 import sys
 import time
 from collections import namedtuple
+from dataclasses import asdict
 
 import torch
 
 from runtime.cluster.ranks import RANK, all_gather_scalars, exit_together, print0, show_progress
 from runtime.files import ROOT, format_bytes, format_time, write_atomic
 from runtime.hardware import peak_flops, peak_memory, run_command
+from runtime.monitor.health import StragglerDetector
 from runtime.monitor.history import append_history, read_history, series, trim_history
 from runtime.output import printable
 
@@ -29,13 +31,16 @@ LOGGER_FIXES = {"wandb": "pip install wandb, wandb login or WANDB_MODE=offline",
 class RunLog:
     """Reports a run. Rank 0 prints and writes, but all ranks create one and call open_files() and step().
 
-    settings: a dict. state: of the checkpoint that the run resumes from, else {}. datasets: with name, share and meta.
-    memory_plan: estimated peak bytes per GPU, by use. process_start: time.time() when the process started."""
+    settings: the run's, a dataclass. sources: what the weights came from. state: of the checkpoint that the run resumes
+    from, else {}. datasets: with name, share and meta. memory_plan: estimated peak bytes per GPU, by use.
+    process_start: time.time() when the process started."""
 
-    def __init__(self, settings, state, device, datasets, tokens_per_iter, memory_plan, process_start):
-        self.settings, self.device, self.datasets = settings, device, datasets
+    def __init__(self, settings, sources, state, device, datasets, tokens_per_iter, memory_plan, process_start):
+        self.settings, self.settings_record = settings, asdict(settings) | {"sources": sources}
+        self.device, self.datasets = device, datasets
         self.tokens_per_iter, self.memory_plan, self.process_start = tokens_per_iter, memory_plan, process_start
-        self.out_dir, self.writes = settings["out_dir"], RANK == 0 and not settings["eval_only"]
+        self.out_dir, self.writes = settings.out_dir, RANK == 0 and not settings.eval_only
+        self.stragglers = StragglerDetector(int(os.environ["WORLD_SIZE"]))
         self.loggers, self.wandb_id, self.paused = {}, state.get("wandb_id"), True
         self.iter_num = self.first_iter = state.get("iter_num", 0)
         self.resumes, self.second_step = bool(state), None  # the latter: the time at which it began
@@ -45,7 +50,7 @@ class RunLog:
         """Start the loggers in the settings. Return [message] if one fails; a run that resumes continues without it."""
         for name in LOGGER_FIXES:
             try:
-                if self.settings[f"{name}_log"]:
+                if self.settings_record[f"{name}_log"]:
                     self.loggers[name] = getattr(self, f"start_{name}")()
             except Exception as error:  # not installed, not logged in, no network: each has its own exception
                 why = " ".join(str(error).split()) or type(error).__name__
@@ -59,8 +64,8 @@ class RunLog:
         """Start a wandb run, or resume the checkpoint's. Nothing else imports wandb."""
         import wandb
 
-        name = self.settings["wandb_run_name"] or os.path.basename(os.path.abspath(self.out_dir))
-        run = wandb.init(project=self.settings["wandb_project"], name=name, config=self.settings, id=self.wandb_id,
+        name = self.settings.wandb_run_name or os.path.basename(os.path.abspath(self.out_dir))
+        run = wandb.init(project=self.settings.wandb_project, name=name, config=self.settings_record, id=self.wandb_id,
                          resume="allow")
         self.wandb_id = run.id
         return Logger(run.log, run.finish)
@@ -83,7 +88,7 @@ class RunLog:
         problems = []
         if self.writes:
             record = {"started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                      "command": " ".join(sys.argv), "commit": git_commit(), "settings": self.settings,
+                      "command": " ".join(sys.argv), "commit": git_commit(), "settings": self.settings_record,
                       "world_size": int(os.environ["WORLD_SIZE"]), **machine_record(self.device),
                       "memory_plan": self.memory_plan}
             try:
@@ -94,49 +99,44 @@ class RunLog:
                             "another folder with --out_dir=DIR"]
         exit_together(problems)
 
-    def exclude_pauses(self, iter_num, paused=False):
-        """Start the clock, or restart it after an evaluation or another pause, so that no step's time includes it."""
+    def restart_clock(self, iter_num, waited_s, paused=False):
+        """Start the clock, or restart it after an evaluation or another pause, so that no step's time includes it.
+        waited_s: as for step()."""
         if self.paused or paused:
-            self.clock, self.clock_iter, self.data_wait, self.paused = time.time(), iter_num, 0.0, False
+            self.clock, self.clock_iter, self.waited_s, self.paused = time.time(), iter_num, waited_s, False
 
-    def time_data(self, batches):
-        """Return the next (x, y) of an iterator, and add the time to what step() reports as waiting for data."""
-        start = time.perf_counter()
-        batch = next(batches)
-        self.data_wait += time.perf_counter() - start
-        return batch
-
-    def step(self, iter_num, loss, lr, flops_per_iter, health):
+    def step(self, iter_num, loss, lr, flops_per_iter, step, waited_s, own_work_s):
         """Print and record an optimizer step, and report a straggler. loss: this rank's, a 0-dimensional tensor.
-        flops_per_iter: of all ranks. health: a StepHealth after its check()."""
+        flops_per_iter: of all ranks. step: a StepResult. waited_s: for data, since the start. own_work_s: seconds that
+        this rank worked without waiting for others."""
         steps = iter_num - self.clock_iter
         # The gather waits until the step has ended on the GPU, so read the clock after it
-        per_rank = all_gather_scalars(loss, health.stragglers.seconds())
+        per_rank = all_gather_scalars(loss, own_work_s)
         losses, local_work = zip(*per_rank, strict=True)
         seconds, peak = (time.time() - self.clock) / steps, peak_flops(self.device)
         record = {"iter": iter_num, "loss": sum(losses) / len(losses), "ms": 1000 * seconds, "lr": lr,
-                  "grad_norm": health.grad_norm, "tokens_per_s": self.tokens_per_iter / seconds,
+                  "grad_norm": step.grad_norm, "tokens_per_s": self.tokens_per_iter / seconds,
                   "mfu": flops_per_iter / seconds / (peak * len(losses)) if peak else None,
-                  "memory": peak_memory(self.device), "data_ms": 1000 * self.data_wait / steps}
-        if scale := health.loss_scale():
-            record["loss_scale"] = scale
+                  "memory": peak_memory(self.device), "data_ms": 1000 * (waited_s - self.waited_s) / steps}
+        if step.loss_scale:
+            record["loss_scale"] = step.loss_scale
         if self.clock_iter == self.first_iter:
             record["first_step_s"] = time.time() - self.process_start
         print0(f"{format_step(record)}, {self.progress(record)}")
-        show_progress(self.settings["max_iters"], iter_num, f"loss {record['loss']:.4f}")
+        show_progress(self.settings.max_iters, iter_num, f"loss {record['loss']:.4f}")
         self.record(record)
-        self.warn(iter_num, health.stragglers.check(local_work))
+        self.warn(iter_num, self.stragglers.check(local_work))
         # After the second line, because capturing a CUDA graph may take more memory
         if self.device.type == "cuda" and self.clock_iter == self.first_iter + 1:
             planned = sum(self.memory_plan.values()) - self.memory_plan["CUDA and NCCL"]  # PyTorch's tensors
             print0(f"peak memory {record['memory'] / 1e9:.1f} GB (estimated: {planned / 1e9:.1f} GB)")
-        self.exclude_pauses(iter_num, paused=True)
+        self.restart_clock(iter_num, waited_s, paused=True)
         self.second_step = self.second_step or self.clock
 
     def progress(self, record):
         """Return the share of the run that is done, and the time left at the speed since the first step, evaluations
         included. The first step is slow, so its line has the time since the start of the process instead."""
-        last, done = self.settings["max_iters"], record["iter"]
+        last, done = self.settings.max_iters, record["iter"]
         if self.second_step is None:
             return f"{100 * done / last:.1f}%, {record['first_step_s']:.1f} s after the start"
         left = (time.time() - self.second_step) / (done - self.first_iter - 1) * (last - done)
@@ -189,9 +189,9 @@ class RunLog:
 
     def close(self, finished, evals_since_best):
         """Print the total time, and the results of a run that has finished. Close the loggers."""
-        if not self.settings["eval_only"]:
+        if not self.settings.eval_only:
             print0(f"total time {format_time(time.time() - self.process_start)}")
-        if finished and self.iter_num < self.settings["max_iters"]:
+        if finished and self.iter_num < self.settings.max_iters:
             print0(f"stopped early at step {self.iter_num}: no better validation loss in {evals_since_best} "
                    "evaluations; to continue, increase --patience")
         losses = series(read_history(self.out_dir), "val_loss") if finished and self.writes else []
@@ -199,7 +199,7 @@ class RunLog:
             print0("best validation loss {:.4f} at step {}".format(*min(losses)))
         tags = [tag for tag in ("best", "final")  # a loss that isn't finite isn't saved
                 if losses and os.path.exists(os.path.join(self.out_dir, tag, "manifest.json"))]
-        if tags and self.settings["keep_last"]:
+        if tags and self.settings.keep_last:
             print0(f"{tags[-1]} checkpoint: {self.out_dir}/{tags[-1]}. To sample from "
                    f"{'the best one' if len(tags) == 2 else 'it'}, export it, and plot the run:")
             python, out_dir = shell_path(sys.executable), shell_path(self.out_dir)

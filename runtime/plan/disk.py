@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from runtime.checkpoint.tags import TagStore
 from runtime.files import UserError, format_bytes, free_bytes
-from runtime.plan.rules import evals_until
+from runtime.plan.rules import evaluations_through
 
 
 def fit_checkpoints(s, start, tag_bytes, notes):
@@ -18,7 +18,8 @@ def fit_checkpoints(s, start, tag_bytes, notes):
     free = free_bytes(s.out_dir) + store.bytes_besides(kept)
     with_margin = 1.02 * tag_bytes  # an estimate
     room = held + int(free // with_margin)
-    saves = max(0, evals_until(s.max_iters - 1, s) + 1 - evals_until(first_iter, s))  # one is always at the end
+    evaluations = evaluations_through(s.max_iters - 1, s) + 1  # one is always at the end
+    saves = max(0, evaluations - evaluations_through(first_iter, s))
     fewer, needed = [n for n in (room - 1, room - 2, room - 3, 1) if 0 < n < s.keep_last], []
     for keep_last, always_save in (*((n, s.always_save_checkpoint) for n in (s.keep_last, *fewer)), (1, False)):
         needed.append(most_at_once(kept, saves, keep_last, always_save))

@@ -7,14 +7,14 @@ RESULTS.md compares the estimate with measurements of GPT-2 XL on H200.
 import itertools
 import math
 from collections import namedtuple
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
-
 from model import EAGER_LOSS_CHUNK, LOSS_CHUNK, GPTConfig
-from runtime.engine.ds_config import find, resolve, supports_fast_gradients, uses_offload
+from runtime.data.loader import Batch
+from runtime.engine.ds_config import complete_config, config_fits_fast_gradients, find, uses_offload
 from runtime.files import format_bytes, format_time
-from runtime.hardware import Gpu
+from runtime.hardware import Execution
 
 CUDA_CONTEXT_BYTES = (1.3e9, 1.6e9)  # CUDA, cuBLAS, cuDNN and NCCL outside PyTorch's tensors: 1 H200, each of 2
 USABLE_FRACTION = 0.9  # of a GPU's memory; the rest is lost to fragmentation
@@ -25,148 +25,115 @@ ParamCount = namedtuple("ParamCount", ("total", "stored", "trainable", "flops"),
 
 
 @dataclass(frozen=True)
-class Hardware:
-    """What each rank runs on: this machine, or the GPU that target_gpu names."""
-
-    device: str  # "cuda" or "cpu"
-    dtype: str  # "bfloat16", "float16" or "float32"
-    compile: bool
-    memory: int  # bytes per rank
-    gpu: Gpu | None = None  # target_gpu's; None: the GPU of this machine
-
-    @property
-    def torch_dtype(self):
-        return getattr(torch, self.dtype)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The sequences of one optimizer step."""
-
-    micro: int  # per GPU and micro-step
-    accumulation: int  # micro-steps per GPU
-    world_size: int
-    block_size: int
-
-    @property
-    def sequences(self):
-        return self.micro * self.accumulation * self.world_size
-
-    @property
-    def tokens(self):
-        return self.sequences * self.block_size
-
-
-@dataclass(frozen=True)
-class Job:
+class MemoryInputs:
     """Everything that the memory of a run depends on."""
 
     model: GPTConfig
-    hardware: Hardware
+    execution: Execution
     batch: Batch
     params: ParamCount
-    ds_config: dict  # for deepspeed.initialize
+    ds_config: Mapping  # for deepspeed.initialize; read-only
     gradient_checkpointing: bool = False
     accumulate_locally: bool = False
     fp8: bool = False
-    pretrained: bool = True  # from GPT-2's weights or a folder, loaded in the hardware's dtype; else in float32
+    pretrained: bool = True  # from GPT-2's weights or a folder, loaded in execution's dtype; else in float32
 
     @property
     def stage(self):
         return self.ds_config["zero_optimization"]["stage"]
 
     def splits(self):
-        """Return the job with each micro-batch that divides its sequences per step, the largest first."""
+        """Return the run with each micro-batch that divides its sequences per step, the largest first."""
         n = self.batch.micro * self.batch.accumulation
         small = [micro for micro in range(1, math.isqrt(n) + 1) if n % micro == 0]
         return [replace(self, batch=replace(self.batch, micro=micro, accumulation=n // micro))
                 for micro in sorted({*small, *(n // micro for micro in small)}, reverse=True)]
 
 
-def estimate(job):
+def estimate(run):
     """Return the peak bytes per GPU by use: {"weights": ..., "activations": ..., ...}."""
-    zero, stage, ranks, vocab_size = (job.ds_config["zero_optimization"], job.stage, job.batch.world_size,
-                                      job.model.padded_vocab_size)
-    stored, trainable = job.params.stored, job.params.trainable
-    itemsize, offload = job.hardware.torch_dtype.itemsize, uses_offload(job.ds_config)
+    zero, stage, ranks, vocab_size = (run.ds_config["zero_optimization"], run.stage, run.batch.world_size,
+                                      run.model.padded_vocab_size)
+    stored, trainable = run.params.stored, run.params.trainable
+    itemsize, offload = run.execution.torch_dtype.itemsize, uses_offload(run.ds_config)
     buckets = min(trainable, int(zero.get("reduce_bucket_size", 5e8))) * itemsize
     if stage == 2 and ranks == 1:
         buckets = 0
     if stage == 2 and zero.get("overlap_comm", True):
         buckets *= 2
-    if job.accumulate_locally:
+    if run.accumulate_locally:
         buckets = trainable * 4
-    if stage == 3 and supports_fast_gradients(job.ds_config, job.hardware.dtype):
-        buckets = zero3_buffers(job)
+    if stage == 3 and config_fits_fast_gradients(run.ds_config, run.execution.dtype):
+        buckets = zero3_buffers(run)
     elif stage == 3:  # gathered weights of the blocks in use, and of those prefetched
         buckets += min(stored, int(zero.get("stage3_max_live_parameters", 1e9))) * itemsize
     # Values that a block saves per token for backward, in units of n_embd: input, layer norms, q, k, v, attention, and
     # GELU's input and output (4 each). 15.9 were measured with our kernels. Without them, dropout adds its masks
-    saved_per_token = 16 if job.hardware.compile else 18 + 2 * (job.model.dropout > 0)
+    saved_per_token = 16 if run.execution.compile else 18 + 2 * (run.model.dropout > 0)
     saved_per_token += 5 * (trainable < stored)  # LoRA's share, measured at rank 64
-    saved_per_token -= 3 * job.fp8  # layer norms and GELU's output, saved in FP8
-    tokens = job.batch.micro * job.model.block_size
-    block_input = tokens * job.model.n_embd * itemsize
-    activations = block_input * job.model.n_layer * (1 if job.gradient_checkpointing else saved_per_token)
-    rows, bytes_per_logit = (LOSS_CHUNK, 8) if job.hardware.compile else (EAGER_LOSS_CHUNK, 18)
-    loss = min(tokens, rows) * vocab_size * bytes_per_logit + (trainable == stored) * vocab_size * job.model.n_embd * 4
-    if job.gradient_checkpointing:
+    saved_per_token -= 3 * run.fp8  # layer norms and GELU's output, saved in FP8
+    tokens = run.batch.micro * run.model.block_size
+    block_input = tokens * run.model.n_embd * itemsize
+    activations = block_input * run.model.n_layer * (1 if run.gradient_checkpointing else saved_per_token)
+    rows, bytes_per_logit = (LOSS_CHUNK, 8) if run.execution.compile else (EAGER_LOSS_CHUNK, 18)
+    loss = min(tokens, rows) * vocab_size * bytes_per_logit + (trainable == stored) * vocab_size * run.model.n_embd * 4
+    if run.gradient_checkpointing:
         loss = max(loss, block_input * saved_per_token)  # or one recomputed block
     parts = {
-        "weights": 0 if uses_offload(job.ds_config, "param") else stored * itemsize // (ranks if stage == 3 else 1),
+        "weights": 0 if uses_offload(run.ds_config, "param") else stored * itemsize // (ranks if stage == 3 else 1),
         # With offload, the float32 gradients stay on the GPU at stage 2
         "gradients": 0 if stage == 3 and offload else trainable * 4 // ranks,
         "optimizer": 0 if offload else trainable * 12 // ranks,
         "buckets": buckets, "activations": activations, "loss": loss,
-        "CUDA and NCCL": CUDA_CONTEXT_BYTES[ranks > 1] * (job.hardware.device == "cuda")}
+        "CUDA and NCCL": CUDA_CONTEXT_BYTES[ranks > 1] * (run.execution.device == "cuda")}
     # Before DeepSpeed shards or offloads the weights, each GPU holds all of them, and nothing else
-    at_start = stored * (itemsize if job.pretrained else 4)
+    at_start = stored * (itemsize if run.pretrained else 4)
     return {**parts, "start": max(0, at_start + parts["CUDA and NCCL"] - sum(parts.values()))}
 
 
-def zero3_buffers(job):
+def zero3_buffers(run):
     """Return the bytes of full parameters and gradients on each GPU (engine/zero3_blocks.py)."""
-    if job.batch.world_size == 1:
+    if run.batch.world_size == 1:
         return 0
-    itemsize, trained = job.hardware.torch_dtype.itemsize, job.params.trainable == job.params.stored
-    block = 12 * job.model.n_embd**2
-    others = job.params.stored - block * job.model.n_layer
-    live = int(job.ds_config["zero_optimization"].get("stage3_max_live_parameters", 1e9)) // block
-    weights = (min(max(2, live), job.model.n_layer) * block + others) * itemsize
-    grads = 4 * (block * job.model.n_layer) if job.accumulate_locally else 2.5 * block * itemsize
+    itemsize, trained = run.execution.torch_dtype.itemsize, run.params.trainable == run.params.stored
+    block = 12 * run.model.n_embd**2
+    others = run.params.stored - block * run.model.n_layer
+    live = int(run.ds_config["zero_optimization"].get("stage3_max_live_parameters", 1e9)) // block
+    weights = (min(max(2, live), run.model.n_layer) * block + others) * itemsize
+    grads = 4 * (block * run.model.n_layer) if run.accumulate_locally else 2.5 * block * itemsize
     return int(weights + trained * (grads + 4 * others))
 
 
-def gpu_bytes(job):
+def gpu_bytes(run):
     """Return the peak bytes per GPU, or per rank on CPU."""
-    return sum(estimate(job).values())
+    return sum(estimate(run).values())
 
 
-def fits(job, size=gpu_bytes):
-    return size(job) <= USABLE_FRACTION * job.hardware.memory
+def fits(run, size=gpu_bytes):
+    return size(run) <= USABLE_FRACTION * run.execution.memory
 
 
-def bytes_with_eval(job):
+def bytes_with_eval(run):
     """Return gpu_bytes plus the memory of an evaluation, because a captured CUDA graph keeps its activations. This is
     estimated, not measured: a block holds 11 values per token, in units of n_embd, and the loss one chunk."""
-    tokens = job.batch.micro * job.model.block_size
-    block = tokens * job.model.n_embd * job.hardware.torch_dtype.itemsize * 11
-    loss = min(tokens, LOSS_CHUNK) * job.model.padded_vocab_size * 8
-    return gpu_bytes(job) + (block + loss) * job.hardware.compile
+    tokens = run.batch.micro * run.model.block_size
+    block = tokens * run.model.n_embd * run.execution.torch_dtype.itemsize * 11
+    loss = min(tokens, LOSS_CHUNK) * run.model.padded_vocab_size * 8
+    return gpu_bytes(run) + (block + loss) * run.execution.compile
 
 
-def fit_batch(job):
-    """Return job.batch with the largest micro-batch that fits and divides the sequences per step, or with 1."""
-    splits = job.splits()
+def fit_batch(run):
+    """Return run.batch with the largest micro-batch that fits and divides the sequences per step, or with 1."""
+    splits = run.splits()
     return next((one for one in splits if fits(one, bytes_with_eval)), splits[-1]).batch
 
 
-def host_estimate(job, local_world_size, tag_bytes):
+def host_estimate(run, local_world_size, tag_bytes):
     """Return the bytes of one node's host memory by use. tag_bytes: of a checkpoint, or 0 if the run saves none."""
-    share, offload = local_world_size / job.batch.world_size, uses_offload(job.ds_config)
+    share, offload = local_world_size / run.batch.world_size, uses_offload(run.ds_config)
     return {"processes": 2e9 * local_world_size,  # host_gb in results/h200_x2_bench_8x4.json
-            "optimizer and gradients": 16 * job.params.trainable * share * offload,
-            "weights": 2 * job.params.stored * share * uses_offload(job.ds_config, "param"),
+            "optimizer and gradients": 16 * run.params.trainable * share * offload,
+            "weights": 2 * run.params.stored * share * uses_offload(run.ds_config, "param"),
             "checkpoint being written": tag_bytes * share * (not offload)}
 
 
@@ -194,62 +161,63 @@ def relative_step_time(micro, recompute, preset):
     return time * (1.01 + 0.13 / micro if "zero3" in preset else 1)
 
 
-def time_line(job, peak, steps):
+def time_line(run, peak, steps):
     """Return the estimated time per step and of the run as text: 0.8 to 2 times that of GPT-2 XL at the MFU of an H200,
     or "at least" without our fast paths, which wait for the CPU less. None for small models. peak: in FLOP/s."""
-    seconds = relative_step_time(job.batch.micro, job.gradient_checkpointing, f"zero{job.stage}") * (1 - 0.26 * job.fp8)
-    seconds *= job.params.flops * job.batch.tokens / job.batch.world_size / (0.562 * peak)
+    seconds = relative_step_time(run.batch.micro, run.gradient_checkpointing, f"zero{run.stage}") * (1 - 0.26 * run.fp8)
+    seconds *= run.params.flops * run.batch.tokens / run.batch.world_size / (0.562 * peak)
     if seconds < 0.005:  # launches take longer than that
         return None
-    fast = supports_fast_gradients(job.ds_config, job.hardware.dtype) and job.hardware.compile
-    times = [0.8 * seconds, 2 * seconds][: 1 + (fast and job.hardware.dtype == "bfloat16")]
-    per_step, run = (" to ".join(texts) for texts in zip(*((f"{1000 * time:,.0f}", format_time(steps * time))
+    fast = config_fits_fast_gradients(run.ds_config, run.execution.dtype) and run.execution.compile
+    times = [0.8 * seconds, 2 * seconds][: 1 + (fast and run.execution.dtype == "bfloat16")]
+    per_step, in_all = (" to ".join(texts) for texts in zip(*((f"{1000 * time:,.0f}", format_time(steps * time))
                                                            for time in times)))
-    return (f"time       {'at least ' * (len(times) == 1)}{per_step} ms per step, {run} for {steps:,} steps, without "
-            "evaluations and saves")
+    return (f"time       {'at least ' * (len(times) == 1)}{per_step} ms per step, {in_all} for {steps:,} steps, "
+            "without evaluations and saves")
 
 
-def faster(job, settings):
+def faster(run, settings):
     """Return a note on the fastest setting with as many sequences per step that fits, if it takes under 90% of the time
-    of this job, which fits."""
-    own = relative_step_time(job.batch.micro, job.gradient_checkpointing, settings.deepspeed_config)
-    time, _, args = min(jobs_that_fit(job, settings, bytes_with_eval), default=(own, 0, ""))
-    if fits(job) and time < 0.9 * own:
+    of this run, which fits."""
+    own = relative_step_time(run.batch.micro, run.gradient_checkpointing, settings.deepspeed_config)
+    time, _, args = min(runs_that_fit(run, settings, bytes_with_eval), default=(own, 0, ""))
+    if fits(run) and time < 0.9 * own:
         return f"{args} would fit, too, and take about {time / own:.0%} of the time per step"
 
 
-def jobs_that_fit(job, settings, size=gpu_bytes):
+def runs_that_fit(run, settings, size=gpu_bytes):
     """Return (relative step time, bytes per GPU, arguments) of at most 5 settings that fit, the fastest first. They
     have as many sequences per step: of each preset, with and without recomputation, the largest micro-batch."""
     found = []
     for preset, recompute in itertools.product(PRESETS, (False, True)):
-        if preset == "ds_config_zero3.json" and job.batch.world_size == 1:
+        if preset == "ds_config_zero3.json" and run.batch.world_size == 1:
             continue
-        config, _ = resolve(find(preset), job.batch, settings.grad_clip, job.hardware.dtype, job.hardware.compile)
-        other = replace(job, ds_config=config, gradient_checkpointing=recompute, accumulate_locally=False)
+        config, _ = complete_config(find(preset), run.batch, settings.grad_clip, run.execution.dtype,
+                                    run.execution.compile)
+        other = replace(run, ds_config=config, gradient_checkpointing=recompute, accumulate_locally=False)
         if other := next((split for split in other.splits() if fits(split, size)), None):
             found.append((relative_step_time(other.batch.micro, recompute, preset), gpu_bytes(other),
                           arguments(settings, other, deepspeed_config=preset)))
     return sorted(found)[:5]
 
 
-def arguments(settings, job, **others):
-    """Return what to add to the command line for this job."""
-    changes = {"gradient_checkpointing": job.gradient_checkpointing, **others}
+def arguments(settings, run, **others):
+    """Return what to add to the command line for this run."""
+    changes = {"gradient_checkpointing": run.gradient_checkpointing, **others}
     if settings.accumulate_locally is True:
         changes["accumulate_locally"] = False
-    return " ".join([f"--batch_size={job.batch.micro}", f"--gradient_accumulation_steps={job.batch.accumulation}",
+    return " ".join([f"--batch_size={run.batch.micro}", f"--gradient_accumulation_steps={run.batch.accumulation}",
                      *(f"--{name}={value}" for name, value in changes.items() if getattr(settings, name) != value)])
 
 
-def advice(job, settings, lora_possible):
-    """Return lines with the settings that fit if `job` doesn't, the fastest first."""
-    if fits(job):
+def advice(run, settings, lora_possible):
+    """Return lines with the settings that fit if `run` doesn't, the fastest first."""
+    if fits(run):
         return []
-    lines = [f"  {format_bytes(size):>9}  {time:>4.1f}x  {args}" for time, size, args in jobs_that_fit(job, settings)]
+    lines = [f"  {format_bytes(size):>9}  {time:>4.1f}x  {args}" for time, size, args in runs_that_fit(run, settings)]
     # LoRA of rank 64, one sequence at a time, recomputed. A block's matrices have 16 n_embd inputs and outputs
-    lora_params = job.params._replace(trainable=64 * 16 * job.model.n_embd * job.model.n_layer)
-    lora = replace(job.splits()[-1], params=lora_params, gradient_checkpointing=True, accumulate_locally=False)
+    lora_params = run.params._replace(trainable=64 * 16 * run.model.n_embd * run.model.n_layer)
+    lora = replace(run.splits()[-1], params=lora_params, gradient_checkpointing=True, accumulate_locally=False)
     if lora_possible and fits(lora):
         args = arguments(settings, lora, lora_rank=64, learning_rate=2e-4)
         lines.append(f"  {format_bytes(gpu_bytes(lora)):>9}   LoRA  {args}")

@@ -1,7 +1,7 @@
 """The rules that settings must keep, as data: ranges, and settings that contradict each other."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 AT_LEAST = {
     1: ("batch_size", "gradient_accumulation_steps", "block_size", "eval_interval", "eval_iters", "log_interval",
@@ -36,7 +36,7 @@ RULES = [  # (whether the settings break it, the message)
 
 def broken_rules(settings, requested_batch_size):
     """Return a message for each rule that the settings break. requested_batch_size: batch_size before "auto"."""
-    s = {**vars(settings), "batch_size": requested_batch_size}
+    s = {**asdict(settings), "batch_size": requested_batch_size}
     problems = [f"{name}={value} must be a finite number" for name, value in s.items()
                 if isinstance(value, float) and not math.isfinite(value)]
     problems += [f"{name}={s[name]} must be at least {least}" for least, names in AT_LEAST.items()
@@ -70,6 +70,6 @@ def plan_iterations(s, windows, batch, problems, notes):
     return replace(s, max_iters=max_iters, eval_interval=eval_interval)
 
 
-def evals_until(iter_num, settings):
+def evaluations_through(iter_num, settings):
     """Return the number of evaluations up to an iteration. With eval_epochs, each follows the end of those epochs."""
     return math.floor(iter_num / settings.eval_interval + 1e-9)  # 35 / (7 / 3) is 14.999999999999998

@@ -1,8 +1,8 @@
 """Make the plan of a run: all that its settings amount to on this machine, or every reason why they can't work."""
 
 import os
-import sys
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
@@ -12,29 +12,28 @@ from runtime.checkpoint.tags import TagStore
 from runtime.cluster.nodes import exit_if_ranks_differ
 from runtime.cluster.ranks import broadcast_from_rank0
 from runtime.data.dataset import SPLITS, open_datasets
-from runtime.data.loader import Conversations, extent, open_sequences, windows_per_epoch
+from runtime.data.loader import Batch, Conversations, extent, open_sequences, windows_per_epoch
 from runtime.data.tokenizer import tokenizer_of
 from runtime.engine import ds_config, fixes
-from runtime.files import UserError, format_bytes, free_bytes, nearest_existing_dir
-from runtime.hardware import available_memory, find_gpu, peak_flops, pick_compile, pick_device, pick_dtype
-from runtime.kernels import is_supported
-from runtime.kernels.block import supports
+from runtime.files import UserError, format_bytes, nearest_existing_dir
+from runtime.hardware import Execution, available_memory, find_gpu, pick_compile, pick_device, pick_dtype
+from runtime.kernels import device_has_triton
+from runtime.kernels.block import model_fits_kernels
 from runtime.kernels.edits import edited_functions
 from runtime.lora import apply as apply_lora
 from runtime.lora import lora_config
-from runtime.output import explain_uncaught
 from runtime.plan import memory
 from runtime.plan.disk import fit_checkpoints
-from runtime.plan.memory import Batch, Hardware, Job, ParamCount
+from runtime.plan.memory import MemoryInputs, ParamCount
 from runtime.plan.rules import broken_rules, plan_iterations
 from runtime.plan.start import Start, find_start
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunPlan(Job):
-    """Everything that is decided before a run starts."""
+class RunPlan(MemoryInputs):
+    """Everything that is decided before a run starts. Besides max_tags, it is the same on all ranks."""
 
-    settings: object  # from configurator.py, with "auto" resolved, and on rank 0 with keep_last as the disk allows
+    settings: object  # from configurator.py, with "auto" resolved, and with keep_last as rank 0's disk allows
     datasets: tuple
     data: dict | None  # {"tokenizer", "vocab_size", "template", "train_tokens", "val_tokens"} of all datasets together
     tokens: dict | None  # {split: the tokens or Conversations of each dataset}
@@ -46,76 +45,6 @@ class RunPlan(Job):
     max_tags: int  # checkpoints that exist at the same time at most; rank 0 knows it
     tokenizer: tuple | None  # (encode, decode), if sample_interval is set
     notes: tuple[str, ...]
-
-    def advice(self):
-        """Return lines with settings that fit, if this run doesn't."""
-        return memory.advice(self, self.settings, not self.lora and self.start.kind != "scratch")
-
-    def saved_state(self):
-        """Return what a tag records of the run."""
-        base, *later = self.start.sources
-        return {"model": vars(self.model), "sources": self.start.sources,
-                "lora": self.lora and {**self.lora, "base": None if later else base},
-                "data": {key: self.data[key] for key in ("tokenizer", "vocab_size", "template", "datasets")}}
-
-    def explain_out_of_memory(self):
-        """If the GPU runs out of memory, print settings that take less and exit with code 2; the other ranks follow."""
-        def explain(error):
-            if not isinstance(error, RuntimeError) or "out of memory" not in str(error):  # PyTorch's, and CUDA's own
-                return
-            try:
-                estimated = memory.gpu_bytes(self)
-                smaller = replace(self.hardware, memory=min(self.hardware.memory, estimated - 1))
-                print(f"out of memory: the estimate was {format_bytes(estimated)} per GPU. Check nvidia-smi for other "
-                      "processes.", *replace(self, hardware=smaller).advice(), sep="\n", file=sys.stderr, flush=True)
-            finally:
-                os._exit(2)
-
-        explain_uncaught(explain)
-
-    def memory_report(self, ranks):
-        """Return the memory estimate of a GPU and of the host as text, with settings that fit if this run doesn't."""
-        host = memory.host_estimate(self, ranks.local_world_size, self.tag_bytes if self.settings.keep_last else 0)
-        return "\n".join([
-            *memory.format_breakdown("each GPU" if self.hardware.device == "cuda" else "each rank",
-                                     memory.estimate(self), self.hardware.memory),
-            *memory.format_breakdown("host", host), *self.advice() * self.settings.dry_run])
-
-    def summary(self):
-        """Return the run as text: model, data, hardware, batch, output, and the notes."""
-        s, batch, hardware, data = self.settings, self.batch, self.hardware, self.data
-        sequences = f"{batch.micro} x {batch.world_size} x {batch.accumulation}"
-        notes = [f"note       {note}" for note in self.notes]
-        start = f"resumed from {self.start.tag}" if self.start.tag else f"from {self.start.init_from}"
-        lora = f"; LoRA of rank {self.lora['rank']}: {self.params.trainable:,} trainable" if self.lora else ""
-        model = f"model      {self.params.total:,} parameters {start}, block_size {self.model.block_size}{lora}"
-        peak = (hardware.gpu.tflops or 0) * 1e12 if hardware.gpu else peak_flops(hardware.device)
-        time = filter(None, [peak and not s.eval_only and memory.time_line(self, peak, s.max_iters)])
-        if hardware.gpu:  # target_gpu: the data may be missing
-            return "\n".join([model, f"plan       {sequences} = {batch.sequences:,} sequences per step, "
-                              f"{hardware.dtype}, ZeRO-{self.stage}", *time, *notes])
-        epoch = self.windows if data["template"] else data["train_tokens"] / self.model.block_size
-        name = "CPU"
-        if hardware.device == "cuda":
-            name = f"{torch.cuda.get_device_name()}, {format_bytes(torch.cuda.get_device_properties().total_memory)}"
-        lines = [
-            model,
-            f"data       {' and '.join(d.name for d in self.datasets)}: {data['train_tokens']:,} tokens to train on, "
-            f"{data['val_tokens']:,} to validate",
-            f"hardware   {batch.world_size} x {name}, {hardware.dtype}, ZeRO-{self.stage} ({s.deepspeed_config})"
-            + ", compiled" * hardware.compile,
-            f"batch      {sequences} = {batch.sequences:,} sequences, {batch.tokens:,} tokens per step; "
-            f"{epoch / batch.sequences:,.1f} steps per epoch",
-            *time, f"output     {s.out_dir}"]
-        if self.max_tags:
-            lines.append(f"space      {format_bytes(self.tag_bytes)} per checkpoint, up to {self.max_tags} of them; "
-                         f"{format_bytes(free_bytes(s.out_dir))} free")
-        if len(self.datasets) > 1:
-            lines.append("mixture    " + ", ".join(f"{d.name} {d.share}" for d in self.datasets)
-                         + f" of each {sum(d.share for d in self.datasets):,} sequences")
-        if batch.world_size > 1:
-            lines.append("note       gradient_accumulation_steps is per GPU, as in DeepSpeed (nanoGPT's is the total)")
-        return "\n".join(lines + notes + ([] if s.dry_run else self.advice()))  # a dry run prints it later
 
 
 class Problems(list):
@@ -146,53 +75,54 @@ def plan_run(settings, ranks):
 def make_plan(settings, ranks, problems, notes, download=True):
     """Return the RunPlan, or None if there are `problems`. With target_gpu, problems with this machine's files are only
     notes, and the plan may have no data or weights. download: fetch GPT-2's weights; else check that they can be."""
-    s, files = settings, Problems()  # files: problems with the files of this machine
-    micro = s.before_auto["batch_size"] if s.batch_size == "auto" else s.batch_size
+    s, file_problems = settings, Problems()  # the latter: with the files of this machine, which may not be the target
+    micro = s.requested["batch_size"] if s.batch_size == "auto" else s.batch_size
     batch = Batch(micro, s.gradient_accumulation_steps, ranks.world_size, s.block_size)
     problems.add(*broken_rules(s, micro))
     if reason := fixes.unusable_deepspeed():
         problems[:] = [reason]  # the rest would use it
         return None
-    hardware = problems.attempt(detect_hardware, s, ranks, problems, notes)
-    if hardware is None:  # the rest would use it too
+    execution = problems.attempt(detect_hardware, s, ranks, problems, notes)
+    if execution is None:  # the rest would use it too
         return None
-    config = problems.attempt(resolve_ds_config, s, batch, hardware, notes)
-    datasets, data = files.attempt(open_datasets, s.dataset, s.block_size) or ((), None)
+    config = problems.attempt(resolve_ds_config, s, batch, execution, notes)
+    datasets, data = file_problems.attempt(open_datasets, s.dataset, s.block_size) or ((), None)
     notes += [f"{d.name} has no meta.json: assuming the {d.meta['tokenizer']['kind']} tokenizer"
               for d in datasets if not os.path.exists(os.path.join(d.folder, "meta.json"))]
-    tokens, windows = not problems and files.attempt(open_epoch, datasets, s.block_size, notes) or (None, None)
+    tokens, windows = not problems and file_problems.attempt(open_epoch, datasets, s.block_size, notes) or (None, None)
     s = plan_iterations(s, windows, batch, problems, notes)
-    lora = problems.attempt(lora_config, vars(s))
-    start = files.attempt(find_start, s, data, lora, batch.sequences, notes, download)
-    tokenizer = files.attempt(sample_tokenizer, s, data, notes) if data and s.sample_interval else None
+    lora = problems.attempt(lora_config, s)
+    start = file_problems.attempt(find_start, s, data, lora, batch.sequences, notes, download)
+    tokenizer = file_problems.attempt(sample_tokenizer, s, data, notes) if data and s.sample_interval else None
     params, size = None, 0
     if start:
-        problems.attempt(check_kernels, s, start.model, hardware, notes)
+        problems.attempt(check_kernels, s, start.model, execution, notes)
     if start and not problems:
         params = count_params(start.model, lora)
-        size = tag_bytes(params.stored, hardware.dtype, config["zero_optimization"]["stage"], params.trainable)
-    s, max_tags = files.attempt(check_out_dir, s, start, size * (ranks.rank == 0), notes) or (s, 0)
+        size = tag_bytes(params.stored, execution.dtype, config["zero_optimization"]["stage"], params.trainable)
+    s, max_tags = file_problems.attempt(check_out_dir, s, start, size * (ranks.rank == 0), notes) or (s, 0)
     if s.target_gpu is None or start is None:
-        problems.add(*files)
+        problems.add(*file_problems)
     if problems:
         return None
-    job = Job(start.model, hardware, batch, params, config, s.gradient_checkpointing, fp8=s.fp8,
-              pretrained=start.kind == "pretrained")
+    run = MemoryInputs(start.model, execution, batch, params, config, s.gradient_checkpointing, fp8=s.fp8,
+                       pretrained=start.kind == "pretrained")
     if s.batch_size == "auto":
-        batch = memory.fit_batch(job)
-        job = replace(job, batch=batch, ds_config=ds_config.with_batch(config, batch))
+        batch = memory.fit_batch(run)
+        run = replace(run, batch=batch, ds_config=ds_config.with_batch(config, batch))
         notes.append(f"batch_size=auto: a micro-batch of {batch.micro} takes about "
-                     f"{format_bytes(memory.bytes_with_eval(job))} of {format_bytes(hardware.memory)}")
-    if accumulates_locally(s, job):
-        job = replace(job, accumulate_locally=True)
+                     f"{format_bytes(memory.bytes_with_eval(run))} of {format_bytes(execution.memory)}")
+    if accumulates_locally(s, run):
+        run = replace(run, accumulate_locally=True)
         notes.append(f"each rank accumulates gradients locally, in {format_bytes(4 * params.trainable)}; use "
                      "--accumulate_locally=False to save this memory")
-    if hardware.device == "cuda" and not s.eval_only:
-        notes += filter(None, [memory.faster(job, s)])
+    if execution.device == "cuda" and not s.eval_only:
+        notes += filter(None, [memory.faster(run, s)])
     s = replace(s, batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation)
-    return RunPlan(**vars(job), settings=s, datasets=tuple(datasets), data=data, tokens=tokens, windows=windows,
+    run = replace(run, ds_config=MappingProxyType(run.ds_config))  # nobody changes it from here on
+    return RunPlan(**vars(run), settings=s, datasets=tuple(datasets), data=data, tokens=tokens, windows=windows,
                    start=start, lora=lora, eval_windows=s.eval_iters * micro, tag_bytes=size, max_tags=max_tags,
-                   tokenizer=tokenizer, notes=(*notes, *"\n".join(files).splitlines()))
+                   tokenizer=tokenizer, notes=(*notes, *"\n".join(file_problems).splitlines()))
 
 
 def open_epoch(datasets, block_size, notes):
@@ -206,11 +136,11 @@ def open_epoch(datasets, block_size, notes):
 
 
 def detect_hardware(s, ranks, problems, notes):
-    """Return the Hardware of each rank. Raises UserError or ValueError if there is none."""
+    """Return the Execution of each rank. Raises UserError or ValueError if there is none."""
     if s.target_gpu is not None:
         gpu = find_gpu(s.target_gpu)
         dtype = ("bfloat16" if gpu.bf16 else "float16") if s.dtype == "auto" else s.dtype
-        return Hardware("cuda", dtype, s.compile is True or (s.compile and gpu.bf16), int(gpu.gb * 1e9), gpu)
+        return Execution("cuda", dtype, s.compile is True or (s.compile and gpu.bf16), int(gpu.gb * 1e9), gpu)
     device = pick_device(s.device, ranks.local_world_size)
     if device == "cpu" and s.backend == "nccl":
         raise UserError("backend=nccl needs GPUs: use --backend=auto")
@@ -222,20 +152,20 @@ def detect_hardware(s, ranks, problems, notes):
     notes += filter(None, [note])
     size = (available_memory() / ranks.local_world_size if device == "cpu" else
             min(torch.cuda.get_device_properties(i).total_memory for i in range(ranks.local_world_size)))
-    return Hardware(device, dtype, compiled, size)
+    return Execution(device, dtype, compiled, size)
 
 
-def resolve_ds_config(s, batch, hardware, notes):
+def resolve_ds_config(s, batch, execution, notes):
     """Return the config for deepspeed.initialize. Raises UserError."""
-    config, repairs = ds_config.resolve(ds_config.find(s.deepspeed_config), batch, s.grad_clip, hardware.dtype,
-                                        hardware.compile)
+    config, repairs = ds_config.complete_config(ds_config.find(s.deepspeed_config), batch, s.grad_clip,
+                                                execution.dtype, execution.compile)
     notes += repairs
-    if config["zero_optimization"]["stage"] == 3 and not ds_config.supports_fast_gradients(config, hardware.dtype):
+    if config["zero_optimization"]["stage"] == 3 and not ds_config.config_fits_fast_gradients(config, execution.dtype):
         notes.append("ZeRO-3 gathers parameters in DeepSpeed's own way, which is slower: offload, or a key of the JSON "
                      "with another value than DeepSpeed's default, needs it")
-    if s.skip_grad_spikes and (hardware.dtype == "float16"
+    if s.skip_grad_spikes and (execution.dtype == "float16"
                                or config["zero_optimization"]["stage"] != 2
-                               or not ds_config.supports_fast_gradients(config, hardware.dtype)):
+                               or not ds_config.config_fits_fast_gradients(config, execution.dtype)):
         raise UserError("skip_grad_spikes=True needs ZeRO-2 in bfloat16 or float32, fp32 gradients and no offload: "
                         "drop it")
     return config
@@ -253,14 +183,15 @@ def sample_tokenizer(s, data, notes):
     return encode, decode
 
 
-def check_kernels(s, model, hardware, notes):
+def check_kernels(s, model, execution, notes):
     """Note edits of model.py. Raise UserError if fp8 is set and this GPU or model can't use our FP8 kernels."""
-    if hardware.device == "cuda" and hardware.compile and (edited := edited_functions()):
+    if execution.device == "cuda" and execution.compile and (edited := edited_functions()):
         notes.append(f"model.py was edited ({', '.join(edited)}): torch.compile runs its blocks, not Triton kernels")
-    has_fp8 = hardware.gpu.fp8 if hardware.gpu else (hardware.device == "cuda"
-                                                     and torch.cuda.get_device_capability() >= (9, 0))
-    if s.fp8 and not (has_fp8 and hardware.dtype == "bfloat16" and hardware.compile and is_supported(torch.empty(0))
-                      and supports(model) and model.n_embd % 16 == 0 and not s.lora_rank):
+    has_fp8 = execution.gpu.fp8 if execution.gpu else (execution.device == "cuda"
+                                                       and torch.cuda.get_device_capability() >= (9, 0))
+    fits = (execution.dtype == "bfloat16" and execution.compile and device_has_triton(torch.empty(0))
+            and model_fits_kernels(model) and model.n_embd % 16 == 0 and not s.lora_rank)
+    if s.fp8 and not (has_fp8 and fits):
         raise UserError("fp8=True needs compute capability 9.0 (H100, H200, B200, ...), bfloat16, compile=auto, a C "
                         "compiler, no LoRA, --dropout=0, biases, tanh GELU, unedited blocks in model.py, and an n_embd "
                         "that is a multiple of 16 up to 4,096: drop it")
@@ -278,11 +209,11 @@ def count_params(config, lora):
                       model.flops_per_token())
 
 
-def accumulates_locally(s, job):
+def accumulates_locally(s, run):
     """Return whether each rank accumulates gradients, to reduce them once per step (see runtime/engine)."""
-    possible = (ds_config.supports_fast_gradients(job.ds_config, job.hardware.dtype)
-                and job.batch.world_size > 1 and job.batch.accumulation > 1)
-    with_room = memory.bytes_with_eval(replace(job, accumulate_locally=True)) <= 0.8 * job.hardware.memory
+    possible = (ds_config.config_fits_fast_gradients(run.ds_config, run.execution.dtype)
+                and run.batch.world_size > 1 and run.batch.accumulation > 1)
+    with_room = memory.bytes_with_eval(replace(run, accumulate_locally=True)) <= 0.8 * run.execution.memory
     return possible and (s.accumulate_locally is True or s.accumulate_locally == "auto" and with_room)
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from model import GPTConfig
 from runtime.checkpoint.tags import CheckpointError, TagStore, UnreadableError, parse_run_path
@@ -40,7 +40,7 @@ def find_start(settings, data, lora, sequences, notes, download=True):
     init_from = settings.init_from
     if init_from == "auto":
         resumes = TagStore(settings.out_dir).newest() or settings.resume_tag != "latest"
-        init_from = "resume" if resumes else settings.before_auto["init_from"]
+        init_from = "resume" if resumes else settings.requested["init_from"]
     if init_from == "resume":
         return from_resume(settings, data, lora, sequences, notes)
     shape = {name: getattr(settings, name) for name in SHAPE if getattr(settings, name) is not None}
@@ -59,6 +59,14 @@ def find_start(settings, data, lora, sequences, notes, download=True):
         raise UserError(f"{', '.join(shape)} can't be set, because init_from={init_from} determines the shape: drop "
                         "them, or add --init_from=scratch")
     return from_pretrained(init_from, settings, data, notes, download)
+
+
+def saved_state(plan):
+    """Return what a tag records of the RunPlan that it was trained with: from_resume() and load_model() read it."""
+    base, *later = plan.start.sources
+    return {"settings": asdict(plan.settings), "model": asdict(plan.model), "sources": plan.start.sources,
+            "lora": plan.lora and {**plan.lora, "base": None if later else base},
+            "data": {key: plan.data[key] for key in ("tokenizer", "vocab_size", "template", "datasets")}}
 
 
 def check_block_size(settings, limit, where):
@@ -129,7 +137,7 @@ def from_resume(settings, data, lora, sequences, notes):
     model = GPTConfig(**{**state["model"], "dropout": settings.dropout})
     check_compatible(model, settings, data, lora, tag, manifest)
     before = state["settings"]
-    if changed := [f"{name}={value!r}, was {before[name]!r}" for name, value in vars(settings).items()
+    if changed := [f"{name}={value!r}, was {before[name]!r}" for name, value in asdict(settings).items()
                    if name not in NOT_COMPARED and value != before.get(name, value)]:
         notes.append("\n           ".join([f"settings that differ from those of {out_dir}/{tag}:", *changed]))
     per_step = manifest["world_size"] * before["batch_size"] * before["gradient_accumulation_steps"]

@@ -4,7 +4,7 @@ from runtime.data.chat import render
 
 
 class Chat:
-    """A conversation within the context of a model. data: source.resolve()'s. end_token: the text of end-of-text."""
+    """A conversation within the context of a model. data: find_model()'s. end_token: the text of end-of-text."""
 
     def __init__(self, data, encode, end_token, max_new_tokens):
         self.template, self.block_size = data["template"], data["block_size"]

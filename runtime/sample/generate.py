@@ -111,9 +111,9 @@ def sample_from_engine(engine, prompt, n_tokens, seed, device):
     generator = torch.Generator().manual_seed(seed)
     text = torch.zeros((1, length), dtype=torch.long, device=device)
     text[0, : len(prompt)] = torch.tensor(prompt)
-    engine.eval()
+    engine.module.eval()
     for i in range(len(prompt), length):
-        logits = engine(text)[:, i - 1].float().cpu()  # causal: the zeros after it don't count
+        logits = engine.deepspeed(text)[:, i - 1].float().cpu()  # causal: the zeros after it don't count
         text[0, i] = sample_token(logits, TEMPERATURE, TOP_K, None, generator).item()
-    engine.train()
+    engine.module.train()
     return text[0].tolist()

@@ -14,7 +14,7 @@ from runtime.weights import weights_errors
 PADDED_GPT2_VOCAB = 50304  # nanoGPT's, for a dataset without meta.pkl
 
 
-def resolve(init_from, out_dir, tag, dataset):
+def find_model(init_from, out_dir, tag, dataset):
     """Return (name, description, data, load(device, dtype) -> GPT) of the model that the settings name. data:
     {"tokenizer", "vocab_size", "template" or None, "block_size"}. init_from: "resume" for a tag of out_dir, otherwise
     as for GPT.from_pretrained. dataset: the name or path of the dataset that other weights were trained on, or None.

@@ -44,7 +44,7 @@ import time
 from runtime.checkpoint.saver import Saver
 write = Saver.write
 def late(self, files, manifest, aliases):
-    while self.engine.global_steps == manifest["iter_num"] < 4:  # 4 is the last step
+    while self.engine.deepspeed.global_steps == manifest["iter_num"] < 4:  # 4 is the last step
         time.sleep(0.01)
     return write(self, files, manifest, aliases)
 Saver.write = late

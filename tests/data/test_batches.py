@@ -8,6 +8,7 @@ import torch
 
 from runtime.data.dataset import DTYPES, write_dataset
 from runtime.data.loader import (
+    Batch,
     eval_batches,
     eval_offsets,
     feistel_permute,
@@ -23,13 +24,11 @@ from runtime.files import UserError
 SIZES = [(2, 1), (3, 1), (33, 32), (34, 32), (63, 32), (64, 32), (65, 32), (96, 32), (97, 32), (1000, 32), (12345, 64)]
 
 
-def settings(**changed):
-    return {"batch_size": 2, "gradient_accumulation_steps": 3, "block_size": 16, "seed": 1337, **changed}
-
-
-def take(tokens, n, iter_num=0, rank=0, world_size=1, vocab_size=65536, **changed):
+def take(tokens, n, iter_num=0, rank=0, world_size=1, vocab_size=65536, batch_size=2, accumulation=3, block_size=16,
+         seed=1337):
     """The first n micro-batches of train_batches from step iter_num on, as one (x, y)."""
-    batches = train_batches([(tokens, 1)], iter_num, rank, world_size, settings(**changed), vocab_size, "cpu")
+    batch = Batch(batch_size, accumulation, world_size, block_size)
+    batches = train_batches([(tokens, 1)], iter_num, batch, rank, seed, vocab_size, "cpu")
     return [torch.cat(part) for part in zip(*itertools.islice(batches, n))]
 
 
@@ -117,10 +116,10 @@ def test_the_order_is_the_one_that_earlier_runs_had():
 def test_batches_are_the_same_for_any_split():
     """Through the thread, too: 5 steps of 12 sequences, rank after rank."""
     tokens = np.arange(1000, dtype=np.uint16)
-    whole = take(tokens, 5, batch_size=12, gradient_accumulation_steps=1)
+    whole = take(tokens, 5, batch_size=12, accumulation=1)
     assert whole[0].shape == whole[1].shape == (60, 16) and torch.equal(whole[0] + 1, whole[1])
     for world_size, batch_size, accumulation in [(1, 2, 6), (2, 3, 2), (4, 1, 3)]:
-        split = {"batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+        split = {"batch_size": batch_size, "accumulation": accumulation}
         ranks = [take(tokens, 5 * accumulation, 0, rank, world_size, **split) for rank in range(world_size)]
         for mine, theirs in zip(whole, zip(*ranks)):
             steps = [part.view(5, 12 // world_size, 16) for part in theirs]
@@ -169,7 +168,7 @@ def test_eval_windows_are_disjoint_and_even(n_tokens, block_size, n):
 @pytest.mark.parametrize("n", [1, 2, 7, 12, 13])
 def test_eval_windows_are_shared_out_over_the_ranks(world_size, n, batch_size):
     tokens = np.arange(1000, dtype=np.uint16)
-    ranks = [list(eval_batches(tokens, rank, world_size, n, settings(batch_size=batch_size), 1000, "cpu"))
+    ranks = [list(eval_batches(tokens, n, Batch(batch_size, 1, world_size, 16), rank, 1000, "cpu"))
              for rank in range(world_size)]
     assert len({len(batches) for batches in ranks}) == 1  # or ZeRO-3 hangs
     x, y = (torch.cat([batch[i] for batches in ranks for batch in batches]) for i in (0, 1))

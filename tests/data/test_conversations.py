@@ -23,7 +23,7 @@ from model import GPT
 from runtime.checkpoint.shards import TagReader
 from runtime.checkpoint.tags import TagStore
 from runtime.data.dataset import BEGINS, COUNTS, Dataset, check_dataset, open_tokens
-from runtime.data.loader import Conversations, eval_batches, open_sequences, train_batches
+from runtime.data.loader import Batch, Conversations, eval_batches, open_sequences, train_batches
 from runtime.files import UserError
 
 BLOCK, SHARE, N = 72, 0.2, 120
@@ -91,8 +91,8 @@ def test_preparation_writes_the_template_the_answers_and_the_beginnings(chat):
 def epoch(chat, iter_num=0, steps=None, rank=0, world_size=1, batch_size=4, accumulation=3):
     """(rows, micro-batches [(x, y, weight)] of steps of 12 rows, an epoch of them by default)."""
     rows = open_sequences(chat.data, "train", BLOCK)
-    settings = {"block_size": BLOCK, "seed": 7, "batch_size": batch_size, "gradient_accumulation_steps": accumulation}
-    batches = train_batches([(rows, 1)], iter_num, rank, world_size, settings, 256, "cpu")
+    batch = Batch(batch_size, accumulation, world_size, BLOCK)
+    batches = train_batches([(rows, 1)], iter_num, batch, rank, 7, 256, "cpu")
     n = (steps or len(rows.counts) // 12 + 1) * accumulation
     return rows, list(itertools.islice(batches, n))
 
@@ -141,9 +141,8 @@ def test_rows_are_the_same_for_any_split_and_after_a_resume(chat):
 def test_every_token_of_other_text_counts_in_a_mixture(chat):
     """Of 12 sequences 8 are text of 72 targets each."""
     rows = open_sequences(chat.data, "train", BLOCK)
-    settings = {"block_size": BLOCK, "seed": 7, "batch_size": 3, "gradient_accumulation_steps": 2}
-    sources = [(rows, 1), (np.zeros(5000, np.uint16), 2)]
-    ranks = [list(itertools.islice(train_batches(sources, 3, rank, 2, settings, 256, "cpu"), 2)) for rank in (0, 1)]
+    sources, batch = [(rows, 1), (np.zeros(5000, np.uint16), 2)], Batch(3, 2, 2, BLOCK)
+    ranks = [list(itertools.islice(train_batches(sources, 3, batch, rank, 7, 256, "cpu"), 2)) for rank in (0, 1)]
     counted = torch.cat([(y >= 0).sum(dim=1) for batches in ranks for _, y, _ in batches])
     assert sorted(counted.tolist())[4:] == [72] * 8 and 0 < counted.min() and counted[counted < 72].numel() == 4
     assert {weight.item() for batches in ranks for *_, weight in batches} == {
@@ -226,9 +225,8 @@ def test_an_evaluation_weighs_rows_by_what_counts_and_knows_its_standard_error(t
     model.crop_block_size(BLOCK)
     for split in ("train", "val"):
         rows = open_sequences(chat.data, split, BLOCK)
-        settings = {"block_size": BLOCK, "batch_size": 1}
         sums, counts = [], []
-        for x, y in eval_batches(rows, 0, 1, 12, settings, 256, "cpu"):
+        for x, y in eval_batches(rows, 12, Batch(1, 1, 1, BLOCK), 0, 256, "cpu"):
             with torch.no_grad():
                 sums.append(model(x, y, "sum").double())
             counts.append((y >= 0).sum().double())
@@ -251,8 +249,8 @@ def test_a_killed_run_resumes_with_the_same_losses_and_lora_and_a_second_stage_w
     killed = train(*common, "--max_iters=6", ranks=2, plant="""
 from runtime.monitor.health import StepHealth
 check = StepHealth.check
-def stop(self, loss, iter_num):
-    check(self, loss, iter_num)
+def stop(self, step, loss, iter_num):
+    check(self, step, loss, iter_num)
     if iter_num == 5:
         os._exit(9)
 StepHealth.check = stop

@@ -173,10 +173,6 @@ def test_growth_restores_the_patience_with_overflows():
 def test_the_norm_of_many_gradients_is_right_on_a_cpu(monkeypatch):
     """PyTorch's own, in float32, of all of them at once is 6e-5 too small."""
     flat = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(zero2_gradients.dist, "all_reduce", lambda *_, **__: None)  # of one rank
-    gradients = object.__new__(zero2_gradients.Zero2Gradients)
-    gradients.partitions, gradients.group = [SimpleNamespace(flat_partition=flat)] * 2, None
-    gradients.optimizer, gradients.fast = SimpleNamespace(loss_scale=4), SimpleNamespace()
+    monkeypatch.setattr(zero2_gradients.dist, "get_world_size", lambda group: 1)
     right = flat.double().norm().item() * 2**0.5
-    assert gradients.global_norm().item() == pytest.approx(right, rel=1e-6)
-    assert gradients.fast.grad_norm == pytest.approx(right / 4, rel=1e-6)
+    assert zero2_gradients.global_norm([flat, flat], None).item() == pytest.approx(right, rel=1e-6)

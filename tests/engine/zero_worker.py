@@ -23,10 +23,10 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from model import GPT, Block, GPTConfig
 from runtime.cluster.ranks import all_reduce_sum, shut_down, silence_stdout
-from runtime.engine import ds_config, fixes, setup
-from runtime.engine.fast_path import FastPath
+from runtime.data.loader import Batch
+from runtime.engine import ds_config, setup
+from runtime.engine.engine import Engine
 from runtime.kernels import block
-from runtime.plan.run_plan import Batch
 
 SEQUENCES, ACCUMULATION, T, VOCAB = 12, 3, 16, 61  # of a step, over all ranks; micro-steps; tokens; vocabulary
 LEARNING_RATES = (1e-2, 5e-3, 2e-3, 1e-2, 5e-3)  # set anew each step, as the script does
@@ -117,12 +117,12 @@ def plain(steps=3, clip=CLIP, layers=2, tokens=T):
 
 
 def build(stage, dtype, zero, config, clip, repaired, compiled, fused, layers):
-    """An engine, made as the script makes it."""
+    """DeepSpeed's engine, made as the script makes it."""
     batch = Batch(SEQUENCES // ACCUMULATION // dist.get_world_size(), ACCUMULATION, dist.get_world_size(), T)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({**config, "zero_optimization": {"stage": stage, **zero}}, file)
         file.flush()
-        resolved, _ = ds_config.resolve(file.name, batch, clip, dtype, compiled)
+        resolved, _ = ds_config.complete_config(file.name, batch, clip, dtype, compiled)
     if not repaired:
         resolved["fp16"]["loss_scale_window"] = config["fp16"]["loss_scale_window"]
     torch.nn.functional.linear = LINEAR  # which stage 3 replaces for good
@@ -135,9 +135,9 @@ def build(stage, dtype, zero, config, clip, repaired, compiled, fused, layers):
         deepspeed.utils.set_z3_leaf_modules(model, [Block])
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), fused=True, **ADAM)
     with silence_stdout():
-        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=resolved)
-    setup.describe(engine, resolved, dtype)
-    return engine
+        deepspeeds, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=resolved)
+    setup.describe(deepspeeds, resolved, dtype)
+    return deepspeeds
 
 
 def weights(engine):
@@ -149,15 +149,13 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
           checkpointing=False, compiled=False, fused=False, layers=2, tokens=T, local=False):
     """Train as the script does. poison: between the first step and the second there is one in which one element of
     one gradient, on the last rank, in the middle micro-step, is that. local: each rank sums its micro-steps first."""
-    engine = build(stage, dtype, zero or {}, config or {}, clip, repaired, compiled, fused, layers)
-    engine.module.gradient_checkpointing = checkpointing
+    deepspeeds = build(stage, dtype, zero or {}, config or {}, clip, repaired, compiled, fused, layers)
+    deepspeeds.module.gradient_checkpointing = checkpointing
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    fast = FastPath(engine)
-    if short:
-        fast.install(local, fused, capture=False)
-    shortened = fast.gradients is not None
-    overflows = listen(engine.optimizer) if shortened and not fused else []
-    assert not fused or fast.fused_step
+    engine = Engine(deepspeeds, local, fused, own_path=not short)
+    shortened = engine.gradients is not None
+    overflows = listen(deepspeeds.optimizer) if shortened and not fused else []
+    assert not fused or engine.fused_step
     poisoned = False
 
     def spoil(grad):
@@ -166,35 +164,35 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
             grad[5] = float(poison)
         return grad
 
-    parts = engine.module.transformer  # where products add to the sums, autograd sees the embeddings' gradients alone
+    # Where products add to the sums, autograd sees the gradients of the embeddings alone
+    parts = deepspeeds.module.transformer
     (parts.wpe.weight if fused else parts.h[0].ln_2.bias).register_hook(spoil)
     result = {"norms": [], "seen": [], "applied": [], "scales": [], "shortened": shortened, "moved_by_poison": None}
     plan = [(step, False) for step in range(steps)]
     if poison:
         plan.insert(1, (1, True))
     for step, bad in plan:
-        before = weights(engine) if bad else None
-        for group in engine.optimizer.param_groups:
+        before = weights(deepspeeds) if bad else None
+        for group in deepspeeds.optimizer.param_groups:
             group["lr"] = LEARNING_RATES[step]
         mine = data(step)[:, :tokens + 1].reshape(world_size, ACCUMULATION, -1, tokens + 1)[rank]
         for micro_step, sequences in enumerate(mine):
             poisoned = bad and rank == world_size - 1 and micro_step == 1
-            fast.forward_backward(sequences[:, :-1], sequences[:, 1:])
-            engine.step()
-        fixes.grow_loss_scale(engine)
-        norm = engine.get_global_grad_norm()
+            engine.micro_step(sequences[:, :-1], sequences[:, 1:])
+        done = engine.step()
+        norm = deepspeeds.get_global_grad_norm()
         result["norms"].append(None if norm is None else float(norm))
-        result["seen"].append(fast.grad_norm)
-        result["applied"].append(all_reduce_sum(engine.was_step_applied())[0])
+        result["seen"].append(done.grad_norm)
+        result["applied"].append(all_reduce_sum(done.applied)[0])
         if dtype == "float16":
-            result["scales"].append(engine.optimizer.loss_scaler.cur_scale)
+            result["scales"].append(done.loss_scale)
         if bad:
-            result["moved_by_poison"] = furthest(weights(engine), before)
+            result["moved_by_poison"] = furthest(weights(deepspeeds), before)
     result["released"] = sum(getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
-                             for p in engine.module.parameters())
+                             for p in deepspeeds.module.parameters())
     result["overflows"] = all_reduce_sum(*overflows) if overflows else None
-    result["weights"] = weights(engine)
-    engine.destroy()
+    result["weights"] = weights(deepspeeds)
+    deepspeeds.destroy()
     return result
 
 

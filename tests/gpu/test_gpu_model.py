@@ -6,7 +6,7 @@ import torch
 from reference import GPT2, XL_2_LAYERS, build, check, errors, plain_gradients, random_weights
 
 from model import GPTConfig
-from runtime.engine.fast_path import FastPath
+from runtime.engine.launch import Launch
 from runtime.kernels import block
 from runtime.kernels.fp8 import Mode
 
@@ -16,7 +16,9 @@ WAYS = ["eager", "compiled", "kernels", "kernels recomputed", "kernels captured"
 
 
 class Engine:
-    """What fast_path.py uses of an engine. sums: gradients go to a float32 main_grad, as at ZeRO-2 on one rank."""
+    """What launch.py uses of DeepSpeed's engine. sums: gradients go to a float32 main_grad, as at ZeRO-2 on 1 rank."""
+
+    device = torch.device("cuda")
 
     def __init__(self, module, scale=1.0, sums=False):
         self.module, self.scale = module, scale
@@ -54,14 +56,6 @@ def own_stream():
         torch.cuda.synchronize()
 
 
-def fast_path(engine, captured):
-    """A FastPath that leaves DeepSpeed's parts as they are, as there are none."""
-    fast = FastPath(engine)
-    if captured:
-        fast.capture_micro_steps()
-    return fast
-
-
 @pytest.fixture(scope="module", params=[GPT2, XL_2_LAYERS], ids=["small", "xl"])
 def case(request):
     """Return a model's configuration, weights and tokens, and its exact loss and gradients."""
@@ -85,13 +79,13 @@ def steps(case, way, dtype=torch.bfloat16, scale=1.0, fp8=False, batches=None):
     elif "kernels" in way:
         block.install(model, fp8)
     engine = Engine(model, scale, "sums" in way)
-    fast = fast_path(engine, "captured" in way)
+    launch = Launch(engine, "captured" in way)
     for batch in batches or (case["other"], case["other"], case["batch"]):
         engine.zero()
-        loss = fast.forward_backward(*batch)
-    assert (fast.graph is not None) == ("captured" in way)
+        loss = launch(*batch)
+    assert (launch.graph is not None) == ("captured" in way)
     loss = loss.item()
-    fast.close()
+    launch.close()
     return loss, engine.gradients(), model
 
 
@@ -166,14 +160,14 @@ def test_dropout_in_captured_steps(compiled):
         model = build(config, weights, torch.bfloat16)
         if compiled:
             model.compile_blocks()
-        fast = fast_path(Engine(model), captured)
+        launch = Launch(Engine(model), captured)
         found = []
         for seed in (0, 1, 2, None, 1):  # None: whatever comes next
             if seed is not None:
                 torch.manual_seed(seed)
-            found.append(fast.forward_backward(idx, targets).item())
-        assert (fast.graph is not None) == captured
-        fast.close()
+            found.append(launch(idx, targets).item())
+        assert (launch.graph is not None) == captured
+        launch.close()
         return found
 
     eager, captured = losses(False), losses(True)

@@ -27,10 +27,10 @@ from deepspeed.utils import safe_get_full_fp32_param
 from model import GPT, Block, GPTConfig
 from runtime.cluster.join import join_process_group
 from runtime.cluster.ranks import all_reduce_sum, shut_down, silence_stdout
-from runtime.engine import ds_config, fixes, setup
-from runtime.engine.fast_path import FastPath
+from runtime.data.loader import Batch
+from runtime.engine import ds_config, setup
+from runtime.engine.engine import Engine
 from runtime.kernels import block
-from runtime.plan.run_plan import Batch
 
 SEQUENCES, ACCUMULATION, STEPS = 12, 3, 6  # per step over all ranks; micro-steps per step
 CONFIG = GPTConfig(block_size=64, vocab_size=500, n_layer=2, n_head=4, n_embd=256)
@@ -105,7 +105,7 @@ def build(stage, dtype, blocks, zero, clip, fp16, layers):
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"zero_optimization": {"stage": stage, **zero}, "fp16": fp16}, file)
         file.flush()
-        config, _ = ds_config.resolve(file.name, batch, clip, dtype, blocks != "eager")
+        config, _ = ds_config.complete_config(file.name, batch, clip, dtype, blocks != "eager")
     F.linear = LINEAR  # stage 3 replaces it for good
     model, stage = fresh_model(layers), config["zero_optimization"]["stage"]
     if blocks == "kernels":
@@ -116,43 +116,40 @@ def build(stage, dtype, blocks, zero, clip, fp16, layers):
         deepspeed.utils.set_z3_leaf_modules(model, [Block])
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), fused=True, **ADAM)
     with silence_stdout():
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    setup.describe(engine, config, dtype)
-    return engine, stage
+        deepspeeds, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    setup.describe(deepspeeds, config, dtype)
+    return deepspeeds, stage
 
 
 def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local=False, own=False, captured=True,
           recompute=False, layers=2):
     """Train as the script does, and repeat a step that is skipped. own: use DeepSpeed's gradient path and step. local:
     sum the gradients of the micro-steps on each rank first."""
-    engine, stage = build(stage, dtype, blocks, zero or {}, clip, fp16 or {}, layers)
-    engine.module.gradient_checkpointing = recompute
-    fast = FastPath(engine)
-    if not own:
-        fast.install(local, blocks != "eager", captured)
-    shortened, one_pass = fast.gradients is not None, fast.fused_step is not None
+    deepspeeds, stage = build(stage, dtype, blocks, zero or {}, clip, fp16 or {}, layers)
+    deepspeeds.module.gradient_checkpointing = recompute
+    engine = Engine(deepspeeds, local, blocks != "eager", captured, own)
+    shortened, one_pass = engine.gradients is not None, engine.fused_step is not None
     rank, world_size = dist.get_rank(), dist.get_world_size()
     result = {"norms": [], "layers": layers, "applied": [], "scales": [], "shortened": shortened, "one_pass": one_pass}
     step = 0
     while step < STEPS and len(result["applied"]) < 3 * STEPS:
-        for group in engine.optimizer.param_groups:
+        for group in deepspeeds.optimizer.param_groups:
             group["lr"] = RATES[step]
         for sequences in data(step).view(world_size, ACCUMULATION, -1, CONFIG.block_size + 1)[rank]:
-            fast.forward_backward(sequences[:, :-1], sequences[:, 1:])
-            engine.step()
-        fixes.grow_loss_scale(engine)
-        norm, applied = engine.get_global_grad_norm(), all_reduce_sum(engine.was_step_applied())[0]
+            engine.micro_step(sequences[:, :-1], sequences[:, 1:])
+        done = engine.step()
+        norm, applied = done.grad_norm, all_reduce_sum(done.applied)[0]
         assert applied in (0, world_size), f"{applied} of {world_size} ranks made the step"
         result["norms"] += [None if norm is None else float(norm)] if applied else []
         result["applied"].append(bool(applied))
         if dtype == "float16":
-            result["scales"].append(engine.optimizer.loss_scaler.cur_scale)
+            result["scales"].append(done.loss_scale)
         step += bool(applied)
     result["released"] = sum(getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
-                             for p in engine.module.parameters())
-    result |= {"captured": int(fast.graph is not None), "weights": weights(engine)}
-    fast.close()
-    engine.destroy()
+                             for p in deepspeeds.module.parameters())
+    result |= {"captured": int(engine.launch.graph is not None), "weights": weights(deepspeeds)}
+    engine.launch.close()
+    deepspeeds.destroy()
     return result
 
 

@@ -12,12 +12,11 @@ from conftest import ROOT
 pytest.importorskip("triton", reason="PyTorch for this platform comes without Triton, and the kernels are not used")
 
 from model import GPT, Decoder, GPTConfig
-from runtime.engine.fast_path import FastPath
 from runtime.engine.fused_adamw import Zero3Step, adamw
 from runtime.engine.setup import compile_blocks
+from runtime.hardware import Execution
 from runtime.kernels import block, decode, edits
 from runtime.kernels.decode import decode_step, decode_step_for, exponential_noise
-from runtime.plan.memory import Hardware
 
 SHAPE = {"block_size": 150, "vocab_size": 61, "n_layer": 2, "n_head": 3, "n_embd": 48}  # 48: no power of two
 
@@ -105,7 +104,7 @@ def test_fp8_matmuls_are_near_the_plain_ones():
 
 @pytest.mark.parametrize(("shape", "fit"), [({}, True), ({"dropout": 0.1}, False), ({"bias": False}, False)])
 def test_dropout_and_models_without_biases_are_left_alone(shape, fit):
-    assert block.supports(GPTConfig(**{**SHAPE, **shape})) is fit
+    assert block.model_fits_kernels(GPTConfig(**{**SHAPE, **shape})) is fit
 
 
 def test_the_kernels_implement_model_py():
@@ -134,10 +133,10 @@ def test_an_edited_model_trains_as_edited(old, new, edited, monkeypatch, tmp_pat
         with monkeypatch.context() as here:
             here.setitem(sys.modules, "model", edits.model)
             here.setattr(torch, "compile", lambda function, **options: function)
-            compile_blocks(model, Hardware("cuda", "float32", True, 0), stage=2)
+            compile_blocks(model, Execution("cuda", "float32", True, 0), stage=2)
         assert model(idx, idx).item() == pytest.approx(loss, rel=1e-6)
         assert ("forward_hidden" in vars(model)) is (not edited)  # whether it runs on the kernels
-        monkeypatch.setattr(decode, "is_supported", lambda weight: True)
+        monkeypatch.setattr(decode, "device_has_triton", lambda weight: True)
         assert (decode_step_for(SimpleNamespace(config=model.config, lm_head=SimpleNamespace(
             weight=SimpleNamespace(is_cuda=True)))) is None) is bool(edited)
     finally:
@@ -179,7 +178,7 @@ def test_each_sub_group_of_stage_3_has_its_own_gradients_and_its_groups_options(
     partitions = Zero3Step(SimpleNamespace(
         fp16_partitioned_groups_flat=bf16, fp32_partitioned_groups_flat=master, grad_partitions_flat_buffer=grads,
         optimizer=SimpleNamespace(param_groups=["decay", "none"]), sub_group_to_group_id={0: 0, 1: 0, 2: 1}),
-        FastPath()).partitions()
+        None).partitions()
     for i, (first, p) in enumerate(zip((0, 5, 8), partitions, strict=True)):
         assert p.master is master[i] and p.bf16 is bf16[i] and p.group == ("decay", "decay", "none")[i]
         assert p.grads.tolist() == list(range(first, first + len(p.bf16)))

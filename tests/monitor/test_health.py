@@ -6,13 +6,13 @@ import os
 import signal
 import threading
 import time
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from conftest import ROOT, SMALL, ForkedJob, done, kill, read_history, stage, wait_until
 
+from runtime.engine.engine import StepResult
 from runtime.monitor.health import STRAGGLER_WINDOW, SpikeDetector, StepHealth, StragglerDetector
 
 # train_deepspeed.py with a loss that is spoilt: at training forwards first ... last - 1 of one rank, times `factor`
@@ -124,7 +124,7 @@ def test_out_of_memory_names_settings_that_take_less(spoilt, training):
 def test_a_straggler_is_not_noise():
     for slow, others, named in ((0.185, 0.058, True), (0.016, 0.005, True), (0.005, 0.003, False),
                                 (0.07, 0.058, False)):
-        detector = StragglerDetector("cpu", 2)
+        detector = StragglerDetector(2)
         (*early, last) = [detector.check([others, slow]) for _ in range(STRAGGLER_WINDOW)]
         assert not any(early) and bool(last) is named and (not named or last.startswith("rank 1 is a straggler: "))
 
@@ -139,36 +139,18 @@ def test_a_norm_is_a_spike_by_those_before_it():
     assert zeros.update(0.0) is None and zeros.update(1.0) is None and zeros.threshold() == math.inf
 
 
-class Engine:
-    """What StepHealth asks of DeepSpeed's engine: a run whose steps have these gradient norms, one of them skipped."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, norms, skipped=None):
-        self.norms, self.skipped, self.iter_num = norms, skipped, 0
-
-    def get_global_grad_norm(self):
-        return self.norms[self.iter_num - 1]
-
-    def was_step_applied(self):
-        return self.iter_num != self.skipped
-
-    def fp16_enabled(self):
-        return False
-
-
 @pytest.fixture
 def warnings_of():
     """Return the warnings, {step: [messages]}, of a run with these norms. It resumes after step `first`."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
     def check_all(norms, first=0, skipped=None):
-        engine, found = Engine(norms, skipped), {}
-        health = StepHealth(engine, SimpleNamespace(grad_norm=None), lambda step, message: message and
-                            found.setdefault(step, []).append(message),
+        found = {}
+        health = StepHealth(lambda step, message: message and found.setdefault(step, []).append(message),
                             {"grad_norms": norms[max(0, first - 1000) : first]})
-        for engine.iter_num in range(first + 1, len(norms) + 1):
-            health.check(torch.zeros(()), engine.iter_num)
+        for iter_num in range(first + 1, len(norms) + 1):
+            step = StepResult(norms[iter_num - 1], iter_num != skipped, None, math.inf)
+            health.check(step, torch.zeros(()), iter_num)
         return found
 
     yield check_all

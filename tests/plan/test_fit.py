@@ -11,9 +11,11 @@ from test_configurator import script_settings
 from configurator import configure
 from model import GPTConfig
 from runtime.cluster.ranks import Ranks
-from runtime.hardware import GPUS, find_gpu, peak_flops
-from runtime.plan.memory import Job, bytes_with_eval, estimate, fit_batch, relative_step_time
-from runtime.plan.run_plan import Batch, Hardware, ParamCount, Problems, make_plan
+from runtime.data.loader import Batch
+from runtime.hardware import GPUS, Execution, find_gpu, peak_flops
+from runtime.plan.memory import MemoryInputs, ParamCount, bytes_with_eval, estimate, fit_batch, relative_step_time
+from runtime.plan.report import memory_report, summary
+from runtime.plan.run_plan import Problems, make_plan
 
 XL = ("config/xl_shakespeare.py", "--dry_run=True")
 SIZE = re.compile(r"^each GPU   ([\d.]+) GB of ([\d.]+) GB(: too much \(10% must stay free\))?$", re.M)
@@ -31,7 +33,7 @@ def report(*args, ranks=1):
     defaults, annotations = script_settings()
     settings = configure(defaults, [*args, "--dry_run=True"], annotations, ROOT)
     plan = make_plan(settings, ranks := Ranks(0, 0, ranks, ranks), Problems(), [])
-    return f"{plan.summary()}\n{plan.memory_report(ranks)}"
+    return f"{summary(plan)}\n{memory_report(plan, ranks)}"
 
 
 def test_gpt2_xl_on_one_24_gb_card_and_what_fits_instead(tmp_path):
@@ -147,7 +149,7 @@ def test_the_plan_of_a_billion_parameters_on_4_gpus_by_hand(stage, overlap, part
     """In bfloat16, with buckets of 0.1 billion: GB of weights, gradients, float32
     weights with two moments, and buckets, of which overlap_comm takes two."""
     config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 10**8, "overlap_comm": overlap}}
-    found = estimate(Job(GPTConfig(), Hardware("cuda", "bfloat16", False, 0), Batch(1, 1, 4, 1024),
+    found = estimate(MemoryInputs(GPTConfig(), Execution("cuda", "bfloat16", False, 0), Batch(1, 1, 4, 1024),
                          ParamCount(10**9, 10**9, 10**9), config))
     assert [found[part] / 1e9 for part in ("weights", "gradients", "optimizer", "buckets")] == pytest.approx(parts)
 
@@ -191,7 +193,7 @@ def test_the_largest_batch_that_fits_and_divides():
     """GPT-2 XL on one GPU: 28 GB, and what each sequence adds."""
     config = {"zero_optimization": {"stage": 2}}
     def job(memory, sequences=32):
-        return Job(GPTConfig(n_layer=48, n_head=25, n_embd=1600), Hardware("cuda", "bfloat16", True, memory),
+        return MemoryInputs(GPTConfig(n_layer=48, n_head=25, n_embd=1600), Execution("cuda", "bfloat16", True, memory),
                    Batch(1, sequences, 1, 1024), ParamCount(1_557_611_200, 1_557_686_400, 1_557_686_400), config)
 
     def size(micro, sequences=32):

@@ -24,8 +24,8 @@ from runtime.checkpoint import tags as checkpoint
 from runtime.cluster import nodes
 from runtime.cluster.ranks import Ranks
 from runtime.data.dataset import write_dataset
-from runtime.kernels import is_supported
-from runtime.plan.rules import evals_until, plan_iterations
+from runtime.kernels import device_has_triton
+from runtime.plan.rules import evaluations_through, plan_iterations
 from runtime.plan.run_plan import Problems, make_plan
 
 NO_SHAPE = ("--n_layer=None", "--n_head=None", "--n_embd=None")  # with weights, which bring their own
@@ -232,9 +232,9 @@ def test_more_ranks_than_gpus(monkeypatch, characters, tmp_path):
     _, problems, _ = check(monkeypatch, characters, tmp_path, 2, (8, 0), ranks=4)
     assert problems == ["4 ranks, but 2 GPUs on this machine: start 2 ranks, or use --device=cpu"]
     plan, problems, notes = check(monkeypatch, characters, tmp_path, 4, (8, 0), ranks=4)
-    assert (problems, plan.hardware.device, plan.hardware.dtype) == ([], "cuda", "bfloat16")
+    assert (problems, plan.execution.device, plan.execution.dtype) == ([], "cuda", "bfloat16")
     plan, problems, notes = check(monkeypatch, characters, tmp_path, 2, (8, 0), "--device=cpu", ranks=4)
-    assert (problems, plan.hardware.device, plan.hardware.dtype) == ([], "cpu", "float32")
+    assert (problems, plan.execution.device, plan.execution.dtype) == ([], "cpu", "float32")
 
 
 @pytest.mark.parametrize("capability, build, fix", [
@@ -246,7 +246,7 @@ def test_more_ranks_than_gpus(monkeypatch, characters, tmp_path):
 def test_a_card_needs_a_pytorch_that_has_its_kernels(monkeypatch, characters, tmp_path, capability, build, fix):
     plan, problems, _ = check(monkeypatch, characters, tmp_path, 1, capability, build=build)
     if fix == "fits":
-        assert problems == [] and plan.hardware.device == "cuda"
+        assert problems == [] and plan.execution.device == "cuda"
         return
     fix = ("use another GPU, or CUDA_VISIBLE_DEVICES=-1 for the CPU" if fix is None else
            f"run python -m pip install -r requirements{'-' * bool(fix)}{fix}.txt")
@@ -281,7 +281,7 @@ def test_cards_that_no_rank_uses_do_not_matter(monkeypatch, characters, tmp_path
     ((7, 0), "True", True), ((6, 0), "True", False), ((9, 0), "False", False)])
 def test_blocks_are_compiled_where_that_was_measured(monkeypatch, characters, tmp_path, capability, compile, compiled):
     plan, problems, notes = check(monkeypatch, characters, tmp_path, 1, capability, f"--compile={compile}")
-    assert (problems, plan.hardware.compile) == ([], compiled)
+    assert (problems, plan.execution.compile) == ([], compiled)
     lowest = {"auto": "8.0", "True": "7.0", "False": None}[compile]
     told = f"not compiled: compile={compile} needs compute capability {lowest}"
     assert [note for note in notes if "compile" in note] == [told] * (not compiled and compile != "False")
@@ -291,11 +291,11 @@ def test_a_v100_trains_in_float16_with_plain_pytorch(monkeypatch, characters, tm
     """Neither our kernels nor cuDNN's attention, in training and in sampling."""
     plan, problems, notes = check(monkeypatch, characters, tmp_path, 1, (7, 0),
                                   "--deepspeed_config=config/ds/zero0.json")
-    assert (problems, plan.hardware.dtype, plan.ds_config["fp16"]["enabled"]) == ([], "float16", True)
+    assert (problems, plan.execution.dtype, plan.ds_config["fp16"]["enabled"]) == ([], "float16", True)
     assert "loss_scale" not in plan.ds_config["fp16"]  # dynamic
     assert plan.stage == 2 and any("stage 0 runs as stage 2" in note for note in notes)
     on_gpu = SimpleNamespace(is_cuda=True, device="cuda")
-    assert not is_supported(on_gpu) and SDPBackend.CUDNN_ATTENTION not in attention_backends("cuda")
+    assert not device_has_triton(on_gpu) and SDPBackend.CUDNN_ATTENTION not in attention_backends("cuda")
     assert [*attention_backends("cuda")][-2:] == [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     for arg, words in (("--fp8=True", "fp8=True needs compute capability 9.0"),
                        ("--dtype=bfloat16", "dtype=bfloat16 needs compute capability 8.0, but Tesla V100 has less: use "
@@ -387,7 +387,7 @@ def test_evaluations_by_epochs_follow_the_iteration_that_completes_the_epochs():
         for windows, sequences in itertools.product((7, 25, 100, 561, 9999), (1, 3, 8, 12, 64, 128)):
             s = plan_iterations(settings, windows, SimpleNamespace(sequences=sequences), Problems(), [])
             per_eval = Fraction(epochs) * windows / sequences
-            assert [evals_until(it, s) for it in range(600)] == [it // per_eval for it in range(600)]
+            assert [evaluations_through(it, s) for it in range(600)] == [it // per_eval for it in range(600)]
 
 
 def test_a_dataset_may_lie_elsewhere_on_another_node(monkeypatch, characters, tmp_path):

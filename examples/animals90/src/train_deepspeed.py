@@ -34,13 +34,13 @@ pretrained = "imagenet"  # initial weights: imagenet, none (random), or a file o
 image_size = 224  # side of the network's input in pixels
 seed = 1337  # random seed of weights, order and cropping
 log_dir = "logs"  # folder for training_history.json
-settings = configurator.from_command_line(globals(), on_error=exit_on_all_ranks)
-globals().update(vars(settings))
+settings = configurator.apply_command_line(globals(), on_error=exit_on_all_ranks)
 
 import contextlib
 import json
 import shutil
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import torch
@@ -58,8 +58,7 @@ from runtime.cluster.join import join_process_group
 from runtime.cluster.ranks import all_exit_on, all_reduce_sum, exit_together, print0, ranks_from_environment, shut_down
 from runtime.cluster.shutdown import Shutdown
 from runtime.engine import fixes, setup
-from runtime.engine.ds_config import allowed_keys, resolve, uses_offload
-from runtime.engine.fast_path import FastPath
+from runtime.engine.ds_config import allowed_keys, complete_config, uses_offload
 from runtime.files import UserError, free_bytes, fsync, lock_folder, parse_json, replace_dir, write_atomic
 from runtime.hardware import peak_memory
 from runtime.monitor.runlog import git_commit, machine_record
@@ -94,7 +93,7 @@ def read_recipe(path, epoch_steps):
                 "scheduler": {"type": ("WarmupLR",), "params": warmup},
                 "activation_checkpointing": dict.fromkeys(ACT_CHKPT_DEFAULT, ...), "flops_profiler": profiler}
     batch = SimpleNamespace(micro=batch_size, accumulation=gradient_accumulation_steps, world_size=ranks.world_size)
-    ds_config, notes = resolve(path, batch, 0.0, dtype, extra=own_keys)
+    ds_config, notes = complete_config(path, batch, 0.0, dtype, extra=own_keys)
     optimizer, scheduler = ds_config.pop("optimizer", {}), ds_config.pop("scheduler", {})
     adam, warmup = ({key: value for key, value in block.get("params", {}).items() if value != "auto"}
                     for block in (optimizer, scheduler))
@@ -184,8 +183,8 @@ json_path = config or deepspeed_config or EXAMPLE / f"ds_config_{'zero2' if offl
 history_path = Path(log_dir, "training_history.json")
 least = {"num_workers": 0, "seed": 0, "image_size": 32, "learning_rate": 1e-9}  # of the others: 1
 checks = {f"{name}={value} is too small: use --{name} {least.get(name, 1)} or more": not value >= least.get(name, 1)
-          for name, value in vars(settings).items() if type(value) in (int, float)} | {
-    f"--{name} has no value: write --{name} PATH": value == "" for name, value in vars(settings).items()} | {
+          for name, value in asdict(settings).items() if type(value) in (int, float)} | {
+    f"--{name} has no value: write --{name} PATH": value == "" for name, value in asdict(settings).items()} | {
     "--fp16 and --bf16 exclude each other: drop one of them": fp16 and bf16,
     "use one --config, or --offload_optimizer instead": bool(config) + bool(deepspeed_config) + offload_optimizer > 1,
     "--num_gpus is an option of launch_deepspeed.py: drop it": (num_gpus or 0) > 0 and num_gpus != ranks.world_size,
@@ -218,7 +217,8 @@ with all_exit_on(UserError, OSError):
             replaced.append(path)
     if replaced and not overwrite:
         raise UserError(f"{replaced[0]} is of another run or later epoch: use --resume, other folders or --overwrite")
-    locks = [lock_folder(globals()[name], f"--{name}") for name in ("checkpoint_dir", "log_dir") if ranks.rank == 0]
+    if ranks.rank == 0:
+        locks = lock_folder(checkpoint_dir, "--checkpoint_dir"), lock_folder(log_dir, "--log_dir")
     torch.manual_seed(seed % 2**63)  # the same weights on every rank
     model = ResNet18Animals90(len(classes), not resume and {"imagenet": True, "none": ""}.get(pretrained, pretrained))
 
@@ -234,7 +234,7 @@ if state["saved_by"] != new["saved_by"]:
     recipe.notes.append(f"{resume} is of {state['saved_by']} (ranks, precision, offload): Adam's moments begin anew")
 optimizer = setup.adamw([*model.parameters()], recipe.config, **recipe.adamw)
 engine = setup.initialize(model, optimizer, recipe.config)
-FastPath(engine).install(accumulate_locally=True, fused_step=False)  # our path for gradients, if not offloaded
+setup.replace_gradients(engine, accumulate_locally=True)  # our path for gradients, if not offloaded
 if resume and state["saved_by"] == new["saved_by"]:
     engine.load_checkpoint(str(resume_dir))
     optimizer.param_groups[0].update(recipe.adamw)  # not what the checkpoint has, if the JSON is another one
@@ -243,7 +243,7 @@ if not {*Path(checkpoint_dir).glob("best_model*")} - {path.parent for path in re
     best_val_acc = best_epoch = 0  # in this folder
 train_batches, val_batches = train.load(range(done + 1, epochs + 1)), val.load([0] * (epochs - done))
 mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (data.MEAN, data.STD))
-facts = machine_record(device) | {"command": sys.argv, "settings": vars(settings), "commit": git_commit()}
+facts = machine_record(device) | {"command": sys.argv, "settings": asdict(settings), "commit": git_commit()}
 facts["hardware"] = f"{ranks.world_size} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}"
 history, bad, per_step = state["epochs"], 0, recipe.config["train_batch_size"]  # bad: batches with a non-finite loss
 notes = recipe.notes + [f"{others} files are not pictures ({' '.join(data.SUFFIXES)})"] * bool(others)

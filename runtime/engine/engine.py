@@ -1,0 +1,80 @@
+"""The engine that the training loop uses: DeepSpeed's, with our gradients, step and CUDA graph where they fit."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from runtime.engine import fixes, fused_adamw, setup, state
+from runtime.engine.launch import Launch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did, the same on all ranks."""
+
+    grad_norm: float | None  # before clipping, without the loss scale; None: DeepSpeed has none
+    applied: bool  # False: all ranks skipped it
+    loss_scale: float | None  # float16's scale for the next step, else None
+    min_loss_scale: float  # the lowest that the scale may become; infinite if it is constant
+
+
+class Engine:
+    """DeepSpeed's engine and model, behind what a training loop needs. All ranks call its methods together.
+
+    deepspeed: what deepspeed.initialize returned. accumulate_locally: this rank has memory for the fp32 gradients of
+    all parameters, which all ranks need. use_triton: our AdamW kernel runs here. capture: run micro-steps as a CUDA
+    graph if our gradients and step are in use. own_path: keep DeepSpeed's own gradients and step, to compare."""
+
+    def __init__(self, deepspeed, accumulate_locally=False, use_triton=False, capture=False, own_path=False):
+        self.deepspeed, self.module, self.device = deepspeed, deepspeed.module, deepspeed.device
+        self.world_size, self.stage = deepspeed.world_size, deepspeed.zero_optimization_stage()
+        self.dtype = str(deepspeed.get_data_types()[0]).removeprefix("torch.")
+        self.offloads_optimizer = deepspeed.zero_use_cpu_optimizer()
+        self.gradients = None if own_path else setup.replace_gradients(deepspeed, accumulate_locally)
+        self.fused_step = fused_adamw.replace_step(deepspeed, self.gradients) if self.gradients and use_triton else None
+        self.launch = Launch(deepspeed, capture and self.fused_step is not None)
+        self.in_micro_step = False  # whether DeepSpeed has yet to be told that a micro-step has ended
+
+    def micro_step(self, *batch):
+        """Run forward and backward on (x, y), or on (x, y, weight) with the sum over targets times weight as the loss.
+        Return the detached loss, which the next call may overwrite."""
+        if self.in_micro_step:
+            self.deepspeed.step()
+        elif self.gradients and self.stage == 3:
+            self.gradients.gather_first()  # the weights have changed
+        self.in_micro_step = True
+        return self.launch(*batch)
+
+    def step(self, skip_above=math.inf):
+        """Reduce and clip the gradients, step the optimizer, and return the StepResult. The step is skipped if the
+        gradient norm isn't finite, or with our gradients, isn't below skip_above."""
+        ours = self.fused_step or self.gradients
+        if ours:
+            ours.skip_above = skip_above
+        self.deepspeed.step()  # the step of the last micro-step is the optimizer's
+        self.in_micro_step = False
+        fixes.grow_loss_scale(self.deepspeed)
+        scaler = self.deepspeed.optimizer.loss_scaler if self.dtype == "float16" else None
+        norm = ours.grad_norm if ours else None
+        norm = self.deepspeed.get_global_grad_norm() if norm is None else norm
+        return StepResult(None if norm is None else float(norm), self.deepspeed.was_step_applied(),
+                          scaler and scaler.cur_scale, getattr(scaler, "min_scale", math.inf))
+
+    @torch.no_grad()
+    def evaluate(self, x, y):
+        """Return the loss of each target, with the shape of y. At ZeRO-3, a forward gathers the weights."""
+        return self.deepspeed(x, y, "none").view(y.shape)
+
+    def checkpoint_files(self, out_dir, tag):
+        """Return [(path, content)] of the files of this rank for out_dir/tag, with the engine's own tensors."""
+        return state.checkpoint_files(self.deepspeed, out_dir, tag)
+
+    def copy_recovery_script(self, out_dir):
+        """Write DeepSpeed's zero_to_fp32.py into a folder."""
+        type(self.deepspeed)._copy_recovery_script(self.deepspeed, out_dir)
+
+    def load(self, store, tag):
+        """Load a tag's weights, optimizer state and loss scale, and return the state that was saved with it. Re-shard
+        them if the number of ranks, the ZeRO stage or the precision has changed."""
+        return state.load(self, store, tag)

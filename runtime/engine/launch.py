@@ -1,0 +1,97 @@
+"""Launch the forward and backward of micro-steps, as a CUDA graph if possible, and time this rank's own work.
+
+GPT-2 XL launches about 2,500 kernels per micro-step. With a small micro-batch, launching them takes the CPU longer than
+running them takes the GPU (docs/engineering_notes.md).
+"""
+
+import atexit
+import contextlib
+import math
+import time
+
+import torch
+
+from runtime.cluster.ranks import on_shut_down
+
+
+class Launch:
+    """Runs forward and backward of a batch. .timer measures this rank's own work.
+
+    With `capture`, micro-steps run as a CUDA graph from the second optimizer step on. Every micro-step must then do the
+    same work at the same addresses: our gradients and step do, without a loss scale. Each replay draws new random
+    numbers for dropout, the same ones as without a graph. The first step runs eagerly, because libraries and DeepSpeed
+    initialize at their first calls. The capture comes before the second step, because from then on DeepSpeed's step
+    timer synchronizes the GPU."""
+
+    def __init__(self, deepspeed, capture):
+        self.deepspeed, self.timer, self.graph = deepspeed, LocalTimer(deepspeed.device), None
+        self.stage = deepspeed.zero_optimization_stage()
+        self.launches_left = deepspeed.gradient_accumulation_steps() if capture else math.inf  # before the capture
+        params = [param for param in deepspeed.module.parameters() if param.requires_grad]
+        self.graph_is_local = self.stage == 2 and all(hasattr(param, "main_grad") for param in params)  # no collectives
+        if capture:
+            on_shut_down(self.close)
+            atexit.register(self.close)  # also after a traceback
+
+    def __call__(self, *batch):
+        """Run a batch, as for Engine.micro_step(). Return the detached loss, which the next call may overwrite."""
+        if self.launches_left:
+            self.launches_left -= 1
+            return self.forward_backward(*batch)
+        if self.graph is None:
+            self.inputs, self.graph = [t.clone() for t in batch], torch.cuda.CUDAGraph()
+            # thread_local: other threads read data and write checkpoints during the capture
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                self.loss = self.forward_backward(*self.inputs)
+        for own, t in zip(self.inputs, batch, strict=True):
+            own.copy_(t)
+        with self.timer.time(self.graph_is_local):
+            self.graph.replay()
+        return self.loss
+
+    def forward_backward(self, x, y, weight=None):
+        with self.timer.time(self.stage < 3):
+            loss = self.deepspeed(x, y) if weight is None else self.deepspeed(x, y, "sum") * weight
+        self.deepspeed.backward(loss)
+        return loss.detach()
+
+    def close(self):
+        """Release the graph. Destroying an NCCL process group that a graph still uses hangs."""
+        if self.graph is not None:
+            torch.cuda.synchronize()
+            self.graph.reset()
+            self.graph, self.launches_left = None, math.inf
+
+
+class LocalTimer:
+    """Times work in which no rank waits for another: the forward of a micro-step (not at ZeRO-3), or a micro-step in a
+    CUDA graph that accumulates gradients locally."""
+
+    def __init__(self, device):
+        self.cuda, self.timed = torch.device(device).type == "cuda", None  # the latter: start and end
+
+    @contextlib.contextmanager
+    def time(self, local=True):
+        """Time the work in this context, if it is local and the first since the last call of seconds()."""
+        if not local or self.timed or (self.cuda and torch.cuda.is_current_stream_capturing()):
+            yield
+            return
+        start = self.timestamp()
+        yield
+        self.timed = start, self.timestamp()
+
+    def seconds(self):
+        """Return the seconds that the timed work took, or 0 if there was none."""
+        (start, end), self.timed = self.timed or (0.0, 0.0), None
+        if isinstance(end, float):
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+    def timestamp(self):
+        """Return the time in seconds, or on a GPU an event that records it there."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

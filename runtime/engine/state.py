@@ -1,0 +1,108 @@
+"""The state in DeepSpeed's engine: give what a checkpoint holds, and take it back at any stage and number of ranks."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from runtime.checkpoint.shards import MOMENTS, TagReader
+from runtime.checkpoint.tags import OTHER_TAG, topology
+from runtime.cluster.ranks import exit_together, print0, silence_stdout
+from runtime.engine import override
+
+
+def checkpoint_files(deepspeed, out_dir, tag):
+    """Return [(path, content)] of the files that DeepSpeed would write on this rank, with the engine's tensors."""
+    files = []
+    override(deepspeed.checkpoint_engine, save=lambda state_dict, path: files.append((path, state_dict)))
+    override(deepspeed, _copy_recovery_script=lambda folder: None)  # Engine.copy_recovery_script() does it
+    if deepspeed.zero_optimization_stage() < 3:
+        override(deepspeed, _get_param_fragment_func=torch.Tensor.detach)  # don't copy frozen weights
+    with silence_stdout():
+        deepspeed.save_checkpoint(out_dir, tag=tag, save_latest=False)
+    return files
+
+
+def load(engine, store, tag):
+    """Load a tag into an Engine: see Engine.load()."""
+    start, manifest, path = time.time(), tag.manifest, store.path(tag.name)
+    was, now = ("{world_size} ranks at ZeRO stage {stage} in {dtype}".format(**recorded)
+                for recorded in (manifest, topology(engine)))
+    if was != now:
+        print0(f"re-sharding {path}: saved by {was}, now {now}")
+        reshard(engine.deepspeed, TagReader(path, manifest))
+    else:
+        load_own_files(engine.deepspeed, store, tag.name)
+    dist.barrier()
+    print0(f"loaded in {time.time() - start:.1f} s")
+    return manifest["state"]
+
+
+def load_own_files(deepspeed, store, name):
+    """Load a tag as DeepSpeed does, which reads less per rank. Keep this run's betas, weight decay and loss scaler."""
+    optimizer = deepspeed.optimizer
+    own = [{key: group[key] for key in ("betas", "weight_decay")} for group in optimizer.param_groups]
+    scaler = getattr(optimizer, "loss_scaler", None)
+    with silence_stdout():
+        loaded, _ = deepspeed.load_checkpoint(store.out_dir, tag=name)
+    exit_together([f"DeepSpeed could not load {store.path(name)}: {OTHER_TAG}"] if loaded is None else [])
+    for group, settings in zip(optimizer.param_groups, own):
+        group.update(settings)
+    if scaler:
+        saved, optimizer.loss_scaler = optimizer.loss_scaler, scaler
+        restore_loss_scale(scaler, saved)
+
+
+@torch.no_grad()
+def reshard(deepspeed, reader):
+    """Copy a tag's weights, moments, step and loss scale into a new engine. Each rank reads what it needs."""
+    stage = deepspeed.zero_optimization_stage()
+    init_adam_state(deepspeed.optimizer, stage, reader.step)
+    for name, param in deepspeed.module.named_parameters():
+        for field in ("weight", *MOMENTS) if reader.is_trainable(name) else ("weight",):
+            flat = reader.get(name, field).flatten()
+            for target, offset in local_slices(deepspeed.optimizer, stage, param, field):
+                target.copy_(flat[offset:offset + target.numel()])
+    restore_loss_scale(getattr(deepspeed.optimizer, "loss_scaler", None), reader.loss_scaler)
+    for counter in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(deepspeed, counter, reader.model_state[counter])
+
+
+def restore_loss_scale(scaler, saved):
+    """If both loss scalers are dynamic, continue with the saved scale. The window and the like stay this run's."""
+    if getattr(scaler, "dynamic", False) and getattr(saved, "dynamic", False):
+        for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
+            setattr(scaler, name, getattr(saved, name))
+
+
+def init_adam_state(optimizer, stage, step):
+    """Create the optimizer's state at `step`, with moments of zeros. It would do so itself at its first step."""
+    inner = optimizer.optimizer
+    flats = (optimizer.fp32_partitioned_groups_flat if stage == 3
+             else [param for group in inner.param_groups for param in group["params"]])
+    fused = inner.param_groups[0].get("fused")
+    for flat in flats:
+        count = torch.tensor(step, dtype=torch.float32, device=flat.device if fused else "cpu")
+        inner.state[flat] = {field: torch.zeros_like(flat) for field in MOMENTS}
+        inner.state[flat]["step"] = count if isinstance(inner, torch.optim.AdamW) else int(step)  # DeepSpeed's are ints
+
+
+def local_slices(optimizer, stage, param, field):
+    """Return [(flat tensor of this rank, its offset in the parameter)] to fill for one field of a parameter."""
+    is_weight = field == "weight"
+    if stage == 3:
+        flats = [param.ds_tensor.data] if is_weight else []
+        if param.requires_grad:
+            key = None if is_weight else field
+            flats.append(optimizer._get_fp32_opt_state_partition(param, False, optim_state_key=key)[0])
+        start = param.ds_tensor.ds_numel * optimizer._get_param_partition_rank(param)
+        slices = [(flat[:max(0, param.ds_numel - start)], start) for flat in flats]  # the rest is padding
+        return [(flat, start) for flat, start in slices if flat.numel()]
+    slices = [(param.data.view(-1), 0)] if is_weight else []
+    mapping = getattr(param, "_hp_mapping", None)
+    if mapping is not None:
+        flat = optimizer.optimizer.param_groups[mapping.param_group_index]["params"][0]
+        flat = flat.data if is_weight else optimizer.optimizer.state[flat][field]
+        address = mapping.get_hp_fragment_address()
+        slices.append((flat[address.start:address.start + address.numel], mapping.lp_fragment_address.start))
+    return slices

@@ -1,0 +1,79 @@
+"""Print the plan of a run: a summary, its memory, and settings that fit if it doesn't."""
+
+import os
+import sys
+from dataclasses import replace
+
+import torch
+
+from runtime.files import format_bytes, free_bytes
+from runtime.hardware import peak_flops
+from runtime.output import explain_uncaught
+from runtime.plan import memory
+
+
+def advice(plan):
+    """Return lines with settings that fit, if the run doesn't."""
+    return memory.advice(plan, plan.settings, not plan.lora and plan.start.kind != "scratch")
+
+
+def memory_report(plan, ranks):
+    """Return the memory estimate of a GPU and of the host as text, with settings that fit if this run doesn't."""
+    host = memory.host_estimate(plan, ranks.local_world_size, plan.tag_bytes if plan.settings.keep_last else 0)
+    return "\n".join([
+        *memory.format_breakdown("each GPU" if plan.execution.device == "cuda" else "each rank", memory.estimate(plan),
+                                 plan.execution.memory),
+        *memory.format_breakdown("host", host), *advice(plan) * plan.settings.dry_run])
+
+
+def summary(plan):
+    """Return the run as text: model, data, hardware, batch, output, and the notes."""
+    s, batch, execution, data = plan.settings, plan.batch, plan.execution, plan.data
+    sequences = f"{batch.micro} x {batch.world_size} x {batch.accumulation}"
+    notes = [f"note       {note}" for note in plan.notes]
+    start = f"resumed from {plan.start.tag}" if plan.start.tag else f"from {plan.start.init_from}"
+    lora = f"; LoRA of rank {plan.lora['rank']}: {plan.params.trainable:,} trainable" if plan.lora else ""
+    model = f"model      {plan.params.total:,} parameters {start}, block_size {plan.model.block_size}{lora}"
+    peak = (execution.gpu.tflops or 0) * 1e12 if execution.gpu else peak_flops(execution.device)
+    time = filter(None, [peak and not s.eval_only and memory.time_line(plan, peak, s.max_iters)])
+    if execution.gpu:  # target_gpu: the data may be missing
+        return "\n".join([model, f"plan       {sequences} = {batch.sequences:,} sequences per step, "
+                          f"{execution.dtype}, ZeRO-{plan.stage}", *time, *notes])
+    epoch = plan.windows if data["template"] else data["train_tokens"] / plan.model.block_size
+    name = "CPU"
+    if execution.device == "cuda":
+        name = f"{torch.cuda.get_device_name()}, {format_bytes(torch.cuda.get_device_properties().total_memory)}"
+    lines = [
+        model,
+        f"data       {' and '.join(d.name for d in plan.datasets)}: {data['train_tokens']:,} tokens to train on, "
+        f"{data['val_tokens']:,} to validate",
+        f"hardware   {batch.world_size} x {name}, {execution.dtype}, ZeRO-{plan.stage} ({s.deepspeed_config})"
+        + ", compiled" * execution.compile,
+        f"batch      {sequences} = {batch.sequences:,} sequences, {batch.tokens:,} tokens per step; "
+        f"{epoch / batch.sequences:,.1f} steps per epoch",
+        *time, f"output     {s.out_dir}"]
+    if plan.max_tags:
+        lines.append(f"space      {format_bytes(plan.tag_bytes)} per checkpoint, up to {plan.max_tags} of them; "
+                     f"{format_bytes(free_bytes(s.out_dir))} free")
+    if len(plan.datasets) > 1:
+        lines.append("mixture    " + ", ".join(f"{d.name} {d.share}" for d in plan.datasets)
+                     + f" of each {sum(d.share for d in plan.datasets):,} sequences")
+    if batch.world_size > 1:
+        lines.append("note       gradient_accumulation_steps is per GPU, as in DeepSpeed (nanoGPT's is the total)")
+    return "\n".join(lines + notes + ([] if s.dry_run else advice(plan)))  # a dry run prints it later
+
+
+def explain_out_of_memory(plan):
+    """If the GPU runs out of memory, print settings that take less and exit with code 2; the other ranks follow."""
+    def explain(error):
+        if not isinstance(error, RuntimeError) or "out of memory" not in str(error):  # PyTorch's, and CUDA's own
+            return
+        try:
+            estimated = memory.gpu_bytes(plan)
+            smaller = replace(plan.execution, memory=min(plan.execution.memory, estimated - 1))
+            print(f"out of memory: the estimate was {format_bytes(estimated)} per GPU. Check nvidia-smi for other "
+                  "processes.", *advice(replace(plan, execution=smaller)), sep="\n", file=sys.stderr, flush=True)
+        finally:
+            os._exit(2)
+
+    explain_uncaught(explain)
