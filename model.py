@@ -121,9 +121,12 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, recompute=False, *cached):
+        return self.attn_and_mlp(x, *cached) if cached else self.forward_uncached(x, recompute)
+
+    def forward_uncached(self, x, recompute):
         if recompute:  # inside the compiled function: outside it, backward finds other tensors than forward saved
             return checkpoint(self.attn_and_mlp, x, use_reentrant=False)
-        return self.attn_and_mlp(x, *cached)
+        return self.attn_and_mlp(x)
 
     def attn_and_mlp(self, x, *cached):
         x = x + self.attn(self.ln_1(x), *cached)
@@ -256,10 +259,10 @@ class GPT(nn.Module):
         return [group for group in groups if group["params"]]
 
     def compile_blocks(self, **options):
-        """Compile each block's forward and the loss. options: torch.compile's. All blocks share one graph: GPT-2 XL's
-        takes 11 s, the whole model's 52 s (H200). Hooks stay outside compiled code, which ZeRO-3 needs."""
-        for block in self.transformer.h:
-            block.forward = torch.compile(block.forward, **options)
+        """Compile each block without a cache, and the loss. options: torch.compile's. All blocks share one graph: GPT-2
+        XL's takes 11 s, the whole model's 52 s (H200). Hooks stay outside compiled code, which ZeRO-3 needs."""
+        for block in self.transformer.h:  # with a cache, each length would be compiled anew
+            block.forward_uncached = torch.compile(block.forward_uncached, **options)
         self.lm_head.cross_entropy = torch.compile(self.lm_head.cross_entropy, **options)
 
     def crop_block_size(self, block_size):
@@ -275,23 +278,21 @@ class GPT(nn.Module):
         weight = nn.Parameter(self.transformer.wte.weight[: self.config.padded_vocab_size].detach())
         self.transformer.wte.weight = self.lm_head.weight = weight
 
-    def forward(self, idx, targets=None, reduction="mean"):
+    def forward(self, idx, targets=None, reduction="mean", positions=None, caches=None, mask=None):
         """Return logits (B, T, vocab_size) of idx (B, T). With targets (B, T), return the mean cross-entropy, or with
-        reduction="sum" the sum, or with "none" that of each token, (B * T,). Targets of -1 are ignored."""
-        return self.lm_head(self.forward_hidden(idx), targets, reduction)
-
-    def forward_hidden(self, idx, positions=None, caches=None, mask=None):
-        """Return the final hidden states (B, T, n_embd) of idx (B, T). positions: (T,), by default 0 to T - 1. caches:
-        one KVCache per block. mask: see Decoder.forward."""
+        reduction="sum" the sum, or with "none" that of each token, (B * T,). Targets of -1 are ignored.
+        With caches, one KVCache per block, return the logits after the last token, (B, 1, vocab_size). positions: (T,),
+        by default 0 to T - 1. mask: see Decoder.forward."""
         T = idx.size(1)
         if T > self.config.block_size:
             raise ValueError(f"a sequence of {T} tokens is longer than block_size={self.config.block_size}")
         positions = torch.arange(T, device=idx.device) if positions is None else positions
         x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(positions))
-        recompute = self.gradient_checkpointing and self.training and caches is None
+        recompute = self.gradient_checkpointing and self.training
         for i, block in enumerate(self.transformer.h):
             x = block(x, recompute, *((caches[i], positions, mask) if caches else ()))
-        return self.transformer.ln_f(x)
+        x = self.transformer.ln_f(x)
+        return self.lm_head(x[:, -1:] if caches else x, targets, reduction)
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, end_of_text=None, generator=None,
@@ -318,13 +319,11 @@ class GPT(nn.Module):
             return token
 
         decoder = Decoder(self, B, min(block_size, T + max_new_tokens), custom_step, draw, generator)
-        for i in range(max_new_tokens):
-            if i == 0:
-                token = decoder.prefill(idx[:, -block_size:])
-            elif idx.size(1) <= block_size:
+        for _ in range(max_new_tokens):
+            if 0 < decoder.cached < block_size:
                 token = decoder.decode_one_token(idx[:, -1:])
-            else:
-                token = draw(self.lm_head(self.forward_hidden(idx[:, -block_size:])[:, -1:])[:, 0])
+            else:  # the prompt, or a window that slides
+                token = decoder.prefill(idx[:, -block_size:])
             idx = torch.cat([idx, token[:, None]], dim=1)
             on_token(token)
             if end_of_text is not None and done.all():
@@ -366,10 +365,10 @@ class Decoder:
         T is 1, and positions after the token's are masked out."""
         mask = torch.arange(length, device=idx.device) > positions if masked else None
         caches = [KVCache(cache.k[:, :, :length], cache.v[:, :, :length]) for cache in self.caches]
-        return self.model.lm_head(self.model.forward_hidden(idx, positions, caches, mask)[:, -1:])[:, 0]
+        return self.model(idx, positions=positions, caches=caches, mask=mask)[:, 0]
 
     def prefill(self, idx):
-        """Return the tokens drawn after the prompt idx (B, T)."""
+        """Return the tokens drawn after idx (B, T), which replaces what the cache holds."""
         self.cached = idx.size(1)
         return self.draw(self.forward(idx, torch.arange(self.cached, device=idx.device), self.cached))
 

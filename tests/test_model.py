@@ -366,6 +366,14 @@ def test_the_cache_is_used(ours):
     assert lengths == [5, 1, 1, 1, 5, 6, 7, 8]
 
 
+def test_compiled_blocks_are_not_compiled_for_each_length_of_the_cache(ours):
+    compiled, wanted = [], ours.generate(tokens(2, 5), 9, temperature=0)
+    ours.compile_blocks(backend=lambda graph, inputs: compiled.append(1) or graph)
+    assert torch.equal(ours.generate(tokens(2, 5), 9, temperature=0), wanted) and not compiled
+    ours(tokens(2, 5), tokens(2, 5))
+    assert len(compiled) == 2  # the block and the loss
+
+
 def test_end_of_text_stops(ours):
     greedy = ours.generate(tokens(2, 5), 30, temperature=0)[:, 5:].tolist()
     ends = {token: sorted(row.index(token) for row in greedy) for token in set(greedy[0]) & set(greedy[1])}

@@ -38,7 +38,7 @@ def compile_blocks(model, execution, stage, fp8=False):
 
     use_triton = execution.compile and execution.device == "cuda" and device_has_triton(model.lm_head.weight)
     if use_triton and kernels.model_fits_kernels(model.config) and all(p.requires_grad for p in model.parameters()):
-        kernels.install(model, fp8)
+        kernels.use_fused_blocks(model, fp8)
     elif execution.compile:
         model.compile_blocks()
     if stage == 3:

@@ -11,14 +11,14 @@ GEMMs and attention are PyTorch's, or fp8.py's. model.py has the plain version o
 """
 
 from contextlib import nullcontext
-from functools import partial
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from model import addmm_fp32, attention_backends
+from model import Block, addmm_fp32, attention_backends
 from runtime.kernels import fp8, jit, tl, triton
 from runtime.kernels.edits import edited_functions
 from runtime.kernels.fp8 import store, update_amax
@@ -311,15 +311,16 @@ def model_fits_kernels(config):
             and not edited_functions())
 
 
-def install(model, use_fp8=False):
-    """Make a model's blocks run on these kernels, and compile its loss."""
-    model.fp8_scales = fp8.Fp8Scales(model) if use_fp8 else None
+def use_fused_blocks(model, use_fp8=False):
+    """Make a model's blocks run on these kernels, and compile its loss. Modules change their class, as by PyTorch's
+    fully_shard, and keep their parameters and hooks."""
     if model.lm_head.weight.is_cuda:
         model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy)
-    model.forward_hidden = partial(forward_hidden, model)
     for block in model.transformer.h:
-        block.forward = partial(block_forward, block)
-    model.transformer.ln_f.forward = partial(layernorm, model.transformer.ln_f)
+        block.__class__ = FusedBlock
+    model.transformer.ln_f.__class__ = FusedLayerNorm
+    if use_fp8:
+        model.transformer.h[0].register_forward_pre_hook(fp8.Fp8Scales(model).update)
 
 
 def layernorm(layer, residual, branch=None, branch_bias=None, consumer_weight=None):
@@ -329,40 +330,38 @@ def layernorm(layer, residual, branch=None, branch_bias=None, consumer_weight=No
     return residual if branch is None else out, normed, normed8
 
 
-def forward_hidden(model, idx):
-    """Return the final hidden states (B, T, n_embd). Replaces GPT.forward_hidden."""
-    if model.fp8_scales:
-        model.fp8_scales.update(model.training)
-    positions = torch.arange(idx.size(1), device=idx.device)
-    state = model.transformer.wte(idx) + model.transformer.wpe(positions), None, None
-    for block in model.transformer.h:
-        state = block(*state, model.gradient_checkpointing and model.training)
-    return model.transformer.ln_f(*state)[1]
+class FusedLayerNorm(nn.LayerNorm):
+    """Takes a tensor, as PyTorch's does, or what a FusedBlock returns."""
+
+    def forward(self, x):
+        return layernorm(self, *x)[1] if isinstance(x, tuple) else super().forward(x)
 
 
-def block_forward(block, residual, branch, branch_bias, recompute):
-    """Run one block. Takes and returns (residual, branch, branch_bias): the next layer norm adds them."""
-    if not recompute:
-        return attn_and_mlp(block, residual, branch, branch_bias)
+class FusedBlock(Block):
+    """A Block on these kernels. It returns (residual, branch, branch_bias), and takes a tensor or what the block before
+    it returned. With a cache, it is a plain Block."""
 
-    def run_block(x):
-        residual, branch, branch_bias = attn_and_mlp(block, x, None, None)
+    def forward_uncached(self, x, recompute):
+        state = x if isinstance(x, tuple) else (x, None, None)
+        if recompute:
+            return checkpoint(self.summed, *state, use_reentrant=False, preserve_rng_state=False), None, None
+        return self.fused_attn_and_mlp(*state)
+
+    def summed(self, *state):
+        residual, branch, branch_bias = self.fused_attn_and_mlp(*state)
         return residual + branch + branch_bias  # add them here: each tensor passed to a block is saved
 
-    return checkpoint(run_block, residual, use_reentrant=False, preserve_rng_state=False), None, None
-
-
-def attn_and_mlp(block, residual, branch, branch_bias):
-    attn, mlp = block.attn, block.mlp
-    residual, normed, normed8 = layernorm(block.ln_1, residual, branch, branch_bias, attn.c_attn.weight)
-    q, k, v = QKVProjection.apply(normed, normed8, attn.c_attn.weight, attn.c_attn.bias, attn.n_head)
-    with sdpa_kernel(attention_backends(q.device), set_priority=True) if q.is_cuda else nullcontext():
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    y = y.transpose(1, 2).reshape(residual.shape)
-    branch = LinearNoBias.apply(y, None, attn.c_proj.weight)
-    residual, normed, normed8 = layernorm(block.ln_2, residual, branch, attn.c_proj.bias, mlp.c_fc.weight)
-    g, g8 = LinearGelu.apply(normed, normed8, mlp.c_fc.weight, mlp.c_fc.bias, mlp.c_proj.weight)
-    bias = mlp.c_proj.bias
-    if not hasattr(bias, "main_grad"):
-        bias = bias.clone()  # ZeRO-3 releases the block's bias before the next block adds it
-    return residual, LinearNoBias.apply(g, g8, mlp.c_proj.weight), bias
+    def fused_attn_and_mlp(self, residual, branch, branch_bias):
+        attn, mlp = self.attn, self.mlp
+        residual, normed, normed8 = layernorm(self.ln_1, residual, branch, branch_bias, attn.c_attn.weight)
+        q, k, v = QKVProjection.apply(normed, normed8, attn.c_attn.weight, attn.c_attn.bias, attn.n_head)
+        with sdpa_kernel(attention_backends(q.device), set_priority=True) if q.is_cuda else nullcontext():
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.transpose(1, 2).reshape(residual.shape)
+        branch = LinearNoBias.apply(y, None, attn.c_proj.weight)
+        residual, normed, normed8 = layernorm(self.ln_2, residual, branch, attn.c_proj.bias, mlp.c_fc.weight)
+        g, g8 = LinearGelu.apply(normed, normed8, mlp.c_fc.weight, mlp.c_fc.bias, mlp.c_proj.weight)
+        bias = mlp.c_proj.bias
+        if not hasattr(bias, "main_grad"):
+            bias = bias.clone()  # ZeRO-3 releases the block's bias before the next block adds it
+        return residual, LinearNoBias.apply(g, g8, mlp.c_proj.weight), bias

@@ -78,15 +78,17 @@ class Fp8Scales:
         for i, layer in enumerate(layers):
             layer.weight.fp8_slot = self, 3 * i
 
-    def update(self, training):
-        """Compute new scales from the previous micro-step's amax. Call it before each forward."""
-        self.mode = Mode.OFF if not training else Mode.ON if self.calibrated else Mode.CALIBRATE
+    def update(self, block, inputs):
+        """Compute new scales from the previous micro-step's amax. This is a forward pre-hook of the first block."""
+        if len(inputs) > 2:  # with a cache, blocks don't use FP8
+            return
+        self.mode = Mode.OFF if not block.training else Mode.ON if self.calibrated else Mode.CALIBRATE
         if self.mode is Mode.ON:
             usable = (self.amax > 0) & torch.isfinite(self.amax)
             self.scale.copy_(torch.where(usable, self.limits / (2 * self.amax), self.scale))
             self.inverse.copy_(1 / self.scale[:, None])
             self.amax.zero_()
-        self.calibrated = self.calibrated or training
+        self.calibrated = self.calibrated or block.training
 
 
 def slot_of(weight):

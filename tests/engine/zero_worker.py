@@ -130,7 +130,7 @@ def build(stage, dtype, zero, config, clip, repaired, compiled, fused, layers):
     if compiled:
         model.compile_blocks(backend="aot_eager")
     if fused:
-        block.install(model)
+        block.use_fused_blocks(model)
     if stage == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [Block])
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), fused=True, **ADAM)

@@ -109,7 +109,7 @@ def build(stage, dtype, blocks, zero, clip, fp16, layers):
     F.linear = LINEAR  # stage 3 replaces it for good
     model, stage = fresh_model(layers), config["zero_optimization"]["stage"]
     if blocks == "kernels":
-        block.install(model)
+        block.use_fused_blocks(model)
     elif blocks == "compiled":
         model.compile_blocks()
     if stage == 3:

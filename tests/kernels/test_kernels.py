@@ -15,7 +15,7 @@ from model import GPT, Decoder, GPTConfig
 from runtime.engine.fused_adamw import Zero3Step, adamw
 from runtime.engine.setup import compile_blocks
 from runtime.hardware import Execution
-from runtime.kernels import block, decode, edits
+from runtime.kernels import block, decode, edits, fp8
 from runtime.kernels.decode import decode_step, decode_step_for, exponential_noise
 
 SHAPE = {"block_size": 150, "vocab_size": 61, "n_layer": 2, "n_head": 3, "n_embd": 48}  # 48: no power of two
@@ -28,7 +28,7 @@ def models(**shape):
     for p in plain.parameters():
         p.data += 0.1 * torch.randn_like(p)
     fused.load_state_dict(plain.state_dict())
-    block.install(fused)
+    block.use_fused_blocks(fused)
     return plain, fused
 
 
@@ -64,6 +64,21 @@ def test_fused_blocks_have_the_loss_and_the_gradients_of_plain_ones(recomputed):
         assert (got[name] - 2 * grad).abs().max() < 2e-5 * grad.abs().max(), name
 
 
+@pytest.mark.parametrize("sampling", [{"temperature": 0, "repetition_penalty": 1.5},
+                                      {"temperature": 0.8, "top_k": 20}], ids=str)
+def test_fused_blocks_generate_the_plain_text_and_train_on_as_before(sampling):
+    """30 tokens after 19, with a context of 24, which slides."""
+    plain, fused = models(block_size=24)
+    assert fused.state_dict().keys() == plain.state_dict().keys()
+    idx, targets = torch.randint(61, (2, 2, 19))
+    before = gradients(fused, idx, targets)
+    wanted, got = (model.generate(idx, 30, **sampling, generator=torch.Generator().manual_seed(1))
+                   for model in (plain, fused))
+    assert torch.equal(got, wanted) and len(got[:, 19:].unique()) > 5
+    loss, grads = gradients(fused, idx, targets)
+    assert loss == before[0] and all(torch.equal(grad, before[1][name]) for name, grad in grads.items())
+
+
 @pytest.mark.long
 # The plan refuses fp8 on a CPU, and PyTorch 2.7 is only for GPUs below compute capability 7.5, where it is refused too
 @pytest.mark.skipif(torch.__version__ < (2, 8), reason="PyTorch 2.7 has _scaled_mm on GPUs only")
@@ -72,12 +87,12 @@ def test_fp8_matmuls_are_near_the_plain_ones():
     E5M2 with 2 bits of mantissa, also into a main_grad; an evaluation is exact again. The interpreter truncates what a
     GPU rounds."""
     plain, fused = models()
-    block.install(fused, use_fp8=True)
+    block.use_fused_blocks(fused, use_fp8=True)
     idx, targets = torch.randint(61, (2, 2, 40))
     loss, wanted = gradients(plain, idx, targets)
     calibrated, got = gradients(fused, idx, targets)
     assert calibrated == pytest.approx(loss, rel=1e-6)
-    scales = fused.fp8_scales
+    _, scales, _ = fp8.slot_of(fused.transformer.h[0].attn.c_attn.weight)
     assert (scales.amax > 0).all() and scales.amax.numel() == 24
     weight = plain.transformer.h[1].mlp.c_fc.weight
     assert scales.amax[12 + 6 + 1] == weight.abs().max()
@@ -91,6 +106,8 @@ def test_fp8_matmuls_are_near_the_plain_ones():
     assert scales.scale[12 + 6 + 1].item() == pytest.approx(224 / weight.abs().max().item())
 
     sums, amax = {p: torch.full(p.shape, 0.5) for p in fused.parameters()}, scales.amax.clone()
+    assert torch.equal(fused.generate(idx, 3, temperature=0), plain.generate(idx, 3, temperature=0))
+    assert torch.equal(scales.amax, amax)  # text is no micro-step
     _, once = gradients(fused, idx, targets)
     scales.amax.copy_(amax)  # the same scales again
     for p in fused.parameters():
@@ -135,7 +152,7 @@ def test_an_edited_model_trains_as_edited(old, new, edited, monkeypatch, tmp_pat
             here.setattr(torch, "compile", lambda function, **options: function)
             compile_blocks(model, Execution("cuda", "float32", True, 0), stage=2)
         assert model(idx, idx).item() == pytest.approx(loss, rel=1e-6)
-        assert ("forward_hidden" in vars(model)) is (not edited)  # whether it runs on the kernels
+        assert isinstance(model.transformer.h[0], block.FusedBlock) is (not edited)  # whether it runs on the kernels
         monkeypatch.setattr(decode, "device_has_triton", lambda weight: True)
         assert (decode_step_for(SimpleNamespace(config=model.config, lm_head=SimpleNamespace(
             weight=SimpleNamespace(is_cuda=True)))) is None) is bool(edited)
