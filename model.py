@@ -296,9 +296,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, end_of_text=None, generator=None,
-                 on_token=lambda token: None, custom_step=None, repetition_penalty=1.0):
+                 on_token=lambda token: None, custom_step=None, repetition_penalty=1.0, cuda_graphs=True):
         """Continue idx (B, T) by up to max_new_tokens and return (B, T + n). temperature, top_k, top_p, generator: see
-        sample_token. repetition_penalty: CTRL's (arXiv:1909.05858). custom_step: see Decoder.
+        sample_token. repetition_penalty: CTRL's (arXiv:1909.05858). custom_step, cuda_graphs: see Decoder.
 
         A row that has produced end_of_text repeats it. Generation stops when all rows have. on_token gets each new
         column (B,). Beyond block_size tokens, the context window slides, so each token costs a full forward."""
@@ -318,7 +318,7 @@ class GPT(nn.Module):
             seen.scatter_(1, token[:, None], True)
             return token
 
-        decoder = Decoder(self, B, min(block_size, T + max_new_tokens), custom_step, draw, generator)
+        decoder = Decoder(self, B, min(block_size, T + max_new_tokens), custom_step, draw, generator, cuda_graphs)
         for _ in range(max_new_tokens):
             if 0 < decoder.cached < block_size:
                 token = decoder.decode_one_token(idx[:, -1:])
@@ -347,10 +347,11 @@ class GPT(nn.Module):
 class Decoder:
     """Computes the next tokens of B sequences, draw(logits (B, vocab_size)), with a KV cache of max_length tokens.
 
-    On CUDA, launches take longer than kernels, so decode_one_token captures a CUDA graph for each cache length: 128,
-    256, ..., with draw in it, which may use `generator`. custom_step (runtime/kernels/decode.py) needs one graph."""
+    On CUDA, launches take longer than kernels. So with cuda_graphs, decode_one_token captures a graph for each cache
+    length: 128, 256, ..., with draw in it, which may use `generator`. custom_step (kernels/decode.py) runs in one."""
 
-    def __init__(self, model, B, max_length, custom_step=None, draw=lambda logits: logits, generator=None):
+    def __init__(self, model, B, max_length, custom_step=None, draw=lambda logits: logits, generator=None,
+                 cuda_graphs=True):
         c, weight = model.config, model.transformer.wte.weight
         shape = (B, c.n_head, max_length, c.n_embd // c.n_head)
         self.model, self.max_length, self.custom_step = model, max_length, custom_step
@@ -358,7 +359,7 @@ class Decoder:
         self.caches = [KVCache(*layer) for layer in weight.new_zeros((c.n_layer, 2, *shape))]
         self.cached = 0  # tokens in the cache
         self.token, self.position = (torch.zeros(s, dtype=torch.long, device=weight.device) for s in ((B, 1), 1))
-        self.use_cuda_graphs, self.graphs = weight.is_cuda, {}  # {cache length: replay}
+        self.use_cuda_graphs, self.graphs = cuda_graphs and weight.is_cuda, {}  # {cache length: replay}
 
     def forward(self, idx, positions, length, masked=False):
         """Return the logits after idx (B, T) at `positions` (T,), which attend to the first `length` positions. masked:

@@ -152,7 +152,7 @@ from runtime.files import UserError
 from runtime.monitor.health import StepHealth
 from runtime.monitor.profiler import Profiler
 from runtime.monitor.runlog import RunLog
-from runtime.sample.generate import sample_from_engine
+from runtime.sample.generate import sample_while_training
 
 device = setup.setup_device(execution, ranks.local_rank, plan.ds_config, deterministic)
 if not eval_only:
@@ -308,7 +308,7 @@ while not finished() and not eval_only and exit_code is None:
             saved = True
     if sample_interval and iter_num % sample_interval == 0:
         encode, decode = plan.tokenizer
-        ids = sample_from_engine(engine, encode(sample_start), sample_tokens, (seed + iter_num) % 2**63, device)
+        ids = sample_while_training(model, encode(sample_start), sample_tokens, (seed + iter_num) % 2**63)
         log.sample(iter_num, decode(ids))
     log.restart_clock(iter_num, batches.waited_s, paused=profiler and profiler.step())  # for the next step's time
 

@@ -345,7 +345,7 @@ def test_text_by_captured_steps_is_the_same_text(monkeypatch):
     class Captured(Decoder):
         def __init__(self, *args):
             super().__init__(*args)
-            self.use_cuda_graphs = True
+            self.use_cuda_graphs = args[-1]
             decoders.append(self)
 
     monkeypatch.setattr("model.Decoder", Captured)
@@ -354,8 +354,9 @@ def test_text_by_captured_steps_is_the_same_text(monkeypatch):
     assert len(wanted[:, 100:].unique()) > 20
     generator = torch.Generator().manual_seed(1)
     assert torch.equal(wide.generate(idx, 150, generator=generator, repetition_penalty=1.3), drawn)
+    assert torch.equal(wide.generate(idx, 50, temperature=0, cuda_graphs=False), wanted[:, :150])
     assert [(list(one.graphs), one.generators) for one in decoders] == [
-        ([128, 256, 300], []), ([128, 250], [generator])]
+        ([128, 256, 300], []), ([128, 250], [generator]), ([], [])]
 
 
 def test_the_cache_is_used(ours):

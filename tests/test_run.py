@@ -20,6 +20,7 @@ from conftest import EIGHT, ROOT, SMALL, ForkedJob, Payload, done, kill, launch,
 
 from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore, sign_manifest
+from runtime.data.tokenizer import tokenizer_of
 from runtime.files import file_digest, write_atomic
 from runtime.monitor.history import append_history
 from runtime.monitor.runlog import RunLog
@@ -414,8 +415,9 @@ def test_a_terminal_shows_a_bar_below_the_lines(train):
 
 @pytest.mark.parametrize("options", [(), (stage(3),)], ids=["stage 2", "stage 3"])
 def test_samples_while_training_leave_the_losses_alone(train, options):
-    """With dropout, on two ranks: 12 characters after each second iteration, losses to the last bit as without."""
-    args = ("--dropout=0.1", "--max_iters=5", "--eval_interval=5", *options)
+    """With dropout, on two ranks: 12 characters after each second iteration, losses to the last bit as without. They
+    are what the weights saved there say with the seed 1337 + iteration."""
+    args = ("--dropout=0.1", "--max_iters=5", "--eval_interval=2", *options)
     with_samples = ("--sample_interval=2", "--sample_start=the ", "--sample_tokens=12")
     plain, sampled = done(train(*args, ranks=2)), done(train(*args, *with_samples, ranks=2))
     assert sampled.losses == plain.losses and sampled.evals == plain.evals
@@ -424,6 +426,11 @@ def test_samples_while_training_leave_the_losses_alone(train, options):
     for it, text in texts.items():
         assert text.startswith("the ") and len(text) == 16
         assert f"sample at step {it}: {text}" in sampled.stdout
+        encode, decode = tokenizer_of(manifest(sampled.out_dir, f"iter_{it}")["state"]["data"]["tokenizer"])
+        ids = load_model(sampled.out_dir, f"iter_{it}")[0].generate(
+            torch.tensor([encode("the ")]), 12, temperature=0.8, top_k=200,
+            generator=torch.Generator().manual_seed(1337 + it))
+        assert decode(ids[0].tolist()) == text
 
 
 # wandb

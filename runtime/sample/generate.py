@@ -1,4 +1,4 @@
-"""Generate samples from a model, each with its own seed, and score a text. Sample from an engine during training."""
+"""Generate samples from a model, each with its own seed, and score a text. Sample during training."""
 
 import contextlib
 import sys
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from model import sample_token
 from runtime.kernels.decode import RowNoise, decode_step_for
 
 TEMPERATURE, TOP_K = 0.8, 200  # for samples during training; sample.py's defaults
@@ -103,17 +102,13 @@ def score_text(model, ids):
     return total / last, last
 
 
-@torch.no_grad()
-def sample_from_engine(engine, prompt, n_tokens, seed, device):
+def sample_while_training(model, prompt, n_tokens, seed):
     """Return the prompt (ids) and n_tokens more, as a list. All ranks call it: at ZeRO-3 a forward gathers parameters.
-    Every forward takes the final length, so that torch.compile sees one shape."""
-    length = min(len(prompt) + n_tokens, engine.module.config.block_size)
-    generator = torch.Generator().manual_seed(seed)
-    text = torch.zeros((1, length), dtype=torch.long, device=device)
-    text[0, : len(prompt)] = torch.tensor(prompt)
-    engine.module.eval()
-    for i in range(len(prompt), length):
-        logits = engine.deepspeed(text)[:, i - 1].float().cpu()  # causal: the zeros after it don't count
-        text[0, i] = sample_token(logits, TEMPERATURE, TOP_K, None, generator).item()
-    engine.module.train()
-    return text[0].tolist()
+    So none stops early, at an end_of_text. CUDA graphs would take memory, and their capture disturbs other threads."""
+    device = model.lm_head.weight.device
+    n_tokens = min(n_tokens, model.config.block_size - len(prompt))
+    model.eval()
+    ids = model.generate(torch.tensor([prompt], device=device), n_tokens, TEMPERATURE, TOP_K,
+                         generator=torch.Generator(device).manual_seed(seed), cuda_graphs=False)
+    model.train()
+    return ids[0].tolist()

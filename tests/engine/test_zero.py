@@ -126,6 +126,16 @@ def test_kernels_of_our_own_train_as_plain_pytorch(report):
         assert stage_3["norms"] == pytest.approx(norms, rel=1e-2)
 
 
+# Samples
+
+def test_a_sample_while_training_is_that_of_a_plain_model_with_these_weights(report):
+    """In every way: with a KV cache, while weights are gathered for each token, blocks are fused or compiled, and
+    activations recomputed. That training goes on as without it is what all others here see."""
+    ways = {way: result for way, result in report.items() if way != "ranks" and "plain" not in way}
+    assert len(ways) > 30 and all(len(result["sample"]) == 13 for result in ways.values())
+    assert {way: r["sample"] for way, r in ways.items()} == {way: r["wanted_sample"] for way, r in ways.items()}
+
+
 # float16
 
 @pytest.mark.parametrize("way, scales, applied", [

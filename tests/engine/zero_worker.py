@@ -27,8 +27,10 @@ from runtime.data.loader import Batch
 from runtime.engine import ds_config, setup
 from runtime.engine.engine import Engine
 from runtime.kernels import block
+from runtime.sample.generate import TEMPERATURE, TOP_K, sample_while_training
 
 SEQUENCES, ACCUMULATION, T, VOCAB = 12, 3, 16, 61  # of a step, over all ranks; micro-steps; tokens; vocabulary
+PROMPT = [1, 2, 3]  # of a sample after the first step
 LEARNING_RATES = (1e-2, 5e-3, 2e-3, 1e-2, 5e-3)  # set anew each step, as the script does
 CLIP = 0.3  # norms are 0.5 to 0.8
 # The keys' biases have no gradient but rounding (softmax takes no notice of them), and Adam would make steps of full
@@ -140,6 +142,16 @@ def build(stage, dtype, zero, config, clip, repaired, compiled, fused, layers):
     return deepspeeds
 
 
+def plain_sample(weights, dtype, truncated):
+    """What sample_while_training is to return: the text of a plain model with these weights, in this dtype."""
+    model = fresh_model(sum(name.endswith("ln_1.weight") for name in weights)).to(getattr(torch, dtype)).eval()
+    for name, p in model.named_parameters():
+        # Triton's interpreter does not round to bfloat16
+        p.data.copy_((weights[name].view(torch.int32) & -(2**16)).view(torch.float32) if truncated else weights[name])
+    return model.generate(torch.tensor([PROMPT]), 10, TEMPERATURE, TOP_K,
+                          generator=torch.Generator().manual_seed(7))[0].tolist()
+
+
 def weights(engine):
     """The weights that the optimizer steps, in fp32, whole, on every rank."""
     return {n: safe_get_full_fp32_param(p).detach().clone() for n, p in engine.module.named_parameters()}
@@ -186,6 +198,9 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
         result["applied"].append(all_reduce_sum(done.applied)[0])
         if dtype == "float16":
             result["scales"].append(done.loss_scale)
+        if step == 0:  # what follows is to be as without it
+            result["sample"] = sample_while_training(deepspeeds.module, PROMPT, 10, 7)
+            result["wanted_sample"] = plain_sample(weights(deepspeeds), dtype, fused)
         if bad:
             result["moved_by_poison"] = furthest(weights(deepspeeds), before)
     result["released"] = sum(getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
