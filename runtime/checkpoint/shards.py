@@ -13,7 +13,7 @@ import torch
 
 from model import GPT, GPTConfig
 from runtime.checkpoint.tags import CheckpointError, TagStore, UnreadableError, verify_files
-from runtime.lora import is_adapter, merge
+from runtime.lora import merge
 from runtime.weights import SAFE_GLOBALS
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -34,7 +34,7 @@ class TagReader:
         models, optimizers = ([mmap_load(os.path.join(folder, name)) for name in names if kind in name]
                               for kind in ("model_states", "optim"))
         model, stage = models[0], manifest["stage"]
-        self.model_state, self.lora, self.loss_scaler = model, manifest["state"].get("lora"), None
+        self.model_state, self.loss_scaler = model, None
         if stage == 3:  # the model files hold the frozen parameters, sharded over the ranks
             frozen = model["frozen_param_shapes"] or {}
             weights = {name: [rank["frozen_param_fragments"][name] for rank in models] for name in frozen}
@@ -45,9 +45,6 @@ class TagReader:
         self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         self.pieces = {"weight": weights, **{field: {} for field in MOMENTS}}  # [field][name]: a list of tensors
         self.add_flat([content["optimizer_state_dict"] for content in optimizers], stage)
-
-    def is_trainable(self, name):
-        return not self.lora or is_adapter(name)
 
     def get(self, name, field="weight"):
         """Return a parameter's "weight", "exp_avg" or "exp_avg_sq" in fp32 on the CPU. It may be a view of the file."""

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from runtime.checkpoint.shards import MOMENTS, TagReader
-from runtime.checkpoint.tags import OTHER_TAG, topology
-from runtime.cluster.ranks import exit_together, print0, silence_stdout
+from runtime.checkpoint.tags import topology
+from runtime.cluster.ranks import print0, silence_stdout
 from runtime.engine import override
 
 
@@ -30,36 +30,19 @@ def load(engine, store, tag):
                 for recorded in (manifest, topology(engine)))
     if was != now:
         print0(f"re-sharding {path}: saved by {was}, now {now}")
-        reshard(engine.deepspeed, TagReader(path, manifest))
-    else:
-        load_own_files(engine.deepspeed, store, tag.name)
+    copy_into(engine.deepspeed, TagReader(path, manifest))
     dist.barrier()
     print0(f"loaded in {time.time() - start:.1f} s")
     return manifest["state"]
 
 
-def load_own_files(deepspeed, store, name):
-    """Load a tag as DeepSpeed does, which reads less per rank. Keep this run's betas, weight decay and loss scaler."""
-    optimizer = deepspeed.optimizer
-    own = [{key: group[key] for key in ("betas", "weight_decay")} for group in optimizer.param_groups]
-    scaler = getattr(optimizer, "loss_scaler", None)
-    with silence_stdout():
-        loaded, _ = deepspeed.load_checkpoint(store.out_dir, tag=name)
-    exit_together([f"DeepSpeed could not load {store.path(name)}: {OTHER_TAG}"] if loaded is None else [])
-    for group, settings in zip(optimizer.param_groups, own):
-        group.update(settings)
-    if scaler:
-        saved, optimizer.loss_scaler = optimizer.loss_scaler, scaler
-        restore_loss_scale(scaler, saved)
-
-
 @torch.no_grad()
-def reshard(deepspeed, reader):
+def copy_into(deepspeed, reader):
     """Copy a tag's weights, moments, step and loss scale into a new engine. Each rank reads what it needs."""
     stage = deepspeed.zero_optimization_stage()
     init_adam_state(deepspeed.optimizer, stage, reader.step)
     for name, param in deepspeed.module.named_parameters():
-        for field in ("weight", *MOMENTS) if reader.is_trainable(name) else ("weight",):
+        for field in ("weight", *MOMENTS) if param.requires_grad else ("weight",):
             flat = reader.get(name, field).flatten()
             for target, offset in local_slices(deepspeed.optimizer, stage, param, field):
                 target.copy_(flat[offset:offset + target.numel()])
