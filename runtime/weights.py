@@ -1,6 +1,7 @@
 """Read pretrained weights from the Hugging Face hub, a folder in transformers' format, or nanoGPT's ckpt.pt."""
 
 import contextlib
+import functools
 import os
 import pickle
 import zipfile
@@ -102,6 +103,7 @@ def load_untrusted(path):
         return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
 
 
+@functools.lru_cache(maxsize=1)  # configuration and weights are in one file
 def read_nanogpt(path):
     """Return (GPTConfig's arguments, {name: tensor}) of nanoGPT's ckpt.pt. Raises UserError."""
     checkpoint = load_untrusted(path)

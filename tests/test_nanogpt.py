@@ -102,9 +102,12 @@ def nanogpt(tmp_path_factory, characters):
 
 
 @pytest.mark.parametrize("bias, prefix, vocab_size", [(True, "", 28), (False, "_orig_mod.", 28), (False, "", 50304)])
-def test_logits_of_a_checkpoint_are_those_of_transformers(tmp_path, bias, prefix, vocab_size):
+def test_logits_of_a_checkpoint_are_those_of_transformers(tmp_path, monkeypatch, bias, prefix, vocab_size):
     theirs = reference(bias, vocab_size, n_embd=8 if vocab_size > 28 else 32)
-    ours = GPT.from_pretrained(str(write_checkpoint(tmp_path / "ckpt.pt", theirs, bias, prefix))).eval()
+    path, load, loaded = str(write_checkpoint(tmp_path / "ckpt.pt", theirs, bias, prefix)), torch.load, []
+    monkeypatch.setattr(torch, "load", lambda *args, **options: loaded.append(args) or load(*args, **options))
+    ours = GPT.from_pretrained(path).eval()
+    assert len(loaded) == 1
     idx = torch.randint(28, (3, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         wanted = theirs(idx).logits

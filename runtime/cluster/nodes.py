@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import tempfile
-import time
 from contextlib import ExitStack
 from dataclasses import asdict
 
@@ -27,7 +26,7 @@ def exit_if_ranks_differ(plan, problems, several_nodes):
         hosts, _, fingerprints, (probe, *_) = zip(*ranks)
         problems = merge_problems([rank[:2] for rank in ranks]) or mismatches(hosts, fingerprints)
         if probe and not problems:
-            found = all_gather_objects(wait_for_file(os.path.join(out_dir, probe)))
+            found = all_gather_objects(is_listed(os.path.join(out_dir, probe)))
             if missing := dict.fromkeys(host for host, sees_probe in zip(hosts, found) if not sees_probe):
                 problems = [f"out_dir={out_dir} is not the same folder on {hosts[0]} and {', '.join(missing)}: choose "
                             "one that all nodes share with --out_dir=DIR"]
@@ -65,10 +64,7 @@ def mismatches(hosts, fingerprints):
     return messages
 
 
-def wait_for_file(path):
-    """Return whether a file exists. A network file system may take seconds to show it."""
-    for _ in range(50):
-        if os.path.exists(os.path.normpath(path)):  # normalized, because out_dir itself may not exist yet
-            return True
-        time.sleep(0.2)
-    return False
+def is_listed(path):
+    """Return whether a file exists. Reading the folder makes a network file system ask its server again."""
+    folder, name = os.path.split(os.path.normpath(path))  # out_dir itself may not exist yet
+    return os.path.isdir(folder) and name in os.listdir(folder)
