@@ -312,8 +312,7 @@ def model_fits_kernels(config):
 
 
 def use_fused_blocks(model, use_fp8=False):
-    """Make a model's blocks run on these kernels, and compile its loss. Modules change their class, as by PyTorch's
-    fully_shard, and keep their parameters and hooks."""
+    """Make a model's blocks run on these kernels, and compile its loss. Modules change class, as in fully_shard."""
     if model.lm_head.weight.is_cuda:
         model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy)
     for block in model.transformer.h:
@@ -338,17 +337,20 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 class FusedBlock(Block):
-    """A Block on these kernels. It returns (residual, branch, branch_bias), and takes a tensor or what the block before
-    it returned. With a cache, it is a plain Block."""
+    """A Block that returns (residual, branch, branch_bias), and takes that or a tensor. With a cache, it is a Block."""
 
-    def forward_uncached(self, x, recompute):
-        state = x if isinstance(x, tuple) else (x, None, None)
+    def __call__(self, x, *args):  # full backward hooks, which DeepSpeed uses, find no tensors in a tuple
+        return super().__call__(*(x if isinstance(x, tuple) else (x, None, None)), *args)
+
+    def forward(self, residual, branch, branch_bias, recompute=False, *cached):
+        if cached:
+            return super().forward(residual, recompute, *cached)
         if recompute:
-            return checkpoint(self.summed, *state, use_reentrant=False, preserve_rng_state=False), None, None
-        return self.fused_attn_and_mlp(*state)
+            return checkpoint(self.summed, residual, use_reentrant=False, preserve_rng_state=False), None, None
+        return self.fused_attn_and_mlp(residual, branch, branch_bias)
 
-    def summed(self, *state):
-        residual, branch, branch_bias = self.fused_attn_and_mlp(*state)
+    def summed(self, x):
+        residual, branch, branch_bias = self.fused_attn_and_mlp(x, None, None)
         return residual + branch + branch_bias  # add them here: each tensor passed to a block is saved
 
     def fused_attn_and_mlp(self, residual, branch, branch_bias):
@@ -357,8 +359,7 @@ class FusedBlock(Block):
         q, k, v = QKVProjection.apply(normed, normed8, attn.c_attn.weight, attn.c_attn.bias, attn.n_head)
         with sdpa_kernel(attention_backends(q.device), set_priority=True) if q.is_cuda else nullcontext():
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y = y.transpose(1, 2).reshape(residual.shape)
-        branch = LinearNoBias.apply(y, None, attn.c_proj.weight)
+        branch = LinearNoBias.apply(y.transpose(1, 2).reshape(residual.shape), None, attn.c_proj.weight)
         residual, normed, normed8 = layernorm(self.ln_2, residual, branch, attn.c_proj.bias, mlp.c_fc.weight)
         g, g8 = LinearGelu.apply(normed, normed8, mlp.c_fc.weight, mlp.c_fc.bias, mlp.c_proj.weight)
         bias = mlp.c_proj.bias

@@ -80,7 +80,7 @@ class Fp8Scales:
 
     def update(self, block, inputs):
         """Compute new scales from the previous micro-step's amax. This is a forward pre-hook of the first block."""
-        if len(inputs) > 2:  # with a cache, blocks don't use FP8
+        if len(inputs) > 4:  # with a cache, blocks don't use FP8
             return
         self.mode = Mode.OFF if not block.training else Mode.ON if self.calibrated else Mode.CALIBRATE
         if self.mode is Mode.ON:

@@ -48,7 +48,7 @@ LINEAR = torch.nn.functional.linear
 FP16 = {"config": {"fp16": {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}},
         "clip": 0.0, "steps": 5}
 DEEP = {"layers": 5}
-SMALL = {"layers": 1, "steps": 2, "tokens": 4}  # for kernels in Triton's interpreter, where a row takes milliseconds
+SMALL = {"layers": 2, "steps": 2, "tokens": 4}  # for kernels in Triton's interpreter, where a row takes milliseconds
 
 # name: (stage, dtype, options of train)
 WAYS = {
@@ -88,6 +88,7 @@ WAYS = {
     "small fused nan": (2, "bfloat16", {**SMALL, "fused": True, "poison": "nan"}),
     "small fused local": (2, "bfloat16", {**SMALL, "fused": True, "local": True}),
     "small fused stage 3": (3, "bfloat16", {**SMALL, "fused": True}),
+    "small fused own": (3, "bfloat16", {**SMALL, "fused": True, "short": False, "zero": RELEASED}),
     "small fused stage 3 local": (3, "bfloat16", {**SMALL, "fused": True, "local": True, "checkpointing": True}),
     **{f"float16 stage {stage} unrepaired": (stage, "float16", {**FP16, "repaired": False}) for stage in (2, 3)},
 }
@@ -167,7 +168,7 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
     engine = Engine(deepspeeds, local, fused, own_path=not short)
     shortened = engine.gradients is not None
     overflows = listen(deepspeeds.optimizer) if shortened and not fused else []
-    assert not fused or engine.fused_step
+    assert bool(engine.fused_step) == (fused and short)
     poisoned = False
 
     def spoil(grad):
@@ -200,7 +201,7 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
             result["scales"].append(done.loss_scale)
         if step == 0:  # what follows is to be as without it
             result["sample"] = sample_while_training(deepspeeds.module, PROMPT, 10, 7)
-            result["wanted_sample"] = plain_sample(weights(deepspeeds), dtype, fused)
+            result["wanted_sample"] = plain_sample(weights(deepspeeds), dtype, fused and short)
         if bad:
             result["moved_by_poison"] = furthest(weights(deepspeeds), before)
     result["released"] = sum(getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
