@@ -66,8 +66,8 @@ def init_adam_state(optimizer, stage, step):
     fused = inner.param_groups[0].get("fused")
     for flat in flats:
         count = torch.tensor(step, dtype=torch.float32, device=flat.device if fused else "cpu")
-        inner.state[flat] = {field: torch.zeros_like(flat) for field in MOMENTS}
-        inner.state[flat]["step"] = count if isinstance(inner, torch.optim.AdamW) else int(step)  # DeepSpeed's are ints
+        inner.state[flat] = {"step": count if isinstance(inner, torch.optim.AdamW) else int(step),  # DeepSpeed's: ints
+                             **{field: torch.zeros_like(flat) for field in MOMENTS}}  # in the order of AdamW itself
 
 
 def local_slices(optimizer, stage, param, field):
