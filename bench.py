@@ -13,29 +13,24 @@ All other arguments go to train_deepspeed.py. Speed does not depend on the weigh
 import argparse
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from functools import partial
 from pathlib import Path
 
 from configurator import settings_of_script
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
-SCRIPT, LAUNCHER = os.path.join(ROOT, "train_deepspeed.py"), os.path.join(ROOT, "launch_deepspeed.py")
+SCRIPT, LAUNCHER, BASELINES = (os.path.join(ROOT, name) for name in (
+    "train_deepspeed.py", "launch_deepspeed.py", "examples/baselines.py"))
 
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.benchmark import Timer, timer
 
 from model import GPT, GPTConfig
-from runtime.engine import ds_config
 from runtime.monitor.history import read_history
 from runtime.monitor.runlog import git_commit, machine_record
 from runtime.output import exit_with_error
@@ -45,28 +40,24 @@ from runtime.weights import PRETRAINED
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_subparsers(dest="what", required=True)
-    commands = {name: what.add_parser(name, help=text) for name, text in (
-        ("train", "measure training: see train --help"), ("sample", "measure sampling: see sample --help"),
-        ("baseline", "for internal use"))}
-    for name, command in commands.items():
-        command.add_argument("--baseline", choices=("hf", "pytorch", "fsdp2"), help="also measure a baseline")
+    training = what.add_parser("train", help="measure training: see train --help")
+    sampling = what.add_parser("sample", help="measure sampling: see sample --help")
+    for command, baselines in (training, ("hf", "pytorch", "fsdp2")), (sampling, ("hf",)):
+        command.add_argument("--baseline", choices=baselines, help="also measure a baseline")
         command.add_argument("--json", default="bench.json", help="output file (default: bench.json)")
         command.add_argument("--repeats", type=int, default=10, help="number of steps or samples to measure")
-        if name != "sample":
-            command.add_argument("--gpus", type=int, default=1, help="number of processes, also on a CPU")
-            command.add_argument("--warmup", type=int, default=4, help="number of steps before those measured")
-    commands["sample"].add_argument("--model", type=shape, default="gpt2-xl", help="gpt2-xl, or layers,heads,width")
-    commands["sample"].add_argument("--batch", type=int, default=1, help="batch size")
-    commands["sample"].add_argument("--tokens", type=int, default=200, help="tokens per sample")
+    training.add_argument("--gpus", type=int, default=1, help="number of processes, also on a CPU")
+    training.add_argument("--warmup", type=int, default=4, help="number of steps before those measured")
+    sampling.add_argument("--model", type=shape, default="gpt2-xl", help="gpt2-xl, or layers,heads,width")
+    sampling.add_argument("--batch", type=int, default=1, help="batch size")
+    sampling.add_argument("--tokens", type=int, default=200, help="tokens per sample")
     args, argv = parser.parse_known_args()
     for name, value in vars(args).items():
         if type(value) is int and value < 1:
             parser.error(f"--{name}={value} must be at least 1")
-    if args.what == "sample" and (argv or args.baseline not in (None, "hf")):
-        parser.error(f"sample has no {' '.join(argv) or f'--baseline={args.baseline}'}: see bench.py sample --help")
+    if args.what == "sample" and argv:
+        parser.error(f"sample has no {' '.join(argv)}: see bench.py sample --help")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes temporary folders
-    if args.what == "baseline":  # a process that train() starts
-        return baseline(args, argv)
     if os.path.isdir(args.json) or not os.access(os.path.dirname(os.path.abspath(args.json)), os.W_OK):
         parser.error(f"--json={args.json} can't be written: choose a file in a folder that exists")
     measured = sample(args) if args.what == "sample" else train(args, argv)
@@ -80,7 +71,7 @@ def summarize(values):
 
 
 def run_ranks(args, out_dir, *command):
-    """Run a script in args.gpus processes. If they fail, print their output and exit."""
+    """Run a script in args.gpus processes and return its output. If they fail, print it and exit."""
     launcher = [sys.executable, LAUNCHER, "torchrun", "--standalone", f"--nproc_per_node={args.gpus}"]
     with subprocess.Popen([*launcher, *command, f"--out_dir={out_dir}"], stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True) as process:
@@ -92,6 +83,7 @@ def run_ranks(args, out_dir, *command):
     if process.returncode:
         print(output[-6000:], file=sys.stderr)
         raise SystemExit(process.returncode)
+    return output
 
 
 def train(args, argv):
@@ -102,27 +94,25 @@ def train(args, argv):
     argv = [*argv, f"--max_iters={args.warmup + args.repeats}", "--eval_interval=1000000000", "--eval_iters=1",
             "--keep_last=0", "--log_interval=1"]
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
-        run_ranks(args, folder, SCRIPT, *argv)
+        output = run_ranks(args, folder, SCRIPT, *argv)
         run = json.loads(Path(folder, "settings.json").read_text())
         records = [r for r in read_history(folder) if "ms" in r]
         record = {key: run[key] for key in ("hardware", "versions", "settings", "world_size")}
         counted, s = records[args.warmup :], record["settings"]
-        zero = ds_config.read_json(ds_config.find(s["deepspeed_config"])).get("zero_optimization", {})
         ms = summarize([r["ms"] for r in counted])
         per_median = counted[0]["ms"] / ms["median"]
         record |= {
             "ms": ms, "tokens_per_s": counted[0]["tokens_per_s"] * per_median,
             "mfu": counted[0]["mfu"] and counted[0]["mfu"] * per_median,
             "peak_gb": max(r["memory"] for r in records) / 1e9, "first_step_s": records[0]["first_step_s"],
-            "history": records, "stage": zero.get("stage", 0)}
+            "history": records, "stage": int(re.search(r"ZeRO-(\d) \(", output)[1])}
         print(f"{record['world_size']} x {record['hardware']}, {s['batch_size']} x {s['gradient_accumulation_steps']}, "
               f"{s['deepspeed_config']}: {ms['median']:.1f} ms ({ms['min']:.1f}-{ms['max']:.1f}), "
               f"{record['tokens_per_s']:,.0f} tokens/s, "
               + (f"{100 * record['mfu']:.1f}% MFU, " if record["mfu"] else "")
               + f"{record['peak_gb']:.1f} GB, first step after {record['first_step_s']:.1f} s", flush=True)
         if args.baseline:
-            run_ranks(args, folder, __file__, "baseline", f"--baseline={args.baseline}", *argv,
-                      f"--batch_size={s['batch_size']}",
+            run_ranks(args, folder, BASELINES, args.baseline, *argv, f"--batch_size={s['batch_size']}",
                       f"--gradient_accumulation_steps={s['gradient_accumulation_steps']}")
             other = json.loads(Path(folder, "baseline.json").read_text())
             other["ms"] = summarize(other["ms"][args.warmup :])
@@ -131,108 +121,6 @@ def train(args, argv):
             print(f"{other['name']}: {other['ms']['median']:.1f} ms, {other['peak_gb']:.1f} GB: ours is "
                   f"{other['ratio']:.2f}x as fast")
     return record
-
-
-def baseline(args, argv):
-    """Make the same steps, with the same tokens, by another implementation, and write out_dir/baseline.json."""
-    s = settings_of_script(SCRIPT, argv)
-    if not torch.cuda.is_available() or s.device == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
-    from runtime.cluster.join import join_process_group
-    from runtime.cluster.ranks import all_reduce_sum, ranks_from_environment, shut_down
-    from runtime.data.loader import train_batches
-    from runtime.engine.setup import setup_device
-    from runtime.hardware import peak_memory
-    from runtime.plan.run_plan import plan_run
-
-    ranks = ranks_from_environment()
-    join_process_group(s.device, s.backend)
-    plan = plan_run(s, ranks)
-    device = setup_device(plan.execution, ranks.local_rank, plan.ds_config)
-    torch.manual_seed(s.seed)
-    steps = {"hf": transformers_steps, "pytorch": pytorch_steps, "fsdp2": partial(pytorch_steps, fsdp2=True)}
-    name, micro_step = steps[args.baseline](plan, s, device)
-    mixture = [(tokens, one.share) for tokens, one in zip(plan.tokens["train"], plan.datasets)]
-    batches = train_batches(mixture, 0, plan.batch, ranks.rank, s.seed, plan.data["vocab_size"], device)
-    times, losses = [], []
-    for _ in range(s.max_iters):
-        start, total = time.perf_counter(), 0.0
-        for number in range(s.gradient_accumulation_steps):
-            total += micro_step(*next(batches)[:2], number + 1 == s.gradient_accumulation_steps)
-        losses.append(total.item() / s.gradient_accumulation_steps / ranks.world_size)  # item() waits for the step
-        times.append(1000 * (time.perf_counter() - start))
-    losses = all_reduce_sum(*losses)
-    if ranks.rank == 0:
-        record = {"name": name, "ms": times, "losses": losses, "peak_gb": peak_memory(device) / 1e9}
-        Path(s.out_dir, "baseline.json").write_text(json.dumps(record))
-    del micro_step  # frees DDP now: after the process group, it can deadlock with a thread of gloo
-    shut_down()
-
-
-def transformers_steps(plan, s, device):
-    """Return (name, micro_step) of transformers' GPT2LMHeadModel in DeepSpeed, with the same JSON."""
-    import deepspeed
-    import transformers
-
-    shape = transformers.GPT2Config(n_layer=plan.model.n_layer, n_head=plan.model.n_head, n_embd=plan.model.n_embd,
-                                    n_positions=plan.model.block_size, vocab_size=plan.model.vocab_size,
-                                    resid_pdrop=s.dropout, embd_pdrop=s.dropout, attn_pdrop=s.dropout, use_cache=False)
-    with device:
-        model = transformers.GPT2LMHeadModel(shape)
-    model.train()
-    if s.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=s.learning_rate, fused=plan.execution.device == "cuda")
-    plan.ds_config["zero_optimization"].pop("memory_efficient_linear", None)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(plan.ds_config))
-
-    def micro_step(x, y, last):
-        loss = engine(x, labels=x).loss
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return f"transformers {transformers.__version__} GPT2LMHeadModel with DeepSpeed", micro_step
-
-
-def pytorch_steps(plan, s, device, fsdp2=False):
-    """Return (name, micro_step) of a GPT in PyTorch without DeepSpeed, clipping and fused AdamW in the last micro-step.
-
-    It is trained as in nanoGPT: float32 parameters, autocast, the whole model compiled. On several GPUs DDP is added,
-    and each block is compiled: cutting the whole model at DDP's buckets takes minutes. With fsdp2, as in TorchTitan:
-    each block compiled, fully_shard on each block and then on the model, bfloat16 parameters, and gradients reduced in
-    float32. Both reduce gradients in the last micro-step only."""
-    with device:
-        model = net = GPT(plan.model)
-    model.gradient_checkpointing = s.gradient_checkpointing
-    dtype, compiled, several = plan.execution.torch_dtype, plan.execution.compile, dist.get_world_size() > 1
-    if compiled and (fsdp2 or several):
-        model.compile_blocks()
-    if fsdp2:
-        for module in (*model.transformer.h, model):
-            fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
-        set_sync, name = model.set_requires_gradient_sync, "FSDP2"
-    else:
-        net, name = torch.compile(model) if compiled and not several else model, "PyTorch"
-        if several:
-            net, name = DistributedDataParallel(net), "PyTorch DDP"
-        set_sync = partial(setattr, net, "require_backward_grad_sync")  # what no_sync() sets
-    autocast = torch.autocast(plan.execution.device, dtype, enabled=not fsdp2 and dtype != torch.float32)
-    optimizer = torch.optim.AdamW(model.parameter_groups(s.weight_decay), lr=s.learning_rate,
-                                  betas=(s.beta1, s.beta2), fused=True)
-
-    def micro_step(x, y, last):
-        set_sync(last)
-        with autocast:
-            loss = cross_entropy(net(x).float().flatten(0, 1), y.flatten(), ignore_index=-1)
-        (loss / s.gradient_accumulation_steps).backward()
-        if last:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return name + " with torch.compile" * compiled, micro_step
 
 
 def shape(model):
