@@ -66,11 +66,14 @@ def check_machine_and_run(rows, num_gpus, argv):
     """Add the rows of all checks. Return the summary and memory estimate of the run, or ""."""
     if not GPUS:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
-    settings = settings_of_script(os.path.join(ROOT, "train_deepspeed.py"), argv) if argv else None
-    ranks = num_gpus or (0 if argv and settings.device == "cpu" else GPUS) or 1
-    texts = []
-    for check, *arguments in ((cuda,), (gpus,), (offload,), (kernels,), (host,), (disk, settings),
-                              (datasets, settings), (weights, settings), (the_run, settings, ranks, texts)):
+    checks, texts = [(cuda,), (gpus,), (compilers,), (host,)], []
+    if argv:
+        settings = settings_of_script(os.path.join(ROOT, "train_deepspeed.py"), argv)
+        ranks = num_gpus or (0 if settings.device == "cpu" else GPUS) or 1
+        checks += (datasets, settings), (the_run, settings, ranks, texts)
+    else:
+        checks += (disk,), (weights,)
+    for check, *arguments in checks:
         try:
             rows += check(*arguments)
         except Exception as error:  # the other checks still run
@@ -84,8 +87,6 @@ def check_machine_and_run(rows, num_gpus, argv):
 
 def the_run(settings, ranks, texts):
     """Check what training would report, and add the text of a dry run to `texts`."""
-    if not settings:
-        return
     from runtime.cluster.ranks import Ranks
     from runtime.plan import report
     from runtime.plan.run_plan import Problems, make_plan
@@ -101,17 +102,9 @@ def the_run(settings, ranks, texts):
         texts.append(f"\n{report.summary(plan)}\n{report.memory_report(plan, ranks)}")
 
 
-def disk(settings):
-    """Check the space for a checkpoint of GPT-2 XL. The plan of a run checks the space for its own."""
-    if not settings:
-        free = free_bytes(".")
-        yield row("disk", f"{format_bytes(free)} free here; a GPT-2 XL checkpoint takes 21.80 GB",
-                  "make room, or choose another folder with --out_dir=DIR" if free < 21.8e9 else "")
-
-
 def datasets(settings):
     """Check the hashes of the run's datasets."""
-    for folder in dataset_dirs(settings.dataset) if settings else ():
+    for folder in dataset_dirs(settings.dataset):
         with contextlib.suppress(UserError):  # the plan reports it
             meta = check_dataset(folder)
             changed = [file for file, prepared in meta["files"].items()
@@ -120,17 +113,6 @@ def datasets(settings):
                       f"{', '.join(changed)} changed since preparation" if changed else
                       f"{meta['train_tokens']:,} and {meta['val_tokens']:,} tokens, hashes match",
                       "prepare it again" if changed else "", FAIL)
-
-
-def weights(settings):
-    """Check that GPT-2 XL's weights are in the cache or the hub answers. The plan of a run checks its own."""
-    if not settings:
-        try:
-            fetch_from_hub("gpt2-xl", download=False)
-            yield row("weights", "gpt2-xl is in the cache, or the hub answers")
-        except UserError as error:
-            detail, _, fix = str(error).partition(": ")
-            yield row("weights", detail, fix)
 
 
 # The machine
@@ -173,16 +155,6 @@ def cuda():
                   "small models train on CPU; GPT-2 XL needs a GPU (estimate for one with --target_gpu=24)")
 
 
-def offload():
-    """Check what builds DeepSpeed's CPU Adam, its only kernel that we use: a C++ compiler, without nvcc."""
-    from deepspeed.ops.op_builder import CPUAdamBuilder
-
-    good = CPUAdamBuilder().is_compatible(verbose=False) and shutil.which("ninja") and shutil.which("g++")
-    yield row("DeepSpeed ops", "cpu_adam can be built" if good else
-              "cpu_adam can't be built, so offload uses PyTorch's slower AdamW",
-              "" if good else "for offload: apt install g++, pip install ninja")
-
-
 def gpus():
     for i in range(GPUS):
         gpu, (free, total) = torch.cuda.get_device_properties(i), torch.cuda.mem_get_info(i)
@@ -192,15 +164,17 @@ def gpus():
                   "stop other processes on it (see nvidia-smi)" if free < 0.9 * total else "")
 
 
-def kernels():
-    """Check what our Triton kernels need. On a GPU, ./run_tests.sh --gpu compares them with plain PyTorch."""
-    from runtime.kernels.edits import edited_functions
-
+def compilers():
+    """Check what builds our Triton kernels, and DeepSpeed's CPU Adam, its only kernel that we use. None needs nvcc."""
     why = hardware.missing_compiler()
     yield row("C compiler", why or "installed, with Python's headers",
               "apt install gcc python3-dev, or train slower on GPUs" if why else "")
-    if edited := edited_functions():
-        yield row("Triton kernels", f"not used, because model.py was edited ({', '.join(edited)})")
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    good = CPUAdamBuilder().is_compatible(verbose=False) and shutil.which("ninja") and shutil.which("g++")
+    yield row("DeepSpeed ops", "cpu_adam can be built" if good else
+              "cpu_adam can't be built, so offload uses PyTorch's slower AdamW",
+              "" if good else "for offload: apt install g++, pip install ninja")
 
 
 def host():
@@ -212,6 +186,26 @@ def host():
         free = shutil.disk_usage("/dev/shm").free
         yield row("shared memory", f"{free / 1e9:.2f} GB in /dev/shm", "too small for NCCL: docker run --ipc=host, or "
                   "--shm-size=8g" if free < 1e9 else "")
+
+
+# What a run checks for itself
+
+
+def disk():
+    """Check the space for a checkpoint of GPT-2 XL."""
+    free = free_bytes(".")
+    yield row("disk", f"{format_bytes(free)} free here; a GPT-2 XL checkpoint takes 21.80 GB",
+              "make room, or choose another folder with --out_dir=DIR" if free < 21.8e9 else "")
+
+
+def weights():
+    """Check that GPT-2 XL's weights are in the cache or the hub answers."""
+    try:
+        fetch_from_hub("gpt2-xl", download=False)
+        yield row("weights", "gpt2-xl is in the cache, or the hub answers")
+    except UserError as error:
+        detail, _, fix = str(error).partition(": ")
+        yield row("weights", detail, fix)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def test_a_run_elsewhere_is_checked_by_its_plan(characters):
 @pytest.fixture
 def check_run(monkeypatch):
     """A function (arguments, ranks) -> (the rows of a run, without those of the machine, and its report)."""
-    for check in ("cuda", "gpus", "offload", "kernels", "host"):
+    for check in ("cuda", "gpus", "compilers", "host"):
         monkeypatch.setattr(checks, check, lambda *_: [])
     monkeypatch.setattr(sys, "argv", ["doctor.py"])
 
@@ -123,14 +123,14 @@ def test_a_run_that_fits_tells_the_room_for_its_checkpoints(train, check_run, ch
 
 def test_too_little_disk_is_a_warning_with_its_fix(monkeypatch):
     monkeypatch.setattr(checks, "free_bytes", lambda folder: 21e9)
-    (row,) = checks.disk(None)
+    (row,) = checks.disk()
     assert row["status"] == "WARN" and "--out_dir" in row["fix"]
 
 
 def test_cached_weights_need_no_hub(monkeypatch):
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo, file, revision: f"/cache/{file}")
     monkeypatch.setattr("huggingface_hub.hf_hub_download", None)
-    (found,) = checks.weights(None)
+    (found,) = checks.weights()
     assert found == checks.row("weights", "gpt2-xl is in the cache, or the hub answers")
 
 
