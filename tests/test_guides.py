@@ -63,7 +63,7 @@ def test_an_option_of_another_script_is_refused_with_ours(ours, capsys, monkeypa
 
 def test_no_option_of_another_script_is_one_of_ours_or_there_twice():
     names = " ".join(FOREIGN_OPTIONS.values()).split()
-    assert len(names) == len(set(names)) > 50 and not set(names) & vars(settings()).keys()
+    assert len(names) == len(set(names)) > 40 and not set(names) & vars(settings()).keys()
 
 
 def test_the_script_itself_and_a_config_file_name_ours(tmp_path, capsys):
