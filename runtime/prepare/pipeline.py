@@ -5,7 +5,6 @@ of a document's text decides whether it is for training or for validation.
 """
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -21,7 +20,7 @@ import numpy as np
 from runtime.data.chat import END_OF_ANSWER, TEMPLATE, encode_conversation
 from runtime.data.dataset import SPLITS, write_dataset
 from runtime.data.tokenizer import CODE_POINTS, end_of_text, numpy_encoder
-from runtime.files import UserError
+from runtime.files import UserError, lock_folder
 from runtime.prepare import inputs
 
 ROW_BYTES = 2**20  # text per row, at least
@@ -67,12 +66,7 @@ def prepare(folder, files, tokenizer, vocab_size, options, workers, overwrite=Fa
 def work_folder(folder):
     """Yield a folder in `folder`/.partial for this process alone. It is removed at the end, or else by the next run."""
     work = folder / ".partial"
-    work.mkdir(parents=True, exist_ok=True)
-    with open(work / ".lock", "w") as lock:
-        try:  # not flock(): workers would inherit it, and they outlive a killed parent by up to a second
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise UserError(f"another process is preparing {folder}: wait, or choose another --name") from None
+    with lock_folder(work, "--name"):
         try:
             shutil.rmtree(work / "rows", ignore_errors=True)
             yield work / "rows"
