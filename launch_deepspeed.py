@@ -151,6 +151,7 @@ def train(ranks, args, script=TRAIN):
 
 def run_headline(ranks, args):
     """Prepare the data, train and sample: GPT-2 XL, or without a GPU a small character-level model."""
+    args = [os.path.abspath(arg) if os.path.isfile(arg) and arg.endswith(".py") else arg for arg in args]
     os.chdir(ROOT)
     if gpus := count_gpus():
         ranks, ours = ranks or gpus, ["config/xl_shakespeare.py"]

@@ -10,23 +10,14 @@
 
 set -euo pipefail
 trap '' PIPE  # if the reader of our output exits, the run continues
-caller=$PWD
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
-args=()
 for argument; do
-    case $argument in
-    -h | --help)
-        sed -n '2,/^$/{s/^# \{0,1\}//;p;}' run_deepspeed_xl.sh || true  # the text above
-        exit
-        ;;
-    [!-]*.py)  # a config file: in the current folder, else in the project's
-        [[ $argument == /* || ! -f $caller/$argument ]] || argument=$caller/$argument
-        ;;
-    esac
-    args+=("$argument")
+    [[ $argument == -h || $argument == --help ]] || continue
+    sed -n '2,/^$/{s/^# \{0,1\}//;p;}' run_deepspeed_xl.sh || true  # the text above
+    exit
 done
-set -- ${args[@]+"${args[@]}"}  # "${args[@]}" alone fails on an empty array in macOS's bash 3.2
-
 source runtime/venv.sh
-exec "$PYTHON" launch_deepspeed.py --headline "$@"
+project=$PWD
+cd - >/dev/null  # where a config file is searched for first
+exec "$PYTHON" "$project/launch_deepspeed.py" --headline "$@"
