@@ -37,7 +37,7 @@ def arguments():
     add("--val_fraction", type=float, help="fraction of documents for validation (default: 0.1 below 10 MB, else 0.01)")
     add("--max_document_bytes", type=int, metavar="BYTES", help="size above which a text is cut into several documents "
         "(default: 4,096 for a single text or standard input, else 1,048,576)")
-    add("--workers", type=int, default=cores, help="processes that tokenize (default: %(default)s, one per core)")
+    add("--workers", type=int, default=cores, help="threads that tokenize (default: %(default)s, one per core)")
     add("--skip_unreadable", action="store_true", help="skip documents that aren't UTF-8, aren't JSON or have no text")
     add("--overwrite", action="store_true", help="replace an existing dataset")
     return parser.parse_args()

@@ -1,9 +1,12 @@
 """Conversations as plain text: GPT-2 has no tokens for roles, so they are words, and end-of-text ends each answer."""
 
+import threading
+
 from runtime.data.dataset import BEGINS, COUNTS
 
 END_OF_ANSWER = "\x03"  # ends an answer in a dataset of characters, which has no end-of-text: U+0003, END OF TEXT
 ROLES = ("system", "user", "assistant")
+RENDERER = threading.Lock()  # transformers' renderer can't be used by two threads at once
 # A Jinja template as in transformers, which also finds the tokens of the answers between the generation tags
 TEMPLATE = """\
 {% for message in messages %}
@@ -27,8 +30,9 @@ def render(messages, template, eos_token, ask=False):
     from transformers.utils.chat_template_utils import render_jinja_template  # sandboxed: it can't run code
 
     try:
-        texts, spans = render_jinja_template([messages], chat_template=template, return_assistant_tokens_mask=True,
-                                             add_generation_prompt=ask, eos_token=eos_token, bos_token=eos_token)
+        with RENDERER:
+            texts, spans = render_jinja_template([messages], chat_template=template, return_assistant_tokens_mask=True,
+                                                 add_generation_prompt=ask, eos_token=eos_token, bos_token=eos_token)
     except TemplateError as error:
         raise ValueError(f"the chat template can't be used: {error}") from None
     return texts[0], spans[0]

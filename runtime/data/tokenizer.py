@@ -74,12 +74,8 @@ def numpy_encoder(meta):
     if meta["kind"] == "char":
         return lambda text: np.frombuffer(text.encode("utf-32-le"), "<u4")
     tokenizer = hf_tokenizer(meta)
-
-    def encode(text):
-        tokenizer.encode_special_tokens = True  # pickling for a worker process loses this
-        return np.array(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.uint32)
-
-    return encode
+    tokenizer.encode_special_tokens = True
+    return lambda text: np.array(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.uint32)
 
 
 def tokenizer_meta(name):

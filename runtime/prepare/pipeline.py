@@ -1,30 +1,29 @@
-"""Turn documents into a dataset: read and store them, tokenize them in parallel with the datasets library, write them.
+"""Turn documents into a dataset: read them, tokenize them in several threads, store the tokens, write the dataset.
 
 Documents keep their order, so the bytes don't depend on the number of workers. Exact duplicates are dropped. The hash
 of a document's text decides whether it is for training or for validation.
 """
 
+import collections
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
-import os
-import shutil
-import signal
 import sys
-import threading
-import time
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from tqdm import tqdm
 
 from runtime.data.chat import END_OF_ANSWER, TEMPLATE, encode_conversation
-from runtime.data.dataset import SPLITS, write_dataset
+from runtime.data.dataset import SLICE, SPLITS, write_dataset
 from runtime.data.tokenizer import CODE_POINTS, end_of_text, numpy_encoder
 from runtime.files import UserError, lock_folder
 from runtime.prepare import inputs
 
 ROW_BYTES = 2**20  # text per row, at least
-ROWS_IN_MEMORY = 16  # rows that each process collects before it writes them
 
 
 def prepare(folder, files, tokenizer, vocab_size, options, workers, overwrite=False, skip_unreadable=False):
@@ -40,15 +39,15 @@ def prepare(folder, files, tokenizer, vocab_size, options, workers, overwrite=Fa
         raise UserError("this tokenizer adds a space before a text, or joins lines: choose another for conversations")
     encoder = functools.partial(encode_chat if is_chat else encode, to_ids, end, dtype)
     reader = Reader(files, options, skip_unreadable)
-    with work_folder(folder) as work:
-        rows = tokenize(work, reader, encoder, workers)
-        train, val = (column(rows, "ids", dtype, split) for split in SPLITS)
+    with locked(folder):
+        stored = tokenize(folder, reader.rows(), encoder, workers)
+        tokens = [stored[split, "ids"].view(dtype) for split in SPLITS]
         if is_char:  # the tokens are code points so far
             used = np.zeros(CODE_POINTS, bool)
-            for points in column(rows, "ids", dtype):
+            for points in itertools.chain(*map(slices, tokens)):
                 used[points] = True
             ids = np.cumsum(used, dtype=np.uint32) - 1
-            train, val = map(ids.__getitem__, train), map(ids.__getitem__, val)
+            tokens = [map(ids.__getitem__, slices(points)) for points in tokens]
             tokenizer = {"kind": "char", "chars": "".join(map(chr, np.flatnonzero(used)))}
             if is_chat:
                 tokenizer["end_of_text"] = int(ids[end])
@@ -56,22 +55,20 @@ def prepare(folder, files, tokenizer, vocab_size, options, workers, overwrite=Fa
         source = {"name": " ".join(options["paths"]), "sha256": reader.digest.hexdigest(), "bytes": reader.bytes}
         details = {}
         if is_chat:
-            masks = {f"{split}_mask.bin": column(rows, "mask", np.uint8, split) for split in SPLITS}
+            masks = {f"{split}_mask.bin": [stored[split, "mask"]] for split in SPLITS}
             details = {"template": TEMPLATE, "masks": masks}
-        return write_dataset(folder, train, val, tokenizer, vocab_size, source, documents=reader.counts,
-                             options=options, **details)
+        return write_dataset(folder, *tokens, tokenizer, vocab_size, source, documents=reader.counts, options=options,
+                             **details)
 
 
 @contextlib.contextmanager
-def work_folder(folder):
-    """Yield a folder in `folder`/.partial for this process alone. It is removed at the end, or else by the next run."""
-    work = folder / ".partial"
-    with lock_folder(work, "--name"):
+def locked(folder):
+    """Lock a folder, and remove it at the end if it is empty."""
+    with lock_folder(folder, "--name"):
         try:
-            shutil.rmtree(work / "rows", ignore_errors=True)
-            yield work / "rows"
+            yield
         finally:
-            shutil.rmtree(work, ignore_errors=True)
+            (folder / ".lock").unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # it holds a dataset
                 folder.rmdir()
 
@@ -86,16 +83,16 @@ class Reader:
         self.hashes, self.digest, self.bytes = set(), hashlib.sha256(), 0
 
     def rows(self):
-        """Yield rows of about 1 MB: a split and its next texts. An empty text ends a document. Raises UserError."""
+        """Yield rows of about 1 MB, (split, its next texts). An empty text ends a document. Raises UserError."""
         texts, sizes = {split: [] for split in SPLITS}, dict.fromkeys(SPLITS, 0)
         for file in self.files:
             for split, text in self.texts(file):
                 texts[split].append(text)
                 sizes[split] += len(text)
                 if sizes[split] >= ROW_BYTES:
-                    yield {"split": split, "texts": texts[split]}
+                    yield split, texts[split]
                     texts[split], sizes[split] = [], 0
-        yield from ({"split": split, "texts": [*texts[split], b""]} for split in SPLITS)
+        yield from ((split, [*texts[split], b""]) for split in SPLITS)
         train, val = self.counts["train"], self.counts["val"]
         if not (train and val):
             raise UserError(f"{train} documents are for training and {val} for validation, and each split needs one: "
@@ -138,66 +135,43 @@ class Reader:
         return "val" if number < int(self.options["val_fraction"] * 2**64) else "train", text, ends
 
 
-def tokenize(work, reader, encode, workers):
-    """Return the rows of `reader`, each encoded, as a datasets.Dataset in the folder `work`."""
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # read when the libraries are imported
-    if not sys.stderr.isatty():  # report progress once a minute
-        for name in ("TQDM_DELAY", "TQDM_MININTERVAL", "TQDM_MAXINTERVAL"):
-            os.environ.setdefault(name, "60")
-    import datasets
-    import multiprocess
+def tokenize(folder, rows, encoder, workers):
+    """Return the token ids of each split and their masks, {(split, "ids" or "mask"): bytes}. They are in files without
+    names in `folder`, which disappear with the process."""
+    files = {(split, kind): tempfile.TemporaryFile(dir=folder) for split in SPLITS for kind in ("ids", "mask")}
 
-    datasets.logging.set_verbosity_error()
-    string, binary = datasets.Value("string"), datasets.Value("large_binary")
-    parents = [os.getpid()]  # of forks that are workers; empty once there are none
-    try:
-        rows = datasets.Dataset.from_generator(
-            reader.rows, datasets.Features({"split": string, "texts": datasets.List(binary)}), work,
-            fingerprint="texts", writer_batch_size=ROWS_IN_MEMORY)
-        os.register_at_fork(after_in_child=lambda: parents and follow_parent(parents.pop()))  # it can't be undone
-        return rows.map(encode, num_proc=workers, remove_columns="texts", writer_batch_size=ROWS_IN_MEMORY,
-                        features=datasets.Features({"split": string, "ids": binary, "mask": binary}),
-                        cache_file_name=str(work / "ids.arrow"), new_fingerprint="ids", desc="tokenizing")
-    except (datasets.exceptions.DatasetGenerationError, multiprocess.TimeoutError) as error:
-        raise error.__context__ from None  # the reader's error, or Ctrl-C
-    except RuntimeError as error:
-        if "abruptly died" not in str(error):
-            raise
-        raise UserError("a worker process was killed, perhaps because memory ran out; nothing was changed: try again "
-                        f"with --workers={max(1, workers // 2)}") from None
-    finally:
-        parents.clear()
+    def write(future):
+        split, ids, mask = future.result()
+        files[split, "ids"].write(ids)
+        files[split, "mask"].write(mask)
+
+    pace, pending = 0.1 if sys.stderr.isatty() else 60, collections.deque()  # pace: seconds between progress reports
+    with ThreadPoolExecutor(workers) as pool:  # the tokenizers don't hold Python's lock
+        for row in tqdm(rows, "tokenizing", unit=" MB", delay=pace, mininterval=pace, maxinterval=60):
+            pending.append(pool.submit(encoder, *row))
+            if len(pending) > 2 * workers:  # not all rows are in memory
+                write(pending.popleft())
+        for future in pending:
+            write(future)
+    return {key: np.memmap(file, np.uint8, "r") for key, file in files.items() if file.tell()}
 
 
-def follow_parent(parent):
-    """Ignore Ctrl-C in a worker process, which its parent handles, and exit when the parent has gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def watch():
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def encode(encoder, end, dtype, row):
-    """Return the token ids of a row's texts, as bytes. `end` follows each document."""
+def encode(encoder, end, dtype, split, texts):
+    """Return (split, the token ids of texts as bytes, b""). `end` follows each document."""
     end = np.array([end], "<u4")
-    ids = [encoder(text.decode()) if text else end for text in row["texts"]]
-    return {"ids": np.concatenate(ids or [[]]).astype(dtype).tobytes(), "mask": b""}
+    ids = [encoder(text.decode()) if text else end for text in texts]
+    return split, np.concatenate(ids).astype(dtype).tobytes(), b""
 
 
-def encode_chat(encoder, end, dtype, row):
-    """Return the token ids of a row's conversations and their mask, as bytes."""
+def encode_chat(encoder, end, dtype, split, texts):
+    """Return (split, the token ids of conversations as bytes, their mask)."""
     ids, mask = [], []
-    for text in filter(None, row["texts"]):
+    for text in filter(None, texts):
         more_ids, more_mask = encode_conversation(json.loads(text), encoder, end)
         ids += more_ids
         mask += more_mask
-    return {"ids": np.array(ids, dtype).tobytes(), "mask": bytes(mask)}
+    return split, np.array(ids, dtype).tobytes(), bytes(mask)
 
 
-def column(rows, name, dtype, only=None):
-    """Yield the arrays in a column of the rows. only: a split; None: both."""
-    return (np.frombuffer(row, dtype) for split, row in zip(rows["split"], rows[name]) if only in (None, split))
+def slices(array):
+    return (array[i:i + SLICE] for i in range(0, len(array), SLICE))

@@ -17,10 +17,9 @@ import signal
 import subprocess
 import sys
 import tarfile
-import threading
+import time
 
 import numpy as np
-import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -29,9 +28,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from runtime.data import dataset as bins
 from runtime.data.dataset import Dataset, check_dataset, open_datasets, open_tokens
-from runtime.data.tokenizer import CODE_POINTS, gpt2_encoding, tokenizer_of
+from runtime.data.tokenizer import gpt2_encoding, tokenizer_of
 from runtime.files import UserError
-from runtime.prepare import inputs, pipeline
+from runtime.prepare import inputs
 
 SCRIPT = ROOT / "data" / "prepare.py"
 SHARE = 0.3
@@ -222,53 +221,24 @@ def start(*args, cwd, **options):
                             stderr=subprocess.PIPE, text=True, **options)
 
 
-def workers_of(job, n):
-    """The processes of a job, once n of them tokenize; the busiest is the first. One more hands over their messages."""
-    seconds = {}
-
-    def busy():
-        seconds.update((worker, sum(worker.cpu_times()[:2])) for worker in psutil.Process(job.pid).children())
-        return sum(s > 0.15 for s in seconds.values()) >= n
-
-    assert wait_until(busy)
-    return sorted(seconds, key=seconds.get, reverse=True)
-
-
-def test_a_killed_worker_or_ctrl_c_leaves_nothing(tmp_path):
+def test_ctrl_c_leaves_nothing_and_a_kill_nothing_in_the_way(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", 60_000_000)
-    args = ["a.jsonl", "--tokenizer=char", "--name=./out", "--workers=2"]
+    args, lock = ["a.jsonl", "--tokenizer=char", "--name=./out"], tmp_path / "out" / ".lock"
     job = start(*args, cwd=tmp_path)
-    workers_of(job, 2)[0].kill()
-    assert job.communicate(timeout=200)[1].splitlines()[-1] == (
-        "a worker process was killed, perhaps because memory ran out; nothing was changed: try again with --workers=1")
-    assert job.returncode == 2 and not (tmp_path / "out").exists()
-    job = start(*args, cwd=tmp_path, start_new_session=True)
-    workers_of(job, 2)
-    os.killpg(job.pid, signal.SIGINT)  # as a terminal does
+    assert wait_until(lock.exists)
+    time.sleep(0.2)
+    job.send_signal(signal.SIGINT)
     assert job.communicate(timeout=200)[1] == "interrupted; nothing was changed\n"
-    assert job.returncode == 130 and not (tmp_path / "out").exists()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks, the library's
-def test_only_workers_ignore_ctrl_c(tmp_path, monkeypatch):
-    import datasets  # noqa: F401 (before the next line's variables are set)
-    monkeypatch.setattr(os, "environ", {**os.environ})
-    (tmp_path / "a.txt").write_text("one<|endoftext|>two")
-    options = {"paths": ["a.txt"], "format": None, "field": "text", "max_document_bytes": 64, "val_fraction": 0.5}
-    pipeline.prepare(tmp_path / "out", [str(tmp_path / "a.txt")], {"kind": "char"}, CODE_POINTS, options, 2)
-    if pid := os.fork():
-        assert os.waitpid(pid, 0)[1] == 0
-    else:
-        os._exit(signal.getsignal(signal.SIGINT) == signal.SIG_IGN or threading.active_count() > 1)
-
-
-def test_nothing_is_kept_in_hugging_faces_cache(tmp_path):
-    (tmp_path / "a.txt").write_text("<|endoftext|>".join(made_up(50)))
-    env = {**os.environ, "HF_HOME": str(tmp_path / "huggingface"), "HOME": str(tmp_path / "home")}
-    job = start("a.txt", "--tokenizer=char", "--name=./out", cwd=tmp_path, env=env)
-    assert (job.communicate()[1], job.returncode) == ("", 0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "out"]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == BINS
+    assert job.returncode == 130 and not lock.parent.exists()
+    job = start(*args, cwd=tmp_path)
+    assert wait_until(lock.exists)
+    assert "another run is writing to out: wait for it" in prepare(*args, cwd=tmp_path, code=2)[1]
+    job.kill()
+    job.communicate()
+    assert os.listdir(lock.parent) == [".lock"]
+    write_jsonl(tmp_path / "a.jsonl", 100_000)
+    prepare(*args, cwd=tmp_path)
+    assert sorted(os.listdir(lock.parent)) == BINS
 
 
 # What it refuses
@@ -333,10 +303,8 @@ MISTAKES = {
 
 
 def test_a_mistake_is_told_in_a_sentence_and_leaves_nothing(texts, monkeypatch):
-    import datasets  # noqa: F401 (before main() sets variables that it reads)
     before, main, wrong = {path for path in texts.rglob("*")}, runpy.run_path(SCRIPT)["main"], {}
     monkeypatch.chdir(texts)
-    monkeypatch.setattr(os, "environ", {**os.environ})
     for mistake, (args, message) in MISTAKES.items():
         monkeypatch.setattr(sys, "argv", ["prepare.py", "--name=./out", "--tokenizer=char", *args.split()])
         with pytest.raises(UserError) as refused:
