@@ -31,8 +31,8 @@ import torch
 from torch.utils.benchmark import Timer, timer
 
 from model import GPT, GPTConfig
+from runtime.hardware import git_commit, machine_record
 from runtime.monitor.history import read_history
-from runtime.monitor.runlog import git_commit, machine_record
 from runtime.output import exit_with_error
 from runtime.weights import PRETRAINED
 

@@ -25,7 +25,7 @@ import typing
 from pathlib import Path
 
 from runtime import foreign_options
-from runtime.files import UserError
+from runtime.errors import UserError
 from runtime.output import exit_with_error
 
 SETTING_TYPES = (bool, int, float, str, type(None), dict, list, tuple)

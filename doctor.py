@@ -32,7 +32,8 @@ if COMPLETE:
 
     from runtime import hardware
     from runtime.data.dataset import check_dataset, dataset_dirs
-    from runtime.files import UserError, file_digest, format_bytes, free_bytes
+    from runtime.errors import UserError
+    from runtime.files import file_digest, format_bytes, free_bytes
     from runtime.weights import fetch_from_hub
 
     GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

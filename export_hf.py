@@ -31,8 +31,8 @@ from safetensors import SafetensorError
 
 from runtime.checkpoint import TagStore, load_model
 from runtime.data.tokenizer import end_of_text, tokenizer_of
+from runtime.errors import UserError
 from runtime.export import hf
-from runtime.files import UserError
 from runtime.output import exit_with_error
 
 transformers.logging.set_verbosity_error()

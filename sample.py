@@ -47,7 +47,7 @@ from math import exp, inf
 import torch
 
 from runtime.data.tokenizer import end_of_text, tokenizer_of
-from runtime.files import UserError
+from runtime.errors import UserError
 from runtime.hardware import pick_device, pick_dtype
 from runtime.output import exit_with_error, printable
 from runtime.sample.chat import Chat

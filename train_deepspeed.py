@@ -148,7 +148,7 @@ from runtime.cluster.ranks import all_exit_on, all_reduce_sum, broadcast_from_ra
 from runtime.data.loader import TimedIterator, eval_batches, mixed_seed, sequences_per_dataset, train_batches
 from runtime.engine import ds_config, setup
 from runtime.engine.engine import Engine
-from runtime.files import UserError
+from runtime.errors import UserError
 from runtime.monitor.health import StepHealth
 from runtime.monitor.profiler import Profiler
 from runtime.monitor.runlog import RunLog

@@ -17,9 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runtime.data.dataset import SPLITS, exit_on_error  # noqa: E402
+from runtime.data.dataset import SPLITS  # noqa: E402
 from runtime.data.tokenizer import tokenizer_meta  # noqa: E402
-from runtime.files import UserError  # noqa: E402
+from runtime.errors import UserError  # noqa: E402
+from runtime.output import exit_on_error  # noqa: E402
 from runtime.prepare import inputs, pipeline  # noqa: E402
 
 

@@ -3,7 +3,7 @@
 import sys
 from importlib.util import find_spec
 
-from runtime.files import UserError
+from runtime.errors import UserError
 from runtime.output import exit_with_error, explain_uncaught
 
 

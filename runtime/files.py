@@ -1,4 +1,4 @@
-"""Hash files, write them atomically, and measure disk space. Also defines UserError, which every room raises."""
+"""Hash files, write them atomically, and measure disk space."""
 
 import contextlib
 import datetime
@@ -11,12 +11,10 @@ import secrets
 import shutil
 from pathlib import Path
 
+from runtime.errors import UserError
+
 ROOT = Path(__file__).resolve().parents[1]  # the project's folder
 TEMP_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # .NAME.RANDOM.tmp, the files that write_temp() writes
-
-
-class UserError(Exception):
-    """A mistake that the user can fix. The message has the fix. A script prints it and exits with code 2."""
 
 
 def parse_json(text, **options):

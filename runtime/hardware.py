@@ -1,6 +1,8 @@
-"""The table of GPUs, free memory, and the resolution of the settings device, dtype and compile."""
+"""The table of GPUs, free memory, the settings device, dtype and compile, and what a record says of the machine."""
 
+import importlib.metadata
 import os
+import platform
 import re
 import resource
 import shutil
@@ -12,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import torch
+
+from runtime.files import ROOT
 
 CGROUP = Path("/sys/fs/cgroup")  # version 2, of this container
 
@@ -175,3 +179,17 @@ def missing_compiler():
     compiler = any(shutil.which(c) for c in (os.environ.get("CC", "cc"), "gcc", "clang"))
     if not compiler or not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
         return "Triton needs a C compiler and Python's headers (gcc, python3-dev)"
+
+
+def git_commit():
+    """Return the project's commit, with '+' if there are uncommitted changes, or None outside git."""
+    return run_command("git", "-C", ROOT, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+") or None
+
+
+def machine_record(device):
+    """Return what measurements depend on: the hardware and the versions."""
+    cuda = torch.device(device).type == "cuda"
+    return {
+        "hardware": torch.cuda.get_device_name(device) if cuda else f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda,
+                     **{name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "numpy")}}}

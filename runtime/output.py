@@ -7,6 +7,8 @@ import re
 import sys
 import time
 
+from runtime.errors import UserError
+
 
 class ResilientStream:
     """A text stream that never raises.
@@ -81,3 +83,16 @@ def exit_with_error(problems):
     tell_torchrun(problems := printable(str(problems)))
     print(problems, file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+@contextlib.contextmanager
+def exit_on_error(interrupted):
+    """Exit with one line: code 2 for a UserError or OSError, 130 for Ctrl-C. A failing print doesn't end the script."""
+    protect_output()
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        sys.exit(130)
+    except (UserError, OSError) as error:
+        exit_with_error(error)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from runtime.files import UserError, file_digest, parse_json
+from runtime.errors import UserError
+from runtime.files import file_digest, parse_json
 
 PRETRAINED = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280),
               "gpt2-xl": (48, 25, 1600)}  # layers, heads, width

@@ -27,7 +27,7 @@ from runtime.engine.ds_config import (
     config_fits_fast_gradients,
     uses_offload,
 )
-from runtime.files import UserError
+from runtime.errors import UserError
 
 SCRIPT = ROOT / "train_deepspeed.py"
 CONFIGS = sorted((ROOT / "config").glob("*.py"))

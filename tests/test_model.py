@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 import model as model_module
 from model import GPT, MLP, Decoder, FusedLinearCrossEntropy, GPTConfig, cross_entropy_with_grad
 from runtime import weights
-from runtime.files import UserError
+from runtime.errors import UserError
 
 VOCAB, BLOCK, LAYERS, HEADS, EMBD = 211, 48, 3, 4, 32  # 211 is padded to 256
 TRANSPOSED = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # transformers has them as Conv1D

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from configurator import settings_of_script
 from model import GPT
 from runtime.data.loader import eval_offsets
-from runtime.files import UserError
+from runtime.errors import UserError
 from runtime.sample.source import data_of_weights
 
 SETTINGS = """

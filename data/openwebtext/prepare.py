@@ -14,9 +14,10 @@ import numpy as np
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent.parent))
 
-from runtime.data.dataset import exit_on_error, write_dataset  # noqa: E402
+from runtime.data.dataset import write_dataset  # noqa: E402
 from runtime.data.tokenizer import gpt2_encoding  # noqa: E402
-from runtime.files import UserError  # noqa: E402
+from runtime.errors import UserError  # noqa: E402
+from runtime.output import exit_on_error  # noqa: E402
 
 NAME = "Skylion007/openwebtext"
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 sys.path[:1] = [str(Path(__file__).resolve().parent / "src"), str(Path(__file__).resolve().parents[2])]
 
-from runtime.files import UserError, file_digest  # first: runtime explains a missing package
+from runtime.errors import UserError  # first: runtime explains a missing package
+from runtime.files import file_digest
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback from every process
 

@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 from runtime.cluster.ranks import RANK, exit_together, print0
-from runtime.files import TEMP_NAME, UserError, file_digest, fsync, lock_folder, parse_json, replace_dir, write_atomic
+from runtime.errors import UserError
+from runtime.files import TEMP_NAME, file_digest, fsync, lock_folder, parse_json, replace_dir, write_atomic
 from runtime.weights import SAFE_GLOBALS
 
 MANIFEST_FORMAT = 2  # increase it when a key of the manifest changes

@@ -12,7 +12,7 @@ from collections import namedtuple
 import torch
 import torch.distributed as dist
 
-from runtime.files import UserError
+from runtime.errors import UserError
 from runtime.output import tell_torchrun
 
 Ranks = namedtuple("Ranks", ("rank", "local_rank", "world_size", "local_world_size"))  # the last: ranks on this node

@@ -18,15 +18,14 @@ import math
 import os
 import pickle
 import shlex
-import sys
 from collections import namedtuple
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
-from runtime.files import ROOT, TEMP_NAME, UserError, parse_json, write_temp
-from runtime.output import exit_with_error, protect_output
+from runtime.errors import UserError
+from runtime.files import ROOT, TEMP_NAME, parse_json, write_temp
 
 SPLITS = ("train", "val")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -246,16 +245,3 @@ def _how_to_fix(folder):
     if (folder / "prepare.py").exists():
         return f"run python {own}"
     return f"run python {any_text} PATH --name={name}{replace}"
-
-
-@contextlib.contextmanager
-def exit_on_error(interrupted):
-    """Exit with one line: code 2 for a UserError or OSError, 130 for Ctrl-C. A failing print doesn't end the script."""
-    protect_output()
-    try:
-        yield
-    except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
-        sys.exit(130)
-    except (UserError, OSError) as error:
-        exit_with_error(error)

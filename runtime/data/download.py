@@ -12,7 +12,8 @@ import urllib.request
 import zipfile
 from pathlib import Path
 
-from runtime.files import UserError, write_atomic
+from runtime.errors import UserError
+from runtime.files import write_atomic
 
 URL_TIMEOUT_S = 10
 PIP_TIMEOUT_S = 300  # a mirror that fetches the wheel itself first can take minutes

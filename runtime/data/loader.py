@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from runtime.data.dataset import BEGINS, COUNTS, open_tokens
-from runtime.files import UserError
+from runtime.errors import UserError
 
 SPLITMIX64 = [np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]
 

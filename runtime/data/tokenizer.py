@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from runtime.data import download
-from runtime.files import ROOT, UserError, file_digest, parse_json
+from runtime.errors import UserError
+from runtime.files import ROOT, file_digest, parse_json
 
 RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 RANKS_WHEEL = "mlx-whisper==0.4.3", ["mlx_whisper/assets/gpt2.tiktoken"]  # the same file, in a package

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from configurator import did_you_mean
 from runtime.engine.fixes import repair
-from runtime.files import ROOT, UserError, parse_json
+from runtime.errors import UserError
+from runtime.files import ROOT, parse_json
 
 DTYPE_BLOCK = {"bfloat16": "bf16", "float16": "fp16"}
 STAGE3_DEFAULTS = {"stage3_prefetch_bucket_size": 5e7, "stage3_max_reuse_distance": 1e9,

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokeniz
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from runtime.data.tokenizer import END_OF_TEXT, end_of_text, gpt2_ranks, hf_tokenizer
-from runtime.files import UserError
+from runtime.errors import UserError
 from runtime.weights import CONV1D, PRETRAINED
 
 MAX_LOGIT_DIFFERENCE = 1e-5  # relative to the largest logit, or to 10 if all are smaller

@@ -1,12 +1,10 @@
 """What a run reports: console lines, history.jsonl, settings.json, wandb and TensorBoard. See docs/output.md."""
 
 import datetime
-import importlib.metadata
 import json
 import math
 import operator
 import os
-import platform
 import shlex
 import statistics
 import sys
@@ -14,11 +12,9 @@ import time
 from collections import namedtuple
 from dataclasses import asdict
 
-import torch
-
 from runtime.cluster.ranks import RANK, all_gather_scalars, exit_together, print0, show_progress
 from runtime.files import ROOT, format_bytes, format_time, write_atomic
-from runtime.hardware import peak_flops, peak_memory, run_command
+from runtime.hardware import git_commit, machine_record, peak_flops, peak_memory
 from runtime.monitor.health import StragglerDetector
 from runtime.monitor.history import append_history, read_history, series, trim_history
 from runtime.output import printable
@@ -266,17 +262,3 @@ def format_losses(r):
     """Return the losses of a record for the console, without the closing parenthesis."""
     return (f"train loss {r['train_loss']:.4f}, val loss {r['val_loss']:.4f} "
             f"(standard errors {r['train_loss_stderr']:.4f}, {r['val_loss_stderr']:.4f}")
-
-
-def git_commit():
-    """Return the project's commit, with '+' if there are uncommitted changes, or None outside git."""
-    return run_command("git", "-C", ROOT, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+") or None
-
-
-def machine_record(device):
-    """Return what measurements depend on: the hardware and the versions."""
-    cuda = torch.device(device).type == "cuda"
-    return {
-        "hardware": torch.cuda.get_device_name(device) if cuda else f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda,
-                     **{name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "numpy")}}}

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from runtime.checkpoint.tags import TagStore
-from runtime.files import UserError, format_bytes, free_bytes
+from runtime.errors import UserError
+from runtime.files import format_bytes, free_bytes
 from runtime.plan.rules import evaluations_through
 
 

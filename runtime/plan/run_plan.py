@@ -15,7 +15,8 @@ from runtime.data.dataset import SPLITS, open_datasets
 from runtime.data.loader import Batch, Conversations, extent, open_sequences, windows_per_epoch
 from runtime.data.tokenizer import tokenizer_of
 from runtime.engine import ds_config, fixes
-from runtime.files import UserError, format_bytes, nearest_existing_dir
+from runtime.errors import UserError
+from runtime.files import format_bytes, nearest_existing_dir
 from runtime.hardware import Execution, available_memory, find_gpu, pick_compile, pick_device, pick_dtype
 from runtime.kernels import device_has_triton
 from runtime.kernels.block import model_fits_kernels

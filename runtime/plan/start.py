@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from model import GPTConfig
 from runtime.checkpoint.tags import CheckpointError, TagStore, UnreadableError, parse_run_path
 from runtime.data.dataset import same_data, same_tokenizer
-from runtime.files import UserError
+from runtime.errors import UserError
 from runtime.lora import as_options
 from runtime.weights import PRETRAINED, fetch_from_hub, open_weights
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from runtime.data.chat import END_OF_ANSWER, ROLES
-from runtime.files import UserError
+from runtime.errors import UserError
 
 BUFFER_BYTES = 2**20
 MAX_RECORD_BYTES = 50_000_000  # tokenizing a record takes up to 60 times its size in memory

@@ -20,7 +20,8 @@ from tqdm import tqdm
 from runtime.data.chat import END_OF_ANSWER, TEMPLATE, encode_conversation
 from runtime.data.dataset import SLICE, SPLITS, write_dataset
 from runtime.data.tokenizer import CODE_POINTS, end_of_text, numpy_encoder
-from runtime.files import UserError, lock_folder
+from runtime.errors import UserError
+from runtime.files import lock_folder
 from runtime.prepare import inputs
 
 ROW_BYTES = 2**20  # text per row, at least

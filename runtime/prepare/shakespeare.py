@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 from runtime.data import download
-from runtime.data.dataset import GPT2_VOCAB, exit_on_error, write_dataset
+from runtime.data.dataset import GPT2_VOCAB, write_dataset
 from runtime.data.tokenizer import tokenizer_of
-from runtime.files import ROOT, UserError, file_digest
+from runtime.errors import UserError
+from runtime.files import ROOT, file_digest
+from runtime.output import exit_on_error
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"  # 1,115,394 bytes

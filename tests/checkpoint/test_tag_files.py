@@ -16,7 +16,8 @@ from runtime.checkpoint.shards import MOMENTS, TagReader
 from runtime.checkpoint.tags import TagStore, sign_manifest, verify_files
 from runtime.data.dataset import read_meta
 from runtime.engine.ds_config import read_json
-from runtime.files import UserError, file_digest
+from runtime.errors import UserError
+from runtime.files import file_digest
 from runtime.monitor.history import read_history
 from runtime.weights import read_config
 

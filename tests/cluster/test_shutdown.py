@@ -150,7 +150,7 @@ def test_a_problem_of_one_rank_is_printed_once_also_if_the_group_cannot_be_destr
     run = train(ranks=2, plant=f"""
 import time, torch
 from runtime.cluster import ranks
-from runtime.files import UserError
+from runtime.errors import UserError
 from runtime.plan import run_plan
 def fails(*args):
     raise UserError("the hub is busy: try again")

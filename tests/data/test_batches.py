@@ -18,7 +18,7 @@ from runtime.data.loader import (
     train_offsets,
     windows_per_epoch,
 )
-from runtime.files import UserError
+from runtime.errors import UserError
 
 # (tokens, block): the least there can be, one and two more, around two and three blocks, and more
 SIZES = [(2, 1), (3, 1), (33, 32), (34, 32), (63, 32), (64, 32), (65, 32), (96, 32), (97, 32), (1000, 32), (12345, 64)]

@@ -24,7 +24,7 @@ from runtime.checkpoint.shards import TagReader
 from runtime.checkpoint.tags import TagStore
 from runtime.data.dataset import BEGINS, COUNTS, Dataset, check_dataset, open_tokens
 from runtime.data.loader import Batch, Conversations, eval_batches, open_sequences, train_batches
-from runtime.files import UserError
+from runtime.errors import UserError
 
 BLOCK, SHARE, N = 72, 0.2, 120
 NO_SHAPE = ("--n_layer=None", "--n_head=None", "--n_embd=None")  # the weights bring their own

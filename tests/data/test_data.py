@@ -27,7 +27,7 @@ from runtime.data import dataset as bins
 from runtime.data import download as fetch
 from runtime.data import tokenizer
 from runtime.data.dataset import check_dataset, read_meta, write_dataset
-from runtime.files import UserError
+from runtime.errors import UserError
 
 SOURCE = {"name": "a test", "sha256": "0" * 64, "bytes": 0}
 

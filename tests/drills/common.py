@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import psutil
 from conftest import ROOT, SMALL, ForkedJob, command_line, read_history, write_characters
 
-from runtime.monitor.runlog import git_commit
+from runtime.hardware import git_commit
 
 
 def arguments(doc, **defaults):

@@ -20,8 +20,8 @@ from model import GPT, GPTConfig
 from runtime.checkpoint import load_model
 from runtime.data.dataset import write_dataset
 from runtime.data.tokenizer import tokenizer_file_meta, tokenizer_of
+from runtime.errors import UserError
 from runtime.export import hf
-from runtime.files import UserError
 
 TAG = "iter_4"  # neither the newest nor the best
 TEXT = "the quick fox's 12345 hats — naïve 😀\n\n\t  don't <|endoftext|> {x: [1, 2]}  "

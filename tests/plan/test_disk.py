@@ -13,7 +13,7 @@ from test_configurator import script_settings
 
 from configurator import configure
 from runtime.checkpoint.tags import MANIFEST_FORMAT, TagStore, sign_manifest
-from runtime.files import UserError
+from runtime.errors import UserError
 from runtime.plan.disk import fit_checkpoints
 from runtime.plan.start import Start
 

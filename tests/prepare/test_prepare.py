@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from runtime.data import dataset as bins
 from runtime.data.dataset import Dataset, check_dataset, open_datasets, open_tokens
 from runtime.data.tokenizer import gpt2_encoding, tokenizer_of
-from runtime.files import UserError
+from runtime.errors import UserError
 from runtime.prepare import inputs
 
 SCRIPT = ROOT / "data" / "prepare.py"

@@ -16,7 +16,7 @@ from conftest import ROOT
 from runtime.data import download as fetch
 from runtime.data import tokenizer
 from runtime.data.dataset import check_dataset
-from runtime.files import UserError
+from runtime.errors import UserError
 from runtime.prepare import shakespeare
 
 CHAR_SCRIPT = ROOT / "data" / "shakespeare_char" / "prepare.py"

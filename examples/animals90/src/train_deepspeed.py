@@ -59,9 +59,9 @@ from runtime.cluster.ranks import all_exit_on, all_reduce_sum, exit_together, pr
 from runtime.cluster.shutdown import Shutdown
 from runtime.engine import fixes, setup
 from runtime.engine.ds_config import allowed_keys, complete_config, uses_offload
-from runtime.files import UserError, free_bytes, fsync, lock_folder, parse_json, replace_dir, write_atomic
-from runtime.hardware import peak_memory
-from runtime.monitor.runlog import git_commit, machine_record
+from runtime.errors import UserError
+from runtime.files import free_bytes, fsync, lock_folder, parse_json, replace_dir, write_atomic
+from runtime.hardware import git_commit, machine_record, peak_memory
 from runtime.weights import SAFE_GLOBALS
 
 EXAMPLE = Path(__file__).resolve().parents[1]
@@ -217,8 +217,7 @@ with all_exit_on(UserError, OSError):
             replaced.append(path)
     if replaced and not overwrite:
         raise UserError(f"{replaced[0]} is of another run or later epoch: use --resume, other folders or --overwrite")
-    if ranks.rank == 0:
-        locks = lock_folder(checkpoint_dir, "--checkpoint_dir"), lock_folder(log_dir, "--log_dir")
+    locks = ranks.rank == 0 and [lock_folder(checkpoint_dir, "--checkpoint_dir"), lock_folder(log_dir, "--log_dir")]
     torch.manual_seed(seed % 2**63)  # the same weights on every rank
     model = ResNet18Animals90(len(classes), not resume and {"imagenet": True, "none": ""}.get(pretrained, pretrained))
 
