@@ -22,6 +22,7 @@ import tempfile
 from pathlib import Path
 
 from configurator import settings_of_script
+from runtime.errors import UserError
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 SCRIPT, LAUNCHER, BASELINES = (os.path.join(ROOT, name) for name in (
@@ -128,7 +129,7 @@ def shape(model):
     try:
         layers, heads, width = PRETRAINED.get(model) or map(int, model.split(","))
         GPTConfig(n_layer=layers, n_head=heads, n_embd=width)
-    except ValueError as error:
+    except (ValueError, UserError) as error:
         raise argparse.ArgumentTypeError(f"{model} ({error}): write {', '.join(PRETRAINED)} or 12,12,768") from None
     return layers, heads, width
 

@@ -61,7 +61,7 @@ try:
                f"differ from those of the training code by at most {difference:.1e}.")
     Path(work, "README.md").write_text(hf.model_card(os.path.basename(to), model, manifest, checked), encoding="utf-8")
     os.rename(work, to)
-except (UserError, ValueError, OSError, SafetensorError) as error:
+except (UserError, OSError, SafetensorError) as error:
     exit_with_error(str(error))
 finally:
     if work:

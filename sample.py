@@ -83,10 +83,10 @@ interactive = interactive or (chat and not any(given.values()))
 
 
 def encode_prompt(text):
-    """Return the tokens of a prompt; ValueError if there are none."""
+    """Return the tokens of a prompt; UserError if there are none."""
     ids = talk.encode(text) if chat else encode(text)
     if not ids:
-        raise ValueError("the prompt is empty: give at least one character, --start=...")
+        raise UserError("the prompt is empty: give at least one character, --start=...")
     return ids
 
 
@@ -102,7 +102,7 @@ try:
     encode, decode = tokenizer_of(data["tokenizer"])
     end = end_of_text(data["tokenizer"])
     if chat and not data["template"]:
-        raise ValueError(f"{name} has no chat template: drop --chat, or train on conversations (docs/chat.md)")
+        raise UserError(f"{name} has no chat template: drop --chat, or train on conversations (docs/chat.md)")
     talk = Chat(data, encode, decode([end]), max_new_tokens) if chat else None
     prompts = [] if interactive or score_file else read_prompts(start, prompts_file)
     prompts = [(text, encode_prompt(text)) for text in prompts]
@@ -110,7 +110,7 @@ try:
     model = load(device, dtype)
     if score_file:
         loss, n_tokens = score_text(model, scored)
-except (UserError, ValueError, OSError) as error:
+except (UserError, OSError) as error:
     exit_with_error(str(error))
 
 configurator.exit_quietly_on_broken_pipe()

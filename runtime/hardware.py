@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from runtime.errors import UserError
 from runtime.files import ROOT
 
 CGROUP = Path("/sys/fs/cgroup")  # version 2, of this container
@@ -66,13 +67,13 @@ def gpu_named(name):
 
 
 def find_gpu(target):
-    """Return the Gpu for the setting target_gpu: a name, or a number of GB. Raises ValueError."""
+    """Return the Gpu for the setting target_gpu: a name, or a number of GB. Raises UserError."""
     text = target if isinstance(target, str) else f"{target:g}"
     if gpu := gpu_named(text):  # 4090 is parsed as a number
         return gpu
     size = re.fullmatch(r"(\d+(\.\d+)?) ?(GB)?", text, re.I)
     if not size or not 0 < float(size[1]) <= 1000:  # 3080 is a name too
-        raise ValueError(f"target_gpu={target} is unknown: give a number of GB, or one of {', '.join(GPUS)}")
+        raise UserError(f"target_gpu={target} is unknown: give a number of GB, or one of {', '.join(GPUS)}")
     return Gpu(float(size[1]), None, fp8=True)
 
 
@@ -137,28 +138,28 @@ def undetected_gpu():
 
 
 def pick_device(device, local_world_size=1):
-    """Resolve the setting device: "auto" is "cuda" if PyTorch finds a GPU, else "cpu". Raises ValueError, also if
+    """Resolve the setting device: "auto" is "cuda" if PyTorch finds a GPU, else "cpu". Raises UserError, also if
     PyTorch can't use one of the first `local_world_size` GPUs."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but PyTorch finds no CUDA GPU: use --device=cpu, or check nvidia-smi")
+        raise UserError("device=cuda, but PyTorch finds no CUDA GPU: use --device=cpu, or check nvidia-smi")
     problem = undetected_gpu() if device == "auto" else None
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     gpus = min(local_world_size, torch.cuda.device_count()) if device == "cuda" else 0
     if problem := problem or unsupported_gpu(map(torch.cuda.get_device_capability, range(gpus))):
-        raise ValueError(": ".join(problem))
+        raise UserError(": ".join(problem))
     return device
 
 
 def pick_dtype(dtype, device):
     """Resolve the setting dtype: "auto" is bfloat16 from compute capability 8.0 up, float16 below, float32 on CPU.
-    Raises ValueError if the device doesn't support it."""
+    Raises UserError if the device doesn't support it."""
     has_bf16 = device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
     if dtype == "auto":
         return "float32" if device == "cpu" else "bfloat16" if has_bf16 else "float16"
     if dtype == "float16" and device == "cpu":
-        raise ValueError("dtype=float16 needs a GPU: use --dtype=float32 or --dtype=bfloat16")
+        raise UserError("dtype=float16 needs a GPU: use --dtype=float32 or --dtype=bfloat16")
     if dtype == "bfloat16" and device == "cuda" and not has_bf16:
-        raise ValueError(f"dtype=bfloat16 needs compute capability 8.0, but {torch.cuda.get_device_name()} has less: "
+        raise UserError(f"dtype=bfloat16 needs compute capability 8.0, but {torch.cuda.get_device_name()} has less: "
                          "use --dtype=float16 or --dtype=auto")
     return dtype
 

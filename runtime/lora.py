@@ -7,6 +7,8 @@ import math
 import torch.nn as nn
 import torch.nn.functional as F
 
+from runtime.errors import UserError
+
 TARGET_MODULES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")  # the matrices of a block
 LORA_A, LORA_B = ".lora_A", ".lora_B"  # suffixes of the adapters' parameter names
 
@@ -28,12 +30,12 @@ class LoRALinear(nn.Module):
 
 
 def lora_config(settings):
-    """Return {"rank", "alpha", "dropout", "target_modules"} of a run with LoRA, or None. Raises ValueError."""
+    """Return {"rank", "alpha", "dropout", "target_modules"} of a run with LoRA, or None. Raises UserError."""
     rank, alpha, dropout = settings.lora_rank, settings.lora_alpha, settings.lora_dropout
     modules = list(dict.fromkeys(name.strip() for name in settings.lora_target_modules.split(",") if name.strip()))
     unknown = [name for name in modules if name not in TARGET_MODULES]
     if rank and (unknown or not modules):
-        raise ValueError(f"lora_target_modules names {', '.join(unknown) or 'nothing'}: choose from a block's "
+        raise UserError(f"lora_target_modules names {', '.join(unknown) or 'nothing'}: choose from a block's "
                          f"matrices, {', '.join(TARGET_MODULES)}")
     lora = {"rank": rank, "alpha": alpha or float(rank), "dropout": dropout, "target_modules": modules}
     return lora if rank else None

@@ -3,6 +3,7 @@
 import threading
 
 from runtime.data.dataset import BEGINS, COUNTS
+from runtime.errors import UserError
 
 END_OF_ANSWER = "\x03"  # ends an answer in a dataset of characters, which has no end-of-text: U+0003, END OF TEXT
 ROLES = ("system", "user", "assistant")
@@ -25,7 +26,7 @@ TEMPLATE = """\
 
 def render(messages, template, eos_token, ask=False):
     """Return (the text of a conversation, the (begin, end) of its answers). messages: [{"role", "content"}]. ask: end
-    with the header of an answer. Raises ValueError if it isn't a template."""
+    with the header of an answer. Raises UserError if it isn't a template."""
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template  # sandboxed: it can't run code
 
@@ -34,7 +35,7 @@ def render(messages, template, eos_token, ask=False):
             texts, spans = render_jinja_template([messages], chat_template=template, return_assistant_tokens_mask=True,
                                                  add_generation_prompt=ask, eos_token=eos_token, bos_token=eos_token)
     except TemplateError as error:
-        raise ValueError(f"the chat template can't be used: {error}") from None
+        raise UserError(f"the chat template can't be used: {error}") from None
     return texts[0], spans[0]
 
 

@@ -96,16 +96,16 @@ def dataset_dirs(dataset):
 
 def mixture_shares(weights):
     """Return the shares of a mixture {name: weight} as whole numbers, {name: share}. Of as many sequences as the shares
-    add up to, each dataset gets exactly its share. Raises ValueError."""
+    add up to, each dataset gets exactly its share. Raises UserError."""
     if not isinstance(weights, dict) or not weights or not all(
             isinstance(name, str) and isinstance(w, int | float) and 0 < w < math.inf for name, w in weights.items()):
-        raise ValueError(f"dataset={weights} is not a mixture: write {{'name': 0.3, 'other': 0.7}}, all above 0")
+        raise UserError(f"dataset={weights} is not a mixture: write {{'name': 0.3, 'other': 0.7}}, all above 0")
     total = sum(map(Fraction, weights.values()))
     exact = {name: (Fraction(w) / total).limit_denominator(MAX_MIXTURE_PERIOD) for name, w in weights.items()}
     period = math.lcm(*(w.denominator for w in exact.values()))
     shares = {name: int(w * period) for name, w in exact.items()}
     if max(sum(shares.values()), total / Fraction(min(weights.values()))) > MAX_MIXTURE_PERIOD:
-        raise ValueError(f"dataset={weights} repeats after over {MAX_MIXTURE_PERIOD:,} sequences: round the weights")
+        raise UserError(f"dataset={weights} repeats after over {MAX_MIXTURE_PERIOD:,} sequences: round the weights")
     return shares
 
 

@@ -42,7 +42,7 @@ def gpt2_encoding():
 
 def tokenizer_of(meta):
     """Return encode(str) -> ids and decode(ids) -> str of the "tokenizer" in a meta.json. encode takes <|endoftext|>
-    for GPT-2's token. It raises ValueError for unknown characters. Raises UserError if a tokenizer.json changed."""
+    for GPT-2's token. It raises UserError for unknown characters. Raises UserError if a tokenizer.json changed."""
     if meta["kind"] == "gpt2":
         encoding = gpt2_encoding()
         return functools.partial(encoding.encode, allowed_special="all"), encoding.decode
@@ -51,7 +51,7 @@ def tokenizer_of(meta):
 
         def encode_chars(text):
             if unknown := [char for char in text if char not in ids]:
-                raise ValueError(f"the character {unknown[0]!r} (U+{ord(unknown[0]):04X}) is not one of the {len(ids)} "
+                raise UserError(f"the character {unknown[0]!r} (U+{ord(unknown[0]):04X}) is not one of the {len(ids)} "
                                  "that this character dataset knows")
             return [ids[char] for char in text]
 
@@ -62,7 +62,7 @@ def tokenizer_of(meta):
         try:
             return tokenizer.encode(text, add_special_tokens=False).ids
         except Exception as error:  # tokenizers raises nothing more specific
-            raise ValueError(f"the tokenizer knows no tokens for {text!r} ({error})") from None
+            raise UserError(f"the tokenizer knows no tokens for {text!r} ({error})") from None
 
     return encode_hf, functools.partial(tokenizer.decode, skip_special_tokens=False)
 

@@ -55,10 +55,10 @@ class Problems(list):
         self.extend(message for message in messages if message not in self)
 
     def attempt(self, function, *args):
-        """Return function(*args). If it raises UserError, ValueError or OSError, add the message and return None."""
+        """Return function(*args). If it raises UserError or OSError, add the message and return None."""
         try:
             return function(*args)
-        except (UserError, ValueError, OSError) as error:
+        except (UserError, OSError) as error:
             self.add(str(error))
 
 
@@ -137,7 +137,7 @@ def open_epoch(datasets, block_size, notes):
 
 
 def detect_hardware(s, ranks, problems, notes):
-    """Return the Execution of each rank. Raises UserError or ValueError if there is none."""
+    """Return the Execution of each rank. Raises UserError if there is none."""
     if s.target_gpu is not None:
         gpu = find_gpu(s.target_gpu)
         dtype = ("bfloat16" if gpu.bf16 else "float16") if s.dtype == "auto" else s.dtype

@@ -3,7 +3,7 @@
 import json
 import os
 import shlex
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from model import GPTConfig
 from runtime.checkpoint.tags import CheckpointError, TagStore, UnreadableError, parse_run_path
@@ -45,8 +45,8 @@ def find_start(settings, data, lora, sequences, notes, download=True):
         return from_resume(settings, data, lora, sequences, notes)
     shape = {name: getattr(settings, name) for name in SHAPE if getattr(settings, name) is not None}
     if init_from == "scratch":
-        return Start("scratch", init_from, GPTConfig(block_size=settings.block_size, dropout=settings.dropout,
-                                                     vocab_size=data["vocab_size"] if data else 50257, **shape),
+        return Start("scratch", init_from, gpt_config(block_size=settings.block_size, dropout=settings.dropout,
+                                                      vocab_size=data["vocab_size"] if data else 50257, **shape),
                      (init_from,))
     if not os.path.exists(init_from) and init_from not in PRETRAINED:
         raise UserError(f"init_from={init_from} is unknown: give scratch, resume, auto, {', '.join(PRETRAINED)}, a "
@@ -67,6 +67,14 @@ def saved_state(plan):
     return {"settings": asdict(plan.settings), "model": asdict(plan.model), "sources": plan.start.sources,
             "lora": plan.lora and {**plan.lora, "base": None if later else base},
             "data": {key: plan.data[key] for key in ("tokenizer", "vocab_size", "template", "datasets")}}
+
+
+def gpt_config(**shape):
+    """Return a GPTConfig. Raises UserError if the settings make none."""
+    try:
+        return GPTConfig(**shape)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def check_block_size(settings, limit, where):
@@ -97,7 +105,7 @@ def from_pretrained(init_from, settings, data, notes, download):
     if data and data["tokenizer"]["kind"] != "gpt2" and data["vocab_size"] != config.vocab_size:
         notes.append(f"the data's vocabulary of {data['vocab_size']} tokens is not the weights' {config.vocab_size}: "
                      "what they learned about words is lost")
-    model = replace(config, block_size=settings.block_size, dropout=settings.dropout)
+    model = gpt_config(**{**asdict(config), "block_size": settings.block_size, "dropout": settings.dropout})
     return Start("pretrained", init_from, model, (init_from,), weights=weights)
 
 
@@ -111,7 +119,7 @@ def from_earlier_run(init_from, parent, settings, data, shape, notes):
     if data and not same_tokenizer(data, state["data"]):
         raise UserError(f"dataset={settings.dataset} has another tokenizer than {where}: prepare it with that one")
     notes.append(f"weights from {where}, iteration {manifest['iter_num']}; the optimizer starts fresh")
-    model = GPTConfig(**{**model, "block_size": settings.block_size, "dropout": settings.dropout})
+    model = gpt_config(**{**model, "block_size": settings.block_size, "dropout": settings.dropout})
     return Start("earlier run", init_from, model, (*state["sources"], where), parent=parent)
 
 
@@ -134,7 +142,7 @@ def from_resume(settings, data, lora, sequences, notes):
         raise UserError(f"resuming from {out_dir}/{tag} deletes the newer {', '.join(newer)}: confirm with "
                         f"--overwrite=True, or copy {tag} into another folder")
     state = manifest["state"]
-    model = GPTConfig(**{**state["model"], "dropout": settings.dropout})
+    model = gpt_config(**{**state["model"], "dropout": settings.dropout})
     check_compatible(model, settings, data, lora, tag, manifest)
     before = state["settings"]
     if changed := [f"{name}={value!r}, was {before[name]!r}" for name, value in asdict(settings).items()

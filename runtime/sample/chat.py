@@ -1,6 +1,7 @@
 """Talk with a model that was trained on conversations."""
 
 from runtime.data.chat import render
+from runtime.errors import UserError
 
 
 class Chat:
@@ -13,7 +14,7 @@ class Chat:
 
     def encode(self, text):
         """Return the tokens of the conversation with one more message, up to where the answer begins. Leave out the
-        oldest messages if they don't leave a quarter of the context to the answer. Raises ValueError."""
+        oldest messages if they don't leave a quarter of the context to the answer. Raises UserError."""
         self.asked = [*self.messages, {"role": "user", "content": text}]
         while True:
             ids = self.encode_text(render(self.asked, self.template, self.end_token, ask=True)[0])
@@ -21,7 +22,7 @@ class Chat:
                 break
             self.asked = self.asked[2:]
         if len(ids) >= self.block_size:
-            raise ValueError(f"the message takes {len(ids)} of the {self.block_size} tokens of the context: shorten it")
+            raise UserError(f"the message takes {len(ids)} of the {self.block_size} tokens of the context: shorten it")
         return ids
 
     def room(self, ids):

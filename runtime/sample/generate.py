@@ -6,19 +6,20 @@ from pathlib import Path
 
 import torch
 
+from runtime.errors import UserError
 from runtime.kernels.decode import RowNoise, decode_step_for
 
 TEMPERATURE, TOP_K = 0.8, 200  # for samples during training; sample.py's defaults
 
 
 def read_text(path):
-    """Return a file's text, with its line endings. Raises ValueError if it can't be read or isn't UTF-8."""
+    """Return a file's text, with its line endings. Raises UserError if it can't be read or isn't UTF-8."""
     try:
         return Path(path).read_bytes().decode()
     except OSError as error:
-        raise ValueError(f"{path} can't be read ({error.strerror}): name another file") from None
+        raise UserError(f"{path} can't be read ({error.strerror}): name another file") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from None
+        raise UserError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from None
 
 
 def read_prompts(start, prompts_file):
@@ -27,19 +28,19 @@ def read_prompts(start, prompts_file):
         return [read_text(start.removeprefix("FILE:")) if start.startswith("FILE:") else start]
     lines = [line for line in read_text(prompts_file).replace("\r\n", "\n").split("\n") if line]
     if not lines:
-        raise ValueError(f"{prompts_file} is empty: write one prompt per line")
+        raise UserError(f"{prompts_file} is empty: write one prompt per line")
     return lines
 
 
 def ask_for_prompts(encode, question):
-    """Ask for prompts until an empty line or Ctrl-D, and yield (text, tokens) of each. Print encode's ValueErrors."""
+    """Ask for prompts until an empty line or Ctrl-D, and yield (text, tokens) of each. Print encode's UserErrors."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (enables line editing)
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while line := input(question):
             try:
                 yield line, encode(line)
-            except ValueError as error:
+            except UserError as error:
                 print(error, file=sys.stderr)
 
 
@@ -90,10 +91,10 @@ def generate_texts(model, prompt, seeds, max_new_tokens, decode, end=None, show=
 @torch.no_grad()
 def score_text(model, ids):
     """Return (mean loss, number of predicted tokens) of a text. Read a long text in windows of block_size tokens that
-    overlap by half, and count each token once, in the first window that predicts it. Raises ValueError."""
+    overlap by half, and count each token once, in the first window that predicts it. Raises UserError."""
     block_size, stride, last = model.config.block_size, max(1, model.config.block_size // 2), len(ids) - 1
     if last < 1:  # the first token is not predicted
-        raise ValueError(f"the text has {len(ids)} tokens: give at least 2")
+        raise UserError(f"the text has {len(ids)} tokens: give at least 2")
     total, counted = 0.0, 0
     for start in range(0, max(1, last - block_size + stride), stride):
         window = torch.tensor([ids[start:start + block_size + 1]], device=model.lm_head.weight.device)

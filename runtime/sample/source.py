@@ -8,6 +8,7 @@ from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore, parse_run_path
 from runtime.data.dataset import GPT2_VOCAB, dataset_dirs, read_meta
 from runtime.data.tokenizer import END_OF_TEXT, hf_tokenizer, tokenizer_file_meta
+from runtime.errors import UserError
 from runtime.files import parse_json
 from runtime.weights import weights_errors
 
@@ -18,20 +19,20 @@ def find_model(init_from, out_dir, tag, dataset):
     """Return (name, description, data, load(device, dtype) -> GPT) of the model that the settings name. data:
     {"tokenizer", "vocab_size", "template" or None, "block_size"}. init_from: "resume" for a tag of out_dir, otherwise
     as for GPT.from_pretrained. dataset: the name or path of the dataset that other weights were trained on, or None.
-    Raises UserError or ValueError."""
+    Raises UserError."""
     if init_from == "resume":
         tag, manifest = TagStore(out_dir).find(tag)
         name, description = f"{out_dir}/{tag}", f" after {manifest['iter_num']} iterations"
         data = {**manifest["state"]["data"], "block_size": manifest["state"]["model"]["block_size"]}
     elif run := parse_run_path(init_from):
-        raise ValueError(f"init_from={init_from} has checkpoints of train_deepspeed.py: use --out_dir={run[0]} "
+        raise UserError(f"init_from={init_from} has checkpoints of train_deepspeed.py: use --out_dir={run[0]} "
                          f"--tag={run[1]}")
     else:
         name, description = init_from, ""
         config = GPTConfig.from_weights(init_from) if os.path.exists(init_from) else GPTConfig()  # a GPT-2 on the hub
         data = read_meta(dataset_dirs(dataset)[0]) if dataset else data_of_weights(init_from, config.vocab_size)
         if data["vocab_size"] > config.vocab_size:
-            raise ValueError(f"dataset={dataset} has more tokens than {init_from}: choose another")
+            raise UserError(f"dataset={dataset} has more tokens than {init_from}: choose another")
         file, template = Path(init_from, "tokenizer_config.json"), None
         if file.exists():  # a folder in transformers' format
             with weights_errors(file):
@@ -57,5 +58,5 @@ def data_of_weights(source, vocab_size):
                 "vocab_size": min(vocab_size, max(ids.values()) + 1)}
     if vocab_size in (GPT2_VOCAB, PADDED_GPT2_VOCAB):
         return {"tokenizer": {"kind": "gpt2"}, "vocab_size": GPT2_VOCAB}
-    raise ValueError(f"the tokenizer of {source} is unknown ({vocab_size} tokens): name the dataset that it was "
+    raise UserError(f"the tokenizer of {source} is unknown ({vocab_size} tokens): name the dataset that it was "
                      "trained on with --dataset=NAME or a path")

@@ -130,7 +130,7 @@ def test_char_tokenizer():
     assert encode("cab!\n") == [5, 3, 4, 2, 0]
     assert decode([5, 3, 4, 2, 0]) == "cab!\n"
     assert tokenizer.end_of_text(meta) is None
-    with pytest.raises(ValueError, match=r"the character 'é' \(U\+00E9\) is not one of the 6"):
+    with pytest.raises(UserError, match=r"the character 'é' \(U\+00E9\) is not one of the 6"):
         encode("abé")
 
 

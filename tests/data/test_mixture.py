@@ -18,6 +18,7 @@ from runtime.data.loader import (
     train_offsets,
     windows_per_epoch,
 )
+from runtime.errors import UserError
 from runtime.export.hf import model_card
 
 COUNT_HASHES = """
@@ -52,7 +53,7 @@ def test_weights_become_shares(weights, whole):
 @pytest.mark.parametrize("weights", [{}, {"a": 0}, {"a": -1, "b": 1}, {"a": "much"}, {"a": math.nan}, "{a: 1}",
                                      {"a": math.pi, "b": math.e, "c": 1}, {"a": 7e-6, "b": 1}])
 def test_what_are_no_weights_is_refused(weights):
-    with pytest.raises(ValueError, match="dataset="):
+    with pytest.raises(UserError, match="dataset="):
         mixture_shares(weights)
 
 

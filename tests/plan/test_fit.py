@@ -12,6 +12,7 @@ from configurator import configure
 from model import GPTConfig
 from runtime.cluster.ranks import Ranks
 from runtime.data.loader import Batch
+from runtime.errors import UserError
 from runtime.hardware import GPUS, Execution, find_gpu, peak_flops
 from runtime.plan.memory import MemoryInputs, ParamCount, bytes_with_eval, estimate, fit_batch, relative_step_time
 from runtime.plan.report import memory_report, summary
@@ -91,7 +92,7 @@ def test_a_card_is_known_by_its_whole_name(name, gb, tflops, monkeypatch):
     if gb:
         assert (find_gpu(name).gb, find_gpu(name).tflops) == (gb, tflops)
     else:
-        with pytest.raises(ValueError, match=f"^target_gpu={name} is unknown: give a number of GB, or one of T4,"):
+        with pytest.raises(UserError, match=f"^target_gpu={name} is unknown: give a number of GB, or one of T4,"):
             find_gpu(name)
 
 

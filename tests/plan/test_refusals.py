@@ -24,6 +24,7 @@ from runtime.checkpoint import tags as checkpoint
 from runtime.cluster import nodes
 from runtime.cluster.ranks import Ranks
 from runtime.data.dataset import write_dataset
+from runtime.errors import UserError
 from runtime.kernels import device_has_triton
 from runtime.plan.rules import evaluations_through, plan_iterations
 from runtime.plan.run_plan import Problems, make_plan
@@ -272,7 +273,7 @@ def test_cards_that_no_rank_uses_do_not_matter(monkeypatch, characters, tmp_path
     check(monkeypatch, characters, tmp_path, 2, (9, 0), build=TODAY)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i=0: ((9, 0), (7, 0))[i])
     assert hardware.pick_device("auto") == hardware.pick_device("auto", 1) == "cuda"
-    with pytest.raises(ValueError, match="no kernels for GPUs of compute capability 7.0"):
+    with pytest.raises(UserError, match="no kernels for GPUs of compute capability 7.0"):
         hardware.pick_device("auto", 2)
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from runtime.data.chat import TEMPLATE
 from runtime.data.dataset import COUNTS, Dataset, check_dataset, open_tokens
+from runtime.errors import UserError
 from runtime.prepare.inputs import text_of
 from runtime.sample.chat import Chat
 
@@ -117,7 +118,7 @@ def test_a_conversation_stays_within_the_context(talker):
     chat.add_answer("bb")
     assert "".join(chat.encode("ccc")) == "User:\nb\n\nAssistant:\nbb\x03User:\nccc\n\nAssistant:\n"
     assert len(chat.encode("d" * 40)) == 59 and len(chat.asked) == 1
-    with pytest.raises(ValueError, match="the message takes 65 of the 64 tokens of the context: shorten it"):
+    with pytest.raises(UserError, match="the message takes 65 of the 64 tokens of the context: shorten it"):
         chat.encode("d" * 46)
     assert len(Chat(state, list, "\x03", 0).encode("say a")) == 24  # --max_new_tokens=0 is no long message
     typed = subprocess.run([sys.executable, ROOT / "sample.py", f"--out_dir={talker.out_dir}", "--chat",
