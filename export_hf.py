@@ -2,6 +2,7 @@
 
     python export_hf.py --out_dir=out-shakespeare-xl-deepspeed --tag=best --to=shakespeare-xl
     python export_hf.py --out_dir=out-shakespeare-xl-deepspeed --dtype=bfloat16
+    python export_hf.py --out_dir=out-shakespeare-xl-lora --peft --to=adapter      LoRA's adapter alone, for PEFT
 
 The folder is written under a temporary name and loaded with transformers. It gets its name only if both models give
 the same logits, up to float32's rounding, and both tokenizers the same tokens.
@@ -15,6 +16,7 @@ out_dir = "out-shakespeare-xl-deepspeed"  # folder of the run
 tag: str | None = None  # best, final, iter_20, ... or latest; None: best, or the newest if there is no best
 to: str | None = None  # the folder to write; None: hf-TAG in out_dir
 dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # the weights' precision
+peft = False  # write LoRA's adapter for PEFT instead of a model
 
 configurator.apply_command_line(globals())
 
@@ -29,7 +31,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from runtime.checkpoint import TagStore, load_model
+from runtime.checkpoint import TagStore, load_model, open_tag
 from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.errors import UserError
 from runtime.export import hf
@@ -48,6 +50,12 @@ try:
         raise UserError(f"to={to} exists: choose another folder with --to=DIR, or delete it")
     work = f"{to}.{secrets.token_hex(4)}.saving"
     os.makedirs(work)
+    if peft:
+        reader, _ = open_tag(out_dir, tag)
+        hf.write_peft_adapter(work, state["lora"], {name: reader.get(name) for name in reader.shapes})
+        os.rename(work, to)
+        print(f"written to {to}")
+        raise SystemExit(0)
     model, _ = load_model(out_dir, tag)
     model.crop_vocab_size(vocab_size)
     print(f"{out_dir}/{tag}: {model.num_params():,} parameters after {state['iter_num']} iterations")

@@ -2,7 +2,7 @@
 
 from runtime.checkpoint.resume import newest_intact
 from runtime.checkpoint.saver import Saver
-from runtime.checkpoint.shards import load_model
+from runtime.checkpoint.shards import load_model, open_tag
 from runtime.checkpoint.tags import CheckpointError, TagStore
 
-__all__ = ["CheckpointError", "Saver", "TagStore", "load_model", "newest_intact"]
+__all__ = ["CheckpointError", "Saver", "TagStore", "load_model", "newest_intact", "open_tag"]

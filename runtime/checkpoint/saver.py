@@ -7,7 +7,6 @@ folder to iter_5/, and then deletes older tags. Readers only see complete tags, 
 import contextlib
 import copy
 import errno
-import json
 import os
 import shutil
 import threading
@@ -16,25 +15,22 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runtime.checkpoint.shards import TagReader
 from runtime.checkpoint.tags import MANIFEST_FORMAT, sign_manifest, topology
 from runtime.cluster.ranks import broadcast_from_rank0, exit_with_problems, local_world_size, print0
 from runtime.files import file_digest, format_bytes, free_bytes, replace_dir, write_atomic, write_temp
 from runtime.hardware import available_memory
-from runtime.lora import is_adapter
 
 POLL_S = 0.5  # between two questions whether all ranks have written
 ALIGNMENT = 64  # bytes, of the tensors in the staging buffer
 
 
 def tag_bytes(n_params, dtype, stage, n_trained):
-    """Estimate a tag's bytes: the weights (at stage 3 the frozen ones alone), Adam's two moments, the fp32 master
-    weights, and with LoRA the adapter. GPT-2 XL at stage 2 in bfloat16: 21.8 GB."""
+    """Estimate a tag's bytes: the weights (at stage 3 the frozen ones alone), Adam's two moments, and the fp32 master
+    weights. GPT-2 XL at stage 2 in bfloat16: 21.8 GB."""
     shared = (n_params - n_trained if stage == 3 else n_params) * {"float32": 4}.get(dtype, 2)
-    return shared + n_trained * (12 + (4 if n_trained < n_params else 0))
+    return shared + n_trained * 12
 
 
 def is_full(folder):
@@ -209,12 +205,10 @@ class Saver:
         return self.write(files, manifest, aliases) if again else failure
 
     def _commit(self, work, manifest, aliases, written):
-        """Write the adapter and the manifest, rename the folder, update `latest` and the aliases, then prune. written:
+        """Write the manifest, rename the folder, update `latest` and the aliases, then prune. written:
         [{name: digest}] of the ranks' files. Rank 0 alone."""
         tag = manifest["tag"]
         manifest["files"] = {name: entry for files in written for name, entry in sorted(files.items())}
-        adapter = write_peft_adapter(work, manifest)
-        manifest["files"] |= {os.path.basename(path): file_digest(path, flush=True) for path in adapter}
         write_atomic(os.path.join(work, "manifest.json"), sign_manifest(manifest))
         replace_dir(work, self.store.path(tag))
         try:
@@ -251,23 +245,3 @@ def storage_key(tensor):
 def aligned_nbytes(tensor):
     """Return the bytes that a tensor takes in the staging buffer."""
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def write_peft_adapter(folder, manifest):
-    """Write a tag's LoRA adapter in PEFT's format; returns the paths. Without LoRA, or on top of an earlier run's
-    weights, which PEFT can't load, write none. fan_in_fan_out: transformers' GPT-2 stores its matrices transposed."""
-    lora = manifest["state"].get("lora")
-    if not lora or not lora["base"]:
-        return []
-    reader = TagReader(folder, manifest)
-    adapter = {f"base_model.model.{name}.weight": reader.get(name).contiguous() for name in reader.shapes
-               if is_adapter(name)}
-    weights, config = (os.path.join(folder, f"adapter_{name}") for name in ("model.safetensors", "config.json"))
-    with open(config, "w", encoding="utf-8") as f:
-        json.dump({"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": lora["base"],
-                   "r": lora["rank"], "lora_alpha": lora["alpha"], "lora_dropout": lora["dropout"],
-                   "target_modules": lora["target_modules"], "fan_in_fan_out": True, "bias": "none",
-                   "inference_mode": True}, f, indent=1)
-    save_file(adapter, weights, metadata={"format": "pt"})
-    shutil.copymode(config, weights)  # save_file lets only the owner read it
-    return [weights, config]

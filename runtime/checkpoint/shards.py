@@ -85,21 +85,27 @@ def slice_flat(tensors, start, length):
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def load_model(out_dir, tag="latest", dropout=None, share=(0, 1)):
-    """Return (GPT in eval mode with a tag's fp32 weights on the CPU, the tag's manifest). LoRA adapters are merged into
-    the weights. Every file is checked first. share: of (rank, ranks) that share the hashing. Raises CheckpointError."""
+def open_tag(out_dir, tag="latest", share=(0, 1)):
+    """Return (TagReader, manifest) of a tag. Every file is checked first. share: (rank, ranks) that share the hashing.
+    Raises CheckpointError."""
     store = TagStore(out_dir)
     tag, manifest = store.find(tag)
-    path, state = store.path(tag), manifest["state"]
+    try:
+        if problems := verify_files(store.path(tag), manifest["files"], *share):
+            raise CheckpointError("\n".join(problems))
+        return TagReader(store.path(tag), manifest), manifest
+    except OSError as error:  # a running job may also have pruned it
+        raise UnreadableError.of(error, store.path(tag)) from None
+
+
+def load_model(out_dir, tag="latest", dropout=None, share=(0, 1)):
+    """Return (GPT in eval mode with a tag's fp32 weights on the CPU, the tag's manifest). LoRA adapters are merged into
+    the weights. share, errors: as for open_tag()."""
+    reader, manifest = open_tag(out_dir, tag, share)
+    state = manifest["state"]
     with torch.device("meta"):
         model = GPT(GPTConfig(**state["model"] | ({} if dropout is None else {"dropout": dropout})))
-    try:
-        if problems := verify_files(path, manifest["files"], *share):
-            raise CheckpointError("\n".join(problems))
-        reader = TagReader(path, manifest)
-        weights = {name: reader.get(name).clone() for name in reader.shapes}  # in memory of their own
-    except OSError as error:  # a running job may also have pruned it
-        raise UnreadableError.of(error, path) from None
+    weights = {name: reader.get(name).clone() for name in reader.shapes}  # in memory of their own
     weights["lm_head.weight"] = weights["transformer.wte.weight"]  # tied; the files hold it once
     if state["lora"]:
         merge(weights, state["lora"])

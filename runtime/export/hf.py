@@ -1,16 +1,19 @@
 """Write a GPT, its tokenizer and a model card in transformers' format, and check that transformers loads the same."""
 
+import json
 import math
 import os
 import shutil
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from runtime.data.tokenizer import END_OF_TEXT, end_of_text, gpt2_ranks, hf_tokenizer
 from runtime.errors import UserError
+from runtime.lora import is_adapter
 from runtime.weights import CONV1D, PRETRAINED
 
 MAX_LOGIT_DIFFERENCE = 1e-5  # relative to the largest logit, or to 10 if all are smaller
@@ -106,6 +109,22 @@ def char_tokenizer(chars):
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
+
+
+def write_peft_adapter(folder, lora, weights):
+    """Write a LoRA adapter in PEFT's format. lora: of the tag; weights: {name: tensor}, all of the tag. fan_in_fan_out:
+    transformers' GPT-2 stores its matrices transposed. Raises UserError."""
+    if not lora or not lora["base"]:
+        raise UserError("peft=True needs LoRA, and weights that PEFT can load instead of an earlier run's: drop it")
+    adapter = {f"base_model.model.{name}.weight": w.contiguous() for name, w in weights.items() if is_adapter(name)}
+    config, file = (os.path.join(folder, f"adapter_{name}") for name in ("config.json", "model.safetensors"))
+    with open(config, "w", encoding="utf-8") as f:
+        json.dump({"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": lora["base"],
+                   "r": lora["rank"], "lora_alpha": lora["alpha"], "lora_dropout": lora["dropout"],
+                   "target_modules": lora["target_modules"], "fan_in_fan_out": True, "bias": "none",
+                   "inference_mode": True}, f, indent=1)
+    save_file(adapter, file, metadata={"format": "pt"})
+    shutil.copymode(config, file)  # save_file lets only the owner read it
 
 
 def bpe_merges(ranks):

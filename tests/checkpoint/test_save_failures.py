@@ -31,9 +31,9 @@ def run(train, tmp_path):
 
 
 @pytest.mark.parametrize("ranks, delay", [(1, 0), (2, 0), (2, 1)], ids=["1 rank", "2 ranks", "2 ranks, late"])
-def test_an_exception_in_write_adapter_ends_the_run_with_a_sentence(run, tmp_path, ranks, delay):
+def test_an_exception_in_the_commit_ends_the_run_with_a_sentence(run, tmp_path, ranks, delay):
     assert (f"{tmp_path}/out/iter_2 could not be saved (PytorchStreamReader failed reading file); earlier "
-            "checkpoints are intact") in run("save.write_peft_adapter", ranks, delay=delay)
+            "checkpoints are intact") in run("save.write_atomic", ranks, delay=delay)
     assert not [*(tmp_path / "out").glob("iter_2*")]  # nor iter_2.saving
 
 
