@@ -28,7 +28,7 @@ from runtime.files import write_atomic
 
 EXAMPLE = ROOT / "examples" / "animals90"
 SCRIPT = EXAMPLE / "src" / "train_deepspeed.py"
-PLAIN = ROOT / "results" / "animals90_plain.py"
+PLAIN = EXAMPLE / "measure" / "plain.py"
 DEFAULT_JSON = EXAMPLE / "ds_config_rtx5090.json"
 DEFAULT = json.loads(DEFAULT_JSON.read_text())
 # Adam doesn't make steps of rounding errors, and weight decay is strong
@@ -65,7 +65,7 @@ def load(name):
 
 
 model, data = load("src/model.py"), load("src/data.py")
-figures = load(ROOT / "results" / "animals90.py")
+figures = load(EXAMPLE / "measure" / "table.py")
 
 
 def prepare(*args, to):
@@ -314,7 +314,7 @@ def test_six_steps_are_plain_pytorchs(train, weights, pictures):
 
 
 def test_two_ranks_are_distributed_data_parallel(train):
-    """The baseline that results/animals90.py measures."""
+    """The baseline that table.py measures."""
     ours = done(train(*WELL_CONDITIONED, "--batch_size=8", ranks=2, config=SMOOTH))
     plain = done(train(*WELL_CONDITIONED, "--eps=1e-1", "--weight_decay=0.5", "--batch_size=8", ranks=2, script=PLAIN))
     for key in ("train_loss", "val_loss", "val_acc"):

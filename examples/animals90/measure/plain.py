@@ -1,15 +1,15 @@
-"""The baseline of animals90.py: the same training with PyTorch's DistributedDataParallel, without DeepSpeed.
+"""The baseline of table.py: the same training with PyTorch's DistributedDataParallel, without DeepSpeed.
 
-    torchrun --nproc_per_node=2 results/animals90_plain.py --batch_size=64 --fp16
+    torchrun --nproc_per_node=2 examples/animals90/measure/plain.py --batch_size=64 --fp16
 
 Pictures, network and warmup are those of examples/animals90. It writes training_history.json with the keys that
-animals90.py reads, and no checkpoints.
+table.py reads, and no checkpoints.
 """
 
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path[0] = str(ROOT / "examples" / "animals90" / "src")
 sys.path.append(str(ROOT))  # behind it: both have a model.py
 

@@ -1,7 +1,7 @@
 """Measure what examples/animals90/README.md shows in its table, and print the table.
 
-    python results/animals90.py measure    on one GPU or two; takes 5 to 10 minutes; writes h200_x1_animals90.json or x2
-    python results/animals90.py table      the table, from these files
+    python examples/animals90/measure/table.py measure    on one GPU or two, in 5 to 10 minutes
+    python examples/animals90/measure/table.py table      the table, from results/h200_x1_animals90.json and x2
 
 Measure with no other load on the GPUs. The pictures are generated. A row holds its command and the last epoch's record
 in training_history.json. An archive without .git needs the environment variable COMMIT.
@@ -18,8 +18,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-RESULTS = Path(__file__).resolve().parent
-EXAMPLE = RESULTS.parent / "examples" / "animals90"
+EXAMPLE = Path(__file__).resolve().parents[1]
+RESULTS = EXAMPLE.parents[1] / "results"
 PICTURES = {"small": (22, 2), "medium": (65, 14), "full": (650, 139)}  # of each of 90 classes: to train on, to validate
 FAST = ("seconds", "images_per_s", "it_per_s", "memory_gb")
 UNITS = {"seconds": "{:.1f} s per epoch", "images_per_s": "{:,.0f} pictures/s", "it_per_s": "{:.1f} it/s",
@@ -69,7 +69,7 @@ class Measurement:
 
     def run(self, name, pictures, options, epochs=2, config=None):
         """Train, and record the last epoch. config: DeepSpeed's JSON, if it is another one. Rows that are called plain
-        run animals90_plain.py."""
+        run plain.py."""
         cwd = self.work / name.replace(" ", "_").replace(",", "")
         cwd.mkdir()
         if config:
@@ -79,7 +79,7 @@ class Measurement:
         command = [EXAMPLE / "launch_deepspeed.py", "--num_gpus", self.gpus, "--save_interval", 1000]
         if "plain" in name:
             command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.gpus}",
-                       RESULTS / "animals90_plain.py"]
+                       EXAMPLE / "measure" / "plain.py"]
         command += [*shlex.split(options), "--pretrained", "none", "--epochs", epochs, *folders]
         try:
             subprocess.run([sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, check=True,
@@ -90,7 +90,7 @@ class Measurement:
             row = {"failed": f"{error}: {error.stderr or ''}"[-1500:]}
         start = f"python launch_deepspeed.py --num_gpus {self.gpus}"
         if "plain" in name:
-            start = f"torchrun --nproc_per_node={self.gpus} results/animals90_plain.py"
+            start = f"torchrun --nproc_per_node={self.gpus} examples/animals90/measure/plain.py"
         row |= {"command": f"{start} {options}", "json": config}
         self.result["rows"][name] = row
         self.path.write_text(json.dumps(self.result, indent=1) + "\n")
