@@ -34,7 +34,7 @@ class Engine:
         self.gradients = None if own_path else setup.replace_gradients(deepspeed, accumulate_locally)
         self.fused_step = fused_adamw.replace_step(deepspeed, self.gradients) if self.gradients and use_triton else None
         self.launch = Launch(deepspeed, capture and self.fused_step is not None)
-        self.in_micro_step = False  # whether DeepSpeed has yet to be told that a micro-step has ended
+        self.in_micro_step = False  # whether its deepspeed.step() is still to come
 
     def micro_step(self, *batch):
         """Run forward and backward on (x, y), or on (x, y, weight) with the sum over targets times weight as the loss.
