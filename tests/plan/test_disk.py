@@ -14,22 +14,26 @@ from test_configurator import script_settings
 from configurator import configure
 from runtime.checkpoint.tags import MANIFEST_FORMAT, TagStore, sign_manifest
 from runtime.errors import UserError
-from runtime.plan.disk import fit_checkpoints
+from runtime.plan.disk import check_disk
 from runtime.plan.start import Start
 
 
 @pytest.fixture(scope="module")
-def plan():
-    """plan(out_dir, resume=tag, keep_last=2): what fit_checkpoints() returns for tags of 1 GB, and its notes."""
+def check():
+    """check(out_dir, resume=tag, keep_last=2): call check_disk() for tags of 1 GB."""
     defaults, annotations = script_settings()
     settings = configure(defaults, ["--max_iters=20", "--eval_interval=5"], annotations, ROOT)
 
-    def run(out_dir, resume=None, max_iters=20, size=10**9, **changes):
-        start, notes = Start("resume" if resume else "scratch", "", None, (), tag=resume), []
+    def run(out_dir, resume=None, max_iters=20, notes=None, **changes):
+        start = Start("resume" if resume else "scratch", "", None, (), tag=resume)
         s = replace(settings, out_dir=str(out_dir), max_iters=max_iters, **changes)
-        s, number = fit_checkpoints(s, start, size, notes)
-        return (s.keep_last, s.always_save_checkpoint, number), notes
+        check_disk(s, start, 10**9, [] if notes is None else notes)
+
     return run
+
+
+def set_free(monkeypatch, room):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=int(1.02e9 * room)))
 
 
 def write_tags(out_dir, tags):
@@ -46,18 +50,17 @@ def write_tags(out_dir, tags):
         os.truncate(out_dir / name / "model.pt", 10**9 - len(manifest))  # takes no space
 
 
-def most_at_once(tags, evals, keep_last, always_save):
-    """Play a run from these tags through every order of better and worse losses; -> the most checkpoints at once."""
-    most, rotated = len(set(tags.values())), sorted(it for tag, it in tags.items() if tag.startswith("iter_"))
+def most_at_once(tags, evals, always_save):
+    """Play a run from these tags through every order of better and worse losses; -> the most checkpoints at once, if
+    each save first deletes all but the newest, best and final."""
+    most = len({tags[name] for name in tags if name in ("best", "final")} | set(sorted(tags.values())[-1:]))
     for improved in itertools.product((False, True), repeat=len(evals)):
-        newest = rotated[-keep_last:]  # what goes anyway makes room
-        best, final = tags.get("best"), tags.get("final")
+        newest, best, final = max(tags.values(), default=None), tags.get("best"), tags.get("final")
         for iter_num, better in zip(evals, improved):
             better, last = better or best is None, iter_num == evals[-1]
             if better or last or always_save:
-                most = max(most, len({*newest, best, final, iter_num} - {None}))
-                newest = [*newest, iter_num][-keep_last:]
-                best, final = iter_num if better else best, iter_num if last else final
+                most = max(most, len({newest, best, final, iter_num} - {None}))
+                newest, best, final = iter_num, iter_num if better else best, iter_num if last else final
     return most
 
 
@@ -65,54 +68,51 @@ def most_at_once(tags, evals, keep_last, always_save):
     {}, {"iter_5": 5, "best": 5}, {"iter_5": 5, "iter_10": 10, "best": 5}, {"iter_12": 12, "best": 5},
     {"iter_5": 5, "iter_10": 10, "best": 10}, {"iter_5": 5, "iter_10": 10, "best": 10, "final": 10},
     {"iter_10": 10, "best": 5, "final": 10}], ids=str)
-def test_as_many_checkpoints_as_in_the_worst_run(plan, tmp_path, tags):
+def test_room_for_the_worst_run_and_no_more(check, monkeypatch, tmp_path, tags):
     write_tags(tmp_path, tags)
     resume = max(tags, key=tags.get, default=None)
-    for keep_last, always_save, last in itertools.product((1, 2, 3, 9), (True, False), (15, 20, 28, 40)):
+    held = len({iter_num for name, iter_num in tags.items() if name in (resume, "best", "final")})
+    deletable = len(set(tags.values())) - held
+    for always_save, last in itertools.product((True, False), (15, 20, 28, 40)):
         evals = sorted({*range(5, last, 5), last} - set(range(tags.get(resume, 0) + 1)))
-        (*_, number), notes = plan(tmp_path, resume, last, keep_last=keep_last, always_save_checkpoint=always_save)
-        worst = most_at_once(tags, evals, keep_last, always_save)
-        assert worst <= number <= worst + (keep_last > 1 and bool(tags)), (keep_last, always_save, last)
-        assert notes == []
+        worst = most_at_once(tags, evals, always_save)
+        set_free(monkeypatch, worst - held - deletable + 0.1)
+        check(tmp_path, resume, last, always_save_checkpoint=always_save)
+        set_free(monkeypatch, worst - held - deletable - 0.1)
+        with pytest.raises(UserError, match=f"{worst} checkpoints of 1.00 GB exist at the same time"):
+            check(tmp_path, resume, last, always_save_checkpoint=always_save)
 
 
-@pytest.mark.parametrize("room, tags, changes, fitted, words", [
-    (4, {}, {}, (3, True, 4), None),
-    (3.9, {}, {}, (1, True, 3), "keep_last=1: the disk has room for 3 checkpoints, not for 4"),
-    (4.2, {}, {"max_iters": 99}, (2, True, 4), "keep_last=2: the disk has room for 4 checkpoints, not for 5"),
-    (2.1, {}, {}, (1, False, 2), "keep_last=1 and always_save_checkpoint=False: the disk has room for 2 checkpoints, "),
-    (2.1, {}, {"keep_last": 1}, (1, False, 2), "always_save_checkpoint=False: the disk has room for 2 checkpoints"),
-    (1.9, {}, {}, None, "keep_last=1 needs 2.04 GB for checkpoints of 1.00 GB, but the disk of {} has 1.94 GB: save "
-                        "once, at the end, with --eval_interval=20, make room, or choose another --out_dir=DIR"),
-    (1.9, {}, {"eval_interval": 20}, (3, True, 1), None),
-    (0.9, {}, {}, None, "save none with --keep_last=0, make room, or"),
-    (1.1, {"iter_5": 5, "iter_10": 10, "best": 10}, {}, (1, True, 3), "keep_last=1: the disk has room for 3"),
-    (0, {"iter_5": 5, "iter_10": 10, "iter_15": 15, "best": 15}, {}, (2, True, 3), "keep_last=2: the disk has room"),
-    (0, {"iter_12": 12, "best": 10}, {}, None, "delete {}/best, make room, or choose another --out_dir=DIR"),
-    (0, {"iter_10": 10, "best": 5}, {"max_iters": 10}, (3, True, 2), None),  # it has finished
-], ids=str)
-def test_what_fits_on_the_disk(plan, monkeypatch, tmp_path, room, tags, changes, fitted, words):
-    """Room for so many checkpoints besides those that the run resumes from."""
-    write_tags(tmp_path, tags)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=int(1.02e9 * room)))
+@pytest.mark.parametrize("room, changes, words", [
+    (3.5, {}, "the disk has room for 3 checkpoints: a save that finds none deletes the oldest one, although "
+     "keep_last=9"),
+    (2.1, {}, "has room for 2: add --always_save_checkpoint=False, make room, or choose another --out_dir=DIR"),
+    (1.9, {}, "has room for 1: save once, at the end, with --eval_interval=20, make room, or"),
+    (1.9, {"eval_interval": 20}, None),
+    (0.9, {}, "has room for 0: save none with --keep_last=0, make room, or")], ids=str)
+def test_what_a_user_is_told(check, monkeypatch, tmp_path, room, changes, words):
+    set_free(monkeypatch, room)
+    notes = []
     try:
-        found, notes = plan(tmp_path, max(tags, key=tags.get, default=None), **changes)
-        assert found == fitted and (len(notes) == 1 and notes[0].startswith(words) if words else notes == [])
+        check(tmp_path, notes=notes, **{"keep_last": 9, **changes})
+        assert notes == [words] * (words is not None)
     except UserError as error:
-        assert fitted is None and words.format(tmp_path) in str(error)
+        assert words in str(error)
 
 
-def test_what_the_run_deletes_makes_room(plan, monkeypatch, tmp_path):
+def test_what_the_run_deletes_makes_room(check, monkeypatch, tmp_path):
     """What a killed save left, and with --overwrite=True the run before; but nothing that is the user's or damaged."""
     write_tags(tmp_path, {"iter_5": 5, "best": 5})
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=int(3.1e9)))
-    assert plan(tmp_path)[0] == (3, True, 4)
-    assert plan(tmp_path, "iter_5", max_iters=25, keep_last=9)[0] == (2, True, 4)
+    set_free(monkeypatch, 2.05)
+    check(tmp_path)
+    set_free(monkeypatch, 1)
     for folder in ("mine", "iter_10.damaged", "iter_10.saving"):
+        with pytest.raises(UserError):
+            check(tmp_path, "iter_5")
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "model.pt").write_bytes(b"")
-        os.truncate(tmp_path / folder / "model.pt", 10**9)
-    assert plan(tmp_path, "iter_5", max_iters=25, keep_last=9)[0] == (9, True, 5)
+        os.truncate(tmp_path / folder / "model.pt", int(1.03e9))
+    check(tmp_path, "iter_5")
 
 
 def test_the_oldest_tag_that_is_neither_newest_nor_best_goes(tmp_path, capsys):
@@ -161,13 +161,14 @@ def tag_size(whole):
 @pytest.mark.parametrize("rate, best", [("1e-3", 20), ("0", 5)], ids=["each is better", "none is better"])
 def test_the_run_on_50_gb_completes(train, tag_size, tmp_path, rate, best):
     """A disk of 50 / 21.8 checkpoints; the ranks agree on what is saved."""
-    run = done(train("--max_iters=20", "--eval_interval=5", "--keep_last=3", f"--learning_rate={rate}", ranks=2,
-                     out_dir=tmp_path / "out", plant=DISK.format(size=int(tag_size * 50 / 21.81), taken=0,
-                                                                 folder=str(tmp_path))))
-    assert "keep_last=1 and always_save_checkpoint=False: the disk has room for 2 checkpoints, not for 4" in run.stdout
-    store = TagStore(run.out_dir)
-    assert store.list() == ["iter_20", "best", "final"] and store.iteration("best") == best
-    saved = (5, 10, 15, 20) if best == 20 else (5, 20)
+    small = DISK.format(size=int(tag_size * 50 / 21.81), taken=0, folder=str(tmp_path))
+    args = ("--max_iters=20", "--eval_interval=5", f"--learning_rate={rate}")
+    refused = train(*args, ranks=2, out_dir=tmp_path / "out", plant=small)
+    assert refused.returncode == 2 and "has room for 2: add --always_save_checkpoint=False" in refused.stderr
+    run = done(train(*args, "--always_save_checkpoint=False", ranks=2, out_dir=tmp_path / "out", plant=small))
+    assert "the disk has room for 2 checkpoints: a save that finds none deletes the oldest one" in run.stdout
+    store, saved = TagStore(run.out_dir), (5, 10, 15, 20) if best == 20 else (5, 20)
+    assert store.list() == [f"iter_{saved[-2]}", "iter_20", "best", "final"] and store.iteration("best") == best
     assert re.findall(r"saved iter_(\d+) in", run.stdout) == [str(iter_num) for iter_num in saved]
 
 
