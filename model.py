@@ -355,7 +355,7 @@ class Decoder:
         c, weight = model.config, model.transformer.wte.weight
         shape = (B, c.n_head, max_length, c.n_embd // c.n_head)
         self.model, self.max_length, self.custom_step = model, max_length, custom_step
-        self.draw, self.generators = draw, getattr(generator, "generators", [generator] if generator else [])
+        self.draw, self.generator = draw, generator
         self.caches = [KVCache(*layer) for layer in weight.new_zeros((c.n_layer, 2, *shape))]
         self.cached = 0  # tokens in the cache
         self.token, self.position = (torch.zeros(s, dtype=torch.long, device=weight.device) for s in ((B, 1), 1))
@@ -390,14 +390,14 @@ class Decoder:
         if first_time := shapes not in decoded:  # eagerly: libraries initialize at their first call
             token = self.draw(step())
             decoded.add(shapes)
-        self.graphs[length] = capture_cuda_graph(lambda: self.draw(step()), self.generators)
+        self.graphs[length] = capture_cuda_graph(lambda: self.draw(step()), self.generator)
         return token if first_time else self.graphs[length]()
 
 
-def capture_cuda_graph(step, generators):
+def capture_cuda_graph(step, generator):
     """Capture step() in a CUDA graph and return a function that replays it. Its output is always the same tensor."""
     graph = torch.cuda.CUDAGraph()
-    for generator in generators:
+    if generator:
         graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
         output = step()
@@ -411,8 +411,7 @@ def apply_repetition_penalty(logits, seen, penalty):
 
 def sample_token(logits, temperature, top_k, top_p, generator=None):
     """Draw a token per row of logits (B, vocab_size); returns (B,). temperature=0 takes the most likely token. top_k
-    keeps the k most likely tokens, top_p the most likely ones that together reach that probability. generator: a
-    torch.Generator, or a function of the probabilities (B, n) that returns exponential noise for them."""
+    keeps the k most likely tokens, top_p the most likely ones that together reach that probability."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits, order, nucleus = logits / temperature, None, top_p is not None and top_p < 1
@@ -425,6 +424,6 @@ def sample_token(logits, temperature, top_k, top_p, generator=None):
         beyond = probs.cumsum(-1) - probs >= top_p
         beyond[:, 0] = False  # keep the most likely token
         probs = probs.masked_fill(beyond, 0)
-    noise = generator(probs) if callable(generator) else torch.empty_like(probs).exponential_(generator=generator)
+    noise = torch.empty_like(probs).exponential_(generator=generator)
     choice = (probs / noise).argmax(-1, keepdim=True)  # as torch.multinomial draws
     return (choice if order is None else order.gather(1, choice))[:, 0]

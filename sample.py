@@ -30,7 +30,7 @@ temperature = 0.8  # 0: greedy; below 1 sharpens the distribution, above 1 flatt
 top_k: int | None = 200  # sample from the k likeliest tokens; None: from all
 top_p: float | None = None  # sample from the likeliest tokens that together have this probability
 repetition_penalty = 1.0  # above 1 makes tokens that are already in the text less likely
-seed = 1337  # random seed of the first sample; each next one adds 1
+seed = 1337  # random seed of the first batch of samples; each next one adds 1
 # Perplexity
 score_file: str | None = None  # print this file's mean loss and perplexity instead of generating
 # Machine
@@ -130,18 +130,19 @@ for prompt, ids in prompts:
     shown = prompt + "\n" * chat if not (chat and interactive) else ""
     try:
         for first in range(0, num_samples, batch_size):
-            seeds = [seed + done + i for i in range(min(batch_size, num_samples - first))]
-            streamed = len(seeds) == 1 and not json
+            n_texts = min(batch_size, num_samples - first)
+            streamed = n_texts == 1 and not json
             if streamed:
                 show(rule * (done > 0) + shown)
-            texts = generate_texts(model, ids, seeds, room, decode, end, show if streamed else None, **sampling)
-            for text, text_seed in zip(texts, seeds):
+            texts = generate_texts(model, ids, n_texts, seed, room, decode, end, show if streamed else None, **sampling)
+            for text in texts:
                 if json:
                     print(dumps({"model": name, "prompt": prompt, "text": text.text, "tokens": len(text.ids),
-                                 "seed": text_seed, "ended": text.ended or "length"}), flush=True)
+                                 "seed": seed, "ended": text.ended or "length"}), flush=True)
                 else:  # a streamed text only needs its newline
-                    show("" if streamed else rule * (text_seed > seed) + shown + text.text, end="\n")
-            done += len(seeds)
+                    show("" if streamed else rule * (done > 0) + shown + text.text, end="\n")
+                done += 1
+            seed += 1
             if chat and interactive:
                 talk.add_answer(texts[-1].text)
     except KeyboardInterrupt:  # ends this text, and without --interactive the program

@@ -349,14 +349,14 @@ def test_text_by_captured_steps_is_the_same_text(monkeypatch):
             decoders.append(self)
 
     monkeypatch.setattr("model.Decoder", Captured)
-    monkeypatch.setattr("model.capture_cuda_graph", lambda step, generators: step)
+    monkeypatch.setattr("model.capture_cuda_graph", lambda step, generator: step)
     assert torch.equal(wide.generate(idx, 220, temperature=0), wanted)
     assert len(wanted[:, 100:].unique()) > 20
     generator = torch.Generator().manual_seed(1)
     assert torch.equal(wide.generate(idx, 150, generator=generator, repetition_penalty=1.3), drawn)
     assert torch.equal(wide.generate(idx, 50, temperature=0, cuda_graphs=False), wanted[:, :150])
-    assert [(list(one.graphs), one.generators) for one in decoders] == [
-        ([128, 256, 300], []), ([128, 250], [generator]), ([], [])]
+    assert [(list(decoder.graphs), decoder.generator) for decoder in decoders] == [
+        ([128, 256, 300], None), ([128, 250], generator), ([], None)]
 
 
 def test_the_cache_is_used(ours):

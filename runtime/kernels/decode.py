@@ -1,4 +1,4 @@
-"""Kernels that decode one token of B sequences and draw the next one with a seed per sequence (RESULTS.md).
+"""Kernels that decode one token of B sequences (RESULTS.md).
 
 At batch size 1 each linear layer is a GEMV, which takes as long as reading its matrix. PyTorch's GEMVs reach 700 to
 2,300 GB/s of an H200's 4,150 GB/s and launch layer norm, GELU and residual separately. Here a block is five kernels:
@@ -124,37 +124,6 @@ def linear(x, layer, pdl, norm=None, gelu=False, residual=None):
         x, weight, bias, norm and norm.weight, norm and norm.bias, residual, out, N, K, BLOCK, norm is not None,
         bias is not None, gelu, residual is not None, rows, bool(pdl), num_warps=warps, **pdl)
     return out
-
-
-@jit
-def exponential_noise(seeds, drawn, out, n, BLOCK: tl.constexpr):
-    """Fill a row of out (B, n) with what Tensor.exponential_ draws on CUDA, to rounding, by a generator with the row's
-    seed that has drawn `drawn` times before."""
-    row, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    zero = tl.zeros([BLOCK], tl.uint32)
-    bits, _, _, _ = tl.philox(tl.load(seeds + row), zero + tl.load(drawn).to(tl.uint32), zero, i.to(tl.uint32), zero)
-    uniform = bits.to(tl.float32) * 2.0**-32 + 2.0**-33  # in (0, 1]
-    tl.store(out + row * n + i, tl.maximum(-tl.log(uniform), 2.0**-24), mask=i < n)
-
-
-class RowNoise:
-    """Exponential noise for sample_token, drawn for each row with its own seed, whatever the other rows are."""
-
-    def __init__(self, seeds, weight):
-        self.fused = weight.is_cuda and device_has_triton(weight)
-        self.seeds, self.drawn = (torch.tensor(data, device=weight.device) for data in (seeds, [0]))
-        self.generators = [] if self.fused else [torch.Generator(weight.device).manual_seed(seed) for seed in seeds]
-
-    def __call__(self, probs):
-        """Return the next noise for probs (B, n), of the same shape."""
-        noise = torch.empty_like(probs)
-        if self.fused:
-            (B, n), BLOCK = probs.shape, 256
-            exponential_noise[(B, triton.cdiv(n, BLOCK))](self.seeds, self.drawn, noise, n, BLOCK)
-            self.drawn += 1  # in place: a CUDA graph counts on
-        for row, generator in zip(noise, self.generators):
-            row.exponential_(generator=generator)
-        return noise
 
 
 def decode_step_for(model):

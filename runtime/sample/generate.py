@@ -1,4 +1,4 @@
-"""Generate samples from a model, each with its own seed, and score a text. Sample during training."""
+"""Generate samples from a model, and score a text. Sample during training."""
 
 import contextlib
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from runtime.errors import UserError
-from runtime.kernels.decode import RowNoise, decode_step_for
+from runtime.kernels.decode import decode_step_for
 
 TEMPERATURE, TOP_K = 0.8, 200  # for samples during training; sample.py's defaults
 
@@ -70,19 +70,18 @@ class TextStream:
             self.shown = len(self.text)
 
 
-def generate_texts(model, prompt, seeds, max_new_tokens, decode, end=None, show=None, **sampling):
-    """Generate one text per seed from a prompt (ids), as one batch, and return their TextStreams. end: the id of
-    <|endoftext|>; sampling: generate()'s temperature, top_k, top_p and repetition_penalty."""
+def generate_texts(model, prompt, n_texts, seed, max_new_tokens, decode, end=None, show=None, **sampling):
+    """Generate n_texts from a prompt (ids), as one batch, and return their TextStreams. end: the id of <|endoftext|>;
+    sampling: generate()'s temperature, top_k, top_p and repetition_penalty."""
     device = model.lm_head.weight.device
-    texts = [TextStream(prompt, decode, end, show or (lambda new: None)) for _ in seeds]
+    texts = [TextStream(prompt, decode, end, show or (lambda new: None)) for _ in range(n_texts)]
 
     def on_token(tokens):
         for text, token in zip(texts, tokens.tolist()):
             text.add(token)
 
-    model.generate(torch.tensor([prompt] * len(seeds), device=device), max_new_tokens, end_of_text=end,
-                   on_token=on_token, generator=RowNoise(seeds, model.lm_head.weight),
-                   custom_step=decode_step_for(model), **sampling)
+    model.generate(torch.tensor([prompt] * n_texts, device=device), max_new_tokens, end_of_text=end, on_token=on_token,
+                   generator=torch.Generator(device).manual_seed(seed), custom_step=decode_step_for(model), **sampling)
     for text in texts:
         text.flush()
     return texts

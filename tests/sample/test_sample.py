@@ -132,15 +132,17 @@ def test_perplexity_is_that_of_transformers(theirs, sample, tmp_path):
 # Which texts, and how many
 
 
-def test_each_text_has_its_own_seed(sample):
-    """Alone, one after another or together, and by its own seed."""
+def test_a_seed_gives_the_same_texts_again(sample):
+    """Those of a batch of three and of the next batch, of one; one after another, and the third alone."""
     common = ("--json", "--max_new_tokens=40", "--start=the")
-    one_by_one, together, third = at_once(
+    one_by_one, together, third, again = at_once(
         lambda: sample(*common, "--num_samples=4"), lambda: sample(*common, "--num_samples=4", "--batch_size=3"),
-        lambda: sample(*common, "--num_samples=1", "--seed=1339"))
-    told = records(one_by_one)
+        lambda: sample(*common, "--num_samples=1", "--seed=1339"),
+        lambda: sample(*common, "--num_samples=3", "--batch_size=3"))
+    told, batches = records(one_by_one), records(together)
     assert [r["seed"] for r in told] == [1337, 1338, 1339, 1340] and len({r["text"] for r in told}) == 4
-    assert records(together) == told and records(third) == told[2:3] and len(told[0]["text"]) == 40
+    assert [r["seed"] for r in batches] == [1337, 1337, 1337, 1338] and len({r["text"] for r in batches}) == 4
+    assert records(third) == told[2:3] and records(again) == batches[:3] and len(told[0]["text"]) == 40
     assert {k: v for k, v in told[0].items() if k not in ("model", "text")} == {
         "prompt": "the", "tokens": 40, "seed": 1337, "ended": "length"}
 
