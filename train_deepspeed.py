@@ -76,8 +76,10 @@ lora_rank = 0  # rank of the adapters; 0: train all weights
 lora_alpha: float | None = None  # multiply the adapters' output by lora_alpha / lora_rank; None: lora_rank
 lora_dropout = 0.0  # dropout probability on the adapters' input
 lora_target_modules = "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"  # matrices of each block with adapters
-# AdamW
-learning_rate = 3e-5  # peak learning rate
+# Optimizer
+optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of blocks, AdamW for the rest; from scratch only
+learning_rate = 3e-5  # peak learning rate of AdamW
+muon_learning_rate = 0.02  # peak learning rate of Muon
 max_iters = 20  # iterations in total, those before a resume included
 max_epochs: float | None = None  # length of the run in epochs, instead of max_iters; None: use max_iters
 weight_decay = 1e-1  # weight decay of matrices; biases and layer norms have none
@@ -148,6 +150,7 @@ from runtime.cluster.ranks import all_exit_on, all_reduce_sum, broadcast_from_ra
 from runtime.data.loader import TimedIterator, eval_batches, mixed_seed, sequences_per_dataset, train_batches
 from runtime.engine import ds_config, setup
 from runtime.engine.engine import Engine
+from runtime.engine.muon import split_matrices
 from runtime.errors import UserError
 from runtime.monitor.health import StepHealth
 from runtime.monitor.profiler import Profiler
@@ -182,8 +185,11 @@ flops_per_iter = model.flops_per_token(block_size) * batch.tokens
 profiler = Profiler(model, out_dir) if profile else None  # before compiling
 use_triton = setup.compile_blocks(model, execution, plan.stage, fp8)  # our Triton kernels where they fit
 
-optimizer = setup.adamw(model.parameter_groups(weight_decay), plan.ds_config, lr=learning_rate, betas=(beta1, beta2))
-deepspeeds_engine = setup.initialize(model, optimizer, plan.ds_config)
+groups = model.parameter_groups(weight_decay)
+if optimizer == "muon":
+    groups = split_matrices(groups, model, lr_ratio=muon_learning_rate / learning_rate)
+adamw = setup.adamw(groups, plan.ds_config, lr=learning_rate, betas=(beta1, beta2))
+deepspeeds_engine = setup.initialize(model, adamw, plan.ds_config)
 print0(f"DeepSpeed uses {setup.describe(deepspeeds_engine, plan.ds_config, execution.dtype)}")
 engine = Engine(deepspeeds_engine, plan.accumulate_locally, use_triton,
                 capture=not ds_config.has_per_step_timers(plan.ds_config))
@@ -282,8 +288,8 @@ while not finished() and not eval_only and exit_code is None:
     # one optimizer step
     torch.manual_seed(mixed_seed(seed, iter_num, ranks.rank))  # for dropout: the same after a resume
     lr = get_lr(iter_num)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    for group in adamw.param_groups:
+        group["lr"] = lr * group.get("lr_ratio", 1)  # Muon's has one
     loss = torch.zeros((), device=device)
     for _ in range(gradient_accumulation_steps):
         loss += engine.micro_step(*next(batches))  # forward and backward

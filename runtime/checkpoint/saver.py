@@ -26,11 +26,11 @@ POLL_S = 0.5  # between two questions whether all ranks have written
 ALIGNMENT = 64  # bytes, of the tensors in the staging buffer
 
 
-def tag_bytes(n_params, dtype, stage, n_trained):
-    """Estimate a tag's bytes: the weights (at stage 3 the frozen ones alone), Adam's two moments, and the fp32 master
-    weights. GPT-2 XL at stage 2 in bfloat16: 21.8 GB."""
-    shared = (n_params - n_trained if stage == 3 else n_params) * {"float32": 4}.get(dtype, 2)
-    return shared + n_trained * 12
+def tag_bytes(params, dtype, stage):
+    """Estimate a tag's bytes: the weights (at stage 3 the frozen ones alone), Adam's two moments or Muon's one, and the
+    fp32 master weights. params: a ParamCount. GPT-2 XL at stage 2 in bfloat16: 21.8 GB."""
+    shared = (params.stored - params.trainable * (stage == 3)) * {"float32": 4}.get(dtype, 2)
+    return shared + params.trainable * 12 - params.muon * 4
 
 
 def is_full(folder):

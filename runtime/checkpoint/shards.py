@@ -46,6 +46,10 @@ class TagReader:
         self.pieces = {"weight": weights, **{field: {} for field in MOMENTS}}  # [field][name]: a list of tensors
         self.add_flat([content["optimizer_state_dict"] for content in optimizers], stage)
 
+    def fields(self, name):
+        """Return what the tag has of a parameter: "weight", and "exp_avg" and "exp_avg_sq" if they were kept."""
+        return [field for field in self.pieces if name in self.pieces[field]]
+
     def get(self, name, field="weight"):
         """Return a parameter's "weight", "exp_avg" or "exp_avg_sq" in fp32 on the CPU. It may be a view of the file."""
         shape = self.shapes[name]
@@ -63,11 +67,11 @@ class TagReader:
         parts, trained = len(optimizers) if stage == 3 else 1, [name for group in groups for name in group]
         for field in self.pieces:
             flat = [rank[weights] for rank in optimizers] if field == "weight" else [
-                [group[field] for group in rank] for rank in adam]  # [rank][group]
+                [group.get(field) for group in rank] for rank in adam]  # [rank][group]; Muon has no exp_avg_sq
             pieces = defaultdict(list)
             for names, tensors in [(trained, rank) for rank in flat] if stage == 3 else zip(groups, zip(*flat)):
                 start = 0
-                for name in names:
+                for name in names if tensors[0] is not None else ():
                     size = math.ceil(self.shapes[name].numel() / parts)  # with the last rank's padding
                     pieces[name].append(slice_flat(tensors, start, size))
                     start += size

@@ -3,19 +3,15 @@
     attribute                                in               why                                    test
     process_gradients                        zero2_gradients  one pass per gradient instead of four  test_zero
     reduce_ipg_grads                         zero2_gradients  one reduction per step, or per bucket  test_zero
-    has_overflow, scaled_global_norm         zero2_gradients  they read a norm that is computed once test_zero
-    zero_grad                                zero2_gradients  keeps the partitions' addresses        test_zero
     overlap_comm                             zero2_gradients  it would wait for the GPU              test_gpu_zero
     _use_compact_grad_partition_buffer       zero2_gradients  it is False for float32 weights        test_zero
     independent_gradient_partition_epilogue  zero3_blocks     reduces a block's gradients at once    test_zero
-    step                                     zero2_gradients  reduces, and computes the norm, once   test_zero
-    step                                     zero3_blocks     reduces once                           test_zero
-    step                                     fused_adamw      clip, AdamW, bfloat16 in a kernel      test_gpu_zero
+    step                                     fused_adamw      clip, AdamW, half precision in one     test_zero
     save                                     state            the saver writes the files             test_checkpoints
     _copy_recovery_script                    state            a full disk must not end the save      test_save_failures
     _get_param_fragment_func                 state            doesn't copy frozen weights            test_lora
 
-The first ten are the optimizer's, the others the engine's and its checkpoint engine's. zero3_blocks.py also removes
+The first six are the optimizer's, the others the engine's and its checkpoint engine's. zero3_blocks.py also removes
 stage 3's hooks, and fixes.py repairs the loss scaler. tests/engine/test_overrides.py compares the table with the calls.
 """
 

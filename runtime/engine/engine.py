@@ -7,6 +7,7 @@ import torch
 
 from runtime.engine import fixes, fused_adamw, setup, state
 from runtime.engine.launch import Launch
+from runtime.engine.muon import is_muon
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,10 @@ class Engine:
         self.dtype = str(deepspeed.get_data_types()[0]).removeprefix("torch.")
         self.offloads_optimizer = deepspeed.zero_use_cpu_optimizer()
         self.gradients = None if own_path else setup.replace_gradients(deepspeed, accumulate_locally)
-        self.fused_step = fused_adamw.replace_step(deepspeed, self.gradients) if self.gradients and use_triton else None
-        self.launch = Launch(deepspeed, capture and self.fused_step is not None)
+        self.fused_step = fused_adamw.replace_step(deepspeed, self.gradients, use_triton) if self.gradients else None
+        if not self.fused_step and any(map(is_muon, deepspeed.optimizer.optimizer.param_groups)):
+            raise RuntimeError("Muon needs our gradients and step")  # DeepSpeed's would train its matrices by AdamW
+        self.launch = Launch(deepspeed, capture and self.fused_step is not None and self.fused_step.use_kernel)
         self.in_micro_step = False  # whether its deepspeed.step() is still to come
 
     def micro_step(self, *batch):
@@ -49,15 +52,13 @@ class Engine:
     def step(self, skip_above=math.inf):
         """Reduce and clip the gradients, step the optimizer, and return the StepResult. The step is skipped if the
         gradient norm isn't finite, or with our gradients, isn't below skip_above."""
-        ours = self.fused_step or self.gradients
-        if ours:
-            ours.skip_above = skip_above
+        if self.fused_step:
+            self.fused_step.skip_above = skip_above
         self.deepspeed.step()  # the step of the last micro-step is the optimizer's
         self.in_micro_step = False
         fixes.grow_loss_scale(self.deepspeed)
         scaler = self.deepspeed.optimizer.loss_scaler if self.dtype == "float16" else None
-        norm = ours.grad_norm if ours else None
-        norm = self.deepspeed.get_global_grad_norm() if norm is None else norm
+        norm = self.fused_step.grad_norm if self.fused_step else self.deepspeed.get_global_grad_norm()
         return StepResult(None if norm is None else float(norm), self.deepspeed.was_step_applied(),
                           scaler and scaler.cur_scale, getattr(scaler, "min_scale", math.inf))
 

@@ -1,8 +1,8 @@
-"""Clipping, AdamW and the bfloat16 copy of the weights in one pass, at ZeRO-2 and 3.
+"""Clipping, AdamW and the half-precision copy of the weights in one pass, at ZeRO-2 and 3.
 
 DeepSpeed makes one pass for each and synchronizes three times in between to check whether a number is finite. Here one
 kernel does all three and clears the gradients for the next step. The CPU reads the norm while the kernel runs. The
-results and the state in checkpoints are the same.
+results and the state in checkpoints are the same. Where Triton doesn't run, PyTorch's AdamW takes the kernel's place.
 """
 
 import math
@@ -12,24 +12,27 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+from torch.optim.adamw import adamw as functional_adamw
 
 from runtime.engine import override
+from runtime.engine.muon import Muon, is_muon, moments_of
 from runtime.engine.zero2_gradients import global_norm
 from runtime.kernels import jit, tl, triton
 
 
 @jit
-def adamw(master, grads, exp_avg, exp_avg_sq, bf16, step, grad_norm, n, lr, decay, beta1, beta2, eps, max_norm,
-          skip_above, BLOCK: tl.constexpr):
+def adamw(master, grads, exp_avg, exp_avg_sq, half, step, grad_norm, n, lr, decay, beta1, beta2, eps, inverse_scale,
+          max_norm, skip_above, BLOCK: tl.constexpr):
     """Step n elements by AdamW (Loshchilov and Hutter, 2019) and clear their grads. If grad_norm is not below
-    skip_above, only clear grads. decay: 1 - lr * weight_decay. step: number of steps before this one."""
+    skip_above, only clear grads. decay: 1 - lr * weight_decay. step: number of steps before this one. inverse_scale:
+    of float16's loss scale, which grads have in them, and grad_norm hasn't."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask, norm = i < n, tl.load(grad_norm)
     commit = i < tl.where(norm < skip_above, n, 0)
     t = tl.load(step) + 1
     step_size = lr / (1 - tl.exp2(t * tl.log2(beta1)))
     bias_correction2_sqrt = tl.sqrt(1 - tl.exp2(t * tl.log2(beta2)))
-    g = tl.load(grads + i, mask=mask, other=0.0) * tl.minimum(1.0, max_norm / (norm + 1e-6))
+    g = tl.load(grads + i, mask=mask, other=0.0) * (inverse_scale * tl.minimum(1.0, max_norm / (norm + 1e-6)))
     m = tl.load(exp_avg + i, mask=mask, other=0.0)
     m += (g - m) * (1 - beta1)
     v = tl.load(exp_avg_sq + i, mask=mask, other=0.0) * beta2 + g * g * (1 - beta2)
@@ -38,54 +41,78 @@ def adamw(master, grads, exp_avg, exp_avg_sq, bf16, step, grad_norm, n, lr, deca
     tl.store(master + i, weight, mask=commit)
     tl.store(exp_avg + i, m, mask=commit)
     tl.store(exp_avg_sq + i, v, mask=commit)
-    tl.store(bf16 + i, weight.to(bf16.dtype.element_ty), mask=commit)
+    tl.store(half + i, weight.to(half.dtype.element_ty), mask=commit)
     tl.store(grads + i, tl.zeros([BLOCK], tl.float32), mask=mask)
 
 
 # This rank's part of a parameter group, as flat tensors: fp32 weights, fp32 gradients averaged over ranks, and the
-# weights that forward and backward use. group: lr, betas, eps, weight_decay
-Partition = namedtuple("Partition", ("master", "grads", "bf16", "group"))
+# weights that forward and backward use. group: lr, betas, eps, weight_decay. places: (parameter, offset) of the group
+Partition = namedtuple("Partition", ("master", "grads", "half", "group", "places"), defaults=[None])
 
 
 class FusedStep:
     """Replaces the step of DeepSpeed's optimizer. Subclasses do what DeepSpeed does before and after it.
 
-    gradients: a Zero2Gradients or Zero3Blocks. skip_above: skip a step whose gradient norm is not below it. grad_norm:
-    of the last step, before clipping."""
+    gradients: a Zero2Gradients or Zero3Blocks. use_kernel: use the kernel, else PyTorch's AdamW. skip_above: skip a
+    step whose gradient norm is not below it. grad_norm: of the last step, before clipping."""
 
-    def __init__(self, optimizer, gradients):
+    def __init__(self, optimizer, gradients, use_kernel):
         self.optimizer, self.gradients, self.skip_above, self.grad_norm = optimizer, gradients, math.inf, None
+        self.use_kernel, self.muon = use_kernel, None  # the latter is created at the first step
 
     def step(self, closure=None):
         optimizer = self.optimizer
         self.before_step()
         self.gradients.reduce_at_step()
         partitions = self.partitions()
-        norm = global_norm([p.grads for p in partitions], optimizer.dp_process_group)
+        norm = global_norm([p.grads for p in partitions], optimizer.dp_process_group) / optimizer.loss_scale
         grad_norm_cpu = norm.to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if norm.is_cuda else None
         for p in partitions:
-            self.update(p, norm)
+            self.update(p, norm, 1 / optimizer.loss_scale)
         self.after_step()
         if copied:
             copied.synchronize()
         self.grad_norm = grad_norm_cpu.item()
         optimizer.overflow = not self.grad_norm < self.skip_above
+        optimizer._update_scale(optimizer.overflow)
         optimizer._global_grad_norm = self.grad_norm if math.isfinite(self.grad_norm) else math.inf
 
-    def update(self, p, norm):
-        """Launch the kernel for a Partition. norm: a scalar on the device."""
-        state, group, n = self.optimizer.optimizer.state[p.master], p.group, p.grads.numel()
+    def update(self, p, norm, inverse_scale):
+        """Step a Partition. norm: a scalar on the device. inverse_scale: as for the kernel."""
+        state, max_norm = self.optimizer.optimizer.state[p.master], self.optimizer.clip_grad or math.inf
         if not state:  # as torch.optim.AdamW begins
-            state.update(step=torch.zeros((), device=p.grads.device), exp_avg=torch.zeros_like(p.grads),
-                         exp_avg_sq=torch.zeros_like(p.grads))
+            state.update({"step": torch.zeros((), device=p.grads.device),
+                          **{moment: torch.zeros_like(p.grads) for moment in moments_of(p.group)}})
         # checkpoints saved with offload have it on the CPU
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=p.grads.device)
-        lr, (beta1, beta2), max_norm = float(group["lr"]), group["betas"], self.optimizer.clip_grad or math.inf
-        adamw[(triton.cdiv(n, 1024),)](
-            p.master.data, p.grads, state["exp_avg"], state["exp_avg_sq"], p.bf16, state["step"], norm, n, lr,
-            1 - lr * group["weight_decay"], beta1, beta2, group["eps"], max_norm, self.skip_above, BLOCK=1024)
+        if is_muon(p.group):
+            self.muon = self.muon or Muon(p.places, p.grads.numel(), self.optimizer.dp_process_group)
+            self.muon.step(p, state["exp_avg"], norm, max_norm, self.skip_above)
+        else:
+            step = launch_kernel if self.use_kernel else step_by_pytorch
+            step(p, state, norm, inverse_scale, max_norm, self.skip_above)
         state["step"] += norm < self.skip_above
+
+
+def launch_kernel(p, state, norm, inverse_scale, max_norm, skip_above):
+    """Step a Partition by the kernel."""
+    n, lr, (beta1, beta2) = p.grads.numel(), float(p.group["lr"]), p.group["betas"]
+    adamw[(triton.cdiv(n, 1024),)](
+        p.master.data, p.grads, state["exp_avg"], state["exp_avg_sq"], p.half, state["step"], norm, n, lr,
+        1 - lr * p.group["weight_decay"], beta1, beta2, p.group["eps"], inverse_scale, max_norm, skip_above, BLOCK=1024)
+
+
+def step_by_pytorch(p, state, norm, inverse_scale, max_norm, skip_above):
+    """Step a Partition as the kernel does, where Triton doesn't run."""
+    if norm < skip_above:
+        (beta1, beta2), step = p.group["betas"], state["step"].clone()  # which adamw() increases
+        p.grads.mul_((max_norm / (norm + 1e-6)).clamp(max=1) * inverse_scale)
+        functional_adamw([p.master.data], [p.grads], [state["exp_avg"]], [state["exp_avg_sq"]], [], [step], fused=True,
+                         amsgrad=False, beta1=beta1, beta2=beta2, lr=p.group["lr"], eps=p.group["eps"],
+                         weight_decay=p.group["weight_decay"], maximize=False)
+        p.half.copy_(p.master.data)
+    p.grads.zero_()
 
 
 class Zero2Step(FusedStep):
@@ -97,7 +124,8 @@ class Zero2Step(FusedStep):
     def partitions(self):
         optimizer, rank = self.optimizer, dist.get_rank(self.optimizer.dp_process_group)
         return [Partition(master, self.gradients.partitions[i].flat_partition,
-                          optimizer.parallel_partitioned_bit16_groups[i][rank], optimizer.optimizer.param_groups[i])
+                          optimizer.parallel_partitioned_bit16_groups[i][rank], optimizer.optimizer.param_groups[i],
+                          self.gradients.places[i])
                 for i, master in enumerate(optimizer.single_partition_of_fp32_groups)]
 
     def after_step(self):
@@ -118,24 +146,19 @@ class Zero3Step(FusedStep):
         self.optimizer._pre_step()
 
     def partitions(self):
-        optimizer, bf16 = self.optimizer, self.optimizer.fp16_partitioned_groups_flat
+        optimizer, half = self.optimizer, self.optimizer.fp16_partitioned_groups_flat
         grads, groups = optimizer.grad_partitions_flat_buffer, optimizer.optimizer.param_groups
-        grads = grads.split([flat.numel() for flat in bf16])
-        return [Partition(master, grads[i], bf16[i], groups[optimizer.sub_group_to_group_id[i]])
+        grads = grads.split([flat.numel() for flat in half])
+        return [Partition(master, grads[i], half[i], groups[optimizer.sub_group_to_group_id[i]])
                 for i, master in enumerate(optimizer.fp32_partitioned_groups_flat)]
 
     def after_step(self):
         self.optimizer.averaged_gradients = {}
 
 
-def replace_step(deepspeed, gradients):
-    """Replace the step of DeepSpeed's optimizer. Returns the FusedStep, or None if unsupported. Supported: bfloat16
-    with fp32 gradients, and torch.optim.AdamW. gradients: a Zero2Gradients or Zero3Blocks."""
-    optimizer, kind = deepspeed.optimizer, Zero3Step if deepspeed.zero_optimization_stage() == 3 else Zero2Step
-    if not (triton and type(optimizer.optimizer) is torch.optim.AdamW
-            and (optimizer.dtype, optimizer.gradient_accumulation_dtype) == (torch.bfloat16, torch.float32)
-            and getattr(optimizer, "check_grad_overflow", True)):  # if False, DeepSpeed never skips a step
-        return None
-    fused_step = kind(optimizer, gradients)
-    override(optimizer, step=fused_step.step)
+def replace_step(deepspeed, gradients, use_triton):
+    """Replace the step of DeepSpeed's optimizer. Returns the FusedStep. gradients: a Zero2Gradients or Zero3Blocks."""
+    kind = Zero3Step if deepspeed.zero_optimization_stage() == 3 else Zero2Step
+    fused_step = kind(deepspeed.optimizer, gradients, use_triton and deepspeed.optimizer.dtype == torch.bfloat16)
+    override(deepspeed.optimizer, step=fused_step.step)
     return fused_step

@@ -5,10 +5,11 @@ import time
 import torch
 import torch.distributed as dist
 
-from runtime.checkpoint.shards import MOMENTS, TagReader
+from runtime.checkpoint.shards import TagReader
 from runtime.checkpoint.tags import topology
 from runtime.cluster.ranks import print0, silence_stdout
 from runtime.engine import override
+from runtime.engine.muon import moments_of
 
 
 def checkpoint_files(deepspeed, out_dir, tag):
@@ -42,7 +43,7 @@ def copy_into(deepspeed, reader):
     stage = deepspeed.zero_optimization_stage()
     init_adam_state(deepspeed.optimizer, stage, reader.step)
     for name, param in deepspeed.module.named_parameters():
-        for field in ("weight", *MOMENTS) if param.requires_grad else ("weight",):
+        for field in reader.fields(name):
             flat = reader.get(name, field).flatten()
             for target, offset in local_slices(deepspeed.optimizer, stage, param, field):
                 target.copy_(flat[offset:offset + target.numel()])
@@ -61,13 +62,13 @@ def restore_loss_scale(scaler, saved):
 def init_adam_state(optimizer, stage, step):
     """Create the optimizer's state at `step`, with moments of zeros. It would do so itself at its first step."""
     inner = optimizer.optimizer
-    flats = (optimizer.fp32_partitioned_groups_flat if stage == 3
-             else [param for group in inner.param_groups for param in group["params"]])
+    flats = ([(flat, {}) for flat in optimizer.fp32_partitioned_groups_flat] if stage == 3
+             else [(param, group) for group in inner.param_groups for param in group["params"]])
     fused = inner.param_groups[0].get("fused")
-    for flat in flats:
+    for flat, group in flats:
         count = torch.tensor(step, dtype=torch.float32, device=flat.device if fused else "cpu")
         inner.state[flat] = {"step": count if isinstance(inner, torch.optim.AdamW) else int(step),  # DeepSpeed's: ints
-                             **{field: torch.zeros_like(flat) for field in MOMENTS}}  # in the order of AdamW itself
+                             **{field: torch.zeros_like(flat) for field in moments_of(group)}}  # in AdamW's order
 
 
 def local_slices(optimizer, stage, param, field):

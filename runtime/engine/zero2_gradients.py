@@ -12,9 +12,6 @@ overflow check and the norm read the flat partitions. docs/engineering_notes.md 
                      stream while backward continues. This rank's part is cast, divided and accumulated in one pass.
 """
 
-import math
-from functools import partial
-
 import torch
 from deepspeed import comm as dist  # so that its comms_logger counts our collectives
 
@@ -22,20 +19,17 @@ from runtime.engine import override
 
 
 class Zero2Gradients:
-    """Accumulates the gradients of DeepSpeed's stage 2 optimizer into partitions with fixed addresses.
-
-    skip_above: skip a step whose gradient norm is not below it. grad_norm: of the last step that deepspeeds_step()
-    made, before clipping, without the loss scale."""
+    """Accumulates the gradients of DeepSpeed's stage 2 optimizer into partitions with fixed addresses."""
 
     def __init__(self, optimizer):
         self.optimizer, self.group = optimizer, optimizer.dp_process_group
-        self.world_size, self.skip_above, self.grad_norm = dist.get_world_size(self.group), math.inf, None
+        self.world_size = dist.get_world_size(self.group)
         self.partitions = [optimizer._build_compact_grad_partition_buffer(i)
                            for i in range(len(optimizer.bit16_groups_flat))]
         optimizer.averaged_gradients.update(enumerate(self.partitions))
-        # (parameter group, parameter, offset) of each parameter in the flat tensor of all ranks' partitions
-        self.places = [(i, *place) for i, params in enumerate(optimizer.round_robin_bit16_groups)
-                       for place in zip(params, optimizer.round_robin_bit16_offsets[i])]
+        # of each group: (parameter, offset) of each parameter in the flat tensor of all ranks' partitions
+        self.places = [list(zip(*group)) for group in zip(optimizer.round_robin_bit16_groups,
+                                                          optimizer.round_robin_bit16_offsets)]
 
     def on_grad_ready(self, param, group):
         """Take a parameter's gradient. DeepSpeed calls this when backward has computed it."""
@@ -55,29 +49,6 @@ class Zero2Gradients:
     def reduce_at_step(self):
         """Leave the averaged gradients in the partitions. Called before each optimizer step."""
 
-    def deepspeeds_step(self, step, closure=None):
-        """Run DeepSpeed's own step, where fused_adamw.py does not replace it: reduce, and compute the norm, once."""
-        self.reduce_at_step()
-        self.norm = global_norm([partition.flat_partition for partition in self.partitions], self.group)
-        self.grad_norm = self.norm.item() / self.optimizer.loss_scale
-        step()
-
-    def has_overflow(self, partition_gradients=True):
-        """Return whether DeepSpeed must skip the step: the norm is not finite, or not below skip_above."""
-        return not self.grad_norm < self.skip_above
-
-    def scaled_global_norm(self, norm_type=2):
-        """Return the norm for clipping, or infinity to skip the step: in float32, DeepSpeed calls only this."""
-        return self.norm if self.grad_norm < self.skip_above else self.norm * math.inf
-
-    def zero_grad(self, set_to_none=True):
-        """Clear the partitions after a step, and restore them if DeepSpeed's own step has dropped them."""
-        type(self.optimizer).zero_grad(self.optimizer, set_to_none)
-        for i, partition in enumerate(self.partitions):
-            if self.optimizer.averaged_gradients[i] is None:
-                partition.flat_partition.zero_()
-                self.optimizer.averaged_gradients[i] = partition
-
 
 def global_norm(flats, group):
     """Return the norm of all ranks' flat tensors, a scalar on their device. All ranks call this."""
@@ -94,8 +65,9 @@ class LocalAccumulation(Zero2Gradients):
         super().__init__(optimizer)
         self.main_grads = ([partition.flat_partition for partition in self.partitions] if self.world_size == 1 else
                            [torch.zeros_like(flat, dtype=torch.float32) for flat in optimizer.bit16_groups_flat])
-        for i, param, offset in self.places:
-            param.main_grad = self.main_grads[i].narrow(0, offset, param.numel()).view(param.shape)
+        for main_grads, places in zip(self.main_grads, self.places):
+            for param, offset in places:
+                param.main_grad = main_grads.narrow(0, offset, param.numel()).view(param.shape)
 
     def reduce_at_step(self):
         if self.world_size == 1:
@@ -116,12 +88,12 @@ class BucketedAllReduce(Zero2Gradients):
         self.reduced = [None for _ in self.buckets]  # events on the side stream
         self.entries, self.filled = [], 0  # of the first bucket: (param, offset), elements
         self.owned = {}  # param: (start, view), where this rank's partition holds its elements from start on
-        for i, param, offset in self.places:
-            partition = self.partitions[i].flat_partition
-            offset -= dist.get_rank(self.group) * partition.numel()
-            start, end = max(0, -offset), min(param.numel(), partition.numel() - offset)
-            if start < end:
-                self.owned[param] = start, partition[offset + start : offset + end]
+        for partition, places in zip((partition.flat_partition for partition in self.partitions), self.places):
+            for param, offset in places:
+                offset -= dist.get_rank(self.group) * partition.numel()
+                start, end = max(0, -offset), min(param.numel(), partition.numel() - offset)
+                if start < end:
+                    self.owned[param] = start, partition[offset + start : offset + end]
 
     def accumulate(self, param, grad):
         grad, n = grad.view(-1), param.numel()
@@ -177,7 +149,5 @@ def replace_gradients(deepspeed, accumulate_locally):
     gradients = (LocalAccumulation if accumulate_locally else BucketedAllReduce)(optimizer)
     override(optimizer, _use_compact_grad_partition_buffer=lambda group: True,  # DeepSpeed's is False for fp32 weights
              process_gradients=gradients.on_grad_ready, reduce_ipg_grads=gradients.finish_backward,
-             has_overflow=gradients.has_overflow, scaled_global_norm=gradients.scaled_global_norm,
-             zero_grad=gradients.zero_grad, step=partial(gradients.deepspeeds_step, optimizer.step),
              overlap_comm=False)  # it would synchronize after each backward; finish_backward waits on the GPU
     return gradients

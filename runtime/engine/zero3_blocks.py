@@ -42,8 +42,6 @@ def set_data(views):
 class Zero3Blocks:
     """Gathers a model's parameters and reduces its gradients, for DeepSpeed's stage 3 optimizer."""
 
-    grad_norm = None  # fused_adamw.py or DeepSpeed computes it
-
     def __init__(self, deepspeed, accumulate_locally):
         self.optimizer, model = deepspeed.optimizer, deepspeed.module
         self.overlaps, self.max_live_parameters = deepspeed.zero_overlap_comm(), deepspeed.zero_max_live_parameters()
@@ -219,18 +217,8 @@ class Zero3Blocks:
             torch._foreach_mul_(shards, 1 / self.world_size)
             torch._foreach_zero_(list(self.sums.values()))
 
-    def deepspeeds_step(self, step, closure=None):
-        """Run DeepSpeed's own step, where fused_adamw.py does not replace it."""
-        self.reduce_at_step()
-        self.optimizer.averaged_gradients = {i: [self.grads[param] for param in group]
-                                             for i, group in enumerate(self.optimizer.fp16_groups)}
-        step()
-        self.optimizer.grad_partitions_flat_buffer.zero_()
-
 
 def replace_gradients(deepspeed, accumulate_locally):
     """Replace DeepSpeed's stage 3 forward and backward by a Zero3Blocks, and return it. accumulate_locally: whether to
     reduce the gradients of blocks once per step."""
-    blocks = Zero3Blocks(deepspeed, accumulate_locally)
-    override(deepspeed.optimizer, step=partial(blocks.deepspeeds_step, deepspeed.optimizer.step))
-    return blocks
+    return Zero3Blocks(deepspeed, accumulate_locally)

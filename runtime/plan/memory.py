@@ -20,8 +20,8 @@ CUDA_CONTEXT_BYTES = (1.3e9, 1.6e9)  # CUDA, cuBLAS, cuDNN and NCCL outside PyTo
 USABLE_FRACTION = 0.9  # of a GPU's memory; the rest is lost to fragmentation
 PRESETS = ("ds_config_zero2.json", "ds_config_zero3.json", "config/ds/zero2_offload.json",
            "config/ds/zero3_offload.json")
-# stored: with the padded vocabulary; flops: of forward and backward per token
-ParamCount = namedtuple("ParamCount", ("total", "stored", "trainable", "flops"), defaults=[0])
+# stored: with the padded vocabulary; flops: of forward and backward per token; muon: those that Muon trains
+ParamCount = namedtuple("ParamCount", ("total", "stored", "trainable", "flops", "muon"), defaults=[0, 0])
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def estimate(run):
         "weights": 0 if uses_offload(run.ds_config, "param") else stored * itemsize // (ranks if stage == 3 else 1),
         # With offload, the float32 gradients stay on the GPU at stage 2
         "gradients": 0 if stage == 3 and offload else trainable * 4 // ranks,
-        "optimizer": 0 if offload else trainable * 12 // ranks,
+        "optimizer": 0 if offload else (trainable * 12 - run.params.muon * 4) // ranks,
         "buckets": buckets, "activations": activations, "loss": loss,
         "CUDA and NCCL": CUDA_CONTEXT_BYTES[ranks > 1] * (run.execution.device == "cuda")}
     # Before DeepSpeed shards or offloads the weights, each GPU holds all of them, and nothing else

@@ -9,7 +9,7 @@ AT_LEAST = {
     0: ("keep_last", "max_iters", "max_skipped_steps", "sample_interval", "warmup_iters", "learning_rate", "grad_clip",
         "weight_decay", "lr_decay_iters", "seed", "lora_rank"),
 }  # fmt: skip
-ABOVE_ZERO = ("max_epochs", "eval_epochs", "lora_alpha")
+ABOVE_ZERO = ("max_epochs", "eval_epochs", "lora_alpha", "muon_learning_rate")
 BELOW_ONE = ("dropout", "lora_dropout", "beta1", "beta2")
 RULES = [  # (whether the settings break it, the message)
     (lambda s: s.decay_lr and s.min_lr is not None and not 0 <= s.min_lr <= s.learning_rate,
@@ -21,6 +21,10 @@ RULES = [  # (whether the settings break it, the message)
      "lora_rank={s.lora_rank} needs pretrained weights, but init_from=scratch: name some with --init_from"),
     (lambda s: not s.lora_rank and (s.lora_alpha is not None or s.lora_dropout),
      "lora_alpha={s.lora_alpha} and lora_dropout={s.lora_dropout} need LoRA: add --lora_rank=64, or drop them"),
+    (lambda s: s.optimizer == "muon" and not s.learning_rate,
+     "optimizer=muon needs a learning_rate above 0: muon_learning_rate follows its schedule"),
+    (lambda s: s.optimizer == "muon" and s.lora_rank,
+     "optimizer=muon trains whole matrices, but lora_rank={s.lora_rank}: drop one of the two"),
     (lambda s: s.profile and not s.eval_only and s.max_iters < 7 and not s.max_epochs,
      "profile=True traces the 6th and 7th step, but max_iters={s.max_iters}: use --max_iters=7"),
     (lambda s: s.init_from not in ("resume", "auto") and s.resume_tag != "latest",

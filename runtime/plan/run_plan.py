@@ -95,8 +95,11 @@ def make_plan(settings, ranks, problems, notes, download=True):
     if start:
         problems.attempt(check_kernels, s, start.model, execution, notes)
     if start and not problems:
-        params = count_params(start.model, lora)
-        size = tag_bytes(params.stored, execution.dtype, config["zero_optimization"]["stage"], params.trainable)
+        params = count_params(start.model, lora, s.optimizer == "muon")
+        if params.muon and start.kind in ("pretrained", "earlier run"):
+            notes.append("optimizer=muon is for runs from scratch: measurements elsewhere favor AdamW for weights that "
+                         "AdamW has trained (arXiv:2605.10468)")
+        size = tag_bytes(params, execution.dtype, config["zero_optimization"]["stage"])
     file_problems.attempt(check_out_dir, s, start, size * (ranks.rank == 0), notes)
     if s.target_gpu is None or start is None:
         problems.add(*file_problems)
@@ -160,11 +163,12 @@ def resolve_ds_config(s, batch, execution, notes):
     if config["zero_optimization"]["stage"] == 3 and not ds_config.config_fits_fast_gradients(config, execution.dtype):
         notes.append("ZeRO-3 gathers parameters in DeepSpeed's own way, which is slower: offload, or a key of the JSON "
                      "with another value than DeepSpeed's default, needs it")
-    if s.skip_grad_spikes and (execution.dtype == "float16"
-                               or config["zero_optimization"]["stage"] != 2
-                               or not ds_config.config_fits_fast_gradients(config, execution.dtype)):
-        raise UserError("skip_grad_spikes=True needs ZeRO-2 in bfloat16 or float32, fp32 gradients and no offload: "
-                        "drop it")
+    fits = ds_config.config_fits_fast_gradients(config, execution.dtype) and execution.dtype != "float16"
+    if s.skip_grad_spikes and not fits:
+        raise UserError("skip_grad_spikes=True needs bfloat16 or float32, fp32 gradients and no offload: drop it")
+    if s.optimizer == "muon" and not (fits and config["zero_optimization"]["stage"] == 2):
+        raise UserError("optimizer=muon needs ZeRO-2 in bfloat16 or float32, fp32 gradients and no offload: use "
+                        "--deepspeed_config=ds_config_zero2.json and --dtype=auto, or drop it")
     return config
 
 
@@ -194,8 +198,8 @@ def check_kernels(s, model, execution, notes):
                         "that is a multiple of 16 up to 4,096: drop it")
 
 
-def count_params(config, lora):
-    """Return the ParamCount of a model without allocating it."""
+def count_params(config, lora, muon):
+    """Return the ParamCount of a model without allocating it. muon: whether the blocks' matrices are Muon's."""
     with torch.device("meta"):
         model = GPT(config)
     total = model.num_params()
@@ -203,7 +207,7 @@ def count_params(config, lora):
         apply_lora(model, lora)
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return ParamCount(total, sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable),
-                      model.flops_per_token())
+                      model.flops_per_token(), muon * 12 * config.n_layer * config.n_embd**2)
 
 
 def accumulates_locally(s, run):

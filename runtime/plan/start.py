@@ -162,9 +162,10 @@ def check_compatible(model, settings, data, lora, tag, manifest):
     check_shape(where, state["model"], {name: getattr(model, name) if value is None else value
                                         for name, value in given.items()})
     check_data(settings, data, where, state)
-    was, now = as_options(state.get("lora")), as_options(lora)
-    if was != now:
-        raise CheckpointError(f"{where} was trained with {was}, and this run has {now}: use the same")
+    for was, now in ((as_options(state.get("lora")), as_options(lora)),
+                     (f"--optimizer={state['settings']['optimizer']}", f"--optimizer={settings.optimizer}")):
+        if was != now:
+            raise CheckpointError(f"{where} was trained with {was}, and this run has {now}: use the same")
 
 
 def check_data(settings, data, where, state):

@@ -19,7 +19,7 @@ def test_the_table_is_what_the_code_replaces():
     calls = [(path.stem, node) for path in ENGINE.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))
              if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "override"]
     assert listed == {(keyword.arg, module) for module, call in calls for keyword in call.keywords}
-    assert len(listed) > 10
+    assert len(listed) > 8
 
 
 def test_nothing_else_assigns_to_deepspeeds_methods():

@@ -50,10 +50,11 @@ def test_stage_3_gathers_blocks_again_in_backward(report):
 
 
 def test_stage_3_has_released_its_parameters_where_it_is_told_to(report):
-    """All 28; left alone it keeps every one of so small a model, and would test little."""
+    """All 28; left alone it keeps every one of so small a model, and would test little. Ours releases the matrices of
+    blocks, if there are several ranks."""
     for way in ("float32 stage 3 released", "float32 zero3 offload", "bfloat16 stage 3 released"):
         assert report[way]["released"] == 28
-    assert report["float32 stage 3"]["released"] == 0
+    assert report["float32 stage 3"]["released"] == 8 * (report["ranks"] > 1)
 
 
 # bfloat16
@@ -70,8 +71,9 @@ def test_bfloat16_is_plain_pytorch_to_its_rounding(report, way):
 def test_our_gradient_path_is_taken_where_it_fits(report):
     taken = {way for way, result in report.items() if way != "ranks" and result.get("shortened")}
     assert taken == {way for way in report if (" stage 2" in way or " stage 3" in way) and "released" not in way
+                     and "unrepaired" not in way
                      and way != "float32 stage 3 compiled recomputed"} | {"small fused nan", "small fused local"}
-    assert len(taken) == 27
+    assert len(taken) == 25
 
 
 @pytest.mark.parametrize("way", ["stage 2", "stage 2 buckets"])
@@ -105,8 +107,6 @@ def test_local_accumulation_gives_the_sums(report):
                                         ("float32 stage 2", "inf")])
 def test_one_bad_element_on_one_rank_skips_the_step_on_all(report, way, value):
     result, ranks = report[f"{way} {value}"], report["ranks"]
-    if way.startswith("bfloat16"):  # in float32 DeepSpeed asks for the norm alone
-        assert result["overflows"] == [0, ranks, 0, 0]  # all see it, though it is in one rank's part of the gradients
     assert result["applied"] == [ranks, 0, ranks, ranks]
     assert result["norms"][1] == float("inf") and result["moved_by_poison"] == 0
     assert result["furthest"][way] == 0  # the steps after it are as if it had never been

@@ -90,7 +90,8 @@ WAYS = {
     "small fused stage 3": (3, "bfloat16", {**SMALL, "fused": True}),
     "small fused own": (3, "bfloat16", {**SMALL, "fused": True, "short": False, "zero": RELEASED}),
     "small fused stage 3 local": (3, "bfloat16", {**SMALL, "fused": True, "local": True, "checkpointing": True}),
-    **{f"float16 stage {stage} unrepaired": (stage, "float16", {**FP16, "repaired": False}) for stage in (2, 3)},
+    **{f"float16 stage {stage} unrepaired": (stage, "float16", {**FP16, "repaired": False, "short": False})
+       for stage in (2, 3)},
 }
 
 
@@ -167,8 +168,7 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     engine = Engine(deepspeeds, local, fused, own_path=not short)
     shortened = engine.gradients is not None
-    overflows = listen(deepspeeds.optimizer) if shortened and not fused else []
-    assert bool(engine.fused_step) == (fused and short)
+    assert (engine.fused_step is not None) == shortened and (not shortened or engine.fused_step.use_kernel == fused)
     poisoned = False
 
     def spoil(grad):
@@ -206,22 +206,9 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
             result["moved_by_poison"] = furthest(weights(deepspeeds), before)
     result["released"] = sum(getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
                              for p in deepspeeds.module.parameters())
-    result["overflows"] = all_reduce_sum(*overflows) if overflows else None
     result["weights"] = weights(deepspeeds)
     deepspeeds.destroy()
     return result
-
-
-def listen(optimizer):
-    """A list that grows with each answer of the optimizer's look for overflow."""
-    look, heard = optimizer.has_overflow, []
-
-    def listening(partition_gradients=True):
-        heard.append(look())
-        return heard[-1]
-
-    optimizer.has_overflow = listening
-    return heard
 
 
 def furthest(a, b):

@@ -334,10 +334,16 @@ TARGETS = "choose from a block's matrices, attn.c_attn, attn.c_proj, mlp.c_fc, m
     ("{weights}/tiny --block_size=16 --dataset={folder}/wide", "vocabulary of 50257 is larger than the weights' 28: "
      "prepare the data with the weights' tokenizer"),
     *((f"--skip_grad_spikes=True --dtype=bfloat16 --deepspeed_config={{folder}}/{name}.json",
-        "skip_grad_spikes=True needs ZeRO-2 in bfloat16 or float32, fp32 gradients and no offload: "
-        "drop it")
-      for name in ("zero3", "offload", "bf16sums")),
+        "skip_grad_spikes=True needs bfloat16 or float32, fp32 gradients and no offload: drop it")
+      for name in ("offload", "bf16sums")),
     ("--skip_grad_spikes=True", ""),
+    *((f"--optimizer=muon --deepspeed_config={{folder}}/{name}.json", "optimizer=muon needs ZeRO-2 in bfloat16 or "
+       "float32, fp32 gradients and no offload: use --deepspeed_config=ds_config_zero2.json and --dtype=auto, or drop "
+       "it") for name in ("zero3", "offload")),
+    ("--optimizer=muon --learning_rate=0.0", "optimizer=muon needs a learning_rate above 0: muon_learning_rate follows "
+     "its schedule"),
+    (f"{LORA}=4 --optimizer=muon", "optimizer=muon trains whole matrices, but lora_rank=4: drop one of the two"),
+    ("--optimizer=muon", ""),
     ("--dtype=float16", "dtype=float16 needs a GPU: use --dtype=float32 or --dtype=bfloat16"),
     ("--device=cuda", "device=cuda, but PyTorch finds no CUDA GPU: use --device=cpu"),
     ("--fp8=True", "fp8=True needs compute capability 9.0 (H100, H200, B200, ...), bfloat16, compile=auto, a C comp"),

@@ -1,0 +1,108 @@
+"""Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) for the matrices of blocks, at ZeRO-2.
+
+Each matrix's update is its momentum with singular values near 1. Weights and momentum are sharded as AdamW's are, in
+one flat tensor per rank. split_matrices() sorts the matrices by shape, so that those of one shape lie next to each
+other: a view of them is the batch of a GEMM. A matrix that lies on several ranks, at most one per border, is gathered
+by all. There is no second moment, so Muon needs 4 bytes per parameter less than AdamW.
+"""
+
+import torch
+import torch.distributed as dist
+
+from runtime.checkpoint.shards import MOMENTS
+
+MOMENTUM = 0.95
+COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5  # of Newton-Schulz, as in torch.optim.Muon
+MAX_BATCH = 2**26  # elements: what one batch of matrices takes in memory for a moment is a few times this
+LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+
+
+def split_matrices(groups, model, lr_ratio):
+    """Return parameter groups with a new one for Muon, of the matrices in the model's blocks. Its learning rate is
+    `lr_ratio` times that of the others."""
+    matrices = [block.get_submodule(layer).weight for layer in LAYERS for block in model.transformer.h]
+    ids, (decayed, *_) = set(map(id, matrices)), groups
+    others = [{**group, "params": [p for p in group["params"] if id(p) not in ids]} for group in groups]
+    return [*others, {**decayed, "params": matrices, "lr_ratio": lr_ratio}]
+
+
+def is_muon(group):
+    """Return whether a parameter group is Muon's."""
+    return "lr_ratio" in group
+
+
+def moments_of(group):
+    """Return the names of the moments that the optimizer keeps for a parameter group."""
+    return MOMENTS[:1] if is_muon(group) else MOMENTS
+
+
+def orthogonalize(matrices):
+    """Return matrices (n, rows, columns) with their singular values moved to about 1, in their dtype."""
+    a, b, c = COEFFICIENTS
+    is_tall = matrices.size(1) > matrices.size(2)
+    x = matrices.mT if is_tall else matrices
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, gram, x, beta=a)
+    return x.mT if is_tall else x
+
+
+class Muon:
+    """Steps this rank's part of Muon's parameter group.
+
+    places: (parameter, offset in the flat tensor) of the group. size: elements per rank. group: the ranks that share
+    the flat tensor."""
+
+    def __init__(self, places, size, group):
+        self.group, self.size = group, size
+        self.batches, self.borders = [], []  # [start, end, rows, columns], relative to this rank's first element
+        for param, offset in places:
+            rows, columns = param.shape
+            if rows == 3 * columns:  # queries, keys and values
+                rows = columns
+            start = offset - size * dist.get_rank(group)
+            for first in range(start, start + param.numel(), rows * columns):
+                self.add(first, first + rows * columns, rows, columns)
+
+    def add(self, start, end, rows, columns):
+        if start // self.size != (end - 1) // self.size:
+            self.borders.append([start, end, rows, columns])
+        elif 0 <= start < self.size:
+            last = self.batches[-1] if self.batches else None
+            if last and last[1:] == [start, rows, columns] and end - last[0] <= MAX_BATCH:
+                last[1] = end
+            else:
+                self.batches.append([start, end, rows, columns])
+
+    def step(self, p, momentum, norm, max_norm, skip_above):
+        """Step a Partition and clear its gradients. momentum: fp32, like its weights. norm: of all gradients, a scalar
+        on the device. If it is not below skip_above, only clear the gradients."""
+        applied = (norm < skip_above).float()
+        p.grads.mul_((max_norm / (norm + 1e-6)).clamp(max=1)).masked_fill_(applied == 0, 0)
+        momentum.lerp_(p.grads, applied * (1 - MOMENTUM))
+        for batch, matrices in self.directions(p.grads, momentum):
+            start, end, rows, columns = batch
+            own = slice(max(0, start), min(self.size, end))
+            update = orthogonalize(matrices).flatten()[own.start - start : own.stop - start]
+            lr = p.group["lr"] * max(1, rows / columns) ** 0.5
+            weights = p.master.data[own]
+            weights.mul_(1 - p.group["lr"] * p.group["weight_decay"] * applied).sub_(update * applied, alpha=lr)
+            p.half[own].copy_(weights)
+        p.grads.zero_()
+
+    def directions(self, grads, momentum):
+        """Yield the batches that this rank has a part of, and Nesterov's directions for them, (n, rows, columns)."""
+        dtype = torch.bfloat16 if grads.is_cuda else torch.float32
+        for start, end, rows, columns in self.batches:
+            direction = grads[start:end].lerp(momentum[start:end], MOMENTUM).to(dtype)
+            yield [start, end, rows, columns], direction.view(-1, rows, columns)
+        for start, end, rows, columns in self.borders:
+            direction = grads.new_zeros(end - start, dtype=dtype)
+            own = slice(max(0, start), min(self.size, end))
+            if own.start < own.stop:
+                direction[own.start - start : own.stop - start] = grads[own].lerp(momentum[own], MOMENTUM)
+            dist.all_reduce(direction, group=self.group)
+            if own.start < own.stop:
+                yield [start, end, rows, columns], direction.view(1, rows, columns)

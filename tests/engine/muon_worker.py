@@ -1,0 +1,132 @@
+"""One rank of test_muon.py: torchrun --nproc_per_node=N muon_worker.py OUT.pt
+
+Trains a tiny GPT of three blocks with Muon, in each way of the table below, and in plain PyTorch with
+torch.optim.Muon. Rank 0 writes {way: the weights after each step, {name: tensor}}.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
+
+from model import GPT, GPTConfig
+from runtime.cluster.ranks import shut_down, silence_stdout
+from runtime.data.loader import Batch
+from runtime.engine import ds_config
+from runtime.engine.engine import Engine
+from runtime.engine.muon import COEFFICIENTS, ITERATIONS, split_matrices
+
+SEQUENCES, ACCUMULATION, T, VOCAB, LAYERS, STEPS = 24, 2, 16, 61, 3, 4
+ADAM, LR, MUON_LR, CLIP, DECAY = {"betas": (0.9, 0.95), "eps": 1e-5}, 1e-2, 3e-2, 0.3, 0.1
+WAYS = {"muon": {}, "buckets": {"local": False}, "skipped": {"bad": "skip_above"}, "nan": {"bad": "nan"},
+        "bfloat16": {"dtype": "bfloat16"}}
+
+
+def fresh_model():
+    torch.manual_seed(0)
+    return GPT(GPTConfig(block_size=T, vocab_size=VOCAB, n_layer=LAYERS, n_head=2, n_embd=32))
+
+
+def data(step):
+    return torch.randint(VOCAB, (SEQUENCES, T + 1), generator=torch.Generator().manual_seed(step))
+
+
+def lr_factor(step):
+    """A schedule, which both optimizers follow."""
+    return 1 - step / 8
+
+
+def by_singular_values(grad, *_):
+    """What Newton-Schulz computes, in float64: its polynomial applied to the singular values."""
+    u, s, v = torch.linalg.svd(grad.double() / grad.double().norm(), full_matrices=False)
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        s = a * s + b * s**3 + c * s**5
+    return (u * s @ v).float()
+
+
+def plain(orthogonalize=None):
+    """The same training in plain PyTorch, over the whole batch."""
+    if orthogonalize:
+        torch.optim._muon._zeropower_via_newtonschulz = orthogonalize
+    model, trajectory = fresh_model(), []
+    names = [f"transformer.h.{i}.{layer}.weight" for i in range(LAYERS)
+             for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
+    params = dict(model.named_parameters())
+    pieces = [(params[name], rows, torch.nn.Parameter(params[name].data[rows]))  # in the same memory
+              for name in names for rows in (map(slice, (0, 32, 64), (32, 64, 96)) if "c_attn" in name else
+                                             [slice(None)])]
+    muon = torch.optim.Muon([piece for *_, piece in pieces], lr=MUON_LR, weight_decay=DECAY)
+    others = [{**group, "params": [p for p in group["params"] if not any(p is params[name] for name in names)]}
+              for group in model.parameter_groups(DECAY)]
+    adamw = torch.optim.AdamW(others, **ADAM)
+    for step in range(STEPS):
+        muon.param_groups[0]["lr"] = MUON_LR * lr_factor(step)
+        for group in adamw.param_groups:
+            group["lr"] = LR * lr_factor(step)
+        model.zero_grad()
+        model(data(step)[:, :-1], data(step)[:, 1:]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        for param, rows, piece in pieces:
+            piece.grad = param.grad[rows]
+        muon.step()
+        adamw.step()
+        trajectory.append({name: p.detach().clone() for name, p in params.items()})
+    return trajectory
+
+
+def train(local=True, bad=None, dtype="float32"):
+    """Train as the script does. bad: between the second and the third step is one that has to be skipped."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write('{"zero_optimization": {"stage": 2}}')
+        file.flush()
+        batch = Batch(SEQUENCES // ACCUMULATION // ranks, ACCUMULATION, ranks, T)
+        config, _ = ds_config.complete_config(file.name, batch, CLIP, dtype)
+    model = fresh_model()
+    groups = split_matrices(model.parameter_groups(DECAY), model, MUON_LR / LR)
+    optimizer, trajectory = torch.optim.AdamW(groups, fused=True, lr=LR, **ADAM), []
+    with silence_stdout():
+        deepspeeds, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine = Engine(deepspeeds, local)
+    for step in [0, 1, *[2] * (bad is not None), *range(2, STEPS)]:
+        is_bad, bad = bad if len(trajectory) == 2 else None, None if len(trajectory) == 2 else bad
+        for group in optimizer.param_groups:
+            group["lr"] = LR * lr_factor(step) * group.get("lr_ratio", 1)
+        hook = model.transformer.h[1].mlp.c_fc.weight.register_hook(
+            lambda grad: grad * float("nan") if rank == ranks - 1 else grad) if is_bad == "nan" else None
+        for sequences in data(step).view(ranks, ACCUMULATION, -1, T + 1)[rank]:
+            engine.micro_step(sequences[:, :-1], sequences[:, 1:])
+        result = engine.step(1e-9 if is_bad == "skip_above" else float("inf"))
+        assert result.applied == (is_bad is None)
+        if hook:
+            hook.remove()
+        if not is_bad:
+            trajectory.append({name: safe_get_full_fp32_param(p).detach().clone()
+                               for name, p in model.named_parameters()})
+    deepspeeds.destroy()
+    return trajectory
+
+
+def main(out):
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel("ERROR")
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    trajectories = {name: train(**options) for name, options in WAYS.items()}
+    trajectories |= {"start": dict(fresh_model().named_parameters()), "torch": plain(),
+                     "singular values": plain(by_singular_values)}
+    if dist.get_rank() == 0:
+        torch.save(trajectories, out)
+    shut_down()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,69 @@
+"""Muon against torch.optim.Muon on the same gradients, on 1 to 4 ranks (see muon_worker.py).
+
+Three blocks of four matrices: 2 and 4 ranks cut a matrix in two, 3 ranks cut between matrices.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import free_port, launch, long
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from runtime.engine.muon import Muon, orthogonalize
+
+
+@pytest.fixture(scope="module", params=[long(1), 2, long(3), long(4)], ids="{} ranks".format)
+def trajectories(request, tmp_path_factory):
+    out = tmp_path_factory.mktemp("muon") / "weights.pt"
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": str(free_port())}  # as torchrun sets them for one rank
+    done = launch(Path(__file__).with_name("muon_worker.py"), out, ranks=request.param, **alone)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(out)
+
+
+def furthest(ours, theirs):
+    """The largest difference of any weight after any step. Weights move by up to 0.05."""
+    return max((a[name] - b[name]).abs().max().item() for a, b in zip(ours, theirs, strict=True) for name in b)
+
+
+@pytest.mark.parametrize("way", ["muon", "buckets", "skipped", "nan"])
+def test_muon_is_pytorchs(trajectories, way):
+    """With its Newton-Schulz in float64, where ours is in float32: seen 1e-6. A skipped step leaves no trace."""
+    assert furthest(trajectories["muon"], [trajectories["start"]] * 4) > 0.04
+    assert furthest(trajectories[way], trajectories["singular values"]) < 1e-5
+
+
+@pytest.mark.parametrize("way, bound", [("muon", 0.03), ("bfloat16", 0.12)])
+def test_each_matrix_is_pytorchs_to_bfloat16s_rounding(trajectories, way, bound):
+    """By the distance from PyTorch's Muon, whose Newton-Schulz is in bfloat16, in units of the way gone."""
+    start, end, ours = trajectories["start"], trajectories["torch"][-1], trajectories[way][-1]
+    matrices = [name for name, p in start.items() if ".h." in name and p.dim() == 2]
+    assert len(matrices) == 12
+    for name in matrices:
+        assert (ours[name] - end[name]).norm() < bound * (end[name] - start[name]).norm(), name
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (256, 64), (64, 256)], ids=str)
+def test_newton_schulz_of_a_batch_is_pytorchs_of_each_matrix(shape):
+    batch = torch.randn((3, *shape), generator=torch.Generator().manual_seed(0)).bfloat16()
+    theirs = torch.stack([_zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7) for matrix in batch])
+    assert (orthogonalize(batch) - theirs).float().norm() < 0.02 * theirs.float().norm()
+
+
+def test_matrices_of_a_shape_are_one_batch(monkeypatch):
+    """GPT-2 small on one rank and on eight: q, k, v and attention's projection together, then the MLP's two."""
+    C, L = 768, 12
+    shapes = [(3 * C, C)] * L + [(C, C)] * L + [(4 * C, C)] * L + [(C, 4 * C)] * L
+    offsets = [sum(rows * columns for rows, columns in shapes[:i]) for i in range(len(shapes))]
+    places = [(torch.empty(shape, device="meta"), offset) for shape, offset in zip(shapes, offsets)]
+    total = 12 * L * C * C
+    for ranks, n_batches, n_borders in ((1, 3, 0), (8, 10, 3)):
+        muons = []
+        for rank in range(ranks):
+            monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
+            muons.append(Muon(places, total // ranks, None))
+        batches = [end - start for muon in muons for start, end, *_ in muon.batches]
+        assert (len(batches), {len(muon.borders) for muon in muons}) == (n_batches, {n_borders})
+        assert sum(batches) + n_borders * 4 * C * C == total
