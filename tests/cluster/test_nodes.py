@@ -226,7 +226,7 @@ def test_the_differences_between_ranks():
     assert node_id() == node_id() and len(node_id()[1].split()) == 3
 
 
-# config/slurm/train_xl.sbatch, with programs that stand for Slurm's
+# examples/slurm/train_xl.sbatch, with programs that stand for Slurm's
 
 
 def submit(folder, srun, *args, **env):
@@ -236,7 +236,7 @@ def submit(folder, srun, *args, **env):
         (folder / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable, "SLURM_JOB_ID": "7",
            "SLURM_JOB_NODELIST": "node1", "SLURM_CPUS_PER_TASK": "2", **env}
-    return subprocess.run(["bash", "config/slurm/train_xl.sbatch", *args], cwd=ROOT, env=env, capture_output=True,
+    return subprocess.run(["bash", "examples/slurm/train_xl.sbatch", *args], cwd=ROOT, env=env, capture_output=True,
                           text=True)
 
 
@@ -265,6 +265,6 @@ def test_a_jobs_own_config_replaces_the_default(tmp_path, given, passed):
 
 def test_a_job_without_an_environment_says_how_to_make_it():
     env = {**os.environ, "PYTHON": "/nowhere/python"}
-    job = subprocess.run(["bash", "config/slurm/train_xl.sbatch"], cwd=ROOT, env=env, capture_output=True, text=True)
+    job = subprocess.run(["bash", "examples/slurm/train_xl.sbatch"], cwd=ROOT, env=env, capture_output=True, text=True)
     assert job.returncode == 2 and job.stderr == ("train_xl.sbatch: /nowhere/python does not exist: create it with "
                                                   "bash -c 'source runtime/venv.sh', or set PYTHON=/path/to/python\n")
