@@ -30,7 +30,7 @@ from runtime.engine.ds_config import (
 from runtime.errors import UserError
 
 SCRIPT = ROOT / "train_deepspeed.py"
-CONFIGS = sorted((ROOT / "config").glob("*.py"))
+CONFIGS = [*sorted((ROOT / "config").glob("*.py")), ROOT / "examples" / "instructions" / "config.py"]
 JSONS = sorted([*ROOT.glob("*.json"), *ROOT.glob("config/ds/*.json")])
 DEFAULTS = {"out_dir": "out", "max_iters": 20, "learning_rate": 3e-5, "eval_only": False, "n_layer": None,
             "min_lr": None, "schedule": "cosine", "compile": "auto"}
