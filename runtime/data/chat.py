@@ -1,6 +1,7 @@
 """Conversations as plain text: GPT-2 has no tokens for roles, so they are words, and end-of-text ends each answer."""
 
 import threading
+from pathlib import Path
 
 from runtime.data.dataset import BEGINS, COUNTS
 from runtime.errors import UserError
@@ -9,19 +10,7 @@ END_OF_ANSWER = "\x03"  # ends an answer in a dataset of characters, which has n
 ROLES = ("system", "user", "assistant")
 RENDERER = threading.Lock()  # transformers' renderer can't be used by two threads at once
 # A Jinja template as in transformers, which also finds the tokens of the answers between the generation tags
-TEMPLATE = """\
-{% for message in messages %}
-{{ message.role | capitalize + ':\\n' }}
-{%- if message.role == 'assistant' %}
-{% generation %}{{ message.content | trim + eos_token }}{% endgeneration %}
-{% else %}
-{{ message.content | trim + '\\n\\n' }}
-{%- endif %}
-{% endfor %}
-{% if add_generation_prompt %}
-{{ 'Assistant:\\n' }}
-{%- endif %}
-"""
+TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
 
 
 def render(messages, template, eos_token, ask=False):

@@ -6,7 +6,7 @@ meta.json (format 1):
     vocab_size, dtype ("uint16" or "uint32", little-endian), train_tokens, val_tokens
     source      {"name", "sha256", "bytes"} of the text
     files       {"train.bin": {"bytes", "sha256"}, "val.bin": {"bytes", "sha256"}}
-    template    only for conversations: the Jinja template that made text of them (runtime/data/chat.py)
+    template    only for conversations: the Jinja template that made text of them (runtime/data/chat_template.jinja)
 Conversations also have train_mask.bin and val_mask.bin, with a byte per token: COUNTS if its prediction counts in the
 loss, and BEGINS if a conversation begins with it.
 data/prepare.py adds its options and the numbers of documents (docs/data.md).
