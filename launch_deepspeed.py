@@ -1,7 +1,7 @@
 """Start training from Python: detect the GPUs, start one rank per GPU, forward signals and return the run's exit code.
 
     python launch_deepspeed.py config/xl_shakespeare.py --num_gpus=4 --batch_size=8 --max_epochs=3
-    python launch_deepspeed.py config/shakespeare_char_cpu.py --num_gpus=2 --max_iters=100 --resume
+    python launch_deepspeed.py config/shakespeare_char_cpu.py --num_gpus=2 --max_iters=100
     python launch_deepspeed.py --headline                what run_deepspeed_xl.sh runs after it has created .venv
     python launch_deepspeed.py torchrun --nnodes=4 ...   any arguments of torchrun, with a script to start
 
@@ -40,17 +40,9 @@ def parse_arguments():
                         "Shakespeare, or without a GPU a small character-level model")
     parser.add_argument("--num_gpus", type=int, help="number of GPUs, or of CPU processes without a GPU (default: "
                         "all visible GPUs, or 1)")
-    parser.add_argument("--resume", nargs="?", const="latest", metavar="TAG", help="resume the run in out_dir, or the "
-                        "run or checkpoint of this name (iter_10) or path (out-mine, out-mine/iter_10)")
     named, args = parser.parse_known_args()
     if named.num_gpus is not None and named.num_gpus < 1:
         fail(f"--num_gpus={named.num_gpus} must be at least 1")
-    if named.resume is not None:
-        if named.resume.endswith(".py"):
-            fail(f"--resume={named.resume} is a config, not a checkpoint: write it before --resume")
-        path = os.path.normpath(named.resume)
-        out_dir, tag = (path, "latest") if os.path.isfile(f"{path}/latest") else os.path.split(path)
-        args += ["--init_from=resume", f"--resume_tag={tag}", *[f"--out_dir={out_dir}"] * bool(out_dir)]
     return named.headline, named.num_gpus, args
 
 

@@ -134,9 +134,6 @@ FAULTS = [Fault(*row) for row in (
     ("GPU support", "a GPU counts as supported if PyTorch has binaries for any older one",
      "runtime/hardware.py", ' and (kind == "compute" or arch[0] == gpu[0])', "",
      "plan/test_refusals.py::test_a_card_needs_a_pytorch_that_has_its_kernels"),
-    ("launch", "a config file overrides --resume of launch_deepspeed.py",
-     "launch_deepspeed.py", 'args += ["--init_from=resume"', 'args[:0] = ["--init_from=resume"',
-     "cluster/test_launch.py::test_resume_takes_a_tag_or_a_path"),
     *((f"animals90, {subject}", description, f"examples/animals90/src/{file}.py", old, new,
        f"test_animals90.py::{test}") for subject, description, file, old, new, test in (
         ("ranks", "each rank ends with its own batch norm statistics", "train_deepspeed", 'if "running" in name)',

@@ -12,7 +12,6 @@ import pytest
 from conftest import ROOT, SMALL, read_history
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from launch_deepspeed import parse_arguments
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.shutdown import EXIT_REASONS
 from runtime.output import exit_with_error
@@ -58,23 +57,11 @@ def test_named_options_become_settings_and_a_run_goes_on(start, tmp_path):
         "--dtype=bfloat16"]
     assert "batch      4 x 2 x 1 = 8 sequences" in stdout and "bfloat16, ZeRO-2 (ds_config_zero2.json)" in stdout
     again = start(*named, "--deepspeed_config=ds_config_zero3.json", "--max_iters=3", "--num_gpus=1",
-                  "--resume", f"{tmp_path}/out/final")
+                  "--init_from=resume", "--resume_tag=final")
     stdout, stderr = again.communicate(timeout=200)
     assert again.returncode == 0 and "resuming from" in stdout and "ZeRO-3 (ds_config_zero3.json)" in stdout, stderr
     records = [record for record in read_history(tmp_path / "out") if "loss" in record]
     assert [(record["iter"], record["lr"]) for record in records] == [(1, 5e-4), (2, 5e-4), (3, 5e-4)]
-
-
-@pytest.mark.parametrize("words, settings", [
-    (["--resume"], ["--resume_tag=latest"]), (["--resume=iter_10"], ["--resume_tag=iter_10"]),
-    (["--resume", "out-mine/best/"], ["--resume_tag=best", "--out_dir=out-mine"]), (["--resume="], ["--resume_tag=."]),
-    (["--resume=out-mine/"], ["--resume_tag=latest", "--out_dir=out-mine"])])
-def test_resume_takes_a_tag_or_a_path(monkeypatch, tmp_path, words, settings):
-    (tmp_path / "out-mine").mkdir()
-    (tmp_path / "out-mine" / "latest").touch()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["launch_deepspeed.py", "--max_iters=9", *words])
-    assert parse_arguments() == (False, None, ["--max_iters=9", "--init_from=resume", *settings])
 
 
 def test_a_signal_is_passed_on_and_the_run_saves(start, tmp_path):
@@ -124,8 +111,7 @@ def test_torchrun_repeats_a_refusal_below_its_traceback(monkeypatch, tmp_path):
     (["--num_gpus=0"], "launch_deepspeed.py: --num_gpus=0 must be at least 1"),
     (["--batch_size=many"], "command line: batch_size takes auto or int, not 'many'"),
     (["--learing_rate=1"], "command line: there is no setting 'learing_rate': did you mean 'learning_rate'?"),
-    (["--resume", "mine.py"], "launch_deepspeed.py: --resume=mine.py is a config, not a checkpoint: write it before "
-     "--resume"),
+    (["--resume"], "command line: there is no setting 'resume': use --init_from=resume"),
     (["nowhere.py"], "config file nowhere.py does not exist: name a .py file, or write --key=value"),
 ])
 def test_bad_arguments_are_refused_before_anything_starts(start, args, sentence):
