@@ -17,13 +17,12 @@ import shlex
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 from configurator import settings_of_script
+from runtime.files import ROOT
 from runtime.output import exit_with_error, protect_output
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
-TRAIN = os.path.join(ROOT, "train_deepspeed.py")
+TRAIN = str(ROOT / "train_deepspeed.py")
 SAVE_TIMEOUT_S = 300  # for the ranks to save after a signal; if a rank has failed, the others get torchrun's 30
 
 
@@ -61,9 +60,9 @@ def exit_on_signals():
 
 
 def run_python(*arguments):
-    """Run Python in the project's folder. Return its exit code."""
+    """Run Python. Return its exit code."""
     # In its own process group, so that the terminal's Ctrl-C reaches it through us only
-    code = subprocess.run([sys.executable, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, process_group=0).returncode
+    code = subprocess.run([sys.executable, *arguments], stdin=subprocess.DEVNULL, process_group=0).returncode
     return code if code >= 0 else 128 - code
 
 
@@ -143,8 +142,6 @@ def train(ranks, args, script=TRAIN):
 
 def run_headline(ranks, args):
     """Prepare the data, train and sample: GPT-2 XL, or without a GPU a small character-level model."""
-    args = [os.path.abspath(arg) if os.path.isfile(arg) and arg.endswith(".py") else arg for arg in args]
-    os.chdir(ROOT)
     if gpus := count_gpus():
         ranks, ours = ranks or gpus, ["config/xl_shakespeare.py"]
     else:
@@ -152,18 +149,16 @@ def run_headline(ranks, args):
         print(f"No CUDA GPU: training a small character-level model on {ranks} CPU processes instead, in out-demo")
         os.environ["DS_ACCELERATOR"] = "cpu"
     settings = settings_of_script(TRAIN, [*ours, *args])  # later arguments win
-    keeps = settings.init_from in ("resume", "auto") or settings.eval_only or not os.path.isdir("out-demo")
-    if not gpus and settings.out_dir == "out-demo" and not keeps:  # never a folder that the user named
-        print("Overwriting out-demo" + ", but not in this dry run" * settings.dry_run)
+    if not gpus and settings.out_dir == "out-demo" and settings.init_from not in ("resume", "auto"):
         ours.append("--overwrite=True")
-    data = Path("data", str(settings.dataset))
-    if data.parent == Path("data") and (data / "prepare.py").is_file() and not (data / "meta.json").is_file():
-        print(f"Preparing {data}")
+    data = ROOT / "data" / str(settings.dataset)
+    if data.parent == ROOT / "data" and (data / "prepare.py").is_file() and not (data / "meta.json").is_file():
+        print(f"Preparing {settings.dataset}")
         if code := run_python(data / "prepare.py"):
             raise SystemExit(code)
     train(ranks, [*ours, *args])
     if os.path.exists(f"{settings.out_dir}/latest") and not (settings.eval_only or settings.dry_run):
-        run_python("sample.py", f"--out_dir={settings.out_dir}", "--num_samples=1", "--max_new_tokens=200")
+        run_python(ROOT / "sample.py", f"--out_dir={settings.out_dir}", "--num_samples=1", "--max_new_tokens=200")
 
 
 def main():
