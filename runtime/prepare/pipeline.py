@@ -38,9 +38,16 @@ def prepare(folder, files, tokenizer, vocab_size, options, workers, overwrite=Fa
     to_ids = numpy_encoder(tokenizer)
     if is_chat and to_ids("User:\nUser:\n").tolist() != 2 * to_ids("User:\n").tolist():
         raise UserError("this tokenizer adds a space before a text, or joins lines: choose another for conversations")
-    encoder = functools.partial(encode_chat if is_chat else encode, to_ids, end, dtype)
+
+    def encode_text(text):  # an empty one ends a document
+        return to_ids(text.decode()) if text else [end], b""
+
+    def encode_chat(text):
+        return encode_conversation(json.loads(text), to_ids, end) if text else ([], b"")
+
     reader = Reader(files, options, skip_unreadable)
     with locked(folder):
+        encoder = functools.partial(encode_row, encode_chat if is_chat else encode_text, dtype)
         stored = tokenize(folder, reader.rows(), encoder, workers)
         tokens = [stored[split, "ids"].view(dtype) for split in SPLITS]
         if is_char:  # the tokens are code points so far
@@ -54,10 +61,8 @@ def prepare(folder, files, tokenizer, vocab_size, options, workers, overwrite=Fa
                 tokenizer["end_of_text"] = int(ids[end])
             vocab_size = len(tokenizer["chars"])
         source = {"name": " ".join(options["paths"]), "sha256": reader.digest.hexdigest(), "bytes": reader.bytes}
-        details = {}
-        if is_chat:
-            masks = {f"{split}_mask.bin": [stored[split, "mask"]] for split in SPLITS}
-            details = {"template": TEMPLATE, "masks": masks}
+        masks = {f"{split}_mask.bin": [stored[split, "mask"]] for split in SPLITS if is_chat}
+        details = {"template": TEMPLATE, "masks": masks} if is_chat else {}
         return write_dataset(folder, *tokens, tokenizer, vocab_size, source, documents=reader.counts, options=options,
                              **details)
 
@@ -84,16 +89,15 @@ class Reader:
         self.hashes, self.digest, self.bytes = set(), hashlib.sha256(), 0
 
     def rows(self):
-        """Yield rows of about 1 MB, (split, its next texts). An empty text ends a document. Raises UserError."""
-        texts, sizes = {split: [] for split in SPLITS}, dict.fromkeys(SPLITS, 0)
-        for file in self.files:
-            for split, text in self.texts(file):
-                texts[split].append(text)
-                sizes[split] += len(text)
-                if sizes[split] >= ROW_BYTES:
-                    yield split, texts[split]
-                    texts[split], sizes[split] = [], 0
-        yield from ((split, [*texts[split], b""]) for split in SPLITS)
+        """Yield rows of about 1 MB, [(split, its next text)]. An empty text ends a document. Raises UserError."""
+        row, size = [], 0
+        for split, text in itertools.chain.from_iterable(map(self.texts, self.files)):
+            row.append((split, text))
+            size += len(text)
+            if size >= ROW_BYTES:
+                yield row
+                row, size = [], 0
+        yield [*row, *((split, b"") for split in SPLITS)]
         train, val = self.counts["train"], self.counts["val"]
         if not (train and val):
             raise UserError(f"{train} documents are for training and {val} for validation, and each split needs one: "
@@ -142,14 +146,13 @@ def tokenize(folder, rows, encoder, workers):
     files = {(split, kind): tempfile.TemporaryFile(dir=folder) for split in SPLITS for kind in ("ids", "mask")}
 
     def write(future):
-        split, ids, mask = future.result()
-        files[split, "ids"].write(ids)
-        files[split, "mask"].write(mask)
+        for key, content in future.result().items():
+            files[key].write(content)
 
     pace, pending = 0.1 if sys.stderr.isatty() else 60, collections.deque()  # pace: seconds between progress reports
     with ThreadPoolExecutor(workers) as pool:  # the tokenizers don't hold Python's lock
         for row in tqdm(rows, "tokenizing", unit=" MB", delay=pace, mininterval=pace, maxinterval=60):
-            pending.append(pool.submit(encoder, *row))
+            pending.append(pool.submit(encoder, row))
             if len(pending) > 2 * workers:  # not all rows are in memory
                 write(pending.popleft())
         for future in pending:
@@ -157,21 +160,14 @@ def tokenize(folder, rows, encoder, workers):
     return {key: np.memmap(file, np.uint8, "r") for key, file in files.items() if file.tell()}
 
 
-def encode(encoder, end, dtype, split, texts):
-    """Return (split, the token ids of texts as bytes, b""). `end` follows each document."""
-    end = np.array([end], "<u4")
-    ids = [encoder(text.decode()) if text else end for text in texts]
-    return split, np.concatenate(ids).astype(dtype).tobytes(), b""
-
-
-def encode_chat(encoder, end, dtype, split, texts):
-    """Return (split, the token ids of conversations as bytes, their mask)."""
-    ids, mask = [], []
-    for text in filter(None, texts):
-        more_ids, more_mask = encode_conversation(json.loads(text), encoder, end)
-        ids += more_ids
-        mask += more_mask
-    return split, np.array(ids, dtype).tobytes(), bytes(mask)
+def encode_row(encode, dtype, row):
+    """Return {(split, "ids" or "mask"): bytes} of a row. encode: returns the (ids, mask) of a text."""
+    found = {(split, kind): bytearray() for split in SPLITS for kind in ("ids", "mask")}
+    for split, text in row:
+        ids, mask = encode(text)
+        found[split, "ids"] += np.array(ids, dtype).tobytes()
+        found[split, "mask"] += bytes(mask)
+    return found
 
 
 def slices(array):
