@@ -101,10 +101,8 @@ def allowed_values(default, annotation):
     """Return (types, choices) that a setting may take, from its annotation or else from its default."""
     if annotation is None:
         return {type(default)}, ()
-    union = typing.get_origin(annotation) in (types.UnionType, typing.Union)  # with a Literal in it, it is the latter
-    parts = typing.get_args(annotation) if union else (annotation,)
-    choices = tuple(choice for p in parts if typing.get_origin(p) is typing.Literal for choice in typing.get_args(p))
-    return {p for p in parts if isinstance(p, type)} | ({type(None)} if None in parts else set()), choices
+    parts = [value for part in typing.get_args(annotation) or [annotation] for value in typing.get_args(part) or [part]]
+    return {part for part in parts if isinstance(part, type)}, tuple(p for p in parts if not isinstance(p, type))
 
 
 def value_names(types_, choices):
@@ -194,40 +192,31 @@ def exit_quietly_on_broken_pipe():
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
-def from_command_line(script, argv=None, on_error=exit_with_error):
-    """Return the settings of the script whose globals() are given, from its command line: see configure(). Exits after
+def settings_of_script(script, argv=None, on_error=exit_with_error):
+    """Return the settings that a script, given by its path, makes of `argv` or of the command line: see configure().
+    Only its settings run: its assignments to names in lower case, up to where it calls the configurator. Exits after
     --help. For mistakes, calls on_error(UserError), which prints one line each and exits with code 2."""
     argv = sys.argv[1:] if argv is None else argv
-    path, annotations = script["__file__"], script.get("__annotations__", {})
-    source = settings_source(path)
-    defaults = {k: v for k, v in script.items() if not k.startswith("_") and isinstance(v, SETTING_TYPES)}
+    text = Path(script).read_text(encoding="utf-8")
+    source = re.split(r"^.*\bconfigurator\.\w+\(", text, maxsplit=1, flags=re.MULTILINE)[0]
+    names = {"Literal": typing.Literal}
+    for node in ast.parse(source).body:
+        if re.match(r"[a-z]\w*(: .+)? = ", ast.unparse(node)):
+            exec(compile(ast.Module([node], []), script, "exec"), names)
+    annotations = names.get("__annotations__", {})
+    defaults = {name: value for name, value in names.items() if name[0] != "_" and isinstance(value, SETTING_TYPES)}
     if "--help" in argv or "-h" in argv:
         exit_quietly_on_broken_pipe()
         print(help_text(source, defaults, annotations))
         raise SystemExit(0)
     try:
-        return configure(defaults, argv, annotations, os.path.dirname(os.path.abspath(path)))
+        return configure(defaults, argv, annotations, os.path.dirname(os.path.abspath(script)))
     except UserError as error:
         on_error(error)
 
 
-def apply_command_line(script, **options):
-    """Set the names of a script to its settings, and return these. Arguments as for from_command_line()."""
-    settings = from_command_line(script, **options)
-    script.update(vars(settings))
+def apply_command_line(names, **options):
+    """Set the names of a script, its globals(), to its settings, and return these: see settings_of_script()."""
+    settings = settings_of_script(names["__file__"], **options)
+    names.update(vars(settings))
     return settings
-
-
-def settings_source(path):
-    """Return the source of a script up to where it calls the configurator: its docstring and its settings."""
-    source = Path(path).read_text(encoding="utf-8")
-    return re.split(r"^.*\bconfigurator\.\w+\(globals", source, maxsplit=1, flags=re.MULTILINE)[0]
-
-
-def settings_of_script(script, argv):
-    """Return the settings that another script would make of these arguments. Exits for mistakes."""
-    names = {"__file__": script, "Literal": typing.Literal}
-    for node in ast.parse(settings_source(script)).body:  # run its assignments of settings alone
-        if isinstance(node, ast.Assign | ast.AnnAssign) and not ast.unparse(node).startswith("_"):
-            exec(compile(ast.Module([node], []), script, "exec"), names)
-    return from_command_line(names, argv)

@@ -104,7 +104,7 @@ fp8 = False  # FP8 matmuls in the blocks; Hopper and later
 deterministic = False  # bitwise reproducible on the same GPUs, but slower
 deepspeed_config = "ds_config_zero2.json"  # DeepSpeed's JSON: ZeRO stage, offload, bucket sizes
 
-settings = configurator.from_command_line(globals(), on_error=exit_on_all_ranks)  # a frozen dataclass
+settings = configurator.settings_of_script(__file__, on_error=exit_on_all_ranks)  # a frozen dataclass
 
 # -----------------------------------------------------------------------------
 # Join the other ranks. Then plan: check the settings on this machine. For problems, print all and exit on all ranks
