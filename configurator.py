@@ -158,32 +158,23 @@ def run_config_file(path, values, root):
             and (value is not values[name] if name in values else name not in imported)}
 
 
-def settings_with_comments(source, defaults):
-    """Return [(setting, its comment) or (None, heading of a group)] from a script's source."""
-    found = []
-    for line in source.splitlines():
-        setting = re.match(r"(\w+)(?:: .+?)? = .*?(?:  # (.*))?$", line)
-        if setting and setting[1] in defaults:
-            found.append((setting[1], setting[2] or ""))
-        elif line.startswith("# ") and found and found[-1][0] and not line[2].isupper():
-            found[-1] = found[-1][0], f"{found[-1][1]} {line[2:]}"  # the comment above continues
-        elif line.startswith("# "):
-            found = found[:-1] if found and found[-1][0] is None else found  # that was not a heading
-            found.append((None, line[2:]))
-    return found
-
-
 def help_text(source, defaults, annotations):
-    """Return the text of --help, also docs/settings.md: a script's docstring, and its settings with their comments."""
-    shown = [ast.get_docstring(ast.parse(source)) or "", "", "Settings, as --key=value:"]
-    for name, comment in settings_with_comments(source, defaults):
-        if name is None:
-            shown += ["", comment, "-" * len(comment), ""]
-            continue
-        if name in annotations:
-            comment += f" [{' | '.join(value_names(*allowed_values(None, annotations[name])))}]"
-        setting = f"    --{name}={defaults[name]!r}"
-        shown += textwrap.wrap(comment, 120, initial_indent=f"{setting:<44} ", subsequent_indent=" " * 45)
+    """Return the text of --help, also docs/settings.md: a script's docstring, and its settings with their comments. A
+    comment line before settings is their heading. One that begins in lower case continues the setting above it."""
+    shown, heading = [ast.get_docstring(ast.parse(source)) or "", "", "Settings, as --key=value:"], None
+    for line in re.sub(r"\n# (?![A-Z])", " ", source).splitlines():
+        setting = re.match(r"(\w+)(?:: .+?)? = .*?(?:  # (.*))?$", line)
+        if line.startswith("# "):
+            heading = line[2:]
+        elif setting and setting[1] in defaults:
+            name, comment = setting[1], setting[2] or ""
+            if heading:
+                shown += ["", heading, "-" * len(heading), ""]
+                heading = None
+            if name in annotations:
+                comment += f" [{' | '.join(value_names(*allowed_values(None, annotations[name])))}]"
+            setting = f"    --{name}={defaults[name]!r}"
+            shown += textwrap.wrap(comment, 120, initial_indent=f"{setting:<44} ", subsequent_indent=" " * 45)
     return "\n".join(shown)
 
 
