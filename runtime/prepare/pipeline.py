@@ -5,7 +5,6 @@ of a document's text decides whether it is for training or for validation.
 """
 
 import collections
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -46,7 +45,7 @@ def prepare(folder, files, tokenizer, vocab_size, options, workers, overwrite=Fa
         return encode_conversation(json.loads(text), to_ids, end) if text else ([], b"")
 
     reader = Reader(files, options, skip_unreadable)
-    with locked(folder):
+    with lock_folder(folder, "--name"):
         encoder = functools.partial(encode_row, encode_chat if is_chat else encode_text, dtype)
         stored = tokenize(folder, reader.rows(), encoder, workers)
         tokens = [stored[split, "ids"].view(dtype) for split in SPLITS]
@@ -65,18 +64,6 @@ def prepare(folder, files, tokenizer, vocab_size, options, workers, overwrite=Fa
         details = {"template": TEMPLATE, "masks": masks} if is_chat else {}
         return write_dataset(folder, *tokens, tokenizer, vocab_size, source, documents=reader.counts, options=options,
                              **details)
-
-
-@contextlib.contextmanager
-def locked(folder):
-    """Lock a folder, and remove it at the end if it is empty."""
-    with lock_folder(folder, "--name"):
-        try:
-            yield
-        finally:
-            (folder / ".lock").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # it holds a dataset
-                folder.rmdir()
 
 
 class Reader:

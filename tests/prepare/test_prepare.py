@@ -34,7 +34,7 @@ from runtime.prepare import inputs
 
 SCRIPT = ROOT / "data" / "prepare.py"
 SHARE = 0.3
-BINS = ["meta.json", "meta.pkl", "train.bin", "val.bin"]
+FILES = [".lock", "meta.json", "meta.pkl", "train.bin", "val.bin"]
 
 
 def made_up(n, seed=0, size=60):
@@ -229,7 +229,8 @@ def test_ctrl_c_leaves_nothing_and_a_kill_nothing_in_the_way(tmp_path):
     time.sleep(0.2)
     job.send_signal(signal.SIGINT)
     assert job.communicate(timeout=200)[1] == "interrupted; nothing was changed\n"
-    assert job.returncode == 130 and not lock.parent.exists()
+    assert job.returncode == 130 and os.listdir(lock.parent) == [".lock"]
+    lock.unlink()
     job = start(*args, cwd=tmp_path)
     assert wait_until(lock.exists)
     assert "another run is writing to out: wait for it" in prepare(*args, cwd=tmp_path, code=2)[1]
@@ -238,7 +239,7 @@ def test_ctrl_c_leaves_nothing_and_a_kill_nothing_in_the_way(tmp_path):
     assert os.listdir(lock.parent) == [".lock"]
     write_jsonl(tmp_path / "a.jsonl", 100_000)
     prepare(*args, cwd=tmp_path)
-    assert sorted(os.listdir(lock.parent)) == BINS
+    assert sorted(os.listdir(lock.parent)) == FILES
 
 
 # What it refuses
@@ -312,7 +313,7 @@ def test_a_mistake_is_told_in_a_sentence_and_leaves_nothing(texts, monkeypatch):
         if "\n" in str(refused.value) or not re.search(message, str(refused.value)):
             wrong[mistake] = str(refused.value)
     assert wrong == {}
-    assert {path for path in texts.rglob("*")} == before
+    assert {path for path in texts.rglob("*")} == before | {texts / "out", texts / "out" / ".lock"}
 
 
 def test_what_is_there_stays_unless_it_is_to_be_overwritten(tmp_path, texts):
