@@ -204,10 +204,3 @@ def settings_of_script(script, argv=None, on_error=exit_with_error):
         return configure(defaults, argv, annotations, os.path.dirname(os.path.abspath(script)))
     except UserError as error:
         on_error(error)
-
-
-def apply_command_line(names, **options):
-    """Set the names of a script, its globals(), to its settings, and return these: see settings_of_script()."""
-    settings = settings_of_script(names["__file__"], **options)
-    names.update(vars(settings))
-    return settings

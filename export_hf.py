@@ -18,7 +18,7 @@ to: str | None = None  # the folder to write; None: hf-TAG in out_dir
 dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # the weights' precision
 peft = False  # write LoRA's adapter for PEFT instead of a model
 
-configurator.apply_command_line(globals())
+globals().update(vars(configurator.settings_of_script(__file__)))
 
 import os
 import secrets

@@ -37,7 +37,7 @@ score_file: str | None = None  # print this file's mean loss and perplexity inst
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if there is a GPU
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: bfloat16 if the GPU has it
 
-configurator.apply_command_line(globals())
+globals().update(vars(configurator.settings_of_script(__file__)))
 
 import os
 import sys

@@ -29,7 +29,8 @@ pretrained = "none"  # initial weights: imagenet, none (random), or a file or fo
 image_size = 224  # side of the network's input in pixels
 seed = 1337  # random seed of weights, order and cropping
 log_dir = "logs"  # folder for training_history.json
-settings = configurator.apply_command_line(globals())
+settings = configurator.settings_of_script(__file__)
+globals().update(vars(settings))
 
 import json
 import time

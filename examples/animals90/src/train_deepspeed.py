@@ -34,7 +34,8 @@ pretrained = "imagenet"  # initial weights: imagenet, none (random), or a file o
 image_size = 224  # side of the network's input in pixels
 seed = 1337  # random seed of weights, order and cropping
 log_dir = "logs"  # folder for training_history.json
-settings = configurator.apply_command_line(globals(), on_error=exit_on_all_ranks)
+settings = configurator.settings_of_script(__file__, on_error=exit_on_all_ranks)
+globals().update(vars(settings))
 
 import contextlib
 import json
