@@ -37,16 +37,9 @@ def prepare(folder, files, tokenizer, vocab_size, options, workers, overwrite=Fa
     to_ids = numpy_encoder(tokenizer)
     if is_chat and to_ids("User:\nUser:\n").tolist() != 2 * to_ids("User:\n").tolist():
         raise UserError("this tokenizer adds a space before a text, or joins lines: choose another for conversations")
-
-    def encode_text(text):  # an empty one ends a document
-        return to_ids(text.decode()) if text else [end], b""
-
-    def encode_chat(text):
-        return encode_conversation(json.loads(text), to_ids, end) if text else ([], b"")
-
+    encoder = functools.partial(encode, to_ids, end, dtype, is_chat)
     reader = Reader(files, options, skip_unreadable)
     with lock_folder(folder, "--name"):
-        encoder = functools.partial(encode_row, encode_chat if is_chat else encode_text, dtype)
         stored = tokenize(folder, reader.rows(), encoder, workers)
         tokens = [stored[split, "ids"].view(dtype) for split in SPLITS]
         if is_char:  # the tokens are code points so far
@@ -61,9 +54,8 @@ def prepare(folder, files, tokenizer, vocab_size, options, workers, overwrite=Fa
             vocab_size = len(tokenizer["chars"])
         source = {"name": " ".join(options["paths"]), "sha256": reader.digest.hexdigest(), "bytes": reader.bytes}
         masks = {f"{split}_mask.bin": [stored[split, "mask"]] for split in SPLITS if is_chat}
-        details = {"template": TEMPLATE, "masks": masks} if is_chat else {}
-        return write_dataset(folder, *tokens, tokenizer, vocab_size, source, documents=reader.counts, options=options,
-                             **details)
+        return write_dataset(folder, *tokens, tokenizer, vocab_size, source, masks, documents=reader.counts,
+                             options=options, **({"template": TEMPLATE} if is_chat else {}))
 
 
 class Reader:
@@ -147,11 +139,14 @@ def tokenize(folder, rows, encoder, workers):
     return {key: np.memmap(file, np.uint8, "r") for key, file in files.items() if file.tell()}
 
 
-def encode_row(encode, dtype, row):
-    """Return {(split, "ids" or "mask"): bytes} of a row. encode: returns the (ids, mask) of a text."""
+def encode(to_ids, end, dtype, is_chat, row):
+    """Return {(split, "ids" or "mask"): bytes} of a row. `end` follows each document, or each answer of a chat."""
     found = {(split, kind): bytearray() for split in SPLITS for kind in ("ids", "mask")}
     for split, text in row:
-        ids, mask = encode(text)
+        if is_chat:
+            ids, mask = encode_conversation(json.loads(text), to_ids, end) if text else ([], b"")
+        else:
+            ids, mask = to_ids(text.decode()) if text else [end], b""
         found[split, "ids"] += np.array(ids, dtype).tobytes()
         found[split, "mask"] += bytes(mask)
     return found
