@@ -5,9 +5,8 @@
 A script's settings are its top-level names. Their types are those of the defaults, or the annotations if one type is
 not enough (`lr_decay_iters: int | None = None`, `lr_schedule: Literal["cosine", "linear"] = "cosine"`).
 
-Config files are Python. They run in a namespace of their own that holds the settings so far. They may compute and
-import names (without *), and use other names that begin with an underscore. `--help` prints every setting with its
-comment.
+Config files are Python. They run in a namespace of their own that holds the settings so far. They may compute, import
+modules and functions, and use other names that begin with an underscore. `--help` prints the settings' comments.
 """
 
 import ast
@@ -29,7 +28,6 @@ from runtime.errors import UserError
 from runtime.output import exit_with_error
 
 SETTING_TYPES = (bool, int, float, str, type(None), dict, list, tuple)
-BOOLS = ("True", "False", "true", "false")
 # What to type instead of other scripts' options, with {} for the value, where did_you_mean() isn't the answer
 FOREIGN_OPTIONS = Path(__file__).parent / "runtime" / "foreign_options.json"
 VALUES = {bool: ("True", "False"), type(None): ("None",)}
@@ -79,8 +77,7 @@ def configure(defaults, argv, annotations=None, root="."):
             assign(name, value, "command line", parse_value)
     if problems:
         raise UserError("\n".join(problems))
-    namespace = {"requested": requested}
-    return dataclasses.make_dataclass("Settings", values, frozen=True, namespace=namespace)(**values)
+    return dataclasses.make_dataclass("Settings", values, namespace={"requested": requested}, frozen=True)(**values)
 
 
 def did_you_mean(name, known):
@@ -127,7 +124,7 @@ def parse_value(text, types_, choices):
     if text in choices or types_ == {str}:
         return validate(text, types_, choices)
     try:
-        return validate(ast.literal_eval(text.capitalize() if text in BOOLS else text), types_, choices)
+        return validate(ast.literal_eval(text.capitalize() if text in ("true", "false") else text), types_, choices)
     except (ValueError, SyntaxError):
         return validate(text, types_, choices)
 
@@ -145,17 +142,14 @@ def run_config_file(path, values, root):
         raise UserError(f"config file {path} {problem}{fix}")
     names = dict(values)
     try:
-        tree = ast.parse(Path(found).read_text(encoding="utf-8"), found)
-        exec(compile(tree, found, "exec"), names)
+        exec(compile(Path(found).read_text(encoding="utf-8"), found, "exec"), names)
     except (Exception, SystemExit) as error:  # the user's own Python
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == found]
         line = lines[-1] if lines else getattr(error, "lineno", None)
         raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from None
-    imported = {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
-                for alias in node.names}
     return {name: value for name, value in names.items()
             if not name.startswith("_") and not isinstance(value, types.ModuleType) and not callable(value)
-            and (value is not values[name] if name in values else name not in imported)}
+            and (name not in values or value is not values[name])}
 
 
 def help_text(source, defaults, annotations):

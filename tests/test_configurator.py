@@ -166,8 +166,8 @@ def test_the_defaults_are_left_alone_and_settings_are_frozen():
 
 
 def test_config_files_may_compute_and_import(config):
-    path = config("import math\nfrom os.path import join\nfrom math import pi as p, tau\n_tokens = 4 * 8\n"
-                  "max_iters = math.ceil(1000 / _tokens) / 1\n"
+    path = config("import math\nfrom os.path import join\nfrom math import ceil, pi as _pi\n_tokens = 4 * 8\n"
+                  "max_iters = ceil(math.floor(1000 / _tokens + _pi - 2)) / 1\n"
                   "def _half(x):\n    return x / 2\nlearning_rate = _half(learning_rate)\nout_dir = join('a', 'b')\n")
     assert parse(path) == {"max_iters": 32, "learning_rate": 1.5e-5, "out_dir": "a/b"}
 
