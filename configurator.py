@@ -27,7 +27,6 @@ from pathlib import Path
 from runtime.errors import UserError
 from runtime.output import exit_with_error
 
-SETTING_TYPES = (bool, int, float, str, type(None), dict, list, tuple)
 # What to type instead of other scripts' options, with {} for the value, where did_you_mean() isn't the answer
 FOREIGN_OPTIONS = Path(__file__).parent / "runtime" / "foreign_options.json"
 VALUES = {bool: ("True", "False"), type(None): ("None",)}
@@ -189,7 +188,7 @@ def settings_of_script(script, argv=None, on_error=exit_with_error):
         if re.match(r"[a-z]\w*(: .+)? = ", ast.unparse(node)):
             exec(compile(ast.Module([node], []), script, "exec"), names)
     annotations = names.get("__annotations__", {})
-    defaults = {name: value for name, value in names.items() if name[0] != "_" and isinstance(value, SETTING_TYPES)}
+    defaults = {name: value for name, value in names.items() if name[0].islower()}
     if "--help" in argv or "-h" in argv:
         exit_quietly_on_broken_pipe()
         print(help_text(source, defaults, annotations))
