@@ -299,4 +299,4 @@ def test_a_mixture_is_exported_and_sampled_from(train, characters, tmp_path):
     for job in (exported, sampled):
         assert job.returncode == 0 and job.stdout.startswith(f"{run.out_dir}/best: "), job.stderr
     card = (tmp_path / "mixed" / "README.md").read_text()
-    assert "| dataset | characters0, more |" in card
+    assert "| dataset | {'characters0': 0.25, 'more': 0.75} |" in card and str(tmp_path.parent) not in card
