@@ -1,7 +1,6 @@
 """Write a GPT, its tokenizer and a model card in transformers' format, and check that transformers loads the same."""
 
 import json
-import math
 import os
 import re
 import shutil
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tiktoken._educational import bpe_encode
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -62,11 +62,7 @@ def write_tokenizer(folder, meta, block_size, template=None):
     and merges.txt, with the content of OpenAI's encoder.json and vocab.bpe. Raises UserError."""
     options = {"model_max_length": block_size, "chat_template": template}
     if meta["kind"] == "gpt2":
-        # latin-1 makes one character of each byte, and translate() the letter for it
-        ranks, letters = gpt2_ranks(), bytes_to_unicode()
-        vocab = {token.decode("latin-1").translate(letters): rank for token, rank in ranks.items()}
-        vocab[END_OF_TEXT] = len(ranks)
-        merges = [tuple(part.decode("latin-1").translate(letters) for part in pair) for pair in bpe_merges(ranks)]
+        vocab, merges = gpt2_vocab_and_merges()
         tokenizer = GPT2Tokenizer(vocab=vocab, merges=merges, **options)
         tokenizer.backend_tokenizer.model.save(folder)
     else:
@@ -101,16 +97,17 @@ def write_peft_adapter(folder, lora, weights):
     shutil.copymode(config, file)  # save_file lets only the owner read it
 
 
-def bpe_merges(ranks):
-    """Return the pairs that BPE merges, in order, from {bytes: rank}. A pair is what earlier merges make of a token."""
-    merges = []
-    for token in sorted((token for token in ranks if len(token) > 1), key=ranks.get):
-        parts = [token[i:i + 1] for i in range(len(token))]
-        while len(parts) > 2:
-            first = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], math.inf))
-            parts[first:first + 2] = [parts[first] + parts[first + 1]]
-        merges.append(tuple(parts))
-    return merges
+def gpt2_vocab_and_merges():
+    """Return GPT-2's {token: id}, and its merges as pairs of tokens, in order. Both have a letter for each byte."""
+    letters, earlier, vocab, merges = bytes_to_unicode(), {}, {}, []
+    for token, rank in gpt2_ranks().items():
+        # latin-1 makes one character of each byte, and translate() the letter for it
+        vocab[token.decode("latin-1").translate(letters)] = rank
+        if len(token) > 1:
+            merges.append(bpe_encode(earlier, token, visualise=None))  # the two parts that earlier merges make of it
+        earlier[token] = rank
+    names = list(vocab)
+    return vocab | {END_OF_TEXT: len(vocab)}, [(names[first], names[second]) for first, second in merges]
 
 
 def check_tokenizer(folder, encode, text):

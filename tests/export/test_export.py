@@ -14,7 +14,6 @@ from conftest import CHARS, ROOT, at_once, done, launch, stage
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from model import GPT, GPTConfig
 from runtime.checkpoint import load_model
@@ -237,20 +236,6 @@ def test_rounding_is_told_from_a_mistake(tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"logits differ by .*, more than \S+: transformers only has GPT-2"):
         hf.check_model(model, tmp_path, idx)
-
-
-def test_merges_are_found_from_the_ranks_alone():
-    """Against the merges of a BPE that the tokenizers library has learned."""
-    tokenizer = trained_bpe([path.read_text() for path in sorted(ROOT.glob("config/*.py"))], 400)
-    learned, letters = json.loads(tokenizer.to_str())["model"], bytes_to_unicode()
-    byte_of = {letter: byte for byte, letter in letters.items()}
-    assert len(byte_of) == 256 and set(byte_of) == set(pre_tokenizers.ByteLevel.alphabet())
-
-    def of_bytes(token):
-        return bytes(byte_of[letter] for letter in token)
-
-    ranks = {of_bytes(token): rank for token, rank in learned["vocab"].items()}
-    assert hf.bpe_merges(ranks) == [tuple(map(of_bytes, pair)) for pair in learned["merges"]] and len(ranks) == 400
 
 
 @pytest.fixture(scope="module")
