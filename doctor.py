@@ -9,9 +9,8 @@ The settings are those of train_deepspeed.py.
 """
 
 import argparse
-import contextlib
 import importlib.metadata
-import importlib.util
+import itertools
 import os
 import platform
 import re
@@ -21,27 +20,23 @@ from collections import Counter
 from dataclasses import replace
 
 from configurator import exit_quietly_on_broken_pipe, settings_of_script
+from runtime.errors import UserError
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
-NEEDED = ("torch", "deepspeed", "numpy", "pydantic", "psutil", "safetensors", "huggingface_hub", "tiktoken")  # to train
-COMPLETE = all(map(importlib.util.find_spec, NEEDED))
-if COMPLETE:
-    import psutil
-    import torch
 
-    from runtime import hardware
-    from runtime.data.dataset import check_dataset, dataset_dirs
-    from runtime.errors import UserError
-    from runtime.files import file_digest, format_bytes, free_bytes
-    from runtime.weights import fetch_from_hub
+import psutil
+import torch
 
-    GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+from runtime import hardware
+from runtime.data.dataset import check_dataset, dataset_dirs
+from runtime.files import ROOT, file_digest, format_bytes
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def row(name, detail, fix="", severity=WARN):
-    """Return the result of a check: OK without a fix, else WARN or FAIL."""
-    return {"status": severity if fix else OK, "name": name, "detail": detail, "fix": fix}
+    """Return the result of a check: (status, name, detail, fix). It is OK without a fix, else WARN or FAIL."""
+    return severity if fix else OK, name, detail, fix
 
 
 def main():
@@ -50,44 +45,29 @@ def main():
     args, argv = parser.parse_known_args()
     if args.num_gpus is not None and args.num_gpus < 1:
         parser.error(f"--num_gpus={args.num_gpus} must be at least 1")
-    rows, report = [*python(), *packages()], ""
-    if COMPLETE:
-        report = check_machine_and_run(rows, args.num_gpus, argv)
-    count = Counter(line["status"] for line in rows)
     exit_quietly_on_broken_pipe()
-    for line in rows:
-        print("{status:<4}  {name:<16}  {detail}".format(**line))
-        if line["fix"]:
-            print(f"{'':24}-> {line['fix']}")
-    print(f"{report}\n{count[FAIL]} to fix, {count[WARN]} warnings, {count[OK]} OK")
-    return int(count[FAIL] > 0)
-
-
-def check_machine_and_run(rows, num_gpus, argv):
-    """Add the rows of all checks. Return the summary and memory estimate of the run, or ""."""
     if not GPUS:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
-    checks, texts = [(cuda,), (gpus,), (compilers,), (host,)], []
+    checks = [python(), packages(), host(), cuda(), gpus(), compilers()]
     if argv:
-        settings = settings_of_script(os.path.join(ROOT, "train_deepspeed.py"), argv)
-        ranks = num_gpus or (0 if settings.device == "cpu" else GPUS) or 1
-        checks += (datasets, settings), (the_run, settings, ranks, texts)
-    else:
-        checks += (disk,), (weights,)
-    for check, *arguments in checks:
-        try:
-            rows += check(*arguments)
-        except Exception as error:  # the other checks still run
-            rows.append(row(check.__name__, f"could not be checked: {type(error).__name__}: {error}",
-                            "please report this"))
-    return "".join(texts)
+        settings = settings_of_script(ROOT / "train_deepspeed.py", argv)
+        ranks = args.num_gpus or (0 if settings.device == "cpu" else GPUS) or 1
+        checks += [datasets(settings), the_run(settings, ranks)]
+    count = Counter()
+    for status, name, detail, fix in itertools.chain(*checks):
+        count[status] += 1
+        print(f"{status:<4}  {name:<16}  {detail}", flush=True)
+        if fix:
+            print(f"{'':24}-> {fix}")
+    print(f"\n{count[FAIL]} to fix, {count[WARN]} warnings, {count[OK]} OK")
+    return int(count[FAIL] > 0)
 
 
 # The run
 
 
-def the_run(settings, ranks, texts):
-    """Check what training would report, and add the text of a dry run to `texts`."""
+def the_run(settings, ranks):
+    """Check what training would report, then print what a dry run does."""
     from runtime.cluster.ranks import Ranks
     from runtime.plan import report
     from runtime.plan.run_plan import Problems, make_plan
@@ -100,20 +80,22 @@ def the_run(settings, ranks, texts):
         yield from (row("the run", "needs on the other machine", line) for line in plan.notes[len(notes):])
         fix = "add one of the settings below" if report.advice(plan) else ""
         yield row("the run", "doesn't fit" if fix else "fits", fix, FAIL)
-        texts.append(f"\n{report.summary(plan)}\n{report.memory_report(plan, ranks)}")
+        print(f"\n{report.summary(plan)}\n{report.memory_report(plan, ranks)}")
 
 
 def datasets(settings):
     """Check the hashes of the run's datasets."""
     for folder in dataset_dirs(settings.dataset):
-        with contextlib.suppress(UserError):  # the plan reports it
+        try:
             meta = check_dataset(folder)
-            changed = [file for file, prepared in meta["files"].items()
-                       if prepared != file_digest(os.path.join(folder, file))]
-            yield row(f"data {os.path.basename(os.path.normpath(folder))}",
-                      f"{', '.join(changed)} changed since preparation" if changed else
-                      f"{meta['train_tokens']:,} and {meta['val_tokens']:,} tokens, hashes match",
-                      "prepare it again" if changed else "", FAIL)
+        except UserError:  # the plan reports it
+            continue
+        changed = [file for file, prepared in meta["files"].items()
+                   if prepared != file_digest(os.path.join(folder, file))]
+        yield row(f"data {os.path.basename(os.path.normpath(folder))}",
+                  f"{', '.join(changed)} changed since preparation" if changed else
+                  f"{meta['train_tokens']:,} and {meta['val_tokens']:,} tokens, hashes match",
+                  "prepare it again" if changed else "", FAIL)
 
 
 # The machine
@@ -127,10 +109,9 @@ def python():
 
 def packages():
     """Compare the packages with the tested versions in requirements.txt, or in requirements-volta.txt."""
-    other, severity = {}, WARN
-    file = f"requirements{'-volta' * (COMPLETE and torch.__version__.startswith('2.7.'))}.txt"
-    with open(os.path.join(ROOT, file), encoding="utf-8") as f:
-        pins = re.findall(r"^([\w.-]+)==([\w.]+)", f.read(), re.M)
+    other = {}
+    file = f"requirements{'-volta' * torch.__version__.startswith('2.7.')}.txt"
+    pins = re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / file).read_text(encoding="utf-8"), re.M)
     for name, tested in pins:
         try:
             version = importlib.metadata.version(name)
@@ -138,10 +119,9 @@ def packages():
             version = "not installed"
         if version.partition("+")[0] != tested:
             other[f"{name}=={tested}"] = f"; {name} {version}"
-            if name == "deepspeed" or version == "not installed" and name.replace("-", "_") in NEEDED:
-                severity = FAIL
     yield row("packages", f"{len(pins) - len(other)} as in {file}" + "".join(other.values()),
-              f"python -m pip install {' '.join(other)}" if other else "", severity)
+              f"python -m pip install {' '.join(other)}" if other else "",
+              FAIL if any(pin.startswith("deepspeed==") for pin in other) else WARN)
 
 
 def cuda():
@@ -187,26 +167,6 @@ def host():
         free = shutil.disk_usage("/dev/shm").free
         yield row("shared memory", f"{free / 1e9:.2f} GB in /dev/shm", "too small for NCCL: docker run --ipc=host, or "
                   "--shm-size=8g" if free < 1e9 else "")
-
-
-# What a run checks for itself
-
-
-def disk():
-    """Check the space for a checkpoint of GPT-2 XL."""
-    free = free_bytes(".")
-    yield row("disk", f"{format_bytes(free)} free here; a GPT-2 XL checkpoint takes 21.80 GB",
-              "make room, or choose another folder with --out_dir=DIR" if free < 21.8e9 else "")
-
-
-def weights():
-    """Check that GPT-2 XL's weights are in the cache or the hub answers."""
-    try:
-        fetch_from_hub("gpt2-xl", download=False)
-        yield row("weights", "gpt2-xl is in the cache, or the hub answers")
-    except UserError as error:
-        detail, _, fix = str(error).partition(": ")
-        yield row("weights", detail, fix)
 
 
 if __name__ == "__main__":
