@@ -13,6 +13,7 @@ All other arguments go to train_deepspeed.py. Speed does not depend on the weigh
 import argparse
 import json
 import os
+import pprint
 import re
 import signal
 import statistics
@@ -22,11 +23,9 @@ import tempfile
 from pathlib import Path
 
 from configurator import settings_of_script
-from runtime.errors import UserError
+from runtime.files import ROOT
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
-SCRIPT, LAUNCHER, BASELINES = (os.path.join(ROOT, name) for name in (
-    "train_deepspeed.py", "launch_deepspeed.py", "examples/baselines.py"))
+SCRIPT, LAUNCHER, BASELINES = ROOT / "train_deepspeed.py", ROOT / "launch_deepspeed.py", ROOT / "examples/baselines.py"
 
 import torch
 from torch.utils.benchmark import Timer, timer
@@ -49,7 +48,8 @@ def main():
         command.add_argument("--repeats", type=int, default=10, help="number of steps or samples to measure")
     training.add_argument("--gpus", type=int, default=1, help="number of processes, also on a CPU")
     training.add_argument("--warmup", type=int, default=4, help="number of steps before those measured")
-    sampling.add_argument("--model", type=shape, default="gpt2-xl", help="gpt2-xl, or layers,heads,width")
+    sampling.add_argument("--model", type=shape, default="gpt2-xl", help="what to measure",
+                          metavar="|".join([*PRETRAINED, "LAYERS,HEADS,WIDTH"]))
     sampling.add_argument("--batch", type=int, default=1, help="batch size")
     sampling.add_argument("--tokens", type=int, default=200, help="tokens per sample")
     args, argv = parser.parse_known_args()
@@ -64,6 +64,7 @@ def main():
     measured = sample(args) if args.what == "sample" else train(args, argv)
     record = {"command": " ".join(["bench.py", *sys.argv[1:]]), "commit": git_commit(), **measured}
     Path(args.json).write_text(json.dumps(record, indent=1))
+    pprint.pp({key: value for key, value in measured.items() if key not in ("settings", "history")}, width=120)
     print(f"written to {args.json}")
 
 
@@ -97,53 +98,39 @@ def train(args, argv):
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         output = run_ranks(args, folder, SCRIPT, *argv)
         run = json.loads(Path(folder, "settings.json").read_text())
-        records = [r for r in read_history(folder) if "ms" in r]
-        record = {key: run[key] for key in ("hardware", "versions", "settings", "world_size")}
-        counted, s = records[args.warmup :], record["settings"]
-        ms = summarize([r["ms"] for r in counted])
-        per_median = counted[0]["ms"] / ms["median"]
-        record |= {
-            "ms": ms, "tokens_per_s": counted[0]["tokens_per_s"] * per_median,
-            "mfu": counted[0]["mfu"] and counted[0]["mfu"] * per_median,
-            "peak_gb": max(r["memory"] for r in records) / 1e9, "first_step_s": records[0]["first_step_s"],
-            "history": records, "stage": int(re.search(r"ZeRO-(\d) \(", output)[1])}
-        print(f"{record['world_size']} x {record['hardware']}, {s['batch_size']} x {s['gradient_accumulation_steps']}, "
-              f"{s['deepspeed_config']}: {ms['median']:.1f} ms ({ms['min']:.1f}-{ms['max']:.1f}), "
-              f"{record['tokens_per_s']:,.0f} tokens/s, "
-              + (f"{100 * record['mfu']:.1f}% MFU, " if record["mfu"] else "")
-              + f"{record['peak_gb']:.1f} GB, first step after {record['first_step_s']:.1f} s", flush=True)
+        history = [r for r in read_history(folder) if "ms" in r]
+        counted, s = history[args.warmup :], run["settings"]
+        record = {key: run[key] for key in ("hardware", "versions", "settings", "world_size")} | {
+            "ms": summarize([r["ms"] for r in counted]), "history": history,
+            "tokens_per_s": statistics.median(r["tokens_per_s"] for r in counted),
+            "mfu": counted[0]["mfu"] and statistics.median(r["mfu"] for r in counted),
+            "peak_gb": max(r["memory"] for r in history) / 1e9, "first_step_s": history[0]["first_step_s"],
+            "stage": int(re.search(r"ZeRO-(\d) \(", output)[1])}
         if args.baseline:
             run_ranks(args, folder, BASELINES, args.baseline, *argv, f"--batch_size={s['batch_size']}",
                       f"--gradient_accumulation_steps={s['gradient_accumulation_steps']}")
-            other = json.loads(Path(folder, "baseline.json").read_text())
+            other = record["baseline"] = json.loads(Path(folder, "baseline.json").read_text())
             other["ms"] = summarize(other["ms"][args.warmup :])
-            other["ratio"] = other["ms"]["median"] / ms["median"]
-            record["baseline"] = other
-            print(f"{other['name']}: {other['ms']['median']:.1f} ms, {other['peak_gb']:.1f} GB: ours is "
-                  f"{other['ratio']:.2f}x as fast")
+            other["ratio"] = other["ms"]["median"] / record["ms"]["median"]
     return record
 
 
 def shape(model):
-    """Return (layers, heads, width) of a GPT-2's name or of three numbers. argparse reports the error."""
-    try:
-        layers, heads, width = PRETRAINED.get(model) or map(int, model.split(","))
-        GPTConfig(n_layer=layers, n_head=heads, n_embd=width)
-    except (ValueError, UserError) as error:
-        raise argparse.ArgumentTypeError(f"{model} ({error}): write {', '.join(PRETRAINED)} or 12,12,768") from None
-    return layers, heads, width
+    """Return the GPTConfig of a GPT-2's name, or of layers,heads,width. argparse reports a ValueError."""
+    layers, heads, width = PRETRAINED.get(model) or map(int, model.split(","))
+    return GPTConfig(n_layer=layers, n_head=heads, n_embd=width)
 
 
 def sample(args):
     """Measure sampling: random weights, a prompt of 16 tokens, top-k 200; the first token is timed on its own."""
+    from examples.baselines import transformers_generate
     from runtime.kernels.decode import decode_step_for
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, config = "cuda" if torch.cuda.is_available() else "cpu", args.model
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    layers, heads, width = args.model
     torch.manual_seed(0)
     with torch.device(device):
-        model = GPT(GPTConfig(n_layer=layers, n_head=heads, n_embd=width)).to(dtype).eval()
+        model = GPT(config).to(dtype).eval()
     prompt = torch.randint(50257, (args.batch, 16), device=device)
 
     def measure(generate):
@@ -164,25 +151,15 @@ def sample(args):
     a = torch.empty(2**30 if device == "cuda" else 2**27, dtype=torch.uint8, device=device)
     copy = Timer("b.copy_(a)", globals={"a": a, "b": torch.empty_like(a)}, num_threads=torch.get_num_threads())
     rate = 2 * a.numel() / copy.timeit(5).mean  # bytes per second, read and written
-    record = {**machine_record(device), "shape": [layers, heads, width], "batch": args.batch, "tokens": args.tokens,
-              **ours, "weights_gb": weights / 1e9, "copy_gb_per_s": rate / 1e9,
-              "share_of_limit": ours["tokens_per_s"]["median"] / (rate / weights * args.batch)}
-    print(f"batch {args.batch}: {ours['tokens_per_s']['median']:,.1f} tokens/s, "
-          f"{100 * record['share_of_limit']:.0f}% of the memory bandwidth limit ({weights / 1e9:.2f} GB per token), "
-          f"first token after {ours['first_token_ms']['median']:.1f} ms", flush=True)
+    speed = ours["tokens_per_s"]["median"]
+    record = {**machine_record(device), "shape": [config.n_layer, config.n_head, config.n_embd], "batch": args.batch,
+              "tokens": args.tokens, **ours, "weights_gb": weights / 1e9, "copy_gb_per_s": rate / 1e9,
+              "share_of_limit": speed / (rate / weights * args.batch)}
     if args.baseline:
         del model
-        import transformers
-
-        with torch.device(device):
-            other = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=layers, n_head=heads, n_embd=width))
-        other = other.to(dtype).eval()
-        theirs = measure(lambda n: other.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=n,
-                                                  min_new_tokens=n, do_sample=True, top_k=200, pad_token_id=0))
-        ratio = ours["tokens_per_s"]["median"] / theirs["tokens_per_s"]["median"]
-        record["baseline"] = {"name": f"transformers {transformers.__version__} generate()", **theirs, "ratio": ratio}
-        print(f"transformers: {theirs['tokens_per_s']['median']:,.1f} tokens/s, first token after "
-              f"{theirs['first_token_ms']['median']:.1f} ms; ours is {ratio:.2f}x as fast")
+        name, generate = transformers_generate(config, prompt, dtype)
+        other = record["baseline"] = {"name": name, **measure(generate)}
+        other["ratio"] = speed / other["tokens_per_s"]["median"]
     return record
 
 

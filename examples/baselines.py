@@ -135,5 +135,21 @@ def pytorch_steps(plan, s, device, fsdp2=False):
     return name + " with torch.compile" * compiled, micro_step
 
 
+def transformers_generate(config, prompt, dtype):
+    """Return (name, generate) of transformers' GPT2LMHeadModel with random weights: generate(n) samples n tokens after
+    the prompt (B, T), with top-k 200."""
+    import transformers
+
+    shape = transformers.GPT2Config(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
+    with prompt.device:
+        model = transformers.GPT2LMHeadModel(shape).to(dtype).eval()
+
+    def generate(n):
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=n, min_new_tokens=n,
+                       do_sample=True, top_k=200, pad_token_id=0)
+
+    return f"transformers {transformers.__version__} generate()", generate
+
+
 if __name__ == "__main__":
     main()

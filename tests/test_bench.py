@@ -28,7 +28,7 @@ def test_train_and_a_baseline(characters, tmp_path, baseline, name):
     other = found["baseline"]
     assert other["ratio"] == other["ms"]["median"] / found["ms"]["median"] and found["world_size"] == 2
     assert other["ms"]["count"] == 5 and len(other["losses"]) == 7
-    assert f"bench.py train --gpus=2 --baseline={baseline}" in found["command"] and "x as fast" in output
+    assert f"bench.py train --gpus=2 --baseline={baseline}" in found["command"] and "'ratio': " in output
     assert other["name"].startswith(name) and "compile" not in other["name"]
     losses = [r["loss"] for r in found["history"]]
     assert losses[-1] < losses[0] - 0.3
@@ -42,12 +42,12 @@ def test_sample_beside_transformers(tmp_path):
                          "--baseline=hf", "--repeats=5")
     assert found["tokens_per_s"]["count"] == 5 and 0 < found["share_of_limit"] < 1
     assert found["baseline"]["ratio"] == found["tokens_per_s"]["median"] / found["baseline"]["tokens_per_s"]["median"]
-    assert "tokens/s" in output and found["first_token_ms"]["median"] > 0
+    assert f"'share_of_limit': {found['share_of_limit']}" in output and found["first_token_ms"]["median"] > 0
 
 
 @pytest.mark.parametrize(("args", "sentence"), [
-    (["sample", "--model=gpt3"], "argument --model: gpt3 ("),
-    (["sample", "--model=2,3,64"], "n_embd=64 is not divisible by n_head=3): write gpt2, "),
+    (["sample", "--model=gpt3"], "argument --model: invalid shape value: 'gpt3'"),
+    (["sample", "--model=2,3,64"], "[--model gpt2|gpt2-medium|gpt2-large|gpt2-xl|LAYERS,HEADS,WIDTH]"),
     (["train", "--batch=8"], "there is no setting 'batch': did you mean 'batch_size'?"),
     (["train", "--baseline=pytorch", "--lora_rank=4", "--init_from=gpt2"], "--baseline=pytorch trains all weights: "),
     (["train", "--json=docs"], "--json=docs can't be written: "),
