@@ -20,7 +20,6 @@ from collections import Counter
 from dataclasses import replace
 
 from configurator import exit_quietly_on_broken_pipe, settings_of_script
-from runtime.errors import UserError
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 
@@ -28,7 +27,6 @@ import psutil
 import torch
 
 from runtime import hardware
-from runtime.data.dataset import check_dataset, dataset_dirs
 from runtime.files import ROOT, file_digest, format_bytes
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -52,7 +50,7 @@ def main():
     if argv:
         settings = settings_of_script(ROOT / "train_deepspeed.py", argv)
         ranks = args.num_gpus or (0 if settings.device == "cpu" else GPUS) or 1
-        checks += [datasets(settings), the_run(settings, ranks)]
+        checks.append(the_run(settings, ranks))
     count = Counter()
     for status, name, detail, fix in itertools.chain(*checks):
         count[status] += 1
@@ -67,35 +65,23 @@ def main():
 
 
 def the_run(settings, ranks):
-    """Check what training would report, then print what a dry run does."""
+    """Check what training would report, and the datasets' hashes. Then print what a dry run prints."""
     from runtime.cluster.ranks import Ranks
     from runtime.plan import report
     from runtime.plan.run_plan import Problems, make_plan
 
-    problems, notes, ranks = Problems(), [], Ranks(0, 0, ranks, ranks)
-    plan = make_plan(replace(settings, dry_run=settings.target_gpu is not None), ranks, problems, notes,
-                     download=False)
+    problems, ranks = Problems(), Ranks(0, 0, ranks, ranks)
+    plan = make_plan(replace(settings, dry_run=settings.target_gpu is not None), ranks, problems, [], download=False)
     yield from (row("the run", "won't start", line, FAIL) for line in "\n".join(problems).splitlines())
     if plan:
-        yield from (row("the run", "needs on the other machine", line) for line in plan.notes[len(notes):])
+        for data in plan.datasets:
+            changed = [file for file, prepared in data.meta["files"].items()
+                       if prepared != file_digest(os.path.join(data.folder, file))]
+            yield row(f"data {data.name}", f"{', '.join(changed)} changed since preparation" if changed else
+                      "hashes match", "prepare it again" if changed else "", FAIL)
         fix = "add one of the settings below" if report.advice(plan) else ""
         yield row("the run", "doesn't fit" if fix else "fits", fix, FAIL)
         print(f"\n{report.summary(plan)}\n{report.memory_report(plan, ranks)}")
-
-
-def datasets(settings):
-    """Check the hashes of the run's datasets."""
-    for folder in dataset_dirs(settings.dataset):
-        try:
-            meta = check_dataset(folder)
-        except UserError:  # the plan reports it
-            continue
-        changed = [file for file, prepared in meta["files"].items()
-                   if prepared != file_digest(os.path.join(folder, file))]
-        yield row(f"data {os.path.basename(os.path.normpath(folder))}",
-                  f"{', '.join(changed)} changed since preparation" if changed else
-                  f"{meta['train_tokens']:,} and {meta['val_tokens']:,} tokens, hashes match",
-                  "prepare it again" if changed else "", FAIL)
 
 
 # The machine
