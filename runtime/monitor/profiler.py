@@ -27,7 +27,7 @@ def count_flops(model, file):
 
 class Profiler:
     """Writes flops.txt, and for two steps a trace per rank and operations.txt, into out_dir/profile. Create it before
-    compiling the model, call start() before the first step and step() after each."""
+    compiling the model, call start() before the first step, step() after each, and close() at the end."""
 
     def __init__(self, model, out_dir):
         self.folder = Path(out_dir, "profile")
@@ -37,19 +37,12 @@ class Profiler:
         self.profiler = torch.profiler.profile(
             acc_events=True, on_trace_ready=self.write,
             schedule=torch.profiler.schedule(skip_first=LAST_STEP - 3, wait=0, warmup=1, active=2, repeat=1))
-        self.start = self.profiler.start
+        self.start, self.close = self.profiler.start, self.profiler.stop
 
     def step(self):
         """End a step. Return whether it was the last one of the trace, which is then written."""
         self.profiler.step()
         return self.profiler.step_num == LAST_STEP
-
-    def close(self):
-        """Stop the profiler. If the run ended before the last step of the trace, write no trace."""
-        if self.profiler.step_num < LAST_STEP:
-            print0("no trace: the run ended before the last step to trace")
-            self.profiler.on_trace_ready = None
-        self.profiler.stop()
 
     def write(self, profiler):
         """Write the trace. A failure is reported, and the run continues."""
@@ -59,7 +52,7 @@ class Profiler:
                 sort_by = "self_cuda_time_total" if torch.cuda.is_initialized() else "self_cpu_time_total"
                 operations = profiler.key_averages().table(sort_by=sort_by, row_limit=40)
                 (self.folder / "operations.txt").write_text(operations, encoding="utf-8")
-                print0(f"traced 2 steps: see {self.folder}/operations.txt, or open trace_rank*.json.gz in "
+                print0(f"wrote a trace: see {self.folder}/operations.txt, or open trace_rank*.json.gz in "
                        "https://ui.perfetto.dev")
         except (OSError, RuntimeError) as error:  # the latter is PyTorch's
             print(f"rank {RANK}: cannot write the trace: {error}", flush=True)
