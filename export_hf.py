@@ -53,25 +53,25 @@ try:
     if peft:
         reader, _ = open_tag(out_dir, tag)
         hf.write_peft_adapter(work, state["lora"], {name: reader.get(name) for name in reader.shapes})
-        os.rename(work, to)
-        print(f"written to {to}")
-        raise SystemExit(0)
-    model, _ = load_model(out_dir, tag)
-    model.crop_vocab_size(vocab_size)
-    print(f"{out_dir}/{tag}: {model.num_params():,} parameters after {state['iter_num']} iterations")
-    model.to(getattr(torch, dtype)).float()  # the rounded weights
-    ids = [i % vocab_size for i in range(model.config.block_size)]
-    hf.write_model(model, work, end_of_text(kind), dtype)
-    hf.write_tokenizer(work, kind, model.config.block_size, state["data"]["template"])
-    hf.check_tokenizer(work, encode, decode(ids))
-    difference = hf.check_model(model, work, torch.tensor([ids]))
-    checked = (f"Loaded with transformers {transformers.__version__} in float32, its logits for {len(ids):,} tokens "
-               f"differ from those of the training code by at most {difference:.1e}.")
-    Path(work, "README.md").write_text(hf.model_card(os.path.basename(to), model, manifest, checked), encoding="utf-8")
+    else:
+        model, _ = load_model(out_dir, tag)
+        model.crop_vocab_size(vocab_size)
+        print(f"{out_dir}/{tag}: {model.num_params():,} parameters after {state['iter_num']} iterations")
+        model.to(getattr(torch, dtype)).float()  # the rounded weights
+        ids = [i % vocab_size for i in range(model.config.block_size)]
+        hf.write_model(model, work, end_of_text(kind), dtype)
+        hf.write_tokenizer(work, kind, model.config.block_size, state["data"]["template"])
+        hf.check_tokenizer(work, encode, decode(ids))
+        difference = hf.check_model(model, work, torch.tensor([ids]))
+        checked = (f"Loaded with transformers {transformers.__version__} in float32, its logits for {len(ids):,} "
+                   f"tokens differ from those of the training code by at most {difference:.1e}.")
+        card = hf.model_card(os.path.basename(to), model, manifest, checked)
+        Path(work, "README.md").write_text(card, encoding="utf-8")
+        print(checked)
     os.rename(work, to)
+    print(f"written to {to}")
 except (UserError, OSError, SafetensorError) as error:
     exit_with_error(str(error))
 finally:
     if work:
         shutil.rmtree(work, ignore_errors=True)
-print(f"{checked}\nwritten to {to} in {dtype}")

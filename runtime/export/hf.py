@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tiktoken._educational import bpe_encode
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer, PreTrainedTokenizerFast
@@ -87,14 +87,11 @@ def write_peft_adapter(folder, lora, weights):
     if not lora or not lora["base"]:
         raise UserError("peft=True needs LoRA, and weights that PEFT can load instead of an earlier run's: drop it")
     adapter = {f"base_model.model.{name}.weight": w.contiguous() for name, w in weights.items() if is_adapter(name)}
-    config, file = (os.path.join(folder, f"adapter_{name}") for name in ("config.json", "model.safetensors"))
-    with open(config, "w", encoding="utf-8") as f:
-        json.dump({"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": lora["base"],
-                   "r": lora["rank"], "lora_alpha": lora["alpha"], "lora_dropout": lora["dropout"],
-                   "target_modules": lora["target_modules"], "fan_in_fan_out": True, "bias": "none",
-                   "inference_mode": True}, f, indent=1)
-    save_file(adapter, file, metadata={"format": "pt"})
-    shutil.copymode(config, file)  # save_file lets only the owner read it
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": lora["base"],
+              "r": lora["rank"], "lora_alpha": lora["alpha"], "lora_dropout": lora["dropout"],
+              "target_modules": lora["target_modules"], "fan_in_fan_out": True, "bias": "none", "inference_mode": True}
+    Path(folder, "adapter_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    Path(folder, "adapter_model.safetensors").write_bytes(save(adapter, {"format": "pt"}))
 
 
 def gpt2_vocab_and_merges():
@@ -120,7 +117,7 @@ def check_tokenizer(folder, encode, text):
 def model_card(name, model, manifest, checked):
     """Return the card's text, with all settings. manifest: the tag's; checked: how the export was checked."""
     state, config = manifest["state"], model.config
-    base, *_ = state["sources"]
+    base = state["sources"][0]
     settings = {**state["settings"], "init_from": state["sources"], "ranks": manifest["world_size"],
                 "ZeRO stage": manifest["stage"], "precision": manifest["dtype"], **manifest["versions"]}
     rows = "\n".join(f"| {key} | {value!r} |" for key, value in settings.items())
