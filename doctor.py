@@ -111,15 +111,12 @@ def packages():
 
 
 def cuda():
-    built = f"PyTorch {torch.__version__}, for CUDA {torch.version.cuda}"
     every = map(torch.cuda.get_device_capability, range(GPUS))
     if problem := hardware.undetected_gpu() or hardware.unsupported_gpu(every):
         yield row("CUDA", *problem, FAIL)
-    elif GPUS:
-        yield row("CUDA", built)
     else:
-        yield row("CUDA", f"no GPU; {built}",
-                  "small models train on CPU; GPT-2 XL needs a GPU (estimate for one with --target_gpu=24)")
+        yield row("CUDA", f"{GPUS or 'no'} GPU; PyTorch {torch.__version__}, for CUDA {torch.version.cuda}", "" if GPUS
+                  else "small models train on CPU; GPT-2 XL needs a GPU (estimate for one with --target_gpu=24)")
 
 
 def gpus():
