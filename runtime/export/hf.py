@@ -96,15 +96,14 @@ def write_peft_adapter(folder, lora, weights):
 
 def gpt2_vocab_and_merges():
     """Return GPT-2's {token: id}, and its merges as pairs of tokens, in order. Both have a letter for each byte."""
-    letters, earlier, vocab, merges = bytes_to_unicode(), {}, {}, []
-    for token, rank in gpt2_ranks().items():
-        # latin-1 makes one character of each byte, and translate() the letter for it
-        vocab[token.decode("latin-1").translate(letters)] = rank
+    ranks, letters, earlier, merges = gpt2_ranks(), bytes_to_unicode(), {}, []
+    names = [token.decode("latin-1").translate(letters) for token in ranks]  # latin-1: a character for each byte
+    for token, rank in ranks.items():
         if len(token) > 1:
-            merges.append(bpe_encode(earlier, token, visualise=None))  # the two parts that earlier merges make of it
+            first, second = bpe_encode(earlier, token, visualise=None)  # what earlier merges make of it
+            merges.append((names[first], names[second]))
         earlier[token] = rank
-    names = list(vocab)
-    return vocab | {END_OF_TEXT: len(vocab)}, [(names[first], names[second]) for first, second in merges]
+    return {name: i for i, name in enumerate([*names, END_OF_TEXT])}, merges
 
 
 def check_tokenizer(folder, encode, text):
