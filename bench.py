@@ -74,7 +74,7 @@ def summarize(values):
 
 def run_ranks(args, out_dir, *command):
     """Run a script in args.gpus processes and return its output. If they fail, print it and exit."""
-    launcher = [sys.executable, LAUNCHER, "torchrun", "--standalone", f"--nproc_per_node={args.gpus}"]
+    launcher = [sys.executable, LAUNCHER, "--standalone", f"--nproc_per_node={args.gpus}"]
     with subprocess.Popen([*launcher, *command, f"--out_dir={out_dir}"], stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True) as process:
         try:

@@ -1,15 +1,12 @@
-"""Start training from Python: detect the GPUs, start one rank per GPU, forward signals and return the run's exit code.
+"""torchrun that exits with the run's exit code, forwards all signals, and gives the ranks time to save.
 
-    python launch_deepspeed.py config/xl_shakespeare.py --num_gpus=4 --batch_size=8 --max_epochs=3
-    python launch_deepspeed.py config/shakespeare_char_cpu.py --num_gpus=2 --max_iters=100
-    python launch_deepspeed.py --headline                what run_deepspeed_xl.sh runs after it has created .venv
-    python launch_deepspeed.py torchrun --nnodes=4 ...   any arguments of torchrun, with a script to start
+    python launch_deepspeed.py --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py
+    python launch_deepspeed.py --nnodes=4 ...        any arguments of torchrun, with a script to start
+    python launch_deepspeed.py --headline            what run_deepspeed_xl.sh runs after it has created .venv
 
-All other arguments (a config file, --key=value) go to train_deepspeed.py. At SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, the
-run saves a checkpoint and exits. A second Ctrl-C kills it.
+At SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, the run saves a checkpoint and exits. A second Ctrl-C kills it.
 """
 
-import argparse
 import contextlib
 import logging
 import os
@@ -24,32 +21,6 @@ from runtime.output import exit_with_error, protect_output
 
 TRAIN = str(ROOT / "train_deepspeed.py")
 SAVE_TIMEOUT_S = 300  # for the ranks to save after a signal; if a rank has failed, the others get torchrun's 30
-
-
-def fail(message):
-    exit_with_error(f"launch_deepspeed.py: {message}")
-
-
-def parse_arguments():
-    """Return (--headline, --num_gpus, the arguments of train_deepspeed.py)."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     description=__doc__, usage="%(prog)s [CONFIG.py] [options] [--key=value ...]")
-    parser.error = fail
-    parser.add_argument("--headline", action="store_true", help="prepare the data, train and sample: GPT-2 XL on "
-                        "Shakespeare, or without a GPU a small character-level model")
-    parser.add_argument("--num_gpus", type=int, help="number of GPUs, or of CPU processes without a GPU (default: "
-                        "all visible GPUs, or 1)")
-    named, args = parser.parse_known_args()
-    if named.num_gpus is not None and named.num_gpus < 1:
-        fail(f"--num_gpus={named.num_gpus} must be at least 1")
-    return named.headline, named.num_gpus, args
-
-
-def protect_launcher():
-    """Keep failing prints from ending this process, print lines before the commands do, and exit on signals."""
-    protect_output()
-    sys.stdout.reconfigure(line_buffering=True)
-    exit_on_signals()
 
 
 def exit_on_signals():
@@ -75,7 +46,7 @@ def count_gpus():
     from runtime.hardware import undetected_gpu
 
     if problem := undetected_gpu():
-        fail(": ".join(problem))
+        exit_with_error(": ".join(problem))
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -129,23 +100,12 @@ def run_torchrun(argv):
     return 0
 
 
-def train(ranks, args, script=TRAIN):
-    """Train on this node. Exit with the run's exit code, unless it is 0."""
-    arguments = ["--standalone", f"--nproc_per_node={ranks}", script, *args]
-    print(shlex.join([sys.executable, os.path.abspath(__file__), "torchrun", *arguments]))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))  # torchrun's 1 is slow for CPU offload
-    if code := run_torchrun(arguments):
-        raise SystemExit(code)
-    exit_on_signals()  # torchrun has replaced the handlers
-
-
-def run_headline(ranks, args):
+def run_headline(args):
     """Prepare the data, train and sample: GPT-2 XL, or without a GPU a small character-level model."""
-    if gpus := count_gpus():
-        ranks, ours = ranks or gpus, ["config/xl_shakespeare.py"]
-    else:
-        ranks, ours = ranks or 2, ["config/shakespeare_char_cpu.py", "--out_dir=out-demo"]
+    gpus = count_gpus()
+    ranks, ours = gpus or 2, ["config/xl_shakespeare.py"]
+    if not gpus:
+        ours = ["config/shakespeare_char_cpu.py", "--out_dir=out-demo"]
         print(f"No CUDA GPU: training a small character-level model on {ranks} CPU processes instead, in out-demo")
         os.environ["DS_ACCELERATOR"] = "cpu"
     settings = settings_of_script(TRAIN, [*ours, *args])  # later arguments win
@@ -156,21 +116,25 @@ def run_headline(ranks, args):
         print(f"Preparing {settings.dataset}")
         if code := run_python(data / "prepare.py"):
             raise SystemExit(code)
-    train(ranks, [*ours, *args])
+    arguments = ["--standalone", f"--nproc_per_node={ranks}", TRAIN, *ours, *args]
+    print(shlex.join(["torchrun", *arguments]))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))  # torchrun's 1 is slow for CPU offload
+    if code := run_torchrun(arguments):
+        raise SystemExit(code)
+    exit_on_signals()  # torchrun has replaced the handlers
     if os.path.exists(f"{settings.out_dir}/latest") and not (settings.eval_only or settings.dry_run):
         run_python(ROOT / "sample.py", f"--out_dir={settings.out_dir}", "--num_samples=1", "--max_new_tokens=200")
 
 
 def main():
-    protect_launcher()
-    if sys.argv[1:2] == ["torchrun"]:
-        raise SystemExit(run_torchrun(sys.argv[2:]))
-    headline, ranks, args = parse_arguments()
-    if headline:
-        run_headline(ranks, args)
+    protect_output()
+    sys.stdout.reconfigure(line_buffering=True)  # print lines before the commands do
+    exit_on_signals()
+    if sys.argv[1:2] == ["--headline"]:
+        run_headline(sys.argv[2:])
     else:
-        settings_of_script(TRAIN, args)  # exits for mistakes
-        train(ranks or count_gpus() or 1, args)
+        raise SystemExit(run_torchrun(sys.argv[1:]))
 
 
 if __name__ == "__main__":

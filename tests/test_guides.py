@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import sys
 
 import deepspeed.launcher.runner
 import pytest
@@ -11,7 +10,6 @@ import torch.distributed.run
 from conftest import ROOT
 
 import configurator
-import launch_deepspeed
 from runtime.cluster.ranks import Ranks
 from runtime.plan import run_plan
 from runtime.plan.report import memory_report
@@ -37,10 +35,6 @@ def launched(words, monkeypatch):
         args = deepspeed.launcher.runner.parse_args(words[1:])
         assert args.user_script == SCRIPT
         return max(args.num_gpus, args.include.count(",") + 1), args.user_args
-    if words[:2] == ["python", "launch_deepspeed.py"]:
-        monkeypatch.setattr(sys, "argv", words[1:])
-        _, ranks, args = launch_deepspeed.parse_arguments()
-        return ranks or 1, args
     assert words[:2] == ["python", SCRIPT]
     return 1, words[2:]
 
@@ -91,7 +85,7 @@ def guide_commands():
     rows = re.findall(r"^\| .+? \| (.+) \|$", (ROOT / "docs" / "guides.md").read_text(encoding="utf-8"), re.M)[1:]
     codes = [shlex.split(code) for row in rows for code in re.findall(r"`([^`]+)`", row)]
     options = [["python", SCRIPT, XL, *words] for words in codes if "=" in words[0] and words[0].startswith("--")]
-    return options + [words for words in codes if {SCRIPT, "launch_deepspeed.py"} & {*words}]
+    return options + [words for words in codes if SCRIPT in words]
 
 
 def test_the_guides_commands_pass_a_dry_run(monkeypatch):

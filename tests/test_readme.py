@@ -17,8 +17,8 @@ PAGES = [ROOT / name for name in subprocess.run(  # an example has its own test
     if (ROOT / name).exists()]
 README = ROOT / "README.md"
 TAKE_SETTINGS = {"train_deepspeed.py": "train_deepspeed.py", "sample.py": "sample.py", "export_hf.py": "export_hf.py",
-                 "run_deepspeed_xl.sh": "train_deepspeed.py", "launch_deepspeed.py": "train_deepspeed.py",
-                 "doctor.py": "train_deepspeed.py", "bench.py": "train_deepspeed.py",
+                 "run_deepspeed_xl.sh": "train_deepspeed.py", "doctor.py": "train_deepspeed.py",
+                 "bench.py": "train_deepspeed.py",
                  "examples/instructions/score.py": "sample.py"}  # a script: whose settings
 SUBCOMMANDS = {"bench.py": ("train", "sample")}
 ELSEWHERE = ("*zero_to_fp32.py", "*zero_to_torch.py", "convert_hf_to_gguf.py")  # in a run's folder; llama.cpp's
@@ -89,7 +89,7 @@ def wrong(words):
         return None
     if arguments and arguments[0] in SUBCOMMANDS.get(script, ()):
         arguments = arguments[1:]
-    if arguments[:1] == ["torchrun"]:  # launch_deepspeed.py torchrun, whose options are torchrun's
+    if script == "launch_deepspeed.py":  # torchrun's options, and a script
         return wrong(arguments)
     own = own_options(script) | {"--help"}
     rest = [word for word in arguments if word.split("=")[0] not in own]

@@ -93,7 +93,7 @@ def test_gpus_that_pytorch_cannot_use_are_an_error(tmp_path):
     run = subprocess.run([ROOT / "run_deepspeed_xl.sh"], capture_output=True, text=True, timeout=200,
                          env={**env, "PATH": f"{tmp_path}:{env['PATH']}", "PYTHON": sys.executable})
     assert (run.returncode, run.stdout) == (2, "")
-    assert re.fullmatch(r"launch_deepspeed\.py: nvidia-smi lists GPUs, but PyTorch \S+, for CUDA \S+, finds none: "
+    assert re.fullmatch(r"nvidia-smi lists GPUs, but PyTorch \S+, for CUDA \S+, finds none: "
                         "update the driver, install a PyTorch for its CUDA version, or set CUDA_VISIBLE_DEVICES=-1 for "
                         "the CPU\n", run.stderr)
 

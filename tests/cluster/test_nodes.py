@@ -105,7 +105,7 @@ def train(net, characters, tmp_path):
         port, jobs = free_port(), []
         for number in (1, 2):
             own = (on or {}).get(number, [])
-            command = [sys.executable, ROOT / "launch_deepspeed.py", "torchrun", "--nnodes=2",
+            command = [sys.executable, ROOT / "launch_deepspeed.py", "--nnodes=2",
                        f"--nproc_per_node={ranks}", f"--node_rank={number - 1}", f"--master_addr={ADDRESSES[0]}",
                        f"--master_port={port}", script, *SMALL, f"--dataset={characters}",
                        f"--out_dir={tmp_path}/out", *args, *own]

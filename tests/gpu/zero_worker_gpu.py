@@ -1,4 +1,4 @@
-"""One rank of test_gpu_zero.py: python launch_deepspeed.py torchrun --nproc_per_node=N zero_worker_gpu.py OUT.json
+"""One rank of test_gpu_zero.py: python launch_deepspeed.py --nproc_per_node=N zero_worker_gpu.py OUT.json
 
 Trains a small GPT in every case of the table, each in an engine built as train_deepspeed.py builds it, and in plain
 PyTorch over the same sequences. Rank 0 writes for each case the norms, the steps applied, the loss scales, which of our
