@@ -100,6 +100,15 @@ def run_torchrun(argv):
     return 0
 
 
+def train(ranks, script, args):
+    """Run a training script in so many processes on this machine. Return its exit code."""
+    arguments = ["--standalone", f"--nproc_per_node={ranks}", str(script), *args]
+    print(shlex.join(["torchrun", *arguments]), flush=True)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))  # torchrun's 1 is slow for CPU offload
+    return run_torchrun(arguments)
+
+
 def run_headline(args):
     """Prepare the data, train and sample: GPT-2 XL, or without a GPU a small character-level model."""
     gpus = count_gpus()
@@ -116,11 +125,7 @@ def run_headline(args):
         print(f"Preparing {settings.dataset}")
         if code := run_python(data / "prepare.py"):
             raise SystemExit(code)
-    arguments = ["--standalone", f"--nproc_per_node={ranks}", TRAIN, *ours, *args]
-    print(shlex.join(["torchrun", *arguments]))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))  # torchrun's 1 is slow for CPU offload
-    if code := run_torchrun(arguments):
+    if code := train(ranks, TRAIN, [*ours, *args]):
         raise SystemExit(code)
     exit_on_signals()  # torchrun has replaced the handlers
     if os.path.exists(f"{settings.out_dir}/latest") and not (settings.eval_only or settings.dry_run):

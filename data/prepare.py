@@ -73,5 +73,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with exit_on_error("interrupted; nothing was changed"):
+    with exit_on_error("interrupted; no dataset was changed"):
         main()

@@ -7,9 +7,8 @@ SCRIPT = Path(__file__).resolve().parent / "src" / "train_deepspeed.py"
 sys.path[0] = str(SCRIPT.parents[3])  # instead of this folder, so that the next lines import the project's launcher
 
 from configurator import settings_of_script
-from launch_deepspeed import count_gpus, protect_launcher, train
+from launch_deepspeed import count_gpus, train
 
 if __name__ == "__main__":
-    protect_launcher()
     settings = settings_of_script(SCRIPT, sys.argv[1:])  # exits for mistakes
-    train(max(1, settings.num_gpus or count_gpus()), sys.argv[1:], str(SCRIPT))
+    raise SystemExit(train(max(1, settings.num_gpus or count_gpus()), SCRIPT, sys.argv[1:]))

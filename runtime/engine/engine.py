@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.engine import fixes, fused_adamw, setup, state
+from runtime.engine import fixes, setup, state
 from runtime.engine.launch import Launch
 from runtime.engine.muon import is_muon
 
@@ -32,8 +32,8 @@ class Engine:
         self.world_size, self.stage = deepspeed.world_size, deepspeed.zero_optimization_stage()
         self.dtype = str(deepspeed.get_data_types()[0]).removeprefix("torch.")
         self.offloads_optimizer = deepspeed.zero_use_cpu_optimizer()
-        self.gradients = None if own_path else setup.replace_gradients(deepspeed, accumulate_locally)
-        self.fused_step = fused_adamw.replace_step(deepspeed, self.gradients, use_triton) if self.gradients else None
+        self.fused_step = None if own_path else setup.replace_gradients_and_step(deepspeed, accumulate_locally,
+                                                                                 use_triton)
         if not self.fused_step and any(map(is_muon, deepspeed.optimizer.optimizer.param_groups)):
             raise RuntimeError("Muon needs our gradients and step")  # DeepSpeed's would train its matrices by AdamW
         self.launch = Launch(deepspeed, capture and self.fused_step is not None and self.fused_step.use_kernel)
@@ -44,8 +44,8 @@ class Engine:
         Return the detached loss, which the next call may overwrite."""
         if self.in_micro_step:
             self.deepspeed.step()
-        elif self.gradients and self.stage == 3:
-            self.gradients.gather_first()  # the weights have changed
+        elif self.fused_step and self.stage == 3:
+            self.fused_step.gradients.gather_first()  # the weights have changed
         self.in_micro_step = True
         return self.launch(*batch)
 

@@ -9,8 +9,6 @@ by all. There is no second moment, so Muon needs 4 bytes per parameter less than
 import torch
 import torch.distributed as dist
 
-from runtime.checkpoint.shards import MOMENTS
-
 MOMENTUM = 0.95
 COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5  # of Newton-Schulz, as in torch.optim.Muon
 MAX_BATCH = 2**26  # elements: what one batch of matrices takes in memory for a moment is a few times this
@@ -33,7 +31,7 @@ def is_muon(group):
 
 def moments_of(group):
     """Return the names of the moments that the optimizer keeps for a parameter group."""
-    return MOMENTS[:1] if is_muon(group) else MOMENTS
+    return ("exp_avg",) if is_muon(group) else ("exp_avg", "exp_avg_sq")
 
 
 def orthogonalize(matrices):

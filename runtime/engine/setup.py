@@ -7,7 +7,7 @@ import deepspeed
 import torch
 
 from runtime.cluster.ranks import all_reduce_sum, print0, silence_stdout
-from runtime.engine import fixes, zero2_gradients, zero3_blocks
+from runtime.engine import fixes, fused_adamw, zero2_gradients, zero3_blocks
 from runtime.engine.ds_config import config_fits_fast_gradients, has_per_step_timers, uses_offload
 
 
@@ -95,11 +95,11 @@ def describe(engine, ds_config, dtype):
     return ", ".join(f"{name} {used}" for name, (used, _) in facts.items())
 
 
-def replace_gradients(deepspeed, accumulate_locally):
-    """Replace DeepSpeed's gradient path if the run supports that. Return a Zero2Gradients or Zero3Blocks, or None."""
+def replace_gradients_and_step(deepspeed, accumulate_locally, use_triton=False):
+    """Replace DeepSpeed's gradient path and step if the run supports that. Return the FusedStep, or None."""
     if not config_fits_fast_gradients(deepspeed.config, str(deepspeed.get_data_types()[0]).removeprefix("torch.")):
         return None
     world_size = torch.distributed.get_world_size(deepspeed.optimizer.dp_process_group)
     local = world_size == 1 or all_reduce_sum(accumulate_locally)[0] == world_size
     module = zero3_blocks if deepspeed.zero_optimization_stage() == 3 else zero2_gradients
-    return module.replace_gradients(deepspeed, local)
+    return fused_adamw.replace_step(deepspeed, module.replace_gradients(deepspeed, local), use_triton)

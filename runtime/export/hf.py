@@ -116,8 +116,8 @@ def check_tokenizer(folder, encode, text):
 def model_card(name, model, manifest, checked):
     """Return the card's text, with all settings. manifest: the tag's; checked: how the export was checked."""
     state, config = manifest["state"], model.config
-    base = state["sources"][0]
-    settings = {**state["settings"], "init_from": state["sources"], "ranks": manifest["world_size"],
+    base, sources = state["sources"][0], ["/".join(Path(source).parts[-2:]) for source in state["sources"]]
+    settings = {**state["settings"], "init_from": ", ".join(sources), "ranks": manifest["world_size"],
                 "ZeRO stage": manifest["stage"], "precision": manifest["dtype"], **manifest["versions"]}
     rows = "\n".join(f"| {key} | {value!r} |" for key, value in settings.items())
     return CARD.read_text(encoding="utf-8").format(

@@ -127,7 +127,7 @@ def test_a_stage_begins_with_the_best_weights_of_the_one_before(train, backwards
     assert json.loads((third.out_dir / "settings.json").read_text())["settings"]["sources"] == sources
     _, manifest = TagStore(third.out_dir).find("iter_2")
     card = model_card("third", GPT(GPTConfig(**manifest["state"]["model"])), manifest, "")
-    assert manifest["state"]["sources"] == sources and "| init_from | scratch, out/best, out/iter_2 |" in card
+    assert manifest["state"]["sources"] == sources and "| init_from | 'scratch, out/best, out/iter_2' |" in card
     same = train(f"--init_from={first.out_dir}", *SHAPELESS, out_dir=first.out_dir)
     assert same.returncode == 2 and "already holds a run (iter_6): resume it with --init_from=resume" in same.stderr
 

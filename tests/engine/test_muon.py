@@ -3,13 +3,15 @@
 Three blocks of four matrices: 2 and 4 ranks cut a matrix in two, 3 ranks cut between matrices.
 """
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import free_port, launch, long
+from conftest import EIGHT, done, free_port, launch, long
 from torch.optim._muon import _zeropower_via_newtonschulz
 
+from runtime.checkpoint.tags import TagStore
 from runtime.engine.muon import Muon, orthogonalize
 
 
@@ -67,3 +69,29 @@ def test_matrices_of_a_shape_are_one_batch(monkeypatch):
         batches = [end - start for muon in muons for start, end, *_ in muon.batches]
         assert (len(batches), {len(muon.borders) for muon in muons}) == (n_batches, {n_borders})
         assert sum(batches) + n_borders * 4 * C * C == total
+
+
+@pytest.fixture(scope="module")
+def unbroken(train):
+    return done(train(*EIGHT, "--optimizer=muon", "--n_layer=3", "--dropout=0.0", ranks=2))
+
+
+@pytest.mark.parametrize("ranks", [2, 1, long(4)])
+def test_a_resumed_run_goes_on_as_unbroken(train, unbroken, tmp_path, ranks):
+    """With the same ranks to the last bit, else re-sharded: 2 and 4 ranks cut matrices, 1 doesn't."""
+    out_dir = shutil.copytree(unbroken.out_dir, tmp_path / "out")
+    batch = {2: (), 1: ("--gradient_accumulation_steps=4",), 4: ("--gradient_accumulation_steps=1",)}[ranks]
+    back = done(train(*EIGHT, "--optimizer=muon", "--n_layer=3", "--dropout=0.0", *batch, "--init_from=resume",
+                      "--resume_tag=iter_4", "--overwrite=True", ranks=ranks, out_dir=out_dir))
+    assert back.losses == (unbroken.losses if ranks == 2 else pytest.approx(unbroken.losses, rel=1e-5))
+
+
+def test_a_tag_has_no_second_moment_of_muons_matrices_and_its_size_is_estimated(unbroken, train, tmp_path):
+    tag, manifest = TagStore(unbroken.out_dir).find("iter_8")
+    size = sum(entry["bytes"] for entry in manifest["files"].values())
+    stored, matrices = 3 * 12 * 32**2 + 3 * 13 * 32 + (64 + 16) * 32 + 64, 3 * 12 * 32**2
+    assert size < 16 * stored and size == pytest.approx(16 * stored - 4 * matrices, rel=0.3)  # and DeepSpeed's keys
+    refused = train(*EIGHT, "--n_layer=3", "--init_from=resume", ranks=2, out_dir=unbroken.out_dir)
+    assert refused.returncode == 2
+    told = f"{unbroken.out_dir}/iter_8 was trained with --optimizer=muon, and this run has --optimizer=adamw"
+    assert told in refused.stderr

@@ -149,7 +149,7 @@ def test_adamw_in_one_pass():
         norm = torch.tensor(size, device="cuda") if math.isinf(size) else grad.norm() * max(1.0, size)
         grads, before = grad.clone(), master.clone()
         adamw[(math.ceil(n / 1024),)](master, grads, exp_avg, exp_avg_sq, bf16, count, norm, n, lr, 1 - lr * 0.1,
-                                      0.9, 0.95, 1e-8, clip, limit, BLOCK=1024)
+                                      0.9, 0.95, 1e-8, 1.0, clip, limit, BLOCK=1024)
         count += norm < limit
         assert not grads.any()
         if norm >= limit:

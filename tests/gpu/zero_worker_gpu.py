@@ -128,7 +128,8 @@ def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local
     deepspeeds, stage = build(stage, dtype, blocks, zero or {}, clip, fp16 or {}, layers)
     deepspeeds.module.gradient_checkpointing = recompute
     engine = Engine(deepspeeds, local, blocks != "eager", captured, own)
-    shortened, one_pass = engine.gradients is not None, engine.fused_step is not None
+    shortened = engine.fused_step is not None
+    one_pass = shortened and engine.fused_step.use_kernel
     rank, world_size = dist.get_rank(), dist.get_world_size()
     result = {"norms": [], "layers": layers, "applied": [], "scales": [], "shortened": shortened, "one_pass": one_pass}
     step = 0

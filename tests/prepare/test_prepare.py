@@ -228,7 +228,7 @@ def test_ctrl_c_leaves_nothing_and_a_kill_nothing_in_the_way(tmp_path):
     assert wait_until(lock.exists)
     time.sleep(0.2)
     job.send_signal(signal.SIGINT)
-    assert job.communicate(timeout=200)[1] == "interrupted; nothing was changed\n"
+    assert job.communicate(timeout=200)[1] == "interrupted; no dataset was changed\n"
     assert job.returncode == 130 and os.listdir(lock.parent) == [".lock"]
     lock.unlink()
     job = start(*args, cwd=tmp_path)

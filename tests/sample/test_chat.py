@@ -195,6 +195,6 @@ def test_bad_conversations_are_refused_with_file_and_line_or_skipped(tmp_path):
                "--format=chat", "--tokenizer=char", "--val_fraction=0.3", "--workers=1"]
     refused = subprocess.run(command, capture_output=True, text=True)
     assert refused.returncode == 2 and "a.jsonl, line 3: message 1 has the role 'bot'" in refused.stderr, refused.stderr
-    assert len(refused.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
+    assert len(refused.stderr.splitlines()) == 1 and not (tmp_path / "out" / "train.bin").exists()
     skipped = subprocess.run([*command, "--skip_unreadable"], capture_output=True, text=True)
     assert skipped.returncode == 0 and f"skipped: {len(BAD)} unreadable" in skipped.stdout, skipped.stderr

@@ -234,7 +234,7 @@ if state["saved_by"] != new["saved_by"]:
     recipe.notes.append(f"{resume} is of {state['saved_by']} (ranks, precision, offload): Adam's moments begin anew")
 optimizer = setup.adamw([*model.parameters()], recipe.config, **recipe.adamw)
 engine = setup.initialize(model, optimizer, recipe.config)
-setup.replace_gradients(engine, accumulate_locally=True)  # our path for gradients, if not offloaded
+setup.replace_gradients_and_step(engine, accumulate_locally=True)  # our path for gradients, if not offloaded
 if resume and state["saved_by"] == new["saved_by"]:
     engine.load_checkpoint(str(resume_dir))
     optimizer.param_groups[0].update(recipe.adamw)  # not what the checkpoint has, if the JSON is another one
