@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 MOMENTUM = 0.95
 COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5  # of Newton-Schulz, as in torch.optim.Muon
-MAX_BATCH = 2**26  # elements: what one batch of matrices takes in memory for a moment is a few times this
+MAX_BATCH = 2**27  # elements: what one batch of matrices takes in memory for a moment is a few times this
 LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
@@ -47,6 +47,20 @@ def orthogonalize(matrices):
     return x.mT if is_tall else x
 
 
+def next_direction(grads, momentum, clip, is_applied, dtype):
+    """Add clipped gradients to the momentum, clear them, and return Nesterov's direction in this dtype."""
+    clipped = torch.where(is_applied, grads * clip, 0.0)
+    momentum.lerp_(clipped, is_applied * (1 - MOMENTUM))
+    grads.zero_()
+    return clipped.lerp(momentum, MOMENTUM).to(dtype)
+
+
+def apply_update(weights, half, update, lr, decay):
+    """Decay the fp32 weights, subtract lr * update, and copy them to half precision. lr, decay: scalars on the device."""
+    weights.mul_(1 - decay).sub_(update.float() * lr)
+    half.copy_(weights)
+
+
 class Muon:
     """Steps this rank's part of Muon's parameter group.
 
@@ -54,8 +68,7 @@ class Muon:
     the flat tensor."""
 
     def __init__(self, places, size, group):
-        self.group, self.size = group, size
-        self.batches, self.borders = [], []  # [start, end, rows, columns], relative to this rank's first element
+        self.group, self.size, self.batches = group, size, []  # [start, end, rows, columns], from this rank's first
         for param, offset in places:
             rows, columns = param.shape
             if rows == 3 * columns:  # queries, keys and values
@@ -63,44 +76,38 @@ class Muon:
             start = offset - size * dist.get_rank(group)
             for first in range(start, start + param.numel(), rows * columns):
                 self.add(first, first + rows * columns, rows, columns)
+        self.functions = next_direction, apply_update
+        if places[0][0].is_cuda:  # each in one pass
+            self.functions = [torch.compile(function, dynamic=True) for function in self.functions]
+
+    def is_shared(self, start, end):
+        """Return whether a matrix lies on several ranks."""
+        return start // self.size != (end - 1) // self.size
 
     def add(self, start, end, rows, columns):
-        if start // self.size != (end - 1) // self.size:
-            self.borders.append([start, end, rows, columns])
-        elif 0 <= start < self.size:
-            last = self.batches[-1] if self.batches else None
-            if last and last[1:] == [start, rows, columns] and end - last[0] <= MAX_BATCH:
-                last[1] = end
-            else:
-                self.batches.append([start, end, rows, columns])
+        last, is_own = self.batches[-1] if self.batches else None, 0 <= start and end <= self.size
+        if is_own and last and last[1:] == [start, rows, columns] and 0 <= last[0] and end - last[0] <= MAX_BATCH:
+            last[1] = end
+        elif is_own or self.is_shared(start, end):
+            self.batches.append([start, end, rows, columns])
 
     def step(self, p, momentum, norm, max_norm, skip_above):
         """Step a Partition and clear its gradients. momentum: fp32, like its weights. norm: of all gradients, a scalar
         on the device. If it is not below skip_above, only clear the gradients."""
-        applied = (norm < skip_above).float()
-        p.grads.mul_((max_norm / (norm + 1e-6)).clamp(max=1)).masked_fill_(applied == 0, 0)
-        momentum.lerp_(p.grads, applied * (1 - MOMENTUM))
-        for batch, matrices in self.directions(p.grads, momentum):
-            start, end, rows, columns = batch
-            own = slice(max(0, start), min(self.size, end))
-            update = orthogonalize(matrices).flatten()[own.start - start : own.stop - start]
-            lr = p.group["lr"] * max(1, rows / columns) ** 0.5
-            weights = p.master.data[own]
-            weights.mul_(1 - p.group["lr"] * p.group["weight_decay"] * applied).sub_(update * applied, alpha=lr)
-            p.half[own].copy_(weights)
-        p.grads.zero_()
-
-    def directions(self, grads, momentum):
-        """Yield the batches that this rank has a part of, and Nesterov's directions for them, (n, rows, columns)."""
-        dtype = torch.bfloat16 if grads.is_cuda else torch.float32
+        direct, apply = self.functions
+        is_applied = norm < skip_above
+        clip = (max_norm / (norm + 1e-6)).clamp(max=1)
+        lr = torch.tensor(p.group["lr"], device=norm.device) * is_applied
         for start, end, rows, columns in self.batches:
-            direction = grads[start:end].lerp(momentum[start:end], MOMENTUM).to(dtype)
-            yield [start, end, rows, columns], direction.view(-1, rows, columns)
-        for start, end, rows, columns in self.borders:
-            direction = grads.new_zeros(end - start, dtype=dtype)
-            own = slice(max(0, start), min(self.size, end))
+            own = slice(max(0, start), max(0, min(self.size, end)))
+            direction = direct(p.grads[own], momentum[own], clip, is_applied,
+                               torch.bfloat16 if norm.is_cuda else torch.float32)
+            if self.is_shared(start, end):
+                part, direction = direction, direction.new_zeros(end - start)
+                direction[own.start - start : own.stop - start] = part
+                dist.all_reduce(direction, group=self.group)
             if own.start < own.stop:
-                direction[own.start - start : own.stop - start] = grads[own].lerp(momentum[own], MOMENTUM)
-            dist.all_reduce(direction, group=self.group)
-            if own.start < own.stop:
-                yield [start, end, rows, columns], direction.view(1, rows, columns)
+                update = orthogonalize(direction.view(-1, rows, columns)).flatten()
+                update = update[own.start - start : own.stop - start]
+                apply(p.master.data[own], p.half[own], update, lr * max(1, rows / columns) ** 0.5,
+                      lr * p.group["weight_decay"])

@@ -61,14 +61,15 @@ def test_matrices_of_a_shape_are_one_batch(monkeypatch):
     offsets = [sum(rows * columns for rows, columns in shapes[:i]) for i in range(len(shapes))]
     places = [(torch.empty(shape, device="meta"), offset) for shape, offset in zip(shapes, offsets)]
     total = 12 * L * C * C
-    for ranks, n_batches, n_borders in ((1, 3, 0), (8, 10, 3)):
-        muons = []
+    for ranks, n_batches, n_shared in ((1, 3, 0), (8, 10, 3)):
+        own, shared = [], []
         for rank in range(ranks):
             monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
-            muons.append(Muon(places, total // ranks, None))
-        batches = [end - start for muon in muons for start, end, *_ in muon.batches]
-        assert (len(batches), {len(muon.borders) for muon in muons}) == (n_batches, {n_borders})
-        assert sum(batches) + n_borders * 4 * C * C == total
+            muon = Muon(places, total // ranks, None)
+            own += [end - start for start, end, *_ in muon.batches if not muon.is_shared(start, end)]
+            shared.append([end - start for start, end, *_ in muon.batches if muon.is_shared(start, end)])
+        assert len(own) == n_batches and shared == [[4 * C * C] * n_shared] * ranks
+        assert sum(own) + sum(shared[0]) == total
 
 
 @pytest.fixture(scope="module")

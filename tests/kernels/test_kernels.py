@@ -17,6 +17,7 @@ from runtime.engine.setup import compile_blocks
 from runtime.hardware import Execution
 from runtime.kernels import block, decode, edits, fp8
 from runtime.kernels.decode import decode_step, decode_step_for
+from runtime.kernels.gram import gram
 
 SHAPE = {"block_size": 150, "vocab_size": 61, "n_layer": 2, "n_head": 3, "n_embd": 48}  # 48: no power of two
 
@@ -219,3 +220,12 @@ def test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole(monkeypatch
             for at in range(prompt, prompt + 2):
                 logits = decode_step(plain, idx[:, at : at + 1], torch.tensor([at]), decoder.caches)
                 assert torch.allclose(logits, whole[:, at], atol=2e-5), at
+
+
+@pytest.mark.parametrize("shape", [(2, 130, 70), (1, 64, 200)], ids=str)
+def test_half_of_a_symmetric_product_is_the_whole(shape):
+    """Over two rows of tiles, which neither size fills, and one."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    whole = x @ x.mT
+    assert torch.allclose(gram(x), whole, atol=1e-4)
+    assert torch.allclose(gram(whole, 0.5, -2.0), 0.5 * whole @ whole - 2 * whole, atol=1e-2)
