@@ -1,10 +1,8 @@
 """Hash files, write them atomically, and measure disk space."""
 
-import contextlib
 import datetime
 import errno
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -15,19 +13,6 @@ from runtime.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]  # the project's folder
 TEMP_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # .NAME.RANDOM.tmp, the files that write_temp() writes
-
-
-def parse_json(text, **options):
-    """Return json.loads(text, **options). Raises ValueError, also for a depth or a number that would fail later."""
-    def is_usual(value, levels=100):  # json.dumps() may fail at 1,000, and a float at 309 digits
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        too_large = isinstance(value, int) and abs(value) >= 1e300
-        return levels > 0 and not too_large and all(is_usual(part, levels - 1) for part in parts)
-
-    with contextlib.suppress(RecursionError):
-        if is_usual(value := json.loads(text, **options)):
-            return value
-    raise ValueError("it is nested more than 100 levels deep, or has a number of more than 300 digits")
 
 
 def file_digest(path, flush=False):

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import os
 import pickle
 import zipfile
@@ -10,7 +11,6 @@ from pathlib import Path
 import torch
 
 from runtime.errors import UserError
-from runtime.files import parse_json
 
 PRETRAINED = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280),
               "gpt2-xl": (48, 25, 1600)}  # layers, heads, width
@@ -75,7 +75,7 @@ def read_config(source):
         return read_nanogpt(source)[0]
     path = os.path.join(source, "config.json")
     with weights_errors(path):
-        hf = parse_json(Path(path).read_text(encoding="utf-8"))
+        hf = json.loads(Path(path).read_text(encoding="utf-8"))
         n_embd = hf.get("n_embd", 768)
     for key, values in {**GPT2_KEYS, "n_inner": (None, 4 * n_embd if isinstance(n_embd, int) else None)}.items():
         if hf.get(key, values[0]) not in values:
@@ -119,7 +119,7 @@ def open_weights(source):
         index, shards = Path(source, file + ".index.json"), [file]
         with weights_errors(source):
             if index.exists():
-                shards = sorted(set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
+                shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
             if index.exists() or os.path.exists(os.path.join(source, file)):
                 return {name: w for shard in shards for name, w in load(os.path.join(source, shard)).items()}
     raise UserError(f"{source} has neither model.safetensors nor pytorch_model.bin")

@@ -21,7 +21,7 @@ import torch
 
 from runtime.cluster.ranks import RANK, exit_together, print0
 from runtime.errors import UserError
-from runtime.files import TEMP_NAME, file_digest, fsync, lock_folder, parse_json, replace_dir, write_atomic
+from runtime.files import TEMP_NAME, file_digest, fsync, lock_folder, replace_dir, write_atomic
 from runtime.weights import SAFE_GLOBALS
 
 MANIFEST_FORMAT = 2  # increase it when a key of the manifest changes
@@ -111,7 +111,7 @@ class TagStore:
         path = self.path(tag, "/manifest.json")
         try:
             text = Path(path).read_text(encoding="utf-8")
-            manifest = parse_json(text)
+            manifest = json.loads(text)
         except OSError as error:
             raise UnreadableError.of(error, path) from None
         except ValueError:

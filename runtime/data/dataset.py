@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.errors import UserError
-from runtime.files import ROOT, TEMP_NAME, parse_json, write_temp
+from runtime.files import ROOT, TEMP_NAME, write_temp
 
 SPLITS = ("train", "val")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -158,7 +158,7 @@ def read_meta(folder):
     folder = Path(folder)
     own = folder / "meta.json"
     try:
-        meta = parse_json(own.read_text(encoding="utf-8")) if own.exists() else _meta_of_nanogpt(folder)
+        meta = json.loads(own.read_text(encoding="utf-8")) if own.exists() else _meta_of_nanogpt(folder)
         _check_meta(meta)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{os.path.relpath(error.filename)} does not exist: {_how_to_fix(folder)}") from None

@@ -2,6 +2,7 @@
 
 import base64
 import functools
+import json
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from runtime.data import download
 from runtime.errors import UserError
-from runtime.files import ROOT, file_digest, parse_json
+from runtime.files import ROOT, file_digest
 
 RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 RANKS_WHEEL = "mlx-whisper==0.4.3", ["mlx_whisper/assets/gpt2.tiktoken"]  # the same file, in a package
@@ -93,7 +94,7 @@ def tokenizer_meta(name):
     meta = tokenizer_file_meta(saved)
     ids = hf_tokenizer(meta).get_vocab()
     try:
-        end = parse_json(saved.with_name("tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"]
+        end = json.loads(saved.with_name("tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"]
         end = ids[end["content"] if isinstance(end, dict) else end]
     except (OSError, ValueError, TypeError, LookupError):
         raise UserError(f'{name} has no end-of-text token: add "eos_token" to its tokenizer_config.json') from None

@@ -13,7 +13,7 @@ from pathlib import Path
 from configurator import did_you_mean
 from runtime.engine.fixes import repair
 from runtime.errors import UserError
-from runtime.files import ROOT, parse_json
+from runtime.files import ROOT
 
 DTYPE_BLOCK = {"bfloat16": "bf16", "float16": "fp16"}
 STAGE3_DEFAULTS = {"stage3_prefetch_bucket_size": 5e7, "stage3_max_reuse_distance": 1e9,
@@ -88,7 +88,7 @@ def read_json(path):
 
     try:
         text = Path(path).read_text(encoding="utf-8")
-        config = parse_json(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+        config = json.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}: choose another file with --deepspeed_config=FILE") from None
     except ValueError as error:

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 
-from runtime.files import parse_json, write_atomic
+from runtime.files import write_atomic
 
 
 def append_history(out_dir, record):
@@ -28,7 +28,7 @@ def read_history(out_dir):
     with open(path, encoding="utf-8", errors="replace") as f:
         for number, line in enumerate(f, 1):
             try:
-                record = parse_json(line)
+                record = json.loads(line)
                 record["iter"] + 0  # a number
                 history.append(record)
             except (ValueError, TypeError, KeyError):

@@ -1,5 +1,6 @@
 """Find the model that sample.py loads, and its tokenizer."""
 
+import json
 import os
 from pathlib import Path
 
@@ -9,7 +10,6 @@ from runtime.checkpoint.tags import TagStore, parse_run_path
 from runtime.data.dataset import GPT2_VOCAB, dataset_dirs, read_meta
 from runtime.data.tokenizer import END_OF_TEXT, hf_tokenizer, tokenizer_file_meta
 from runtime.errors import UserError
-from runtime.files import parse_json
 from runtime.weights import weights_errors
 
 PADDED_GPT2_VOCAB = 50304  # nanoGPT's, for a dataset without meta.pkl
@@ -36,7 +36,7 @@ def find_model(init_from, out_dir, tag, dataset):
         file, template = Path(init_from, "tokenizer_config.json"), None
         if file.exists():  # a folder in transformers' format
             with weights_errors(file):
-                template = parse_json(file.read_text(encoding="utf-8")).get("chat_template")
+                template = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
         data = {"template": template, "block_size": config.block_size, **data}
 
     def load(device, dtype):
@@ -52,7 +52,7 @@ def data_of_weights(source, vocab_size):
     """Return {"tokenizer", "vocab_size"} of a name on the hub, a folder of weights or nanoGPT's ckpt.pt."""
     file = Path(source, "tokenizer.json")
     if file.exists():
-        config = parse_json(file.with_name("config.json").read_text(encoding="utf-8"))
+        config = json.loads(file.with_name("config.json").read_text(encoding="utf-8"))
         ids = hf_tokenizer(tokenizer_file_meta(file)).get_vocab()
         return {"tokenizer": tokenizer_file_meta(file, config.get("eos_token_id", ids.get(END_OF_TEXT))),
                 "vocab_size": min(vocab_size, max(ids.values()) + 1)}

@@ -1,6 +1,5 @@
 """A tag's files one by one, in this process: on the disk in order, hashed, searched, and cut into padded pieces."""
 
-import json
 import os
 import subprocess
 import sys
@@ -13,13 +12,8 @@ from deepspeed.runtime.utils import see_memory_usage
 
 from runtime.checkpoint import saver as save
 from runtime.checkpoint.shards import MOMENTS, TagReader
-from runtime.checkpoint.tags import TagStore, sign_manifest, verify_files
-from runtime.data.dataset import read_meta
-from runtime.engine.ds_config import read_json
-from runtime.errors import UserError
+from runtime.checkpoint.tags import TagStore, verify_files
 from runtime.files import file_digest
-from runtime.monitor.history import read_history
-from runtime.weights import read_config
 
 
 @pytest.fixture
@@ -94,23 +88,6 @@ def test_pieces_of_stage_3_are_put_together_without_their_padding(tmp_path):
     assert shards.step == 5 and list(shards.shapes) == ["a", "b", "c"]
     for kind, tensors in whole.items():
         assert all(torch.equal(shards.get(name, kind), tensor) for name, tensor in tensors.items())
-
-
-@pytest.mark.parametrize("value", ["[" * 100_000, "[" * 400 + "]" * 400, "1" * 400], ids=["endless", "deep", "large"])
-@pytest.mark.parametrize("file, read", [
-    ("iter_1/manifest.json", lambda folder: TagStore(folder).find("iter_1")), ("meta.json", read_meta),
-    ("ds.json", lambda folder: read_json(folder / "ds.json")), ("config.json", read_config),
-    ("history.jsonl", read_history)])
-def test_json_too_deep_or_with_a_number_too_large_is_refused(tmp_path, capsys, file, read, value):
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    text = f'{{"format": 1, "iter": {value}, "tokenizer": {{"kind": "gpt2"}}}}'
-    (tmp_path / file).write_text(sign_manifest(json.loads(text)) if "/" in file and len(value) == 400 else text)
-    if file == "history.jsonl":
-        assert read(tmp_path) == [] and "skipping line 1, which is not" in capsys.readouterr().err
-        return
-    with pytest.raises(UserError) as refused:
-        read(tmp_path)
-    assert ("has changed since it was saved" if "/" in file else "more than 300 digits") in str(refused.value)
 
 
 def test_weights_are_loaded_without_importing_deepspeed():

@@ -61,7 +61,7 @@ from runtime.cluster.shutdown import Shutdown
 from runtime.engine import fixes, setup
 from runtime.engine.ds_config import allowed_keys, complete_config, uses_offload
 from runtime.errors import UserError
-from runtime.files import free_bytes, fsync, lock_folder, parse_json, replace_dir, write_atomic
+from runtime.files import free_bytes, fsync, lock_folder, replace_dir, write_atomic
 from runtime.hardware import git_commit, machine_record, peak_memory
 from runtime.weights import SAFE_GLOBALS
 
@@ -114,7 +114,7 @@ def find_checkpoint():
     """Return (folder, its extra_info.json) of the newest checkpoint in `resume`. Raises UserError if it is unusable."""
     try:
         found = [path for path in Path(resume).rglob("extra_info.json") if path.parent.name != ".saving"]
-        infos = {path.parent: parse_json(path.read_text()) for path in found or [Path(resume, "extra_info.json")]}
+        infos = {path.parent: json.loads(path.read_text()) for path in found or [Path(resume, "extra_info.json")]}
         folder, info = max(infos.items(), key=lambda item: (item[1].get("time", 0), item[1]["epoch"]))
         files = [*Path(folder, (folder / "latest").read_text()).glob("*_states.pt")]
         unsafe = set().union(*map(torch.serialization.get_unsafe_globals_in_checkpoint, files)) - SAFE_GLOBALS
@@ -211,7 +211,7 @@ with all_exit_on(UserError, OSError):
     replaced = []  # what this run would replace, but doesn't continue
     for path in (*Path(checkpoint_dir).glob("[!.]*/extra_info.json"), *Path(log_dir).glob("training_history.json")):
         try:
-            info = parse_json(path.read_text())
+            info = json.loads(path.read_text())
             later_best = info.get("epoch", 0) > state["epoch"] and path.parent.name.startswith("best_model")
             replaced += [path] * (later_best or info["epochs"][:1] != state["epochs"][:1])  # two runs' times differ
         except Exception:  # damaged
