@@ -31,7 +31,8 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from runtime.checkpoint import TagStore, load_model, open_tag
+from runtime.checkpoint.shards import load_model, open_tag
+from runtime.checkpoint.tags import TagStore
 from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.errors import UserError
 from runtime.export import hf

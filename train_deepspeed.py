@@ -145,7 +145,10 @@ if dry_run:
 
 import deepspeed
 
-from runtime.checkpoint import Saver, TagStore, load_model, newest_intact
+from runtime.checkpoint.resume import newest_intact
+from runtime.checkpoint.saver import Saver
+from runtime.checkpoint.shards import load_model
+from runtime.checkpoint.tags import TagStore
 from runtime.cluster.ranks import all_exit_on, all_reduce_sum, broadcast_from_rank0, shut_down
 from runtime.data.loader import TimedIterator, eval_batches, mixed_seed, sequences_per_dataset, train_batches
 from runtime.engine import ds_config, setup

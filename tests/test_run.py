@@ -213,7 +213,7 @@ def test_a_start_that_overlaps_the_run_before_goes_on_from_its_last_tag(train, w
                                  (tmp_path / "empty", "{} now holds a run (iter_4)", 2)):
         run = train(*EIGHT, stage(2), "--init_from=auto", "--max_iters=6", out_dir=out_dir, plant=f"""
 import shutil
-from runtime.checkpoint import TagStore
+from runtime.checkpoint.tags import TagStore
 lock = TagStore.lock
 def lock_later(store):
     shutil.copytree({str(whole(2).out_dir / "iter_4")!r}, {str(out_dir / "iter_4")!r})

@@ -22,7 +22,7 @@ from runtime.plan.memory import ParamCount
 
 MEMORY = """
 import sys, threading, time
-from runtime.checkpoint import load_model
+from runtime.checkpoint.shards import load_model
 
 load_model(sys.argv[2])  # a small one, for what is imported on the way
 

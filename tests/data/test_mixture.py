@@ -9,7 +9,7 @@ import pytest
 from conftest import CHARS, EIGHT, done
 
 from model import GPT, GPTConfig
-from runtime.checkpoint import TagStore
+from runtime.checkpoint.tags import TagStore
 from runtime.data.dataset import mixture_shares, write_dataset
 from runtime.data.loader import (
     interleave_table,
