@@ -213,12 +213,12 @@ def test_a_start_that_overlaps_the_run_before_goes_on_from_its_last_tag(train, w
                                  (tmp_path / "empty", "{} now holds a run (iter_4)", 2)):
         run = train(*EIGHT, stage(2), "--init_from=auto", "--max_iters=6", out_dir=out_dir, plant=f"""
 import shutil
-from runtime.checkpoint.tags import TagStore
-lock = TagStore.lock
-def lock_later(store):
+from runtime.checkpoint import tags
+lock = tags.lock_folder
+def lock_later(*args):
     shutil.copytree({str(whole(2).out_dir / "iter_4")!r}, {str(out_dir / "iter_4")!r})
-    return lock(store)
-TagStore.lock = lock_later
+    return lock(*args)
+tags.lock_folder = lock_later
 """)
         assert run.returncode == code and words.format(out_dir) in run.stdout + run.stderr, run.stdout + run.stderr
         assert "iter_4" in TagStore(out_dir).list()

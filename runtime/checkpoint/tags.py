@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.cluster.ranks import RANK, exit_together, print0
+from runtime.cluster.ranks import RANK, all_exit_on, print0
 from runtime.errors import UserError
 from runtime.files import TEMP_NAME, file_digest, fsync, lock_folder, replace_dir, write_atomic
 from runtime.weights import SAFE_GLOBALS
@@ -50,10 +50,10 @@ class TagStore:
 
     def __init__(self, out_dir, read_only=True):
         self.out_dir, self.read_only = str(out_dir), read_only
-        self._lock = None  # an open file
         self.skipped = {}  # {corrupt tag that newest_intact() met before the one it chose: its problems}
         if not read_only:
-            exit_together(self.lock() if RANK == 0 else [])
+            with all_exit_on(UserError):
+                self._lock = lock_folder(self.out_dir, "--out_dir") if RANK == 0 else None  # an open file
 
     def path(self, tag, suffix=""):
         return os.path.join(self.out_dir, tag + suffix)
@@ -189,14 +189,6 @@ class TagStore:
             elif kind == "" and not self.is_complete(name):
                 print0(f"skipping {self.path(name)}: it has no manifest.json; kept as {name}.damaged")
                 self.move_away(name)
-
-    def lock(self):
-        """Lock out_dir against other runs until this process ends. Return what is wrong, as a list of messages."""
-        try:
-            self._lock = lock_folder(self.out_dir, "--out_dir")
-        except UserError as error:
-            return [str(error)]
-        return []
 
     def clean(self, tag=None, overwrite=False, aliases=()):
         """Prepare out_dir for a run that starts or resumes: remove leftovers, rename corrupt tags, delete newer tags if
