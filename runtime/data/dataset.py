@@ -88,10 +88,9 @@ def _packed(ids, dtype, vocab_size):
         yield piece.astype(dtype).tobytes()
 
 
-def dataset_dirs(dataset):
-    """Return the folders of a dataset (a path, or the name of a folder below data/) or of a mixture."""
-    names = [dataset] if isinstance(dataset, str) else dataset
-    return [name if os.sep in name else str(ROOT / "data" / name) for name in names]
+def dataset_dir(dataset):
+    """Return the folder of a dataset, which is a path or the name of a folder below data/."""
+    return dataset if os.sep in dataset else str(ROOT / "data" / dataset)
 
 
 def mixture_shares(weights):
@@ -115,9 +114,9 @@ def open_datasets(dataset, block_size):
     is_name = isinstance(dataset, str) and not dataset.startswith("{")
     shares = {dataset: 1} if is_name else mixture_shares(dataset)
     datasets, problems = [], []
-    for (name, share), folder in zip(shares.items(), dataset_dirs(shares)):
+    for path, share in shares.items():
+        name, folder = os.path.basename(os.path.normpath(path)), dataset_dir(path)
         try:
-            name = os.path.basename(os.path.normpath(name))
             datasets.append(Dataset(name, share, folder, check_dataset(folder, block_size)))
         except UserError as error:
             problems.append(str(error))

@@ -7,7 +7,7 @@ from pathlib import Path
 from model import GPT, GPTConfig
 from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore, parse_run_path
-from runtime.data.dataset import GPT2_VOCAB, dataset_dirs, read_meta
+from runtime.data.dataset import GPT2_VOCAB, dataset_dir, read_meta
 from runtime.data.tokenizer import END_OF_TEXT, hf_tokenizer, tokenizer_file_meta
 from runtime.errors import UserError
 from runtime.weights import weights_errors
@@ -30,7 +30,7 @@ def find_model(init_from, out_dir, tag, dataset):
     else:
         name, description = init_from, ""
         config = GPTConfig.from_weights(init_from) if os.path.exists(init_from) else GPTConfig()  # a GPT-2 on the hub
-        data = read_meta(dataset_dirs(dataset)[0]) if dataset else data_of_weights(init_from, config.vocab_size)
+        data = read_meta(dataset_dir(dataset)) if dataset else data_of_weights(init_from, config.vocab_size)
         if data["vocab_size"] > config.vocab_size:
             raise UserError(f"dataset={dataset} has more tokens than {init_from}: choose another")
         file, template = Path(init_from, "tokenizer_config.json"), None
