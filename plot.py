@@ -53,30 +53,26 @@ def downsample(points):
 
 def draw(axis, runs, key):
     """Draw one panel: a line per run, and for the loss also its evaluations."""
-    from matplotlib.ticker import LogLocator
-
     title, unit, log = PANELS[key]
-    drawn = []
     for number, history in enumerate(runs.values()):
         points = downsample([(it, value / unit) for it, value in series(history, key)])
         x, low, mean, high = zip(*points) if points else ((), (), (), ())
         axis.plot(x, mean, f"C{number}", alpha=0.6 if key == "loss" else 1, linewidth=1,
                   marker="." if len(x) <= 30 else None)
         axis.fill_between(x, low, high, color=f"C{number}", alpha=0.25)
-        drawn += [*low, *high]
         if key == "loss":
             losses, errors = dict(series(history, "val_loss")), dict(series(history, "val_loss_stderr"))
             axis.errorbar(losses.keys(), losses.values(), [errors.get(it, 0) for it in losses], color=f"C{number}",
                           linewidth=2.2, capsize=3, marker="o", markersize=4)
-            drawn += losses.values()
-    if log and drawn and 0 < 10 * min(drawn) < max(drawn):
-        axis.set_yscale("log")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        title += ", log scale"
-    elif not log:
-        axis.set_ylim(0, 1.08 * max(drawn, default=0) or 1)
-    if not drawn:
+    low, high = axis.dataLim.intervaly  # of all that is drawn: inf, -inf if that is nothing
+    if low > high:
         axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center")
+    if not log:
+        axis.set_ylim(0, 1.08 * max(high, 0) or 1)
+    elif 0 < 10 * low < high:
+        axis.set_yscale("log")
+        axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+        title += ", log scale"
     axis.set_title(title, loc="left")
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.7g}")
 
