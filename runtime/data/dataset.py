@@ -79,9 +79,13 @@ def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source
     return meta
 
 
+def slices(ids):
+    """Return an iterator over slices of at most SLICE elements of an array or list."""
+    return (ids[i:i + SLICE] for i in range(0, len(ids), SLICE))
+
+
 def _packed(ids, dtype, vocab_size):
-    pieces = ids if hasattr(ids, "__next__") else (ids[i:i + SLICE] for i in range(0, len(ids), SLICE))
-    for piece in pieces:
+    for piece in ids if hasattr(ids, "__next__") else slices(ids):
         piece = np.asarray(piece)
         if piece.size and not 0 <= piece.min() <= piece.max() < vocab_size:
             raise UserError(f"token ids {piece.min()} to {piece.max()} don't fit a vocabulary of {vocab_size}")

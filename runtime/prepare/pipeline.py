@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from runtime.data.chat import END_OF_ANSWER, TEMPLATE, encode_conversation
-from runtime.data.dataset import SLICE, SPLITS, write_dataset
+from runtime.data.dataset import SPLITS, slices, write_dataset
 from runtime.data.tokenizer import CODE_POINTS, end_of_text, numpy_encoder
 from runtime.errors import UserError
 from runtime.files import lock_folder
@@ -150,7 +150,3 @@ def encode(to_ids, end, dtype, is_chat, row):
         found[split, "ids"] += np.array(ids, dtype).tobytes()
         found[split, "mask"] += bytes(mask)
     return found
-
-
-def slices(array):
-    return (array[i:i + SLICE] for i in range(0, len(array), SLICE))
