@@ -46,11 +46,11 @@ from math import exp, inf
 
 import torch
 
+from runtime.data.chat import Chat
 from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.errors import UserError
 from runtime.hardware import pick_device, pick_dtype
 from runtime.output import exit_with_error, printable
-from runtime.sample.chat import Chat
 from runtime.sample.generate import ask_for_prompts, generate_texts, read_prompts, read_text, score_text
 from runtime.sample.source import find_model
 

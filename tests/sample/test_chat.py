@@ -16,11 +16,10 @@ from conftest import ROOT, done, launch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from runtime.data.chat import TEMPLATE
+from runtime.data.chat import TEMPLATE, Chat
 from runtime.data.dataset import COUNTS, Dataset, check_dataset, open_tokens
 from runtime.errors import UserError
 from runtime.prepare.inputs import text_of
-from runtime.sample.chat import Chat
 
 PROMPTS = [f"say {word}" for word in ("a", "b", "abc", "ca", "bb", "cab", "aaa", "b b", "c", "ab")]
 STRANGE = [  # what could join tokens across the borders of the template, or be taken for it
