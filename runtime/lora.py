@@ -60,11 +60,6 @@ def apply(model, lora):
             block.set_submodule(name, LoRALinear(layer, lora["rank"], lora["alpha"], lora["dropout"]))
 
 
-def is_adapter(name):
-    """Return whether a parameter of this name belongs to an adapter."""
-    return name.endswith((LORA_A, LORA_B))
-
-
 def merge(weights, lora):
     """Merge the adapters into the weights, {name: tensor}, in place. A plain GPT can then load them."""
     for name in [name.removesuffix(LORA_A) for name in weights if name.endswith(LORA_A)]:

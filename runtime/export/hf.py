@@ -15,7 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from runtime.data.tokenizer import END_OF_TEXT, end_of_text, gpt2_ranks, hf_tokenizer
 from runtime.errors import UserError
-from runtime.lora import is_adapter
+from runtime.lora import LORA_A, LORA_B
 from runtime.weights import CONV1D, PRETRAINED
 
 MAX_LOGIT_DIFFERENCE = 1e-5  # relative to the largest logit, or to 10 if all are smaller
@@ -86,7 +86,8 @@ def write_peft_adapter(folder, lora, weights):
     transformers' GPT-2 stores its matrices transposed. Raises UserError."""
     if not lora or not lora["base"]:
         raise UserError("peft=True needs LoRA, and weights that PEFT can load instead of an earlier run's: drop it")
-    adapter = {f"base_model.model.{name}.weight": w.contiguous() for name, w in weights.items() if is_adapter(name)}
+    adapter = {f"base_model.model.{name}.weight": w.contiguous() for name, w in weights.items()
+               if name.endswith((LORA_A, LORA_B))}
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": lora["base"],
               "r": lora["rank"], "lora_alpha": lora["alpha"], "lora_dropout": lora["dropout"],
               "target_modules": lora["target_modules"], "fan_in_fan_out": True, "bias": "none", "inference_mode": True}
