@@ -22,9 +22,9 @@ def newest_intact(store, start, resume_tag="latest", overwrite=False):
     for name in newest or ["latest"] if resume_tag == "latest" else [resume_tag]:
         tag, unreadable, problems = inspect(store, name)
         exit_together(unreadable)
-        if not any(found := all_gather_objects(problems)):
+        if not any(problems_of_ranks := all_gather_objects(problems)):
             break
-        store.skipped[name] = list(dict.fromkeys(problem for problems in found for problem in problems))
+        store.skipped[name] = list(dict.fromkeys(problem for problems in problems_of_ranks for problem in problems))
     else:
         exit_together([problem for problems in store.skipped.values() for problem in problems])
     for skipped_name, problems in store.skipped.items():

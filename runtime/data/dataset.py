@@ -130,11 +130,11 @@ def open_datasets(dataset, block_size):
     for other in datasets:
         if not same_tokenizer(other.meta, first.meta):
             raise UserError(f"{first.name} and {other.name} have different tokenizers: prepare both with the same")
-    if len({one.name for one in datasets}) < len(datasets):
+    if len({data.name for data in datasets}) < len(datasets):
         raise UserError(f"dataset={dataset} has two datasets of the same name: rename one of their folders")
-    totals = {key: sum(one.meta[key] for one in datasets) for key in ("train_tokens", "val_tokens")}
-    template = next((one.meta["template"] for one in datasets if "template" in one.meta), None)
-    parts = [{"share": one.share, **{key: one.meta.get(key) for key in (*totals, "files")}} for one in datasets]
+    totals = {key: sum(data.meta[key] for data in datasets) for key in ("train_tokens", "val_tokens")}
+    template = next((data.meta["template"] for data in datasets if "template" in data.meta), None)
+    parts = [{"share": data.share, **{key: data.meta.get(key) for key in (*totals, "files")}} for data in datasets]
     return datasets, {"tokenizer": first.meta["tokenizer"], "vocab_size": first.meta["vocab_size"],
                       "template": template, **totals, "datasets": parts}
 
@@ -146,8 +146,8 @@ def open_tokens(dataset, split):
 
 def same_data(a, b):
     """Return whether two lists of "datasets" are the same, wherever they lie. nanoGPT's have no hashes."""
-    return [one | {"files": 0} for one in a] == [one | {"files": 0} for one in b] and all(
-        one["files"] == other["files"] for one, other in zip(a, b) if one["files"] and other["files"])
+    return [data | {"files": 0} for data in a] == [data | {"files": 0} for data in b] and all(
+        x["files"] == y["files"] for x, y in zip(a, b) if x["files"] and y["files"])
 
 
 def same_tokenizer(a, b):

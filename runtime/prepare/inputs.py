@@ -113,8 +113,8 @@ def chunk_end(buffer, at, max_document_bytes):
     if furthest >= len(buffer):
         return len(buffer)
     for pattern in CUT_POINTS:
-        if found := pattern.search(buffer, at + max_document_bytes, furthest):
-            return found.start()
+        if cut := pattern.search(buffer, at + max_document_bytes, furthest):
+            return cut.start()
     while buffer[furthest] & 0xC0 == 0x80:  # inside a UTF-8 character
         furthest -= 1
     return furthest
@@ -159,7 +159,7 @@ def messages_of(value):
         case _:
             raise ValueError('no conversation: give {"messages": [...]}, {"prompt", "completion"} or {"instruction", '
                              '"input", "output"}, one per line')
-    found = []
+    checked = []
     for number, message in enumerate(messages, 1):
         role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
         if role not in ROLES:
@@ -168,7 +168,7 @@ def messages_of(value):
             raise ValueError(f"message {number} ({role}) has no text, or U+0003 in it: correct its content")
         if role == "assistant" and not content.strip():
             raise ValueError(f"message {number} is an empty answer: complete or remove it")
-        found.append({"role": role, "content": content})
-    if not any(message["role"] == "assistant" for message in found):
+        checked.append({"role": role, "content": content})
+    if not any(message["role"] == "assistant" for message in checked):
         raise ValueError("no answer: add a message of the role assistant")
-    return found
+    return checked

@@ -141,12 +141,12 @@ def tokenize(folder, rows, encoder, workers):
 
 def encode(to_ids, end, dtype, is_chat, row):
     """Return {(split, "ids" or "mask"): bytes} of a row. `end` follows each document, or each answer of a chat."""
-    found = {(split, kind): bytearray() for split in SPLITS for kind in ("ids", "mask")}
+    encoded = {(split, kind): bytearray() for split in SPLITS for kind in ("ids", "mask")}
     for split, text in row:
         if is_chat:
             ids, mask = encode_conversation(json.loads(text), to_ids, end) if text else ([], b"")
         else:
             ids, mask = to_ids(text.decode()) if text else [end], b""
-        found[split, "ids"] += np.array(ids, dtype).tobytes()
-        found[split, "mask"] += bytes(mask)
-    return found
+        encoded[split, "ids"] += np.array(ids, dtype).tobytes()
+        encoded[split, "mask"] += bytes(mask)
+    return encoded
