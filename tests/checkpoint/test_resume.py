@@ -47,8 +47,8 @@ def resume(train, tmp_path_factory):
                 f"--out_dir={out_dir}", *args]
         problems, notes = Problems(), []
         make_plan(configure(defaults, argv, annotations, ROOT), Ranks(0, 0, 1, 1), problems, notes)
-        return [[text.replace(str(out_dir), "OUT").replace(str(folder), "DATA") for text in found]
-                for found in (problems, notes)]
+        return [[text.replace(str(out_dir), "OUT").replace(str(folder), "DATA") for text in texts]
+                for texts in (problems, notes)]
 
     return run
 

@@ -49,9 +49,9 @@ def test_a_changed_file_is_found_by_one_of_the_ranks(tmp_path, world_size):
     files = {name: file_digest(tmp_path / name) for name in "abcd"}
     for name in "abcd":
         (tmp_path / name).write_bytes(name.encode() * 8 + b"x")
-        (found,) = [problem for rank in range(world_size)
-                    for problem in verify_files(tmp_path, files, rank, world_size)]
-        assert found == f"{tmp_path}/{name} has changed since it was saved (its sha256 differs)"
+        (problem,) = [text for rank in range(world_size)
+                      for text in verify_files(tmp_path, files, rank, world_size)]
+        assert problem == f"{tmp_path}/{name} has changed since it was saved (its sha256 differs)"
         (tmp_path / name).write_bytes(name.encode() * 9)
 
 
@@ -61,11 +61,11 @@ def test_a_changed_file_is_found_by_one_of_the_ranks(tmp_path, world_size):
 def test_no_file_of_a_tag_may_name_what_is_not_allowed(tmp_path, name, content, word):
     """Nor what DeepSpeed's own modules hold beyond the few names of the list."""
     torch.save({"state": content}, tmp_path / name)
-    (found,) = verify_files(tmp_path, {name: file_digest(tmp_path / name)})
-    assert found == f"{tmp_path}/{name} contains {word}, which could run code: not read"
+    (problem,) = verify_files(tmp_path, {name: file_digest(tmp_path / name)})
+    assert problem == f"{tmp_path}/{name} contains {word}, which could run code: not read"
     torch.save({"state": content}, tmp_path / name, _use_new_zipfile_serialization=False)  # can't be looked into
-    (found,) = verify_files(tmp_path, {name: file_digest(tmp_path / name)})
-    assert found.startswith(f"{tmp_path}/{name}")
+    (problem,) = verify_files(tmp_path, {name: file_digest(tmp_path / name)})
+    assert problem.startswith(f"{tmp_path}/{name}")
 
 
 def test_pieces_of_stage_3_are_put_together_without_their_padding(tmp_path):

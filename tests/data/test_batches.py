@@ -51,8 +51,8 @@ def test_permutation_is_a_bijection(n):
 
 def test_permutation_takes_one_key_for_all_or_one_each():
     keys = np.arange(100, dtype=np.uint64) % np.uint64(7)
-    each = feistel_permute(np.arange(100), 100, keys)
-    assert each.tolist() == [int(feistel_permute(i, 100, key)) for i, key in zip(range(100), keys)]
+    permuted = feistel_permute(np.arange(100), 100, keys)
+    assert permuted.tolist() == [int(feistel_permute(i, 100, key)) for i, key in zip(range(100), keys)]
 
 
 def test_permutation_has_no_memory():

@@ -103,7 +103,7 @@ def test_an_epoch_has_every_conversation_once_in_rows_of_whole_ones(chat):
     chars = chat.data.meta["tokenizer"]["chars"]
     short = [as_text(messages) for messages in chat.train if len(as_text(messages)) <= BLOCK + 1]
     wanted = {"".join(char for char, _ in text): text for text in short}
-    found, lengths = [], []
+    packed, lengths = [], []
     for i in range(len(x)):
         text = "".join(chars[token] for token in [*x[i].tolist(), 0])
         at, row = 0, []
@@ -114,9 +114,9 @@ def test_an_epoch_has_every_conversation_once_in_rows_of_whole_ones(chat):
                     assert y[i, at + place - 1] == (chars.index(char) if counts else -1)
             at += len(here)
         assert at <= BLOCK + 1 and (y[i, max(0, at - 1) :] == -1).all() or not row
-        found += row
+        packed += row
         lengths += [at] if row else []
-    assert sorted(found) == sorted(wanted) and len(wanted) > 60
+    assert sorted(packed) == sorted(wanted) and len(wanted) > 60
     assert rows.cut == len(chat.train) - len(short) > 3 and rows.dropped == 0
     assert len(rows.counts) < 0.8 * len(chat.train)  # packed
     assert rows.counts.sum() == (y >= 0).sum()
@@ -154,8 +154,8 @@ def test_what_does_not_fit_is_cut_and_what_has_no_answer_left_is_dropped():
     mask = np.array([2, 0, 0, 1, 1, 2, 0, 0, 0, 0, 0, 1, 2, 0, 1, 1, 1, 1, 1, 1, 1, 2, 1], np.uint8)
     rows = Conversations("chat", np.arange(23), mask, 5)
     assert (rows.cut, rows.dropped, sorted(rows.counts)) == (2, 1, [1, 2, 4]) or sorted(rows.counts) == [3, 4]
-    found = {tuple(rows.row(i).tolist()) for i in range(len(rows.counts))}
-    assert (~12, ~13, 14, 15, 16, 17) in found
+    packed = {tuple(rows.row(i).tolist()) for i in range(len(rows.counts))}
+    assert (~12, ~13, 14, 15, 16, 17) in packed
     with pytest.raises(UserError, match="chat has no answer within block_size=1: use a larger --block_size"):
         Conversations("chat", np.arange(12), mask[:12], 1)
     for empty in (mask & 0, mask & 2, mask & 1):
@@ -220,7 +220,7 @@ def test_an_evaluation_weighs_rows_by_what_counts_and_knows_its_standard_error(t
     """The mean of all counted tokens, and the standard error of a ratio, by leaving out each row once (jackknife)."""
     options = (f"--init_from={weights}", f"--dataset={chat.folder}", *NO_SHAPE, f"--block_size={BLOCK}",
                "--eval_only=True", "--batch_size=3", "--eval_iters=4")
-    one, two = done(train(*options)), done(train(*options, ranks=2))
+    first, second = done(train(*options)), done(train(*options, ranks=2))
     model = GPT.from_pretrained(str(weights)).eval()
     model.crop_block_size(BLOCK)
     for split in ("train", "val"):
@@ -235,7 +235,7 @@ def test_an_evaluation_weighs_rows_by_what_counts_and_knows_its_standard_error(t
         assert n == min(12, len(rows.counts)) and counts.min() < 0.5 * counts.max()
         mean, without = sums.sum() / counts.sum(), (sums.sum() - sums) / (counts.sum() - counts)
         jackknife = ((n - 1) / n * (without - without.mean()).square().sum()).sqrt()
-        for run in (one, two):
+        for run in (first, second):
             shown = re.search(rf"{split} loss ([\d.]+).*standard errors ([\d.]+), ([\d.]+)", run.stdout)
             assert float(shown[1]) == pytest.approx(mean.item(), abs=6e-5)
             assert float(shown[2 if split == "train" else 3]) == pytest.approx(jackknife.item(), rel=0.1)

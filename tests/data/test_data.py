@@ -245,17 +245,17 @@ def test_a_kill_at_any_step_leaves_the_old_dataset_the_new_one_or_none(tmp_path,
     (tmp_path / "old").mkdir()
     nanogpt_folder(tmp_path / "old") if old == "of nanoGPT" else write_kind(tmp_path / "old", old)
     (tmp_path / "old" / ".mine.tmp").touch()  # not one of ours
-    before, after, found = readable(tmp_path / "old"), readable(tmp_path / "new"), []
+    before, after, left = readable(tmp_path / "old"), readable(tmp_path / "new"), []
     for step in itertools.count(1):
         folder = tmp_path / str(step)
         shutil.copytree(tmp_path / "old", folder)
         if not killed(step, write_kind, folder, new):
             break
-        found.append(readable(folder))
-        assert found[-1] in (before, after, None) and (folder / "train.bin").exists() == (found[-1] is not None)
+        left.append(readable(folder))
+        assert left[-1] in (before, after, None) and (folder / "train.bin").exists() == (left[-1] is not None)
         write_kind(folder, new)  # which removes what the kill has left
         assert readable(folder) == after and [path.name for path in folder.glob(".*")] == [".mine.tmp"]
-    assert readable(folder) == after and found[0] == before and found.count(None) >= 5
+    assert readable(folder) == after and left[0] == before and left.count(None) >= 5
     (tmp_path / "new" / "meta.json").unlink()  # the rest is not a dataset of nanoGPT's
     assert readable(tmp_path / "new") is None
 

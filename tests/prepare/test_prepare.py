@@ -40,11 +40,11 @@ FILES = [".lock", "meta.json", "meta.pkl", "train.bin", "val.bin"]
 def made_up(n, seed=0, size=60):
     """n documents of up to `size` words in several lines, each fifth one there before."""
     rng, words = np.random.default_rng(seed), ["the", "càt", "sät", "on", "\n", "a 漢字", "🙂", "mat.", "<|endo", "  "]
-    found = []
+    texts = []
     for i in range(n):
         text = " ".join(words[w] for w in rng.integers(0, len(words), size))
-        found.append(found[i // 2] if i % 5 == 4 else f"{text} {i}.")
-    return found
+        texts.append(texts[i // 2] if i % 5 == 4 else f"{text} {i}.")
+    return texts
 
 
 def for_validation(text, share):
@@ -120,15 +120,15 @@ def test_all_forms_of_the_same_documents_give_the_same_bytes(tmp_path):
     texts = [*made_up(300), "2024-05-01"]  # a timestamp to some readers of JSON
     chars, ids = expected_chars(texts)
     assert len(ids["val"]) > 10_000 and len(ids["train"]) > 20_000
-    found = {}
+    ids_by_form = {}
     for i, (name, (args, stdin)) in enumerate(write_forms(tmp_path, texts).items()):
         prepare(*args, f"--name=./out{i}", "--field=body", "--tokenizer=char", f"--val_fraction={SHARE}",
                 f"--workers={1 + i % 3}", cwd=tmp_path, stdin=stdin)
-        meta, found[name] = ids_of(tmp_path / f"out{i}")
+        meta, ids_by_form[name] = ids_of(tmp_path / f"out{i}")
         assert (meta["documents"]["duplicates"], meta["tokenizer"]["chars"]) == (60, "".join(chars)), name
         if name == "windows.txt":
             assert meta["source"]["sha256"] == hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
-    assert [name for name in found if found[name] != ids] == []
+    assert [name for name in ids_by_form if ids_by_form[name] != ids] == []
 
 
 def test_index_gpt2_tokens_with_end_of_text_between_documents(tmp_path):
@@ -197,11 +197,12 @@ def test_a_tokenizer_goes_with_its_data_and_may_not_change(tmp_path, tokenizer_f
     (tmp_path / "a.txt").write_text("w1 w2 w3<|endoftext|>w4 w5 w6<|endoftext|>w7 w8")
     prepare("a.txt", "--name=./out", f"--tokenizer={tokenizer_folder}", "--val_fraction=0.5", cwd=tmp_path)
     shutil.copytree(tmp_path / "out", tmp_path / "moved")
-    found, meta = open_datasets({str(tmp_path / "out"): 1, str(tmp_path / "moved"): 2}, 1)  # are of one tokenizer
-    assert [one.share for one in found] == [1, 2] and meta["train_tokens"] == 2 * found[0].meta["train_tokens"]
+    datasets, meta = open_datasets({str(tmp_path / "out"): 1, str(tmp_path / "moved"): 2}, 1)  # are of one tokenizer
+    assert [dataset.share for dataset in datasets] == [1, 2]
+    assert meta["train_tokens"] == 2 * datasets[0].meta["train_tokens"]
     # nothing of the first one's alone
     assert sorted(meta) == ["datasets", "template", "tokenizer", "train_tokens", "val_tokens", "vocab_size"]
-    assert tokenizer_of(found[1].meta["tokenizer"])[0]("w5 </s>") == [5, 70_000]
+    assert tokenizer_of(datasets[1].meta["tokenizer"])[0]("w5 </s>") == [5, 70_000]
     (tmp_path / "out" / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="not the one that the data was prepared with"):
         tokenizer_of(meta["tokenizer"])

@@ -31,7 +31,7 @@ STRANGE = [  # what could join tokens across the borders of the template, or be 
 
 def prepare(folder, conversations, *args):
     """Prepare conversations, [(role, text)], as folder/data."""
-    lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in one]}) for one in conversations]
+    lines = [json.dumps({"messages": as_messages(conversation)}) for conversation in conversations]
     (folder / "chat.jsonl").write_text("".join(line + "\n" for line in lines))
     subprocess.run([sys.executable, ROOT / "data" / "prepare.py", folder / "chat.jsonl", f"--name={folder}/data",
                     "--format=chat", "--workers=1", *args], check=True, capture_output=True)
@@ -92,17 +92,17 @@ def test_index_transformers_makes_the_same_tokens_and_mask(train, tmp_path):
     run = done(train(f"--dataset={data}", "--n_embd=8", "--max_iters=1", "--eval_interval=1", "--batch_size=1"))
     tokenizer = AutoTokenizer.from_pretrained(exported(run.out_dir))
     assert tokenizer.chat_template == TEMPLATE
-    meta, found, wanted = check_dataset(data), [], []
+    meta, tokens, wanted = check_dataset(data), [], []
     for split in ("train", "val"):
-        one = Dataset("", 1, data, meta)
+        dataset = Dataset("", 1, data, meta)
         mask = np.fromfile(data / f"{split}_mask.bin", np.uint8)
-        found += zip(open_tokens(one, split).tolist(), (mask & COUNTS).tolist())
+        tokens += zip(open_tokens(dataset, split).tolist(), (mask & COUNTS).tolist())
     for conversation in STRANGE:
         theirs = tokenizer.apply_chat_template(as_messages(conversation), return_dict=True,
                                                return_assistant_tokens_mask=True)
         wanted.append(list(zip(theirs["input_ids"], theirs["assistant_masks"])))
     assert meta["documents"]["duplicates"] == 5
-    assert sorted(found) == sorted(sum(wanted, [])) and found[: len(wanted[0])] in wanted
+    assert sorted(tokens) == sorted(sum(wanted, [])) and tokens[: len(wanted[0])] in wanted
 
 
 def test_a_conversation_stays_within_the_context(talker):
