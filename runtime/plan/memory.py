@@ -176,16 +176,7 @@ def time_line(run, peak, steps):
             "without evaluations and saves")
 
 
-def faster(run, settings):
-    """Return a note on the fastest setting with as many sequences per step that fits, if it takes under 90% of the time
-    of this run, which fits."""
-    own = relative_step_time(run.batch.micro, run.gradient_checkpointing, settings.deepspeed_config)
-    time, _, args = min(runs_that_fit(run, settings, bytes_with_eval), default=(own, 0, ""))
-    if fits(run) and time < 0.9 * own:
-        return f"{args} would fit, too, and take about {time / own:.0%} of the time per step"
-
-
-def runs_that_fit(run, settings, size=gpu_bytes):
+def runs_that_fit(run, settings):
     """Return (relative step time, bytes per GPU, arguments) of at most 5 settings that fit, the fastest first. They
     have as many sequences per step: of each preset, with and without recomputation, the largest micro-batch."""
     found = []
@@ -195,7 +186,7 @@ def runs_that_fit(run, settings, size=gpu_bytes):
         config, _ = complete_config(find(preset), run.batch, settings.grad_clip, run.execution.dtype,
                                     run.execution.compile)
         other = replace(run, ds_config=config, gradient_checkpointing=recompute, accumulate_locally=False)
-        if other := next((split for split in other.splits() if fits(split, size)), None):
+        if other := next((split for split in other.splits() if fits(split)), None):
             found.append((relative_step_time(other.batch.micro, recompute, preset), gpu_bytes(other),
                           arguments(settings, other, deepspeed_config=preset)))
     return sorted(found)[:5]

@@ -116,8 +116,6 @@ def make_plan(settings, ranks, problems, notes, download=True):
         run = replace(run, accumulate_locally=True)
         notes.append(f"each rank accumulates gradients locally, in {format_bytes(4 * params.trainable)}; use "
                      "--accumulate_locally=False to save this memory")
-    if execution.device == "cuda" and not s.eval_only:
-        notes += filter(None, [memory.faster(run, s)])
     s = replace(s, batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation)
     run = replace(run, ds_config=MappingProxyType(run.ds_config))  # nobody changes it from here on
     return RunPlan(**vars(run), settings=s, datasets=tuple(datasets), data=data, tokens=tokens, windows=windows,
