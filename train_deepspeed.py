@@ -143,15 +143,13 @@ if dry_run:
 # -----------------------------------------------------------------------------
 # Device, output folder, and the tag to resume from
 
-import deepspeed
-
 from runtime.checkpoint.resume import newest_intact
 from runtime.checkpoint.saver import Saver
 from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.ranks import all_exit_on, all_reduce_sum, broadcast_from_rank0, shut_down
 from runtime.data.loader import TimedIterator, eval_batches, mixed_seed, sequences_per_dataset, train_batches
-from runtime.engine import ds_config, setup
+from runtime.engine import setup
 from runtime.engine.engine import Engine
 from runtime.engine.muon import split_matrices
 from runtime.errors import UserError
@@ -195,7 +193,7 @@ adamw = setup.adamw(groups, plan.ds_config, lr=learning_rate, betas=(beta1, beta
 deepspeeds_engine = setup.initialize(model, adamw, plan.ds_config)
 print0(f"DeepSpeed uses {setup.describe(deepspeeds_engine, plan.ds_config, execution.dtype)}")
 engine = Engine(deepspeeds_engine, plan.accumulate_locally, use_triton,
-                capture=not ds_config.has_per_step_timers(plan.ds_config))
+                capture=not plan.ds_config.get("wall_clock_breakdown"))  # its timers synchronize in every micro-step
 
 state = engine.load(store, tag) if tag else {}
 iter_num = first_iter = state.get("iter_num", 0)
@@ -337,8 +335,6 @@ while not finished() and not eval_only and exit_code is None:
 
 if profiler:
     profiler.close()
-if ds_config.logs_messages(plan.ds_config):
-    deepspeed.comm.log_summary()
 saver.wait()
 log.close(finished() and not eval_only, evals_since_best)
 exit_code = 0 if finished() else exit_code or 0

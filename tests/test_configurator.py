@@ -11,7 +11,6 @@ from typing import Literal, get_args
 
 import pytest
 from conftest import ROOT, STAGES
-from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from engine.zero_worker import WAYS
@@ -364,7 +363,7 @@ def fields_of(model, path):
 
 
 FIELDS = (fields_of(DeepSpeedZeroConfig, "zero_optimization") | fields_of(DeepSpeedBF16Config, "bf16")
-          | fields_of(DeepSpeedFP16Config, "fp16") | fields_of(CommsLoggerConfig, "comms_logger"))
+          | fields_of(DeepSpeedFP16Config, "fp16"))
 
 
 def leaves(node, path=""):

@@ -40,7 +40,7 @@ def allowed_keys(dtype):
                  "min_loss_scale": (1,), "auto_cast": (False,)},
         "data_types": {"grad_accum_dtype": dtypes}, "communication_data_type": dtypes,
         "zero_force_ds_cpu_optimizer": boolean, "steps_per_print": 1, "dump_state": boolean,
-        "wall_clock_breakdown": boolean, "comms_logger": {"enabled": boolean}}
+        "wall_clock_breakdown": boolean}
 
 
 def find(path):
@@ -118,16 +118,6 @@ def key_problems(config, allowed, path=""):
         elif isinstance(rule, tuple) and json.dumps(value) not in map(json.dumps, rule):  # True and 1.0 equal 1
             problems.append(f'"{here}" is {json.dumps(value)}: write {" or ".join(map(json.dumps, rule))}')
     return problems
-
-
-def logs_messages(config):
-    """Return whether DeepSpeed logs communication, for a table at the end."""
-    return config.get("comms_logger", {}).get("enabled", False)
-
-
-def has_per_step_timers(config):
-    """Return whether DeepSpeed times every micro-step, for which it synchronizes with the GPU."""
-    return config.get("wall_clock_breakdown", False) or logs_messages(config)
 
 
 def uses_offload(config, what="optimizer"):

@@ -56,7 +56,7 @@ def next_direction(grads, momentum, clip, is_applied, dtype):
 
 
 def apply_update(weights, half, update, lr, decay):
-    """Decay the fp32 weights, subtract lr * update, and copy them to half precision. lr, decay: scalars on the device."""
+    """Decay the fp32 weights, subtract lr * update, and copy them to half precision. lr, decay: device scalars."""
     weights.mul_(1 - decay).sub_(update.float() * lr)
     half.copy_(weights)
 

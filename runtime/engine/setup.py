@@ -8,7 +8,7 @@ import torch
 
 from runtime.cluster.ranks import all_reduce_sum, print0, silence_stdout
 from runtime.engine import fixes, fused_adamw, zero2_gradients, zero3_blocks
-from runtime.engine.ds_config import config_fits_fast_gradients, has_per_step_timers, uses_offload
+from runtime.engine.ds_config import config_fits_fast_gradients, uses_offload
 
 
 def setup_device(execution, local_rank, ds_config, deterministic=False):
@@ -24,7 +24,7 @@ def setup_device(execution, local_rank, ds_config, deterministic=False):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # on CPU, DeepSpeed would compile it at the start
-    deepspeed.utils.logger.setLevel("INFO" if has_per_step_timers(ds_config) else "WARNING")
+    deepspeed.utils.logger.setLevel("INFO" if ds_config.get("wall_clock_breakdown") else "WARNING")
     deepspeed.init_distributed(verbose=False)
     return device
 

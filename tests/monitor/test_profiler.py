@@ -9,7 +9,7 @@ from conftest import done, stage
 from model import GPT, GPTConfig
 from runtime.monitor.profiler import count_flops
 
-MEASURED = {"zero_optimization": {"stage": 2}, "wall_clock_breakdown": True, "comms_logger": {"enabled": True}}
+MEASURED = {"zero_optimization": {"stage": 2}, "wall_clock_breakdown": True}
 
 
 def test_our_flops_are_deepspeeds_to_5_percent(tmp_path):
@@ -36,12 +36,10 @@ def test_a_profile_is_written_and_changes_no_loss(train):
     assert "Self CPU time total" in operations
 
 
-def test_deepspeeds_times_and_messages_are_shown(train, tmp_path):
+def test_deepspeeds_times_are_shown(train, tmp_path):
     (tmp_path / "measured.json").write_text(json.dumps(MEASURED))
     run = done(train("--dtype=bfloat16", "--max_iters=3", f"--deepspeed_config={tmp_path}/measured.json", ranks=2))
     assert len(re.findall(r"fwd_microstep: [0-9.]+ \| bwd_microstep: [0-9.]+", run.stdout + run.stderr)) == 6
-    _, _, table = run.stdout.partition("Comm. Op")
-    assert {"broadcast", "reduce_scatter_tensor"} <= set(re.findall(r"^(\w+)$", table, re.M))  # weights; our sums
 
 
 def test_of_iterations_that_are_not_reached_nothing_is_written_over_what_is_there(train):
