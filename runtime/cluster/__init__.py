@@ -10,9 +10,8 @@ def exit_on_all_ranks(error):
     if os.environ.get("WORLD_SIZE", "1") == "1":
         exit_with_error(error)
     from runtime.cluster.join import join_process_group  # not before: --help must not wait for PyTorch
-    from runtime.cluster.nodes import exit_if_ranks_differ
-    from runtime.cluster.ranks import ranks_from_environment
+    from runtime.cluster.ranks import exit_together, ranks_from_environment
 
     ranks_from_environment()
     join_process_group()
-    exit_if_ranks_differ(None, [str(error)], several_nodes=False)
+    exit_together([str(error)])

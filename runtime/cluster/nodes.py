@@ -6,31 +6,27 @@ import json
 import os
 import socket
 import tempfile
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict
 
-from runtime.cluster.ranks import RANK, all_gather_objects, exit_with_problems, merge_problems
+from runtime.cluster.ranks import RANK, all_gather_objects, broadcast_from_rank0, exit_together
 from runtime.files import nearest_existing_dir
 
 
-def exit_if_ranks_differ(plan, problems, several_nodes):
-    """Exit with code 2 if any rank has problems (messages), or if the ranks differ in something that must be the same.
-    plan: a RunPlan, or None if there are problems. All ranks call this."""
-    out_dir, probe = plan and plan.settings.out_dir, None
-    with ExitStack() as stack:
-        if RANK == 0 and plan and several_nodes and plan.settings.keep_last and not plan.settings.eval_only:
-            # A temporary file that the other nodes see if they share out_dir
-            file = tempfile.NamedTemporaryFile(prefix=".shared-", dir=nearest_existing_dir(out_dir))
-            probe = os.path.relpath(stack.enter_context(file).name, out_dir)
-        ranks = all_gather_objects((socket.gethostname(), problems, fingerprint(plan) if plan else {}, probe))
-        hosts, _, fingerprints, (probe, *_) = zip(*ranks)
-        problems = merge_problems([rank[:2] for rank in ranks]) or mismatches(hosts, fingerprints)
-        if probe and not problems:
-            found = all_gather_objects(is_listed(os.path.join(out_dir, probe)))
-            if missing := dict.fromkeys(host for host, sees_probe in zip(hosts, found) if not sees_probe):
-                problems = [f"out_dir={out_dir} is not the same folder on {hosts[0]} and {', '.join(missing)}: choose "
-                            "one that all nodes share with --out_dir=DIR"]
-    exit_with_problems(problems)
+def exit_if_ranks_differ(plan, several_nodes):
+    """Exit with code 2 if the ranks' RunPlans differ in something that must be the same. All ranks call this."""
+    hosts, fingerprints = zip(*all_gather_objects((socket.gethostname(), fingerprint(plan))))
+    exit_together(mismatches(hosts, fingerprints))
+    out_dir = plan.settings.out_dir
+    if several_nodes and plan.settings.keep_last and not plan.settings.eval_only:
+        # Write a temporary file that the other nodes see if they share out_dir
+        with (tempfile.NamedTemporaryFile(prefix=".shared-", dir=nearest_existing_dir(out_dir)) if RANK == 0
+              else nullcontext()) as file:
+            probe = broadcast_from_rank0(file and os.path.relpath(file.name, out_dir))
+            sees_probe = all_gather_objects(is_listed(os.path.join(out_dir, probe)))
+        others = dict.fromkeys(host for host, sees in zip(hosts, sees_probe) if not sees)
+        exit_together([f"out_dir={out_dir} is not the same folder on {hosts[0]} and {', '.join(others)}: choose one "
+                       "that all nodes share with --out_dir=DIR"] if others else [])
 
 
 def fingerprint(plan):

@@ -10,6 +10,7 @@ from model import GPT
 from runtime.checkpoint.saver import tag_bytes
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.nodes import exit_if_ranks_differ
+from runtime.cluster.ranks import exit_together
 from runtime.data.dataset import SPLITS, open_datasets
 from runtime.data.loader import Batch, Conversations, extent, open_sequences, windows_per_epoch
 from runtime.data.tokenizer import tokenizer_of
@@ -65,7 +66,8 @@ def plan_run(settings, ranks):
     code 2 on all ranks. Everything that can be checked is checked here, before anything expensive starts."""
     problems = Problems()
     plan = make_plan(settings, ranks, problems, [])
-    exit_if_ranks_differ(plan, problems, ranks.local_world_size < ranks.world_size and not settings.dry_run)
+    exit_together(problems)
+    exit_if_ranks_differ(plan, ranks.local_world_size < ranks.world_size and not settings.dry_run)
     return plan
 
 
