@@ -67,7 +67,7 @@ def main():
 def the_run(settings, ranks):
     """Check what training would report, and the datasets' hashes. Then print what a dry run prints."""
     from runtime.cluster.ranks import Ranks
-    from runtime.plan import report
+    from runtime.plan import memory, report
     from runtime.plan.run_plan import Problems, make_plan
 
     problems, ranks = Problems(), Ranks(0, 0, ranks, ranks)
@@ -79,7 +79,7 @@ def the_run(settings, ranks):
                        if prepared != file_digest(os.path.join(data.folder, file))]
             yield row(f"data {data.name}", f"{', '.join(changed)} changed since preparation" if changed else
                       "hashes match", "prepare it again" if changed else "", FAIL)
-        fix = "add one of the settings below" if report.advice(plan) else ""
+        fix = "add one of the settings below" if memory.advice(plan) else ""
         yield row("the run", "doesn't fit" if fix else "fits", fix, FAIL)
         print(f"\n{report.summary(plan)}\n{report.memory_report(plan, ranks)}")
 

@@ -176,41 +176,42 @@ def time_line(run, peak, steps):
             "without evaluations and saves")
 
 
-def runs_that_fit(run, settings):
+def runs_that_fit(plan):
     """Return (relative step time, bytes per GPU, arguments) of at most 5 settings that fit, the fastest first. They
     have as many sequences per step: of each preset, with and without recomputation, the largest micro-batch."""
-    found = []
+    choices = []
     for preset, recompute in itertools.product(PRESETS, (False, True)):
-        if preset == "ds_config_zero3.json" and run.batch.world_size == 1:
+        if preset == "ds_config_zero3.json" and plan.batch.world_size == 1:
             continue
-        config, _ = complete_config(find(preset), run.batch, settings.grad_clip, run.execution.dtype,
-                                    run.execution.compile)
-        other = replace(run, ds_config=config, gradient_checkpointing=recompute, accumulate_locally=False)
+        config, _ = complete_config(find(preset), plan.batch, plan.settings.grad_clip, plan.execution.dtype,
+                                    plan.execution.compile)
+        other = replace(plan, ds_config=config, gradient_checkpointing=recompute, accumulate_locally=False)
         if other := next((split for split in other.splits() if fits(split)), None):
-            found.append((relative_step_time(other.batch.micro, recompute, preset), gpu_bytes(other),
-                          arguments(settings, other, deepspeed_config=preset)))
-    return sorted(found)[:5]
+            choices.append((relative_step_time(other.batch.micro, recompute, preset), gpu_bytes(other),
+                            arguments(other, deepspeed_config=preset)))
+    return sorted(choices)[:5]
 
 
-def arguments(settings, run, **others):
-    """Return what to add to the command line for this run."""
-    changes = {"gradient_checkpointing": run.gradient_checkpointing, **others}
-    if settings.accumulate_locally is True:
+def arguments(plan, **others):
+    """Return what to add to the command line for this plan."""
+    changes = {"gradient_checkpointing": plan.gradient_checkpointing, **others}
+    if plan.settings.accumulate_locally is True:
         changes["accumulate_locally"] = False
-    return " ".join([f"--batch_size={run.batch.micro}", f"--gradient_accumulation_steps={run.batch.accumulation}",
-                     *(f"--{name}={value}" for name, value in changes.items() if getattr(settings, name) != value)])
+    return " ".join([f"--batch_size={plan.batch.micro}", f"--gradient_accumulation_steps={plan.batch.accumulation}",
+                     *(f"--{name}={value}" for name, value in changes.items()
+                       if getattr(plan.settings, name) != value)])
 
 
-def advice(run, settings, lora_possible):
-    """Return lines with the settings that fit if `run` doesn't, the fastest first."""
-    if fits(run):
+def advice(plan):
+    """Return lines with the settings that fit if those of a RunPlan don't, the fastest first."""
+    if fits(plan):
         return []
-    lines = [f"  {format_bytes(size):>9}  {time:>4.1f}x  {args}" for time, size, args in runs_that_fit(run, settings)]
+    lines = [f"  {format_bytes(size):>9}  {time:>4.1f}x  {args}" for time, size, args in runs_that_fit(plan)]
     # LoRA of rank 64, one sequence at a time, recomputed. A block's matrices have 16 n_embd inputs and outputs
-    lora_params = run.params._replace(trainable=64 * 16 * run.model.n_embd * run.model.n_layer)
-    lora = replace(run.splits()[-1], params=lora_params, gradient_checkpointing=True, accumulate_locally=False)
-    if lora_possible and fits(lora):
-        args = arguments(settings, lora, lora_rank=64, learning_rate=2e-4)
+    lora_params = plan.params._replace(trainable=64 * 16 * plan.model.n_embd * plan.model.n_layer)
+    lora = replace(plan.splits()[-1], params=lora_params, gradient_checkpointing=True, accumulate_locally=False)
+    if not plan.lora and plan.start.kind != "scratch" and fits(lora):
+        args = arguments(lora, lora_rank=64, learning_rate=2e-4)
         lines.append(f"  {format_bytes(gpu_bytes(lora)):>9}   LoRA  {args}")
     if not lines:
         return ["It doesn't fit, and no ZeRO stage makes it fit: use more GPUs or larger ones, a smaller --block_size, "

@@ -12,18 +12,13 @@ from runtime.output import explain_uncaught
 from runtime.plan import memory
 
 
-def advice(plan):
-    """Return lines with settings that fit, if the run doesn't."""
-    return memory.advice(plan, plan.settings, not plan.lora and plan.start.kind != "scratch")
-
-
 def memory_report(plan, ranks):
     """Return the memory estimate of a GPU and of the host as text, with settings that fit if this run doesn't."""
     host = memory.host_estimate(plan, ranks.local_world_size, plan.tag_bytes if plan.settings.keep_last else 0)
     return "\n".join([
         *memory.format_breakdown("each GPU" if plan.execution.device == "cuda" else "each rank", memory.estimate(plan),
                                  plan.execution.memory),
-        *memory.format_breakdown("host", host), *advice(plan) * plan.settings.dry_run])
+        *memory.format_breakdown("host", host), *memory.advice(plan) * plan.settings.dry_run])
 
 
 def summary(plan):
@@ -60,7 +55,7 @@ def summary(plan):
                      + f" of each {sum(d.share for d in plan.datasets):,} sequences")
     if batch.world_size > 1:
         lines.append("note       gradient_accumulation_steps is per GPU, as in DeepSpeed (nanoGPT's is the total)")
-    return "\n".join(lines + notes + ([] if s.dry_run else advice(plan)))  # a dry run prints it later
+    return "\n".join(lines + notes + ([] if s.dry_run else memory.advice(plan)))  # a dry run prints it later
 
 
 def explain_out_of_memory(plan):
@@ -72,7 +67,7 @@ def explain_out_of_memory(plan):
             estimated = memory.gpu_bytes(plan)
             smaller = replace(plan.execution, memory=min(plan.execution.memory, estimated - 1))
             print(f"out of memory: the estimate was {format_bytes(estimated)} per GPU. Check nvidia-smi for other "
-                  "processes.", *advice(replace(plan, execution=smaller)), sep="\n", file=sys.stderr, flush=True)
+                  "processes.", *memory.advice(replace(plan, execution=smaller)), sep="\n", file=sys.stderr, flush=True)
         finally:
             os._exit(2)
 
