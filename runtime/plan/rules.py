@@ -50,27 +50,22 @@ def broken_rules(settings, requested_batch_size):
     return problems + [message.format(s=settings) for is_broken, message in RULES if is_broken(settings)]
 
 
-def plan_iterations(s, windows, batch, problems, notes):
+def plan_iterations(s, windows, batch, notes):
     """Return the settings with max_iters and eval_interval from max_epochs and eval_epochs, if these are set. Note a
-    learning rate schedule of another length. windows: in an epoch, or None."""
+    learning rate schedule of another length. windows: in an epoch; None if there are problems."""
     max_iters, eval_interval = s.max_iters, s.eval_interval
-    if s.eval_epochs is not None and windows and not problems:
+    if s.eval_epochs is not None and windows:
         eval_interval = s.eval_epochs * windows / batch.sequences
         notes.append(f"eval_epochs={s.eval_epochs:g} is {eval_interval:,.2f} iterations; eval_interval is ignored")
-    if s.max_epochs is not None and windows and not problems:
+    if s.max_epochs is not None and windows:
         max_iters = math.ceil(s.max_epochs * windows / batch.sequences)
         notes.append(f"max_epochs={s.max_epochs:g} is {max_iters:,} iterations; max_iters is ignored")
-    end = max_iters if s.lr_decay_iters is None else s.lr_decay_iters
-    ignored = [] if s.decay_lr and s.lr_schedule != "constant" else ["lr_decay_iters", "min_lr"]
-    ignored += ["warmup_iters"] * (not s.decay_lr)
-    if ignored := [f"{name}={getattr(s, name)}" for name in ignored if getattr(s, name)]:
-        notes.append(f"the learning rate is constant, without {', '.join(ignored)}")
     if s.decay_lr and s.warmup_iters >= max_iters > 0:
         notes.append(f"the run ends after {max_iters:,} iterations, during warmup: it never reaches learning_rate "
                      f"(warmup_iters={s.warmup_iters:,})")
-    elif s.decay_lr and s.lr_schedule != "constant" and end != max_iters > 0:
-        notes.append(f"the learning rate reaches min_lr after {end:,} iterations (lr_decay_iters), but the run has "
-                     f"{max_iters:,}")
+    elif s.decay_lr and s.lr_schedule != "constant" and s.lr_decay_iters not in (None, max_iters) and max_iters:
+        notes.append(f"the learning rate reaches min_lr after {s.lr_decay_iters:,} iterations (lr_decay_iters), but "
+                     f"the run has {max_iters:,}")
     return replace(s, max_iters=max_iters, eval_interval=eval_interval)
 
 

@@ -89,7 +89,7 @@ def make_plan(settings, ranks, problems, notes, download=True):
     notes += [f"{d.name} has no meta.json: assuming the {d.meta['tokenizer']['kind']} tokenizer"
               for d in datasets if not os.path.exists(os.path.join(d.folder, "meta.json"))]
     tokens, windows = not problems and file_problems.attempt(open_epoch, datasets, s.block_size, notes) or (None, None)
-    s = plan_iterations(s, windows, batch, problems, notes)
+    s = plan_iterations(s, windows, batch, notes)
     lora = problems.attempt(lora_config, s)
     start = file_problems.attempt(find_start, s, data, lora, batch.sequences, notes, download)
     tokenizer = file_problems.attempt(sample_tokenizer, s, data, notes) if data and s.sample_interval else None

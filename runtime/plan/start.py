@@ -156,23 +156,15 @@ def from_resume(settings, data, lora, sequences, notes):
 
 
 def check_compatible(model, settings, data, lora, tag, manifest):
-    """Raise CheckpointError unless a tag has the model, data and LoRA settings of this run."""
+    """Raise CheckpointError unless a tag has the model, tokenizer, LoRA settings and optimizer of this run, and the
+    datasets and seed that its sequences follow."""
     state, where = manifest["state"], f"{settings.out_dir}/{tag}"
     given = {name: getattr(settings, name) for name in ("block_size", *SHAPE)}
     check_shape(where, state["model"], {name: getattr(model, name) if value is None else value
                                         for name, value in given.items()})
-    check_data(settings, data, where, state)
-    for was, now in ((as_options(state.get("lora")), as_options(lora)),
-                     (f"--optimizer={state['settings']['optimizer']}", f"--optimizer={settings.optimizer}")):
-        if was != now:
-            raise CheckpointError(f"{where} was trained with {was}, and this run has {now}: use the same")
-
-
-def check_data(settings, data, where, state):
-    """Raise CheckpointError unless a run has a tag's tokenizer, and the datasets and seed that its sequences follow."""
     was, problems = state["settings"], []
-    name = was["dataset"] if isinstance(was["dataset"], str) else json.dumps(was["dataset"])
-    fix = "restore it" if str(settings.dataset) == str(was["dataset"]) else f"use --dataset={shlex.quote(name)}"
+    dataset = was["dataset"] if isinstance(was["dataset"], str) else json.dumps(was["dataset"])
+    fix = "restore it" if str(settings.dataset) == str(was["dataset"]) else f"use --dataset={shlex.quote(dataset)}"
     stage = f"or start a new stage with --init_from={where} --out_dir=DIR"
     if data and not same_tokenizer(data, state["data"]):
         raise CheckpointError(f"dataset={settings.dataset} has another tokenizer than {where}: {fix}")
@@ -182,3 +174,7 @@ def check_data(settings, data, where, state):
         problems.append(f"seed={settings.seed} is not the seed of {where}: use --seed={was['seed']}, {stage}")
     if problems and not settings.eval_only:
         raise CheckpointError("\n".join(problems))
+    for saved, wanted in ((as_options(state.get("lora")), as_options(lora)),
+                          (f"--optimizer={was['optimizer']}", f"--optimizer={settings.optimizer}")):
+        if saved != wanted:
+            raise CheckpointError(f"{where} was trained with {saved}, and this run has {wanted}: use the same")

@@ -369,10 +369,8 @@ def test_what_cannot_be_meant(monkeypatch, characters, tmp_path, folder, holder,
 
 @pytest.mark.parametrize("args, note", [
     ("--max_iters=4", None), ("--lr_decay_iters=4", None),
-    ("--decay_lr=False --lr_decay_iters=9 --warmup_iters=2",
-     "the learning rate is constant, without lr_decay_iters=9, warmup_iters=2"),
-    ("--lr_schedule=constant --lr_decay_iters=9 --warmup_iters=2", "the learning rate is constant, without "
-     "lr_decay_iters=9"),
+    ("--decay_lr=False --lr_decay_iters=9 --warmup_iters=9", None),
+    ("--lr_schedule=constant --lr_decay_iters=9 --warmup_iters=2", None),
     ("--sample_interval=1 --sample_start=the --sample_tokens=29", None),
     ("--sample_interval=1 --sample_start=the --sample_tokens=30", "samples have 29 tokens instead of sample_tokens=30, "
      "because they end at block_size=32"),
@@ -393,7 +391,7 @@ def test_evaluations_by_epochs_follow_the_iteration_that_completes_the_epochs():
     for epochs in ("1", "0.5", "0.1", "2"):
         settings = configure(defaults, [f"--eval_epochs={float(epochs)}"], annotations, ROOT)
         for windows, sequences in itertools.product((7, 25, 100, 561, 9999), (1, 3, 8, 12, 64, 128)):
-            s = plan_iterations(settings, windows, SimpleNamespace(sequences=sequences), Problems(), [])
+            s = plan_iterations(settings, windows, SimpleNamespace(sequences=sequences), [])
             per_eval = Fraction(epochs) * windows / sequences
             assert [evaluations_through(it, s) for it in range(600)] == [it // per_eval for it in range(600)]
 
