@@ -143,7 +143,7 @@ def from_resume(settings, data, lora, sequences, notes):
                         f"--overwrite=True, or copy {tag} into another folder")
     state = manifest["state"]
     model = gpt_config(**{**state["model"], "dropout": settings.dropout})
-    check_compatible(model, settings, data, lora, tag, manifest)
+    check_compatible(settings, data, lora, tag, manifest)
     before = state["settings"]
     if changed := [f"{name}={value!r}, was {before[name]!r}" for name, value in asdict(settings).items()
                    if name not in NOT_COMPARED and value != before.get(name, value)]:
@@ -155,13 +155,12 @@ def from_resume(settings, data, lora, sequences, notes):
     return Start("resume", "resume", model, tuple(state["sources"]), tag=tag)
 
 
-def check_compatible(model, settings, data, lora, tag, manifest):
+def check_compatible(settings, data, lora, tag, manifest):
     """Raise CheckpointError unless a tag has the model, tokenizer, LoRA settings and optimizer of this run, and the
     datasets and seed that its sequences follow."""
     state, where = manifest["state"], f"{settings.out_dir}/{tag}"
-    given = {name: getattr(settings, name) for name in ("block_size", *SHAPE)}
-    check_shape(where, state["model"], {name: getattr(model, name) if value is None else value
-                                        for name, value in given.items()})
+    check_shape(where, state["model"], {name: value for name in ("block_size", *SHAPE)
+                                        if (value := getattr(settings, name)) is not None})
     was, problems = state["settings"], []
     dataset = was["dataset"] if isinstance(was["dataset"], str) else json.dumps(was["dataset"])
     fix = "restore it" if str(settings.dataset) == str(was["dataset"]) else f"use --dataset={shlex.quote(dataset)}"
