@@ -1,6 +1,5 @@
 """Importing anything from here makes one line of an uncaught error that the user can fix, instead of a traceback."""
 
-import sys
 from importlib.util import find_spec
 
 from runtime.errors import UserError
@@ -10,8 +9,7 @@ from runtime.output import exit_with_error, explain_uncaught
 def explain(error):
     """Print a mistake of the user and exit with code 2, or return what to print. A bug keeps its traceback."""
     if isinstance(error, UserError):
-        print(error, file=sys.stderr, flush=True)
-        raise SystemExit(2)
+        exit_with_error(error)
     if isinstance(error, ModuleNotFoundError) and not find_spec((error.name or "runtime").partition(".")[0]):
         exit_with_error(f"{error}: run source .venv/bin/activate, or python -m pip install -r requirements.txt")
     return "interrupted" if isinstance(error, KeyboardInterrupt) else None
