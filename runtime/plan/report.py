@@ -53,8 +53,6 @@ def summary(plan):
     if len(plan.datasets) > 1:
         lines.append("mixture    " + ", ".join(f"{d.name} {d.share}" for d in plan.datasets)
                      + f" of each {sum(d.share for d in plan.datasets):,} sequences")
-    if batch.world_size > 1:
-        lines.append("note       gradient_accumulation_steps is per GPU, as in DeepSpeed (nanoGPT's is the total)")
     return "\n".join(lines + notes + ([] if s.dry_run else memory.advice(plan)))  # a dry run prints it later
 
 
