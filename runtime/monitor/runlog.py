@@ -193,15 +193,12 @@ class RunLog:
         losses = series(read_history(self.out_dir), "val_loss") if finished and self.writes else []
         if losses := [(loss, iter_num) for iter_num, loss in losses if iter_num]:
             print0("best validation loss {:.4f} at step {}".format(*min(losses)))
-        tags = [tag for tag in ("best", "final")  # a loss that isn't finite isn't saved
-                if losses and os.path.exists(os.path.join(self.out_dir, tag, "manifest.json"))]
-        if tags and self.settings.keep_last:
-            print0(f"{tags[-1]} checkpoint: {self.out_dir}/{tags[-1]}. To sample from "
-                   f"{'the best one' if len(tags) == 2 else 'it'}, export it, and plot the run:")
+        if losses and self.settings.keep_last:
+            print0(f"To sample from {self.out_dir}/best, export it, and plot the run:")
             python, out_dir = shell_path(sys.executable), shell_path(self.out_dir)
-            chat = " --chat" * any("template" in one.meta for one in self.datasets)
-            for script, options in (("sample.py", f"--out_dir={out_dir} --tag={tags[0]}{chat}"),
-                                    ("export_hf.py", f"--out_dir={out_dir} --tag={tags[0]}"), ("plot.py", out_dir)):
+            chat = " --chat" * any("template" in dataset.meta for dataset in self.datasets)
+            for script, options in (("sample.py", f"--out_dir={out_dir} --tag=best{chat}"),
+                                    ("export_hf.py", f"--out_dir={out_dir} --tag=best"), ("plot.py", out_dir)):
                 print0(f"  {python} {shell_path(os.path.join(ROOT, script))} {options}")
         self.to_loggers("close")
 
