@@ -13,7 +13,6 @@ All other arguments go to train_deepspeed.py. Speed does not depend on the weigh
 import argparse
 import json
 import os
-import pprint
 import re
 import signal
 import statistics
@@ -64,7 +63,6 @@ def main():
     measured = sample(args) if args.what == "sample" else train(args, argv)
     record = {"command": " ".join(["bench.py", *sys.argv[1:]]), "commit": git_commit(), **measured}
     Path(args.json).write_text(json.dumps(record, indent=1))
-    pprint.pp({key: value for key, value in measured.items() if key not in ("settings", "history")}, width=120)
     print(f"written to {args.json}")
 
 
@@ -106,12 +104,16 @@ def train(args, argv):
             "mfu": counted[0]["mfu"] and statistics.median(r["mfu"] for r in counted),
             "peak_gb": max(r["memory"] for r in history) / 1e9, "first_step_s": history[0]["first_step_s"],
             "stage": int(re.search(r"ZeRO-(\d) \(", output)[1])}
+        mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
+        print(f"{record['ms']['median']:,.1f} ms per step, {record['tokens_per_s']:,.0f} tokens/s, MFU {mfu}, peak "
+              f"{record['peak_gb']:.1f} GB, first step after {record['first_step_s']:.0f} s")
         if args.baseline:
             run_ranks(args, folder, BASELINES, args.baseline, *argv, f"--batch_size={s['batch_size']}",
                       f"--gradient_accumulation_steps={s['gradient_accumulation_steps']}")
             other = record["baseline"] = json.loads(Path(folder, "baseline.json").read_text())
             other["ms"] = summarize(other["ms"][args.warmup :])
             other["ratio"] = other["ms"]["median"] / record["ms"]["median"]
+            print(f"{other['name']}: {other['ms']['median']:,.1f} ms per step, {other['ratio']:.2f} times ours")
     return record
 
 
@@ -155,11 +157,14 @@ def sample(args):
     record = {**machine_record(device), "shape": [config.n_layer, config.n_head, config.n_embd], "batch": args.batch,
               "tokens": args.tokens, **ours, "weights_gb": weights / 1e9, "copy_gb_per_s": rate / 1e9,
               "share_of_limit": speed / (rate / weights * args.batch)}
+    print(f"{speed:,.1f} tokens/s, {record['share_of_limit']:.1%} of the bandwidth limit, first token after "
+          f"{ours['first_token_ms']['median']:.1f} ms")
     if args.baseline:
         del model
         name, generate = transformers_generate(config, prompt, dtype)
         other = record["baseline"] = {"name": name, **measure(generate)}
         other["ratio"] = speed / other["tokens_per_s"]["median"]
+        print(f"{name}: {other['tokens_per_s']['median']:,.1f} tokens/s; ours are {other['ratio']:.2f} times as many")
     return record
 
 

@@ -17,32 +17,38 @@ def bench(out, *args):
 @pytest.mark.parametrize(("baseline", "name"), [("hf", "transformers"), ("fsdp2", "FSDP2")])
 def test_train_and_a_baseline(characters, tmp_path, baseline, name):
     """Plain PyTorch's baselines start from our weights, so their losses are ours at each step."""
-    found, output = bench(tmp_path / "train.json", "train", "--gpus=2", f"--baseline={baseline}", "--repeats=5", *SMALL,
-                          f"--dataset={characters}", f"--deepspeed_config={STAGES[1]}", "--decay_lr=False",
-                          "--learning_rate=1e-2", "--grad_clip=0.3", "--warmup=2", "--gradient_accumulation_steps=3",
-                          "--seed=5")
-    assert found["stage"] == 2  # the stage that runs
-    ms = [r["ms"] for r in found["history"][2:]]
-    assert found["ms"] == {"median": sorted(ms)[2], "min": min(ms), "max": max(ms), "count": 5}
-    assert found["tokens_per_s"] == pytest.approx(2 * 2 * 3 * 32 / (found["ms"]["median"] / 1000))
-    other = found["baseline"]
-    assert other["ratio"] == other["ms"]["median"] / found["ms"]["median"] and found["world_size"] == 2
+    record, output = bench(tmp_path / "train.json", "train", "--gpus=2", f"--baseline={baseline}", "--repeats=5",
+                           *SMALL, f"--dataset={characters}", f"--deepspeed_config={STAGES[1]}", "--decay_lr=False",
+                           "--learning_rate=1e-2", "--grad_clip=0.3", "--warmup=2", "--gradient_accumulation_steps=3",
+                           "--seed=5")
+    assert record["stage"] == 2  # the stage that runs
+    ms = [r["ms"] for r in record["history"][2:]]
+    assert record["ms"] == {"median": sorted(ms)[2], "min": min(ms), "max": max(ms), "count": 5}
+    assert record["tokens_per_s"] == pytest.approx(2 * 2 * 3 * 32 / (record["ms"]["median"] / 1000))
+    other = record["baseline"]
+    assert other["ratio"] == other["ms"]["median"] / record["ms"]["median"] and record["world_size"] == 2
     assert other["ms"]["count"] == 5 and len(other["losses"]) == 7
-    assert f"bench.py train --gpus=2 --baseline={baseline}" in found["command"] and "'ratio': " in output
+    assert f"bench.py train --gpus=2 --baseline={baseline}" in record["command"]
+    assert f"\n{other['name']}: {other['ms']['median']:,.1f} ms per step, {other['ratio']:.2f} times ours\n" in output
+    assert output.startswith(f"{record['ms']['median']:,.1f} ms per step, {record['tokens_per_s']:,.0f} tokens/s, MFU "
+                             f"n/a, peak {record['peak_gb']:.1f} GB, ")
     assert other["name"].startswith(name) and "compile" not in other["name"]
-    losses = [r["loss"] for r in found["history"]]
+    losses = [r["loss"] for r in record["history"]]
     assert losses[-1] < losses[0] - 0.3
-    assert min(r["grad_norm"] for r in found["history"]) > 0.3  # each is clipped
+    assert min(r["grad_norm"] for r in record["history"]) > 0.3  # each is clipped
     if baseline != "hf":
         assert other["losses"] == pytest.approx(losses, rel=1e-5)
 
 
 def test_sample_beside_transformers(tmp_path):
-    found, output = bench(tmp_path / "sample.json", "sample", "--model=1,2,32", "--batch=2", "--tokens=20",
-                         "--baseline=hf", "--repeats=5")
-    assert found["tokens_per_s"]["count"] == 5 and 0 < found["share_of_limit"] < 1
-    assert found["baseline"]["ratio"] == found["tokens_per_s"]["median"] / found["baseline"]["tokens_per_s"]["median"]
-    assert f"'share_of_limit': {found['share_of_limit']}" in output and found["first_token_ms"]["median"] > 0
+    record, output = bench(tmp_path / "sample.json", "sample", "--model=1,2,32", "--batch=2", "--tokens=20",
+                          "--baseline=hf", "--repeats=5")
+    assert record["tokens_per_s"]["count"] == 5 and 0 < record["share_of_limit"] < 1
+    other = record["baseline"]
+    assert other["ratio"] == record["tokens_per_s"]["median"] / other["tokens_per_s"]["median"]
+    assert f"{record['share_of_limit']:.1%} of the bandwidth limit, first token after " in output
+    assert f"; ours are {other['ratio']:.2f} times as many\n" in output
+    assert record["first_token_ms"]["median"] > 0
 
 
 @pytest.mark.parametrize(("args", "sentence"), [
