@@ -125,7 +125,7 @@ def bytes_with_eval(run):
 def fit_batch(run):
     """Return run.batch with the largest micro-batch that fits and divides the sequences per step, or with 1."""
     splits = run.splits()
-    return next((one for one in splits if fits(one, bytes_with_eval)), splits[-1]).batch
+    return next((split for split in splits if fits(split, bytes_with_eval)), splits[-1]).batch
 
 
 def host_estimate(run, local_world_size, tag_bytes):

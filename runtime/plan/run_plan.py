@@ -127,11 +127,11 @@ def make_plan(settings, ranks, problems, notes, download=True):
 
 def open_epoch(datasets, block_size, notes):
     """Return ({split: [tokens or Conversations]}, windows per epoch). Note cut conversations. Raises UserError."""
-    tokens = {split: [open_sequences(one, split, block_size) for one in datasets] for split in SPLITS}
-    for one, source in zip(datasets, tokens["train"]):
+    tokens = {split: [open_sequences(dataset, split, block_size) for dataset in datasets] for split in SPLITS}
+    for dataset, source in zip(datasets, tokens["train"]):
         if isinstance(source, Conversations) and source.cut:
-            notes.append(f"{one.name}: {source.cut:,} conversations are longer than block_size={block_size} and are "
-                         f"cut at the end; {source.dropped:,} of them have no answer left and are dropped")
+            notes.append(f"{dataset.name}: {source.cut:,} conversations are longer than block_size={block_size} and "
+                         f"are cut at the end; {source.dropped:,} of them have no answer left and are dropped")
     return tokens, sum(windows_per_epoch(*extent(source, block_size))[0] for source in tokens["train"])
 
 
@@ -224,11 +224,11 @@ def check_out_dir(s, start, tag_bytes, notes):
         return
     newest = TagStore(s.out_dir).newest()
     if newest and start and start.kind != "resume" and not s.overwrite:
-        found = (f"{s.out_dir} already holds a run ({newest}): resume it with --init_from=resume, choose another "
-                 "--out_dir=DIR, or delete it with --overwrite=True")
+        problem = (f"{s.out_dir} already holds a run ({newest}): resume it with --init_from=resume, choose another "
+                   "--out_dir=DIR, or delete it with --overwrite=True")
         if not s.dry_run:
-            raise UserError(found)
-        notes.append(found)
+            raise UserError(problem)
+        notes.append(problem)
     if os.path.exists(os.path.join(s.out_dir, "manifest.json")):
         raise UserError(f"out_dir={s.out_dir} is a checkpoint of a run: choose another with --out_dir=DIR")
     folder = nearest_existing_dir(s.out_dir)

@@ -136,19 +136,19 @@ def test_the_plan_of_a_billion_parameters_on_4_gpus_by_hand(stage, overlap, part
     """In bfloat16, with buckets of 0.1 billion: GB of weights, gradients, float32
     weights with two moments, and buckets, of which overlap_comm takes two."""
     config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 10**8, "overlap_comm": overlap}}
-    found = estimate(MemoryInputs(GPTConfig(), Execution("cuda", "bfloat16", False, 0), Batch(1, 1, 4, 1024),
-                         ParamCount(10**9, 10**9, 10**9), config))
-    assert [found[part] / 1e9 for part in ("weights", "gradients", "optimizer", "buckets")] == pytest.approx(parts)
+    planned = estimate(MemoryInputs(GPTConfig(), Execution("cuda", "bfloat16", False, 0), Batch(1, 1, 4, 1024),
+                                    ParamCount(10**9, 10**9, 10**9), config))
+    assert [planned[part] / 1e9 for part in ("weights", "gradients", "optimizer", "buckets")] == pytest.approx(parts)
 
 
 @pytest.mark.parametrize("config, target_gpu, suggested", [
     (XL[0], 1, []), ("config/finetune_shakespeare.py", 2.4, ["LoRA"])])
 def test_if_nothing_fits_lora_may(config, target_gpu, suggested):
     text = report(config, f"--target_gpu={target_gpu}")
-    found = SUGGESTION.findall(text)
-    assert [time for time, _ in found] == suggested
+    suggestions = SUGGESTION.findall(text)
+    assert [time for time, _ in suggestions] == suggested
     assert suggested or "It doesn't fit, and no ZeRO stage makes it fit: use more GPUs or larger ones" in text
-    for _, words in found:
+    for _, words in suggestions:
         assert "too much" not in report(config, *words.split(), f"--target_gpu={target_gpu}")
 
 
@@ -170,12 +170,12 @@ def test_each_preset_fits_its_card_and_says_by_how_much():
     for preset in presets:
         planned, card = re.search(r"^# Estimate: ([\d.]+) GB. See its parts with --dry_run=True --target_gpu=(\S+)$",
                                   preset.read_text(), re.M).groups()
-        for one in (card, *older.get(card, [])):
-            told = report(XL[0], f"config/presets/{preset.name}", f"--target_gpu={one}")
-            found = SIZE.search(told)
-            more = float(found[1]) - float(planned)  # older cards don't compile, so loss and activations take more
-            assert not found[3] and (0.1 < more < 2 if one != card else more == 0), (preset, one, found[1])
-            assert ("float16, ZeRO" if one != card else "bfloat16, ZeRO") in told, told
+        for name in (card, *older.get(card, [])):
+            told = report(XL[0], f"config/presets/{preset.name}", f"--target_gpu={name}")
+            size = SIZE.search(told)
+            more = float(size[1]) - float(planned)  # older cards don't compile, so loss and activations take more
+            assert not size[3] and (0.1 < more < 2 if name != card else more == 0), (preset, name, size[1])
+            assert ("float16, ZeRO" if name != card else "bfloat16, ZeRO") in told, told
 
 
 def test_the_largest_batch_that_fits_and_divides():
@@ -188,10 +188,10 @@ def test_the_largest_batch_that_fits_and_divides():
     def size(micro, sequences=32):
         return next(bytes_with_eval(split) for split in job(0, sequences).splits() if split.batch.micro == micro)
 
-    one, two = size(1), size(2)
+    size_1, size_2 = size(1), size(2)
     for sequences in (32, 30):
         for micro in (d for d in range(1, sequences + 1) if sequences % d == 0):
             batch = fit_batch(job((size(micro, sequences) + 1e6) / 0.9, sequences))
             assert (batch.micro, batch.micro * batch.accumulation) == (micro, sequences)
-    assert fit_batch(job(one / 2)).micro == 1 and two > one
+    assert fit_batch(job(size_1 / 2)).micro == 1 and size_2 > size_1
     assert len(job(0, 10**10).splits()) == 121  # at once, for a batch_size with zeros too many

@@ -242,8 +242,8 @@ def test_more_ranks_than_gpus(monkeypatch, characters, tmp_path):
 @pytest.mark.parametrize("capability, build, fix", [
     ((7, 0), TODAY, "volta"), ((6, 0), TODAY, "volta"), ((10, 0), VOLTA, ""), ((12, 0), VOLTA, ""),
     ((3, 7), TODAY, None), ((9, 0), "sm_80 sm_90a", ""), ((8, 0), "sm_86 compute_90", ""),
-    *((one, VOLTA, "fits") for one in ((6, 0), (6, 1), (7, 0), (8, 9), (9, 0))),
-    *((one, TODAY, "fits") for one in ((7, 5), (8, 9), (9, 0), (10, 3), (12, 1))),
+    *((gpu, VOLTA, "fits") for gpu in ((6, 0), (6, 1), (7, 0), (8, 9), (9, 0))),
+    *((gpu, TODAY, "fits") for gpu in ((7, 5), (8, 9), (9, 0), (10, 3), (12, 1))),
     ((9, 0), "sm_80 compute_80", "fits"), ((9, 0), "", "fits"), ((9, 0), "gfx90a", "fits")])  # CPU builds, ROCm
 def test_a_card_needs_a_pytorch_that_has_its_kernels(monkeypatch, characters, tmp_path, capability, build, fix):
     plan, problems, _ = check(monkeypatch, characters, tmp_path, 1, capability, build=build)
