@@ -141,18 +141,18 @@ class RunLog:
     def evaluation(self, iter_num, losses, sequences, seconds):
         """Print and record an evaluation. Return the validation loss; of a mixture, the weighted mean.
         losses: {"train" and "val": [(mean, standard error) per dataset]}. sequences: of each dataset so far."""
-        shares = [one.share for one in self.datasets]
+        shares = [dataset.share for dataset in self.datasets]
         record = {"iter": iter_num, **loss_record(losses, shares), "eval_s": seconds}
         record["perplexity"] = math.exp(min(record["val_loss"], 700))  # without overflow
         print0(f"step {iter_num}: {format_losses(record)}; perplexity {record['perplexity']:.2f}), {seconds:.1f} s")
         if len(shares) > 1:
             record["datasets"] = {}
-            for number, one in enumerate(self.datasets):
-                found = {"share": one.share / sum(shares), "sequences": sequences[number],
-                         **loss_record({split: each[number : number + 1] for split, each in losses.items()}, [1])}
-                record["datasets"][one.name] = found
-                print0(f"  {one.name}: {format_losses(found)}), {100 * found['share']:g}% of the mixture, "
-                       f"{found['sequences']:,} sequences so far")
+            for number, dataset in enumerate(self.datasets):
+                values = {"share": dataset.share / sum(shares), "sequences": sequences[number],
+                         **loss_record({split: pairs[number : number + 1] for split, pairs in losses.items()}, [1])}
+                record["datasets"][dataset.name] = values
+                print0(f"  {dataset.name}: {format_losses(values)}), {100 * values['share']:g}% of the mixture, "
+                       f"{values['sequences']:,} sequences so far")
         self.record(record)
         self.iter_num, self.paused = iter_num, True
         return record["val_loss"]
@@ -208,7 +208,7 @@ class RunLog:
         group = "eval" if "val_loss" in record else "train"
         names = {"iter": "train/iter", "memory": "gpu/memory_allocated"}
         values = {names.get(k, f"{group}/{k}"): value for k, value in record.items() if isinstance(value, int | float)}
-        values |= {f"eval/val_loss/{name}": one["val_loss"] for name, one in record.get("datasets", {}).items()}
+        values |= {f"eval/val_loss/{name}": losses["val_loss"] for name, losses in record.get("datasets", {}).items()}
         if "memory" in record:
             values["gpu/memory_allocated"] /= 1e9  # the loggers show GB
         self.to_loggers("log", values, record["iter"])
@@ -248,8 +248,8 @@ def format_step(r):
 def loss_record(losses, shares):
     """Return the weighted mean losses and their standard errors, with the keys of history.jsonl."""
     record = {}
-    for split, found in losses.items():
-        means, errors = zip(*found, strict=True)
+    for split, pairs in losses.items():
+        means, errors = zip(*pairs, strict=True)
         record[f"{split}_loss"] = statistics.fmean(means, shares)
         record[f"{split}_loss_stderr"] = math.hypot(*map(operator.mul, errors, shares)) / sum(shares)
     return record

@@ -145,13 +145,13 @@ def warnings_of():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
     def check_all(norms, first=0, skipped=None):
-        found = {}
-        health = StepHealth(lambda step, message: message and found.setdefault(step, []).append(message),
+        warnings = {}
+        health = StepHealth(lambda step, message: message and warnings.setdefault(step, []).append(message),
                             {"grad_norms": norms[max(0, first - 1000) : first]})
         for iter_num in range(first + 1, len(norms) + 1):
             step = StepResult(norms[iter_num - 1], iter_num != skipped, None, math.inf)
             health.check(step, torch.zeros(()), iter_num)
-        return found
+        return warnings
 
     yield check_all
     torch.distributed.destroy_process_group()
