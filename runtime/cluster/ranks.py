@@ -100,13 +100,13 @@ def all_exit_on(*error_types):
 def merge_problems(ranks):
     """Return the problems of all ranks, each once, with the host name if not all ranks have it. ranks: [(host name,
     problems)]."""
-    found = {}
+    hosts_of = {}
     for host, problems in ranks:
         for problem in "\n".join(problems).splitlines():  # one may hold several lines
-            found.setdefault(problem, []).append(host)
+            hosts_of.setdefault(problem, []).append(host)
     several = len({host for host, _ in ranks}) > 1
     return [problem if len(hosts) == len(ranks) or not several else f"{', '.join(dict.fromkeys(hosts))}: {problem}"
-            for problem, hosts in found.items()]
+            for problem, hosts in hosts_of.items()]
 
 
 def exit_with_problems(problems):
