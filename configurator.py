@@ -130,20 +130,20 @@ def parse_value(text, types_, choices):
 
 def run_config_file(path, values, root):
     """Run a config file on the settings' values so far, by name, and return what it assigned."""
-    found = next((p for p in (path, os.path.join(root, path)) if os.path.isfile(p)), None)
-    if found is None or not path.endswith(".py"):  # JSON is often valid Python, and would change nothing
-        problem = "is not a .py file" if found or os.path.isdir(path) else "does not exist"
+    file = next((p for p in (path, os.path.join(root, path)) if os.path.isfile(p)), None)
+    if file is None or not path.endswith(".py"):  # JSON is often valid Python, and would change nothing
+        problem = "is not a .py file" if file or os.path.isdir(path) else "does not exist"
         hint = f"--{path.lstrip('-')}" if "=" in path else "--key=value"
         if path.endswith(".json") or os.path.isdir(path):
             hint = f"--{'out_dir' if os.path.isdir(path) else 'deepspeed_config'}={path}"
-        known = [] if found else glob.glob("config/**/*.py", root_dir=root, recursive=True)
+        known = [] if file else glob.glob("config/**/*.py", root_dir=root, recursive=True)
         fix = did_you_mean(path, known) or f": name a .py file, or write {hint}"
         raise UserError(f"config file {path} {problem}{fix}")
     names = dict(values)
     try:
-        exec(compile(Path(found).read_text(encoding="utf-8"), found, "exec"), names)
+        exec(compile(Path(file).read_text(encoding="utf-8"), file, "exec"), names)
     except (Exception, SystemExit) as error:  # the user's own Python
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == found]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         line = lines[-1] if lines else getattr(error, "lineno", None)
         raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from None
     return {name: value for name, value in names.items()

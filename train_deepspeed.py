@@ -225,7 +225,7 @@ def estimate_loss():
     """Return {split: [(mean, standard error) of each dataset]}, over fixed windows that the ranks share."""
     model.eval()
     losses = {"train": [], "val": []}
-    for split, found in losses.items():
+    for split, estimates in losses.items():
         for data in plan.tokens[split]:
             sums = torch.zeros(6, dtype=torch.float64, device=device)  # over windows
             for x, y in eval_batches(data, plan.eval_windows, batch, ranks.rank, vocab_size, device):
@@ -235,7 +235,7 @@ def estimate_loss():
             n, counted, total, counts2, loss2, product = all_reduce_sum(*sums)
             mean = total / counted  # a ratio of sums: its standard error comes from loss - mean * counts
             residuals = max(0.0, loss2 - 2 * mean * product + mean**2 * counts2)
-            found.append((mean, math.sqrt(residuals * n / max(1, n - 1)) / counted))
+            estimates.append((mean, math.sqrt(residuals * n / max(1, n - 1)) / counted))
     model.train()
     return losses
 

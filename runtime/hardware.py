@@ -118,7 +118,7 @@ def unsupported_gpu(capabilities=None):
     A GPU runs binaries (sm_75) of its major version, up to its minor version, and any older PTX (compute_75)."""
     if capabilities is None:
         listed = run_command("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
-        capabilities = [tuple(map(int, found)) for found in re.findall(r"^(\d+)\.(\d+)$", listed, re.M)]
+        capabilities = [tuple(map(int, digits)) for digits in re.findall(r"^(\d+)\.(\d+)$", listed, re.M)]
     flags = getattr(torch._C, "_cuda_getArchFlags", str)() or ""  # CPU builds have none, and ROCm's look different
     built = [(kind, (int(major), int(minor))) for kind, major, minor in re.findall(r"(sm|compute)_(\d+)(\d)\b", flags)]
     for gpu in capabilities if built else ():

@@ -55,7 +55,7 @@ def protect_output():
 
 def printable(text):
     """Return a text without control characters, which a terminal may obey: all but newline and tab become escapes."""
-    return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
+    return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
 
 
 def explain_uncaught(explain):

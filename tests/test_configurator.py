@@ -354,12 +354,12 @@ def test_all_problems_of_a_json_are_reported_in_one_round(tmp_path):
 
 def fields_of(model, path):
     """Map the dotted name of each field of a model of DeepSpeed, and of the models inside it, to its default."""
-    found = {}
+    fields = {}
     for name, field in model.model_fields.items():
         here = f"{path}.{field.alias or name}"
         inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if hasattr(kind, "model_fields")]
-        found |= fields_of(inner[0], here) if inner else {here: field.get_default(call_default_factory=True)}
-    return found
+        fields |= fields_of(inner[0], here) if inner else {here: field.get_default(call_default_factory=True)}
+    return fields
 
 
 FIELDS = (fields_of(DeepSpeedZeroConfig, "zero_optimization") | fields_of(DeepSpeedBF16Config, "bf16")
@@ -378,13 +378,13 @@ def trained_with():
 
     Read from what they run: the ways of zero_worker.py, and the JSONs of conftest.py and test_profiler.py.
     """
-    found = leaves(MEASURED)
+    settings = leaves(MEASURED)
     for path in STAGES.values():
-        found += leaves(json.loads((ROOT / path).read_text()))
+        settings += leaves(json.loads((ROOT / path).read_text()))
     for stage, dtype, options in WAYS.values():
-        found += leaves({**options.get("config", {}), **zero(stage, **options.get("zero", {}))})
-        found += [(f"{DTYPE_BLOCK[dtype]}.enabled", True)] if dtype in DTYPE_BLOCK else []
-    return {name for name, value in found if name not in FIELDS or value != FIELDS[name]}
+        settings += leaves({**options.get("config", {}), **zero(stage, **options.get("zero", {}))})
+        settings += [(f"{DTYPE_BLOCK[dtype]}.enabled", True)] if dtype in DTYPE_BLOCK else []
+    return {name for name, value in settings if name not in FIELDS or value != FIELDS[name]}
 
 
 def test_what_is_not_refused_is_tested():

@@ -114,5 +114,5 @@ def test_a_bin_that_has_changed_since_preparation_is_reported(characters, tmp_pa
     content = bytearray((copy / "val.bin").read_bytes())
     content[0] ^= 1
     (copy / "val.bin").write_bytes(content)
-    found = check_run([*SMALL, f"--dataset={copy}", f"--out_dir={tmp_path}/out"])
-    assert found[0] == checks.row("data copy", "val.bin changed since preparation", "prepare it again", checks.FAIL)
+    rows = check_run([*SMALL, f"--dataset={copy}", f"--out_dir={tmp_path}/out"])
+    assert rows[0] == checks.row("data copy", "val.bin changed since preparation", "prepare it again", checks.FAIL)

@@ -107,9 +107,9 @@ def test_estimate_loss_is_the_same_on_one_and_two_ranks_at_stage_3(train, tmp_pa
                 "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
     (tmp_path / "released.json").write_text(json.dumps({"zero_optimization": released}))
     args = ("--batch_size=1", "--eval_iters=5", "--max_iters=2", f"--deepspeed_config={tmp_path}/released.json")
-    one = done(train(*args, "--gradient_accumulation_steps=4"))
-    two = done(train(*args, "--gradient_accumulation_steps=2", ranks=2))
-    records = [[r for r in run.history if "val_loss" in r] for run in (one, two)]
+    first = done(train(*args, "--gradient_accumulation_steps=4"))
+    second = done(train(*args, "--gradient_accumulation_steps=2", ranks=2))
+    records = [[r for r in run.history if "val_loss" in r] for run in (first, second)]
     assert [[r["iter"] for r in evals] for evals in records] == [[0, 2], [0, 2]]
     for a, b in zip(*records):
         assert a.pop("eval_s") > 0 and b.pop("eval_s") > 0
