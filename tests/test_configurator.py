@@ -310,7 +310,6 @@ def test_auto_is_resolved_in_the_keys_that_the_script_owns(tmp_path):
     (zero(offload_param={"device": "cpu"}), "offload_param\" has no effect below stage 3: use stage 3, or remove it"),
     ('{"bf16": {}, "bf16": {}}', " is not valid JSON: Duplicate keys in DeepSpeed config: ['bf16']"),
     ("{", " is not valid JSON: "),
-    ('{"a":' * 100_000, " is not valid JSON: "),
     ("[]", " must contain a JSON object"),
 ], ids=lambda value: None if isinstance(value, dict) else re.sub(r"\W+", "-", value)[:40])
 def test_jsons_are_refused(content, problem, tmp_path):
@@ -407,10 +406,6 @@ def test_what_deepspeed_gets_wrong_is_mended_and_told(tmp_path):
     for content, stage in ((zero(0), 0), (zero(1), 1), ({}, 0)):
         config, (note,) = resolved(content, tmp_path)
         assert config["zero_optimization"]["stage"] == 2 and f"stage {stage} runs as stage 2" in note
-    for stage in (2, 3):
-        config, (note,) = resolved({"fp16": {"loss_scale_window": 50}, **zero(stage)}, tmp_path, "float16")
-        assert config["fp16"]["loss_scale_window"] == 50 * 2**20 and "halves the gradient" in note
-    assert resolved({"fp16": {"loss_scale": 128}, **zero()}, tmp_path, "float16")[1] == []
     config, _ = resolved(zero(2), tmp_path)
     assert config["data_types"] == {"grad_accum_dtype": "fp32"}
 

@@ -12,7 +12,7 @@
     _get_param_fragment_func                 state            doesn't copy frozen weights            test_lora
 
 The first six are the optimizer's, the others the engine's and its checkpoint engine's. zero3_blocks.py also removes
-stage 3's hooks, and fixes.py repairs the loss scaler. tests/engine/test_overrides.py compares the table with the calls.
+stage 3's hooks. tests/engine/test_overrides.py compares the table with the calls.
 """
 
 

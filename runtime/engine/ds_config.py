@@ -77,7 +77,7 @@ def complete_config(path, batch, grad_clip, dtype, compiled=False, extra=None):
         problems.append(f'"zero_optimization.offload_param" has no effect below stage 3: {other}remove it')
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
-    notes = repair(config, dtype, compiled)
+    notes = repair(config, compiled)
     config.setdefault("steps_per_print", 2**31)  # the script prints
     return config, notes
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.engine import fixes, setup, state
+from runtime.engine import setup, state
 from runtime.engine.launch import Launch
 from runtime.engine.muon import is_muon
 
@@ -56,7 +56,6 @@ class Engine:
             self.fused_step.skip_above = skip_above
         self.deepspeed.step()  # the step of the last micro-step is the optimizer's
         self.in_micro_step = False
-        fixes.grow_loss_scale(self.deepspeed)
         scaler = self.deepspeed.optimizer.loss_scaler if self.dtype == "float16" else None
         norm = self.fused_step.grad_norm if self.fused_step else self.deepspeed.get_global_grad_norm()
         return StepResult(None if norm is None else float(norm), self.deepspeed.was_step_applied(),

@@ -5,7 +5,6 @@ import os
 import re
 
 DEEPSPEED = "0.19.8"  # as in requirements.txt
-NEVER_GROW = 2**20  # times loss_scale_window, so that DeepSpeed itself never increases the loss scale
 
 
 def unusable_deepspeed():
@@ -19,7 +18,7 @@ def unusable_deepspeed():
                 f"deepspeed=={DEEPSPEED}")
 
 
-def repair(config, dtype, compiled):
+def repair(config, compiled):
     """Change the config in place where DeepSpeed would compute something wrong or slow. Return a note for each change.
 
     At stage 0, DeepSpeed accumulates in bfloat16 and doesn't scale the loss in float16. Stages 0 and 1 run as stage 2.
@@ -29,27 +28,12 @@ def repair(config, dtype, compiled):
     if (stage := zero.setdefault("stage", 0)) < 2:
         notes.append(f"ZeRO stage {stage} runs as stage 2, which is faster")
         zero["stage"] = stage = 2
-    if dtype == "float16" and not config["fp16"].get("loss_scale"):
-        # DeepSpeed divides by the scale of the next step, which halves the gradient whenever the scale grows. At stage
-        # 2 only the norm that it reports is right
-        config["fp16"]["loss_scale_window"] = config["fp16"].get("loss_scale_window", 1000) * NEVER_GROW
-        notes.append("the script increases the loss scale, because DeepSpeed halves the gradient when it does")
     config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
     if stage == 3 and compiled:
         # When PyTorch 2.11 traces DeepSpeed's F.linear, each block gets its own graph, up to dynamo's limit of 8, and
         # the gradients of those blocks are zero: GPT-2 XL's norm was 71 instead of 97
         zero["memory_efficient_linear"] = False
     return notes
-
-
-def grow_loss_scale(engine):
-    """float16: double the loss scale after every window of good steps. Between two steps this is safe (see repair)."""
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    window = getattr(scaler, "scale_window", 0) // NEVER_GROW
-    good_steps = scaler.cur_iter - 1 - scaler.last_overflow_iter if window else 0
-    if good_steps > 0 and good_steps % window == 0:
-        scaler.cur_scale *= scaler.scale_factor
-        scaler.cur_hysteresis = scaler.delayed_shift
 
 
 def keep_going_at_min_loss_scale(engine):

@@ -40,7 +40,8 @@ def set_data(views):
 
 
 class Zero3Blocks:
-    """Gathers a model's parameters and reduces its gradients, for DeepSpeed's stage 3 optimizer."""
+    """Gathers a model's parameters and reduces its gradients, for DeepSpeed's stage 3 optimizer. accumulate_locally:
+    reduce the gradients of blocks once per step."""
 
     def __init__(self, deepspeed, accumulate_locally):
         self.optimizer, model = deepspeed.optimizer, deepspeed.module
@@ -216,9 +217,3 @@ class Zero3Blocks:
             self.collective(dist.reduce_scatter_tensor, shards, self.sums.values())
             torch._foreach_mul_(shards, 1 / self.world_size)
             torch._foreach_zero_(list(self.sums.values()))
-
-
-def replace_gradients(deepspeed, accumulate_locally):
-    """Replace DeepSpeed's stage 3 forward and backward by a Zero3Blocks, and return it. accumulate_locally: whether to
-    reduce the gradients of blocks once per step."""
-    return Zero3Blocks(deepspeed, accumulate_locally)

@@ -80,7 +80,6 @@ WAYS = {
     **{f"float16 stage {stage}": (stage, "float16", FP16) for stage in (2, 3)},
     **{f"float16 stage {stage} inf": (stage, "float16", {**FP16, "poison": "inf"}) for stage in (2, 3)},
     "float16 stage 2 static": (2, "float16", {**FP16, "config": {"fp16": {"loss_scale": 128}}}),
-    "float16 sums": (2, "float16", {**FP16, "config": {**FP16["config"], "data_types": {"grad_accum_dtype": "fp16"}}}),
     # c_attn, c_proj, c_fc and c_proj have 12,288 elements: 2 and 3 of the 5 blocks stay gathered
     "deep stage 3": (3, "float32", {**DEEP, "zero": {"stage3_max_live_parameters": 0}}),
     "deep stage 3 three": (3, "float32", {**DEEP, "zero": {"stage3_max_live_parameters": 3 * 12288},
@@ -90,8 +89,6 @@ WAYS = {
     "small fused stage 3": (3, "bfloat16", {**SMALL, "fused": True}),
     "small fused own": (3, "bfloat16", {**SMALL, "fused": True, "short": False, "zero": RELEASED}),
     "small fused stage 3 local": (3, "bfloat16", {**SMALL, "fused": True, "local": True, "checkpointing": True}),
-    **{f"float16 stage {stage} unrepaired": (stage, "float16", {**FP16, "repaired": False, "short": False})
-       for stage in (2, 3)},
 }
 
 
@@ -120,15 +117,13 @@ def plain(steps=3, clip=CLIP, layers=2, tokens=T):
     return {"norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
 
 
-def build(stage, dtype, zero, config, clip, repaired, compiled, fused, layers):
+def build(stage, dtype, zero, config, clip, compiled, fused, layers):
     """DeepSpeed's engine, made as the script makes it."""
     batch = Batch(SEQUENCES // ACCUMULATION // dist.get_world_size(), ACCUMULATION, dist.get_world_size(), T)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({**config, "zero_optimization": {"stage": stage, **zero}}, file)
         file.flush()
         resolved, _ = ds_config.complete_config(file.name, batch, clip, dtype, compiled)
-    if not repaired:
-        resolved["fp16"]["loss_scale_window"] = config["fp16"]["loss_scale_window"]
     torch.nn.functional.linear = LINEAR  # which stage 3 replaces for good
     model = fresh_model(layers)
     if compiled:
@@ -159,11 +154,11 @@ def weights(engine):
     return {n: safe_get_full_fp32_param(p).detach().clone() for n, p in engine.module.named_parameters()}
 
 
-def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, poison=None, repaired=True,
+def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, poison=None,
           checkpointing=False, compiled=False, fused=False, layers=2, tokens=T, local=False):
     """Train as the script does. poison: between the first step and the second there is one in which one element of
     one gradient, on the last rank, in the middle micro-step, is that. local: each rank sums its micro-steps first."""
-    deepspeeds = build(stage, dtype, zero or {}, config or {}, clip, repaired, compiled, fused, layers)
+    deepspeeds = build(stage, dtype, zero or {}, config or {}, clip, compiled, fused, layers)
     deepspeeds.module.gradient_checkpointing = checkpointing
     rank, world_size = dist.get_rank(), dist.get_world_size()
     engine = Engine(deepspeeds, local, fused, own_path=not short)

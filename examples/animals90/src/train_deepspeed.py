@@ -58,7 +58,7 @@ from model import ResNet18Animals90
 from runtime.cluster.join import join_process_group
 from runtime.cluster.ranks import all_exit_on, all_reduce_sum, exit_together, print0, ranks_from_environment, shut_down
 from runtime.cluster.shutdown import Shutdown
-from runtime.engine import fixes, setup
+from runtime.engine import setup
 from runtime.engine.ds_config import allowed_keys, complete_config, uses_offload
 from runtime.errors import UserError
 from runtime.files import free_bytes, fsync, lock_folder, replace_dir, write_atomic
@@ -166,7 +166,6 @@ def run_epoch(name, batches, count):
             engine.step()
             if batch % gradient_accumulation_steps == 0:
                 steps += engine.was_step_applied()  # a skipped step is none of the schedule
-                fixes.grow_loss_scale(engine)
         sums += torch.stack([loss.detach(), (logits.argmax(1) == labels).sum(), (labels >= 0).sum()])
         bad = torch.where(loss.isfinite(), 0, bad + 1)
         if batch % 10 == 0 or batch == count:  # not more often: the CPU waits for the GPU here
