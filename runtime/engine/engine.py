@@ -71,7 +71,7 @@ class Engine:
         return state.checkpoint_files(self.deepspeed, out_dir, tag)
 
     def copy_recovery_script(self, out_dir):
-        """Write DeepSpeed's zero_to_fp32.py into a folder."""
+        """Write DeepSpeed's zero_to_fp32.py and zero_to_torch.py into a folder."""
         type(self.deepspeed)._copy_recovery_script(self.deepspeed, out_dir)
 
     def load(self, store, tag):

@@ -7,8 +7,9 @@ import deepspeed
 import torch
 
 from runtime.cluster.ranks import all_reduce_sum, print0, silence_stdout
-from runtime.engine import fixes, fused_adamw, zero2_gradients
+from runtime.engine import fixes, fused_adamw
 from runtime.engine.ds_config import config_fits_fast_gradients, uses_offload
+from runtime.engine.zero2_gradients import BucketedAllReduce, LocalAccumulation
 from runtime.engine.zero3_blocks import Zero3Blocks
 
 
@@ -102,5 +103,8 @@ def replace_gradients_and_step(deepspeed, accumulate_locally, use_triton=False):
         return None
     world_size = torch.distributed.get_world_size(deepspeed.optimizer.dp_process_group)
     local = world_size == 1 or all_reduce_sum(accumulate_locally)[0] == world_size
-    gradients_of = Zero3Blocks if deepspeed.zero_optimization_stage() == 3 else zero2_gradients.replace_gradients
-    return fused_adamw.replace_step(deepspeed, gradients_of(deepspeed, local), use_triton)
+    if deepspeed.zero_optimization_stage() == 3:
+        gradients = Zero3Blocks(deepspeed, local)
+    else:
+        gradients = (LocalAccumulation if local else BucketedAllReduce)(deepspeed.optimizer)
+    return fused_adamw.replace_step(deepspeed, gradients, use_triton)

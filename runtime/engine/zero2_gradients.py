@@ -13,7 +13,7 @@ overflow check and the norm read the flat partitions. docs/engineering_notes.md 
 """
 
 import torch
-from deepspeed import comm as dist  # so that its comms_logger counts our collectives
+import torch.distributed as dist
 
 from runtime.engine import override
 
@@ -30,6 +30,10 @@ class Zero2Gradients:
         # of each group: (parameter, offset) of each parameter in the flat tensor of all ranks' partitions
         self.places = [list(zip(*group)) for group in zip(optimizer.round_robin_bit16_groups,
                                                           optimizer.round_robin_bit16_offsets)]
+        self.overlaps = optimizer.overlap_comm
+        override(optimizer, _use_compact_grad_partition_buffer=lambda group: True,  # DeepSpeed's is False for float32
+                 process_gradients=self.on_grad_ready, reduce_ipg_grads=self.finish_backward,
+                 overlap_comm=False)  # it would synchronize after each backward; finish_backward waits on the GPU
 
     def on_grad_ready(self, param, group):
         """Take a parameter's gradient. DeepSpeed calls this when backward has computed it."""
@@ -83,7 +87,7 @@ class BucketedAllReduce(Zero2Gradients):
         super().__init__(optimizer)
         flats = optimizer.bit16_groups_flat
         self.size = min(int(optimizer.reduce_bucket_size), sum(flat.numel() for flat in flats))
-        self.stream = torch.cuda.Stream() if flats[0].is_cuda and optimizer.overlap_comm else None
+        self.stream = torch.cuda.Stream() if flats[0].is_cuda and self.overlaps else None
         self.buckets = [flats[0].new_empty(self.size) for _ in range(2 if self.stream else 1)]
         self.reduced = [None for _ in self.buckets]  # events on the side stream
         self.entries, self.filled = [], 0  # of the first bucket: (param, offset), elements
@@ -140,14 +144,3 @@ class BucketedAllReduce(Zero2Gradients):
     def finish_backward(self, comm_dtype=None):
         self.launch_bucket()
         self.wait_for_buckets()
-
-
-def replace_gradients(deepspeed, accumulate_locally):
-    """Replace DeepSpeed's gradient path by a Zero2Gradients, and return it. accumulate_locally: whether to use
-    LocalAccumulation."""
-    optimizer = deepspeed.optimizer
-    gradients = (LocalAccumulation if accumulate_locally else BucketedAllReduce)(optimizer)
-    override(optimizer, _use_compact_grad_partition_buffer=lambda group: True,  # DeepSpeed's is False for fp32 weights
-             process_gradients=gradients.on_grad_ready, reduce_ipg_grads=gradients.finish_backward,
-             overlap_comm=False)  # it would synchronize after each backward; finish_backward waits on the GPU
-    return gradients
