@@ -20,8 +20,8 @@ from runtime.output import exit_with_error
 
 
 def group_timeout():
-    """Return how long a rank waits for the others in any collective: DEEPSPEED_TIMEOUT, in minutes. unusable_deepspeed()
-    in engine/fixes.py refuses other values than 1 to 99999."""
+    """Return how long a rank waits for the others in any collective: DEEPSPEED_TIMEOUT, in minutes.
+    unusable_deepspeed() in engine/fixes.py refuses other values than 1 to 99999."""
     minutes = os.environ.get("DEEPSPEED_TIMEOUT", "10")
     return datetime.timedelta(minutes=int(minutes) if re.fullmatch(r"[1-9]\d{0,4}", minutes) else 10)
 
