@@ -160,7 +160,7 @@ def pick_dtype(dtype, device):
         raise UserError("dtype=float16 needs a GPU: use --dtype=float32 or --dtype=bfloat16")
     if dtype == "bfloat16" and device == "cuda" and not has_bf16:
         raise UserError(f"dtype=bfloat16 needs compute capability 8.0, but {torch.cuda.get_device_name()} has less: "
-                         "use --dtype=float16 or --dtype=auto")
+                        "use --dtype=float16 or --dtype=auto")
     return dtype
 
 

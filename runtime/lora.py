@@ -36,7 +36,7 @@ def lora_config(settings):
     unknown = [name for name in modules if name not in TARGET_MODULES]
     if rank and (unknown or not modules):
         raise UserError(f"lora_target_modules names {', '.join(unknown) or 'nothing'}: choose from a block's "
-                         f"matrices, {', '.join(TARGET_MODULES)}")
+                        f"matrices, {', '.join(TARGET_MODULES)}")
     lora = {"rank": rank, "alpha": alpha or float(rank), "dropout": dropout, "target_modules": modules}
     return lora if rank else None
 

@@ -53,7 +53,7 @@ def tokenizer_of(meta):
         def encode_chars(text):
             if unknown := [char for char in text if char not in ids]:
                 raise UserError(f"the character {unknown[0]!r} (U+{ord(unknown[0]):04X}) is not one of the {len(ids)} "
-                                 "that this character dataset knows")
+                                "that this character dataset knows")
             return [ids[char] for char in text]
 
         return encode_chars, lambda tokens: "".join(meta["chars"][token] for token in tokens)

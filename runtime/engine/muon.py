@@ -76,9 +76,10 @@ class Muon:
             start = offset - size * dist.get_rank(group)
             for first in range(start, start + param.numel(), rows * columns):
                 self.add(first, first + rows * columns, rows, columns)
-        self.functions = next_direction, apply_update
+        self.next_direction, self.apply_update = next_direction, apply_update
         if places[0][0].is_cuda:  # each in one pass
-            self.functions = [torch.compile(function, dynamic=True) for function in self.functions]
+            self.next_direction = torch.compile(next_direction, dynamic=True)
+            self.apply_update = torch.compile(apply_update, dynamic=True)
 
     def is_shared(self, start, end):
         """Return whether a matrix lies on several ranks."""
@@ -94,14 +95,13 @@ class Muon:
     def step(self, p, momentum, norm, max_norm, skip_above):
         """Step a Partition and clear its gradients. momentum: fp32, like its weights. norm: of all gradients, a scalar
         on the device. If it is not below skip_above, only clear the gradients."""
-        direct, apply = self.functions
         is_applied = norm < skip_above
         clip = (max_norm / (norm + 1e-6)).clamp(max=1)
         lr = torch.tensor(p.group["lr"], device=norm.device) * is_applied
         for start, end, rows, columns in self.batches:
             own = slice(max(0, start), max(0, min(self.size, end)))
-            direction = direct(p.grads[own], momentum[own], clip, is_applied,
-                               torch.bfloat16 if norm.is_cuda else torch.float32)
+            direction = self.next_direction(p.grads[own], momentum[own], clip, is_applied,
+                                            torch.bfloat16 if norm.is_cuda else torch.float32)
             if self.is_shared(start, end):
                 part, direction = direction, direction.new_zeros(end - start)
                 direction[own.start - start : own.stop - start] = part
@@ -109,5 +109,5 @@ class Muon:
             if own.start < own.stop:
                 update = orthogonalize(direction.view(-1, rows, columns)).flatten()
                 update = update[own.start - start : own.stop - start]
-                apply(p.master.data[own], p.half[own], update, lr * max(1, rows / columns) ** 0.5,
-                      lr * p.group["weight_decay"])
+                self.apply_update(p.master.data[own], p.half[own], update, lr * max(1, rows / columns) ** 0.5,
+                                  lr * p.group["weight_decay"])

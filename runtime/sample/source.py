@@ -26,7 +26,7 @@ def find_model(init_from, out_dir, tag, dataset):
         data = {**manifest["state"]["data"], "block_size": manifest["state"]["model"]["block_size"]}
     elif run := parse_run_path(init_from):
         raise UserError(f"init_from={init_from} has checkpoints of train_deepspeed.py: use --out_dir={run[0]} "
-                         f"--tag={run[1]}")
+                        f"--tag={run[1]}")
     else:
         name, description = init_from, ""
         config = GPTConfig.from_weights(init_from) if os.path.exists(init_from) else GPTConfig()  # a GPT-2 on the hub
@@ -59,4 +59,4 @@ def data_of_weights(source, vocab_size):
     if vocab_size in (GPT2_VOCAB, PADDED_GPT2_VOCAB):
         return {"tokenizer": {"kind": "gpt2"}, "vocab_size": GPT2_VOCAB}
     raise UserError(f"the tokenizer of {source} is unknown ({vocab_size} tokens): name the dataset that it was "
-                     "trained on with --dataset=NAME or a path")
+                    "trained on with --dataset=NAME or a path")
