@@ -2,8 +2,8 @@
 
     python tests/drills/prepare.py --mb=1000 --kills=5
 
-data/prepare.py must take less than 4 GB; its workers must all work; and after kills, the same command must give the
-bytes of the run that was never killed, and leave no other file behind.
+data/prepare.py must take less than 4 GB; from 200 MB on, its workers must all work; and after kills, the same command
+must give the bytes of the run that was never killed, and leave no other file behind.
 """
 
 import contextlib
@@ -84,7 +84,8 @@ def main():
     kills, starts = killed(args, whole_s / (args.kills + 1))
     same = hashes(args.folder / "whole") == hashes(args.folder / "killed")
     busy = [s for s in of_workers if s > 0.1 * max(of_workers)]  # not the threads of libraries
-    passed = code == 0 and memory < 4000 and len(busy) >= psutil.cpu_count()
+    shared = len(busy) >= psutil.cpu_count() or args.mb < 200  # one worker can take all of a small text
+    passed = code == 0 and memory < 4000 and shared
     report(args, passed and same and kills == args.kills,
            mb=round(size), seconds=round(whole_s, 1), mb_per_s=round(size / whole_s, 1), peak_mb=round(memory),
            cpu_seconds=[round(s, 1) for s in (next(iter(seconds.values())), *busy)],
