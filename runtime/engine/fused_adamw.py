@@ -87,7 +87,8 @@ class FusedStep:
         # checkpoints saved with offload have it on the CPU
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=p.grads.device)
         if is_muon(p.group):
-            self.muon = self.muon or Muon(p.places, p.grads.numel(), self.optimizer.dp_process_group)
+            self.muon = self.muon or Muon(p.places, p.grads.numel(), self.optimizer.dp_process_group,
+                                          self.use_kernel)
             self.muon.step(p, state["exp_avg"], norm, max_norm, self.skip_above)
         else:
             step = launch_kernel if self.use_kernel else step_by_pytorch

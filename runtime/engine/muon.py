@@ -9,9 +9,12 @@ by all. There is no second moment, so Muon needs 4 bytes per parameter less than
 import torch
 import torch.distributed as dist
 
+from runtime.kernels.gram import symmetric_product
+
 MOMENTUM = 0.95
-COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5  # of Newton-Schulz, as in torch.optim.Muon
-MAX_BATCH = 2**27  # elements: what one batch of matrices takes in memory for a moment is a few times this
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of Newton-Schulz, as in torch.optim.Muon
+ROUNDS = 3, 2  # its iterations: five, as there
+MAX_BATCH = 2**28  # elements: what one batch of matrices takes in memory for a moment is a few times this
 LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
@@ -34,25 +37,50 @@ def moments_of(group):
     return ("exp_avg",) if is_muon(group) else ("exp_avg", "exp_avg_sq")
 
 
-def orthogonalize(matrices):
-    """Return matrices (n, rows, columns) with their singular values moved to about 1, in their dtype."""
-    a, b, c = COEFFICIENTS
-    is_tall = matrices.size(1) > matrices.size(2)
-    x = matrices.mT if is_tall else matrices
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(ITERATIONS):
-        gram = x @ x.mT
-        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, gram, x, beta=a)
-    return x.mT if is_tall else x
+def orthogonalize(x, product):
+    """Return x (n, rows, columns), matrices of norm 1, with their singular values moved to about 1.
+
+    An iteration of Newton-Schulz is x <- p(A) x, with A = x x^T and p(A) = a + b A + c A^2. We iterate on A, on the
+    smaller side of x, and multiply x by all p(A) of a round at once. Longer rounds lose small singular values to
+    rounding. product(x, y, alpha, beta): alpha x y^T + beta x, which is symmetric, because A and all p(A) commute."""
+    (a, b, c), is_tall = COEFFICIENTS, x.size(1) > x.size(2)
+
+    def polynomial(gram):
+        result = product(gram, gram, c, b)
+        result.diagonal(dim1=1, dim2=2).add_(a)
+        return result
+
+    for iterations in ROUNDS:
+        side = x.mT if is_tall else x
+        gram = product(side, side)
+        factor = factors = polynomial(gram)
+        for _ in range(iterations - 1):
+            gram = product(product(gram, factor), factor)
+            factor = polynomial(gram)
+            factors = product(factors, factor)
+        x = x @ factors if is_tall else factors @ x
+    return x
 
 
-def next_direction(grads, momentum, clip, is_applied, dtype):
-    """Add clipped gradients to the momentum, clear them, and return Nesterov's direction in this dtype."""
+def plain_product(x, y, alpha=1.0, beta=0.0):
+    """Do what kernels.gram.symmetric_product does where Triton doesn't run."""
+    return torch.baddbmm(x, x, y.mT, beta=beta, alpha=alpha) if beta else x @ y.mT
+
+
+def next_direction(grads, momentum, clip, is_applied):
+    """Add clipped gradients to the momentum, clear them, and return Nesterov's direction in bfloat16, or on CPU in
+    float32."""
     clipped = torch.where(is_applied, grads * clip, 0.0)
     momentum.lerp_(clipped, is_applied * (1 - MOMENTUM))
     grads.zero_()
-    return clipped.lerp(momentum, MOMENTUM).to(dtype)
+    return clipped.lerp(momentum, MOMENTUM).to(torch.bfloat16 if grads.is_cuda else torch.float32)
+
+
+def normalize(x):
+    """Return matrices (n, rows, columns) divided by their norms, in float16, or on CPU in float32. Newton-Schulz is
+    several times as exact in float16 as in bfloat16, and needs no more range once x is normalized."""
+    norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    return (x / norms.clamp(min=1e-7)).to(torch.float16 if x.is_cuda else torch.float32)
 
 
 def apply_update(weights, half, update, lr, decay):
@@ -65,9 +93,9 @@ class Muon:
     """Steps this rank's part of Muon's parameter group.
 
     places: (parameter, offset in the flat tensor) of the group. size: elements per rank. group: the ranks that share
-    the flat tensor."""
+    the flat tensor. use_kernels: whether Triton runs here."""
 
-    def __init__(self, places, size, group):
+    def __init__(self, places, size, group, use_kernels=False):
         self.group, self.size, self.batches = group, size, []  # [start, end, rows, columns], from this rank's first
         for param, offset in places:
             rows, columns = param.shape
@@ -76,10 +104,10 @@ class Muon:
             start = offset - size * dist.get_rank(group)
             for first in range(start, start + param.numel(), rows * columns):
                 self.add(first, first + rows * columns, rows, columns)
-        self.next_direction, self.apply_update = next_direction, apply_update
-        if places[0][0].is_cuda:  # each in one pass
-            self.next_direction = torch.compile(next_direction, dynamic=True)
-            self.apply_update = torch.compile(apply_update, dynamic=True)
+        self.product = symmetric_product if use_kernels else plain_product
+        self.next_direction, self.normalize, self.apply_update = (  # each in one pass
+            torch.compile(function, dynamic=False, disable=not use_kernels)
+            for function in (next_direction, normalize, apply_update))
 
     def is_shared(self, start, end):
         """Return whether a matrix lies on several ranks."""
@@ -100,14 +128,13 @@ class Muon:
         lr = torch.tensor(p.group["lr"], device=norm.device) * is_applied
         for start, end, rows, columns in self.batches:
             own = slice(max(0, start), max(0, min(self.size, end)))
-            direction = self.next_direction(p.grads[own], momentum[own], clip, is_applied,
-                                            torch.bfloat16 if norm.is_cuda else torch.float32)
+            direction = self.next_direction(p.grads[own], momentum[own], clip, is_applied)
             if self.is_shared(start, end):
                 part, direction = direction, direction.new_zeros(end - start)
                 direction[own.start - start : own.stop - start] = part
                 dist.all_reduce(direction, group=self.group)
             if own.start < own.stop:
-                update = orthogonalize(direction.view(-1, rows, columns)).flatten()
-                update = update[own.start - start : own.stop - start]
+                update = orthogonalize(self.normalize(direction.view(-1, rows, columns)), self.product)
+                update = update.flatten()[own.start - start : own.stop - start]
                 self.apply_update(p.master.data[own], p.half[own], update, lr * max(1, rows / columns) ** 0.5,
                                   lr * p.group["weight_decay"])

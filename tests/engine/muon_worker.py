@@ -9,20 +9,21 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
+from newton_schulz import by_singular_values
 
 from model import GPT, GPTConfig
 from runtime.cluster.ranks import shut_down, silence_stdout
 from runtime.data.loader import Batch
 from runtime.engine import ds_config
 from runtime.engine.engine import Engine
-from runtime.engine.muon import COEFFICIENTS, ITERATIONS, split_matrices
+from runtime.engine.muon import split_matrices
 
 SEQUENCES, ACCUMULATION, T, VOCAB, LAYERS, STEPS = 24, 2, 16, 61, 3, 4
 ADAM, LR, MUON_LR, CLIP, DECAY = {"betas": (0.9, 0.95), "eps": 1e-5}, 1e-2, 3e-2, 0.3, 0.1
@@ -42,15 +43,6 @@ def data(step):
 def lr_factor(step):
     """A schedule, which both optimizers follow."""
     return 1 - step / 8
-
-
-def by_singular_values(grad, *_):
-    """What Newton-Schulz computes, in float64: its polynomial applied to the singular values."""
-    u, s, v = torch.linalg.svd(grad.double() / grad.double().norm(), full_matrices=False)
-    a, b, c = COEFFICIENTS
-    for _ in range(ITERATIONS):
-        s = a * s + b * s**3 + c * s**5
-    return (u * s @ v).float()
 
 
 def plain(orthogonalize=None):

@@ -17,7 +17,7 @@ from runtime.engine.setup import compile_blocks
 from runtime.hardware import Execution
 from runtime.kernels import block, decode, edits, fp8
 from runtime.kernels.decode import decode_step, decode_step_for
-from runtime.kernels.gram import gram
+from runtime.kernels.gram import symmetric_product
 
 SHAPE = {"block_size": 150, "vocab_size": 61, "n_layer": 2, "n_head": 3, "n_embd": 48}  # 48: no power of two
 
@@ -224,8 +224,10 @@ def test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole(monkeypatch
 
 @pytest.mark.parametrize("shape", [(2, 130, 70), (1, 64, 200)], ids=str)
 def test_half_of_a_symmetric_product_is_the_whole(shape):
-    """Over two rows of tiles, which neither size fills, and one."""
+    """Over two rows of tiles, which neither size fills, and one; of rows, of columns, and of matrices that commute."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     whole = x @ x.mT
-    assert torch.allclose(gram(x), whole, atol=1e-4)
-    assert torch.allclose(gram(whole, 0.5, -2.0), 0.5 * whole @ whole - 2 * whole, atol=1e-2)
+    assert torch.allclose(symmetric_product(x, x), whole, atol=1e-4)
+    assert torch.allclose(symmetric_product(x.mT, x.mT), x.mT @ x, atol=1e-4)
+    assert torch.allclose(symmetric_product(whole, whole @ whole, 0.5, -2.0),
+                          0.5 * whole @ whole @ whole - 2 * whole, rtol=1e-4, atol=1)
