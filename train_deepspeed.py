@@ -188,7 +188,7 @@ use_triton = setup.compile_blocks(model, execution, plan.stage, fp8)  # our Trit
 
 groups = model.parameter_groups(weight_decay)
 if optimizer == "muon":
-    groups = split_matrices(groups, model, lr_ratio=muon_learning_rate / learning_rate)
+    groups = split_matrices(groups, model, muon_learning_rate / learning_rate, batch.world_size)
 adamw = setup.adamw(groups, plan.ds_config, lr=learning_rate, betas=(beta1, beta2))
 deepspeeds_engine = setup.initialize(model, adamw, plan.ds_config)
 print0(f"DeepSpeed uses {setup.describe(deepspeeds_engine, plan.ds_config, execution.dtype)}")

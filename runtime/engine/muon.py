@@ -1,10 +1,12 @@
 """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) for the matrices of blocks, at ZeRO-2.
 
 Each matrix's update is its momentum with singular values near 1. Weights and momentum are sharded as AdamW's are, in
-one flat tensor per rank. split_matrices() sorts the matrices by shape, so that those of one shape lie next to each
-other: a view of them is the batch of a GEMM. A matrix that lies on several ranks, at most one per border, is gathered
-by all. There is no second moment, so Muon needs 4 bytes per parameter less than AdamW.
+one flat tensor per rank. split_matrices() gives each rank whole blocks if it can, and sorts their matrices by shape, so
+that a view of those of one shape is the batch of a GEMM. A matrix that lies on several ranks, at most one per border,
+is gathered by all. There is no second moment, so Muon needs 4 bytes per parameter less than AdamW.
 """
+
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -18,11 +20,14 @@ MAX_BATCH = 2**28  # elements: what one batch of matrices takes in memory for a 
 LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
-def split_matrices(groups, model, lr_ratio):
+def split_matrices(groups, model, lr_ratio, world_size):
     """Return parameter groups with a new one for Muon, of the matrices in the model's blocks. Its learning rate is
-    `lr_ratio` times that of the others."""
-    matrices = [block.get_submodule(layer).weight for layer in LAYERS for block in model.transformer.h]
-    ids, (decayed, *_) = set(map(id, matrices)), groups
+    `lr_ratio` times that of the others. Each rank's share of the blocks is sorted by shape."""
+    blocks, (decayed, *_) = model.transformer.h, groups
+    borders = [rank * len(blocks) // world_size for rank in range(world_size + 1)]
+    matrices = [block.get_submodule(layer).weight for start, end in itertools.pairwise(borders)
+                for layer in LAYERS for block in blocks[start:end]]
+    ids = set(map(id, matrices))
     others = [{**group, "params": [p for p in group["params"] if id(p) not in ids]} for group in groups]
     return [*others, {**decayed, "params": matrices, "lr_ratio": lr_ratio}]
 

@@ -3,6 +3,7 @@
 Three blocks of four matrices: 2 and 4 ranks cut a matrix in two, 3 ranks cut between matrices.
 """
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from conftest import EIGHT, done, free_port, launch, long
 from newton_schulz import by_singular_values, low_rank_and_noise
 from torch.optim._muon import _zeropower_via_newtonschulz
 
+from model import GPT, GPTConfig
 from runtime.checkpoint.tags import TagStore
-from runtime.engine.muon import Muon, normalize, orthogonalize, plain_product
+from runtime.engine.muon import Muon, normalize, orthogonalize, plain_product, split_matrices
 
 
 @pytest.fixture(scope="module", params=[long(1), 2, long(3), long(4)], ids="{} ranks".format)
@@ -64,22 +66,22 @@ def test_newton_schulz_keeps_small_singular_values(shape):
     assert (ours - exact).norm() < 5e-5 * exact.norm()
 
 
-def test_matrices_of_a_shape_are_one_batch(monkeypatch):
-    """GPT-2 small on one rank and on eight: q, k, v and attention's projection together, then the MLP's two."""
-    C, L = 768, 12
-    shapes = [(3 * C, C)] * L + [(C, C)] * L + [(4 * C, C)] * L + [(C, 4 * C)] * L
-    offsets = [sum(rows * columns for rows, columns in shapes[:i]) for i in range(len(shapes))]
-    places = [(torch.empty(shape, device="meta"), offset) for shape, offset in zip(shapes, offsets)]
-    total = 12 * L * C * C
-    for ranks, n_batches, n_shared in ((1, 3, 0), (8, 10, 3)):
-        own, shared = [], []
-        for rank in range(ranks):
-            monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
-            muon = Muon(places, total // ranks, None)
-            own += [end - start for start, end, *_ in muon.batches if not muon.is_shared(start, end)]
-            shared.append([end - start for start, end, *_ in muon.batches if muon.is_shared(start, end)])
-        assert len(own) == n_batches and shared == [[4 * C * C] * n_shared] * ranks
-        assert sum(own) + sum(shared[0]) == total
+@pytest.mark.parametrize("ranks, batches, shared", [(1, {3}, 0), (2, {3}, 0), (8, {3, 4}, 0), (5, {3, 4}, 4)])
+def test_matrices_of_a_shape_are_one_batch(monkeypatch, ranks, batches, shared):
+    """GPT-2 small: q, k, v and attention's projection together, then the MLP's two. Only five ranks cut matrices."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig())
+    params = split_matrices(model.parameter_groups(0.1), model, 10, ranks)[-1]["params"]
+    offsets = list(itertools.accumulate((p.numel() for p in params), initial=0))
+    size, own = -(-offsets[-1] // ranks), 0
+    for rank in range(ranks):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
+        muon = Muon(list(zip(params, offsets)), size, None)
+        of_rank = [(start, end) for start, end, *_ in muon.batches if not muon.is_shared(start, end)]
+        assert len(of_rank) in batches and len(muon.batches) - len(of_rank) == shared
+        own += sum(end - start for start, end in of_rank)
+    borders = sum(end - start for start, end, *_ in muon.batches if muon.is_shared(start, end))
+    assert own + borders == offsets[-1] == 12 * 12 * 768**2
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,7 @@ def unbroken(train):
 
 @pytest.mark.parametrize("ranks", [2, 1, long(4)])
 def test_a_resumed_run_goes_on_as_unbroken(train, unbroken, tmp_path, ranks):
-    """With the same ranks to the last bit, else re-sharded: 2 and 4 ranks cut matrices, 1 doesn't."""
+    """With the same ranks to the last bit, else re-sharded: 4 ranks cut matrices."""
     out_dir = shutil.copytree(unbroken.out_dir, tmp_path / "out")
     batch = {2: (), 1: ("--gradient_accumulation_steps=4",), 4: ("--gradient_accumulation_steps=1",)}[ranks]
     back = done(train(*EIGHT, "--optimizer=muon", "--n_layer=3", "--dropout=0.0", *batch, "--init_from=resume",
