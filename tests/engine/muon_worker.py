@@ -84,7 +84,8 @@ def train(local=True, bad=None, dtype="float32"):
         batch = Batch(SEQUENCES // ACCUMULATION // ranks, ACCUMULATION, ranks, T)
         config, _ = ds_config.complete_config(file.name, batch, CLIP, dtype)
     model = fresh_model()
-    groups = split_matrices(model.parameter_groups(DECAY), model, MUON_LR / LR, 1)  # as for one rank: others cut matrices
+    # Sorted as for one rank, so that 2 and 4 ranks cut matrices
+    groups = split_matrices(model.parameter_groups(DECAY), model, MUON_LR / LR, world_size=1)
     optimizer, trajectory = torch.optim.AdamW(groups, fused=True, lr=LR, **ADAM), []
     with silence_stdout():
         deepspeeds, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
