@@ -1,0 +1,159 @@
+"""Race nanoGPT's recipe in plain PyTorch against ours: from scratch on one GPU, the same tokens and validation windows.
+
+    python results/race.py baseline nanogpt.json --learning_rate=1e-3 --max_iters=2000 SETTINGS
+    python results/race.py ours muon.json --optimizer=muon --max_iters=850 SETTINGS
+    python results/race.py table race.json nanogpt*.json muon*.json
+
+SETTINGS are those of train_deepspeed.py, the same for both, such as config/train_gpt2.py --dataset=packages. The first
+two commands write [step, seconds of training, validation loss] of each evaluation. Seconds are those of the optimizer
+steps: the start, compilation and evaluations don't count, for neither. The last command tells how long each of our runs
+takes to the final loss of each baseline of its seed, and writes all runs to one file.
+
+nanoGPT's recipe: float32 weights under autocast, the whole model compiled, fused AdamW with weight decay 0.1 and betas
+0.9 and 0.95, gradients clipped at 1, and a cosine from learning_rate to a tenth of it.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from configurator import settings_of_script
+from model import GPT
+from runtime.hardware import git_commit, machine_record
+from runtime.monitor.history import read_history
+
+SCRIPT = ROOT / "train_deepspeed.py"
+
+
+def learning_rate(s, it):
+    """nanoGPT's: linear warmup, then a cosine to a tenth."""
+    if it < s.warmup_iters:
+        return s.learning_rate * (it + 1) / (s.warmup_iters + 1)
+    progress = (it - s.warmup_iters) / (s.max_iters - s.warmup_iters)
+    return s.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def curve_of(ms, losses):
+    """Return [[step, seconds of training, validation loss]] of {step: ms} and {step: validation loss}."""
+    ms = ms | dict.fromkeys(range(1, 6), ms[6])  # compilation and the capture of a CUDA graph
+    return [[step, round(sum(ms[it + 1] for it in range(step)) / 1000, 3), loss] for step, loss in losses.items()]
+
+
+def baseline(argv):
+    """Train by nanoGPT's recipe. Return curve_of() it, and the machine."""
+    s = settings_of_script(SCRIPT, argv)
+    if not torch.cuda.is_available() or s.device == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
+    from runtime.cluster.join import join_process_group
+    from runtime.cluster.ranks import ranks_from_environment, shut_down
+    from runtime.data.loader import eval_batches, train_batches
+    from runtime.plan.run_plan import plan_run
+
+    ranks = ranks_from_environment()
+    join_process_group(s.device, s.backend)
+    plan = plan_run(s, ranks)
+    device, vocab_size = torch.device(plan.execution.device), plan.data["vocab_size"]
+    dtype = plan.execution.torch_dtype
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(s.seed)
+    with device:
+        model = GPT(plan.model)
+    net = torch.compile(model) if plan.execution.compile else model
+    optimizer = torch.optim.AdamW(model.parameter_groups(0.1), lr=s.learning_rate, betas=(0.9, 0.95), fused=True)
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+    def loss_of(x, y, reduction="mean"):
+        with autocast:
+            return cross_entropy(net(x).float().flatten(0, 1), y.flatten(), ignore_index=-1, reduction=reduction)
+
+    @torch.no_grad()
+    def evaluate():
+        model.eval()
+        total, count = 0.0, 0
+        for x, y in eval_batches(plan.tokens["val"][0], plan.eval_windows, plan.batch, 0, vocab_size, device):
+            total += loss_of(x, y, "sum").double().item()
+            count += int((y >= 0).sum())
+        model.train()
+        return total / count
+
+    batches = train_batches([(plan.tokens["train"][0], 1)], 0, plan.batch, 0, s.seed, vocab_size, device)
+    ms, losses = {}, {0: evaluate()}
+    for it in range(s.max_iters):
+        start = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(s, it)
+        for _ in range(s.gradient_accumulation_steps):
+            x, y = next(batches)
+            (loss_of(x, y) / s.gradient_accumulation_steps).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        ms[it + 1] = 1000 * (time.perf_counter() - start)
+        if (it + 1) % s.eval_interval == 0 or it + 1 == s.max_iters:
+            losses[it + 1] = evaluate()
+            print(it + 1, f"{ms[it + 1]:.1f} ms, val loss {losses[it + 1]:.4f}", flush=True)
+    shut_down()
+    return curve_of(ms, losses), machine_record(device)
+
+
+def ours(argv):
+    """Train by train_deepspeed.py. Return what baseline() does."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, SCRIPT, *argv, "--log_interval=1", "--keep_last=0", f"--out_dir={folder}/out"],
+                       check=True)
+        history, run = read_history(f"{folder}/out"), json.loads(Path(folder, "out/settings.json").read_text())
+    ms, losses = ({record["iter"]: record[key] for record in history if key in record} for key in ("ms", "val_loss"))
+    return curve_of(ms, losses), {key: run[key] for key in ("hardware", "versions")}
+
+
+def seconds_to(curve, loss):
+    """The time of the first evaluation at or below a loss, or None."""
+    return next((seconds for _, seconds, val_loss in curve if val_loss <= loss), None)
+
+
+def label(run):
+    """Return what tells a run from the others."""
+    s = settings_of_script(SCRIPT, run["argv"])
+    optimizer = f"muon {s.muon_learning_rate:g}, " * (s.optimizer == "muon") + f"adamw {s.learning_rate:g}"
+    return f"{run['way']}{', fp8' * s.fp8}, {optimizer}, {s.max_iters} steps, seed {s.seed}", s.seed
+
+
+def table(path, paths):
+    """Print the runs, and compare each of ours with the baselines of its seed. Write all to one file."""
+    runs = [json.loads(Path(path).read_text()) for path in paths]
+    for run in runs:
+        run["label"], run["seed"] = label(run)
+    for run in runs:
+        steps, seconds, loss = run["curve"][-1]
+        print(f"{run['label']:<60} {loss:.4f} after {steps} steps, {seconds:.1f} s")
+        for base in (base for base in runs if (base["way"], base["seed"]) == ("baseline", run["seed"])):
+            if run["way"] == "ours" and (reached := seconds_to(run["curve"], base["curve"][-1][2])):
+                ratio = run.setdefault("ratios", {})[base["label"]] = round(reached / base["curve"][-1][1], 3)
+                print(f"    the final loss of {base['label']}: after {reached:.1f} s, {ratio} of its time")
+    Path(path).write_text(json.dumps({"runs": runs}, indent=1))
+
+
+def main():
+    way, path, *argv = sys.argv[1:] if len(sys.argv) > 3 else sys.exit(__doc__)
+    if way == "table":
+        return table(path, argv)
+    curve, machine = {"baseline": baseline, "ours": ours}[way](argv)
+    Path(path).write_text(json.dumps({"way": way, "argv": argv, "command": " ".join(sys.argv), "commit": git_commit(),
+                                      **machine, "curve": curve}))
+
+
+if __name__ == "__main__":
+    main()
