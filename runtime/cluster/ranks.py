@@ -59,7 +59,7 @@ def print0(text):
     if RANK == 0 and _progress is not None:
         _progress.write(text, file=sys.stdout)
     elif RANK == 0:
-        print(text, flush=True)
+        print(f"{text}\n", end="", flush=True)  # in one write, because the thread that saves prints too
 
 
 def show_progress(total, done, text):

@@ -57,6 +57,15 @@ def test_a_rank_in_the_shell_does_not_silence_an_error(tmp_path):
     assert run.returncode == 2 and "nothing" in run.stderr
 
 
+def test_lines_of_two_threads_stay_whole():
+    """The thread that saves prints beside training. With print(text), 7% of these lines were torn."""
+    code = ("import sys, threading; from runtime.output import protect_output; protect_output(); "
+            "from runtime.cluster.ranks import print0; sys.setswitchinterval(1e-5)\n"
+            "for c in 'ab': threading.Thread(target=lambda c=c: [print0(50 * c) for _ in range(5000)]).start()")
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert sorted(out.splitlines()) == [50 * "a"] * 5000 + [50 * "b"] * 5000
+
+
 def test_a_print_of_any_text_in_ascii(tmp_path):
     script = "from runtime.output import protect_output; protect_output(); print('caf\\u00e9'); print('then')"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True,
