@@ -148,7 +148,7 @@ from runtime.checkpoint.saver import Saver
 from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.ranks import all_exit_on, all_reduce_sum, broadcast_from_rank0, shut_down
-from runtime.data.loader import TimedIterator, eval_batches, mixed_seed, sequences_per_dataset, train_batches
+from runtime.data.loader import TrainBatches, eval_batches, mixed_seed, sequences_per_dataset
 from runtime.engine import setup
 from runtime.engine.engine import Engine
 from runtime.engine.muon import split_matrices
@@ -279,7 +279,8 @@ if iter_num == 0 or eval_only:
 elif iter_num >= max_iters:
     print0(f"{store.path(tag.name)} is at iteration {iter_num} already: resume with a larger --max_iters")
 mixture = [(tokens, dataset.share) for tokens, dataset in zip(plan.tokens["train"], plan.datasets)]
-batches = TimedIterator(train_batches(mixture, iter_num, batch, ranks.rank, seed, vocab_size, device))
+batches = TrainBatches(mixture, iter_num, batch, ranks.rank, seed, vocab_size, device)
+micro_batches = iter(batches)
 model.train()
 exit_code = None
 if profiler:
@@ -293,7 +294,7 @@ while not finished() and not eval_only and exit_code is None:
         group["lr"] = lr * group.get("lr_ratio", 1)  # Muon's has one
     loss = torch.zeros((), device=device)
     for _ in range(gradient_accumulation_steps):
-        loss += engine.micro_step(*next(batches))  # forward and backward
+        loss += engine.micro_step(*next(micro_batches))  # forward and backward
     step = engine.step(skip_above=health.spikes.threshold() if skip_grad_spikes else math.inf)
     loss /= gradient_accumulation_steps
     iter_num += 1

@@ -37,7 +37,7 @@ def main():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
     from runtime.cluster.join import join_process_group
     from runtime.cluster.ranks import all_reduce_sum, ranks_from_environment, shut_down
-    from runtime.data.loader import train_batches
+    from runtime.data.loader import TrainBatches
     from runtime.engine.setup import setup_device
     from runtime.hardware import peak_memory
     from runtime.plan.run_plan import plan_run
@@ -50,7 +50,7 @@ def main():
     steps = {"hf": transformers_steps, "pytorch": pytorch_steps, "fsdp2": partial(pytorch_steps, fsdp2=True)}
     name, micro_step = steps[args.name](plan, s, device)
     mixture = [(tokens, one.share) for tokens, one in zip(plan.tokens["train"], plan.datasets)]
-    batches = train_batches(mixture, 0, plan.batch, ranks.rank, s.seed, plan.data["vocab_size"], device)
+    batches = iter(TrainBatches(mixture, 0, plan.batch, ranks.rank, s.seed, plan.data["vocab_size"], device))
     times, losses = [], []
     for _ in range(s.max_iters):
         start, total = time.perf_counter(), 0.0

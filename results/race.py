@@ -57,7 +57,7 @@ def baseline(argv):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
     from runtime.cluster.join import join_process_group
     from runtime.cluster.ranks import ranks_from_environment, shut_down
-    from runtime.data.loader import eval_batches, train_batches
+    from runtime.data.loader import TrainBatches, eval_batches
     from runtime.plan.run_plan import plan_run
 
     ranks = ranks_from_environment()
@@ -87,7 +87,7 @@ def baseline(argv):
         model.train()
         return total / count
 
-    batches = train_batches([(plan.tokens["train"][0], 1)], 0, plan.batch, 0, s.seed, vocab_size, device)
+    batches = iter(TrainBatches([(plan.tokens["train"][0], 1)], 0, plan.batch, 0, s.seed, vocab_size, device))
     ms, losses = {}, {0: evaluate()}
     for it in range(s.max_iters):
         start = time.perf_counter()

@@ -44,19 +44,6 @@ class Batch:
         return self.sequences * self.block_size
 
 
-class TimedIterator:
-    """An iterator that measures how long its user waits for it: .waited_s, the seconds of all next() so far."""
-
-    def __init__(self, iterator):
-        self.iterator, self.waited_s = iterator, 0.0
-
-    def __next__(self):
-        start = time.perf_counter()
-        item = next(self.iterator)
-        self.waited_s += time.perf_counter() - start
-        return item
-
-
 def splitmix64(x):
     """Hash uint64 to uint64, elementwise, with splitmix64's finalizer (Steele et al., 2014)."""
     with np.errstate(over="ignore"):
@@ -207,20 +194,24 @@ def read_windows(windows, block_size, vocab_size):
     return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(np.maximum(rows[:, 1:], -1))
 
 
-def train_batches(sources, iter_num, batch, rank, seed, vocab_size, device):
-    """Yield (x, y) micro-batches on `device` without end, from step iter_num on; sources: [(tokens, share)]. If any are
-    Conversations, yield (x, y, weight). The sum of a micro-batch's losses times weight, averaged over micro-steps and
-    ranks as DeepSpeed does, is the mean over all targets of the step.
+class TrainBatches:
+    """Iterates over (x, y) micro-batches on `device` without end, from step iter_num on; sources: [(tokens, share)]. If
+    any are Conversations, over (x, y, weight). The sum of a micro-batch's losses times weight, averaged over
+    micro-steps and ranks as DeepSpeed does, is the mean over all targets of the step. waited_s: for data so far.
 
     A thread reads and pins whole steps in advance, because each handover between threads waits for Python's lock. One
     handover per micro-batch took 9 of the 663 ms per step of GPT-2 XL at micro-batch 8 x accumulation 4."""
-    sys.setswitchinterval(5e-4)  # seconds until a busy thread releases the lock; the default is 5 ms
-    ready = queue.Queue(maxsize=2)
-    pin = torch.device(device).type == "cuda"
-    masked = any(isinstance(tokens, Conversations) for tokens, _ in sources)
-    n = batch.micro * batch.accumulation  # sequences per step of each rank
 
-    def read_ahead():
+    def __init__(self, sources, iter_num, batch, rank, seed, vocab_size, device):
+        sys.setswitchinterval(5e-4)  # seconds until a busy thread releases the lock; the default is 5 ms
+        self.device, self.steps, self.waited_s = torch.device(device), queue.Queue(maxsize=2), 0.0
+        args = sources, iter_num, batch, rank, seed, vocab_size
+        threading.Thread(target=self.read_ahead, args=args, daemon=True).start()
+
+    def read_ahead(self, sources, iter_num, batch, rank, seed, vocab_size):
+        """Run on the thread: read this rank's part of each step."""
+        masked = any(isinstance(tokens, Conversations) for tokens, _ in sources)
+        n = batch.micro * batch.accumulation  # sequences per step of each rank
         try:
             for step in itertools.count(iter_num):
                 ids = np.arange(batch.sequences) + step * batch.sequences  # of all ranks
@@ -233,16 +224,18 @@ def train_batches(sources, iter_num, batch, rank, seed, vocab_size, device):
                                   for tokens, row in windows)
                     weight = batch.accumulation * batch.world_size / targets
                     tensors.append(torch.full((batch.accumulation,), weight))
-                ready.put([t.pin_memory() for t in tensors] if pin else tensors)
+                self.steps.put([t.pin_memory() for t in tensors] if self.device.type == "cuda" else tensors)
         except Exception as error:  # the training thread raises it again
-            ready.put(error)
+            self.steps.put(error)
 
-    threading.Thread(target=read_ahead, daemon=True).start()
-    while True:
-        step = ready.get()
-        if isinstance(step, Exception):
-            raise step
-        yield from zip(*(t.to(device, non_blocking=True) for t in step), strict=True)
+    def __iter__(self):
+        while True:
+            start = time.perf_counter()
+            step = self.steps.get()
+            self.waited_s += time.perf_counter() - start
+            if isinstance(step, Exception):
+                raise step
+            yield from zip(*(t.to(self.device, non_blocking=True) for t in step), strict=True)
 
 
 def eval_batches(tokens, n, batch, rank, vocab_size, device):

@@ -9,12 +9,12 @@ import torch
 from runtime.data.dataset import DTYPES, write_dataset
 from runtime.data.loader import (
     Batch,
+    TrainBatches,
     eval_batches,
     eval_offsets,
     feistel_permute,
     mixed_seed,
     read_windows,
-    train_batches,
     train_offsets,
     windows_per_epoch,
 )
@@ -26,9 +26,9 @@ SIZES = [(2, 1), (3, 1), (33, 32), (34, 32), (63, 32), (64, 32), (65, 32), (96, 
 
 def take(tokens, n, iter_num=0, rank=0, world_size=1, vocab_size=65536, batch_size=2, accumulation=3, block_size=16,
          seed=1337):
-    """The first n micro-batches of train_batches from step iter_num on, as one (x, y)."""
+    """The first n micro-batches of TrainBatches from step iter_num on, as one (x, y)."""
     batch = Batch(batch_size, accumulation, world_size, block_size)
-    batches = train_batches([(tokens, 1)], iter_num, batch, rank, seed, vocab_size, "cpu")
+    batches = TrainBatches([(tokens, 1)], iter_num, batch, rank, seed, vocab_size, "cpu")
     return [torch.cat(part) for part in zip(*itertools.islice(batches, n))]
 
 

@@ -23,7 +23,7 @@ from model import GPT
 from runtime.checkpoint.shards import TagReader
 from runtime.checkpoint.tags import TagStore
 from runtime.data.dataset import BEGINS, COUNTS, Dataset, check_dataset, open_tokens
-from runtime.data.loader import Batch, Conversations, eval_batches, open_sequences, train_batches
+from runtime.data.loader import Batch, Conversations, TrainBatches, eval_batches, open_sequences
 from runtime.errors import UserError
 
 BLOCK, SHARE, N = 72, 0.2, 120
@@ -92,7 +92,7 @@ def epoch(chat, iter_num=0, steps=None, rank=0, world_size=1, batch_size=4, accu
     """(rows, micro-batches [(x, y, weight)] of steps of 12 rows, an epoch of them by default)."""
     rows = open_sequences(chat.data, "train", BLOCK)
     batch = Batch(batch_size, accumulation, world_size, BLOCK)
-    batches = train_batches([(rows, 1)], iter_num, batch, rank, 7, 256, "cpu")
+    batches = iter(TrainBatches([(rows, 1)], iter_num, batch, rank, 7, 256, "cpu"))
     n = (steps or len(rows.counts) // 12 + 1) * accumulation
     return rows, list(itertools.islice(batches, n))
 
@@ -142,7 +142,7 @@ def test_every_token_of_other_text_counts_in_a_mixture(chat):
     """Of 12 sequences 8 are text of 72 targets each."""
     rows = open_sequences(chat.data, "train", BLOCK)
     sources, batch = [(rows, 1), (np.zeros(5000, np.uint16), 2)], Batch(3, 2, 2, BLOCK)
-    ranks = [list(itertools.islice(train_batches(sources, 3, batch, rank, 7, 256, "cpu"), 2)) for rank in (0, 1)]
+    ranks = [list(itertools.islice(TrainBatches(sources, 3, batch, rank, 7, 256, "cpu"), 2)) for rank in (0, 1)]
     counted = torch.cat([(y >= 0).sum(dim=1) for batches in ranks for _, y, _ in batches])
     assert sorted(counted.tolist())[4:] == [72] * 8 and 0 < counted.min() and counted[counted < 72].numel() == 4
     assert {weight.item() for batches in ranks for *_, weight in batches} == {
