@@ -1,11 +1,9 @@
-"""Check this machine, and whether a run starts and fits on it.
+"""Check this machine: Python, packages, memory, disk, GPUs and compilers.
 
-    python doctor.py                                              this machine
-    python doctor.py config/xl_shakespeare.py --num_gpus=4        also a run, with its memory estimate
-    python doctor.py config/xl_shakespeare.py --target_gpu=24     a run on another GPU
+    python doctor.py
 
-WARN: slower, or some runs won't work. FAIL: the run won't start, and the exit code is 1. Each of them has its fix.
-The settings are those of train_deepspeed.py.
+WARN: slower, or some runs won't work. FAIL: no run starts, and the exit code is 1. Each of them has its fix. To check a
+run on this machine or another, add --dry_run=True to its command.
 """
 
 import argparse
@@ -17,9 +15,6 @@ import re
 import shutil
 import sys
 from collections import Counter
-from dataclasses import replace
-
-from configurator import exit_quietly_on_broken_pipe, settings_of_script
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 
@@ -27,7 +22,7 @@ import psutil
 import torch
 
 from runtime import hardware
-from runtime.files import ROOT, file_digest, format_bytes
+from runtime.files import ROOT, format_bytes, free_bytes
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -38,53 +33,17 @@ def row(name, detail, fix="", severity=WARN):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num_gpus", type=int, help="number of ranks; default: one per GPU")
-    args, argv = parser.parse_known_args()
-    if args.num_gpus is not None and args.num_gpus < 1:
-        parser.error(f"--num_gpus={args.num_gpus} must be at least 1")
-    exit_quietly_on_broken_pipe()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     if not GPUS:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
-    checks = [python(), packages(), host(), cuda(), gpus(), compilers()]
-    if argv:
-        settings = settings_of_script(ROOT / "train_deepspeed.py", argv)
-        ranks = args.num_gpus or (0 if settings.device == "cpu" else GPUS) or 1
-        checks.append(the_run(settings, ranks))
     count = Counter()
-    for status, name, detail, fix in itertools.chain(*checks):
+    for status, name, detail, fix in itertools.chain(python(), packages(), host(), cuda(), gpus(), compilers()):
         count[status] += 1
         print(f"{status:<4}  {name:<16}  {detail}", flush=True)
         if fix:
             print(f"{'':24}-> {fix}")
     print(f"\n{count[FAIL]} to fix, {count[WARN]} warnings, {count[OK]} OK")
     return int(count[FAIL] > 0)
-
-
-# The run
-
-
-def the_run(settings, ranks):
-    """Check what training would report, and the datasets' hashes. Then print what a dry run prints."""
-    from runtime.cluster.ranks import Ranks
-    from runtime.plan import memory, report
-    from runtime.plan.run_plan import Problems, make_plan
-
-    problems, ranks = Problems(), Ranks(0, 0, ranks, ranks)
-    plan = make_plan(replace(settings, dry_run=settings.target_gpu is not None), ranks, problems, [], download=False)
-    yield from (row("the run", "won't start", line, FAIL) for line in "\n".join(problems).splitlines())
-    if plan:
-        for data in plan.datasets:
-            changed = [file for file, prepared in data.meta["files"].items()
-                       if prepared != file_digest(os.path.join(data.folder, file))]
-            yield row(f"data {data.name}", f"{', '.join(changed)} changed since preparation" if changed else
-                      "hashes match", "prepare it again" if changed else "", FAIL)
-        fix = "add one of the settings below" if memory.advice(plan) else ""
-        yield row("the run", "doesn't fit" if fix else "fits", fix, FAIL)
-        print(f"\n{report.summary(plan)}\n{report.memory_report(plan, ranks)}")
-
-
-# The machine
 
 
 def python():
@@ -142,10 +101,13 @@ def compilers():
 
 
 def host():
-    """Check the host's memory."""
+    """Check the host's memory, and the disk of this folder."""
     free = hardware.available_memory()
     yield row("host memory", f"{free / 1e9:.1f} GB free of {psutil.virtual_memory().total / 1e9:.1f}",
               "close other programs or add swap, or processes may be killed (exit code -9)" if free < 8e9 else "")
+    free = free_bytes(ROOT)
+    yield row("disk", f"{format_bytes(free)} free", "GPT-2 XL needs 57 GB: make room, or choose another disk with "
+              "--out_dir=DIR" if free < 57e9 else "")
     if os.path.isdir("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
         yield row("shared memory", f"{free / 1e9:.2f} GB in /dev/shm", "too small for NCCL: docker run --ipc=host, or "

@@ -71,9 +71,9 @@ def plan_run(settings, ranks):
     return plan
 
 
-def make_plan(settings, ranks, problems, notes, download=True):
+def make_plan(settings, ranks, problems, notes):
     """Return the RunPlan, or None if there are `problems`. With target_gpu, problems with this machine's files are only
-    notes, and the plan may have no data or weights. download: fetch GPT-2's weights; else check that they can be."""
+    notes, and the plan may have no data or weights."""
     s, file_problems = settings, Problems()  # the latter: with the files of this machine, which may not be the target
     micro = s.requested["batch_size"] if s.batch_size == "auto" else s.batch_size
     batch = Batch(micro, s.gradient_accumulation_steps, ranks.world_size, s.block_size)
@@ -91,7 +91,7 @@ def make_plan(settings, ranks, problems, notes, download=True):
     tokens, windows = not problems and file_problems.attempt(open_epoch, datasets, s.block_size, notes) or (None, None)
     s = plan_iterations(s, windows, batch, notes)
     lora = problems.attempt(lora_config, s)
-    start = file_problems.attempt(find_start, s, data, lora, batch.sequences, notes, download)
+    start = file_problems.attempt(find_start, s, data, lora, batch.sequences, notes)
     tokenizer = file_problems.attempt(sample_tokenizer, s, data, notes) if data and s.sample_interval else None
     params, size = None, 0
     if start:

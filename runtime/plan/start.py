@@ -33,10 +33,10 @@ class Start:
     tag: str | None = None  # resume: the tag that resume_tag names, or the newest with a readable manifest
 
 
-def find_start(settings, data, lora, sequences, notes, download=True):
+def find_start(settings, data, lora, sequences, notes):
     """Return the Start of a run. Raises UserError if settings, data and weights contradict each other. data:
-    {"tokenizer", "vocab_size"} or None; sequences: per step; download: fetch the weights of a GPT-2 on the hub.
-    Without it, and in a dry run, only check that this is possible; with target_gpu, don't."""
+    {"tokenizer", "vocab_size"} or None; sequences: per step. A dry run only checks that the weights of a GPT-2 on the
+    hub can be fetched, and with target_gpu it doesn't."""
     init_from = settings.init_from
     if init_from == "auto":
         resumes = TagStore(settings.out_dir).newest() or settings.resume_tag != "latest"
@@ -58,7 +58,7 @@ def find_start(settings, data, lora, sequences, notes, download=True):
     if shape:
         raise UserError(f"{', '.join(shape)} can't be set, because init_from={init_from} determines the shape: drop "
                         "them, or add --init_from=scratch")
-    return from_pretrained(init_from, settings, data, notes, download)
+    return from_pretrained(init_from, settings, data, notes)
 
 
 def saved_state(plan):
@@ -89,12 +89,11 @@ def check_shape(where, saved, wanted):
         raise CheckpointError(f"{where} holds a model of another shape: use {' '.join(differing)}")
 
 
-def from_pretrained(init_from, settings, data, notes, download):
+def from_pretrained(init_from, settings, data, notes):
     """Start from a GPT-2 on the hub, a folder of weights, or a nanoGPT ckpt.pt."""
     weights, config = None, GPTConfig(1024, 50257, *PRETRAINED.get(init_from, ()))
     if settings.target_gpu is None or os.path.exists(init_from):
-        weights = (init_from if os.path.exists(init_from) else
-                   fetch_from_hub(init_from, download and not settings.dry_run))
+        weights = init_from if os.path.exists(init_from) else fetch_from_hub(init_from, not settings.dry_run)
     if weights:
         config = GPTConfig.from_weights(weights)
         open_weights(weights)  # raises UserError if they can't be read
