@@ -130,7 +130,7 @@ def config_fits_fast_gradients(config, dtype):
     """Return whether zero2_gradients.py or zero3_blocks.py will replace DeepSpeed's gradient path, before there is an
     engine. At stage 3 that needs the default prefetching, because ours is another."""
     zero, own = config["zero_optimization"], DTYPE_BLOCK.get(dtype, "fp32")
-    return (not uses_offload(config) and not uses_offload(config, "param")
-            and config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-            and (config.get("communication_data_type") or own).lower() == own
-            and (zero["stage"] == 2 or all(zero.get(key, value) == value for key, value in STAGE3_DEFAULTS.items())))
+    stage_fits = zero["stage"] == 2 or (not uses_offload(config) and not uses_offload(config, "param") and all(
+        zero.get(key, value) == value for key, value in STAGE3_DEFAULTS.items()))
+    return (stage_fits and config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+            and (config.get("communication_data_type") or own).lower() == own)

@@ -160,13 +160,15 @@ def resolve_ds_config(s, batch, execution, notes):
     config, repairs = ds_config.complete_config(ds_config.find(s.deepspeed_config), batch, s.grad_clip,
                                                 execution.dtype, execution.compile)
     notes += repairs
-    if config["zero_optimization"]["stage"] == 3 and not ds_config.config_fits_fast_gradients(config, execution.dtype):
+    stage, fits = config["zero_optimization"]["stage"], ds_config.config_fits_fast_gradients(config, execution.dtype)
+    if stage == 3 and not fits:
         notes.append("ZeRO-3 gathers parameters in DeepSpeed's own way, which is slower: offload, or a key of the JSON "
                      "with another value than DeepSpeed's default, needs it")
-    fits = ds_config.config_fits_fast_gradients(config, execution.dtype) and execution.dtype != "float16"
+    fits = fits and execution.dtype != "float16"
     if s.skip_grad_spikes and not fits:
-        raise UserError("skip_grad_spikes=True needs bfloat16 or float32, fp32 gradients and no offload: drop it")
-    if s.optimizer == "muon" and not (fits and config["zero_optimization"]["stage"] == 2):
+        raise UserError("skip_grad_spikes=True needs bfloat16 or float32, fp32 gradients, and no offload at ZeRO-3: "
+                        "drop it")
+    if s.optimizer == "muon" and not (fits and stage == 2 and not ds_config.uses_offload(config)):
         raise UserError("optimizer=muon needs ZeRO-2 in bfloat16 or float32, fp32 gradients and no offload: use "
                         "--deepspeed_config=ds_config_zero2.json and --dtype=auto, or drop it")
     return config

@@ -24,7 +24,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from model import GPT, Block, GPTConfig
 from runtime.cluster.ranks import all_reduce_sum, shut_down, silence_stdout
 from runtime.data.loader import Batch
-from runtime.engine import ds_config, setup
+from runtime.engine import ds_config, offload, setup
 from runtime.engine.engine import Engine
 from runtime.kernels import block
 from runtime.sample.generate import TEMPERATURE, TOP_K, sample_while_training
@@ -44,6 +44,7 @@ OFFLOAD_2 = {**BUCKETS, "overlap_comm": True, "offload_optimizer": {"device": "c
 OFFLOAD_3 = {**RELEASED, "overlap_comm": False, "sub_group_size": 5000, "memory_efficient_linear": False,
              "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu", "pin_memory": False}}
 LINEAR = torch.nn.functional.linear
+offload.PIECE = 5000  # elements: several pieces of a partition, the last of which is shorter
 # The scale doubles after every second good step; without clipping, which would hide a gradient that is too small
 FP16 = {"config": {"fp16": {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}},
         "clip": 0.0, "steps": 5}
@@ -61,8 +62,10 @@ WAYS = {
     # dynamo and autograd as with inductor, which would need a compiler
     "float32 stage 3 compiled": (3, "float32", {"compiled": True}),
     "float32 stage 3 compiled recomputed": (3, "float32", {"zero": RELEASED, "compiled": True, "checkpointing": True}),
-    "float32 zero2 offload": (2, "float32", {"zero": OFFLOAD_2, "config": {
+    "float32 stage 2 offload": (2, "float32", {"zero": OFFLOAD_2, "config": {
         "zero_force_ds_cpu_optimizer": False, "steps_per_print": 1, "dump_state": True}}),
+    "float32 stage 2 offload inf": (2, "float32", {"zero": OFFLOAD_2, "poison": "inf", "config": {
+        "zero_force_ds_cpu_optimizer": False}}),
     "float32 zero3 offload": (3, "float32", {"zero": OFFLOAD_3, "config": {"zero_force_ds_cpu_optimizer": False}}),
     "bfloat16 stage 2": (2, "bfloat16", {}),
     "bfloat16 stage 3": (3, "bfloat16", {}),
@@ -72,6 +75,8 @@ WAYS = {
     "bfloat16 stage 2 buckets nan": (2, "bfloat16", {"zero": BUCKETS, "poison": "nan"}),
     "bfloat16 stage 2 local": (2, "bfloat16", {"local": True}),
     "bfloat16 stage 2 local inf": (2, "bfloat16", {"local": True, "poison": "inf"}),
+    "bfloat16 stage 2 local offload": (2, "bfloat16", {"local": True, "zero": OFFLOAD_2, "config": {
+        "zero_force_ds_cpu_optimizer": False}}),
     "bfloat16 own": (2, "bfloat16", {"zero": BUCKETS, "short": False}),
     "bfloat16 stage 2 unclipped": (2, "bfloat16", {"clip": 0.0}),
     "bfloat16 own unclipped": (2, "bfloat16", {"zero": BUCKETS, "short": False, "clip": 0.0}),

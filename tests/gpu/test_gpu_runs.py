@@ -18,6 +18,7 @@ SMALL = ("--init_from=scratch", "--n_layer=2", "--n_head=2", "--n_embd=64", "--b
          "--gradient_accumulation_steps=2", "--learning_rate=1e-3", "--warmup_iters=2", "--max_iters=8",
          "--eval_interval=4", "--eval_iters=2", "--keep_last=10")
 DETERMINISTIC = ("--deterministic=True", "--compile=True")
+OFFLOAD = "--deepspeed_config=config/ds/zero2_offload.json"
 FP16 = {"zero_optimization": {"stage": 2},
         "fp16": {"initial_scale_power": 24, "loss_scale_window": 3, "hysteresis": 1}}
 # For a GPU of 5 GB: this run takes 6.4 GB by the plan, and 4.0 with half of its micro-batch
@@ -93,6 +94,12 @@ class Runs:
     def whole_resumed(self):
         return self.resumed("whole", *DETERMINISTIC)
 
+    def offload(self):
+        return self.train("offload", *DETERMINISTIC, OFFLOAD)
+
+    def offload_resumed(self):
+        return self.resumed("offload", *DETERMINISTIC, OFFLOAD)
+
     def dropout(self):
         return self.train("dropout", *DETERMINISTIC, "--dropout=0.2")
 
@@ -158,13 +165,21 @@ def assert_equal_checkpoints(a, b, tag):
     assert all(torch.equal(x, y) for x, y in zip(mine, theirs)), tag
 
 
-@needs("whole", "whole_resumed")
-def test_a_resumed_run_is_the_same_to_the_last_bit(runs):
-    whole, resumed = runs["whole"], runs["whole_resumed"]
+@needs("whole", "whole_resumed", "offload", "offload_resumed")
+@pytest.mark.parametrize("name", ["whole", "offload"])
+def test_a_resumed_run_is_the_same_to_the_last_bit(runs, name):
+    """With offload by DeepSpeed's CPU Adam, which has to be told to compute the powers of beta anew."""
+    whole, resumed = runs[name], runs[f"{name}_resumed"]
     assert list(whole.steps) == [1, 2, 3, 4, 5, 6, 7, 8] and "compiled" in whole.stdout
     assert re.findall(r"^iter (\d):", resumed.stdout, re.M) == ["5", "6", "7", "8"]
     assert resumed.steps == whole.steps
     assert_equal_checkpoints(resumed, whole, "iter_8")
+
+
+@needs("whole", "offload")
+def test_offload_trains_as_the_gpu_does(runs):
+    losses, offloaded = ([loss for loss, _ in runs[name].steps.values()] for name in ("whole", "offload"))
+    assert offloaded == pytest.approx(losses, rel=1e-4)
 
 
 @needs("dropout", "dropout_resumed", "whole")

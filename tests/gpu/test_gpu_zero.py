@@ -50,7 +50,7 @@ def test_float32_is_plain_pytorch(report, case):
 
 
 @pytest.mark.parametrize("case", ["stage 2", "stage 2 local", "stage 2 buckets",
-                                 "stage 2 uncaptured", "stage 2 compiled", "stage 2 own", "stage 3",
+                                 "stage 2 uncaptured", "stage 2 offload", "stage 2 compiled", "stage 2 own", "stage 3",
                                  "stage 3 local", "stage 3 uncaptured", "stage 3 recomputed", "stage 3 compiled",
                                  "stage 3 released", "stage 3 own"])
 def test_bfloat16_is_plain_pytorch_to_its_rounding(report, case):
@@ -71,6 +71,7 @@ def test_each_case_took_its_path(report):
     """Else a comparison would be of a path with itself."""
     cases = {case: result for case, result in report.items() if case.startswith(("bfloat16", "float16", "float32"))}
     captured = {"bfloat16 stage 2", "bfloat16 stage 2 local", "bfloat16 stage 2 buckets", "bfloat16 stage 2 compiled",
+                "bfloat16 stage 2 offload",
                 "bfloat16 stage 3", "bfloat16 stage 3 local", "bfloat16 stage 3 recomputed",
                 "bfloat16 stage 3 compiled"}
     assert {case for case, result in cases.items() if result["captured"]} == captured
@@ -88,6 +89,7 @@ def test_our_paths_are_deepspeeds_own_and_each_other(report):
     two = report["bfloat16 stage 2"]["apart"]
     assert max(two["bfloat16 stage 2 own"]) < 0.02
     assert max(two["bfloat16 stage 2 uncaptured"]) < 0.001
+    assert max(two["bfloat16 stage 2 offload"]) < 0.001
     assert max(two["bfloat16 stage 2 local"]) < 0.05
     assert max(two["bfloat16 stage 2 buckets"]) < 0.001
     three = report["bfloat16 stage 3"]["apart"]
@@ -97,7 +99,7 @@ def test_our_paths_are_deepspeeds_own_and_each_other(report):
     assert max(three["bfloat16 stage 3 local"]) < 0.05
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", ["2", "3", "2 offload"])
 def test_float16_with_overflows_and_a_growing_scale(report, stage):
     """Overflows halve the scale. The third good step in a row doubles it, and each second one from there. The weights
     are those without overflows."""

@@ -28,7 +28,7 @@ from model import GPT, Block, GPTConfig
 from runtime.cluster.join import join_process_group
 from runtime.cluster.ranks import all_reduce_sum, shut_down, silence_stdout
 from runtime.data.loader import Batch
-from runtime.engine import ds_config, setup
+from runtime.engine import ds_config, offload, setup
 from runtime.engine.engine import Engine
 from runtime.kernels import block
 
@@ -46,7 +46,9 @@ FP16 = {"clip": 0.0, "fp16": {"initial_scale_power": 24, "loss_scale_window": 2,
 # ZeRO-3 has fewer buffers than blocks: two, and three
 DEEP = {"layers": 5, "zero": {"stage3_max_live_parameters": 0}}
 DEEP_3 = {"layers": 5, "zero": {"stage3_max_live_parameters": 3 * 12 * 256**2}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 LINEAR = F.linear
+offload.PIECE = 100_000  # elements: more than ten pieces
 
 # name: (stage, dtype, options of train)
 CASES = {
@@ -58,6 +60,7 @@ CASES = {
     "bfloat16 stage 2 local": (2, "bfloat16", {"local": True}),
     "bfloat16 stage 2 buckets": (2, "bfloat16", {"zero": BUCKETS}),
     "bfloat16 stage 2 uncaptured": (2, "bfloat16", {"captured": False}),
+    "bfloat16 stage 2 offload": (2, "bfloat16", {"zero": OFFLOAD}),
     "bfloat16 stage 2 compiled": (2, "bfloat16", {"blocks": "compiled"}),
     "bfloat16 stage 2 own": (2, "bfloat16", {"own": True}),
     "bfloat16 stage 3": (3, "bfloat16", {}),
@@ -71,6 +74,7 @@ CASES = {
     "deep stage 3 local": (3, "bfloat16", {**DEEP_3, "local": True}),
     "deep stage 3 recomputed": (3, "bfloat16", {**DEEP_3, "recompute": True}),
     **{f"float16 stage {stage}": (stage, "float16", FP16) for stage in (2, 3)},
+    "float16 stage 2 offload": (2, "float16", {**FP16, "zero": OFFLOAD}),
 }
 
 
@@ -103,7 +107,8 @@ def plain(clip, layers=2):
 def build(stage, dtype, blocks, zero, clip, fp16, layers):
     batch = Batch(SEQUENCES // ACCUMULATION // dist.get_world_size(), ACCUMULATION, dist.get_world_size(), 4)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump({"zero_optimization": {"stage": stage, **zero}, "fp16": fp16}, file)
+        json.dump({"zero_optimization": {"stage": stage, **zero}, "fp16": fp16, "zero_force_ds_cpu_optimizer": False},
+                  file)
         file.flush()
         config, _ = ds_config.complete_config(file.name, batch, clip, dtype, blocks != "eager")
     F.linear = LINEAR  # stage 3 replaces it for good

@@ -76,8 +76,9 @@ def folder(tmp_path_factory, holder, characters):
     rewritten(folder / "tiny", "text", "config.json", '{"model_type": "gpt2", "n_layer": "2"}')
     write_dataset(folder / "wide", range(900), range(100), {"kind": "gpt2"}, 50257,
                   {"name": "a test", "sha256": "0" * 64, "bytes": 0})
-    zero = {"zero3": {"stage": 3}, "offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    for name in ("zero3", "offload", "bf16sums"):
+    zero = {"zero3": {"stage": 3}, **{name: {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+                                      for name, stage in (("offload", 2), ("offload3", 3))}}
+    for name in (*zero, "bf16sums"):
         config = {"zero_optimization": zero.get(name, {"stage": 2})}
         config |= {"data_types": {"grad_accum_dtype": "bf16"}} if name == "bf16sums" else {}
         (folder / f"{name}.json").write_text(json.dumps(config))
@@ -334,8 +335,8 @@ TARGETS = "choose from a block's matrices, attn.c_attn, attn.c_proj, mlp.c_fc, m
     ("{weights}/tiny --block_size=16 --dataset={folder}/wide", "vocabulary of 50257 is larger than the weights' 28: "
      "prepare the data with the weights' tokenizer"),
     *((f"--skip_grad_spikes=True --dtype=bfloat16 --deepspeed_config={{folder}}/{name}.json",
-        "skip_grad_spikes=True needs bfloat16 or float32, fp32 gradients and no offload: drop it")
-      for name in ("offload", "bf16sums")),
+        "skip_grad_spikes=True needs bfloat16 or float32, fp32 gradients, and no offload at ZeRO-3: drop it")
+      for name in ("offload3", "bf16sums")),
     ("--skip_grad_spikes=True", ""),
     *((f"--optimizer=muon --deepspeed_config={{folder}}/{name}.json", "optimizer=muon needs ZeRO-2 in bfloat16 or "
        "float32, fp32 gradients and no offload: use --deepspeed_config=ds_config_zero2.json and --dtype=auto, or drop "
