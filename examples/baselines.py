@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=2 examples/baselines.py fsdp2 config/xl_shakespeare.py --init_from=scratch --out_dir=out
 
-python bench.py train --baseline=NAME runs it and compares. The names: hf, transformers' GPT-2 with DeepSpeed; pytorch,
+python bench.py --baseline=NAME runs it and compares. The names: hf, transformers' GPT-2 with DeepSpeed; pytorch,
 our GPT in plain PyTorch, with DDP on several GPUs; fsdp2, our GPT in PyTorch's FSDP2. All other arguments are those of
 train_deepspeed.py. The times and losses of the steps are written to out_dir/baseline.json; out_dir has to exist.
 """
@@ -133,22 +133,6 @@ def pytorch_steps(plan, s, device, fsdp2=False):
         return loss.detach()
 
     return name + " with torch.compile" * compiled, micro_step
-
-
-def transformers_generate(config, prompt, dtype):
-    """Return (name, generate) of transformers' GPT2LMHeadModel with random weights: generate(n) samples n tokens after
-    the prompt (B, T), with top-k 200."""
-    import transformers
-
-    shape = transformers.GPT2Config(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
-    with prompt.device:
-        model = transformers.GPT2LMHeadModel(shape).to(dtype).eval()
-
-    def generate(n):
-        model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=n, min_new_tokens=n,
-                       do_sample=True, top_k=200, pad_token_id=0)
-
-    return f"transformers {transformers.__version__} generate()", generate
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Update the table in docs/numbers.md from the results of bench.py train.
+"""Update the table in docs/numbers.md from the results of bench.py.
 
     python results/table.py
 """

@@ -20,7 +20,6 @@ TAKE_SETTINGS = {"train_deepspeed.py": "train_deepspeed.py", "sample.py": "sampl
                  "run_deepspeed_xl.sh": "train_deepspeed.py", "doctor.py": "train_deepspeed.py",
                  "bench.py": "train_deepspeed.py",
                  "examples/instructions/score.py": "sample.py"}  # a script: whose settings
-SUBCOMMANDS = {"bench.py": ("train", "sample")}
 ELSEWHERE = ("*zero_to_fp32.py", "*zero_to_torch.py", "convert_hf_to_gguf.py")  # in a run's folder; llama.cpp's
 
 
@@ -87,8 +86,6 @@ def wrong(words):
         return f"there is no {script}"
     if not (ROOT / script).exists():
         return None
-    if arguments and arguments[0] in SUBCOMMANDS.get(script, ()):
-        arguments = arguments[1:]
     if script == "launch_deepspeed.py":  # torchrun's options, and a script
         return wrong(arguments)
     own = own_options(script) | {"--help"}
