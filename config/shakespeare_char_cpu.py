@@ -1,4 +1,4 @@
-# Character-level Shakespeare from scratch without a GPU: nanoGPT's CPU settings, on 2 ranks.
+# Character-level Shakespeare from scratch without a GPU, on 2 ranks: nanoGPT's model and batch, with Muon.
 #   torchrun --nproc_per_node=2 train_deepspeed.py config/shakespeare_char_cpu.py
 # 6 sequences x 2 ranks x 1 = 12 sequences of 64 = 768 characters per step; 1,003,854 / 768 = 1,307 steps per epoch.
 out_dir = "out-shakespeare-char-cpu"
@@ -18,8 +18,10 @@ n_layer = 4
 n_head = 4
 n_embd = 128
 
-learning_rate = 2e-3  # validation loss 1.7855; 1.8657 with nanoGPT's 1e-3
-max_iters = 2000
-min_lr = 1e-4
+optimizer = "muon"  # validation loss 1.6871; AdamW's is 1.7865 after twice as many steps, decayed to 1e-4 by a cosine
+learning_rate = 2e-3
+max_iters = 1000
+lr_schedule = "linear"
+min_lr = 0.0
 warmup_iters = 100
 beta2 = 0.99  # few tokens per step
