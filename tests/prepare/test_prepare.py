@@ -30,7 +30,7 @@ from runtime.data import dataset as bins
 from runtime.data.dataset import Dataset, check_dataset, open_datasets, open_tokens
 from runtime.data.tokenizer import gpt2_encoding, tokenizer_of
 from runtime.errors import UserError
-from runtime.prepare import inputs
+from runtime.prepare import inputs, shards
 
 SCRIPT = ROOT / "data" / "prepare.py"
 SHARE = 0.3
@@ -107,7 +107,7 @@ def write_forms(folder, texts):
     (folder / "elsewhere").mkdir()
     (folder / "sub" / "deep").symlink_to("../elsewhere")
     (folder / "sub" / "circle").symlink_to(".")
-    (folder / "sub" / "deep" / "b.jsonl").write_text("".join(lines[100:]))
+    pyarrow.parquet.write_table(pyarrow.table({"body": texts[100:]}), folder / "sub" / "deep" / "b.parquet")
     (folder / "sub" / "c.parquet.txt").write_text("")
     (folder / "sub" / "a.jsonl").write_text("".join(lines[:100]))
     (folder / "sub" / ".hidden.jsonl").write_text("not JSON")
@@ -341,6 +341,71 @@ def test_documents_that_cannot_be_read_are_left_out_when_asked(tmp_path, texts):
     said, _ = prepare(*asked, "--skip_unreadable", cwd=tmp_path)
     assert "skipped: 4 duplicates, 2 empty, 1 unreadable" in said
     assert ids_of(tmp_path / "out")[1] == expected_chars(made_up(20))[1]
+
+
+# Token shards
+
+def shard(tokens, magic=20240520, version=1):
+    """The content of one of llm.c's .bin files."""
+    header = np.array([magic, version, len(tokens), *[0] * 253], "<i4")
+    return header.tobytes() + np.array(tokens, "<u2").tobytes()
+
+
+def npy(tokens, dtype=np.uint16):
+    np.save(file := io.BytesIO(), np.array(tokens, dtype))
+    return file.getvalue()
+
+
+def prepare_here(monkeypatch, *args):
+    """Run data/prepare.py in this process, with slices of 300 tokens."""
+    monkeypatch.setattr(shards, "SLICE", 300)
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, args)])
+    runpy.run_path(SCRIPT)["main"]()
+
+
+def test_shards_are_copied_in_order(tmp_path, monkeypatch):
+    """modded-nanogpt's names, early llm.c's, and build-nanogpt's, the latter with a train shard of number 0."""
+    tokens = np.random.default_rng(0).integers(0, 50257, 3700).tolist()
+    tokens[0] = tokens[1990] = tokens[3699] = 50256  # a document goes on in the next shard
+    for name in ("interval_{}_{:06}.bin", "fineweb_{1:06}.bin", "edufineweb_{}_{:06}.npy"):
+        (folder := tmp_path / name[:8]).mkdir()
+        for i in range(4):
+            file = folder / name.format("train" if i else "val", i - (i > 0) * name.endswith("npy"))
+            part = tokens[i * 1000:(i + 1) * 1000]
+            file.write_bytes(npy(part) + b"\0\0" if file.suffix == ".npy" else shard(part))  # NumPy ignores the zeros
+        prepare_here(monkeypatch, folder, f"--name={folder}-out")
+        meta, ids = ids_of(f"{folder}-out")
+        assert ids == {"val": tokens[:1000], "train": tokens[1000:]}, name
+        assert (meta["tokenizer"], meta["documents"]) == ({"kind": "gpt2"}, {
+            split: ids[split].count(50256) for split in bins.SPLITS})
+    assert "4 shard(s), 11,496 bytes\ntrain: 2,700 tokens in" in prepare("interval", "--name=./out", cwd=tmp_path)[0]
+    assert hashes_of(tmp_path / "out")["train.bin"] == meta["files"]["train.bin"]["sha256"]
+
+
+GOOD = shard([7] * 100)
+
+
+@pytest.mark.parametrize("name, content, message", [  # a file that is added or changed; None: it is missing
+    ("train_1.bin", GOOD[:-1], r"s/train_1.bin .* shard of .* \(it has 1,223 bytes, but its 100 tokens take 1,224\)"),
+    ("train_1.bin", GOOD + b"\0", "it has 1,225 bytes, but"),
+    ("train_1.bin", shard([7], 20240801, 7), r"\(its header begins with \[20240801, 7\], not \[20240520, 1\]\): downl"),
+    ("train_1.bin", GOOD[:8], "its header begins with"),
+    ("train_1.bin", shard([*[7] * 900, 50257]), "s/train_1.bin has token 50257, which isn't one of GPT-2's: download"),
+    ("train_2.npy", npy([7] * 100)[:-1], r"s/train_2.npy is no shard of GPT-2's tokens \(.*\): download it again"),
+    ("train_2.npy", npy([7], np.int64), r"\(its array is int64\[1\], not one row of uint16\): download it again"),
+    ("train_2.npy", npy([[7]]), r"\(its array is uint16\[1, 1\], not"),
+    ("val_0.bin", None, "s has no shard for val: add one with 'val' in its name"),
+    ("README.md", b"x", r"s/README.md is no shard, but other files are: give only shards, as in FOLDER/\*.bin"),
+    ("--field=x", None, "shards have their tokens and splits already: leave out --field")])
+def test_a_bad_shard_is_told_in_a_sentence_and_leaves_nothing(tmp_path, monkeypatch, name, content, message):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("s")
+    for file, right in {"val_0.bin": GOOD, "train_1.bin": GOOD, name: content}.items():
+        if right is not None:
+            (tmp_path / "s" / file).write_bytes(right)
+    with pytest.raises(UserError, match=message) as refused:
+        prepare_here(monkeypatch, "s", "--name=./out", *[name] * name.startswith("--"))
+    assert "\n" not in str(refused.value) and not list(tmp_path.glob("out/[!.]*"))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks, the library's
