@@ -257,4 +257,6 @@ def _how_to_fix(folder):
     replace = " --overwrite" * (folder / "train.bin").exists()
     if (folder / "prepare.py").exists():
         return f"run python {own}"
+    if name == "openwebtext":
+        return f"run python {shlex.quote(os.path.relpath(ROOT / 'data' / 'prepare_hub.py'))}{replace}"
     return f"run python {any_text} PATH --name={name}{replace}"

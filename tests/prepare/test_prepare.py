@@ -32,7 +32,7 @@ from runtime.data.tokenizer import gpt2_encoding, tokenizer_of
 from runtime.errors import UserError
 from runtime.prepare import inputs, shards
 
-SCRIPT = ROOT / "data" / "prepare.py"
+SCRIPT, HUB_SCRIPT = ROOT / "data" / "prepare.py", ROOT / "data" / "prepare_hub.py"
 SHARE = 0.3
 FILES = [".lock", "meta.json", "meta.pkl", "train.bin", "val.bin"]
 
@@ -343,7 +343,7 @@ def test_documents_that_cannot_be_read_are_left_out_when_asked(tmp_path, texts):
     assert ids_of(tmp_path / "out")[1] == expected_chars(made_up(20))[1]
 
 
-# Token shards
+# Token shards, and the Hub's datasets
 
 def shard(tokens, magic=20240520, version=1):
     """The content of one of llm.c's .bin files."""
@@ -408,24 +408,38 @@ def test_a_bad_shard_is_told_in_a_sentence_and_leaves_nothing(tmp_path, monkeypa
     assert "\n" not in str(refused.value) and not list(tmp_path.glob("out/[!.]*"))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks, the library's
-def test_index_openwebtext_is_tokenized_as_nanogpt_does(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+def hub(*args, cwd):
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(cwd / "cache")}  # online, it tries for 30 s
+    return subprocess.run([sys.executable, HUB_SCRIPT, *args], env=env, cwd=cwd, capture_output=True, text=True)
+
+
+def test_index_a_dataset_of_the_hub_is_tokenized_and_split_as_nanogpt_does(tmp_path):
+    """From files in the layout of the Hub's OpenWebText. With --streaming, 200 documents are for validation."""
     import datasets
 
-    script = runpy.run_path(str(ROOT / "data" / "openwebtext" / "prepare.py"))
-    texts, encode = made_up(2500, size=5), gpt2_encoding().encode_ordinary
-    parts = {"train": texts[:2300], "test": texts[2300:]}
-    train, val = ([i for text in part for i in (*encode(text), 50256)] for part in parts.values())
-    script["main"](datasets.DatasetDict({split: datasets.Dataset.from_dict({"text": part, "id": range(len(part))})
-                                         for split, part in parts.items()}), tmp_path / "out")
-    assert ids_of(tmp_path / "out")[1] == {"train": train, "val": val}
+    texts, encode = [*made_up(2498, size=5), "", None], gpt2_encoding().encode_ordinary
+    (tmp_path / "openwebtext").mkdir()
+    for i, part in enumerate((texts[:1250], texts[1250:])):
+        table = pyarrow.table({"text": part, "id": range(1250)})
+        pyarrow.parquet.write_table(table, tmp_path / "openwebtext" / f"train-0000{i}-of-00002.parquet")
+    parts = datasets.Dataset.from_dict({"text": texts}).train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+    assert len(parts["test"]) == 2
+    for options, *splits in ([], parts["train"]["text"], parts["test"]["text"]), (
+            ["--streaming"], texts[200:], texts[:200]):
+        done = hub("--dataset=openwebtext", "--name=./out", "--overwrite", *options, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert list(ids_of(tmp_path / "out")[1].values()) == [
+            [i for text in part if text for i in (*encode(text), 50256)] for part in splits]
 
 
-def test_openwebtext_that_cannot_be_fetched_names_the_ways_out():
-    script = ROOT / "data" / "openwebtext" / "prepare.py"
-    env = {**os.environ, "HF_HUB_OFFLINE": "1"}  # else it tries for half a minute
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.search(r"^OpenWebText could not be downloaded \(.*\): set HF_ENDPOINT to a mirror of the Hub, or copy ",
-                     done.stderr, re.M)
+@pytest.mark.parametrize("options, message", [
+    ([], r"Skylion007/openwebtext can't be read \(.*\): set HF_ENDPOINT to a mirror of the Hub, or run hf download "
+         "Sky.* --local-dir=openwebtext on another machine, and add --dataset=openwebtext$"),
+    (["--dataset=texts", "--config=small"], "^texts can't be used .*small.*: correct --config or --column$"),
+    (["--dataset=texts", "--streaming"], "^texts has too few documents for training and validation")])
+def test_index_a_dataset_of_the_hub_that_cannot_be_read_is_told_in_a_sentence(tmp_path, options, message):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.jsonl").write_text('{"text": "one"}\n')
+    done = hub("--name=./out", *options, cwd=tmp_path)
+    assert done.returncode == 2 and re.search(message, done.stderr.splitlines()[-1]), done.stderr
+    assert bins._how_to_fix(ROOT / "data" / "openwebtext").endswith("data/prepare_hub.py")
