@@ -1,4 +1,4 @@
-"""Prepare a text dataset of the Hugging Face Hub in GPT-2's tokens, by default OpenWebText. See docs/data.md.
+"""Prepare a text dataset of the Hugging Face Hub in GPT-2's tokens, by default OpenWebText. See docs/pretrain.md.
 
     python data/prepare_hub.py
     python data/prepare_hub.py --dataset=HuggingFaceFW/fineweb-edu --config=sample-10BT --streaming
