@@ -35,7 +35,8 @@ def arguments():
 
 
 def read_rows(args):
-    """Yield rows of 200 documents, [(split, text)] with an empty text after each document. Raises UserError."""
+    """Yield rows of 200 documents, [(split, text), (split, b""), ...], in nanoGPT's order and splits, or streamed.
+    Raises UserError."""
     from datasets import load_dataset
 
     try:
@@ -47,10 +48,10 @@ def read_rows(args):
                 chosen = "val" if args.streaming and number % 2000 == 0 else split
                 yield [(chosen, piece) for text in row[args.column] if text for piece in (text.encode(), b"")]
     except ValueError as error:
-        raise UserError(f"{args.dataset} can't be used ({error}): correct --config or --column") from None
+        reason = " ".join(str(error).split())
+        raise UserError(f"{args.dataset} can't be used ({reason}): correct --config or --column") from None
     except Exception as error:  # the Hub, the network or the disk
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        folder = Path(args.dataset).name
+        reason, folder = " ".join(str(error).split()) or type(error).__name__, Path(args.dataset).name
         raise UserError(f"{args.dataset} can't be read ({reason}): set HF_ENDPOINT to a mirror of the Hub, or run hf "
                         f"download {args.dataset} --repo-type=dataset --local-dir={folder} on another machine, and add "
                         f"--dataset={folder}") from None

@@ -435,11 +435,14 @@ def test_index_a_dataset_of_the_hub_is_tokenized_and_split_as_nanogpt_does(tmp_p
 @pytest.mark.parametrize("options, message", [
     ([], r"Skylion007/openwebtext can't be read \(.*\): set HF_ENDPOINT to a mirror of the Hub, or run hf download "
          "Sky.* --local-dir=openwebtext on another machine, and add --dataset=openwebtext$"),
-    (["--dataset=texts", "--config=small"], "^texts can't be used .*small.*: correct --config or --column$"),
-    (["--dataset=texts", "--streaming"], "^texts has too few documents for training and validation")])
+    (["--dataset=texts"], r"^texts can't be used \(Config name is missing.*'large', 'small'.*\): correct --con"),
+    (["--dataset=texts", "--config=small", "--column=body"], r"^texts can't be used \(.*'body'.*\): correct --con"),
+    (["--dataset=texts", "--config=large", "--streaming"], "^texts has too few documents for training and validation")])
 def test_index_a_dataset_of_the_hub_that_cannot_be_read_is_told_in_a_sentence(tmp_path, options, message):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "texts" / "README.md").write_text("---\nconfigs:\n" + "".join(
+        f"- config_name: {name}\n  data_files: a.jsonl\n" for name in ("large", "small")) + "---")
     done = hub("--name=./out", *options, cwd=tmp_path)
     assert done.returncode == 2 and re.search(message, done.stderr.splitlines()[-1]), done.stderr
     assert bins._how_to_fix(ROOT / "data" / "openwebtext").endswith("data/prepare_hub.py")
