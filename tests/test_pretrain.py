@@ -1,6 +1,7 @@
 """docs/pretrain.md: its commands, each with options that make it small, and its hours."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -37,7 +38,8 @@ def test_index_the_commands_lead_from_shards_to_a_sample_and_a_resume(tmp_path):
         if script.parent == ROOT:
             run = launch(script, *arguments, ranks=ranks)
         else:  # its paths are relative
-            run = subprocess.run([sys.executable, script, *arguments], cwd=tmp_path, capture_output=True, text=True)
+            run = subprocess.run([sys.executable, script, *arguments], cwd=tmp_path, capture_output=True, text=True,
+                                 env={**os.environ, "HF_HOME": str(tmp_path / "cache")})
         assert run.returncode == 0, run.stdout + run.stderr
         printed.append(run.stdout)
     shards, hub, *trained, sampled, exported, resumed = printed

@@ -409,7 +409,7 @@ def test_a_bad_shard_is_told_in_a_sentence_and_leaves_nothing(tmp_path, monkeypa
 
 
 def hub(*args, cwd):
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(cwd / "cache")}  # online, it tries for 30 s
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(cwd / "cache")}  # online, it tries for 30 seconds
     return subprocess.run([sys.executable, HUB_SCRIPT, *args], env=env, cwd=cwd, capture_output=True, text=True)
 
 
