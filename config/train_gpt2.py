@@ -1,4 +1,4 @@
-# GPT-2 small (124M) from scratch on OpenWebText, on 8 GPUs with 16 GB or more.
+# GPT-2 small (124M) from scratch on OpenWebText, on 8 GPUs with 16 GB or more: docs/pretrain.md.
 #   torchrun --nproc_per_node=8 train_deepspeed.py config/train_gpt2.py
 # 12 sequences x 8 GPUs x 5 = 480 sequences of 1,024 = 491,520 tokens per step; 600,000 steps see 295 billion tokens.
 out_dir = "out-gpt2"

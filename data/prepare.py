@@ -5,8 +5,8 @@
     zcat *.gz | python data/prepare.py - --name=mine --format=jsonl --field=content
     python data/prepare.py chat.jsonl --name=mine --format=chat
 
-PATH is a text file, JSON lines (.jsonl, .ndjson, .json), Parquet, a folder of them, or "-" for standard input. Text and
-JSON lines may be compressed (.gz, .zst, .bz2, .lz4).
+PATH is a text file, JSON lines (.jsonl, .ndjson, .json), Parquet, token shards (.bin, .npy), a folder of them, or "-"
+for standard input. Text and JSON lines may be compressed (.gz, .zst, .bz2, .lz4).
 """
 
 import argparse
@@ -17,14 +17,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runtime.data.dataset import SPLITS  # noqa: E402
+from runtime.data.dataset import SPLITS, new_dataset_dir  # noqa: E402
 from runtime.data.tokenizer import tokenizer_meta  # noqa: E402
 from runtime.errors import UserError  # noqa: E402
 from runtime.output import exit_on_error  # noqa: E402
-from runtime.prepare import inputs, pipeline  # noqa: E402
+from runtime.prepare import inputs, pipeline, shards  # noqa: E402
 
 
-def arguments():
+def argument_parser():
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      usage="python data/prepare.py PATH... --name=NAME [options]", allow_abbrev=False)
@@ -41,33 +41,40 @@ def arguments():
     add("--workers", type=int, default=cores, help="threads that tokenize (default: %(default)s, one per core)")
     add("--skip_unreadable", action="store_true", help="skip documents that aren't UTF-8, aren't JSON or have no text")
     add("--overwrite", action="store_true", help="replace an existing dataset")
-    return parser.parse_args()
+    return parser
 
 
 def main():
-    args = arguments()
+    parser = argument_parser()
+    args = parser.parse_args()
     for name, low, high in (("max_document_bytes", 64, 2**24), ("workers", 1, 1024), ("val_fraction", 0, 1)):
         if (value := getattr(args, name)) is not None and not low <= value <= high:
             raise UserError(f"--{name}={value} must be {low} to {high}")
-    if args.name.strip("/") in ("", ".", ".."):
-        raise UserError(f"--name={args.name} is no name: choose one, such as --name=mine")
-    folder = Path(args.name) if os.sep in args.name else ROOT / "data" / args.name
+    folder = new_dataset_dir(args.name, args.overwrite)
     files = inputs.find_files(args.paths)
     size = sum(os.path.getsize(file) for file in files if file != "-")  # on the disk
-    tokenizer, vocab_size = tokenizer_meta(args.tokenizer)
-    one_text = [args.format or inputs.kind_of(file) for file in files] == ["text"]
+    kinds = [args.format or inputs.kind_of(file) for file in files]
     options = {"paths": args.paths, "format": args.format, "field": args.field,
-               "max_document_bytes": args.max_document_bytes or (4096 if one_text else 2**20),
+               "max_document_bytes": args.max_document_bytes or (4096 if kinds == ["text"] else 2**20),
                "val_fraction": (0.1 if 0 < size < 10**7 else 0.01) if args.val_fraction is None else args.val_fraction}
-    print(f"{len(files):,} file(s), {size:,} bytes; {100 * options['val_fraction']:g}% of the documents for "
-          f"validation; {args.workers} workers", flush=True)
-    meta = pipeline.prepare(folder, files, tokenizer, vocab_size, options, args.workers, args.overwrite,
-                            args.skip_unreadable)
+    if "shard" in kinds:
+        given = {f"--{name}" for name, value in vars(args).items() if value != parser.get_default(name)}
+        if unused := given - {"--paths", "--name", "--overwrite"}:
+            raise UserError(f"shards have their tokens and splits already: leave out {', '.join(sorted(unused))}")
+        if text := [file for file, kind in zip(files, kinds) if kind != "shard"]:
+            raise UserError(f"{text[0]} is no shard, but other files are: give only shards, as in FOLDER/*.bin")
+        print(f"{len(files):,} shard(s), {size:,} bytes", flush=True)
+        meta = shards.prepare(folder, files, {"name": " ".join(args.paths), "sha256": None, "bytes": size})
+    else:
+        tokenizer, vocab_size = tokenizer_meta(args.tokenizer)
+        print(f"{len(files):,} file(s), {size:,} bytes; {100 * options['val_fraction']:g}% of the documents for "
+              f"validation; {args.workers} workers", flush=True)
+        meta = pipeline.prepare(folder, files, tokenizer, vocab_size, options, args.workers, args.skip_unreadable)
     documents = meta["documents"]
     for split in SPLITS:
         print(f"{split}: {meta[f'{split}_tokens']:,} tokens in {documents[split]:,} documents")
     print(f"vocabulary: {meta['vocab_size']:,} ({meta['tokenizer']['kind']}), {meta['dtype']}")
-    if skipped := [f"{documents[name]:,} {name}" for name in ("duplicates", "empty", "unreadable") if documents[name]]:
+    if skipped := [f"{count:,} {name}" for name, count in documents.items() if count and name not in SPLITS]:
         print(f"skipped: {', '.join(skipped)}")
     print(f"written to {os.path.relpath(folder)}: train with --dataset={args.name}")
 

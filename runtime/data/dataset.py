@@ -97,6 +97,16 @@ def dataset_dir(dataset):
     return dataset if os.sep in dataset else str(ROOT / "data" / dataset)
 
 
+def new_dataset_dir(name, overwrite):
+    """Return the folder in which a dataset is to be written. Raises UserError if it holds one, unless `overwrite`."""
+    folder = Path(dataset_dir(name))
+    if name.strip("/") in ("", ".", ".."):
+        raise UserError(f"--name={name} is no name: choose one, such as --name=mine")
+    if not overwrite and (folder / "train.bin").exists():
+        raise UserError(f"{folder} holds a dataset: choose another --name, or replace it with --overwrite")
+    return folder
+
+
 def mixture_shares(weights):
     """Return the shares of a mixture {name: weight} as whole numbers, {name: share}. Of as many sequences as the shares
     add up to, each dataset gets exactly its share. Raises UserError."""
@@ -247,4 +257,6 @@ def _how_to_fix(folder):
     replace = " --overwrite" * (folder / "train.bin").exists()
     if (folder / "prepare.py").exists():
         return f"run python {own}"
+    if name == "openwebtext":
+        return f"run python {shlex.quote(os.path.relpath(ROOT / 'data' / 'prepare_hub.py'))}{replace}"
     return f"run python {any_text} PATH --name={name}{replace}"

@@ -20,7 +20,8 @@ EOT = re.compile(rb"<\|endoftext\|>(\r?\n)?")  # separates the documents of a te
 EOT_BYTES = len(b"<|endoftext|>\r\n")
 TRAILING_EOT = re.compile(r"<\|endoftext\|>(\r?\n)?\Z")
 CUT_POINTS = (re.compile(rb"(?<!\r)\r?\n(?=\S)"), re.compile(rb" (?=\S)"))  # where to cut a long text, best first
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}  # everything else is text
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".bin": "shard",
+         ".npy": "shard"}  # everything else is text
 
 
 def find_files(paths):
@@ -51,7 +52,7 @@ def files_below(folder, seen):
 
 
 def kind_of(name):
-    """Return what a file of this name holds: text, jsonl or parquet."""
+    """Return what a file of this name holds: text, jsonl, parquet or shard."""
     extension = Path(re.sub(r"\.(gz|zst|bz2|lz4)$", "", name)).suffix
     return KINDS.get(extension.lower(), "text")
 

@@ -26,11 +26,9 @@ from runtime.prepare import inputs
 ROW_BYTES = 2**20  # text per row, at least
 
 
-def prepare(folder, files, tokenizer, vocab_size, options, workers, overwrite=False, skip_unreadable=False):
+def prepare(folder, files, tokenizer, vocab_size, options, workers, skip_unreadable=False):
     """Write a dataset of `files` to `folder` and return its meta.json. tokenizer, vocab_size: from tokenizer_meta().
     options: what else the bytes depend on. Raises UserError."""
-    if not overwrite and (folder / "train.bin").exists():
-        raise UserError(f"{folder} holds a dataset: choose another --name, or replace it with --overwrite")
     is_char, is_chat = tokenizer["kind"] == "char", options["format"] == "chat"
     dtype = "<u2" if vocab_size <= 2**16 else "<u4"
     end = ord(END_OF_ANSWER if is_chat else "\n") if is_char else end_of_text(tokenizer)

@@ -30,9 +30,9 @@ from runtime.data import dataset as bins
 from runtime.data.dataset import Dataset, check_dataset, open_datasets, open_tokens
 from runtime.data.tokenizer import gpt2_encoding, tokenizer_of
 from runtime.errors import UserError
-from runtime.prepare import inputs
+from runtime.prepare import inputs, shards
 
-SCRIPT = ROOT / "data" / "prepare.py"
+SCRIPT, HUB_SCRIPT = ROOT / "data" / "prepare.py", ROOT / "data" / "prepare_hub.py"
 SHARE = 0.3
 FILES = [".lock", "meta.json", "meta.pkl", "train.bin", "val.bin"]
 
@@ -107,7 +107,7 @@ def write_forms(folder, texts):
     (folder / "elsewhere").mkdir()
     (folder / "sub" / "deep").symlink_to("../elsewhere")
     (folder / "sub" / "circle").symlink_to(".")
-    (folder / "sub" / "deep" / "b.jsonl").write_text("".join(lines[100:]))
+    pyarrow.parquet.write_table(pyarrow.table({"body": texts[100:]}), folder / "sub" / "deep" / "b.parquet")
     (folder / "sub" / "c.parquet.txt").write_text("")
     (folder / "sub" / "a.jsonl").write_text("".join(lines[:100]))
     (folder / "sub" / ".hidden.jsonl").write_text("not JSON")
@@ -343,24 +343,106 @@ def test_documents_that_cannot_be_read_are_left_out_when_asked(tmp_path, texts):
     assert ids_of(tmp_path / "out")[1] == expected_chars(made_up(20))[1]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks, the library's
-def test_index_openwebtext_is_tokenized_as_nanogpt_does(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+# Token shards, and the Hub's datasets
+
+def shard(tokens, magic=20240520, version=1):
+    """The content of one of llm.c's .bin files."""
+    header = np.array([magic, version, len(tokens), *[0] * 253], "<i4")
+    return header.tobytes() + np.array(tokens, "<u2").tobytes()
+
+
+def npy(tokens, dtype=np.uint16):
+    np.save(file := io.BytesIO(), np.array(tokens, dtype))
+    return file.getvalue()
+
+
+def prepare_here(monkeypatch, *args):
+    """Run data/prepare.py in this process, with slices of 300 tokens."""
+    monkeypatch.setattr(shards, "SLICE", 300)
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, args)])
+    runpy.run_path(SCRIPT)["main"]()
+
+
+def test_shards_are_copied_in_order(tmp_path, monkeypatch):
+    """modded-nanogpt's names, early llm.c's, and build-nanogpt's, the latter with a train shard of number 0."""
+    tokens = np.random.default_rng(0).integers(0, 50257, 3700).tolist()
+    tokens[0] = tokens[1990] = tokens[3699] = 50256  # a document goes on in the next shard
+    for name in ("interval_{}_{:06}.bin", "fineweb_{1:06}.bin", "edufineweb_{}_{:06}.npy"):
+        (folder := tmp_path / name[:8]).mkdir()
+        for i in range(4):
+            file = folder / name.format("train" if i else "val", i - (i > 0) * name.endswith("npy"))
+            part = tokens[i * 1000:(i + 1) * 1000]
+            file.write_bytes(npy(part) + b"\0\0" if file.suffix == ".npy" else shard(part))  # NumPy ignores the zeros
+        prepare_here(monkeypatch, folder, f"--name={folder}-out")
+        meta, ids = ids_of(f"{folder}-out")
+        assert ids == {"val": tokens[:1000], "train": tokens[1000:]}, name
+        assert (meta["tokenizer"], meta["documents"]) == ({"kind": "gpt2"}, {
+            split: ids[split].count(50256) for split in bins.SPLITS})
+    assert "4 shard(s), 11,496 bytes\ntrain: 2,700 tokens in" in prepare("interval", "--name=./out", cwd=tmp_path)[0]
+    assert hashes_of(tmp_path / "out")["train.bin"] == meta["files"]["train.bin"]["sha256"]
+
+
+GOOD = shard([7] * 100)
+
+
+@pytest.mark.parametrize("name, content, message", [  # a file that is added or changed; None: it is missing
+    ("train_1.bin", GOOD[:-1], r"s/train_1.bin .* shard of .* \(it has 1,223 bytes, but its 100 tokens take 1,224\)"),
+    ("train_1.bin", GOOD + b"\0", "it has 1,225 bytes, but"),
+    ("train_1.bin", shard([7], 20240801, 7), r"\(its header begins with \[20240801, 7\], not \[20240520, 1\]\): downl"),
+    ("train_1.bin", GOOD[:8], "its header begins with"),
+    ("train_1.bin", shard([*[7] * 900, 50257]), "s/train_1.bin has token 50257, which isn't one of GPT-2's: download"),
+    ("train_2.npy", npy([7] * 100)[:-1], r"s/train_2.npy is no shard of GPT-2's tokens \(.*\): download it again"),
+    ("train_2.npy", npy([7], np.int64), r"\(its array is int64\[1\], not one row of uint16\): download it again"),
+    ("train_2.npy", npy([[7]]), r"\(its array is uint16\[1, 1\], not"),
+    ("val_0.bin", None, "s has no shard for val: add one with 'val' in its name"),
+    ("README.md", b"x", r"s/README.md is no shard, but other files are: give only shards, as in FOLDER/\*.bin"),
+    ("--field=x", None, "shards have their tokens and splits already: leave out --field")])
+def test_a_bad_shard_is_told_in_a_sentence_and_leaves_nothing(tmp_path, monkeypatch, name, content, message):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("s")
+    for file, right in {"val_0.bin": GOOD, "train_1.bin": GOOD, name: content}.items():
+        if right is not None:
+            (tmp_path / "s" / file).write_bytes(right)
+    with pytest.raises(UserError, match=message) as refused:
+        prepare_here(monkeypatch, "s", "--name=./out", *[name] * name.startswith("--"))
+    assert "\n" not in str(refused.value) and not list(tmp_path.glob("out/[!.]*"))
+
+
+def hub(*args, cwd):
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(cwd / "cache")}  # online, it tries for 30 seconds
+    return subprocess.run([sys.executable, HUB_SCRIPT, *args], env=env, cwd=cwd, capture_output=True, text=True)
+
+
+def test_index_a_dataset_of_the_hub_is_tokenized_and_split_as_nanogpt_does(tmp_path):
+    """From files in the layout of the Hub's OpenWebText. With --streaming, 200 documents are for validation."""
     import datasets
 
-    script = runpy.run_path(str(ROOT / "data" / "openwebtext" / "prepare.py"))
-    texts, encode = made_up(2500, size=5), gpt2_encoding().encode_ordinary
-    parts = {"train": texts[:2300], "test": texts[2300:]}
-    train, val = ([i for text in part for i in (*encode(text), 50256)] for part in parts.values())
-    script["main"](datasets.DatasetDict({split: datasets.Dataset.from_dict({"text": part, "id": range(len(part))})
-                                         for split, part in parts.items()}), tmp_path / "out")
-    assert ids_of(tmp_path / "out")[1] == {"train": train, "val": val}
+    texts, encode = [*made_up(2498, size=5), "", None], gpt2_encoding().encode_ordinary
+    (tmp_path / "openwebtext").mkdir()
+    for i, part in enumerate((texts[:1250], texts[1250:])):
+        table = pyarrow.table({"text": part, "id": range(1250)})
+        pyarrow.parquet.write_table(table, tmp_path / "openwebtext" / f"train-0000{i}-of-00002.parquet")
+    parts = datasets.Dataset.from_dict({"text": texts}).train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+    assert len(parts["test"]) == 2
+    for options, *splits in ([], parts["train"]["text"], parts["test"]["text"]), (
+            ["--streaming"], texts[200:], texts[:200]):
+        done = hub("--dataset=openwebtext", "--name=./out", "--overwrite", *options, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert list(ids_of(tmp_path / "out")[1].values()) == [
+            [i for text in part if text for i in (*encode(text), 50256)] for part in splits]
 
 
-def test_openwebtext_that_cannot_be_fetched_names_the_ways_out():
-    script = ROOT / "data" / "openwebtext" / "prepare.py"
-    env = {**os.environ, "HF_HUB_OFFLINE": "1"}  # else it tries for half a minute
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.search(r"^OpenWebText could not be downloaded \(.*\): set HF_ENDPOINT to a mirror of the Hub, or copy ",
-                     done.stderr, re.M)
+@pytest.mark.parametrize("options, message", [
+    ([], r"Skylion007/openwebtext can't be read \(.*\): set HF_ENDPOINT to a mirror of the Hub, or run hf download "
+         "Sky.* --local-dir=openwebtext on another machine, and add --dataset=openwebtext$"),
+    (["--dataset=texts"], r"^texts can't be used \(Config name is missing.*'large', 'small'.*\): correct --con"),
+    (["--dataset=texts", "--config=small", "--column=body"], r"^texts can't be used \(.*'body'.*\): correct --con"),
+    (["--dataset=texts", "--config=large", "--streaming"], "^texts has too few documents for training and validation")])
+def test_index_a_dataset_of_the_hub_that_cannot_be_read_is_told_in_a_sentence(tmp_path, options, message):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "texts" / "README.md").write_text("---\nconfigs:\n" + "".join(
+        f"- config_name: {name}\n  data_files: a.jsonl\n" for name in ("large", "small")) + "---")
+    done = hub("--name=./out", *options, cwd=tmp_path)
+    assert done.returncode == 2 and re.search(message, done.stderr.splitlines()[-1]), done.stderr
+    assert bins._how_to_fix(ROOT / "data" / "openwebtext").endswith("data/prepare_hub.py")

@@ -1,0 +1,76 @@
+"""Prepare a text dataset of the Hugging Face Hub in GPT-2's tokens, by default OpenWebText. See docs/pretrain.md.
+
+    python data/prepare_hub.py
+    python data/prepare_hub.py --dataset=HuggingFaceFW/fineweb-edu --config=sample-10BT --streaming
+    python data/prepare_hub.py --dataset=FOLDER --name=openwebtext      # files that another machine has downloaded
+"""
+
+import argparse
+import functools
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from runtime.data.dataset import SPLITS, new_dataset_dir, write_dataset  # noqa: E402
+from runtime.data.tokenizer import end_of_text, numpy_encoder, tokenizer_meta  # noqa: E402
+from runtime.errors import UserError  # noqa: E402
+from runtime.files import lock_folder  # noqa: E402
+from runtime.output import exit_on_error  # noqa: E402
+from runtime.prepare.pipeline import encode, tokenize  # noqa: E402
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     usage="python data/prepare_hub.py [options]", allow_abbrev=False)
+    add = parser.add_argument
+    add("--dataset", default="Skylion007/openwebtext", help="name on the Hub, or a folder (default: %(default)s)")
+    add("--config", help="configuration of the dataset, such as sample-10BT")
+    add("--column", default="text", help="column that holds the text (default: text)")
+    add("--name", help="folder below data/, or a path (default: the last part of --dataset)")
+    add("--streaming", action="store_true", help="tokenize during the download, without a cache and without shuffling")
+    add("--overwrite", action="store_true", help="replace an existing dataset")
+    return parser.parse_args()
+
+
+def read_rows(args):
+    """Yield rows of 200 documents, [(split, text), (split, b""), ...], in nanoGPT's order and splits, or streamed.
+    Raises UserError."""
+    from datasets import load_dataset
+
+    try:
+        data = load_dataset(args.dataset, args.config, split="train", streaming=args.streaming)
+        data = data.select_columns(args.column)
+        parts = [data] if args.streaming else data.train_test_split(0.0005, seed=2357, shuffle=True).values()
+        for split, part in zip(SPLITS, parts):
+            for number, row in enumerate(part.iter(200)):
+                chosen = "val" if args.streaming and number % 2000 == 0 else split
+                yield [(chosen, piece) for text in row[args.column] if text for piece in (text.encode(), b"")]
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{args.dataset} can't be used ({reason}): correct --config or --column") from None
+    except Exception as error:  # the Hub, the network or the disk
+        reason, folder = " ".join(str(error).split()) or type(error).__name__, Path(args.dataset).name
+        raise UserError(f"{args.dataset} can't be read ({reason}): set HF_ENDPOINT to a mirror of the Hub, or run hf "
+                        f"download {args.dataset} --repo-type=dataset --local-dir={folder} on another machine, and add "
+                        f"--dataset={folder}") from None
+
+
+def main(args):
+    folder = new_dataset_dir(args.name or Path(args.dataset).name, args.overwrite)
+    tokenizer, vocab_size = tokenizer_meta("gpt2")
+    encoder = functools.partial(encode, numpy_encoder(tokenizer), end_of_text(tokenizer), "<u2", False)
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with lock_folder(folder, "--name"):
+        stored = tokenize(folder, read_rows(args), encoder, workers)
+        if len(stored) < len(SPLITS):
+            raise UserError(f"{args.dataset} has too few documents for training and validation: choose another")
+        meta = write_dataset(folder, *(stored[split, "ids"].view("<u2") for split in SPLITS), tokenizer, vocab_size,
+                             {"name": args.dataset, "sha256": None, "bytes": None}, options=vars(args))
+    print(f"train: {meta['train_tokens']:,} tokens, val: {meta['val_tokens']:,} tokens\nwritten to {folder}")
+
+
+if __name__ == "__main__":
+    with exit_on_error("interrupted; no dataset was changed"):
+        main(arguments())

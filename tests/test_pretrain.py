@@ -1,0 +1,65 @@
+"""docs/pretrain.md: its commands, each with options that make it small, and its hours."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT, SMALL, launch
+from test_readme import blocks, read
+
+import configurator
+
+PAGE = ROOT / "docs" / "pretrain.md"
+
+
+@pytest.mark.long
+def test_index_the_commands_lead_from_shards_to_a_sample_and_a_resume(tmp_path):
+    for name, size in ("fineweb10B/fineweb_val_000000.bin", 1000), ("fineweb10B/fineweb_train_000001.bin", 5000):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        tokens = np.random.default_rng(0).integers(0, 50257, size).astype("<u2")
+        (tmp_path / name).write_bytes(np.array([20240520, 1, size, *[0] * 253], "<i4").tobytes() + tokens.tobytes())
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "README.md").write_text("---\nconfigs:\n- config_name: sample-10BT\n  data_files: a.jsonl\n---")
+    (tmp_path / "hub" / "a.jsonl").write_text('{"text": "a text"}\n' * 300)
+    one, eight, xl = (f"--out_dir={tmp_path / name}" for name in ("one", "eight", "xl"))
+    small = [option for option in (*SMALL, f"--dataset={tmp_path / 'data'}") if not re.match("--(init|learn)", option)]
+    added = [["--name=./data"], ["--dataset=hub", "--name=./edu"], [*small, one], [*small, eight], [*small, xl],
+             [one, "--num_samples=1", "--max_new_tokens=5", "--device=cpu"], [one, f"--to={tmp_path / 'hf'}"],
+             [*small, eight, "--resume_tag=iter_2"]]
+    commands, printed = [words for words in map(shlex.split, blocks(PAGE)) if words[0] in ("python", "torchrun")], []
+    for words, options in zip(commands, added, strict=True):
+        place, ranks = (1, 1) if words[0] == "python" else (2, int(words[1].removeprefix("--nproc_per_node=")))
+        script, arguments = ROOT / words[place], [*words[place + 1:], *options]
+        if script.parent == ROOT:
+            run = launch(script, *arguments, ranks=ranks)
+        else:  # its paths are relative
+            run = subprocess.run([sys.executable, script, *arguments], cwd=tmp_path, capture_output=True, text=True,
+                                 env={**os.environ, "HF_HOME": str(tmp_path / "cache")})
+        assert run.returncode == 0, run.stdout + run.stderr
+        printed.append(run.stdout)
+    shards, hub, *trained, sampled, exported, resumed = printed
+    assert "train: 5,000 tokens" in shards and "train: 300 tokens, val: 600 tokens" in hub
+    for text, ranks in zip((*trained, resumed), (1, 8, 8, 8)):
+        assert f"{ranks} x CPU" in text and "step 4: train loss 10.8" in text  # ln(50257)
+    assert "iteration 2" in resumed and "lr 4.50e-07" in resumed  # 3e-4, in the third of 2,000 steps of warmup
+    assert "The meaning of life is" in sampled and "logits for 32 tokens differ" in exported
+
+
+def test_the_job_and_the_hours():
+    """The hours are tokens divided by the measured speed."""
+    job, = (words for words in map(shlex.split, blocks(PAGE)) if words[0] == "sbatch")
+    assert configurator.settings_of_script(str(ROOT / "train_deepspeed.py"), job[2:]).dataset == "fineweb100B"
+    cases = json.loads((ROOT / "results" / "h200_x1_muon_step.json").read_text())["commits"]["db0fd51"]
+    page, measured = read(PAGE), {"124M": (cases["small 60"], 480), "XL": (cases["XL 32 x 1"], 512)}
+    rows = re.findall(r"^\| (124M|XL) \| ([\d,]+).* \| ([\d.]+) billion \| ([\d.]+) h \| ([\d.]+) h \|$", page, re.M)
+    assert len(rows) == 3
+    for model, steps, *shown in rows:
+        case, sequences = measured[model]
+        tokens, speed = int(steps.replace(",", "")) * sequences * 1024, case["adamw"]["tokens_per_s"]
+        assert shown == [f"{value:.1f}" for value in (tokens / 1e9, tokens / speed / 3600, tokens / speed / 3600 / 8)]
+        assert f"{speed:,.0f}" in page and f"{case['ratio']:.2f} times" in page
