@@ -25,6 +25,7 @@ dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: bfloa
 
 globals().update(vars(configurator.settings_of_script(__file__, on_error=exit_on_all_ranks)))
 
+import os
 from json import dumps, loads
 from math import exp
 
@@ -60,10 +61,9 @@ def read_rows(task, path):
                 context, _, word = fields["text"].rpartition(" ")
                 endings, label = [word], 0
             own = [(encode(context), encode(f" {ending}")) for ending in endings if context.strip() and ending.strip()]
-            if len(own) != (4 if task == "hellaswag" else 1) or label not in range(len(own)):
-                raise ValueError("a text is empty, or the label is wrong")
-            if (longest := max(len(ending) for _, ending in own)) > block_size:
-                raise ValueError(f"{longest} tokens to predict are more than the {block_size} of a context")
+            if (len(own) != (4 if task == "hellaswag" else 1) or label not in range(len(own))
+                    or max(len(ending) for _, ending in own) > block_size):
+                raise ValueError(f"a text is empty or has over {block_size} tokens, or the label is wrong")
         except (UserError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(f"{path}, line {n} can't be scored ({error}): give an object with {FIELDS[task]}") from None
         rows += [np.array([*(~i for i in ids), *ending]) for ids, ending in own]
@@ -111,13 +111,7 @@ def score(rows, name):
     return sum(all_gather_objects(results))
 
 
-def ratio(values, counts):
-    """Return sum(values) / sum(counts), and its standard error. counts: like values, or 1."""
-    counts = np.broadcast_to(counts, values.shape)
-    mean, n = values.sum() / counts.sum(), len(values)
-    return mean, (((values - mean * counts) ** 2).sum() * n / max(1, n - 1)) ** 0.5 / counts.sum()
-
-
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed only reads files
 ranks = ranks_from_environment()
 join_process_group(device)
 with all_exit_on(UserError, OSError):
@@ -148,7 +142,7 @@ for task, path, rows, answers in tasks:  # answers: the labels, or the bytes of 
     total, count, last, all_hit, last_hit = score(rows, task)
     if task == "hellaswag":  # the ending with the lowest sum, or with the lowest mean per token
         chosen = [losses.reshape(-1, 4).argmin(axis=1) for losses in (total, total / count)]
-        figures = {"acc": (chosen[0] == answers, 1), "acc_norm": (chosen[1] == answers, 1)}
+        figures = {"acc": (chosen[0] == answers, 1), "acc_norm": (chosen[1] == answers, 1)}  # (values, counts)
     elif task == "lambada":  # the last word, as in lm_eval, and its last token, as OpenAI
         figures = {"acc": (all_hit, 1), "perplexity": (total, 1),
                    "last_token_acc": (last_hit, 1), "last_token_perplexity": (last, 1)}
@@ -158,7 +152,9 @@ for task, path, rows, answers in tasks:  # answers: the labels, or the bytes of 
     cut = sum(len(row) > block_size + 1 for row in rows)
     record = {"model": name, "task": task, "file": path, "rows": len(answers), "tokens": int(count.sum()), "cut": cut}
     for key, (values, counts) in figures.items():
-        value, error = ratio(values, counts)
+        counts = np.broadcast_to(counts, values.shape)
+        value, n = values.sum() / counts.sum(), len(values)
+        error = (((values - value * counts) ** 2).sum() * n / max(1, n - 1)) ** 0.5 / counts.sum()  # of a ratio of sums
         if key.endswith("perplexity"):
             value, error = exp(min(value, 700)), error * exp(min(value, 700))  # without overflow
         record |= {key: value, f"{key}_stderr": error}

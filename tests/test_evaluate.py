@@ -176,7 +176,7 @@ def test_refusals(train, tmp_path):
             ("hellaswag", good | {"label": 4}, "the label is wrong"),
             ("hellaswag", good | {"endings": ["b", "c", "", "e"]}, "a text is empty"),
             ("hellaswag", good | {"ctx": "É"}, "the character 'É' (U+00C9) is not one of the 28 that this"),
-            ("hellaswag", good | {"endings": ["b" * 32] * 4}, "33 tokens to predict"),
+            ("hellaswag", good | {"endings": ["b" * 32] * 4}, "has over 32 tokens"),
             ("lambada", {"text": "word"}, "a text is empty"), ("lambada", {"text": "a b "}, "a text is empty")):
         path = tmp_path / str(len(cases))
         path.write_text(f"{json.dumps(good)}\n{json.dumps(line)}\n")
