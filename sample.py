@@ -1,10 +1,9 @@
-"""Generate text from a checkpoint, from GPT-2 or from nanoGPT's ckpt.pt, or print the perplexity of a text.
+"""Generate text from a checkpoint, from GPT-2 or from nanoGPT's ckpt.pt.
 
     python sample.py --out_dir=out-shakespeare-xl-deepspeed
     python sample.py --out_dir=out-shakespeare-xl-deepspeed --tag=best --start="To be" --temperature=0.8
     python sample.py --init_from=gpt2-xl --start="The meaning of life is"
     python sample.py --out_dir=out-shakespeare-xl-deepspeed --interactive
-    python sample.py --out_dir=out-shakespeare-xl-deepspeed --score_file=text.txt
     python sample.py --out_dir=out-sft-xl --chat
 """
 
@@ -31,8 +30,6 @@ top_k: int | None = 200  # sample from the k likeliest tokens; None: from all
 top_p: float | None = None  # sample from the likeliest tokens that together have this probability
 repetition_penalty = 1.0  # above 1 makes tokens that are already in the text less likely
 seed = 1337  # random seed of the first batch of samples; each next one adds 1
-# Perplexity
-score_file: str | None = None  # print this file's mean loss and perplexity instead of generating
 # Machine
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if there is a GPU
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: bfloat16 if the GPU has it
@@ -42,7 +39,7 @@ globals().update(vars(configurator.settings_of_script(__file__)))
 import os
 import sys
 from json import dumps
-from math import exp, inf
+from math import inf
 
 import torch
 
@@ -51,7 +48,7 @@ from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.errors import UserError
 from runtime.hardware import pick_device, pick_dtype
 from runtime.output import exit_with_error, printable
-from runtime.sample.generate import ask_for_prompts, generate_texts, read_prompts, read_text, score_text
+from runtime.sample.generate import ask_for_prompts, generate_texts, read_prompts
 from runtime.sample.source import find_model
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed only reads files
@@ -69,11 +66,8 @@ ranges = {  # whether a setting is in its range, and the range
                                                  "at least 1e-5: 1 for none, 1.1 for a little"),
     f"seed={seed}": (0 <= seed < 2**62, "at least 0 and below 2**62"),
 }
-given = {"start": start != "\n", "prompts_file": prompts_file is not None, "interactive": interactive,
-         "score_file": score_file is not None}
+given = {"start": start != "\n", "prompts_file": prompts_file is not None, "interactive": interactive}
 problems = [f"{' and '.join(filter(given.get, given))} can't be combined: drop one"] if sum(given.values()) > 1 else []
-if chat and score_file:
-    problems.append("chat and score_file can't be combined: drop one")
 if init_from == "resume" and dataset is not None:
     problems.append(f"dataset={dataset} is for --init_from: a checkpoint of ours knows its dataset")
 problems += [f"{setting} must be {what}" for setting, (in_range, what) in ranges.items() if not in_range]
@@ -104,12 +98,9 @@ try:
     if chat and not data["template"]:
         raise UserError(f"{name} has no chat template: drop --chat, or train on conversations (docs/chat.md)")
     talk = Chat(data, encode, decode([end]), max_new_tokens) if chat else None
-    prompts = [] if interactive or score_file else read_prompts(start, prompts_file)
+    prompts = [] if interactive else read_prompts(start, prompts_file)
     prompts = [(text, encode_prompt(text)) for text in prompts]
-    scored = encode(read_text(score_file)) if score_file else None
     model = load(device, dtype)
-    if score_file:
-        loss, n_tokens = score_text(model, scored)
 except (UserError, OSError) as error:
     exit_with_error(str(error))
 
@@ -118,10 +109,6 @@ rule = "" if interactive else "---------------\n"  # between samples
 
 if not json:
     print(f"{name}: {model.num_params():,} parameters{description}\n")
-if score_file:
-    ppl = exp(min(loss, 700))  # without overflow
-    record = {"model": name, "file": score_file, "tokens": n_tokens, "loss": loss, "perplexity": ppl}
-    print(dumps(record) if json else f"{score_file}: {n_tokens:,} tokens, loss {loss:.4f}, perplexity {ppl:.2f}")
 if interactive:
     prompts = ask_for_prompts(encode_prompt, "" if json else "> ")
 done = 0  # samples so far

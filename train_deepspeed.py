@@ -149,6 +149,7 @@ from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.ranks import all_exit_on, all_reduce_sum, broadcast_from_rank0, shut_down
 from runtime.data.loader import TrainBatches, eval_batches, mixed_seed, sequences_per_dataset
+from runtime.data.tokenizer import token_bytes
 from runtime.engine import setup
 from runtime.engine.engine import Engine
 from runtime.engine.muon import split_matrices
@@ -199,6 +200,7 @@ state = engine.load(store, tag) if tag else {}
 iter_num = first_iter = state.get("iter_num", 0)
 evals_since_best = state.get("evals_since_best", 0)
 vocab_size = plan.data["vocab_size"]
+bytes_of_tokens = torch.tensor(broadcast_from_rank0(token_bytes(plan.data, fetch=False)), device=device)
 log = RunLog(settings, plan.start.sources, state, device, plan.datasets, batch.tokens, estimate(plan), _process_start)
 health = StepHealth(log.warn, state)
 
@@ -222,20 +224,22 @@ def get_lr(it):
 
 
 def estimate_loss():
-    """Return {split: [(mean, standard error) of each dataset]}, over fixed windows that the ranks share."""
+    """Return {split: [(mean, standard error, bytes per target) of each dataset]}, over fixed windows that the ranks
+    share. Bytes are 0 if they are unknown."""
     model.eval()
     losses = {"train": [], "val": []}
     for split, estimates in losses.items():
         for data in plan.tokens[split]:
-            sums = torch.zeros(6, dtype=torch.float64, device=device)  # over windows
+            sums = torch.zeros(7, dtype=torch.float64, device=device)  # over windows
             for x, y in eval_batches(data, plan.eval_windows, batch, ranks.rank, vocab_size, device):
                 counts = (y >= 0).double().mean(dim=1)  # the fraction that counts; 0 if a window pads the last batch
                 loss = engine.evaluate(x, y).double().mean(dim=1)
-                sums += torch.stack([counts > 0, counts, loss, counts**2, loss**2, counts * loss]).sum(dim=1)
-            n, counted, total, counts2, loss2, product = all_reduce_sum(*sums)
+                n_bytes = bytes_of_tokens[y].double().mean(dim=1)
+                sums += torch.stack([counts > 0, counts, loss, counts**2, loss**2, counts * loss, n_bytes]).sum(dim=1)
+            n, counted, total, counts2, loss2, product, n_bytes = all_reduce_sum(*sums)
             mean = total / counted  # a ratio of sums: its standard error comes from loss - mean * counts
             residuals = max(0.0, loss2 - 2 * mean * product + mean**2 * counts2)
-            estimates.append((mean, math.sqrt(residuals * n / max(1, n - 1)) / counted))
+            estimates.append((mean, math.sqrt(residuals * n / max(1, n - 1)) / counted, n_bytes / counted))
     model.train()
     return losses
 

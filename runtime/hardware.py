@@ -138,13 +138,16 @@ def undetected_gpu():
 
 
 def pick_device(device, local_world_size=1):
-    """Resolve the setting device: "auto" is "cuda" if PyTorch finds a GPU, else "cpu". Raises UserError, also if
-    PyTorch can't use one of the first `local_world_size` GPUs."""
+    """Resolve the setting device: "auto" is "cuda" if PyTorch finds a GPU, else "cpu". Raises UserError, also unless
+    PyTorch can use `local_world_size` GPUs."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda, but PyTorch finds no CUDA GPU: use --device=cpu, or check nvidia-smi")
     problem = undetected_gpu() if device == "auto" else None
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    gpus = min(local_world_size, torch.cuda.device_count()) if device == "cuda" else 0
+    if device == "cuda" and local_world_size > (gpus := torch.cuda.device_count()):
+        raise UserError(f"{local_world_size} ranks, but {gpus} GPUs on this machine: start {gpus} ranks, or use "
+                        "--device=cpu")
+    gpus = local_world_size if device == "cuda" else 0
     if problem := problem or unsupported_gpu(map(torch.cuda.get_device_capability, range(gpus))):
         raise UserError(": ".join(problem))
     return device

@@ -17,6 +17,7 @@ PAGES = [ROOT / name for name in subprocess.run(  # an example has its own test
     if (ROOT / name).exists()]
 README = ROOT / "README.md"
 TAKE_SETTINGS = {"train_deepspeed.py": "train_deepspeed.py", "sample.py": "sample.py", "export_hf.py": "export_hf.py",
+                 "evaluate.py": "evaluate.py",
                  "run_deepspeed_xl.sh": "train_deepspeed.py", "doctor.py": "train_deepspeed.py",
                  "bench.py": "train_deepspeed.py",
                  "examples/instructions/score.py": "sample.py"}  # a script: whose settings

@@ -189,9 +189,9 @@ import atexit, math
 from runtime.cluster import ranks
 all_reduce_sum, calls = ranks.all_reduce_sum, []
 def once_nan(*values, **how):
-    calls.extend([len(values)] * (len(values) == 6))
+    calls.extend([len(values)] * (len(values) == 7))
     sums = all_reduce_sum(*values, **how)
-    return [*sums[:2], math.nan, *sums[3:]] if len(values) == 6 and len(calls) == 6 else sums
+    return [*sums[:2], math.nan, *sums[3:]] if len(values) == 7 and len(calls) == 6 else sums
 ranks.all_reduce_sum = once_nan
 atexit.register(lambda: print("deterministic:", sys.modules["torch"].are_deterministic_algorithms_enabled()))
 """))

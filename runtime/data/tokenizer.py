@@ -1,6 +1,7 @@
 """Encode and decode text: GPT-2's BPE, one token per character, or a Hugging Face tokenizer.json."""
 
 import base64
+import contextlib
 import functools
 import json
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.data import download
+from runtime.data.dataset import GPT2_VOCAB
 from runtime.errors import UserError
 from runtime.files import ROOT, file_digest
 
@@ -126,3 +128,24 @@ def hf_tokenizer(meta):
 def end_of_text(meta):
     """Return the id of <|endoftext|>, or None if the tokenizer has none (characters)."""
     return 50256 if meta["kind"] == "gpt2" else meta.get("end_of_text")
+
+
+def token_bytes(data, fetch=True):
+    """Return the number of UTF-8 bytes of each token, (vocab_size + 1,) int64, or zeros if it is unknown. End-of-text
+    has 0, and so has the last element, for a target of -1, which doesn't count. data: a dict with "tokenizer" and
+    "vocab_size", as meta.json. fetch: GPT-2's tokens may be downloaded."""
+    meta, n, names = data["tokenizer"], data["vocab_size"], []
+    with contextlib.suppress(UserError):  # the tokenizer.json has changed: training doesn't need it
+        if meta["kind"] == "char":
+            names = [char.encode() for char in meta["chars"]]
+        elif meta["kind"] == "gpt2" and n == GPT2_VOCAB and (fetch or RANKS_FILE.exists()):
+            names = gpt2_ranks()
+        elif meta["kind"] == "hf":  # known if it encodes any text exactly, with a letter per byte, as GPT-2's does
+            tokenizer, text = hf_tokenizer(meta), "".join(map(chr, range(1, 0xD800)))
+            exact = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
+            if exact and type(tokenizer.decoder).__name__ == "ByteLevel":
+                names = [tokenizer.id_to_token(i) or "" for i in range(n)]
+    sizes, end = np.zeros(n + 1, np.int64), end_of_text(meta)
+    sizes[: len(names)] = [*map(len, names)]
+    sizes[n if end is None else end] = 0
+    return sizes

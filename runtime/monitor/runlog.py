@@ -140,16 +140,19 @@ class RunLog:
 
     def evaluation(self, iter_num, losses, sequences, seconds):
         """Print and record an evaluation. Return the validation loss; of a mixture, the weighted mean.
-        losses: {"train" and "val": [(mean, standard error) per dataset]}. sequences: of each dataset so far."""
+        losses: {"train" and "val": [(mean, standard error, bytes per target) per dataset]}. sequences: of each dataset
+        so far."""
         shares = [dataset.share for dataset in self.datasets]
         record = {"iter": iter_num, **loss_record(losses, shares), "eval_s": seconds}
         record["perplexity"] = math.exp(min(record["val_loss"], 700))  # without overflow
-        print0(f"step {iter_num}: {format_losses(record)}; perplexity {record['perplexity']:.2f}), {seconds:.1f} s")
+        bits = f", {record['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in record else ""
+        print0(f"step {iter_num}: {format_losses(record)}; perplexity {record['perplexity']:.2f}{bits}), "
+               f"{seconds:.1f} s")
         if len(shares) > 1:
             record["datasets"] = {}
             for number, dataset in enumerate(self.datasets):
                 values = {"share": dataset.share / sum(shares), "sequences": sequences[number],
-                         **loss_record({split: pairs[number : number + 1] for split, pairs in losses.items()}, [1])}
+                         **loss_record({split: own[number : number + 1] for split, own in losses.items()}, [1])}
                 record["datasets"][dataset.name] = values
                 print0(f"  {dataset.name}: {format_losses(values)}), {100 * values['share']:g}% of the mixture, "
                        f"{values['sequences']:,} sequences so far")
@@ -246,12 +249,15 @@ def format_step(r):
 
 
 def loss_record(losses, shares):
-    """Return the weighted mean losses and their standard errors, with the keys of history.jsonl."""
+    """Return the weighted mean losses and their standard errors, with the keys of history.jsonl, and if bytes are known
+    the weighted validation loss in bits over the weighted bytes."""
     record = {}
-    for split, pairs in losses.items():
-        means, errors = zip(*pairs, strict=True)
+    for split, estimates in losses.items():
+        means, errors, sizes = zip(*estimates, strict=True)  # sizes: bytes per target
         record[f"{split}_loss"] = statistics.fmean(means, shares)
         record[f"{split}_loss_stderr"] = math.hypot(*map(operator.mul, errors, shares)) / sum(shares)
+        if split == "val" and all(sizes):
+            record["bits_per_byte"] = record["val_loss"] / math.log(2) / statistics.fmean(sizes, shares)
     return record
 
 

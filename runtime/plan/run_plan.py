@@ -144,9 +144,6 @@ def detect_hardware(s, ranks, problems, notes):
     device = pick_device(s.device, ranks.local_world_size)
     if device == "cpu" and s.backend == "nccl":
         raise UserError("backend=nccl needs GPUs: use --backend=auto")
-    if device == "cuda" and ranks.local_world_size > (gpus := torch.cuda.device_count()):
-        raise UserError(f"{ranks.local_world_size} ranks, but {gpus} GPUs on this machine: start {gpus} ranks, or use "
-                        "--device=cpu")
     dtype = problems.attempt(pick_dtype, s.dtype, device) or "float32"
     compiled, note = pick_compile(s.compile, device)
     notes += filter(None, [note])

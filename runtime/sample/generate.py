@@ -1,4 +1,4 @@
-"""Generate samples from a model, and score a text. Sample during training."""
+"""Generate samples from a model. Sample during training."""
 
 import contextlib
 import sys
@@ -85,21 +85,6 @@ def generate_texts(model, prompt, n_texts, seed, max_new_tokens, decode, end=Non
     for text in texts:
         text.flush()
     return texts
-
-
-@torch.no_grad()
-def score_text(model, ids):
-    """Return (mean loss, number of predicted tokens) of a text. Read a long text in windows of block_size tokens that
-    overlap by half, and count each token once, in the first window that predicts it. Raises UserError."""
-    block_size, stride, last = model.config.block_size, max(1, model.config.block_size // 2), len(ids) - 1
-    if last < 1:  # the first token is not predicted
-        raise UserError(f"the text has {len(ids)} tokens: give at least 2")
-    total, counted = 0.0, 0
-    for start in range(0, max(1, last - block_size + stride), stride):
-        window = torch.tensor([ids[start:start + block_size + 1]], device=model.lm_head.weight.device)
-        total += model(window[:, :-1], window[:, 1:], "none")[counted - start:].double().sum().item()
-        counted = min(start + block_size, last)
-    return total / last, last
 
 
 def sample_while_training(model, prompt, n_tokens, seed):

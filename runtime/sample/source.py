@@ -1,4 +1,4 @@
-"""Find the model that sample.py loads, and its tokenizer."""
+"""Find the model that sample.py or evaluate.py loads, and its tokenizer."""
 
 import json
 import os

@@ -152,7 +152,6 @@ def test_the_example_counts_exact_answers(talker, tmp_path):
 def test_refusals(talker, train):
     plain = done(train("--max_iters=1"))
     for args, words in (([f"--out_dir={plain.out_dir}"], "has no chat template: drop --chat, or train on conversa"),
-                        ([f"--out_dir={talker.out_dir}", "--score_file=x"], "chat and score_file can't be combined"),
                         ([f"--out_dir={talker.out_dir}", "--start=É"], "the character 'É' (U+00C9) is not one of")):
         run = launch(ROOT / "sample.py", "--chat", *args)
         assert run.returncode == 2 and words in run.stderr and "Traceback" not in run.stderr, run.stderr

@@ -1,0 +1,163 @@
+"""Score a checkpoint, an exported folder or OpenAI's weights: HellaSwag, LAMBADA, and the loss of a text or a dataset.
+
+    python evaluate.py --out_dir=out-mine --dataset=mine --text=book.txt
+    torchrun --nproc_per_node=4 evaluate.py --init_from=gpt2-xl --hellaswag=hellaswag_val.jsonl
+"""
+
+from typing import Literal
+
+import configurator
+from runtime.cluster import exit_on_all_ranks
+
+init_from = "resume"  # resume: a checkpoint in out_dir; or gpt2*, a folder of weights, a nanoGPT ckpt.pt
+out_dir = "out-shakespeare-xl-deepspeed"  # folder of the run
+tag: str | None = None  # best, final, iter_20, ... or latest; None: best, or the newest if there is no best
+# What to score
+hellaswag: str | None = None  # file of JSON lines with ctx, endings and label
+lambada: str | None = None  # file of JSON lines with text
+text: str | None = None  # file of text
+dataset: str | None = None  # prepared dataset, for its validation split; with init_from, also the weights' tokenizer
+json = False  # print one JSON object per line, and nothing else
+# Machine
+batch_tokens = 16384  # tokens per rank and forward, padding included
+device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if there is a GPU
+dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: bfloat16 if the GPU has it
+
+globals().update(vars(configurator.settings_of_script(__file__, on_error=exit_on_all_ranks)))
+
+import os
+from json import dumps, loads
+from math import exp
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from model import EAGER_LOSS_CHUNK, LMHead
+from runtime.cluster.join import join_process_group
+from runtime.cluster.ranks import all_exit_on, all_gather_objects, print0, ranks_from_environment, shut_down
+from runtime.data.dataset import open_datasets, same_tokenizer
+from runtime.data.loader import open_sequences, read_windows
+from runtime.data.tokenizer import token_bytes, tokenizer_of
+from runtime.errors import UserError
+from runtime.hardware import pick_device, pick_dtype
+from runtime.sample.generate import read_text
+from runtime.sample.source import find_model
+
+FIELDS = {"hellaswag": '"ctx", 4 "endings" and a "label" from 0 to 3', "lambada": 'a "text" of at least two words'}
+
+
+def read_rows(task, path):
+    """Return (rows, labels) of JSON lines: 4 rows per line of HellaSwag, one of LAMBADA. A row is an array of ids, in
+    which a token that is not to be predicted is ~id, as in runtime/data/loader.py. Raises UserError."""
+    rows, labels = [], []
+    for n, line in enumerate(read_text(path).rstrip().split("\n"), 1):
+        try:
+            fields = loads(line)
+            if task == "hellaswag":  # completions, as in llm.c
+                context, endings, label = fields["ctx"], fields["endings"], int(fields["label"])
+            else:  # the last word follows the last space, as in lm_eval
+                context, _, word = fields["text"].rpartition(" ")
+                endings, label = [word], 0
+            own = [(encode(context), encode(f" {ending}")) for ending in endings if context.strip() and ending.strip()]
+            if (len(own) != (4 if task == "hellaswag" else 1) or label not in range(len(own))
+                    or max(len(ending) for _, ending in own) > block_size):
+                raise ValueError(f"a text is empty or has over {block_size} tokens, or the label is wrong")
+        except (UserError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(f"{path}, line {n} can't be scored ({error}): give an object with {FIELDS[task]}") from None
+        rows += [np.array([*(~i for i in ids), *ending]) for ids, ending in own]
+        labels.append(label)
+    return rows, np.array(labels)
+
+
+def text_rows(ids):
+    """Return (rows, their bytes) of Conversations, or of ids (N,): windows of block_size tokens that don't overlap."""
+    rows = ([ids[start : start + block_size + 1] for start in range(0, len(ids) - 1, block_size)]
+            if isinstance(ids, np.ndarray) else [ids.row(i) for i in range(len(ids.counts))])
+    return rows, np.array([bytes_of_tokens[np.maximum(row[1:].astype(np.int64), -1)].sum() for row in rows])
+
+
+class ScoringHead(LMHead):
+    """Returns the losses of the targets that count, and whether each is the likeliest token, (2, n). Its logits are
+    float32: GPT-2's are around -100, where bfloat16 has multiples of 0.5. TF32 doesn't round half precision further."""
+
+    def forward(self, x, targets, reduction):
+        x, targets, weight, results = x[targets >= 0], targets[targets >= 0], self.weight.float(), []
+        for rows, own in zip(x.split(EAGER_LOSS_CHUNK), targets.split(EAGER_LOSS_CHUNK)):
+            logits = F.linear(rows.float(), weight)[:, : self.vocab_size]
+            results.append(torch.stack([F.cross_entropy(logits, own, reduction="none"), logits.argmax(dim=1) == own]))
+        return torch.cat(results, dim=1)
+
+
+@torch.no_grad()
+def score(rows, name):
+    """Return, of each row, the sum of its losses, their number, the last one, whether all its tokens are the likeliest,
+    and whether the last one is: (5, N). The ranks share the rows. The longest go first, the most memory with them."""
+    results = np.zeros((5, len(rows)))
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))[ranks.rank :: ranks.world_size]
+    with tqdm(total=len(order), desc=name, unit="row", disable=None if ranks.rank == 0 else True) as bar:
+        while len(order):
+            length = min(block_size, -(-(len(rows[order[0]]) - 1) // 32) * 32)  # few shapes: cuDNN plans for each
+            chosen, order = np.split(order, [max(1, batch_tokens // length)])
+            padded = np.full((len(chosen), length + 1), ~0)
+            for place, i in zip(padded, chosen):
+                place[: len(rows[i])] = rows[i][-length - 1 :]  # cut on the left, as in lm_eval
+            x, y = read_windows([(row, 0) for row in padded], length, data["vocab_size"])
+            scores = model(x.to(device), y.to(device), "none").double().cpu().numpy()
+            for i, (losses, hits) in zip(chosen, np.split(scores, (y >= 0).sum(dim=1).cumsum(dim=0)[:-1], axis=1)):
+                results[:, i] = losses.sum(), len(losses), losses[-1], hits.all(), hits[-1]
+            bar.update(len(chosen))
+    return sum(all_gather_objects(results))
+
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed only reads files
+ranks = ranks_from_environment()
+join_process_group(device)
+with all_exit_on(UserError, OSError):
+    if (device := pick_device(device, ranks.local_world_size)) == "cuda":
+        torch.cuda.set_device(ranks.local_rank)
+    dtype = getattr(torch, pick_dtype(dtype, device))
+    name, description, data, load = find_model(init_from, out_dir, tag, dataset)
+    encode, block_size, bytes_of_tokens = tokenizer_of(data["tokenizer"])[0], data["block_size"], token_bytes(data)
+    files = {"hellaswag": hellaswag, "lambada": lambada}
+    tasks = [(task, path, *read_rows(task, path)) for task, path in files.items() if path]
+    if text:
+        tasks.append(("text", text, *text_rows(np.array(encode(read_text(text))))))
+    if dataset:
+        (source,), meta = open_datasets(dataset, 1)
+        if not same_tokenizer(meta, data):
+            raise UserError(f"dataset={dataset} has another tokenizer than {name}: prepare it with that one")
+        tasks.append(("dataset", dataset, *text_rows(open_sequences(source, "val", block_size))))
+    if not tasks or not all(rows for _, _, rows, _ in tasks):
+        raise UserError("nothing to score: give --hellaswag, --lambada, --dataset, or --text of at least 2 tokens")
+    model = load(device, dtype)
+model.lm_head.__class__ = ScoringHead
+if device == "cuda" and dtype != torch.float32:
+    torch.set_float32_matmul_precision("high")  # TF32 in ScoringHead
+
+if not json:
+    print0(f"{name}: {model.num_params():,} parameters{description}\n")
+for task, path, rows, answers in tasks:  # answers: the labels, or the bytes of each row of a text
+    total, count, last, all_hit, last_hit = score(rows, task)
+    if task == "hellaswag":  # the ending with the lowest sum, or with the lowest mean per token
+        chosen = [losses.reshape(-1, 4).argmin(axis=1) for losses in (total, total / count)]
+        figures = {"acc": (chosen[0] == answers, 1), "acc_norm": (chosen[1] == answers, 1)}  # (values, counts)
+    elif task == "lambada":  # the last word, as in lm_eval, and its last token, as OpenAI
+        figures = {"acc": (all_hit, 1), "perplexity": (total, 1),
+                   "last_token_acc": (last_hit, 1), "last_token_perplexity": (last, 1)}
+    else:
+        figures = {"loss": (total, count), "perplexity": (total, count)}
+        figures |= {"bits_per_byte": (total / np.log(2), answers)} if answers.any() else {}
+    cut = sum(len(row) > block_size + 1 for row in rows)
+    record = {"model": name, "task": task, "file": path, "rows": len(answers), "tokens": int(count.sum()), "cut": cut}
+    for key, (values, counts) in figures.items():
+        counts = np.broadcast_to(counts, values.shape)
+        value, n = values.sum() / counts.sum(), len(values)
+        error = (((values - value * counts) ** 2).sum() * n / max(1, n - 1)) ** 0.5 / counts.sum()  # of a ratio of sums
+        if key.endswith("perplexity"):
+            value, error = exp(min(value, 700)), error * exp(min(value, 700))  # without overflow
+        record |= {key: value, f"{key}_stderr": error}
+    shown = ", ".join(f"{key} {record[key]:.4f} +- {record[f'{key}_stderr']:.4f}" for key in figures)
+    print0(dumps(record) if json else f"{task} {path}: {shown}" + f" ({cut:,} texts cut on the left)" * (cut > 0))
+shut_down()
