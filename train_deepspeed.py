@@ -261,8 +261,8 @@ def save(improved):
     """Start saving this iteration's tag."""
     saver.save(f"iter_{iter_num}", aliases(improved), {
         "iter_num": iter_num, "best_val_loss": best_val_loss, "evals_since_best": evals_since_best,
-        "improved": improved, "wandb_id": log.wandb_id, "grad_norms": list(health.spikes.history),
-        "grad_norms_risen": health.spikes.risen, **saved_state(plan)})
+        "improved": improved, "wandb_id": log.wandb_id, "grad_norms": list(health.spikes.norms),
+        "grad_norm_ratios": list(health.spikes.ratios), **saved_state(plan)})
 
 
 # -----------------------------------------------------------------------------
@@ -294,12 +294,13 @@ while not finished() and not eval_only and exit_code is None:
     loss = torch.zeros((), device=device)
     for _ in range(gradient_accumulation_steps):
         loss += engine.micro_step(*next(batches))  # forward and backward
-    step = engine.step(skip_above=health.spikes.threshold() if skip_grad_spikes else math.inf)
-    loss /= gradient_accumulation_steps
     iter_num += 1
+    step = engine.step(skip_above=health.spikes.threshold() if skip_grad_spikes else math.inf,
+                       with_shares=iter_num % 10 == 0)  # reads all gradients once more
+    loss /= gradient_accumulation_steps
 
     # check and log it
-    health.check(step, loss, iter_num)  # warns about a skipped step or a spike
+    health.check(step, loss, iter_num)  # warns about a skipped step, a spike or norms that rise
     if iter_num % log_interval == 0 or iter_num in (first_iter + 1, max_iters):
         log.step(iter_num, loss, lr, flops_per_iter, step, batches.waited_s, engine.launch.timer.seconds())
 
