@@ -54,6 +54,7 @@ resume_tag = "latest"  # checkpoint to resume from (iter_10, best); latest: the 
 seed = 1337  # random seed of weights, data order and dropout
 max_skipped_steps = 10  # consecutive skipped steps (non-finite gradients, spikes) before the run saves and exits
 skip_grad_spikes = False  # skip steps with a gradient norm far above the recent median
+on_rising_norms: Literal["warn", "stop"] = "warn"  # what to do when gradient norms rise; stop: save and exit
 # Loggers
 wandb_log = False  # log to Weights & Biases; set WANDB_MODE=offline if there is no network
 wandb_project = "gpt2-deepspeed"  # project in Weights & Biases
@@ -320,7 +321,9 @@ while not finished() and not eval_only and exit_code is None:
         log.sample(iter_num, decode(ids))
     log.restart_clock(iter_num, batches.waited_s, paused=profiler and profiler.step())  # for the next step's time
 
-    # exit together: a signal, STOP, a failed save, or too many skipped steps
+    # exit together: a signal, STOP, norms that rise, a failed save, or too many skipped steps
+    if health.rise and on_rising_norms == "stop":
+        shutdown.request_exit(4)  # on all ranks
     exit_code, save_failed = shutdown.agree(saver.failed)
     if health.skipped_in_a_row > max_skipped_steps:
         exit_code = 3

@@ -194,6 +194,20 @@ def test_norms_of_stable_runs_do_not_rise(warnings_of):
         assert not [text for texts in warnings_of(norms).values() for text in texts if "rise" in text]
 
 
+def test_a_run_whose_norms_rise_ends_and_resumes_once(spoilt):
+    """The model hardly learns. From iteration 201 on, rank 1's loss is 5 times as large, so norms are 3 times as large.
+    The history has 200 norms instead of 2,000. The resumed run doesn't stop for the same rise."""
+    options = "--learning_rate=1e-7", "--max_iters=320", "--on_rising_norms=stop", "--log_interval=10"
+    run = spoilt(401, 999, *options, factor=5, history=(200, 100))
+    assert run.returncode == 4 and "stop requested (gradient norms rise): exiting after step 250" in run.stdout
+    (text,) = warnings_in(run).values()
+    shares = next(r["grad_shares"] for r in run.history if r["iter"] == 250 and "grad_shares" in r)
+    assert len(shares) == 3 and ", ".join(f"{name} {share:.0%}" for name, share in shares.items()) in text
+    assert (run.out_dir / "latest").read_text() == "iter_250"
+    run = done(spoilt(1, 999, *options, "--init_from=resume", factor=5, history=(200, 100)))
+    assert list(warnings_in(run)) == [250] and max(run.losses) == 320
+
+
 def test_a_loss_scale_that_collapses_is_explained_and_ends_the_run(spoilt, tmp_path):
     """From 4 down to 1, two steps that look for the scale; then three that fail at 1, of which two are allowed."""
     config = {"zero_optimization": {"stage": 2}, "fp16": {"initial_scale_power": 2, "hysteresis": 1}}
