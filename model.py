@@ -71,12 +71,23 @@ def attention_backends(device):
     return order
 
 
+class QKVLinear(nn.Linear):
+    """A linear layer whose middle third, the keys, has a bias without gradient. Softmax doesn't change when all keys
+    shift, so its gradient is zero. A computed one is rounding errors, and AdamW would scale them to full steps."""
+
+    def forward(self, x):
+        if self.bias is None or not torch.is_grad_enabled():
+            return super().forward(x)
+        q, k, v = self.bias.chunk(3)
+        return F.linear(x, self.weight, torch.cat([q, k.detach(), v]))
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
         self.dropout = config.dropout
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_attn = QKVLinear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         self.backends = None  # chosen at the first forward on CUDA

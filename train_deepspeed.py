@@ -54,6 +54,7 @@ resume_tag = "latest"  # checkpoint to resume from (iter_10, best); latest: the 
 seed = 1337  # random seed of weights, data order and dropout
 max_skipped_steps = 10  # consecutive skipped steps (non-finite gradients, spikes) before the run saves and exits
 skip_grad_spikes = False  # skip steps with a gradient norm far above the recent median
+on_rising_norms: Literal["warn", "stop"] = "warn"  # what to do when gradient norms rise; stop: save and exit
 # Loggers
 wandb_log = False  # log to Weights & Biases; set WANDB_MODE=offline if there is no network
 wandb_project = "gpt2-deepspeed"  # project in Weights & Biases
@@ -265,8 +266,8 @@ def save(improved):
     """Start saving this iteration's tag."""
     saver.save(f"iter_{iter_num}", aliases(improved), {
         "iter_num": iter_num, "best_val_loss": best_val_loss, "evals_since_best": evals_since_best,
-        "improved": improved, "wandb_id": log.wandb_id, "grad_norms": list(health.spikes.history),
-        "grad_norms_risen": health.spikes.risen, **saved_state(plan)})
+        "improved": improved, "wandb_id": log.wandb_id, "grad_norms": list(health.spikes.norms),
+        "grad_norm_ratios": list(health.spikes.ratios), **saved_state(plan)})
 
 
 # -----------------------------------------------------------------------------
@@ -299,12 +300,13 @@ while not finished() and not eval_only and exit_code is None:
     loss = torch.zeros((), device=device)
     for _ in range(gradient_accumulation_steps):
         loss += engine.micro_step(*next(micro_batches))  # forward and backward
-    step = engine.step(skip_above=health.spikes.threshold() if skip_grad_spikes else math.inf)
-    loss /= gradient_accumulation_steps
     iter_num += 1
+    step = engine.step(skip_above=health.spikes.threshold() if skip_grad_spikes else math.inf,
+                       with_shares=iter_num % 10 == 0)  # reads all gradients once more
+    loss /= gradient_accumulation_steps
 
     # check and log it
-    health.check(step, loss, iter_num)  # warns about a skipped step or a spike
+    health.check(step, loss, iter_num)  # warns about a skipped step, a spike or norms that rise
     if iter_num % log_interval == 0 or iter_num in (first_iter + 1, max_iters):
         log.step(iter_num, loss, lr, flops_per_iter, step, batches.waited_s, engine.launch.timer.seconds())
 
@@ -324,7 +326,9 @@ while not finished() and not eval_only and exit_code is None:
         log.sample(iter_num, decode(ids))
     log.restart_clock(iter_num, batches.waited_s, paused=profiler and profiler.step())  # for the next step's time
 
-    # exit together: a signal, STOP, a failed save, or too many skipped steps
+    # exit together: a signal, STOP, norms that rise, a failed save, or too many skipped steps
+    if health.rise and on_rising_norms == "stop":
+        shutdown.request_exit(4)  # on all ranks
     exit_code, save_failed = shutdown.agree(saver.failed)
     if health.skipped_in_a_row > max_skipped_steps:
         exit_code = 3

@@ -1,4 +1,4 @@
-"""The run of GPT-2 small over thousands of steps (docs/numbers.md): prepare its text, and record the run.
+"""The run of GPT-2 small over thousands of steps (docs/pretrain.md): prepare its text, and record the run.
 
     python results/long_run.py text FILE.jsonl FOLDER ...    documentation and sources of installed packages
     python data/prepare.py FILE.jsonl --name=packages
@@ -14,12 +14,7 @@ import json
 import random
 import re
 import statistics
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from runtime.monitor.health import WINDOW, SpikeDetector
 
 MB = 190  # of text; 87 million tokens
 KINDS = (".md", ".rst", ".txt"), (".py",)
@@ -49,16 +44,6 @@ def spikes(steps):
             if i >= 100 and step["loss"] > 1.5 * statistics.median(losses[i - 100 : i]) + 0.1]
 
 
-def rises(steps):
-    """Return the steps at which the run warns that gradient norms have risen, with the ratio."""
-    detector, found = SpikeDetector(), {}
-    for step in steps:
-        detector.update(step["grad_norm"])
-        if step["iter"] % WINDOW == 0 and (ratio := detector.rise()):
-            found[str(step["iter"])] = round(ratio, 1)
-    return found
-
-
 def record(out_dir, commit, tokens):
     history = [json.loads(line) for line in (out_dir / "history.jsonl").read_text(encoding="utf-8").splitlines()]
     settings = json.loads((out_dir / "settings.json").read_text(encoding="utf-8"))
@@ -69,7 +54,6 @@ def record(out_dir, commit, tokens):
         "hardware": f"{settings['world_size']} x {settings['hardware']}", "world_size": settings["world_size"],
         "versions": settings["versions"], "tokens": tokens, "settings": settings["settings"], "steps": len(steps),
         "resumed_at": [step["iter"] for step in steps if "first_step_s" in step][1:], "spikes": spikes(steps),
-        "grad_norms_rise_at": rises(steps),
         "ms": round(statistics.median(step["ms"] for step in steps), 2),
         "peak_gb": round(max(step["memory"] for step in steps) / 1e9, 2),
         "largest_grad_norm_after_1000": round(max(step["grad_norm"] for step in steps[1000:]), 3),

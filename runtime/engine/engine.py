@@ -18,6 +18,7 @@ class StepResult:
     applied: bool  # False: all ranks skipped it
     loss_scale: float | None  # float16's scale for the next step, else None
     min_loss_scale: float  # the lowest that the scale may become; infinite if it is constant
+    grad_shares: dict | None = None  # {parameter: its share of the squared norm} of the three largest; see Engine.step
 
 
 class Engine:
@@ -49,17 +50,27 @@ class Engine:
         self.in_micro_step = True
         return self.launch(*batch)
 
-    def step(self, skip_above=math.inf):
+    def step(self, skip_above=math.inf, with_shares=False):
         """Reduce and clip the gradients, step the optimizer, and return the StepResult. The step is skipped if the
-        gradient norm isn't finite, or with our gradients, isn't below skip_above."""
+        gradient norm isn't finite, or with our gradients, isn't below skip_above. with_shares: return grad_shares too,
+        if the norm is finite, at ZeRO-2 with our gradients."""
         if self.fused_step:
             self.fused_step.skip_above = skip_above
+            self.fused_step.with_shares = with_shares and self.stage != 3
         self.deepspeed.step()  # the step of the last micro-step is the optimizer's
         self.in_micro_step = False
         scaler = self.deepspeed.optimizer.loss_scaler if self.dtype == "float16" else None
         norm = self.fused_step.grad_norm if self.fused_step else self.deepspeed.get_global_grad_norm()
         return StepResult(None if norm is None else float(norm), self.deepspeed.was_step_applied(),
-                          scaler and scaler.cur_scale, getattr(scaler, "min_scale", math.inf))
+                          scaler and scaler.cur_scale, getattr(scaler, "min_scale", math.inf), self.largest_shares())
+
+    def largest_shares(self):
+        shares = self.fused_step and self.fused_step.shares
+        if shares is None or not shares.isfinite().all():
+            return None
+        params = [param for places in self.fused_step.gradients.places for param, _ in places]
+        largest = shares.argsort(descending=True)[:3]
+        return {self.deepspeed.param_names[params[i]]: round(shares[i].item(), 4) for i in largest}
 
     @torch.no_grad()
     def evaluate(self, x, y):

@@ -55,11 +55,12 @@ class FusedStep:
     """Replaces the step of DeepSpeed's optimizer. Subclasses do what DeepSpeed does before and after it.
 
     gradients: a Zero2Gradients or Zero3Blocks. use_kernel: use the kernel, else PyTorch's AdamW. offloads: the state is
-    in host memory. skip_above: skip a step whose gradient norm is not below it. grad_norm: of the last step, before
-    clipping."""
+    in host memory. skip_above: skip a step whose gradient norm is not below it. with_shares: also compute
+    gradients.shares(). grad_norm and shares: of the last step, before clipping, on the CPU."""
 
     def __init__(self, optimizer, gradients, use_kernel, offloads):
-        self.optimizer, self.gradients, self.skip_above, self.grad_norm = optimizer, gradients, math.inf, None
+        self.optimizer, self.gradients, self.skip_above, self.with_shares = optimizer, gradients, math.inf, False
+        self.grad_norm = self.shares = None
         self.use_kernel, self.offloads, self.muon = use_kernel, offloads, None  # muon is created at the first step
 
     def step(self, closure=None):
@@ -69,6 +70,7 @@ class FusedStep:
         partitions = self.partitions()
         norm = global_norm([p.grads for p in partitions], optimizer.dp_process_group) / optimizer.loss_scale
         grad_norm_cpu = norm.to("cpu", non_blocking=True)
+        self.shares = self.gradients.shares().to("cpu", non_blocking=True) if self.with_shares else None
         copied = torch.cuda.current_stream().record_event() if norm.is_cuda else None
         for p in partitions:
             self.update(p, norm, 1 / optimizer.loss_scale)

@@ -30,6 +30,13 @@ class Zero2Gradients:
         # of each group: (parameter, offset) of each parameter in the flat tensor of all ranks' partitions
         self.places = [list(zip(*group)) for group in zip(optimizer.round_robin_bit16_groups,
                                                           optimizer.round_robin_bit16_offsets)]
+        self.owned = {}  # param: (start, view), where this rank's partition holds its elements from start on
+        for partition, places in zip((partition.flat_partition for partition in self.partitions), self.places):
+            for param, offset in places:
+                offset -= dist.get_rank(self.group) * partition.numel()
+                start, end = max(0, -offset), min(param.numel(), partition.numel() - offset)
+                if start < end:
+                    self.owned[param] = start, partition[offset + start : offset + end]
         self.overlaps = optimizer.overlap_comm
         override(optimizer, _use_compact_grad_partition_buffer=lambda group: True,  # DeepSpeed's is False for float32
                  process_gradients=self.on_grad_ready, reduce_ipg_grads=self.finish_backward,
@@ -52,6 +59,17 @@ class Zero2Gradients:
 
     def reduce_at_step(self):
         """Leave the averaged gradients in the partitions. Called before each optimizer step."""
+
+    def shares(self):
+        """Return each parameter's share of the squared norm of the averaged gradients, in the order of self.places, on
+        the device. All ranks call this, after reduce_at_step()."""
+        zero = self.partitions[0].flat_partition.new_zeros(1)
+        zero, *norms = torch._foreach_norm([zero, *(view for _, view in self.owned.values())])
+        norms = dict(zip(self.owned, norms))
+        squared = torch.stack([norms.get(param, zero) for places in self.places for param, _ in places]).square()
+        if self.world_size > 1:
+            dist.all_reduce(squared, group=self.group)
+        return squared / squared.sum()
 
 
 def global_norm(flats, group):
@@ -91,13 +109,6 @@ class BucketedAllReduce(Zero2Gradients):
         self.buckets = [flats[0].new_empty(self.size) for _ in range(2 if self.stream else 1)]
         self.reduced = [None for _ in self.buckets]  # events on the side stream
         self.entries, self.filled = [], 0  # of the first bucket: (param, offset), elements
-        self.owned = {}  # param: (start, view), where this rank's partition holds its elements from start on
-        for partition, places in zip((partition.flat_partition for partition in self.partitions), self.places):
-            for param, offset in places:
-                offset -= dist.get_rank(self.group) * partition.numel()
-                start, end = max(0, -offset), min(param.numel(), partition.numel() - offset)
-                if start < end:
-                    self.owned[param] = start, partition[offset + start : offset + end]
 
     def accumulate(self, param, grad):
         grad, n = grad.view(-1), param.numel()

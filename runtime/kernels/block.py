@@ -144,7 +144,8 @@ def concat_dqkv(dq, dk, dv, dqkv, partials, rows, C, amax, scale, slot, FP8: tl.
         largest = tl.maximum(largest, store(dqkv, offsets, d, mask, scale, slot, FP8))
         total += d
     update_amax(amax, slot, largest, FP8)
-    tl.store(partials + (tl.program_id(0) * 3 + which) * C + c, tl.sum(total, 0), mask=c < C)
+    sums = tl.where(which == 1, 0.0, tl.sum(total, 0))  # the keys' bias has no gradient: QKVLinear in model.py
+    tl.store(partials + (tl.program_id(0) * 3 + which) * C + c, sums, mask=c < C)
 
 
 @jit

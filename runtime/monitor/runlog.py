@@ -116,6 +116,8 @@ class RunLog:
                   "memory": peak_memory(self.device), "data_ms": 1000 * (waited_s - self.waited_s) / steps}
         if step.loss_scale:
             record["loss_scale"] = step.loss_scale
+        if step.grad_shares:
+            record["grad_shares"] = step.grad_shares
         if self.clock_iter == self.first_iter:
             record["first_step_s"] = time.time() - self.process_start
         print0(f"{format_step(record)}, {self.progress(record)}")

@@ -38,6 +38,7 @@ def test_muon_is_pytorchs(trajectories, way):
     """With its Newton-Schulz in float64, where ours is in float32: seen 1e-6. A skipped step leaves no trace."""
     assert furthest(trajectories["muon"], [trajectories["start"]] * 4) > 0.04
     assert furthest(trajectories[way], trajectories["singular values"]) < 1e-5
+    assert not any(p[32:64].any() for name, p in trajectories[way][-1].items() if "c_attn.bias" in name)  # the keys'
 
 
 @pytest.mark.parametrize("way, bound", [("muon", 0.03), ("bfloat16", 0.12)])

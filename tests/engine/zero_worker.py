@@ -33,8 +33,8 @@ SEQUENCES, ACCUMULATION, T, VOCAB = 12, 3, 16, 61  # of a step, over all ranks; 
 PROMPT = [1, 2, 3]  # of a sample after the first step
 LEARNING_RATES = (1e-2, 5e-3, 2e-3, 1e-2, 5e-3)  # set anew each step, as the script does
 CLIP = 0.3  # norms are 0.5 to 0.8
-# The keys' biases have no gradient but rounding (softmax takes no notice of them), and Adam would make steps of full
-# size of it; by this epsilon it doesn't
+# In half precision, elements of nearly no gradient have rounding instead. With this epsilon Adam doesn't turn that into
+# full steps
 ADAM = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-5}
 RELEASED = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0,
             "stage3_param_persistence_threshold": 0}
@@ -108,8 +108,8 @@ def data(step):
 
 
 def plain(steps=3, clip=CLIP, layers=2, tokens=T):
-    """The same training in plain PyTorch, over the whole batch: {"norms", "weights"}."""
-    model, norms = fresh_model(layers), []
+    """The same training in plain PyTorch, over the whole batch: {"norms", "shares", "weights"}."""
+    model, norms, shares = fresh_model(layers), [], []
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), **ADAM)
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -117,9 +117,11 @@ def plain(steps=3, clip=CLIP, layers=2, tokens=T):
         optimizer.zero_grad()
         sequences = data(step)[:, :tokens + 1]
         model(sequences[:, :-1], sequences[:, 1:]).backward()
+        squares = {name: p.grad.double().square().sum().item() for name, p in model.named_parameters()}
+        shares.append({name: square / sum(squares.values()) for name, square in squares.items()})
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item())
         optimizer.step()
-    return {"norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+    return {"norms": norms, "shares": shares, "weights": {n: p.detach() for n, p in model.named_parameters()}}
 
 
 def build(stage, dtype, zero, config, clip, compiled, fused, layers):
@@ -180,7 +182,8 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
     # Where products add to the sums, autograd sees the gradients of the embeddings alone
     parts = deepspeeds.module.transformer
     (parts.wpe.weight if fused else parts.h[0].ln_2.bias).register_hook(spoil)
-    result = {"norms": [], "seen": [], "applied": [], "scales": [], "shortened": shortened, "moved_by_poison": None}
+    result = {"norms": [], "shares": [], "seen": [], "applied": [], "scales": [], "shortened": shortened,
+              "moved_by_poison": None}
     plan = [(step, False) for step in range(steps)]
     if poison:
         plan.insert(1, (1, True))
@@ -192,7 +195,8 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
         for micro_step, sequences in enumerate(mine):
             poisoned = bad and rank == world_size - 1 and micro_step == 1
             engine.micro_step(sequences[:, :-1], sequences[:, 1:])
-        done = engine.step()
+        done = engine.step(with_shares=True)
+        result["shares"].append(done.grad_shares)
         norm = deepspeeds.get_global_grad_norm()
         result["norms"].append(None if norm is None else float(norm))
         result["seen"].append(done.grad_norm)
@@ -207,6 +211,8 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
     result["released"] = sum(getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
                              for p in deepspeeds.module.parameters())
     result["weights"] = weights(deepspeeds)
+    keys = [p[p.numel() // 3 : -(p.numel() // 3)] for name, p in result["weights"].items() if "c_attn.bias" in name]
+    result["keys_moved"] = max(p.abs().max().item() for p in keys)  # from 0
     deepspeeds.destroy()
     return result
 

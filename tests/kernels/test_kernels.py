@@ -51,6 +51,7 @@ def test_fused_blocks_have_the_loss_and_the_gradients_of_plain_ones(recomputed):
     assert mine == pytest.approx(loss, rel=1e-6)
     for name, grad in wanted.items():
         assert (got[name] - grad).abs().max() < 2e-6 * grad.abs().max(), name
+        assert not (name.endswith("c_attn.bias") and got[name][48:96].any())  # the keys'
     with torch.no_grad():
         assert torch.allclose(fused(idx, targets, "none"), plain(idx, targets, "none"), atol=2e-5)
 
@@ -100,8 +101,6 @@ def test_fp8_matmuls_are_near_the_plain_ones():
     mine, got = gradients(fused, idx, targets)
     assert 1e-6 < abs(mine - loss) / loss < 0.01
     for name, grad in wanted.items():
-        if name.endswith("c_attn.bias"):  # a third of it, the keys', is but rounding
-            continue
         away = (got[name] - grad).norm() / grad.norm()
         assert away < 0.45, (name, away)
     assert scales.scale[12 + 6 + 1].item() == pytest.approx(224 / weight.abs().max().item())

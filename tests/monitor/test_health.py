@@ -19,6 +19,8 @@ from runtime.monitor.health import STRAGGLER_WINDOW, SpikeDetector, StepHealth, 
 SPOILT = """
 import torch
 import model
+from runtime.monitor import health
+health.HISTORY, health.RISE_WINDOW = {history}
 if "--dtype=float16" in sys.argv:  # slow on CPU, but right
     from deepspeed.accelerator import get_accelerator
     from runtime.plan import run_plan as preflight
@@ -42,9 +44,9 @@ model.GPT.forward = forward
 
 @pytest.fixture
 def spoilt(train, tmp_path):
-    def run(first, last, *args, rank=1, factor="float('nan')", ranks=2, training=True):
+    def run(first, last, *args, rank=1, factor="float('nan')", ranks=2, training=True, history=(2000, 300)):
         return train("--eval_interval=100", *args, ranks=ranks, out_dir=tmp_path / "out", plant=SPOILT.format(
-            first=first, last=last, rank=rank, factor=factor, training=training))
+            first=first, last=last, rank=rank, factor=factor, training=training, history=history))
     return run
 
 
@@ -146,10 +148,13 @@ def warnings_of():
 
     def check_all(norms, first=0, skipped=None):
         warnings = {}
+        before = SpikeDetector()
+        for norm in norms[:first]:
+            before.update(norm)
         health = StepHealth(lambda step, message: message and warnings.setdefault(step, []).append(message),
-                            {"grad_norms": norms[max(0, first - 1000) : first]})
+                            {"grad_norms": list(before.norms), "grad_norm_ratios": list(before.ratios)})
         for iter_num in range(first + 1, len(norms) + 1):
-            step = StepResult(norms[iter_num - 1], iter_num != skipped, None, math.inf)
+            step = StepResult(norms[iter_num - 1], iter_num != skipped, None, math.inf, {"h.3": 0.607, "wte": 0.2})
             health.check(step, torch.zeros(()), iter_num)
         return warnings
 
@@ -157,21 +162,50 @@ def warnings_of():
     torch.distributed.destroy_process_group()
 
 
-def test_norms_that_rise_slowly_are_told_before_the_loss_rises(warnings_of):
-    """The norms of a run that became unstable (docs/numbers.md). Its loss rises from step 8,650 on."""
-    norms = json.loads((ROOT / "results" / "h200_x2_long_run.json").read_text(encoding="utf-8"))["grad_norms"]
+def norms_of(name):
+    """Those of a run in results/, of each step. Where every 10th was logged, each stands for ten steps."""
+    record = json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    logged = [r["grad_norm"] for r in record.get("history", ()) if "grad_norm" in r]
+    return record.get("grad_norms") or [norm for norm in logged for _ in range(10)]
+
+
+def test_norms_that_rise_are_told_before_the_loss_rises(warnings_of):
+    """The norms of a run that became unstable (docs/pretrain.md). Its training loss rises from step 8,650 on."""
+    norms = norms_of("h200_x2_long_run")
     whole = warnings_of(norms)
-    assert whole == {8650: ["gradient norms are 4.2 times those of the 950 steps before: if the loss rises too, resume "
-                            "from an earlier checkpoint with a lower learning_rate"],
-                     9903: ["gradient norm 32.9 is 7 times the recent median"]}
-    for first in (8000, 4763):  # it resumes, also between two of the steps at which it looks for a rise
-        assert warnings_of(norms[:9000], first) == {8650: whole[8650]}
-    norms[8649] = math.nan
-    assert warnings_of(norms[:9000], 8000, skipped=8650) == {8650: [whole[8650][0].replace("4.2", "4.1"),
+    assert list(whole) == [7800, 8600, 8650, 8700, 9903] and whole[7800] == [
+        "gradient norms rise: 8 of the last 300 are more than 1.25 times the median of the 300 before each; largest "
+        "shares: h.3 61%, wte 20%. If the validation loss rises too, resume from an earlier checkpoint with a lower "
+        "learning_rate"]
+    assert whole[9903] == ["gradient norm 32.9 is 7 times the recent median"]
+    for first in (7790, 4763):  # it resumes, also between two of the steps at which it looks for a rise
+        assert warnings_of(norms[:8350], first) == {7800: whole[7800]}
+    norms[7799] = math.nan
+    assert warnings_of(norms[:8350], 7000, skipped=7800) == {7800: [*whole[7800],
                                                                     "the gradient is not finite; step skipped"]}
-    jump = warnings_of([1.0] * 1000 + [10.0] * 1100)  # each of the first 25 is a spike, then they are the median
-    assert list(jump) == [*range(1001, 1026), 1050] and "norms are 10.0 times" in jump[1050][0]
-    assert warnings_of([0.0] * 1100 + [1.0] * 100) == {} and warnings_of([None] * 1100) == {}
+    jump = warnings_of([1.0] * 2000 + [10.0] * 2000)  # each of the first 25 is a spike, then they are the median
+    assert list(jump) == [*range(2001, 2026), 2050] and "50 of the last 300 are more than 1.25 times" in jump[2050][0]
+
+
+def test_norms_of_stable_runs_do_not_rise(warnings_of):
+    noise = torch.randn(20000, generator=torch.Generator().manual_seed(0)).exp().tolist()
+    stable = [norms_of(name) for name in ("h200_x2_long_run_24m", "h200_x1_char", "h200_x1_char_recorded")]
+    for norms in norms_of("h200_x2_long_run")[:7000], *stable, noise, [0.0] * 2100 + [1.0] * 100, [None] * 2100:
+        assert not [text for texts in warnings_of(norms).values() for text in texts if "rise" in text]
+
+
+def test_a_run_whose_norms_rise_ends_and_resumes_once(spoilt):
+    """The model hardly learns. From iteration 201 on, rank 1's loss is 5 times as large, so norms are 3 times as large.
+    The history has 200 norms instead of 2,000. The resumed run doesn't stop for the same rise."""
+    options = "--learning_rate=1e-7", "--max_iters=320", "--on_rising_norms=stop", "--log_interval=10"
+    run = spoilt(401, 999, *options, factor=5, history=(200, 100))
+    assert run.returncode == 4 and "stop requested (gradient norms rise): exiting after step 250" in run.stdout
+    (text,) = warnings_in(run).values()
+    shares = next(r["grad_shares"] for r in run.history if r["iter"] == 250 and "grad_shares" in r)
+    assert len(shares) == 3 and ", ".join(f"{name} {share:.0%}" for name, share in shares.items()) in text
+    assert (run.out_dir / "latest").read_text() == "iter_250"
+    run = done(spoilt(1, 999, *options, "--init_from=resume", factor=5, history=(200, 100)))
+    assert list(warnings_in(run)) == [250] and max(run.losses) == 320
 
 
 def test_a_loss_scale_that_collapses_is_explained_and_ends_the_run(spoilt, tmp_path):

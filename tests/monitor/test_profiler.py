@@ -17,7 +17,7 @@ def test_our_flops_are_deepspeeds_to_5_percent(tmp_path):
     model = GPT(GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65))
     line = count_flops(model, tmp_path / "flops.txt")
     apart = float(re.search(r"\(([0-9.]+)% apart\)", line)[1])
-    assert apart < 5 and "(c_attn): Linear(" in (tmp_path / "flops.txt").read_text() and model.training
+    assert apart < 5 and "(c_attn): QKVLinear(" in (tmp_path / "flops.txt").read_text() and model.training
     assert not any(module._forward_hooks or hasattr(module, "__flops__") for module in model.modules())
     assert f"{model.flops_per_token() / 3:.4g} by our formula" in line
 
