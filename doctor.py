@@ -16,13 +16,14 @@ import shutil
 import sys
 from collections import Counter
 
+from runtime.files import ROOT, format_bytes, free_bytes  # first: from then on, a missing package is named
+
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 
 import psutil
 import torch
 
 from runtime import hardware
-from runtime.files import ROOT, format_bytes, free_bytes
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
