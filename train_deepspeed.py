@@ -225,8 +225,7 @@ def get_lr(it):
 
 
 def estimate_loss():
-    """Return {split: [(mean, standard error, bytes per target) of each dataset]}, over fixed windows that the ranks
-    share. Bytes are 0 if they are unknown."""
+    """Return {split: [(mean, standard error, bytes per target or 0) of each dataset]}, over fixed windows."""
     model.eval()
     losses = {"train": [], "val": []}
     for split, estimates in losses.items():
