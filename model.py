@@ -18,9 +18,10 @@ from functools import partial
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from runtime.hardware import attention_backends
 from runtime.weights import fetch_from_hub, read_config, read_weights, weights_errors
 
 LOSS_CHUNK = 4096  # rows of logits in memory at one time; 4096 x 50304 in bf16 take 412 MB
@@ -63,14 +64,6 @@ class GPTConfig:
         return -(-self.vocab_size // 64) * 64
 
 
-def attention_backends(device):
-    """Return SDPA's kernels for `device`, the preferred one first. On an H200, cuDNN's is 1.4x as fast as flash."""
-    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    if torch.cuda.get_device_capability(device)[0] >= 9:
-        order.insert(0, SDPBackend.CUDNN_ATTENTION)
-    return order
-
-
 class QKVLinear(nn.Linear):
     """A linear layer whose middle third, the keys, has a bias without gradient. Softmax doesn't change when all keys
     shift, so its gradient is zero. A computed one is rounding errors, and AdamW would scale them to full steps."""
@@ -85,8 +78,7 @@ class QKVLinear(nn.Linear):
 class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.n_head = config.n_head
-        self.dropout = config.dropout
+        self.n_head, self.dropout = config.n_head, config.dropout
         self.c_attn = QKVLinear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
@@ -165,10 +157,8 @@ def addmm_fp32(total, a, b):
     """Add a @ b to `total` in place, in float32. On CUDA this is one GEMM."""
     if a.is_cuda and a.dtype != total.dtype and ADDMM_OUT_DTYPE:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif a.dtype == torch.float16:  # with FP16_GRAD_FACTOR the sum overflows float16
-        total += a.float() @ b.float()
-    else:
-        total += a @ b
+    else:  # with FP16_GRAD_FACTOR the sum overflows float16
+        total += a.float() @ b.float() if a.dtype == torch.float16 else a @ b
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):

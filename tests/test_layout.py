@@ -18,7 +18,7 @@ LEVELS = (  # a room is a folder, or a file of its own; imports go to lower leve
     ("train_deepspeed.py", "bench.py", "doctor.py", "evaluate.py"),
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-MOST_LINES = {"train_deepspeed.py": 360, "model.py": 440}
+MOST_LINES = {"train_deepspeed.py": 350, "model.py": 430, "runtime/kernels/block.py": 370}
 
 
 def tracked(*patterns):
@@ -87,7 +87,7 @@ def test_a_script_makes_its_settings_global_in_one_line(sources):
 def test_sizes():
     lines = {path: len(text.splitlines()) for path, text in tracked("*.py", "*.sh", "*.sbatch").items()}
     assert sum(lines.values()) <= 9_300
-    assert not {path: n for path, n in lines.items() if n > MOST_LINES.get(path, 400)}
+    assert not {path: n for path, n in lines.items() if n > MOST_LINES.get(path, 320)}
 
 
 def test_functions_are_short(sources):

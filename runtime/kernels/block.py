@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from model import Block, addmm_fp32, attention_backends
+from model import Block, addmm_fp32
+from runtime.hardware import attention_backends
 from runtime.kernels import fp8, jit, tl, triton
 from runtime.kernels.edits import edited_functions
 from runtime.kernels.fp8 import store, update_amax

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_attention import SEEN, check
 
-from model import attention_backends
+from runtime.hardware import attention_backends
 
 
 @pytest.mark.parametrize("case", SEEN)

@@ -195,7 +195,7 @@ def test_each_sub_group_of_stage_3_has_its_own_gradients_and_its_groups_options(
     partitions = Zero3Step(SimpleNamespace(
         fp16_partitioned_groups_flat=bf16, fp32_partitioned_groups_flat=master, grad_partitions_flat_buffer=grads,
         optimizer=SimpleNamespace(param_groups=["decay", "none"]), sub_group_to_group_id={0: 0, 1: 0, 2: 1}),
-        None, False).partitions()
+        None, False, False).partitions()
     for i, (first, p) in enumerate(zip((0, 5, 8), partitions, strict=True)):
         assert p.master is master[i] and p.half is bf16[i] and p.group == ("decay", "decay", "none")[i]
         assert p.grads.tolist() == list(range(first, first + len(p.half)))

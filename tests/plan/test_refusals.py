@@ -18,13 +18,13 @@ from test_configurator import script_settings
 from torch.nn.attention import SDPBackend
 
 from configurator import configure
-from model import attention_backends
 from runtime import hardware
 from runtime.checkpoint import tags as checkpoint
 from runtime.cluster import nodes
 from runtime.cluster.ranks import Ranks
 from runtime.data.dataset import write_dataset
 from runtime.errors import UserError
+from runtime.hardware import attention_backends
 from runtime.kernels import device_has_triton
 from runtime.plan.rules import evaluations_through, plan_iterations
 from runtime.plan.run_plan import Problems, make_plan
