@@ -8,6 +8,9 @@ from typing import Literal
 
 import configurator
 from runtime.cluster import exit_on_all_ranks
+from runtime.output import protect_output
+
+protect_output()
 
 init_from = "resume"  # resume: a checkpoint in out_dir; or gpt2*, a folder of weights, a nanoGPT ckpt.pt
 out_dir = "out-shakespeare-xl-deepspeed"  # folder of the run
@@ -61,7 +64,8 @@ def read_rows(task, path):
                 context, _, word = fields["text"].rpartition(" ")
                 endings, label = [word], 0
             own = [(encode(context), encode(f" {ending}")) for ending in endings if context.strip() and ending.strip()]
-            if (len(own) != (4 if task == "hellaswag" else 1) or label not in range(len(own))
+            if (not isinstance(endings, list) or len(own) != (4 if task == "hellaswag" else 1)
+                    or label not in range(len(own))
                     or max(len(ending) for _, ending in own) > block_size):
                 raise ValueError(f"a text is empty or has over {block_size} tokens, or the label is wrong")
         except (UserError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -108,7 +112,11 @@ def score(rows, name):
             for i, (losses, hits) in zip(chosen, np.split(scores, (y >= 0).sum(dim=1).cumsum(dim=0)[:-1], axis=1)):
                 results[:, i] = losses.sum(), len(losses), losses[-1], hits.all(), hits[-1]
             bar.update(len(chosen))
-    return sum(all_gather_objects(results))
+    results = sum(all_gather_objects(results))
+    with all_exit_on(UserError):
+        if not np.isfinite(results).all():
+            raise UserError("the model's losses are not finite: check its weights")
+    return results
 
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed only reads files
@@ -129,6 +137,8 @@ with all_exit_on(UserError, OSError):
         if not same_tokenizer(meta, data):
             raise UserError(f"dataset={dataset} has another tokenizer than {name}: prepare it with that one")
         tasks.append(("dataset", dataset, *text_rows(open_sequences(source, "val", block_size))))
+    if batch_tokens < 1:
+        raise UserError(f"batch_tokens={batch_tokens} must be at least 1")
     if not tasks or not all(rows for _, _, rows, _ in tasks):
         raise UserError("nothing to score: give --hellaswag, --lambada, --dataset, or --text of at least 2 tokens")
     model = load(device, dtype)

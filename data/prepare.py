@@ -52,8 +52,10 @@ def main():
             raise UserError(f"--{name}={value} must be {low} to {high}")
     folder = new_dataset_dir(args.name, args.overwrite)
     files = inputs.find_files(args.paths)
-    size = sum(os.path.getsize(file) for file in files if file != "-")  # on the disk
     kinds = [args.format or inputs.kind_of(file) for file in files]
+    if "shard" in kinds:
+        files = [file for file in files if not file.endswith(".md")]  # the dataset's card
+    size = sum(os.path.getsize(file) for file in files if file != "-")  # on the disk
     options = {"paths": args.paths, "format": args.format, "field": args.field,
                "max_document_bytes": args.max_document_bytes or (4096 if kinds == ["text"] else 2**20),
                "val_fraction": (0.1 if 0 < size < 10**7 else 0.01) if args.val_fraction is None else args.val_fraction}
@@ -61,7 +63,7 @@ def main():
         given = {f"--{name}" for name, value in vars(args).items() if value != parser.get_default(name)}
         if unused := given - {"--paths", "--name", "--overwrite"}:
             raise UserError(f"shards have their tokens and splits already: leave out {', '.join(sorted(unused))}")
-        if text := [file for file, kind in zip(files, kinds) if kind != "shard"]:
+        if text := [file for file in files if inputs.kind_of(file) != "shard"]:
             raise UserError(f"{text[0]} is no shard, but other files are: give only shards, as in FOLDER/*.bin")
         print(f"{len(files):,} shard(s), {size:,} bytes", flush=True)
         meta = shards.prepare(folder, files, {"name": " ".join(args.paths), "sha256": None, "bytes": size})

@@ -47,11 +47,13 @@ def read_rows(args):
             for number, row in enumerate(part.iter(200)):
                 chosen = "val" if args.streaming and number % 2000 == 0 else split
                 yield [(chosen, piece) for text in row[args.column] if text for piece in (text.encode(), b"")]
-    except ValueError as error:
+    except (ValueError, AttributeError) as error:  # the latter: a column of numbers
         reason = " ".join(str(error).split())
         raise UserError(f"{args.dataset} can't be used ({reason}): correct --config or --column") from None
     except Exception as error:  # the Hub, the network or the disk
-        reason, folder = " ".join(str(error).split()) or type(error).__name__, Path(args.dataset).name
+        reason, folder = " ".join(str(error.__cause__ or error).split()), Path(args.dataset).name
+        if os.path.exists(args.dataset):
+            raise UserError(f"{args.dataset} can't be read ({reason}): check the files in it") from None
         raise UserError(f"{args.dataset} can't be read ({reason}): set HF_ENDPOINT to a mirror of the Hub, or run hf "
                         f"download {args.dataset} --repo-type=dataset --local-dir={folder} on another machine, and add "
                         f"--dataset={folder}") from None
@@ -68,7 +70,8 @@ def main(args):
             raise UserError(f"{args.dataset} has too few documents for training and validation: choose another")
         meta = write_dataset(folder, *(stored[split, "ids"].view("<u2") for split in SPLITS), tokenizer, vocab_size,
                              {"name": args.dataset, "sha256": None, "bytes": None}, options=vars(args))
-    print(f"train: {meta['train_tokens']:,} tokens, val: {meta['val_tokens']:,} tokens\nwritten to {folder}")
+    print(f"train: {meta['train_tokens']:,} tokens, val: {meta['val_tokens']:,} tokens\nwritten to {folder}: "
+          f"train with --dataset={args.name or folder.name}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Race nanoGPT's recipe in plain PyTorch against ours: from scratch on one GPU, the same tokens and validation windows.
 
-    python results/race.py baseline nanogpt.json --learning_rate=1e-3 --max_iters=2000 SETTINGS
-    python results/race.py ours muon.json --optimizer=muon --max_iters=850 SETTINGS
+    python results/race.py baseline nanogpt.json SETTINGS --learning_rate=1e-3 --max_iters=2000
+    python results/race.py ours muon.json SETTINGS --optimizer=muon --max_iters=850
     python results/race.py table race.json nanogpt*.json muon*.json
 
 SETTINGS are those of train_deepspeed.py, the same for both, such as config/train_gpt2.py --dataset=packages. The first
@@ -53,6 +53,8 @@ def curve_of(ms, losses):
 def baseline(argv):
     """Train by nanoGPT's recipe. Return curve_of() it, and the machine."""
     s = settings_of_script(SCRIPT, argv)
+    if s.max_iters < 6 or os.environ.get("WORLD_SIZE", "1") != "1":
+        sys.exit("the race needs one process, and --max_iters of at least 6")
     if not torch.cuda.is_available() or s.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
     from runtime.cluster.join import join_process_group
@@ -127,7 +129,8 @@ def seconds_to(curve, loss):
 def label(run):
     """Return what tells a run from the others."""
     s = settings_of_script(SCRIPT, run["argv"])
-    optimizer = f"muon {s.muon_learning_rate:g}, " * (s.optimizer == "muon") + f"adamw {s.learning_rate:g}"
+    has_muon = run["way"] == "ours" and s.optimizer == "muon"
+    optimizer = f"muon {s.muon_learning_rate:g}, " * has_muon + f"adamw {s.learning_rate:g}"
     return f"{run['way']}{', fp8' * s.fp8}, {optimizer}, {s.max_iters} steps, seed {s.seed}", s.seed
 
 
@@ -147,7 +150,9 @@ def table(path, paths):
 
 
 def main():
-    way, path, *argv = sys.argv[1:] if len(sys.argv) > 3 else sys.exit(__doc__)
+    way, path, *argv = sys.argv[1:] if len(sys.argv) > 3 else ("", "")
+    if way not in ("baseline", "ours", "table"):
+        sys.exit(__doc__)
     if way == "table":
         return table(path, argv)
     curve, machine = {"baseline": baseline, "ours": ours}[way](argv)

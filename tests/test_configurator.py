@@ -253,7 +253,7 @@ def test_settings_of_a_script_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = settings_of_script(str(SCRIPT), ["config/shakespeare_char_cpu.py", "--max_iters", "7"])
     assert list(vars(settings)) == list(script_settings()[0])
-    assert (settings.max_iters, settings.n_embd, settings.learning_rate) == (7, 128, 2e-3)
+    assert (settings.max_iters, settings.n_embd, settings.learning_rate) == (7, 128, 3e-3)
 
 
 # The DeepSpeed JSON

@@ -141,6 +141,9 @@ def test_bytes_of_tokens(monkeypatch, tmp_path):
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         data = {"tokenizer": tokenizer_file_meta(tmp_path / "tokenizer.json", 256), "vocab_size": 257}
         assert token_bytes(data).tolist() == [known] * 256 + [0, 0]
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="")).save(str(tmp_path / "tokenizer.json"))  # as export_hf.py's
+    data = {"tokenizer": tokenizer_file_meta(tmp_path / "tokenizer.json", 0), "vocab_size": 1}
+    assert token_bytes(data).tolist() == [0, 0]
 
 
 def test_a_run_and_its_evaluation_agree(train, characters, tmp_path):
@@ -175,6 +178,7 @@ def test_refusals(train, tmp_path):
             ("hellaswag", "", "indices must be"), ("hellaswag", {}, "'ctx'"),
             ("hellaswag", good | {"label": 4}, "the label is wrong"),
             ("hellaswag", good | {"endings": ["b", "c", "", "e"]}, "a text is empty"),
+            ("hellaswag", good | {"endings": "bcde"}, "a text is empty"),
             ("hellaswag", good | {"ctx": "É"}, "the character 'É' (U+00C9) is not one of the 28 that this"),
             ("hellaswag", good | {"endings": ["b" * 32] * 4}, "has over 32 tokens"),
             ("lambada", {"text": "word"}, "a text is empty"), ("lambada", {"text": "a b "}, "a text is empty")):

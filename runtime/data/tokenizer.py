@@ -135,15 +135,15 @@ def token_bytes(data, fetch=True):
     has 0, and so has the last element, for a target of -1, which doesn't count. data: a dict with "tokenizer" and
     "vocab_size", as meta.json. fetch: GPT-2's tokens may be downloaded."""
     meta, n, names = data["tokenizer"], data["vocab_size"], []
-    with contextlib.suppress(UserError):  # the tokenizer.json has changed: training doesn't need it
+    with contextlib.suppress(UserError):  # it has changed, or can't encode that text: training doesn't need the bytes
         if meta["kind"] == "char":
             names = [char.encode() for char in meta["chars"]]
         elif meta["kind"] == "gpt2" and n == GPT2_VOCAB and (fetch or RANKS_FILE.exists()):
             names = gpt2_ranks()
         elif meta["kind"] == "hf":  # known if it encodes any text exactly, with a letter per byte, as GPT-2's does
-            tokenizer, text = hf_tokenizer(meta), "".join(map(chr, range(1, 0xD800)))
-            exact = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
-            if exact and type(tokenizer.decoder).__name__ == "ByteLevel":
+            (encode, decode), text = tokenizer_of(meta), "".join(map(chr, range(1, 0xD800)))
+            tokenizer = hf_tokenizer(meta)
+            if decode(encode(text)) == text and type(tokenizer.decoder).__name__ == "ByteLevel":
                 names = [tokenizer.id_to_token(i) or "" for i in range(n)]
     sizes, end = np.zeros(n + 1, np.int64), end_of_text(meta)
     sizes[: len(names)] = [*map(len, names)]

@@ -14,15 +14,18 @@ from runtime.errors import UserError
 from runtime.files import lock_folder
 
 MAGIC, VERSION, HEADER_BYTES, TOKEN = 20240520, 1, 1024, DTYPES["uint16"]
-SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|val)(?![a-z])|(?<!\d)0+\.\w+$")  # early llm.c: number 0 is for validation
+SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|val)(?:id(?:ation)?)?(?![a-z])", re.I)  # of a file, or else its folder
+NUMBER_0 = re.compile(r"(?<!\d)0+\.\w+$")  # early llm.c: for validation
 
 
 def prepare(folder, files, source):
     """Write a dataset of shards, in the order of `files`, and return its meta.json. Raises UserError."""
     shards, documents = {split: [] for split in SPLITS}, dict.fromkeys(SPLITS, 0)
     for file in files:
-        named = SPLIT_IN_NAME.search(os.path.basename(file))
-        shards["val" if named and named[1] != "train" else "train"].append((file, *layout_of(file)))
+        names = os.path.split(os.path.normpath(file))
+        named = SPLIT_IN_NAME.search(names[1]) or SPLIT_IN_NAME.search(os.path.basename(names[0]))
+        split = named[1].lower() if named else "val" if NUMBER_0.search(file) else "train"
+        shards[split].append((file, *layout_of(file)))
 
     def read(split):
         for file, tokens, start in shards[split]:
@@ -34,8 +37,8 @@ def prepare(folder, files, source):
                 yield ids
 
     for split in SPLITS:
-        if not shards[split]:
-            raise UserError(f"{source['name']} has no shard for {split}: add one with {split!r} in its name")
+        if not sum(tokens for _, tokens, _ in shards[split]):
+            raise UserError(f"{source['name']} has no tokens for {split}: add a shard with {split!r} in its name")
     with lock_folder(folder, "--name"):
         return write_dataset(folder, *map(read, SPLITS), {"kind": "gpt2"}, GPT2_VOCAB, source, documents=documents)
 

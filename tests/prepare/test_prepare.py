@@ -367,10 +367,13 @@ def test_shards_are_copied_in_order(tmp_path, monkeypatch):
     """modded-nanogpt's names, early llm.c's, and build-nanogpt's, the latter with a train shard of number 0."""
     tokens = np.random.default_rng(0).integers(0, 50257, 3700).tolist()
     tokens[0] = tokens[1990] = tokens[3699] = 50256  # a document goes on in the next shard
-    for name in ("interval_{}_{:06}.bin", "fineweb_{1:06}.bin", "edufineweb_{}_{:06}.npy"):
+    for name in "interval_{}_{:06}.bin", "fineweb_{1:06}.bin", "edufineweb_{}_{:06}.npy", "folders-/{}/{:06}.bin":
         (folder := tmp_path / name[:8]).mkdir()
+        (folder / "README.md").write_text("a dataset's card")
         for i in range(4):
-            file = folder / name.format("train" if i else "val", i - (i > 0) * name.endswith("npy"))
+            split = "train" if i else "validation" if "/" in name else "val"
+            file = folder / name.format(split, i - (i > 0) * name.endswith("npy"))
+            file.parent.mkdir(exist_ok=True, parents=True)
             part = tokens[i * 1000:(i + 1) * 1000]
             file.write_bytes(npy(part) + b"\0\0" if file.suffix == ".npy" else shard(part))  # NumPy ignores the zeros
         prepare_here(monkeypatch, folder, f"--name={folder}-out")
@@ -394,8 +397,9 @@ GOOD = shard([7] * 100)
     ("train_2.npy", npy([7] * 100)[:-1], r"s/train_2.npy is no shard of GPT-2's tokens \(.*\): download it again"),
     ("train_2.npy", npy([7], np.int64), r"\(its array is int64\[1\], not one row of uint16\): download it again"),
     ("train_2.npy", npy([[7]]), r"\(its array is uint16\[1, 1\], not"),
-    ("val_0.bin", None, "s has no shard for val: add one with 'val' in its name"),
-    ("README.md", b"x", r"s/README.md is no shard, but other files are: give only shards, as in FOLDER/\*.bin"),
+    ("val_0.bin", None, "s has no tokens for val: add a shard with 'val' in its name"),
+    ("x.txt", b"x", r"s/x.txt is no shard, but other files are: give only shards, as in FOLDER/\*.bin"),
+    ("train_1.bin", shard([]), "s has no tokens for train: add a shard with 'train' in its name"),
     ("--field=x", None, "shards have their tokens and splits already: leave out --field")])
 def test_a_bad_shard_is_told_in_a_sentence_and_leaves_nothing(tmp_path, monkeypatch, name, content, message):
     monkeypatch.chdir(tmp_path)
