@@ -170,6 +170,16 @@ def test_a_run_and_its_evaluation_agree(train, characters, tmp_path):
     assert mixed["bits_per_byte"] == pytest.approx(2.5 / 3.25 / math.log(2)) and "bits_per_byte" not in unknown
 
 
+def test_weights_that_are_not_finite_are_refused_index(tmp_path):
+    """The lowest of four losses that are NaN would be the first one's, and a quarter of the rows right."""
+    model = GPT2LMHeadModel(GPT2Config(n_positions=16, n_layer=1, n_head=1, n_embd=8))
+    model.transformer.wpe.weight.data.fill_(float("nan"))
+    model.save_pretrained(tmp_path / "weights")
+    (tmp_path / "rows").write_text(json.dumps({"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 0}))
+    run = launch(ROOT / "evaluate.py", f"--init_from={tmp_path}/weights", f"--hellaswag={tmp_path}/rows", ranks=2)
+    assert run.returncode == 2 and "the model's losses are not finite: check its weights\n" in run.stderr, run.stderr
+
+
 def test_refusals(train, tmp_path):
     run, good = done(train("--max_iters=1")), {"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1, "text": "a b"}
     (tmp_path / "one").write_text("a")

@@ -58,7 +58,7 @@ def test_a_rank_in_the_shell_does_not_silence_an_error(tmp_path):
 
 
 def test_lines_of_two_threads_stay_whole():
-    """The thread that saves prints beside training. With print(text), 7% of these lines were torn."""
+    """The thread that saves prints, too. With print(text), 7% of these lines were torn."""
     code = ("import sys, threading; from runtime.output import protect_output; protect_output(); "
             "from runtime.cluster.ranks import print0; sys.setswitchinterval(1e-5)\n"
             "for c in 'ab': threading.Thread(target=lambda c=c: [print0(50 * c) for _ in range(5000)]).start()")

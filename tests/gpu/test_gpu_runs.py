@@ -168,7 +168,7 @@ def assert_equal_checkpoints(a, b, tag):
 @needs("whole", "whole_resumed", "offload", "offload_resumed")
 @pytest.mark.parametrize("name", ["whole", "offload"])
 def test_a_resumed_run_is_the_same_to_the_last_bit(runs, name):
-    """With offload by DeepSpeed's CPU Adam, which has to be told to compute the powers of beta anew."""
+    """With offload by DeepSpeed's CPU Adam, which must compute the powers of beta anew."""
     whole, resumed = runs[name], runs[f"{name}_resumed"]
     assert list(whole.steps) == [1, 2, 3, 4, 5, 6, 7, 8] and "compiled" in whole.stdout
     assert re.findall(r"^iter (\d):", resumed.stdout, re.M) == ["5", "6", "7", "8"]
