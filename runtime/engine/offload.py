@@ -1,7 +1,7 @@
 """ZeRO-2's optimizer step in host memory, in pieces. The gradients are on the GPU.
 
 The GPU sends the gradients of all pieces to the host. The CPU steps a piece once its gradients are there, and the GPU
-fetches its weights and rounds them while the CPU steps the next one. So a step takes little longer than the CPU's Adam.
+fetches its weights and rounds them while the CPU steps the next one. So the copies overlap with the CPU's Adam.
 """
 
 import torch
@@ -44,6 +44,7 @@ def cpu_adam(optimizer, group, step, master, grads, exp_avg, exp_avg_sq):
 
 def adamw_by_pytorch(optimizer, group, step, master, grads, exp_avg, exp_avg_sq):
     """Make a step of torch.optim.AdamW, with the same arguments."""
-    (beta1, beta2), step = group["betas"], torch.tensor(float(step), device=master.device)  # which adamw() increases
+    beta1, beta2 = group["betas"]
+    step = torch.as_tensor(step, dtype=torch.float32, device=master.device).clone()  # adamw() increases it
     adamw([master], [grads], [exp_avg], [exp_avg_sq], [], [step], fused=True, amsgrad=False, beta1=beta1, beta2=beta2,
           lr=group["lr"], eps=group["eps"], weight_decay=group["weight_decay"], maximize=False)
