@@ -345,6 +345,4 @@ if profiler:
     profiler.close()
 saver.wait()
 log.close(finished() and not eval_only, evals_since_best)
-exit_code = 0 if finished() else exit_code or 0
-shut_down(exit_code)
-raise SystemExit(exit_code)
+shut_down(0 if finished() else exit_code or 0)

@@ -58,7 +58,7 @@ def baseline(argv):
     if not torch.cuda.is_available() or s.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
     from runtime.cluster.join import join_process_group
-    from runtime.cluster.ranks import ranks_from_environment, shut_down
+    from runtime.cluster.ranks import ranks_from_environment
     from runtime.data.loader import TrainBatches, eval_batches
     from runtime.plan.run_plan import plan_run
 
@@ -107,7 +107,7 @@ def baseline(argv):
         if (it + 1) % s.eval_interval == 0 or it + 1 == s.max_iters:
             losses[it + 1] = evaluate()
             print(it + 1, f"{ms[it + 1]:.1f} ms, val loss {losses[it + 1]:.4f}", flush=True)
-    shut_down()
+    torch.distributed.destroy_process_group()
     return curve_of(ms, losses), machine_record(device)
 
 

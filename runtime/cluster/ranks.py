@@ -1,5 +1,6 @@
 """Ranks: who this process is, what it exchanges with the other ranks, and how they exit together."""
 
+import atexit
 import contextlib
 import io
 import math
@@ -118,7 +119,7 @@ def exit_with_problems(problems):
             print(*problems, sep="\n", file=sys.stderr, flush=True)
         with contextlib.suppress(RuntimeError):  # a rank that has died can't change what this one found
             shut_down(2)
-        raise SystemExit(2)
+        exit_process(2)
 
 
 def all_gather_objects(value):
@@ -152,12 +153,12 @@ def all_gather_scalars(*values):
 
 
 def shut_down(code=0):
-    """End the process group on all ranks together: without the barrier, a third of gloo's runs abort at exit. If
-    destroying the group takes over a minute, as NCCL's does while a CUDA graph uses it, exit with `code`."""
+    """End the process group and this process on all ranks together, with an exit code. If destroying the group takes
+    over a minute, as NCCL's does while a CUDA graph uses it, exit without that."""
     EXITING.set()
     _cleanup.close()
     if not dist.is_initialized():  # a dry run
-        return
+        raise SystemExit(code)
     dist.barrier()
     ALL_EXITING.set()
     sys.stdout.flush()
@@ -165,4 +166,14 @@ def shut_down(code=0):
     last_resort.daemon = True
     last_resort.start()
     dist.destroy_process_group()
-    last_resort.cancel()
+    exit_process(code)
+
+
+def exit_process(code):
+    """Exit as sys.exit() does in the main thread, but without tearing down modules. DeepSpeed's engine keeps process
+    groups, so gloo's threads still run. One that then releases a tensor aborts the process: 1% of exits on a busy
+    machine (https://github.com/pytorch/pytorch/pull/179291)."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -7,7 +7,7 @@ import sys
 
 import psutil
 import pytest
-from conftest import ROOT, SMALL, ForkedJob, command_line, done, free_port, kill, long, planted, wait_until
+from conftest import ROOT, SMALL, ForkedJob, command_line, done, free_port, kill, launch, long, planted, wait_until
 
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.shutdown import EXIT_REASONS, Shutdown
@@ -227,3 +227,35 @@ def slow(*args, **options):
 saver.file_digest = slow
 """))
     assert "saved iter_2 in" in run.stdout
+
+
+def test_a_thread_of_gloo_that_releases_a_tensor_during_the_exit_does_not_abort_it(tmp_path):
+    """Rank 1 exits while rank 0 does, which fails a collective of rank 0. Its thread then waits for the GIL, to release
+    the tensor, until rank 0 tears down its modules."""
+    (tmp_path / "rank.py").write_text(f"""
+import atexit, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+import torch.distributed as dist
+from runtime.cluster.join import join_process_group
+from runtime.cluster.ranks import RANK, ranks_from_environment, shut_down
+def keep_the_gil():
+    sys.setswitchinterval(1000)
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        pass
+def destroy_later(destroy=dist.destroy_process_group):
+    time.sleep(1)
+    destroy()
+ranks_from_environment()
+join_process_group("cpu")
+sys.kept = dist.new_group()  # as DeepSpeed does
+if RANK == 0:
+    atexit.register(keep_the_gil)
+    dist.all_reduce(torch.zeros(2), group=sys.kept, async_op=True)
+else:
+    dist.destroy_process_group = destroy_later
+shut_down()
+""")
+    run = launch(tmp_path / "rank.py", ranks=2, launcher="torchrun")
+    assert run.returncode == 0, run.stderr
