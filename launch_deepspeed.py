@@ -16,7 +16,7 @@ import subprocess
 import sys
 
 from configurator import settings_of_script
-from runtime.files import ROOT
+from runtime.files import ROOT, shell_path
 from runtime.output import exit_with_error, protect_output
 
 TRAIN = str(ROOT / "train_deepspeed.py")
@@ -130,6 +130,18 @@ def run_headline(args):
     exit_on_signals()  # torchrun has replaced the handlers
     if os.path.exists(f"{settings.out_dir}/latest") and not (settings.eval_only or settings.dry_run):
         run_python(ROOT / "sample.py", f"--out_dir={settings.out_dir}", "--num_samples=1", "--max_new_tokens=200")
+        print_next_commands(ranks, [ours[0], *(arg for arg in args if arg.endswith(".py"))], on_cpu=not gpus)
+
+
+def print_next_commands(ranks, configs, on_cpu):
+    """Print the commands that train with these configs on the user's own text."""
+    python, prepare, launch, script, sample = (shell_path(path) for path in (
+        sys.executable, ROOT / "data" / "prepare.py", ROOT / "launch_deepspeed.py", TRAIN, ROOT / "sample.py"))
+    options = f"{' '.join(map(shlex.quote, configs))} --dataset=mine --out_dir=out-mine"
+    print("To train on your own text, a file or folder MY_TEXT, and sample:")
+    print(f"  {python} {prepare} MY_TEXT --name=mine{' --tokenizer=char' * on_cpu}")
+    print(f"  {python} {launch} --nproc_per_node={ranks} {script} {options}{'' if on_cpu else ' --max_epochs=3'}")
+    print(f"  {python} {sample} --out_dir=out-mine")
 
 
 def main():

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -50,8 +51,14 @@ def test_the_whole_job(start, tmp_path):
     assert "batch      2 x 2 x 2 = 8 sequences, 256 tokens per step" in stdout
     assert re.findall(r"^iter (\d+): loss ", stdout, re.M) == ["1", "2", "3"]
     assert f"saving checkpoint to {tmp_path}/out/iter_3" in stdout
-    text = re.split(rf"{tmp_path}/out/best: 27,392 parameters after \d iterations\n\n", stdout)[1]
+    sampled = re.split(rf"{tmp_path}/out/best: 27,392 parameters after \d iterations\n\n", stdout)[1]
+    text, _, told = sampled.partition("To train on your own text")
     assert len(text) == 1 + 200 + 1 and set(text) <= set(CHARS)
+    prepare, train, sample = [shlex.split(line)[1:] for line in told.splitlines()[1:]]
+    scripts = [str(ROOT / name).removeprefix("/") for name in ("data/prepare.py", "launch_deepspeed.py", "sample.py")]
+    assert [words.pop(0) for words in (prepare, train, sample)] == scripts  # the shorter path from /
+    assert prepare == ["MY_TEXT", "--name=mine", "--tokenizer=char"] and sample == ["--out_dir=out-mine"]
+    assert train[2:] == ["config/shakespeare_char_cpu.py", "--dataset=mine", "--out_dir=out-mine"]
 
     with start() as again:  # a folder that the user named is not overwritten
         stdout, stderr = again.communicate(timeout=200)

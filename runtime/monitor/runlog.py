@@ -5,7 +5,6 @@ import json
 import math
 import operator
 import os
-import shlex
 import statistics
 import sys
 import time
@@ -13,7 +12,7 @@ from collections import namedtuple
 from dataclasses import asdict
 
 from runtime.cluster.ranks import RANK, all_gather_scalars, exit_together, print0, show_progress
-from runtime.files import ROOT, format_bytes, format_time, write_atomic
+from runtime.files import ROOT, format_bytes, format_time, shell_path, write_atomic
 from runtime.hardware import git_commit, machine_record, peak_flops, peak_memory
 from runtime.monitor.health import StragglerDetector
 from runtime.monitor.history import append_history, read_history, series, trim_history
@@ -234,11 +233,6 @@ class RunLog:
             except Exception as error:  # of any kind
                 print0(f"{name} failed; continuing without it: {type(error).__name__}: {error}")
                 del self.loggers[name]
-
-
-def shell_path(path):
-    """Return a path for a shell command: the shorter one of absolute and relative."""
-    return shlex.quote(min(os.path.abspath(path), os.path.relpath(path), key=len))
 
 
 def format_step(r):
