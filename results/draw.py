@@ -1,6 +1,7 @@
 """Draw the pictures of the documents from the files in results/ and from the memory estimate.
 
-    python results/draw.py           docs/curves.png, docs/memory.png, docs/zero.png and docs/long_run.png
+    python results/draw.py           docs/race.png, docs/curves.png, docs/memory.png, docs/zero.png and
+                                     docs/long_run.png
     python results/draw.py FOLDER    the same files in another folder
 """
 
@@ -33,16 +34,47 @@ def main():
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs")
     folder = parser.parse_args().folder
     plot.write_png({"config/shakespeare_char.py on one H200": read("h200_x1_char")["history"]}, folder / "curves.png")
+    draw_race(folder / "race.png")
     draw_memory(folder / "memory.png")
     draw_zero(folder / "zero.png")
     draw_long_run(folder / "long_run.png")
-    for name in ("curves.png", "memory.png", "zero.png", "long_run.png"):  # 64 colors are enough
+    for name in ("race.png", "curves.png", "memory.png", "zero.png", "long_run.png"):  # 64 colors are enough
         Image.open(folder / name).convert("RGB").quantize(64).save(folder / name, optimize=True)
         print(f"written to {folder / name}")
 
 
 def read(name):
     return json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def seconds_and_losses(history):
+    """Return the evaluations of a run as [(seconds after its start, validation loss)]."""
+    points, seconds, last = [], 0, 0
+    for record in history:
+        if "loss" in record:  # ms is the mean since the last record
+            seconds += record.get("first_step_s", (record["iter"] - last) * record["ms"] / 1000)
+            last = record["iter"]
+        elif record["iter"] and "val_loss" in record:
+            seconds += record["eval_s"]
+            points.append((seconds, record["val_loss"]))
+    return points
+
+
+def draw_race(path):
+    """Draw the validation loss of the demonstration against time, with Muon and with AdamW."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((9, 3.6), layout="constrained")
+    axis = figure.subplots()
+    runs = read("cpu_demo")
+    for key, name in (("muon", "Muon"), ("adamw", "AdamW")):
+        axis.plot(*zip(*seconds_and_losses(runs[key]["history"])), marker="o", label=name)
+    axis.set(xlabel="seconds since the start", ylabel="validation loss")
+    axis.set_title("Character-level Shakespeare, config/shakespeare_char_cpu.py, two CPU cores", loc="left")
+    axis.grid(color="black", alpha=0.12)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend()
+    figure.savefig(path, format="png", dpi=110)
 
 
 def xl_estimate(stage, micro, gpus=1, recomputed=False):
