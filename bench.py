@@ -18,16 +18,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from configurator import settings_of_script
 from runtime.files import ROOT
-
-SCRIPT, LAUNCHER, BASELINES = ROOT / "train_deepspeed.py", ROOT / "launch_deepspeed.py", ROOT / "examples/baselines.py"
-
 from runtime.hardware import git_commit
 from runtime.monitor.history import read_history
 from runtime.output import exit_with_error
+
+SCRIPT, LAUNCHER, BASELINES = ROOT / "train_deepspeed.py", ROOT / "launch_deepspeed.py", ROOT / "examples/baselines.py"
 
 
 def main():
@@ -44,7 +44,8 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes temporary folders
     if os.path.isdir(args.json) or not os.access(os.path.dirname(os.path.abspath(args.json)), os.W_OK):
         parser.error(f"--json={args.json} can't be written: choose a file in a folder that exists")
-    record = {"command": " ".join(["bench.py", *sys.argv[1:]]), "commit": git_commit(), **train(args, argv)}
+    record = {"command": " ".join(["bench.py", *sys.argv[1:]]), "commit": git_commit(),
+              "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()), **train(args, argv)}
     Path(args.json).write_text(json.dumps(record, indent=1))
     print(f"written to {args.json}")
 

@@ -7,6 +7,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +30,8 @@ def main():
     parser.add_argument("--repeats", type=int, default=10, help="number of samples to measure")
     parser.add_argument("--json", required=True, help="output file")
     args = parser.parse_args()
-    record = {"command": " ".join(sys.argv), "commit": git_commit(), **sample(args)}
+    record = {"command": " ".join(sys.argv), "commit": git_commit(),
+              "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()), **sample(args)}
     Path(args.json).write_text(json.dumps(record, indent=1))
 
 

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -83,6 +84,7 @@ def naming(text):
 def report(args, passed, **figures):
     """Print and perhaps write what the drill found; ends with 0 if it passed, else 1."""
     found = {"command": " ".join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]), "commit": git_commit(),
+             "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
              "hardware": f"{os.cpu_count()} CPU cores", "passed": passed, **figures}
     print(json.dumps(found, indent=1))
     if args.json:
