@@ -10,23 +10,17 @@ import json
 import sys
 from pathlib import Path
 
-import torch
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import plot
-from model import GPT, GPTConfig
-from runtime.data.loader import Batch
-from runtime.engine.ds_config import complete_config
-from runtime.hardware import Execution
-from runtime.plan.memory import MemoryInputs, ParamCount, estimate
+from results.estimates import XL, meta_model, planned_parts
 
 PRESETS = {2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
 PARTS = {"weights": "#2f7fd6", "gradients": "#1f9d62", "optimizer": "#dd6b10", "buckets": "#8b6be0",
          "activations": "#d9484b", "loss": "#a58500", "CUDA and NCCL": "#9a9a9a"}
-XL = GPTConfig(n_layer=48, n_head=25, n_embd=1600)
 
 
 def main():
@@ -79,12 +73,7 @@ def draw_race(path):
 
 def xl_estimate(stage, micro, gpus=1, recomputed=False):
     """Return {part: GB per GPU} of GPT-2 XL in bfloat16, with 32 sequences of 1,024 tokens per GPU and step."""
-    batch = Batch(micro, 32 // micro, gpus, 1024)
-    config, _ = complete_config(ROOT / PRESETS[stage], batch, 1.0, "bfloat16", True)
-    with torch.device("meta"):
-        n = sum(p.numel() for p in GPT(XL).parameters())
-    job = MemoryInputs(XL, Execution("cuda", "bfloat16", True, 0), batch, ParamCount(n, n, n), config, recomputed)
-    return {part: size / 1e9 for part, size in estimate(job).items()}
+    return planned_parts(meta_model(**XL), PRESETS[stage], micro, recomputed, gpus)
 
 
 def stack(draw_bar, place, parts, width):

@@ -1,50 +1,235 @@
-"""Update the table in docs/numbers.md from the results of bench.py.
+"""Write the tables of README.md, RESULTS.md and docs/ from the JSON files in results/.
 
     python results/table.py
+
+A table stands between <!-- table: NAME --> and <!-- end -->; TABLES has the names. Of several measurements of one case
+it shows the newest. So put a file of bench.py into results/ as h200_x1_bench_NAME.json, one of results/sampling.py as
+h200_x1_sample_NAME.json, and run this.
 """
 
-import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runtime.weights import PRETRAINED
+from results.estimates import XL, meta_model, planned_gb
+from results.runs import link, markdown, median, newest, read, sampling_runs, speed_cells, training_runs
+from runtime.output import exit_with_error
 
-MARKS = "<!-- results/table.py -->\n", "<!-- end -->"  # in docs/numbers.md
-COLUMNS = ("GPUs", "model", "ZeRO", "micro-batch x accumulation", "ms per step", "min-max", "tokens/s", "MFU",
-           "peak GB", "first step, s", "baseline, ms", "speedup", "file in results/")
+BLOCK = re.compile(r"<!-- table: (\S+) -->\n(.*?)(<!-- end -->|(?=<!-- table: )|\Z)", re.S)
+SPLIT, SOURCE = "micro-batch x accumulation", "commit, date"
+ZERO2, OFFLOAD2, OFFLOAD3 = "ds_config_zero2.json", "config/ds/zero2_offload.json", "config/ds/zero3_offload.json"
+LORA, RANK_320 = "`config/lora_xl.py`", "`config/lora_xl.py --lora_rank=320`"
+LORA_AND_OFFLOAD = {  # run in h200_x1_lora_offload.json: what it is, LoRA rank, micro-batch, recomputed, preset
+    "lora64": (LORA, 64, 1, True, ZERO2), "lora64_8x4": (LORA, 64, 8, False, ZERO2),
+    "lora320": (RANK_320, 320, 1, True, ZERO2), "offload2": (f"`{OFFLOAD2}`", 0, 8, True, OFFLOAD2),
+    "offload3": (f"`{OFFLOAD3}`", 0, 8, True, OFFLOAD3),
+    "scratch": (f"`{OFFLOAD3}`, from scratch", 0, 8, True, OFFLOAD3)}  # in h200_x1_zero3_offload.json
+DRILLS = {  # file without cpu_ and .json: the result, from its keys
+    "kill": "{kills} kills, {kills_inside_a_save} inside a save; {iterations:,} losses equal to the last bit",
+    "corrupt": "{noticed} of {tried} damages noticed",
+    "diskfull": "{ways} ways to run out of disk survived",
+    "reshard": "{changes} changes of ranks and stages; losses within {worst:.0e}",
+    "signals": "{trials} ways to stop under four launchers; {orphans} processes left; {slowest} s at most",
+    "prepare": "{mb:,} MB in {seconds} s with 2 workers; the same bytes after {kills} kills"}
+CURVES = {  # run in h200_x1_curves.json: what the table calls it
+    "--compile=False": "no fast path (`--compile=False`)", "fused": "Triton kernels",
+    "fused --seed=1338": "Triton kernels, another seed",
+    "fused --batch_size=32 --gradient_accumulation_steps=1": "Triton kernels, 32 x 1",
+    "fused, recorded": "Triton kernels, CUDA graph", "two GPUs, local sums": "two GPUs, local accumulation"}
 
 
-def format_table(root=ROOT):
-    """Return a Markdown table with a row for each results/*_bench_*.json."""
+def speed():
+    """One H200: GPT-2 XL by micro-batch and in FP8, and GPT-2 small."""
+    cases = {case: newest(runs) for case, runs in training_runs().items()
+             if (case.gpu, case.gpus, case.stage, case.optimizer) == ("H200", 1, 2, "adamw")}
+    small = max((case for case in cases if case.model == "gpt2"), key=lambda case: cases[case]["date"])
+    shown = [*(case for case in cases if case.model in ("gpt2-xl", "gpt2-xl, FP8")), small]
+    rows = [[case.gpus, case.model, *speed_cells(case, cases[case]), link(cases[case])] for case in shown]
+    return markdown(["GPUs", "model", SPLIT, "ms per step", "tokens/s", "MFU", "peak GB", SOURCE], rows)
+
+
+def training():
+    """All cases but those beside FSDP2. A speedup is of the newest file of the case that has a baseline."""
     rows = []
-    for path in sorted((root / "results").glob("*_bench_*.json")):
-        run = json.loads(path.read_text(encoding="utf-8"))
-        s, ms, other = run["settings"], run["ms"], run.get("baseline")
-        sizes = tuple(s[name] for name in ("n_layer", "n_head", "n_embd"))
-        model = {sizes: name for name, sizes in PRETRAINED.items()}.get(sizes, s["init_from"])
-        model = (model if model in PRETRAINED else " x ".join(map(str, sizes))) + (", fp8" if s.get("fp8") else "")
-        stage = str(run["stage"]) if "stage" in run else re.search(r"zero(\d)", s["deepspeed_config"])[1]
-        cells = [str(run["world_size"]), model, stage, f"{s['batch_size']} x {s['gradient_accumulation_steps']}",
-                 f"{ms['median']:,.0f}", f"{ms['min']:,.0f}-{ms['max']:,.0f}", f"{run['tokens_per_s']:,.0f}",
-                 f"{100 * run['mfu']:.1f}%" if run["mfu"] else "n/a", f"{run['peak_gb']:.1f}",
-                 f"{run['first_step_s']:.0f}",
-                 f"{other['name'].split()[0]} {other['ms']['median']:,.0f}" if other else "",
-                 f"{other['ratio']:.2f}x" if other else "", f"`{path.name}`"]
-        rows.append((run["world_size"], model, stage, -s["batch_size"], "| " + " | ".join(cells) + " |"))
-    return "\n".join([f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS), *(row[-1] for row in sorted(rows))])
+    for case, runs in training_runs().items():
+        run, compared, speedup = newest(runs), [run for run in runs if "baseline" in run], ""
+        if case.optimizer != "adamw" or "FSDP2" in run.get("baseline", {}).get("name", ""):
+            continue
+        if compared:
+            base = newest(compared)
+            name = base["baseline"]["name"].split()[0]
+            speedup = link(base, f"{base['baseline']['ratio']:.2f}x {name}, {base['commit'][:7]}")
+        gpus = f"{case.gpus} {case.gpu}" if case.gpu != "H200" else case.gpus
+        model = case.model + (f", ZeRO-{case.stage}" if case.stage != 2 else "")
+        rows.append([gpus, model, *speed_cells(case, run), link(run), speedup])
+    return markdown(["GPUs", "model", SPLIT, "ms per step", "tokens/s", "MFU", "peak GB", SOURCE, "speedup"], rows)
 
 
-def update(root=ROOT):
-    """Replace the table between the marks. Everything else on the page stays."""
-    page, rows = root / "docs" / "numbers.md", format_table(root)
-    before, begin, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
-    _, end, after = rest.partition(MARKS[1])
-    page.write_text(f"{before}{begin}{rows}\n{end}{after}", encoding="utf-8")
+def fsdp2():
+    """ZeRO-3, and FSDP2 in the same command."""
+    rows = []
+    for case, runs in training_runs().items():
+        runs = [run for run in runs if "FSDP2" in run.get("baseline", {}).get("name", "")]
+        if runs:
+            run, other = newest(runs), newest(runs)["baseline"]
+            rows.append([*speed_cells(case, run), median(other), f"{other['peak_gb']:.1f}", f"{other['ratio']:.2f}x",
+                         link(run)])
+    return markdown([SPLIT, "ZeRO-3, ms per step", "tokens/s", "MFU", "peak GB", "FSDP2, ms per step", "peak GB",
+                     "speedup", SOURCE], rows)
+
+
+def muon():
+    rows, cases = [], training_runs()
+    for case, runs in cases.items():
+        if case.optimizer == "muon":
+            run, others = newest(runs), cases[case._replace(optimizer="adamw")]
+            adamw = newest([other for other in others if other["commit"] == run["commit"]] or others)
+            rows.append([case.model, f"{case.micro} x {case.accumulation}", median(adamw), median(run),
+                         f"{run['ms']['median'] / adamw['ms']['median']:.3f}", f"{adamw['peak_gb']:.1f}",
+                         f"{run['peak_gb']:.1f}", link(run)])
+    return markdown(["model", SPLIT, "AdamW, ms per step", "Muon, ms per step", "ratio", "AdamW, peak GB",
+                     "Muon, peak GB", SOURCE], rows)
+
+
+def fast_path_losses():
+    curves, = read("h200_x1_curves.json")
+    fp8, = read("h200_x1_fp8_losses.json")
+    rows = []
+    for name, text in CURVES.items():
+        run = curves | curves["runs"][name]
+        rows.append([text, 200, f"{run['val'][-1]:.4f}", link(run)])
+    for name, text in (("fp8", "FP8"), ("bfloat16", "bfloat16, the same tokens")):
+        last = fp8["losses"][name]["evaluations"][-1]
+        rows.append([text, f"{last['iter']:,}", f"{last['val_loss']:.4f}", link(fp8)])
+    return markdown(["variant", "steps", "validation loss", SOURCE], rows)
+
+
+def memory():
+    """ZeRO-2 on one GPU."""
+    cases = {}
+    for file in sorted(read("h200_x1_plan.json", "h200_x1_memory.json"), key=lambda file: file["date"]):
+        for case in file["cases"]:
+            if case.get("stage", 2) == 2:
+                cases[case["micro"], case["recomputed"]] = case | {key: file[key] for key in ("commit", "date", "file")}
+    rows = []
+    for micro in sorted({micro for micro, _ in cases}):
+        if (micro, False) in cases and (micro, True) in cases:
+            both = [cases[micro, recomputed] for recomputed in (False, True)]
+            estimates = [planned_gb(meta_model(**XL), ZERO2, micro, case["recomputed"]) for case in both]
+            rows.append([micro, *(f"{case['peak_gb']:.1f} ({gb:.1f})" for case, gb in zip(both, estimates)),
+                         link(newest(both))])
+    return markdown(["micro-batch", "peak GB (estimate)", "with gradient checkpointing", SOURCE], rows)
+
+
+def lora_offload():
+    """LoRA and offload, with the last step's time of short runs, and all weights on the GPU."""
+    file, = read("h200_x1_lora_offload.json")
+    scratch, = read("h200_x1_zero3_offload.json")
+    rows = []
+    for name, (text, rank, micro, recomputed, preset) in LORA_AND_OFFLOAD.items():
+        if name == "scratch":
+            source, run = scratch, scratch["after"][-1]
+            ms = run["ms"]["median"]
+        else:
+            source, run = file, file["runs"][name]
+            ms = [step["ms"] for step in run["history"] if "ms" in step][-1]
+        planned = planned_gb(meta_model(rank, **XL), preset, micro, recomputed, pretrained=name != "scratch")
+        rows.append([text, f"{micro} x {32 // micro}", "yes" if recomputed else "no", f"{ms:,.0f}",
+                     f"{run['peak_gb']:.1f} ({planned:.1f})", link(source)])
+    for case, runs in training_runs().items():
+        if case[:4] == ("H200", 1, "gpt2-xl", 2) and case.micro < 32 and case.optimizer == "adamw":
+            split, ms, *_, gb = speed_cells(case, newest(runs))
+            planned = planned_gb(meta_model(**XL), ZERO2, case.micro, False)
+            rows.append(["all weights", split, "no", ms, f"{gb} ({planned:.1f})", link(newest(runs))])
+    return markdown(["run", SPLIT, "gradient checkpointing", "ms per step", "peak GB (estimate)", SOURCE], rows)
+
+
+def sampling():
+    rows = []
+    for case, runs in sampling_runs().items():
+        run, compared, speedup = newest(runs), [run for run in runs if "baseline" in run], ""
+        if compared:
+            base = newest(compared)
+            ratio = base["tokens_per_s"]["median"] / base["baseline"]["tokens_per_s"]["median"]
+            speedup = link(base, f"{ratio:.2f}x, {base['commit'][:7]}")
+        rows.append([*case, median(run, "tokens_per_s"), median(run, "first_token_ms"), link(run), speedup])
+    return markdown(["hardware", "model", "batch size", "tokens/s", "first token, ms", SOURCE, "speedup"], rows)
+
+
+def checkpoints():
+    """Saves of new runs with the time that each blocks training, and resumes on another number of GPUs."""
+    rows = []
+    for name, key, text in (("h200_x1_resumes.json", "xl_x1", "new, 1 GPU"),
+                            ("h200_x4_resumes.json", "xl_saves", "new, 4 GPUs")):
+        file, = read(name)
+        saves = [re.search(r"in (\S+) s: .* for (\S+) s", line).groups() for line in file["runs"][key]["saves"]]
+        rows.append([text, *(", ".join(times) for times in zip(*saves)), "", "", link(file)])
+    file, = read("h200_x4_checkpoints.json")
+    for key, text in (("4_to_2", "resumed, 4 to 2 GPUs"), ("2_to_4", "resumed, 2 to 4 GPUs")):
+        run = file["runs"][key]
+        rows.append([text, run["saves"][0]["s"], "", run["checked_s"][0], run["loaded_s"][0], link(file)])
+    return markdown(["run", "save, s", "blocks training, s", "verify, s", "load, s", SOURCE], rows)
+
+
+def drills():
+    rows = []
+    for name, text in DRILLS.items():
+        file, = read(f"cpu_{name}.json")
+        result = text.format(**file, ways=len(file.get("cases", ()))) if file["passed"] else "failed"
+        rows.append([f"`tests/drills/{name}.py`", result, link(file)])
+    return markdown(["drill", "result", SOURCE], rows)
+
+
+def char():
+    recorded, = read("h200_x1_char_recorded.json")
+    demo, = read("cpu_demo.json")
+    rows = []
+    for text, run, reached in (
+            ("`config/shakespeare_char.py`, one H200", recorded, ""),
+            ("`config/shakespeare_char_cpu.py`, Muon, 2 cores", demo["muon"], demo["reached"]["muon"][1]),
+            ("the same with AdamW", demo["adamw"], demo["reached"]["adamw"][1])):
+        best = min((r for r in run["history"] if "val_loss" in r), key=lambda r: r["val_loss"])
+        ms = statistics.median(r["ms"] for r in run["history"] if "ms" in r)
+        rows.append([text, f"{run['history'][-1]['iter']:,}", f"{best['val_loss']:.4f} after {best['iter']:,}",
+                     f"{ms:.1f}", reached, link({"file": demo["file"]} | run)])
+    return markdown(["run", "steps", "best validation loss", "ms per step", "to AdamW's last loss, s", SOURCE], rows)
+
+
+TABLES = {"speed": speed, "training": training, "fsdp2": fsdp2, "muon": muon, "fast-path-losses": fast_path_losses,
+          "memory": memory, "lora-offload": lora_offload, "sampling": sampling, "checkpoints": checkpoints,
+          "drills": drills, "char": char}
+
+
+def pages():
+    return [ROOT / "README.md", ROOT / "RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def with_tables(page):
+    """Return a page's text with the tables of today's files. Text outside of the markers stays."""
+
+    def block(match):
+        name, _, end = match.groups()
+        if name not in TABLES:
+            exit_with_error(f"{page.name} has a table '{name}': use one of {', '.join(TABLES)}")
+        if not end:
+            exit_with_error(f"{page.name}: table '{name}' has no end: add <!-- end --> after it")
+        rows = TABLES[name]()
+        if page.parent != ROOT:
+            rows = rows.replace("](results/", "](../results/")
+        return f"<!-- table: {name} -->\n{rows}\n<!-- end -->"
+
+    return BLOCK.sub(block, page.read_text(encoding="utf-8"))
+
+
+def main():
+    texts = {page: with_tables(page) for page in pages()}
+    for page, text in texts.items():
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    update()
+    main()

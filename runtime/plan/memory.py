@@ -153,7 +153,7 @@ def format_breakdown(title, parts, memory=None):
 
 def relative_step_time(micro, recompute, preset):
     """Return the time per step relative to the fastest setting's. It fits the times of GPT-2 XL on one H200, and for
-    ZeRO-3 on two, in docs/numbers.md and RESULTS.md. With offload, 16 CPU cores do the optimizer step."""
+    ZeRO-3 on two, in RESULTS.md. With offload, 16 CPU cores do the optimizer step."""
     if "offload" in preset:
         cpu_ms = 1390 if "zero2" in preset else 2010
         return (cpu_ms + 606 * relative_step_time(micro, recompute, "zero2")) / 606

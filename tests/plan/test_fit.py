@@ -124,7 +124,7 @@ def test_the_planned_time_holds_what_was_measured():
         low, high = re.search(r"^time       (?:at least )?([\d,]+)(?: to ([\d,]+))? ms per step, .* for 9 steps, ",
                               told, re.M).groups()
         assert int(low.replace(",", "")) < run["ms"]["median"] < int(high.replace(",", "")), file.name
-    assert len(files) == 16
+    assert len(files) >= 16
     assert "\ntime " not in report(XL[0], "--target_gpu=24")
     assert "\ntime " not in report("config/train_gpt2.py", "--target_gpu=H200", "--n_head=1", "--n_embd=64")
 

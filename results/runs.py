@@ -1,0 +1,118 @@
+"""Read the measurements of results/ by what they measure, and format them, for results/table.py."""
+
+import json
+import re
+from collections import namedtuple
+from pathlib import Path
+
+from results.estimates import SMALL, meta_model
+from runtime.hardware import gpu_named
+from runtime.weights import PRETRAINED
+
+RESULTS = Path(__file__).resolve().parent
+BENCHES = "*_bench_*.json", "h100_*.json", "h200_x1_recomputed_8x4.json", "h200_x1_fp16.json"
+Case = namedtuple("Case", "gpu gpus model stage micro accumulation optimizer")
+
+
+def read(*patterns):
+    """Return the files of results/ that match, each with its name as "file"."""
+    paths = [path for pattern in patterns for path in sorted(RESULTS.glob(pattern))]
+    return [json.loads(path.read_text(encoding="utf-8")) | {"file": path.name} for path in paths]
+
+
+def newest(runs):
+    return max(runs, key=lambda run: run["date"])
+
+
+def settings_of(command):
+    """Return the settings of a run whose file has only its command, with the defaults that the tables need."""
+    values = {"True": True, "False": False}
+    given = {name: int(value) if value.isdigit() else values.get(value, value)
+             for name, value in re.findall(r"--(\w+)=(\S+)", command)}
+    return SMALL | {"deepspeed_config": "ds_config_zero2.json"} | given
+
+
+def compared_runs(what):
+    """Return the newest runs of h200_x1_one_engine.json, of "train" or "sample": of each case the middle one."""
+    file, = read("h200_x1_one_engine.json")
+    again, key = file["again"], {"train": "ms", "sample": "tokens_per_s"}[what]
+    shared = {"file": file["file"], "hardware": file["hardware"], "world_size": 1, "date": again["date"],
+              "commit": again["commits"]["new"]}
+    runs = []
+    for name, case in again["cases"].items():
+        if f"bench.py {what}" in case["command"] and name != "shakespeare_char":
+            ordered = sorted(case["new"], key=lambda run: run[key]["median"])
+            runs.append(ordered[len(ordered) // 2] | shared | {"settings": settings_of(case["command"])})
+    return runs
+
+
+def muon_runs():
+    """Return the runs of h200_x1_muon_step.json, AdamW's and Muon's."""
+    file, = read("h200_x1_muon_step.json")
+    runs = []
+    for commit, cases in file["commits"].items():
+        shared = {"file": file["file"], "hardware": file["hardware"], "world_size": 1, "commit": commit,
+                  "date": file["dates"][commit]}
+        runs += [case[optimizer] | shared | {"settings": settings_of(case["command"]) | {"optimizer": optimizer}}
+                 for case in cases.values() for optimizer in ("adamw", "muon")]
+    return runs
+
+
+def shape_of(run):
+    """Return a run's layers, heads and width."""
+    settings = run["settings"]
+    return PRETRAINED.get(settings.get("init_from")) or tuple(settings[name] for name in SMALL)
+
+
+def case_of(run):
+    s, shape = run["settings"], shape_of(run)
+    names = {sizes: name for name, sizes in PRETRAINED.items()}
+    options = {"FP8": s.get("fp8"), "float16": s.get("dtype") == "float16",
+               "`--compile=False`": s.get("compile") is False,
+               "gradient checkpointing": s.get("gradient_checkpointing")}
+    model = ", ".join([names.get(shape, str(shape)), *(name for name, used in options.items() if used)])
+    stage = run.get("stage") or int(re.search(r"zero(\d)", s["deepspeed_config"])[1])
+    return Case(re.search(r"[A-Z]?\d{2,}", run["hardware"])[0], run["world_size"], model, stage, s["batch_size"],
+                s["gradient_accumulation_steps"], s.get("optimizer", "adamw"))
+
+
+def training_runs():
+    """Return {case: its runs}, in the order of the tables."""
+    cases = {}
+    for run in [*read(*BENCHES), *compared_runs("train"), *muon_runs()]:
+        cases.setdefault(case_of(run), []).append(run)
+    return {case: cases[case] for case in sorted(cases, key=lambda c: (c.gpu != "H200", *c[:4], -c.micro, *c[5:]))}
+
+
+def sampling_runs():
+    """Return {(hardware, model, batch size): its runs}."""
+    names, cases = {sizes: name for name, sizes in PRETRAINED.items()}, {}
+    for run in read("*_sample_*.json"):
+        cases.setdefault((run["hardware"].split(",")[0], names[tuple(run["shape"])], run["batch"]), []).append(run)
+    for run in compared_runs("sample"):
+        cases.setdefault((run["hardware"], run["settings"]["model"], run["settings"]["batch"]), []).append(run)
+    return {case: cases[case] for case in sorted(cases, key=lambda case: ("CPU" in case[0], *case))}
+
+
+def link(run, text=""):
+    """Return a link to a run's file: its commit and date, or the text."""
+    return f"[{text or run['commit'][:7]}](results/{run['file']})" + ("" if text else f", {run['date'][:10]}")
+
+
+def markdown(columns, rows):
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("|" + "|".join(map(str, line)) + "|" for line in lines)
+
+
+def median(run, key="ms"):
+    return f"{run[key]['median']:,.0f}" if run[key]["median"] >= 100 else f"{run[key]['median']:.1f}"
+
+
+def speed_cells(case, run):
+    """Return the split of a step, ms per step, tokens/s, MFU and peak GB. MFU is as in runtime/monitor/runlog.py."""
+    model = meta_model(**dict(zip(SMALL, shape_of(run))))
+    flops = run["tokens_per_s"] * model.flops_per_token() / run["world_size"]
+    gpu = gpu_named(run["hardware"])
+    mfu = f"{flops / gpu.tflops / 1e12:.1%}" if gpu else "n/a"
+    return [f"{case.micro} x {case.accumulation}", median(run), f"{run['tokens_per_s']:,.0f}", mfu,
+            f"{run['peak_gb']:.1f}"]
