@@ -15,9 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from configurator import settings_of_script
 from results.estimates import XL, meta_model, planned_gb
 from results.runs import link, markdown, median, newest, read, sampling_runs, speed_cells, training_runs
+from runtime.cluster.ranks import Ranks
 from runtime.output import exit_with_error
+from runtime.plan.report import memory_report, summary
+from runtime.plan.run_plan import Problems, make_plan
 
 BLOCK = re.compile(r"<!-- table: (\S+) -->\n(.*?)(<!-- end -->|(?=<!-- table: )|\Z)", re.S)
 SPLIT, SOURCE = "micro-batch x accumulation", "commit, date"
@@ -40,6 +44,26 @@ CURVES = {  # run in h200_x1_curves.json: what the table calls it
     "fused --seed=1338": "Triton kernels, another seed",
     "fused --batch_size=32 --gradient_accumulation_steps=1": "Triton kernels, 32 x 1",
     "fused, recorded": "Triton kernels, CUDA graph", "two GPUs, local sums": "two GPUs, local accumulation"}
+CARDS = (  # one GPU for GPT-2 XL: what the table calls it, --target_gpu, what to add to the command
+    ("8 GB", "8", "config/lora_xl.py"), ("16 GB (T4)", "T4", "config/presets/16gb.py"),
+    ("24 GB (RTX 4090)", "4090", "config/presets/24gb.py"), ("32 GB (RTX 5090)", "5090", "config/presets/32gb.py"),
+    ("40 GB (A100)", "A100-40", "config/presets/40gb.py"), ("80 GB (H100)", "H100", "config/presets/80gb.py"),
+    ("141 GB (H200)", "H200", "--batch_size=auto"))
+
+
+def cards():
+    """What a dry run prints for GPT-2 XL on one GPU. These are estimates."""
+    rows = []
+    for name, gpu, option in CARDS:
+        settings = settings_of_script(str(ROOT / "train_deepspeed.py"), [
+            "config/xl_shakespeare.py", option, "--dry_run=True", f"--target_gpu={gpu}"])
+        one = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1)
+        plan = make_plan(settings, one, Problems(), [])
+        gb = [re.search(rf"^{part} +(\S+) GB", memory_report(plan, one), re.M)[1] for part in ("each GPU", "host")]
+        time = re.search(r"^time +(at least )?.* per step, (.*) for 20 steps", summary(plan), re.M)
+        how = "LoRA" if plan.lora else "offload" if "offload" in settings.deepspeed_config else "all weights"
+        rows.append([name, f"`{option}`", how, *gb, (time[1] or "") + time[2] if time else ""])
+    return markdown(["card", "add", "trains", "GPU memory, GB", "RAM, GB", "20 steps, min:s"], rows)
 
 
 def speed():
@@ -199,9 +223,10 @@ def char():
     return markdown(["run", "steps", "best validation loss", "ms per step", "to AdamW's last loss, s", SOURCE], rows)
 
 
-TABLES = {"speed": speed, "training": training, "fsdp2": fsdp2, "muon": muon, "fast-path-losses": fast_path_losses,
-          "memory": memory, "lora-offload": lora_offload, "sampling": sampling, "checkpoints": checkpoints,
-          "drills": drills, "char": char}
+TABLES = {
+    "cards": cards, "speed": speed, "training": training, "fsdp2": fsdp2, "muon": muon,
+    "fast-path-losses": fast_path_losses, "memory": memory, "lora-offload": lora_offload, "sampling": sampling,
+    "checkpoints": checkpoints, "drills": drills, "char": char}
 
 
 def pages():

@@ -107,4 +107,4 @@ def test_the_guides_commands_pass_a_dry_run(monkeypatch):
         else:
             assert not problems and memory_report(plan, ranks).startswith("each GPU"), words
             done += 1
-    assert done > 25
+    assert done > 17

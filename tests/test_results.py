@@ -21,7 +21,7 @@ def test_the_tables_of_all_pages_are_made_from_the_files():
 
 
 @pytest.mark.parametrize("text, problem", [
-    ("<!-- table: lengths -->\n<!-- end -->\n", "page.md has a table 'lengths': use one of speed, "),
+    ("<!-- table: lengths -->\n<!-- end -->\n", "page.md has a table 'lengths': use one of cards, "),
     ("<!-- table: char -->\n\nText.\n", "page.md: table 'char' has no end: add <!-- end --> after it"),
     ("<!-- table: char -->\n<!-- table: drills -->\n<!-- end -->\n", "page.md: table 'char' has no end: ")])
 def test_a_wrong_marker_is_one_sentence(text, problem, tmp_path, capsys):
