@@ -46,6 +46,11 @@ class Execution:
     def torch_dtype(self):
         return getattr(torch, self.dtype)
 
+    @property
+    def peak_flops(self):
+        """The GPU's peak in FLOP/s, or None if it is unknown."""
+        return (self.gpu.tflops or 0) * 1e12 or None if self.gpu else peak_flops(self.device)
+
 
 GPUS = {
     "T4": Gpu(16, 65, bf16=False), "V100": Gpu(16, 125, bf16=False), "V100-32": Gpu(32, 125, bf16=False),

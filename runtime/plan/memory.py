@@ -14,9 +14,10 @@ from model import EAGER_LOSS_CHUNK, LOSS_CHUNK, GPTConfig
 from runtime.data.loader import Batch
 from runtime.engine.ds_config import complete_config, config_fits_fast_gradients, find, uses_offload
 from runtime.files import format_bytes, format_time
-from runtime.hardware import Execution
+from runtime.hardware import GPUS, Execution
 
 CUDA_CONTEXT_BYTES = (1.3e9, 1.6e9)  # CUDA, cuBLAS, cuDNN and NCCL outside PyTorch's tensors: 1 H200, each of 2
+H200_FLOPS = GPUS["H200"].tflops * 1e12
 USABLE_FRACTION = 0.9  # of a GPU's memory; the rest is lost to fragmentation
 PRESETS = ("ds_config_zero2.json", "ds_config_zero3.json", "config/ds/zero2_offload.json",
            "config/ds/zero3_offload.json")
@@ -151,24 +152,26 @@ def format_breakdown(title, parts, memory=None):
     return lines
 
 
-def relative_step_time(micro, recompute, preset):
+def relative_step_time(micro, recompute, preset, gpu_speed=1.0):
     """Return the time per step relative to the fastest setting's. It fits the times of GPT-2 XL on one H200, and for
-    ZeRO-3 on two, in RESULTS.md. With offload, 16 CPU cores do the optimizer step."""
+    ZeRO-3 on two, in RESULTS.md. With offload, 16 CPU cores do the optimizer step. gpu_speed: the GPU's peak, relative
+    to an H200's."""
     if "offload" in preset:
         cpu_ms = 1390 if "zero2" in preset else 2010
-        return (cpu_ms + 606 * relative_step_time(micro, recompute, "zero2")) / 606
+        return cpu_ms * gpu_speed / 606 + relative_step_time(micro, recompute, "zero2")
     time = (598 + 255 / micro) / 606 * (1.31 if recompute else 1)
     return time * (1.01 + 0.13 / micro if "zero3" in preset else 1)
 
 
-def time_line(run, peak, steps):
+def time_line(run, steps):
     """Return the estimated time per step and of the run as text: 0.8 to 2 times that of GPT-2 XL at the MFU of an H200,
-    or "at least" without our fast paths, which wait for the CPU less. None for small models. peak: in FLOP/s."""
+    or "at least" without our fast paths, which wait for the CPU less, and with offload. None for small models."""
     seconds = relative_step_time(run.batch.micro, run.gradient_checkpointing, f"zero{run.stage}") * (1 - 0.26 * run.fp8)
-    seconds *= run.params.flops * run.batch.tokens / run.batch.world_size / (0.562 * peak)
+    seconds *= run.params.flops * run.batch.tokens / run.batch.world_size / (0.562 * run.execution.peak_flops)
     if seconds < 0.005:  # launches take longer than that
         return None
-    fast = config_fits_fast_gradients(run.ds_config, run.execution.dtype) and run.execution.compile
+    fast = (config_fits_fast_gradients(run.ds_config, run.execution.dtype) and run.execution.compile
+            and not uses_offload(run.ds_config))
     times = [0.8 * seconds, 2 * seconds][: 1 + (fast and run.execution.dtype == "bfloat16")]
     per_step, in_all = (" to ".join(texts) for texts in zip(*((f"{1000 * time:,.0f}", format_time(steps * time))
                                                            for time in times)))
@@ -179,7 +182,7 @@ def time_line(run, peak, steps):
 def runs_that_fit(plan):
     """Return (relative step time, bytes per GPU, arguments) of at most 5 settings that fit, the fastest first. They
     have as many sequences per step: of each preset, with and without recomputation, the largest micro-batch."""
-    choices = []
+    choices, gpu_speed = [], (plan.execution.peak_flops or H200_FLOPS) / H200_FLOPS
     for preset, recompute in itertools.product(PRESETS, (False, True)):
         if preset == "ds_config_zero3.json" and plan.batch.world_size == 1:
             continue
@@ -187,7 +190,7 @@ def runs_that_fit(plan):
                                     plan.execution.compile)
         other = replace(plan, ds_config=config, gradient_checkpointing=recompute, accumulate_locally=False)
         if other := next((split for split in other.splits() if fits(split)), None):
-            choices.append((relative_step_time(other.batch.micro, recompute, preset), gpu_bytes(other),
+            choices.append((relative_step_time(other.batch.micro, recompute, preset, gpu_speed), gpu_bytes(other),
                             arguments(other, deepspeed_config=preset)))
     return sorted(choices)[:5]
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from runtime.files import format_bytes, free_bytes
-from runtime.hardware import peak_flops
 from runtime.output import explain_uncaught
 from runtime.plan import memory
 
@@ -29,8 +28,7 @@ def summary(plan):
     start = f"resumed from {plan.start.tag}" if plan.start.tag else f"from {plan.start.init_from}"
     lora = f"; LoRA of rank {plan.lora['rank']}: {plan.params.trainable:,} trainable" if plan.lora else ""
     model = f"model      {plan.params.total:,} parameters {start}, block_size {plan.model.block_size}{lora}"
-    peak = (execution.gpu.tflops or 0) * 1e12 if execution.gpu else peak_flops(execution.device)
-    time = filter(None, [peak and not s.eval_only and memory.time_line(plan, peak, s.max_iters)])
+    time = filter(None, [execution.peak_flops and not s.eval_only and memory.time_line(plan, s.max_iters)])
     if execution.gpu:  # target_gpu: the data may be missing
         return "\n".join([model, f"plan       {sequences} = {batch.sequences:,} sequences per step, "
                           f"{execution.dtype}, ZeRO-{plan.stage}", *time, *notes])
