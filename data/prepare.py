@@ -11,6 +11,7 @@ for standard input. Text and JSON lines may be compressed (.gz, .zst, .bz2, .lz4
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def main():
     print(f"vocabulary: {meta['vocab_size']:,} ({meta['tokenizer']['kind']}), {meta['dtype']}")
     if skipped := [f"{count:,} {name}" for name, count in documents.items() if count and name not in SPLITS]:
         print(f"skipped: {', '.join(skipped)}")
-    print(f"written to {os.path.relpath(folder)}: train with --dataset={args.name}")
+    print(f"written to {os.path.relpath(folder)}: train with --dataset={shlex.quote(args.name)}")
 
 
 if __name__ == "__main__":

@@ -249,7 +249,9 @@ def _problems(folder, split, meta, block_size):
 
 def _how_to_fix(folder):
     own, any_text = (shlex.quote(os.path.relpath(path / "prepare.py")) for path in (folder, ROOT / "data"))
-    if folder.is_file():
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() and folder.parent != ROOT / "data" else set()
+    has_texts = names and not names & {"train.bin", "val.bin", "meta.json", "prepare.py"}
+    if folder.is_file() or (has_texts and folder != ROOT / "data"):  # not prepared
         return f"run python {any_text} {shlex.quote(str(folder))} --name=mine, and train with --dataset=mine"
     if folder == ROOT / "data":  # --dataset=, or --dataset=.
         return "name one of the datasets in this folder with --dataset=NAME"

@@ -52,7 +52,9 @@ def layout_of(file):
                 raise ValueError(f"its array is {array.dtype}{list(array.shape)}, not one row of uint16")
             return array.size, array.offset
         header, size = np.fromfile(file, "<i4", 256).tolist(), os.path.getsize(file)
-        if len(header) < 256 or header[:2] != [MAGIC, VERSION]:
+        if len(header) < 256:
+            raise ValueError(f"it has {size:,} bytes, fewer than its header")
+        if header[:2] != [MAGIC, VERSION]:
             raise ValueError(f"its header begins with {header[:2]}, not {[MAGIC, VERSION]}")
         if size != (expected := HEADER_BYTES + 2 * header[2]):
             raise ValueError(f"it has {size:,} bytes, but its {header[2]:,} tokens take {expected:,}")

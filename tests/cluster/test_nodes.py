@@ -235,7 +235,8 @@ def submit(folder, srun, *args, **env):
         (folder / name).write_text(f"#!/bin/sh\n{does}\n")
         (folder / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable, "SLURM_JOB_ID": "7",
-           "SLURM_JOB_NODELIST": "node1", "SLURM_CPUS_PER_TASK": "2", **env}
+           "SLURM_JOB_NODELIST": "node1", "SLURM_NNODES": "4", "SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "2",
+           **env}
     return subprocess.run(["bash", "examples/slurm/train_xl.sbatch", *args], cwd=ROOT, env=env, capture_output=True,
                           text=True)
 
@@ -263,8 +264,18 @@ def test_a_jobs_own_config_replaces_the_default(tmp_path, given, passed):
     assert job.stdout == f"torchrun {passed} --init_from=auto\n", job.stderr
 
 
+def test_a_job_has_512_sequences_per_step_on_any_nodes(tmp_path):
+    one = submit(tmp_path, 'shift 4; echo "$@"', SLURM_NNODES="1")
+    assert "--gradient_accumulation_steps=8 " in one.stdout  # 8 x 8 x 8
+    for args, nodes, problem in (((), "3", "64 micro-steps can't be divided by 24 GPUs: name a config and "
+                                  "--gradient_accumulation_steps"), (("--resume_tag=iter_8",), "4", (
+                                      "--resume_tag would count at every restart: delete newer checkpoints instead"))):
+        job = submit(tmp_path, "echo started", *args, SLURM_NNODES=nodes)
+        assert (job.returncode, job.stdout, job.stderr) == (2, "", f"train_xl.sbatch: {problem}\n")
+
+
 def test_a_job_without_an_environment_says_how_to_make_it():
-    env = {**os.environ, "PYTHON": "/nowhere/python"}
+    env = {**os.environ, "PYTHON": "/nowhere/python", "SLURM_JOB_ID": "7"}
     job = subprocess.run(["bash", "examples/slurm/train_xl.sbatch"], cwd=ROOT, env=env, capture_output=True, text=True)
     assert job.returncode == 2 and job.stderr == ("train_xl.sbatch: /nowhere/python does not exist: create it with "
                                                   "bash -c 'source runtime/venv.sh', or set PYTHON=/path/to/python\n")

@@ -309,6 +309,10 @@ def test_a_missing_dataset_names_the_command_that_makes_it(tmp_path, monkeypatch
     (tmp_path / "my.txt").touch()
     with pytest.raises(UserError, match="^my.txt/train.bin does not exist: run .*/prepare.py'? my.txt --name=mine"):
         check_dataset("my.txt")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").touch()
+    with pytest.raises(UserError, match="^texts/train.bin does not exist: run .*/prepare.py'? texts --name=mine, and"):
+        check_dataset("texts")
     (tmp_path / "my data").mkdir()
     (tmp_path / "my data" / "train.bin").touch()
     with pytest.raises(UserError, match="^my data/val.bin does not exist: run .* --name='/.*/my data' --overwrite$"):

@@ -392,7 +392,7 @@ GOOD = shard([7] * 100)
     ("train_1.bin", GOOD[:-1], r"s/train_1.bin .* shard of .* \(it has 1,223 bytes, but its 100 tokens take 1,224\)"),
     ("train_1.bin", GOOD + b"\0", "it has 1,225 bytes, but"),
     ("train_1.bin", shard([7], 20240801, 7), r"\(its header begins with \[20240801, 7\], not \[20240520, 1\]\): downl"),
-    ("train_1.bin", GOOD[:8], "its header begins with"),
+    ("train_1.bin", GOOD[:8], "it has 8 bytes, fewer than its header"),
     ("train_1.bin", shard([*[7] * 900, 50257]), "s/train_1.bin has token 50257, which isn't one of GPT-2's: download"),
     ("train_2.npy", npy([7] * 100)[:-1], r"s/train_2.npy is no shard of GPT-2's tokens \(.*\): download it again"),
     ("train_2.npy", npy([7], np.int64), r"\(its array is int64\[1\], not one row of uint16\): download it again"),
