@@ -5,7 +5,7 @@
 #     ./run_tests.sh --all                        also the drills, each launcher and multi-node runs, as CI does
 #     ./run_tests.sh --gpu                        only tests/gpu, on one or two GPUs
 #     ./run_tests.sh --volta [any of these]       with the PyTorch for V100 and P100, in .venv-volta; alone, a short set
-#     ./run_tests.sh tests/test_model.py -k gelu  other arguments go to pytest, also after --all or --gpu
+#     ./run_tests.sh tests/test_model.py -k text  other arguments go to pytest, also after --all or --gpu
 set -euo pipefail
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 

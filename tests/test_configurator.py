@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from engine.zero_worker import WAYS
 from monitor.test_profiler import MEASURED
 
-from configurator import configure, settings_of_script
+from configurator import configure
 from runtime.data.loader import Batch
 from runtime.engine.ds_config import (
     DTYPE_BLOCK,
@@ -247,13 +247,6 @@ def test_help_shows_every_setting_with_its_comment(tmp_path):
     for name in defaults:
         comment = re.search(rf"^{name}\b[^#\n]*  # (.*)$", source, re.M)[1]
         assert comment in shown[f"--{name}"]
-
-
-def test_settings_of_a_script_from_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    settings = settings_of_script(str(SCRIPT), ["config/shakespeare_char_cpu.py", "--max_iters", "7"])
-    assert list(vars(settings)) == list(script_settings()[0])
-    assert (settings.max_iters, settings.n_embd, settings.learning_rate) == (7, 128, 3e-3)
 
 
 # The DeepSpeed JSON

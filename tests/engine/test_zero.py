@@ -25,8 +25,6 @@ def report(request, tmp_path_factory):
     return {"ranks": request.param, **json.loads(out.read_text())}
 
 
-# float32
-
 @pytest.mark.parametrize("way", ["stage 2", "stage 2 buckets", "own",
                                  "stage 3", "stage 3 released", "stage 3 recomputed", "stage 3 compiled",
                                  "stage 3 compiled recomputed", "stage 2 offload", "zero3 offload"])
@@ -72,8 +70,6 @@ def test_stage_3_has_released_its_parameters_where_it_is_told_to(report):
     assert report["float32 stage 3"]["released"] == 8 * (report["ranks"] > 1)
 
 
-# bfloat16
-
 @pytest.mark.parametrize("way", ["stage 2", "stage 2 buckets", "stage 3",
                                  "stage 3 released", "own", "sums"])
 def test_bfloat16_is_plain_pytorch_to_its_rounding(report, way):
@@ -90,21 +86,11 @@ def test_our_gradient_path_is_taken_where_it_fits(report):
     assert len(taken) == 28
 
 
-@pytest.mark.parametrize("way", ["stage 2", "stage 2 buckets"])
-def test_our_gradient_path_is_deepspeeds_own(report, way):
-    """But for the norm's last bit, as it is summed in another order. Clipping by it moves the weights' last bits, of
-    which a few round to another bfloat16: which, depends on the CPU. Seen: norms to 4.3e-4, 7.5e-4 of the way."""
-    result, norms = report[f"bfloat16 {way}"], report["bfloat16 own"]["norms"]
-    assert result["norms"][0] == pytest.approx(norms[0], rel=1e-6)  # before any weight moves
-    assert result["norms"] == pytest.approx(norms, rel=2e-3)
-    assert result["apart"]["bfloat16 own"] < 2e-3
-    assert result["furthest"]["bfloat16 stage 2"] == 0
-
-
 def test_our_gradient_path_without_clipping_is_deepspeeds_own_to_the_last_bit(report):
     result, own = report["bfloat16 stage 2 unclipped"], report["bfloat16 own unclipped"]
     assert result["furthest"]["bfloat16 own unclipped"] == 0
     assert result["norms"] == pytest.approx(own["norms"], rel=1e-6)
+    assert report["bfloat16 stage 2 buckets"]["furthest"]["bfloat16 stage 2"] == 0  # for buckets of any size
 
 
 def test_local_accumulation_gives_the_sums(report):
@@ -147,8 +133,6 @@ def test_kernels_of_our_own_train_as_plain_pytorch(report):
         assert stage_3["norms"] == pytest.approx(norms, rel=1e-2)
 
 
-# Samples
-
 def test_a_sample_while_training_is_that_of_a_plain_model_with_these_weights(report):
     """In every way: with a KV cache, while weights are gathered for each token, blocks are fused or compiled, and
     activations recomputed. That training goes on as without it is what all others here see."""
@@ -156,8 +140,6 @@ def test_a_sample_while_training_is_that_of_a_plain_model_with_these_weights(rep
     assert len(ways) > 30 and all(len(result["sample"]) == 13 for result in ways.values())
     assert {way: r["sample"] for way, r in ways.items()} == {way: r["wanted_sample"] for way, r in ways.items()}
 
-
-# float16
 
 @pytest.mark.parametrize("way, scales, applied", [
     ("stage 2", [256, 256, 512, 512, 1024], [1, 1, 1, 1, 1]),

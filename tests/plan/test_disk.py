@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from conftest import EIGHT, ROOT, done
+from conftest import EIGHT, ROOT
 from test_configurator import script_settings
 
 from configurator import configure
@@ -156,20 +156,6 @@ shutil.disk_usage, Saver.save, torch.save, saver.is_full = disk_usage, save, tor
 @pytest.fixture(scope="module")
 def tag_size(whole):
     return sum(entry["bytes"] for entry in TagStore(whole(2).out_dir).find("iter_2").manifest["files"].values())
-
-
-@pytest.mark.parametrize("rate, best", [("1e-3", 20), ("0", 5)], ids=["each is better", "none is better"])
-def test_the_run_on_50_gb_completes(train, tag_size, tmp_path, rate, best):
-    """A disk of 50 / 21.8 checkpoints; the ranks agree on what is saved."""
-    small = DISK.format(size=int(tag_size * 50 / 21.81), taken=0, folder=str(tmp_path))
-    args = ("--max_iters=20", "--eval_interval=5", f"--learning_rate={rate}")
-    refused = train(*args, ranks=2, out_dir=tmp_path / "out", plant=small)
-    assert refused.returncode == 2 and "has room for 2: add --always_save_checkpoint=False" in refused.stderr
-    run = done(train(*args, "--always_save_checkpoint=False", ranks=2, out_dir=tmp_path / "out", plant=small))
-    assert "the disk has room for 2 checkpoints: a save that finds none deletes the oldest one" in run.stdout
-    store, saved = TagStore(run.out_dir), (5, 10, 15, 20) if best == 20 else (5, 20)
-    assert store.list() == [f"iter_{saved[-2]}", "iter_20", "best", "final"] and store.iteration("best") == best
-    assert re.findall(r"saved iter_(\d+) in", run.stdout) == [str(iter_num) for iter_num in saved]
 
 
 @pytest.mark.parametrize("rate, code, tags", [("1e-3", 0, ["iter_6", "iter_8", "best", "final"]),

@@ -149,14 +149,6 @@ def test_the_example_counts_exact_answers(talker, tmp_path):
     assert run.stdout == "say: 8 of 10 answers exact\naccuracy on held-out prompts: 80.0%\n", run.stderr
 
 
-def test_refusals(talker, train):
-    plain = done(train("--max_iters=1"))
-    for args, words in (([f"--out_dir={plain.out_dir}"], "has no chat template: drop --chat, or train on conversa"),
-                        ([f"--out_dir={talker.out_dir}", "--start=É"], "the character 'É' (U+00C9) is not one of")):
-        run = launch(ROOT / "sample.py", "--chat", *args)
-        assert run.returncode == 2 and words in run.stderr and "Traceback" not in run.stderr, run.stderr
-
-
 def test_a_tokenizer_that_adds_a_space_is_refused(tmp_path):
     """An answer is encoded alone in training, but with the prompt in transformers."""
     tokenizer = Tokenizer(models.BPE())

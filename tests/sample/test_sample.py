@@ -8,15 +8,8 @@ import subprocess
 import pytest
 import torch
 from conftest import CHARS, ROOT, ForkedJob, at_once, command_line, launch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.generation import logits_process
 
 from model import GPT, apply_repetition_penalty, sample_token
 from runtime.checkpoint.tags import MANIFEST_FORMAT, sign_manifest
@@ -64,9 +57,6 @@ def records(run):
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-# Against transformers
-
-
 def test_greedy_text_with_a_repetition_penalty_is_that_of_transformers(theirs, sample):
     model, folder = theirs
     idx = torch.tensor([ids_of("the cat")])
@@ -89,19 +79,17 @@ def test_chances_are_those_of_transformers(options):
     """200,000 draws: deviation 0.0011 at most. What transformers bars is never drawn."""
     generator = torch.Generator().manual_seed(1)
     logits, seen = 2 * torch.randn((1, 12), generator=generator), torch.tensor([[3, 7, 7, 1]])
-    theirs = LogitsProcessorList([
-        RepetitionPenaltyLogitsProcessor(options.get("repetition_penalty", 1.0)),
-        TemperatureLogitsWarper(float(options.get("temperature", 1.0))), TopKLogitsWarper(options.get("top_k", 12)),
-        TopPLogitsWarper(options.get("top_p", 1.0))])
+    theirs = logits_process.LogitsProcessorList([
+        logits_process.RepetitionPenaltyLogitsProcessor(options.get("repetition_penalty", 1.0)),
+        logits_process.TemperatureLogitsWarper(float(options.get("temperature", 1.0))),
+        logits_process.TopKLogitsWarper(options.get("top_k", 12)),
+        logits_process.TopPLogitsWarper(options.get("top_p", 1.0))])
     wanted = theirs(seen, logits.clone())[0].softmax(0)
     mask = torch.zeros((1, 12), dtype=torch.bool).scatter_(1, seen, True)
     ours = apply_repetition_penalty(logits, mask, options.get("repetition_penalty", 1.0)).expand(200_000, -1)
     drawn = sample_token(ours, options.get("temperature", 1.0), options.get("top_k"), options.get("top_p"), generator)
     chances = drawn.bincount(minlength=12) / 200_000
     assert torch.equal(chances > 0, wanted > 0) and (chances - wanted).abs().max() < 0.006
-
-
-# Which texts, and how many
 
 
 def test_a_seed_gives_the_same_texts_again(sample):
@@ -176,9 +164,6 @@ def test_a_folder_of_weights_has_its_own_tokenizer(tmp_path, vocab_size):
     assert tokenizer_of(data["tokenizer"])[0]("the fox") == ids_of("the fox")
 
 
-# What cannot be
-
-
 def test_refusals(sample, theirs, characters, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "bytes").write_bytes(b"ab\xff")
@@ -207,6 +192,7 @@ def test_refusals(sample, theirs, characters, tmp_path):
           "fetch it again, or choose other weights with --init_from=PATH"]),
         ([f"--init_from={tmp_path}/run/iter_5"], [f"init_from={tmp_path}/run/iter_5 has checkpoints of "
                                                   f"train_deepspeed.py: use --out_dir={tmp_path}/run --tag=iter_5"]),
+        (["--chat"], [f"{theirs[1]} has no chat template: drop --chat, or train on conversations (docs/chat.md)"]),
         (["--dataset=None"], [f"the tokenizer of {theirs[1]} is unknown (28 tokens): name the dataset that it was "
                               "trained on with --dataset=NAME or a path"]),
     ]
