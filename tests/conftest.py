@@ -192,16 +192,16 @@ def kill(job):
     job.wait()
 
 
-def planted(folder, code):
-    """A script in `folder` that runs `code`, in which a test plants its fault, and then train_deepspeed.py."""
-    script = Path(folder) / "planted.py"
-    script.write_text(f"""import os, runpy, sys
+def planted(folder, code, script=ROOT / "train_deepspeed.py"):
+    """A file in `folder` that runs `code`, in which a test plants its fault, and then a script of the project."""
+    file = Path(folder) / "planted.py"
+    file.write_text(f"""import os, runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
 {code}
-sys.argv[0] = {str(ROOT / "train_deepspeed.py")!r}
+sys.argv[0] = {str(script)!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """)
-    return script
+    return file
 
 
 def nvidia_smi(folder, *capabilities):
@@ -245,6 +245,19 @@ def write_characters(folder, seed=0):
     ids = [CHARS.index(char) for char in text]
     write_dataset(folder, ids[:18_000], ids[18_000:], {"kind": "char", "chars": CHARS}, len(CHARS),
                   {"name": "a test", "sha256": "0" * 64, "bytes": len(text)})
+
+
+def random_gpt2(deviation, **config):
+    """Return transformers' GPT-2 whose weights, biases and layer norms too, are far from where they start."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**{"n_layer": 2, "n_head": 2, **config})).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += deviation * torch.randn_like(p)
+    return model
 
 
 @pytest.fixture(scope="session")

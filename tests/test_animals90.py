@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import ROOT, done, kill, launch, wait_until
+from conftest import ROOT, done, kill, launch, planted, wait_until
 from PIL import Image
 from transformers import ResNetConfig, ResNetForImageClassification
 
@@ -99,16 +99,9 @@ def train(pictures, weights, tmp_path_factory):
         if config:
             (cwd / "ds.json").write_text(json.dumps(config))
             args = [*args, f"--config={cwd}/ds.json"]
-        planted = cwd / "planted.py"
-        planted.write_text(f"""import os, runpy, sys
-sys.path[0] = {str(script.parent)!r}
-sys.path.append({str(ROOT)!r})
-{DUMP.format(folder=cwd)}
-{plant}
-sys.argv[0] = {str(script)!r}
-runpy.run_path(sys.argv[0], run_name="__main__")
-""")
-        ended = launch(planted, f"--train_dir={pictures}/train", f"--val_dir={pictures}/val", f"--pretrained={weights}",
+        own_path = f"sys.path.insert(0, {str(script.parent)!r})"  # whose model.py is another one than the project's
+        file = planted(cwd, f"{own_path}\n{DUMP.format(folder=cwd)}\n{plant}", script)
+        ended = launch(file, f"--train_dir={pictures}/train", f"--val_dir={pictures}/val", f"--pretrained={weights}",
                        "--image_size=32", "--num_workers=0", "--batch_size=4", "--epochs=1",
                        f"--log_dir={cwd}/logs", *[f"--checkpoint_dir={cwd}/checkpoints"] * (script != PLAIN), *args,
                        ranks=ranks, **options)

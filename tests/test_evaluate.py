@@ -11,7 +11,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import CHARS, ROOT, at_once, done, launch
+from conftest import CHARS, ROOT, at_once, done, launch, planted, random_gpt2
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -32,11 +32,7 @@ def evaluate(*args, **options):
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     """(transformers' GPT-2 with random weights, GPT-2's vocabulary and 64 positions, its folder)."""
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_positions=64, n_layer=2, n_head=2, n_embd=32)).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.15 * torch.randn_like(p)
+    model = random_gpt2(0.15, n_positions=64, n_embd=32)
     folder = tmp_path_factory.mktemp("theirs")
     model.save_pretrained(folder)
     return model, folder
@@ -90,14 +86,12 @@ def test_every_ending_and_every_figure_is_that_of_transformers_index(theirs, tmp
         words.append((losses[-n:].sum(), hits[-n:].all(), losses[-1], hits[-1]))
     for name, rows in (("swag", swag), ("lambada", lambada)):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "watched.py").write_text(f"""import runpy, sys
+    watched = planted(tmp_path, f"""import atexit
 import numpy as np
-sys.path.insert(0, {str(ROOT)!r})
-sys.argv[0] = {str(ROOT / "evaluate.py")!r}
-np.save({str(tmp_path / "totals.npy")!r}, runpy.run_path(sys.argv[0])["total"])
-""")
+atexit.register(lambda: np.save({str(tmp_path / "totals.npy")!r}, sys.modules["__main__"].total))
+""", ROOT / "evaluate.py")
     args = f"--init_from={weights}", "--batch_tokens=256", f"--hellaswag={tmp_path}/swag"
-    done(launch(tmp_path / "watched.py", *args))
+    done(launch(watched, *args))
     assert np.abs(np.load(tmp_path / "totals.npy") - sums).max() < 1e-4
     word, right, last, last_right = np.array(words, float).T
     assert 0.1 < right.mean() < last_right.mean() < 0.8

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, done, launch, stage
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from conftest import ROOT, done, launch, random_gpt2, stage
+from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from model import GPT
 from runtime import lora
@@ -22,20 +22,9 @@ SETTINGS = {"lora_rank": 4, "lora_alpha": 8.0, "lora_dropout": 0.0, "lora_target
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """A GPT-2 of transformers' with random weights, over the test's characters."""
-    torch.manual_seed(0)
     path = tmp_path_factory.mktemp("base")
-    config = GPT2Config(vocab_size=28, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-    model = GPT2LMHeadModel(config)
-    for p in model.parameters():
-        p.data.normal_(std=0.1)
-    model.save_pretrained(path)
+    random_gpt2(0.1, vocab_size=28, n_positions=32, n_embd=32, bos_token_id=0, eos_token_id=0).save_pretrained(path)
     return path
-
-
-def peft_model(folder, adapter):
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(folder), adapter).eval()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -74,13 +63,16 @@ def test_loss_and_gradients_are_pefts(folder, dropout):
     (2, 1, ()), (2, 2, ("--dtype=bfloat16",)), (2, 2, ("--gradient_checkpointing=True",)),
     (3, 2, ("--gradient_checkpointing=True", "--accumulate_locally=False"))])
 def test_an_adapter_of_each_stage_is_pefts_and_goes_on_at_another(train, folder, zero, ranks, others):
+    from peft import PeftModel
+
     args = (*LORA, f"--init_from={folder}", *others, "--lr_decay_iters=6", "--learning_rate=1e-2", "--keep_last=9")
     run = done(train(*args, stage(zero), "--max_iters=4", ranks=ranks))
     assert "LoRA of rank 4: 4,096 trainable" in run.stdout and run.losses[4] < run.losses[1] - 0.01
     model, manifest = load_model(str(run.out_dir), "final")
     adapter = run.out_dir / "adapter"
     done(launch(ROOT / "export_hf.py", f"--out_dir={run.out_dir}", "--tag=final", "--peft", f"--to={adapter}"))
-    base, theirs = GPT.from_pretrained(str(folder)), peft_model(folder, adapter)
+    base = GPT.from_pretrained(str(folder))
+    theirs = PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(folder), adapter).eval()
     x = torch.randint(28, (2, 32))
     with torch.no_grad():
         apart = (model(x) - theirs(x).logits).abs().max()

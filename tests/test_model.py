@@ -9,8 +9,8 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import random_gpt2
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import model as model_module
 from model import GPT, Decoder, FusedLinearCrossEntropy, GPTConfig, cross_entropy_with_grad
@@ -23,15 +23,9 @@ TRANSPOSED = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # transformers h
 
 @pytest.fixture(scope="module")
 def theirs():
-    """Random weights with all biases and layer norms far from 0 and 1, and logits some units apart."""
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=VOCAB, n_positions=BLOCK, n_layer=LAYERS, n_head=HEADS, n_embd=EMBD,
-                        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=None)
-    theirs = GPT2LMHeadModel(config)
-    with torch.no_grad():
-        for p in theirs.parameters():
-            p += 0.15 * torch.randn_like(p)
-    return theirs.eval()
+    """Logits are some units apart."""
+    return random_gpt2(0.15, vocab_size=VOCAB, n_positions=BLOCK, n_layer=LAYERS, n_head=HEADS, n_embd=EMBD,
+                       resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=None)
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CHARS, ROOT, Payload, done, launch, read_history
-from transformers import GPT2Config, GPT2LMHeadModel
+from conftest import CHARS, ROOT, Payload, done, launch, random_gpt2, read_history
 
 from configurator import settings_of_script
 from model import GPT
@@ -55,16 +54,12 @@ compile = False
 
 
 def reference(bias=True, vocab_size=28, n_embd=32):
-    """transformers' GPT-2 with nanoGPT's exact GELU, and random weights far from where they start; without biases they
-    are zero."""
-    torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, n_positions=32, n_layer=2, n_head=2, n_embd=n_embd,
-                                        activation_function="gelu", bos_token_id=0, eos_token_id=None)).eval()
-    with torch.no_grad():
-        for name, p in theirs.named_parameters():
-            p += 0.2 * torch.randn_like(p)
-            if not bias and name.endswith("bias"):
-                p.zero_()
+    """transformers' GPT-2 with nanoGPT's exact GELU; without biases they are zero."""
+    theirs = random_gpt2(0.2, vocab_size=vocab_size, n_positions=32, n_embd=n_embd, activation_function="gelu",
+                         bos_token_id=0, eos_token_id=None)
+    for name, p in theirs.named_parameters():
+        if not bias and name.endswith("bias"):
+            p.data.zero_()
     return theirs
 
 

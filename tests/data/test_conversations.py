@@ -88,13 +88,11 @@ def test_preparation_writes_the_template_the_answers_and_the_beginnings(chat):
     assert chat.data.meta["documents"]["train"] + chat.data.meta["documents"]["val"] == N
 
 
-def epoch(chat, iter_num=0, steps=None, rank=0, world_size=1, batch_size=4, accumulation=3):
-    """(rows, micro-batches [(x, y, weight)] of steps of 12 rows, an epoch of them by default)."""
+def epoch(chat, steps=None):
+    """(rows, batches [(x, y, weight)] of 12 rows, an epoch of them by default)."""
     rows = open_sequences(chat.data, "train", BLOCK)
-    batch = Batch(batch_size, accumulation, world_size, BLOCK)
-    batches = iter(TrainBatches([(rows, 1)], iter_num, batch, rank, 7, 256, "cpu"))
-    n = (steps or len(rows.counts) // 12 + 1) * accumulation
-    return rows, list(itertools.islice(batches, n))
+    batches = iter(TrainBatches([(rows, 1)], 0, Batch(12, 1, 1, BLOCK), 0, 7, 256, "cpu"))
+    return rows, list(itertools.islice(batches, steps or len(rows.counts) // 12 + 1))
 
 
 def test_an_epoch_has_every_conversation_once_in_rows_of_whole_ones(chat):
@@ -123,19 +121,6 @@ def test_an_epoch_has_every_conversation_once_in_rows_of_whole_ones(chat):
     again = epoch(chat, steps=2 * (len(rows.counts) // 12 + 1))[1]
     second = torch.cat([batch[0] for batch in again])[len(x) : 2 * len(x)]
     assert not torch.equal(second, x) and sorted(second.tolist()) == sorted(x.tolist())
-
-
-def test_rows_are_the_same_for_any_split_and_after_a_resume(chat):
-    _, whole = epoch(chat, batch_size=12, accumulation=1, steps=4)
-    for world_size, batch_size, accumulation in ((1, 2, 6), (2, 3, 2), (4, 3, 1)):
-        ranks = [epoch(chat, 1, 3, rank, world_size, batch_size, accumulation)[1] for rank in range(world_size)]
-        for step in range(3):
-            mine = [batch for rank in ranks for batch in rank[step * accumulation : (step + 1) * accumulation]]
-            assert torch.equal(torch.cat([x for x, _, _ in mine]), whole[step + 1][0])
-            y = torch.cat([y for _, y, _ in mine])
-            assert torch.equal(y, whole[step + 1][1])
-            weights = torch.stack([weight for *_, weight in mine])
-            assert weights.tolist() == pytest.approx([accumulation * world_size / (y >= 0).sum().item()] * len(mine))
 
 
 def test_every_token_of_other_text_counts_in_a_mixture(chat):
@@ -183,7 +168,7 @@ def theirs(chat, weights):
     groups = [{"params": [p for p in model.parameters() if (p.dim() >= 2) == decays], "weight_decay": 0.1 * decays}
               for decays in (True, False)]
     optimizer, losses, norms = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95)), [], []
-    for x, y, _ in epoch(chat, batch_size=12, accumulation=1, steps=3)[1]:
+    for x, y, _ in epoch(chat, steps=3)[1]:
         rows = torch.cat([x, y[:, -1:].clamp(min=0)], dim=1)
         labels = torch.cat([torch.full_like(y[:, :1], -100), torch.where(y < 0, -100, y)], dim=1)
         loss = model(input_ids=rows, labels=labels).loss

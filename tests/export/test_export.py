@@ -10,7 +10,7 @@ import shutil
 import pytest
 import tiktoken_ext.openai_public
 import torch
-from conftest import CHARS, ROOT, at_once, done, launch, stage
+from conftest import CHARS, ROOT, at_once, done, launch, planted, stage
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -111,18 +111,13 @@ def test_training_takes_the_folder_and_refuses_half_of_it(exported, train, tmp_p
         assert run.returncode == 2 and run.stderr.startswith(words) and run.stdout == "", run.stderr
 
 
-def trained_bpe(texts, vocab_size, special_tokens=()):
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[*special_tokens], show_progress=False))
-    return tokenizer
-
-
 def test_a_tokenizer_of_the_datas_own_goes_along(tmp_path, train):
     """A BPE that begins each text with a token of its own when transformers is asked to."""
-    tokenizer, data = trained_bpe([(ROOT / "README.md").read_text()], 320, ["<end>"]), tmp_path / "data"
+    tokenizer, data = Tokenizer(models.BPE()), tmp_path / "data"
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator([(ROOT / "README.md").read_text()], trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<end>"],
+        show_progress=False))
     tokenizer.post_processor = processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 0)])
     ids = tokenizer.encode((ROOT / "README.md").read_text(), add_special_tokens=False).ids
     data.mkdir()
@@ -167,10 +162,7 @@ def test_weights_in_half_precision(whole, tmp_path):
 @pytest.mark.parametrize("broken", ["weights", "tokenizer"])
 def test_an_export_that_is_not_ours_fails_and_leaves_nothing(whole, tmp_path, broken):
     """Made to leave the square matrices as they are, or to give every character the next one's id."""
-    script = tmp_path / "broken.py"
-    script.write_text(f"""
-import runpy, sys
-sys.path.insert(0, {str(ROOT)!r})
+    script = planted(tmp_path, f"""
 if {broken!r} == "weights":
     from transformers import GPT2LMHeadModel
     save = GPT2LMHeadModel.save_pretrained
@@ -183,14 +175,12 @@ else:
     from runtime.export import hf
     right = hf.char_tokenizer
     hf.char_tokenizer = lambda chars: right(chars[1:] + chars[0])
-sys.argv[0] = {str(ROOT / "export_hf.py")!r}
-runpy.run_path(sys.argv[0], run_name="__main__")
-""")
+""", ROOT / "export_hf.py")
     run = launch(script, f"--out_dir={whole(3).out_dir}", f"--to={tmp_path}/folder")
     words = {"weights": r"the exported model's logits differ by \S+, more than 1e-04: transformers only has GPT-2.*",
              "tokenizer": "the exported tokenizer encodes a text differently: nothing was exported"}[broken]
     assert run.returncode == 2 and re.fullmatch(words + "\n", run.stderr), run.stderr
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["broken.py"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["planted.py"]
 
 
 def test_refusals(exported):

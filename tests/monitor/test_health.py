@@ -3,14 +3,10 @@
 import json
 import math
 import os
-import signal
-import threading
-import time
 
-import psutil
 import pytest
 import torch
-from conftest import ROOT, SMALL, ForkedJob, done, kill, read_history, stage, wait_until
+from conftest import ROOT, done, stage
 
 from runtime.engine.engine import StepResult
 from runtime.monitor.health import STRAGGLER_WINDOW, SpikeDetector, StepHealth, StragglerDetector
@@ -224,29 +220,22 @@ def test_a_loss_scale_that_collapses_is_explained_and_ends_the_run(spoilt, tmp_p
     assert all(map(math.isfinite, run.losses.values()))
 
 
-def test_a_straggler_is_named(characters, tmp_path):
-    """Rank 1 is stopped for most of the time, as a process does whose CPU is not its own."""
-    out_dir, log = tmp_path / "out", tmp_path / "log"
-    job = ForkedJob([ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}",
-                     "--max_iters=100000", "--eval_interval=100000", "--batch_size=32"], 2, log, log)
-    over = threading.Event()
-    try:
-        assert wait_until(lambda: log.exists() and "iter 20:" in log.read_text())
-        threading.Thread(target=hold_back, args=(psutil.Process(job.pids[1]), over), daemon=True).start()
-        assert wait_until(lambda: "rank 1 is a straggler: " in log.read_text()), log.read_text()[-2000:]
-        over.set()
-        (out_dir / "STOP").touch()
-        assert job.wait(200) == 0
-    finally:
-        over.set()
-        kill(job)
-    warnings = [r["warning"] for r in read_history(out_dir) if "warning" in r]
-    assert any(t.startswith("rank 1 is a straggler: ") for t in warnings), warnings
-
-
-def hold_back(process, over):
-    while not over.is_set():
-        process.send_signal(signal.SIGSTOP)
-        time.sleep(0.02)
-        process.send_signal(signal.SIGCONT)
-        time.sleep(0.008)
+def test_a_straggler_is_named(train):
+    """Rank 1 waits in each forward, as a process does whose CPU is not its own. The warning stops the run."""
+    run = done(train("--max_iters=100000", "--eval_interval=100000", ranks=2, plant="""
+import time
+import model
+from runtime.monitor import runlog
+forward, warn = model.GPT.forward, runlog.RunLog.warn
+def late(*args, **options):
+    time.sleep(0.05 * (os.environ["RANK"] == "1"))
+    return forward(*args, **options)
+def warn_and_stop(self, iter_num, message):
+    warn(self, iter_num, message)
+    if message and os.environ["RANK"] == "0":
+        open(f"{self.out_dir}/STOP", "w").close()
+model.GPT.forward, runlog.RunLog.warn = late, warn_and_stop
+"""))
+    assert "rank 1 is a straggler: " in run.stdout and "the file STOP" in run.stdout
+    assert all(text.startswith("rank 1 is a straggler: ") for text in warnings_in(run).values())
+    assert warnings_in(run) and not (run.out_dir / "STOP").exists()

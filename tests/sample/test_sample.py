@@ -7,8 +7,7 @@ import subprocess
 
 import pytest
 import torch
-from conftest import CHARS, ROOT, ForkedJob, at_once, command_line, launch
-from transformers import GPT2Config, GPT2LMHeadModel
+from conftest import CHARS, ROOT, ForkedJob, at_once, command_line, launch, random_gpt2
 from transformers.generation import logits_process
 
 from model import GPT, apply_repetition_penalty, sample_token
@@ -22,12 +21,7 @@ from runtime.sample.source import data_of_weights
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     """(transformers' GPT-2 with random weights and 28 tokens, its folder)."""
-    torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=28, n_positions=24, n_layer=2, n_head=2, n_embd=32, bos_token_id=0,
-                                        eos_token_id=None)).eval()
-    with torch.no_grad():
-        for p in theirs.parameters():
-            p += 0.15 * torch.randn_like(p)
+    theirs = random_gpt2(0.15, vocab_size=28, n_positions=24, n_embd=32, bos_token_id=0, eos_token_id=None)
     folder = tmp_path_factory.mktemp("theirs")
     theirs.save_pretrained(folder)
     return theirs, folder
@@ -35,10 +29,6 @@ def theirs(tmp_path_factory):
 
 def ids_of(text):
     return [CHARS.index(char) for char in text]
-
-
-def text_of(ids):
-    return "".join(CHARS[i] for i in ids)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +58,7 @@ def test_greedy_text_with_a_repetition_penalty_is_that_of_transformers(theirs, s
         assert ours.generate(idx, 17, temperature=0, repetition_penalty=penalty)[0].tolist() == ids
     run = sample("--start=the cat", "--temperature=0", "--repetition_penalty=1.7", "--max_new_tokens=17",
                  "--num_samples=1")
-    assert run.stdout == f"{folder}: {ours.num_params():,} parameters\n\n{text_of(wanted[1.7])}\n"
+    assert run.stdout == f"{folder}: {ours.num_params():,} parameters\n\n{''.join(CHARS[i] for i in wanted[1.7])}\n"
 
 
 @pytest.mark.parametrize("options", [
