@@ -16,16 +16,9 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from engine.zero_worker import WAYS
 from monitor.test_profiler import MEASURED
 
-from configurator import configure
+from configurator import configure, settings_of_script
 from runtime.data.loader import Batch
-from runtime.engine.ds_config import (
-    DTYPE_BLOCK,
-    STAGE3_DEFAULTS,
-    allowed_keys,
-    complete_config,
-    config_fits_fast_gradients,
-    uses_offload,
-)
+from runtime.engine import ds_config
 from runtime.errors import UserError
 
 SCRIPT = ROOT / "train_deepspeed.py"
@@ -51,15 +44,6 @@ def refused(*argv, root="."):
     return str(error.value).splitlines()
 
 
-def script_settings():
-    """(defaults, annotations) of train_deepspeed.py: its lines up to where the command line is read."""
-    names = {"__annotations__": {}}
-    exec(SCRIPT.read_text().split("\nsettings = ")[0], names)
-    annotations = names.pop("__annotations__")
-    defaults = {k: v for k, v in names.items() if isinstance(v, (bool, int, float, str, type(None))) and k[0] != "_"}
-    return defaults, annotations
-
-
 def python(*args, cwd=ROOT):
     return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, capture_output=True, text=True)
 
@@ -73,9 +57,6 @@ def config(tmp_path):
         return tmp_path / name
 
     return write
-
-
-# The command line
 
 
 @pytest.mark.parametrize("argv, changed", [
@@ -95,6 +76,8 @@ def config(tmp_path):
     (["--eval_only", "--max_iters=5"], {"eval_only": True, "max_iters": 5}),
     (["--eval_only", "False"], {}),
     (["--local_rank", "3", "--max_iters=5"], {"max_iters": 5}),
+    (["--max-iters=5", "--eval-only", "--learning-rate", "1e-4"],
+     {"max_iters": 5, "eval_only": True, "learning_rate": 1e-4}),
 ], ids=" ".join)
 def test_command_line_gives_values_of_the_settings_types(argv, changed):
     got = parse(*argv)
@@ -110,15 +93,10 @@ def test_command_line_gives_values_of_the_settings_types(argv, changed):
     ("--eval_only=1", "eval_only takes True or False, not '1'"),
     ("--schedule=cosinus", "schedule takes cosine or linear, not 'cosinus'"),
     ("--compile=1", "compile takes auto or True or False, not '1'"),
+    ("--zzz-z", "there is no setting 'zzz_z'"),
 ])
-def test_wrong_types_are_refused(arg, problem):
+def test_wrong_types_and_names_are_refused(arg, problem):
     assert refused(arg) == [f"command line: {problem}"]
-
-
-def test_dashes_are_underscores():
-    assert parse("--max-iters=5", "--eval-only", "--learning-rate", "1e-4") == {
-        "max_iters": 5, "eval_only": True, "learning_rate": 1e-4}
-    assert refused("--zzz-z") == ["command line: there is no setting 'zzz_z'"]
 
 
 def test_a_setting_without_its_value_is_refused():
@@ -159,9 +137,6 @@ def test_the_defaults_are_left_alone_and_settings_are_frozen():
     assert before == DEFAULTS and settings.max_iters == 5
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.max_iters = 6
-
-
-# Config files
 
 
 def test_config_files_may_compute_and_import(config):
@@ -222,16 +197,12 @@ def test_config_files_are_found_here_and_then_in_the_root(tmp_path, monkeypatch)
             parse(wrong, root=root)
 
 
-# The script's own
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configs_of_the_project_resolve(path):
-    defaults, annotations = script_settings()
-    settings = vars(configure(defaults, [str(path)], annotations, ROOT))
+    settings = vars(settings_of_script(str(SCRIPT), [str(path)]))
     json_file = ROOT / settings["deepspeed_config"]
     batch = Batch(settings["batch_size"], settings["gradient_accumulation_steps"], 8, settings["block_size"])
-    assert complete_config(json_file, batch, 1.0, "bfloat16")[0]["train_batch_size"] == batch.sequences
+    assert ds_config.complete_config(json_file, batch, 1.0, "bfloat16")[0]["train_batch_size"] == batch.sequences
 
 
 def test_help_shows_every_setting_with_its_comment(tmp_path):
@@ -240,23 +211,20 @@ def test_help_shows_every_setting_with_its_comment(tmp_path):
     assert max(map(len, done.stdout.splitlines())) <= 120
     lines = re.sub(r"\n {45}", " ", done.stdout).splitlines()
     shown = {line.split("=")[0].strip(): line for line in lines if line.startswith("    --")}
-    defaults, _ = script_settings()
-    assert list(shown) == [f"--{name}" for name in defaults]
+    names = vars(settings_of_script(str(SCRIPT), []))
+    assert list(shown) == [f"--{name}" for name in names]
     assert shown["--n_layer"].endswith("from the weights, or 12 from scratch [int | None]")
     source = SCRIPT.read_text()
-    for name in defaults:
+    for name in names:
         comment = re.search(rf"^{name}\b[^#\n]*  # (.*)$", source, re.M)[1]
         assert comment in shown[f"--{name}"]
-
-
-# The DeepSpeed JSON
 
 
 def resolved(content, tmp_path, dtype="float32", world_size=4):
     """(config, notes) of a JSON with this content: an object, or the text itself."""
     path = tmp_path / "ds.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return complete_config(str(path), Batch(2, 3, world_size, 32), 1.0, dtype)
+    return ds_config.complete_config(str(path), Batch(2, 3, world_size, 32), 1.0, dtype)
 
 
 def zero(stage=2, **rest):
@@ -266,11 +234,11 @@ def zero(stage=2, **rest):
 @pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_jsons_of_the_project_resolve(path, dtype):
-    config, _ = complete_config(str(path), Batch(2, 3, 4, 32), 1.0, dtype)
+    config, _ = ds_config.complete_config(str(path), Batch(2, 3, 4, 32), 1.0, dtype)
     assert config["train_batch_size"] == 24
     named = int(re.search(r"zero(\d)", path.stem)[1])
     assert config["zero_optimization"]["stage"] == max(named, 2)
-    assert uses_offload(config) == ("offload" in path.stem)
+    assert ds_config.uses_offload(config) == ("offload" in path.stem)
     assert (config["bf16"]["enabled"], config["fp16"]["enabled"]) == (dtype == "bfloat16", dtype == "float16")
 
 
@@ -312,10 +280,10 @@ def test_jsons_are_refused(content, problem, tmp_path):
     assert line.startswith(str(tmp_path / "ds.json")) and problem in line
 
 
-@pytest.mark.parametrize("key", STAGE3_DEFAULTS)
+@pytest.mark.parametrize("key", ds_config.STAGE3_DEFAULTS)
 def test_another_prefetch_needs_deepspeeds_own_stage_3(key, tmp_path):
-    for value, ours in ((STAGE3_DEFAULTS[key], True), (0, False)):
-        assert config_fits_fast_gradients(resolved(zero(3, **{key: value}), tmp_path)[0], "float32") is ours
+    for value, ours in ((ds_config.STAGE3_DEFAULTS[key], True), (0, False)):
+        assert ds_config.config_fits_fast_gradients(resolved(zero(3, **{key: value}), tmp_path)[0], "float32") is ours
 
 
 def names_of_problems(content, tmp_path):
@@ -375,13 +343,13 @@ def trained_with():
         settings += leaves(json.loads((ROOT / path).read_text()))
     for stage, dtype, options in WAYS.values():
         settings += leaves({**options.get("config", {}), **zero(stage, **options.get("zero", {}))})
-        settings += [(f"{DTYPE_BLOCK[dtype]}.enabled", True)] if dtype in DTYPE_BLOCK else []
+        settings += [(f"{ds_config.DTYPE_BLOCK[dtype]}.enabled", True)] if dtype in ds_config.DTYPE_BLOCK else []
     return {name for name, value in settings if name not in FIELDS or value != FIELDS[name]}
 
 
 def test_what_is_not_refused_is_tested():
     """The keys that may be changed have none that no test trains with. The others may have DeepSpeed's default."""
-    rules = dict(leaves(allowed_keys("bfloat16")))
+    rules = dict(leaves(ds_config.allowed_keys("bfloat16")))
     fixed = {name: rule[0] for name, rule in rules.items() if isinstance(rule, tuple) and len(rule) == 1}
     assert rules.keys() - fixed == trained_with() and fixed == {name: FIELDS[name] for name in fixed}
 

@@ -6,9 +6,8 @@ import shutil
 
 import pytest
 from conftest import CHARS, ROOT, SMALL, done, write_characters
-from test_configurator import script_settings
 
-from configurator import configure
+from configurator import settings_of_script
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.ranks import Ranks
 from runtime.plan.run_plan import Problems, make_plan
@@ -40,13 +39,12 @@ def resume(train, tmp_path_factory):
         file.unlink()
         file.with_suffix(".pkl").write_bytes(pickle.dumps({"vocab_size": len(CHARS), "itos": dict(enumerate(CHARS))}))
     out_dir = done(train(mixture(folder / "first", a=1, b=3), "--max_iters=2")).out_dir
-    defaults, annotations = script_settings()
 
     def run(*args, data="first", **weights):
         argv = [*SMALL, "--max_iters=2", mixture(folder / data, **weights or {"a": 1, "b": 3}), "--init_from=resume",
                 f"--out_dir={out_dir}", *args]
         problems, notes = Problems(), []
-        make_plan(configure(defaults, argv, annotations, ROOT), Ranks(0, 0, 1, 1), problems, notes)
+        make_plan(settings_of_script(str(ROOT / "train_deepspeed.py"), argv), Ranks(0, 0, 1, 1), problems, notes)
         return [[text.replace(str(out_dir), "OUT").replace(str(folder), "DATA") for text in texts]
                 for texts in (problems, notes)]
 

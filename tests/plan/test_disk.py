@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import EIGHT, ROOT
-from test_configurator import script_settings
 
-from configurator import configure
+from configurator import settings_of_script
 from runtime.checkpoint.tags import MANIFEST_FORMAT, TagStore, sign_manifest
 from runtime.errors import UserError
 from runtime.plan.disk import check_disk
@@ -21,8 +20,7 @@ from runtime.plan.start import Start
 @pytest.fixture(scope="module")
 def check():
     """check(out_dir, resume=tag, keep_last=2): call check_disk() for tags of 1 GB."""
-    defaults, annotations = script_settings()
-    settings = configure(defaults, ["--max_iters=20", "--eval_interval=5"], annotations, ROOT)
+    settings = settings_of_script(str(ROOT / "train_deepspeed.py"), ["--max_iters=20", "--eval_interval=5"])
 
     def run(out_dir, resume=None, max_iters=20, notes=None, **changes):
         start = Start("resume" if resume else "scratch", "", None, (), tag=resume)

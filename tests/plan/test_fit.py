@@ -6,9 +6,8 @@ import re
 import pytest
 import torch
 from conftest import ROOT, launch
-from test_configurator import script_settings
 
-from configurator import configure
+from configurator import settings_of_script
 from model import GPTConfig
 from runtime.cluster.ranks import Ranks
 from runtime.data.loader import Batch
@@ -31,8 +30,7 @@ def dry_run(*args, **env):
 
 def report(*args, ranks=1):
     """What a dry run of these prints, in this process."""
-    defaults, annotations = script_settings()
-    settings = configure(defaults, [*args, "--dry_run=True"], annotations, ROOT)
+    settings = settings_of_script(str(ROOT / "train_deepspeed.py"), [*args, "--dry_run=True"])
     plan = make_plan(settings, ranks := Ranks(0, 0, ranks, ranks), Problems(), [])
     return f"{summary(plan)}\n{memory_report(plan, ranks)}"
 
