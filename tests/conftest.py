@@ -42,6 +42,12 @@ SMALL = ("--init_from=scratch", "--device=cpu", "--dtype=float32", "--n_layer=2"
 STAGES = {0: "config/ds/zero0.json", 1: "config/ds/zero1.json", 2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
 EIGHT = ("--max_iters=8", "--lr_decay_iters=8", "--warmup_iters=2", "--dropout=0.1", "--keep_last=10")
 AT_IMPORT = ("PYTHON", "HF_", "LC_", "LANG", "DS_", "OMP_", "TORCH_", "TRITON_")  # variables that imports read
+FLOAT16 = """
+from deepspeed.accelerator import get_accelerator
+from runtime.plan import run_plan
+get_accelerator().is_fp16_supported = lambda: True  # slow on CPU, but right
+run_plan.pick_dtype = lambda *_: "float16"
+"""  # a plant: train in float16
 START = threading.Lock()  # for tests that start runs on several threads
 
 

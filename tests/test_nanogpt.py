@@ -111,6 +111,7 @@ def test_logits_of_a_checkpoint_are_those_of_transformers(tmp_path, monkeypatch,
         ours.crop_vocab_size(27)
         torch.testing.assert_close(ours(idx % 27), theirs(idx % 27).logits[..., :27], atol=1e-5, rtol=1e-5)
     assert bool([name for name, _ in ours.named_parameters() if name.endswith("bias")]) == bias
+    assert data_of_weights(path, 50304) == {"tokenizer": {"kind": "gpt2"}, "vocab_size": 50257}
 
 
 def test_training_goes_on_from_a_checkpoint_and_it_is_sampled_from(nanogpt, train):
@@ -168,15 +169,6 @@ def test_a_strangers_checkpoint_does_not_run_its_code(nanogpt, train, tmp_path):
     assert not (tmp_path / "mark").exists()
     torch.load(path, weights_only=False)  # it would have
     assert (tmp_path / "mark").exists()
-
-
-def test_a_checkpoint_of_characters_asks_for_its_dataset(tmp_path):
-    path = write_checkpoint(tmp_path / "out" / "ckpt.pt", reference())
-    run = launch(ROOT / "sample.py", f"--init_from={path}")
-    assert run.returncode == 2 and run.stderr == (
-        f"the tokenizer of {path} is unknown (28 tokens): name the dataset that it was trained on with --dataset=NAME "
-        "or a path\n")
-    assert data_of_weights(str(path), 50304) == {"tokenizer": {"kind": "gpt2"}, "vocab_size": 50257}
 
 
 def test_a_config_and_data_of_nanogpt_run_as_they_are(nanogpt, train, tmp_path):

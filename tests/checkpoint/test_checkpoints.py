@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -158,18 +159,11 @@ def test_a_tag_without_a_file_is_skipped_and_other_files_stay(train, whole, tmp_
     assert back.losses == whole(2).losses and (out_dir / "iter_6" / "weights.pt").exists()
 
 
-# What a power cut or a full disk leaves
-
-
-def no_links(*_):
-    raise OSError(errno.EPERM, "Operation not permitted")
-
-
 @pytest.mark.parametrize("links", [True, False])
 def test_best_is_on_the_disk_before_it_has_its_name(monkeypatch, disk_calls, whole, tmp_path, links):
     out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out")
     if not links:
-        monkeypatch.setattr(os, "link", no_links)
+        monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, "Operation not permitted")))
     TagStore(out_dir).alias("iter_6", "best")
     work, names = str(out_dir / "best.saving"), os.listdir(out_dir / "best")
     before = disk_calls[:disk_calls.index(("rename", str(out_dir / "best")))]

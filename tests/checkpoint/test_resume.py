@@ -5,19 +5,12 @@ import pickle
 import shutil
 
 import pytest
-from conftest import CHARS, ROOT, SMALL, done, write_characters
+from conftest import CHARS, FLOAT16, ROOT, SMALL, done, write_characters
 
 from configurator import settings_of_script
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.ranks import Ranks
 from runtime.plan.run_plan import Problems, make_plan
-
-FLOAT16 = """
-from deepspeed.accelerator import get_accelerator
-from runtime.plan import run_plan
-get_accelerator().is_fp16_supported = lambda: True  # slow on CPU, but right
-run_plan.pick_dtype = lambda *_: "float16"
-"""
 
 
 def mixture(folder, **weights):

@@ -148,8 +148,6 @@ def test_what_does_not_fit_is_cut_and_what_has_no_answer_left_is_dropped():
             Conversations("chat", np.arange(23), empty, 5)
 
 
-# The mean over all counted tokens of a step
-
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory, chat):
     """A GPT-2 of transformers' for the characters of the data, and one position more than the rows."""

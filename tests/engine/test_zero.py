@@ -70,7 +70,7 @@ def test_stage_3_has_released_its_parameters_where_it_is_told_to(report):
     assert report["float32 stage 3"]["released"] == 8 * (report["ranks"] > 1)
 
 
-@pytest.mark.parametrize("way", ["stage 2", "stage 2 buckets", "stage 3",
+@pytest.mark.parametrize("way", ["stage 2", "stage 2 buckets", "stage 2 local", "stage 3",
                                  "stage 3 released", "own", "sums"])
 def test_bfloat16_is_plain_pytorch_to_its_rounding(report, way):
     """Seen: 2.9% of the way; norms to 0.15%."""
@@ -91,15 +91,6 @@ def test_our_gradient_path_without_clipping_is_deepspeeds_own_to_the_last_bit(re
     assert result["furthest"]["bfloat16 own unclipped"] == 0
     assert result["norms"] == pytest.approx(own["norms"], rel=1e-6)
     assert report["bfloat16 stage 2 buckets"]["furthest"]["bfloat16 stage 2"] == 0  # for buckets of any size
-
-
-def test_local_accumulation_gives_the_sums(report):
-    """In float32 over the ranks where they were in bfloat16. Seen: 2 ranks apart by 0.4% of the way."""
-    local, fused = report["bfloat16 stage 2 local"], report["small fused local"]
-    assert local["apart"]["bfloat16 stage 2"] < 0.01
-    assert local["norms"] == pytest.approx(report["plain"]["norms"], rel=3e-3)
-    assert local["apart"]["plain"] < 0.05
-    assert fused["apart"]["small plain"] < 0.05
 
 
 def test_offload_in_pieces_gives_the_same_weights(report):
@@ -127,10 +118,10 @@ def test_kernels_of_our_own_train_as_plain_pytorch(report):
     assert result["norms"][1] == float("inf")
     assert result["apart"]["small plain"] < 0.05
     assert result["norms"][:1] + result["norms"][2:] == pytest.approx(norms, rel=1e-2)
-    for way in ("small fused stage 3", "small fused stage 3 local", "small fused own"):  # the second one recomputed
-        stage_3 = report[way]
-        assert stage_3["apart"]["small plain"] < 0.05 and stage_3["applied"] == [ranks] * 2
-        assert stage_3["norms"] == pytest.approx(norms, rel=1e-2)
+    for way in ("local", "stage 3", "stage 3 local", "own"):  # the third one recomputed
+        other = report[f"small fused {way}"]
+        assert other["apart"]["small plain"] < 0.05 and other["applied"] == [ranks] * 2
+        assert other["norms"] == pytest.approx(norms, rel=1e-2)
 
 
 def test_a_sample_while_training_is_that_of_a_plain_model_with_these_weights(report):

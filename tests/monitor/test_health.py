@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from conftest import ROOT, done, stage
+from conftest import FLOAT16, ROOT, done, stage
 
 from runtime.engine.engine import StepResult
 from runtime.monitor.health import STRAGGLER_WINDOW, SpikeDetector, StepHealth, StragglerDetector
@@ -17,11 +17,6 @@ import torch
 import model
 from runtime.monitor import health
 health.HISTORY, health.RISE_WINDOW = {history}
-if "--dtype=float16" in sys.argv:  # slow on CPU, but right
-    from deepspeed.accelerator import get_accelerator
-    from runtime.plan import run_plan as preflight
-    get_accelerator().is_fp16_supported = lambda: True
-    preflight.pick_dtype = lambda asked, device: asked
 first, last, rank, factor, training = {first}, {last}, {rank}, {factor}, {training}
 plain, count = model.GPT.forward, 0
 def forward(self, idx, targets=None, reduction="mean"):
@@ -41,8 +36,9 @@ model.GPT.forward = forward
 @pytest.fixture
 def spoilt(train, tmp_path):
     def run(first, last, *args, rank=1, factor="float('nan')", ranks=2, training=True, history=(2000, 300)):
-        return train("--eval_interval=100", *args, ranks=ranks, out_dir=tmp_path / "out", plant=SPOILT.format(
-            first=first, last=last, rank=rank, factor=factor, training=training, history=history))
+        plant = SPOILT.format(first=first, last=last, rank=rank, factor=factor, training=training, history=history)
+        return train("--eval_interval=100", *args, ranks=ranks, out_dir=tmp_path / "out",
+                     plant=FLOAT16 + plant if "--dtype=float16" in args else plant)
     return run
 
 

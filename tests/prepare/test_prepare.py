@@ -85,8 +85,6 @@ def zstd(content):
     return pyarrow.compress(content, "zstd", asbytes=True)
 
 
-# What it reads
-
 def write_forms(folder, texts):
     """The same documents in every form, {name of the form: (arguments, standard input)}."""
     lines = [json.dumps({"id": i, "body": text}) + "\n" for i, text in enumerate(texts)]
@@ -160,8 +158,6 @@ def test_index_a_cut_text_has_the_tokens_of_the_whole(tmp_path):
     assert len(ids["train"]) + len(ids["val"]) == len(encode(whole)) + changes + 1
 
 
-# A tokenizer folder, 4-byte ids, shards, training and sampling
-
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory):
     """A tokenizer of 70,000 words in Hugging Face's form; the last is its end-of-text."""
@@ -208,8 +204,6 @@ def test_a_tokenizer_goes_with_its_data_and_may_not_change(tmp_path, tokenizer_f
         tokenizer_of(meta["tokenizer"])
 
 
-# Killed, and run again
-
 def write_jsonl(path, size):
     """A file of about `size` bytes, no two of its documents alike."""
     line = json.dumps({"text": " ".join(map(str, range(500)))})
@@ -242,8 +236,6 @@ def test_ctrl_c_leaves_nothing_and_a_kill_nothing_in_the_way(tmp_path):
     prepare(*args, cwd=tmp_path)
     assert sorted(os.listdir(lock.parent)) == FILES
 
-
-# What it refuses
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
@@ -342,8 +334,6 @@ def test_documents_that_cannot_be_read_are_left_out_when_asked(tmp_path, texts):
     assert "skipped: 4 duplicates, 2 empty, 1 unreadable" in said
     assert ids_of(tmp_path / "out")[1] == expected_chars(made_up(20))[1]
 
-
-# Token shards, and the Hub's datasets
 
 def shard(tokens, magic=20240520, version=1):
     """The content of one of llm.c's .bin files."""

