@@ -217,7 +217,7 @@ def test_a_loss_scale_that_collapses_is_explained_and_ends_the_run(spoilt, tmp_p
 
 
 def test_a_straggler_is_named(train):
-    """Rank 1 waits in each forward, as a process does whose CPU is not its own. The warning stops the run."""
+    """Rank 1 waits in each forward, as a process does whose CPU is not its own. The warning then stops the run."""
     run = done(train("--max_iters=100000", "--eval_interval=100000", ranks=2, plant="""
 import time
 import model
@@ -228,10 +228,10 @@ def late(*args, **options):
     return forward(*args, **options)
 def warn_and_stop(self, iter_num, message):
     warn(self, iter_num, message)
-    if message and os.environ["RANK"] == "0":
+    if message and "straggler" in message and os.environ["RANK"] == "0":
         open(f"{self.out_dir}/STOP", "w").close()
 model.GPT.forward, runlog.RunLog.warn = late, warn_and_stop
 """))
     assert "rank 1 is a straggler: " in run.stdout and "the file STOP" in run.stdout
-    assert all(text.startswith("rank 1 is a straggler: ") for text in warnings_in(run).values())
-    assert warnings_in(run) and not (run.out_dir / "STOP").exists()
+    assert any(text.startswith("rank 1 is a straggler: ") for text in warnings_in(run).values())
+    assert not (run.out_dir / "STOP").exists()
