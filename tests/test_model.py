@@ -95,6 +95,20 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(ours, theirs):
     assert furthest(grads, wanted) < 1e-6
 
 
+def test_the_keys_bias_gets_no_gradient_and_all_others_are_unchanged(ours):
+    """In float64, against plain linear layers, whose gradient of it is rounding."""
+    text = tokens(3, BLOCK)
+    _, grads = gradients(ours.double(), text[:, :-1], text[:, 1:])
+    for block in ours.transformer.h:
+        block.attn.c_attn.__class__ = torch.nn.Linear
+    _, exact = gradients(ours, text[:, :-1], text[:, 1:])
+    for name in [name for name in exact if name.endswith("c_attn.bias")]:
+        keys, largest = exact[name][EMBD : 2 * EMBD], exact[name].abs().max()
+        assert 0 < keys.abs().max() < 1e-14 * largest
+        keys.zero_()
+    assert furthest(grads, exact) == 0
+
+
 @pytest.mark.parametrize("prefix", ["transformer.", ""])
 @pytest.mark.parametrize("form", ["whole", "sharded", "pickled"])
 def test_a_folder_loads_in_every_form(theirs, ours, tmp_path, form, prefix):
