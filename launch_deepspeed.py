@@ -140,7 +140,7 @@ def print_next_commands(ranks, configs, on_cpu):
     options = f"{' '.join(map(shlex.quote, configs))} --dataset=mine --out_dir=out-mine"
     print("To train on your own text, a file or folder MY_TEXT, and sample:")
     print(f"  {python} {prepare} MY_TEXT --name=mine{' --tokenizer=char' * on_cpu}")
-    print(f"  {python} {launch} --nproc_per_node={ranks} {script} {options}{'' if on_cpu else ' --max_epochs=3'}")
+    print(f"  {python} {launch} --nproc_per_node={ranks} {script} {options}{'' if on_cpu else ' --max_epochs=3 --eval_epochs=1'}")
     print(f"  {python} {sample} --out_dir=out-mine")
 
 
