@@ -29,8 +29,7 @@ dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: bfloa
 globals().update(vars(configurator.settings_of_script(__file__, on_error=exit_on_all_ranks)))
 
 import os
-from json import dumps, loads
-from math import exp
+from json import dumps
 
 import numpy as np
 import torch
@@ -45,34 +44,9 @@ from runtime.data.loader import open_sequences, read_windows
 from runtime.data.tokenizer import token_bytes, tokenizer_of
 from runtime.errors import UserError
 from runtime.hardware import pick_device, pick_dtype
+from runtime.sample.benchmarks import read_rows
 from runtime.sample.generate import read_text
 from runtime.sample.source import find_model
-
-FIELDS = {"hellaswag": '"ctx", 4 "endings" and a "label" from 0 to 3', "lambada": 'a "text" of at least two words'}
-
-
-def read_rows(task, path):
-    """Return (rows, labels) of JSON lines: 4 rows per line of HellaSwag, one of LAMBADA. A row is an array of ids, in
-    which a token that is not to be predicted is ~id, as in runtime/data/loader.py. Raises UserError."""
-    rows, labels = [], []
-    for n, line in enumerate(read_text(path).rstrip().split("\n"), 1):
-        try:
-            fields = loads(line)
-            if task == "hellaswag":  # completions, as in llm.c
-                context, endings, label = fields["ctx"], fields["endings"], int(fields["label"])
-            else:  # the last word follows the last space, as in lm_eval
-                context, _, word = fields["text"].rpartition(" ")
-                endings, label = [word], 0
-            own = [(encode(context), encode(f" {ending}")) for ending in endings if context.strip() and ending.strip()]
-            if (not isinstance(endings, list) or len(own) != (4 if task == "hellaswag" else 1)
-                    or label not in range(len(own))
-                    or max(len(ending) for _, ending in own) > block_size):
-                raise ValueError(f"a text is empty or has over {block_size} tokens, or the label is wrong")
-        except (UserError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise UserError(f"{path}, line {n} can't be scored ({error}): give an object with {FIELDS[task]}") from None
-        rows += [np.array([*(~i for i in ids), *ending]) for ids, ending in own]
-        labels.append(label)
-    return rows, np.array(labels)
 
 
 def text_rows(ids):
@@ -129,7 +103,7 @@ with all_exit_on(UserError, OSError):
     name, description, data, load = find_model(init_from, out_dir, tag, dataset)
     encode, block_size, bytes_of_tokens = tokenizer_of(data["tokenizer"])[0], data["block_size"], token_bytes(data)
     files = {"hellaswag": hellaswag, "lambada": lambada}
-    tasks = [(task, path, *read_rows(task, path)) for task, path in files.items() if path]
+    tasks = [(task, path, *read_rows(task, path, encode, block_size)) for task, path in files.items() if path]
     if text:
         tasks.append(("text", text, *text_rows(np.array(encode(read_text(text))))))
     if dataset:
@@ -166,7 +140,7 @@ for task, path, rows, answers in tasks:  # answers: the labels, or the bytes of 
         value, n = values.sum() / counts.sum(), len(values)
         error = (((values - value * counts) ** 2).sum() * n / max(1, n - 1)) ** 0.5 / counts.sum()  # of a ratio of sums
         if key.endswith("perplexity"):
-            value, error = exp(min(value, 700)), error * exp(min(value, 700))  # without overflow
+            value, error = np.exp(min(value, 700)), error * np.exp(min(value, 700))  # without overflow
         record |= {key: value, f"{key}_stderr": error}
     shown = ", ".join(f"{key} {record[key]:.4f} +- {record[f'{key}_stderr']:.4f}" for key in figures)
     print0(dumps(record) if json else f"{task} {path}: {shown}" + f" ({cut:,} texts cut on the left)" * (cut > 0))

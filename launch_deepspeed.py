@@ -137,10 +137,11 @@ def print_next_commands(ranks, configs, on_cpu):
     """Print the commands that train with these configs on the user's own text."""
     python, prepare, launch, script, sample = (shell_path(path) for path in (
         sys.executable, ROOT / "data" / "prepare.py", ROOT / "launch_deepspeed.py", TRAIN, ROOT / "sample.py"))
-    options = f"{' '.join(map(shlex.quote, configs))} --dataset=mine --out_dir=out-mine"
+    options = shlex.join([*configs, "--dataset=mine", "--out_dir=out-mine"])
+    epochs = "" if on_cpu else " --max_epochs=3 --eval_epochs=1"
     print("To train on your own text, a file or folder MY_TEXT, and sample:")
     print(f"  {python} {prepare} MY_TEXT --name=mine{' --tokenizer=char' * on_cpu}")
-    print(f"  {python} {launch} --nproc_per_node={ranks} {script} {options}{'' if on_cpu else ' --max_epochs=3 --eval_epochs=1'}")
+    print(f"  {python} {launch} --nproc_per_node={ranks} {script} {options}{epochs}")
     print(f"  {python} {sample} --out_dir=out-mine")
 
 
