@@ -15,14 +15,13 @@ import shlex
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.data.dataset import SPLITS, new_dataset_dir  # noqa: E402
-from runtime.data.tokenizer import tokenizer_meta  # noqa: E402
-from runtime.errors import UserError  # noqa: E402
-from runtime.output import exit_on_error  # noqa: E402
-from runtime.prepare import inputs, pipeline, shards  # noqa: E402
+from runtime.data.dataset import SPLITS, new_dataset_dir
+from runtime.data.tokenizer import tokenizer_meta
+from runtime.errors import UserError
+from runtime.output import exit_on_error
+from runtime.prepare import inputs, pipeline, shards
 
 
 def argument_parser():

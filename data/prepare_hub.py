@@ -6,19 +6,18 @@
 """
 
 import argparse
-import functools
 import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.data.dataset import SPLITS, new_dataset_dir, write_dataset  # noqa: E402
-from runtime.data.tokenizer import end_of_text, numpy_encoder, tokenizer_meta  # noqa: E402
-from runtime.errors import UserError  # noqa: E402
-from runtime.files import lock_folder  # noqa: E402
-from runtime.output import exit_on_error  # noqa: E402
-from runtime.prepare.pipeline import encode, tokenize  # noqa: E402
+from runtime.data.dataset import SPLITS, new_dataset_dir, write_dataset
+from runtime.data.tokenizer import end_of_text, numpy_encoder, tokenizer_meta
+from runtime.errors import UserError
+from runtime.files import lock_folder
+from runtime.output import exit_on_error
+from runtime.prepare.pipeline import tokenize
 
 
 def arguments():
@@ -35,8 +34,7 @@ def arguments():
 
 
 def read_rows(args):
-    """Yield rows of 200 documents, [(split, text), (split, b""), ...], in nanoGPT's order and splits, or streamed.
-    Raises UserError."""
+    """Yield rows of 200 documents, [(split, text), (split, b""), ...], in nanoGPT's splits or streamed."""
     from datasets import load_dataset
 
     try:
@@ -62,10 +60,9 @@ def read_rows(args):
 def main(args):
     folder = new_dataset_dir(args.name or Path(args.dataset).name, args.overwrite)
     tokenizer, vocab_size = tokenizer_meta("gpt2")
-    encoder = functools.partial(encode, numpy_encoder(tokenizer), end_of_text(tokenizer), "<u2", False)
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with lock_folder(folder, "--name"):
-        stored = tokenize(folder, read_rows(args), encoder, workers)
+        stored = tokenize(folder, read_rows(args), workers, numpy_encoder(tokenizer), end_of_text(tokenizer), "<u2")
         if len(stored) < len(SPLITS):
             raise UserError(f"{args.dataset} has too few documents for training and validation: choose another")
         meta = write_dataset(folder, *(stored[split, "ids"].view("<u2") for split in SPLITS), tokenizer, vocab_size,

@@ -5,6 +5,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from runtime.prepare import shakespeare  # noqa: E402
+from runtime.prepare import shakespeare
 
 shakespeare.main(Path(__file__).resolve().parent, "char")

@@ -67,8 +67,7 @@ def read_records(name, kind, field, max_document_bytes):
             yield from parquet_texts(name, field)
             return
         # pyarrow chooses the compression by the name, reads all frames of a file, and rejects a truncated one
-        with (sys.stdin.buffer if name == "-" else
-              io.BufferedReader(pyarrow.input_stream(name), BUFFER_BYTES)) as file:
+        with (sys.stdin.buffer if name == "-" else io.BufferedReader(pyarrow.input_stream(name), BUFFER_BYTES)) as file:
             yield from (iter(lambda: file.readline(MAX_RECORD_BYTES + 1), b"")
                         if kind in ("jsonl", "chat") else text_chunks(file, max_document_bytes))
     except (pyarrow.ArrowException, OSError) as error:

@@ -5,7 +5,6 @@ of a document's text decides whether it is for training or for validation.
 """
 
 import collections
-import functools
 import hashlib
 import itertools
 import json
@@ -35,10 +34,9 @@ def prepare(folder, files, tokenizer, vocab_size, options, workers, skip_unreada
     to_ids = numpy_encoder(tokenizer)
     if is_chat and to_ids("User:\nUser:\n").tolist() != 2 * to_ids("User:\n").tolist():
         raise UserError("this tokenizer adds a space before a text, or joins lines: choose another for conversations")
-    encoder = functools.partial(encode, to_ids, end, dtype, is_chat)
     reader = Reader(files, options, skip_unreadable)
     with lock_folder(folder, "--name"):
-        stored = tokenize(folder, reader.rows(), encoder, workers)
+        stored = tokenize(folder, reader.rows(), workers, to_ids, end, dtype, is_chat)
         tokens = [stored[split, "ids"].view(dtype) for split in SPLITS]
         if is_char:  # the tokens are code points so far
             used = np.zeros(CODE_POINTS, bool)
@@ -117,9 +115,9 @@ class Reader:
         return "val" if number < int(self.options["val_fraction"] * 2**64) else "train", text, ends
 
 
-def tokenize(folder, rows, encoder, workers):
+def tokenize(folder, rows, workers, *encoding):
     """Return the token ids of each split and their masks, {(split, "ids" or "mask"): bytes}. They are in files without
-    names in `folder`, which disappear with the process."""
+    names in `folder`, which disappear with the process. encoding: what encode() takes besides a row."""
     files = {(split, kind): tempfile.TemporaryFile(dir=folder) for split in SPLITS for kind in ("ids", "mask")}
 
     def write(future):
@@ -129,7 +127,7 @@ def tokenize(folder, rows, encoder, workers):
     pace, pending = 0.1 if sys.stderr.isatty() else 60, collections.deque()  # pace: seconds between progress reports
     with ThreadPoolExecutor(workers) as pool:  # the tokenizers don't hold Python's lock
         for row in tqdm(rows, "tokenizing", unit=" MB", delay=pace, mininterval=pace, maxinterval=60):
-            pending.append(pool.submit(encoder, row))
+            pending.append(pool.submit(encode, row, *encoding))
             if len(pending) > 2 * workers:  # not all rows are in memory
                 write(pending.popleft())
         for future in pending:
@@ -137,7 +135,7 @@ def tokenize(folder, rows, encoder, workers):
     return {key: np.memmap(file, np.uint8, "r") for key, file in files.items() if file.tell()}
 
 
-def encode(to_ids, end, dtype, is_chat, row):
+def encode(row, to_ids, end, dtype, is_chat=False):
     """Return {(split, "ids" or "mask"): bytes} of a row. `end` follows each document, or each answer of a chat."""
     encoded = {(split, kind): bytearray() for split in SPLITS for kind in ("ids", "mask")}
     for split, text in row:
