@@ -10,6 +10,7 @@ modules and functions, and use other names that begin with an underscore. `--hel
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import glob
@@ -33,10 +34,9 @@ VALUES = {bool: ("True", "False"), type(None): ("None",)}
 
 
 def configure(defaults, argv, annotations=None, root="."):
-    """Return the settings that argv makes of the dict `defaults`: a frozen dataclass with its keys as fields.
-
-    Its attribute requested has the values that "auto" replaced, for init_from=auto and batch_size=auto. Config files
-    are searched for in the working directory, then in `root`. Raises UserError with all problems."""
+    """Return the settings that argv makes of the dict `defaults`: a frozen dataclass with its keys as fields. Its
+    attribute requested has the values that "auto" replaced, for init_from=auto and batch_size=auto. Config files are
+    searched for in the working directory, then in `root`. Raises UserError with all problems."""
     values, requested, problems = dict(defaults), {}, []
     allowed = {name: allowed_values(value, (annotations or {}).get(name)) for name, value in defaults.items()}
 
@@ -120,12 +120,10 @@ def validate(value, types_, choices):
 
 def parse_value(text, types_, choices):
     """Return the value of a command line's text for a setting of these types."""
-    if text in choices or types_ == {str}:
-        return validate(text, types_, choices)
-    try:
-        return validate(ast.literal_eval(text.capitalize() if text in ("true", "false") else text), types_, choices)
-    except (ValueError, SyntaxError):
-        return validate(text, types_, choices)
+    if text not in choices and types_ != {str}:
+        with contextlib.suppress(ValueError, SyntaxError):
+            return validate(ast.literal_eval(text.capitalize() if text in ("true", "false") else text), types_, choices)
+    return validate(text, types_, choices)
 
 
 def run_config_file(path, values, root):
@@ -171,11 +169,6 @@ def help_text(source, defaults, annotations):
     return "\n".join(shown)
 
 
-def exit_quietly_on_broken_pipe():
-    """Exit without a message when nobody reads the output, as after `| head`. A lost network connection exits, too."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-
-
 def settings_of_script(script, argv=None, on_error=exit_with_error):
     """Return the settings that a script, given by its path, makes of `argv` or of the command line: see configure().
     Only its settings run: its assignments to names in lower case, up to where it calls the configurator. Exits after
@@ -190,7 +183,7 @@ def settings_of_script(script, argv=None, on_error=exit_with_error):
     annotations = names.get("__annotations__", {})
     defaults = {name: value for name, value in names.items() if name[0].islower()}
     if "--help" in argv or "-h" in argv:
-        exit_quietly_on_broken_pipe()
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # exit without a message when nobody reads it, as after `| head`
         print(help_text(source, defaults, annotations))
         raise SystemExit(0)
     try:

@@ -48,8 +48,7 @@ def main():
 
 
 def python():
-    tested = sys.version_info[:2] in ((3, 11), (3, 12))
-    yield row("Python", platform.python_version(), "" if tested else
+    yield row("Python", platform.python_version(), "" if sys.version_info[:2] in ((3, 11), (3, 12)) else
               "install Python 3.12, and set PYTHON to its path for the shell scripts: 3.11 and 3.12 are tested")
 
 

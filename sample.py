@@ -37,6 +37,7 @@ dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: bfloa
 globals().update(vars(configurator.settings_of_script(__file__)))
 
 import os
+import signal
 import sys
 from json import dumps
 from math import inf
@@ -104,7 +105,7 @@ try:
 except (UserError, OSError) as error:
     exit_with_error(str(error))
 
-configurator.exit_quietly_on_broken_pipe()
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # exit without a message when nobody reads, as after `| head`
 rule = "" if interactive else "---------------\n"  # between samples
 
 if not json:

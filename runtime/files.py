@@ -29,19 +29,18 @@ def write_temp(path, chunks):
     file, bytes, sha256), for os.replace(temporary file, path). Any exception, also Ctrl-C, removes the file."""
     path = Path(path)
     temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    size, digest = 0, hashlib.sha256()
+    digest = hashlib.sha256()
     try:
         with open(temp, "wb") as file:
             for chunk in chunks:
                 file.write(chunk)
                 digest.update(chunk)
-                size += len(chunk)
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
         temp.unlink(missing_ok=True)
         raise
-    return temp, size, digest.hexdigest()
+    return temp, os.path.getsize(temp), digest.hexdigest()
 
 
 def write_atomic(path, content):

@@ -108,8 +108,7 @@ def available_memory():
     """Return the free bytes of host memory, within the container's limit. Cached files count as free."""
     free = psutil.virtual_memory().available
     try:
-        limit = int((CGROUP / "memory.max").read_text())
-        used = int((CGROUP / "memory.current").read_text())
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         cached = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())["inactive_file"]
     except (OSError, ValueError, KeyError):  # no cgroup, or its limit is "max"
         return free
@@ -119,10 +118,9 @@ def available_memory():
 def run_command(*command):
     """Return the output of a command, stripped, or "" if it fails, takes too long or isn't installed."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip()
 
 
 def unsupported_gpu(capabilities=None):

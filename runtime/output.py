@@ -11,10 +11,8 @@ from runtime.errors import UserError
 
 
 class ResilientStream:
-    """A text stream that never raises.
-
-    A write fails if a pipe's reader has exited, a log's disk is full, or the terminal is gone. After that, the stream's
-    file descriptor is the null device, also for C libraries and child processes."""
+    """A text stream that never raises. A write fails if a pipe's reader has exited, a log's disk is full, or the
+    terminal is gone. Then its file descriptor becomes the null device, also for C libraries and child processes."""
 
     def __init__(self, stream, null):
         self.stream, self.null = stream, null

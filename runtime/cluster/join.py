@@ -20,15 +20,13 @@ from runtime.output import exit_with_error
 
 
 def group_timeout():
-    """Return how long a rank waits for the others in any collective: DEEPSPEED_TIMEOUT, in minutes.
-    unusable_deepspeed() in engine/fixes.py refuses other values than 1 to 99999."""
+    """Return how long a rank waits in any collective: DEEPSPEED_TIMEOUT, in minutes, which engine/fixes.py checks."""
     minutes = os.environ.get("DEEPSPEED_TIMEOUT", "10")
     return datetime.timedelta(minutes=int(minutes) if re.fullmatch(r"[1-9]\d{0,4}", minutes) else 10)
 
 
 def join_process_group(device="auto", backend="auto"):
-    """Join the other ranks. Return each rank's (node_id(), process id). Exits with code 2 if they can't be reached.
-    device, backend: the settings of these names."""
+    """Join the other ranks. Return each rank's (node_id(), process id). Exits with code 2 if they can't be reached."""
     on_gpu = device != "cpu" and torch.cuda.is_available()
     timeout = group_timeout()
     # For DeepSpeed's groups too, which it creates without a timeout: gloo's default is 30 minutes

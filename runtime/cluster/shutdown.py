@@ -38,7 +38,6 @@ LAUNCHERS = {"torchrun", "torch.distributed.run", "launch_deepspeed.py", "deepsp
 
 class Shutdown:
     """Watches the launcher and the other ranks of this node until shut_down(), and on request signals and a file.
-
     peers: what join_process_group() returned."""
 
     def __init__(self, peers):

@@ -30,10 +30,8 @@ def render(messages, template, eos_token, ask=False):
 
 def encode_conversation(messages, encode, end):
     """Return (ids, mask) of a conversation, up to its last answer, as two lists. encode: returns the ids of a text in
-    which special tokens are ordinary. end: the id that ends an answer.
-
-    Each answer is encoded on its own. With GPT-2's BPE, the tokens are those of the whole text: it joins none across
-    the border, because contents are stripped."""
+    which special tokens are ordinary. end: the id that ends an answer. Each answer is encoded on its own. With GPT-2's
+    BPE, the tokens are those of the whole text: it joins none across the border, because contents are stripped."""
     text, answers = render(messages, TEMPLATE, "")
     ids, mask, at = [], [], 0
     for begin, stop in answers:

@@ -62,10 +62,9 @@ def mixed_seed(*numbers):
 
 
 def feistel_permute(i, n, key):
-    """Return the indices i under a permutation of range(n) that `key`, a number or an array like i, chooses.
-
-    It is a Feistel network of six rounds over the next power of four. Results beyond n are permuted again until they
-    are inside (Black and Rogaway, 2002). The memory doesn't depend on n."""
+    """Return the indices i under a permutation of range(n) that `key`, a number or an array like i, chooses. It is a
+    Feistel network of six rounds over the next power of four. Results beyond n are permuted again until they are inside
+    (Black and Rogaway, 2002). The memory doesn't depend on n."""
     bits = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << bits) - np.uint64(1)
     i, key = np.broadcast_arrays(np.asarray(i, dtype=np.uint64), np.asarray(key, dtype=np.uint64))
@@ -239,15 +238,13 @@ class TrainBatches:
 
 
 def eval_batches(tokens, n, batch, rank, vocab_size, device):
-    """Yield this rank's (x, y) of the n windows of an evaluation.
-    Every rank gets the same number of batches of the same size, padded with windows that are ignored. At ZeRO-3 a
-    forward pass is collective, and a new batch size would recompile the blocks."""
+    """Yield this rank's (x, y) of the n windows of an evaluation. Every rank gets as many batches of one size, padded
+    with ignored windows: at ZeRO-3 a forward is collective, and a new batch size would recompile the blocks."""
     offsets = eval_offsets(*extent(tokens, batch.block_size), n)
     per_rank = -(-len(offsets) // batch.world_size)
     mine = offsets[rank * per_rank : (rank + 1) * per_rank]
     padded = np.pad(mine, (0, -(-per_rank // batch.micro) * batch.micro - len(mine)))
     for i in range(0, len(padded), batch.micro):
-        windows = [(tokens, offset) for offset in padded[i : i + batch.micro]]
-        x, y = read_windows(windows, batch.block_size, vocab_size)
+        x, y = read_windows([(tokens, offset) for offset in padded[i : i + batch.micro]], batch.block_size, vocab_size)
         y[max(0, len(mine) - i) :] = -1
         yield x.to(device), y.to(device)

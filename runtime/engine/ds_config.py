@@ -56,8 +56,7 @@ def with_batch(config, batch):
 
 def complete_config(path, batch, grad_clip, dtype, compiled=False, extra=None):
     """Return (config for deepspeed.initialize, notes to print) from a JSON file and the script's settings. batch: as in
-    with_batch(). compiled: whether the blocks are. extra: more keys that the file may hold, as in allowed_keys(). Raise
-    UserError with all problems."""
+    with_batch(). compiled: whether the blocks are. extra: more keys, as in allowed_keys(). Raises UserError."""
     config, owned = read_json(path), {**with_batch({}, batch), "gradient_clipping": grad_clip}
     problems = [f'"{key}" is {json.dumps(config[key])}, but the script sets it to {value}: remove it, or write "auto"'
                 for key, value in owned.items() if config.get(key, "auto") not in ("auto", value)]

@@ -20,7 +20,6 @@ def unusable_deepspeed():
 
 def repair(config, compiled):
     """Change the config in place where DeepSpeed would compute something wrong or slow. Return a note for each change.
-
     At stage 0, DeepSpeed accumulates in bfloat16 and doesn't scale the loss in float16. Stages 0 and 1 run as stage 2.
     With accumulate_locally, each rank then holds all gradients and a part of the optimizer's state, as in ZeRO-1."""
     notes = []

@@ -90,8 +90,7 @@ class FusedStep:
         # DeepSpeed's CPU Adam begins with a number
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=p.master.device)
         if is_muon(p.group):
-            self.muon = self.muon or Muon(p.places, p.grads.numel(), self.optimizer.dp_process_group,
-                                          self.use_kernel)
+            self.muon = self.muon or Muon(p.places, p.grads.numel(), self.optimizer.dp_process_group, self.use_kernel)
             self.muon.step(p, state["exp_avg"], norm, max_norm, self.skip_above)
         elif self.use_kernel and not self.offloads:
             launch_kernel(p, state, norm, inverse_scale, max_norm, self.skip_above)

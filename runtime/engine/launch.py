@@ -17,11 +17,10 @@ from runtime.cluster.ranks import on_shut_down
 class Launch:
     """Runs forward and backward of a batch. .timer measures this rank's own work.
 
-    With `capture`, micro-steps run as a CUDA graph from the second optimizer step on. Every micro-step must then do the
-    same work at the same addresses: our gradients and step do, without a loss scale. Each replay draws new random
-    numbers for dropout, the same ones as without a graph. The first step runs eagerly, because libraries and DeepSpeed
-    initialize at their first calls. The capture comes before the second step, because from then on DeepSpeed's step
-    timer synchronizes the GPU."""
+    With `capture`, micro-steps run as a CUDA graph from the second optimizer step on. Every micro-step must do the same
+    work at the same addresses: our gradients and step do, without a loss scale. Each replay draws dropout's random
+    numbers, the same ones as without a graph. The first step runs eagerly, because libraries initialize at their first
+    calls. The capture comes before the second step, because from then on DeepSpeed's timer synchronizes the GPU."""
 
     def __init__(self, deepspeed, capture):
         self.deepspeed, self.timer, self.graph = deepspeed, LocalTimer(deepspeed.device), None

@@ -32,8 +32,7 @@ def setup_device(execution, local_rank, ds_config, deterministic=False):
 
 
 def compile_blocks(model, execution, stage, fp8=False):
-    """Run the blocks with our Triton kernels if they support the model, else with torch.compile. Return whether Triton
-    works here."""
+    """Run the blocks by our Triton kernels where they fit, else by torch.compile. Return whether Triton works here."""
     from model import Block  # here, because examples/ have models of their own
     from runtime.kernels import block as kernels
     from runtime.kernels import device_has_triton

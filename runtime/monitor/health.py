@@ -18,7 +18,6 @@ SLOW_FACTOR = 1.5  # a straggler takes this many times as long as the other rank
 
 class StepHealth:
     """Checks every optimizer step for non-finite losses, gradient spikes, norms that rise and float16 overflow.
-
     warn: RunLog.warn. state: of the checkpoint that the run resumes from, else {}. rise: what the last check found."""
 
     def __init__(self, warn, state):

@@ -34,9 +34,8 @@ class Profiler:
         self.folder.mkdir(parents=True, exist_ok=True)
         if RANK == 0:
             print0(count_flops(model, self.folder / "flops.txt"))
-        self.profiler = torch.profiler.profile(
-            acc_events=True, on_trace_ready=self.write,
-            schedule=torch.profiler.schedule(skip_first=LAST_STEP - 3, wait=0, warmup=1, active=2, repeat=1))
+        schedule = torch.profiler.schedule(skip_first=LAST_STEP - 3, wait=0, warmup=1, active=2, repeat=1)
+        self.profiler = torch.profiler.profile(acc_events=True, on_trace_ready=self.write, schedule=schedule)
         self.start, self.close = self.profiler.start, self.profiler.stop
 
     def step(self):

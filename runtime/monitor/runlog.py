@@ -3,7 +3,6 @@
 import datetime
 import json
 import math
-import operator
 import os
 import statistics
 import sys
@@ -106,8 +105,7 @@ class RunLog:
         this rank worked without waiting for others."""
         steps = iter_num - self.clock_iter
         # The gather waits until the step has ended on the GPU, so read the clock after it
-        per_rank = all_gather_scalars(loss, own_work_s)
-        losses, local_work = zip(*per_rank, strict=True)
+        losses, local_work = zip(*all_gather_scalars(loss, own_work_s), strict=True)
         seconds, peak = (time.time() - self.clock) / steps, peak_flops(self.device)
         record = {"iter": iter_num, "loss": sum(losses) / len(losses), "ms": 1000 * seconds, "lr": lr,
                   "grad_norm": step.grad_norm, "tokens_per_s": self.tokens_per_iter / seconds,
@@ -140,9 +138,8 @@ class RunLog:
         return f"{100 * done / last:.1f}%, {format_time(left)} left"
 
     def evaluation(self, iter_num, losses, sequences, seconds):
-        """Print and record an evaluation. Return the validation loss; of a mixture, the weighted mean.
-        losses: {"train" and "val": [(mean, standard error, bytes per target) per dataset]}. sequences: of each dataset
-        so far."""
+        """Print and record an evaluation. Return the validation loss, of a mixture the weighted mean. losses: {"train"
+        and "val": [(mean, standard error, bytes per target) per dataset]}. sequences: of each dataset so far."""
         shares = [dataset.share for dataset in self.datasets]
         record = {"iter": iter_num, **loss_record(losses, shares), "eval_s": seconds}
         record["perplexity"] = math.exp(min(record["val_loss"], 700))  # without overflow
@@ -251,7 +248,7 @@ def loss_record(losses, shares):
     for split, estimates in losses.items():
         means, errors, sizes = zip(*estimates, strict=True)  # sizes: bytes per target
         record[f"{split}_loss"] = statistics.fmean(means, shares)
-        record[f"{split}_loss_stderr"] = math.hypot(*map(operator.mul, errors, shares)) / sum(shares)
+        record[f"{split}_loss_stderr"] = math.hypot(*(e * share for e, share in zip(errors, shares))) / sum(shares)
         if split == "val" and all(sizes):
             record["bits_per_byte"] = record["val_loss"] / math.log(2) / statistics.fmean(sizes, shares)
     return record

@@ -33,9 +33,8 @@ def summary(plan):
         return "\n".join([model, f"plan       {sequences} = {batch.sequences:,} sequences per step, "
                           f"{execution.dtype}, ZeRO-{plan.stage}", *time, *notes])
     epoch = plan.windows if data["template"] else data["train_tokens"] / plan.model.block_size
-    name = "CPU"
-    if execution.device == "cuda":
-        name = f"{torch.cuda.get_device_name()}, {format_bytes(torch.cuda.get_device_properties().total_memory)}"
+    name = (f"{torch.cuda.get_device_name()}, {format_bytes(torch.cuda.get_device_properties().total_memory)}"
+            if execution.device == "cuda" else "CPU")
     lines = [
         model,
         f"data       {' and '.join(d.name for d in plan.datasets)}: {data['train_tokens']:,} tokens to train on, "

@@ -50,8 +50,7 @@ def _speeches(markdown):
             if page_title and speeches and paragraph.startswith("### SCENE"):
                 speeches[-1].append(page_title)  # the known text has this one heading, before every scene
             continue
-        speaker = re.match(r"\*\*(.+?)\*\*\s*", paragraph)
-        if speaker:
+        if speaker := re.match(r"\*\*(.+?)\*\*\s*", paragraph):
             speeches.append([speaker[1].split(" & ")[0] + ":"])  # of several speakers, it has the first
             paragraph = paragraph[speaker.end():]
             mute = paragraph.startswith("_")  # a speech that opens with a direction has lost its words there
