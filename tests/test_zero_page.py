@@ -23,10 +23,12 @@ def python_block():
 
 def run_command(line, folder):
     """Run a command of the page with the data and the output in `folder`. Return what it prints."""
-    words, place = shlex.split(line), {"python": 1, "torchrun": 2}.get(line.split()[0])
+    words = shlex.split(line)
+    place = {"python": 1, "torchrun": 2}.get(words[0])  # of the script, and by chance the number of ranks
     if place is None or words[place].startswith("data/"):
-        line = line.replace(".venv/", f"{sys.prefix}/").replace("--name=", f"--name={folder}/")
-        line = re.sub("^python data", f"{sys.executable} {ROOT}/data", line)
+        python, root, prefix = map(shlex.quote, (sys.executable, str(ROOT), sys.prefix))
+        line = line.replace(".venv/", f"{prefix}/").replace("--name=", f"--name={folder}/")
+        line = re.sub("^python data", f"{python} {root}/data", line)
         run = subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True)
     else:
         out_dir, = (word.partition("=")[2] for word in words if word.startswith("--out_dir="))
