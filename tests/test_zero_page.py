@@ -32,7 +32,7 @@ def run_command(line, folder):
         run = subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True)
     else:
         out_dir, = (word.partition("=")[2] for word in words if word.startswith("--out_dir="))
-        arguments = [*words[place + 1:], f"--dataset={folder}/mine", f"--out_dir={folder}/{out_dir}"]
+        arguments = [*words[place + 1:], f"--dataset={folder}/zero", f"--out_dir={folder}/{out_dir}"]
         run = launch(ROOT / words[place], *arguments, ranks=place)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout.replace(f"{folder}/", "")

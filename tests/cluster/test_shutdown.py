@@ -82,6 +82,7 @@ def test_a_signal_saves_and_ends(start, tmp_path, launcher, ranks, name):
     job.send_signal(number)
     assert job.wait(200) == 128 + number, log.read_text()
     assert f"stop requested ({EXIT_REASONS[128 + number]})" in log.read_text()
+    assert log.read_text().count("to continue, repeat the command with --init_from=resume\n") == 1
     assert TagStore(tmp_path / "out").find().manifest["iter_num"] >= 10
 
 
