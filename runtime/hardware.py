@@ -79,7 +79,7 @@ def find_gpu(target):
         return gpu
     size = re.fullmatch(r"(\d+(\.\d+)?) ?(GB)?", text, re.I)
     if not size or not 0 < float(size[1]) <= 1000:  # 3080 is a name too
-        raise UserError(f"target_gpu={target} is unknown: give a number of GB, or one of {', '.join(GPUS)}")
+        raise UserError(f"target_gpu={text} is unknown: give a number of GB, or one of {', '.join(GPUS)}")
     return Gpu(float(size[1]), None, fp8=True)
 
 

@@ -336,7 +336,7 @@ TARGETS = "choose from a block's matrices, attn.c_attn, attn.c_proj, mlp.c_fc, m
     ("--device=cuda", "device=cuda, but PyTorch finds no CUDA GPU: use --device=cpu"),
     ("--fp8=True", "fp8=True needs compute capability 9.0 (H100, H200, B200, ...), bfloat16, compile=auto, a C comp"),
     ("--backend=nccl", "backend=nccl needs GPUs: use --backend=auto"),
-    ("--target_gpu=-24 --dry_run=True", "target_gpu=-24.0 is unknown: give a number of GB, or one of T4,"),
+    ("--target_gpu=-24 --dry_run=True", "target_gpu=-24 is unknown: give a number of GB, or one of T4,"),
     ("--target_gpu=24", "target_gpu=24.0 only estimates: add --dry_run=True"),
     ("--profile=True --max_iters=6", "profile=True traces the 6th and 7th step, but max_iters=6: use --max_iters=7"),
     ("--dataset={{1:0.5}}", "dataset={{1: 0.5}} is not a mixture: write {{'name': 0.3, 'other': 0.7}}, all above 0"),
