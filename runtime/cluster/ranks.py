@@ -166,6 +166,7 @@ def shut_down(code=0):
     last_resort.daemon = True
     last_resort.start()
     dist.destroy_process_group()
+    last_resort.cancel()
     exit_process(code)
 
 

@@ -250,10 +250,10 @@ def destroy_later(destroy=dist.destroy_process_group):
     destroy()
 ranks_from_environment()
 join_process_group("cpu")
-sys.kept = dist.new_group()  # as DeepSpeed does
+kept = dist.new_group()  # as DeepSpeed keeps its groups
 if RANK == 0:
     atexit.register(keep_the_gil)
-    dist.all_reduce(torch.zeros(2), group=sys.kept, async_op=True)
+    dist.all_reduce(torch.zeros(2), group=kept, async_op=True)
 else:
     dist.destroy_process_group = destroy_later
 shut_down()
