@@ -249,12 +249,11 @@ def _problems(folder, split, meta, block_size):
 
 def _how_to_fix(folder):
     own, any_text = (shlex.quote(os.path.relpath(path / "prepare.py")) for path in (folder, ROOT / "data"))
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() and folder.parent != ROOT / "data" else set()
-    has_texts = names and not names & {"train.bin", "val.bin", "meta.json", "prepare.py"}
-    if folder.is_file() or (has_texts and folder != ROOT / "data"):  # not prepared
-        return f"run python {any_text} {shlex.quote(str(folder))} --name=mine, and train with --dataset=mine"
     if folder == ROOT / "data":  # --dataset=, or --dataset=.
         return "name one of the datasets in this folder with --dataset=NAME"
+    files = {path.name for path in folder.glob("[!.]*")}
+    if folder.is_file() or (files and not files & {"train.bin", "val.bin", "meta.json", "prepare.py"}):  # texts
+        return f"run python {any_text} {shlex.quote(str(folder))} --name=mine, and train with --dataset=mine"
     name = folder.name if folder.parent == ROOT / "data" else shlex.quote(os.path.abspath(folder))
     replace = " --overwrite" * (folder / "train.bin").exists()
     if (folder / "prepare.py").exists():
