@@ -7,6 +7,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def main(args):
         meta = write_dataset(folder, *(stored[split, "ids"].view("<u2") for split in SPLITS), tokenizer, vocab_size,
                              {"name": args.dataset, "sha256": None, "bytes": None}, options=vars(args))
     print(f"train: {meta['train_tokens']:,} tokens, val: {meta['val_tokens']:,} tokens\nwritten to {folder}: "
-          f"train with --dataset={args.name or folder.name}")
+          f"train with --dataset={shlex.quote(args.name or folder.name)}")
 
 
 if __name__ == "__main__":

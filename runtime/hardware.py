@@ -49,7 +49,7 @@ class Execution:
     @property
     def peak_flops(self):
         """The GPU's peak in FLOP/s, or None if it is unknown."""
-        return (self.gpu.tflops or 0) * 1e12 or None if self.gpu else peak_flops(self.device)
+        return (self.gpu.tflops and self.gpu.tflops * 1e12) if self.gpu else peak_flops(self.device)
 
 
 GPUS = {
