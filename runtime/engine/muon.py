@@ -63,7 +63,7 @@ def orthogonalize(x, product):
             gram = product(product(gram, factor), factor)
             factor = polynomial(gram)
             factors = product(factors, factor)
-        x = x @ factors if is_tall else factors @ x
+        x = x @ factors if is_tall else factors.mT @ x  # rounding makes factors unsymmetric if product is plain
     return x
 
 
