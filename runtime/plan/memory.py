@@ -157,7 +157,7 @@ def relative_step_time(micro, recompute, preset, gpu_speed=1.0):
     ZeRO-3 on two, in RESULTS.md. With offload, 16 CPU cores do the optimizer step. gpu_speed: the GPU's peak, relative
     to an H200's."""
     if "offload" in preset:
-        cpu_ms = 1390 if "zero2" in preset else 2010
+        cpu_ms = 500 if "zero2" in preset else 2010
         return cpu_ms * gpu_speed / 606 + relative_step_time(micro, recompute, "zero2")
     time = (598 + 255 / micro) / 606 * (1.31 if recompute else 1)
     return time * (1.01 + 0.13 / micro if "zero3" in preset else 1)
