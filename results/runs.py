@@ -10,7 +10,7 @@ from runtime.hardware import gpu_named
 from runtime.weights import PRETRAINED
 
 RESULTS = Path(__file__).resolve().parent
-BENCHES = "*_bench_*.json", "h100_*.json", "h200_x1_recomputed_8x4.json", "h200_x1_fp16.json"
+BENCHES = "*_bench_*.json", "h100_*.json", "h200_x1_fp16.json"
 Case = namedtuple("Case", "gpu gpus model stage micro accumulation optimizer")
 
 
@@ -46,18 +46,6 @@ def compared_runs(what):
     return runs
 
 
-def muon_runs():
-    """Return the runs of h200_x1_muon_step.json, AdamW's and Muon's."""
-    file, = read("h200_x1_muon_step.json")
-    runs = []
-    for commit, cases in file["commits"].items():
-        shared = {"file": file["file"], "hardware": file["hardware"], "world_size": 1, "commit": commit,
-                  "date": file["dates"][commit]}
-        runs += [case[optimizer] | shared | {"settings": settings_of(case["command"]) | {"optimizer": optimizer}}
-                 for case in cases.values() for optimizer in ("adamw", "muon")]
-    return runs
-
-
 def shape_of(run):
     """Return a run's layers, heads and width."""
     settings = run["settings"]
@@ -79,7 +67,7 @@ def case_of(run):
 def training_runs():
     """Return {case: its runs}, in the order of the tables."""
     cases = {}
-    for run in [*read(*BENCHES), *compared_runs("train"), *muon_runs()]:
+    for run in [*read(*BENCHES), *compared_runs("train")]:
         cases.setdefault(case_of(run), []).append(run)
     return {case: cases[case] for case in sorted(cases, key=lambda c: (c.gpu != "H200", *c[:4], -c.micro, *c[5:]))}
 

@@ -29,9 +29,7 @@ ZERO2, OFFLOAD2, OFFLOAD3 = "ds_config_zero2.json", "config/ds/zero2_offload.jso
 LORA, RANK_320 = "`config/lora_xl.py`", "`config/lora_xl.py --lora_rank=320`"
 LORA_AND_OFFLOAD = {  # run in h200_x1_lora_offload.json: what it is, LoRA rank, micro-batch, recomputed, preset
     "lora64": (LORA, 64, 1, True, ZERO2), "lora64_8x4": (LORA, 64, 8, False, ZERO2),
-    "lora320": (RANK_320, 320, 1, True, ZERO2), "offload2": (f"`{OFFLOAD2}`", 0, 8, True, OFFLOAD2),
-    "offload3": (f"`{OFFLOAD3}`", 0, 8, True, OFFLOAD3),
-    "scratch": (f"`{OFFLOAD3}`, from scratch", 0, 8, True, OFFLOAD3)}  # in h200_x1_zero3_offload.json
+    "lora320": (RANK_320, 320, 1, True, ZERO2), "offload3": (f"`{OFFLOAD3}`", 0, 8, True, OFFLOAD3)}
 DRILLS = {  # file without cpu_ and .json: the result, from its keys
     "kill": "{kills} kills, {kills_inside_a_save} inside a save; {iterations:,} losses equal to the last bit",
     "corrupt": "{noticed} of {tried} damages noticed",
@@ -70,7 +68,7 @@ def speed():
     """One H200: GPT-2 XL by micro-batch and in FP8, and GPT-2 small."""
     cases = {case: newest(runs) for case, runs in training_runs().items()
              if (case.gpu, case.gpus, case.stage, case.optimizer) == ("H200", 1, 2, "adamw")}
-    small = max((case for case in cases if case.model == "gpt2"), key=lambda case: cases[case]["date"])
+    small = max((case for case in cases if case.model == "gpt2"), key=lambda case: cases[case]["tokens_per_s"])
     shown = [*(case for case in cases if case.model in ("gpt2-xl", "gpt2-xl, FP8")), small]
     rows = [[case.gpus, case.model, *speed_cells(case, cases[case]), link(cases[case])] for case in shown]
     return markdown(["GPUs", "model", SPLIT, "ms per step", "tokens/s", "MFU", "peak GB", SOURCE], rows)
@@ -150,20 +148,27 @@ def memory():
 
 
 def lora_offload():
-    """LoRA and offload, with the last step's time of short runs, and all weights on the GPU."""
-    file, = read("h200_x1_lora_offload.json")
-    scratch, = read("h200_x1_zero3_offload.json")
+    """LoRA and ZeRO-3's offload, with the last step's time of short runs, ZeRO-2's offload, and all weights on the GPU.
+    """
+    lora, = read("h200_x1_lora_offload.json")
+    own, = read("h200_x1_offload.json")
+    zero3, = read("h200_x1_zero3_offload.json")
     rows = []
-    for name, (text, rank, micro, recomputed, preset) in LORA_AND_OFFLOAD.items():
-        if name == "scratch":
-            source, run = scratch, scratch["after"][-1]
-            ms = run["ms"]["median"]
-        else:
-            source, run = file, file["runs"][name]
-            ms = [step["ms"] for step in run["history"] if "ms" in step][-1]
-        planned = planned_gb(meta_model(rank, **XL), preset, micro, recomputed, pretrained=name != "scratch")
+
+    def add(text, rank, micro, recomputed, preset, ms, gb, source):
+        planned = planned_gb(meta_model(rank, **XL), preset, micro, recomputed, pretrained=source is not zero3)
         rows.append([text, f"{micro} x {32 // micro}", "yes" if recomputed else "no", f"{ms:,.0f}",
-                     f"{run['peak_gb']:.1f} ({planned:.1f})", link(source)])
+                     f"{gb:.1f} ({planned:.1f})", link(source)])
+
+    for micro in (8, 1):
+        runs = own["runs"][f"ours, {micro} x {32 // micro}"]
+        ms = statistics.median(run["ms"]["median"] for run in runs)
+        add(f"`{OFFLOAD2}`", 0, micro, True, OFFLOAD2, ms, runs[0]["peak_gb"], own)
+    for name, options in LORA_AND_OFFLOAD.items():
+        run = lora["runs"][name]
+        add(*options, [step["ms"] for step in run["history"] if "ms" in step][-1], run["peak_gb"], lora)
+    run = zero3["after"][-1]
+    add(f"`{OFFLOAD3}`, from scratch", 0, 8, True, OFFLOAD3, run["ms"]["median"], run["peak_gb"], zero3)
     for case, runs in training_runs().items():
         if case[:4] == ("H200", 1, "gpt2-xl", 2) and case.micro < 32 and case.optimizer == "adamw":
             split, ms, *_, gb = speed_cells(case, newest(runs))
@@ -209,13 +214,15 @@ def drills():
 
 
 def char():
-    recorded, = read("h200_x1_char_recorded.json")
+    adamw, = read("h200_x1_char_recorded.json")
+    muon, = read("h200_x1_char_muon.json")
     demo, = read("cpu_demo.json")
     rows = []
     for text, run, reached in (
-            ("`config/shakespeare_char.py`, one H200", recorded, ""),
+            ("`config/shakespeare_char.py`, one H200", muon | muon["runs"]["0.02"], ""),
+            ("with AdamW, one H200", adamw, ""),
             ("`config/shakespeare_char_cpu.py`, Muon, 2 cores", demo["muon"], demo["reached"]["muon"][1]),
-            ("the same with AdamW", demo["adamw"], demo["reached"]["adamw"][1])):
+            ("with AdamW, 2 cores", demo["adamw"], demo["reached"]["adamw"][1])):
         best = min((r for r in run["history"] if "val_loss" in r), key=lambda r: r["val_loss"])
         ms = statistics.median(r["ms"] for r in run["history"] if "ms" in r)
         rows.append([text, f"{run['history'][-1]['iter']:,}", f"{best['val_loss']:.4f} after {best['iter']:,}",
