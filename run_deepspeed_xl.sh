@@ -8,6 +8,7 @@
 # environment, and CUDA_VISIBLE_DEVICES=0,1 to select GPUs. Ctrl-C saves a checkpoint and exits; a second Ctrl-C kills
 # the run. The exit code is the run's: 2 for an error you can fix, 128 + the signal's number if stopped by a signal.
 
+[ -n "${BASH_VERSION-}" ] || exec bash -- "$0" "$@"  # started as `sh run_deepspeed_xl.sh`
 set -euo pipefail
 trap '' PIPE  # if the reader of our output exits, the run continues
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"

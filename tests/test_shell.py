@@ -39,6 +39,11 @@ def start(characters, tmp_path):
     return started
 
 
+def test_sh_starts_it_too():
+    done = subprocess.run(["sh", "run_deepspeed_xl.sh", "--help"], cwd=ROOT, text=True, capture_output=True)
+    assert done.stdout.startswith("usage: ./run_deepspeed_xl.sh") and not done.stderr
+
+
 def test_the_whole_job(start, tmp_path):
     with start() as job:
         stdout, stderr = job.communicate(timeout=200)
