@@ -23,7 +23,6 @@ globals().update(vars(configurator.settings_of_script(__file__)))
 import os
 import secrets
 import shutil
-from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -64,11 +63,8 @@ try:
         hf.write_tokenizer(work, kind, model.config.block_size, state["data"]["template"])
         hf.check_tokenizer(work, encode, decode(ids))
         difference = hf.check_model(model, work, torch.tensor([ids]))
-        checked = (f"Loaded with transformers {transformers.__version__} in float32, its logits for {len(ids):,} "
-                   f"tokens differ from those of the training code by at most {difference:.1e}.")
-        card = hf.model_card(os.path.basename(to), model, manifest, checked)
-        Path(work, "README.md").write_text(card, encoding="utf-8")
-        print(checked)
+        print(f"Loaded with transformers {transformers.__version__} in float32, its logits for {len(ids):,} tokens "
+              f"differ from those of the training code by at most {difference:.1e}.")
     os.rename(work, to)
     print(f"written to {to}")
 except (UserError, OSError, SafetensorError) as error:

@@ -1,8 +1,7 @@
-"""Write a GPT, its tokenizer and a model card in transformers' format, and check that transformers loads the same."""
+"""Write a GPT and its tokenizer in transformers' format, and check that transformers loads the same."""
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -16,10 +15,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from runtime.data.tokenizer import END_OF_TEXT, end_of_text, gpt2_ranks, hf_tokenizer
 from runtime.errors import UserError
 from runtime.lora import LORA_A, LORA_B
-from runtime.weights import CONV1D, PRETRAINED
+from runtime.weights import CONV1D
 
 MAX_LOGIT_DIFFERENCE = 1e-5  # relative to the largest logit, or to 10 if all are smaller
-CARD = Path(__file__).with_name("model_card.md")
 
 
 def write_model(model, folder, end, dtype):
@@ -112,17 +110,3 @@ def check_tokenizer(folder, encode, text):
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if tokenizer(text, add_special_tokens=False)["input_ids"] != encode(text):
         raise UserError("the exported tokenizer encodes a text differently: nothing was exported")
-
-
-def model_card(name, model, manifest, checked):
-    """Return the card's text, with all settings. manifest: the tag's; checked: how the export was checked."""
-    state, config = manifest["state"], model.config
-    base, sources = state["sources"][0], ["/".join(Path(source).parts[-2:]) for source in state["sources"]]
-    settings = {**state["settings"], "init_from": ", ".join(sources), "ranks": manifest["world_size"],
-                "ZeRO stage": manifest["stage"], "precision": manifest["dtype"], **manifest["versions"]}
-    rows = "\n".join(f"| {key} | {value!r} |" for key, value in settings.items())
-    return CARD.read_text(encoding="utf-8").format(
-        name=name, base_model=f"base_model: openai-community/{base}\n" if base in PRETRAINED else "",
-        parameters=model.num_params(), **vars(config), iter_num=state["iter_num"],
-        best_val_loss=state["best_val_loss"], new_tokens=min(50, config.block_size // 2), checked=checked,
-        settings=re.sub(r"(?<=['\"])/[^'\"]*/(?=[^'\"])", "", rows))  # no folders of this machine

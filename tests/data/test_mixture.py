@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 from conftest import CHARS, EIGHT, done
 
-from model import GPT, GPTConfig
 from runtime.checkpoint.tags import TagStore
 from runtime.data import loader
 from runtime.data.dataset import mixture_shares, write_dataset
 from runtime.errors import UserError
-from runtime.export.hf import model_card
 
 COUNT_HASHES = """
 from runtime.checkpoint import tags
@@ -119,9 +117,7 @@ def test_a_stage_begins_with_the_best_weights_of_the_one_before(train, backwards
                out_dir=third.out_dir))
     sources = ["scratch", f"{first.out_dir}/best", f"{second.out_dir}/iter_2"]
     assert json.loads((third.out_dir / "settings.json").read_text())["settings"]["sources"] == sources
-    _, manifest = TagStore(third.out_dir).find("iter_2")
-    card = model_card("third", GPT(GPTConfig(**manifest["state"]["model"])), manifest, "")
-    assert manifest["state"]["sources"] == sources and "| init_from | 'scratch, out/best, out/iter_2' |" in card
+    assert TagStore(third.out_dir).find("iter_2").manifest["state"]["sources"] == sources
     same = train(f"--init_from={first.out_dir}", *SHAPELESS, out_dir=first.out_dir)
     assert same.returncode == 2 and "already holds a run (iter_6): resume it with --init_from=resume" in same.stderr
 
