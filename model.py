@@ -297,26 +297,21 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, end_of_text=None, generator=None,
-                 on_token=lambda token: None, custom_step=None, repetition_penalty=1.0, cuda_graphs=True):
+                 on_token=lambda token: None, custom_step=None, cuda_graphs=True):
         """Continue idx (B, T) by up to max_new_tokens and return (B, T + n). temperature, top_k, top_p, generator: see
-        sample_token. repetition_penalty: CTRL's (arXiv:1909.05858). custom_step, cuda_graphs: see Decoder.
+        sample_token. custom_step, cuda_graphs: see Decoder.
 
         A row that has produced end_of_text repeats it. Generation stops when all rows have. on_token gets each new
         column (B,). Beyond block_size tokens, the context window slides, so each token costs a full forward."""
         (B, T), block_size = idx.shape, self.config.block_size
         done = torch.zeros(B, dtype=torch.bool, device=idx.device)
-        seen = done.new_zeros((B, self.config.vocab_size)).scatter_(1, idx, True)
 
         def draw(logits):
             """Return the next token of each row (B,). A CUDA graph replays this: it updates its state in place."""
-            logits = logits.float()
-            if repetition_penalty != 1:
-                logits = apply_repetition_penalty(logits, seen, repetition_penalty)
-            token = sample_token(logits, temperature, top_k, top_p, generator)
+            token = sample_token(logits.float(), temperature, top_k, top_p, generator)
             if end_of_text is not None:
                 token = token.masked_fill(done, end_of_text)
                 done.logical_or_(token == end_of_text)
-            seen.scatter_(1, token[:, None], True)
             return token
 
         decoder = Decoder(self, B, min(block_size, T + max_new_tokens), custom_step, draw, generator, cuda_graphs)
@@ -403,11 +398,6 @@ def capture_cuda_graph(step, generator):
     with torch.cuda.graph(graph):
         output = step()
     return lambda: graph.replay() or output  # replay() returns None
-
-
-def apply_repetition_penalty(logits, seen, penalty):
-    """Divide positive logits (B, vocab_size) where `seen` (the same shape) by the penalty, and multiply the others."""
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def sample_token(logits, temperature, top_k, top_p, generator=None):

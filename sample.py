@@ -28,7 +28,6 @@ json = False  # print one JSON object per sample, and nothing else
 temperature = 0.8  # 0: greedy; below 1 sharpens the distribution, above 1 flattens it
 top_k: int | None = 200  # sample from the k likeliest tokens; None: from all
 top_p: float | None = None  # sample from the likeliest tokens that together have this probability
-repetition_penalty = 1.0  # above 1 makes tokens that are already in the text less likely
 seed = 1337  # random seed of the first batch of samples; each next one adds 1
 # Machine
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if there is a GPU
@@ -55,7 +54,7 @@ from runtime.sample.source import find_model
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed only reads files
 if num_samples is None:
     num_samples = 1 if prompts_file or interactive or chat else 3
-sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty}
+sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
 ranges = {  # whether a setting is in its range, and the range
     f"num_samples={num_samples}": (num_samples >= 1, "at least 1"),
     f"batch_size={batch_size}": (batch_size >= 1, "at least 1"),
@@ -63,8 +62,6 @@ ranges = {  # whether a setting is in its range, and the range
     f"temperature={temperature}": (temperature == 0 or 1e-5 <= temperature < inf, "0, or at least 1e-5"),
     f"top_k={top_k}": (top_k is None or top_k >= 0, "at least 0, or None"),
     f"top_p={top_p}": (top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or None"),
-    f"repetition_penalty={repetition_penalty}": (1e-5 <= repetition_penalty < inf,
-                                                 "at least 1e-5: 1 for none, 1.1 for a little"),
     f"seed={seed}": (0 <= seed < 2**62, "at least 0 and below 2**62"),
 }
 given = {"start": start != "\n", "prompts_file": prompts_file is not None, "interactive": interactive}

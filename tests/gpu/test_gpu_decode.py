@@ -69,8 +69,7 @@ def test_greedy_text_is_that_of_transformers(theirs, ours, batch):
         assert torch.equal(ours.generate(idx, 90, temperature=0, custom_step=custom_step), wanted)
 
 
-@pytest.mark.parametrize("sampling", [{"top_k": 10}, {"top_k": 20, "top_p": 0.8, "repetition_penalty": 1.2}],
-                         ids=str)
+@pytest.mark.parametrize("sampling", [{"top_k": 10}, {"top_k": 20, "top_p": 0.8}], ids=str)
 def test_a_seed_gives_the_same_texts_with_and_without_graphs(ours, sampling):
     """By our kernels in captured steps, and by PyTorch's one by one."""
     def generate(**options):

@@ -1,4 +1,4 @@
-"""sample.py for people: prompts, seeds, batches, penalties, JSON."""
+"""sample.py for people: prompts, seeds, batches, JSON."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import torch
 from conftest import CHARS, ROOT, ForkedJob, at_once, command_line, launch, random_gpt2
 from transformers.generation import logits_process
 
-from model import GPT, apply_repetition_penalty, sample_token
+from model import GPT, sample_token
 from runtime.checkpoint.tags import MANIFEST_FORMAT, sign_manifest
 from runtime.data.tokenizer import tokenizer_of
 from runtime.export.hf import char_tokenizer
@@ -47,37 +47,30 @@ def records(run):
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-def test_greedy_text_with_a_repetition_penalty_is_that_of_transformers(theirs, sample):
+def test_greedy_text_is_that_of_transformers(theirs, sample):
     model, folder = theirs
     idx = torch.tensor([ids_of("the cat")])
-    wanted = {penalty: model.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=17, do_sample=False,
-                                      repetition_penalty=penalty, pad_token_id=0)[0].tolist() for penalty in (1.0, 1.7)}
-    assert wanted[1.0] != wanted[1.7]
-    ours = GPT.from_pretrained(str(folder)).eval()
-    for penalty, ids in wanted.items():
-        assert ours.generate(idx, 17, temperature=0, repetition_penalty=penalty)[0].tolist() == ids
-    run = sample("--start=the cat", "--temperature=0", "--repetition_penalty=1.7", "--max_new_tokens=17",
-                 "--num_samples=1")
-    assert run.stdout == f"{folder}: {ours.num_params():,} parameters\n\n{''.join(CHARS[i] for i in wanted[1.7])}\n"
+    ids = model.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=17, do_sample=False,
+                         pad_token_id=0)[0].tolist()
+    n_params = GPT.from_pretrained(str(folder)).num_params()
+    run = sample("--start=the cat", "--temperature=0", "--max_new_tokens=17", "--num_samples=1")
+    assert run.stdout == f"{folder}: {n_params:,} parameters\n\n{''.join(CHARS[i] for i in ids)}\n"
 
 
 @pytest.mark.parametrize("options", [
     {"top_p": 0.7}, {"top_p": 0.05}, {"top_p": 0.9, "temperature": 1.5}, {"top_k": 5, "top_p": 0.8},
-    {"repetition_penalty": 1.8}, {"repetition_penalty": 0.7, "top_p": 0.8, "temperature": 0.6},
-], ids=str)
+    {"top_p": 0.8, "temperature": 0.6}], ids=str)
 def test_chances_are_those_of_transformers(options):
     """200,000 draws: deviation 0.0011 at most. What transformers bars is never drawn."""
     generator = torch.Generator().manual_seed(1)
-    logits, seen = 2 * torch.randn((1, 12), generator=generator), torch.tensor([[3, 7, 7, 1]])
+    logits = 2 * torch.randn((1, 12), generator=generator)
     theirs = logits_process.LogitsProcessorList([
-        logits_process.RepetitionPenaltyLogitsProcessor(options.get("repetition_penalty", 1.0)),
         logits_process.TemperatureLogitsWarper(float(options.get("temperature", 1.0))),
         logits_process.TopKLogitsWarper(options.get("top_k", 12)),
         logits_process.TopPLogitsWarper(options.get("top_p", 1.0))])
-    wanted = theirs(seen, logits.clone())[0].softmax(0)
-    mask = torch.zeros((1, 12), dtype=torch.bool).scatter_(1, seen, True)
-    ours = apply_repetition_penalty(logits, mask, options.get("repetition_penalty", 1.0)).expand(200_000, -1)
-    drawn = sample_token(ours, options.get("temperature", 1.0), options.get("top_k"), options.get("top_p"), generator)
+    wanted = theirs(torch.tensor([[3]]), logits.clone())[0].softmax(0)
+    drawn = sample_token(logits.expand(200_000, -1), options.get("temperature", 1.0), options.get("top_k"),
+                         options.get("top_p"), generator)
     chances = drawn.bincount(minlength=12) / 200_000
     assert torch.equal(chances > 0, wanted > 0) and (chances - wanted).abs().max() < 0.006
 
@@ -164,9 +157,8 @@ def test_refusals(sample, theirs, characters, tmp_path):
         (tmp_path / "run" / tag).mkdir(parents=True)
         (tmp_path / "run" / tag / "manifest.json").write_text(sign_manifest({"format": MANIFEST_FORMAT, "iter_num": 5}))
     cases = [
-        (["--top_p=0", "--repetition_penalty=0", "--num_samples=0"],
-         ["num_samples=0 must be at least 1", "top_p=0.0 must be above 0 and at most 1, or None",
-          "repetition_penalty=0.0 must be at least 1e-5: 1 for none, 1.1 for a little"]),
+        (["--top_p=0", "--num_samples=0"],
+         ["num_samples=0 must be at least 1", "top_p=0.0 must be above 0 and at most 1, or None"]),
         (["--temperature=1e-40", "--seed=99999999999999999999", "--interactive", "--prompts_file="],
          ["prompts_file and interactive can't be combined: drop one", "temperature=1e-40 must be 0, or at least 1e-5",
           "seed=99999999999999999999 must be at least 0 and below 2**62"]),
