@@ -149,7 +149,7 @@ from runtime.checkpoint.saver import Saver
 from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.ranks import all_exit_on, all_reduce_sum, broadcast_from_rank0, shut_down
-from runtime.data.loader import TrainBatches, eval_batches, mixed_seed, sequences_per_dataset
+from runtime.data.loader import TrainBatches, eval_batches, mixed_seed
 from runtime.data.tokenizer import token_bytes
 from runtime.engine import setup
 from runtime.engine.engine import Engine
@@ -247,8 +247,7 @@ def estimate_loss():
 def evaluate():
     """Print and record the losses. Return the validation loss, weighted by the shares of a mixture."""
     start = time.time()
-    sequences = sequences_per_dataset(iter_num * batch.sequences, [dataset.share for dataset in plan.datasets])
-    return log.evaluation(iter_num, estimate_loss(), sequences, time.time() - start)
+    return log.evaluation(iter_num, estimate_loss(), time.time() - start)
 
 
 def finished():

@@ -170,13 +170,6 @@ def locate_sequences(ids, sources, block_size, seed):
     return chosen, offsets
 
 
-def sequences_per_dataset(n, shares):
-    """Return how many of the first n sequences come from each dataset."""
-    period, rest = divmod(n, sum(shares))
-    counts = np.bincount(interleave_table(tuple(shares))[0][:rest], minlength=len(shares))
-    return (period * np.array(shares) + counts).tolist()
-
-
 def eval_offsets(n_tokens, block_size, n):
     """Return the offsets of n windows, evenly spread over the data, or fewer if n don't fit without overlap."""
     n = min(n, (n_tokens - 1) // block_size)

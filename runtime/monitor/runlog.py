@@ -137,9 +137,9 @@ class RunLog:
         left = (time.time() - self.second_step) / (done - self.first_iter - 1) * (last - done)
         return f"{100 * done / last:.1f}%, {format_time(left)} left"
 
-    def evaluation(self, iter_num, losses, sequences, seconds):
+    def evaluation(self, iter_num, losses, seconds):
         """Print and record an evaluation. Return the validation loss, of a mixture the weighted mean. losses: {"train"
-        and "val": [(mean, standard error, bytes per target) per dataset]}. sequences: of each dataset so far."""
+        and "val": [(mean, standard error, bytes per target) per dataset]}."""
         shares = [dataset.share for dataset in self.datasets]
         record = {"iter": iter_num, **loss_record(losses, shares), "eval_s": seconds}
         record["perplexity"] = math.exp(min(record["val_loss"], 700))  # without overflow
@@ -149,11 +149,10 @@ class RunLog:
         if len(shares) > 1:
             record["datasets"] = {}
             for number, dataset in enumerate(self.datasets):
-                values = {"share": dataset.share / sum(shares), "sequences": sequences[number],
+                values = {"share": dataset.share / sum(shares),
                          **loss_record({split: own[number : number + 1] for split, own in losses.items()}, [1])}
                 record["datasets"][dataset.name] = values
-                print0(f"  {dataset.name}: {format_losses(values)}), {100 * values['share']:g}% of the mixture, "
-                       f"{values['sequences']:,} sequences so far")
+                print0(f"  {dataset.name}: {format_losses(values)}), {100 * values['share']:g}% of the mixture")
         self.record(record)
         self.iter_num, self.paused = iter_num, True
         return record["val_loss"]

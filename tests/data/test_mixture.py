@@ -60,23 +60,18 @@ def test_every_beginning_of_a_mixture_has_its_shares_and_each_set_its_own_order(
         assert so_far[period - 1] == share and so_far[n // period * period - 1] == n // period * share
         alone = loader.train_offsets(np.arange(so_far[-1]), len(tokens[j]), 16, 1337)
         np.testing.assert_array_equal(offsets[which == j], alone)
-        for k in (0, 1, 57, n):
-            assert loader.sequences_per_dataset(k, whole)[j] == (int(so_far[k - 1]) if k else 0)
     assert sorted(loader.interleave_table(whole)[0]) == sorted(j for j, share in enumerate(whole) for _ in range(share))
 
 
 def test_a_mixture_trains_tells_its_shares_and_goes_on(train, characters, backwards):
-    """2 ranks x 2 x 2 sequences per step: after 5 steps 40, of which 12 and 28."""
     mixture = f"--dataset={{'{characters}': 0.3, '{backwards}': 0.7}}"
     args = (*EIGHT, mixture, "--eval_interval=5", "--dropout=0.0")
     run = done(train(*args, ranks=2))
     name = characters.name
     assert f"mixture    {name} 3, backwards 7 of each 10 sequences" in run.stdout
-    assert "), 30% of the mixture, 0 sequences so far" in run.stdout
-    assert "), 30% of the mixture, 12 sequences so far" in run.stdout
-    assert "), 70% of the mixture, 28 sequences so far" in run.stdout
+    assert run.stdout.count("), 30% of the mixture\n") == run.stdout.count("), 70% of the mixture\n") == 3
     records = {r["iter"]: r for r in run.history if "datasets" in r}
-    assert sorted(records) == [0, 5, 8] and records[8]["datasets"]["backwards"]["sequences"] == 45
+    assert sorted(records) == [0, 5, 8]
     for folder in (characters, backwards):  # what each set's evaluation says alone
         alone = done(train(*EIGHT, f"--dataset={folder}", "--eval_only=True", "--dropout=0.0"))
         told = float(alone.stdout.split("val loss ")[1].split()[0])
