@@ -1,10 +1,15 @@
 """The engine that the training loop uses: DeepSpeed's, with our gradients, step and CUDA graph where they fit."""
 
 import math
+import time
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
+from runtime.checkpoint.shards import TagReader
+from runtime.checkpoint.tags import topology
+from runtime.cluster.ranks import print0
 from runtime.engine import setup, state
 from runtime.engine.launch import Launch
 from runtime.engine.muon import is_muon
@@ -88,4 +93,12 @@ class Engine:
     def load(self, store, tag):
         """Load a tag's weights, optimizer state and loss scale, and return the state that was saved with it. Re-shard
         them if the number of ranks, the ZeRO stage or the precision has changed."""
-        return state.load(self, store, tag)
+        start, manifest, path = time.time(), tag.manifest, store.path(tag.name)
+        was, now = ("{world_size} ranks at ZeRO stage {stage} in {dtype}".format(**recorded)
+                    for recorded in (manifest, topology(self)))
+        if was != now:
+            print0(f"re-sharding {path}: saved by {was}, now {now}")
+        state.copy_into(self.deepspeed, TagReader(path, manifest))
+        dist.barrier()
+        print0(f"loaded in {time.time() - start:.1f} s")
+        return manifest["state"]

@@ -1,13 +1,8 @@
 """The state in DeepSpeed's engine: give what a checkpoint holds, and take it back at any stage and number of ranks."""
 
-import time
-
 import torch
-import torch.distributed as dist
 
-from runtime.checkpoint.shards import TagReader
-from runtime.checkpoint.tags import topology
-from runtime.cluster.ranks import print0, silence_stdout
+from runtime.cluster.ranks import silence_stdout
 from runtime.engine import override
 from runtime.engine.muon import moments_of
 
@@ -22,19 +17,6 @@ def checkpoint_files(deepspeed, out_dir, tag):
     with silence_stdout():
         deepspeed.save_checkpoint(out_dir, tag=tag, save_latest=False)
     return files
-
-
-def load(engine, store, tag):
-    """Load a tag into an Engine: see Engine.load()."""
-    start, manifest, path = time.time(), tag.manifest, store.path(tag.name)
-    was, now = ("{world_size} ranks at ZeRO stage {stage} in {dtype}".format(**recorded)
-                for recorded in (manifest, topology(engine)))
-    if was != now:
-        print0(f"re-sharding {path}: saved by {was}, now {now}")
-    copy_into(engine.deepspeed, TagReader(path, manifest))
-    dist.barrier()
-    print0(f"loaded in {time.time() - start:.1f} s")
-    return manifest["state"]
 
 
 @torch.no_grad()
