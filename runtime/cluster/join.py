@@ -26,7 +26,7 @@ def group_timeout():
 
 
 def join_process_group(device="auto", backend="auto"):
-    """Join the other ranks. Return each rank's (node_id(), process id). Exits with code 2 if they can't be reached."""
+    """Join the other ranks. Return each rank's process id. Exits with code 2 if they can't be reached."""
     on_gpu = device != "cpu" and torch.cuda.is_available()
     timeout = group_timeout()
     # For DeepSpeed's groups too, which it creates without a timeout: gloo's default is 30 minutes
@@ -34,22 +34,12 @@ def join_process_group(device="auto", backend="auto"):
     set_gloo_interface()
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu and backend != "gloo" else "gloo", timeout=timeout)
-        return all_gather_objects((node_id(), os.getpid()))
+        return all_gather_objects(os.getpid())
     except RuntimeError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         exit_with_error(f"rank {RANK} on {socket.gethostname()} could not join the other ranks within "
                         f"{timeout.total_seconds() / 60:g} minutes ({str(error).splitlines()[0]}): check the output of "
                         f"the other ranks, and that all nodes can reach {address}")
-
-
-def node_id():
-    """Return (host name, id). Processes with the same id can see each other. Cloned hosts may share a name."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            ids = [file.read().strip(), *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))]
-    except OSError:  # not Linux
-        ids = []
-    return socket.gethostname(), " ".join(ids)
 
 
 def set_gloo_interface():
