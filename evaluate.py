@@ -44,16 +44,9 @@ from runtime.data.loader import open_sequences, read_windows
 from runtime.data.tokenizer import token_bytes, tokenizer_of
 from runtime.errors import UserError
 from runtime.hardware import pick_device, pick_dtype
-from runtime.sample.benchmarks import read_rows
+from runtime.sample.benchmarks import figures_of, read_rows, text_rows
 from runtime.sample.generate import read_text
 from runtime.sample.source import find_model
-
-
-def text_rows(ids):
-    """Return (rows, their bytes) of Conversations, or of ids (N,): windows of block_size tokens that don't overlap."""
-    rows = ([ids[start : start + block_size + 1] for start in range(0, len(ids) - 1, block_size)]
-            if isinstance(ids, np.ndarray) else [ids.row(i) for i in range(len(ids.counts))])
-    return rows, np.array([bytes_of_tokens[np.maximum(row[1:].astype(np.int64), -1)].sum() for row in rows])
 
 
 class ScoringHead(LMHead):
@@ -101,16 +94,16 @@ with all_exit_on(UserError, OSError):
         torch.cuda.set_device(ranks.local_rank)
     dtype = getattr(torch, pick_dtype(dtype, device))
     name, description, data, load = find_model(init_from, out_dir, tag, dataset)
-    encode, block_size, bytes_of_tokens = tokenizer_of(data["tokenizer"])[0], data["block_size"], token_bytes(data)
+    (encode, _), block_size, sizes = tokenizer_of(data["tokenizer"]), data["block_size"], token_bytes(data)
     files = {"hellaswag": hellaswag, "lambada": lambada}
     tasks = [(task, path, *read_rows(task, path, encode, block_size)) for task, path in files.items() if path]
     if text:
-        tasks.append(("text", text, *text_rows(np.array(encode(read_text(text))))))
+        tasks.append(("text", text, *text_rows(np.array(encode(read_text(text))), block_size, sizes)))
     if dataset:
         (source,), meta = open_datasets(dataset, 1)
         if not same_tokenizer(meta, data):
             raise UserError(f"dataset={dataset} has another tokenizer than {name}: prepare it with that one")
-        tasks.append(("dataset", dataset, *text_rows(open_sequences(source, "val", block_size))))
+        tasks.append(("dataset", dataset, *text_rows(open_sequences(source, "val", block_size), block_size, sizes)))
     if batch_tokens < 1:
         raise UserError(f"batch_tokens={batch_tokens} must be at least 1")
     if not tasks or not all(rows for _, _, rows, _ in tasks):
@@ -123,25 +116,12 @@ if device == "cuda" and dtype != torch.float32:
 if not json:
     print0(f"{name}: {model.num_params():,} parameters{description}\n")
 for task, path, rows, answers in tasks:  # answers: the labels, or the bytes of each row of a text
-    total, count, last, all_hit, last_hit = score(rows, task)
-    if task == "hellaswag":  # the ending with the lowest sum, or with the lowest mean per token
-        chosen = [losses.reshape(-1, 4).argmin(axis=1) for losses in (total, total / count)]
-        figures = {"acc": (chosen[0] == answers, 1), "acc_norm": (chosen[1] == answers, 1)}  # (values, counts)
-    elif task == "lambada":  # the last word, as in lm_eval, and its last token, as OpenAI
-        figures = {"acc": (all_hit, 1), "perplexity": (total, 1),
-                   "last_token_acc": (last_hit, 1), "last_token_perplexity": (last, 1)}
-    else:
-        figures = {"loss": (total, count), "perplexity": (total, count)}
-        figures |= {"bits_per_byte": (total / np.log(2), answers)} if answers.any() else {}
-    cut = sum(len(row) > block_size + 1 for row in rows)
-    record = {"model": name, "task": task, "file": path, "rows": len(answers), "tokens": int(count.sum()), "cut": cut}
-    for key, (values, counts) in figures.items():
-        counts = np.broadcast_to(counts, values.shape)
-        value, n = values.sum() / counts.sum(), len(values)
-        error = (((values - value * counts) ** 2).sum() * n / max(1, n - 1)) ** 0.5 / counts.sum()  # of a ratio of sums
-        if key.endswith("perplexity"):
-            value, error = np.exp(min(value, 700)), error * np.exp(min(value, 700))  # without overflow
+    scores = score(rows, task)
+    figures, cut = figures_of(task, scores, answers), sum(len(row) > block_size + 1 for row in rows)
+    record = {"model": name, "task": task, "file": path, "rows": len(answers), "tokens": int(scores[1].sum()),
+              "cut": cut}
+    for key, (value, error) in figures.items():
         record |= {key: value, f"{key}_stderr": error}
-    shown = ", ".join(f"{key} {record[key]:.4f} +- {record[f'{key}_stderr']:.4f}" for key in figures)
+    shown = ", ".join(f"{key} {value:.4f} +- {error:.4f}" for key, (value, error) in figures.items())
     print0(dumps(record) if json else f"{task} {path}: {shown}" + f" ({cut:,} texts cut on the left)" * (cut > 0))
 shut_down()

@@ -88,7 +88,7 @@ def test_every_ending_and_every_figure_is_that_of_transformers_index(theirs, tmp
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     watched = planted(tmp_path, f"""import atexit
 import numpy as np
-atexit.register(lambda: np.save({str(tmp_path / "totals.npy")!r}, sys.modules["__main__"].total))
+atexit.register(lambda: np.save({str(tmp_path / "totals.npy")!r}, sys.modules["__main__"].scores[0]))
 """, ROOT / "evaluate.py")
     args = f"--init_from={weights}", "--batch_tokens=256", f"--hellaswag={tmp_path}/swag"
     done(launch(watched, *args))

@@ -1,4 +1,4 @@
-"""Read the rows of HellaSwag and LAMBADA that evaluate.py scores."""
+"""The rows that evaluate.py scores, of HellaSwag, LAMBADA and texts, and the figures that their scores amount to."""
 
 import json
 
@@ -33,3 +33,34 @@ def read_rows(task, path, encode, block_size):
         rows += [np.array([*(~i for i in ids), *ending]) for ids, ending in own]
         labels.append(label)
     return rows, np.array(labels)
+
+
+def text_rows(ids, block_size, bytes_of_tokens):
+    """Return (rows, their bytes) of Conversations, or of ids (N,): windows of block_size tokens that don't overlap."""
+    rows = ([ids[start : start + block_size + 1] for start in range(0, len(ids) - 1, block_size)]
+            if isinstance(ids, np.ndarray) else [ids.row(i) for i in range(len(ids.counts))])
+    return rows, np.array([bytes_of_tokens[np.maximum(row[1:].astype(np.int64), -1)].sum() for row in rows])
+
+
+def figures_of(task, scores, answers):
+    """Return {figure: (value, standard error)} of a task. scores: what evaluate.score() returns of its rows. answers:
+    the labels, or the bytes of each row of a text."""
+    total, count, last, all_hit, last_hit = scores
+    if task == "hellaswag":  # the ending with the lowest sum, or with the lowest mean per token
+        chosen = [losses.reshape(-1, 4).argmin(axis=1) for losses in (total, total / count)]
+        ratios = {"acc": (chosen[0] == answers, 1), "acc_norm": (chosen[1] == answers, 1)}  # (values, counts)
+    elif task == "lambada":  # the last word, as in lm_eval, and its last token, as OpenAI
+        ratios = {"acc": (all_hit, 1), "perplexity": (total, 1),
+                  "last_token_acc": (last_hit, 1), "last_token_perplexity": (last, 1)}
+    else:
+        ratios = {"loss": (total, count), "perplexity": (total, count)}
+        ratios |= {"bits_per_byte": (total / np.log(2), answers)} if answers.any() else {}
+    figures = {}
+    for name, (values, counts) in ratios.items():
+        counts = np.broadcast_to(counts, values.shape)
+        value, n = values.sum() / counts.sum(), len(values)
+        error = (((values - value * counts) ** 2).sum() * n / max(1, n - 1)) ** 0.5 / counts.sum()  # of a ratio of sums
+        if name.endswith("perplexity"):
+            value, error = np.exp(min(value, 700)), error * np.exp(min(value, 700))  # without overflow
+        figures[name] = value, error
+    return figures
