@@ -23,7 +23,8 @@ def exit_if_ranks_differ(plan, several_nodes):
         with (tempfile.NamedTemporaryFile(prefix=".shared-", dir=nearest_existing_dir(out_dir)) if RANK == 0
               else nullcontext()) as file:
             probe = broadcast_from_rank0(file and os.path.relpath(file.name, out_dir))
-            sees_probe = all_gather_objects(is_listed(os.path.join(out_dir, probe)))
+            # normpath: out_dir itself may not exist yet
+            sees_probe = all_gather_objects(os.path.exists(os.path.normpath(os.path.join(out_dir, probe))))
         others = dict.fromkeys(host for host, sees in zip(hosts, sees_probe) if not sees)
         exit_together([f"out_dir={out_dir} is not the same folder on {hosts[0]} and {', '.join(others)}: choose one "
                        "that all nodes share with --out_dir=DIR"] if others else [])
@@ -57,9 +58,3 @@ def mismatches(hosts, fingerprints):
             messages.append(f"the {'nodes' if places is hosts else 'ranks'} differ in {name} ({listed}): make it the "
                             "same on all")
     return messages
-
-
-def is_listed(path):
-    """Return whether a file exists. Reading the folder makes a network file system ask its server again."""
-    folder, name = os.path.split(os.path.normpath(path))  # out_dir itself may not exist yet
-    return os.path.isdir(folder) and name in os.listdir(folder)
