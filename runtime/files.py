@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 import secrets
-import shlex
 import shutil
 from pathlib import Path
 
@@ -96,11 +95,6 @@ def lock_folder(folder, option):
 def format_bytes(size):
     """Return a size in GB or MB, which are 10^9 and 10^6 bytes."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
-
-
-def shell_path(path):
-    """Return a path for a shell command: the shorter one of absolute and relative."""
-    return shlex.quote(min(os.path.abspath(path), os.path.relpath(path), key=len))
 
 
 def format_time(seconds):

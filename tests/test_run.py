@@ -8,7 +8,6 @@ import json
 import os
 import re
 import resource
-import shlex
 import shutil
 import signal
 import subprocess
@@ -227,12 +226,7 @@ def test_evaluations_updates_and_saves_happen_once(whole):
         assert f"saved {r['saved']} in {r['save_s']:.1f} s (" in run.stdout
     loss, best = min((val_loss, it) for it, (_, val_loss) in run.evals.items())
     assert f"best validation loss {loss:.4f} at step {best}\n" in run.stdout
-    commands = [shlex.split(line)[1:] for line in run.stdout.split("plot the run:\n")[1].splitlines()[:3]]
-    assert [os.path.basename(script) for script, *_ in commands] == ["sample.py", "export_hf.py", "plot.py"]
-    for script, folder, *tag in commands:  # by absolute paths, or relative ones if these are shorter
-        assert os.path.samefile(ROOT / script, ROOT / os.path.basename(script))
-        assert os.path.samefile(ROOT / folder.removeprefix("--out_dir="), run.out_dir)
-        assert tag == (["--tag=best"] if folder.startswith("--") else [])
+    assert f"\nto sample from it: python sample.py --out_dir={run.out_dir} --tag=best\n" in run.stdout
     (first,) = [r for r in run.history if "first_step_s" in r]
     tails = re.findall(r"^iter \d: .*, memory \d+\.\d GB, ([\d.]+)%, (.*)$", run.stdout, re.M)
     assert [share for share, _ in tails] == ["12.5", "25.0", "37.5", "50.0", "62.5", "75.0", "87.5", "100.0"]

@@ -4,6 +4,7 @@ import datetime
 import json
 import math
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -11,7 +12,7 @@ from collections import namedtuple
 from dataclasses import asdict
 
 from runtime.cluster.ranks import RANK, all_gather_scalars, exit_together, print0, show_progress
-from runtime.files import ROOT, format_bytes, format_time, shell_path, write_atomic
+from runtime.files import format_bytes, format_time, write_atomic
 from runtime.hardware import git_commit, machine_record, peak_flops, peak_memory
 from runtime.monitor.health import StragglerDetector
 from runtime.monitor.history import append_history, read_history, series, trim_history
@@ -196,12 +197,8 @@ class RunLog:
         if losses := [(loss, iter_num) for iter_num, loss in losses if iter_num]:
             print0("best validation loss {:.4f} at step {}".format(*min(losses)))
         if losses and self.settings.keep_last:
-            print0(f"To sample from {self.out_dir}/best, export it, and plot the run:")
-            python, out_dir = shell_path(sys.executable), shell_path(self.out_dir)
             chat = " --chat" * any("template" in dataset.meta for dataset in self.datasets)
-            for script, options in (("sample.py", f"--out_dir={out_dir} --tag=best{chat}"),
-                                    ("export_hf.py", f"--out_dir={out_dir} --tag=best"), ("plot.py", out_dir)):
-                print0(f"  {python} {shell_path(os.path.join(ROOT, script))} {options}")
+            print0(f"to sample from it: python sample.py --out_dir={shlex.quote(self.out_dir)} --tag=best{chat}")
         self.to_loggers("close")
 
     def record(self, record):
