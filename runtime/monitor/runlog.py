@@ -11,7 +11,7 @@ import time
 from collections import namedtuple
 from dataclasses import asdict
 
-from runtime.cluster.ranks import RANK, all_gather_scalars, exit_together, print0, show_progress
+from runtime.cluster.ranks import RANK, all_exit_on, all_gather_scalars, exit_together, print0, show_progress
 from runtime.files import format_bytes, format_time, write_atomic
 from runtime.hardware import git_commit, machine_record, peak_flops, peak_memory
 from runtime.monitor.health import StragglerDetector
@@ -80,19 +80,14 @@ class RunLog:
 
     def open_files(self):
         """Drop the records after the checkpoint that this run resumes from, and write settings.json."""
-        problems = []
-        if self.writes:
-            record = {"started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                      "command": " ".join(sys.argv), "commit": git_commit(), "settings": self.settings_record,
-                      "world_size": int(os.environ["WORLD_SIZE"]), **machine_record(self.device),
-                      "memory_plan": self.memory_plan}
-            try:
+        with all_exit_on(OSError):
+            if self.writes:
+                record = {"started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                          "command": " ".join(sys.argv), "commit": git_commit(), "settings": self.settings_record,
+                          "world_size": int(os.environ["WORLD_SIZE"]), **machine_record(self.device),
+                          "memory_plan": self.memory_plan}
                 trim_history(self.out_dir, self.iter_num if self.resumes else -1)
                 write_atomic(os.path.join(self.out_dir, "settings.json"), json.dumps(record, indent=1))
-            except OSError as error:
-                problems = [f"cannot write {error.filename or self.out_dir} ({error.strerror}): fix that, or choose "
-                            "another folder with --out_dir=DIR"]
-        exit_together(problems)
 
     def restart_clock(self, iter_num, waited_s, paused=False):
         """Start the clock, or restart it after an evaluation or another pause, so that no step's time includes it.
