@@ -104,8 +104,6 @@ with all_exit_on(UserError, OSError):
         if not same_tokenizer(meta, data):
             raise UserError(f"dataset={dataset} has another tokenizer than {name}: prepare it with that one")
         tasks.append(("dataset", dataset, *text_rows(open_sequences(source, "val", block_size), block_size, sizes)))
-    if batch_tokens < 1:
-        raise UserError(f"batch_tokens={batch_tokens} must be at least 1")
     if not tasks or not all(rows for _, _, rows, _ in tasks):
         raise UserError("nothing to score: give --hellaswag, --lambada, --dataset, or --text of at least 2 tokens")
     model = load(device, dtype)

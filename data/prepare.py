@@ -63,8 +63,6 @@ def main():
         given = {f"--{name}" for name, value in vars(args).items() if value != parser.get_default(name)}
         if unused := given - {"--paths", "--name", "--overwrite"}:
             raise UserError(f"shards have their tokens and splits already: leave out {', '.join(sorted(unused))}")
-        if text := [file for file in files if inputs.kind_of(file) != "shard"]:
-            raise UserError(f"{text[0]} is no shard, but other files are: give only shards, as in FOLDER/*.bin")
         print(f"{len(files):,} shard(s), {size:,} bytes", flush=True)
         meta = shards.prepare(folder, files, {"name": " ".join(args.paths), "sha256": None, "bytes": size})
     else:

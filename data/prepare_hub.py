@@ -46,16 +46,12 @@ def read_rows(args):
             for number, row in enumerate(part.iter(200)):
                 chosen = "val" if args.streaming and number % 2000 == 0 else split
                 yield [(chosen, piece) for text in row[args.column] if text for piece in (text.encode(), b"")]
-    except (ValueError, AttributeError) as error:  # the latter: a column of numbers
-        reason = " ".join(str(error).split())
-        raise UserError(f"{args.dataset} can't be used ({reason}): correct --config or --column") from None
-    except Exception as error:  # the Hub, the network or the disk
+    except Exception as error:  # a wrong --config or --column, the Hub, the network or the disk
         reason, folder = " ".join(str(error.__cause__ or error).split()), Path(args.dataset).name
-        if os.path.exists(args.dataset):
-            raise UserError(f"{args.dataset} can't be read ({reason}): check the files in it") from None
-        raise UserError(f"{args.dataset} can't be read ({reason}): set HF_ENDPOINT to a mirror of the Hub, or run hf "
-                        f"download {args.dataset} --repo-type=dataset --local-dir={folder} on another machine, and add "
-                        f"--dataset={folder}") from None
+        fix = ("check the files in it" if os.path.exists(args.dataset) else
+               f"set HF_ENDPOINT to a mirror of the Hub, or run hf download {args.dataset} --repo-type=dataset "
+               f"--local-dir={folder} on another machine, and add --dataset={folder}")
+        raise UserError(f"{args.dataset} can't be read ({reason}): correct --config or --column, or {fix}") from None
 
 
 def main(args):

@@ -388,7 +388,7 @@ GOOD = shard([7] * 100)
     ("train_2.npy", npy([7], np.int64), r"\(its array is int64\[1\], not one row of uint16\): download it again"),
     ("train_2.npy", npy([[7]]), r"\(its array is uint16\[1, 1\], not"),
     ("val_0.bin", None, "s has no tokens for val: add a shard with 'val' in its name"),
-    ("x.txt", b"x", r"s/x.txt is no shard, but other files are: give only shards, as in FOLDER/\*.bin"),
+    ("x.txt", b"x", r"s/x.txt is no shard of GPT-2's tokens \(it has 1 bytes, fewer than its header\)"),
     ("train_1.bin", shard([]), "s has no tokens for train: add a shard with 'train' in its name"),
     ("--field=x", None, "shards have their tokens and splits already: leave out --field")])
 def test_a_bad_shard_is_told_in_a_sentence_and_leaves_nothing(tmp_path, monkeypatch, name, content, message):
@@ -427,10 +427,10 @@ def test_index_a_dataset_of_the_hub_is_tokenized_and_split_as_nanogpt_does(tmp_p
 
 
 @pytest.mark.parametrize("options, message", [
-    ([], r"Skylion007/openwebtext can't be read \(.*\): set HF_ENDPOINT to a mirror of the Hub, or run hf download "
-         "Sky.* --local-dir=openwebtext on another machine, and add --dataset=openwebtext$"),
-    (["--dataset=texts"], r"^texts can't be used \(Config name is missing.*'large', 'small'.*\): correct --con"),
-    (["--dataset=texts", "--config=small", "--column=body"], r"^texts can't be used \(.*'body'.*\): correct --con"),
+    ([], r"Skylion007/openwebtext can't be read \(.*\): correct --config or --column, or set HF_ENDPOINT to a mirror "
+         r"of the Hub, or run hf download Sky.* --local-dir=openwebtext on .*, and add --dataset=openwebtext$"),
+    (["--dataset=texts"], r"^texts can't be read \(Config name is missing.*'large', 'small'.*\): correct --con"),
+    (["--dataset=texts", "--config=small", "--column=body"], r"^texts can't be read \(.*'body'.*\): correct --con"),
     (["--dataset=texts", "--config=large", "--streaming"], "^texts has too few documents for training and validation")])
 def test_index_a_dataset_of_the_hub_that_cannot_be_read_is_told_in_a_sentence(tmp_path, options, message):
     (tmp_path / "texts").mkdir()
