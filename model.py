@@ -268,8 +268,6 @@ class GPT(nn.Module):
 
     def crop_block_size(self, block_size):
         """Shorten the context to `block_size` tokens and drop the position embeddings beyond it."""
-        if block_size > self.config.block_size:
-            raise ValueError(f"block_size={block_size} is larger than the weights' {self.config.block_size} positions")
         self.config.block_size = block_size
         self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size].detach().clone())
 
