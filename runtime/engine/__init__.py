@@ -9,9 +9,9 @@
     step                                          fused_adamw      clipping and AdamW in one pass    test_zero
     param_buffer_of_bit16_for_cpu_offload_groups  fused_adamw      pinned memory of its own step     test_zero
     temp_grad_buffer_for_gpu_offload              fused_adamw      GPU memory of its own step        test_gpu_zero
-    save                                          state            the saver writes the files        test_checkpoints
-    _copy_recovery_script                         state            a full disk must not end the save test_save_failures
-    _get_param_fragment_func                      state            doesn't copy frozen weights       test_lora
+    save                                          engine           the saver writes the files        test_checkpoints
+    _copy_recovery_script                         engine           a full disk must not end the save test_save_failures
+    _get_param_fragment_func                      engine           doesn't copy frozen weights       test_lora
 
 The first eight are the optimizer's, the others the engine's and its checkpoint engine's. zero3_blocks.py also removes
 stage 3's hooks. tests/engine/test_overrides.py compares the table with the calls.

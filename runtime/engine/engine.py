@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from runtime.checkpoint.shards import TagReader
 from runtime.checkpoint.tags import topology
-from runtime.cluster.ranks import print0
-from runtime.engine import setup, state
+from runtime.cluster.ranks import print0, silence_stdout
+from runtime.engine import override, setup, state
 from runtime.engine.launch import Launch
 from runtime.engine.muon import is_muon
 
@@ -84,7 +84,14 @@ class Engine:
 
     def checkpoint_files(self, out_dir, tag):
         """Return [(path, content)] of the files of this rank for out_dir/tag, with the engine's own tensors."""
-        return state.checkpoint_files(self.deepspeed, out_dir, tag)
+        files = []
+        override(self.deepspeed.checkpoint_engine, save=lambda state_dict, path: files.append((path, state_dict)))
+        override(self.deepspeed, _copy_recovery_script=lambda folder: None)  # copy_recovery_script() does it
+        if self.stage < 3:
+            override(self.deepspeed, _get_param_fragment_func=torch.Tensor.detach)  # don't copy frozen weights
+        with silence_stdout():
+            self.deepspeed.save_checkpoint(out_dir, tag=tag, save_latest=False)
+        return files
 
     def copy_recovery_script(self, out_dir):
         """Write DeepSpeed's zero_to_fp32.py and zero_to_torch.py into a folder."""

@@ -1,22 +1,8 @@
-"""The state in DeepSpeed's engine: give what a checkpoint holds, and take it back at any stage and number of ranks."""
+"""Copy a checkpoint's state into DeepSpeed's engine, at any stage and number of ranks."""
 
 import torch
 
-from runtime.cluster.ranks import silence_stdout
-from runtime.engine import override
 from runtime.engine.muon import moments_of
-
-
-def checkpoint_files(deepspeed, out_dir, tag):
-    """Return [(path, content)] of the files that DeepSpeed would write on this rank, with the engine's tensors."""
-    files = []
-    override(deepspeed.checkpoint_engine, save=lambda state_dict, path: files.append((path, state_dict)))
-    override(deepspeed, _copy_recovery_script=lambda folder: None)  # Engine.copy_recovery_script() does it
-    if deepspeed.zero_optimization_stage() < 3:
-        override(deepspeed, _get_param_fragment_func=torch.Tensor.detach)  # don't copy frozen weights
-    with silence_stdout():
-        deepspeed.save_checkpoint(out_dir, tag=tag, save_latest=False)
-    return files
 
 
 @torch.no_grad()
