@@ -97,17 +97,16 @@ class SpikeDetector:
 class StragglerDetector:
     """Finds a rank that all others wait for, from the seconds of each rank's own work (runtime/engine/launch.py)."""
 
-    def __init__(self, world_size):
+    def __init__(self):
         self.reported = None  # the last straggler
-        self.history = [deque(maxlen=STRAGGLER_WINDOW) for _ in range(world_size)]
+        self.history = deque(maxlen=STRAGGLER_WINDOW)  # of per_rank
 
     def check(self, per_rank):
         """Return a message that names a new straggler, else None. per_rank: each rank's seconds of local work."""
-        for history, seconds in zip(self.history, per_rank, strict=True):
-            history.append(seconds)
-        if len(per_rank) < 2 or len(self.history[0]) < STRAGGLER_WINDOW:
+        self.history.append(per_rank)
+        if len(per_rank) < 2 or len(self.history) < STRAGGLER_WINDOW:
             return None
-        medians = [statistics.median(history) for history in self.history]
+        medians = [statistics.median(seconds) for seconds in zip(*self.history)]
         slowest = max(range(len(medians)), key=medians.__getitem__)
         others = statistics.median(medians[:slowest] + medians[slowest + 1 :])
         # Without the 10 ms, ranks of tiny models on busy CPUs were reported at random

@@ -35,7 +35,7 @@ class RunLog:
         self.device, self.datasets = device, datasets
         self.tokens_per_iter, self.memory_plan, self.process_start = tokens_per_iter, memory_plan, process_start
         self.out_dir, self.writes = settings.out_dir, RANK == 0 and not settings.eval_only
-        self.stragglers = StragglerDetector(int(os.environ["WORLD_SIZE"]))
+        self.stragglers = StragglerDetector()
         self.loggers, self.wandb_id, self.paused = {}, state.get("wandb_id"), True
         self.iter_num = self.first_iter = state.get("iter_num", 0)
         self.resumes, self.second_step = bool(state), None  # the latter: the time at which it began

@@ -118,7 +118,7 @@ def test_out_of_memory_names_settings_that_take_less(spoilt, training):
 def test_a_straggler_is_not_noise():
     for slow, others, named in ((0.185, 0.058, True), (0.016, 0.005, True), (0.005, 0.003, False),
                                 (0.07, 0.058, False)):
-        detector = StragglerDetector(2)
+        detector = StragglerDetector()
         (*early, last) = [detector.check([others, slow]) for _ in range(STRAGGLER_WINDOW)]
         assert not any(early) and bool(last) is named and (not named or last.startswith("rank 1 is a straggler: "))
 
