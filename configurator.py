@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import difflib
 import glob
-import json
 import os
 import re
 import signal
@@ -28,8 +27,6 @@ from pathlib import Path
 from runtime.errors import UserError
 from runtime.output import exit_with_error
 
-# What to type instead of other scripts' options, with {} for the value, where did_you_mean() isn't the answer
-FOREIGN_OPTIONS = Path(__file__).parent / "runtime" / "foreign_options.json"
 VALUES = {bool: ("True", "False"), type(None): ("None",)}
 
 
@@ -42,8 +39,7 @@ def configure(defaults, argv, annotations=None, root="."):
 
     def assign(name, value, where, convert=validate):
         if name not in defaults:
-            suggestion = (foreign_option_hint(name, value, defaults) or did_you_mean(name, defaults)
-                          or ": begin names of your own with _" * (where != "command line"))
+            suggestion = did_you_mean(name, defaults) or ": begin names of your own with _" * (where != "command line")
             problems.append(f"{where}: there is no setting '{name}'{suggestion}")
             return
         try:
@@ -83,14 +79,6 @@ def did_you_mean(name, known):
     """Return ": did you mean ...?" with the known name closest to `name`, or ""."""
     match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f": did you mean '{match[0]}'?" if match else ""
-
-
-def foreign_option_hint(name, value, known):
-    """Return ": use ..." for an option that other scripts have instead of train_deepspeed.py's settings, or ""."""
-    ours = json.loads(FOREIGN_OPTIONS.read_text(encoding="utf-8")).get(name)
-    if ours is None or "max_iters" not in known:
-        return ""
-    return ": drop it" if str(value).lower() == "false" else f": use {ours.format(value or 'VALUE')}"
 
 
 def allowed_values(default, annotation):

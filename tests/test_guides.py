@@ -1,11 +1,9 @@
-"""The way here from other scripts and guides: runtime/foreign_options.json and docs/guides.md."""
+"""The way here from other guides: docs/guides.md."""
 
-import json
 import re
 import shlex
 
 import deepspeed.launcher.runner
-import pytest
 import torch.distributed.run
 from conftest import ROOT
 
@@ -17,7 +15,6 @@ from runtime.plan.run_plan import Problems, count_params, make_plan
 
 SCRIPT = "train_deepspeed.py"
 XL = "config/xl_shakespeare.py"
-FOREIGN_OPTIONS = json.loads(configurator.FOREIGN_OPTIONS.read_text())
 
 
 def settings(*argv):
@@ -37,47 +34,6 @@ def launched(words, monkeypatch):
         return max(args.num_gpus, args.include.count(",") + 1), args.user_args
     assert words[:2] == ["python", SCRIPT]
     return 1, words[2:]
-
-
-@pytest.mark.parametrize("name, ours", FOREIGN_OPTIONS.items())
-def test_an_option_of_another_script_is_refused_with_ours(name, ours, capsys, monkeypatch):
-    value = "7"
-    for spelled in {name, name.replace("_", "-")}:
-        with pytest.raises(SystemExit) as refusal:
-            settings(f"--{spelled}={value}")
-        sentence = f"command line: there is no setting '{name}': use {ours.format(value)}"
-        assert refusal.value.code == 2 and capsys.readouterr().err == sentence + "\n"
-    for words in ours.format(value).split(" or "):
-        argv = shlex.split(re.sub(r" (after|without|\(stage) .*", "", words))
-        if argv[0] == "torchrun":
-            assert launched(argv, monkeypatch) == (int(value), [])
-        elif argv[0] != "the":  # the default
-            assert settings(*argv) != settings(), words
-
-
-def test_no_option_of_another_script_is_one_of_ours():
-    assert len(FOREIGN_OPTIONS) > 40 and not FOREIGN_OPTIONS.keys() & vars(settings()).keys()
-
-
-def test_the_script_itself_and_a_config_file_name_ours(tmp_path, capsys):
-    """Other scripts, which have other settings, name the nearest of theirs."""
-    (tmp_path / "mine.py").write_text("fp16 = True\n")
-    with pytest.raises(SystemExit):
-        settings(str(tmp_path / "mine.py"))
-    assert capsys.readouterr().err == f"{tmp_path}/mine.py: there is no setting 'fp16': use --dtype=float16\n"
-    with pytest.raises(SystemExit):
-        configurator.settings_of_script(str(ROOT / "sample.py"), ["--fp16", "--output_dir=x"])
-    assert capsys.readouterr().err == ("command line: there is no setting 'fp16'\n"
-                                       "command line: there is no setting 'output_dir': did you mean 'out_dir'?\n")
-
-
-@pytest.mark.parametrize("words, told", [
-    ("--fp16 False", "there is no setting 'fp16': drop it"), ("--bf16=false", "there is no setting 'bf16': drop it"),
-    ("--fp8 no config/lora_xl.py", "fp8 takes True or False, not 'no'")])
-def test_what_turns_an_option_off(capsys, words, told):
-    with pytest.raises(SystemExit):
-        settings(*words.split())
-    assert capsys.readouterr().err == f"command line: {told}\n"
 
 
 def guide_commands():
