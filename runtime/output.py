@@ -1,11 +1,9 @@
 """Keep failing prints from ending a run, and print one line instead of a traceback for a known error."""
 
 import contextlib
-import json
 import os
 import re
 import sys
-import time
 
 from runtime.errors import UserError
 
@@ -69,17 +67,9 @@ def explain_uncaught(explain):
     sys.excepthook = hook
 
 
-def tell_torchrun(problems):
-    """Have torchrun repeat problems below its own traceback, if it started this process."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": str(problems), "extraInfo": {"timestamp": time.time()}}}, file)
-
-
 def exit_with_error(problems):
     """Print problems and exit with code 2. With several ranks, see exit_together() in runtime/cluster/ranks.py."""
-    tell_torchrun(problems := printable(str(problems)))
-    print(problems, file=sys.stderr, flush=True)
+    print(printable(str(problems)), file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from runtime.errors import UserError
-from runtime.output import tell_torchrun
 
 Ranks = namedtuple("Ranks", ("rank", "local_rank", "world_size", "local_world_size"))  # the last: ranks on this node
 
@@ -114,7 +113,6 @@ def exit_with_problems(problems):
     """Print problems, which are the same on all ranks, on the first rank of each node. Then exit with code 2. All ranks
     call this. Nobody leaves before all have printed: a launcher ends the other ranks when it sees the first exit."""
     if problems:
-        tell_torchrun("\n".join(problems))
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(*problems, sep="\n", file=sys.stderr, flush=True)
         with contextlib.suppress(RuntimeError):  # a rank that has died can't change what this one found
