@@ -12,7 +12,6 @@ from runtime.checkpoint.tags import topology
 from runtime.cluster.ranks import print0, silence_stdout
 from runtime.engine import override, setup, state
 from runtime.engine.launch import Launch
-from runtime.engine.muon import is_muon
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,6 @@ class Engine:
         self.offloads_optimizer = deepspeed.zero_use_cpu_optimizer()
         self.fused_step = None if own_path else setup.replace_gradients_and_step(deepspeed, accumulate_locally,
                                                                                  use_triton)
-        if not self.fused_step and any(map(is_muon, deepspeed.optimizer.optimizer.param_groups)):
-            raise RuntimeError("Muon needs our gradients and step")  # DeepSpeed's would train its matrices by AdamW
         self.launch = Launch(deepspeed, capture and self.fused_step is not None and self.fused_step.use_kernel)
         self.in_micro_step = False  # whether its deepspeed.step() is still to come
 

@@ -33,9 +33,3 @@ def repair(config, compiled):
         # the gradients of those blocks are zero: GPT-2 XL's norm was 71 instead of 97
         zero["memory_efficient_linear"] = False
     return notes
-
-
-def keep_going_at_min_loss_scale(engine):
-    """float16: skip the step at the minimum loss scale too, instead of letting DeepSpeed raise."""
-    if hasattr(getattr(engine.optimizer, "loss_scaler", None), "raise_error_at_min_scale"):
-        engine.optimizer.loss_scaler.raise_error_at_min_scale = False

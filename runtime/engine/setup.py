@@ -7,7 +7,7 @@ import deepspeed
 import torch
 
 from runtime.cluster.ranks import all_reduce_sum, print0, silence_stdout
-from runtime.engine import fixes, fused_adamw
+from runtime.engine import fused_adamw
 from runtime.engine.ds_config import config_fits_fast_gradients, uses_offload
 from runtime.engine.zero2_gradients import BucketedAllReduce, LocalAccumulation
 from runtime.engine.zero3_blocks import Zero3Blocks
@@ -76,7 +76,8 @@ def initialize(model, optimizer, ds_config):
         config["zero_force_ds_cpu_optimizer"] = False
     with silence_stdout():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    fixes.keep_going_at_min_loss_scale(engine)
+    if hasattr(getattr(engine.optimizer, "loss_scaler", None), "raise_error_at_min_scale"):
+        engine.optimizer.loss_scaler.raise_error_at_min_scale = False  # skip the step at the minimum scale, too
     return engine
 
 
