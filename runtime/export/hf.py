@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save
 from tiktoken._educational import bpe_encode
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from runtime.data.tokenizer import END_OF_TEXT, end_of_text, gpt2_ranks, hf_tokenizer
@@ -103,10 +103,3 @@ def gpt2_vocab_and_merges():
             merges.append((names[first], names[second]))
         earlier[token] = rank
     return {name: i for i, name in enumerate([*names, END_OF_TEXT])}, merges
-
-
-def check_tokenizer(folder, encode, text):
-    """Raise UserError unless the folder's tokenizer encodes the text as `encode` does."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if tokenizer(text, add_special_tokens=False)["input_ids"] != encode(text):
-        raise UserError("the exported tokenizer encodes a text differently: nothing was exported")
