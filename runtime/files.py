@@ -2,6 +2,7 @@
 
 import datetime
 import errno
+import fcntl
 import hashlib
 import os
 import re
@@ -75,8 +76,6 @@ def replace_dir(new, path):
 def lock_folder(folder, option):
     """Create a folder and lock it against other processes. Return the lock's file, which has to stay open. Raises
     UserError, which names the command line's option for the folder."""
-    import fcntl  # not on Windows, which can read checkpoints
-
     try:
         os.makedirs(folder, exist_ok=True)
         lock = open(os.path.join(folder, ".lock"), "w")  # closed with the process

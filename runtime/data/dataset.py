@@ -249,8 +249,6 @@ def _problems(folder, split, meta, block_size):
 
 def _how_to_fix(folder):
     own, any_text = (shlex.quote(os.path.relpath(path / "prepare.py")) for path in (folder, ROOT / "data"))
-    if folder == ROOT / "data":  # --dataset=, or --dataset=.
-        return "name one of the datasets in this folder with --dataset=NAME"
     files = {path.name for path in folder.glob("[!.]*")}
     if folder.is_file() or (files and not files & {"train.bin", "val.bin", "meta.json", "prepare.py"}):  # texts
         return f"run python {any_text} {shlex.quote(str(folder))} --name=mine, and train with --dataset=mine"
