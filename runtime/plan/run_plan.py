@@ -92,7 +92,7 @@ def make_plan(settings, ranks, problems, notes):
     s = plan_iterations(s, windows, batch, notes)
     lora = problems.attempt(lora_config, s)
     start = file_problems.attempt(find_start, s, data, lora, batch.sequences, notes)
-    tokenizer = file_problems.attempt(sample_tokenizer, s, data, notes) if data and s.sample_interval else None
+    tokenizer = file_problems.attempt(sample_tokenizer, s, data) if data and s.sample_interval else None
     params, size = None, 0
     if start:
         problems.attempt(check_kernels, s, start.model, execution, notes)
@@ -171,15 +171,12 @@ def resolve_ds_config(s, batch, execution, notes):
     return config
 
 
-def sample_tokenizer(s, data, notes):
-    """Return (encode, decode) for samples. Note samples that block_size shortens. Raises UserError."""
+def sample_tokenizer(s, data):
+    """Return (encode, decode) for samples. Raises UserError."""
     encode, decode = tokenizer_of(data["tokenizer"])
     n = len(encode(s.sample_start))
     if not 1 <= n <= s.block_size:
         raise UserError(f"sample_start has {n} tokens: use 1 to {s.block_size} (block_size)")
-    if n + s.sample_tokens > s.block_size:
-        notes.append(f"samples have {s.block_size - n} tokens instead of sample_tokens={s.sample_tokens}, because they "
-                     f"end at block_size={s.block_size}")
     return encode, decode
 
 

@@ -51,8 +51,7 @@ def find_start(settings, data, lora, sequences, notes):
     if not os.path.exists(init_from) and init_from not in PRETRAINED:
         raise UserError(f"init_from={init_from} is unknown: give scratch, resume, auto, {', '.join(PRETRAINED)}, a "
                         "folder of weights, the out_dir of an earlier run, or a nanoGPT ckpt.pt")
-    if "bias" in shape:  # nanoGPT configs may set it
-        notes.append(f"bias={shape.pop('bias')} is ignored: the weights determine it")
+    shape.pop("bias", None)  # nanoGPT configs may set it, but the weights determine it
     if parent := parse_run_path(init_from):
         return from_earlier_run(init_from, parent, settings, data, shape, notes)
     if shape:

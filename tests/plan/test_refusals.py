@@ -359,9 +359,6 @@ def test_what_cannot_be_meant(monkeypatch, characters, tmp_path, folder, holder,
     ("--max_iters=4", None), ("--lr_decay_iters=4", None),
     ("--decay_lr=False --lr_decay_iters=9 --warmup_iters=9", None),
     ("--lr_schedule=constant --lr_decay_iters=9 --warmup_iters=2", None),
-    ("--sample_interval=1 --sample_start=the --sample_tokens=29", None),
-    ("--sample_interval=1 --sample_start=the --sample_tokens=30", "samples have 29 tokens instead of sample_tokens=30, "
-     "because they end at block_size=32"),
     ("--lr_decay_iters=9", "the learning rate reaches min_lr after 9 iterations (lr_decay_iters), but the run has 4"),
     ("--lr_decay_iters=3 --max_epochs=0.1", "the learning rate reaches min_lr after 3 iterations (lr_decay_iters), but "
      "the run has 15"),
