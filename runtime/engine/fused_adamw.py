@@ -93,21 +93,17 @@ class FusedStep:
             self.muon = self.muon or Muon(p.places, p.grads.numel(), self.optimizer.dp_process_group, self.use_kernel)
             self.muon.step(p, state["exp_avg"], norm, max_norm, self.skip_above)
         elif self.use_kernel and not self.offloads:
-            launch_kernel(p, state, norm, inverse_scale, max_norm, self.skip_above)
+            n, lr, (beta1, beta2) = p.grads.numel(), float(p.group["lr"]), p.group["betas"]
+            adamw[(triton.cdiv(n, 1024),)](
+                p.master.data, p.grads, state["exp_avg"], state["exp_avg_sq"], p.half, state["step"], norm, n, lr,
+                1 - lr * p.group["weight_decay"], beta1, beta2, p.group["eps"], inverse_scale, max_norm,
+                self.skip_above, BLOCK=1024)
         else:
             if norm < self.skip_above:
                 p.grads.mul_((max_norm / (norm + 1e-6)).clamp(max=1) * inverse_scale)
                 (step_on_host if self.offloads else step_by_pytorch)(p, state, self.optimizer.optimizer)
             p.grads.zero_()
         state["step"] += (norm < self.skip_above).to(state["step"].device)
-
-
-def launch_kernel(p, state, norm, inverse_scale, max_norm, skip_above):
-    """Step a Partition by the kernel."""
-    n, lr, (beta1, beta2) = p.grads.numel(), float(p.group["lr"]), p.group["betas"]
-    adamw[(triton.cdiv(n, 1024),)](
-        p.master.data, p.grads, state["exp_avg"], state["exp_avg_sq"], p.half, state["step"], norm, n, lr,
-        1 - lr * p.group["weight_decay"], beta1, beta2, p.group["eps"], inverse_scale, max_norm, skip_above, BLOCK=1024)
 
 
 class Zero2Step(FusedStep):
