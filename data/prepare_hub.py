@@ -21,19 +21,6 @@ from runtime.output import exit_on_error
 from runtime.prepare.pipeline import tokenize
 
 
-def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     usage="python data/prepare_hub.py [options]", allow_abbrev=False)
-    add = parser.add_argument
-    add("--dataset", default="Skylion007/openwebtext", help="name on the Hub, or a folder (default: %(default)s)")
-    add("--config", help="configuration of the dataset, such as sample-10BT")
-    add("--column", default="text", help="column that holds the text (default: text)")
-    add("--name", help="folder below data/, or a path (default: the last part of --dataset)")
-    add("--streaming", action="store_true", help="tokenize during the download, without a cache and without shuffling")
-    add("--overwrite", action="store_true", help="replace an existing dataset")
-    return parser.parse_args()
-
-
 def read_rows(args):
     """Yield rows of 200 documents, [(split, text), (split, b""), ...], in nanoGPT's splits or streamed."""
     from datasets import load_dataset
@@ -54,7 +41,17 @@ def read_rows(args):
         raise UserError(f"{args.dataset} can't be read ({reason}): correct --config or --column, or {fix}") from None
 
 
-def main(args):
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     usage="python data/prepare_hub.py [options]", allow_abbrev=False)
+    add = parser.add_argument
+    add("--dataset", default="Skylion007/openwebtext", help="name on the Hub, or a folder (default: %(default)s)")
+    add("--config", help="configuration of the dataset, such as sample-10BT")
+    add("--column", default="text", help="column that holds the text (default: text)")
+    add("--name", help="folder below data/, or a path (default: the last part of --dataset)")
+    add("--streaming", action="store_true", help="tokenize during the download, without a cache and without shuffling")
+    add("--overwrite", action="store_true", help="replace an existing dataset")
+    args = parser.parse_args()
     folder = new_dataset_dir(args.name or Path(args.dataset).name, args.overwrite)
     tokenizer, vocab_size = tokenizer_meta("gpt2")
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -70,4 +67,4 @@ def main(args):
 
 if __name__ == "__main__":
     with exit_on_error("interrupted; no dataset was changed"):
-        main(arguments())
+        main()
