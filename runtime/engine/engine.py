@@ -30,15 +30,14 @@ class Engine:
 
     deepspeed: what deepspeed.initialize returned. accumulate_locally: this rank has memory for the fp32 gradients of
     all parameters, which all ranks need. use_triton: our AdamW kernel runs here. capture: run micro-steps as a CUDA
-    graph if our gradients and step are in use. own_path: keep DeepSpeed's own gradients and step, to compare."""
+    graph if our gradients and step are in use."""
 
-    def __init__(self, deepspeed, accumulate_locally=False, use_triton=False, capture=False, own_path=False):
+    def __init__(self, deepspeed, accumulate_locally=False, use_triton=False, capture=False):
         self.deepspeed, self.module, self.device = deepspeed, deepspeed.module, deepspeed.device
         self.world_size, self.stage = deepspeed.world_size, deepspeed.zero_optimization_stage()
         self.dtype = str(deepspeed.get_data_types()[0]).removeprefix("torch.")
         self.offloads_optimizer = deepspeed.zero_use_cpu_optimizer()
-        self.fused_step = None if own_path else setup.replace_gradients_and_step(deepspeed, accumulate_locally,
-                                                                                 use_triton)
+        self.fused_step = setup.replace_gradients_and_step(deepspeed, accumulate_locally, use_triton)
         self.launch = Launch(deepspeed, capture and self.fused_step is not None and self.fused_step.use_kernel)
         self.in_micro_step = False  # whether its deepspeed.step() is still to come
 
