@@ -120,8 +120,7 @@ def run_config_file(path, values, root):
     if file is None or not path.endswith(".py"):  # JSON is often valid Python, and would change nothing
         problem = "is not a .py file" if file or os.path.isdir(path) else "does not exist"
         hint = f"--{path.lstrip('-')}" if "=" in path else "--key=value"
-        if path.endswith(".json") or os.path.isdir(path):
-            hint = f"--{'out_dir' if os.path.isdir(path) else 'deepspeed_config'}={path}"
+        hint = f"--deepspeed_config={path}" if path.endswith(".json") else hint
         known = [] if file else glob.glob("config/**/*.py", root_dir=root, recursive=True)
         fix = did_you_mean(path, known) or f": name a .py file, or write {hint}"
         raise UserError(f"config file {path} {problem}{fix}")

@@ -116,7 +116,7 @@ def test_what_looks_like_a_config_is_named_as_the_option_that_was_meant(tmp_path
     assert refused("max_iters=3", "-max_iters=3", str(tmp_path)) == [
         "config file max_iters=3 does not exist: name a .py file, or write --max_iters=3",
         "config file -max_iters=3 does not exist: name a .py file, or write --max_iters=3",
-        f"config file {tmp_path} is not a .py file: name a .py file, or write --out_dir={tmp_path}"]
+        f"config file {tmp_path} is not a .py file: name a .py file, or write --key=value"]
 
 
 @pytest.mark.parametrize("name, hint", [("zero.json", "--deepspeed_config={}"), ("notes.txt", "--key=value")])
