@@ -95,9 +95,7 @@ class Conversations:
         counts = np.add.reduceat(counted, spans.ravel(), dtype=np.int64)[::2]
         self.dropped = int((counts == 0).sum())
         if self.dropped == len(spans):
-            fix = ("use a larger --block_size" if len(begins) and counted.any() else
-                   "its mask is empty, so prepare it again with --format=chat --overwrite")
-            raise UserError(f"{name} has no answer within block_size={block_size}: {fix}")
+            raise UserError(f"{name} has no answer within block_size={block_size}: use a larger --block_size")
         order = np.flatnonzero(counts)
         order = order[feistel_permute(np.arange(len(order)), len(order), 0)]
         self.spans = spans[order]
