@@ -159,7 +159,7 @@ def relative_step_time(micro, recompute, preset, gpu_speed=1.0):
     if "offload" in preset:
         cpu_ms = 500 if "zero2" in preset else 2010
         return cpu_ms * gpu_speed / 606 + relative_step_time(micro, recompute, "zero2")
-    time = (598 + 255 / micro) / 606 * (1.31 if recompute else 1)
+    time = (550 + 316 / math.sqrt(micro)) / 606 * (1.31 if recompute else 1)
     return time * (1.01 + 0.13 / micro if "zero3" in preset else 1)
 
 
