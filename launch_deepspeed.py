@@ -16,7 +16,7 @@ import subprocess
 import sys
 
 from configurator import settings_of_script
-from runtime.files import ROOT, shell_path
+from runtime.files import ROOT
 from runtime.output import exit_with_error, protect_output
 
 TRAIN = str(ROOT / "train_deepspeed.py")
@@ -58,7 +58,7 @@ def run_torchrun(argv):
     signals = ["SIGTERM", "SIGINT", "SIGQUIT", "SIGUSR1"]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup, the ranks ignore it too
         signals.append("SIGHUP")
-    for name in ("TORCHELASTIC_SIGNALS_TO_HANDLE", "PET_SIGNALS_TO_HANDLE"):  # the second one since PyTorch 2.13
+    for name in ("TORCHELASTIC_SIGNALS_TO_HANDLE", "PET_SIGNALS_TO_HANDLE"):  # the second in newer PyTorch
         os.environ.setdefault(name, ",".join(signals))
     from torch.distributed.elastic.multiprocessing.api import PContext, SignalException  # after that
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -135,8 +135,9 @@ def run_headline(args):
 
 def print_next_commands(ranks, configs, on_cpu):
     """Print the commands that train with these configs on the user's own text."""
-    python, prepare, launch, script, sample = (shell_path(path) for path in (
-        sys.executable, ROOT / "data" / "prepare.py", ROOT / "launch_deepspeed.py", TRAIN, ROOT / "sample.py"))
+    python, prepare, launch, script, sample = (
+        shlex.quote(min(str(path), os.path.relpath(path), key=len)) for path in (
+            sys.executable, ROOT / "data" / "prepare.py", ROOT / "launch_deepspeed.py", TRAIN, ROOT / "sample.py"))
     options = shlex.join([*configs, "--dataset=mine", "--out_dir=out-mine"])
     epochs = "" if on_cpu else " --max_epochs=3 --eval_epochs=1"
     print("To train on your own text, a file or folder MY_TEXT, and sample:")
