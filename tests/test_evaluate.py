@@ -180,16 +180,28 @@ def test_refusals(train, tmp_path):
     cases = [(f"--text={tmp_path}/one", "nothing to score: give"), ("--json", "nothing to score: give")]
     for task, line, words in (
             ("hellaswag", "", "indices must be"), ("hellaswag", {}, "'ctx'"),
-            ("hellaswag", good | {"label": 4}, "the label is wrong"),
+            ("hellaswag", good | {"label": 4}, "there are not 4 endings, or the label 4 is none"),
+            ("hellaswag", good | {"label": float("inf")}, "cannot convert float infinity"),
             ("hellaswag", good | {"endings": ["b", "c", "", "e"]}, "a text is empty"),
-            ("hellaswag", good | {"endings": "bcde"}, "a text is empty"),
+            ("hellaswag", good | {"endings": "bcde"}, "there are not 4 endings"),
             ("hellaswag", good | {"ctx": "É"}, "the character 'É' (U+00C9) is not one of the 28 that this"),
-            ("hellaswag", good | {"endings": ["b" * 32] * 4}, "has over 32 tokens"),
+            ("hellaswag", good | {"endings": ["b" * 32] * 4}, "what is to be predicted has over 32 tokens"),
             ("lambada", {"text": "word"}, "a text is empty"), ("lambada", {"text": "a b "}, "a text is empty")):
         path = tmp_path / str(len(cases))
         path.write_text(f"{json.dumps(good)}\n{json.dumps(line)}\n")
         cases.append((f"--{task}={path}", re.escape(f"{path}, line 2 can't be scored (") + ".*" + re.escape(words)))
+    for name, text, reason in (("nothing", "\n", "Expecting value"), ("deep", "[" * 100_000, "maximum recursion")):
+        (tmp_path / name).write_text(text)
+        cases.append((f"--lambada={tmp_path}/{name}", rf"{tmp_path}/{name}, line 1 can't be scored \({reason}"))
     for i, (arg, words) in enumerate(cases):
         refused = launch(ROOT / "evaluate.py", f"--out_dir={run.out_dir}", arg, ranks=1 + (i == 0))
         assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1), refused.stderr
         assert re.match(words, refused.stderr), refused.stderr
+
+
+def test_a_dataset_with_another_tokenizer_than_the_weights_is_refused(characters, tmp_path):
+    GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=32, n_embd=32, n_layer=1, n_head=1)).save_pretrained(tmp_path)
+    Tokenizer(models.WordLevel({f"w{i}": i for i in range(40)}, "w0")).save(str(tmp_path / "tokenizer.json"))
+    run = launch(ROOT / "evaluate.py", f"--init_from={tmp_path}", f"--dataset={characters}")
+    problem = f"dataset={characters} has another tokenizer than {tmp_path}: prepare it with that one\n"
+    assert (run.returncode, run.stdout, run.stderr) == (2, "", problem)

@@ -88,6 +88,7 @@ def make_plan(settings, ranks, problems, notes):
     datasets, data = file_problems.attempt(open_datasets, s.dataset, s.block_size) or ((), None)
     notes += [f"{d.name} has no meta.json: assuming the {d.meta['tokenizer']['kind']} tokenizer"
               for d in datasets if not os.path.exists(os.path.join(d.folder, "meta.json"))]
+    notes += ["without its dataset, the plan takes GPT-2's vocabulary"] * (data is None and s.init_from == "scratch")
     tokens, windows = not problems and file_problems.attempt(open_epoch, datasets, s.block_size, notes) or (None, None)
     s = plan_iterations(s, windows, batch, notes)
     lora = problems.attempt(lora_config, s)
@@ -159,15 +160,14 @@ def resolve_ds_config(s, batch, execution, notes):
     notes += repairs
     stage, fits = config["zero_optimization"]["stage"], ds_config.config_fits_fast_gradients(config, execution.dtype)
     if stage == 3 and not fits:
-        notes.append("ZeRO-3 gathers parameters in DeepSpeed's own way, which is slower: offload, or a key of the JSON "
-                     "with another value than DeepSpeed's default, needs it")
+        notes.append("ZeRO-3 takes DeepSpeed's own path, which is slower, because of offload or a key of the JSON")
     fits = fits and execution.dtype != "float16"
     if s.skip_grad_spikes and not fits:
         raise UserError("skip_grad_spikes=True needs bfloat16 or float32, fp32 gradients, and no offload at ZeRO-3: "
                         "drop it")
     if s.optimizer == "muon" and not (fits and stage == 2 and not ds_config.uses_offload(config)):
         raise UserError("optimizer=muon needs ZeRO-2 in bfloat16 or float32, fp32 gradients and no offload: use "
-                        "--deepspeed_config=ds_config_zero2.json and --dtype=auto, or drop it")
+                        "--deepspeed_config=ds_config_zero2.json, for float16 --dtype=float32, or --optimizer=adamw")
     return config
 
 

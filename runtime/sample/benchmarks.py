@@ -14,7 +14,7 @@ FIELDS = {"hellaswag": 'an object with "ctx", 4 "endings" and a "label" from 0 t
 def read_rows(task, path, encode, block_size):
     """Return (rows, labels) of JSON lines: 4 rows per line of HellaSwag, one of LAMBADA. A row is an array of ids, in
     which a token that is not to be predicted is ~id, as in runtime/data/loader.py. Raises UserError."""
-    rows, labels = [], []
+    rows, labels, n_endings = [], [], 4 if task == "hellaswag" else 1
     for n, line in enumerate(read_text(path).rstrip().split("\n"), 1):
         try:
             fields = json.loads(line)
@@ -23,11 +23,14 @@ def read_rows(task, path, encode, block_size):
             else:  # the last word follows the last space, as in lm_eval
                 context, _, word = fields["text"].rpartition(" ")
                 endings, label = [word], 0
-            own = [(encode(context), encode(f" {ending}")) for ending in endings if context.strip() and ending.strip()]
-            if (not isinstance(endings, list) or len(own) != (4 if task == "hellaswag" else 1)
-                    or label not in range(len(own)) or max(len(ending) for _, ending in own) > block_size):
-                raise ValueError(f"a text is empty or has over {block_size} tokens, or the label is wrong")
-        except (UserError, ValueError, LookupError, TypeError, AttributeError) as error:
+            if not isinstance(endings, list) or len(endings) != n_endings or label not in range(n_endings):
+                raise ValueError(f"there are not {n_endings} endings, or the label {label} is none of them")
+            if not all(part.strip() for part in (context, *endings)):
+                raise ValueError("a text is empty")
+            own = [(encode(context), encode(f" {ending}")) for ending in endings]
+            if max(len(ending) for _, ending in own) > block_size:
+                raise ValueError(f"what is to be predicted has over {block_size} tokens")
+        except Exception as error:  # of any kind: the file may hold anything
             reason = f"there is no {error}" if isinstance(error, LookupError) else error
             raise UserError(f"{path}, line {n} can't be scored ({reason}): give {FIELDS[task]}") from None
         rows += [np.array([*(~i for i in ids), *ending]) for ids, ending in own]

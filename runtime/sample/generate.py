@@ -15,7 +15,7 @@ TEMPERATURE, TOP_K = 0.8, 200  # for samples during training; sample.py's defaul
 def read_text(path):
     """Return a file's text, with its line endings. Raises UserError if it can't be read or isn't UTF-8."""
     try:
-        return Path(path).read_bytes().decode()
+        return Path(path).read_bytes().decode("utf-8-sig")  # drops a byte order mark
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror}): name another file") from None
     except UnicodeDecodeError as error:

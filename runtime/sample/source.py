@@ -28,12 +28,14 @@ def find_model(init_from, out_dir, tag, dataset):
         raise UserError(f"init_from={init_from} has checkpoints of train_deepspeed.py: use --out_dir={run[0]} "
                         f"--tag={run[1]}")
     else:
-        name, description = init_from, ""
+        name, description, folder = init_from, "", Path(init_from)
         config = GPTConfig.from_weights(init_from) if os.path.exists(init_from) else GPTConfig()  # a GPT-2 on the hub
-        data = read_meta(dataset_dir(dataset)) if dataset else data_of_weights(init_from, config.vocab_size)
-        if data["vocab_size"] > config.vocab_size:
-            raise UserError(f"dataset={dataset} has more tokens than {init_from}: choose another")
-        file, template = Path(init_from, "tokenizer_config.json"), None
+        knows_tokens = not dataset or (folder / "tokenizer.json").exists()
+        own = data_of_weights(init_from, config.vocab_size) if knows_tokens else None
+        data = read_meta(dataset_dir(dataset)) if dataset else own
+        if data["vocab_size"] > config.vocab_size or own and own["vocab_size"] != data["vocab_size"]:
+            raise UserError(f"dataset={dataset} has another tokenizer than {init_from}: prepare it with that one")
+        file, template = folder / "tokenizer_config.json", None
         if file.exists():  # a folder in transformers' format
             with weights_errors(file):
                 template = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
