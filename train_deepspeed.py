@@ -285,7 +285,7 @@ mixture = [(tokens, dataset.share) for tokens, dataset in zip(plan.tokens["train
 batches = TrainBatches(mixture, iter_num, batch, ranks.rank, seed, vocab_size, device)
 micro_batches = iter(batches)
 model.train()
-exit_code = None
+exit_code, code_at_end = None, 0
 if profiler:
     profiler.start()
 log.restart_clock(iter_num, batches.waited_s)  # starts it
@@ -317,7 +317,7 @@ while not finished() and not eval_only and exit_code is None:
         evals_since_best = 0 if improved else evals_since_best + 1
         if improved or always_save_checkpoint or finished():
             save(improved) if math.isfinite(val_loss) else log.not_saved()
-            saved = True
+            saved, code_at_end = True, 0 if math.isfinite(val_loss) else 2
     if sample_interval and iter_num % sample_interval == 0:
         encode, decode = plan.tokenizer
         ids = sample_while_training(model, encode(sample_start), sample_tokens, (seed + iter_num) % 2**63)
@@ -344,4 +344,4 @@ if profiler:
     profiler.close()
 saver.wait()
 log.close(finished() and not eval_only, evals_since_best)
-shut_down(0 if finished() else exit_code or 0)
+shut_down(code_at_end if finished() else exit_code or 0)
