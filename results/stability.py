@@ -1,0 +1,82 @@
+"""Train with one thing changed, to find out why a long run becomes unstable (docs/pretrain.md): one process, one GPU.
+
+    python results/stability.py control config/train_gpt2.py --dataset=packages --batch_size=60 ...
+    python results/stability.py math config/train_gpt2.py ... --init_from=resume --resume_tag=iter_7000 --overwrite=True
+
+The first argument is one of these, the others are those of train_deepspeed.py, whose history.jsonl has the record:
+
+control    nothing is changed
+math       attention by PyTorch's plain kernels, in the precision of the run
+flash      attention by flash attention
+float16    attention in float16, which is 8 times as exact as bfloat16; its gradient is scaled by 2^14
+compiled   torch.compile's blocks instead of our Triton kernels
+eps        AdamW with eps=1e-6 instead of 1e-8
+"""
+
+import functools
+import runpy
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+
+import model
+from runtime.kernels import block
+
+SCALE = 2.0**14  # of gradients in float16
+
+
+class ToHalf(torch.autograd.Function):
+    """Converts to float16. The gradient comes back scaled."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.dtype = x.dtype
+        return x.to(torch.float16)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad.float() / SCALE).to(ctx.dtype)
+
+
+class FromHalf(torch.autograd.Function):
+    """Converts from float16. Its gradient is scaled."""
+
+    @staticmethod
+    def forward(ctx, x, dtype):
+        return x.to(dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad.float() * SCALE).to(torch.float16), None
+
+
+def attend_in_float16(attend, q, k, v, **options):
+    return FromHalf.apply(attend(ToHalf.apply(q), ToHalf.apply(k), ToHalf.apply(v), **options), q.dtype)
+
+
+def change(name):
+    """Make the change of a name, for this process."""
+    kernels = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION}
+    if name in kernels:
+        model.attention_backends = block.attention_backends = lambda device: [kernels[name]]
+    elif name == "float16":
+        F.scaled_dot_product_attention = functools.partial(attend_in_float16, F.scaled_dot_product_attention)
+    elif name == "compiled":
+        block.model_fits_kernels = lambda *_: False
+    elif name == "eps":
+        torch.optim.AdamW.__init__ = functools.partialmethod(torch.optim.AdamW.__init__, eps=1e-6)
+    elif name != "control":
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    change(sys.argv[1] if len(sys.argv) > 1 else "")
+    script = str(ROOT / "train_deepspeed.py")
+    sys.argv = [script, *sys.argv[2:]]
+    runpy.run_path(script, run_name="__main__")
