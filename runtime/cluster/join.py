@@ -26,7 +26,7 @@ def group_timeout():
 
 
 def join_process_group(device="auto", backend="auto"):
-    """Join the other ranks. Return each rank's process id. Exits with code 2 if they can't be reached."""
+    """Join the other ranks. Return each rank's (node, process id). Exits with code 2 if they can't be reached."""
     on_gpu = device != "cpu" and torch.cuda.is_available()
     timeout = group_timeout()
     # For DeepSpeed's groups too, which it creates without a timeout: gloo's default is 30 minutes
@@ -34,7 +34,7 @@ def join_process_group(device="auto", backend="auto"):
     set_gloo_interface()
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu and backend != "gloo" else "gloo", timeout=timeout)
-        return all_gather_objects(os.getpid())
+        return all_gather_objects(((socket.gethostname(), str(psutil.net_if_addrs())), os.getpid()))
     except RuntimeError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         exit_with_error(f"rank {RANK} on {socket.gethostname()} could not join the other ranks within "

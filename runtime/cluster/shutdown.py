@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.cluster.join import group_timeout
-from runtime.cluster.ranks import ALL_EXITING, EXITING, RANK, launcher_variable, local_world_size
+from runtime.cluster.ranks import ALL_EXITING, EXITING, RANK
 from runtime.output import explain_uncaught
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # the exit code is 128 + the number
@@ -38,14 +38,13 @@ LAUNCHERS = {"torchrun", "torch.distributed.run", "launch_deepspeed.py", "deepsp
 
 class Shutdown:
     """Watches the launcher and the other ranks of this node until shut_down(), and on request signals and a file.
-    pids: what join_process_group() returned."""
+    peers: what join_process_group() returned."""
 
-    def __init__(self, pids):
+    def __init__(self, peers):
         self.exit_code = None  # requested on this rank
         self.stop_file = None
-        first = RANK - launcher_variable("LOCAL_RANK")  # launchers number a node's ranks without a gap
-        self.neighbors = {rank: psutil.Process(pids[rank]) for rank in range(first, first + local_world_size())
-                          if rank != RANK}
+        self.neighbors = {rank: psutil.Process(pid) for rank, (node, pid) in enumerate(peers)
+                          if node == peers[RANK][0] and rank != RANK and psutil.pid_exists(pid)}
         # torchrun, or the two processes of deepspeed: their end stops the run, that of a shell doesn't
         self.launchers = list(itertools.takewhile(is_launcher, psutil.Process().parents()))
         self.launcher_end = None  # when it was first missed
