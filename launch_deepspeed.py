@@ -138,11 +138,11 @@ def print_next_commands(ranks, configs, on_cpu):
     python, prepare, launch, script, sample = (
         shlex.quote(min(str(path), os.path.relpath(path), key=len)) for path in (
             sys.executable, ROOT / "data" / "prepare.py", ROOT / "launch_deepspeed.py", TRAIN, ROOT / "sample.py"))
-    options = shlex.join([*configs, "--dataset=mine", "--out_dir=out-mine"])
-    epochs = "" if on_cpu else " --max_epochs=3 --eval_epochs=1"
+    epochs = [] if on_cpu else ["--max_epochs=3", "--eval_epochs=1"]
+    options = shlex.join([*configs, "--dataset=mine", "--out_dir=out-mine", *epochs])
     print("To train on your own text, a file or folder MY_TEXT, and sample:")
     print(f"  {python} {prepare} MY_TEXT --name=mine{' --tokenizer=char' * on_cpu}")
-    print(f"  {python} {launch} --nproc_per_node={ranks} {script} {options}{epochs}")
+    print(f"  {python} {launch} --nproc_per_node={ranks} {script} {options}")
     print(f"  {python} {sample} --out_dir=out-mine")
 
 

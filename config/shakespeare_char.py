@@ -1,5 +1,5 @@
 # Character-level Shakespeare from scratch on one GPU: nanoGPT's model, 10.7M parameters, trained with Muon.
-#   python train_deepspeed.py config/shakespeare_char.py
+#   python train_deepspeed.py config/shakespeare_char.py     (GPUs without bfloat16 need --dtype=float32)
 # 64 sequences x 1 GPU x 1 = 64 sequences of 256 = 16,384 characters per step; 1,003,854 / 16,384 = 61 steps per epoch.
 out_dir = "out-shakespeare-char"
 init_from = "scratch"
