@@ -30,7 +30,7 @@ def read_rows(task, path, encode, block_size):
             own = [(encode(context), encode(f" {ending}")) for ending in endings]
             if max(len(ending) for _, ending in own) > block_size:
                 raise ValueError(f"what is to be predicted has over {block_size} tokens")
-        except Exception as error:  # of any kind: the file may hold anything
+        except (UserError, ValueError, OverflowError, LookupError, TypeError, AttributeError, RecursionError) as error:
             reason = f"there is no {error}" if isinstance(error, LookupError) else error
             raise UserError(f"{path}, line {n} can't be scored ({reason}): give {FIELDS[task]}") from None
         rows += [np.array([*(~i for i in ids), *ending]) for ids, ending in own]

@@ -31,9 +31,9 @@ def find_model(init_from, out_dir, tag, dataset):
         name, description, folder = init_from, "", Path(init_from)
         config = GPTConfig.from_weights(init_from) if os.path.exists(init_from) else GPTConfig()  # a GPT-2 on the hub
         data = read_meta(dataset_dir(dataset)) if dataset else data_of_weights(init_from, config.vocab_size)
-        both = dataset and data["tokenizer"]["kind"] != "gpt2" and (folder / "tokenizer.json").exists()
+        comparable = dataset and data["tokenizer"]["kind"] != "gpt2" and (folder / "tokenizer.json").exists()
         if data["vocab_size"] > config.vocab_size or (
-                both and data["vocab_size"] != data_of_weights(init_from, config.vocab_size)["vocab_size"]):
+                comparable and data["vocab_size"] != data_of_weights(init_from, config.vocab_size)["vocab_size"]):
             raise UserError(f"dataset={dataset} has another tokenizer than {init_from}: prepare it with that one")
         file, template = folder / "tokenizer_config.json", None
         if file.exists():  # a folder in transformers' format
