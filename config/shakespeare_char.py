@@ -18,9 +18,9 @@ n_head = 6
 n_embd = 384
 dropout = 0.2
 
-optimizer = "muon"  # 0.01 and 0.04 give higher losses (results/h200_x1_char_muon.json)
+optimizer = "muon"
 learning_rate = 1e-3
-muon_learning_rate = 0.02
+muon_learning_rate = 0.02  # 0.01 and 0.04 give higher losses (results/h200_x1_char_muon.json)
 max_iters = 1000
 lr_schedule = "linear"
 min_lr = 0.0

@@ -44,7 +44,7 @@ class Shutdown:
         self.exit_code = None  # requested on this rank
         self.stop_file = None
         self.neighbors = {rank: psutil.Process(pid) for rank, (node, pid) in enumerate(peers)
-                          if node == peers[RANK][0] and rank != RANK and psutil.pid_exists(pid)}
+                          if node == peers[RANK][0] and rank != RANK and psutil.pid_exists(pid)}  # containers hide some
         # torchrun, or the two processes of deepspeed: their end stops the run, that of a shell doesn't
         self.launchers = list(itertools.takewhile(is_launcher, psutil.Process().parents()))
         self.launcher_end = None  # when it was first missed
