@@ -41,30 +41,22 @@ def read(name):
     return json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def seconds_and_losses(history):
-    """Return the evaluations of a run as [(seconds after its start, validation loss)]."""
-    points, seconds, last = [], 0, 0
-    for record in history:
-        if "loss" in record:  # ms is the mean since the last record
-            seconds += record.get("first_step_s", (record["iter"] - last) * record["ms"] / 1000)
-            last = record["iter"]
-        elif record["iter"] and "val_loss" in record:
-            seconds += record["eval_s"]
-            points.append((seconds, record["val_loss"]))
-    return points
-
-
 def draw_race(path):
-    """Draw the validation loss of the demonstration against time, with Muon and with AdamW."""
+    """Draw the validation losses of GPT-2 small against time: the best run of nanoGPT's recipe, and ours."""
     from matplotlib.figure import Figure
 
     figure = Figure((9, 3.6), layout="constrained")
     axis = figure.subplots()
-    runs = read("cpu_demo")
-    for key, name in (("muon", "Muon"), ("adamw", "AdamW")):
-        axis.plot(*zip(*seconds_and_losses(runs[key]["history"])), marker="o", label=name)
-    axis.set(xlabel="seconds since the start", ylabel="validation loss")
-    axis.set_title("Character-level Shakespeare, config/shakespeare_char_cpu.py, two CPU cores", loc="left")
+    runs = read("h200_x1_race_short")["runs"]
+    best = min((run for run in runs if run["way"] == "baseline"), key=lambda run: run["curve"][-1][2])
+    names = {False: "Muon, bfloat16", True: "Muon, FP8"}
+    for run in [best, *(run for run in runs if run["way"] == "ours")]:
+        name = "plain PyTorch, nanoGPT's recipe" if run is best else names["--fp8=True" in run["argv"]]
+        _, seconds, losses = zip(*run["curve"][1:])
+        axis.plot(seconds, losses, marker="o", markersize=4, label=name)
+    axis.axhline(best["curve"][-1][2], color="black", linewidth=0.8, linestyle=":")
+    axis.set(xlabel="seconds of training", ylabel="validation loss", ylim=(1, 3))
+    axis.set_title("GPT-2 small from scratch, one H200", loc="left")
     axis.grid(color="black", alpha=0.12)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend()

@@ -7,7 +7,7 @@
 SETTINGS are those of train_deepspeed.py, the same for both, such as config/train_gpt2.py --dataset=packages. The first
 two commands write [step, seconds of training, validation loss] of each evaluation. Seconds are those of the optimizer
 steps: the start, compilation and evaluations don't count, for neither. The last command tells how long each of our runs
-takes to the final loss of each baseline of its seed, and writes all runs to one file.
+takes to the final loss of each baseline of its seed, and writes all runs to one file. It reads such files too.
 
 nanoGPT's recipe: float32 weights under autocast, the whole model compiled, fused AdamW with weight decay 0.1 and betas
 0.9 and 0.95, gradients clipped at 1, and a cosine from learning_rate to a tenth of it.
@@ -16,6 +16,7 @@ nanoGPT's recipe: float32 weights under autocast, the whole model compiled, fuse
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -136,7 +137,8 @@ def label(run):
 
 def table(path, paths):
     """Print the runs, and compare each of ours with the baselines of its seed. Write all to one file."""
-    runs = [json.loads(Path(path).read_text()) for path in paths]
+    files = [json.loads(Path(path).read_text()) for path in paths]
+    runs = [run for file in files for run in file.get("runs", [file])]
     for run in runs:
         run["label"], run["seed"] = label(run)
     for run in runs:
@@ -146,7 +148,8 @@ def table(path, paths):
             if run["way"] == "ours" and (reached := seconds_to(run["curve"], base["curve"][-1][2])):
                 ratio = run.setdefault("ratios", {})[base["label"]] = round(reached / base["curve"][-1][1], 3)
                 print(f"    the final loss of {base['label']}: after {reached:.1f} s, {ratio} of its time")
-    Path(path).write_text(json.dumps({"runs": runs}, indent=1))
+    rows = re.sub(r"\[\s+([\d., ]+?)\s+\]", r"[\1]", re.sub(r",\s+(?=\d)", ", ", json.dumps({"runs": runs}, indent=1)))
+    Path(path).write_text(rows + "\n")
 
 
 def main():
@@ -156,8 +159,9 @@ def main():
     if way == "table":
         return table(path, argv)
     curve, machine = {"baseline": baseline, "ours": ours}[way](argv)
-    Path(path).write_text(json.dumps({"way": way, "argv": argv, "command": " ".join(sys.argv), "commit": git_commit(),
-                                      **machine, "curve": curve}))
+    Path(path).write_text(json.dumps({
+        "way": way, "argv": argv, "command": " ".join(sys.argv), "commit": git_commit(),
+        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()), **machine, "curve": curve}))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from configurator import settings_of_script
 from results.estimates import XL, meta_model, planned_gb
+from results.race import seconds_to
 from results.runs import link, markdown, median, newest, read, sampling_runs, speed_cells, training_runs
 from runtime.cluster.ranks import Ranks
 from runtime.output import exit_with_error
@@ -115,6 +116,21 @@ def muon():
                          f"{run['peak_gb']:.1f}", link(run)])
     return markdown(["model", SPLIT, "AdamW, ms per step", "Muon, ms per step", "ratio", "AdamW, peak GB",
                      "Muon, peak GB", SOURCE], rows)
+
+
+def race():
+    """GPT-2 small from scratch by nanoGPT's recipe and ours. The last columns compare with the best baseline."""
+    rows = []
+    for file in read("h200_x1_race_*.json"):
+        best = min((run["curve"][-1] for run in file["runs"] if run["way"] == "baseline"), key=lambda last: last[2])
+        for run in file["runs"]:
+            steps, seconds, loss = run["curve"][-1]
+            reached = seconds_to(run["curve"], best[2]) if run["way"] == "ours" else None
+            rows.append([run["label"].rsplit(",", 2)[0], f"{steps:,}", f"{loss:.4f}", f"{seconds:.0f}",
+                         *([f"{reached:.0f}", f"{reached / best[1]:.2f}"] if reached else ["", ""]),
+                         link({"file": file["file"]} | run)])
+    return markdown(["recipe, peak learning rates", "steps", "validation loss", "training, s",
+                     "to the best baseline's loss, s", "of its time", SOURCE], rows)
 
 
 def fast_path_losses():
@@ -231,7 +247,7 @@ def char():
 
 
 TABLES = {
-    "cards": cards, "speed": speed, "training": training, "fsdp2": fsdp2, "muon": muon,
+    "cards": cards, "speed": speed, "training": training, "fsdp2": fsdp2, "muon": muon, "race": race,
     "fast-path-losses": fast_path_losses, "memory": memory, "lora-offload": lora_offload, "sampling": sampling,
     "checkpoints": checkpoints, "drills": drills, "char": char}
 
