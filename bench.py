@@ -38,16 +38,16 @@ def main():
     parser.add_argument("--baseline", choices=("hf", "pytorch", "fsdp2"), help="also measure a baseline")
     parser.add_argument("--json", default="bench.json", help="output file (default: bench.json)")
     args, argv = parser.parse_known_args()
-    for name, value in vars(args).items():
-        if type(value) is int and value < 1:
-            parser.error(f"--{name}={value} must be at least 1")
+    if min(args.gpus, args.warmup, args.repeats) < 1:
+        parser.error("--gpus, --warmup and --repeats must be at least 1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes temporary folders
     if os.path.isdir(args.json) or not os.access(os.path.dirname(os.path.abspath(args.json)), os.W_OK):
         parser.error(f"--json={args.json} can't be written: choose a file in a folder that exists")
-    record = {"command": " ".join(["bench.py", *sys.argv[1:]]), "commit": git_commit(),
-              "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()), **train(args, argv)}
-    Path(args.json).write_text(json.dumps(record, indent=1))
-    print(f"written to {args.json}")
+    head = {"command": " ".join(["bench.py", *sys.argv[1:]]), "commit": git_commit(),
+            "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime())}
+    for record in measure(args, argv):  # first without the baseline, which may fail
+        Path(args.json).write_text(json.dumps(head | record, indent=1))
+        print(f"written to {args.json}")
 
 
 def summarize(values):
@@ -70,8 +70,8 @@ def run_ranks(args, out_dir, *command):
     return output
 
 
-def train(args, argv):
-    """Measure the steps of train_deepspeed.py, then the steps of the baseline."""
+def measure(args, argv):
+    """Measure the steps of train_deepspeed.py and yield the figures, then also those of the baseline, if any."""
     lora_rank = settings_of_script(SCRIPT, argv).lora_rank  # exits if a setting is wrong
     if lora_rank and args.baseline:
         exit_with_error(f"--baseline={args.baseline} trains all weights: drop it, or --lora_rank={lora_rank}")
@@ -91,6 +91,7 @@ def train(args, argv):
         mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
         print(f"{record['ms']['median']:,.1f} ms per step, {record['tokens_per_s']:,.0f} tokens/s, MFU {mfu}, peak "
               f"{record['peak_gb']:.1f} GB, first step after {record['first_step_s']:.0f} s")
+        yield record
         if args.baseline:
             run_ranks(args, folder, BASELINES, args.baseline, *argv, f"--batch_size={s['batch_size']}",
                       f"--gradient_accumulation_steps={s['gradient_accumulation_steps']}")
@@ -98,7 +99,7 @@ def train(args, argv):
             other["ms"] = summarize(other["ms"][args.warmup :])
             other["ratio"] = other["ms"]["median"] / record["ms"]["median"]
             print(f"{other['name']}: {other['ms']['median']:,.1f} ms per step, {other['ratio']:.2f} times ours")
-    return record
+            yield record
 
 
 if __name__ == "__main__":

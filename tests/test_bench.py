@@ -27,6 +27,7 @@ def test_train_and_a_baseline(characters, tmp_path, baseline, name):
     assert record["tokens_per_s"] == pytest.approx(2 * 2 * 3 * 32 / (record["ms"]["median"] / 1000))
     other = record["baseline"]
     assert other["ratio"] == other["ms"]["median"] / record["ms"]["median"] and record["world_size"] == 2
+    assert output.count("\nwritten to ") == 2  # before the baseline, and after it
     assert other["ms"]["count"] == 5 and len(other["losses"]) == 7
     assert f"bench.py --gpus=2 --baseline={baseline}" in record["command"]
     assert f"\n{other['name']}: {other['ms']['median']:,.1f} ms per step, {other['ratio']:.2f} times ours\n" in output
@@ -43,7 +44,7 @@ def test_train_and_a_baseline(characters, tmp_path, baseline, name):
 @pytest.mark.parametrize(("args", "sentence"), [
     (["--batch=8"], "there is no setting 'batch': did you mean 'batch_size'?"),
     (["--baseline=pytorch", "--lora_rank=4", "--init_from=gpt2"], "--baseline=pytorch trains all weights: "),
-    (["--json=docs"], "--json=docs can't be written: "), (["--repeats=0"], "--repeats=0 must be at least 1"),
+    (["--json=docs"], "--json=docs can't be written: "), (["--repeats=0"], "--repeats must be at least 1"),
 ])
 def test_mistakes_are_one_line(args, sentence):
     run = launch(ROOT / "bench.py", *args)
