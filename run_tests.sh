@@ -14,17 +14,16 @@ if [[ ${1-} == --volta ]]; then
     shift
     (($#)) || set -- -k "train or resume or float16 or fp16"
 fi
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
+((gpus)) || export DS_ACCELERATOR=cpu  # else DeepSpeed mistakes a CUDA toolkit for a GPU
 case ${1-} in
 '' | --all) set -- -n auto --maxprocesses=4 --dist=loadfile "$@" ;;
 --gpu)
+    ((gpus)) || { echo "--gpu: nvidia-smi shows no GPU; leave it out to test on CPU" >&2; exit 2; }
     export TEST_GPU=1
     set -- -o testpaths=tests/gpu "${@:2}"
     ;;
 esac
 
 source runtime/venv.sh
-
-# Without this, DeepSpeed mistakes a CUDA toolkit for a GPU
-nvidia-smi -L 2>/dev/null | grep -q '^GPU ' || export DS_ACCELERATOR=cpu
-
 exec "$PYTHON" -m pytest --durations=10 "$@"
