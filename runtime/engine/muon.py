@@ -130,7 +130,7 @@ class Muon:
         on the device. If it is not below skip_above, only clear the gradients."""
         is_applied = norm < skip_above
         clip = (max_norm / (norm + 1e-6)).clamp(max=1)
-        lr = torch.tensor(p.group["lr"], device=norm.device) * is_applied
+        lr = is_applied * p.group["lr"]  # on the device; torch.tensor() would make the CPU wait for backward
         for start, end, rows, columns in self.batches:
             own = slice(max(0, start), max(0, min(self.size, end)))
             direction = self.next_direction(p.grads[own], momentum[own], clip, is_applied)
