@@ -197,7 +197,8 @@ print0(f"DeepSpeed uses {setup.describe(deepspeeds_engine, plan.ds_config, execu
 engine = Engine(deepspeeds_engine, plan.accumulate_locally, use_triton,
                 capture=not plan.ds_config.get("wall_clock_breakdown"))  # its timers synchronize in every micro-step
 
-state = engine.load(store, tag) if tag else {}
+with all_exit_on(UserError):
+    state = engine.load(store, tag) if tag else {}
 iter_num = first_iter = state.get("iter_num", 0)
 evals_since_best = state.get("evals_since_best", 0)
 vocab_size = plan.data["vocab_size"]

@@ -34,7 +34,7 @@ class TagReader:
         models, optimizers = ([mmap_load(os.path.join(folder, name)) for name in names if kind in name]
                               for kind in ("model_states", "optim"))
         model, stage = models[0], manifest["stage"]
-        self.model_state, self.loss_scaler = model, None
+        self.folder, self.model_state, self.loss_scaler = folder, model, None
         if stage == 3:  # the model files hold the frozen parameters, sharded over the ranks
             frozen = model["frozen_param_shapes"] or {}
             weights = {name: [rank["frozen_param_fragments"][name] for rank in models] for name in frozen}
@@ -90,8 +90,7 @@ def slice_flat(tensors, start, length):
 
 
 def open_tag(out_dir, tag="latest", share=(0, 1)):
-    """Return (TagReader, manifest) of a tag. Every file is checked first. share: (rank, ranks) that share the hashing.
-    Raises CheckpointError."""
+    """Check a tag's files and return (TagReader, manifest). share: (rank, ranks) that hash. Raises CheckpointError."""
     store = TagStore(out_dir)
     tag, manifest = store.find(tag)
     try:
@@ -100,6 +99,13 @@ def open_tag(out_dir, tag="latest", share=(0, 1)):
         return TagReader(store.path(tag), manifest), manifest
     except OSError as error:  # a running job may also have pruned it
         raise UnreadableError.of(error, store.path(tag)) from None
+
+
+def check_shapes(where, saved, model):
+    """Raise CheckpointError unless the tensors of a model, {name: tensor}, have the saved shapes, {name: shape}."""
+    shapes = {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in model.items()}  # whole at ZeRO-3
+    if differing := [name for name in {**saved, **shapes} if saved.get(name) != shapes.get(name)]:
+        raise CheckpointError(f"{where} has another model than model.py ({', '.join(differing[:3])}): restore model.py")
 
 
 def load_model(out_dir, tag="latest", dropout=None, share=(0, 1)):
@@ -113,6 +119,7 @@ def load_model(out_dir, tag="latest", dropout=None, share=(0, 1)):
     weights["lm_head.weight"] = weights["transformer.wte.weight"]  # tied; the files hold it once
     if state["lora"]:
         merge(weights, state["lora"])
+    check_shapes(reader.folder, {name: weight.shape for name, weight in weights.items()}, model.state_dict())
     model.load_state_dict(weights, assign=True)
     model.lm_head.weight = model.transformer.wte.weight
     return model.eval(), manifest

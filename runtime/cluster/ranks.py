@@ -99,8 +99,7 @@ def all_exit_on(*error_types):
 
 
 def merge_problems(ranks):
-    """Return the problems of all ranks, each once, with the host name if not all ranks have it. ranks: [(host name,
-    problems)]."""
+    """Return the problems of `ranks`, [(host name, problems)], each once, with its hosts if not all ranks have it."""
     hosts_of = {}
     for host, problems in ranks:
         for problem in "\n".join(problems).splitlines():  # one may hold several lines

@@ -2,15 +2,17 @@
 
 import torch
 
+from runtime.checkpoint.shards import check_shapes
 from runtime.engine.muon import moments_of
 
 
 @torch.no_grad()
 def copy_into(deepspeed, reader):
-    """Copy a tag's weights, moments, step and loss scale into a new engine. Each rank reads what it needs."""
-    stage = deepspeed.zero_optimization_stage()
+    """Copy a tag's weights, moments, step and loss scale into a new engine. Raises CheckpointError."""
+    stage, params = deepspeed.zero_optimization_stage(), dict(deepspeed.module.named_parameters())
+    check_shapes(reader.folder, reader.shapes, params)
     init_adam_state(deepspeed.optimizer, stage, reader.step)
-    for name, param in deepspeed.module.named_parameters():
+    for name, param in params.items():
         for field in reader.fields(name):
             flat = reader.get(name, field).flatten()
             for target, offset in local_slices(deepspeed.optimizer, stage, param, field):

@@ -143,8 +143,7 @@ class Zero3Blocks:
             torch.cuda.current_stream().wait_event(event)
 
     def gather_first(self):
-        """Gather what a forward begins with: all but the blocks' matrices, and the first blocks. Called after each
-        optimizer step, outside of a CUDA graph."""
+        """Gather all but the blocks' matrices, and the first blocks. Called after each step, outside a CUDA graph."""
         if self.world_size > 1:
             blocks = [pair for block, buffer in zip(self.blocks, self.buffers) for pair in zip(block, buffer)]
             params, full = zip(*self.full.items(), *blocks)

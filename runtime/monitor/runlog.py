@@ -90,8 +90,7 @@ class RunLog:
                 write_atomic(os.path.join(self.out_dir, "settings.json"), json.dumps(record, indent=1))
 
     def restart_clock(self, iter_num, waited_s, paused=False):
-        """Start the clock, or restart it after an evaluation or another pause, so that no step's time includes it.
-        waited_s: as for step()."""
+        """Start the clock, or restart it after a pause, so that no step's time includes it. waited_s: as for step()."""
         if self.paused or paused:
             self.clock, self.clock_iter, self.waited_s, self.paused = time.time(), iter_num, waited_s, False
 

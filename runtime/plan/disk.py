@@ -6,9 +6,9 @@ from runtime.files import format_bytes, free_bytes
 from runtime.plan.rules import evaluations_through
 
 
-def check_disk(s, start, tag_bytes, notes):
+def check_disk(s, start, tag_bytes):
     """Raise UserError unless the disk has room for the newest checkpoint, the best one and the one being written, of
-    tag_bytes each. If it has no room for keep_last of them, note that: a save then deletes the oldest ones first."""
+    tag_bytes each. It need not have room for keep_last of them: a save that finds none deletes the oldest one."""
     store, kept, first_iter = TagStore(s.out_dir), {}, 0
     if start.kind == "resume":  # TagStore.clean() and Saver delete all others
         first_iter = store.iteration(start.tag)
@@ -26,6 +26,3 @@ def check_disk(s, start, tag_bytes, notes):
                if room > held else "save none with --keep_last=0")
         raise UserError(f"{most} checkpoints of {format_bytes(tag_bytes)} exist at the same time, but the disk of "
                         f"{s.out_dir} has room for {room}: {fix}, make room, or choose another --out_dir=DIR")
-    if room < min(held + saves, s.keep_last + 1 + s.always_save_checkpoint):
-        notes.append(f"the disk has room for {room} checkpoints: a save that finds none deletes the oldest one, "
-                     f"although keep_last={s.keep_last}")

@@ -153,9 +153,8 @@ def format_breakdown(title, parts, memory=None):
 
 
 def relative_step_time(micro, recompute, preset, gpu_speed=1.0):
-    """Return the time per step relative to the fastest setting's. It fits the times of GPT-2 XL on one H200, and for
-    ZeRO-3 on two, in RESULTS.md. With offload, 16 CPU cores do the optimizer step. gpu_speed: the GPU's peak, relative
-    to an H200's."""
+    """Return the time per step relative to the fastest setting's. It fits GPT-2 XL's in RESULTS.md, on one H200, and
+    for ZeRO-3 on two. With offload, 16 CPU cores step. gpu_speed: the GPU's peak, relative to an H200's."""
     if "offload" in preset:
         cpu_ms = 500 if "zero2" in preset else 2010
         return cpu_ms * gpu_speed / 606 + relative_step_time(micro, recompute, "zero2")

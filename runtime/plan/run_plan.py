@@ -231,4 +231,4 @@ def check_out_dir(s, start, tag_bytes, notes):
     if not s.out_dir or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise UserError(f"out_dir={s.out_dir} cannot be written: choose another with --out_dir=DIR")
     if s.keep_last and tag_bytes:
-        check_disk(s, start, tag_bytes, notes)
+        check_disk(s, start, tag_bytes)

@@ -18,8 +18,7 @@ PADDED_GPT2_VOCAB = 50304  # nanoGPT's, for a dataset without meta.pkl
 def find_model(init_from, out_dir, tag, dataset):
     """Return (name, description, data, load(device, dtype) -> GPT) of the model that the settings name. data:
     {"tokenizer", "vocab_size", "template" or None, "block_size"}. init_from: "resume" for a tag of out_dir, otherwise
-    as for GPT.from_pretrained. dataset: the name or path of the dataset that other weights were trained on, or None.
-    Raises UserError."""
+    as for GPT.from_pretrained. dataset: what other weights were trained on, or None. Raises UserError."""
     if init_from == "resume":
         tag, manifest = TagStore(out_dir).find(tag)
         name, description = f"{out_dir}/{tag}", f" after {manifest['iter_num']} iterations"

@@ -5,7 +5,7 @@ import pickle
 import shutil
 
 import pytest
-from conftest import CHARS, FLOAT16, ROOT, SMALL, done, write_characters
+from conftest import CHARS, EIGHT, FLOAT16, ROOT, SMALL, done, stage, write_characters
 
 from configurator import settings_of_script
 from runtime.checkpoint.tags import TagStore
@@ -59,6 +59,17 @@ def test_a_resume_with_another_seed_or_tokenizer_is_refused(resume):
     for args in ((), ("--eval_only=True",)):
         (problem,), _ = resume(*args, data="coded")
         assert "} has another tokenizer than OUT/iter_2: use --dataset='{" in problem
+
+
+@pytest.mark.parametrize("n, old, new", [(2, "4 * config.n_embd", "2 * config.n_embd"), (3, "self.c_fc", "self.c_in")])
+def test_another_model_py_is_refused(train, whole, tmp_path, n, old, new):
+    """A narrower MLP would take the beginning of the saved one, and a renamed layer would stay random."""
+    before = shutil.copytree(whole(n).out_dir, tmp_path / "out")
+    edit = f"import model\nexec(open(model.__file__).read().replace({old!r}, {new!r}), vars(model))"
+    for out_dir, start in ((before, "resume"), (tmp_path / "new", f"{before}/iter_8")):
+        run = train(*EIGHT, stage(n), f"--init_from={start}", "--max_iters=9", out_dir=out_dir, plant=edit)
+        assert run.returncode == 2 and "Traceback" not in run.stderr and len(run.history) in (0, len(whole(n).history))
+        assert "iter_8 has another model than model.py (transformer.h.0.mlp.c_" in run.stderr
 
 
 def test_a_resume_prints_each_setting_that_differs(resume):

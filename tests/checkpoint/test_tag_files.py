@@ -47,8 +47,7 @@ def test_a_changed_file_is_found_by_one_of_the_ranks(tmp_path, world_size):
     files = {name: file_digest(tmp_path / name) for name in "abcd"}
     for name in "abcd":
         (tmp_path / name).write_bytes(name.encode() * 8 + b"x")
-        (problem,) = [text for rank in range(world_size)
-                      for text in verify_files(tmp_path, files, rank, world_size)]
+        (problem,) = [text for rank in range(world_size) for text in verify_files(tmp_path, files, rank, world_size)]
         assert problem == f"{tmp_path}/{name} has changed since it was saved (its sha256 differs)"
         (tmp_path / name).write_bytes(name.encode() * 9)
 
