@@ -17,7 +17,6 @@ MOMENTUM = 0.95
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of Newton-Schulz, as in torch.optim.Muon
 ROUNDS = 3, 2  # its iterations: five, as there
 MAX_BATCH = 2**28  # elements: what one batch of matrices takes in memory for a moment is a few times this
-LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
 def split_matrices(groups, model, lr_ratio, world_size):
@@ -25,8 +24,8 @@ def split_matrices(groups, model, lr_ratio, world_size):
     `lr_ratio` times that of the others. Each rank's share of the blocks is sorted by shape."""
     blocks, (decayed, *_) = model.transformer.h, groups
     borders = [rank * len(blocks) // world_size for rank in range(world_size + 1)]
-    matrices = [block.get_submodule(layer).weight for start, end in itertools.pairwise(borders)
-                for layer in LAYERS for block in blocks[start:end]]
+    of_blocks = [[p for p in block.parameters() if p.dim() == 2] for block in blocks]
+    matrices = [p for start, end in itertools.pairwise(borders) for same in zip(*of_blocks[start:end]) for p in same]
     ids = set(map(id, matrices))
     others = [{**group, "params": [p for p in group["params"] if id(p) not in ids]} for group in groups]
     return [*others, {**decayed, "params": matrices, "lr_ratio": lr_ratio}]
@@ -73,8 +72,7 @@ def plain_product(x, y, alpha=1.0, beta=0.0):
 
 
 def next_direction(grads, momentum, clip, is_applied):
-    """Add clipped gradients to the momentum, clear them, and return Nesterov's direction in bfloat16, or on CPU in
-    float32."""
+    """Add clipped gradients to the momentum, clear them, and return Nesterov's direction (bfloat16, on CPU float32)."""
     clipped = torch.where(is_applied, grads * clip, 0.0)
     momentum.lerp_(clipped, is_applied * (1 - MOMENTUM))
     grads.zero_()
