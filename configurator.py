@@ -39,8 +39,8 @@ def configure(defaults, argv, annotations=None, root="."):
 
     def assign(name, value, where, convert=validate):
         if name not in defaults:
-            suggestion = did_you_mean(name, defaults) or ": begin names of your own with _" * (where != "command line")
-            problems.append(f"{where}: there is no setting '{name}'{suggestion}")
+            fix = "docs/guides.md has those of other guides" if where == "command line" else "begin your own with _"
+            problems.append(f"{where}: there is no setting '{name}'{did_you_mean(name, defaults) or f': {fix}'}")
             return
         try:
             value = convert(value, *allowed[name])

@@ -115,7 +115,7 @@ def run_headline(args):
     ranks, ours = gpus or 2, ["config/xl_shakespeare.py"]
     if not gpus:
         ours = ["config/shakespeare_char_cpu.py", "--out_dir=out-demo"]
-        print(f"No CUDA GPU: training a small character-level model on {ranks} CPU processes instead, in out-demo")
+        print(f"No CUDA GPU (python doctor.py): training a small character-level model on {ranks} CPUs, in out-demo")
         os.environ["DS_ACCELERATOR"] = "cpu"
     settings = settings_of_script(TRAIN, [*ours, *args])  # later arguments win
     if not gpus and settings.out_dir == "out-demo" and settings.init_from not in ("resume", "auto"):

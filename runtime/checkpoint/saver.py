@@ -191,8 +191,7 @@ class Saver:
         of_ranks = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, (written, failures), group=self.group)
         written, failures = zip(*of_ranks, strict=True)
-        failure = next((f"rank {rank}: {error}" for rank, errors in enumerate(failures)
-                        for error in errors), None)
+        failure = next((f"rank {rank}: {error}" for rank, errors in enumerate(failures) for error in errors), None)
         if dist.get_rank() == 0:
             try:
                 if not failure:

@@ -99,8 +99,8 @@ class TagStore:
         name = self.newest() or tag if tag == "latest" else tag
         if os.path.basename(name) != name or not self.is_complete(name):
             if exists(self.path("manifest.json")):
-                raise CheckpointError(f"{self.out_dir} is a checkpoint, not a run's folder: use --out_dir="
-                                      f"{os.path.dirname(os.path.normpath(self.out_dir)) or '.'}")
+                raise CheckpointError(f"{self.out_dir} is a checkpoint, not a run's folder: give its name as the tag, "
+                                      f"and --out_dir={os.path.dirname(os.path.normpath(self.out_dir)) or '.'}")
             names = ", ".join(self.list())
             raise CheckpointError(f"{self.out_dir} has no complete checkpoint '{tag}': choose from {names}" if names
                                   else f"{self.out_dir} has no checkpoint: choose another folder with --out_dir=DIR")

@@ -47,8 +47,7 @@ def update_amax(amax, slot, value, FP8: tl.constexpr):
 
 
 @jit(do_not_specialize=["slot"])
-def cast_kernel(x, out, rows, C, amax, scale, slot, TRANSPOSE: tl.constexpr, ROWS: tl.constexpr,
-                COLUMNS: tl.constexpr):
+def cast_kernel(x, out, rows, C, amax, scale, slot, TRANSPOSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Cast a tile of x (rows, C), which may be in FP8 already, to out: (rows, C), or (C, rows) with TRANSPOSE."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -136,11 +136,12 @@ def text_of_json(line, kind, field):
     try:
         value = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
-        hint = ": write one conversation per line" if kind == "chat" else ""
-        raise ValueError(f"invalid JSON ({getattr(error, 'msg', error)}){hint}") from None
+        raise ValueError(f"invalid JSON ({getattr(error, 'msg', error)}): write one object per line") from None
     if kind == "chat":
         return json.dumps(messages_of(value), ensure_ascii=False)  # half a character fails here, with its line
-    fields = {} if not isinstance(value, dict) else {k: v for k, v in value.items() if isinstance(v, str | None)}
+    if not isinstance(value, dict):
+        raise ValueError("no JSON object: write one per line")
+    fields = {k: v for k, v in value.items() if isinstance(v, str | None)}
     if field not in fields:
         raise ValueError(f"no text field {field!r} (text fields: {', '.join(fields) or 'none'}): choose one with "
                          "--field=NAME, or read conversations with --format=chat")

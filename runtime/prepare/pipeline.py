@@ -104,7 +104,8 @@ class Reader:
             text, ends = inputs.text_of(record, kind, self.options["field"])
         except ValueError as error:
             if not self.skip_unreadable:
-                raise UserError(f"{place}: {error}; to skip such documents, add --skip_unreadable") from None
+                raise UserError(f"{place}: {error}; correct it (text must be UTF-8), or skip such documents with "
+                                "--skip_unreadable") from None
             return "unreadable", b"", True
         if not text:
             return "empty", text, ends

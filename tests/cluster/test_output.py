@@ -109,4 +109,4 @@ def test_the_shell_script_trains_after_its_reader_has_ended(characters, tmp_path
     done = subprocess.run(["bash", "-c", head], capture_output=True, text=True,
                           env={**os.environ, "PYTHON": sys.executable, "DS_ACCELERATOR": "cpu"})
     assert done.returncode == 0 and "final" in TagStore(tmp_path / "out").list()
-    assert done.stdout.startswith("No CUDA GPU: ") and len(done.stdout.splitlines()) == 1
+    assert done.stdout.startswith("No CUDA GPU ") and len(done.stdout.splitlines()) == 1

@@ -271,8 +271,8 @@ MISTAKES = {
     "one document": ("one.txt", "1 documents are for training and 0 for validation, and each split needs one: check "
                      "that the files have text, cut a long text into more documents with --max_document_bytes=64, or"),
     "none for validation": ("good.jsonl --val_fraction=0.001", "16 documents are for training and 0 for validation"),
-    "no JSON": ("broken.jsonl", r"broken.jsonl, line 21: invalid JSON \(.*\); to skip such documents, add --skip_unr"),
-    "no object": ("list.jsonl", r"list.jsonl, line 1: no text field 'text' \(text fields: none\)"),
+    "no JSON": ("broken.jsonl", r"broken.jsonl, line 21: invalid JSON \(.*\): write one object per line; correct"),
+    "no object": ("list.jsonl", r"list.jsonl, line 1: no JSON object: write one per line;"),
     "no field": ("fields.jsonl", r"line 1: no text field 'text' \(text fields: body\): .* with --format=chat"),
     "no string": ("number.jsonl", r"number.jsonl, line 21: no text field 'text' \(text fields: none\)"),
     "half a character": ("half.jsonl", "half.jsonl, line 1: 'utf-8' codec can't encode .*surrogates not allowed"),

@@ -169,7 +169,7 @@ BAD = {
     '{"prompt": "x", "completion": " "}': "message 2 is an empty answer: complete or remove it",
     '{"prompt": 3, "completion": "x"}': "message 1 (user) has no text",
     '{"instruction": "x", "input": "y"}': 'no conversation: give {"messages": [...]}, {"prompt", "completion"} or',
-    "[1, 2]": "no conversation", "[": "invalid JSON (Expecting value): write one conversation per line",
+    "[1, 2]": "no conversation", "[": "invalid JSON (Expecting value): write one object per line",
     "{\udcff": "'utf-8' codec can't decode byte",
     '{"prompt": "x", "completion": "\\ud83e"}': "'utf-8' codec can't encode character",
 }
