@@ -142,7 +142,7 @@ def test_refusals_leave_everything_as_it_was(refusals, folder):
 
 def test_damaged_tags_are_not_sampled_from_either(folder):
     out_dir = folder / "bit"
-    for args, words in (([f"--out_dir={out_dir}/iter_4/"], f"not a run's folder: use --out_dir={out_dir}"),
+    for args, words in (([f"--out_dir={out_dir}/iter_4/"], f"give its name as the tag, and --out_dir={out_dir}"),
                         (["--tag=iter_4"], "_optim_states.pt has changed since it was saved (its sha256 differs)"),
                         (["--tag=iter_7"], "no complete checkpoint 'iter_7': choose from iter_2, iter_4, best, final"),
                         (["--tag=best", "--start=É"], "the character 'É' (U+00C9) is not one of the 28")):
