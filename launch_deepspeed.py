@@ -60,6 +60,7 @@ def run_torchrun(argv):
         signals.append("SIGHUP")
     for name in ("TORCHELASTIC_SIGNALS_TO_HANDLE", "PET_SIGNALS_TO_HANDLE"):  # the second in newer PyTorch
         os.environ.setdefault(name, ",".join(signals))
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import PContext, SignalException  # after that
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
@@ -87,8 +88,12 @@ def run_torchrun(argv):
         codes.extend(handler.proc.returncode for handler in getattr(self, "subprocess_handlers", {}).values())
 
     PContext.close = close_with_save_timeout
+    for name in signals:  # Python's handlers don't run while PyTorch waits for other nodes. It sets its own later
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
         main(argv)
+    except DistError as error:  # after 15 minutes
+        exit_with_error(f"not all nodes joined ({str(error).splitlines()[0]}): check them, --master_addr and ports")
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
@@ -135,8 +140,7 @@ def run_headline(args):
 
 def print_next_commands(ranks, configs, on_cpu):
     """Print the commands that train with these configs on the user's own text."""
-    python, prepare, launch, script, sample = (
-        shlex.quote(min(str(path), os.path.relpath(path), key=len)) for path in (
+    python, prepare, launch, script, sample = (shlex.quote(min(str(path), os.path.relpath(path), key=len)) for path in (
             sys.executable, ROOT / "data" / "prepare.py", ROOT / "launch_deepspeed.py", TRAIN, ROOT / "sample.py"))
     epochs = [] if on_cpu else ["--max_epochs=3", "--eval_epochs=1"]
     options = shlex.join([*configs, "--dataset=mine", "--out_dir=out-mine", *epochs])
