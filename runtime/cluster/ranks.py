@@ -43,11 +43,11 @@ def ranks_from_environment(dry_run=False):
     launcher_variable("RANK", 0, end=world_size)
     if dry_run and "RANK" not in os.environ:
         return Ranks(0, 0, world_size, launcher_variable("LOCAL_WORLD_SIZE", world_size))
-    if "RANK" not in os.environ or ("LOCAL_RANK" not in os.environ and world_size == 1):
+    if world_size == 1 and not {"RANK", "LOCAL_RANK"} <= os.environ.keys():
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
                           MASTER_PORT="0")
-    launcher_variable("MASTER_PORT")
-    return Ranks(RANK, launcher_variable("LOCAL_RANK"), launcher_variable("WORLD_SIZE"), local_world_size())
+    rank, _ = launcher_variable("RANK"), launcher_variable("MASTER_PORT")
+    return Ranks(rank, launcher_variable("LOCAL_RANK"), launcher_variable("WORLD_SIZE"), local_world_size())
 
 
 def local_world_size():

@@ -31,8 +31,7 @@ RULES = [  # (whether the settings break it, the message)
      "resume_tag={s.resume_tag} is for resuming: add --init_from=resume, or drop it"),
     (lambda s: s.decay_lr and s.lr_schedule != "constant" and s.lr_decay_iters is not None
      and 0 <= s.lr_decay_iters < s.warmup_iters,
-     "warmup_iters={s.warmup_iters} is above lr_decay_iters={s.lr_decay_iters}: lower --warmup_iters, or raise "
-     "--lr_decay_iters"),
+     "warmup_iters={s.warmup_iters} is above lr_decay_iters={s.lr_decay_iters}: lower the first or raise the second"),
     (lambda s: set(s.out_dir) & set("*?["),
      "out_dir={s.out_dir} has *, ? or [ in it, which DeepSpeed expands: choose another with --out_dir=DIR"),
 ]
