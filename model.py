@@ -221,8 +221,7 @@ class GPT(nn.Module):
         self.decoded_shapes = set()  # of Decoders that have made their first step
         self.transformer = nn.ModuleDict({
             "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
-            "wpe": nn.Embedding(config.block_size, config.n_embd),
-            "drop": nn.Dropout(config.dropout),
+            "wpe": nn.Embedding(config.block_size, config.n_embd), "drop": nn.Dropout(config.dropout),
             "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             "ln_f": nn.LayerNorm(config.n_embd, bias=config.bias),
         })

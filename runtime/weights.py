@@ -28,8 +28,7 @@ CONV1D = "c_attn.weight", "c_fc.weight", "c_proj.weight"  # which transformers s
 SAFE_GLOBALS = {  # the classes in DeepSpeed's files; a file that names anything else could run code when it is read
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.utils.tensor_fragment.fragment_address",
 }
 
 

@@ -107,8 +107,7 @@ def train(pictures, weights, tmp_path_factory):
                        ranks=ranks, **options)
         history = cwd / "logs" / "training_history.json"
         epochs = json.loads(history.read_text())["epochs"] if history.exists() else []
-        return SimpleNamespace(
-            returncode=ended.returncode, stdout=ended.stdout, stderr=ended.stderr, cwd=cwd, epochs=[
+        return SimpleNamespace(returncode=ended.returncode, stdout=ended.stdout, stderr=ended.stderr, cwd=cwd, epochs=[
                 {key: value for key, value in epoch.items() if key not in TIMES} for epoch in epochs],
             models=[torch.load(path) for path in sorted(cwd.glob("model_*.pt"))])
 

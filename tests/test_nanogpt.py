@@ -155,8 +155,7 @@ def test_a_strangers_checkpoint_does_not_run_its_code(nanogpt, train, tmp_path):
     bin_folder = tmp_path / "folder"
     reference().save_pretrained(bin_folder)
     (bin_folder / "model.safetensors").unlink()
-    torch.save({"wte": payload}, bin_folder / "pytorch_model.bin",
-               _use_new_zipfile_serialization=False)
+    torch.save({"wte": payload}, bin_folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     sampled = launch(ROOT / "sample.py", f"--init_from={path}")
     trained = train(f"--init_from={path}", "--n_layer=None", "--n_head=None", "--n_embd=None")
     for run in (sampled, trained):

@@ -51,8 +51,7 @@ def test_the_memory_plan_is_what_was_measured():
     assert checked >= 24
     xl = meta_model(**XL)
     for case in (*run_of("x1_memory")["cases"], *(c for c in run_of("x1_plan")["cases"] if c["stage"] > 1)):
-        planned = planned_gb(xl, STAGES[case.get("stage", 2)], case["micro"], case["recomputed"],
-                             zero3_by_block=False)
+        planned = planned_gb(xl, STAGES[case.get("stage", 2)], case["micro"], case["recomputed"], zero3_by_block=False)
         assert planned == pytest.approx(case["peak_gb"], rel=0.07), case
     for micro in (8, 1):
         offload = planned_gb(xl, "config/ds/zero2_offload.json", micro, True)

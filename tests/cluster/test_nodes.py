@@ -61,8 +61,7 @@ def net(tmp_path_factory):
         log = folder / f"log{next(numbers)}"
         with open(log, "w") as words:
             job = subprocess.Popen([*space, *map(str, command)], stdout=words, stderr=subprocess.STDOUT, cwd=ROOT,
-                                   env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", **env},
-                                   start_new_session=True)
+                                   env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", **env}, start_new_session=True)
         job.said = log.read_text
         jobs.append(job)
         return job

@@ -90,8 +90,7 @@ def main():
            mb=round(size), seconds=round(whole_s, 1), mb_per_s=round(size / whole_s, 1), peak_mb=round(memory),
            cpu_seconds=[round(s, 1) for s in (next(iter(seconds.values())), *busy)],
            cores=round(sum(seconds.values()) / whole_s, 2),
-           mb_per_cpu_second_of_a_worker=round(size / sum(busy), 1), kills=kills, starts=starts,
-           same_bytes=same)
+           mb_per_cpu_second_of_a_worker=round(size / sum(busy), 1), kills=kills, starts=starts, same_bytes=same)
 
 
 if __name__ == "__main__":

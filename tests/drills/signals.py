@@ -33,8 +33,7 @@ CODES = {"torchrun": {"SIGTERM": (1,), "SIGUSR1": (-10,), "SIGINT": (1, -2), "ST
 def begin(args, out_dir, launcher, log):
     if launcher != "run_deepspeed_xl.sh":
         return start(args.data, out_dir, *OPTIONS, launcher=launcher, log=log)
-    command = [ROOT / launcher, *SMALL, f"--dataset={args.data}", f"--out_dir={out_dir}", *OPTIONS,
-               "--log_interval=1"]
+    command = [ROOT / launcher, *SMALL, f"--dataset={args.data}", f"--out_dir={out_dir}", *OPTIONS, "--log_interval=1"]
     with open(log, "w") as words:
         return subprocess.Popen(command, env={**os.environ, "PYTHON": sys.executable}, stdout=words,
                                 stderr=subprocess.STDOUT, start_new_session=True)

@@ -72,8 +72,7 @@ def plain_gradients(weights, config, idx, targets, dtype, scale=1.0):
     """Return (loss, {name: gradient}) by autograd; scale: of the loss in backward, for float16."""
     w = {name: p.to(dtype, copy=True).requires_grad_() for name, p in weights.items()}
     logits = plain_logits(w, config, idx).flatten(0, 1)
-    loss = F.cross_entropy(logits if dtype == torch.float64 else logits.float(), targets.flatten(),
-                           ignore_index=-1)
+    loss = F.cross_entropy(logits if dtype == torch.float64 else logits.float(), targets.flatten(), ignore_index=-1)
     (loss * scale).backward()
     return loss.item(), {name: p.grad / scale for name, p in w.items()}
 

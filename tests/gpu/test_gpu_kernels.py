@@ -29,8 +29,7 @@ def run(function, inputs, dtype, summed=False):
     grads = [torch.randn(out.shape, device="cuda", generator=generator).bfloat16().to(dtype) for out in outputs]
     torch.autograd.backward(outputs, grads)
     assert not summed or all(leaves[name].grad is None for name in sums)
-    return outputs, {name: sums[name] - 0.5 if summed and name in sums else leaf.grad
-                     for name, leaf in leaves.items()}
+    return outputs, {name: sums[name] - 0.5 if summed and name in sums else leaf.grad for name, leaf in leaves.items()}
 
 
 def compare(ours, plain, inputs, dtype, summed=False):

@@ -19,8 +19,7 @@ SMALL = ("--init_from=scratch", "--n_layer=2", "--n_head=2", "--n_embd=64", "--b
          "--eval_interval=4", "--eval_iters=2", "--keep_last=10")
 DETERMINISTIC = ("--deterministic=True", "--compile=True")
 OFFLOAD = "--deepspeed_config=config/ds/zero2_offload.json"
-FP16 = {"zero_optimization": {"stage": 2},
-        "fp16": {"initial_scale_power": 24, "loss_scale_window": 3, "hysteresis": 1}}
+FP16 = {"zero_optimization": {"stage": 2}, "fp16": {"initial_scale_power": 24, "loss_scale_window": 3, "hysteresis": 1}}
 # For a GPU of 5 GB: this run takes 6.4 GB by the plan, and 4.0 with half of its micro-batch
 LARGE = ("--init_from=scratch", "--n_layer=12", "--n_head=12", "--n_embd=768", "--block_size=1024", "--batch_size=16",
          "--gradient_accumulation_steps=1", "--max_iters=3", "--eval_iters=1", "--keep_last=0")

@@ -36,8 +36,7 @@ def sample(theirs, characters):
     """sample(args) runs sample.py with these weights and the characters' tokens."""
 
     def run(*args, **options):
-        return launch(ROOT / "sample.py", f"--init_from={theirs[1]}", f"--dataset={characters}", *args,
-                      **options)
+        return launch(ROOT / "sample.py", f"--init_from={theirs[1]}", f"--dataset={characters}", *args, **options)
 
     return run
 
