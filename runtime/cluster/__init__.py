@@ -7,7 +7,7 @@ from runtime.output import exit_with_error
 
 def exit_on_all_ranks(error):
     """Print an error of this rank's command line and exit with code 2. The other ranks learn of it when they plan."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    if "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
         exit_with_error(error)
     from runtime.cluster.join import join_process_group  # not before: --help must not wait for PyTorch
     from runtime.cluster.ranks import exit_together, ranks_from_environment

@@ -159,8 +159,9 @@ def test_an_error_of_the_file_system_is_a_problem_like_others(tmp_path):
 def test_a_single_rank_needs_no_local_rank(train):
     run = train("--max_iters=1", RANK="0", WORLD_SIZE="1")
     assert run.returncode == 0 and list(run.losses) == [1]
-    run = train("--max_iters=1", WORLD_SIZE="2")  # for a plan, or without a launcher by mistake
-    assert run.returncode == 2 and run.stderr.startswith("RANK= in the environment can't be used: run unset RANK")
+    for arg, told in (("--max_iters=1", "RANK= in the environment "), ("--bad=1", "command line: there")):
+        run = train(arg, WORLD_SIZE="2")  # for a plan, or without a launcher by mistake
+        assert run.returncode == 2 and run.stderr.startswith(told)
 
 
 @pytest.mark.parametrize("env, name", [
