@@ -60,10 +60,9 @@ def run_torchrun(argv):
         signals.append("SIGHUP")
     for name in ("TORCHELASTIC_SIGNALS_TO_HANDLE", "PET_SIGNALS_TO_HANDLE"):  # the second in newer PyTorch
         os.environ.setdefault(name, ",".join(signals))
-    from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing.api import PContext, SignalException  # after that
+    from torch.distributed import DistError, run  # after that
+    from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main
 
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.multiprocessing.errors"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # run() reports a failure in one line
@@ -91,7 +90,7 @@ def run_torchrun(argv):
     for name in signals:  # Python's handlers don't run while PyTorch waits for other nodes. It sets its own later
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
-        main(argv)
+        run.main(argv)
     except DistError as error:  # after 15 minutes
         exit_with_error(f"not all nodes joined ({str(error).splitlines()[0]}): check them, --master_addr and ports")
     except ChildFailedError as error:
@@ -120,7 +119,7 @@ def run_headline(args):
     ranks, ours = gpus or 2, ["config/xl_shakespeare.py"]
     if not gpus:
         ours = ["config/shakespeare_char_cpu.py", "--out_dir=out-demo"]
-        print(f"No CUDA GPU (python doctor.py): training a small character-level model on {ranks} CPUs, in out-demo")
+        print(f"No CUDA GPU (check: python doctor.py): {ranks} processes train a character-level model in out-demo")
         os.environ["DS_ACCELERATOR"] = "cpu"
     settings = settings_of_script(TRAIN, [*ours, *args])  # later arguments win
     if not gpus and settings.out_dir == "out-demo" and settings.init_from not in ("resume", "auto"):

@@ -50,15 +50,17 @@ def test_of_two_requests_the_first_sets_the_exit_code():
     assert shutdown.exit_code == 138
 
 
-def test_a_launcher_that_waits_for_another_node_ends_at_sigterm():
-    argv = f"launch_deepspeed.py --nnodes=2 --master_addr=127.0.0.1 --master_port={free_port()} none.py".split()
-    job = subprocess.Popen([sys.executable, *argv], cwd=ROOT, stderr=subprocess.DEVNULL)
+def test_a_launcher_that_waits_for_another_node_ends_at_sigterm_or_in_a_sentence():
+    argv = [sys.executable, "launch_deepspeed.py", "--nnodes=2", f"--master_port={free_port()}"]
+    job = subprocess.Popen([*argv, "none.py"], cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
         assert wait_until(lambda: psutil.Process(job.pid).net_connections())  # the store that the nodes join
         job.terminate()
         assert job.wait(100) == -signal.SIGTERM
     finally:
         job.kill()
+    late = subprocess.run([*argv, "--rdzv_conf=timeout=1", "none.py"], cwd=ROOT, capture_output=True, text=True)
+    assert late.returncode == 2 and late.stderr.startswith("not all nodes joined (Timed out"), late.stderr
 
 
 def test_a_stop_that_cannot_be_removed_stops_the_run_too(start, tmp_path):
