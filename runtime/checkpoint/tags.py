@@ -65,7 +65,8 @@ class TagStore:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise UnreadableError.of(error, self.out_dir) from None
+            raise UnreadableError(f"{self.out_dir} cannot be listed ({error.strerror}): fix that, or choose another "
+                                  "--out_dir=DIR") from None
         tags = [name for name in names if TAG_NAME.fullmatch(name) and self.is_complete(name)]
         return sorted(tags, key=lambda tag: (not tag.startswith("iter_"), len(tag), tag))
 

@@ -332,8 +332,7 @@ TARGETS = "choose from a block's matrices, attn.c_attn, attn.c_proj, mlp.c_fc, m
       for name in ("zero3", "offload")),
     ("--optimizer=muon --learning_rate=0.0", "optimizer=muon needs a learning_rate above 0: muon_learning_rate "),
     (f"{LORA}=4 --optimizer=muon", "optimizer=muon trains whole matrices, but lora_rank=4: drop one of the two"),
-    ("--optimizer=muon", ""),
-    ("--dtype=float16", "dtype=float16 needs a GPU: use --dtype=float32 or --dtype=bfloat16"),
+    ("--optimizer=muon", ""), ("--dtype=float16", "dtype=float16 needs a GPU: use --dtype=float32 or --dtype=bfloat16"),
     ("--device=cuda", "device=cuda, but PyTorch finds no CUDA GPU: use --device=cpu"),
     ("--fp8=True", "fp8=True needs compute capability 9.0 (H100, H200, B200, ...), bfloat16, compile=auto, a C comp"),
     ("--backend=nccl", "backend=nccl needs GPUs: use --backend=auto"),
@@ -453,8 +452,7 @@ def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(monkeypatc
     out_dir = shutil.copytree(holder, tmp_path / "out")
     deny(monkeypatch, "listdir", out_dir)
     plan, problems, notes = check(monkeypatch, characters, tmp_path, 0, None, "--init_from=auto")
-    assert problems == [f"{out_dir} cannot be read (Permission denied): fix that, or choose another checkpoint with "
-                        "--resume_tag=TAG"]
+    assert problems == [f"{out_dir} cannot be listed (Permission denied): fix that, or choose another --out_dir=DIR"]
 
 
 def test_a_tag_that_cannot_be_looked_at_is_present_and_not_set_aside(monkeypatch, tmp_path, holder):
