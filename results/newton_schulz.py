@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch
-from newton_schulz import by_singular_values
+from muon_reference import by_singular_values
 
 from runtime.engine import muon
 from runtime.hardware import git_commit, machine_record

@@ -16,7 +16,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
-from newton_schulz import by_singular_values
+from muon_reference import PlainMuon, by_singular_values
 
 from model import GPT, GPTConfig
 from runtime.cluster.ranks import shut_down, silence_stdout
@@ -40,9 +40,10 @@ def data(step):
     return torch.randint(VOCAB, (SEQUENCES, T + 1), generator=torch.Generator().manual_seed(step))
 
 
-def lr_factor(step):
+def set_rates(optimizer, step):
     """A schedule, which both optimizers follow."""
-    return 1 - step / 8
+    for group in optimizer.param_groups:
+        group["lr"] = LR * (1 - step / 8) * group.get("lr_ratio", 1)
 
 
 def plain(orthogonalize=None):
@@ -50,28 +51,14 @@ def plain(orthogonalize=None):
     if orthogonalize:
         torch.optim._muon._zeropower_via_newtonschulz = orthogonalize
     model, trajectory = fresh_model(), []
-    names = [f"transformer.h.{i}.{layer}.weight" for i in range(LAYERS)
-             for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
-    params = dict(model.named_parameters())
-    pieces = [(params[name], rows, torch.nn.Parameter(params[name].data[rows]))  # in the same memory
-              for name in names for rows in (map(slice, (0, 32, 64), (32, 64, 96)) if "c_attn" in name else
-                                             [slice(None)])]
-    muon = torch.optim.Muon([piece for *_, piece in pieces], lr=MUON_LR, weight_decay=DECAY)
-    others = [{**group, "params": [p for p in group["params"] if not any(p is params[name] for name in names)]}
-              for group in model.parameter_groups(DECAY)]
-    adamw = torch.optim.AdamW(others, **ADAM)
+    optimizer = PlainMuon(model, DECAY, MUON_LR / LR, **ADAM)
     for step in range(STEPS):
-        muon.param_groups[0]["lr"] = MUON_LR * lr_factor(step)
-        for group in adamw.param_groups:
-            group["lr"] = LR * lr_factor(step)
+        set_rates(optimizer, step)
         model.zero_grad()
         model(data(step)[:, :-1], data(step)[:, 1:]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        for param, rows, piece in pieces:
-            piece.grad = param.grad[rows]
-        muon.step()
-        adamw.step()
-        trajectory.append({name: p.detach().clone() for name, p in params.items()})
+        optimizer.step()
+        trajectory.append({name: p.detach().clone() for name, p in model.named_parameters()})
     return trajectory
 
 
@@ -92,8 +79,7 @@ def train(local=True, bad=None, dtype="float32"):
     engine = Engine(deepspeeds, local)
     for step in [0, 1, *[2] * (bad is not None), *range(2, STEPS)]:
         is_bad, bad = bad if len(trajectory) == 2 else None, None if len(trajectory) == 2 else bad
-        for group in optimizer.param_groups:
-            group["lr"] = LR * lr_factor(step) * group.get("lr_ratio", 1)
+        set_rates(optimizer, step)
         hook = model.transformer.h[1].mlp.c_fc.weight.register_hook(
             lambda grad: grad * float("nan") if rank == ranks - 1 else grad) if is_bad == "nan" else None
         for sequences in data(step).view(ranks, ACCUMULATION, -1, T + 1)[rank]:

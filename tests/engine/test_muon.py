@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import EIGHT, done, free_port, launch, long
-from newton_schulz import by_singular_values, low_rank_and_noise
+from muon_reference import by_singular_values, low_rank_and_noise
 
 from model import GPT, GPTConfig
 from runtime.checkpoint.tags import TagStore

@@ -1,13 +1,15 @@
 """Muon on a GPU, in bfloat16, against torch.optim.Muon on the same gradients."""
 
+import itertools
+
 import pytest
 import torch
-from newton_schulz import by_singular_values, low_rank_and_noise
+from muon_reference import PlainMuon, by_singular_values, low_rank_and_noise
 
+from model import GPT, GPTConfig
 from runtime.engine import muon
 from runtime.engine.fused_adamw import Partition
 
-SHAPES = [(3 * 256, 256)] * 3 + [(256, 256)] * 3 + [(4 * 256, 256)] * 3 + [(256, 4 * 256)] * 3
 LR, DECAY, CLIP = 0.02, 0.1, 1.0
 
 
@@ -28,17 +30,13 @@ def test_three_steps_are_pytorchs(monkeypatch, max_batch, use_kernels):
     monkeypatch.setattr(muon, "MAX_BATCH", max_batch)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
     torch.manual_seed(0)
-    sizes = [rows * columns for rows, columns in SHAPES]
-    start = 0.02 * torch.randn(sum(sizes), device="cuda")
-    pieces = [(offset, 256 if rows == 768 else rows, columns)
-              for (rows, columns), offset in zip(SHAPES, torch.tensor([0, *sizes]).cumsum(0).tolist())
-              for offset in (range(offset, offset + 3 * 256**2, 256**2) if rows == 768 else [offset])]
-    theirs = [torch.nn.Parameter(start[at:at + rows * columns].view(rows, columns).clone())
-              for at, rows, columns in pieces]
-    optimizer = torch.optim.Muon(theirs, lr=LR, weight_decay=DECAY)
-    places = [(torch.empty(shape, device="meta"), at)
-              for shape, at in zip(SHAPES, torch.tensor([0, *sizes]).cumsum(0).tolist())]
-    ours, momentum = muon.Muon(places, sum(sizes), None, use_kernels), torch.zeros_like(start)
+    model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=3, n_head=4, n_embd=256)).cuda()
+    matrices = muon.split_matrices(model.parameter_groups(DECAY), model, 1, world_size=1)[-1]["params"]
+    sizes, start = [p.numel() for p in matrices], torch.cat([p.detach().flatten() for p in matrices])
+    optimizer = PlainMuon(model, DECAY, 1)
+    optimizer.param_groups[0]["lr"] = LR
+    places = list(zip(matrices, itertools.accumulate(sizes, initial=0)))
+    ours, momentum = muon.Muon(places, start.numel(), None, use_kernels), torch.zeros_like(start)
     p = Partition(start.clone(), None, start.bfloat16(), {"lr": LR, "weight_decay": DECAY})
     for step in range(4):
         grads = torch.randn_like(start)
@@ -48,10 +46,9 @@ def test_three_steps_are_pytorchs(monkeypatch, max_batch, use_kernels):
         torch.cuda.set_sync_debug_mode("default")
         if step == 1:
             continue
-        for (at, rows, columns), param in zip(pieces, theirs):
-            param.grad = grads[at:at + rows * columns].view(rows, columns) * (CLIP / (norm + 1e-6))
+        for matrix, grad in zip(matrices, grads.split(sizes)):
+            matrix.grad = grad.view_as(matrix) * (CLIP / (norm + 1e-6))
         optimizer.step()
-    for (at, rows, columns), param in zip(pieces, theirs):
-        own, first = p.master[at:at + rows * columns], start[at:at + rows * columns]
-        assert (own - param.detach().flatten()).norm() < 0.02 * (own - first).norm()
+    for matrix, own, first in zip(matrices, p.master.split(sizes), start.split(sizes)):
+        assert (own - matrix.detach().flatten()).norm() < 0.02 * (own - first).norm()
     assert torch.equal(p.half, p.master.bfloat16())

@@ -59,12 +59,15 @@ def test_bfloat16_is_plain_pytorch_to_its_rounding(report, case):
     assert result["norms"] == pytest.approx(report["plain"]["norms"], rel=3e-3)
 
 
-@pytest.mark.parametrize("case", ["deep stage 3", "deep stage 3 local", "deep stage 3 recomputed"])
-def test_more_blocks_than_buffers(report, case):
+@pytest.mark.parametrize("case, reference", [
+    ("deep stage 3", "deep plain"), ("deep stage 3 local", "deep plain"), ("deep stage 3 recomputed", "deep plain"),
+    ("deep stage 2 muon", "deep muon"), ("deep stage 2 muon local", "deep muon")])
+def test_more_blocks_than_buffers_and_a_matrix_on_two_ranks(report, case, reference):
     result = report[case]
     assert result["captured"] and result["one_pass"]
-    assert result["apart"]["deep plain"][0] < 0.04 and result["apart"]["deep plain"][1] < 0.15
-    assert result["norms"] == pytest.approx(report["deep plain"]["norms"], rel=3e-3)
+    assert result["apart"][reference][0] < 0.04 and result["apart"][reference][1] < 0.15
+    assert result["norms"] == pytest.approx(report[reference]["norms"], rel=3e-3)
+    assert report["deep muon"]["apart"]["deep plain"][0] > 0.2
 
 
 def test_each_case_took_its_path(report):

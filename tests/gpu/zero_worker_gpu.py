@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 import deepspeed
 import torch
@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param
+from muon_reference import PlainMuon, by_singular_values
 
 from model import GPT, Block, GPTConfig
 from runtime.cluster.join import join_process_group
@@ -31,6 +32,7 @@ from runtime.cluster.ranks import all_reduce_sum, shut_down, silence_stdout
 from runtime.data.loader import Batch
 from runtime.engine import ds_config, offload, setup
 from runtime.engine.engine import Engine
+from runtime.engine.muon import split_matrices
 from runtime.kernels import block
 
 SEQUENCES, ACCUMULATION, STEPS = 12, 3, 6  # per step over all ranks; micro-steps per step
@@ -47,6 +49,7 @@ BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}  # c
 FP16 = {"clip": 0.0, "fp16": {"initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}}
 # ZeRO-3 has fewer buffers than blocks: two, and three
 DEEP = {"layers": 5, "zero": {"stage3_max_live_parameters": 0}}
+MUON = {"layers": 5, "muon": 10.0}  # how often AdamW's rate Muon's is
 DEEP_3 = {"layers": 5, "zero": {"stage3_max_live_parameters": 3 * 12 * 256**2}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 LINEAR = F.linear
@@ -74,6 +77,8 @@ CASES = {
     "bfloat16 stage 3 own": (3, "bfloat16", {"own": True}),
     "deep stage 3": (3, "bfloat16", DEEP),
     "deep stage 3 local": (3, "bfloat16", {**DEEP_3, "local": True}),
+    "deep stage 2 muon": (2, "bfloat16", MUON),
+    "deep stage 2 muon local": (2, "bfloat16", {**MUON, "local": True}),
     "deep stage 3 recomputed": (3, "bfloat16", {**DEEP_3, "recompute": True}),
     **{f"float16 stage {stage}": (stage, "float16", FP16) for stage in (2, 3)},
     "float16 stage 2 offload": (2, "float16", {**FP16, "zero": OFFLOAD}),
@@ -91,14 +96,18 @@ def data(step):
     return torch.randint(CONFIG.vocab_size, shape, generator=torch.Generator().manual_seed(step)).cuda()
 
 
-def plain(clip, layers=2):
+def set_rates(optimizer, step):
+    for group in optimizer.param_groups:
+        group["lr"] = RATES[step] * group.get("lr_ratio", 1)
+
+
+def plain(clip, layers=2, muon=0.0):
     """Train in float32 with PyTorch alone, over the whole batch."""
     model, norms = fresh_model(layers), []
-    optimizer = torch.optim.AdamW(model.parameter_groups(0.1), **ADAM)
+    optimizer = PlainMuon(model, 0.1, muon, **ADAM) if muon else torch.optim.AdamW(model.parameter_groups(0.1), **ADAM)
     for step in range(STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = RATES[step]
-        optimizer.zero_grad()
+        set_rates(optimizer, step)
+        model.zero_grad()
         logits = model(data(step)[:, :-1])
         F.cross_entropy(logits.flatten(0, 1), data(step)[:, 1:].flatten()).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item())
@@ -106,7 +115,7 @@ def plain(clip, layers=2):
     return {"norms": norms, "layers": layers, "weights": {n: p.detach() for n, p in model.named_parameters()}}
 
 
-def build(stage, dtype, blocks, zero, clip, fp16, layers):
+def build(stage, dtype, blocks, zero, clip, fp16, layers, muon):
     batch = Batch(SEQUENCES // ACCUMULATION // dist.get_world_size(), ACCUMULATION, dist.get_world_size(), 4)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"zero_optimization": {"stage": stage, **zero}, "fp16": fp16, "zero_force_ds_cpu_optimizer": False},
@@ -121,7 +130,10 @@ def build(stage, dtype, blocks, zero, clip, fp16, layers):
         model.compile_blocks()
     if stage == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [Block])
-    optimizer = torch.optim.AdamW(model.parameter_groups(0.1), fused=True, **ADAM)
+    groups = model.parameter_groups(0.1)
+    if muon:  # sorted as for one rank, so that two cut a matrix
+        groups = split_matrices(groups, model, muon, world_size=1)
+    optimizer = torch.optim.AdamW(groups, fused=True, **ADAM)
     with silence_stdout():
         deepspeeds, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     setup.describe(deepspeeds, config, dtype)
@@ -129,10 +141,10 @@ def build(stage, dtype, blocks, zero, clip, fp16, layers):
 
 
 def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local=False, own=False, captured=True,
-          recompute=False, layers=2):
+          recompute=False, layers=2, muon=0.0):
     """Train as the script does, and repeat a step that is skipped. own: use DeepSpeed's gradient path and step. local:
     sum the gradients of the micro-steps on each rank first."""
-    deepspeeds, stage = build(stage, dtype, blocks, zero or {}, clip, fp16 or {}, layers)
+    deepspeeds, stage = build(stage, dtype, blocks, zero or {}, clip, fp16 or {}, layers, muon)
     deepspeeds.module.gradient_checkpointing = recompute
     ours = (lambda *_: None) if own else setup.replace_gradients_and_step
     with mock.patch.object(setup, "replace_gradients_and_step", ours):
@@ -143,8 +155,7 @@ def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local
     result = {"norms": [], "layers": layers, "applied": [], "scales": [], "shortened": shortened, "one_pass": one_pass}
     step = 0
     while step < STEPS and len(result["applied"]) < 3 * STEPS:
-        for group in deepspeeds.optimizer.param_groups:
-            group["lr"] = RATES[step]
+        set_rates(deepspeeds.optimizer, step)
         for sequences in data(step).view(world_size, ACCUMULATION, -1, CONFIG.block_size + 1)[rank]:
             engine.micro_step(sequences[:, :-1], sequences[:, 1:])
         done = engine.step()
@@ -177,12 +188,14 @@ def apart(a, b, layers):
 
 
 def main(out):
+    torch.optim._muon._zeropower_via_newtonschulz = by_singular_values
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # names that DeepSpeed still uses
     deepspeed.utils.logger.setLevel("ERROR")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     join_process_group()
     deepspeed.init_distributed(verbose=False)
-    every = {"plain": plain(CLIP), "plain unclipped": plain(0.0), "deep plain": plain(CLIP, DEEP["layers"])}
+    every = {"plain": plain(CLIP), "plain unclipped": plain(0.0), "deep plain": plain(CLIP, DEEP["layers"]),
+             "deep muon": plain(CLIP, **MUON)}
     for name, (stage, dtype, options) in CASES.items():
         fast = stage == 2 or stage == 3 and not options.get("own") and options.get("zero") is not RELEASED
         stream = torch.cuda.stream(torch.cuda.Stream()) if fast else contextlib.nullcontext()

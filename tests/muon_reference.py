@@ -1,0 +1,41 @@
+"""References for Muon (runtime/engine/muon.py) in plain PyTorch."""
+
+import torch
+
+
+def by_singular_values(matrix, *_):
+    """Newton-Schulz of a matrix in float64: its polynomial, applied five times to the singular values."""
+    u, s, v = torch.linalg.svd(matrix.double() / matrix.double().norm(), full_matrices=False)
+    a, b, c = 3.4445, -4.7750, 2.0315
+    for _ in range(5):
+        s = a * s + b * s**3 + c * s**5
+    return (u * s @ v).float()
+
+
+def low_rank_and_noise(rows, columns):
+    """A matrix of eight directions, and noise of a thousandth of them, which five iterations raise to 0.4."""
+    generator = torch.Generator().manual_seed(0)
+    low_rank = torch.randn(rows, 8, generator=generator) @ torch.randn(8, columns, generator=generator)
+    return low_rank + 0.01 * torch.randn(rows, columns, generator=generator)
+
+
+class PlainMuon:
+    """torch.optim.Muon for the matrices of a GPT's blocks, with q, k and v apart, and AdamW for the rest. The caller
+    sets the learning rate of each group, that of Muon's at lr_ratio times the others'."""
+
+    def __init__(self, model, decay, lr_ratio, **adam):
+        matrices = [p for block in model.transformer.h for p in block.parameters() if p.dim() == 2]
+        self.parts = {p: [torch.nn.Parameter(part) for part in p.data.chunk(3 if p.size(0) == 3 * p.size(1) else 1)]
+                      for p in matrices}  # in the same memory
+        group = {"params": sum(self.parts.values(), []), "lr_ratio": lr_ratio}
+        others = [{**group, "params": [p for p in group["params"] if p not in self.parts]}
+                  for group in model.parameter_groups(decay)]
+        self.optimizers = torch.optim.Muon([group], weight_decay=decay), torch.optim.AdamW(others, **adam)
+        self.param_groups = sum((optimizer.param_groups for optimizer in self.optimizers), [])
+
+    def step(self):
+        for p, parts in self.parts.items():
+            for part, grad in zip(parts, p.grad.chunk(len(parts))):
+                part.grad = grad
+        for optimizer in self.optimizers:
+            optimizer.step()
