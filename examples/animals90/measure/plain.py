@@ -50,7 +50,7 @@ device = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() els
 if device.type == "cuda":
     torch.cuda.set_device(device)
 torch.set_float32_matmul_precision("high")  # as setup.setup_device() does
-dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")  # sums of scalars are on CPU
 classes, found, val_found, _ = data.find_pictures(train_dir, val_dir)
 train = data.Pictures(found, settings, ranks, gradient_accumulation_steps)
 val = data.Pictures(val_found, settings, ranks)
