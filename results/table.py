@@ -76,16 +76,15 @@ def speed():
 
 
 def training():
-    """All cases but those beside FSDP2. A speedup is of the newest file of the case that has a baseline."""
+    """All cases but those beside FSDP2. A speedup is of the newest file of the case that has this baseline."""
     rows = []
     for case, runs in training_runs().items():
-        run, compared, speedup = newest(runs), [run for run in runs if "baseline" in run], ""
+        run, compared = newest(runs), sorted((run for run in runs if "baseline" in run), key=lambda run: run["date"])
         if case.optimizer != "adamw" or "FSDP2" in run.get("baseline", {}).get("name", ""):
             continue
-        if compared:
-            base = newest(compared)
-            name = base["baseline"]["name"].split()[0]
-            speedup = link(base, f"{base['baseline']['ratio']:.2f}x {name}, {base['commit'][:7]}")
+        baselines = {base["baseline"]["name"].split()[0]: base for base in compared}
+        speedup = ", ".join(link(base, f"{base['baseline']['ratio']:.2f}x {name}, {base['commit'][:7]}")
+                            for name, base in baselines.items())
         gpus = f"{case.gpus} {case.gpu}" if case.gpu != "H200" else case.gpus
         model = case.model + (f", ZeRO-{case.stage}" if case.stage != 2 else "")
         rows.append([gpus, model, *speed_cells(case, run), link(run), speedup])
@@ -93,16 +92,16 @@ def training():
 
 
 def fsdp2():
-    """ZeRO-3, and FSDP2 in the same command."""
-    rows = []
-    for case, runs in training_runs().items():
+    """ZeRO-3, FSDP2 in the same command, and ZeRO-2."""
+    rows, cases = [], training_runs()
+    for case, runs in cases.items():
         runs = [run for run in runs if "FSDP2" in run.get("baseline", {}).get("name", "")]
         if runs:
-            run, other = newest(runs), newest(runs)["baseline"]
+            run, other, zero2 = newest(runs), newest(runs)["baseline"], cases.get(case._replace(stage=2))
             rows.append([*speed_cells(case, run), median(other), f"{other['peak_gb']:.1f}", f"{other['ratio']:.2f}x",
-                         link(run)])
+                         median(newest(zero2)) if zero2 else "", link(run)])
     return markdown([SPLIT, "ZeRO-3, ms per step", "tokens/s", "MFU", "peak GB", "FSDP2, ms per step", "peak GB",
-                     "speedup", SOURCE], rows)
+                     "speedup", "ZeRO-2, ms per step", SOURCE], rows)
 
 
 def muon():
@@ -111,10 +110,10 @@ def muon():
         if case.optimizer == "muon":
             run, others = newest(runs), cases[case._replace(optimizer="adamw")]
             adamw = newest([other for other in others if other["commit"] == run["commit"]] or others)
-            rows.append([case.model, f"{case.micro} x {case.accumulation}", median(adamw), median(run),
+            rows.append([case.gpus, case.model, f"{case.micro} x {case.accumulation}", median(adamw), median(run),
                          f"{run['ms']['median'] / adamw['ms']['median']:.3f}", f"{adamw['peak_gb']:.1f}",
                          f"{run['peak_gb']:.1f}", link(run)])
-    return markdown(["model", SPLIT, "AdamW, ms per step", "Muon, ms per step", "ratio", "AdamW, peak GB",
+    return markdown(["GPUs", "model", SPLIT, "AdamW, ms per step", "Muon, ms per step", "ratio", "AdamW, peak GB",
                      "Muon, peak GB", SOURCE], rows)
 
 
