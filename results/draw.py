@@ -17,7 +17,9 @@ sys.path.insert(0, str(ROOT))
 
 import plot
 from results.estimates import XL, meta_model, planned_parts
+from results.race import best_baselines
 
+RESULTS = ROOT / "results"
 PRESETS = {2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
 PARTS = {"weights": "#2f7fd6", "gradients": "#1f9d62", "optimizer": "#dd6b10", "buckets": "#8b6be0",
          "activations": "#d9484b", "loss": "#a58500", "CUDA and NCCL": "#9a9a9a"}
@@ -38,28 +40,31 @@ def main():
 
 
 def read(name):
-    return json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def draw_race(path):
-    """Draw the validation losses of GPT-2 small against time: the best run of nanoGPT's recipe, and ours."""
+    """Draw the validation losses of GPT-2 small against time, at each length of results/race.py: the best run of
+    nanoGPT's recipe, and ours with the same seed and the default rate of Muon."""
     from matplotlib.figure import Figure
 
     figure = Figure((9, 3.6), layout="constrained")
-    axis = figure.subplots()
-    runs = read("h200_x1_race_short")["runs"]
-    best = min((run for run in runs if run["way"] == "baseline"), key=lambda run: run["curve"][-1][2])
-    names = {False: "Muon, bfloat16", True: "Muon, FP8"}
-    for run in [best, *(run for run in runs if run["way"] == "ours")]:
-        name = "plain PyTorch, nanoGPT's recipe" if run is best else names["--fp8=True" in run["argv"]]
-        _, seconds, losses = zip(*run["curve"][1:])
-        axis.plot(seconds, losses, marker="o", markersize=4, label=name)
-    axis.axhline(best["curve"][-1][2], color="black", linewidth=0.8, linestyle=":")
-    axis.set(xlabel="seconds of training", ylabel="validation loss", ylim=(1, 3))
-    axis.set_title("GPT-2 small from scratch, one H200", loc="left")
-    axis.grid(color="black", alpha=0.12)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend()
+    files = [read(path.stem) for path in sorted(RESULTS.glob("h200_x1_race_*.json"), reverse=True)]  # short, long
+    for axis, file in zip(figure.subplots(1, len(files), squeeze=False)[0], files):
+        base = best_baselines(file["runs"])[1337]
+        shown = {"plain PyTorch, nanoGPT's recipe": base}
+        shown |= {f"Muon, {'FP8' if '--fp8=True' in run['argv'] else 'bfloat16'}": run for run in file["runs"]
+                  if run["seed"] == 1337 and "muon 0.02, adamw 0.0018" in run["label"]}
+        for name, run in shown.items():
+            _, seconds, losses = zip(*run["curve"][1:])
+            axis.plot(seconds, losses, marker="o", markersize=3, label=name)
+        steps, _, loss = base["curve"][-1]
+        axis.axhline(loss, color="black", linewidth=0.8, linestyle=":")
+        axis.set(xlabel="seconds of training on one H200", ylabel="validation loss", ylim=(0.9, 3))
+        axis.set_title(f"GPT-2 small from scratch, {steps:,} steps of nanoGPT's recipe", loc="left", fontsize=9)
+        axis.grid(color="black", alpha=0.12)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend()
     figure.savefig(path, format="png", dpi=110)
 
 

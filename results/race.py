@@ -127,6 +127,12 @@ def seconds_to(curve, loss):
     return next((seconds for _, seconds, val_loss in curve if val_loss <= loss), None)
 
 
+def best_baselines(runs):
+    """Return {seed: the baseline with the lowest final loss}."""
+    baselines = sorted((run for run in runs if run["way"] == "baseline"), key=lambda run: -run["curve"][-1][2])
+    return {run["seed"]: run for run in baselines}
+
+
 def label(run):
     """Return what tells a run from the others."""
     s = settings_of_script(SCRIPT, run["argv"])
