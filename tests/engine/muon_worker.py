@@ -6,7 +6,6 @@ torch.optim.Muon. Rank 0 writes {way: the weights after each step, {name: tensor
 
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
@@ -15,13 +14,12 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_fp32_param
 from muon_reference import PlainMuon, by_singular_values
+from zero_training import initialize, set_rates, weights
 
 from model import GPT, GPTConfig
-from runtime.cluster.ranks import shut_down, silence_stdout
+from runtime.cluster.ranks import shut_down
 from runtime.data.loader import Batch
-from runtime.engine import ds_config
 from runtime.engine.engine import Engine
 from runtime.engine.muon import split_matrices
 
@@ -40,12 +38,6 @@ def data(step):
     return torch.randint(VOCAB, (SEQUENCES, T + 1), generator=torch.Generator().manual_seed(step))
 
 
-def set_rates(optimizer, step):
-    """A schedule, which both optimizers follow."""
-    for group in optimizer.param_groups:
-        group["lr"] = LR * (1 - step / 8) * group.get("lr_ratio", 1)
-
-
 def plain(orthogonalize=None):
     """The same training in plain PyTorch, over the whole batch."""
     if orthogonalize:
@@ -53,7 +45,7 @@ def plain(orthogonalize=None):
     model, trajectory = fresh_model(), []
     optimizer = PlainMuon(model, DECAY, MUON_LR / LR, **ADAM)
     for step in range(STEPS):
-        set_rates(optimizer, step)
+        set_rates(optimizer, LR * (1 - step / 8))
         model.zero_grad()
         model(data(step)[:, :-1], data(step)[:, 1:]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -65,21 +57,14 @@ def plain(orthogonalize=None):
 def train(local=True, bad=None, dtype="float32"):
     """Train as the script does. bad: between the second and the third step is one that has to be skipped."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        file.write('{"zero_optimization": {"stage": 2}}')
-        file.flush()
-        batch = Batch(SEQUENCES // ACCUMULATION // ranks, ACCUMULATION, ranks, T)
-        config, _ = ds_config.complete_config(file.name, batch, CLIP, dtype)
-    model = fresh_model()
+    batch, model, trajectory = Batch(SEQUENCES // ACCUMULATION // ranks, ACCUMULATION, ranks, T), fresh_model(), []
     # Sorted as for one rank, so that 2 and 4 ranks cut matrices
     groups = split_matrices(model.parameter_groups(DECAY), model, MUON_LR / LR, world_size=1)
-    optimizer, trajectory = torch.optim.AdamW(groups, fused=True, lr=LR, **ADAM), []
-    with silence_stdout():
-        deepspeeds, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    deepspeeds = initialize(model, groups, {"zero_optimization": {"stage": 2}}, batch, CLIP, dtype, lr=LR, **ADAM)
     engine = Engine(deepspeeds, local)
     for step in [0, 1, *[2] * (bad is not None), *range(2, STEPS)]:
         is_bad, bad = bad if len(trajectory) == 2 else None, None if len(trajectory) == 2 else bad
-        set_rates(optimizer, step)
+        set_rates(deepspeeds.optimizer, LR * (1 - step / 8))
         hook = model.transformer.h[1].mlp.c_fc.weight.register_hook(
             lambda grad: grad * float("nan") if rank == ranks - 1 else grad) if is_bad == "nan" else None
         for sequences in data(step).view(ranks, ACCUMULATION, -1, T + 1)[rank]:
@@ -89,8 +74,7 @@ def train(local=True, bad=None, dtype="float32"):
         if hook:
             hook.remove()
         if not is_bad:
-            trajectory.append({name: safe_get_full_fp32_param(p).detach().clone()
-                               for name, p in model.named_parameters()})
+            trajectory.append(weights(deepspeeds))
     deepspeeds.destroy()
     return trajectory
 

@@ -8,24 +8,23 @@ weights ended from those of others: the largest difference of all, and the dista
 import json
 import os
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import safe_get_full_fp32_param
+from zero_training import initialize, set_rates, weights
 
 from model import GPT, Block, GPTConfig
-from runtime.cluster.ranks import all_reduce_sum, shut_down, silence_stdout
+from runtime.cluster.ranks import all_reduce_sum, shut_down
 from runtime.data.loader import Batch
-from runtime.engine import ds_config, offload, setup
+from runtime.engine import offload, setup
 from runtime.engine.engine import Engine
 from runtime.kernels import block
 from runtime.sample.generate import TEMPERATURE, TOP_K, sample_while_training
@@ -113,8 +112,7 @@ def plain(steps=3, clip=CLIP, layers=2, tokens=T):
     model, norms, shares = fresh_model(layers), [], []
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), **ADAM)
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATES[step]
+        set_rates(optimizer, LEARNING_RATES[step])
         optimizer.zero_grad()
         sequences = data(step)[:, :tokens + 1]
         model(sequences[:, :-1], sequences[:, 1:]).backward()
@@ -128,10 +126,6 @@ def plain(steps=3, clip=CLIP, layers=2, tokens=T):
 def build(stage, dtype, zero, config, clip, compiled, fused, layers):
     """DeepSpeed's engine, made as the script makes it."""
     batch = Batch(SEQUENCES // ACCUMULATION // dist.get_world_size(), ACCUMULATION, dist.get_world_size(), T)
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump({**config, "zero_optimization": {"stage": stage, **zero}}, file)
-        file.flush()
-        resolved, _ = ds_config.complete_config(file.name, batch, clip, dtype, compiled)
     torch.nn.functional.linear = LINEAR  # which stage 3 replaces for good
     model = fresh_model(layers)
     if compiled:
@@ -140,11 +134,8 @@ def build(stage, dtype, zero, config, clip, compiled, fused, layers):
         block.use_fused_blocks(model)
     if stage == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [Block])
-    optimizer = torch.optim.AdamW(model.parameter_groups(0.1), fused=True, **ADAM)
-    with silence_stdout():
-        deepspeeds, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=resolved)
-    setup.describe(deepspeeds, resolved, dtype)
-    return deepspeeds
+    content = {**config, "zero_optimization": {"stage": stage, **zero}}
+    return initialize(model, model.parameter_groups(0.1), content, batch, clip, dtype, compiled, **ADAM)
 
 
 def plain_sample(weights, dtype, truncated):
@@ -155,11 +146,6 @@ def plain_sample(weights, dtype, truncated):
         p.data.copy_((weights[name].view(torch.int32) & -(2**16)).view(torch.float32) if truncated else weights[name])
     return model.generate(torch.tensor([PROMPT]), 10, TEMPERATURE, TOP_K,
                           generator=torch.Generator().manual_seed(7))[0].tolist()
-
-
-def weights(engine):
-    """The weights that the optimizer steps, in fp32, whole, on every rank."""
-    return {n: safe_get_full_fp32_param(p).detach().clone() for n, p in engine.module.named_parameters()}
 
 
 def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, poison=None,
@@ -192,8 +178,7 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
         plan.insert(1, (1, True))
     for step, bad in plan:
         before = weights(deepspeeds) if bad else None
-        for group in deepspeeds.optimizer.param_groups:
-            group["lr"] = LEARNING_RATES[step]
+        set_rates(deepspeeds.optimizer, LEARNING_RATES[step])
         mine = data(step)[:, :tokens + 1].reshape(world_size, ACCUMULATION, -1, tokens + 1)[rank]
         for micro_step, sequences in enumerate(mine):
             poisoned = bad and rank == world_size - 1 and micro_step == 1
@@ -252,11 +237,9 @@ def main(out):
         others = [other for other in every if other.split()[0] in kinds]
         mine = result["weights"]
         report[name] = {**result, "furthest": {other: furthest(mine, every[other]["weights"]) for other in others},
-                        "apart": {other: apart(mine, every[other]["weights"]) for other in others}}
-        del report[name]["weights"]
+                        "apart": {other: apart(mine, every[other]["weights"]) for other in others}, "weights": None}
     if dist.get_rank() == 0:
-        with open(out, "w", encoding="utf-8") as f:
-            json.dump(report, f, indent=1)
+        Path(out).write_text(json.dumps(report, indent=1))
     shut_down()
 
 

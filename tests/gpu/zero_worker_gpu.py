@@ -10,7 +10,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -23,14 +22,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import safe_get_full_fp32_param
 from muon_reference import PlainMuon, by_singular_values
+from zero_training import initialize, set_rates, weights
 
 from model import GPT, Block, GPTConfig
 from runtime.cluster.join import join_process_group
-from runtime.cluster.ranks import all_reduce_sum, shut_down, silence_stdout
+from runtime.cluster.ranks import all_reduce_sum, shut_down
 from runtime.data.loader import Batch
-from runtime.engine import ds_config, offload, setup
+from runtime.engine import offload, setup
 from runtime.engine.engine import Engine
 from runtime.engine.muon import split_matrices
 from runtime.kernels import block
@@ -49,8 +48,8 @@ BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}  # c
 FP16 = {"clip": 0.0, "fp16": {"initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}}
 # ZeRO-3 has fewer buffers than blocks: two, and three
 DEEP = {"layers": 5, "zero": {"stage3_max_live_parameters": 0}}
-MUON = {"layers": 5, "muon": 10.0}  # how often AdamW's rate Muon's is
 DEEP_3 = {"layers": 5, "zero": {"stage3_max_live_parameters": 3 * 12 * 256**2}}
+MUON = {"layers": 5, "muon": 10.0}  # Muon's learning rate as a multiple of AdamW's
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 LINEAR = F.linear
 offload.PIECE = 100_000  # elements: more than ten pieces
@@ -77,9 +76,9 @@ CASES = {
     "bfloat16 stage 3 own": (3, "bfloat16", {"own": True}),
     "deep stage 3": (3, "bfloat16", DEEP),
     "deep stage 3 local": (3, "bfloat16", {**DEEP_3, "local": True}),
+    "deep stage 3 recomputed": (3, "bfloat16", {**DEEP_3, "recompute": True}),
     "deep stage 2 muon": (2, "bfloat16", MUON),
     "deep stage 2 muon local": (2, "bfloat16", {**MUON, "local": True}),
-    "deep stage 3 recomputed": (3, "bfloat16", {**DEEP_3, "recompute": True}),
     **{f"float16 stage {stage}": (stage, "float16", FP16) for stage in (2, 3)},
     "float16 stage 2 offload": (2, "float16", {**FP16, "zero": OFFLOAD}),
 }
@@ -96,17 +95,12 @@ def data(step):
     return torch.randint(CONFIG.vocab_size, shape, generator=torch.Generator().manual_seed(step)).cuda()
 
 
-def set_rates(optimizer, step):
-    for group in optimizer.param_groups:
-        group["lr"] = RATES[step] * group.get("lr_ratio", 1)
-
-
 def plain(clip, layers=2, muon=0.0):
     """Train in float32 with PyTorch alone, over the whole batch."""
     model, norms = fresh_model(layers), []
     optimizer = PlainMuon(model, 0.1, muon, **ADAM) if muon else torch.optim.AdamW(model.parameter_groups(0.1), **ADAM)
     for step in range(STEPS):
-        set_rates(optimizer, step)
+        set_rates(optimizer, RATES[step])
         model.zero_grad()
         logits = model(data(step)[:, :-1])
         F.cross_entropy(logits.flatten(0, 1), data(step)[:, 1:].flatten()).backward()
@@ -117,13 +111,9 @@ def plain(clip, layers=2, muon=0.0):
 
 def build(stage, dtype, blocks, zero, clip, fp16, layers, muon):
     batch = Batch(SEQUENCES // ACCUMULATION // dist.get_world_size(), ACCUMULATION, dist.get_world_size(), 4)
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump({"zero_optimization": {"stage": stage, **zero}, "fp16": fp16, "zero_force_ds_cpu_optimizer": False},
-                  file)
-        file.flush()
-        config, _ = ds_config.complete_config(file.name, batch, clip, dtype, blocks != "eager")
+    content = {"zero_optimization": {"stage": stage, **zero}, "fp16": fp16, "zero_force_ds_cpu_optimizer": False}
     F.linear = LINEAR  # stage 3 replaces it for good
-    model, stage = fresh_model(layers), config["zero_optimization"]["stage"]
+    model = fresh_model(layers)
     if blocks == "kernels":
         block.use_fused_blocks(model)
     elif blocks == "compiled":
@@ -133,18 +123,14 @@ def build(stage, dtype, blocks, zero, clip, fp16, layers, muon):
     groups = model.parameter_groups(0.1)
     if muon:  # sorted as for one rank, so that two cut a matrix
         groups = split_matrices(groups, model, muon, world_size=1)
-    optimizer = torch.optim.AdamW(groups, fused=True, **ADAM)
-    with silence_stdout():
-        deepspeeds, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    setup.describe(deepspeeds, config, dtype)
-    return deepspeeds, stage
+    return initialize(model, groups, content, batch, clip, dtype, blocks != "eager", **ADAM)
 
 
 def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local=False, own=False, captured=True,
           recompute=False, layers=2, muon=0.0):
     """Train as the script does, and repeat a step that is skipped. own: use DeepSpeed's gradient path and step. local:
     sum the gradients of the micro-steps on each rank first."""
-    deepspeeds, stage = build(stage, dtype, blocks, zero or {}, clip, fp16 or {}, layers, muon)
+    deepspeeds = build(stage, dtype, blocks, zero or {}, clip, fp16 or {}, layers, muon)
     deepspeeds.module.gradient_checkpointing = recompute
     ours = (lambda *_: None) if own else setup.replace_gradients_and_step
     with mock.patch.object(setup, "replace_gradients_and_step", ours):
@@ -155,7 +141,7 @@ def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local
     result = {"norms": [], "layers": layers, "applied": [], "scales": [], "shortened": shortened, "one_pass": one_pass}
     step = 0
     while step < STEPS and len(result["applied"]) < 3 * STEPS:
-        set_rates(deepspeeds.optimizer, step)
+        set_rates(deepspeeds.optimizer, RATES[step])
         for sequences in data(step).view(world_size, ACCUMULATION, -1, CONFIG.block_size + 1)[rank]:
             engine.micro_step(sequences[:, :-1], sequences[:, 1:])
         done = engine.step()
@@ -174,11 +160,6 @@ def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local
     return result
 
 
-def weights(engine):
-    """Return the weights that the optimizer steps, in float32, whole, on every rank."""
-    return {n: safe_get_full_fp32_param(p).detach().clone() for n, p in engine.module.named_parameters()}
-
-
 def apart(a, b, layers):
     """Return the distance between two sets of weights, relative to how far training has moved b: over all weights, and
     of the parameter for which it is the largest."""
@@ -188,7 +169,7 @@ def apart(a, b, layers):
 
 
 def main(out):
-    torch.optim._muon._zeropower_via_newtonschulz = by_singular_values
+    torch.optim._muon._zeropower_via_newtonschulz = by_singular_values  # in float64, PyTorch's is in bfloat16
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # names that DeepSpeed still uses
     deepspeed.utils.logger.setLevel("ERROR")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -202,14 +183,11 @@ def main(out):
         with stream:  # as setup_device()
             every[name] = train(stage, dtype, **options)
         torch.cuda.synchronize()
-    report = {name: {**one, "apart": {name: apart(one["weights"], other["weights"], one["layers"])
-                                      for name, other in every.items() if other["layers"] == one["layers"]}}
-              for name, one in every.items()}
-    for result in report.values():
-        del result["weights"]
+    report = {name: {**one, "weights": None, "apart": {
+        name: apart(one["weights"], other["weights"], one["layers"])
+        for name, other in every.items() if other["layers"] == one["layers"]}} for name, one in every.items()}
     if dist.get_rank() == 0:
-        with open(out, "w", encoding="utf-8") as f:
-            json.dump(report, f, indent=1)
+        Path(out).write_text(json.dumps(report, indent=1))
     shut_down()
 
 

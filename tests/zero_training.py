@@ -1,0 +1,35 @@
+"""What the workers share that compare training with ZeRO with plain PyTorch."""
+
+import json
+import tempfile
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+
+from runtime.cluster.ranks import silence_stdout
+from runtime.engine import ds_config, setup
+
+
+def initialize(model, groups, content, batch, clip, dtype, compiled=False, **adam):
+    """Return DeepSpeed's engine, made as train_deepspeed.py makes it. content: of the DeepSpeed JSON."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(content, file)
+        file.flush()
+        config, _ = ds_config.complete_config(file.name, batch, clip, dtype, compiled)
+    optimizer = torch.optim.AdamW(groups, fused=True, **adam)
+    with silence_stdout():
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    setup.describe(engine, config, dtype)
+    return engine
+
+
+def set_rates(optimizer, lr):
+    """Set the learning rate of all parameter groups, Muon's at its ratio, as train_deepspeed.py does."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_ratio", 1)
+
+
+def weights(engine):
+    """Return the weights that the optimizer steps, in float32, whole, on every rank."""
+    return {n: safe_get_full_fp32_param(p).detach().clone() for n, p in engine.module.named_parameters()}
