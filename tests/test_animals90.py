@@ -9,13 +9,16 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
-from conftest import ROOT, done, launch, planted
+from conftest import ROOT, done, kill, launch, planted, wait_until
 from PIL import Image
 from transformers import ResNetConfig, ResNetForImageClassification
 
@@ -561,6 +564,22 @@ def test_a_loss_that_stays_nan_ends_the_run(train):
     stopped = train("--learning_rate=1e30", "--batch_size=16", "--epochs=9", "--save_interval=9")
     assert stopped.returncode == 2
     assert stopped.stderr == "10 batches had no finite loss: lower --learning_rate, or drop --fp16\n"
+
+
+@pytest.mark.long
+def test_a_killed_launcher_leaves_no_process_and_no_traceback(pictures, tmp_path):
+    command = [sys.executable, EXAMPLE / "launch_deepspeed.py", "--num_gpus=2", f"--train_dir={pictures}/train",
+               f"--val_dir={pictures}/val", "--pretrained=none", "--image_size=32", "--num_workers=1", "--epochs=5000"]
+    with open(tmp_path / "output", "w") as output:
+        job = subprocess.Popen(command, cwd=tmp_path, stdout=output, stderr=output, start_new_session=True)
+        try:
+            wait_until(lambda: "Epoch 1/5000:" in (tmp_path / "output").read_text() or job.poll() is not None, 200)
+            processes = psutil.Process(job.pid).children(recursive=True)
+            job.kill()
+        finally:
+            kill(job)
+    assert "Traceback" not in (tmp_path / "output").read_text() and len(processes) >= 5
+    assert not psutil.wait_procs(processes, timeout=100)[1]
 
 
 def test_every_command_of_the_readme_that_trains_is_accepted():
