@@ -87,7 +87,7 @@ class Measurement:
             found = json.loads((cwd / "logs" / "training_history.json").read_text())["epochs"]
             row = {**found[-1], "val_acc_by_epoch": [epoch["val_acc"] for epoch in found]}
         except subprocess.SubprocessError as error:
-            row = {"failed": f"{error}: {(error.stderr or '').partition('Traceback')[2]}"[:1500]}  # of the first rank
+            row = {"failed": f"{error}: {error.stderr or ''}"[-6000:]}  # torchrun adds its own traceback
         start = f"python launch_deepspeed.py --num_gpus {self.gpus}"
         if "plain" in name:
             start = f"torchrun --nproc_per_node={self.gpus} examples/animals90/measure/plain.py"
