@@ -45,7 +45,7 @@ def read(name):
 
 def draw_race(path):
     """Draw the validation losses of GPT-2 small against time, at each length of results/race.py: the best run of
-    nanoGPT's recipe, and ours with the same seed and the default rate of Muon."""
+    nanoGPT's recipe, and ours with the same seed, at 0.02 for Muon and 1.8e-3 for AdamW."""
     from matplotlib.figure import Figure
 
     figure = Figure((9, 3.6), layout="constrained")
