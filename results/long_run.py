@@ -1,7 +1,8 @@
 """The run of GPT-2 small over thousands of steps (docs/pretrain.md): prepare its text, and record the run.
 
-    python results/long_run.py text FILE.jsonl FOLDER ...    documentation and sources of installed packages
-    python data/prepare.py FILE.jsonl --name=packages
+    pip install --no-deps --no-compile --target=packages -r results/long_run_packages.txt
+    python results/long_run.py text packages.jsonl packages     documentation and sources, the same bytes each time
+    python data/prepare.py packages.jsonl --name=packages
     python results/long_run.py record OUT_DIR --commit=... --tokens=...   writes h200_x2_long_run.json
 
 Every file of the folders counts once, up to 190 MB in all. Markdown, reStructuredText and plain text come first, then

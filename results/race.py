@@ -7,7 +7,8 @@
 SETTINGS are those of train_deepspeed.py, the same for both, such as config/train_gpt2.py --dataset=packages. The first
 two commands write [step, seconds of training, validation loss] of each evaluation. Seconds are those of the optimizer
 steps: the start, compilation and evaluations don't count, for neither. The last command tells how long each of our runs
-takes to the final loss of each baseline of its seed, and writes all runs to one file. It reads such files too.
+takes to the final loss of each baseline of its seed and text, and writes all runs to one file. It reads such files too.
+results/long_run.py has the commands for the text.
 
 nanoGPT's recipe: float32 weights under autocast, the whole model compiled, fused AdamW with weight decay 0.1 and betas
 0.9 and 0.95, gradients clipped at 1, and a cosine from learning_rate to a tenth of it.
@@ -31,6 +32,7 @@ from torch.nn.functional import cross_entropy
 
 from configurator import settings_of_script
 from model import GPT
+from runtime.data.dataset import dataset_dir, read_meta
 from runtime.hardware import git_commit, machine_record
 from runtime.monitor.history import read_history
 
@@ -150,7 +152,8 @@ def table(path, paths):
     for run in runs:
         steps, seconds, loss = run["curve"][-1]
         print(f"{run['label']:<60} {loss:.4f} after {steps} steps, {seconds:.1f} s")
-        for base in (base for base in runs if (base["way"], base["seed"]) == ("baseline", run["seed"])):
+        for base in (base for base in runs if (base["way"], base["seed"], base.get("text"))
+                     == ("baseline", run["seed"], run.get("text"))):
             if run["way"] == "ours" and (reached := seconds_to(run["curve"], base["curve"][-1][2])):
                 ratio = run.setdefault("ratios", {})[base["label"]] = round(reached / base["curve"][-1][1], 3)
                 print(f"    the final loss of {base['label']}: after {reached:.1f} s, {ratio} of its time")
@@ -164,9 +167,10 @@ def main():
         sys.exit(__doc__)
     if way == "table":
         return table(path, argv)
+    text = read_meta(dataset_dir(settings_of_script(SCRIPT, argv).dataset))["files"]["train.bin"]["sha256"]
     curve, machine = {"baseline": baseline, "ours": ours}[way](argv)
     Path(path).write_text(json.dumps({
-        "way": way, "argv": argv, "command": " ".join(sys.argv), "commit": git_commit(),
+        "way": way, "argv": argv, "command": " ".join(sys.argv), "commit": git_commit(), "text": text,
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()), **machine, "curve": curve}))
 
 
