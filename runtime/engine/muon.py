@@ -130,7 +130,7 @@ class Muon:
         clip = (max_norm / (norm + 1e-6)).clamp(max=1)
         lr = is_applied * p.group["lr"]  # on the device; torch.tensor() would make the CPU wait for backward
         for start, end, rows, columns in self.batches:
-            own = slice(max(0, start), max(0, min(self.size, end)))
+            own = slice(*(max(0, min(self.size, place)) for place in (start, end)))
             direction = self.next_direction(p.grads[own], momentum[own], clip, is_applied)
             if self.is_shared(start, end):
                 part, direction = direction, direction.new_zeros(end - start)
