@@ -5,7 +5,6 @@
 out_dir = "out-sft-xl"
 init_from = "gpt2-xl"
 dataset = "mychat"
-wandb_run_name = "gpt2-xl-sft"
 
 eval_interval = 50
 max_epochs = 3

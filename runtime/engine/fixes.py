@@ -22,8 +22,7 @@ def repair(config, compiled):
     """Change the config in place where DeepSpeed would compute something wrong or slow. Return a note for each change.
     At stage 0, DeepSpeed accumulates in bfloat16 and doesn't scale the loss in float16. Stages 0 and 1 run as stage 2.
     With accumulate_locally, each rank then holds all gradients and a part of the optimizer's state, as in ZeRO-1."""
-    notes = []
-    zero = config.setdefault("zero_optimization", {})
+    notes, zero = [], config.setdefault("zero_optimization", {})
     if (stage := zero.setdefault("stage", 0)) < 2:
         notes.append(f"ZeRO stage {stage} runs as stage 2, which is faster")
         zero["stage"] = stage = 2
