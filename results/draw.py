@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 import plot
 from results.estimates import XL, meta_model, planned_parts
 from results.race import best_baselines
+from results.runs import races
 
 RESULTS = ROOT / "results"
 PRESETS = {2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
@@ -49,7 +50,7 @@ def draw_race(path):
     from matplotlib.figure import Figure
 
     figure = Figure((9, 3.6), layout="constrained")
-    files = [read(path.stem) for path in sorted(RESULTS.glob("h200_x1_race_*.json"), reverse=True)]  # short, long
+    files = races()
     for axis, file in zip(figure.subplots(1, len(files), squeeze=False)[0], files):
         base = best_baselines(file["runs"])[1337]
         shown = {"plain PyTorch, nanoGPT's recipe": base}
@@ -60,7 +61,8 @@ def draw_race(path):
             axis.plot(seconds, losses, marker="o", markersize=3, label=name)
         steps, _, loss = base["curve"][-1]
         axis.axhline(loss, color="black", linewidth=0.8, linestyle=":")
-        axis.set(xlabel="seconds of training on one H200", ylabel="validation loss", ylim=(0.9, 3))
+        gpu = base["hardware"].split()[1]
+        axis.set(xlabel=f"seconds of training on one {gpu}", ylabel="validation loss", ylim=(0.8, 2.5))
         axis.set_title(f"GPT-2 small from scratch, {steps:,} steps of nanoGPT's recipe", loc="left", fontsize=9)
         axis.grid(color="black", alpha=0.12)
         axis.spines[["top", "right"]].set_visible(False)

@@ -10,7 +10,6 @@ from runtime.hardware import gpu_named
 from runtime.weights import PRETRAINED
 
 RESULTS = Path(__file__).resolve().parent
-BENCHES = "*_bench_*.json", "h100_*.json", "h200_x1_fp16.json"
 Case = namedtuple("Case", "gpu gpus model stage micro accumulation optimizer")
 
 
@@ -18,6 +17,11 @@ def read(*patterns):
     """Return the files of results/ that match, each with its name as "file"."""
     paths = [path for pattern in patterns for path in sorted(RESULTS.glob(pattern))]
     return [json.loads(path.read_text(encoding="utf-8")) | {"file": path.name} for path in paths]
+
+
+def races():
+    """Return the files of results/race.py, the short race first."""
+    return sorted(read("*_race_*.json"), key=lambda file: file["file"].split("_")[-1], reverse=True)
 
 
 def newest(runs):
@@ -67,7 +71,7 @@ def case_of(run):
 def training_runs():
     """Return {case: its runs}, in the order of the tables."""
     cases = {}
-    for run in [*read(*BENCHES), *compared_runs("train")]:
+    for run in [*read("*_bench_*.json"), *compared_runs("train")]:
         cases.setdefault(case_of(run), []).append(run)
     return {case: cases[case] for case in sorted(cases, key=lambda c: (c.gpu != "H200", *c[:4], -c.micro, *c[5:]))}
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 from configurator import settings_of_script
 from results.estimates import XL, meta_model, planned_gb
 from results.race import best_baselines, seconds_to
-from results.runs import link, markdown, median, newest, read, sampling_runs, speed_cells, training_runs
+from results.runs import link, markdown, median, newest, races, read, sampling_runs, speed_cells, training_runs
 from runtime.cluster.ranks import Ranks
 from runtime.output import exit_with_error
 from runtime.plan.report import memory_report, summary
@@ -120,15 +120,16 @@ def muon():
 def race():
     """GPT-2 small from scratch by nanoGPT's recipe and ours. The last columns compare with the seed's best baseline."""
     rows = []
-    for file in read("h200_x1_race_*.json"):
+    for file in races():
         best = best_baselines(file["runs"])
         for run in sorted(file["runs"], key=lambda run: (run["seed"], run["label"])):
             (steps, seconds, loss), (_, base_s, base_loss) = run["curve"][-1], best[run["seed"]]["curve"][-1]
             reached = seconds_to(run["curve"], base_loss) if run["way"] == "ours" else None
-            rows.append([run["label"].rsplit(",", 2)[0], run["seed"], f"{steps:,}", f"{loss:.4f}", f"{seconds:.0f}",
+            gpu, recipe = run["hardware"].split()[1], run["label"].rsplit(",", 2)[0]
+            rows.append([gpu, recipe, run["seed"], f"{steps:,}", f"{loss:.4f}", f"{seconds:.0f}",
                          *([f"{reached:.0f}", f"{reached / base_s:.2f}"] if reached else ["", ""]),
                          link({"file": file["file"]} | run)])
-    return markdown(["recipe, peak learning rates", "seed", "steps", "validation loss", "training, s",
+    return markdown(["GPU", "recipe, peak learning rates", "seed", "steps", "validation loss", "training, s",
                      "to the best baseline's loss, s", "of its time", SOURCE], rows)
 
 
