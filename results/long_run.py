@@ -3,7 +3,7 @@
     pip install --no-deps --no-compile --target=packages -r results/long_run_packages.txt
     python results/long_run.py text packages.jsonl packages     documentation and sources, the same bytes each time
     python data/prepare.py packages.jsonl --name=packages
-    python results/long_run.py record OUT_DIR --commit=... --tokens=...   writes h200_x2_long_run.json
+    python results/long_run.py record OUT_DIR FILE.json         the record of a run with --log_interval=1
 
 Every file of the folders counts once, up to 190 MB in all. Markdown, reStructuredText and plain text come first, then
 Python, both in random order.
@@ -15,7 +15,15 @@ import json
 import random
 import re
 import statistics
+import sys
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from runtime.data.dataset import dataset_dir, read_meta
+from runtime.hardware import git_commit
+from runtime.monitor.history import read_history
 
 MB = 190  # of text; 87 million tokens
 KINDS = (".md", ".rst", ".txt"), (".py",)
@@ -45,26 +53,28 @@ def spikes(steps):
             if i >= 100 and step["loss"] > 1.5 * statistics.median(losses[i - 100 : i]) + 0.1]
 
 
-def record(out_dir, commit, tokens):
-    history = [json.loads(line) for line in (out_dir / "history.jsonl").read_text(encoding="utf-8").splitlines()]
+def record(out_dir, path):
+    history = read_history(out_dir)
     settings = json.loads((out_dir / "settings.json").read_text(encoding="utf-8"))
+    meta = read_meta(dataset_dir(settings["settings"]["dataset"]))
     steps = [entry for entry in history if "loss" in entry]
     assert [step["iter"] for step in steps] == list(range(1, len(steps) + 1))
     result = {
-        "command": settings["command"], "commit": commit,
+        "command": settings["command"], "commit": git_commit(),
         "hardware": f"{settings['world_size']} x {settings['hardware']}", "world_size": settings["world_size"],
-        "versions": settings["versions"], "tokens": tokens, "settings": settings["settings"], "steps": len(steps),
+        "versions": settings["versions"], "tokens": meta["train_tokens"],
+        "text": meta["files"]["train.bin"]["sha256"], "settings": settings["settings"], "steps": len(steps),
         "resumed_at": [step["iter"] for step in steps if "first_step_s" in step][1:], "spikes": spikes(steps),
         "ms": round(statistics.median(step["ms"] for step in steps), 2),
         "peak_gb": round(max(step["memory"] for step in steps) / 1e9, 2),
-        "largest_grad_norm_after_1000": round(max(step["grad_norm"] for step in steps[1000:]), 3),
+        "largest_grad_norm_after_1000": round(max(step["grad_norm"] for step in steps[1000:] or steps), 3),
         "evaluations": [{key: round(entry[key], 4) for key in ("iter", "train_loss", "val_loss")}
                         for entry in history if "val_loss" in entry],
         "losses": [round(step["loss"], 4) for step in steps],
         "grad_norms": [float(f"{step['grad_norm']:.4g}") for step in steps]}
     lines = json.dumps(result, indent=1)
     lines = re.sub(r"\[\s+([-\d.,\s]+?)\s+\]", lambda match: "[" + re.sub(r"\s+", " ", match[1]) + "]", lines)
-    Path(__file__).with_name("h200_x2_long_run.json").write_text(lines + "\n", encoding="utf-8")
+    Path(path).write_text(lines + "\n", encoding="utf-8")
     print({key: value for key, value in result.items() if key not in ("losses", "grad_norms", "evaluations")})
 
 
@@ -72,16 +82,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["text", "record"])
     parser.add_argument("path", type=Path)
-    parser.add_argument("folders", nargs="*")
-    parser.add_argument("--commit")
-    parser.add_argument("--tokens", type=int, help="of train.bin")
+    parser.add_argument("others", nargs="+", help="folders with texts, or the file to write")
     args = parser.parse_args()
-    problems = [f"{folder} is not a folder" for folder in args.folders if not Path(folder).is_dir()]
-    if args.what == "text" and (problems or not args.folders):
-        parser.error(f"{', '.join(problems) or 'no folder given'}: name folders with texts")
-    if args.what == "record" and not (args.path / "history.jsonl").is_file():
-        parser.error(f"{args.path} has no history.jsonl: name the out_dir of a run")
+    folders = args.others if args.what == "text" else [args.path]
+    if problems := [f"{folder} is not a folder" for folder in folders if not Path(folder).is_dir()]:
+        parser.error(f"{', '.join(problems)}: name folders with texts, or the out_dir of a run")
     if args.what == "text":
-        text(args.path, args.folders)
+        text(args.path, folders)
     else:
-        record(args.path, args.commit, args.tokens)
+        record(args.path, args.others[0])
