@@ -64,8 +64,8 @@ def run_torchrun(argv):
     from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    for name in ("torch.distributed.elastic", "torch.distributed.elastic.multiprocessing.errors"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # run() reports a failure in one line
+    for name in ("run", "elastic", "elastic.multiprocessing.errors"):  # a failure is reported in one line
+        logging.getLogger(f"torch.distributed.{name}").setLevel(logging.CRITICAL)
     close, codes = PContext.close, []  # codes: exit codes of the closed ranks
 
     def close_with_save_timeout(self, death_sig=None, timeout=30):
@@ -108,8 +108,6 @@ def train(ranks, script, args):
     """Run a training script in so many processes on this machine. Return its exit code."""
     arguments = ["--standalone", f"--nproc_per_node={ranks}", str(script), *args]
     print(shlex.join(["torchrun", *arguments]), flush=True)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))  # torchrun's 1 is slow for CPU offload
     return run_torchrun(arguments)
 
 

@@ -636,9 +636,3 @@ def test_pictures_are_split_by_their_bytes_and_duplicates_dropped(pictures, tmp_
         refused = prepare(*args, to=target)
         assert refused.returncode == 2 and re.search(sentence, refused.stderr) and refused.stderr.count("\n") == 1
     assert sorted(to.rglob("*")) == before and not (tmp_path / "new").exists()
-
-
-def test_the_example_stays_small():
-    lines = {path.name: len(path.read_text().splitlines()) for folder in ("*.py", "src/*.py")
-             for path in EXAMPLE.glob(folder)}
-    assert sum(lines.values()) <= 600, lines

@@ -7,7 +7,7 @@ import sys
 
 import psutil
 import pytest
-from conftest import ROOT, SMALL
+from conftest import ROOT, SMALL, done
 
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.shutdown import EXIT_REASONS
@@ -67,3 +67,10 @@ def test_the_exit_code_of_a_refusal(start):
     _, stderr = job.communicate(timeout=200)
     assert job.returncode == 2 and stderr.count("nowhere.json") == 1
     assert "Traceback" not in stderr and "error.json" not in stderr  # torchrun's file
+
+
+def test_ranks_share_the_cores_of_a_node(train):
+    """torchrun leaves each rank one thread. This node has 8 cores."""
+    plant = ("import atexit, os, torch; os.sched_getaffinity = lambda pid: range(8); "
+             "atexit.register(lambda: print(torch.get_num_threads(), 'threads', flush=True))")
+    assert done(train("--max_iters=1", ranks=2, launcher="torchrun", plant=plant)).stdout.count("4 threads\n") == 2
