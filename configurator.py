@@ -50,7 +50,7 @@ def configure(defaults, argv, annotations=None, root="."):
         except ValueError as error:
             problems.append(f"{where}: {name} {error}")
 
-    args = list(argv)
+    args, chosen = list(argv), {}  # chosen: on the command line
     while args:
         arg = args.pop(0)
         if not arg.startswith("--"):
@@ -70,6 +70,8 @@ def configure(defaults, argv, annotations=None, root="."):
                 value = "True"
         if name != "local_rank":  # the deepspeed launcher adds it for every script; we use LOCAL_RANK
             assign(name, value, "command line", parse_value)
+            chosen[name] = values.get(name)
+    values.update(chosen)  # a config file that follows can't change it
     if problems:
         raise UserError("\n".join(problems))
     return dataclasses.make_dataclass("Settings", values, namespace={"requested": requested}, frozen=True)(**values)

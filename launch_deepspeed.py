@@ -114,13 +114,15 @@ def train(ranks, script, args):
 def run_headline(args):
     """Prepare the data, train and sample: GPT-2 XL, or without a GPU a small character-level model."""
     gpus = count_gpus()
-    ranks, ours = gpus or 2, ["config/xl_shakespeare.py"]
-    if not gpus:
-        ours = ["config/shakespeare_char_cpu.py", "--out_dir=out-demo"]
-        print(f"No CUDA GPU (check: python doctor.py): {ranks} processes train a character-level model in out-demo")
+    on_cpu = not gpus and "target_gpu" not in " ".join(args)
+    ranks, ours = gpus or 1 + on_cpu, ["config/xl_shakespeare.py"]
+    if on_cpu:
+        ours = ["config/shakespeare_char_cpu.py", *["--out_dir=out-demo"] * (".py" not in " ".join(args))]
         os.environ["DS_ACCELERATOR"] = "cpu"
     settings = settings_of_script(TRAIN, [*ours, *args])  # later arguments win
-    if not gpus and settings.out_dir == "out-demo" and settings.init_from not in ("resume", "auto"):
+    if on_cpu:
+        print(f"No CUDA GPU (check: python doctor.py): {ranks} processes train a small model in {settings.out_dir}")
+    if on_cpu and settings.out_dir == "out-demo" and settings.init_from not in ("resume", "auto"):
         ours.append("--overwrite=True")
     data = ROOT / "data" / str(settings.dataset)
     if data.parent == ROOT / "data" and (data / "prepare.py").is_file() and not (data / "meta.json").is_file():
@@ -132,7 +134,7 @@ def run_headline(args):
     exit_on_signals()  # torchrun has replaced the handlers
     if os.path.exists(f"{settings.out_dir}/latest") and not (settings.eval_only or settings.dry_run):
         run_python(ROOT / "sample.py", f"--out_dir={settings.out_dir}", "--num_samples=1", "--max_new_tokens=200")
-        print_next_commands(ranks, [ours[0], *(arg for arg in args if arg.endswith(".py"))], on_cpu=not gpus)
+        print_next_commands(ranks, [ours[0], *(arg for arg in args if arg.endswith(".py"))], on_cpu)
 
 
 def print_next_commands(ranks, configs, on_cpu):

@@ -136,17 +136,17 @@ def test_config_files_may_compute_and_import(config):
 
 
 def test_config_files_see_the_settings_so_far_and_nothing_of_the_configurator(config):
-    path = config("max_iters = max_iters * 2\nout_dir = str([name in globals() for name in ('problems', 'os')])\n")
-    assert parse("--max_iters=7", path) == {"max_iters": 14, "out_dir": "[False, False]"}
+    path = config("learning_rate = max_iters * 2\nout_dir = str([name in globals() for name in ('problems', 'os')])\n")
+    assert parse("--max_iters=7", path) == {"max_iters": 7, "learning_rate": 14.0, "out_dir": "[False, False]"}
 
 
-def test_later_ones_win(config):
+def test_later_files_win_and_the_command_line_wins_over_files(config):
     first = config("max_iters = 1\nlearning_rate = 1\n", "first.py")
     second = config("max_iters = 2\n", "second.py")
     assert parse(first, second) == {"max_iters": 2, "learning_rate": 1.0}
     assert parse(second, first) == {"max_iters": 1, "learning_rate": 1.0}
     assert parse(first, "--max_iters=3") == {"max_iters": 3, "learning_rate": 1.0}
-    assert parse("--max_iters=3", first) == {"max_iters": 1, "learning_rate": 1.0}
+    assert parse("--max_iters=3", first) == {"max_iters": 3, "learning_rate": 1.0}
 
 
 def test_config_files_are_checked_as_the_command_line_is(config):
