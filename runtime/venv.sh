@@ -1,9 +1,6 @@
 # Sets PYTHON to an interpreter with the packages of requirements.txt. Source this from the project's root.
-#
 # If PYTHON is set, use that. Otherwise create, repair or reuse .venv, without nvcc or a compiler (DS_BUILD_OPS=0).
-#
-# GPUs below compute capability 7.5 (V100, P100) get an older PyTorch: requirements-volta.txt in .venv-volta. Set
-# VENV_REQUIREMENTS to one of the two files to choose it.
+# GPUs below compute capability 7.5 get requirements-volta.txt in .venv-volta. VENV_REQUIREMENTS names another file.
 
 venv_fail() { echo "setup: $1" >&2 || true; exit 2; }
 
