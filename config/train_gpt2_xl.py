@@ -1,7 +1,6 @@
 # GPT-2 XL (1.5B) from scratch on OpenWebText, on 8 GPUs with 80 GB: docs/pretrain.md.
 #   torchrun --nproc_per_node=8 train_deepspeed.py config/train_gpt2_xl.py
-# 8 sequences x 8 GPUs x 8 = 512 sequences of 1,024 = 524,288 tokens per step, as for GPT-2 itself. One epoch of the
-# 9.0 billion tokens is 17,234 steps.
+# 8 sequences x 8 GPUs x 8 = 512 sequences of 1,024 = 524,288 tokens per step. 100,000 steps see 52.4 billion tokens.
 out_dir = "out-gpt2-xl"
 init_from = "scratch"
 dataset = "openwebtext"

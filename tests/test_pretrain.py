@@ -54,7 +54,7 @@ def test_the_job_and_the_hours():
     """The hours are tokens divided by the measured speed."""
     job, = (words for words in map(shlex.split, blocks(PAGE)) if words[0] == "sbatch")
     assert configurator.settings_of_script(str(ROOT / "train_deepspeed.py"), job[2:]).dataset == "fineweb100B"
-    page, measured = read(PAGE), {"124M": ("small_muon_60x1", 480), "XL": ("32x1", 512)}
+    page, measured = read(PAGE), {"124M": ("small_muon_60x1", 480), "XL": ("8x4", 512)}
     rows = re.findall(r"^\| (124M|XL) \| ([\d,]+).* \| ([\d.]+) billion \| ([\d.]+) h \| ([\d.]+) h \|$", page, re.M)
     assert len(rows) == 2
     for model, steps, *shown in rows:

@@ -28,7 +28,7 @@ MANIFEST_FORMAT = 2  # increase it when a key of the manifest changes
 TAG_NAME = re.compile(r"iter_\d+|best|final")
 LEFTOVER = re.compile(rf"({TAG_NAME.pattern})\.(saving|old)")  # of a save that was killed
 Tag = namedtuple("Tag", ("name", "manifest"))  # manifest: the content of manifest.json
-OTHER_TAG = "choose another checkpoint, or start over with --overwrite=True"
+OTHER_TAG = "choose another checkpoint, or train anew with --overwrite=True"
 
 
 class CheckpointError(UserError):

@@ -183,7 +183,8 @@ def runs_that_fit(plan):
     have as many sequences per step: of each preset, with and without recomputation, the largest micro-batch."""
     choices, gpu_speed = [], (plan.execution.peak_flops or H200_FLOPS) / H200_FLOPS
     for preset, recompute in itertools.product(PRESETS, (False, True)):
-        if preset == "ds_config_zero3.json" and plan.batch.world_size == 1:
+        needs_zero2 = plan.params.muon or plan.batch.world_size == 1 and "offload" not in preset
+        if needs_zero2 and preset != PRESETS[0] or plan.settings.skip_grad_spikes and preset == PRESETS[3]:
             continue
         config, _ = complete_config(find(preset), plan.batch, plan.settings.grad_clip, plan.execution.dtype,
                                     plan.execution.compile)

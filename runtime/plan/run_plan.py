@@ -114,7 +114,7 @@ def make_plan(settings, ranks, problems, notes):
         batch = memory.fit_batch(run)
         run = replace(run, batch=batch, ds_config=ds_config.with_batch(config, batch))
         notes.append(f"batch_size=auto: a micro-batch of {batch.micro} takes about "
-                     f"{format_bytes(memory.bytes_with_eval(run))} of {format_bytes(execution.memory)}")
+                     f"{format_bytes(memory.bytes_with_eval(run))} with evals, of {format_bytes(execution.memory)}")
     if accumulates_locally(s, run):
         run = replace(run, accumulate_locally=True)
         notes.append(f"each rank accumulates gradients locally, in {format_bytes(4 * params.trainable)}; use "
@@ -166,8 +166,8 @@ def resolve_ds_config(s, batch, execution, notes):
         raise UserError("skip_grad_spikes=True needs bfloat16 or float32, fp32 gradients, and no offload at ZeRO-3: "
                         "drop it")
     if s.optimizer == "muon" and not (fits and stage == 2 and not ds_config.uses_offload(config)):
-        raise UserError("optimizer=muon needs ZeRO-2 in bfloat16 or float32, fp32 gradients and no offload: use "
-                        "--deepspeed_config=ds_config_zero2.json, for float16 --dtype=float32, or --optimizer=adamw")
+        raise UserError(f"optimizer=muon can't train with {s.deepspeed_config} in {execution.dtype}: use bfloat16 or "
+                        "float32 with --deepspeed_config=ds_config_zero2.json, or --optimizer=adamw at a lower rate")
     return config
 
 
