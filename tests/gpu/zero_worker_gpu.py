@@ -38,8 +38,7 @@ SEQUENCES, ACCUMULATION, STEPS = 12, 3, 6  # per step over all ranks; micro-step
 CONFIG = GPTConfig(block_size=64, vocab_size=500, n_layer=2, n_head=4, n_embd=256)
 RATES = (3e-3, 2e-3, 1e-3, 3e-3, 2e-3, 1e-3)  # set anew each step, as the script does
 CLIP = 0.3  # norms are 0.6 to 1.9
-# In half precision, elements of nearly no gradient have rounding instead. With this epsilon Adam doesn't turn that into
-# full steps
+# With this epsilon, Adam doesn't turn the rounding of elements with nearly no gradient into full steps
 ADAM = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-5}
 RELEASED = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0,
             "stage3_param_persistence_threshold": 0}
