@@ -3,7 +3,6 @@
 #
 # Fine-tunes GPT-2 XL on Shakespeare on all visible GPUs (config/xl_shakespeare.py). Without a GPU, it trains a small
 # character-level model on the CPU (config/shakespeare_char_cpu.py). See docs/settings.md for --key=value.
-#
 # It creates .venv, prepares the data, trains, and prints a sample. Set PYTHON=/path/to/python to use your own
 # environment, and CUDA_VISIBLE_DEVICES=0,1 to select GPUs. Ctrl-C saves a checkpoint and exits; a second Ctrl-C kills
 # the run. The exit code is the run's: 2 for an error you can fix, 128 + the signal's number if stopped by a signal.

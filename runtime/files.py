@@ -80,8 +80,7 @@ def lock_folder(folder, option):
         os.makedirs(folder, exist_ok=True)
         lock = open(os.path.join(folder, ".lock"), "w")  # closed with the process
     except OSError as error:
-        raise UserError(f"cannot write {error.filename} ({error.strerror}): fix that, or choose another "
-                        f"{option}=DIR") from None
+        raise UserError(f"cannot write {error.filename} ({error.strerror}): choose another {option}=DIR") from None
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock(): workers inherit it, and outlive a kill
     except BlockingIOError:

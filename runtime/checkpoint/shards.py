@@ -113,6 +113,8 @@ def load_model(out_dir, tag="latest", dropout=None, share=(0, 1)):
     the weights. share, errors: as for open_tag()."""
     reader, manifest = open_tag(out_dir, tag, share)
     state = manifest["state"]
+    if extra := state["model"].keys() - vars(GPTConfig()):
+        raise CheckpointError(f"{reader.folder} has another model than model.py ({', '.join(extra)}): restore model.py")
     with torch.device("meta"):
         model = GPT(GPTConfig(**state["model"] | ({} if dropout is None else {"dropout": dropout})))
     weights = {name: reader.get(name).clone() for name in reader.shapes}  # in memory of their own

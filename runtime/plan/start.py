@@ -72,8 +72,8 @@ def gpt_config(**shape):
     """Return a GPTConfig. Raises UserError if the settings make none."""
     try:
         return GPTConfig(**shape)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    except (TypeError, ValueError) as error:  # the first: a field of the model.py that wrote a checkpoint
+        raise UserError(str(error) + ": restore model.py" * isinstance(error, TypeError)) from None
 
 
 def check_block_size(settings, limit, where):

@@ -85,9 +85,8 @@ def unbroken(train):
 def test_a_resumed_run_goes_on_as_unbroken(train, unbroken, tmp_path, ranks):
     """With the same ranks to the last bit, else re-sharded: 8 ranks hold little more than a matrix each."""
     out_dir = shutil.copytree(unbroken.out_dir, tmp_path / "out")
-    batch = min(2, 8 // ranks)
     back = done(train(*EIGHT, "--optimizer=muon", "--n_layer=3", "--dropout=0.0", "--init_from=resume",
-                      "--resume_tag=iter_4", "--overwrite=True", f"--batch_size={batch}",
+                      "--resume_tag=iter_4", "--overwrite=True", f"--batch_size={(batch := min(2, 8 // ranks))}",
                       f"--gradient_accumulation_steps={8 // batch // ranks}", ranks=ranks, out_dir=out_dir))
     assert back.losses == (unbroken.losses if ranks == 2 else pytest.approx(unbroken.losses, rel=1e-5))
 
