@@ -31,9 +31,9 @@ def join_process_group(device="auto", backend="auto"):
     # For DeepSpeed's groups too, which it creates without a timeout: gloo's default is 30 minutes
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     set_gloo_interface()
-    # CPU offload needs threads. torchrun leaves each rank one, and other launchers as many as the node has cores
-    if os.environ.get("OMP_NUM_THREADS") == ("1" if "TORCHELASTIC_RUN_ID" in os.environ else None):
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
+    threads, ranks = os.environ.get("OMP_NUM_THREADS"), local_world_size()
+    if ranks > 1 and threads == ("1" if "TORCHELASTIC_RUN_ID" in os.environ else None):  # as torchrun sets it
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))  # CPU offload is slow with one thread
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu and backend != "gloo" else "gloo", timeout=timeout)
         return all_gather_objects(((socket.gethostname(), str(psutil.net_if_addrs())), os.getpid()))
