@@ -92,7 +92,7 @@ REFUSED = {
     "vocabulary of 28)",
     "--deepspeed_config=no-such.json": "no-such.json: No such file or directory: choose another file with "
     "--deepspeed_config=FILE",
-    "--out_dir={folder}/locked": "locked/.lock (Is a directory): fix that, or choose another --out_dir=DIR",
+    "--out_dir={folder}/locked": "locked/.lock (Is a directory): choose another --out_dir=DIR",
     "--out_dir={folder}/file/out": "file/out cannot be written: choose another with --out_dir=DIR",
     "--overwrite=False": "already holds a run (iter_4): resume it with --init_from=resume, choose another "
     "--out_dir=DIR, or delete it with --overwrite=True",
