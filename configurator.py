@@ -71,7 +71,8 @@ def configure(defaults, argv, annotations=None, root="."):
         if name != "local_rank":  # the deepspeed launcher adds it for every script; we use LOCAL_RANK
             assign(name, value, "command line", parse_value)
             chosen[name] = values.get(name)
-    values.update(chosen)  # a config file that follows can't change it
+    for name in chosen.keys() & values.keys():  # a config file that follows doesn't change them
+        assign(name, chosen[name], "command line")
     if problems:
         raise UserError("\n".join(problems))
     return dataclasses.make_dataclass("Settings", values, namespace={"requested": requested}, frozen=True)(**values)

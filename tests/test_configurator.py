@@ -147,6 +147,8 @@ def test_later_files_win_and_the_command_line_wins_over_files(config):
     assert parse(second, first) == {"max_iters": 1, "learning_rate": 1.0}
     assert parse(first, "--max_iters=3") == {"max_iters": 3, "learning_rate": 1.0}
     assert parse("--max_iters=3", first) == {"max_iters": 3, "learning_rate": 1.0}
+    settings = configure({"size": 1}, ["--size=auto", str(config("size = 2\n"))], {"size": int | str})
+    assert settings.size == "auto" and settings.requested == {"size": 2}
 
 
 def test_config_files_are_checked_as_the_command_line_is(config):
