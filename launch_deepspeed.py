@@ -114,10 +114,10 @@ def train(ranks, script, args):
 def run_headline(args):
     """Prepare the data, train and sample: GPT-2 XL, or without a GPU a small character-level model."""
     gpus = count_gpus()
-    on_cpu = not gpus and "target_gpu" not in " ".join(args)
+    on_cpu = not gpus and settings_of_script(TRAIN, args).target_gpu is None
     ranks, ours = gpus or 1 + on_cpu, ["config/xl_shakespeare.py"]
     if on_cpu:
-        ours = ["config/shakespeare_char_cpu.py", *["--out_dir=out-demo"] * (".py" not in " ".join(args))]
+        ours = ["config/shakespeare_char_cpu.py", *["--out_dir=out-demo"] * (not any(a.endswith(".py") for a in args))]
         os.environ["DS_ACCELERATOR"] = "cpu"
     settings = settings_of_script(TRAIN, [*ours, *args])  # later arguments win
     if on_cpu:

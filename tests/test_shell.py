@@ -49,7 +49,7 @@ def test_the_whole_job(start, tmp_path):
         stdout, stderr = job.communicate(timeout=200)
         assert naming(str(tmp_path)) == []
     assert job.returncode == 0, stdout + stderr
-    assert "2 processes train a small model in " in stdout
+    assert f"2 processes train a small model in {tmp_path}/out\n" in stdout
     assert "batch      2 x 2 x 2 = 8 sequences, 256 tokens per step" in stdout
     assert re.findall(r"^iter (\d+): loss ", stdout, re.M) == ["1", "2", "3"]
     assert f"saving checkpoint to {tmp_path}/out/iter_3" in stdout

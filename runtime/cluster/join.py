@@ -1,8 +1,7 @@
 """Join the process group: the first thing that a training process does after reading its command line.
 
 Then all ranks plan, exchange their problems, and exit together if there are any. Tensors on the CPU and objects are
-exchanged by gloo, tensors on GPUs by NCCL, which connects at its first collective. So ranks can join before any of them
-knows whether its GPU can be used."""
+exchanged by gloo, tensors on GPUs by NCCL, which connects at its first collective, so a GPU need not work for that."""
 
 import contextlib
 import datetime
@@ -27,13 +26,14 @@ def group_timeout():
 
 def join_process_group(device="auto", backend="auto"):
     """Join the other ranks. Return each rank's (node, process id). Exits with code 2 if they can't be reached."""
-    on_gpu, timeout = device != "cpu" and torch.cuda.is_available(), group_timeout()
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    timeout = group_timeout()
     # For DeepSpeed's groups too, which it creates without a timeout: gloo's default is 30 minutes
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     set_gloo_interface()
     threads, ranks = os.environ.get("OMP_NUM_THREADS"), local_world_size()
-    if ranks > 1 and threads == ("1" if "TORCHELASTIC_RUN_ID" in os.environ else None):  # as torchrun sets it
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))  # CPU offload is slow with one thread
+    if ranks > 1 and threads == ("1" if "TORCHELASTIC_RUN_ID" in os.environ else None):
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))  # torchrun's 1 is slow for CPU offload
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu and backend != "gloo" else "gloo", timeout=timeout)
         return all_gather_objects(((socket.gethostname(), str(psutil.net_if_addrs())), os.getpid()))
