@@ -215,8 +215,7 @@ def linear_grads(x, weight, dy):
 
 
 class ResidualLayerNorm(torch.autograd.Function):
-    """Returns residual + branch + branch_bias (None without a branch) and its layer norm, as fp8.differentiable does
-    for the layer of consumer_weight."""
+    """Returns residual + branch + branch_bias (or None) and its layer norm. consumer_weight: see fp8.differentiable."""
 
     @staticmethod
     def forward(ctx, residual, branch, branch_bias, weight, bias, consumer_weight=None):

@@ -113,8 +113,7 @@ def test_a_save_has_the_state_of_its_step(train, whole, asynchronous, plant):
 
 @pytest.mark.parametrize("n, ranks", [(2, 2), (3, 1)])
 def test_the_memory_for_a_save_is_reserved_before_it(train, n, ranks):
-    """At the first save the staging buffer, estimated before there was any optimizer state, is large enough, and less
-    than a fifth larger than it has to be."""
+    """The first save's staging buffer, estimated before there is optimizer state, is less than a fifth too large."""
     run = done(train(stage(n), "--n_embd=64", "--max_iters=1", ranks=ranks, plant="""
 from runtime.checkpoint.saver import Saver
 init, allocate = Saver.__init__, Saver._allocate_staging

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import re
 import shutil
 
 import pytest
@@ -70,7 +69,8 @@ def test_another_model_py_is_refused(train, whole, tmp_path, n, old, new):
     for out_dir, start in ((before, "resume"), (tmp_path / "new", f"{before}/iter_8")):
         run = train(*EIGHT, stage(n), f"--init_from={start}", "--max_iters=9", out_dir=out_dir, plant=edit)
         assert run.returncode == 2 and "Traceback" not in run.stderr and len(run.history) in (0, len(whole(n).history))
-        assert re.search(r"another model than model.py \(transformer.h.0.mlp.c_|'gelu': restore model.py", run.stderr)
+        known = "'gelu': restore model.py" if "gelu" in old else "another model than model.py (transformer.h.0.mlp.c_"
+        assert known in run.stderr
 
 
 def test_a_resume_prints_each_setting_that_differs(resume):

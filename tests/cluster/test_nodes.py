@@ -255,6 +255,7 @@ def test_a_job_queues_again_but_not_for_ever(tmp_path, code, restarts, most, req
 @pytest.mark.parametrize("given, passed", [
     ([], "config/train_gpt2_xl.py --gradient_accumulation_steps=2"),
     (["--max_iters=5"], "config/train_gpt2_xl.py --gradient_accumulation_steps=2 --max_iters=5"),
+    (["--seed=1", "config/train_gpt2.py"], "--seed=1 config/train_gpt2.py"),
     (["config/train_gpt2.py", "--max_iters=5"], "config/train_gpt2.py --max_iters=5")])
 def test_a_jobs_own_config_replaces_the_default(tmp_path, given, passed):
     job = submit(tmp_path, 'shift 4; echo "$@"', *given)
@@ -277,4 +278,5 @@ def test_a_job_refuses_a_tag_to_which_each_restart_would_return(tmp_path):
 def test_a_job_without_an_environment_says_how_to_make_it():
     env = {**os.environ, "PYTHON": "/nowhere/python", "SLURM_JOB_ID": "7"}
     job = subprocess.run(["bash", "examples/slurm/train_xl.sbatch"], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert job.returncode == 2 and "python does not exist: run bash -c 'source runtime/venv.sh', or set" in job.stderr
+    assert job.returncode == 2 and job.stderr == ("train_xl.sbatch: /nowhere/python does not exist: run bash -c "
+                                                  "'source runtime/venv.sh', or set PYTHON\n")

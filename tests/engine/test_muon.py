@@ -81,9 +81,9 @@ def unbroken(train):
     return done(train(*EIGHT, "--optimizer=muon", "--n_layer=3", "--dropout=0.0", ranks=2))
 
 
-@pytest.mark.parametrize("ranks", [2, 1, long(8)])
+@pytest.mark.parametrize("ranks", [2, 1, long(4), long(8)])
 def test_a_resumed_run_goes_on_as_unbroken(train, unbroken, tmp_path, ranks):
-    """With the same ranks to the last bit, else re-sharded: 8 ranks hold little more than a matrix each."""
+    """With the same ranks to the last bit, else re-sharded: 4 and 8 ranks cut matrices."""
     out_dir = shutil.copytree(unbroken.out_dir, tmp_path / "out")
     back = done(train(*EIGHT, "--optimizer=muon", "--n_layer=3", "--dropout=0.0", "--init_from=resume",
                       "--resume_tag=iter_4", "--overwrite=True", f"--batch_size={(batch := min(2, 8 // ranks))}",

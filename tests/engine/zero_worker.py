@@ -33,8 +33,7 @@ SEQUENCES, ACCUMULATION, T, VOCAB = 12, 3, 16, 61  # of a step, over all ranks; 
 PROMPT = [1, 2, 3]  # of a sample after the first step
 LEARNING_RATES = (1e-2, 5e-3, 2e-3, 1e-2, 5e-3)  # set anew each step, as the script does
 CLIP = 0.3  # norms are 0.5 to 0.8
-# In half precision, elements of nearly no gradient have rounding instead. With this epsilon Adam doesn't turn that into
-# full steps
+# With this epsilon, Adam doesn't turn the rounding of elements with nearly no gradient into full steps
 ADAM = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-5}
 RELEASED = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0,
             "stage3_param_persistence_threshold": 0}

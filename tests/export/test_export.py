@@ -86,8 +86,7 @@ def test_its_tokenizer_and_generate_give_our_text(exported):
 
 
 def test_training_takes_the_folder_and_refuses_half_of_it(exported, train, tmp_path):
-    """Its characters are the data's, so nothing is lost; weights of which a download brought half, or none, are refused
-    before anything starts."""
+    """Its characters are the data's. Weights of which a download brought half, or none, are refused at the start."""
     _, folder, _ = exported
     args = ("--n_layer=None", "--n_head=None", "--n_embd=None", "--dropout=0", "--max_iters=1")
     assert "what they learned about words is lost" not in done(train(*args, f"--init_from={folder}")).stdout
@@ -224,8 +223,7 @@ def gpt2_exported(train, tmp_path_factory):
 
 
 def test_gpt2s_own_shape_and_tokens_index(gpt2_exported):
-    """GPT-2's ranks may have to be fetched. vocab.json, with OpenAI's spaces, and merges.txt have the hashes in
-    tiktoken."""
+    """GPT-2's ranks may have to be fetched. vocab.json and merges.txt have the hashes in tiktoken."""
     out_dir, folder, told = gpt2_exported
     assert difference(told) < 1e-5
     source = inspect.getsource(tiktoken_ext.openai_public.gpt2)

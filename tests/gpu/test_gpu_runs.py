@@ -206,8 +206,7 @@ def test_a_checkpoint_saved_in_the_background_is_that_of_its_step(runs):
 @needs("float16", "v100")
 @pytest.mark.parametrize("name", ["float16", "v100"])
 def test_float16_survives_overflows_and_grows_its_scale(runs, name):
-    """Each overflow halves the scale and is reported. The fourth good step in a row doubles it, and each third one from
-    there."""
+    """Each overflow halves the scale and is reported. The 4th good step in a row doubles it, then each third one."""
     run = runs[name]
     steps = [r for r in run.history if "loss_scale" in r]
     skipped = [r["iter"] for r in run.history if "float16 gradient overflow: step skipped" in r.get("warning", "")]

@@ -106,8 +106,7 @@ def test_index_transformers_makes_the_same_tokens_and_mask(train, tmp_path):
 
 
 def test_a_conversation_stays_within_the_context(talker):
-    """Of 64 characters a quarter stays for the answer. Older messages are left out by twos, and what is too long is
-    refused."""
+    """A quarter of 64 characters is for the answer. Older messages are left out by twos, too long ones are refused."""
     state = {"template": TEMPLATE, "block_size": 64}
     chat = Chat(state, list, "\x03", 100)
     first = chat.encode("say a")
