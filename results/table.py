@@ -125,11 +125,12 @@ def race():
         for run in sorted(file["runs"], key=lambda run: (run["seed"], run["label"])):
             (steps, seconds, loss), (_, base_s, base_loss) = run["curve"][-1], best[run["seed"]]["curve"][-1]
             reached = seconds_to(run["curve"], base_loss) if run["way"] == "ours" else None
-            gpu, recipe = run["hardware"].split()[1], run["label"].rsplit(",", 2)[0]
-            rows.append([gpu, recipe, run["seed"], f"{steps:,}", f"{loss:.4f}", f"{seconds:.0f}",
-                         *([f"{reached:.0f}", f"{reached / base_s:.2f}"] if reached else ["", ""]),
+            rates = dict(re.findall(r"(muon|adamw) (\S+),", run["label"]))
+            rows.append([run["hardware"].split()[1], run["way"] + ", FP8" * ("fp8" in run["label"]),
+                         rates.get("muon", ""), rates["adamw"], run["seed"], f"{steps:,}", f"{loss:.4f}",
+                         f"{seconds:.0f}", *([f"{reached:.0f}", f"{reached / base_s:.2f}"] if reached else ["", ""]),
                          link({"file": file["file"]} | run)])
-    return markdown(["GPU", "recipe, peak learning rates", "seed", "steps", "validation loss", "training, s",
+    return markdown(["GPU", "recipe", "Muon's rate", "AdamW's rate", "seed", "steps", "validation loss", "training, s",
                      "to the best baseline's loss, s", "of its time", SOURCE], rows)
 
 
