@@ -39,6 +39,8 @@ def init_adam_state(optimizer, stage, step):
         count = torch.tensor(step, dtype=torch.float32, device=flat.device if fused else "cpu")
         inner.state[flat] = {"step": count if isinstance(inner, torch.optim.AdamW) else int(step),  # DeepSpeed's: ints
                              **{field: torch.zeros_like(flat) for field in moments_of(group)}}  # in AdamW's order
+    if stage < 3:
+        optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def local_slices(optimizer, stage, param, field):
@@ -53,10 +55,6 @@ def local_slices(optimizer, stage, param, field):
         slices = [(flat[:max(0, param.ds_numel - start)], start) for flat in flats]  # the rest is padding
         return [(flat, start) for flat, start in slices if flat.numel()]
     slices = [(param.data.view(-1), 0)] if is_weight else []
-    mapping = getattr(param, "_hp_mapping", None)
-    if mapping is not None:
-        flat = optimizer.optimizer.param_groups[mapping.param_group_index]["params"][0]
-        flat = flat.data if is_weight else optimizer.optimizer.state[flat][field]
-        address = mapping.get_hp_fragment_address()
-        slices.append((flat[address.start:address.start + address.numel], mapping.lp_fragment_address.start))
+    if mapping := getattr(param, "_hp_mapping", None):
+        slices.append((mapping.get_hp_fragment(None if is_weight else field), mapping.lp_fragment_address.start))
     return slices

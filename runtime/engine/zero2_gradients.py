@@ -31,12 +31,10 @@ class Zero2Gradients:
         self.places = [list(zip(*group)) for group in zip(optimizer.round_robin_bit16_groups,
                                                           optimizer.round_robin_bit16_offsets)]
         self.owned = {}  # param: (start, view), where this rank's partition holds its elements from start on
-        for partition, places in zip((partition.flat_partition for partition in self.partitions), self.places):
-            for param, offset in places:
-                offset -= dist.get_rank(self.group) * partition.numel()
-                start, end = max(0, -offset), min(param.numel(), partition.numel() - offset)
-                if start < end:
-                    self.owned[param] = start, partition[offset + start : offset + end]
+        for param, own in ((param, param._hp_mapping) for places in self.places for param, _ in places):
+            if own:
+                flat, at = self.partitions[own.param_group_index].flat_partition, own.hp_fragment_address
+                self.owned[param] = own.lp_fragment_address.start, flat.narrow(0, at.start, at.numel)
         self.overlaps = optimizer.overlap_comm
         override(optimizer, _use_compact_grad_partition_buffer=lambda group: True,  # DeepSpeed's is False for float32
                  process_gradients=self.on_grad_ready, reduce_ipg_grads=self.finish_backward,

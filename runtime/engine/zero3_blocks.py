@@ -95,8 +95,7 @@ class Zero3Blocks:
         self.reduced = [[p for p in block if p in self.grads and p not in self.sums] for block in self.blocks]
         self.grad_buffers = [[full_size(p) for p in params] for params in self.reduced[:1] * 2]
         sizes = [p.ds_tensor.numel() for params in self.reduced[:1] for p in params]
-        self.own = others[0].ds_tensor.new_empty(sum(sizes))  # this rank's part of a block's gradients
-        self.own_parts = self.own.split(sizes)
+        self.own_parts = others[0].ds_tensor.new_empty(sum(sizes)).split(sizes)  # this rank's of a block's gradients
         for i, params in enumerate(self.reduced):
             for param, buffer in zip(params, self.grad_buffers[i % 2], strict=True):
                 param.main_grad, param.overwrite_main_grad = in_shape_of(param, buffer), True
@@ -132,9 +131,7 @@ class Zero3Blocks:
             return
         with self.on_stream():
             self.collective(dist.reduce_scatter_tensor, self.own_parts, self.grad_buffers[i % 2])
-            first = self.grads[self.reduced[i][0]].storage_offset()  # in DeepSpeed's buffer, a block's are adjacent
-            shards = self.optimizer.grad_partitions_flat_buffer.narrow(0, first, self.own.numel())
-            shards.add_(self.own, alpha=1 / self.world_size)
+            torch._foreach_add_([self.grads[p] for p in self.reduced[i]], self.own_parts, alpha=1 / self.world_size)
             self.emptied[i % 2] = self.stream and self.stream.record_event()
 
     def wait_for(self, events, i):

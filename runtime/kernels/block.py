@@ -3,7 +3,7 @@
   residual + layer norm  One kernel adds a branch (attention or MLP) and its bias to the residual stream and normalizes
                          the sum. So a block returns (residual, branch, branch_bias), and the next layer norm adds them.
   bias gradients         The kernel that writes a gradient matrix also sums its columns. Each program stores partial
-                         sums, and reduce_partials adds them in float32.
+                         sums, which PyTorch adds in float32.
   weight gradients       The GEMM accumulates in float32, weight.main_grad += dy.T @ x (engine/zero2_gradients.py), or
                          writes to the buffer of a reduce_scatter (engine/zero3_blocks.py).
 
@@ -149,26 +149,6 @@ def concat_dqkv(dq, dk, dv, dqkv, partials, rows, C, amax, scale, slot, FP8: tl.
     tl.store(partials + (tl.program_id(0) * 3 + which) * C + c, sums, mask=c < C)
 
 
-@jit
-def reduce_partials(partials, out0, out1, out2, count, n, stride, ADD: tl.constexpr, ROWS: tl.constexpr,
-                    COLUMNS: tl.constexpr):
-    """Sum partials (count, up to 3, n) into out0, out1, out2 (n,). stride: elements between two programs' sums."""
-    c, which, out = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1), out0
-    if which == 1:
-        out = out1
-    if which == 2:
-        out = out2
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, count, ROWS):
-        r = first + tl.arange(0, ROWS)
-        total += tl.load(partials + r[:, None] * stride + which * n + c[None, :],
-                         mask=(r < count)[:, None] & (c < n)[None, :], other=0.0)
-    result = tl.sum(total, 0)
-    if ADD:
-        result += tl.load(out + c, mask=c < n, other=0.0)
-    tl.store(out + c, result.to(out.dtype.element_ty), mask=c < n)
-
-
 # The operations of a block with their gradients. Activations are (B, T, C). Parameters are attributes of ctx, not saved
 # tensors: activation checkpointing would return copies of those, without main_grad
 
@@ -176,12 +156,11 @@ def reduce_partials(partials, out0, out1, out2, count, n, stride, ADD: tl.conste
 def reduce_param_grads(partials, *params):
     """Return the gradients of parameters (n,) as a list, from partials (programs, len(params), n). If they have a
     main_grad, accumulate there and return None for each."""
-    count, k, n = partials.shape
-    add = all(hasattr(p, "main_grad") for p in params)
-    outs = [p.main_grad if add else torch.empty_like(p) for p in params]
-    reduce_partials[(triton.cdiv(n, 32), k)](partials, outs[0], outs[min(1, k - 1)], outs[-1], count, n,
-                                             partials.stride(0), add, ROWS=32, COLUMNS=32)
-    return [None] * k if add else outs
+    sums = partials.sum(0)
+    if not all(hasattr(p, "main_grad") for p in params):
+        return list(sums.to(params[0].dtype))
+    torch._foreach_add_([p.main_grad for p in params], list(sums))
+    return [None] * len(params)
 
 
 def column_sums(kernel, inputs, rows, width, parts, weight, bias):
