@@ -21,13 +21,15 @@ from runtime.output import exit_with_error, protect_output
 
 TRAIN = str(ROOT / "train_deepspeed.py")
 SAVE_TIMEOUT_S = 300  # for the ranks to save after a signal; if a rank has failed, the others get torchrun's 30
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1]
+if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup, by the ranks too
+    SIGNALS.append(signal.SIGHUP)
 
 
 def exit_on_signals():
     """Exit with 128 + its number at a signal. subprocess.run() then kills the command that it waits for."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def run_python(*arguments):
@@ -55,25 +57,21 @@ def run_torchrun(argv):
 
     Plain torchrun exits with 1 and a traceback, whatever the ranks' exit code. It kills them 30 s after a signal, which
     may be in the middle of a save, doesn't forward SIGUSR1, and dies of SIGHUP even under nohup."""
-    signals = ["SIGTERM", "SIGINT", "SIGQUIT", "SIGUSR1"]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup, the ranks ignore it too
-        signals.append("SIGHUP")
     for name in ("TORCHELASTIC_SIGNALS_TO_HANDLE", "PET_SIGNALS_TO_HANDLE"):  # the second in newer PyTorch
-        os.environ.setdefault(name, ",".join(signals))
+        os.environ.setdefault(name, ",".join(number.name for number in SIGNALS))
     from torch.distributed import DistError, run  # after that
     from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    for name in ("run", "elastic", "elastic.multiprocessing.errors"):  # a failure is reported in one line
-        logging.getLogger(f"torch.distributed.{name}").setLevel(logging.CRITICAL)
+    logging.disable()  # a failure is reported in one line
     close, codes = PContext.close, []  # codes: exit codes of the closed ranks
 
     def close_with_save_timeout(self, death_sig=None, timeout=30):
         """PContext.close, which ends the ranks, but with more time after a signal. A second Ctrl-C kills them."""
         if isinstance(sys.exception(), SignalException):
             timeout = SAVE_TIMEOUT_S
-            for name in signals:
-                signal.signal(getattr(signal, name), signal.SIG_IGN)
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
 
             def kill_ranks(*_):  # without waiting for them: the interrupted code may hold Popen's lock
                 for pid in self.pids().values():
@@ -87,12 +85,21 @@ def run_torchrun(argv):
         codes.extend(handler.proc.returncode for handler in getattr(self, "subprocess_handlers", {}).values())
 
     PContext.close = close_with_save_timeout
-    for name in signals:  # Python's handlers don't run while PyTorch waits for other nodes. It sets its own later
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    for number in SIGNALS:  # Python's handlers don't run while PyTorch waits for other nodes. It sets its own later
+        signal.signal(number, signal.SIG_DFL)
     try:
+        args = run.parse_args(argv)
+        _, nodes = run.parse_min_max_nnodes(args.nnodes)
+        if args.node_rank not in range(nodes):
+            raise ValueError(f"--node_rank={args.node_rank} must be 0 to {nodes - 1}")
+        if nodes > 1:
+            print(f"node {args.node_rank} waits for all {nodes}, at {args.rdzv_endpoint or args.master_addr}")
         run.main(argv)
+    except (AssertionError, ValueError) as error:  # torchrun's checks of its arguments
+        exit_with_error(f"torchrun can't use its arguments: {str(error) or 'check --nproc_per_node'}")
     except DistError as error:  # after 15 minutes
-        exit_with_error(f"not all nodes joined ({str(error).splitlines()[0]}): check them, --master_addr and ports")
+        exit_with_error(f"not all nodes joined ({str(error).splitlines()[0]}): check their --node_rank, "
+                        "--master_addr and ports")
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode

@@ -32,7 +32,7 @@ EXIT_REASONS = {143: "SIGTERM, or the launcher has exited", 138: "SIGUSR1", 130:
                 3: "too many consecutive steps were skipped: lower learning_rate", 4: "gradient norms rise"}
 INTERVAL = 1.0  # seconds between two checks
 LAUNCHER_GRACE_S = 50  # after the launcher's end, to finish a step and save
-LAUNCHERS = {"torchrun", "torch.distributed.run", "launch_deepspeed.py", "deepspeed",
+LAUNCHERS = {"torchrun", "torch.distributed.run", "torch.distributed.launch", "launch_deepspeed.py", "deepspeed",
              "deepspeed.launcher.runner", "deepspeed.launcher.launch"}
 
 

@@ -191,7 +191,7 @@ def test_nodes_that_differ_are_refused(train, characters, tmp_path):
         jobs = train("--max_iters=1", ranks=1, **how)
         assert ended(jobs) == [2, 2]
         for job in jobs:
-            words = [line for line in job.said().splitlines() if not re.match(r"$|[WE]\d{4} ", line)]  # not torchrun's
+            words = [line for line in job.said().splitlines() if not re.match(r"$|node |[WE]\d{4} ", line)]
             assert len(words) == len(sentences) and all(map(re.match, sentences, words)), job.said()
 
     with ThreadPoolExecutor(2) as pool:

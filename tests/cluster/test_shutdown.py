@@ -60,6 +60,7 @@ def test_a_launcher_that_waits_for_another_node_ends_at_sigterm_or_in_a_sentence
     finally:
         job.kill()
     late = subprocess.run([*argv, "--rdzv_conf=timeout=1", "none.py"], cwd=ROOT, capture_output=True, text=True)
+    assert late.stdout == "node 0 waits for all 2, at 127.0.0.1\n"
     assert late.returncode == 2 and late.stderr.startswith("not all nodes joined (Timed out"), late.stderr
 
 
