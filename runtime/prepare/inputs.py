@@ -70,7 +70,7 @@ def read_records(name, kind, field, max_document_bytes):
         with (sys.stdin.buffer if name == "-" else io.BufferedReader(pyarrow.input_stream(name), BUFFER_BYTES)) as file:
             yield from (iter(lambda: file.readline(MAX_RECORD_BYTES + 1), b"")
                         if kind in ("jsonl", "chat") else text_chunks(file, max_document_bytes))
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeEncodeError) as error:  # the last: of the file's name
         if getattr(error, "errno", None):  # the file system's error
             raise
         raise UserError(f"{name} is corrupt, or not what its name says ({error}): replace it") from None
@@ -85,7 +85,7 @@ def parquet_texts(name, field):
         raise UserError(f"{name} has no text column {field!r} (text columns: {', '.join(columns) or 'none'}): "
                         "choose one with --field=NAME")
     for table in file.iter_batches(batch_size=64, columns=[field], use_threads=False):
-        yield from ((text or "").encode() for text in table.column(0).to_pylist())
+        yield from (text or b"" for text in table.column(0).cast("large_binary").to_pylist())  # perhaps not UTF-8
 
 
 def text_chunks(file, max_document_bytes):
@@ -122,8 +122,10 @@ def chunk_end(buffer, at, max_document_bytes):
 
 def text_of(record, kind, field):
     """Return (a record's UTF-8 text, or b""; whether its document ends with it). Raises ValueError."""
+    if len(record) > 500_000 and re.search(rb"\s{500000}", record):  # a million would overflow GPT-2's regex's stack
+        raise ValueError("over 500,000 spaces or line ends in a row: shorten them")
     if kind == "parquet":
-        return record, True
+        return str(record, "utf-8").encode(), True
     if kind in ("jsonl", "chat"):
         return text_of_json(record, kind, field).encode() if record.strip() else b"", True
     if b"\0" in record:
@@ -169,7 +171,8 @@ def messages_of(value):
             raise ValueError(f"message {number} ({role}) has no text, or U+0003 in it: correct its content")
         if role == "assistant" and not content.strip():
             raise ValueError(f"message {number} is an empty answer: complete or remove it")
-        checked.append({"role": role, "content": content})
-    if not any(message["role"] == "assistant" for message in checked):
+        checked.append({"role": role, "content": content.strip()})
+    answers = [number for number, message in enumerate(checked, 1) if message["role"] == "assistant"]
+    if not answers:
         raise ValueError("no answer: add a message of the role assistant")
-    return checked
+    return checked[: answers[-1]]  # what is left is what is trained on, so that duplicates are equal

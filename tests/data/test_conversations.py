@@ -57,10 +57,8 @@ def chat(tmp_path_factory):
                     "--format=chat", "--tokenizer=char", f"--val_fraction={SHARE}", "--workers=2"], check=True)
     meta = check_dataset(folder / "chat")
     splits = {"train": [], "val": []}
-    for own, line in zip(messages, lines):
-        hashed = json.dumps(line["messages"] if "messages" in line else [
-            {"role": "user", "content": line["prompt"] if "prompt" in line else own[0][1]},
-            {"role": "assistant", "content": line.get("completion", own[1][1])}])
+    for own in messages:
+        hashed = json.dumps([{"role": role, "content": text} for role, text in own])
         number = int.from_bytes(hashlib.blake2b(hashed.encode(), digest_size=8).digest(), "little")
         splits["val" if number < SHARE * 2**64 else "train"].append(own)
     return SimpleNamespace(folder=folder / "chat", data=Dataset("chat", 1, folder / "chat", meta), **splits)

@@ -247,18 +247,18 @@ def texts(tmp_path_factory):
     contents = {
         "good.jsonl": good, "broken.jsonl": good + b'{"text": "a\n', "list.jsonl": b"[1]\n",
         "fields.jsonl": b'{"id": 1, "body": "x"}\n', "number.jsonl": good + b'{"text": 5}\n',
-        "half.jsonl": b'{"text": "\\ud83d"}\n', "one.txt": b"one",
+        "half.jsonl": b'{"text": "\\ud83d"}\n', "one.txt": b"one", "spaces.txt": b"one" + b" " * 600_000 + b"x",
         "latin.txt": b"one<|endoftext|>caf\xe9", "long.jsonl.zst": zstd(good + bytes(60_000_000)),
-        "files.tar.gz": archive.getvalue(), "utf16.txt": "one".encode("utf-16-le"),
-        "cut.jsonl.bz2": bz2.compress(good)[:-1],
+        "files.tar.gz": archive.getvalue(), "utf16.txt": "one".encode("utf-16-le"), "no.jsonl.gz": good,
+        "cut.jsonl.bz2": bz2.compress(good)[:-1], "tokenizer/vocab.json": b"{}", "bad/tokenizer.json": b"{}",
         "lines.jsonl.zst": zstd(good) + zstd(good)[:9], "lines.jsonl.gz": gzip.compress(good)[:-1],
-        "no.jsonl.gz": good, "tokenizer/vocab.json": b"{}",
-        "bad/tokenizer.json": b"{}", "made/train.bin": b"", "empty/.hidden": b"",
-    }
+        "made/train.bin": b"", "empty/.hidden": b""}
     for name, content in contents.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     pyarrow.parquet.write_table(pyarrow.table({"text": [1], "body": ["x"]}), folder / "number.parquet")
+    latin = pyarrow.array([b"one", b"caf\xe9"]).view("string")
+    pyarrow.parquet.write_table(pyarrow.table({"text": latin}), folder / "latin.parquet")
     content = (folder / "number.parquet").read_bytes()
     (folder / "cut.parquet").write_bytes(content[:40] + content[-300:])
     return folder
@@ -276,6 +276,8 @@ MISTAKES = {
     "no field": ("fields.jsonl", r"line 1: no text field 'text' \(text fields: body\): .* with --format=chat"),
     "no string": ("number.jsonl", r"number.jsonl, line 21: no text field 'text' \(text fields: none\)"),
     "half a character": ("half.jsonl", "half.jsonl, line 1: 'utf-8' codec can't encode .*surrogates not allowed"),
+    "no UTF-8 in Parquet": ("latin.parquet", "latin.parquet, line 2: 'utf-8' codec can't decode byte 0xe9"),
+    "spaces": ("spaces.txt --max_document_bytes=1000000", "spaces.txt, byte 0: over 500,000 spaces or line ends in a"),
     "no UTF-8": ("latin.txt", "latin.txt, byte 16: 'utf-8' codec can't decode byte 0xe9 in position 3"),
     "a long line": ("long.jsonl.zst", "long.jsonl.zst, line 21 is longer than 50,000,000 bytes: split it into doc"),
     "archive": ("files.tar.gz", "files.tar.gz, byte 0: a NUL byte, as in an archive or in UTF-16: unpack it"),
@@ -292,8 +294,7 @@ MISTAKES = {
     "no workers": ("good.jsonl --workers=0", "--workers=0 must be 1 to 1024"),
     "no name": ("good.jsonl --name=..", "--name=.. is no name: choose one, such as --name=mine"),
     "two pipes": ("- -", "- is not a file or folder: check the path, or pipe it to a single -"),
-    "other data": ("good.jsonl --name=./made", "made holds a dataset: choose another --name"),
-}
+    "other data": ("good.jsonl --name=./made", "made holds a dataset: choose another --name")}
 
 
 def test_a_mistake_is_told_in_a_sentence_and_leaves_nothing(texts, monkeypatch):

@@ -88,7 +88,7 @@ def test_ten_greedy_answers_are_transformers(talker):
 @pytest.mark.long
 def test_index_transformers_makes_the_same_tokens_and_mask(train, tmp_path):
     """Of conversations with white space, and with words of the template in them."""
-    data = prepare(tmp_path, STRANGE * 2, "--val_fraction=0.5")
+    data = prepare(tmp_path, STRANGE * 2, "--val_fraction=0.6")
     run = done(train(f"--dataset={data}", "--n_embd=8", "--max_iters=1", "--eval_interval=1", "--batch_size=1"))
     tokenizer = AutoTokenizer.from_pretrained(exported(run.out_dir))
     assert tokenizer.chat_template == TEMPLATE
@@ -178,6 +178,9 @@ def test_bad_conversations_are_refused_with_file_and_line_or_skipped(tmp_path):
     for line, words in BAD.items():
         with pytest.raises(ValueError, match=re.escape(words)):
             text_of(line.encode(errors="surrogateescape"), "chat", "text")
+    said = [{"role": role, "content": text} for role, text in (("user", " q"), ("assistant", "a\n"), ("user", "x"))]
+    same = {"messages": said}, {"prompt": "q", "completion": "a"}  # in what is trained on, so one is a duplicate
+    assert len({text_of(json.dumps(line).encode(), "chat", "text") for line in same}) == 1
     good = [json.dumps({"prompt": f"q{i}", "completion": "a"}) for i in range(40)]
     (tmp_path / "a.jsonl").write_bytes("\n".join([*good[:2], *BAD, *good[2:]]).encode(errors="surrogateescape"))
     command = [sys.executable, ROOT / "data" / "prepare.py", tmp_path / "a.jsonl", f"--name={tmp_path}/out",
