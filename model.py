@@ -223,8 +223,7 @@ class GPT(nn.Module):
             "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
             "wpe": nn.Embedding(config.block_size, config.n_embd), "drop": nn.Dropout(config.dropout),
             "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-            "ln_f": nn.LayerNorm(config.n_embd, bias=config.bias),
-        })
+            "ln_f": nn.LayerNorm(config.n_embd, bias=config.bias)})
         self.lm_head = LMHead(self.transformer.wte, config.vocab_size)
         self.init_weights()
 
@@ -333,7 +332,8 @@ class GPT(nn.Module):
             model = cls(config).to(dtype)
         model.to_empty(device=device)
         model.lm_head.weight = model.transformer.wte.weight  # to_empty unties them
-        read_weights(model, source)
+        with weights_errors(source):
+            read_weights(model, source)
         return model
 
 

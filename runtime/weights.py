@@ -23,7 +23,7 @@ REVISIONS = {  # commits of openai-community/NAME on the Hugging Face hub
 GPT2_KEYS = {  # keys of transformers' config.json, and the values that model.py implements, the default first
     "model_type": ("gpt2",), "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
     "layer_norm_epsilon": (1e-5,), "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
-    "tie_word_embeddings": (True,)}
+    "tie_word_embeddings": (True,), "quantization_config": (None,)}
 CONV1D = "c_attn.weight", "c_fc.weight", "c_proj.weight"  # which transformers stores transposed
 SAFE_GLOBALS = {  # the classes in DeepSpeed's files; a file that names anything else could run code when it is read
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -133,8 +133,8 @@ def read_weights(model, source):
                 raise UserError(f"{source}: GPT-2 has no tensor {name}")
     for name, p in params.items():  # the names of gpt2 on the hub have no "transformer." prefix
         w = tensors.get(name, tensors.get(name.removeprefix("transformer.")))
-        if w is None:
-            raise UserError(f"{source}: the tensor {name} is missing")
+        if not torch.is_tensor(w) or not w.is_floating_point():
+            raise UserError(f"{source}: the tensor {name} is missing, or is not one of floating-point numbers")
         w = w.t() if os.path.isdir(source) and name.endswith(CONV1D) else w
         rows = model.config.vocab_size if name == "transformer.wte.weight" else len(p)
         if w.shape != p[:rows].shape:

@@ -138,9 +138,10 @@ def test_training_goes_on_from_a_checkpoint_and_it_is_sampled_from(nanogpt, trai
 @pytest.mark.parametrize("change, words", [
     (lambda c: c.pop("model_args"), "is not a nanoGPT ckpt.pt (KeyError: 'model_args')"),
     (lambda c: c["model_args"].update(n_head=3), " cannot be read (ValueError: n_embd=32 is not divisible"),
+    (lambda c: c["model"].update({"_orig_mod.transformer.ln_f.weight": torch.ones(32).char()}), "is not one of floati"),
     (lambda c: c["model_args"].update(n_layer=1), ": GPT-2 has no tensor transformer.h.1.ln_1.weight"),
     (lambda c: c["model"].update({"_orig_mod.lm_head.weight": torch.zeros(28, 32)}), ": lm_head.weight is not tied"),
-], ids=["no args", "heads", "more", "untied"])
+], ids=["no args", "heads", "int8", "more", "untied"])
 def test_another_kind_of_checkpoint_is_refused(tmp_path, change, words):
     path = write_checkpoint(tmp_path / "ckpt.pt", reference(), change=change)
     with pytest.raises(UserError) as error:

@@ -13,8 +13,7 @@ IMPLEMENTED = {  # what block.py and decode.py replace or rely on in model.py, a
     "QKVLinear.forward": "c44203f7", "CausalSelfAttention.__init__": "2c444dbe", "MLP.__init__": "9808730b",
     "CausalSelfAttention.forward": "457184f8", "MLP.forward": "be29e852", "Block.__init__": "6d79025a",
     "Block.forward": "cd64f193", "Block.forward_uncached": "8a5cbe2b", "Block.attn_and_mlp": "c9e6a343",
-    "LMHead.forward": "64e23d81", "GPT.__init__": "d7744ae9", "GPT.forward": "2fc0ffd3",
-}  # fmt: skip
+    "LMHead.forward": "64e23d81", "GPT.__init__": "d7744ae9", "GPT.forward": "2fc0ffd3"}
 
 
 def source_hash(name):
