@@ -11,7 +11,7 @@ One iteration is one optimizer step, with all of its micro-steps. Exit codes: do
 
 import time
 
-_process_start = time.time()
+_process_start = time.monotonic()
 
 import os
 import signal
@@ -78,7 +78,7 @@ lora_alpha: float | None = None  # multiply the adapters' output by lora_alpha /
 lora_dropout = 0.0  # dropout probability on the adapters' input
 lora_target_modules = "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"  # matrices of each block with adapters
 # Optimizer
-optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of blocks, AdamW for the rest; from scratch only
+optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of blocks, AdamW for the rest; best from scratch
 learning_rate = 3e-5  # peak learning rate of AdamW
 muon_learning_rate = 0.02  # peak learning rate of Muon
 max_iters = 20  # iterations in total, those before a resume included
@@ -247,8 +247,8 @@ def estimate_loss():
 
 def evaluate():
     """Print and record the losses. Return the validation loss, weighted by the shares of a mixture."""
-    start = time.time()
-    return log.evaluation(iter_num, estimate_loss(), time.time() - start)
+    start = time.monotonic()
+    return log.evaluation(iter_num, estimate_loss(), time.monotonic() - start)
 
 
 def finished():
@@ -274,8 +274,9 @@ def save(improved):
 
 if not eval_only:
     shutdown.watch_stop_file(os.path.join(out_dir, "STOP"))
-best_val_loss = broadcast_from_rank0(  # after all checks, because it may delete
-    store.clean(tag, overwrite, aliases(state.get("improved"))))
+with all_exit_on(OSError):  # after all checks, because it may delete
+    best_val_loss = store.clean(tag, overwrite, aliases(state.get("improved")))
+best_val_loss = broadcast_from_rank0(best_val_loss)
 log.open_files()
 saver = Saver(engine, store, keep_last, plan.tag_bytes, async_save, on_saved=log.saved)
 if iter_num == 0 or eval_only:
@@ -321,7 +322,7 @@ while not finished() and not eval_only and exit_code is None:
             saved, code_at_end = True, 0 if math.isfinite(val_loss) else 2
     if sample_interval and iter_num % sample_interval == 0:
         encode, decode = plan.tokenizer
-        ids = sample_while_training(model, encode(sample_start), sample_tokens, (seed + iter_num) % 2**63)
+        ids = sample_while_training(model, vocab_size, encode(sample_start), sample_tokens, (seed + iter_num) % 2**63)
         log.sample(iter_num, decode(ids))
     log.restart_clock(iter_num, batches.waited_s, paused=profiler and profiler.step())  # for the next step's time
 

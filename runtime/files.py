@@ -62,15 +62,23 @@ def fsync(path):
         os.close(fd)
 
 
+def remove_dir(path, ignore_errors=False):
+    """Remove a folder, or a link to one."""
+    if os.path.islink(path):
+        os.remove(path)
+    else:
+        shutil.rmtree(path, ignore_errors)
+
+
 def replace_dir(new, path):
     """Rename the finished folder `new` to `path`, then remove the folder that had this name before."""
     old = f"{path}.old"
     if os.path.exists(path):  # else a kill may have left only the old one
-        shutil.rmtree(old, ignore_errors=True)
+        remove_dir(old, ignore_errors=True)
         os.rename(path, old)
     os.rename(new, path)
     fsync(os.path.dirname(os.path.abspath(path)))
-    shutil.rmtree(old, ignore_errors=True)
+    remove_dir(old, ignore_errors=True)
 
 
 def lock_folder(folder, option):

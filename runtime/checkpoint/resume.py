@@ -4,7 +4,7 @@ import time
 
 import torch.distributed as dist
 
-from runtime.checkpoint.tags import CheckpointError, UnreadableError, verify_files
+from runtime.checkpoint.tags import OTHER_TAG, CheckpointError, UnreadableError, verify_files
 from runtime.cluster.ranks import RANK, all_gather_objects, broadcast_from_rank0, exit_together, print0
 
 
@@ -18,7 +18,7 @@ def newest_intact(store, start, resume_tag="latest", overwrite=False):
         exit_together([f"{store.out_dir} now holds a run ({newest[0]}): start again with --init_from=resume or auto"]
                       if newest and not overwrite and not store.read_only else [])
         return None
-    began = time.time()
+    began = time.monotonic()
     for name in newest or ["latest"] if resume_tag == "latest" else [resume_tag]:
         tag, unreadable, problems = inspect(store, name)
         exit_together(unreadable)
@@ -26,11 +26,11 @@ def newest_intact(store, start, resume_tag="latest", overwrite=False):
             break
         store.skipped[name] = list(dict.fromkeys(problem for problems in problems_of_ranks for problem in problems))
     else:
-        exit_together([problem for problems in store.skipped.values() for problem in problems])
+        exit_together([*sum(store.skipped.values(), []), f"nothing to resume from: {OTHER_TAG}"])
     for skipped_name, problems in store.skipped.items():
         print0(f"skipping {store.path(skipped_name)}: {problems[0]}")
     print0(f"resuming from {store.path(name)}, iteration {tag.manifest['iter_num']}; its files were checked in "
-           f"{time.time() - began:.1f} s")
+           f"{time.monotonic() - began:.1f} s")
     return tag
 
 

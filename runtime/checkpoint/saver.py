@@ -59,11 +59,10 @@ class Saver:
     def preallocate(self):
         """Allocate the staging buffer during the first steps, because pinning it takes seconds. Estimate this rank's
         share of a tag a little high: the optimizer has no state yet."""
-        first = dist.get_rank() == 0
         sizes = [aligned_nbytes(p) for p in self.engine.module.parameters()]
         weights = sum(sizes) if self.engine.stage == 2 else 0  # in the model's file, which rank 0 writes
         size = int(1.02 * (self.tag_bytes - weights) / dist.get_world_size()) + 3 * ALIGNMENT * len(sizes)
-        self._start(self._allocate_staging, size + weights * first)
+        self._start(self._allocate_staging, size + weights * (dist.get_rank() == 0))
 
     def save(self, tag, aliases, state):
         """Start to save out_dir/tag and link its aliases (best, final) to it. Waits for the previous save, and for this
@@ -72,7 +71,7 @@ class Saver:
             return
         print0(f"saving checkpoint to {self.store.path(tag)}")
         self._join()
-        start = time.time()
+        start = time.monotonic()
         if dist.get_rank() == 0:
             shutil.rmtree(self.store.path(tag, ".saving"), ignore_errors=True)
             with contextlib.suppress(OSError):  # write() reports it
@@ -93,7 +92,7 @@ class Saver:
                 torch.cuda.synchronize()  # training may continue once the copies are done
         elif self.background:
             print0(f"too little host memory to save in the background ({format_bytes(size)} per rank): training waits")
-        blocked_s = time.time() - start if background else None  # None: until the save ends
+        blocked_s = time.monotonic() - start if background else None  # None: until the save ends
         self._start(self._write_and_commit, files, manifest, aliases, start, blocked_s)
         if not background:
             self._join()
@@ -103,7 +102,7 @@ class Saver:
         self._join()
         if self.failed:
             exit_with_problems([f"{self.failed}; earlier checkpoints are intact", "a checkpoint could not be saved: "
-                                "make room, and start again with --init_from=auto"])
+                                "fix that, or make room, and start again with --init_from=auto"])
 
     def _start(self, target, *args):
         self.thread = threading.Thread(target=target, args=args, daemon=True)
@@ -173,7 +172,8 @@ class Saver:
             if dist.get_rank() == 0:
                 shutil.rmtree(self.store.path(tag, ".saving"), ignore_errors=True)
         elif dist.get_rank() == 0:
-            self.tag_bytes, seconds = sum(entry["bytes"] for entry in manifest["files"].values()), time.time() - start
+            seconds = time.monotonic() - start
+            self.tag_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
             self.on_saved(manifest["iter_num"], tag, self.tag_bytes, seconds,
                           seconds if blocked_s is None else blocked_s)
 

@@ -82,9 +82,8 @@ def slice_flat(tensors, start, length):
     """Return `length` elements from `start` of the concatenation of 1-dimensional tensors."""
     parts = []
     for tensor in tensors:
-        if length and start < tensor.numel():
-            parts.append(tensor[start:start + length])
-            start, length = start + parts[-1].numel(), length - parts[-1].numel()
+        if len(part := tensor[max(start, 0):max(start + length, 0)]):
+            parts.append(part)
         start -= tensor.numel()
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

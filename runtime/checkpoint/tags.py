@@ -21,14 +21,14 @@ import torch
 
 from runtime.cluster.ranks import RANK, all_exit_on, print0
 from runtime.errors import UserError
-from runtime.files import TEMP_NAME, file_digest, fsync, lock_folder, replace_dir, write_atomic
+from runtime.files import TEMP_NAME, file_digest, fsync, lock_folder, remove_dir, replace_dir, write_atomic
 from runtime.weights import SAFE_GLOBALS
 
-MANIFEST_FORMAT = 2  # increase it when a key of the manifest changes
+MANIFEST_FORMAT = 3  # increase it when a key of the manifest changes
 TAG_NAME = re.compile(r"iter_\d+|best|final")
 LEFTOVER = re.compile(rf"({TAG_NAME.pattern})\.(saving|old)")  # of a save that was killed
 Tag = namedtuple("Tag", ("name", "manifest"))  # manifest: the content of manifest.json
-OTHER_TAG = "choose another checkpoint, or train anew with --overwrite=True"
+OTHER_TAG = "choose another checkpoint, or train anew with another --init_from and --overwrite=True"
 
 
 class CheckpointError(UserError):
@@ -150,13 +150,14 @@ class TagStore:
 
     def prune(self, keep_last):
         """Delete all iter_* tags but the newest keep_last. best and final stay."""
+        self.link_best()  # if that failed when the best tag was saved
         for tag in [tag for tag in self.list() if tag.startswith("iter_")][:-keep_last]:
             self.delete(tag)
 
     def delete_oldest(self):
         """Delete the oldest iter_* tag that is neither newest nor best, and print it. Return whether that worked."""
         with contextlib.suppress(OSError, CheckpointError):
-            kept = {self.newest(), f"iter_{self.iteration('best')}"}
+            kept = {self.newest(), self.find_best()[0]}
             for tag in (tag for tag in self.list() if tag.startswith("iter_") and tag not in kept):
                 self.delete(tag)
                 print0(f"no room for the next checkpoint: deleted {self.path(tag)}")
@@ -165,12 +166,12 @@ class TagStore:
 
     def delete(self, tag):
         """Delete a tag. Rename it first, so that no reader sees half of it and remove_leftovers() finds the rest."""
-        shutil.rmtree(self.move_away(tag, ".saving"))
+        remove_dir(self.move_away(tag, ".saving"))
 
     def move_away(self, tag, suffix=".damaged"):
         """Append a suffix to the name of a tag's folder. Returns the new path."""
         path = self.path(tag, suffix)
-        shutil.rmtree(path, ignore_errors=True)
+        remove_dir(path, ignore_errors=True)
         os.rename(self.path(tag), path)
         return path
 
@@ -185,14 +186,15 @@ class TagStore:
             elif kind == "old" and self.is_complete(name) and not exists(self.path(tag)):
                 os.rename(self.path(name), self.path(tag))
             elif kind in ("old", "saving"):
-                shutil.rmtree(self.path(name))
+                remove_dir(self.path(name))
             elif kind == "" and not self.is_complete(name):
                 print0(f"skipping {self.path(name)}: it has no manifest.json; kept as {name}.damaged")
                 self.move_away(name)
 
     def clean(self, tag=None, overwrite=False, aliases=()):
         """Prepare out_dir for a run that starts or resumes: remove leftovers, rename corrupt tags, delete newer tags if
-        `overwrite`, and link `aliases` to the Tag, which a kill may have prevented. Rank 0 does it; see link_best()."""
+        `overwrite`, and link `aliases` to the Tag, which a kill may have prevented. Return best's validation loss
+        on rank 0, which does it all."""
         if self.read_only or RANK != 0:
             return None
         self.remove_leftovers()
@@ -207,17 +209,23 @@ class TagStore:
                 self.alias(tag.name, name)
             except OSError as error:  # the tag itself is intact
                 print0(f"{name} could not be linked to {tag.name} ({error.strerror}); the run continues without it")
-        return self.link_best()
+        with contextlib.suppress(OSError):  # prune() tries again
+            self.link_best()
+        return self.find_best()[1]
+
+    def find_best(self):
+        """Return the best tag's name and validation loss, or (None, inf). It is the newest that was the best one."""
+        for name in self.newest_first():
+            with contextlib.suppress(CheckpointError):
+                if (state := self.read_manifest(name)["state"])["improved"]:
+                    return name, state["best_val_loss"]
+        return None, math.inf
 
     def link_best(self):
-        """If best is gone, link it to the best tag. Return the validation loss of best, or inf if there is none."""
-        for name in ["best", *self.newest_first()]:  # the newest that was the best one is the best of all
-            with contextlib.suppress(CheckpointError, OSError):
-                if (state := self.read_manifest(name)["state"])["improved"]:
-                    if name != "best":
-                        self.alias(name, "best")
-                    return state["best_val_loss"]
-        return math.inf
+        """Link best to the best tag, unless it is."""
+        name, _ = self.find_best()
+        if name and self.iteration(name) != self.iteration("best"):
+            self.alias(name, "best")
 
 
 def exists(path):

@@ -96,12 +96,12 @@ class Engine:
     def load(self, store, tag):
         """Load a tag's weights, optimizer state and loss scale, and return the state that was saved with it. Re-shard
         them if the number of ranks, the ZeRO stage or the precision has changed."""
-        start, manifest, path = time.time(), tag.manifest, store.path(tag.name)
+        start, manifest, path = time.monotonic(), tag.manifest, store.path(tag.name)
         was, now = ("{world_size} ranks at ZeRO stage {stage} in {dtype}".format(**recorded)
                     for recorded in (manifest, topology(self)))
         if was != now:
             print0(f"re-sharding {path}: saved by {was}, now {now}")
         state.copy_into(self.deepspeed, TagReader(path, manifest))
         dist.barrier()
-        print0(f"loaded in {time.time() - start:.1f} s")
+        print0(f"loaded in {time.monotonic() - start:.1f} s")
         return manifest["state"]

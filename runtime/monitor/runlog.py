@@ -28,7 +28,7 @@ class RunLog:
 
     settings: the run's, a dataclass. sources: what the weights came from. state: of the checkpoint that the run resumes
     from, else {}. datasets: with name, share and meta. memory_plan: estimated peak bytes per GPU, by use.
-    process_start: time.time() when the process started."""
+    process_start: time.monotonic() when the process started."""
 
     def __init__(self, settings, sources, state, device, datasets, tokens_per_iter, memory_plan, process_start):
         self.settings, self.settings_record = settings, asdict(settings) | {"sources": sources}
@@ -92,7 +92,7 @@ class RunLog:
     def restart_clock(self, iter_num, waited_s, paused=False):
         """Start the clock, or restart it after a pause, so that no step's time includes it. waited_s: as for step()."""
         if self.paused or paused:
-            self.clock, self.clock_iter, self.waited_s, self.paused = time.time(), iter_num, waited_s, False
+            self.clock, self.clock_iter, self.waited_s, self.paused = time.monotonic(), iter_num, waited_s, False
 
     def step(self, iter_num, loss, lr, flops_per_iter, step, waited_s, own_work_s):
         """Print and record an optimizer step, and report a straggler. loss: this rank's, a 0-dimensional tensor.
@@ -101,7 +101,7 @@ class RunLog:
         steps = iter_num - self.clock_iter
         # The gather waits until the step has ended on the GPU, so read the clock after it
         losses, local_work = zip(*all_gather_scalars(loss, own_work_s), strict=True)
-        seconds, peak = (time.time() - self.clock) / steps, peak_flops(self.device)
+        seconds, peak = (time.monotonic() - self.clock) / steps, peak_flops(self.device)
         record = {"iter": iter_num, "loss": sum(losses) / len(losses), "ms": 1000 * seconds, "lr": lr,
                   "grad_norm": step.grad_norm, "tokens_per_s": self.tokens_per_iter / seconds,
                   "mfu": flops_per_iter / seconds / (peak * len(losses)) if peak else None,
@@ -111,7 +111,7 @@ class RunLog:
         if step.grad_shares:
             record["grad_shares"] = step.grad_shares
         if self.clock_iter == self.first_iter:
-            record["first_step_s"] = time.time() - self.process_start
+            record["first_step_s"] = time.monotonic() - self.process_start
         print0(f"{format_step(record)}, {self.progress(record)}")
         show_progress(self.settings.max_iters, iter_num, f"loss {record['loss']:.4f}")
         self.record(record)
@@ -129,7 +129,7 @@ class RunLog:
         last, done = self.settings.max_iters, record["iter"]
         if self.second_step is None:
             return f"{100 * done / last:.1f}%, {record['first_step_s']:.1f} s after the start"
-        left = (time.time() - self.second_step) / (done - self.first_iter - 1) * (last - done)
+        left = (time.monotonic() - self.second_step) / (done - self.first_iter - 1) * (last - done)
         return f"{100 * done / last:.1f}%, {format_time(left)} left"
 
     def evaluation(self, iter_num, losses, seconds):
@@ -181,7 +181,7 @@ class RunLog:
     def close(self, finished, evals_since_best):
         """Print the total time, and the results of a run that has finished. Close the loggers."""
         if not self.settings.eval_only:
-            print0(f"total time {format_time(time.time() - self.process_start)}")
+            print0(f"total time {format_time(time.monotonic() - self.process_start)}")
         if finished and self.iter_num < self.settings.max_iters:
             print0(f"stopped early at step {self.iter_num}: no better validation loss in {evals_since_best} "
                    "evaluations; to continue, increase --patience")

@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+from unittest.mock import Mock
 
 import pytest
 from conftest import CHARS, EIGHT, FLOAT16, ROOT, SMALL, done, stage, write_characters
@@ -103,13 +104,29 @@ def test_a_run_that_lost_its_best_tag_has_one_again(train, improved, tmp_path, l
         next((out_dir / tag).glob("*optim*")).write_bytes(b"")
         if tag == "iter_2":
             shutil.rmtree(out_dir / tag)
+    shutil.move(out_dir / "iter_4", tmp_path / "disk")  # a user may link a tag to another disk
+    (out_dir / "iter_4").symlink_to(tmp_path / "disk")
     done(train("--n_layer=1", "--decay_lr=False", "--learning_rate=0", "--max_iters=10", "--eval_interval=4",
                "--init_from=resume", "--keep_last=1", "--always_save_checkpoint=False", *args, out_dir=out_dir))
     store = TagStore(out_dir)
     assert store.list() == ["iter_10", "best", "final"] and store.iteration("best") == best
-    assert store.find(None).name == "best"  # what is sampled from and exported
+    assert store.find(None).name == "best" and not [*out_dir.glob("iter_4*")]  # what is sampled from and exported
     shutil.rmtree(out_dir / "best")
     assert store.find(None).name == "iter_10"
+
+
+def test_a_best_tag_whose_link_failed_is_linked_before_others_go(improved, tmp_path, monkeypatch):
+    store = TagStore(shutil.copytree(improved, tmp_path / "out"))
+    for tag in ("iter_6", "final"):
+        store.delete(tag)
+    store.alias("iter_4", "best")  # out of date: iter_2 is the best of what is left
+    with monkeypatch.context() as full:
+        full.setattr(store, "alias", Mock(side_effect=OSError))
+        with pytest.raises(OSError):
+            store.prune(1)
+    assert store.delete_oldest() is False and store.list() == ["iter_2", "iter_4", "best"]
+    store.prune(1)
+    assert store.list() == ["iter_4", "best"] and store.iteration("best") == 2
 
 
 @pytest.fixture(scope="module")

@@ -143,6 +143,7 @@ def plain_sample(weights, dtype, truncated):
     for name, p in model.named_parameters():
         # Triton's interpreter does not round to bfloat16
         p.data.copy_((weights[name].view(torch.int32) & -(2**16)).view(torch.float32) if truncated else weights[name])
+    model.crop_vocab_size(VOCAB // 2)
     return model.generate(torch.tensor([PROMPT]), 10, TEMPERATURE, TOP_K,
                           generator=torch.Generator().manual_seed(7))[0].tolist()
 
@@ -191,7 +192,7 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
         if dtype == "float16":
             result["scales"].append(done.loss_scale)
         if step == 0:  # what follows is to be as without it
-            result["sample"] = sample_while_training(deepspeeds.module, PROMPT, 10, 7)
+            result["sample"] = sample_while_training(deepspeeds.module, VOCAB // 2, PROMPT, 10, 7)
             result["wanted_sample"] = plain_sample(weights(deepspeeds), dtype, fused and short)
         if bad:
             result["moved_by_poison"] = furthest(weights(deepspeeds), before)

@@ -42,7 +42,8 @@ def write_tags(out_dir, tags):
             shutil.copytree(out_dir / same[0], out_dir / name, copy_function=os.link)
             continue
         (out_dir / name).mkdir()
-        manifest = sign_manifest({"format": MANIFEST_FORMAT, "iter_num": iter_num})
+        state = {"improved": iter_num == tags.get("best"), "best_val_loss": 0.0}
+        manifest = sign_manifest({"format": MANIFEST_FORMAT, "iter_num": iter_num, "state": state})
         (out_dir / name / "manifest.json").write_text(manifest)
         (out_dir / name / "model.pt").write_bytes(b"")
         os.truncate(out_dir / name / "model.pt", 10**9 - len(manifest))  # takes no space
