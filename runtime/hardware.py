@@ -57,8 +57,7 @@ GPUS = {
     "A10": Gpu(24, 125), "A10G": Gpu(24, 70), "L4": Gpu(24, 121), "3090": Gpu(24, 71), "4090": Gpu(24, 165),
     "5090": Gpu(32, 210), "A100-40": Gpu(40, 312), "A6000": Gpu(48, 155), "L40": Gpu(48, 181), "L40S": Gpu(48, 362),
     "A100": Gpu(80, 312), "H100": Gpu(80, 989, fp8=True), "H100 PCIE": Gpu(80, 756, fp8=True),
-    "H100 NVL": Gpu(94, 835, fp8=True), "H200": Gpu(141, 989, fp8=True), "B200": Gpu(180, 2250, fp8=True),
-}  # fmt: skip
+    "H100 NVL": Gpu(94, 835, fp8=True), "H200": Gpu(141, 989, fp8=True), "B200": Gpu(180, 2250, fp8=True)}
 
 
 def gpu_named(name):

@@ -130,4 +130,5 @@ def test_other_lora_than_the_tags_is_refused(train, folder):
     matrices = "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"
     assert again.returncode == 2 and again.stderr.strip().endswith(
         "final was trained with --lora_rank=4 --lora_alpha=8.0 --lora_dropout=0.0 "
-        f"--lora_target_modules='{matrices}', and this run has no LoRA: use the same")
+        f"--lora_target_modules='{matrices}', and this run has no LoRA: use the same, or start a new stage with "
+        f"--init_from={run.out_dir}/final --out_dir=DIR")

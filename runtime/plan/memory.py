@@ -211,13 +211,15 @@ def advice(plan):
         return []
     lines = [f"  {format_bytes(size):>9}  {time:>4.1f}x  {args}" for time, size, args in runs_that_fit(plan)]
     # LoRA of rank 64, one sequence at a time, recomputed. A block's matrices have 16 n_embd inputs and outputs
-    lora_params = plan.params._replace(trainable=64 * 16 * plan.model.n_embd * plan.model.n_layer)
+    adapters = 64 * 16 * plan.model.n_embd * plan.model.n_layer
+    lora_params = plan.params._replace(trainable=adapters, stored=plan.params.stored + adapters)
     lora = replace(plan.splits()[-1], params=lora_params, gradient_checkpointing=True, accumulate_locally=False)
-    if not plan.lora and plan.start.kind != "scratch" and fits(lora):
+    if not (plan.lora or plan.params.muon or plan.fp8 or plan.start.kind in ("scratch", "resume")) and fits(lora):
         args = arguments(lora, lora_rank=64, learning_rate=2e-4)
         lines.append(f"  {format_bytes(gpu_bytes(lora)):>9}   LoRA  {args}")
     if not lines:
-        return ["It doesn't fit, and no ZeRO stage makes it fit: use more GPUs or larger ones, a smaller --block_size, "
-                "or a smaller model"]
+        adamw = "--optimizer=adamw, " * bool(plan.params.muon)  # which can offload
+        return [f"It doesn't fit, and no ZeRO stage makes it fit: use {adamw}more GPUs or larger ones, a smaller "
+                "--block_size, or a smaller model"]
     return ["It doesn't fit. Add one of these to your command (memory per GPU, time relative to the fastest setting):",
             *lines]

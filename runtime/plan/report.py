@@ -35,6 +35,7 @@ def summary(plan):
     epoch = plan.windows if data["template"] else data["train_tokens"] / plan.model.block_size
     name = (f"{torch.cuda.get_device_name()}, {format_bytes(torch.cuda.get_device_properties().total_memory)}"
             if execution.device == "cuda" else "CPU")
+    muon = f"muon (learning rate {s.muon_learning_rate:g}), " * (s.optimizer == "muon")
     lines = [
         model,
         f"data       {' and '.join(d.name for d in plan.datasets)}: {data['train_tokens']:,} tokens to train on, "
@@ -43,6 +44,7 @@ def summary(plan):
         + ", compiled" * execution.compile,
         f"batch      {sequences} = {batch.sequences:,} sequences, {batch.tokens:,} tokens per step; "
         f"{epoch / batch.sequences:,.1f} steps per epoch",
+        f"optimizer  {muon}adamw (learning rate {s.learning_rate:g})",
         *time, f"output     {s.out_dir}"]
     if s.keep_last and not s.eval_only:
         lines.append(f"space      {format_bytes(plan.tag_bytes)} per checkpoint, "

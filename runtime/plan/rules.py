@@ -7,8 +7,7 @@ AT_LEAST = {
     1: ("batch_size", "gradient_accumulation_steps", "block_size", "eval_interval", "eval_iters", "log_interval",
         "patience", "sample_tokens"),
     0: ("keep_last", "max_iters", "max_skipped_steps", "sample_interval", "warmup_iters", "learning_rate", "grad_clip",
-        "weight_decay", "lr_decay_iters", "seed", "lora_rank"),
-}  # fmt: skip
+        "weight_decay", "lr_decay_iters", "seed", "lora_rank")}
 ABOVE_ZERO = ("max_epochs", "eval_epochs", "lora_alpha", "muon_learning_rate")
 BELOW_ONE = ("dropout", "lora_dropout", "beta1", "beta2")
 RULES = [  # (whether the settings break it, the message)

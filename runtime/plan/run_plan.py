@@ -99,7 +99,7 @@ def make_plan(settings, ranks, problems, notes):
         problems.attempt(check_kernels, s, start.model, execution, notes)
     if start and not problems:
         params = count_params(start.model, lora, s.optimizer == "muon")
-        if params.muon and start.kind in ("pretrained", "earlier run"):
+        if params.muon and start.optimizer == "adamw":
             notes.append("optimizer=muon is for runs from scratch: measurements elsewhere favor AdamW for weights that "
                          "AdamW has trained (arXiv:2605.10468)")
         size = tag_bytes(params, execution.dtype, config["zero_optimization"]["stage"])
@@ -167,7 +167,8 @@ def resolve_ds_config(s, batch, execution, notes):
                         "drop it")
     if s.optimizer == "muon" and not (fits and stage == 2 and not ds_config.uses_offload(config)):
         raise UserError(f"optimizer=muon can't train with {s.deepspeed_config} in {execution.dtype}: use bfloat16 or "
-                        "float32 with --deepspeed_config=ds_config_zero2.json, or --optimizer=adamw at a lower rate")
+                        "float32 with --deepspeed_config=ds_config_zero2.json, or --optimizer=adamw "
+                        "--learning_rate=6e-4")
     return config
 
 
@@ -187,11 +188,11 @@ def check_kernels(s, model, execution, notes):
     has_fp8 = execution.gpu.fp8 if execution.gpu else (execution.device == "cuda"
                                                        and torch.cuda.get_device_capability() >= (9, 0))
     fits = (execution.dtype == "bfloat16" and execution.compile and device_has_triton(torch.empty(0))
-            and model_fits_kernels(model) and model.n_embd % 16 == 0 and not s.lora_rank)
+            and model_fits_kernels(model) and model.n_embd % 16 == s.block_size % 16 == 0 and not s.lora_rank)
     if s.fp8 and not (has_fp8 and fits):
         raise UserError("fp8=True needs compute capability 9.0 (H100, H200, B200, ...), bfloat16, compile=auto, a C "
-                        "compiler, no LoRA, --dropout=0, biases, tanh GELU, unedited blocks in model.py, and an n_embd "
-                        "that is a multiple of 16 up to 4,096: drop it")
+                        "compiler, no LoRA, --dropout=0, biases, tanh GELU, unedited blocks in model.py, and "
+                        "multiples of 16 for block_size and n_embd, the latter up to 4,096: drop it")
 
 
 def count_params(config, lora, muon):

@@ -29,6 +29,7 @@ class Start:
     model: GPTConfig
     sources: tuple[str, ...]  # what the weights came from, first to last: "gpt2-xl", "out-stage1/best"
     weights: str | None = None  # pretrained: folder or file; None if they weren't fetched
+    optimizer: str | None = None  # that trained these weights
     parent: tuple[str, str] | None = None  # earlier run: (out_dir, tag)
     tag: str | None = None  # resume: the tag that resume_tag names, or the newest with a readable manifest
 
@@ -104,7 +105,7 @@ def from_pretrained(init_from, settings, data, notes):
         notes.append(f"the data's vocabulary of {data['vocab_size']} tokens is not the weights' {config.vocab_size}: "
                      "what they learned about words is lost")
     model = gpt_config(**{**asdict(config), "block_size": settings.block_size, "dropout": settings.dropout})
-    return Start("pretrained", init_from, model, (init_from,), weights=weights)
+    return Start("pretrained", init_from, model, (init_from,), weights=weights, optimizer="adamw")
 
 
 def from_earlier_run(init_from, parent, settings, data, shape, notes):
@@ -118,7 +119,8 @@ def from_earlier_run(init_from, parent, settings, data, shape, notes):
         raise UserError(f"dataset={settings.dataset} has another tokenizer than {where}: prepare it with that one")
     notes.append(f"weights from {where}, iteration {manifest['iter_num']}; the optimizer starts fresh")
     model = gpt_config(**{**model, "block_size": settings.block_size, "dropout": settings.dropout})
-    return Start("earlier run", init_from, model, (*state["sources"], where), parent=parent)
+    return Start("earlier run", init_from, model, (*state["sources"], where), parent=parent,
+                 optimizer=state["settings"]["optimizer"])
 
 
 def from_resume(settings, data, lora, sequences, notes):
@@ -174,4 +176,5 @@ def check_compatible(settings, data, lora, tag, manifest):
     for saved, wanted in ((as_options(state.get("lora")), as_options(lora)),
                           (f"--optimizer={was['optimizer']}", f"--optimizer={settings.optimizer}")):
         if saved != wanted:
-            raise CheckpointError(f"{where} was trained with {saved}, and this run has {wanted}: use the same")
+            raise CheckpointError(f"{where} was trained with {saved}, and this run has {wanted}: use the same, "
+                                  f"{stage}")

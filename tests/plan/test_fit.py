@@ -53,6 +53,7 @@ def test_gpt2_xl_on_one_24_gb_card_and_what_fits_instead(tmp_path):
             split = {k: int(v) for k, v in re.findall(r"--(batch_size|gradient_accumulation_steps)=(\d+)", words)}
             assert split["batch_size"] * split["gradient_accumulation_steps"] == 32
             assert not SIZE.search(report(XL[0], *before, *words.split(), "--target_gpu=24"))[3], words
+    assert not any("--lora" in report(XL[0], other, "--target_gpu=24") for other in ("--optimizer=muon", "--fp8=True"))
     for before in ("--optimizer=muon", "--skip_grad_spikes=True"):
         base = "config/train_gpt2_xl.py", before, "--target_gpu=12"
         suggested = SUGGESTION.findall(report(*base, ranks=8))

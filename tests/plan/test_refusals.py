@@ -99,7 +99,7 @@ REFUSED = {
     "--init_from=resume --resume_tag=../{holder.name}/iter_4": "/iter_4': choose from iter_2, iter_4, best, final",
     "--init_from=resume --out_dir={folder}/nothing": "nothing has no checkpoint: choose another folder with "
     "--out_dir=DIR",
-    "{iter_4}/bit": "optim_states.pt has changed since it was saved (its sha256 differs)",
+    "{iter_4}/bit": "optim_states.pt has changed since it was saved (its sha256 differs)|nothing to resume from: ",
     "{iter_4}/format": "format/iter_4/manifest.json was written by another version of this program: choose",
     "--init_from=resume --out_dir={folder}/barred": "iter_4/manifest.json cannot be read (Is a directory): fix that, "
     "or choose another checkpoint with --resume_tag=TAG",
@@ -328,7 +328,7 @@ TARGETS = "choose from a block's matrices, attn.c_attn, attn.c_proj, mlp.c_fc, m
       for name in ("offload3", "bf16sums")),
     ("--skip_grad_spikes=True", ""),
     *((f"--optimizer=muon --deepspeed_config={{folder}}/{name}.json", f"{name}.json in float32: use bfloat16 or "
-       "float32 with --deepspeed_config=ds_config_zero2.json, or --optimizer=adamw at a lower rate")
+       "float32 with --deepspeed_config=ds_config_zero2.json, or --optimizer=adamw --learning_rate=6e-4")
       for name in ("zero3", "offload")),
     ("--optimizer=muon --learning_rate=0.0", "optimizer=muon needs a learning_rate above 0: muon_learning_rate "),
     (f"{LORA}=4 --optimizer=muon", "optimizer=muon trains whole matrices, but lora_rank=4: drop one of the two"),
