@@ -2,8 +2,7 @@
 
     python bench.py --gpus=4 config/xl_shakespeare.py --batch_size=8    step time, memory, time to the first step
     python bench.py --baseline=hf config/xl_shakespeare.py              also transformers' GPT-2 with DeepSpeed
-    python bench.py --baseline=pytorch config/xl_shakespeare.py         also a GPT in plain PyTorch, with DDP
-    python bench.py --baseline=fsdp2 --gpus=2 config/xl_shakespeare.py  also a GPT in PyTorch's FSDP2
+    python bench.py --baseline=fsdp2 --gpus=2 config/xl_shakespeare.py  also a GPT in plain PyTorch (or pytorch: DDP)
 
 All other arguments go to train_deepspeed.py. Speed does not depend on the weights: if you don't have GPT-2's, add
 --init_from=scratch --n_layer=48 --n_head=25 --n_embd=1600.
@@ -76,7 +75,8 @@ def measure(args, argv):
     if lora_rank and args.baseline:
         exit_with_error(f"--baseline={args.baseline} trains all weights: drop it, or --lora_rank={lora_rank}")
     argv = [*argv, f"--max_iters={args.warmup + args.repeats}", "--eval_interval=1000000000", "--eval_iters=1",
-            "--keep_last=0", "--log_interval=1"]
+            "--keep_last=0", "--log_interval=1", "--max_epochs=None", "--eval_epochs=None", "--dry_run=False",
+            "--eval_only=False"]
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         output = run_ranks(args, folder, SCRIPT, *argv)
         run = json.loads(Path(folder, "settings.json").read_text())
