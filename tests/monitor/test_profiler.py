@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 
+import pytest
 from conftest import done, stage
 
 from model import GPT, GPTConfig
@@ -15,11 +16,10 @@ MEASURED = {"zero_optimization": {"stage": 2}, "wall_clock_breakdown": True}
 def test_our_flops_are_deepspeeds_to_5_percent(tmp_path):
     """The count leaves the model as it was."""
     model = GPT(GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65))
-    line = count_flops(model, tmp_path / "flops.txt")
-    apart = float(re.search(r"\(([0-9.]+)% apart\)", line)[1])
-    assert apart < 5 and "(c_attn): QKVLinear(" in (tmp_path / "flops.txt").read_text() and model.training
+    counted = count_flops(model, tmp_path / "flops.txt")
+    assert counted == pytest.approx(model.flops_per_token() / 3, rel=0.05) and model.training
+    assert "(c_attn): QKVLinear(" in (tmp_path / "flops.txt").read_text()
     assert not any(module._forward_hooks or hasattr(module, "__flops__") for module in model.modules())
-    assert f"{model.flops_per_token() / 3:.4g} by our formula" in line
 
 
 def test_a_profile_is_written_and_changes_no_loss(train):
@@ -32,7 +32,7 @@ def test_a_profile_is_written_and_changes_no_loss(train):
         assert {name for name in names if name.startswith("ProfilerStep")} == {"ProfilerStep#5", "ProfilerStep#6"}
         assert "aten::scaled_dot_product_attention" in names or "aten::addmm" in names
     flops, operations = ((run.out_dir / "profile" / name).read_text() for name in ("flops.txt", "operations.txt"))
-    assert "DeepSpeed Flops Profiler" in flops and "(mlp): MLP(" in flops and "% apart)" in run.stdout
+    assert "DeepSpeed Flops Profiler" in flops and "(mlp): MLP(" in flops and " FLOPs per token in a " in run.stdout
     assert "Self CPU time total" in operations
 
 
