@@ -89,9 +89,8 @@ def command_line(script, *args, launcher, ranks=1):
     if launcher == "fork":
         return [str(script), *map(str, args)]
     by = {
-        "python": [],
         "torchrun": ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"],
-        "launch_deepspeed.py": [ROOT / "launch_deepspeed.py", "--standalone", f"--nproc_per_node={ranks}"],
+        "python": [], "launch_deepspeed.py": [ROOT / launcher, "--standalone", f"--nproc_per_node={ranks}"],
         "deepspeed": ["-m", "deepspeed.launcher.runner", f"--num_gpus={ranks}", f"--master_port={free_port()}"],
     }[launcher]
     return [sys.executable, *map(str, [*by, script, *args])]

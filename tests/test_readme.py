@@ -127,8 +127,8 @@ def test_commands_are_possible(page, monkeypatch, capsys):
     assert problems == {}, capsys.readouterr().err
 
 
-def test_the_page_of_settings_is_the_scripts_help():
+def test_the_page_of_settings_is_the_scripts_help(tmp_path):
     command = [sys.executable, ROOT / "train_deepspeed.py", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == done.stdout
     assert done.stdout.count("\n    --") > 50

@@ -81,6 +81,11 @@ def unbroken(train):
     return done(train(*EIGHT, "--optimizer=muon", "--n_layer=3", "--dropout=0.0", ranks=2))
 
 
+def test_golden_loss(unbroken):
+    """What this run gave under PyTorch 2.11. At AdamW's learning rate for all parameters, it is 3.192."""
+    assert unbroken.losses[8] == pytest.approx(3.101350426673889, rel=1e-5)
+
+
 @pytest.mark.parametrize("ranks", [2, 1, long(4), long(8)])
 def test_a_resumed_run_goes_on_as_unbroken(train, unbroken, tmp_path, ranks):
     """With the same ranks to the last bit, else re-sharded: 4 and 8 ranks cut matrices."""
