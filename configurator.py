@@ -112,7 +112,7 @@ def validate(value, types_, choices):
 def parse_value(text, types_, choices):
     """Return the value of a command line's text for a setting of these types."""
     if text not in choices and types_ != {str}:
-        with contextlib.suppress(ValueError, SyntaxError):
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, OverflowError):
             return validate(ast.literal_eval(text.capitalize() if text in ("true", "false") else text), types_, choices)
     return validate(text, types_, choices)
 

@@ -87,7 +87,7 @@ def write_png(runs, path):
         axis.set_xlabel("iteration")
         axis.xaxis.get_major_locator().set_params(integer=True)
         draw(axis, runs, key)
-    names = [f" {name}" for name in runs]  # matplotlib hides a name that begins with an underscore
+    names = [" " + name.replace("$", r"\$") for name in runs]  # matplotlib hides a name that begins with _
     figure.legend(axis.lines, names, loc="outside upper left", ncols=max(1, 160 // (max(map(len, names)) + 8)))
     figure.savefig(path, format="png", dpi=120)
 

@@ -4,8 +4,6 @@
 out_dir = "out"
 init_from = "scratch"
 dataset = "openwebtext"
-wandb_project = "owt"
-wandb_run_name = "gpt2"
 
 eval_interval = 2000
 eval_iters = 200
