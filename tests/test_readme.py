@@ -131,4 +131,6 @@ def test_the_page_of_settings_is_the_scripts_help(tmp_path):
     command = [sys.executable, ROOT / "train_deepspeed.py", "--help"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == done.stdout
-    assert done.stdout.count("\n    --") > 50
+    commented = re.findall(r"^    --(\w+)=(?:'[^']*'|\S+) +[^\s[]", done.stdout.replace("\n" + " " * 45, " "), re.M)
+    assert commented == [*vars(configurator.settings_of_script(command[1], []))]
+    assert max(map(len, done.stdout.splitlines())) <= 120

@@ -370,8 +370,7 @@ def test_samples_while_training_leave_the_losses_alone(train, options):
         assert f"sample at step {it}: {text}" in sampled.stdout
         encode, decode = tokenizer_of(manifest(sampled.out_dir, f"iter_{it}")["state"]["data"]["tokenizer"])
         ids = load_model(sampled.out_dir, f"iter_{it}")[0].generate(
-            torch.tensor([encode("the ")]), 12, temperature=0.8, top_k=200,
-            generator=torch.Generator().manual_seed(1337 + it))
+            torch.tensor([encode("the ")]), 12, 0.8, 200, generator=torch.Generator().manual_seed(1337 + it))
         assert decode(ids[0].tolist()) == text
 
 

@@ -104,8 +104,7 @@ def test_a_run_that_lost_its_best_tag_has_one_again(train, improved, tmp_path, l
         next((out_dir / tag).glob("*optim*")).write_bytes(b"")
         if tag == "iter_2":
             shutil.rmtree(out_dir / tag)
-    shutil.move(out_dir / "iter_4", tmp_path / "disk")  # a user may link a tag to another disk
-    (out_dir / "iter_4").symlink_to(tmp_path / "disk")
+    (out_dir / "iter_4").symlink_to((out_dir / "iter_4").rename(tmp_path / "disk"))  # as a user may move a tag
     done(train("--n_layer=1", "--decay_lr=False", "--learning_rate=0", "--max_iters=10", "--eval_interval=4",
                "--init_from=resume", "--keep_last=1", "--always_save_checkpoint=False", *args, out_dir=out_dir))
     store = TagStore(out_dir)

@@ -61,6 +61,9 @@ def test_a_launcher_that_waits_for_another_node_ends_at_sigterm_or_in_a_sentence
         job.kill()
     late = subprocess.run([*argv, "--rdzv_conf=timeout=1", "none.py"], cwd=ROOT, capture_output=True, text=True)
     assert late.stdout == "node 0 waits for all 2, at 127.0.0.1\n"
+    for wrong, told in ("--nproc_per_node=0", "check --nproc_per_node\n"), ("--node_rank=2", "2 must be 0 to 1\n"):
+        refused = subprocess.run([*argv, wrong, "none.py"], cwd=ROOT, capture_output=True, text=True)
+        assert refused.returncode == 2 and refused.stderr.endswith(told) and refused.stderr.count("\n") == 1
     assert late.returncode == 2 and late.stderr.startswith("not all nodes joined (Timed out"), late.stderr
 
 

@@ -4,7 +4,6 @@ import gzip
 import json
 import re
 
-import pytest
 from conftest import done, stage
 
 from model import GPT, GPTConfig
@@ -17,7 +16,7 @@ def test_our_flops_are_deepspeeds_to_5_percent(tmp_path):
     """The count leaves the model as it was."""
     model = GPT(GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65))
     counted = count_flops(model, tmp_path / "flops.txt")
-    assert counted == pytest.approx(model.flops_per_token() / 3, rel=0.05) and model.training
+    assert abs(counted / (model.flops_per_token() / 3) - 1) < 0.05 and model.training
     assert "(c_attn): QKVLinear(" in (tmp_path / "flops.txt").read_text()
     assert not any(module._forward_hooks or hasattr(module, "__flops__") for module in model.modules())
 

@@ -179,8 +179,8 @@ def test_bad_conversations_are_refused_with_file_and_line_or_skipped(tmp_path):
         with pytest.raises(ValueError, match=re.escape(words)):
             text_of(line.encode(errors="surrogateescape"), "chat", "text")
     said = [{"role": role, "content": text} for role, text in (("user", " q"), ("assistant", "a\n"), ("user", "x"))]
-    same = {"messages": said}, {"prompt": "q", "completion": "a"}  # in what is trained on, so one is a duplicate
-    assert len({text_of(json.dumps(line).encode(), "chat", "text") for line in same}) == 1
+    assert len({text_of(json.dumps(line).encode(), "chat", "text") for line in (
+        {"messages": said}, {"prompt": "q", "completion": "a"})}) == 1  # the same is trained on: one is a duplicate
     good = [json.dumps({"prompt": f"q{i}", "completion": "a"}) for i in range(40)]
     (tmp_path / "a.jsonl").write_bytes("\n".join([*good[:2], *BAD, *good[2:]]).encode(errors="surrogateescape"))
     command = [sys.executable, ROOT / "data" / "prepare.py", tmp_path / "a.jsonl", f"--name={tmp_path}/out",
