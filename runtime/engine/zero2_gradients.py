@@ -31,8 +31,8 @@ class Zero2Gradients:
         self.places = [list(zip(*group)) for group in zip(optimizer.round_robin_bit16_groups,
                                                           optimizer.round_robin_bit16_offsets)]
         self.owned = {}  # param: (start, view), where this rank's partition holds its elements from start on
-        for param, own in ((param, param._hp_mapping) for places in self.places for param, _ in places):
-            if own:
+        for param, _ in sum(self.places, []):
+            if own := param._hp_mapping:
                 flat, at = self.partitions[own.param_group_index].flat_partition, own.hp_fragment_address
                 self.owned[param] = own.lp_fragment_address.start, flat.narrow(0, at.start, at.numel)
         self.overlaps = optimizer.overlap_comm
