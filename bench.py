@@ -2,7 +2,8 @@
 
     python bench.py --gpus=4 config/xl_shakespeare.py --batch_size=8    step time, memory, time to the first step
     python bench.py --baseline=hf config/xl_shakespeare.py              also transformers' GPT-2 with DeepSpeed
-    python bench.py --baseline=fsdp2 --gpus=2 config/xl_shakespeare.py  also a GPT in plain PyTorch (or pytorch: DDP)
+    python bench.py --baseline=pytorch config/xl_shakespeare.py         also a GPT in plain PyTorch, with DDP
+    python bench.py --baseline=fsdp2 --gpus=2 config/xl_shakespeare.py  also a GPT in PyTorch's FSDP2
 
 All other arguments go to train_deepspeed.py. Speed does not depend on the weights: if you don't have GPT-2's, add
 --init_from=scratch --n_layer=48 --n_head=25 --n_embd=1600.
