@@ -134,9 +134,8 @@ def run_config_file(path, values, root):
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         line = lines[-1] if lines else getattr(error, "lineno", None)
         raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from None
-    return {name: value for name, value in names.items()
-            if not name.startswith("_") and not isinstance(value, types.ModuleType) and not callable(value)
-            and (name not in values or value is not values[name])}
+    return {name: value for name, value in names.items() if not name.startswith("_") and not callable(value)
+            and not isinstance(value, types.ModuleType) and (name not in values or value is not values[name])}
 
 
 def help_text(source, defaults, annotations):

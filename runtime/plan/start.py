@@ -176,5 +176,4 @@ def check_compatible(settings, data, lora, tag, manifest):
     for saved, wanted in ((as_options(state.get("lora")), as_options(lora)),
                           (f"--optimizer={was['optimizer']}", f"--optimizer={settings.optimizer}")):
         if saved != wanted:
-            raise CheckpointError(f"{where} was trained with {saved}, and this run has {wanted}: use the same, "
-                                  f"{stage}")
+            raise CheckpointError(f"{where} was trained with {saved}, and this run has {wanted}: use the same, {stage}")
