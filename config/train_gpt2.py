@@ -22,7 +22,7 @@ gradient_accumulation_steps = 5  # per GPU; nanoGPT's 40 is for all 8
 
 optimizer = "muon"
 muon_learning_rate = 0.02
-learning_rate = 1.8e-3  # of AdamW's part: embeddings, biases and layer norms
+learning_rate = 3.6e-3  # of AdamW's part: embeddings, biases and layer norms
 lr_schedule = "linear"
 min_lr = 0.0
 warmup_iters = 1000

@@ -140,7 +140,8 @@ def label(run):
     s = settings_of_script(SCRIPT, run["argv"])
     has_muon = run["way"] == "ours" and s.optimizer == "muon"
     optimizer = f"muon {s.muon_learning_rate:g}, " * has_muon + f"adamw {s.learning_rate:g}"
-    return f"{run['way']}{', fp8' * s.fp8}, {optimizer}, {s.max_iters} steps, seed {s.seed}", s.seed
+    recipe = run["way"] + ", cosine" * (run["way"] == "ours" and s.lr_schedule == "cosine") + ", fp8" * s.fp8
+    return f"{recipe}, {optimizer}, {s.max_iters} steps, seed {s.seed}", s.seed
 
 
 def table(path, paths):

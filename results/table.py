@@ -126,7 +126,8 @@ def race():
             (steps, seconds, loss), (_, base_s, base_loss) = run["curve"][-1], best[run["seed"]]["curve"][-1]
             reached = seconds_to(run["curve"], base_loss) if run["way"] == "ours" else None
             rates = dict(re.findall(r"(muon|adamw) (\S+),", run["label"]))
-            rows.append([run["hardware"].split()[1], run["way"] + ", FP8" * ("fp8" in run["label"]),
+            recipe = run["way"] + ", cosine" * ("cosine" in run["label"]) + ", FP8" * ("fp8" in run["label"])
+            rows.append([run["hardware"].split()[1], recipe,
                          rates.get("muon", ""), rates["adamw"], run["seed"], f"{steps:,}", f"{loss:.4f}",
                          f"{seconds:.0f}", *([f"{reached:.0f}", f"{reached / base_s:.2f}"] if reached else ["", ""]),
                          link({"file": file["file"]} | run)])

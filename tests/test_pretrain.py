@@ -46,7 +46,7 @@ def test_index_the_commands_lead_from_shards_to_a_sample_and_a_resume(tmp_path):
     assert "train: 5,000 tokens" in shards and "train: 300 tokens, val: 600 tokens" in hub
     for text, ranks in zip((*trained, resumed), (1, 8, 8, 8)):
         assert f"{ranks} x CPU" in text and "step 4: train loss 10.8" in text  # ln(50257)
-    assert "iteration 2" in resumed and "lr 2.70e-06" in resumed  # 9e-4, in the third of 1,000 steps of warmup
+    assert "iteration 2" in resumed and "lr 5.39e-06" in resumed  # 1.8e-3, in the third of 1,000 steps of warmup
     assert "The meaning of life is" in sampled and "logits for 32 tokens differ" in exported
 
 
