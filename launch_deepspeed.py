@@ -53,10 +53,9 @@ def count_gpus():
 
 
 def run_torchrun(argv):
-    """Run torchrun. Return the exit code of the rank that failed first, or 128 + the signal that killed it.
-
-    Plain torchrun exits with 1 and a traceback, whatever the ranks' exit code. It kills them 30 s after a signal, which
-    may be in the middle of a save, doesn't forward SIGUSR1, and dies of SIGHUP even under nohup."""
+    """Run torchrun. Return the exit code of the rank that failed first, or 128 + the signal that killed it. Plain
+    torchrun exits with 1 and a traceback, whatever the ranks' exit code. It kills them 30 s after a signal, which may
+    be in the middle of a save, doesn't forward SIGUSR1, and dies of SIGHUP even under nohup."""
     for name in ("TORCHELASTIC_SIGNALS_TO_HANDLE", "PET_SIGNALS_TO_HANDLE"):  # the second in newer PyTorch
         os.environ.setdefault(name, ",".join(number.name for number in SIGNALS))
     from torch.distributed import DistError, run  # after that
@@ -92,6 +91,8 @@ def run_torchrun(argv):
         _, nodes = run.parse_min_max_nnodes(args.nnodes)
         if args.node_rank not in range(nodes):
             raise ValueError(f"--node_rank={args.node_rank} must be 0 to {nodes - 1}")
+        if os.path.dirname(os.path.realpath(args.training_script)) == str(ROOT / "config"):
+            raise ValueError(f"{args.training_script} is a config: put train_deepspeed.py before it")
         if nodes > 1:
             print(f"node {args.node_rank} waits for all {nodes}, at {args.rdzv_endpoint or args.master_addr}")
         run.main(argv)
@@ -103,7 +104,9 @@ def run_torchrun(argv):
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
-        if code != 2:  # 2 is a user error, already printed
+        if first.exitcode < 0:
+            print(f"rank {rank} was killed by {signal.Signals(-first.exitcode).name}", file=sys.stderr)
+        elif code not in (2, 3, 4) and code < 128:  # these have already been explained
             print(f"rank {rank} failed with exit code {code}: see its error message above", file=sys.stderr)
         return code
     except SignalException as error:

@@ -61,7 +61,8 @@ def test_a_launcher_that_waits_for_another_node_ends_at_sigterm_or_in_a_sentence
         job.kill()
     late = subprocess.run([*argv, "--rdzv_conf=timeout=1", "none.py"], cwd=ROOT, capture_output=True, text=True)
     assert late.stdout == "node 0 waits for all 2, at 127.0.0.1\n"
-    for wrong, told in ("--nproc_per_node=0", "check --nproc_per_node\n"), ("--node_rank=2", "2 must be 0 to 1\n"):
+    for wrong, told in (("--nproc_per_node=0", "check --nproc_per_node\n"), ("--node_rank=2", "2 must be 0 to 1\n"),
+                        ("config/train_gpt2.py", "is a config: put train_deepspeed.py before it\n")):
         refused = subprocess.run([*argv, wrong, "none.py"], cwd=ROOT, capture_output=True, text=True)
         assert refused.returncode == 2 and refused.stderr.endswith(told) and refused.stderr.count("\n") == 1
     assert late.returncode == 2 and late.stderr.startswith("not all nodes joined (Timed out"), late.stderr
@@ -99,7 +100,7 @@ def test_a_signal_saves_and_ends(start, tmp_path, launcher, ranks, name):
     job.send_signal(number)
     assert job.wait(200) == 128 + number, log.read_text()
     assert f"stop requested ({EXIT_REASONS[128 + number]})" in log.read_text()
-    assert log.read_text().count("to continue, repeat the command with --init_from=resume\n") == 1
+    assert log.read_text().count("to continue from here, repeat the command with --init_from=resume\n") == 1
     assert TagStore(tmp_path / "out").find().manifest["iter_num"] >= 10
 
 

@@ -75,8 +75,7 @@ def trial(args, launcher, what, number):
     result = {"launcher": launcher, "what": what, "exit_code": job.returncode, "seconds": round(seconds, 1),
               "left": left, "last_step": last_step(log), "saved": saved}
     if what == "a rank killed":
-        good = job.returncode != 0 and ("has died" in said or "failed with exit code" in said or "exitcode" in said
-                                        or "return code" in said)
+        good = job.returncode and any(words in said for words in ("died", "killed by SIG", "exitcode", "return code"))
     elif what == "launcher killed":
         good = saved == last_step(log) >= before
     else:
