@@ -17,16 +17,12 @@ def copy_into(deepspeed, reader):
             flat = reader.get(name, field).flatten()
             for target, offset in local_slices(deepspeed.optimizer, stage, param, field):
                 target.copy_(flat[offset:offset + target.numel()])
-    restore_loss_scale(getattr(deepspeed.optimizer, "loss_scaler", None), reader.loss_scaler)
-    for counter in ("global_steps", "global_samples", "skipped_steps"):
-        setattr(deepspeed, counter, reader.model_state[counter])
-
-
-def restore_loss_scale(scaler, saved):
-    """If both loss scalers are dynamic, continue with the saved scale. The window and the like stay this run's."""
-    if getattr(scaler, "dynamic", False) and getattr(saved, "dynamic", False):
+    scaler, saved = getattr(deepspeed.optimizer, "loss_scaler", None), reader.loss_scaler
+    if getattr(scaler, "dynamic", False) and getattr(saved, "dynamic", False):  # the window stays this run's
         for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
             setattr(scaler, name, getattr(saved, name))
+    for counter in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(deepspeed, counter, reader.model_state[counter])
 
 
 def init_adam_state(optimizer, stage, step):

@@ -186,7 +186,7 @@ class RunLog:
             print0(f"stopped early at step {self.iter_num}: no better validation loss in {evals_since_best} "
                    "evaluations; to continue, increase --patience")
         elif not finished and not self.settings.eval_only and self.settings.keep_last:
-            print0("to continue, repeat the command with --init_from=resume")
+            print0("to continue from here, repeat the command with --init_from=resume")
         losses = series(read_history(self.out_dir), "val_loss") if finished and self.writes else []
         if losses := [(loss, iter_num) for iter_num, loss in losses if iter_num]:
             print0("best validation loss {:.4f} at step {}".format(*min(losses)))
