@@ -102,7 +102,7 @@ def run_torchrun(argv):
         exit_with_error(f"not all nodes joined ({str(error).splitlines()[0]}): check their --node_rank, "
                         "--master_addr and ports")
     except ChildFailedError as error:
-        rank, first = error.get_first_failure()
+        rank, first = min(error.failures.items(), key=lambda item: (item[1].exitcode > 0, item[1].timestamp))
         code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
         if first.exitcode < 0:
             print(f"rank {rank} was killed by {signal.Signals(-first.exitcode).name}", file=sys.stderr)
