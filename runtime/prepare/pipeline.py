@@ -76,7 +76,7 @@ class Reader:
         train, val = self.counts["train"], self.counts["val"]
         if not (train and val):
             raise UserError(f"{train} documents are for training and {val} for validation, and each split needs one: "
-                            "check that the files have text, cut a long text into more documents with "
+                            f"add to these {self.bytes:,} bytes, cut a long text into more documents with "
                             f"--max_document_bytes={max(64, self.bytes // 50)}, or change --val_fraction")
 
     def texts(self, file):

@@ -267,8 +267,8 @@ MISTAKES = {
     "no file": ("nowhere.txt", "nowhere.txt is not a file or folder: check the path, or pipe it to a single -"),
     "no files in it": ("empty", "empty has no files in it"),
     "cut": ("one.txt --max_document_bytes=1", "--max_document_bytes=1 must be 64 to 16777216"),
-    "one document": ("one.txt", "1 documents are for training and 0 for validation, and each split needs one: check "
-                     "that the files have text, cut a long text into more documents with --max_document_bytes=64, or"),
+    "one document": ("one.txt", "1 documents are for training and 0 for validation, and each split needs one: add "
+                     r"to these \d+ bytes, cut a long text into more documents with --max_document_bytes=64, or"),
     "none for validation": ("good.jsonl --val_fraction=0.001", "16 documents are for training and 0 for validation"),
     "no JSON": ("broken.jsonl", r"broken.jsonl, line 21: invalid JSON \(.*\): write one object per line; correct"),
     "no object": ("list.jsonl", r"list.jsonl, line 1: no JSON object: write one per line;"),
