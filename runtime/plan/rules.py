@@ -58,6 +58,7 @@ def plan_iterations(s, windows, batch, notes):
     if s.max_epochs is not None and windows:
         max_iters = math.ceil(s.max_epochs * windows / batch.sequences)
         notes.append(f"max_epochs={s.max_epochs:g} is {max_iters:,} iterations; max_iters is ignored")
+    notes += [f"without its dataset, the plan has max_iters={max_iters:,}"] * (s.max_epochs is not None and not windows)
     if s.decay_lr and s.warmup_iters >= max_iters > 0:
         notes.append(f"the run ends after {max_iters:,} iterations, during warmup: it never reaches learning_rate "
                      f"(warmup_iters={s.warmup_iters:,})")
