@@ -105,7 +105,7 @@ def run_torchrun(argv):
         rank, first = min(error.failures.items(), key=lambda item: (item[1].exitcode > 0, item[1].timestamp))
         code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
         if first.exitcode < 0:
-            print(f"rank {rank} was killed by {signal.Signals(-first.exitcode).name}", file=sys.stderr)
+            print(f"rank {rank} was killed by {first.signal_name()}", file=sys.stderr)
         elif code not in (2, 3, 4) and code < 128:  # these have already been explained
             print(f"rank {rank} failed with exit code {code}: see its error message above", file=sys.stderr)
         return code
