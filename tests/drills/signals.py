@@ -41,8 +41,7 @@ def begin(args, out_dir, launcher, log):
 
 def last_step(log):
     """Return the last step that the run has printed, or 0."""
-    found = re.findall(r"^iter (\d+):", log.read_text(), re.M)
-    return int(found[-1]) if found else 0
+    return max(map(int, re.findall(r"^iter (\d+):", log.read_text(), re.M)), default=0)
 
 
 def trial(args, launcher, what, number):
@@ -75,7 +74,8 @@ def trial(args, launcher, what, number):
     result = {"launcher": launcher, "what": what, "exit_code": job.returncode, "seconds": round(seconds, 1),
               "left": left, "last_step": last_step(log), "saved": saved}
     if what == "a rank killed":
-        good = job.returncode and any(words in said for words in ("died", "killed by SIG", "exitcode", "return code"))
+        told = ["killed by SIGKILL"] if launcher == "run_deepspeed_xl.sh" else ["died", "exitcode", "return code"]
+        good = job.returncode and any(words in said for words in told)
     elif what == "launcher killed":
         good = saved == last_step(log) >= before
     else:
