@@ -46,16 +46,17 @@ def read(name):
 
 def draw_race(path):
     """Draw the validation losses of GPT-2 small against time, at each length of results/race.py: the best run of
-    nanoGPT's recipe, and ours with the same seed, at 0.02 for Muon and 1.8e-3 for AdamW."""
+    nanoGPT's recipe, and ours with the same seed, at the rates of config/train_gpt2.py."""
     from matplotlib.figure import Figure
 
     figure = Figure((9, 3.6), layout="constrained")
     files = races()
     for axis, file in zip(figure.subplots(1, len(files), squeeze=False)[0], files):
-        base = best_baselines(file["runs"])[1337]
+        ours = [run for run in file["runs"] if "muon 0.02, adamw 0.0036" in run["label"]]
+        seed = next(run["seed"] for run in ours if "fp8" in run["label"])
+        base = best_baselines(file["runs"])[seed]
         shown = {"plain PyTorch, nanoGPT's recipe": base}
-        shown |= {f"Muon, {'FP8' if '--fp8=True' in run['argv'] else 'bfloat16'}": run for run in file["runs"]
-                  if run["seed"] == 1337 and "muon 0.02, adamw 0.0018" in run["label"]}
+        shown |= {f"Muon, {'FP8' if 'fp8' in run['label'] else 'bfloat16'}": run for run in ours if run["seed"] == seed}
         for name, run in shown.items():
             _, seconds, losses = zip(*run["curve"][1:])
             axis.plot(seconds, losses, marker="o", markersize=3, label=name)
