@@ -1,7 +1,7 @@
 """Measure what examples/animals90/README.md shows in its table, and print the table.
 
     python examples/animals90/measure/table.py measure    on one GPU or two, in 5 to 10 minutes
-    python examples/animals90/measure/table.py table      the table, from results/h200_x1_animals90.json and x2
+    python examples/animals90/measure/table.py table      the table, from results/*_x1_animals90.json and x2
 
 Measure with no other load on the GPUs. The pictures are generated. A row holds its command and the last epoch's record
 in training_history.json. An archive without .git needs the environment variable COMMIT.
@@ -141,8 +141,8 @@ def table(folder=RESULTS):
     """Return README's table: the guides' figures, and what the files in `folder` have."""
     lines = ["| setting | guides | measured |", "|---|---|---|"]
     for setting, guides, gpus, names, keys in TABLE:
-        path = Path(folder, f"h200_x{gpus}_animals90.json")
-        rows = json.loads(path.read_text())["rows"] if path.exists() else {}
+        path = next(Path(folder).glob(f"*_x{gpus}_animals90.json"), None)
+        rows = json.loads(path.read_text())["rows"] if path else {}
         measured = [cell(rows[name], keys) for name in names if "seconds" in rows.get(name, ())]
         text = "; ".join(measured) if len(measured) == len(names) else "not measured yet"
         lines.append(f"| {setting} | {guides} | {text} |")
