@@ -61,7 +61,7 @@ def case_of(run):
     names = {sizes: name for name, sizes in PRETRAINED.items()}
     options = {"FP8": s.get("fp8"), "float16": s.get("dtype") == "float16",
                "`--compile=False`": s.get("compile") is False,
-               "gradient checkpointing": s.get("gradient_checkpointing")}
+               "offload": "offload" in s["deepspeed_config"], "gradient checkpointing": s.get("gradient_checkpointing")}
     model = ", ".join([names.get(shape, str(shape)), *(name for name, used in options.items() if used)])
     stage = run.get("stage") or int(re.search(r"zero(\d)", s["deepspeed_config"])[1])
     return Case(re.search(r"[A-Z]?\d{2,}", run["hardware"])[0], run["world_size"], model, stage, s["batch_size"],

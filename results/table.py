@@ -98,9 +98,9 @@ def fsdp2():
         runs = [run for run in runs if "FSDP2" in run.get("baseline", {}).get("name", "")]
         if runs:
             run, other, zero2 = newest(runs), newest(runs)["baseline"], cases.get(case._replace(stage=2))
-            rows.append([*speed_cells(case, run), median(other), f"{other['peak_gb']:.1f}", f"{other['ratio']:.2f}x",
-                         median(newest(zero2)) if zero2 else "", link(run)])
-    return markdown([SPLIT, "ZeRO-3, ms per step", "tokens/s", "MFU", "peak GB", "FSDP2, ms per step", "peak GB",
+            rows.append([case.gpu, *speed_cells(case, run), median(other), f"{other['peak_gb']:.1f}",
+                         f"{other['ratio']:.2f}x", median(newest(zero2)) if zero2 else "", link(run)])
+    return markdown(["GPU", SPLIT, "ZeRO-3, ms per step", "tokens/s", "MFU", "peak GB", "FSDP2, ms per step", "peak GB",
                      "speedup", "ZeRO-2, ms per step", SOURCE], rows)
 
 
