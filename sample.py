@@ -96,8 +96,7 @@ try:
     if chat and not data["template"]:
         raise UserError(f"{name} has no chat template: drop --chat, or train on conversations (docs/chat.md)")
     talk = Chat(data, encode, decode([end]), max_new_tokens) if chat else None
-    prompts = [] if interactive else read_prompts(start, prompts_file)
-    prompts = [(text, encode_prompt(text)) for text in prompts]
+    prompts = [(text, encode_prompt(text)) for text in ([] if interactive else read_prompts(start, prompts_file))]
     model = load(device, dtype)
 except (UserError, OSError) as error:
     exit_with_error(str(error))

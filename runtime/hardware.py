@@ -90,10 +90,9 @@ def peak_flops(device):
 
 def attention_backends(device):
     """Return SDPA's kernels for `device`, the preferred one first. On an H200, cuDNN's is 1.4x as fast as flash."""
-    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    if torch.cuda.get_device_capability(device)[0] >= 9:
-        order.insert(0, SDPBackend.CUDNN_ATTENTION)
-    return order
+    has_cudnn = torch.cuda.get_device_capability(device)[0] >= 9
+    every = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return every[not has_cudnn :]
 
 
 def peak_memory(device):

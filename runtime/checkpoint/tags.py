@@ -192,9 +192,8 @@ class TagStore:
                 self.move_away(name)
 
     def clean(self, tag=None, overwrite=False, aliases=()):
-        """Prepare out_dir for a run that starts or resumes: remove leftovers, rename corrupt tags, delete newer tags if
-        `overwrite`, and link `aliases` to the Tag, which a kill may have prevented. Return best's validation loss
-        on rank 0, which does it all."""
+        """Prepare out_dir for a run: remove leftovers, rename corrupt tags, delete newer tags if `overwrite`, and link
+        `aliases` to the Tag, which a kill may have prevented. Rank 0 does it and returns best's validation loss."""
         if self.read_only or RANK != 0:
             return None
         self.remove_leftovers()

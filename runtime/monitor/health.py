@@ -84,9 +84,8 @@ class SpikeDetector:
         if len(self.ratios) < HISTORY:
             return None
         ratios = list(self.ratios)
-        before, recent = sorted(ratios[:-RISE_WINDOW]), ratios[-RISE_WINDOW:]
-        limit = max(RISE_FACTOR, before[-5])
-        high = [ratio for ratio in recent if ratio > limit]
+        limit = max(RISE_FACTOR, sorted(ratios[:-RISE_WINDOW])[-5])
+        high = [ratio for ratio in ratios[-RISE_WINDOW:] if ratio > limit]
         if len(high) < RISE_COUNT:
             return None
         self.ratios.extend(high * HISTORY)  # the next rise has to be above these

@@ -88,9 +88,8 @@ def generate_texts(model, prompt, n_texts, seed, max_new_tokens, decode, end=Non
 
 
 def sample_while_training(model, vocab_size, prompt, n_tokens, seed):
-    """Return the prompt (ids) and n_tokens more of the data's vocabulary, as a list. All ranks call it: at ZeRO-3 a
-    forward gathers parameters. So none stops early, at an end_of_text. CUDA graphs would take memory, and their capture
-    disturbs other threads."""
+    """Return the prompt (ids) and n_tokens more of the data's vocabulary, as a list. All ranks call it, and none stops
+    at an end_of_text: ZeRO-3 gathers parameters. Capturing CUDA graphs takes memory and disturbs other threads."""
     device, whole = model.lm_head.weight.device, model.lm_head.vocab_size
     model.lm_head.vocab_size = vocab_size
     n_tokens = min(n_tokens, model.config.block_size - len(prompt))
