@@ -218,8 +218,9 @@ def advice(plan):
         args = arguments(lora, lora_rank=64, learning_rate=2e-4)
         lines.append(f"  {format_bytes(gpu_bytes(lora)):>9}   LoRA  {args}")
     if not lines:
-        adamw = "--optimizer=adamw, " * bool(plan.params.muon)  # which can offload
-        return [f"It doesn't fit, and no ZeRO stage makes it fit: use {adamw}more GPUs or larger ones, a smaller "
-                "--block_size, or a smaller model"]
+        adamw = plan.params.muon and runs_that_fit(replace(plan, params=plan.params._replace(muon=0)))
+        return ["It doesn't fit, and no ZeRO stage of this optimizer makes it fit: use "
+                f"{'--optimizer=adamw with its own --learning_rate, ' if adamw else ''}more GPUs or larger ones, a "
+                "smaller --block_size, or a smaller model"]
     return ["It doesn't fit. Add one of these to your command (memory per GPU, time relative to the fastest setting):",
             *lines]

@@ -167,8 +167,8 @@ def resolve_ds_config(s, batch, execution, notes):
                         "drop it")
     if s.optimizer == "muon" and not (fits and stage == 2 and not ds_config.uses_offload(config)):
         raise UserError(f"optimizer=muon can't train with {s.deepspeed_config} in {execution.dtype}: use bfloat16 or "
-                        "float32 with --deepspeed_config=ds_config_zero2.json, or --optimizer=adamw "
-                        "--learning_rate=6e-4")
+                        "float32 with --deepspeed_config=ds_config_zero2.json, or start a run with --optimizer=adamw "
+                        "and its own --learning_rate")
     return config
 
 

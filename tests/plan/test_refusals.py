@@ -328,7 +328,7 @@ TARGETS = "choose from a block's matrices, attn.c_attn, attn.c_proj, mlp.c_fc, m
       for name in ("offload3", "bf16sums")),
     ("--skip_grad_spikes=True", ""),
     *((f"--optimizer=muon --deepspeed_config={{folder}}/{name}.json", f"{name}.json in float32: use bfloat16 or "
-       "float32 with --deepspeed_config=ds_config_zero2.json, or --optimizer=adamw --learning_rate=6e-4")
+       "float32 with --deepspeed_config=ds_config_zero2.json, or start a run with --optimizer=adamw and")
       for name in ("zero3", "offload")),
     ("--optimizer=muon --learning_rate=0.0", "optimizer=muon needs a learning_rate above 0: muon_learning_rate "),
     (f"{LORA}=4 --optimizer=muon", "optimizer=muon trains whole matrices, but lora_rank=4: drop one of the two"),
