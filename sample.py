@@ -122,7 +122,7 @@ for prompt, ids in prompts:
             for text in texts:
                 if json:
                     print(dumps({"model": name, "prompt": prompt, "text": text.text, "tokens": len(text.ids),
-                                 "seed": seed, "ended": text.ended or "length"}), flush=True)
+                                 "seed": seed, "ended": "end_of_text" if text.has_ended else "length"}), flush=True)
                 else:  # a streamed text only needs its newline
                     show("" if streamed else rule * (done > 0) + shown + text.text, end="\n")
                 done += 1

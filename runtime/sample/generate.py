@@ -45,18 +45,17 @@ def ask_for_prompts(encode, question):
 
 
 class TextStream:
-    """The text after a prompt, token by token: .ids and .text. .ended is None or "end_of_text". show(new) is called
+    """The text after a prompt, token by token: .ids and .text. .has_ended: it ended with `end`. show(new) is called
     with each piece of text that ends in a complete character."""
 
     def __init__(self, prompt, decode, end, show):
         self.prompt, self.decode, self.end, self.show = prompt, decode, end, show
         self.prompt_chars = len(decode(prompt))  # decoded with the text: some tokenizers need context
-        self.ids, self.text, self.shown, self.ended = [], "", 0, None
+        self.ids, self.text, self.shown, self.has_ended = [], "", 0, False
 
     def add(self, token):
-        if token == self.end:
-            self.ended = "end_of_text"
-        if self.ended:
+        self.has_ended = self.has_ended or token == self.end
+        if self.has_ended:
             return
         self.ids.append(token)
         self.text = self.decode(self.prompt + self.ids)[self.prompt_chars:]

@@ -117,7 +117,7 @@ def test_what_is_shown_waits_for_whole_characters():
     stream = texts.TextStream([33], lambda ids: bytes(ids).decode(errors="replace"), 0, shown.append)
     for byte in "aéb".encode() + b"\xc3\0z":
         stream.add(byte)
-    assert shown == ["a", "é", "b"] and stream.ended == "end_of_text" and stream.ids == [97, 195, 169, 98, 195]
+    assert shown == ["a", "é", "b"] and stream.has_ended and stream.ids == [97, 195, 169, 98, 195]
     stream.flush()
     assert shown[3:] == ["\N{REPLACEMENT CHARACTER}"] and stream.text == "".join(shown)
 
