@@ -22,6 +22,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from runtime import explain
 from runtime.cluster.join import group_timeout
 from runtime.cluster.ranks import ALL_EXITING, EXITING, RANK
 from runtime.output import explain_uncaught
@@ -66,7 +67,7 @@ class Shutdown:
         if RANK == 0:
             with contextlib.suppress(OSError):  # not there, or it can't be removed
                 os.remove(stop_file)
-            self.stop_file = stop_file
+            self.stop_file = None if os.path.lexists(stop_file) else stop_file
 
     def _run(self):
         """Run the checks. One that fails is reported once and tried again, because nothing else handles signals."""
@@ -135,6 +136,10 @@ class Shutdown:
 
 def explain_lost_rank(error):
     """Print one line for an error of a collective and exit: a group can't be used after that. Ignore other errors."""
+    try:
+        explain(error)  # the hook of runtime/__init__.py would print into PyTorch's buffer, which is then dropped
+    except SystemExit:
+        os._exit(2)
     if isinstance(error, RuntimeError) and not EXITING.is_set() and re.search("gloo|NCCL|[Cc]onnection", str(error)):
         minutes, why = group_timeout().total_seconds() / 60, re.sub(r"^\[.*?\] ", "", str(error).splitlines()[0])
         print(f"rank {RANK} on {socket.gethostname()}: another rank has exited, or has not responded for {minutes:g} "
