@@ -38,6 +38,7 @@ def fingerprint(plan):
               "accumulate_locally": plan.accumulate_locally, "the source of the weights": plan.start.init_from,
               "the version of torch": importlib.metadata.version("torch")}
     facts |= {f"the model's {name}": value for name, value in asdict(plan.model).items()}
+    facts |= {f"the DeepSpeed config's {key}": value for key, value in plan.ds_config.items()}
     for number, data in enumerate(plan.datasets, 1):  # meta.json has the size and hash of each file, wherever it is
         meta = {**data.meta, "tokenizer": {**data.meta["tokenizer"], "file": None}, "share": data.share}
         digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()

@@ -178,8 +178,10 @@ def test_a_rank_that_dies_ends_the_other_node_too(train):
 def test_nodes_that_differ_are_refused(train, characters, tmp_path):
     write_characters(tmp_path / "other", seed=1)
     cases = [
-        (dict(on={2: ["--learning_rate=2e-3"]}, before={2: f"mount --bind {tmp_path}/other {characters}"}),
+        (dict(on={2: ["--learning_rate=2e-3"]}, before={2: f"mount --bind {tmp_path}/other {characters}; "
+                                                        "mount --bind ds_config_zero3.json ds_config_zero2.json"}),
          r"the nodes differ in learning_rate \(0\.001 on host1, 0\.002 on host2\): make it the same on all",
+         r"the nodes differ in the DeepSpeed config's zero_optimization \({'stage': 2",
          r"the nodes differ in the hash of dataset \S+ \('\w{12}' on host1, '\w{12}' on host2\): "),
         (dict(before={2: f"mount -t tmpfs none {tmp_path}"}),
          r"out_dir=\S+/out is not the same folder on host1 and host2: choose one that all nodes share "),
