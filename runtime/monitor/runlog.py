@@ -36,7 +36,7 @@ class RunLog:
         self.tokens_per_iter, self.memory_plan, self.process_start = tokens_per_iter, memory_plan, process_start
         self.out_dir, self.writes = settings.out_dir, RANK == 0 and not settings.eval_only
         self.stragglers = StragglerDetector()
-        self.loggers, self.wandb_id, self.paused = {}, state.get("wandb_id"), True
+        self.loggers, self.wandb_id, self.paused, self.is_finite = {}, state.get("wandb_id"), True, True
         self.iter_num = self.first_iter = state.get("iter_num", 0)
         self.resumes, self.second_step = bool(state), None  # the latter: the time at which it began
         exit_together(self.start_loggers() if self.writes else [])
@@ -149,7 +149,7 @@ class RunLog:
                 record["datasets"][dataset.name] = values
                 print0(f"  {dataset.name}: {format_losses(values)}), {100 * values['share']:g}% of the mixture")
         self.record(record)
-        self.iter_num, self.paused = iter_num, True
+        self.iter_num, self.paused, self.is_finite = iter_num, True, math.isfinite(record["val_loss"])
         return record["val_loss"]
 
     def sample(self, iter_num, text):
@@ -185,7 +185,7 @@ class RunLog:
         if finished and self.iter_num < self.settings.max_iters:
             print0(f"stopped early at step {self.iter_num}: no better validation loss in {evals_since_best} "
                    "evaluations; to continue, increase --patience")
-        elif not finished and not self.settings.eval_only and self.settings.keep_last:
+        elif not finished and not self.settings.eval_only and self.settings.keep_last and self.is_finite:
             print0("to continue from here, repeat the command with --init_from=resume")
         losses = series(read_history(self.out_dir), "val_loss") if finished and self.writes else []
         if losses := [(loss, iter_num) for iter_num, loss in losses if iter_num]:
