@@ -47,11 +47,9 @@ def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source
     bytes}, only for conversations. details: more entries of meta.json. All files are first written under temporary
     names, and train.bin is removed first and renamed last. So a killed process leaves the old dataset, the new one, or
     one without train.bin, which check_dataset() rejects. Raises UserError for an id outside the vocabulary."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in folder.iterdir():
-        if TEMP_NAME.fullmatch(file.name):  # of a process that was killed
-            file.unlink()
+    (folder := Path(folder)).mkdir(parents=True, exist_ok=True)
+    for name in filter(TEMP_NAME.fullmatch, os.listdir(folder)):  # of a process that was killed
+        os.remove(folder / name)
     dtype, parts = "uint16" if vocab_size <= 2**16 else "uint32", {}
     with contextlib.ExitStack() as cleanup:
         def write(name, chunks):
@@ -168,8 +166,7 @@ def same_tokenizer(a, b):
 def read_meta(folder):
     """Return the meta.json of a dataset, or an equivalent for a dataset prepared by nanoGPT's own scripts. Those write
     uint16, and a meta.pkl only for characters; without one, the tokens are GPT-2's. Raises UserError."""
-    folder = Path(folder)
-    own = folder / "meta.json"
+    folder, own = Path(folder), Path(folder, "meta.json")
     try:
         meta = json.loads(own.read_text(encoding="utf-8")) if own.exists() else _meta_of_nanogpt(folder)
         _check_meta(meta)
@@ -218,8 +215,7 @@ class _PlainUnpickler(pickle.Unpickler):
 def check_dataset(folder, block_size=1):
     """Return the meta of a dataset that can be trained on with sequences of `block_size` tokens. Raises UserError with
     all problems, one line each. Of a large file, evenly spread slices are read."""
-    folder = Path(folder)
-    meta = read_meta(folder)
+    folder, meta = Path(folder), read_meta(folder)
     if problems := [problem for split in SPLITS for problem in _problems(folder, split, meta, block_size)]:
         raise UserError("\n".join(problems))
     return meta

@@ -103,8 +103,6 @@ def replace_gradients_and_step(deepspeed, accumulate_locally, use_triton=False):
         return None
     world_size = torch.distributed.get_world_size(deepspeed.optimizer.dp_process_group)
     local = world_size == 1 or all_reduce_sum(accumulate_locally)[0] == world_size
-    if deepspeed.zero_optimization_stage() == 3:
-        gradients = Zero3Blocks(deepspeed, local)
-    else:
-        gradients = (LocalAccumulation if local else BucketedAllReduce)(deepspeed.optimizer)
+    gradients = (Zero3Blocks(deepspeed, local) if deepspeed.zero_optimization_stage() == 3 else
+                 (LocalAccumulation if local else BucketedAllReduce)(deepspeed.optimizer))
     return fused_adamw.replace_step(deepspeed, gradients, use_triton)

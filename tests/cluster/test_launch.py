@@ -71,6 +71,6 @@ def test_the_exit_code_of_a_refusal(start):
 
 def test_ranks_share_the_cores_of_a_node(train):
     """torchrun leaves each rank one thread. This node has 8 cores."""
-    plant = ("import atexit, os, torch; os.sched_getaffinity = lambda pid: range(8); "
-             "atexit.register(lambda: print(torch.get_num_threads(), 'threads', flush=True))")
+    plant = ("import atexit, os, sys, torch; os.sched_getaffinity = lambda pid: range(8); "
+             "atexit.register(lambda: sys.stdout.write(f'{torch.get_num_threads()} threads\\n'))")
     assert done(train("--max_iters=1", ranks=2, launcher="torchrun", plant=plant)).stdout.count("4 threads\n") == 2
