@@ -38,7 +38,7 @@ def fingerprint(plan):
               "accumulate_locally": plan.accumulate_locally, "the source of the weights": plan.start.init_from,
               "the version of torch": importlib.metadata.version("torch")}
     facts |= {f"the model's {name}": value for name, value in asdict(plan.model).items()}
-    facts |= {f"the DeepSpeed config's {key}": value for key, value in plan.ds_config.items()}
+    facts |= {f"the DeepSpeed JSON's {key}": json.dumps(value, sort_keys=True) for key, value in plan.ds_config.items()}
     for number, data in enumerate(plan.datasets, 1):  # meta.json has the size and hash of each file, wherever it is
         meta = {**data.meta, "tokenizer": {**data.meta["tokenizer"], "file": None}, "share": data.share}
         digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
@@ -50,7 +50,7 @@ def mismatches(hosts, fingerprints):
     """Return a message for each difference between the fingerprints of the ranks, which are on these hosts."""
     places = hosts if len(set(hosts)) > 1 else [f"rank {rank}" for rank in range(len(hosts))]
     messages = []
-    for name in fingerprints[0]:
+    for name in dict.fromkeys(name for facts in fingerprints for name in facts):
         values = {}
         for place, facts in zip(places, fingerprints):
             values.setdefault(repr(facts.get(name)), []).append(place)
