@@ -78,12 +78,12 @@ class SpikeDetector:
         return SPIKE_FACTOR * norm / threshold if norm >= threshold else None
 
     def find_rise(self):
-        """Return a message if RISE_COUNT of the last RISE_WINDOW norms are high, else None. In the run of
-        docs/pretrain.md, single norms rose long before the median did. The ratios of high norms are also above all but
-        4 before the window: there are runs whose norms always vary that much."""
-        if len(self.ratios) < HISTORY:
+        """Return a message if RISE_COUNT of the last RISE_WINDOW norms are high and their median rises, else None. In
+        the runs of docs/pretrain.md, single norms rose long before the median did much. The ratios of high norms are
+        also above all but 4 before the window: there are runs whose norms always vary that much."""
+        norms, ratios, third = list(self.norms), list(self.ratios), RISE_WINDOW // 3
+        if len(ratios) < HISTORY or statistics.median(norms[-third:]) <= statistics.median(norms[:third]):
             return None
-        ratios = list(self.ratios)
         limit = max(RISE_FACTOR, sorted(ratios[:-RISE_WINDOW])[-5])
         high = [ratio for ratio in ratios[-RISE_WINDOW:] if ratio > limit]
         if len(high) < RISE_COUNT:

@@ -65,8 +65,7 @@ def test_a_run_whose_gradient_stays_bad_saves_and_ends(spoilt):
 
 
 def test_ruined_weights_push_out_no_tag_and_a_resume_outlives_its_logger(train):
-    """A learning rate beyond all measure makes every weight NaN; the tags before it stand, and TensorBoard, which finds
-    a file where its folder should be, is gone on without."""
+    """A huge learning rate makes every weight NaN. Older tags stay. TensorBoard can't start, which stops nothing."""
     run = done(train("--max_iters=4", "--eval_interval=2", "--keep_last=2"))
     (run.out_dir / "tensorboard").write_text("in the way")
     wild = ("--learning_rate=1e30", "--min_lr=1e30", "--grad_clip=0", "--tensorboard_log=True", "--max_skipped_steps=4")
@@ -162,7 +161,9 @@ def norms_of(name):
 
 
 def test_norms_that_rise_are_told_before_the_loss_rises(warnings_of):
-    """The norms of a run that became unstable (docs/pretrain.md). Its training loss rises from step 8,650 on."""
+    """The norms of two runs that became unstable (docs/pretrain.md). The first one's loss rises from step 8,650 on."""
+    again = warnings_of(norms_of("h200_x2_long_run_again"))
+    assert [step for step, texts in again.items() if "rise" in texts[0]] == [9100]
     norms = norms_of("h200_x2_long_run")
     whole = warnings_of(norms)
     assert list(whole) == [7800, 8600, 8650, 8700, 9903] and whole[7800] == [
@@ -181,8 +182,8 @@ def test_norms_that_rise_are_told_before_the_loss_rises(warnings_of):
 
 def test_norms_of_stable_runs_do_not_rise(warnings_of):
     noise = torch.randn(20000, generator=torch.Generator().manual_seed(0)).exp().tolist()
-    stable = [norms_of(name) for name in ("h200_x2_long_run_24m", "h200_x1_char", "h200_x1_char_recorded")]
-    for norms in norms_of("h200_x2_long_run")[:7000], *stable, noise, [0.0] * 2100 + [1.0] * 100, [None] * 2100:
+    names = "x2_long_run_24m", "x1_long_run", "x1_long_run_half", "x1_char", "x1_char_recorded"
+    for norms in *(norms_of(f"h200_{name}") for name in names), noise, [0.0] * 2100 + [1.0] * 100, [None] * 2100:
         assert not [text for texts in warnings_of(norms).values() for text in texts if "rise" in text]
 
 
