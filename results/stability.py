@@ -56,7 +56,10 @@ class FromHalf(torch.autograd.Function):
         return (grad.float() * SCALE).to(torch.float16), None
 
 
-def attend_in_float16(attend, q, k, v, **options):
+attend = F.scaled_dot_product_attention
+
+
+def attend_in_float16(q, k, v, **options):
     return FromHalf.apply(attend(ToHalf.apply(q), ToHalf.apply(k), ToHalf.apply(v), **options), q.dtype)
 
 
@@ -66,7 +69,7 @@ def change(name):
     if name in kernels:
         model.attention_backends = block.attention_backends = lambda device: [kernels[name]]
     elif name == "float16":
-        F.scaled_dot_product_attention = functools.partial(attend_in_float16, F.scaled_dot_product_attention)
+        F.scaled_dot_product_attention = attend_in_float16
     elif name == "compiled":
         block.model_fits_kernels = lambda *_: False
     elif name == "eps":
