@@ -34,8 +34,9 @@ def main():
     draw_race(folder / "race.png")
     draw_memory(folder / "memory.png")
     draw_zero(folder / "zero.png")
-    draw_long_run(folder / "long_run.png")
-    for name in ("race.png", "curves.png", "memory.png", "zero.png", "long_run.png"):  # 64 colors are enough
+    draw_long_runs(folder / "long_run.png", "h200_x1_long_run")
+    draw_long_runs(folder / "unstable.png", "h200_x2_long_run", "h200_x2_long_run_again")
+    for name in ("race.png", "curves.png", "memory.png", "zero.png", "long_run.png", "unstable.png"):  # in 64 colors
         Image.open(folder / name).convert("RGB").quantize(64).save(folder / name, optimize=True)
         print(f"written to {folder / name}")
 
@@ -139,19 +140,21 @@ def draw_zero(path):
     finish(figure, axis, path)
 
 
-def draw_long_run(path):
-    """Draw the losses and gradient norms of results/long_run.py, with a line at each resume."""
+def draw_long_runs(path, *names):
+    """Draw the losses and gradient norms of files of results/long_run.py, with a line at each resume."""
     from matplotlib.figure import Figure
 
-    run, figure = read("h200_x2_long_run"), Figure((13, 4.6), layout="constrained")
-    history = [{"iter": i, "loss": loss, "grad_norm": norm}
-               for i, (loss, norm) in enumerate(zip(run["losses"], run["grad_norms"]), 1)] + run["evaluations"]
+    files, figure = [read(name) for name in names], Figure((13, 4.6), layout="constrained")
+    runs = {name: [{"iter": i, "loss": loss, "grad_norm": norm}
+                   for i, (loss, norm) in enumerate(zip(run["losses"], run["grad_norms"]), 1)] + run["evaluations"]
+            for name, run in zip(names, files)}
     for axis, key in zip(figure.subplots(1, 2), ("loss", "grad_norm")):
-        plot.draw(axis, {"run": history}, key)
+        plot.draw(axis, runs, key)
         axis.grid(color="black", alpha=0.12)
         axis.set_xlabel("iteration; dashed: a resume")
-        for step in run["resumed_at"]:
-            axis.axvline(step, color="black", linestyle="--", linewidth=0.8)
+        for number, run in enumerate(files):
+            for step in run["resumed_at"]:
+                axis.axvline(step, color=f"C{number}", linestyle="--", linewidth=0.8)
     figure.savefig(path, format="png", dpi=110)
 
 
