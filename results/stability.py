@@ -9,6 +9,7 @@ control    nothing is changed
 math       attention by PyTorch's plain kernels, in the precision of the run
 flash      attention by flash attention
 float16    attention in float16, which is 8 times as exact as bfloat16; its gradient is scaled by 2^14
+shifted    attention with keys whose mean over the micro-batch is zero, which doesn't change its exact result
 compiled   torch.compile's blocks instead of our Triton kernels
 eps        AdamW with eps=1e-6 instead of 1e-8
 """
@@ -63,6 +64,10 @@ def attend_in_float16(q, k, v, **options):
     return FromHalf.apply(attend(ToHalf.apply(q), ToHalf.apply(k), ToHalf.apply(v), **options), q.dtype)
 
 
+def attend_with_shifted_keys(q, k, v, **options):
+    return attend(q, (k - k.mean((0, 2), keepdim=True, dtype=torch.float32).detach()).to(k.dtype), v, **options)
+
+
 def change(name):
     """Make the change of a name, for this process."""
     kernels = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION}
@@ -70,6 +75,8 @@ def change(name):
         model.attention_backends = block.attention_backends = lambda device: [kernels[name]]
     elif name == "float16":
         F.scaled_dot_product_attention = attend_in_float16
+    elif name == "shifted":
+        F.scaled_dot_product_attention = attend_with_shifted_keys
     elif name == "compiled":
         block.model_fits_kernels = lambda *_: False
     elif name == "eps":
