@@ -42,7 +42,7 @@ class UnreadableError(CheckpointError):
     def of(cls, error, path):
         """Return the error for an OSError that reading `path` raised."""
         return cls(f"{error.filename or path} cannot be read ({error.strerror or error}): fix that, or choose another "
-                   "checkpoint with --resume_tag=TAG")
+                   "checkpoint (--resume_tag or --tag)")
 
 
 class TagStore:

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ RANKS_FILE = ROOT / "data" / "gpt2.tiktoken"  # our copy, which git ignores
 
 CODE_POINTS = 0x110000  # in Unicode
 END_OF_TEXT = "<|endoftext|>"
+SPACES = re.compile(r"(?<!\s)\s{500000}")  # a million would overflow the stack of GPT-2's regex
 
 
 def gpt2_ranks():
@@ -43,12 +45,20 @@ def gpt2_encoding():
                              special_tokens={END_OF_TEXT: len(ranks)})
 
 
+def check_spaces(text):
+    """Return the text. Raises UserError if it has more white space in a row than GPT-2's tokenizer can take."""
+    if len(text) >= 500_000 and (spaces := SPACES.search(text)):
+        before = text[max(0, spaces.start() - 20) : spaces.start()]
+        raise UserError(f"over 500,000 spaces or line ends in a row after {before!r}: shorten them")
+    return text
+
+
 def tokenizer_of(meta):
     """Return encode(str) -> ids and decode(ids) -> str of the "tokenizer" in a meta.json. encode takes <|endoftext|>
     for GPT-2's token. It raises UserError for unknown characters. Raises UserError if a tokenizer.json changed."""
     if meta["kind"] == "gpt2":
         encoding = gpt2_encoding()
-        return functools.partial(encoding.encode, allowed_special="all"), encoding.decode
+        return lambda text: encoding.encode(check_spaces(text), allowed_special="all"), encoding.decode
     if meta["kind"] == "char":
         ids = {char: i for i, char in enumerate(meta["chars"])}
 
@@ -60,26 +70,27 @@ def tokenizer_of(meta):
 
         return encode_chars, lambda tokens: "".join(meta["chars"][token] for token in tokens)
     tokenizer = hf_tokenizer(meta)
+    return functools.partial(encode_hf, tokenizer), functools.partial(tokenizer.decode, skip_special_tokens=False)
 
-    def encode_hf(text):
-        try:
-            return tokenizer.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # tokenizers raises nothing more specific
-            raise UserError(f"the tokenizer knows no tokens for {text!r} ({error})") from None
 
-    return encode_hf, functools.partial(tokenizer.decode, skip_special_tokens=False)
+def encode_hf(tokenizer, text):
+    try:
+        return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise UserError(f"the tokenizer knows no tokens for {text[:100]!r} ({error})") from None
 
 
 def numpy_encoder(meta):
     """Return encode(str) -> array of ids for the documents of a dataset, where special tokens are ordinary text. A
     character's id is its code point, because a dataset's characters are only known when all of it is read."""
     if meta["kind"] == "gpt2":
-        return functools.partial(gpt2_encoding().encode_to_numpy, disallowed_special=())
+        encoding = gpt2_encoding()
+        return lambda text: encoding.encode_to_numpy(check_spaces(text), disallowed_special=())
     if meta["kind"] == "char":
         return lambda text: np.frombuffer(text.encode("utf-32-le"), "<u4")
     tokenizer = hf_tokenizer(meta)
     tokenizer.encode_special_tokens = True
-    return lambda text: np.array(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.uint32)
+    return lambda text: np.array(encode_hf(tokenizer, text), np.uint32)
 
 
 def tokenizer_meta(name):

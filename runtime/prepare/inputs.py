@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from runtime.data.chat import END_OF_ANSWER, ROLES
+from runtime.data.tokenizer import check_spaces
 from runtime.errors import UserError
 
 BUFFER_BYTES = 2**20
@@ -121,16 +122,14 @@ def chunk_end(buffer, at, max_document_bytes):
 
 
 def text_of(record, kind, field):
-    """Return (a record's UTF-8 text, or b""; whether its document ends with it). Raises ValueError."""
-    if len(record) > 500_000 and re.search(rb"\s{500000}", record):  # a million would overflow GPT-2's regex's stack
-        raise ValueError("over 500,000 spaces or line ends in a row: shorten them")
+    """Return (a record's UTF-8 text, or b""; whether its document ends with it). Raises ValueError or UserError."""
     if kind == "parquet":
-        return str(record, "utf-8").encode(), True
+        return check_spaces(str(record, "utf-8")).encode(), True
     if kind in ("jsonl", "chat"):
         return text_of_json(record, kind, field).encode() if record.strip() else b"", True
     if b"\0" in record:
         raise ValueError("a NUL byte, as in an archive or in UTF-16: unpack it, or save it as UTF-8")
-    text, ends = TRAILING_EOT.subn("", str(record, "utf-8").removeprefix("\ufeff"))  # some editors' byte order mark
+    text, ends = TRAILING_EOT.subn("", check_spaces(str(record, "utf-8")).removeprefix("\ufeff"))  # some editors' byte order mark
     return text.replace("\r\n", "\n").replace("\r", "\n").encode() if not text.isspace() else b"", bool(ends)
 
 
@@ -147,7 +146,7 @@ def text_of_json(line, kind, field):
     if field not in fields:
         raise ValueError(f"no text field {field!r} (text fields: {', '.join(fields) or 'none'}): choose one with "
                          "--field=NAME, or read conversations with --format=chat")
-    return fields[field] or ""
+    return check_spaces(fields[field] or "")
 
 
 def messages_of(value):
@@ -171,7 +170,7 @@ def messages_of(value):
             raise ValueError(f"message {number} ({role}) has no text, or U+0003 in it: correct its content")
         if role == "assistant" and not content.strip():
             raise ValueError(f"message {number} is an empty answer: complete or remove it")
-        checked.append({"role": role, "content": content.strip()})
+        checked.append({"role": role, "content": check_spaces(content.strip())})
     answers = [number for number, message in enumerate(checked, 1) if message["role"] == "assistant"]
     if not answers:
         raise ValueError("no answer: add a message of the role assistant")

@@ -102,7 +102,7 @@ class Reader:
             raise UserError(f"{place} is longer than {inputs.MAX_RECORD_BYTES:,} bytes: split it into documents")
         try:
             text, ends = inputs.text_of(record, kind, self.options["field"])
-        except ValueError as error:
+        except (ValueError, UserError) as error:
             if not self.skip_unreadable:
                 raise UserError(f"{place}: {error}; correct it (text must be UTF-8), or skip such documents with "
                                 "--skip_unreadable") from None

@@ -126,6 +126,9 @@ def test_index_gpt2_encoding_has_the_known_ids():
     for text, ids in known.items():
         assert encode(text) == ids
         assert decode(ids) == text
+    for encode in encode, tokenizer.numpy_encoder({"kind": "gpt2"}):
+        with pytest.raises(UserError, match="over 500,000 spaces or line ends in a row after 'one': shorten them"):
+            encode("one" + "\u3000" * 600_000)
     assert tokenizer.end_of_text({"kind": "gpt2"}) == 50256
     assert 50256 not in encoding.encode_ordinary("<|endoftext|>")
     # Overflows the stack of tiktoken's regex with GPT-2's pattern as first published.

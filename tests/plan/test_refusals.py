@@ -102,7 +102,7 @@ REFUSED = {
     "{iter_4}/bit": "optim_states.pt has changed since it was saved (its sha256 differs)|nothing to resume from: ",
     "{iter_4}/format": "format/iter_4/manifest.json was written by another version of this program: choose",
     "--init_from=resume --out_dir={folder}/barred": "iter_4/manifest.json cannot be read (Is a directory): fix that, "
-    "or choose another checkpoint with --resume_tag=TAG",
+    "or choose another checkpoint (--resume_tag or --tag)",
 }
 
 
@@ -432,7 +432,7 @@ def test_a_tag_that_cannot_be_read_ends_the_search(holder, characters, tmp_path,
     run = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", "--init_from=auto", "--max_iters=6")
     (line,) = run.stderr.splitlines()
     assert run.returncode == 2 and line == (f"{out_dir}/iter_4/manifest.json cannot be read (Stale file handle): fix "
-                                            "that, or choose another checkpoint with --resume_tag=TAG"), run.stdout
+                                            "that, or choose another checkpoint (--resume_tag or --tag)"), run.stdout
     assert fingerprint(out_dir) == before
 
 
