@@ -54,8 +54,7 @@ def python():
 
 def packages():
     """Compare the packages with the tested versions in requirements.txt, or in requirements-volta.txt."""
-    other = {}
-    file = f"requirements{'-volta' * torch.__version__.startswith('2.7.')}.txt"
+    other, file = {}, f"requirements{'-volta' * torch.__version__.startswith('2.7.')}.txt"
     pins = re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / file).read_text(encoding="utf-8"), re.M)
     for name, tested in pins:
         try:

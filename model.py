@@ -144,8 +144,7 @@ def cross_entropy_with_grad(logits, targets, vocab_size):
     columns = torch.arange(logits.size(1), device=logits.device)
     logits32 = logits.float().masked_fill(columns >= vocab_size, float("-inf"))
     log_z = torch.logsumexp(logits32, dim=1, keepdim=True)
-    valid = (targets >= 0).unsqueeze(1)
-    row_target = targets.clamp(min=0).unsqueeze(1)
+    valid, row_target = (targets >= 0).unsqueeze(1), targets.clamp(min=0).unsqueeze(1)
     losses = (log_z - logits32.gather(1, row_target)) * valid
     grad = (torch.exp(logits32 - log_z) - (columns == row_target).float()) * valid
     if logits.dtype == torch.float16:
@@ -198,9 +197,7 @@ class LMHead(nn.Module):
 
     def __init__(self, wte, vocab_size):
         super().__init__()
-        self.weight = wte.weight
-        self.vocab_size = vocab_size
-        self.cross_entropy = cross_entropy_with_grad
+        self.weight, self.vocab_size, self.cross_entropy = wte.weight, vocab_size, cross_entropy_with_grad
 
     def forward(self, x, targets=None, reduction="mean"):
         if targets is None:

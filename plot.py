@@ -12,7 +12,7 @@ import os
 import statistics
 
 from runtime.monitor.history import read_history, series
-from runtime.output import exit_with_error
+from runtime.output import exit_on_error, exit_with_error
 
 PANELS = {  # key of a record: (title, unit of the axis, whether a log scale may help)
     "loss": ("loss (bold: validation ± standard error)", 1, True),
@@ -93,4 +93,5 @@ def write_png(runs, path):
 
 
 if __name__ == "__main__":
-    main()
+    with exit_on_error("interrupted"):
+        main()

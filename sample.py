@@ -72,6 +72,8 @@ problems += [f"{setting} must be {what}" for setting, (in_range, what) in ranges
 if problems:
     exit_with_error("\n".join(problems))
 interactive = interactive or (chat and not any(given.values()))
+for stream in filter(None, (sys.stdin, sys.stdout)):  # not every text fits their encoding
+    stream.reconfigure(errors="backslashreplace")
 
 
 def encode_prompt(text):

@@ -4,7 +4,6 @@
 out_dir = "out"
 init_from = "scratch"
 dataset = "openwebtext"
-
 eval_interval = 2000
 eval_iters = 200
 max_iters = 600_000
@@ -12,7 +11,6 @@ max_iters = 600_000
 batch_size = 12
 gradient_accumulation_steps = 40
 bias = False
-
 learning_rate = 6e-4
 warmup_iters = 2000
 lr_decay_iters = 600_000

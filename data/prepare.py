@@ -45,8 +45,7 @@ def argument_parser():
 
 
 def main():
-    parser = argument_parser()
-    args = parser.parse_args()
+    args = (parser := argument_parser()).parse_args()
     for name, low, high in (("max_document_bytes", 64, 2**24), ("workers", 1, 1024), ("val_fraction", 0, 1)):
         if (value := getattr(args, name)) is not None and not low <= value <= high:
             raise UserError(f"--{name}={value} must be {low} to {high}")

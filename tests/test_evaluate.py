@@ -59,8 +59,7 @@ def made_up(model):
     swag[7]["ctx"] = text(120, 100)  # is cut
     lambada = []
     for first in [False, True] * 30:
-        context = text(40)
-        word = "".join(generator.choice(words, int(first)))
+        context, word = text(40), "".join(generator.choice(words, int(first)))
         ids = encoding.encode(context + word)
         ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
         word += encoding.decode(ids[-1:])

@@ -26,8 +26,7 @@ def group_timeout():
 
 def join_process_group(device="auto", backend="auto"):
     """Join the other ranks. Return each rank's (node, process id). Exits with code 2 if they can't be reached."""
-    on_gpu = device != "cpu" and torch.cuda.is_available()
-    timeout = group_timeout()
+    on_gpu, timeout = device != "cpu" and torch.cuda.is_available(), group_timeout()
     # For DeepSpeed's groups too, which it creates without a timeout: gloo's default is 30 minutes
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     set_gloo_interface()

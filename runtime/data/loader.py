@@ -220,8 +220,7 @@ class TrainBatches:
 
     def __iter__(self):
         while True:
-            start = time.perf_counter()
-            step = self.steps.get()
+            start, step = time.perf_counter(), self.steps.get()
             self.waited_s += time.perf_counter() - start
             if isinstance(step, Exception):
                 raise step

@@ -22,7 +22,6 @@ RANKS_FILE = ROOT / "data" / "gpt2.tiktoken"  # our copy, which git ignores
 
 CODE_POINTS = 0x110000  # in Unicode
 END_OF_TEXT = "<|endoftext|>"
-SPACES = re.compile(r"(?<!\s)\s{500000}")  # a million would overflow the stack of GPT-2's regex
 
 
 def gpt2_ranks():
@@ -46,10 +45,9 @@ def gpt2_encoding():
 
 
 def check_spaces(text):
-    """Return the text. Raises UserError if it has more white space in a row than GPT-2's tokenizer can take."""
-    if len(text) >= 500_000 and (spaces := SPACES.search(text)):
-        before = text[max(0, spaces.start() - 20) : spaces.start()]
-        raise UserError(f"over 500,000 spaces or line ends in a row after {before!r}: shorten them")
+    """Return the text. Raises UserError if it has more white space in a row than the stack of GPT-2's regex takes."""
+    if len(text) >= 500_000 and (spaces := re.search(r"(?<!\s)\s{500000}", text)):
+        raise UserError(f"over 500,000 spaces or line ends in a row after {text[:spaces.start()][-9:]!r}: shorten them")
     return text
 
 
@@ -84,8 +82,7 @@ def numpy_encoder(meta):
     """Return encode(str) -> array of ids for the documents of a dataset, where special tokens are ordinary text. A
     character's id is its code point, because a dataset's characters are only known when all of it is read."""
     if meta["kind"] == "gpt2":
-        encoding = gpt2_encoding()
-        return lambda text: encoding.encode_to_numpy(check_spaces(text), disallowed_special=())
+        return lambda text: gpt2_encoding().encode_to_numpy(check_spaces(text), disallowed_special=())
     if meta["kind"] == "char":
         return lambda text: np.frombuffer(text.encode("utf-32-le"), "<u4")
     tokenizer = hf_tokenizer(meta)

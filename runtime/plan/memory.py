@@ -140,8 +140,7 @@ def host_estimate(run, local_world_size, tag_bytes):
 
 def format_breakdown(title, parts, memory=None):
     """Return lines with the sum of the parts, a bar for each, and whether they fit into `memory` bytes, if given."""
-    total = sum(parts.values())
-    limit = f" of {format_bytes(memory)}" if memory else ""
+    total, limit = sum(parts.values()), f" of {format_bytes(memory)}" if memory else ""
     if memory and total > USABLE_FRACTION * memory:
         limit += f": too much ({1 - USABLE_FRACTION:.0%} must stay free)"
     lines = [f"{title:<10} {format_bytes(total)}{limit}"]

@@ -20,7 +20,7 @@ MAX_RECORD_BYTES = 50_000_000  # tokenizing a record takes up to 60 times its si
 EOT = re.compile(rb"<\|endoftext\|>(\r?\n)?")  # separates the documents of a text file, with or without a newline
 EOT_BYTES = len(b"<|endoftext|>\r\n")
 TRAILING_EOT = re.compile(r"<\|endoftext\|>(\r?\n)?\Z")
-CUT_POINTS = (re.compile(rb"(?<!\r)\r?\n(?=\S)"), re.compile(rb" (?=\S)"))  # where to cut a long text, best first
+CUT_POINTS = [re.compile(space + rb"(?=[!-~\xc3-\xdf\xe4-\xf4])") for space in (rb"(?<!\r)\r?\n", b" ")]  # best first
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".bin": "shard",
          ".npy": "shard"}  # everything else is text
 
@@ -105,8 +105,8 @@ def text_chunks(file, max_document_bytes):
 
 def chunk_end(buffer, at, max_document_bytes):
     """Return where the piece that begins at `at` ends: after <|endoftext|>, or after one to two `max_document_bytes`. A
-    cut comes before the white space in front of a word, if there is any. GPT-2's BPE splits every text there, so the
-    tokens of the pieces are the tokens of the whole text."""
+    cut comes before the white space in front of a word whose first byte begins no Unicode space, if there is any.
+    GPT-2's BPE splits every text there, so the tokens of the pieces are the tokens of the whole text."""
     furthest = at + 2 * max_document_bytes
     eot = EOT.search(buffer, at, furthest + EOT_BYTES)
     if eot and eot.start() < furthest:
@@ -116,7 +116,7 @@ def chunk_end(buffer, at, max_document_bytes):
     for pattern in CUT_POINTS:
         if cut := pattern.search(buffer, at + max_document_bytes, furthest):
             return cut.start()
-    while buffer[furthest] & 0xC0 == 0x80:  # inside a UTF-8 character
+    while buffer[furthest] & 0xC0 == 0x80 or buffer[furthest - 1 : furthest + 1] == b"\r\n":  # inside a character
         furthest -= 1
     return furthest
 
@@ -129,8 +129,9 @@ def text_of(record, kind, field):
         return text_of_json(record, kind, field).encode() if record.strip() else b"", True
     if b"\0" in record:
         raise ValueError("a NUL byte, as in an archive or in UTF-16: unpack it, or save it as UTF-8")
-    text, ends = TRAILING_EOT.subn("", check_spaces(str(record, "utf-8")).removeprefix("\ufeff"))  # some editors' byte order mark
-    return text.replace("\r\n", "\n").replace("\r", "\n").encode() if not text.isspace() else b"", bool(ends)
+    text, ends = TRAILING_EOT.subn("", str(record, "utf-8").removeprefix("\ufeff"))  # some editors' byte order mark
+    text = check_spaces(text.replace("\r\n", "\n").replace("\r", "\n"))
+    return b"" if text.isspace() else text.encode(), bool(ends)
 
 
 def text_of_json(line, kind, field):

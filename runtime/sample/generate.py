@@ -13,9 +13,9 @@ TEMPERATURE, TOP_K = 0.8, 200  # for samples during training; sample.py's defaul
 
 
 def read_text(path):
-    """Return a file's text, with its line endings. Raises UserError if it can't be read or isn't UTF-8."""
+    """Return a file's text, with \\n after each line. Raises UserError if it can't be read or isn't UTF-8."""
     try:
-        return Path(path).read_bytes().decode("utf-8-sig")  # drops a byte order mark
+        return Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror}): name another file") from None
     except UnicodeDecodeError as error:
@@ -26,7 +26,7 @@ def read_prompts(start, prompts_file):
     """Return the prompts: the lines of prompts_file, the content of the file in start=FILE:path, or `start`."""
     if not prompts_file:
         return [read_text(start.removeprefix("FILE:")) if start.startswith("FILE:") else start]
-    lines = [line for line in read_text(prompts_file).replace("\r\n", "\n").split("\n") if line]
+    lines = [line for line in read_text(prompts_file).split("\n") if line]
     if not lines:
         raise UserError(f"{prompts_file} is empty: write one prompt per line")
     return lines

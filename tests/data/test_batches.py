@@ -106,8 +106,7 @@ def test_resuming_at_a_step_continues_the_order():
 
 
 def test_uint16_and_uint32_bins_give_the_same_batches(tmp_path):
-    ids = np.random.default_rng(0).integers(0, 65_536, 2000)
-    batches = []
+    ids, batches = np.random.default_rng(0).integers(0, 65_536, 2000), []
     for vocab_size in (65_536, 65_537):
         meta = write_dataset(tmp_path / str(vocab_size), ids, ids[:100], {"kind": "gpt2"}, vocab_size, {})
         tokens = np.memmap(tmp_path / str(vocab_size) / "train.bin", dtype=DTYPES[meta["dtype"]], mode="r")

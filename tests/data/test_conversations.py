@@ -55,8 +55,7 @@ def chat(tmp_path_factory):
     (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     subprocess.run([sys.executable, ROOT / "data" / "prepare.py", folder / "chat.jsonl", f"--name={folder}/chat",
                     "--format=chat", "--tokenizer=char", f"--val_fraction={SHARE}", "--workers=2"], check=True)
-    meta = check_dataset(folder / "chat")
-    splits = {"train": [], "val": []}
+    meta, splits = check_dataset(folder / "chat"), {"train": [], "val": []}
     for own in messages:
         hashed = json.dumps([{"role": role, "content": text} for role, text in own])
         number = int.from_bytes(hashlib.blake2b(hashed.encode(), digest_size=8).digest(), "little")

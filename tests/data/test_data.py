@@ -126,9 +126,9 @@ def test_index_gpt2_encoding_has_the_known_ids():
     for text, ids in known.items():
         assert encode(text) == ids
         assert decode(ids) == text
-    for encode in encode, tokenizer.numpy_encoder({"kind": "gpt2"}):
+    for encoder in encode, tokenizer.numpy_encoder({"kind": "gpt2"}):
         with pytest.raises(UserError, match="over 500,000 spaces or line ends in a row after 'one': shorten them"):
-            encode("one" + "\u3000" * 600_000)
+            encoder("one" + "\u3000" * 600_000)
     assert tokenizer.end_of_text({"kind": "gpt2"}) == 50256
     assert 50256 not in encoding.encode_ordinary("<|endoftext|>")
     # Overflows the stack of tiktoken's regex with GPT-2's pattern as first published.
@@ -326,8 +326,7 @@ def test_data_prepared_by_nanogpt_is_read(tmp_path):
 
 
 def test_a_malicious_meta_pkl_is_refused_and_does_not_run(tmp_path):
-    planted = tmp_path / "planted"
-    folder = tmp_path / "set"
+    planted, folder = tmp_path / "planted", tmp_path / "set"
     folder.mkdir()
     nanogpt_folder(folder, {"vocab_size": 3, "itos": Payload(planted)})
     with pytest.raises(UserError, match=r"meta.pkl can't be used \(UnpicklingError: it names .*hold"):

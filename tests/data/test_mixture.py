@@ -66,8 +66,7 @@ def test_every_beginning_of_a_mixture_has_its_shares_and_each_set_its_own_order(
 def test_a_mixture_trains_tells_its_shares_and_goes_on(train, characters, backwards):
     mixture = f"--dataset={{'{characters}': 0.3, '{backwards}': 0.7}}"
     args = (*EIGHT, mixture, "--eval_interval=5", "--dropout=0.0")
-    run = done(train(*args, ranks=2))
-    name = characters.name
+    run, name = done(train(*args, ranks=2)), characters.name
     assert f"mixture    {name} 3, backwards 7 of each 10 sequences" in run.stdout
     assert run.stdout.count("), 30% of the mixture\n") == run.stdout.count("), 70% of the mixture\n") == 3
     records = {r["iter"]: r for r in run.history if "datasets" in r}

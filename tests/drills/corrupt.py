@@ -74,8 +74,7 @@ def main():
     began, tried, missed, wrong = time.time(), 0, [], []
     cases = []
     for stage in (2, 3):
-        json_file = STAGES[stage]
-        whole = args.folder / f"stage-{stage}"
+        json_file, whole = STAGES[stage], args.folder / f"stage-{stage}"
         run(args.data, whole, *OPTIONS, f"--deepspeed_config={json_file}")
         run(args.data, args.folder / f"longer-{stage}", *OPTIONS, f"--deepspeed_config={json_file}", "--max_iters=6")
         for name in sorted(os.listdir(whole / "iter_4")):

@@ -58,8 +58,7 @@ def main():
                 inside += saving(out_dir)
                 job.kill()
                 kills += 1
-        code = job.wait()
-        words = log.read_text()
+        code, words = job.wait(), log.read_text()
         resumed = re.search(r"resuming from .*, iteration (\d+)", words)
         if behind > 0 and "iter " in words and (not resumed or int(resumed[1]) < behind):
             went_back.append((starts, behind, resumed and int(resumed[1])))

@@ -138,8 +138,7 @@ def warnings_of():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
     def check_all(norms, first=0, skipped=None):
-        warnings = {}
-        before = SpikeDetector()
+        warnings, before = {}, SpikeDetector()
         for norm in norms[:first]:
             before.update(norm)
         health = StepHealth(lambda step, message: message and warnings.setdefault(step, []).append(message),
