@@ -95,8 +95,8 @@ try:
     name, description, data, load = find_model(init_from, out_dir, tag, dataset)
     encode, decode = tokenizer_of(data["tokenizer"])
     end = end_of_text(data["tokenizer"])
-    if chat and not data["template"]:
-        raise UserError(f"{name} has no chat template: drop --chat, or train on conversations (docs/chat.md)")
+    if chat and (end is None or not data["template"]):
+        raise UserError(f"{name} has no chat template or end of text: drop --chat, or train on chats (docs/chat.md)")
     talk = Chat(data, encode, decode([end]), max_new_tokens) if chat else None
     prompts = [(text, encode_prompt(text)) for text in ([] if interactive else read_prompts(start, prompts_file))]
     model = load(device, dtype)

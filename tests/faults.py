@@ -207,8 +207,7 @@ def run_tests(*tests, fault=None):
 
 def caught(fault):
     """Plant a fault. Return whether its test fails, the seconds, and pytest's output."""
-    began = time.time()
-    done = run_tests(fault.test, fault=fault)
+    began, done = time.time(), run_tests(fault.test, fault=fault)
     failed = done.returncode == 1 and re.search(r"^FAILED ", done.stdout, re.M) is not None
     return failed, time.time() - began, done.stdout
 

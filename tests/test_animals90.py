@@ -241,8 +241,7 @@ def test_random_crops_have_the_asked_sizes_and_shapes(monkeypatch):
 
 
 def test_every_kind_of_picture_becomes_upright_rgb(tmp_path):
-    upright = Image.new("RGB", (40, 20), (200, 40, 40))
-    exif = Image.Exif()
+    upright, exif = Image.new("RGB", (40, 20), (200, 40, 40)), Image.Exif()
     exif[0x0112] = 6  # turned by a quarter
     upright.save(tmp_path / "turned.JPG", exif=exif)
     assert data.open_picture(tmp_path / "turned.JPG").size == (20, 40)

@@ -120,8 +120,7 @@ def test_only_python_files_are_configs(config, name, hint):
 
 
 def test_the_defaults_are_left_alone_and_settings_are_frozen():
-    before = dict(DEFAULTS)
-    settings = configure(DEFAULTS, ["--max_iters=5"], ANNOTATIONS)
+    before, settings = dict(DEFAULTS), configure(DEFAULTS, ["--max_iters=5"], ANNOTATIONS)
     assert before == DEFAULTS and settings.max_iters == 5
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.max_iters = 6

@@ -12,8 +12,6 @@ from runtime.data.tokenizer import END_OF_TEXT, hf_tokenizer, tokenizer_file_met
 from runtime.errors import UserError
 from runtime.weights import weights_errors
 
-PADDED_GPT2_VOCAB = 50304  # nanoGPT's, for a dataset without meta.pkl
-
 
 def find_model(init_from, out_dir, tag, dataset):
     """Return (name, description, data, load(device, dtype) -> GPT) of the model that the settings name. data:
@@ -38,7 +36,8 @@ def find_model(init_from, out_dir, tag, dataset):
         if file.exists():  # a folder in transformers' format
             with weights_errors(file):
                 template = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
-        data = {"template": template, "block_size": config.block_size, **data}
+        template = jinja.read_text("utf-8") if (jinja := folder / "chat_template.jinja").exists() else template
+        data = {"template": template if isinstance(template, str) else None, "block_size": config.block_size, **data}
 
     def load(device, dtype):
         model = (load_model(out_dir, tag)[0].to(device, dtype) if init_from == "resume" else
@@ -55,9 +54,10 @@ def data_of_weights(source, vocab_size):
     if file.exists():
         config = json.loads(file.with_name("config.json").read_text(encoding="utf-8"))
         ids = hf_tokenizer(tokenizer_file_meta(file)).get_vocab()
-        return {"tokenizer": tokenizer_file_meta(file, config.get("eos_token_id", ids.get(END_OF_TEXT))),
+        end = config.get("eos_token_id", ids.get(END_OF_TEXT))
+        return {"tokenizer": tokenizer_file_meta(file, end[0] if isinstance(end, list) else end),
                 "vocab_size": min(vocab_size, max(ids.values()) + 1)}
-    if vocab_size in (GPT2_VOCAB, PADDED_GPT2_VOCAB):
+    if vocab_size in (GPT2_VOCAB, 50304):  # nanoGPT pads it, for a dataset without meta.pkl
         return {"tokenizer": {"kind": "gpt2"}, "vocab_size": GPT2_VOCAB}
     raise UserError(f"the tokenizer of {source} is unknown ({vocab_size} tokens): name the dataset that it was "
                     "trained on with --dataset=NAME or a path")

@@ -80,8 +80,7 @@ def main():
     os.environ["DRILL_FILLED"] = str(args.folder / "filled")
     run(args.data, args.folder / "whole", *OPTIONS)
     whole = losses(args.folder / "whole")
-    tag_size = size_of(args.folder / "whole", "iter_2")
-    disk = args.folder / "disk"
+    tag_size, disk = size_of(args.folder / "whole", "iter_2"), args.folder / "disk"
     disk.mkdir(exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={5 * tag_size}", "none", str(disk)], check=True)
 

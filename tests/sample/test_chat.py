@@ -71,7 +71,7 @@ def talker(train, tmp_path_factory):
 
 
 def test_ten_greedy_answers_are_transformers(talker):
-    """By sample.py from the checkpoint and from the exported folder, and by transformers with the folder alone."""
+    """By sample.py from the checkpoint, the exported folder and what transformers saves, and by transformers."""
     ours = answers(f"--out_dir={talker.out_dir}", f"--prompts_file={talker.prompts}")
     assert answers(f"--init_from={talker.folder}", f"--prompts_file={talker.prompts}") == ours
     tokenizer, model = (kind.from_pretrained(talker.folder) for kind in (AutoTokenizer, AutoModelForCausalLM))
@@ -83,6 +83,10 @@ def test_ten_greedy_answers_are_transformers(talker):
         whole = model.generate(**asked, do_sample=False, max_new_tokens=64 - n, pad_token_id=0)[0]
         theirs.append(tokenizer.decode(whole[n:], skip_special_tokens=True))
     assert theirs == ours and len(set(ours)) > 3 and all(0 < len(text) < 20 for text in ours)  # they end
+    model.config.eos_token_id = [model.config.eos_token_id]
+    for part in model, tokenizer:  # with a chat_template.jinja
+        part.save_pretrained(f"{talker.folder}-saved")
+    assert answers(f"--init_from={talker.folder}-saved", f"--prompts_file={talker.prompts}") == ours
 
 
 @pytest.mark.long

@@ -173,7 +173,8 @@ def test_refusals(sample, theirs, characters, tmp_path):
           "fetch it again, or choose other weights with --init_from=PATH"]),
         ([f"--init_from={tmp_path}/run/iter_5"], [f"init_from={tmp_path}/run/iter_5 has checkpoints of "
                                                   f"train_deepspeed.py: use --out_dir={tmp_path}/run --tag=iter_5"]),
-        (["--chat"], [f"{theirs[1]} has no chat template: drop --chat, or train on conversations (docs/chat.md)"]),
+        (["--chat"], [f"{theirs[1]} has no chat template or end of text: drop --chat, or train on chats "
+                      "(docs/chat.md)"]),
         (["--dataset=None"], [f"the tokenizer of {theirs[1]} is unknown (28 tokens): name the dataset that it was "
                               "trained on with --dataset=NAME or a path"]),
     ]
