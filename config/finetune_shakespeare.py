@@ -13,6 +13,5 @@ max_iters = 60
 batch_size = 4
 gradient_accumulation_steps = 8
 dropout = 0.1
-
 learning_rate = 3e-5
 decay_lr = False

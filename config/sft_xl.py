@@ -13,7 +13,6 @@ always_save_checkpoint = False
 
 batch_size = 1
 gradient_accumulation_steps = 16
-
 learning_rate = 1e-5
 warmup_iters = 20
 weight_decay = 0.0

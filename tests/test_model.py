@@ -216,9 +216,8 @@ def test_padding_has_no_part(ours):
 def test_gradient_checkpointing_gives_the_same_gradients(folder):
     """With dropout, so that the second forward must draw what the first one drew."""
     model = GPT.from_pretrained(str(folder), dropout=0.2).train()
-    forwards = []
+    forwards, results = [], []
     model.transformer.h[1].mlp.register_forward_pre_hook(lambda *_: forwards.append(1))
-    results = []
     for model.gradient_checkpointing in (False, True):
         torch.manual_seed(0)
         results.append(gradients(model, tokens(2, BLOCK), tokens(2, BLOCK, seed=2)))

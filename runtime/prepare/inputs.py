@@ -80,8 +80,10 @@ def read_records(name, kind, field, max_document_bytes):
 def parquet_texts(name, field):
     from pyarrow.parquet import ParquetFile
 
+    if name == "-":
+        raise UserError("Parquet can't be read from a pipe: name the file")
     file = ParquetFile(name, buffer_size=BUFFER_BYTES, pre_buffer=False)  # it would keep whole row groups in memory
-    columns = [column.name for column in file.schema_arrow if str(column.type).endswith(("string", "string_view"))]
+    columns = [c.name for c in file.schema_arrow if re.match("(dictionary<values=)?(large_)?string", str(c.type))]
     if field not in columns:
         raise UserError(f"{name} has no text column {field!r} (text columns: {', '.join(columns) or 'none'}): "
                         "choose one with --field=NAME")

@@ -98,7 +98,7 @@ def write_forms(folder, texts):
     }
     for name, content in contents.items():
         (folder / name).write_bytes(content)
-    column = pyarrow.array(texts, pyarrow.large_string())
+    column = pyarrow.array(texts, pyarrow.large_string()).dictionary_encode()
     pyarrow.parquet.write_table(pyarrow.table({"id": range(len(texts)), "body": column}), folder / "a.parquet",
                                 row_group_size=70)
     (folder / "sub").mkdir()
@@ -289,6 +289,7 @@ MISTAKES = {
     "truncated bz2": ("cut.jsonl.bz2", r"cut.jsonl.bz2 is corrupt, or not what its name says .*Truncated"),
     "no gz": ("no.jsonl.gz", "no.jsonl.gz is corrupt, or not what its name says"),
     "corrupt parquet": ("cut.parquet --field=body", "cut.parquet is corrupt, or not what its name says"),
+    "piped Parquet": ("- --format=parquet", "Parquet can't be read from a pipe: name the file"),
     "no text column": ("number.parquet", r"number.parquet has no text column 'text' \(text columns: body\): "),
     "no tokenizer": ("one.txt --tokenizer=tokenizer", "tokenizer has no tokenizer.json: choose gpt2, char, or a"),
     "bad tokenizer": ("one.txt --tokenizer=bad", r"tokenizer .*bad/tokenizer.json can't be used \(.*\): restore it"),
