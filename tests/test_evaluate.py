@@ -32,8 +32,7 @@ def evaluate(*args, **options):
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     """(transformers' GPT-2 with random weights, GPT-2's vocabulary and 64 positions, its folder)."""
-    model = random_gpt2(0.15, n_positions=64, n_embd=32)
-    folder = tmp_path_factory.mktemp("theirs")
+    model, folder = random_gpt2(0.15, n_positions=64, n_embd=32), tmp_path_factory.mktemp("theirs")
     model.save_pretrained(folder)
     return model, folder
 
@@ -41,8 +40,7 @@ def theirs(tmp_path_factory):
 @torch.no_grad()
 def losses_of(model, ids):
     """(losses, greedy hits) of the ids after the first, each given all before it."""
-    chances = model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
-    targets = torch.tensor(ids[1:])
+    chances, targets = model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1), torch.tensor(ids[1:])
     return -chances.gather(1, targets[:, None])[:, 0].double().numpy(), (chances.argmax(-1) == targets).numpy()
 
 

@@ -57,9 +57,7 @@ def estimate(run):
                                       run.model.padded_vocab_size)
     stored, trainable = run.params.stored, run.params.trainable
     itemsize, offload = run.execution.torch_dtype.itemsize, uses_offload(run.ds_config)
-    buckets = min(trainable, int(zero.get("reduce_bucket_size", 5e8))) * itemsize
-    if stage == 2 and ranks == 1:
-        buckets = 0
+    buckets = 0 if stage == 2 and ranks == 1 else min(trainable, int(zero.get("reduce_bucket_size", 5e8))) * itemsize
     if stage == 2 and zero.get("overlap_comm", True):
         buckets *= 2
     if run.accumulate_locally:

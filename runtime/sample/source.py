@@ -32,11 +32,13 @@ def find_model(init_from, out_dir, tag, dataset):
         if data["vocab_size"] > config.vocab_size or (
                 comparable and data["vocab_size"] != data_of_weights(init_from, config.vocab_size)["vocab_size"]):
             raise UserError(f"dataset={dataset} has another tokenizer than {init_from}: prepare it with that one")
-        file, template = folder / "tokenizer_config.json", None
-        if file.exists():  # a folder in transformers' format
-            with weights_errors(file):
-                template = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
-        template = jinja.read_text("utf-8") if (jinja := folder / "chat_template.jinja").exists() else template
+        file, jinja = folder / "tokenizer_config.json", folder / "chat_template.jinja"  # of transformers
+        with weights_errors(file):
+            template = json.loads(file.read_text(encoding="utf-8")).get("chat_template") if file.exists() else None
+            if isinstance(template, list):
+                template = {each["name"]: each["template"] for each in template}.get("default")
+        with weights_errors(jinja):
+            template = jinja.read_text(encoding="utf-8") if jinja.exists() else template
         data = {"template": template if isinstance(template, str) else None, "block_size": config.block_size, **data}
 
     def load(device, dtype):
@@ -54,9 +56,9 @@ def data_of_weights(source, vocab_size):
     if file.exists():
         config = json.loads(file.with_name("config.json").read_text(encoding="utf-8"))
         ids = hf_tokenizer(tokenizer_file_meta(file)).get_vocab()
-        end = config.get("eos_token_id", ids.get(END_OF_TEXT))
-        return {"tokenizer": tokenizer_file_meta(file, end[0] if isinstance(end, list) else end),
-                "vocab_size": min(vocab_size, max(ids.values()) + 1)}
+        end = config.get("eos_token_id")  # an id, a list of ids, or None
+        end = next((i for i in (end if isinstance(end, list) else [end]) if type(i) is int), ids.get(END_OF_TEXT))
+        return {"tokenizer": tokenizer_file_meta(file, end), "vocab_size": min(vocab_size, max(ids.values()) + 1)}
     if vocab_size in (GPT2_VOCAB, 50304):  # nanoGPT pads it, for a dataset without meta.pkl
         return {"tokenizer": {"kind": "gpt2"}, "vocab_size": GPT2_VOCAB}
     raise UserError(f"the tokenizer of {source} is unknown ({vocab_size} tokens): name the dataset that it was "

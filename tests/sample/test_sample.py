@@ -15,7 +15,7 @@ from runtime.checkpoint.tags import MANIFEST_FORMAT, sign_manifest
 from runtime.data.tokenizer import tokenizer_of
 from runtime.export.hf import char_tokenizer
 from runtime.sample import generate as texts
-from runtime.sample.source import data_of_weights
+from runtime.sample.source import find_model
 
 
 @pytest.fixture(scope="module")
@@ -136,13 +136,14 @@ def test_only_a_terminal_gets_escapes_instead_of_control_characters(theirs, char
     assert launch(ROOT / "sample.py", *args).stdout.endswith("\n\na\x1b\nb\x9bc\n")
 
 
-@pytest.mark.parametrize("vocab_size", [28, 50257, 50304])
-def test_a_folder_of_weights_has_its_own_tokenizer(tmp_path, vocab_size):
-    """Also with as many tokens as GPT-2's, padded or not."""
+@pytest.mark.parametrize("vocab_size, eos, end", [(28, 3, 3), (50257, [3, 4], 3), (50304, None, None), (28, [], None)])
+def test_a_folder_of_weights_has_its_own_tokenizer(tmp_path, vocab_size, eos, end):
+    """Also with as many tokens as GPT-2's, padded or not; and its chat template, here one of several."""
     char_tokenizer(CHARS).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
-    data = data_of_weights(str(tmp_path), vocab_size)
-    assert data["vocab_size"] == 28 and data["tokenizer"]["end_of_text"] == 3
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos, "vocab_size": vocab_size}))
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{"name": "default", "template": "{{ x }}"}]}')
+    _, _, data, _ = find_model(str(tmp_path), None, None, None)
+    assert (data["vocab_size"], data["tokenizer"]["end_of_text"], data["template"]) == (28, end, "{{ x }}")
     assert tokenizer_of(data["tokenizer"])[0]("the fox") == ids_of("the fox")
 
 
