@@ -14,10 +14,9 @@ from runtime.plan import memory
 def memory_report(plan, ranks):
     """Return the memory estimate of a GPU and of the host as text, with settings that fit if this run doesn't."""
     host = memory.host_estimate(plan, ranks.local_world_size, plan.tag_bytes if plan.settings.keep_last else 0)
-    return "\n".join([
-        *memory.format_breakdown("each GPU" if plan.execution.device == "cuda" else "each rank", memory.estimate(plan),
-                                 plan.execution.memory),
-        *memory.format_breakdown("host", host), *memory.advice(plan) * plan.settings.dry_run])
+    title = "each GPU" if plan.execution.device == "cuda" else "each rank"
+    return "\n".join([*memory.format_breakdown(title, memory.estimate(plan), plan.execution.memory),
+                      *memory.format_breakdown("host", host), *memory.advice(plan) * plan.settings.dry_run])
 
 
 def summary(plan):

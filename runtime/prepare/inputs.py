@@ -20,7 +20,9 @@ MAX_RECORD_BYTES = 50_000_000  # tokenizing a record takes up to 60 times its si
 EOT = re.compile(rb"<\|endoftext\|>(\r?\n)?")  # separates the documents of a text file, with or without a newline
 EOT_BYTES = len(b"<|endoftext|>\r\n")
 TRAILING_EOT = re.compile(r"<\|endoftext\|>(\r?\n)?\Z")
-CUT_POINTS = [re.compile(space + rb"(?=[!-~\xc3-\xdf\xe4-\xf4])") for space in (rb"(?<!\r)\r?\n", b" ")]  # best first
+# A byte that isn't white space, and not the first one of Unicode's. Two more bytes must be there to tell
+WORD = rb"(?=\S..)(?!\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80)"
+CUT_POINTS = [re.compile(space + WORD, re.DOTALL) for space in (rb"(?<!\r)\r?\n", b" ")]  # best first
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".bin": "shard",
          ".npy": "shard"}  # everything else is text
 
@@ -107,8 +109,8 @@ def text_chunks(file, max_document_bytes):
 
 def chunk_end(buffer, at, max_document_bytes):
     """Return where the piece that begins at `at` ends: after <|endoftext|>, or after one to two `max_document_bytes`. A
-    cut comes before the white space in front of a word whose first byte begins no Unicode space, if there is any.
-    GPT-2's BPE splits every text there, so the tokens of the pieces are the tokens of the whole text."""
+    cut comes before the last white space in front of a word, if there is any. GPT-2's BPE splits every text there, so
+    the tokens of the pieces are the tokens of the whole text."""
     furthest = at + 2 * max_document_bytes
     eot = EOT.search(buffer, at, furthest + EOT_BYTES)
     if eot and eot.start() < furthest:

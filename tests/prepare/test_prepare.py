@@ -142,13 +142,14 @@ def test_index_a_cut_text_has_the_tokens_of_the_whole(tmp_path):
     """And end-of-text only where the text was torn apart: where validation begins and ends, and at the very end."""
     rng = np.random.default_rng(0)
     words = ["a", "the", "1,000", " ", "\n", "\n\n", "naïve", "漢字漢字", "🙂", "it's", "\n\n\u3000", "\r\n", " \n "]
-    text = " ".join(words[w] for w in rng.integers(0, len(words), 40_000)).encode()
-    (tmp_path / "a.txt").write_bytes(text)
-    pieces = list(inputs.text_chunks(open(tmp_path / "a.txt", "rb"), 256))
-    assert b"".join(pieces) == text and max(map(len, pieces)) <= 512 and len(pieces) > 400
-    whole, encode = text.decode().replace("\r\n", "\n"), gpt2_encoding().encode_ordinary
-    parts = [inputs.text_of(piece, "text", None)[0].decode() for piece in pieces]
-    assert [token for part in parts for token in encode(part)] == encode(whole)
+    for chosen in ["हिन्दी", "ქართული", "“q”", "か", "\u3000"], words:  # the first begin with a byte as some spaces do
+        text = " ".join(chosen[w] for w in rng.integers(0, len(chosen), 40_000)).encode()
+        (tmp_path / "a.txt").write_bytes(text)
+        pieces = list(inputs.text_chunks(open(tmp_path / "a.txt", "rb"), 256))
+        assert b"".join(pieces) == text and max(map(len, pieces)) <= 512 and len(pieces) > 400
+        whole, encode = text.decode().replace("\r\n", "\n"), gpt2_encoding().encode_ordinary
+        parts = [inputs.text_of(piece, "text", None)[0].decode() for piece in pieces]
+        assert [token for part in parts for token in encode(part)] == encode(whole)
     prepare("a.txt", "--name=./out", "--max_document_bytes=256", "--val_fraction=0.1", cwd=tmp_path)
     meta, ids = ids_of(tmp_path / "out")
     val = [for_validation(part, 0.1) for part in parts]
