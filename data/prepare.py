@@ -49,8 +49,7 @@ def main():
     for name, low, high in (("max_document_bytes", 64, 2**24), ("workers", 1, 1024), ("val_fraction", 0, 1)):
         if (value := getattr(args, name)) is not None and not low <= value <= high:
             raise UserError(f"--{name}={value} must be {low} to {high}")
-    folder = new_dataset_dir(args.name, args.overwrite)
-    files = inputs.find_files(args.paths)
+    folder, files = new_dataset_dir(args.name, args.overwrite), inputs.find_files(args.paths)
     kinds = [args.format or inputs.kind_of(file) for file in files]
     if "shard" in kinds:
         files = [file for file in files if not file.endswith(".md")]  # the dataset's card

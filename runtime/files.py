@@ -28,8 +28,7 @@ def write_temp(path, chunks):
     """Write the bytes objects `chunks` to a temporary file next to `path` and flush it to the disk. Return (temporary
     file, bytes, sha256), for os.replace(temporary file, path). Any exception, also Ctrl-C, removes the file."""
     path = Path(path)
-    temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    digest = hashlib.sha256()
+    temp, digest = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp"), hashlib.sha256()
     try:
         with open(temp, "wb") as file:
             for chunk in chunks:
