@@ -35,7 +35,7 @@ def main():
     draw_memory(folder / "memory.png")
     draw_zero(folder / "zero.png")
     draw_long_runs(folder / "long_run.png", "h200_x1_long_run")
-    draw_long_runs(folder / "unstable.png", "h200_x2_long_run", "h200_x2_long_run_again")
+    draw_long_runs(folder / "unstable.png", "h200_x2_long_run", "h100_x2_long_run_control", "h100_x2_long_run_float16")
     for name in ("race.png", "curves.png", "memory.png", "zero.png", "long_run.png", "unstable.png"):  # in 64 colors
         Image.open(folder / name).convert("RGB").quantize(64).save(folder / name, optimize=True)
         print(f"written to {folder / name}")
