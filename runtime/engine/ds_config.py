@@ -43,11 +43,6 @@ def allowed_keys(dtype):
         "wall_clock_breakdown": boolean}
 
 
-def find(path):
-    """Return the path of a JSON: as given, or else relative to the project's folder."""
-    return path if os.path.exists(path) else os.path.join(ROOT, path)
-
-
 def with_batch(config, batch):
     """Return the config with the sizes of a batch, which has micro, accumulation and world_size."""
     return {**config, "train_micro_batch_size_per_gpu": batch.micro, "gradient_accumulation_steps": batch.accumulation,
@@ -57,6 +52,7 @@ def with_batch(config, batch):
 def complete_config(path, batch, grad_clip, dtype, compiled=False, extra=None):
     """Return (config for deepspeed.initialize, notes to print) from a JSON file and the script's settings. batch: as in
     with_batch(). compiled: whether the blocks are. extra: more keys, as in allowed_keys(). Raises UserError."""
+    path = path if os.path.exists(path) else os.path.join(ROOT, path)
     config, owned = read_json(path), {**with_batch({}, batch), "gradient_clipping": grad_clip}
     problems = [f'"{key}" is {json.dumps(config[key])}, but the script sets it to {value}: remove it, or write "auto"'
                 for key, value in owned.items() if config.get(key, "auto") not in ("auto", value)]

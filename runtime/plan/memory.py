@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from model import EAGER_LOSS_CHUNK, LOSS_CHUNK, GPTConfig
 from runtime.data.loader import Batch
-from runtime.engine.ds_config import complete_config, config_fits_fast_gradients, find, uses_offload
+from runtime.engine.ds_config import complete_config, config_fits_fast_gradients, uses_offload
 from runtime.files import format_bytes, format_time
 from runtime.hardware import GPUS, Execution
 
@@ -183,7 +183,7 @@ def runs_that_fit(plan):
         needs_zero2 = plan.params.muon or plan.batch.world_size == 1 and "offload" not in preset
         if needs_zero2 and preset != PRESETS[0] or plan.settings.skip_grad_spikes and preset == PRESETS[3]:
             continue
-        config, _ = complete_config(find(preset), plan.batch, plan.settings.grad_clip, plan.execution.dtype,
+        config, _ = complete_config(preset, plan.batch, plan.settings.grad_clip, plan.execution.dtype,
                                     plan.execution.compile)
         other = replace(plan, ds_config=config, gradient_checkpointing=recompute, accumulate_locally=False)
         if other := next((split for split in other.splits() if fits(split)), None):

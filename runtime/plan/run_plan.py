@@ -155,8 +155,8 @@ def detect_hardware(s, ranks, problems, notes):
 
 def resolve_ds_config(s, batch, execution, notes):
     """Return the config for deepspeed.initialize. Raises UserError."""
-    config, repairs = ds_config.complete_config(ds_config.find(s.deepspeed_config), batch, s.grad_clip,
-                                                execution.dtype, execution.compile)
+    config, repairs = ds_config.complete_config(s.deepspeed_config, batch, s.grad_clip, execution.dtype,
+                                                execution.compile)
     notes += repairs
     stage, fits = config["zero_optimization"]["stage"], ds_config.config_fits_fast_gradients(config, execution.dtype)
     if stage == 3 and not fits:
