@@ -7,8 +7,8 @@ import deepspeed
 import torch
 
 from runtime.cluster.ranks import all_reduce_sum, print0, silence_stdout
-from runtime.engine import fused_adamw
 from runtime.engine.ds_config import config_fits_fast_gradients, uses_offload
+from runtime.engine.fused_adamw import Zero2Step, Zero3Step
 from runtime.engine.zero2_gradients import BucketedAllReduce, LocalAccumulation
 from runtime.engine.zero3_blocks import Zero3Blocks
 
@@ -101,8 +101,11 @@ def replace_gradients_and_step(deepspeed, accumulate_locally, use_triton=False):
     """Replace DeepSpeed's gradient path and step if the run supports that. Return the FusedStep, or None."""
     if not config_fits_fast_gradients(deepspeed.config, str(deepspeed.get_data_types()[0]).removeprefix("torch.")):
         return None
-    world_size = torch.distributed.get_world_size(deepspeed.optimizer.dp_process_group)
+    optimizer, offloads = deepspeed.optimizer, deepspeed.zero_use_cpu_optimizer()
+    use_kernel = use_triton and optimizer.dtype == torch.bfloat16
+    world_size = torch.distributed.get_world_size(optimizer.dp_process_group)
     local = world_size == 1 or all_reduce_sum(accumulate_locally)[0] == world_size
-    gradients = (Zero3Blocks(deepspeed, local) if deepspeed.zero_optimization_stage() == 3 else
-                 (LocalAccumulation if local else BucketedAllReduce)(deepspeed.optimizer))
-    return fused_adamw.replace_step(deepspeed, gradients, use_triton)
+    if deepspeed.zero_optimization_stage() == 3:
+        return Zero3Step(optimizer, Zero3Blocks(deepspeed, local), use_kernel, offloads)
+    gradients = LocalAccumulation(optimizer) if local else BucketedAllReduce(optimizer)
+    return Zero2Step(optimizer, gradients, use_kernel, offloads)

@@ -40,8 +40,7 @@ def set_data(views):
 
 
 class Zero3Blocks:
-    """Gathers a model's parameters and reduces its gradients, for DeepSpeed's stage 3 optimizer. accumulate_locally:
-    reduce the gradients of blocks once per step."""
+    """Gathers a model's parameters and reduces its gradients, for DeepSpeed's stage 3 optimizer."""
 
     def __init__(self, deepspeed, accumulate_locally):
         self.optimizer, model = deepspeed.optimizer, deepspeed.module
