@@ -6,8 +6,7 @@ A script's settings are its top-level names. Their types are those of the defaul
 not enough (`lr_decay_iters: int | None = None`, `lr_schedule: Literal["cosine", "linear"] = "cosine"`).
 
 Config files are Python. They run in a namespace of their own that holds the settings so far. They may compute, import
-modules and functions, and use other names that begin with an underscore. `--help` prints the settings' comments.
-"""
+modules and functions, and use other names that begin with an underscore. `--help` prints the settings' comments."""
 
 import ast
 import contextlib

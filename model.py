@@ -6,8 +6,7 @@
     text = model.generate(idx, 100, top_k=50)    # (B, T) -> (B, T + up to 100)
 
 The architecture follows "Language Models are Unsupervised Multitask Learners" (Radford et al., 2019). Parameters have
-the names of transformers' GPT2LMHeadModel.
-"""
+the names of transformers' GPT2LMHeadModel."""
 
 import contextlib
 import os

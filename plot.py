@@ -20,8 +20,7 @@ PANELS = {  # key of a record: (title, unit of the axis, whether a log scale may
     "grad_norm": ("gradient norm before clipping", 1, True),
     "tokens_per_s": ("thousand tokens per second", 1e3, False),
     "memory": ("peak memory, GB", 1e9, False),
-    "data_ms": ("waiting for data, ms per step", 1, False),
-}
+    "data_ms": ("waiting for data, ms per step", 1, False)}
 MAX_POINTS = 400  # per line; longer runs are drawn as means of groups, with their minimum and maximum
 
 

@@ -62,8 +62,7 @@ ranges = {  # whether a setting is in its range, and the range
     f"temperature={temperature}": (temperature == 0 or 1e-5 <= temperature < inf, "0, or at least 1e-5"),
     f"top_k={top_k}": (top_k is None or top_k >= 0, "at least 0, or None"),
     f"top_p={top_p}": (top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or None"),
-    f"seed={seed}": (0 <= seed < 2**62, "at least 0 and below 2**62"),
-}
+    f"seed={seed}": (0 <= seed < 2**62, "at least 0 and below 2**62")}
 given = {"start": start != "\n", "prompts_file": prompts_file is not None, "interactive": interactive}
 problems = [f"{' and '.join(filter(given.get, given))} can't be combined: drop one"] if sum(given.values()) > 1 else []
 if init_from == "resume" and dataset is not None:

@@ -1,6 +1,5 @@
 """LoRA (Hu et al., arXiv:2106.09685): freeze the weights, and train an adapter, two low-rank matrices, for each target
-matrix. GPT-2 XL's optimizer state shrinks from 18.7 GB to 0.9 GB at rank 64.
-"""
+matrix. GPT-2 XL's optimizer state shrinks from 18.7 GB to 0.9 GB at rank 64."""
 
 import math
 

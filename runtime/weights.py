@@ -18,8 +18,7 @@ REVISIONS = {  # commits of openai-community/NAME on the Hugging Face hub
     "gpt2": "607a30d783dfa663caf39e06633721c8d4cfcd7e",
     "gpt2-medium": "6dcaa7a952f72f9298047fd5137cd6e4f05f41da",
     "gpt2-large": "32b71b12589c2f8d625668d2335a01cac3249519",
-    "gpt2-xl": "15ea56dee5df4983c59b2538573817e1667135e2",
-}
+    "gpt2-xl": "15ea56dee5df4983c59b2538573817e1667135e2"}
 GPT2_KEYS = {  # keys of transformers' config.json, and the values that model.py implements, the default first
     "model_type": ("gpt2",), "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
     "layer_norm_epsilon": (1e-5,), "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
@@ -28,8 +27,7 @@ CONV1D = "c_attn.weight", "c_fc.weight", "c_proj.weight"  # which transformers s
 SAFE_GLOBALS = {  # the classes in DeepSpeed's files; a file that names anything else could run code when it is read
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.utils.tensor_fragment.fragment_address",
-}
+    "deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.utils.tensor_fragment.fragment_address"}
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
 """Save tags in the background: copy the state to host memory, from where a thread writes, hashes and commits it.
 
 A tag is written to iter_5.saving/. When the files of all ranks are on the disk, rank 0 writes the manifest, renames the
-folder to iter_5/, and then deletes older tags. Readers only see complete tags, whenever a run is killed.
-"""
+folder to iter_5/, and then deletes older tags. Readers only see complete tags, whenever a run is killed."""
 
 import contextlib
 import copy

@@ -1,8 +1,7 @@
 """Read weights and Adam's moments from the files of a tag, of any ZeRO stage and number of ranks.
 
 The files are memory-mapped. DeepSpeed 0.19.8 shards them like this: stage 2 concatenates the parameters of a group and
-cuts them into one piece per rank. Stage 3 cuts each parameter into equal, padded pieces.
-"""
+cuts them into one piece per rank. Stage 3 cuts each parameter into equal, padded pieces."""
 
 import math
 import os

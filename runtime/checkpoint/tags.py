@@ -2,8 +2,7 @@
 
     out_dir/iter_5/         DeepSpeed's own files, and manifest.json, which is written last
     out_dir/best/, final/   hard links to the files of an iter_* tag
-    out_dir/latest          the newest tag's name, for DeepSpeed's tools
-"""
+    out_dir/latest          the newest tag's name, for DeepSpeed's tools"""
 
 import contextlib
 import hashlib

@@ -4,8 +4,7 @@ A signal, a file STOP in out_dir, or the end of the launcher stops a run. If tha
 after the launcher's end, the ranks exit without saving. When a rank dies, the other ranks of its node exit at once. A
 rank that hangs, or a node that is lost, is noticed by the next collective, after group_timeout() (join.py).
 
-Python runs signal handlers in the main thread, which may wait in a collective. So a thread reads them from a pipe.
-"""
+Python runs signal handlers in the main thread, which may wait in a collective. So a thread reads them from a pipe."""
 
 import contextlib
 import itertools

@@ -9,8 +9,7 @@ meta.json (format 1):
     template    only for conversations: the Jinja template that made text of them (runtime/data/chat_template.jinja)
 Conversations also have train_mask.bin and val_mask.bin, with a byte per token: COUNTS if its prediction counts in the
 loss, and BEGINS if a conversation begins with it.
-data/prepare.py adds its options and the numbers of documents (docs/data.md).
-"""
+data/prepare.py adds its options and the numbers of documents (docs/data.md)."""
 
 import contextlib
 import json

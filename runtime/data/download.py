@@ -1,7 +1,6 @@
 """Fetch a small file from the first of several sources that has the right bytes.
 
-A source is a pair (name, read): `name` is for messages, and `read()` returns the bytes or raises an exception.
-"""
+A source is a pair (name, read): `name` is for messages, and `read()` returns the bytes or raises an exception."""
 
 import contextlib
 import hashlib

@@ -6,8 +6,7 @@ permutation, which is computed and not stored. So the order is the same for any 
 a resumed run continues it at no cost. In a mixture, each dataset has such a list, and a table interleaves them: of as
 many sequences as the shares add up to, each dataset has exactly its share.
 
-A dataset of conversations has rows instead of windows: whole conversations, packed once. Its epochs shuffle the rows.
-"""
+A dataset of conversations has rows instead of windows: whole conversations, packed once. Epochs shuffle the rows."""
 
 import functools
 import itertools

@@ -14,8 +14,7 @@
     _get_param_fragment_func                      engine           doesn't copy frozen weights       test_lora
 
 The first eight are the optimizer's, the others the engine's and its checkpoint engine's. zero3_blocks.py also removes
-stage 3's hooks. tests/engine/test_overrides.py compares the table with the calls.
-"""
+stage 3's hooks. tests/engine/test_overrides.py compares the table with the calls."""
 
 
 def override(owner, **attributes):

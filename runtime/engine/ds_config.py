@@ -3,8 +3,7 @@
 The training script owns batch size, accumulation, clipping, learning rate and precision. The JSON owns ZeRO, offload
 and buckets. DeepSpeed ignores unknown keys at the top level, reads "auto" as a default, and accepts some combinations
 with which it computes something else. So a key may differ from DeepSpeed's default only if a test trains with it
-(tests/engine/zero_worker.py); all other keys are rejected.
-"""
+(tests/engine/zero_worker.py); all other keys are rejected."""
 
 import json
 import os

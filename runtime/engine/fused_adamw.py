@@ -3,8 +3,7 @@
 DeepSpeed makes one pass for each and synchronizes three times in between to check whether a number is finite. Here one
 kernel does all three and clears the gradients for the next step. The CPU reads the norm while the kernel runs. The
 results and the state in checkpoints are the same. Where Triton doesn't run, PyTorch's AdamW takes the kernel's place.
-With offload, it is the CPU's (offload.py).
-"""
+With offload, it is the CPU's (offload.py)."""
 
 import math
 from collections import namedtuple

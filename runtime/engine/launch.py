@@ -1,8 +1,7 @@
 """Launch the forward and backward of micro-steps, as a CUDA graph if possible, and time this rank's own work.
 
 GPT-2 XL launches about 2,500 kernels per micro-step. With a small micro-batch, launching them takes the CPU longer than
-running them takes the GPU (docs/engineering_notes.md).
-"""
+running them takes the GPU (docs/engineering_notes.md)."""
 
 import atexit
 import contextlib

@@ -3,8 +3,7 @@
 Each matrix's update is its momentum with singular values near 1. Weights and momentum are sharded as AdamW's are, in
 one flat tensor per rank. split_matrices() gives each rank whole blocks if it can, and sorts their matrices by shape, so
 that a view of those of one shape is the batch of a GEMM. A matrix that lies on several ranks, at most one per border,
-is gathered by all. There is no second moment, so Muon needs 4 bytes per parameter less than AdamW.
-"""
+is gathered by all. There is no second moment, so Muon needs 4 bytes per parameter less than AdamW."""
 
 import itertools
 

@@ -1,8 +1,7 @@
 """ZeRO-2's optimizer step in host memory, in pieces. The gradients are on the GPU.
 
 The GPU sends the gradients of all pieces to the host. The CPU steps a piece once its gradients are there, and the GPU
-fetches its weights and rounds them while the CPU steps the next one. So the copies overlap with the CPU's Adam.
-"""
+fetches its weights and rounds them while the CPU steps the next one. So the copies overlap with the CPU's Adam."""
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam

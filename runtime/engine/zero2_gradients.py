@@ -9,8 +9,7 @@ overflow check and the norm read the flat partitions. docs/engineering_notes.md 
                      is a view of the partition. On several it is a view of a full buffer, which is reduce-scattered
                      once per step.
   BucketedAllReduce  There is no main_grad. Gradients are copied into a bucket. A full bucket is all-reduced on a side
-                     stream while backward continues. This rank's part is cast, divided and accumulated in one pass.
-"""
+                     stream while backward continues. This rank's part is cast, divided and accumulated in one pass."""
 
 import torch
 import torch.distributed as dist

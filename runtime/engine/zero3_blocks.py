@@ -13,8 +13,7 @@ CPU. Here, DeepSpeed's hooks are removed, and parameters are of two kinds:
                       float32, and they are reduced once per step.
 
 DeepSpeed keeps the sharded weights and gradients, the optimizer, its step, and checkpoints. All buffers have fixed
-addresses, so micro-steps can be captured in a CUDA graph. On one rank, parameters are views of DeepSpeed's shards.
-"""
+addresses, so micro-steps can be captured in a CUDA graph. On one rank, parameters are views of DeepSpeed's shards."""
 
 import itertools
 from contextlib import contextmanager

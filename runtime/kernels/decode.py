@@ -9,8 +9,7 @@ At batch size 1 each linear layer is a GEMV, which takes as long as reading its 
 
 Above batch size 1 a block is seven kernels: cuBLAS's GEMMs, decode_attention, and block.py's residual + layer norms.
 
-With programmatic dependent launch (PDL, Hopper and later), a kernel reads its matrix while the previous one runs.
-"""
+With programmatic dependent launch (PDL, Hopper and later), a kernel reads its matrix while the previous one runs."""
 
 from functools import partial
 

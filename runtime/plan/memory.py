@@ -1,8 +1,7 @@
 """Estimate the memory of a run on each GPU and on the host, and find settings that fit.
 
 ZeRO shards optimizer states and gradients (stage 2), and weights (3) over the ranks. Every rank holds all of the rest.
-RESULTS.md compares the estimate with measurements of GPT-2 XL on H200.
-"""
+RESULTS.md compares the estimate with measurements of GPT-2 XL on H200."""
 
 import itertools
 import math

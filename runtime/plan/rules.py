@@ -32,8 +32,7 @@ RULES = [  # (whether the settings break it, the message)
      and 0 <= s.lr_decay_iters < s.warmup_iters,
      "warmup_iters={s.warmup_iters} is above lr_decay_iters={s.lr_decay_iters}: lower the first or raise the second"),
     (lambda s: set(s.out_dir) & set("*?["),
-     "out_dir={s.out_dir} has *, ? or [ in it, which DeepSpeed expands: choose another with --out_dir=DIR"),
-]
+     "out_dir={s.out_dir} has *, ? or [ in it, which DeepSpeed expands: choose another with --out_dir=DIR")]
 
 
 def broken_rules(settings, requested_batch_size):

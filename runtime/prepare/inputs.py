@@ -1,8 +1,7 @@
 """Read documents from text, JSON lines and Parquet, plain or compressed, in files, folders or a pipe.
 
 The readers of the datasets library don't fit. Its JSON reader turns "2024-05-01" into a timestamp and a missing field
-into None, and its zstd reader accepts a truncated file.
-"""
+into None, and its zstd reader accepts a truncated file."""
 
 import io
 import json

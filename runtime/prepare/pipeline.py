@@ -1,8 +1,7 @@
 """Turn documents into a dataset: read them, tokenize them in several threads, store the tokens, write the dataset.
 
 Documents keep their order, so the bytes don't depend on the number of workers. Exact duplicates are dropped. The hash
-of a document's text decides whether it is for training or for validation.
-"""
+of a document's text decides whether it is for training or for validation."""
 
 import collections
 import hashlib

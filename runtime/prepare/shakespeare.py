@@ -1,7 +1,6 @@
 """Tiny Shakespeare, 40,000 lines of nine plays, and its two preparations.
 
-If its usual address can't be reached, the text is rebuilt, byte for byte, from a wheel that holds the same plays.
-"""
+If its usual address can't be reached, the text is rebuilt, byte for byte, from a wheel that holds the same plays."""
 
 import argparse
 import json

@@ -1,8 +1,7 @@
 """Copy token shards to a dataset: the .bin files of llm.c and modded-nanogpt, and the .npy files of build-nanogpt.
 
 A .bin file has a header of 256 int32 (MAGIC, VERSION, number of tokens) and tokens as uint16. An .npy file is an array.
-Their <|endoftext|> begins a document, ours ends one. Either way it stands between two documents of a split's stream.
-"""
+Their <|endoftext|> begins a document, ours ends one. Either way it stands between two documents of a split's stream."""
 
 import os
 import re
