@@ -34,12 +34,14 @@ import pytest
 
 from runtime.data.dataset import write_dataset
 
+SOURCE = {"name": "a test", "sha256": "0" * 64, "bytes": 0}  # of a data set
 CHARS = "\n abcdefghijklmnopqrstuvwxyz"  # 28 characters: their embedding is padded to 64 rows
 SMALL = ("--init_from=scratch", "--device=cpu", "--dtype=float32", "--n_layer=2", "--n_head=2", "--n_embd=32",
          "--block_size=32", "--batch_size=2", "--gradient_accumulation_steps=2", "--learning_rate=1e-3",
          "--max_iters=4", "--eval_interval=2", "--eval_iters=2")
 
 STAGES = {0: "config/ds/zero0.json", 1: "config/ds/zero1.json", 2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
+NO_SHAPE = ("--n_layer=None", "--n_head=None", "--n_embd=None")  # with weights, which bring their own
 EIGHT = ("--max_iters=8", "--lr_decay_iters=8", "--warmup_iters=2", "--dropout=0.1", "--keep_last=10")
 AT_IMPORT = ("PYTHON", "HF_", "LC_", "LANG", "DS_", "OMP_", "TORCH_", "TRITON_")  # variables that imports read
 FLOAT16 = """
@@ -248,8 +250,7 @@ def write_characters(folder, seed=0):
     steps = np.random.default_rng(seed).integers(1, 4, 6000).cumsum()
     text = "".join(words[step % len(words)] + "\n" * (step % 7 == 0) for step in steps.tolist())[:20_000]
     ids = [CHARS.index(char) for char in text]
-    write_dataset(folder, ids[:18_000], ids[18_000:], {"kind": "char", "chars": CHARS}, len(CHARS),
-                  {"name": "a test", "sha256": "0" * 64, "bytes": len(text)})
+    write_dataset(folder, ids[:18_000], ids[18_000:], {"kind": "char", "chars": CHARS}, len(CHARS), SOURCE)
 
 
 def random_gpt2(deviation, **config):
@@ -315,6 +316,16 @@ def disk_calls(monkeypatch):
     return calls
 
 
+@pytest.fixture
+def process_group():
+    """Of this process alone."""
+    import torch
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 def stage(n):
     return f"--deepspeed_config={STAGES[n]}"
 
@@ -328,6 +339,13 @@ def at_once(*calls):
 def done(run):
     assert run.returncode == 0, run.stdout + run.stderr
     return run
+
+
+def run_worker(name, out, ranks):
+    """Run a script of tests/engine/ on so many ranks. It writes to `out`."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": str(free_port())}  # as torchrun sets them for one rank
+    done(launch(ROOT / "tests" / "engine" / name, out, ranks=ranks, **alone))
 
 
 @pytest.fixture(scope="session")

@@ -201,6 +201,15 @@ def resolved(content, tmp_path, dtype="float32", world_size=4):
     return ds_config.complete_config(str(path), Batch(2, 3, world_size, 32), 1.0, dtype)
 
 
+def problems_of(content, tmp_path):
+    """The lines with which a JSON is refused."""
+    with pytest.raises(UserError) as error:
+        resolved(content, tmp_path)
+    lines = str(error.value).splitlines()
+    assert all(line.startswith(f"{tmp_path}/ds.json") for line in lines)
+    return lines
+
+
 def zero(stage=2, **rest):
     return {"zero_optimization": {"stage": stage, **rest}}
 
@@ -248,10 +257,8 @@ def test_auto_is_resolved_in_the_keys_that_the_script_owns(tmp_path):
     ("[]", " must contain a JSON object"),
 ], ids=lambda value: None if isinstance(value, dict) else re.sub(r"\W+", "-", value)[:40])
 def test_jsons_are_refused(content, problem, tmp_path):
-    with pytest.raises(UserError) as error:
-        resolved(content, tmp_path)
-    (line,) = str(error.value).splitlines()
-    assert line.startswith(str(tmp_path / "ds.json")) and problem in line
+    (line,) = problems_of(content, tmp_path)
+    assert problem in line
 
 
 @pytest.mark.parametrize("key", ds_config.STAGE3_DEFAULTS)
@@ -262,11 +269,7 @@ def test_another_prefetch_needs_deepspeeds_own_stage_3(key, tmp_path):
 
 def names_of_problems(content, tmp_path):
     """What each line of the refusal of a JSON names."""
-    with pytest.raises(UserError) as error:
-        resolved(content, tmp_path)
-    lines = str(error.value).splitlines()
-    assert all(line.startswith(f"{tmp_path}/ds.json: ") for line in lines)
-    return [line.split('"')[1] for line in lines]
+    return [re.match(rf'{tmp_path}/ds.json: .*?"(.+?)"', line)[1] for line in problems_of(content, tmp_path)]
 
 
 def test_all_problems_of_a_json_are_reported_in_one_round(tmp_path):

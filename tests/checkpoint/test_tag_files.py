@@ -14,14 +14,6 @@ from runtime.checkpoint.tags import TagStore, verify_files
 from runtime.files import file_digest
 
 
-@pytest.fixture
-def process_group():
-    """Of this process alone."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def test_a_tag_is_on_the_disk_before_it_has_its_name_and_an_older_one_goes_last(process_group, disk_calls, tmp_path):
     saver = object.__new__(save.Saver)
     vars(saver).update(store=TagStore(tmp_path), keep_last=1, group=None,

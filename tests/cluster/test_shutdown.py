@@ -104,25 +104,25 @@ def test_a_signal_saves_and_ends(start, tmp_path, launcher, ranks, name):
     assert TagStore(tmp_path / "out").find().manifest["iter_num"] >= 10
 
 
-def test_an_ignored_sighup_stays_ignored(start, tmp_path):
-    """As nohup starts it."""
-    job, log = start(script=planted(tmp_path, "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"))
+def assert_outlives(send, job, log):
     seen = iterations(log)[-1]
-    job.send_signal(signal.SIGHUP)
+    send()
     assert wait_until(lambda: iterations(log)[-1] > seen + 50 or job.poll() is not None) and job.poll() is None
     job.send_signal(signal.SIGTERM)
     assert job.wait(200) == 143, log.read_text()
+
+
+def test_an_ignored_sighup_stays_ignored(start, tmp_path):
+    """As nohup starts it."""
+    job, log = start(script=planted(tmp_path, "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"))
+    assert_outlives(lambda: job.send_signal(signal.SIGHUP), job, log)
 
 
 @pytest.mark.long
 def test_nohup_outlives_its_terminal(start):
     """SIGHUP to the whole process group, as a terminal that is closed sends it."""
     job, log = start(prefix=["nohup"], launcher="launch_deepspeed.py", ranks=2)
-    seen = iterations(log)[-1]
-    os.killpg(job.pid, signal.SIGHUP)
-    assert wait_until(lambda: iterations(log)[-1] > seen + 50 or job.poll() is not None) and job.poll() is None
-    job.send_signal(signal.SIGTERM)
-    assert job.wait(200) == 143, log.read_text()
+    assert_outlives(lambda: os.killpg(job.pid, signal.SIGHUP), job, log)
 
 
 @pytest.mark.parametrize("plant, stderr", [

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, done, stage
+from conftest import NO_SHAPE, ROOT, done, stage
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from model import GPT
@@ -27,7 +27,6 @@ from runtime.data.loader import Batch, Conversations, TrainBatches, eval_batches
 from runtime.errors import UserError
 
 BLOCK, SHARE, N = 72, 0.2, 120
-NO_SHAPE = ("--n_layer=None", "--n_head=None", "--n_embd=None")  # the weights bring their own
 STEPS = (f"--block_size={BLOCK}", "--max_iters=3", "--eval_interval=1", "--eval_iters=2", "--decay_lr=False",
          "--learning_rate=1e-2", "--grad_clip=0.4")
 

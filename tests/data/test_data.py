@@ -19,7 +19,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from conftest import ROOT, Payload
+from conftest import ROOT, SOURCE, Payload
 
 from runtime import files
 from runtime.data import dataset as bins
@@ -27,8 +27,6 @@ from runtime.data import download as fetch
 from runtime.data import tokenizer
 from runtime.data.dataset import check_dataset, read_meta, write_dataset
 from runtime.errors import UserError
-
-SOURCE = {"name": "a test", "sha256": "0" * 64, "bytes": 0}
 
 
 def names(folder):

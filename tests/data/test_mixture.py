@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from conftest import CHARS, EIGHT, done
+from conftest import CHARS, EIGHT, NO_SHAPE, SOURCE, done
 
 from runtime.checkpoint.tags import TagStore
 from runtime.data import loader
@@ -21,7 +21,6 @@ def counted(path):
     return digest(path)
 tags.file_digest = counted
 """
-SHAPELESS = ("--n_layer=None", "--n_head=None", "--n_embd=None")  # the weights bring their own
 
 
 @pytest.fixture(scope="session")
@@ -29,8 +28,7 @@ def backwards(characters, tmp_path_factory):
     """The test's text from its end to its beginning, as a data set."""
     folder = tmp_path_factory.mktemp("data") / "backwards"
     train, val = (np.fromfile(characters / f"{split}.bin", dtype=np.uint16)[::-1] for split in ("train", "val"))
-    write_dataset(folder, train[:7000], val, {"kind": "char", "chars": CHARS}, len(CHARS),
-                  {"name": "a test", "sha256": "0" * 64, "bytes": 9000})
+    write_dataset(folder, train[:7000], val, {"kind": "char", "chars": CHARS}, len(CHARS), SOURCE)
     return folder
 
 
@@ -88,8 +86,7 @@ def test_a_mixture_trains_tells_its_shares_and_goes_on(train, characters, backwa
 
 
 def test_a_mixture_of_two_tokenizers_or_of_what_is_not_there_is_refused(train, characters, tmp_path):
-    write_dataset(tmp_path / "other", [0, 1] * 99, [1] * 50, {"kind": "char", "chars": "ab"}, 2,
-                  {"name": "a test", "sha256": "0" * 64, "bytes": 248})
+    write_dataset(tmp_path / "other", [0, 1] * 99, [1] * 50, {"kind": "char", "chars": "ab"}, 2, SOURCE)
     run = train(f"--dataset={{'{characters}': 1, '{tmp_path}/other': 1}}")
     assert run.returncode == 2 and "have different tokenizers: prepare both with the same" in run.stderr
     run = train(f"--dataset={{'{characters}': 1, '{tmp_path}/none': 1}}")
@@ -98,21 +95,21 @@ def test_a_mixture_of_two_tokenizers_or_of_what_is_not_there_is_refused(train, c
 
 def test_a_stage_begins_with_the_best_weights_of_the_one_before(train, backwards):
     first = done(train("--max_iters=6", "--learning_rate=1e-2"))
-    second = done(train(f"--init_from={first.out_dir}", *SHAPELESS, "--max_iters=2", "--learning_rate=1e-4"))
+    second = done(train(f"--init_from={first.out_dir}", *NO_SHAPE, "--max_iters=2", "--learning_rate=1e-4"))
     best = min(val for _, val in first.evals.values())
     assert second.evals[0][1] == pytest.approx(best, abs=1e-6) and second.losses[1] < first.losses[1] - 0.1
     assert f"weights from {first.out_dir}/best, iteration 6; the optimizer starts fresh" in second.stdout
-    third = done(train(f"--init_from={second.out_dir}/iter_2", *SHAPELESS, f"--dataset={backwards}", "--max_iters=1",
+    third = done(train(f"--init_from={second.out_dir}/iter_2", *NO_SHAPE, f"--dataset={backwards}", "--max_iters=1",
                        "--block_size=16", ranks=2, plant=COUNT_HASHES))
     assert f"weights from {second.out_dir}/iter_2, iteration 2; the optimizer starts fresh" in third.stdout
     files = TagStore(second.out_dir).find("iter_2").manifest["files"]  # the two ranks share the hashing
     assert sorted(re.findall(r"^hashed .*/(.+)$", third.stdout, re.M)) == sorted(files)
-    done(train(*SHAPELESS, f"--dataset={backwards}", "--max_iters=2", "--block_size=16", "--init_from=resume", ranks=2,
+    done(train(*NO_SHAPE, f"--dataset={backwards}", "--max_iters=2", "--block_size=16", "--init_from=resume", ranks=2,
                out_dir=third.out_dir))
     sources = ["scratch", f"{first.out_dir}/best", f"{second.out_dir}/iter_2"]
     assert json.loads((third.out_dir / "settings.json").read_text())["settings"]["sources"] == sources
     assert TagStore(third.out_dir).find("iter_2").manifest["state"]["sources"] == sources
-    same = train(f"--init_from={first.out_dir}", *SHAPELESS, out_dir=first.out_dir)
+    same = train(f"--init_from={first.out_dir}", *NO_SHAPE, out_dir=first.out_dir)
     assert same.returncode == 2 and "already holds a run (iter_6): resume it with --init_from=resume" in same.stderr
 
 

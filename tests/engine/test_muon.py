@@ -5,11 +5,10 @@ Three blocks of four matrices: 2 and 4 ranks cut a matrix in two, 3 ranks cut be
 
 import itertools
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import EIGHT, done, free_port, launch, long
+from conftest import EIGHT, done, long, run_worker
 from muon_reference import by_singular_values, low_rank_and_noise
 
 from model import GPT, GPTConfig
@@ -20,10 +19,7 @@ from runtime.engine.muon import Muon, normalize, orthogonalize, plain_product, s
 @pytest.fixture(scope="module", params=[long(1), 2, long(3), long(4)], ids="{} ranks".format)
 def trajectories(request, tmp_path_factory):
     out = tmp_path_factory.mktemp("muon") / "weights.pt"
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": str(free_port())}  # as torchrun sets them for one rank
-    done = launch(Path(__file__).with_name("muon_worker.py"), out, ranks=request.param, **alone)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_worker("muon_worker.py", out, request.param)
     return torch.load(out)
 
 

@@ -5,11 +5,10 @@ an element of nearly no gradient may go anywhere, by their distance in units of 
 """
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import free_port, launch, long
+from conftest import long, run_worker
 
 from runtime.engine import zero2_gradients
 
@@ -18,10 +17,7 @@ from runtime.engine import zero2_gradients
 def report(request, tmp_path_factory):
     """What zero_worker.py found on so many ranks, {way: results}; all ways in one launch."""
     out = tmp_path_factory.mktemp("zero") / "report.json"
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": str(free_port())}  # as torchrun sets them for one rank
-    done = launch(Path(__file__).with_name("zero_worker.py"), out, ranks=request.param, **alone)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_worker("zero_worker.py", out, request.param)
     return {"ranks": request.param, **json.loads(out.read_text())}
 
 

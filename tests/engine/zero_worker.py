@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from zero_training import initialize, set_rates, weights
+from zero_training import ADAM, RELEASED, initialize, set_rates, weights
 
 from model import GPT, Block, GPTConfig
 from runtime.cluster.ranks import all_reduce_sum, shut_down
@@ -33,10 +33,6 @@ SEQUENCES, ACCUMULATION, T, VOCAB = 12, 3, 16, 61  # of a step, over all ranks; 
 PROMPT = [1, 2, 3]  # of a sample after the first step
 LEARNING_RATES = (1e-2, 5e-3, 2e-3, 1e-2, 5e-3)  # set anew each step, as the script does
 CLIP = 0.3  # norms are 0.5 to 0.8
-# With this epsilon, Adam doesn't turn the rounding of elements with nearly no gradient into full steps
-ADAM = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-5}
-RELEASED = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0,
-            "stage3_param_persistence_threshold": 0}
 BUCKETS = {"reduce_bucket_size": 2500, "allgather_bucket_size": 2500}  # c_attn has 3,072 elements, c_fc 4,096
 # As config/ds/zero2_offload.json and zero3_offload.json, but with PyTorch's AdamW, which needs no compiler
 OFFLOAD_2 = {**BUCKETS, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}}

@@ -10,7 +10,7 @@ import shutil
 import pytest
 import tiktoken_ext.openai_public
 import torch
-from conftest import CHARS, ROOT, at_once, done, launch, planted, stage
+from conftest import CHARS, NO_SHAPE, ROOT, SOURCE, at_once, done, launch, planted, stage
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -85,7 +85,7 @@ def test_its_tokenizer_and_generate_give_our_text(exported):
 def test_training_takes_the_folder_and_refuses_half_of_it(exported, train, tmp_path):
     """Its characters are the data's. Weights of which a download brought half, or none, are refused at the start."""
     _, folder, _ = exported
-    args = ("--n_layer=None", "--n_head=None", "--n_embd=None", "--dropout=0", "--max_iters=1")
+    args = (*NO_SHAPE, "--dropout=0", "--max_iters=1")
     assert "what they learned about words is lost" not in done(train(*args, f"--init_from={folder}")).stdout
     half = shutil.copytree(folder, tmp_path / "half")
     os.truncate(half / "model.safetensors", (half / "model.safetensors").stat().st_size // 2)
@@ -107,8 +107,7 @@ def test_a_tokenizer_of_the_datas_own_goes_along(tmp_path, train):
     ids = tokenizer.encode((ROOT / "README.md").read_text(), add_special_tokens=False).ids
     data.mkdir()
     tokenizer.save(str(data / "tokenizer.json"))
-    write_dataset(data, ids[:-400], ids[-400:], tokenizer_file_meta(data / "tokenizer.json", 0), 320,
-                  {"name": "a test", "sha256": None, "bytes": 0})
+    write_dataset(data, ids[:-400], ids[-400:], tokenizer_file_meta(data / "tokenizer.json", 0), 320, SOURCE)
     run = done(train(f"--dataset={data}", "--max_iters=1"))
     exported = export(f"--out_dir={run.out_dir}", f"--to={tmp_path}/folder")
     assert exported.returncode == 0 and difference(exported.stdout) < 1e-5, exported.stderr
@@ -211,9 +210,8 @@ def gpt2_exported(train, tmp_path_factory):
     torch.manual_seed(0)
     GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=32)).save_pretrained(folder / "tiny")
     ids = tokenizer_of({"kind": "gpt2"})[0]((ROOT / "README.md").read_text())
-    write_dataset(data, ids[:-400], ids[-400:], {"kind": "gpt2"}, 50257, {"name": "a test", "sha256": None, "bytes": 0})
-    run = done(train(f"--init_from={folder}/tiny", "--n_layer=None", "--n_head=None", "--n_embd=None", "--max_iters=2",
-                     f"--dataset={data}", stage(3), ranks=2))
+    write_dataset(data, ids[:-400], ids[-400:], {"kind": "gpt2"}, 50257, SOURCE)
+    run = done(train(f"--init_from={folder}/tiny", *NO_SHAPE, "--max_iters=2", f"--dataset={data}", stage(3), ranks=2))
     exported = export(f"--out_dir={run.out_dir}")  # into hf-best there
     assert exported.returncode == 0, exported.stderr
     return run.out_dir, run.out_dir / "hf-best", exported.stdout

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from muon_reference import PlainMuon, by_singular_values
-from zero_training import initialize, set_rates, weights
+from zero_training import ADAM, RELEASED, initialize, set_rates, weights
 
 from model import GPT, Block, GPTConfig
 from runtime.cluster.join import join_process_group
@@ -38,10 +38,6 @@ SEQUENCES, ACCUMULATION, STEPS = 12, 3, 6  # per step over all ranks; micro-step
 CONFIG = GPTConfig(block_size=64, vocab_size=500, n_layer=2, n_head=4, n_embd=256)
 RATES = (3e-3, 2e-3, 1e-3, 3e-3, 2e-3, 1e-3)  # set anew each step, as the script does
 CLIP = 0.3  # norms are 0.6 to 1.9
-# With this epsilon, Adam doesn't turn the rounding of elements with nearly no gradient into full steps
-ADAM = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-5}
-RELEASED = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0,
-            "stage3_param_persistence_threshold": 0}
 BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}  # c_attn has 196,608 elements
 # At a scale of 2^24 gradients overflow; from there it falls, and doubles after every second good step
 FP16 = {"clip": 0.0, "fp16": {"initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}}

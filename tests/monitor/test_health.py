@@ -133,10 +133,8 @@ def test_a_norm_is_a_spike_by_those_before_it():
 
 
 @pytest.fixture
-def warnings_of():
+def warnings_of(process_group):
     """Return the warnings, {step: [messages]}, of a run with these norms. It resumes after step `first`."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-
     def check_all(norms, first=0, skipped=None):
         warnings, before = {}, SpikeDetector()
         for norm in norms[:first]:
@@ -148,8 +146,7 @@ def warnings_of():
             health.check(step, torch.zeros(()), iter_num)
         return warnings
 
-    yield check_all
-    torch.distributed.destroy_process_group()
+    return check_all
 
 
 def norms_of(name):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, launch, nvidia_smi, planted
+from conftest import NO_SHAPE, ROOT, SMALL, SOURCE, launch, nvidia_smi, planted
 from torch.nn.attention import SDPBackend
 
 from configurator import settings_of_script
@@ -29,7 +29,6 @@ from runtime.plan.rules import evaluations_through, plan_iterations
 from runtime.plan.run_plan import Problems, make_plan
 
 SCRIPT = str(ROOT / "train_deepspeed.py")
-NO_SHAPE = ("--n_layer=None", "--n_head=None", "--n_embd=None")  # with weights, which bring their own
 
 
 def fingerprint(folder):
@@ -67,8 +66,7 @@ def folder(tmp_path_factory, holder, characters):
     from transformers import GPT2Config, GPT2LMHeadModel
     GPT2LMHeadModel(GPT2Config(vocab_size=28, n_embd=8, n_layer=1, n_head=2, n_positions=16)).save_pretrained(
         folder / "tiny")
-    write_dataset(folder / "wide", range(900), range(100), {"kind": "gpt2"}, 50257,
-                  {"name": "a test", "sha256": "0" * 64, "bytes": 0})
+    write_dataset(folder / "wide", range(900), range(100), {"kind": "gpt2"}, 50257, SOURCE)
     zero = {"zero3": {"stage": 3}, **{name: {"stage": stage, "offload_optimizer": {"device": "cpu"}}
                                       for name, stage in (("offload", 2), ("offload3", 3))}}
     for name in (*zero, "bf16sums"):
