@@ -166,8 +166,7 @@ def launch(script, *args, ranks=1, launcher="fork", timeout=300, **env):
     """Run a Python script; -> subprocess.CompletedProcess.
 
     By forks of a process that has imported torch (fork_server.py), or by 'python', 'torchrun' or 'deepspeed', as a user
-    would; always the latter with an environment variable that is read before a script begins.
-    """
+    would; always the latter with an environment variable that is read before a script begins."""
     if launcher == "fork" and any(name.startswith(AT_IMPORT) for name in env):
         launcher = "python" if ranks == 1 else "torchrun"
     command = command_line(script, *args, ranks=ranks, launcher=launcher)
@@ -279,8 +278,7 @@ def train(characters, tmp_path_factory):
     """train("--max_iters=6", ranks=2, out_dir=..., plant="code"): run code, then train_deepspeed.py on SMALL and these.
 
     The result has returncode, stdout, stderr, out_dir, history (all records), losses {iter: loss} of the steps and
-    evals {iter: (train_loss, val_loss)}, the numbers in full precision.
-    """
+    evals {iter: (train_loss, val_loss)}, the numbers in full precision."""
 
     def run(*args, ranks=1, launcher="fork", out_dir=None, plant="", **options):
         out_dir = Path(out_dir or tmp_path_factory.mktemp("run") / "out")

@@ -8,8 +8,7 @@
 
 A fault is one replacement in one file, and a run that has it works and looks plausible. It counts as caught if its test
 fails. An error in a fixture, a collection error and a test that no longer exists don't count. The exit code is 0 if all
-faults were caught.
-"""
+faults were caught."""
 
 import argparse
 import os
@@ -175,8 +174,7 @@ FAULTS = [Fault(*row) for row in (
          "test_statistics_stay_in_float32_in_half_precision"),
         ("other ranks", "Adam's moments of another number of ranks are read from the wrong places", "train_deepspeed",
          'if state["saved_by"] != new["saved_by"]:', "if False:",
-         "test_another_number_of_ranks_takes_the_weights_of_the_newest_epoch"))),
-)]
+         "test_another_number_of_ranks_takes_the_weights_of_the_newest_epoch"))))]
 
 
 def row(*cells):

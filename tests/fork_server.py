@@ -8,8 +8,7 @@ launchers don't use it. The server ends when its standard input does.
 A client connects to the Unix socket SOCKET and sends one line of JSON: argv (the script first), env, cwd, stdout and
 stderr (files), ranks, port. It receives a line with the process ids of the ranks at once, and the exit code at the end:
 of the rank that failed first, or 0; negative for a signal. If the client shuts the connection down before, the ranks
-are killed.
-"""
+are killed."""
 
 import atexit
 import contextlib

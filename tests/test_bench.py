@@ -44,8 +44,7 @@ def test_train_and_a_baseline(characters, tmp_path, baseline, name):
 @pytest.mark.parametrize(("args", "sentence"), [
     (["--batch=8"], "there is no setting 'batch': did you mean 'batch_size'?"),
     (["--baseline=pytorch", "--lora_rank=4", "--init_from=gpt2"], "--baseline=pytorch trains all weights: "),
-    (["--json=docs"], "--json=docs can't be written: "), (["--repeats=0"], "--repeats must be at least 1"),
-])
+    (["--json=docs"], "--json=docs can't be written: "), (["--repeats=0"], "--repeats must be at least 1")])
 def test_mistakes_are_one_line(args, sentence):
     run = launch(ROOT / "bench.py", *args)
     assert run.returncode == 2 and sentence in run.stderr and "Traceback" not in run.stderr

@@ -87,8 +87,7 @@ def test_command_line_gives_values_of_the_settings_types(argv, changed):
     ("--compile=1", "compile takes auto or True or False, not '1'"),
     ("--zzz-z", "there is no setting 'zzz_z': docs/guides.md has those of other guides"),
     ("--compile --eval_only", "compile takes auto or True or False, not ''"),
-    ("--max_iters", "max_iters takes int, not ''"),
-])
+    ("--max_iters", "max_iters takes int, not ''")])
 def test_wrong_types_and_names_are_refused(arg, problem):
     assert refused(*arg.split()) == [f"command line: {problem}"]
 
@@ -313,8 +312,7 @@ def leaves(node, path=""):
 def trained_with():
     """Return the dotted names that tests train with in a value other than DeepSpeed's default.
 
-    Read from what they run: the ways of zero_worker.py, and the JSONs of conftest.py and test_profiler.py.
-    """
+    Read from what they run: the ways of zero_worker.py, and the JSONs of conftest.py and test_profiler.py."""
     settings = leaves(MEASURED)
     for path in STAGES.values():
         settings += leaves(json.loads((ROOT / path).read_text()))

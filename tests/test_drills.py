@@ -21,8 +21,7 @@ NO_RIGHT = 77  # diskfull.py ends with it before it has started anything
      {"trials": 3, "failed": [], "orphans": 0}),
     ("prepare", ["--mb=20", "--kills=2", "--tokenizer=char"], {"kills": 2, "same_bytes": True}),
     ("signals", ["--launchers=torchrun", "--only=a rank killed", "--resume=0"],
-     {"trials": 1, "failed": [], "orphans": 0}),
-])
+     {"trials": 1, "failed": [], "orphans": 0})])
 def test_drill(drill, options, figures, tmp_path):
     script, out = ROOT / "tests" / "drills" / f"{drill}.py", tmp_path / "report.json"
     done = run([sys.executable, script, *options, f"--folder={tmp_path}/drill", f"--json={out}"], capture_output=True,

@@ -1,7 +1,6 @@
 """evaluate.py against transformers, row by row and without padding; bits per byte against the bytes of the text.
 
-Tests with `index` in their name may fetch GPT-2's tokenizer.
-"""
+Tests with `index` in their name may fetch GPT-2's tokenizer."""
 
 import json
 import math

@@ -1,7 +1,6 @@
 """Whole runs, in processes of their own: losses, ranks, launchers, resuming, tags, weights, samples.
 
-Most tests look at the same few runs, which the module's fixtures make once.
-"""
+Most tests look at the same few runs, which the module's fixtures make once."""
 
 import hashlib
 import json
@@ -234,8 +233,7 @@ def test_evaluations_updates_and_saves_happen_once(whole):
 
 @pytest.mark.parametrize("n, files", [
     (2, {"mp_rank_00_model_states.pt", *(f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in (0, 1))}),
-    (3, {f"zero_pp_rank_{r}_mp_rank_00_{kind}_states.pt" for r in (0, 1) for kind in ("model", "optim")}),
-])
+    (3, {f"zero_pp_rank_{r}_mp_rank_00_{kind}_states.pt" for r in (0, 1) for kind in ("model", "optim")})])
 def test_tags_and_their_files(whole, n, files):
     run = whole(n)
     out_dir = run.out_dir

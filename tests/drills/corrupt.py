@@ -4,8 +4,7 @@
 
 Damaged: cut short, one bit flipped, deleted, swapped with the same file of another tag, or of another rank. A run that
 resumes takes the tag before and ends with the losses of one that was never damaged; a run that names the corrupt tag is
-refused.
-"""
+refused."""
 
 import os
 import random

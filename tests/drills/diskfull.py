@@ -5,8 +5,7 @@
 The run writes to a file system of a few MB, of its own (in a mount namespace; needs Linux and the right to make one).
 A save that finds no room deletes the oldest tag that is neither the newest nor best. If there is none, the tag leaves
 nothing behind, the run stops, and it resumes from the one before. At last, a run as long as the default one has a file
-system in which its checkpoints take as much as GPT-2 XL's take of 50 GB.
-"""
+system in which its checkpoints take as much as GPT-2 XL's take of 50 GB."""
 
 import errno
 import json
@@ -132,8 +131,7 @@ def main():
         ("not a byte left, for the history either", 0, "iter_4", ["iter_2"], "the disk is full"),
         ("no room before a save", tag_size // 2, "iter_4", ["iter_2"], "the disk is full"),
         ("no room before a save, with an older tag", tag_size // 2, "iter_6", ["iter_6", "iter_8"],
-         "no room for the next checkpoint: deleted"),
-    ]
+         "no room for the next checkpoint: deleted")]
     for one in cases[:args.most]:
         case(*one)
     default_run("50 GB, each loss is better", best=20, stand=["iter_15", "iter_20"])

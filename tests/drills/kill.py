@@ -3,8 +3,7 @@
     python tests/drills/kill.py --kills=20
 
 Everything of a 2-rank run gets SIGKILL at once; the same command starts it again. Its losses must be, to the last
-bit, those of a run that was never killed, and no start may go back behind the newest complete tag.
-"""
+bit, those of a run that was never killed, and no start may go back behind the newest complete tag."""
 
 import functools
 import os

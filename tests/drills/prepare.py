@@ -3,8 +3,7 @@
     python tests/drills/prepare.py --mb=1000 --kills=5
 
 data/prepare.py must take less than 4 GB; from 200 MB on, its workers must all work; and after kills, the same command
-must give the bytes of the run that was never killed, and leave no other file behind.
-"""
+must give the bytes of the run that was never killed, and leave no other file behind."""
 
 import contextlib
 import hashlib

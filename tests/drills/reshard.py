@@ -2,8 +2,7 @@
 
     python tests/drills/reshard.py --most=1000      every change among 1, 2 and 4 ranks and stages 2 and 3
 
-The losses after the change must be those of the run that never changed, to rounding.
-"""
+The losses after the change must be those of the run that never changed, to rounding."""
 
 import itertools
 import random

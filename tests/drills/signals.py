@@ -4,8 +4,7 @@
 
 A stopped run saves a checkpoint of the last step that it printed, exits with the documented code within 60 s and leaves
 no process behind. After a resume, its losses are those of an uninterrupted run. When a rank or the launcher is killed,
-all processes exit within 60 s.
-"""
+all processes exit within 60 s."""
 
 import os
 import random

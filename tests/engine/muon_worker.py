@@ -1,8 +1,7 @@
 """One rank of test_muon.py: torchrun --nproc_per_node=N muon_worker.py OUT.pt
 
 Trains a tiny GPT of three blocks with Muon, in each way of the table below, and in plain PyTorch with
-torch.optim.Muon. Rank 0 writes {way: the weights after each step, {name: tensor}}.
-"""
+torch.optim.Muon. Rank 0 writes {way: the weights after each step, {name: tensor}}."""
 
 import os
 import sys

@@ -1,7 +1,6 @@
 """Muon against torch.optim.Muon on the same gradients, on 1 to 4 ranks (see muon_worker.py).
 
-Three blocks of four matrices: 2 and 4 ranks cut a matrix in two, 3 ranks cut between matrices.
-"""
+Three blocks of four matrices: 2 and 4 ranks cut a matrix in two, 3 ranks cut between matrices."""
 
 import itertools
 import shutil

@@ -1,8 +1,7 @@
 """DeepSpeed's stages and our repairs to them against plain PyTorch, on 1 and 2 ranks (see zero_worker.py).
 
 Weights are compared by their largest difference (`furthest`; they move by up to 0.017) and, in half precision, where
-an element of nearly no gradient may go anywhere, by their distance in units of the way gone (`apart`).
-"""
+an element of nearly no gradient may go anywhere, by their distance in units of the way gone (`apart`)."""
 
 import json
 
@@ -133,8 +132,7 @@ def test_a_sample_while_training_is_that_of_a_plain_model_with_these_weights(rep
     ("stage 3", [256, 256, 512, 512, 1024], [1, 1, 1, 1, 1]),
     ("stage 2 static", [128, 128, 128, 128, 128], [1, 1, 1, 1, 1]),
     ("stage 2 inf", [256, 128, 128, 128, 256, 256], [1, 0, 1, 1, 1, 1]),
-    ("stage 3 inf", [256, 128, 128, 128, 256, 256], [1, 0, 1, 1, 1, 1]),
-])
+    ("stage 3 inf", [256, 128, 128, 128, 256, 256], [1, 0, 1, 1, 1, 1])])
 def test_float16_is_plain_pytorch_while_the_loss_scale_grows(report, way, scales, applied):
     """The scale after each step: doubled after the third good one and each second one
     from there, halved by a bad one. Seen: 0.4% of the way."""

@@ -2,8 +2,7 @@
 
 Trains a tiny GPT for a few steps in every way of the table below, each in an engine of its own, and in plain PyTorch
 over the same sequences. Rank 0 writes for each way the norms, what was applied, the loss scales, and how far the
-weights ended from those of others: the largest difference of all, and the distance in units of the way gone.
-"""
+weights ended from those of others: the largest difference of all, and the distance in units of the way gone."""
 
 import json
 import os
@@ -88,8 +87,7 @@ WAYS = {
     "small fused local": (2, "bfloat16", {**SMALL, "fused": True, "local": True}),
     "small fused stage 3": (3, "bfloat16", {**SMALL, "fused": True}),
     "small fused own": (3, "bfloat16", {**SMALL, "fused": True, "short": False, "zero": RELEASED}),
-    "small fused stage 3 local": (3, "bfloat16", {**SMALL, "fused": True, "local": True, "checkpointing": True}),
-}
+    "small fused stage 3 local": (3, "bfloat16", {**SMALL, "fused": True, "local": True, "checkpointing": True})}
 
 
 def fresh_model(layers=2):

@@ -87,5 +87,4 @@ GPU_FAULTS = [Fault(*row[:5], f"gpu/test_gpu_{row[5]}", gpus=row[6] if len(row) 
      "runs.py::test_a_checkpoint_saved_in_the_background_is_that_of_its_step[1 rank]"),
     ("out of memory", "settings are suggested that fit an empty GPU only",
      "runtime/plan/report.py", "min(plan.execution.memory, estimated - 1)", "plan.execution.memory",
-     "runs.py::test_out_of_memory_ends_in_settings_that_fit"),
-)]
+     "runs.py::test_out_of_memory_ends_in_settings_that_fit"))]

@@ -3,8 +3,7 @@
 Nothing here uses the project's model or kernels, except the names and shapes of the weights. Most bounds are set by
 PyTorch itself: the error of a result against float64 may be at most 1.5 times that of plain PyTorch in the same
 precision, and its worst element at most 2.5 times as far off. Seen on an H200: 1.2 times, in decoding, and 1.6 times. A
-wrong formula, a missing row or a lost bias makes 10 times and more.
-"""
+wrong formula, a missing row or a lost bias makes 10 times and more."""
 
 import torch
 import torch.nn.functional as F

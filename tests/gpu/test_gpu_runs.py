@@ -1,7 +1,6 @@
 """Whole runs of train_deepspeed.py on GPUs: resuming, dropout, saving in the background, float16, out of memory.
 
-All runs that the selected tests need are started together: each takes seconds to start and uses little of a GPU.
-"""
+All runs that the selected tests need are started together: each takes seconds to start and uses little of a GPU."""
 
 import json
 import re

