@@ -65,6 +65,8 @@ def write_tokenizer(folder, meta, block_size, template=None):
         tokenizer.backend_tokenizer.model.save(folder)
     else:
         own, end = char_tokenizer(meta["chars"]) if meta["kind"] == "char" else hf_tokenizer(meta), end_of_text(meta)
+        if not {end}.issuperset(own.encode("").ids):  # it adds tokens to a text that no document had in training
+            own.post_processor = None
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=own, eos_token=None if end is None else own.id_to_token(end),
             model_input_names=["input_ids", "attention_mask"], **options)  # no token types

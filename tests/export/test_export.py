@@ -101,7 +101,7 @@ def test_a_tokenizer_of_the_datas_own_goes_along(tmp_path, train):
     tokenizer, data = Tokenizer(models.BPE()), tmp_path / "data"
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.train_from_iterator([(ROOT / "README.md").read_text()], trainers.BpeTrainer(
-        vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<end>"],
+        vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<end>", "<s>"],
         show_progress=False))
     tokenizer.post_processor = processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 0)])
     ids = tokenizer.encode((ROOT / "README.md").read_text(), add_special_tokens=False).ids
@@ -115,6 +115,10 @@ def test_a_tokenizer_of_the_datas_own_goes_along(tmp_path, train):
     assert theirs(TEXT)["input_ids"] == [0, *tokenizer.encode(TEXT, add_special_tokens=False).ids]
     assert (theirs.eos_token, theirs.eos_token_id, theirs.model_max_length) == ("<end>", 0, 32)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "folder").generation_config.eos_token_id == 0
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save(str(data / "tokenizer.json"))
+    hf.write_tokenizer(data, tokenizer_file_meta(data / "tokenizer.json", 0), 32)  # without <s>, which is not trained
+    assert AutoTokenizer.from_pretrained(data)(TEXT)["input_ids"] == theirs(TEXT)["input_ids"][1:]
 
 
 def test_weights_in_half_precision(whole, tmp_path):
