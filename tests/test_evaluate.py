@@ -196,8 +196,9 @@ def test_refusals(train, tmp_path):
 
 
 def test_a_dataset_with_another_tokenizer_than_the_weights_is_refused(characters, tmp_path):
-    GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=32, n_embd=32, n_layer=1, n_head=1)).save_pretrained(tmp_path)
-    Tokenizer(models.WordLevel({f"w{i}": i for i in range(40)}, "w0")).save(str(tmp_path / "tokenizer.json"))
+    """With as many tokens."""
+    GPT2LMHeadModel(GPT2Config(vocab_size=28, n_positions=32, n_embd=32, n_layer=1, n_head=1)).save_pretrained(tmp_path)
+    Tokenizer(models.WordLevel({f"w{i}": i for i in range(28)}, "w0")).save(str(tmp_path / "tokenizer.json"))
     run = launch(ROOT / "evaluate.py", f"--init_from={tmp_path}", f"--dataset={characters}")
     problem = f"dataset={characters} has another tokenizer than {tmp_path}: prepare it with that one\n"
     assert (run.returncode, run.stdout, run.stderr) == (2, "", problem)

@@ -8,7 +8,7 @@ from model import GPT, GPTConfig
 from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore, parse_run_path
 from runtime.data.dataset import GPT2_VOCAB, dataset_dir, read_meta
-from runtime.data.tokenizer import END_OF_TEXT, hf_tokenizer, tokenizer_file_meta
+from runtime.data.tokenizer import END_OF_TEXT, hf_tokenizer, tokenizer_file_meta, tokenizer_of
 from runtime.errors import UserError
 from runtime.weights import weights_errors
 
@@ -29,8 +29,9 @@ def find_model(init_from, out_dir, tag, dataset):
         config = GPTConfig.from_weights(init_from) if os.path.exists(init_from) else GPTConfig()  # a GPT-2 on the hub
         data = read_meta(dataset_dir(dataset)) if dataset else data_of_weights(init_from, config.vocab_size)
         comparable = dataset and data["tokenizer"]["kind"] != "gpt2" and (folder / "tokenizer.json").exists()
-        if data["vocab_size"] > config.vocab_size or (
-                comparable and data["vocab_size"] != data_of_weights(init_from, config.vocab_size)["vocab_size"]):
+        both = (data, data_of_weights(init_from, config.vocab_size)) if comparable else ()
+        texts = {tokenizer_of(each["tokenizer"])[1](list(range(each["vocab_size"]))) for each in both}  # of all tokens
+        if data["vocab_size"] > config.vocab_size or len(texts) > 1:
             raise UserError(f"dataset={dataset} has another tokenizer than {init_from}: prepare it with that one")
         file, jinja = folder / "tokenizer_config.json", folder / "chat_template.jinja"  # of transformers
         with weights_errors(file):
