@@ -6,8 +6,7 @@
     python bench.py --baseline=fsdp2 --gpus=2 config/xl_shakespeare.py  also a GPT in PyTorch's FSDP2
 
 All other arguments go to train_deepspeed.py. Speed does not depend on the weights: if you don't have GPT-2's, add
---init_from=scratch --n_layer=48 --n_head=25 --n_embd=1600.
-"""
+--init_from=scratch --n_layer=48 --n_head=25 --n_embd=1600."""
 
 import argparse
 import json

@@ -3,8 +3,7 @@
     python doctor.py
 
 WARN: slower, or some runs won't work. FAIL: no run starts, and the exit code is 1. Each of them has its fix. To check a
-run on this machine or another, add --dry_run=True to its command.
-"""
+run on this machine or another, add --dry_run=True to its command."""
 
 import argparse
 import importlib.metadata

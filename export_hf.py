@@ -5,8 +5,7 @@
     python export_hf.py --out_dir=out-shakespeare-xl-lora --peft --to=adapter      LoRA's adapter alone, for PEFT
 
 The folder is written under a temporary name and loaded with transformers. It gets its name only if both models give
-the same logits, up to float32's rounding, and both tokenizers the same tokens.
-"""
+the same logits, up to float32's rounding, and both tokenizers the same tokens."""
 
 from typing import Literal
 

@@ -4,8 +4,7 @@
     python launch_deepspeed.py --nnodes=4 ...        any arguments of torchrun, with a script to start
     python launch_deepspeed.py --headline            what run_deepspeed_xl.sh runs after it has created .venv
 
-At SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, the run saves a checkpoint and exits. A second Ctrl-C kills it.
-"""
+At SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, the run saves a checkpoint and exits. A second Ctrl-C kills it."""
 
 import contextlib
 import logging

@@ -3,8 +3,7 @@
     python plot.py out-shakespeare-xl-deepspeed     writes curves.png to that folder
     python plot.py out-a out-b --png=compare.png    one color per run
 
-It also works during a run. A folder without records ends it with exit code 2.
-"""
+It also works during a run. A folder without records ends it with exit code 2."""
 
 import argparse
 import math

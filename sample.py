@@ -4,8 +4,7 @@
     python sample.py --out_dir=out-shakespeare-xl-deepspeed --tag=best --start="To be" --temperature=0.8
     python sample.py --init_from=gpt2-xl --start="The meaning of life is"
     python sample.py --out_dir=out-shakespeare-xl-deepspeed --interactive
-    python sample.py --out_dir=out-sft-xl --chat
-"""
+    python sample.py --out_dir=out-sft-xl --chat"""
 
 from typing import Literal
 

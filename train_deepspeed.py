@@ -6,8 +6,7 @@
     torchrun --nnodes=2 --node_rank=0 --master_addr=node1 ...                    multi-node: docs/multi_node.md
     torchrun ... train_deepspeed.py config/xl_shakespeare.py --init_from=resume  resume
 
-One iteration is one optimizer step, with all of its micro-steps. Exit codes: docs/troubleshooting.md.
-"""
+One iteration is one optimizer step, with all of its micro-steps. Exit codes: docs/troubleshooting.md."""
 
 import time
 

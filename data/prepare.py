@@ -6,8 +6,7 @@
     python data/prepare.py chat.jsonl --name=mine --format=chat
 
 PATH is a text file, JSON lines (.jsonl, .ndjson, .json), Parquet, token shards (.bin, .npy), a folder of them, or "-"
-for standard input. Text and JSON lines may be compressed (.gz, .zst, .bz2, .lz4).
-"""
+for standard input. Text and JSON lines may be compressed (.gz, .zst, .bz2, .lz4)."""
 
 import argparse
 import os

@@ -2,8 +2,7 @@
 
     python data/prepare_hub.py
     python data/prepare_hub.py --dataset=HuggingFaceFW/fineweb-edu --config=sample-10BT --streaming
-    python data/prepare_hub.py --dataset=FOLDER --name=openwebtext      # files that another machine has downloaded
-"""
+    python data/prepare_hub.py --dataset=FOLDER --name=openwebtext      # files that another machine has downloaded"""
 
 import argparse
 import os

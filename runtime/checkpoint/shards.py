@@ -93,7 +93,7 @@ def open_tag(out_dir, tag="latest", share=(0, 1)):
     tag, manifest = store.find(tag)
     try:
         if problems := verify_files(store.path(tag), manifest["files"], *share):
-            raise CheckpointError("\n".join(problems))
+            raise CheckpointError("; ".join(problems) + f": choose another checkpoint of {out_dir}")
         return TagReader(store.path(tag), manifest), manifest
     except OSError as error:  # a running job may also have pruned it
         raise UnreadableError.of(error, store.path(tag)) from None

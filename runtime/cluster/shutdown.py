@@ -29,7 +29,7 @@ from runtime.output import explain_uncaught
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # the exit code is 128 + the number
 EXIT_REASONS = {143: "SIGTERM, or the launcher has exited", 138: "SIGUSR1", 130: "Ctrl-C",
                 129: "SIGHUP: the terminal was closed", 0: "the file STOP",
-                3: "too many consecutive steps were skipped: lower learning_rate", 4: "gradient norms rise"}
+                3: "too many consecutive steps were skipped: lower the learning rate", 4: "gradient norms rise"}
 INTERVAL = 1.0  # seconds between two checks
 LAUNCHER_GRACE_S = 50  # after the launcher's end, to finish a step and save
 LAUNCHERS = {"torchrun", "torch.distributed.run", "torch.distributed.launch", "launch_deepspeed.py", "deepspeed",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from model import EAGER_LOSS_CHUNK, LOSS_CHUNK, GPTConfig
 from runtime.data.loader import Batch
 from runtime.engine.ds_config import complete_config, config_fits_fast_gradients, uses_offload
+from runtime.engine.muon import MAX_BATCH
 from runtime.files import format_bytes, format_time
 from runtime.hardware import GPUS, Execution
 
@@ -84,9 +85,18 @@ def estimate(run):
         "optimizer": 0 if offload else (trainable * 12 - run.params.muon * 4) // ranks,
         "buckets": buckets, "activations": activations, "loss": loss,
         "CUDA and NCCL": CUDA_CONTEXT_BYTES[ranks > 1] * (run.execution.device == "cuda")}
+    # Muon's step has no activations, but about 7 copies of a batch of matrices. It was measured on a CPU
+    parts["Muon's step"] = max(0, muon_step(run) - activations - loss)
     # Before DeepSpeed shards or offloads the weights, each GPU holds all of them, and nothing else
     at_start = stored * (itemsize if run.pretrained else 4)
     return {**parts, "start": max(0, at_start + parts["CUDA and NCCL"] - sum(parts.values()))}
+
+
+def muon_step(run):
+    """Return the bytes that Newton-Schulz takes on a GPU in float16, or on CPU in float32. Square matrices take most,
+    and are a third of Muon's."""
+    itemsize = 2 if run.execution.device == "cuda" else 4
+    return 7 * itemsize * min(MAX_BATCH, run.params.muon // 3 // run.batch.world_size)
 
 
 def zero3_buffers(run):
@@ -117,7 +127,7 @@ def bytes_with_eval(run):
     tokens = run.batch.micro * run.model.block_size
     block = tokens * run.model.n_embd * run.execution.torch_dtype.itemsize * 11
     loss = min(tokens, LOSS_CHUNK) * run.model.padded_vocab_size * 8
-    return gpu_bytes(run) + (block + loss) * run.execution.compile
+    return gpu_bytes(run) + max(block + loss, muon_step(run)) * run.execution.compile
 
 
 def fit_batch(run):

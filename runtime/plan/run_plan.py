@@ -141,6 +141,9 @@ def detect_hardware(s, ranks, problems, notes):
     if s.target_gpu is not None:
         gpu = find_gpu(s.target_gpu)
         dtype = ("bfloat16" if gpu.bf16 else "float16") if s.dtype == "auto" else s.dtype
+        if dtype == "bfloat16" and not gpu.bf16:
+            problems.add(f"dtype=bfloat16 needs compute capability 8.0, but target_gpu={s.target_gpu} has less: use "
+                         "--dtype=float16 or --dtype=auto")
         return Execution("cuda", dtype, s.compile is True or (s.compile and gpu.bf16), int(gpu.gb * 1e9), gpu)
     device = pick_device(s.device, ranks.local_world_size)
     if device == "cpu" and s.backend == "nccl":

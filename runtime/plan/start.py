@@ -6,7 +6,7 @@ import shlex
 from dataclasses import asdict, dataclass
 
 from model import GPTConfig
-from runtime.checkpoint.tags import CheckpointError, TagStore, UnreadableError, parse_run_path
+from runtime.checkpoint.tags import CheckpointError, TagStore, UnreadableError, parse_run_path, verify_files
 from runtime.data.dataset import same_data, same_tokenizer
 from runtime.errors import UserError
 from runtime.lora import as_options
@@ -152,6 +152,8 @@ def from_resume(settings, data, lora, sequences, notes):
     if per_step != sequences:
         notes.append(f"{out_dir}/{tag} was trained with {per_step:,} sequences per step; with {sequences:,}, this run "
                      "repeats or skips some")
+    if settings.dry_run and (wrong := verify_files(store.path(tag), manifest["files"])):  # a run skips such a tag
+        notes.append("; ".join(wrong) + ("" if named else ": resuming from the newest checkpoint that is intact"))
     return Start("resume", "resume", model, tuple(state["sources"]), tag=tag)
 
 

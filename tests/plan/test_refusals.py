@@ -335,6 +335,7 @@ TARGETS = "choose from a block's matrices, attn.c_attn, attn.c_proj, mlp.c_fc, m
     ("--backend=nccl", "backend=nccl needs GPUs: use --backend=auto"),
     ("--target_gpu=-24 --dry_run=True", "target_gpu=-24 is unknown: give a number of GB, or one of T4,"),
     ("--target_gpu=24", "target_gpu=24.0 only estimates: add --dry_run=True"),
+    ("--target_gpu=T4 --dry_run=True --dtype=bfloat16", "dtype=bfloat16 needs compute capability 8.0, but target_gpu="),
     ("--profile=True --max_iters=6", "profile=True traces the 6th and 7th step, but max_iters=6: use --max_iters=7"),
     ("--dataset={{1:0.5}}", "dataset={{1: 0.5}} is not a mixture: write {{'name': 0.3, 'other': 0.7}}, all above 0"),
     ("--out_dir={holder}/iter_4", "iter_4 is a checkpoint of a run: choose another with --out_dir=DIR"),
