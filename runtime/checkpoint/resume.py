@@ -28,7 +28,7 @@ def newest_intact(store, start, resume_tag="latest", overwrite=False):
     else:
         exit_together([*sum(store.skipped.values(), []), f"nothing to resume from: {OTHER_TAG}"])
     for skipped_name, problems in store.skipped.items():
-        print0(f"skipping {store.path(skipped_name)}: {problems[0]}")
+        print0(f"skipping {store.path(skipped_name)}: {problems[0].removesuffix(f': {OTHER_TAG}')}")
     print0(f"resuming from {store.path(name)}, iteration {tag.manifest['iter_num']}; its files were checked in "
            f"{time.monotonic() - began:.1f} s")
     return tag

@@ -94,7 +94,7 @@ class TagStore:
 
     def find(self, tag="latest"):
         """Return the Tag of this name. "latest": the newest; None: best, or the newest. Raises CheckpointError."""
-        tag = tag or ("best" if self.is_complete("best") else "latest")
+        tag = ("best" if self.is_complete("best") else "latest") if tag is None else tag
         name = self.newest() or tag if tag == "latest" else tag
         if os.path.basename(name) != name or not self.is_complete(name):
             if exists(self.path("manifest.json")):
@@ -150,14 +150,14 @@ class TagStore:
     def prune(self, keep_last):
         """Delete all iter_* tags but the newest keep_last. best and final stay."""
         self.link_best()  # if that failed when the best tag was saved
-        for tag in [tag for tag in self.list() if tag.startswith("iter_")][:-keep_last]:
+        for tag in [tag for tag in self.newest_first() if tag.startswith("iter_")][keep_last:]:
             self.delete(tag)
 
     def delete_oldest(self):
         """Delete the oldest iter_* tag that is neither newest nor best, and print it. Return whether that worked."""
         with contextlib.suppress(OSError, CheckpointError):
             kept = {self.newest(), self.find_best()[0]}
-            for tag in (tag for tag in self.list() if tag.startswith("iter_") and tag not in kept):
+            for tag in (tag for tag in reversed(self.newest_first()) if tag.startswith("iter_") and tag not in kept):
                 self.delete(tag)
                 print0(f"no room for the next checkpoint: deleted {self.path(tag)}")
                 return True

@@ -43,6 +43,6 @@ def series(history, key):
 
 def trim_history(out_dir, iter_num):
     """Drop the records of an earlier run after step iter_num, where this run starts."""
-    if history := read_history(out_dir):
-        records = [json.dumps(record) + "\n" for record in history if record["iter"] <= iter_num]
-        write_atomic(os.path.join(out_dir, "history.jsonl"), "".join(records))
+    if os.path.exists(path := os.path.join(out_dir, "history.jsonl")):
+        records = [json.dumps(record) + "\n" for record in read_history(out_dir) if record["iter"] <= iter_num]
+        write_atomic(path, "".join(records))

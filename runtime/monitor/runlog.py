@@ -83,7 +83,7 @@ class RunLog:
         with all_exit_on(OSError):
             if self.writes:
                 record = {"started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                          "command": " ".join(sys.argv), "commit": git_commit(), "settings": self.settings_record,
+                          "command": shlex.join(sys.argv), "commit": git_commit(), "settings": self.settings_record,
                           "world_size": int(os.environ["WORLD_SIZE"]), **machine_record(self.device),
                           "memory_plan": self.memory_plan}
                 trim_history(self.out_dir, self.iter_num if self.resumes else -1)

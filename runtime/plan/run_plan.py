@@ -234,5 +234,9 @@ def check_out_dir(s, start, tag_bytes, notes):
     folder = nearest_existing_dir(s.out_dir)
     if not s.out_dir or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise UserError(f"out_dir={s.out_dir} cannot be written: choose another with --out_dir=DIR")
+    for name in ("history.jsonl", "settings.json", "latest"):
+        path = os.path.join(s.out_dir, name)
+        if os.path.exists(path) and not (os.path.isfile(path) and os.access(path, os.R_OK | os.W_OK)):
+            raise UserError(f"{path} cannot be read and written: fix that, or choose another --out_dir=DIR")
     if s.keep_last and tag_bytes:
         check_disk(s, start, tag_bytes)

@@ -166,7 +166,7 @@ def check_compatible(settings, data, lora, tag, manifest):
     was, problems = state["settings"], []
     dataset = was["dataset"] if isinstance(was["dataset"], str) else json.dumps(was["dataset"])
     fix = "restore it" if str(settings.dataset) == str(was["dataset"]) else f"use --dataset={shlex.quote(dataset)}"
-    stage = f"or start a new stage with --init_from={where} --out_dir=DIR"
+    stage = f"or start a new stage with --init_from={shlex.quote(where)} --out_dir=DIR"
     if data and not same_tokenizer(data, state["data"]):
         raise CheckpointError(f"dataset={settings.dataset} has another tokenizer than {where}: {fix}")
     if data and not same_data(data["datasets"], state["data"]["datasets"]):

@@ -124,6 +124,7 @@ def test_a_best_tag_whose_link_failed_is_linked_before_others_go(improved, tmp_p
         with pytest.raises(OSError):
             store.prune(1)
     assert store.delete_oldest() is False and store.list() == ["iter_2", "iter_4", "best"]
+    shutil.copytree(store.path("iter_2"), store.path("iter_100"))  # a user's copy: its name says more than it is
     store.prune(1)
     assert store.list() == ["iter_4", "best"] and store.iteration("best") == 2
 

@@ -113,11 +113,12 @@ def test_what_the_run_deletes_makes_room(check, monkeypatch, tmp_path):
 
 
 def test_the_oldest_tag_that_is_neither_newest_nor_best_goes(tmp_path, capsys):
-    write_tags(tmp_path, {"iter_5": 5, "iter_10": 10, "iter_15": 15, "iter_100": 100, "best": 10, "final": 15})
+    """Whatever their names say: one is a user's copy."""
+    write_tags(tmp_path, {"iter_500": 5, "iter_10": 10, "iter_15": 15, "iter_100": 100, "best": 10, "final": 15})
     store = TagStore(tmp_path)
     assert [store.delete_oldest() for _ in range(3)] == [True, True, False]
     assert capsys.readouterr().out == "".join(f"no room for the next checkpoint: deleted {tmp_path}/iter_{iter_num}\n"
-                                              for iter_num in (5, 15))
+                                              for iter_num in (500, 15))
     assert store.list() == ["iter_10", "iter_100", "best", "final"]
 
 

@@ -57,6 +57,7 @@ def folder(tmp_path_factory, holder, characters):
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
 
+    (folder / "odd" / "history.jsonl").mkdir(parents=True)
     damaged("bit", flip)
     damaged("barred", lambda path: ((path.parent / "manifest.json").unlink(), (path.parent / "manifest.json").mkdir()))
     manifest = json.loads((holder / "iter_4" / "manifest.json").read_text()) | {"format": 0}
@@ -342,6 +343,8 @@ TARGETS = "choose from a block's matrices, attn.c_attn, attn.c_proj, mlp.c_fc, m
     ("--out_dir=", "cannot be written: choose another with --out_dir=DIR"),
     ("--out_dir={folder}/run[1]", "run[1] has *, ? or [ in it, which DeepSpeed expands: choose another with "
      "--out_dir=DIR"),
+    ("--out_dir={folder}/odd", "odd/history.jsonl cannot be read and written: fix that, or choose another --out_dir"),
+    ("--out_dir={holder} --init_from=resume --resume_tag=", "has no complete checkpoint '': choose from iter_2, ite"),
     ("--out_dir={holder} --init_from=resume --resume_tag=iter_3", "has no complete checkpoint 'iter_3': choose from "
      "iter_2, iter_4, best, final"),
     ("--resume_tag=iter_4", "resume_tag=iter_4 is for resuming: add --init_from=resume, or drop it"),
