@@ -128,7 +128,7 @@ def run_config_file(path, values, root):
         raise UserError(f"config file {path} {problem}{fix}")
     names = dict(values)
     try:
-        exec(compile(Path(file).read_text(encoding="utf-8"), file, "exec"), names)
+        exec(compile(Path(file).read_text(encoding="utf-8-sig"), file, "exec"), names)
     except (Exception, SystemExit) as error:  # the user's own Python
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         line = lines[-1] if lines else getattr(error, "lineno", None)

@@ -42,7 +42,7 @@ def ranks_from_environment(dry_run=False):
     world_size = launcher_variable("WORLD_SIZE", 1)
     launcher_variable("RANK", 0, end=world_size)
     if dry_run and "RANK" not in os.environ:
-        return Ranks(0, 0, world_size, launcher_variable("LOCAL_WORLD_SIZE", world_size))
+        return Ranks(0, 0, world_size, launcher_variable("LOCAL_WORLD_SIZE", world_size, end=world_size + 1))
     if world_size == 1 and not {"RANK", "LOCAL_RANK"} <= os.environ.keys():
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
                           MASTER_PORT="0")

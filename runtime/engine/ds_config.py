@@ -38,8 +38,7 @@ def allowed_keys(dtype):
         "fp16": {"enabled": boolean, "loss_scale": 0, "initial_scale_power": 0, "loss_scale_window": 1, "hysteresis": 1,
                  "min_loss_scale": (1,), "auto_cast": (False,)},
         "data_types": {"grad_accum_dtype": dtypes}, "communication_data_type": dtypes,
-        "zero_force_ds_cpu_optimizer": boolean, "steps_per_print": 1, "dump_state": boolean,
-        "wall_clock_breakdown": boolean}
+        "zero_force_ds_cpu_optimizer": boolean, "steps_per_print": 1, "wall_clock_breakdown": boolean}
 
 
 def with_batch(config, batch):
@@ -81,7 +80,7 @@ def read_json(path):
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
         config = json.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}: choose another file with --deepspeed_config=FILE") from None

@@ -139,9 +139,10 @@ def fit_batch(run):
 def host_estimate(run, local_world_size, tag_bytes):
     """Return the bytes of one node's host memory by use. tag_bytes: of a checkpoint, or 0 if the run saves none."""
     share, offload = local_world_size / run.batch.world_size, uses_offload(run.ds_config)
+    itemsize = run.execution.torch_dtype.itemsize
     return {"processes": 2e9 * local_world_size,  # host_gb in results/h200_x2_bench_8x4.json
             "optimizer and gradients": 16 * run.params.trainable * share * offload,
-            "weights": 2 * run.params.stored * share * uses_offload(run.ds_config, "param"),
+            "weights": itemsize * run.params.stored * share * uses_offload(run.ds_config, "param"),
             "checkpoint being written": tag_bytes * share * (not offload)}
 
 
@@ -190,7 +191,8 @@ def runs_that_fit(plan):
     choices, gpu_speed = [], (plan.execution.peak_flops or H200_FLOPS) / H200_FLOPS
     for preset, recompute in itertools.product(PRESETS, (False, True)):
         needs_zero2 = plan.params.muon or plan.batch.world_size == 1 and "offload" not in preset
-        if needs_zero2 and preset != PRESETS[0] or plan.settings.skip_grad_spikes and preset == PRESETS[3]:
+        if (needs_zero2 and preset != PRESETS[0] or plan.settings.skip_grad_spikes and preset == PRESETS[3]
+                or "offload" in preset and plan.execution.device == "cpu"):  # whose memory is the host's already
             continue
         config, _ = complete_config(preset, plan.batch, plan.settings.grad_clip, plan.execution.dtype,
                                     plan.execution.compile)
@@ -221,7 +223,8 @@ def advice(plan):
     lora_params = plan.params._replace(trainable=adapters, stored=plan.params.stored + adapters)
     lora = replace(plan.splits()[-1], params=lora_params, gradient_checkpointing=True, accumulate_locally=False)
     if not (plan.lora or plan.params.muon or plan.fp8 or plan.start.kind in ("scratch", "resume")) and fits(lora):
-        args = arguments(lora, lora_rank=64, learning_rate=2e-4)
+        min_lr = plan.settings.min_lr and min(plan.settings.min_lr, 2e-4)
+        args = arguments(lora, lora_rank=64, learning_rate=2e-4, min_lr=min_lr)
         lines.append(f"  {format_bytes(gpu_bytes(lora)):>9}   LoRA  {args}")
     if not lines:
         adamw = plan.params.muon and runs_that_fit(replace(plan, params=plan.params._replace(muon=0)))

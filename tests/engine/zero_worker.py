@@ -57,7 +57,7 @@ WAYS = {
     "float32 stage 3 compiled": (3, "float32", {"compiled": True}),
     "float32 stage 3 compiled recomputed": (3, "float32", {"zero": RELEASED, "compiled": True, "checkpointing": True}),
     "float32 stage 2 offload": (2, "float32", {"zero": OFFLOAD_2, "config": {
-        "zero_force_ds_cpu_optimizer": False, "steps_per_print": 1, "dump_state": True}}),
+        "zero_force_ds_cpu_optimizer": False, "steps_per_print": 1}}),
     "float32 stage 2 offload inf": (2, "float32", {"zero": OFFLOAD_2, "poison": "inf", "config": {
         "zero_force_ds_cpu_optimizer": False}}),
     "float32 zero3 offload": (3, "float32", {"zero": OFFLOAD_3, "config": {"zero_force_ds_cpu_optimizer": False}}),

@@ -150,12 +150,14 @@ def test_the_plan_of_a_billion_parameters_on_4_gpus_by_hand(stage, overlap, part
 @pytest.mark.parametrize("config, target_gpu, suggested", [
     (XL[0], 1, []), ("config/finetune_shakespeare.py", 2.4, ["LoRA"])])
 def test_if_nothing_fits_lora_may(config, target_gpu, suggested):
-    text = report(config, f"--target_gpu={target_gpu}")
+    config = (config, "--learning_rate=1e-3", "--min_lr=5e-4")  # above LoRA's
+    text = report(*config, f"--target_gpu={target_gpu}")
     suggestions = SUGGESTION.findall(text)
     assert [time for time, _ in suggestions] == suggested
     assert suggested or ", and no ZeRO stage of this optimizer makes it fit: use more GPUs or larger ones" in text
     for _, words in suggestions:
-        assert "too much" not in report(config, *words.split(), f"--target_gpu={target_gpu}")
+        assert "--min_lr=0.0002" in words
+        assert "too much" not in report(*config, *words.split(), f"--target_gpu={target_gpu}")
 
 
 @pytest.mark.parametrize("page, config, options, gigabytes", [
