@@ -6,7 +6,8 @@ import shlex
 from dataclasses import asdict, dataclass
 
 from model import GPTConfig
-from runtime.checkpoint.tags import CheckpointError, TagStore, UnreadableError, parse_run_path, verify_files
+from runtime.checkpoint.shards import open_tag
+from runtime.checkpoint.tags import CheckpointError, TagStore, UnreadableError, parse_run_path
 from runtime.data.dataset import same_data, same_tokenizer
 from runtime.errors import UserError
 from runtime.lora import as_options
@@ -130,6 +131,8 @@ def from_resume(settings, data, lora, sequences, notes):
     for name in [settings.resume_tag] if named else store.newest_first() or ["latest"]:
         try:
             tag, manifest = store.find(name)
+            if settings.dry_run:  # other runs check a tag's files when they read it
+                open_tag(out_dir, tag)
             break
         except UnreadableError:  # an older tag would lose its iterations
             raise
@@ -152,8 +155,6 @@ def from_resume(settings, data, lora, sequences, notes):
     if per_step != sequences:
         notes.append(f"{out_dir}/{tag} was trained with {per_step:,} sequences per step; with {sequences:,}, this run "
                      "repeats or skips some")
-    if settings.dry_run and (wrong := verify_files(store.path(tag), manifest["files"])):  # a run skips such a tag
-        notes.append("; ".join(wrong) + ("" if named else ": resuming from the newest checkpoint that is intact"))
     return Start("resume", "resume", model, tuple(state["sources"]), tag=tag)
 
 
