@@ -34,7 +34,7 @@ import pytest
 
 from runtime.data.dataset import write_dataset
 
-SOURCE = {"name": "a test", "sha256": "0" * 64, "bytes": 0}  # of a data set
+SOURCE = {"name": "a test", "sha256": "0" * 64, "bytes": 0}  # of a dataset
 CHARS = "\n abcdefghijklmnopqrstuvwxyz"  # 28 characters: their embedding is padded to 64 rows
 SMALL = ("--init_from=scratch", "--device=cpu", "--dtype=float32", "--n_layer=2", "--n_head=2", "--n_embd=32",
          "--block_size=32", "--batch_size=2", "--gradient_accumulation_steps=2", "--learning_rate=1e-3",

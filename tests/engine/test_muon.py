@@ -6,7 +6,6 @@ import itertools
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +14,10 @@ from muon_reference import by_singular_values, low_rank_and_noise
 
 from model import GPT, GPTConfig
 from runtime.checkpoint.tags import TagStore
+from runtime.data.loader import Batch
 from runtime.engine.muon import Muon, normalize, orthogonalize, plain_product, split_matrices
-from runtime.plan.memory import muon_step
+from runtime.hardware import Execution
+from runtime.plan.memory import MemoryInputs, ParamCount, estimate
 
 
 @pytest.fixture(scope="module", params=[long(1), 2, long(3), long(4)], ids="{} ranks".format)
@@ -122,6 +123,6 @@ print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 def test_the_plan_knows_what_a_batch_of_matrices_takes_for_a_moment():
     """Seen: 7.15 times the matrices' size, planned: 7."""
     seen = subprocess.run([sys.executable, "-c", STEP], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    run = SimpleNamespace(execution=SimpleNamespace(device="cpu"), batch=SimpleNamespace(world_size=1),
-                          params=SimpleNamespace(muon=3 * 140 * 256**2))
-    assert int(seen) == pytest.approx(muon_step(run), rel=0.08)
+    run = MemoryInputs(GPTConfig(8, 64, 1, 1, 8), Execution("cpu", "float32", False, 0), Batch(1, 1, 1, 8),
+                       ParamCount(0, 0, 0, muon=3 * 140 * 256**2), {"zero_optimization": {"stage": 2}})
+    assert int(seen) == pytest.approx(estimate(run)["Muon's step"], rel=0.08)

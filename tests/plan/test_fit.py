@@ -147,6 +147,13 @@ def test_the_plan_of_a_billion_parameters_on_4_gpus_by_hand(stage, overlap, part
     assert [planned[part] / 1e9 for part in ("weights", "gradients", "optimizer", "buckets")] == pytest.approx(parts)
 
 
+def test_on_a_cpu_offload_is_no_advice(characters, monkeypatch):
+    monkeypatch.setattr("runtime.plan.run_plan.available_memory", lambda: 24e9)
+    told = report("config/train_gpt2_xl.py", "--device=cpu", f"--dataset={characters}", "--optimizer=adamw",
+                  "--keep_last=0")
+    assert "of 24.00 GB: too much" in told and "offload" not in told
+
+
 @pytest.mark.parametrize("config, target_gpu, suggested", [
     (XL[0], 1, []), ("config/finetune_shakespeare.py", 2.4, ["LoRA"])])
 def test_if_nothing_fits_lora_may(config, target_gpu, suggested):

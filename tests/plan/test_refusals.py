@@ -164,6 +164,7 @@ def test_a_single_rank_needs_no_local_rank(train):
 
 @pytest.mark.parametrize("env, name", [
     ({"WORLD_SIZE": "x"}, "WORLD_SIZE=x"), ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"), ({"RANK": ""}, "RANK="),
+    ({"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2"),  # more than WORLD_SIZE, which is 1
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "LOCAL_RANK="),
     ({"RANK": "0", "LOCAL_RANK": "abc", "MASTER_PORT": "1"}, "LOCAL_RANK=abc"),
     ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, "MASTER_PORT="),
