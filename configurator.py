@@ -101,7 +101,7 @@ def validate(value, types_, choices):
     """Return `value` if it has one of the types or is a choice. Numbers may be written as the other type: 1, 1e3."""
     if (type(value) in types_) or value in choices:
         return value
-    if float in types_ and type(value) is int:
+    if float in types_ and type(value) is int and abs(value) < 2**1023:
         return float(value)
     if int in types_ and type(value) is float and value.is_integer():
         return int(value)
@@ -128,7 +128,7 @@ def run_config_file(path, values, root):
         raise UserError(f"config file {path} {problem}{fix}")
     names = dict(values)
     try:
-        exec(compile(Path(file).read_text(encoding="utf-8-sig"), file, "exec"), names)
+        exec(compile(Path(file).read_bytes(), file, "exec"), names)
     except (Exception, SystemExit) as error:  # the user's own Python
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         line = lines[-1] if lines else getattr(error, "lineno", None)

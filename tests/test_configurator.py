@@ -53,7 +53,7 @@ def config(tmp_path):
     """config(text) -> the path of a config file with this text."""
 
     def write(text, name="mine.py"):
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, "latin-1")
         return tmp_path / name
 
     return write
@@ -151,10 +151,10 @@ def test_later_files_win_and_the_command_line_wins_over_files(config):
 
 def test_config_files_are_checked_as_the_command_line_is(config):
     assert parse(config("learning_rate = 1\nn_layer = None\ncompile = 'auto'\n")) == {"learning_rate": 1.0}
-    path = config("learning_rat = 1\nmax_iters = '5'\neval_only = 1\nn_layer = True\nzzz = 1\n")
+    path = config("learning_rat = 1\nmax_iters = '5'\neval_only = 1\nn_layer = True\nmin_lr = 10**400\nzzz = 1")
     assert refused(path) == [
         f"{path}: max_iters takes int, not '5'", f"{path}: eval_only takes True or False, not 1",
-        f"{path}: n_layer takes int or None, not True",
+        f"{path}: n_layer takes int or None, not True", f"{path}: min_lr takes float or None, not {10**400}",
         f"{path}: there is no setting 'learning_rat': did you mean 'learning_rate'?",
         f"{path}: there is no setting 'zzz': begin your own with _"]
 
@@ -163,8 +163,8 @@ def test_config_files_are_checked_as_the_command_line_is(config):
     ("max_iters = 3\nlearning_rate = 1 / 0\n", "line 2: ZeroDivisionError: division by zero"),
     ("max_iters = 3\n\nif max_iters\n    pass\n", "line 3: SyntaxError: "),
     ("def _f():\n    return unheard\n\n_f()\n", "line 2: NameError: name 'unheard' is not defined"),
-    ("import json\njson.loads('{')\n", "line 2: JSONDecodeError: "),
-], ids=["run", "syntax", "function", "library"])
+    ("import json\njson.loads('{')\n", "line 2: JSONDecodeError: "), ("\n'\xe9'", "line 2: SyntaxError: (unicode "),
+], ids=["run", "syntax", "function", "library", "latin-1"])
 def test_errors_in_config_files_are_told_with_file_and_line(config, text, problem):
     path = config(text)
     (line,) = refused(path)

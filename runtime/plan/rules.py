@@ -9,11 +9,12 @@ AT_LEAST = {
     0: ("keep_last", "max_iters", "max_skipped_steps", "sample_interval", "warmup_iters", "learning_rate", "grad_clip",
         "weight_decay", "lr_decay_iters", "seed", "lora_rank")}
 ABOVE_ZERO = ("max_epochs", "eval_epochs", "lora_alpha", "muon_learning_rate")
+BELOW = {2**20: ("batch_size", "gradient_accumulation_steps", "block_size", "n_layer", "n_head", "n_embd", "lora_rank"),
+         2**63: ("seed", "max_epochs")}
 BELOW_ONE = ("dropout", "lora_dropout", "beta1", "beta2")
 RULES = [  # (whether the settings break it, the message)
     (lambda s: s.decay_lr and s.min_lr is not None and not 0 <= s.min_lr <= s.learning_rate,
      "min_lr={s.min_lr} must be between 0 and learning_rate={s.learning_rate}"),
-    (lambda s: s.seed >= 2**63, "seed={s.seed} must be below 2**63"),
     (lambda s: s.target_gpu is not None and not s.dry_run,
      "target_gpu={s.target_gpu} only estimates: add --dry_run=True"),
     (lambda s: s.lora_rank and s.init_from == "scratch",
@@ -42,6 +43,8 @@ def broken_rules(settings, requested_batch_size):
                 if isinstance(value, float) and not math.isfinite(value)]
     problems += [f"{name}={s[name]} must be at least {least}" for least, names in AT_LEAST.items()
                  for name in names if s[name] is not None and s[name] < least]
+    problems += [f"{name}={s[name]} must be below {limit:,}" for limit, names in BELOW.items()
+                 for name in names if s[name] is not None and limit <= s[name] < math.inf]
     problems += [f"{name}={s[name]:g} must be above 0" for name in ABOVE_ZERO if s[name] is not None and s[name] <= 0]
     problems += [f"{name}={s[name]} must be at least 0 and below 1" for name in BELOW_ONE if not 0 <= s[name] < 1]
     return problems + [message.format(s=settings) for is_broken, message in RULES if is_broken(settings)]

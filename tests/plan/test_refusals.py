@@ -301,8 +301,9 @@ TARGETS = "choose from a block's matrices, attn.c_attn, attn.c_proj, mlp.c_fc, m
 
 
 @pytest.mark.parametrize("args, told", [
-    ("--max_epochs=0", "max_epochs=0 must be above 0"),
-    ("--eval_epochs=-1.0", "eval_epochs=-1 must be above 0"),
+    ("--max_epochs=0 --eval_epochs=-1.0", "max_epochs=0 must be above 0|eval_epochs=-1 must be above 0"),
+    ("--max_epochs=1e308 --n_embd=2e20", "n_embd=200000000000000000000 must be below 1,048,576|"
+     "max_epochs=1e+308 must be below 9,223,372,036,854,775,808"),
     ("--max_epochs=1e999 --batch_size=0", "max_epochs=inf must be a finite number|batch_size=0 must be at least 1"),
     ("--lr_decay_iters=-5", "lr_decay_iters=-5 must be at least 0"),
     ("--min_lr=1", "min_lr=1.0 must be between 0 and learning_rate=0.001"),
