@@ -44,9 +44,8 @@ def protect_output():
         pass
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or null
-        if not isinstance(stream, ResilientStream):
-            stream.reconfigure(errors="backslashreplace")
-            setattr(sys, name, ResilientStream(stream, null))
+        stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, ResilientStream(stream, null))
 
 
 def printable(text):

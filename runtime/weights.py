@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from runtime.errors import UserError
 
@@ -107,8 +108,6 @@ def read_nanogpt(path):
 def open_weights(source):
     """Return {name: tensor} of nanoGPT's ckpt.pt, or of a folder's model.safetensors or pytorch_model.bin, which may be
     in shards. Tensors are memory-mapped if the format allows that. Raises UserError."""
-    from safetensors.torch import load_file
-
     if os.path.isfile(source):
         return read_nanogpt(source)[1]
     for file, load in (("model.safetensors", load_file), ("pytorch_model.bin", load_untrusted)):

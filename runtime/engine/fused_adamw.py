@@ -10,8 +10,7 @@ from collections import namedtuple
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.utils import all_gather_dp_groups
-from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+from deepspeed.runtime.utils import all_gather_into_tensor_dp_groups
 
 from runtime.engine import override
 from runtime.engine.muon import Muon, is_muon, moments_of
@@ -67,7 +66,6 @@ class FusedStep:
 
     def step(self, closure=None):
         optimizer = self.optimizer
-        self.before_step()
         self.gradients.reduce_at_step()
         partitions = self.partitions()
         norm = global_norm([p.grads for p in partitions], optimizer.dp_process_group) / optimizer.loss_scale
@@ -111,9 +109,6 @@ class FusedStep:
 class Zero2Step(FusedStep):
     """ZeRO-2's step. The gradients come from a Zero2Gradients."""
 
-    def before_step(self):
-        self.optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
-
     def partitions(self):
         optimizer, rank = self.optimizer, dist.get_rank(self.optimizer.dp_process_group)
         return [Partition(master, self.gradients.partitions[i].flat_partition,
@@ -124,19 +119,12 @@ class Zero2Step(FusedStep):
     def after_step(self):
         optimizer = self.optimizer
         optimizer._lazy_init_hp_params_optimizer_state()
-        if dist.get_world_size(optimizer.dp_process_group) > 1:
-            all_gather_dp_groups(groups_flat=optimizer.bit16_groups_flat,
-                                 partitioned_param_groups=optimizer.parallel_partitioned_bit16_groups,
-                                 dp_process_group=optimizer.real_dp_process_group,
-                                 start_alignment_factor=optimizer.nccl_start_alignment_factor,
-                                 allgather_bucket_size=optimizer.allgather_bucket_size)
+        all_gather_into_tensor_dp_groups(optimizer.bit16_groups_flat, optimizer.parallel_partitioned_bit16_groups,
+                                         optimizer.real_dp_process_group)  # on one rank, does nothing
 
 
 class Zero3Step(FusedStep):
     """ZeRO-3's step. Each sub-group of a parameter group is a Partition."""
-
-    def before_step(self):
-        self.optimizer._pre_step()
 
     def partitions(self):
         optimizer, half = self.optimizer, self.optimizer.fp16_partitioned_groups_flat

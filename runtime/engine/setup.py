@@ -54,12 +54,10 @@ def adamw(groups, ds_config, **options):
     compiled on first use, or PyTorch's if that fails."""
     if not uses_offload(ds_config):
         return torch.optim.AdamW(groups, fused=True, **options)
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
     print0("note       offload: DeepSpeed compiles its CPU Adam on first use, in a minute or more; if it hangs, "
            "delete the file `lock` that an interrupted build left under ~/.cache/torch_extensions")
     try:
-        return DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+        return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
     except Exception as error:  # the build raises many kinds
         print0(f"note       cannot build DeepSpeed's CPU Adam ({type(error).__name__}), so PyTorch's slower AdamW is "
                "used: install a C++ compiler and ninja")

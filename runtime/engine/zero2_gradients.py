@@ -41,9 +41,6 @@ class Zero2Gradients:
 
     def on_grad_ready(self, param, group):
         """Take a parameter's gradient. DeepSpeed calls this when backward has computed it."""
-        if not self.optimizer.ready_for_gradients:
-            self.optimizer.micro_step_id += 1
-            self.optimizer.ready_for_gradients = True
         grad, param.grad = param.grad, None
         if grad is not None:  # otherwise a matmul has accumulated it into main_grad
             self.accumulate(param, grad)

@@ -14,11 +14,10 @@ def count_flops(model, file):
     can't count what is compiled, fused or sharded."""
     from deepspeed.profiling.flops_profiler import get_model_profile
 
-    training = model.training
     tokens = torch.zeros((1, model.config.block_size), dtype=torch.long, device=model.lm_head.weight.device)
     with torch.no_grad():
         counted, *_ = get_model_profile(model, args=[tokens], warm_up=0, as_string=False, output_file=str(file))
-    model.train(training)
+    model.train()
     return counted / model.config.block_size
 
 
