@@ -40,6 +40,8 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 work = None
 try:
+    if peft and dtype != "float32":
+        raise UserError(f"peft=True writes float32, but dtype={dtype}: drop one of the two")
     tag, manifest = TagStore(out_dir).find(tag)
     state = manifest["state"]
     kind, vocab_size = state["data"]["tokenizer"], state["data"]["vocab_size"]

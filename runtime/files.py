@@ -34,8 +34,7 @@ def write_temp(path, chunks):
             for chunk in chunks:
                 file.write(chunk)
                 digest.update(chunk)
-            file.flush()
-            os.fsync(file.fileno())
+        fsync(temp)
     except BaseException:
         temp.unlink(missing_ok=True)
         raise
@@ -104,7 +103,7 @@ def format_bytes(size):
 
 def format_time(seconds):
     """Return a time such as 1:32, 5:01:32 or 2 days, 5:01:32."""
-    return str(datetime.timedelta(seconds=round(seconds))).removeprefix("0:").removeprefix("0")
+    return str(datetime.timedelta(seconds=min(round(seconds), 10**13))).removeprefix("0:").removeprefix("0")
 
 
 def nearest_existing_dir(path):

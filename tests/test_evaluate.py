@@ -17,7 +17,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from runtime.checkpoint.shards import load_model
 from runtime.data.loader import eval_offsets
 from runtime.data.tokenizer import gpt2_encoding, token_bytes, tokenizer_file_meta
+from runtime.errors import UserError
 from runtime.monitor.runlog import loss_record
+from runtime.sample.benchmarks import read_rows
 
 TEXT = "Café résumé: ½ of 日本語 🙂.<|endoftext|>\n\nA second document, " + "which goes on and on; " * 30
 
@@ -193,6 +195,8 @@ def test_refusals(train, tmp_path):
         refused = launch(ROOT / "evaluate.py", f"--out_dir={run.out_dir}", arg, ranks=1 + (i == 0))
         assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1), refused.stderr
         assert re.match(words, refused.stderr), refused.stderr
+    with pytest.raises(UserError, match="a text has no tokens"):  # some tokenizers drop characters that they don't know
+        read_rows("lambada", path, lambda text: [0] * text.count("a"), 32)
 
 
 def test_a_dataset_with_another_tokenizer_than_the_weights_is_refused(characters, tmp_path):

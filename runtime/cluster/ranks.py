@@ -46,8 +46,11 @@ def ranks_from_environment(dry_run=False):
     if world_size == 1 and not {"RANK", "LOCAL_RANK"} <= os.environ.keys():
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
                           MASTER_PORT="0")
-    rank, _ = launcher_variable("RANK"), launcher_variable("MASTER_PORT", end=2**16)
-    return Ranks(rank, launcher_variable("LOCAL_RANK"), launcher_variable("WORLD_SIZE"), local_world_size())
+    ranks = launcher_variable("RANK"), launcher_variable("LOCAL_RANK"), launcher_variable("WORLD_SIZE")
+    launcher_variable("MASTER_PORT", end=2**16)
+    if not os.environ.get("MASTER_ADDR"):
+        raise UserError("MASTER_ADDR is not in the environment: set it to rank 0's host, or start with torchrun")
+    return Ranks(*ranks, local_world_size())
 
 
 def local_world_size():

@@ -28,6 +28,8 @@ def read_rows(task, path, encode, block_size):
             if not all(part.strip() for part in (context, *endings)):
                 raise ValueError("a text is empty")
             own = [(encode(context), encode(f" {ending}")) for ending in endings]
+            if not all(ids for pair in own for ids in pair):
+                raise ValueError("a text has no tokens")
             if max(len(ending) for _, ending in own) > block_size:
                 raise ValueError(f"what is to be predicted has over {block_size} tokens")
         except (UserError, ValueError, OverflowError, LookupError, TypeError, AttributeError, RecursionError) as error:

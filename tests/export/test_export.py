@@ -167,6 +167,7 @@ def test_refusals(exported):
     for args, words in (([f"--to={folder}"], f"to={folder} exists: choose another folder with --to=DIR"),
                         ([f"--to={folder}/config.json/x"], "[Errno 20] Not a directory: "),
                         (["--tag=iter_7"], "has no complete checkpoint 'iter_7': choose from"),
+                        (["--peft", "--dtype=bfloat16"], "peft=True writes float32, but dtype=bfloat16: drop one"),
                         (["--dtype=int8"], "dtype takes float32 or bfloat16 or float16, not 'int8'")):
         run = export(f"--out_dir={out_dir}", *args)
         assert run.returncode == 2 and words in run.stderr and len(run.stderr.splitlines()) == 1

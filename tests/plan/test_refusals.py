@@ -176,6 +176,12 @@ def test_variables_of_launchers_that_cannot_be_read(train, env, name):
     assert (run.returncode, run.stdout, run.stderr) == (2, "", told)
 
 
+def test_a_launcher_without_master_addr(train):
+    run = train(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_PORT="29511")
+    told = "MASTER_ADDR is not in the environment: set it to rank 0's host, or start with torchrun\n"
+    assert (run.returncode, run.stdout, run.stderr) == (2, "", told)
+
+
 def test_ranks_whose_machines_differ_part(characters, tmp_path):
     """One is made to believe that it has a millionth of the other's memory; left alone, they would wait for ever."""
     script = planted(tmp_path, """
