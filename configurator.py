@@ -67,6 +67,9 @@ def configure(defaults, argv, annotations=None, root="."):
                 value = args.pop(0)
             elif is_flag:
                 value = "True"
+            elif str in allowed.get(name, [()])[0]:  # other types don't take ""
+                problems.append(f"command line: {name} has no value: write --{name}=VALUE")
+                continue
         if name != "local_rank":  # the deepspeed launcher adds it for every script; we use LOCAL_RANK
             assign(name, value, "command line", parse_value)
             chosen[name] = values.get(name)

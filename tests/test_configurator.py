@@ -87,7 +87,7 @@ def test_command_line_gives_values_of_the_settings_types(argv, changed):
     ("--compile=1", "compile takes auto or True or False, not '1'"),
     ("--zzz-z", "there is no setting 'zzz_z': docs/guides.md has those of other guides"),
     ("--compile --eval_only", "compile takes auto or True or False, not ''"),
-    ("--max_iters", "max_iters takes int, not ''")])
+    ("--max_iters", "max_iters takes int, not ''"), ("--out_dir", "out_dir has no value: write --out_dir=VALUE")])
 def test_wrong_types_and_names_are_refused(arg, problem):
     assert refused(*arg.split()) == [f"command line: {problem}"]
 
