@@ -99,6 +99,8 @@ def new_dataset_dir(name, overwrite):
     folder = Path(dataset_dir(name))
     if name.strip("/") in ("", ".", ".."):
         raise UserError(f"--name={name} is no name: choose one, such as --name=mine")
+    if (folder / "prepare.py").exists():
+        raise UserError(f"{folder} is for the dataset that its prepare.py makes: choose another --name")
     if not overwrite and (folder / "train.bin").exists():
         raise UserError(f"{folder} holds a dataset: choose another --name, or replace it with --overwrite")
     return folder

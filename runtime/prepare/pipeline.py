@@ -74,9 +74,11 @@ class Reader:
         yield [*row, *((split, b"") for split in SPLITS)]
         train, val = self.counts["train"], self.counts["val"]
         if not (train and val):
+            fraction = self.options["val_fraction"]
+            size = max(64, int(self.bytes * fraction / 5))
             raise UserError(f"{train} documents are for training and {val} for validation, and each split needs one: "
-                            f"add to these {self.bytes:,} bytes, cut a long text into more documents with "
-                            f"--max_document_bytes={max(64, self.bytes // 50)}, or change --val_fraction")
+                            f"add to these {self.bytes:,} bytes, change --val_fraction={fraction:g}, or cut a long "
+                            f"text into more documents with --max_document_bytes={size}")
 
     def texts(self, file):
         """Yield (split, text) of each record that is kept, and (split, b"") between documents. A long text is cut into
@@ -103,7 +105,7 @@ class Reader:
             text, ends = inputs.text_of(record, kind, self.options["field"])
         except (ValueError, UserError) as error:
             if not self.skip_unreadable:
-                raise UserError(f"{place}: {error}; correct it (text must be UTF-8), or skip such documents with "
+                raise UserError(f"{place}: {error}; correct it, or skip such documents with "
                                 "--skip_unreadable") from None
             return "unreadable", b"", True
         if not text:

@@ -59,5 +59,5 @@ def layout_of(file):
             raise ValueError(f"it has {size:,} bytes, but its {header[2]:,} tokens take {expected:,}")
         return header[2], HEADER_BYTES
     except ValueError as error:
-        raise UserError(f"{file} is no shard of GPT-2's tokens ({error}): download it again, or, if it is "
-                        "nanoGPT's, train on it as it is") from None
+        raise UserError(f"{file} is no shard of GPT-2's tokens ({error}): download it again, prepare "
+                        "texts and shards apart, or, if it is nanoGPT's, train on it as it is") from None

@@ -269,7 +269,7 @@ MISTAKES = {
     "no files in it": ("empty", "empty has no files in it"),
     "cut": ("one.txt --max_document_bytes=1", "--max_document_bytes=1 must be 64 to 16777216"),
     "one document": ("one.txt", "1 documents are for training and 0 for validation, and each split needs one: add "
-                     r"to these \d+ bytes, cut a long text into more documents with --max_document_bytes=64, or"),
+                     r"to these \d+ bytes, change --val_fraction=0.1, or cut .* with --max_document_bytes=64"),
     "none for validation": ("good.jsonl --val_fraction=0.001", "16 documents are for training and 0 for validation"),
     "no JSON": ("broken.jsonl", r"broken.jsonl, line 21: invalid JSON \(.*\): write one object per line; correct"),
     "no object": ("list.jsonl", r"list.jsonl, line 1: no JSON object: write one per line;"),
@@ -295,6 +295,7 @@ MISTAKES = {
     "no number": ("good.jsonl --val_fraction=nan", "--val_fraction=nan must be 0 to 1"),
     "no workers": ("good.jsonl --workers=0", "--workers=0 must be 1 to 1024"),
     "no name": ("good.jsonl --name=..", "--name=.. is no name: choose one, such as --name=mine"),
+    "a ready-made one's": ("good.jsonl --name=shakespeare --overwrite", "/shakespeare is for the dataset that its pr"),
     "two pipes": ("- -", "- is not a file or folder: check the path, or pipe it to a single -"),
     "other data": ("good.jsonl --name=./made", "made holds a dataset: choose another --name")}
 
