@@ -50,7 +50,10 @@ try:
     if os.path.exists(to) and not (os.path.isdir(to) and not os.listdir(to)):
         raise UserError(f"to={to} exists: choose another folder with --to=DIR, or delete it")
     work = f"{to}.{secrets.token_hex(4)}.saving"
-    os.makedirs(work)
+    try:
+        os.makedirs(work)
+    except OSError as error:
+        raise UserError(f"to={to} can't be written ({error.strerror}): choose another folder with --to=DIR") from None
     if peft:
         reader, _ = open_tag(out_dir, tag)
         hf.write_peft_adapter(work, state["lora"], {name: reader.get(name) for name in reader.shapes})

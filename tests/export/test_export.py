@@ -165,7 +165,7 @@ else:
 def test_refusals(exported):
     out_dir, folder, _ = exported
     for args, words in (([f"--to={folder}"], f"to={folder} exists: choose another folder with --to=DIR"),
-                        ([f"--to={folder}/config.json/x"], "[Errno 20] Not a directory: "),
+                        ([f"--to={folder}/config.json/x"], "x can't be written (Not a directory): choose another"),
                         (["--tag=iter_7"], "has no complete checkpoint 'iter_7': choose from"),
                         (["--peft", "--dtype=bfloat16"], "peft=True writes float32, but dtype=bfloat16: drop one"),
                         (["--dtype=int8"], "dtype takes float32 or bfloat16 or float16, not 'int8'")):
