@@ -50,10 +50,7 @@ try:
     if os.path.exists(to) and not (os.path.isdir(to) and not os.listdir(to)):
         raise UserError(f"to={to} exists: choose another folder with --to=DIR, or delete it")
     work = f"{to}.{secrets.token_hex(4)}.saving"
-    try:
-        os.makedirs(work)
-    except OSError as error:
-        raise UserError(f"to={to} can't be written ({error.strerror}): choose another folder with --to=DIR") from None
+    os.makedirs(work)
     if peft:
         reader, _ = open_tag(out_dir, tag)
         hf.write_peft_adapter(work, state["lora"], {name: reader.get(name) for name in reader.shapes})
@@ -73,8 +70,10 @@ try:
               f"differ from those of the training code by at most {difference:.1e}.")
     os.rename(work, to)
     print(f"written to {to}")
-except (UserError, OSError, SafetensorError) as error:
+except (UserError, SafetensorError) as error:
     exit_with_error(str(error))
+except OSError as error:
+    exit_with_error(f"to={to} can't be written ({error.strerror or error}): choose another folder with --to=DIR")
 finally:
     if work:
         shutil.rmtree(work, ignore_errors=True)

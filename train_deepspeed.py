@@ -285,7 +285,6 @@ elif iter_num >= max_iters:
 mixture = [(tokens, dataset.share) for tokens, dataset in zip(plan.tokens["train"], plan.datasets)]
 batches = TrainBatches(mixture, iter_num, batch, ranks.rank, seed, vocab_size, device)
 micro_batches = iter(batches)
-model.train()
 exit_code, code_at_end = None, 0
 if profiler:
     profiler.start()
