@@ -17,11 +17,7 @@ SCRIPT = "train_deepspeed.py"
 XL = "config/xl_shakespeare.py"
 
 
-def settings(*argv):
-    return configurator.settings_of_script(str(ROOT / SCRIPT), argv)
-
-
-def launched(words, monkeypatch):
+def launched(words):
     """(ranks, arguments of train_deepspeed.py) of a command."""
     words = [word for word in words if not re.match("[A-Z_]+=", word)]
     if words[0] == "torchrun":
@@ -54,9 +50,10 @@ def test_the_guides_commands_pass_a_dry_run(monkeypatch):
     for words in guide_commands():
         if "--help" in words:
             continue
-        number, argv = launched(words, monkeypatch)
+        number, argv = launched(words)
         ranks, problems = Ranks(0, 0, number, number), Problems()
-        plan = make_plan(settings(*argv, "--dry_run=True", "--target_gpu=80"), ranks, problems, [])
+        settings = configurator.settings_of_script(SCRIPT, [*argv, "--dry_run=True", "--target_gpu=80"])
+        plan = make_plan(settings, ranks, problems, [])
         if "--init_from=resume" in argv or "--init_from=out-stage1" in argv:
             assert re.search("has no checkpoint|out-stage1 is unknown", problems.pop()), words
             assert not [problem for problem in problems if "train.bin does not exist" not in problem], words

@@ -15,7 +15,6 @@ import configurator
 PAGES = [ROOT / name for name in subprocess.run(  # an example has its own test
     ["git", "ls-files", "*.md", ":!examples"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     if (ROOT / name).exists()]
-README = ROOT / "README.md"
 TAKE_SETTINGS = {"train_deepspeed.py": "train_deepspeed.py", "sample.py": "sample.py", "export_hf.py": "export_hf.py",
                  "evaluate.py": "evaluate.py",
                  "run_deepspeed_xl.sh": "train_deepspeed.py", "doctor.py": "train_deepspeed.py",
