@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, done, launch, random_gpt2, stage
+from conftest import NO_SHAPE, ROOT, done, launch, random_gpt2, stage
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from model import GPT
@@ -15,7 +15,7 @@ from runtime import lora
 from runtime.checkpoint.shards import load_model
 from runtime.lora import TARGET_MODULES, lora_config
 
-LORA = ("--lora_rank=4", "--lora_alpha=8.0", "--n_layer=None", "--n_head=None", "--n_embd=None")
+LORA = ("--lora_rank=4", "--lora_alpha=8.0", *NO_SHAPE)
 SETTINGS = {"lora_rank": 4, "lora_alpha": 8.0, "lora_dropout": 0.0, "lora_target_modules": ", ".join(TARGET_MODULES)}
 
 
@@ -97,7 +97,7 @@ def test_the_recipe_saves_each_epoch_resumes_there_and_ends_as_a_folder_of_trans
     folder, and transformers continues a text in it as sample.py does."""
     page = (ROOT / "docs" / "lora.md").read_text().replace("\\\n", "")
     recipe, export = re.search(r"^python train_deepspeed.py (.+) &&\n +python export_hf.py (.+)$", page, re.M).groups()
-    options = [f"--init_from={folder}", f"--dataset={characters}", "--block_size=32", "--learning_rate=1e-2", *LORA[2:]]
+    options = [f"--init_from={folder}", f"--dataset={characters}", "--block_size=32", "--learning_rate=1e-2", *NO_SHAPE]
 
     def run(out_dir, *args):
         return done(train(*recipe.split(), *options, f"--out_dir={out_dir}", *args, out_dir=out_dir))
@@ -126,7 +126,7 @@ def test_the_recipe_saves_each_epoch_resumes_there_and_ends_as_a_folder_of_trans
 
 def test_other_lora_than_the_tags_is_refused(train, folder):
     run = done(train(*LORA, f"--init_from={folder}", "--max_iters=2"))
-    again = train(*LORA[2:], "--init_from=resume", "--resume_tag=final", out_dir=run.out_dir)
+    again = train(*NO_SHAPE, "--init_from=resume", "--resume_tag=final", out_dir=run.out_dir)
     matrices = "attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj"
     assert again.returncode == 2 and again.stderr.strip().endswith(
         "final was trained with --lora_rank=4 --lora_alpha=8.0 --lora_dropout=0.0 "

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CHARS, ROOT, Payload, done, launch, random_gpt2, read_history
+from conftest import CHARS, NO_SHAPE, ROOT, Payload, done, launch, random_gpt2, read_history
 
 from configurator import settings_of_script
 from model import GPT
@@ -117,8 +117,8 @@ def test_logits_of_a_checkpoint_are_those_of_transformers(tmp_path, monkeypatch,
 def test_training_goes_on_from_a_checkpoint_and_it_is_sampled_from(nanogpt, train):
     """The loss before the first step is that of transformers, and so is the likeliest text."""
     path, theirs = nanogpt / "out-letters" / "ckpt.pt", reference(bias=False)
-    no_shape = ("--n_layer=None", "--n_head=None", "--n_embd=None", "--bias=True")
-    run = done(train(f"--init_from={path}", f"--dataset={nanogpt / 'data' / 'letters'}", "--max_iters=2", *no_shape))
+    run = done(train(f"--init_from={path}", f"--dataset={nanogpt / 'data' / 'letters'}", "--max_iters=2", *NO_SHAPE,
+                     "--bias=True"))
     tokens = torch.from_numpy(np.fromfile(nanogpt / "data" / "letters" / "val.bin", np.uint16).astype(np.int64))
     windows = torch.stack([tokens[start:start + 33] for start in eval_offsets(len(tokens), 32, 4)])
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_a_strangers_checkpoint_does_not_run_its_code(nanogpt, train, tmp_path):
     (bin_folder / "model.safetensors").unlink()
     torch.save({"wte": payload}, bin_folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     sampled = launch(ROOT / "sample.py", f"--init_from={path}")
-    trained = train(f"--init_from={path}", "--n_layer=None", "--n_head=None", "--n_embd=None")
+    trained = train(f"--init_from={path}", *NO_SHAPE)
     for run in (sampled, trained):
         assert run.returncode == 2 and run.stderr == (
             f"{path} cannot be read (it is damaged, or contains what could run code): "
