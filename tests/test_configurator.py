@@ -10,7 +10,7 @@ import sys
 from typing import Literal, get_args
 
 import pytest
-from conftest import ROOT, STAGES
+from conftest import ROOT, STAGES, launch
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from engine.zero_worker import WAYS
@@ -42,10 +42,6 @@ def refused(*argv, root="."):
     with pytest.raises(UserError) as error:
         configure(DEFAULTS, [str(arg) for arg in argv], ANNOTATIONS, root)
     return str(error.value).splitlines()
-
-
-def python(*args, cwd=ROOT):
-    return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -113,9 +109,9 @@ def test_what_looks_like_a_config_is_named_as_the_option_that_was_meant(tmp_path
 def test_only_python_files_are_configs(config, name, hint):
     """Much JSON is Python too: run as a config file it would change nothing, without a word."""
     path = config('{"zero_optimization": {"stage": 1}}', name)
-    done = python(SCRIPT, path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"config file {path} is not a .py file: name a .py file, or write {hint.format(path)}\n"
+    run = launch(SCRIPT, path)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == f"config file {path} is not a .py file: name a .py file, or write {hint.format(path)}\n"
 
 
 def test_the_defaults_are_left_alone_and_settings_are_frozen():
