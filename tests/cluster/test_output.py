@@ -37,8 +37,7 @@ def test_ctrl_c_that_also_ends_tee_saves_a_checkpoint(characters, tmp_path):
 
 def test_a_full_disk_under_the_log_does_not_stop_training(characters, tmp_path):
     out_dir = tmp_path / "out"
-    command = command_line(ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}",
-                           launcher="fork")
+    command = [ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}"]
     assert ForkedJob(command, 1, "/dev/full", "/dev/full").wait() == 0
     assert TagStore(out_dir).list() == ["iter_2", "iter_4", "best", "final"]
     assert [r["iter"] for r in read_history(out_dir) if "loss" in r] == [1, 2, 3, 4]
@@ -66,7 +65,7 @@ def test_lines_of_two_threads_stay_whole():
     assert sorted(out.splitlines()) == [50 * "a"] * 5000 + [50 * "b"] * 5000
 
 
-def test_a_print_of_any_text_in_ascii(tmp_path):
+def test_a_print_of_any_text_in_ascii():
     script = "from runtime.output import protect_output; protect_output(); print('caf\\u00e9'); print('then')"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True,
                           env={**os.environ, "PYTHONIOENCODING": "ascii"})
