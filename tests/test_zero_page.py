@@ -1,6 +1,5 @@
 """docs/zero.md: its commands, in its order, and the sizes, losses and collectives that they print."""
 
-import json
 import os
 import re
 import shlex
@@ -8,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, launch
+from conftest import ROOT, done, launch, read_history
 from test_readme import blocks, read
 
 PAGE = ROOT / "docs" / "zero.md"
@@ -34,8 +33,7 @@ def run_command(line, folder):
         out_dir, = (word.partition("=")[2] for word in words if word.startswith("--out_dir="))
         arguments = [*words[place + 1:], f"--dataset={folder}/zero", f"--out_dir={folder}/{out_dir}"]
         run = launch(ROOT / words[place], *arguments, ranks=place)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout.replace(f"{folder}/", "")
+    return done(run).stdout.replace(f"{folder}/", "")
 
 
 @pytest.mark.long
@@ -59,8 +57,7 @@ def test_the_commands_print_what_the_page_shows(tmp_path):
     assert "1 x CPU, float32, ZeRO-2" in printed[7] and "iter 21: " in printed[7]
     wanted = float(re.search(r"^iter 20: loss ([\d.]+)", read(PAGE), re.M)[1])
     for name in ("out-zero2", "out-zero3"):
-        records = map(json.loads, (tmp_path / name / "history.jsonl").read_text().splitlines())
-        loss, = (record["loss"] for record in records if record["iter"] == 20 and "loss" in record)
+        loss, = (r["loss"] for r in read_history(tmp_path / name) if r["iter"] == 20 and "loss" in r)
         assert loss == pytest.approx(wanted, abs=0.002)
 
 

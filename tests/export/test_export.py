@@ -39,16 +39,13 @@ def difference(told):
 def exported(whole, tmp_path_factory):
     """(the run's out_dir, the folder, what was printed): characters, trained at ZeRO-3 by two ranks."""
     out_dir, folder = whole(3).out_dir, tmp_path_factory.mktemp("export") / "letters"
-    run = export("--out_dir", out_dir, f"--tag={TAG}", "--to", folder)
-    assert run.returncode == 0, run.stderr
-    return out_dir, folder, run.stdout
+    return out_dir, folder, done(export("--out_dir", out_dir, f"--tag={TAG}", "--to", folder)).stdout
 
 
 def test_a_folder_of_the_users_is_left_alone(whole, tmp_path):
     (tmp_path / "mine.saving").mkdir()
     (tmp_path / "mine.saving" / "notes.txt").write_text("mine")
-    done = export("--out_dir", whole(3).out_dir, "--to", tmp_path / "mine")
-    assert done.returncode == 0, done.stderr
+    done(export("--out_dir", whole(3).out_dir, "--to", tmp_path / "mine"))
     assert {path.name for path in tmp_path.iterdir()} == {"mine", "mine.saving"}
     assert (tmp_path / "mine.saving" / "notes.txt").read_text() == "mine"
 
@@ -217,9 +214,7 @@ def gpt2_exported(train, tmp_path_factory):
     ids = tokenizer_of({"kind": "gpt2"})[0]((ROOT / "README.md").read_text())
     write_dataset(data, ids[:-400], ids[-400:], {"kind": "gpt2"}, 50257, SOURCE)
     run = done(train(f"--init_from={folder}/tiny", *NO_SHAPE, "--max_iters=2", f"--dataset={data}", stage(3), ranks=2))
-    exported = export(f"--out_dir={run.out_dir}")  # into hf-best there
-    assert exported.returncode == 0, exported.stderr
-    return run.out_dir, run.out_dir / "hf-best", exported.stdout
+    return run.out_dir, run.out_dir / "hf-best", done(export(f"--out_dir={run.out_dir}")).stdout
 
 
 def test_gpt2s_own_shape_and_tokens_index(gpt2_exported):

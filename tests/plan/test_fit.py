@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, launch
+from conftest import ROOT, done, launch
 
 from configurator import settings_of_script
 from model import GPTConfig
@@ -23,9 +23,7 @@ SUGGESTION = re.compile(r"^ +[\d.]+ GB +([\d.]+x|LoRA)  (--batch_size=.+)$", re.
 
 
 def dry_run(*args, **env):
-    done = launch(ROOT / "train_deepspeed.py", *XL, *args, **env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done(launch(ROOT / "train_deepspeed.py", *XL, *args, **env)).stdout
 
 
 def report(*args, ranks=1):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import NO_SHAPE, ROOT, SMALL, SOURCE, launch, nvidia_smi, planted
+from conftest import NO_SHAPE, ROOT, SMALL, SOURCE, done, launch, nvidia_smi, planted
 from torch.nn.attention import SDPBackend
 
 from configurator import settings_of_script
@@ -39,9 +39,7 @@ def fingerprint(folder):
 @pytest.fixture(scope="module")
 def holder(train):
     """The folder of a finished run of one rank."""
-    run = train()
-    assert run.returncode == 0, run.stderr
-    return run.out_dir
+    return done(train()).out_dir
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, launch, wait_until
+from conftest import ROOT, done, launch, wait_until
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from runtime.data import dataset as bins
@@ -65,9 +65,9 @@ def expected_chars(texts, share=SHARE):
 
 
 def prepare(*args, cwd, stdin=None, code=0):
-    done = subprocess.run([sys.executable, SCRIPT, *map(str, args)], cwd=cwd, input=stdin, capture_output=True)
-    assert done.returncode == code, done.stderr.decode()
-    return done.stdout.decode(), done.stderr.decode()
+    run = subprocess.run([sys.executable, SCRIPT, *map(str, args)], cwd=cwd, input=stdin, capture_output=True)
+    assert run.returncode == code, run.stderr.decode()
+    return run.stdout.decode(), run.stderr.decode()
 
 
 def ids_of(folder, block_size=1):
@@ -179,12 +179,11 @@ def test_a_tokenizer_folder_is_prepared_with_trained_on_and_sampled_with(tmp_pat
     known = {f"w{i}": i for i in range(70_000)}
     assert ids == expected(texts, lambda text: [known.get(word, 0) for word in text.split()], 70_000)
     assert (meta["vocab_size"], meta["dtype"]) == (70_001, "uint32")
-    run = train(f"--dataset={tmp_path / 'out'}", "--max_iters=1", "--eval_iters=1")
-    assert run.returncode == 0 and f"{len(ids['train']):,} tokens to train on" in run.stdout, run.stderr
+    run = done(train(f"--dataset={tmp_path / 'out'}", "--max_iters=1", "--eval_iters=1"))
+    assert f"{len(ids['train']):,} tokens to train on" in run.stdout
     assert run.losses[1] == pytest.approx(np.log(70_001), abs=0.2)
-    sampled = launch(ROOT / "sample.py", f"--out_dir={run.out_dir}", "--start=w1 w2", "--num_samples=1",
-                     "--max_new_tokens=5", "--device=cpu")
-    assert sampled.returncode == 0, sampled.stderr
+    sampled = done(launch(ROOT / "sample.py", f"--out_dir={run.out_dir}", "--start=w1 w2", "--num_samples=1",
+                          "--max_new_tokens=5", "--device=cpu"))
     assert re.search(r"^w1 w2( w\d+){5}$", sampled.stdout, re.M), sampled.stdout
 
 
@@ -424,8 +423,7 @@ def test_index_a_dataset_of_the_hub_is_tokenized_and_split_as_nanogpt_does(tmp_p
     assert len(parts["test"]) == 2
     for options, *splits in ([], parts["train"]["text"], parts["test"]["text"]), (
             ["--streaming"], texts[200:], texts[:200]):
-        done = hub("--dataset=openwebtext", "--name=./out", "--overwrite", *options, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        done(hub("--dataset=openwebtext", "--name=./out", "--overwrite", *options, cwd=tmp_path))
         assert list(ids_of(tmp_path / "out")[1].values()) == [
             [i for text in part if text for i in (*encode(text), 50256)] for part in splits]
 
@@ -441,6 +439,6 @@ def test_index_a_dataset_of_the_hub_that_cannot_be_read_is_told_in_a_sentence(tm
     (tmp_path / "texts" / "a.jsonl").write_text('{"text": "one"}\n')
     (tmp_path / "texts" / "README.md").write_text("---\nconfigs:\n" + "".join(
         f"- config_name: {name}\n  data_files: a.jsonl\n" for name in ("large", "small")) + "---")
-    done = hub("--name=./out", *options, cwd=tmp_path)
-    assert done.returncode == 2 and re.search(message, done.stderr.splitlines()[-1]), done.stderr
+    refused = hub("--name=./out", *options, cwd=tmp_path)
+    assert refused.returncode == 2 and re.search(message, refused.stderr.splitlines()[-1]), refused.stderr
     assert bins._how_to_fix(ROOT / "data" / "openwebtext").endswith("data/prepare_hub.py")

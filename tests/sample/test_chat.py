@@ -42,16 +42,14 @@ def as_messages(conversation):
 
 
 def exported(out_dir):
-    run = launch(ROOT / "export_hf.py", f"--out_dir={out_dir}", f"--to={out_dir}-hf")
-    assert run.returncode == 0, run.stderr
+    done(launch(ROOT / "export_hf.py", f"--out_dir={out_dir}", f"--to={out_dir}-hf"))
     return f"{out_dir}-hf"
 
 
 def answers(*args):
     """The answers that sample.py gives, greedy."""
     run = launch(ROOT / "sample.py", "--chat", "--json", "--temperature=0", "--device=cpu", "--dtype=float32", *args)
-    assert run.returncode == 0, run.stderr
-    return [json.loads(line)["text"] for line in run.stdout.splitlines()]
+    return [json.loads(line)["text"] for line in done(run).stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
