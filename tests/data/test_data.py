@@ -309,9 +309,6 @@ def test_data_prepared_by_nanogpt_is_read(tmp_path):
     meta = check_dataset(tmp_path)
     assert (meta["tokenizer"], meta["vocab_size"], meta["dtype"]) == ({"kind": "gpt2"}, 50257, "uint16")
     assert (meta["train_tokens"], meta["val_tokens"]) == (4, 2)
-    nanogpt_folder(tmp_path, {"vocab_size": 3, "itos": {0: "x", 1: "y", 2: "z"}, "stoi": {"x": 0, "y": 1, "z": 2}})
-    meta = check_dataset(tmp_path)
-    assert (meta["tokenizer"], meta["vocab_size"]) == ({"kind": "char", "chars": "xyz"}, 3)
 
 
 def test_a_malicious_meta_pkl_is_refused_and_does_not_run(tmp_path):
