@@ -92,8 +92,6 @@ with all_exit_on(UserError, OSError):
     if (device := pick_device(device, ranks.local_world_size)) == "cuda":
         torch.cuda.set_device(ranks.local_rank)
     dtype = getattr(torch, pick_dtype(dtype, device))
-    if batch_tokens < 1:
-        raise UserError(f"batch_tokens={batch_tokens} must be at least 1")
     name, description, data, load = find_model(init_from, out_dir, tag, dataset)
     (encode, _), block_size, sizes = tokenizer_of(data["tokenizer"]), data["block_size"], token_bytes(data)
     files = {"hellaswag": hellaswag, "lambada": lambada}

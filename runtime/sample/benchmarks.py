@@ -25,11 +25,9 @@ def read_rows(task, path, encode, block_size):
                 endings, label = [word], 0
             if not isinstance(endings, list) or len(endings) != n_endings or label not in range(n_endings):
                 raise ValueError(f"there are not {n_endings} endings, or the label {label} is none of them")
-            if not all(part.strip() for part in (context, *endings)):
-                raise ValueError("a text is empty")
+            if not all(part.strip() and encode(part) for part in (context, *endings)):
+                raise ValueError("a text is empty, or has no tokens")
             own = [(encode(context), encode(f" {ending}")) for ending in endings]
-            if not all(ids for pair in own for ids in pair):
-                raise ValueError("a text has no tokens")
             if max(len(ending) for _, ending in own) > block_size:
                 raise ValueError(f"what is to be predicted has over {block_size} tokens")
         except (UserError, ValueError, OverflowError, LookupError, TypeError, AttributeError, RecursionError) as error:
