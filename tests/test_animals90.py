@@ -470,7 +470,7 @@ CPUAdamBuilder.load = load
     (["--train_dir=nowhere"], r"nowhere does not exist: .*prepare.py --from FOLDER .*prepare.py --made_up .*"),
     (["--train_dir={pictures}/val/class_00"], "the class class_00 has no pictures .* has 0 classes: .* 2 or more"),
     (["--batch_size=0", "--learning_rate=0", "--image_size=31", "--fp16", "--bf16", "--config=x.json",
-      "--offload_optimizer", "--resume"],
+      "--offload_optimizer", "--resume="],
      "batch_size=0 is too small: .*\nlearning_rate=0.0 is too small: .*\nimage_size=31 is too small: .*\n"
      "--resume has no value: write --resume PATH\n--fp16 and --bf16 exclude .*\n"
      "use one --config, or --offload_optimizer instead\n--fp16 needs a GPU: .*"),
