@@ -84,7 +84,7 @@ def read_json(path):
         config = json.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}: choose another file with --deepspeed_config=FILE") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} must contain a JSON object")
@@ -103,8 +103,9 @@ def key_problems(config, allowed, path=""):
             problems += key_problems(value, rule, f"{here}.")
         elif isinstance(rule, dict):
             problems.append(f'"{here}" must be an object')
-        elif isinstance(rule, int) and (type(value) not in (int, float) or value < rule or value % 1 != 0):
-            problems.append(f'"{here}" is {json.dumps(value)}: write a whole number of at least {rule}')
+        elif isinstance(rule, int) and (
+                type(value) not in (int, float) or not rule <= value < 2**63 or value % 1 != 0):
+            problems.append(f'"{here}" is {json.dumps(value)}: write a whole number of at least {rule}, below 2**63')
         elif isinstance(rule, float) and value != "auto" and not (
                 type(value) in (int, float) and rule <= value < float("inf")):
             problems.append(f'"{here}" is {json.dumps(value)}: write a number of at least {rule}, or "auto"')
