@@ -50,7 +50,7 @@ Partition = namedtuple("Partition", ("master", "grads", "half", "group", "places
 
 
 class FusedStep:
-    """Replaces the step of DeepSpeed's optimizer. Subclasses do what DeepSpeed does before and after it.
+    """Replaces the step of DeepSpeed's optimizer. Subclasses do what DeepSpeed does after it.
 
     gradients: a Zero2Gradients or Zero3Blocks. use_kernel: use the kernel, else PyTorch's AdamW. offloads: the state is
     in host memory. skip_above: skip a step whose gradient norm is not below it. with_shares: also compute
