@@ -16,7 +16,7 @@ from runtime.data.loader import Batch, Conversations, extent, open_sequences, wi
 from runtime.data.tokenizer import tokenizer_of
 from runtime.engine import ds_config, fixes
 from runtime.errors import UserError
-from runtime.files import format_bytes, nearest_existing_dir
+from runtime.files import format_bytes, free_bytes, nearest_existing_dir
 from runtime.hardware import Execution, available_memory, find_gpu, pick_compile, pick_device, pick_dtype
 from runtime.kernels import device_has_triton
 from runtime.kernels.block import model_fits_kernels
@@ -24,9 +24,8 @@ from runtime.kernels.edits import edited_functions
 from runtime.lora import apply as apply_lora
 from runtime.lora import lora_config
 from runtime.plan import memory
-from runtime.plan.disk import check_disk
 from runtime.plan.memory import MemoryInputs, ParamCount
-from runtime.plan.rules import broken_rules, plan_iterations
+from runtime.plan.rules import broken_rules, evaluations_through, plan_iterations
 from runtime.plan.start import Start, find_start
 
 
@@ -240,3 +239,25 @@ def check_out_dir(s, start, tag_bytes, notes):
             raise UserError(f"{path} cannot be read and written: fix that, or choose another --out_dir=DIR")
     if s.keep_last and tag_bytes:
         check_disk(s, start, tag_bytes)
+
+
+def check_disk(s, start, tag_bytes):
+    """Raise UserError unless the disk has room for the newest checkpoint, the best one and the one being written, of
+    tag_bytes each. It need not have room for keep_last of them: a save that finds none deletes the oldest one."""
+    store, kept, first_iter = TagStore(s.out_dir), {}, 0
+    if start.kind == "resume":  # TagStore.clean() and Saver delete all others
+        first_iter = store.iteration(start.tag)
+        needed = {store.iteration(tag) for tag in (start.tag, "best", "final")}
+        kept = {tag: iter_num for tag in store.list() if (iter_num := store.iteration(tag)) in needed}
+    held = len(set(kept.values()))  # best and final are links
+    saves = evaluations_through(s.max_iters - 1, s) + 1 - evaluations_through(first_iter, s)  # one is at the end
+    # Unless only better ones are saved, best is older than newest. final stays until the end
+    most = max(held + 1, min(held + saves, 2 + s.always_save_checkpoint + ("final" in kept)))
+    free = free_bytes(s.out_dir) + store.bytes_besides(kept)
+    room = held + int(free // (1.02 * tag_bytes))  # tag_bytes is an estimate
+    if saves > 0 and most > room:
+        fix = ("add --always_save_checkpoint=False" if room == most - 1 > 1 and s.always_save_checkpoint else
+               f"save once, at the end, with --eval_interval={s.max_iters}{' --eval_epochs=None' * bool(s.eval_epochs)}"
+               if room > held else "save none with --keep_last=0")
+        raise UserError(f"{most} checkpoints of {format_bytes(tag_bytes)} exist at the same time, but the disk of "
+                        f"{s.out_dir} has room for {room}: {fix}, make room, or choose another --out_dir=DIR")

@@ -13,7 +13,7 @@ from conftest import EIGHT, ROOT
 from configurator import settings_of_script
 from runtime.checkpoint.tags import MANIFEST_FORMAT, TagStore, sign_manifest
 from runtime.errors import UserError
-from runtime.plan.disk import check_disk
+from runtime.plan.run_plan import check_disk
 from runtime.plan.start import Start
 
 
