@@ -152,11 +152,10 @@ def cross_entropy_with_grad(logits, targets, vocab_size):
 
 
 def addmm_fp32(total, a, b):
-    """Add a @ b to `total` in place, in float32. On CUDA this is one GEMM."""
+    """Add a @ b to `total` in place, in float32, and return it. On CUDA this is one GEMM."""
     if a.is_cuda and a.dtype != total.dtype and ADDMM_OUT_DTYPE:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:  # with FP16_GRAD_FACTOR the sum overflows float16
-        total += a.float() @ b.float() if a.dtype == torch.float16 else a @ b
+        return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    return total.add_(a.float() @ b.float() if a.dtype == torch.float16 else a @ b)  # whose sum overflows float16
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):

@@ -21,10 +21,44 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from results.stability import attend_in_float16
 from runtime.checkpoint.shards import load_model
 from runtime.data.dataset import dataset_dir
 from runtime.hardware import git_commit
+
+SCALE = 2.0**14  # of gradients in float16
+
+
+class ToHalf(torch.autograd.Function):
+    """Converts to float16. The gradient comes back scaled."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.dtype = x.dtype
+        return x.to(torch.float16)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad.float() / SCALE).to(ctx.dtype)
+
+
+class FromHalf(torch.autograd.Function):
+    """Converts from float16. Its gradient is scaled."""
+
+    @staticmethod
+    def forward(ctx, x, dtype):
+        return x.to(dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad.float() * SCALE).to(torch.float16), None
+
+
+attend = F.scaled_dot_product_attention
+
+
+def attend_in_float16(q, k, v, **options):
+    return FromHalf.apply(attend(ToHalf.apply(q), ToHalf.apply(k), ToHalf.apply(v), **options), q.dtype)
+
 
 CUDNN, FLASH, MATH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
 WAYS = {  # kernel, function, over which dimensions of (B, heads, T, size) keys are centered before they are rounded
@@ -130,6 +164,5 @@ def main():
             "iter_num": manifest["iter_num"], "layers": layers}, indent=1) + "\n", encoding="utf-8")
 
 
-attend = F.scaled_dot_product_attention
 if __name__ == "__main__":
     main()

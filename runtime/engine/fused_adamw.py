@@ -24,7 +24,7 @@ def adamw(master, grads, exp_avg, exp_avg_sq, half, step, grad_norm, n, lr, deca
           max_norm, skip_above, BLOCK: tl.constexpr):
     """Step n elements by AdamW (Loshchilov and Hutter, 2019) and clear their grads. If grad_norm is not below
     skip_above, only clear grads. decay: 1 - lr * weight_decay. step: number of steps before this one. inverse_scale:
-    of float16's loss scale, which grads have in them, and grad_norm hasn't."""
+    of the loss scale, which grads have in them, and grad_norm hasn't."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask, norm = i < n, tl.load(grad_norm)
     commit = i < tl.where(norm < skip_above, n, 0)
@@ -91,7 +91,7 @@ class FusedStep:
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=p.master.device)
         if is_muon(p.group):
             self.muon = self.muon or Muon(p.places, p.grads.numel(), self.optimizer.dp_process_group, self.use_kernel)
-            self.muon.step(p, state["exp_avg"], norm, max_norm, self.skip_above)
+            self.muon.step(p, state["exp_avg"], norm, inverse_scale, max_norm, self.skip_above)
         elif self.use_kernel and not self.offloads:
             n, lr, (beta1, beta2) = p.grads.numel(), float(p.group["lr"]), p.group["betas"]
             adamw[(triton.cdiv(n, 1024),)](

@@ -38,6 +38,7 @@ class Launch:
             return self.forward_backward(*batch)
         if self.graph is None:
             self.inputs, self.graph = [t.clone() for t in batch], torch.cuda.CUDAGraph()
+            torch.compiler.config.force_cudagraph_gc = True  # destructors that call CUDA would end the capture
             # thread_local: other threads read data and write checkpoints during the capture
             with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
                 self.loss = self.forward_backward(*self.inputs)

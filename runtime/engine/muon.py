@@ -122,10 +122,10 @@ class Muon:
         elif is_own or self.is_shared(start, end):
             self.batches.append([start, end, rows, columns])
 
-    def step(self, p, momentum, norm, max_norm, skip_above):
+    def step(self, p, momentum, norm, inverse_scale, max_norm, skip_above):
         """Step a Partition and clear its gradients. momentum: fp32, like its weights. norm: of all gradients, a scalar
-        on the device. If it is not below skip_above, only clear the gradients."""
-        is_applied, clip = norm < skip_above, (max_norm / (norm + 1e-6)).clamp(max=1)
+        on the device. If it is not below skip_above, only clear them. inverse_scale: of the loss scale in p.grads."""
+        is_applied, clip = norm < skip_above, (max_norm / (norm + 1e-6)).clamp(max=1) * inverse_scale
         lr = is_applied * p.group["lr"]  # on the device; torch.tensor() would make the CPU wait for backward
         for start, end, rows, columns in self.batches:
             own = slice(*(max(0, min(self.size, place)) for place in (start, end)))

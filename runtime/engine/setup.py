@@ -39,7 +39,8 @@ def compile_blocks(model, execution, stage, fp8=False):
 
     use_triton = execution.compile and execution.device == "cuda" and device_has_triton(model.lm_head.weight)
     if use_triton and kernels.model_fits_kernels(model.config) and all(p.requires_grad for p in model.parameters()):
-        kernels.use_fused_blocks(model, fp8)
+        copies = execution.dtype == "bfloat16" and stage < 3 and not model.gradient_checkpointing
+        kernels.use_fused_blocks(model, fp8, copies)
     elif execution.compile:
         model.compile_blocks()
     if stage == 3:
@@ -76,6 +77,9 @@ def initialize(model, optimizer, ds_config):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     if hasattr(getattr(engine.optimizer, "loss_scaler", None), "raise_error_at_min_scale"):
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False  # skip the step at the minimum scale, too
+    if engine.bfloat16_enabled() and getattr(model, "is_fused", False):  # then parts of backward are in float16
+        sequences = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
+        engine.optimizer.loss_scale = 2.0 ** (sequences * model.config.block_size).bit_length()  # the loss is a mean
     return engine
 
 

@@ -6,6 +6,8 @@
                          sums, which PyTorch adds in float32.
   weight gradients       The GEMM accumulates in float32, weight.main_grad += dy.T @ x (engine/zero2_gradients.py), or
                          writes to the buffer of a reduce_scatter (engine/zero3_blocks.py).
+  attention in float16   bfloat16's rounding of attention makes long runs unstable (docs/pretrain.md). So it and its two
+                         linear layers run in float16 instead. As float16 needs, the loss is scaled (engine/setup.py).
 
 GEMMs and attention are PyTorch's, or fp8.py's. model.py has the plain version of this file, and tests compare the two.
 """
@@ -18,7 +20,7 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from model import Block, addmm_fp32
+from model import Block
 from runtime.hardware import attention_backends
 from runtime.kernels import fp8, jit, tl, triton
 from runtime.kernels.edits import edited_functions
@@ -62,9 +64,10 @@ def residual_layernorm_fwd(residual, branch, branch_bias, weight, bias, residual
 
 
 @jit
-def residual_layernorm_bwd(dnormed, dresidual_out, residual_out, weight, mean, rstd, dresidual, partials, rows, C,
-                           ADD: tl.constexpr, BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr):
-    """Compute rows of dresidual and this program's partial sums of dweight, dbias and dbranch_bias, (3, C)."""
+def residual_layernorm_bwd(dnormed, dresidual_out, residual_out, weight, mean, rstd, dresidual, dbranch, partials, rows,
+                           C, ADD: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr):
+    """Compute rows of dresidual and this program's partial sums of dweight, dbias and dbranch_bias, (3, C). With COPY,
+    also dbranch, which is dresidual in its dtype."""
     i = tl.arange(0, BLOCK)
     mask = i < C
     w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
@@ -82,6 +85,8 @@ def residual_layernorm_bwd(dnormed, dresidual_out, residual_out, weight, mean, r
         if ADD:
             dx += tl.load(dresidual_out + offsets, mask=mask, other=0.0).to(tl.float32)
         tl.store(dresidual + offsets, dx.to(dresidual.dtype.element_ty), mask=mask)
+        if COPY:
+            tl.store(dbranch + offsets, dx.to(dbranch.dtype.element_ty), mask=mask)
         dweight += dy * xhat
         dbias += dy
         dbranch_bias += dx
@@ -173,42 +178,24 @@ def column_sums(kernel, inputs, rows, width, parts, weight, bias):
     return out, reduce_param_grads(partials, bias)[0]
 
 
-def linear_grads(x, weight, dy):
-    """Return (dx, dweight) of a linear layer from dy (N, out). x and dy may be in FP8. If the weight has a main_grad,
-    the GEMM accumulates into it, or overwrites it with overwrite_main_grad, and dweight is None."""
-    use_fp8, overwrite = fp8.slot_of(weight)[0] is fp8.Mode.ON, hasattr(weight, "overwrite_main_grad")
-    dy = fp8.cast(dy, weight, fp8.GRAD_OUTPUT) if use_fp8 else dy
-    dx, x = fp8.grad_input(dy, weight).view(x.shape), x.reshape(-1, x.size(-1))
-    if use_fp8:
-        dweight = fp8.grad_weight(dy, x, weight)
-        if not hasattr(weight, "main_grad"):
-            return dx, dweight.to(weight.dtype)
-        (weight.main_grad.copy_ if overwrite else weight.main_grad.add_)(dweight)
-    elif not hasattr(weight, "main_grad"):
-        return dx, dy.t() @ x
-    elif overwrite:
-        torch.mm(dy.t(), x, out=weight.main_grad)
-    else:
-        addmm_fp32(weight.main_grad, dy.t(), x)
-    return dx, None
-
-
 class ResidualLayerNorm(torch.autograd.Function):
     """Returns residual + branch + branch_bias (or None) and its layer norm. consumer_weight: see fp8.differentiable."""
 
     @staticmethod
-    def forward(ctx, residual, branch, branch_bias, weight, bias, consumer_weight=None):
+    def forward(ctx, residual, branch, branch_bias, weight, bias, consumer_weight=None, dtype=None):
         C, BLOCK, add = residual.size(-1), triton.next_power_of_2(residual.size(-1)), branch is not None
         rows, residual_out = residual.numel() // C, torch.empty_like(residual) if add else residual
         mean, rstd = residual.new_empty((2, rows), dtype=torch.float32)
-        normed, fp8_args = fp8.empty_output(consumer_weight, fp8.INPUT, residual, residual.shape)
+        like = residual.new_empty(1, dtype=dtype or residual.dtype).expand_as(residual)
+        normed, fp8_args = fp8.empty_output(consumer_weight, fp8.INPUT, like, residual.shape)
         ctx.one_row = {"BLOCK": BLOCK, "num_warps": min(8, max(1, BLOCK // 512))}
         residual_layernorm_fwd[(rows,)](residual, branch, branch_bias, weight, bias, residual_out, normed, mean, rstd,
                                         C, **fp8_args, ADD=add, **ctx.one_row)
         ctx.save_for_backward(residual_out, mean, rstd)
         ctx.set_materialize_grads(False)
         ctx.params = [weight, bias, *([branch_bias] if add else [])]
-        return residual_out if add else None, *fp8.differentiable(ctx, normed, residual)
+        ctx.branch_dtype = branch.dtype if add else residual.dtype
+        return residual_out if add else None, *fp8.differentiable(ctx, normed, like)
 
     @staticmethod
     def backward(ctx, dresidual_out, dnormed, _):
@@ -217,11 +204,13 @@ class ResidualLayerNorm(torch.autograd.Function):
         rows, add = residual_out.numel() // C, dresidual_out is not None
         count = min(NUM_PROGRAMS, triton.cdiv(rows, 4))
         partials = residual_out.new_empty((count, 3, C), dtype=torch.float32)
+        copy = ctx.branch_dtype != dresidual.dtype
+        dbranch = torch.empty_like(dresidual, dtype=ctx.branch_dtype) if copy else dresidual
         residual_layernorm_bwd[(count,)](
             dnormed.contiguous(), dresidual_out.contiguous() if add else None, residual_out, ctx.params[0], mean, rstd,
-            dresidual, partials, rows, C, ADD=add, NUM_STAGES=3, **ctx.one_row)
+            dresidual, dbranch, partials, rows, C, ADD=add, COPY=copy, NUM_STAGES=3, **ctx.one_row)
         dweight, dbias, *dbranch_bias = reduce_param_grads(partials[:, : len(ctx.params)], *ctx.params)
-        return dresidual, *((dresidual, *dbranch_bias) if dbranch_bias else (None, None)), dweight, dbias, None
+        return dresidual, *((dbranch, *dbranch_bias) if dbranch_bias else (None, None)), dweight, dbias, None, None
 
 
 class QKVProjection(torch.autograd.Function):
@@ -230,10 +219,10 @@ class QKVProjection(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, x8, weight, bias, n_head):
         B, T, C = x.shape
-        x = x if x8 is None else x8
+        ctx.dtype, x = x.dtype, x if x8 is None else x8
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias = weight, bias
-        qkv = fp8.linear(x, weight, bias).split(C, dim=2)
+        qkv = fp8.linear(x, weight, bias, ctx.dtype).split(C, dim=2)
         return tuple(part.view(B, T, n_head, C // n_head).transpose(1, 2) for part in qkv)
 
     @staticmethod
@@ -241,8 +230,8 @@ class QKVProjection(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         C = x.size(-1)
         grads = [grad.transpose(1, 2).reshape(-1, C) for grad in grads]  # views: attention returns this layout
-        dqkv, dbias = column_sums(concat_dqkv, grads, x.numel() // C, C, 3, ctx.weight, ctx.bias)
-        dx, dweight = linear_grads(x, ctx.weight, dqkv)
+        dqkv, dbias = column_sums(concat_dqkv, grads, len(grads[0]), C, 3, ctx.weight, ctx.bias)
+        dx, dweight = fp8.linear_grads(x, ctx.weight, dqkv, ctx.dtype)
         return dx, None, dweight, dbias, None
 
 
@@ -253,7 +242,7 @@ class LinearGelu(torch.autograd.Function):
     def forward(ctx, x, x8, weight, bias, consumer_weight):
         ctx.weight, ctx.bias = weight, bias
         x = x if x8 is None else x8
-        h = fp8.linear(x, weight, bias)
+        h = fp8.linear(x, weight, bias, weight.dtype)
         g, fp8_args = fp8.empty_output(consumer_weight, fp8.INPUT, h, h.shape)
         BLOCK = 4096 if fp8_args["FP8"] else 1024
         gelu_fwd[(triton.cdiv(h.numel(), BLOCK),)](h, g, h.numel(), **fp8_args, BLOCK=BLOCK, num_warps=BLOCK // 256)
@@ -265,7 +254,7 @@ class LinearGelu(torch.autograd.Function):
         x, h = ctx.saved_tensors
         C = h.size(-1)
         dh, dbias = column_sums(gelu_bwd, (dg.contiguous(), h), h.numel() // C, C, 1, ctx.weight, ctx.bias)
-        dx, dweight = linear_grads(x, ctx.weight, dh)
+        dx, dweight = fp8.linear_grads(x, ctx.weight, dh, ctx.weight.dtype)
         return dx, None, dweight, dbias, None
 
 
@@ -274,14 +263,14 @@ class LinearNoBias(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, x8, weight):
-        x = x if x8 is None else x8
+        ctx.dtype, x = x.dtype, x if x8 is None else x8
         ctx.save_for_backward(x)
         ctx.weight = weight
-        return fp8.linear(x, weight)
+        return fp8.linear(x, weight, None, ctx.dtype)
 
     @staticmethod
     def backward(ctx, dy):
-        dx, dweight = linear_grads(*ctx.saved_tensors, ctx.weight, dy.reshape(-1, dy.size(-1)))
+        dx, dweight = fp8.linear_grads(*ctx.saved_tensors, ctx.weight, dy.reshape(-1, dy.size(-1)), ctx.dtype)
         return dx, None, dweight
 
 
@@ -291,21 +280,33 @@ def model_fits_kernels(config):
             and not edited_functions())
 
 
-def use_fused_blocks(model, use_fp8=False):
-    """Make a model's blocks run on these kernels, and compile its loss. Modules change class, as in fully_shard."""
+def use_fused_blocks(model, use_fp8=False, copies=False):
+    """Make a model's blocks run on these kernels, and compile its loss. Modules change class, as in fully_shard.
+    copies: of a bfloat16 model, copy the weights of attention's layers to float16 before each forward, in one kernel.
+    To convert each where it is used takes no memory, but 10% of GPT-2 XL's step with one sequence per micro-step."""
     if model.lm_head.weight.is_cuda:
         model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy)
     for block in model.transformer.h:
         block.__class__ = FusedBlock
-    model.transformer.ln_f.__class__ = FusedLayerNorm
+    model.transformer.ln_f.__class__, model.is_fused = FusedLayerNorm, True
     if use_fp8:
         model.transformer.h[0].register_forward_pre_hook(fp8.Fp8Scales(model).update)
+    elif copies:
+        weights = [w for block in model.transformer.h for w in (block.attn.c_attn.weight, block.attn.c_proj.weight)]
+        for weight in weights:
+            weight.in_float16 = torch.empty_like(weight, dtype=torch.float16)
+
+        @torch.no_grad()
+        def copy(*_):
+            torch._foreach_copy_([weight.in_float16 for weight in weights], weights)
+
+        model.register_forward_pre_hook(copy)
 
 
-def layernorm(layer, residual, branch=None, branch_bias=None, consumer_weight=None):
+def layernorm(layer, residual, branch=None, branch_bias=None, consumer_weight=None, dtype=None):
     """Apply ResidualLayerNorm with the model's `layer`. Without a branch, the first result is the residual itself."""
     out, normed, normed8 = ResidualLayerNorm.apply(residual, branch, branch_bias, layer.weight, layer.bias,
-                                                   consumer_weight)
+                                                   consumer_weight, dtype)
     return residual if branch is None else out, normed, normed8
 
 
@@ -335,7 +336,8 @@ class FusedBlock(Block):
 
     def fused_attn_and_mlp(self, residual, branch, branch_bias):
         attn, mlp = self.attn, self.mlp
-        residual, normed, normed8 = layernorm(self.ln_1, residual, branch, branch_bias, attn.c_attn.weight)
+        dtype = torch.float16 if residual.dtype == torch.bfloat16 else residual.dtype  # of attention
+        residual, normed, normed8 = layernorm(self.ln_1, residual, branch, branch_bias, attn.c_attn.weight, dtype)
         q, k, v = QKVProjection.apply(normed, normed8, attn.c_attn.weight, attn.c_attn.bias, attn.n_head)
         with sdpa_kernel(attention_backends(q.device), set_priority=True) if q.is_cuda else nullcontext():
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)

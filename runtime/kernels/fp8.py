@@ -19,6 +19,7 @@ from enum import Enum
 import torch
 import torch.nn.functional as F
 
+from model import addmm_fp32
 from runtime.kernels import jit, tl, triton
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2  # the tensors of a layer that are cast
@@ -126,29 +127,30 @@ def cast(x, weight, which, transpose=False):
     return out
 
 
-def linear(x, weight, bias=None):
-    """Return x (..., in) @ weight.T (in, out) + bias: the forward GEMM. x may be in FP8."""
+def linear(x, weight, bias, dtype):
+    """Return x (..., in) @ weight.T (in, out) + bias (or None) in dtype: the forward GEMM. x may be in FP8."""
+    bias = bias if bias is None else bias.to(dtype)
     mode, scales, slot = slot_of(weight)
     if mode is Mode.CALIBRATE:
         scales.amax[slot + INPUT], scales.amax[slot + WEIGHT] = x.abs().max(), weight.abs().max()
     if mode is not Mode.ON:
-        return F.linear(x, weight, bias)
+        return F.linear(x, getattr(weight, "in_float16", weight).to(dtype), bias)
     y = torch._scaled_mm(cast(x.reshape(-1, x.size(-1)), weight, INPUT), cast(weight, weight, WEIGHT).t(),
                          scales.inverse[slot + INPUT, 0], scales.inverse[slot + WEIGHT, 0], bias=bias,
-                         out_dtype=weight.dtype, use_fast_accum=True)
+                         out_dtype=dtype, use_fast_accum=True)
     return y.view(*x.shape[:-1], -1)
 
 
-def grad_input(dy, weight):
-    """Return dy (rows, out) @ weight (out, in): the input gradient's GEMM. dy may be in FP8."""
+def grad_input(dy, weight, dtype):
+    """Return dy (rows, out) @ weight (out, in) in dtype: the input gradient's GEMM. dy may be in FP8."""
     mode, scales, slot = slot_of(weight)
     if mode is Mode.CALIBRATE:
         scales.amax[slot + GRAD_OUTPUT] = dy.abs().max()
     if mode is not Mode.ON:
-        return dy @ weight
+        return dy @ getattr(weight, "in_float16", weight).to(dtype)
     return torch._scaled_mm(cast(dy, weight, GRAD_OUTPUT), cast(weight, weight, WEIGHT, transpose=True).t(),
                             scales.inverse[slot + GRAD_OUTPUT, 0], scales.inverse[slot + WEIGHT, 0],
-                            out_dtype=weight.dtype)
+                            out_dtype=dtype)
 
 
 def grad_weight(dy, x, weight):
@@ -157,3 +159,27 @@ def grad_weight(dy, x, weight):
     return torch._scaled_mm(cast(dy, weight, GRAD_OUTPUT, transpose=True), cast(x, weight, INPUT, transpose=True).t(),
                             scales.inverse[slot + GRAD_OUTPUT, 0], scales.inverse[slot + INPUT, 0],
                             out_dtype=torch.float32)
+
+
+def linear_grads(x, weight, dy, dtype):
+    """Return (dx, dweight) of a linear layer in dtype from dy (N, out). x and dy may be in FP8. If the weight has a
+    main_grad, the GEMM accumulates into it, or overwrites it with overwrite_main_grad, and dweight is None."""
+    use_fp8, overwrite = slot_of(weight)[0] is Mode.ON, hasattr(weight, "overwrite_main_grad")
+    dy = cast(dy, weight, GRAD_OUTPUT) if use_fp8 else dy
+    dx, x = grad_input(dy, weight, dtype).view(x.shape), x.reshape(-1, x.size(-1))
+    if use_fp8:
+        dweight = grad_weight(dy, x, weight)
+    elif hasattr(weight, "main_grad") and not overwrite:
+        addmm_fp32(weight.main_grad, dy.t(), x)
+        return dx, None
+    elif dtype != weight.dtype:
+        dweight = addmm_fp32(torch.zeros_like(weight, dtype=torch.float32), dy.t(), x)
+    elif overwrite:
+        torch.mm(dy.t(), x, out=weight.main_grad)
+        return dx, None
+    else:
+        return dx, dy.t() @ x
+    if not hasattr(weight, "main_grad"):
+        return dx, dweight.to(weight.dtype)
+    (weight.main_grad.copy_ if overwrite else weight.main_grad.add_)(dweight)
+    return dx, None

@@ -78,8 +78,11 @@ def estimate(run):
     loss = min(tokens, rows) * vocab_size * bytes_per_logit + (trainable == stored) * vocab_size * run.model.n_embd * 4
     if run.gradient_checkpointing:
         loss = max(loss, block_input * saved_per_token)  # or one recomputed block
+    copied = run.execution.compile and stage < 3 and trainable == stored and not (run.fp8 or run.gradient_checkpointing)
+    copies = copied * 8 * run.model.n_layer * run.model.n_embd**2  # attention's weights in float16
     parts = {
-        "weights": 0 if uses_offload(run.ds_config, "param") else stored * itemsize // (ranks if stage == 3 else 1),
+        "weights": 0 if uses_offload(run.ds_config, "param") else
+                   stored * itemsize // (ranks if stage == 3 else 1) + copies,
         # With offload, the float32 gradients stay on the GPU at stage 2
         "gradients": 0 if stage == 3 and offload else trainable * 4 // ranks,
         "optimizer": 0 if offload else (trainable * 12 - run.params.muon * 4) // ranks,

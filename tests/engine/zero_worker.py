@@ -124,7 +124,7 @@ def build(stage, dtype, zero, config, clip, compiled, fused, layers):
     if compiled:
         model.compile_blocks(backend="aot_eager")
     if fused:
-        block.use_fused_blocks(model)
+        block.use_fused_blocks(model, copies=dtype == "bfloat16" and stage < 3)
     if stage == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [Block])
     content = {**config, "zero_optimization": {"stage": stage, **zero}}

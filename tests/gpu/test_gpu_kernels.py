@@ -5,10 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from reference import check, errors
+from torch.func import functional_call
 
-from model import FusedLinearCrossEntropy, cross_entropy_with_grad
+from model import Block, FusedLinearCrossEntropy, GPTConfig, cross_entropy_with_grad
 from runtime.engine.fused_adamw import adamw
 from runtime.kernels import block, fp8
 
@@ -57,42 +59,18 @@ widths = pytest.mark.parametrize("C", WIDTHS)
 
 @widths
 @blocks
-def test_residual_sum_with_layer_norm(C, dtype, rows, summed):
-    def ours(x, y, b_y, w, b):
-        return block.ResidualLayerNorm.apply(x, y, b_y, w, b)[:2]
+def test_block_with_a_layer_norm(C, dtype, rows, summed):
+    """In bfloat16, attention is in float16."""
+    config = GPTConfig(n_head=WIDTHS[C], n_embd=C)
+    plain, fused = (nn.Sequential(Block(config), nn.LayerNorm(C)) for _ in range(2))
+    fused[0].__class__, fused[1].__class__ = block.FusedBlock, block.FusedLayerNorm
+    params = {f"w{name}": random(*p.shape, scale=0.05, shift=float(p.dim() == 1 and name.endswith("weight")), seed=i)
+              for i, (name, p) in enumerate(plain.named_parameters())}
 
-    def plain(x, y, b_y, w, b):
-        total = x + y + b_y
-        return total, F.layer_norm(total, (C,), w, b)
+    def function(model):
+        return lambda x, **params: functional_call(model, {name[1:]: p for name, p in params.items()}, x)
 
-    norm = {"w": random(C, shift=1.0, scale=0.2), "b": random(C, seed=1)}
-    compare(ours, plain, {"x": random(1, rows, C, shift=0.5), "y": random(1, rows, C, seed=2),
-                          "b_y": random(C, seed=3), **norm}, dtype, summed)
-    compare(lambda x, w, b: block.ResidualLayerNorm.apply(x, None, None, w, b)[1],
-            lambda x, w, b: F.layer_norm(x, (C,), w, b), {"x": random(1, rows, C, shift=0.5), **norm}, dtype, summed)
-
-
-@widths
-@blocks
-def test_queries_keys_and_values(C, dtype, rows, summed):
-    heads = WIDTHS[C]
-
-    def plain(x, w, b):
-        b = torch.cat([b[:C], b[C : 2 * C].detach(), b[2 * C :]])  # that of the keys has no gradient
-        return tuple(part.view(1, rows, heads, C // heads).transpose(1, 2) for part in F.linear(x, w, b).split(C, 2))
-
-    compare(lambda x, w, b: block.QKVProjection.apply(x, None, w, b, heads), plain,
-            {"x": random(1, rows, C), "w": random(3 * C, C, scale=0.02), "b": random(3 * C)}, dtype, summed)
-
-
-@widths
-@blocks
-def test_linear_with_gelu_and_linear(C, dtype, rows, summed):
-    compare(lambda x, w, b: block.LinearGelu.apply(x, None, w, b, None)[0],
-            lambda x, w, b: F.gelu(F.linear(x, w, b), approximate="tanh"),
-            {"x": random(1, rows, C), "w": random(4 * C, C, scale=0.04), "b": random(4 * C)}, dtype, summed)
-    compare(lambda x, w: block.LinearNoBias.apply(x, None, w), lambda x, w: F.linear(x, w),
-            {"x": random(1, rows, 4 * C), "w": random(C, 4 * C, scale=0.02)}, dtype, summed)
+    compare(function(fused), function(plain), {"x": random(1, rows, C), **params}, dtype, summed)
 
 
 @widths

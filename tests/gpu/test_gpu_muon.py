@@ -42,7 +42,7 @@ def test_three_steps_are_pytorchs(monkeypatch, max_batch, use_kernels):
         grads = torch.randn_like(start)
         norm = grads.norm() if step != 1 else torch.tensor(float("inf"), device="cuda")
         torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")  # its many launches don't wait for backward
-        ours.step(p._replace(grads=grads.clone()), momentum, norm, CLIP, 1e9)
+        ours.step(p._replace(grads=8 * grads), momentum, norm, 1 / 8, CLIP, 1e9)
         torch.cuda.set_sync_debug_mode("default")
         if step == 1:
             continue

@@ -109,7 +109,7 @@ def build(stage, dtype, blocks, zero, clip, fp16, layers, muon):
     F.linear = LINEAR  # stage 3 replaces it for good
     model = fresh_model(layers)
     if blocks == "kernels":
-        block.use_fused_blocks(model)
+        block.use_fused_blocks(model, copies=dtype == "bfloat16" and stage < 3)
     elif blocks == "compiled":
         model.compile_blocks()
     if stage == 3:
