@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 import plot
 from results.estimates import XL, meta_model, planned_parts
 from results.race import best_baselines
-from results.runs import races
+from results.runs import newest, races, training_runs
 
 RESULTS = ROOT / "results"
 PRESETS = {2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
@@ -35,7 +35,8 @@ def main():
     draw_memory(folder / "memory.png")
     draw_zero(folder / "zero.png")
     draw_long_runs(folder / "long_run.png", "h200_x1_long_run")
-    draw_long_runs(folder / "unstable.png", "h200_x2_long_run", "h100_x2_long_run_control", "h100_x2_long_run_float16")
+    draw_long_runs(folder / "unstable.png", "h200_x2_long_run", "h100_x2_long_run_control", "h200_x2_long_run_1337",
+                   "h200_x2_long_run_1338")
     for name in ("race.png", "curves.png", "memory.png", "zero.png", "long_run.png", "unstable.png"):  # in 64 colors
         Image.open(folder / name).convert("RGB").quantize(64).save(folder / name, optimize=True)
         print(f"written to {folder / name}")
@@ -102,15 +103,17 @@ def draw_memory(path):
 
     figure = Figure((9, 4.6), layout="constrained")
     axis = figure.subplots()
-    cases = [case for case in read("h200_x1_plan")["cases"] if case["stage"] == 2]
-    cases.sort(key=lambda case: (case["micro"], case["recomputed"]), reverse=True)
-    for place, case in enumerate(cases):
-        total = stack(axis.barh, place, xl_estimate(2, case["micro"], 1, case["recomputed"]), 0.7)
-        axis.plot(case["peak_gb"], place, "o", color="black", markersize=5)
+    cases = {(case.micro, "checkpointing" in case.model): newest(runs) for case, runs in training_runs().items()
+             if case[:2] == ("H200", 1) and case.stage == 2 and case.optimizer == "adamw"
+             and case.model in ("gpt2-xl", "gpt2-xl, gradient checkpointing")}
+    cases = {case: cases[case] for case in sorted(cases, reverse=True)}
+    for place, ((micro, recomputed), run) in enumerate(cases.items()):
+        total = stack(axis.barh, place, xl_estimate(2, micro, 1, recomputed), 0.7)
+        axis.plot(run["peak_gb"], place, "o", color="black", markersize=5)
         axis.text(total + 0.7, place, f"{total:.1f}", va="center")
-    axis.set_yticks(range(len(cases)), [f"{c['micro']} x {32 // c['micro']}"
-                                        + ", gradient checkpointing" * c["recomputed"] for c in cases])
-    axis.set(xlabel="GB", xlim=(0, 78))
+    axis.set_yticks(range(len(cases)), [f"{micro} x {32 // micro}" + ", gradient checkpointing" * recomputed
+                                        for micro, recomputed in cases])
+    axis.set(xlabel="GB", xlim=(0, 122))
     axis.set_title("GPT-2 XL, ZeRO-2, bfloat16, one H200: estimated peak memory", loc="left")
     finish(figure, axis, path)
 
@@ -121,8 +124,7 @@ def draw_zero(path):
 
     figure = Figure((10, 4.6), layout="constrained")
     axis = figure.subplots()
-    measured = {(case["stage"], 1): case["peak_gb"] for case in read("h200_x1_plan")["cases"]
-                if case["micro"] == 1 and not case["recomputed"] and case["stage"] < 3}
+    measured = {(2, 1): read("h200_x1_bench_1x32")["peak_gb"]}
     measured[2, 2] = read("h200_x2_before_1x32")["peak_gb"]
     measured[2, 4] = read("h200_x4_zero2_torchrun")["summary"]["peak_gb"]  # ZeRO-3's are of DeepSpeed's own path
     ticks = []

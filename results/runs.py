@@ -28,32 +28,10 @@ def newest(runs):
     return max(runs, key=lambda run: run["date"])
 
 
-def settings_of(command):
-    """Return the settings of a run whose file has only its command, with the defaults that the tables need."""
-    values = {"True": True, "False": False}
-    given = {name: int(value) if value.isdigit() else values.get(value, value)
-             for name, value in re.findall(r"--(\w+)=(\S+)", command)}
-    return SMALL | {"deepspeed_config": "ds_config_zero2.json"} | given
-
-
-def compared_runs(what):
-    """Return the newest runs of h200_x1_one_engine.json, of "train" or "sample": of each case the middle one."""
-    file, = read("h200_x1_one_engine.json")
-    again, key = file["again"], {"train": "ms", "sample": "tokens_per_s"}[what]
-    shared = {"file": file["file"], "hardware": file["hardware"], "world_size": 1, "date": again["date"],
-              "commit": again["commits"]["new"]}
-    runs = []
-    for name, case in again["cases"].items():
-        if f"bench.py {what}" in case["command"] and name != "shakespeare_char":
-            ordered = sorted(case["new"], key=lambda run: run[key]["median"])
-            runs.append(ordered[len(ordered) // 2] | shared | {"settings": settings_of(case["command"])})
-    return runs
-
-
 def shape_of(run):
-    """Return a run's layers, heads and width."""
-    settings = run["settings"]
-    return PRETRAINED.get(settings.get("init_from")) or tuple(settings[name] for name in SMALL)
+    """Return a run's layers, heads and width. Those of a folder of weights are GPT-2 XL's."""
+    s = run["settings"]
+    return PRETRAINED.get(s["init_from"]) or tuple(s[name] for name in SMALL if s[name]) or PRETRAINED["gpt2-xl"]
 
 
 def case_of(run):
@@ -61,6 +39,7 @@ def case_of(run):
     names = {sizes: name for name, sizes in PRETRAINED.items()}
     options = {"FP8": s.get("fp8"), "float16": s.get("dtype") == "float16",
                "`--compile=False`": s.get("compile") is False,
+               f"LoRA of rank {s.get('lora_rank')}": s.get("lora_rank"),
                "offload": "offload" in s["deepspeed_config"], "gradient checkpointing": s.get("gradient_checkpointing")}
     model = ", ".join([names.get(shape, str(shape)), *(name for name, used in options.items() if used)])
     stage = run.get("stage") or int(re.search(r"zero(\d)", s["deepspeed_config"])[1])
@@ -71,7 +50,7 @@ def case_of(run):
 def training_runs():
     """Return {case: its runs}, in the order of the tables."""
     cases = {}
-    for run in [*read("*_bench_*.json"), *compared_runs("train")]:
+    for run in read("*_bench_*.json"):
         cases.setdefault(case_of(run), []).append(run)
     return {case: cases[case] for case in sorted(cases, key=lambda c: (c.gpu != "H200", *c[:4], -c.micro, *c[5:]))}
 
@@ -81,8 +60,6 @@ def sampling_runs():
     names, cases = {sizes: name for name, sizes in PRETRAINED.items()}, {}
     for run in read("*_sample_*.json"):
         cases.setdefault((run["hardware"].split(",")[0], names[tuple(run["shape"])], run["batch"]), []).append(run)
-    for run in compared_runs("sample"):
-        cases.setdefault((run["hardware"], run["settings"]["model"], run["settings"]["batch"]), []).append(run)
     return {case: cases[case] for case in sorted(cases, key=lambda case: ("CPU" in case[0], *case))}
 
 

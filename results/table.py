@@ -26,11 +26,6 @@ from runtime.plan.run_plan import Problems, make_plan
 
 BLOCK = re.compile(r"<!-- table: (\S+) -->\n(.*?)(<!-- end -->|(?=<!-- table: )|\Z)", re.S)
 SPLIT, SOURCE = "micro-batch x accumulation", "commit, date"
-ZERO2, OFFLOAD2, OFFLOAD3 = "ds_config_zero2.json", "config/ds/zero2_offload.json", "config/ds/zero3_offload.json"
-LORA, RANK_320 = "`config/lora_xl.py`", "`config/lora_xl.py --lora_rank=320`"
-LORA_AND_OFFLOAD = {  # run in h200_x1_lora_offload.json: what it is, LoRA rank, micro-batch, recomputed, preset
-    "lora64": (LORA, 64, 1, True, ZERO2), "lora64_8x4": (LORA, 64, 8, False, ZERO2),
-    "lora320": (RANK_320, 320, 1, True, ZERO2), "offload3": (f"`{OFFLOAD3}`", 0, 8, True, OFFLOAD3)}
 DRILLS = {  # file without cpu_ and .json: the result, from its keys
     "kill": "{kills} kills, {kills_inside_a_save} inside a save; {iterations:,} losses equal to the last bit",
     "corrupt": "{noticed} of {tried} damages noticed",
@@ -70,17 +65,17 @@ def speed():
     cases = {case: newest(runs) for case, runs in training_runs().items()
              if (case.gpu, case.gpus, case.stage, case.optimizer) == ("H200", 1, 2, "adamw")}
     small = max((case for case in cases if case.model == "gpt2"), key=lambda case: cases[case]["tokens_per_s"])
-    shown = [*(case for case in cases if case.model in ("gpt2-xl", "gpt2-xl, FP8")), small]
+    shown = [*(case for case in cases if case.model in ("gpt2-xl", "gpt2-xl, FP8") and case.micro in (32, 8, 1)), small]
     rows = [[case.gpus, case.model, *speed_cells(case, cases[case]), link(cases[case])] for case in shown]
     return markdown(["GPUs", "model", SPLIT, "ms per step", "tokens/s", "MFU", "peak GB", SOURCE], rows)
 
 
 def training():
-    """All cases but those beside FSDP2. A speedup is of the newest file of the case that has this baseline."""
+    """All cases but those of the tables fsdp2 and memory. A speedup is of the case's newest file with this baseline."""
     rows = []
     for case, runs in training_runs().items():
         run, compared = newest(runs), sorted((run for run in runs if "baseline" in run), key=lambda run: run["date"])
-        if case.optimizer != "adamw" or "FSDP2" in run.get("baseline", {}).get("name", ""):
+        if case.optimizer != "adamw" or case in memory_runs() or "FSDP2" in run.get("baseline", {}).get("name", ""):
             continue
         baselines = {base["baseline"]["name"].split()[0]: base for base in compared}
         speedup = ", ".join(link(base, f"{base['baseline']['ratio']:.2f}x {name}, {base['commit'][:7]}")
@@ -148,51 +143,23 @@ def fast_path_losses():
     return markdown(["variant", "steps", "validation loss", SOURCE], rows)
 
 
+def memory_runs():
+    """Return {case: its newest run} of GPT-2 XL on one H200 with what saves memory."""
+    return {case: newest(runs) for case, runs in training_runs().items() if (case.gpu, case.gpus) == ("H200", 1)
+            and re.search("LoRA|offload|checkpointing", case.model)}
+
+
 def memory():
-    """ZeRO-2 on one GPU."""
-    cases = {}
-    for file in sorted(read("h200_x1_plan.json", "h200_x1_memory.json"), key=lambda file: file["date"]):
-        for case in file["cases"]:
-            if case.get("stage", 2) == 2:
-                cases[case["micro"], case["recomputed"]] = case | {key: file[key] for key in ("commit", "date", "file")}
+    """What saves memory. The estimate is that of a dry run, without CUDA."""
     rows = []
-    for micro in sorted({micro for micro, _ in cases}):
-        if (micro, False) in cases and (micro, True) in cases:
-            both = [cases[micro, recomputed] for recomputed in (False, True)]
-            estimates = [planned_gb(meta_model(**XL), ZERO2, micro, case["recomputed"]) for case in both]
-            rows.append([micro, *(f"{case['peak_gb']:.1f} ({gb:.1f})" for case, gb in zip(both, estimates)),
-                         link(newest(both))])
-    return markdown(["micro-batch", "peak GB (estimate)", "with gradient checkpointing", SOURCE], rows)
-
-
-def lora_offload():
-    """LoRA and ZeRO-3's offload, with the last step's time of short runs, ZeRO-2's offload, and all weights on the GPU.
-    """
-    lora, = read("h200_x1_lora_offload.json")
-    own, = read("h200_x1_offload.json")
-    zero3, = read("h200_x1_zero3_offload.json")
-    rows = []
-
-    def add(text, rank, micro, recomputed, preset, ms, gb, source):
-        planned = planned_gb(meta_model(rank, **XL), preset, micro, recomputed, pretrained=source is not zero3)
-        rows.append([text, f"{micro} x {32 // micro}", "yes" if recomputed else "no", f"{ms:,.0f}",
-                     f"{gb:.1f} ({planned:.1f})", link(source)])
-
-    for micro in (8, 1):
-        runs = own["runs"][f"ours, {micro} x {32 // micro}"]
-        ms = statistics.median(run["ms"]["median"] for run in runs)
-        add(f"`{OFFLOAD2}`", 0, micro, True, OFFLOAD2, ms, runs[0]["peak_gb"], own)
-    for name, options in LORA_AND_OFFLOAD.items():
-        run = lora["runs"][name]
-        add(*options, [step["ms"] for step in run["history"] if "ms" in step][-1], run["peak_gb"], lora)
-    run = zero3["after"][-1]
-    add(f"`{OFFLOAD3}`, from scratch", 0, 8, True, OFFLOAD3, run["ms"]["median"], run["peak_gb"], zero3)
-    for case, runs in training_runs().items():
-        if case[:4] == ("H200", 1, "gpt2-xl", 2) and case.micro < 32 and case.optimizer == "adamw":
-            split, ms, *_, gb = speed_cells(case, newest(runs))
-            planned = planned_gb(meta_model(**XL), ZERO2, case.micro, False)
-            rows.append(["all weights", split, "no", ms, f"{gb} ({planned:.1f})", link(newest(runs))])
-    return markdown(["run", SPLIT, "gradient checkpointing", "ms per step", "peak GB (estimate)", SOURCE], rows)
+    for case, run in memory_runs().items():
+        s = run["settings"]
+        planned = planned_gb(meta_model(s["lora_rank"], **XL), s["deepspeed_config"], case.micro,
+                             s["gradient_checkpointing"], pretrained=s["init_from"] != "scratch")
+        split, ms, *_, gb = speed_cells(case, run)
+        rows.append([case.model.removeprefix("gpt2-xl, ") + f", ZeRO-{case.stage}" * (case.stage == 3), split, ms, gb,
+                     f"{planned:.1f}", link(run)])
+    return markdown(["with", SPLIT, "ms per step", "peak GB", "estimate, GB", SOURCE], rows)
 
 
 def sampling():
@@ -250,8 +217,8 @@ def char():
 
 TABLES = {
     "cards": cards, "speed": speed, "training": training, "fsdp2": fsdp2, "muon": muon, "race": race,
-    "fast-path-losses": fast_path_losses, "memory": memory, "lora-offload": lora_offload, "sampling": sampling,
-    "checkpoints": checkpoints, "drills": drills, "char": char}
+    "fast-path-losses": fast_path_losses, "memory": memory, "sampling": sampling, "checkpoints": checkpoints,
+    "drills": drills, "char": char}
 
 
 def pages():
