@@ -3,11 +3,9 @@
 import json
 import tempfile
 
-import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
-from runtime.cluster.ranks import silence_stdout
 from runtime.engine import ds_config, setup
 
 # With this epsilon, Adam doesn't turn the rounding of elements with nearly no gradient into full steps
@@ -23,8 +21,7 @@ def initialize(model, groups, content, batch, clip, dtype, compiled=False, **ada
         file.flush()
         config, _ = ds_config.complete_config(file.name, batch, clip, dtype, compiled)
     optimizer = torch.optim.AdamW(groups, fused=True, **adam)
-    with silence_stdout():
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine = setup.initialize(model, optimizer, config)
     setup.describe(engine, config, dtype)
     return engine
 

@@ -103,8 +103,7 @@ def key_problems(config, allowed, path=""):
             problems += key_problems(value, rule, f"{here}.")
         elif isinstance(rule, dict):
             problems.append(f'"{here}" must be an object')
-        elif isinstance(rule, int) and (
-                type(value) not in (int, float) or not rule <= value < 2**63 or value % 1 != 0):
+        elif isinstance(rule, int) and (type(value) not in (int, float) or not rule <= value < 2**63 or value % 1):
             problems.append(f'"{here}" is {json.dumps(value)}: write a whole number of at least {rule}, below 2**63')
         elif isinstance(rule, float) and value != "auto" and not (
                 type(value) in (int, float) and rule <= value < float("inf")):

@@ -17,9 +17,9 @@ class Launch:
     """Runs forward and backward of a batch. .timer measures this rank's own work.
 
     With `capture`, micro-steps run as a CUDA graph from the second optimizer step on. Every micro-step must do the same
-    work at the same addresses: our gradients and step do, without a loss scale. Each replay draws dropout's random
-    numbers, the same ones as without a graph. The first step runs eagerly, because libraries initialize at their first
-    calls. The capture comes before the second step, because from then on DeepSpeed's timer synchronizes the GPU."""
+    work at the same addresses: our gradients and step do, if the loss scale is constant. Each replay draws dropout's
+    random numbers, the same ones as without a graph. The first step runs eagerly, because libraries initialize at their
+    first calls. The capture comes before the second step: from then on, DeepSpeed's timer synchronizes the GPU."""
 
     def __init__(self, deepspeed, capture):
         self.deepspeed, self.timer, self.graph = deepspeed, LocalTimer(deepspeed.device), None

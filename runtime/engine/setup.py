@@ -79,7 +79,7 @@ def initialize(model, optimizer, ds_config):
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False  # skip the step at the minimum scale, too
     if engine.bfloat16_enabled() and getattr(model, "is_fused", False):  # then parts of backward are in float16
         sequences = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
-        engine.optimizer.loss_scale = 2.0 ** (sequences * model.config.block_size).bit_length()  # the loss is a mean
+        engine.optimizer.loss_scale = 2.0 ** (16 * sequences * model.config.block_size).bit_length()  # it is a mean
     return engine
 
 

@@ -6,12 +6,12 @@ A linear layer, y = input @ weight.T + bias, needs three GEMMs:
   2. input gradient   grad_input  = grad_output @ weight   FP8, grad_output in E5M2, which has more range
   3. weight gradient  grad_weight = grad_output.T @ input  FP8, grad_output in E5M2, with a float32 result
 
-The output layer and evaluations stay in bfloat16. FP8 has a small range: E4M3 up to 448, E5M2 up to 57,344
+The output layer and evaluations don't use it. FP8 has a small range: E4M3 up to 448, E5M2 up to 57,344
 (Micikevicius et al., arXiv:2209.05433). So each tensor is multiplied by a scale before its cast, and y by the inverses.
 Scaling is delayed, as in NVIDIA's Transformer Engine: the scale comes from the largest absolute value (amax) in the
 previous micro-step, with a headroom factor of 2. This lets the kernel that computes a tensor store it in FP8 only. The
 weight gradient's GEMM needs its inputs transposed, because FP8 GEMMs on Hopper only multiply a @ b.T.
-The first micro-step of a process runs in bfloat16 to calibrate, so the losses of a resumed run differ slightly.
+The first micro-step of a process runs without FP8 to calibrate, so the losses of a resumed run differ slightly.
 """
 
 from enum import Enum

@@ -78,7 +78,8 @@ def estimate(run):
     loss = min(tokens, rows) * vocab_size * bytes_per_logit + (trainable == stored) * vocab_size * run.model.n_embd * 4
     if run.gradient_checkpointing:
         loss = max(loss, block_input * saved_per_token)  # or one recomputed block
-    copied = run.execution.compile and stage < 3 and trainable == stored and not (run.fp8 or run.gradient_checkpointing)
+    copied = (run.execution.compile and run.execution.dtype == "bfloat16" and stage < 3 and trainable == stored
+              and not (run.fp8 or run.gradient_checkpointing or run.model.dropout))
     copies = copied * 8 * run.model.n_layer * run.model.n_embd**2  # attention's weights in float16
     parts = {
         "weights": 0 if uses_offload(run.ds_config, "param") else
