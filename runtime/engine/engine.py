@@ -40,14 +40,17 @@ class Engine:
         self.fused_step = setup.replace_gradients_and_step(deepspeed, accumulate_locally, use_triton)
         self.launch = Launch(deepspeed, capture and self.fused_step is not None and self.fused_step.use_kernel)
         self.in_micro_step = False  # whether its deepspeed.step() is still to come
+        self.copy_weights = getattr(self.module, "copy_weights", lambda: None)  # see kernels.block.use_fused_blocks
 
     def micro_step(self, *batch):
         """Run forward and backward on (x, y), or on (x, y, weight) with the sum over targets times weight as the loss.
         Return the detached loss, which the next call may overwrite."""
         if self.in_micro_step:
             self.deepspeed.step()
-        elif self.fused_step and self.stage == 3:
-            self.fused_step.gradients.gather_first()  # the weights have changed
+        else:  # the weights have changed
+            self.copy_weights()
+            if self.fused_step and self.stage == 3:
+                self.fused_step.gradients.gather_first()
         self.in_micro_step = True
         return self.launch(*batch)
 
@@ -76,6 +79,7 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, x, y):
         """Return the loss of each target, with the shape of y. At ZeRO-3, a forward gathers the weights."""
+        self.copy_weights()
         return self.deepspeed(x, y, "none").view(y.shape)
 
     def checkpoint_files(self, out_dir, tag):
