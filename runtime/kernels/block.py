@@ -282,8 +282,8 @@ def model_fits_kernels(config):
 
 def use_fused_blocks(model, use_fp8=False, copies=False):
     """Make a model's blocks run on these kernels, and compile its loss. Modules change class, as in fully_shard.
-    copies: of a bfloat16 model, keep float16 copies of the weights of attention's layers: call model.copy_weights() when
-    they have changed. Converting them at each use takes no memory, but 10% of GPT-2 XL's step with 1 x 32 sequences."""
+    copies: of a bfloat16 model, keep copies of attention's weights in float16: call model.copy_weights() when they have
+    changed. To convert them at each use takes no memory, but 10% of GPT-2 XL's step at 1 x 32."""
     if model.lm_head.weight.is_cuda:
         model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy)
     for block in model.transformer.h:
@@ -294,13 +294,9 @@ def use_fused_blocks(model, use_fp8=False, copies=False):
     elif copies:
         weights = [w for block in model.transformer.h for w in (block.attn.c_attn.weight, block.attn.c_proj.weight)]
         for weight in weights:
-            weight.in_float16 = torch.empty_like(weight, dtype=torch.float16)
-
-        @torch.no_grad()
-        def copy_weights():
-            torch._foreach_copy_([weight.in_float16 for weight in weights], weights)
-
-        model.copy_weights = copy_weights
+            weight.in_float16 = torch.empty_like(weight, dtype=torch.float16, requires_grad=False)
+        copies = [weight.in_float16 for weight in weights]
+        model.copy_weights = torch.no_grad()(lambda: torch._foreach_copy_(copies, weights))
 
 
 def layernorm(layer, residual, branch=None, branch_bias=None, consumer_weight=None, dtype=None):
