@@ -72,10 +72,9 @@ def run_ranks(args, out_dir, *command):
 def measure(args, argv):
     """Measure the steps of train_deepspeed.py and yield the figures, then also those of the baseline, if any."""
     settings = settings_of_script(SCRIPT, argv)  # exits if a setting is wrong
-    if settings.lora_rank and args.baseline:
-        exit_with_error(f"--baseline={args.baseline} trains all weights: drop it, or --lora_rank={settings.lora_rank}")
-    if settings.optimizer == "muon" and args.baseline:
-        exit_with_error(f"--baseline={args.baseline} trains with AdamW: drop it, or add --optimizer=adamw")
+    if args.baseline and (settings.lora_rank or settings.optimizer == "muon"):
+        exit_with_error(f"--baseline={args.baseline} trains all weights with AdamW: drop it, or add --lora_rank=0 "
+                        "--optimizer=adamw")
     argv = [*argv, f"--max_iters={args.warmup + args.repeats}", "--eval_interval=1000000000", "--eval_iters=1",
             "--keep_last=0", "--log_interval=1", "--max_epochs=None", "--eval_epochs=None", "--dry_run=False",
             "--eval_only=False"]
