@@ -32,17 +32,17 @@ def meta_model(lora_rank=0, **shape):
 
 
 def planned_parts(model, preset, micro, recomputed, gpus=1, accumulate_locally=False, fp8=False, pretrained=True,
-                  zero3_by_block=True):
+                  zero3_by_block=True, muon=False):
     """Return {part: estimated GB per GPU} in bfloat16, with 32 sequences of 1,024 tokens per GPU and step."""
     batch = Batch(micro, max(1, 32 // micro), gpus, 1024)
     config, _ = complete_config(ROOT / preset, batch, 1.0, "bfloat16", True)
     if config["zero_optimization"]["stage"] == 3 and not zero3_by_block:
         config["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
-    stored, trainable = (sum(p.numel() for p in model.parameters() if p.requires_grad or every)
-                         for every in (True, False))
-    parts = estimate(MemoryInputs(model.config, Execution("cuda", "bfloat16", True, 0), batch,
-                                  ParamCount(stored, stored, trainable), config, recomputed, accumulate_locally, fp8,
-                                  pretrained))
+    c, (stored, trainable) = model.config, (sum(p.numel() for p in model.parameters() if p.requires_grad or every)
+                                            for every in (True, False))
+    params = ParamCount(stored, stored, trainable, muon=muon * 12 * c.n_layer * c.n_embd**2)
+    parts = estimate(MemoryInputs(c, Execution("cuda", "bfloat16", True, 0), batch, params, config, recomputed,
+                                  accumulate_locally, fp8, pretrained))
     return {part: size / 1e9 for part, size in parts.items()}
 
 

@@ -167,17 +167,17 @@ def relative_step_time(micro, recompute, preset, gpu_speed=1.0):
     """Return the time per step relative to the fastest setting's. It fits GPT-2 XL's in RESULTS.md, on one H200, and
     for ZeRO-3 on two. With offload, 16 CPU cores step. gpu_speed: the GPU's peak, relative to an H200's."""
     if "offload" in preset:
-        cpu_ms = 500 if "zero2" in preset else 2010
-        return cpu_ms * gpu_speed / 606 + relative_step_time(micro, recompute, "zero2")
-    time = (550 + 316 / math.sqrt(micro)) / 606 * (1.31 if recompute else 1)
-    return time * (1.01 + 0.13 / micro if "zero3" in preset else 1)
+        cpu_ms = 400 if "zero2" in preset else 2170
+        return cpu_ms * gpu_speed / 597 + relative_step_time(micro, recompute, "zero2")
+    time = (568 + 327 / micro**0.7) / 597 * (1.31 + 0.14 / micro if recompute else 1)
+    return time * (1.03 + 0.22 / micro if "zero3" in preset else 1)
 
 
 def time_line(run, steps):
     """Return the estimated time per step and of the run as text: 0.8 to 2 times that of GPT-2 XL at the MFU of an H200,
     or "at least" without our fast paths, which wait for the CPU less, and with offload. None for small models."""
-    seconds = relative_step_time(run.batch.micro, run.gradient_checkpointing, f"zero{run.stage}") * (1 - 0.26 * run.fp8)
-    seconds *= run.params.flops * run.batch.tokens / run.batch.world_size / (0.562 * run.execution.peak_flops)
+    seconds = relative_step_time(run.batch.micro, run.gradient_checkpointing, f"zero{run.stage}") * (1 - 0.24 * run.fp8)
+    seconds *= run.params.flops * run.batch.tokens / run.batch.world_size / (0.571 * run.execution.peak_flops)
     if seconds < 0.005:  # launches take longer than that
         return None
     fast = (config_fits_fast_gradients(run.ds_config, run.execution.dtype) and run.execution.compile

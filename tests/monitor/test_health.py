@@ -178,7 +178,8 @@ def test_norms_that_rise_are_told_before_the_loss_rises(warnings_of):
 
 def test_norms_of_stable_runs_do_not_rise(warnings_of):
     noise = torch.randn(20000, generator=torch.Generator().manual_seed(0)).exp().tolist()
-    names = "x2_long_run_24m", "x1_long_run", "x1_long_run_half", "x1_char", "x1_char_recorded"
+    names = "x2_long_run_24m", *(f"x{gpus}_long_run{name}" for gpus, name in (
+        (2, "_1337"), (2, "_1338"), (1, ""), (1, "_half"))), "x1_char_adamw"
     for norms in *(norms_of(f"h200_{name}") for name in names), noise, [0.0] * 2100 + [1.0] * 100, [None] * 2100:
         assert not [text for texts in warnings_of(norms).values() for text in texts if "rise" in text]
 

@@ -1,5 +1,6 @@
 """The memory estimate as a user meets it: --dry_run, GPUs that aren't here, and settings that fit instead."""
 
+import itertools
 import json
 import re
 
@@ -39,7 +40,7 @@ def test_gpt2_xl_on_one_24_gb_card_and_what_fits_instead(tmp_path):
     total, room, much = SIZE.search(told).groups()
     parts = [float(size) * {"GB": 1, "MB": 1e-3}[unit] for size, unit in
              re.findall(r"^ {11} *([\d.]+) (GB|MB)  █", told.split("\nhost")[0], re.M)]
-    assert float(total) == pytest.approx(sum(parts), abs=0.03) and float(total) == pytest.approx(32.6, abs=0.1)
+    assert float(total) == pytest.approx(sum(parts), abs=0.03) and float(total) == pytest.approx(33.6, abs=0.1)
     assert room == "24.00" and much and "none/" in told and "note       without its dataset, the plan has" in told
     suggested = SUGGESTION.findall(told)
     times = [float(time[:-1]) for time, _ in suggested[:-1]]
@@ -103,33 +104,37 @@ def test_speeds_are_reckoned_from_what_was_measured():
     def ms(name):
         return json.loads((ROOT / "results" / f"h200_{name}.json").read_text())["ms"]["median"]
 
-    for batch_size, name, fastest in ((8, "x1_bench_8x4", "x1_bench_32x1"), (1, "x1_bench_1x32", "x1_bench_auto")):
-        assert relative_step_time(batch_size, False, "zero2") == pytest.approx(ms(name) / ms(fastest), rel=0.02)
+    for micro, name in itertools.product((32, 16, 8, 4, 1), ("", "recomputed_", "offload_")):
+        if name != "offload_" or micro in (8, 1):
+            estimate = relative_step_time(micro, name != "", "zero2_offload" if name == "offload_" else "zero2")
+            measured = ms(f"x1_bench_{name}{micro}x{32 // micro}") / ms("x1_bench_32x1")
+            assert estimate == pytest.approx(measured, rel=0.03), (name, micro)
     for batch_size, split in ((32, "32x1"), (8, "8x4"), (1, "1x32")):
         zero2, zero3 = (relative_step_time(batch_size, False, preset) for preset in ("zero2", "zero3"))
-        assert zero3 / zero2 == pytest.approx(ms(f"x2_bench_zero3_{split}") / ms(f"x2_bench_{split}"), rel=0.03)
+        assert zero3 / zero2 == pytest.approx(ms(f"x2_bench_zero3_{split}") / ms(f"x2_bench_{split}"), rel=0.02)
 
 
 def test_the_planned_time_holds_what_was_measured():
     """On H200s. A GPU without a known peak has no time, and a step that takes the launches longer than the kernels."""
-    files = [*(ROOT / "results").glob("h200_x*_bench_*.json")]
+    files = [file for file in (ROOT / "results").glob("h200_x*_bench_*.json") if "lora" not in file.name]
     for file in files:
         run = json.loads(file.read_text())
-        names = {"batch_size", "gradient_accumulation_steps", "deepspeed_config", "fp8", "optimizer"}
+        names = {"batch_size", "gradient_accumulation_steps", "deepspeed_config", "fp8", "optimizer",
+                 "gradient_checkpointing"}
         given = {"optimizer": "adamw"} | {name: run["settings"][name] for name in names & run["settings"].keys()}
         told = report(f"config/train_gpt2{'' if 'small' in file.name else '_xl'}.py", "--target_gpu=H200",
                       "--max_iters=9", *(f"--{name}={value}" for name, value in given.items()),
                       ranks=int(file.name[6]))
-        low, high = re.search(r"^time       (?:at least )?([\d,]+)(?: to ([\d,]+))? ms per step, .* for 9 steps, ",
-                              told, re.M).groups()
-        assert int(low.replace(",", "")) < run["ms"]["median"] < int(high.replace(",", "")), file.name
+        low, high = (int(text.replace(",", "")) for text in re.search(
+            r"^time       (?:at least )?([\d,]+)(?: to ([\d,]+))? ms per step, .* for 9 st", told, re.M).groups("9999"))
+        assert low < run["ms"]["median"] < high, file.name
     assert len(files) >= 16
     assert "\ntime " not in report(XL[0], "--target_gpu=24")
     offload = "--deepspeed_config=config/ds/zero2_offload.json"  # the CPU's time is not known
     assert re.search("^time       at least [0-9,]+ ms per step", report(XL[0], "--target_gpu=4090", offload), re.M)
-    # GPT-2 XL's 606 ms on an H200 take 6 times as long on a 4090, but the CPU's 500 ms don't
+    # GPT-2 XL's 597 ms on an H200 take 6 times as long on a 4090, but the CPU's 400 ms don't
     fast, slow = (relative_step_time(32, False, "zero2_offload", speed) for speed in (1, 165 / 989))
-    assert fast - slow == pytest.approx(500 / 606 * (1 - 165 / 989))
+    assert fast - slow == pytest.approx(400 / 597 * (1 - 165 / 989))
     assert "\ntime " not in report("config/train_gpt2.py", "--target_gpu=H200", "--n_head=1", "--n_embd=64")
 
 
@@ -178,7 +183,7 @@ def test_configs_fit_the_gpu_that_a_page_names(page, config, options, gigabytes)
 
 def test_each_preset_fits_its_card_and_says_by_how_much():
     presets = sorted((ROOT / "config" / "presets").glob("*.py"))
-    assert [p.stem for p in presets] == ["16gb", "24gb", "32gb", "40gb", "80gb"]
+    assert [p.stem for p in presets] == ["16gb", "24gb", "32gb"]
     older = {"16": ["T4", "V100"], "32": ["V100-32"]}
     for preset in presets:
         card, planned = re.search(r"--target_gpu=(\S+) estimates ([\d.]+) GB", preset.read_text()).groups()
