@@ -72,6 +72,9 @@ def run_ranks(args, out_dir, *command):
 def measure(args, argv):
     """Measure the steps of train_deepspeed.py and yield the figures, then also those of the baseline, if any."""
     settings = settings_of_script(SCRIPT, argv)  # exits if a setting is wrong
+    if settings.dry_run or settings.target_gpu:
+        exit_with_error("bench.py measures on this machine: drop --dry_run and --target_gpu, or give them to "
+                        "train_deepspeed.py, which estimates")
     if args.baseline and (settings.lora_rank or settings.optimizer == "muon"):
         exit_with_error(f"--baseline={args.baseline} trains all weights with AdamW: drop it, or add --lora_rank=0 "
                         "--optimizer=adamw")
