@@ -65,9 +65,10 @@ def adamw(groups, ds_config, **options):
         return torch.optim.AdamW(groups, **options)
 
 
-def initialize(model, optimizer, ds_config):
+def initialize(model, optimizer, ds_config, masked=False):
     """Return DeepSpeed's engine, with buckets no larger than all gradients: DeepSpeed allocates two of
-    `reduce_bucket_size` however small the model is, 2 GB in float16 by default."""
+    `reduce_bucket_size` however small the model is, 2 GB in float16 by default. masked: only some tokens are targets,
+    so the gradient of each is larger, and a loss scale that is needed is smaller."""
     zero, size = ds_config["zero_optimization"], sum(p.numel() for p in model.parameters() if p.requires_grad)
     zero = {**zero, "reduce_bucket_size": min(size, int(zero.get("reduce_bucket_size", 5e8)))}
     config = {**ds_config, "zero_optimization": zero}
@@ -79,7 +80,8 @@ def initialize(model, optimizer, ds_config):
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False  # skip the step at the minimum scale, too
     if engine.bfloat16_enabled() and getattr(model, "is_fused", False):  # then parts of backward are in float16
         sequences = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
-        engine.optimizer.loss_scale = 2.0 ** (16 * sequences * model.config.block_size).bit_length()  # it is a mean
+        tokens = sequences * model.config.block_size  # over which the loss is a mean
+        engine.optimizer.loss_scale = 2.0 ** (tokens if masked else 16 * tokens).bit_length()
     return engine
 
 

@@ -154,6 +154,8 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
         engine = Engine(deepspeeds, local, fused)
     shortened = engine.fused_step is not None
     assert not shortened or engine.fused_step.use_kernel == fused
+    # The kernels' float16 sees each target's gradient times 16 to 32
+    assert not fused or 16 < deepspeeds.optimizer.loss_scale / (SEQUENCES // world_size * T) <= 32
     poisoned = False
 
     def spoil(grad):
@@ -192,6 +194,9 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
             result["moved_by_poison"] = furthest(weights(deepspeeds), before)
     result["released"] = sum(getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
                              for p in deepspeeds.module.parameters())
+    if fused and stage == 2:  # an evaluation has the present weights
+        engine.evaluate(sequences[:, :-1], sequences[:, 1:])
+        assert all(torch.equal(p.in_float16, p.half()) for p in parts.parameters() if hasattr(p, "in_float16"))
     result["weights"] = weights(deepspeeds)
     keys = [p[p.numel() // 3 : -(p.numel() // 3)] for name, p in result["weights"].items() if "c_attn.bias" in name]
     result["keys_moved"] = max(p.abs().max().item() for p in keys)  # from 0
