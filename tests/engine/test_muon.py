@@ -115,7 +115,8 @@ grads, master, half, momentum = torch.ones(4, 140 * 256**2)  # 37 MB each: below
 places = [(torch.empty(256, 256, device="meta"), i * 256**2) for i in range(140)]
 p = SimpleNamespace(grads=grads, master=master, half=half, group={"lr": 0.02, "weight_decay": 0.1})
 muon, before = Muon(places, len(grads), None), psutil.Process().memory_info().rss
-muon.step(p, momentum, torch.ones(()), 1.0, 1.0, 1e9)
+muon.step(p, momentum, torch.ones(()), 0.5, 1.0, 1e9)
+assert abs(momentum[0] - (0.95 + 0.05 * 0.5)) < 1e-5  # it has no loss scale
 peak = open("/proc/self/status").read().split("VmHWM:")[1].split()[0]  # ru_maxrss may be that of the parent process
 print(1024 * int(peak) - before)
 """
