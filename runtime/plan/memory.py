@@ -15,6 +15,7 @@ from runtime.engine.ds_config import complete_config, config_fits_fast_gradients
 from runtime.engine.muon import MAX_BATCH
 from runtime.files import format_bytes, format_time
 from runtime.hardware import GPUS, Execution
+from runtime.kernels.block import model_fits_kernels
 
 CUDA_CONTEXT_BYTES = (1.3e9, 1.6e9)  # CUDA, cuBLAS, cuDNN and NCCL outside PyTorch's tensors: 1 H200, each of 2
 H200_FLOPS = GPUS["H200"].tflops * 1e12
@@ -79,7 +80,7 @@ def estimate(run):
     if run.gradient_checkpointing:
         loss = max(loss, block_input * saved_per_token)  # or one recomputed block
     copied = (run.execution.compile and run.execution.dtype == "bfloat16" and stage < 3 and trainable == stored
-              and not (run.fp8 or run.gradient_checkpointing or run.model.dropout))
+              and model_fits_kernels(run.model) and not (run.fp8 or run.gradient_checkpointing))
     copies = copied * 8 * run.model.n_layer * run.model.n_embd**2  # attention's weights in float16
     parts = {
         "weights": 0 if uses_offload(run.ds_config, "param") else
