@@ -33,7 +33,7 @@ def test_a_wrong_marker_is_one_sentence(text, problem, tmp_path, capsys):
 
 
 def test_the_memory_plan_is_what_was_measured():
-    """Peaks of GPT-2 XL and small, at stages 2 and 3, on 1, 2 and 4 GPUs, within a tenth and 0.2 GB."""
+    """Peaks of GPT-2 XL and small, at stages 2 and 3, on 1, 2 and 4 GPUs, within 7% or 0.25 GB."""
     checked = 0
     for file in sorted((ROOT / "results").glob("h200_x*.json")):
         run = json.loads(file.read_text(encoding="utf-8"))
@@ -48,6 +48,6 @@ def test_the_memory_plan_is_what_was_measured():
                              pretrained="offload" not in s["deepspeed_config"] or s["init_from"] != "scratch",
                              # others are older than zero3_blocks.py
                              zero3_by_block=gpus == 2 or "bench" in file.name, muon=s.get("optimizer") == "muon")
-        assert planned == pytest.approx(measured, rel=0.1, abs=0.2), file.name
+        assert planned == pytest.approx(measured, rel=0.07, abs=0.25), file.name
         checked += 1
     assert checked >= 24
