@@ -122,7 +122,8 @@ def make_plan(settings, ranks, problems, notes):
     run = replace(run, ds_config=MappingProxyType(run.ds_config))  # nobody changes it from here on
     return RunPlan(**vars(run), settings=s, datasets=tuple(datasets), data=data, tokens=tokens, windows=windows,
                    start=start, lora=lora, eval_windows=s.eval_iters * micro, tag_bytes=size,
-                   tokenizer=tokenizer, notes=(*notes, *"\n".join(file_problems).splitlines()))
+                   tokenizer=tokenizer, notes=(
+                       *notes, *(f"on this machine, {line}" for line in "\n".join(file_problems).splitlines())))
 
 
 def open_epoch(datasets, block_size, notes):

@@ -41,7 +41,8 @@ def test_gpt2_xl_on_one_24_gb_card_and_what_fits_instead(tmp_path):
     parts = [float(size) * {"GB": 1, "MB": 1e-3}[unit] for size, unit in
              re.findall(r"^ {11} *([\d.]+) (GB|MB)  █", told.split("\nhost")[0], re.M)]
     assert float(total) == pytest.approx(sum(parts), abs=0.03) and float(total) == pytest.approx(33.6, abs=0.1)
-    assert room == "24.00" and much and "none/" in told and "note       without its dataset, the plan has" in told
+    assert room == "24.00" and much and "none/" in told
+    assert "note       on this machine, " in told and "note       without its dataset, the plan has" in told
     suggested = SUGGESTION.findall(told)
     times = [float(time[:-1]) for time, _ in suggested[:-1]]
     assert len(suggested) == 5 and times == sorted(times) and times[0] > 1
