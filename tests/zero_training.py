@@ -14,14 +14,14 @@ RELEASED = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "st
             "stage3_param_persistence_threshold": 0}
 
 
-def initialize(model, groups, content, batch, clip, dtype, compiled=False, **adam):
+def initialize(model, groups, content, batch, clip, dtype, compiled=False, masked=False, **adam):
     """Return DeepSpeed's engine, made as train_deepspeed.py makes it. content: of the DeepSpeed JSON."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(content, file)
         file.flush()
         config, _ = ds_config.complete_config(file.name, batch, clip, dtype, compiled)
     optimizer = torch.optim.AdamW(groups, fused=True, **adam)
-    engine = setup.initialize(model, optimizer, config)
+    engine = setup.initialize(model, optimizer, config, masked)
     setup.describe(engine, config, dtype)
     return engine
 
