@@ -1,6 +1,6 @@
-"""Time saves and resumes of GPT-2 XL from random weights on all GPUs of this machine, for results/table.py.
+"""Time saves and resumes of GPT-2 XL from random weights on all GPUs of this machine.
 
-    python results/checkpoints.py results/h200_x4_checkpoints.json --dataset=shakespeare
+    python results/checkpoints.py checkpoints.json --dataset=shakespeare
 
 With several GPUs, it resumes on half of them, and on all again. Options of train_deepspeed.py are added to each run.
 """
@@ -32,7 +32,7 @@ def main():
               "commit": git_commit(), "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()), "runs": {}}
     runs = {"new": (gpus, 10)} | ({f"resumed, {gpus} to {gpus // 2}": (gpus // 2, 12),
                                    f"resumed, {gpus // 2} to {gpus}": (gpus, 14)} if gpus > 1 else {})
-    known = 0  # saves of earlier runs
+    known = 0  # saves of the runs before, which stay in history.jsonl
     with tempfile.TemporaryDirectory() as folder:
         for name, (ranks, steps) in runs.items():
             options = [*OPTIONS, f"--gradient_accumulation_steps={4 * gpus // ranks}", f"--max_iters={steps}",

@@ -3,7 +3,7 @@
     python results/losses.py losses.json --dataset=packages
     python results/losses.py losses_2.json --gpus=2 --dataset=packages
 
-The dataset is that of results/race.py. Copy the first file to results/<machine>_losses.json for results/table.py.
+The dataset is that of results/race.py. Options of train_deepspeed.py are added to each run.
 """
 
 import argparse
@@ -43,8 +43,7 @@ def main():
     args, settings = parser.parse_known_args()
     record = {"what": "GPT-2 small from scratch, with fast paths turned on and off, on the same tokens",
               "command": " ".join(["results/losses.py", *sys.argv[1:]]), "recipe": " ".join(RECIPE),
-              "commit": git_commit(),
-              "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()), "runs": {}}
+              "commit": git_commit(), "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()), "runs": {}}
     with tempfile.TemporaryDirectory() as folder:
         preset = json.loads((ROOT / "ds_config_zero2.json").read_text()) | {"wall_clock_breakdown": True}
         launched = Path(folder, "launched.json")  # DeepSpeed's timers, which a CUDA graph can't hold
