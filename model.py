@@ -155,7 +155,7 @@ def addmm_fp32(total, a, b):
     """Add a @ b to `total` in place, in float32, and return it. On CUDA this is one GEMM."""
     if a.is_cuda and a.dtype != total.dtype and ADDMM_OUT_DTYPE:
         return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    return total.add_(a.float() @ b.float() if a.dtype == torch.float16 else a @ b)  # whose sum overflows float16
+    return total.add_(a.float() @ b.float() if a.dtype == torch.float16 else a @ b)  # float16's sum would overflow
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):

@@ -67,8 +67,8 @@ def adamw(groups, ds_config, **options):
 
 def initialize(model, optimizer, ds_config, masked=False):
     """Return DeepSpeed's engine, with buckets no larger than all gradients: DeepSpeed allocates two of
-    `reduce_bucket_size` however small the model is, 2 GB in float16 by default. masked: only some tokens are targets,
-    so the gradient of each is larger, and a loss scale that is needed is smaller."""
+    `reduce_bucket_size` however small the model is, 2 GB in float16 by default. masked: only some tokens are targets.
+    Each of them has a larger gradient then, so the loss scale that keeps float16 in range is smaller."""
     zero, size = ds_config["zero_optimization"], sum(p.numel() for p in model.parameters() if p.requires_grad)
     zero = {**zero, "reduce_bucket_size": min(size, int(zero.get("reduce_bucket_size", 5e8)))}
     config = {**ds_config, "zero_optimization": zero}
