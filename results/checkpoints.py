@@ -1,8 +1,9 @@
 """Time saves and resumes of GPT-2 XL from random weights on all GPUs of this machine.
 
-    python results/checkpoints.py checkpoints.json --dataset=shakespeare
+    python results/checkpoints.py h200_x2_checkpoints.json --dataset=shakespeare
 
 With several GPUs, it resumes on half of them, and on all again. Options of train_deepspeed.py are added to each run.
+results/table.py reads files of this name, and h100_x1_checkpoints.json.
 """
 
 import json

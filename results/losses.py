@@ -1,9 +1,10 @@
 """Train GPT-2 small from scratch with fast paths turned on and off, on the same tokens, and compare the losses.
 
-    python results/losses.py losses.json --dataset=packages
-    python results/losses.py losses_2.json --gpus=2 --dataset=packages
+    python results/losses.py h100_x1_losses.json --dataset=packages
+    python results/losses.py h200_x2_losses.json --gpus=2 --dataset=packages
 
-The dataset is that of results/race.py. Options of train_deepspeed.py are added to each run.
+The dataset is that of results/race.py. Options of train_deepspeed.py are added to each run. results/table.py reads
+files of these names.
 """
 
 import argparse
@@ -21,19 +22,19 @@ from runtime.hardware import git_commit
 from runtime.monitor.history import read_history
 
 RECIPE = ("--init_from=scratch --n_layer=12 --n_head=12 --n_embd=768 --batch_size=8 --gradient_accumulation_steps=4 "
-          "--optimizer=adamw --learning_rate=6e-4 --warmup_iters=100 --max_iters=1000 --eval_interval=500 "
+          "--optimizer=adamw --learning_rate=6e-4 --warmup_iters=100 --max_iters=500 --eval_interval=250 "
           "--eval_iters=16 --keep_last=0 --log_interval=10").split()
 VARIANTS = {  # what is turned on or off: options, after RECIPE
-    "all that `auto` turns on": [],
-    "the same, another seed": ["--seed=1338"],
-    "the same, 32 x 1": ["--batch_size=32", "--gradient_accumulation_steps=1"],
+    "8 x 4": [],
+    "another seed": ["--seed=1338"],
+    "32 x 1": ["--batch_size=32", "--gradient_accumulation_steps=1"],
     "without a CUDA graph": ["--deepspeed_config={launched}"],
-    "`--compile=False`: attention in bfloat16, no Triton kernels, no CUDA graph": ["--compile=False"],
+    "`--compile=False`": ["--compile=False"],
     "`--fp8=True`": ["--fp8=True"]}
 TWO_GPUS = {
-    "two GPUs": ["--accumulate_locally=False"],
-    "two GPUs, `--accumulate_locally=True`": ["--accumulate_locally=True"],
-    "two GPUs, ZeRO-3": ["--deepspeed_config=ds_config_zero3.json"]}
+    "`--accumulate_locally=False`": ["--accumulate_locally=False"],
+    "`--accumulate_locally=True`": ["--accumulate_locally=True"],
+    "ZeRO-3": ["--deepspeed_config=ds_config_zero3.json"]}
 
 
 def main():

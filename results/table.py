@@ -33,11 +33,6 @@ DRILLS = {  # file without cpu_ and .json: the result, from its keys
     "reshard": "{changes} changes of ranks and stages; losses within {worst:.0e}",
     "signals": "{trials} ways to stop under four launchers; {orphans} processes left; {slowest} s at most",
     "prepare": "{mb:,} MB in {seconds} s with 2 workers; the same bytes after {kills} kills"}
-CURVES = {  # run in h200_x1_curves.json: what the table calls it
-    "--compile=False": "no fast path (`--compile=False`)", "fused": "Triton kernels",
-    "fused --seed=1338": "Triton kernels, another seed",
-    "fused --batch_size=32 --gradient_accumulation_steps=1": "Triton kernels, 32 x 1",
-    "fused, recorded": "Triton kernels, CUDA graph", "two GPUs, local sums": "two GPUs, local accumulation"}
 CARDS = (  # one GPU for GPT-2 XL: what the table calls it, --target_gpu, what to add to the command
     ("8 GB", "8", "config/lora_xl.py"), ("16 GB (T4)", "T4", "config/presets/16gb.py"),
     ("24 GB (RTX 4090)", "4090", "config/presets/24gb.py"), ("32 GB (RTX 5090)", "5090", "config/presets/32gb.py"),
@@ -132,16 +127,13 @@ def race():
 
 
 def fast_path_losses():
-    curves, = read("h200_x1_curves.json")
-    fp8, = read("h200_x1_fp8_losses.json")
+    """GPT-2 small with fast paths turned on and off: the mean training loss of the last 100 steps."""
     rows = []
-    for name, text in CURVES.items():
-        run = curves | curves["runs"][name]
-        rows.append([text, 200, f"{run['val'][-1]:.4f}", link(run)])
-    for name, text in (("fp8", "FP8"), ("bfloat16", "bfloat16, the same tokens")):
-        last = fp8["losses"][name]["evaluations"][-1]
-        rows.append([text, f"{last['iter']:,}", f"{last['val_loss']:.4f}", link(fp8)])
-    return markdown(["variant", "steps", "validation loss", SOURCE], rows)
+    for file in read("h100_x1_losses.json", "h200_x2_losses.json"):
+        gpus = f"{file['world_size']} {file['hardware'].split()[1]}"
+        for name, run in file["runs"].items():
+            rows.append([gpus, name, f"{statistics.mean(run['loss'][-10:]):.4f}", f"{run['val'][-1]:.4f}", link(file)])
+    return markdown(["GPUs", "variant", "training loss", "validation loss", SOURCE], rows)
 
 
 def memory_runs():
@@ -178,15 +170,11 @@ def sampling():
 def checkpoints():
     """Saves of new runs with the time that each blocks training, and resumes on another number of GPUs."""
     rows = []
-    for name, key, text in (("h200_x1_resumes.json", "xl_x1", "new, 1 GPU"),
-                            ("h200_x4_resumes.json", "xl_saves", "new, 4 GPUs")):
-        file, = read(name)
-        saves = [re.search(r"in (\S+) s: .* for (\S+) s", line).groups() for line in file["runs"][key]["saves"]]
-        rows.append([text, *(", ".join(times) for times in zip(*saves)), "", "", link(file)])
-    file, = read("h200_x4_checkpoints.json")
-    for key, text in (("4_to_2", "resumed, 4 to 2 GPUs"), ("2_to_4", "resumed, 2 to 4 GPUs")):
-        run = file["runs"][key]
-        rows.append([text, run["saves"][0]["s"], "", run["checked_s"][0], run["loaded_s"][0], link(file)])
+    for file in read("h100_x1_checkpoints.json", "h200_x2_checkpoints.json"):
+        for name, run in file["runs"].items():
+            seconds = [", ".join(f"{s:.{digits}f}" for s in run[key]) for key, digits in (("save_s", 1), ("blocked_s", 2))]
+            text = f"{run['gpus']} {file['hardware'].split()[1]}, {name}"
+            rows.append([text, *seconds, *(run["verify_and_load_s"] or ["", ""]), link(file)])
     return markdown(["run", "save, s", "blocks training, s", "verify, s", "load, s", SOURCE], rows)
 
 
