@@ -2,8 +2,9 @@
 
     python results/checkpoints.py h200_x2_checkpoints.json --dataset=shakespeare
 
-With several GPUs, it resumes on half of them, and on all again. Options of train_deepspeed.py are added to each run.
-results/table.py reads files of this name, and h100_x1_checkpoints.json.
+A new run saves twice. With several GPUs, it resumes on half of them, and on all again. Without a GPU, two ranks run.
+Options of train_deepspeed.py are added to each run. results/table.py reads files of this name, and
+h100_x1_checkpoints.json.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Train GPT-2 small from scratch with fast paths turned on and off, on the same tokens, and compare the losses.
+"""Train GPT-2 small from scratch with fast paths turned on and off, on the same tokens, and record the losses.
 
     python results/losses.py h100_x1_losses.json --dataset=packages
     python results/losses.py h200_x2_losses.json --gpus=2 --dataset=packages
@@ -51,11 +51,11 @@ def main():
         launched.write_text(json.dumps(preset))
         for name, options in (VARIANTS if args.gpus == 1 else TWO_GPUS).items():
             options = [option.format(launched=launched) for option in options]
-            sequences = [] if args.gpus == 1 else [f"--gradient_accumulation_steps={4 // args.gpus}"]
+            accumulation = [] if args.gpus == 1 else [f"--gradient_accumulation_steps={4 // args.gpus}"]
             out_dir = Path(folder, str(len(record["runs"])))
             subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                            f"--nproc_per_node={args.gpus}", ROOT / "train_deepspeed.py", *RECIPE, *sequences, *options,
-                            *settings, f"--out_dir={out_dir}"], check=True)
+                            f"--nproc_per_node={args.gpus}", ROOT / "train_deepspeed.py", *RECIPE, *accumulation,
+                            *options, *settings, f"--out_dir={out_dir}"], check=True)
             run, history = json.loads((out_dir / "settings.json").read_text()), read_history(out_dir)
             record |= {key: run[key] for key in ("hardware", "world_size", "versions")}
             record["runs"][name] = {"options": " ".join(options).replace(f"{folder}/", ""),

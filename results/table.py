@@ -66,11 +66,12 @@ def speed():
 
 
 def training():
-    """All cases but those of the tables fsdp2 and memory. A speedup is of the case's newest file with this baseline."""
-    rows = []
+    """All cases but those of the tables fsdp2, muon and memory. A speedup is of the case's newest file with this
+    baseline."""
+    rows, elsewhere = [], memory_runs()
     for case, runs in training_runs().items():
         run, compared = newest(runs), sorted((run for run in runs if "baseline" in run), key=lambda run: run["date"])
-        if case.optimizer != "adamw" or case in memory_runs() or "FSDP2" in run.get("baseline", {}).get("name", ""):
+        if case.optimizer != "adamw" or case in elsewhere or "FSDP2" in run.get("baseline", {}).get("name", ""):
             continue
         baselines = {base["baseline"]["name"].split()[0]: base for base in compared}
         speedup = ", ".join(link(base, f"{base['baseline']['ratio']:.2f}x {name}, {base['commit'][:7]}")
@@ -82,12 +83,13 @@ def training():
 
 
 def fsdp2():
-    """ZeRO-3, FSDP2 in the same command, and ZeRO-2."""
+    """ZeRO-3, FSDP2 in the same command, and ZeRO-2 if it ran on the same commit."""
     rows, cases = [], training_runs()
     for case, runs in cases.items():
         runs = [run for run in runs if "FSDP2" in run.get("baseline", {}).get("name", "")]
         if runs:
-            run, other, zero2 = newest(runs), newest(runs)["baseline"], cases.get(case._replace(stage=2))
+            run, other = newest(runs), newest(runs)["baseline"]
+            zero2 = [r for r in cases.get(case._replace(stage=2), ()) if r["commit"] == run["commit"]]
             rows.append([case.gpu, *speed_cells(case, run), median(other), f"{other['peak_gb']:.1f}",
                          f"{other['ratio']:.2f}x", median(newest(zero2)) if zero2 else "", link(run)])
     return markdown(["GPU", SPLIT, "ZeRO-3, ms per step", "tokens/s", "MFU", "peak GB", "FSDP2, ms per step", "peak GB",
@@ -127,7 +129,7 @@ def race():
 
 
 def fast_path_losses():
-    """GPT-2 small with fast paths turned on and off: the mean training loss of the last 100 steps."""
+    """GPT-2 small with fast paths turned on and off: the mean training loss of the last ten steps that were logged."""
     rows = []
     for file in read("h100_x1_losses.json", "h200_x2_losses.json"):
         gpus = f"{file['world_size']} {file['hardware'].split()[1]}"
@@ -172,9 +174,10 @@ def checkpoints():
     rows = []
     for file in read("h100_x1_checkpoints.json", "h200_x2_checkpoints.json"):
         for name, run in file["runs"].items():
-            seconds = [", ".join(f"{s:.{digits}f}" for s in run[key]) for key, digits in (("save_s", 1), ("blocked_s", 2))]
+            saves = ", ".join(f"{seconds:.1f}" for seconds in run["save_s"])
+            blocked = ", ".join(f"{seconds:.2f}" for seconds in run["blocked_s"])
             text = f"{run['gpus']} {file['hardware'].split()[1]}, {name}"
-            rows.append([text, *seconds, *(run["verify_and_load_s"] or ["", ""]), link(file)])
+            rows.append([text, saves, blocked, *(run["verify_and_load_s"] or ["", ""]), link(file)])
     return markdown(["run", "save, s", "blocks training, s", "verify, s", "load, s", SOURCE], rows)
 
 
