@@ -49,7 +49,7 @@ class GPTConfig:
         if type(self.dropout) not in (int, float) or type(self.bias) is not bool or self.gelu not in ("tanh", "none"):
             raise ValueError(f"dropout={self.dropout!r}, bias={self.bias!r} or gelu={self.gelu!r} is invalid")
         if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
+            raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: change one of them")
 
     @classmethod
     def from_weights(cls, source):

@@ -9,8 +9,8 @@ AT_LEAST = {
     0: ("keep_last", "max_iters", "max_skipped_steps", "sample_interval", "warmup_iters", "learning_rate", "grad_clip",
         "weight_decay", "lr_decay_iters", "seed", "lora_rank")}
 ABOVE_ZERO = ("max_epochs", "eval_epochs", "lora_alpha", "muon_learning_rate")
-BELOW = {2**20: ("batch_size", "gradient_accumulation_steps", "block_size", "n_layer", "n_head", "n_embd", "lora_rank"),
-         2**63: ("seed", "max_epochs")}
+BELOW = {2**20: ("batch_size", "gradient_accumulation_steps", "block_size", "n_head", "n_embd", "lora_rank"),
+         2**12: ("n_layer",), 2**63: ("seed", "max_epochs")}
 BELOW_ONE = ("dropout", "lora_dropout", "beta1", "beta2")
 RULES = [  # (whether the settings break it, the message)
     (lambda s: s.decay_lr and s.min_lr is not None and not 0 <= s.min_lr <= s.learning_rate,

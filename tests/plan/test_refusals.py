@@ -306,8 +306,8 @@ TARGETS = "choose from a block's matrices, attn.c_attn, attn.c_proj, mlp.c_fc, m
 
 @pytest.mark.parametrize("args, told", [
     ("--max_epochs=0 --eval_epochs=-1.0", "max_epochs=0 must be above 0|eval_epochs=-1 must be above 0"),
-    ("--max_epochs=1e308 --n_embd=2e20", "n_embd=200000000000000000000 must be below 1,048,576|"
-     "max_epochs=1e+308 must be below 9,223,372,036,854,775,808"),
+    ("--max_epochs=1e308 --n_embd=2e20 --n_layer=4096", "n_embd=200000000000000000000 must be below 1,048,576|"
+     "n_layer=4096 must be below 4,096|max_epochs=1e+308 must be below 9,223,372,036,854,775,808"),
     ("--max_epochs=1e999 --batch_size=0", "max_epochs=inf must be a finite number|batch_size=0 must be at least 1"),
     ("--lr_decay_iters=-5", "lr_decay_iters=-5 must be at least 0"),
     ("--min_lr=1", "min_lr=1.0 must be between 0 and learning_rate=0.001"),
@@ -412,7 +412,7 @@ def test_problems_of_all_kinds_are_told_together(monkeypatch, characters, tmp_pa
     _, problems, _ = check(monkeypatch, characters, tmp_path, 0, None, "--block_size=2500", "--n_head=3",
                         f"--deepspeed_config={tmp_path}/ds.json", "--eval_iters=0")
     words = ["eval_iters=0 must be at least 1", '"foo" is not supported: remove it', "val.bin has 2000 tokens",
-             "n_embd=32 is not divisible by n_head=3"]
+             "n_embd=32 is not divisible by n_head=3: change one of them"]
     assert [next(w for w in words if w in problem) for problem in problems] == words
 
 
