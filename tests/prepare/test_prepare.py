@@ -338,6 +338,15 @@ def test_documents_that_cannot_be_read_are_left_out_when_asked(tmp_path, texts):
     assert ids_of(tmp_path / "out")[1] == expected_chars(made_up(20))[1]
 
 
+def test_an_error_of_the_system_says_what_to_check(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"{number}\n\n" for number in range(20_000)))
+    limited = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000,) * 2); " \
+              "del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    run = subprocess.run([sys.executable, "-c", limited, SCRIPT, "a.txt", "--name=./out", "--tokenizer=char"],
+                         cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr == "[Errno 27] File too large: check permissions and free space\n"
+
+
 def shard(tokens, magic=20240520, version=1):
     """The content of one of llm.c's .bin files."""
     header = np.array([magic, version, len(tokens), *[0] * 253], "<i4")
