@@ -235,8 +235,8 @@ def _problems(folder, split, meta, block_size):
             return [f"{path} has {size} bytes, but its {tokens} tokens take {expected}: {fix}"]
     problems = []
     if tokens <= block_size and "template" not in meta:  # the last token of a sequence predicts the one after it
-        problems.append(f"{name} has {tokens} tokens, but block_size={block_size} needs {block_size + 1}: "
-                        f"train with --block_size={tokens - 1}, or prepare a longer text")
+        problems.append(f"{name} has {tokens} tokens, but block_size={block_size} needs {block_size + 1}: train with "
+                        f"--block_size={min(meta['train_tokens'], meta['val_tokens']) - 1}, or prepare a longer text")
     ids = open_tokens(Dataset("", 1, folder, meta), split)
     starts = range(0, tokens, max(SLICE, tokens // CHECKED_SLICES))
     if (largest := max(ids[start:start + SLICE].max() for start in starts)) >= meta["vocab_size"]:

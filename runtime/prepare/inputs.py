@@ -35,7 +35,7 @@ def find_files(paths):
         elif os.path.isfile(path) or path == "-" and sys.stdin is not None and path not in files:
             files.append(path)
         else:
-            raise UserError(f"{path} is not a file or folder: check the path, or pipe it to a single -")
+            raise UserError(f"{path} is not a file or folder: check the path, or use one - for standard input")
     if not files:
         raise UserError(f"{' '.join(paths)} has no files in it: choose another folder")
     return files

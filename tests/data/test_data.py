@@ -256,6 +256,11 @@ def test_all_problems_are_listed_at_once(dataset):
     assert re.search("val.bin holds token 50257, which is outside its vocabulary of 50257: run .*prepare.py", stray)
 
 
+def test_a_block_size_that_is_too_large_for_both_splits_has_one_fix(dataset):
+    with pytest.raises(UserError, match=r"train\.bin has 1000 .* --block_size=99,(?s:.*)val\.bin has 100 .*=99, or"):
+        check_dataset(dataset, block_size=1000)
+
+
 def test_a_missing_dataset_names_the_command_that_makes_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "other").mkdir(parents=True)

@@ -264,7 +264,7 @@ def texts(tmp_path_factory):
 
 
 MISTAKES = {
-    "no file": ("nowhere.txt", "nowhere.txt is not a file or folder: check the path, or pipe it to a single -"),
+    "no file": ("nowhere.txt", "nowhere.txt is not a file or folder: check the path, or use one - for standard input"),
     "no files in it": ("empty", "empty has no files in it"),
     "cut": ("one.txt --max_document_bytes=1", "--max_document_bytes=1 must be 64 to 16777216"),
     "one document": ("one.txt", "1 documents are for training and 0 for validation, and each split needs one: add "
@@ -295,7 +295,7 @@ MISTAKES = {
     "no workers": ("good.jsonl --workers=0", "--workers=0 must be 1 to 1024"),
     "no name": ("good.jsonl --name=..", "--name=.. is no name: choose one, such as --name=mine"),
     "a ready-made one's": ("good.jsonl --name=shakespeare --overwrite", "/shakespeare is for the dataset that its pr"),
-    "two pipes": ("- -", "- is not a file or folder: check the path, or pipe it to a single -"),
+    "two pipes": ("- -", "- is not a file or folder: check the path, or use one - for standard input"),
     "other data": ("good.jsonl --name=./made", "made holds a dataset: choose another --name")}
 
 
