@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # Run the tests, in .venv or in the environment of PYTHON=/path/to/python.
-#
 #     ./run_tests.sh                              every feature, on CPU
 #     ./run_tests.sh --all                        also the drills, each launcher and multi-node runs, as CI does
 #     ./run_tests.sh --gpu                        only tests/gpu, on one or two GPUs

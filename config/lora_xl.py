@@ -13,7 +13,6 @@ lora_dropout = 0.05
 eval_interval = 10
 max_iters = 60
 always_save_checkpoint = False
-
 batch_size = 1
 gradient_accumulation_steps = 32
 gradient_checkpointing = True

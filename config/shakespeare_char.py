@@ -9,7 +9,6 @@ eval_interval = 100
 eval_iters = 7  # 448 windows; the validation split has 435
 log_interval = 10
 always_save_checkpoint = False
-
 batch_size = 64
 gradient_accumulation_steps = 1
 block_size = 256

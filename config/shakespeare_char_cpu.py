@@ -10,7 +10,6 @@ eval_interval = 150
 eval_iters = 20  # 240 windows of each split
 log_interval = 50
 always_save_checkpoint = False
-
 batch_size = 12
 gradient_accumulation_steps = 1
 block_size = 64

@@ -16,7 +16,6 @@ eval_interval = 1000
 eval_iters = 200
 log_interval = 10
 max_iters = 20_000
-
 batch_size = 12
 gradient_accumulation_steps = 5  # per GPU; nanoGPT's 40 is for all 8
 

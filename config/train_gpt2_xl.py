@@ -14,7 +14,6 @@ eval_interval = 1000
 eval_iters = 200
 log_interval = 10
 max_iters = 100_000
-
 batch_size = 8
 gradient_accumulation_steps = 8
 

@@ -29,6 +29,8 @@ RULES = [  # (whether the settings break it, the message)
      "profile=True traces the 6th and 7th step, but max_iters={s.max_iters}: use --max_iters=7"),
     (lambda s: s.init_from not in ("resume", "auto") and s.resume_tag != "latest",
      "resume_tag={s.resume_tag} is for resuming: add --init_from=resume, or drop it"),
+    (lambda s: s.overwrite and s.init_from in ("resume", "auto") and s.resume_tag == "latest",
+     "overwrite=True deletes nothing if init_from={s.init_from} resumes the newest checkpoint: drop one of them"),
     (lambda s: s.decay_lr and s.lr_schedule != "constant" and s.lr_decay_iters is not None
      and 0 <= s.lr_decay_iters < s.warmup_iters,
      "warmup_iters={s.warmup_iters} is above lr_decay_iters={s.lr_decay_iters}: lower the first or raise the second"),

@@ -112,10 +112,13 @@ def words_of(args, holder, folder):
 @pytest.fixture(scope="module")
 def refusals(train, holder, folder):
     """args -> the run of a row, in a folder with a finished run that it may even overwrite; two runs at a time."""
+    def refused(args):
+        words = words_of(args, holder, folder)
+        return train(*["--overwrite=True"] * ("--init_from=resume" not in words), *words, out_dir=holder)
+
     before = fingerprint(holder)
     with ThreadPoolExecutor(2) as pool:
-        runs = dict(zip(REFUSED, pool.map(
-            lambda args: train("--overwrite=True", *words_of(args, holder, folder), out_dir=holder), REFUSED)))
+        runs = dict(zip(REFUSED, pool.map(refused, REFUSED)))
     return runs, before, fingerprint(holder)
 
 
@@ -350,6 +353,8 @@ TARGETS = "choose from a block's matrices, attn.c_attn, attn.c_proj, mlp.c_fc, m
     ("--out_dir={folder}/run[1]", "run[1] has *, ? or [ in it, which DeepSpeed expands: choose another with "
      "--out_dir=DIR"),
     ("--out_dir={folder}/odd", "odd/history.jsonl cannot be read and written: fix that, or choose another --out_dir"),
+    ("--out_dir={holder} --init_from={holder} --overwrite=True", "overwrite=True would delete {holder}/best, from"),
+    ("--init_from=auto --overwrite=True", "overwrite=True deletes nothing if init_from=auto resumes the newest"),
     ("--out_dir={holder} --init_from=resume --resume_tag=", "has no complete checkpoint '': choose from iter_2, ite"),
     ("--out_dir={holder} --init_from=resume --resume_tag=iter_3", "has no complete checkpoint 'iter_3': choose from "
      "iter_2, iter_4, best, final"),
