@@ -15,7 +15,7 @@ NO_RIGHT = 77  # diskfull.py ends with it before it has started anything
 @pytest.mark.parametrize("drill, options, figures", [
     ("kill", ["--kills=3", "--seed=5"], {"kills": 3, "losses_equal": True, "went_back": []}),
     ("corrupt", ["--resumes=1", "--seed=1"], {"tried": 58, "noticed": 58, "wrong": []}),
-    ("diskfull", ["--most=2"], {}), ("reshard", ["--most=3"], {"changes": 3}),
+    ("diskfull", ["--most=3"], {}), ("reshard", ["--most=3"], {"changes": 3}),
     ("reshard", ["--most=1", "--dtype=bfloat16", "--tolerance=1e-3"], {"changes": 1}),
     ("signals", ["--launchers=torchrun,deepspeed,run_deepspeed_xl.sh", "--only=SIGTERM"],
      {"trials": 3, "failed": [], "orphans": 0}),

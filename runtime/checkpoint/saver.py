@@ -216,6 +216,8 @@ class Saver:
             self.store.prune(self.keep_last)
             self.engine.copy_recovery_script(self.store.out_dir)
         except Exception as error:  # the tag is saved; clean() does the rest when a run resumes from it
+            if is_full(self.store.out_dir):
+                raise  # write() makes room and tries again, or the run ends
             print0(f"{tag} is saved, but updating {', '.join(['latest', *aliases])} or deleting older checkpoints "
                    f"failed: {error}")
 

@@ -62,8 +62,13 @@ def size_of(out_dir, tag):
     return sum(entry["bytes"] for entry in TagStore(out_dir).find(tag).manifest["files"].values())
 
 
+def pages_of(out_dir, tag):
+    """The bytes that the files of a tag take, its manifest too."""
+    return sum(-(-file.stat().st_size // PAGE) * PAGE for file in (out_dir / tag).iterdir())
+
+
 def main():
-    args = arguments(__doc__, most=5)
+    args = arguments(__doc__, most=6)
     os.environ.pop("FORK_SERVER", None)  # one that is outside of the mount namespace
     if INSIDE not in os.environ:  # once more, in a mount namespace
         command = ["unshare", "--mount", *(["--map-root-user", "--user"] if os.getuid() else [])]
@@ -100,12 +105,13 @@ def main():
         fill(disk, leave)
         filled.touch()
         code, said = job.wait(timeout=120), log.read_text()
-        found_tags = whole_tags(out_dir)
+        found_tags, final = whole_tags(out_dir), code or TagStore(out_dir).iteration("final")
         (disk / "filler").unlink()
         run(args.data, out_dir, *OPTIONS, "--init_from=resume", log=args.folder / "resumed.log")  # there is room again
-        f = found[name] = {"exit_code": code, "stand": found_tags, "told": words in said,
+        f = found[name] = {"exit_code": code, "final": final, "stand": found_tags, "told": words in said,
                            "losses_equal": losses(out_dir) == whole}
-        f["passed"] = ((code == 0) == ("iter_8" in stand) and f["told"] and f["losses_equal"] and found_tags == stand
+        f["passed"] = ((code == 0) == ("iter_8" in stand) and final in (code, 8) and f["told"] and f["losses_equal"]
+                       and found_tags == stand
                        and "Traceback (most recent call last):\n  File \"" + os.getcwd() not in said)
         print(name, json.dumps(f), flush=True)
 
@@ -128,6 +134,8 @@ def main():
         ("full in the middle of a save", tag_size + PAGE, "iter_4", ["iter_2"], "the disk is full"),
         ("full in the middle of a save, with an older tag", tag_size + PAGE, "iter_6", ["iter_6", "iter_8"],
          "no room for the next checkpoint: deleted"),
+        ("full when the last tag is there, before latest, best and final", pages_of(args.folder / "whole", "iter_2"),
+         "iter_8", ["iter_4", "iter_6", "iter_8"], "no room for the next checkpoint: deleted"),
         ("not a byte left, for the history either", 0, "iter_4", ["iter_2"], "the disk is full"),
         ("no room before a save", tag_size // 2, "iter_4", ["iter_2"], "the disk is full"),
         ("no room before a save, with an older tag", tag_size // 2, "iter_6", ["iter_6", "iter_8"],
