@@ -98,8 +98,8 @@ def run_torchrun(argv):
     except (AssertionError, ValueError) as error:  # torchrun's checks of its arguments
         exit_with_error(f"torchrun can't use its arguments: {str(error) or 'check --nproc_per_node'}")
     except DistError as error:  # after 15 minutes
-        exit_with_error(f"not all nodes joined ({str(error).splitlines()[0]}): check their --node_rank, "
-                        "--master_addr and ports")
+        exit_with_error(f"not all nodes joined ({str(error).splitlines()[0]}): check their --node_rank and "
+                        "--master_addr, and that --master_port is free")
     except ChildFailedError as error:
         rank, first = min(error.failures.items(), key=lambda item: (item[1].exitcode > 0, item[1].timestamp))
         code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode

@@ -40,7 +40,7 @@ def join_process_group(device="auto", backend="auto"):
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         exit_with_error(f"rank {RANK} on {socket.gethostname()} could not join the other ranks within "
                         f"{timeout.total_seconds() / 60:g} minutes ({str(error).splitlines()[0]}): check the output of "
-                        f"the other ranks, and that all nodes can reach {address}")
+                        f"the other ranks, that all nodes can reach {address}, and that its port is free")
 
 
 def set_gloo_interface():
