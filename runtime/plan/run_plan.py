@@ -230,8 +230,7 @@ def check_out_dir(s, start, tag_bytes, notes):
             raise UserError(problem)
         notes.append(problem)
     if newest and s.overwrite and start and start.parent and os.path.samefile(start.parent[0], s.out_dir):
-        raise UserError(f"overwrite=True would delete {'/'.join(start.parent)}, from which this run starts: choose "
-                        "another --out_dir=DIR")
+        raise UserError(f"overwrite=True would delete init_from={s.init_from}: choose another --out_dir=DIR")
     if os.path.exists(os.path.join(s.out_dir, "manifest.json")):
         raise UserError(f"out_dir={s.out_dir} is a checkpoint of a run: choose another with --out_dir=DIR")
     folder = nearest_existing_dir(s.out_dir)

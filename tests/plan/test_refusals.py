@@ -353,7 +353,7 @@ TARGETS = "choose from a block's matrices, attn.c_attn, attn.c_proj, mlp.c_fc, m
     ("--out_dir={folder}/run[1]", "run[1] has *, ? or [ in it, which DeepSpeed expands: choose another with "
      "--out_dir=DIR"),
     ("--out_dir={folder}/odd", "odd/history.jsonl cannot be read and written: fix that, or choose another --out_dir"),
-    ("--out_dir={holder} --init_from={holder} --overwrite=True", "overwrite=True would delete {holder}/best, from"),
+    ("--out_dir={holder} --init_from={holder} --overwrite=True", "overwrite=True would delete init_from={holder}: c"),
     ("--init_from=auto --overwrite=True", "overwrite=True deletes nothing if init_from=auto resumes the newest"),
     ("--out_dir={holder} --init_from=resume --resume_tag=", "has no complete checkpoint '': choose from iter_2, ite"),
     ("--out_dir={holder} --init_from=resume --resume_tag=iter_3", "has no complete checkpoint 'iter_3': choose from "
