@@ -214,12 +214,13 @@ class Saver:
             for name in aliases:
                 self.store.alias(tag, name)
             self.store.prune(self.keep_last)
-            self.engine.copy_recovery_script(self.store.out_dir)
         except Exception as error:  # the tag is saved; clean() does the rest when a run resumes from it
             if is_full(self.store.out_dir):
                 raise  # write() makes room and tries again, or the run ends
             print0(f"{tag} is saved, but updating {', '.join(['latest', *aliases])} or deleting older checkpoints "
                    f"failed: {error}")
+        with contextlib.suppress(OSError):  # a full disk must not end the save, and DeepSpeed's package has them, too
+            self.engine.copy_recovery_script(self.store.out_dir)
 
 
 def write_files(folder, files, written, failures):

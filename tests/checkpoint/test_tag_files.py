@@ -17,7 +17,7 @@ from runtime.files import file_digest
 def test_a_tag_is_on_the_disk_before_it_has_its_name_and_an_older_one_goes_last(process_group, disk_calls, tmp_path):
     saver = object.__new__(save.Saver)
     vars(saver).update(store=TagStore(tmp_path), keep_last=1, group=None,
-                       engine=SimpleNamespace(zero_optimization_stage=lambda: 0))
+                       engine=SimpleNamespace(copy_recovery_script=lambda out_dir: None))
     for tag in ("iter_1", "iter_2"):
         disk_calls.clear()
         work = tmp_path / f"{tag}.saving"
