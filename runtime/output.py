@@ -81,5 +81,5 @@ def exit_on_error(interrupted):
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         sys.exit(130)
-    except (UserError, OSError) as error:  # an OSError has no fix
-        exit_with_error(str(error) + ": check permissions and free space" * isinstance(error, OSError))
+    except (UserError, OSError) as error:  # one of the system has no fix. A failed connection's has no strerror
+        exit_with_error(str(error) + ": check permissions and free space" * bool(getattr(error, "strerror", None)))
