@@ -10,6 +10,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import time
 from unittest.mock import Mock
 
 import pytest
@@ -390,6 +391,8 @@ def test_tensorboard_goes_on_over_a_resume_without_doubles(train):
 
     args = ("--tensorboard_log=True", "--keep_last=10", "--lr_decay_iters=6")
     first = done(train(*args, "--max_iters=4"))
+    file, = (first.out_dir / "tensorboard").iterdir()  # named after its second and process, and read by name
+    assert wait_until(lambda: time.time() >= int(file.name.split(".")[3]) + 1, 10)
     second = done(train(*args, "--max_iters=6", "--init_from=resume", "--resume_tag=iter_2", "--overwrite=True",
                         out_dir=first.out_dir))
     events = EventAccumulator(str(first.out_dir / "tensorboard")).Reload()
