@@ -32,12 +32,13 @@ from json import dumps
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
 from model import EAGER_LOSS_CHUNK, LMHead
 from runtime.cluster.join import join_process_group
-from runtime.cluster.ranks import all_exit_on, all_gather_objects, print0, ranks_from_environment, shut_down
+from runtime.cluster.ranks import all_exit_on, print0, ranks_from_environment, shut_down
 from runtime.data.dataset import open_datasets, same_tokenizer
 from runtime.data.loader import open_sequences, read_windows
 from runtime.data.tokenizer import token_bytes, tokenizer_of
@@ -78,7 +79,7 @@ def score(rows, name):
             for i, (losses, hits) in zip(chosen, np.split(scores, (y >= 0).sum(dim=1).cumsum(dim=0)[:-1], axis=1)):
                 results[:, i] = losses.sum(), len(losses), losses[-1], hits.all(), hits[-1]
             bar.update(len(chosen))
-    results = sum(all_gather_objects(results))
+    dist.all_reduce(torch.from_numpy(results))  # in place: each row is one rank's
     with all_exit_on(UserError):
         if not np.isfinite(results).all():
             raise UserError("the model's losses are not finite: check its weights")

@@ -11,6 +11,7 @@ import logging
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ from runtime.output import exit_with_error, protect_output
 
 TRAIN = str(ROOT / "train_deepspeed.py")
 SAVE_TIMEOUT_S = 300  # for the ranks to save after a signal; if a rank has failed, the others get torchrun's 30
+DEFAULT_PORT = 29500  # torchrun's
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1]
 if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup, by the ranks too
     SIGNALS.append(signal.SIGHUP)
@@ -87,14 +89,12 @@ def run_torchrun(argv):
         signal.signal(number, signal.SIG_DFL)
     try:
         args = run.parse_args(argv)
-        _, nodes = run.parse_min_max_nnodes(args.nnodes)
-        if args.node_rank not in range(nodes):
-            raise ValueError(f"--node_rank={args.node_rank} must be 0 to {nodes - 1}")
-        if os.path.dirname(os.path.realpath(args.training_script)) == str(ROOT / "config"):
-            raise ValueError(f"{args.training_script} is a config: put train_deepspeed.py before it")
+        nodes = check_arguments(args)
         if nodes > 1:
             print(f"node {args.node_rank} waits for all {nodes}, at {args.rdzv_endpoint or args.master_addr}")
-        run.main(argv)
+        else:
+            start_without_network(args)
+        run.run(args)
     except (AssertionError, ValueError) as error:  # torchrun's checks of its arguments
         exit_with_error(f"torchrun can't use its arguments: {str(error) or 'check --nproc_per_node'}")
     except DistError as error:  # after 15 minutes
@@ -113,10 +113,80 @@ def run_torchrun(argv):
     return 0
 
 
+def check_arguments(args):
+    """Return the number of nodes of torchrun's arguments. Raises ValueError."""
+    from torch.distributed import run
+
+    _, nodes = run.parse_min_max_nnodes(args.nnodes)
+    if args.node_rank not in range(nodes):
+        raise ValueError(f"--node_rank={args.node_rank} must be 0 to {nodes - 1}")
+    if os.path.dirname(os.path.realpath(args.training_script)) == str(ROOT / "config"):
+        raise ValueError(f"{args.training_script} is a config: put train_deepspeed.py before it")
+    return nodes
+
+
+def start_without_network(args):
+    """Change torchrun's arguments for one node, so that torchrun opens no port.
+
+    Its own store listens on all network interfaces and asks nobody who he is. With --standalone, it
+    also holds a pickle that torchrun loads, so any user of this machine could run code. The ranks
+    meet in a file that only this user can open: see runtime/cluster/store.py.
+    """
+    from torch.distributed import HashStore
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousStoreInfo,
+        rendezvous_handler_registry,
+    )
+
+    class OneNode(RendezvousHandler):
+        """A rendezvous of one torchrun: there is nobody to wait for."""
+
+        use_agent_store = False  # the ranks have their own
+
+        def __init__(self, parameters):
+            self.run_id = parameters.run_id
+
+        def next_rendezvous(self):
+            return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", port))
+
+        def get_backend(self):
+            return "one-node"
+
+        def get_run_id(self):
+            return self.run_id
+
+        def is_closed(self):
+            return False
+
+        def set_closed(self):
+            pass
+
+        def num_nodes_waiting(self):
+            return 0
+
+        def shutdown(self):
+            return True
+
+    # MASTER_PORT, for scripts that open a store of their own
+    chosen = args.master_port if args.master_port != DEFAULT_PORT else 0
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", chosen))
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"--master_port={chosen} can't be used ({error})") from None
+        port = probe.getsockname()[1]
+
+    rendezvous_handler_registry.register("one-node", OneNode)
+    args.standalone = False
+    args.rdzv_backend = "one-node"
+
+
 def train(ranks, script, args):
     """Run a training script in so many processes on this machine. Return its exit code."""
-    arguments = ["--standalone", f"--nproc_per_node={ranks}", str(script), *args]
-    print(shlex.join(["torchrun", *arguments]), flush=True)
+    arguments = [f"--nproc_per_node={ranks}", str(script), *args]
+    print(shlex.join(["launch_deepspeed.py", *arguments]), flush=True)
     return run_torchrun(arguments)
 
 
@@ -124,10 +194,13 @@ def run_headline(args):
     """Prepare the data, train and sample: GPT-2 XL, or without a GPU a small character-level model."""
     gpus = count_gpus()
     on_cpu = not gpus and settings_of_script(TRAIN, args).target_gpu is None
-    ranks, ours = gpus or 1 + on_cpu, ["config/xl_shakespeare.py"]
+    ranks = gpus or 1 + on_cpu
+    config = ROOT / "config" / ("shakespeare_char_cpu.py" if on_cpu else "xl_shakespeare.py")
+    ours = [os.path.relpath(config)]  # not one of that name in the working directory
     if on_cpu:
-        ours = ["config/shakespeare_char_cpu.py", *["--out_dir=out-demo"] * (not any(a.endswith(".py") for a in args))]
         os.environ["DS_ACCELERATOR"] = "cpu"
+        if not any(argument.endswith(".py") for argument in args):
+            ours.append("--out_dir=out-demo")
     settings = settings_of_script(TRAIN, [*ours, *args])  # later arguments win
     if on_cpu:
         print(f"No CUDA GPU (check: python doctor.py): {ranks} processes train a small model in {settings.out_dir}")

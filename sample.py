@@ -45,6 +45,7 @@ import torch
 from runtime.data.chat import Chat
 from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.errors import UserError
+from runtime.files import use_private_compile_cache
 from runtime.hardware import pick_device, pick_dtype
 from runtime.output import exit_with_error, printable
 from runtime.sample.generate import ask_for_prompts, generate_texts, read_prompts
@@ -88,6 +89,7 @@ def show(text, end=""):
 
 
 try:
+    use_private_compile_cache()
     device = pick_device(device)
     dtype = getattr(torch, pick_dtype(dtype, device))
     name, description, data, load = find_model(init_from, out_dir, tag, dataset)

@@ -201,7 +201,7 @@ with all_exit_on(UserError):
 iter_num = first_iter = state.get("iter_num", 0)
 evals_since_best = state.get("evals_since_best", 0)
 vocab_size = plan.data["vocab_size"]
-bytes_of_tokens = torch.tensor(broadcast_from_rank0(token_bytes(plan.data, fetch=False)), device=device)
+bytes_of_tokens = torch.tensor(broadcast_from_rank0(token_bytes(plan.data, fetch=False).tolist()), device=device)
 log = RunLog(settings, plan.start.sources, state, device, plan.datasets, batch.tokens, estimate(plan), _process_start)
 health = StepHealth(log.warn, state)
 

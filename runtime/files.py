@@ -1,5 +1,6 @@
 """Hash files, write them atomically, and measure disk space."""
 
+import contextlib
 import datetime
 import errno
 import fcntl
@@ -8,20 +9,27 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
 from runtime.errors import UserError
+from runtime.untrusted import is_private_dir, open_no_follow, open_regular
 
 ROOT = Path(__file__).resolve().parents[1]  # the project's folder
 TEMP_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # .NAME.RANDOM.tmp, the files that write_temp() writes
 
 
-def file_digest(path, flush=False):
-    """Return {"bytes", "sha256"} of a file; flush: first flush its content to the disk."""
+def file_digest(path: str | os.PathLike, flush: bool = False) -> dict:
+    """Return {"bytes", "sha256"} of a file. Raises UnsafeFileError and OSError.
+
+    flush: first flush its content to the disk.
+    """
     if flush:
         fsync(path)
-    with open(path, "rb") as file:
-        return {"bytes": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def write_temp(path, chunks):
@@ -30,7 +38,7 @@ def write_temp(path, chunks):
     path = Path(path)
     temp, digest = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp"), hashlib.sha256()
     try:
-        with open(temp, "wb") as file:
+        with create_new(temp) as file:
             for chunk in chunks:
                 file.write(chunk)
                 digest.update(chunk)
@@ -39,6 +47,12 @@ def write_temp(path, chunks):
         temp.unlink(missing_ok=True)
         raise
     return temp, os.path.getsize(temp), digest.hexdigest()
+
+
+def create_new(path: str | os.PathLike) -> BinaryIO:
+    """Open a new file for writing. Raises FileExistsError if there is one, or a link."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "wb")
 
 
 def write_atomic(path, content):
@@ -68,6 +82,13 @@ def remove_dir(path, ignore_errors=False):
         shutil.rmtree(path, ignore_errors)
 
 
+def remove_links(folder: str | os.PathLike) -> None:
+    """Remove the symbolic links in a folder, before somebody else's code writes files there."""
+    for entry in os.scandir(folder):
+        if entry.is_symlink():
+            os.remove(entry.path)
+
+
 def replace_dir(new, path):
     """Rename the finished folder `new` to `path`, then remove the folder that had this name before."""
     old = f"{path}.old"
@@ -84,7 +105,9 @@ def lock_folder(folder, option):
     UserError, which names the command line's option for the folder."""
     try:
         os.makedirs(folder, exist_ok=True)
-        lock = open(os.path.join(folder, ".lock"), "w")  # closed with the process
+        # Not truncated, and no link: the folder may be one in which others write
+        descriptor = open_no_follow(os.path.join(folder, ".lock"), os.O_WRONLY | os.O_CREAT)
+        lock = os.fdopen(descriptor, "w")  # closed with the process
     except OSError as error:
         raise UserError(f"cannot write {error.filename} ({error.strerror}): choose another {option}=DIR") from None
     try:
@@ -94,6 +117,32 @@ def lock_folder(folder, option):
     except OSError:
         pass  # the file system has no locks, and training matters more than this protection
     return lock
+
+
+def private_temp_dir() -> Path:
+    """Create, if it is missing, a temporary folder that only this user can open, and return it.
+
+    Raises UserError if another user has taken its name.
+    """
+    folder = Path(tempfile.gettempdir(), f"gpt2-deepspeed-{os.geteuid()}")
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if not is_private_dir(folder) or folder.stat().st_mode & 0o077:
+        raise UserError(
+            f"{folder} is not a folder that only you can open: remove it, or set TMPDIR to a folder "
+            "of your own"
+        )
+    return folder
+
+
+def use_private_compile_cache() -> None:
+    """Have torch.compile keep its code in a folder in which only this user can write.
+
+    Its default, /tmp/torchinductor_USER, may have been made by another user, whose code would then
+    run. Call this before anything is compiled. Raises UserError.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # else it is this user's own choice
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_temp_dir() / "torchinductor")
 
 
 def format_bytes(size):

@@ -14,7 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from runtime.cluster.ranks import RANK, all_gather_objects, launcher_variable, local_world_size
+from runtime.cluster.ranks import RANK, all_gather_objects, local_world_size
+from runtime.cluster.store import is_on_one_node, open_store
+from runtime.errors import UserError
+from runtime.files import use_private_compile_cache
 from runtime.output import exit_with_error
 
 
@@ -24,38 +27,83 @@ def group_timeout():
     return datetime.timedelta(minutes=int(minutes) if re.fullmatch(r"[1-9]\d{0,4}", minutes) else 10)
 
 
-def join_process_group(device="auto", backend="auto"):
-    """Join the other ranks. Return each rank's (node, process id). Exits with code 2 if they can't be reached."""
-    on_gpu, timeout = device != "cpu" and torch.cuda.is_available(), group_timeout()
+def join_process_group(device: str = "auto", backend: str = "auto") -> list:
+    """Join the other ranks. Return each rank's [node, process id].
+
+    Exits with code 2 if they can't be reached.
+    """
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    timeout = group_timeout()
     # For DeepSpeed's groups too, which it creates without a timeout: gloo's default is 30 minutes
-    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
-    set_gloo_interface()
-    threads, ranks = os.environ.get("OMP_NUM_THREADS"), local_world_size()
-    if ranks > 1 and threads == ("1" if "TORCHELASTIC_RUN_ID" in os.environ else None):
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))  # torchrun's 1 is slow for CPU offload
+    distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout
+    set_network_interfaces()
+    set_threads()
+    backends = "cpu:gloo,cuda:nccl" if on_gpu and backend != "gloo" else "gloo"
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu and backend != "gloo" else "gloo", timeout=timeout)
-        return all_gather_objects(((socket.gethostname(), str(psutil.net_if_addrs())), os.getpid()))
+        use_private_compile_cache()
+        store = open_store(timeout)
+        if store is None:
+            dist.init_process_group(backends, timeout=timeout)
+        else:
+            world_size = int(os.environ["WORLD_SIZE"])
+            dist.init_process_group(
+                backends, timeout=timeout, store=store, rank=RANK, world_size=world_size
+            )
+        node = [socket.gethostname(), str(psutil.net_if_addrs())]
+        return all_gather_objects([node, os.getpid()])
+    except UserError as error:
+        exit_with_error(error)
     except RuntimeError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        exit_with_error(f"rank {RANK} on {socket.gethostname()} could not join the other ranks within "
-                        f"{timeout.total_seconds() / 60:g} minutes ({str(error).splitlines()[0]}): check the output of "
-                        f"the other ranks, that all nodes can reach {address}, and that its port is free")
+        exit_with_error(
+            f"rank {RANK} on {socket.gethostname()} could not join the other ranks within "
+            f"{timeout.total_seconds() / 60:g} minutes ({str(error).splitlines()[0]}): check the "
+            f"output of the other ranks, that all nodes can reach {address}, and that its port is "
+            "free"
+        )
 
 
-def set_gloo_interface():
-    """With several nodes, have gloo use the interface that leads to rank 0's node. Its default is the host name's,
-    often the loopback. On rank 0's node, MASTER_ADDR may be the loopback too: then use the default route's."""
-    if local_world_size() == launcher_variable("WORLD_SIZE"):
+def set_threads() -> None:
+    """Share the cores of this node among its ranks, where torchrun has left one thread to each."""
+    ranks = local_world_size()
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    default = "1" if under_torchrun else None
+    if ranks > 1 and os.environ.get("OMP_NUM_THREADS") == default:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // ranks))  # one thread is slow for CPU offload
+
+
+def set_network_interfaces() -> None:
+    """Choose the network interfaces that gloo and NCCL listen on.
+
+    On one node that is the loopback, which other machines can't reach. With several nodes, gloo
+    uses the interface that leads to rank 0's node: its own default is the host name's, often the
+    loopback. On rank 0's node, MASTER_ADDR may be the loopback too: then it is the default route's.
+    """
+    name_of_address = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            name_of_address[address.address.partition("%")[0]] = name
+
+    if is_on_one_node():
+        loopback = name_of_address.get("127.0.0.1")
+        if loopback is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
         return
-    names = {address.address.partition("%")[0]: name for name, addresses in psutil.net_if_addrs().items()
-             for address in addresses}
-    for host in (os.environ["MASTER_ADDR"], "192.0.2.1"):  # the second is an address for documentation
+
+    for host in (os.environ["MASTER_ADDR"], "192.0.2.1"):  # the second is for documentation
         with contextlib.suppress(OSError):  # there is no route
-            family, kind, protocol, _, remote = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind, protocol) as s:
-                s.connect(remote)  # sends nothing
-                address = s.getsockname()[0]
-            if address in names and not address.startswith("127.") and address != "::1":
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", names[address])
+            own = own_address_towards(host)
+            if own in name_of_address and not own.startswith("127.") and own != "::1":
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name_of_address[own])
                 return
+
+
+def own_address_towards(host: str) -> str:
+    """Return this machine's address in a connection to a host. Raises OSError without a route."""
+    family, kind, protocol, _, remote = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(remote)  # sends nothing
+        return probe.getsockname()[0]

@@ -3,17 +3,20 @@
 import atexit
 import contextlib
 import io
+import json
 import math
 import os
 import socket
 import sys
 import threading
 from collections import namedtuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from runtime.errors import UserError
+from runtime.output import printable
 
 Ranks = namedtuple("Ranks", ("rank", "local_rank", "world_size", "local_world_size"))  # the last: ranks on this node
 
@@ -60,10 +63,13 @@ def local_world_size():
 
 def print0(text):
     """Print on rank 0 only, above the progress bar if there is one."""
-    if RANK == 0 and _progress is not None:
+    if RANK != 0:
+        return
+    text = printable(text)  # it may quote a file of others
+    if _progress is not None:
         _progress.write(text, file=sys.stdout)
-    elif RANK == 0:
-        print(f"{text}\n", end="", flush=True)  # in one write, because the thread that saves prints too
+    else:
+        print(f"{text}\n", end="", flush=True)  # one write, because the thread that saves prints too
 
 
 def show_progress(total, done, text):
@@ -117,27 +123,54 @@ def exit_with_problems(problems):
     call this. Nobody leaves before all have printed: a launcher ends the other ranks when it sees the first exit."""
     if problems:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(*problems, sep="\n", file=sys.stderr, flush=True)
+            print(printable("\n".join(problems)), file=sys.stderr, flush=True)
         with contextlib.suppress(RuntimeError):  # a rank that has died can't change what this one found
             shut_down(2)
         exit_process(2)
 
 
-def all_gather_objects(value):
-    """Return the values of all ranks, as a list. All ranks call this, unless there is no process group (a dry run)."""
-    gathered = [value]
-    if dist.is_initialized():
-        gathered *= dist.get_world_size()
-        dist.all_gather_object(gathered, value)
-    return gathered
+def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list:
+    """Return the values of all ranks, as a list. All ranks call this.
+
+    value: what JSON can hold. Tuples come back as lists. Unlike torch.distributed's functions, this
+    unpickles nothing: a pickle from the network could run code. group: a process group of all
+    ranks; None: the default one. Without a process group, in a dry run, there is one rank.
+    """
+    if not dist.is_initialized():
+        return [value]
+    content = json_tensor(value)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(content)]), group=group)
+
+    # all_gather takes tensors of one size
+    longest = max(size.item() for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(content)] = content
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded, group=group)
+    return [json_value(tensor[: size.item()]) for tensor, size in zip(gathered, sizes)]
 
 
-def broadcast_from_rank0(value, group=None):
-    """Return rank 0's value. All ranks call this. group: a process group of all ranks; None: the default one."""
-    values = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(values, src=0, group=group)
-    return values[0]
+def broadcast_from_rank0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Return rank 0's value. All ranks call this. value, group: as for all_gather_objects()."""
+    if not dist.is_initialized():
+        return value
+    content = json_tensor(value)
+    size = torch.tensor([len(content)])
+    dist.broadcast(size, src=0, group=group)
+    if RANK != 0:
+        content = torch.empty(size.item(), dtype=torch.uint8)
+    dist.broadcast(content, src=0, group=group)
+    return json_value(content)
+
+
+def json_tensor(value: Any) -> torch.Tensor:
+    """Return the bytes of a value's JSON, (n,) uint8. Raises TypeError if JSON can't hold it."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def json_value(content: torch.Tensor) -> Any:
+    return json.loads(content.numpy().tobytes())
 
 
 def all_reduce_sum(*values):

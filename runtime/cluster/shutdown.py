@@ -24,6 +24,7 @@ import torch.distributed as dist
 from runtime import explain
 from runtime.cluster.join import group_timeout
 from runtime.cluster.ranks import ALL_EXITING, EXITING, RANK
+from runtime.cluster.store import is_launcher
 from runtime.output import explain_uncaught
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # the exit code is 128 + the number
@@ -32,8 +33,6 @@ EXIT_REASONS = {143: "SIGTERM, or the launcher has exited", 138: "SIGUSR1", 130:
                 3: "too many consecutive steps were skipped: lower the learning rate", 4: "gradient norms rise"}
 INTERVAL = 1.0  # seconds between two checks
 LAUNCHER_GRACE_S = 50  # after the launcher's end, to finish a step and save
-LAUNCHERS = {"torchrun", "torch.distributed.run", "torch.distributed.launch", "launch_deepspeed.py", "deepspeed",
-             "deepspeed.launcher.runner", "deepspeed.launcher.launch"}
 
 
 class Shutdown:
@@ -152,11 +151,4 @@ def is_running(process):
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
-        return False
-
-
-def is_launcher(process):
-    try:
-        return bool(LAUNCHERS & {os.path.basename(arg) for arg in process.cmdline()})
-    except psutil.Error:  # another user's process that this system hides: not our launcher
         return False

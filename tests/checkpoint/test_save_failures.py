@@ -37,7 +37,7 @@ def test_an_exception_in_the_commit_ends_the_run_with_a_sentence(run, tmp_path, 
     assert not [*(tmp_path / "out").glob("iter_2*")]  # nor iter_2.saving
 
 
-@pytest.mark.parametrize("target, on", [("save.file_digest", "1"), ("dist.broadcast_object_list", "01")],
+@pytest.mark.parametrize("target, on", [("save.file_digest", "1"), ("dist.broadcast", "01")],
                          ids=["a file of rank 1", "a collective"])
 def test_whatever_escapes_on_any_rank_ends_the_run_with_a_sentence(run, target, on):
     assert "PytorchStreamReader failed reading file); earlier checkpoints are intact" in run(target, 2, on=on)
