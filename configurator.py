@@ -119,9 +119,26 @@ def parse_value(text, types_, choices):
     return validate(text, types_, choices)
 
 
+def find_config_file(path: str, root: str) -> str | None:
+    """Return the config file of this path in the working directory or in `root`, or None.
+
+    Raises UserError if there are two: a config is code, and the one in the working directory may be
+    somebody else's.
+    """
+    in_root = os.path.join(root, path)
+    found = [place for place in (path, in_root) if os.path.isfile(place)]
+    is_explicit = path.startswith((os.curdir + os.sep, os.pardir + os.sep)) or os.path.isabs(path)
+    if len(found) == 2 and not is_explicit and not os.path.samefile(*found):
+        raise UserError(
+            f"config file {path} is in the working directory and in the project: write ./{path} or "
+            f"{in_root}"
+        )
+    return found[0] if found else None
+
+
 def run_config_file(path, values, root):
     """Run a config file on the settings' values so far, by name, and return what it assigned."""
-    file = next((p for p in (path, os.path.join(root, path)) if os.path.isfile(p)), None)
+    file = find_config_file(path, root)
     if file is None or not path.endswith(".py"):  # JSON is often valid Python, and would change nothing
         problem = "is not a .py file" if file or os.path.isdir(path) else "does not exist"
         hint = f"--{path.lstrip('-')}" if "=" in path else "--key=value"

@@ -13,7 +13,7 @@ venv_requirements() {
 venv_find_base() {
     local candidate
     for candidate in python3 python3.12 python3.11; do
-        "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' \
+        "$candidate" -I -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' \
             2>/dev/null && { echo "$candidate"; return; }
     done
     venv_fail "found no Python 3.11 or 3.12 that can create a virtual environment: install one (conda create -n py312\
@@ -34,14 +34,15 @@ venv_install() {
     venv_is_ready && return  # the other setup has finished
 
     echo "setup: installing $requirements into $venv (once; about 3 GB to download for PyTorch with CUDA)" || true
-    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$base" -m venv --clear "$venv" ||
+    # -I: not with a module named pip of this folder
+    "$venv/bin/python" -I -m pip --version >/dev/null 2>&1 || "$base" -m venv --clear "$venv" ||
         venv_fail "$base could not create $venv: see above; is the disk full (df -h .)?"
     rm -f "$venv/ready"
     # If pip was killed while installing a package, it would consider it installed. INSTALLER is written last.
     for info in "$venv"/lib/python*/site-packages/*.dist-info; do
         [[ -e $info/INSTALLER ]] || rm -rf "$info"
     done
-    if ! DS_BUILD_OPS=0 PIP_USER=0 "$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check \
+    if ! DS_BUILD_OPS=0 PIP_USER=0 "$venv/bin/python" -I -m pip install --quiet --no-input --disable-pip-version-check \
             -r "$requirements" >"$log" 2>&1; then
         { grep '^ERROR' "$log" || tail -n 5 "$log"; } >&2
         venv_fail "pip failed (log: $log): for a full disk, free 10 GB here and in ${TMPDIR:-/tmp}; without a package\
@@ -52,7 +53,7 @@ venv_install() {
 
 if [[ -n ${PYTHON-} ]]; then
     [[ $PYTHON != */* || $PYTHON == /* ]] || PYTHON=$OLDPWD/$PYTHON  # relative to the user's folder
-    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    "$PYTHON" -I -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         venv_fail "PYTHON=$PYTHON is not Python 3.11 or newer: change it, or unset it to create .venv"
 else
     requirements=${VENV_REQUIREMENTS:-$(venv_requirements)}
