@@ -6,10 +6,13 @@
 It also works during a run. A folder without records ends it with exit code 2."""
 
 import argparse
+import io
 import math
 import os
 import statistics
+from pathlib import Path
 
+from runtime.files import write_atomic
 from runtime.monitor.history import read_history, series
 from runtime.output import exit_on_error, exit_with_error
 
@@ -33,8 +36,12 @@ def main():
         why = "has no complete record: check the folder's name, or wait for the first evaluation"
         exit_with_error("\n".join(f"{out_dir}/history.jsonl {why}" for out_dir in empty))
     path = args.png or os.path.join(args.out_dirs[0], "curves.png")
+    picture = draw_png(runs)
     try:
-        write_png(runs, path)
+        if args.png:
+            Path(path).write_bytes(picture)
+        else:
+            write_atomic(path, picture)  # replaces a link that others may have put there
     except OSError as error:
         exit_with_error(f"{path} cannot be written ({error.strerror}): choose another with --png=FILE")
     print(f"written to {path}")
@@ -75,8 +82,8 @@ def draw(axis, runs, key):
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.7g}")
 
 
-def write_png(runs, path):
-    """Draw all panels into one picture."""
+def draw_png(runs: dict[str, list[dict]]) -> bytes:
+    """Draw all panels into one picture, and return it as a PNG file."""
     from matplotlib.figure import Figure
 
     figure = Figure((15, 8), layout="constrained")
@@ -87,7 +94,9 @@ def write_png(runs, path):
         draw(axis, runs, key)
     names = [" " + name.replace("$", r"\$") for name in runs]  # matplotlib hides a name that begins with _
     figure.legend(axis.lines, names, loc="outside upper left", ncols=max(1, 160 // (max(map(len, names)) + 8)))
-    figure.savefig(path, format="png", dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    return picture.getvalue()
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs")
     folder = parser.parse_args().folder
-    plot.write_png({"config/shakespeare_char.py on one H200": read("h200_x1_char")["history"]}, folder / "curves.png")
+    runs = {"config/shakespeare_char.py on one H200": read("h200_x1_char")["history"]}
+    (folder / "curves.png").write_bytes(plot.draw_png(runs))
     draw_race(folder / "race.png")
     draw_memory(folder / "memory.png")
     draw_zero(folder / "zero.png")

@@ -8,10 +8,12 @@ says what is trusted, and what isn't.
 Errors of the system, such as a missing file, stay OSErrors. What is refused is an UnsafeFileError.
 """
 
+import errno
 import functools
 import json
 import os
 import stat
+import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -67,9 +69,12 @@ def check_regular(
 def check_status(
     path: str | os.PathLike, status: os.stat_result, max_bytes: int | None = None
 ) -> None:
-    """Raise UnsafeFileError unless this is the status of a regular file of at most max_bytes."""
+    """Raise an error unless this is the status of a regular file of at most max_bytes.
+
+    IsADirectoryError for a folder, otherwise UnsafeFileError.
+    """
     if stat.S_ISDIR(status.st_mode):
-        raise UnsafeFileError(f"{path} is a folder, not a file: remove or rename it")
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
         raise UnsafeFileError(f"{path} is a pipe or a device, not a file: replace it with a file")
     if max_bytes is not None and status.st_size > max_bytes:
@@ -170,6 +175,21 @@ def type_adapter(kind: Any) -> Any:
 
     has_own_config = hasattr(kind, "__pydantic_config__")
     return TypeAdapter(kind, config=None if has_own_config else STRICT)
+
+
+def check_stored(path: str | os.PathLike) -> None:
+    """Raise UnsafeFileError if a file of torch.save is compressed.
+
+    torch.save doesn't compress. A few MB of a zip file that somebody else has compressed can fill
+    the memory. Raises OSError and zipfile.BadZipFile.
+    """
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            if member.compress_type != zipfile.ZIP_STORED:
+                raise UnsafeFileError(
+                    f"{path} is compressed, which torch.save doesn't do: replace it with the right "
+                    "file"
+                )
 
 
 def open_no_follow(path: str | os.PathLike, flags: int) -> int:

@@ -243,6 +243,25 @@ class Payload:
         return os.mkdir, (self.path,)
 
 
+def small_manifest(iter_num, improved=False, best_val_loss=0.0, **files):
+    """The manifest of a tag, unsigned, of a model that was never trained. files: {name: bytes}."""
+    from runtime.checkpoint.manifest import MANIFEST_FORMAT
+
+    names = files or {"mp_rank_00_model_states.pt": 0,
+                      "zero_pp_rank_0_mp_rank_00_optim_states.pt": 0}
+    settings = {"dataset": "characters", "seed": 1337, "optimizer": "adamw", "batch_size": 2,
+                "gradient_accumulation_steps": 2}
+    model = {"block_size": 32, "vocab_size": 28, "n_layer": 2, "n_head": 2, "n_embd": 32}
+    data = {"tokenizer": {"kind": "char", "chars": CHARS}, "vocab_size": 28, "template": None,
+            "datasets": []}
+    state = {"iter_num": iter_num, "best_val_loss": best_val_loss, "evals_since_best": 0,
+             "improved": improved, "wandb_id": None, "grad_norms": [], "grad_norm_ratios": [],
+             "settings": settings, "model": model, "sources": ["scratch"], "lora": None, "data": data}
+    return {"format": MANIFEST_FORMAT, "tag": f"iter_{iter_num}", "iter_num": iter_num, "world_size": 1,
+            "stage": 2, "dtype": "float32", "versions": {}, "state": state,
+            "files": {name: {"bytes": size, "sha256": "0" * 64} for name, size in names.items()}}
+
+
 def write_characters(folder, seed=0):
     """Write 18,000 and 2,000 characters that a model can learn from: a walk over words, the same for a seed."""
     words = [word + " " for word in "the cat sat on a mat and saw how seven foxes jump over quiet lazy dogs".split()]

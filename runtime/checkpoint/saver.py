@@ -7,7 +7,6 @@ import contextlib
 import copy
 import errno
 import os
-import shutil
 import threading
 import time
 
@@ -16,9 +15,19 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runtime.checkpoint.tags import MANIFEST_FORMAT, sign_manifest, topology
-from runtime.cluster.ranks import broadcast_from_rank0, exit_with_problems, local_world_size, print0
-from runtime.files import file_digest, format_bytes, free_bytes, replace_dir, write_atomic, write_temp
+from runtime.checkpoint.manifest import MANIFEST_FORMAT, sign_manifest
+from runtime.checkpoint.tags import first_line, topology
+from runtime.cluster.ranks import all_gather_objects, broadcast_from_rank0, exit_with_problems, local_world_size, print0
+from runtime.files import (
+    create_new,
+    file_digest,
+    format_bytes,
+    free_bytes,
+    remove_dir,
+    replace_dir,
+    write_atomic,
+    write_temp,
+)
 from runtime.hardware import available_memory
 
 POLL_S = 0.5  # between two questions whether all ranks have written
@@ -72,7 +81,7 @@ class Saver:
         self._join()
         start = time.monotonic()
         if dist.get_rank() == 0:
-            shutil.rmtree(self.store.path(tag, ".saving"), ignore_errors=True)
+            remove_dir(self.store.path(tag, ".saving"), ignore_errors=True)
             with contextlib.suppress(OSError):  # write() reports it
                 while free_bytes(self.store.out_dir) < self.tag_bytes and self.store.delete_oldest():
                     continue
@@ -169,7 +178,7 @@ class Saver:
         if problem:
             self.failed = f"{self.store.path(tag)} could not be saved ({problem})"
             if dist.get_rank() == 0:
-                shutil.rmtree(self.store.path(tag, ".saving"), ignore_errors=True)
+                remove_dir(self.store.path(tag, ".saving"), ignore_errors=True)
         elif dist.get_rank() == 0:
             seconds = time.monotonic() - start
             self.tag_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
@@ -187,8 +196,7 @@ class Saver:
             writer.join(POLL_S)
             done.fill_(not writer.is_alive())
             dist.all_reduce(done, dist.ReduceOp.MIN, group=self.group)
-        of_ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, (written, failures), group=self.group)
+        of_ranks = all_gather_objects([written, failures], self.group)
         written, failures = zip(*of_ranks, strict=True)
         failure = next((f"rank {rank}: {error}" for rank, errors in enumerate(failures) for error in errors), None)
         if dist.get_rank() == 0:
@@ -228,14 +236,13 @@ def write_files(folder, files, written, failures):
     try:
         os.makedirs(folder, exist_ok=True)  # DeepSpeed may have failed to
         for path, content in files:
-            torch.save(content, path)
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path)  # left by an attempt that found no room, or a link of others
+            with create_new(path) as file:
+                torch.save(content, file)
             written[os.path.basename(path)] = file_digest(path, flush=True)
     except Exception as error:  # a full disk is a RuntimeError
         failures.append(first_line(error))
-
-
-def first_line(error):
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def storage_key(tensor):

@@ -3,25 +3,56 @@
 The files are memory-mapped. DeepSpeed 0.19.8 shards them like this: stage 2 concatenates the parameters of a group and
 cuts them into one piece per rank. Stage 3 cuts each parameter into equal, padded pieces."""
 
+import contextlib
 import math
 import os
 import pkgutil
 from collections import defaultdict
+from collections.abc import Iterator
 
 import torch
 
 from model import GPT, GPTConfig
-from runtime.checkpoint.tags import CheckpointError, TagStore, UnreadableError, verify_files
+from runtime.checkpoint.tags import (
+    OTHER_TAG,
+    CheckpointError,
+    TagStore,
+    UnreadableError,
+    first_line,
+    verify_files,
+)
+from runtime.errors import UserError
 from runtime.lora import merge
 from runtime.weights import SAFE_GLOBALS
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def mmap_load(path):
-    """Return the content of a .pt file, memory-mapped. Unpickle only SAFE_GLOBALS and what PyTorch considers safe."""
-    with torch.serialization.safe_globals([*map(pkgutil.resolve_name, SAFE_GLOBALS)]):
+def mmap_load(path: str) -> dict:
+    """Return the content of a .pt file, memory-mapped.
+
+    Unpickles only SAFE_GLOBALS and what PyTorch considers safe.
+    """
+    safe_classes = [pkgutil.resolve_name(name) for name in SAFE_GLOBALS]
+    with torch.serialization.safe_globals(safe_classes):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+@contextlib.contextmanager
+def content_errors(folder: str) -> Iterator[None]:
+    """Turn what reading unexpected content raises into a CheckpointError.
+
+    The files are as their manifest says, but somebody else may have written both.
+    """
+    try:
+        yield
+    except (UserError, OSError):
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise CheckpointError(
+            f"{folder} does not hold what a checkpoint holds ({why}): {OTHER_TAG}"
+        ) from error
 
 
 class TagReader:
@@ -29,6 +60,10 @@ class TagReader:
     tensors. Also .step, .loss_scaler and .model_state, the content of the first model file."""
 
     def __init__(self, folder, manifest):
+        with content_errors(folder):
+            self.read(folder, manifest)
+
+    def read(self, folder, manifest):
         names = sorted(manifest["files"], key=lambda name: [int(n) for n in name.split("_") if n.isdigit()])
         models, optimizers = ([mmap_load(os.path.join(folder, name)) for name in names if kind in name]
                               for kind in ("model_states", "optim"))
@@ -51,9 +86,11 @@ class TagReader:
 
     def get(self, name, field="weight"):
         """Return a parameter's "weight", "exp_avg" or "exp_avg_sq" in fp32 on the CPU. It may be a view of the file."""
-        shape = self.shapes[name]
-        flat = slice_flat([piece.flatten() for piece in self.pieces[field][name]], 0, shape.numel())
-        return flat.view(shape).detach().float()
+        with content_errors(self.folder):
+            shape = self.shapes[name]
+            pieces = [piece.flatten() for piece in self.pieces[field][name]]
+            flat = slice_flat(pieces, 0, shape.numel())
+            return flat.view(shape).detach().float()
 
     def add_flat(self, optimizers, stage):
         """Add what the files keep flat: one fp32 tensor per field, rank and group. At stage 2 the ranks'
@@ -113,12 +150,13 @@ def load_model(out_dir, tag="latest", dropout=None, share=(0, 1)):
     state = manifest["state"]
     if extra := state["model"].keys() - vars(GPTConfig()):
         raise CheckpointError(f"{reader.folder} has another model than model.py ({', '.join(extra)}): restore model.py")
-    with torch.device("meta"):
+    with torch.device("meta"), content_errors(reader.folder):
         model = GPT(GPTConfig(**state["model"] | ({} if dropout is None else {"dropout": dropout})))
     weights = {name: reader.get(name).clone() for name in reader.shapes}  # in memory of their own
-    weights["lm_head.weight"] = weights["transformer.wte.weight"]  # tied; the files hold it once
-    if state["lora"]:
-        merge(weights, state["lora"])
+    with content_errors(reader.folder):
+        weights["lm_head.weight"] = weights["transformer.wte.weight"]  # tied; the files hold it once
+        if state["lora"]:
+            merge(weights, state["lora"])
     check_shapes(reader.folder, {name: weight.shape for name, weight in weights.items()}, model.state_dict())
     model.load_state_dict(weights, assign=True)
     model.lm_head.weight = model.transformer.wte.weight

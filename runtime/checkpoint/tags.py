@@ -5,25 +5,28 @@
     out_dir/latest          the newest tag's name, for DeepSpeed's tools"""
 
 import contextlib
-import hashlib
 import importlib.metadata
-import json
 import math
 import os
 import re
 import shutil
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
+from runtime.checkpoint.manifest import (
+    MANIFEST_FORMAT,
+    ChangedManifestError,
+    check_manifest,
+    read_signed,
+)
 from runtime.cluster.ranks import RANK, all_exit_on, print0
 from runtime.errors import UserError
 from runtime.files import TEMP_NAME, file_digest, fsync, lock_folder, remove_dir, replace_dir, write_atomic
+from runtime.untrusted import UnsafeFileError, check_regular, check_stored
 from runtime.weights import SAFE_GLOBALS
 
-MANIFEST_FORMAT = 3  # increase it when a key of the manifest changes
 TAG_NAME = re.compile(r"iter_\d+|best|final")
 LEFTOVER = re.compile(rf"({TAG_NAME.pattern})\.(saving|old)")  # of a save that was killed
 Tag = namedtuple("Tag", ("name", "manifest"))  # manifest: the content of manifest.json
@@ -105,20 +108,26 @@ class TagStore:
                                   else f"{self.out_dir} has no checkpoint: choose another folder with --out_dir=DIR")
         return Tag(name, self.read_manifest(name))
 
-    def read_manifest(self, tag):
-        """Return a tag's manifest, once its own hash has been checked. Raises CheckpointError."""
+    def read_manifest(self, tag: str) -> dict:
+        """Return a tag's manifest, whose hash and types have been checked. Raises CheckpointError."""
         path = self.path(tag, "/manifest.json")
         try:
-            text = Path(path).read_text(encoding="utf-8")
-            manifest = json.loads(text)
+            manifest = read_signed(path)
+            if manifest.get("format") != MANIFEST_FORMAT:
+                raise CheckpointError(
+                    f"{path} was written by another version of this program: {OTHER_TAG}"
+                )
+            check_manifest(manifest)
         except OSError as error:
             raise UnreadableError.of(error, path) from None
-        except ValueError:
-            manifest = None
-        if not isinstance(manifest, dict) or text != sign_manifest(manifest):
-            raise CheckpointError(f"{path} has changed since it was saved (its sha256 differs): {OTHER_TAG}")
-        if manifest.get("format") != MANIFEST_FORMAT:
-            raise CheckpointError(f"{path} was written by another version of this program: {OTHER_TAG}")
+        except UnsafeFileError as error:
+            raise UnreadableError(f"{error}, or choose another checkpoint") from None
+        except ChangedManifestError as error:
+            raise CheckpointError(
+                f"{path} has changed since it was saved ({error}): {OTHER_TAG}"
+            ) from None
+        except ValueError as error:
+            raise CheckpointError(f"{path} can't be used ({error}): {OTHER_TAG}") from None
         return manifest
 
     def bytes_besides(self, kept):
@@ -134,7 +143,7 @@ class TagStore:
     def alias(self, tag, name):
         """Link the files of out_dir/tag to out_dir/name, or copy them if the file system has no hard links."""
         source, work = self.path(tag), self.path(name, ".saving")
-        shutil.rmtree(work, ignore_errors=True)
+        remove_dir(work, ignore_errors=True)
         os.makedirs(work)
         try:
             for file in os.listdir(source):
@@ -251,13 +260,6 @@ def topology(engine):
             "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")}}
 
 
-def sign_manifest(manifest):
-    """Return a manifest as JSON with its own hash in it."""
-    unsigned = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
-    sha256 = hashlib.sha256(json.dumps(unsigned).encode()).hexdigest()
-    return json.dumps({**unsigned, "manifest_sha256": sha256}, indent=1)
-
-
 def verify_files(folder, files, rank=0, world_size=1):
     """Return what is wrong with the `files` {name: {"bytes", "sha256"}} of a tag, as sentences. The ranks share the
     hashing. Raises OSError if a file cannot be read."""
@@ -267,20 +269,31 @@ def verify_files(folder, files, rank=0, world_size=1):
         return list(filter(None, pool.map(verify_file, paths, files.values(), hashed)))
 
 
-def verify_file(file, entry, hashed):
-    """Return what is wrong with one file of a tag, or None."""
+def verify_file(file: str, entry: dict, hashed: bool) -> str | None:
+    """Return what is wrong with one file of a tag, or None.
+
+    Raises UnreadableError and OSError if it can't be read: it may be intact.
+    """
     if not exists(file):
         return f"{file} is missing"
-    if (size := os.path.getsize(file)) != entry["bytes"]:
-        return f"{file} has {size} bytes, not {entry['bytes']}"
-    if hashed and file_digest(file)["sha256"] != entry["sha256"]:
-        return f"{file} has changed since it was saved (its sha256 differs)"
-    if file.endswith(".pt"):
-        try:
-            unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - SAFE_GLOBALS
-        except OSError:
-            raise
-        except Exception as error:  # not torch's zip format, or a truncated pickle
-            return f"{file} cannot be checked ({error}): not read"
-        if unsafe:
-            return f"{file} contains {', '.join(sorted(unsafe))}, which could run code: not read"
+    try:
+        size = check_regular(file, follow_links=False)
+        if size != entry["bytes"]:
+            return f"{file} has {size} bytes, not {entry['bytes']}"
+        if hashed and file_digest(file)["sha256"] != entry["sha256"]:
+            return f"{file} has changed since it was saved (its sha256 differs)"
+        check_stored(file)
+        unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - SAFE_GLOBALS
+    except UnsafeFileError as error:
+        raise UnreadableError(f"{error}, or choose another checkpoint") from None
+    except OSError:
+        raise
+    except Exception as error:  # not torch's zip format, or a truncated pickle
+        return f"{file} cannot be checked ({first_line(error)}): not read"
+    if unsafe:
+        return f"{file} contains {', '.join(sorted(unsafe))}, which could run code: not read"
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,13 +1,14 @@
 """The engine that the training loop uses: DeepSpeed's, with our gradients, step and CUDA graph where they fit."""
 
 import math
+import os
 import time
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from runtime.checkpoint.shards import TagReader
+from runtime.checkpoint.shards import TagReader, content_errors
 from runtime.checkpoint.tags import topology
 from runtime.cluster.ranks import print0, silence_stdout
 from runtime.engine import override, setup, state
@@ -95,6 +96,10 @@ class Engine:
 
     def copy_recovery_script(self, out_dir):
         """Write DeepSpeed's zero_to_fp32.py and zero_to_torch.py into a folder."""
+        for name in ("zero_to_fp32.py", "zero_to_torch.py"):
+            path = os.path.join(out_dir, name)
+            if os.path.islink(path):  # DeepSpeed would overwrite its target
+                os.remove(path)
         type(self.deepspeed)._copy_recovery_script(self.deepspeed, out_dir)
 
     def load(self, store, tag):
@@ -105,7 +110,8 @@ class Engine:
                     for recorded in (manifest, topology(self)))
         if was != now:
             print0(f"re-sharding {path}: saved by {was}, now {now}")
-        state.copy_into(self.deepspeed, TagReader(path, manifest))
+        with content_errors(path):
+            state.copy_into(self.deepspeed, TagReader(path, manifest))
         dist.barrier()
         print0(f"loaded in {time.monotonic() - start:.1f} s")
         return manifest["state"]

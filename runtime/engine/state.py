@@ -22,7 +22,7 @@ def copy_into(deepspeed, reader):
         for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
             setattr(scaler, name, getattr(saved, name))
     for counter in ("global_steps", "global_samples", "skipped_steps"):
-        setattr(deepspeed, counter, reader.model_state[counter])
+        setattr(deepspeed, counter, int(reader.model_state[counter]))
 
 
 def init_adam_state(optimizer, stage, step):

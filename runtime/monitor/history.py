@@ -7,42 +7,79 @@ import os
 import sys
 
 from runtime.files import write_atomic
+from runtime.output import printable
+from runtime.untrusted import open_no_follow, open_regular, parse_json
+
+MAX_HISTORY_BYTES = 10**9  # 5 million iterations
+MAX_RECORD_BYTES = 10**6  # a printed sample may have 1,000 tokens
+MAX_REPORTED = 10  # invalid lines
 
 
-def append_history(out_dir, record):
-    """Add one record to out_dir/history.jsonl: all of it, or nothing and an OSError."""
+def append_history(out_dir: str, record: dict) -> None:
+    """Add one record to out_dir/history.jsonl: all of it, or nothing and an OSError.
+
+    Raises UnsafeFileError if the file is a link, which others may have put there.
+    """
     line = (json.dumps(record) + "\n").encode()
-    with open(os.path.join(out_dir, "history.jsonl"), "ab", buffering=0) as f:
-        size = f.tell()
-        if f.write(line) < len(line):
-            f.truncate(size)
+    path = os.path.join(out_dir, "history.jsonl")
+    descriptor = open_no_follow(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    with os.fdopen(descriptor, "ab", buffering=0) as file:
+        size = os.fstat(descriptor).st_size
+        if file.write(line) < len(line):
+            file.truncate(size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def read_history(out_dir):
-    """Return the records of out_dir/history.jsonl, dicts with "iter"; [] if there is no such file. Invalid lines are
-    reported and skipped: the last one may be incomplete."""
-    path, history = os.path.join(out_dir, "history.jsonl"), []
-    if not os.path.exists(path):
+def read_history(out_dir: str) -> list[dict]:
+    """Return the records of out_dir/history.jsonl, dicts with "iter"; [] if there is no such file.
+
+    Invalid lines are reported and skipped: the last one may be incomplete. Raises UnsafeFileError.
+    """
+    path = os.path.join(out_dir, "history.jsonl")
+    history = []
+    if not os.path.lexists(path):
         return history
-    with open(path, encoding="utf-8", errors="replace") as f:
-        for number, line in enumerate(f, 1):
+    with open_regular(path, MAX_HISTORY_BYTES, follow_links=False) as file:
+        number = 0
+        skipped = 0
+        while line := file.readline(MAX_RECORD_BYTES):
+            number += 1
             try:
-                record = json.loads(line)
-                record["iter"] + 0  # a number
+                record = parse_json(line.decode(errors="replace"))
+                is_complete = isinstance(record, dict) and is_iteration(record.get("iter"))
+            except ValueError:
+                is_complete = False
+            if is_complete:
                 history.append(record)
-            except (ValueError, TypeError, KeyError):
-                print(f"{path}: skipping line {number}, which is not a complete record", file=sys.stderr)
+                continue
+            skipped += 1
+            if skipped <= MAX_REPORTED:
+                report(f"{path}: skipping line {number}, which is not a complete record")
+    if skipped > MAX_REPORTED:
+        report(f"{path}: skipping {skipped:,} lines in all, which are not complete records")
     return history
 
 
-def series(history, key):
+def report(message: str) -> None:
+    print(printable(message), file=sys.stderr)
+
+
+def is_iteration(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**53  # beyond that, a plot can't draw it
+
+
+def series(history: list[dict], key: str) -> list[tuple[int, float]]:
     """Return [(iter, value)] of the records whose `key` is a finite number."""
-    return [(r["iter"], float(r[key])) for r in history if type(r.get(key)) in (int, float) and math.isfinite(r[key])]
+    points = []
+    for record in history:
+        value = record.get(key)
+        if type(value) in (int, float) and math.isfinite(value):
+            points.append((record["iter"], float(value)))
+    return points
 
 
 def trim_history(out_dir, iter_num):
     """Drop the records of an earlier run after step iter_num, where this run starts."""
-    if os.path.exists(path := os.path.join(out_dir, "history.jsonl")):
+    if os.path.lexists(path := os.path.join(out_dir, "history.jsonl")):
         records = [json.dumps(record) + "\n" for record in read_history(out_dir) if record["iter"] <= iter_num]
         write_atomic(path, "".join(records))

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from runtime.cluster.ranks import RANK, print0
+from runtime.files import remove_links, write_atomic
 
 LAST_STEP = 7  # of the trace; the first five steps compile
 
@@ -27,7 +28,10 @@ class Profiler:
 
     def __init__(self, model, out_dir):
         self.folder = Path(out_dir, "profile")
+        if self.folder.is_symlink():  # in a folder where others write, it may lead anywhere
+            self.folder.unlink(missing_ok=True)
         self.folder.mkdir(parents=True, exist_ok=True)
+        remove_links(self.folder)
         if RANK == 0:
             print0(f"{count_flops(model, self.folder / 'flops.txt'):.4g} FLOPs per token in a forward, by DeepSpeed")
         schedule = torch.profiler.schedule(skip_first=LAST_STEP - 3, wait=0, warmup=1, active=2, repeat=1)
@@ -46,7 +50,7 @@ class Profiler:
             if RANK == 0:
                 sort_by = "self_cuda_time_total" if torch.cuda.is_initialized() else "self_cpu_time_total"
                 operations = profiler.key_averages().table(sort_by=sort_by, row_limit=40)
-                (self.folder / "operations.txt").write_text(operations, encoding="utf-8")
+                write_atomic(self.folder / "operations.txt", operations)
                 print0(f"wrote a trace: see {self.folder}/operations.txt, or open trace_rank*.json.gz in "
                        "https://ui.perfetto.dev")
         except (OSError, RuntimeError) as error:  # the latter is PyTorch's

@@ -12,6 +12,7 @@ from collections import namedtuple
 from dataclasses import asdict
 
 from runtime.cluster.ranks import RANK, all_exit_on, all_gather_scalars, exit_together, print0, show_progress
+from runtime.errors import UserError
 from runtime.files import format_bytes, format_time, write_atomic
 from runtime.hardware import git_commit, machine_record, peak_flops, peak_memory
 from runtime.monitor.health import StragglerDetector
@@ -80,7 +81,7 @@ class RunLog:
 
     def open_files(self):
         """Drop the records after the checkpoint that this run resumes from, and write settings.json."""
-        with all_exit_on(OSError):
+        with all_exit_on(OSError, UserError):
             if self.writes:
                 record = {"started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                           "command": shlex.join(sys.argv), "commit": git_commit(), "settings": self.settings_record,
@@ -213,6 +214,8 @@ class RunLog:
                 append_history(self.out_dir, record)
         except OSError as error:
             print0(f"history.jsonl could not be written: {error.strerror}")
+        except UserError as error:  # somebody has put a link in its place
+            print0(f"history.jsonl could not be written: {error}")
 
     def to_loggers(self, method, *args):
         """Call a method of each logger. One that fails is reported and dropped."""

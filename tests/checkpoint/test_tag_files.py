@@ -35,13 +35,14 @@ def test_a_tag_is_on_the_disk_before_it_has_its_name_and_an_older_one_goes_last(
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_changed_file_is_found_by_one_of_the_ranks(tmp_path, world_size):
     for name in "abcd":
-        (tmp_path / name).write_bytes(name.encode() * 9)
+        torch.save(torch.zeros(9), tmp_path / name)
     files = {name: file_digest(tmp_path / name) for name in "abcd"}
     for name in "abcd":
-        (tmp_path / name).write_bytes(name.encode() * 8 + b"x")
+        saved = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(saved[:-1] + b"x")
         (problem,) = [text for rank in range(world_size) for text in verify_files(tmp_path, files, rank, world_size)]
         assert problem == f"{tmp_path}/{name} has changed since it was saved (its sha256 differs)"
-        (tmp_path / name).write_bytes(name.encode() * 9)
+        (tmp_path / name).write_bytes(saved)
 
 
 @pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"])

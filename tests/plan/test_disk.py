@@ -8,10 +8,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from conftest import EIGHT, ROOT
+from conftest import EIGHT, ROOT, small_manifest
 
 from configurator import settings_of_script
-from runtime.checkpoint.tags import MANIFEST_FORMAT, TagStore, sign_manifest
+from runtime.checkpoint.manifest import sign_manifest
+from runtime.checkpoint.tags import TagStore
 from runtime.errors import UserError
 from runtime.plan.run_plan import check_disk
 from runtime.plan.start import Start
@@ -42,8 +43,7 @@ def write_tags(out_dir, tags):
             shutil.copytree(out_dir / same[0], out_dir / name, copy_function=os.link)
             continue
         (out_dir / name).mkdir()
-        state = {"improved": iter_num == tags.get("best"), "best_val_loss": 0.0}
-        manifest = sign_manifest({"format": MANIFEST_FORMAT, "iter_num": iter_num, "state": state})
+        manifest = sign_manifest(small_manifest(iter_num, improved=iter_num == tags.get("best")))
         (out_dir / name / "manifest.json").write_text(manifest)
         (out_dir / name / "model.pt").write_bytes(b"")
         os.truncate(out_dir / name / "model.pt", 10**9 - len(manifest))  # takes no space

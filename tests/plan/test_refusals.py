@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend
 from configurator import settings_of_script
 from runtime import hardware
 from runtime.checkpoint import tags as checkpoint
+from runtime.checkpoint.manifest import sign_manifest
 from runtime.cluster import nodes
 from runtime.cluster.ranks import Ranks
 from runtime.data.dataset import write_dataset
@@ -59,7 +60,7 @@ def folder(tmp_path_factory, holder, characters):
     damaged("bit", flip)
     damaged("barred", lambda path: ((path.parent / "manifest.json").unlink(), (path.parent / "manifest.json").mkdir()))
     manifest = json.loads((holder / "iter_4" / "manifest.json").read_text()) | {"format": 0}
-    damaged("format", lambda path: (path.parent / "manifest.json").write_text(checkpoint.sign_manifest(manifest)))
+    damaged("format", lambda path: (path.parent / "manifest.json").write_text(sign_manifest(manifest)))
     meta = json.loads((characters / "meta.json").read_text()) | {"tokenizer": {"kind": "char", "chars": "ab"}}
     (shutil.copytree(characters, folder / "characters") / "meta.json").write_text(json.dumps(meta))
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -431,7 +432,7 @@ def stale(function):
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
         return function(path, *args, **kwargs)
     return checked
-os.stat, builtins.open, io.open = stale(os.stat), stale(open), stale(io.open)  # pathlib takes io.open
+os.stat, os.open, builtins.open, io.open = map(stale, (os.stat, os.open, open, io.open))  # pathlib takes io.open
 """
 
 
@@ -478,6 +479,6 @@ def test_a_tag_that_cannot_be_looked_at_is_present_and_not_set_aside(monkeypatch
 
 def test_a_file_that_cannot_be_looked_at_is_not_missing(monkeypatch, holder):
     _, manifest = checkpoint.TagStore(holder).find("iter_4")
-    deny(monkeypatch, "stat", holder / "iter_4" / next(iter(manifest["files"])))
+    deny(monkeypatch, "open", holder / "iter_4" / next(iter(manifest["files"])))
     with pytest.raises(PermissionError):
         checkpoint.verify_files(holder / "iter_4", manifest["files"])

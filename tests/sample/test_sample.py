@@ -7,11 +7,11 @@ import subprocess
 
 import pytest
 import torch
-from conftest import CHARS, ROOT, ForkedJob, at_once, command_line, launch, random_gpt2
+from conftest import CHARS, ROOT, ForkedJob, at_once, command_line, launch, random_gpt2, small_manifest
 from transformers.generation import logits_process
 
 from model import GPT, sample_token
-from runtime.checkpoint.tags import MANIFEST_FORMAT, sign_manifest
+from runtime.checkpoint.manifest import sign_manifest
 from runtime.data.tokenizer import tokenizer_of
 from runtime.export.hf import char_tokenizer
 from runtime.sample import generate as texts
@@ -155,7 +155,7 @@ def test_refusals(sample, theirs, characters, tmp_path):
     (tmp_path / "hf" / "tokenizer_config.json").write_text("[]")
     for tag in ("iter_5", "best"):
         (tmp_path / "run" / tag).mkdir(parents=True)
-        (tmp_path / "run" / tag / "manifest.json").write_text(sign_manifest({"format": MANIFEST_FORMAT, "iter_num": 5}))
+        (tmp_path / "run" / tag / "manifest.json").write_text(sign_manifest(small_manifest(5)))
     cases = [
         (["--top_p=0", "--num_samples=0"],
          ["num_samples=0 must be at least 1", "top_p=0.0 must be above 0 and at most 1, or None"]),

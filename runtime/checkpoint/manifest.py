@@ -1,0 +1,168 @@
+"""The manifest of a tag: what it must hold, and its own hash.
+
+A tag may come from somebody else, so nothing in its manifest is used before it has been compared
+with the types and ranges here.
+"""
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field, StringConstraints
+from typing_extensions import TypedDict
+
+from runtime.untrusted import STRICT, check_type, parse_json, read_regular
+
+MANIFEST_FORMAT = 3  # increase it when a key of the manifest changes
+MAX_MANIFEST_BYTES = 64_000_000  # a character dataset's vocabulary may have a million characters
+
+# The files that DeepSpeed writes into a tag. A name with a separator would lead out of it
+FILE_NAME = (
+    r"^(zero_pp_rank_[0-9]{1,6}_)?mp_rank_00_model_states\.pt$"
+    r"|^(bf16_)?zero_pp_rank_[0-9]{1,6}_mp_rank_00_optim_states\.pt$"
+)
+
+Count = Annotated[int, Field(ge=0, le=2**62)]
+Positive = Annotated[int, Field(ge=1, le=2**62)]
+Loss = Annotated[float, Field(ge=0)]  # also infinity, before the first evaluation
+Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+FileName = Annotated[str, StringConstraints(pattern=FILE_NAME)]
+WandbId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
+
+
+class FileEntry(TypedDict):
+    __pydantic_config__ = STRICT
+    bytes: Count
+    sha256: Hash
+
+
+class Model(TypedDict):
+    """GPTConfig's fields. An edited model.py may have more. No tensor of a larger one fits a GPU."""
+
+    __pydantic_config__ = STRICT
+    block_size: Annotated[int, Field(ge=1, le=2**24)]
+    vocab_size: Annotated[int, Field(ge=1, le=2**24)]
+    n_layer: Annotated[int, Field(ge=1, le=4095)]
+    n_head: Annotated[int, Field(ge=1, le=2**17)]
+    n_embd: Annotated[int, Field(ge=1, le=2**17)]
+    dropout: NotRequired[Annotated[float, Field(ge=0, le=1)]]
+    bias: NotRequired[bool]
+    gelu: NotRequired[str]
+
+
+class Settings(TypedDict):
+    """The settings that a resume compares. The others are only printed."""
+
+    __pydantic_config__ = STRICT
+    dataset: str | dict[str, float]
+    seed: int
+    optimizer: str
+    batch_size: Positive
+    gradient_accumulation_steps: Positive
+
+
+class Lora(TypedDict):
+    __pydantic_config__ = STRICT
+    rank: Annotated[int, Field(ge=1, le=2**17)]
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    dropout: Annotated[float, Field(ge=0, le=1)]
+    target_modules: list[str]
+    base: str | None
+
+
+class Tokenizer(TypedDict):
+    __pydantic_config__ = STRICT
+    kind: Literal["gpt2", "char", "hf"]
+    chars: NotRequired[str]
+    file: NotRequired[str | None]
+    sha256: NotRequired[Hash]
+    end_of_text: NotRequired[Count | None]
+
+
+class Dataset(TypedDict):
+    __pydantic_config__ = STRICT
+    share: Positive
+    train_tokens: Positive
+    val_tokens: Positive
+    files: dict[str, FileEntry] | None
+
+
+class Data(TypedDict):
+    __pydantic_config__ = STRICT
+    tokenizer: Tokenizer
+    vocab_size: Annotated[int, Field(ge=1, le=2**24)]
+    template: str | None
+    datasets: list[Dataset]
+
+
+class State(TypedDict):
+    __pydantic_config__ = STRICT
+    iter_num: Count
+    best_val_loss: Loss
+    evals_since_best: Count
+    improved: bool
+    wandb_id: WandbId | None
+    grad_norms: Annotated[list[Loss], Field(max_length=10_000)]
+    grad_norm_ratios: Annotated[list[Loss], Field(max_length=10_000)]
+    settings: Settings
+    model: Model
+    sources: list[str]
+    lora: Lora | None
+    data: Data
+
+
+class Manifest(TypedDict):
+    __pydantic_config__ = STRICT
+    format: int
+    tag: Annotated[str, StringConstraints(pattern=r"^iter_[0-9]{1,18}$")]
+    iter_num: Count
+    world_size: Annotated[int, Field(ge=1, le=10**6)]
+    stage: Annotated[int, Field(ge=0, le=3)]
+    dtype: Literal["float32", "float16", "bfloat16"]
+    versions: dict[str, str]
+    state: State
+    files: Annotated[dict[FileName, FileEntry], Field(min_length=1)]
+    manifest_sha256: Hash
+
+
+class ChangedManifestError(ValueError):
+    """The manifest's own hash is not that of its content."""
+
+
+def parse_manifest(text: str | bytes) -> Any:
+    """Return a manifest that is as it was signed. Raises ChangedManifestError.
+
+    Its types have not been checked yet, because another version of this program may have others.
+    """
+    try:
+        manifest = parse_json(text)
+    except ValueError as error:
+        raise ChangedManifestError(str(error)) from None
+    content = text.decode(errors="replace") if isinstance(text, bytes) else text
+    if not isinstance(manifest, dict) or content != sign_manifest(manifest):
+        raise ChangedManifestError("its sha256 differs")
+    return manifest
+
+
+def read_signed(path: str) -> Any:
+    """Return parse_manifest() of a file. Raises ChangedManifestError, UnsafeFileError, OSError."""
+    return parse_manifest(read_regular(path, MAX_MANIFEST_BYTES, follow_links=False))
+
+
+def check_manifest(manifest: Any) -> None:
+    """Raise ValueError unless a manifest has the keys, types and ranges of Manifest."""
+    check_type(manifest, Manifest)
+    for file in manifest["files"]:
+        if manifest["stage"] < 3 and "model_states" in file and file.startswith("zero_pp"):
+            raise ValueError(f"files has {file}, which ZeRO stage {manifest['stage']} doesn't write")
+    if not any("model_states" in file for file in manifest["files"]):
+        raise ValueError("files has no model_states.pt")
+    if not any("optim_states" in file for file in manifest["files"]):
+        raise ValueError("files has no optim_states.pt")
+
+
+def sign_manifest(manifest: dict) -> str:
+    """Return a manifest as JSON with its own hash in it."""
+    unsigned = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
+    sha256 = hashlib.sha256(json.dumps(unsigned).encode()).hexdigest()
+    return json.dumps({**unsigned, "manifest_sha256": sha256}, indent=1)
