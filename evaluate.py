@@ -1,7 +1,7 @@
 """Score a checkpoint, an exported folder or OpenAI's weights: HellaSwag, LAMBADA, and the loss of a text or a dataset.
 
     python evaluate.py --out_dir=out-mine --dataset=mine --text=book.txt
-    torchrun --nproc_per_node=4 evaluate.py --init_from=gpt2-xl --hellaswag=hellaswag_val.jsonl"""
+    python launch_deepspeed.py --nproc_per_node=4 evaluate.py --init_from=gpt2-xl --hellaswag=hellaswag_val.jsonl"""
 
 from typing import Literal
 

@@ -1,4 +1,5 @@
-"""torchrun that exits with the run's exit code, forwards all signals, and gives the ranks time to save.
+"""torchrun that no other user of the machine can reach, that exits with the run's exit code, forwards all signals, and
+gives the ranks time to save.
 
     python launch_deepspeed.py --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py
     python launch_deepspeed.py --nnodes=4 ...        any arguments of torchrun, with a script to start

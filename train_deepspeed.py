@@ -1,10 +1,11 @@
 """Train GPT-2 with DeepSpeed ZeRO: from scratch, from OpenAI's weights, or from a checkpoint.
 
     python train_deepspeed.py config/shakespeare_char_cpu.py                     one process, no launcher
-    torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py      4 GPUs of one node
+    python launch_deepspeed.py --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py    4 GPUs of one node
     deepspeed --num_gpus=4 train_deepspeed.py config/xl_shakespeare.py           the same
-    torchrun --nnodes=2 --node_rank=0 --master_addr=node1 ...                    multi-node: docs/multi_node.md
-    torchrun ... train_deepspeed.py config/xl_shakespeare.py --init_from=resume  resume
+    torchrun --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py      the same, but see docs/trust.md
+    python launch_deepspeed.py --nnodes=2 --node_rank=0 --master_addr=node1 ...  multi-node: docs/multi_node.md
+    python train_deepspeed.py config/xl_shakespeare.py --init_from=resume        resume
 
 One iteration is one optimizer step, with all of its micro-steps. Exit codes: docs/troubleshooting.md."""
 

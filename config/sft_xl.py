@@ -1,6 +1,6 @@
 # Fine-tune GPT-2 XL on conversations with ZeRO-2, with the loss on the answers (docs/chat.md).
 #   python data/prepare.py chat.jsonl --format=chat --name=mychat
-#   torchrun --nproc_per_node=4 train_deepspeed.py config/sft_xl.py
+#   python launch_deepspeed.py --nproc_per_node=4 train_deepspeed.py config/sft_xl.py
 # 1 row x 4 GPUs x 16 = 64 rows of 1,024 tokens per step. --batch_size=auto keeps this number with a larger micro-batch.
 out_dir = "out-sft-xl"
 init_from = "gpt2-xl"

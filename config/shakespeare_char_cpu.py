@@ -1,5 +1,5 @@
 # Character-level Shakespeare from scratch without a GPU, on 2 ranks: nanoGPT's model for CPUs, trained with Muon.
-#   torchrun --nproc_per_node=2 train_deepspeed.py config/shakespeare_char_cpu.py
+#   python launch_deepspeed.py --nproc_per_node=2 train_deepspeed.py config/shakespeare_char_cpu.py
 # 12 sequences x 2 ranks x 1 = 24 sequences of 64 = 1,536 characters per step; 1,003,854 / 1,536 = 654 steps per epoch.
 out_dir = "out-shakespeare-char-cpu"
 init_from = "scratch"

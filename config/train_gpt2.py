@@ -1,5 +1,6 @@
 # GPT-2 small (124M) from scratch with Muon, on 8 GPUs with bfloat16 and 16 GB or more: docs/pretrain.md.
-#   torchrun --nproc_per_node=8 train_deepspeed.py config/train_gpt2.py    (one GPU: --gradient_accumulation_steps=40)
+#   python launch_deepspeed.py --nproc_per_node=8 train_deepspeed.py config/train_gpt2.py
+# On one GPU, add --gradient_accumulation_steps=40.
 # 12 sequences x 8 GPUs x 5 = 480 sequences of 1,024 = 491,520 tokens per step. 20,000 steps see 9.8 billion tokens. By
 # the speeds of one GPU, that takes 5.1 hours on one H200 with 60 x 8, and 0.7 on eight H100s with 60 x 1. Expect about
 # 3.28 on FineWeb, AdamW's validation loss after as many tokens (llm.c). Muon's is not measured.

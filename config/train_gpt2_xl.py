@@ -1,5 +1,5 @@
 # GPT-2 XL (1.5B) from scratch on OpenWebText with Muon, on 8 GPUs with 80 GB: docs/pretrain.md.
-#   torchrun --nproc_per_node=8 train_deepspeed.py config/train_gpt2_xl.py
+#   python launch_deepspeed.py --nproc_per_node=8 train_deepspeed.py config/train_gpt2_xl.py
 # 8 sequences x 8 GPUs x 8 = 512 sequences of 1,024 = 524,288 tokens per step. 100,000 steps see 52.4 billion tokens.
 # By the speed of one GPU, that takes 36 hours on eight H200s. There is no published loss to expect.
 out_dir = "out-gpt2-xl"

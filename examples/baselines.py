@@ -1,6 +1,7 @@
-"""Make the same steps as train_deepspeed.py, with the same tokens, by another implementation, and time them.
+r"""Make the same steps as train_deepspeed.py, with the same tokens, by another implementation, and time them.
 
-    torchrun --nproc_per_node=2 examples/baselines.py fsdp2 config/xl_shakespeare.py --init_from=scratch --out_dir=out
+    python launch_deepspeed.py --nproc_per_node=2 examples/baselines.py fsdp2 config/xl_shakespeare.py \
+        --init_from=scratch --out_dir=out
 
 python bench.py --baseline=NAME runs it and compares. The names: hf, transformers' GPT-2 with DeepSpeed; pytorch,
 our GPT in plain PyTorch, with DDP on several GPUs; fsdp2, our GPT in PyTorch's FSDP2. All other arguments are those of

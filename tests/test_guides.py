@@ -20,8 +20,9 @@ XL = "config/xl_shakespeare.py"
 def launched(words):
     """(ranks, arguments of train_deepspeed.py) of a command."""
     words = [word for word in words if not re.match("[A-Z_]+=", word)]
-    if words[0] == "torchrun":
-        args = torch.distributed.run.get_args_parser().parse_args(words[1:])
+    if words[0] == "torchrun" or words[1] == "launch_deepspeed.py":
+        arguments = words[1:] if words[0] == "torchrun" else words[2:]
+        args = torch.distributed.run.get_args_parser().parse_args(arguments)
         assert args.training_script == SCRIPT
         return int(args.nproc_per_node), args.training_script_args
     if words[0] == "deepspeed":

@@ -31,9 +31,11 @@ def test_index_the_commands_lead_from_shards_to_a_sample_and_a_resume(tmp_path):
     added = [["--name=./data"], ["--dataset=hub", "--name=./edu"], [*small, one], [*small, eight], [*small, xl],
              [one, "--num_samples=1", "--max_new_tokens=5", "--device=cpu"], [one, f"--to={tmp_path / 'hf'}"],
              [*small, eight, "--resume_tag=iter_2"]]
-    commands, printed = [words for words in map(shlex.split, blocks(PAGE)) if words[0] in ("python", "torchrun")], []
+    commands, printed = [words for words in map(shlex.split, blocks(PAGE)) if words[0] == "python"], []
     for words, options in zip(commands, added, strict=True):
-        place, ranks = (1, 1) if words[0] == "python" else (2, int(words[1].removeprefix("--nproc_per_node=")))
+        place, ranks = 1, 1
+        if words[1] == "launch_deepspeed.py":
+            place, ranks = 3, int(words[2].removeprefix("--nproc_per_node="))
         script, arguments = ROOT / words[place], [*words[place + 1:], *options]
         if script.parent == ROOT:
             run = launch(script, *arguments, ranks=ranks)

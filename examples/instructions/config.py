@@ -1,7 +1,7 @@
 # Learn to add, reverse and copy from instructions without a GPU, on 2 ranks, by character (docs/chat.md).
 #   python examples/instructions/generate.py
 #   python data/prepare.py examples/instructions/train.jsonl --format=chat --tokenizer=char --name=instructions
-#   torchrun --nproc_per_node=2 train_deepspeed.py examples/instructions/config.py
+#   python launch_deepspeed.py --nproc_per_node=2 train_deepspeed.py examples/instructions/config.py
 out_dir = "out-sft-cpu"
 init_from = "scratch"
 dataset = "instructions"

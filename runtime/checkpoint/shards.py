@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import pkgutil
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -23,6 +24,7 @@ from runtime.checkpoint.tags import (
 )
 from runtime.errors import UserError
 from runtime.lora import merge
+from runtime.untrusted import check_regular
 from runtime.weights import SAFE_GLOBALS
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -64,6 +66,8 @@ class TagReader:
             self.read(folder, manifest)
 
     def read(self, folder, manifest):
+        for name in manifest["files"]:
+            check_regular(os.path.join(folder, name), follow_links=False)
         names = sorted(manifest["files"], key=lambda name: [int(n) for n in name.split("_") if n.isdigit()])
         models, optimizers = ([mmap_load(os.path.join(folder, name)) for name in names if kind in name]
                               for kind in ("model_states", "optim"))
@@ -136,6 +140,37 @@ def open_tag(out_dir, tag="latest", share=(0, 1)):
         raise UnreadableError.of(error, store.path(tag)) from None
 
 
+def check_sizes(where: str, model: dict, shapes: dict[str, torch.Size]) -> None:
+    """Raise CheckpointError if a manifest's model is far larger than the tensors beside it.
+
+    Building such a model takes minutes or all memory, and somebody else may have written the
+    manifest. The factors leave room for an edited model.py, in which blocks share their weights.
+    model: a manifest's. shapes: of the tag's tensors, by name.
+    """
+    blocks = {match[1] for name in shapes if (match := re.search(r"\bh\.(\d+)\.", name))}
+    n_params = sum(shape.numel() for shape in shapes.values())
+    largest = max(model["vocab_size"], model["n_embd"]) * model["n_embd"]
+    if model["n_layer"] > 64 + 4 * len(blocks) or largest > 16 * n_params:
+        raise CheckpointError(
+            f"{where} has {len(blocks)} blocks and {n_params:,} parameters, but its manifest says "
+            f"n_layer={model['n_layer']}, n_embd={model['n_embd']} and "
+            f"vocab_size={model['vocab_size']}: {OTHER_TAG}"
+        )
+
+
+def check_sizes_of_tag(out_dir: str, tag: str, manifest: dict) -> None:
+    """Call check_sizes() before a tag's files have been verified. Raises CheckpointError.
+
+    A tag whose files can't be read passes: newest_intact() or open_tag() will say what is wrong.
+    """
+    folder = os.path.join(out_dir, tag)
+    try:
+        shapes = TagReader(folder, manifest).shapes
+    except (UserError, OSError):
+        return
+    check_sizes(folder, manifest["state"]["model"], shapes)
+
+
 def check_shapes(where, saved, model):
     """Raise CheckpointError unless the tensors of a model, {name: tensor}, have the saved shapes, {name: shape}."""
     shapes = {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in model.items()}  # whole at ZeRO-3
@@ -150,6 +185,7 @@ def load_model(out_dir, tag="latest", dropout=None, share=(0, 1)):
     state = manifest["state"]
     if extra := state["model"].keys() - vars(GPTConfig()):
         raise CheckpointError(f"{reader.folder} has another model than model.py ({', '.join(extra)}): restore model.py")
+    check_sizes(reader.folder, state["model"], reader.shapes)
     with torch.device("meta"), content_errors(reader.folder):
         model = GPT(GPTConfig(**state["model"] | ({} if dropout is None else {"dropout": dropout})))
     weights = {name: reader.get(name).clone() for name in reader.shapes}  # in memory of their own

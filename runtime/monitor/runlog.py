@@ -63,6 +63,8 @@ class RunLog:
         name = self.settings.wandb_run_name or os.path.basename(os.path.abspath(self.out_dir))
         run = wandb.init(project=self.settings.wandb_project, name=name, config=self.settings_record, id=self.wandb_id,
                          resume="allow")
+        if self.wandb_id:  # the checkpoint's, and it may be somebody else's
+            print0(f"wandb: continuing the run {run.id} of project {self.settings.wandb_project}")
         self.wandb_id = run.id
         return Logger(run.log, run.finish)
 

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import asdict, dataclass
 
 from model import GPTConfig
-from runtime.checkpoint.shards import open_tag
+from runtime.checkpoint.shards import check_sizes_of_tag, open_tag
 from runtime.checkpoint.tags import CheckpointError, TagStore, UnreadableError, parse_run_path
 from runtime.data.dataset import same_data, same_tokenizer
 from runtime.errors import UserError
@@ -113,6 +113,7 @@ def from_earlier_run(init_from, parent, settings, data, shape, notes):
     """Start from the weights of an earlier run's tag, with a fresh optimizer."""
     (folder, tag), where = parent, os.path.join(*parent)
     manifest = TagStore(folder).find(tag).manifest
+    check_sizes_of_tag(folder, tag, manifest)
     state, model = manifest["state"], manifest["state"]["model"]
     check_shape(where, model, shape)
     check_block_size(settings, model["block_size"], where)
@@ -144,6 +145,7 @@ def from_resume(settings, data, lora, sequences, notes):
     if newer and named and not settings.overwrite and not settings.eval_only:
         raise UserError(f"resuming from {out_dir}/{tag} deletes the newer {', '.join(newer)}: confirm with "
                         f"--overwrite=True, or copy {tag} into another folder")
+    check_sizes_of_tag(out_dir, tag, manifest)
     state = manifest["state"]
     model = gpt_config(**{**state["model"], "dropout": settings.dropout})
     check_compatible(settings, data, lora, tag, manifest)
