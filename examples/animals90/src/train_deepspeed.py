@@ -80,7 +80,7 @@ def explain(error):
     elif not isinstance(error, UserError):
         return
     time.sleep(ranks.rank)  # all ranks may meet it: the first one prints, and the launcher ends the others
-    print(line, file=sys.stderr, flush=True)
+    print(data.one_line(line), file=sys.stderr, flush=True)
     os._exit(2)
 
 
@@ -197,7 +197,7 @@ shutdown = Shutdown(join_process_group("auto" if on_gpu else "cpu"))  # ends thi
 with all_exit_on(UserError, OSError):
     if any(checks.values()):
         raise UserError("\n".join(problem for problem, applies in checks.items() if applies))
-    classes, found, val_found, others = data.find_pictures(train_dir, val_dir)
+    classes, found, val_found, picture_notes = data.find_pictures(train_dir, val_dir)
     train = data.Pictures(found, settings, ranks, gradient_accumulation_steps)
     val = data.Pictures(val_found, settings, ranks)
     epoch_steps = train.batches_per_epoch // gradient_accumulation_steps
@@ -245,7 +245,7 @@ mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (da
 facts = machine_record(device) | {"command": sys.argv, "settings": asdict(settings), "commit": git_commit()}
 facts["hardware"] = f"{ranks.world_size} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}"
 history, bad, per_step = state["epochs"], 0, recipe.config["train_batch_size"]  # bad: batches with a non-finite loss
-notes = recipe.notes + [f"{others} files are not pictures ({' '.join(data.SUFFIXES)})"] * bool(others)
+notes = recipe.notes + picture_notes
 notes += [f"{resume} has {done} epochs: use --epochs {done + 1} or more to train on"] * (done >= epochs)
 usual = max(rate for least, rate in RATES.items() if least <= per_step)
 notes += [f"the guides' learning_rate is {usual} for {per_step} pictures per step"] * (learning_rate != usual)
