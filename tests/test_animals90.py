@@ -511,11 +511,10 @@ def test_an_incomplete_or_dangerous_checkpoint_is_refused(train, two_ranks, tmp_
         torch.save({"x": functools.partial(print)}, file)
 
     for i, (damage, sentence) in enumerate((
-            (lambda folder, file: file.unlink(), "1 optimizer files"),
-            (lambda folder, file: write_atomic(file, file.read_bytes()[:-100]), "not a complete checkpoint"),
+            (lambda folder, file: file.unlink(), "No such file or directory: '"),
+            (lambda folder, file: write_atomic(file, file.read_bytes()[:-100]), "File is not a zip file): change"),
             (lambda folder, file: (folder / "latest").unlink(), "latest'): change or drop"),
-            (lambda folder, file: edit_info(folder, steps="4", classes=None),
-             "no valid ['classes', 'steps']): change or"),
+            (lambda folder, file: edit_info(folder, steps="4", classes=None), "classes is None: Input should be"),
             (dangerous, "could run code: ['builtins.print', 'functools.partial']"))):
         folder = tmp_path / str(i)
         link_tree(two_ranks.cwd / "checkpoints" / "epoch_4", folder)

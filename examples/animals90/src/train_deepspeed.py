@@ -37,7 +37,6 @@ log_dir = "logs"  # folder for training_history.json
 settings = configurator.settings_of_script(__file__, on_error=exit_on_all_ranks)
 globals().update(vars(settings))
 
-import contextlib
 import json
 import shutil
 import time
@@ -49,8 +48,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["DS_ACCELERATOR"] = "cpu"  # before deepspeed is imported
 
+import resuming
 from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tqdm import tqdm
 
 import data
@@ -61,9 +60,8 @@ from runtime.cluster.shutdown import Shutdown
 from runtime.engine import setup
 from runtime.engine.ds_config import allowed_keys, complete_config, uses_offload
 from runtime.errors import UserError
-from runtime.files import free_bytes, fsync, lock_folder, replace_dir, write_atomic
+from runtime.files import free_bytes, fsync, lock_folder, remove_dir, replace_dir, write_atomic
 from runtime.hardware import git_commit, machine_record, peak_memory
-from runtime.weights import SAFE_GLOBALS
 
 EXAMPLE = Path(__file__).resolve().parents[1]
 RATES = {1: 0.001, 128: 0.0015, 256: 0.002, 512: 0.003}  # from so many pictures per step on, in the guides
@@ -110,27 +108,11 @@ def read_recipe(path, epoch_steps):
         warmup_steps=max(1, warmup.get("warmup_num_steps", epoch_steps)) if scheduler else 1)
 
 
-def find_checkpoint():
-    """Return (folder, its extra_info.json) of the newest checkpoint in `resume`. Raises UserError if it is unusable."""
-    try:
-        found = [path for path in Path(resume).rglob("extra_info.json") if path.parent.name != ".saving"]
-        infos = {path.parent: json.loads(path.read_text()) for path in found or [Path(resume, "extra_info.json")]}
-        folder, info = max(infos.items(), key=lambda item: (item[1].get("time", 0), item[1]["epoch"]))
-        files = [*Path(folder, (folder / "latest").read_text()).glob("*_states.pt")]
-        unsafe = set().union(*map(torch.serialization.get_unsafe_globals_in_checkpoint, files)) - SAFE_GLOBALS
-        wrong = [key for key, value in new.items() if type(info.get(key)) is not type(value)]
-        if wrong or unsafe or len(files) != info["saved_by"][0] + 1:
-            raise ValueError(f"{len(files) - 1} optimizer files; could run code: {sorted(unsafe)}; no valid {wrong}")
-    except Exception as error:  # no such file, no JSON, cut short
-        raise UserError(f"resume={resume} is not a complete checkpoint ({error}): change or drop --resume") from None
-    return folder, info
-
-
 def save(folder, info):
     """Save the engine and the dict `info` as `folder`, which appears when it is complete. All ranks call this."""
     new = folder.with_name(".saving")
     if ranks.rank == 0:
-        shutil.rmtree(new, ignore_errors=True)  # of a run that was killed
+        remove_dir(new, ignore_errors=True)  # of a run that was killed
     engine.save_checkpoint(str(new), tag=folder.name.removesuffix("_model"))  # best, epoch_5
     if ranks.rank == 0:
         for path in new.rglob("*"):
@@ -204,22 +186,31 @@ with all_exit_on(UserError, OSError):
     recipe = read_recipe(json_path, epoch_steps)
     new = {"saved_by": [ranks.world_size, dtype, uses_offload(recipe.config)], "classes": classes,
            "image_size": image_size, "epoch": 0, "epochs": [], "steps": 0, "best_val_acc": 0.0, "best_epoch": 0}
-    resume_dir, state = find_checkpoint() if resume else (None, new)
-    if changed := [name for name in ("classes", "image_size") if state[name] != new[name]]:
-        raise UserError(f"{resume} has other {' and '.join(changed)} ({state[changed[0]]}): drop --resume")
+    resume_dir, state = resuming.find_checkpoint(resume) if resume else (None, new)
+    if state["image_size"] != image_size:
+        raise UserError(f"{resume} has other image_size ({state['image_size']}): drop --resume")
+    if state["classes"] != classes:
+        raise UserError(f"{resume} has other classes ({len(state['classes'])}): drop --resume")
+    resuming.refuse_links(checkpoint_dir, history_path)
     replaced = []  # what this run would replace, but doesn't continue
-    for path in (*Path(checkpoint_dir).glob("[!.]*/extra_info.json"), *Path(log_dir).glob("training_history.json")):
-        try:
-            info = json.loads(path.read_text())
-            later_best = info.get("epoch", 0) > state["epoch"] and path.parent.name.startswith("best_model")
-            replaced += [path] * (later_best or info["epochs"][:1] != state["epochs"][:1])  # two runs' times differ
-        except Exception:  # damaged
+    for path in (*Path(checkpoint_dir).glob("[!.]*/extra_info.json"), history_path):
+        if os.path.lexists(path) and resuming.is_other_run(path, state["epochs"], state["epoch"]):
             replaced.append(path)
     if replaced and not overwrite:
-        raise UserError(f"{replaced[0]} is of another run or later epoch: use --resume, other folders or --overwrite")
+        raise UserError(f"{data.one_line(replaced[0])} is of another run or later epoch: "
+                        "use --resume, other folders or --overwrite")
     locks = ranks.rank == 0 and [lock_folder(checkpoint_dir, "--checkpoint_dir"), lock_folder(log_dir, "--log_dir")]
     torch.manual_seed(seed % 2**63)  # the same weights on every rank
     model = ResNet18Animals90(len(classes), not resume and {"imagenet": True, "none": ""}.get(pretrained, pretrained))
+    rank_state = None  # of an earlier run with as many ranks, and the same precision and offload
+    if state["saved_by"] != new["saved_by"]:
+        with resuming.resume_errors(resume):
+            model.load_state_dict(resuming.read_weights(resume_dir, state, model))
+        recipe.notes.append(f"{resume} is of {state['saved_by']} (ranks, precision, offload): "
+                            "Adam's moments begin anew")
+    elif resume:
+        with resuming.resume_errors(resume):
+            rank_state = resuming.read_rank(resume_dir, state, model, ranks.rank)
 
 device = setup.setup_device(recipe, ranks.local_rank, recipe.config)
 explain_uncaught(explain)  # after PyTorch's process group, whose hook redirects sys.stderr
@@ -227,16 +218,13 @@ sys.unraisablehook = lambda _: None  # PyTorch may raise a killed worker's error
 model.to(device)
 if recipe.recompute:
     model.recompute_activations()
-if state["saved_by"] != new["saved_by"]:
-    with contextlib.redirect_stdout(None):
-        model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(resume_dir))
-    recipe.notes.append(f"{resume} is of {state['saved_by']} (ranks, precision, offload): Adam's moments begin anew")
 optimizer = setup.adamw([*model.parameters()], recipe.config, **recipe.adamw)
 engine = setup.initialize(model, optimizer, recipe.config)
 setup.replace_gradients_and_step(engine, accumulate_locally=True)  # our path for gradients, if not offloaded
-if resume and state["saved_by"] == new["saved_by"]:
-    engine.load_checkpoint(str(resume_dir))
-    optimizer.param_groups[0].update(recipe.adamw)  # not what the checkpoint has, if the JSON is another one
+if rank_state:
+    with all_exit_on(UserError), resuming.resume_errors(resume):
+        resuming.restore(engine, rank_state)
+    rank_state = None  # frees its memory
 done, steps, best_val_acc, best_epoch = (state[key] for key in ("epoch", "steps", "best_val_acc", "best_epoch"))
 if not {*Path(checkpoint_dir).glob("best_model*")} - {path.parent for path in replaced}:
     best_val_acc = best_epoch = 0  # in this folder
