@@ -15,6 +15,6 @@ if [[ $* != *_dir* && $* != *-h* && ! -d data/train ]]; then
  prepare.py --made_up --classes 90 --train 650 --val 139 --size 224 for generated ones" >&2
     exit 2
 fi
-[[ ! -d data/train ]] || echo "data/train: $(find -L data/train -mindepth 1 -maxdepth 1 -type d | wc -l) classes,\
- $(find -L data/train -type f | wc -l) files"
+[[ ! -d data/train ]] || echo "data/train: $(find -H data/train -mindepth 1 -maxdepth 1 -type d | wc -l) classes,\
+ $(find -H data/train -type f | wc -l) files"
 exec "$PYTHON" launch_deepspeed.py "$@"

@@ -43,6 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 import data
 from model import ResNet18Animals90
 from runtime.cluster.ranks import all_reduce_sum, print0, ranks_from_environment, shut_down
+from runtime.files import write_atomic
 from runtime.hardware import peak_memory
 
 ranks = ranks_from_environment()
@@ -105,5 +106,5 @@ for epoch in range(1, epochs + 1):
     print0(history[-1])
 if ranks.rank == 0:
     Path(log_dir).mkdir(parents=True, exist_ok=True)
-    Path(log_dir, "training_history.json").write_text(json.dumps({"epochs": history}, indent=1) + "\n")
+    write_atomic(Path(log_dir, "training_history.json"), json.dumps({"epochs": history}, indent=1) + "\n")
 shut_down()

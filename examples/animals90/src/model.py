@@ -2,6 +2,7 @@
 
 import functools
 import os
+import pickle
 
 import torch
 from huggingface_hub import snapshot_download
@@ -9,6 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import ResNetConfig, ResNetForImageClassification
 from transformers.modeling_utils import load_state_dict
+
+from runtime.output import printable
+from runtime.untrusted import check_regular
+
+MAX_WEIGHTS_BYTES = 4_000_000_000  # 45 MB with 90 classes; an optimizer's state may be in the same file
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -43,17 +49,29 @@ class ResNet18Animals90(ResNetForImageClassification):
         return super().forward(x).logits.float()
 
     def copy_weights(self, source):
-        """Copy safe weights of a file, folder or the hub. A last layer of another size is random. Raises OSError."""
+        """Copy safe weights of a file, folder or the hub. A last layer of another size is random.
+
+        Raises OSError.
+        """
         try:
-            source = source if os.path.exists(source) else snapshot_download(source, allow_patterns="model.safetensors")
-            weights = load_state_dict(os.path.join(source, "model.safetensors") if os.path.isdir(source) else source)
+            if not os.path.exists(source):
+                source = snapshot_download(source, allow_patterns="model.safetensors")
+            file = os.path.join(source, "model.safetensors") if os.path.isdir(source) else source
+            check_regular(file, MAX_WEIGHTS_BYTES)
+            weights = load_state_dict(file)
             weights = weights.get("module", weights)  # where DeepSpeed has them
             if len(weights.get("classifier.1.bias", ())) != self.config.num_labels:
-                weights |= {f"classifier.{name}": tensor for name, tensor in self.classifier.state_dict().items()}
+                for name, tensor in self.classifier.state_dict().items():
+                    weights[f"classifier.{name}"] = tensor
             self.load_state_dict(weights)
         except Exception as error:  # of the hub, httpx, safetensors, pickle and PyTorch: they have no common base
-            raise OSError(f"pretrained={source} isn't available or doesn't fit ({' '.join(str(error).split())[:200]}): "
-                          "use --pretrained PATH, a folder with model.safetensors, or --pretrained none") from None
+            why = " ".join(printable(str(error)).split())[:200]
+            if isinstance(error, pickle.UnpicklingError):  # its message advises to let the file run code
+                why = "it is damaged, or contains what could run code"
+            raise OSError(
+                f"pretrained={source} isn't available or doesn't fit ({why}): use --pretrained PATH, "
+                "a folder with model.safetensors, or --pretrained none"
+            ) from None
 
     def recompute_activations(self):
         """Keep only the input of each of the eight blocks, and compute the rest again in backward."""

@@ -1,33 +1,71 @@
 """Draw the curves of runs: python src/utils.py --history logs/training_history.json --output curves.png"""
 
 import argparse
-import json
+import io
+import os
+import sys
+import warnings
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[3]))  # the project
 
 import matplotlib.pyplot as plt
+from records import MAX_BYTES, History
 
-PANELS = {"loss": ("train_loss", "val_loss"), "accuracy, %": ("train_acc", "val_acc"),
-          "learning rate": ("learning_rate",), "pictures per second": ("images_per_s",)}
+from runtime.files import write_atomic
+from runtime.output import printable, protect_output
+from runtime.untrusted import open_no_follow, read_json
+
+PANELS = {
+    "loss": ("train_loss", "val_loss"),
+    "accuracy, %": ("train_acc", "val_acc"),
+    "learning rate": ("learning_rate",),
+    "pictures per second": ("images_per_s",),
+}
 
 
-def draw(histories, output):
-    """Draw {name: history} as a picture: loss, accuracy, learning rate and speed by epoch."""
+def draw(histories: dict[str, History], output: str) -> None:
+    """Draw {name: history} as a picture: loss, accuracy, learning rate and speed by epoch.
+
+    output: the picture's path, whose suffix says the kind. Raises UserError, OSError and ValueError.
+    """
     figure, axes = plt.subplots(2, 2, figsize=(12, 8), layout="constrained")
-    for axis, (label, keys) in zip(axes.flat, PANELS.items()):
-        for color, (name, history) in enumerate(histories.items()):
+    for axis, (label, keys) in zip(axes.flat, PANELS.items(), strict=True):
+        for number, (name, history) in enumerate(histories.items()):
             for key, style in zip(keys, (".-", ".--")):
-                points = [(record["epoch"], record[key]) for record in history["epochs"]]
-                axis.plot(*zip(*points), style, color=f"C{color}", label=f"{name} {key}")
+                records = [record for record in history["epochs"] if key in record]
+                epochs = [record["epoch"] for record in records]
+                values = [record[key] for record in records]
+                axis.plot(epochs, values, style, color=f"C{number}", label=f"{name} {key}")
         axis.set(xlabel="epoch", ylabel=label)
         axis.legend()
-    figure.savefig(output)
+
+    path = Path(output if Path(output).suffix else f"{output}.png")
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix[1:])
+    if os.path.lexists(path):
+        os.close(open_no_follow(path, os.O_RDONLY))  # refuses a link, a pipe and a device
+    write_atomic(path, picture.getvalue())
+
+
+def main() -> None:
+    """Draw what the command line names. Raises UserError, OSError and ValueError."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--history", nargs="+", required=True)
+    parser.add_argument("--output", default="curves.png")
+    args = parser.parse_args()
+    histories = {}
+    for path in args.history:
+        histories[path] = read_json(path, History, MAX_BYTES)
+    draw(histories, args.output)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--history", nargs="+", type=argparse.FileType(), required=True)
-    parser.add_argument("--output", default="curves.png")
-    args = parser.parse_args()
+    protect_output()
+    warnings.simplefilter("ignore")  # of Matplotlib, about values at the limits of float64
     try:
-        draw({file.name: json.load(file) for file in args.history}, args.output)
-    except Exception as error:  # a JSON may hold anything
-        parser.exit(2, f"can't draw: --history needs training_history.json, --output a picture's name ({error!r})\n")
+        main()
+    except Exception as error:  # Matplotlib raises many kinds
+        message = f"can't draw: --history needs training_history.json, --output a picture's name ({error})"
+        print(printable(message), file=sys.stderr)
+        raise SystemExit(2) from None
