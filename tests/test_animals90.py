@@ -3,14 +3,21 @@
 import fcntl
 import functools
 import importlib.util
+import io
 import itertools
 import json
 import os
+import pkgutil
 import re
 import shlex
 import shutil
+import signal
+import struct
 import subprocess
 import sys
+import time
+import zipfile
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,16 +25,19 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import ROOT, done, kill, launch, planted, wait_until
-from PIL import Image
+from conftest import ROOT, Payload, done, kill, launch, planted, wait_until
+from PIL import EpsImagePlugin, Image
 from transformers import ResNetConfig, ResNetForImageClassification
 
 import configurator
+from runtime.errors import UserError
 from runtime.files import write_atomic
+from runtime.weights import SAFE_GLOBALS
 
 EXAMPLE = ROOT / "examples" / "animals90"
 SCRIPT = EXAMPLE / "src" / "train_deepspeed.py"
 PLAIN = EXAMPLE / "measure" / "plain.py"
+UTILS = EXAMPLE / "src" / "utils.py"
 DEFAULT_JSON = EXAMPLE / "ds_config_rtx5090.json"
 DEFAULT = json.loads(DEFAULT_JSON.read_text())
 # Adam doesn't make steps of rounding errors, and weight decay is strong
@@ -633,3 +643,400 @@ def test_pictures_are_split_by_their_bytes_and_duplicates_dropped(pictures, tmp_
         refused = prepare(*args, to=target)
         assert refused.returncode == 2 and re.search(sentence, refused.stderr) and refused.stderr.count("\n") == 1
     assert sorted(to.rglob("*")) == before and not (tmp_path / "new").exists()
+
+
+# Files of others: nothing of them runs, hangs, ends in a traceback, or is written to through a link
+
+
+ESCAPE = "\x1b]0;x\a\x1b[2J\n"  # a title, a clear screen and a new line
+
+
+def one_sentence(run, *parts):
+    """Assert that a run ended with exit code 2 and one line, which has these parts and no escape sequences."""
+    assert run.returncode == 2, run.stdout + run.stderr
+    assert run.stderr.count("\n") == 1 and "\x1b" not in run.stdout + run.stderr, run.stderr
+    assert not [part for part in parts if part not in run.stderr], run.stderr
+
+
+def png(width, height):
+    """A PNG that begins as one of this size does, 1 bit per pixel."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    rows = b"IDAT" + zlib.compress(bytes(100_000))
+    chunks = [struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in (header, rows, b"IEND")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def gif(screen, frame):
+    """A GIF with a screen and one frame of these sizes, which has no data."""
+    return (b"GIF89a" + struct.pack("<HHBBB", *screen, 0x80, 0, 0) + bytes(6) + b","
+            + struct.pack("<HHHHB", 0, 0, *frame, 0) + b"\x02\x00;")
+
+
+def slow_jpeg(scans):
+    """A JPEG of 30 million pixels in a few kB. Each of so many scans takes some 20 ms."""
+    file = io.BytesIO()
+    Image.new("L", (6000, 5000), 128).save(file, "JPEG", progressive=True)
+    content = file.getvalue()
+    last_scan = content[content.rindex(b"\xff\xda"):-2]
+    return content[:-2] + last_scan * scans + content[-2:]
+
+
+BAD_PICTURES = {  # {name: (content, what the sentence says)}
+    "bomb.png": (png(50_000, 50_000), "has more than 100,000,000 pixels: make it smaller, or remove it"),
+    "limit.png": (png(10_001, 10_000), "has more than 100,000,000 pixels: make it smaller, or remove it"),
+    "screen.gif": (gif((50_000, 50_000), (1, 1)), "has more than 100,000,000 pixels: make it smaller, or remove it"),
+    "frame.gif": (gif((1, 1), (50_000, 50_000)), "has more than 100,000,000 pixels: make it smaller, or remove it"),
+    "short.png": (png(10_000, 10_000), "cannot be read (OSError('image file is truncated"),
+    "eps.jpg": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshow\n", "(it is none of JPEG, PNG"),
+    "svg.png": (b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>', "(it is none of JPEG, PNG, BMP"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Image size")  # as data.py does, but pytest has filters of its own
+@pytest.mark.parametrize("name", BAD_PICTURES)
+def test_a_bad_picture_is_one_sentence_before_it_is_decoded(name, tmp_path, monkeypatch):
+    """Pillow would start Ghostscript for an EPS, whatever its name is. Here that is a script which leaves a mark."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\nmkdir {tmp_path}/ran\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    content, sentence = BAD_PICTURES[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as error:
+        data.open_picture(tmp_path / name)
+    assert str(error.value).startswith(f"{tmp_path}/{name} ") and sentence in str(error.value)
+    assert "\n" not in str(error.value) and not (tmp_path / "ran").exists()
+
+
+def test_a_picture_that_takes_too_long_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "MAX_CPU_SECONDS", 0.5)
+    (tmp_path / "slow.jpg").write_bytes(slow_jpeg(2000))
+    with pytest.raises(UserError, match="TimeoutError.*takes more than 0.5 seconds of a CPU"):
+        data.open_picture(tmp_path / "slow.jpg")
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def hostile_pictures(folder, pictures):
+    """Copy the pictures, and add those that are bad: files, a pipe, links out of the folder, names."""
+    shutil.copytree(pictures / "train", folder)
+    for name, (content, _) in BAD_PICTURES.items():
+        (folder / "class_00" / name).write_bytes(content)
+    os.mkfifo(folder / "class_00" / "pipe.jpg")
+    (folder / "class_00" / "zero.png").symlink_to("/dev/zero")
+    (folder / "class_00" / "loop.gif").symlink_to("loop.gif")
+    (folder / "class_01" / f"{ESCAPE}.jpg").write_bytes(b"")
+    (folder / "class_02" / "elsewhere.jpg").symlink_to(pictures / "val" / "class_02" / "00000.jpg")
+    (folder / "class_03").symlink_to(pictures / "val" / "class_02")
+    with open(folder / "class_00" / "huge.bmp", "wb") as file:
+        file.truncate(1_000_000_001)
+
+
+def test_prepare_names_bad_pictures_and_skips_links_out_of_the_folder(pictures, tmp_path):
+    (tmp_path / "data").mkdir()
+    hostile_pictures(tmp_path / "data" / "train", pictures)
+    shutil.copytree(pictures / "val", tmp_path / "data" / "val")
+    began = time.monotonic()
+    checked = prepare("--check", to=tmp_path / "data")
+    taken = done(prepare("--from", tmp_path / "data" / "train", to=tmp_path / "new"))
+    assert time.monotonic() - began < 40
+    links = f"3 links in {tmp_path}/data/train lead out of it and are skipped: replace them with copies\n"
+    assert checked.returncode == 2 and checked.stderr == links
+    *lines, last = checked.stdout.splitlines()
+    assert last == "68 pictures, 11 unreadable" and len(lines) == 11 and "\x1b" not in checked.stdout
+    assert taken.stderr.startswith(links) and taken.stderr.count("\nskipped: ") == 11 and "\x1b" not in taken.stderr
+    assert re.search(r"^\d+ train, \d+ val, 0 duplicates, 11 unreadable$", taken.stdout.rstrip())
+    for sentence in (*(sentence for _, sentence in BAD_PICTURES.values()), "pipe.jpg is a pipe or a device, not a file",
+                     "huge.bmp has 1,000,000,001 bytes, and at most", r"\x1b]0;x\x07\x1b[2J\n.jpg cannot be read"):
+        assert sentence in checked.stdout and sentence in taken.stderr
+    assert len([*(tmp_path / "new").rglob("*.jpg")]) == 42
+
+
+@pytest.mark.parametrize("name, sentence", [("bomb.png", "/bomb.png has more than 100,000,000 pixels: make it smaller"),
+                                            ("pipe.jpg", "/pipe.jpg is a pipe or a device, not a file: replace it")])
+def test_a_bad_picture_ends_training_in_one_sentence(train, pictures, tmp_path, name, sentence):
+    shutil.copytree(pictures / "train", tmp_path / "train")
+    if name == "pipe.jpg":
+        os.mkfifo(tmp_path / "train" / "class_01" / name)
+    else:
+        (tmp_path / "train" / "class_01" / name).write_bytes(BAD_PICTURES[name][0])
+    one_sentence(train(f"--train_dir={tmp_path}/train", "--num_workers=1"), sentence)
+
+
+def test_links_out_of_a_folder_are_not_trained_on(train, pictures, tmp_path):
+    shutil.copytree(pictures / "train", tmp_path / "train")
+    for path in (tmp_path / "train" / "class_01").iterdir():
+        path.unlink()
+        path.symlink_to(pictures / "train" / "class_01" / path.name)
+    refused = train(f"--train_dir={tmp_path}/train")
+    assert refused.returncode == 2 and refused.stderr == (
+        f"the class class_01 has no pictures in {tmp_path}/train: add some, or remove it from both folders\n"
+        f"14 links in {tmp_path}/train lead out of it and are skipped: replace them with copies\n")
+
+
+def test_names_of_others_are_printed_without_escapes(train, pictures, tmp_path):
+    for name in ("class_00", "class_01", ESCAPE):
+        (tmp_path / name).mkdir()
+    refused = train(f"--train_dir={tmp_path}")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 5 and "\x1b" not in refused.stderr
+    assert rf"the class \x1b]0;x\x07\x1b[2J\n has no pictures in {tmp_path}: add" in refused.stderr
+
+
+def attack(folder, tag, file, payload):
+    """Replace a file of a tag by one whose pickle leaves a mark."""
+    path = folder / tag / file
+    path.unlink()
+    torch.save(payload, path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_latest_cannot_name_another_folder_than_the_one_that_is_checked(train, two_ranks, tmp_path, ranks):
+    """DeepSpeed strips "best " to "best"."""
+    folder, mark = tmp_path / "best_model", tmp_path / "ran"
+    link_tree(two_ranks.cwd / "checkpoints" / "best_model", folder)
+    link_tree(folder / "best", folder / "best ")
+    for path in [*(folder / "best").iterdir()]:
+        attack(folder, "best", path.name, Payload(mark))
+    (folder / "latest").unlink()
+    (folder / "latest").write_text("best ")
+    refused = train(f"--resume={folder}", "--epochs=4", *TWO_RANKS, ranks=ranks)
+    assert not mark.exists()
+    one_sentence(refused, "/best_model/latest names 'best ', and this example writes best or epoch_N): change or drop")
+
+
+@pytest.mark.parametrize("tag", ["../epoch_4/epoch_4", "/tmp", "epoch_4/", "epoch_4\n", "epoch_4/../epoch_4", "",
+                                 "epoch_\N{ARABIC-INDIC DIGIT FOUR}", "epoch_4" + 99 * " ", "\x1b[2J"])
+def test_latest_is_a_name_that_the_example_writes(train, two_ranks, tmp_path, tag):
+    link_tree(two_ranks.cwd / "checkpoints" / "epoch_4", tmp_path / "epoch_4")
+    (tmp_path / "epoch_4" / "latest").unlink()
+    (tmp_path / "epoch_4" / "latest").write_text(tag)
+    one_sentence(train(f"--resume={tmp_path}/epoch_4"), "is not a complete checkpoint (", "latest", "): change or drop")
+
+
+MODEL, FIRST, SECOND = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+                        "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("file", [MODEL, SECOND])
+def test_no_pickle_of_a_checkpoint_runs_code(train, two_ranks, tmp_path, file, ranks):
+    link_tree(two_ranks.cwd / "checkpoints" / "epoch_4", tmp_path / "epoch_4")
+    attack(tmp_path / "epoch_4", "epoch_4", file, {"module": Payload(tmp_path / "ran")})
+    refused = train(f"--resume={tmp_path}", "--epochs=4", *TWO_RANKS, ranks=ranks)
+    assert not (tmp_path / "ran").exists()
+    one_sentence(refused, f"{file} could run code: ['posix.mkdir']): change or drop --resume")
+
+
+def test_a_checkpoint_that_changes_after_its_check_runs_no_code(train, two_ranks, tmp_path):
+    """Each file is opened once. Here another user replaces it as soon as the classes in it have been listed."""
+    link_tree(two_ranks.cwd / "checkpoints" / "epoch_4", tmp_path / "epoch_4")
+    torch.save({"module": Payload(tmp_path / "ran")}, tmp_path / "evil.pt")
+    resumed = train(f"--resume={tmp_path}/epoch_4", "--epochs=4", plant=f"""
+import shutil, torch
+check = torch.serialization.get_unsafe_globals_in_checkpoint
+def check_and_replace(file):
+    found = check(file)
+    path = os.readlink(f"/proc/self/fd/{{file.fileno()}}") if hasattr(file, "fileno") else file
+    os.unlink(path)
+    shutil.copy({str(tmp_path / "evil.pt")!r}, path)
+    return found
+torch.serialization.get_unsafe_globals_in_checkpoint = check_and_replace
+""")
+    assert not (tmp_path / "ran").exists()
+    assert_same_tensors(done(resumed).models[0], two_ranks.models[0])
+    assert (tmp_path / "epoch_4" / "epoch_4" / SECOND).read_bytes() == (tmp_path / "evil.pt").read_bytes()
+
+
+def edit_states(path, change):
+    """Change the content of one of DeepSpeed's files."""
+    safe = [pkgutil.resolve_name(name) for name in SAFE_GLOBALS]
+    with torch.serialization.safe_globals(safe):
+        content = torch.load(path)
+    change(content)
+    path.unlink()
+    torch.save(content, path)
+
+
+def pack(path):
+    """Compress the records of a file, which torch.save doesn't do: 1 MB may unpack to 1 GB."""
+    content = path.read_bytes()
+    path.unlink()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, bytes(len(old.read(name))) if "/data/" in name else old.read(name))
+
+
+def replace_by(make):
+    """A damage: unlink a file, and make something else there."""
+    def damage(path):
+        path.unlink()
+        make(path)
+    return damage
+
+
+def optimizer_with(**values):
+    return lambda path: edit_states(path, lambda states: states["optimizer_state_dict"].update(values))
+
+
+def scaler_with(**values):
+    return lambda path: edit_states(
+        path, lambda states: vars(states["optimizer_state_dict"]["loss_scaler"]).update(values))
+
+
+def adam_with(**values):
+    return lambda path: edit_states(
+        path, lambda states: states["optimizer_state_dict"]["base_optimizer_state"]["state"][0].update(values))
+
+
+DAMAGES = {  # {name: (ranks, file, damage, what the sentence says)}
+    "pipe": (1, MODEL, replace_by(os.mkfifo), "is a pipe or a device, not a file"),
+    "device": (1, SECOND, replace_by(lambda path: path.symlink_to("/dev/zero")), "is a link, which is not followed"),
+    "folder": (1, MODEL, replace_by(os.mkdir), "is a folder, not a file"),
+    "no pickle": (1, MODEL, replace_by(lambda path: path.write_bytes(b"nothing")), "File is not a zip file"),
+    "packed": (1, SECOND, pack, "_optim_states.pt unpacks to 67,071,189 bytes"),
+    "large": (1, FIRST, lambda path: os.truncate(path, 1_000_000_001), "has 1,000,000,001 bytes, and at most"),
+    "no module": (1, MODEL, lambda path: edit_states(path, lambda states: states.pop("module")), "KeyError: 'module'"),
+    "list": (1, MODEL, replace_by(lambda path: torch.save([1], path)), "TypeError: list indices"),
+    "other model": (1, MODEL, lambda path: edit_states(path, lambda states: states["module"].popitem()),
+                    "mp_rank_00_model_states.pt has another model"),
+    "other shape": (1, MODEL, lambda path: edit_states(
+        path, lambda states: states["module"].update({"classifier.1.bias": torch.zeros(4)})), "shape (4,), not (3,)"),
+    "expanded": (1, FIRST, optimizer_with(single_partition_of_fp32_groups=[torch.zeros(1).expand(2**40)]), "no tensor"),
+    "meta": (1, FIRST, optimizer_with(single_partition_of_fp32_groups=[torch.zeros(9, device="meta")]), "no tensor of"),
+    "short part": (1, FIRST, optimizer_with(single_partition_of_fp32_groups=[torch.zeros(9)]),
+                   " weights, not 11,178,051"),
+    "short rank": (2, FIRST, optimizer_with(single_partition_of_fp32_groups=[torch.zeros(9)]), "has shape (9,), not ("),
+    "moments": (2, SECOND, adam_with(exp_avg=torch.zeros(9), exp_avg_sq=torch.zeros(9)), "exp_avg has shape (9,), not"),
+    "step": (2, SECOND, adam_with(step=float("nan")), "step is no number from 0 to"),
+    "loss scale": (2, FIRST, scaler_with(dynamic=True, cur_scale="1" * 99), "cur_scale is no number from -1 to"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_file_of_a_checkpoint_is_one_sentence(train, two_ranks, tmp_path, name):
+    ranks, file, damage, sentence = DAMAGES[name]
+    link_tree(two_ranks.cwd / "checkpoints" / "epoch_4", tmp_path / "epoch_4")
+    path = tmp_path / "epoch_4" / "epoch_4" / file
+    shutil.copy2(path, tmp_path / "copy")  # the other links stay as they are
+    (tmp_path / "copy").replace(path)
+    damage(path)
+    refused = train(f"--resume={tmp_path}/epoch_4", "--epochs=4", *TWO_RANKS, ranks=ranks, timeout=60)
+    one_sentence(refused, f"resume={tmp_path}/epoch_4 is not a complete checkpoint (", sentence, "): change or drop")
+
+
+HUGE = "1" + "0" * 400
+BAD_INFOS = {  # {name: (key, JSON, what the sentence says)}
+    "NaN": ("best_val_acc", "NaN", "best_val_acc is nan: Input should be"),
+    "infinity": ("time", "1e999", "time is inf: Input should be less than or equal to"),
+    "number as text": ("steps", '"4"', "steps is '4': Input should be a valid integer"),
+    "boolean": ("epoch", "true", "epoch is True: Input should be a valid integer"),
+    "many digits": ("epoch", HUGE, "it holds a number of 401 digits"),
+    "nesting": ("extra", "[" * 100_000 + "]" * 100_000, "it is nested more than 50 deep"),
+    "ranks": ("saved_by", f'[{"9" * 30}, "float32", false]', "saved_by.0 is 99999999999"),
+    "precision": ("saved_by", f'[1, "{"x" * 1000}", false]', "Input should be 'float32', 'float16' or 'bfloat16'"),
+    "epochs": ("epochs", "[[]]", "epochs.0 is []: Input should be a valid dictionary"),
+    "escapes": ("image_size", json.dumps(ESCAPE), r"image_size is '\x1b]0;x\x07\x1b[2J\n': Input should"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INFOS)
+def test_a_json_of_others_is_one_sentence(train, tmp_path, name):
+    key, value, sentence = BAD_INFOS[name]
+    keys = {"saved_by": '[1, "float32", false]', "classes": "[]", "image_size": "32", "epoch": "1", "epochs": "[]",
+            "steps": "1", "best_val_acc": "50", "best_epoch": "1", key: value}
+    text = ", ".join(f'"{name}": {json}' for name, json in keys.items())
+    (tmp_path / "extra_info.json").write_text("{" + text + "}")
+    refused = train(f"--resume={tmp_path}", timeout=60)
+    one_sentence(refused, "extra_info.json can't be used (", sentence, "): change or drop --resume")
+
+
+NO_FILES = {  # {name: (what makes it, what the sentence says)}
+    "pipe": (os.mkfifo, "is a pipe or a device, not a file: replace it with a file"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "is a pipe or a device, not a file"),
+    "large": (lambda path: (path.touch(), os.truncate(path, 20_000_001)), "has 20,000,001 bytes, and at most 20,000"),
+    "text": (lambda path: path.write_text(ESCAPE), "can't be used (Expecting value: line 1 column 1"),
+    "array": (lambda path: path.write_text("[]"), "can't be used (its content is []: Input should be a valid dict"),
+    "none": (lambda path: path.write_text('{"epochs": []}'), "List should have at least 1 item"),
+    "text as number": (lambda path: path.write_text('{"epochs": [{"epoch": 1, "train_loss": "2"}]}'),
+                       "epochs.0.train_loss is '2': Input should be a valid number"),
+    "digits": (lambda path: path.write_text(f'{{"epochs": [{{"epoch": {HUGE}}}]}}'), "it holds a number of 401 digits"),
+}
+
+
+@pytest.mark.parametrize("name", NO_FILES)
+def test_a_history_of_others_is_one_sentence(tmp_path, name):
+    make, sentence = NO_FILES[name]
+    make(tmp_path / "history.json")
+    drawn = launch(UTILS, f"--history={tmp_path}/history.json", f"--output={tmp_path}/curves.png", timeout=60)
+    one_sentence(drawn, "can't draw: ", sentence)
+    assert not (tmp_path / "curves.png").exists()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"),
+                                  lambda path: path.write_text("[" * 100_000)], ids=["pipe", "device", "nesting"])
+def test_what_cannot_be_read_in_checkpoint_dir_is_of_another_run(train, tmp_path, make):
+    (tmp_path / "checkpoints" / "best_model").mkdir(parents=True)
+    make(tmp_path / "checkpoints" / "best_model" / "extra_info.json")
+    one_sentence(train(cwd=tmp_path, timeout=60), "best_model/extra_info.json is of another run or later epoch: use")
+
+
+@pytest.mark.parametrize("make", [
+    os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: torch.save(functools.partial(print), path)],
+    ids=["pipe", "device", "code"])
+def test_pretrained_weights_of_others_are_one_sentence(train, tmp_path, make):
+    make(tmp_path / "weights.pt")
+    refused = train(f"--pretrained={tmp_path}/weights.pt", timeout=60)
+    one_sentence(refused, f"pretrained={tmp_path}/weights.pt isn't available or doesn't fit (", "): use --pretrained")
+    assert "weights_only" not in refused.stderr
+
+
+def test_training_writes_through_no_link(train, tmp_path):
+    """Into a folder where others have put links to a file and to a folder of the user."""
+    precious = tmp_path / "precious"
+    (precious / "best").mkdir(parents=True)
+    for name in ("latest", "best/mp_rank_00_model_states.pt", "zero_to_fp32.py", "extra_info.json"):
+        (precious / name).write_text('{"epochs": []}')
+    before = {path: path.stat().st_mtime_ns for path in precious.rglob("*")}
+    for i, (link, target, sentence) in enumerate((
+            ("checkpoints/.saving", precious, "/.saving is a link or a file, not a folder with a checkpoint: remove"),
+            ("checkpoints/best_model", precious, "/best_model is a link or a file, not a folder with a checkpoint"),
+            ("checkpoints/epoch_1", tmp_path / "none", "/epoch_1 is a link or a file, not a folder with a checkpoint"),
+            ("logs/training_history.json", precious / "latest", "training_history.json is a link, and writing would"))):
+        path = tmp_path / str(i) / link
+        path.parent.mkdir(parents=True)
+        path.symlink_to(target)
+        for arguments in ([], ["--overwrite"]):
+            one_sentence(train(*arguments, cwd=tmp_path / str(i)), sentence)
+        assert path.readlink() == target
+    assert before == {path: path.stat().st_mtime_ns for path in precious.rglob("*")}
+    assert not (tmp_path / "none").exists()
+
+
+def test_curves_are_written_through_no_link(two_ranks, tmp_path):
+    history = two_ranks.cwd / "logs" / "training_history.json"
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "link.png").symlink_to("precious")
+    os.link(tmp_path / "precious", tmp_path / "hard_link.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    for name, sentence in (("link", "is a link, and writing would change its target: remove it"),
+                           ("pipe", "is a pipe or a device, not a file: replace it with a file")):
+        refused = launch(UTILS, f"--history={history}", f"--output={tmp_path}/{name}.png", timeout=60)
+        one_sentence(refused, f"{name}.png {sentence}")
+    done(launch(UTILS, f"--history={history}", f"--output={tmp_path}/hard_link.png"))
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert Image.open(tmp_path / "hard_link.png").size == (1200, 800)
+
+
+def test_prepare_writes_through_no_link(pictures, tmp_path):
+    precious = tmp_path / "precious"
+    shutil.copytree(pictures / "val" / "class_00", precious)
+    before = {path: (path.stat().st_ino, path.read_bytes()) for path in precious.iterdir()}
+    made_up = ("--made_up", "--classes=2", "--train=2", "--val=2", "--size=8")
+    for i, (link, target) in enumerate((("train", tmp_path), ("val", tmp_path), ("train/class_00", precious),
+                                        ("val/class_01", precious))):
+        to = tmp_path / str(i)
+        (to / link).parent.mkdir(parents=True)
+        (to / link).symlink_to(target)
+        for arguments in (["--from", pictures / "train"], made_up):
+            one_sentence(prepare(*arguments, to=to), f"{to}/{link} is a link, and writing would change its target")
+        assert [*to.rglob("*")] == [*filter(None, [(to / link).parent if "/" in link else None]), to / link]
+    assert before == {path: (path.stat().st_ino, path.read_bytes()) for path in precious.iterdir()}

@@ -8,6 +8,7 @@ python prepare.py --check                           name the pictures that can't
 import argparse
 import hashlib
 import itertools
+import os
 import shutil
 import signal
 import sys
@@ -88,7 +89,7 @@ def take(source: str, to: str, val_share: float) -> None:
     seen = set()
     earlier = {path.stem: path for path in Path(to).glob("*/*/*")}
     for path, digest, problem in inspect_all(source):
-        if path.resolve().is_relative_to(Path(to).resolve()):
+        if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(to)):
             raise UserError(
                 f"{one_line(path)} is in {one_line(to)} itself: use another --from or --to"
             )
@@ -120,7 +121,7 @@ def take(source: str, to: str, val_share: float) -> None:
 def link_or_copy(path: Path, target: Path) -> None:
     """Make a new file of a picture: a hard link, or a copy on another disk. Raises OSError."""
     try:
-        target.hardlink_to(path.resolve())
+        target.hardlink_to(os.path.realpath(path))
     except OSError:  # another disk
         with open_regular(path) as file, open(target, "xb") as copy:  # x: never an existing file
             shutil.copyfileobj(file, copy)
@@ -195,12 +196,6 @@ def parse_arguments() -> argparse.Namespace:
             problems.append(f"--{name} must be at least {least}")
     if not 0 < args.val_share < 1:
         problems.append("--val_share must be between 0 and 1")
-    pattern = "*/00000.jpg" if args.source else "*/"  # generated pictures, or any class
-    others = [path for split in SPLITS for path in Path(args.to, split).glob(pattern)]
-    if others and not args.check:
-        problems.append(
-            f"{args.to} has other pictures: choose another folder with --to, or delete these"
-        )
     if problems:
         raise UserError("\n".join(problems))
     return args
@@ -212,6 +207,12 @@ def main() -> int:
     if args.check:
         return 2 if check(args.to) else 0
     refuse_links(args.to)
+    pattern = "*/00000.jpg" if args.source else "*/"  # generated pictures, or any class
+    others = [path for split in SPLITS for path in Path(args.to, split).glob(pattern)]
+    if others:
+        raise UserError(
+            f"{args.to} has other pictures: choose another folder with --to, or delete these"
+        )
     if args.source:
         take(args.source, args.to, args.val_share)
     else:

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch.utils.data import DataLoader, Dataset
 
 from runtime.errors import UserError
@@ -20,7 +20,7 @@ from runtime.output import printable
 from runtime.untrusted import open_regular
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp")
-FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP")  # Pillow hands others to programs, EPS to Ghostscript
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP")  # an EPS would start Ghostscript
 MAX_PIXELS = 100_000_000
 MAX_PICTURE_BYTES = 1_000_000_000  # 100 million pixels of 8 bytes, and more
 MAX_CPU_SECONDS = 8.0  # of one picture: a JPEG of 1 MB can take minutes
@@ -163,6 +163,9 @@ def picture_errors(path: str | os.PathLike) -> Iterator[None]:
     except Image.DecompressionBombError:
         raise UserError(f"{one_line(path)} has more than {MAX_PIXELS:,} pixels: "
                         "make it smaller, or remove it") from None
+    except UnidentifiedImageError:
+        raise UserError(f"{one_line(path)} cannot be read (it is none of {', '.join(FORMATS)}): "
+                        "remove it; python prepare.py --check finds more") from None
     except Exception as error:  # Pillow's decoders raise many kinds
         raise UserError(f"{one_line(path)} cannot be read ({one_line(repr(error))}): "
                         "remove it; python prepare.py --check finds more") from None

@@ -13,6 +13,9 @@ from runtime.untrusted import STRICT
 MAX_BYTES = 20_000_000  # of one such file: 10,000 epochs and 100,000 classes take 10 MB
 Count = Annotated[int, Field(ge=0, le=10**12)]
 Epoch = Annotated[int, Field(ge=0, le=10**6)]
+Ranks = Annotated[int, Field(ge=1, le=10_000)]
+Precision = Literal["float32", "float16", "bfloat16"]
+SavedBy = Annotated[tuple[Ranks, Precision, bool], Field(strict=False)]  # a list; with offload?
 Percent = Annotated[float, Field(ge=0, le=100)]
 Seconds = Annotated[float, Field(ge=0, le=1e12)]
 
@@ -49,7 +52,7 @@ class CheckpointInfo(TypedDict):
     """extra_info.json."""
 
     __pydantic_config__ = STRICT
-    saved_by: Annotated[list[int | str | bool], Field(min_length=3, max_length=3)]
+    saved_by: SavedBy
     classes: list[str]
     image_size: Count
     epoch: Epoch
@@ -58,7 +61,3 @@ class CheckpointInfo(TypedDict):
     best_val_acc: Percent
     best_epoch: Epoch
     time: NotRequired[Seconds]
-
-
-Ranks = Annotated[int, Field(ge=1, le=10_000)]
-SavedBy = tuple[Ranks, Literal["float32", "float16", "bfloat16"], bool]  # bool: with offload

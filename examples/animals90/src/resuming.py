@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from records import MAX_BYTES, CheckpointInfo, SavedBy, SavedRun
+from records import MAX_BYTES, CheckpointInfo, SavedRun
 
 from data import one_line
 from runtime.errors import UserError
-from runtime.untrusted import check_type, open_no_follow, open_regular, read_json, read_regular
+from runtime.untrusted import open_no_follow, open_regular, read_json, read_regular
 from runtime.weights import SAFE_GLOBALS
 
 TAG = re.compile("best|epoch_[0-9]{1,7}")
@@ -78,7 +78,6 @@ def find_checkpoint(resume: str) -> tuple[Path, CheckpointInfo]:
             info = read_json(
                 folder / "extra_info.json", CheckpointInfo, MAX_BYTES, follow_links=False
             )
-            check_type(tuple(info["saved_by"]), SavedBy)
             age = (info.get("time", 0), info["epoch"])
             if newest is None or age > newest[0]:
                 newest = (age, folder, info)
