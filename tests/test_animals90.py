@@ -55,6 +55,12 @@ def dump(code=0):
     shut_down(code)
 ranks.shut_down = dump
 """
+NO_COMPILER = """
+from deepspeed.ops.op_builder import CPUAdamBuilder
+def load(self):
+    raise RuntimeError("no compiler")
+CPUAdamBuilder.load = load
+"""
 PRINT_RECIPE = """
 import json
 from runtime.engine import setup
@@ -321,6 +327,18 @@ def test_a_resumed_run_is_the_run_that_never_stopped(train, two_ranks):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("option, tolerance", [("--bf16", 0.0), ("--offload_optimizer", 1e-5)])
+def test_a_resume_goes_on_in_bfloat16_and_with_offload(train, option, tolerance):
+    """DeepSpeed's files have other names in bfloat16. With offload, PyTorch's AdamW is on the CPU."""
+    options = ("--epochs=2", "--save_interval=1", "--batch_size=8", option)
+    whole = done(train(*options, plant=NO_COMPILER))
+    resumed = done(train(*options, f"--resume={whole.cwd}/checkpoints/epoch_1", plant=NO_COMPILER))
+    assert "Epoch 2/2:" in resumed.stdout and "Epoch 1/2:" not in resumed.stdout
+    assert_same_tensors(resumed.models[0], whole.models[0], tolerance)
+    assert resumed.epochs[1]["train_loss"] == pytest.approx(whole.epochs[1]["train_loss"], abs=tolerance)
+
+
+@pytest.mark.long
 def test_the_json_counts_after_a_resume_too(train, two_ranks):
     resume = f"--resume={two_ranks.cwd}/checkpoints/epoch_4"
     resumed = done(train(resume, "--epochs=4", *TWO_RANKS, ranks=2, config=SMOOTH))
@@ -466,12 +484,7 @@ def test_jsons_are_refused(config, sentences, train):
 
 @pytest.mark.long
 def test_offload_does_without_a_compiler(train):
-    run = done(train("--offload_optimizer", "--batch_size=14", plant="""
-from deepspeed.ops.op_builder import CPUAdamBuilder
-def load(self):
-    raise RuntimeError("no compiler")
-CPUAdamBuilder.load = load
-"""))
+    run = done(train("--offload_optimizer", "--batch_size=14", plant=NO_COMPILER))
     assert "cannot build DeepSpeed's CPU Adam (RuntimeError), so PyTorch's slower AdamW is used" in run.stdout
     assert run.epochs[0]["train_loss"] > 0
 

@@ -46,9 +46,9 @@ def inspect(path: Path) -> tuple[Path, str | None, str | None]:
 
 
 def inspect_all(folder: str | Path) -> Iterator[tuple[Path, str | None, str | None]]:
-    """Yield what inspect() returns for the pictures of a folder with a folder per class, on all cores.
+    """Yield what inspect() returns for the pictures of a folder with a folder per class.
 
-    Raises UserError and OSError.
+    All cores work on them. Raises UserError and OSError.
     """
     pictures, notes = list_pictures(folder)
     for note in notes:
@@ -69,7 +69,7 @@ def inspect_all(folder: str | Path) -> Iterator[tuple[Path, str | None, str | No
 
 
 def refuse_links(to: str) -> None:
-    """Raise UserError if to/train, to/val or a class in them is a link: pictures would go elsewhere."""
+    """Raise UserError if to/train, to/val or a class in them is a link, which leads elsewhere."""
     for split in SPLITS:
         folder = Path(to, split)
         for path in (folder, *folder.glob("*")):
@@ -163,7 +163,10 @@ def make_up(args: argparse.Namespace) -> None:
 
 
 def check(to: str) -> bool:
-    """Print the pictures that can't be read. Return whether there are any. Raises UserError, OSError."""
+    """Print the pictures that can't be read, and return whether there are any.
+
+    Raises UserError and OSError.
+    """
     count = 0
     unreadable = 0
     for split in SPLITS:

@@ -56,8 +56,9 @@ def resume_errors(resume: str) -> Iterator[None]:
         known = isinstance(error, UserError | OSError)
         why = str(error) if known else f"{type(error).__name__}: {error}"
         why = one_line(why.partition("\n")[0])[:500]
+        where = f"resume={one_line(resume)}"
         raise UserError(
-            f"resume={one_line(resume)} is not a complete checkpoint ({why}): change or drop --resume"
+            f"{where} is not a complete checkpoint ({why}): change or drop --resume"
         ) from None
 
 

@@ -1,4 +1,7 @@
-"""Draw the curves of runs: python src/utils.py --history logs/training_history.json --output curves.png"""
+"""Draw the curves of runs.
+
+    python src/utils.py --history logs/training_history.json --output curves.png
+"""
 
 import argparse
 import io
@@ -27,7 +30,7 @@ PANELS = {
 def draw(histories: dict[str, History], output: str) -> None:
     """Draw {name: history} as a picture: loss, accuracy, learning rate and speed by epoch.
 
-    output: the picture's path, whose suffix says the kind. Raises UserError, OSError and ValueError.
+    output: the picture's path, whose suffix says the kind. Raises UserError, OSError, ValueError.
     """
     figure, axes = plt.subplots(2, 2, figsize=(12, 8), layout="constrained")
     for axis, (label, keys) in zip(axes.flat, PANELS.items(), strict=True):
@@ -50,7 +53,7 @@ def draw(histories: dict[str, History], output: str) -> None:
 
 def main() -> None:
     """Draw what the command line names. Raises UserError, OSError and ValueError."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--history", nargs="+", required=True)
     parser.add_argument("--output", default="curves.png")
     args = parser.parse_args()
@@ -66,6 +69,7 @@ if __name__ == "__main__":
     try:
         main()
     except Exception as error:  # Matplotlib raises many kinds
-        message = f"can't draw: --history needs training_history.json, --output a picture's name ({error})"
+        needed = "--history needs training_history.json, --output a picture's name"
+        message = f"can't draw: {needed} ({error})"
         print(printable(message), file=sys.stderr)
         raise SystemExit(2) from None
