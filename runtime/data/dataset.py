@@ -23,8 +23,10 @@ from pathlib import Path
 
 import numpy as np
 
+from runtime.data.meta import MAX_TOKENIZER_BYTES, parse_meta, parse_meta_of_nanogpt
 from runtime.errors import UserError
 from runtime.files import ROOT, TEMP_NAME, write_temp
+from runtime.untrusted import check_regular, read_regular
 
 SPLITS = ("train", "val")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -34,7 +36,9 @@ COUNTS, BEGINS = 1, 2  # bits of a mask
 SLICE = 2**22  # tokens handled at once
 CHECKED_SLICES = 64  # per split, evenly spread: all of Shakespeare, 3% of OpenWebText
 MAX_MIXTURE_PERIOD = 100_000  # sequences after which a mixture's pattern repeats
-GPT2_VOCAB = 50257
+# The folders below data/ whose prepare.py is the project's own. Another folder's may be anybody's: it is never run, and
+# no message tells the user to run it
+OWN_DATASETS = ("shakespeare", "shakespeare_char")
 # One of a run's datasets. share: of a mixture's sequences, relative to the other shares; meta: the content of meta.json
 Dataset = namedtuple("Dataset", ("name", "share", "folder", "meta"))
 
@@ -61,7 +65,7 @@ def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source
         files = {name: write(name, chunks) for name, chunks in contents.items()}
         tokens = {f"{split}_tokens": files[f"{split}.bin"]["bytes"] // DTYPES[dtype].itemsize for split in SPLITS}
         if tokenizer_meta["kind"] == "hf":
-            write("tokenizer.json", [Path(tokenizer_meta["file"]).read_bytes()])
+            write("tokenizer.json", [read_regular(tokenizer_meta["file"], MAX_TOKENIZER_BYTES)])
         meta = {"format": 1, "tokenizer": {key: value for key, value in tokenizer_meta.items() if key != "file"},
                 "vocab_size": vocab_size, "dtype": dtype, **tokens, "source": source, "files": files, **details}
         pickled = {"vocab_size": vocab_size, "described_by": "meta.json"}
@@ -94,12 +98,18 @@ def dataset_dir(dataset):
     return dataset if os.sep in dataset else str(ROOT / "data" / dataset)
 
 
+def is_own_dataset(folder):
+    """Return whether a folder is one of OWN_DATASETS."""
+    folder = Path(folder).absolute()
+    return folder.parent == ROOT / "data" and folder.name in OWN_DATASETS
+
+
 def new_dataset_dir(name, overwrite):
     """Return the folder in which a dataset is to be written. Raises UserError if it holds one, unless `overwrite`."""
     folder = Path(dataset_dir(name))
     if name.strip("/") in ("", ".", ".."):
         raise UserError(f"--name={name} is no name: choose one, such as --name=mine")
-    if (folder / "prepare.py").exists():
+    if is_own_dataset(folder):
         raise UserError(f"{folder} is for the dataset that its prepare.py makes: choose another --name")
     if not overwrite and (folder / "train.bin").exists():
         raise UserError(f"{folder} holds a dataset: choose another --name, or replace it with --overwrite")
@@ -149,8 +159,18 @@ def open_datasets(dataset, block_size):
 
 
 def open_tokens(dataset, split):
-    """Return the token ids of a Dataset's "train" or "val" as a memory-mapped array."""
-    return np.memmap(Path(dataset.folder, f"{split}.bin"), DTYPES[dataset.meta["dtype"]], mode="r")
+    """Return the token ids of a Dataset's "train" or "val" as a memory-mapped array. Raises UserError."""
+    return open_array(Path(dataset.folder, f"{split}.bin"), DTYPES[dataset.meta["dtype"]])
+
+
+def open_mask(dataset, split):
+    """Return the mask of a Dataset's "train" or "val" as a memory-mapped array. Raises UserError."""
+    return open_array(Path(dataset.folder, f"{split}_mask.bin"), np.dtype("u1"))
+
+
+def open_array(path, dtype):
+    check_regular(path)
+    return np.memmap(path, dtype, mode="r")
 
 
 def same_data(a, b):
@@ -167,50 +187,39 @@ def same_tokenizer(a, b):
 def read_meta(folder):
     """Return the meta.json of a dataset, or an equivalent for a dataset prepared by nanoGPT's own scripts. Those write
     uint16, and a meta.pkl only for characters; without one, the tokens are GPT-2's. Raises UserError."""
-    folder, own = Path(folder), Path(folder, "meta.json")
+    folder = Path(folder)
+    path = folder / "meta.json"
     try:
-        meta = json.loads(own.read_text(encoding="utf-8")) if own.exists() else _meta_of_nanogpt(folder)
-        _check_meta(meta)
+        if path.exists():
+            meta = parse_meta(read_regular(path))
+        else:
+            path = folder / "meta.pkl"
+            meta = _meta_of_nanogpt(folder)
+    except UserError:
+        raise
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{os.path.relpath(error.filename)} does not exist: {_how_to_fix(folder)}") from None
     except Exception as error:  # a corrupt pickle raises nearly anything
-        raise UserError(f"{os.path.relpath(own if own.exists() else own.with_suffix('.pkl'))} can't be used "
-                        f"({type(error).__name__}: {error}): {_how_to_fix(folder)}") from None
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{os.path.relpath(path)} can't be used ({reason}): {_how_to_fix(folder)}") from None
     if meta["tokenizer"]["kind"] == "hf":  # a checkpoint's manifest keeps this path
         file = (folder / "tokenizer.json").absolute()
         meta["tokenizer"]["file"] = str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file)
     return meta
 
 
-def _check_meta(meta):
-    kind, counts = meta["tokenizer"]["kind"], [meta[key] for key in ("vocab_size", "train_tokens", "val_tokens")]
-    if meta["format"] != 1 or meta["dtype"] not in DTYPES or kind not in ("gpt2", "char", "hf"):
-        raise ValueError(f"unknown format {meta['format']}, dtype {meta['dtype']} or tokenizer {kind}")
-    if not all(type(count) is int and count > 0 for count in counts):
-        raise ValueError("its counts aren't all positive integers")
-    if kind == "char" and len(meta["tokenizer"]["chars"]) != counts[0]:
-        raise ValueError(f"its {len(meta['tokenizer']['chars'])} characters don't make a vocabulary of {counts[0]}")
-
-
 def _meta_of_nanogpt(folder):
-    tokenizer, vocab_size = {"kind": "gpt2"}, GPT2_VOCAB
-    if (folder / "meta.pkl").exists():
-        with open(folder / "meta.pkl", "rb") as file:
-            pickled = _PlainUnpickler(file).load()
-        if "described_by" in pickled:  # it is ours, and perhaps of conversations or in uint32
-            raise FileNotFoundError(None, None, str(folder / "meta.json"))
-        vocab_size = pickled["vocab_size"]
-        if "itos" in pickled:
-            tokenizer = {"kind": "char", "chars": "".join(pickled["itos"][i] for i in range(vocab_size))}
-    tokens = {f"{split}_tokens": (folder / f"{split}.bin").stat().st_size // 2 for split in SPLITS}
-    return {"format": 1, "tokenizer": tokenizer, "vocab_size": vocab_size, "dtype": "uint16", **tokens, "files": {}}
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads dicts, strings and numbers only. A pickle that names code is rejected before the code is imported."""
-
-    def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it names {module}.{name}, but a meta.pkl holds only dicts, strings and numbers")
+    pickled = None
+    path = folder / "meta.pkl"
+    if path.exists():
+        pickled = read_regular(path)
+    tokens = {}
+    for split in SPLITS:
+        tokens[f"{split}_tokens"] = check_regular(folder / f"{split}.bin") // DTYPES["uint16"].itemsize
+    meta = parse_meta_of_nanogpt(pickled, tokens)
+    if meta is None:  # the meta.pkl is ours, and the data perhaps of conversations or in uint32
+        raise FileNotFoundError(None, None, str(folder / "meta.json"))
+    return meta
 
 
 def check_dataset(folder, block_size=1):
@@ -223,36 +232,49 @@ def check_dataset(folder, block_size=1):
 
 
 def _problems(folder, split, meta, block_size):
-    name, tokens, fix = os.path.relpath(folder / f"{split}.bin"), meta[f"{split}_tokens"], _how_to_fix(folder)
+    """Return what is wrong with the files of a split, as a list of sentences."""
+    name = os.path.relpath(folder / f"{split}.bin")
+    tokens = meta[f"{split}_tokens"]
+    fix = _how_to_fix(folder)
     sizes = {f"{split}.bin": tokens * DTYPES[meta["dtype"]].itemsize}
     if "template" in meta:
-        sizes[f"{split}_mask.bin"], fix = tokens, f"{fix} --format=chat"
+        sizes[f"{split}_mask.bin"] = tokens
+        fix = f"{fix} --format=chat"
     for file, expected in sizes.items():
         path = os.path.relpath(folder / file)
         if not os.path.exists(path):
             return [f"{path} does not exist: {fix}"]
-        if (size := os.path.getsize(path)) != expected:
+        size = check_regular(path)
+        if size != expected:
             return [f"{path} has {size} bytes, but its {tokens} tokens take {expected}: {fix}"]
+
     problems = []
     if tokens <= block_size and "template" not in meta:  # the last token of a sequence predicts the one after it
+        largest_block = min(meta["train_tokens"], meta["val_tokens"]) - 1
         problems.append(f"{name} has {tokens} tokens, but block_size={block_size} needs {block_size + 1}: train with "
-                        f"--block_size={min(meta['train_tokens'], meta['val_tokens']) - 1}, or prepare a longer text")
+                        f"--block_size={largest_block}, or prepare a longer text")
     ids = open_tokens(Dataset("", 1, folder, meta), split)
     starts = range(0, tokens, max(SLICE, tokens // CHECKED_SLICES))
-    if (largest := max(ids[start:start + SLICE].max() for start in starts)) >= meta["vocab_size"]:
+    largest = max(ids[start:start + SLICE].max() for start in starts)
+    if largest >= meta["vocab_size"]:
         problems.append(f"{name} holds token {largest}, which is outside its vocabulary of {meta['vocab_size']}: {fix}")
     return problems
 
 
 def _how_to_fix(folder):
-    own, any_text = (shlex.quote(os.path.relpath(path / "prepare.py")) for path in (folder, ROOT / "data"))
-    files = {path.name for path in folder.glob("[!.]*")}
-    if folder.is_file() or (files and not files & {"train.bin", "val.bin", "meta.json", "prepare.py"}):  # texts
-        return f"run python {any_text} {shlex.quote(str(folder))} --name=mine, and train with --dataset=mine"
-    name = folder.name if folder.parent == ROOT / "data" else shlex.quote(os.path.abspath(folder))
-    replace = " --overwrite" * (folder / "train.bin").exists()
-    if (folder / "prepare.py").exists():
+    """Return the command that makes the dataset of a folder. It never runs what lies in a folder of others."""
+    own = shlex.quote(os.path.relpath(folder / "prepare.py"))
+    any_text = shlex.quote(os.path.relpath(ROOT / "data" / "prepare.py"))
+    hub = shlex.quote(os.path.relpath(ROOT / "data" / "prepare_hub.py"))
+    if is_own_dataset(folder):
         return f"run python {own}"
+    files = {path.name for path in folder.glob("[!.]*")}
+    is_prepared = files & {"train.bin", "val.bin", "meta.json", "prepare.py"}
+    if folder.is_file() or (files and not is_prepared):  # texts
+        return f"run python {any_text} {shlex.quote(str(folder))} --name=mine, and train with --dataset=mine"
+    is_below_data = folder.parent == ROOT / "data"
+    name = folder.name if is_below_data else os.path.abspath(folder)
+    replace = " --overwrite" if (folder / "train.bin").exists() else ""
     if name == "openwebtext":
-        return f"run python {shlex.quote(os.path.relpath(ROOT / 'data' / 'prepare_hub.py'))}{replace}"
-    return f"run python {any_text} PATH --name={name}{replace}"
+        return f"run python {hub}{replace}"
+    return f"run python {any_text} PATH --name={shlex.quote(name)}{replace}"

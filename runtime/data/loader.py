@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from runtime.data.dataset import BEGINS, COUNTS, open_tokens
+from runtime.data.dataset import BEGINS, COUNTS, open_mask, open_tokens
 from runtime.errors import UserError
 
 SPLITMIX64 = [np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]
@@ -118,8 +118,7 @@ def open_sequences(dataset, split, block_size):
     tokens = open_tokens(dataset, split)
     if "template" not in dataset.meta:
         return tokens
-    mask = np.memmap(f"{dataset.folder}/{split}_mask.bin", np.uint8, mode="r")
-    return Conversations(dataset.name, tokens, mask, block_size)
+    return Conversations(dataset.name, tokens, open_mask(dataset, split), block_size)
 
 
 def extent(source, block_size):

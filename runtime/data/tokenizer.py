@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.data import download
-from runtime.data.dataset import GPT2_VOCAB
+from runtime.data.meta import GPT2_VOCAB
 from runtime.errors import UserError
 from runtime.files import ROOT, file_digest
 

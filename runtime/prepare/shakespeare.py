@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from runtime.data import download
-from runtime.data.dataset import GPT2_VOCAB, write_dataset
+from runtime.data.dataset import write_dataset
+from runtime.data.meta import GPT2_VOCAB
 from runtime.data.tokenizer import tokenizer_of
 from runtime.errors import UserError
 from runtime.files import ROOT, file_digest

@@ -8,7 +8,8 @@ import re
 
 import numpy as np
 
-from runtime.data.dataset import DTYPES, GPT2_VOCAB, SLICE, SPLITS, write_dataset
+from runtime.data.dataset import DTYPES, SLICE, SPLITS, write_dataset
+from runtime.data.meta import GPT2_VOCAB
 from runtime.errors import UserError
 from runtime.files import lock_folder
 

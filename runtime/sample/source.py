@@ -7,7 +7,8 @@ from pathlib import Path
 from model import GPT, GPTConfig
 from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore, parse_run_path
-from runtime.data.dataset import GPT2_VOCAB, dataset_dir, read_meta
+from runtime.data.dataset import dataset_dir, read_meta
+from runtime.data.meta import GPT2_VOCAB
 from runtime.data.tokenizer import END_OF_TEXT, hf_tokenizer, tokenizer_file_meta, tokenizer_of
 from runtime.errors import UserError
 from runtime.weights import weights_errors

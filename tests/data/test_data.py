@@ -240,7 +240,8 @@ def test_each_kind_of_bad_data_is_refused_with_its_fix(dataset, monkeypatch, fil
     damage(dataset / file, change) if change else (dataset / file).unlink()
     with pytest.raises(UserError, match=message) as error:
         check_dataset(dataset, block_size=64)
-    assert str(error.value).endswith(": run python set/prepare.py")
+    own, advice = "set/prepare.py", f"{ROOT.name}/data/prepare.py PATH --name={dataset} --overwrite"
+    assert str(error.value).endswith(advice) and own not in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -280,8 +281,12 @@ def test_a_missing_dataset_names_the_command_that_makes_it(tmp_path, monkeypatch
         check_dataset("my data")
     with pytest.raises(UserError, match="does not exist: run .*/prepare.py'? PATH --name=no-such-data$"):
         check_dataset(ROOT / "data" / "no-such-data")
-    with pytest.raises(UserError, match="^data/other/train.bin does not exist: run python data/other/prepare.py$"):
-        check_dataset("data/other")
+    with pytest.raises(UserError, match="^data/other/train.bin does not exist: run .* PATH --name=/.*/data/other$"):
+        check_dataset("data/other")  # not its own prepare.py, which may be anybody's
+    monkeypatch.chdir(ROOT)
+    for name in bins.OWN_DATASETS:
+        assert bins._how_to_fix(ROOT / "data" / name) == f"run python data/{name}/prepare.py"
+    assert sorted(path.parent.name for path in ROOT.glob("data/*/prepare.py")) >= sorted(bins.OWN_DATASETS)
 
 
 @pytest.mark.parametrize("place", [0, 4999, 9999])
