@@ -17,7 +17,7 @@ import subprocess
 import sys
 
 from configurator import settings_of_script
-from runtime.files import ROOT
+from runtime.files import OWN_DATASETS, ROOT
 from runtime.output import exit_with_error, protect_output
 
 TRAIN = str(ROOT / "train_deepspeed.py")
@@ -207,17 +207,22 @@ def run_headline(args):
         print(f"No CUDA GPU (check: python doctor.py): {ranks} processes train a small model in {settings.out_dir}")
     if on_cpu and settings.out_dir == "out-demo" and settings.init_from not in ("resume", "auto"):
         ours.append("--overwrite=True")
-    data = ROOT / "data" / str(settings.dataset)
-    if data.parent == ROOT / "data" and (data / "prepare.py").is_file() and not (data / "meta.json").is_file():
-        print(f"Preparing {settings.dataset}")
-        if code := run_python(data / "prepare.py"):
-            raise SystemExit(code)
+    prepare_own_dataset(settings.dataset)
     if code := train(ranks, TRAIN, [*ours, *args]):
         raise SystemExit(code)
     exit_on_signals()  # torchrun has replaced the handlers
     if os.path.exists(f"{settings.out_dir}/latest") and not (settings.eval_only or settings.dry_run):
         run_python(ROOT / "sample.py", f"--out_dir={settings.out_dir}", "--num_samples=1", "--max_new_tokens=200")
         print_next_commands(ranks, [ours[0], *(arg for arg in args if arg.endswith(".py"))], on_cpu)
+
+
+def prepare_own_dataset(name):
+    """Run the prepare.py of a dataset that this project brings. Those of other folders are code of others."""
+    folder = ROOT / "data" / str(name)
+    if name in OWN_DATASETS and not (folder / "train.bin").exists():
+        print(f"Preparing {name}")
+        if code := run_python(folder / "prepare.py"):
+            raise SystemExit(code)
 
 
 def print_next_commands(ranks, configs, on_cpu):

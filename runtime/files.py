@@ -17,6 +17,9 @@ from runtime.errors import UserError
 from runtime.untrusted import is_private_dir, open_no_follow, open_regular
 
 ROOT = Path(__file__).resolve().parents[1]  # the project's folder
+# The folders below data/ whose prepare.py is the project's own. Another folder's may be anybody's:
+# it is never run, and no message tells the user to run it
+OWN_DATASETS = ("shakespeare", "shakespeare_char")
 TEMP_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # .NAME.RANDOM.tmp, the files that write_temp() writes
 
 

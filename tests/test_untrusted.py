@@ -2,10 +2,13 @@
 
 
 import os
+import shutil
 import stat
+import subprocess
+import sys
 
 import pytest
-from conftest import ROOT, launch, small_manifest
+from conftest import ROOT, SMALL, launch, small_manifest
 
 from runtime.checkpoint import tags
 from runtime.checkpoint.manifest import check_manifest, sign_manifest
@@ -234,3 +237,38 @@ def test_a_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
         private_temp_dir()
 
 
+
+
+@pytest.mark.long
+def test_the_prepare_py_of_a_folder_of_others_does_not_run(characters, tmp_path):
+    """It is below data/, has its tokens, and no meta.json, as a folder prepared by nanoGPT."""
+    project = tmp_path / "project"
+    for name in ("runtime", "config", "data/shakespeare"):
+        shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("*.bin"))
+    for file in [*ROOT.glob("*.py"), *ROOT.glob("*.json")]:
+        shutil.copy(file, project)
+    folder = shutil.copytree(characters, project / "data" / "theirs")
+    for complete in (True, False):
+        (folder / "prepare.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'mark')!r})\n")
+        command = [sys.executable, project / "launch_deepspeed.py", "--headline"]
+        command += [*SMALL, "--dataset=theirs", "--dry_run=True", f"--out_dir={tmp_path}/out"]
+        run = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=200)
+        assert run.returncode == (0 if complete else 2), run.stderr
+        assert "Traceback" not in run.stderr
+        assert "theirs/prepare.py" not in run.stderr, "no message tells the user to run it"
+        assert not (tmp_path / "mark").exists()
+        (folder / "meta.json").unlink(missing_ok=True)
+        (folder / "train.bin").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("ambiguous", [True, False])
+def test_a_config_of_the_working_directory_does_not_stand_in_for_the_projects(tmp_path, ambiguous):
+    (tmp_path / "config").mkdir()
+    name = "xl_shakespeare.py" if ambiguous else "mine.py"
+    (tmp_path / "config" / name).write_text(f"import os\nos.mkdir({str(tmp_path / 'mark')!r})\n")
+    command = [sys.executable, ROOT / "train_deepspeed.py", f"config/{name}", "--batch_size=0.5"]
+    run = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert (tmp_path / "mark").exists() != ambiguous
+    told = f"config file config/{name} is in the working directory and in the project: write ./config/{name}"
+    assert (told in run.stderr) == ambiguous

@@ -25,7 +25,7 @@ import numpy as np
 
 from runtime.data.meta import MAX_TOKENIZER_BYTES, parse_meta, parse_meta_of_nanogpt
 from runtime.errors import UserError
-from runtime.files import ROOT, TEMP_NAME, write_temp
+from runtime.files import OWN_DATASETS, ROOT, TEMP_NAME, write_temp
 from runtime.untrusted import check_regular, read_regular
 
 SPLITS = ("train", "val")
@@ -36,9 +36,6 @@ COUNTS, BEGINS = 1, 2  # bits of a mask
 SLICE = 2**22  # tokens handled at once
 CHECKED_SLICES = 64  # per split, evenly spread: all of Shakespeare, 3% of OpenWebText
 MAX_MIXTURE_PERIOD = 100_000  # sequences after which a mixture's pattern repeats
-# The folders below data/ whose prepare.py is the project's own. Another folder's may be anybody's: it is never run, and
-# no message tells the user to run it
-OWN_DATASETS = ("shakespeare", "shakespeare_char")
 # One of a run's datasets. share: of a mixture's sequences, relative to the other shares; meta: the content of meta.json
 Dataset = namedtuple("Dataset", ("name", "share", "folder", "meta"))
 
