@@ -21,7 +21,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from runtime.hardware import attention_backends
-from runtime.weights import fetch_from_hub, read_config, read_weights, weights_errors
+from runtime.weights import check_sizes, fetch_from_hub, open_weights, read_config, read_weights, weights_errors
 
 LOSS_CHUNK = 4096  # rows of logits in memory at one time; 4096 x 50304 in bf16 take 412 MB
 EAGER_LOSS_CHUNK = 2048  # without torch.compile, which halves the memory per row
@@ -323,12 +323,14 @@ class GPT(nn.Module):
         Copies weights to `device` one tensor at a time. Raises UserError."""
         source = name_or_path if os.path.exists(name_or_path) else fetch_from_hub(name_or_path)
         config = replace(GPTConfig.from_weights(source), dropout=dropout)
+        tensors = open_weights(source)
+        check_sizes(source, config)
         with torch.device("meta"):
             model = cls(config).to(dtype)
         model.to_empty(device=device)
         model.lm_head.weight = model.transformer.wte.weight  # to_empty unties them
         with weights_errors(source):
-            read_weights(model, source)
+            read_weights(model, source, tensors)
         return model
 
 

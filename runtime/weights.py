@@ -2,16 +2,23 @@
 
 import contextlib
 import functools
-import json
+import ipaddress
 import os
 import pickle
+import sys
+import urllib.parse
 import zipfile
 from pathlib import Path
+from typing import Annotated, Any, NotRequired
 
 import torch
+from pydantic import Field
 from safetensors.torch import load_file
+from torch.torch_version import TorchVersion
+from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from runtime.errors import UserError
+from runtime.untrusted import STRICT, check_regular, check_type, open_regular, parse_json, read_regular
 
 PRETRAINED = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280),
               "gpt2-xl": (48, 25, 1600)}  # layers, heads, width
@@ -29,6 +36,42 @@ SAFE_GLOBALS = {  # the classes in DeepSpeed's files; a file that names anything
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.utils.tensor_fragment.fragment_address"}
+MAX_WEIGHTS_BYTES = 200_000_000_000  # of a file
+MAX_HEADER_BYTES = 20_000_000  # of a safetensors file; GPT-2 XL's has 72 kB
+SAFE_TORCH = "2.10"  # torch.load(weights_only=True) could run code before: CVE-2026-24747
+
+Layers = Annotated[int, Field(ge=1, le=1000)]
+Size = Annotated[int, Field(ge=1, le=2**24)]
+
+
+class HFConfig(TypedDict):
+    """The sizes in transformers' config.json, with GPT-2's as defaults."""
+
+    __pydantic_config__ = STRICT
+    n_layer: NotRequired[Layers]
+    n_head: NotRequired[Size]
+    n_embd: NotRequired[Size]
+    n_positions: NotRequired[Size]
+    vocab_size: NotRequired[Size]
+
+
+class ModelArgs(TypedDict):
+    """The "model_args" of nanoGPT's ckpt.pt."""
+
+    __pydantic_config__ = STRICT
+    n_layer: Layers
+    n_head: Size
+    n_embd: Size
+    block_size: Size
+    vocab_size: Size
+    bias: bool
+
+
+class ShardIndex(TypedDict):
+    """What a reader needs of model.safetensors.index.json."""
+
+    __pydantic_config__ = STRICT
+    weight_map: dict[str, str]
 
 
 @contextlib.contextmanager
@@ -36,9 +79,9 @@ def weights_errors(path):
     """Turn any exception that reading a damaged file raises into a UserError."""
     try:
         yield
-    except UserError:
+    except (UserError, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:
+    except BaseException as error:  # Rust code that panics raises what is no Exception
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if isinstance(error, pickle.UnpicklingError):  # its message advises to let the file run code
             why = "it is damaged, or contains what could run code"
@@ -57,6 +100,7 @@ def fetch_from_hub(name, download=True):
     try:
         if not all(isinstance(try_to_load_from_cache(repo, file, revision=revision), str) for file in files):
             HfApi().model_info(repo, revision=revision)  # fails at once without a network; a download retries for 30 s
+            warn_of_http()
         if download:
             paths = [hf_hub_download(repo, file, revision=revision) for file in files]
             return os.path.dirname(paths[0])
@@ -66,15 +110,46 @@ def fetch_from_hub(name, download=True):
                         "HF_ENDPOINT to a mirror") from None
 
 
+@functools.cache
+def print_note(note):
+    """Print a note to stderr, once per process and on the first rank only."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"note: {note}", file=sys.stderr, flush=True)
+
+
+def warn_of_http():
+    """Print a note if files from the hub come by http from another machine."""
+    from huggingface_hub.constants import ENDPOINT
+
+    address = urllib.parse.urlsplit(ENDPOINT)
+    if address.scheme == "http" and not is_loopback(address.hostname or ""):
+        print_note(f"HF_ENDPOINT={ENDPOINT} is not https: weights from it can be changed on the way, and are not "
+                   "checked by a hash")
+
+
+def is_loopback(host):
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
+
+
+def read_json_of_weights(path, kind: Any = dict):
+    """Return the value of a JSON file in a folder of weights. kind: see untrusted.read_json(). Raises UserError."""
+    with weights_errors(path):
+        value = parse_json(read_regular(path))
+        check_type(value, kind)
+    return value
+
+
 def read_config(source):
     """Return GPTConfig's arguments from a folder's config.json or a ckpt.pt. Raises UserError if it isn't a GPT-2."""
     if os.path.isfile(source):
         return read_nanogpt(source)[0]
-    path = os.path.join(source, "config.json")
-    with weights_errors(path):
-        hf = json.loads(Path(path).read_text(encoding="utf-8"))
-        n_embd = hf.get("n_embd", 768)
-    for key, values in {**GPT2_KEYS, "n_inner": (None, 4 * n_embd if isinstance(n_embd, int) else None)}.items():
+    hf = read_json_of_weights(os.path.join(source, "config.json"), HFConfig)
+    n_embd = hf.get("n_embd", 768)
+    known = {**GPT2_KEYS, "n_inner": (None, 4 * n_embd)}
+    for key, values in known.items():
         if hf.get(key, values[0]) not in values:
             raise UserError(f"{source}: config.json has {key}={hf[key]!r}, which is not GPT-2's {values[0]!r}")
     return {"block_size": hf.get("n_positions", 1024), "vocab_size": hf.get("vocab_size", 50257),
@@ -86,7 +161,31 @@ def load_untrusted(path):
     """Return what torch.save wrote to a file, memory-mapped if its format allows that. The file can't run code: only
     tensors and plain containers are unpickled. Raises UserError."""
     with weights_errors(path):
-        return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
+        size = check_regular(path, MAX_WEIGHTS_BYTES)
+        if TorchVersion(torch.__version__) < SAFE_TORCH:
+            print_note(f"PyTorch {torch.__version__} may run code that is hidden in {path} (CVE-2026-24747): read only "
+                       f"files that you trust, use model.safetensors, or install PyTorch {SAFE_TORCH} or newer")
+        is_zip = zipfile.is_zipfile(path)
+        if is_zip:
+            check_zip(path, size)
+        return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
+
+
+def check_zip(path, size):
+    """Raise ValueError if the members of a zip file are larger than the file. torch.save doesn't compress."""
+    with zipfile.ZipFile(path) as archive:
+        unpacked = sum(member.file_size for member in archive.infolist())
+    if unpacked > size:
+        raise ValueError(f"its {size:,} bytes unpack to {unpacked:,}")
+
+
+def load_safetensors(path):
+    """Return {name: tensor} of a safetensors file, memory-mapped. Raises any exception if it is damaged."""
+    with open_regular(path, MAX_WEIGHTS_BYTES) as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise ValueError(f"its header has {header_bytes:,} bytes, and at most {MAX_HEADER_BYTES:,} are plausible")
+    return load_file(path)
 
 
 @functools.lru_cache(maxsize=1)  # configuration and weights are in one file
@@ -95,14 +194,50 @@ def read_nanogpt(path):
     checkpoint = load_untrusted(path)
     try:
         args = {"bias": True, **checkpoint["model_args"]}  # the first versions of nanoGPT have no such key
-        config = {name: args[name] for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "bias")}
+        check_type(args, ModelArgs)
+        config = {name: args[name] for name in ModelArgs.__annotations__}
         tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in checkpoint["model"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{path} is not a nanoGPT ckpt.pt ({type(error).__name__}: {error})") from None
     head = tensors.get("lm_head.weight")
-    if head is not None and head.data_ptr() != tensors.get("transformer.wte.weight", head).data_ptr():
+    embedding = tensors.get("transformer.wte.weight", head)
+    if torch.is_tensor(head) and torch.is_tensor(embedding) and head.data_ptr() != embedding.data_ptr():
         raise UserError(f"{path}: lm_head.weight is not tied to the token embedding, as GPT-2's is")
     return config | {"gelu": "none"}, tensors
+
+
+def weight_files(source):
+    """Return the files of weights in a folder, as paths: one, or the shards that its index names. Raises UserError."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        index = Path(source, f"{name}.index.json")
+        if index.exists():
+            shards = read_json_of_weights(index, ShardIndex)["weight_map"].values()
+            for shard in shards:
+                if os.path.basename(shard) != shard or not shard.endswith(Path(name).suffix):
+                    raise UserError(f"{index} names the file {shard!r}, which is no {Path(name).suffix} file of its "
+                                    "folder: fetch it again")
+            return [Path(source, shard) for shard in sorted(set(shards))]
+        if os.path.exists(os.path.join(source, name)):
+            return [Path(source, name)]
+    raise UserError(f"{source} has neither model.safetensors nor pytorch_model.bin")
+
+
+def check_sizes(source, config):
+    """Raise UserError if the files of weights are too small for a model of this GPTConfig, before it is allocated. No
+    file takes less than a byte per parameter."""
+    width = config.n_embd
+    n_params = (config.vocab_size + config.block_size) * width + config.n_layer * 12 * width**2
+    if os.path.isfile(source):
+        files = [source]
+    else:
+        files = weight_files(source)
+    n_bytes = 0
+    for file in files:
+        with weights_errors(source):
+            n_bytes += check_regular(file, MAX_WEIGHTS_BYTES)
+    if n_params > n_bytes:
+        raise UserError(f"{source} cannot be read (its configuration has {n_params:,} parameters, and its weights have "
+                        f"{n_bytes:,} bytes): fetch it again, or choose other weights with --init_from=PATH")
 
 
 def open_weights(source):
@@ -110,21 +245,21 @@ def open_weights(source):
     in shards. Tensors are memory-mapped if the format allows that. Raises UserError."""
     if os.path.isfile(source):
         return read_nanogpt(source)[1]
-    for file, load in (("model.safetensors", load_file), ("pytorch_model.bin", load_untrusted)):
-        index, shards = Path(source, file + ".index.json"), [file]
+    tensors = {}
+    for file in weight_files(source):
         with weights_errors(source):
-            if index.exists():
-                shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            if index.exists() or os.path.exists(os.path.join(source, file)):
-                return {name: w for shard in shards for name, w in load(os.path.join(source, shard)).items()}
-    raise UserError(f"{source} has neither model.safetensors nor pytorch_model.bin")
+            load = load_safetensors if file.suffix == ".safetensors" else load_untrusted
+            tensors.update(load(file))
+    return tensors
 
 
 @torch.no_grad()
-def read_weights(model, source):
-    """Copy the weights of a folder or a ckpt.pt into the model. Fill the vocabulary's padding with zeros."""
-    tensors, params = open_weights(source), dict(model.named_parameters())
-    if os.path.isfile(source):  # a modified nanoGPT may have more
+def read_weights(model, source, tensors):
+    """Copy the tensors of a folder or a ckpt.pt, from open_weights(), into the model. Fill the vocabulary's padding
+    with zeros. Raises UserError."""
+    params = dict(model.named_parameters())
+    is_transformers = os.path.isdir(source)
+    if not is_transformers:  # a modified nanoGPT may have more
         for name in tensors:
             if name not in params and not name.endswith((".attn.bias", "lm_head.weight")):
                 raise UserError(f"{source}: GPT-2 has no tensor {name}")
@@ -132,7 +267,8 @@ def read_weights(model, source):
         w = tensors.get(name, tensors.get(name.removeprefix("transformer.")))
         if not torch.is_tensor(w) or not w.is_floating_point():
             raise UserError(f"{source}: the tensor {name} is missing, or is not one of floating-point numbers")
-        w = w.t() if os.path.isdir(source) and name.endswith(CONV1D) else w
+        if is_transformers and name.endswith(CONV1D):
+            w = w.t()
         rows = model.config.vocab_size if name == "transformer.wte.weight" else len(p)
         if w.shape != p[:rows].shape:
             raise UserError(f"{source}: {name} has shape {tuple(w.shape)}, not {tuple(p[:rows].shape)}")

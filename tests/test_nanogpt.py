@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import CHARS, NO_SHAPE, ROOT, Payload, done, launch, random_gpt2, read_history
+from torch.torch_version import TorchVersion
 
 from configurator import settings_of_script
 from model import GPT
@@ -130,7 +131,9 @@ def test_training_goes_on_from_a_checkpoint_and_it_is_sampled_from(nanogpt, trai
     sampled = launch(ROOT / "sample.py", f"--init_from={path}", f"--dataset={nanogpt / 'data' / 'letters'}",
                      "--start=the", "--temperature=0", "--num_samples=1", "--max_new_tokens=25")
     text = "".join(CHARS[i] for i in greedy[0].tolist())
-    assert sampled.stdout == f"{path}: 26,656 parameters\n\n{text}\n" and sampled.stderr == ""
+    assert sampled.stdout == f"{path}: 26,656 parameters\n\n{text}\n"
+    notes = sampled.stderr.count("CVE-2026-24747")  # of an old PyTorch, and nothing else
+    assert notes == len(sampled.stderr.splitlines()) == (TorchVersion(torch.__version__) < "2.10")
     again = done(launch(ROOT / "sample.py", f"--out_dir={run.out_dir}", "--max_new_tokens=5"))
     assert "after 2 iterations" in again.stdout
 

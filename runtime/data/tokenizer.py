@@ -3,7 +3,6 @@
 import base64
 import contextlib
 import functools
-import json
 import os
 import re
 from pathlib import Path
@@ -11,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from runtime.data import download
-from runtime.data.meta import GPT2_VOCAB
+from runtime.data.meta import GPT2_VOCAB, MAX_TOKENIZER_BYTES, MAX_VOCAB
 from runtime.errors import UserError
 from runtime.files import ROOT, file_digest
+from runtime.untrusted import check_regular, read_json
 
 RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 RANKS_WHEEL = "mlx-whisper==0.4.3", ["mlx_whisper/assets/gpt2.tiktoken"]  # the same file, in a package
@@ -69,14 +69,32 @@ def tokenizer_of(meta):
 
         return encode_chars, lambda tokens: "".join(meta["chars"][token] for token in tokens)
     tokenizer = hf_tokenizer(meta)
-    return functools.partial(encode_hf, tokenizer), functools.partial(tokenizer.decode, skip_special_tokens=False)
+    return functools.partial(encode_hf, tokenizer), functools.partial(decode_hf, tokenizer)
 
 
 def encode_hf(tokenizer, text):
-    try:
+    """Return the ids of a text. Raises UserError."""
+    with tokenizer_errors(f"the tokenizer knows no tokens for {text[:100]!r} (", ")"):
         return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-    except Exception as error:  # tokenizers raises nothing more specific
-        raise UserError(f"the tokenizer knows no tokens for {text[:100]!r} ({error})") from None
+
+
+def decode_hf(tokenizer, ids):
+    """Return the text of ids. Raises UserError."""
+    with tokenizer_errors("the tokenizer can't decode (", "): restore it"):
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@contextlib.contextmanager
+def tokenizer_errors(before, after):
+    """Turn an error of the tokenizers library into a UserError. It raises Exception itself, and where its Rust code
+    panics, what is no Exception."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{before}{reason}{after}") from None
 
 
 def numpy_encoder(meta):
@@ -99,23 +117,39 @@ def tokenizer_meta(name):
     if name == "char":
         return {"kind": "char"}, CODE_POINTS
     saved = Path(name, "tokenizer.json")
-    if not saved.is_file():
+    if not saved.exists():
         raise UserError(f"{name} has no tokenizer.json: choose gpt2, char, or a folder in which transformers has saved "
                         "a fast tokenizer")
     meta = tokenizer_file_meta(saved)
-    ids = hf_tokenizer(meta).get_vocab()
+    ids = vocabulary_of(meta)
     try:
-        end = json.loads(saved.with_name("tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"]
-        end = ids[end["content"] if isinstance(end, dict) else end]
-    except (OSError, ValueError, TypeError, LookupError):
+        end = read_json(saved.with_name("tokenizer_config.json"))["eos_token"]
+        if isinstance(end, dict):
+            end = end["content"]
+        end = ids[end]
+    except (OSError, TypeError, LookupError):
         raise UserError(f'{name} has no end-of-text token: add "eos_token" to its tokenizer_config.json') from None
     return meta | {"end_of_text": end}, max(ids.values()) + 1
 
 
 def tokenizer_file_meta(file, end_of_text=None):
-    """Return the "tokenizer" of a meta.json for a tokenizer.json; end_of_text: the id of that token, or None."""
+    """Return the "tokenizer" of a meta.json for a tokenizer.json; end_of_text: the id of that token, or None. Raises
+    UserError."""
+    check_regular(file, MAX_TOKENIZER_BYTES)
     return {"kind": "hf", "file": os.path.abspath(file), "end_of_text": end_of_text,
             "sha256": file_digest(file)["sha256"]}
+
+
+def vocabulary_of(meta):
+    """Return {token: id} of a "tokenizer" of the kind hf, which isn't empty. Raises UserError."""
+    ids = hf_tokenizer(meta).get_vocab()
+    if not ids:
+        raise UserError(f"the tokenizer {meta['file']} has no tokens: choose another")
+    largest = max(ids.values())
+    if largest >= MAX_VOCAB:
+        raise UserError(f"the tokenizer {meta['file']} has token {largest:,}, and at most {MAX_VOCAB:,} tokens are "
+                        "plausible: choose another")
+    return ids
 
 
 def hf_tokenizer(meta):
@@ -123,15 +157,38 @@ def hf_tokenizer(meta):
     from tokenizers import Tokenizer
 
     file = ROOT / meta["file"]
-    try:
+    with tokenizer_errors(f"the tokenizer {file} can't be used (", "): restore it"):
+        check_regular(file, MAX_TOKENIZER_BYTES)
         if file_digest(file)["sha256"] != meta["sha256"]:
             raise ValueError("it is not the one that the data was prepared with")
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # as above
-        raise UserError(f"the tokenizer {file} can't be used ({error}): restore it") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+        with silent_panics():
+            tokenizer = Tokenizer.from_file(str(file))
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            probe(tokenizer)
     return tokenizer
+
+
+def probe(tokenizer):
+    """Encode and decode a little, so that a tokenizer that panics is refused when it is loaded."""
+    try:
+        tokenizer.encode_batch_fast(["Two words, and 3 é.\n\n  ok"], add_special_tokens=False)
+    except Exception:  # it has no such characters, which is no fault
+        pass
+    tokenizer.decode([0, 1, 2], skip_special_tokens=False)
+
+
+@contextlib.contextmanager
+def silent_panics():
+    """Keep Rust code that panics from printing its stack to stderr: what it raises is enough."""
+    stderr = os.dup(2)
+    with open(os.devnull, "wb") as null:
+        os.dup2(null.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def end_of_text(meta):
@@ -150,7 +207,8 @@ def token_bytes(data, fetch=True):
         elif meta["kind"] == "gpt2" and n == GPT2_VOCAB and (fetch or RANKS_FILE.exists()):
             names = gpt2_ranks()
         elif meta["kind"] == "hf":  # known if it encodes any text exactly, with a letter per byte, as GPT-2's does
-            (encode, decode), text = tokenizer_of(meta), "".join(map(chr, range(1, 0xD800)))
+            encode, decode = tokenizer_of(meta)
+            text = "".join(map(chr, range(1, 0xD800)))
             tokenizer = hf_tokenizer(meta)
             if decode(encode(text)) == text and type(tokenizer.decoder).__name__ == "ByteLevel":
                 names = [tokenizer.id_to_token(i) or "" for i in range(n)]

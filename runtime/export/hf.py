@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from runtime.data.tokenizer import END_OF_TEXT, end_of_text, gpt2_ranks, hf_tokenizer
+from runtime.data.tokenizer import END_OF_TEXT, end_of_text, gpt2_ranks, hf_tokenizer, tokenizer_errors
 from runtime.errors import UserError
 from runtime.lora import LORA_A, LORA_B
 from runtime.weights import CONV1D
@@ -64,8 +64,11 @@ def write_tokenizer(folder, meta, block_size, template=None):
         tokenizer = GPT2Tokenizer(vocab=vocab, merges=merges, **options)
         tokenizer.backend_tokenizer.model.save(folder)
     else:
-        own, end = char_tokenizer(meta["chars"]) if meta["kind"] == "char" else hf_tokenizer(meta), end_of_text(meta)
-        if not {end}.issuperset(own.encode("").ids):  # it adds tokens to a text that no document had in training
+        own = char_tokenizer(meta["chars"]) if meta["kind"] == "char" else hf_tokenizer(meta)
+        end = end_of_text(meta)
+        with tokenizer_errors("the tokenizer can't encode an empty text (", "): restore it"):
+            added = own.encode("").ids
+        if not {end}.issuperset(added):  # it adds tokens to a text that no document had in training
             own.post_processor = None
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=own, eos_token=None if end is None else own.id_to_token(end),

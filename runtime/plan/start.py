@@ -11,7 +11,7 @@ from runtime.checkpoint.tags import CheckpointError, TagStore, UnreadableError, 
 from runtime.data.dataset import same_data, same_tokenizer
 from runtime.errors import UserError
 from runtime.lora import as_options
-from runtime.weights import PRETRAINED, fetch_from_hub, open_weights
+from runtime.weights import PRETRAINED, check_sizes, fetch_from_hub, open_weights
 
 SHAPE = ("n_layer", "n_head", "n_embd", "bias")  # settings that pretrained weights determine
 NOT_COMPARED = {  # with a checkpoint's settings: they don't change the training, or are checked otherwise
@@ -98,6 +98,7 @@ def from_pretrained(init_from, settings, data, notes):
     if weights:
         config = GPTConfig.from_weights(weights)
         open_weights(weights)  # raises UserError if they can't be read
+        check_sizes(weights, config)
     check_block_size(settings, config.block_size, "the weights")
     if data and data["vocab_size"] > config.vocab_size:
         raise UserError(f"the dataset's vocabulary of {data['vocab_size']} is larger than the weights' "

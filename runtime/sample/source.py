@@ -1,6 +1,5 @@
 """Find the model that sample.py or evaluate.py loads, and its tokenizer."""
 
-import json
 import os
 from pathlib import Path
 
@@ -8,10 +7,11 @@ from model import GPT, GPTConfig
 from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore, parse_run_path
 from runtime.data.dataset import dataset_dir, read_meta
-from runtime.data.meta import GPT2_VOCAB
-from runtime.data.tokenizer import END_OF_TEXT, hf_tokenizer, tokenizer_file_meta, tokenizer_of
+from runtime.data.meta import GPT2_VOCAB, MAX_TEMPLATE_CHARS
+from runtime.data.tokenizer import END_OF_TEXT, tokenizer_file_meta, tokenizer_of, vocabulary_of
 from runtime.errors import UserError
-from runtime.weights import weights_errors
+from runtime.untrusted import read_regular
+from runtime.weights import read_json_of_weights, weights_errors
 
 
 def find_model(init_from, out_dir, tag, dataset):
@@ -34,14 +34,7 @@ def find_model(init_from, out_dir, tag, dataset):
         texts = {tokenizer_of(each["tokenizer"])[1](list(range(each["vocab_size"]))) for each in both}  # of all tokens
         if data["vocab_size"] > config.vocab_size or len(texts) > 1:
             raise UserError(f"dataset={dataset} has another tokenizer than {init_from}: prepare it with that one")
-        file, jinja = folder / "tokenizer_config.json", folder / "chat_template.jinja"  # of transformers
-        with weights_errors(file):
-            template = json.loads(file.read_text(encoding="utf-8")).get("chat_template") if file.exists() else None
-            if isinstance(template, list):
-                template = {each["name"]: each["template"] for each in template}.get("default")
-        with weights_errors(jinja):
-            template = jinja.read_text(encoding="utf-8") if jinja.exists() else template
-        data = {"template": template if isinstance(template, str) else None, "block_size": config.block_size, **data}
+        data = {"template": template_of_weights(folder), "block_size": config.block_size, **data}
 
     def load(device, dtype):
         model = (load_model(out_dir, tag)[0].to(device, dtype) if init_from == "resume" else
@@ -52,15 +45,34 @@ def find_model(init_from, out_dir, tag, dataset):
     return name, description, data, load
 
 
+def template_of_weights(folder):
+    """Return the chat template in a folder of transformers, or None. Raises UserError."""
+    jinja = folder / "chat_template.jinja"
+    if jinja.exists():
+        with weights_errors(jinja):
+            return read_regular(jinja, MAX_TEMPLATE_CHARS).decode("utf-8")
+    file = folder / "tokenizer_config.json"
+    if not file.exists():
+        return None
+    template = read_json_of_weights(file).get("chat_template")
+    if isinstance(template, list):  # of templates with names
+        with weights_errors(file):
+            template = {each["name"]: each["template"] for each in template}.get("default")
+    return template if isinstance(template, str) else None
+
+
 def data_of_weights(source, vocab_size):
-    """Return {"tokenizer", "vocab_size"} of a name on the hub, a folder of weights or nanoGPT's ckpt.pt."""
+    """Return {"tokenizer", "vocab_size"} of a name on the hub, a folder of weights or nanoGPT's ckpt.pt. Raises
+    UserError."""
     file = Path(source, "tokenizer.json")
     if file.exists():
-        config = json.loads(file.with_name("config.json").read_text(encoding="utf-8"))
-        ids = hf_tokenizer(tokenizer_file_meta(file)).get_vocab()
-        end = config.get("eos_token_id")  # an id, a list of ids, or None
-        end = next((i for i in (end if isinstance(end, list) else [end]) if type(i) is int), ids.get(END_OF_TEXT))
-        return {"tokenizer": tokenizer_file_meta(file, end), "vocab_size": min(vocab_size, max(ids.values()) + 1)}
+        ids = vocabulary_of(tokenizer_file_meta(file))
+        vocab_size = min(vocab_size, max(ids.values()) + 1)
+        end = read_json_of_weights(file.with_name("config.json")).get("eos_token_id")
+        ends = end if isinstance(end, list) else [end]
+        ends = [id for id in ends if type(id) is int and 0 <= id < vocab_size]
+        end = ends[0] if ends else ids.get(END_OF_TEXT)
+        return {"tokenizer": tokenizer_file_meta(file, end), "vocab_size": vocab_size}
     if vocab_size in (GPT2_VOCAB, 50304):  # nanoGPT pads it, for a dataset without meta.pkl
         return {"tokenizer": {"kind": "gpt2"}, "vocab_size": GPT2_VOCAB}
     raise UserError(f"the tokenizer of {source} is unknown ({vocab_size} tokens): name the dataset that it was "

@@ -170,8 +170,8 @@ def test_refusals(sample, theirs, characters, tmp_path):
          [f"{tmp_path}/bytes is not UTF-8 ('utf-8' codec can't decode byte 0xff in position 2: invalid start byte): "
           "save it as UTF-8"]),
         ([f"--init_from={tmp_path}/hf"],
-         [f"{tmp_path}/hf/tokenizer_config.json cannot be read (AttributeError: 'list' object has no attribute 'get'): "
-          "fetch it again, or choose other weights with --init_from=PATH"]),
+         [f"{tmp_path}/hf/tokenizer_config.json cannot be read (ValueError: its content is []: Input should be a valid "
+          "dictionary): fetch it again, or choose other weights with --init_from=PATH"]),
         ([f"--init_from={tmp_path}/run/iter_5"], [f"init_from={tmp_path}/run/iter_5 has checkpoints of "
                                                   f"train_deepspeed.py: use --out_dir={tmp_path}/run --tag=iter_5"]),
         (["--chat"], [f"{theirs[1]} has no chat template or end of text: drop --chat, or train on chats "
