@@ -80,6 +80,9 @@ def encode_prompt(text):
     ids = talk.encode(text) if chat else encode(text)
     if not ids:
         raise UserError("the prompt is empty: give at least one character, --start=...")
+    if max(ids) >= data["vocab_size"]:
+        raise UserError(f"the tokenizer made token {max(ids)}, which is outside the model's vocabulary of "
+                        f"{data['vocab_size']}: choose another prompt, or name the right --dataset")
     return ids
 
 
@@ -135,3 +138,5 @@ for prompt, ids in prompts:
         if not interactive:
             raise SystemExit(130) from None
         print()
+    except UserError as error:  # the tokenizer can't decode what the model generated
+        exit_with_error(str(error))

@@ -1,11 +1,10 @@
 """The rows that evaluate.py scores, of HellaSwag, LAMBADA and texts, and the figures that their scores amount to."""
 
-import json
-
 import numpy as np
 
 from runtime.errors import UserError
 from runtime.sample.generate import read_text
+from runtime.untrusted import parse_json
 
 FIELDS = {"hellaswag": 'an object with "ctx", 4 "endings" and a "label" from 0 to 3',
           "lambada": 'an object with a "text" of at least two words'}
@@ -17,7 +16,7 @@ def read_rows(task, path, encode, block_size):
     rows, labels, n_endings = [], [], 4 if task == "hellaswag" else 1
     for n, line in enumerate(read_text(path).rstrip().split("\n"), 1):
         try:
-            fields = json.loads(line)
+            fields = parse_json(line)
             if task == "hellaswag":  # completions, as in llm.c
                 context, endings, label = fields["ctx"], fields["endings"], int(fields["label"])
             else:  # the last word follows the last space, as in lm_eval

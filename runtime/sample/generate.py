@@ -8,14 +8,22 @@ import torch
 
 from runtime.errors import UserError
 from runtime.kernels.decode import decode_step_for
+from runtime.output import printable
+from runtime.untrusted import read_regular
 
+MAX_TEXT_BYTES = 1_000_000_000
+OWN_PIPES = ("/dev/stdin", "/dev/fd/")  # of the shell that started this: <(command)
 TEMPERATURE, TOP_K = 0.8, 200  # for samples during training; sample.py's defaults
 
 
 def read_text(path):
     """Return a file's text, with \\n after each line. Raises UserError if it can't be read or isn't UTF-8."""
     try:
-        return Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+        if str(path).startswith(OWN_PIPES):
+            content = Path(path).read_bytes()
+        else:
+            content = read_regular(path, MAX_TEXT_BYTES)
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror}): name another file") from None
     except UnicodeDecodeError as error:
@@ -41,7 +49,7 @@ def ask_for_prompts(encode, question):
             try:
                 yield line, encode(line)
             except UserError as error:
-                print(error, file=sys.stderr)
+                print(printable(str(error)), file=sys.stderr)
 
 
 class TextStream:
