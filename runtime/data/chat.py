@@ -4,7 +4,9 @@ import threading
 from pathlib import Path
 
 from runtime.data.dataset import BEGINS, COUNTS
+from runtime.data.limited import call_limited
 from runtime.errors import UserError
+from runtime.untrusted import check_type
 
 END_OF_ANSWER = "\x03"  # ends an answer in a dataset of characters, which has no end-of-text: U+0003, END OF TEXT
 ROLES = ("system", "user", "assistant")
@@ -13,26 +15,42 @@ RENDERER = threading.Lock()  # transformers' renderer can't be used by two threa
 TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
 
 
-def render(messages, template, eos_token, ask=False):
-    """Return (the text of a conversation, the (begin, end) of its answers). messages: [{"role", "content"}]. ask: end
-    with the header of an answer. Raises UserError if it isn't a template."""
-    from jinja2 import TemplateError
-    from transformers.utils.chat_template_utils import render_jinja_template  # sandboxed: it can't run code
+def render(messages, template, eos_token):
+    """Return the text of a conversation, up to where the next answer begins. messages: [{"role", "content"}]. Raises
+    UserError.
 
+    The template of somebody else is sandboxed by transformers, so it runs no code. But it may loop for hours, or double
+    a text until the memory is full: it is rendered in a process with limits."""
+    if template == TEMPLATE:
+        return render_here(messages, TEMPLATE, eos_token)[0]
+    render_here([], TEMPLATE, "")  # import here what the process would import each time
     try:
-        with RENDERER:
-            texts, spans = render_jinja_template([messages], chat_template=template, return_assistant_tokens_mask=True,
-                                                 add_generation_prompt=ask, eos_token=eos_token, bos_token=eos_token)
-    except TemplateError as error:
-        raise UserError(f"the chat template can't be used: {error}") from None
-    return texts[0], spans[0]
+        text = call_limited(lambda: render_here(messages, template, eos_token)[0])
+        check_type(text, str)
+    except ValueError as error:
+        raise UserError(f"the chat template can't be used ({error}): correct the template of these weights, or drop "
+                        "--chat") from None
+    return text
+
+
+def render_here(messages, template, eos_token, ask=True):
+    """Return (the text of a conversation, the (begin, end) of its answers, which only TEMPLATE marks). ask: end with
+    the header of an answer. Raises any exception if the template isn't ours."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    is_ours = template == TEMPLATE
+    with RENDERER:
+        texts, spans = render_jinja_template(
+            [messages], chat_template=template, return_assistant_tokens_mask=is_ours, add_generation_prompt=ask,
+            eos_token=eos_token, bos_token=eos_token)
+    return texts[0], spans[0] if is_ours else []
 
 
 def encode_conversation(messages, encode, end):
     """Return (ids, mask) of a conversation, up to its last answer, as two lists. encode: returns the ids of a text in
     which special tokens are ordinary. end: the id that ends an answer. Each answer is encoded on its own. With GPT-2's
     BPE, the tokens are those of the whole text: it joins none across the border, because contents are stripped."""
-    text, answers = render(messages, TEMPLATE, "")
+    text, answers = render_here(messages, TEMPLATE, "", ask=False)
     ids, mask, at = [], [], 0
     for begin, stop in answers:
         prompt, answer = encode(text[at:begin]), encode(text[begin:stop])
@@ -56,7 +74,7 @@ class Chat:
         oldest messages if they don't leave a quarter of the context to the answer. Raises UserError."""
         self.asked = [*self.messages, {"role": "user", "content": text}]
         while True:
-            ids = self.encode_text(render(self.asked, self.template, self.end_token, ask=True)[0])
+            ids = self.encode_text(render(self.asked, self.template, self.end_token))
             if self.room(ids) >= min(self.max_new_tokens, self.block_size // 4) or len(self.asked) == 1:
                 break
             self.asked = self.asked[2:]
