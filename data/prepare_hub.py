@@ -17,6 +17,7 @@ from runtime.data.tokenizer import end_of_text, numpy_encoder, tokenizer_meta
 from runtime.errors import UserError
 from runtime.files import lock_folder
 from runtime.output import exit_on_error
+from runtime.prepare.inputs import find_files
 from runtime.prepare.pipeline import tokenize
 
 
@@ -52,6 +53,8 @@ def main():
     add("--overwrite", action="store_true", help="replace an existing dataset")
     args = parser.parse_args()
     folder = new_dataset_dir(args.name or Path(args.dataset).name, args.overwrite)
+    if os.path.isdir(args.dataset):
+        find_files([args.dataset])  # refuses pipes, and links that lead out of it
     tokenizer, vocab_size = tokenizer_meta("gpt2")
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with lock_folder(folder, "--name"):

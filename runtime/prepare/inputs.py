@@ -13,15 +13,20 @@ from pathlib import Path
 from runtime.data.chat import END_OF_ANSWER, ROLES
 from runtime.data.tokenizer import check_spaces
 from runtime.errors import UserError
+from runtime.untrusted import check_regular
 
 BUFFER_BYTES = 2**20
 MAX_RECORD_BYTES = 50_000_000  # tokenizing a record takes up to 60 times its size in memory
+MAX_UNPACKED_BYTES = 100_000_000  # of a small file
+MAX_SCANNED_BYTES = 4_000_000
+MAX_RATIO = 100  # of the bytes of a file to those on the disk, if it unpacks to more
 EOT = re.compile(rb"<\|endoftext\|>(\r?\n)?")  # separates the documents of a text file, with or without a newline
 EOT_BYTES = len(b"<|endoftext|>\r\n")
 TRAILING_EOT = re.compile(r"<\|endoftext\|>(\r?\n)?\Z")
 # A byte that isn't white space, and not the first one of Unicode's. Two more bytes must be there to tell
 WORD = rb"(?=\S..)(?!\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80)"
 CUT_POINTS = [re.compile(space + WORD, re.DOTALL) for space in (rb"(?<!\r)\r?\n", b" ")]  # best first
+COMPRESSED = re.compile(r"\.(gz|zst|bz2|lz4)$")
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".bin": "shard",
          ".npy": "shard"}  # everything else is text
 
@@ -31,7 +36,7 @@ def find_files(paths):
     files = []
     for path in paths:
         if os.path.isdir(path):
-            files += sorted(files_below(os.path.normpath(path), set()))
+            files += sorted(files_below(os.path.normpath(path)))
         elif os.path.isfile(path) or path == "-" and sys.stdin is not None and path not in files:
             files.append(path)
         else:
@@ -41,44 +46,113 @@ def find_files(paths):
     return files
 
 
-def files_below(folder, seen):
-    """Yield the files in a folder and its subfolders, without hidden ones. seen: folders that are not read again."""
-    if (real := os.path.realpath(folder)) in seen:
-        return
-    seen.add(real)
-    for path in (os.path.join(folder, name) for name in sorted(os.listdir(folder)) if not name.startswith(".")):
-        if os.path.isdir(path):
-            yield from files_below(path, seen)
-        elif os.path.isfile(path):
-            yield path
+def files_below(root):
+    """Yield the files in a folder and its subfolders, without hidden ones. A folder to which several links lead is read
+    once. Raises UserError for a link that leads out of the folder, and for a pipe or a device."""
+    real_root = os.path.realpath(root)
+    seen = set()
+    waiting = [(root, real_root)]  # folders and their real paths
+    while waiting:
+        folder, real_folder = waiting.pop()
+        if real_folder in seen:
+            continue
+        seen.add(real_folder)
+        subfolders = []
+        for name in sorted(os.listdir(folder)):
+            if name.startswith("."):
+                continue
+            path = os.path.join(folder, name)
+            real = os.path.join(real_folder, name)
+            if os.path.islink(path):
+                real = target_inside(path, real_root)
+            if os.path.isdir(path):
+                subfolders.append((path, real))
+            elif os.path.exists(path):  # a link may lead nowhere
+                check_regular(path)
+                yield path
+        waiting += reversed(subfolders)
+
+
+def target_inside(path, real_root):
+    """Return the real path of a link. Raises UserError if it leads out of a folder: whoever made it may not be allowed
+    to read its target."""
+    target = os.path.realpath(path)
+    if not Path(target).is_relative_to(real_root):
+        raise UserError(f"{path} is a link that leads out of its folder, to {target}: name {target} itself on the "
+                        "command line, and remove the link")
+    return target
 
 
 def kind_of(name):
     """Return what a file of this name holds: text, jsonl, parquet or shard."""
-    extension = Path(re.sub(r"\.(gz|zst|bz2|lz4)$", "", name)).suffix
+    extension = Path(COMPRESSED.sub("", name)).suffix
     return KINDS.get(extension.lower(), "text")
 
 
 def read_records(name, kind, field, max_document_bytes):
     """Yield the records of a file as bytes: its JSON lines, the texts of a Parquet column, or the pieces of a text. A
     text is cut after each <|endoftext|> and where it gets too long. Raises UserError if the file is corrupt."""
-    import pyarrow
-
     try:
         if kind == "parquet":
             yield from parquet_texts(name, field)
             return
-        # pyarrow chooses the compression by the name, reads all frames of a file, and rejects a truncated one
-        with (sys.stdin.buffer if name == "-" else io.BufferedReader(pyarrow.input_stream(name), BUFFER_BYTES)) as file:
-            yield from (iter(lambda: file.readline(MAX_RECORD_BYTES + 1), b"")
-                        if kind in ("jsonl", "chat") else text_chunks(file, max_document_bytes))
-    except (pyarrow.ArrowException, OSError, UnicodeEncodeError) as error:  # the last: of the file's name
-        if getattr(error, "errno", None):  # the file system's error
+        if COMPRESSED.search(name) and os.path.getsize(name) <= MAX_SCANNED_BYTES:
+            scan(name)
+        with sys.stdin.buffer if name == "-" else io.BufferedReader(UnpackedFile(name), BUFFER_BYTES) as file:
+            if kind in ("jsonl", "chat"):
+                yield from iter(lambda: file.readline(MAX_RECORD_BYTES + 1), b"")
+            else:
+                yield from text_chunks(file, max_document_bytes)
+    except UserError:
+        raise
+    except Exception as error:  # of pyarrow, which raises many kinds
+        if isinstance(error, OSError) and error.errno:  # the file system's error
             raise
-        raise UserError(f"{name} is corrupt, or not what its name says ({error}): replace it") from None
+        reason = " ".join(str(error).split())
+        raise UserError(f"{name} is corrupt, or not what its name says ({reason}): replace it") from None
+
+
+def scan(name):
+    """Unpack a small file once, to see early whether it is a bomb: as blank lines, 100 MB take minutes to read."""
+    with UnpackedFile(name) as file:
+        while file.read(BUFFER_BYTES):
+            pass
+
+
+class UnpackedFile(io.RawIOBase):
+    """The content of a file, unpacked if its name ends in .gz, .zst, .bz2 or .lz4. Raises UserError if it unpacks to so
+    much that it was made to fill a disk: real text has a ratio of 3 to 20."""
+
+    def __init__(self, name):
+        import pyarrow
+
+        self.name = name
+        self.packed_bytes = os.path.getsize(name)
+        self.unpacked_bytes = 0
+        # It chooses the compression by the name, reads all frames of a file, and rejects a truncated one
+        self.stream = pyarrow.input_stream(name)
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        """Read into a buffer, and return the number of bytes."""
+        n_bytes = self.stream.readinto(buffer)
+        self.unpacked_bytes += n_bytes
+        most = max(MAX_UNPACKED_BYTES, MAX_RATIO * self.packed_bytes)
+        if self.unpacked_bytes > most:
+            raise UserError(f"{self.name} has {self.packed_bytes:,} bytes and unpacks to more than {most:,}: if you "
+                            "trust it, unpack it yourself, and give the unpacked file")
+        return n_bytes
+
+    def close(self):
+        """Close the file."""
+        self.stream.close()
+        super().close()
 
 
 def parquet_texts(name, field):
+    """Yield the texts of a column as bytes, which are perhaps not UTF-8. Raises UserError, and pyarrow's errors."""
     from pyarrow.parquet import ParquetFile
 
     if name == "-":
@@ -89,7 +163,8 @@ def parquet_texts(name, field):
         raise UserError(f"{name} has no text column {field!r} (text columns: {', '.join(columns) or 'none'}): "
                         "choose one with --field=NAME")
     for table in file.iter_batches(batch_size=64, columns=[field], use_threads=False):
-        yield from (text or b"" for text in table.column(0).cast("large_binary").to_pylist())  # perhaps not UTF-8
+        for text in table.column(0).cast("large_binary").to_pylist():
+            yield text or b""
 
 
 def text_chunks(file, max_document_bytes):
@@ -169,7 +244,8 @@ def messages_of(value):
     for number, message in enumerate(messages, 1):
         role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
         if role not in ROLES:
-            raise ValueError(f"message {number} has the role {role!r}: use {', '.join(ROLES)}")
+            shown = repr(role) if isinstance(role, str | int | None) else "of another type"
+            raise ValueError(f"message {number} has the role {shown}: use {', '.join(ROLES)}")
         if not isinstance(content, str) or END_OF_ANSWER in content:
             raise ValueError(f"message {number} ({role}) has no text, or U+0003 in it: correct its content")
         if role == "assistant" and not content.strip():

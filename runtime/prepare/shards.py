@@ -47,11 +47,13 @@ def layout_of(file):
     """Return (a shard's number of tokens, the byte at which they begin). Raises UserError."""
     try:
         if file.lower().endswith(".npy"):
-            array = np.lib.format.open_memmap(file, mode="r")
+            with np.errstate(over="ignore"):  # of a shape that is refused
+                array = np.lib.format.open_memmap(file, mode="r")
             if array.dtype != TOKEN or array.ndim != 1:
                 raise ValueError(f"its array is {array.dtype}{list(array.shape)}, not one row of uint16")
             return array.size, array.offset
-        header, size = np.fromfile(file, "<i4", 256).tolist(), os.path.getsize(file)
+        header = np.fromfile(file, "<i4", 256).tolist()
+        size = os.path.getsize(file)
         if len(header) < 256:
             raise ValueError(f"it has {size:,} bytes, fewer than its header")
         if header[:2] != [MAGIC, VERSION]:
@@ -59,6 +61,6 @@ def layout_of(file):
         if size != (expected := HEADER_BYTES + 2 * header[2]):
             raise ValueError(f"it has {size:,} bytes, but its {header[2]:,} tokens take {expected:,}")
         return header[2], HEADER_BYTES
-    except ValueError as error:
+    except (ValueError, TypeError, OverflowError, MemoryError, RecursionError, SyntaxError) as error:  # of NumPy
         raise UserError(f"{file} is no shard of GPT-2's tokens ({error}): download it again, prepare "
                         "texts and shards apart, or, if it is nanoGPT's, train on it as it is") from None

@@ -99,9 +99,8 @@ def write_forms(folder, texts):
     column = pyarrow.array(texts, pyarrow.large_string()).dictionary_encode()
     pyarrow.parquet.write_table(pyarrow.table({"id": range(len(texts)), "body": column}), folder / "a.parquet",
                                 row_group_size=70)
-    (folder / "sub").mkdir()
-    (folder / "elsewhere").mkdir()
-    (folder / "sub" / "deep").symlink_to("../elsewhere")
+    (folder / "sub" / ".elsewhere").mkdir(parents=True)
+    (folder / "sub" / "deep").symlink_to(".elsewhere")
     (folder / "sub" / "circle").symlink_to(".")
     pyarrow.parquet.write_table(pyarrow.table({"body": texts[100:]}), folder / "sub" / "deep" / "b.parquet")
     (folder / "sub" / "c.parquet.txt").write_text("")
