@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 import torch
-from conftest import CHARS, random_gpt2
+from conftest import CHARS, ROOT, launch, random_gpt2
 from torch.torch_version import TorchVersion
 
 from model import GPT
@@ -16,6 +16,8 @@ from runtime import weights
 from runtime.data.tokenizer import hf_tokenizer, tokenizer_file_meta, tokenizer_of
 from runtime.errors import UserError
 from runtime.export.hf import char_tokenizer
+from runtime.sample.benchmarks import read_rows
+from runtime.sample.generate import read_prompts
 from runtime.sample.source import find_model
 
 pytestmark = pytest.mark.timeout(60)  # what is refused is refused at once, and the fault is mostly a hang
@@ -237,3 +239,38 @@ def test_a_mirror_without_https_is_told(monkeypatch, capsys, address, is_told):
     wanted = (f"note: HF_ENDPOINT={address} is not https: weights from it can be changed on the way, and are not "
               "checked by a hash\n")
     assert capsys.readouterr().err == (wanted if is_told else "")
+
+
+def test_a_prompt_of_tokens_outside_the_vocabulary_is_a_sentence(folder):
+    """People add tokens to a tokenizer, and not to its model: the rest can be used."""
+    char_tokenizer(CHARS + "é").save(str(folder / "tokenizer.json"))
+    args = (f"--init_from={folder}", "--device=cpu", "--max_new_tokens=1", "--num_samples=1")
+    run = launch(ROOT / "sample.py", *args, "--start=é")
+    assert (run.returncode, run.stdout, run.stderr) == (
+        2, "", "the tokenizer made token 28, which is outside the model's vocabulary of 28: choose another prompt, or "
+               "name the right --dataset\n")
+    assert launch(ROOT / "sample.py", *args, "--start=a").returncode == 0
+
+
+@pytest.mark.parametrize("make", [make_fifo, make_link_to_zeros])
+def test_a_pipe_or_a_device_as_a_text_is_refused_but_not_that_of_the_users_shell(tmp_path, make):
+    path = tmp_path / "prompts.txt"
+    make(path)
+    words = f"{path} is a pipe or a device, not a file: replace it with a file"
+    assert sentence(read_prompts, "", str(path)) == words
+    assert sentence(read_prompts, f"FILE:{path}", None) == words
+    assert sentence(read_rows, "lambada", str(path), list, 8) == words
+    reader, writer = os.pipe()
+    os.write(writer, b"one\ntwo\n")
+    os.close(writer)
+    assert read_prompts("", f"/dev/fd/{reader}") == ["one", "two"]
+    os.close(reader)
+
+
+@pytest.mark.parametrize("line, words", [
+    ("[" * 100_000, "it is nested more than 50 deep"), ('{"text": 1' + "0" * 400 + "}", "a number of 401 digits"),
+    ('{"text": 5}', "'int' object has no attribute 'rpartition'"), ("[1]", "list indices must be integers or slices")])
+def test_a_line_of_a_benchmark_that_is_no_row_is_a_sentence(tmp_path, line, words):
+    (tmp_path / "a.jsonl").write_text(line)
+    message = sentence(read_rows, "lambada", str(tmp_path / "a.jsonl"), list, 8)
+    assert message.startswith(f"{tmp_path}/a.jsonl, line 1 can't be scored (") and words in message
