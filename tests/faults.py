@@ -120,7 +120,7 @@ FAULTS = [Fault(*row) for row in (
      "runtime/checkpoint/tags.py", "number % world_size == rank for", "number % world_size == 0 for",
      "checkpoint/test_tag_files.py::test_a_changed_file_is_found_by_one_of_the_ranks"),
     ("allow-list", "only model files are searched for names that are not allowed; optimizer files are not",
-     "runtime/checkpoint/tags.py", 'if file.endswith(".pt"):', 'if file.endswith("model_states.pt"):',
+     "runtime/checkpoint/tags.py", "    if unsafe:", '    if unsafe and file.endswith("model_states.pt"):',
      "checkpoint/test_tag_files.py::test_no_file_of_a_tag_may_name_what_is_not_allowed"),
     ("signals", "SIGHUP is never handled, so a closed terminal ends the run without a checkpoint",
      "runtime/cluster/shutdown.py", "if number != signal.SIGHUP or signal", "if number != signal.SIGHUP and signal",

@@ -903,7 +903,7 @@ def adam_with(**values):
 DAMAGES = {  # {name: (ranks, file, damage, what the sentence says)}
     "pipe": (1, MODEL, replace_by(os.mkfifo), "is a pipe or a device, not a file"),
     "device": (1, SECOND, replace_by(lambda path: path.symlink_to("/dev/zero")), "is a link, which is not followed"),
-    "folder": (1, MODEL, replace_by(os.mkdir), "is a folder, not a file"),
+    "folder": (1, MODEL, replace_by(os.mkdir), "Is a directory"),
     "no pickle": (1, MODEL, replace_by(lambda path: path.write_bytes(b"nothing")), "File is not a zip file"),
     "packed": (1, SECOND, pack, "_optim_states.pt unpacks to 67,071,189 bytes"),
     "large": (1, FIRST, lambda path: os.truncate(path, 1_000_000_001), "has 1,000,000,001 bytes, and at most"),

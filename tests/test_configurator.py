@@ -174,7 +174,11 @@ def test_config_files_are_found_here_and_then_in_the_root(tmp_path, monkeypatch)
         (folder / "config" / "both.py").write_text(f"max_iters = {n}\n")
     (root / "config" / "root.py").write_text("max_iters = 3\n")
     monkeypatch.chdir(here)
-    assert parse("config/both.py", root=root) == {"max_iters": 2}
+    told = rf"^config file config/both.py is in the working directory and in the project: write ./config/both.py or {root}"
+    with pytest.raises(UserError, match=told):
+        parse("config/both.py", root=root)
+    assert parse("./config/both.py", root=root) == {"max_iters": 2}
+    assert parse(f"{root}/config/both.py", root=root) == {"max_iters": 1}
     assert parse("config/root.py", root=root) == {"max_iters": 3}
     for wrong in ("config/rot.py", "root.py", "configs/root"):
         with pytest.raises(UserError, match=rf"^config file {wrong} does not exist: did you mean 'config/root.py'\?$"):

@@ -60,7 +60,8 @@ def test_the_whole_job(start, tmp_path):
     scripts = [str(ROOT / name).removeprefix("/") for name in ("data/prepare.py", "launch_deepspeed.py", "sample.py")]
     assert [words.pop(0) for words in (prepare, train, sample)] == scripts  # the shorter path from /
     assert prepare == ["MY_TEXT", "--name=mine", "--tokenizer=char"] and sample == ["--out_dir=out-mine"]
-    assert train[2:] == ["config/shakespeare_char_cpu.py", "--dataset=mine", "--out_dir=out-mine"]
+    config = str(ROOT / "config" / "shakespeare_char_cpu.py").removeprefix("/")
+    assert train[2:] == [config, "--dataset=mine", "--out_dir=out-mine"]
 
     with start() as again:  # a folder that the user named is not overwritten
         stdout, stderr = again.communicate(timeout=200)

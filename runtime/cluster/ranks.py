@@ -65,7 +65,7 @@ def print0(text):
     """Print on rank 0 only, above the progress bar if there is one."""
     if RANK != 0:
         return
-    text = printable(text)  # it may quote a file of others
+    text = printable(str(text))  # it may quote a file of others
     if _progress is not None:
         _progress.write(text, file=sys.stdout)
     else:
