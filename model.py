@@ -21,7 +21,14 @@ from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from runtime.hardware import attention_backends
-from runtime.weights import check_sizes, fetch_from_hub, open_weights, read_config, read_weights, weights_errors
+from runtime.weights import (
+    check_sizes,
+    fetch_from_hub,
+    open_weights,
+    read_config,
+    read_weights,
+    weights_errors,
+)
 
 LOSS_CHUNK = 4096  # rows of logits in memory at one time; 4096 x 50304 in bf16 take 412 MB
 EAGER_LOSS_CHUNK = 2048  # without torch.compile, which halves the memory per row

@@ -81,8 +81,10 @@ def encode_prompt(text):
     if not ids:
         raise UserError("the prompt is empty: give at least one character, --start=...")
     if max(ids) >= data["vocab_size"]:
-        raise UserError(f"the tokenizer made token {max(ids)}, which is outside the model's vocabulary of "
-                        f"{data['vocab_size']}: choose another prompt, or name the right --dataset")
+        raise UserError(
+            f"the tokenizer made token {max(ids)}, which is outside the model's vocabulary of "
+            f"{data['vocab_size']}: choose another prompt, or name the right --dataset"
+        )
     return ids
 
 

@@ -18,7 +18,14 @@ from torch.torch_version import TorchVersion
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from runtime.errors import UserError
-from runtime.untrusted import STRICT, check_regular, check_type, open_regular, parse_json, read_regular
+from runtime.untrusted import (
+    STRICT,
+    check_regular,
+    check_type,
+    open_regular,
+    parse_json,
+    read_regular,
+)
 
 PRETRAINED = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280),
               "gpt2-xl": (48, 25, 1600)}  # layers, heads, width
@@ -123,8 +130,10 @@ def warn_of_http():
 
     address = urllib.parse.urlsplit(ENDPOINT)
     if address.scheme == "http" and not is_loopback(address.hostname or ""):
-        print_note(f"HF_ENDPOINT={ENDPOINT} is not https: weights from it can be changed on the way, and are not "
-                   "checked by a hash")
+        print_note(
+            f"HF_ENDPOINT={ENDPOINT} is not https: weights from it can be changed on the way, and "
+            "are not checked by a hash"
+        )
 
 
 def is_loopback(host):
@@ -135,7 +144,10 @@ def is_loopback(host):
 
 
 def read_json_of_weights(path, kind: Any = dict):
-    """Return the value of a JSON file in a folder of weights. kind: see untrusted.read_json(). Raises UserError."""
+    """Return the value of a JSON file in a folder of weights. Raises UserError.
+
+    kind: see untrusted.read_json().
+    """
     with weights_errors(path):
         value = parse_json(read_regular(path))
         check_type(value, kind)
@@ -163,8 +175,11 @@ def load_untrusted(path):
     with weights_errors(path):
         size = check_regular(path, MAX_WEIGHTS_BYTES)
         if TorchVersion(torch.__version__) < SAFE_TORCH:
-            print_note(f"PyTorch {torch.__version__} may run code that is hidden in {path} (CVE-2026-24747): read only "
-                       f"files that you trust, use model.safetensors, or install PyTorch {SAFE_TORCH} or newer")
+            print_note(
+                f"PyTorch {torch.__version__} may run code that is hidden in {path} "
+                "(CVE-2026-24747): read only files that you trust, use model.safetensors, or "
+                f"install PyTorch {SAFE_TORCH} or newer"
+            )
         is_zip = zipfile.is_zipfile(path)
         if is_zip:
             check_zip(path, size)
@@ -172,7 +187,7 @@ def load_untrusted(path):
 
 
 def check_zip(path, size):
-    """Raise ValueError if the members of a zip file are larger than the file. torch.save doesn't compress."""
+    """Raise ValueError if what is in a zip file is larger than it. torch.save doesn't compress."""
     with zipfile.ZipFile(path) as archive:
         unpacked = sum(member.file_size for member in archive.infolist())
     if unpacked > size:
@@ -180,11 +195,15 @@ def check_zip(path, size):
 
 
 def load_safetensors(path):
-    """Return {name: tensor} of a safetensors file, memory-mapped. Raises any exception if it is damaged."""
+    """Return {name: tensor} of a safetensors file, memory-mapped.
+
+    Raises any exception if it is damaged.
+    """
     with open_regular(path, MAX_WEIGHTS_BYTES) as file:
         header_bytes = int.from_bytes(file.read(8), "little")
     if header_bytes > MAX_HEADER_BYTES:
-        raise ValueError(f"its header has {header_bytes:,} bytes, and at most {MAX_HEADER_BYTES:,} are plausible")
+        most = f"{MAX_HEADER_BYTES:,}"
+        raise ValueError(f"its header has {header_bytes:,} bytes, and at most {most} are plausible")
     return load_file(path)
 
 
@@ -201,21 +220,28 @@ def read_nanogpt(path):
         raise UserError(f"{path} is not a nanoGPT ckpt.pt ({type(error).__name__}: {error})") from None
     head = tensors.get("lm_head.weight")
     embedding = tensors.get("transformer.wte.weight", head)
-    if torch.is_tensor(head) and torch.is_tensor(embedding) and head.data_ptr() != embedding.data_ptr():
-        raise UserError(f"{path}: lm_head.weight is not tied to the token embedding, as GPT-2's is")
+    if torch.is_tensor(head) and torch.is_tensor(embedding):
+        if head.data_ptr() != embedding.data_ptr():
+            raise UserError(
+                f"{path}: lm_head.weight is not tied to the token embedding, as GPT-2's is")
     return config | {"gelu": "none"}, tensors
 
 
 def weight_files(source):
-    """Return the files of weights in a folder, as paths: one, or the shards that its index names. Raises UserError."""
+    """Return the paths of the weights in a folder: one, or the shards that its index names.
+
+    Raises UserError.
+    """
     for name in ("model.safetensors", "pytorch_model.bin"):
         index = Path(source, f"{name}.index.json")
         if index.exists():
             shards = read_json_of_weights(index, ShardIndex)["weight_map"].values()
             for shard in shards:
                 if os.path.basename(shard) != shard or not shard.endswith(Path(name).suffix):
-                    raise UserError(f"{index} names the file {shard!r}, which is no {Path(name).suffix} file of its "
-                                    "folder: fetch it again")
+                    raise UserError(
+                        f"{index} names the file {shard!r}, which is no {Path(name).suffix} file "
+                        "of its folder: fetch it again"
+                    )
             return [Path(source, shard) for shard in sorted(set(shards))]
         if os.path.exists(os.path.join(source, name)):
             return [Path(source, name)]
@@ -223,8 +249,10 @@ def weight_files(source):
 
 
 def check_sizes(source, config):
-    """Raise UserError if the files of weights are too small for a model of this GPTConfig, before it is allocated. No
-    file takes less than a byte per parameter."""
+    """Raise UserError if the files of weights are too small for a model of this GPTConfig.
+
+    Call it before the model is allocated. No file takes less than a byte per parameter.
+    """
     width = config.n_embd
     n_params = (config.vocab_size + config.block_size) * width + config.n_layer * 12 * width**2
     if os.path.isfile(source):
@@ -236,8 +264,11 @@ def check_sizes(source, config):
         with weights_errors(source):
             n_bytes += check_regular(file, MAX_WEIGHTS_BYTES)
     if n_params > n_bytes:
-        raise UserError(f"{source} cannot be read (its configuration has {n_params:,} parameters, and its weights have "
-                        f"{n_bytes:,} bytes): fetch it again, or choose other weights with --init_from=PATH")
+        raise UserError(
+            f"{source} cannot be read (its configuration has {n_params:,} parameters, and its "
+            f"weights have {n_bytes:,} bytes): fetch it again, or choose other weights with "
+            "--init_from=PATH"
+        )
 
 
 def open_weights(source):
@@ -255,8 +286,10 @@ def open_weights(source):
 
 @torch.no_grad()
 def read_weights(model, source, tensors):
-    """Copy the tensors of a folder or a ckpt.pt, from open_weights(), into the model. Fill the vocabulary's padding
-    with zeros. Raises UserError."""
+    """Copy the tensors of a folder or a ckpt.pt, from open_weights(), into the model.
+
+    Fill the vocabulary's padding with zeros. Raises UserError.
+    """
     params = dict(model.named_parameters())
     is_transformers = os.path.isdir(source)
     if not is_transformers:  # a modified nanoGPT may have more

@@ -16,11 +16,12 @@ TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="u
 
 
 def render(messages, template, eos_token):
-    """Return the text of a conversation, up to where the next answer begins. messages: [{"role", "content"}]. Raises
-    UserError.
+    """Return the text of a conversation, up to where the next answer begins. Raises UserError.
 
-    The template of somebody else is sandboxed by transformers, so it runs no code. But it may loop for hours, or double
-    a text until the memory is full: it is rendered in a process with limits."""
+    messages: [{"role", "content"}]. The template of somebody else is sandboxed by transformers, so
+    it runs no code. But it may loop for hours, or double a text until the memory is full: it is
+    rendered in a process with limits.
+    """
     if template == TEMPLATE:
         return render_here(messages, TEMPLATE, eos_token)[0]
     render_here([], TEMPLATE, "")  # import here what the process would import each time
@@ -28,21 +29,31 @@ def render(messages, template, eos_token):
         text = call_limited(lambda: render_here(messages, template, eos_token)[0])
         check_type(text, str)
     except ValueError as error:
-        raise UserError(f"the chat template can't be used ({error}): correct the template of these weights, or drop "
-                        "--chat") from None
+        raise UserError(
+            f"the chat template can't be used ({error}): correct the template of these weights, "
+            "or drop --chat"
+        ) from None
     return text
 
 
 def render_here(messages, template, eos_token, ask=True):
-    """Return (the text of a conversation, the (begin, end) of its answers, which only TEMPLATE marks). ask: end with
-    the header of an answer. Raises any exception if the template isn't ours."""
+    """Return (the text of a conversation, the (begin, end) of its answers).
+
+    Only TEMPLATE marks the answers. ask: end with the header of an answer. Raises any exception if
+    the template isn't ours.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     is_ours = template == TEMPLATE
     with RENDERER:
         texts, spans = render_jinja_template(
-            [messages], chat_template=template, return_assistant_tokens_mask=is_ours, add_generation_prompt=ask,
-            eos_token=eos_token, bos_token=eos_token)
+            [messages],
+            chat_template=template,
+            return_assistant_tokens_mask=is_ours,
+            add_generation_prompt=ask,
+            eos_token=eos_token,
+            bos_token=eos_token,
+        )
     return texts[0], spans[0] if is_ours else []
 
 

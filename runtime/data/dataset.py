@@ -156,12 +156,12 @@ def open_datasets(dataset, block_size):
 
 
 def open_tokens(dataset, split):
-    """Return the token ids of a Dataset's "train" or "val" as a memory-mapped array. Raises UserError."""
+    """Return the token ids of "train" or "val" as a memory-mapped array. Raises UserError."""
     return open_array(Path(dataset.folder, f"{split}.bin"), DTYPES[dataset.meta["dtype"]])
 
 
 def open_mask(dataset, split):
-    """Return the mask of a Dataset's "train" or "val" as a memory-mapped array. Raises UserError."""
+    """Return the mask of "train" or "val" as a memory-mapped array. Raises UserError."""
     return open_array(Path(dataset.folder, f"{split}_mask.bin"), np.dtype("u1"))
 
 
@@ -198,7 +198,8 @@ def read_meta(folder):
         raise UserError(f"{os.path.relpath(error.filename)} does not exist: {_how_to_fix(folder)}") from None
     except Exception as error:  # a corrupt pickle raises nearly anything
         reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{os.path.relpath(path)} can't be used ({reason}): {_how_to_fix(folder)}") from None
+        fix = _how_to_fix(folder)
+        raise UserError(f"{os.path.relpath(path)} can't be used ({reason}): {fix}") from None
     if meta["tokenizer"]["kind"] == "hf":  # a checkpoint's manifest keeps this path
         file = (folder / "tokenizer.json").absolute()
         meta["tokenizer"]["file"] = str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file)
@@ -212,7 +213,8 @@ def _meta_of_nanogpt(folder):
         pickled = read_regular(path)
     tokens = {}
     for split in SPLITS:
-        tokens[f"{split}_tokens"] = check_regular(folder / f"{split}.bin") // DTYPES["uint16"].itemsize
+        size = check_regular(folder / f"{split}.bin")
+        tokens[f"{split}_tokens"] = size // DTYPES["uint16"].itemsize
     meta = parse_meta_of_nanogpt(pickled, tokens)
     if meta is None:  # the meta.pkl is ours, and the data perhaps of conversations or in uint32
         raise FileNotFoundError(None, None, str(folder / "meta.json"))
@@ -259,7 +261,7 @@ def _problems(folder, split, meta, block_size):
 
 
 def _how_to_fix(folder):
-    """Return the command that makes the dataset of a folder. It never runs what lies in a folder of others."""
+    """Return the command that makes the dataset of a folder. It never runs code of that folder."""
     own = shlex.quote(os.path.relpath(folder / "prepare.py"))
     any_text = shlex.quote(os.path.relpath(ROOT / "data" / "prepare.py"))
     hub = shlex.quote(os.path.relpath(ROOT / "data" / "prepare_hub.py"))

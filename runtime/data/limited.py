@@ -1,4 +1,6 @@
-"""Call a function in a process of its own, with limits of time and memory, for what others have written."""
+"""Call a function in a process of its own, with limits of time and memory.
+
+Chat templates of others are rendered so."""
 
 import json
 import os
@@ -15,11 +17,13 @@ TOO_MUCH = "it takes too much time or memory"
 
 
 def call_limited(function):
-    """Return what function() returns, which must be a value of JSON. Raises ValueError, with a reason, if it fails, or
-    takes too much time or memory.
+    """Return what function() returns, which must be a value of JSON.
 
-    It runs in a fork, so it may only do what needs no other thread: plain Python, and nothing on a GPU."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # set, the library prints no warning in a fork
+    It runs in a fork, so it may only do what needs no other thread: plain Python, and nothing on a
+    GPU. Raises ValueError, with a reason, if it fails, or takes too much time or memory.
+    """
+    # If this is set, the tokenizers library prints no warning in a fork
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -40,7 +44,10 @@ def call_limited(function):
 
 
 def read_answer(reader):
-    """Return what the child has written when it ends. Raises ValueError if it takes too long or writes too much."""
+    """Return what the child has written when it ends.
+
+    Raises ValueError if it takes too long or writes too much.
+    """
     deadline = time.monotonic() + MAX_SECONDS
     answer = bytearray()
     while True:
@@ -57,7 +64,7 @@ def read_answer(reader):
 
 
 def answer_and_exit(function, writer):
-    """Run in the child: write the value or the error of function() as JSON, and exit, whatever happens."""
+    """Write the value or the error of function() as JSON, and exit, whatever happens."""
     try:
         limit_this_process()
         try:

@@ -1,4 +1,4 @@
-"""Parse a dataset's meta.json, or the meta.pkl of nanoGPT's scripts, which others may have written."""
+"""Parse a dataset's meta.json, or the meta.pkl of nanoGPT's scripts. Others may have written it."""
 
 import io
 import pickle
@@ -16,8 +16,8 @@ MAX_VOCAB = 2**24  # tokens; the largest known vocabularies have 2**18
 MAX_TOKENIZER_BYTES = 200_000_000  # of a tokenizer.json; the largest known ones have 35 MB
 MAX_TEMPLATE_CHARS = 1_000_000
 KINDS = ("gpt2", "char", "hf")
-# What pickle writes for dicts, lists, strings and numbers. Without tuples, whose hash can crash Python if they are
-# nested, and without long numbers, which can be chosen so that a dict takes hours
+# What pickle writes for dicts, lists, strings and numbers. Without tuples, whose hash can crash
+# Python if they are nested, and without long numbers, of which a dict can take hours
 PLAIN_OPCODES = {
     "PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET",
     "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "LIST", "APPEND", "APPENDS",
@@ -81,7 +81,8 @@ def check_meta(meta):
     kind = tokenizer["kind"]
     vocab_size = meta["vocab_size"]
     if meta["format"] != 1 or meta["dtype"] not in ("uint16", "uint32") or kind not in KINDS:
-        raise ValueError(f"unknown format {meta['format']}, dtype {meta['dtype']} or tokenizer {kind}")
+        raise ValueError(
+            f"unknown format {meta['format']}, dtype {meta['dtype']} or tokenizer {kind}")
     if kind == "char":
         chars = tokenizer.get("chars", "")
         if len(chars) != vocab_size:
@@ -95,12 +96,19 @@ def check_meta(meta):
 
 
 def parse_meta_of_nanogpt(pickled, tokens):
-    """Return the meta of a dataset of nanoGPT's scripts, or None if its meta.pkl says that there is a meta.json.
+    """Return the meta of nanoGPT's dataset, or None if its meta.pkl says that there is a meta.json.
 
-    pickled: the content of meta.pkl, or None if there is none. tokens: {"train_tokens", "val_tokens"}. Raises
-    ValueError, and other errors if the pickle is corrupt."""
-    meta = {"format": 1, "tokenizer": {"kind": "gpt2"}, "vocab_size": GPT2_VOCAB, "dtype": "uint16", **tokens,
-            "files": {}}
+    pickled: the content of meta.pkl, or None if there is none. tokens: {"train_tokens",
+    "val_tokens"}. Raises ValueError, and other errors if the pickle is corrupt.
+    """
+    meta = {
+        "format": 1,
+        "tokenizer": {"kind": "gpt2"},
+        "vocab_size": GPT2_VOCAB,
+        "dtype": "uint16",
+        **tokens,
+        "files": {},
+    }
     if pickled is not None:
         check_plain_pickle(pickled)
         content = PlainUnpickler(io.BytesIO(pickled)).load()
@@ -117,9 +125,11 @@ def parse_meta_of_nanogpt(pickled, tokens):
 
 
 def check_plain_pickle(content):
-    """Raise an error unless a pickle holds only what PLAIN_OPCODES write, with a memo no larger than it needs.
+    """Raise an error unless a pickle holds only PLAIN_OPCODES, with a memo no larger than needed.
 
-    The C unpickler allocates its memo up to the largest index in the file: 5 bytes can ask for 32 GB."""
+    The C unpickler allocates its memo up to the largest index in the file: 5 bytes can ask for
+    32 GB.
+    """
     for number, (opcode, argument, _) in enumerate(pickletools.genops(content)):
         if opcode.name in ("GLOBAL", "STACK_GLOBAL"):
             return  # it names code: PlainUnpickler stops there, and says which
@@ -127,11 +137,13 @@ def check_plain_pickle(content):
             raise pickle.UnpicklingError(
                 f"it holds {opcode.name}, but a meta.pkl holds only dicts, strings and numbers")
         if opcode.name in ("BINPUT", "LONG_BINPUT") and argument > number:
-            raise pickle.UnpicklingError(f"its memo has an entry {argument} after {number} operations")
+            raise pickle.UnpicklingError(
+                f"its memo has an entry {argument} after {number} operations")
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads dicts, strings and numbers only. A pickle that names code is rejected before the code is imported."""
+    """Reads dicts, strings and numbers only. Code that a pickle names is not imported."""
 
     def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it names {module}.{name}, but a meta.pkl holds only dicts, strings and numbers")
+        raise pickle.UnpicklingError(
+            f"it names {module}.{name}, but a meta.pkl holds only dicts, strings and numbers")

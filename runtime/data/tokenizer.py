@@ -86,8 +86,10 @@ def decode_hf(tokenizer, ids):
 
 @contextlib.contextmanager
 def tokenizer_errors(before, after):
-    """Turn an error of the tokenizers library into a UserError. It raises Exception itself, and where its Rust code
-    panics, what is no Exception."""
+    """Turn an error of the tokenizers library into a UserError.
+
+    It raises Exception itself, and where its Rust code panics, what is no Exception.
+    """
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit):
@@ -133,8 +135,10 @@ def tokenizer_meta(name):
 
 
 def tokenizer_file_meta(file, end_of_text=None):
-    """Return the "tokenizer" of a meta.json for a tokenizer.json; end_of_text: the id of that token, or None. Raises
-    UserError."""
+    """Return the "tokenizer" of a meta.json for a tokenizer.json. Raises UserError.
+
+    end_of_text: the id of that token, or None.
+    """
     check_regular(file, MAX_TOKENIZER_BYTES)
     return {"kind": "hf", "file": os.path.abspath(file), "end_of_text": end_of_text,
             "sha256": file_digest(file)["sha256"]}
@@ -147,8 +151,10 @@ def vocabulary_of(meta):
         raise UserError(f"the tokenizer {meta['file']} has no tokens: choose another")
     largest = max(ids.values())
     if largest >= MAX_VOCAB:
-        raise UserError(f"the tokenizer {meta['file']} has token {largest:,}, and at most {MAX_VOCAB:,} tokens are "
-                        "plausible: choose another")
+        raise UserError(
+            f"the tokenizer {meta['file']} has token {largest:,}, and at most {MAX_VOCAB:,} tokens "
+            "are plausible: choose another"
+        )
     return ids
 
 

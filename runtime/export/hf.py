@@ -12,7 +12,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from runtime.data.tokenizer import END_OF_TEXT, end_of_text, gpt2_ranks, hf_tokenizer, tokenizer_errors
+from runtime.data.tokenizer import (
+    END_OF_TEXT,
+    end_of_text,
+    gpt2_ranks,
+    hf_tokenizer,
+    tokenizer_errors,
+)
 from runtime.errors import UserError
 from runtime.lora import LORA_A, LORA_B
 from runtime.weights import CONV1D

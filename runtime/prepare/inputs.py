@@ -47,8 +47,11 @@ def find_files(paths):
 
 
 def files_below(root):
-    """Yield the files in a folder and its subfolders, without hidden ones. A folder to which several links lead is read
-    once. Raises UserError for a link that leads out of the folder, and for a pipe or a device."""
+    """Yield the files in a folder and its subfolders, without hidden ones.
+
+    A folder to which several links lead is read once. Raises UserError for a link that leads out of
+    the folder, and for a pipe or a device.
+    """
     real_root = os.path.realpath(root)
     seen = set()
     waiting = [(root, real_root)]  # folders and their real paths
@@ -74,12 +77,16 @@ def files_below(root):
 
 
 def target_inside(path, real_root):
-    """Return the real path of a link. Raises UserError if it leads out of a folder: whoever made it may not be allowed
-    to read its target."""
+    """Return the real path of a link. Raises UserError if it leads out of a folder.
+
+    Whoever made the link may not be allowed to read its target.
+    """
     target = os.path.realpath(path)
     if not Path(target).is_relative_to(real_root):
-        raise UserError(f"{path} is a link that leads out of its folder, to {target}: name {target} itself on the "
-                        "command line, and remove the link")
+        raise UserError(
+            f"{path} is a link that leads out of its folder, to {target}: name {target} itself on "
+            "the command line, and remove the link"
+        )
     return target
 
 
@@ -98,7 +105,11 @@ def read_records(name, kind, field, max_document_bytes):
             return
         if COMPRESSED.search(name) and os.path.getsize(name) <= MAX_SCANNED_BYTES:
             scan(name)
-        with sys.stdin.buffer if name == "-" else io.BufferedReader(UnpackedFile(name), BUFFER_BYTES) as file:
+        if name == "-":
+            source = sys.stdin.buffer
+        else:
+            source = io.BufferedReader(UnpackedFile(name), BUFFER_BYTES)
+        with source as file:
             if kind in ("jsonl", "chat"):
                 yield from iter(lambda: file.readline(MAX_RECORD_BYTES + 1), b"")
             else:
@@ -109,19 +120,26 @@ def read_records(name, kind, field, max_document_bytes):
         if isinstance(error, OSError) and error.errno:  # the file system's error
             raise
         reason = " ".join(str(error).split())
-        raise UserError(f"{name} is corrupt, or not what its name says ({reason}): replace it") from None
+        raise UserError(
+            f"{name} is corrupt, or not what its name says ({reason}): replace it") from None
 
 
 def scan(name):
-    """Unpack a small file once, to see early whether it is a bomb: as blank lines, 100 MB take minutes to read."""
+    """Unpack a small file once, to see early whether it is a bomb.
+
+    As blank lines, 100 MB take minutes to read.
+    """
     with UnpackedFile(name) as file:
         while file.read(BUFFER_BYTES):
             pass
 
 
 class UnpackedFile(io.RawIOBase):
-    """The content of a file, unpacked if its name ends in .gz, .zst, .bz2 or .lz4. Raises UserError if it unpacks to so
-    much that it was made to fill a disk: real text has a ratio of 3 to 20."""
+    """The content of a file, unpacked if its name ends in .gz, .zst, .bz2 or .lz4.
+
+    Raises UserError if it unpacks to so much that it was made to fill a disk: real text has a ratio
+    of 3 to 20.
+    """
 
     def __init__(self, name):
         import pyarrow
@@ -129,7 +147,7 @@ class UnpackedFile(io.RawIOBase):
         self.name = name
         self.packed_bytes = os.path.getsize(name)
         self.unpacked_bytes = 0
-        # It chooses the compression by the name, reads all frames of a file, and rejects a truncated one
+        # It chooses the compression by the name, reads all frames, and rejects a truncated one
         self.stream = pyarrow.input_stream(name)
 
     def readable(self):
@@ -141,8 +159,10 @@ class UnpackedFile(io.RawIOBase):
         self.unpacked_bytes += n_bytes
         most = max(MAX_UNPACKED_BYTES, MAX_RATIO * self.packed_bytes)
         if self.unpacked_bytes > most:
-            raise UserError(f"{self.name} has {self.packed_bytes:,} bytes and unpacks to more than {most:,}: if you "
-                            "trust it, unpack it yourself, and give the unpacked file")
+            raise UserError(
+                f"{self.name} has {self.packed_bytes:,} bytes and unpacks to more than {most:,}: "
+                "if you trust it, unpack it yourself, and give the unpacked file"
+            )
         return n_bytes
 
     def close(self):
@@ -152,7 +172,10 @@ class UnpackedFile(io.RawIOBase):
 
 
 def parquet_texts(name, field):
-    """Yield the texts of a column as bytes, which are perhaps not UTF-8. Raises UserError, and pyarrow's errors."""
+    """Yield the texts of a column as bytes, which are perhaps not UTF-8.
+
+    Raises UserError, and pyarrow's errors.
+    """
     from pyarrow.parquet import ParquetFile
 
     if name == "-":

@@ -14,6 +14,8 @@ from runtime.errors import UserError
 from runtime.files import lock_folder
 
 MAGIC, VERSION, HEADER_BYTES, TOKEN = 20240520, 1, 1024, DTYPES["uint16"]
+# What NumPy raises for the header of a damaged file
+NUMPY_ERRORS = (ValueError, TypeError, OverflowError, MemoryError, RecursionError, SyntaxError)
 SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|val)(?:id(?:ation)?)?(?![a-z])", re.I)  # of a file, or else its folder
 NUMBER_0 = re.compile(r"(?<!\d)0+\.\w+$")  # early llm.c: for validation
 
@@ -61,6 +63,6 @@ def layout_of(file):
         if size != (expected := HEADER_BYTES + 2 * header[2]):
             raise ValueError(f"it has {size:,} bytes, but its {header[2]:,} tokens take {expected:,}")
         return header[2], HEADER_BYTES
-    except (ValueError, TypeError, OverflowError, MemoryError, RecursionError, SyntaxError) as error:  # of NumPy
+    except NUMPY_ERRORS as error:
         raise UserError(f"{file} is no shard of GPT-2's tokens ({error}): download it again, prepare "
                         "texts and shards apart, or, if it is nanoGPT's, train on it as it is") from None

@@ -62,8 +62,10 @@ def template_of_weights(folder):
 
 
 def data_of_weights(source, vocab_size):
-    """Return {"tokenizer", "vocab_size"} of a name on the hub, a folder of weights or nanoGPT's ckpt.pt. Raises
-    UserError."""
+    """Return {"tokenizer", "vocab_size"} of a name on the hub, a folder of weights or a ckpt.pt.
+
+    Raises UserError.
+    """
     file = Path(source, "tokenizer.json")
     if file.exists():
         ids = vocabulary_of(tokenizer_file_meta(file))
