@@ -1,0 +1,760 @@
+"""Hostile files: one row each, with the file that it takes the place of, and what is in it.
+
+A new hostile file is one row here. test_hostile.py gives it to each reader that reads its folder
+(readers.py). A reader that can't do without the file must refuse it: exit code 2. Other readers
+work, with exit code 0. Where neither holds, `code` says what must happen, and a comment says why.
+"""
+
+import functools
+import gzip
+import io
+import json
+import os
+import pickle
+import struct
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import torch
+from conftest import Payload
+from PIL import Image
+
+from runtime.checkpoint.manifest import sign_manifest
+from runtime.files import file_digest
+
+SECRET = "~~SECRET~~"  # in the private file. No other file has a ~
+ESCAPE = "\x1b]0;title\x07\x1b[2J"  # sets a terminal's title, and clears its screen
+DEEP = "[" * 100_000 + "]" * 100_000
+NAN = float("nan")
+HUGE = 10**400  # float() fails
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLE = ("{% set ns = namespace(x='x') %}{% for i in range(50) %}{% set ns.x = ns.x + ns.x %}"
+          "{% endfor %}{{ ns.x }}")
+TEMPLATES = {
+    "a loop": LOOP,
+    "a string that doubles": DOUBLE,
+    "a long string": "{{ 'x' * 10**11 }}",
+    "a wide format": "{{ '%100000000000d' % 1 }}",
+    "a recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "a list that grows": "{% set l = [1] %}{% for i in range(99999) %}{{ l.extend(l) or '' }}"
+                         "{% endfor %}",
+    "an error with escapes": "{{ raise_exception('" + ESCAPE + "') }}",
+    "a syntax error": "{% for %}",
+    "a division by zero": "{{ 1 / 0 }}",
+    "nested brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "Python's classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+}
+
+
+class Trap:
+    """What a hostile file may set off or change: marks, which code leaves, and private files."""
+
+    def __init__(self, folder: Path):
+        self.marks = folder / "marks"
+        self.marks.mkdir(parents=True)
+        self.mark = self.marks / "mark"
+        self.home = folder / "home"
+        self.home.mkdir()
+        self.private = self.home / "private"
+        self.private.write_text(SECRET)
+        self.private_folder = self.home / "folder"
+        self.private_folder.mkdir()
+        (self.private_folder / "file").write_text(SECRET)
+        self.empty_folder = self.home / "empty"
+        self.empty_folder.mkdir()
+        self.missing = self.home / "missing"
+        self.programs = folder / "programs"
+        self.programs.mkdir()
+        ghostscript = self.programs / "gs"  # Pillow starts it for EPS
+        ghostscript.write_text(f"#!/bin/sh\nmkdir '{self.mark}'\n")
+        ghostscript.chmod(0o755)
+        self.before = self.state()
+
+    def state(self) -> dict[str, bytes | None]:
+        """Return what is in the user's folder: {path: content, or None for a folder}."""
+        found = {}
+        for path in sorted(self.home.rglob("*")):
+            found[str(path.relative_to(self.home))] = path.read_bytes() if path.is_file() else None
+        return found
+
+    def problems(self) -> list[str]:
+        """Return what the hostile file has set off or changed, as sentences."""
+        problems = []
+        if os.listdir(self.marks):
+            problems.append("its code ran")
+        if self.state() != self.before:
+            problems.append(f"the user's own files changed: {self.state()}")
+        return problems
+
+
+class HostileFile(NamedTuple):
+    path: str  # FOLDER/PATH, of the file that it takes the place of
+    what: str
+    write: Callable[[Path, Trap], None]
+    code: int | None = None  # the exit code; None: 2 where the file is read, else 0
+    readers: str = "*"  # patterns of the names of the readers that it is for, with | between them
+
+
+# What writes a file
+
+
+def write_fifo(path: Path, trap: Trap) -> None:
+    os.mkfifo(path)
+
+
+def write_folder(path: Path, trap: Trap) -> None:
+    path.mkdir()
+
+
+def write_sparse(path: Path, trap: Trap) -> None:
+    """Write a file of 200 GB that takes no room."""
+    with open(path, "wb") as file:
+        file.truncate(200 * 10**9)
+
+
+def write_zip_pickle(path: Path, trap: Trap) -> None:
+    torch.save({"module": Payload(trap.mark)}, path)
+
+
+def write_legacy_pickle(path: Path, trap: Trap) -> None:
+    torch.save({"module": Payload(trap.mark)}, path, _use_new_zipfile_serialization=False)
+
+
+def write_plain_pickle(path: Path, trap: Trap) -> None:
+    path.write_bytes(pickle.dumps({"module": Payload(trap.mark)}))
+
+
+def write_object_array(path: Path, trap: Trap) -> None:
+    with open(path, "wb") as file:
+        np.save(file, np.array([Payload(trap.mark)] * 100, object), allow_pickle=True)
+
+
+def write_module(path: Path, trap: Trap) -> None:
+    path.write_text(f"import os\nos.mkdir({str(trap.mark)!r})\n")
+
+
+def write_eps(path: Path, trap: Trap) -> None:
+    """Write an EPS file, for which Pillow starts Ghostscript."""
+    path.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\n%%EndComments\nshowpage\n")
+
+
+def write_large_picture(path: Path, trap: Trap) -> None:
+    """Write 13,000 x 13,000 pixels in a small file."""
+    Image.new("1", (13_000, 13_000)).save(path)
+
+
+def write_huge_picture(path: Path, trap: Trap) -> None:
+    """Write a header that announces 10^9 x 10^9 pixels."""
+    image = io.BytesIO()
+    Image.new("1", (8, 8)).save(image, "PNG")
+    header = bytearray(image.getvalue())
+    header[16:24] = struct.pack(">II", 10**9, 10**9)
+    path.write_bytes(header)
+
+
+def write_expanded_tensor(path: Path, trap: Trap) -> None:
+    """Write a tensor of 10^18 elements, which are the same one."""
+    torch.save({"transformer.wte.weight": torch.zeros(1, 1).expand(10**9, 10**9)}, path)
+
+
+def write_tar(path: Path, trap: Trap) -> None:
+    """Write a WebDataset with pickles, and nothing else."""
+    for other in path.parent.glob("*.parquet"):
+        other.unlink()
+    with tarfile.open(path, "w") as archive:
+        for name in ("0.pickle", "0.pkl", "0.pyd", "0.pth", "0.npy"):
+            content = pickle.dumps(Payload(trap.mark))
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+
+
+def write_modules(path: Path, trap: Trap) -> None:
+    """Write modules with the names of those that commands import."""
+    code = f"import os\nos.makedirs({str(trap.mark)!r}, exist_ok=True)\n"
+    for name in ("pip", "torch", "numpy", "json", "argparse", "deepspeed", "model", "configurator",
+                 "sitecustomize", "usercustomize", "transformers", "tiktoken", "psutil", "tqdm",
+                 "train_deepspeed", "sample", "matplotlib", "PIL", "datasets", "huggingface_hub"):
+        (path.parent / f"{name}.py").write_text(code)
+    for name in ("runtime", "data", "torch/distributed"):
+        (path.parent / name).mkdir(parents=True)
+        (path.parent / name / "__init__.py").write_text(code)
+    path.touch()
+
+
+def link(to: str) -> Callable:
+    """A link to an attribute of the Trap, such as "private", or to a path."""
+
+    def write(path: Path, trap: Trap) -> None:
+        path.symlink_to(getattr(trap, to, to))
+
+    return write
+
+
+def text(content: str | bytes) -> Callable:
+    def write(path: Path, trap: Trap) -> None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return write
+
+
+def append(line: str) -> Callable:
+    """The file as it was, and one more line."""
+
+    def write(path: Path, trap: Trap) -> None:
+        path.write_text(trap.replaced.decode() + line + "\n")
+
+    return write
+
+
+def folder_of(name: str, write_file: Callable) -> Callable:
+    """A folder with one file."""
+
+    def write(path: Path, trap: Trap) -> None:
+        path.mkdir()
+        write_file(path / name, trap)
+
+    return write
+
+
+def edit(key: str, value: Any) -> Callable:
+    """The JSON as it was, with another value of a key, such as "state.model.n_embd".
+
+    A manifest and a dataset's meta.json get their right hashes. value: a function takes the Trap.
+    """
+
+    def write(path: Path, trap: Trap) -> None:
+        content = json.loads(trap.replaced)
+        *parents, last = key.split(".")
+        place = content
+        for parent in parents:
+            place = place[parent]
+        new = value(trap) if callable(value) else value
+        place[int(last) if isinstance(place, list) else last] = new
+        path.write_text(sign(path, content))
+
+    return write
+
+
+def sign(path: Path, content: Any) -> str:
+    """Return a JSON file's text. A manifest has its own hash in it."""
+    if path.name == "manifest.json":
+        return sign_manifest(content)
+    return json.dumps(content)
+
+
+def in_tag(write_file: Callable) -> Callable:
+    """A file of a checkpoint, whose manifest then has the right size and hash."""
+
+    def write(path: Path, trap: Trap) -> None:
+        write_file(path, trap)
+        manifest_path = path.parent / "manifest.json"
+        manifest = json.loads(manifest_path.read_text())
+        manifest["files"][path.name] = file_digest(path)
+        manifest_path.write_text(sign_manifest(manifest))
+
+    return write
+
+
+def in_dataset(write_file: Callable) -> Callable:
+    """A dataset's tokenizer.json, whose hash meta.json then has."""
+
+    def write(path: Path, trap: Trap) -> None:
+        write_file(path, trap)
+        meta_path = path.parent / "meta.json"
+        meta = json.loads(meta_path.read_text())
+        meta["tokenizer"]["sha256"] = file_digest(path)["sha256"]
+        meta_path.write_text(json.dumps(meta))
+
+    return write
+
+
+def outside(trap: Trap) -> dict:
+    """Entries of a manifest for a file elsewhere, with its right hash."""
+    path = Path("/etc/hostname")
+    return {"../../../../../../../../../../etc/hostname": file_digest(path)}
+
+
+def bomb(content: bytes, times: int) -> Callable:
+    """A compressed file of so many frames, each of which holds 64 times this content of 1 MB."""
+
+    def write(path: Path, trap: Trap) -> None:
+        frame = compressed(content * 64, path.suffix)
+        with open(path, "wb") as file:
+            for _ in range(times):
+                file.write(frame)
+
+    return write
+
+
+@functools.cache
+def compressed(content: bytes, suffix: str) -> bytes:
+    if suffix == ".gz":
+        return gzip.compress(content)
+    return pyarrow.compress(content, codec="zstd", asbytes=True)
+
+
+def nested_tokenizer(key: str, value: Any) -> Callable:
+    """A tokenizer.json with another value of a key, and of its words the same."""
+    return edit(key, value)
+
+
+def safetensors(header: dict | bytes, size: int | None = None) -> Callable:
+    """A file of safetensors with this header, which announces another size of itself."""
+
+    def write(path: Path, trap: Trap) -> None:
+        content = header if isinstance(header, bytes) else json.dumps(header).encode()
+        length = len(content) if size is None else size
+        path.write_bytes(struct.pack("<Q", length) + content + bytes(64))
+
+    return write
+
+
+def parquet(columns: dict) -> Callable:
+    def write(path: Path, trap: Trap) -> None:
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+    return write
+
+
+def words(vocabulary: dict) -> dict:
+    return {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<end>"}
+
+
+def doubling(times: int) -> dict:
+    """A normalizer that makes 2^times letters of each letter o."""
+    replace = {"type": "Replace", "pattern": {"String": "o"}, "content": "oo"}
+    return {"type": "Sequence", "normalizers": [replace] * times}
+
+
+# The rows. NOT_A_FILE: what no reader may open, whatever it expects there
+
+NOT_A_FILE = [("a pipe", write_fifo), ("endless zeros", link("/dev/zero")),
+              ("a folder", write_folder)]
+PICKLES = [("a pickle in torch's zip format", write_zip_pickle),
+           ("a pickle in torch's old format", write_legacy_pickle),
+           ("a plain pickle", write_plain_pickle)]
+NOT_JSON = [("nothing", text("")), ("a list", text("[]")), ("a string", text('"text"')),
+            ("a number", text("NaN")), ("deep nesting", text(DEEP)),
+            ("a deep dict", text('{"a":' * 100_000 + "1" + "}" * 100_000)),
+            ("bytes", text(b"\xff\xfe\x00\x1b[2J")), ("200 GB", write_sparse),
+            ("a private file", link("private"))]
+
+
+def rows(path: str, contents: list, wrap: Callable = lambda write: write, **options: Any) -> list:
+    """Return a row for each of the contents, as (what, write)."""
+    return [HostileFile(path, what, wrap(write), **options) for what, write in contents]
+
+
+def edits(path: str, values: list, wrap: Callable = lambda write: write, **options: Any) -> list:
+    """Return a row for each (key, value) of a JSON file, or (key, value, what the value is)."""
+    found = []
+    for key, value, *name in values:
+        shown = name[0] if name else json.dumps(value)[:30]
+        write = wrap(edit(key, value))
+        found.append(HostileFile(path, f"{key} = {shown}", write, **options))
+    return found
+
+
+MANIFEST = "run/iter_2/manifest.json"
+MODEL = "run/iter_2/mp_rank_00_model_states.pt"
+OPTIMIZER = "run/iter_2/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+META = "letters/meta.json"
+CONFIG = "weights/config.json"
+INDEX = "weights_shards/model.safetensors.index.json"
+HISTORY = "run/history.jsonl"
+PICTURE = "pictures/train/class_00/00000.jpg"
+
+RUN = [
+    *rows(MANIFEST, NOT_A_FILE + NOT_JSON),
+    *edits(MANIFEST, [
+        ("iter_num", "2"), ("iter_num", NAN), ("iter_num", HUGE, "10^400"), ("iter_num", -1),
+        ("iter_num", [2]), ("state", []), ("state", None), ("state.model", "gpt2"),
+        ("state.model.n_embd", 10**9), ("state.model.n_embd", "32"), ("state.model.n_embd", NAN),
+        ("state.model.n_embd", HUGE, "10^400"), ("state.model.n_embd", 0),
+        ("state.model.n_layer", 10**9), ("state.model.n_head", 0),
+        ("state.model.vocab_size", 10**15), ("state.model.block_size", 10**15),
+        ("state.data", []), ("state.data.vocab_size", "28"), ("state.data.vocab_size", 10**15),
+        ("state.data.tokenizer", []), ("state.data.tokenizer.kind", ESCAPE, "escapes"),
+        ("state.data.tokenizer.kind", []), ("state.data.tokenizer.chars", 5),
+        ("state.data.tokenizer.chars", "ab"), ("state.settings", []), ("state.lora", "yes"),
+        ("state.data.tokenizer",
+         {"kind": "hf", "file": "/dev/zero", "sha256": "0" * 64, "end_of_text": 0}, "/dev/zero"),
+        ("world_size", 10**9), ("world_size", "1"), ("stage", "2"), ("stage", 3),
+        ("format", HUGE, "10^400"), ("files", []), ("files", {}),
+        ("files", outside, "another folder's file"), ("dtype", [])]),
+    *edits(MANIFEST, [("state.improved", "yes"), ("state.best_val_loss", "low"),
+                      ("state.data.datasets", [ESCAPE], "escapes"),
+                      ("state.settings.seed", ESCAPE, "escapes"),
+                      ("state.sources", 5)], readers="*resume"),
+    *edits(MANIFEST, [("state.settings.dataset", ESCAPE, "escapes")], readers="*resume", code=0),
+    # Its template is rendered in a chat alone, and others copy it
+    *edits(MANIFEST, [("state.data.template", value, what) for what, value in TEMPLATES.items()],
+           readers="chat with a run", code=2),
+    *rows(MODEL, NOT_A_FILE + [("200 GB", write_sparse), ("nothing", text("")),
+                               ("a private file", link("private"))]),
+    *rows(MODEL, PICKLES + [("an expanded tensor", write_expanded_tensor),
+                            ("noise", text(b"PK\x03\x04" + bytes(range(256))))], in_tag),
+    *rows(OPTIMIZER, PICKLES, in_tag),
+    HostileFile(OPTIMIZER, "a pipe", write_fifo),
+    # A line that isn't a record is skipped
+    *rows(HISTORY, [("a list", append("[]")), ("NaN", append('{"iter": NaN, "loss": NaN}')),
+                    ("10^400", append('{"iter": 1' + "0" * 400 + ', "loss": 1}')),
+                    ("a loss of 10^400", append('{"iter": 1, "loss": 1' + "0" * 400 + "}")),
+                    ("10^5000", append('{"iter": 1' + "0" * 5000 + ', "loss": 1}')),
+                    ("1e400", append('{"iter": 1e400, "loss": 1e400}')),
+                    ("a string", append('{"iter": "1", "loss": 1}')),
+                    ("a string as loss", append('{"iter": 1, "loss": "low"}')),
+                    ("true", append('{"iter": true, "loss": true}')),
+                    ("deep nesting", append('{"iter": 1, "loss": ' + DEEP + "}")),
+                    ("escapes", append('{"iter": "' + ESCAPE + '"}')),
+                    ("10 MB in a line", append("x" * 10**7))], readers="resume|plot", code=0),
+    *rows(HISTORY, NOT_A_FILE + [("200 GB", write_sparse), ("a private file", link("private")),
+                                 ("a missing file", link("missing"))]),
+    HostileFile("run/settings.json", "a pipe", write_fifo, readers="resume", code=2),
+    HostileFile("run/latest", "a pipe", write_fifo, readers="resume", code=2),
+    # A new file takes the place of these
+    *rows("run/settings.json", [("a private file", link("private")),
+                                ("endless zeros", link("/dev/zero"))], code=0),
+    *rows("run/latest", [("a private file", link("private")), ("escapes", text(ESCAPE)),
+                         ("another folder", text("../..")), ("200 GB", write_sparse)], code=0),
+    *rows("run/zero_to_fp32.py", [("a private file", link("private")),
+                                  ("a missing file", link("missing"))], code=0),
+    *rows("run/iter_4.saving", [("a private folder", link("private_folder")),
+                                ("a link in it", folder_of("manifest.json", link("private")))],
+          code=0),
+    *rows("run/best.saving", [("a private folder", link("private_folder"))], code=0),
+    *rows("run/iter_4.old", [("a private folder", link("private_folder"))], code=0),
+    *rows("run/best", [("a private folder", link("private_folder")), ("a pipe", write_fifo),
+                       ("a link in it", folder_of("manifest.json", link("private")))],
+          readers="*resume", code=0),
+    *rows("run/STOP", [("a private file", link("private")), ("a private folder",
+                       link("private_folder")), ("a pipe", write_fifo)], code=0),
+    HostileFile("run/.lock", "a private file", link("private"), readers="resume", code=2),
+    HostileFile("run/.lock", "a pipe", write_fifo, readers="resume", code=2),
+    *rows("run/curves.png", [("a private file", link("private")), ("a pipe", write_fifo)],
+          readers="plot", code=0),
+    *rows("run/hf-iter_2", [("a private folder", link("private_folder")),
+                            ("an empty folder", link("empty_folder")), ("a pipe", write_fifo)]),
+]
+
+OUT = [
+    *rows("out/.lock", [("a private file", link("private")), ("a missing file", link("missing")),
+                        ("a pipe", write_fifo), ("endless zeros", link("/dev/zero"))]),
+    *rows("out/history.jsonl", [("a private file", link("private")), ("a pipe", write_fifo),
+                                ("a missing file", link("missing")),
+                                ("endless zeros", link("/dev/zero"))]),
+    # A new file takes the place of these
+    *rows("out/settings.json", [("a private file", link("private"))], code=0),
+    *rows("out/latest", [("a private file", link("private"))], code=0),
+    *rows("out/zero_to_fp32.py", [("a private file", link("private")),
+                                  ("a missing file", link("missing"))], code=0),
+    *rows("out/zero_to_torch.py", [("a private file", link("private"))], code=0),
+    *rows("out/STOP", [("a private file", link("private")), ("a pipe", write_fifo)], code=0),
+    *rows("out/iter_2.saving", [("a private folder", link("private_folder")),
+                                ("a link in it", folder_of("mp_rank_00_model_states.pt",
+                                                           link("private")))], code=0),
+    *rows("out/best.saving", [("a private folder", link("private_folder"))], code=0),
+    *rows("out/iter_2.old", [("a private folder", link("private_folder"))], code=0),
+    *rows("out/train.bin", [("a private file", link("private"))], readers="prepare*", code=2),
+    *rows("out/meta.json", [("a private file", link("private"))], readers="prepare*", code=0),
+    *rows("out/tokenizer.json", [("a private file", link("private"))], readers="prepare*",
+          code=0),
+]
+
+DATASETS = [
+    *rows(META, NOT_A_FILE + NOT_JSON),
+    *edits(META, [
+        ("format", "1"), ("format", HUGE, "10^400"), ("dtype", ["uint16"]), ("dtype", ESCAPE, "escapes"),
+        ("vocab_size", "28"), ("vocab_size", NAN), ("vocab_size", 10**12),
+        ("train_tokens", HUGE, "10^400"), ("train_tokens", 1.5), ("tokenizer", []),
+        ("tokenizer.kind", []), ("tokenizer.kind", ESCAPE, "escapes"), ("tokenizer.chars", 28),
+        ("tokenizer.chars", [[i] for i in range(28)], "lists"),
+        ("tokenizer.chars", [HUGE] * 28, "10^400"), ("files", [])]),
+    *edits("chats/meta.json", [("template", 5), ("template", ["x"])]),
+    *edits("chats/meta.json", [("tokenizer.end_of_text", value) for value in
+                               ("0", 10**9, -1, [0], NAN)]),
+    *rows("letters/train.bin", NOT_A_FILE + [("200 GB", write_sparse), ("nothing", text("")),
+                                             ("a private file", link("private"))]),
+    *rows("letters/val.bin", NOT_A_FILE),
+    *rows("chats/train_mask.bin", NOT_A_FILE),
+    *rows("chats/val.bin", [("a pipe", write_fifo), ("a private file", link("private"))]),
+    # Training takes ids alone
+    *rows("words/tokenizer.json", NOT_A_FILE + [("200 GB", write_sparse)], code=0),
+    *rows("words/tokenizer.json", NOT_JSON[:7], in_dataset, code=0),
+    # Made by nanoGPT
+    *rows("nanogpt/data/meta.pkl", NOT_A_FILE + PICKLES + [
+        ("nothing", text("")), ("200 GB", write_sparse), ("a private file", link("private")),
+        ("a list", text(pickle.dumps([1]))), ("10^400", text(pickle.dumps({"vocab_size": HUGE}))),
+        ("a large vocabulary", text(pickle.dumps({"vocab_size": 10**12}))),
+        ("10^10 of a byte", text(b"\x80\x04\x8e" + struct.pack("<Q", 10**10) + b"x.")),
+        ("lists in lists", text(b"(l." + b"a" * 10 + b"(" * 10**6 + b"l" * 10**6 + b".")),
+        ("an index of 2^31", text(b"\x80\x02Nr\xff\xff\xff\x7f.")),
+        ("escapes", text(pickle.dumps({"vocab_size": ESCAPE})))]),
+    *rows("nanogpt/data/train.bin", NOT_A_FILE, readers="train*"),
+]
+
+TOKENIZERS = [
+    *rows("tokenizer/tokenizer.json", NOT_A_FILE + NOT_JSON),
+    *rows("tokenizer/tokenizer_config.json", NOT_A_FILE + NOT_JSON),
+    *edits("tokenizer/tokenizer_config.json", [("eos_token", HUGE, "10^400"), ("eos_token", []),
+                                               ("eos_token", {"content": ["x"]}),
+                                               ("eos_token", ESCAPE, "escapes")]),
+    *edits("tokenizer/tokenizer.json", [
+        ("model", []), ("model", words({}), "no words"), ("model", words({"a": -1})),
+        ("model", words({"<end>": 0, "a": 2**32 - 1}), "an id of 2^32"),
+        ("model", words({"<end>": 0, "a": 2**31}), "an id of 2^31"),
+        ("model", {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}, "a merge of nothing"),
+        ("model", {"type": "Unigram", "vocab": [], "unk_id": 5}, "an empty Unigram"),
+        ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated",
+                           "invert": False}, "half a regex"),
+        ("normalizer", doubling(40), "2^40 letters"),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "a wrong map"),
+        ("added_tokens", [{"id": 2**31, "content": ESCAPE}], "escapes")]),
+    # Truncation and padding are switched off, and Oniguruma gives up a slow regex
+    *edits("tokenizer/tokenizer.json", [
+        ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "(?:(?:\\w|\\s)+)+$X"},
+                           "behavior": "Isolated", "invert": False}, "a slow regex"),
+        ("padding", {"strategy": {"Fixed": 10**15}, "direction": "Right", "pad_id": 0,
+                     "pad_to_multiple_of": None, "pad_type_id": 0, "pad_token": "x"}, "10^15"),
+        ("truncation", {"max_length": 0, "strategy": "LongestFirst", "stride": 10**9,
+                        "direction": "Right"}, "0")], code=0),
+]
+
+WEIGHTS = [
+    *rows(CONFIG, NOT_A_FILE + NOT_JSON),
+    *edits(CONFIG, [
+        ("n_embd", 10**9), ("n_embd", "32"), ("n_embd", NAN), ("n_embd", HUGE, "10^400"),
+        ("n_embd", [32]), ("n_embd", 0), ("n_layer", 10**9), ("n_layer", "2"), ("n_head", 0),
+        ("n_head", HUGE, "10^400"), ("vocab_size", 10**12), ("vocab_size", -1),
+        ("n_positions", 10**12), ("n_positions", NAN), ("activation_function", []),
+        ("activation_function", ESCAPE, "escapes"), ("model_type", ESCAPE, "escapes")]),
+    *edits(CONFIG, [("eos_token_id", HUGE, "10^400")], readers="sample weights"),
+    # No token has this id: a text goes on
+    *edits(CONFIG, [("eos_token_id", value) for value in ([10**9], -5, "0", NAN)],
+           readers="sample weights", code=0),
+    *rows("weights/model.safetensors", NOT_A_FILE + PICKLES + [
+        ("200 GB", write_sparse), ("nothing", text("")), ("a private file", link("private")),
+        ("a header of 10^18 bytes", safetensors({}, 10**18)),
+        ("a header of lists", safetensors(DEEP.encode())),
+        ("10^18 numbers", safetensors({"transformer.wte.weight": {
+            "dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 64]}})),
+        ("offsets beyond its end", safetensors({"transformer.wte.weight": {
+            "dtype": "F32", "shape": [4, 4], "data_offsets": [10**15, 10**15 + 64]}})),
+        ("a name with escapes", safetensors({ESCAPE: {
+            "dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]}}))]),
+    *rows("weights_bin/pytorch_model.bin", NOT_A_FILE + PICKLES + [
+        ("200 GB", write_sparse), ("nothing", text("")), ("a private file", link("private")),
+        ("an expanded tensor", write_expanded_tensor)]),
+    *rows(INDEX, NOT_A_FILE + NOT_JSON),
+    *edits(INDEX, [("weight_map", []), ("weight_map", {"a": 5}), ("weight_map", {"a": ["b"]}),
+                   ("weight_map", {"a": ESCAPE}, "escapes"), ("weight_map", {}),
+                   ("weight_map", {"a": "../" * 12 + "etc/hostname"}, "another folder's file"),
+                   ("weight_map", {"a": "/dev/zero"}), ("weight_map", {"a": "\0"})]),
+    *rows("weights/tokenizer.json", NOT_A_FILE + NOT_JSON),
+    *edits("weights/tokenizer.json", [
+        ("model", words({}), "no words"), ("model.vocab.b", 2**31),
+        ("normalizer", doubling(40), "2^40 letters")], readers="sample weights"),
+    *rows("weights/tokenizer_config.json", NOT_A_FILE + NOT_JSON, readers="*weights"),
+    *edits("weights/tokenizer_config.json", [
+        ("chat_template", value, what) for what, value in TEMPLATES.items()],
+        readers="chat with weights"),
+    *edits("weights/tokenizer_config.json", [
+        ("chat_template", [5]), ("chat_template", [{"name": [], "template": 5}])],
+        readers="chat with weights"),
+    *rows("weights/chat_template.jinja", NOT_A_FILE + [
+        ("200 GB", write_sparse), ("bytes", text(b"\xff\xfe"))], readers="*weights"),
+    *rows("weights/chat_template.jinja", [(what, text(value)) for what, value in
+                                          TEMPLATES.items()], readers="chat with weights"),
+    *rows("nanogpt/ckpt.pt", NOT_A_FILE + PICKLES + [
+        ("200 GB", write_sparse), ("nothing", text("")), ("a private file", link("private"))]),
+]
+
+
+def edit_checkpoint(change: Callable) -> Callable:
+    """nanoGPT's ckpt.pt as it was, with a change."""
+
+    def write(path: Path, trap: Trap) -> None:
+        checkpoint = torch.load(io.BytesIO(trap.replaced), weights_only=True)
+        change(checkpoint)
+        torch.save(checkpoint, path)
+
+    return write
+
+
+CHECKPOINTS = rows("nanogpt/ckpt.pt", [
+    ("n_embd = 10^9", lambda c: c["model_args"].update(n_embd=10**9)),
+    ("n_embd = 10^400", lambda c: c["model_args"].update(n_embd=HUGE)),
+    ("n_layer = 10^9", lambda c: c["model_args"].update(n_layer=10**9)),
+    ("n_layer is a list", lambda c: c["model_args"].update(n_layer=[2])),
+    ("block_size = 10^12", lambda c: c["model_args"].update(block_size=10**12)),
+    ("vocab_size = NaN", lambda c: c["model_args"].update(vocab_size=NAN)),
+    ("n_head is a tensor", lambda c: c["model_args"].update(n_head=torch.ones(2))),
+    ("a number as a tensor's name", lambda c: c["model"].update({5: torch.ones(2)})),
+    ("escapes as a tensor's name", lambda c: c["model"].update({ESCAPE: torch.ones(2)})),
+    ("a string as a tensor", lambda c: c["model"].update(
+        {"transformer.ln_f.weight": "text"})),
+    ("a sparse tensor", lambda c: c["model"].update(
+        {"transformer.wte.weight": torch.sparse_coo_tensor(size=(10**9, 10**9))})),
+    ("a tensor without memory", lambda c: c["model"].update(
+        {"transformer.wte.weight": torch.empty(28, 32, device="meta")})),
+    ("a quantized tensor", lambda c: c["model"].update(
+        {"transformer.wte.weight": torch.quantize_per_tensor(torch.ones(28, 32), 1, 0,
+                                                             torch.qint8)})),
+], edit_checkpoint)
+
+TEXTS = [
+    *rows("texts/prompts.txt", NOT_A_FILE + [("200 GB", write_sparse), ("nothing", text("")),
+                                             ("bytes", text(b"\xff\x00\x1b[2J"))]),
+    *rows("texts/text.txt", NOT_A_FILE + [("200 GB", write_sparse),
+                                          ("bytes", text(b"\xff\x00\x1b[2J")),
+                                          ("escapes", text(ESCAPE))]),
+    *rows("texts/hellaswag.jsonl", NOT_A_FILE + NOT_JSON),
+    *rows("texts/hellaswag.jsonl", [
+        ("10^400", text('{"ctx": "a", "endings": ["a", "b", "c", "d"], "label": 1'
+                        + "0" * 400 + "}")),
+        ("a label of 1e400", text('{"ctx": "a", "endings": ["a", "b", "c", "d"], '
+                                  '"label": 1e400}')),
+        ("escapes", text(json.dumps({"ctx": ESCAPE, "endings": ["a"] * 4, "label": 0})))]),
+    *rows("texts/lambada.jsonl", NOT_A_FILE + NOT_JSON + [
+        ("escapes", text(json.dumps({"text": f"a {ESCAPE}"}))), ("a text of 5", text('{"text": 5}'))]),
+]
+
+PREPARED = [
+    # What isn't a regular file is skipped in a folder of texts
+    *rows("corpus/a.txt", [("a pipe", write_fifo), ("endless zeros", link("/dev/zero"))], code=0),
+    *rows("corpus/a.txt", [("a private file", link("private"))], code=0),
+    *rows("corpus/private", [("a private folder", link("private_folder"))], code=0),
+    *rows("corpus/a.txt", [("bytes", text(b"\xff\xfe\x1b[2J")), ("zeros", write_sparse)]),
+    *rows("corpus/b.jsonl", [("deep nesting", text(DEEP)), ("a list", text("[]\n")),
+                             ("NaN", text('{"text": NaN}\n')), ("zeros", write_sparse),
+                             ("10^5000", text('{"text": 1' + "0" * 5000 + "}\n")),
+                             ("escapes", text(json.dumps({ESCAPE: "text"}) + "\n"))]),
+    *rows(f"corpus/{ESCAPE}.jsonl".replace("/\x1b", "/x\x1b"), [("a name with escapes", text("[]"))]),
+    *rows("corpus/c.parquet", PICKLES + [
+        ("nothing", text("")), ("200 GB", write_sparse), ("no text", parquet({"text": [5]})),
+        ("a column with escapes", parquet({ESCAPE: ["text"]})),
+        ("a broken footer", text(b"PAR1" + b"\xff" * 100 + struct.pack("<I", 90) + b"PAR1"))]),
+    *rows("corpus/d.txt.gz", [("no gzip", text("text")), ("13 GB of zeros", bomb(bytes(10**6), 200)),
+                              ("13 GB of spaces", bomb(b" " * 10**6, 200)),
+                              ("13 GB of a letter", bomb(b"x" * 10**6, 200))]),
+    *rows("corpus/e.txt.zst", [("no zstd", text("text")),
+                               ("13 GB of zeros", bomb(bytes(10**6), 200)),
+                               ("13 GB of a letter", bomb(b"x" * 10**6, 200))]),
+    *rows("corpus/f.jsonl.gz", [("13 GB in a line", bomb(b"x" * 10**6, 200)),
+                                ("13 GB of empty lines", bomb(b"\n" * 10**6, 200))]),
+    *rows("conversations/chats.jsonl", [
+        ("deep nesting", text(DEEP)), ("numbers", text('{"messages": [1, 2]}\n')),
+        ("an escape as role", text(json.dumps({"messages": [{"role": ESCAPE, "content": "a"}]}))),
+        ("10^5000", text('{"messages": 1' + "0" * 5000 + "}\n"))]),
+    *rows("tokens/train_0.npy", PICKLES + NOT_A_FILE[2:] + [
+        ("an object array", write_object_array), ("200 GB", write_sparse), ("nothing", text("")),
+        ("a private file", link("private")),
+        ("10^18 tokens", text(b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '<u2', 'fortran_order': False,"
+                              b" 'shape': (1000000000000000000,), }".ljust(117) + b"\n")),
+        ("deep nesting", text(b"\x93NUMPY\x01\x00\x30\x75" + b"(" * 30_000))]),
+    *rows("tokens/val_0.bin", [("200 GB", write_sparse), ("nothing", text("")),
+                               ("a private file", link("private")),
+                               ("-5 tokens", text(np.array([20240520, 1, -5] + [0] * 253,
+                                                           np.int32).tobytes()))]),
+    *rows("hub/train-00000-of-00001.parquet", NOT_A_FILE[:2] + PICKLES[2:] + [
+        ("nothing", text("")), ("200 GB", write_sparse), ("numbers", parquet({"text": [5] * 2500})),
+        ("a private file", link("private")), ("a column with escapes", parquet({ESCAPE: ["a"]}))]),
+    *rows("hub/hub.py", [("code", write_module)]),
+    *rows("hub/train.tar", [("pickles", write_tar)]),
+    # A card that isn't a file is no card
+    *rows("hub/README.md", NOT_A_FILE, code=0),
+    *rows("hub/README.md", [
+        ("Python's objects", text("---\nconfigs: !!python/object/apply:os.abort []\n---\n")),
+        ("a bomb", text("---\na: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+            f"{after}: &{after} [{','.join(['*' + before] * 9)}]\n"
+            for before, after in zip("abcdefghijk", "bcdefghijkl")) + "configs: *l\n---\n")),
+        ("another folder's file", text(
+            "---\nconfigs:\n- config_name: default\n  data_files: ../../../../etc/hostname\n---\n"))]),
+]
+
+PICTURES = [
+    # A picture that can't be read ends training, and is skipped by prepare.py --from
+    *rows(PICTURE, PICKLES[2:] + [
+        ("nothing", text("")), ("EPS", write_eps), ("10^18 pixels", write_huge_picture),
+        ("zeros", write_sparse), ("a private file", link("private"))]),
+    HostileFile("pictures/train/class_00/large.png", "169 million pixels", write_large_picture),
+    *rows("pictures/train/class_00/more.jpg", [("a pipe", write_fifo),
+                                               ("endless zeros", link("/dev/zero"))]),
+    *rows(f"pictures/train/class_00/{ESCAPE}.jpg".replace("/\x1b", "/x\x1b"),
+          [("a name with escapes", text("text"))]),
+    HostileFile("pictures/train/\x1b[2J", "a class without pictures", write_folder,
+                readers="train on pictures"),
+    *rows("animals/best_model/latest", NOT_A_FILE + [
+        ("nothing", text("")), ("200 GB", write_sparse), ("a private file", link("private")),
+        ("another folder", text("../../..")), ("escapes", text(ESCAPE)), ("a NUL", text("\0"))],
+        readers="resume on pictures"),
+    *rows("animals/best_model/extra_info.json", NOT_A_FILE + NOT_JSON,
+          readers="resume on pictures"),
+    *edits("animals/best_model/extra_info.json", [
+        ("epoch", HUGE, "10^400"), ("epoch", "1"), ("epoch", -1), ("steps", NAN),
+        ("classes", [ESCAPE], "escapes"), ("saved_by", []), ("saved_by", ["1", 2, 3]),
+        ("epochs", [5]), ("best_val_acc", HUGE, "10^400"), ("time", "now"),
+        ("time", HUGE, "10^400")], readers="resume on pictures"),
+    *rows("animals/best_model/best/mp_rank_00_model_states.pt", NOT_A_FILE + PICKLES + [
+        ("200 GB", write_sparse), ("nothing", text("")), ("a private file", link("private"))],
+        readers="resume on pictures"),
+    *rows("animals/best_model/best/zero_pp_rank_0_mp_rank_00_optim_states.pt", PICKLES,
+          readers="resume on pictures"),
+    *rows("animals/.lock", [("a private file", link("private")), ("a pipe", write_fifo)],
+          readers="train in place*", code=2),
+    *rows("animals/.saving", [("a private folder", link("private_folder"))],
+          readers="train in place*", code=2),
+    # What can't be read is refused, and what is damaged is replaced
+    *rows("logs/training_history.json", NOT_A_FILE[:2] + NOT_JSON, readers="draw*"),
+    *rows("logs/training_history.json", NOT_A_FILE[:2], readers="train in place*", code=2),
+    *rows("logs/training_history.json", NOT_JSON[:7], readers="train in place*", code=0),
+    *rows("animals/best_model/extra_info.json", NOT_A_FILE[:2], readers="train in place*", code=2),
+    *rows("animals/best_model/extra_info.json", NOT_JSON[:7], readers="train in place*", code=0),
+    *rows("resnet/model.safetensors", NOT_A_FILE + PICKLES + [
+        ("200 GB", write_sparse), ("nothing", text("")),
+        ("10^18 numbers", safetensors({"classifier.1.bias": {
+            "dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 64]}}))],
+        readers="*weights"),
+    *rows("resnet/weights.pt", NOT_A_FILE + PICKLES + [
+        ("200 GB", write_sparse), ("nothing", text("")), ("an expanded tensor", write_expanded_tensor)],
+        readers="*.pt"),
+]
+
+WORKING_DIRECTORY = [
+    HostileFile("work/modules", "modules with known names", write_modules, code=0),
+    HostileFile("work/config/shakespeare_char_cpu.py", "a config", write_module,
+                readers="train a config*"),
+    HostileFile("project/data/theirs/prepare.py", "a dataset's own prepare.py", write_module,
+                code=0),
+]
+
+
+def best_with_a_space(path: Path, trap: Trap) -> None:
+    """Write a `latest` for a harmless folder "best " beside a hostile one, "best"."""
+    own = path.parent / "best"
+    own.rename(path.parent / "best ")
+    own.mkdir()
+    for file in (path.parent / "best ").iterdir():
+        write_zip_pickle(own / file.name, trap)
+    path.write_text("best ")
+
+
+def without_meta(path: Path, trap: Trap) -> None:
+    """Write a prepare.py where a dataset has no meta.json."""
+    write_module(path, trap)
+    (path.parent / "meta.json").unlink()
+
+
+SPECIAL = [
+    HostileFile("animals/best_model/latest", "best with a space", best_with_a_space,
+                readers="resume on pictures"),
+    HostileFile("project/data/theirs/prepare.py", "a prepare.py, and no meta.json", without_meta),
+]
+FILES = [*RUN, *OUT, *DATASETS, *TOKENIZERS, *WEIGHTS, *CHECKPOINTS, *TEXTS, *PREPARED, *PICTURES,
+         *WORKING_DIRECTORY, *SPECIAL]
