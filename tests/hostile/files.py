@@ -30,6 +30,7 @@ from runtime.files import file_digest
 SECRET = "~~SECRET~~"  # in the private file. No other file has a ~
 ESCAPE = "\x1b]0;title\x07\x1b[2J"  # sets a terminal's title, and clears its screen
 DEEP = "[" * 100_000 + "]" * 100_000
+HALF = "\ud800"  # half a character, which can't be encoded
 NAN = float("nan")
 HUGE = 10**400  # float() fails
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -274,6 +275,17 @@ def in_dataset(write_file: Callable) -> Callable:
     return write
 
 
+def edit_pickle(change: Callable) -> Callable:
+    """A file of torch.save() as it was, with a change."""
+
+    def write(path: Path, trap: Trap) -> None:
+        content = torch.load(io.BytesIO(trap.replaced), weights_only=False)  # our own
+        change(content)
+        torch.save(content, path)
+
+    return write
+
+
 def outside(trap: Trap) -> dict:
     """Entries of a manifest for a file elsewhere, with its right hash."""
     path = Path("/etc/hostname")
@@ -299,11 +311,6 @@ def compressed(content: bytes, suffix: str) -> bytes:
     return pyarrow.compress(content, codec="zstd", asbytes=True)
 
 
-def nested_tokenizer(key: str, value: Any) -> Callable:
-    """A tokenizer.json with another value of a key, and of its words the same."""
-    return edit(key, value)
-
-
 def safetensors(header: dict | bytes, size: int | None = None) -> Callable:
     """A file of safetensors with this header, which announces another size of itself."""
 
@@ -322,14 +329,28 @@ def parquet(columns: dict) -> Callable:
     return write
 
 
+def parquet_of(size: int, times: int) -> Callable:
+    """A small Parquet file with the same text of so many bytes in so many rows."""
+
+    def write(path: Path, trap: Trap) -> None:
+        indices = np.zeros(times, np.int32)
+        column = pyarrow.DictionaryArray.from_arrays(indices, ["ab " * (size // 3)])
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, compression="zstd")
+
+    return write
+
+
 def words(vocabulary: dict) -> dict:
     return {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<end>"}
 
 
 def doubling(times: int) -> dict:
     """A normalizer that makes 2^times letters of each letter o."""
-    replace = {"type": "Replace", "pattern": {"String": "o"}, "content": "oo"}
-    return {"type": "Sequence", "normalizers": [replace] * times}
+    return {"type": "Sequence", "normalizers": [replace("o", "oo")] * times}
+
+
+def replace(letter: str, by: str) -> dict:
+    return {"type": "Replace", "pattern": {"String": letter}, "content": by}
 
 
 # The rows. NOT_A_FILE: what no reader may open, whatever it expects there
@@ -391,7 +412,17 @@ RUN = [
     *edits(MANIFEST, [("state.improved", "yes"), ("state.best_val_loss", "low"),
                       ("state.data.datasets", [ESCAPE], "escapes"),
                       ("state.settings.seed", ESCAPE, "escapes"),
-                      ("state.sources", 5)], readers="*resume"),
+                      ("state.sources", 5), ("state.best_val_loss", NAN),
+                      ("state.wandb_id", "../../x"), ("state.grad_norms", ["x"]),
+                      ("state.iter_num", HUGE, "10^400"), ("state.iter_num", 2**61)],
+           readers="*resume"),
+    *edits(MANIFEST, [("tag", "../iter_2"), ("state.lora", {
+        "rank": 10**5, "alpha": 1.0, "dropout": 0.0, "target_modules": ["attn.c_attn"],
+        "base": None}, "a high rank"), ("state.data.tokenizer.chars", HALF * 28, "half characters"),
+        ("state.model.gelu", ESCAPE, "escapes"), ("state.model.width", 5)]),
+    # These are only printed, or not even that
+    *edits(MANIFEST, [("state.sources", [ESCAPE], "escapes"),
+                      ("versions.torch", ESCAPE, "escapes")], code=0),
     *edits(MANIFEST, [("state.settings.dataset", ESCAPE, "escapes")], readers="*resume", code=0),
     # Its template is rendered in a chat alone, and others copy it
     *edits(MANIFEST, [("state.data.template", value, what) for what, value in TEMPLATES.items()],
@@ -401,6 +432,29 @@ RUN = [
     *rows(MODEL, PICKLES + [("an expanded tensor", write_expanded_tensor),
                             ("noise", text(b"PK\x03\x04" + bytes(range(256))))], in_tag),
     *rows(OPTIMIZER, PICKLES, in_tag),
+    *rows(MODEL, [
+        ("no weights", lambda c: c.update(module={})),
+        ("a number as weights", lambda c: c.update(module=5)),
+        ("a string as a tensor", lambda c: c["module"].update({"transformer.ln_f.weight": "x"})),
+        ("a tensor without memory", lambda c: c["module"].update(
+            {"transformer.ln_f.weight": torch.empty(32, device="meta")})),
+        ("a sparse tensor", lambda c: c["module"].update(
+            {"transformer.ln_f.weight": torch.sparse_coo_tensor(size=(10**9, 10**9))})),
+        ("no shapes", lambda c: c.update(param_shapes=[])),
+        ("a large shape", lambda c: c["param_shapes"][0].update(
+            {"transformer.ln_f.weight": torch.Size([10**9, 10**9])})),
+        ("a name with escapes", lambda c: c["module"].update({ESCAPE: torch.ones(2)}))],
+        lambda change: in_tag(edit_pickle(change))),
+    *rows(OPTIMIZER, [
+        ("nothing in it", lambda c: c.clear()),
+        ("a list as state", lambda c: c.update(optimizer_state_dict=[])),
+        ("a short tensor", lambda c: c["optimizer_state_dict"].update(
+            single_partition_of_fp32_groups=[torch.ones(2)] * 2)),
+        ("a step of 10^400", lambda c: c["optimizer_state_dict"]["base_optimizer_state"]["state"][
+            0].update(step=HUGE)),
+        ("a string as step", lambda c: c["optimizer_state_dict"]["base_optimizer_state"]["state"][
+            0].update(step="x"))],
+        lambda change: in_tag(edit_pickle(change))),
     HostileFile(OPTIMIZER, "a pipe", write_fifo),
     # A line that isn't a record is skipped
     *rows(HISTORY, [("a list", append("[]")), ("NaN", append('{"iter": NaN, "loss": NaN}')),
@@ -413,14 +467,14 @@ RUN = [
                     ("true", append('{"iter": true, "loss": true}')),
                     ("deep nesting", append('{"iter": 1, "loss": ' + DEEP + "}")),
                     ("escapes", append('{"iter": "' + ESCAPE + '"}')),
-                    ("10 MB in a line", append("x" * 10**7))], readers="resume|plot", code=0),
+                    ("10 MB in a line", append("x" * 10**7))], readers="resume|plot|dry run*", code=0),
     *rows(HISTORY, NOT_A_FILE + [("200 GB", write_sparse), ("a private file", link("private")),
                                  ("a missing file", link("missing"))]),
-    HostileFile("run/settings.json", "a pipe", write_fifo, readers="resume", code=2),
+    *rows("run/settings.json", [("a pipe", write_fifo), ("endless zeros", link("/dev/zero"))],
+          readers="resume", code=2),
     HostileFile("run/latest", "a pipe", write_fifo, readers="resume", code=2),
     # A new file takes the place of these
-    *rows("run/settings.json", [("a private file", link("private")),
-                                ("endless zeros", link("/dev/zero"))], code=0),
+    *rows("run/settings.json", [("a private file", link("private"))], code=0),
     *rows("run/latest", [("a private file", link("private")), ("escapes", text(ESCAPE)),
                          ("another folder", text("../..")), ("200 GB", write_sparse)], code=0),
     *rows("run/zero_to_fp32.py", [("a private file", link("private")),
@@ -435,6 +489,18 @@ RUN = [
           readers="*resume", code=0),
     *rows("run/STOP", [("a private file", link("private")), ("a private folder",
                        link("private_folder")), ("a pipe", write_fifo)], code=0),
+    HostileFile("run/STOP", "a folder", folder_of("file", text("")), readers="resume", code=0),
+    # A damaged checkpoint is renamed, and the one before it is taken
+    *rows("run/iter_4/manifest.json", [("a dict", text("{}")), ("a private file",
+                                       link("private"))], readers="resume", code=0),
+    *rows("run/iter_99999999999999999999/manifest.json", [("a dict", text("{}"))],
+          readers="resume", code=0),
+    *rows("run/iter_4", [("a private folder", link("private_folder")), ("a pipe", write_fifo)],
+          readers="resume", code=0),
+    *rows("run/.manifest.json.01234567.tmp", [("a folder", folder_of("file", text(""))),
+                                              ("a private file", link("private"))],
+          readers="resume", code=0),
+    *rows("run/iter_4.saving", [("a pipe", write_fifo)], readers="resume", code=0),
     HostileFile("run/.lock", "a private file", link("private"), readers="resume", code=2),
     HostileFile("run/.lock", "a pipe", write_fifo, readers="resume", code=2),
     *rows("run/curves.png", [("a private file", link("private")), ("a pipe", write_fifo)],
@@ -461,6 +527,17 @@ OUT = [
                                                            link("private")))], code=0),
     *rows("out/best.saving", [("a private folder", link("private_folder"))], code=0),
     *rows("out/iter_2.old", [("a private folder", link("private_folder"))], code=0),
+    *rows("out/iter_2", [("a private folder", link("private_folder")), ("a pipe", write_fifo)],
+          readers="train into*", code=0),
+    *rows("out/best", [("a private folder", link("private_folder")), ("a pipe", write_fifo)],
+          readers="train into*", code=0),
+    *rows("out/tensorboard", [("a private folder", link("private_folder"))],
+          readers="log and trace", code=2),
+    *rows("out/profile", [("a private folder", link("private_folder"))],
+          readers="log and trace", code=2),
+    *rows("out/.train.bin.01234567.tmp", [("a folder", folder_of("file", text(""))),
+                                          ("a private file", link("private"))], code=0),
+    *rows("out/curves.png", [("a private file", link("private"))], readers="draw into*", code=0),
     *rows("out/train.bin", [("a private file", link("private"))], readers="prepare*", code=2),
     *rows("out/meta.json", [("a private file", link("private"))], readers="prepare*", code=0),
     *rows("out/tokenizer.json", [("a private file", link("private"))], readers="prepare*",
@@ -470,12 +547,15 @@ OUT = [
 DATASETS = [
     *rows(META, NOT_A_FILE + NOT_JSON),
     *edits(META, [
-        ("format", "1"), ("format", HUGE, "10^400"), ("dtype", ["uint16"]), ("dtype", ESCAPE, "escapes"),
+        ("format", "1"), ("format", HUGE, "10^400"), ("dtype", ["uint16"]),
+        ("dtype", ESCAPE, "escapes"),
         ("vocab_size", "28"), ("vocab_size", NAN), ("vocab_size", 10**12),
         ("train_tokens", HUGE, "10^400"), ("train_tokens", 1.5), ("tokenizer", []),
         ("tokenizer.kind", []), ("tokenizer.kind", ESCAPE, "escapes"), ("tokenizer.chars", 28),
         ("tokenizer.chars", [[i] for i in range(28)], "lists"),
         ("tokenizer.chars", [HUGE] * 28, "10^400"), ("files", [])]),
+    *edits(META, [("tokenizer.chars", HALF * 28, "half characters")]),
+    *edits(META, [("source.name", ESCAPE, "escapes")], code=0),  # it isn't read
     *edits("chats/meta.json", [("template", 5), ("template", ["x"])]),
     *edits("chats/meta.json", [("tokenizer.end_of_text", value) for value in
                                ("0", 10**9, -1, [0], NAN)]),
@@ -559,13 +639,16 @@ WEIGHTS = [
     *rows("weights/tokenizer.json", NOT_A_FILE + NOT_JSON),
     *edits("weights/tokenizer.json", [
         ("model", words({}), "no words"), ("model.vocab.b", 2**31),
-        ("normalizer", doubling(40), "2^40 letters")], readers="sample weights"),
+        ("normalizer", doubling(40), "2^40 letters"),
+        ("decoder", {"type": "Sequence", "decoders": [replace("a", "aa")] * 40}, "2^40 letters")],
+        readers="sample weights"),
     *rows("weights/tokenizer_config.json", NOT_A_FILE + NOT_JSON, readers="*weights"),
     *edits("weights/tokenizer_config.json", [
         ("chat_template", value, what) for what, value in TEMPLATES.items()],
         readers="chat with weights"),
     *edits("weights/tokenizer_config.json", [
-        ("chat_template", [5]), ("chat_template", [{"name": [], "template": 5}])],
+        ("chat_template", HALF, "half a character"), ("chat_template", [5]),
+        ("chat_template", [{"name": [], "template": 5}])],
         readers="chat with weights"),
     *rows("weights/chat_template.jinja", NOT_A_FILE + [
         ("200 GB", write_sparse), ("bytes", text(b"\xff\xfe"))], readers="*weights"),
@@ -574,17 +657,6 @@ WEIGHTS = [
     *rows("nanogpt/ckpt.pt", NOT_A_FILE + PICKLES + [
         ("200 GB", write_sparse), ("nothing", text("")), ("a private file", link("private"))]),
 ]
-
-
-def edit_checkpoint(change: Callable) -> Callable:
-    """nanoGPT's ckpt.pt as it was, with a change."""
-
-    def write(path: Path, trap: Trap) -> None:
-        checkpoint = torch.load(io.BytesIO(trap.replaced), weights_only=True)
-        change(checkpoint)
-        torch.save(checkpoint, path)
-
-    return write
 
 
 CHECKPOINTS = rows("nanogpt/ckpt.pt", [
@@ -606,7 +678,7 @@ CHECKPOINTS = rows("nanogpt/ckpt.pt", [
     ("a quantized tensor", lambda c: c["model"].update(
         {"transformer.wte.weight": torch.quantize_per_tensor(torch.ones(28, 32), 1, 0,
                                                              torch.qint8)})),
-], edit_checkpoint)
+], edit_pickle)
 
 TEXTS = [
     *rows("texts/prompts.txt", NOT_A_FILE + [("200 GB", write_sparse), ("nothing", text("")),
@@ -621,26 +693,38 @@ TEXTS = [
         ("a label of 1e400", text('{"ctx": "a", "endings": ["a", "b", "c", "d"], '
                                   '"label": 1e400}')),
         ("escapes", text(json.dumps({"ctx": ESCAPE, "endings": ["a"] * 4, "label": 0})))]),
+    *rows("texts/hellaswag.jsonl", [("half a character", text(json.dumps(
+        {"ctx": HALF, "endings": ["a"] * 4, "label": 0})))]),
+    *rows("texts/ds.json", NOT_A_FILE + NOT_JSON + [
+        ("10^400", text('{"train_batch_size": 1' + "0" * 400 + "}")),
+        ("10^5000", text('{"train_batch_size": 1' + "0" * 5000 + "}")),
+        ("a key with escapes", text(json.dumps({ESCAPE: 1})))]),
     *rows("texts/lambada.jsonl", NOT_A_FILE + NOT_JSON + [
-        ("escapes", text(json.dumps({"text": f"a {ESCAPE}"}))), ("a text of 5", text('{"text": 5}'))]),
+        ("half a character", text(json.dumps({"text": "a " + HALF}))),
+        ("escapes", text(json.dumps({"text": f"a {ESCAPE}"}))),
+        ("a text of 5", text('{"text": 5}'))]),
 ]
 
 PREPARED = [
     # What isn't a regular file is skipped in a folder of texts
     *rows("corpus/a.txt", [("a pipe", write_fifo), ("endless zeros", link("/dev/zero"))], code=0),
-    *rows("corpus/a.txt", [("a private file", link("private"))], code=0),
-    *rows("corpus/private", [("a private folder", link("private_folder"))], code=0),
+    *rows("corpus/a.txt", [("a private file", link("private"))]),
+    *rows("corpus/private", [("a private folder", link("private_folder"))]),
     *rows("corpus/a.txt", [("bytes", text(b"\xff\xfe\x1b[2J")), ("zeros", write_sparse)]),
     *rows("corpus/b.jsonl", [("deep nesting", text(DEEP)), ("a list", text("[]\n")),
                              ("NaN", text('{"text": NaN}\n')), ("zeros", write_sparse),
                              ("10^5000", text('{"text": 1' + "0" * 5000 + "}\n")),
+                             ("half a character", text(json.dumps({"text": HALF}) + "\n")),
                              ("escapes", text(json.dumps({ESCAPE: "text"}) + "\n"))]),
-    *rows(f"corpus/{ESCAPE}.jsonl".replace("/\x1b", "/x\x1b"), [("a name with escapes", text("[]"))]),
+    # Exact duplicates are dropped
+    HostileFile("corpus/c.parquet", "64 times 40 MB", parquet_of(40_000_000, 64), code=0),
+    HostileFile("corpus/x\x1b[2J.jsonl", "a name with escapes", text("[]")),
     *rows("corpus/c.parquet", PICKLES + [
         ("nothing", text("")), ("200 GB", write_sparse), ("no text", parquet({"text": [5]})),
         ("a column with escapes", parquet({ESCAPE: ["text"]})),
         ("a broken footer", text(b"PAR1" + b"\xff" * 100 + struct.pack("<I", 90) + b"PAR1"))]),
-    *rows("corpus/d.txt.gz", [("no gzip", text("text")), ("13 GB of zeros", bomb(bytes(10**6), 200)),
+    *rows("corpus/d.txt.gz", [("no gzip", text("text")),
+                              ("13 GB of zeros", bomb(bytes(10**6), 200)),
                               ("13 GB of spaces", bomb(b" " * 10**6, 200)),
                               ("13 GB of a letter", bomb(b"x" * 10**6, 200))]),
     *rows("corpus/e.txt.zst", [("no zstd", text("text")),
@@ -655,8 +739,8 @@ PREPARED = [
     *rows("tokens/train_0.npy", PICKLES + NOT_A_FILE[2:] + [
         ("an object array", write_object_array), ("200 GB", write_sparse), ("nothing", text("")),
         ("a private file", link("private")),
-        ("10^18 tokens", text(b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '<u2', 'fortran_order': False,"
-                              b" 'shape': (1000000000000000000,), }".ljust(117) + b"\n")),
+        ("10^18 tokens", text(b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '<u2', 'fortran_order': "
+                              b"False, 'shape': (1000000000000000000,), }".ljust(117) + b"\n")),
         ("deep nesting", text(b"\x93NUMPY\x01\x00\x30\x75" + b"(" * 30_000))]),
     *rows("tokens/val_0.bin", [("200 GB", write_sparse), ("nothing", text("")),
                                ("a private file", link("private")),
@@ -675,7 +759,8 @@ PREPARED = [
             f"{after}: &{after} [{','.join(['*' + before] * 9)}]\n"
             for before, after in zip("abcdefghijk", "bcdefghijkl")) + "configs: *l\n---\n")),
         ("another folder's file", text(
-            "---\nconfigs:\n- config_name: default\n  data_files: ../../../../etc/hostname\n---\n"))]),
+            "---\nconfigs:\n- config_name: default\n  data_files: ../../../../etc/hostname\n"
+            "---\n"))]),
 ]
 
 PICTURES = [
@@ -686,8 +771,7 @@ PICTURES = [
     HostileFile("pictures/train/class_00/large.png", "169 million pixels", write_large_picture),
     *rows("pictures/train/class_00/more.jpg", [("a pipe", write_fifo),
                                                ("endless zeros", link("/dev/zero"))]),
-    *rows(f"pictures/train/class_00/{ESCAPE}.jpg".replace("/\x1b", "/x\x1b"),
-          [("a name with escapes", text("text"))]),
+    HostileFile("pictures/train/class_00/x\x1b[2J.jpg", "a name with escapes", text("text")),
     HostileFile("pictures/train/\x1b[2J", "a class without pictures", write_folder,
                 readers="train on pictures"),
     *rows("animals/best_model/latest", NOT_A_FILE + [
@@ -703,9 +787,9 @@ PICTURES = [
         ("time", HUGE, "10^400")], readers="resume on pictures"),
     *rows("animals/best_model/best/mp_rank_00_model_states.pt", NOT_A_FILE + PICKLES + [
         ("200 GB", write_sparse), ("nothing", text("")), ("a private file", link("private"))],
-        readers="resume on pictures"),
+        readers="resume on pictures*"),
     *rows("animals/best_model/best/zero_pp_rank_0_mp_rank_00_optim_states.pt", PICKLES,
-          readers="resume on pictures"),
+          readers="resume on pictures*"),
     *rows("animals/.lock", [("a private file", link("private")), ("a pipe", write_fifo)],
           readers="train in place*", code=2),
     *rows("animals/.saving", [("a private folder", link("private_folder"))],
@@ -722,8 +806,8 @@ PICTURES = [
             "dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 64]}}))],
         readers="*weights"),
     *rows("resnet/weights.pt", NOT_A_FILE + PICKLES + [
-        ("200 GB", write_sparse), ("nothing", text("")), ("an expanded tensor", write_expanded_tensor)],
-        readers="*.pt"),
+        ("200 GB", write_sparse), ("nothing", text("")),
+        ("an expanded tensor", write_expanded_tensor)], readers="*.pt"),
 ]
 
 WORKING_DIRECTORY = [
@@ -732,6 +816,8 @@ WORKING_DIRECTORY = [
                 readers="train a config*"),
     HostileFile("project/data/theirs/prepare.py", "a dataset's own prepare.py", write_module,
                 code=0),
+    HostileFile("work/bench.json", "a private file", link("private"), readers="bench*", code=0),
+    HostileFile("work/curves.png", "a private file", link("private"), readers="draw*", code=0),
 ]
 
 

@@ -1,4 +1,4 @@
-"""The folders that the readers of readers.py read, as their owners made them: whole and harmless."""
+"""The folders that the readers of readers.py read, as their owners made them."""
 
 import json
 import os
@@ -23,7 +23,7 @@ SOURCE = {"name": "a test", "sha256": "0" * 64, "bytes": 0}
 
 
 class Places:
-    """Builds each folder once. `folder(name)` is the original, and `copy(name, to)` makes a copy."""
+    """Builds each folder once: folder(name) is the original, and copy(name, to) makes a copy."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -189,8 +189,9 @@ def build_hub(folder: Path, places: Places) -> None:
 
 
 def build_texts(folder: Path, places: Places) -> None:
-    """Prompts, and what evaluate.py scores."""
+    """Prompts, what evaluate.py scores, and a JSON for DeepSpeed."""
     folder.mkdir()
+    shutil.copy(ROOT / "ds_config_zero2.json", folder / "ds.json")
     (folder / "prompts.txt").write_text("one\ntwo\n")
     (folder / "text.txt").write_text("one\ntwo")
     endings = ["one", "two", "on", "so"]

@@ -107,7 +107,7 @@ def run_reader(reader: Reader, folders: dict, folder: Path, trap: Trap) -> Simpl
     script, *arguments = [part.format(**names) for part in reader.command.split()]
     path = ROOT / script
     if reader.plant:
-        path = planted(folder, reader.plant, path)
+        path = planted(folder, reader.plant.replace("{root!r}", repr(str(ROOT))), path)
     outputs = [folder / "stdout", folder / "stderr"]
     env = {"PATH": f"{trap.programs}:{os.environ['PATH']}", "HOME": str(folder / "home"),
            "HF_DATASETS_CACHE": str(folder / "cache"), "PYTHON": sys.executable,
