@@ -70,7 +70,7 @@ READERS = [
     Reader("resume without a search", TRAIN + "--dataset={chats} --out_dir={run} "
            "--init_from=resume --max_iters=4", "run/iter_2/*.pt", plant=NO_SEARCH),
     Reader("dry run of a resume", TRAIN + "--dataset={chats} --out_dir={run} --init_from=resume "
-           "--max_iters=4 --dry_run=True", TAG + " run/history.jsonl", "run"),
+           "--max_iters=4 --dry_run=True", TAG, "run"),
     Reader("train from a run", TRAIN + "--dataset={chats} --out_dir={new} --init_from={run}",
            TAG, "run"),
     Reader("train from weights", WITH_WEIGHTS + "--dataset={chats} --out_dir={new} "
