@@ -25,6 +25,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 MARKS = "<!-- tests/faults.py table -->", "<!-- end -->"  # in tests/README.md
 AT_ONCE = 8  # tests that share a GPU
+HOSTILE = "hostile/test_hostile.py::test_a_hostile_file_does_no_harm"
+ZIP_PICKLE = "a pickle in torch's zip format"
 
 
 class Fault(NamedTuple):
@@ -122,6 +124,22 @@ FAULTS = [Fault(*row) for row in (
     ("allow-list", "only model files are searched for names that are not allowed; optimizer files are not",
      "runtime/checkpoint/tags.py", "    if unsafe:", '    if unsafe and file.endswith("model_states.pt"):',
      "checkpoint/test_tag_files.py::test_no_file_of_a_tag_may_name_what_is_not_allowed"),
+    ("code in a checkpoint", "a file of a checkpoint is unpickled with whatever it names",
+     "runtime/checkpoint/shards.py", "mmap=True, weights_only=True", "mmap=True, weights_only=False",
+     f"{HOSTILE}[resume without a search-run/iter_2/mp_rank_00_model_states.pt-{ZIP_PICKLE}]"),
+    ("code in weights", "pytorch_model.bin and nanoGPT's ckpt.pt are unpickled with whatever they name",
+     "runtime/weights.py", "mmap=is_zip, weights_only=True", "mmap=is_zip, weights_only=False",
+     f"{HOSTILE}[train from a .bin-weights_bin/pytorch_model.bin-{ZIP_PICKLE}]"),
+    ("code in meta.pkl", "nanoGPT's meta.pkl is unpickled with whatever it names",
+     "runtime/data/meta.py", "PlainUnpickler(io.BytesIO(pickled))", "pickle.Unpickler(io.BytesIO(pickled))",
+     f"{HOSTILE}[train on nanoGPT's data-nanogpt/data/meta.pkl-a plain pickle]"),
+    ("pipes", "opening a pipe waits until somebody writes to it",
+     "runtime/untrusted.py", "    flags |= os.O_NONBLOCK  #", "    #",
+     f"{HOSTILE}[sample a run-run/iter_2/manifest.json-a pipe]"),
+    ("links", "the lock of an out_dir is written through a link",
+     "runtime/files.py", 'open_no_follow(os.path.join(folder, ".lock"), os.O_WRONLY | os.O_CREAT)',
+     'os.open(os.path.join(folder, ".lock"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)',
+     f"{HOSTILE}[train into a folder-out/.lock-a private file]"),
     ("signals", "SIGHUP is never handled, so a closed terminal ends the run without a checkpoint",
      "runtime/cluster/shutdown.py", "if number != signal.SIGHUP or signal", "if number != signal.SIGHUP and signal",
      "cluster/test_shutdown.py::test_a_signal_saves_and_ends[fork-1-SIGHUP]"),
@@ -158,6 +176,10 @@ FAULTS = [Fault(*row) for row in (
     ("GPU support", "a GPU counts as supported if PyTorch has binaries for any older one",
      "runtime/hardware.py", ' and (kind == "compute" or arch[0] == gpu[0])', "",
      "plan/test_refusals.py::test_a_card_needs_a_pytorch_that_has_its_kernels"),
+    ("animals90, code in a checkpoint", "a file of a checkpoint is unpickled with whatever it names",
+     "examples/animals90/src/resuming.py", 'map_location="cpu", weights_only=True',
+     'map_location="cpu", weights_only=False',
+     f"{HOSTILE}[resume on pictures without a search-animals/best_model/best/mp_rank_00_model_states.pt-{ZIP_PICKLE}]"),
     *((f"animals90, {subject}", description, f"examples/animals90/src/{file}.py", old, new,
        f"test_animals90.py::{test}") for subject, description, file, old, new, test in (
         ("ranks", "each rank ends with its own batch norm statistics", "train_deepspeed", 'if "running" in name)',

@@ -29,6 +29,7 @@ from runtime.files import file_digest
 
 SECRET = "~~SECRET~~"  # in the private file. No other file has a ~
 ESCAPE = "\x1b]0;title\x07\x1b[2J"  # sets a terminal's title, and clears its screen
+PADDING = torch.zeros(50_000)  # so that a file isn't refused for its size
 DEEP = "[" * 100_000 + "]" * 100_000
 HALF = "\ud800"  # half a character, which can't be encoded
 NAN = float("nan")
@@ -119,15 +120,16 @@ def write_sparse(path: Path, trap: Trap) -> None:
 
 
 def write_zip_pickle(path: Path, trap: Trap) -> None:
-    torch.save({"module": Payload(trap.mark)}, path)
+    torch.save({"module": Payload(trap.mark), "padding": PADDING}, path)
 
 
 def write_legacy_pickle(path: Path, trap: Trap) -> None:
-    torch.save({"module": Payload(trap.mark)}, path, _use_new_zipfile_serialization=False)
+    content = {"module": Payload(trap.mark), "padding": PADDING}
+    torch.save(content, path, _use_new_zipfile_serialization=False)
 
 
 def write_plain_pickle(path: Path, trap: Trap) -> None:
-    path.write_bytes(pickle.dumps({"module": Payload(trap.mark)}))
+    path.write_bytes(pickle.dumps({"module": Payload(trap.mark), "padding": bytes(200_000)}))
 
 
 def write_object_array(path: Path, trap: Trap) -> None:
@@ -731,14 +733,14 @@ PREPARED = [
         ("a column with escapes", parquet({ESCAPE: ["text"]})),
         ("a broken footer", text(b"PAR1" + b"\xff" * 100 + struct.pack("<I", 90) + b"PAR1"))]),
     *rows("corpus/d.txt.gz", [("no gzip", text("text")),
-                              ("13 GB of zeros", bomb(bytes(10**6), 200)),
-                              ("13 GB of spaces", bomb(b" " * 10**6, 200)),
-                              ("13 GB of a letter", bomb(b"x" * 10**6, 200))]),
+                              ("1.3 GB of zeros", bomb(bytes(10**6), 20)),
+                              ("1.3 GB of spaces", bomb(b" " * 10**6, 20)),
+                              ("1.3 GB of a letter", bomb(b"x" * 10**6, 20))]),
     *rows("corpus/e.txt.zst", [("no zstd", text("text")),
-                               ("13 GB of zeros", bomb(bytes(10**6), 200)),
-                               ("13 GB of a letter", bomb(b"x" * 10**6, 200))]),
-    *rows("corpus/f.jsonl.gz", [("13 GB in a line", bomb(b"x" * 10**6, 200)),
-                                ("13 GB of empty lines", bomb(b"\n" * 10**6, 200))]),
+                               ("1.3 GB of zeros", bomb(bytes(10**6), 20)),
+                               ("1.3 GB of a letter", bomb(b"x" * 10**6, 20))]),
+    *rows("corpus/f.jsonl.gz", [("1.3 GB in a line", bomb(b"x" * 10**6, 20)),
+                                ("1.3 GB of empty lines", bomb(b"\n" * 10**6, 20))]),
     *rows("conversations/chats.jsonl", [
         ("deep nesting", text(DEEP)), ("numbers", text('{"messages": [1, 2]}\n')),
         ("an escape as role", text(json.dumps({"messages": [{"role": ESCAPE, "content": "a"}]}))),
