@@ -716,9 +716,8 @@ TEXTS = [
 ]
 
 PREPARED = [
-    # What isn't a regular file is skipped in a folder of texts
-    *rows("corpus/a.txt", [("a pipe", write_fifo), ("endless zeros", link("/dev/zero"))], code=0),
-    *rows("corpus/a.txt", [("a private file", link("private"))]),
+    *rows("corpus/a.txt", [("a pipe", write_fifo), ("endless zeros", link("/dev/zero")),
+                           ("a private file", link("private"))]),
     *rows("corpus/private", [("a private folder", link("private_folder"))]),
     *rows("corpus/a.txt", [("bytes", text(b"\xff\xfe\x1b[2J")), ("zeros", write_sparse)]),
     *rows("corpus/b.jsonl", [("deep nesting", text(DEEP)), ("a list", text("[]\n")),
@@ -774,10 +773,12 @@ PICTURES = [
     # A picture that can't be read ends training, and is skipped by prepare.py --from
     *rows(PICTURE, PICKLES[2:] + [
         ("nothing", text("")), ("EPS", write_eps), ("10^18 pixels", write_huge_picture),
-        ("zeros", write_sparse), ("a private file", link("private"))]),
+        ("zeros", write_sparse)]),
+    # A link that leads out of the folder is skipped, and said
+    *rows(PICTURE, [("a private file", link("private")), ("endless zeros", link("/dev/zero"))],
+          code=0),
     HostileFile("pictures/train/class_00/large.png", "169 million pixels", write_large_picture),
-    *rows("pictures/train/class_00/more.jpg", [("a pipe", write_fifo),
-                                               ("endless zeros", link("/dev/zero"))]),
+    HostileFile("pictures/train/class_00/more.jpg", "a pipe", write_fifo),
     HostileFile("pictures/train/class_00/x\x1b[2J.jpg", "a name with escapes", text("text")),
     HostileFile("pictures/train/\x1b[2J", "a class without pictures", write_folder,
                 readers="train on pictures"),
