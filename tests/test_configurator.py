@@ -174,7 +174,7 @@ def test_config_files_are_found_here_and_then_in_the_root(tmp_path, monkeypatch)
         (folder / "config" / "both.py").write_text(f"max_iters = {n}\n")
     (root / "config" / "root.py").write_text("max_iters = 3\n")
     monkeypatch.chdir(here)
-    told = rf"^config file config/both.py is in the working directory and in the project: write ./config/both.py or {root}"
+    told = "in the working directory and in the project: write ./config/both.py"
     with pytest.raises(UserError, match=told):
         parse("config/both.py", root=root)
     assert parse("./config/both.py", root=root) == {"max_iters": 2}
