@@ -258,7 +258,7 @@ def small_manifest(iter_num, improved=False, best_val_loss=0.0, **files):
              "improved": improved, "wandb_id": None, "grad_norms": [], "grad_norm_ratios": [],
              "settings": settings, "model": model, "sources": ["scratch"], "lora": None, "data": data}
     return {"format": MANIFEST_FORMAT, "tag": f"iter_{iter_num}", "iter_num": iter_num, "world_size": 1,
-            "stage": 2, "dtype": "float32", "versions": {}, "state": state,
+            "stage": 2, "dtype": "float32", "versions": {}, "optimizer": "AdamW", "state": state,
             "files": {name: {"bytes": size, "sha256": "0" * 64} for name, size in names.items()}}
 
 

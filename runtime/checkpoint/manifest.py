@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from runtime.untrusted import STRICT, check_type, parse_json, read_regular
 
-MANIFEST_FORMAT = 3  # increase it when a key of the manifest changes
+MANIFEST_FORMAT = 4  # increase it when a key of the manifest changes
 MAX_MANIFEST_BYTES = 64_000_000  # a character dataset's vocabulary may have a million characters
 
 # The files that DeepSpeed writes into a tag. A name with a separator would lead out of it
@@ -120,6 +120,7 @@ class Manifest(TypedDict):
     stage: Annotated[int, Field(ge=0, le=3)]
     dtype: Literal["float32", "float16", "bfloat16"]
     versions: dict[str, str]
+    optimizer: str  # the name of its class
     state: State
     files: Annotated[dict[FileName, FileEntry], Field(min_length=1)]
     manifest_sha256: Hash

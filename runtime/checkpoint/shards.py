@@ -81,15 +81,16 @@ class TagReader:
             weights = {name: [w] for name, w in model["module"].items() if name != "lm_head.weight"}
             shapes = {name: w.shape for name, (w,) in weights.items()}
         self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
-        self.pieces = {"weight": weights, **{field: {} for field in MOMENTS}}  # [field][name]: a list of tensors
+        self.pieces = {"weight": weights}  # [field][name]: a list of tensors
         self.add_flat([content["optimizer_state_dict"] for content in optimizers], stage)
 
     def fields(self, name):
-        """Return what the tag has of a parameter: "weight", and "exp_avg" and "exp_avg_sq" if they were kept."""
+        """Return what the tag has of a parameter: "weight", and the optimizer's tensors of its size, such as "exp_avg"
+        and "exp_avg_sq" of AdamW."""
         return [field for field in self.pieces if name in self.pieces[field]]
 
     def get(self, name, field="weight"):
-        """Return a parameter's "weight", "exp_avg" or "exp_avg_sq" in fp32 on the CPU. It may be a view of the file."""
+        """Return one of the fields of a parameter in fp32 on the CPU. It may be a view of the file."""
         with content_errors(self.folder):
             shape = self.shapes[name]
             pieces = [piece.flatten() for piece in self.pieces[field][name]]
@@ -102,12 +103,14 @@ class TagReader:
         weights, states = (("fp32_flat_groups", "optimizer_state_dict") if stage == 3 else
                            ("single_partition_of_fp32_groups", "base_optimizer_state"))
         groups = self.model_state["param_shapes"]
-        adam = [[rank[states]["state"][i] for i in range(len(groups))] for rank in optimizers]
-        self.step, self.loss_scaler = float(adam[0][0]["step"]), optimizers[0].get("loss_scaler")
+        # [rank][group]; an optimizer without a state has no entry
+        saved = [[rank[states]["state"].get(i, {}) for i in range(len(groups))] for rank in optimizers]
+        self.loss_scaler = optimizers[0].get("loss_scaler")
+        self.read_numbers(saved[0], optimizers[0][weights])
         parts, trained = len(optimizers) if stage == 3 else 1, [name for group in groups for name in group]
-        for field in self.pieces:
+        for field in ["weight", *self.state_fields]:
             flat = [rank[weights] for rank in optimizers] if field == "weight" else [
-                [group.get(field) for group in rank] for rank in adam]  # [rank][group]; Muon has no exp_avg_sq
+                [group.get(field) for group in rank] for rank in saved]  # Muon's group has no exp_avg_sq
             pieces = defaultdict(list)
             for names, tensors in [(trained, rank) for rank in flat] if stage == 3 else zip(groups, zip(*flat)):
                 start = 0
@@ -115,7 +118,26 @@ class TagReader:
                     size = math.ceil(self.shapes[name].numel() / parts)  # with the last rank's padding
                     pieces[name].append(slice_flat(tensors, start, size))
                     start += size
-            self.pieces[field] |= pieces
+            self.pieces[field] = {**self.pieces.get(field, {}), **pieces}
+
+    def read_numbers(self, groups, weights):
+        """Tell the optimizer's numbers from its tensors, by the first rank's state of each parameter group and its flat
+        weights. Sets .state_fields, the names of the tensors, .numbers, {name: number or tensor of one} of each group,
+        and .step, that of the first group."""
+        self.state_fields = []
+        self.numbers = []
+        for state, flat in zip(groups, weights, strict=True):
+            numbers = {}
+            for key, value in state.items():
+                if torch.is_tensor(value) and value.dim() == 1 and value.numel() == flat.numel():
+                    if key not in self.state_fields:
+                        self.state_fields.append(key)
+                elif torch.is_tensor(value) and value.numel() != 1:
+                    raise CheckpointError(f"{self.folder} has the optimizer's '{key}' in an unknown shape: {OTHER_TAG}")
+                else:
+                    numbers[key] = value
+            self.numbers.append(numbers)
+        self.step = float(self.numbers[0].get("step", 0.0))
 
 
 def slice_flat(tensors, start, length):

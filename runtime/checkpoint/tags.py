@@ -255,9 +255,15 @@ def parse_run_path(path):
 
 
 def topology(engine):
-    """Return what the manifest records of the engine that saved it: ranks, ZeRO stage, precision, versions."""
-    return {"world_size": engine.world_size, "stage": engine.stage, "dtype": engine.dtype,
-            "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")}}
+    """Return what the manifest records of the engine that saved it: ranks, stage, precision, optimizer, versions."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")}
+    return {
+        "world_size": engine.world_size,
+        "stage": engine.stage,
+        "dtype": engine.dtype,
+        "optimizer": engine.optimizer,
+        "versions": versions,
+    }
 
 
 def verify_files(folder, files, rank=0, world_size=1):

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from runtime.checkpoint.shards import TagReader, content_errors
-from runtime.checkpoint.tags import topology
+from runtime.checkpoint.tags import CheckpointError, topology
 from runtime.cluster.ranks import print0, silence_stdout
 from runtime.engine import override, setup, state
+from runtime.engine.any_optimizer import optimizer_name
 from runtime.engine.launch import Launch
 
 
@@ -37,6 +38,7 @@ class Engine:
         self.deepspeed, self.module, self.device = deepspeed, deepspeed.module, deepspeed.device
         self.world_size, self.stage = deepspeed.world_size, deepspeed.zero_optimization_stage()
         self.dtype = str(deepspeed.get_data_types()[0]).removeprefix("torch.")
+        self.optimizer = optimizer_name(deepspeed.optimizer.optimizer)
         self.offloads_optimizer = deepspeed.zero_use_cpu_optimizer()
         self.fused_step = setup.replace_gradients_and_step(deepspeed, accumulate_locally, use_triton)
         self.launch = Launch(deepspeed, capture and self.fused_step is not None and self.fused_step.use_kernel)
@@ -110,6 +112,9 @@ class Engine:
                     for recorded in (manifest, topology(self)))
         if was != now:
             print0(f"re-sharding {path}: saved by {was}, now {now}")
+        if manifest["optimizer"] != self.optimizer:
+            raise CheckpointError(f"{path} was trained with the optimizer {manifest['optimizer']}, and this run has "
+                                  f"{self.optimizer}: use the same, or start a new stage with --init_from={path}")
         with content_errors(path):
             state.copy_into(self.deepspeed, TagReader(path, manifest))
         dist.barrier()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import all_gather_into_tensor_dp_groups
 
 from runtime.engine import override
+from runtime.engine.any_optimizer import is_adamw, step_by_itself
 from runtime.engine.muon import Muon, is_muon, moments_of
 from runtime.engine.offload import step_by_pytorch, step_on_host
 from runtime.engine.zero2_gradients import global_norm
@@ -62,6 +63,7 @@ class FusedStep:
         self.use_kernel, self.offloads, self.muon = use_kernel, offloads, None  # muon is created at the first step
         if offloads:  # buffers of DeepSpeed's own step, for GPT-2 XL 3.1 GB of host memory and 161 MB on the GPU
             override(optimizer, param_buffer_of_bit16_for_cpu_offload_groups=[], temp_grad_buffer_for_gpu_offload=None)
+        self.has_own_step = not is_adamw(optimizer.optimizer)
         override(optimizer, step=self.step)
 
     def step(self, closure=None):
@@ -72,8 +74,11 @@ class FusedStep:
         grad_norm_cpu = norm.to("cpu", non_blocking=True)
         self.shares = self.gradients.shares().to("cpu", non_blocking=True) if self.with_shares else None
         copied = torch.cuda.current_stream().record_event() if norm.is_cuda else None
-        for p in partitions:
-            self.update(p, norm, 1 / optimizer.loss_scale)
+        if self.has_own_step:
+            self.step_by_itself(partitions, norm)
+        else:
+            for p in partitions:
+                self.update(p, norm, 1 / optimizer.loss_scale)
         self.after_step()
         if copied:
             copied.synchronize()
@@ -81,6 +86,15 @@ class FusedStep:
         optimizer.overflow = not self.grad_norm < self.skip_above
         optimizer._update_scale(optimizer.overflow)
         optimizer._global_grad_norm = self.grad_norm if math.isfinite(self.grad_norm) else math.inf
+
+    def step_by_itself(self, partitions, norm):
+        """Step all Partitions by the optimizer's own step(), if the norm is below skip_above. Clear the gradients."""
+        if norm < self.skip_above:  # the CPU waits here
+            max_norm = self.optimizer.clip_grad or math.inf
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1) / self.optimizer.loss_scale
+            step_by_itself(self.optimizer.optimizer, partitions, scale)
+        for p in partitions:
+            p.grads.zero_()
 
     def update(self, p, norm, inverse_scale):
         """Step a Partition. norm: a scalar on the device. inverse_scale: as for the kernel."""

@@ -6,11 +6,13 @@ import warnings
 import deepspeed
 import torch
 
-from runtime.cluster.ranks import all_reduce_sum, print0, silence_stdout
+from runtime.cluster.ranks import all_exit_on, all_reduce_sum, print0, silence_stdout
+from runtime.engine.any_optimizer import check_elementwise, is_adamw, optimizer_name
 from runtime.engine.ds_config import config_fits_fast_gradients, uses_offload
 from runtime.engine.fused_adamw import Zero2Step, Zero3Step
 from runtime.engine.zero2_gradients import BucketedAllReduce, LocalAccumulation
 from runtime.engine.zero3_blocks import Zero3Blocks
+from runtime.errors import UserError
 
 
 def setup_device(execution, local_rank, ds_config, deterministic=False):
@@ -72,8 +74,13 @@ def initialize(model, optimizer, ds_config, masked=False):
     zero, size = ds_config["zero_optimization"], sum(p.numel() for p in model.parameters() if p.requires_grad)
     zero = {**zero, "reduce_bucket_size": min(size, int(zero.get("reduce_bucket_size", 5e8)))}
     config = {**ds_config, "zero_optimization": zero}
-    if type(optimizer) is torch.optim.AdamW:  # also if DeepSpeed's CPU Adam could not be built
+    if not isinstance(optimizer, deepspeed.ops.adam.DeepSpeedCPUAdam):  # it could not be built, or isn't wanted
         config["zero_force_ds_cpu_optimizer"] = False
+    if not is_adamw(optimizer):
+        with all_exit_on(UserError):
+            check_elementwise(optimizer)
+        config["zero_allow_untested_optimizer"] = True
+        print0(f"note       the optimizer {optimizer_name(optimizer)} is stepped by its own step(), not by our kernels")
     with silence_stdout():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     if hasattr(getattr(engine.optimizer, "loss_scaler", None), "raise_error_at_min_scale"):

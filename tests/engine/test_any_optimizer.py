@@ -1,0 +1,171 @@
+"""Any optimizer that works element by element: the losses of the same optimizer in plain PyTorch."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import CHARS, done, stage
+
+from model import GPT, GPTConfig
+from runtime.data.loader import locate_sequences, read_windows
+from runtime.engine.any_optimizer import check_elementwise, is_adamw, step_by_itself
+from runtime.errors import UserError
+
+STEPS = 8
+# Its learning rate is that of the script. Adam's eps keeps elements of nearly no gradient from taking full steps
+MADE = {
+    "Adam": "torch.optim.Adam(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-5)",
+    "AdamW+amsgrad": "torch.optim.AdamW(groups, lr=1e-3, eps=1e-5, amsgrad=True)",
+    "RAdam": "torch.optim.RAdam(groups, lr=1e-3, eps=1e-5)",
+    "NAdam": "torch.optim.NAdam(groups, lr=1e-3, eps=1e-5)",
+    "SGD": "torch.optim.SGD(groups, lr=1e-3, momentum=0.9)",
+    "Lion": "Lion(groups)",
+}
+LION = '''
+import torch
+class Lion(torch.optim.Optimizer):
+    """Chen et al., 2023. By hand, as a user would."""
+    def __init__(self, groups, lr=1e-3, betas=(0.9, 0.99)):
+        super().__init__(groups, dict(lr=lr, betas=betas))
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                state = self.state[p]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(p)
+                m = state["momentum"]
+                update = m * beta1 + p.grad * (1 - beta1)
+                # tanh for sign: rounding must not turn elements of no gradient into full steps
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(torch.tanh(1e3 * update), alpha=-group["lr"])
+                m.mul_(beta2).add_(p.grad, alpha=1 - beta2)
+'''
+
+
+def plant(made):
+    return f"""{LION}
+from runtime.engine import setup
+setup.adamw = lambda groups, config, **options: {made}
+"""
+
+
+def plain_losses(made, characters, clip=1.0):
+    """The losses of the same steps in plain PyTorch, on all data of a step at once."""
+    tokens = np.memmap(characters / "train.bin", np.uint16, mode="r")
+    torch.manual_seed(1337)
+    config = GPTConfig(block_size=32, vocab_size=len(CHARS), n_layer=2, n_head=2, n_embd=32)
+    model = GPT(config)
+    names = {"torch": torch, "groups": model.parameter_groups(0.1)}
+    exec(LION, names)
+    optimizer = eval(made, names)
+    losses = []
+    for it in range(STEPS):
+        ids = np.arange(8 * it, 8 * it + 8)
+        _, offsets = locate_sequences(ids, [(tokens, 1)], 32, 1337)
+        x, y = read_windows([(tokens, offset) for offset in offsets], 32, len(CHARS))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-4 + 0.5 * (1 + math.cos(math.pi * it / STEPS)) * 9e-4
+        loss = model(x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+ARGUMENTS = (f"--max_iters={STEPS}", "--eval_interval=4", "--grad_clip=1.0", "--keep_last=10")
+
+
+def per_rank(ranks, accumulation=2):
+    """8 sequences per step."""
+    return (f"--batch_size={8 // ranks // accumulation}", f"--gradient_accumulation_steps={accumulation}")
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("n", [2, 3])
+def test_losses_are_plain_pytorchs(train, characters, name, n):
+    """On 2 ranks, and from the middle on one: its state is re-sharded. AdamW's losses are others."""
+    expected = plain_losses(MADE[name], characters)
+    options = {"plant": plant(MADE[name])}
+    whole = done(train(*ARGUMENTS, *per_rank(2), stage(n), ranks=2, **options))
+    assert [*whole.losses.values()] == pytest.approx(expected, abs=2e-6)
+    assert f"the optimizer {name} is stepped by its own step()" in whole.stdout
+
+    first = ("--max_iters=4", f"--lr_decay_iters={STEPS}")
+    half = done(train(*ARGUMENTS, *per_rank(2), stage(n), *first, ranks=2, **options))
+    resumed = done(train(*ARGUMENTS, *per_rank(1), stage(5 - n), f"--lr_decay_iters={STEPS}", "--init_from=resume",
+                         out_dir=half.out_dir, **options))
+    assert [*resumed.losses.values()] == pytest.approx(expected, abs=2e-6)
+
+
+def test_an_optimizer_is_not_resumed_as_another(train):
+    run = done(train("--max_iters=2", plant=plant(MADE["Adam"])))
+    other = train("--max_iters=4", "--init_from=resume", out_dir=run.out_dir)
+    assert other.returncode == 2
+    assert "iter_2 was trained with the optimizer Adam, and this run has AdamW: use the same" in other.stderr
+
+
+@pytest.mark.parametrize(
+    "made, why",
+    [
+        ("torch.optim.Adafactor(groups)", "the optimizer Adafactor needs whole tensors"),
+        ("torch.optim.LBFGS([p for g in groups for p in g['params']])", "the optimizer LBFGS can't be stepped"),
+    ],
+)
+def test_an_optimizer_that_needs_whole_tensors_is_refused(train, made, why):
+    run = train("--max_iters=2", ranks=2, plant=plant(made))
+    assert run.returncode == 2
+    assert "Traceback" not in run.stderr
+    assert why in run.stderr
+    assert "choose one that works element by element" in run.stderr
+
+
+class Shard:
+    """What layout gives a stepper, in plain tensors."""
+
+    def __init__(self, master, grads, group):
+        self.master, self.grads, self.group = master, grads, group
+        self.half = master.detach().to(torch.bfloat16)
+
+
+def test_a_step_sees_scaled_gradients_and_rounds_the_weights():
+    weights = torch.nn.Parameter(torch.linspace(-1, 1, 9))
+    optimizer = torch.optim.SGD([weights], lr=0.5)
+    shard = Shard(weights, torch.ones(9), optimizer.param_groups[0])
+    optimizer.param_groups[0]["params"] = []  # as DeepSpeed leaves it at ZeRO-3
+    step_by_itself(optimizer, [shard], torch.tensor(0.25))
+    assert torch.equal(weights, torch.linspace(-1, 1, 9) - 0.125)
+    assert torch.equal(shard.half, weights.to(torch.bfloat16))
+    assert weights.grad is None and optimizer.param_groups[0]["params"] == []
+
+
+def test_what_is_adamw_and_what_is_not():
+    p = torch.nn.Parameter(torch.zeros(3))
+    assert is_adamw(torch.optim.AdamW([p], lr=1e-3, fused=True))
+    for other in (torch.optim.AdamW([p], amsgrad=True), torch.optim.AdamW([p], maximize=True), torch.optim.Adam([p]),
+                  type("AdamW", (torch.optim.AdamW,), {})([p])):
+        assert not is_adamw(other)
+    hooked = torch.optim.AdamW([p])
+    hooked.register_step_post_hook(lambda *_: None)
+    assert not is_adamw(hooked)
+    for usual in (torch.optim.RMSprop([p]), torch.optim.Adamax([p]), torch.optim.ASGD([p])):
+        check_elementwise(usual)
+
+    # It creates its state for the parameters that it is made with, and ZeRO's are others
+    with pytest.raises(UserError, match="the optimizer Adagrad can't be stepped on flat tensors"):
+        check_elementwise(torch.optim.Adagrad([p]))
+
+    class Normed(torch.optim.SGD):
+        """Divides each tensor's gradient by its norm."""
+
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad /= p.grad.norm()
+            return super().step(closure)
+
+    with pytest.raises(UserError, match="the optimizer Normed needs whole tensors"):
+        check_elementwise(Normed([p], lr=0.1))
