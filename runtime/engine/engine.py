@@ -14,6 +14,7 @@ from runtime.cluster.ranks import print0, silence_stdout
 from runtime.engine import override, setup, state
 from runtime.engine.any_optimizer import optimizer_name
 from runtime.engine.launch import Launch
+from runtime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -42,30 +43,34 @@ class Engine:
         self.offloads_optimizer = deepspeed.zero_use_cpu_optimizer()
         self.fused_step = setup.replace_gradients_and_step(deepspeed, accumulate_locally, use_triton)
         self.launch = Launch(deepspeed, capture and self.fused_step is not None and self.fused_step.use_kernel)
-        self.in_micro_step = False  # whether its deepspeed.step() is still to come
+        self.micro_steps = 0  # since the last optimizer step
         self.copy_weights = getattr(self.module, "copy_weights", lambda: None)  # see kernels.block.use_fused_blocks
 
     def micro_step(self, *batch):
         """Run forward and backward on (x, y), or on (x, y, weight) with the sum over targets times weight as the loss.
         Return the detached loss, which the next call may overwrite."""
-        if self.in_micro_step:
-            self.deepspeed.step()
+        if self.micro_steps:
+            self.deepspeed.step()  # of the micro-step before this one; it only counts
         else:  # the weights have changed
             self.copy_weights()
             if self.fused_step and self.stage == 3:
                 self.fused_step.gradients.gather_first()
-        self.in_micro_step = True
+        self.micro_steps += 1
         return self.launch(*batch)
 
     def step(self, skip_above=math.inf, with_shares=False):
         """Reduce and clip the gradients, step the optimizer, and return the StepResult. The step is skipped if the
         gradient norm isn't finite, or with our gradients, isn't below skip_above. with_shares: return grad_shares too,
-        if the norm is finite, at ZeRO-2 with our gradients."""
+        if the norm is finite, at ZeRO-2 with our gradients. Raises UserError if DeepSpeed would not step here."""
+        wanted = self.deepspeed.gradient_accumulation_steps()
+        if self.micro_steps != wanted:  # DeepSpeed would only count, and half of the updates would be missing
+            raise UserError(f"an optimizer step had {self.micro_steps} micro-steps, but gradient_accumulation_steps="
+                            f"{wanted}: make as many in each step of the training loop")
         if self.fused_step:
             self.fused_step.skip_above = skip_above
             self.fused_step.with_shares = with_shares and self.stage != 3
         self.deepspeed.step()  # the step of the last micro-step is the optimizer's
-        self.in_micro_step = False
+        self.micro_steps = 0
         scaler = self.deepspeed.optimizer.loss_scaler if self.dtype == "float16" else None
         norm = self.fused_step.grad_norm if self.fused_step else self.deepspeed.get_global_grad_norm()
         return StepResult(None if norm is None else float(norm), self.deepspeed.was_step_applied(),
