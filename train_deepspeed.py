@@ -101,6 +101,8 @@ compile: bool | Literal["auto"] = "auto"  # Triton kernels and torch.compile; au
 # and up, if there is a C compiler
 accumulate_locally: bool | Literal["auto"] = "auto"  # fp32 gradients on each rank, reduced once per step (ZeRO-2, 3):
 # faster, but 4 bytes per parameter; auto: if a fifth of the GPU stays free
+cuda_graph: bool | Literal["auto"] = "auto"  # replay micro-steps as a CUDA graph, where our kernels step; auto: if
+# model.py is not edited. True: also if it is; then a micro-step may not depend on the data, or on Python's choices
 fp8 = False  # FP8 matmuls in the blocks; Hopper and later
 deterministic = False  # bitwise reproducible on the same GPUs, but slower
 deepspeed_config = "ds_config_zero2.json"  # DeepSpeed's JSON: ZeRO stage, offload, bucket sizes
@@ -185,6 +187,7 @@ if plan.lora:
     lora.apply(model, plan.lora)
 model.gradient_checkpointing = gradient_checkpointing
 flops_per_iter = model.flops_per_token(block_size) * batch.tokens
+capture = setup.may_capture(model, cuda_graph, plan.ds_config, execution)  # micro-steps, as a CUDA graph
 profiler = Profiler(model, out_dir) if profile else None  # before compiling
 use_triton = setup.compile_blocks(model, execution, plan.stage, fp8)  # our Triton kernels where they fit
 
@@ -194,8 +197,7 @@ if optimizer == "muon":
 adamw = setup.adamw(groups, plan.ds_config, lr=learning_rate, betas=(beta1, beta2))
 deepspeeds_engine = setup.initialize(model, adamw, plan.ds_config, masked=bool(plan.data["template"]))
 print0(f"DeepSpeed uses {setup.describe(deepspeeds_engine, plan.ds_config, execution.dtype)}")
-engine = Engine(deepspeeds_engine, plan.accumulate_locally, use_triton,
-                capture=not plan.ds_config.get("wall_clock_breakdown"))  # its timers synchronize in every micro-step
+engine = Engine(deepspeeds_engine, plan.accumulate_locally, use_triton, capture)
 
 with all_exit_on(UserError):
     state = engine.load(store, tag) if tag else {}

@@ -52,6 +52,25 @@ def compile_blocks(model, execution, stage, fp8=False):
     return use_triton
 
 
+def may_capture(model, setting, ds_config, execution):
+    """Return whether micro-steps may be replayed as a CUDA graph, and print why not.
+
+    setting: cuda_graph. A graph repeats what Python did while it was captured. So "auto" needs a model whose micro-step
+    is the same whatever the data. Call this before compile_blocks(), which changes the model."""
+    from runtime.kernels.edits import varying_part  # here, because examples/ have models of their own
+
+    if setting is False:
+        return False
+    reason = None
+    if ds_config.get("wall_clock_breakdown"):
+        reason = 'the timers of "wall_clock_breakdown" synchronize in every micro-step'
+    elif setting == "auto" and (part := varying_part(model)):
+        reason = f"{part}, so a micro-step may depend on the data; cuda_graph=True says that it doesn't"
+    if reason and execution.compile:  # else there is no graph anyway
+        print0(f"note       no CUDA graph: {reason}")
+    return reason is None
+
+
 def adamw(groups, ds_config, **options):
     """Return AdamW for these parameter groups. options: lr and betas. With offload it is DeepSpeed's CPU Adam, which is
     compiled on first use, or PyTorch's if that fails."""

@@ -7,6 +7,8 @@ import inspect
 import operator
 import textwrap
 
+import torch
+
 import model
 
 IMPLEMENTED = {  # what block.py and decode.py replace or rely on in model.py, and its source_hash
@@ -14,6 +16,16 @@ IMPLEMENTED = {  # what block.py and decode.py replace or rely on in model.py, a
     "CausalSelfAttention.forward": "457184f8", "MLP.forward": "be29e852", "Block.__init__": "6d79025a",
     "Block.forward": "cd64f193", "Block.forward_uncached": "8a5cbe2b", "Block.attn_and_mlp": "c9e6a343",
     "LMHead.forward": "64e23d81", "GPT.__init__": "d7744ae9", "GPT.forward": "2fc0ffd3"}
+
+
+# Also part of a micro-step. A CUDA graph repeats what Python did while it was captured
+CAPTURED = {
+    "cross_entropy_with_grad": "5e210aa2",
+    "addmm_fp32": "162472f4",
+    "FusedLinearCrossEntropy.forward": "b55fd194",
+    "FusedLinearCrossEntropy.backward": "004b0df9",
+}
+CLASSES = {"QKVLinear", "CausalSelfAttention", "MLP", "Block", "LMHead", "GPT"}  # model.py's modules
 
 
 def source_hash(name):
@@ -31,3 +43,31 @@ def source_hash(name):
 def edited_functions():
     """Return the names of the functions that aren't in model.py as the kernels implement them."""
     return [name for name, known in IMPLEMENTED.items() if source_hash(name) != known]
+
+
+def varying_part(gpt: torch.nn.Module) -> str | None:
+    """Return why a micro-step of this model may differ from the one before it, or None.
+
+    In a function that somebody has edited, Python may choose by the data or by random numbers. Call
+    this before DeepSpeed or our kernels change the model.
+    """
+    edited = edited_functions()
+    for name, known in CAPTURED.items():
+        if source_hash(name) != known:
+            edited = [*edited, name]
+    if edited:
+        return f"model.py was edited ({', '.join(edited)})"
+    for name, module in gpt.named_modules():
+        kind = type(module)
+        is_ours = kind.__module__ == "runtime.lora"
+        is_ours = is_ours or (kind.__module__ == model.__name__ and kind.__name__ in CLASSES)
+        is_pytorchs = kind.__module__.startswith("torch.nn.")
+        if not is_ours and not is_pytorchs:
+            return f"{name or 'the model'} is of the class {kind.__name__}, which is not one of model.py"
+        if "forward" in vars(module):
+            return f"the forward of {name or 'the model'} was replaced"
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+        if any(getattr(hook, "__module__", None) != "runtime.lora" for hook in hooks):
+            return f"{name or 'the model'} has hooks"
+    return None

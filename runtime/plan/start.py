@@ -17,7 +17,8 @@ SHAPE = ("n_layer", "n_head", "n_embd", "bias")  # settings that pretrained weig
 NOT_COMPARED = {  # with a checkpoint's settings: they don't change the training, or are checked otherwise
     "out_dir", "init_from", "resume_tag", "overwrite", "eval_only", "dry_run", "target_gpu", "keep_last", "async_save",
     "always_save_checkpoint", "log_interval", "profile", "sample_interval", "sample_start", "sample_tokens",
-    "on_rising_norms", "wandb_log", "wandb_project", "wandb_run_name", "tensorboard_log", "batch_size", "block_size",
+    "on_rising_norms", "cuda_graph", "wandb_log", "wandb_project", "wandb_run_name", "tensorboard_log",
+    "batch_size", "block_size",
     "gradient_accumulation_steps", *SHAPE, "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"}
 
 

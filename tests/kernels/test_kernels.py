@@ -12,8 +12,9 @@ from conftest import ROOT
 pytest.importorskip("triton", reason="PyTorch for this platform comes without Triton, and the kernels are not used")
 
 from model import GPT, Decoder, GPTConfig
+from runtime import lora
 from runtime.engine.fused_adamw import Zero3Step, adamw
-from runtime.engine.setup import compile_blocks
+from runtime.engine.setup import compile_blocks, may_capture
 from runtime.hardware import Execution
 from runtime.kernels import block, decode, edits, fp8
 from runtime.kernels.decode import decode_step, decode_step_for
@@ -256,3 +257,41 @@ def test_half_of_a_symmetric_product_is_the_whole(shape):
     assert torch.allclose(symmetric_product(x.mT, x.mT), x.mT @ x, atol=1e-4)
     assert torch.allclose(symmetric_product(whole, whole @ whole, 0.5, -2.0),
                           0.5 * whole @ whole @ whole - 2 * whole, rtol=1e-4, atol=1)
+
+
+def test_a_cuda_graph_needs_a_model_whose_micro_steps_are_all_the_same(capsys):
+    """Stochastic depth in Python would skip the same block for ever."""
+    config = GPTConfig(**SHAPE)
+    assert edits.varying_part(GPT(config)) is None
+    with_lora = GPT(config)
+    lora.apply(with_lora, {"rank": 2, "alpha": 2.0, "dropout": 0.1, "target_modules": ["attn.c_attn"]})
+    assert edits.varying_part(with_lora) is None
+
+    class Skipping(GPT):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    class OtherMLP(torch.nn.Linear):
+        pass
+
+    models = {name: GPT(config) for name in ("subclass", "module", "function", "hook")}
+    models["subclass"] = Skipping(config)
+    models["module"].transformer.h[0].mlp = OtherMLP(48, 48)
+    models["function"].transformer.h[1].forward = lambda x: x
+    models["hook"].transformer.h[1].attn.register_forward_hook(lambda *_: None)
+    reasons = {name: edits.varying_part(model) for name, model in models.items()}
+    assert reasons == {
+        "subclass": "the model is of the class Skipping, which is not one of model.py",
+        "module": "transformer.h.0.mlp is of the class OtherMLP, which is not one of model.py",
+        "function": "the forward of transformer.h.1 was replaced",
+        "hook": "transformer.h.1.attn has hooks",
+    }
+
+    execution = Execution("cuda", "bfloat16", True, 0)
+    assert not may_capture(models["hook"], "auto", {}, execution)
+    told = "note       no CUDA graph: transformer.h.1.attn has hooks, so a micro-step may depend on the data; "
+    assert capsys.readouterr().out == f"{told}cuda_graph=True says that it doesn't\n"
+    assert may_capture(models["hook"], True, {}, execution)
+    assert not may_capture(GPT(config), False, {}, execution)
+    assert not may_capture(GPT(config), True, {"wall_clock_breakdown": True}, execution)
+    assert may_capture(GPT(config), "auto", {}, execution)
