@@ -259,6 +259,17 @@ class GPT(nn.Module):
         groups = {"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}
         return [group for group in groups if group["params"]]
 
+    def muon_matrices(self):
+        """Return the matrices that Muon trains, [(parameter, parts)] of each block. parts: how many matrices lie one
+        below the other in it, such as 3 for queries, keys and values. AdamW trains all other parameters.
+
+        These are the linear layers of the blocks. Leave out what isn't one, such as the router of experts."""
+        matrices = []
+        for block in self.transformer.h:
+            linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
+            matrices.append([(linear.weight, 3 if isinstance(linear, QKVLinear) else 1) for linear in linears])
+        return matrices
+
     def compile_blocks(self, **options):
         """Compile each block without a cache, and the loss. options: torch.compile's. All blocks share one graph: GPT-2
         XL's takes 11 s, the whole model's 52 s (H200). Hooks stay outside compiled code, which ZeRO-3 needs."""

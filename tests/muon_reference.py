@@ -23,10 +23,13 @@ class PlainMuon:
     """torch.optim.Muon for the matrices of a GPT's blocks, with q, k and v apart, and AdamW for the rest. The caller
     sets the learning rate of each group, that of Muon's at lr_ratio times the others'."""
 
-    def __init__(self, model, decay, lr_ratio, **adam):
-        matrices = [p for block in model.transformer.h for p in block.parameters() if p.dim() == 2]
-        self.parts = {p: [torch.nn.Parameter(part) for part in p.data.chunk(3 if p.size(0) == 3 * p.size(1) else 1)]
-                      for p in matrices}  # in the same memory
+    def __init__(self, model, decay, lr_ratio, parts=None, **adam):
+        """parts: {name of a matrix: how many matrices lie one below the other in it}; None: those of GPT-2."""
+        named = dict(model.named_parameters())
+        if parts is None:
+            parts = {name: 3 if "c_attn" in name else 1 for name, p in named.items() if ".h." in name and p.dim() == 2}
+        self.parts = {named[name]: [torch.nn.Parameter(part) for part in named[name].data.chunk(n)]
+                      for name, n in parts.items()}  # in the same memory
         group = {"params": sum(self.parts.values(), []), "lr_ratio": lr_ratio}
         others = [{**group, "params": [p for p in group["params"] if p not in self.parts]}
                   for group in model.parameter_groups(decay)]

@@ -104,7 +104,9 @@ class FusedStep:
         # DeepSpeed's CPU Adam begins with a number
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=p.master.device)
         if is_muon(p.group):
-            self.muon = self.muon or Muon(p.places, p.grads.numel(), self.optimizer.dp_process_group, self.use_kernel)
+            if self.muon is None:
+                group = self.optimizer.dp_process_group
+                self.muon = Muon(p.places, p.group["parts"], p.grads.numel(), group, self.use_kernel)
             self.muon.step(p, state["exp_avg"], norm, inverse_scale, max_norm, self.skip_above)
         elif self.use_kernel and not self.offloads:
             n, lr, (beta1, beta2) = p.grads.numel(), float(p.group["lr"]), p.group["betas"]

@@ -19,20 +19,33 @@ MAX_BATCH = 2**28  # elements: what one batch of matrices takes in memory for a 
 
 
 def split_matrices(groups, model, lr_ratio, world_size):
-    """Return parameter groups with a new one for Muon, of the matrices in the model's blocks. Its learning rate is
-    `lr_ratio` times that of the others. Each rank's share of the blocks is sorted by shape."""
-    blocks, (decayed, *_) = model.transformer.h, groups
-    borders = [rank * len(blocks) // world_size for rank in range(world_size + 1)]
-    of_blocks = [[p for p in block.parameters() if p.dim() == 2] for block in blocks]
-    matrices = [p for start, end in itertools.pairwise(borders) for same in zip(*of_blocks[start:end]) for p in same]
-    ids = set(map(id, matrices))
-    others = [{**group, "params": [p for p in group["params"] if id(p) not in ids]} for group in groups]
-    return [*others, {**decayed, "params": matrices, "lr_ratio": lr_ratio}]
+    """Return parameter groups with a new one for Muon, of GPT.muon_matrices(). Its learning rate is `lr_ratio` times
+    that of the others, and its "parts" are those of its "params".
+
+    The matrices are the same for any number of ranks. Each rank gets whole blocks if it can. Within its share, the
+    matrices of one place in a block follow each other, so that they make up a batch of a GEMM."""
+    of_blocks = model.muon_matrices()
+    n_blocks = len(of_blocks)
+    parts_of = {}  # {parameter: parts}, in the order of the group. Blocks may share a parameter
+    for rank in range(world_size):
+        share = of_blocks[rank * n_blocks // world_size : (rank + 1) * n_blocks // world_size]
+        for same_place in itertools.zip_longest(*share):  # a block may have more matrices than another
+            for entry in same_place:
+                if entry is not None:
+                    param, parts = entry
+                    parts_of.setdefault(param, parts)
+
+    others = []
+    for group in groups:
+        params = [param for param in group["params"] if param not in parts_of]
+        others.append({**group, "params": params})
+    muon = {**groups[0], "kind": "muon", "lr_ratio": lr_ratio, "params": [*parts_of], "parts": [*parts_of.values()]}
+    return [*others, muon]
 
 
 def is_muon(group):
     """Return whether a parameter group is Muon's."""
-    return "lr_ratio" in group
+    return group.get("kind") == "muon"
 
 
 def moments_of(group):
@@ -94,15 +107,13 @@ def apply_update(weights, half, update, lr, decay):
 class Muon:
     """Steps this rank's part of Muon's parameter group.
 
-    places: (parameter, offset in the flat tensor) of the group. size: elements per rank. group: the ranks that share
-    the flat tensor. use_kernels: whether Triton runs here."""
+    places: (parameter, offset in the flat tensor) of the group. parts: of each, as in GPT.muon_matrices(). size:
+    elements per rank. group: the ranks that share the flat tensor. use_kernels: whether Triton runs here."""
 
-    def __init__(self, places, size, group, use_kernels=False):
+    def __init__(self, places, parts, size, group, use_kernels=False):
         self.group, self.size, self.batches = group, size, []  # [start, end, rows, columns], from this rank's first
-        for param, offset in places:
-            rows, columns = param.shape
-            if rows == 3 * columns:  # queries, keys and values
-                rows = columns
+        for (param, offset), n_parts in zip(places, parts, strict=True):
+            rows, columns = param.shape[0] // n_parts, param.shape[1]
             start = offset - size * dist.get_rank(group)
             for first in range(start, start + param.numel(), rows * columns):
                 self.add(first, first + rows * columns, rows, columns)

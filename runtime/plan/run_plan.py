@@ -203,11 +203,12 @@ def count_params(config, lora, muon):
     with torch.device("meta"):
         model = GPT(config)
     total = model.num_params()
+    matrices = [param for block in model.muon_matrices() for param, _ in block] if muon else []
     if lora:
         apply_lora(model, lora)
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return ParamCount(total, sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable),
-                      model.flops_per_token(), muon * 12 * config.n_layer * config.n_embd**2)
+                      model.flops_per_token(), sum(param.numel() for param in set(matrices)))
 
 
 def accumulates_locally(s, run):

@@ -63,12 +63,13 @@ def test_matrices_of_a_shape_are_one_batch(monkeypatch, ranks, batches, shared):
     """GPT-2 small: q, k, v and attention's projection together, then the MLP's two. Only five ranks cut matrices."""
     with torch.device("meta"):
         model = GPT(GPTConfig())
-    params = split_matrices(model.parameter_groups(0.1), model, 10, ranks)[-1]["params"]
+    group = split_matrices(model.parameter_groups(0.1), model, 10, ranks)[-1]
+    params = group["params"]
     offsets = list(itertools.accumulate((p.numel() for p in params), initial=0))
     size, own = -(-offsets[-1] // ranks), 0
     for rank in range(ranks):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
-        muon = Muon(list(zip(params, offsets)), size, None)
+        muon = Muon(list(zip(params, offsets)), group["parts"], size, None)
         of_rank = [(start, end) for start, end, *_ in muon.batches if not muon.is_shared(start, end)]
         assert len(of_rank) in batches and len(muon.batches) - len(of_rank) == shared
         own += sum(end - start for start, end in of_rank)
@@ -114,7 +115,7 @@ torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore()
 grads, master, half, momentum = torch.ones(4, 140 * 256**2)  # 37 MB each: below 32, free() may keep them
 places = [(torch.empty(256, 256, device="meta"), i * 256**2) for i in range(140)]
 p = SimpleNamespace(grads=grads, master=master, half=half, group={"lr": 0.02, "weight_decay": 0.1})
-muon, before = Muon(places, len(grads), None), psutil.Process().memory_info().rss
+muon, before = Muon(places, [1] * 140, len(grads), None), psutil.Process().memory_info().rss
 muon.step(p, momentum, torch.ones(()), 0.5, 1.0, 1e9)
 assert abs(momentum[0] - (0.95 + 0.05 * 0.5)) < 1e-5  # it has no loss scale
 peak = open("/proc/self/status").read().split("VmHWM:")[1].split()[0]  # ru_maxrss may be that of the parent process

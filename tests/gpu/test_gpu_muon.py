@@ -31,12 +31,13 @@ def test_three_steps_are_pytorchs(monkeypatch, max_batch, use_kernels):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=3, n_head=4, n_embd=256)).cuda()
-    matrices = muon.split_matrices(model.parameter_groups(DECAY), model, 1, world_size=1)[-1]["params"]
+    group = muon.split_matrices(model.parameter_groups(DECAY), model, 1, world_size=1)[-1]
+    matrices = group["params"]
     sizes, start = [p.numel() for p in matrices], torch.cat([p.detach().flatten() for p in matrices])
     optimizer = PlainMuon(model, DECAY, 1)
     optimizer.param_groups[0]["lr"] = LR
     places = list(zip(matrices, itertools.accumulate(sizes, initial=0)))
-    ours, momentum = muon.Muon(places, start.numel(), None, use_kernels), torch.zeros_like(start)
+    ours, momentum = muon.Muon(places, group["parts"], start.numel(), None, use_kernels), torch.zeros_like(start)
     p = Partition(start.clone(), None, start.bfloat16(), {"lr": LR, "weight_decay": DECAY})
     for step in range(4):
         grads = torch.randn_like(start)

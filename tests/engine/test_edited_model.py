@@ -1,0 +1,86 @@
+"""Usual edits of model.py train as in plain PyTorch, on any number of ranks."""
+
+import importlib.util
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import CHARS, ROOT, done, stage
+from muon_reference import PlainMuon, by_singular_values
+
+from runtime.data.loader import locate_sequences, read_windows
+
+STEPS = 6
+ARGUMENTS = ("--optimizer=muon", "--muon_learning_rate=0.02", f"--max_iters={STEPS}", f"--lr_decay_iters={STEPS}",
+             "--eval_interval=3", "--keep_last=10", "--weight_decay=0.1")
+EDITS = {  # of model.py: [(old, new)]
+    "a matrix in every second block": [
+        ("    def __init__(self, config):\n        super().__init__()\n        self.ln_1",
+         "    def __init__(self, config, odd=False):\n        super().__init__()\n"
+         "        self.mix = nn.Linear(config.n_embd, config.n_embd, bias=False) if odd else None\n        self.ln_1"),
+        ("        x = x + self.attn(self.ln_1(x), *cached)\n",
+         "        if self.mix is not None:\n            x = x + self.mix(x)\n"
+         "        x = x + self.attn(self.ln_1(x), *cached)\n"),
+        ("nn.ModuleList(Block(config) for _ in range(config.n_layer))",
+         "nn.ModuleList(Block(config, i % 2 == 1) for i in range(config.n_layer))")],
+    "a matrix of three parts that isn't of queries, keys and values": [
+        ("self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd,",
+         "self.c_fc = nn.Linear(config.n_embd, 3 * config.n_embd,"),
+        ("self.c_proj = nn.Linear(4 * config.n_embd,", "self.c_proj = nn.Linear(3 * config.n_embd,")],
+}
+
+
+def edited_model(folder, edits):
+    """Write a model.py with these edits, and return it as a module."""
+    text = (ROOT / "model.py").read_text(encoding="utf-8")
+    for old, new in edits:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (folder / "model.py").write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("edited_model", folder / "model.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def parts_by_name(model):
+    """Muon's matrices of these models: the name of a parameter and how many matrices it holds."""
+    return {name: 3 if "c_attn" in name else 1 for name, p in model.named_parameters()
+            if ".h." in name and p.dim() == 2}
+
+
+def plain_losses(module, characters, monkeypatch):
+    """The losses of the same steps in plain PyTorch, with Newton-Schulz in float64, on all data of a step at once."""
+    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", by_singular_values)
+    tokens = np.memmap(characters / "train.bin", np.uint16, mode="r")
+    torch.manual_seed(1337)
+    model = module.GPT(module.GPTConfig(block_size=32, vocab_size=len(CHARS), n_layer=2, n_head=2, n_embd=32))
+    optimizer = PlainMuon(model, 0.1, 0.02 / 1e-3, parts_by_name(model), betas=(0.9, 0.95))
+    losses = []
+    for it in range(STEPS):
+        _, offsets = locate_sequences(np.arange(8 * it, 8 * it + 8), [(tokens, 1)], 32, 1337)
+        x, y = read_windows([(tokens, offset) for offset in offsets], 32, len(CHARS))
+        for group in optimizer.param_groups:
+            rate = 1e-4 + 0.5 * (1 + math.cos(math.pi * it / STEPS)) * 9e-4
+            group["lr"] = rate * group.get("lr_ratio", 1)
+        model.zero_grad()
+        loss = model(x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_muon_trains_the_same_matrices_on_any_number_of_ranks(train, characters, monkeypatch, tmp_path, edit):
+    """2 ranks, and from the middle on one. Before, two ranks dropped matrices, or split one that is no q, k, v."""
+    expected = plain_losses(edited_model(tmp_path, EDITS[edit]), characters, monkeypatch)
+    plant = f"sys.path.insert(0, {str(tmp_path)!r})"
+    sizes = {1: ("--batch_size=4",), 2: ("--batch_size=2",)}  # times two micro-steps
+    whole = done(train(*ARGUMENTS, *sizes[2], stage(2), ranks=2, plant=plant))
+    assert [*whole.losses.values()] == pytest.approx(expected, abs=2e-6)
+    half = done(train(*ARGUMENTS, *sizes[2], "--max_iters=3", ranks=2, plant=plant))
+    resumed = done(train(*ARGUMENTS, *sizes[1], "--init_from=resume", out_dir=half.out_dir, plant=plant))
+    assert [*resumed.losses.values()] == pytest.approx(expected, abs=2e-6)
