@@ -2,6 +2,7 @@
 the user's own files: each reader of readers.py with each hostile file of files.py."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -190,7 +191,7 @@ def problems_of(result: SimpleNamespace, reader: Reader, code: int, trap: Trap,
         problems.append("the private file is printed")
     told = result.stdout if reader.lists else result.stderr
     lines = told.strip().splitlines()
-    if code == 2 and not 1 <= len(lines) <= 3:
+    if code == 2 and reader.code == 0 and not 1 <= len(lines) <= 3:
         problems.append(f"{len(lines)} lines of errors, not 1 to 3")
     for path in new.glob("meta.json"):
         if "~" in path.read_text():
@@ -229,3 +230,4 @@ def test_a_hostile_file_does_no_harm(reader, file, code, places, tmp_path):
     problems = problems_of(result, reader, code, trap, folders["new"])
     shown = (result.stdout + result.stderr)[-2000:].replace("\x1b", "ESC")
     assert not problems, f"{'; '.join(problems)}\n{shown}"
+    shutil.rmtree(tmp_path)  # all together they would take GBs
