@@ -100,6 +100,7 @@ class HostileFile(NamedTuple):
     write: Callable[[Path, Trap], None]
     code: int | None = None  # the exit code; None: 2 where the file is read, else 0
     readers: str = "*"  # patterns of the names of the readers that it is for, with | between them
+    is_long: bool = False  # only with --all: it takes several seconds
 
 
 # What writes a file
@@ -725,7 +726,8 @@ PREPARED = [
                              ("10^5000", text('{"text": 1' + "0" * 5000 + "}\n")),
                              ("half a character", text(json.dumps({"text": HALF}) + "\n")),
                              ("escapes", text(json.dumps({ESCAPE: "text"}) + "\n"))]),
-    HostileFile("corpus/c.parquet", "64 times 40 MB", parquet_of(40_000_000, 64)),
+    HostileFile("corpus/c.parquet", "64 times 40 MB", parquet_of(40_000_000, 64),
+                is_long=True),
     HostileFile("corpus/x\x1b[2J.jsonl", "a name with escapes", text("[]")),
     *rows("corpus/c.parquet", PICKLES + [
         ("nothing", text("")), ("200 GB", write_sparse), ("no text", parquet({"text": [5]})),

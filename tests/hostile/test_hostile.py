@@ -71,13 +71,22 @@ def cases() -> list:
                 code = 2 if is_needed else reader.code
             content = file.what.split(" = ")[-1]
             marks = []
-            if reader.is_long or {reader.name, file.path, content} <= met:
+            if reader.is_long or file.is_long or {reader.name, file.path, content} <= met:
                 marks = [pytest.mark.long]
             else:
                 met.update((reader.name, file.path, content))
             path = file.path.replace("\x1b", "")
             name = f"{reader.name}-{path}-{file.what}"
             found.append(pytest.param(reader, file, code, marks=marks, id=name))
+    return found
+
+
+def marked_readers() -> list:
+    """Return all readers as parameters of a test."""
+    found = []
+    for reader in READERS:
+        marks = [pytest.mark.long] if reader.is_long else []
+        found.append(pytest.param(reader, marks=marks, id=reader.name))
     return found
 
 
@@ -228,7 +237,7 @@ def prepared_folders(reader: Reader, places: Places, folder: Path) -> dict[str, 
     return folders
 
 
-@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+@pytest.mark.parametrize("reader", marked_readers())
 def test_a_reader_takes_folders_without_hostile_files(reader, places, tmp_path):
     """So that what is refused below is refused for its hostile file."""
     trap = Trap(tmp_path / "trap")
