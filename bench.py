@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from configurator import settings_of_script
-from runtime.files import ROOT
+from runtime.files import ROOT, write_atomic
 from runtime.hardware import git_commit
 from runtime.monitor.history import read_history
 from runtime.output import exit_with_error
@@ -45,7 +45,11 @@ def main():
     head = {"command": " ".join(["bench.py", *sys.argv[1:]]), "commit": git_commit(),
             "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime())}
     for record in measure(args, argv):  # first without the baseline, which may fail
-        Path(args.json).write_text(json.dumps(head | record, indent=1))
+        content = json.dumps(head | record, indent=1)
+        if args.json == parser.get_default("json"):
+            write_atomic(args.json, content)  # a link of others at this place is replaced
+        else:
+            Path(args.json).write_text(content)
         print(f"written to {args.json}")
 
 

@@ -6,6 +6,7 @@
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -19,12 +20,27 @@ from runtime.files import lock_folder
 from runtime.output import exit_on_error
 from runtime.prepare.inputs import find_files
 from runtime.prepare.pipeline import tokenize
+from runtime.untrusted import read_regular
+
+MAX_CARD_BYTES = 10_000_000
+
+
+def check_card(dataset):
+    """Raise UserError if a folder's README.md has aliases in its YAML: few lines of them can fill the memory."""
+    card = Path(dataset, "README.md")
+    if not card.exists():
+        return
+    text = read_regular(card, MAX_CARD_BYTES).decode(errors="replace")
+    header = text.split("\n---", 1)[0] if text.startswith("---") else ""
+    if re.search(r"(^|[\s\[,{:-])\*\w", header):
+        raise UserError(f"{card} has YAML aliases in its header, which are not read: remove the header")
 
 
 def read_rows(args):
     """Yield rows of 200 documents, [(split, text), (split, b""), ...], in nanoGPT's splits or streamed."""
     from datasets import load_dataset
 
+    check_card(args.dataset)
     try:
         data = load_dataset(args.dataset, args.config, split="train", streaming=args.streaming)
         data = data.select_columns(args.column)

@@ -77,10 +77,10 @@ def fsync(path):
         os.close(fd)
 
 
-def remove_dir(path, ignore_errors=False):
-    """Remove a folder, or a link to one."""
-    if os.path.islink(path):
-        os.remove(path)
+def remove_dir(path: str | os.PathLike, ignore_errors: bool = False) -> None:
+    """Remove a folder, or what has its name instead: a link, a file or a pipe."""
+    if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path)):
+        os.remove(path)  # shutil.rmtree would wait for a pipe
     else:
         shutil.rmtree(path, ignore_errors)
 

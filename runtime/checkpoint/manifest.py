@@ -153,6 +153,16 @@ def read_signed(path: str) -> Any:
 def check_manifest(manifest: Any) -> None:
     """Raise ValueError unless a manifest has the keys, types and ranges of Manifest."""
     check_type(manifest, Manifest)
+    state = manifest["state"]
+    if state["iter_num"] != manifest["iter_num"]:
+        raise ValueError(f"state.iter_num is {state['iter_num']}, not {manifest['iter_num']}")
+    data = state["data"]
+    if data["tokenizer"]["kind"] == "char":
+        chars = data["tokenizer"].get("chars", "")
+        if len(chars) != data["vocab_size"]:
+            raise ValueError(f"its {len(chars)} characters are not {data['vocab_size']} tokens")
+        if not chars.isascii() and any("\ud800" <= char <= "\udfff" for char in chars):
+            raise ValueError("state.data.tokenizer.chars holds half of a character")
     for file in manifest["files"]:
         if manifest["stage"] < 3 and "model_states" in file and file.startswith("zero_pp"):
             raise ValueError(f"files has {file}, which ZeRO stage {manifest['stage']} doesn't write")

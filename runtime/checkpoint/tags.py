@@ -154,7 +154,7 @@ class TagStore:
             fsync(work)
             replace_dir(work, self.path(name))
         finally:  # a full disk needs the room
-            shutil.rmtree(work, ignore_errors=True)
+            remove_dir(work, ignore_errors=True)
 
     def prune(self, keep_last):
         """Delete all iter_* tags but the newest keep_last. best and final stay."""

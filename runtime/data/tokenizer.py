@@ -6,6 +6,7 @@ import functools
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from runtime.data import download
 from runtime.data.meta import GPT2_VOCAB, MAX_TOKENIZER_BYTES, MAX_VOCAB
 from runtime.errors import UserError
 from runtime.files import ROOT, file_digest
-from runtime.untrusted import check_regular, read_json
+from runtime.untrusted import check_regular, parse_json, read_json, read_regular
 
 RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 RANKS_WHEEL = "mlx-whisper==0.4.3", ["mlx_whisper/assets/gpt2.tiktoken"]  # the same file, in a package
@@ -22,6 +23,7 @@ RANKS_FILE = ROOT / "data" / "gpt2.tiktoken"  # our copy, which git ignores
 
 CODE_POINTS = 0x110000  # in Unicode
 END_OF_TEXT = "<|endoftext|>"
+MAX_GROWTH = 10_000  # of a text by all replacements together
 
 
 def gpt2_ranks():
@@ -167,12 +169,34 @@ def hf_tokenizer(meta):
         check_regular(file, MAX_TOKENIZER_BYTES)
         if file_digest(file)["sha256"] != meta["sha256"]:
             raise ValueError("it is not the one that the data was prepared with")
+        check_growth(parse_json(read_regular(file, MAX_TOKENIZER_BYTES)))
         with silent_panics():
             tokenizer = Tokenizer.from_file(str(file))
             tokenizer.no_truncation()
             tokenizer.no_padding()
             probe(tokenizer)
     return tokenizer
+
+
+def check_growth(content: Any) -> None:
+    """Raise ValueError if the replacements of a tokenizer.json can make a text huge.
+
+    A chain of them that doubles a letter 40 times fills the memory, and nothing stops the library.
+    """
+    growth = 1.0
+    level = [content]
+    while level:
+        containers = [item for item in level if isinstance(item, dict | list)]
+        for item in containers:
+            if isinstance(item, dict) and item.get("type") == "Replace":
+                pattern = item.get("pattern")
+                found = pattern.get("String", "") if isinstance(pattern, dict) else ""
+                growth *= max(1.0, len(str(item.get("content", ""))) / max(1, len(str(found))))
+        if growth > MAX_GROWTH:
+            raise ValueError("its replacements make a text far longer")
+        level = []
+        for item in containers:
+            level.extend(item.values() if isinstance(item, dict) else item)
 
 
 def probe(tokenizer):

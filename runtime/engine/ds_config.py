@@ -7,14 +7,15 @@ with which it computes something else. So a key may differ from DeepSpeed's defa
 
 import json
 import os
-from pathlib import Path
 
 from configurator import did_you_mean
 from runtime.engine.fixes import repair
 from runtime.errors import UserError
 from runtime.files import ROOT
+from runtime.untrusted import read_regular
 
 DTYPE_BLOCK = {"bfloat16": "bf16", "float16": "fp16"}
+MAX_JSON_BYTES = 1_000_000
 STAGE3_DEFAULTS = {"stage3_prefetch_bucket_size": 5e7, "stage3_max_reuse_distance": 1e9,
                    "stage3_param_persistence_threshold": 1e5}
 
@@ -80,7 +81,7 @@ def read_json(path):
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = read_regular(path, MAX_JSON_BYTES).decode("utf-8-sig")
         config = json.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}: choose another file with --deepspeed_config=FILE") from None

@@ -72,7 +72,10 @@ class RunLog:
         """Write TensorBoard's files to out_dir/tensorboard. A run that resumes hides earlier values after iter_num."""
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(os.path.join(self.out_dir, "tensorboard"),
+        folder = os.path.join(self.out_dir, "tensorboard")
+        if os.path.islink(folder):  # in a folder where others write, it may lead anywhere
+            raise UserError(f"{folder} is a link: remove it")
+        writer = SummaryWriter(folder,
                                purge_step=self.iter_num + 1 if self.iter_num else 0)
 
         def log(values, step):

@@ -172,8 +172,6 @@ READERS = [
     Reader("plot in a folder", "plot.py {run}", "", where="work", is_long=True),
     Reader("prepare in a folder", PREPARE + "{corpus} --tokenizer=char", "", where="work",
            is_long=True),
-    Reader("fetch in a folder", "{project}/data/shakespeare_char/prepare.py", "", where="work",
-           is_long=True, code=2),  # there is no network: by pip neither
     Reader("doctor in a folder", "doctor.py", "", where="work", is_long=True),
     Reader("bench in a folder", "bench.py --warmup=1 --repeats=1 " + TINY, "", where="work",
            is_long=True),
