@@ -55,16 +55,23 @@ START = threading.Lock()  # for tests that start runs on several threads
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="with the tests that are marked long")
+    parser.addoption("--every", action="store_true", help="with the tests that are marked every")
 
 
 def pytest_configure(config):
     """Take long tests where files are named, and start the fork server once for all workers of pytest-xdist."""
-    config.option.all |= config.args_source is config.ArgsSource.ARGS
+    named = config.args_source is config.ArgsSource.ARGS
+    config.option.all |= named
+    config.option.every |= named
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         start_fork_server()
 
 
 def pytest_collection_modifyitems(config, items):
+    if not config.option.every:
+        every = [item for item in items if item.get_closest_marker("every")]
+        config.hook.pytest_deselected(items=every)
+        items[:] = [item for item in items if item not in every]
     if not config.option.all:
         long = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=long)

@@ -53,8 +53,7 @@ def cases() -> list:
     """Return the parameters of the test: (reader, file, exit code).
 
     Each file meets all readers that read its folder. Those that can do without it meet only the
-    first row of its path. By default, without --all, each reader, each path and each content are
-    met once.
+    first row of its path. Without --every, each reader, each path and each content are met once.
     """
     found = []
     unneeded = set()  # (reader's name, path)
@@ -71,9 +70,11 @@ def cases() -> list:
                 code = 2 if is_needed else reader.code
             content = file.what.split(" = ")[-1]
             marks = []
-            if reader.is_long or file.is_long or {reader.name, file.path, content} <= met:
+            if {reader.name, file.path, content} <= met:
+                marks = [pytest.mark.every]
+            elif reader.is_long or file.is_long:
                 marks = [pytest.mark.long]
-            else:
+            if not file.is_long:
                 met.update((reader.name, file.path, content))
             path = file.path.replace("\x1b", "")
             name = f"{reader.name}-{path}-{file.what}"
