@@ -69,7 +69,7 @@ def init_other_state(optimizer, stage, reader):
 
 
 def check_moments(reader, name, param, optimizer, stage):
-    """Raise CheckpointError if the tag lacks a tensor that the optimizer keeps for a parameter."""
+    """Raise CheckpointError if the tag has no tensor that the optimizer keeps for a parameter."""
     if not param.requires_grad:
         return
     if stage == 3:

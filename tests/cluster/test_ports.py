@@ -18,6 +18,8 @@ import torch.distributed as dist
 from conftest import ROOT, SMALL, Payload, free_port, kill, read_history, wait_until
 
 NOBODY = 65534
+# The attacker has to be another user, and only root can become one. CI runs as root
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 LAUNCH = [sys.executable, ROOT / "launch_deepspeed.py", "--nproc_per_node=2"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
 DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus=2"]
@@ -116,7 +118,7 @@ def as_nobody(function, *args):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+@needs_root
 @pytest.mark.parametrize(
     "command",
     [
@@ -144,7 +146,7 @@ def test_no_other_user_reaches_a_run(endless, tmp_path, monkeypatch, command):
     assert not (tmp_path / "mark").exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+@needs_root
 @pytest.mark.long
 def test_bench_listens_on_the_loopback_only(characters, tmp_path):
     command = [sys.executable, ROOT / "bench.py", "--gpus=2", f"--json={tmp_path}/bench.json"]
@@ -160,7 +162,7 @@ def test_bench_listens_on_the_loopback_only(characters, tmp_path):
         job.wait()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+@needs_root
 @pytest.mark.long
 def test_a_torchrun_that_the_user_has_typed_has_ranks_that_nobody_reaches(endless, tmp_path):
     """torchrun itself listens everywhere. Its ranks don't, and what is in its store is no pickle."""
