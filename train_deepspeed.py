@@ -155,6 +155,7 @@ from runtime.data.loader import TrainBatches, eval_batches, mixed_seed
 from runtime.data.tokenizer import token_bytes
 from runtime.engine import setup
 from runtime.engine.engine import Engine
+from runtime.engine.fast_paths import confirm
 from runtime.engine.muon import split_matrices
 from runtime.errors import UserError
 from runtime.monitor.health import StepHealth
@@ -187,17 +188,18 @@ if plan.lora:
     lora.apply(model, plan.lora)
 model.gradient_checkpointing = gradient_checkpointing
 flops_per_iter = model.flops_per_token(block_size) * batch.tokens
-capture = setup.may_capture(model, cuda_graph, plan.ds_config, execution)  # micro-steps, as a CUDA graph
+plan = confirm(plan, model)  # the fast paths, if the model isn't as planned
 profiler = Profiler(model, out_dir) if profile else None  # before compiling
-use_triton = setup.compile_blocks(model, execution, plan.stage, fp8)  # our Triton kernels where they fit
+fused = setup.compile_blocks(model, plan.paths, execution, plan.stage, fp8)  # our Triton kernels where they fit
 
 groups = model.parameter_groups(weight_decay)
 if optimizer == "muon":
     groups = split_matrices(groups, model, muon_learning_rate / learning_rate, batch.world_size)
 adamw = setup.adamw(groups, plan.ds_config, lr=learning_rate, betas=(beta1, beta2))
-deepspeeds_engine = setup.initialize(model, adamw, plan.ds_config, masked=bool(plan.data["template"]))
+deepspeeds_engine = setup.initialize(model, adamw, plan.ds_config, masked=bool(plan.data["template"]),
+                                     scales_loss=fused is not None)
 print0(f"DeepSpeed uses {setup.describe(deepspeeds_engine, plan.ds_config, execution.dtype)}")
-engine = Engine(deepspeeds_engine, plan.accumulate_locally, use_triton, capture)
+engine = Engine(deepspeeds_engine, plan.paths, fused)
 
 with all_exit_on(UserError):
     state = engine.load(store, tag) if tag else {}

@@ -64,7 +64,7 @@ def test_the_commands_print_what_the_page_shows(tmp_path):
 def test_the_functions_that_the_page_names_are_in_the_code():
     code = "".join(path.read_text() for path in (ROOT / "runtime").rglob("*.py"))
     named = re.findall(r"`((?:[A-Z]\w+\.)?\w+)`", read(PAGE))
-    assert {"FusedStep.step", "Zero2Step.after_step", "Zero3Blocks.gather_first", "global_norm"} <= set(named)
+    assert {"OurStep.step", "Zero2Layout.gather_weights", "Zero3Blocks.gather_first", "global_norm"} <= set(named)
     for name in named:
         owner, _, function = name.rpartition(".")
         start = rf"^class {owner}\b(?:(?!^class ).)*?^    " if owner else "^ *"

@@ -7,9 +7,12 @@ tensor before training. This file knows nothing about DeepSpeed.
 
 import copy
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 
+from runtime.engine.clip import Clip
+from runtime.engine.shard import Shard
 from runtime.errors import UserError
 
 # What the fused step implements. These options of torch.optim.AdamW change what it computes
@@ -105,28 +108,31 @@ def make_steps(
 
 
 @torch.no_grad()
-def step_by_itself(optimizer: torch.optim.Optimizer, shards: list, scale: torch.Tensor) -> None:
-    """Make a step of an optimizer's own step(), and copy the new weights to half precision.
+def step_by_itself(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], clip: Clip) -> None:
+    """Make a step of an optimizer's own step(), unless the norm is too large, and clear the gradients.
 
-    shards: of all parameter groups, with .master (fp32 weights, which the optimizer's state belongs
-    to), .grads (fp32), .half and .group. scale: what the gradients are multiplied by: clipping and
-    the loss scale.
+    shards: of all parameter groups; the optimizer's state belongs to their master weights. The CPU
+    waits for the norm.
     """
-    params_of_group = defaultdict(list)
-    for shard in shards:
-        params_of_group[id(shard.group)].append(shard.master)
-        grads = shard.grads * scale
-        shard.master.grad = grads.to(shard.master.device)
+    if clip.applies():
+        factor = clip.factor()
+        params_of_group = defaultdict(list)
+        for shard in shards:
+            params_of_group[id(shard.options)].append(shard.master)
+            grads = shard.grads * factor
+            shard.master.grad = grads.to(shard.master.device)
 
-    # At ZeRO-3, DeepSpeed keeps the parameter lists of the groups empty between two steps
-    kept = [group["params"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["params"] = params_of_group[id(group)]
-    with torch.enable_grad():
-        optimizer.step()
-    for group, params in zip(optimizer.param_groups, kept):
-        group["params"] = params
+        # At ZeRO-3, DeepSpeed keeps the parameter lists of the groups empty between two steps
+        kept = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = params_of_group[id(group)]
+        with torch.enable_grad():
+            optimizer.step()
+        for group, params in zip(optimizer.param_groups, kept, strict=True):
+            group["params"] = params
 
+        for shard in shards:
+            shard.master.grad = None
+            shard.half.copy_(shard.master)
     for shard in shards:
-        shard.master.grad = None
-        shard.half.copy_(shard.master)
+        shard.grads.zero_()

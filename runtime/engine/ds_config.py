@@ -7,6 +7,7 @@ with which it computes something else. So a key may differ from DeepSpeed's defa
 
 import json
 import os
+from collections.abc import Mapping
 
 from configurator import did_you_mean
 from runtime.engine.fixes import repair
@@ -24,7 +25,6 @@ def allowed_keys(dtype):
     """Return what a JSON may hold: {key: rule}. A rule is a block's keys, the choices, an int (the value is a whole
     number of at least this) or a float (the value is a number of at least this, or "auto")."""
     boolean, own = (True, False), DTYPE_BLOCK.get(dtype)
-    dtypes = ("fp32", own) if own else ("fp32",)
     offload = {"device": ("cpu", "none"), "pin_memory": boolean}
     return {
         "zero_optimization": {
@@ -38,7 +38,7 @@ def allowed_keys(dtype):
         "bf16": {"enabled": boolean},
         "fp16": {"enabled": boolean, "loss_scale": 0, "initial_scale_power": 0, "loss_scale_window": 1, "hysteresis": 1,
                  "min_loss_scale": (1,), "auto_cast": (False,)},
-        "data_types": {"grad_accum_dtype": dtypes}, "communication_data_type": dtypes,
+        "data_types": {"grad_accum_dtype": ("fp32",)}, "communication_data_type": (own or "fp32",),
         "zero_force_ds_cpu_optimizer": boolean, "steps_per_print": 1, "wall_clock_breakdown": boolean}
 
 
@@ -120,11 +120,14 @@ def uses_offload(config, what="optimizer"):
     return isinstance(block, dict) and block.get("device", "none") != "none"
 
 
-def config_fits_fast_gradients(config, dtype):
-    """Return whether zero2_gradients.py or zero3_blocks.py will replace DeepSpeed's gradient path, before there is an
-    engine. At stage 3 that needs the default prefetching, because ours is another."""
-    zero, own = config["zero_optimization"], DTYPE_BLOCK.get(dtype, "fp32")
-    stage_fits = zero["stage"] == 2 or (not uses_offload(config) and not uses_offload(config, "param") and all(
-        zero.get(key, value) == value for key, value in STAGE3_DEFAULTS.items()))
-    return (stage_fits and config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-            and (config.get("communication_data_type") or own).lower() == own)
+def takes_our_gradients(config: Mapping) -> bool:
+    """Return whether our gradients and step replace DeepSpeed's, before there is an engine.
+
+    At stage 3, that needs no offload, and the default prefetching, because ours is another.
+    """
+    zero = config["zero_optimization"]
+    if zero["stage"] == 2:
+        return True
+    if uses_offload(config) or uses_offload(config, "param"):
+        return False
+    return all(zero.get(key, value) == value for key, value in STAGE3_DEFAULTS.items())

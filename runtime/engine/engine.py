@@ -1,20 +1,38 @@
-"""The engine that the training loop uses: DeepSpeed's, with our gradients, step and CUDA graph where they fit."""
+"""The engine that the training loop uses: DeepSpeed's, with our gradients, step and CUDA graph where
+they fit.
+
+Who divides by what. The gradient of a step is the mean over the tokens of all its micro-steps on all
+ranks. Each factor has one place:
+
+  tokens of a micro-batch  the loss: the mean, or with weights the sum times loader.py's weight
+  micro-steps              DeepSpeed's backward, by gradient_accumulation_steps; if a step has another
+                           number, step.py (or Layout.step_of_deepspeed) divides by their ratio
+  ranks                    the reductions: reduce.py, zero3_blocks.py
+  loss scale               multiplied by DeepSpeed's backward, divided by step.py
+  float16's factor         FP16_GRAD_FACTOR, in model.py alone
+"""
 
 import math
-import os
 import time
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
 
 from runtime.checkpoint.shards import TagReader, content_errors
-from runtime.checkpoint.tags import CheckpointError, topology
-from runtime.cluster.ranks import print0, silence_stdout
-from runtime.engine import override, setup, state
+from runtime.checkpoint.tags import CheckpointError, Tag, TagStore, topology
+from runtime.cluster.ranks import all_gather_scalars, print0
+from runtime.engine import setup, state
 from runtime.engine.any_optimizer import optimizer_name
+from runtime.engine.fast_paths import FastPaths
 from runtime.engine.launch import Launch
+from runtime.engine.layout import layout_of
+from runtime.engine.lockstep import watch_order
+from runtime.engine.step import Wanted
 from runtime.errors import UserError
+from runtime.kernels.block import FusedBlocks
 
 
 @dataclass(frozen=True)
@@ -25,103 +43,154 @@ class StepResult:
     applied: bool  # False: all ranks skipped it
     loss_scale: float | None  # float16's scale for the next step, else None
     min_loss_scale: float  # the lowest that the scale may become; infinite if it is constant
-    grad_shares: dict | None = None  # {parameter: its share of the squared norm} of the three largest; see Engine.step
+    # {parameter: its share of the squared norm} of the three largest; see Engine.step
+    grad_shares: dict[str, float] | None = None
 
 
 class Engine:
-    """DeepSpeed's engine and model, behind what a training loop needs. All ranks call its methods together.
+    """DeepSpeed's engine and model, behind what a training loop needs. All ranks call its methods
+    together.
 
-    deepspeed: what deepspeed.initialize returned. accumulate_locally: this rank has memory for the fp32 gradients of
-    all parameters, which all ranks need. use_triton: our AdamW kernel runs here. capture: run micro-steps as a CUDA
-    graph if our gradients and step are in use."""
+    deepspeed: what deepspeed.initialize returned. paths: the fast paths to take. fused: the model's
+    fused blocks, or None.
+    """
 
-    def __init__(self, deepspeed, accumulate_locally=False, use_triton=False, capture=False):
-        self.deepspeed, self.module, self.device = deepspeed, deepspeed.module, deepspeed.device
-        self.world_size, self.stage = deepspeed.world_size, deepspeed.zero_optimization_stage()
+    def __init__(
+        self,
+        deepspeed: DeepSpeedEngine,
+        paths: FastPaths,
+        fused: FusedBlocks | None = None,
+    ) -> None:
+        self.deepspeed = deepspeed
+        self.module = deepspeed.module
+        self.device = deepspeed.device
+        self.world_size = deepspeed.world_size
+        self.stage = int(deepspeed.zero_optimization_stage())
         self.dtype = str(deepspeed.get_data_types()[0]).removeprefix("torch.")
-        self.optimizer = optimizer_name(deepspeed.optimizer.optimizer)
         self.offloads_optimizer = deepspeed.zero_use_cpu_optimizer()
-        self.fused_step = setup.replace_gradients_and_step(deepspeed, accumulate_locally, use_triton)
-        self.launch = Launch(deepspeed, capture and self.fused_step is not None and self.fused_step.use_kernel)
-        self.micro_steps = 0  # since the last optimizer step
-        self.copy_weights = getattr(self.module, "copy_weights", lambda: None)  # see kernels.block.use_fused_blocks
+        self.layout = layout_of(deepspeed)
+        self.optimizer = optimizer_name(self.layout.optimizer)
 
-    def micro_step(self, *batch):
-        """Run forward and backward on (x, y), or on (x, y, weight) with the sum over targets times weight as the loss.
-        Return the detached loss, which the next call may overwrite."""
-        if self.micro_steps:
-            self.deepspeed.step()  # of the micro-step before this one; it only counts
-        else:  # the weights have changed
-            self.copy_weights()
-            if self.fused_step and self.stage == 3:
-                self.fused_step.gradients.gather_first()
+        self.our_step = setup.replace_gradients_and_step(self.layout, paths)
+        self.reduces_in_backward = True  # then all ranks have to make each micro-step together
+        if self.our_step:
+            self.reduces_in_backward = self.our_step.reduction.reduces_in_backward
+        elif self.world_size > 1:
+            watch_order(self.module)
+        is_local = self.stage == 2 and not self.reduces_in_backward
+        self.launch = Launch(deepspeed, paths.graph.taken, is_local)
+        self.micro_steps = 0  # since the last optimizer step
+        self.fused = fused
+        deepspeed.set_gradient_accumulation_boundary(False)
+
+    def micro_step(self, *batch: Tensor) -> Tensor:
+        """Run forward and backward on (x, y), or on (x, y, weight) with the sum over targets times
+        weight as the loss.
+
+        A step may have any number of micro-steps, the same on all ranks. Its gradient is the mean over
+        them. Return the detached loss, which the next call may overwrite. Raises UserError if another
+        rank ends its step here.
+        """
+        if self.reduces_in_backward:
+            self.check_ranks(micro_steps=self.micro_steps, ends=False)
+        if not self.micro_steps:  # the weights have changed
+            if self.fused:
+                self.fused.copy_weights()
+            if self.our_step and self.stage == 3:
+                self.our_step.reduction.gather_first()
         self.micro_steps += 1
         return self.launch(*batch)
 
-    def step(self, skip_above=math.inf, with_shares=False):
-        """Reduce and clip the gradients, step the optimizer, and return the StepResult. The step is skipped if the
-        gradient norm isn't finite, or with our gradients, isn't below skip_above. with_shares: return grad_shares too,
-        if the norm is finite, at ZeRO-2 with our gradients. Raises UserError if DeepSpeed would not step here."""
-        wanted = self.deepspeed.gradient_accumulation_steps()
-        if self.micro_steps != wanted:  # DeepSpeed would only count, and half of the updates would be missing
-            raise UserError(f"an optimizer step had {self.micro_steps} micro-steps, but gradient_accumulation_steps="
-                            f"{wanted}: make as many in each step of the training loop")
-        if self.fused_step:
-            self.fused_step.skip_above = skip_above
-            self.fused_step.with_shares = with_shares and self.stage != 3
-        self.deepspeed.step()  # the step of the last micro-step is the optimizer's
-        self.micro_steps = 0
-        scaler = self.deepspeed.optimizer.loss_scaler if self.dtype == "float16" else None
-        norm = self.fused_step.grad_norm if self.fused_step else self.deepspeed.get_global_grad_norm()
-        return StepResult(None if norm is None else float(norm), self.deepspeed.was_step_applied(),
-                          scaler and scaler.cur_scale, getattr(scaler, "min_scale", math.inf), self.largest_shares())
+    def check_ranks(self, micro_steps: int, ends: bool) -> None:
+        """Raise UserError unless all ranks make the same micro-step, or end their step with it.
 
-    def largest_shares(self):
-        shares = self.fused_step and self.fused_step.shares
+        Otherwise their collectives would not match.
+        """
+        if self.world_size == 1:
+            return
+        ranks = all_gather_scalars(micro_steps, ends)
+        if any(other != ranks[0] for other in ranks):
+            counts = ", ".join(f"{int(n) + (not end)}" for n, end in ranks)
+            raise UserError(
+                f"the ranks make different numbers of micro-steps in one optimizer step ({counts}): make "
+                "as many on all ranks"
+            )
+
+    def step(self, skip_above: float = math.inf, with_shares: bool = False) -> StepResult:
+        """End an optimizer step: reduce and clip the gradients, step the optimizer, and return the
+        StepResult.
+
+        The step is skipped if the gradient norm isn't finite, or with our gradients, isn't below
+        skip_above. with_shares: return grad_shares too, if the norm is finite, at ZeRO-2. Raises
+        UserError if there was no micro-step, or if the ranks made different numbers of them.
+        """
+        if not self.micro_steps:
+            raise UserError("an optimizer step had no micro-step: call engine.micro_step() before it")
+        self.check_ranks(self.micro_steps, ends=True)
+
+        # DeepSpeed has divided by gradient_accumulation_steps
+        loss_factor = self.micro_steps / self.deepspeed.gradient_accumulation_steps()
+        self.micro_steps = 0
+        scaler = self.layout.scaler if self.dtype == "float16" else None
+        min_scale = getattr(scaler, "min_scale", math.inf)
+        if self.our_step is None:
+            self.layout.step_of_deepspeed(loss_factor)
+            norm = self.deepspeed.get_global_grad_norm()
+            norm = None if norm is None else float(norm)
+            applied = self.deepspeed.was_step_applied()
+            shares = None
+        else:
+            wants_shares = with_shares and self.stage == 2
+            report = self.our_step.make(Wanted(loss_factor, skip_above, wants_shares))
+            norm = report.norm
+            applied = report.applied
+            shares = self.largest_shares(report.shares)
+        self.launch.after_step()
+        scale = scaler.cur_scale if scaler else None
+        return StepResult(norm, applied, scale, min_scale, shares)
+
+    def largest_shares(self, shares: Tensor | None) -> dict[str, float] | None:
+        """Return the three largest shares of the squared norm, by name."""
         if shares is None or not shares.isfinite().all():
             return None
-        params = [param for places in self.fused_step.gradients.places for param, _ in places]
+        params = [place.param for shard in self.layout.shards for place in shard.places]
         largest = shares.argsort(descending=True)[:3]
-        return {self.deepspeed.param_names[params[i]]: round(shares[i].item(), 4) for i in largest}
+        return {self.layout.names[params[i]]: round(shares[i].item(), 4) for i in largest}
 
     @torch.no_grad()
-    def evaluate(self, x, y):
-        """Return the loss of each target, with the shape of y. At ZeRO-3, a forward gathers the weights."""
-        self.copy_weights()
+    def evaluate(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the loss of each target, with the shape of y. At ZeRO-3, a forward gathers weights."""
+        if self.fused:
+            self.fused.copy_weights()
         return self.deepspeed(x, y, "none").view(y.shape)
 
-    def checkpoint_files(self, out_dir, tag):
-        """Return [(path, content)] of the files of this rank for out_dir/tag, with the engine's own tensors."""
-        files = []
-        override(self.deepspeed.checkpoint_engine, save=lambda state_dict, path: files.append((path, state_dict)))
-        override(self.deepspeed, _copy_recovery_script=lambda folder: None)  # copy_recovery_script() does it
-        if self.stage < 3:
-            override(self.deepspeed, _get_param_fragment_func=torch.Tensor.detach)  # don't copy frozen weights
-        with silence_stdout():
-            self.deepspeed.save_checkpoint(out_dir, tag=tag, save_latest=False)
-        return files
+    def checkpoint_files(self, out_dir: str, tag: str) -> list[tuple[str, dict]]:
+        """Return [(path, content)] of the files of this rank for out_dir/tag, with the engine's own
+        tensors."""
+        return self.layout.checkpoint_files(out_dir, tag)
 
-    def copy_recovery_script(self, out_dir):
+    def copy_recovery_script(self, out_dir: str) -> None:
         """Write DeepSpeed's zero_to_fp32.py and zero_to_torch.py into a folder."""
-        for name in ("zero_to_fp32.py", "zero_to_torch.py"):
-            path = os.path.join(out_dir, name)
-            if os.path.islink(path):  # DeepSpeed would overwrite its target
-                os.remove(path)
-        type(self.deepspeed)._copy_recovery_script(self.deepspeed, out_dir)
+        self.layout.copy_recovery_script(out_dir)
 
-    def load(self, store, tag):
-        """Load a tag's weights, optimizer state and loss scale, and return the state that was saved with it. Re-shard
-        them if the number of ranks, the ZeRO stage or the precision has changed."""
-        start, manifest, path = time.monotonic(), tag.manifest, store.path(tag.name)
-        was, now = ("{world_size} ranks at ZeRO stage {stage} in {dtype}".format(**recorded)
-                    for recorded in (manifest, topology(self)))
+    def load(self, store: TagStore, tag: Tag) -> dict:
+        """Load a tag's weights, optimizer state and loss scale, and return the state that was saved
+        with it. Re-shard them if the number of ranks, the ZeRO stage or the precision has changed."""
+        start = time.monotonic()
+        manifest = tag.manifest
+        path = store.path(tag.name)
+        form = "{world_size} ranks at ZeRO stage {stage} in {dtype}"
+        was = form.format(**manifest)
+        now = form.format(**topology(self))
         if was != now:
             print0(f"re-sharding {path}: saved by {was}, now {now}")
         if manifest["optimizer"] != self.optimizer:
-            raise CheckpointError(f"{path} was trained with the optimizer {manifest['optimizer']}, and this run has "
-                                  f"{self.optimizer}: use the same, or start a new stage with --init_from={path}")
+            raise CheckpointError(
+                f"{path} was trained with the optimizer {manifest['optimizer']}, and this run has "
+                f"{self.optimizer}: use the same, or start a new stage with --init_from={path}"
+            )
         with content_errors(path):
-            state.copy_into(self.deepspeed, TagReader(path, manifest))
+            state.copy_into(self.layout, TagReader(path, manifest))
         dist.barrier()
         print0(f"loaded in {time.monotonic() - start:.1f} s")
         return manifest["state"]

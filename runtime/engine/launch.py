@@ -5,10 +5,10 @@ running them takes the GPU (docs/engineering_notes.md)."""
 
 import atexit
 import contextlib
-import math
 import time
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from runtime.cluster.ranks import on_shut_down
 
@@ -21,20 +21,26 @@ class Launch:
     random numbers, the same ones as without a graph. The first step runs eagerly, because libraries initialize at their
     first calls. The capture comes before the second step: from then on, DeepSpeed's timer synchronizes the GPU."""
 
-    def __init__(self, deepspeed, capture):
-        self.deepspeed, self.timer, self.graph = deepspeed, LocalTimer(deepspeed.device), None
-        self.stage = deepspeed.zero_optimization_stage()
-        self.launches_left = deepspeed.gradient_accumulation_steps() if capture else math.inf  # before the capture
-        params = [param for param in deepspeed.module.parameters() if param.requires_grad]
-        self.graph_is_local = self.stage == 2 and all(hasattr(param, "main_grad") for param in params)  # no collectives
+    def __init__(self, deepspeed: DeepSpeedEngine, capture: bool, is_local: bool) -> None:
+        """is_local: a micro-step has no collectives."""
+        self.deepspeed = deepspeed
+        self.timer = LocalTimer(deepspeed.device)
+        self.stage = int(deepspeed.zero_optimization_stage())
+        self.capture = capture
+        self.is_local = is_local
+        self.is_warm = False  # libraries have initialized
+        self.graph: torch.cuda.CUDAGraph | None = None
         if capture:
             on_shut_down(self.close)
             atexit.register(self.close)  # also after a traceback
 
+    def after_step(self) -> None:
+        """Note that an optimizer step has ended."""
+        self.is_warm = True
+
     def __call__(self, *batch):
         """Run a batch, as for Engine.micro_step(). Return the detached loss, which the next call may overwrite."""
-        if self.launches_left:
-            self.launches_left -= 1
+        if not (self.capture and self.is_warm):
             return self.forward_backward(*batch)
         if self.graph is None:
             self.inputs, self.graph = [t.clone() for t in batch], torch.cuda.CUDAGraph()
@@ -44,7 +50,7 @@ class Launch:
                 self.loss = self.forward_backward(*self.inputs)
         for own, t in zip(self.inputs, batch, strict=True):
             own.copy_(t)
-        with self.timer.time(self.graph_is_local):
+        with self.timer.time(self.is_local):
             self.graph.replay()
         return self.loss
 
@@ -59,7 +65,8 @@ class Launch:
         if self.graph is not None:
             torch.cuda.synchronize()
             self.graph.reset()
-            self.graph, self.launches_left = None, math.inf
+            self.graph = None
+            self.capture = False
 
 
 class LocalTimer:

@@ -6,10 +6,14 @@ that a view of those of one shape is the batch of a GEMM. A matrix that lies on 
 is gathered by all. There is no second moment, so Muon needs 4 bytes per parameter less than AdamW."""
 
 import itertools
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from runtime.engine.clip import Clip
+from runtime.engine.shard import Place, Shard
 from runtime.kernels.gram import symmetric_product
 
 MOMENTUM = 0.95
@@ -104,49 +108,95 @@ def apply_update(weights, half, update, lr, decay):
     half.copy_(weights)
 
 
+@dataclass
+class Batch:
+    """Matrices of one shape that follow each other in the flat tensor of all ranks.
+
+    start, end: elements, counted from the first one of this rank.
+    """
+
+    start: int
+    end: int
+    rows: int
+    columns: int
+
+
 class Muon:
     """Steps this rank's part of Muon's parameter group.
 
-    places: (parameter, offset in the flat tensor) of the group. parts: of each, as in GPT.muon_matrices(). size:
-    elements per rank. group: the ranks that share the flat tensor. use_kernels: whether Triton runs here."""
+    places: of the group in the flat tensor of all ranks. parts: of each, as in GPT.muon_matrices().
+    size: elements per rank. group: the ranks that share the flat tensor. use_kernels: whether Triton
+    runs here.
+    """
 
-    def __init__(self, places, parts, size, group, use_kernels=False):
-        self.group, self.size, self.batches = group, size, []  # [start, end, rows, columns], from this rank's first
-        for (param, offset), n_parts in zip(places, parts, strict=True):
-            rows, columns = param.shape[0] // n_parts, param.shape[1]
-            start = offset - size * dist.get_rank(group)
-            for first in range(start, start + param.numel(), rows * columns):
-                self.add(first, first + rows * columns, rows, columns)
+    def __init__(
+        self,
+        places: tuple[Place, ...],
+        parts: list[int],
+        size: int,
+        group: dist.ProcessGroup | None,
+        use_kernels: bool = False,
+    ) -> None:
+        self.group = group
+        self.size = size
+        self.batches: list[Batch] = []
+        first_of_rank = size * dist.get_rank(group)
+        for place, n_parts in zip(places, parts, strict=True):
+            rows = place.param.shape[0] // n_parts
+            columns = place.param.shape[1]
+            n = rows * columns
+            start = place.offset - first_of_rank
+            for first in range(start, start + place.param.numel(), n):
+                self.add(Batch(first, first + n, rows, columns))
+
         self.product = symmetric_product if use_kernels else plain_product
-        self.next_direction, self.normalize, self.apply_update = (  # each in one pass
-            torch.compile(function, dynamic=False, disable=not use_kernels)
-            for function in (next_direction, normalize, apply_update))
+        compiled = partial(torch.compile, dynamic=False, disable=not use_kernels)  # each in one pass
+        self.next_direction = compiled(next_direction)
+        self.normalize = compiled(normalize)
+        self.apply_update = compiled(apply_update)
 
-    def is_shared(self, start, end):
+    def is_shared(self, batch: Batch) -> bool:
         """Return whether a matrix lies on several ranks."""
-        return start // self.size != (end - 1) // self.size
+        return batch.start // self.size != (batch.end - 1) // self.size
 
-    def add(self, start, end, rows, columns):
-        last, is_own = self.batches[-1] if self.batches else None, 0 <= start and end <= self.size
-        if is_own and last and last[1:] == [start, rows, columns] and 0 <= last[0] and end - last[0] <= MAX_BATCH:
-            last[1] = end
-        elif is_own or self.is_shared(start, end):
-            self.batches.append([start, end, rows, columns])
+    def add(self, matrix: Batch) -> None:
+        """Add a matrix: to the batch before it if it can, or not at all if others own it."""
+        last = self.batches[-1] if self.batches else None
+        is_own = 0 <= matrix.start and matrix.end <= self.size
+        fits_last = (
+            last is not None
+            and last.start >= 0
+            and last.end == matrix.start
+            and (last.rows, last.columns) == (matrix.rows, matrix.columns)
+            and matrix.end - last.start <= MAX_BATCH
+        )
+        if is_own and fits_last:
+            last.end = matrix.end
+        elif is_own or self.is_shared(matrix):
+            self.batches.append(matrix)
 
-    def step(self, p, momentum, norm, inverse_scale, max_norm, skip_above):
-        """Step a Partition and clear its gradients. momentum: fp32, like its weights. norm: of all gradients, a scalar
-        on the device. If it is not below skip_above, only clear them. inverse_scale: of the loss scale in p.grads."""
-        is_applied, clip = norm < skip_above, (max_norm / (norm + 1e-6)).clamp(max=1) * inverse_scale
-        lr = is_applied * p.group["lr"]  # on the device; torch.tensor() would make the CPU wait for backward
-        for start, end, rows, columns in self.batches:
-            own = slice(*(max(0, min(self.size, place)) for place in (start, end)))
-            direction = self.next_direction(p.grads[own], momentum[own], clip, is_applied)
-            if self.is_shared(start, end):
-                part, direction = direction, direction.new_zeros(end - start)
-                direction[own.start - start : own.stop - start] = part
+    def step(self, shard: Shard, clip: Clip) -> None:
+        """Step a shard, unless the norm is too large, and clear its gradients."""
+        momentum = shard.state["exp_avg"]
+        factor = clip.factor()
+        is_applied = clip.applies()
+        # On the device; torch.tensor() would make the CPU wait for backward
+        lr = is_applied * shard.options["lr"]
+        decay = lr * shard.options["weight_decay"]
+        for batch in self.batches:
+            first = max(0, min(self.size, batch.start))
+            end = max(0, min(self.size, batch.end))
+            own = slice(first, end)
+            direction = self.next_direction(shard.grads[own], momentum[own], factor, is_applied)
+            if self.is_shared(batch):
+                part = direction
+                direction = part.new_zeros(batch.end - batch.start)
+                direction[first - batch.start : end - batch.start] = part
                 dist.all_reduce(direction, group=self.group)
-            if own.start < own.stop:
-                update = orthogonalize(self.normalize(direction.view(-1, rows, columns)), self.product)
-                update = update.flatten()[own.start - start : own.stop - start]
-                self.apply_update(p.master.data[own], p.half[own], update, lr * max(1, rows / columns) ** 0.5,
-                                  lr * p.group["weight_decay"])
+            if first == end:
+                continue
+            matrices = self.normalize(direction.view(-1, batch.rows, batch.columns))
+            update = orthogonalize(matrices, self.product).flatten()
+            update = update[first - batch.start : end - batch.start]
+            scale = max(1, batch.rows / batch.columns) ** 0.5
+            self.apply_update(shard.master.data[own], shard.half[own], update, lr * scale, decay)

@@ -1,49 +1,86 @@
 """ZeRO-2's optimizer step in host memory, in pieces. The gradients are on the GPU.
 
-The GPU sends the gradients of all pieces to the host. The CPU steps a piece once its gradients are there, and the GPU
-fetches its weights and rounds them while the CPU steps the next one. So the copies overlap with the CPU's Adam."""
+The GPU sends the gradients of all pieces to the host. The CPU steps a piece once its gradients are
+there, and the GPU fetches its weights and rounds them while the CPU steps the next one. So the copies
+overlap with the CPU's Adam.
+"""
+
+from typing import Protocol
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
-from torch.optim.adamw import adamw
+from torch import Tensor
+
+from runtime.engine.adamw import adamw_by_pytorch
+from runtime.engine.clip import Clip
+from runtime.engine.shard import Shard
 
 PIECE = 2**26  # elements; the fp32 weights of a piece, which are on the GPU for a moment, take 268 MB
 
 
-def step_on_host(p, state, optimizer):
-    """Step a Partition whose fp32 weights, moments and master.grad are in host memory, which has to be pinned for the
-    copies to run at the same time. optimizer: DeepSpeedCPUAdam or torch.optim.AdamW."""
-    host = p.master.data, p.master.grad, state["exp_avg"], state["exp_avg_sq"]
-    pieces, sent = list(zip(*(tensor.split(PIECE) for tensor in (p.grads, p.half, *host)), strict=True)), []
-    for grads, _, _, host_grads, *_ in pieces:
-        host_grads.copy_(grads, non_blocking=True)
+class HostAdam(Protocol):
+    """Steps of AdamW on flat tensors in host memory."""
+
+    def begin(self, options: dict) -> None:
+        """Begin the pieces of a shard. options: a parameter group."""
+
+    def step(
+        self,
+        options: dict,
+        done: int,
+        master: Tensor,
+        grads: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+    ) -> None:
+        """Step tensors. done: the number of steps before this one."""
+
+
+class PyTorchsAdam:
+    """A HostAdam where DeepSpeed's could not be built."""
+
+    def begin(self, options: dict) -> None:
+        """Do nothing."""
+
+    def step(
+        self,
+        options: dict,
+        done: int,
+        master: Tensor,
+        grads: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+    ) -> None:
+        """Step tensors. done: the number of steps before this one."""
+        adamw_by_pytorch(options, done, master, grads, exp_avg, exp_avg_sq)
+
+
+def step_on_host(shard: Shard, clip: Clip, adam: HostAdam) -> None:
+    """Step a shard whose fp32 weights and moments are in host memory, unless the norm is too large,
+    and clear its gradients. For the copies to run at the same time, that memory has to be pinned,
+    also that of master.grad, which takes the gradients. The CPU waits for the norm."""
+    if clip.applies():
+        shard.grads.mul_(clip.factor())
+        step_pieces(shard, adam)
+    shard.grads.zero_()
+
+
+def step_pieces(shard: Shard, adam: HostAdam) -> None:
+    """Send the gradients, step on the host, and fetch the weights, piece by piece."""
+    state = shard.state
+    done = int(state["step"])
+    masters = shard.master.data.split(PIECE)
+    host_grads = shard.master.grad.split(PIECE)
+    exp_avgs = state["exp_avg"].split(PIECE)
+    exp_avg_sqs = state["exp_avg_sq"].split(PIECE)
+
+    adam.begin(shard.options)
+    sent = []
+    for grads, target in zip(shard.grads.split(PIECE), host_grads, strict=True):
+        target.copy_(grads, non_blocking=True)
         sent.append(torch.cuda.current_stream().record_event() if grads.is_cuda else None)
-    step_piece = cpu_adam if isinstance(optimizer, DeepSpeedCPUAdam) else adamw_by_pytorch
-    if step_piece is cpu_adam:
-        # It multiplies powers of beta from step to step. After step 0 it computes them, as after a resume
-        cpu_adam(optimizer, p.group, -1, *(tensor[:0] for tensor in host))
-    for (_, half, *tensors), event in zip(pieces, sent):
-        if event:
-            event.synchronize()
-        step_piece(optimizer, p.group, int(state["step"]), *tensors)
-        half.copy_(tensors[0], non_blocking=True)  # the GPU rounds
 
-
-def step_by_pytorch(p, state, optimizer):
-    """Step a Partition by PyTorch's AdamW, all of it at once."""
-    adamw_by_pytorch(optimizer, p.group, state["step"], p.master.data, p.grads, state["exp_avg"], state["exp_avg_sq"])
-    p.half.copy_(p.master.data)
-
-
-def cpu_adam(optimizer, group, step, master, grads, exp_avg, exp_avg_sq):
-    """Make a step of DeepSpeedCPUAdam on flat tensors, with a parameter group's options. step: of those before."""
-    optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step + 1, group["lr"], *group["betas"], group["eps"],
-                                      group["weight_decay"], True, master, grads, exp_avg, exp_avg_sq)
-
-
-def adamw_by_pytorch(optimizer, group, step, master, grads, exp_avg, exp_avg_sq):
-    """Make a step of torch.optim.AdamW, with the same arguments."""
-    beta1, beta2 = group["betas"]
-    step = torch.as_tensor(step, dtype=torch.float32, device=master.device).clone()  # adamw() increases it
-    adamw([master], [grads], [exp_avg], [exp_avg_sq], [], [step], fused=True, amsgrad=False, beta1=beta1, beta2=beta2,
-          lr=group["lr"], eps=group["eps"], weight_decay=group["weight_decay"], maximize=False)
+    for i, half in enumerate(shard.half.split(PIECE)):
+        if sent[i]:
+            sent[i].synchronize()
+        adam.step(shard.options, done, masters[i], host_grads[i], exp_avgs[i], exp_avg_sqs[i])
+        half.copy_(masters[i], non_blocking=True)  # the GPU rounds

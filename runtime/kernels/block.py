@@ -4,27 +4,31 @@
                          the sum. So a block returns (residual, branch, branch_bias), and the next layer norm adds them.
   bias gradients         The kernel that writes a gradient matrix also sums its columns. Each program stores partial
                          sums, which PyTorch adds in float32.
-  weight gradients       The GEMM accumulates in float32, weight.main_grad += dy.T @ x (engine/zero2_gradients.py), or
-                         writes to the buffer of a reduce_scatter (engine/zero3_blocks.py).
+  weight gradients       The GEMM adds dy.T @ x to weight.grad_sink (engine/grad_sink.py): to a float32 sum, or to
+                         the buffer of a reduce_scatter.
   attention in float16   bfloat16's rounding of attention makes long runs unstable (docs/pretrain.md). So it and its two
                          linear layers run in float16 instead. As float16 needs, the loss is scaled (engine/setup.py).
 
-GEMMs and attention are PyTorch's, or fp8.py's. model.py has the plain version of this file, and tests compare the two.
+GEMMs (linear.py) and attention are PyTorch's, or fp8.py's. model.py has the plain version of this file, and tests
+compare the two.
 """
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from model import Block
+from model import GPT, Block, GPTConfig
 from runtime.hardware import attention_backends
 from runtime.kernels import fp8, jit, tl, triton
 from runtime.kernels.edits import edited_functions
 from runtime.kernels.fp8 import store, update_amax
+from runtime.kernels.linear import Casts, linear, linear_grads
 
 MAX_WIDTH = 4096  # columns of a row in one program; 8192 in float32 need more shared memory than an A100 has
 # The fastest values tried on an H200 with 8,192 and 16,384 rows of 1,600 (results/h200_x1_fused.json)
@@ -155,39 +159,45 @@ def concat_dqkv(dq, dk, dv, dqkv, partials, rows, C, amax, scale, slot, FP8: tl.
 
 
 # The operations of a block with their gradients. Activations are (B, T, C). Parameters are attributes of ctx, not saved
-# tensors: activation checkpointing would return copies of those, without main_grad
+# tensors: activation checkpointing would return copies of those, without grad_sink
 
 
-def reduce_param_grads(partials, *params):
-    """Return the gradients of parameters (n,) as a list, from partials (programs, len(params), n). If they have a
-    main_grad, accumulate there and return None for each."""
+def reduce_param_grads(
+    partials: torch.Tensor, *params: nn.Parameter
+) -> list[torch.Tensor | None]:
+    """Return the gradients of parameters (n,) as a list, from partials (programs, len(params), n).
+
+    If all have sinks (engine/grad_sink.py) of sums over micro-steps, add to those and return Nones.
+    """
     sums = partials.sum(0)
-    if not all(hasattr(p, "main_grad") for p in params):
+    sinks = [getattr(param, "grad_sink", None) for param in params]
+    if any(sink is None or sink.one_backward for sink in sinks):
         return list(sums.to(params[0].dtype))
-    torch._foreach_add_([p.main_grad for p in params], list(sums))
+    torch._foreach_add_([sink.total for sink in sinks], list(sums))
     return [None] * len(params)
 
 
-def column_sums(kernel, inputs, rows, width, parts, weight, bias):
+def column_sums(kernel, inputs, rows, width, parts, casts, bias):
     """Launch gelu_bwd or concat_dqkv. Return its output (rows, parts * width), maybe in FP8, and the bias gradient."""
     count, C = triton.cdiv(rows, TILE["ROWS"] * STEPS), parts * width
     partials = inputs[0].new_empty((count, 1, C), dtype=torch.float32)
-    out, fp8_args = fp8.empty_output(weight, fp8.GRAD_OUTPUT, inputs[0], (rows, C))
+    out, fp8_args = fp8.empty_output(fp8_slot(casts), fp8.GRAD_OUTPUT, inputs[0], (rows, C))
     kernel[(count, triton.cdiv(width, TILE["COLUMNS"]), parts)](
         *inputs, out, partials, rows, width, **fp8_args, STEPS=STEPS, **TILE)
     return out, reduce_param_grads(partials, bias)[0]
 
 
 class ResidualLayerNorm(torch.autograd.Function):
-    """Returns residual + branch + branch_bias (or None) and its layer norm. consumer_weight: see fp8.differentiable."""
+    """Returns residual + branch + branch_bias (or None) and its layer norm, as fp8.differentiable does. consumer: the
+    Casts of the layer that takes the norm."""
 
     @staticmethod
-    def forward(ctx, residual, branch, branch_bias, weight, bias, consumer_weight=None, dtype=None):
+    def forward(ctx, residual, branch, branch_bias, weight, bias, consumer=None, dtype=None):
         C, BLOCK, add = residual.size(-1), triton.next_power_of_2(residual.size(-1)), branch is not None
         rows, residual_out = residual.numel() // C, torch.empty_like(residual) if add else residual
         mean, rstd = residual.new_empty((2, rows), dtype=torch.float32)
         like = residual.new_empty(1, dtype=dtype or residual.dtype).expand_as(residual)
-        normed, fp8_args = fp8.empty_output(consumer_weight, fp8.INPUT, like, residual.shape)
+        normed, fp8_args = fp8.empty_output(fp8_slot(consumer), fp8.INPUT, like, residual.shape)
         ctx.one_row = {"BLOCK": BLOCK, "num_warps": min(8, max(1, BLOCK // 512))}
         residual_layernorm_fwd[(rows,)](residual, branch, branch_bias, weight, bias, residual_out, normed, mean, rstd,
                                         C, **fp8_args, ADD=add, **ctx.one_row)
@@ -217,12 +227,12 @@ class QKVProjection(torch.autograd.Function):
     """Returns q, k and v of x, (B, n_head, T, head size) each. x, x8: as fp8.differentiable returns."""
 
     @staticmethod
-    def forward(ctx, x, x8, weight, bias, n_head):
+    def forward(ctx, x, x8, weight, bias, n_head, casts):
         B, T, C = x.shape
         ctx.dtype, x = x.dtype, x if x8 is None else x8
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias = weight, bias
-        qkv = fp8.linear(x, weight, bias, ctx.dtype).split(C, dim=2)
+        ctx.weight, ctx.bias, ctx.casts = weight, bias, casts
+        qkv = linear(x, weight, casts, bias, ctx.dtype).split(C, dim=2)
         return tuple(part.view(B, T, n_head, C // n_head).transpose(1, 2) for part in qkv)
 
     @staticmethod
@@ -230,20 +240,21 @@ class QKVProjection(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         C = x.size(-1)
         grads = [grad.transpose(1, 2).reshape(-1, C) for grad in grads]  # views: attention returns this layout
-        dqkv, dbias = column_sums(concat_dqkv, grads, len(grads[0]), C, 3, ctx.weight, ctx.bias)
-        dx, dweight = fp8.linear_grads(x, ctx.weight, dqkv, ctx.dtype)
-        return dx, None, dweight, dbias, None
+        dqkv, dbias = column_sums(concat_dqkv, grads, len(grads[0]), C, 3, ctx.casts, ctx.bias)
+        dx, dweight = linear_grads(x, ctx.weight, ctx.casts, dqkv, ctx.dtype)
+        return dx, None, dweight, dbias, None, None
 
 
 class LinearGelu(torch.autograd.Function):
-    """Returns gelu(x @ weight.T + bias) as fp8.differentiable does for consumer_weight's layer. x, x8: likewise."""
+    """Returns gelu(x @ weight.T + bias) as fp8.differentiable does. x, x8: likewise. consumer: the Casts of the layer
+    that takes the result."""
 
     @staticmethod
-    def forward(ctx, x, x8, weight, bias, consumer_weight):
-        ctx.weight, ctx.bias = weight, bias
+    def forward(ctx, x, x8, weight, bias, casts, consumer):
+        ctx.weight, ctx.bias, ctx.casts = weight, bias, casts
         x = x if x8 is None else x8
-        h = fp8.linear(x, weight, bias, weight.dtype)
-        g, fp8_args = fp8.empty_output(consumer_weight, fp8.INPUT, h, h.shape)
+        h = linear(x, weight, casts, bias, weight.dtype)
+        g, fp8_args = fp8.empty_output(fp8_slot(consumer), fp8.INPUT, h, h.shape)
         BLOCK = 4096 if fp8_args["FP8"] else 1024
         gelu_fwd[(triton.cdiv(h.numel(), BLOCK),)](h, g, h.numel(), **fp8_args, BLOCK=BLOCK, num_warps=BLOCK // 256)
         ctx.save_for_backward(x, h)
@@ -253,56 +264,106 @@ class LinearGelu(torch.autograd.Function):
     def backward(ctx, dg, _):
         x, h = ctx.saved_tensors
         C = h.size(-1)
-        dh, dbias = column_sums(gelu_bwd, (dg.contiguous(), h), h.numel() // C, C, 1, ctx.weight, ctx.bias)
-        dx, dweight = fp8.linear_grads(x, ctx.weight, dh, ctx.weight.dtype)
-        return dx, None, dweight, dbias, None
+        dh, dbias = column_sums(gelu_bwd, (dg.contiguous(), h), h.numel() // C, C, 1, ctx.casts, ctx.bias)
+        dx, dweight = linear_grads(x, ctx.weight, ctx.casts, dh, ctx.weight.dtype)
+        return dx, None, dweight, dbias, None, None
 
 
 class LinearNoBias(torch.autograd.Function):
     """Returns x @ weight.T. The next residual addition adds the bias."""
 
     @staticmethod
-    def forward(ctx, x, x8, weight):
+    def forward(ctx, x, x8, weight, casts):
         ctx.dtype, x = x.dtype, x if x8 is None else x8
         ctx.save_for_backward(x)
-        ctx.weight = weight
-        return fp8.linear(x, weight, None, ctx.dtype)
+        ctx.weight, ctx.casts = weight, casts
+        return linear(x, weight, casts, None, ctx.dtype)
 
     @staticmethod
     def backward(ctx, dy):
-        dx, dweight = fp8.linear_grads(*ctx.saved_tensors, ctx.weight, dy.reshape(-1, dy.size(-1)), ctx.dtype)
-        return dx, None, dweight
+        (x,) = ctx.saved_tensors
+        dx, dweight = linear_grads(x, ctx.weight, ctx.casts, dy.reshape(-1, dy.size(-1)), ctx.dtype)
+        return dx, None, dweight, None
 
 
-def model_fits_kernels(config):
-    """Return whether these blocks can replace model.py's for this GPTConfig. They can't if model.py was edited."""
-    return (config.bias and config.gelu == "tanh" and config.dropout == 0 and config.n_embd <= MAX_WIDTH
-            and not edited_functions())
+def why_not(config: GPTConfig) -> str | None:
+    """Return why these blocks can't replace model.py's for a GPTConfig, or None if they can."""
+    edited = edited_functions()
+    if edited:
+        return f"model.py was edited ({', '.join(edited)})"
+    if not config.bias or config.gelu != "tanh" or config.dropout:
+        return "they need biases, tanh GELU and dropout=0"
+    if config.n_embd > MAX_WIDTH:
+        return f"n_embd is above {MAX_WIDTH:,}"
+    return None
 
 
-def use_fused_blocks(model, use_fp8=False, copies=False):
-    """Make a model's blocks run on these kernels, and compile its loss. Modules change class, as in fully_shard.
-    copies: of a bfloat16 model, keep copies of attention's weights in float16: call model.copy_weights() when they have
-    changed. To convert them at each use takes no memory, but 10% of GPT-2 XL's step at 1 x 32."""
+def fp8_slot(casts: Casts | None) -> fp8.Slot | None:
+    """Return the slot of a layer whose GEMMs are in FP8 in this micro-step, or None."""
+    return casts.slot if casts is not None and casts.use_fp8() else None
+
+
+@dataclass(eq=False)
+class BlockCasts:
+    """The Casts of a block's four linear layers."""
+
+    c_attn: Casts
+    attn_c_proj: Casts
+    c_fc: Casts
+    mlp_c_proj: Casts
+
+
+@dataclass(frozen=True, eq=False)
+class FusedBlocks:
+    """The blocks of a model that run on these kernels. In a bfloat16 model, parts of backward are in
+    float16, so the loss has to be scaled."""
+
+    copies: list[Tensor]  # in float16, of these layers' weights
+    layers: list[nn.Linear]
+
+    @torch.no_grad()
+    def copy_weights(self) -> None:
+        """Copy attention's weights to float16. Call this when they have changed."""
+        if self.copies:
+            torch._foreach_copy_(self.copies, [layer.weight for layer in self.layers])
+
+
+def use_fused_blocks(model: GPT, use_fp8: bool = False, copies: bool = False) -> FusedBlocks:
+    """Make a model's blocks run on these kernels, and compile its loss. Modules change class, as in
+    fully_shard.
+
+    copies: of a bfloat16 model, keep copies of attention's weights in float16, for copy_weights(). To
+    convert them at each use takes no memory, but 10% of GPT-2 XL's step at 1 x 32.
+    """
     if model.lm_head.weight.is_cuda:
         model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy)
-    for block in model.transformer.h:
+    blocks = model.transformer.h
+    copied: list[Tensor] = []
+    layers: list[nn.Linear] = []
+    scales = fp8.Fp8Scales(4 * len(blocks), model.lm_head.weight.device) if use_fp8 else None
+    for i, block in enumerate(blocks):
+        slots = [fp8.Slot(scales, 3 * (4 * i + k)) if scales else None for k in range(4)]
+        casts = BlockCasts(*(Casts(slot=slot) for slot in slots))
+        if copies and not use_fp8:
+            for layer, of_layer in ((block.attn.c_attn, casts.c_attn),
+                                    (block.attn.c_proj, casts.attn_c_proj)):
+                of_layer.in_float16 = torch.empty_like(
+                    layer.weight, dtype=torch.float16, requires_grad=False
+                )
+                copied.append(of_layer.in_float16)
+                layers.append(layer)
         block.__class__ = FusedBlock
-    model.transformer.ln_f.__class__, model.is_fused = FusedLayerNorm, True
-    if use_fp8:
-        model.transformer.h[0].register_forward_pre_hook(fp8.Fp8Scales(model).update)
-    elif copies:
-        weights = [w for block in model.transformer.h for w in (block.attn.c_attn.weight, block.attn.c_proj.weight)]
-        for weight in weights:
-            weight.in_float16 = torch.empty_like(weight, dtype=torch.float16, requires_grad=False)
-        copies = [weight.in_float16 for weight in weights]
-        model.copy_weights = torch.no_grad()(lambda: torch._foreach_copy_(copies, weights))
+        block.casts = casts
+    model.transformer.ln_f.__class__ = FusedLayerNorm
+    if scales:
+        blocks[0].register_forward_pre_hook(scales.update)
+    return FusedBlocks(copies=copied, layers=layers)
 
 
-def layernorm(layer, residual, branch=None, branch_bias=None, consumer_weight=None, dtype=None):
+def layernorm(layer, residual, branch=None, branch_bias=None, consumer=None, dtype=None):
     """Apply ResidualLayerNorm with the model's `layer`. Without a branch, the first result is the residual itself."""
     out, normed, normed8 = ResidualLayerNorm.apply(residual, branch, branch_bias, layer.weight, layer.bias,
-                                                   consumer_weight, dtype)
+                                                   consumer, dtype)
     return residual if branch is None else out, normed, normed8
 
 
@@ -315,6 +376,8 @@ class FusedLayerNorm(nn.LayerNorm):
 
 class FusedBlock(Block):
     """A Block that returns (residual, branch, branch_bias), and takes that or a tensor. With a cache, it is a Block."""
+
+    casts = BlockCasts(Casts(), Casts(), Casts(), Casts())  # use_fused_blocks() gives each block its own
 
     def __call__(self, x, *args):  # full backward hooks, which DeepSpeed uses, find no tensors in a tuple
         return super().__call__(*(x if isinstance(x, tuple) else (x, None, None)), *args)
@@ -331,16 +394,17 @@ class FusedBlock(Block):
         return residual + branch + branch_bias  # add them here: each tensor passed to a block is saved
 
     def fused_attn_and_mlp(self, residual, branch, branch_bias):
-        attn, mlp = self.attn, self.mlp
+        attn, mlp, casts = self.attn, self.mlp, self.casts
         dtype = torch.float16 if residual.dtype == torch.bfloat16 else residual.dtype  # of attention
-        residual, normed, normed8 = layernorm(self.ln_1, residual, branch, branch_bias, attn.c_attn.weight, dtype)
-        q, k, v = QKVProjection.apply(normed, normed8, attn.c_attn.weight, attn.c_attn.bias, attn.n_head)
+        residual, normed, normed8 = layernorm(self.ln_1, residual, branch, branch_bias, casts.c_attn, dtype)
+        q, k, v = QKVProjection.apply(normed, normed8, attn.c_attn.weight, attn.c_attn.bias, attn.n_head, casts.c_attn)
         with sdpa_kernel(attention_backends(q.device), set_priority=True) if q.is_cuda else nullcontext():
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        branch = LinearNoBias.apply(y.transpose(1, 2).reshape(residual.shape), None, attn.c_proj.weight)
-        residual, normed, normed8 = layernorm(self.ln_2, residual, branch, attn.c_proj.bias, mlp.c_fc.weight)
-        g, g8 = LinearGelu.apply(normed, normed8, mlp.c_fc.weight, mlp.c_fc.bias, mlp.c_proj.weight)
+        y = y.transpose(1, 2).reshape(residual.shape)
+        branch = LinearNoBias.apply(y, None, attn.c_proj.weight, casts.attn_c_proj)
+        residual, normed, normed8 = layernorm(self.ln_2, residual, branch, attn.c_proj.bias, casts.c_fc)
+        g, g8 = LinearGelu.apply(normed, normed8, mlp.c_fc.weight, mlp.c_fc.bias, casts.c_fc, casts.mlp_c_proj)
         bias = mlp.c_proj.bias
-        if not hasattr(bias, "main_grad"):
+        if not hasattr(bias, "grad_sink"):
             bias = bias.clone()  # ZeRO-3 releases the block's bias before the next block adds it
-        return residual, LinearNoBias.apply(g, g8, mlp.c_proj.weight), bias
+        return residual, LinearNoBias.apply(g, g8, mlp.c_proj.weight, casts.mlp_c_proj), bias

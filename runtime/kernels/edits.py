@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import operator
 import textwrap
+from collections.abc import Callable
 
 import torch
 
@@ -28,15 +29,32 @@ CAPTURED = {
 CLASSES = {"QKVLinear", "CausalSelfAttention", "MLP", "Block", "LMHead", "GPT"}  # model.py's modules
 
 
-def source_hash(name):
-    """Return a hash of a function of model.py without comments, docstring and formatting, or None if it is gone."""
+def source_hash(name: str) -> str | None:
+    """Return function_hash() of a function of model.py, or None if it is gone."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(operator.attrgetter(name)(model))))
-    except (AttributeError, OSError, SyntaxError, TypeError):  # removed, or replaced by something without a source
+        function = operator.attrgetter(name)(model)
+    except AttributeError:
+        return None
+    return function_hash(function)
+
+
+def function_hash(function: Callable) -> str | None:
+    """Return a hash of a function's source without comments, docstring and formatting, or None if it
+    has no source."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError, TypeError):
         return None
     if ast.get_docstring(tree.body[0]) is not None:
         del tree.body[0].body[0]
     return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:8]
+
+
+def forward_is_ours(gpt: torch.nn.Module) -> bool:
+    """Return whether a model's forward is GPT.forward as in model.py: it calls each block once."""
+    if "forward" in vars(gpt):
+        return False
+    return function_hash(type(gpt).forward) == IMPLEMENTED["GPT.forward"]
 
 
 @functools.cache

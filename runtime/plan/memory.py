@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from model import EAGER_LOSS_CHUNK, LOSS_CHUNK, GPTConfig
 from runtime.data.loader import Batch
-from runtime.engine.ds_config import complete_config, config_fits_fast_gradients, uses_offload
+from runtime.engine.ds_config import complete_config, uses_offload
+from runtime.engine.fast_paths import FastPaths, ModelFacts, decide
 from runtime.engine.muon import MAX_BATCH
 from runtime.files import format_bytes, format_time
 from runtime.hardware import GPUS, Execution
-from runtime.kernels.block import model_fits_kernels
 
 CUDA_CONTEXT_BYTES = (1.3e9, 1.6e9)  # CUDA, cuBLAS, cuDNN and NCCL outside PyTorch's tensors: 1 H200, each of 2
 H200_FLOPS = GPUS["H200"].tflops * 1e12
@@ -39,10 +39,26 @@ class MemoryInputs:
     accumulate_locally: bool = False
     fp8: bool = False
     pretrained: bool = True  # from GPT-2's weights or a folder, loaded in execution's dtype; else in float32
+    facts: ModelFacts = ModelFacts()  # which fast paths the model fits
+    cuda_graph: bool | str = "auto"
 
     @property
     def stage(self):
         return self.ds_config["zero_optimization"]["stage"]
+
+    @property
+    def paths(self) -> FastPaths:
+        """The fast paths that the run takes."""
+        return decide(
+            self.facts,
+            self.execution,
+            self.ds_config,
+            world_size=self.batch.world_size,
+            accumulate_locally=self.accumulate_locally,
+            gradient_checkpointing=self.gradient_checkpointing,
+            fp8=self.fp8,
+            cuda_graph=self.cuda_graph,
+        )
 
     def splits(self):
         """Return the run with each micro-batch that divides its sequences per step, the largest first."""
@@ -63,7 +79,7 @@ def estimate(run):
         buckets *= 2
     if run.accumulate_locally:
         buckets = trainable * 4
-    if stage == 3 and config_fits_fast_gradients(run.ds_config, run.execution.dtype):
+    if stage == 3 and run.paths.gradients.taken:
         buckets = zero3_buffers(run)
     elif stage == 3:  # gathered weights of the blocks in use, and of those prefetched
         buckets += min(stored, int(zero.get("stage3_max_live_parameters", 1e9))) * itemsize
@@ -79,9 +95,7 @@ def estimate(run):
     loss = min(tokens, rows) * vocab_size * bytes_per_logit + (trainable == stored) * vocab_size * run.model.n_embd * 4
     if run.gradient_checkpointing:
         loss = max(loss, block_input * saved_per_token)  # or one recomputed block
-    copied = (run.execution.compile and run.execution.dtype == "bfloat16" and stage < 3 and trainable == stored
-              and model_fits_kernels(run.model) and not (run.fp8 or run.gradient_checkpointing))
-    copies = copied * 8 * run.model.n_layer * run.model.n_embd**2  # attention's weights in float16
+    copies = run.paths.copies.taken * 8 * run.model.n_layer * run.model.n_embd**2  # attention's weights in float16
     parts = {
         "weights": 0 if uses_offload(run.ds_config, "param") else
                    stored * itemsize // (ranks if stage == 3 else 1) + copies,
@@ -109,6 +123,8 @@ def zero3_buffers(run):
     if run.batch.world_size == 1:
         return 0
     itemsize, trained = run.execution.torch_dtype.itemsize, run.params.trainable == run.params.stored
+    if not run.paths.by_block.taken:  # whole weights, and float32 sums of all gradients
+        return run.params.stored * itemsize + run.params.trainable * 4
     block = 12 * run.model.n_embd**2
     others = run.params.stored - block * run.model.n_layer
     live = int(run.ds_config["zero_optimization"].get("stage3_max_live_parameters", 1e9)) // block
@@ -181,9 +197,7 @@ def time_line(run, steps):
     seconds *= run.params.flops * run.batch.tokens / run.batch.world_size / (0.571 * run.execution.peak_flops)
     if seconds < 0.005:  # launches take longer than that
         return None
-    fast = (config_fits_fast_gradients(run.ds_config, run.execution.dtype) and run.execution.compile
-            and not uses_offload(run.ds_config))
-    times = [0.8 * seconds, 2 * seconds][: 1 + (fast and run.execution.dtype == "bfloat16")]
+    times = [0.8 * seconds, 2 * seconds][: 1 + run.paths.step.taken]
     per_step, in_all = (" to ".join(texts) for texts in zip(*((f"{1000 * time:,.0f}", format_time(steps * time))
                                                            for time in times)))
     return (f"time       {'at least ' * (len(times) == 1)}{per_step} ms per step, {in_all} for {steps:,} steps, "

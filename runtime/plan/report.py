@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from runtime.engine import fast_paths
 from runtime.files import format_bytes, free_bytes
 from runtime.output import explain_uncaught
 from runtime.plan import memory
@@ -44,6 +45,7 @@ def summary(plan):
         f"batch      {sequences} = {batch.sequences:,} sequences, {batch.tokens:,} tokens per step; "
         f"{epoch / batch.sequences:,.1f} steps per epoch",
         f"optimizer  {muon}adamw (learning rate {s.learning_rate:g})",
+        *path_lines(plan),
         *time, f"output     {s.out_dir}"]
     if s.keep_last and not s.eval_only:
         lines.append(f"space      {format_bytes(plan.tag_bytes)} per checkpoint, "
@@ -52,6 +54,12 @@ def summary(plan):
         lines.append("mixture    " + ", ".join(f"{d.name} {d.share}" for d in plan.datasets)
                      + f" of each {sum(d.share for d in plan.datasets):,} sequences")
     return "\n".join(lines + notes + ([] if s.dry_run else memory.advice(plan)))  # a dry run prints it later
+
+
+def path_lines(plan) -> list[str]:
+    """Return lines that say which fast paths the run takes, and why not the others."""
+    first, *others = fast_paths.describe(plan.paths)
+    return [f"paths      {first}", *(f"           {line}" for line in others)]
 
 
 def explain_out_of_memory(plan):

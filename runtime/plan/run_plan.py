@@ -15,12 +15,12 @@ from runtime.data.dataset import SPLITS, open_datasets
 from runtime.data.loader import Batch, Conversations, extent, open_sequences, windows_per_epoch
 from runtime.data.tokenizer import tokenizer_of
 from runtime.engine import ds_config, fixes
+from runtime.engine.fast_paths import inspect_model
 from runtime.errors import UserError
 from runtime.files import format_bytes, free_bytes, nearest_existing_dir
 from runtime.hardware import Execution, available_memory, find_gpu, pick_compile, pick_device, pick_dtype
 from runtime.kernels import device_has_triton
-from runtime.kernels.block import model_fits_kernels
-from runtime.kernels.edits import edited_functions
+from runtime.kernels.block import why_not
 from runtime.lora import apply as apply_lora
 from runtime.lora import lora_config
 from runtime.plan import memory
@@ -93,11 +93,11 @@ def make_plan(settings, ranks, problems, notes):
     lora = problems.attempt(lora_config, s)
     start = file_problems.attempt(find_start, s, data, lora, batch.sequences, notes)
     tokenizer = file_problems.attempt(sample_tokenizer, s, data) if data and s.sample_interval else None
-    params, size = None, 0
+    params, facts, size = None, None, 0
     if start:
-        problems.attempt(check_kernels, s, start.model, execution, notes)
+        problems.attempt(check_kernels, s, start.model, execution)
     if start and not problems:
-        params = count_params(start.model, lora, s.optimizer == "muon")
+        params, facts = count_params(start.model, lora, s.optimizer == "muon")
         if params.muon and start.optimizer == "adamw":
             notes.append("optimizer=muon is for runs from scratch: measurements elsewhere favor AdamW for weights that "
                          "AdamW has trained (arXiv:2605.10468)")
@@ -108,7 +108,7 @@ def make_plan(settings, ranks, problems, notes):
     if problems:
         return None
     run = MemoryInputs(start.model, execution, batch, params, config, s.gradient_checkpointing, fp8=s.fp8,
-                       pretrained=start.kind == "pretrained")
+                       pretrained=start.kind == "pretrained", facts=facts, cuda_graph=s.cuda_graph)
     if s.batch_size == "auto":
         batch = memory.fit_batch(run)
         run = replace(run, batch=batch, ds_config=ds_config.with_batch(config, batch))
@@ -161,13 +161,10 @@ def resolve_ds_config(s, batch, execution, notes):
     config, repairs = ds_config.complete_config(s.deepspeed_config, batch, s.grad_clip, execution.dtype,
                                                 execution.compile)
     notes += repairs
-    stage, fits = config["zero_optimization"]["stage"], ds_config.config_fits_fast_gradients(config, execution.dtype)
-    if stage == 3 and not fits:
-        notes.append("ZeRO-3 takes DeepSpeed's own path, which is slower, because of offload or a key of the JSON")
+    stage, fits = config["zero_optimization"]["stage"], ds_config.takes_our_gradients(config)
     fits = fits and execution.dtype != "float16"
     if s.skip_grad_spikes and not fits:
-        raise UserError("skip_grad_spikes=True needs bfloat16 or float32, fp32 gradients, and no offload at ZeRO-3: "
-                        "drop it")
+        raise UserError("skip_grad_spikes=True needs bfloat16 or float32, and no offload at ZeRO-3: drop it")
     if s.optimizer == "muon" and not (fits and stage == 2 and not ds_config.uses_offload(config)):
         raise UserError(f"optimizer=muon can't train with {s.deepspeed_config} in {execution.dtype}: use bfloat16 or "
                         "float32 with --deepspeed_config=ds_config_zero2.json, or start a run with --optimizer=adamw "
@@ -184,14 +181,12 @@ def sample_tokenizer(s, data):
     return encode, decode
 
 
-def check_kernels(s, model, execution, notes):
-    """Note edits of model.py. Raise UserError if fp8 is set and this GPU or model can't use our FP8 kernels."""
-    if execution.device == "cuda" and execution.compile and (edited := edited_functions()):
-        notes.append(f"model.py was edited ({', '.join(edited)}): torch.compile runs its blocks, not Triton kernels")
+def check_kernels(s, model, execution):
+    """Raise UserError if fp8 is set and this GPU or model can't use our FP8 kernels."""
     has_fp8 = execution.gpu.fp8 if execution.gpu else (execution.device == "cuda"
                                                        and torch.cuda.get_device_capability() >= (9, 0))
     fits = (execution.dtype == "bfloat16" and execution.compile and device_has_triton(torch.empty(0))
-            and model_fits_kernels(model) and model.n_embd % 16 == s.block_size % 16 == 0 and not s.lora_rank)
+            and not why_not(model) and model.n_embd % 16 == s.block_size % 16 == 0 and not s.lora_rank)
     if s.fp8 and not (has_fp8 and fits):
         raise UserError("fp8=True needs compute capability 9.0 (H100, H200, B200, ...), bfloat16, compile=auto, a C "
                         "compiler, no LoRA, --dropout=0, biases, tanh GELU, unedited blocks in model.py, and "
@@ -199,7 +194,8 @@ def check_kernels(s, model, execution, notes):
 
 
 def count_params(config, lora, muon):
-    """Return the ParamCount of a model without allocating it. muon: whether the blocks' matrices are Muon's."""
+    """Return the ParamCount of a model without allocating it, and its ModelFacts. muon: whether the blocks' matrices
+    are Muon's."""
     with torch.device("meta"):
         model = GPT(config)
     total = model.num_params()
@@ -207,14 +203,16 @@ def count_params(config, lora, muon):
     if lora:
         apply_lora(model, lora)
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return ParamCount(total, sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable),
-                      model.flops_per_token(), sum(param.numel() for param in set(matrices)))
+    params = ParamCount(total, sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable),
+                        model.flops_per_token(), sum(param.numel() for param in set(matrices)))
+    return params, inspect_model(model)
 
 
 def accumulates_locally(s, run):
     """Return whether each rank accumulates gradients, to reduce them once per step (see runtime/engine)."""
-    possible = (ds_config.config_fits_fast_gradients(run.ds_config, run.execution.dtype)
-                and run.batch.world_size > 1 and run.batch.accumulation > 1)
+    possible = run.paths.gradients.taken and run.batch.world_size > 1 and run.batch.accumulation > 1
+    if run.stage == 3 and not run.paths.by_block.taken:  # then it does anyway
+        return False
     with_room = memory.bytes_with_eval(replace(run, accumulate_locally=True)) <= 0.8 * run.execution.memory
     return possible and (s.accumulate_locally is True or s.accumulate_locally == "auto" and with_room)
 

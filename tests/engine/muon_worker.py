@@ -14,7 +14,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from muon_reference import PlainMuon, by_singular_values
-from zero_training import initialize, set_rates, weights
+from zero_training import initialize, paths, set_rates, weights
 
 from model import GPT, GPTConfig
 from runtime.cluster.ranks import shut_down
@@ -60,7 +60,7 @@ def train(local=True, bad=None, dtype="float32"):
     # Sorted as for one rank, so that 2 and 4 ranks cut matrices
     groups = split_matrices(model.parameter_groups(DECAY), model, MUON_LR / LR, world_size=1)
     deepspeeds = initialize(model, groups, {"zero_optimization": {"stage": 2}}, batch, CLIP, dtype, lr=LR, **ADAM)
-    engine = Engine(deepspeeds, local)
+    engine = Engine(deepspeeds, paths(deepspeeds, model, local))
     for step in [0, 1, *[2] * (bad is not None), *range(2, STEPS)]:
         is_bad, bad = bad if len(trajectory) == 2 else None, None if len(trajectory) == 2 else bad
         set_rates(deepspeeds.optimizer, LR * (1 - step / 8))

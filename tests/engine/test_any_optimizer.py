@@ -10,6 +10,8 @@ from conftest import CHARS, done, stage
 from model import GPT, GPTConfig
 from runtime.data.loader import locate_sequences, read_windows
 from runtime.engine.any_optimizer import check_elementwise, is_adamw, step_by_itself
+from runtime.engine.clip import Clip
+from runtime.engine.shard import Shard
 from runtime.errors import UserError
 
 STEPS = 8
@@ -123,22 +125,16 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused(train, made, why):
     assert "choose one that works element by element" in run.stderr
 
 
-class Shard:
-    """What layout gives a stepper, in plain tensors."""
-
-    def __init__(self, master, grads, group):
-        self.master, self.grads, self.group = master, grads, group
-        self.half = master.detach().to(torch.bfloat16)
-
-
 def test_a_step_sees_scaled_gradients_and_rounds_the_weights():
     weights = torch.nn.Parameter(torch.linspace(-1, 1, 9))
     optimizer = torch.optim.SGD([weights], lr=0.5)
-    shard = Shard(weights, torch.ones(9), optimizer.param_groups[0])
+    half = weights.detach().to(torch.bfloat16)
+    shard = Shard(weights, half, torch.ones(9), optimizer.param_groups[0], {}, ())
     optimizer.param_groups[0]["params"] = []  # as DeepSpeed leaves it at ZeRO-3
-    step_by_itself(optimizer, [shard], torch.tensor(0.25))
+    step_by_itself(optimizer, [shard], Clip(torch.tensor(1.0), 0.25, math.inf, math.inf))
     assert torch.equal(weights, torch.linspace(-1, 1, 9) - 0.125)
     assert torch.equal(shard.half, weights.to(torch.bfloat16))
+    assert not shard.grads.any()
     assert weights.grad is None and optimizer.param_groups[0]["params"] == []
 
 

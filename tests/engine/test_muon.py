@@ -16,6 +16,7 @@ from model import GPT, GPTConfig
 from runtime.checkpoint.tags import TagStore
 from runtime.data.loader import Batch
 from runtime.engine.muon import Muon, normalize, orthogonalize, plain_product, split_matrices
+from runtime.engine.shard import Place
 from runtime.hardware import Execution
 from runtime.plan.memory import MemoryInputs, ParamCount, estimate
 
@@ -69,11 +70,11 @@ def test_matrices_of_a_shape_are_one_batch(monkeypatch, ranks, batches, shared):
     size, own = -(-offsets[-1] // ranks), 0
     for rank in range(ranks):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
-        muon = Muon(list(zip(params, offsets)), group["parts"], size, None)
-        of_rank = [(start, end) for start, end, *_ in muon.batches if not muon.is_shared(start, end)]
+        muon = Muon([Place(p, offset) for p, offset in zip(params, offsets)], group["parts"], size, None)
+        of_rank = [batch for batch in muon.batches if not muon.is_shared(batch)]
         assert len(of_rank) in batches and len(muon.batches) - len(of_rank) == shared
-        own += sum(end - start for start, end in of_rank)
-    borders = sum(end - start for start, end, *_ in muon.batches if muon.is_shared(start, end))
+        own += sum(batch.end - batch.start for batch in of_rank)
+    borders = sum(batch.end - batch.start for batch in muon.batches if muon.is_shared(batch))
     assert own + borders == offsets[-1] == 12 * 12 * 768**2
 
 
@@ -109,14 +110,15 @@ def test_a_tag_has_no_second_moment_of_muons_matrices_and_its_size_is_estimated(
 
 STEP = """
 import psutil, torch
-from types import SimpleNamespace
+from runtime.engine.clip import Clip
 from runtime.engine.muon import Muon
+from runtime.engine.shard import Place, Shard
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 grads, master, half, momentum = torch.ones(4, 140 * 256**2)  # 37 MB each: below 32, free() may keep them
-places = [(torch.empty(256, 256, device="meta"), i * 256**2) for i in range(140)]
-p = SimpleNamespace(grads=grads, master=master, half=half, group={"lr": 0.02, "weight_decay": 0.1})
+places = [Place(torch.empty(256, 256, device="meta"), i * 256**2) for i in range(140)]
+shard = Shard(master, half, grads, {"lr": 0.02, "weight_decay": 0.1}, {"exp_avg": momentum}, ())
 muon, before = Muon(places, [1] * 140, len(grads), None), psutil.Process().memory_info().rss
-muon.step(p, momentum, torch.ones(()), 0.5, 1.0, 1e9)
+muon.step(shard, Clip(torch.ones(()), 0.5, 1.0, 1e9))
 assert abs(momentum[0] - (0.95 + 0.05 * 0.5)) < 1e-5  # it has no loss scale
 peak = open("/proc/self/status").read().split("VmHWM:")[1].split()[0]  # ru_maxrss may be that of the parent process
 print(1024 * int(peak) - before)

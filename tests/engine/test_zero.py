@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import long, run_worker
 
-from runtime.engine import zero2_gradients
+from runtime.engine import reduce
 
 
 @pytest.fixture(scope="module", params=[long(1), 2], ids=["1 rank", "2 ranks"])
@@ -66,7 +66,7 @@ def test_stage_3_has_released_its_parameters_where_it_is_told_to(report):
 
 
 @pytest.mark.parametrize("way", ["stage 2", "stage 2 buckets", "stage 2 local", "stage 3",
-                                 "stage 3 released", "own", "sums"])
+                                 "stage 3 released", "own"])
 def test_bfloat16_is_plain_pytorch_to_its_rounding(report, way):
     """Seen: 2.9% of the way; norms to 0.15%."""
     result = report[f"bfloat16 {way}"]
@@ -150,6 +150,6 @@ def test_float16_is_plain_pytorch_while_the_loss_scale_grows(report, way, scales
 def test_the_norm_of_many_gradients_is_right_on_a_cpu(monkeypatch):
     """PyTorch's own, in float32, of all of them at once is 6e-5 too small."""
     flat = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(zero2_gradients.dist, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(reduce.dist, "get_world_size", lambda group: 1)
     right = flat.double().norm().item() * 2**0.5
-    assert zero2_gradients.global_norm([flat, flat], None).item() == pytest.approx(right, rel=1e-6)
+    assert reduce.global_norm([flat, flat], None).item() == pytest.approx(right, rel=1e-6)

@@ -9,7 +9,6 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
@@ -18,12 +17,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from zero_training import ADAM, RELEASED, initialize, set_rates, weights
+from zero_training import ADAM, RELEASED, initialize, paths, set_rates, weights
 
 from model import GPT, Block, GPTConfig
 from runtime.cluster.ranks import all_reduce_sum, shut_down
 from runtime.data.loader import Batch
-from runtime.engine import offload, setup
+from runtime.engine import offload
 from runtime.engine.engine import Engine
 from runtime.kernels import block
 from runtime.sample.generate import TEMPERATURE, TOP_K, sample_while_training
@@ -74,8 +73,6 @@ WAYS = {
     "bfloat16 own": (2, "bfloat16", {"zero": BUCKETS, "short": False}),
     "bfloat16 stage 2 unclipped": (2, "bfloat16", {"clip": 0.0}),
     "bfloat16 own unclipped": (2, "bfloat16", {"zero": BUCKETS, "short": False, "clip": 0.0}),
-    "bfloat16 sums": (2, "bfloat16", {"config": {
-        "data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "fp32"}}),
     **{f"float16 stage {stage}": (stage, "float16", FP16) for stage in (2, 3)},
     **{f"float16 stage {stage} inf": (stage, "float16", {**FP16, "poison": "inf"}) for stage in (2, 3)},
     "float16 stage 2 static": (2, "float16", {**FP16, "config": {"fp16": {"loss_scale": 128}}}),
@@ -123,12 +120,12 @@ def build(stage, dtype, zero, config, clip, compiled, fused, layers, masked):
     model = fresh_model(layers)
     if compiled:
         model.compile_blocks(backend="aot_eager")
-    if fused:
-        block.use_fused_blocks(model, copies=dtype == "bfloat16" and stage < 3)
+    blocks = block.use_fused_blocks(model, copies=dtype == "bfloat16" and stage < 3) if fused else None
     if stage == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [Block])
     content = {**config, "zero_optimization": {"stage": stage, **zero}}
-    return initialize(model, model.parameter_groups(0.1), content, batch, clip, dtype, compiled, masked, **ADAM)
+    groups = model.parameter_groups(0.1)
+    return initialize(model, groups, content, batch, clip, dtype, compiled, masked, blocks, **ADAM), blocks
 
 
 def plain_sample(weights, dtype, truncated):
@@ -146,14 +143,13 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
           checkpointing=False, compiled=False, fused=False, layers=2, tokens=T, local=False, masked=False):
     """Train as the script does. poison: between the first step and the second there is one in which one element of
     one gradient, on the last rank, in the middle micro-step, is that. local: each rank sums its micro-steps first."""
-    deepspeeds = build(stage, dtype, zero or {}, config or {}, clip, compiled, fused, layers, masked)
+    deepspeeds, blocks = build(stage, dtype, zero or {}, config or {}, clip, compiled, fused, layers, masked)
     deepspeeds.module.gradient_checkpointing = checkpointing
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    ours = setup.replace_gradients_and_step if short else lambda *_: None  # DeepSpeed's own, to compare
-    with mock.patch.object(setup, "replace_gradients_and_step", ours):
-        engine = Engine(deepspeeds, local, fused)
-    shortened = engine.fused_step is not None
-    assert not shortened or engine.fused_step.use_kernel == fused
+    chosen = paths(deepspeeds, deepspeeds.module, local, kernels=fused, own=not short)  # own: DeepSpeed's, to compare
+    engine = Engine(deepspeeds, chosen, blocks)
+    shortened = engine.our_step is not None
+    assert not shortened or engine.our_step.use_kernel == fused
     # The kernels' float16 sees each target's gradient times 16 to 32, or if few tokens are targets, at least 1 to 2
     assert not fused or 1 < deepspeeds.optimizer.loss_scale / (SEQUENCES // world_size * T) / (16 - 15 * masked) <= 2
     poisoned = False
@@ -196,7 +192,7 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
                              for p in deepspeeds.module.parameters())
     if fused and stage == 2:  # an evaluation has the present weights
         engine.evaluate(sequences[:, :-1], sequences[:, 1:])
-        assert all(torch.equal(p.in_float16, p.half()) for p in parts.parameters() if hasattr(p, "in_float16"))
+        assert all(torch.equal(copy, layer.weight.half()) for copy, layer in zip(blocks.copies, blocks.layers))
     result["weights"] = weights(deepspeeds)
     keys = [p[p.numel() // 3 : -(p.numel() // 3)] for name, p in result["weights"].items() if "c_attn.bias" in name]
     result["keys_moved"] = max(p.abs().max().item() for p in keys)  # from 0

@@ -11,7 +11,8 @@ from reference import check, errors
 from torch.func import functional_call
 
 from model import Block, FusedLinearCrossEntropy, GPTConfig, cross_entropy_with_grad
-from runtime.engine.fused_adamw import adamw
+from runtime.engine.adamw import adamw
+from runtime.engine.grad_sink import GradSink, set_sink
 from runtime.kernels import block, fp8
 
 WIDTHS = {768: 12, 1600: 25}  # and their heads
@@ -20,11 +21,11 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 def run(function, inputs, dtype, summed=False):
     """Return (outputs, {name: gradient}) of function(**inputs) in a precision, with random gradients of the outputs.
-    summed: parameters, named w or b, have a main_grad, to which their gradients are added in float32."""
+    summed: parameters, named w or b, have a sink, to which their gradients are added in float32."""
     leaves = {name: value.to(dtype, copy=True).requires_grad_() for name, value in inputs.items()}
     sums = {name: torch.full(leaf.shape, 0.5, device="cuda") for name, leaf in leaves.items() if name[0] in "wb"}
     for name in sums if summed else ():
-        leaves[name].main_grad = sums[name]
+        set_sink(leaves[name], GradSink(sums[name]))
     outputs = function(**leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     generator = torch.Generator("cuda").manual_seed(1)
@@ -103,12 +104,12 @@ def test_casts_to_fp8_are_pytorchs(which, limit):
     scale = torch.tensor([1.0, 1.0, 1.0], device="cuda")
     scale[which] = limit / 3.0  # the largest values are beyond 3
     scales = SimpleNamespace(amax=torch.zeros(3, device="cuda"), scale=scale, mode=fp8.Mode.ON)
-    weight = SimpleNamespace(fp8_slot=(scales, 0))
+    slot = fp8.Slot(scales, 0)
     wanted = (x.float() * scale[which]).clamp(-limit, limit).to(fp8.FP8_DTYPES[which])
     for transpose in (False, True):
-        got = fp8.cast(x, weight, which, transpose)
+        got = fp8.cast(x, slot, which, transpose)
         assert torch.equal(got.view(torch.uint8), (wanted.t() if transpose else wanted).contiguous().view(torch.uint8))
-    again = fp8.cast(wanted, weight, which, transpose=True)  # already in FP8
+    again = fp8.cast(wanted, slot, which, transpose=True)  # already in FP8
     assert torch.equal(again.view(torch.uint8), wanted.t().contiguous().view(torch.uint8))
     assert scales.amax[which] == x.abs().max() > 3
 

@@ -6,9 +6,10 @@ import torch
 from reference import GPT2, XL_2_LAYERS, build, check, errors, plain_gradients, random_weights
 
 from model import GPTConfig
+from runtime.engine.grad_sink import GradSink, set_sink
 from runtime.engine.launch import Launch
 from runtime.kernels import block
-from runtime.kernels.fp8 import Mode, slot_of
+from runtime.kernels.fp8 import Mode
 
 B, T = 2, 1024
 WAYS = ["eager", "compiled", "kernels", "kernels recomputed", "kernels captured", "kernels captured sums",
@@ -16,7 +17,7 @@ WAYS = ["eager", "compiled", "kernels", "kernels recomputed", "kernels captured"
 
 
 class Engine:
-    """What launch.py uses of DeepSpeed's engine. sums: gradients go to a float32 main_grad, as at ZeRO-2 on 1 rank."""
+    """What launch.py uses of DeepSpeed's engine. sums: gradients go to float32 sinks, as at ZeRO-2 on 1 rank."""
 
     device = torch.device("cuda")
 
@@ -25,7 +26,7 @@ class Engine:
         self.sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in module.named_parameters()} \
             if sums else {}
         for name, p in module.named_parameters() if sums else ():
-            p.main_grad = self.sums[name]
+            set_sink(p, GradSink(self.sums[name]))
 
     def __call__(self, *batch):
         return self.module(*batch)
@@ -79,7 +80,7 @@ def steps(case, way, dtype=torch.bfloat16, scale=4096.0, fp8=False, batches=None
     elif "kernels" in way:
         block.use_fused_blocks(model, fp8)
     engine = Engine(model, scale, "sums" in way)
-    launch = Launch(engine, "captured" in way)
+    launch = Launch(engine, "captured" in way, is_local=True)
     for batch in batches or (case["other"], case["other"], case["batch"]):
         engine.zero()
         loss = launch(*batch)
@@ -139,8 +140,8 @@ def test_fp8_is_within_its_bounds(case, way):
         pytest.skip("fp8 needs Hopper")
     loss, gradients, model = steps(case, way, fp8=True)
     exact_loss, exact = case["exact"]
-    mode, scales, _ = slot_of(model.transformer.h[0].attn.c_attn.weight)
-    assert mode is Mode.ON and (scales.amax > 0).all()
+    scales = model.transformer.h[0].casts.c_attn.slot.scales
+    assert scales.mode is Mode.ON and (scales.amax > 0).all()
     away = {name: errors(gradients[name], exact[name])[0] for name in exact}
     assert abs(loss - exact_loss) < 5e-3  # seen: 1.8e-3
     assert 0.05 < max(away.values()) < 0.3, away  # seen: 0.18; bfloat16's are 0.012
@@ -161,7 +162,7 @@ def test_dropout_in_captured_steps(compiled):
         model = build(config, weights, torch.bfloat16)
         if compiled:
             model.compile_blocks()
-        launch = Launch(Engine(model), captured)
+        launch = Launch(Engine(model), captured, is_local=True)
         found = []
         for seed in (0, 1, 2, None, 1):  # None: whatever comes next
             if seed is not None:

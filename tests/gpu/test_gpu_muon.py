@@ -8,7 +8,8 @@ from muon_reference import PlainMuon, by_singular_values, low_rank_and_noise
 
 from model import GPT, GPTConfig
 from runtime.engine import muon
-from runtime.engine.fused_adamw import Partition
+from runtime.engine.clip import Clip
+from runtime.engine.shard import Place, Shard
 
 LR, DECAY, CLIP = 0.02, 0.1, 1.0
 
@@ -36,14 +37,16 @@ def test_three_steps_are_pytorchs(monkeypatch, max_batch, use_kernels):
     sizes, start = [p.numel() for p in matrices], torch.cat([p.detach().flatten() for p in matrices])
     optimizer = PlainMuon(model, DECAY, 1)
     optimizer.param_groups[0]["lr"] = LR
-    places = list(zip(matrices, itertools.accumulate(sizes, initial=0)))
+    places = [Place(p, offset) for p, offset in zip(matrices, itertools.accumulate(sizes, initial=0))]
     ours, momentum = muon.Muon(places, group["parts"], start.numel(), None, use_kernels), torch.zeros_like(start)
-    p = Partition(start.clone(), None, start.bfloat16(), {"lr": LR, "weight_decay": DECAY})
+    p = Shard(start.clone(), start.bfloat16(), torch.empty_like(start), {"lr": LR, "weight_decay": DECAY},
+              {"exp_avg": momentum}, ())
     for step in range(4):
         grads = torch.randn_like(start)
         norm = grads.norm() if step != 1 else torch.tensor(float("inf"), device="cuda")
         torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")  # its many launches don't wait for backward
-        ours.step(p._replace(grads=8 * grads), momentum, norm, 1 / 8, CLIP, 1e9)
+        p.grads.copy_(8 * grads)
+        ours.step(p, Clip(norm, 1 / 8, CLIP, 1e9))
         torch.cuda.set_sync_debug_mode("default")
         if step == 1:
             continue

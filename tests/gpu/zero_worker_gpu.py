@@ -12,7 +12,6 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
@@ -22,13 +21,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from muon_reference import PlainMuon, by_singular_values
-from zero_training import ADAM, RELEASED, initialize, set_rates, weights
+from zero_training import ADAM, RELEASED, initialize, paths, set_rates, weights
 
 from model import GPT, Block, GPTConfig
 from runtime.cluster.join import join_process_group
 from runtime.cluster.ranks import all_reduce_sum, shut_down
 from runtime.data.loader import Batch
-from runtime.engine import offload, setup
+from runtime.engine import offload
 from runtime.engine.engine import Engine
 from runtime.engine.muon import split_matrices
 from runtime.kernels import block
@@ -108,8 +107,9 @@ def build(stage, dtype, blocks, zero, clip, fp16, layers, muon):
     content = {"zero_optimization": zero, "fp16": fp16, "zero_force_ds_cpu_optimizer": False}
     F.linear = LINEAR  # stage 3 replaces it for good
     model = fresh_model(layers)
+    fused = None
     if blocks == "kernels":
-        block.use_fused_blocks(model, copies=dtype == "bfloat16" and stage < 3)
+        fused = block.use_fused_blocks(model, copies=dtype == "bfloat16" and stage < 3)
     elif blocks == "compiled":
         model.compile_blocks()
     if stage == 3:
@@ -117,20 +117,19 @@ def build(stage, dtype, blocks, zero, clip, fp16, layers, muon):
     groups = model.parameter_groups(0.1)
     if muon:  # sorted as for one rank, so that two cut a matrix
         groups = split_matrices(groups, model, muon, world_size=1)
-    return initialize(model, groups, content, batch, clip, dtype, blocks != "eager", **ADAM)
+    return initialize(model, groups, content, batch, clip, dtype, blocks != "eager", fused=fused, **ADAM), fused
 
 
 def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local=False, own=False, captured=True,
           recompute=False, layers=2, muon=0.0):
     """Train as the script does, and repeat a step that is skipped. own: use DeepSpeed's gradient path and step. local:
     sum the gradients of the micro-steps on each rank first."""
-    deepspeeds = build(stage, dtype, blocks, zero or {}, clip, fp16 or {}, layers, muon)
+    deepspeeds, fused = build(stage, dtype, blocks, zero or {}, clip, fp16 or {}, layers, muon)
     deepspeeds.module.gradient_checkpointing = recompute
-    ours = (lambda *_: None) if own else setup.replace_gradients_and_step
-    with mock.patch.object(setup, "replace_gradients_and_step", ours):
-        engine = Engine(deepspeeds, local, blocks != "eager", captured)
-    shortened = engine.fused_step is not None
-    one_pass = shortened and engine.fused_step.use_kernel
+    chosen = paths(deepspeeds, deepspeeds.module, local, kernels=blocks != "eager", graph=captured, own=own)
+    engine = Engine(deepspeeds, chosen, fused)
+    shortened = engine.our_step is not None
+    one_pass = shortened and engine.our_step.use_kernel
     rank, world_size = dist.get_rank(), dist.get_world_size()
     result = {"norms": [], "layers": layers, "applied": [], "scales": [], "shortened": shortened, "one_pass": one_pass}
     step = 0

@@ -13,10 +13,12 @@ pytest.importorskip("triton", reason="PyTorch for this platform comes without Tr
 
 from model import GPT, Decoder, GPTConfig
 from runtime import lora
-from runtime.engine.fused_adamw import Zero3Step, adamw
-from runtime.engine.setup import compile_blocks, may_capture
+from runtime.engine.adamw import adamw
+from runtime.engine.fast_paths import decide, inspect_model
+from runtime.engine.grad_sink import GradSink, set_sink
+from runtime.engine.setup import compile_blocks
 from runtime.hardware import Execution
-from runtime.kernels import block, decode, edits, fp8
+from runtime.kernels import block, decode, edits
 from runtime.kernels.decode import decode_step, decode_step_for
 from runtime.kernels.gram import symmetric_product
 
@@ -30,8 +32,7 @@ def models(copies=False, **shape):
     for p in plain.parameters():
         p.data += 0.1 * torch.randn_like(p)
     fused.load_state_dict(plain.state_dict())
-    block.use_fused_blocks(fused, copies=copies)
-    return plain, fused
+    return plain, fused, block.use_fused_blocks(fused, copies=copies)
 
 
 def gradients(model, idx, targets, where=lambda p: p.grad):
@@ -43,8 +44,8 @@ def gradients(model, idx, targets, where=lambda p: p.grad):
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_fused_blocks_have_the_loss_and_the_gradients_of_plain_ones(recomputed):
-    """In float32, over 2 x 19 rows, which no tile divides; also with gradients accumulated into main_grad."""
-    plain, fused = models()
+    """In float32, over 2 x 19 rows, which no tile divides; also with gradients that are added to sinks."""
+    plain, fused, _ = models()
     fused.gradient_checkpointing = recomputed
     idx, targets = torch.randint(61, (2, 2, 19))
     loss, wanted = gradients(plain, idx, targets)
@@ -58,7 +59,7 @@ def test_fused_blocks_have_the_loss_and_the_gradients_of_plain_ones(recomputed):
 
     sums = {p: torch.full(p.shape, 0.5) for p in fused.parameters()}
     for p in fused.parameters():
-        p.main_grad = sums[p]
+        set_sink(p, GradSink(sums[p]))
     gradients(fused, idx, targets, where=lambda p: sums[p])
     _, got = gradients(fused, idx, targets, where=lambda p: sums[p] - 0.5 + (0 if p.grad is None else 2 * p.grad))
     ours = [name for name, p in fused.named_parameters() if p.grad is None]
@@ -69,24 +70,24 @@ def test_fused_blocks_have_the_loss_and_the_gradients_of_plain_ones(recomputed):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_attention_in_a_bfloat16_model_is_as_exact_as_float16(stage):
-    """Against float64, with an offset of 30 that all keys share. Stage 2: each parameter has a main_grad. 3: some have
-    one, which is overwritten. The interpreter truncates bfloat16, which makes 1%."""
-    plain, fused = models(copies=stage == 2)
+    """Against float64, with an offset of 30 that all keys share. Stage 2: each parameter has a sink. 3: some have
+    one, of a single backward. The interpreter truncates bfloat16, which makes 1%."""
+    plain, fused, blocks = models(copies=stage == 2)
     for layer in plain.transformer.h:
         layer.attn.c_attn.bias.data[48:96] += 30
         layer.attn.c_proj.weight.data *= -1
     exact = GPT(GPTConfig(**SHAPE)).double()
     for name, p in fused.bfloat16().named_parameters():
         if stage == 2 or name.endswith("c_attn.weight"):
-            p.main_grad = torch.full_like(p, stage == 3, dtype=torch.float32 if stage == 2 else p.dtype)
-            p.__dict__.update({"overwrite_main_grad": True} if stage == 3 else {})
+            total = torch.full_like(p, stage == 3, dtype=torch.float32 if stage == 2 else p.dtype)
+            set_sink(p, GradSink(total.requires_grad_(False), one_backward=stage == 3))
     idx, targets = torch.randint(61, (2, 1, 60))
     for model in (fused, exact):
         model.load_state_dict(plain.bfloat16().state_dict())
     if stage == 2:
-        fused.copy_weights()
+        blocks.copy_weights()
     (_, wanted), (_, rough) = gradients(exact, idx, targets), gradients(plain, idx, targets)
-    _, got = gradients(fused, idx, targets, where=lambda p: p.main_grad if p.grad is None else p.grad)
+    _, got = gradients(fused, idx, targets, where=lambda p: p.grad_sink.total if p.grad is None else p.grad)
     for name, grad in wanted.items():
         rows = slice(48 if name.endswith("c_attn.weight") else None)  # of c_attn, those for q
         plain_error, error = ((found[name] - grad)[rows].norm() / grad[rows].norm() for found in (rough, got))
@@ -97,7 +98,7 @@ def test_attention_in_a_bfloat16_model_is_as_exact_as_float16(stage):
 @pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"temperature": 0.8, "top_k": 20}], ids=str)
 def test_fused_blocks_generate_the_plain_text_and_train_on_as_before(sampling):
     """30 tokens after 19, with a context of 24, which slides."""
-    plain, fused = models(block_size=24)
+    plain, fused, _ = models(block_size=24)
     assert fused.state_dict().keys() == plain.state_dict().keys()
     idx, targets = torch.randint(61, (2, 2, 19))
     before = gradients(fused, idx, targets)
@@ -113,15 +114,15 @@ def test_fused_blocks_generate_the_plain_text_and_train_on_as_before(sampling):
 @pytest.mark.skipif(torch.__version__ < (2, 8), reason="PyTorch 2.7 has _scaled_mm on GPUs only")
 def test_fp8_matmuls_are_near_the_plain_ones():
     """The first micro-step calibrates and is exact; in the second all matmuls of the blocks are in FP8, E4M3 with 3 and
-    E5M2 with 2 bits of mantissa, also into a main_grad; an evaluation is exact again. The interpreter truncates what a
+    E5M2 with 2 bits of mantissa, also into a sink; an evaluation is exact again. The interpreter truncates what a
     GPU rounds."""
-    plain, fused = models()
+    plain, fused, _ = models()
     block.use_fused_blocks(fused, use_fp8=True)
     idx, targets = torch.randint(61, (2, 2, 40))
     loss, wanted = gradients(plain, idx, targets)
     calibrated, got = gradients(fused, idx, targets)
     assert calibrated == pytest.approx(loss, rel=1e-6)
-    _, scales, _ = fp8.slot_of(fused.transformer.h[0].attn.c_attn.weight)
+    scales = fused.transformer.h[0].casts.c_attn.slot.scales
     assert (scales.amax > 0).all() and scales.amax.numel() == 24
     weight = plain.transformer.h[1].mlp.c_fc.weight
     assert scales.amax[12 + 6 + 1] == weight.abs().max()
@@ -138,7 +139,7 @@ def test_fp8_matmuls_are_near_the_plain_ones():
     _, once = gradients(fused, idx, targets)
     scales.amax.copy_(amax)  # the same scales again
     for p in fused.parameters():
-        p.main_grad = sums[p]
+        set_sink(p, GradSink(sums[p]))
     _, added = gradients(fused, idx, targets, where=lambda p: sums[p] - 0.5 if p.grad is None else p.grad)
     for name, grad in once.items():
         assert (added[name] - grad).abs().max() < 1e-5 * grad.abs().max(), name
@@ -148,7 +149,7 @@ def test_fp8_matmuls_are_near_the_plain_ones():
 
 @pytest.mark.parametrize(("shape", "fit"), [({}, True), ({"dropout": 0.1}, False), ({"bias": False}, False)])
 def test_dropout_and_models_without_biases_are_left_alone(shape, fit):
-    assert block.model_fits_kernels(GPTConfig(**{**SHAPE, **shape})) is fit
+    assert (block.why_not(GPTConfig(**{**SHAPE, **shape})) is None) is fit
 
 
 def test_the_kernels_implement_model_py():
@@ -177,7 +178,10 @@ def test_an_edited_model_trains_as_edited(old, new, edited, monkeypatch, tmp_pat
         with monkeypatch.context() as here:
             here.setitem(sys.modules, "model", edits.model)
             here.setattr(torch, "compile", lambda function, **options: function)
-            compile_blocks(model, Execution("cuda", "float32", True, 0), stage=2)
+            execution = Execution("cuda", "float32", True, 0)
+            facts = inspect_model(model)
+            paths = decide(facts, execution, {"zero_optimization": {"stage": 2}}, world_size=1)
+            compile_blocks(model, paths, execution, stage=2)
         assert model(idx, idx).item() == pytest.approx(loss, rel=1e-6)
         assert isinstance(model.transformer.h[0], block.FusedBlock) is (not edited)  # whether it runs on the kernels
         monkeypatch.setattr(decode, "device_has_triton", lambda weight: True)
@@ -215,26 +219,13 @@ def test_adamw_in_one_pass_is_pytorchs():
         assert torch.allclose(bf16.float(), master, rtol=2**-7)  # the interpreter cuts, a GPU rounds
 
 
-def test_each_sub_group_of_stage_3_has_its_own_gradients_and_its_groups_options():
-    """Groups are cut at sub_group_size elements, 1e9: GPT-2 XL's matrices on one GPU are two sub-groups."""
-    bf16 = [torch.zeros(size, dtype=torch.bfloat16) for size in (5, 3, 4)]
-    master, grads = [half.float() for half in bf16], torch.arange(12.0)
-    partitions = Zero3Step(SimpleNamespace(
-        fp16_partitioned_groups_flat=bf16, fp32_partitioned_groups_flat=master, grad_partitions_flat_buffer=grads,
-        optimizer=SimpleNamespace(param_groups=["decay", "none"]), sub_group_to_group_id={0: 0, 1: 0, 2: 1}),
-        None, False, False).partitions()
-    for i, (first, p) in enumerate(zip((0, 5, 8), partitions, strict=True)):
-        assert p.master is master[i] and p.half is bf16[i] and p.group == ("decay", "decay", "none")[i]
-        assert p.grads.tolist() == list(range(first, first + len(p.half)))
-
-
 @pytest.mark.parametrize(("batch", "programs", "prompts"), [
     (1, 32, (1, 63, 127, 256)), (2, 32, (127,)), (2, 1, (256,))])
 def test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole(monkeypatch, batch, programs, prompts):
     """Over the borders of 64 and 128 keys, where another program begins to share them, and of 256, where each looks a
     second time; what lies behind is not looked at. In a large batch, one program per head looks at all keys."""
     monkeypatch.setattr(decode, "HEAD_PROGRAMS", programs)
-    plain, _ = models(block_size=300)
+    plain, _, _ = models(block_size=300)
     idx = torch.randint(61, (batch, 300))
     whole = plain(idx)
     with torch.no_grad():
@@ -259,7 +250,7 @@ def test_half_of_a_symmetric_product_is_the_whole(shape):
                           0.5 * whole @ whole @ whole - 2 * whole, rtol=1e-4, atol=1)
 
 
-def test_a_cuda_graph_needs_a_model_whose_micro_steps_are_all_the_same(capsys):
+def test_a_cuda_graph_needs_a_model_whose_micro_steps_are_all_the_same():
     """Stochastic depth in Python would skip the same block for ever."""
     config = GPTConfig(**SHAPE)
     assert edits.varying_part(GPT(config)) is None
@@ -288,10 +279,16 @@ def test_a_cuda_graph_needs_a_model_whose_micro_steps_are_all_the_same(capsys):
     }
 
     execution = Execution("cuda", "bfloat16", True, 0)
-    assert not may_capture(models["hook"], "auto", {}, execution)
-    told = "note       no CUDA graph: transformer.h.1.attn has hooks, so a micro-step may depend on the data; "
-    assert capsys.readouterr().out == f"{told}cuda_graph=True says that it doesn't\n"
-    assert may_capture(models["hook"], True, {}, execution)
-    assert not may_capture(GPT(config), False, {}, execution)
-    assert not may_capture(GPT(config), True, {"wall_clock_breakdown": True}, execution)
-    assert may_capture(GPT(config), "auto", {}, execution)
+
+    def graph(model, setting="auto", **config):
+        config = {"zero_optimization": {"stage": 2}, **config}
+        return decide(inspect_model(model), execution, config, world_size=1, cuda_graph=setting).graph
+
+    hooked = graph(models["hook"])
+    assert not hooked.taken
+    assert hooked.reason == ("transformer.h.1.attn has hooks, so a micro-step may depend on the data; cuda_graph=True "
+                             "says that it doesn't")
+    assert graph(models["hook"], True).taken
+    assert not graph(GPT(config), False).taken
+    assert not graph(GPT(config), True, wall_clock_breakdown=True).taken
+    assert graph(GPT(config)).taken

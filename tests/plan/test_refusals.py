@@ -69,10 +69,9 @@ def folder(tmp_path_factory, holder, characters):
     write_dataset(folder / "wide", range(900), range(100), {"kind": "gpt2"}, 50257, SOURCE)
     zero = {"zero3": {"stage": 3}, **{name: {"stage": stage, "offload_optimizer": {"device": "cpu"}}
                                       for name, stage in (("offload", 2), ("offload3", 3))}}
-    for name in (*zero, "bf16sums"):
-        config = {"zero_optimization": zero.get(name, {"stage": 2})}
-        config |= {"data_types": {"grad_accum_dtype": "bf16"}} if name == "bf16sums" else {}
-        (folder / f"{name}.json").write_text(json.dumps(config))
+    for name, block in zero.items():
+        (folder / f"{name}.json").write_text(json.dumps({"zero_optimization": block}))
+    (folder / "bf16sums.json").write_text(json.dumps({"data_types": {"grad_accum_dtype": "bf16"}}))
     (folder / "file").write_text("")
     (folder / "locked" / ".lock").mkdir(parents=True)
     return folder
@@ -331,9 +330,10 @@ TARGETS = "choose from a block's matrices, attn.c_attn, attn.c_proj, mlp.c_fc, m
     ("--init_from={folder}/tiny --block_size=16", "determines the shape: drop them, or add --init_from=scratch"),
     ("{weights}/tiny --block_size=16 --dataset={folder}/wide", "vocabulary of 50257 is larger than the weights' 28: "
      "prepare the data with the weights' tokenizer"),
-    *((f"--skip_grad_spikes=True --dtype=bfloat16 --deepspeed_config={{folder}}/{name}.json",
-        "skip_grad_spikes=True needs bfloat16 or float32, fp32 gradients, and no offload at ZeRO-3: drop it")
-      for name in ("offload3", "bf16sums")),
+    ("--skip_grad_spikes=True --dtype=bfloat16 --deepspeed_config={folder}/offload3.json",
+     "skip_grad_spikes=True needs bfloat16 or float32, and no offload at ZeRO-3: drop it"),
+    ("--dtype=bfloat16 --deepspeed_config={folder}/bf16sums.json",
+     '"data_types.grad_accum_dtype" is "bf16": write "fp32"'),
     ("--skip_grad_spikes=True", ""),
     *((f"--optimizer=muon --deepspeed_config={{folder}}/{name}.json", f"{name}.json in float32: use bfloat16 or "
        "float32 with --deepspeed_config=ds_config_zero2.json, or start a run with --optimizer=adamw and")

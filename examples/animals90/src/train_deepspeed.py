@@ -59,6 +59,8 @@ from runtime.cluster.ranks import all_exit_on, all_reduce_sum, exit_together, pr
 from runtime.cluster.shutdown import Shutdown
 from runtime.engine import setup
 from runtime.engine.ds_config import allowed_keys, complete_config, uses_offload
+from runtime.engine.fast_paths import Choice, FastPaths
+from runtime.engine.layout import layout_of
 from runtime.errors import UserError
 from runtime.files import free_bytes, fsync, lock_folder, remove_dir, replace_dir, write_atomic
 from runtime.hardware import git_commit, machine_record, peak_memory
@@ -220,7 +222,10 @@ if recipe.recompute:
     model.recompute_activations()
 optimizer = setup.adamw([*model.parameters()], recipe.config, **recipe.adamw)
 engine = setup.initialize(model, optimizer, recipe.config)
-setup.replace_gradients_and_step(engine, accumulate_locally=True)  # our path for gradients, if not offloaded
+layout = layout_of(engine)
+if layout.stage == 2:
+    paths = FastPaths(gradients=Choice(True), local=Choice(True))  # ours, in the place of DeepSpeed's
+    setup.replace_gradients_and_step(layout, paths)
 if rank_state:
     with all_exit_on(UserError), resuming.resume_errors(resume):
         resuming.restore(engine, rank_state)

@@ -1,0 +1,28 @@
+"""What every stepper needs to know about a step's gradients."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Clip:
+    """How to scale the gradients of a step, and whether to make it.
+
+    norm: of all ranks' gradients, without the loss scale, a scalar on their device. inverse_scale: of
+    the loss scale that the gradients have in them. max_norm: to clip to; infinite: don't clip.
+    skip_above: skip the step unless the norm is below it.
+    """
+
+    norm: Tensor
+    inverse_scale: float
+    max_norm: float
+    skip_above: float
+
+    def factor(self) -> Tensor:
+        """Return what to multiply the gradients by, a scalar on the device."""
+        return (self.max_norm / (self.norm + 1e-6)).clamp(max=1) * self.inverse_scale
+
+    def applies(self) -> Tensor:
+        """Return whether the step is made, a scalar on the device."""
+        return self.norm < self.skip_above

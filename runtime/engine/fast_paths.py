@@ -1,0 +1,197 @@
+"""Which fast paths a run takes, and why: decided once, in the plan.
+
+A fast path proves what it needs, or it isn't taken: the slow path of PyTorch or DeepSpeed is right for
+every model. inspect_model() finds out what a model fits, decide() adds the settings and the machine.
+The summary and --dry_run print the choices. Memory, setup and the engine read them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from runtime.cluster.ranks import print0
+from runtime.engine.ds_config import takes_our_gradients, uses_offload
+from runtime.engine.zero3_blocks import blocks_to_gather
+from runtime.hardware import Execution
+from runtime.kernels import triton
+
+
+class Choice(NamedTuple):
+    """Whether a fast path is taken. reason: why it isn't."""
+
+    taken: bool
+    reason: str = ""
+
+
+NOT_TAKEN = Choice(False)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Why a model doesn't fit a fast path. None: it does."""
+
+    no_kernels: str | None = None
+    no_blocks: str | None = None
+    varies: str | None = None  # why a micro-step may depend on the data
+
+
+@dataclass(frozen=True)
+class FastPaths:
+    """The choices of a run."""
+
+    gradients: Choice = NOT_TAKEN  # our reductions and our step, in the place of DeepSpeed's
+    by_block: Choice = NOT_TAKEN  # ZeRO-3 gathers and reduces the blocks' matrices one by one
+    local: Choice = NOT_TAKEN  # each rank sums the micro-steps' gradients; reduced once per step
+    kernels: Choice = NOT_TAKEN  # our Triton kernels run the blocks
+    copies: Choice = NOT_TAKEN  # attention's weights are kept in float16, too
+    step: Choice = NOT_TAKEN  # clipping, AdamW and the copy of the weights are one kernel
+    graph: Choice = NOT_TAKEN  # micro-steps are replayed as a CUDA graph
+
+
+NAMES = {
+    "gradients": "our gradients and step",
+    "by_block": "ZeRO-3 by block",
+    "local": "local accumulation",
+    "kernels": "fused blocks",
+    "copies": "float16 copies",
+    "step": "AdamW in one kernel",
+    "graph": "CUDA graph",
+}
+QUIET = ("one rank", "not ZeRO-3", "no fused blocks")  # reasons that need no word
+
+
+def inspect_model(model: nn.Module) -> ModelFacts:
+    """Return what a GPT fits, also one on the meta device. Call this before anything changes it."""
+    from runtime.kernels.edits import varying_part  # here: examples/ have models of their own
+
+    _, no_blocks = blocks_to_gather(model)
+    return ModelFacts(why_no_kernels(model), no_blocks, varying_part(model))
+
+
+def why_no_kernels(model: nn.Module) -> str | None:
+    """Return why our Triton kernels can't run a model's blocks, or None."""
+    if not all(param.requires_grad for param in model.parameters()):
+        return "some parameters are frozen"
+    from runtime.kernels.block import why_not  # as above
+
+    return why_not(model.config)
+
+
+def decide(
+    facts: ModelFacts,
+    execution: Execution,
+    ds_config: Mapping,
+    world_size: int,
+    accumulate_locally: bool = False,
+    gradient_checkpointing: bool = False,
+    fp8: bool = False,
+    cuda_graph: bool | str = "auto",
+) -> FastPaths:
+    """Return the FastPaths of a run. accumulate_locally: all ranks have the memory for it."""
+    stage = ds_config["zero_optimization"]["stage"]
+    several = world_size > 1
+
+    gradients = Choice(True)
+    if not takes_our_gradients(ds_config):
+        gradients = Choice(False, "ZeRO-3 with offload, or a key of the JSON, takes DeepSpeed's own path")
+
+    by_block = Choice(False, "not ZeRO-3" if stage < 3 else "one rank")
+    if stage == 3 and several:
+        by_block = first_reason((not gradients.taken, gradients.reason), (facts.no_blocks, facts.no_blocks))
+
+    local = first_reason(
+        (not several, "one rank"),
+        (not gradients.taken, gradients.reason),
+        (not accumulate_locally, "one micro-step per step, little memory, or the setting"),
+    )
+
+    no_triton = why_no_triton(execution)
+    kernels = first_reason((no_triton, no_triton), (facts.no_kernels, facts.no_kernels))
+    copies = first_reason(
+        (not kernels.taken, "no fused blocks"),
+        (execution.dtype != "bfloat16", "only for bfloat16"),
+        (stage == 3, "not at ZeRO-3"),
+        (gradient_checkpointing, "gradient_checkpointing"),
+        (fp8, "fp8"),
+    )
+    step = first_reason(
+        (no_triton, no_triton),
+        (not gradients.taken, gradients.reason),
+        (execution.dtype != "bfloat16", "only for bfloat16"),
+        (uses_offload(ds_config), "the optimizer is in host memory"),
+    )
+    graph = first_reason(
+        (no_triton, no_triton),
+        (cuda_graph is False, "cuda_graph=False"),
+        (not gradients.taken, gradients.reason),
+        (execution.dtype != "bfloat16", "only for bfloat16"),
+        (
+            ds_config.get("wall_clock_breakdown"),
+            'the timers of "wall_clock_breakdown" synchronize in every micro-step',
+        ),
+        (
+            cuda_graph == "auto" and facts.varies,
+            f"{facts.varies}, so a micro-step may depend on the data; cuda_graph=True says that it doesn't",
+        ),
+    )
+    return FastPaths(gradients, by_block, local, kernels, copies, step, graph)
+
+
+def first_reason(*reasons: tuple[object, str | None]) -> Choice:
+    """Return the Choice that the first true condition forbids, or one that is taken."""
+    for is_true, reason in reasons:
+        if is_true:
+            return Choice(False, reason or "")
+    return Choice(True)
+
+
+def why_no_triton(execution: Execution) -> str | None:
+    """Return why our Triton kernels don't run on this device, or None."""
+    if execution.device != "cuda":
+        return "on a CPU"
+    if not execution.compile:
+        return "compile=False"
+    if triton is None or torch.version.hip:
+        return "Triton for NVIDIA GPUs is not installed"
+    if execution.gpu:  # target_gpu
+        is_new = execution.gpu.bf16
+    else:
+        is_new = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
+    return None if is_new else "the GPU has a compute capability below 8.0"
+
+
+def confirm(plan: Any, model: nn.Module) -> Any:
+    """Return the plan with the facts of the model that was built, and print what is different.
+
+    The plan's are of GPT as it comes from model.py. The training script may have changed it.
+    """
+    facts = inspect_model(model)
+    if facts == plan.facts:
+        return plan
+    confirmed = replace(plan, facts=facts)
+    for line in describe(confirmed.paths):
+        if line not in describe(plan.paths):
+            print0(f"note       the model is not as planned: {line}")
+    return confirmed
+
+
+def describe(paths: FastPaths) -> list[str]:
+    """Return lines that say which fast paths are taken, and why the others aren't."""
+    taken = []
+    missing = []
+    for field in fields(paths):
+        choice = getattr(paths, field.name)
+        name = NAMES[field.name]
+        if choice.taken:
+            taken.append(name)
+        elif choice.reason not in QUIET:
+            missing.append((choice.reason, name))
+    by_reason: dict[str, list[str]] = {}
+    for reason, name in missing:
+        by_reason.setdefault(reason, []).append(name)
+    lines = [", ".join(taken) or "none"]
+    lines += [f"no {', no '.join(names)}: {reason}" for reason, names in by_reason.items()]
+    return lines

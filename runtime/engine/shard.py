@@ -1,0 +1,48 @@
+"""What a rank holds of a parameter group, as flat tensors. This file knows nothing about DeepSpeed."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """The part of a parameter that lies in a shard."""
+
+    param: nn.Parameter
+    start: int  # its first element, in the flat parameter
+    offset: int  # where that element lies in the shard
+    numel: int
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a whole parameter lies in the flat tensor that the ranks' shards make up (ZeRO-2)."""
+
+    param: nn.Parameter
+    offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """This rank's part of a parameter group, as flat tensors of one size."""
+
+    master: Tensor  # fp32 weights, which the optimizer steps
+    half: Tensor  # the same weights as forward and backward use them
+    grads: Tensor  # fp32 gradients, averaged over the ranks when a step begins
+    options: dict  # the optimizer's parameter group: lr, betas, ...
+    state: dict  # the optimizer's state of master
+    pieces: tuple[Piece, ...]
+    places: tuple[Place, ...] = ()  # of all ranks; at ZeRO-3, parameters are cut one by one
+
+
+def pieces_of(places: tuple[Place, ...], size: int, rank: int) -> tuple[Piece, ...]:
+    """Return the pieces in a rank's shard of `size` elements."""
+    begin = rank * size
+    pieces = []
+    for place in places:
+        first = max(begin, place.offset)
+        end = min(begin + size, place.offset + place.param.numel())
+        if first < end:
+            pieces.append(Piece(place.param, first - place.offset, first - begin, end - first))
+    return tuple(pieces)

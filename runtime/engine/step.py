@@ -1,0 +1,154 @@
+"""One optimizer step on this rank's shards, at ZeRO-2 and 3: the norm, clipping, and the update.
+
+DeepSpeed makes one pass for each and synchronizes three times in between to check whether a number
+is finite. Here one kernel does all three and clears the gradients for the next step, and the CPU reads
+the norm while the kernel runs. The results and the state in checkpoints are the same. Each kind of
+parameter group has its stepper:
+
+  "adamw"  adamw.py, or offload.py with the state in host memory
+  "muon"   muon.py
+  "other"  any_optimizer.py: another optimizer's own step(), for all groups
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from runtime.engine.adamw import step_by_kernel, step_by_pytorch
+from runtime.engine.any_optimizer import is_adamw, step_by_itself
+from runtime.engine.clip import Clip
+from runtime.engine.layout import Hooks, Layout
+from runtime.engine.muon import Muon, is_muon, moments_of
+from runtime.engine.offload import HostAdam, PyTorchsAdam, step_on_host
+from runtime.engine.reduce import global_norm, shares_of_norm
+from runtime.engine.shard import Shard
+
+
+class Reduction(Protocol):
+    """What takes the gradients of a backward to the shards."""
+
+    reduces_in_backward: bool
+
+    def on_grad_ready(self, param: torch.nn.Parameter) -> None:
+        """Take a parameter's gradient."""
+
+    def finish_backward(self) -> None:
+        """End a backward."""
+
+    def reduce_at_step(self) -> None:
+        """Leave the averaged gradients in the shards."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a step should do.
+
+    loss_factor: the number of its micro-steps, relative to what their losses were divided by.
+    skip_above: skip the step unless the norm is below it. with_shares: report shares.
+    """
+
+    loss_factor: float = 1.0
+    skip_above: float = math.inf
+    with_shares: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a step did. norm: before clipping, without the loss scale, the same on all ranks. shares:
+    of each parameter in the squared norm, on the CPU, or None."""
+
+    norm: float
+    applied: bool
+    shares: Tensor | None
+
+
+class OurStep:
+    """Makes the steps of a Layout, in the place of DeepSpeed's.
+
+    use_kernel: AdamW and Muon run on Triton, else on PyTorch.
+    """
+
+    def __init__(self, layout: Layout, reduction: Reduction, use_kernel: bool) -> None:
+        self.layout = layout
+        self.reduction = reduction
+        self.use_kernel = use_kernel
+        self.has_own_step = not is_adamw(layout.optimizer)
+        self.on_host: HostAdam | None = None
+        if layout.offloads:
+            self.on_host = layout.cpu_adam or PyTorchsAdam()
+        self.muon: Muon | None = None  # made at the first step
+        layout.connect(
+            Hooks(
+                on_grad_ready=reduction.on_grad_ready,
+                finish_backward=reduction.finish_backward,
+                step=lambda: self.step(Wanted()),
+            )
+        )
+
+    def make(self, wanted: Wanted) -> Report:
+        """Make a step. All ranks call this."""
+        reports: list[Report] = []
+        self.layout.step_by(lambda: reports.append(self.step(wanted)))
+        (report,) = reports
+        return report
+
+    def step(self, wanted: Wanted) -> Report:
+        """Reduce, clip and update. Called within DeepSpeed's step, which counts."""
+        layout = self.layout
+        self.reduction.reduce_at_step()
+
+        # The gradients have the loss scale in them, and the mean over another number of micro-steps
+        scale = layout.loss_scale * wanted.loss_factor
+        norm = global_norm([shard.grads for shard in layout.shards], layout.group) / scale
+        norm_on_cpu = norm.to("cpu", non_blocking=True)
+        shares = None
+        if wanted.with_shares:
+            shares = shares_of_norm(layout).to("cpu", non_blocking=True)
+        copied = torch.cuda.current_stream().record_event() if norm.is_cuda else None
+
+        clip = Clip(norm, 1 / scale, layout.max_norm, wanted.skip_above)
+        if self.has_own_step:
+            step_by_itself(layout.optimizer, layout.shards, clip)
+        else:
+            for shard in layout.shards:
+                self.update(shard, clip)
+        layout.show_state()
+        layout.gather_weights()
+
+        if copied:
+            copied.synchronize()
+        applied = norm_on_cpu.item() < wanted.skip_above
+        layout.publish(norm_on_cpu.item(), applied)
+        return Report(norm_on_cpu.item(), applied, shares)
+
+    def update(self, shard: Shard, clip: Clip) -> None:
+        """Step a shard by AdamW or Muon, unless the norm is too large, and clear its gradients."""
+        state = shard.state
+        if not state:  # as torch.optim.AdamW begins
+            state["step"] = 0
+            for moment in moments_of(shard.options):
+                state[moment] = torch.zeros_like(shard.master.data)
+        # DeepSpeed's CPU Adam begins with a number
+        device = shard.master.device
+        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=device)
+
+        if is_muon(shard.options):
+            if self.muon is None:
+                self.muon = Muon(
+                    shard.places,
+                    shard.options["parts"],
+                    size=shard.grads.numel(),
+                    group=self.layout.group,
+                    use_kernels=self.use_kernel,
+                )
+            self.muon.step(shard, clip)
+        elif self.on_host:
+            step_on_host(shard, clip, self.on_host)
+        elif self.use_kernel:
+            step_by_kernel(shard, clip)
+        else:
+            step_by_pytorch(shard, clip)
+        state["step"] += clip.applies().to(device)

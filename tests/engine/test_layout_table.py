@@ -1,0 +1,108 @@
+"""The table of what is used of DeepSpeed is complete, and fits the installed version."""
+
+import ast
+import importlib
+import inspect
+import re
+
+import pytest
+from conftest import ROOT
+
+from runtime.engine import layout
+
+ENGINE = ROOT / "runtime" / "engine"
+# Where an owner's attributes come from in DeepSpeed
+SOURCES = {
+    "engine": ("deepspeed.runtime.engine",),
+    "zero": ("deepspeed.runtime.zero.stage_1_and_2", "deepspeed.runtime.zero.stage3"),
+    "zero2": ("deepspeed.runtime.zero.stage_1_and_2", "deepspeed.runtime.base_optimizer"),
+    "zero3": ("deepspeed.runtime.zero.stage3", "deepspeed.runtime.base_optimizer"),
+    "param": ("deepspeed.runtime.zero.partition_parameters",),
+    "adam": ("deepspeed.ops.adam.cpu_adam",),
+}
+SUBCLASSES = {
+    layout.QuietEngine: "engine",
+    layout.OurStage2: "zero2",
+    layout.OurStage3: "zero3",
+    layout.ExactStage3: "zero3",
+}
+OURS = {"hooks", "__class__"}  # what is not DeepSpeed's
+
+
+def table():
+    """The rows of the table, {(owner, name)}."""
+    return {(row.owner, name) for row in layout.INTERNALS for name in row.names.split()}
+
+
+def used():
+    """What the file uses, {(owner, name)}: attributes of the variables of OWNERS, of `self` in the subclasses, and
+    methods that these replace."""
+    found = set()
+    tree = ast.parse((ENGINE / "layout.py").read_text(encoding="utf-8"))
+    owner_of_class = {cls.__name__: owner for cls, owner in SUBCLASSES.items()}
+    for top in tree.body:
+        owner_of_self = owner_of_class.get(getattr(top, "name", ""))
+        for node in ast.walk(top):
+            if isinstance(node, ast.FunctionDef) and owner_of_self:
+                found.add((owner_of_self, node.name))
+            if not isinstance(node, ast.Attribute):
+                continue
+            base = node.value
+            name = base.id if isinstance(base, ast.Name) else getattr(base, "attr", "")
+            if name == "self" and owner_of_self:
+                found.add((owner_of_self, node.attr))
+            elif name == "param" and node.attr.startswith("ds_"):
+                found.add(("param", node.attr))
+            elif name in layout.OWNERS and name != "param" and isinstance(base, ast.Name):
+                found.add((name, node.attr))
+    return {(owner, name) for owner, name in found if name not in OURS}
+
+
+def test_the_table_is_what_the_file_uses():
+    listed = table()
+    any_stage = {name for owner, name in listed if owner == "zero"}
+    without = {(owner, name) for owner, name in used() - listed if not (owner[:4] == "zero" and name in any_stage)}
+    assert not without, "used, but not in the table"
+    names = {name for _, name in used()}
+    assert not {name for _, name in listed if name not in names}, "in the table, but not used"
+    assert len(listed) > 50
+
+
+@pytest.mark.parametrize("owner", SOURCES)
+def test_the_installed_version_has_what_the_table_names(owner):
+    source = "".join(inspect.getsource(importlib.import_module(name)) for name in SOURCES[owner])
+    names = [name for row, name in table() if row == owner]
+    assert names
+    for name in names:
+        pattern = rf"\.{name}\b|def {name}\b|\"{name}\"|'{name}'"
+        assert re.search(pattern, source), f"DeepSpeed has no {name} in {SOURCES[owner]}"
+
+
+def undecorated(function):
+    """The function that DeepSpeed's instrument_w_nvtx has wrapped, without functools.wraps."""
+    cells = function.__closure__ or ()
+    inner = [cell.cell_contents for cell in cells if inspect.isfunction(cell.cell_contents)]
+    return inner[0] if inner and list(inspect.signature(function).parameters) == ["args", "kwargs"] else function
+
+
+@pytest.mark.parametrize("ours", [*SUBCLASSES, layout.Collector])
+def test_methods_are_replaced_by_ones_that_are_called_alike(ours):
+    base = ours.__mro__[1]
+    methods = [name for name, value in vars(ours).items() if inspect.isfunction(value)]
+    assert methods
+    for name in methods:
+        theirs = list(inspect.signature(undecorated(getattr(base, name))).parameters)
+        assert list(inspect.signature(getattr(ours, name)).parameters) == theirs, f"{ours.__name__}.{name}"
+
+
+def test_only_this_file_uses_internals_of_deepspeed():
+    """ds_config is our own name. _optimizer_step_pre_hooks and the like are PyTorch's."""
+    ours = re.compile(r"(\w\.|engine\.|engine import .*|, )ds_config\b|optimizer\._optimizer_step_\w+")
+    found = []
+    for path in (ROOT / "runtime").rglob("*.py"):
+        if path.name == "layout.py":
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if re.search(r"optimizer\._|engine\._|\.ds_[a-z]+", ours.sub("", line)):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not found
