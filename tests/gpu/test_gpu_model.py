@@ -84,6 +84,7 @@ def steps(case, way, dtype=torch.bfloat16, scale=4096.0, fp8=False, batches=None
     for batch in batches or (case["other"], case["other"], case["batch"]):
         engine.zero()
         loss = launch(*batch)
+        launch.after_step()
     assert (launch.graph is not None) == ("captured" in way)
     loss = loss.item()
     launch.close()
@@ -168,6 +169,7 @@ def test_dropout_in_captured_steps(compiled):
             if seed is not None:
                 torch.manual_seed(seed)
             found.append(launch(idx, targets).item())
+            launch.after_step()
         assert (launch.graph is not None) == captured
         launch.close()
         return found
