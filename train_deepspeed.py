@@ -288,8 +288,7 @@ if iter_num == 0 or eval_only:
 elif iter_num >= max_iters:
     print0(f"{store.path(tag.name)} is at iteration {iter_num} already: resume with a larger --max_iters")
 mixture = [(tokens, dataset.share) for tokens, dataset in zip(plan.tokens["train"], plan.datasets)]
-batches = TrainBatches(mixture, iter_num, batch, ranks.rank, seed, vocab_size, device)
-micro_batches = iter(batches)
+batches = TrainBatches(mixture, iter_num * batch.sequences, batch, ranks.rank, seed, vocab_size, device)
 exit_code, code_at_end = None, 0
 if profiler:
     profiler.start()
@@ -301,8 +300,8 @@ while not finished() and not eval_only and exit_code is None:
     for group in adamw.param_groups:
         group["lr"] = lr * group.get("lr_ratio", 1)  # Muon's has one
     loss = torch.zeros((), device=device)
-    for _ in range(gradient_accumulation_steps):
-        loss += engine.micro_step(*next(micro_batches))  # forward and backward
+    for micro_batch in batches.next_step(gradient_accumulation_steps):
+        loss += engine.micro_step(*micro_batch)  # forward and backward
     iter_num += 1
     step = engine.step(skip_above=health.spikes.threshold() if skip_grad_spikes else math.inf,
                        with_shares=iter_num % 10 == 0)  # reads all gradients once more

@@ -51,12 +51,12 @@ def main():
     steps = {"hf": transformers_steps, "pytorch": pytorch_steps, "fsdp2": partial(pytorch_steps, fsdp2=True)}
     name, micro_step = steps[args.name](plan, s, device)
     mixture = [(tokens, one.share) for tokens, one in zip(plan.tokens["train"], plan.datasets)]
-    batches = iter(TrainBatches(mixture, 0, plan.batch, ranks.rank, s.seed, plan.data["vocab_size"], device))
+    batches = TrainBatches(mixture, 0, plan.batch, ranks.rank, s.seed, plan.data["vocab_size"], device)
     times, losses = [], []
     for _ in range(s.max_iters):
         start, total = time.perf_counter(), 0.0
-        for number in range(s.gradient_accumulation_steps):
-            total += micro_step(*next(batches)[:2], number + 1 == s.gradient_accumulation_steps)
+        for number, micro_batch in enumerate(batches.next_step(s.gradient_accumulation_steps), start=1):
+            total += micro_step(*micro_batch[:2], number == s.gradient_accumulation_steps)
         losses.append(total.item() / s.gradient_accumulation_steps / ranks.world_size)  # item() waits for the step
         times.append(1000 * (time.perf_counter() - start))
     losses = all_reduce_sum(*losses)

@@ -92,14 +92,13 @@ def baseline(argv):
         model.train()
         return total / count
 
-    batches = iter(TrainBatches([(plan.tokens["train"][0], 1)], 0, plan.batch, 0, s.seed, vocab_size, device))
+    batches = TrainBatches([(plan.tokens["train"][0], 1)], 0, plan.batch, 0, s.seed, vocab_size, device)
     ms, losses = {}, {0: evaluate()}
     for it in range(s.max_iters):
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(s, it)
-        for _ in range(s.gradient_accumulation_steps):
-            x, y = next(batches)
+        for x, y in batches.next_step(s.gradient_accumulation_steps):
             (loss_of(x, y) / s.gradient_accumulation_steps).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

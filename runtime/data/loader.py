@@ -1,20 +1,30 @@
 """Choose the tokens that each step is trained on, and load them.
 
-With a global batch of G sequences, step `iter_num` takes sequences iter_num * G to iter_num * G + G - 1 of an endless
-list. The list depends only on the seed. Each epoch has every window of block_size tokens once, in the order of a keyed
-permutation, which is computed and not stored. So the order is the same for any number of ranks and any micro-batch, and
-a resumed run continues it at no cost. In a mixture, each dataset has such a list, and a table interleaves them: of as
-many sequences as the shares add up to, each dataset has exactly its share.
+The training data is an endless list of sequences, which depends only on the seed. The position of a run in it is the
+number of sequences before. On W ranks, a step of n micro-steps that begins at `position` takes the next n * micro * W
+sequences, in order. Its micro-step m takes those from position + m * micro * W on, and rank r the r-th `micro` of them:
+
+    2 ranks, micro 2, 2 micro-steps, position 8     micro-step 0    micro-step 1
+                                        rank 0        8   9          12  13
+                                        rank 1       10  11          14  15
+
+So a position means the same for any number of ranks, any micro-batch and any number of micro-steps. A resumed run only
+needs this one number to continue, and repeats or skips nothing.
+
+Each epoch has every window of block_size tokens once, in the order of a keyed permutation, which is computed and not
+stored. In a mixture, each dataset has such a list, and a table interleaves them: of as many sequences as the shares add
+up to, each dataset has exactly its share.
 
 A dataset of conversations has rows instead of windows: whole conversations, packed once. Epochs shuffle the rows."""
 
 import functools
-import itertools
-import queue
+import numbers
 import sys
-import threading
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +32,7 @@ import torch
 from runtime.data.dataset import BEGINS, COUNTS, open_mask, open_tokens
 from runtime.errors import UserError
 
+STEPS_AHEAD = 2  # that are read in advance
 SPLITMIX64 = [np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]
 
 
@@ -30,13 +41,18 @@ class Batch:
     """The sequences of one optimizer step."""
 
     micro: int  # per GPU and micro-step
-    accumulation: int  # micro-steps per GPU
+    accumulation: int  # micro-steps per GPU, unless the training loop makes another number
     world_size: int
     block_size: int
 
     @property
+    def per_micro_step(self):
+        """The sequences of one micro-step, over all ranks."""
+        return self.micro * self.world_size
+
+    @property
     def sequences(self):
-        return self.micro * self.accumulation * self.world_size
+        return self.per_micro_step * self.accumulation
 
     @property
     def tokens(self):
@@ -183,46 +199,114 @@ def read_windows(windows, block_size, vocab_size):
 
 
 class TrainBatches:
-    """Iterates over (x, y) micro-batches on `device` without end, from step iter_num on; sources: [(tokens, share)]. If
-    any are Conversations, over (x, y, weight). The sum of a micro-batch's losses times weight, averaged over
-    micro-steps and ranks as DeepSpeed does, is the mean over all targets of the step. waited_s: for data so far.
+    """The micro-batches of training steps, for one rank.
 
-    A thread reads and pins whole steps in advance, because each handover between threads waits for Python's lock. One
-    handover per micro-batch took 9 of the 663 ms per step of GPT-2 XL at micro-batch 8 x accumulation 4."""
+    sources: [(tokens or Conversations, share)]. position: the number of sequences before the first
+    step, over all ranks. After each step it is that before the next one. waited_s: seconds that
+    next_step() has waited for data so far.
 
-    def __init__(self, sources, iter_num, batch, rank, seed, vocab_size, device):
-        sys.setswitchinterval(5e-4)  # seconds until a busy thread releases the lock; the default is 5 ms
-        self.device, self.steps, self.waited_s = torch.device(device), queue.Queue(maxsize=2), 0.0
-        args = sources, iter_num, batch, rank, seed, vocab_size
-        threading.Thread(target=self.read_ahead, args=args, daemon=True).start()
+    A thread reads and pins whole steps in advance, because each handover between threads waits for
+    Python's lock. One handover per micro-batch took 9 of the 663 ms per step of GPT-2 XL at
+    micro-batch 8 x accumulation 4.
+    """
 
-    def read_ahead(self, sources, iter_num, batch, rank, seed, vocab_size):
-        """Run on the thread: read this rank's part of each step."""
-        masked = any(isinstance(tokens, Conversations) for tokens, _ in sources)
-        n = batch.micro * batch.accumulation  # sequences per step of each rank
-        try:
-            for step in itertools.count(iter_num):
-                ids = np.arange(batch.sequences) + step * batch.sequences  # of all ranks
-                which, offsets = locate_sequences(ids, sources, batch.block_size, seed)
-                windows = [(sources[j][0], offset) for j, offset in zip(which, offsets, strict=True)]
-                mine = read_windows(windows[rank * n : (rank + 1) * n], batch.block_size, vocab_size)
-                tensors = [t.view(batch.accumulation, -1, batch.block_size) for t in mine]
-                if masked:
-                    targets = sum(tokens.counts[row] if isinstance(tokens, Conversations) else batch.block_size
-                                  for tokens, row in windows)
-                    weight = batch.accumulation * batch.world_size / targets
-                    tensors.append(torch.full((batch.accumulation,), weight))
-                self.steps.put([t.pin_memory() for t in tensors] if self.device.type == "cuda" else tensors)
-        except Exception as error:  # the training thread raises it again
-            self.steps.put(error)
+    def __init__(
+        self,
+        sources: list[tuple[Any, int]],
+        position: int,
+        batch: Batch,
+        rank: int,
+        seed: int,
+        vocab_size: int,
+        device: torch.device | str,
+    ):
+        self.sources = sources
+        self.position = position
+        self.batch = batch
+        self.rank = rank
+        self.seed = seed
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self.is_masked = any(isinstance(tokens, Conversations) for tokens, _ in sources)
+        self.waited_s = 0.0
 
-    def __iter__(self):
-        while True:
-            start, step = time.perf_counter(), self.steps.get()
-            self.waited_s += time.perf_counter() - start
-            if isinstance(step, Exception):
-                raise step
-            yield from zip(*(t.to(self.device, non_blocking=True) for t in step), strict=True)
+        sys.setswitchinterval(5e-4)  # until a busy thread releases the lock; the default is 5 ms
+        self.reader = ThreadPoolExecutor(max_workers=1)
+        self.ahead = deque()  # futures of the next steps, from self.position on
+        self.micro_steps_ahead = batch.accumulation  # of each of them
+        self.read_ahead()
+
+    def next_step(self, micro_steps: int) -> list[tuple[torch.Tensor, ...]]:
+        """Return this rank's micro-batches of the next step, `micro_steps` of them.
+
+        A micro-batch is (x, y) on the device, (micro, block_size) each, int64. If a source is
+        Conversations, it is (x, y, weight): the sum of a micro-batch's losses times weight,
+        averaged over these micro-steps and the ranks, is the mean over all targets of the step.
+
+        All ranks call this with the same number. If it is another one than for the step before,
+        what has been read ahead is read again. Raises UserError for what is not a whole number of
+        at least 1, and for data that can't be used.
+        """
+        if not isinstance(micro_steps, numbers.Integral) or micro_steps < 1:
+            raise UserError(
+                f"micro_steps={micro_steps} must be a whole number of at least 1: change the training loop"
+            )
+
+        start = time.perf_counter()
+        if micro_steps != self.micro_steps_ahead:
+            for future in self.ahead:
+                future.cancel()
+            self.ahead.clear()
+            self.micro_steps_ahead = int(micro_steps)
+            self.read_ahead()
+        tensors = self.ahead.popleft().result()
+        self.waited_s += time.perf_counter() - start
+
+        self.position += self.micro_steps_ahead * self.batch.per_micro_step
+        self.read_ahead()
+        on_device = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
+        return list(zip(*on_device, strict=True))
+
+    def read_ahead(self) -> None:
+        """Have the thread read until STEPS_AHEAD steps wait, all of micro_steps_ahead."""
+        per_step = self.micro_steps_ahead * self.batch.per_micro_step
+        while len(self.ahead) < STEPS_AHEAD:
+            begin = self.position + len(self.ahead) * per_step
+            self.ahead.append(self.reader.submit(self.read_step, begin, self.micro_steps_ahead))
+
+    def read_step(self, begin: int, micro_steps: int) -> list[torch.Tensor]:
+        """Return this rank's part of the step that begins at a position. Runs on the thread.
+
+        x, y: (micro_steps, micro, block_size), int64. weight, if masked: (micro_steps,).
+        """
+        batch = self.batch
+        ids = begin + np.arange(micro_steps * batch.per_micro_step)
+        by_rank = ids.reshape(micro_steps, batch.world_size, batch.micro)
+        windows = self.locate(by_rank[:, self.rank].ravel())
+        shape = (micro_steps, batch.micro, batch.block_size)
+        x, y = read_windows(windows, batch.block_size, self.vocab_size)
+        tensors = [x.view(shape), y.view(shape)]
+        if self.is_masked:
+            weight = micro_steps * batch.world_size / self.count_targets(ids)
+            tensors.append(torch.full((micro_steps,), weight))
+        if self.device.type == "cuda":
+            tensors = [tensor.pin_memory() for tensor in tensors]
+        return tensors
+
+    def locate(self, ids: np.ndarray) -> list[tuple[Any, int]]:
+        """Return [(tokens or Conversations, offset or row)] of the sequences with these ids."""
+        which, offsets = locate_sequences(ids, self.sources, self.batch.block_size, self.seed)
+        return [(self.sources[j][0], offset) for j, offset in zip(which, offsets, strict=True)]
+
+    def count_targets(self, ids: np.ndarray) -> int:
+        """Return how many targets count in the loss of the sequences with these ids."""
+        total = 0
+        for tokens, row in self.locate(ids):
+            if isinstance(tokens, Conversations):
+                total += tokens.counts[row]
+            else:
+                total += self.batch.block_size
+        return int(total)
 
 
 def eval_batches(tokens, n, batch, rank, vocab_size, device):

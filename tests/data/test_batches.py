@@ -24,10 +24,11 @@ from runtime.errors import UserError
 SIZES = [(2, 1), (3, 1), (33, 32), (34, 32), (63, 32), (64, 32), (65, 32), (96, 32), (97, 32), (1000, 32), (12345, 64)]
 
 
-def take(tokens, n, vocab_size=65536):
-    """The first n micro-batches of two sequences, where three are a step; as one (x, y)."""
+def take(tokens, steps, vocab_size=65536):
+    """The first steps of three micro-batches of two sequences; as one (x, y)."""
     batches = TrainBatches([(tokens, 1)], 0, Batch(2, 3, 1, 16), 0, 1337, vocab_size, "cpu")
-    return [torch.cat(part) for part in zip(*itertools.islice(batches, n))]
+    micro_batches = [micro_batch for _ in range(steps) for micro_batch in batches.next_step(3)]
+    return [torch.cat(part) for part in zip(*micro_batches)]
 
 
 def test_seeds_of_dropout_are_splitmix64s():
@@ -100,7 +101,7 @@ def test_uint16_and_uint32_bins_give_the_same_batches(tmp_path):
     for vocab_size in (65_536, 65_537):
         meta = write_dataset(tmp_path / str(vocab_size), ids, ids[:100], {"kind": "gpt2"}, vocab_size, {})
         tokens = np.memmap(tmp_path / str(vocab_size) / "train.bin", dtype=DTYPES[meta["dtype"]], mode="r")
-        batches.append((meta["dtype"], take(tokens, 9, vocab_size=vocab_size)))
+        batches.append((meta["dtype"], take(tokens, 3, vocab_size=vocab_size)))
     (narrow, a), (wide, b) = batches
     assert (narrow, wide) == ("uint16", "uint32")
     assert a[0].dtype == a[1].dtype == torch.int64 and a[0].max() > 2**15
@@ -139,7 +140,7 @@ def test_a_token_beyond_the_vocabulary_ends_training():
     tokens = np.arange(1000, dtype=np.uint16)
     tokens[500] = 1000
     with pytest.raises(UserError, match="token 1000, beyond the vocabulary of 1000"):
-        take(tokens, 100, vocab_size=1000)
+        take(tokens, 34, vocab_size=1000)
     with pytest.raises(UserError, match="token 999, beyond the vocabulary of 999"):
         read_windows([(tokens, 983)], 16, 999)
     assert read_windows([(tokens, 983)], 16, 1000)[1].max() == 999

@@ -3,7 +3,6 @@
 Tests with `index` in their name may fetch GPT-2's tokenizer."""
 
 import hashlib
-import itertools
 import json
 import math
 import random
@@ -86,8 +85,8 @@ def test_preparation_writes_the_template_the_answers_and_the_beginnings(chat):
 def epoch(chat, steps=None):
     """(rows, batches [(x, y, weight)] of 12 rows, an epoch of them by default)."""
     rows = open_sequences(chat.data, "train", BLOCK)
-    batches = iter(TrainBatches([(rows, 1)], 0, Batch(12, 1, 1, BLOCK), 0, 7, 256, "cpu"))
-    return rows, list(itertools.islice(batches, steps or len(rows.counts) // 12 + 1))
+    batches = TrainBatches([(rows, 1)], 0, Batch(12, 1, 1, BLOCK), 0, 7, 256, "cpu")
+    return rows, [batches.next_step(1)[0] for _ in range(steps or len(rows.counts) // 12 + 1)]
 
 
 def test_an_epoch_has_every_conversation_once_in_rows_of_whole_ones(chat):
@@ -122,7 +121,7 @@ def test_every_token_of_other_text_counts_in_a_mixture(chat):
     """Of 12 sequences 8 are text of 72 targets each."""
     rows = open_sequences(chat.data, "train", BLOCK)
     sources, batch = [(rows, 1), (np.zeros(5000, np.uint16), 2)], Batch(3, 2, 2, BLOCK)
-    ranks = [list(itertools.islice(TrainBatches(sources, 3, batch, rank, 7, 256, "cpu"), 2)) for rank in (0, 1)]
+    ranks = [TrainBatches(sources, 36, batch, rank, 7, 256, "cpu").next_step(2) for rank in (0, 1)]
     counted = torch.cat([(y >= 0).sum(dim=1) for batches in ranks for _, y, _ in batches])
     assert sorted(counted.tolist())[4:] == [72] * 8 and 0 < counted.min() and counted[counted < 72].numel() == 4
     assert {weight.item() for batches in ranks for *_, weight in batches} == {
