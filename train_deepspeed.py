@@ -210,6 +210,10 @@ bytes_of_tokens = torch.tensor(broadcast_from_rank0(token_bytes(plan.data, fetch
 log = RunLog(settings, plan.start.sources, state, device, plan.datasets, batch.tokens, estimate(plan), _process_start)
 health = StepHealth(log.warn, state)
 
+# The training data, from where the checkpoint's run was
+mixture = [(tokens, dataset.share) for tokens, dataset in zip(plan.tokens["train"], plan.datasets)]
+batches = TrainBatches(mixture, state.get("sequences", 0), batch, ranks.rank, seed, vocab_size, device)
+
 # -----------------------------------------------------------------------------
 # The parts of the loop
 
@@ -268,7 +272,8 @@ def aliases(improved):
 def save(improved):
     """Start saving this iteration's tag."""
     saver.save(f"iter_{iter_num}", aliases(improved), {
-        "iter_num": iter_num, "best_val_loss": best_val_loss, "evals_since_best": evals_since_best,
+        "iter_num": iter_num, "sequences": batches.position,  # where a resume starts
+        "best_val_loss": best_val_loss, "evals_since_best": evals_since_best,
         "improved": improved, "wandb_id": log.wandb_id, "grad_norms": list(health.spikes.norms),
         "grad_norm_ratios": list(health.spikes.ratios), **saved_state(plan)})
 
@@ -287,8 +292,6 @@ if iter_num == 0 or eval_only:
     evaluate()
 elif iter_num >= max_iters:
     print0(f"{store.path(tag.name)} is at iteration {iter_num} already: resume with a larger --max_iters")
-mixture = [(tokens, dataset.share) for tokens, dataset in zip(plan.tokens["train"], plan.datasets)]
-batches = TrainBatches(mixture, iter_num * batch.sequences, batch, ranks.rank, seed, vocab_size, device)
 exit_code, code_at_end = None, 0
 if profiler:
     profiler.start()

@@ -261,7 +261,7 @@ def small_manifest(iter_num, improved=False, best_val_loss=0.0, **files):
     model = {"block_size": 32, "vocab_size": 28, "n_layer": 2, "n_head": 2, "n_embd": 32}
     data = {"tokenizer": {"kind": "char", "chars": CHARS}, "vocab_size": 28, "template": None,
             "datasets": []}
-    state = {"iter_num": iter_num, "best_val_loss": best_val_loss, "evals_since_best": 0,
+    state = {"iter_num": iter_num, "sequences": 4 * iter_num, "best_val_loss": best_val_loss, "evals_since_best": 0,
              "improved": improved, "wandb_id": None, "grad_norms": [], "grad_norm_ratios": [],
              "settings": settings, "model": model, "sources": ["scratch"], "lora": None, "data": data}
     return {"format": MANIFEST_FORMAT, "tag": f"iter_{iter_num}", "iter_num": iter_num, "world_size": 1,

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from runtime.untrusted import STRICT, check_type, parse_json, read_regular
 
-MANIFEST_FORMAT = 4  # increase it when a key of the manifest changes
+MANIFEST_FORMAT = 5  # increase it when a key of the manifest changes
 MAX_MANIFEST_BYTES = 64_000_000  # a character dataset's vocabulary may have a million characters
 
 # The files that DeepSpeed writes into a tag. A name with a separator would lead out of it
@@ -24,6 +24,8 @@ FILE_NAME = (
 
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Positive = Annotated[int, Field(ge=1, le=2**62)]
+# Sequences that were trained on, over all ranks: where a resume starts in the data. Floats count up to 2**53
+Position = Annotated[int, Field(ge=0, le=2**53)]
 Loss = Annotated[float, Field(ge=0)]  # also infinity, before the first evaluation
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, StringConstraints(pattern=FILE_NAME)]
@@ -98,6 +100,7 @@ class Data(TypedDict):
 class State(TypedDict):
     __pydantic_config__ = STRICT
     iter_num: Count
+    sequences: Position
     best_val_loss: Loss
     evals_since_best: Count
     improved: bool
@@ -156,6 +159,11 @@ def check_manifest(manifest: Any) -> None:
     state = manifest["state"]
     if state["iter_num"] != manifest["iter_num"]:
         raise ValueError(f"state.iter_num is {state['iter_num']}, not {manifest['iter_num']}")
+    if state["sequences"] < state["iter_num"]:
+        raise ValueError(
+            f"state.sequences is {state['sequences']}, fewer than one for each of the "
+            f"{state['iter_num']} iterations"
+        )
     data = state["data"]
     if data["tokenizer"]["kind"] == "char":
         chars = data["tokenizer"].get("chars", "")

@@ -157,8 +157,8 @@ def from_resume(settings, data, lora, sequences, notes):
         notes.append("\n           ".join([f"settings that differ from those of {out_dir}/{tag}:", *changed]))
     per_step = manifest["world_size"] * before["batch_size"] * before["gradient_accumulation_steps"]
     if per_step != sequences:
-        notes.append(f"{out_dir}/{tag} was trained with {per_step:,} sequences per step; with {sequences:,}, this run "
-                     "repeats or skips some")
+        notes.append(f"{out_dir}/{tag} was trained with {per_step:,} sequences per step, and this run has "
+                     f"{sequences:,}: it continues after the {state['sequences']:,} that were trained on")
     return Start("resume", "resume", model, tuple(state["sources"]), tag=tag)
 
 
