@@ -187,7 +187,7 @@ with all_exit_on(UserError):
 if plan.lora:
     lora.apply(model, plan.lora)
 model.gradient_checkpointing = gradient_checkpointing
-flops_per_iter = model.flops_per_token(block_size) * batch.tokens
+flops_per_token = model.flops_per_token(block_size)
 plan = confirm(plan, model)  # the fast paths, if the model isn't as planned
 profiler = Profiler(model, out_dir) if profile else None  # before compiling
 fused = setup.compile_blocks(model, plan.paths, execution, plan.stage, fp8)  # our Triton kernels where they fit
@@ -207,7 +207,8 @@ iter_num = first_iter = state.get("iter_num", 0)
 evals_since_best = state.get("evals_since_best", 0)
 vocab_size = plan.data["vocab_size"]
 bytes_of_tokens = torch.tensor(broadcast_from_rank0(token_bytes(plan.data, fetch=False).tolist()), device=device)
-log = RunLog(settings, plan.start.sources, state, device, plan.datasets, batch.tokens, estimate(plan), _process_start)
+log = RunLog(settings, plan.start.sources, state, device, plan.datasets, flops_per_token=flops_per_token,
+             memory_plan=estimate(plan), process_start=_process_start)
 health = StepHealth(log.warn, state)
 
 # The training data, from where the checkpoint's run was
@@ -295,7 +296,7 @@ elif iter_num >= max_iters:
 exit_code, code_at_end = None, 0
 if profiler:
     profiler.start()
-log.restart_clock(iter_num, batches.waited_s)  # starts it
+log.restart_clock(iter_num, batches)  # starts it
 while not finished() and not eval_only and exit_code is None:
     # one optimizer step
     torch.manual_seed(mixed_seed(seed, iter_num, ranks.rank))  # for dropout: the same after a resume
@@ -313,7 +314,8 @@ while not finished() and not eval_only and exit_code is None:
     # check and log it
     health.check(step, loss, iter_num)  # warns about a skipped step, a spike or norms that rise
     if iter_num % log_interval == 0 or iter_num in (first_iter + 1, max_iters):
-        log.step(iter_num, loss, lr, flops_per_iter, step, batches.waited_s, engine.launch.timer.seconds())
+        log.step(iter_num, loss, lr, step, batches,
+                 share=iter_num / max_iters, own_work_s=engine.launch.timer.seconds())
 
     # evaluate, and save a tag
     saved = False
@@ -329,7 +331,7 @@ while not finished() and not eval_only and exit_code is None:
         encode, decode = plan.tokenizer
         ids = sample_while_training(model, vocab_size, encode(sample_start), sample_tokens, (seed + iter_num) % 2**63)
         log.sample(iter_num, decode(ids))
-    log.restart_clock(iter_num, batches.waited_s, paused=profiler and profiler.step())  # for the next step's time
+    log.restart_clock(iter_num, batches, paused=profiler and profiler.step())  # for the next step's time
 
     # exit together: a signal, STOP, norms that rise, a failed save, or too many skipped steps
     if health.rise and on_rising_norms == "stop":
@@ -350,5 +352,5 @@ while not finished() and not eval_only and exit_code is None:
 if profiler:
     profiler.close()
 saver.wait()
-log.close(finished() and not eval_only, evals_since_best)
+log.close(finished() and not eval_only, None if iter_num >= max_iters else evals_since_best)
 shut_down(code_at_end if finished() else exit_code or 0)

@@ -28,18 +28,23 @@ class RunLog:
     """Reports a run. Rank 0 prints and writes, but all ranks create one and call open_files() and step().
 
     settings: the run's, a dataclass. sources: what the weights came from. state: of the checkpoint that the run resumes
-    from, else {}. datasets: with name, share and meta. memory_plan: estimated peak bytes per GPU, by use.
-    process_start: time.monotonic() when the process started."""
+    from, else {}. datasets: with name, share and meta. flops_per_token: of forward and backward. memory_plan: estimated
+    peak bytes per GPU, by use. process_start: time.monotonic() when the process started.
 
-    def __init__(self, settings, sources, state, device, datasets, tokens_per_iter, memory_plan, process_start):
+    Steps may differ in size, so all figures come from the sequences that were trained on: `batches`, the TrainBatches,
+    has their number as `position`, and `waited_s`."""
+
+    def __init__(self, settings, sources, state, device, datasets, flops_per_token, memory_plan, process_start):
         self.settings, self.settings_record = settings, asdict(settings) | {"sources": sources}
         self.device, self.datasets = device, datasets
-        self.tokens_per_iter, self.memory_plan, self.process_start = tokens_per_iter, memory_plan, process_start
+        self.flops_per_token = flops_per_token
+        self.memory_plan, self.process_start = memory_plan, process_start
         self.out_dir, self.writes = settings.out_dir, RANK == 0 and not settings.eval_only
         self.stragglers = StragglerDetector()
         self.loggers, self.wandb_id, self.paused, self.is_finite = {}, state.get("wandb_id"), True, True
         self.iter_num = self.first_iter = state.get("iter_num", 0)
-        self.resumes, self.second_step = bool(state), None  # the latter: the time at which it began
+        self.resumes = bool(state)
+        self.second_step = None  # (time, position) at which it began
         exit_together(self.start_loggers() if self.writes else [])
 
     def start_loggers(self):
@@ -95,30 +100,50 @@ class RunLog:
                 trim_history(self.out_dir, self.iter_num if self.resumes else -1)
                 write_atomic(os.path.join(self.out_dir, "settings.json"), json.dumps(record, indent=1))
 
-    def restart_clock(self, iter_num, waited_s, paused=False):
-        """Start the clock, or restart it after a pause, so that no step's time includes it. waited_s: as for step()."""
+    def restart_clock(self, iter_num, batches, paused=False):
+        """Start the clock, or restart it after a pause, so that no step's time includes it."""
         if self.paused or paused:
-            self.clock, self.clock_iter, self.waited_s, self.paused = time.monotonic(), iter_num, waited_s, False
+            self.clock = time.monotonic()
+            self.clock_iter = iter_num
+            self.clock_position = batches.position
+            self.waited_s = batches.waited_s
+            self.paused = False
 
-    def step(self, iter_num, loss, lr, flops_per_iter, step, waited_s, own_work_s):
-        """Print and record an optimizer step, and report a straggler. loss: this rank's, a 0-dimensional tensor.
-        flops_per_iter: of all ranks. step: a StepResult. waited_s: for data, since the start. own_work_s: seconds that
-        this rank worked without waiting for others."""
-        steps = iter_num - self.clock_iter
+    def step(self, iter_num, loss, lr, step, batches, share, own_work_s):
+        """Print and record an optimizer step, and report a straggler.
+
+        loss: this rank's, a 0-dimensional tensor. step: a StepResult. share: of the run that is
+        done, 0 to 1. own_work_s: seconds that this rank worked without waiting for others.
+        """
         # The gather waits until the step has ended on the GPU, so read the clock after it
         losses, local_work = zip(*all_gather_scalars(loss, own_work_s), strict=True)
-        seconds, peak = (time.monotonic() - self.clock) / steps, peak_flops(self.device)
-        record = {"iter": iter_num, "loss": sum(losses) / len(losses), "ms": 1000 * seconds, "lr": lr,
-                  "grad_norm": step.grad_norm, "tokens_per_s": self.tokens_per_iter / seconds,
-                  "mfu": flops_per_iter / seconds / (peak * len(losses)) if peak else None,
-                  "memory": peak_memory(self.device), "data_ms": 1000 * (waited_s - self.waited_s) / steps}
+        seconds = time.monotonic() - self.clock
+
+        # Since the last line there may have been several steps, of different sizes
+        steps = iter_num - self.clock_iter
+        sequences = batches.position - self.clock_position
+        tokens_per_s = sequences * self.settings.block_size / seconds
+        peak = peak_flops(self.device)
+        record = {
+            "iter": iter_num,
+            "loss": sum(losses) / len(losses),
+            "tokens": batches.position * self.settings.block_size,
+            "ms": 1000 * seconds / steps,
+            "lr": lr,
+            "grad_norm": step.grad_norm,
+            "tokens_per_s": tokens_per_s,
+            "mfu": tokens_per_s * self.flops_per_token / (peak * len(losses)) if peak else None,
+            "memory": peak_memory(self.device),
+            "data_ms": 1000 * (batches.waited_s - self.waited_s) / steps,
+        }
         if step.loss_scale:
             record["loss_scale"] = step.loss_scale
         if step.grad_shares:
             record["grad_shares"] = step.grad_shares
         if self.clock_iter == self.first_iter:
             record["first_step_s"] = time.monotonic() - self.process_start
-        print0(f"{format_step(record)}, {self.progress(record)}")
+        progress = self.progress(record, share, batches.position, sequences / steps)
+        print0(f"{format_step(record)}, {progress}")
         show_progress(self.settings.max_iters, iter_num, f"loss {record['loss']:.4f}")
         self.record(record)
         self.warn(iter_num, self.stragglers.check(local_work))
@@ -126,17 +151,25 @@ class RunLog:
         if self.device.type == "cuda" and self.clock_iter == self.first_iter + 1:
             planned = sum(self.memory_plan.values()) - self.memory_plan["CUDA and NCCL"]  # PyTorch's tensors
             print0(f"peak memory {record['memory'] / 1e9:.1f} GB (estimated: {planned / 1e9:.1f} GB)")
-        self.restart_clock(iter_num, waited_s, paused=True)
-        self.second_step = self.second_step or self.clock
+        self.restart_clock(iter_num, batches, paused=True)
+        self.second_step = self.second_step or (self.clock, self.clock_position)
 
-    def progress(self, record):
+    def progress(self, record, share, position, per_step):
         """Return the share of the run that is done, and the time left at the speed since the first step, evaluations
-        included. The first step is slow, so its line has the time since the start of the process instead."""
-        last, done = self.settings.max_iters, record["iter"]
+        included. The first step is slow, so its line has the time since the start of the process instead.
+
+        share: as for step(). position: the sequences so far. per_step: of each of the last steps.
+        """
+        percent = f"{100 * min(1, share):.1f}%"
         if self.second_step is None:
-            return f"{100 * done / last:.1f}%, {record['first_step_s']:.1f} s after the start"
-        left = (time.monotonic() - self.second_step) / (done - self.first_iter - 1) * (last - done)
-        return f"{100 * done / last:.1f}%, {format_time(left)} left"
+            return f"{percent}, {record['first_step_s']:.1f} s after the start"
+        began, began_at = self.second_step
+        seconds_per_sequence = (time.monotonic() - began) / (position - began_at)
+        if self.settings.max_epochs is None:
+            sequences_left = (self.settings.max_iters - record["iter"]) * per_step  # if the size stays
+        else:
+            sequences_left = position * max(0, 1 / share - 1)
+        return f"{percent}, {format_time(seconds_per_sequence * sequences_left)} left"
 
     def evaluation(self, iter_num, losses, seconds):
         """Print and record an evaluation. Return the validation loss, of a mixture the weighted mean. losses: {"train"
@@ -185,10 +218,13 @@ class RunLog:
                "--init_from=auto to resume from an earlier checkpoint")
 
     def close(self, finished, evals_since_best):
-        """Print the total time, and the results of a run that has finished. Close the loggers."""
+        """Print the total time, and the results of a run that has finished. Close the loggers.
+
+        evals_since_best: None unless the run has stopped early because of them.
+        """
         if not self.settings.eval_only:
             print0(f"total time {format_time(time.monotonic() - self.process_start)}")
-        if finished and self.iter_num < self.settings.max_iters:
+        if finished and evals_since_best is not None:
             print0(f"stopped early at step {self.iter_num}: no better validation loss in {evals_since_best} "
                    "evaluations; to continue, increase --patience")
         elif not finished and not self.settings.eval_only and self.settings.keep_last and self.is_finite:
