@@ -260,9 +260,24 @@ def evaluate():
     return log.evaluation(iter_num, estimate_loss(), time.monotonic() - start)
 
 
+def steps_done(epochs):
+    """Return iter_num. For a setting in epochs, return how many steps of the planned size the sequences so far make."""
+    return iter_num if epochs is None else batches.position / batch.sequences
+
+
+def evaluations_due():
+    """Return the number of evaluations up to here."""
+    return evaluations_through(steps_done(eval_epochs), settings)
+
+
+def at_end():
+    """Return whether all iterations, or with max_epochs all epochs, are done."""
+    return steps_done(max_epochs) >= max_iters
+
+
 def finished():
-    """Return whether all iterations are done or patience has run out."""
-    return iter_num >= max_iters or (patience is not None and evals_since_best >= patience)
+    """Return whether the run is at its end or patience has run out."""
+    return at_end() or (patience is not None and evals_since_best >= patience)
 
 
 def aliases(improved):
@@ -291,35 +306,39 @@ log.open_files()
 saver = Saver(engine, store, keep_last, plan.tag_bytes, async_save, on_saved=log.saved)
 if iter_num == 0 or eval_only:
     evaluate()
-elif iter_num >= max_iters:
-    print0(f"{store.path(tag.name)} is at iteration {iter_num} already: resume with a larger --max_iters")
+elif at_end():
+    longer = "--max_iters" if max_epochs is None else "--max_epochs"
+    print0(f"{store.path(tag.name)} is at iteration {iter_num} already: resume with a larger {longer}")
 exit_code, code_at_end = None, 0
 if profiler:
     profiler.start()
 log.restart_clock(iter_num, batches)  # starts it
 while not finished() and not eval_only and exit_code is None:
+    evaluations_before = evaluations_due()
+
     # one optimizer step
     torch.manual_seed(mixed_seed(seed, iter_num, ranks.rank))  # for dropout: the same after a resume
     lr = get_lr(iter_num)
     for group in adamw.param_groups:
         group["lr"] = lr * group.get("lr_ratio", 1)  # Muon's has one
+    micro_steps = gradient_accumulation_steps  # a batch ramp changes this, and nothing else
     loss = torch.zeros((), device=device)
-    for micro_batch in batches.next_step(gradient_accumulation_steps):
+    for micro_batch in batches.next_step(micro_steps):
         loss += engine.micro_step(*micro_batch)  # forward and backward
     iter_num += 1
     step = engine.step(skip_above=health.spikes.threshold() if skip_grad_spikes else math.inf,
                        with_shares=iter_num % 10 == 0)  # reads all gradients once more
-    loss /= gradient_accumulation_steps
+    loss /= micro_steps  # as the gradients: the mean over the step
 
     # check and log it
     health.check(step, loss, iter_num)  # warns about a skipped step, a spike or norms that rise
-    if iter_num % log_interval == 0 or iter_num in (first_iter + 1, max_iters):
+    if iter_num % log_interval == 0 or iter_num == first_iter + 1 or at_end():
         log.step(iter_num, loss, lr, step, batches,
-                 share=iter_num / max_iters, own_work_s=engine.launch.timer.seconds())
+                 share=steps_done(max_epochs) / max_iters, own_work_s=engine.launch.timer.seconds())
 
     # evaluate, and save a tag
     saved = False
-    if evaluations_through(iter_num, settings) > evaluations_through(iter_num - 1, settings) or iter_num == max_iters:
+    if evaluations_due() > evaluations_before or at_end():
         val_loss = evaluate()
         improved = val_loss < best_val_loss
         best_val_loss = min(best_val_loss, val_loss)  # in this order, NaN doesn't become the best
@@ -352,5 +371,5 @@ while not finished() and not eval_only and exit_code is None:
 if profiler:
     profiler.close()
 saver.wait()
-log.close(finished() and not eval_only, None if iter_num >= max_iters else evals_since_best)
+log.close(finished() and not eval_only, None if at_end() else evals_since_best)
 shut_down(code_at_end if finished() else exit_code or 0)

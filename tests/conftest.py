@@ -217,6 +217,23 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     return file
 
 
+def edited_script(folder, *edits):
+    """A copy of train_deepspeed.py in `folder` with some texts replaced, [(old, new)], as a user edits it."""
+    text = (ROOT / "train_deepspeed.py").read_text(encoding="utf-8")
+    for old, new in edits:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    copy = Path(folder) / "train_edited.py"
+    copy.write_text(text, encoding="utf-8")
+    return copy
+
+
+def ramp(folder, micro_steps):
+    """The script with one variable of its loop changed; micro_steps: an expression with iter_num."""
+    planned = "    micro_steps = gradient_accumulation_steps"
+    return edited_script(folder, (planned, f"    micro_steps = {micro_steps}"))
+
+
 def nvidia_smi(folder, *capabilities):
     """Write an nvidia-smi that lists a GPU of each of these compute capabilities. Return its path."""
     path = Path(folder) / "nvidia-smi"
@@ -303,12 +320,14 @@ def characters(tmp_path_factory):
 def train(characters, tmp_path_factory):
     """train("--max_iters=6", ranks=2, out_dir=..., plant="code"): run code, then train_deepspeed.py on SMALL and these.
 
-    The result has returncode, stdout, stderr, out_dir, history (all records), losses {iter: loss} of the steps and
-    evals {iter: (train_loss, val_loss)}, the numbers in full precision."""
+    script: a copy of train_deepspeed.py to run instead. The result has returncode, stdout, stderr, out_dir, history
+    (all records), losses {iter: loss} of the steps and evals {iter: (train_loss, val_loss)}, the numbers in full
+    precision."""
 
-    def run(*args, ranks=1, launcher="fork", out_dir=None, plant="", **options):
+    def run(*args, ranks=1, launcher="fork", out_dir=None, plant="", script=ROOT / "train_deepspeed.py", **options):
         out_dir = Path(out_dir or tmp_path_factory.mktemp("run") / "out")
-        script = planted(tmp_path_factory.mktemp("planted"), plant) if plant else ROOT / "train_deepspeed.py"
+        if plant or script.parent != ROOT:
+            script = planted(tmp_path_factory.mktemp("planted"), plant, script)
         done = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", *args,
                       ranks=ranks, launcher=launcher, **options)
         history = read_history(out_dir)

@@ -72,6 +72,6 @@ def plan_iterations(s, windows, batch, notes):
     return replace(s, max_iters=max_iters, eval_interval=eval_interval)
 
 
-def evaluations_through(iter_num, settings):
-    """Return the number of evaluations up to an iteration. With eval_epochs, each follows the end of those epochs."""
-    return math.floor(iter_num / settings.eval_interval + 1e-9)  # 35 / (7 / 3) is 14.999999999999998
+def evaluations_through(steps, settings):
+    """Return the number of evaluations up to a step. With eval_epochs, each follows the end of those epochs."""
+    return math.floor(steps / settings.eval_interval + 1e-9)  # 35 / (7 / 3) is 14.999999999999998

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import NO_SHAPE, ROOT, done, stage
+from conftest import NO_SHAPE, ROOT, done, ramp, stage
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from model import GPT
@@ -152,15 +152,17 @@ def weights(tmp_path_factory, chat):
     return folder
 
 
-@pytest.fixture(scope="module")
-def theirs(chat, weights):
-    """The same three steps by transformers in plain PyTorch, one batch of 12 rows with labels of -100: losses, norms,
-    and the first step's gradients after clipping."""
+def steps_of_transformers(chat, weights, sizes):
+    """Steps by transformers in plain PyTorch, each one batch of so many rows with labels of -100: losses, norms, and
+    the first step's gradients after clipping. sizes: the rows of each step, one after another in the order of an epoch.
+    """
+    batches = epoch(chat, steps=-(-sum(sizes) // 12))[1]
+    all_x, all_y = (torch.cat([batch[i] for batch in batches])[: sum(sizes)] for i in (0, 1))
     model = GPT2LMHeadModel.from_pretrained(weights)
     groups = [{"params": [p for p in model.parameters() if (p.dim() >= 2) == decays], "weight_decay": 0.1 * decays}
               for decays in (True, False)]
     optimizer, losses, norms = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95)), [], []
-    for x, y, _ in epoch(chat, steps=3)[1]:
+    for x, y in zip(all_x.split(sizes), all_y.split(sizes)):
         rows = torch.cat([x, y[:, -1:].clamp(min=0)], dim=1)
         labels = torch.cat([torch.full_like(y[:, :1], -100), torch.where(y < 0, -100, y)], dim=1)
         loss = model(input_ids=rows, labels=labels).loss
@@ -172,6 +174,11 @@ def theirs(chat, weights):
         optimizer.step()
         losses.append(loss.item())
     return losses, norms, gradients
+
+
+@pytest.fixture(scope="module")
+def theirs(chat, weights):
+    return steps_of_transformers(chat, weights, [12, 12, 12])
 
 
 @pytest.mark.parametrize("zero, ranks, batch_size, accumulation", [
@@ -191,6 +198,21 @@ def test_a_step_is_the_mean_over_all_counted_tokens(train, chat, weights, theirs
         wanted = wanted.t() if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")) else wanted
         n = min(len(mine), len(wanted))  # without the vocabulary's padding, and the position that only theirs has
         assert (mine[:n] - wanted[:n]).abs().max() < 1e-6, name
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_ramp_is_the_mean_over_the_counted_tokens_of_each_step(train, chat, weights, tmp_path, zero):
+    """1, 2 and 3 micro-steps of 6 rows where 2 are planned, on two ranks, then on one. With the planned number in the
+    weight, the first loss would be twice as large."""
+    losses, norms, _ = steps_of_transformers(chat, weights, [6, 12, 18])
+    script = ramp(tmp_path, "iter_num + 1")
+    options = (*NO_SHAPE, *STEPS, f"--dataset={chat.folder}", "--seed=7", "--gradient_accumulation_steps=2")
+    first = done(train(stage(zero), *options, f"--init_from={weights}", "--batch_size=3", "--max_iters=1", ranks=2,
+                       script=script))
+    run = done(train(stage(5 - zero), *options, "--init_from=resume", "--batch_size=6", script=script,
+                     out_dir=first.out_dir))
+    assert list(run.losses.values()) == pytest.approx(losses, rel=2e-6)
+    assert [r["grad_norm"] for r in run.history if "loss" in r] == pytest.approx(norms, rel=1e-5)
 
 
 def test_an_evaluation_weighs_rows_by_what_counts_and_knows_its_standard_error(train, chat, weights):
