@@ -1,12 +1,12 @@
 """Usual edits of model.py train as in plain PyTorch, on any number of ranks."""
 
-import importlib.util
 import math
 
 import numpy as np
 import pytest
 import torch
-from conftest import CHARS, ROOT, done, stage
+from conftest import CHARS, done, stage
+from edited_model import GRAPHS, edited_model
 from muon_reference import PlainMuon, by_singular_values
 
 from runtime.data.loader import locate_sequences, read_windows
@@ -15,33 +15,12 @@ STEPS = 6
 ARGUMENTS = ("--optimizer=muon", "--muon_learning_rate=0.02", f"--max_iters={STEPS}", f"--lr_decay_iters={STEPS}",
              "--eval_interval=3", "--keep_last=10", "--weight_decay=0.1")
 EDITS = {  # of model.py: [(old, new)]
-    "a matrix in every second block": [
-        ("    def __init__(self, config):\n        super().__init__()\n        self.ln_1",
-         "    def __init__(self, config, odd=False):\n        super().__init__()\n"
-         "        self.mix = nn.Linear(config.n_embd, config.n_embd, bias=False) if odd else None\n        self.ln_1"),
-        ("        x = x + self.attn(self.ln_1(x), *cached)\n",
-         "        if self.mix is not None:\n            x = x + self.mix(x)\n"
-         "        x = x + self.attn(self.ln_1(x), *cached)\n"),
-        ("nn.ModuleList(Block(config) for _ in range(config.n_layer))",
-         "nn.ModuleList(Block(config, i % 2 == 1) for i in range(config.n_layer))")],
+    "a matrix in every second block": GRAPHS["a matrix in odd blocks"],
     "a matrix of three parts that isn't of queries, keys and values": [
         ("self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd,",
          "self.c_fc = nn.Linear(config.n_embd, 3 * config.n_embd,"),
         ("self.c_proj = nn.Linear(4 * config.n_embd,", "self.c_proj = nn.Linear(3 * config.n_embd,")],
 }
-
-
-def edited_model(folder, edits):
-    """Write a model.py with these edits, and return it as a module."""
-    text = (ROOT / "model.py").read_text(encoding="utf-8")
-    for old, new in edits:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    (folder / "model.py").write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("edited_model", folder / "model.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def parts_by_name(model):

@@ -1,0 +1,190 @@
+"""Edits of model.py as researchers make them, and a model.py that has them."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+LOOP = "        for i, block in enumerate(self.transformer.h):\n"  # of GPT.forward
+BLOCKS = "nn.ModuleList(Block(config) for _ in range(config.n_layer))"
+HEAD = "        self.lm_head = LMHead(self.transformer.wte, config.vocab_size)\n"
+CALL = "            x = block(x, recompute, *((caches[i], positions, mask) if caches else ()))\n"
+
+MIX = [  # a matrix in every second block
+    (
+        "    def __init__(self, config):\n        super().__init__()\n        self.ln_1",
+        """    def __init__(self, config, odd=False):
+        super().__init__()
+        self.mix = nn.Linear(config.n_embd, config.n_embd, bias=False) if odd else None
+        self.ln_1""",
+    ),
+    (
+        "        x = x + self.attn(self.ln_1(x), *cached)\n",
+        """        if self.mix is not None:
+            x = x + self.mix(x)
+        x = x + self.attn(self.ln_1(x), *cached)
+""",
+    ),
+    (BLOCKS, "nn.ModuleList(Block(config, i % 2 == 1) for i in range(config.n_layer))"),
+]
+
+# Switch's experts (Fedus et al., 2021). With 16 of them, each micro-batch leaves some without tokens
+EXPERTS = [
+    (
+        "class Block(nn.Module):\n",
+        '''class MoE(nn.Module):
+    """Top-1 of n_expert MLPs, with Switch's load balancing loss in self.aux."""
+
+    def __init__(self, config, n_expert=16):
+        super().__init__()
+        self.router = nn.Linear(config.n_embd, n_expert, bias=False)
+        self.experts = nn.ModuleList(MLP(config) for _ in range(n_expert))
+
+    def forward(self, x):
+        probs = self.router(x).softmax(dim=-1)
+        weight, choice = probs.max(dim=-1)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            rows = choice == e
+            if rows.any():
+                y[rows] = expert(x[rows]) * weight[rows].unsqueeze(-1)
+        share = F.one_hot(choice, len(self.experts)).float().mean(dim=(0, 1))
+        self.aux = len(self.experts) * (share * probs.mean(dim=(0, 1))).sum()
+        return y
+
+
+class Block(nn.Module):
+''',
+    ),
+    ("self.mlp = MLP(config)", "self.mlp = MoE(config)"),
+    (
+        "        return self.lm_head(x[:, -1:] if caches else x, targets, reduction)\n",
+        """        out = self.lm_head(x[:, -1:] if caches else x, targets, reduction)
+        if targets is not None and reduction == "mean":
+            out = out + 0.01 * sum(block.mlp.aux for block in self.transformer.h)
+        return out
+""",
+    ),
+]
+
+# The output of a block in the first half goes to its mirror image in the second half
+SKIPS = [
+    (
+        "    def __init__(self, config):\n        super().__init__()\n        self.ln_1",
+        """    def __init__(self, config, has_skip=False):
+        super().__init__()
+        self.skip_proj = nn.Linear(config.n_embd, config.n_embd, bias=False) if has_skip else None
+        self.ln_1""",
+    ),
+    (
+        """    def forward(self, x, recompute=False, *cached):
+        return self.attn_and_mlp(x, *cached) if cached else self.forward_uncached(x, recompute)
+
+    def forward_uncached(self, x, recompute):
+""",
+        """    def forward(self, x, skip=None, recompute=False, *cached):
+        if cached:
+            return self.attn_and_mlp(x, skip, *cached)
+        return self.forward_uncached(x, skip, recompute)
+
+    def forward_uncached(self, x, skip, recompute):
+""",
+    ),
+    ("checkpoint(self.attn_and_mlp, x, use", "checkpoint(self.attn_and_mlp, x, skip, use"),
+    (
+        """        return self.attn_and_mlp(x)
+
+    def attn_and_mlp(self, x, *cached):
+""",
+        """        return self.attn_and_mlp(x, skip)
+
+    def attn_and_mlp(self, x, skip, *cached):
+        if skip is not None:
+            x = x + self.skip_proj(skip)
+""",
+    ),
+    (BLOCKS, "nn.ModuleList(Block(config, 2 * i >= config.n_layer) for i in range(config.n_layer))"),
+    (LOOP, f"        skips = []\n{LOOP}"),
+    (
+        CALL,
+        """            skip = skips.pop() if block.skip_proj is not None else None
+            x = block(x, skip, recompute, *((caches[i], positions, mask) if caches else ()))
+            if block.skip_proj is None:
+                skips.append(x)
+""",
+    ),
+]
+
+
+IMPORTS = ("import contextlib\nimport os\n", "import contextlib\nimport os\nimport random\n")
+
+
+def skipping(choice: str) -> list[tuple[str, str]]:
+    """Return the edit that skips one block of a training forward. choice: its number, in Python."""
+    return [
+        IMPORTS,
+        (
+            LOOP,
+            f"""        skipped = {choice} if self.training else None
+{LOOP}            if i == skipped:
+                continue
+""",
+        ),
+    ]
+
+
+# {name: edits of model.py, [(old, new)]}. The GPTs have an even number of blocks
+GRAPHS = {
+    "blocks twice": [(LOOP, "        for i, block in [*enumerate(self.transformer.h)] * 2:\n")],
+    "a block never": [(LOOP, f"{LOOP}            if i == 1:\n                continue\n")],
+    "blocks shared in pairs": [
+        (
+            HEAD,
+            f"""        for i in range(1, config.n_layer, 2):
+            self.transformer.h[i] = self.transformer.h[i - 1]
+{HEAD}""",
+        )
+    ],
+    "one MLP": [
+        (
+            HEAD,
+            f"""        for block in self.transformer.h:
+            block.mlp = self.transformer.h[0].mlp
+{HEAD}""",
+        )
+    ],
+    # Stochastic depth (Huang et al., 2016). The training loop sets model.step
+    "a random block skipped": skipping("random.Random(self.step).randrange(len(self.transformer.h))"),
+    # A choice of each micro-batch, so ranks differ. A hash of the data, so a reference can repeat it
+    "a block skipped per rank": skipping("int(idx[:, 0].sum()) % len(self.transformer.h)"),
+    "an order per rank": [
+        (
+            LOOP,
+            """        blocks = [*enumerate(self.transformer.h)]
+        if self.training and int(idx[:, 0].sum()) % 2:
+            blocks.reverse()
+        for i, block in blocks:
+""",
+        )
+    ],
+    "experts": EXPERTS,
+    "skip connections": SKIPS,
+    "a matrix in odd blocks": MIX,
+}
+
+# The loss depends on how a step is divided into micro-batches
+BY_MICRO_BATCH = ("a block skipped per rank", "an order per rank", "experts")
+
+
+def edited_model(folder: Path, edits: list[tuple[str, str]]) -> ModuleType:
+    """Write folder/model.py with these edits of model.py, and return it as a module."""
+    text = (ROOT / "model.py").read_text(encoding="utf-8")
+    for old, new in edits:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    path = Path(folder, "model.py")
+    path.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("edited_model", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
