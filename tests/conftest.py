@@ -83,6 +83,11 @@ def long(*values):
     return pytest.param(*values, marks=pytest.mark.long)
 
 
+def every(*values):
+    """The values of a parametrized test, marked every."""
+    return pytest.param(*values, marks=pytest.mark.every)
+
+
 def free_port():
     """Return a free port below those that the system gives to connections, one of which could take it meanwhile."""
     while True:

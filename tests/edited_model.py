@@ -4,7 +4,8 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).resolve().parent.parent
+from conftest import ROOT
+
 LOOP = "        for i, block in enumerate(self.transformer.h):\n"  # of GPT.forward
 BLOCKS = "nn.ModuleList(Block(config) for _ in range(config.n_layer))"
 HEAD = "        self.lm_head = LMHead(self.transformer.wte, config.vocab_size)\n"
@@ -28,7 +29,7 @@ MIX = [  # a matrix in every second block
     (BLOCKS, "nn.ModuleList(Block(config, i % 2 == 1) for i in range(config.n_layer))"),
 ]
 
-# Switch's experts (Fedus et al., 2021). With 16 of them, each micro-batch leaves some without tokens
+# Switch's experts (Fedus et al., 2021). There are so many that some get no token of a micro-batch
 EXPERTS = [
     (
         "class Block(nn.Module):\n",
@@ -103,7 +104,10 @@ SKIPS = [
             x = x + self.skip_proj(skip)
 """,
     ),
-    (BLOCKS, "nn.ModuleList(Block(config, 2 * i >= config.n_layer) for i in range(config.n_layer))"),
+    (
+        BLOCKS,
+        "nn.ModuleList(Block(config, 2 * i >= config.n_layer) for i in range(config.n_layer))",
+    ),
     (LOOP, f"        skips = []\n{LOOP}"),
     (
         CALL,
@@ -125,7 +129,8 @@ def skipping(choice: str) -> list[tuple[str, str]]:
         IMPORTS,
         (
             LOOP,
-            f"""        skipped = {choice} if self.training else None
+            f"""        config = self.config
+        skipped = {choice} if self.training else None
 {LOOP}            if i == skipped:
                 continue
 """,
@@ -154,9 +159,9 @@ GRAPHS = {
         )
     ],
     # Stochastic depth (Huang et al., 2016). The training loop sets model.step
-    "a random block skipped": skipping("random.Random(self.step).randrange(len(self.transformer.h))"),
-    # A choice of each micro-batch, so ranks differ. A hash of the data, so a reference can repeat it
-    "a block skipped per rank": skipping("int(idx[:, 0].sum()) % len(self.transformer.h)"),
+    "a random block skipped": skipping("random.Random(self.step).randrange(config.n_layer)"),
+    # A choice of each micro-batch, so ranks differ. By the data, so that a reference can repeat it
+    "a block skipped per rank": skipping("int(idx[:, 0].sum()) % config.n_layer"),
     "an order per rank": [
         (
             LOOP,

@@ -1,5 +1,5 @@
-"""Training of an edited model.py in plain PyTorch, and the sizes and data that graph_worker.py shares
-with it. This file imports neither DeepSpeed nor our engine."""
+"""Training of an edited model.py in plain PyTorch, and what graph_worker.py shares with it: sizes,
+data, and the ways to train. This file imports neither DeepSpeed nor our engine."""
 
 from types import ModuleType
 
@@ -14,7 +14,7 @@ VOCAB = 61
 LAYERS = 4
 CLIP = 1.0  # norms are 0.5 to 6
 DECAY = 0.1
-# With this epsilon, Adam doesn't turn the rounding of elements with nearly no gradient into full steps
+# With this epsilon, elements of nearly no gradient don't take full steps by their rounding
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-5}
 # c_attn has 3,072 elements and c_fc 4,096, so some gradients have a bucket of their own
 BUCKETS = {"reduce_bucket_size": 2500, "allgather_bucket_size": 2500}
@@ -51,8 +51,8 @@ def learning_rate(step: int) -> float:
 
 
 def data(step: int) -> torch.Tensor:
-    """Return the sequences of a step, (SEQUENCES, T + 1). Each token follows from the one before it,
-    so that there is something to learn."""
+    """Return the sequences of a step, (SEQUENCES, T + 1). A token follows from the one before, so
+    that there is something to learn."""
     first = torch.randint(VOCAB, (SEQUENCES,), generator=torch.Generator().manual_seed(step))
     tokens = [first]
     for _ in range(T):
@@ -72,7 +72,7 @@ def fresh_model(module: ModuleType, with_lora: bool = False) -> torch.nn.Module:
 
 
 def train_plainly(module: ModuleType, micro_batches: int = 1, with_lora: bool = False) -> dict:
-    """Train in plain PyTorch. Return {"losses", "norms"} of each step, and the "weights" at the end.
+    """Train in plain PyTorch. Return the "losses" and "norms" of the steps, and the last "weights".
 
     micro_batches: of a step. The mean of their losses is the loss of the step. 1: all data at once.
     """

@@ -1,7 +1,7 @@
 """One rank of test_any_graph.py: graph_worker.py FOLDER WAY...
 
-Trains the GPT of FOLDER/model.py in each of these ways of graph_training.py, in an engine of its own.
-Rank 0 writes FOLDER/WAY.pt: the losses and gradient norms of the steps, and the weights at the end."""
+Trains the GPT of FOLDER/model.py in each of these ways of graph_training.py, in an engine of its
+own. Rank 0 writes FOLDER/WAY.pt: losses and gradient norms of the steps, and the last weights."""
 
 import os
 import sys

@@ -1,26 +1,20 @@
 """Any graph of model.py trains as in plain PyTorch, in every way and on any number of ranks.
 
 The edits are in edited_model.py: blocks that run twice or never, that share parameters, experts
-without tokens, choices that differ between ranks. graph_worker.py trains each in all ways of a table,
-in one launch. Whole runs of the training script follow, with a resume from two ranks to one, Muon,
-another optimizer, and offload."""
+without tokens, choices that differ between ranks. graph_worker.py trains each of them in all ways
+of graph_training.py, in one launch. Whole runs of the training script are in test_graph_runs.py."""
 
-import math
 import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import graph_training
-import numpy as np
 import pytest
 import torch
-from conftest import CHARS, ROOT, ForkedJob, done, free_port, kill, stage, wait_until
+from conftest import ROOT, ForkedJob, every, free_port, kill, wait_until
 from edited_model import BY_MICRO_BATCH, GRAPHS, edited_model
 from graph_training import WAYS
-from muon_reference import PlainMuon, by_singular_values
-
-from runtime.data.loader import locate_sequences, read_windows
 
 WORKER = ROOT / "tests" / "engine" / "graph_worker.py"
 STALLED_S = 40  # without a result. A way takes a second
@@ -35,11 +29,6 @@ SPECIAL = {  # ways of some edits alone
     "recomputed": ("blocks twice", "experts"),
     "LoRA": ("blocks twice",),
 }
-
-
-def every(*values):
-    """The values of a parametrized test, marked every."""
-    return pytest.param(*values, marks=pytest.mark.every)
 
 
 def ways_of(graph: str, ranks: int) -> list[str]:
@@ -162,7 +151,7 @@ def test_the_edits_do_what_their_names_say(edited):
 
 
 def launch_worker(folder: Path, ranks: int, ways: list[str]) -> str:
-    """Run graph_worker.py until it ends, or brings no result for a while. Return what went wrong."""
+    """Run graph_worker.py until it ends, or makes no result for a while. Return what went wrong."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     stderr = folder / "stderr"
@@ -187,8 +176,10 @@ def launch_worker(folder: Path, ranks: int, ways: list[str]) -> str:
 
 
 def train_in_all_ways(folder: Path, ranks: int, ways: list[str]) -> dict:
-    """Return {way: its result, or a text that says why there is none}. After a crash or a hang, launch
-    again for the ways that are left."""
+    """Return {way: its result, or a text that says why there is none}.
+
+    After a crash or a hang, this launches again for the ways that are left.
+    """
     results = {}
     left = list(ways)
     while left:
@@ -221,10 +212,11 @@ def trained(edited, tmp_path_factory):
 
 @pytest.mark.parametrize("graph, ranks, way", cases())
 def test_training_is_plain_pytorchs(trained, plain, graph, ranks, way):
-    """Float32: losses within 2e-6, norms within a 1e-5th of them, weights within 1e-5.
+    """Float32: losses within 2e-6, norms within 5e-5 of their size, weights within 1e-5.
 
-    DeepSpeed's own stage 3 may be refused, in one sentence: it keeps the last gradient of a parameter
-    that gets none, and its ranks may make different collectives."""
+    DeepSpeed's own stage 3 may be refused, in one sentence: it keeps the last gradient of a
+    parameter that gets none, and its ranks may make different collectives.
+    """
     expected = plain(graph, ranks, way)
     result = trained(graph, ranks)[way]
     if isinstance(result, str):
@@ -233,179 +225,7 @@ def test_training_is_plain_pytorchs(trained, plain, graph, ranks, way):
         assert "Traceback" not in result
         return
     assert result["losses"] == pytest.approx(expected["losses"], abs=2e-6)
-    assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+    assert result["norms"] == pytest.approx(expected["norms"], rel=5e-5)  # ours is in float32
     assert result["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
         assert (result["weights"][name] - weight).abs().max() < 1e-5, name
-
-
-# ---------------------------------------------------------------------------------------------
-# Whole runs of the training script
-
-RUN_STEPS = 20
-PER_STEP = 8  # sequences
-RUN = (f"--max_iters={RUN_STEPS}", f"--lr_decay_iters={RUN_STEPS}", "--eval_interval=10", "--n_layer=4")
-RUN += ("--weight_decay=0.1", "--beta1=0.9", "--beta2=0.95", "--keep_last=10", "--grad_clip=1.0")
-# Adam's eps keeps elements of nearly no gradient from taking full steps
-OPTIMIZERS = {
-    "AdamW": "torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-5)",
-    "NAdam": "torch.optim.NAdam(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-5)",
-    "Muon": "torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-5)",  # of the rest
-}
-
-
-def plant(folder: Path, optimizer: str) -> str:
-    """Take the model.py of a folder, and this optimizer."""
-    return f"""
-sys.path.insert(0, {str(folder)!r})
-import torch
-from runtime.engine import setup
-setup.adamw = lambda groups, *_, **options: {OPTIMIZERS[optimizer]}
-"""
-
-
-def micro_batches_of(step: int, tokens: np.memmap, number: int) -> list[tuple]:
-    """Return the (x, y) of a step's micro-batches, over all ranks, as the training script divides it
-    among two ranks, or into two micro-steps of one rank."""
-    ids = np.arange(PER_STEP * step, PER_STEP * (step + 1))
-    batches = []
-    for own in np.split(ids, number):
-        _, offsets = locate_sequences(own, [(tokens, 1)], 32, 1337)
-        batches.append(read_windows([(tokens, offset) for offset in offsets], 32, len(CHARS)))
-    return batches
-
-
-def plain_optimizer(model: torch.nn.Module, optimizer: str):
-    """Return the optimizer of a run, in plain PyTorch."""
-    if optimizer == "Muon":
-        parts = {}
-        for name, p in model.named_parameters():
-            if ".h." in name and p.dim() == 2:
-                parts[name] = 3 if "c_attn" in name else 1
-        return PlainMuon(model, 0.1, 0.02 / 1e-3, parts, betas=(0.9, 0.95), eps=1e-5)
-    return eval(OPTIMIZERS[optimizer], {"torch": torch, "groups": model.parameter_groups(0.1)})
-
-
-def plain_losses(module, characters: Path, optimizer: str, number: int, steps=RUN_STEPS) -> list[float]:
-    """Return the losses of a run in plain PyTorch. number: of micro-batches in a step."""
-    tokens = np.memmap(characters / "train.bin", np.uint16, mode="r")
-    torch.manual_seed(1337)
-    config = module.GPTConfig(
-        block_size=32, vocab_size=len(CHARS), n_layer=4, n_head=2, n_embd=32
-    )
-    model = module.GPT(config)
-    stepper = plain_optimizer(model, optimizer)
-    losses = []
-    for step in range(steps):
-        rate = 1e-4 + 0.5 * (1 + math.cos(math.pi * step / RUN_STEPS)) * 9e-4
-        for group in stepper.param_groups:
-            group["lr"] = rate * group.get("lr_ratio", 1)
-        for p in model.parameters():  # a gradient that doesn't come is zero
-            p.grad = torch.zeros_like(p)
-        total = 0.0
-        for x, y in micro_batches_of(step, tokens, number):
-            loss = model(x, y)
-            (loss / number).backward()
-            total += loss.item()
-        losses.append(total / number)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        stepper.step()
-    return losses
-
-
-RESUMES = [  # (edit, optimizer, ZeRO stage on two ranks, then on one)
-    ("blocks twice", "AdamW", 3, 3),
-    every("blocks twice", "AdamW", 2, 3),
-    every("a block never", "AdamW", 2, 2),
-    every("a block never", "AdamW", 3, 2),
-    every("blocks shared in pairs", "AdamW", 2, 2),
-    every("blocks shared in pairs", "AdamW", 3, 3),
-    every("one MLP", "AdamW", 2, 3),
-    every("one MLP", "AdamW", 3, 2),
-    ("a block skipped per rank", "AdamW", 2, 2),
-    every("a block skipped per rank", "AdamW", 3, 3),
-    every("an order per rank", "AdamW", 2, 3),
-    every("an order per rank", "AdamW", 3, 2),
-    ("experts", "NAdam", 2, 3),
-    every("experts", "NAdam", 3, 2),
-    every("experts", "AdamW", 2, 2),
-    every("experts", "AdamW", 3, 3),
-    ("skip connections", "Muon", 2, 2),
-    every("skip connections", "AdamW", 2, 3),
-    every("skip connections", "AdamW", 3, 2),
-    every("a matrix in odd blocks", "Muon", 2, 2),
-    every("a matrix in odd blocks", "AdamW", 2, 3),
-    every("a matrix in odd blocks", "AdamW", 3, 2),
-]
-
-
-@pytest.mark.parametrize("graph, optimizer, first, second", RESUMES)
-def test_a_run_goes_on_on_one_rank(
-    train, characters, edited, monkeypatch, graph, optimizer, first, second
-):
-    """Ten steps on two ranks, and ten more on one rank in two micro-steps: the same micro-batches."""
-    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", by_singular_values)
-    number = 2 if graph in BY_MICRO_BATCH else 1
-    expected = plain_losses(edited(graph).module, characters, optimizer, number)
-    arguments = [*RUN, "--batch_size=4"]
-    if optimizer == "Muon":
-        arguments += ["--optimizer=muon", "--muon_learning_rate=0.02"]
-    planted = plant(edited(graph).folder, optimizer)
-    half = done(
-        train(
-            *arguments,
-            "--gradient_accumulation_steps=1",
-            "--max_iters=10",
-            stage(first),
-            ranks=2,
-            plant=planted,
-            timeout=100,
-        )
-    )
-    assert [*half.losses.values()] == pytest.approx(expected[:10], abs=2e-6)
-    resumed = done(
-        train(
-            *arguments,
-            "--gradient_accumulation_steps=2",
-            "--init_from=resume",
-            stage(second),
-            out_dir=half.out_dir,
-            plant=planted,
-            timeout=100,
-        )
-    )
-    assert [*resumed.losses.values()] == pytest.approx(expected, abs=2e-6)
-
-
-@pytest.mark.parametrize(
-    "graph, ranks",
-    [
-        ("blocks twice", 2),
-        every("blocks twice", 1),
-        every("experts", 2),
-        every("experts", 1),
-        ("a block skipped per rank", 2),
-        every("a block skipped per rank", 1),
-    ],
-)
-def test_offload_is_right_or_refused(train, characters, edited, graph, ranks):
-    """At ZeRO-3, with config/ds/zero3_offload.json. PyTorch's AdamW needs no compiler."""
-    number = ranks if graph in BY_MICRO_BATCH else 1
-    run = train(
-        *RUN,
-        f"--batch_size={PER_STEP // ranks}",
-        "--gradient_accumulation_steps=1",
-        "--max_iters=6",
-        "--deepspeed_config=config/ds/zero3_offload.json",
-        ranks=ranks,
-        plant=plant(edited(graph).folder, "AdamW"),
-        timeout=60,
-    )
-    if run.returncode == 2:
-        assert "Traceback" not in run.stderr
-        *_, sentence = run.stderr.strip().splitlines()
-        assert "zero3_offload.json" in sentence
-        assert not run.losses
-        return
-    expected = plain_losses(edited(graph).module, characters, "AdamW", number, steps=6)
-    assert [*done(run).losses.values()] == pytest.approx(expected, abs=2e-6)
