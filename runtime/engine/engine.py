@@ -29,7 +29,7 @@ from runtime.engine.any_optimizer import optimizer_name
 from runtime.engine.fast_paths import FastPaths
 from runtime.engine.launch import Launch
 from runtime.engine.layout import layout_of
-from runtime.engine.lockstep import watch_order
+from runtime.engine.lockstep import Lockstep
 from runtime.engine.step import Wanted
 from runtime.errors import UserError
 from runtime.kernels.block import FusedBlocks
@@ -72,12 +72,16 @@ class Engine:
         self.optimizer = optimizer_name(self.layout.optimizer)
 
         self.our_step = setup.replace_gradients_and_step(self.layout, paths)
-        self.reduces_in_backward = True  # then all ranks have to make each micro-step together
+        reduces_in_backward = True
         if self.our_step:
-            self.reduces_in_backward = self.our_step.reduction.reduces_in_backward
-        elif self.world_size > 1:
-            watch_order(self.module)
-        is_local = self.stage == 2 and not self.reduces_in_backward
+            reduces_in_backward = self.our_step.reduction.reduces_in_backward
+        else:
+            Lockstep(self.module, self.world_size)
+        # There, collectives of a micro-step would match others of a rank that ends its step. Those
+        # that a GPU waits for leave the CPU time to find out at the end of the step
+        on_cpu = self.device.type == "cpu"
+        self.checks_micro_steps = reduces_in_backward and (on_cpu or self.our_step is None)
+        is_local = self.stage == 2 and not reduces_in_backward
         self.launch = Launch(deepspeed, paths.graph.taken, is_local)
         self.micro_steps = 0  # since the last optimizer step
         self.fused = fused
@@ -91,7 +95,7 @@ class Engine:
         them. Return the detached loss, which the next call may overwrite. Raises UserError if another
         rank ends its step here.
         """
-        if self.reduces_in_backward:
+        if self.checks_micro_steps:
             self.check_ranks(micro_steps=self.micro_steps, ends=False)
         if not self.micro_steps:  # the weights have changed
             if self.fused:

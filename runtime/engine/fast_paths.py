@@ -52,12 +52,12 @@ class FastPaths:
 
 
 NAMES = {
-    "gradients": "our gradients and step",
+    "gradients": "fast gradients and step",
     "by_block": "ZeRO-3 by block",
     "local": "local accumulation",
     "kernels": "fused blocks",
     "copies": "float16 copies",
-    "step": "AdamW in one kernel",
+    "step": "one-kernel AdamW",
     "graph": "CUDA graph",
 }
 QUIET = ("one rank", "not ZeRO-3", "no fused blocks")  # reasons that need no word

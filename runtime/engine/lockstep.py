@@ -1,31 +1,65 @@
-"""Check that all ranks run the same blocks, where DeepSpeed gathers the parameters of each.
+"""What DeepSpeed's own ZeRO-3 path can't train, and that it would train wrong or crash on.
 
-At ZeRO-3, a forward is collective. A rank that skips a block which another one runs would gather
-other parameters: the run would hang, or train on garbage.
+There, a forward is collective, block by block. A rank that skips a block which another one runs
+would gather other parameters: the run would hang, or train on garbage. DeepSpeed also reduces a block's
+gradients when its backward ends, so a block has to run once, with parameters of its own.
 """
-
-from functools import partial
 
 from torch import nn
 
 from runtime.cluster.ranks import all_gather_scalars
 from runtime.errors import UserError
 
-
-def watch_order(model: nn.Module) -> None:
-    """Let each block of a model compare itself with those of the other ranks before it runs."""
-    blocks = getattr(getattr(model, "transformer", None), "h", ())
-    for i, block in enumerate(blocks):
-        block.register_forward_pre_hook(partial(compare, i), prepend=True)
-    model.register_forward_hook(partial(compare, len(blocks)))
+ADVICE = (
+    "which ZeRO-3 with offload, or with prefetching of its own, can't train: use "
+    "--deepspeed_config=ds_config_zero2.json or config/ds/zero2_offload.json"
+)
 
 
-def compare(i: int, *_: object) -> None:
-    """Raise UserError unless all ranks call this with the same number."""
-    blocks = {int(number) for (number,) in all_gather_scalars(i)}
-    if len(blocks) > 1:
-        raise UserError(
-            "the ranks run different blocks of the model, but at ZeRO-3 with offload, or with prefetching "
-            "of its own, DeepSpeed needs the same on all: choose them by random numbers that are the same "
-            "on all ranks, or use --deepspeed_config=ds_config_zero2.json"
-        )
+class Lockstep:
+    """Watches that each block of a model runs at most once in a forward, and the same ones on all
+    ranks. Raises UserError, on all ranks, before a block is gathered."""
+
+    def __init__(self, model: nn.Module, world_size: int) -> None:
+        self.world_size = world_size
+        self.blocks = list(getattr(getattr(model, "transformer", None), "h", ()))
+        self.check_parameters()
+        self.ran: set[int] = set()
+        model.register_forward_pre_hook(self.begin, prepend=True)
+        for i, block in enumerate(self.blocks):
+            block.register_forward_pre_hook(
+                lambda module, inputs, i=i: self.before_block(i), prepend=True
+            )
+        model.register_forward_hook(self.end)
+
+    def check_parameters(self) -> None:
+        """Raise UserError if blocks share parameters."""
+        seen: set[nn.Parameter] = set()
+        for block in self.blocks:
+            params = set(block.parameters())
+            if params & seen:
+                raise UserError(f"blocks of the model share parameters, {ADVICE}")
+            seen |= params
+
+    def begin(self, model: nn.Module, inputs: tuple) -> None:
+        """Begin a forward."""
+        self.ran = set()
+
+    def before_block(self, i: int) -> None:
+        """Check that block i may run now."""
+        self.compare(i)
+        if i in self.ran:
+            raise UserError(f"block {i} of the model runs twice in a forward, {ADVICE}")
+        self.ran.add(i)
+
+    def end(self, model: nn.Module, inputs: tuple, outputs: object) -> None:
+        """Check that all ranks end their forward here."""
+        self.compare(len(self.blocks))
+
+    def compare(self, i: int) -> None:
+        """Raise UserError unless all ranks call this with the same number."""
+        if self.world_size == 1:
+            return
+        blocks = {number for (number,) in all_gather_scalars(i)}
+        if len(blocks) > 1:
+            raise UserError(f"the ranks run different blocks of the model, {ADVICE}")

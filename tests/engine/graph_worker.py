@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from graph_training import WAYS
-from zero_training import initialize, set_rates
+from zero_training import initialize, paths, set_rates
 
 import model as edited
 from runtime.cluster.ranks import shut_down
@@ -60,7 +60,7 @@ def train(
         lr=0.0,
         **graph_training.ADAM,
     )
-    engine = Engine(deepspeeds, local)
+    engine = Engine(deepspeeds, paths(deepspeeds, model, local))
 
     losses = []
     norms = []

@@ -1,0 +1,119 @@
+"""Which fast paths a run takes, and the reason of each that it doesn't: decided by proofs, and printed."""
+
+import pytest
+import torch
+from conftest import STAGES, done
+from edited_model import GRAPHS, edited_model
+
+from model import GPT, GPTConfig
+from runtime import lora
+from runtime.engine.fast_paths import Choice, ModelFacts, decide, describe, inspect_model
+from runtime.engine.zero3_blocks import blocks_to_gather
+from runtime.hardware import Execution
+
+GPU = Execution("cuda", "bfloat16", True, 80 * 10**9)
+CPU = Execution("cpu", "float32", False, 8 * 10**9)
+ZERO2 = {"zero_optimization": {"stage": 2}}
+ZERO3 = {"zero_optimization": {"stage": 3}}
+OFFLOAD2 = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+OFFLOAD3 = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+SHAPE = GPTConfig(block_size=16, vocab_size=61, n_layer=2, n_head=2, n_embd=32)
+
+
+def taken(*args, **options):
+    """The names of the paths that decide() takes."""
+    paths = decide(*args, **options)
+    return {name for name in vars(paths) if getattr(paths, name).taken}
+
+
+@pytest.fixture(autouse=True)
+def with_triton(monkeypatch):
+    """Decide as on a GPU machine, also where Triton isn't installed."""
+    monkeypatch.setattr("runtime.engine.fast_paths.triton", "installed")
+
+
+@pytest.mark.parametrize("execution, config, ranks, expected", [
+    (GPU, ZERO2, 1, {"gradients", "kernels", "copies", "step", "graph"}),
+    (GPU, ZERO2, 2, {"gradients", "kernels", "copies", "step", "graph", "local"}),
+    (GPU, ZERO3, 2, {"gradients", "kernels", "by_block", "step", "graph", "local"}),
+    (GPU, ZERO3, 1, {"gradients", "kernels", "step", "graph"}),
+    (GPU, OFFLOAD2, 1, {"gradients", "kernels", "copies", "graph"}),
+    (GPU, OFFLOAD3, 2, {"kernels"}),
+    (Execution("cuda", "float16", True, 0), ZERO2, 1, {"gradients", "kernels"}),
+    (CPU, ZERO2, 2, {"gradients", "local"}),
+])
+def test_what_an_unedited_model_takes(execution, config, ranks, expected):
+    facts = inspect_model(GPT(SHAPE))
+    assert facts == ModelFacts()
+    assert taken(facts, execution, config, world_size=ranks, accumulate_locally=True) == expected
+
+
+def test_each_edit_loses_the_paths_that_it_breaks():
+    """On two GPUs at ZeRO-3, with a reason for each."""
+    facts = ModelFacts(no_kernels="K", no_blocks="B", varies="V")
+    paths = decide(facts, GPU, ZERO3, world_size=2)
+    assert paths.kernels == Choice(False, "K") and paths.by_block == Choice(False, "B")
+    assert not paths.graph.taken and paths.graph.reason.startswith("V, so a micro-step may depend on the data")
+    assert paths.gradients.taken and paths.step.taken
+    assert decide(facts, GPU, ZERO3, world_size=2, cuda_graph=True).graph.taken
+    lines = describe(paths)
+    assert lines[0] == "fast gradients and step, one-kernel AdamW"
+    assert "no ZeRO-3 by block: B" in lines and "no fused blocks: K" in lines
+
+
+@pytest.mark.parametrize("graph, reason", [
+    ("blocks twice", "GPT.forward in model.py was edited"),
+    ("a block never", "GPT.forward in model.py was edited"),
+    ("blocks shared in pairs", "blocks share a module"),
+    ("one MLP", "blocks share a module"),
+    ("a matrix in odd blocks", "the blocks have different parameters"),
+])
+def test_blocks_that_cannot_be_gathered_one_by_one(tmp_path, graph, reason):
+    module = edited_model(tmp_path, GRAPHS[graph])
+    blocks, why = blocks_to_gather(module.GPT(module.GPTConfig(**vars(SHAPE) | {"n_layer": 4})))
+    assert blocks == [] and why == reason
+
+
+def test_shared_parameters_and_lora():
+    model = GPT(SHAPE)
+    assert len(blocks_to_gather(model)[0]) == 2
+    model.transformer.h[0].mlp.c_fc.weight = model.transformer.h[1].mlp.c_fc.weight
+    assert blocks_to_gather(model) == ([], "blocks share a parameter")
+    model = GPT(SHAPE)
+    model.extra = torch.nn.Linear(32, 32)
+    model.extra.weight = model.transformer.h[1].attn.c_proj.weight
+    assert blocks_to_gather(model) == ([], "a parameter of a block is used outside of it")
+    model = GPT(SHAPE)
+    lora.apply(model, {"rank": 2, "alpha": 2.0, "dropout": 0.1, "target_modules": ["attn.c_attn"]})
+    assert len(blocks_to_gather(model)[0]) == 2
+    assert inspect_model(model).no_kernels == "some parameters are frozen"
+    model.forward = lambda *args: None
+    assert blocks_to_gather(model) == ([], "GPT.forward in model.py was edited")
+
+
+def test_the_summary_and_the_dry_run_say_it(train):
+    run = done(train("--dry_run=True"))
+    assert "paths      fast gradients and step\n" in run.stdout
+    assert "           no fused blocks, no one-kernel AdamW, no CUDA graph: on a CPU\n" in run.stdout
+    run = done(train("--dry_run=True", "--deepspeed_config=config/ds/zero3_offload.json"))
+    assert "paths      none\n" in run.stdout
+    reason = "ZeRO-3 with offload, or a key of the JSON, takes DeepSpeed's own path"
+    assert f"no fast gradients and step: {reason}" in run.stdout
+
+
+def test_a_model_that_the_script_changes_is_looked_at_again(train):
+    plant = """
+from runtime import lora
+import model
+class Other(model.GPT):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+build = model.GPT.crop_block_size
+def crop(self, size):
+    build(self, size)
+    self.__class__ = Other
+model.GPT.crop_block_size = crop
+"""
+    run = done(train("--max_iters=1", f"--deepspeed_config={STAGES[3]}", ranks=2, plant=plant))
+    told = "note       the model is not as planned: no ZeRO-3 by block: GPT.forward in model.py was edited"
+    assert told in run.stdout
