@@ -56,7 +56,7 @@ def test_transformers_loads_the_model_that_was_trained(exported):
     idx = torch.randint(28, (4, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert (theirs(idx).logits - ours(idx)).abs().max() < 1e-5 and theirs(idx).logits.shape == (4, 32, 28)
-    assert 0 < difference(told) < 1e-5 and "its logits for 32 tokens differ" in told
+    assert difference(told) < 1e-5 and "its logits for 32 tokens differ" in told  # which may be 0
     assert sorted(p.name for p in folder.parent.iterdir()) == ["letters"]
     assert sorted(p.name for p in folder.iterdir()) == [
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
