@@ -146,6 +146,10 @@ def detect_hardware(s, ranks, problems, notes):
                          "--dtype=float16 or --dtype=auto")
         return Execution("cuda", dtype, s.compile is True or (s.compile and gpu.bf16), int(gpu.gb * 1e9), gpu)
     device = pick_device(s.device, ranks.local_world_size)
+    accelerator = os.environ.get("DS_ACCELERATOR") or device
+    if accelerator != device:  # DeepSpeed would put the model there
+        raise UserError(f"DS_ACCELERATOR={accelerator} is in the environment, but device={device}: run unset "
+                        f"DS_ACCELERATOR, or add --device={accelerator}")
     if device == "cpu" and s.backend == "nccl":
         raise UserError("backend=nccl needs GPUs: use --backend=auto")
     dtype = problems.attempt(pick_dtype, s.dtype, device) or "float32"

@@ -211,9 +211,10 @@ VOLTA = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90"  # the PyTorch 2.7.1 of requ
 TODAY = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"  # the PyTorch 2.11.0 of requirements.txt
 
 
-def check(monkeypatch, characters, tmp_path, gpus, capability, *args, ranks=1, build=VOLTA):
+def check(monkeypatch, characters, tmp_path, gpus, capability, *args, ranks=1, build=VOLTA, accelerator=""):
     """(plan, problems, notes) on a machine with these GPUs, under a PyTorch built for these architectures."""
     monkeypatch.chdir(tmp_path)  # the project's JSONs are found from any folder
+    monkeypatch.setenv("DS_ACCELERATOR", accelerator)
     monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: build, raising=False)
     monkeypatch.setattr(hardware, "missing_compiler", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
@@ -225,6 +226,16 @@ def check(monkeypatch, characters, tmp_path, gpus, capability, *args, ranks=1, b
     problems, notes = Problems(), []
     plan = make_plan(settings_of_script(SCRIPT, argv), Ranks(0, 0, ranks, ranks), problems, notes)
     return plan, list(problems), notes
+
+
+def test_deepspeed_on_another_device_is_refused(monkeypatch, characters, tmp_path):
+    """Before, a traceback in the middle of the first evaluation: DeepSpeed had moved the model to the CPU."""
+    _, problems, _ = check(monkeypatch, characters, tmp_path, 1, (8, 0), accelerator="cpu")
+    assert problems == ["DS_ACCELERATOR=cpu is in the environment, but device=cuda: run unset DS_ACCELERATOR, or add "
+                        "--device=cpu"]
+    for device in ("cuda", "cpu"):
+        _, problems, _ = check(monkeypatch, characters, tmp_path, 1, (8, 0), f"--device={device}", accelerator=device)
+        assert problems == []
 
 
 def test_more_ranks_than_gpus(monkeypatch, characters, tmp_path):
