@@ -12,6 +12,7 @@ import torch
 from model import GPT, GPTConfig
 from runtime.data.loader import Batch
 from runtime.engine.ds_config import complete_config
+from runtime.engine.fast_paths import inspect_model
 from runtime.hardware import Execution
 from runtime.lora import TARGET_MODULES
 from runtime.lora import apply as apply_lora
@@ -42,7 +43,7 @@ def planned_parts(model, preset, micro, recomputed, gpus=1, accumulate_locally=F
                                             for every in (True, False))
     params = ParamCount(stored, stored, trainable, muon=muon * 12 * c.n_layer * c.n_embd**2)
     parts = estimate(MemoryInputs(c, Execution("cuda", "bfloat16", True, 0), batch, params, config, recomputed,
-                                  accumulate_locally, fp8, pretrained))
+                                  accumulate_locally, fp8, pretrained, inspect_model(model)))
     return {part: size / 1e9 for part, size in parts.items()}
 
 

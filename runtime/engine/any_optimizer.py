@@ -118,14 +118,14 @@ def step_by_itself(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], cl
         factor = clip.factor()
         params_of_group = defaultdict(list)
         for shard in shards:
-            params_of_group[id(shard.options)].append(shard.master)
+            params_of_group[shard.group].append(shard.master)
             grads = shard.grads * factor
             shard.master.grad = grads.to(shard.master.device)
 
         # At ZeRO-3, DeepSpeed keeps the parameter lists of the groups empty between two steps
         kept = [group["params"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["params"] = params_of_group[id(group)]
+        for i, group in enumerate(optimizer.param_groups):
+            group["params"] = params_of_group[i]
         with torch.enable_grad():
             optimizer.step()
         for group, params in zip(optimizer.param_groups, kept, strict=True):

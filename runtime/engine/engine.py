@@ -97,6 +97,8 @@ class Engine:
         """
         if self.checks_micro_steps:
             self.check_ranks(micro_steps=self.micro_steps, ends=False)
+        if self.micro_steps and self.deepspeed.wall_clock_breakdown():
+            self.deepspeed.step()  # in the middle of a step it only prints its times
         if not self.micro_steps:  # the weights have changed
             if self.fused:
                 self.fused.copy_weights()

@@ -370,8 +370,8 @@ def zero2_layout(engine: DeepSpeedEngine) -> Zero2Layout:
                 master=master,
                 half=zero2.parallel_partitioned_bit16_groups[i][rank],
                 grads=buffer.flat_partition,
-                options=zero2.optimizer.param_groups[i],
-                state=zero2.optimizer.state[master],
+                optimizer=zero2.optimizer,
+                group=i,
                 pieces=pieces_of(places, size=master.numel(), rank=rank),
                 places=places,
             )
@@ -497,8 +497,8 @@ def zero3_layout(engine: DeepSpeedEngine) -> Zero3Layout:
                 master=master,
                 half=halves[i],
                 grads=grads[i],
-                options=zero3.optimizer.param_groups[zero3.sub_group_to_group_id[i]],
-                state=zero3.optimizer.state[master],
+                optimizer=zero3.optimizer,
+                group=zero3.sub_group_to_group_id[i],
                 pieces=tuple(pieces),
             )
         )

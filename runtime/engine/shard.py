@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 
@@ -30,10 +31,20 @@ class Shard:
     master: Tensor  # fp32 weights, which the optimizer steps
     half: Tensor  # the same weights as forward and backward use them
     grads: Tensor  # fp32 gradients, averaged over the ranks when a step begins
-    options: dict  # the optimizer's parameter group: lr, betas, ...
-    state: dict  # the optimizer's state of master
-    pieces: tuple[Piece, ...]
+    optimizer: torch.optim.Optimizer
+    group: int  # the number of the optimizer's parameter group
+    pieces: tuple[Piece, ...] = ()
     places: tuple[Place, ...] = ()  # of all ranks; at ZeRO-3, parameters are cut one by one
+
+    @property
+    def options(self) -> dict:
+        """The optimizer's parameter group: lr, betas, ... load_state_dict() makes another dict."""
+        return self.optimizer.param_groups[self.group]
+
+    @property
+    def state(self) -> dict:
+        """The optimizer's state of master. load_state_dict() makes another dict."""
+        return self.optimizer.state[self.master]
 
 
 def pieces_of(places: tuple[Place, ...], size: int, rank: int) -> tuple[Piece, ...]:

@@ -54,16 +54,16 @@ def init_state(layout: Layout, reader: TagReader) -> None:
     itself at its first step."""
     for shard in layout.shards:
         if is_adamw(layout.optimizer):
-            init_adam_state(layout.optimizer, shard, reader.step)
+            init_adam_state(shard, reader.step)
         else:
-            init_other_state(layout.optimizer, shard, reader)
+            init_other_state(shard, reader)
     layout.show_state()
 
 
-def init_adam_state(optimizer: torch.optim.Optimizer, shard: Shard, step: float) -> None:
+def init_adam_state(shard: Shard, step: float) -> None:
     """Create the state of AdamW, DeepSpeed's CPU Adam or Muon for a shard."""
-    if isinstance(optimizer, torch.optim.AdamW):
-        is_fused = optimizer.param_groups[0].get("fused")
+    if isinstance(shard.optimizer, torch.optim.AdamW):
+        is_fused = shard.options.get("fused")
         device = shard.master.device if is_fused else "cpu"
         shard.state["step"] = torch.tensor(step, dtype=torch.float32, device=device)
     else:
@@ -72,16 +72,12 @@ def init_adam_state(optimizer: torch.optim.Optimizer, shard: Shard, step: float)
         shard.state[field] = torch.zeros_like(shard.master)
 
 
-def init_other_state(
-    optimizer: torch.optim.Optimizer, shard: Shard, reader: TagReader
-) -> None:
+def init_other_state(shard: Shard, reader: TagReader) -> None:
     """Create the state of an optimizer that we don't implement: the tag's numbers, and tensors of
     zeros."""
     for field in reader.state_fields:
         shard.state[field] = torch.zeros_like(shard.master)
-    groups = [id(group) for group in optimizer.param_groups]
-    i = groups.index(id(shard.options))
-    numbers = reader.numbers[min(i, len(reader.numbers) - 1)]
+    numbers = reader.numbers[min(shard.group, len(reader.numbers) - 1)]
     on_device = shard.options.get("capturable") or shard.options.get("fused")
     for key, value in numbers.items():
         if torch.is_tensor(value):

@@ -37,14 +37,16 @@ from runtime.engine import adamw, any_optimizer, clip, grad_sink, muon, offload,
 
 def make_shards():
     """Shards of random weights, with AdamW's state at step 0, and the same weights as parameters."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], **OPTIONS)
     generator = torch.Generator().manual_seed(0)
     shards = []
     params = []
     for size in SIZES:
         master = torch.randn(size, generator=generator)
         master.grad = torch.zeros(size)  # where offload sends gradients
-        state = {"step": torch.zeros(()), "exp_avg": torch.zeros(size), "exp_avg_sq": torch.zeros(size)}
-        shards.append(Shard(master, master.bfloat16(), torch.zeros(size), OPTIONS, state, ()))
+        optimizer.state[master] = {"step": torch.zeros(()), "exp_avg": torch.zeros(size),
+                                   "exp_avg_sq": torch.zeros(size)}
+        shards.append(Shard(master, master.bfloat16(), torch.zeros(size), optimizer, 0))
         params.append(torch.nn.Parameter(master.clone()))
     return shards, params
 
@@ -92,7 +94,7 @@ def test_an_optimizers_own_step_is_clipped_and_skipped():
     weights = [torch.nn.Parameter(shard.master) for shard in shards]
     ours = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
     shards = [
-        Shard(weight, shard.half, shard.grads, ours.param_groups[0], {}, ())
+        Shard(weight, shard.half, shard.grads, ours, 0)
         for weight, shard in zip(weights, shards)
     ]
     theirs = torch.optim.SGD(params, lr=0.1, momentum=0.9)

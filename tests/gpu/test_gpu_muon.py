@@ -39,8 +39,9 @@ def test_three_steps_are_pytorchs(monkeypatch, max_batch, use_kernels):
     optimizer.param_groups[0]["lr"] = LR
     places = [Place(p, offset) for p, offset in zip(matrices, itertools.accumulate(sizes, initial=0))]
     ours, momentum = muon.Muon(places, group["parts"], start.numel(), None, use_kernels), torch.zeros_like(start)
-    p = Shard(start.clone(), start.bfloat16(), torch.empty_like(start), {"lr": LR, "weight_decay": DECAY},
-              {"exp_avg": momentum}, ())
+    options = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=LR, weight_decay=DECAY)
+    p = Shard(start.clone(), start.bfloat16(), torch.empty_like(start), options, group=0)
+    options.state[p.master] = {"exp_avg": momentum}
     for step in range(4):
         grads = torch.randn_like(start)
         norm = grads.norm() if step != 1 else torch.tensor(float("inf"), device="cuda")
