@@ -13,7 +13,6 @@ import functools
 import json
 import os
 import stat
-import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -175,21 +174,6 @@ def type_adapter(kind: Any) -> Any:
 
     has_own_config = hasattr(kind, "__pydantic_config__")
     return TypeAdapter(kind, config=None if has_own_config else STRICT)
-
-
-def check_stored(path: str | os.PathLike) -> None:
-    """Raise UnsafeFileError if a file of torch.save is compressed.
-
-    torch.save doesn't compress. A few MB of a zip file that somebody else has compressed can fill
-    the memory. Raises OSError and zipfile.BadZipFile.
-    """
-    with zipfile.ZipFile(path) as archive:
-        for member in archive.infolist():
-            if member.compress_type != zipfile.ZIP_STORED:
-                raise UnsafeFileError(
-                    f"{path} is compressed, which torch.save doesn't do: replace it with the right "
-                    "file"
-                )
 
 
 def open_no_follow(path: str | os.PathLike, flags: int) -> int:

@@ -7,7 +7,6 @@ import os
 import pickle
 import sys
 import urllib.parse
-import zipfile
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -18,6 +17,7 @@ from torch.torch_version import TorchVersion
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from runtime.errors import UserError
+from runtime.torch_files import check_torch_file
 from runtime.untrusted import (
     STRICT,
     check_regular,
@@ -173,25 +173,15 @@ def load_untrusted(path):
     """Return what torch.save wrote to a file, memory-mapped if its format allows that. The file can't run code: only
     tensors and plain containers are unpickled. Raises UserError."""
     with weights_errors(path):
-        size = check_regular(path, MAX_WEIGHTS_BYTES)
+        with open_regular(path, MAX_WEIGHTS_BYTES) as file:
+            is_zip = check_torch_file(file)
         if TorchVersion(torch.__version__) < SAFE_TORCH:
             print_note(
                 f"PyTorch {torch.__version__} may run code that is hidden in {path} "
                 "(CVE-2026-24747): read only files that you trust, use model.safetensors, or "
                 f"install PyTorch {SAFE_TORCH} or newer"
             )
-        is_zip = zipfile.is_zipfile(path)
-        if is_zip:
-            check_zip(path, size)
         return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
-
-
-def check_zip(path, size):
-    """Raise ValueError if what is in a zip file is larger than it. torch.save doesn't compress."""
-    with zipfile.ZipFile(path) as archive:
-        unpacked = sum(member.file_size for member in archive.infolist())
-    if unpacked > size:
-        raise ValueError(f"its {size:,} bytes unpack to {unpacked:,}")
 
 
 def load_safetensors(path):

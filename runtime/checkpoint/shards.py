@@ -24,7 +24,8 @@ from runtime.checkpoint.tags import (
 )
 from runtime.errors import UserError
 from runtime.lora import merge
-from runtime.untrusted import check_regular
+from runtime.torch_files import check_torch_file
+from runtime.untrusted import check_regular, open_regular
 from runtime.weights import SAFE_GLOBALS
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -33,8 +34,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def mmap_load(path: str) -> dict:
     """Return the content of a .pt file, memory-mapped.
 
-    Unpickles only SAFE_GLOBALS and what PyTorch considers safe.
+    Unpickles only SAFE_GLOBALS and tensors. Raises ValueError, and torch.load's exceptions.
     """
+    with open_regular(path, follow_links=False) as file:
+        check_torch_file(file, SAFE_GLOBALS)
     safe_classes = [pkgutil.resolve_name(name) for name in SAFE_GLOBALS]
     with torch.serialization.safe_globals(safe_classes):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -162,15 +165,20 @@ def open_tag(out_dir, tag="latest", share=(0, 1)):
         raise UnreadableError.of(error, store.path(tag)) from None
 
 
-def check_sizes(where: str, model: dict, shapes: dict[str, torch.Size]) -> None:
-    """Raise CheckpointError if a manifest's model is far larger than the tensors beside it.
+def check_sizes(where: str, manifest: dict, shapes: dict[str, torch.Size]) -> None:
+    """Raise CheckpointError if a tag's model is far larger than its tensors, or they than its files.
 
-    Building such a model takes minutes or all memory, and somebody else may have written the
-    manifest. The factors leave room for an edited model.py, in which blocks share their weights.
-    model: a manifest's. shapes: of the tag's tensors, by name.
+    Building such a model takes minutes or all memory, and somebody else may have written the tag.
+    The factors leave room for an edited model.py, in which blocks share their weights.
+    shapes: of the tag's tensors, by name.
     """
+    model = manifest["state"]["model"]
     blocks = {match[1] for name in shapes if (match := re.search(r"\bh\.(\d+)\.", name))}
     n_params = sum(shape.numel() for shape in shapes.values())
+    n_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
+    if n_params > n_bytes:  # a tensor may repeat one number, and take no room in its file
+        raise CheckpointError(
+            f"{where} has {n_params:,} parameters in {n_bytes:,} bytes: {OTHER_TAG}")
     largest = max(model["vocab_size"], model["n_embd"]) * model["n_embd"]
     if model["n_layer"] > 64 + 4 * len(blocks) or largest > 16 * n_params:
         raise CheckpointError(
@@ -190,7 +198,7 @@ def check_sizes_of_tag(out_dir: str, tag: str, manifest: dict) -> None:
         shapes = TagReader(folder, manifest).shapes
     except (UserError, OSError):
         return
-    check_sizes(folder, manifest["state"]["model"], shapes)
+    check_sizes(folder, manifest, shapes)
 
 
 def check_shapes(where, saved, model):
@@ -207,7 +215,7 @@ def load_model(out_dir, tag="latest", dropout=None, share=(0, 1)):
     state = manifest["state"]
     if extra := state["model"].keys() - vars(GPTConfig()):
         raise CheckpointError(f"{reader.folder} has another model than model.py ({', '.join(extra)}): restore model.py")
-    check_sizes(reader.folder, state["model"], reader.shapes)
+    check_sizes(reader.folder, manifest, reader.shapes)
     with torch.device("meta"), content_errors(reader.folder):
         model = GPT(GPTConfig(**state["model"] | ({} if dropout is None else {"dropout": dropout})))
     weights = {name: reader.get(name).clone() for name in reader.shapes}  # in memory of their own

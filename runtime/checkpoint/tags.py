@@ -24,10 +24,12 @@ from runtime.checkpoint.manifest import (
 from runtime.cluster.ranks import RANK, all_exit_on, print0
 from runtime.errors import UserError
 from runtime.files import TEMP_NAME, file_digest, fsync, lock_folder, remove_dir, replace_dir, write_atomic
-from runtime.untrusted import UnsafeFileError, check_regular, check_stored
+from runtime.torch_files import check_stored
+from runtime.untrusted import UnsafeFileError, check_regular, open_regular
 from runtime.weights import SAFE_GLOBALS
 
 TAG_NAME = re.compile(r"iter_\d+|best|final")
+MAX_REPORTED = 10  # tags without a manifest
 LEFTOVER = re.compile(rf"({TAG_NAME.pattern})\.(saving|old)")  # of a save that was killed
 Tag = namedtuple("Tag", ("name", "manifest"))  # manifest: the content of manifest.json
 OTHER_TAG = "choose another checkpoint, or train anew with another --init_from and --overwrite=True"
@@ -150,7 +152,7 @@ class TagStore:
                 try:
                     os.link(os.path.join(source, file), os.path.join(work, file))
                 except OSError:
-                    fsync(shutil.copy2(os.path.join(source, file), work))
+                    fsync(shutil.copy2(os.path.join(source, file), work, follow_symlinks=False))
             fsync(work)
             replace_dir(work, self.path(name))
         finally:  # a full disk needs the room
@@ -185,6 +187,7 @@ class TagStore:
 
     def remove_leftovers(self):
         """Remove what a killed save left. Restore a tag that it was replacing, and rename a tag without a manifest."""
+        incomplete = 0
         for name in sorted(os.listdir(self.out_dir)):  # x.old before x.saving
             tag, _, kind = name.partition(".")
             if TEMP_NAME.fullmatch(name):
@@ -196,8 +199,12 @@ class TagStore:
             elif kind in ("old", "saving"):
                 remove_dir(self.path(name))
             elif kind == "" and not self.is_complete(name):
-                print0(f"skipping {self.path(name)}: it has no manifest.json; kept as {name}.damaged")
+                incomplete += 1
+                if incomplete <= MAX_REPORTED:
+                    print0(f"skipping {self.path(name)}: it has no manifest.json; kept as {name}.damaged")
                 self.move_away(name)
+        if incomplete > MAX_REPORTED:
+            print0(f"skipping {incomplete:,} tags without a manifest.json in all")
 
     def clean(self, tag=None, overwrite=False, aliases=()):
         """Prepare out_dir for a run: remove leftovers, rename corrupt tags, delete newer tags if `overwrite`, and link
@@ -288,7 +295,8 @@ def verify_file(file: str, entry: dict, hashed: bool) -> str | None:
             return f"{file} has {size} bytes, not {entry['bytes']}"
         if hashed and file_digest(file)["sha256"] != entry["sha256"]:
             return f"{file} has changed since it was saved (its sha256 differs)"
-        check_stored(file)
+        with open_regular(file, follow_links=False) as content:
+            check_stored(content)
         unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - SAFE_GLOBALS
     except UnsafeFileError as error:
         raise UnreadableError(f"{error}, or choose another checkpoint") from None

@@ -12,7 +12,8 @@ from transformers import ResNetConfig, ResNetForImageClassification
 from transformers.modeling_utils import load_state_dict
 
 from runtime.output import printable
-from runtime.untrusted import check_regular
+from runtime.torch_files import check_torch_file
+from runtime.untrusted import open_regular
 
 MAX_WEIGHTS_BYTES = 4_000_000_000  # 45 MB with 90 classes; an optimizer's state may be in the same file
 
@@ -57,7 +58,9 @@ class ResNet18Animals90(ResNetForImageClassification):
             if not os.path.exists(source):
                 source = snapshot_download(source, allow_patterns="model.safetensors")
             file = os.path.join(source, "model.safetensors") if os.path.isdir(source) else source
-            check_regular(file, MAX_WEIGHTS_BYTES)
+            with open_regular(file, MAX_WEIGHTS_BYTES) as content:
+                if not str(file).endswith(".safetensors"):
+                    check_torch_file(content)
             weights = load_state_dict(file)
             weights = weights.get("module", weights)  # where DeepSpeed has them
             if len(weights.get("classifier.1.bias", ())) != self.config.num_labels:

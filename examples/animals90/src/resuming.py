@@ -25,6 +25,7 @@ from records import MAX_BYTES, CheckpointInfo, SavedRun
 
 from data import one_line
 from runtime.errors import UserError
+from runtime.torch_files import check_stored, check_torch_file
 from runtime.untrusted import open_no_follow, open_regular, read_json, read_regular
 from runtime.weights import SAFE_GLOBALS
 
@@ -140,12 +141,14 @@ def read_states(path: Path) -> dict[str, Any]:
             unpacked = sum(entry.file_size for entry in archive.infolist())
         if unpacked > size:  # torch.save doesn't compress
             raise ValueError(f"{path} unpacks to {unpacked:,} bytes")
+        check_stored(file)
 
         file.seek(0)
         unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - SAFE_GLOBALS
         if unsafe:
             raise ValueError(f"{path} could run code: {sorted(unsafe)}")
 
+        check_torch_file(file, SAFE_GLOBALS)
         file.seek(0)
         allowed = [pkgutil.resolve_name(name) for name in SAFE_GLOBALS]
         with torch.serialization.safe_globals(allowed):
