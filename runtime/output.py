@@ -7,6 +7,8 @@ import sys
 
 from runtime.errors import UserError
 
+MAX_LINE = 4000  # characters of a line of an error
+
 
 class ResilientStream:
     """A text stream that never raises. A write fails if a pipe's reader has exited, a log's disk is full, or the
@@ -53,6 +55,17 @@ def printable(text):
     return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
 
 
+def error_text(problems):
+    """Return what is wrong as it is printed: without control characters, and without endless lines.
+
+    It may quote a file of others.
+    """
+    lines = []
+    for line in printable(str(problems)).split("\n"):
+        lines.append(line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}...")
+    return "\n".join(lines)
+
+
 def explain_uncaught(explain):
     """Print explain(error) instead of an uncaught exception's traceback. If it returns None, call the earlier hook."""
     earlier = sys.excepthook
@@ -68,7 +81,7 @@ def explain_uncaught(explain):
 
 def exit_with_error(problems):
     """Print problems and exit with code 2. With several ranks, see exit_together() in runtime/cluster/ranks.py."""
-    print(printable(str(problems)), file=sys.stderr, flush=True)
+    print(error_text(problems), file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 

@@ -14,7 +14,13 @@ from typing_extensions import TypedDict
 from runtime.untrusted import STRICT, check_type, parse_json, read_regular
 
 MANIFEST_FORMAT = 5  # increase it when a key of the manifest changes
-MAX_MANIFEST_BYTES = 64_000_000  # a character dataset's vocabulary may have a million characters
+MAX_MANIFEST_BYTES = 16_000_000  # a character dataset's vocabulary may have a million characters
+MAX_TEXT = 10_000  # characters of a name or a path, which is printed
+MAX_TEMPLATE = 1_000_000
+# Of a tag's files: AdamW takes 20 bytes per parameter, and an edited model may have more parameters
+# than its sizes say
+BYTES_PER_PARAMETER = 1024
+BYTES_BESIDE = 100_000_000
 
 # The files that DeepSpeed writes into a tag. A name with a separator would lead out of it
 FILE_NAME = (
@@ -29,6 +35,9 @@ Position = Annotated[int, Field(ge=0, le=2**53)]
 Loss = Annotated[float, Field(ge=0)]  # also infinity, before the first evaluation
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, StringConstraints(pattern=FILE_NAME)]
+Text = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
+Template = Annotated[str, StringConstraints(max_length=MAX_TEMPLATE)]
+Sources = Annotated[list[Text], Field(max_length=1000)]
 WandbId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 
 
@@ -49,16 +58,16 @@ class Model(TypedDict):
     n_embd: Annotated[int, Field(ge=1, le=2**17)]
     dropout: NotRequired[Annotated[float, Field(ge=0, le=1)]]
     bias: NotRequired[bool]
-    gelu: NotRequired[str]
+    gelu: NotRequired[Text]
 
 
 class Settings(TypedDict):
     """The settings that a resume compares. The others are only printed."""
 
     __pydantic_config__ = STRICT
-    dataset: str | dict[str, float]
+    dataset: Text | Annotated[dict[Text, float], Field(max_length=1000)]
     seed: int
-    optimizer: str
+    optimizer: Text
     batch_size: Positive
     gradient_accumulation_steps: Positive
 
@@ -68,8 +77,8 @@ class Lora(TypedDict):
     rank: Annotated[int, Field(ge=1, le=2**17)]
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     dropout: Annotated[float, Field(ge=0, le=1)]
-    target_modules: list[str]
-    base: str | None
+    target_modules: Annotated[list[Text], Field(max_length=100)]
+    base: Text | None
 
 
 class Tokenizer(TypedDict):
@@ -93,7 +102,7 @@ class Data(TypedDict):
     __pydantic_config__ = STRICT
     tokenizer: Tokenizer
     vocab_size: Annotated[int, Field(ge=1, le=2**24)]
-    template: str | None
+    template: Template | None
     datasets: list[Dataset]
 
 
@@ -109,7 +118,7 @@ class State(TypedDict):
     grad_norm_ratios: Annotated[list[Loss], Field(max_length=10_000)]
     settings: Settings
     model: Model
-    sources: list[str]
+    sources: Sources
     lora: Lora | None
     data: Data
 
@@ -123,7 +132,7 @@ class Manifest(TypedDict):
     stage: Annotated[int, Field(ge=0, le=3)]
     dtype: Literal["float32", "float16", "bfloat16"]
     versions: dict[str, str]
-    optimizer: str  # the name of its class
+    optimizer: Text  # the name of its class
     state: State
     files: Annotated[dict[FileName, FileEntry], Field(min_length=1)]
     manifest_sha256: Hash
@@ -164,6 +173,7 @@ def check_manifest(manifest: Any) -> None:
             f"state.sequences is {state['sequences']}, fewer than one for each of the "
             f"{state['iter_num']} iterations"
         )
+    check_bytes(manifest)
     data = state["data"]
     if data["tokenizer"]["kind"] == "char":
         chars = data["tokenizer"].get("chars", "")
@@ -178,6 +188,20 @@ def check_manifest(manifest: Any) -> None:
         raise ValueError("files has no model_states.pt")
     if not any("optim_states" in file for file in manifest["files"]):
         raise ValueError("files has no optim_states.pt")
+
+
+def check_bytes(manifest: dict) -> None:
+    """Raise ValueError if a tag's files are far larger than its model: hashing them takes hours."""
+    model = manifest["state"]["model"]
+    width = model["n_embd"]
+    n_params = (model["vocab_size"] + model["block_size"]) * width
+    n_params += 12 * model["n_layer"] * width**2
+    most = BYTES_BESIDE + BYTES_PER_PARAMETER * n_params
+    n_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
+    if n_bytes > most:
+        raise ValueError(
+            f"its files have {n_bytes:,} bytes, and at most {most:,} are plausible for its model"
+        )
 
 
 def sign_manifest(manifest: dict) -> str:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.errors import UserError
-from runtime.output import printable
+from runtime.output import error_text, printable
 
 Ranks = namedtuple("Ranks", ("rank", "local_rank", "world_size", "local_world_size"))  # the last: ranks on this node
 
@@ -123,7 +123,7 @@ def exit_with_problems(problems):
     call this. Nobody leaves before all have printed: a launcher ends the other ranks when it sees the first exit."""
     if problems:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(printable("\n".join(problems)), file=sys.stderr, flush=True)
+            print(error_text("\n".join(problems)), file=sys.stderr, flush=True)
         with contextlib.suppress(RuntimeError):  # a rank that has died can't change what this one found
             shut_down(2)
         exit_process(2)

@@ -14,6 +14,7 @@ from runtime.lora import as_options
 from runtime.weights import PRETRAINED, check_sizes, fetch_from_hub, open_weights
 
 SHAPE = ("n_layer", "n_head", "n_embd", "bias")  # settings that pretrained weights determine
+MAX_SHOWN = 200  # characters of a checkpoint's setting
 NOT_COMPARED = {  # with a checkpoint's settings: they don't change the training, or are checked otherwise
     "out_dir", "init_from", "resume_tag", "overwrite", "eval_only", "dry_run", "target_gpu", "keep_last", "async_save",
     "always_save_checkpoint", "log_interval", "profile", "sample_interval", "sample_start", "sample_tokens",
@@ -152,8 +153,14 @@ def from_resume(settings, data, lora, sequences, notes):
     model = gpt_config(**{**state["model"], "dropout": settings.dropout})
     check_compatible(settings, data, lora, tag, manifest)
     before = state["settings"]
-    if changed := [f"{name}={value!r}, was {before[name]!r}" for name, value in asdict(settings).items()
-                   if name not in NOT_COMPARED and value != before.get(name, value)]:
+    changed = []
+    for name, value in asdict(settings).items():
+        if name not in NOT_COMPARED and value != before.get(name, value):
+            was = repr(before[name])
+            if len(was) > MAX_SHOWN:  # somebody else may have written it
+                was = f"{was[:MAX_SHOWN]}..."
+            changed.append(f"{name}={value!r}, was {was}")
+    if changed:
         notes.append("\n           ".join([f"settings that differ from those of {out_dir}/{tag}:", *changed]))
     per_step = manifest["world_size"] * before["batch_size"] * before["gradient_accumulation_steps"]
     if per_step != sequences:
