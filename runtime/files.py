@@ -78,11 +78,15 @@ def fsync(path):
 
 
 def remove_dir(path: str | os.PathLike, ignore_errors: bool = False) -> None:
-    """Remove a folder, or what has its name instead: a link, a file or a pipe."""
+    """Remove a folder, or what has its name instead: a link, a file or a pipe. Raises OSError."""
     if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path)):
         os.remove(path)  # shutil.rmtree would wait for a pipe
-    else:
+        return
+    try:
         shutil.rmtree(path, ignore_errors)
+    except RecursionError:  # somebody else has made 1,000 folders in each other
+        if not ignore_errors:
+            raise OSError(errno.ELOOP, "its folders are nested too deep", str(path)) from None
 
 
 def remove_links(folder: str | os.PathLike) -> None:

@@ -2,17 +2,19 @@
 
 import errno
 import json
-import math
 import os
 import sys
 
 from runtime.files import write_atomic
 from runtime.output import printable
-from runtime.untrusted import open_no_follow, open_regular, parse_json
+from runtime.untrusted import UnsafeFileError, open_no_follow, open_regular, parse_json
 
 MAX_HISTORY_BYTES = 10**9  # 5 million iterations
 MAX_RECORD_BYTES = 10**6  # a printed sample may have 1,000 tokens
+MAX_RECORDS = 1_000_000  # reading them takes 10 seconds
 MAX_REPORTED = 10  # invalid lines
+MAX_SKIPPED = 1000  # a killed run leaves one
+MAX_VALUE = 1e30  # that a plot can draw
 
 
 def append_history(out_dir: str, record: dict) -> None:
@@ -41,7 +43,7 @@ def read_history(out_dir: str) -> list[dict]:
         return history
     with open_regular(path, MAX_HISTORY_BYTES, follow_links=False) as file:
         number = 0
-        skipped = 0
+        skipped = []  # numbers of lines
         while line := file.readline(MAX_RECORD_BYTES):
             number += 1
             try:
@@ -51,12 +53,17 @@ def read_history(out_dir: str) -> list[dict]:
                 is_complete = False
             if is_complete:
                 history.append(record)
-                continue
-            skipped += 1
-            if skipped <= MAX_REPORTED:
-                report(f"{path}: skipping line {number}, which is not a complete record")
-    if skipped > MAX_REPORTED:
-        report(f"{path}: skipping {skipped:,} lines in all, which are not complete records")
+            else:
+                skipped.append(number)
+            if len(history) > MAX_RECORDS or len(skipped) > MAX_SKIPPED:
+                raise UnsafeFileError(
+                    f"{path} has more than {MAX_RECORDS:,} records, or more than {MAX_SKIPPED:,} "
+                    "lines that are none: move it elsewhere"
+                )
+    for number in skipped[:MAX_REPORTED]:
+        report(f"{path}: skipping line {number}, which is not a complete record")
+    if len(skipped) > MAX_REPORTED:
+        report(f"{path}: skipping {len(skipped):,} lines in all, which are not complete records")
     return history
 
 
@@ -69,11 +76,11 @@ def is_iteration(value: object) -> bool:
 
 
 def series(history: list[dict], key: str) -> list[tuple[int, float]]:
-    """Return [(iter, value)] of the records whose `key` is a finite number."""
+    """Return [(iter, value)] of the records whose `key` is a number that can be drawn."""
     points = []
     for record in history:
         value = record.get(key)
-        if type(value) in (int, float) and math.isfinite(value):
+        if type(value) in (int, float) and abs(value) <= MAX_VALUE:
             points.append((record["iter"], float(value)))
     return points
 
