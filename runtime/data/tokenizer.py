@@ -21,9 +21,10 @@ RANKS_WHEEL = "mlx-whisper==0.4.3", ["mlx_whisper/assets/gpt2.tiktoken"]  # the 
 RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"  # tiktoken expects the same
 RANKS_FILE = ROOT / "data" / "gpt2.tiktoken"  # our copy, which git ignores
 
+MAX_PIECE = 1000  # characters of a Unigram's token; SentencePiece's default is 16
 CODE_POINTS = 0x110000  # in Unicode
 END_OF_TEXT = "<|endoftext|>"
-MAX_GROWTH = 10_000  # of a text by all replacements together
+MAX_GROWTH = 1000  # of a text by all normalizers and decoders together
 
 
 def gpt2_ranks():
@@ -169,7 +170,9 @@ def hf_tokenizer(meta):
         check_regular(file, MAX_TOKENIZER_BYTES)
         if file_digest(file)["sha256"] != meta["sha256"]:
             raise ValueError("it is not the one that the data was prepared with")
-        check_growth(parse_json(read_regular(file, MAX_TOKENIZER_BYTES)))
+        content = parse_json(read_regular(file, MAX_TOKENIZER_BYTES))
+        check_growth(content)
+        check_pieces(content)
         with silent_panics():
             tokenizer = Tokenizer.from_file(str(file))
             tokenizer.no_truncation()
@@ -182,21 +185,46 @@ def check_growth(content: Any) -> None:
     """Raise ValueError if the replacements of a tokenizer.json can make a text huge.
 
     A chain of them that doubles a letter 40 times fills the memory, and nothing stops the library.
+    A letter becomes as many as a Replace has, one more for a Prepend, and two for a ByteLevel.
     """
     growth = 1.0
     level = [content]
     while level:
         containers = [item for item in level if isinstance(item, dict | list)]
         for item in containers:
-            if isinstance(item, dict) and item.get("type") == "Replace":
-                pattern = item.get("pattern")
-                found = pattern.get("String", "") if isinstance(pattern, dict) else ""
-                growth *= max(1.0, len(str(item.get("content", ""))) / max(1, len(str(found))))
+            growth *= growth_by(item)
         if growth > MAX_GROWTH:
             raise ValueError("its replacements make a text far longer")
         level = []
         for item in containers:
             level.extend(item.values() if isinstance(item, dict) else item)
+
+
+def check_pieces(content: Any) -> None:
+    """Raise ValueError if a Unigram's piece is so long that the library's recursion fails."""
+    model = content.get("model") if isinstance(content, dict) else None
+    pieces = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(pieces, list):
+        return
+    for piece in pieces:
+        if isinstance(piece, list) and piece and len(str(piece[0])) > MAX_PIECE:
+            raise ValueError(f"it has a token of more than {MAX_PIECE:,} characters")
+
+
+def growth_by(item: Any) -> float:
+    """Return how many times longer one part of a tokenizer.json can make a text."""
+    if not isinstance(item, dict):
+        return 1.0
+    match item.get("type"):
+        case "Replace":
+            pattern = item.get("pattern")
+            found = pattern.get("String", "") if isinstance(pattern, dict) else ""
+            return max(1.0, len(str(item.get("content", ""))) / max(1, len(str(found))))
+        case "Prepend":
+            return 1.0 + len(str(item.get("prepend", "")))
+        case "ByteLevel":
+            return 2.0
+    return 1.0
 
 
 def probe(tokenizer):
