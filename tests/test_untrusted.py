@@ -11,10 +11,11 @@ import pytest
 from conftest import ROOT, SMALL, launch, small_manifest
 
 from runtime.checkpoint import tags
-from runtime.checkpoint.manifest import check_manifest, sign_manifest
+from runtime.checkpoint.manifest import check_bytes, check_manifest, sign_manifest
 from runtime.errors import UserError
-from runtime.files import lock_folder, private_temp_dir, use_private_compile_cache
+from runtime.files import lock_folder, private_temp_dir, remove_dir, use_private_compile_cache
 from runtime.monitor import history
+from runtime.output import exit_with_error
 from runtime.untrusted import (
     UnsafeFileError,
     check_type,
@@ -192,6 +193,45 @@ def test_lines_of_a_history_that_are_no_records(tmp_path, capsys, line):
     assert capsys.readouterr().err == (
         f"{tmp_path}/history.jsonl: skipping line 2, which is not a complete record\n"
     )
+
+
+def test_a_folder_of_folders_is_removed_or_said(tmp_path):
+    (tmp_path / "few" / "folder").mkdir(parents=True)
+    remove_dir(tmp_path / "few")
+    assert os.listdir(tmp_path) == []
+
+    os.mkdir(tmp_path / "many")
+    before = os.getcwd()
+    os.chdir(tmp_path / "many")
+    for _ in range(1500):
+        os.mkdir("folder")
+        os.chdir("folder")
+    os.chdir(before)
+    try:
+        remove_dir(tmp_path / "many", ignore_errors=True)
+        with pytest.raises(OSError, match="its folders are nested too deep"):
+            remove_dir(tmp_path / "many")
+    finally:
+        subprocess.run(["rm", "-r", tmp_path / "many"], check=True)
+
+
+def test_a_tag_has_a_size_that_fits_its_model():
+    """20 bytes per parameter are usual, and 1,024 are taken."""
+    manifest = small_manifest(2)
+    (name, entry), *_ = manifest["files"].items()
+    most = 100_000_000 + 1024 * (60 * 32 + 12 * 2 * 32**2)
+    entry["bytes"] = most
+    check_bytes(manifest)
+    entry["bytes"] = most + 1
+    with pytest.raises(ValueError, match="its files have 127,131,905 bytes, and at most 127,131,904"):
+        check_bytes(manifest)
+
+
+def test_errors_are_short(capsys):
+    with pytest.raises(SystemExit) as exit:
+        exit_with_error("a" * 5000 + "\n" + "b" * 4000 + "\x1b")
+    assert exit.value.code == 2
+    assert capsys.readouterr().err == "a" * 4000 + "...\n" + "b" * 4000 + "...\n"
 
 
 def test_escapes_of_others_do_not_reach_the_terminal(train, whole, tmp_path):

@@ -13,6 +13,7 @@ import os
 import pickle
 import struct
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -289,6 +290,71 @@ def edit_pickle(change: Callable) -> Callable:
     return write
 
 
+def in_pickle(operations: bytes) -> Callable:
+    """A file of torch.save() as it was, with one more value in its pickle, which these make."""
+
+    def write(path: Path, trap: Trap) -> None:
+        archive = zipfile.ZipFile(io.BytesIO(trap.replaced))
+        writer = torch._C.PyTorchFileWriter(str(path))
+        for member in archive.namelist():
+            name = member.split("/", 1)[1]
+            content = archive.read(member)
+            if name == "data.pkl":
+                content = content[:-1] + b"X\1\0\0\0x" + operations + b"s."
+            if name.startswith("data"):  # it writes the others itself
+                writer.write_record(name, content, len(content))
+        writer.write_end_of_file()
+
+    return write
+
+
+def doubled_tuple() -> bytes:
+    """Return a pickle's operations for a dict whose key is hashed in 2^60 steps."""
+    operations = b"})"
+    for i in range(60):
+        operations += b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86"  # twice the tuple before
+    return operations + b"K\1s"
+
+
+def write_two_directories(path: Path, trap: Trap) -> None:
+    """Write a compressed file with two tables of contents, of which Python's zipfile sees one.
+
+    The other, which PyTorch reads, has a record that unpacks to 100 MB.
+    """
+    packed = io.BytesIO()
+    plain = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(trap.replaced)) as old, zipfile.ZipFile(packed, "w") as new, \
+            zipfile.ZipFile(plain, "w") as seen:
+        for member in old.namelist():
+            seen.writestr(member, b"")
+            if member.endswith("/version"):
+                new.writestr(member, b"3" + b"\n" * 10**8, zipfile.ZIP_DEFLATED)
+            else:
+                new.writestr(member, old.read(member))
+    contents = [packed.getvalue(), plain.getvalue()]
+    ends = [content.rindex(b"PK\5\6") for content in contents]
+    starts = [struct.unpack_from("<I", content, end + 16)[0] for content, end in zip(contents, ends)]
+    seen_directory = contents[1][starts[1] : ends[1]]
+    assert ends[0] - starts[0] == len(seen_directory)
+    path.write_bytes(contents[0][: ends[0]] + seen_directory + contents[0][ends[0] :])
+
+
+def write_large_tag(path: Path, trap: Trap) -> None:
+    """Write a file of 200 GB, which the manifest confirms."""
+    write_sparse(path, trap)
+    manifest_path = path.parent / "manifest.json"
+    manifest = json.loads(manifest_path.read_text())
+    manifest["files"][path.name] = {"bytes": path.stat().st_size, "sha256": "0" * 64}
+    manifest_path.write_text(sign_manifest(manifest))
+
+
+def write_many_tags(path: Path, trap: Trap) -> None:
+    """Make 5,000 tags without a manifest."""
+    path.mkdir()
+    for i in range(10, 5010):
+        (path.parent / f"iter_{i}").mkdir()
+
+
 def outside(trap: Trap) -> dict:
     """Entries of a manifest for a file elsewhere, with its right hash."""
     path = Path("/etc/hostname")
@@ -370,6 +436,11 @@ NOT_JSON = [("nothing", text("")), ("a list", text("[]")), ("a string", text('"t
             ("a private file", link("private"))]
 
 
+SLOW_PICKLES = [("a key that is hashed for years", in_pickle(doubled_tuple())),
+                ("a key of 300,000 tuples", in_pickle(b"})" + b"\x85" * 300_000 + b"K\1s")),
+                ("2 GB of zeros", in_pickle(b"cbuiltins\nbytearray\nJ\0\0\0\x7f\x85R"))]
+
+
 def rows(path: str, contents: list, wrap: Callable = lambda write: write, **options: Any) -> list:
     """Return a row for each of the contents, as (what, write)."""
     return [HostileFile(path, what, wrap(write), **options) for what, write in contents]
@@ -390,6 +461,7 @@ MODEL = "run/iter_2/mp_rank_00_model_states.pt"
 OPTIMIZER = "run/iter_2/zero_pp_rank_0_mp_rank_00_optim_states.pt"
 META = "letters/meta.json"
 CONFIG = "weights/config.json"
+CHECKING = "resume|dry run*|train from a run|sample*|evaluate*|export"  # not "without a check"
 INDEX = "weights_shards/model.safetensors.index.json"
 HISTORY = "run/history.jsonl"
 PICTURE = "pictures/train/class_00/00000.jpg"
@@ -417,6 +489,7 @@ RUN = [
                       ("state.settings.seed", ESCAPE, "escapes"),
                       ("state.sources", 5), ("state.best_val_loss", NAN),
                       ("state.wandb_id", "../../x"), ("state.grad_norms", ["x"]),
+                      ("state.settings.dataset", "x" * 10**6, "a long name"),
                       ("state.iter_num", HUGE, "10^400"), ("state.iter_num", 2**61),
                       ("state.sequences", HUGE, "10^400"), ("state.sequences", "8"),
                       ("state.sequences", 2**62)],
@@ -436,6 +509,10 @@ RUN = [
     *rows(MODEL, PICKLES + [("an expanded tensor", write_expanded_tensor),
                             ("noise", text(b"PK\x03\x04" + bytes(range(256))))], in_tag),
     *rows(OPTIMIZER, PICKLES, in_tag),
+    *rows(MODEL, SLOW_PICKLES, in_tag, readers=CHECKING),
+    HostileFile(MODEL, "two tables of contents", in_tag(write_two_directories),
+                readers=CHECKING),
+    HostileFile(MODEL, "200 GB that are in the manifest", write_large_tag),
     *rows(MODEL, [
         ("no weights", lambda c: c.update(module={})),
         ("a number as weights", lambda c: c.update(module=5)),
@@ -476,7 +553,11 @@ RUN = [
                     ("true", append('{"iter": true, "loss": true}')),
                     ("deep nesting", append('{"iter": 1, "loss": ' + DEEP + "}")),
                     ("escapes", append('{"iter": "' + ESCAPE + '"}')),
+                    ("numbers that no picture can hold", append(
+                        '{"iter": 1, "loss": 1.7e308}\n{"iter": 2, "loss": -1.7e308}')),
                     ("10 MB in a line", append("x" * 10**7))], readers="resume|plot", code=0),
+    HostileFile(HISTORY, "a million lines", append("x\n" * 10**6), readers="resume|plot",
+                code=2),
     *rows(HISTORY, NOT_A_FILE + [("200 GB", write_sparse), ("a private file", link("private")),
                                  ("a missing file", link("missing"))], readers="resume|plot"),
     HostileFile(HISTORY, "a pipe", write_fifo, readers="dry run*", code=2),
@@ -514,6 +595,7 @@ RUN = [
     HostileFile("run/.manifest.json.01234567.tmp", "a private file", link("private"),
                 readers="resume", code=0),
     *rows("run/iter_4.saving", [("a pipe", write_fifo)], readers="resume", code=0),
+    HostileFile("run/iter_9", "5,000 tags", write_many_tags, readers="resume", code=0),
     HostileFile("run/.lock", "a private file", link("private"), readers="resume", code=2),
     HostileFile("run/.lock", "a pipe", write_fifo, readers="resume", code=2),
     *rows("run/curves.png", [("a private file", link("private")), ("a pipe", write_fifo)],
@@ -607,6 +689,11 @@ TOKENIZERS = [
         ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated",
                            "invert": False}, "half a regex"),
         ("normalizer", doubling(40), "2^40 letters"),
+        ("normalizer", {"type": "Prepend", "prepend": "x" * 10**6}, "10^6 letters"),
+        ("normalizer", {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 30},
+         "2^30 bytes"),
+        ("model", {"type": "Unigram", "vocab": [["<end>", 0.0], ["a" * 10**6, -1.0]],
+                   "unk_id": 0}, "a word of 10^6 letters"),
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "a wrong map"),
         ("added_tokens", [{"id": 2**31, "content": ESCAPE}], "escapes")]),
     # Truncation and padding are switched off, and Oniguruma gives up a slow regex
@@ -626,7 +713,8 @@ WEIGHTS = [
         ("n_embd", [32]), ("n_embd", 0), ("n_layer", 10**9), ("n_layer", "2"), ("n_head", 0),
         ("n_head", HUGE, "10^400"), ("vocab_size", 10**12), ("vocab_size", -1),
         ("n_positions", 10**12), ("n_positions", NAN), ("activation_function", []),
-        ("activation_function", ESCAPE, "escapes"), ("model_type", ESCAPE, "escapes")]),
+        ("activation_function", ESCAPE, "escapes"),
+        ("activation_function", "x" * 10**6, "a long name"), ("model_type", ESCAPE, "escapes")]),
     *edits(CONFIG, [("eos_token_id", HUGE, "10^400")], readers="sample weights"),
     # No token has this id: a text goes on
     *edits(CONFIG, [("eos_token_id", value) for value in ([10**9], -5, "0", NAN)],
@@ -667,7 +755,8 @@ WEIGHTS = [
         ("200 GB", write_sparse), ("bytes", text(b"\xff\xfe"))], readers="*weights"),
     *rows("weights/chat_template.jinja", [(what, text(value)) for what, value in
                                           TEMPLATES.items()], readers="chat with weights"),
-    *rows("nanogpt/ckpt.pt", NOT_A_FILE + PICKLES + [
+    *rows("nanogpt/ckpt.pt", NOT_A_FILE + PICKLES + SLOW_PICKLES + [
+        ("two tables of contents", write_two_directories),
         ("200 GB", write_sparse), ("nothing", text("")), ("a private file", link("private"))]),
 ]
 
@@ -817,9 +906,12 @@ PICTURES = [
         ("10^18 numbers", safetensors({"classifier.1.bias": {
             "dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 64]}}))],
         readers="*weights"),
+    *rows("resnet/weights.pt", SLOW_PICKLES, readers="train from pictures' .pt"),
+    *rows("animals/best_model/best/mp_rank_00_model_states.pt", SLOW_PICKLES,
+          readers="resume on pictures"),
     *rows("resnet/weights.pt", NOT_A_FILE + PICKLES + [
         ("200 GB", write_sparse), ("nothing", text("")),
-        ("an expanded tensor", write_expanded_tensor)], readers="*.pt"),
+        ("an expanded tensor", write_expanded_tensor)], readers="*.pt*"),
 ]
 
 WORKING_DIRECTORY = [

@@ -36,11 +36,15 @@ tokenizer.gpt2_ranks = lambda: ranks
 """
 
 
-# A pickle's names are searched for code before it is read. As if that had missed it
-NO_SEARCH = """
+# A pickle's operations are checked before it is read. As if that had missed it
+NO_CHECK = """
 import torch
+import runtime.torch_files
 torch.serialization.get_unsafe_globals_in_checkpoint = lambda file: []
+runtime.torch_files.check_pickle = lambda pickled, classes: None
 """
+# The modules of the example, for a plant
+EXAMPLE = "sys.path.insert(0, {root!r} + '/examples/animals90/src')\n"
 
 
 class Reader(NamedTuple):
@@ -67,8 +71,8 @@ READERS = [
            "nanogpt/data/*", "nanogpt"),
     Reader("resume", TRAIN + "--dataset={chats} --out_dir={run} --init_from=resume --max_iters=4",
            TAG + " run/history.jsonl", "run"),
-    Reader("resume without a search", TRAIN + "--dataset={chats} --out_dir={run} "
-           "--init_from=resume --max_iters=4", "run/iter_2/*.pt", plant=NO_SEARCH),
+    Reader("resume without a check", TRAIN + "--dataset={chats} --out_dir={run} "
+           "--init_from=resume --max_iters=4", "run/iter_2/*.pt", plant=NO_CHECK),
     Reader("dry run of a resume", TRAIN + "--dataset={chats} --out_dir={run} --init_from=resume "
            "--max_iters=4 --dry_run=True", TAG, "run"),
     Reader("train from a run", TRAIN + "--dataset={chats} --out_dir={new} --init_from={run}",
@@ -78,6 +82,8 @@ READERS = [
            "weights/config.json weights/model.safetensors", "weights"),
     Reader("train from a .bin", WITH_WEIGHTS + "--dataset={chats} --out_dir={new} "
            "--init_from={weights_bin}", "weights_bin/pytorch_model.bin"),
+    Reader("train from a .bin without a check", WITH_WEIGHTS + "--dataset={chats} --out_dir={new} "
+           "--init_from={weights_bin}", "weights_bin/pytorch_model.bin", plant=NO_CHECK),
     Reader("train from shards", WITH_WEIGHTS + "--dataset={chats} --out_dir={new} "
            "--init_from={weights_shards}", "weights_shards/model*"),
     Reader("train from nanoGPT", WITH_WEIGHTS + "--bias=True --dataset={nanogpt}/data "
@@ -141,15 +147,18 @@ READERS = [
     Reader("train on pictures", ANIMALS + PICTURES, "pictures/*"),
     Reader("resume on pictures", ANIMALS + PICTURES + "--resume={animals}/best_model",
            "animals/best_model/*"),
-    Reader("resume on pictures without a search", ANIMALS + PICTURES
+    Reader("resume on pictures without a check", ANIMALS + PICTURES
            + "--resume={animals}/best_model", "animals/best_model/best/*.pt",
-           plant=NO_SEARCH + "sys.path.insert(0, {root!r} + '/examples/animals90/src')\n"),
+           plant=NO_CHECK + EXAMPLE),
     Reader("train in place of a run on pictures", ANIMALS + PICTURES + "--overwrite "
            "--checkpoint_dir={animals} --log_dir={logs}", "", "animals logs"),
     Reader("train from pictures' weights", ANIMALS.replace("--pretrained=none", "")
            + PICTURES + "--pretrained={resnet}", "resnet/*"),
     Reader("train from pictures' .pt", ANIMALS.replace("--pretrained=none", "")
            + PICTURES + "--pretrained={resnet}/weights.pt", "resnet/weights.pt"),
+    Reader("train from pictures' .pt without a check", ANIMALS.replace("--pretrained=none", "")
+           + PICTURES + "--pretrained={resnet}/weights.pt", "resnet/weights.pt",
+           plant=NO_CHECK + EXAMPLE),
     Reader("prepare pictures", PREPARE_PICTURES + "--from={pictures}/train --to={new}", "",
            "pictures"),
     Reader("check pictures", PREPARE_PICTURES + "--check --to={pictures}", "pictures/*",

@@ -22,6 +22,7 @@ STARTED_ANEW_S = 60  # with imports, where the command runs as a process of its 
 IDLE_S = 30  # without work, as of one that waits for a pipe
 WALL_S = 240
 MOST_MEMORY = 3e9
+MOST_OUTPUT = 20_000
 NO_NETWORK = "http://127.0.0.1:9"  # a proxy that doesn't answer
 FIELDS = "letters chats words nanogpt run weights weights_bin weights_shards out tokenizer corpus "
 FIELDS += "conversations tokens hub texts pictures animals logs resnet work project"
@@ -216,6 +217,8 @@ def problems_of(result: SimpleNamespace, reader: Reader, code: int, trap: Trap,
         problems.append("an escape sequence")
     if SECRET in output:
         problems.append("the private file is printed")
+    if len(output) > MOST_OUTPUT:
+        problems.append(f"an output of {len(output):,} characters")
     told = result.stdout if reader.lists else result.stderr
     lines = told.strip().splitlines()
     if code == 2 and reader.code == 0 and not 1 <= len(lines) <= 3:
