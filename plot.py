@@ -6,13 +6,14 @@
 It also works during a run. A folder without records ends it with exit code 2."""
 
 import argparse
+import contextlib
 import io
 import math
 import os
 import statistics
 from pathlib import Path
 
-from runtime.files import write_atomic
+from runtime.files import ROOT, write_atomic
 from runtime.monitor.history import read_history, series
 from runtime.output import exit_on_error, exit_with_error
 
@@ -84,7 +85,9 @@ def draw(axis, runs, key):
 
 def draw_png(runs: dict[str, list[dict]]) -> bytes:
     """Draw all panels into one picture, and return it as a PNG file."""
-    from matplotlib.figure import Figure
+    # From the project's folder: matplotlib also reads a matplotlibrc in the working directory
+    with contextlib.chdir(ROOT):
+        from matplotlib.figure import Figure
 
     figure = Figure((15, 8), layout="constrained")
     for axis, key in zip(figure.subplots(2, 3).flatten(), PANELS):

@@ -15,6 +15,7 @@ from runtime.checkpoint.manifest import check_bytes, check_manifest, sign_manife
 from runtime.errors import UserError
 from runtime.files import lock_folder, private_temp_dir, remove_dir, use_private_compile_cache
 from runtime.monitor import history
+from runtime.monitor.wandb_settings import check_wandb_settings
 from runtime.output import exit_with_error
 from runtime.untrusted import (
     UnsafeFileError,
@@ -225,6 +226,38 @@ def test_a_tag_has_a_size_that_fits_its_model():
     entry["bytes"] = most + 1
     with pytest.raises(ValueError, match="its files have 127,131,905 bytes, and at most 127,131,904"):
         check_bytes(manifest)
+
+
+@pytest.mark.parametrize("folder", ["wandb", ".wandb"])
+def test_wandb_settings_of_others_send_no_key_elsewhere(tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    check_wandb_settings()
+    path = tmp_path / folder / "settings"
+    path.parent.mkdir()
+    path.write_text("[default]\nmode = offline\nproject = mine\n")
+    check_wandb_settings()
+
+    for text, words in {
+        "[default]\nmode = offline\nBASE_URL = http://192.0.2.1\n": "sets base_url, and may send",
+        "[DEFAULT]\napi_key = x\n[default]\nhttp_proxy: x\n": "sets api_key, http_proxy, and",
+        "base_url = http://192.0.2.1\n": "is not a file of settings: remove it",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(UserError, match=words):
+            check_wandb_settings()
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UnsafeFileError, match="is a pipe or a device"):
+        check_wandb_settings()
+
+
+def test_a_run_that_logs_to_wandb_reads_its_settings_first(train, tmp_path):
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "settings").write_text("[default]\nbase_url = http://127.0.0.1:9\n")
+    run = train("--wandb_log=True", WANDB_DIR=str(tmp_path), WANDB_API_KEY="0" * 40)
+    assert run.returncode == 2
+    assert f"{tmp_path}/wandb/settings sets base_url, and may send your key" in run.stderr
 
 
 def test_errors_are_short(capsys):

@@ -17,6 +17,7 @@ from runtime.files import format_bytes, format_time, write_atomic
 from runtime.hardware import git_commit, machine_record, peak_flops, peak_memory
 from runtime.monitor.health import StragglerDetector
 from runtime.monitor.history import append_history, read_history, series, trim_history
+from runtime.monitor.wandb_settings import check_wandb_settings
 from runtime.output import printable
 
 Logger = namedtuple("Logger", ("log", "close"))  # log(values, step)
@@ -63,6 +64,7 @@ class RunLog:
 
     def start_wandb(self):
         """Start a wandb run, or resume the checkpoint's. Nothing else imports wandb."""
+        check_wandb_settings()
         import wandb
 
         name = self.settings.wandb_run_name or os.path.basename(os.path.abspath(self.out_dir))

@@ -920,6 +920,9 @@ WORKING_DIRECTORY = [
                 readers="train a config*"),
     HostileFile("project/data/theirs/prepare.py", "a dataset's own prepare.py", write_module,
                 code=0),
+    *rows("work/matplotlibrc", [("LaTeX", text("text.usetex: True\nfigure.dpi: 1e9\n")),
+                                ("a pipe", write_fifo), ("endless zeros", link("/dev/zero"))],
+          readers="plot in a folder", code=0),
     HostileFile("work/bench.json", "a private file", link("private"), readers="bench*", code=0),
     HostileFile("work/curves.png", "a private file", link("private"), readers="draw*", code=0),
 ]

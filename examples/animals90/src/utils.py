@@ -4,6 +4,7 @@
 """
 
 import argparse
+import contextlib
 import io
 import os
 import sys
@@ -12,12 +13,15 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))  # the project
 
-import matplotlib.pyplot as plt
 from records import MAX_BYTES, History
 
-from runtime.files import write_atomic
+from runtime.files import ROOT, write_atomic
 from runtime.output import printable, protect_output
 from runtime.untrusted import open_no_follow, read_json
+
+# From the project's folder: matplotlib also reads a matplotlibrc in the working directory
+with contextlib.chdir(ROOT):
+    import matplotlib.pyplot as plt
 
 PANELS = {
     "loss": ("train_loss", "val_loss"),
