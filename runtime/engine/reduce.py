@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from runtime.engine.grad_sink import GradSink, set_sink, take_grad
 from runtime.engine.layout import Zero2Layout
 from runtime.engine.shard import Piece, Place
+from runtime.errors import UserError
 
 NORM_PIECE = 2**16  # elements
 
@@ -116,9 +117,9 @@ class BucketedAllReduce:
         i = self.bucket_of[param]
         if i < self.current or param in self.filled:
             name = self.layout.names[param]
-            raise RuntimeError(
-                f"the gradient of {name} came twice in one backward, and its bucket was reduced: use "
-                "torch.utils.checkpoint with use_reentrant=False, or set --accumulate_locally=True"
+            raise UserError(
+                f"the gradient of {name} came twice in one backward: use torch.utils.checkpoint with "
+                "use_reentrant=False, or add --accumulate_locally=True"
             )
         if i > self.current:
             early = self.early.get(param)

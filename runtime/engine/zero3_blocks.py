@@ -144,9 +144,11 @@ class Zero3Blocks:
         sizes = [p.flat.numel() for p in first]
         self.own_parts = self.others[0].flat.new_empty(sum(sizes)).split(sizes)
         self.sinks = []
+        self.block_of = {}  # of parameters that are reduced with their block
         for i, params in enumerate(self.reduced):
             sinks = []
             for p, buffer in zip(params, self.grad_buffers[i % 2], strict=True):
+                self.block_of[p.param] = i
                 sinks.append(GradSink(p.whole(buffer), one_backward=True))
                 set_sink(p.param, sinks[-1])
             self.sinks.append(sinks)
@@ -265,6 +267,13 @@ class Zero3Blocks:
 
     def on_grad_ready(self, param: nn.Parameter) -> None:
         """Take a gradient from autograd. There is none if a kernel has put it into the sink."""
+        block = self.block_of.get(param)
+        if block is not None and self.last is not None and block > self.last:
+            name = self.layout.names[param]
+            raise UserError(
+                f"the gradient of {name} came when ZeRO-3 had reduced block {block}: compute what uses it "
+                "in the block's forward, or add --accumulate_locally=True"
+            )
         take_grad(param)
 
     def finish_backward(self) -> None:
