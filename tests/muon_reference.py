@@ -2,6 +2,8 @@
 
 import torch
 
+NO_MUON = "torch.optim.Muon, the reference, is not in PyTorch 2.7"
+
 
 def by_singular_values(matrix, *_):
     """Newton-Schulz of a matrix in float64: its polynomial, applied five times to the singular values."""

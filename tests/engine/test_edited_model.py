@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import CHARS, done, stage
 from edited_model import GRAPHS, edited_model
-from muon_reference import PlainMuon, by_singular_values
+from muon_reference import NO_MUON, PlainMuon, by_singular_values
 
 from runtime.data.loader import locate_sequences, read_windows
 
@@ -52,6 +52,7 @@ def plain_losses(module, characters, monkeypatch):
     return losses
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason=NO_MUON)
 @pytest.mark.parametrize("edit", EDITS)
 def test_muon_trains_the_same_matrices_on_any_number_of_ranks(train, characters, monkeypatch, tmp_path, edit):
     """2 ranks, and from the middle on one. Before, two ranks dropped matrices, or split one that is no q, k, v."""

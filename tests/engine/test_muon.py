@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from conftest import EIGHT, ROOT, done, long, run_worker
-from muon_reference import by_singular_values, low_rank_and_noise
+from muon_reference import NO_MUON, by_singular_values, low_rank_and_noise
 
 from model import GPT, GPTConfig
 from runtime.checkpoint.tags import TagStore
@@ -23,6 +23,8 @@ from runtime.plan.memory import MemoryInputs, ParamCount, estimate
 
 @pytest.fixture(scope="module", params=[long(1), 2, long(3), long(4)], ids="{} ranks".format)
 def trajectories(request, tmp_path_factory):
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip(NO_MUON)
     out = tmp_path_factory.mktemp("muon") / "weights.pt"
     run_worker("muon_worker.py", out, request.param)
     return torch.load(out)

@@ -92,7 +92,7 @@ def test_attention_in_a_bfloat16_model_is_as_exact_as_float16(stage):
         rows = slice(48 if name.endswith("c_attn.weight") else None)  # of c_attn, those for q
         plain_error, error = ((found[name] - grad)[rows].norm() / grad[rows].norm() for found in (rough, got))
         assert error < (0.08 if rows.stop else 0.025), (name, error)
-        assert name != "transformer.h.1.attn.c_attn.weight" or plain_error > 0.4
+        assert name != "transformer.h.1.attn.c_attn.weight" or plain_error > 0.3  # 0.39 in PyTorch 2.7
 
 
 @pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"temperature": 0.8, "top_k": 20}], ids=str)
