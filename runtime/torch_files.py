@@ -131,7 +131,10 @@ class PickleChecker:
         elif operation == "MARK":
             self.below.append(self.stack)
             self.stack = []
-        elif operation not in ("PROTO", "STOP"):
+        elif operation == "PROTO":
+            if argument != 2:
+                raise ValueError(f"its pickle has the protocol {argument}, and torch.save's is 2")
+        elif operation != "STOP":
             self.make(operation)
 
     def make(self, operation: str) -> None:

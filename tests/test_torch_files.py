@@ -77,6 +77,7 @@ REFUSED = {
     "one state, often": (b"}q\0(" + b"".join(b"K%cN" % i for i in range(1, 101)) + b"u"
                          b"ccollections\nOrderedDict\n)R" + b"h\0b" * 20_000 + b".",
                          "more than 2,000,000 steps"),
+    "another protocol": (b"\x80\4N.", "its pickle has the protocol 4, and torch.save's is 2"),
     "an operation of old Python": (b"I5\n.", "it holds INT"),
     "an empty stack": (b"s.", "its pickle is damaged"),
     "no memo": (b"h\5.", "its pickle is damaged"),

@@ -6,6 +6,7 @@ cuts them into one piece per rank. Stage 3 cuts each parameter into equal, padde
 import contextlib
 import math
 import os
+import pickle
 import pkgutil
 import re
 from collections import defaultdict
@@ -55,6 +56,8 @@ def content_errors(folder: str) -> Iterator[None]:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {first_line(error)}"
+        if isinstance(error, pickle.UnpicklingError):  # its message advises to let the file run code
+            why = "it is damaged, or contains what could run code"
         raise CheckpointError(
             f"{folder} does not hold what a checkpoint holds ({why}): {OTHER_TAG}"
         ) from error
