@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from runtime.untrusted import STRICT, check_type, parse_json, read_regular
 
 MANIFEST_FORMAT = 5  # increase it when a key of the manifest changes
-MAX_MANIFEST_BYTES = 16_000_000  # a character dataset's vocabulary may have a million characters
+MAX_MANIFEST_BYTES = 8_000_000  # all characters of Unicode take 2 MB, 1,000 ranks 0.4 MB
 MAX_TEXT = 10_000  # characters of a name or a path, which is printed
 MAX_TEMPLATE = 1_000_000
 # Of a tag's files: AdamW takes 20 bytes per parameter, and an edited model may have more parameters
