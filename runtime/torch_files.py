@@ -35,6 +35,10 @@ TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 ZIP_END = struct.Struct("<4s36xQQ" + "4s4xQ4x" + "4s16xH")
 
 
+class CouldRunCode(ValueError):
+    """A pickle names a function or class that is not allowed."""
+
+
 class Name(str):
     """A function or class that a pickle names."""
 
@@ -201,7 +205,7 @@ class PickleChecker:
         if not isinstance(function, Name) or not isinstance(arguments, tuple):
             raise ValueError("it calls what is no function")
         if function not in self.callable_names:
-            raise ValueError(f"it names {function}, which is not read")
+            raise CouldRunCode(f"it names {function}, which is not read")
         if function == "collections.OrderedDict":
             if arguments:
                 raise ValueError("it has an OrderedDict in another form than torch.save's")

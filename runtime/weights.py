@@ -17,7 +17,7 @@ from torch.torch_version import TorchVersion
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from runtime.errors import UserError
-from runtime.torch_files import check_torch_file
+from runtime.torch_files import CouldRunCode, check_torch_file
 from runtime.untrusted import (
     STRICT,
     check_regular,
@@ -90,7 +90,7 @@ def weights_errors(path):
         raise
     except BaseException as error:  # Rust code that panics raises what is no Exception
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        if isinstance(error, pickle.UnpicklingError):  # its message advises to let the file run code
+        if isinstance(error, pickle.UnpicklingError | CouldRunCode):  # PyTorch advises to let it run code
             why = "it is damaged, or contains what could run code"
         raise UserError(f"{path} cannot be read ({why}): fetch it again, or choose "
                         "other weights with --init_from=PATH") from None
