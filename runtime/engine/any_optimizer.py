@@ -34,6 +34,8 @@ def is_adamw(optimizer: torch.optim.Optimizer) -> bool:
     for group in optimizer.param_groups:
         if any(group.get(option) for option in ADAMW_OPTIONS):
             return False
+        if not group.get("decoupled_weight_decay", True):  # as in Adam
+            return False
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     has_own_step = "step" in vars(optimizer)  # replaced in this object
     return not any(hooks) and not has_own_step

@@ -144,6 +144,9 @@ def test_what_is_adamw_and_what_is_not():
     for other in (torch.optim.AdamW([p], amsgrad=True), torch.optim.AdamW([p], maximize=True), torch.optim.Adam([p]),
                   type("AdamW", (torch.optim.AdamW,), {})([p])):
         assert not is_adamw(other)
+    coupled = torch.optim.AdamW([p])
+    coupled.param_groups[0]["decoupled_weight_decay"] = False
+    assert not is_adamw(coupled)
     hooked = torch.optim.AdamW([p])
     hooked.register_step_post_hook(lambda *_: None)
     assert not is_adamw(hooked)
