@@ -138,6 +138,19 @@ def skipping(choice: str) -> list[tuple[str, str]]:
     ]
 
 
+NUMBERED = [
+    (
+        "    def __init__(self, config):\n        super().__init__()\n        self.ln_1",
+        """    def __init__(self, config, number=0):
+        super().__init__()
+        self.number = number
+        self.ln_1""",
+    ),
+    (BLOCKS, "nn.ModuleList(Block(config, i) for i in range(config.n_layer))"),
+]
+ATTENTION = "        x = x + self.attn(self.ln_1(x), *cached)\n"
+
+
 # {name: edits of model.py, [(old, new)]}. The GPTs have an even number of blocks
 GRAPHS = {
     "blocks twice": [(LOOP, "        for i, block in [*enumerate(self.transformer.h)] * 2:\n")],
@@ -172,6 +185,37 @@ GRAPHS = {
 """,
         )
     ],
+    # Choices in Block.forward: GPT.forward is as it was
+    "a block without gradients": [
+        *NUMBERED,
+        (
+            ATTENTION,
+            f"""        if self.number == 1:
+            with torch.no_grad():
+                x = x + self.attn(self.ln_1(x), *cached)
+                return x + self.mlp(self.ln_2(x))
+{ATTENTION}""",
+        ),
+    ],
+    "a block cuts off those before": [
+        *NUMBERED,
+        (ATTENTION, f"        if self.number == 2:\n            x = x.detach()\n{ATTENTION}"),
+    ],
+    "a block returns its input per rank": [
+        *NUMBERED,
+        (
+            ATTENTION,
+            f"""        if self.training and Block.skipped == self.number:
+            return x
+{ATTENTION}""",
+        ),
+        (
+            HEAD,
+            f"""{HEAD}        self.register_forward_pre_hook(
+            lambda _, inputs: setattr(Block, "skipped", int(inputs[0][:, 0].sum()) % config.n_layer))
+""",
+        ),
+    ],
     "experts": EXPERTS,
     "experts without an auxiliary loss": EXPERTS[:-1],  # GPT.forward isn't edited
     "skip connections": SKIPS,
@@ -179,7 +223,12 @@ GRAPHS = {
 }
 
 # The loss depends on how a step is divided into micro-batches
-BY_MICRO_BATCH = ("a block skipped per rank", "an order per rank", "experts")
+BY_MICRO_BATCH = (
+    "a block skipped per rank",
+    "an order per rank",
+    "a block returns its input per rank",
+    "experts",
+)
 
 
 def edited_model(folder: Path, edits: list[tuple[str, str]]) -> ModuleType:

@@ -123,4 +123,5 @@ def open_loopback_store(world_size: int, timeout: datetime.timedelta) -> dist.St
             is_master=True,
             timeout=timeout,
             master_listen_fd=listener.detach(),
+            use_libuv=False,  # PyTorch 2.7's takes no socket that is open
         )

@@ -73,10 +73,11 @@ class Engine:
 
         self.our_step = setup.replace_gradients_and_step(self.layout, paths)
         reduces_in_backward = True
+        self.lockstep: Lockstep | None = None
         if self.our_step:
             reduces_in_backward = self.our_step.reduction.reduces_in_backward
         else:
-            Lockstep(self.module, self.world_size)
+            self.lockstep = Lockstep(self.module, self.world_size)
         # There, collectives of a micro-step would match others of a rank that ends its step. Those
         # that a GPU waits for leave the CPU time to find out at the end of the step
         on_cpu = self.device.type == "cpu"
@@ -102,10 +103,13 @@ class Engine:
         if not self.micro_steps:  # the weights have changed
             if self.fused:
                 self.fused.copy_weights()
-            if self.our_step and self.stage == 3:
-                self.our_step.reduction.gather_first()
+        if self.our_step and self.stage == 3:
+            self.our_step.reduction.prepare()
         self.micro_steps += 1
-        return self.launch(*batch)
+        loss = self.launch(*batch)
+        if self.lockstep:
+            self.lockstep.end_backward()
+        return loss
 
     def check_ranks(self, micro_steps: int, ends: bool) -> None:
         """Raise UserError unless all ranks make the same micro-step, or end their step with it.

@@ -90,6 +90,7 @@ class Zero3Blocks:
         matrices = [[layout.of[p] for p in block.parameters()] for block in blocks]
         self.blocks = [[p for p in block if len(p.shape) > 1] for block in matrices]
         self.reduces_in_backward = bool(blocks) and not accumulate_locally
+        self.holds_first = False  # what gather_first() gathers is whole, with the present weights
         self.make_buffers(accumulate_locally)
         self.make_sinks(accumulate_locally)
 
@@ -197,9 +198,15 @@ class Zero3Blocks:
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
-    def gather_first(self) -> None:
-        """Gather all but the blocks' matrices, and the first blocks. Called after each step, outside
+    def prepare(self) -> None:
+        """Gather what a forward begins with, unless it is whole. Called before each micro-step, outside
         a CUDA graph."""
+        if not self.holds_first:
+            self.gather_first()
+
+    def gather_first(self) -> None:
+        """Gather all but the blocks' matrices, and the first blocks."""
+        self.holds_first = True
         if self.world_size == 1:
             return
         pairs = list(self.full.items())
@@ -212,8 +219,11 @@ class Zero3Blocks:
 
     def begin_forward(self, model: nn.Module, inputs: tuple) -> None:
         """Make all but the blocks' matrices whole."""
-        if not model.training:
+        # An evaluation may follow a change of the weights, and a forward without a backward leaves
+        # the last blocks in the buffers
+        if not self.holds_first or not model.training:
             self.gather_first()
+        self.holds_first = not self.blocks
         for p, full in self.views:
             p.show(full)
         self.held = list(range(len(self.buffers)))  # the block in each buffer
@@ -221,7 +231,7 @@ class Zero3Blocks:
         # Events are those of this micro-step, because a captured graph can't wait for others
         self.gathered: list = [None] * len(self.buffers)
         self.emptied: list = [None] * 2
-        self.last = None  # the block whose backward has begun
+        self.last = len(self.blocks)  # the block whose backward has begun
 
     def use(self, i: int) -> None:
         """Make block i's matrices whole."""
@@ -255,9 +265,20 @@ class Zero3Blocks:
 
     def before_backward(self, i: int, grad: Tensor) -> None:
         """Called with the gradient of each of block i's outputs. Then block i + 1 is done."""
-        if self.last == i:
-            return
-        self.last = i
+        self.go_back_to(i)
+
+    def go_back_to(self, i: int) -> None:
+        """Begin the backward of each block down to block i, and reduce the gradients of those before.
+
+        A block may have no backward: it returns its input, or computes without gradients. Its turn
+        comes all the same, so that all ranks make the same collectives.
+        """
+        while self.last > i:
+            self.last -= 1
+            self.begin_backward(self.last)
+
+    def begin_backward(self, i: int) -> None:
+        """Make block i's matrices whole for its backward, and reduce the gradients of block i + 1."""
         self.wait_for(self.emptied, i)  # block i + 2's gradients were in the same buffer
         self.use(i)
         self.gather(i - 1)
@@ -268,7 +289,7 @@ class Zero3Blocks:
     def on_grad_ready(self, param: nn.Parameter) -> None:
         """Take a gradient from autograd. There is none if a kernel has put it into the sink."""
         block = self.block_of.get(param)
-        if block is not None and self.last is not None and block > self.last:
+        if block is not None and block > self.last:
             name = self.layout.names[param]
             raise UserError(
                 f"the gradient of {name} came when ZeRO-3 had reduced block {block}: compute what uses it "
@@ -279,8 +300,10 @@ class Zero3Blocks:
     def finish_backward(self) -> None:
         """Finish the reductions of this backward. Called after each backward."""
         if self.blocks:
+            self.go_back_to(0)
             self.release(0)
             self.reduce(0)
+            self.holds_first = True
             if self.stream:
                 # A captured graph can't wait for a stream that has not joined it
                 self.stream.wait_stream(torch.cuda.current_stream())
@@ -290,6 +313,7 @@ class Zero3Blocks:
 
     def reduce_at_step(self) -> None:
         """Leave the averaged gradients of all parameters in the shards. Called before each step."""
+        self.holds_first = False  # the step changes the weights
         if self.world_size > 1 and self.sums:  # with LoRA, all that is trained may be in blocks
             shards = [p.grads for p in self.sums]
             sums = list(self.sums.values())

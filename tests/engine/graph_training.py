@@ -42,6 +42,7 @@ WAYS = {  # name: options of graph_worker.train()
     "ZeRO-2, recomputed": {"stage": 2, "recompute": True},
     "ZeRO-3, recomputed": {"stage": 3, "recompute": True},
     "ZeRO-2, LoRA": {"stage": 2, "with_lora": True},
+    "ZeRO-3, peeking": {"stage": 3, "zero": TWO_BLOCKS, "accumulation": 2, "peek": True},
     "ZeRO-3, LoRA": {"stage": 3, "with_lora": True},
 }
 

@@ -35,11 +35,13 @@ def train(
     local: bool = False,
     recompute: bool = False,
     with_lora: bool = False,
+    peek: bool = False,
 ) -> dict:
     """Train as the script does. Return what graph_training.train_plainly() returns.
 
     accumulation: micro-steps. zero: more of the JSON's zero_optimization. local: each rank sums the
-    gradients of its micro-steps first. recompute: the activations, in backward.
+    gradients of its micro-steps first. recompute: the activations, in backward. peek: make a forward
+    without a backward before each micro-step.
     """
     rank = dist.get_rank()
     ranks = dist.get_world_size()
@@ -70,6 +72,9 @@ def train(
         total = torch.zeros(())
         sequences = graph_training.data(step).view(ranks, accumulation, micro, -1)
         for own in sequences[rank]:
+            if peek:
+                with torch.no_grad():
+                    model(own[:, :-1], own[:, 1:])
             total += engine.micro_step(own[:, :-1], own[:, 1:])
         norms.append(engine.step().grad_norm)
         dist.all_reduce(total)

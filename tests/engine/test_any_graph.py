@@ -28,6 +28,7 @@ ONE_RANK = (
 SPECIAL = {  # ways of some edits alone
     "recomputed": ("blocks twice", "experts"),
     "LoRA": ("blocks twice",),
+    "peeking": ("a block without gradients", "blocks twice"),
 }
 
 
