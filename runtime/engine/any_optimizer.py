@@ -1,15 +1,17 @@
 """Optimizers that this project does not implement: they are stepped by their own step().
 
 ZeRO gives each rank a flat piece of all weights. So an optimizer has to work element by element:
-what it does to an element may not depend on the others. check_elementwise() proves that on a small
-tensor before training. This file knows nothing about DeepSpeed.
+what it does to an element may not depend on the others. check_elementwise() proves that on small
+tensors before training. This file knows nothing about DeepSpeed.
 """
 
 import copy
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from runtime.engine.clip import Clip
 from runtime.engine.shard import Shard
@@ -17,9 +19,16 @@ from runtime.errors import UserError
 
 # What the fused step implements. These options of torch.optim.AdamW change what it computes
 ADAMW_OPTIONS = ("amsgrad", "maximize", "differentiable")
+TEST_SHAPE = (4, 6)
 TEST_PIECES = (5, 7, 12)  # elements
 TEST_STEPS = 7  # RAdam's first five differ from the others
 TEST_LR = 1e-2
+# Attributes that PyTorch's optimizers and schedulers change, and that mean nothing to a resume
+OF_PYTORCH = ("_step_count", "_opt_called", "_warned_capturable_if_run_uncaptured")
+CHOOSE = (
+    "choose one that works element by element, or give it a stepper of its own as "
+    "runtime/engine/muon.py is one"
+)
 
 
 def is_adamw(optimizer: torch.optim.Optimizer) -> bool:
@@ -49,64 +58,165 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     return "+".join([type(optimizer).__name__, *options])
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UserError unless an optimizer gives the same weights for a tensor and for its pieces,
-    and its state consists of numbers and of tensors like the weights."""
+def check_elementwise(
+    optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter] = ()
+) -> None:
+    """Raise UserError unless an optimizer's step() can run on ZeRO's flat pieces of the weights.
+
+    It has to give the same weights for a matrix, for the flat matrix and for pieces of it. All that it
+    keeps from step to step has to be in its state of each parameter: numbers, and tensors like the
+    weights. And it may not read what the user has set on params, because the pieces don't have it.
+    params: those of the model.
+    """
     name = type(optimizer).__name__
     generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(sum(TEST_PIECES), generator=generator)
-    grads = torch.randn(TEST_STEPS, sum(TEST_PIECES), generator=generator)
-    try:
-        whole = make_steps(optimizer, [weights], [grads])
-        pieces = make_steps(
-            optimizer, weights.split(TEST_PIECES), grads.split(TEST_PIECES, dim=1)
-        )
-    except UserError:
-        raise
-    except Exception as error:  # whatever a step() that wants something else raises
+    weights = torch.randn(TEST_SHAPE, generator=generator)
+    grads = torch.randn(TEST_STEPS, *TEST_SHAPE, generator=generator)
+    flat = weights.flatten()
+    flat_grads = grads.flatten(1)
+    for group in optimizer.param_groups:
+        try:
+            matrix = make_steps(optimizer, group, [weights], [grads])
+            whole = make_steps(optimizer, group, [flat], [flat_grads])
+            pieces = make_steps(
+                optimizer, group, flat.split(TEST_PIECES), flat_grads.split(TEST_PIECES, dim=1)
+            )
+        except UserError:
+            raise
+        except Exception as error:  # whatever a step() that wants something else raises
+            why = str(error).splitlines()[0] if str(error) else ""
+            raise UserError(
+                f"the optimizer {name} can't be stepped on flat tensors ({type(error).__name__}: {why}): "
+                f"{CHOOSE}"
+            ) from None
+        check_moved(name, flat, whole.weights[0])
+        same = torch.allclose(whole.weights[0], torch.cat(pieces.weights), rtol=1e-6, atol=1e-8)
+        if not same:
+            raise UserError(
+                f"the optimizer {name} needs whole tensors, but ZeRO gives each rank a flat piece of "
+                f"them: {CHOOSE}"
+            )
+        if not torch.allclose(whole.weights[0], matrix.weights[0].flatten(), rtol=1e-6, atol=1e-8):
+            raise UserError(
+                f"the optimizer {name} treats matrices differently from vectors, but ZeRO's pieces of "
+                "the weights are vectors: give what differs to parameter groups, as "
+                "GPT.parameter_groups in model.py does"
+            )
+        check_attributes(name, matrix.read | whole.read, params)
+
+
+def check_moved(name: str, before: Tensor, after: Tensor) -> None:
+    """Raise UserError if an optimizer's steps have not changed the parameters of its groups."""
+    if torch.equal(before, after):
         raise UserError(
-            f"the optimizer {name} can't be stepped on flat tensors "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}): "
-            "choose one that works element by element, or give it a stepper of its own as "
-            "runtime/engine/muon.py is one"
-        ) from None
-    if not torch.allclose(whole[0], torch.cat(pieces), rtol=1e-6, atol=1e-8):
-        raise UserError(
-            f"the optimizer {name} needs whole tensors, but ZeRO gives each rank a flat piece of "
-            "them: choose one that works element by element, or give it a stepper of its own as "
-            "runtime/engine/muon.py is one"
+            f"step() of the optimizer {name} doesn't change the parameters in its param_groups, "
+            "which ZeRO replaces by flat pieces: let it take them from there, at each step"
         )
+
+
+def check_attributes(name: str, read: set[str], params: Sequence[nn.Parameter]) -> None:
+    """Raise UserError if an optimizer reads an attribute that the user has set on a parameter."""
+    for param in params:
+        for attribute in sorted(read & vars(param).keys()):
+            raise UserError(
+                f"the optimizer {name} reads {attribute} of the parameters, and ZeRO's flat pieces "
+                "of the weights don't have it: make a parameter group for each value, and let "
+                "step() read the group"
+            )
+
+
+class TestWeights(nn.Parameter):
+    """A parameter that notes which attributes are read that it doesn't have."""
+
+    def __getattr__(self, attribute: str) -> object:
+        vars(self).setdefault("_read", set()).add(attribute)
+        raise AttributeError(attribute)
+
+
+class Stepped(NamedTuple):
+    """What some steps have made of weights, and the attributes that they read in vain."""
+
+    weights: list[Tensor]
+    read: set[str]
 
 
 def make_steps(
-    optimizer: torch.optim.Optimizer, weights: list, grads: list
-) -> list[torch.Tensor]:
-    """Return what some steps of a copy of this optimizer make of tensors. grads: (steps, n) each.
+    optimizer: torch.optim.Optimizer,
+    group: dict,
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+) -> Stepped:
+    """Make some steps of a copy of this optimizer, with the options of one of its groups.
 
-    Raises UserError for a state that can't be sharded.
+    grads: of all steps, stacked, for each tensor. Raises UserError for what can't be sharded or saved.
     """
-    params = [torch.nn.Parameter(tensor.clone()) for tensor in weights]
-    trial = copy.copy(optimizer)
-    trial.state = defaultdict(dict)
-    options = {**optimizer.param_groups[0], "lr": TEST_LR, "params": params}
-    if options.get("fused"):
-        options["fused"] = None  # PyTorch chooses
+    params = [TestWeights(tensor.clone()) for tensor in weights]
+    trial = copy_of(optimizer)
+    options = {**group, "lr": TEST_LR, "params": params}
+    for on_gpus in ("fused", "capturable"):
+        if options.get(on_gpus):
+            options[on_gpus] = None  # PyTorch chooses
     trial.param_groups = [options]
+    attributes = values_of(vars(trial))
+    values = values_of(options)
     for step in range(TEST_STEPS):
         for param, grad in zip(params, grads):
             param.grad = grad[step].clone()
         trial.step()
 
+    name = type(optimizer).__name__
+    check_kept(name, "the attribute", attributes, values_of(vars(trial)))
+    check_kept(name, "the parameter group's", values, values_of(options))
     for param in params:
         for key, value in trial.state[param].items():
             is_number = isinstance(value, int | float)
             is_tensor = torch.is_tensor(value) and value.numel() in (1, param.numel())
             if not is_number and not is_tensor:
                 raise UserError(
-                    f"the optimizer {type(optimizer).__name__} keeps '{key}', which is neither a "
-                    "number nor a tensor like the weights, so ZeRO can't shard it: choose another"
+                    f"the optimizer {name} needs whole tensors: it keeps '{key}', which is neither a "
+                    f"number nor a tensor like the weights, so ZeRO can't shard it: {CHOOSE}"
                 )
-    return [param.detach() for param in params]
+    read = set().union(*(vars(param).get("_read", ()) for param in params))
+    return Stepped([param.detach() for param in params], read)
+
+
+def copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer, with an empty state.
+
+    copy.copy() would leave out the attributes of a user's class.
+    """
+    kind = type(optimizer)
+    trial = kind.__new__(kind)
+    for name, value in vars(optimizer).items():
+        is_container = isinstance(value, dict | list | set)
+        vars(trial)[name] = copy.copy(value) if is_container else value
+    trial.state = defaultdict(dict)
+    return trial
+
+
+def values_of(attributes: dict) -> dict:
+    """Return what tells whether one of these has changed: its value, size or version."""
+    values = {}
+    for name, value in attributes.items():
+        if name in ("state", "param_groups", "params") or name in OF_PYTORCH:
+            continue
+        if torch.is_tensor(value):
+            values[name] = value._version
+        elif isinstance(value, dict | list | set):
+            values[name] = len(value)
+        elif isinstance(value, int | float | str | tuple):
+            values[name] = value
+    return values
+
+
+def check_kept(name: str, where: str, before: dict, after: dict) -> None:
+    """Raise UserError if a step has changed values outside of the optimizer's state."""
+    for key in after:
+        if key not in before or before[key] != after[key]:
+            raise UserError(
+                f"the optimizer {name} keeps what it has learned in {where} '{key}', which no checkpoint "
+                "would have: keep it in self.state[p], for each parameter"
+            )
 
 
 @torch.no_grad()

@@ -100,7 +100,7 @@ def initialize(
         config["zero_force_ds_cpu_optimizer"] = False
     if not is_adamw(optimizer):
         with all_exit_on(UserError):
-            check_elementwise(optimizer)
+            check_elementwise(optimizer, list(model.parameters()))
         config["zero_allow_untested_optimizer"] = True
         print0(
             f"note       the optimizer {optimizer_name(optimizer)} is stepped by its own step(), not by "

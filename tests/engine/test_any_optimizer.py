@@ -168,3 +168,115 @@ def test_what_is_adamw_and_what_is_not():
 
     with pytest.raises(UserError, match="the optimizer Normed needs whole tensors"):
         check_elementwise(Normed([p], lr=0.1))
+
+
+class ByHand(torch.optim.Optimizer):
+    """SGD with momentum, as users write optimizers. Subclasses change one thing each."""
+
+    def __init__(self, params, scale=1.0):
+        super().__init__(params, {"lr": 0.1})
+        self.scale = scale
+
+    def rate(self, group, p):
+        return group["lr"] * self.scale
+
+    def momentum(self, p):
+        state = self.state[p]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(p)
+        return state["momentum"]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.momentum(p)
+                momentum.mul_(0.9).add_(p.grad)
+                p.sub_(momentum, alpha=self.rate(group, p))
+
+
+class ReadsAttribute(ByHand):
+    def rate(self, group, p):
+        return group["lr"] * getattr(p, "lr_scale", 1.0)
+
+
+class ScalesMatrices(ByHand):
+    def rate(self, group, p):
+        return group["lr"] * (0.1 if p.ndim >= 2 else 1.0)
+
+
+class Counts(ByHand):
+    steps = 0
+
+    def rate(self, group, p):
+        self.steps += 1
+        return group["lr"] / self.steps
+
+
+class CountsInGroup(ByHand):
+    def rate(self, group, p):
+        group["steps"] = group.get("steps", 0) + 1
+        return group["lr"] / group["steps"]
+
+
+class HasDict(ByHand):
+    def __init__(self, params):
+        super().__init__(params)
+        self.momenta = {}
+
+    def momentum(self, p):
+        return self.momenta.setdefault(p, torch.zeros_like(p))
+
+
+class OwnList(ByHand):
+    """Steps the parameters that it was made with."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.own = [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.own:
+            if p.grad is not None:
+                p.sub_(p.grad)
+
+
+class OneGroupNormed(ByHand):
+    """Needs whole tensors for its second group only."""
+
+    def rate(self, group, p):
+        return group["lr"] / (p.norm() if group.get("normed") else 1)
+
+
+@pytest.mark.parametrize(
+    "kind, why",
+    [
+        (ReadsAttribute, "reads lr_scale of the parameters"),
+        (ScalesMatrices, "treats matrices differently from vectors"),
+        (Counts, "keeps what it has learned in the attribute 'steps'"),
+        (CountsInGroup, "keeps what it has learned in the parameter group's 'steps'"),
+        (HasDict, "keeps what it has learned in the attribute 'momenta'"),
+        (OwnList, "doesn't change the parameters in its param_groups"),
+        (OneGroupNormed, "needs whole tensors"),
+    ],
+)
+def test_what_zero_cannot_give_an_optimizer_is_refused(kind, why):
+    """Each of them would train without a word, and otherwise than in plain PyTorch."""
+    params = [torch.nn.Parameter(torch.ones(3, 3)), torch.nn.Parameter(torch.ones(3))]
+    params[0].lr_scale = 0.1
+    groups = [{"params": params[:1]}, {"params": params[1:], "normed": True}]
+    with pytest.raises(UserError, match=f"the optimizer {kind.__name__} .*{why}|step.. of .*{why}"):
+        check_elementwise(kind(groups), params)
+
+
+def test_attributes_of_an_optimizer_and_of_parameters_may_be_there():
+    """If nothing reads those of the parameters. The trial leaves no traces."""
+    param = torch.nn.Parameter(torch.ones(3, 3))
+    param.lr_scale = 0.1
+    optimizer = ByHand([param], scale=0.5)
+    check_elementwise(optimizer, [param])
+    assert optimizer.scale == 0.5
+    assert not optimizer.state
+    assert torch.equal(param, torch.ones(3, 3))
+    assert param.grad is None
