@@ -36,7 +36,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from model import EAGER_LOSS_CHUNK, LMHead
+from model import LMHead
 from runtime.cluster.join import join_process_group
 from runtime.cluster.ranks import all_exit_on, print0, ranks_from_environment, shut_down
 from runtime.data.dataset import open_datasets, same_tokenizer
@@ -44,6 +44,7 @@ from runtime.data.loader import open_sequences, read_windows
 from runtime.data.tokenizer import token_bytes, tokenizer_of
 from runtime.errors import UserError
 from runtime.hardware import pick_device, pick_dtype
+from runtime.loss import EAGER_LOSS_CHUNK
 from runtime.sample.benchmarks import figures_of, read_rows, text_rows
 from runtime.sample.generate import read_text
 from runtime.sample.source import find_model

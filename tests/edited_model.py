@@ -9,21 +9,26 @@ from conftest import ROOT
 LOOP = "        for i, block in enumerate(self.transformer.h):\n"  # of GPT.forward
 BLOCKS = "nn.ModuleList(Block(config) for _ in range(config.n_layer))"
 HEAD = "        self.lm_head = LMHead(self.transformer.wte, config.vocab_size)\n"
-CALL = "            x = block(x, recompute, *((caches[i], positions, mask) if caches else ()))\n"
+CALL = """            if caches is None:
+                x = block(x, recompute)
+            else:
+                x = block(x, cache=caches[i], positions=positions, mask=mask)
+"""
+RETURN = "        return self.lm_head(x, targets, reduction)\n"
 
 MIX = [  # a matrix in every second block
     (
-        "    def __init__(self, config):\n        super().__init__()\n        self.ln_1",
+        "    def __init__(self, config: GPTConfig) -> None:\n        super().__init__()\n        self.ln_1",
         """    def __init__(self, config, odd=False):
         super().__init__()
         self.mix = nn.Linear(config.n_embd, config.n_embd, bias=False) if odd else None
         self.ln_1""",
     ),
     (
-        "        x = x + self.attn(self.ln_1(x), *cached)\n",
+        "        x = x + self.attn(self.ln_1(x), **cached)\n",
         """        if self.mix is not None:
             x = x + self.mix(x)
-        x = x + self.attn(self.ln_1(x), *cached)
+        x = x + self.attn(self.ln_1(x), **cached)
 """,
     ),
     (BLOCKS, "nn.ModuleList(Block(config, i % 2 == 1) for i in range(config.n_layer))"),
@@ -59,8 +64,8 @@ class Block(nn.Module):
     ),
     ("self.mlp = MLP(config)", "self.mlp = MoE(config)"),
     (
-        "        return self.lm_head(x[:, -1:] if caches else x, targets, reduction)\n",
-        """        out = self.lm_head(x[:, -1:] if caches else x, targets, reduction)
+        RETURN,
+        """        out = self.lm_head(x, targets, reduction)
         if targets is not None and reduction == "mean":
             out = out + 0.01 * sum(block.mlp.aux for block in self.transformer.h)
         return out
@@ -71,35 +76,29 @@ class Block(nn.Module):
 # The output of a block in the first half goes to its mirror image in the second half
 SKIPS = [
     (
-        "    def __init__(self, config):\n        super().__init__()\n        self.ln_1",
+        "    def __init__(self, config: GPTConfig) -> None:\n        super().__init__()\n        self.ln_1",
         """    def __init__(self, config, has_skip=False):
         super().__init__()
         self.skip_proj = nn.Linear(config.n_embd, config.n_embd, bias=False) if has_skip else None
         self.ln_1""",
     ),
+    ("        recompute: bool = False,\n", "        skip=None,\n        recompute: bool = False,\n"),
+    ("self.attn_and_mlp(x, cache=cache", "self.attn_and_mlp(x, skip, cache=cache"),
+    ("self.forward_uncached(x, recompute)", "self.forward_uncached(x, skip, recompute)"),
     (
-        """    def forward(self, x, recompute=False, *cached):
-        return self.attn_and_mlp(x, *cached) if cached else self.forward_uncached(x, recompute)
-
-    def forward_uncached(self, x, recompute):
-""",
-        """    def forward(self, x, skip=None, recompute=False, *cached):
-        if cached:
-            return self.attn_and_mlp(x, skip, *cached)
-        return self.forward_uncached(x, skip, recompute)
-
-    def forward_uncached(self, x, skip, recompute):
-""",
+        "    def forward_uncached(self, x: Tensor, recompute: bool)",
+        "    def forward_uncached(self, x: Tensor, skip, recompute: bool)",
     ),
     ("checkpoint(self.attn_and_mlp, x, use", "checkpoint(self.attn_and_mlp, x, skip, use"),
     (
         """        return self.attn_and_mlp(x)
 
-    def attn_and_mlp(self, x, *cached):
+    def attn_and_mlp(self, x: Tensor, **cached) -> Tensor:
+        \"\"\"cached: cache, positions and mask, or nothing.\"\"\"
 """,
         """        return self.attn_and_mlp(x, skip)
 
-    def attn_and_mlp(self, x, skip, *cached):
+    def attn_and_mlp(self, x: Tensor, skip, **cached) -> Tensor:
         if skip is not None:
             x = x + self.skip_proj(skip)
 """,
@@ -112,7 +111,10 @@ SKIPS = [
     (
         CALL,
         """            skip = skips.pop() if block.skip_proj is not None else None
-            x = block(x, skip, recompute, *((caches[i], positions, mask) if caches else ()))
+            if caches is None:
+                x = block(x, skip, recompute)
+            else:
+                x = block(x, skip, cache=caches[i], positions=positions, mask=mask)
             if block.skip_proj is None:
                 skips.append(x)
 """,
@@ -120,7 +122,7 @@ SKIPS = [
 ]
 
 
-IMPORTS = ("import contextlib\nimport os\n", "import contextlib\nimport os\nimport random\n")
+IMPORTS = ("import contextlib\nimport math\n", "import contextlib\nimport math\nimport random\n")
 
 
 def skipping(choice: str) -> list[tuple[str, str]]:

@@ -245,7 +245,7 @@ FAULTS = [Fault(*row) for row in (
      "runtime/lora.py", "F.linear(self.dropout(x), self.lora_A)", "self.dropout(F.linear(x, self.lora_A))",
      "test_lora.py::test_loss_and_gradients_are_pefts"),
     ("sampling cache", "the token at position 128 or 256 does not attend to itself",
-     "model.py", "2 ** self.cached.bit_length()", "2 ** (self.cached.bit_length() - 1)",
+     "runtime/decoder.py", "2 ** self.cached.bit_length()", "2 ** (self.cached.bit_length() - 1)",
      "test_model.py::test_text_by_captured_steps_is_the_same_text"),
     ("plan", "the second communication bucket of overlap_comm is missing from the memory plan",
      "runtime/plan/memory.py", "buckets *= 2", "buckets *= 1",

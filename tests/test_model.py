@@ -13,9 +13,12 @@ from conftest import random_gpt2
 from safetensors.torch import load_file, save_file
 
 import model as model_module
-from model import GPT, Decoder, FusedLinearCrossEntropy, GPTConfig, cross_entropy_with_grad
+from model import GPT, GPTConfig
+from runtime import loss as loss_module
 from runtime import weights
+from runtime.decoder import Decoder
 from runtime.errors import UserError
+from runtime.loss import FusedLinearCrossEntropy, cross_entropy_with_grad
 
 VOCAB, BLOCK, LAYERS, HEADS, EMBD = 211, 48, 3, 4, 32  # 211 is padded to 256
 TRANSPOSED = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # transformers has them as Conv1D
@@ -136,7 +139,7 @@ def test_weights_load_in_half_precision(folder, ours):
 
 @pytest.mark.parametrize("loss_chunk", [1, 7, 96, 4096])  # rows at a time, of 2 x 48
 def test_fused_loss_and_gradients_are_those_of_plain_cross_entropy(ours, monkeypatch, loss_chunk):
-    monkeypatch.setattr(model_module, "EAGER_LOSS_CHUNK", loss_chunk)
+    monkeypatch.setattr(loss_module, "EAGER_LOSS_CHUNK", loss_chunk)
     idx, targets = tokens(2, BLOCK), some_targets(2, BLOCK)
     wanted, wanted_grads = gradients(ours, idx, targets, plain_loss)
     loss, grads = gradients(ours, idx, targets)
@@ -296,13 +299,13 @@ def test_text_by_captured_steps_is_the_same_text(monkeypatch):
     decoders = []
 
     class Captured(Decoder):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.use_cuda_graphs = args[-1]
+        def __init__(self, *args, cuda_graphs, **options):
+            super().__init__(*args, **options)
+            self.use_cuda_graphs = cuda_graphs
             decoders.append(self)
 
     monkeypatch.setattr("model.Decoder", Captured)
-    monkeypatch.setattr("model.capture_cuda_graph", lambda step, generator: step)
+    monkeypatch.setattr("runtime.decoder.capture_cuda_graph", lambda step, generator: step)
     assert torch.equal(wide.generate(idx, 220, temperature=0), wanted)
     assert len(wanted[:, 100:].unique()) > 20
     generator = torch.Generator().manual_seed(1)

@@ -9,7 +9,7 @@ ranks. Each factor has one place:
                            number, step.py (or Layout.step_of_deepspeed) divides by their ratio
   ranks                    the reductions: reduce.py, zero3_blocks.py
   loss scale               multiplied by DeepSpeed's backward, divided by step.py
-  float16's factor         FP16_GRAD_FACTOR, in model.py alone
+  float16's factor         FP16_GRAD_FACTOR, in loss.py alone
 """
 
 import math

@@ -7,6 +7,8 @@ one pass, and gives none to autograd.
 import torch
 from torch import Tensor, nn
 
+from runtime.loss import addmm_fp32
+
 
 class GradSink:
     """Takes the gradients of a parameter.
@@ -30,8 +32,6 @@ class GradSink:
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Add a @ b, in one GEMM if it can. a: (rows, n), b: (n, columns), of the total's shape."""
-        from model import addmm_fp32  # here, because examples/ have models of their own
-
         if not self.one_backward:
             addmm_fp32(self.total, a, b)
         elif self.is_empty and a.dtype == self.total.dtype:

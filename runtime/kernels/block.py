@@ -379,8 +379,10 @@ class FusedBlock(Block):
 
     casts = BlockCasts(Casts(), Casts(), Casts(), Casts())  # use_fused_blocks() gives each block its own
 
-    def __call__(self, x, *args):  # full backward hooks, which DeepSpeed uses, find no tensors in a tuple
-        return super().__call__(*(x if isinstance(x, tuple) else (x, None, None)), *args)
+    def __call__(self, x, recompute=False, **cached):
+        # Full backward hooks, which DeepSpeed uses, find no tensors in a tuple
+        state = x if isinstance(x, tuple) else (x, None, None)
+        return super().__call__(*state, recompute, *cached.values())
 
     def forward(self, residual, branch, branch_bias, recompute=False, *cached):
         if cached:

@@ -136,7 +136,7 @@ def decode_step_for(model):
 
 @torch.no_grad()
 def decode_step(model, token, position, caches):
-    """Return logits (B, vocab_size) after `token` (B, 1) at `position` (1,): one step of model.Decoder."""
+    """Return logits (B, vocab_size) after `token` (B, 1) at `position` (1,): one step of decoder.Decoder."""
     x = (model.transformer.wte(token) + model.transformer.wpe(position)).squeeze(1)
     (B, C), heads = x.shape, model.config.n_head
     D, splits = C // heads, min(MAX_KV_SPLITS, triton.next_power_of_2(triton.cdiv(HEAD_PROGRAMS, B)))
@@ -148,8 +148,10 @@ def decode_step(model, token, position, caches):
 
     def attention(qkv, cache):
         y = torch.empty_like(x)
-        decode_attention[(B * heads, splits)](qkv, cache.k, cache.v, position, y, partials, arrivals, heads,
-                                              cache.k.size(2), D, BLOCK_KV, splits, bool(pdl), num_warps=warps, **pdl)
+        keys = cache.keys[0]
+        values = cache.values[0]
+        decode_attention[(B * heads, splits)](qkv, keys, values, position, y, partials, arrivals, heads,
+                                              keys.size(2), D, BLOCK_KV, splits, bool(pdl), num_warps=warps, **pdl)
         return y
 
     layers = zip(model.transformer.h, caches, strict=True)

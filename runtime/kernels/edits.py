@@ -7,32 +7,36 @@ import inspect
 import operator
 import textwrap
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
 import model
+from runtime import loss
 
 IMPLEMENTED = {  # what block.py and decode.py replace or rely on in model.py, and its source_hash
-    "QKVLinear.forward": "c44203f7", "CausalSelfAttention.__init__": "2c444dbe", "MLP.__init__": "9808730b",
-    "CausalSelfAttention.forward": "457184f8", "MLP.forward": "be29e852", "Block.__init__": "6d79025a",
-    "Block.forward": "cd64f193", "Block.forward_uncached": "8a5cbe2b", "Block.attn_and_mlp": "c9e6a343",
-    "LMHead.forward": "64e23d81", "GPT.__init__": "d7744ae9", "GPT.forward": "2fc0ffd3"}
+    "QKVLinear.forward": "b73bfcc6", "CausalSelfAttention.__init__": "d8646e2f", "MLP.__init__": "f11e142b",
+    "CausalSelfAttention.forward": "4fc9451d", "MLP.forward": "a3fd2710", "Block.__init__": "f2ece15f",
+    "Block.forward": "bb74cd6c", "Block.forward_uncached": "8efc9ca1", "Block.attn_and_mlp": "799df9a5",
+    "LMHead.forward": "494d8565", "GPT.__init__": "5c2047eb", "GPT.forward": "c719c093"}
 
 
-# Also part of a micro-step. A CUDA graph repeats what Python did while it was captured
+# Also part of a micro-step, in runtime/loss.py. A CUDA graph repeats what Python did while it was
+# captured
 CAPTURED = {
-    "cross_entropy_with_grad": "5e210aa2",
-    "addmm_fp32": "162472f4",
-    "FusedLinearCrossEntropy.forward": "b55fd194",
-    "FusedLinearCrossEntropy.backward": "004b0df9",
+    "cross_entropy_with_grad": "0052c8f5",
+    "addmm_fp32": "d6c36f6b",
+    "FusedLinearCrossEntropy.forward": "22d02015",
+    "FusedLinearCrossEntropy.backward": "85062007",
 }
 CLASSES = {"QKVLinear", "CausalSelfAttention", "MLP", "Block", "LMHead", "GPT"}  # model.py's modules
 
 
-def source_hash(name: str) -> str | None:
-    """Return function_hash() of a function of model.py, or None if it is gone."""
+def source_hash(name: str, module: ModuleType | None = None) -> str | None:
+    """Return function_hash() of a function of model.py, or of another module, or None if it is
+    gone."""
     try:
-        function = operator.attrgetter(name)(model)
+        function = operator.attrgetter(name)(module or model)
     except AttributeError:
         return None
     return function_hash(function)
@@ -71,7 +75,7 @@ def varying_part(gpt: torch.nn.Module) -> str | None:
     """
     edited = edited_functions()
     for name, known in CAPTURED.items():
-        if source_hash(name) != known:
+        if source_hash(name, loss) != known:
             edited = [*edited, name]
     if edited:
         return f"model.py was edited ({', '.join(edited)})"

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import addmm_fp32
 from runtime.kernels import fp8
+from runtime.loss import addmm_fp32
 
 
 @dataclass(eq=False)

@@ -9,13 +9,14 @@ from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from model import EAGER_LOSS_CHUNK, LOSS_CHUNK, GPTConfig
+from model import GPTConfig
 from runtime.data.loader import Batch
 from runtime.engine.ds_config import complete_config, uses_offload
 from runtime.engine.fast_paths import FastPaths, ModelFacts, decide
 from runtime.engine.muon import MAX_BATCH
 from runtime.files import format_bytes, format_time
 from runtime.hardware import GPUS, Execution
+from runtime.loss import EAGER_LOSS_CHUNK, LOSS_CHUNK
 
 CUDA_CONTEXT_BYTES = (1.3e9, 1.6e9)  # CUDA, cuBLAS, cuDNN and NCCL outside PyTorch's tensors: 1 H200, each of 2
 H200_FLOPS = GPUS["H200"].tflops * 1e12

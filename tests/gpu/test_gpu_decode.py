@@ -6,7 +6,8 @@ import torch
 import transformers
 from reference import GPT2, XL_2_LAYERS, build, check, plain_logits, random_weights
 
-from model import GPT, Decoder, GPTConfig
+from model import GPT, GPTConfig
+from runtime.decoder import Decoder
 from runtime.kernels.decode import decode_step_for
 
 CONTEXT = 640  # decode_attention's programs take a second look from 513 places on

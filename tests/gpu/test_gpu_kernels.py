@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from reference import check, errors
 from torch.func import functional_call
 
-from model import Block, FusedLinearCrossEntropy, GPTConfig, cross_entropy_with_grad
+from model import Block, GPTConfig
 from runtime.engine.adamw import adamw
 from runtime.engine.grad_sink import GradSink, set_sink
 from runtime.kernels import block, fp8
+from runtime.loss import FusedLinearCrossEntropy, cross_entropy_with_grad
 
 WIDTHS = {768: 12, 1600: 25}  # and their heads
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

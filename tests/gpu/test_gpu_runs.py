@@ -30,8 +30,8 @@ torch.cuda.set_per_process_memory_fraction(5.0e9 / torch.cuda.get_device_propert
 V100 = """import torch
 torch.cuda.get_device_capability = lambda *_: (7, 0)
 torch._C._cuda_getArchFlags = lambda: "sm_70"
-import model
-model.ADDMM_OUT_DTYPE = False
+from runtime import loss
+loss.ADDMM_OUT_DTYPE = False
 """
 # A checkpoint is written three seconds after its tensors were copied
 SLOW_DISK = """import time

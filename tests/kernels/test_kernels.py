@@ -11,8 +11,9 @@ from conftest import ROOT
 
 pytest.importorskip("triton", reason="PyTorch for this platform comes without Triton, and the kernels are not used")
 
-from model import GPT, Decoder, GPTConfig
+from model import GPT, GPTConfig
 from runtime import lora
+from runtime.decoder import Decoder
 from runtime.engine.adamw import adamw
 from runtime.engine.fast_paths import decide, inspect_model
 from runtime.engine.grad_sink import GradSink, set_sink
@@ -159,10 +160,11 @@ def test_the_kernels_implement_model_py():
 
 
 @pytest.mark.parametrize("old, new, edited", [
-    ("F.gelu(self.c_fc(x), approximate=self.gelu)", "F.relu(self.c_fc(x)).square()", ["MLP.forward"]),
+    ("F.gelu(x, approximate=self.gelu)", "F.relu(x).square()", ["MLP.forward"]),
     ("nn.LayerNorm(config.n_embd, bias=config.bias)", "nn.LayerNorm(config.n_embd, eps=0.5)",
      ["Block.__init__", "GPT.__init__"]),
-    ("    def forward(self, x):\n", "    def forward(\n            self, x):\n        'Text'\n        # more\n\n", [])])
+    ("    def forward(self, x: Tensor) -> Tensor:\n        x",
+     "    def forward(\n            self, x: Tensor) -> Tensor:\n        'Text'\n        # more\n\n        x", [])])
 def test_an_edited_model_trains_as_edited(old, new, edited, monkeypatch, tmp_path):
     """As on a GPU, here in Triton's interpreter: the edit's loss. Comments and formatting leave the kernels in use."""
     source = (ROOT / "model.py").read_text()
@@ -231,9 +233,10 @@ def test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole(monkeypatch
     with torch.no_grad():
         for prompt in prompts:
             decoder = Decoder(plain, batch, 300)
-            for cache in decoder.caches:
-                cache.k.fill_(7), cache.v.fill_(7)
             decoder.prefill(idx[:, :prompt])
+            for cache in decoder.caches:
+                cache.keys[0][:, :, prompt:] = 7
+                cache.values[0][:, :, prompt:] = 7
             for at in range(prompt, prompt + 2):
                 logits = decode_step(plain, idx[:, at : at + 1], torch.tensor([at]), decoder.caches)
                 assert torch.allclose(logits, whole[:, at], atol=2e-5), at
