@@ -28,6 +28,7 @@ dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: bfloa
 globals().update(vars(configurator.settings_of_script(__file__, on_error=exit_on_all_ranks)))
 
 import os
+from copy import deepcopy
 from json import dumps
 
 import numpy as np
@@ -36,7 +37,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from model import LMHead
 from runtime.cluster.join import join_process_group
 from runtime.cluster.ranks import all_exit_on, print0, ranks_from_environment, shut_down
 from runtime.data.dataset import open_datasets, same_tokenizer
@@ -44,22 +44,32 @@ from runtime.data.loader import open_sequences, read_windows
 from runtime.data.tokenizer import token_bytes, tokenizer_of
 from runtime.errors import UserError
 from runtime.hardware import pick_device, pick_dtype
-from runtime.loss import EAGER_LOSS_CHUNK
 from runtime.sample.benchmarks import figures_of, read_rows, text_rows
 from runtime.sample.generate import read_text
 from runtime.sample.source import find_model
 
+LOGITS_ROWS = 8192  # rows of logits in memory at one time: 1.6 GB of GPT-2's in float32
 
-class ScoringHead(LMHead):
-    """Returns the losses of the targets that count, and whether each is the likeliest token, (2, n). Its logits are
-    float32: GPT-2's are around -100, where bfloat16 has multiples of 0.5. TF32 doesn't round half precision further."""
 
-    def forward(self, x, targets, reduction):
-        x, targets, weight, results = x[targets >= 0], targets[targets >= 0], self.weight.float(), []
-        for rows, own in zip(x.split(EAGER_LOSS_CHUNK), targets.split(EAGER_LOSS_CHUNK)):
-            logits = F.linear(rows.float(), weight)[:, : self.vocab_size]
-            results.append(torch.stack([F.cross_entropy(logits, own, reduction="none"), logits.argmax(dim=1) == own]))
-        return torch.cat(results, dim=1)
+def use_float32_head(model):
+    """Make the model's logits float32: GPT-2's are around -100, where bfloat16 has multiples of 0.5. TF32 doesn't round
+    half precision further."""
+    model.lm_head = deepcopy(model.lm_head).float()  # not tied, so the embedding stays as it is
+    model.lm_head.register_forward_pre_hook(lambda head, args: (args[0].float(), *args[1:]))
+
+
+def score_batch(x, y):
+    """Return the losses after x (B, T) of the targets y (B, T) that count, and whether each is the likeliest token,
+    (2, n). The logits are the model's, so it is scored as it was edited."""
+    results = []
+    sequences = max(1, LOGITS_ROWS // x.size(1))
+    for own_x, own_y in zip(x.split(sequences), y.split(sequences), strict=True):
+        counts = own_y >= 0
+        logits = model(own_x)[counts].float()
+        losses = F.cross_entropy(logits, own_y[counts], reduction="none")
+        hits = logits.argmax(dim=1) == own_y[counts]
+        results.append(torch.stack([losses, hits]))
+    return torch.cat(results, dim=1)
 
 
 @torch.no_grad()
@@ -76,7 +86,7 @@ def score(rows, name):
             for place, i in zip(padded, chosen):
                 place[: len(rows[i])] = rows[i][-length - 1 :]  # cut on the left, as in lm_eval
             x, y = read_windows([(row, 0) for row in padded], length, data["vocab_size"])
-            scores = model(x.to(device), y.to(device), "none").double().cpu().numpy()
+            scores = score_batch(x.to(device), y.to(device)).double().cpu().numpy()
             for i, (losses, hits) in zip(chosen, np.split(scores, (y >= 0).sum(dim=1).cumsum(dim=0)[:-1], axis=1)):
                 results[:, i] = losses.sum(), len(losses), losses[-1], hits.all(), hits[-1]
             bar.update(len(chosen))
@@ -108,12 +118,12 @@ with all_exit_on(UserError, OSError):
     if not tasks or not all(rows for _, _, rows, _ in tasks):
         raise UserError("nothing to score: give --hellaswag, --lambada, --dataset, or --text of at least 2 tokens")
     model = load(device, dtype)
-model.lm_head.__class__ = ScoringHead
 if device == "cuda" and dtype != torch.float32:
-    torch.set_float32_matmul_precision("high")  # TF32 in ScoringHead
+    torch.set_float32_matmul_precision("high")  # TF32 in the head
 
 if not json:
     print0(f"{name}: {model.num_params():,} parameters{description}\n")
+use_float32_head(model)
 for task, path, rows, answers in tasks:  # answers: the labels, or the bytes of each row of a text
     scores = score(rows, task)
     figures, cut = figures_of(task, scores, answers), sum(len(row) > block_size + 1 for row in rows)

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from runtime.decoder import Decoder, KVCache, sample_token
 from runtime.hardware import attention_backends
-from runtime.loss import LOSS_CHUNK, FusedLinearCrossEntropy, cross_entropy_with_grad
+from runtime.loss import chunked_loss, compile_loss
 from runtime.weights import (
     check_sizes,
     fetch_from_hub,
@@ -190,31 +190,35 @@ class Block(nn.Module):
 
 
 class LMHead(nn.Module):
-    """The output layer, tied to the token embedding. It is a module because ZeRO-3 gathers
-    parameters per module."""
+    """The output layer, tied to the token embedding, and its loss.
+
+    Edit logits or losses, and the gradient follows: autograd computes it (runtime/loss.py). The
+    head is a module because ZeRO-3 gathers parameters per module.
+    """
 
     def __init__(self, wte: nn.Embedding, vocab_size: int) -> None:
         super().__init__()
         self.weight = wte.weight
         self.vocab_size = vocab_size
-        self.cross_entropy = cross_entropy_with_grad
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits (..., vocab_size) of x (..., n_embd), without the vocabulary's
+        padding."""
+        return F.linear(x, self.weight)[..., : self.vocab_size]
+
+    def losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each row of x (N, n_embd), (N,) in float32. targets: (N,), -1 for a
+        row that doesn't count. The loss takes the mean, or the sum, over those that count."""
+        logits = self.logits(x).float()
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
 
     def forward(
         self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean"
     ) -> Tensor:
         """Return the logits of x (B, T, C), or the loss. targets, reduction: see GPT.forward."""
         if targets is None:
-            return F.linear(x, self.weight)[..., : self.vocab_size]
-        x = x.flatten(0, -2)
-        targets = targets.flatten()
-        if reduction != "none":
-            return FusedLinearCrossEntropy.apply(
-                x, self.weight, targets, self.vocab_size, self.cross_entropy, reduction == "mean"
-            )
-        losses = []
-        for rows, own in zip(x.split(LOSS_CHUNK), targets.split(LOSS_CHUNK), strict=True):
-            losses.append(self.cross_entropy(rows @ self.weight.T, own, self.vocab_size)[0])
-        return torch.cat(losses)
+            return self.logits(x)
+        return chunked_loss(self, x.flatten(0, -2), targets.flatten(), reduction)
 
 
 class GPT(nn.Module):
@@ -303,7 +307,7 @@ class GPT(nn.Module):
         """
         for block in self.transformer.h:  # with a cache, each length would be compiled anew
             block.forward_uncached = torch.compile(block.forward_uncached, **options)
-        self.lm_head.cross_entropy = torch.compile(self.lm_head.cross_entropy, **options)
+        compile_loss(self.lm_head, **options)
 
     def crop_block_size(self, block_size: int) -> None:
         """Shorten the context to `block_size` tokens and drop the position embeddings beyond it."""

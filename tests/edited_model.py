@@ -221,6 +221,21 @@ GRAPHS = {
     "experts": EXPERTS,
     "experts without an auxiliary loss": EXPERTS[:-1],  # GPT.forward isn't edited
     "skip connections": SKIPS,
+    "a layer in the head": [
+        (
+            "        self.vocab_size = vocab_size\n\n",
+            """        self.vocab_size = vocab_size
+        self.proj = nn.Linear(wte.embedding_dim, wte.embedding_dim)
+
+""",
+        ),
+        (
+            "        return F.linear(x, self.weight)[..., : self.vocab_size]\n",
+            """        logits = F.linear(self.proj(x), self.weight)[..., : self.vocab_size]
+        return 15 * torch.tanh(logits / 15)
+""",
+        ),
+    ],
     "a matrix in odd blocks": MIX,
 }
 

@@ -10,7 +10,9 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import CHARS, ROOT, at_once, done, launch, planted, random_gpt2
+from edited_model import edited_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -160,6 +162,28 @@ def test_a_run_and_its_evaluation_agree(train, characters, tmp_path):
     assert f"perplexity {at_end['perplexity']:.2f}, {at_end['bits_per_byte']:.3f} bits per byte), " in run.stdout
     mixed, unknown = (loss_record({"val": [(3.0, 0.1, 4.0), (1.0, 0.1, size)]}, [3, 1]) for size in (1.0, 0.0))
     assert mixed["bits_per_byte"] == pytest.approx(2.5 / 3.25 / math.log(2)) and "bits_per_byte" not in unknown
+
+
+def test_an_edited_head_is_scored_as_edited(train, characters, tmp_path):
+    """Its own forward runs: by another head the loss was 3.668 instead of 3.1705."""
+    edit = ("        if targets is None:\n            return self.logits(x)\n",
+            "        x = x * 4\n        if targets is None:\n            return self.logits(x)\n")
+    module = edited_model(tmp_path, [edit])
+    plant = f"sys.path.insert(0, {str(tmp_path)!r})"
+    run = done(train("--max_iters=2", plant=plant))
+    script = planted(tmp_path, plant, ROOT / "evaluate.py")
+    args = "--json", f"--out_dir={run.out_dir}", "--tag=final", f"--dataset={characters}"
+    record = json.loads(done(launch(script, *args)).stdout)
+    saved = load_model(run.out_dir, "final")[0]
+    model = module.GPT(module.GPTConfig(**vars(saved.config)))
+    model.load_state_dict(saved.state_dict())
+    ids = torch.from_numpy(np.fromfile(characters / "val.bin", np.uint16).astype(int))
+    with torch.no_grad():
+        losses = [F.cross_entropy(model(ids[None, i : i + 32][:, : 1999 - i])[0], ids[i + 1 : i + 33], reduction="sum")
+                  for i in range(0, 1999, 32)]
+    assert record["loss"] == pytest.approx(sum(losses).item() / 1999, rel=1e-6)
+    plain = json.loads(done(launch(ROOT / "evaluate.py", *args)).stdout)
+    assert abs(plain["loss"] - record["loss"]) > 0.005
 
 
 def test_weights_that_are_not_finite_are_refused_index(tmp_path):

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from conftest import random_gpt2
 from safetensors.torch import load_file, save_file
 
-import model as model_module
 from model import GPT, GPTConfig
 from runtime import loss as loss_module
 from runtime import weights
@@ -155,7 +154,7 @@ def test_memory_of_the_loss_without_compile(dtype):
     x, weight = torch.randn(512, 16, dtype=dtype), torch.randn(4096, 16, dtype=dtype, requires_grad=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True,
                                 acc_events=True) as recorded:
-        FusedLinearCrossEntropy.apply(x, weight, torch.randint(4096, (512,)), 4096, cross_entropy_with_grad)
+        FusedLinearCrossEntropy.apply(x, weight, torch.randint(4096, (512,)), 4096)
     changes = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
     sizes = itertools.accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns()))
     assert 17.9 < (max(sizes) - 4 * weight.numel()) / (512 * 4096) < 18.1
@@ -167,7 +166,8 @@ def head_gradients(dtype, rows, micro_steps=1):
     x, weight, targets = torch.randn(rows, 64), 0.1 * torch.randn(1024, 64), torch.randint(1000, (rows,))
     ours = [t.to(dtype).requires_grad_() for t in (x, weight)]
     exact = [t.detach().double().requires_grad_() for t in ours]
-    (FusedLinearCrossEntropy.apply(*ours, targets, 1000, cross_entropy_with_grad) / micro_steps).backward()
+    loss = FusedLinearCrossEntropy.apply(*ours, targets, 1000) / rows
+    (loss / micro_steps).backward()
     (F.cross_entropy((exact[0] @ exact[1].T)[:, :1000], targets) / micro_steps).backward()
     return [(mine.grad.double(), its.grad) for mine, its in zip(ours, exact, strict=True)]
 
@@ -193,7 +193,7 @@ def test_few_gradients_of_float16_logits_are_flushed_to_zero():
 
 @pytest.mark.parametrize("loss_chunk", [7, 4096])
 def test_loss_of_each_token(ours, monkeypatch, loss_chunk):
-    monkeypatch.setattr(model_module, "LOSS_CHUNK", loss_chunk)
+    monkeypatch.setattr(loss_module, "EAGER_LOSS_CHUNK", loss_chunk)
     idx, targets = tokens(2, BLOCK), some_targets(2, BLOCK)
     losses = ours(idx, targets, reduction="none")
     wanted = F.cross_entropy(ours(idx).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")

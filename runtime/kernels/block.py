@@ -29,6 +29,7 @@ from runtime.kernels import fp8, jit, tl, triton
 from runtime.kernels.edits import edited_functions
 from runtime.kernels.fp8 import store, update_amax
 from runtime.kernels.linear import Casts, linear, linear_grads
+from runtime.loss import compile_loss
 
 MAX_WIDTH = 4096  # columns of a row in one program; 8192 in float32 need more shared memory than an A100 has
 # The fastest values tried on an H200 with 8,192 and 16,384 rows of 1,600 (results/h200_x1_fused.json)
@@ -336,7 +337,7 @@ def use_fused_blocks(model: GPT, use_fp8: bool = False, copies: bool = False) ->
     convert them at each use takes no memory, but 10% of GPT-2 XL's step at 1 x 32.
     """
     if model.lm_head.weight.is_cuda:
-        model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy)
+        compile_loss(model.lm_head)
     blocks = model.transformer.h
     copied: list[Tensor] = []
     layers: list[nn.Linear] = []

@@ -1,24 +1,20 @@
 """Find edits of model.py that the kernels don't know: an edited model has to train and sample as edited."""
 
-import ast
 import functools
-import hashlib
-import inspect
 import operator
-import textwrap
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
 
 import model
 from runtime import loss
+from runtime.source_hash import function_hash
 
 IMPLEMENTED = {  # what block.py and decode.py replace or rely on in model.py, and its source_hash
     "QKVLinear.forward": "b73bfcc6", "CausalSelfAttention.__init__": "d8646e2f", "MLP.__init__": "f11e142b",
     "CausalSelfAttention.forward": "4fc9451d", "MLP.forward": "a3fd2710", "Block.__init__": "f2ece15f",
     "Block.forward": "bb74cd6c", "Block.forward_uncached": "8efc9ca1", "Block.attn_and_mlp": "799df9a5",
-    "LMHead.forward": "494d8565", "GPT.__init__": "5c2047eb", "GPT.forward": "c719c093"}
+    "LMHead.logits": "d72b48d0", "LMHead.forward": "ee389ce5", "GPT.__init__": "5c2047eb", "GPT.forward": "c719c093"}
 
 
 # Also part of a micro-step, in runtime/loss.py. A CUDA graph repeats what Python did while it was
@@ -26,8 +22,9 @@ IMPLEMENTED = {  # what block.py and decode.py replace or rely on in model.py, a
 CAPTURED = {
     "cross_entropy_with_grad": "0052c8f5",
     "addmm_fp32": "d6c36f6b",
-    "FusedLinearCrossEntropy.forward": "22d02015",
-    "FusedLinearCrossEntropy.backward": "85062007",
+    "chunked_loss": "636ea2f4",
+    "FusedLinearCrossEntropy.forward": "d063735f",
+    "FusedLinearCrossEntropy.backward": "fe733a14",
 }
 CLASSES = {"QKVLinear", "CausalSelfAttention", "MLP", "Block", "LMHead", "GPT"}  # model.py's modules
 
@@ -40,18 +37,6 @@ def source_hash(name: str, module: ModuleType | None = None) -> str | None:
     except AttributeError:
         return None
     return function_hash(function)
-
-
-def function_hash(function: Callable) -> str | None:
-    """Return a hash of a function's source without comments, docstring and formatting, or None if it
-    has no source."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError, TypeError):
-        return None
-    if ast.get_docstring(tree.body[0]) is not None:
-        del tree.body[0].body[0]
-    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:8]
 
 
 def forward_is_ours(gpt: torch.nn.Module) -> bool:
@@ -74,6 +59,8 @@ def varying_part(gpt: torch.nn.Module) -> str | None:
     this before DeepSpeed or our kernels change the model.
     """
     edited = edited_functions()
+    if source_hash("LMHead.losses") != loss.IMPLEMENTED["losses"]:
+        edited = [*edited, "LMHead.losses"]
     for name, known in CAPTURED.items():
         if source_hash(name, loss) != known:
             edited = [*edited, name]

@@ -23,6 +23,7 @@ import model as edited
 from runtime.cluster.ranks import shut_down
 from runtime.data.loader import Batch
 from runtime.engine.engine import Engine
+from runtime.engine.setup import gather_whole_modules
 from runtime.output import exit_on_error
 
 LINEAR = torch.nn.functional.linear
@@ -51,7 +52,7 @@ def train(
     model = graph_training.fresh_model(edited, with_lora)
     model.gradient_checkpointing = recompute
     if stage == 3:
-        deepspeed.utils.set_z3_leaf_modules(model, [edited.Block])
+        gather_whole_modules(model, edited.Block)
     deepspeeds = initialize(
         model,
         groups=model.parameter_groups(graph_training.DECAY),
