@@ -221,6 +221,25 @@ class LMHead(nn.Module):
         return chunked_loss(self, x.flatten(0, -2), targets.flatten(), reduction)
 
 
+def has_own_reset(module: nn.Module) -> bool:
+    """Return whether a layer's class has its own reset_parameters."""
+    of_pytorch = (nn.Linear.reset_parameters, nn.Embedding.reset_parameters, None)
+    return getattr(type(module), "reset_parameters", None) not in of_pytorch
+
+
+def is_as_made(module: nn.Module, param: nn.Parameter) -> bool:
+    """Return whether a layer's parameter is as its constructor drew it, and nobody has set it."""
+    # PyTorch counts a tensor's changes. A constructor makes one, and one more for padding_idx
+    changes = 1 if getattr(module, "padding_idx", None) is None else 2
+    if param._version > changes:
+        return False
+    if param.is_meta or param.numel() == 1:
+        return True
+    # What is set by param.data isn't counted, but no constructor draws one number over and over
+    values = param.detach().flatten()[:4096]
+    return not torch.equal(values, values[0].expand_as(values))
+
+
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -237,15 +256,26 @@ class GPT(nn.Module):
         self.lm_head = LMHead(self.transformer.wte, config.vocab_size)
         self.init_weights()
 
-    def init_weights(self):
-        """Draw weights with a standard deviation of 0.02, over sqrt(2 * n_layer) for projections
-        into the residual."""
+    def init_weights(self) -> None:
+        """Draw the weights of linear layers and embeddings with a standard deviation of 0.02, over
+        sqrt(2 * n_layer) for projections into the residual. Set biases to 0.
+
+        What a module's __init__ has set stays: its own parameters, and layers that it changed, such
+        as by nn.init.zeros_(self.c_proj.weight) or self.c_proj.weight.data.zero_(). So do layers of
+        a class with its own reset_parameters.
+        """
         residual_std = 0.02 / (2 * self.config.n_layer) ** 0.5
-        for name, p in self.named_parameters():
-            if p.dim() >= 2:
-                nn.init.normal_(p, std=residual_std if name.endswith("c_proj.weight") else 0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
+        for name, module in self.named_modules():
+            if not isinstance(module, (nn.Linear, nn.Embedding, LMHead)):
+                continue
+            if has_own_reset(module):
+                continue
+            if is_as_made(module, module.weight):
+                std = residual_std if name.endswith("c_proj") else 0.02
+                nn.init.normal_(module.weight, std=std)
+            bias = getattr(module, "bias", None)
+            if isinstance(module, nn.Linear) and bias is not None and is_as_made(module, bias):
+                nn.init.zeros_(bias)
         # Padding rows are never looked up
         nn.init.zeros_(self.transformer.wte.weight[self.config.vocab_size :])
 
