@@ -194,6 +194,9 @@ class LMHead(nn.Module):
 
     Edit logits or losses, and the gradient follows: autograd computes it (runtime/loss.py). The
     head is a module because ZeRO-3 gathers parameters per module.
+
+    A weight of its own, nn.Parameter(torch.empty_like(wte.weight)), gets the initial values of an
+    embedding. Other values have to be set in place, as nn.init.normal_(self.weight, std=0.1) does.
     """
 
     def __init__(self, wte: nn.Embedding, vocab_size: int) -> None:
@@ -229,8 +232,12 @@ def has_own_reset(module: nn.Module) -> bool:
 
 def is_as_made(module: nn.Module, param: nn.Parameter) -> bool:
     """Return whether a layer's parameter is as its constructor drew it, and nobody has set it."""
-    # PyTorch counts a tensor's changes. A constructor makes one, and one more for padding_idx
-    changes = 1 if getattr(module, "padding_idx", None) is None else 2
+    # PyTorch counts a tensor's changes. A layer's constructor makes one, with padding_idx one more
+    changes = 1
+    if isinstance(module, LMHead):
+        changes = 0
+    elif getattr(module, "padding_idx", None) is not None:
+        changes = 2
     if param._version > changes:
         return False
     if param.is_meta or param.numel() == 1:
@@ -260,9 +267,9 @@ class GPT(nn.Module):
         """Draw the weights of linear layers and embeddings with a standard deviation of 0.02, over
         sqrt(2 * n_layer) for projections into the residual. Set biases to 0.
 
-        What a module's __init__ has set stays: its own parameters, and layers that it changed, such
-        as by nn.init.zeros_(self.c_proj.weight) or self.c_proj.weight.data.zero_(). So do layers of
-        a class with its own reset_parameters.
+        What a module's __init__ has set stays: its own parameters (but see LMHead), and layers that
+        it changed, such as by nn.init.zeros_(self.c_proj.weight) or
+        self.c_proj.weight.data.zero_(). So do layers of a class with its own reset_parameters.
         """
         residual_std = 0.02 / (2 * self.config.n_layer) ** 0.5
         for name, module in self.named_modules():
@@ -280,24 +287,65 @@ class GPT(nn.Module):
         nn.init.zeros_(self.transformer.wte.weight[self.config.vocab_size :])
 
     def num_params(self, positions: bool = True) -> int:
-        """Return the number of parameters. The tied matrix counts once, vocabulary padding
-        doesn't."""
+        """Return the number of parameters. A tied matrix counts once, vocabulary padding doesn't.
+
+        positions: with the position embeddings.
+        """
+        total = sum(p.numel() for p in self.parameters()) - self.num_padding()
+        if not positions and "wpe" in self.transformer:
+            total -= self.transformer.wpe.weight.numel()
+        return total
+
+    def num_padding(self) -> int:
+        """Return the number of parameters for the vocabulary's padding, of the embedding and of a
+        head that isn't tied to it."""
         rows = self.config.padded_vocab_size - self.config.vocab_size
-        if not positions:
-            rows += self.config.block_size
-        return sum(p.numel() for p in self.parameters()) - rows * self.config.n_embd
+        matrices = {self.transformer.wte.weight, self.lm_head.weight}
+        return sum(rows * matrix.size(1) for matrix in matrices)
 
     def flops_per_token(self, T: int | None = None) -> int:
         """Return the FLOPs of forward and backward per token with a context of T.
 
-        They are 6 N + 12 n_layer n_embd T. N excludes position embeddings (PaLM, arXiv:2204.02311,
-        appendix B). A frozen weight counts 4 instead of 6.
+        They are 6 N + 12 W T (PaLM, arXiv:2204.02311, appendix B). N: the parameters but for those
+        that are only looked up. A block counts as often as it is in transformer.h, a frozen weight
+        4 instead of 6. W: the width of all heads, summed over the CausalSelfAttentions.
+
+        Of a module with `experts` and `experts_per_token`, so many of them count. Without these
+        two, all its parameters count, also of experts that a token doesn't use.
         """
         T = T or self.config.block_size
-        wpe = self.transformer.wpe.weight
-        frozen = sum(p.numel() for p in self.parameters() if not p.requires_grad and p is not wpe)
-        attention = 12 * self.config.n_layer * self.config.n_embd * T
-        return 6 * self.num_params(positions=False) - 2 * frozen + attention
+        shares = self.expert_shares()
+
+        def flops(params) -> float:
+            return sum((6 if p.requires_grad else 4) * p.numel() * shares.get(p, 1) for p in params)
+
+        blocks = list(self.transformer.h)
+        looked_up = {module.weight for module in self.modules() if isinstance(module, nn.Embedding)}
+        looked_up -= set(self.lm_head.parameters())
+        of_blocks = {p for block in blocks for p in block.parameters()}
+        others = [p for p in self.parameters() if p not in of_blocks and p not in looked_up]
+        total = flops(others) + sum(flops(block.parameters()) for block in blocks)
+
+        # Padding rows of the head cost time, but compute nothing that counts
+        head = self.lm_head.weight
+        padding = self.config.padded_vocab_size - self.config.vocab_size
+        total -= flops([head]) * padding / head.size(0)
+
+        for block in blocks:
+            for module in block.modules():
+                if isinstance(module, CausalSelfAttention):
+                    total += 12 * module.c_proj.weight.size(1) * T
+        return round(total)
+
+    def expert_shares(self) -> dict[nn.Parameter, float]:
+        """Return {parameter of an expert: the share of the tokens that use it}."""
+        shares = {}
+        for module in self.modules():
+            used = getattr(module, "experts_per_token", None)
+            if used is not None:
+                for param in module.experts.parameters():
+                    shares[param] = used / len(module.experts)
+        return shares
 
     def parameter_groups(self, weight_decay: float) -> list[dict]:
         """Return the optimizer's parameter groups: matrices and embeddings with weight decay,

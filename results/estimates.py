@@ -41,7 +41,9 @@ def planned_parts(model, preset, micro, recomputed, gpus=1, accumulate_locally=F
         config["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
     c, (stored, trainable) = model.config, (sum(p.numel() for p in model.parameters() if p.requires_grad or every)
                                             for every in (True, False))
-    params = ParamCount(stored, stored, trainable, muon=muon * 12 * c.n_layer * c.n_embd**2)
+    matrices = [param for block in model.muon_matrices() for param, _ in block] if muon else []
+    block = sum(p.numel() for p in model.transformer.h[0].parameters() if p.dim() > 1)
+    params = ParamCount(stored, stored, trainable, muon=sum(param.numel() for param in matrices), block=block)
     parts = estimate(MemoryInputs(c, Execution("cuda", "bfloat16", True, 0), batch, params, config, recomputed,
                                   accumulate_locally, fp8, pretrained, inspect_model(model)))
     return {part: size / 1e9 for part, size in parts.items()}

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from model import GPT, MLP, Block, GPTConfig
+from model import GPT, MLP, Block, GPTConfig, LMHead
 
 CONFIG = GPTConfig(block_size=16, vocab_size=61, n_layer=2, n_head=2, n_embd=32)
 # Drawn before layers were initialized by their class: one number of each matrix, in the order of the random numbers
@@ -112,6 +112,22 @@ def test_a_tied_layer_is_drawn_once(monkeypatch):
     for name in ("mlp.c_fc", "mlp.c_proj", "attn.c_proj"):
         mine, its = (m.transformer.h[0].get_submodule(name).weight for m in (model, plain))
         assert torch.equal(mine, its)
+
+
+@pytest.mark.parametrize("set_by, std", [(lambda w: None, 0.02), (lambda w: nn.init.normal_(w, std=0.3), 0.3),
+                                         (lambda w: w.data.zero_(), 0)])
+def test_a_head_that_is_not_tied(monkeypatch, set_by, std):
+    """Its own weight, of memory that nobody has filled, is drawn."""
+
+    class Untied(LMHead):
+        def __init__(self, wte, vocab_size):
+            super().__init__(wte, vocab_size)
+            self.weight = nn.Parameter(torch.empty_like(wte.weight))
+            self.weight.data.uniform_(5, 6)  # what was there before
+            set_by(self.weight)
+
+    monkeypatch.setattr("model.LMHead", Untied)
+    assert gpt().lm_head.weight.std().item() == pytest.approx(std, rel=0.05)
 
 
 def test_a_model_without_memory_is_made():

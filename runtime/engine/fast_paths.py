@@ -15,6 +15,7 @@ from torch import nn
 from runtime.cluster.ranks import print0
 from runtime.engine.ds_config import takes_our_gradients, uses_offload
 from runtime.engine.zero3_blocks import blocks_to_gather
+from runtime.errors import UserError
 from runtime.hardware import Execution
 from runtime.kernels import triton
 
@@ -69,6 +70,16 @@ def inspect_model(model: nn.Module) -> ModelFacts:
 
     _, no_blocks = blocks_to_gather(model)
     return ModelFacts(why_no_kernels(model), no_blocks, varying_part(model))
+
+
+def check_dimensions(model: nn.Module) -> None:
+    """Raise UserError if a parameter is a scalar without a dimension. DeepSpeed can't shard it."""
+    for name, param in model.named_parameters():
+        if param.dim() == 0:
+            raise UserError(
+                f"the parameter {name} has no dimension, and DeepSpeed can't shard it: make it a "
+                "vector of one number, as nn.Parameter(torch.zeros(1)) is"
+            )
 
 
 def why_no_kernels(model: nn.Module) -> str | None:

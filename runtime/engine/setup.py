@@ -13,7 +13,7 @@ from torch import nn
 from runtime.cluster.ranks import all_exit_on, all_reduce_sum, print0, silence_stdout
 from runtime.engine.any_optimizer import check_elementwise, is_adamw, optimizer_name
 from runtime.engine.ds_config import takes_our_gradients, uses_offload
-from runtime.engine.fast_paths import FastPaths
+from runtime.engine.fast_paths import FastPaths, check_dimensions
 from runtime.engine.layout import Layout
 from runtime.engine.reduce import BucketedAllReduce, LocalAccumulation
 from runtime.engine.step import OurStep
@@ -103,6 +103,8 @@ def initialize(
     targets. Each of them has a larger gradient then, so the loss scale that keeps float16 in range is
     smaller.
     """
+    with all_exit_on(UserError):
+        check_dimensions(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     zero = dict(ds_config["zero_optimization"])
     zero["reduce_bucket_size"] = min(trained, int(zero.get("reduce_bucket_size", 5e8)))

@@ -28,7 +28,8 @@ MAX_LOGIT_DIFFERENCE = 1e-5  # relative to the largest logit, or to 10 if all ar
 
 def write_model(model, folder, end, dtype):
     """Write config.json, generation_config.json and model.safetensors. Transpose linear layers for Conv1D, leave out
-    the vocabulary's padding, and add zeros if the model has no biases. end: the id of <|endoftext|>, or None."""
+    the vocabulary's padding, and add zeros if the model has no biases. end: the id of <|endoftext|>, or None. Raises
+    UserError if the model isn't transformers' GPT-2."""
     c = model.config
     hf_config = GPT2Config(
         vocab_size=c.vocab_size, n_positions=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head,
@@ -36,16 +37,31 @@ def write_model(model, folder, end, dtype):
         attn_pdrop=c.dropout, bos_token_id=end, eos_token_id=end, dtype=dtype, n_ctx=c.block_size)  # for llama.cpp
     with torch.device("meta"):
         hf_model = GPT2LMHeadModel(hf_config)
-    params, weights = model.state_dict(), {}
+    check_names(model, hf_model)
+    params = model.state_dict()
+    weights = {}
     for name, like in hf_model.state_dict().items():
         w = params[name] if name in params else torch.zeros(like.shape)
         w = w.t() if name.endswith(CONV1D) else w
-        weights[name] = w[: len(like)].to(getattr(torch, dtype)).contiguous()
+        w = w[: len(like)]
+        if w.shape != like.shape:
+            raise UserError(f"the model can't be exported: {name} has shape {tuple(params[name].shape)}, which is not "
+                            "that of a GPT-2 in transformers; model.py loads and samples it")
+        weights[name] = w.to(getattr(torch, dtype)).contiguous()
     hf_model.load_state_dict(weights, assign=True)
     hf_model.tie_weights()
     hf_model.save_pretrained(folder, max_shard_size="100GB")
     # safetensors lets only the owner read its file
     shutil.copymode(os.path.join(folder, "config.json"), os.path.join(folder, "model.safetensors"))
+
+
+def check_names(model, hf_model):
+    """Raise UserError if a GPT has a parameter that transformers' GPT-2 hasn't."""
+    theirs = hf_model.state_dict()
+    for name, _ in model.named_parameters():
+        if name not in theirs:
+            raise UserError(f"the model can't be exported: a GPT-2 in transformers has no parameter {name}; model.py "
+                            "loads and samples it")
 
 
 @torch.no_grad()

@@ -23,8 +23,9 @@ H200_FLOPS = GPUS["H200"].tflops * 1e12
 USABLE_FRACTION = 0.9  # of a GPU's memory; the rest is lost to fragmentation
 PRESETS = ("ds_config_zero2.json", "ds_config_zero3.json", "config/ds/zero2_offload.json",
            "config/ds/zero3_offload.json")
-# stored: with the padded vocabulary; flops: of forward and backward per token; muon: those that Muon trains
-ParamCount = namedtuple("ParamCount", ("total", "stored", "trainable", "flops", "muon"), defaults=[0, 0])
+# stored: with the padded vocabulary; flops: of forward and backward per token; muon: those that Muon trains; block:
+# those of a block that ZeRO-3 gathers by itself
+ParamCount = namedtuple("ParamCount", ("total", "stored", "trainable", "flops", "muon", "block"), defaults=[0, 0, 0])
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def zero3_buffers(run):
     itemsize, trained = run.execution.torch_dtype.itemsize, run.params.trainable == run.params.stored
     if not run.paths.by_block.taken:  # whole weights, and float32 sums of all gradients
         return run.params.stored * itemsize + run.params.trainable * 4
-    block = 12 * run.model.n_embd**2
+    block = run.params.block
     others = run.params.stored - block * run.model.n_layer
     live = int(run.ds_config["zero_optimization"].get("stage3_max_live_parameters", 1e9)) // block
     weights = (min(max(2, live), run.model.n_layer) * block + others) * itemsize

@@ -15,7 +15,8 @@ from runtime.data.dataset import SPLITS, open_datasets
 from runtime.data.loader import Batch, Conversations, extent, open_sequences, windows_per_epoch
 from runtime.data.tokenizer import tokenizer_of
 from runtime.engine import ds_config, fixes
-from runtime.engine.fast_paths import inspect_model
+from runtime.engine.fast_paths import check_dimensions, inspect_model
+from runtime.engine.zero3_blocks import blocks_to_gather
 from runtime.errors import UserError
 from runtime.files import format_bytes, free_bytes, nearest_existing_dir
 from runtime.hardware import Execution, available_memory, find_gpu, pick_compile, pick_device, pick_dtype
@@ -97,7 +98,8 @@ def make_plan(settings, ranks, problems, notes):
     if start:
         problems.attempt(check_kernels, s, start.model, execution)
     if start and not problems:
-        params, facts = count_params(start.model, lora, s.optimizer == "muon")
+        params, facts = problems.attempt(count_params, start.model, lora, s.optimizer == "muon") or (None, None)
+    if params:
         if params.muon and start.optimizer == "adamw":
             notes.append("optimizer=muon is for runs from scratch: measurements elsewhere favor AdamW for weights that "
                          "AdamW has trained (arXiv:2605.10468)")
@@ -199,16 +201,25 @@ def check_kernels(s, model, execution):
 
 def count_params(config, lora, muon):
     """Return the ParamCount of a model without allocating it, and its ModelFacts. muon: whether the blocks' matrices
-    are Muon's."""
+    are Muon's. Raises UserError if DeepSpeed can't train it."""
     with torch.device("meta"):
         model = GPT(config)
+    check_dimensions(model)
     total = model.num_params()
+    blocks, _ = blocks_to_gather(model)
+    block = sum(p.numel() for p in blocks[0].parameters() if p.dim() > 1) if blocks else 0
     matrices = [param for block in model.muon_matrices() for param, _ in block] if muon else []
     if lora:
         apply_lora(model, lora)
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    params = ParamCount(total, sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable),
-                        model.flops_per_token(), sum(param.numel() for param in set(matrices)))
+    params = ParamCount(
+        total,
+        stored=sum(size for size, _ in sizes),
+        trainable=sum(size for size, trainable in sizes if trainable),
+        flops=model.flops_per_token(),
+        muon=sum(param.numel() for param in set(matrices)),
+        block=block,
+    )
     return params, inspect_model(model)
 
 
