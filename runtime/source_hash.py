@@ -11,7 +11,9 @@ from collections.abc import Callable
 @functools.cache
 def function_hash(function: Callable) -> str | None:
     """Return a hash of a function's source without comments, docstring and formatting, or None if
-    it has no source of its own."""
+    it has no source of its own: a function in a wrapper hasn't."""
+    if hasattr(function, "__wrapped__"):
+        return None
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError, TypeError):

@@ -19,7 +19,7 @@ LEVELS = (  # a room is a folder, or a file of its own; imports go to lower leve
     ("runtime/plan", "sample.py", "plot.py"),
     ("train_deepspeed.py", "bench.py", "doctor.py", "evaluate.py"))
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-MOST_LINES = {"train_deepspeed.py": 400, "model.py": 540, "runtime/kernels/block.py": 420,
+MOST_LINES = {"train_deepspeed.py": 400, "model.py": 540, "runtime/kernels/block.py": 350,
               "runtime/engine/layout.py": 620, "runtime/data/loader.py": 400}
 
 

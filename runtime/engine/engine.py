@@ -32,7 +32,7 @@ from runtime.engine.layout import layout_of
 from runtime.engine.lockstep import Lockstep
 from runtime.engine.step import Wanted
 from runtime.errors import UserError
-from runtime.kernels.block import FusedBlocks
+from runtime.kernels.fused import FusedBlocks
 
 
 @dataclass(frozen=True)

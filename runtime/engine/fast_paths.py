@@ -18,13 +18,21 @@ from runtime.engine.zero3_blocks import blocks_to_gather
 from runtime.errors import UserError
 from runtime.hardware import Execution
 from runtime.kernels import triton
+from runtime.kernels.edits import varying_part
+from runtime.kernels.fit import fit, ranges
 
 
 class Choice(NamedTuple):
-    """Whether a fast path is taken. reason: why it isn't."""
+    """Whether a fast path is taken. reason: why it isn't.
+
+    parts: of what it is taken, such as blocks "0-10"; all if empty. others: why not of the rest,
+    (("11", reason), ...).
+    """
 
     taken: bool
     reason: str = ""
+    parts: str = ""
+    others: tuple[tuple[str, str], ...] = ()
 
 
 NOT_TAKEN = Choice(False)
@@ -34,7 +42,10 @@ NOT_TAKEN = Choice(False)
 class ModelFacts:
     """Why a model doesn't fit a fast path. None: it does."""
 
-    no_kernels: str | None = None
+    no_kernels: str | None = None  # for no block
+    some_blocks: str = ""  # those that fit our kernels, such as "0-10", if not all do
+    other_blocks: tuple[tuple[str, str], ...] = ()  # the rest: (("11", why not), ...)
+    no_chain: str | None = None  # why fused blocks can't pass their parts of a sum to each other
     no_blocks: str | None = None
     varies: str | None = None  # why a micro-step may depend on the data
 
@@ -47,6 +58,7 @@ class FastPaths:
     by_block: Choice = NOT_TAKEN  # ZeRO-3 gathers and reduces the blocks' matrices one by one
     local: Choice = NOT_TAKEN  # each rank sums the micro-steps' gradients; reduced once per step
     kernels: Choice = NOT_TAKEN  # our Triton kernels run the blocks
+    chain: Choice = NOT_TAKEN  # the next fused block adds what one returns, in its own layer norm
     copies: Choice = NOT_TAKEN  # attention's weights are kept in float16, too
     step: Choice = NOT_TAKEN  # clipping, AdamW and the copy of the weights are one kernel
     graph: Choice = NOT_TAKEN  # micro-steps are replayed as a CUDA graph
@@ -57,6 +69,7 @@ NAMES = {
     "by_block": "ZeRO-3 by block",
     "local": "local accumulation",
     "kernels": "fused blocks",
+    "chain": "chained blocks",
     "copies": "float16 copies",
     "step": "one-kernel AdamW",
     "graph": "CUDA graph",
@@ -66,10 +79,19 @@ QUIET = ("one rank", "not ZeRO-3", "no fused blocks")  # reasons that need no wo
 
 def inspect_model(model: nn.Module) -> ModelFacts:
     """Return what a GPT fits, also one on the meta device. Call this before anything changes it."""
-    from runtime.kernels.edits import varying_part  # here: examples/ have models of their own
-
     _, no_blocks = blocks_to_gather(model)
-    return ModelFacts(why_no_kernels(model), no_blocks, varying_part(model))
+    found = fit(model)
+    fused = found.fused()
+    facts = ModelFacts(
+        no_kernels=found.why_none(),
+        no_chain=found.no_chain,
+        no_blocks=no_blocks,
+        varies=varying_part(model),
+    )
+    if fused and len(fused) < len(found.reasons):
+        others = tuple(found.others())
+        facts = replace(facts, some_blocks=ranges(fused), other_blocks=others)
+    return facts
 
 
 def check_dimensions(model: nn.Module) -> None:
@@ -80,15 +102,6 @@ def check_dimensions(model: nn.Module) -> None:
                 f"the parameter {name} has no dimension, and DeepSpeed can't shard it: make it a "
                 "vector of one number, as nn.Parameter(torch.zeros(1)) is"
             )
-
-
-def why_no_kernels(model: nn.Module) -> str | None:
-    """Return why our Triton kernels can't run a model's blocks, or None."""
-    if not all(param.requires_grad for param in model.parameters()):
-        return "some parameters are frozen"
-    from runtime.kernels.block import why_not  # as above
-
-    return why_not(model.config)
 
 
 def decide(
@@ -120,7 +133,8 @@ def decide(
     )
 
     no_triton = why_no_triton(execution)
-    kernels = first_reason((no_triton, no_triton), (facts.no_kernels, facts.no_kernels))
+    kernels = decide_kernels(facts, no_triton)
+    chain = first_reason((not kernels.taken, "no fused blocks"), (facts.no_chain, facts.no_chain))
     copies = first_reason(
         (not kernels.taken, "no fused blocks"),
         (execution.dtype != "bfloat16", "only for bfloat16"),
@@ -148,7 +162,15 @@ def decide(
             f"{facts.varies}, so a micro-step may depend on the data; cuda_graph=True says that it doesn't",
         ),
     )
-    return FastPaths(gradients, by_block, local, kernels, copies, step, graph)
+    return FastPaths(gradients, by_block, local, kernels, chain, copies, step, graph)
+
+
+def decide_kernels(facts: ModelFacts, no_triton: str | None) -> Choice:
+    """Return which blocks run on our kernels."""
+    reason = no_triton or facts.no_kernels
+    if reason:
+        return Choice(False, reason)
+    return Choice(True, parts=facts.some_blocks, others=facts.other_blocks)
 
 
 def first_reason(*reasons: tuple[object, str | None]) -> Choice:
@@ -197,7 +219,8 @@ def describe(paths: FastPaths) -> list[str]:
         choice = getattr(paths, field.name)
         name = NAMES[field.name]
         if choice.taken:
-            taken.append(name)
+            taken.append(f"{name} {choice.parts}".rstrip())
+            missing += [(reason, f"{name} {parts}") for parts, reason in choice.others]
         elif choice.reason not in QUIET:
             missing.append((choice.reason, name))
     by_reason: dict[str, list[str]] = {}

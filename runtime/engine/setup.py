@@ -20,9 +20,10 @@ from runtime.engine.step import OurStep
 from runtime.engine.zero3_blocks import Zero3Blocks, blocks_to_gather
 from runtime.errors import UserError
 from runtime.hardware import Execution
+from runtime.kernels.fit import blocks_of, why_changed
 
 if TYPE_CHECKING:
-    from runtime.kernels.block import FusedBlocks
+    from runtime.kernels.fused import FusedBlocks
 
 
 def setup_device(execution, local_rank, ds_config, deterministic=False):
@@ -46,32 +47,62 @@ def setup_device(execution, local_rank, ds_config, deterministic=False):
 def compile_blocks(
     model: nn.Module, paths: FastPaths, execution: Execution, stage: int, fp8: bool = False
 ) -> "FusedBlocks | None":
-    """Run the blocks by our Triton kernels if the paths say so, else by torch.compile if the execution
-    does. Return our blocks, or None."""
-    from model import Block  # here, because examples/ have models of their own
-    from runtime.kernels import block as kernels
-
+    """Run those blocks by our Triton kernels that the paths say, and the others by torch.compile if the
+    execution does. Return our blocks, or None."""
     fused = None
     if paths.kernels.taken:
-        fused = kernels.use_fused_blocks(model, fp8, paths.copies.taken)
-    elif execution.compile:
+        from runtime.kernels.fused import use_fused_blocks  # here, because examples/ have no model.py
+
+        with all_exit_on(UserError):
+            fused = use_fused_blocks(model, fp8, paths.copies.taken)
+    blocks = list(dict.fromkeys(blocks_of(model)))
+    if fused is not None and fused.blocks:
+        for block in blocks:
+            if block not in fused.blocks:
+                compile_block(block)
+    elif execution.compile and hasattr(model, "compile_blocks"):
+        fused = None
         model.compile_blocks()
+    elif execution.compile:
+        for block in blocks:
+            compile_block(block)
     if stage == 3:
-        gather_whole_modules(model, Block)
+        gather_whole_modules(model)
     return fused
 
 
-def gather_whole_modules(model: nn.Module, block_class: type[nn.Module]) -> None:
+def gather_whole_modules(model: nn.Module) -> None:
     """Have ZeRO-3 gather the weights of a whole block at a time, not of each layer: 7.4 instead of
     12.5 s per step on 4 H200s at 1 x 32. Then compiled code has no hooks inside, on which dynamo fails.
 
     Also those of an edited output layer with layers in it, because its forward runs backward, too.
     """
-    classes = [block_class]
-    head = model.lm_head
-    if len(list(head.children())):
+    classes = list(dict.fromkeys(type(block) for block in blocks_of(model)))
+    head = getattr(model, "lm_head", None)
+    if head is not None and len(list(head.children())):
         classes.append(type(head))
-    deepspeed.utils.set_z3_leaf_modules(model, classes)
+    if classes:
+        deepspeed.utils.set_z3_leaf_modules(model, classes)
+
+
+def compile_block(block: nn.Module) -> None:
+    """Compile a block's forward without a cache, with which each length would be compiled anew. Hooks
+    stay outside compiled code."""
+    if hasattr(block, "forward_uncached"):
+        block.forward_uncached = torch.compile(block.forward_uncached)
+        return
+    eager = block.forward
+    compiled = torch.compile(eager)
+    plain = (torch.Tensor, bool, int, float, type(None))
+
+    def forward(*args, **named):
+        # A cache is an object of its own
+        has_cache = any(not isinstance(value, plain) for value in (*args, *named.values()))
+        if has_cache:
+            return eager(*args, **named)
+        return compiled(*args, **named)
+
+    block.forward = forward
 
 
 def adamw(groups, ds_config, **options):
@@ -105,6 +136,9 @@ def initialize(
     """
     with all_exit_on(UserError):
         check_dimensions(model)
+        changed = why_changed(model)
+        if changed:
+            raise UserError(changed)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     zero = dict(ds_config["zero_optimization"])
     zero["reduce_bucket_size"] = min(trained, int(zero.get("reduce_bucket_size", 5e8)))

@@ -34,6 +34,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from runtime.engine.grad_sink import GradSink, set_sink, take_grad
 from runtime.engine.layout import ShardedParameter, Zero3Layout, shape_of
 from runtime.errors import UserError
+from runtime.kernels.edits import why_not_our_forward
 
 
 def blocks_to_gather(model: nn.Module) -> tuple[list[nn.Module], str | None]:
@@ -42,11 +43,12 @@ def blocks_to_gather(model: nn.Module) -> tuple[list[nn.Module], str | None]:
     Each block has to run once, in order, on all ranks, with parameters that nothing else uses. That is
     so if GPT.forward is ours and no block shares a parameter.
     """
-    from runtime.kernels.edits import forward_is_ours  # here: examples/ have models of their own
-
     blocks = list(getattr(getattr(model, "transformer", None), "h", ()))
-    if not blocks or not forward_is_ours(model):
-        return [], "GPT.forward in model.py was edited"
+    if not blocks:
+        return [], "the model has no blocks"
+    reason = why_not_our_forward(model)
+    if reason:
+        return [], reason
     of_blocks = {id(module) for block in blocks for module in block.modules()}
     n_modules = sum(len(list(block.modules())) for block in blocks)
     if len(of_blocks) < n_modules:

@@ -1,7 +1,8 @@
-"""GPT-2's blocks for training on a GPU, with few memory passes between the GEMMs.
+"""The kernels of GPT-2's blocks for training, with few memory passes between the GEMMs.
 
   residual + layer norm  One kernel adds a branch (attention or MLP) and its bias to the residual stream and normalizes
-                         the sum. So a block returns (residual, branch, branch_bias), and the next layer norm adds them.
+                         the sum. So a chained block returns (residual, branch, branch_bias), and the next layer norm
+                         adds them. A closed block (fit.py) adds them itself, in one more pass of forward.
   bias gradients         The kernel that writes a gradient matrix also sums its columns. Each program stores partial
                          sums, which PyTorch adds in float32.
   weight gradients       The GEMM adds dy.T @ x to weight.grad_sink (engine/grad_sink.py): to a float32 sum, or to
@@ -9,29 +10,18 @@
   attention in float16   bfloat16's rounding of attention makes long runs unstable (docs/pretrain.md). So it and its two
                          linear layers run in float16 instead. As float16 needs, the loss is scaled (engine/setup.py).
 
-GEMMs (linear.py) and attention are PyTorch's, or fp8.py's. model.py has the plain version of this file, and tests
-compare the two.
+GEMMs (linear.py) and attention are PyTorch's, or fp8.py's. fused.py makes blocks of these operations. model.py has the
+plain version of both files, and tests compare them.
 """
-
-from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import sdpa_kernel
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
-from model import GPT, Block, GPTConfig
-from runtime.hardware import attention_backends
 from runtime.kernels import fp8, jit, tl, triton
-from runtime.kernels.edits import edited_functions
 from runtime.kernels.fp8 import store, update_amax
 from runtime.kernels.linear import Casts, linear, linear_grads
-from runtime.loss import compile_loss
 
-MAX_WIDTH = 4096  # columns of a row in one program; 8192 in float32 need more shared memory than an A100 has
 # The fastest values tried on an H200 with 8,192 and 16,384 rows of 1,600 (results/h200_x1_fused.json)
 NUM_PROGRAMS = 396  # programs that share the rows in the layer norm's backward, 3 per multiprocessor
 TILE = {"ROWS": 16, "COLUMNS": 128}  # the part of a matrix that a program loads at once
@@ -70,15 +60,17 @@ def residual_layernorm_fwd(residual, branch, branch_bias, weight, bias, residual
 
 @jit
 def residual_layernorm_bwd(dnormed, dresidual_out, residual_out, weight, mean, rstd, dresidual, dbranch, partials, rows,
-                           C, ADD: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr):
-    """Compute rows of dresidual and this program's partial sums of dweight, dbias and dbranch_bias, (3, C). With COPY,
-    also dbranch, which is dresidual in its dtype."""
+                           C, ADD: tl.constexpr, COPY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+                           NUM_STAGES: tl.constexpr):
+    """Compute rows of dresidual and this program's partial sums, (PARTS, C): of dweight and dbias, with 3 parts also
+    of dbranch_bias, with 4 also of dresidual_out. With COPY, also dbranch, which is dresidual in its dtype."""
     i = tl.arange(0, BLOCK)
     mask = i < C
     w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
     dweight = tl.zeros([BLOCK], tl.float32)
     dbias = tl.zeros([BLOCK], tl.float32)
     dbranch_bias = tl.zeros([BLOCK], tl.float32)
+    dout_bias = tl.zeros([BLOCK], tl.float32)
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=NUM_STAGES):
         offsets = tl.cast(row, tl.int64) * C + i
         dy = tl.load(dnormed + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -88,17 +80,35 @@ def residual_layernorm_bwd(dnormed, dresidual_out, residual_out, weight, mean, r
         dx = dy * w
         dx = tl.where(mask, (dx - xhat * (tl.sum(dx * xhat) / C) - tl.sum(dx) / C) * s, 0.0)
         if ADD:
-            dx += tl.load(dresidual_out + offsets, mask=mask, other=0.0).to(tl.float32)
+            dout = tl.load(dresidual_out + offsets, mask=mask, other=0.0).to(tl.float32)
+            dx += dout
+            if PARTS > 3:
+                dout_bias += dout
         tl.store(dresidual + offsets, dx.to(dresidual.dtype.element_ty), mask=mask)
         if COPY:
             tl.store(dbranch + offsets, dx.to(dbranch.dtype.element_ty), mask=mask)
         dweight += dy * xhat
         dbias += dy
-        dbranch_bias += dx
-    partial_ptr = partials + tl.program_id(0) * 3 * C + i
+        if PARTS > 2:
+            dbranch_bias += dx
+    partial_ptr = partials + tl.program_id(0) * PARTS * C + i
     tl.store(partial_ptr, dweight, mask=mask)
     tl.store(partial_ptr + C, dbias, mask=mask)
-    tl.store(partial_ptr + 2 * C, dbranch_bias, mask=mask)
+    if PARTS > 2:
+        tl.store(partial_ptr + 2 * C, dbranch_bias, mask=mask)
+    if PARTS > 3:
+        tl.store(partial_ptr + 3 * C, dout_bias, mask=mask)
+
+
+@jit
+def add_branch_fwd(residual, branch, branch_bias, out, n, C, BLOCK: tl.constexpr):
+    """Compute out = residual + branch + branch_bias for n elements in rows of C."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    x = tl.load(residual + i, mask=mask, other=0.0).to(tl.float32)
+    x += tl.load(branch + i, mask=mask, other=0.0).to(tl.float32)
+    x += tl.load(branch_bias + i % C, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + i, x.to(out.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -189,13 +199,19 @@ def column_sums(kernel, inputs, rows, width, parts, casts, bias):
 
 
 class ResidualLayerNorm(torch.autograd.Function):
-    """Returns residual + branch + branch_bias (or None) and its layer norm, as fp8.differentiable does. consumer: the
-    Casts of the layer that takes the norm."""
+    """Returns residual + branch + branch_bias (or residual) and its layer norm, as fp8.differentiable does.
+
+    consumer: the Casts of the layer that takes the norm. out_bias: of a closed block, what AddBranch adds later: its
+    gradient is the sum of that of the first result, which this backward reads.
+    """
 
     @staticmethod
-    def forward(ctx, residual, branch, branch_bias, weight, bias, consumer=None, dtype=None):
-        C, BLOCK, add = residual.size(-1), triton.next_power_of_2(residual.size(-1)), branch is not None
-        rows, residual_out = residual.numel() // C, torch.empty_like(residual) if add else residual
+    def forward(ctx, residual, branch, branch_bias, out_bias, weight, bias, consumer=None, dtype=None):
+        C = residual.size(-1)
+        BLOCK = triton.next_power_of_2(C)
+        rows = residual.numel() // C
+        add = branch is not None
+        residual_out = torch.empty_like(residual) if add else residual
         mean, rstd = residual.new_empty((2, rows), dtype=torch.float32)
         like = residual.new_empty(1, dtype=dtype or residual.dtype).expand_as(residual)
         normed, fp8_args = fp8.empty_output(fp8_slot(consumer), fp8.INPUT, like, residual.shape)
@@ -204,24 +220,60 @@ class ResidualLayerNorm(torch.autograd.Function):
                                         C, **fp8_args, ADD=add, **ctx.one_row)
         ctx.save_for_backward(residual_out, mean, rstd)
         ctx.set_materialize_grads(False)
-        ctx.params = [weight, bias, *([branch_bias] if add else [])]
+        ctx.params = [weight, bias]
+        if add:
+            ctx.params.append(branch_bias)
+        if out_bias is not None:
+            ctx.params.append(out_bias)
+        ctx.has_branch = add
         ctx.branch_dtype = branch.dtype if add else residual.dtype
-        return residual_out if add else None, *fp8.differentiable(ctx, normed, like)
+        return residual_out, *fp8.differentiable(ctx, normed, like)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dresidual_out, dnormed, _):
         residual_out, mean, rstd = ctx.saved_tensors
-        C, dresidual = residual_out.size(-1), torch.empty_like(residual_out)
-        rows, add = residual_out.numel() // C, dresidual_out is not None
+        C = residual_out.size(-1)
+        rows = residual_out.numel() // C
+        add = dresidual_out is not None
+        parts = len(ctx.params)
         count = min(NUM_PROGRAMS, triton.cdiv(rows, 4))
-        partials = residual_out.new_empty((count, 3, C), dtype=torch.float32)
+        partials = residual_out.new_empty((count, parts, C), dtype=torch.float32)
+        dresidual = torch.empty_like(residual_out)
+        dbranch = dresidual
         copy = ctx.branch_dtype != dresidual.dtype
-        dbranch = torch.empty_like(dresidual, dtype=ctx.branch_dtype) if copy else dresidual
+        if copy:
+            dbranch = torch.empty_like(dresidual, dtype=ctx.branch_dtype)
         residual_layernorm_bwd[(count,)](
             dnormed.contiguous(), dresidual_out.contiguous() if add else None, residual_out, ctx.params[0], mean, rstd,
-            dresidual, dbranch, partials, rows, C, ADD=add, COPY=copy, NUM_STAGES=3, **ctx.one_row)
-        dweight, dbias, *dbranch_bias = reduce_param_grads(partials[:, : len(ctx.params)], *ctx.params)
-        return dresidual, *((dbranch, *dbranch_bias) if dbranch_bias else (None, None)), dweight, dbias, None, None
+            dresidual, dbranch, partials, rows, C, ADD=add, COPY=copy, PARTS=parts, NUM_STAGES=3, **ctx.one_row)
+        dweight, dbias, *others = reduce_param_grads(partials, *ctx.params)
+        dbranch_bias = dout_bias = None
+        if ctx.has_branch:
+            dbranch_bias, *others = others
+        else:
+            dbranch = None
+        if others:
+            (dout_bias,) = others
+        return dresidual, dbranch, dbranch_bias, dout_bias, dweight, dbias, None, None
+
+
+class AddBranch(torch.autograd.Function):
+    """Returns residual + branch + branch_bias, the output of a closed block. The bias's gradient is computed by the
+    layer norm before it, as its out_bias."""
+
+    @staticmethod
+    def forward(ctx, residual, branch, branch_bias):
+        out = torch.empty_like(residual)
+        n = residual.numel()
+        add_branch_fwd[(triton.cdiv(n, 1024),)](residual, branch, branch_bias, out, n, residual.size(-1), BLOCK=1024)
+        ctx.branch_dtype = branch.dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        return dout, dout.to(ctx.branch_dtype), None
 
 
 class QKVProjection(torch.autograd.Function):
@@ -237,6 +289,7 @@ class QKVProjection(torch.autograd.Function):
         return tuple(part.view(B, T, n_head, C // n_head).transpose(1, 2) for part in qkv)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):
         (x,) = ctx.saved_tensors
         C = x.size(-1)
@@ -262,6 +315,7 @@ class LinearGelu(torch.autograd.Function):
         return fp8.differentiable(ctx, g, h)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dg, _):
         x, h = ctx.saved_tensors
         C = h.size(-1)
@@ -281,133 +335,13 @@ class LinearNoBias(torch.autograd.Function):
         return linear(x, weight, casts, None, ctx.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         dx, dweight = linear_grads(x, ctx.weight, ctx.casts, dy.reshape(-1, dy.size(-1)), ctx.dtype)
         return dx, None, dweight, None
 
 
-def why_not(config: GPTConfig) -> str | None:
-    """Return why these blocks can't replace model.py's for a GPTConfig, or None if they can."""
-    edited = edited_functions()
-    if edited:
-        return f"model.py was edited ({', '.join(edited)})"
-    if not config.bias or config.gelu != "tanh" or config.dropout:
-        return "they need biases, tanh GELU and dropout=0"
-    if config.n_embd > MAX_WIDTH:
-        return f"n_embd is above {MAX_WIDTH:,}"
-    return None
-
-
 def fp8_slot(casts: Casts | None) -> fp8.Slot | None:
     """Return the slot of a layer whose GEMMs are in FP8 in this micro-step, or None."""
     return casts.slot if casts is not None and casts.use_fp8() else None
-
-
-@dataclass(eq=False)
-class BlockCasts:
-    """The Casts of a block's four linear layers."""
-
-    c_attn: Casts
-    attn_c_proj: Casts
-    c_fc: Casts
-    mlp_c_proj: Casts
-
-
-@dataclass(frozen=True, eq=False)
-class FusedBlocks:
-    """The blocks of a model that run on these kernels. In a bfloat16 model, parts of backward are in
-    float16, so the loss has to be scaled."""
-
-    copies: list[Tensor]  # in float16, of these layers' weights
-    layers: list[nn.Linear]
-
-    @torch.no_grad()
-    def copy_weights(self) -> None:
-        """Copy attention's weights to float16. Call this when they have changed."""
-        if self.copies:
-            torch._foreach_copy_(self.copies, [layer.weight for layer in self.layers])
-
-
-def use_fused_blocks(model: GPT, use_fp8: bool = False, copies: bool = False) -> FusedBlocks:
-    """Make a model's blocks run on these kernels, and compile its loss. Modules change class, as in
-    fully_shard.
-
-    copies: of a bfloat16 model, keep copies of attention's weights in float16, for copy_weights(). To
-    convert them at each use takes no memory, but 10% of GPT-2 XL's step at 1 x 32.
-    """
-    if model.lm_head.weight.is_cuda:
-        compile_loss(model.lm_head)
-    blocks = model.transformer.h
-    copied: list[Tensor] = []
-    layers: list[nn.Linear] = []
-    scales = fp8.Fp8Scales(4 * len(blocks), model.lm_head.weight.device) if use_fp8 else None
-    for i, block in enumerate(blocks):
-        slots = [fp8.Slot(scales, 3 * (4 * i + k)) if scales else None for k in range(4)]
-        casts = BlockCasts(*(Casts(slot=slot) for slot in slots))
-        if copies and not use_fp8:
-            for layer, of_layer in ((block.attn.c_attn, casts.c_attn),
-                                    (block.attn.c_proj, casts.attn_c_proj)):
-                of_layer.in_float16 = torch.empty_like(
-                    layer.weight, dtype=torch.float16, requires_grad=False
-                )
-                copied.append(of_layer.in_float16)
-                layers.append(layer)
-        block.__class__ = FusedBlock
-        block.casts = casts
-    model.transformer.ln_f.__class__ = FusedLayerNorm
-    if scales:
-        blocks[0].register_forward_pre_hook(scales.update)
-    return FusedBlocks(copies=copied, layers=layers)
-
-
-def layernorm(layer, residual, branch=None, branch_bias=None, consumer=None, dtype=None):
-    """Apply ResidualLayerNorm with the model's `layer`. Without a branch, the first result is the residual itself."""
-    out, normed, normed8 = ResidualLayerNorm.apply(residual, branch, branch_bias, layer.weight, layer.bias,
-                                                   consumer, dtype)
-    return residual if branch is None else out, normed, normed8
-
-
-class FusedLayerNorm(nn.LayerNorm):
-    """Takes a tensor, as PyTorch's does, or what a FusedBlock returns."""
-
-    def forward(self, x):
-        return layernorm(self, *x)[1] if isinstance(x, tuple) else super().forward(x)
-
-
-class FusedBlock(Block):
-    """A Block that returns (residual, branch, branch_bias), and takes that or a tensor. With a cache, it is a Block."""
-
-    casts = BlockCasts(Casts(), Casts(), Casts(), Casts())  # use_fused_blocks() gives each block its own
-
-    def __call__(self, x, recompute=False, **cached):
-        # Full backward hooks, which DeepSpeed uses, find no tensors in a tuple
-        state = x if isinstance(x, tuple) else (x, None, None)
-        return super().__call__(*state, recompute, *cached.values())
-
-    def forward(self, residual, branch, branch_bias, recompute=False, *cached):
-        if cached:
-            return super().forward(residual, recompute, *cached)
-        if recompute:
-            return checkpoint(self.summed, residual, use_reentrant=False, preserve_rng_state=False), None, None
-        return self.fused_attn_and_mlp(residual, branch, branch_bias)
-
-    def summed(self, x):
-        residual, branch, branch_bias = self.fused_attn_and_mlp(x, None, None)
-        return residual + branch + branch_bias  # add them here: each tensor passed to a block is saved
-
-    def fused_attn_and_mlp(self, residual, branch, branch_bias):
-        attn, mlp, casts = self.attn, self.mlp, self.casts
-        dtype = torch.float16 if residual.dtype == torch.bfloat16 else residual.dtype  # of attention
-        residual, normed, normed8 = layernorm(self.ln_1, residual, branch, branch_bias, casts.c_attn, dtype)
-        q, k, v = QKVProjection.apply(normed, normed8, attn.c_attn.weight, attn.c_attn.bias, attn.n_head, casts.c_attn)
-        with sdpa_kernel(attention_backends(q.device), set_priority=True) if q.is_cuda else nullcontext():
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y = y.transpose(1, 2).reshape(residual.shape)
-        branch = LinearNoBias.apply(y, None, attn.c_proj.weight, casts.attn_c_proj)
-        residual, normed, normed8 = layernorm(self.ln_2, residual, branch, attn.c_proj.bias, casts.c_fc)
-        g, g8 = LinearGelu.apply(normed, normed8, mlp.c_fc.weight, mlp.c_fc.bias, casts.c_fc, casts.mlp_c_proj)
-        bias = mlp.c_proj.bias
-        if not hasattr(bias, "grad_sink"):
-            bias = bias.clone()  # ZeRO-3 releases the block's bias before the next block adds it
-        return residual, LinearNoBias.apply(g, g8, mlp.c_proj.weight, casts.mlp_c_proj), bias

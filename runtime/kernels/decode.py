@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from runtime.kernels import device_has_triton, jit, tl, triton
 from runtime.kernels.block import residual_layernorm_fwd
-from runtime.kernels.edits import edited_functions
+from runtime.kernels.fit import why_not_decoded
 
 # The fastest values tried on an H200 with GPT-2 XL (results/h200_x1_one_token.json, h200_x1_sampling.json)
 TILES = {2048: (8, 4), 8192: (2, 16)}  # {matrix width, rounded up to a power of 2: (rows, warps) per program}
@@ -113,9 +113,9 @@ def decode_attention(qkv, keys, values, position, out, partials, arrivals, heads
     tl.store(out + row * D + d, (acc / l).to(out.dtype.element_ty))
 
 
-def linear(x, layer, pdl, norm=None, gelu=False, residual=None):
+def linear(x, layer, pdl, norm=None, gelu=False, residual=None, with_bias=True):
     """Return layer(x) of one row, (K,) -> (N,). Optionally apply norm before it, and GELU or residual after it."""
-    weight, bias = layer.weight, getattr(layer, "bias", None)
+    weight, bias = layer.weight, layer.bias if with_bias else None
     (N, K), out = weight.shape, x.new_empty(len(weight))
     BLOCK = triton.next_power_of_2(K)
     rows, warps = TILES.get(BLOCK, (4, 4))
@@ -126,12 +126,21 @@ def linear(x, layer, pdl, norm=None, gelu=False, residual=None):
 
 
 def decode_step_for(model):
-    """Return generate()'s custom_step, or None if these kernels don't support the model."""
-    c, weight = model.config, model.lm_head.weight
-    D = c.n_embd // c.n_head
-    fits = (c.bias and c.gelu == "tanh" and 4 * c.n_embd <= max(TILES) and D & (D - 1) == 0 and D >= 16
-            and weight.is_cuda and device_has_triton(weight) and not edited_functions())
-    return partial(decode_step, model) if fits else None
+    """Return generate()'s custom_step, or None if these kernels don't support the model as it is now."""
+    weight = model.transformer.wte.weight
+    if not (weight.is_cuda and device_has_triton(weight)) or why_no_decode(model):
+        return None
+    return partial(decode_step, model)
+
+
+def why_no_decode(model):
+    """Return why these kernels can't decode what a model computes, or None."""
+    D = model.config.n_embd // model.config.n_head
+    if 4 * model.config.n_embd > max(TILES):
+        return f"n_embd is above {max(TILES) // 4:,}"
+    if D & (D - 1) or D < 16:
+        return f"the head size {D} is not a power of 2 from 16 up"
+    return why_not_decoded(model)
 
 
 @torch.no_grad()
@@ -162,7 +171,7 @@ def decode_step(model, token, position, caches):
             x = linear(y, block.attn.c_proj, pdl, residual=x)
             h = linear(x, block.mlp.c_fc, pdl, block.ln_2, gelu=True)
             x = linear(h, block.mlp.c_proj, pdl, residual=x)
-        return linear(x, model.lm_head, pdl, model.transformer.ln_f)[None, : model.config.vocab_size]
+        return linear(x, model.lm_head, pdl, model.transformer.ln_f, with_bias=False)[None, : model.lm_head.vocab_size]
     stats, branch, bias = torch.empty(2, B, device=x.device), None, None
 
     def add_and_norm(norm):

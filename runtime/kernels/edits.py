@@ -1,82 +1,223 @@
-"""Find edits of model.py that the kernels don't know: an edited model has to train and sample as edited."""
+"""Find what isn't GPT-2 as our kernels know it: an edited model has to train and sample as edited.
 
-import functools
-import operator
-from types import ModuleType
+What counts is the object in use, not the file that its class lies in: the source of the methods that
+its class finds, in a copied model.py too, and what was set, swapped or hooked afterwards.
+"""
+
+import contextlib
+from types import FunctionType
 
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
-import model
-from runtime import loss
+from runtime.hardware import attention_backends
 from runtime.source_hash import function_hash
 
-IMPLEMENTED = {  # what block.py and decode.py replace or rely on in model.py, and its source_hash
-    "QKVLinear.forward": "b73bfcc6", "CausalSelfAttention.__init__": "d8646e2f", "MLP.__init__": "f11e142b",
-    "CausalSelfAttention.forward": "4fc9451d", "MLP.forward": "a3fd2710", "Block.__init__": "f2ece15f",
-    "Block.forward": "bb74cd6c", "Block.forward_uncached": "8efc9ca1", "Block.attn_and_mlp": "799df9a5",
-    "LMHead.logits": "d72b48d0", "LMHead.forward": "ee389ce5", "GPT.__init__": "5c2047eb", "GPT.forward": "c719c093"}
-
-
-# Also part of a micro-step, in runtime/loss.py. A CUDA graph repeats what Python did while it was
-# captured
+# What our kernels replace or rely on in model.py and runtime/decoder.py, and its function_hash
+IMPLEMENTED = {
+    "QKVLinear.forward": "b73bfcc6",
+    "CausalSelfAttention.forward": "4fc9451d",
+    "MLP.forward": "a3fd2710",
+    "Block.forward": "bb74cd6c",
+    "Block.forward_uncached": "8efc9ca1",
+    "Block.attn_and_mlp": "799df9a5",
+    "LMHead.logits": "d72b48d0",
+    "LMHead.forward": "ee389ce5",
+    "GPT.forward": "c719c093",
+    "Decoder.forward": "16115f35",
+    "KVCache.update": "4494b4e5",
+}
+# Also part of a micro-step, most of it in runtime/loss.py. A CUDA graph repeats what Python did while it was captured
 CAPTURED = {
+    "LMHead.losses": "626fae18",
     "cross_entropy_with_grad": "0052c8f5",
     "addmm_fp32": "d6c36f6b",
     "chunked_loss": "636ea2f4",
     "FusedLinearCrossEntropy.forward": "d063735f",
     "FusedLinearCrossEntropy.backward": "fe733a14",
 }
-CLASSES = {"QKVLinear", "CausalSelfAttention", "MLP", "Block", "LMHead", "GPT"}  # model.py's modules
+MODULES = ("GPT", "Block", "CausalSelfAttention", "QKVLinear", "MLP", "LMHead")
+# The same source means something else if one of these names does
+GLOBALS = {
+    "F": F,
+    "attention_backends": attention_backends,
+    "checkpoint": checkpoint,
+    "contextlib": contextlib,
+    "sdpa_kernel": sdpa_kernel,
+    "torch": torch,
+}
+OUR_HOOKS = ("runtime.lora", "runtime.kernels.fp8")  # the modules that define hooks that change nothing
 
 
-def source_hash(name: str, module: ModuleType | None = None) -> str | None:
-    """Return function_hash() of a function of model.py, or of another module, or None if it is
-    gone."""
-    try:
-        function = operator.attrgetter(name)(module or model)
-    except AttributeError:
-        return None
-    return function_hash(function)
+def own_class(module: nn.Module) -> type:
+    """Return the class that a module had before block.py replaced it."""
+    return getattr(type(module), "own_class", type(module))
 
 
-def forward_is_ours(gpt: torch.nn.Module) -> bool:
-    """Return whether a model's forward is GPT.forward as in model.py: it calls each block once."""
-    if "forward" in vars(gpt):
+def defining_classes(kind: type, name: str) -> list[type]:
+    """Return the classes that define an attribute, the one in use first."""
+    return [base for base in kind.__mro__ if name in vars(base)]
+
+
+def is_known(function: object, known: str) -> bool:
+    """Return whether a function has this hash, and the names in it mean what they do in model.py."""
+    if not isinstance(function, FunctionType) or function_hash(function) != known:
         return False
-    return function_hash(type(gpt).forward) == IMPLEMENTED["GPT.forward"]
+    for name in function.__code__.co_names:
+        if name in GLOBALS and function.__globals__.get(name, GLOBALS[name]) is not GLOBALS[name]:
+            return False
+    return True
 
 
-@functools.cache
-def edited_functions():
-    """Return the names of the functions that aren't in model.py as the kernels implement them."""
-    return [name for name, known in IMPLEMENTED.items() if source_hash(name) != known]
+def why_not_method(kind: type, name: str, known: str) -> str | None:
+    """Return why the method that a class finds isn't the one with this hash, or None."""
+    owners = defining_classes(kind, name)
+    if not owners:
+        return f"{kind.__name__} has no {name}"
+    function = vars(owners[0])[name]
+    unknown = f"{kind.__name__}.{name} in use is not the one of model.py"
+    if not is_known(function, known):
+        return unknown
+    # super() has to be PyTorch's
+    if "super" in function.__code__.co_names and not is_pytorchs(owners[1]):
+        return unknown
+    return None
 
 
-def varying_part(gpt: torch.nn.Module) -> str | None:
+def is_pytorchs(kind: type) -> bool:
+    """Return whether a module's class is one of PyTorch's."""
+    return kind.__module__.startswith("torch.nn.")
+
+
+def why_not_methods(kind: type, name: str) -> str | None:
+    """Return why the methods that a class finds aren't those of the IMPLEMENTED class, or None."""
+    for method, known in IMPLEMENTED.items():
+        owner, _, function = method.partition(".")
+        if owner == name:
+            reason = why_not_method(kind, function, known)
+            if reason:
+                return reason
+    return None
+
+
+def why_not_class(kind: type, name: str) -> str | None:
+    """Return why a class doesn't compute what one of model.py's MODULES does, or None."""
+    return why_not_methods(kind, name) or why_not_called(kind)
+
+
+def why_not_called(kind: type) -> str | None:
+    """Return why calling a module of this class isn't nn.Module's way to call forward, or None."""
+    for name in ("__call__", "_call_impl", "__getattr__", "__getattribute__"):
+        if getattr(kind, name) is not getattr(nn.Module, name):
+            return f"{kind.__name__} has a {name} of its own"
+    return None
+
+
+def why_not_module(module: nn.Module, name: str) -> str | None:
+    """Return why a module doesn't compute what one of model.py's MODULES does, or None."""
+    reason = why_not_class(own_class(module), name)
+    if reason:
+        return reason
+    for method in IMPLEMENTED:
+        owner, _, function = method.partition(".")
+        if owner == name and function in vars(module):
+            return f"the {function} of a {own_class(module).__name__} was replaced"
+    return None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether calling a module also calls hooks that aren't ours."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+    return any(getattr(hook, "__module__", None) not in OUR_HOOKS for hook in hooks)
+
+
+def has_global_hooks() -> bool:
+    """Return whether there are hooks for all modules."""
+    return torch.nn.modules.module._has_any_global_hook()
+
+
+def why_not_our_forward(gpt: nn.Module) -> str | None:
+    """Return why a model's forward isn't GPT.forward as in model.py, which calls each block once, or
+    None."""
+    reason = why_not_module(gpt, "GPT")
+    if reason:
+        return reason
+    blocks = getattr(getattr(gpt, "transformer", None), "h", None)
+    if type(blocks) is not nn.ModuleList:
+        return "transformer.h is not an nn.ModuleList"
+    return None
+
+
+def forward_is_ours(gpt: nn.Module) -> bool:
+    """Return whether a model's forward is GPT.forward as in model.py: it calls each block once."""
+    return why_not_our_forward(gpt) is None
+
+
+def name_in_model(kind: type) -> str | None:
+    """Return which of model.py's MODULES a class is, judged by its forward, or None."""
+    for name in MODULES:
+        if why_not_method(kind, "forward", IMPLEMENTED[f"{name}.forward"]) is None:
+            return name
+    return None
+
+
+def why_unknown(module: nn.Module) -> str | None:
+    """Return why a module isn't one of model.py's MODULES, or None."""
+    kind = own_class(module)
+    name = name_in_model(kind)
+    if name is None:
+        return f"{kind.__name__}.forward in use is not the one of model.py"
+    reason = why_not_class(kind, name)
+    if reason is None and name == "LMHead":
+        unknown = unknown_in_loss(module)
+        if unknown:
+            reason = f"{unknown} in use is not the one of model.py"
+    return reason
+
+
+def unknown_in_loss(head: nn.Module) -> str | None:
+    """Return which function of the loss isn't ours, or None. head: an LMHead with our forward."""
+    if why_not_method(own_class(head), "losses", CAPTURED["LMHead.losses"]):
+        return "LMHead.losses"
+
+    # The functions that the head's forward finds, in whichever file they lie
+    owner = defining_classes(own_class(head), "forward")[0]
+    chunked_loss = owner.forward.__globals__.get("chunked_loss")
+    if not is_known(chunked_loss, CAPTURED["chunked_loss"]):
+        return "chunked_loss"
+    for path in ("cross_entropy_with_grad", "FusedLinearCrossEntropy.forward", "FusedLinearCrossEntropy.backward",
+                 "addmm_fp32"):
+        name, _, method = path.partition(".")
+        function = chunked_loss.__globals__.get(name)
+        if method:
+            function = getattr(function, method, None)
+        if not is_known(function, CAPTURED[path]):
+            return path
+    return None
+
+
+def varying_part(gpt: nn.Module) -> str | None:
     """Return why a micro-step of this model may differ from the one before it, or None.
 
-    In a function that somebody has edited, Python may choose by the data or by random numbers. Call
-    this before DeepSpeed or our kernels change the model.
+    In a function that isn't ours, Python may choose by the data or by random numbers. Call this before
+    DeepSpeed or our kernels change the model.
     """
-    edited = edited_functions()
-    if source_hash("LMHead.losses") != loss.IMPLEMENTED["losses"]:
-        edited = [*edited, "LMHead.losses"]
-    for name, known in CAPTURED.items():
-        if source_hash(name, loss) != known:
-            edited = [*edited, name]
-    if edited:
-        return f"model.py was edited ({', '.join(edited)})"
-    for name, module in gpt.named_modules():
-        kind = type(module)
-        is_ours = kind.__module__ == "runtime.lora"
-        is_ours = is_ours or (kind.__module__ == model.__name__ and kind.__name__ in CLASSES)
-        is_pytorchs = kind.__module__.startswith("torch.nn.")
-        if not is_ours and not is_pytorchs:
-            return f"{name or 'the model'} is of the class {kind.__name__}, which is not one of model.py"
-        if "forward" in vars(module):
-            return f"the forward of {name or 'the model'} was replaced"
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-        if any(getattr(hook, "__module__", None) != "runtime.lora" for hook in hooks):
-            return f"{name or 'the model'} has hooks"
+    if has_global_hooks():
+        return "there are hooks for all modules"
+    for path, module in gpt.named_modules():
+        place = path or "the model"
+        kind = own_class(module)
+        if kind.__module__ != "runtime.lora" and not is_pytorchs(kind):
+            reason = why_unknown(module)
+            if reason:
+                return f"{place}: {reason}"
+        replaced = {"forward", "forward_uncached", "attn_and_mlp", "logits", "losses"} & vars(module).keys()
+        if replaced:
+            return f"the {min(replaced)} of {place} was replaced"
+        if has_hooks(module):
+            return f"{place} has hooks"
     return None

@@ -82,10 +82,10 @@ class Fp8Scales:
         self.mode = Mode.OFF
         self.calibrated = False
 
-    def update(self, block: nn.Module, inputs: tuple) -> None:
+    def update(self, block: nn.Module, inputs: tuple, named: dict) -> None:
         """Compute new scales from the previous micro-step's amax. This is a forward pre-hook of the
         first block."""
-        has_cache = len(inputs) > BLOCK_INPUTS
+        has_cache = len(inputs) > BLOCK_INPUTS or bool(named)
         if has_cache:  # then blocks don't use FP8
             return
         if not block.training:

@@ -21,7 +21,6 @@ from runtime.errors import UserError
 from runtime.files import format_bytes, free_bytes, nearest_existing_dir
 from runtime.hardware import Execution, available_memory, find_gpu, pick_compile, pick_device, pick_dtype
 from runtime.kernels import device_has_triton
-from runtime.kernels.block import why_not
 from runtime.lora import apply as apply_lora
 from runtime.lora import lora_config
 from runtime.plan import memory
@@ -95,11 +94,11 @@ def make_plan(settings, ranks, problems, notes):
     start = file_problems.attempt(find_start, s, data, lora, batch.sequences, notes)
     tokenizer = file_problems.attempt(sample_tokenizer, s, data) if data and s.sample_interval else None
     params, facts, size = None, None, 0
-    if start:
-        problems.attempt(check_kernels, s, start.model, execution)
     if start and not problems:
         params, facts = problems.attempt(count_params, start.model, lora, s.optimizer == "muon") or (None, None)
     if params:
+        problems.attempt(check_kernels, s, start.model, execution, facts)
+    if params and not problems:
         if params.muon and start.optimizer == "adamw":
             notes.append("optimizer=muon is for runs from scratch: measurements elsewhere favor AdamW for weights that "
                          "AdamW has trained (arXiv:2605.10468)")
@@ -187,12 +186,12 @@ def sample_tokenizer(s, data):
     return encode, decode
 
 
-def check_kernels(s, model, execution):
+def check_kernels(s, model, execution, facts):
     """Raise UserError if fp8 is set and this GPU or model can't use our FP8 kernels."""
     has_fp8 = execution.gpu.fp8 if execution.gpu else (execution.device == "cuda"
                                                        and torch.cuda.get_device_capability() >= (9, 0))
     fits = (execution.dtype == "bfloat16" and execution.compile and device_has_triton(torch.empty(0))
-            and not why_not(model) and model.n_embd % 16 == s.block_size % 16 == 0 and not s.lora_rank)
+            and not facts.no_chain and model.n_embd % 16 == s.block_size % 16 == 0 and not s.lora_rank)
     if s.fp8 and not (has_fp8 and fits):
         raise UserError("fp8=True needs compute capability 9.0 (H100, H200, B200, ...), bfloat16, compile=auto, a C "
                         "compiler, no LoRA, --dropout=0, biases, tanh GELU, unedited blocks in model.py, and "

@@ -52,7 +52,7 @@ def train(
     model = graph_training.fresh_model(edited, with_lora)
     model.gradient_checkpointing = recompute
     if stage == 3:
-        gather_whole_modules(model, edited.Block)
+        gather_whole_modules(model)
     deepspeeds = initialize(
         model,
         groups=model.parameter_groups(graph_training.DECAY),

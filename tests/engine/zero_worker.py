@@ -24,7 +24,7 @@ from runtime.cluster.ranks import all_reduce_sum, shut_down
 from runtime.data.loader import Batch
 from runtime.engine import offload
 from runtime.engine.engine import Engine
-from runtime.kernels import block
+from runtime.kernels import fused as fused_blocks
 from runtime.sample.generate import TEMPERATURE, TOP_K, sample_while_training
 
 SEQUENCES, ACCUMULATION, T, VOCAB = 12, 3, 16, 61  # of a step, over all ranks; micro-steps; tokens; vocabulary
@@ -120,7 +120,7 @@ def build(stage, dtype, zero, config, clip, compiled, fused, layers, masked):
     model = fresh_model(layers)
     if compiled:
         model.compile_blocks(backend="aot_eager")
-    blocks = block.use_fused_blocks(model, copies=dtype == "bfloat16" and stage < 3) if fused else None
+    blocks = fused_blocks.use_fused_blocks(model, copies=dtype == "bfloat16" and stage < 3) if fused else None
     if stage == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [Block])
     content = {**config, "zero_optimization": {"stage": stage, **zero}}

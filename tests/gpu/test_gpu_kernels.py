@@ -13,7 +13,8 @@ from torch.func import functional_call
 from model import Block, GPTConfig
 from runtime.engine.adamw import adamw
 from runtime.engine.grad_sink import GradSink, set_sink
-from runtime.kernels import block, fp8
+from runtime.kernels import fp8
+from runtime.kernels.fused import ChainedBlock, ClosedBlock, FusedLayerNorm, fused_class, layernorm
 from runtime.loss import FusedLinearCrossEntropy
 
 WIDTHS = {768: 12, 1600: 25}  # and their heads
@@ -59,13 +60,22 @@ blocks = pytest.mark.parametrize(("dtype", "rows", "summed"), [
 widths = pytest.mark.parametrize("C", WIDTHS)
 
 
+class LayerNormOfATensor(nn.LayerNorm):
+    """By our kernel, without a branch to add."""
+
+    def forward(self, x):
+        return layernorm(self, x)[1]
+
+
 @widths
 @blocks
-def test_block_with_a_layer_norm(C, dtype, rows, summed):
+@pytest.mark.parametrize("way", [ChainedBlock, ClosedBlock])
+def test_block_with_a_layer_norm(C, dtype, rows, summed, way):
     """In bfloat16, attention is in float16."""
     config = GPTConfig(n_head=WIDTHS[C], n_embd=C)
     plain, fused = (nn.Sequential(Block(config), nn.LayerNorm(C)) for _ in range(2))
-    fused[0].__class__, fused[1].__class__ = block.FusedBlock, block.FusedLayerNorm
+    fused[0].__class__ = fused_class(way, Block)
+    fused[1].__class__ = FusedLayerNorm if way is ChainedBlock else LayerNormOfATensor
     params = {f"w{name}": random(*p.shape, scale=0.05, shift=float(p.dim() == 1 and name.endswith("weight")), seed=i)
               for i, (name, p) in enumerate(plain.named_parameters())}
 

@@ -8,7 +8,7 @@ from reference import GPT2, XL_2_LAYERS, build, check, errors, plain_gradients, 
 from model import GPTConfig
 from runtime.engine.grad_sink import GradSink, set_sink
 from runtime.engine.launch import Launch
-from runtime.kernels import block
+from runtime.kernels import fused
 from runtime.kernels.fp8 import Mode
 
 B, T = 2, 1024
@@ -78,7 +78,7 @@ def steps(case, way, dtype=torch.bfloat16, scale=4096.0, fp8=False, batches=None
     if "compiled" in way:
         model.compile_blocks()
     elif "kernels" in way:
-        block.use_fused_blocks(model, fp8)
+        fused.use_fused_blocks(model, fp8)
     engine = Engine(model, scale, "sums" in way)
     launch = Launch(engine, "captured" in way, is_local=True)
     for batch in batches or (case["other"], case["other"], case["batch"]):
@@ -148,7 +148,7 @@ def test_fp8_is_within_its_bounds(case, way):
     assert 0.05 < max(away.values()) < 0.3, away  # seen: 0.18; bfloat16's are 0.012
     with torch.no_grad():  # an evaluation is made in bfloat16
         plain = build(case["config"], case["weights"], torch.bfloat16)
-        block.use_fused_blocks(plain)
+        fused.use_fused_blocks(plain)
         assert torch.equal(model.eval()(case["batch"][0]), plain.eval()(case["batch"][0]))
 
 

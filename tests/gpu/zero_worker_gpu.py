@@ -30,7 +30,7 @@ from runtime.data.loader import Batch
 from runtime.engine import offload
 from runtime.engine.engine import Engine
 from runtime.engine.muon import split_matrices
-from runtime.kernels import block
+from runtime.kernels import fused as fused_blocks
 
 SEQUENCES, ACCUMULATION, STEPS = 12, 3, 6  # per step over all ranks; micro-steps per step
 CONFIG = GPTConfig(block_size=64, vocab_size=500, n_layer=2, n_head=4, n_embd=256)
@@ -109,7 +109,7 @@ def build(stage, dtype, blocks, zero, clip, fp16, layers, muon):
     model = fresh_model(layers)
     fused = None
     if blocks == "kernels":
-        fused = block.use_fused_blocks(model, copies=dtype == "bfloat16" and stage < 3)
+        fused = fused_blocks.use_fused_blocks(model, copies=dtype == "bfloat16" and stage < 3)
     elif blocks == "compiled":
         model.compile_blocks()
     if stage == 3:
