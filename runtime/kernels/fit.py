@@ -165,6 +165,15 @@ def why_not_part(block: nn.Module, name: str, kind: type | str) -> str | None:
     return None
 
 
+def hooks_of_parts(block: nn.Module) -> tuple[dict, ...]:
+    """Return the dicts that hold the hooks of a block's parts, now and later."""
+    hooks = []
+    for name in PARTS:
+        part = block.get_submodule(name)
+        hooks += [part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks]
+    return tuple(hooks)
+
+
 def why_not_shaped(block: nn.Module) -> str | None:
     """Return why the parameters of a block with known parts don't have the shapes of GPT-2's, or None."""
     C = block.ln_1.weight.numel()

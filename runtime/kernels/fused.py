@@ -16,7 +16,7 @@ from runtime.hardware import attention_backends
 from runtime.kernels import fp8
 from runtime.kernels.block import AddBranch, LinearGelu, LinearNoBias, QKVProjection, ResidualLayerNorm
 from runtime.kernels.edits import own_class
-from runtime.kernels.fit import blocks_of, fit
+from runtime.kernels.fit import blocks_of, fit, hooks_of_parts
 from runtime.kernels.linear import Casts
 from runtime.loss import compile_loss
 
@@ -80,6 +80,7 @@ def use_fused_blocks(model: nn.Module, use_fp8: bool = False, copies: bool = Fal
             layers += [block.attn.c_attn, block.attn.c_proj]
         block.__class__ = fused_class(way, own_class(block))
         block.casts = casts
+        block.hooks_of_parts = hooks_of_parts(block)
     if way is ChainedBlock:
         model.transformer.ln_f.__class__ = FusedLayerNorm
     if scales:
@@ -107,9 +108,12 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 class FusedBlock(nn.Module):
-    """A block on these kernels. With a cache, it runs its own class's forward."""
+    """A block on these kernels. With a cache, it runs its own class's forward, and so it does if
+    somebody has put a hook on one of its parts since, which the kernels don't call."""
 
-    casts = BlockCasts(Casts(), Casts(), Casts(), Casts())  # use_fused_blocks() gives each block its own
+    # use_fused_blocks() gives each block its own
+    casts = BlockCasts(Casts(), Casts(), Casts(), Casts())
+    hooks_of_parts = ()
 
     def fused_attn_and_mlp(self, residual, branch=None, branch_bias=None, out_bias=None):
         """Return (residual, branch) of (residual, branch, branch_bias). The branch is without its bias, mlp.c_proj's.
@@ -151,6 +155,9 @@ class ChainedBlock(FusedBlock):
     def forward(self, residual, branch, branch_bias, recompute=False, *cached, **named):
         if has_cache(cached, named):
             return super().forward(residual, recompute, *cached, **named)
+        if any(self.hooks_of_parts):
+            x = residual if branch is None else residual + branch + branch_bias
+            return super().forward(x, recompute), None, None
         if recompute:  # it adds the branch at once, because each tensor passed to a block is saved
             return self.recomputed(residual), None, None
         residual, branch = self.fused_attn_and_mlp(residual, branch, branch_bias)
@@ -172,7 +179,7 @@ class ClosedBlock(FusedBlock):
 
     def takes(self, x):
         """Return whether the kernels fit an input, which may come from an edited GPT.forward."""
-        if torch.is_autocast_enabled(x.device.type) or x.dim() != 3 or not x.numel():
+        if any(self.hooks_of_parts) or torch.is_autocast_enabled(x.device.type) or x.dim() != 3 or not x.numel():
             return False
         return x.dtype == self.ln_1.weight.dtype and x.size(-1) == self.ln_1.normalized_shape[0]
 

@@ -146,6 +146,11 @@ def cap_logits(gpt):
     gpt.lm_head.__class__ = HalvedHead
 
 
+def widen_an_mlp(gpt):
+    gpt.transformer.h[1].mlp.c_fc = nn.Linear(48, 80)
+    gpt.transformer.h[1].mlp.c_proj = nn.Linear(80, 48)
+
+
 def share_a_block(gpt):
     gpt.transformer.h[2] = gpt.transformer.h[0]
 
@@ -215,6 +220,7 @@ EDITS = {
     "a GPT with a forward": Edit(3, ClosedBlock, False, become(ScaledGPT)),
     "a GPT without a forward": Edit(3, ChainedBlock, True, become(NamedGPT)),
     "a head that changes logits": Edit(3, ChainedBlock, False, cap_logits),
+    "a wider MLP in one block": Edit(3, ChainedBlock, False, widen_an_mlp),
     "a block in two places": Edit(3, ChainedBlock, True, share_a_block),
     "an auxiliary loss": Edit(3, ClosedBlock, False, source=copied(*AUX)),
     "a skip connection": Edit(3, ClosedBlock, False, source=copied(SKIP)),
@@ -408,6 +414,21 @@ def test_a_change_after_the_choice_is_refused(tmp_path):
         assert why_changed(gpt) is None
         change(gpt)
         assert why_changed(gpt) == f"{reason}: change it before"
+
+
+@pytest.mark.parametrize("name", ["nothing", "an auxiliary loss"])
+def test_a_hook_that_comes_later_is_called(name, tmp_path):
+    """Such as one that a training loop registers. That block is then PyTorch's."""
+    (plain, _), (ours, _) = build(EDITS[name], tmp_path), build(EDITS[name], tmp_path)
+    idx, targets = torch.randint(61, (2, 2, 9), generator=torch.Generator().manual_seed(1))
+    use_fused_blocks(ours)
+    without = ours(idx, targets).item()
+    for gpt in (plain, ours):
+        hook("transformer.h.1.mlp")(gpt)
+    loss, wanted = gradients(plain, idx, targets)
+    mine, got = gradients(ours, idx, targets)
+    assert mine == pytest.approx(loss, rel=1e-6) and abs(mine - without) > 1e-3
+    compare(got, wanted, 1)
 
 
 def test_hooks_of_all_modules_and_other_meanings_of_names(monkeypatch, tmp_path):
