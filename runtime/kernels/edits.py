@@ -78,7 +78,7 @@ def why_not_method(kind: type, name: str, known: str) -> str | None:
     if not owners:
         return f"{kind.__name__} has no {name}"
     function = vars(owners[0])[name]
-    unknown = f"{kind.__name__}.{name} in use is not the one of model.py"
+    unknown = f"{kind.__name__}.{name} in use is not the original one of model.py"
     if not is_known(function, known):
         return unknown
     # super() has to be PyTorch's
@@ -170,12 +170,12 @@ def why_unknown(module: nn.Module) -> str | None:
     kind = own_class(module)
     name = name_in_model(kind)
     if name is None:
-        return f"{kind.__name__}.forward in use is not the one of model.py"
+        return f"{kind.__name__}.forward in use is not the original one of model.py"
     reason = why_not_class(kind, name)
     if reason is None and name == "LMHead":
         unknown = unknown_in_loss(module)
         if unknown:
-            reason = f"{unknown} in use is not the one of model.py"
+            reason = f"{unknown} in use is not the original one of model.py"
     return reason
 
 

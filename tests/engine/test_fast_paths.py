@@ -62,8 +62,8 @@ def test_each_edit_loses_the_paths_that_it_breaks():
 
 
 @pytest.mark.parametrize("graph, reason", [
-    ("blocks twice", "GPT.forward in use is not the one of model.py"),
-    ("a block never", "GPT.forward in use is not the one of model.py"),
+    ("blocks twice", "GPT.forward in use is not the original one of model.py"),
+    ("a block never", "GPT.forward in use is not the original one of model.py"),
     ("blocks shared in pairs", "blocks share a module"),
     ("one MLP", "blocks share a module"),
     ("a matrix in odd blocks", "the blocks have different parameters"),
@@ -115,5 +115,5 @@ def crop(self, size):
 model.GPT.crop_block_size = crop
 """
     run = done(train("--max_iters=1", f"--deepspeed_config={STAGES[3]}", ranks=2, plant=plant))
-    told = "no ZeRO-3 by block: Other.forward in use is not the one of model.py"
+    told = "no ZeRO-3 by block: Other.forward in use is not the original one of model.py"
     assert f"note       the model is not as planned: {told}" in run.stdout

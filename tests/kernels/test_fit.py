@@ -388,17 +388,17 @@ def test_the_lines_say_which_blocks_and_why(tmp_path, on_a_gpu):
     assert fused.blocks == [gpt.transformer.h[0], gpt.transformer.h[2]]
     lines = describe(paths)
     assert lines[0] == "fast gradients and step, fused blocks 0, 2"
-    assert "no fused blocks 1: OtherAttention.forward in use is not the one of model.py" in lines
+    assert "no fused blocks 1: OtherAttention.forward in use is not the original one of model.py" in lines
     assert "no chained blocks: some blocks are not fused" in lines
 
     gpt, _ = build(EDITS["a GPT with a forward"], tmp_path)
     lines = describe(on_a_gpu(gpt)[1])
     assert lines[0] == "fast gradients and step, fused blocks"
-    assert "no chained blocks: ScaledGPT.forward in use is not the one of model.py" in lines
+    assert "no chained blocks: ScaledGPT.forward in use is not the original one of model.py" in lines
     gpt, _ = build(EDITS["a copy with another activation"], tmp_path)
     fused, paths = on_a_gpu(gpt)
     assert fused is None
-    assert paths.kernels.reason == "MLP.forward in use is not the one of model.py"
+    assert paths.kernels.reason == "MLP.forward in use is not the original one of model.py"
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
 
 
@@ -439,7 +439,7 @@ def test_hooks_of_all_modules_and_other_meanings_of_names(monkeypatch, tmp_path)
     handle.remove()
     assert fit(gpt).why_none() is None
     monkeypatch.setattr(model_file, "F", object())
-    assert fit(gpt).why_none() == "CausalSelfAttention.forward in use is not the one of model.py"
+    assert fit(gpt).why_none() == "CausalSelfAttention.forward in use is not the original one of model.py"
 
 
 def test_fp8_needs_chained_blocks(tmp_path):

@@ -249,8 +249,8 @@ def test_a_cuda_graph_needs_a_model_whose_micro_steps_are_all_the_same():
     models["hook"].transformer.h[1].attn.register_forward_hook(lambda *_: None)
     reasons = {name: edits.varying_part(model) for name, model in models.items()}
     assert reasons == {
-        "subclass": "the model: Skipping.forward in use is not the one of model.py",
-        "module": "transformer.h.0.mlp: OtherMLP.forward in use is not the one of model.py",
+        "subclass": "the model: Skipping.forward in use is not the original one of model.py",
+        "module": "transformer.h.0.mlp: OtherMLP.forward in use is not the original one of model.py",
         "function": "the forward of transformer.h.1 was replaced",
         "hook": "transformer.h.1.attn has hooks",
     }
