@@ -169,6 +169,8 @@ AUX = [
     (HEAD, HEAD.replace("return", "out =")),
     (GENERATE, f"        return out if targets is None else out + 1e-2 * x.square().mean()\n{GENERATE}"),
 ]
+LOGITS = "        logits = self.logits(x).float()\n"
+CAP = (LOGITS, f"{LOGITS}        logits = 15 * torch.tanh(logits / 15)\n")
 SKIP = (LAST, f"        x = x + self.transformer.wte(idx)\n{LAST}")
 TWICE = (LOOP, "        for i, block in [*enumerate(self.transformer.h)] * (1 if caches else 2):\n")
 NEVER = (LOOP, f"{LOOP}            if i == 1:\n                continue\n")
@@ -222,6 +224,7 @@ EDITS = {
     "a head that changes logits": Edit(3, ChainedBlock, False, cap_logits),
     "a wider MLP in one block": Edit(3, ChainedBlock, False, widen_an_mlp),
     "a block in two places": Edit(3, ChainedBlock, True, share_a_block),
+    "a capped loss": Edit(3, ChainedBlock, True, source=copied(CAP)),
     "an auxiliary loss": Edit(3, ClosedBlock, False, source=copied(*AUX)),
     "a skip connection": Edit(3, ClosedBlock, False, source=copied(SKIP)),
     "blocks twice": Edit(3, ClosedBlock, False, source=copied(TWICE)),
