@@ -29,10 +29,11 @@ from runtime.output import exit_with_error
 VALUES = {bool: ("True", "False"), type(None): ("None",)}
 
 
-def configure(defaults, argv, annotations=None, root="."):
+def configure(defaults, argv, annotations=None, root=".", script=None):
     """Return the settings that argv makes of the dict `defaults`: a frozen dataclass with its keys as fields. Its
-    attribute requested has the values that "auto" replaced, for init_from=auto and batch_size=auto. Config files are
-    searched for in the working directory, then in `root`. Raises UserError with all problems."""
+    attribute requested has the values that "auto" replaced, for init_from=auto and batch_size=auto, and changed the
+    names that are not at their defaults; script is its path. Config files are searched for in the working directory, then in `root`. Raises
+    UserError with all problems."""
     values, requested, problems = dict(defaults), {}, []
     allowed = {name: allowed_values(value, (annotations or {}).get(name)) for name, value in defaults.items()}
 
@@ -77,7 +78,9 @@ def configure(defaults, argv, annotations=None, root="."):
         assign(name, chosen[name], "command line")
     if problems:
         raise UserError("\n".join(problems))
-    return dataclasses.make_dataclass("Settings", values, namespace={"requested": requested}, frozen=True)(**values)
+    changed = tuple(name for name, value in values.items() if value != defaults[name])
+    namespace = {"requested": requested, "changed": changed, "script": script}
+    return dataclasses.make_dataclass("Settings", values, namespace=namespace, frozen=True)(**values)
 
 
 def did_you_mean(name, known):
@@ -195,6 +198,6 @@ def settings_of_script(script, argv=None, on_error=exit_with_error):
         print(help_text(source, defaults, annotations))
         raise SystemExit(0)
     try:
-        return configure(defaults, argv, annotations, os.path.dirname(os.path.abspath(script)))
+        return configure(defaults, argv, annotations, os.path.dirname(os.path.abspath(script)), script)
     except UserError as error:
         on_error(error)

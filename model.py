@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from runtime.decoder import Decoder, KVCache, sample_token
 from runtime.hardware import attention_backends
 from runtime.loss import chunked_loss, compile_loss
+from runtime.model_parts import replace_parameter, replace_parameters, without_memory
 from runtime.weights import (
     check_sizes,
     fetch_from_hub,
@@ -390,16 +391,18 @@ class GPT(nn.Module):
     def crop_block_size(self, block_size: int) -> None:
         """Shorten the context to `block_size` tokens and drop the position embeddings beyond it."""
         self.config.block_size = block_size
-        wpe = self.transformer.wpe
-        wpe.weight = nn.Parameter(wpe.weight[:block_size].detach().clone())
+        positions = self.transformer.wpe.weight
+        replace_parameter(self, positions, positions[:block_size].detach().clone())
 
     def crop_vocab_size(self, vocab_size: int) -> None:
         """Drop the tokens from `vocab_size` on. They are padding that no tokenizer produces."""
+        rows = self.config.padded_vocab_size
         self.config.vocab_size = vocab_size
         self.lm_head.vocab_size = vocab_size
-        wte = self.transformer.wte
-        wte.weight = nn.Parameter(wte.weight[: self.config.padded_vocab_size].detach())
-        self.lm_head.weight = wte.weight
+        # The embedding and the head, which may be one parameter, or two
+        for param in {self.transformer.wte.weight, *self.lm_head.parameters()}:
+            if param.dim() and len(param) == rows:
+                replace_parameter(self, param, param[: self.config.padded_vocab_size].detach())
 
     def forward(
         self,
@@ -501,22 +504,23 @@ class GPT(nn.Module):
         dropout: float = 0.0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        config: GPTConfig | None = None,
     ) -> "GPT":
         """Load a name in PRETRAINED (runtime/weights.py), a folder in transformers' format, or a
         nanoGPT ckpt.pt.
 
-        Copies weights to `device` one tensor at a time. Raises UserError.
+        config: what the weights don't say, such as fields of your own. Copies weights to `device`
+        one tensor at a time. Raises UserError.
         """
         source = name_or_path
         if not os.path.exists(source):
             source = fetch_from_hub(name_or_path)
-        config = replace(GPTConfig.from_weights(source), dropout=dropout)
+        with weights_errors(source):
+            config = replace(config or GPTConfig(), **read_config(source), dropout=dropout)
         tensors = open_weights(source)
         check_sizes(source, config)
-        with torch.device("meta"):
-            model = cls(config).to(dtype)
-        model.to_empty(device=device)
-        model.lm_head.weight = model.transformer.wte.weight  # to_empty unties them
+        model = without_memory(lambda: cls(config), device)
+        replace_parameters(model, lambda _, param: torch.empty_like(param, dtype=dtype, device=device))
         with weights_errors(source):
             read_weights(model, source, tensors)
-        return model
+        return model.to(dtype)  # buffers, too

@@ -121,8 +121,8 @@ import torch
 if settings.device == "cpu" or not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
 
-from model import GPT
 from runtime import lora
+from runtime.chosen_model import GPT  # another model: change the import there, for all scripts
 from runtime.cluster.join import join_process_group
 from runtime.cluster.ranks import print0, ranks_from_environment
 from runtime.cluster.shutdown import EXIT_REASONS, Shutdown
@@ -130,7 +130,7 @@ from runtime.plan.memory import estimate
 from runtime.plan.report import explain_out_of_memory, memory_report, summary
 from runtime.plan.rules import evaluations_through
 from runtime.plan.run_plan import plan_run
-from runtime.plan.start import saved_state
+from runtime.plan.start import check_class, saved_state
 
 ranks = ranks_from_environment(settings.dry_run)
 if not settings.dry_run:  # then watch signals, the file STOP, the other ranks and the launcher
@@ -179,11 +179,14 @@ tag = newest_intact(store, plan.start, resume_tag, overwrite)  # None unless thi
 
 torch.manual_seed(seed)  # the same weights on every rank
 with all_exit_on(UserError):
+    check_class(GPT)
     if plan.start.kind == "earlier run":
         share = ranks.local_rank, ranks.local_world_size  # a node may have its own copy of the files
-        model = load_model(*plan.start.parent, dropout, share)[0].to(device).train()
+        model, _ = load_model(*plan.start.parent, dropout=dropout, share=share, device=device, model_class=GPT)
+        model.train()
     elif plan.start.kind == "pretrained":
-        model = GPT.from_pretrained(plan.start.weights, dropout=dropout, device=device, dtype=execution.torch_dtype)
+        model = GPT.from_pretrained(plan.start.weights, dropout=dropout, device=device, dtype=execution.torch_dtype,
+                                    config=plan.model)
     else:  # from scratch, or to be loaded from the tag to resume from
         with torch.device(device):
             model = GPT(plan.model)
@@ -295,7 +298,7 @@ def save(improved):
         "iter_num": iter_num, "sequences": batches.position,  # where a resume starts
         "best_val_loss": best_val_loss, "evals_since_best": evals_since_best,
         "improved": improved, "wandb_id": log.wandb_id, "grad_norms": list(health.spikes.norms),
-        "grad_norm_ratios": list(health.spikes.ratios), **saved_state(plan)})
+        "grad_norm_ratios": list(health.spikes.ratios), **saved_state(plan, model)})
 
 
 # -----------------------------------------------------------------------------

@@ -56,6 +56,8 @@ def apply(model, lora):
     for block in model.transformer.h:
         for name in lora["target_modules"]:
             layer = block.get_submodule(name)
+            if isinstance(layer, LoRALinear):  # of a module that blocks share
+                continue
             block.set_submodule(name, LoRALinear(layer, lora["rank"], lora["alpha"], lora["dropout"]))
 
 

@@ -39,6 +39,10 @@ GPT2_KEYS = {  # keys of transformers' config.json, and the values that model.py
     "layer_norm_epsilon": (1e-5,), "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
     "tie_word_embeddings": (True,), "quantization_config": (None,)}
 CONV1D = "c_attn.weight", "c_fc.weight", "c_proj.weight"  # which transformers stores transposed
+EMBEDDING = "transformer.wte.weight"  # with rows of padding
+HEAD = "lm_head.weight"
+BODY = ("wte.", "wpe.", "h.", "ln_f.")  # how the names of a GPT-2's tensors begin
+MASKS = (".attn.bias", ".attn.masked_bias")  # of attention, in files of old versions
 SAFE_GLOBALS = {  # the classes in DeepSpeed's files; a file that names anything else could run code when it is read
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -281,19 +285,54 @@ def read_weights(model, source, tensors):
     Fill the vocabulary's padding with zeros. Raises UserError.
     """
     params = dict(model.named_parameters())
+    names_of = {param: [name] for name, param in params.items()}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if name not in names_of[param]:
+            names_of[param].append(name)
     is_transformers = os.path.isdir(source)
     if not is_transformers:  # a modified nanoGPT may have more
         for name in tensors:
             if name not in params and not name.endswith((".attn.bias", "lm_head.weight")):
                 raise UserError(f"{source}: GPT-2 has no tensor {name}")
-    for name, p in params.items():  # the names of gpt2 on the hub have no "transformer." prefix
-        w = tensors.get(name, tensors.get(name.removeprefix("transformer.")))
-        if not torch.is_tensor(w) or not w.is_floating_point():
-            raise UserError(f"{source}: the tensor {name} is missing, or is not one of floating-point numbers")
+    unused = {name for name in tensors if name.removeprefix("transformer.").startswith(BODY)}
+    unused = {name for name in unused if not name.endswith(MASKS)}
+    for p, names in names_of.items():
+        name, w = one_tensor(source, names, tensors)
+        for other in names:
+            unused -= {other, other.removeprefix("transformer.")}
         if is_transformers and name.endswith(CONV1D):
             w = w.t()
-        rows = model.config.vocab_size if name == "transformer.wte.weight" else len(p)
+        rows = model.config.vocab_size if name in (EMBEDDING, HEAD) else len(p)
         if w.shape != p[:rows].shape:
             raise UserError(f"{source}: {name} has shape {tuple(w.shape)}, not {tuple(p[:rows].shape)}")
         p[:rows].copy_(w)
         p[rows:] = 0
+    if unused:
+        raise UserError(
+            f"{source}: this model has no place for {', '.join(sorted(unused)[:3])}, which GPT-2 has: "
+            "restore model.py, or leave it out in read_weights in runtime/weights.py"
+        )
+
+
+def one_tensor(source, names, tensors):
+    """Return (name, tensor) of a parameter with these names. Raises UserError if there is none, or if
+    the tensors of its names differ."""
+    found = {}
+    for name in names:
+        # The names of gpt2 on the hub have no "transformer." prefix
+        w = tensors.get(name, tensors.get(name.removeprefix("transformer.")))
+        if w is None and names == [HEAD]:  # this model's head is untied, and GPT-2's own is tied
+            w = tensors.get(EMBEDDING, tensors.get("wte.weight"))
+        if w is not None:
+            found[name] = w
+    if not found or not all(torch.is_tensor(w) and w.is_floating_point() for w in found.values()):
+        raise UserError(
+            f"{source}: the tensor {names[0]} is missing, or is not one of floating-point numbers"
+        )
+    (first, tensor), *others = found.items()
+    for name, other in others:
+        if other.data_ptr() != tensor.data_ptr() and not torch.equal(other, tensor):
+            raise UserError(
+                f"{source}: {first} and {name} differ, and this model has one parameter for both"
+            )
+    return first, tensor

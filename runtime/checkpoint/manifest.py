@@ -17,6 +17,8 @@ MANIFEST_FORMAT = 5  # increase it when a key of the manifest changes
 MAX_MANIFEST_BYTES = 8_000_000  # all characters of Unicode take 2 MB, 1,000 ranks 0.4 MB
 MAX_TEXT = 10_000  # characters of a name or a path, which is printed
 MAX_TEMPLATE = 1_000_000
+MAX_NAMES = 100_000  # of tied parameters
+MAX_PARTS = 10_000  # functions and classes of the model's source
 # Of a tag's files: AdamW takes 20 bytes per parameter, and an edited model may have more parameters
 # than its sizes say
 BYTES_PER_PARAMETER = 1024
@@ -38,6 +40,11 @@ FileName = Annotated[str, StringConstraints(pattern=FILE_NAME)]
 Text = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
 Template = Annotated[str, StringConstraints(max_length=MAX_TEMPLATE)]
 Sources = Annotated[list[Text], Field(max_length=1000)]
+PythonFile = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,200}$")]
+PartHash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}$")]
+Ties = Annotated[
+    list[Annotated[list[Text], Field(min_length=2, max_length=MAX_NAMES)]], Field(max_length=MAX_NAMES)
+]
 WandbId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 
 
@@ -59,6 +66,14 @@ class Model(TypedDict):
     dropout: NotRequired[Annotated[float, Field(ge=0, le=1)]]
     bias: NotRequired[bool]
     gelu: NotRequired[Text]
+
+
+class ModelSource(TypedDict):
+    """What model_source.py records. file: None if the model's class has none."""
+
+    __pydantic_config__ = STRICT
+    file: PythonFile | None
+    parts: Annotated[dict[Text, PartHash], Field(max_length=MAX_PARTS)]
 
 
 class Settings(TypedDict):
@@ -119,6 +134,8 @@ class State(TypedDict):
     settings: Settings
     model: Model
     sources: Sources
+    ties: NotRequired[Ties]  # the names of each parameter that has several
+    model_source: NotRequired[ModelSource]
     lora: Lora | None
     data: Data
 

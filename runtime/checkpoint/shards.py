@@ -11,10 +11,13 @@ import pkgutil
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
+from torch import nn
 
-from model import GPT, GPTConfig
+from runtime.checkpoint.model_config import config_of_tag
+from runtime.checkpoint.model_source import check_file, check_tensors, note_edited
 from runtime.checkpoint.tags import (
     OTHER_TAG,
     CheckpointError,
@@ -23,11 +26,18 @@ from runtime.checkpoint.tags import (
     first_line,
     verify_files,
 )
+from runtime.chosen_model import GPT
 from runtime.errors import UserError
-from runtime.lora import merge
+from runtime.lora import LORA_A, LORA_B, merge
+from runtime.model_parts import (
+    ModelTensors,
+    persistent_buffers,
+    replace_parameters,
+    without_memory,
+)
 from runtime.torch_files import check_torch_file
 from runtime.untrusted import check_regular, open_regular
-from runtime.weights import SAFE_GLOBALS
+from runtime.weights import SAFE_GLOBALS, print_note
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -64,8 +74,12 @@ def content_errors(folder: str) -> Iterator[None]:
 
 
 class TagReader:
-    """The parameters of a tag, whose files verify_files() has checked: .shapes is {name: size}, and get() returns the
-    tensors. Also .step, .loss_scaler and .model_state, the content of the first model file."""
+    """The tensors of a tag, whose files verify_files() has checked.
+
+    shapes ({name: size}): of the parameters, by the name under which the files hold them. ties: a
+    list of names for each parameter that has several. buffers ({name: tensor}): the persistent ones
+    of rank 0. Also step, loss_scaler and model_state, the content of the first model file.
+    """
 
     def __init__(self, folder, manifest):
         with content_errors(folder):
@@ -79,29 +93,67 @@ class TagReader:
                               for kind in ("model_states", "optim"))
         model, stage = models[0], manifest["stage"]
         self.folder, self.model_state, self.loss_scaler = folder, model, None
+        self.source = manifest["state"].get("model_source")
+        frozen = model["frozen_param_shapes"] or {}
+        trained = {name: shape for group in model["param_shapes"] for name, shape in group.items()}
         if stage == 3:  # the model files hold the frozen parameters, sharded over the ranks
-            frozen = model["frozen_param_shapes"] or {}
             weights = {name: [rank["frozen_param_fragments"][name] for rank in models] for name in frozen}
-            shapes = {name: shape for group in (*model["param_shapes"], frozen) for name, shape in group.items()}
-        else:  # lm_head is the token embedding
-            weights = {name: [w] for name, w in model["module"].items() if name != "lm_head.weight"}
+            shapes = {**trained, **frozen}
+        else:  # also what the optimizer has, in its precision
+            weights = {name: [model["module"][name]] for name in (*trained, *frozen)}
             shapes = {name: w.shape for name, (w,) in weights.items()}
         self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
+        self.buffers = {name: model["module"][name] for name in model["buffer_names"]}
+        self.read_ties(manifest["state"].get("ties"))
         self.pieces = {"weight": weights}  # [field][name]: a list of tensors
         self.add_flat([content["optimizer_state_dict"] for content in optimizers], stage)
+
+    def read_ties(self, ties: list[list[str]] | None) -> None:
+        """Set .ties, and .stored_as: {another name of a parameter: the one in the files}.
+
+        ties: of the manifest. Before it had them, DeepSpeed's files alone had.
+        """
+        self.stored_as = {}
+        if ties is None:
+            self.stored_as = dict(self.model_state["shared_params"])
+        for group in ties or []:
+            stored = [name for name in group if name in self.shapes]
+            if len(stored) != 1:
+                raise ValueError(f"{' is '.join(group)} is {len(stored)} parameters")
+            self.stored_as.update({name: stored[0] for name in group if name != stored[0]})
+        groups = defaultdict(list)
+        for name, stored in self.stored_as.items():
+            groups[stored].append(name)
+        self.ties = [[stored, *names] for stored, names in groups.items()]
+
+    def tensors(self) -> ModelTensors:
+        """Return the names and shapes of what the tag has."""
+        params = dict(self.shapes)
+        for name, stored in self.stored_as.items():
+            params[name] = self.shapes[stored]
+        buffers = {name: buffer.shape for name, buffer in self.buffers.items()}
+        return ModelTensors(params, frozenset(map(frozenset, self.ties)), buffers)
 
     def fields(self, name):
         """Return what the tag has of a parameter: "weight", and the optimizer's tensors of its size, such as "exp_avg"
         and "exp_avg_sq" of AdamW."""
+        name = self.stored_as.get(name, name)
         return [field for field in self.pieces if name in self.pieces[field]]
 
     def get(self, name, field="weight"):
         """Return one of the fields of a parameter in fp32 on the CPU. It may be a view of the file."""
         with content_errors(self.folder):
+            name = self.stored_as.get(name, name)
             shape = self.shapes[name]
             pieces = [piece.flatten() for piece in self.pieces[field][name]]
             flat = slice_flat(pieces, 0, shape.numel())
             return flat.view(shape).detach().float()
+
+    def copy_buffers(self, model: nn.Module) -> None:
+        """Copy the persistent buffers into a model that has the same ones."""
+        with content_errors(self.folder), torch.no_grad():
+            for name, buffer in persistent_buffers(model).items():
+                buffer.copy_(self.buffers[name])
 
     def add_flat(self, optimizers, stage):
         """Add what the files keep flat: one fp32 tensor per field, rank and group. At stage 2 the ranks'
@@ -204,29 +256,41 @@ def check_sizes_of_tag(out_dir: str, tag: str, manifest: dict) -> None:
     check_sizes(folder, manifest, shapes)
 
 
-def check_shapes(where, saved, model):
-    """Raise CheckpointError unless the tensors of a model, {name: tensor}, have the saved shapes, {name: shape}."""
-    shapes = {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in model.items()}  # whole at ZeRO-3
-    if differing := [name for name in {**saved, **shapes} if saved.get(name) != shapes.get(name)]:
-        raise CheckpointError(f"{where} has another model than model.py ({', '.join(differing[:3])}): restore model.py")
+def load_model(
+    out_dir: str,
+    tag: str = "latest",
+    dropout: float | None = None,
+    share: tuple[int, int] = (0, 1),
+    device: torch.device | str = "cpu",
+    model_class: type[nn.Module] | None = None,
+) -> tuple[nn.Module, dict]:
+    """Return (GPT in eval mode with a tag's fp32 weights, the tag's manifest).
 
-
-def load_model(out_dir, tag="latest", dropout=None, share=(0, 1)):
-    """Return (GPT in eval mode with a tag's fp32 weights on the CPU, the tag's manifest). LoRA adapters are merged into
-    the weights. share, errors: as for open_tag()."""
+    LoRA adapters are merged into the weights. Buffers that a tag doesn't hold are made on `device`.
+    model_class: None for the one of runtime/chosen_model.py, which must be that of the tag. A
+    training script, which may go on with another one, gives its own. share, errors: as for
+    open_tag().
+    """
     reader, manifest = open_tag(out_dir, tag, share)
     state = manifest["state"]
-    if extra := state["model"].keys() - vars(GPTConfig()):
-        raise CheckpointError(f"{reader.folder} has another model than model.py ({', '.join(extra)}): restore model.py")
     check_sizes(reader.folder, manifest, reader.shapes)
-    with torch.device("meta"), content_errors(reader.folder):
-        model = GPT(GPTConfig(**state["model"] | ({} if dropout is None else {"dropout": dropout})))
-    weights = {name: reader.get(name).clone() for name in reader.shapes}  # in memory of their own
     with content_errors(reader.folder):
-        weights["lm_head.weight"] = weights["transformer.wte.weight"]  # tied; the files hold it once
-        if state["lora"]:
+        config = config_of_tag(reader.folder, state["model"], print_note)
+        if dropout is not None:
+            config = replace(config, dropout=dropout)
+        model = without_memory(lambda: (model_class or GPT)(config), device)
+    if model_class is None:
+        check_file(reader.folder, state, model)
+    note_edited(reader.folder, state, model)
+
+    # The weights, in memory of their own
+    weights = {name: reader.get(name).clone() for name in reader.shapes}
+    saved = reader.tensors()
+    if state["lora"]:
+        with content_errors(reader.folder):
             merge(weights, state["lora"])
-    check_shapes(reader.folder, {name: weight.shape for name, weight in weights.items()}, model.state_dict())
-    model.load_state_dict(weights, assign=True)
-    model.lm_head.weight = model.transformer.wte.weight
-    return model.eval(), manifest
+        saved = saved.without(LORA_A, LORA_B)
+    check_tensors(reader.folder, saved, reader.source, model)
+    replace_parameters(model, lambda name, _: weights[reader.stored_as.get(name, name)])
+    reader.copy_buffers(model)
+    return model.to(device).eval(), manifest

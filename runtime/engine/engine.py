@@ -21,6 +21,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
+from runtime.checkpoint.model_source import note_edited
 from runtime.checkpoint.shards import TagReader, content_errors
 from runtime.checkpoint.tags import CheckpointError, Tag, TagStore, topology
 from runtime.cluster.ranks import all_gather_scalars, print0
@@ -199,6 +200,7 @@ class Engine:
                 f"{path} was trained with the optimizer {manifest['optimizer']}, and this run has "
                 f"{self.optimizer}: use the same, or start a new stage with --init_from={path}"
             )
+        note_edited(path, manifest["state"], self.module)
         with content_errors(path):
             state.copy_into(self.layout, TagReader(path, manifest))
         dist.barrier()

@@ -2,7 +2,8 @@
 
 import torch
 
-from runtime.checkpoint.shards import TagReader, check_shapes
+from runtime.checkpoint.model_source import check_tensors
+from runtime.checkpoint.shards import TagReader
 from runtime.checkpoint.tags import CheckpointError
 from runtime.engine.any_optimizer import is_adamw
 from runtime.engine.layout import Layout
@@ -15,12 +16,12 @@ SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 
 @torch.no_grad()
 def copy_into(layout: Layout, reader: TagReader) -> None:
-    """Copy a tag's weights, optimizer state, loss scale and counters into a new engine.
+    """Copy a tag's weights, buffers, optimizer state, loss scale and counters into a new engine.
 
     Raises CheckpointError if the tag has another model, or not all that the optimizer keeps.
     """
     params = dict(layout.module.named_parameters())
-    check_shapes(reader.folder, reader.shapes, params)
+    check_tensors(reader.folder, reader.tensors(), reader.source, layout.module)
     init_state(layout, reader)
     for shard in layout.shards:
         check_state(layout, reader, shard)
@@ -30,6 +31,7 @@ def copy_into(layout: Layout, reader: TagReader) -> None:
         weight = reader.get(name).flatten()
         for target, start in layout.weight_pieces(param):
             target.copy_(weight[start : start + target.numel()])
+    reader.copy_buffers(layout.module)
 
     # The fp32 weights, and what the optimizer keeps of each
     for shard in layout.shards:

@@ -6,9 +6,9 @@ from types import MappingProxyType
 
 import torch
 
-from model import GPT
 from runtime.checkpoint.saver import tag_bytes
 from runtime.checkpoint.tags import TagStore
+from runtime.chosen_model import GPT
 from runtime.cluster.nodes import exit_if_ranks_differ
 from runtime.cluster.ranks import exit_together
 from runtime.data.dataset import SPLITS, open_datasets
@@ -23,10 +23,12 @@ from runtime.hardware import Execution, available_memory, find_gpu, pick_compile
 from runtime.kernels import device_has_triton
 from runtime.lora import apply as apply_lora
 from runtime.lora import lora_config
+from runtime.model_parts import without_memory
 from runtime.plan import memory
 from runtime.plan.memory import MemoryInputs, ParamCount
 from runtime.plan.rules import broken_rules, evaluations_through, plan_iterations
 from runtime.plan.start import Start, find_start
+from runtime.plan.unread import unread_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ def make_plan(settings, ranks, problems, notes):
     s, file_problems = settings, Problems()  # the latter: with the files of this machine, which may not be the target
     micro = s.requested["batch_size"] if s.batch_size == "auto" else s.batch_size
     batch = Batch(micro, s.gradient_accumulation_steps, ranks.world_size, s.block_size)
-    problems.add(*broken_rules(s, micro))
+    problems.add(*broken_rules(s, micro), *unread_settings(s))
     if reason := fixes.unusable_deepspeed():
         problems[:] = [reason]  # the rest would use it
         return None
@@ -201,8 +203,7 @@ def check_kernels(s, model, execution, facts):
 def count_params(config, lora, muon):
     """Return the ParamCount of a model without allocating it, and its ModelFacts. muon: whether the blocks' matrices
     are Muon's. Raises UserError if DeepSpeed can't train it."""
-    with torch.device("meta"):
-        model = GPT(config)
+    model = without_memory(lambda: GPT(config))
     check_dimensions(model)
     total = model.num_params()
     blocks, _ = blocks_to_gather(model)

@@ -3,17 +3,29 @@
 import json
 import os
 import shlex
-from dataclasses import asdict, dataclass
+import sys
+from dataclasses import asdict, dataclass, fields, replace
 
-from model import GPTConfig
+from torch import nn
+
+from runtime.checkpoint.model_config import SHAPE, config_of_tag, gpt_config
+from runtime.checkpoint.model_source import source_of
 from runtime.checkpoint.shards import check_sizes_of_tag, open_tag
 from runtime.checkpoint.tags import CheckpointError, TagStore, UnreadableError, parse_run_path
+from runtime.chosen_model import GPT, GPTConfig
 from runtime.data.dataset import same_data, same_tokenizer
 from runtime.errors import UserError
 from runtime.lora import as_options
-from runtime.weights import PRETRAINED, check_sizes, fetch_from_hub, open_weights
+from runtime.model_parts import ties_of
+from runtime.weights import (
+    PRETRAINED,
+    check_sizes,
+    fetch_from_hub,
+    open_weights,
+    print_note,
+    read_config,
+)
 
-SHAPE = ("n_layer", "n_head", "n_embd", "bias")  # settings that pretrained weights determine
 MAX_SHOWN = 200  # characters of a checkpoint's setting
 NOT_COMPARED = {  # with a checkpoint's settings: they don't change the training, or are checked otherwise
     "out_dir", "init_from", "resume_tag", "overwrite", "eval_only", "dry_run", "target_gpu", "keep_last", "async_save",
@@ -47,37 +59,70 @@ def find_start(settings, data, lora, sequences, notes):
         init_from = "resume" if resumes else settings.requested["init_from"]
     if init_from == "resume":
         return from_resume(settings, data, lora, sequences, notes)
-    shape = {name: getattr(settings, name) for name in SHAPE if getattr(settings, name) is not None}
+    shape = shape_settings(settings)
     if init_from == "scratch":
-        return Start("scratch", init_from, gpt_config(block_size=settings.block_size, dropout=settings.dropout,
-                                                      vocab_size=data["vocab_size"] if data else 50257, **shape),
-                     (init_from,))
+        model = gpt_config(
+            block_size=settings.block_size,
+            dropout=settings.dropout,
+            vocab_size=data["vocab_size"] if data else 50257,
+            **shape,
+        )
+        return Start("scratch", init_from, model, (init_from,))
     if not os.path.exists(init_from) and init_from not in PRETRAINED:
         raise UserError(f"init_from={init_from} is unknown: give scratch, resume, auto, {', '.join(PRETRAINED)}, a "
                         "folder of weights, the out_dir of an earlier run, or a nanoGPT ckpt.pt")
     shape.pop("bias", None)  # nanoGPT configs may set it, but the weights determine it
     if parent := parse_run_path(init_from):
         return from_earlier_run(init_from, parent, settings, data, shape, notes)
-    if shape:
-        raise UserError(f"{', '.join(shape)} can't be set, because init_from={init_from} determines the shape: drop "
-                        "them, or add --init_from=scratch")
-    return from_pretrained(init_from, settings, data, notes)
+    return from_pretrained(init_from, settings, data, shape, notes)
 
 
-def saved_state(plan):
-    """Return what a tag records of the RunPlan that it was trained with: from_resume() and load_model() read it."""
+def shape_settings(settings):
+    """Return {name: value} of the settings that have the name of a field of GPTConfig. None: its default."""
+    shape = {}
+    for name in SHAPE:
+        value = getattr(settings, name, None)
+        if value is not None:
+            shape[name] = value
+    return shape
+
+
+def saved_state(plan, model):
+    """Return what a tag records of the RunPlan and the model that it was trained with: from_resume() and load_model()
+    read it."""
     base, *later = plan.start.sources
-    return {"settings": asdict(plan.settings), "model": asdict(plan.model), "sources": plan.start.sources,
-            "lora": plan.lora and {**plan.lora, "base": None if later else base},
-            "data": {key: plan.data[key] for key in ("tokenizer", "vocab_size", "template", "datasets")}}
+    return {
+        "settings": asdict(plan.settings),
+        "model": asdict(plan.model),
+        "ties": ties_of(model),
+        "model_source": source_of(model),
+        "sources": plan.start.sources,
+        "lora": plan.lora and {**plan.lora, "base": None if later else base},
+        "data": {key: plan.data[key] for key in ("tokenizer", "vocab_size", "template", "datasets")},
+    }
 
 
-def gpt_config(**shape):
-    """Return a GPTConfig. Raises UserError if the settings make none."""
-    try:
-        return GPTConfig(**shape)
-    except (TypeError, ValueError) as error:  # the first: a field of the model.py that wrote a checkpoint
-        raise UserError(str(error) + ": restore model.py" * isinstance(error, TypeError)) from None
+def check_class(model_class: type[nn.Module]) -> None:
+    """Print a note if the training script's GPT is not that of the other scripts.
+
+    Raises UserError if it needs fields that the GPTConfig of the plan doesn't have.
+    """
+    if model_class is GPT:
+        return
+    module = sys.modules.get(model_class.__module__)
+    own_config = getattr(module, "GPTConfig", GPTConfig)
+    known = {field.name for field in fields(GPTConfig)}
+    missing = [field.name for field in fields(own_config) if field.name not in known]
+    place = "change the import in runtime/chosen_model.py, for all scripts"
+    if missing:
+        raise UserError(
+            f"{model_class.__module__}.GPTConfig has {', '.join(missing)}, and the plan's GPTConfig, of "
+            f"{GPTConfig.__module__}, has not: {place}"
+        )
+    print_note(
+        f"this run trains {model_class.__module__}.{model_class.__name__}, and its plan, sample.py, "
+        f"evaluate.py and export_hf.py take {GPT.__module__}.GPT: {place}"
+    )
 
 
 def check_block_size(settings, limit, where):
@@ -88,17 +133,24 @@ def check_block_size(settings, limit, where):
 
 def check_shape(where, saved, wanted):
     """Raise CheckpointError unless the saved model has the wanted values, {name: value}."""
-    if differing := [f"--{name}={saved[name]}" for name, value in wanted.items() if saved[name] != value]:
+    differing = [f"--{name}={saved[name]}" for name, value in wanted.items() if saved[name] != value]
+    if differing:
         raise CheckpointError(f"{where} holds a model of another shape: use {' '.join(differing)}")
 
 
-def from_pretrained(init_from, settings, data, notes):
-    """Start from a GPT-2 on the hub, a folder of weights, or a nanoGPT ckpt.pt."""
-    weights, config = None, GPTConfig(1024, 50257, *PRETRAINED.get(init_from, ()))
+def from_pretrained(init_from, settings, data, shape, notes):
+    """Start from a GPT-2 on the hub, a folder of weights, or a nanoGPT ckpt.pt. shape: settings, of which the weights
+    determine some."""
+    determined = dict(zip(("n_layer", "n_head", "n_embd"), PRETRAINED.get(init_from, ())))
+    if os.path.exists(init_from):
+        determined = read_config(init_from)
+    refuse_shape(shape, determined, init_from)
+    weights, config = None, gpt_config(**{"block_size": 1024, "vocab_size": 50257, **shape, **determined})
     if settings.target_gpu is None or os.path.exists(init_from):
         weights = init_from if os.path.exists(init_from) else fetch_from_hub(init_from, not settings.dry_run)
     if weights:
-        config = GPTConfig.from_weights(weights)
+        refuse_shape(shape, read_config(weights), init_from)
+        config = replace(config, **read_config(weights))
         open_weights(weights)  # raises UserError if they can't be read
         check_sizes(weights, config)
     check_block_size(settings, config.block_size, "the weights")
@@ -112,18 +164,27 @@ def from_pretrained(init_from, settings, data, notes):
     return Start("pretrained", init_from, model, (init_from,), weights=weights, optimizer="adamw")
 
 
+def refuse_shape(shape, determined, init_from):
+    """Raise UserError if a setting in `shape` is one of those that the weights determine."""
+    refused = [name for name in shape if name in determined]
+    if refused:
+        raise UserError(f"{', '.join(refused)} can't be set, because init_from={init_from} determines the shape: drop "
+                        "them, or add --init_from=scratch")
+
+
 def from_earlier_run(init_from, parent, settings, data, shape, notes):
     """Start from the weights of an earlier run's tag, with a fresh optimizer."""
     (folder, tag), where = parent, os.path.join(*parent)
     manifest = TagStore(folder).find(tag).manifest
     check_sizes_of_tag(folder, tag, manifest)
     state, model = manifest["state"], manifest["state"]["model"]
-    check_shape(where, model, shape)
-    check_block_size(settings, model["block_size"], where)
+    config = config_of_tag(where, model, notes.append)
+    check_shape(where, asdict(config), shape)
+    check_block_size(settings, config.block_size, where)
     if data and not same_tokenizer(data, state["data"]):
         raise UserError(f"dataset={settings.dataset} has another tokenizer than {where}: prepare it with that one")
     notes.append(f"weights from {where}, iteration {manifest['iter_num']}; the optimizer starts fresh")
-    model = gpt_config(**{**model, "block_size": settings.block_size, "dropout": settings.dropout})
+    model = gpt_config(**{**asdict(config), "block_size": settings.block_size, "dropout": settings.dropout})
     return Start("earlier run", init_from, model, (*state["sources"], where), parent=parent,
                  optimizer=state["settings"]["optimizer"])
 
@@ -150,8 +211,9 @@ def from_resume(settings, data, lora, sequences, notes):
                         f"--overwrite=True, or copy {tag} into another folder")
     check_sizes_of_tag(out_dir, tag, manifest)
     state = manifest["state"]
-    model = gpt_config(**{**state["model"], "dropout": settings.dropout})
-    check_compatible(settings, data, lora, tag, manifest)
+    config = config_of_tag(f"{out_dir}/{tag}", state["model"], notes.append)
+    check_compatible(settings, data, lora, tag, manifest, config)
+    model = gpt_config(**{**asdict(config), "dropout": settings.dropout})
     before = state["settings"]
     changed = []
     for name, value in asdict(settings).items():
@@ -169,12 +231,11 @@ def from_resume(settings, data, lora, sequences, notes):
     return Start("resume", "resume", model, tuple(state["sources"]), tag=tag)
 
 
-def check_compatible(settings, data, lora, tag, manifest):
+def check_compatible(settings, data, lora, tag, manifest, config):
     """Raise CheckpointError unless a tag has the model, tokenizer, LoRA settings and optimizer of this run, and the
     datasets and seed that its sequences follow."""
     state, where = manifest["state"], f"{settings.out_dir}/{tag}"
-    check_shape(where, state["model"], {name: value for name in ("block_size", *SHAPE)
-                                        if (value := getattr(settings, name)) is not None})
+    check_shape(where, asdict(config), {"block_size": settings.block_size, **shape_settings(settings)})
     was, problems = state["settings"], []
     dataset = was["dataset"] if isinstance(was["dataset"], str) else json.dumps(was["dataset"])
     fix = "restore it" if str(settings.dataset) == str(was["dataset"]) else f"use --dataset={shlex.quote(dataset)}"

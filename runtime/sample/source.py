@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-from model import GPT, GPTConfig
 from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore, parse_run_path
+from runtime.chosen_model import GPT, GPTConfig
 from runtime.data.dataset import dataset_dir, read_meta
 from runtime.data.meta import GPT2_VOCAB, MAX_TEMPLATE_CHARS
 from runtime.data.tokenizer import END_OF_TEXT, tokenizer_file_meta, tokenizer_of, vocabulary_of
@@ -37,8 +37,11 @@ def find_model(init_from, out_dir, tag, dataset):
         data = {"template": template_of_weights(folder), "block_size": config.block_size, **data}
 
     def load(device, dtype):
-        model = (load_model(out_dir, tag)[0].to(device, dtype) if init_from == "resume" else
-                 GPT.from_pretrained(init_from, device=device, dtype=dtype))
+        if init_from == "resume":
+            model, _ = load_model(out_dir, tag, device=device)
+            model.to(dtype)
+        else:
+            model = GPT.from_pretrained(init_from, device=device, dtype=dtype)
         model.crop_vocab_size(data["vocab_size"])
         return model.eval()
 

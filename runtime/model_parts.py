@@ -1,0 +1,138 @@
+"""Parameters and buffers of a model, whatever its class: which names are one parameter, and a model
+whose parameters have no memory yet.
+
+Two modules share a parameter if they hold the same object. Nothing here goes by names.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """The names and shapes of what a model holds. A model can take a tag's tensors if both are equal."""
+
+    params: dict[str, torch.Size]  # under each of its names
+    ties: frozenset[frozenset[str]]  # the names of each parameter that has several
+    buffers: dict[str, torch.Size]  # persistent ones
+
+    def without(self, *suffixes: str) -> "ModelTensors":
+        """Return these tensors without the parameters whose names have these ends."""
+        params = {name: shape for name, shape in self.params.items() if not name.endswith(suffixes)}
+        ties = frozenset(group for group in self.ties if group <= params.keys())
+        return ModelTensors(params, ties, self.buffers)
+
+    def differences(self, other: "ModelTensors") -> list[str]:
+        """Return what differs, the names of tensors or "A is B" for a parameter that has both names."""
+        found = []
+        for ours, theirs in ((self.params, other.params), (self.buffers, other.buffers)):
+            found += [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        if not found:
+            found = [" is ".join(sorted(group)) for group in self.ties ^ other.ties]
+        return found
+
+
+def tensors_of(model: nn.Module) -> ModelTensors:
+    """Return the ModelTensors of a model, with whole shapes also at ZeRO-3."""
+    params = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        params[name] = getattr(param, "ds_shape", param.shape)
+    buffers = {name: buffer.shape for name, buffer in persistent_buffers(model).items()}
+    return ModelTensors(params, frozenset(map(frozenset, ties_of(model))), buffers)
+
+
+def ties_of(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several, in the order of the modules."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return {name: buffer} of the buffers that a state_dict has. A shared one has all its names."""
+    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    saved = model.state_dict(keep_vars=True)
+    return {name: buffers[name] for name in saved if name in buffers and name not in params}
+
+
+@torch.no_grad()
+def replace_parameters(model: nn.Module, make: Callable[[str, nn.Parameter], Tensor]) -> None:
+    """Replace all parameters by make(name, parameter). One with several names is made once, by its
+    first name, so its modules still share it."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        own = list(module.named_parameters(recurse=False, remove_duplicate=False))
+        for name, param in own:
+            if param not in made:
+                tensor = make(f"{prefix}.{name}" if prefix else name, param)
+                made[param] = like_parameter(param, tensor)
+            setattr(module, name, made[param])
+
+
+def replace_parameter(model: nn.Module, old: nn.Parameter, new: Tensor) -> None:
+    """Replace one parameter by a tensor, in all modules that share it."""
+    param = like_parameter(old, new)
+    for module in model.modules():
+        for name, own in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if own is old:
+                setattr(module, name, param)
+
+
+def like_parameter(param: nn.Parameter, tensor: Tensor) -> nn.Parameter:
+    """Return a tensor as a parameter that is trained if `param` is, with its attributes."""
+    new = nn.Parameter(tensor.detach(), requires_grad=param.requires_grad)
+    new.__dict__.update(param.__dict__)
+    return new
+
+
+def without_memory(make: Callable[[], nn.Module], device: torch.device | str = "cpu") -> nn.Module:
+    """Return make(), a model, with its parameters on the meta device: they take no memory, and no
+    time to initialize. All other tensors, such as buffers, are made on `device` as usual.
+
+    If they were computed from parameters, or can't be, the parameters are on `device`, too.
+    """
+    try:
+        with torch.device(device), parameters_on_meta():
+            model = make()
+    except (NotImplementedError, RuntimeError):  # it reads numbers of a parameter
+        model = None
+    if model is None or any(tensor.is_meta for tensor in other_tensors(model)):
+        with torch.device(device):
+            model = make()
+    return model
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Put each parameter that a module gets on the meta device, before it is initialized."""
+    register = nn.Module.register_parameter
+    on_meta = WeakTensorKeyDictionary()  # of a parameter that two modules get: it stays one
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is None or param.is_meta:
+            register(self, name, param)
+            return
+        if param not in on_meta:
+            on_meta[param] = like_parameter(param, param.to("meta"))
+        register(self, name, on_meta[param])
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def other_tensors(model: nn.Module) -> list[Tensor]:
+    """Return the buffers of a model, and the tensors that its modules have as plain attributes."""
+    tensors = list(model.buffers())
+    for module in model.modules():
+        tensors += [value for value in vars(module).values() if torch.is_tensor(value)]
+    return tensors
