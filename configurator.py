@@ -32,8 +32,8 @@ VALUES = {bool: ("True", "False"), type(None): ("None",)}
 def configure(defaults, argv, annotations=None, root=".", script=None):
     """Return the settings that argv makes of the dict `defaults`: a frozen dataclass with its keys as fields. Its
     attribute requested has the values that "auto" replaced, for init_from=auto and batch_size=auto, and changed the
-    names that are not at their defaults; script is its path. Config files are searched for in the working directory, then in `root`. Raises
-    UserError with all problems."""
+    names that are not at their defaults. script: its path. Config files are searched for in the working directory, then
+    in `root`. Raises UserError with all problems."""
     values, requested, problems = dict(defaults), {}, []
     allowed = {name: allowed_values(value, (annotations or {}).get(name)) for name, value in defaults.items()}
 

@@ -21,7 +21,7 @@ from runtime.data.tokenizer import (
 )
 from runtime.errors import UserError
 from runtime.lora import LORA_A, LORA_B
-from runtime.weights import CONV1D
+from runtime.weights import CONV1D, HEAD
 
 MAX_LOGIT_DIFFERENCE = 1e-5  # relative to the largest logit, or to 10 if all are smaller
 
@@ -40,6 +40,7 @@ def write_model(model, folder, end, dtype):
     check_names(model, hf_model)
     params = model.state_dict()
     weights = {}
+    written = set()
     for name, like in hf_model.state_dict().items():
         w = params[name] if name in params else torch.zeros(like.shape)
         w = w.t() if name.endswith(CONV1D) else w
@@ -47,7 +48,11 @@ def write_model(model, folder, end, dtype):
         if w.shape != like.shape:
             raise UserError(f"the model can't be exported: {name} has shape {tuple(params[name].shape)}, which is not "
                             "that of a GPT-2 in transformers; model.py loads and samples it")
-        weights[name] = w.to(getattr(torch, dtype)).contiguous()
+        w = w.to(getattr(torch, dtype)).contiguous()
+        if w.data_ptr() in written and name != HEAD:  # blocks share it here, and not in GPT-2
+            w = w.clone()
+        written.add(w.data_ptr())
+        weights[name] = w
     hf_model.load_state_dict(weights, assign=True)
     hf_model.tie_weights()
     hf_model.save_pretrained(folder, max_shard_size="100GB")
