@@ -130,7 +130,7 @@ from runtime.plan.memory import estimate
 from runtime.plan.report import explain_out_of_memory, memory_report, summary
 from runtime.plan.rules import evaluations_through
 from runtime.plan.run_plan import plan_run
-from runtime.plan.start import check_class, saved_state
+from runtime.plan.start import check_class, check_model, saved_state
 
 ranks = ranks_from_environment(settings.dry_run)
 if not settings.dry_run:  # then watch signals, the file STOP, the other ranks and the launcher
@@ -191,6 +191,7 @@ with all_exit_on(UserError):
         with torch.device(device):
             model = GPT(plan.model)
     model.crop_block_size(block_size)
+    check_model(plan, model)
 if plan.lora:
     lora.apply(model, plan.lora)
 model.gradient_checkpointing = gradient_checkpointing

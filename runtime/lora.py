@@ -49,7 +49,9 @@ def as_options(lora):
 
 
 def apply(model, lora):
-    """Freeze a GPT's parameters, and add adapters to its target modules. lora: a lora_config()."""
+    """Freeze a GPT's parameters, and add adapters to its target modules. lora: a lora_config().
+
+    Raises UserError if a target's weight is that of other modules, too."""
     model.requires_grad_(False)
     # ZeRO-3 releases a block's weights when its input's gradient arrives, so the first block's input needs one
     model.transformer.drop.register_forward_hook(lambda layer, given, made: made.requires_grad_())
@@ -58,6 +60,10 @@ def apply(model, lora):
             layer = block.get_submodule(name)
             if isinstance(layer, LoRALinear):  # of a module that blocks share
                 continue
+            holders = [module for module in model.modules() if getattr(module, "weight", None) is layer.weight]
+            if len(holders) > 1:
+                raise UserError(f"lora_target_modules names {name}, whose weight other modules have, too: leave it "
+                                "out, or share the modules")
             block.set_submodule(name, LoRALinear(layer, lora["rank"], lora["alpha"], lora["dropout"]))
 
 

@@ -164,7 +164,7 @@ class TagReader:
         # [rank][group]; an optimizer without a state has no entry
         saved = [[rank[states]["state"].get(i, {}) for i in range(len(groups))] for rank in optimizers]
         self.loss_scaler = optimizers[0].get("loss_scaler")
-        self.read_numbers(saved[0], optimizers[0][weights])
+        self.read_numbers(saved[0], optimizers[0][weights], len(optimizers))
         parts, trained = len(optimizers) if stage == 3 else 1, [name for group in groups for name in group]
         for field in ["weight", *self.state_fields]:
             flat = [rank[weights] for rank in optimizers] if field == "weight" else [
@@ -178,7 +178,7 @@ class TagReader:
                     start += size
             self.pieces[field] = {**self.pieces.get(field, {}), **pieces}
 
-    def read_numbers(self, groups, weights):
+    def read_numbers(self, groups, weights, ranks):
         """Tell the optimizer's numbers from its tensors, by the first rank's state of each parameter group and its flat
         weights. Sets .state_fields, the names of the tensors, .numbers, {name: number or tensor of one} of each group,
         and .step, that of the first group."""
@@ -186,8 +186,10 @@ class TagReader:
         self.numbers = []
         for state, flat in zip(groups, weights, strict=True):
             numbers = {}
+            # DeepSpeed pads a group to a multiple of twice the ranks, and saves the weights without that
+            sizes = range(flat.numel(), flat.numel() + 2 * ranks)
             for key, value in state.items():
-                if torch.is_tensor(value) and value.dim() == 1 and value.numel() == flat.numel():
+                if torch.is_tensor(value) and value.dim() == 1 and value.numel() in sizes:
                     if key not in self.state_fields:
                         self.state_fields.append(key)
                 elif torch.is_tensor(value) and value.numel() != 1:

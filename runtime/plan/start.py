@@ -16,7 +16,7 @@ from runtime.chosen_model import GPT, GPTConfig
 from runtime.data.dataset import same_data, same_tokenizer
 from runtime.errors import UserError
 from runtime.lora import as_options
-from runtime.model_parts import ties_of
+from runtime.model_parts import tensors_of, ties_of, without_memory
 from runtime.weights import (
     PRETRAINED,
     check_sizes,
@@ -75,6 +75,29 @@ def find_start(settings, data, lora, sequences, notes):
     if parent := parse_run_path(init_from):
         return from_earlier_run(init_from, parent, settings, data, shape, notes)
     return from_pretrained(init_from, settings, data, shape, notes)
+
+
+def check_model(plan, model: nn.Module) -> None:
+    """Print a note if the training script's model isn't what GPT makes of the plan's configuration:
+    then its tags can't be loaded elsewhere. Raises UserError if this run couldn't resume from them.
+
+    Call it before LoRA and DeepSpeed change the model.
+    """
+    planned = tensors_of(without_memory(lambda: type(model)(plan.model)))
+    built = tensors_of(model)
+    sizes = [name for name in planned.buffers if built.buffers.get(name) != planned.buffers[name]]
+    if sizes and plan.start.kind != "resume":
+        raise UserError(
+            f"{', '.join(sizes[:3])} have another shape than GPT makes them at "
+            f"block_size={plan.model.block_size}, so no run could resume: crop them in "
+            "GPT.crop_block_size"
+        )
+    differing = built.differences(planned)
+    if differing:
+        print_note(
+            f"the script's model differs from what GPT makes ({', '.join(differing[:3])}), so only this "
+            "script can load its checkpoints"
+        )
 
 
 def shape_settings(settings):

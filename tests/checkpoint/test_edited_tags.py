@@ -70,8 +70,12 @@ EDITS = {
 LENGTHS = ("--n_layer=4", "--lr_decay_iters=6", "--eval_interval=3", "--keep_last=10")
 HALF = ("--max_iters=3",)
 WHOLE = ("--max_iters=6",)
-ON_TWO = ("--batch_size=2", "--gradient_accumulation_steps=2")
-ON_ONE = ("--batch_size=2", "--gradient_accumulation_steps=4")
+SPLIT = {2: ("--gradient_accumulation_steps=2",), 1: ("--gradient_accumulation_steps=4",)}  # by ranks
+
+
+def ranks_of(edit: str) -> int:
+    """Return how many ranks train an edit. Each rank has statistics of its own, and a tag those of rank 0."""
+    return 1 if edit == "running statistics" else 2
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +99,15 @@ def folder_of(module_of):
 
 @pytest.fixture(scope="module")
 def trained(train, folder_of):
-    """trained(edit): a run of this edit on two ranks."""
+    """trained(edit): a run of this edit on two ranks, or one."""
     runs = {}
 
     def run(edit):
         if edit not in runs:
             n = 2 + list(EDITS).index(edit) % 2
-            options = {"ranks": 2, "plant": plant(folder_of(edit)), "timeout": 100}
-            runs[edit] = done(train(*LENGTHS, *WHOLE, *ON_TWO, stage(n), **options))
+            ranks = ranks_of(edit)
+            options = {"ranks": ranks, "plant": plant(folder_of(edit)), "timeout": 100}
+            runs[edit] = done(train(*LENGTHS, *WHOLE, *SPLIT[ranks], stage(n), **options))
         return runs[edit]
 
     return run
@@ -126,28 +131,28 @@ def reader_of(out_dir, tag: str) -> TagReader:
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("edit", EDITS)
-def test_a_run_goes_on_on_one_rank(train, folder_of, tmp_path, edit, n):
+def test_a_run_goes_on(train, folder_of, tmp_path, edit, n):
     options = {"plant": plant(folder_of(edit)), "timeout": 100}
-    whole = done(train(*LENGTHS, *WHOLE, *ON_TWO, stage(n), ranks=2, **options))
-    half = done(train(*LENGTHS, *HALF, *ON_TWO, stage(n), ranks=2, **options))
+    ranks = ranks_of(edit)
+    whole = done(train(*LENGTHS, *WHOLE, *SPLIT[ranks], stage(n), ranks=ranks, **options))
+    half = done(train(*LENGTHS, *HALF, *SPLIT[ranks], stage(n), ranks=ranks, **options))
     before = shutil.copytree(half.out_dir, tmp_path / "half")
 
-    # On as many ranks, to the last bit. Statistics are those of rank 0
-    again = done(train(*LENGTHS, *WHOLE, *ON_TWO, "--init_from=resume", stage(n), ranks=2,
+    # On as many ranks, to the last bit
+    again = done(train(*LENGTHS, *WHOLE, *SPLIT[ranks], "--init_from=resume", stage(n), ranks=ranks,
                        out_dir=half.out_dir, **options))
-    if edit == "running statistics":
-        assert [*again.losses.values()] == pytest.approx([*whole.losses.values()], abs=1e-3)
-    else:
-        assert again.losses == whole.losses
-        ours, theirs = reader_of(again.out_dir, "iter_6"), reader_of(whole.out_dir, "iter_6")
-        for name in theirs.tensors().params:
-            for field in theirs.fields(name):
-                assert torch.equal(ours.get(name, field), theirs.get(name, field)), (name, field)
+    assert again.losses == whole.losses
+    ours = reader_of(again.out_dir, "iter_6")
+    theirs = reader_of(whole.out_dir, "iter_6")
+    for name in theirs.tensors().params:
+        for field in theirs.fields(name):
+            assert torch.equal(ours.get(name, field), theirs.get(name, field)), (name, field)
+    for name, buffer in theirs.buffers.items():
+        assert torch.equal(ours.buffers[name], buffer), name
 
     # On one rank, at the other stage
-    one = done(train(*LENGTHS, *WHOLE, *ON_ONE, "--init_from=resume", stage(5 - n), out_dir=before, **options))
-    within = 1e-3 if edit == "running statistics" else 2e-6
-    assert [*one.losses.values()] == pytest.approx([*whole.losses.values()], abs=within)
+    one = done(train(*LENGTHS, *WHOLE, *SPLIT[1], "--init_from=resume", stage(5 - n), out_dir=before, **options))
+    assert [*one.losses.values()] == pytest.approx([*whole.losses.values()], abs=2e-6)
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -206,6 +211,69 @@ def test_a_tag_is_sampled_and_exported_or_refused(trained, module_of, folder_of,
     else:
         assert exported.returncode == 2
         assert len(exported.stderr.strip().splitlines()) == 1, exported.stderr
+
+
+@pytest.mark.parametrize("edit", ["one MLP", "blocks shared in pairs"])
+def test_lora_on_shared_modules(train, trained, module_of, tmp_path, edit):
+    """An adapter of a module that blocks share is shared, in training, a resume and a sample."""
+    run = trained(edit)
+    folder = Path(module_of(edit).__file__).parent
+    options = {"plant": plant(folder), "timeout": 100}
+    lora = (*LENGTHS, f"--init_from={run.out_dir}/iter_6", "--lora_rank=2", "--learning_rate=1e-2")
+    whole = done(train(*lora, *WHOLE, *SPLIT[2], ranks=2, **options))
+    half = done(train(*lora, *HALF, *SPLIT[2], ranks=2, **options))
+    resumed = done(train(*lora, *WHOLE, *SPLIT[1], stage(3), "--init_from=resume", out_dir=half.out_dir, **options))
+    assert [*resumed.losses.values()] == pytest.approx([*whole.losses.values()], abs=2e-6)
+    assert whole.losses[6] < whole.losses[1] - 1e-3
+    model, _ = load_model(whole.out_dir, "iter_6", model_class=module_of(edit).GPT)
+    mlps = [block.mlp.c_fc.weight for block in model.transformer.h]
+    assert len(set(mlps)) == (1 if edit == "one MLP" else 2)
+    new = done(train("--n_layer=4", "--max_iters=0", f"--init_from={whole.out_dir}/iter_6", **options))
+    assert new.evals[0] == pytest.approx(whole.evals[6], abs=2e-6)
+
+
+SHARED_WEIGHT = [(HEAD, f"""        for block in self.transformer.h:
+            block.mlp.c_fc.weight = self.transformer.h[0].mlp.c_fc.weight
+{HEAD}""")]
+
+
+def test_lora_on_a_weight_of_several_modules_is_refused(train, tmp_path):
+    """Their adapters differ, so the merged weights would."""
+    edited_model(tmp_path, SHARED_WEIGHT)
+    out = done(train("--max_iters=1", plant=plant(tmp_path))).out_dir
+    run = train(f"--init_from={out}", "--lora_rank=2", plant=plant(tmp_path))
+    assert run.returncode == 2 and "Traceback" not in run.stderr
+    assert run.stderr.strip() == (
+        "lora_target_modules names mlp.c_fc, whose weight other modules have, too: leave it out, or share the modules")
+    done(train(f"--init_from={out}", "--lora_rank=2", "--lora_target_modules=attn.c_attn", "--max_iters=1",
+               plant=plant(tmp_path)))
+
+
+def test_tables_that_are_not_cropped_are_refused_before_training(train, trained, folder_of):
+    """Or else no run could resume from the tags. Tables that a tag doesn't hold may be longer."""
+    for edit, code in (("RoPE", 0), ("RoPE, persistent", 2)):
+        run = train("--n_layer=4", "--block_size=16", "--max_iters=1", f"--init_from={trained(edit).out_dir}",
+                    plant=plant(folder_of(edit)), timeout=100)
+        assert run.returncode == code, run.stderr
+    assert run.stderr.strip().endswith(
+        "transformer.h.0.attn.cos, transformer.h.0.attn.sin, transformer.h.1.attn.cos have another shape than GPT "
+        "makes them at block_size=16, so no run could resume: crop them in GPT.crop_block_size")
+
+
+def test_a_script_that_adds_to_the_model_is_told_who_cannot_load_it(train, tmp_path):
+    """It can resume itself. With one weight more, DeepSpeed pads the group of vectors, which it also saves."""
+    script = edited_script(tmp_path, ("    model.crop_block_size(block_size)\n", (
+        "    model.crop_block_size(block_size)\n    model.last = torch.nn.Linear(n_embd, 1, device=device)\n")))
+    whole = done(train("--lr_decay_iters=5", "--max_iters=5", script=script))
+    run = done(train("--lr_decay_iters=5", script=script))
+    assert "note: the script's model differs from what GPT makes (last.weight, last.bias), so only" in run.stderr
+    resumed = done(train("--lr_decay_iters=5", "--max_iters=5", "--init_from=resume", script=script,
+                         out_dir=run.out_dir))
+    assert resumed.losses == whole.losses and len(whole.losses) == 5
+    sampled = launch(ROOT / "sample.py", f"--out_dir={run.out_dir}", "--tag=iter_5", timeout=100)
+    assert sampled.returncode == 2
+    assert "iter_5 has another model than this program (last.weight, last.bias): model.py wasn't edited since" in (
+        sampled.stderr)
 
 
 # ---------------------------------------------------------------------------------------------
