@@ -145,3 +145,8 @@ def test_cropping_keeps_ties():
     assert model.again.weight is model.transformer.wpe.weight and model.again.weight.shape == (10, 32)
     model.crop_vocab_size(60)
     assert model.lm_head.weight is model.transformer.wte.weight and len(model.lm_head.weight) == 64
+    untied = GPT(GPTConfig(**SMALL | {"vocab_size": 100}))
+    untied.lm_head.weight = nn.Parameter(torch.ones(128, 32))
+    untied.crop_vocab_size(60)
+    assert untied.lm_head.weight.shape == untied.transformer.wte.weight.shape == (64, 32)
+    assert untied.lm_head.weight.unique().tolist() == [1]
