@@ -1,5 +1,6 @@
 """A tag's files one by one, in this process: on the disk in order, hashed, searched, and cut into padded pieces."""
 
+import json
 import os
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from deepspeed.runtime.utils import see_memory_usage
 
 from runtime.checkpoint import saver as save
 from runtime.checkpoint.shards import MOMENTS, TagReader
-from runtime.checkpoint.tags import TagStore, verify_files
+from runtime.checkpoint.tags import CheckpointError, TagStore, verify_files
 from runtime.files import file_digest
 
 
@@ -72,10 +73,25 @@ def test_pieces_of_stage_3_are_put_together_without_their_padding(tmp_path):
     for rank in (0, 1):
         state = {i: {"step": 5, **{kind: pieces(kind, rank)[i] for kind in MOMENTS}} for i in (0, 1)}
         inner = {"fp32_flat_groups": pieces("weight", rank), "optimizer_state_dict": {"state": state}}
-        for kind, content in (("model", {"param_shapes": groups, "frozen_param_shapes": None}),
-                              ("optim", {"optimizer_state_dict": inner})):
+        model = {"param_shapes": groups, "frozen_param_shapes": None, "shared_params": {"d": "a"},
+                 "module": {"table": torch.arange(3)}, "buffer_names": ["table"]}
+        for kind, content in (("model", model), ("optim", {"optimizer_state_dict": inner})):
             torch.save(content, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt")
     shards = TagReader(tmp_path, {"files": os.listdir(tmp_path), "stage": 3, "world_size": 2, "state": {}})
     assert shards.step == 5 and list(shards.shapes) == ["a", "b", "c"]
     for kind, tensors in whole.items():
         assert all(torch.equal(shards.get(name, kind), tensor) for name, tensor in tensors.items())
+    assert shards.ties == [["a", "d"]] and torch.equal(shards.get("d"), whole["weight"]["a"])
+    assert shards.tensors().params == {**groups[0], **groups[1], "d": torch.Size((3, 5))}
+    assert shards.buffers["table"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("ties", [[["a", "b"]], [["x", "y"]]], ids=["two parameters", "none"])
+def test_ties_of_no_single_parameter_are_refused(whole, ties):
+    """Somebody else may have written a manifest."""
+    out_dir = whole(2).out_dir
+    manifest = json.loads((out_dir / "iter_8" / "manifest.json").read_text())
+    names = {"a": "transformer.wpe.weight", "b": "transformer.wte.weight"}
+    manifest["state"]["ties"] = [[names.get(name, name) for name in group] for group in ties]
+    with pytest.raises(CheckpointError, match=" is .* is (2|0) parameters"):
+        TagReader(out_dir / "iter_8", manifest)
