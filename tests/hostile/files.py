@@ -496,6 +496,8 @@ RUN = [
            readers="*resume"),
     *edits(MANIFEST, [("tag", "../iter_2"), ("state.model.gelu", ESCAPE, "escapes"),
                       ("state.model.width", 5),
+                      ("state.ties", 5), ("state.ties", [["one"]]),
+                      ("state.model_source.file", "../model.py"),
                       ("state.data.tokenizer.chars", HALF * 28, "half characters")]),
     # These are only printed, or not even that
     *edits(MANIFEST, [("state.sources", [ESCAPE], "escapes"),
