@@ -105,6 +105,9 @@ class TagReader:
         self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         self.buffers = {name: model["module"][name] for name in model["buffer_names"]}
         self.read_ties(manifest["state"].get("ties"))
+        for name in model["module"]:
+            if not any(name in known for known in (self.shapes, self.stored_as, self.buffers)):
+                raise ValueError(f"{name} is no parameter and no buffer")
         self.pieces = {"weight": weights}  # [field][name]: a list of tensors
         self.add_flat([content["optimizer_state_dict"] for content in optimizers], stage)
 
