@@ -32,8 +32,11 @@ from runtime.engine.launch import Launch
 from runtime.engine.layout import layout_of
 from runtime.engine.lockstep import Lockstep
 from runtime.engine.step import Wanted
+from runtime.engine.untouched import Untouched, check_values
 from runtime.errors import UserError
 from runtime.kernels.fused import FusedBlocks
+
+CHECKED_STEPS = 2  # in which all weights are compared with the optimizer's
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ class Engine:
         self.launch = Launch(deepspeed, paths.graph.taken, is_local)
         self.micro_steps = 0  # since the last optimizer step
         self.fused = fused
+        self.untouched = Untouched(self.module)
+        self.steps = 0  # of this process
         deepspeed.set_gradient_accumulation_boundary(False)
 
     def micro_step(self, *batch: Tensor) -> Tensor:
@@ -101,8 +106,9 @@ class Engine:
             self.check_ranks(micro_steps=self.micro_steps, ends=False)
         if self.micro_steps and self.deepspeed.wall_clock_breakdown():
             self.deepspeed.step()  # in the middle of a step it only prints its times
-        if not self.micro_steps:  # the weights have changed
-            if self.fused:
+        if not self.micro_steps:
+            self.untouched.check()
+            if self.fused:  # the weights have changed
                 self.fused.copy_weights()
         if self.our_step and self.stage == 3:
             self.our_step.reduction.prepare()
@@ -138,6 +144,11 @@ class Engine:
         if not self.micro_steps:
             raise UserError("an optimizer step had no micro-step: call engine.micro_step() before it")
         self.check_ranks(self.micro_steps, ends=True)
+        self.untouched.check()
+        if self.our_step and self.steps < CHECKED_STEPS:
+            check_values(self.layout.weights_in_use())
+            if self.stage == 3:
+                check_values(self.our_step.reduction.gathered_parts())
 
         # DeepSpeed has divided by gradient_accumulation_steps
         loss_factor = self.micro_steps / self.deepspeed.gradient_accumulation_steps()
@@ -157,6 +168,8 @@ class Engine:
             applied = report.applied
             shares = self.largest_shares(report.shares)
         self.launch.after_step()
+        self.untouched.accept()
+        self.steps += 1
         scale = scaler.cur_scale if scaler else None
         return StepResult(norm, applied, scale, min_scale, shares)
 
@@ -203,6 +216,7 @@ class Engine:
         note_edited(path, manifest["state"], self.module)
         with content_errors(path):
             state.copy_into(self.layout, TagReader(path, manifest))
+        self.untouched.accept()
         dist.barrier()
         print0(f"loaded in {time.monotonic() - start:.1f} s")
         return manifest["state"]

@@ -187,6 +187,10 @@ class Layout:
         zero._update_scale(zero.overflow)
         zero._global_grad_norm = norm if math.isfinite(norm) else math.inf
 
+    def weights_in_use(self) -> list[tuple[Tensor, Tensor]]:
+        """Return [(this rank's weights as forward uses them, the optimizer's fp32 weights)], flat."""
+        return [(shard.half, shard.master) for shard in self.shards]
+
     def gather_weights(self) -> None:
         """Bring what a step has changed to all ranks. All ranks call this."""
         raise NotImplementedError

@@ -217,6 +217,14 @@ class Zero3Blocks:
         params, full = zip(*pairs)
         self.collective(dist.all_gather_into_tensor, full, [p.flat for p in params])
 
+    def gathered_parts(self) -> list[tuple[Tensor, Tensor]]:
+        """Return [(this rank's part of a whole parameter, what it was gathered from)], flat."""
+        parts = []
+        for p, full in self.full.items():
+            size = p.flat.numel()
+            parts.append((full.narrow(0, self.layout.rank * size, size), p.flat))
+        return parts if self.world_size > 1 else []
+
     # Forward and backward
 
     def begin_forward(self, model: nn.Module, inputs: tuple) -> None:

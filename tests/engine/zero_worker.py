@@ -23,7 +23,7 @@ from model import GPT, Block, GPTConfig
 from runtime.cluster.ranks import all_reduce_sum, shut_down
 from runtime.data.loader import Batch
 from runtime.engine import offload
-from runtime.engine.engine import Engine
+from runtime.engine.engine import CHECKED_STEPS, Engine
 from runtime.kernels import fused as fused_blocks
 from runtime.sample.generate import TEMPERATURE, TOP_K, sample_while_training
 
@@ -153,6 +153,8 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
     # own: DeepSpeed's, to compare
     chosen = paths(deepspeeds, deepspeeds.module, local, kernels=bool(fused), own=not short)
     engine = Engine(deepspeeds, chosen, blocks)
+    if fused:
+        engine.steps = CHECKED_STEPS  # Triton's interpreter truncates weights to bfloat16
     shortened = engine.our_step is not None
     assert not shortened or engine.our_step.use_kernel == bool(fused)
     # The kernels' float16 sees each target's gradient times 16 to 32, or if few tokens are targets, at least 1 to 2
