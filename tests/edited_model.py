@@ -142,7 +142,7 @@ def skipping(choice: str) -> list[tuple[str, str]]:
 
 NUMBERED = [
     (
-        "    def __init__(self, config):\n        super().__init__()\n        self.ln_1",
+        "    def __init__(self, config: GPTConfig) -> None:\n        super().__init__()\n        self.ln_1",
         """    def __init__(self, config, number=0):
         super().__init__()
         self.number = number
@@ -150,7 +150,7 @@ NUMBERED = [
     ),
     (BLOCKS, "nn.ModuleList(Block(config, i) for i in range(config.n_layer))"),
 ]
-ATTENTION = "        x = x + self.attn(self.ln_1(x), *cached)\n"
+ATTENTION = "        x = x + self.attn(self.ln_1(x), **cached)\n"
 
 
 # {name: edits of model.py, [(old, new)]}. The GPTs have an even number of blocks
@@ -194,7 +194,7 @@ GRAPHS = {
             ATTENTION,
             f"""        if self.number == 1:
             with torch.no_grad():
-                x = x + self.attn(self.ln_1(x), *cached)
+                x = x + self.attn(self.ln_1(x), **cached)
                 return x + self.mlp(self.ln_2(x))
 {ATTENTION}""",
         ),

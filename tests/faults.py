@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MARKS = "<!-- tests/faults.py table -->", "<!-- end -->"  # in tests/README.md
 AT_ONCE = 8  # tests that share a GPU
 HOSTILE = "hostile/test_hostile.py::test_a_hostile_file_does_no_harm"
-EDITED = "kernels/test_fit.py::test_an_edited_model_trains_and_decodes_as_edited"
+EDITED = "kernels/test_fused_fit.py::test_an_edited_model_trains_and_decodes_as_edited"
 ZIP_PICKLE = "a pickle in torch's zip format"
 
 
