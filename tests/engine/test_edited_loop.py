@@ -1,0 +1,62 @@
+"""What a training loop does to the weights by itself: one sentence, because ZeRO would overwrite it."""
+
+import pytest
+import torch
+from conftest import done, edited_script, every, stage
+
+from runtime.engine.untouched import PIECE, check_values
+from runtime.errors import UserError
+
+STEP = "    iter_num += 1\n"  # between the micro-steps and the optimizer's step
+WEIGHT = "model.transformer.wpe.weight"
+OUTSIDE = "were changed outside of the optimizer"
+FLAG = "requires_grad of transformer.wpe.weight has changed while training"
+EDITS = {  # name: (code after the third step's micro-steps, what is told)
+    "clamped": (f"with torch.no_grad(): {WEIGHT}.clamp_(-0.01, 0.01)", OUTSIDE),
+    "frozen": (f"{WEIGHT}.requires_grad_(False)", FLAG),
+}
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_loop_that_changes_parameters_is_refused(train, tmp_path, edit, n):
+    code, told = EDITS[edit]
+    script = edited_script(tmp_path, (STEP, f"{STEP}    if iter_num == 3:\n        {code}\n"))
+    run = train("--max_iters=6", stage(n), ranks=2, script=script)
+    assert run.returncode == 2
+    assert told in run.stderr
+    assert "Traceback" not in run.stderr
+    assert max(run.losses) == 2
+
+
+@pytest.mark.parametrize("n", [2, every(3)])
+def test_a_change_of_data_is_found_in_the_first_steps(train, tmp_path, n):
+    """PyTorch doesn't count changes of param.data, so all weights are compared in two steps."""
+    code = f"    {WEIGHT}.data.clamp_(-0.01, 0.01)\n"
+    script = edited_script(tmp_path, (STEP, f"{STEP}{code}"))
+    run = train("--max_iters=6", stage(n), ranks=2, script=script)
+    assert run.returncode == 2
+    assert OUTSIDE in run.stderr
+    assert "Traceback" not in run.stderr
+    assert not run.losses
+
+
+def test_reading_and_sampling_between_steps_is_no_change(train, tmp_path):
+    code = f"    seen = {WEIGHT}.detach().clone().mul_(2)\n"
+    script = edited_script(tmp_path, (STEP, f"{STEP}{code}"))
+    done(train("--max_iters=3", "--sample_interval=1", "--sample_tokens=4", script=script))
+
+
+@pytest.mark.parametrize("place", [0, PIECE + 1])
+def test_one_element_is_enough(place):
+    master = torch.linspace(-3, 3, PIECE + 3)
+    used = master.to(torch.bfloat16)
+    check_values([(used, master)])
+    used[place] += 0.1
+    with pytest.raises(UserError, match=OUTSIDE):
+        check_values([(used, master)])
+
+
+def test_what_is_not_a_number_is_no_change():
+    nan = torch.tensor([1.0, float("nan")])
+    check_values([(nan.to(torch.float16), nan)])
