@@ -183,9 +183,9 @@ class TagReader:
 
     def read_numbers(self, groups, weights, ranks):
         """Tell the optimizer's numbers from its tensors, by the first rank's state of each parameter group and its flat
-        weights. Sets .state_fields, the names of the tensors, .numbers, {name: number or tensor of one} of each group,
+        weights. Sets .state_fields, {name of a tensor: its dtype}, .numbers, {name: number or tensor of one} of each group,
         and .step, that of the first group."""
-        self.state_fields = []
+        self.state_fields = {}
         self.numbers = []
         for state, flat in zip(groups, weights, strict=True):
             numbers = {}
@@ -193,8 +193,7 @@ class TagReader:
             sizes = range(flat.numel(), flat.numel() + 2 * ranks)
             for key, value in state.items():
                 if torch.is_tensor(value) and value.dim() == 1 and value.numel() in sizes:
-                    if key not in self.state_fields:
-                        self.state_fields.append(key)
+                    self.state_fields.setdefault(key, value.dtype)
                 elif torch.is_tensor(value) and value.numel() != 1:
                     raise CheckpointError(f"{self.folder} has the optimizer's '{key}' in an unknown shape: {OTHER_TAG}")
                 else:

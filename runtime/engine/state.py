@@ -77,8 +77,8 @@ def init_adam_state(shard: Shard, step: float) -> None:
 def init_other_state(shard: Shard, reader: TagReader) -> None:
     """Create the state of an optimizer that we don't implement: the tag's numbers, and tensors of
     zeros."""
-    for field in reader.state_fields:
-        shard.state[field] = torch.zeros_like(shard.master)
+    for field, dtype in reader.state_fields.items():
+        shard.state[field] = torch.zeros_like(shard.master, dtype=dtype)
     numbers = reader.numbers[min(shard.group, len(reader.numbers) - 1)]
     on_device = shard.options.get("capturable") or shard.options.get("fused")
     for key, value in numbers.items():

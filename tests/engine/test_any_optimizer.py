@@ -103,6 +103,20 @@ def test_losses_are_plain_pytorchs(train, characters, name, n):
     assert [*resumed.losses.values()] == pytest.approx(expected, abs=2e-6)
 
 
+HALF = LION.replace("class Lion", "class Half").replace("torch.zeros_like(p)", "torch.zeros_like(p, dtype=torch.bfloat16)")
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_state_keeps_its_dtype(train, n):
+    """Momentum in bfloat16: a resumed run rounds it as the run that never stopped does."""
+    options = {"plant": HALF + plant("Half(groups)").replace(LION, "")}
+    whole = done(train(*ARGUMENTS, *per_rank(1), stage(n), **options))
+    half = done(train(*ARGUMENTS, *per_rank(1), stage(n), "--max_iters=4", f"--lr_decay_iters={STEPS}", **options))
+    resumed = done(train(*ARGUMENTS, *per_rank(1), stage(n), f"--lr_decay_iters={STEPS}", "--init_from=resume",
+                         out_dir=half.out_dir, **options))
+    assert resumed.losses == whole.losses
+
+
 def test_an_optimizer_is_not_resumed_as_another(train):
     run = done(train("--max_iters=2", plant=plant(MADE["Adam"])))
     other = train("--max_iters=4", "--init_from=resume", out_dir=run.out_dir)
