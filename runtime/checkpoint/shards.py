@@ -183,8 +183,10 @@ class TagReader:
 
     def read_numbers(self, groups, weights, ranks):
         """Tell the optimizer's numbers from its tensors, by the first rank's state of each parameter group and its flat
-        weights. Sets .state_fields, {name of a tensor: its dtype}, .numbers, {name: number or tensor of one} of each group,
-        and .step, that of the first group."""
+        weights.
+
+        Sets .state_fields, {name of a tensor: its dtype}, .numbers, {name: number or tensor of one} of each group, and
+        .step, that of the first group."""
         self.state_fields = {}
         self.numbers = []
         for state, flat in zip(groups, weights, strict=True):

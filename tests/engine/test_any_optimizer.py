@@ -103,7 +103,8 @@ def test_losses_are_plain_pytorchs(train, characters, name, n):
     assert [*resumed.losses.values()] == pytest.approx(expected, abs=2e-6)
 
 
-HALF = LION.replace("class Lion", "class Half").replace("torch.zeros_like(p)", "torch.zeros_like(p, dtype=torch.bfloat16)")
+HALF = LION.replace("class Lion", "class Half")
+HALF = HALF.replace("torch.zeros_like(p)", "torch.zeros_like(p, dtype=torch.bfloat16)")
 
 
 @pytest.mark.parametrize("n", [2, 3])
