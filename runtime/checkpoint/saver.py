@@ -98,8 +98,11 @@ class Saver:
             files = self._copy_to_staging(files)
             if self.engine.device.type == "cuda":
                 torch.cuda.synchronize()  # training may continue once the copies are done
-        elif self.background:
-            print0(f"too little host memory to save in the background ({format_bytes(size)} per rank): training waits")
+        else:
+            if self.background:
+                print0(f"too little host memory to save in the background ({format_bytes(size)} per rank): training "
+                       "waits")
+            files = without_attributes(files)
         blocked_s = time.monotonic() - start if background else None  # None: until the save ends
         self._start(self._write_and_commit, files, manifest, aliases, start, blocked_s)
         if not background:
@@ -229,6 +232,22 @@ class Saver:
                    f"failed: {error}")
         with contextlib.suppress(OSError):  # a full disk must not end the save, and DeepSpeed's package has them, too
             self.engine.copy_recovery_script(self.store.out_dir)
+
+
+def without_attributes(files: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
+    """Return the files with each tensor as a plain view of the same memory.
+
+    DeepSpeed sets attributes on parameters, which torch.save would write. No reader takes such a file.
+    """
+
+    def plain(leaf):
+        return leaf.detach() if torch.is_tensor(leaf) else leaf
+
+    # is_leaf: pytree would turn a torch.Size into a tuple
+    return [
+        (path, tree_map(plain, content, is_leaf=lambda node: isinstance(node, torch.Size)))
+        for path, content in files
+    ]
 
 
 def write_files(folder, files, written, failures):

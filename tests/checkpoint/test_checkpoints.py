@@ -100,13 +100,14 @@ def test_shards_read_what_deepspeeds_universal_checkpoint_holds(whole, tmp_path,
             assert shards.get(name, kind).abs().max() > 0 or name.endswith("c_attn.bias")
 
 
-@pytest.mark.parametrize("asynchronous, plant", [(False, ""), (True, WRITE_LATE)],
-                         ids=["training waits", "written after the next step"])
-def test_a_save_has_the_state_of_its_step(train, whole, asynchronous, plant):
-    """To the last bit, weights and both moments."""
-    run = done(train(*EIGHT, stage(2), "--max_iters=4", f"--async_save={asynchronous}", ranks=2, plant=plant))
+@pytest.mark.parametrize("n, asynchronous, plant", [(2, False, ""), (3, False, ""), (2, True, WRITE_LATE)],
+                         ids=["training waits", "training waits at stage 3", "written after the next step"])
+def test_a_save_has_the_state_of_its_step(train, whole, n, asynchronous, plant):
+    """To the last bit, weights and both moments. Once, a tag of stage 3 that training waited for had DeepSpeed's
+    attributes of the parameters, and no reader took it."""
+    run = done(train(*EIGHT, stage(n), "--max_iters=4", f"--async_save={asynchronous}", ranks=2, plant=plant))
     for tag in ("iter_2", "iter_4"):
-        ours, theirs = (TagReader(r.out_dir / tag, TagStore(r.out_dir).find(tag).manifest) for r in (run, whole(2)))
+        ours, theirs = (TagReader(r.out_dir / tag, TagStore(r.out_dir).find(tag).manifest) for r in (run, whole(n)))
         assert all(torch.equal(ours.get(name, kind), theirs.get(name, kind)) for name in theirs.shapes
                    for kind in ("weight", *MOMENTS))
 
