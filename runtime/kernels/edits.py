@@ -137,7 +137,9 @@ def has_hooks(module: nn.Module) -> bool:
 
 def has_global_hooks() -> bool:
     """Return whether there are hooks for all modules."""
-    return torch.nn.modules.module._has_any_global_hook()
+    module = torch.nn.modules.module
+    kinds = ("backward_pre_hooks", "backward_hooks", "forward_pre_hooks", "forward_hooks")
+    return any(getattr(module, f"_global_{kind}") for kind in kinds)
 
 
 def why_not_our_forward(gpt: nn.Module) -> str | None:
