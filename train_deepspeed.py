@@ -251,7 +251,8 @@ def estimate_loss():
             sums = torch.zeros(7, dtype=torch.float64, device=device)  # over windows
             for x, y in eval_batches(data, plan.eval_windows, batch, ranks.rank, vocab_size, device):
                 counts = (y >= 0).double().mean(dim=1)  # the fraction that counts; 0 if a window pads the last batch
-                loss = engine.evaluate(x, y).double().mean(dim=1)
+                loss = engine.evaluate(x, y).masked_fill(y < 0, 0)  # there, an auxiliary loss may not be 0
+                loss = loss.double().mean(dim=1)
                 n_bytes = bytes_of_tokens[y].double().mean(dim=1)
                 sums += torch.stack([counts > 0, counts, loss, counts**2, loss**2, counts * loss, n_bytes]).sum(dim=1)
             n, counted, total, counts2, loss2, product, n_bytes = all_reduce_sum(*sums)

@@ -15,6 +15,7 @@ from runtime.engine.any_optimizer import check_elementwise, is_adamw, optimizer_
 from runtime.engine.ds_config import takes_our_gradients, uses_offload
 from runtime.engine.fast_paths import FastPaths, check_dimensions
 from runtime.engine.layout import Layout
+from runtime.engine.muon import is_muon
 from runtime.engine.reduce import BucketedAllReduce, LocalAccumulation
 from runtime.engine.step import OurStep
 from runtime.engine.zero3_blocks import Zero3Blocks, blocks_to_gather
@@ -147,6 +148,7 @@ def initialize(
         config["zero_force_ds_cpu_optimizer"] = False
     if not is_adamw(optimizer):
         with all_exit_on(UserError):
+            check_groups(optimizer)
             check_elementwise(optimizer, list(model.parameters()))
         config["zero_allow_untested_optimizer"] = True
         print0(
@@ -163,6 +165,16 @@ def initialize(
         tokens = sequences * model.config.block_size  # over which the loss is a mean
         engine.optimizer.loss_scale = 2.0 ** (tokens if masked else 16 * tokens).bit_length()
     return engine
+
+
+def check_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UserError if the groups of an optimizer of another kind are Muon's: their matrices would get
+    Muon's learning rate."""
+    if any(is_muon(group) for group in optimizer.param_groups):
+        raise UserError(
+            f"optimizer=muon gives the matrices of the blocks a learning rate for Muon, and the optimizer is "
+            f"{optimizer_name(optimizer)}: add --optimizer=adamw, or put AdamW back"
+        )
 
 
 def describe(engine, ds_config, dtype):

@@ -295,3 +295,11 @@ def test_attributes_of_an_optimizer_and_of_parameters_may_be_there():
     assert not optimizer.state
     assert torch.equal(param, torch.ones(3, 3))
     assert param.grad is None
+
+
+def test_another_optimizer_is_not_given_muons_groups(train):
+    """Their learning rate is 30 times AdamW's in config/shakespeare_char_cpu.py."""
+    run = train("--max_iters=2", "--optimizer=muon", plant=plant(MADE["Lion"]))
+    assert run.returncode == 2
+    assert "the optimizer is Lion: add --optimizer=adamw" in run.stderr
+    assert not run.losses

@@ -60,3 +60,19 @@ def test_one_element_is_enough(place):
 def test_what_is_not_a_number_is_no_change():
     nan = torch.tensor([1.0, float("nan")])
     check_values([(nan.to(torch.float16), nan)])
+
+
+def test_an_auxiliary_loss_does_not_count_where_nothing_is_evaluated(train, tmp_path):
+    """On two ranks, one of the windows of a split pads the last batch. A loss of 100 at each token tells."""
+    model = f"""
+from model import GPT
+forward = GPT.forward
+def with_auxiliary_loss(self, idx, targets=None, *args, **options):
+    loss = forward(self, idx, targets, *args, **options)
+    return loss if targets is None else loss + 100
+GPT.forward = with_auxiliary_loss
+"""
+    options = ("--eval_iters=1", "--batch_size=1", "--max_iters=1")
+    plain = done(train(*options, ranks=2))
+    edited = done(train(*options, ranks=2, plant=model))
+    assert edited.evals[0] == pytest.approx([loss + 100 for loss in plain.evals[0]], abs=1e-4)
