@@ -64,7 +64,7 @@ def test_what_is_not_a_number_is_no_change():
 
 def test_an_auxiliary_loss_does_not_count_where_nothing_is_evaluated(train, tmp_path):
     """On two ranks, one of the windows of a split pads the last batch. A loss of 100 at each token tells."""
-    model = f"""
+    model = """
 from model import GPT
 forward = GPT.forward
 def with_auxiliary_loss(self, idx, targets=None, *args, **options):
