@@ -8,17 +8,17 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """The part of a parameter that lies in a shard."""
+    """The part of a parameter that is in a shard."""
 
     param: nn.Parameter
     start: int  # its first element, in the flat parameter
-    offset: int  # where that element lies in the shard
+    offset: int  # where that element is in the shard
     numel: int
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a whole parameter lies in the flat tensor that the ranks' shards make up (ZeRO-2)."""
+    """Where a whole parameter is in the flat tensor that the ranks' shards make up (ZeRO-2)."""
 
     param: nn.Parameter
     offset: int

@@ -2,7 +2,7 @@
 
 ZeRO's optimizer has fp32 weights of its own. A step overwrites whatever else has changed the weights
 that forward and backward use, and it also steps parameters that were frozen after the start. Plain
-PyTorch would heed both, so both are refused.
+PyTorch would use both, so both are refused.
 """
 
 from collections.abc import Iterable

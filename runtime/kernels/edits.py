@@ -1,6 +1,6 @@
 """Find what isn't GPT-2 as our kernels know it: an edited model has to train and sample as edited.
 
-What counts is the object in use, not the file that its class lies in: the source of the methods that
+What counts is the object in use, not the file that its class is in: the source of the methods that
 its class finds, in a copied model.py too, and what was set, swapped or hooked afterwards.
 """
 

@@ -11,7 +11,7 @@ STEP = "    iter_num += 1\n"  # between the micro-steps and the optimizer's step
 WEIGHT = "model.transformer.wpe.weight"
 OUTSIDE = "were changed outside of the optimizer"
 FLAG = "requires_grad of transformer.wpe.weight has changed while training"
-EDITS = {  # name: (code after the third step's micro-steps, what is told)
+EDITS = {  # name: (code after the third step's micro-steps, what stderr says)
     "clamped": (f"with torch.no_grad(): {WEIGHT}.clamp_(-0.01, 0.01)", OUTSIDE),
     "frozen": (f"{WEIGHT}.requires_grad_(False)", FLAG),
 }

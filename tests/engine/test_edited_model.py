@@ -52,6 +52,7 @@ def plain_losses(module, characters, monkeypatch):
     return losses
 
 
+# Only with the PyTorch for V100: the reference of these tests is torch.optim.Muon, and CI has it
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason=NO_MUON)
 @pytest.mark.parametrize("edit", EDITS)
 def test_muon_trains_the_same_matrices_on_any_number_of_ranks(train, characters, monkeypatch, tmp_path, edit):
