@@ -1,10 +1,15 @@
 """The model that all scripts train, sample, evaluate and export.
 
-To use another file, such as a copy of model.py, change this import and nothing else:
+To use another file, such as a copy of model.py or nanoGPT's, change this import and nothing else:
 
     from model_x import GPT, GPTConfig
 """
 
-from model import GPT, GPTConfig
+from runtime.bring import adapted, import_errors
+
+with import_errors():
+    from model import GPT, GPTConfig
+
+GPT = adapted(GPT, GPTConfig)
 
 __all__ = ["GPT", "GPTConfig"]

@@ -31,9 +31,10 @@ def write_model(model, folder, end, dtype):
     the vocabulary's padding, and add zeros if the model has no biases. end: the id of <|endoftext|>, or None. Raises
     UserError if the model isn't transformers' GPT-2."""
     c = model.config
+    gelu = getattr(c, "gelu", "none")  # nanoGPT's is exact. check_model() compares logits
     hf_config = GPT2Config(
         vocab_size=c.vocab_size, n_positions=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head,
-        activation_function="gelu_new" if c.gelu == "tanh" else "gelu", resid_pdrop=c.dropout, embd_pdrop=c.dropout,
+        activation_function="gelu_new" if gelu == "tanh" else "gelu", resid_pdrop=c.dropout, embd_pdrop=c.dropout,
         attn_pdrop=c.dropout, bos_token_id=end, eos_token_id=end, dtype=dtype, n_ctx=c.block_size)  # for llama.cpp
     with torch.device("meta"):
         hf_model = GPT2LMHeadModel(hf_config)

@@ -9,7 +9,7 @@ from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from model import GPTConfig
+from runtime.chosen_model import GPTConfig
 from runtime.data.loader import Batch
 from runtime.engine.ds_config import complete_config, uses_offload
 from runtime.engine.fast_paths import FastPaths, ModelFacts, decide
@@ -72,8 +72,8 @@ class MemoryInputs:
 
 def estimate(run):
     """Return the peak bytes per GPU by use: {"weights": ..., "activations": ..., ...}."""
-    zero, stage, ranks, vocab_size = (run.ds_config["zero_optimization"], run.stage, run.batch.world_size,
-                                      run.model.padded_vocab_size)
+    zero, stage, ranks = run.ds_config["zero_optimization"], run.stage, run.batch.world_size
+    vocab_size = rows_of_vocabulary(run.model)
     stored, trainable = run.params.stored, run.params.trainable
     itemsize, offload = run.execution.torch_dtype.itemsize, uses_offload(run.ds_config)
     buckets = 0 if stage == 2 and ranks == 1 else min(trainable, int(zero.get("reduce_bucket_size", 5e8))) * itemsize
@@ -113,6 +113,11 @@ def estimate(run):
     return {**parts, "start": max(0, at_start + parts["CUDA and NCCL"] - sum(parts.values()))}
 
 
+def rows_of_vocabulary(model: GPTConfig) -> int:
+    """Return the rows of the embedding. The vocabulary of a model.py of others isn't padded."""
+    return getattr(model, "padded_vocab_size", model.vocab_size)
+
+
 def muon_step(run):
     """Return the bytes that Newton-Schulz takes on a GPU in float16, or on CPU in float32. Square matrices take most,
     and are a third of Muon's."""
@@ -149,7 +154,7 @@ def bytes_with_eval(run):
     estimated, not measured: a block holds 11 values per token, in units of n_embd, and the loss one chunk."""
     tokens = run.batch.micro * run.model.block_size
     block = tokens * run.model.n_embd * run.execution.torch_dtype.itemsize * 11
-    loss = min(tokens, LOSS_CHUNK) * run.model.padded_vocab_size * 8
+    loss = min(tokens, LOSS_CHUNK) * rows_of_vocabulary(run.model) * 8
     return gpu_bytes(run) + max(block + loss, muon_step(run)) * run.execution.compile
 
 

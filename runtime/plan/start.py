@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from torch import nn
 
+from runtime.bring import has_our_forward, no_weights
 from runtime.checkpoint.model_config import SHAPE, config_of_tag, gpt_config
 from runtime.checkpoint.model_source import source_of
 from runtime.checkpoint.shards import check_sizes_of_tag, open_tag
@@ -137,6 +138,8 @@ def check_class(model_class: type[nn.Module]) -> None:
     known = {field.name for field in fields(GPTConfig)}
     missing = [field.name for field in fields(own_config) if field.name not in known]
     place = "change the import in runtime/chosen_model.py, for all scripts"
+    if not has_our_forward(model_class):
+        raise UserError(f"the training script imports the GPT of {model_class.__module__}.py, which needs an adapter: {place}")
     if missing:
         raise UserError(
             f"{model_class.__module__}.GPTConfig has {', '.join(missing)}, and the plan's GPTConfig, of "
@@ -164,6 +167,8 @@ def check_shape(where, saved, wanted):
 def from_pretrained(init_from, settings, data, shape, notes):
     """Start from a GPT-2 on the hub, a folder of weights, or a nanoGPT ckpt.pt. shape: settings, of which the weights
     determine some."""
+    if not hasattr(GPTConfig, "from_weights"):
+        raise UserError(no_weights(init_from, GPTConfig.__module__))
     determined = dict(zip(("n_layer", "n_head", "n_embd"), PRETRAINED.get(init_from, ())))
     if os.path.exists(init_from):
         determined = read_config(init_from)

@@ -80,7 +80,7 @@ class TextStream:
 def generate_texts(model, prompt, n_texts, seed, max_new_tokens, decode, end=None, show=None, **sampling):
     """Generate n_texts from a prompt (ids), as one batch, and return their TextStreams. end: the id of <|endoftext|>;
     sampling: generate()'s temperature, top_k and top_p."""
-    device = model.lm_head.weight.device
+    device = next(model.parameters()).device
     texts = [TextStream(prompt, decode, end, show or (lambda new: None)) for _ in range(n_texts)]
 
     def on_token(tokens):

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from runtime.bring import no_weights
 from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore, parse_run_path
 from runtime.chosen_model import GPT, GPTConfig
@@ -27,6 +28,8 @@ def find_model(init_from, out_dir, tag, dataset):
                         f"--tag={run[1]}")
     else:
         name, description, folder = init_from, "", Path(init_from)
+        if not hasattr(GPTConfig, "from_weights"):
+            raise UserError(no_weights(init_from, GPTConfig.__module__))
         config = GPTConfig.from_weights(init_from) if os.path.exists(init_from) else GPTConfig()  # a GPT-2 on the hub
         data = read_meta(dataset_dir(dataset)) if dataset else data_of_weights(init_from, config.vocab_size)
         comparable = dataset and data["tokenizer"]["kind"] != "gpt2" and (folder / "tokenizer.json").exists()

@@ -1,0 +1,172 @@
+"""A model.py of others, brought/model.py with nanoGPT's interface: in the place of ours, or named in
+runtime/chosen_model.py. It trains as in plain PyTorch, or one sentence says what is missing.
+"""
+
+import importlib.util
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import CHARS, ROOT, SMALL, done, every, launch, read_history, stage
+
+from runtime.data.loader import locate_sequences, read_windows
+
+STEPS = 6
+SEQUENCES = 8  # of a step, over all ranks
+BROUGHT = ROOT / "tests" / "brought" / "model.py"
+PROMPT = "the cat"
+NEW_TOKENS = 40  # with the prompt more than block_size
+IMPORT = "from model import GPT, GPTConfig"
+
+
+@pytest.fixture
+def project(tmp_path) -> Callable[..., Path]:
+    """project(*edits): a copy of the programs with this model.py in the place of ours, and edits."""
+
+    def copy(*edits: tuple[str, str]) -> Path:
+        for name in ("runtime", "config"):
+            shutil.copytree(ROOT / name, tmp_path / name)
+        for path in [*ROOT.glob("*.py"), *ROOT.glob("*.json")]:
+            shutil.copy2(path, tmp_path)
+        text = BROUGHT.read_text(encoding="utf-8")
+        for old, new in edits:
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        (tmp_path / "model.py").write_text(text, encoding="utf-8")
+        return tmp_path
+
+    return copy
+
+
+def train_in(folder: Path, characters: Path, *args: str, ranks: int = 1, accumulation: int = 2):
+    """Run the training script of a folder. Return (how it ended, the losses of its steps)."""
+    out_dir = folder / "out"
+    ended = launch(
+        folder / "train_deepspeed.py",
+        *SMALL,
+        f"--dataset={characters}",
+        f"--out_dir={out_dir}",
+        f"--batch_size={SEQUENCES // ranks // accumulation}",
+        f"--gradient_accumulation_steps={accumulation}",
+        f"--max_iters={STEPS}",
+        f"--lr_decay_iters={STEPS}",
+        "--eval_interval=3",
+        *args,
+        ranks=ranks,
+        timeout=100,
+    )
+    losses = [record["loss"] for record in read_history(out_dir) if "loss" in record]
+    return ended, losses
+
+
+def train_plainly(characters: Path, bias: bool = True) -> tuple[list[float], torch.nn.Module]:
+    """Train brought/model.py with its own optimizer. Return (the losses, the model)."""
+    spec = importlib.util.spec_from_file_location("brought", BROUGHT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.manual_seed(1337)
+    config = module.GPTConfig(32, len(CHARS), n_layer=2, n_head=2, n_embd=32, bias=bias)
+    model = module.GPT(config)
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+    tokens = np.memmap(characters / "train.bin", np.uint16, mode="r")
+    losses = []
+    for step in range(STEPS):
+        ids = np.arange(SEQUENCES * step, SEQUENCES * (step + 1))
+        _, offsets = locate_sequences(ids, [(tokens, 1)], 32, 1337)
+        x, y = read_windows([(tokens, offset) for offset in offsets], 32, len(CHARS))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-4 + 0.5 * (1 + math.cos(math.pi * step / STEPS)) * 9e-4
+        _, loss = model(x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.eval()
+
+
+@torch.no_grad()
+def likeliest_text(model: torch.nn.Module) -> str:
+    """Return what follows PROMPT, by the model's own forward."""
+    idx = torch.tensor([[CHARS.index(char) for char in PROMPT]])
+    for _ in range(NEW_TOKENS):
+        logits, _ = model(idx[:, -32:])
+        idx = torch.cat([idx, logits[:, -1].argmax(dim=-1, keepdim=True)], dim=1)
+    return "".join(CHARS[i] for i in idx[0, len(PROMPT) :].tolist())
+
+
+@pytest.mark.parametrize("n, other", [(2, 2), every(2, 3), (3, 2), every(3, 3)])
+def test_it_trains_resumes_and_is_sampled(project, characters, tmp_path, n, other):
+    """On two ranks, then on one, recomputed. Its file is recorded, and what it prints isn't shown."""
+    expected, model = train_plainly(characters)
+    folder = project()
+    half, losses = train_in(folder, characters, stage(n), "--max_iters=3", ranks=2)
+    assert losses == pytest.approx(expected[:3], abs=2e-6), half.stderr
+    assert "number of parameters" not in half.stdout
+    rest = ("--init_from=resume", "--gradient_checkpointing=True")
+    resumed, losses = train_in(folder, characters, stage(other), *rest)
+    assert losses == pytest.approx(expected, abs=2e-6), resumed.stderr
+    assert "note" not in resumed.stderr
+
+    out = f"--out_dir={folder / 'out'}"
+    options = ("--temperature=0", "--num_samples=1", f"--max_new_tokens={NEW_TOKENS}", "--json")
+    sampled = launch(folder / "sample.py", out, f"--start={PROMPT}", *options, timeout=100)
+    assert json.loads(done(sampled).stdout)["text"] == likeliest_text(model)
+
+    (folder / "text").write_text("the cat sat on a mat and saw how seven foxes")
+    done(launch(folder / "evaluate.py", out, f"--text={folder / 'text'}", timeout=100))
+    done(launch(folder / "export_hf.py", out, f"--to={folder / 'hf'}", timeout=100))
+    manifest = json.loads((folder / "out" / "iter_6" / "manifest.json").read_text())
+    assert manifest["state"]["model_source"]["file"] == "model.py"
+
+
+def test_an_evaluation_has_its_loss(project, characters):
+    """Before the first step, over all windows of 4 evaluation batches."""
+    _, losses = train_in(project(), characters, "--bias=False")
+    expected, _ = train_plainly(characters, bias=False)
+    assert losses == pytest.approx(expected, abs=2e-6)
+
+
+def test_it_may_have_another_name(project, characters):
+    """The import in runtime/chosen_model.py names it. Our model.py stays where it is."""
+    folder = project()
+    (folder / "model.py").rename(folder / "model_x.py")
+    shutil.copy2(ROOT / "model.py", folder)
+    chosen = folder / "runtime" / "chosen_model.py"
+    text = chosen.read_text(encoding="utf-8")
+    assert text.count(f"    {IMPORT}\n\n") == 1
+    chosen.write_text(text.replace(f"    {IMPORT}\n\n", f"    {IMPORT.replace('model', 'model_x')}\n\n"))
+    expected, _ = train_plainly(characters)
+    ended, losses = train_in(folder, characters)
+    assert losses == pytest.approx(expected, abs=2e-6), ended.stderr
+
+
+FORWARD = "        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)\n"
+MISSING = {  # (edit of the file, or None, settings, what is said)
+    "weights of GPT-2": (None, ["--init_from=gpt2"], "init_from=gpt2 holds weights of GPT-2, and model.py"),
+    "Muon": (None, ["--optimizer=muon"], "optimizer=muon needs GPT.muon_matrices"),
+    "heads": (None, ["--n_head=3"], "AssertionError: assert config.n_embd % config.n_head == 0"),
+    "another name": (("class GPTConfig:", "class Config:"), [], "cannot import name 'GPTConfig' from 'model'"),
+    "no dataclass": (("@dataclass\n", ""), [], "GPTConfig of model.py is no dataclass"),
+    "a field": (("    dropout: float = 0.0\n", "    drop: float = 0.0\n"), [], "has no GPTConfig.dropout"),
+    "no targets": (("idx, targets=None):", "idx):"), [], "has no the targets in GPT.forward(idx, targets)"),
+    "the loss alone": ((FORWARD, FORWARD.replace("logits, F", "F")), [], "doesn't return the logits of all"),
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_what_is_missing_is_one_sentence(project, characters, name):
+    edit, arguments, words = MISSING[name]
+    folder = project(*[edit] if edit else [])
+    ended, losses = train_in(folder, characters, *arguments)
+    assert ended.returncode == 2, ended.stderr
+    assert not losses
+    assert words in ended.stderr
+    assert "Traceback" not in ended.stderr
+    (sentence,) = ended.stderr.splitlines()
+    assert sentence.count(": ") >= 1
