@@ -34,7 +34,7 @@ METHODS = (
 )
 FIELDS = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")  # of GPTConfig
 MODULES = ("transformer.wte", "transformer.h", "lm_head")
-HOW = "see \"Bring your model.py\" in CONTRIBUTING.md"
+HOW = 'see "Bring your model.py" in CONTRIBUTING.md'
 
 
 @contextlib.contextmanager
@@ -112,9 +112,7 @@ class Adapter(nn.Module):
         logits, loss = result
         return logits.reshape(*idx.shape, -1), loss
 
-    def forward(
-        self, idx: Tensor, targets: Tensor | None = None, reduction: str = "mean"
-    ) -> Tensor:
+    def forward(self, idx: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
         """Return logits (B, T, vocab_size) of idx (B, T), or the loss of targets (B, T).
 
         "mean" is the model's own loss. "none", of each token (B * T,), and "sum" are the cross-entropy

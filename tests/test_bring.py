@@ -12,9 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import CHARS, ROOT, SMALL, done, every, launch, read_history, stage
+from torch import nn
 
+from model import GPT, GPTConfig
+from runtime.bring import adapted
 from runtime.data.loader import locate_sequences, read_windows
+from runtime.errors import UserError
 
 STEPS = 6
 SEQUENCES = 8  # of a step, over all ranks
@@ -125,8 +130,7 @@ def test_it_trains_resumes_and_is_sampled(project, characters, tmp_path, n, othe
     assert manifest["state"]["model_source"]["file"] == "model.py"
 
 
-def test_an_evaluation_has_its_loss(project, characters):
-    """Before the first step, over all windows of 4 evaluation batches."""
+def test_settings_reach_its_configuration(project, characters):
     _, losses = train_in(project(), characters, "--bias=False")
     expected, _ = train_plainly(characters, bias=False)
     assert losses == pytest.approx(expected, abs=2e-6)
@@ -170,3 +174,75 @@ def test_what_is_missing_is_one_sentence(project, characters, name):
     assert "Traceback" not in ended.stderr
     (sentence,) = ended.stderr.splitlines()
     assert sentence.count(": ") >= 1
+
+
+def brought_module(folder: Path, *edits: tuple[str, str]):
+    """Return brought/model.py with edits as a module."""
+    text = BROUGHT.read_text(encoding="utf-8")
+    for old, new in edits:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    path = folder / "brought_edited.py"
+    path.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("brought_edited", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_loss_over_some_tokens_is_the_cross_entropy_of_the_logits(tmp_path):
+    """As data with a loss mask needs it. Another loss is refused there, and trained without a mask."""
+    module = brought_module(tmp_path)
+    config = module.GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=2, n_embd=16)
+    torch.manual_seed(0)
+    model = adapted(module.GPT, module.GPTConfig)(config)
+    idx = torch.randint(11, (2, 8))
+    targets = torch.randint(11, (2, 8))
+    targets[0, :5] = -1
+    logits = model(idx)
+    assert logits.shape == (2, 8, 11)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+    assert torch.allclose(model(idx, targets, "none"), expected)
+    assert torch.allclose(model(idx, targets, "sum"), expected.sum())
+    assert torch.allclose(model(idx, targets), expected.sum() / 11)  # 11 targets count
+    assert model(idx, torch.full_like(targets, -1), "sum") == 0
+
+    capped = (FORWARD, f"        logits = 0.5 * logits.tanh()\n{FORWARD}")
+    module = brought_module(tmp_path, capped, ("return logits, F", "return 2 * logits, F"))
+    model = adapted(module.GPT, module.GPTConfig)(config)
+    model(idx, targets).backward()
+    with pytest.raises(UserError, match="is not the mean cross-entropy of its logits"):
+        model(idx, targets, "sum")
+
+
+def test_ours_is_not_adapted():
+    assert adapted(GPT, GPTConfig) is GPT
+
+
+def test_a_method_that_ours_has_lost_is_named():
+    class Lost(nn.Module):
+        def forward(self, idx, targets=None, reduction="mean"):
+            return idx
+
+    with pytest.raises(UserError, match=r"has no GPT.num_params, GPT.flops_per_token, "):
+        adapted(Lost, GPTConfig)
+
+
+def test_figures_of_a_model_of_others_by_hand(tmp_path):
+    """The embedding is tied to the head, so it counts. Positions are only looked up."""
+    module = brought_module(tmp_path)
+    config = module.GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=2, n_embd=16)
+    model = adapted(module.GPT, module.GPTConfig)(config)
+    body = 12 * 16**2 + 13 * 16 + 2 * 16 + 11 * 16
+    assert model.num_params() == body + 8 * 16
+    assert model.flops_per_token(4) == 6 * body + 12 * 16 * 4
+    decayed, others = model.parameter_groups(0.1)
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert sum(p.numel() for p in decayed["params"]) == 12 * 16**2 + 11 * 16 + 8 * 16
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("arguments", [["--lora_rank=2"], ["--dropout=0.1"], ["--dtype=bfloat16"]])
+def test_features_that_need_no_more(project, characters, arguments):
+    ended, losses = train_in(project(), characters, *arguments)
+    assert len(losses) == STEPS and losses[-1] < losses[0], ended.stderr

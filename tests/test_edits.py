@@ -44,6 +44,8 @@ EXPORTED = (
     "softcap_in_the_loss",
 )
 BY_MICRO_BATCH = ("moe_with_aux_loss",)  # whose loss depends on how a step is divided
+# With 1337, a token's two likeliest experts are 1e-7 apart in one step, so rounding chooses
+SEEDS = {"moe_with_aux_loss": 6}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -96,7 +98,8 @@ def train_plainly(folder: Path, edit: str, characters: Path, ranks: int, accumul
     ranks, accumulation: by which a run divides a step into micro-batches.
     """
     module = model_of(folder)
-    torch.manual_seed(1337)
+    seed = SEEDS.get(edit, 1337)
+    torch.manual_seed(seed)
     config = module.GPTConfig(block_size=32, vocab_size=len(CHARS), **SHAPE, **FIELDS.get(edit, {}))
     model = module.GPT(config)
     groups = model.parameter_groups(0.1)
@@ -118,7 +121,7 @@ def train_plainly(folder: Path, edit: str, characters: Path, ranks: int, accumul
             param.grad = torch.zeros_like(param)
         total = 0.0
         for ids in np.split(np.arange(position, position + size), number):
-            loss = plain_loss(model, *sequences(tokens, ids))
+            loss = plain_loss(model, *sequences(tokens, ids, seed))
             (loss / number).backward()
             total += loss.item()
         position += size
@@ -128,9 +131,11 @@ def train_plainly(folder: Path, edit: str, characters: Path, ranks: int, accumul
     return losses, model.eval()
 
 
-def sequences(tokens: np.ndarray, ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+def sequences(
+    tokens: np.ndarray, ids: np.ndarray, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (x, y) of these sequences, (number, block_size) each."""
-    _, offsets = locate_sequences(ids, [(tokens, 1)], 32, 1337)
+    _, offsets = locate_sequences(ids, [(tokens, 1)], 32, seed)
     return read_windows([(tokens, offset) for offset in offsets], 32, len(CHARS))
 
 
@@ -194,6 +199,7 @@ def train_edited(copy_of, characters, tmp_path_factory):
             f"--max_iters={STEPS}",
             f"--lr_decay_iters={STEPS}",
             "--eval_interval=6",
+            f"--seed={SEEDS.get(edit, 1337)}",
             stage(n),
             *args,
             ranks=ranks,

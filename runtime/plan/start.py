@@ -139,7 +139,10 @@ def check_class(model_class: type[nn.Module]) -> None:
     missing = [field.name for field in fields(own_config) if field.name not in known]
     place = "change the import in runtime/chosen_model.py, for all scripts"
     if not has_our_forward(model_class):
-        raise UserError(f"the training script imports the GPT of {model_class.__module__}.py, which needs an adapter: {place}")
+        raise UserError(
+            f"the training script imports the GPT of {model_class.__module__}.py itself, without what "
+            f"runtime/bring.py adds to it: {place}"
+        )
     if missing:
         raise UserError(
             f"{model_class.__module__}.GPTConfig has {', '.join(missing)}, and the plan's GPTConfig, of "
@@ -167,7 +170,7 @@ def check_shape(where, saved, wanted):
 def from_pretrained(init_from, settings, data, shape, notes):
     """Start from a GPT-2 on the hub, a folder of weights, or a nanoGPT ckpt.pt. shape: settings, of which the weights
     determine some."""
-    if not hasattr(GPTConfig, "from_weights"):
+    if not hasattr(GPTConfig, "from_weights"):  # a model.py of others
         raise UserError(no_weights(init_from, GPTConfig.__module__))
     determined = dict(zip(("n_layer", "n_head", "n_embd"), PRETRAINED.get(init_from, ())))
     if os.path.exists(init_from):

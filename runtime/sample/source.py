@@ -28,7 +28,7 @@ def find_model(init_from, out_dir, tag, dataset):
                         f"--tag={run[1]}")
     else:
         name, description, folder = init_from, "", Path(init_from)
-        if not hasattr(GPTConfig, "from_weights"):
+        if not hasattr(GPTConfig, "from_weights"):  # a model.py of others
             raise UserError(no_weights(init_from, GPTConfig.__module__))
         config = GPTConfig.from_weights(init_from) if os.path.exists(init_from) else GPTConfig()  # a GPT-2 on the hub
         data = read_meta(dataset_dir(dataset)) if dataset else data_of_weights(init_from, config.vocab_size)
