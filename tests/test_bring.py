@@ -242,7 +242,7 @@ def test_figures_of_a_model_of_others_by_hand(tmp_path):
 
 
 @pytest.mark.every
-@pytest.mark.parametrize("arguments", [["--lora_rank=2"], ["--dropout=0.1"], ["--dtype=bfloat16"]])
+@pytest.mark.parametrize("arguments", [["--dropout=0.1"], ["--dtype=bfloat16"]])
 def test_features_that_need_no_more(project, characters, arguments):
     ended, losses = train_in(project(), characters, *arguments)
     assert len(losses) == STEPS and losses[-1] < losses[0], ended.stderr

@@ -44,7 +44,7 @@ EXPORTED = (
     "softcap_in_the_loss",
 )
 BY_MICRO_BATCH = ("moe_with_aux_loss",)  # whose loss depends on how a step is divided
-# With 1337, a token's two likeliest experts are 1e-7 apart in one step, so rounding chooses
+# With seed 1337, a token's two likeliest experts are 1e-7 apart in one step, so rounding chooses
 SEEDS = {"moe_with_aux_loss": 6}
 
 
@@ -285,6 +285,16 @@ def test_what_cannot_be_trained_is_one_sentence(train_edited, edit):
     assert not run.losses
     (sentence,) = run.stderr.splitlines()
     assert REFUSED[edit] in sentence
+
+
+def test_what_a_module_has_set_stays(copy_of):
+    """The runs and plain PyTorch have this in common."""
+    module = model_of(copy_of("own_initialization"))
+    model = module.GPT(module.GPTConfig(block_size=32, vocab_size=len(CHARS), **SHAPE))
+    for block in model.transformer.h:
+        assert block.attn.gain.eq(1).all()
+        assert block.mlp.c_proj.weight.eq(0).all()
+        assert 0.015 < block.mlp.c_fc.weight.std() < 0.025
 
 
 MATRIX = [
