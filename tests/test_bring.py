@@ -241,6 +241,21 @@ def test_figures_of_a_model_of_others_by_hand(tmp_path):
     assert sum(p.numel() for p in decayed["params"]) == 12 * 16**2 + 11 * 16 + 8 * 16
 
 
+@torch.no_grad()
+def test_its_context_is_cropped_by_its_own_method(tmp_path):
+    """Also its mask, a buffer."""
+    module = brought_module(tmp_path)
+    config = module.GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=2, n_embd=16)
+    model = adapted(module.GPT, module.GPTConfig)(config)
+    idx = torch.randint(11, (2, 5))
+    logits = model(idx)
+    model.crop_block_size(5)
+    assert model.transformer.wpe.weight.shape == (5, 16)
+    assert model.transformer.h[0].attn.bias.shape == (1, 1, 5, 5)
+    assert torch.equal(model(idx), logits)
+    assert model.generate(idx, 3, temperature=0).shape == (2, 8)
+
+
 @pytest.mark.every
 @pytest.mark.parametrize("arguments", [["--dropout=0.1"], ["--dtype=bfloat16"]])
 def test_features_that_need_no_more(project, characters, arguments):
