@@ -18,8 +18,8 @@ from runtime.engine.zero3_blocks import blocks_to_gather
 from runtime.errors import UserError
 from runtime.hardware import Execution
 from runtime.kernels import triton
-from runtime.kernels.edits import varying_part
 from runtime.kernels.fit import fit, ranges
+from runtime.kernels.steady import varying_part
 
 
 class Choice(NamedTuple):
@@ -160,6 +160,10 @@ def decide(
         (
             cuda_graph == "auto" and facts.varies,
             f"{facts.varies}, so a micro-step may depend on the data; cuda_graph=True says that it doesn't",
+        ),
+        (
+            cuda_graph == "auto" and stage == 3 and several and not by_block.taken,
+            "DeepSpeed gathers the weights at ZeRO-3",
         ),
     )
     return FastPaths(gradients, by_block, local, kernels, chain, copies, step, graph)

@@ -9,8 +9,11 @@ import time
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
 
-from runtime.cluster.ranks import on_shut_down
+from runtime.cluster.ranks import on_shut_down, print0
+from runtime.engine.guards import Guards
+from runtime.errors import UserError
 
 
 class Launch:
@@ -29,7 +32,11 @@ class Launch:
         self.capture = capture
         self.is_local = is_local
         self.is_warm = False  # libraries have initialized
+        self.is_checked = False  # in this step, the guards
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.guards: Guards | None = None
+        self.inputs: list[Tensor] = []  # what the graph reads
+        self.left: list[tuple[dict, str, Tensor]] = []  # attributes that a micro-step sets, such as metrics
         if capture:
             on_shut_down(self.close)
             atexit.register(self.close)  # also after a traceback
@@ -37,22 +44,52 @@ class Launch:
     def after_step(self) -> None:
         """Note that an optimizer step has ended."""
         self.is_warm = True
+        self.is_checked = False
 
-    def __call__(self, *batch):
+    def __call__(self, *batch: Tensor) -> Tensor:
         """Run a batch, as for Engine.micro_step(). Return the detached loss, which the next call may overwrite."""
+        if self.capture and self.is_warm and not self.is_checked:
+            self.check()
         if not (self.capture and self.is_warm):
             return self.forward_backward(*batch)
         if self.graph is None:
-            self.inputs, self.graph = [t.clone() for t in batch], torch.cuda.CUDAGraph()
-            torch.compiler.config.force_cudagraph_gc = True  # destructors that call CUDA would end the capture
-            # thread_local: other threads read data and write checkpoints during the capture
-            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-                self.loss = self.forward_backward(*self.inputs)
+            self.make_graph(batch)
         for own, t in zip(self.inputs, batch, strict=True):
             own.copy_(t)
         with self.timer.time(self.is_local):
             self.graph.replay()
+        # Python may have set them to other tensors, such as in an evaluation
+        for owner, name, tensor in self.left:
+            owner[name] = tensor
         return self.loss
+
+    def check(self) -> None:
+        """Go on without a graph if what it takes for fixed has changed. Once per optimizer step."""
+        self.is_checked = True
+        if self.guards is None:
+            self.guards = Guards(self.deepspeed.module)
+            on_cpu = self.guards.cpu_tensor()
+            reason = f"{on_cpu} is a tensor on the CPU" if on_cpu else None
+        else:
+            changed = self.guards.changed()
+            reason = f"{changed} has changed" if changed else None
+        if reason:
+            print0(f"note       {reason}, which a CUDA graph can't follow: micro-steps go on without one")
+            self.close()
+
+    def make_graph(self, batch: tuple[Tensor, ...]) -> None:
+        """Capture a micro-step. Raises UserError if it can't be captured."""
+        self.inputs = [t.clone() for t in batch]
+        graph = torch.cuda.CUDAGraph()
+        torch.compiler.config.force_cudagraph_gc = True  # destructors that call CUDA would end the capture
+        try:
+            # thread_local: other threads read data and write checkpoints during the capture
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                self.loss = self.forward_backward(*self.inputs)
+        except (RuntimeError, UserError) as error:
+            raise capture_error(error) from error
+        self.graph = graph
+        self.left = self.guards.after_capture()
 
     def forward_backward(self, x, y, weight=None):
         with self.timer.time(self.stage < 3):
@@ -60,13 +97,32 @@ class Launch:
         self.deepspeed.backward(loss)
         return loss.detach()
 
-    def close(self):
-        """Release the graph. Destroying an NCCL process group that a graph still uses hangs."""
+    def close(self) -> None:
+        """Release the graph, and make no other. Destroying an NCCL process group that a graph still uses hangs."""
+        self.capture = False
+        self.left = []
         if self.graph is not None:
             torch.cuda.synchronize()
             self.graph.reset()
             self.graph = None
-            self.capture = False
+
+
+def capture_error(error: Exception) -> Exception:
+    """Return what to raise for an error while a micro-step was captured: one sentence, or the error itself if the GPU
+    was out of memory or the user made a mistake."""
+    # The end of the capture fails, too, with another message. So take the first error
+    earlier = error.__context__
+    while earlier is not None:
+        if isinstance(earlier, (RuntimeError, UserError)):
+            error = earlier
+        earlier = earlier.__context__
+    first_line = str(error).partition("\n")[0]
+    if isinstance(error, UserError) or "out of memory" in str(error):
+        return error
+    return UserError(
+        f"a micro-step can't be captured in a CUDA graph ({first_line}): it waits for the GPU, as code that looks at "
+        "values does: leave out --cuda_graph=True, or set --cuda_graph=False"
+    )
 
 
 class LocalTimer:

@@ -38,6 +38,12 @@ CAPTURED = {
     "chunked_loss": "636ea2f4",
     "FusedLinearCrossEntropy.forward": "d063735f",
     "FusedLinearCrossEntropy.backward": "fe733a14",
+    "LossByAutograd.forward": "05d87186",
+    "LossByAutograd.backward": "d2ae75c0",
+    "counted_losses": "f059788c",
+    "check_leaves": "82297e03",
+    "scaled": "9fb1fdc3",
+    "scale_of": "62ea07b2",
 }
 MODULES = ("GPT", "Block", "CausalSelfAttention", "QKVLinear", "MLP", "LMHead")
 # The same source means something else if one of these names does
@@ -185,41 +191,22 @@ def unknown_in_loss(head: nn.Module) -> str | None:
     """Return which function of the loss isn't ours, or None. head: an LMHead with our forward."""
     if why_not_method(own_class(head), "losses", CAPTURED["LMHead.losses"]):
         return "LMHead.losses"
-
-    # The functions that the head's forward finds, in whichever file they lie
+    # The function that the head's forward finds, in whichever file it lies
     owner = defining_classes(own_class(head), "forward")[0]
-    chunked_loss = owner.forward.__globals__.get("chunked_loss")
+    return unknown_in_chunks(owner.forward.__globals__.get("chunked_loss"))
+
+
+def unknown_in_chunks(chunked_loss: object) -> str | None:
+    """Return which function that sums the losses of a head in chunks isn't ours, or None."""
     if not is_known(chunked_loss, CAPTURED["chunked_loss"]):
         return "chunked_loss"
-    for path in ("cross_entropy_with_grad", "FusedLinearCrossEntropy.forward", "FusedLinearCrossEntropy.backward",
-                 "addmm_fp32"):
+    for path, known in CAPTURED.items():
         name, _, method = path.partition(".")
+        if name == "LMHead":
+            continue
         function = chunked_loss.__globals__.get(name)
         if method:
             function = getattr(function, method, None)
-        if not is_known(function, CAPTURED[path]):
+        if not is_known(function, known):
             return path
-    return None
-
-
-def varying_part(gpt: nn.Module) -> str | None:
-    """Return why a micro-step of this model may differ from the one before it, or None.
-
-    In a function that isn't ours, Python may choose by the data or by random numbers. Call this before
-    DeepSpeed or our kernels change the model.
-    """
-    if has_global_hooks():
-        return "there are hooks for all modules"
-    for path, module in gpt.named_modules():
-        place = path or "the model"
-        kind = own_class(module)
-        if kind.__module__ != "runtime.lora" and not is_pytorchs(kind):
-            reason = why_unknown(module)
-            if reason:
-                return f"{place}: {reason}"
-        replaced = {"forward", "forward_uncached", "attn_and_mlp", "logits", "losses"} & vars(module).keys()
-        if replaced:
-            return f"the {min(replaced)} of {place} was replaced"
-        if has_hooks(module):
-            return f"{place} has hooks"
     return None

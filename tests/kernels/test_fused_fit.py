@@ -24,7 +24,7 @@ from runtime.engine.fast_paths import decide, describe, inspect_model
 from runtime.engine.grad_sink import GradSink, set_sink
 from runtime.errors import UserError
 from runtime.hardware import Execution
-from runtime.kernels import edits
+from runtime.kernels import steady
 from runtime.kernels.decode import decode_step, why_no_decode
 from runtime.kernels.fit import fit, ranges, why_changed
 from runtime.kernels.fused import ChainedBlock, ClosedBlock, FusedBlock, use_fused_blocks
@@ -438,7 +438,7 @@ def test_hooks_of_all_modules_and_other_meanings_of_names(monkeypatch, tmp_path)
     gpt, _ = build(EDITS["nothing"], tmp_path)
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     assert fit(gpt).why_none() == "there are hooks for all modules"
-    assert edits.varying_part(gpt) == "there are hooks for all modules"
+    assert steady.varying_part(gpt) == "there are hooks for all modules"
     handle.remove()
     assert fit(gpt).why_none() is None
     monkeypatch.setattr(model_file, "F", object())
