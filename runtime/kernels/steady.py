@@ -68,6 +68,8 @@ def why_varies(gpt: nn.Module) -> str | None:
         judge.check_writes()
     except NotSteady as reason:
         return str(reason)
+    except Exception as error:  # code that this doesn't expect is code that isn't proven
+        return f"a function in use can't be followed ({type(error).__name__})"
     return None
 
 
@@ -159,6 +161,8 @@ class Judge(Expressions):
         if isinstance(statement.target, ast.Attribute):
             raise NotSteady(f"changes {statement.target.attr}")
         old = self.value(with_load(statement.target), env)
+        if isinstance(old, Items) and not old.is_own:
+            raise NotSteady("changes a list of another function or of a module")
         new = self.value(statement.value, env)
         self.assign(statement.target, self.combine(old, new), env)
 

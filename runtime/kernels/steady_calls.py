@@ -17,6 +17,7 @@ from runtime.kernels import steady_names as names
 from runtime.kernels.steady_values import (
     ABSENT,
     DATA,
+    DEVICE,
     FIXED,
     NONE,
     Items,
@@ -24,13 +25,13 @@ from runtime.kernels.steady_values import (
     Objects,
     Value,
     attribute,
+    copied,
     is_fixed,
     is_plain,
     is_torch_function,
     item_of,
     join,
     key_of,
-    lent,
 )
 
 # Their results depend on their arguments alone
@@ -149,26 +150,25 @@ class Calls:
         if name not in names.FUNCTIONS:
             raise NotSteady(f"calls {ast.unparse(node.func)}, {WAITS}")
         sizes = args if name in names.NEED_DEVICE else args[1:]
-        self.check_arguments(name, sizes, named, node)
+        self.check_arguments(name, sizes, named)
         if name in names.NEED_DEVICE and "device" not in named:
             raise NotSteady(f"calls {ast.unparse(node.func)} without a device, so on the CPU")
         if name == "where" and len(args) < 3:
             raise NotSteady(f"calls {ast.unparse(node.func)} of a condition alone, {WAITS}")
         return DATA
 
-    def call_tensor_method(self, name: str, args: list[Value], named: dict[str, Value], node: ast.Call) -> Value:
+    def call_tensor_method(self, name: str, args: list[Value], named: dict[str, Value]) -> Value:
         """Return what a method of a tensor returns."""
         if name in names.FIXED_METHODS:
             return FIXED
         if name not in names.TENSOR_METHODS:
             raise NotSteady(f"calls .{name}(), {WAITS}")
-        self.check_arguments(name, args, named, node)
-        if name == "to":
-            for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
-                self.check_target(argument)
+        self.check_arguments(name, args, named)
+        if name == "to" and any(value not in (DEVICE, DATA) for value in (*args, *named.values())):
+            raise NotSteady("calls .to() with something that is no dtype and of no tensor, so maybe the CPU")
         return DATA
 
-    def check_arguments(self, name: str, sizes: list[Value], named: dict[str, Value], node: ast.Call) -> None:
+    def check_arguments(self, name: str, sizes: list[Value], named: dict[str, Value]) -> None:
         """Raise NotSteady for arguments that a function of PyTorch reads on the CPU."""
         if any(isinstance(value, Objects) for value in (*sizes, *named.values())):
             raise NotSteady(f"{name} of something that is no tensor and no number")
@@ -176,15 +176,8 @@ class Calls:
             raise NotSteady(f"{name} with a size that may depend on the data")
         if "generator" in named or "out" in named:
             raise NotSteady(f"{name} with a generator or out")
-        for keyword in node.keywords:
-            if keyword.arg == "device":
-                self.check_target(keyword.value)
-
-    def check_target(self, node: ast.expr) -> None:
-        """Raise NotSteady unless an expression is a dtype, or the device of something, or a tensor."""
-        is_constant = isinstance(node, ast.Constant) and not isinstance(node.value, str)
-        if not is_constant and not isinstance(node, (ast.Attribute, ast.Name)):
-            raise NotSteady(f"`{ast.unparse(node)}` may be the CPU")
+        if named.get("device", DEVICE) is not DEVICE:
+            raise NotSteady(f"{name} with a device that is not that of a tensor, so maybe the CPU")
 
     def call_list_method(self, items: Items, name: str, args: list[Value]) -> Value:
         """Return what a method of a list that was made here returns."""
@@ -251,16 +244,17 @@ class Calls:
         names_of = tuple(sorted((name, key_of(value)) for name, value in named.items()))
         key = (function, tuple(map(key_of, args)), names_of)
         if key in self.known:
-            return self.known[key]
+            return copied(self.known[key])
         if key in self.open:
             raise NotSteady(f"{function.__qualname__} calls itself")
         self.open.add(key)
-        named = {name: lent(value) for name, value in named.items()}
-        env = self.bind(function, list(map(lent, args)), named)
+        own_args = [copied(value, lent=True) for value in args]
+        own_named = {name: copied(value, lent=True) for name, value in named.items()}
+        env = self.bind(function, own_args, own_named)
         at = self.at
         self.known[key] = self.read_function(function, env)
         self.at = at
-        return self.known[key]
+        return copied(self.known[key])
 
     def bind(self, function: FunctionType, args: list[Value], named: dict[str, Value]) -> dict[str, Value]:
         """Return {parameter: Value} of a call. Raises NotSteady if the arguments don't fit."""

@@ -11,6 +11,7 @@ from runtime.kernels.steady_calls import Calls
 from runtime.kernels.steady_values import (
     ABSENT,
     DATA,
+    DEVICE,
     FIXED,
     NONE,
     Items,
@@ -86,6 +87,8 @@ class Expressions(Calls):
             if value is DATA or isinstance(thing, (nn.Module, list, dict)):
                 raise NotSteady(f"reads the global {name}, which may change")
             return value
+        if not hasattr(builtins, name):
+            raise NotSteady(f"{name} is not defined")
         return Objects((getattr(builtins, name),))
 
     def value_Attribute(self, node: ast.Attribute, env: dict) -> Value:
@@ -95,11 +98,13 @@ class Expressions(Calls):
         """Return the Value of an attribute."""
         if owner in (NONE, ABSENT):
             return ABSENT
+        if owner is DATA and name in ("device", "dtype"):
+            return DEVICE
         if owner is DATA and name in names.FIXED_ATTRIBUTES:
             return FIXED
         if owner is DATA and name in names.TENSOR_ATTRIBUTES:
             return DATA
-        if owner is FIXED and name in ("type", "index"):  # of a device
+        if owner is DEVICE and name in ("type", "index", "is_floating_point"):
             return FIXED
         if not isinstance(owner, Objects):
             raise NotSteady(f".{name} is not known to be the same each time")
@@ -238,7 +243,7 @@ class Expressions(Calls):
                 return self.call_super(callee.attr, env, args, named)
             owner = self.value(callee.value, env)
             if owner is DATA:
-                return self.call_tensor_method(callee.attr, args, named, node)
+                return self.call_tensor_method(callee.attr, args, named)
             if isinstance(owner, Items):
                 return self.call_list_method(owner, callee.attr, args)
             function = self.attribute_of(owner, callee.attr)

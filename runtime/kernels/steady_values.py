@@ -1,6 +1,7 @@
 """What the proof of steady.py knows about the values of a function that it reads.
 
-FIXED    numbers, strings, shapes, dtypes: the same in every micro-step
+FIXED    numbers, strings, shapes: the same in every micro-step
+DEVICE   the device or the dtype of a tensor, or a dtype of torch: also fixed
 DATA     tensors, whose numbers differ
 NONE     None, written in the code
 ABSENT   None, as an attribute
@@ -31,12 +32,14 @@ class NotSteady(Exception):
 
 class Kind(Enum):
     FIXED = "fixed"
+    DEVICE = "device"
     DATA = "data"
     NONE = "none"
     ABSENT = "absent"
 
 
 FIXED = Kind.FIXED
+DEVICE = Kind.DEVICE
 DATA = Kind.DATA
 NONE = Kind.NONE
 ABSENT = Kind.ABSENT
@@ -92,6 +95,12 @@ def value_of(thing: object, what: str) -> Value:
     """Return the Value of an attribute or a global. Raises NotSteady if it isn't of a known kind."""
     if thing is None:
         return ABSENT
+    if isinstance(thing, torch.dtype):
+        return DEVICE
+    if type(thing) is list and is_plain(thing):
+        return Items([FIXED] if thing else [], is_exact=False, is_own=False)
+    if type(thing) is dict and is_plain(thing):
+        return Items(named=dict.fromkeys(thing, FIXED), is_own=False)
     if is_plain(thing):
         return FIXED
     if torch.is_tensor(thing):
@@ -120,11 +129,13 @@ def join(*values: Value) -> Value:
         return join(*(item_of(value) for value in known))
     if DATA in known:
         return DATA
-    return FIXED if FIXED in known else NONE
+    if all(value is known[0] for value in known):
+        return known[0]
+    return FIXED
 
 
 def join_items(all_items: Sequence[Items]) -> Items:
-    """Return Items that hold what any of these hold."""
+    """Return Items that hold what any of these hold. To change it would change one of several lists."""
     first = all_items[0]
     if all(items is first for items in all_items):
         return first
@@ -133,9 +144,9 @@ def join_items(all_items: Sequence[Items]) -> Items:
     if len(lengths) == 1 and len(names) == 1 and all(items.is_exact for items in all_items):
         values = [join(*parts) for parts in zip(*(items.values for items in all_items))]
         named = {name: join(*(items.named[name] for items in all_items)) for name in first.named}
-        return Items(values, named=named)
+        return Items(values, named=named, is_own=False)
     parts = [value for items in all_items for value in (*items.values, *items.named.values())]
-    return Items([join(*parts)] if parts else [], is_exact=False)
+    return Items([join(*parts)] if parts else [], is_exact=False, is_own=False)
 
 
 def item_of(value: Value) -> Value:
@@ -152,19 +163,21 @@ def item_of(value: Value) -> Value:
     return value
 
 
-def lent(value: Value) -> Value:
-    """Return a value as another function gets it, which may not change the caller's lists."""
+def copied(value: Value, lent: bool = False) -> Value:
+    """Return a value whose lists are other ones. lent: as another function gets it, which may not change
+    the lists of its caller."""
     if not isinstance(value, Items):
         return value
-    named = {name: lent(part) for name, part in value.named.items()}
-    return Items(list(map(lent, value.values)), value.is_exact, named, is_own=False)
+    values = [copied(part, lent) for part in value.values]
+    named = {name: copied(part, lent) for name, part in value.named.items()}
+    return Items(values, value.is_exact, named, value.is_own and not lent)
 
 
 def is_fixed(value: Value) -> bool:
     """Return whether a value is the same in every micro-step, and a comparison with it, too."""
     if isinstance(value, Items):
         return all(map(is_fixed, (*value.values, *value.named.values())))
-    return value in (FIXED, NONE, ABSENT)
+    return value in (FIXED, DEVICE, NONE, ABSENT)
 
 
 def attribute(thing: object, name: str) -> object:
@@ -211,6 +224,6 @@ def key_of(value: Value) -> object:
     if isinstance(value, Objects):
         return value.ids()
     if isinstance(value, Items):
-        named = tuple((name, key_of(part)) for name, part in sorted(value.named.items()))
-        return value.is_exact, tuple(map(key_of, value.values)), named
+        named = tuple((name, key_of(part)) for name, part in sorted(value.named.items(), key=str))
+        return value.is_exact, value.is_own, tuple(map(key_of, value.values)), named
     return value

@@ -90,6 +90,10 @@ STEADY = {
     "stochastic depth on the GPU": [(ATTENTION, """        keep = torch.rand(x.size(0), 1, 1, device=x.device) < 0.9
         x = x + keep * self.attn(self.ln_1(x), **cached)
 """)],
+    "the device of a name": [(LN_F, """        device, dtype = x.device, x.dtype
+        places = torch.arange(x.size(1), device=device).to(dtype)
+        x = x + 0.0 * places[None, :, None]
+""" + LN_F)],
     "gates": [(BLOCK, f"{BLOCK}        self.gate = nn.Parameter(torch.zeros(config.n_embd))\n"),
               (ATTENTION, "        x = x + self.gate.sigmoid() * self.attn(self.ln_1(x), **cached)\n")],
     "a Sequential": [(BLOCK, "        self.mlp = nn.Sequential(nn.Linear(config.n_embd, 64), nn.SiLU(),\n"
@@ -124,7 +128,7 @@ VARYING = {
                   "Block.attn_and_mlp", "self.calls += 1", "changes calls"),
     "a counter in a list": (
         [(ATTENTION, f"        self.calls.append(1)\n{ATTENTION}"), (BLOCK, f"{BLOCK}        self.calls = []\n")],
-        "Block.attn_and_mlp", "self.calls.append(1)", ".append() of a number or a text is not known"),
+        "Block.attn_and_mlp", "self.calls.append(1)", "changes a list of another function or of a module"),
     "a moving average": (
         [(ATTENTION, f"{ATTENTION}        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()\n"),
          (BLOCK, f"{BLOCK}        self.mean = 0.0\n")],
@@ -146,7 +150,20 @@ VARYING = {
         [(GELU, "        x = F.relu(x) * float(x.mean())\n")], "MLP.forward", "x = F.relu(x) * float(x.mean())",
         "float() of a tensor waits for the GPU"),
     "to the CPU": ([(GELU, '        x = F.relu(x.to("cpu"))\n')], "MLP.forward", 'x = F.relu(x.to("cpu"))',
-                   "`'cpu'` may be the CPU"),
+                   "calls .to() with something that is no dtype and of no tensor, so maybe the CPU"),
+    "random numbers of a device by name": (
+        [(GELU, f"        x = x + torch.rand(1, device=self.place)\n{GELU}"),
+         ("        self.gelu = config.gelu\n", '        self.gelu = config.gelu\n        self.place = "cpu"\n')],
+        "MLP.forward", "x = x + torch.rand(1, device=self.place)",
+        "rand with a device that is not that of a tensor, so maybe the CPU"),
+    "a counter by another name": (
+        [(ATTENTION, f"        calls = self.calls\n        calls += [1]\n{ATTENTION}"),
+         (BLOCK, f"{BLOCK}        self.calls = []\n")],
+        "Block.attn_and_mlp", "calls += [1]", "changes a list of another function or of a module"),
+    "a list of the caller": (
+        [("class MLP(nn.Module):\n", "def note(seen, x):\n    seen.append(x)\n\n\nclass MLP(nn.Module):\n"),
+         (LN_F, f"        seen = []\n        note(seen, x)\n{LN_F}")],
+        "note", "seen.append(x)", "changes a list of another function or of a module"),
     "a seed": ([(GELU, f"        torch.manual_seed(0)\n{GELU}")], "MLP.forward", "torch.manual_seed(0)",
                "calls torch.manual_seed, which waits for the GPU, or is not known to be the same each time"),
     "a closure": (
