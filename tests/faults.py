@@ -249,7 +249,7 @@ FAULTS = [Fault(*row) for row in (
      "runtime/checkpoint/model_source.py", "    if edited_parts(saved, model):\n", "    if False:\n",
      "checkpoint/test_edited_tags.py::test_a_model_of_another_file_is_named"),
     ("CUDA graph", "it is captured whatever the model is",
-     "runtime/engine/fast_paths.py", 'cuda_graph == "auto" and facts.varies,', "False,",
+     "runtime/engine/fast_paths.py", '            facts.varies,\n', "            False,\n",
      "kernels/test_kernels.py::test_a_cuda_graph_needs_a_model_whose_micro_steps_are_all_the_same"),
     ("kernels, classes", "the kernels run an attention class that was swapped",
      "runtime/kernels/fit.py", "        reason = edits.why_not_module(part, kind)\n", "        reason = None\n",

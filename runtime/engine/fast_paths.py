@@ -157,15 +157,9 @@ def decide(
             ds_config.get("wall_clock_breakdown"),
             'the timers of "wall_clock_breakdown" synchronize in every micro-step',
         ),
-        (
-            cuda_graph == "auto" and facts.varies,
-            f"{facts.varies}, so a micro-step may depend on the data; cuda_graph=True says that it doesn't",
-        ),
-        (
-            cuda_graph == "auto" and stage == 3 and several and not by_block.taken,
-            "DeepSpeed gathers the weights at ZeRO-3",
-        ),
     )
+    if graph.taken and cuda_graph == "auto":
+        graph = decide_graph(facts, gathers=stage == 3 and several and not by_block.taken)
     return FastPaths(gradients, by_block, local, kernels, chain, copies, step, graph)
 
 
@@ -175,6 +169,18 @@ def decide_kernels(facts: ModelFacts, no_triton: str | None) -> Choice:
     if reason:
         return Choice(False, reason)
     return Choice(True, parts=facts.some_blocks, others=facts.other_blocks)
+
+
+def decide_graph(facts: ModelFacts, gathers: bool) -> Choice:
+    """Return whether cuda_graph=auto takes a graph that the settings allow. gathers: DeepSpeed gathers
+    the weights in each micro-step."""
+    return first_reason(
+        (
+            facts.varies,
+            f"{facts.varies}, so a micro-step may depend on the data; cuda_graph=True says that it doesn't",
+        ),
+        (gathers, "DeepSpeed gathers the weights in each micro-step"),
+    )
 
 
 def first_reason(*reasons: tuple[object, str | None]) -> Choice:
