@@ -104,7 +104,7 @@ compile: bool | Literal["auto"] = "auto"  # Triton kernels and torch.compile; au
 accumulate_locally: bool | Literal["auto"] = "auto"  # fp32 gradients on each rank, reduced once per step (ZeRO-2, 3):
 # faster, but 4 bytes per parameter; auto: if a fifth of the GPU stays free
 cuda_graph: bool | Literal["auto"] = "auto"  # replay micro-steps as a CUDA graph, where our kernels step; auto: if
-# model.py is not edited. True: also if it is; then a micro-step may not depend on the data, or on Python's choices
+# a proof finds that each micro-step does the same (True: without it): no choice by the data, or by Python's own state
 fp8 = False  # FP8 matmuls in the blocks; Hopper and later
 deterministic = False  # bitwise reproducible on the same GPUs, but slower
 deepspeed_config = "ds_config_zero2.json"  # DeepSpeed's JSON: ZeRO stage, offload, bucket sizes

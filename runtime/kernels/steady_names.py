@@ -42,7 +42,9 @@ NEED_DEVICE = frozenset(CREATED.split())
 
 # What depends on the kind of a tensor, but not on its numbers
 FIXED_FUNCTIONS = frozenset({"is_grad_enabled", "is_autocast_enabled", "is_tensor"})
-FIXED_METHODS = frozenset("dim element_size is_contiguous is_floating_point ndimension nelement numel size stride".split())
+FIXED_METHODS = frozenset(
+    "dim element_size is_contiguous is_floating_point ndimension nelement numel size stride".split()
+)
 FIXED_ATTRIBUTES = frozenset("is_cuda ndim requires_grad shape".split())
 TENSOR_ATTRIBUTES = frozenset({"T", "mT"})
 

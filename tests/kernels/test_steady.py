@@ -1,5 +1,5 @@
-"""Which edits of model.py have micro-steps that are all the same, so that a CUDA graph can repeat them, and the line that
-is named for those that haven't."""
+"""Which edits of model.py have micro-steps that are all the same, so that a CUDA graph can repeat them. For the others,
+a line is named."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ VALUES = [  # the first block's values are added to those of the others, in a li
 STEADY = {
     "nothing": [],
     "an auxiliary loss": AUX,
-    "a softcap": [(LOGITS, f"        logits = F.linear(x, self.weight)[..., : self.vocab_size]\n"
+    "a softcap": [(LOGITS, "        logits = F.linear(x, self.weight)[..., : self.vocab_size]\n"
                            "        return 15 * torch.tanh(logits / 15)\n")],
     "squared ReLU": [(GELU, "        x = F.relu(x).square()\n")],
     "qk-norm": [(N_HEAD, f"{N_HEAD}        self.q_norm = nn.RMSNorm(config.n_embd // config.n_head)\n"),
