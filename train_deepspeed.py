@@ -148,6 +148,7 @@ if dry_run:
 # -----------------------------------------------------------------------------
 # Device, output folder, and the tag to resume from
 
+from runtime.check.short import check_before_training
 from runtime.checkpoint.resume import newest_intact
 from runtime.checkpoint.saver import Saver
 from runtime.checkpoint.shards import load_model
@@ -204,6 +205,8 @@ groups = model.parameter_groups(weight_decay)
 if optimizer == "muon":
     groups = split_matrices(groups, model, muon_learning_rate / learning_rate, batch.world_size)
 adamw = setup.adamw(groups, plan.ds_config, lr=learning_rate, betas=(beta1, beta2))
+with all_exit_on(UserError):
+    check_before_training(model, plan.model, adamw, recomputes=gradient_checkpointing)  # if it is edited
 deepspeeds_engine = setup.initialize(model, adamw, plan.ds_config, masked=bool(plan.data["template"]),
                                      scales_loss=fused is not None)
 print0(f"DeepSpeed uses {setup.describe(deepspeeds_engine, plan.ds_config, execution.dtype)}")

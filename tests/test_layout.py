@@ -17,7 +17,7 @@ LEVELS = (  # a room is a folder, or a file of its own; imports go to lower leve
     ("runtime/chosen_model.py",),
     ("runtime/checkpoint", "runtime/kernels", "runtime/monitor", "runtime/prepare", "runtime/export"),
     ("runtime/engine", "runtime/sample", "export_hf.py", "data"),
-    ("runtime/plan", "sample.py", "plot.py"),
+    ("runtime/plan", "runtime/check", "sample.py", "plot.py"),
     ("train_deepspeed.py", "bench.py", "doctor.py", "evaluate.py"))
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 MOST_LINES = {"train_deepspeed.py": 400, "runtime/weights.py": 360, "model.py": 540, "runtime/kernels/block.py": 350,

@@ -1,0 +1,56 @@
+"""The short checks, which a training run makes before its first step."""
+
+import torch
+from torch import nn
+
+from runtime.check.logits import cached_logits
+from runtime.check.loss import loss_in_chunks, recomputed_gradients
+from runtime.check.parts import kept_buffers
+from runtime.check.shipped import edited_functions
+from runtime.check.tiny import DIFFERS, NOT_CHECKED, make_check, own_randomness, tiny_of
+from runtime.cluster.ranks import print0
+from runtime.engine.any_optimizer import is_adamw, optimizer_name
+from runtime.errors import UserError
+
+MOST_SHOWN = 3  # names of functions
+LONG_FORM = "python doctor.py --model checks all"
+
+
+def check_before_training(
+    model: nn.Module, config: object, optimizer: torch.optim.Optimizer, recomputes: bool
+) -> None:
+    """Check a tiny model of this model's class, unless model and optimizer are as shipped.
+
+    Prints one line. Each rank calls this by itself; it exchanges nothing, and draws no random numbers.
+    config: the GPTConfig of the run. recomputes: whether the run uses gradient checkpointing. Raises
+    UserError if something differs. setup.initialize() checks the optimizer.
+    """
+    edited = edited_functions(model)
+    if not edited and is_adamw(optimizer):
+        return
+    what = f"edited: {shown(edited)}" if edited else f"optimizer {optimizer_name(optimizer)}"
+    checks = [("cached logits", cached_logits), ("loss", loss_in_chunks), ("buffers", kept_buffers)]
+    if recomputes:
+        checks.append(("recomputing", recomputed_gradients))
+    with own_randomness():
+        try:
+            tiny = tiny_of(type(model), config)
+        except UserError as error:  # the run itself may be able to do what a tiny model isn't
+            print0(f"note       the model is not checked ({what}): {error}")
+            return
+        results = [make_check(name, check, tiny) for name, check in checks]
+    for result in results:
+        if result.status == DIFFERS:
+            raise UserError(f"{result.name} ({what}): {result.sentence}; {LONG_FORM}")
+    equal = ", ".join(result.name for result in results if result.status != NOT_CHECKED)
+    line = f"checked    a tiny model ({what}): equal are {equal or 'none'}"
+    for result in results:
+        if result.status == NOT_CHECKED:
+            line += f"; {result.name} not checked: {result.sentence}"
+    print0(line)
+
+
+def shown(names: list[str]) -> str:
+    """Return names as a list to print."""
+    more = len(names) - MOST_SHOWN
+    return ", ".join(names[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
