@@ -90,12 +90,12 @@ def cached_logits(tiny: Tiny) -> str:
     for at in range(PROMPT, T):
         token = idx[:, at : at + 1]
         positions = torch.tensor([at])
+        compare(f"of token {at + 1}", at, lambda token=token: used.decode_one_token(token))
         compare(
             f"of token {at + 1} with the mask of a CUDA graph",
             at,
             lambda token=token, positions=positions: used.forward(token, positions, T, masked=True),
         )
-        compare(f"of token {at + 1}", at, lambda token=token: used.decode_one_token(token))
     return f"logits with a cache are those without, after a prompt and each of {T - PROMPT} tokens"
 
 

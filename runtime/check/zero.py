@@ -48,9 +48,7 @@ class TwoRanks:
         self.folder = folder
         self.processes = []
         self.logs = []
-        paths = [str(ROOT), *filter(None, sys.path)]
-        if sys.path[0]:  # a model.py that the caller has put first stays first
-            paths = [*filter(None, sys.path), str(ROOT)]
+        paths = [*filter(None, sys.path), str(ROOT)]
         for rank in range(RANKS):
             variables = {
                 "RANK": str(rank),
