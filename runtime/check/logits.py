@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from runtime import decoder
 from runtime.check.calls import ATOL, at_position, calls_of, up_to_position, where_differs
-from runtime.check.tiny import Different, T, Tiny, Unchecked, set_seed, tokens
+from runtime.check.tiny import Different, T, Tiny, Unchecked, describe_error, set_seed, tokens
 
 PROMPT = 7  # tokens
 LAST = T - 1
@@ -78,7 +78,13 @@ def cached_logits(tiny: Tiny) -> str:
 
     def compare(where_called: str, position: int, step: Callable[[], Tensor]) -> None:
         logits = []
-        cached = calls_of(model, lambda: logits.append(step()))
+        try:
+            cached = calls_of(model, lambda: logits.append(step()))
+        except Exception as error:  # without a cache, the model has run
+            raise Different(
+                f"with a cache the model raises {describe_error(error)}, {where_called}: look at what it "
+                "does with cache, positions and mask"
+            ) from None
         if not torch.allclose(logits[0], whole[:, position], rtol=1e-4, atol=ATOL):
             where = where_differs(model, full, at_position(position), cached, at_position(-1))
             raise Different(

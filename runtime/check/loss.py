@@ -91,7 +91,7 @@ def gradients_of_head(head: nn.Module, x: Tensor, loss: Tensor) -> dict[str, Ten
 
 def own_backwards(tiny: Tiny) -> str:
     """Check autograd.Functions of model.py: their gradients against differences of the loss."""
-    model = tiny.stirred().double()
+    model = tiny.stirred()
     idx = tokens()
     targets = tokens(seed=1).flatten()
 
@@ -102,6 +102,7 @@ def own_backwards(tiny: Tiny) -> str:
     functions = functions_of(loss())
     if not functions:
         return "the model has no autograd.Function of its own, so all gradients are autograd's"
+    model.double()
     names = ", ".join(sorted(functions))
     grads = gradients(model, loss())
     params = dict(model.named_parameters())
