@@ -1,18 +1,24 @@
 """doctor.py --model, and the short checks before a run: equal for a right model, and each planted
 fault of model.py is found, with the function to look at."""
 
+import json
+import random
 import re
 
+import numpy as np
 import pytest
+import torch
 from conftest import ROOT, done, edited_script, every, launch, planted
 from edited_model import GRAPHS, HEAD, edited_model
 
 from model import GPT, GPTConfig
 from runtime.check.report import IN_PROCESS
 from runtime.check.shipped import HASHES, edited_functions
-from runtime.check.tiny import DIFFERS, EQUAL, NOT_CHECKED, make_check, tiny_of
+from runtime.check.short import check_before_training
+from runtime.check.tiny import DIFFERS, EQUAL, NOT_CHECKED, make_check, set_seed, tiny_of
 from runtime.checkpoint.model_source import hashed_parts
 
+SHAPE = {"block_size": 32, "vocab_size": 61, "n_layer": 2, "n_head": 2, "n_embd": 32}
 LN_F = "        x = self.transformer.ln_f(x)\n"
 UPDATE = "            k, v = cache.update(k, v, positions)  # those of all tokens so far\n"
 GELU = "        x = F.gelu(x, approximate=self.gelu)\n"
@@ -210,8 +216,6 @@ def test_what_raises_is_not_checked(tmp_path):
 
 def test_the_hashes_are_those_of_model_py():
     """python -m runtime.check.shipped > runtime/check/shipped.json"""
-    import json
-
     assert json.loads(HASHES.read_text()) == hashed_parts(str(ROOT / "model.py"))
     assert edited_functions(tiny_of(GPT, GPTConfig()).model()) == []
 
@@ -225,8 +229,25 @@ def test_a_run_of_the_shipped_model_is_not_checked(train):
     assert "checked    " not in run.stdout
 
 
+def test_the_checks_of_a_run_leave_its_random_numbers(tmp_path):
+    """Those of PyTorch, Python and NumPy. The checks draw from all three."""
+
+    def draw():
+        return torch.rand(1).item(), random.random(), np.random.rand()
+
+    module = edited_model(tmp_path, squared_relu(1))
+    model = module.GPT(module.GPTConfig(**SHAPE))
+    optimizer = torch.optim.AdamW(model.parameters())
+    set_seed(3)
+    first, second = draw(), draw()
+    set_seed(3)
+    assert draw() == first
+    check_before_training(model, model.config, optimizer, recomputes=True)
+    assert draw() == second
+
+
 def test_a_run_of_an_edited_model_is_checked_in_one_line(train, tmp_path):
-    """And draws what it would have drawn: its losses are those of a run without the checks."""
+    """Its losses are those of a run without the checks."""
     edited_model(tmp_path, squared_relu(1))
     plant = f"sys.path.insert(0, {str(tmp_path)!r})"
     run = done(train("--max_iters=2", "--dropout=0.1", "--gradient_checkpointing=True", plant=plant))
