@@ -67,8 +67,8 @@ FAULTS = {
     "a cache that drops a key": (
         [(UPDATE, f"{UPDATE}            k, v = k[:, :, -8:], v[:, :, -8:]\n")],
         "cached logits",
-        r"with a cache the model raises RuntimeError: The size .* in CausalSelfAttention\.forward, line \d+, of token 8 "
-        "with the mask of a CUDA graph",
+        r"with a cache the model raises RuntimeError: The size .* in CausalSelfAttention\.forward, "
+        r"line \d+, of token 8 with the mask of a CUDA graph",
     ),
     "a cache that forgets what is longer ago": (
         [(UPDATE, f"{UPDATE}            if mask is None:\n                k, v = k[:, :, -8:], v[:, :, -8:]\n")],
