@@ -15,7 +15,7 @@ from model import GPT, GPTConfig
 from runtime.check.report import IN_PROCESS
 from runtime.check.shipped import HASHES, edited_functions
 from runtime.check.short import check_before_training
-from runtime.check.tiny import DIFFERS, EQUAL, NOT_CHECKED, make_check, set_seed, tiny_of
+from runtime.check.tiny import DIFFERS, EQUAL, RAISES, make_check, set_seed, tiny_of
 from runtime.checkpoint.model_source import hashed_parts
 
 SHAPE = {"block_size": 32, "vocab_size": 61, "n_layer": 2, "n_head": 2, "n_embd": 32}
@@ -154,7 +154,7 @@ def doctor(folder) -> tuple[int, dict]:
     script = planted(folder, f"sys.path.insert(0, {str(folder)!r})", ROOT / "doctor.py")
     run = launch(script, "--model", timeout=200)
     assert "Traceback" not in run.stderr, run.stderr
-    rows = re.findall(r"^(equal|differs|not checked) +(\S.*?)  +(.*)$", run.stdout, re.M)
+    rows = re.findall(r"^(equal|differs|raises|not checked) +(\S.*?)  +(.*)$", run.stdout, re.M)
     assert len(rows) == 13, run.stdout + run.stderr
     return run.returncode, {name: (status, sentence) for status, name, sentence in rows}
 
@@ -205,12 +205,12 @@ def test_a_fault_ends_doctor_with_exit_code_2(tmp_path):
     assert "look for tensors that training changes" in rows["save and resume"][1]
 
 
-def test_what_raises_is_not_checked(tmp_path):
+def test_what_raises_is_told(tmp_path):
     """Stochastic depth by a number that the training loop sets: training forwards raise, others don't."""
     results = checks_of(edited_model(tmp_path, GRAPHS["a random block skipped"]))
     assert not statuses(results, DIFFERS)
     assert "step" in results["recomputing"].sentence
-    assert "recomputing" in statuses(results, NOT_CHECKED)
+    assert statuses(results, RAISES) == {"buffers", "own gradients", "recomputing", "kernels"}
     assert results["cached logits"].status == EQUAL
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.check.optimizer import optimizer_in_use
-from runtime.check.tiny import VOCAB, Tiny, Unchecked, describe_error, tiny_of
+from runtime.check.tiny import VOCAB, Tiny, Unchecked, default_config, describe_error, tiny_of
 from runtime.check.training import (
     ACCUMULATION,
     CLIP,
@@ -111,7 +111,7 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timeout)
     torch.set_num_threads(1)
     setup.setup_device(CPU, 0, json_of(2, RANKS, ACCUMULATION, CLIP))
-    tiny = tiny_of(GPT, GPTConfig())
+    tiny = tiny_of(GPT, default_config(GPTConfig))
     for stage in (2, 3):
         try:
             train_and_save(tiny, folder, stage)

@@ -10,7 +10,7 @@ from runtime.check.logits import cached_logits, eval_repeats, future_is_hidden
 from runtime.check.loss import loss_in_chunks, own_backwards, recomputed_gradients
 from runtime.check.parts import initial_weights, kept_buffers, shared_parameters
 from runtime.check.shipped import edited_functions
-from runtime.check.tiny import DIFFERS, NOT_CHECKED, Result, make_check, tiny_of
+from runtime.check.tiny import DIFFERS, NOT_CHECKED, RAISES, Result, default_config, make_check, tiny_of
 from runtime.check.zero import TwoRanks, checks_of
 from runtime.chosen_model import GPT, GPTConfig
 
@@ -33,7 +33,7 @@ IN_PROCESS = [
 def check_model() -> Iterator[Result]:
     """Make all checks of the model in runtime/chosen_model.py, and yield their results. Raises UserError
     if it has no tiny model."""
-    tiny = tiny_of(GPT, GPTConfig())
+    tiny = tiny_of(GPT, default_config(GPTConfig))
     with tempfile.TemporaryDirectory() as folder:
         ranks = TwoRanks(Path(folder))  # they train meanwhile
         try:
@@ -47,13 +47,13 @@ def check_model() -> Iterator[Result]:
 
 
 def print_report() -> int:
-    """Print a table of all checks. Return the exit code: 2 if something differs, else 0."""
+    """Print a table of all checks. Return the exit code: 2 if something differs or raises, else 0."""
     start = time.monotonic()
-    edited = edited_functions(tiny_of(GPT, GPTConfig()).model())
+    edited = edited_functions(tiny_of(GPT, default_config(GPTConfig)).model())
     shown = ", ".join(edited[:MOST_SHOWN]) or "nothing"
     more = f" and {len(edited) - MOST_SHOWN} more" if len(edited) > MOST_SHOWN else ""
     print(f"model {GPT.__module__}.{GPT.__name__}, edited: {shown}{more}\n")
-    counts = {DIFFERS: 0, NOT_CHECKED: 0}
+    counts = {DIFFERS: 0, RAISES: 0, NOT_CHECKED: 0}
     total = 0
     for result in check_model():
         total += 1
@@ -63,6 +63,7 @@ def print_report() -> int:
     seconds = time.monotonic() - start
     same = total - sum(counts.values())
     print(
-        f"\n{counts[DIFFERS]} differ, {counts[NOT_CHECKED]} not checked, {same} equal, in {seconds:.0f} s"
+        f"\n{counts[DIFFERS]} differ, {counts[RAISES]} raise, {counts[NOT_CHECKED]} not checked, "
+        f"{same} equal, in {seconds:.0f} s"
     )
-    return 2 if counts[DIFFERS] else 0
+    return 2 if counts[DIFFERS] or counts[RAISES] else 0

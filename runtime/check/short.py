@@ -7,7 +7,7 @@ from runtime.check.logits import cached_logits
 from runtime.check.loss import loss_in_chunks, recomputed_gradients
 from runtime.check.parts import kept_buffers
 from runtime.check.shipped import edited_functions
-from runtime.check.tiny import DIFFERS, NOT_CHECKED, make_check, own_randomness, tiny_of
+from runtime.check.tiny import DIFFERS, EQUAL, RAISES, make_check, own_randomness, tiny_of
 from runtime.cluster.ranks import print0
 from runtime.engine.any_optimizer import is_adamw, optimizer_name
 from runtime.errors import UserError
@@ -42,10 +42,12 @@ def check_before_training(
     for result in results:
         if result.status == DIFFERS:
             raise UserError(f"{result.name} ({what}): {result.sentence}; {LONG_FORM}")
-    equal = ", ".join(result.name for result in results if result.status != NOT_CHECKED)
+    equal = ", ".join(result.name for result in results if result.status == EQUAL)
     line = f"checked    a tiny model ({what}): equal are {equal or 'none'}"
     for result in results:
-        if result.status == NOT_CHECKED:
+        if result.status == RAISES:
+            line += f"; {result.name} not checked: the tiny model raises {result.sentence}"
+        elif result.status != EQUAL:
             line += f"; {result.name} not checked: {result.sentence}"
     print0(line)
 

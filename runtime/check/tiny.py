@@ -15,6 +15,7 @@ from runtime.errors import UserError
 EQUAL = "equal"
 DIFFERS = "differs"
 NOT_CHECKED = "not checked"
+RAISES = "raises"
 
 VOCAB = 61  # not a multiple of 64, so the vocabulary is padded
 BLOCK_SIZE = 32
@@ -25,7 +26,7 @@ OWN_FIELDS = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropou
 
 @dataclass(frozen=True)
 class Result:
-    """What a check has found, in one sentence. status: EQUAL, DIFFERS or NOT_CHECKED."""
+    """What a check has found, in one sentence. status: EQUAL, DIFFERS, NOT_CHECKED or RAISES."""
 
     name: str
     status: str
@@ -95,6 +96,16 @@ def tiny_of(model_class: type[nn.Module], config: Any) -> Tiny:
     )
 
 
+def default_config(config_class: type) -> Any:
+    """Return a GPTConfig with the defaults of all fields. Raises UserError."""
+    try:
+        return config_class()
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{config_class.__name__} can't be made of its defaults ({error}): give each field a default"
+        ) from None
+
+
 def tokens(seed: int = 0, rows: int = 2, length: int = T) -> Tensor:
     """Return (rows, length) random tokens."""
     generator = torch.Generator().manual_seed(seed)
@@ -131,7 +142,7 @@ def make_check(name: str, check: Check, tiny: Tiny) -> Result:
     except (Different, UserError) as difference:
         return Result(name, DIFFERS, str(difference))
     except Exception as error:  # the model's own
-        return Result(name, NOT_CHECKED, f"the model raises {describe_error(error)}")
+        return Result(name, RAISES, describe_error(error))
 
 
 def describe_error(error: BaseException) -> str:

@@ -35,7 +35,7 @@ from runtime.engine import setup
 from runtime.files import ROOT
 from runtime.model_parts import persistent_buffers, tensors_of
 
-LIMIT_S = 120  # of both ranks
+LIMIT_S = 300  # of both ranks
 LOSS_ATOL = 2e-5
 RTOL = 1e-3  # of weights that an optimizer has stepped, relative to the largest step
 LEAST_GRAD = 1e-6  # an element with less may be stepped by its rounding
