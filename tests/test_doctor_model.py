@@ -12,10 +12,11 @@ from conftest import ROOT, done, edited_script, every, launch, planted
 from edited_model import GRAPHS, HEAD, edited_model
 
 from model import GPT, GPTConfig
+from runtime.check.optimizer import optimizer_in_use
 from runtime.check.report import IN_PROCESS
 from runtime.check.shipped import HASHES, edited_functions
 from runtime.check.short import check_before_training
-from runtime.check.tiny import DIFFERS, EQUAL, RAISES, make_check, set_seed, tiny_of
+from runtime.check.tiny import DIFFERS, EQUAL, RAISES, Unchecked, make_check, set_seed, tiny_of
 from runtime.checkpoint.model_source import hashed_parts
 
 SHAPE = {"block_size": 32, "vocab_size": 61, "n_layer": 2, "n_head": 2, "n_embd": 32}
@@ -218,6 +219,25 @@ def test_the_hashes_are_those_of_model_py():
     """python -m runtime.check.shipped > runtime/check/shipped.json"""
     assert json.loads(HASHES.read_text()) == hashed_parts(str(ROOT / "model.py"))
     assert edited_functions(tiny_of(GPT, GPTConfig()).model()) == []
+
+
+def test_the_optimizer_is_that_of_the_training_script(tmp_path):
+    """Also of a class in the script. One whose line needs more than the doctor has is not checked, and
+    says what is missing."""
+    made = "adamw = setup.adamw(groups, plan.ds_config, lr=learning_rate, betas=(beta1, beta2))"
+    model = GPT(GPTConfig(**SHAPE))
+    kinds = {
+        "adamw = torch.optim.RAdam(groups, lr=learning_rate, betas=(beta1, beta2))": "RAdam",
+        "class Mine(torch.optim.SGD):\n    pass\n\n\nadamw = Mine(groups, lr=learning_rate)": "Mine",
+    }
+    for line, name in kinds.items():
+        optimizer = optimizer_in_use(model, {}, edited_script(tmp_path, (made, line)))
+        assert type(optimizer).__name__ == name
+        assert {group["lr"] for group in optimizer.param_groups} == {1e-2}
+    script = edited_script(tmp_path, (made, "adamw = torch.optim.SGD(groups, lr=batch.sequences * 1e-5)"))
+    told = r"^the optimizer can't be made outside of train_edited.py \(NameError: name 'batch' is not defined"
+    with pytest.raises(Unchecked, match=told):
+        optimizer_in_use(model, {}, script)
 
 
 # ---------------------------------------------------------------------------------------------
