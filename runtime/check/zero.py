@@ -7,6 +7,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -244,6 +245,7 @@ def use_one_rank() -> None:
         store = dist.HashStore()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     setup.setup_device(CPU, 0, json_of(2, 1, 1, CLIP))
+    deepspeed.utils.logger.setLevel("ERROR")  # its warnings would be rows of the table
 
 
 def resume(tiny: Tiny, folder: Path) -> Trained:
