@@ -119,6 +119,11 @@ def capture_error(error: Exception) -> Exception:
     first_line = str(error).partition("\n")[0]
     if isinstance(error, UserError) or "out of memory" in str(error):
         return error
+    if type(error).__module__.startswith("torch._dynamo"):
+        return UserError(
+            f"a micro-step can't be captured in a CUDA graph ({first_line}): torch.compile compiled a block anew, "
+            "as it does if an attribute that its code reads was set in the first step: set --cuda_graph=False"
+        )
     return UserError(
         f"a micro-step can't be captured in a CUDA graph ({first_line}): it waits for the GPU, as code that looks at "
         "values does: leave out --cuda_graph=True, or set --cuda_graph=False"

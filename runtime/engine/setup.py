@@ -20,7 +20,7 @@ from runtime.engine.reduce import BucketedAllReduce, LocalAccumulation
 from runtime.engine.step import OurStep
 from runtime.engine.zero3_blocks import Zero3Blocks, blocks_to_gather
 from runtime.errors import UserError
-from runtime.hardware import Execution
+from runtime.hardware import Execution, attention_backends
 from runtime.kernels.fit import blocks_of, why_changed
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def compile_blocks(
     """Run those blocks by our Triton kernels that the paths say, and the others by torch.compile if the
     execution does. Return our blocks, or None."""
     fused = None
+    if execution.device == "cuda":
+        choose_attention_backends(model)
     if paths.kernels.taken:
         from runtime.kernels.fused import use_fused_blocks  # here, because examples/ have no model.py
 
@@ -70,6 +72,14 @@ def compile_blocks(
     if stage == 3:
         gather_whole_modules(model)
     return fused
+
+
+def choose_attention_backends(model: nn.Module) -> None:
+    """Set what CausalSelfAttention would set in its first forward. Compiled blocks would be compiled
+    anew at the second one, which may be in the capture of a CUDA graph."""
+    for module in model.modules():
+        if vars(module).get("backends", ()) is None:
+            module.backends = attention_backends("cuda")
 
 
 def gather_whole_modules(model: nn.Module) -> None:
