@@ -324,7 +324,7 @@ def model_logits(gpt, source, by_kernels, idx):
         if by_kernels:
             rows.append(step(token, torch.tensor([at]), decoder.caches))
         else:
-            rows.append(decoder.decode_one_token(token))
+            rows.append(decoder.decode_one_token(token).clone())  # the next call overwrites it on a GPU
         decoder.cached = at + 1
     return torch.stack(rows)
 
