@@ -205,10 +205,10 @@ groups = model.parameter_groups(weight_decay)
 if optimizer == "muon":
     groups = split_matrices(groups, model, muon_learning_rate / learning_rate, batch.world_size)
 adamw = setup.adamw(groups, plan.ds_config, lr=learning_rate, betas=(beta1, beta2))
+masked = bool(plan.data["template"])  # only some tokens are targets
 with all_exit_on(UserError):
-    check_before_training(model, plan.model, adamw, recomputes=gradient_checkpointing)  # if it is edited
-deepspeeds_engine = setup.initialize(model, adamw, plan.ds_config, masked=bool(plan.data["template"]),
-                                     scales_loss=fused is not None)
+    check_before_training(model, plan.model, adamw, recomputes=gradient_checkpointing, masked=masked)  # if edited
+deepspeeds_engine = setup.initialize(model, adamw, plan.ds_config, masked=masked, scales_loss=fused is not None)
 print0(f"DeepSpeed uses {setup.describe(deepspeeds_engine, plan.ds_config, execution.dtype)}")
 engine = Engine(deepspeeds_engine, plan.paths, fused)
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from model import GPT, GPTConfig
 from runtime.bring import adapted
+from runtime.check.short import check_before_training
 from runtime.data.loader import locate_sequences, read_windows
 from runtime.errors import UserError
 
@@ -190,8 +191,7 @@ def brought_module(folder: Path, *edits: tuple[str, str]):
     return module
 
 
-def test_a_loss_over_some_tokens_is_the_cross_entropy_of_the_logits(tmp_path):
-    """As data with a loss mask needs it. Another loss is refused there, and trained without a mask."""
+def test_its_loss_is_its_own_and_that_of_a_token_is_the_cross_entropy_of_its_logits(tmp_path):
     module = brought_module(tmp_path)
     config = module.GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=2, n_embd=16)
     torch.manual_seed(0)
@@ -203,16 +203,34 @@ def test_a_loss_over_some_tokens_is_the_cross_entropy_of_the_logits(tmp_path):
     assert logits.shape == (2, 8, 11)
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
     assert torch.allclose(model(idx, targets, "none"), expected)
-    assert torch.allclose(model(idx, targets, "sum"), expected.sum())
     assert torch.allclose(model(idx, targets), expected.sum() / 11)  # 11 targets count
-    assert model(idx, torch.full_like(targets, -1), "sum") == 0
 
-    capped = (FORWARD, f"        logits = 0.5 * logits.tanh()\n{FORWARD}")
-    module = brought_module(tmp_path, capped, ("return logits, F", "return 2 * logits, F"))
-    model = adapted(module.GPT, module.GPTConfig)(config)
-    model(idx, targets).backward()
-    with pytest.raises(UserError, match="is not the mean cross-entropy of its logits"):
-        model(idx, targets, "sum")
+
+AUXILIARY = "F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1) + x.square().mean()"
+OTHER_LOSSES = {  # (in the place of the cross-entropy, whether it can be taken over some targets)
+    "as it is": (None, True),
+    "with an auxiliary loss": (AUXILIARY, True),
+    "of capped logits": ("F.cross_entropy(logits.tanh().flatten(0, 1), targets.flatten(), ignore_index=-1)", True),
+    "the sum": ("F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')", False),
+    "-1 is an error": ("F.cross_entropy(logits.flatten(0, 1), targets.flatten())", False),
+    "-1 is a token": ("F.cross_entropy(logits.flatten(0, 1), targets.flatten() % logits.size(-1))", False),
+}
+
+
+@pytest.mark.parametrize("loss", OTHER_LOSSES)
+def test_data_with_a_loss_mask_needs_a_mean_over_the_targets(tmp_path, loss):
+    text, is_mean = OTHER_LOSSES[loss]
+    edits = [(FORWARD, f"        return logits, {text}\n")] if text else []
+    module = brought_module(tmp_path, *edits)
+    model_class = adapted(module.GPT, module.GPTConfig)
+    model = model_class(module.GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=2, n_embd=16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    check_before_training(model, model.config, optimizer, recomputes=False)  # all data is trained without a mask
+    if is_mean:
+        check_before_training(model, model.config, optimizer, recomputes=False, masked=True)
+        return
+    with pytest.raises(UserError, match="loss mask .*: give its cross-entropy ignore_index=-1, or train on data"):
+        check_before_training(model, model.config, optimizer, recomputes=False, masked=True)
 
 
 def test_ours_is_not_adapted():

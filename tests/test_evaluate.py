@@ -150,8 +150,9 @@ def test_a_run_and_its_evaluation_agree(train, characters, tmp_path):
     record, = evaluate(f"--out_dir={run.out_dir}", "--tag=final", f"--dataset={folder}", ranks=2)
     ids, model = np.fromfile(folder / "val.bin", np.uint16).astype(int), load_model(run.out_dir, "final")[0]
     with torch.no_grad():
-        loss = sum(model(*(torch.tensor(ids[None, i + j:i + j + 32][:, :1999 - i]) for j in (0, 1)), "sum").item()
-                   for i in range(0, 1999, 32))
+        windows = [[torch.tensor(ids[None, i + j:i + j + 32][:, :1999 - i]) for j in (0, 1)]
+                   for i in range(0, 1999, 32)]
+        loss = sum(model(x, y, "none").sum().item() for x, y in windows)
     n_bytes = len("".join(chars[i] for i in ids[1:]).encode())
     assert n_bytes > 2100 and record["tokens"] == 1999 and record["loss"] == pytest.approx(loss / 1999, rel=1e-6)
     assert record["bits_per_byte"] == pytest.approx(loss / math.log(2) / n_bytes, rel=1e-6)

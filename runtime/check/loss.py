@@ -13,6 +13,7 @@ from runtime.check.tiny import (
     Different,
     Tiny,
     Unchecked,
+    describe_error,
     differing,
     gradients,
     owner_of,
@@ -74,6 +75,35 @@ def loss_in_chunks(tiny: Tiny) -> str:
     by_hand = runtime.loss.head_is_ours(head)
     kind = "written by hand" if by_hand else "of autograd in chunks"
     return f"loss and gradients, {kind}, are those over full logits"
+
+
+def loss_of_some_targets(tiny: Tiny) -> str:
+    """Check that the loss of a model of others is a mean over the targets that aren't -1: then the means
+    of two parts of the targets, times their numbers, make up that of all."""
+    model = tiny.stirred()
+    name = f"{type(model).__name__}.forward"
+    idx = tokens()
+    targets = tokens(seed=1)
+    is_first = torch.arange(targets.numel()).view_as(targets) % 3 == 0
+    total = torch.zeros(())
+    for chosen in (is_first, ~is_first):
+        set_seed(0)
+        try:
+            loss = model(idx, torch.where(chosen, targets, -1))
+        except Exception as error:  # such as an index out of range
+            raise Different(
+                f"with targets of -1, which don't count, {name} raises {describe_error(error)}: give "
+                "its cross-entropy ignore_index=-1, or train on data without a loss mask"
+            ) from None
+        total = total + loss * chosen.sum()
+    set_seed(0)
+    whole = model(idx, targets) * targets.numel()
+    if not torch.allclose(total, whole, rtol=1e-4):
+        raise Different(
+            f"the loss of {name} is not a mean over the targets that aren't -1: give its cross-entropy "
+            "ignore_index=-1, or train on data without a loss mask"
+        )
+    return "the loss is a mean over the targets that aren't -1"
 
 
 def gradients_of_head(head: nn.Module, x: Tensor, loss: Tensor) -> dict[str, Tensor]:

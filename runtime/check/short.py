@@ -3,8 +3,9 @@
 import torch
 from torch import nn
 
+from runtime.bring import Adapter
 from runtime.check.logits import cached_logits
-from runtime.check.loss import loss_in_chunks, recomputed_gradients
+from runtime.check.loss import loss_in_chunks, loss_of_some_targets, recomputed_gradients
 from runtime.check.parts import kept_buffers
 from runtime.check.shipped import edited_functions
 from runtime.check.tiny import DIFFERS, EQUAL, RAISES, make_check, own_randomness, tiny_of
@@ -17,13 +18,18 @@ LONG_FORM = "python doctor.py --model checks all"
 
 
 def check_before_training(
-    model: nn.Module, config: object, optimizer: torch.optim.Optimizer, recomputes: bool
+    model: nn.Module,
+    config: object,
+    optimizer: torch.optim.Optimizer,
+    recomputes: bool,
+    masked: bool = False,
 ) -> None:
     """Check a tiny model of this model's class, unless model and optimizer are as shipped.
 
     Prints one line. Each rank calls this by itself; it exchanges nothing, and draws no random numbers.
-    config: the GPTConfig of the run. recomputes: whether the run uses gradient checkpointing. Raises
-    UserError if something differs. setup.initialize() checks the optimizer.
+    config: the GPTConfig of the run. recomputes: whether the run uses gradient checkpointing. masked:
+    whether only some tokens are targets. Raises UserError if something differs. setup.initialize()
+    checks the optimizer.
     """
     edited = edited_functions(model)
     if not edited and is_adamw(optimizer):
@@ -32,10 +38,15 @@ def check_before_training(
     checks = [("cached logits", cached_logits), ("loss", loss_in_chunks), ("buffers", kept_buffers)]
     if recomputes:
         checks.append(("recomputing", recomputed_gradients))
+    needs_mean = masked and isinstance(model, Adapter)  # a model.py of others
+    if needs_mean:
+        checks.append(("loss mask", loss_of_some_targets))
     with own_randomness():
         try:
             tiny = tiny_of(type(model), config)
         except UserError as error:  # the run itself may be able to do what a tiny model isn't
+            if needs_mean:
+                raise
             print0(f"note       the model is not checked ({what}): {error}")
             return
         results = [make_check(name, check, tiny) for name, check in checks]

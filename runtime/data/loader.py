@@ -240,8 +240,9 @@ class TrainBatches:
         """Return this rank's micro-batches of the next step, `micro_steps` of them.
 
         A micro-batch is (x, y) on the device, (micro, block_size) each, int64. If a source is
-        Conversations, it is (x, y, weight): the sum of a micro-batch's losses times weight,
-        averaged over these micro-steps and the ranks, is the mean over all targets of the step.
+        Conversations, it is (x, y, weight): the sum of the losses of a micro-batch's targets times
+        weight, averaged over these micro-steps and the ranks, is the mean over all targets of the
+        step.
 
         All ranks call this with the same number. If it is another one than for the step before,
         what has been read ahead is read again. Raises UserError for what is not a whole number of

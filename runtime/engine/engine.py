@@ -4,7 +4,8 @@ they fit.
 Who divides by what. The gradient of a step is the mean over the tokens of all its micro-steps on all
 ranks. Each factor has one place:
 
-  tokens of a micro-batch  the loss: the mean, or with weights the sum times loader.py's weight
+  tokens of a micro-batch  the loss: the mean; with loader.py's weights, launch.py multiplies it by
+                           the number of targets and their weight
   micro-steps              DeepSpeed's backward, by gradient_accumulation_steps; if a step has another
                            number, step.py (or Layout.step_of_deepspeed) divides by their ratio
   ranks                    the reductions: reduce.py, zero3_blocks.py
@@ -95,8 +96,8 @@ class Engine:
         deepspeed.set_gradient_accumulation_boundary(False)
 
     def micro_step(self, *batch: Tensor) -> Tensor:
-        """Run forward and backward on (x, y), or on (x, y, weight) with the sum over targets times
-        weight as the loss.
+        """Run forward and backward on (x, y), or on (x, y, weight) with the mean over targets times
+        their number and weight as the loss.
 
         A step may have any number of micro-steps, the same on all ranks. Its gradient is the mean over
         them. Return the detached loss, which the next call may overwrite. Raises UserError if another

@@ -6,6 +6,7 @@ running them takes the GPU (docs/engineering_notes.md)."""
 import atexit
 import contextlib
 import time
+from collections.abc import Callable
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -91,9 +92,13 @@ class Launch:
         self.graph = graph
         self.left = self.guards.after_capture()
 
-    def forward_backward(self, x, y, weight=None):
+    def forward_backward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Run a batch eagerly, and return the detached loss."""
         with self.timer.time(self.stage < 3):
-            loss = self.deepspeed(x, y) if weight is None else self.deepspeed(x, y, "sum") * weight
+            if weight is None:
+                loss = self.deepspeed(x, y)
+            else:
+                loss = loss_of_targets(self.deepspeed, x, y, weight)
         self.deepspeed.backward(loss)
         return loss.detach()
 
@@ -105,6 +110,17 @@ class Launch:
             torch.cuda.synchronize()
             self.graph.reset()
             self.graph = None
+
+
+def loss_of_targets(model: Callable[..., Tensor], x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """Return the loss of a micro-batch in which only some targets count, where y isn't -1: the model's own mean times
+    their number and weight.
+
+    So what the model adds to its mean, such as an auxiliary loss, counts as often as the micro-batch has targets."""
+    count = (y >= 0).sum()  # on the GPU, where the CPU doesn't wait for it
+    # A mean over no targets is not a number. So if none count, take other ones, and multiply by 0
+    targets = torch.where(count > 0, y, y.clamp(min=0))
+    return model(x, targets) * (count * weight)
 
 
 def capture_error(error: Exception) -> Exception:

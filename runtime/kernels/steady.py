@@ -77,7 +77,7 @@ class Judge(Expressions):
     """Reads functions, statement by statement."""
 
     def call_training(self, gpt: nn.Module) -> None:
-        """Read what a training step calls: gpt(idx, targets), also with the sum as the loss."""
+        """Read what a training step calls: gpt(idx, targets)."""
         named = {}
         if "reduction" in inspect.signature(type(gpt).forward).parameters:
             named["reduction"] = FIXED

@@ -17,11 +17,12 @@ import torch
 from conftest import NO_SHAPE, ROOT, done, ramp, stage
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from model import GPT
+from model import GPT, GPTConfig
 from runtime.checkpoint.shards import TagReader
 from runtime.checkpoint.tags import TagStore
 from runtime.data.dataset import BEGINS, COUNTS, Dataset, check_dataset, open_tokens
 from runtime.data.loader import Batch, Conversations, TrainBatches, eval_batches, open_sequences
+from runtime.engine.launch import loss_of_targets
 from runtime.errors import UserError
 
 BLOCK, SHARE, N = 72, 0.2, 120
@@ -215,6 +216,62 @@ def test_a_ramp_is_the_mean_over_the_counted_tokens_of_each_step(train, chat, we
     assert [r["grad_norm"] for r in run.history if "loss" in r] == pytest.approx(norms, rel=1e-5)
 
 
+AUXILIARY = """
+from model import GPT
+def auxiliary_loss(model, idx):
+    return (1000 * model.transformer.wte(idx).square().mean(dim=2) * (idx % 3 == 0)).mean()
+forward = GPT.forward
+def with_auxiliary_loss(self, idx, targets=None, reduction="mean", **options):
+    loss = forward(self, idx, targets, reduction, **options)
+    if targets is None or reduction != "mean":
+        return loss
+    return loss + auxiliary_loss(self, idx)
+"""
+
+
+@pytest.mark.parametrize("zero, ranks, batch_size, accumulation", [(2, 2, 3, 2), (3, 2, 3, 2), (2, 1, 3, 4)])
+def test_an_auxiliary_loss_counts_as_often_as_its_micro_batch_has_targets(train, chat, weights, zero, ranks, batch_size,
+                                                                          accumulation):
+    """It is a mean over a micro-batch. Seen: losses to 4e-7, norms to 2e-6."""
+    names = {}
+    exec(AUXILIARY, names)
+    model = GPT.from_pretrained(str(weights))
+    model.crop_block_size(BLOCK)
+    optimizer = torch.optim.AdamW(model.parameter_groups(0.1), lr=1e-2, betas=(0.9, 0.95))
+    losses, norms = [], []
+    for x, y, _ in epoch(chat, steps=3)[1]:
+        total = 0
+        for own_x, own_y in zip(x.split(batch_size), y.split(batch_size)):
+            count = (own_y >= 0).sum()
+            total = total + model(own_x, own_y, "none").sum() + count * names["auxiliary_loss"](model, own_x)
+        loss = total / (y >= 0).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.4).item())
+        optimizer.step()
+        losses.append(loss.item())
+
+    run = done(train(stage(zero), *NO_SHAPE, *STEPS, f"--init_from={weights}", f"--dataset={chat.folder}", "--seed=7",
+                     f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}", ranks=ranks,
+                     plant=f"{AUXILIARY}\nGPT.forward = with_auxiliary_loss\n"))
+    assert list(run.losses.values()) == pytest.approx(losses, rel=2e-6)
+    assert [r["grad_norm"] for r in run.history if "loss" in r] == pytest.approx(norms, rel=1e-5)
+
+
+def test_a_micro_batch_without_targets_counts_nothing():
+    """Its mean is not a number, and neither is that times 0."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=2, n_embd=16))
+    idx = torch.randint(11, (2, 8))
+    loss = loss_of_targets(model, idx, torch.full_like(idx, -1), torch.tensor(0.5))
+    loss.backward()
+    assert loss.item() == 0
+    assert all(not p.grad.any() for p in model.parameters())
+    one = torch.full_like(idx, -1)
+    one[1, 3] = 7
+    assert loss_of_targets(model, idx, one, torch.tensor(0.5)).item() == pytest.approx(0.5 * model(idx, one).item())
+
+
 def test_an_evaluation_weighs_rows_by_what_counts_and_knows_its_standard_error(train, chat, weights):
     """The mean of all counted tokens, and the standard error of a ratio, by leaving out each row once (jackknife)."""
     options = (f"--init_from={weights}", f"--dataset={chat.folder}", *NO_SHAPE, f"--block_size={BLOCK}",
@@ -227,7 +284,7 @@ def test_an_evaluation_weighs_rows_by_what_counts_and_knows_its_standard_error(t
         sums, counts = [], []
         for x, y in eval_batches(rows, 12, Batch(1, 1, 1, BLOCK), 0, 256, "cpu"):
             with torch.no_grad():
-                sums.append(model(x, y, "sum").double())
+                sums.append(model(x, y, "none").double().sum())
             counts.append((y >= 0).sum().double())
         sums, counts = torch.stack(sums), torch.stack(counts)
         n = len(sums)
