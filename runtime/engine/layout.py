@@ -82,7 +82,6 @@ INTERNALS = (
     Internal("zero3", "_grad_acc_hooks _leaf_module_hooks", "hooks that reduce gradients"),
     Internal("zero3", "ipg_buckets", "buckets, which ours doesn't use"),
     Internal("zero3", "independent_gradient_partition_epilogue", "called after each backward"),
-    Internal("zero3", "partition_grads micro_step_id", "copies the first micro-step's gradients"),
     Internal("zero3", "_offload_boundary_param_ids", "parameters that have a gradient"),
     Internal("zero", "finalize_gradient_accumulation_boundary", "called before a step"),
     Internal("zero", "step", "clipping and the update"),
@@ -404,17 +403,10 @@ class ExactStage3(DeepSpeedZeroOptimizer_Stage3):
     """DeepSpeed's stage 3, right for parameters without a gradient in some micro-steps.
 
     DeepSpeed copies the gradients of the first micro-step over those of the last step, and adds
-    those of the others. So a parameter that only a later micro-step uses would keep the last step's.
-    With offload, it leaves out parameters that the last micro-step doesn't use. Here, all gradients
-    are added to zeros, and all of them count.
+    those of the others. So a parameter that the first one doesn't use would keep the last step's.
+    With offload, it leaves out parameters that the last micro-step doesn't use. Here, a step begins
+    with zeros, and all gradients count.
     """
-
-    def partition_grads(
-        self, params_to_release: list[nn.Parameter], grad_partitions: list[Tensor]
-    ) -> list[Tensor]:
-        """Add the gradients of a backward to this rank's."""
-        self.micro_step_id = max(1, self.micro_step_id)
-        return super().partition_grads(params_to_release, grad_partitions)
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Prepare a step."""

@@ -37,6 +37,7 @@ WAYS = {  # name: options of graph_worker.train()
     "ZeRO-3": {"stage": 3},
     "ZeRO-3, two blocks": {"stage": 3, "zero": TWO_BLOCKS},
     "ZeRO-3, DeepSpeed's": {"stage": 3, "zero": DEEPSPEEDS},
+    "ZeRO-3, DeepSpeed's, 2 micro-steps": {"stage": 3, "zero": DEEPSPEEDS, "accumulation": 2},
     "ZeRO-3, 2 micro-steps": {"stage": 3, "accumulation": 2},
     "ZeRO-3, 2 micro-steps, local": {"stage": 3, "accumulation": 2, "local": True},
     "ZeRO-2, recomputed": {"stage": 2, "recompute": True},

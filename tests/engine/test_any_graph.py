@@ -28,6 +28,8 @@ ONE_RANK = (
 SPECIAL = {  # ways of some edits alone
     "recomputed": ("blocks twice", "experts"),
     "LoRA": ("blocks twice",),
+    # An expert without tokens in the first micro-step, after a step in which it had some
+    "DeepSpeed's, 2 micro-steps": ("experts", "a random block skipped"),
     "peeking": ("a block without gradients", "blocks twice"),
 }
 
