@@ -42,6 +42,7 @@ EXPORTED = (
     "batch_ramp",
     "logged_activation_norms",
     "softcap_in_the_loss",
+    "untied_head",
 )
 BY_MICRO_BATCH = ("moe_with_aux_loss",)  # whose loss depends on how a step is divided
 # With seed 1337, a token's two likeliest experts are 1e-7 apart in one step, so rounding chooses

@@ -35,7 +35,8 @@ def write_model(model, folder, end, dtype):
     hf_config = GPT2Config(
         vocab_size=c.vocab_size, n_positions=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head,
         activation_function="gelu_new" if gelu == "tanh" else "gelu", resid_pdrop=c.dropout, embd_pdrop=c.dropout,
-        attn_pdrop=c.dropout, bos_token_id=end, eos_token_id=end, dtype=dtype, n_ctx=c.block_size)  # for llama.cpp
+        attn_pdrop=c.dropout, bos_token_id=end, eos_token_id=end, dtype=dtype, n_ctx=c.block_size,  # for llama.cpp
+        tie_word_embeddings=model.lm_head.weight is model.transformer.wte.weight)
     with torch.device("meta"):
         hf_model = GPT2LMHeadModel(hf_config)
     check_names(model, hf_model)

@@ -190,6 +190,20 @@ def test_models_that_gpt2_has_no_words_for(tmp_path):
     assert (again(idx) - model(idx)).abs().max() < 1e-5
 
 
+def test_a_head_of_its_own_is_written_as_one(tmp_path):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, vocab_size=70, n_layer=2, n_head=2, n_embd=16)).eval()
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    hf.write_model(model, tmp_path, None, "float32")
+    idx = torch.randint(70, (1, 16))
+    assert hf.check_model(model, tmp_path, idx) < 1e-5
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert theirs.config.tie_word_embeddings is False
+    assert torch.equal(theirs.lm_head.weight, model.lm_head.weight[:70])
+    with pytest.raises(UserError, match="tie_word_embeddings"):  # our GPT has no such head
+        GPT.from_pretrained(str(tmp_path))
+
+
 def test_rounding_is_told_from_a_mistake(tmp_path):
     """Logits of some millions, which float32 rounds by more than 1e-4."""
     torch.manual_seed(0)
