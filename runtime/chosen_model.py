@@ -6,10 +6,15 @@ To use another file, such as a copy of model.py or nanoGPT's, change this import
 """
 
 from runtime.bring import adapted, import_errors
+from runtime.cluster import exit_on_all_ranks
+from runtime.errors import UserError
 
-with import_errors():
-    from model import GPT, GPTConfig
+try:
+    with import_errors():
+        from model import GPT, GPTConfig
 
-GPT = adapted(GPT, GPTConfig)
+    GPT = adapted(GPT, GPTConfig)
+except UserError as error:  # the same on all ranks, so one of them prints it
+    exit_on_all_ranks(error)
 
 __all__ = ["GPT", "GPTConfig"]

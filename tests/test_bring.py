@@ -144,8 +144,8 @@ def test_it_may_have_another_name(project, characters):
     shutil.copy2(ROOT / "model.py", folder)
     chosen = folder / "runtime" / "chosen_model.py"
     text = chosen.read_text(encoding="utf-8")
-    assert text.count(f"    {IMPORT}\n\n") == 1
-    chosen.write_text(text.replace(f"    {IMPORT}\n\n", f"    {IMPORT.replace('model', 'model_x')}\n\n"))
+    assert text.count(IMPORT) == 1
+    chosen.write_text(text.replace(IMPORT, IMPORT.replace("model", "model_x")))
     expected, _ = train_plainly(characters)
     ended, losses = train_in(folder, characters)
     assert losses == pytest.approx(expected, abs=2e-6), ended.stderr
@@ -175,6 +175,14 @@ def test_what_is_missing_is_one_sentence(project, characters, name):
     assert "Traceback" not in ended.stderr
     (sentence,) = ended.stderr.splitlines()
     assert sentence.count(": ") >= 1
+
+
+def test_all_ranks_refuse_it_in_one_sentence(project, characters):
+    edit, _, words = MISSING["a field"]
+    ended, _ = train_in(project(edit), characters, ranks=2)
+    assert ended.returncode == 2
+    (sentence,) = ended.stderr.splitlines()
+    assert words in sentence
 
 
 def brought_module(folder: Path, *edits: tuple[str, str]):
