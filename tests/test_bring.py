@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,12 +16,16 @@ import torch
 import torch.nn.functional as F
 from conftest import CHARS, ROOT, SMALL, done, every, launch, read_history, stage
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from model import GPT, GPTConfig
 from runtime.bring import adapted
 from runtime.check.short import check_before_training
-from runtime.data.loader import locate_sequences, read_windows
+from runtime.data.loader import Batch, locate_sequences, read_windows
 from runtime.errors import UserError
+from runtime.hardware import Execution
+from runtime.plan.memory import MemoryInputs, ParamCount, loss_bytes
 
 STEPS = 6
 SEQUENCES = 8  # of a step, over all ranks
@@ -265,6 +270,51 @@ def test_figures_of_a_model_of_others_by_hand(tmp_path):
     decayed, others = model.parameter_groups(0.1)
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert sum(p.numel() for p in decayed["params"]) == 12 * 16**2 + 11 * 16 + 8 * 16
+
+
+class PeakBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make, while they live. peak: the most at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.living = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if torch.is_tensor(tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.living:
+                    self.living[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self.living.pop, storage._cdata, None)
+        self.peak = max(self.peak, sum(self.living.values()))
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_plan_counts_its_whole_logits(tmp_path, dtype):
+    """With logits that are nearly all of the memory: 12 bytes each, in forward and backward."""
+    module = brought_module(tmp_path)
+    config = module.GPTConfig(block_size=64, vocab_size=20_000, n_layer=1, n_head=1, n_embd=4)
+    model = adapted(module.GPT, module.GPTConfig)(config).to(dtype)
+    idx = torch.randint(20_000, (8, 64))
+    with PeakBytes() as measured:
+        model(idx, idx).backward()
+    execution = Execution("cpu", str(dtype).removeprefix("torch."), False, 0)
+    count = ParamCount(model.num_params(), model.num_params(), model.num_params(), 0)
+    run = MemoryInputs(config, execution, Batch(8, 1, 1, 64), count, {"zero_optimization": {"stage": 2}},
+                       whole_logits=True)
+    assert loss_bytes(run) == 8 * 64 * 20_000 * 12
+    assert measured.peak == pytest.approx(loss_bytes(run), rel=0.05)
+
+
+def test_a_plan_knows_that_the_logits_are_whole(project, characters):
+    """In a dry run: 2 x 64 positions of 28 characters would be nothing, so the vocabulary is GPT-2's."""
+    arguments = ("--dry_run=True", "--device=cpu", "--dtype=float32", "--init_from=scratch", "--dataset=none",
+                 "--target_gpu=80", "--batch_size=8", "--block_size=1024")
+    told = done(launch(project() / "train_deepspeed.py", *arguments)).stdout
+    assert f"{8 * 1024 * 50257 * 12 / 1e9:.2f} GB" in told and " loss\n" in told
 
 
 @torch.no_grad()

@@ -43,6 +43,7 @@ class MemoryInputs:
     pretrained: bool = True  # from GPT-2's weights or a folder, loaded in execution's dtype; else in float32
     facts: ModelFacts = ModelFacts()  # which fast paths the model fits
     cuda_graph: bool | str = "auto"
+    whole_logits: bool = False  # those of a micro-batch are in memory at one time, as in a model.py of others
 
     @property
     def stage(self):
@@ -73,7 +74,6 @@ class MemoryInputs:
 def estimate(run):
     """Return the peak bytes per GPU by use: {"weights": ..., "activations": ..., ...}."""
     zero, stage, ranks = run.ds_config["zero_optimization"], run.stage, run.batch.world_size
-    vocab_size = rows_of_vocabulary(run.model)
     stored, trainable = run.params.stored, run.params.trainable
     itemsize, offload = run.execution.torch_dtype.itemsize, uses_offload(run.ds_config)
     buckets = 0 if stage == 2 and ranks == 1 else min(trainable, int(zero.get("reduce_bucket_size", 5e8))) * itemsize
@@ -93,8 +93,7 @@ def estimate(run):
     tokens = run.batch.micro * run.model.block_size
     block_input = tokens * run.model.n_embd * itemsize
     activations = block_input * run.model.n_layer * (1 if run.gradient_checkpointing else saved_per_token)
-    rows, bytes_per_logit = (LOSS_CHUNK, 8) if run.execution.compile else (EAGER_LOSS_CHUNK, 18)
-    loss = min(tokens, rows) * vocab_size * bytes_per_logit + (trainable == stored) * vocab_size * run.model.n_embd * 4
+    loss = loss_bytes(run)
     if run.gradient_checkpointing:
         loss = max(loss, block_input * saved_per_token)  # or one recomputed block
     copies = run.paths.copies.taken * 8 * run.model.n_layer * run.model.n_embd**2  # attention's weights in float16
@@ -111,6 +110,20 @@ def estimate(run):
     # Before DeepSpeed shards or offloads the weights, each GPU holds all of them, and nothing else
     at_start = stored * (itemsize if run.pretrained else 4)
     return {**parts, "start": max(0, at_start + parts["CUDA and NCCL"] - sum(parts.values()))}
+
+
+def loss_bytes(run: MemoryInputs) -> int:
+    """Return the bytes that the output layer and the loss take at one time."""
+    tokens = run.batch.micro * run.model.block_size
+    vocab_size = rows_of_vocabulary(run.model)
+    if run.whole_logits:  # in float32: their logarithms, and in backward two gradients
+        return tokens * vocab_size * 12
+    chunk = min(tokens, EAGER_LOSS_CHUNK) * vocab_size * 18
+    if run.execution.compile:
+        chunk = min(tokens, LOSS_CHUNK) * vocab_size * 8
+    if run.params.trainable == run.params.stored:  # then the head has a gradient, summed in float32
+        chunk += vocab_size * run.model.n_embd * 4
+    return chunk
 
 
 def rows_of_vocabulary(model: GPTConfig) -> int:
@@ -154,7 +167,8 @@ def bytes_with_eval(run):
     estimated, not measured: a block holds 11 values per token, in units of n_embd, and the loss one chunk."""
     tokens = run.batch.micro * run.model.block_size
     block = tokens * run.model.n_embd * run.execution.torch_dtype.itemsize * 11
-    loss = min(tokens, LOSS_CHUNK) * rows_of_vocabulary(run.model) * 8
+    rows = tokens if run.whole_logits else min(tokens, LOSS_CHUNK)
+    loss = rows * rows_of_vocabulary(run.model) * 8
     return gpu_bytes(run) + max(block + loss, muon_step(run)) * run.execution.compile
 
 

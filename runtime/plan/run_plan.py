@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import torch
 
+from runtime.bring import Adapter
 from runtime.checkpoint.saver import tag_bytes
 from runtime.checkpoint.tags import TagStore
 from runtime.chosen_model import GPT
@@ -111,7 +112,8 @@ def make_plan(settings, ranks, problems, notes):
     if problems:
         return None
     run = MemoryInputs(start.model, execution, batch, params, config, s.gradient_checkpointing, fp8=s.fp8,
-                       pretrained=start.kind == "pretrained", facts=facts, cuda_graph=s.cuda_graph)
+                       pretrained=start.kind == "pretrained", facts=facts, cuda_graph=s.cuda_graph,
+                       whole_logits=issubclass(GPT, Adapter))
     if s.batch_size == "auto":
         batch = memory.fit_batch(run)
         run = replace(run, batch=batch, ds_config=ds_config.with_batch(config, batch))
