@@ -51,7 +51,8 @@ def as_options(lora):
 def apply(model, lora):
     """Freeze a GPT's parameters, and add adapters to its target modules. lora: a lora_config().
 
-    Raises UserError if a target's weight is that of other modules, too."""
+    Raises UserError if a target is missing, or if its weight is that of other modules, too."""
+    check_targets(model, lora["target_modules"])
     model.requires_grad_(False)
     # ZeRO-3 releases a block's weights when its input's gradient arrives, so the first block's input needs one
     model.transformer.drop.register_forward_hook(lambda layer, given, made: made.requires_grad_())
@@ -65,6 +66,23 @@ def apply(model, lora):
                 raise UserError(f"lora_target_modules names {name}, whose weight other modules have, too: leave it "
                                 "out, or share the modules")
             block.set_submodule(name, LoRALinear(layer, lora["rank"], lora["alpha"], lora["dropout"]))
+
+
+def check_targets(model: nn.Module, names: list[str]) -> None:
+    """Raise UserError unless a model has what apply() takes: transformer.drop, and these layers in each block."""
+    missing = []
+    if not hasattr(model.transformer, "drop"):
+        missing.append("transformer.drop, the dropout before its first block")
+    for block in model.transformer.h:
+        layers = dict(block.named_modules())
+        for name in names:
+            layer = layers.get(name)
+            if not isinstance(layer, (nn.Linear, LoRALinear)):
+                has = f", but a {type(layer).__name__}" if layer is not None else ""
+                missing.append(f"an nn.Linear {name} in each {type(block).__name__}{has}")
+    if missing:
+        raise UserError(f"lora_rank needs {' and '.join(dict.fromkeys(missing))}, which {type(model).__module__}.py "
+                        "doesn't have: name other --lora_target_modules, edit it, or train without LoRA")
 
 
 def merge(weights, lora):

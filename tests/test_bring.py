@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import GPT, GPTConfig
+from runtime import lora
 from runtime.bring import adapted
 from runtime.check.short import check_before_training
 from runtime.data.loader import Batch, locate_sequences, read_windows
@@ -156,6 +157,7 @@ def test_it_may_have_another_name(project, characters):
     assert losses == pytest.approx(expected, abs=2e-6), ended.stderr
 
 
+WIDTHS = "config.n_embd, 4 * config.n_embd, bias=config.bias"
 FORWARD = "        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)\n"
 MISSING = {  # (edit of the file, or None, settings, what is said)
     "weights of GPT-2": (None, ["--init_from=gpt2"], "init_from=gpt2 holds weights of GPT-2, and model.py"),
@@ -244,6 +246,20 @@ def test_data_with_a_loss_mask_needs_a_mean_over_the_targets(tmp_path, loss):
         return
     with pytest.raises(UserError, match="loss mask .*: give its cross-entropy ignore_index=-1, or train on data"):
         check_before_training(model, model.config, optimizer, recomputes=False, masked=True)
+
+
+@pytest.mark.parametrize("edit, words", [
+    ((f"self.c_fc = nn.Linear({WIDTHS})", f"self.up = nn.Linear({WIDTHS})"),
+     "lora_rank needs an nn.Linear mlp.c_fc in each Block, which brought_edited.py doesn't have: name other"),
+    ((f"self.c_fc = nn.Linear({WIDTHS})", "self.c_fc = nn.Bilinear(config.n_embd, 1, 4 * config.n_embd)"),
+     "lora_rank needs an nn.Linear mlp.c_fc in each Block, but a Bilinear, which brought_edited.py doesn't have"),
+    (('"drop": nn', '"dropped": nn'),
+     "lora_rank needs transformer.drop, the dropout before its first block, which brought_edited.py doesn't have")])
+def test_lora_needs_gpt2s_layers(tmp_path, edit, words):
+    module = brought_module(tmp_path, edit)
+    model = adapted(module.GPT, module.GPTConfig)(module.GPTConfig(8, 11, n_layer=2, n_head=2, n_embd=16))
+    with pytest.raises(UserError, match=words):
+        lora.apply(model, {"rank": 2, "alpha": 2.0, "dropout": 0.0, "target_modules": list(lora.TARGET_MODULES)})
 
 
 def test_ours_is_not_adapted():
