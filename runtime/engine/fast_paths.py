@@ -110,11 +110,13 @@ def decide(
     ds_config: Mapping,
     world_size: int,
     accumulate_locally: bool = False,
+    no_local: str = "",
     gradient_checkpointing: bool = False,
     fp8: bool = False,
     cuda_graph: bool | str = "auto",
 ) -> FastPaths:
-    """Return the FastPaths of a run. accumulate_locally: all ranks have the memory for it."""
+    """Return the FastPaths of a run. accumulate_locally: each rank sums the micro-steps' gradients, or
+    no_local says why not."""
     stage = ds_config["zero_optimization"]["stage"]
     several = world_size > 1
 
@@ -129,7 +131,7 @@ def decide(
     local = first_reason(
         (not several, "one rank"),
         (not gradients.taken, gradients.reason),
-        (not accumulate_locally, "one micro-step per step, little memory, or the setting"),
+        (not accumulate_locally, no_local),
     )
 
     no_triton = why_no_triton(execution)

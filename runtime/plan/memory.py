@@ -39,6 +39,7 @@ class MemoryInputs:
     ds_config: Mapping  # for deepspeed.initialize; read-only
     gradient_checkpointing: bool = False
     accumulate_locally: bool = False
+    no_local: str = ""  # why accumulate_locally is False
     fp8: bool = False
     pretrained: bool = True  # from GPT-2's weights or a folder, loaded in execution's dtype; else in float32
     facts: ModelFacts = ModelFacts()  # which fast paths the model fits
@@ -58,6 +59,7 @@ class MemoryInputs:
             self.ds_config,
             world_size=self.batch.world_size,
             accumulate_locally=self.accumulate_locally,
+            no_local=self.no_local,
             gradient_checkpointing=self.gradient_checkpointing,
             fp8=self.fp8,
             cuda_graph=self.cuda_graph,

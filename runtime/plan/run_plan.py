@@ -16,7 +16,7 @@ from runtime.data.dataset import SPLITS, open_datasets
 from runtime.data.loader import Batch, Conversations, extent, open_sequences, windows_per_epoch
 from runtime.data.tokenizer import tokenizer_of
 from runtime.engine import ds_config, fixes
-from runtime.engine.fast_paths import check_dimensions, inspect_model
+from runtime.engine.fast_paths import Choice, check_trainable, first_reason, inspect_model
 from runtime.engine.zero3_blocks import blocks_to_gather
 from runtime.errors import UserError
 from runtime.files import format_bytes, free_bytes, nearest_existing_dir
@@ -119,8 +119,9 @@ def make_plan(settings, ranks, problems, notes):
         run = replace(run, batch=batch, ds_config=ds_config.with_batch(config, batch))
         notes.append(f"batch_size=auto: a micro-batch of {batch.micro} takes about "
                      f"{format_bytes(memory.bytes_with_eval(run))} with evals, of {format_bytes(execution.memory)}")
-    if accumulates_locally(s, run):
-        run = replace(run, accumulate_locally=True)
+    local = local_accumulation(s, run)
+    run = replace(run, accumulate_locally=local.taken, no_local=local.reason)
+    if local.taken:
         notes.append(f"each rank accumulates gradients locally, in {format_bytes(4 * params.trainable)}; use "
                      "--accumulate_locally=False to save this memory")
     s = replace(s, batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation)
@@ -225,13 +226,23 @@ def count_params(config, lora, muon):
     return params, inspect_model(model)
 
 
-def accumulates_locally(s, run):
+def local_accumulation(s, run: MemoryInputs) -> Choice:
     """Return whether each rank accumulates gradients, to reduce them once per step (see runtime/engine)."""
-    possible = run.paths.gradients.taken and run.batch.world_size > 1 and run.batch.accumulation > 1
-    if run.stage == 3 and not run.paths.by_block.taken:  # then it does anyway
-        return False
-    with_room = memory.bytes_with_eval(replace(run, accumulate_locally=True)) <= 0.8 * run.execution.memory
-    return possible and (s.accumulate_locally is True or s.accumulate_locally == "auto" and with_room)
+    has_whole_sums = run.stage == 3 and not run.paths.by_block.taken
+    total = memory.bytes_with_eval(replace(run, accumulate_locally=True))
+    lacks_room = s.accumulate_locally == "auto" and total > 0.8 * run.execution.memory
+    return first_reason(
+        (run.batch.world_size == 1, "one rank"),
+        (not run.paths.gradients.taken, run.paths.gradients.reason),
+        (has_whole_sums, "without blocks, ZeRO-3 has float32 sums of all gradients on each rank anyway"),
+        (run.batch.accumulation == 1, "one micro-step per step"),
+        (s.accumulate_locally is False, "accumulate_locally=False"),
+        (
+            lacks_room,
+            f"with {format_bytes(4 * run.params.trainable)} of float32 gradients on each rank, less than a fifth of "
+            "the memory would stay free",
+        ),
+    )
 
 
 def check_out_dir(s, start, tag_bytes, notes):

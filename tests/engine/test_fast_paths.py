@@ -2,14 +2,17 @@
 
 import pytest
 import torch
-from conftest import STAGES, done
+from conftest import ROOT, SMALL, STAGES, done
 from edited_model import GRAPHS, edited_model
 
+from configurator import settings_of_script
 from model import GPT, GPTConfig
 from runtime import lora
+from runtime.cluster.ranks import Ranks
 from runtime.engine.fast_paths import Choice, ModelFacts, decide, describe, inspect_model
 from runtime.engine.zero3_blocks import blocks_to_gather
 from runtime.hardware import Execution
+from runtime.plan.run_plan import Problems, make_plan
 
 GPU = Execution("cuda", "bfloat16", True, 80 * 10**9)
 CPU = Execution("cpu", "float32", False, 8 * 10**9)
@@ -106,6 +109,29 @@ def test_the_summary_and_the_dry_run_say_it(train):
     assert "paths      none\n" in run.stdout
     reason = "ZeRO-3 with offload, or a key of the JSON, takes DeepSpeed's own path"
     assert f"no fast gradients and step: {reason}" in run.stdout
+
+
+@pytest.mark.parametrize("arguments, reason", [
+    (["--gradient_accumulation_steps=1"], "one micro-step per step"),
+    (["--accumulate_locally=False"], "accumulate_locally=False"),
+    (["--deepspeed_config=config/ds/zero3_offload.json"],
+     "ZeRO-3 with offload, or a key of the JSON, takes DeepSpeed's own path"),
+    (["config/train_gpt2_xl.py", "--target_gpu=32"],
+     "with 6.23 GB of float32 gradients on each rank, less than a fifth of the memory would stay free"),
+    (["config/train_gpt2_xl.py", "--target_gpu=32", "--accumulate_locally=True"], None)])
+def test_the_plan_says_why_there_is_no_local_accumulation(characters, arguments, reason):
+    """On two ranks."""
+    argv = [*SMALL[:9], f"--dataset={characters}", "--dry_run=True"]
+    if "--target_gpu=32" in arguments:
+        argv = ["--dry_run=True"]
+    settings = settings_of_script(str(ROOT / "train_deepspeed.py"), [*argv, *arguments])
+    problems = Problems()
+    plan = make_plan(settings, Ranks(0, 0, 2, 2), problems, [])
+    assert not problems
+    local = plan.paths.local
+    assert local == (Choice(True) if reason is None else Choice(False, reason))
+    if reason:
+        assert any("local accumulation" in line and line.endswith(f": {reason}") for line in describe(plan.paths))
 
 
 def test_a_model_that_the_script_changes_is_looked_at_again(train):
