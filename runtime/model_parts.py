@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from runtime.errors import UserError
+
 
 @dataclass(frozen=True)
 class ModelTensors:
@@ -60,6 +62,17 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     buffers = dict(model.named_buffers(remove_duplicate=False))
     saved = model.state_dict(keep_vars=True)
     return {name: buffers[name] for name in saved if name in buffers and name not in params}
+
+
+def check_extra_state(model: nn.Module) -> None:
+    """Raise UserError if a module has a state that is neither parameter nor buffer: no reader of our
+    checkpoints could give it back."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise UserError(
+                f"{name or 'the model'} has get_extra_state ({type(module).__name__}), and checkpoints hold "
+                "parameters and buffers alone: keep that state in a tensor with register_buffer"
+            )
 
 
 @torch.no_grad()

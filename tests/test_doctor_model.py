@@ -92,6 +92,19 @@ FAULTS = {
         "buffers",
         "training changes the buffer mean_square, which isn't saved",
     ),
+    "a state of its own": (
+        [("        self.gelu = config.gelu\n\n    def forward", """        self.gelu = config.gelu
+
+    def get_extra_state(self):
+        return 7
+
+    def set_extra_state(self, state):
+        pass
+
+    def forward""")],
+        "buffers",
+        r"transformer\.h\.0\.mlp has get_extra_state \(MLP\), and checkpoints hold parameters and buffers alone",
+    ),
     "a mask that sees the future": (
         [("is_causal=T > 1,", "is_causal=False,")],
         "future tokens",

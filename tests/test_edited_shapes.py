@@ -5,7 +5,7 @@ import torch
 from edited_model import EXPERTS, GRAPHS, edited_model
 
 from model import GPT, GPTConfig
-from runtime.engine.fast_paths import check_dimensions
+from runtime.engine.fast_paths import check_trainable
 from runtime.errors import UserError
 from runtime.export import hf
 from runtime.plan.run_plan import count_params
@@ -103,7 +103,7 @@ def test_a_parameter_without_a_dimension_is_refused_in_one_sentence(tmp_path, mo
     told = (r"^the parameter transformer\.h\.0\.lam has no dimension, and DeepSpeed can't shard it: make it a vector "
             r"of one number, as nn\.Parameter\(torch\.zeros\(1\)\) is$")
     with pytest.raises(UserError, match=told):
-        check_dimensions(model)
+        check_trainable(model)
     monkeypatch.setattr("runtime.plan.run_plan.GPT", module.GPT)
     with pytest.raises(UserError, match=told):
         count_params(module.GPTConfig(**SHAPE), None, False)

@@ -5,7 +5,14 @@ from collections import defaultdict
 import torch
 
 from runtime.check.tiny import Different, Tiny, gradients, set_seed, tokens
-from runtime.model_parts import persistent_buffers, tensors_of, ties_of, without_memory
+from runtime.model_parts import (
+    check_extra_state,
+    persistent_buffers,
+    tensors_of,
+    ties_of,
+    without_memory,
+)
+from runtime.output import counted
 
 
 def initial_weights(tiny: Tiny) -> str:
@@ -28,6 +35,7 @@ def initial_weights(tiny: Tiny) -> str:
 def kept_buffers(tiny: Tiny) -> str:
     """Check that a checkpoint would have every buffer that training changes or chance has made."""
     model = tiny.model(seed=1).train()
+    check_extra_state(model)
     saved = persistent_buffers(model)
     made = {name: buffer.clone() for name, buffer in model.named_buffers() if name not in saved}
     other = dict(tiny.model(seed=2).named_buffers())

@@ -20,6 +20,7 @@ from runtime.hardware import Execution
 from runtime.kernels import triton
 from runtime.kernels.fit import fit, ranges
 from runtime.kernels.steady import varying_part
+from runtime.model_parts import check_extra_state
 
 
 class Choice(NamedTuple):
@@ -94,8 +95,9 @@ def inspect_model(model: nn.Module) -> ModelFacts:
     return facts
 
 
-def check_dimensions(model: nn.Module) -> None:
-    """Raise UserError if a parameter is a scalar without a dimension. DeepSpeed can't shard it."""
+def check_trainable(model: nn.Module) -> None:
+    """Raise UserError if DeepSpeed can't shard a parameter, or no checkpoint would hold a module's state."""
+    check_extra_state(model)
     for name, param in model.named_parameters():
         if param.dim() == 0:
             raise UserError(

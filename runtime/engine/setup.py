@@ -13,7 +13,7 @@ from torch import nn
 from runtime.cluster.ranks import all_exit_on, all_reduce_sum, print0, silence_stdout
 from runtime.engine.any_optimizer import check_elementwise, is_adamw, optimizer_name
 from runtime.engine.ds_config import takes_our_gradients, uses_offload
-from runtime.engine.fast_paths import FastPaths, check_dimensions
+from runtime.engine.fast_paths import FastPaths, check_trainable
 from runtime.engine.layout import Layout
 from runtime.engine.muon import is_muon
 from runtime.engine.reduce import BucketedAllReduce, LocalAccumulation
@@ -146,7 +146,7 @@ def initialize(
     smaller.
     """
     with all_exit_on(UserError):
-        check_dimensions(model)
+        check_trainable(model)
         changed = why_changed(model)
         if changed:
             raise UserError(changed)

@@ -207,7 +207,7 @@ def count_params(config, lora, muon):
     """Return the ParamCount of a model without allocating it, and its ModelFacts. muon: whether the blocks' matrices
     are Muon's. Raises UserError if DeepSpeed can't train it."""
     model = without_memory(lambda: GPT(config))
-    check_dimensions(model)
+    check_trainable(model)
     total = model.num_params()
     blocks, _ = blocks_to_gather(model)
     block = sum(p.numel() for p in blocks[0].parameters() if p.dim() > 1) if blocks else 0
