@@ -127,7 +127,7 @@ from runtime.cluster.join import join_process_group
 from runtime.cluster.ranks import print0, ranks_from_environment
 from runtime.cluster.shutdown import EXIT_REASONS, Shutdown
 from runtime.plan.memory import estimate
-from runtime.plan.report import explain_out_of_memory, memory_report, summary
+from runtime.plan.report import explain_out_of_memory, memory_report, optimizer_line, summary
 from runtime.plan.rules import evaluations_through
 from runtime.plan.run_plan import plan_run
 from runtime.plan.start import check_class, check_model, saved_state
@@ -205,6 +205,7 @@ groups = model.parameter_groups(weight_decay)
 if optimizer == "muon":
     groups = split_matrices(groups, model, muon_learning_rate / learning_rate, batch.world_size)
 adamw = setup.adamw(groups, plan.ds_config, lr=learning_rate, betas=(beta1, beta2))
+print0(optimizer_line(plan, adamw))
 masked = bool(plan.data["template"])  # only some tokens are targets
 with all_exit_on(UserError):
     check_before_training(model, plan.model, adamw, recomputes=gradient_checkpointing, masked=masked)  # if edited

@@ -1,8 +1,10 @@
 """Set up what training needs: device, compiled blocks, optimizer, DeepSpeed's engine, and our gradient path in it."""
 
+import contextlib
+import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import deepspeed
@@ -165,7 +167,7 @@ def initialize(
             f"note       the optimizer {optimizer_name(optimizer)} is stepped by its own step(), not by "
             "our kernels"
         )
-    with silence_stdout():
+    with silence_stdout(), without_warning("untested optimizer"):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
     if hasattr(getattr(engine.optimizer, "loss_scaler", None), "raise_error_at_min_scale"):
@@ -175,6 +177,21 @@ def initialize(
         tokens = sequences * model.config.block_size  # over which the loss is a mean
         engine.optimizer.loss_scale = 2.0 ** (tokens if masked else 16 * tokens).bit_length()
     return engine
+
+
+@contextlib.contextmanager
+def without_warning(words: str) -> Iterator[None]:
+    """Keep DeepSpeed from logging a warning with these words. It would contradict what is printed here."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return words not in record.getMessage()
+
+    logger = deepspeed.utils.logger
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def check_groups(optimizer: torch.optim.Optimizer) -> None:

@@ -3,13 +3,17 @@
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from runtime.engine import fast_paths
+from runtime.engine.any_optimizer import is_adamw, optimizer_name
 from runtime.files import format_bytes, free_bytes
 from runtime.output import explain_uncaught
 from runtime.plan import memory
+
+OUR_OPTIMIZER = "adamw = setup.adamw("  # in a training script
 
 
 def memory_report(plan, ranks):
@@ -35,7 +39,6 @@ def summary(plan):
     epoch = plan.windows if data["template"] else data["train_tokens"] / plan.model.block_size
     name = (f"{torch.cuda.get_device_name()}, {format_bytes(torch.cuda.get_device_properties().total_memory)}"
             if execution.device == "cuda" else "CPU")
-    muon = f"muon (learning rate {s.muon_learning_rate:g}), " * (s.optimizer == "muon")
     lines = [
         model,
         f"data       {' and '.join(d.name for d in plan.datasets)}: {data['train_tokens']:,} tokens to train on, "
@@ -44,7 +47,6 @@ def summary(plan):
         + ", compiled" * execution.compile,
         f"batch      {sequences} = {batch.sequences:,} sequences, {batch.tokens:,} tokens per step; "
         f"{epoch / batch.sequences:,.1f} steps per epoch",
-        f"optimizer  {muon}adamw (learning rate {s.learning_rate:g})",
         *path_lines(plan),
         *time, f"output     {s.out_dir}"]
     if s.keep_last and not s.eval_only:
@@ -53,7 +55,22 @@ def summary(plan):
     if len(plan.datasets) > 1:
         lines.append("mixture    " + ", ".join(f"{d.name} {d.share}" for d in plan.datasets)
                      + f" of each {sum(d.share for d in plan.datasets):,} sequences")
-    return "\n".join(lines + notes + ([] if s.dry_run else memory.advice(plan)))  # a dry run prints it later
+    if s.dry_run:
+        return "\n".join([*lines, optimizer_line(plan), *notes])  # and the advice later
+    return "\n".join([*lines, *notes, *memory.advice(plan)])
+
+
+def optimizer_line(plan, optimizer: torch.optim.Optimizer | None = None) -> str:
+    """Return the line on the optimizer. None: the script hasn't made it."""
+    s = plan.settings
+    name = "adamw"
+    if optimizer is not None and not is_adamw(optimizer):
+        name = optimizer_name(optimizer)
+    elif optimizer is None and OUR_OPTIMIZER not in Path(s.script).read_text(encoding="utf-8"):
+        name = f"as {os.path.basename(s.script)} makes it"
+    if s.optimizer == "muon":
+        name = f"muon (learning rate {s.muon_learning_rate:g}), {name}"
+    return f"optimizer  {name} (learning rate {s.learning_rate:g})"
 
 
 def path_lines(plan) -> list[str]:

@@ -1,16 +1,19 @@
 """Any optimizer that works element by element: the losses of the same optimizer in plain PyTorch."""
 
+import logging
 import math
 
+import deepspeed
 import numpy as np
 import pytest
 import torch
-from conftest import CHARS, done, stage
+from conftest import CHARS, done, edited_script, stage
 
 from model import GPT, GPTConfig
 from runtime.data.loader import locate_sequences, read_windows
 from runtime.engine.any_optimizer import check_elementwise, is_adamw, step_by_itself
 from runtime.engine.clip import Clip
+from runtime.engine.setup import without_warning
 from runtime.engine.shard import Shard
 from runtime.errors import UserError
 
@@ -303,3 +306,36 @@ def test_another_optimizer_is_not_given_muons_groups(train):
     assert run.returncode == 2
     assert "the optimizer is Lion: add --optimizer=adamw" in run.stderr
     assert not run.losses
+
+
+def test_its_class_is_named_and_deepspeed_warns_of_nothing(train, characters, tmp_path):
+    run = done(train("--max_iters=1", plant=plant(MADE["Lion"])))
+    assert "optimizer  Lion (learning rate 0.001)\n" in run.stdout
+    assert "note       the optimizer Lion is stepped by its own step()" in run.stdout
+    assert "untested" not in run.stdout + run.stderr
+    run = done(train("--max_iters=1", "--optimizer=muon"))
+    assert "optimizer  muon (learning rate 0.02), adamw (learning rate 0.001)\n" in run.stdout
+
+    line = "adamw = setup.adamw(groups, plan.ds_config, lr=learning_rate, betas=(beta1, beta2))"
+    script = edited_script(tmp_path, (line, f"adamw = {MADE['SGD']}"))
+    planned = done(train("--dry_run=True", script=script))
+    assert "optimizer  as train_edited.py makes it (learning rate 0.001)\n" in planned.stdout
+    planned = done(train("--dry_run=True"))
+    assert "optimizer  adamw (learning rate 0.001)\n" in planned.stdout
+
+
+def test_other_warnings_of_deepspeed_are_kept():
+    """By a handler of the same logger."""
+    seen = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    logger = deepspeed.utils.logger
+    logger.addHandler(handler)
+    try:
+        with without_warning("untested optimizer"):
+            logger.warning("You are using ZeRO with an untested optimizer")
+            logger.warning("another")
+        logger.warning("an untested optimizer, later")
+    finally:
+        logger.removeHandler(handler)
+    assert seen == ["another", "an untested optimizer, later"]
