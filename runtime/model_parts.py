@@ -48,6 +48,14 @@ def tensors_of(model: nn.Module) -> ModelTensors:
     return ModelTensors(params, frozenset(map(frozenset, ties_of(model))), buffers)
 
 
+def count_elements(model: nn.Module) -> int:
+    """Return how many numbers a model's parameters and persistent buffers have, whole also at ZeRO-3."""
+    tensors = tensors_of(model)
+    again = {name for group in tensors.ties for name in sorted(group)[1:]}
+    shapes = [shape for name, shape in tensors.params.items() if name not in again]
+    return sum(shape.numel() for shape in [*shapes, *tensors.buffers.values()])
+
+
 def ties_of(model: nn.Module) -> list[list[str]]:
     """Return the names of each parameter that has several, in the order of the modules."""
     names: dict[nn.Parameter, list[str]] = {}

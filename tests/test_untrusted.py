@@ -226,6 +226,8 @@ def test_a_tag_has_a_size_that_fits_its_model():
     entry["bytes"] = most + 1
     with pytest.raises(ValueError, match="its files have 127,131,905 bytes, and at most 127,131,904"):
         check_bytes(manifest)
+    manifest["state"]["elements"] = 60 * 32 + 12 * 2 * 32**2 + 1  # as in a model with more than its sizes say
+    check_bytes(manifest)
 
 
 @pytest.mark.parametrize("folder", ["wandb", ".wandb"])

@@ -19,9 +19,8 @@ MAX_TEXT = 10_000  # characters of a name or a path, which is printed
 MAX_TEMPLATE = 1_000_000
 MAX_NAMES = 100_000  # of tied parameters
 MAX_PARTS = 10_000  # functions and classes of the model's source
-# Of a tag's files: AdamW takes 20 bytes per parameter, and an edited model may have more parameters
-# than its sizes say
-BYTES_PER_PARAMETER = 1024
+# Of a tag's files. AdamW takes 20 bytes per parameter, and each rank writes the buffers
+BYTES_PER_ELEMENT = 1024
 BYTES_BESIDE = 100_000_000
 
 # The files that DeepSpeed writes into a tag. A name with a separator would lead out of it
@@ -136,6 +135,8 @@ class State(TypedDict):
     sources: Sources
     ties: NotRequired[Ties]  # the names of each parameter that has several
     model_source: NotRequired[ModelSource]
+    elements: NotRequired[Count]  # numbers in all parameters and persistent buffers
+    eval_windows: NotRequired[Positive]  # of each split, in an evaluation
     lora: Lora | None
     data: Data
 
@@ -211,9 +212,11 @@ def check_bytes(manifest: dict) -> None:
     """Raise ValueError if a tag's files are far larger than its model: hashing them takes hours."""
     model = manifest["state"]["model"]
     width = model["n_embd"]
-    n_params = (model["vocab_size"] + model["block_size"]) * width
-    n_params += 12 * model["n_layer"] * width**2
-    most = BYTES_BESIDE + BYTES_PER_PARAMETER * n_params
+    elements = (model["vocab_size"] + model["block_size"]) * width
+    elements += 12 * model["n_layer"] * width**2
+    # An edited model may have more than these sizes say, such as experts
+    elements = max(elements, manifest["state"].get("elements", 0))
+    most = BYTES_BESIDE + BYTES_PER_ELEMENT * elements
     n_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
     if n_bytes > most:
         raise ValueError(

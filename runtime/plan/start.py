@@ -17,7 +17,8 @@ from runtime.chosen_model import GPT, GPTConfig
 from runtime.data.dataset import same_data, same_tokenizer
 from runtime.errors import UserError
 from runtime.lora import as_options
-from runtime.model_parts import tensors_of, ties_of, without_memory
+from runtime.model_parts import count_elements, tensors_of, ties_of, without_memory
+from runtime.output import counted
 from runtime.weights import (
     PRETRAINED,
     check_sizes,
@@ -120,6 +121,7 @@ def saved_state(plan, model):
         "model": asdict(plan.model),
         "ties": ties_of(model),
         "model_source": source_of(model),
+        "elements": count_elements(model),
         "sources": plan.start.sources,
         "lora": plan.lora and {**plan.lora, "base": None if later else base},
         "data": {key: plan.data[key] for key in ("tokenizer", "vocab_size", "template", "datasets")},
