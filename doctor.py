@@ -28,6 +28,7 @@ import psutil
 import torch
 
 from runtime import hardware
+from runtime.output import counted
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -50,7 +51,7 @@ def main():
         print(f"{status:<4}  {name:<16}  {detail}", flush=True)
         if fix:
             print(f"{'':24}-> {fix}")
-    print(f"\n{count[FAIL]} to fix, {count[WARN]} warnings, {count[OK]} OK")
+    print(f"\n{count[FAIL]} to fix, {counted(count[WARN], 'warning')}, {count[OK]} OK")
     return int(count[FAIL] > 0)
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import configurator
 from runtime.cluster import exit_on_all_ranks
-from runtime.output import protect_output
+from runtime.output import counted, protect_output
 
 protect_output()
 
@@ -132,5 +132,8 @@ for task, path, rows, answers in tasks:  # answers: the labels, or the bytes of 
     for key, (value, error) in figures.items():
         record |= {key: value, f"{key}_stderr": error}
     shown = ", ".join(f"{key} {value:.4f} +- {error:.4f}" for key, (value, error) in figures.items())
-    print0(dumps(record) if json else f"{task} {path}: {shown}" + f" ({cut:,} texts cut on the left)" * (cut > 0))
+    if json:
+        print0(dumps(record))
+    else:
+        print0(f"{task} {path}: {shown}" + f" ({counted(cut, 'text')} cut on the left)" * (cut > 0))
 shut_down()

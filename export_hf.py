@@ -34,7 +34,7 @@ from runtime.checkpoint.tags import TagStore
 from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.errors import UserError
 from runtime.export import hf
-from runtime.output import exit_with_error
+from runtime.output import counted, exit_with_error
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -57,7 +57,7 @@ try:
     else:
         model, _ = load_model(out_dir, tag)
         model.crop_vocab_size(vocab_size)
-        print(f"{out_dir}/{tag}: {model.num_params():,} parameters after {state['iter_num']} iterations")
+        print(f"{out_dir}/{tag}: {model.num_params():,} parameters after {counted(state['iter_num'], 'iteration')}")
         model.to(getattr(torch, dtype)).float()  # the rounded weights
         ids = [i % vocab_size for i in range(model.config.block_size)]
         hf.write_model(model, work, end_of_text(kind), dtype)

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend
 
 from runtime.errors import UserError
 from runtime.files import ROOT
+from runtime.output import counted
 
 CGROUP = Path("/sys/fs/cgroup")  # version 2, of this container
 
@@ -155,8 +156,8 @@ def pick_device(device, local_world_size=1):
     problem = undetected_gpu() if device == "auto" else None
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if device == "cuda" and local_world_size > (gpus := torch.cuda.device_count()):
-        raise UserError(f"{local_world_size} ranks, but {gpus} GPUs on this machine: start {gpus} ranks, or use "
-                        "--device=cpu")
+        raise UserError(f"{counted(local_world_size, 'rank')}, but {counted(gpus, 'GPU')} on this machine: start "
+                        f"{counted(gpus, 'rank')}, or use --device=cpu")
     gpus = local_world_size if device == "cuda" else 0
     if problem := problem or unsupported_gpu(map(torch.cuda.get_device_capability, range(gpus))):
         raise UserError(": ".join(problem))

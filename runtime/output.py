@@ -55,6 +55,11 @@ def printable(text):
     return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
 
 
+def counted(n: int, noun: str) -> str:
+    """Return a number of things: "1 rank", "2,000 ranks"."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
 def error_text(problems):
     """Return what is wrong as it is printed: without control characters, and without endless lines.
 

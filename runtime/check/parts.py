@@ -57,7 +57,7 @@ def kept_buffers(tiny: Tiny) -> str:
             )
     if not after:
         return "the model has no buffers"
-    return f"{len(saved)} buffers are saved, and {len(made)} are made anew with the same values"
+    return f"{counted(len(saved), 'buffer')} saved, and {len(made)} made anew with the same values"
 
 
 def shared_parameters(tiny: Tiny) -> str:

@@ -36,6 +36,7 @@ from runtime.engine.step import Wanted
 from runtime.engine.untouched import Untouched, check_values
 from runtime.errors import UserError
 from runtime.kernels.fused import FusedBlocks
+from runtime.output import counted
 
 CHECKED_STEPS = 2  # in which all weights are compared with the optimizer's
 
@@ -204,9 +205,8 @@ class Engine:
         start = time.monotonic()
         manifest = tag.manifest
         path = store.path(tag.name)
-        form = "{world_size} ranks at ZeRO stage {stage} in {dtype}"
-        was = form.format(**manifest)
-        now = form.format(**topology(self))
+        was = describe_topology(manifest)
+        now = describe_topology(topology(self))
         if was != now:
             print0(f"re-sharding {path}: saved by {was}, now {now}")
         if manifest["optimizer"] != self.optimizer:
@@ -221,3 +221,8 @@ class Engine:
         dist.barrier()
         print0(f"loaded in {time.monotonic() - start:.1f} s")
         return manifest["state"]
+
+
+def describe_topology(saved: dict) -> str:
+    """Return topology() as it is printed."""
+    return f"{counted(saved['world_size'], 'rank')} at ZeRO stage {saved['stage']} in {saved['dtype']}"

@@ -17,6 +17,7 @@ from runtime.engine.muon import MAX_BATCH
 from runtime.files import format_bytes, format_time
 from runtime.hardware import GPUS, Execution
 from runtime.loss import EAGER_LOSS_CHUNK, LOSS_CHUNK
+from runtime.output import counted
 
 CUDA_CONTEXT_BYTES = (1.3e9, 1.6e9)  # CUDA, cuBLAS, cuDNN and NCCL outside PyTorch's tensors: 1 H200, each of 2
 H200_FLOPS = GPUS["H200"].tflops * 1e12
@@ -223,8 +224,9 @@ def time_line(run, steps):
     times = [0.8 * seconds, 2 * seconds][: 1 + run.paths.step.taken]
     per_step, in_all = (" to ".join(texts) for texts in zip(*((f"{1000 * time:,.0f}", format_time(steps * time))
                                                            for time in times)))
-    return (f"time       {'at least ' * (len(times) == 1)}{per_step} ms per step, {in_all} for {steps:,} steps, "
-            "without evaluations and saves")
+    least = "at least " * (len(times) == 1)
+    return (f"time       {least}{per_step} ms per step, {in_all} for {counted(steps, 'step')}, without evaluations and "
+            "saves")
 
 
 def runs_that_fit(plan):

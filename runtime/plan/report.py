@@ -10,7 +10,7 @@ import torch
 from runtime.engine import fast_paths
 from runtime.engine.any_optimizer import is_adamw, optimizer_name
 from runtime.files import format_bytes, free_bytes
-from runtime.output import explain_uncaught
+from runtime.output import counted, explain_uncaught
 from runtime.plan import memory
 
 OUR_OPTIMIZER = "adamw = setup.adamw("  # in a training script
@@ -34,7 +34,7 @@ def summary(plan):
     model = f"model      {plan.params.total:,} parameters {start}, block_size {plan.model.block_size}{lora}"
     time = filter(None, [execution.peak_flops and not s.eval_only and memory.time_line(plan, s.max_iters)])
     if execution.gpu:  # target_gpu: the data may be missing
-        return "\n".join([model, f"plan       {sequences} = {batch.sequences:,} sequences per step, "
+        return "\n".join([model, f"plan       {sequences} = {counted(batch.sequences, 'sequence')} per step, "
                           f"{execution.dtype}, ZeRO-{plan.stage}", *time, *notes])
     epoch = plan.windows if data["template"] else data["train_tokens"] / plan.model.block_size
     name = (f"{torch.cuda.get_device_name()}, {format_bytes(torch.cuda.get_device_properties().total_memory)}"
@@ -45,7 +45,7 @@ def summary(plan):
         f"{data['val_tokens']:,} to validate",
         f"hardware   {batch.world_size} x {name}, {execution.dtype}, ZeRO-{plan.stage} ({s.deepspeed_config})"
         + ", compiled" * execution.compile,
-        f"batch      {sequences} = {batch.sequences:,} sequences, {batch.tokens:,} tokens per step; "
+        f"batch      {sequences} = {counted(batch.sequences, 'sequence')}, {counted(batch.tokens, 'token')} per step; "
         f"{epoch / batch.sequences:,.1f} steps per epoch",
         *path_lines(plan),
         *time, f"output     {s.out_dir}"]

@@ -3,6 +3,8 @@
 import math
 from dataclasses import asdict, replace
 
+from runtime.output import counted
+
 AT_LEAST = {
     1: ("batch_size", "gradient_accumulation_steps", "block_size", "eval_interval", "eval_iters", "log_interval",
         "patience", "sample_tokens"),
@@ -61,14 +63,14 @@ def plan_iterations(s, windows, batch, notes):
         notes.append(f"eval_epochs={s.eval_epochs:g} is {eval_interval:,.2f} iterations; eval_interval is ignored")
     if s.max_epochs is not None and windows:
         max_iters = math.ceil(s.max_epochs * windows / batch.sequences)
-        notes.append(f"max_epochs={s.max_epochs:g} is {max_iters:,} iterations; max_iters is ignored")
+        notes.append(f"max_epochs={s.max_epochs:g} is {counted(max_iters, 'iteration')}; max_iters is ignored")
     notes += [f"without its dataset, the plan has max_iters={max_iters:,}"] * (s.max_epochs is not None and not windows)
     if s.decay_lr and s.warmup_iters >= max_iters > 0:
-        notes.append(f"the run ends after {max_iters:,} iterations, during warmup: it never reaches learning_rate "
-                     f"(warmup_iters={s.warmup_iters:,})")
+        notes.append(f"the run ends after {counted(max_iters, 'iteration')}, during warmup: it never reaches "
+                     f"learning_rate (warmup_iters={s.warmup_iters:,})")
     elif s.decay_lr and s.lr_schedule != "constant" and s.lr_decay_iters not in (None, max_iters) and max_iters:
-        notes.append(f"the learning rate reaches min_lr after {s.lr_decay_iters:,} iterations (lr_decay_iters), but "
-                     f"the run has {max_iters:,}")
+        notes.append(f"the learning rate reaches min_lr after {counted(s.lr_decay_iters, 'iteration')} "
+                     f"(lr_decay_iters), but the run has {max_iters:,}")
     return replace(s, max_iters=max_iters, eval_interval=eval_interval)
 
 

@@ -25,6 +25,7 @@ from runtime.kernels import device_has_triton
 from runtime.lora import apply as apply_lora
 from runtime.lora import lora_config
 from runtime.model_parts import without_memory
+from runtime.output import counted
 from runtime.plan import memory
 from runtime.plan.memory import MemoryInputs, ParamCount
 from runtime.plan.rules import broken_rules, evaluations_through, plan_iterations
@@ -137,8 +138,8 @@ def open_epoch(datasets, block_size, notes):
     tokens = {split: [open_sequences(dataset, split, block_size) for dataset in datasets] for split in SPLITS}
     for dataset, source in zip(datasets, tokens["train"]):
         if isinstance(source, Conversations) and source.cut:
-            notes.append(f"{dataset.name}: {source.cut:,} conversations are longer than block_size={block_size} and "
-                         f"are cut at the end; {source.dropped:,} of them have no answer left and are dropped")
+            notes.append(f"{dataset.name}: {counted(source.cut, 'conversation')} longer than block_size={block_size}, "
+                         f"cut at the end; {source.dropped:,} of them without an answer left, dropped")
     return tokens, sum(windows_per_epoch(*extent(source, block_size))[0] for source in tokens["train"])
 
 
@@ -187,7 +188,7 @@ def sample_tokenizer(s, data):
     encode, decode = tokenizer_of(data["tokenizer"])
     n = len(encode(s.sample_start))
     if not 1 <= n <= s.block_size:
-        raise UserError(f"sample_start has {n} tokens: use 1 to {s.block_size} (block_size)")
+        raise UserError(f"sample_start has {counted(n, 'token')}: use 1 to {s.block_size} (block_size)")
     return encode, decode
 
 

@@ -11,6 +11,7 @@ from runtime.data.dataset import dataset_dir, read_meta
 from runtime.data.meta import GPT2_VOCAB, MAX_TEMPLATE_CHARS
 from runtime.data.tokenizer import END_OF_TEXT, tokenizer_file_meta, tokenizer_of, vocabulary_of
 from runtime.errors import UserError
+from runtime.output import counted
 from runtime.untrusted import read_regular
 from runtime.weights import read_json_of_weights, weights_errors
 
@@ -21,7 +22,7 @@ def find_model(init_from, out_dir, tag, dataset):
     as for GPT.from_pretrained. dataset: what other weights were trained on, or None. Raises UserError."""
     if init_from == "resume":
         tag, manifest = TagStore(out_dir).find(tag)
-        name, description = f"{out_dir}/{tag}", f" after {manifest['iter_num']} iterations"
+        name, description = f"{out_dir}/{tag}", f" after {counted(manifest['iter_num'], 'iteration')}"
         data = {**manifest["state"]["data"], "block_size": manifest["state"]["model"]["block_size"]}
     elif run := parse_run_path(init_from):
         raise UserError(f"init_from={init_from} has checkpoints of train_deepspeed.py: use --out_dir={run[0]} "
