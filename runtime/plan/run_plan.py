@@ -95,7 +95,7 @@ def make_plan(settings, ranks, problems, notes):
     tokens, windows = not problems and file_problems.attempt(open_epoch, datasets, s.block_size, notes) or (None, None)
     s = plan_iterations(s, windows, batch, notes)
     lora = problems.attempt(lora_config, s)
-    start = file_problems.attempt(find_start, s, data, lora, batch.sequences, notes)
+    start = file_problems.attempt(find_start, s, data, lora, batch, notes)
     tokenizer = file_problems.attempt(sample_tokenizer, s, data) if data and s.sample_interval else None
     params, facts, size = None, None, 0
     if start and not problems:

@@ -15,6 +15,7 @@ from runtime.checkpoint.shards import check_sizes_of_tag, open_tag
 from runtime.checkpoint.tags import CheckpointError, TagStore, UnreadableError, parse_run_path
 from runtime.chosen_model import GPT, GPTConfig
 from runtime.data.dataset import same_data, same_tokenizer
+from runtime.data.loader import Batch
 from runtime.errors import UserError
 from runtime.lora import as_options
 from runtime.model_parts import count_elements, tensors_of, ties_of, without_memory
@@ -51,16 +52,16 @@ class Start:
     tag: str | None = None  # resume: the tag that resume_tag names, or the newest with a readable manifest
 
 
-def find_start(settings, data, lora, sequences, notes):
+def find_start(settings, data, lora, batch, notes):
     """Return the Start of a run. Raises UserError if settings, data and weights contradict each other. data:
-    {"tokenizer", "vocab_size"} or None; sequences: per step. A dry run only checks that the weights of a GPT-2 on the
+    {"tokenizer", "vocab_size"} or None; batch: a Batch. A dry run only checks that the weights of a GPT-2 on the
     hub can be fetched, and with target_gpu it doesn't."""
     init_from = settings.init_from
     if init_from == "auto":
         resumes = TagStore(settings.out_dir).newest() or settings.resume_tag != "latest"
         init_from = "resume" if resumes else settings.requested["init_from"]
     if init_from == "resume":
-        return from_resume(settings, data, lora, sequences, notes)
+        return from_resume(settings, data, lora, batch, notes)
     shape = shape_settings(settings)
     if init_from == "scratch":
         model = gpt_config(
@@ -123,6 +124,7 @@ def saved_state(plan, model):
         "model_source": source_of(model),
         "elements": count_elements(model),
         "sources": plan.start.sources,
+        "eval_windows": plan.eval_windows,
         "lora": plan.lora and {**plan.lora, "base": None if later else base},
         "data": {key: plan.data[key] for key in ("tokenizer", "vocab_size", "template", "datasets")},
     }
@@ -222,7 +224,7 @@ def from_earlier_run(init_from, parent, settings, data, shape, notes):
                  optimizer=state["settings"]["optimizer"])
 
 
-def from_resume(settings, data, lora, sequences, notes):
+def from_resume(settings, data, lora, batch, notes):
     """Resume from the tag that resume_tag names, or from the newest with a readable manifest."""
     out_dir, named = settings.out_dir, settings.resume_tag != "latest"
     store, first_error = TagStore(out_dir), None
@@ -258,10 +260,23 @@ def from_resume(settings, data, lora, sequences, notes):
     if changed:
         notes.append("\n           ".join([f"settings that differ from those of {out_dir}/{tag}:", *changed]))
     per_step = manifest["world_size"] * before["batch_size"] * before["gradient_accumulation_steps"]
-    if per_step != sequences:
-        notes.append(f"{out_dir}/{tag} was trained with {per_step:,} sequences per step, and this run has "
-                     f"{sequences:,}: it continues after the {state['sequences']:,} that were trained on")
+    if per_step != batch.sequences:
+        notes.append(f"{out_dir}/{tag} was trained with {counted(per_step, 'sequence')} per step, and this run has "
+                     f"{batch.sequences:,}: it continues after the {state['sequences']:,} that were trained on")
+    note_evaluations(f"{out_dir}/{tag}", state.get("eval_windows"), settings, batch, notes)
     return Start("resume", "resume", model, tuple(state["sources"]), tag=tag)
+
+
+def note_evaluations(where: str, before: int | None, settings, batch: Batch, notes: list[str]) -> None:
+    """Note that this run evaluates other windows than a tag's run did. before: their number, if it is known."""
+    windows = settings.eval_iters * batch.micro
+    if before in (None, windows):
+        return
+    how = f"{windows:,} windows of each split (eval_iters x batch_size), and {where} on {before:,}"
+    fix = ""
+    if before % batch.micro == 0:
+        fix = f"; --eval_iters={before // batch.micro} takes the same"
+    notes.append(f"this run is evaluated on {how}: its losses differ from earlier ones, also from the best one{fix}")
 
 
 def check_compatible(settings, data, lora, tag, manifest, config):

@@ -81,8 +81,8 @@ def test_another_model_py_is_refused(train, whole, tmp_path, n, old, new, messag
 
 
 def test_a_resume_prints_each_setting_that_differs(resume):
-    """The same data elsewhere, or without hashes, is one more. Where a run writes and how it is split say nothing."""
-    assert resume("--batch_size=1", "--gradient_accumulation_steps=4", "--log_interval=7", "--keep_last=9") == [[], []]
+    """The same data elsewhere, or without hashes, is one more. Where a run writes says nothing."""
+    assert resume("--log_interval=7", "--keep_last=9") == [[], []]
     problems, notes = resume("--learning_rate=2e-3", "--max_iters=9")
     assert not problems and notes[-1].splitlines() == [
         "settings that differ from those of OUT/iter_2:", "           learning_rate=0.002, was 0.001",
@@ -90,6 +90,18 @@ def test_a_resume_prints_each_setting_that_differs(resume):
     for data in ("moved", "nanogpt"):
         problems, notes = resume(data=data)
         assert not problems and f"dataset={{'DATA/{data}/a': 1, 'DATA/{data}/b': 3}}, was " in notes[-1]
+
+
+def test_a_resume_notes_that_it_is_evaluated_on_other_windows(resume):
+    """The run had eval_iters=2 and batch_size=2. How a step is split changes nothing else."""
+    problems, notes = resume("--batch_size=1", "--gradient_accumulation_steps=4")
+    assert not problems and notes == [
+        "this run is evaluated on 2 windows of each split (eval_iters x batch_size), and OUT/iter_2 on 4: its losses "
+        "differ from earlier ones, also from the best one; --eval_iters=4 takes the same"]
+    _, (note,) = resume("--batch_size=4", "--gradient_accumulation_steps=1", "--eval_iters=1")
+    assert note.splitlines()[1:] == ["           eval_iters=1, was 2"]
+    _, notes = resume("--batch_size=8", "--gradient_accumulation_steps=1")
+    assert notes[-1].endswith("also from the best one") and "evaluated on 16 windows" in notes[-1]
 
 
 @pytest.fixture(scope="module")
