@@ -343,7 +343,7 @@ FAULTS = [Fault(*row) for row in (
      "runtime/checkpoint/manifest.py", 'max(elements, manifest["state"].get("elements", 0))', "elements",
      "test_untrusted.py::test_a_tag_has_a_size_that_fits_its_model"),
     ("extra state", "a module's get_extra_state is saved, and no reader takes the checkpoint",
-     "runtime/engine/fast_paths.py", "    check_extra_state(model)\n", "",
+     "runtime/model_parts.py", "type(module).get_extra_state is not nn.Module.get_extra_state", "False",
      "test_bring.py::test_what_is_missing_is_one_sentence[a state of its own]"),
     ("LoRA, layers", "a block without a layer of GPT-2's name ends the run with an AttributeError",
      "runtime/lora.py", '    check_targets(model, lora["target_modules"])\n', "",
