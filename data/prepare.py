@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from runtime.cores import usable_cores
 from runtime.data.dataset import SPLITS, new_dataset_dir
 from runtime.data.tokenizer import tokenizer_meta
 from runtime.errors import UserError
@@ -24,7 +25,6 @@ from runtime.prepare import inputs, pipeline, shards
 
 
 def argument_parser():
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      usage="python data/prepare.py PATH... --name=NAME [options]", allow_abbrev=False)
     add = parser.add_argument
@@ -37,7 +37,8 @@ def argument_parser():
     add("--val_fraction", type=float, help="fraction of documents for validation (default: 0.1 below 10 MB, else 0.01)")
     add("--max_document_bytes", type=int, metavar="BYTES", help="size above which a text is cut into several documents "
         "(default: 4,096 for a single text or standard input, else 1,048,576)")
-    add("--workers", type=int, default=cores, help="threads that tokenize (default: %(default)s, one per core)")
+    add("--workers", type=int, default=usable_cores(),
+        help="threads that tokenize (default: %(default)s, one per core)")
     add("--skip_unreadable", action="store_true", help="skip documents that aren't UTF-8, aren't JSON or have no text")
     add("--overwrite", action="store_true", help="replace an existing dataset")
     return parser

@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from runtime.cores import usable_cores
 from runtime.data.dataset import SPLITS, new_dataset_dir, write_dataset
 from runtime.data.tokenizer import end_of_text, numpy_encoder, tokenizer_meta
 from runtime.errors import UserError
@@ -72,7 +73,7 @@ def main():
     if os.path.isdir(args.dataset):
         find_files([args.dataset])  # refuses pipes, and links that lead out of it
     tokenizer, vocab_size = tokenizer_meta("gpt2")
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    workers = usable_cores()
     with lock_folder(folder, "--name"):
         stored = tokenize(folder, read_rows(args), workers, numpy_encoder(tokenizer), end_of_text(tokenizer), "<u2")
         if len(stored) < len(SPLITS):

@@ -22,6 +22,7 @@ from runtime.checkpoint.manifest import (
     read_signed,
 )
 from runtime.cluster.ranks import RANK, all_exit_on, print0
+from runtime.cores import usable_cores
 from runtime.errors import UserError
 from runtime.files import TEMP_NAME, file_digest, fsync, lock_folder, remove_dir, replace_dir, write_atomic
 from runtime.torch_files import check_stored
@@ -278,7 +279,7 @@ def verify_files(folder, files, rank=0, world_size=1):
     hashing. Raises OSError if a file cannot be read."""
     paths = [os.path.join(folder, name) for name in files]
     hashed = [number % world_size == rank for number in range(len(files))]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing releases the GIL
+    with ThreadPoolExecutor(usable_cores()) as pool:  # hashing releases the GIL
         return list(filter(None, pool.map(verify_file, paths, files.values(), hashed)))
 
 

@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 
 from runtime.cluster.ranks import RANK, all_gather_objects, local_world_size
 from runtime.cluster.store import is_on_one_node, open_store
+from runtime.cores import allowed_cores, usable_cores
 from runtime.errors import UserError
 from runtime.files import use_private_compile_cache
 from runtime.output import exit_with_error
@@ -65,13 +66,30 @@ def join_process_group(device: str = "auto", backend: str = "auto") -> list:
 
 
 def set_threads() -> None:
-    """Share the cores of this node among its ranks, where torchrun has left one thread to each."""
+    """Share the cores of this node among its ranks, unless the user has set OMP_NUM_THREADS.
+
+    PyTorch takes all cores for each process, whatever the container's quota. torchrun sets one
+    thread for each rank, which is slow for CPU offload.
+    """
+    if user_set_threads():
+        return
     ranks = local_world_size()
-    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    default = "1" if under_torchrun else None
-    if ranks > 1 and os.environ.get("OMP_NUM_THREADS") == default:
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // ranks))  # one thread is slow for CPU offload
+    cores = usable_cores()
+    if ranks > 1 or cores < allowed_cores():
+        torch.set_num_threads(max(1, cores // ranks))
+
+
+def user_set_threads() -> bool:
+    """Return whether OMP_NUM_THREADS is the user's choice, not torchrun's."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        return False
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["OMP_NUM_THREADS"] != "1":
+        return True
+    # The launcher's own environment is the one that it was started with
+    try:
+        return "OMP_NUM_THREADS" in psutil.Process().parent().environ()
+    except (psutil.Error, AttributeError):  # the launcher has ended, or the system hides it
+        return False
 
 
 def set_network_interfaces() -> None:

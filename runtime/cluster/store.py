@@ -18,7 +18,11 @@ from runtime.cluster.ranks import launcher_variable, local_world_size
 from runtime.errors import UserError
 from runtime.files import private_temp_dir
 
-LAUNCHERS = {
+LAUNCHERS = {  # their commands, and the modules that python -m starts
+    "accelerate",
+    "accelerate-launch",
+    "accelerate.commands.accelerate_cli",
+    "accelerate.commands.launch",
     "torchrun",
     "torch.distributed.run",
     "torch.distributed.launch",

@@ -11,6 +11,7 @@ from conftest import ROOT, SMALL, done
 
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.shutdown import EXIT_REASONS
+from runtime.cluster.store import is_launcher
 
 SCRIPT = ROOT / "launch_deepspeed.py"
 
@@ -69,8 +70,30 @@ def test_the_exit_code_of_a_refusal(start):
     assert "Traceback" not in stderr and "error.json" not in stderr  # torchrun's file
 
 
-def test_ranks_share_the_cores_of_a_node(train):
-    """torchrun leaves each rank one thread. This node has 8 cores."""
-    plant = ("import atexit, os, sys, torch; os.sched_getaffinity = lambda pid: range(8); "
-             "atexit.register(lambda: sys.stdout.write(f'{torch.get_num_threads()} threads\\n'))")
-    assert done(train("--max_iters=1", ranks=2, launcher="torchrun", plant=plant)).stdout.count("4 threads\n") == 2
+EIGHT_CORES = """
+import atexit, os, sys, torch
+from runtime import cores
+os.sched_getaffinity = lambda pid: range(8)
+cores.cpu_quota = lambda: {quota}
+atexit.register(lambda: sys.stdout.write(f"{{torch.get_num_threads()}} threads\\n"))
+"""
+
+
+@pytest.mark.parametrize("chosen, quota, threads", [(None, None, 4), (None, 4.5, 2), ("1", None, 1), ("2", None, 2)])
+@pytest.mark.parametrize("launcher", ["torchrun", "launch_deepspeed.py"])
+def test_ranks_share_the_cores_of_a_node(train, monkeypatch, launcher, chosen, quota, threads):
+    """torchrun leaves each rank one thread. What the user has chosen stays. This node has 8 cores."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if chosen is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    run = train("--max_iters=1", ranks=2, launcher=launcher, plant=EIGHT_CORES.format(quota=quota))
+    assert done(run).stdout.count(f"{threads} threads\n") == 2
+
+
+@pytest.mark.parametrize("command", ["accelerate", "accelerate-launch", "/opt/bin/accelerate",
+                                     "accelerate.commands.launch", "torchrun", "deepspeed"])
+def test_launchers_are_known_by_their_commands(command):
+    with subprocess.Popen([sys.executable, "-c", "input()", command, "launch"], stdin=subprocess.PIPE) as process:
+        found = is_launcher(psutil.Process(process.pid))
+        process.communicate(b"\n")
+    assert found
