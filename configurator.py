@@ -24,6 +24,7 @@ import typing
 from pathlib import Path
 
 from runtime.errors import UserError
+from runtime.other_guides import instead_of
 from runtime.output import exit_with_error
 
 VALUES = {bool: ("True", "False"), type(None): ("None",)}
@@ -39,8 +40,7 @@ def configure(defaults, argv, annotations=None, root=".", script=None):
 
     def assign(name, value, where, convert=validate):
         if name not in defaults:
-            fix = "docs/guides.md has those of other guides" if where == "command line" else "begin your own with _"
-            problems.append(f"{where}: there is no setting '{name}'{did_you_mean(name, defaults) or f': {fix}'}")
+            problems.append(f"{where}: there is no setting '{name}': {fix_of_name(name, value, where, defaults)}")
             return
         try:
             value = convert(value, *allowed[name])
@@ -81,6 +81,18 @@ def configure(defaults, argv, annotations=None, root=".", script=None):
     changed = tuple(name for name, value in values.items() if value != defaults[name])
     namespace = {"requested": requested, "changed": changed, "script": script}
     return dataclasses.make_dataclass("Settings", values, namespace=namespace, frozen=True)(**values)
+
+
+def fix_of_name(name, value, where, known):
+    """Return what to do about a name that is no setting. where: "command line", or a config file's path. known: the
+    settings' names. An option of other training scripts is one only where train_deepspeed.py's settings are known."""
+    ours = instead_of(name, value) if "max_iters" in known else None
+    if ours is not None:
+        return ours
+    nearest = did_you_mean(name, known).removeprefix(": ")
+    if nearest:
+        return nearest
+    return "docs/guides.md has those of other guides" if where == "command line" else "begin your own with _"
 
 
 def did_you_mean(name, known):

@@ -4,11 +4,13 @@ import re
 import shlex
 
 import deepspeed.launcher.runner
+import pytest
 import torch.distributed.run
 from conftest import ROOT
 
 import configurator
 from runtime.cluster.ranks import Ranks
+from runtime.other_guides import INSTEAD, instead_of
 from runtime.plan import run_plan
 from runtime.plan.report import memory_report
 from runtime.plan.run_plan import Problems, count_params, make_plan
@@ -62,3 +64,49 @@ def test_the_guides_commands_pass_a_dry_run(monkeypatch):
             assert not problems and memory_report(plan, ranks).startswith("each GPU"), words
             done += 1
     assert done > 17
+
+
+def settings(*argv):
+    return configurator.settings_of_script(str(ROOT / SCRIPT), argv)
+
+
+@pytest.mark.parametrize("words, ours", [
+    ("--fp16", "write --dtype=float16"), ("--bf16=True", "write --dtype=bfloat16"), ("--fp16=False", "drop it"),
+    ("--lr=3e-5", "write --learning_rate=3e-5"), ("--lr", "write --learning_rate=VALUE"),
+    ("--zero_stage=3", "write --deepspeed_config=ds_config_zero3.json"),
+    ("--zero-stage=1", "drop it: ZeRO-2 is the default, and stages 0 and 1 run as it"),
+    ("--fsdp", "write --deepspeed_config=ds_config_zero3.json"),
+    ("--gpus=4", "start it by python launch_deepspeed.py --nproc_per_node=4 train_deepspeed.py"),
+    ("--devices=auto", "start it by python launch_deepspeed.py --nproc_per_node=GPUS train_deepspeed.py"),
+    ("--gradient_clipping=1.0", "write --grad_clip=1.0"), ("--max-seq-length 512", "write --block_size=512"),
+    ("--output_dir=my runs", "write --out_dir='my runs'"),
+    ("--train_file=a.txt", "prepare the text by python data/prepare.py a.txt --name=mine, and write --dataset=mine")])
+def test_an_option_of_other_scripts_is_refused_with_ours(capsys, words, ours):
+    words = [words] if "=" in words else words.split()
+    with pytest.raises(SystemExit) as refusal:
+        settings(*words)
+    name = words[0].lstrip("-").partition("=")[0].replace("-", "_")
+    assert refusal.value.code == 2
+    assert capsys.readouterr().err == f"command line: there is no setting '{name}': {ours}\n"
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_each_hint_names_settings_and_files_that_there_are(name):
+    assert name not in vars(settings())
+    value = {"deepspeed": "ds_config_zero3.json"}.get(name, "7")
+    hint = instead_of(name, value)
+    for option in re.findall(r"(--(?!name|config|nproc)\w+=[\w./-]+)", hint):
+        key, _, given = option[2:].partition("=")
+        assert str(getattr(settings(option), key)) in (given, f"{given}.0")
+    for path in re.findall(r"[\w/]+\.(?:py|json)", hint):
+        assert (ROOT / path).exists()
+
+
+def test_a_config_file_gets_the_hints_too_and_other_scripts_their_own(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("fp16 = True\n")
+    with pytest.raises(SystemExit):
+        settings(str(tmp_path / "mine.py"))
+    assert capsys.readouterr().err == f"{tmp_path}/mine.py: there is no setting 'fp16': write --dtype=float16\n"
+    with pytest.raises(SystemExit):
+        configurator.settings_of_script(str(ROOT / "sample.py"), ["--output_dir=x"])
+    assert capsys.readouterr().err == "command line: there is no setting 'output_dir': did you mean 'out_dir'?\n"
