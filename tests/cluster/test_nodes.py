@@ -227,6 +227,10 @@ def test_the_differences_between_ranks():
 # examples/slurm/train_xl.sbatch, with programs that stand for Slurm's
 
 
+PASSED = 'while [ "$1" != torchrun ]; do shift; done; echo "$@"'  # what srun's command gets
+OPTIONS = 'while [ "$1" != bash ]; do echo "$1"; shift; done'  # what srun itself gets
+
+
 def submit(folder, srun, *args, **env):
     """Run the job's script, with what `srun` and scontrol do."""
     for name, does in (("scontrol", f'echo "$@" >>{folder}/calls; echo node1'), ("srun", srun)):
@@ -235,6 +239,7 @@ def submit(folder, srun, *args, **env):
     env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable, "SLURM_JOB_ID": "7",
            "SLURM_JOB_NODELIST": "node1", "SLURM_NNODES": "4", "SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "2",
            **env}
+    env = {name: value for name, value in env.items() if value is not None}  # None: not set
     return subprocess.run(["bash", "examples/slurm/train_xl.sbatch", *args], cwd=ROOT, env=env, capture_output=True,
                           text=True)
 
@@ -259,16 +264,28 @@ def test_a_job_queues_again_but_not_for_ever(tmp_path, code, restarts, most, req
     (["--seed=1", "config/train_gpt2.py"], "--seed=1 config/train_gpt2.py"),
     (["config/train_gpt2.py", "--max_iters=5"], "config/train_gpt2.py --max_iters=5")])
 def test_a_jobs_own_config_replaces_the_default(tmp_path, given, passed):
-    job = submit(tmp_path, 'shift 4; echo "$@"', *given)
+    job = submit(tmp_path, PASSED, *given)
     assert job.stdout == f"torchrun {passed} --init_from=auto\n", job.stderr
 
 
 def test_a_job_has_512_sequences_per_step_on_any_nodes(tmp_path):
-    assert "--gradient_accumulation_steps=8 " in submit(tmp_path, 'shift 4; echo "$@"', SLURM_NNODES="1").stdout
+    assert "--gradient_accumulation_steps=8 " in submit(tmp_path, PASSED, SLURM_NNODES="1").stdout
     told = submit(tmp_path, "echo started", SLURM_NNODES="3")
     assert (told.returncode, told.stdout, told.stderr) == (
         2, "", "train_xl.sbatch: 24 GPUs can't share 64 micro-steps evenly: use a power of two, or name a config "
         "and --gradient_accumulation_steps\n")
+
+
+@pytest.mark.parametrize("env, cpus", [
+    ({}, ["--cpus-per-task=2"]),
+    ({"SLURM_NTASKS_PER_NODE": "1"}, ["--cpus-per-task=2"]),
+    ({"SLURM_NTASKS_PER_NODE": "2", "SLURM_NTASKS": "8"}, ["--cpus-per-task=4"]),
+    ({"SLURM_CPUS_PER_TASK": None, "SLURM_CPUS_ON_NODE": "96"}, ["--cpus-per-task=96"]),
+    ({"SLURM_CPUS_PER_TASK": None}, [])], ids=["two CPUs per task", "one task", "two tasks", "no such line", "unknown"])
+def test_a_job_starts_one_launcher_on_each_node_with_all_of_its_cpus(tmp_path, env, cpus):
+    job = submit(tmp_path, OPTIONS, **env)
+    assert (job.returncode, job.stderr) == (0, "")
+    assert job.stdout.splitlines() == ["--nodes=4", "--ntasks=4", "--ntasks-per-node=1", *cpus]
 
 
 def test_a_job_refuses_a_tag_to_which_each_restart_would_return(tmp_path):
