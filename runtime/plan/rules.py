@@ -23,6 +23,8 @@ RULES = [  # (whether the settings break it, the message)
      "lora_rank={s.lora_rank} needs pretrained weights, but init_from=scratch: name some with --init_from"),
     (lambda s: not s.lora_rank and (s.lora_alpha is not None or s.lora_dropout),
      "lora_alpha={s.lora_alpha} and lora_dropout={s.lora_dropout} need LoRA: add --lora_rank=64, or drop them"),
+    (lambda s: not s.lora_rank and "lora_target_modules" in s.changed,
+     "lora_target_modules={s.lora_target_modules} needs LoRA: add --lora_rank=64, or drop it"),
     (lambda s: s.optimizer == "muon" and not s.learning_rate,
      "optimizer=muon needs a learning_rate above 0: muon_learning_rate follows its schedule"),
     (lambda s: s.optimizer == "muon" and s.lora_rank,
