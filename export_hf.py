@@ -34,6 +34,7 @@ from runtime.checkpoint.tags import TagStore
 from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.errors import UserError
 from runtime.export import hf
+from runtime.files import refuse_broken_link
 from runtime.output import counted, exit_with_error
 
 transformers.logging.set_verbosity_error()
@@ -47,6 +48,7 @@ try:
     kind, vocab_size = state["data"]["tokenizer"], state["data"]["vocab_size"]
     encode, decode = tokenizer_of(kind)
     to = os.path.normpath(to or os.path.join(out_dir, f"hf-{tag}"))
+    refuse_broken_link(to, "--to")
     if os.path.exists(to) and not (os.path.isdir(to) and not os.listdir(to)):
         raise UserError(f"to={to} exists: choose another folder with --to=DIR, or delete it")
     work = f"{to}.{secrets.token_hex(4)}.saving"

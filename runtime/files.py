@@ -11,7 +11,7 @@ import secrets
 import shutil
 import tempfile
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from runtime.errors import UserError
 from runtime.untrusted import is_private_dir, open_no_follow, open_regular
@@ -110,6 +110,7 @@ def replace_dir(new, path):
 def lock_folder(folder, option):
     """Create a folder and lock it against other processes. Return the lock's file, which has to stay open. Raises
     UserError, which names the command line's option for the folder."""
+    refuse_broken_link(folder, option)
     try:
         os.makedirs(folder, exist_ok=True)
         # Not truncated, and no link: the folder may be one in which others write
@@ -124,6 +125,29 @@ def lock_folder(folder, option):
     except OSError:
         pass  # the file system has no locks, and training matters more than this protection
     return lock
+
+
+def refuse_broken_link(path: str | os.PathLike, option: str) -> None:
+    """Raise UserError if a path, or a folder above it, is a link to what doesn't exist.
+
+    Most often its target is on a disk that isn't mounted. option: the command line's, for `path`.
+    """
+    path = Path(path).absolute()
+    for place in (path, *path.parents):
+        if os.path.islink(place) and not os.path.exists(place):
+            raise UserError(
+                f"{place} is a link to {os.readlink(place)}, which does not exist: create that folder "
+                f"or mount its disk, or choose another {option}=DIR"
+            )
+
+
+def is_lock_of(lock: TextIO, folder: str | os.PathLike) -> bool:
+    """Return whether a folder still holds the file that lock_folder() has returned."""
+    try:
+        held = os.stat(os.path.join(folder, ".lock"), follow_symlinks=False)
+    except OSError:
+        return False
+    return os.path.samestat(held, os.fstat(lock.fileno()))
 
 
 def private_temp_dir() -> Path:

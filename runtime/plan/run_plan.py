@@ -19,7 +19,7 @@ from runtime.engine import ds_config, fixes
 from runtime.engine.fast_paths import Choice, check_trainable, first_reason, inspect_model
 from runtime.engine.zero3_blocks import blocks_to_gather
 from runtime.errors import UserError
-from runtime.files import format_bytes, free_bytes, nearest_existing_dir
+from runtime.files import format_bytes, free_bytes, nearest_existing_dir, refuse_broken_link
 from runtime.hardware import Execution, available_memory, find_gpu, pick_compile, pick_device, pick_dtype
 from runtime.kernels import device_has_triton
 from runtime.lora import apply as apply_lora
@@ -250,6 +250,7 @@ def check_out_dir(s, start, tag_bytes, notes):
     """Raise UserError if out_dir can't be written, holds another run, or has no space. tag_bytes: 0 skips the last."""
     if s.eval_only:
         return
+    refuse_broken_link(s.out_dir, "--out_dir")
     newest = TagStore(s.out_dir).newest()
     if newest and start and start.kind != "resume" and not s.overwrite:
         problem = (f"{s.out_dir} already holds a run ({newest}): resume it with --init_from=resume, choose another "

@@ -73,6 +73,7 @@ def folder(tmp_path_factory, holder, characters):
         (folder / f"{name}.json").write_text(json.dumps({"zero_optimization": block}))
     (folder / "bf16sums.json").write_text(json.dumps({"data_types": {"grad_accum_dtype": "bf16"}}))
     (folder / "file").write_text("")
+    (folder / "nowhere").symlink_to("/no/such/disk")
     (folder / "locked" / ".lock").mkdir(parents=True)
     return folder
 
@@ -334,6 +335,7 @@ TARGETS = "choose from a block's matrices, attn.c_attn, attn.c_proj, mlp.c_fc, m
     (f"{LORA}=4 --lora_target_modules=mlp.c_fc,c_attn", f"lora_target_modules names c_attn: {TARGETS}"),
     (f"{LORA}=-1 --lora_alpha=-2.0 --lora_dropout=1.5", "lora_rank=-1 must be at least 0|"
      "lora_alpha=-2 must be above 0|lora_dropout=1.5 must be at least 0 and below 1"),
+    ("--lora_target_modules=attn.c_attn", "lora_target_modules=attn.c_attn needs LoRA: add --lora_rank=64, or drop it"),
     ("--lora_alpha=8.0", "lora_alpha=8.0 and lora_dropout=0.0 need LoRA: add --lora_rank=64, or drop them"),
     ("--lora_rank=4", "lora_rank=4 needs pretrained weights, but init_from=scratch: name some with --init_from"),
     ("--init_from={holder}/iter_9", "init_from={holder}/iter_9 is unknown: give scratch, resume, auto, gpt2, "
@@ -362,6 +364,8 @@ TARGETS = "choose from a block's matrices, attn.c_attn, attn.c_proj, mlp.c_fc, m
     ("--dataset={{1:0.5}}", "dataset={{1: 0.5}} is not a mixture: write {{'name': 0.3, 'other': 0.7}}, all above 0"),
     ("--out_dir={holder}/iter_4", "iter_4 is a checkpoint of a run: choose another with --out_dir=DIR"),
     ("--out_dir=", "cannot be written: choose another with --out_dir=DIR"),
+    ("--out_dir={folder}/nowhere/run", "/nowhere is a link to /no/such/disk, which does not exist: create that folder "
+     "or mount its disk, or choose another --out_dir=DIR"),
     ("--out_dir={folder}/run[1]", "run[1] has *, ? or [ in it, which DeepSpeed expands: choose another with "
      "--out_dir=DIR"),
     ("--out_dir={folder}/odd", "odd/history.jsonl cannot be read and written: fix that, or choose another --out_dir"),
