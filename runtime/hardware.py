@@ -21,6 +21,7 @@ from runtime.files import ROOT
 from runtime.output import counted
 
 CGROUP = Path("/sys/fs/cgroup")  # version 2, of this container
+HIDES_ALL_GPUS = ("", "-1", "none")  # values of CUDA_VISIBLE_DEVICES that a user sets for the CPU
 
 
 @dataclass(frozen=True)
@@ -141,22 +142,66 @@ def unsupported_gpu(capabilities=None):
 
 def undetected_gpu():
     """Return (problem, fix) if PyTorch finds no GPU, but nvidia-smi lists one that isn't hidden, else None."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if not torch.cuda.is_available() and not hidden and run_command("nvidia-smi", "-L").startswith("GPU "):
-        return unsupported_gpu() or (
-            f"nvidia-smi lists GPUs, but PyTorch {torch.__version__}, for CUDA {torch.version.cuda}, finds none",
-            "update the driver, install a PyTorch for its CUDA version, or set CUDA_VISIBLE_DEVICES=-1 for the CPU")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in HIDES_ALL_GPUS
+    if torch.cuda.is_available() or hidden:
+        return None
+    listed = run_command("nvidia-smi", "-L")
+    if not listed.startswith("GPU "):
+        return wrong_gpu_names(listed)
+    return wrong_gpu_names(listed) or unsupported_gpu() or (
+        f"nvidia-smi lists GPUs, but PyTorch {torch.__version__}, for CUDA {torch.version.cuda}, finds none",
+        "update the driver, install a PyTorch for its CUDA version, or set CUDA_VISIBLE_DEVICES=-1 for the CPU")
+
+
+def wrong_gpu_names(listed: str) -> tuple[str, str] | None:
+    """Return (problem, fix) if CUDA_VISIBLE_DEVICES names a GPU that this machine doesn't have, else None.
+
+    CUDA takes the GPUs before the first wrong name, without a word. listed: what `nvidia-smi -L`
+    prints, "GPU 0: NVIDIA H100 (UUID: GPU-8f1c...)" for each GPU.
+    """
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if value is None or value in HIDES_ALL_GPUS:
+        return None
+    problem = f"CUDA_VISIBLE_DEVICES={value}"
+    if value == "NoDevFiles":  # Slurm sets it
+        return f"{problem}: this job has no GPU", "request one with --gpus-per-node=1, or use --device=cpu"
+    numbers = re.findall(r"^GPU (\d+):", listed, re.M)
+    ids = re.findall(r"\(UUID: ([\w-]+)\)", listed)
+    names = [name.strip() for name in value.split(",")]
+    wrong = [name for name in names if name not in numbers and not is_start_of_one(name, ids)]
+    if not wrong and len(set(names)) < len(names):
+        return f"{problem} names a GPU twice, so CUDA finds none", "name each once"
+    if not wrong or not numbers:
+        return None
+    has = f"GPUs 0 to {numbers[-1]}" if len(numbers) > 1 else "GPU 0 only"
+    return (f"{problem} names {', '.join(wrong)}, but nvidia-smi lists {has}",
+            "change it, or set CUDA_VISIBLE_DEVICES=-1 for the CPU")
+
+
+def is_start_of_one(name: str, ids: list[str]) -> bool:
+    """Return whether a name is the beginning of the id of exactly one GPU, as CUDA takes it."""
+    return name.startswith(("GPU-", "MIG-")) and sum(found.startswith(name) for found in ids) == 1
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 GPU" or "2 GPUs"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def pick_device(device, local_world_size=1):
     """Resolve the setting device: "auto" is "cuda" if PyTorch finds a GPU, else "cpu". Raises UserError, also unless
     PyTorch can use `local_world_size` GPUs."""
+    problem = undetected_gpu() if device != "cpu" else None
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda, but PyTorch finds no CUDA GPU: use --device=cpu, or check nvidia-smi")
-    problem = undetected_gpu() if device == "auto" else None
+        why = ": ".join(problem) if problem else "use --device=cpu, or check nvidia-smi"
+        raise UserError(f"device=cuda, but PyTorch finds no CUDA GPU: {why}")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if device == "cuda" and local_world_size > (gpus := torch.cuda.device_count()):
-        raise UserError(f"{counted(local_world_size, 'rank')}, but {counted(gpus, 'GPU')} on this machine: start "
+        if wrong := wrong_gpu_names(run_command("nvidia-smi", "-L")):
+            raise UserError(": ".join(wrong))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        where = f"CUDA_VISIBLE_DEVICES={visible}" if visible else "this machine"
+        raise UserError(f"{counted(local_world_size, 'rank')}, but {counted(gpus, 'GPU')} on {where}: start "
                         f"{counted(gpus, 'rank')}, or use --device=cpu")
     gpus = local_world_size if device == "cuda" else 0
     if problem := problem or unsupported_gpu(map(torch.cuda.get_device_capability, range(gpus))):

@@ -242,7 +242,8 @@ def ramp(folder, micro_steps):
 def nvidia_smi(folder, *capabilities):
     """Write an nvidia-smi that lists a GPU of each of these compute capabilities. Return its path."""
     path = Path(folder) / "nvidia-smi"
-    path.write_text("#!/bin/sh\ncase $1 in\n-L) echo 'GPU 0: NVIDIA (UUID: GPU-1)' ;;\n"
+    lines = [f"'GPU {number}: NVIDIA (UUID: GPU-{number + 1})'" for number in range(len(capabilities))]
+    path.write_text(f"#!/bin/sh\ncase $1 in\n-L) printf '%s\\n' {' '.join(lines)} ;;\n"
                     "--query-gpu=compute_cap) printf '%s\\n' " + " ".join(map(repr, capabilities)) + " ;;\nesac\n")
     path.chmod(0o755)
     return path

@@ -248,6 +248,42 @@ def test_more_ranks_than_gpus(monkeypatch, characters, tmp_path):
     assert (problems, plan.execution.device, plan.execution.dtype) == ([], "cpu", "float32")
 
 
+@pytest.mark.parametrize("value, told", [
+    ("8", "CUDA_VISIBLE_DEVICES=8 names 8, but nvidia-smi lists GPUs 0 to 1: change it, or set"),
+    ("0,2", "CUDA_VISIBLE_DEVICES=0,2 names 2, but nvidia-smi lists GPUs 0 to 1: change it, or set"),
+    ("cuda:0", "CUDA_VISIBLE_DEVICES=cuda:0 names cuda:0, but nvidia-smi lists GPUs 0 to 1: change it, or set"),
+    ("GPU-3", "CUDA_VISIBLE_DEVICES=GPU-3 names GPU-3, but nvidia-smi lists GPUs 0 to 1: change it, or set"),
+    ("GPU-", "CUDA_VISIBLE_DEVICES=GPU- names GPU-, but nvidia-smi lists GPUs 0 to 1: change it, or set"),
+    ("1,1", "CUDA_VISIBLE_DEVICES=1,1 names a GPU twice, so CUDA finds none: name each once"),
+    ("NoDevFiles", "CUDA_VISIBLE_DEVICES=NoDevFiles: this job has no GPU: request one with --gpus-per-node=1, or use"),
+    ("0,1", "nvidia-smi lists GPUs, but PyTorch "), ("GPU-2", "nvidia-smi lists GPUs, but PyTorch "),
+    ("none", None), ("-1", None), ("", None)])
+def test_gpus_that_are_not_there_are_named(monkeypatch, characters, tmp_path, value, told):
+    """CUDA ignores the names from the first wrong one on. Two GPUs, GPU-1 and GPU-2, of which PyTorch finds none."""
+    nvidia_smi(tmp_path, "8.0", "8.0")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    plan, problems, _ = check(monkeypatch, characters, tmp_path, 0, None)
+    if told is None:
+        assert problems == [] and plan.execution.device == "cpu"
+        return
+    (problem,) = problems
+    assert problem.startswith(told)
+    _, (problem,), _ = check(monkeypatch, characters, tmp_path, 0, None, "--device=cuda")
+    assert problem.startswith(f"device=cuda, but PyTorch finds no CUDA GPU: {told}")
+
+
+def test_a_wrong_gpu_among_others_is_why_there_are_too_few(monkeypatch, characters, tmp_path):
+    nvidia_smi(tmp_path, "8.0", "8.0")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for value, told in (("0,7", "CUDA_VISIBLE_DEVICES=0,7 names 7, but nvidia-smi lists GPUs 0 to 1: change it, or set "
+                         "CUDA_VISIBLE_DEVICES=-1 for the CPU"),
+                        ("1", "2 ranks, but 1 GPU on CUDA_VISIBLE_DEVICES=1: start 1 rank, or use --device=cpu")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+        _, problems, _ = check(monkeypatch, characters, tmp_path, 1, (8, 0), ranks=2)
+        assert problems == [told]
+
+
 @pytest.mark.parametrize("capability, build, fix", [
     ((7, 0), TODAY, "volta"), ((6, 0), TODAY, "volta"), ((10, 0), VOLTA, ""), ((12, 0), VOLTA, ""),
     ((3, 7), TODAY, None), ((9, 0), "sm_80 sm_90a", ""), ((8, 0), "sm_86 compute_90", ""),
