@@ -12,6 +12,7 @@ import re
 import shutil
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
@@ -33,7 +34,16 @@ TAG_NAME = re.compile(r"iter_\d+|best|final")
 MAX_REPORTED = 10  # tags without a manifest
 LEFTOVER = re.compile(rf"({TAG_NAME.pattern})\.(saving|old)")  # of a save that was killed
 Tag = namedtuple("Tag", ("name", "manifest"))  # manifest: the content of manifest.json
+SUMMARIES: dict = {}  # {path of a manifest: (version_of() it, Summary)}, of all stores of this process
 OTHER_TAG = "choose another checkpoint, or train anew with another --init_from and --overwrite=True"
+
+
+class Summary(NamedTuple):
+    """What is remembered of a manifest that has been read and checked."""
+
+    iter_num: int
+    improved: bool  # the tag was the best one when it was saved
+    best_val_loss: float
 
 
 class CheckpointError(UserError):
@@ -82,7 +92,7 @@ class TagStore:
     def iteration(self, tag):
         """Return a tag's iteration. If its manifest cannot be read, return what its name says, or -1."""
         try:
-            return self.read_manifest(tag)["iter_num"]
+            return self.summary(tag).iter_num
         except CheckpointError:
             return int(tag[5:]) if tag.startswith("iter_") else -1
 
@@ -132,6 +142,21 @@ class TagStore:
         except ValueError as error:
             raise CheckpointError(f"{path} can't be used ({error}): {OTHER_TAG}") from None
         return manifest
+
+    def summary(self, tag: str) -> Summary:
+        """Return what the order of tags and the choice of the best one need. Raises CheckpointError.
+
+        A manifest is read again only if its file has changed. With thousands of tags, reading all of
+        them at each save would take longer than training.
+        """
+        path = os.path.abspath(self.path(tag, "/manifest.json"))
+        version = version_of(path)
+        if version is None or SUMMARIES.get(path, (None, None))[0] != version:
+            manifest = self.read_manifest(tag)
+            state = manifest["state"]
+            summary = Summary(manifest["iter_num"], state["improved"], state["best_val_loss"])
+            SUMMARIES[path] = version, summary
+        return SUMMARIES[path][1]
 
     def bytes_besides(self, kept):
         """Return the bytes of all tags and leftovers besides the tags `kept`. Each link counts for its share."""
@@ -232,8 +257,9 @@ class TagStore:
         """Return the best tag's name and validation loss, or (None, inf). It is the newest that was the best one."""
         for name in self.newest_first():
             with contextlib.suppress(CheckpointError):
-                if (state := self.read_manifest(name)["state"])["improved"]:
-                    return name, state["best_val_loss"]
+                summary = self.summary(name)
+                if summary.improved:
+                    return name, summary.best_val_loss
         return None, math.inf
 
     def link_best(self):
@@ -250,6 +276,15 @@ def exists(path):
     except OSError as error:
         return not isinstance(error, (FileNotFoundError, NotADirectoryError))
     return True
+
+
+def version_of(path: str) -> tuple[int, ...] | None:
+    """Return what changes when a file is replaced or written to, or None if it can't be looked at."""
+    try:
+        status = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def parse_run_path(path):
