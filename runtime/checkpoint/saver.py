@@ -5,7 +5,6 @@ folder to iter_5/, and then deletes older tags. Readers only see complete tags, 
 
 import contextlib
 import copy
-import errno
 import os
 import threading
 import time
@@ -16,8 +15,10 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runtime.checkpoint.manifest import MANIFEST_FORMAT, sign_manifest
+from runtime.checkpoint.save_errors import cause_of, first_os_error, is_full
 from runtime.checkpoint.tags import first_line, topology
 from runtime.cluster.ranks import all_gather_objects, broadcast_from_rank0, exit_with_problems, local_world_size, print0
+from runtime.errors import UserError
 from runtime.files import (
     create_new,
     file_digest,
@@ -26,7 +27,6 @@ from runtime.files import (
     remove_dir,
     replace_dir,
     write_atomic,
-    write_temp,
 )
 from runtime.hardware import available_memory
 
@@ -39,15 +39,6 @@ def tag_bytes(params, dtype, stage):
     fp32 master weights. params: a ParamCount. GPT-2 XL at stage 2 in bfloat16: 21.8 GB."""
     shared = (params.stored - params.trainable * (stage == 3)) * {"float32": 4}.get(dtype, 2)
     return shared + params.trainable * 12 - params.muon * 4
-
-
-def is_full(folder):
-    """Return whether the disk or the quota of a folder has no room for another MB. torch.save's error doesn't say."""
-    try:
-        os.remove(write_temp(os.path.join(folder, "probe"), [bytes(10**6)])[0])
-    except OSError as error:
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return False
 
 
 class Saver:
@@ -80,6 +71,10 @@ class Saver:
         print0(f"saving checkpoint to {self.store.path(tag)}")
         self._join()
         start = time.monotonic()
+        problem = broadcast_from_rank0(self._prepare_folder(tag))
+        if problem:
+            self.failed = problem
+            return
         if dist.get_rank() == 0:
             remove_dir(self.store.path(tag, ".saving"), ignore_errors=True)
             with contextlib.suppress(OSError):  # write() reports it
@@ -107,6 +102,16 @@ class Saver:
         self._start(self._write_and_commit, files, manifest, aliases, start, blocked_s)
         if not background:
             self._join()
+
+    def _prepare_folder(self, tag):
+        """Have rank 0 look that out_dir is there, and locked. Return why `tag` can't be saved, or None."""
+        if dist.get_rank() != 0:
+            return None
+        try:
+            self.store.hold_folder()
+        except (OSError, UserError) as error:
+            return f"{self.store.path(tag)} could not be saved ({first_line(error)})"
+        return None
 
     def wait(self):
         """Wait for the current save. If a save has failed, report it and end the run."""
@@ -176,7 +181,7 @@ class Saver:
         try:
             problem = self.write(files, manifest, aliases)
         except BaseException as error:  # a failed collective, which then fails on all ranks
-            problem = f"rank {dist.get_rank()}: {first_line(error)}"
+            problem = f"rank {dist.get_rank()}: {cause_of(error)}"
         tag = manifest["tag"]
         if problem:
             self.failed = f"{self.store.path(tag)} could not be saved ({problem})"
@@ -207,7 +212,7 @@ class Saver:
                 if not failure:
                     self._commit(work, manifest, aliases, written)
             except Exception as error:
-                failure = first_line(error)
+                failure = cause_of(error)
             if failure and is_full(self.store.out_dir):
                 failure, again = "the disk is full", self.store.delete_oldest()
         failure, again = broadcast_from_rank0((failure, again), self.group)
@@ -253,15 +258,27 @@ def without_attributes(files: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
 def write_files(folder, files, written, failures):
     """Write, flush and hash files [(path, content)]. Add each one's digest to `written`, or the error to `failures`."""
     try:
-        os.makedirs(folder, exist_ok=True)  # DeepSpeed may have failed to
+        with contextlib.suppress(FileExistsError):  # another rank's, or left by an attempt that found no room
+            os.mkdir(folder)  # not the folders above it: an out_dir that was moved would be made without its lock
         for path, content in files:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(path)  # left by an attempt that found no room, or a link of others
-            with create_new(path) as file:
-                torch.save(content, file)
+            write_file(path, content)
             written[os.path.basename(path)] = file_digest(path, flush=True)
-    except Exception as error:  # a full disk is a RuntimeError
-        failures.append(first_line(error))
+    except Exception as error:
+        failures.append(cause_of(error))
+
+
+def write_file(path: str, content: dict) -> None:
+    """Write one file with torch.save. Raises OSError, with the path."""
+    try:
+        with create_new(path) as file:
+            torch.save(content, file)
+    except Exception as error:
+        cause = first_os_error(error)
+        if cause is None:
+            raise
+        raise OSError(cause.errno, os.strerror(cause.errno), path) from error
 
 
 def storage_key(tensor):

@@ -25,7 +25,16 @@ from runtime.checkpoint.manifest import (
 from runtime.cluster.ranks import RANK, all_exit_on, print0
 from runtime.cores import usable_cores
 from runtime.errors import UserError
-from runtime.files import TEMP_NAME, file_digest, fsync, lock_folder, remove_dir, replace_dir, write_atomic
+from runtime.files import (
+    TEMP_NAME,
+    file_digest,
+    fsync,
+    is_lock_of,
+    lock_folder,
+    remove_dir,
+    replace_dir,
+    write_atomic,
+)
 from runtime.torch_files import check_stored
 from runtime.untrusted import UnsafeFileError, check_regular, open_regular
 from runtime.weights import SAFE_GLOBALS
@@ -69,6 +78,7 @@ class TagStore:
         if not read_only:
             with all_exit_on(UserError):
                 self._lock = lock_folder(self.out_dir, "--out_dir") if RANK == 0 else None  # an open file
+                self._folder = os.stat(self.out_dir) if RANK == 0 else None
 
     def path(self, tag, suffix=""):
         return os.path.join(self.out_dir, tag + suffix)
@@ -167,6 +177,27 @@ class TagStore:
         return 0
 
     # What changes tags: on rank 0 alone
+
+    def hold_folder(self):
+        """Make and lock out_dir again if it was moved or removed during the run, and say so.
+
+        Raises UserError if another folder with checkpoints, or another run, has its place by now.
+        """
+        if is_lock_of(self._lock, self.out_dir):
+            return
+        is_other = not exists(self.out_dir) or not os.path.samestat(os.stat(self.out_dir), self._folder)
+        if is_other and self.list():
+            raise UserError(
+                f"{self.out_dir} is another folder than at the start of this run, and holds "
+                "checkpoints: move it away"
+            )
+        self._lock = lock_folder(self.out_dir, "--out_dir")
+        self._folder = os.stat(self.out_dir)
+        if is_other:
+            print0(
+                f"{self.out_dir} was moved or removed during the run. It is made again: the earlier "
+                "checkpoints and records are where it was moved to"
+            )
 
     def alias(self, tag, name):
         """Link the files of out_dir/tag to out_dir/name, or copy them if the file system has no hard links."""

@@ -1,6 +1,19 @@
 """Saves that fail in unexpected ways, planted: they are reported, the run ends, and no rank waits in vain."""
 
+import errno
+import io
+import os
+import subprocess
+import sys
+
 import pytest
+from conftest import ROOT, done
+
+from runtime.checkpoint import saver as save
+from runtime.checkpoint.save_errors import cause_of
+from runtime.checkpoint.tags import TagStore
+from runtime.errors import UserError
+from runtime.files import lock_folder
 
 FAILS_ONCE = """
 import threading, time
@@ -41,3 +54,111 @@ def test_an_exception_in_the_commit_ends_the_run_with_a_sentence(run, tmp_path, 
                          ids=["a file of rank 1", "a collective"])
 def test_whatever_escapes_on_any_rank_ends_the_run_with_a_sentence(run, target, on):
     assert "PytorchStreamReader failed reading file); earlier checkpoints are intact" in run(target, 2, on=on)
+
+
+SMALL_FILES = """
+import resource
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, most))
+"""
+
+
+def test_a_limit_on_the_size_of_files_is_named(train, tmp_path):
+    """As `ulimit -f` sets it. torch.save's own error is about its position in the file."""
+    run = train(out_dir=tmp_path / "out", plant=SMALL_FILES)
+    first, second = run.stderr.splitlines()
+    assert run.returncode == 2
+    assert first.startswith(f"{tmp_path}/out/iter_2 could not be saved (rank 0: {tmp_path}/out/iter_2.saving/")
+    assert first.endswith(".pt: File too large; raise the limit on the size of files (ulimit -f), or choose an out_dir "
+                          "on a file system that has none, unlike FAT); earlier checkpoints are intact")
+    assert second.startswith("a checkpoint could not be saved: fix that, or make room")
+
+
+def test_a_disk_that_fails_is_named(monkeypatch, tmp_path):
+    class FailingDisk(io.FileIO):
+        def write(self, content):
+            if self.tell() > 1000:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().write(content)
+
+    monkeypatch.setattr(save, "create_new", lambda path: FailingDisk(path, "w"))
+    failures = []
+    save.write_files(tmp_path / "tag", [(str(tmp_path / "tag" / "a.pt"), {"a": bytes(9000)})], {}, failures)
+    assert failures == [f"{tmp_path}/tag/a.pt: Input/output error; the disk or its connection fails: see dmesg, and "
+                        "choose an out_dir on another disk"]
+
+
+def test_an_error_that_is_not_the_systems_stays(tmp_path):
+    with pytest.raises(AttributeError) as error:
+        save.write_file(str(tmp_path / "a.pt"), {"a": lambda: 0})
+    assert "pickle" in cause_of(error.value)
+
+
+MOVED = """
+from runtime.checkpoint.saver import Saver
+save = Saver.save
+def save_after_a_move(self, tag, *args):
+    if tag == "iter_4":
+        self._join()
+        if os.environ["RANK"] == "0":
+            os.rename(self.store.out_dir, self.store.out_dir + ".moved")
+            {then}
+    save(self, tag, *args)
+Saver.save = save_after_a_move
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_out_dir_that_was_moved_is_made_again(train, tmp_path, ranks):
+    run = done(train(ranks=ranks, out_dir=tmp_path / "out", plant=MOVED.format(then="")))
+    assert (f"{tmp_path}/out was moved or removed during the run. It is made again: the earlier checkpoints and "
+            "records are where it was moved to") in run.stdout.splitlines()
+    assert TagStore(tmp_path / "out.moved").list() == ["iter_2", "best"]
+    assert TagStore(tmp_path / "out").find("final").manifest["iter_num"] == 4
+
+
+def test_another_run_in_the_place_of_an_out_dir_is_left_alone(train, tmp_path):
+    other = done(train()).out_dir
+    before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
+    then = f"os.rename({str(other)!r}, self.store.out_dir)"
+    run = train(ranks=2, out_dir=tmp_path / "out", plant=MOVED.format(then=then))
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[0] == (
+        f"{tmp_path}/out/iter_4 could not be saved ({tmp_path}/out is another folder than at the start of this run, "
+        "and holds checkpoints: move it away); earlier checkpoints are intact")
+    after = {other / path.relative_to(tmp_path / "out"): path.read_bytes()
+             for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert [path for path in before if after.get(path) != before[path]] == []
+
+
+def lock_elsewhere(folder):
+    """Lock a folder in another process. Return what it prints."""
+    code = ("import sys; from runtime.files import lock_folder; from runtime.errors import UserError\n"
+            "try: lock_folder(sys.argv[1], '--out_dir')\nexcept UserError as error: print(error)")
+    return subprocess.run([sys.executable, "-c", code, folder], cwd=ROOT, check=True, capture_output=True,
+                          text=True).stdout
+
+
+def test_a_folder_that_is_made_again_is_locked(tmp_path):
+    out = tmp_path / "out"
+    store = TagStore(out, read_only=False)
+    store.hold_folder()  # nothing has happened to it
+    assert "another run is writing" in lock_elsewhere(out)
+    out.rename(tmp_path / "moved")
+    store.hold_folder()
+    assert "another run is writing" in lock_elsewhere(out) and lock_elsewhere(tmp_path / "moved") == ""
+    (out / ".lock").unlink()
+    store.hold_folder()
+    assert "another run is writing" in lock_elsewhere(out)
+
+
+@pytest.mark.parametrize("path", ["out", "out/run", "out/a/b"])
+def test_a_link_to_nowhere_is_named(tmp_path, path):
+    """Most often to a disk that isn't mounted: nothing is made in its place."""
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "out")
+    with pytest.raises(UserError) as error:
+        lock_folder(tmp_path / path, "--out_dir")
+    assert str(error.value) == (
+        f"{tmp_path}/out is a link to {tmp_path}/disk/out, which does not exist: create that folder or mount its disk, "
+        "or choose another --out_dir=DIR")
+    assert not (tmp_path / "disk").exists()
