@@ -47,6 +47,7 @@ ACCUMULATION = "--gradient_accumulation_steps=4"
 ENDLESS = ("--max_iters=1000000", "--eval_interval=5")
 MOST_APART = {"cuda": 0.02, "cpu": 1e-4}  # losses, in bfloat16 and in float32
 PART_S = {"cuda": 75, "cpu": 150}  # of a run
+BUDGET_S = {"cuda": 470, "cpu": 1200}  # of all parts together: none begins after that
 TIMEOUT_MINUTES = 1  # DEEPSPEED_TIMEOUT, of the nodes that lose another
 
 
@@ -246,7 +247,7 @@ def lose_node(machine: Machine, how: str) -> dict:
     else:
         for process in tree(lost):
             process.suspend()
-    most = 60 * TIMEOUT_MINUTES + 45  # the launcher gives its ranks 30 s to end
+    most = min(60 * TIMEOUT_MINUTES + 45, machine.part_s + 45)  # the launcher gives its ranks 30 s to end
     try:
         code = left.wait(most)
     except subprocess.TimeoutExpired:
@@ -381,6 +382,7 @@ def main() -> int:
     args.out = args.out.absolute()
     args.out.mkdir(parents=True, exist_ok=True)
     machine = Machine(args.out, args.device)
+    began = time.monotonic()
     machine.set_up()
 
     results: list[dict] = []
@@ -392,6 +394,11 @@ def main() -> int:
     for name, part, *arguments in parts:
         if args.only and not any(word in name for word in args.only):
             continue
+        left = BUDGET_S[args.device] - (time.monotonic() - began)
+        if left < 20:
+            results.append({"part": name, "passed": False, "seconds": 0.0, "error": "not begun: no time was left"})
+            continue
+        machine.part_s = min(PART_S[args.device], left)
         figures[name] = run_part(results, name, part, *arguments)
         record = {"device": args.device, "nodes": NODES, "ranks": RANKS, "results": results}
         (args.out / "two_nodes.json").write_text(json.dumps(record, indent=1))  # also if a later part is cut off
