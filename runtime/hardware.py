@@ -183,11 +183,6 @@ def is_start_of_one(name: str, ids: list[str]) -> bool:
     return name.startswith(("GPU-", "MIG-")) and sum(found.startswith(name) for found in ids) == 1
 
 
-def counted(number: int, noun: str) -> str:
-    """Return "1 GPU" or "2 GPUs"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def pick_device(device, local_world_size=1):
     """Resolve the setting device: "auto" is "cuda" if PyTorch finds a GPU, else "cpu". Raises UserError, also unless
     PyTorch can use `local_world_size` GPUs."""
