@@ -15,10 +15,12 @@ _process_start = time.monotonic()
 
 import gc
 import os
-import signal
 
 gc.disable()  # until all modules are imported: it would take a sixth of the start (results/cpu_startup.json)
-signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C: no traceback from every rank
+
+from runtime.cluster.requests import SignalWatch, StopFile
+
+_signals = SignalWatch()  # a signal ends this process with one line; once training has begun, the run saves first
 
 from typing import Literal
 
@@ -110,6 +112,7 @@ deterministic = False  # bitwise reproducible on the same GPUs, but slower
 deepspeed_config = "ds_config_zero2.json"  # DeepSpeed's JSON: ZeRO stage, offload, bucket sizes
 
 settings = configurator.settings_of_script(__file__, on_error=exit_on_all_ranks)  # a frozen dataclass
+stop_file = StopFile(os.path.join(settings.out_dir, "STOP"))  # one that is there now was meant for an earlier run
 
 # -----------------------------------------------------------------------------
 # Join the other ranks. Then plan: check the settings on this machine. For problems, print all and exit on all ranks
@@ -125,7 +128,7 @@ from runtime import lora
 from runtime.chosen_model import GPT  # another model: change the import there, for all scripts
 from runtime.cluster.join import join_process_group
 from runtime.cluster.ranks import print0, ranks_from_environment
-from runtime.cluster.shutdown import EXIT_REASONS, Shutdown
+from runtime.cluster.shutdown import EXIT_REASONS, Shutdown, StopCheck
 from runtime.plan.memory import estimate
 from runtime.plan.report import explain_out_of_memory, memory_report, optimizer_line, summary
 from runtime.plan.rules import evaluations_through
@@ -134,7 +137,7 @@ from runtime.plan.start import check_class, check_model, saved_state
 
 ranks = ranks_from_environment(settings.dry_run)
 if not settings.dry_run:  # then watch signals, the file STOP, the other ranks and the launcher
-    shutdown = Shutdown(join_process_group(settings.device, settings.backend))
+    shutdown = Shutdown(join_process_group(settings.device, settings.backend), _signals)
 elif ranks.rank:
     raise SystemExit(0)  # rank 0 plans for all
 plan = plan_run(settings, ranks)
@@ -169,15 +172,16 @@ from runtime.sample.generate import sample_while_training
 gc.freeze()  # what the imports have made stays, so don't look through it again
 gc.enable()
 device = setup.setup_device(execution, ranks.local_rank, plan.ds_config, deterministic)
-if not eval_only:
-    shutdown.handle_signals()
 explain_out_of_memory(plan)
 store = TagStore(out_dir, read_only=eval_only)  # locked until this process ends
+if not eval_only:
+    shutdown.watch_stop_file(stop_file)
 tag = newest_intact(store, plan.start, resume_tag, overwrite)  # None unless this resumes
 
 # -----------------------------------------------------------------------------
 # Model, optimizer, engine
 
+shutdown.exit_if_requested()  # here and below: before the first step, the file STOP ends the run at these places
 torch.manual_seed(seed)  # the same weights on every rank
 with all_exit_on(UserError):
     check_class(GPT)
@@ -201,6 +205,7 @@ plan = confirm(plan, model)  # the fast paths, if the model isn't as planned
 profiler = Profiler(model, out_dir) if profile else None  # before compiling
 fused = setup.compile_blocks(model, plan.paths, execution, plan.stage, fp8)  # our Triton kernels where they fit
 
+shutdown.exit_if_requested()
 groups = model.parameter_groups(weight_decay)
 if optimizer == "muon":
     groups = split_matrices(groups, model, muon_learning_rate / learning_rate, batch.world_size)
@@ -213,10 +218,12 @@ deepspeeds_engine = setup.initialize(model, adamw, plan.ds_config, masked=masked
 print0(f"DeepSpeed uses {setup.describe(deepspeeds_engine, plan.ds_config, execution.dtype)}")
 engine = Engine(deepspeeds_engine, plan.paths, fused)
 
+shutdown.exit_if_requested()
 with all_exit_on(UserError):
     state = engine.load(store, tag) if tag else {}
 iter_num = first_iter = state.get("iter_num", 0)
 evals_since_best = state.get("evals_since_best", 0)
+evaluation_is_due = state.get("evaluation_is_due", False)  # a stop has ended the one of this iteration
 vocab_size = plan.data["vocab_size"]
 bytes_of_tokens = torch.tensor(broadcast_from_rank0(token_bytes(plan.data, fetch=False).tolist()), device=device)
 log = RunLog(settings, plan.start.sources, state, device, plan.datasets, flops_per_token=flops_per_token,
@@ -247,7 +254,9 @@ def get_lr(it):
 
 
 def estimate_loss():
-    """Return {split: [(mean, standard error, bytes per target or 0) of each dataset]}, over fixed windows."""
+    """Return {split: [(mean, standard error, bytes per target or 0) of each dataset]}, over fixed windows. Return None
+    if a stop is requested meanwhile."""
+    stop_check = StopCheck(shutdown)
     model.eval()
     losses = {"train": [], "val": []}
     for split, estimates in losses.items():
@@ -259,6 +268,9 @@ def estimate_loss():
                 loss = loss.double().mean(dim=1)
                 n_bytes = bytes_of_tokens[y].double().mean(dim=1)
                 sums += torch.stack([counts > 0, counts, loss, counts**2, loss**2, counts * loss, n_bytes]).sum(dim=1)
+                if stop_check.is_requested():
+                    model.train()
+                    return None
             n, counted, total, counts2, loss2, product, n_bytes = all_reduce_sum(*sums)
             mean = total / counted  # a ratio of sums: its standard error comes from loss - mean * counts
             residuals = max(0.0, loss2 - 2 * mean * product + mean**2 * counts2)
@@ -268,9 +280,45 @@ def estimate_loss():
 
 
 def evaluate():
-    """Print and record the losses. Return the validation loss, weighted by the shares of a mixture."""
+    """Print and record the losses. Return the validation loss, weighted by the shares of a mixture, or None if a stop
+    is requested meanwhile."""
     start = time.monotonic()
-    return log.evaluation(iter_num, estimate_loss(), time.monotonic() - start)
+    losses = estimate_loss()
+    if losses is None:
+        print0(f"step {iter_num}: the evaluation is not finished")
+        return None
+    return log.evaluation(iter_num, losses, time.monotonic() - start)
+
+
+def evaluate_and_save():
+    """Evaluate, and save a tag. Return whether one was saved. If a stop ends the evaluation, it is due at a resume."""
+    global best_val_loss, evals_since_best, evaluation_is_due, code_at_end
+    was_due = evaluation_is_due
+    val_loss = evaluate()
+    evaluation_is_due = val_loss is None
+    if evaluation_is_due:
+        return False
+    improved = val_loss < best_val_loss
+    best_val_loss = min(best_val_loss, val_loss)  # in this order, NaN doesn't become the best
+    evals_since_best = 0 if improved else evals_since_best + 1
+    if not (improved or always_save_checkpoint or finished() or was_due):
+        return False
+    if math.isfinite(val_loss):
+        save(improved)
+    else:
+        log.not_saved()
+        code_at_end = 2
+    return True
+
+
+def loss_is_finite():
+    """Return whether the loss of a validation batch is finite on all ranks. That of weights with NaN is not."""
+    x, y = next(eval_batches(plan.tokens["val"][0], plan.eval_windows, batch, ranks.rank, vocab_size, device))
+    model.eval()
+    loss = engine.evaluate(x, y).masked_fill(y < 0, 0).double().sum()
+    model.train()
+    (total,) = all_reduce_sum(loss)
+    return math.isfinite(total)
 
 
 def steps_done(epochs):
@@ -289,7 +337,9 @@ def at_end():
 
 
 def finished():
-    """Return whether the run is at its end or patience has run out."""
+    """Return whether the run is at its end, its last evaluation included, or patience has run out."""
+    if evaluation_is_due:
+        return False
     return at_end() or (patience is not None and evals_since_best >= patience)
 
 
@@ -303,15 +353,14 @@ def save(improved):
     saver.save(f"iter_{iter_num}", aliases(improved), {
         "iter_num": iter_num, "sequences": batches.position,  # where a resume starts
         "best_val_loss": best_val_loss, "evals_since_best": evals_since_best,
-        "improved": improved, "wandb_id": log.wandb_id, "grad_norms": list(health.spikes.norms),
-        "grad_norm_ratios": list(health.spikes.ratios), **saved_state(plan, model)})
+        "improved": improved, "evaluation_is_due": evaluation_is_due, "wandb_id": log.wandb_id,
+        "grad_norms": list(health.spikes.norms), "grad_norm_ratios": list(health.spikes.ratios),
+        **saved_state(plan, model)})
 
 
 # -----------------------------------------------------------------------------
 # The loop
 
-if not eval_only:
-    shutdown.watch_stop_file(os.path.join(out_dir, "STOP"))
 with all_exit_on(OSError):  # after all checks, because it may delete
     best_val_loss = store.clean(tag, overwrite, aliases(state.get("improved")))
 best_val_loss = broadcast_from_rank0(best_val_loss)
@@ -319,10 +368,17 @@ log.open_files()
 saver = Saver(engine, store, keep_last, plan.tag_bytes, async_save, on_saved=log.saved)
 if iter_num == 0 or eval_only:
     evaluate()
-elif at_end():
+elif at_end() and not evaluation_is_due:
     longer = "--max_iters" if max_epochs is None else "--max_epochs"
     print0(f"{store.path(tag.name)} is at iteration {iter_num} already: resume with a larger {longer}")
-exit_code, code_at_end = None, 0
+exit_code = None
+code_at_end = 0
+shutdown.exit_if_requested()
+if not eval_only:
+    shutdown.begin_training()  # a stop saves from here on
+    if evaluation_is_due:  # make it up
+        evaluate_and_save()
+        exit_code, _ = shutdown.agree()
 if profiler:
     profiler.start()
 log.restart_clock(iter_num, batches)  # starts it
@@ -352,31 +408,30 @@ while not finished() and not eval_only and exit_code is None:
     # evaluate, and save a tag
     saved = False
     if evaluations_due() > evaluations_before or at_end():
-        val_loss = evaluate()
-        improved = val_loss < best_val_loss
-        best_val_loss = min(best_val_loss, val_loss)  # in this order, NaN doesn't become the best
-        evals_since_best = 0 if improved else evals_since_best + 1
-        if improved or always_save_checkpoint or finished():
-            save(improved) if math.isfinite(val_loss) else log.not_saved()
-            saved, code_at_end = True, 0 if math.isfinite(val_loss) else 2
+        saved = evaluate_and_save()
     if sample_interval and iter_num % sample_interval == 0:
         encode, decode = plan.tokenizer
-        ids = sample_while_training(model, vocab_size, encode(sample_start), sample_tokens, (seed + iter_num) % 2**63)
-        log.sample(iter_num, decode(ids))
+        ids = sample_while_training(model, vocab_size, encode(sample_start), sample_tokens,
+                                    seed=(seed + iter_num) % 2**63, is_stopped=StopCheck(shutdown).is_requested)
+        if ids is not None:
+            log.sample(iter_num, decode(ids))
     log.restart_clock(iter_num, batches, paused=profiler and profiler.step())  # for the next step's time
 
     # exit together: a signal, STOP, norms that rise, a failed save, or too many skipped steps
     if health.rise and on_rising_norms == "stop":
         shutdown.request_exit(4)  # on all ranks
-    exit_code, save_failed = shutdown.agree(saver.failed)
+    exit_code, save_failed = shutdown.agree(bool(saver.failed))
     if health.skipped_in_a_row > max_skipped_steps:
         exit_code = 3
+        shutdown.announce(f"stop requested ({EXIT_REASONS[3]})")
     if save_failed:
         saver.wait()
     if exit_code is not None and not finished():
-        print0(f"stop requested ({EXIT_REASONS[exit_code]}): exiting after step {iter_num}")
-        if not saved:
-            save(False) if not health.skipped_in_a_row or math.isfinite(evaluate()) else log.not_saved()
+        print0(f"exiting after step {iter_num}")
+        if not saved and health.skipped_in_a_row and not loss_is_finite():
+            log.not_saved()
+        elif not saved:
+            save(improved=False)
 
 # -----------------------------------------------------------------------------
 # The end

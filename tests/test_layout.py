@@ -21,7 +21,7 @@ LEVELS = (  # a room is a folder, or a file of its own; imports go to lower leve
     ("runtime/plan", "runtime/check", "sample.py", "plot.py"),
     ("train_deepspeed.py", "bench.py", "doctor.py", "evaluate.py"))
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-MOST_LINES = {"train_deepspeed.py": 400, "runtime/weights.py": 360, "model.py": 540, "runtime/kernels/block.py": 350,
+MOST_LINES = {"train_deepspeed.py": 450, "runtime/weights.py": 360, "model.py": 540, "runtime/kernels/block.py": 350,
               "runtime/engine/layout.py": 620, "runtime/engine/zero3_blocks.py": 340, "runtime/data/loader.py": 400,
               "runtime/checkpoint/tags.py": 400}
 

@@ -127,6 +127,7 @@ class State(TypedDict):
     best_val_loss: Loss
     evals_since_best: Count
     improved: bool
+    evaluation_is_due: NotRequired[bool]  # a stop has ended it
     wandb_id: WandbId | None
     grad_norms: Annotated[list[Loss], Field(max_length=10_000)]
     grad_norm_ratios: Annotated[list[Loss], Field(max_length=10_000)]

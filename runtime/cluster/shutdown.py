@@ -1,17 +1,19 @@
 """Graceful shutdown: all ranks stop after the same step, and no process is left behind.
 
-A signal, a file STOP in out_dir, or the end of the launcher stops a run. If that takes longer than LAUNCHER_GRACE_S
-after the launcher's end, the ranks exit without saving. When a rank dies, the other ranks of its node exit at once. A
-rank that hangs, or a node that is lost, is noticed by the next collective, after group_timeout() (join.py).
+A signal, a file STOP in out_dir, or the end of the launcher stops a run. If that takes longer than
+LAUNCHER_GRACE_S after the launcher's end, the ranks exit without saving. When a rank dies, the
+other ranks of its node exit at once. A rank that hangs, or a node that is lost, is noticed by the
+next collective, after group_timeout() (join.py).
 
-Python runs signal handlers in the main thread, which may wait in a collective. So a thread reads them from a pipe."""
+Before the first step there is nothing to save: a signal ends its process, and STOP ends the run at
+the next exit_if_requested(). From then on, the ranks agree: after each step, and about once a
+second in an evaluation or a sample, in a StopCheck.
+"""
 
-import contextlib
 import itertools
+import math
 import os
 import re
-import select
-import signal
 import socket
 import sys
 import threading
@@ -23,88 +25,87 @@ import torch.distributed as dist
 
 from runtime import explain
 from runtime.cluster.join import group_timeout
-from runtime.cluster.ranks import ALL_EXITING, EXITING, RANK
+from runtime.cluster.ranks import ALL_EXITING, EXITING, RANK, print0, shut_down
+from runtime.cluster.requests import NOTHING_TO_SAVE, STOP_REASONS, SignalWatch, StopFile
 from runtime.cluster.store import is_launcher
 from runtime.output import explain_uncaught
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # the exit code is 128 + the number
-EXIT_REASONS = {143: "SIGTERM, or the launcher has exited", 138: "SIGUSR1", 130: "Ctrl-C",
-                129: "SIGHUP: the terminal was closed", 0: "the file STOP",
-                3: "too many consecutive steps were skipped: lower the learning rate", 4: "gradient norms rise"}
+EXIT_REASONS = {
+    **STOP_REASONS,
+    3: "too many consecutive steps were skipped: lower the learning rate",
+    4: "gradient norms rise",
+}
+LAUNCHER_ENDED = "the launcher has exited before its ranks: wait for their line \"saved iter_...\""
 INTERVAL = 1.0  # seconds between two checks
+AGREE_EVERY_S = 1.0  # seconds between two questions of a StopCheck
 LAUNCHER_GRACE_S = 50  # after the launcher's end, to finish a step and save
 
 
 class Shutdown:
-    """Watches the launcher and the other ranks of this node until shut_down(), and on request signals and a file.
-    peers: what join_process_group() returned."""
+    """Watches the launcher and the other ranks of this node until shut_down(), and on request
+    signals and a file.
 
-    def __init__(self, peers):
-        self.exit_code = None  # requested on this rank
-        self.stop_file = None
+    peers: what join_process_group() returned. signals: the SignalWatch of a script that saves when
+    it is stopped.
+    """
+
+    def __init__(self, peers: list, signals: SignalWatch | None = None) -> None:
+        self.exit_code: int | None = None  # requested on this rank
+        self.announced = False
+        self.signals = signals
+        self.stop_file: StopFile | None = None
+        self.can_save = False
         self.neighbors = {rank: psutil.Process(pid) for rank, (node, pid) in enumerate(peers)
                           if node == peers[RANK][0] and rank != RANK and psutil.pid_exists(pid)}  # containers hide some
         # torchrun, or the two processes of deepspeed: their end stops the run, that of a shell doesn't
         self.launchers = list(itertools.takewhile(is_launcher, psutil.Process().parents()))
         self.launcher_end = None  # when it was first missed
-        self.pipe, self.write_end = os.pipe()
-        os.set_blocking(self.write_end, False)
-        self.first_ctrl_c, self.reported = None, set()
+        self.reported = set()
         explain_uncaught(explain_lost_rank)
         threading.Thread(target=self._run, daemon=True).start()
 
-    def handle_signals(self):
-        """From now on, a signal stops the run after a step. Before, it ends this process."""
-        for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
-                signal.signal(number, lambda *_: None)  # the thread acts
-        signal.set_wakeup_fd(self.write_end, warn_on_full_buffer=False)
+    def begin_training(self) -> None:
+        """From now on, a signal stops the run after its step, and the run saves."""
+        self.can_save = True
+        self.signals.act = self.on_signal
 
-    def watch_stop_file(self, stop_file):
-        """Stop the run when this file appears. One that exists already was meant for an earlier run."""
+    def on_signal(self, number: int) -> None:
+        """Ask for a stop, on the thread of the SignalWatch."""
+        self.request_exit(128 + number)
+
+    def watch_stop_file(self, stop_file: StopFile) -> None:
+        """Stop the run when this file appears, or has appeared since stop_file was created."""
         if RANK == 0:
-            with contextlib.suppress(OSError):  # not there, or it can't be removed
-                os.remove(stop_file)
-            self.stop_file = None if os.path.lexists(stop_file) else stop_file
+            stop_file.remove_earlier()
+            self.stop_file = stop_file
 
     def _run(self):
-        """Run the checks. One that fails is reported once and tried again, because nothing else handles signals."""
-        while not ALL_EXITING.is_set():
-            for check in (self.check_signals, self.check_stop_file, self.check_launchers, self.check_neighbors):
+        """Run the checks. One that fails is reported once and tried again, because nothing else makes it."""
+        while not ALL_EXITING.wait(INTERVAL):
+            for check in (self.check_stop_file, self.check_launchers, self.check_neighbors):
                 try:
                     check()
                 except Exception as error:
                     self.report(f"{check.__name__} failed ({type(error).__name__}: {error}); trying again")
-                    time.sleep(INTERVAL / 10)  # a failing check may not have waited
 
     def report(self, message):
         if message not in self.reported:
             self.reported.add(message)
             print(f"rank {RANK}: {message}", file=sys.stderr, flush=True)
 
-    def check_signals(self):
-        """Wait at most INTERVAL for signals, and act on them."""
-        if not select.select([self.pipe], [], [], INTERVAL)[0]:
-            return
-        for number in os.read(self.pipe, 64):
-            if number == signal.SIGINT:
-                self.first_ctrl_c = self.first_ctrl_c or time.monotonic()
-                if time.monotonic() > self.first_ctrl_c + 0.3:  # one Ctrl-C may arrive twice within that time
-                    os._exit(130)
-            if number in SIGNALS:
-                self.request_exit(128 + number)
-
     def check_stop_file(self):
-        if self.stop_file and self.exit_code is None and os.path.lexists(self.stop_file):
+        if self.stop_file and self.exit_code is None and self.stop_file.has_appeared():
             self.request_exit(0)
-            with contextlib.suppress(OSError):  # a folder, or another user's file
-                os.remove(self.stop_file)
+            self.stop_file.remove()
 
     def check_launchers(self):
         """Stop the run if the launcher has gone. If the run can't stop, exit, so that the next one finds no lock."""
         if all(map(is_running, self.launchers)):
             return
-        self.request_exit(143)
+        if self.signals and not self.can_save:
+            self.announce(f"stop requested (the launcher has exited): {NOTHING_TO_SAVE}")
+            os._exit(143)
+        self.request_exit(143, LAUNCHER_ENDED)
         self.launcher_end = self.launcher_end or time.monotonic()
         if time.monotonic() > self.launcher_end + LAUNCHER_GRACE_S:
             self.report(f"the launcher ended {LAUNCHER_GRACE_S} s ago and this rank can't finish its step, so it exits")
@@ -120,16 +121,65 @@ class Shutdown:
             self.report(f"rank {dead[0]} has died, so this rank exits too; see the error message above")
             os._exit(1)
 
-    def request_exit(self, code):
-        if self.exit_code is None:
-            self.exit_code = code
+    def request_exit(self, code: int, reason: str | None = None) -> None:
+        """Ask for a stop of all ranks with this exit code. The first request of a rank counts."""
+        if self.exit_code is not None or ALL_EXITING.is_set():
+            return
+        self.exit_code = code
+        if self.signals:
+            self.announce(f"stop requested ({reason or EXIT_REASONS[code]})")
 
-    def agree(self, flag):
-        """Return (the exit code with which all ranks should stop, or None; whether `flag` is true on any rank)."""
-        votes = torch.tensor([-1 if self.exit_code is None else self.exit_code, bool(flag)])
+    def announce(self, text: str) -> None:
+        """Print once, on rank 0, that the run stops."""
+        if not self.announced:
+            self.announced = True
+            print0(text)
+
+    def agree(self, flag: float = 0) -> tuple[int | None, float]:
+        """Return the exit code with which all ranks should stop, or None, and the largest `flag` of
+        the ranks. All ranks call this."""
+        code = -1 if self.exit_code is None else self.exit_code
+        votes = torch.tensor([code, flag], dtype=torch.float64)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         code, flag = votes.tolist()
-        return (None if code < 0 else code), bool(flag)
+        if code < 0:
+            return None, flag
+        self.announce(f"stop requested ({EXIT_REASONS[int(code)]})")
+        return int(code), flag
+
+    def exit_if_requested(self) -> None:
+        """Exit on all ranks if a stop is requested, before the first step. All ranks call this."""
+        code, _ = self.agree()
+        if code is not None:
+            print0(f"exiting: {NOTHING_TO_SAVE}")
+            shut_down(code)
+
+
+class StopCheck:
+    """Ends a long part of a run when a stop is requested. All ranks make one, and ask it after each
+    batch or token.
+
+    It asks the other ranks about once in AGREE_EVERY_S. The batches between are counted, because all
+    ranks have to ask at the same one: as many as the slowest rank makes in that time.
+    """
+
+    def __init__(self, shutdown: Shutdown) -> None:
+        self.shutdown = shutdown
+        self.batches = 0  # since the last question
+        self.next_question = 1
+        self.began = time.monotonic()
+
+    def is_requested(self) -> bool:
+        """Return whether all ranks should stop here."""
+        self.batches += 1
+        if self.batches < self.next_question:
+            return False
+        seconds_per_batch = (time.monotonic() - self.began) / self.batches
+        code, slowest = self.shutdown.agree(seconds_per_batch)
+        self.next_question = max(1, math.ceil(AGREE_EVERY_S / max(slowest, 1e-6)))
+        self.batches = 0
+        self.began = time.monotonic()
+        return code is not None
 
 
 def explain_lost_rank(error):

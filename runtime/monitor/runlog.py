@@ -216,6 +216,7 @@ class RunLog:
 
     def not_saved(self):
         """Report why these weights are not saved, and how to continue."""
+        self.is_finite = False
         print0("checkpoint not saved, because the loss is not finite: start again with a lower learning rate, and with "
                "--init_from=auto to resume from an earlier checkpoint")
 

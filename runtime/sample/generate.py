@@ -2,10 +2,12 @@
 
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from runtime.chosen_model import GPT
 from runtime.errors import UserError
 from runtime.kernels.decode import decode_step_for
 from runtime.output import printable
@@ -94,15 +96,45 @@ def generate_texts(model, prompt, n_texts, seed, max_new_tokens, decode, end=Non
     return texts
 
 
-def sample_while_training(model, vocab_size, prompt, n_tokens, seed):
-    """Return the prompt (ids) and n_tokens more of the data's vocabulary, as a list. All ranks call it, and none stops
-    at an end_of_text: ZeRO-3 gathers parameters. Capturing CUDA graphs takes memory and disturbs other threads."""
-    device, whole = model.lm_head.weight.device, model.lm_head.vocab_size
-    model.lm_head.vocab_size = vocab_size
+class StoppedError(Exception):
+    """A stop was requested in the middle of a sample."""
+
+
+def sample_while_training(
+    model: GPT,
+    vocab_size: int,
+    prompt: list[int],
+    n_tokens: int,
+    seed: int,
+    is_stopped: Callable[[], bool],
+) -> list[int] | None:
+    """Return the prompt (ids) and n_tokens more of the data's vocabulary; None if is_stopped() says so after a token.
+
+    All ranks call it, and none stops at an end_of_text: ZeRO-3 gathers parameters. Capturing CUDA graphs takes memory
+    and disturbs other threads."""
+
+    def on_token(_: torch.Tensor) -> None:
+        if is_stopped():
+            raise StoppedError
+
+    device = model.lm_head.weight.device
+    whole = model.lm_head.vocab_size
     n_tokens = min(n_tokens, model.config.block_size - len(prompt))
+    model.lm_head.vocab_size = vocab_size
     model.eval()
-    ids = model.generate(torch.tensor([prompt], device=device), n_tokens, TEMPERATURE, TOP_K,
-                         generator=torch.Generator(device).manual_seed(seed), cuda_graphs=False)
-    model.lm_head.vocab_size = whole
-    model.train()
+    try:
+        ids = model.generate(
+            torch.tensor([prompt], device=device),
+            n_tokens,
+            TEMPERATURE,
+            TOP_K,
+            generator=torch.Generator(device).manual_seed(seed),
+            on_token=on_token,
+            cuda_graphs=False,
+        )
+    except StoppedError:
+        return None
+    finally:
+        model.lm_head.vocab_size = whole
+        model.train()
     return ids[0].tolist()

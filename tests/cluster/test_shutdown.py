@@ -44,7 +44,7 @@ def iterations(log):
 def test_of_two_requests_the_first_sets_the_exit_code():
     """Slurm sends SIGUSR1 some time before the limit and SIGTERM at it; by exit code 138 the job queues again."""
     shutdown = object.__new__(Shutdown)
-    shutdown.exit_code = None
+    shutdown.exit_code = shutdown.signals = None
     for code in (138, 143):
         shutdown.request_exit(code)
     assert shutdown.exit_code == 138

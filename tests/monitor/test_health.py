@@ -189,7 +189,7 @@ def test_a_run_whose_norms_rise_ends_and_resumes_once(spoilt):
     The history has 200 norms instead of 2,000. The resumed run doesn't stop for the same rise."""
     options = "--learning_rate=1e-7", "--max_iters=320", "--on_rising_norms=stop", "--log_interval=10"
     run = spoilt(401, 999, *options, factor=5, history=(200, 100))
-    assert run.returncode == 4 and "stop requested (gradient norms rise): exiting after step 250" in run.stdout
+    assert run.returncode == 4 and "stop requested (gradient norms rise)\nexiting after step 250\n" in run.stdout
     (text,) = warnings_in(run).values()
     shares = next(r["grad_shares"] for r in run.history if r["iter"] == 250 and "grad_shares" in r)
     assert len(shares) == 3 and ", ".join(f"{name} {share:.0%}" for name, share in shares.items()) in text
