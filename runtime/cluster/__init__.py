@@ -2,7 +2,12 @@
 
 import os
 
+from runtime.cluster.launchers import adopt_ranks, find_launcher
+from runtime.errors import UserError
 from runtime.output import exit_with_error
+
+STARTED_BY = find_launcher(os.environ)  # srun or mpirun, whose variables become torchrun's
+adopt_ranks(os.environ)
 
 
 def exit_on_all_ranks(error):
@@ -12,6 +17,9 @@ def exit_on_all_ranks(error):
     from runtime.cluster.join import join_process_group  # not before: --help must not wait for PyTorch
     from runtime.cluster.ranks import exit_together, ranks_from_environment
 
-    ranks_from_environment()
+    try:
+        ranks_from_environment()
+    except UserError:  # of the environment: the other ranks have it too, so nobody waits
+        exit_with_error(error)
     join_process_group()
     exit_together([str(error)])

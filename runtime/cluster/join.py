@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from runtime.cluster.late import LateNotice
 from runtime.cluster.ranks import RANK, all_gather_objects, local_world_size
 from runtime.cluster.store import is_on_one_node, open_store
 from runtime.cores import allowed_cores, usable_cores
@@ -43,14 +44,16 @@ def join_process_group(device: str = "auto", backend: str = "auto") -> list:
     backends = "cpu:gloo,cuda:nccl" if on_gpu and backend != "gloo" else "gloo"
     try:
         use_private_compile_cache()
-        store = open_store(timeout)
-        if store is None:
-            dist.init_process_group(backends, timeout=timeout)
-        else:
-            world_size = int(os.environ["WORLD_SIZE"])
-            dist.init_process_group(
-                backends, timeout=timeout, store=store, rank=RANK, world_size=world_size
-            )
+        with LateNotice() as notice:
+            store = open_store(timeout)
+            if store is None:
+                dist.init_process_group(backends, timeout=timeout)
+            else:
+                world_size = int(os.environ["WORLD_SIZE"])
+                notice.wait_for_all(store, world_size, timeout.total_seconds())
+                dist.init_process_group(
+                    backends, timeout=timeout, store=store, rank=RANK, world_size=world_size
+                )
         node = [socket.gethostname(), str(psutil.net_if_addrs())]
         return all_gather_objects([node, os.getpid()])
     except UserError as error:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runtime.cluster import STARTED_BY
 from runtime.errors import UserError
 from runtime.output import error_text, printable
 
@@ -42,6 +43,12 @@ on_shut_down = _cleanup.callback  # on_shut_down(function, *args): shut_down() c
 def ranks_from_environment(dry_run=False):
     """Return Ranks as torchrun and deepspeed set them. Without a launcher there is one rank, and this sets what
     torch.distributed needs. A dry run plans for WORLD_SIZE ranks, LOCAL_WORLD_SIZE of them per node."""
+    if STARTED_BY is not None and "RANK" not in os.environ:  # alone, each would train by itself
+        raise UserError(
+            f"{STARTED_BY.size}={os.environ[STARTED_BY.size]} in the environment: {STARTED_BY.name} has started "
+            "several processes, but its variables don't say which is which: start with python launch_deepspeed.py, "
+            "or set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
     world_size = launcher_variable("WORLD_SIZE", 1)
     launcher_variable("RANK", 0, end=world_size)
     if dry_run and "RANK" not in os.environ:
@@ -52,7 +59,8 @@ def ranks_from_environment(dry_run=False):
     ranks = launcher_variable("RANK"), launcher_variable("LOCAL_RANK"), launcher_variable("WORLD_SIZE")
     launcher_variable("MASTER_PORT", end=2**16)
     if not os.environ.get("MASTER_ADDR"):
-        raise UserError("MASTER_ADDR is not in the environment: set it to rank 0's host, or start with torchrun")
+        raise UserError("MASTER_ADDR is not in the environment: set it to rank 0's host (mpirun -x MASTER_ADDR=HOST), "
+                        "or start with torchrun")
     return Ranks(*ranks, local_world_size())
 
 

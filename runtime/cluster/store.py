@@ -30,6 +30,20 @@ LAUNCHERS = {  # their commands, and the modules that python -m starts
     "deepspeed",
     "deepspeed.launcher.runner",
     "deepspeed.launcher.launch",
+    # Open MPI, MPICH and Slurm: the process on each node that has started its ranks, and mpirun
+    "mpirun",
+    "mpirun.openmpi",
+    "mpirun.mpich",
+    "mpiexec",
+    "mpiexec.openmpi",
+    "mpiexec.mpich",
+    "mpiexec.hydra",
+    "orterun",
+    "orted",
+    "prterun",
+    "prted",
+    "hydra_pmi_proxy",
+    "slurmstepd",
 }
 
 
@@ -44,8 +58,8 @@ def open_store(timeout: datetime.timedelta) -> dist.Store | None:
     if not is_on_one_node():
         return None
 
-    # torchrun, deepspeed and launch_deepspeed.py start all ranks of a node themselves, so the
-    # launcher's process tells this run from all others
+    # Launchers start all ranks of a node themselves, so the launcher's process tells this run from
+    # all others
     launcher = psutil.Process().parent()
     if launcher is not None and is_launcher(launcher):
         return dist.FileStore(str(private_file(launcher)), world_size)
@@ -72,7 +86,8 @@ def has_loopback_master() -> bool:
 def is_launcher(process: psutil.Process) -> bool:
     """Return whether a process is one of LAUNCHERS."""
     try:
-        return bool(LAUNCHERS & {os.path.basename(word) for word in process.cmdline()})
+        words = {os.path.basename(word) for word in process.cmdline()}
+        return bool(LAUNCHERS & {process.name(), *words})  # slurmstepd has changed its command line
     except psutil.Error:  # another user's process that this system hides: not our launcher
         return False
 
@@ -110,7 +125,14 @@ def open_loopback_store(world_size: int, timeout: datetime.timedelta) -> dist.St
     """
     port = launcher_variable("MASTER_PORT", end=2**16)
     if launcher_variable("RANK") != 0:
-        return dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=timeout)
+        return dist.TCPStore(
+            "127.0.0.1",
+            port,
+            world_size,
+            is_master=False,
+            timeout=timeout,
+            wait_for_workers=False,  # LateNotice waits
+        )
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -126,6 +148,7 @@ def open_loopback_store(world_size: int, timeout: datetime.timedelta) -> dist.St
             world_size,
             is_master=True,
             timeout=timeout,
+            wait_for_workers=False,
             master_listen_fd=listener.detach(),
             use_libuv=False,  # PyTorch 2.7's takes no socket that is open
         )

@@ -1,0 +1,92 @@
+"""Say who waits for whom, if ranks don't find each other soon."""
+
+import os
+import threading
+import time
+
+import psutil
+import torch.distributed as dist
+
+from runtime.cluster import STARTED_BY
+from runtime.cluster.ranks import RANK
+from runtime.cluster.store import is_launcher
+from runtime.errors import UserError
+
+NOTICE_S = 20
+POLL_S = 0.05
+VARIABLES = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
+
+
+class LateNotice:
+    """A context. After NOTICE_S in it, one line says for which ranks this one waits, and why."""
+
+    def __init__(self) -> None:
+        self.store: dist.Store | None = None  # in which ranks that are here say so
+        self.timer = threading.Timer(NOTICE_S, self.print_notice)
+        self.timer.daemon = True
+
+    def __enter__(self) -> "LateNotice":
+        self.timer.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.timer.cancel()
+
+    def print_notice(self) -> None:
+        world_size = int(os.environ["WORLD_SIZE"])
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        if self.store is not None:
+            missing = self.missing(world_size)
+            here = [rank for rank in range(world_size) if rank not in missing]
+            if not missing or here[0] != RANK:
+                return  # the first rank that is here prints it
+            waits = f"rank {RANK} waits for {listed(missing)}"
+        elif RANK == 0:
+            waits = f"rank 0 waits for the others at {address}"
+        else:
+            waits = f"rank {RANK} waits for rank 0 at {address}"
+        print(f"{waits} of {world_size} ranks since {NOTICE_S:g} s; {source()}", flush=True)
+
+    def missing(self, world_size: int) -> list[int]:
+        """Return the ranks that are not here yet."""
+        return [rank for rank in range(world_size) if not self.store.check([f"here/{rank}"])]
+
+    def wait_for_all(self, store: dist.Store, world_size: int, timeout_s: float) -> None:
+        """Wait for all ranks of a store. Raises UserError after timeout_s."""
+        store.set(f"here/{RANK}", "")
+        self.store = store
+        deadline = time.monotonic() + timeout_s
+        everybody = [f"here/{rank}" for rank in range(world_size)]
+        while not store.check(everybody):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"rank {RANK} could not join the other ranks within {timeout_s / 60:g} minutes "
+                    f"({listed(self.missing(world_size))} of {world_size} didn't come): check their "
+                    f"output; {source()}"
+                )
+            time.sleep(POLL_S)
+
+
+def listed(ranks: list[int]) -> str:
+    """Return "rank 1" or "ranks 1, 2, 3"; of many, the first ones."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}{', ...' if len(ranks) > 8 else ''}"
+
+
+def source() -> str:
+    """Return where the number of ranks comes from, and what to do if it is wrong."""
+    world_size = os.environ["WORLD_SIZE"]
+    if STARTED_BY is not None:
+        return (
+            f"{STARTED_BY.size}={world_size} in the environment says that {STARTED_BY.name} has "
+            f"started so many: if it has not, run unset {STARTED_BY.size}"
+        )
+    parent = psutil.Process().parent()
+    if parent is not None and is_launcher(parent):
+        return f"the launcher, process {parent.pid}, has started them: look for their errors above"
+    return (
+        f"RANK={RANK} and WORLD_SIZE={world_size} are in this shell's environment: if you want one "
+        f"process, run unset {VARIABLES}"
+    )
