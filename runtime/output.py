@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import signal
 import sys
 
 from runtime.errors import UserError
@@ -90,14 +91,29 @@ def exit_with_error(problems):
     raise SystemExit(2)
 
 
+class SignalError(BaseException):
+    """SIGTERM or SIGHUP in exit_on_error(). No handler of other errors catches it."""
+
+
 @contextlib.contextmanager
 def exit_on_error(interrupted):
-    """Exit with one line: code 2 for a UserError or OSError, 130 for Ctrl-C. A failing print doesn't end the script."""
+    """Exit with one line: code 2 for a UserError or OSError, 130 for Ctrl-C, 143 or 129 for SIGTERM
+    or SIGHUP. A failing print doesn't end the script."""
     protect_output()
+
+    def stop(number, _):
+        raise SignalError(number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # SIGHUP is ignored under nohup
+            signal.signal(number, stop)
     try:
         yield
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         sys.exit(130)
+    except SignalError as error:
+        print(interrupted, file=sys.stderr)
+        sys.exit(128 + error.args[0])
     except (UserError, OSError) as error:  # one of the system has no fix. A failed connection's has no strerror
         exit_with_error(str(error) + ": check permissions and free space" * bool(getattr(error, "strerror", None)))
