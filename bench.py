@@ -25,6 +25,7 @@ from runtime.files import ROOT, write_atomic
 from runtime.hardware import git_commit
 from runtime.monitor.history import read_history
 from runtime.output import exit_with_error
+from runtime.paths import expand_path
 
 SCRIPT, LAUNCHER, BASELINES = ROOT / "train_deepspeed.py", ROOT / "launch_deepspeed.py", ROOT / "examples/baselines.py"
 
@@ -35,7 +36,7 @@ def main():
     parser.add_argument("--warmup", type=int, default=4, help="number of steps before those measured")
     parser.add_argument("--repeats", type=int, default=10, help="number of steps to measure")
     parser.add_argument("--baseline", choices=("hf", "pytorch", "fsdp2"), help="also measure a baseline")
-    parser.add_argument("--json", default="bench.json", help="output file (default: bench.json)")
+    parser.add_argument("--json", default="bench.json", type=expand_path, help="output file (default: bench.json)")
     args, argv = parser.parse_known_args()
     if min(args.gpus, args.warmup, args.repeats) < 1:
         parser.error("--gpus, --warmup and --repeats must be at least 1")

@@ -26,6 +26,7 @@ from pathlib import Path
 from runtime.errors import UserError
 from runtime.other_guides import instead_of
 from runtime.output import exit_with_error
+from runtime.paths import PATH_SETTINGS, expand_path, expand_setting
 
 VALUES = {bool: ("True", "False"), type(None): ("None",)}
 
@@ -44,11 +45,15 @@ def configure(defaults, argv, annotations=None, root=".", script=None):
             return
         try:
             value = convert(value, *allowed[name])
+            if name in PATH_SETTINGS:
+                value = expand_setting(value)
             if value == "auto" and values[name] != "auto":
                 requested[name] = values[name]
             values[name] = value
         except ValueError as error:
             problems.append(f"{where}: {name} {error}")
+        except UserError as error:  # a path
+            problems.append(f"{where}: {name}={error}")
 
     args, chosen = list(argv), {}  # chosen: on the command line
     while args:
@@ -153,6 +158,7 @@ def find_config_file(path: str, root: str) -> str | None:
 
 def run_config_file(path, values, root):
     """Run a config file on the settings' values so far, by name, and return what it assigned."""
+    path = expand_path(path)
     file = find_config_file(path, root)
     if file is None or not path.endswith(".py"):  # JSON is often valid Python, and would change nothing
         problem = "is not a .py file" if file or os.path.isdir(path) else "does not exist"

@@ -16,6 +16,7 @@ from pathlib import Path
 from runtime.files import ROOT, write_atomic
 from runtime.monitor.history import read_history, series
 from runtime.output import exit_on_error, exit_with_error
+from runtime.paths import expand_path
 
 PANELS = {  # key of a record: (title, unit of the axis, whether a log scale may help)
     "loss": ("loss (bold: validation ± standard error)", 1, True),
@@ -29,8 +30,9 @@ MAX_POINTS = 400  # per line; longer runs are drawn as means of groups, with the
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out_dirs", nargs="+", metavar="out_dir", help="the output folder of a run")
-    parser.add_argument("--png", metavar="FILE", help="output file; default: curves.png in the first folder")
+    parser.add_argument("out_dirs", nargs="+", metavar="out_dir", type=expand_path, help="the output folder of a run")
+    parser.add_argument("--png", metavar="FILE", type=expand_path,
+                        help="output file; default: curves.png in the first folder")
     args = parser.parse_args()
     runs = {out_dir: read_history(out_dir) for out_dir in map(os.path.normpath, args.out_dirs)}
     if empty := [out_dir for out_dir, history in runs.items() if not history]:

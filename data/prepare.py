@@ -21,6 +21,7 @@ from runtime.data.dataset import SPLITS, new_dataset_dir
 from runtime.data.tokenizer import tokenizer_meta
 from runtime.errors import UserError
 from runtime.output import exit_on_error
+from runtime.paths import expand_path
 from runtime.prepare import inputs, pipeline, shards
 
 
@@ -28,9 +29,10 @@ def argument_parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      usage="python data/prepare.py PATH... --name=NAME [options]", allow_abbrev=False)
     add = parser.add_argument
-    add("paths", metavar="PATH", nargs="+", help="file, folder, or - for standard input")
-    add("--name", required=True, help="name of the dataset: a folder below data/, or a path")
-    add("--tokenizer", default="gpt2", help="gpt2 (the default), char, or a folder with a tokenizer.json")
+    add("paths", metavar="PATH", nargs="+", type=expand_path, help="file, folder, or - for standard input")
+    add("--name", required=True, type=expand_path, help="name of the dataset: a folder below data/, or a path")
+    add("--tokenizer", default="gpt2", type=expand_path,
+        help="gpt2 (the default), char, or a folder with a tokenizer.json")
     add("--format", choices=("text", "jsonl", "parquet", "chat"), help="what the files hold (default: by their names); "
         "chat: JSON lines with conversations")
     add("--field", default="text", help="field or column that holds the text (default: text)")

@@ -19,6 +19,7 @@ from runtime.data.tokenizer import end_of_text, numpy_encoder, tokenizer_meta
 from runtime.errors import UserError
 from runtime.files import lock_folder
 from runtime.output import exit_on_error
+from runtime.paths import expand_path
 from runtime.prepare.inputs import find_files
 from runtime.prepare.pipeline import tokenize
 from runtime.untrusted import read_regular
@@ -62,10 +63,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      usage="python data/prepare_hub.py [options]", allow_abbrev=False)
     add = parser.add_argument
-    add("--dataset", default="Skylion007/openwebtext", help="name on the Hub, or a folder (default: %(default)s)")
+    add("--dataset", default="Skylion007/openwebtext", type=expand_path,
+        help="name on the Hub, or a folder (default: %(default)s)")
     add("--config", help="configuration of the dataset, such as sample-10BT")
     add("--column", default="text", help="column that holds the text (default: text)")
-    add("--name", help="folder below data/, or a path (default: the last part of --dataset)")
+    add("--name", type=expand_path, help="folder below data/, or a path (default: the last part of --dataset)")
     add("--streaming", action="store_true", help="tokenize during the download, without a cache and without shuffling")
     add("--overwrite", action="store_true", help="replace an existing dataset")
     args = parser.parse_args()

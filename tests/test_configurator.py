@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Literal, get_args
 
 import pytest
@@ -20,6 +21,7 @@ from configurator import configure, settings_of_script
 from runtime.data.loader import Batch
 from runtime.engine import ds_config
 from runtime.errors import UserError
+from runtime.paths import PATH_SETTINGS
 
 SCRIPT = ROOT / "train_deepspeed.py"
 CONFIGS = [*sorted((ROOT / "config").glob("*.py")), ROOT / "examples" / "instructions" / "config.py"]
@@ -383,3 +385,44 @@ def test_a_module_of_ours_that_is_missing_is_a_bug():
     done = without("runtime.output", "train_deepspeed.py")
     assert done.returncode == 1 and "Traceback" in done.stderr
     assert "runtime.output" in done.stderr.splitlines()[-1]
+
+
+# Paths
+
+
+SCRIPTS = ("train_deepspeed.py", "sample.py", "evaluate.py", "export_hf.py",
+           "examples/animals90/src/train_deepspeed.py")
+NO_PATHS = {"resume_tag", "tag", "sample_start", "start", "wandb_project", "wandb_run_name", "target_gpu", "dtype",
+            "lora_target_modules", "device", "backend", "optimizer", "lr_schedule", "on_rising_norms"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_each_setting_that_may_be_a_path_is_expanded(script, monkeypatch):
+    """~ and variables, on the command line and in configs. A new setting with text is a path, or in NO_PATHS."""
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    settings = settings_of_script(ROOT / script, [])
+    source = (ROOT / script).read_text(encoding="utf-8")
+    texts = set(re.findall(r"^(\w+)(?:: [^=]*\bstr\b[^=]*)? = (?:\"|None)", source, re.M)) & set(vars(settings))
+    texts = {name for name in texts if isinstance(vars(settings)[name], str) or re.search(rf"^{name}: .*str", source, re.M)}
+    paths = texts - NO_PATHS
+    assert paths <= PATH_SETTINGS, paths - PATH_SETTINGS
+    for name in paths:
+        for written, meant in (("~/x", f"{Path.home()}/x"), ("$SCRATCH/x", "/scratch/x"), ("${SCRATCH}", "/scratch")):
+            assert vars(settings_of_script(ROOT / script, [f"--{name}={written}"]))[name] == meant
+
+
+def test_paths_in_a_config_and_in_a_mixture(tmp_path, monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    (tmp_path / "own.py").write_text('out_dir = "$SCRATCH/run"\ndataset = {"~/a": 0.5, "mine": 0.5}\n')
+    settings = settings_of_script(ROOT / "train_deepspeed.py", [f"{tmp_path}/own.py"])
+    assert settings.out_dir == "/scratch/run" and settings.dataset == {f"{Path.home()}/a": 0.5, "mine": 0.5}
+
+
+@pytest.mark.parametrize("argument, problem", [
+    ("--out_dir=$NOT_SET/x", "out_dir=$NOT_SET/x: the variable NOT_SET is not set: set it, or write the folder itself"),
+    ("--init_from=~nobody-here/x", "init_from=~nobody-here/x: there is no such user: write ./~nobody-here/x for a folder "
+                                   "of this name")])
+def test_a_path_that_cannot_be_expanded_is_refused(capsys, argument, problem):
+    with pytest.raises(SystemExit, match="2"):
+        settings_of_script(ROOT / "train_deepspeed.py", [argument])
+    assert capsys.readouterr().err == f"command line: {problem}\n"

@@ -10,7 +10,7 @@ from conftest import ROOT
 LEVELS = (  # a room is a folder, or a file of its own; imports go to lower levels, or stay in the room
     ("runtime/errors.py",),
     ("runtime/untrusted.py", "runtime/torch_files.py"),
-    ("runtime/cores.py", "runtime/files.py", "runtime/other_guides.py", "runtime/output.py",
+    ("runtime/cores.py", "runtime/files.py", "runtime/other_guides.py", "runtime/output.py", "runtime/paths.py",
      "runtime/source_hash.py", "config"),
     ("runtime/__init__.py", "runtime/hardware.py", "runtime/weights.py", "runtime/lora.py", "runtime/loss.py",
      "runtime/decoder.py", "runtime/model_parts.py", "configurator.py"),

@@ -11,6 +11,7 @@ from runtime.chosen_model import GPT
 from runtime.errors import UserError
 from runtime.kernels.decode import decode_step_for
 from runtime.output import printable
+from runtime.paths import expand_path
 from runtime.untrusted import read_regular
 
 MAX_TEXT_BYTES = 1_000_000_000
@@ -35,7 +36,7 @@ def read_text(path):
 def read_prompts(start, prompts_file):
     """Return the prompts: the lines of prompts_file, the content of the file in start=FILE:path, or `start`."""
     if not prompts_file:
-        return [read_text(start.removeprefix("FILE:")) if start.startswith("FILE:") else start]
+        return [read_text(expand_path(start.removeprefix("FILE:"))) if start.startswith("FILE:") else start]
     lines = [line for line in read_text(prompts_file).split("\n") if line]
     if not lines:
         raise UserError(f"{prompts_file} is empty: write one prompt per line")
