@@ -437,6 +437,46 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path):
     assert (tmp_path / "history.jsonl").read_text() == '{"iter": 1}\n{"iter": 3}\n'
 
 
+WANDB = """
+import json, types
+from runtime.monitor import runlog
+calls = open({calls!r}, "a")
+class Run:
+    id = "new"
+    def define_metric(self, name, step_metric=None):
+        print(json.dumps(["metric", name, step_metric]), file=calls, flush=True)
+    def log(self, values, **options):
+        print(json.dumps(["log", values["train/iter"], options]), file=calls, flush=True)
+    def finish(self):
+        pass
+def init(id=None, **options):
+    print(json.dumps(["init", id]), file=calls, flush=True)
+    run = Run()
+    run.id = id or {own!r}
+    return run
+sys.modules["wandb"] = types.SimpleNamespace(init=init)
+"""  # what stands for the server: it needs a network
+
+
+def test_wandb_after_going_back_is_a_new_run_that_drops_nothing(train, tmp_path):
+    """With a run's old id, wandb would drop all values up to its last step, and keep those that were discarded."""
+    def calls(own, *args):
+        file = tmp_path / own
+        run = done(train("--wandb_log=True", *args, out_dir=tmp_path / "out", plant=WANDB.format(calls=str(file), own=own)))
+        return run, [json.loads(line) for line in file.read_text().splitlines()]
+
+    _, first = calls("first", "--max_iters=6", "--keep_last=9")
+    assert first[:3] == [["init", None], ["metric", "train/iter", None], ["metric", "*", "train/iter"]]
+    assert {str(call[2]) for call in first[3:]} == {"{}"}  # no step of wandb's own
+    _, resumed = calls("second", "--max_iters=8", "--init_from=resume")
+    assert resumed[0] == ["init", "first"]
+    back, again = calls("third", "--max_iters=8", "--init_from=resume", "--resume_tag=iter_4", "--overwrite=True")
+    assert again[0] == ["init", None] and {call[1] for call in again[3:]} == {5, 6, 7, 8}
+    assert "wandb: a new run, because overwrite=True discards what first has after step 4\n" in back.stdout
+    _, last = calls("fourth", "--max_iters=9", "--init_from=resume")
+    assert last[0] == ["init", "third"]
+
+
 def test_wandb_that_does_not_start_costs_nothing(train, one_rank, tmp_path):
     out_dir = shutil.copytree(one_rank.out_dir, tmp_path / "out")
     before = {p: p.read_bytes() for p in out_dir.rglob("*") if p.is_file()}

@@ -68,12 +68,22 @@ class RunLog:
         import wandb
 
         name = self.settings.wandb_run_name or os.path.basename(os.path.abspath(self.out_dir))
+        # What wandb has after the checkpoint can't be removed. If the user has discarded it, the
+        # run that follows is another one
+        goes_back = self.resumes and self.settings.overwrite
+        if goes_back and self.wandb_id:
+            print0(f"wandb: a new run, because overwrite=True discards what {self.wandb_id} has after step "
+                   f"{self.iter_num}")
+            self.wandb_id = None
         run = wandb.init(project=self.settings.wandb_project, name=name, config=self.settings_record, id=self.wandb_id,
                          resume="allow")
+        # Not wandb's own steps, which only grow: it would drop what a resume repeats
+        run.define_metric("train/iter")
+        run.define_metric("*", step_metric="train/iter")
         if self.wandb_id:  # the checkpoint's, and it may be somebody else's
             print0(f"wandb: continuing the run {run.id} of project {self.settings.wandb_project}")
         self.wandb_id = run.id
-        return Logger(run.log, run.finish)
+        return Logger(lambda values, step: run.log(values), run.finish)
 
     def start_tensorboard(self):
         """Write TensorBoard's files to out_dir/tensorboard. A run that resumes hides earlier values after iter_num."""
