@@ -19,6 +19,7 @@ NO_RIGHT = 77  # diskfull.py ends with it before it has started anything
     ("reshard", ["--most=1", "--dtype=bfloat16", "--tolerance=1e-3"], {"changes": 1}),
     ("signals", ["--launchers=torchrun,deepspeed,run_deepspeed_xl.sh", "--only=SIGTERM"],
      {"trials": 3, "failed": [], "orphans": 0}),
+    ("signals", ["--moments=6"], {"trials": 6, "failed": []}),
     ("prepare", ["--mb=20", "--kills=2", "--tokenizer=char"], {"kills": 2, "same_bytes": True}),
     ("signals", ["--launchers=torchrun", "--only=a rank killed", "--resume=0"],
      {"trials": 1, "failed": [], "orphans": 0})])

@@ -1,10 +1,14 @@
 """Stop runs with each signal under each launcher at random moments, and kill a rank or the launcher.
 
     python tests/drills/signals.py --each=2      --resume=0: without resuming
+    python tests/drills/signals.py --moments=40  instead, one run after another that evaluates half of the time
 
 A stopped run saves a checkpoint of the last step that it printed, exits with the documented code within 60 s and leaves
 no process behind. After a resume, its losses are those of an uninterrupted run. When a rank or the launcher is killed,
-all processes exit within 60 s."""
+all processes exit within 60 s.
+
+With --moments, SIGTERM, Ctrl-C and STOP come at random moments of steps and evaluations. Each run announces the stop,
+saves a tag of its last step, and after a resume has the losses and evaluations of an uninterrupted run."""
 
 import os
 import random
@@ -15,7 +19,7 @@ import sys
 import time
 
 from common import ROOT, arguments, losses, naming, report, run, start
-from conftest import SMALL, wait_until
+from conftest import SMALL, read_history, wait_until
 
 from runtime.checkpoint.tags import TagStore
 
@@ -96,9 +100,69 @@ def trial(args, launcher, what, number):
     return result
 
 
+EVALUATING = ("--max_iters=100000", "--lr_decay_iters=1000", "--eval_interval=20", "--eval_iters=200",
+              "--keep_last=2")
+
+
+def stop_at_a_moment(args, what, number):
+    """Stop a run on two ranks at a random moment after its first step, and resume it for nine steps. -> figures"""
+    out_dir = args.folder / f"moment-{number}"
+    log = args.folder / f"{out_dir.name}.log"
+    job = start(args.data, out_dir, *EVALUATING, "--log_interval=1", log=log)
+    assert wait_until(lambda: last_step(log) > 0, 300), log.read_text()
+    time.sleep(random.uniform(0, 4))
+    before, began = last_step(log), time.monotonic()
+    if what == "STOP":
+        (out_dir / "STOP").touch()
+    else:
+        job.send_signal(ASK[what])
+    announced = wait_until(lambda: "stop requested (" in log.read_text(), 60)
+    said_after = time.monotonic() - began
+    code = job.wait(60)
+    seconds = time.monotonic() - began
+    store = TagStore(out_dir)
+    tag = store.newest()
+    saved = store.iteration(tag) if tag else -1
+    inside = "the evaluation is not finished" in log.read_text()
+    history = read_history(out_dir)
+    evaluating = sum(record.get("eval_s", 0) for record in history)
+    stepping = sum(record.get("ms", 0) for record in history) / 1000
+    run(args.data, out_dir, *EVALUATING, f"--max_iters={saved + 9}", "--init_from=resume", log=args.folder / "log")
+    return {"what": what, "exit_code": code, "announced_s": round(said_after, 2), "seconds": round(seconds, 2),
+            "in_an_evaluation": inside, "saved": saved, "evaluating": round(evaluating / (evaluating + stepping), 2),
+            "passed": bool(announced) and code == CODES["python"][what][0] and saved == last_step(log) >= before}
+
+
+def stop_at_moments(args):
+    """The drill of --moments."""
+    began = time.time()
+    results = []
+    for number in range(args.moments):
+        results.append(stop_at_a_moment(args, ("SIGTERM", "SIGINT", "STOP")[number % 3], number))
+        print(results[-1], flush=True)
+    most = max(result["saved"] for result in results) + 9
+    run(args.data, args.folder / "whole", *EVALUATING, f"--max_iters={most}")
+    steps, evaluations = losses(args.folder / "whole")
+    for number, result in enumerate(results):
+        got_steps, got_evaluations = losses(args.folder / f"moment-{number}")
+        last = result["saved"] + 9  # there it has evaluated too, as every run does at its end
+        due = [it for it in evaluations if it < last]
+        result["losses_equal"] = got_steps == {it: steps[it] for it in range(1, last + 1)}
+        result["evaluations_equal"] = {it: got_evaluations.get(it) for it in due} == {it: evaluations[it] for it in due}
+        result["passed"] &= result["losses_equal"] and result["evaluations_equal"]
+    report(args, all(result["passed"] for result in results), trials=len(results),
+           failed=[result for result in results if not result["passed"]],
+           in_an_evaluation=sum(result["in_an_evaluation"] for result in results),
+           evaluating=round(sum(result["evaluating"] for result in results) / len(results), 2),
+           latest_announcement_s=max(result["announced_s"] for result in results),
+           slowest=max(result["seconds"] for result in results), each=results, seconds=round(time.time() - began))
+
+
 def main():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` starts it with SIGINT ignored
-    args = arguments(__doc__, each=1, resume=1, launchers=",".join(LAUNCHERS), only="")
+    args = arguments(__doc__, each=1, resume=1, launchers=",".join(LAUNCHERS), only="", moments=0)
+    if args.moments:
+        stop_at_moments(args)
     began, results = time.time(), []
     for launcher in args.launchers.split(","):
         kills = ["a rank killed", "launcher killed"] if launcher in ("torchrun", "deepspeed") else []
