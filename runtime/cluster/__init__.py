@@ -2,12 +2,9 @@
 
 import os
 
-from runtime.cluster.launchers import adopt_ranks, find_launcher
+from runtime.cluster import launchers  # noqa: F401  # first of all, it sets RANK and the like
 from runtime.errors import UserError
 from runtime.output import exit_with_error
-
-STARTED_BY = find_launcher(os.environ)  # srun or mpirun, whose variables become torchrun's
-adopt_ranks(os.environ)
 
 
 def exit_on_all_ranks(error):

@@ -7,7 +7,7 @@ import time
 import psutil
 import torch.distributed as dist
 
-from runtime.cluster import STARTED_BY
+from runtime.cluster.launchers import STARTED_BY
 from runtime.cluster.ranks import RANK
 from runtime.cluster.store import is_launcher
 from runtime.errors import UserError

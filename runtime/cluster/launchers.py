@@ -1,5 +1,6 @@
 """Ranks that srun or mpirun has started: their variables, in the words of torchrun."""
 
+import os
 import re
 import zlib
 from collections.abc import MutableMapping
@@ -131,3 +132,7 @@ def first_host(text: str) -> str:
     """Return the first host of a list of Slurm's, such as node[08-11,20],login1: node08."""
     match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", text)
     return "".join(match.groups(default="")) if match else ""
+
+
+STARTED_BY = find_launcher(os.environ)  # None: torchrun, deepspeed, or nobody
+adopt_ranks(os.environ)

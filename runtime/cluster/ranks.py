@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime.cluster import STARTED_BY
+from runtime.cluster.launchers import STARTED_BY
 from runtime.errors import UserError
 from runtime.output import error_text, printable
 

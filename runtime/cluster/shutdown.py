@@ -6,7 +6,7 @@ other ranks of its node exit at once. A rank that hangs, or a node that is lost,
 next collective, after group_timeout() (join.py).
 
 Before the first step there is nothing to save: a signal ends its process, and STOP ends the run at
-the next exit_if_requested(). From then on, the ranks agree: after each step, and about once a
+the next exit_if_requested(). From then on, the ranks agree: after each step, and about twice a
 second in an evaluation or a sample, in a StopCheck.
 """
 
@@ -37,7 +37,7 @@ EXIT_REASONS = {
 }
 LAUNCHER_ENDED = "the launcher has exited before its ranks: wait for their line \"saved iter_...\""
 INTERVAL = 1.0  # seconds between two checks
-AGREE_EVERY_S = 1.0  # seconds between two questions of a StopCheck
+AGREE_EVERY_S = 0.5  # seconds between two questions of a StopCheck
 LAUNCHER_GRACE_S = 50  # after the launcher's end, to finish a step and save
 
 
