@@ -403,7 +403,8 @@ def test_each_setting_that_may_be_a_path_is_expanded(script, monkeypatch):
     settings = settings_of_script(ROOT / script, [])
     source = (ROOT / script).read_text(encoding="utf-8")
     texts = set(re.findall(r"^(\w+)(?:: [^=]*\bstr\b[^=]*)? = (?:\"|None)", source, re.M)) & set(vars(settings))
-    texts = {name for name in texts if isinstance(vars(settings)[name], str) or re.search(rf"^{name}: .*str", source, re.M)}
+    texts = {name for name in texts
+             if isinstance(vars(settings)[name], str) or re.search(rf"^{name}: .*str", source, re.M)}
     paths = texts - NO_PATHS
     assert paths <= PATH_SETTINGS, paths - PATH_SETTINGS
     for name in paths:
@@ -420,8 +421,8 @@ def test_paths_in_a_config_and_in_a_mixture(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("argument, problem", [
     ("--out_dir=$NOT_SET/x", "out_dir=$NOT_SET/x: the variable NOT_SET is not set: set it, or write the folder itself"),
-    ("--init_from=~nobody-here/x", "init_from=~nobody-here/x: there is no such user: write ./~nobody-here/x for a folder "
-                                   "of this name")])
+    ("--init_from=~nobody-here/x",
+     "init_from=~nobody-here/x: there is no such user: write ./~nobody-here/x for a folder of this name")])
 def test_a_path_that_cannot_be_expanded_is_refused(capsys, argument, problem):
     with pytest.raises(SystemExit, match="2"):
         settings_of_script(ROOT / "train_deepspeed.py", [argument])

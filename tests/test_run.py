@@ -462,7 +462,8 @@ def test_wandb_after_going_back_is_a_new_run_that_drops_nothing(train, tmp_path)
     """With a run's old id, wandb would drop all values up to its last step, and keep those that were discarded."""
     def calls(own, *args):
         file = tmp_path / own
-        run = done(train("--wandb_log=True", *args, out_dir=tmp_path / "out", plant=WANDB.format(calls=str(file), own=own)))
+        plant = WANDB.format(calls=str(file), own=own)
+        run = done(train("--wandb_log=True", *args, out_dir=tmp_path / "out", plant=plant))
         return run, [json.loads(line) for line in file.read_text().splitlines()]
 
     _, first = calls("first", "--max_iters=6", "--keep_last=9")
