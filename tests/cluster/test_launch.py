@@ -7,7 +7,7 @@ import sys
 
 import psutil
 import pytest
-from conftest import ROOT, SMALL, done
+from conftest import ROOT, SMALL, done, free_port
 
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.shutdown import EXIT_REASONS
@@ -97,3 +97,17 @@ def test_launchers_are_known_by_their_commands(command):
         found = is_launcher(psutil.Process(process.pid))
         process.communicate(b"\n")
     assert found
+
+
+@pytest.mark.parametrize("command", [
+    ["-m", "deepspeed.launcher.runner", "--num_gpus=2"], [SCRIPT, "--nproc_per_node=2"]], ids=["deepspeed", "ours"])
+def test_a_host_name_that_does_not_resolve_delays_nothing(characters, tmp_path, command):
+    """As in containers and with some VPNs. Whoever looks the name up waits for its timeout: ten minutes in torchrun."""
+    namespace = ["unshare", "--uts", "sh", "-c", 'hostname no-such-host && exec "$@"', "sh"]
+    probe = subprocess.run([*namespace, "true"], capture_output=True, text=True)
+    if probe.returncode:  # before anything of ours runs
+        pytest.skip(f"another host name is not allowed here: {probe.stderr.strip()}")
+    command = [sys.executable, *command, f"--master_port={free_port()}", ROOT / "train_deepspeed.py", *SMALL,
+               f"--dataset={characters}", f"--out_dir={tmp_path}/out"]
+    job = subprocess.run([*namespace, *command], cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert job.returncode == 0 and "iter 4:" in job.stdout, job.stdout + job.stderr
