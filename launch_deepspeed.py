@@ -29,9 +29,15 @@ if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
 
 
 def exit_on_signals():
-    """Exit with 128 + its number at a signal. subprocess.run() then kills the command that it waits for."""
+    """Exit with one line and 128 + its number at a signal. subprocess.run() then kills the command
+    that it waits for: a preparation or a sample."""
+
+    def stop(number, _):
+        print(f"stop requested ({signal.Signals(number).name})", file=sys.stderr, flush=True)
+        sys.exit(128 + number)
+
     for number in SIGNALS:
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        signal.signal(number, stop)
 
 
 def run_python(*arguments):
