@@ -44,8 +44,19 @@ def planned_parts(model, preset, micro, recomputed, gpus=1, accumulate_locally=F
     matrices = [param for block in model.muon_matrices() for param, _ in block] if muon else []
     block = sum(p.numel() for p in model.transformer.h[0].parameters() if p.dim() > 1)
     params = ParamCount(stored, stored, trainable, muon=sum(param.numel() for param in matrices), block=block)
-    parts = estimate(MemoryInputs(c, Execution("cuda", "bfloat16", True, 0), batch, params, config, recomputed,
-                                  accumulate_locally, fp8, pretrained, inspect_model(model)))
+    run = MemoryInputs(
+        model=c,
+        execution=Execution("cuda", "bfloat16", True, 0),
+        batch=batch,
+        params=params,
+        ds_config=config,
+        gradient_checkpointing=recomputed,
+        accumulate_locally=accumulate_locally,
+        fp8=fp8,
+        pretrained=pretrained,
+        facts=inspect_model(model),
+    )
+    parts = estimate(run)
     return {part: size / 1e9 for part, size in parts.items()}
 
 
