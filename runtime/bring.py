@@ -60,9 +60,9 @@ def adapted(model_class: type[nn.Module], config_class: type) -> type[nn.Module]
     if is_ours:
         missing += [f"GPT.{name}" for name in METHODS if not hasattr(model_class, name)]
     else:
-        taken = list(inspect.signature(model_class.forward).parameters)
-        if len(taken) < 3:  # self and two more
-            missing.append("the targets in GPT.forward(idx, targets)")
+        taken = inspect.signature(model_class.forward).parameters.values()
+        if len(taken) < 3 and all(each.kind is not each.VAR_POSITIONAL for each in taken):
+            missing.append("targets in GPT.forward(idx, targets)")
     if missing:
         raise UserError(f"{file} has no {', '.join(missing)}, which training needs: {HOW}")
     if is_ours:
@@ -72,8 +72,13 @@ def adapted(model_class: type[nn.Module], config_class: type) -> type[nn.Module]
 
 
 def has_our_forward(model_class: type[nn.Module]) -> bool:
-    """Return whether a GPT's forward is called as that of our model.py is."""
-    return "reduction" in inspect.signature(model_class.forward).parameters
+    """Return whether a GPT's forward is called as that of our model.py is. One that takes anything, as
+    in a decorator, is ours if the class has our other methods."""
+    taken = inspect.signature(model_class.forward).parameters
+    if "reduction" in taken:
+        return True
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+    return takes_any and all(hasattr(model_class, name) for name in METHODS)
 
 
 class Adapter(nn.Module):

@@ -166,7 +166,7 @@ MISSING = {  # (edit of the file, or None, settings, what is said)
     "another name": (("class GPTConfig:", "class Config:"), [], "cannot import name 'GPTConfig' from 'model'"),
     "no dataclass": (("@dataclass\n", ""), [], "GPTConfig of model.py is no dataclass"),
     "a field": (("    dropout: float = 0.0\n", "    drop: float = 0.0\n"), [], "has no GPTConfig.dropout"),
-    "no targets": (("idx, targets=None):", "idx):"), [], "has no the targets in GPT.forward(idx, targets)"),
+    "no targets": (("idx, targets=None):", "idx):"), [], "has no targets in GPT.forward(idx, targets)"),
     "a state of its own": (
         ("    def crop_block_size(", "    def get_extra_state(self):\n        return 7\n\n    def crop_block_size("),
         [],
