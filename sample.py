@@ -42,6 +42,7 @@ from math import inf
 
 import torch
 
+from runtime.cluster.join import set_threads
 from runtime.data.chat import Chat
 from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.errors import UserError
@@ -95,6 +96,7 @@ def show(text, end=""):
 
 try:
     use_private_compile_cache()
+    set_threads(ranks=1)  # a container's CPU quota
     device = pick_device(device)
     dtype = getattr(torch, pick_dtype(dtype, device))
     name, description, data, load = find_model(init_from, out_dir, tag, dataset)

@@ -40,7 +40,7 @@ def join_process_group(device: str = "auto", backend: str = "auto") -> list:
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout
     set_network_interfaces()
-    set_threads()
+    set_threads(local_world_size())
     backends = "cpu:gloo,cuda:nccl" if on_gpu and backend != "gloo" else "gloo"
     try:
         use_private_compile_cache()
@@ -68,7 +68,7 @@ def join_process_group(device: str = "auto", backend: str = "auto") -> list:
         )
 
 
-def set_threads() -> None:
+def set_threads(ranks: int) -> None:
     """Share the cores of this node among its ranks, unless the user has set OMP_NUM_THREADS.
 
     PyTorch takes all cores for each process, whatever the container's quota. torchrun sets one
@@ -76,7 +76,6 @@ def set_threads() -> None:
     """
     if user_set_threads():
         return
-    ranks = local_world_size()
     cores = usable_cores()
     if ranks > 1 or cores < allowed_cores():
         torch.set_num_threads(max(1, cores // ranks))

@@ -7,7 +7,7 @@ import sys
 
 import psutil
 import pytest
-from conftest import ROOT, SMALL, done, free_port
+from conftest import ROOT, SMALL, done, free_port, launch, planted
 
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.shutdown import EXIT_REASONS
@@ -88,6 +88,14 @@ def test_ranks_share_the_cores_of_a_node(train, monkeypatch, launcher, chosen, q
         monkeypatch.setenv("OMP_NUM_THREADS", chosen)
     run = train("--max_iters=1", ranks=2, launcher=launcher, plant=EIGHT_CORES.format(quota=quota))
     assert done(run).stdout.count(f"{threads} threads\n") == 2
+
+
+def test_a_sample_keeps_to_the_cpu_quota(train, monkeypatch, tmp_path):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    run = done(train("--max_iters=1"))
+    script = planted(tmp_path, EIGHT_CORES.format(quota=3.0), ROOT / "sample.py")
+    sample = launch(script, f"--out_dir={run.out_dir}", "--num_samples=1", "--max_new_tokens=2", launcher="python")
+    assert done(sample).stdout.endswith("3 threads\n")
 
 
 @pytest.mark.parametrize("command", ["accelerate", "accelerate-launch", "/opt/bin/accelerate",
