@@ -100,7 +100,7 @@ def trial(args, launcher, what, number):
     return result
 
 
-EVALUATING = ("--max_iters=100000", "--lr_decay_iters=1000", "--eval_interval=20", "--eval_iters=320",
+EVALUATING = ("--max_iters=100000", "--lr_decay_iters=1000", "--eval_interval=100", "--eval_iters=2880",
               "--keep_last=2")
 
 
