@@ -53,8 +53,7 @@ def compile_blocks(
     """Run those blocks by our Triton kernels that the paths say, and the others by torch.compile if the
     execution does. Return our blocks, or None."""
     fused = None
-    if execution.device == "cuda":
-        choose_attention_backends(model)
+    choose_attention_backends(model)
     if paths.kernels.taken:
         from runtime.kernels.fused import use_fused_blocks  # here, because examples/ have no model.py
 
@@ -81,7 +80,9 @@ def choose_attention_backends(model: nn.Module) -> None:
     anew at the second one, which may be in the capture of a CUDA graph."""
     for module in model.modules():
         if vars(module).get("backends", ()) is None:
-            module.backends = attention_backends("cuda")
+            device = next(module.parameters()).device
+            if device.type == "cuda":
+                module.backends = attention_backends(device)
 
 
 def gather_whole_modules(model: nn.Module) -> None:

@@ -191,7 +191,7 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
         if dtype == "float16":
             result["scales"].append(done.loss_scale)
         if step == 0:  # what follows is to be as without it
-            result["sample"] = sample_while_training(deepspeeds.module, VOCAB // 2, PROMPT, 10, 7)
+            result["sample"] = sample_while_training(deepspeeds.module, VOCAB // 2, PROMPT, 10, 7, lambda: False)
             result["wanted_sample"] = plain_sample(weights(deepspeeds), dtype, fused and short)
         if bad:
             result["moved_by_poison"] = furthest(weights(deepspeeds), before)

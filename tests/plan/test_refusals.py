@@ -180,7 +180,8 @@ def test_variables_of_launchers_that_cannot_be_read(train, env, name):
 
 def test_a_launcher_without_master_addr(train):
     run = train(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_PORT="29511")
-    told = "MASTER_ADDR is not in the environment: set it to rank 0's host, or start with torchrun\n"
+    told = ("MASTER_ADDR is not in the environment: set it to rank 0's host (mpirun -x MASTER_ADDR=HOST), or start "
+            "with torchrun\n")
     assert (run.returncode, run.stdout, run.stderr) == (2, "", told)
 
 
