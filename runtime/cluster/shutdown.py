@@ -149,6 +149,7 @@ class Shutdown:
 
     def exit_if_requested(self) -> None:
         """Exit on all ranks if a stop is requested, before the first step. All ranks call this."""
+        self.check_stop_file()
         code, _ = self.agree()
         if code is not None:
             print0(f"exiting: {NOTHING_TO_SAVE}")
