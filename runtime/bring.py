@@ -12,6 +12,7 @@ import io
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,14 @@ def import_errors() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
+        # The file whose import failed: a package may be missing far below the model
+        frames = traceback.extract_tb(error.__traceback__)
+        files = [frame.filename for frame in frames if not frame.filename.startswith("<frozen ")]
+        if isinstance(error, ModuleNotFoundError) and Path(files[-1]).name != "chosen_model.py":
+            raise UserError(
+                f"{files[-1]} needs the package {error.name}, which is not installed: install it "
+                "(python -m pip install -r requirements.txt for what this project needs)"
+            ) from None
         raise UserError(f"runtime/chosen_model.py can't import the model ({error}): {HOW}") from None
 
 

@@ -164,6 +164,11 @@ MISSING = {  # (edit of the file, or None, settings, what is said)
     "Muon": (None, ["--optimizer=muon"], "optimizer=muon needs GPT.muon_matrices"),
     "heads": (None, ["--n_head=3"], "AssertionError: assert config.n_embd % config.n_head == 0"),
     "another name": (("class GPTConfig:", "class Config:"), [], "cannot import name 'GPTConfig' from 'model'"),
+    "a package": (
+        ("@dataclass\n", "import no_such_package\n\n@dataclass\n"),
+        [],
+        "model.py needs the package no_such_package, which is not installed",
+    ),
     "no dataclass": (("@dataclass\n", ""), [], "GPTConfig of model.py is no dataclass"),
     "a field": (("    dropout: float = 0.0\n", "    drop: float = 0.0\n"), [], "has no GPTConfig.dropout"),
     "no targets": (("idx, targets=None):", "idx):"), [], "has no targets in GPT.forward(idx, targets)"),

@@ -161,7 +161,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
         """Return the environment of a node's launcher, with its share of the GPUs."""
         ranks = RANKS // nodes
         gpus = ",".join(str(node * ranks + i) for i in range(ranks))
-        own = {"NODE_NAME": f"node{node}", "DEEPSPEED_TIMEOUT": str(TIMEOUT_MINUTES), "PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        own = {"NODE_NAME": f"node{node}", "DEEPSPEED_TIMEOUT": str(TIMEOUT_MINUTES), "PYTHONPATH": path}
         if self.device == "cpu":
             own |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         else:
