@@ -97,6 +97,7 @@ class Zero3Blocks:
         self.make_sinks(accumulate_locally)
 
         layout.module.register_forward_pre_hook(self.begin_forward)
+        layout.module.register_forward_hook(self.end_forward)
         for i, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self.before_forward, i))
             block.register_forward_hook(partial(self.after_forward, i))
@@ -243,6 +244,22 @@ class Zero3Blocks:
         self.emptied: list = [None] * 2
         self.last = len(self.blocks)  # the block whose backward has begun
 
+    def end_forward(self, model: nn.Module, inputs: tuple, outputs: object) -> None:
+        """Empty the parameters after an evaluation: the loop may change the weights then."""
+        if not model.training and not torch.is_grad_enabled():
+            self.hide_others()
+
+    def hide_others(self) -> None:
+        """Make all but the blocks' matrices empty, and gather them again when they are needed.
+
+        A loop may look at the parameters between two steps. If they kept the values of the last
+        forward, GatheredParameters would take those for the present ones.
+        """
+        self.holds_first = False
+        if self.world_size > 1:
+            for p in self.others:
+                p.hide()
+
     def use(self, i: int) -> None:
         """Make block i's matrices whole."""
         self.gather(i)
@@ -323,7 +340,7 @@ class Zero3Blocks:
 
     def reduce_at_step(self) -> None:
         """Leave the averaged gradients of all parameters in the shards. Called before each step."""
-        self.holds_first = False  # the step changes the weights
+        self.hide_others()  # the step changes the weights
         if self.world_size > 1 and self.sums:  # with LoRA, all that is trained may be in blocks
             shards = [p.grads for p in self.sums]
             sums = list(self.sums.values())

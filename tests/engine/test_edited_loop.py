@@ -47,6 +47,62 @@ def test_reading_and_sampling_between_steps_is_no_change(train, tmp_path):
     done(train("--max_iters=3", "--sample_interval=1", "--sample_tokens=4", script=script))
 
 
+AFTER_STEP = "    loss /= micro_steps  # as the gradients: the mean over the step\n"
+READ = """
+    from deepspeed import zero
+    from deepspeed.utils import safe_get_full_fp32_param
+    named = list(model.named_parameters())
+    masters = {name: safe_get_full_fp32_param(p).clone() for name, p in named}
+    with zero.GatheredParameters([p for _, p in named]):
+        late = [name for name, p in named if not torch.equal(p.detach(), masters[name])]
+    print0(f"late: {late}")
+"""
+# An average of the weights, which are those of an evaluation
+SWAP = """
+def evaluate():
+    from deepspeed import zero
+    backup = {}
+    params = list(model.named_parameters())
+    with zero.GatheredParameters([p for _, p in params], modifier_rank=0):
+        for name, p in params:
+            backup[name] = p.detach().clone()
+            p.data.mul_(1 - 0.5 * (iter_num > 0))
+    losses = estimate_loss()
+    with zero.GatheredParameters([p for _, p in params], modifier_rank=0):
+        for name, p in params:
+            p.data.copy_(backup[name])
+    return log.evaluation(iter_num, losses, 0.0)
+
+
+def evaluate_plainly():
+"""
+WITHOUT_BLOCKS = "from model import GPT; f = GPT.forward; GPT.forward = lambda self, *a, **o: f(self, *a, **o)"
+
+
+@pytest.mark.parametrize("plant", ["", WITHOUT_BLOCKS], ids=["by block", "whole"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_weights_between_steps_are_the_present_ones(train, tmp_path, n, plant):
+    """At ZeRO-3, GatheredParameters took those of the last forward for whole."""
+    script = edited_script(tmp_path, (AFTER_STEP, READ + AFTER_STEP))
+    run = done(train("--max_iters=3", stage(n), ranks=2, script=script, plant=plant))
+    assert run.stdout.count("late: []\n") == 3
+
+
+@pytest.mark.parametrize("plant", ["", WITHOUT_BLOCKS], ids=["by block", "whole"])
+def test_weights_of_an_evaluation_leave_training_as_it_is(train, tmp_path, plant):
+    """Halved weights are evaluated, and the steps after it are those of a run that evaluates its own weights."""
+    options = ("--max_iters=6", "--eval_interval=2", stage(3))
+    plain = done(train(*options, ranks=2, plant=plant))
+    script = edited_script(tmp_path, ("\ndef evaluate():\n", SWAP))
+    swapped = done(train(*options, ranks=2, script=script, plant=plant))
+    assert swapped.losses == pytest.approx(plain.losses, abs=2e-6)
+    at_stage_2 = done(train(*options[:2], stage(2), ranks=2, script=script))
+    for it, losses in at_stage_2.evals.items():
+        assert swapped.evals[it] == pytest.approx(losses, abs=1e-5)
+    for it in (2, 4, 6):
+        assert abs(swapped.evals[it][1] - plain.evals[it][1]) > 0.01
+
+
 @pytest.mark.parametrize("place", [0, PIECE + 1])
 def test_one_element_is_enough(place):
     master = torch.linspace(-3, 3, PIECE + 3)
