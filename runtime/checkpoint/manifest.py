@@ -6,11 +6,13 @@ with the types and ranges here.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
 
+from runtime.errors import UserError
 from runtime.untrusted import STRICT, check_type, parse_json, read_regular
 
 MANIFEST_FORMAT = 5  # increase it when a key of the manifest changes
@@ -223,6 +225,18 @@ def check_bytes(manifest: dict) -> None:
         raise ValueError(
             f"its files have {n_bytes:,} bytes, and at most {most:,} are plausible for its model"
         )
+
+
+def check_state(state: Mapping[str, object]) -> None:
+    """Raise UserError if an entry of a run's state can't be written as JSON."""
+    for name, value in state.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{name!r} in the state that save() records is no JSON: {error}; record numbers and texts there, and "
+                "tensors as buffers of the model, with register_buffer"
+            ) from None
 
 
 def sign_manifest(manifest: dict) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runtime.checkpoint.manifest import MANIFEST_FORMAT, sign_manifest
+from runtime.checkpoint.manifest import MANIFEST_FORMAT, check_state, sign_manifest
 from runtime.checkpoint.save_errors import cause_of, first_os_error, is_full
 from runtime.checkpoint.tags import first_line, topology
 from runtime.cluster.ranks import all_gather_objects, broadcast_from_rank0, exit_with_problems, local_world_size, print0
@@ -70,8 +70,10 @@ class Saver:
             return
         print0(f"saving checkpoint to {self.store.path(tag)}")
         self._join()
+        if self.failed:  # the one before, on all ranks: wait() says so
+            return
         start = time.monotonic()
-        problem = broadcast_from_rank0(self._prepare_folder(tag))
+        problem = broadcast_from_rank0(self._prepare_folder(tag, state))
         if problem:
             self.failed = problem
             return
@@ -103,11 +105,13 @@ class Saver:
         if not background:
             self._join()
 
-    def _prepare_folder(self, tag):
-        """Have rank 0 look that out_dir is there, and locked. Return why `tag` can't be saved, or None."""
+    def _prepare_folder(self, tag, state):
+        """Have rank 0 look that out_dir is there, and locked, and that the state fits into a manifest. Return why `tag`
+        can't be saved, or None."""
         if dist.get_rank() != 0:
             return None
         try:
+            check_state(state)
             self.store.hold_folder()
         except (OSError, UserError) as error:
             return f"{self.store.path(tag)} could not be saved ({first_line(error)})"

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, done
+from conftest import ROOT, done, edited_script
 
 from runtime.checkpoint import saver as save
 from runtime.checkpoint.save_errors import cause_of
@@ -162,3 +162,13 @@ def test_a_link_to_nowhere_is_named(tmp_path, path):
         f"{tmp_path}/out is a link to {tmp_path}/disk/out, which does not exist: create that folder or mount its disk, "
         "or choose another --out_dir=DIR")
     assert not (tmp_path / "disk").exists()
+
+
+def test_a_tensor_in_the_state_is_named(train, tmp_path):
+    position = '"sequences": batches.position'
+    script = edited_script(tmp_path, (position, f'"ema": {{"w": loss}}, {position}'))
+    run = train("--max_iters=4", ranks=2, script=script)
+    assert run.returncode == 2
+    told = "('ema' in the state that save() records is no JSON: Object of type Tensor is not JSON serializable; record "
+    assert told in run.stderr and "with register_buffer)" in run.stderr
+    assert "Traceback" not in run.stderr and not TagStore(run.out_dir).list()
