@@ -82,7 +82,7 @@ class Engine:
         self.lockstep: Lockstep | None = None
         if self.our_step:
             reduces_in_backward = self.our_step.reduction.reduces_in_backward
-        else:
+        elif self.stage == 3:
             self.lockstep = Lockstep(self.module, self.world_size)
         # There, collectives of a micro-step would match others of a rank that ends its step. Those
         # that a GPU waits for leave the CPU time to find out at the end of the step
