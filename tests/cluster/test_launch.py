@@ -7,7 +7,7 @@ import sys
 
 import psutil
 import pytest
-from conftest import ROOT, SMALL, done, free_port, launch, planted
+from conftest import ROOT, SMALL, done, free_port, launch, planted, wait_until
 
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.shutdown import EXIT_REASONS
@@ -102,7 +102,7 @@ def test_a_sample_keeps_to_the_cpu_quota(train, monkeypatch, tmp_path):
                                      "accelerate.commands.launch", "torchrun", "deepspeed"])
 def test_launchers_are_known_by_their_commands(command):
     with subprocess.Popen([sys.executable, "-c", "input()", command, "launch"], stdin=subprocess.PIPE) as process:
-        found = is_launcher(psutil.Process(process.pid))
+        found = wait_until(lambda: is_launcher(psutil.Process(process.pid)), 20)  # after the fork, it has our command
         process.communicate(b"\n")
     assert found
 
