@@ -104,9 +104,10 @@ def exit_on_error(interrupted):
     def stop(number, _):
         raise SignalError(number)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # SIGHUP is ignored under nohup
-            signal.signal(number, stop)
+    watched = [signal.SIGTERM, signal.SIGHUP]
+    watched = [number for number in watched if signal.getsignal(number) is signal.SIG_DFL]  # nohup ignores SIGHUP
+    for number in watched:
+        signal.signal(number, stop)
     try:
         yield
     except KeyboardInterrupt:
@@ -117,3 +118,6 @@ def exit_on_error(interrupted):
         sys.exit(128 + error.args[0])
     except (UserError, OSError) as error:  # one of the system has no fix. A failed connection's has no strerror
         exit_with_error(str(error) + ": check permissions and free space" * bool(getattr(error, "strerror", None)))
+    finally:
+        for number in watched:  # one that comes while Python exits would end in a traceback
+            signal.signal(number, signal.SIG_DFL)
