@@ -78,11 +78,13 @@ def compile_blocks(
 def choose_attention_backends(model: nn.Module) -> None:
     """Set what CausalSelfAttention would set in its first forward. Compiled blocks would be compiled
     anew at the second one, which may be in the capture of a CUDA graph."""
-    for module in model.modules():
-        if vars(module).get("backends", ()) is None:
-            device = next(module.parameters()).device
-            if device.type == "cuda":
-                module.backends = attention_backends(device)
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return
+    for block in blocks_of(model):
+        attention = getattr(block, "attn", None)
+        if getattr(attention, "backends", ()) is None:
+            attention.backends = attention_backends(device)
 
 
 def gather_whole_modules(model: nn.Module) -> None:
@@ -222,7 +224,7 @@ def describe(engine, ds_config, dtype):
 
 
 def replace_gradients_and_step(layout: Layout, paths: FastPaths) -> OurStep | None:
-    """Replace DeepSpeed's gradients and step if the paths say so. Return our step, or None."""
+    """Replace DeepSpeed's gradients and step where the paths take ours. Return our step, or None."""
     if not paths.gradients.taken:
         return None
     # Each rank decides by its own memory, and all have to do the same
