@@ -6,10 +6,11 @@ faster.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils.checkpoint import checkpoint
 
 from runtime.errors import UserError
@@ -261,9 +262,8 @@ def scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | N
     return torch.mul(grad, scale, out=torch.empty_like(grad, dtype=dtype))
 
 
-def check_leaves(loss: Tensor, known: list[Tensor]) -> None:
-    """Raise UserError if the graph of the loss reaches a leaf that isn't known."""
-    ids = {id(tensor) for tensor in known}
+def graph_nodes(loss: Tensor) -> Iterator[Node]:
+    """Return the nodes of the graph of a loss, each once."""
     nodes = [loss.grad_fn]
     seen = set()
     while nodes:
@@ -271,10 +271,17 @@ def check_leaves(loss: Tensor, known: list[Tensor]) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
+        yield node
+        nodes += [following for following, _ in node.next_functions]
+
+
+def check_leaves(loss: Tensor, known: list[Tensor]) -> None:
+    """Raise UserError if the graph of the loss reaches a leaf that isn't known."""
+    ids = {id(tensor) for tensor in known}
+    for node in graph_nodes(loss):
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in ids:
             raise UserError(
                 f"LMHead.losses uses a tensor of shape {tuple(leaf.shape)} outside the head, which "
                 "would get no gradient: make it a parameter or a module of LMHead"
             )
-        nodes += [following for following, _ in node.next_functions]

@@ -170,17 +170,10 @@ def own_backwards(tiny: Tiny) -> str:
 def functions_of(loss: Tensor) -> set[str]:
     """Return the names of the autograd.Functions in a loss's graph that are not ours or PyTorch's."""
     found = set()
-    nodes = [loss.grad_fn]
-    seen = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in runtime.loss.graph_nodes(loss):
         function = getattr(type(node), "_forward_cls", None)
         if function is not None and not function.__module__.startswith(("torch.", "runtime.")):
             found.add(function.__name__)
-        nodes += [following for following, _ in node.next_functions]
     return found
 
 
