@@ -21,7 +21,7 @@ class LateNotice:
     """A context. After NOTICE_S in it, one line says for which ranks this one waits, and why."""
 
     def __init__(self) -> None:
-        self.store: dist.Store | None = None  # in which ranks that are here say so
+        self.store: dist.Store | None = None  # where each rank that has started sets its key
         self.timer = threading.Timer(NOTICE_S, self.print_notice)
         self.timer.daemon = True
 
@@ -40,12 +40,15 @@ class LateNotice:
             here = [rank for rank in range(world_size) if rank not in missing]
             if not missing or here[0] != RANK:
                 return  # the first rank that is here prints it
-            waits = f"rank {RANK} waits for {listed(missing)}"
+            awaited = listed(missing)
         elif RANK == 0:
-            waits = f"rank 0 waits for the others at {address}"
+            awaited = f"the others at {address}"
         else:
-            waits = f"rank {RANK} waits for rank 0 at {address}"
-        print(f"{waits} of {world_size} ranks since {NOTICE_S:g} s; {source()}", flush=True)
+            awaited = f"rank 0 at {address}"
+        print(
+            f"rank {RANK} has waited {NOTICE_S:g} s for {awaited}, of {world_size} ranks; {source()}",
+            flush=True,
+        )
 
     def missing(self, world_size: int) -> list[int]:
         """Return the ranks that are not here yet."""
@@ -61,7 +64,7 @@ class LateNotice:
             if time.monotonic() > deadline:
                 raise UserError(
                     f"rank {RANK} could not join the other ranks within {timeout_s / 60:g} minutes "
-                    f"({listed(self.missing(world_size))} of {world_size} didn't come): check their "
+                    f"({listed(self.missing(world_size))} of {world_size} did not join): check their "
                     f"output; {source()}"
                 )
             time.sleep(POLL_S)

@@ -251,7 +251,7 @@ def test_a_rank_that_waits_says_for_whom_and_why(start, tmp_path):
     job, log = start(plant, **env)
     assert wait_until(lambda: "\n" in log.read_text() or job.poll() is not None)
     assert log.read_text() == (
-        "rank 0 waits for ranks 1, 2 of 3 ranks since 0.5 s; RANK=0 and WORLD_SIZE=3 are in this shell's environment: "
+        "rank 0 has waited 0.5 s for ranks 1, 2, of 3 ranks; RANK=0 and WORLD_SIZE=3 are in this shell's environment: "
         "if you want one process, run unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT\n")
     job.send_signal(signal.SIGINT)
     assert job.wait(200) == 130
@@ -263,8 +263,8 @@ def test_a_rank_without_its_rank_0_says_so(start):
     port = str(free_port())
     env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     job, log = start(plant, **env)
-    assert wait_until(lambda: "rank 1 waits" in log.read_text() or job.poll() is not None)
-    assert f"rank 1 waits for rank 0 at 127.0.0.1:{port} of 2 ranks since 0.5 s; " in log.read_text()
+    assert wait_until(lambda: "rank 1 has waited" in log.read_text() or job.poll() is not None)
+    assert f"rank 1 has waited 0.5 s for rank 0 at 127.0.0.1:{port}, of 2 ranks; " in log.read_text()
 
 
 # srun, mpirun
