@@ -159,7 +159,7 @@ def test_it_may_have_another_name(project, characters):
 
 WIDTHS = "config.n_embd, 4 * config.n_embd, bias=config.bias"
 FORWARD = "        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)\n"
-MISSING = {  # (edit of the file, or None, settings, what is said)
+MISSING = {  # (edit of the file, or None, settings, the message)
     "weights of GPT-2": (None, ["--init_from=gpt2"], "init_from=gpt2 holds weights of GPT-2, and model.py"),
     "Muon": (None, ["--optimizer=muon"], "optimizer=muon needs GPT.muon_matrices"),
     "heads": (None, ["--n_head=3"], "AssertionError: assert config.n_embd % config.n_head == 0"),
@@ -167,7 +167,7 @@ MISSING = {  # (edit of the file, or None, settings, what is said)
     "a package": (
         ("@dataclass\n", "import no_such_package\n\n@dataclass\n"),
         [],
-        "model.py needs the package no_such_package, which is not installed",
+        "model.py imports no_such_package, which Python doesn't find",
     ),
     "no dataclass": (("@dataclass\n", ""), [], "GPTConfig of model.py is no dataclass"),
     "a field": (("    dropout: float = 0.0\n", "    drop: float = 0.0\n"), [], "has no GPTConfig.dropout"),
