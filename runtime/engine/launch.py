@@ -141,8 +141,8 @@ def capture_error(error: Exception) -> Exception:
             "as it does if an attribute that its code reads was set in the first step: set --cuda_graph=False"
         )
     return UserError(
-        f"a micro-step can't be captured in a CUDA graph ({first_line}): it waits for the GPU, as code that looks at "
-        "values does: leave out --cuda_graph=True, or set --cuda_graph=False"
+        f"a micro-step can't be captured in a CUDA graph ({first_line}). Most often it waits for the GPU, as code that "
+        "looks at values does: leave out --cuda_graph=True, or set --cuda_graph=False"
     )
 
 

@@ -206,8 +206,8 @@ def test_a_capture_that_fails_is_one_sentence():
     assert isinstance(error, UserError)
     assert str(error) == (
         "a micro-step can't be captured in a CUDA graph (CUDA error: operation not permitted when stream is "
-        "capturing): it waits for the GPU, as code that looks at values does: leave out --cuda_graph=True, or set "
-        "--cuda_graph=False"
+        "capturing). Most often it waits for the GPU, as code that looks at values does: leave out --cuda_graph=True, "
+        "or set --cuda_graph=False"
     )
     mistake = UserError("a mistake")
     assert error_of(mistake) is mistake
