@@ -68,10 +68,10 @@ class Saver:
         one if it cannot be written in the background. wait() reports failures."""
         if not self.keep_last:
             return
-        print0(f"saving checkpoint to {self.store.path(tag)}")
         self._join()
-        if self.failed:  # the one before, on all ranks: wait() says so
+        if self.failed:  # the one before, on all ranks: wait() reports it
             return
+        print0(f"saving checkpoint to {self.store.path(tag)}")
         start = time.monotonic()
         problem = broadcast_from_rank0(self._prepare_folder(tag, state))
         if problem:
