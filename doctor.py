@@ -7,8 +7,8 @@ WARN: slower, or some runs won't work. FAIL: no run starts, and the exit code is
 run on this machine or another, add --dry_run=True to its command.
 
 --model builds a tiny model of your class, and says for each way to compute it "equal" or what differs, and where to
-look: cached logits, kernels, the loss, ZeRO-2 and 3, the optimizer of train_deepspeed.py, checkpoints. It takes half a
-minute on two cores. If something differs or raises, the exit code is 2."""
+look: cached logits, kernels, the loss, ZeRO-2 and 3, the optimizer of train_deepspeed.py, checkpoints. It takes 15
+seconds on two cores. If something differs or raises, the exit code is 2."""
 
 import argparse
 import importlib.metadata
