@@ -24,7 +24,7 @@ from conftest import CHARS, ROOT, SMALL, done, every, launch, read_history, stag
 from runtime.data.loader import locate_sequences, read_windows
 
 STEPS = 12
-HALF = 6  # after which a run goes on with another number of ranks
+HALF = 6  # after which a run is resumed with another number of ranks
 SEQUENCES = 8  # of a step, over all ranks
 SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 64}
 TOLERANCE = 2e-6
@@ -32,7 +32,7 @@ PROMPT = "the cat"
 NEW_TOKENS = 40  # with the prompt more than block_size, so that the window slides
 PATCHES = ROOT / "tests" / "edits"
 ALL = sorted(path.stem for path in PATCHES.glob("*.patch"))
-# What can't be trained, and what is said about it
+# What can't be trained, and the message
 REFUSED = {"zero_dimensional_parameter": "transformer.h.0.lam has no dimension"}
 EDITS = [name for name in ALL if name not in REFUSED]
 FIELDS = {"gqa": {"n_kv_head": 2}}  # of GPTConfig, and settings of the script
@@ -74,7 +74,7 @@ def edited_copy(folder: Path, edit: str) -> Path:
         shutil.copy2(path, folder)
     patch = PATCHES / f"{edit}.patch"
     command = ["git", "apply", str(patch)]
-    # No repository that the folder may lie in: git would look there for the files
+    # No repository that the folder may be in: git would look there for the files
     env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
     applied = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert applied.returncode == 0, f"{patch.name} no longer fits: {applied.stderr}"

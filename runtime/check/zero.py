@@ -126,7 +126,7 @@ def same_gradients(tiny: Tiny, ranks: TwoRanks) -> str:
         whose = "our" if fast else "DeepSpeed's own"
         way = f"ZeRO-{stage} with {whose} gradients"
         found = ranks.result(f"gradients-{stage}-{'fast' if fast else 'slow'}")
-        if found is None and not fast:  # DeepSpeed's stage 3 can't follow any graph, and says so
+        if found is None and not fast:  # DeepSpeed's stage 3 refuses some graphs
             notes += f", but {way} is refused: {ranks.problem()}"
             break
         if found is None:
@@ -195,7 +195,7 @@ def own_steps(tiny: Tiny, ranks: TwoRanks) -> str:
 
 
 def resumed_training(tiny: Tiny, ranks: TwoRanks) -> str:
-    """Check checkpoints of two ranks: what they hold, and that one rank goes on from them."""
+    """Check checkpoints of two ranks: what they hold, and that one rank resumes from them."""
     plain = PlainTraining(tiny, optimizer_in_use, CLIP)
     start = weights_now(plain)
     for step in range(STEPS):

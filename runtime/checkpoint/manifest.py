@@ -234,8 +234,8 @@ def check_state(state: Mapping[str, object]) -> None:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"{name!r} in the state that save() records is no JSON: {error}; record numbers and texts there, and "
-                "tensors as buffers of the model, with register_buffer"
+                f"{name!r} in the state that save() records can't be written as JSON: {error}; record numbers and "
+                "texts there, and tensors as buffers of the model, with register_buffer"
             ) from None
 
 

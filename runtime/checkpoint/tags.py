@@ -179,7 +179,7 @@ class TagStore:
     # What changes tags: on rank 0 alone
 
     def hold_folder(self):
-        """Make and lock out_dir again if it was moved or removed during the run, and say so.
+        """Make and lock out_dir again if it was moved or removed during the run, and print a note.
 
         Raises UserError if another folder with checkpoints, or another run, has its place by now.
         """

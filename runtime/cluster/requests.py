@@ -1,4 +1,4 @@
-"""What asks a run to stop: signals and the file STOP, both heeded from the first line of a script on.
+"""What asks a run to stop: signals and the file STOP, both watched from the first line of a script on.
 
 Python runs signal handlers in the main thread, which may wait in a collective, or in C code. So a
 thread reads the signals from a pipe. This module imports nothing that takes long.
@@ -59,7 +59,7 @@ class SignalWatch:
 
 
 def exit_without_saving(number: int) -> None:
-    """End this process at a signal, before it has trained anything. Rank 0 says so."""
+    """End this process at a signal, before it has trained anything. Rank 0 prints why."""
     code = 128 + number
     if os.environ.get("RANK", "0") == "0":
         print(f"stop requested ({STOP_REASONS[code]}): {NOTHING_TO_SAVE}", flush=True)

@@ -88,7 +88,7 @@ def init_other_state(shard: Shard, reader: TagReader) -> None:
 
 
 def check_state(layout: Layout, reader: TagReader, shard: Shard) -> None:
-    """Raise CheckpointError if the tag lacks a tensor that the optimizer keeps for a parameter."""
+    """Raise CheckpointError if the tag has no tensor that the optimizer keeps for a parameter."""
     kept = []
     for key, value in shard.state.items():
         if torch.is_tensor(value) and value.shape == shard.master.shape:

@@ -109,7 +109,7 @@ def sample_while_training(
     seed: int,
     is_stopped: Callable[[], bool],
 ) -> list[int] | None:
-    """Return the prompt (ids) and n_tokens more of the data's vocabulary; None if is_stopped() says so after a token.
+    """Return the prompt (ids) and n_tokens more of the data's vocabulary; None if is_stopped() is true after a token.
 
     All ranks call it, and none stops at an end_of_text: ZeRO-3 gathers parameters. Capturing CUDA graphs takes memory
     and disturbs other threads."""
@@ -118,7 +118,7 @@ def sample_while_training(
         if is_stopped():
             raise StoppedError
 
-    device = model.lm_head.weight.device
+    device = next(model.parameters()).device
     whole = model.lm_head.vocab_size
     n_tokens = min(n_tokens, model.config.block_size - len(prompt))
     model.lm_head.vocab_size = vocab_size

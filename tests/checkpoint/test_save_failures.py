@@ -169,6 +169,6 @@ def test_a_tensor_in_the_state_is_named(train, tmp_path):
     script = edited_script(tmp_path, (position, f'"ema": {{"w": loss}}, {position}'))
     run = train("--max_iters=4", ranks=2, script=script)
     assert run.returncode == 2
-    told = "('ema' in the state that save() records is no JSON: Object of type Tensor is not JSON serializable; record "
+    told = "('ema' in the state that save() records can't be written as JSON: Object of type Tensor is not"
     assert told in run.stderr and "with register_buffer)" in run.stderr
     assert "Traceback" not in run.stderr and not TagStore(run.out_dir).list()

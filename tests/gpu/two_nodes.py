@@ -142,7 +142,7 @@ class Machine:
     def set_up(self) -> None:
         """Write a dataset, and a script that trains under the host name of its node.
 
-        The nodes of a run are told apart by host names, and ranks watch the processes of their own
+        The nodes of a run differ in their host names, and ranks watch the processes of their own
         node only.
         """
         steps = np.random.default_rng(0).integers(1, 4, 400_000).cumsum()
@@ -402,7 +402,7 @@ def main() -> int:
         machine.part_s = min(PART_S[args.device], left)
         figures[name] = run_part(results, name, part, *arguments)
         record = {"device": args.device, "nodes": NODES, "ranks": RANKS, "results": results}
-        (args.out / "two_nodes.json").write_text(json.dumps(record, indent=1))  # also if a later part is cut off
+        (args.out / "two_nodes.json").write_text(json.dumps(record, indent=1))  # also if a later part doesn't end
     if not args.keep:  # gigabytes; the histories and logs stay
         for tag in args.out.glob("*/*/manifest.json"):
             shutil.rmtree(tag.parent)
