@@ -292,13 +292,17 @@ def small_manifest(iter_num, improved=False, best_val_loss=0.0, **files):
             "files": {name: {"bytes": size, "sha256": "0" * 64} for name, size in names.items()}}
 
 
-def write_characters(folder, seed=0):
-    """Write 18,000 and 2,000 characters that a model can learn from: a walk over words, the same for a seed."""
+def write_characters(folder, seed=0, times=1):
+    """Write characters that a model can learn from: a walk over words, the same for a seed.
+
+    There are `times` x 18,000 to train on and `times` x 2,000 to validate.
+    """
     words = [word + " " for word in "the cat sat on a mat and saw how seven foxes jump over quiet lazy dogs".split()]
-    steps = np.random.default_rng(seed).integers(1, 4, 6000).cumsum()
-    text = "".join(words[step % len(words)] + "\n" * (step % 7 == 0) for step in steps.tolist())[:20_000]
+    steps = np.random.default_rng(seed).integers(1, 4, times * 6000).cumsum()
+    text = "".join(words[step % len(words)] + "\n" * (step % 7 == 0) for step in steps.tolist())[:times * 20_000]
     ids = [CHARS.index(char) for char in text]
-    write_dataset(folder, ids[:18_000], ids[18_000:], {"kind": "char", "chars": CHARS}, len(CHARS), SOURCE)
+    border = times * 18_000
+    write_dataset(folder, ids[:border], ids[border:], {"kind": "char", "chars": CHARS}, len(CHARS), SOURCE)
 
 
 def random_gpt2(deviation, **config):

@@ -19,7 +19,7 @@ import sys
 import time
 
 from common import ROOT, arguments, losses, naming, report, run, start
-from conftest import SMALL, read_history, wait_until
+from conftest import SMALL, read_history, wait_until, write_characters
 
 from runtime.checkpoint.tags import TagStore
 
@@ -100,7 +100,8 @@ def trial(args, launcher, what, number):
     return result
 
 
-EVALUATING = ("--max_iters=100000", "--lr_decay_iters=1000", "--eval_interval=100", "--eval_iters=2880",
+# 100 steps and an evaluation take about two seconds each
+EVALUATING = ("--max_iters=100000", "--lr_decay_iters=1000", "--eval_interval=100", "--eval_iters=2400",
               "--keep_last=2")
 
 
@@ -136,6 +137,8 @@ def stop_at_a_moment(args, what, number):
 def stop_at_moments(args):
     """The drill of --moments."""
     began = time.time()
+    args.data = args.folder / "more_characters"  # an evaluation uses each window once
+    write_characters(args.data, times=100)
     results = []
     for number in range(args.moments):
         results.append(stop_at_a_moment(args, ("SIGTERM", "SIGINT", "STOP")[number % 3], number))
