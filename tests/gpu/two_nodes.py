@@ -1,6 +1,6 @@
 """Two nodes, emulated on one machine with four GPUs: train, lose a node, resume on one, and submit the Slurm script.
 
-    python tests/gpu/two_nodes.py --out=DIR                 four GPUs; under 8 minutes
+    python tests/gpu/two_nodes.py --out=DIR                 four GPUs; under 9 minutes
     python tests/gpu/two_nodes.py --out=DIR --device=cpu    four processes with gloo, at a tiny size
 
 Each node has a launcher of its own, as docs/multi_node.md tells people to start it, with two GPUs, another NCCL_HOSTID
@@ -45,9 +45,9 @@ SIZES = {
 }
 ACCUMULATION = "--gradient_accumulation_steps=4"
 ENDLESS = ("--max_iters=1000000", "--eval_interval=5")
-MOST_APART = {"cuda": 0.02, "cpu": 1e-4}  # losses, in bfloat16 and in float32
+MOST_APART = 1e-3  # losses in float32; in bfloat16 they part after the first steps, on one node too
 PART_S = {"cuda": 75, "cpu": 150}  # of a run
-BUDGET_S = {"cuda": 470, "cpu": 1200}  # of all parts together: none begins after that
+BUDGET_S = {"cuda": 540, "cpu": 1500}  # of all parts together: none begins after that
 TIMEOUT_MINUTES = 1  # DEEPSPEED_TIMEOUT, of the nodes that lose another
 
 
@@ -57,6 +57,7 @@ class Way(NamedTuple):
     nodes: int
     stage: int
     local: bool  # gradients are accumulated on each rank, and reduced once per step
+    dtype: str = "bfloat16"
 
 
 WAYS = {
@@ -66,6 +67,10 @@ WAYS = {
     "two nodes, ZeRO-2": Way(2, 2, False),
     "one node, ZeRO-3, local": Way(1, 3, True),
     "two nodes, ZeRO-3, local": Way(2, 3, True),
+    "one node, ZeRO-2, float32": Way(1, 2, True, "float32"),
+    "two nodes, ZeRO-2, float32": Way(2, 2, True, "float32"),
+    "one node, ZeRO-3, float32": Way(1, 3, True, "float32"),
+    "two nodes, ZeRO-3, float32": Way(2, 3, True, "float32"),
 }
 
 
@@ -207,7 +212,8 @@ def stage_option(stage: int) -> str:
 def train(machine: Machine, name: str, way: Way) -> dict:
     """Train 20 steps. Return the losses and the median tokens/s after the first steps."""
     out_dir = machine.out / name.replace(", ", "-").replace(" ", "-")
-    settings = machine.settings(out_dir, stage_option(way.stage), f"--accumulate_locally={way.local}")
+    options = [stage_option(way.stage), f"--accumulate_locally={way.local}", f"--dtype={way.dtype}"]
+    settings = machine.settings(out_dir, *options)
     job = machine.start(name, way.nodes, settings)
     codes = job.wait(machine.part_s)
     assert codes == [0] * way.nodes, f"exit codes {codes}: {job.last_lines()}"
@@ -217,12 +223,12 @@ def train(machine: Machine, name: str, way: Way) -> dict:
 
 
 def compare(machine: Machine, figures: dict, stage: int) -> dict:
-    """Compare the losses on two nodes with those on one."""
-    one = figures[f"one node, ZeRO-{stage}, local"]["losses"]
-    two = figures[f"two nodes, ZeRO-{stage}, local"]["losses"]
+    """Compare the losses in float32 on two nodes with those on one."""
+    one = figures[f"one node, ZeRO-{stage}, float32"]["losses"]
+    two = figures[f"two nodes, ZeRO-{stage}, float32"]["losses"]
     assert one.keys() == two.keys() and len(one) == 20, "the runs have other steps"
     apart = max(abs(one[i] - two[i]) for i in one)
-    assert apart <= MOST_APART[machine.device], f"losses are up to {apart:.6f} apart"
+    assert apart <= MOST_APART, f"losses are up to {apart:.6f} apart"
     return {"most_apart": apart, "last_losses": [one[20], two[20]]}
 
 
@@ -389,7 +395,7 @@ def main() -> int:
     results: list[dict] = []
     figures: dict[str, dict] = {}
     parts = [(name, train, machine, name, way) for name, way in WAYS.items()]
-    parts += [(f"losses, ZeRO-{stage}", compare, machine, figures, stage) for stage in (2, 3)]
+    parts += [(f"losses, ZeRO-{stage}, float32", compare, machine, figures, stage) for stage in (2, 3)]
     parts += [("one node killed", lose_node, machine, "killed"), ("resumed on one node", resume_on_one_node, machine),
               ("Slurm script", slurm, machine), ("one node stopped", lose_node, machine, "stopped")]
     for name, part, *arguments in parts:
