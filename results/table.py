@@ -32,6 +32,8 @@ DRILLS = {  # file without cpu_ and .json: the result, from its keys
     "diskfull": "{ways} ways to run out of disk survived",
     "reshard": "{changes} changes of ranks and stages; losses within {worst:.0e}",
     "signals": "{trials} ways to stop under four launchers; {orphans} processes left; {slowest} s at most",
+    "signals_moments": "{trials} stops at random moments, {in_an_evaluation} of them inside an evaluation; losses "
+                       "equal to the last bit; {slowest} s at most",
     "prepare": "{mb:,} MB in {seconds} s with 2 workers; the same bytes after {kills} kills"}
 CARDS = (  # one GPU for GPT-2 XL: what the table calls it, --target_gpu, what to add to the command
     ("8 GB", "8", "config/lora_xl.py"), ("16 GB (T4)", "T4", "config/presets/16gb.py"),
@@ -186,7 +188,8 @@ def drills():
     for name, text in DRILLS.items():
         file, = read(f"cpu_{name}.json")
         result = text.format(**file, ways=len(file.get("cases", ()))) if file["passed"] else "failed"
-        rows.append([f"`tests/drills/{name}.py`", result, link(file)])
+        command = re.sub(r" --(json|folder)\S+", "", file["command"])
+        rows.append([f"`{command}`", result, link(file)])
     return markdown(["drill", "result", SOURCE], rows)
 
 
