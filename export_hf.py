@@ -62,7 +62,7 @@ try:
         print(f"{out_dir}/{tag}: {model.num_params():,} parameters after {counted(state['iter_num'], 'iteration')}")
         model.to(getattr(torch, dtype)).float()  # the rounded weights
         ids = [i % vocab_size for i in range(model.config.block_size)]
-        hf.write_model(model, work, end_of_text(kind), dtype)
+        left_out = hf.write_model(model, work, end_of_text(kind), dtype)
         hf.write_tokenizer(work, kind, model.config.block_size, state["data"]["template"])
         tokenizer, text = transformers.AutoTokenizer.from_pretrained(work, local_files_only=True), decode(ids)
         if tokenizer(text, add_special_tokens=False)["input_ids"] != encode(text):
@@ -70,6 +70,8 @@ try:
         difference = hf.check_model(model, work, torch.tensor([ids]))
         print(f"Loaded with transformers {transformers.__version__} in float32, its logits for {len(ids):,} tokens "
               f"differ from those of the training code by at most {difference:.1e}.")
+        if left_out:
+            print(f"note: transformers' GPT-2 has no buffers, so the export has no {', '.join(left_out)}")
     os.rename(work, to)
     print(f"written to {to}")
 except (UserError, SafetensorError) as error:

@@ -27,9 +27,12 @@ MAX_LOGIT_DIFFERENCE = 1e-5  # relative to the largest logit, or to 10 if all ar
 
 
 def write_model(model, folder, end, dtype):
-    """Write config.json, generation_config.json and model.safetensors. Transpose linear layers for Conv1D, leave out
-    the vocabulary's padding, and add zeros if the model has no biases. end: the id of <|endoftext|>, or None. Raises
-    UserError if the model isn't transformers' GPT-2."""
+    """Write config.json, generation_config.json and model.safetensors.
+
+    Transpose linear layers for Conv1D, leave out the vocabulary's padding, and add zeros if the model has no biases.
+    end: the id of <|endoftext|>, or None. Return the names of the model's persistent buffers, which transformers'
+    GPT-2 has no place for. Raises UserError if the model isn't that GPT-2.
+    """
     c = model.config
     gelu = getattr(c, "gelu", "none")  # nanoGPT's is exact. check_model() compares logits
     hf_config = GPT2Config(
@@ -60,6 +63,7 @@ def write_model(model, folder, end, dtype):
     hf_model.save_pretrained(folder, max_shard_size="100GB")
     # safetensors lets only the owner read its file
     shutil.copymode(os.path.join(folder, "config.json"), os.path.join(folder, "model.safetensors"))
+    return [name for name, _ in model.named_buffers() if name in params and name not in weights]
 
 
 def check_names(model, hf_model):

@@ -204,6 +204,16 @@ def test_a_head_of_its_own_is_written_as_one(tmp_path):
         GPT.from_pretrained(str(tmp_path))
 
 
+def test_buffers_that_gpt2_has_no_place_for_are_named(tmp_path):
+    """Those that a checkpoint has. A table that is made anew with the model is no loss."""
+    model = GPT(GPTConfig(block_size=16, vocab_size=70, n_layer=2, n_head=2, n_embd=16)).eval()
+    assert hf.write_model(model, tmp_path, None, "float32") == []
+    model.register_buffer("tokens_seen", torch.zeros(()))
+    model.transformer.h[1].register_buffer("slopes", torch.ones(2), persistent=False)
+    model.transformer.h[1].register_buffer("mean_square", torch.ones(()))
+    assert hf.write_model(model, tmp_path, None, "float32") == ["tokens_seen", "transformer.h.1.mean_square"]
+
+
 def test_rounding_is_told_from_a_mistake(tmp_path):
     """Logits of some millions, which float32 rounds by more than 1e-4."""
     torch.manual_seed(0)
