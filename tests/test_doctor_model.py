@@ -306,6 +306,32 @@ def test_a_run_of_another_optimizer_is_checked(train, tmp_path):
     assert "checked    a tiny model (optimizer RAdam): equal are cached logits, loss, buffers\n" in run.stdout
 
 
+RETURN = "        return self.lm_head(x, targets, reduction)\n"
+OTHER_LOSSES = {  # what is returned, and whether it is a mean over the targets that count
+    "with an auxiliary loss": ("loss + 0.1 * x.square().mean()", True),
+    "two tokens ahead": ("loss + self.lm_head(x[:, :-1], targets[:, 1:], reduction)", False),
+    "over all tokens": ("loss * (targets != -1).float().mean()", False),
+}
+
+
+@pytest.mark.parametrize("loss", OTHER_LOSSES)
+def test_an_edited_loss_is_checked_if_data_has_a_loss_mask(tmp_path, capsys, loss):
+    text, is_mean = OTHER_LOSSES[loss]
+    training = (
+        f"        loss = self.lm_head(x, targets, reduction)\n"
+        f"        return loss if targets is None or not self.training else {text}\n"
+    )
+    module = edited_model(tmp_path, [(RETURN, training)])
+    model = module.GPT(module.GPTConfig(**SHAPE))
+    optimizer = torch.optim.AdamW(model.parameters())
+    check_before_training(model, model.config, optimizer, recomputes=False, masked=True)
+    said = capsys.readouterr().out
+    told = "note       the loss of GPT.forward is not a mean over the targets that aren't -1. This data "
+    assert (told in said) == (not is_mean), said
+    assert said.count("equal are cached logits, loss, buffers") == 1, said
+    assert ("buffers, loss mask\n" in said) == is_mean, said
+
+
 @pytest.mark.parametrize("ranks", [1, every(2)])
 def test_a_run_of_a_faulty_model_ends_before_its_first_step(train, tmp_path, ranks):
     edited_model(tmp_path, FAULTS["positions off by one in decoding"][0])
