@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,53 +12,145 @@ from runtime.engine import fast_paths
 from runtime.engine.any_optimizer import is_adamw, optimizer_name
 from runtime.files import format_bytes, free_bytes
 from runtime.output import counted, explain_uncaught
-from runtime.plan import memory
+from runtime.plan import advice, memory, step_time
 
 OUR_OPTIMIZER = "adamw = setup.adamw("  # in a training script
 
 
-def memory_report(plan, ranks):
-    """Return the memory estimate of a GPU and of the host as text, with settings that fit if this run doesn't."""
-    host = memory.host_estimate(plan, ranks.local_world_size, plan.tag_bytes if plan.settings.keep_last else 0)
+def memory_report(plan, ranks) -> str:
+    """Return the memory estimate of a GPU and of the host as text.
+
+    With dry_run=True also settings that fit if this run doesn't. plan: a RunPlan.
+    """
     title = "each GPU" if plan.execution.device == "cuda" else "each rank"
-    return "\n".join([*memory.format_breakdown(title, memory.estimate(plan), plan.execution.memory),
-                      *memory.format_breakdown("host", host), *memory.advice(plan) * plan.settings.dry_run])
+    lines = format_breakdown(title, memory.estimate(plan), plan.execution.memory)
+    tag_bytes = plan.tag_bytes if plan.settings.keep_last else 0
+    host = memory.host_estimate(plan, ranks.local_world_size, tag_bytes)
+    lines += format_breakdown("host", host)
+    if plan.settings.dry_run:
+        lines += advice.advice(plan)
+    return "\n".join(lines)
 
 
-def summary(plan):
+def format_breakdown(
+    title: str, parts: Mapping[str, float], limit: int | None = None
+) -> list[str]:
+    """Return lines with the sum of the parts, and a bar for each.
+
+    limit: the bytes that they should fit into; the first line says if they don't.
+    """
+    total = sum(parts.values())
+    line = f"{title:<10} {format_bytes(total)}"
+    if limit:
+        line += f" of {format_bytes(limit)}"
+    if limit and total > memory.USABLE_FRACTION * limit:
+        line += f": too much ({1 - memory.USABLE_FRACTION:.0%} must stay free)"
+    lines = [line]
+    whole = max(total, limit or 0)
+    for name, size in sorted(parts.items(), key=lambda item: -item[1]):
+        if size >= 1e6:
+            bar = "█" * max(1, round(40 * size / whole))
+            lines.append(f"           {format_bytes(size):>9}  {bar} {name}")
+    return lines
+
+
+def summary(plan) -> str:
     """Return the run as text: model, data, hardware, batch, output, and the notes."""
-    s, batch, execution, data = plan.settings, plan.batch, plan.execution, plan.data
-    sequences = f"{batch.micro} x {batch.world_size} x {batch.accumulation}"
+    s = plan.settings
     notes = [f"note       {note}" for note in plan.notes]
-    start = f"resumed from {plan.start.tag}" if plan.start.tag else f"from {plan.start.init_from}"
-    lora = f"; LoRA of rank {plan.lora['rank']}: {plan.params.trainable:,} trainable" if plan.lora else ""
-    model = f"model      {plan.params.total:,} parameters {start}, block_size {plan.model.block_size}{lora}"
-    time = filter(None, [execution.peak_flops and not s.eval_only and memory.time_line(plan, s.max_iters)])
-    if execution.gpu:  # target_gpu: the data may be missing
-        return "\n".join([model, f"plan       {sequences} = {counted(batch.sequences, 'sequence')} per step, "
-                          f"{execution.dtype}, ZeRO-{plan.stage}", *time, *notes])
-    epoch = plan.windows if data["template"] else data["train_tokens"] / plan.model.block_size
-    name = (f"{torch.cuda.get_device_name()}, {format_bytes(torch.cuda.get_device_properties().total_memory)}"
-            if execution.device == "cuda" else "CPU")
+    if plan.execution.gpu:  # target_gpu: the data may be missing
+        return "\n".join([model_line(plan), batch_line_of_target(plan), *time_lines(plan), *notes])
+
     lines = [
-        model,
-        f"data       {' and '.join(d.name for d in plan.datasets)}: {data['train_tokens']:,} tokens to train on, "
-        f"{data['val_tokens']:,} to validate",
-        f"hardware   {batch.world_size} x {name}, {execution.dtype}, ZeRO-{plan.stage} ({s.deepspeed_config})"
-        + ", compiled" * execution.compile,
-        f"batch      {sequences} = {counted(batch.sequences, 'sequence')}, {counted(batch.tokens, 'token')} per step; "
-        f"{epoch / batch.sequences:,.1f} steps per epoch",
+        model_line(plan),
+        data_line(plan),
+        hardware_line(plan),
+        batch_line(plan),
         *path_lines(plan),
-        *time, f"output     {s.out_dir}"]
+        *time_lines(plan),
+        f"output     {s.out_dir}",
+    ]
     if s.keep_last and not s.eval_only:
-        lines.append(f"space      {format_bytes(plan.tag_bytes)} per checkpoint, "
-                     f"{format_bytes(free_bytes(s.out_dir))} free")
+        size, free = format_bytes(plan.tag_bytes), format_bytes(free_bytes(s.out_dir))
+        lines.append(f"space      {size} per checkpoint, {free} free")
     if len(plan.datasets) > 1:
-        lines.append("mixture    " + ", ".join(f"{d.name} {d.share}" for d in plan.datasets)
-                     + f" of each {sum(d.share for d in plan.datasets):,} sequences")
-    if s.dry_run:
-        return "\n".join([*lines, optimizer_line(plan), *notes])  # and the advice later
-    return "\n".join([*lines, *notes, *memory.advice(plan)])
+        lines.append(mixture_line(plan))
+    if s.dry_run:  # memory_report() has the advice
+        return "\n".join([*lines, optimizer_line(plan), *notes])
+    return "\n".join([*lines, *notes, *advice.advice(plan)])
+
+
+def model_line(plan) -> str:
+    """Return the line on the model and where its weights come from."""
+    origin = f"from {plan.start.init_from}"
+    if plan.start.tag:
+        origin = f"resumed from {plan.start.tag}"
+    block_size = plan.model.block_size
+    line = f"model      {plan.params.total:,} parameters {origin}, block_size {block_size}"
+    if plan.lora:
+        line += f"; LoRA of rank {plan.lora['rank']}: {plan.params.trainable:,} trainable"
+    return line
+
+
+def data_line(plan) -> str:
+    """Return the line on the datasets."""
+    names = " and ".join(dataset.name for dataset in plan.datasets)
+    train_tokens = plan.data["train_tokens"]
+    val_tokens = plan.data["val_tokens"]
+    return f"data       {names}: {train_tokens:,} tokens to train on, {val_tokens:,} to validate"
+
+
+def mixture_line(plan) -> str:
+    """Return the line on the shares of several datasets."""
+    shares = ", ".join(f"{dataset.name} {dataset.share}" for dataset in plan.datasets)
+    total = sum(dataset.share for dataset in plan.datasets)
+    return f"mixture    {shares} of each {total:,} sequences"
+
+
+def hardware_line(plan) -> str:
+    """Return the line on the devices, and how they are used."""
+    name = "CPU"
+    if plan.execution.device == "cuda":
+        memory_of_gpu = format_bytes(torch.cuda.get_device_properties().total_memory)
+        name = f"{torch.cuda.get_device_name()}, {memory_of_gpu}"
+    line = f"hardware   {plan.batch.world_size} x {name}, {plan.execution.dtype}, ZeRO-{plan.stage} "
+    line += f"({plan.settings.deepspeed_config})"
+    if plan.execution.compile:
+        line += ", compiled"
+    return line
+
+
+def sequences_of_a_step(plan) -> str:
+    """Return the batch as text: micro-batch x ranks x accumulation = sequences."""
+    batch = plan.batch
+    factors = f"{batch.micro} x {batch.world_size} x {batch.accumulation}"
+    return f"{factors} = {counted(batch.sequences, 'sequence')}"
+
+
+def batch_line(plan) -> str:
+    """Return the line on the batch, and on the epoch in steps."""
+    epoch = plan.data["train_tokens"] / plan.model.block_size
+    if plan.data["template"]:  # conversations: windows have paddings
+        epoch = plan.windows
+    steps = epoch / plan.batch.sequences
+    tokens = counted(plan.batch.tokens, "token")
+    return (
+        f"batch      {sequences_of_a_step(plan)}, {tokens} per step; {steps:,.1f} steps per epoch"
+    )
+
+
+def batch_line_of_target(plan) -> str:
+    """Return the line on the batch with target_gpu."""
+    how = f"{plan.execution.dtype}, ZeRO-{plan.stage}"
+    return f"plan       {sequences_of_a_step(plan)} per step, {how}"
+
+
+def time_lines(plan) -> list[str]:
+    """Return the line on the time, if it can be estimated."""
+    if not plan.execution.peak_flops or plan.settings.eval_only:
+        return []
+    line = step_time.time_line(plan, plan.settings.max_iters)
+    return [line] if line else []
 
 
 def optimizer_line(plan, optimizer: torch.optim.Optimizer | None = None) -> str:
@@ -79,16 +172,26 @@ def path_lines(plan) -> list[str]:
     return [f"paths      {first}", *(f"           {line}" for line in others)]
 
 
-def explain_out_of_memory(plan):
-    """If the GPU runs out of memory, print settings that take less and exit with code 2; the other ranks follow."""
-    def explain(error):
-        if not isinstance(error, RuntimeError) or "out of memory" not in str(error):  # PyTorch's, and CUDA's own
+def explain_out_of_memory(plan) -> None:
+    """If the GPU runs out of memory, print settings that take less, and exit with code 2.
+
+    The other ranks follow. This installs an excepthook.
+    """
+
+    def explain(error: BaseException) -> None:
+        # PyTorch's error, and CUDA's own
+        if not isinstance(error, RuntimeError) or "out of memory" not in str(error):
             return
         try:
             estimated = memory.gpu_bytes(plan)
-            smaller = replace(plan.execution, memory=min(plan.execution.memory, estimated - 1))
-            print(f"out of memory: the estimate was {format_bytes(estimated)} per GPU. Check nvidia-smi for other "
-                  "processes.", *memory.advice(replace(plan, execution=smaller)), sep="\n", file=sys.stderr, flush=True)
+            available = min(plan.execution.memory, estimated - 1)
+            smaller = replace(plan.execution, memory=available)
+            first = (
+                f"out of memory: the estimate was {format_bytes(estimated)} per GPU. Check "
+                "nvidia-smi for other processes."
+            )
+            lines = [first, *advice.advice(replace(plan, execution=smaller))]
+            print("\n".join(lines), file=sys.stderr, flush=True)
         finally:
             os._exit(2)
 

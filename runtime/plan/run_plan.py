@@ -27,6 +27,7 @@ from runtime.lora import lora_config
 from runtime.model_parts import without_memory
 from runtime.output import counted
 from runtime.plan import memory
+from runtime.plan.advice import fit_batch
 from runtime.plan.memory import MemoryInputs, ParamCount
 from runtime.plan.rules import broken_rules, evaluations_through, plan_iterations
 from runtime.plan.start import Start, find_start
@@ -116,7 +117,7 @@ def make_plan(settings, ranks, problems, notes):
                        pretrained=start.kind == "pretrained", facts=facts, cuda_graph=s.cuda_graph,
                        whole_logits=issubclass(GPT, Adapter))
     if s.batch_size == "auto":
-        batch = memory.fit_batch(run)
+        batch = fit_batch(run)
         run = replace(run, batch=batch, ds_config=ds_config.with_batch(config, batch))
         notes.append(f"batch_size=auto: a micro-batch of {batch.micro} takes about "
                      f"{format_bytes(memory.bytes_with_eval(run))} with evals, of {format_bytes(execution.memory)}")

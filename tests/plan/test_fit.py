@@ -14,9 +14,11 @@ from runtime.cluster.ranks import Ranks
 from runtime.data.loader import Batch
 from runtime.errors import UserError
 from runtime.hardware import GPUS, Execution, find_gpu, peak_flops
-from runtime.plan.memory import MemoryInputs, ParamCount, bytes_with_eval, estimate, fit_batch, relative_step_time
+from runtime.plan.advice import fit_batch
+from runtime.plan.memory import MemoryInputs, ParamCount, bytes_with_eval, estimate
 from runtime.plan.report import memory_report, summary
 from runtime.plan.run_plan import Problems, make_plan
+from runtime.plan.step_time import relative_step_time
 
 XL = ("config/xl_shakespeare.py", "--dry_run=True")
 SIZE = re.compile(r"^each GPU   ([\d.]+) GB of ([\d.]+) GB(: too much \(10% must stay free\))?$", re.M)
