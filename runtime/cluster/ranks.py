@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import io
 import json
 import math
 import os
@@ -10,7 +9,7 @@ import socket
 import sys
 import threading
 from collections import namedtuple
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -94,9 +93,28 @@ def show_progress(total, done, text):
     _progress.update(done - _progress.n)
 
 
-def silence_stdout():
-    """Return a context that drops what DeepSpeed prints to stdout. It raises its errors or logs them to stderr."""
-    return contextlib.redirect_stdout(io.StringIO())
+class SilentThread:
+    """A stream that drops what this thread writes. Other threads report signals and saves."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        if threading.get_ident() == self.thread:
+            return len(text)
+        return self.stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def silence_stdout() -> contextlib.AbstractContextManager:
+    """Return a context that drops what DeepSpeed prints to stdout on this thread.
+
+    It raises its errors or logs them to stderr.
+    """
+    return contextlib.redirect_stdout(SilentThread(sys.stdout))
 
 
 def exit_together(problems):
