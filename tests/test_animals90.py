@@ -764,6 +764,16 @@ def test_prepare_names_bad_pictures_and_skips_links_out_of_the_folder(pictures, 
     assert len([*(tmp_path / "new").rglob("*.jpg")]) == 42
 
 
+def test_prepare_reads_and_writes_below_the_home_folder(pictures, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(pictures / "train", tmp_path / "mine")
+    done(launch(EXAMPLE / "prepare.py", "--from=~/mine", "--to=~/new"))
+    refused = launch(EXAMPLE / "prepare.py", "--from=$NOT_SET/mine", "--to=~/other")
+    assert len([*(tmp_path / "new").rglob("*.jpg")]) == 42 and not (tmp_path / "other").exists()
+    assert (refused.returncode, refused.stderr) == (
+        2, "$NOT_SET/mine: the variable NOT_SET is not set: set it, or write the folder itself\n")
+
+
 @pytest.mark.parametrize("name, sentence", [("bomb.png", "/bomb.png has more than 100,000,000 pixels: make it smaller"),
                                             ("pipe.jpg", "/pipe.jpg is a pipe or a device, not a file: replace it")])
 def test_a_bad_picture_ends_training_in_one_sentence(train, pictures, tmp_path, name, sentence):

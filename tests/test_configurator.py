@@ -1,5 +1,6 @@
 """Settings, case by case (configurator.py), and the DeepSpeed JSON (runtime/engine/ds_config.py)."""
 
+import ast
 import dataclasses
 import json
 import os
@@ -410,6 +411,36 @@ def test_each_setting_that_may_be_a_path_is_expanded(script, monkeypatch):
     for name in paths:
         for written, meant in (("~/x", f"{Path.home()}/x"), ("$SCRATCH/x", "/scratch/x"), ("${SCRATCH}", "/scratch")):
             assert vars(settings_of_script(ROOT / script, [f"--{name}={written}"]))[name] == meant
+
+
+OPTIONS_WITH_PATHS = {
+    "data/prepare.py": {"paths", "--name", "--tokenizer"},
+    "data/prepare_hub.py": {"--dataset", "--name"},
+    "plot.py": {"out_dirs", "--png"},
+    "bench.py": {"--json"},
+    "examples/animals90/prepare.py": {"--from", "--to"},
+    "examples/animals90/src/utils.py": {"--history", "--output"},
+}
+TEXTS = {"--field", "--config", "--column"}  # that are no paths
+
+
+@pytest.mark.parametrize("script", OPTIONS_WITH_PATHS)
+def test_each_option_that_may_be_a_path_is_expanded(script):
+    """Those of scripts with argparse. A new option with text is a path, or in TEXTS."""
+    texts = set()
+    expanded = set()
+    for call in ast.walk(ast.parse((ROOT / script).read_text(encoding="utf-8"))):
+        if not isinstance(call, ast.Call) or ast.unparse(call.func).rpartition(".")[2] not in ("add", "add_argument"):
+            continue
+        if not isinstance(call.args[0], ast.Constant):  # what is added to a set, and numbers
+            continue
+        name = call.args[0].value
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        if keywords.get("type") == "expand_path":
+            expanded.add(name)
+        elif not keywords.keys() & {"type", "action", "choices"}:
+            texts.add(name)
+    assert texts <= TEXTS and expanded == OPTIONS_WITH_PATHS[script]
 
 
 def test_paths_in_a_config_and_in_a_mixture(tmp_path, monkeypatch):

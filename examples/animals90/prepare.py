@@ -22,6 +22,7 @@ sys.path[:1] = [str(HERE / "src"), str(HERE.parents[1])]
 
 from runtime.errors import UserError  # first: runtime explains a missing package
 from runtime.output import protect_output
+from runtime.paths import expand_path
 from runtime.untrusted import open_regular
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback from every process
@@ -185,12 +186,13 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--from", dest="source", metavar="FOLDER")
+    what.add_argument("--from", dest="source", metavar="FOLDER", type=expand_path)
     what.add_argument("--made_up", action="store_true")
     what.add_argument("--check", action="store_true")
-    defaults = dict(classes=90, train=650, val=139, size=224, seed=1337, val_share=0.1, to="data")
+    defaults = dict(classes=90, train=650, val=139, size=224, seed=1337, val_share=0.1)
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--to", metavar="FOLDER", type=expand_path, default="data")
     args = parser.parse_args()
 
     problems = []

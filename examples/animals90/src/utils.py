@@ -17,6 +17,7 @@ from records import MAX_BYTES, History
 
 from runtime.files import ROOT, write_atomic
 from runtime.output import printable, protect_output
+from runtime.paths import expand_path
 from runtime.untrusted import open_no_follow, read_json
 
 # From the project's folder: matplotlib also reads a matplotlibrc in the working directory
@@ -58,8 +59,8 @@ def draw(histories: dict[str, History], output: str) -> None:
 def main() -> None:
     """Draw what the command line names. Raises UserError, OSError and ValueError."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--history", nargs="+", required=True)
-    parser.add_argument("--output", default="curves.png")
+    parser.add_argument("--history", nargs="+", required=True, type=expand_path)
+    parser.add_argument("--output", default="curves.png", type=expand_path)
     args = parser.parse_args()
     histories = {}
     for path in args.history:
