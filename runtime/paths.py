@@ -43,6 +43,11 @@ def expand_path(path: str) -> str:
         return value
 
     expanded = re.sub(r"\$(?:(\w+)|\{(\w+)\})", value_of, path)
+    if re.search(r"\$[{(]|`", expanded):  # ${NAME:-other}, $(command)
+        raise UserError(
+            f"{path}: of what a shell replaces, only ~, $NAME and ${{NAME}} are replaced here: write "
+            "the folder itself, or in a config compute it in Python"
+        )
     if not expanded.startswith("~"):
         return expanded
     home = os.path.expanduser(expanded)

@@ -450,10 +450,17 @@ def test_paths_in_a_config_and_in_a_mixture(tmp_path, monkeypatch):
     assert settings.out_dir == "/scratch/run" and settings.dataset == {f"{Path.home()}/a": 0.5, "mine": 0.5}
 
 
+SHELL = ("of what a shell replaces, only ~, $NAME and ${NAME} are replaced here: write the folder itself, or in a "
+         "config compute it in Python")
+
+
 @pytest.mark.parametrize("argument, problem", [
     ("--out_dir=$NOT_SET/x", "out_dir=$NOT_SET/x: the variable NOT_SET is not set: set it, or write the folder itself"),
     ("--init_from=~nobody-here/x",
-     "init_from=~nobody-here/x: there is no such user: write ./~nobody-here/x for a folder of this name")])
+     "init_from=~nobody-here/x: there is no such user: write ./~nobody-here/x for a folder of this name"),
+    ("--out_dir=${NOT_SET:-/data}/x", f"out_dir=${{NOT_SET:-/data}}/x: {SHELL}"),
+    ("--dataset=$(pwd)/x", f"dataset=$(pwd)/x: {SHELL}"),
+    ("--dataset=`pwd`/x", f"dataset=`pwd`/x: {SHELL}")])
 def test_a_path_that_cannot_be_expanded_is_refused(capsys, argument, problem):
     with pytest.raises(SystemExit, match="2"):
         settings_of_script(ROOT / "train_deepspeed.py", [argument])
