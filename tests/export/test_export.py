@@ -159,6 +159,28 @@ else:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["planted.py"]
 
 
+@pytest.mark.parametrize("plant, code, stderr", [
+    ("os.kill(os.getpid(), signal.SIGTERM)", 143, "interrupted\n"),
+    ("os.kill(os.getpid(), signal.SIGHUP)", 129, "interrupted\n"),
+    ("os.kill(os.getpid(), signal.SIGINT)", 130, "interrupted\n"),
+    ("resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))", 2,
+     r"to=.*/folder can't be written \(.*File too large.*\): choose another folder with --to=DIR\n"),
+])
+def test_an_export_that_is_stopped_or_finds_no_room_leaves_nothing(whole, tmp_path, plant, code, stderr):
+    script = planted(tmp_path, f"""
+import resource, signal
+from runtime.export import hf
+write_model = hf.write_model
+def stopped(*args):
+    {plant}
+    write_model(*args)
+hf.write_model = stopped
+""", ROOT / "export_hf.py")
+    run = launch(script, f"--out_dir={whole(3).out_dir}", f"--to={tmp_path}/folder")
+    assert run.returncode == code and re.fullmatch(stderr, run.stderr), run.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["planted.py"]
+
+
 def test_refusals(exported):
     out_dir, folder, _ = exported
     for args, words in (([f"--to={folder}"], f"to={folder} exists: choose another folder with --to=DIR"),
