@@ -125,11 +125,32 @@ def check_arguments(args):
     from torch.distributed import run
 
     _, nodes = run.parse_min_max_nnodes(args.nnodes)
+    refuse_further_launchers(nodes)
     if args.node_rank not in range(nodes):
         raise ValueError(f"--node_rank={args.node_rank} must be 0 to {nodes - 1}")
     if os.path.dirname(os.path.realpath(args.training_script)) == str(ROOT / "config"):
         raise ValueError(f"{args.training_script} is a config: put train_deepspeed.py before it")
     return nodes
+
+
+def refuse_further_launchers(nodes: int) -> None:
+    """Exit if srun or mpirun has started more than one of this launcher for each node.
+
+    Each would be a run of its own, with a part of the batch.
+    """
+    # This import also sets RANK and the like, as for ranks of srun. torchrun sets them again
+    from runtime.cluster.launchers import STARTED_BY
+
+    if STARTED_BY is None:
+        return
+    count = int(os.environ[STARTED_BY.size])
+    if count > nodes:
+        exit_with_error(
+            f"{STARTED_BY.size}={count} in the environment: {STARTED_BY.name} has started {count} of "
+            "this launcher, and each would be a run of its own: start one for each node, with --nnodes "
+            f"and --node_rank, or let {STARTED_BY.name} start python train_deepspeed.py itself "
+            f"(docs/multi_node.md). If it has started none, run unset {STARTED_BY.size}"
+        )
 
 
 def start_without_network(args):
@@ -199,6 +220,7 @@ def train(ranks, script, args):
 
 def run_headline(args):
     """Prepare the data, train and sample: GPT-2 XL, or without a GPU a small character-level model."""
+    refuse_further_launchers(nodes=1)
     gpus = count_gpus()
     on_cpu = not gpus and settings_of_script(TRAIN, args).target_gpu is None
     ranks = gpus or 1 + on_cpu

@@ -1,5 +1,6 @@
 """launch_deepspeed.py as a user has it, with real runs of 2 ranks on CPU."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -10,7 +11,9 @@ import psutil
 import pytest
 from conftest import ROOT, SMALL, done, free_port, launch, planted, wait_until
 
+import launch_deepspeed
 from runtime.checkpoint.tags import TagStore
+from runtime.cluster.launchers import find_launcher
 from runtime.cluster.shutdown import EXIT_REASONS
 from runtime.cluster.store import is_launcher
 
@@ -69,6 +72,26 @@ def test_the_exit_code_of_a_refusal(start):
     _, stderr = job.communicate(timeout=200)
     assert job.returncode == 2 and stderr.count("nowhere.json") == 1
     assert "Traceback" not in stderr and "error.json" not in stderr  # torchrun's file
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--nproc_per_node=1", ROOT / "train_deepspeed.py", "--dry_run=True"], ["--headline", "--dry_run=True"]])
+def test_several_launchers_of_one_node_are_refused(arguments):
+    """`srun -n 2 python launch_deepspeed.py` would be two runs, each with half of the batch."""
+    env = {**os.environ, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+    job = subprocess.run([sys.executable, SCRIPT, *arguments], env=env, capture_output=True, text=True, timeout=100)
+    assert (job.returncode, job.stdout) == (2, "") and job.stderr.count("\n") == 1
+    assert job.stderr.startswith(
+        "SLURM_STEP_NUM_TASKS=2 in the environment: Slurm's srun has started 2 of this launcher, and each")
+
+
+@pytest.mark.parametrize("size, nodes, refused", [("1", 1, False), ("2", 2, False), ("4", 2, True)])
+def test_one_launcher_for_each_node_is_right(monkeypatch, capsys, size, nodes, refused):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", size)
+    monkeypatch.setattr("runtime.cluster.launchers.STARTED_BY", find_launcher({"SLURM_STEP_NUM_TASKS": size}))
+    with pytest.raises(SystemExit) if refused else contextlib.nullcontext():
+        launch_deepspeed.refuse_further_launchers(nodes)
+    assert ("has started 4 of this launcher" in capsys.readouterr().err) == refused
 
 
 EIGHT_CORES = """
