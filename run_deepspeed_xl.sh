@@ -19,5 +19,6 @@ for argument; do
 done
 source runtime/venv.sh
 project=$PWD
-cd - >/dev/null  # where a config file is searched for first
+# Back to where a config file is searched for first
+cd - >/dev/null 2>&1 || venv_fail "the working directory was removed: go to another folder"
 exec "$PYTHON" "$project/launch_deepspeed.py" --headline "$@"

@@ -1,5 +1,6 @@
 """Importing anything from here makes one line of an uncaught error that the user can fix, instead of a traceback."""
 
+import os
 from importlib.util import find_spec
 
 from runtime.errors import UserError
@@ -15,4 +16,16 @@ def explain(error):
     return "interrupted" if isinstance(error, KeyboardInterrupt) else None
 
 
+def check_working_directory():
+    """Exit with code 2 if the working directory is gone: PyTorch's import would end with an error of MKL."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        exit_with_error(
+            f"the working directory can't be used ({error.strerror}): it was removed, or made anew: run cd "
+            '"$PWD", or go to another folder'
+        )
+
+
 explain_uncaught(explain)
+check_working_directory()

@@ -382,6 +382,17 @@ def test_a_package_that_is_missing_is_named_with_the_fix(package, words, tmp_pat
     assert line.endswith(": run source .venv/bin/activate, or python -m pip install -r requirements.txt")
 
 
+@pytest.mark.parametrize("script", ["train_deepspeed.py", "launch_deepspeed.py", "sample.py", "doctor.py", "plot.py"])
+def test_a_working_directory_that_is_gone_is_named(script, tmp_path):
+    """As after removing the project and cloning it again, in the shell that was there."""
+    command = 'cd "$1" && rmdir "$1" && exec "$2" "$3" --dry_run=True'
+    done = subprocess.run(["bash", "-c", command, "bash", tmp_path, sys.executable, ROOT / script],
+                          capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("the working directory can't be used (No such file or directory): it was removed")
+
+
 def test_a_module_of_ours_that_is_missing_is_a_bug():
     done = without("runtime.output", "train_deepspeed.py")
     assert done.returncode == 1 and "Traceback" in done.stderr
