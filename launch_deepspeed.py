@@ -126,11 +126,30 @@ def check_arguments(args):
 
     _, nodes = run.parse_min_max_nnodes(args.nnodes)
     refuse_further_launchers(nodes)
+    if nodes > 1:
+        check_host(args.master_addr)
     if args.node_rank not in range(nodes):
         raise ValueError(f"--node_rank={args.node_rank} must be 0 to {nodes - 1}")
     if os.path.dirname(os.path.realpath(args.training_script)) == str(ROOT / "config"):
         raise ValueError(f"{args.training_script} is a config: put train_deepspeed.py before it")
     return nodes
+
+
+def check_host(host: str) -> None:
+    """Raise ValueError if there is no host of this name, rather than wait 15 minutes for it.
+
+    If the name service itself doesn't answer, torchrun asks again.
+    """
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        if error.errno == socket.EAI_NONAME:
+            raise ValueError(
+                f"--master_addr={host} is not known to this machine: check its spelling, or give "
+                "the IP address of node 0"
+            ) from None
+    except UnicodeError:  # a part of the name is empty, or too long
+        raise ValueError(f"--master_addr={host} is not the name of a host") from None
 
 
 def refuse_further_launchers(nodes: int) -> None:

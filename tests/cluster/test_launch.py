@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 
@@ -92,6 +93,23 @@ def test_one_launcher_for_each_node_is_right(monkeypatch, capsys, size, nodes, r
     with pytest.raises(SystemExit) if refused else contextlib.nullcontext():
         launch_deepspeed.refuse_further_launchers(nodes)
     assert ("has started 4 of this launcher" in capsys.readouterr().err) == refused
+
+
+@pytest.mark.parametrize("host, words", [
+    ("no-such-host.invalid", "is not known to this machine: check its spelling, or give the IP address of node 0"),
+    ("node..1", "is not the name of a host")])
+def test_a_master_that_does_not_exist_is_refused_at_once(host, words):
+    """torchrun waits for it for 15 minutes."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (socket.gaierror, UnicodeError) as error:
+        if getattr(error, "errno", None) == socket.EAI_AGAIN:
+            pytest.skip("no name service answers here, so nobody knows that there is no such host")
+    job = subprocess.run([sys.executable, SCRIPT, "--nnodes=2", "--node_rank=1", "--nproc_per_node=1",
+                          f"--master_addr={host}", ROOT / "train_deepspeed.py"],
+                         capture_output=True, text=True, timeout=100)
+    assert (job.returncode, job.stdout) == (2, "")
+    assert job.stderr == f"torchrun can't use its arguments: --master_addr={host} {words}\n"
 
 
 EIGHT_CORES = """
