@@ -149,8 +149,18 @@ def test_launchers_are_known_by_their_commands(command):
     assert found
 
 
+MODULE = [sys.executable, "-m"]
+RANKS = ["--nproc_per_node=2", "--master_port={port}"]
+TRAIN = str(ROOT / "train_deepspeed.py")
+
+
 @pytest.mark.parametrize("command", [
-    ["-m", "deepspeed.launcher.runner", "--num_gpus=2"], [SCRIPT, "--nproc_per_node=2"]], ids=["deepspeed", "ours"])
+    [*MODULE, "deepspeed.launcher.runner", "--num_gpus=2", "--master_port={port}", TRAIN],
+    [sys.executable, str(SCRIPT), *RANKS, TRAIN],
+    [str(ROOT / "run_deepspeed_xl.sh"), str(ROOT / "config" / "shakespeare_char_cpu.py")],
+    # As docs/troubleshooting.md has it: without the address, torchrun itself waits
+    [*MODULE, "torch.distributed.run", "--standalone", "--local_addr=localhost", "--nproc_per_node=2", TRAIN],
+], ids=["deepspeed", "ours", "headline", "torchrun"])
 def test_a_host_name_that_does_not_resolve_delays_nothing(characters, tmp_path, command):
     """As in containers and with some VPNs. Whoever looks the name up waits for its timeout: ten minutes in torchrun."""
     namespace = ["unshare", "--uts", "sh", "-c", 'hostname no-such-host && exec "$@"', "sh"]
@@ -160,7 +170,10 @@ def test_a_host_name_that_does_not_resolve_delays_nothing(characters, tmp_path, 
     if probe.returncode:
         # Only root may have another host name, and some containers forbid it. Nothing of ours has run: this was `true`
         pytest.skip(f"another host name is not allowed here: {probe.stderr.strip()}")
-    command = [sys.executable, *command, f"--master_port={free_port()}", ROOT / "train_deepspeed.py", *SMALL,
-               f"--dataset={characters}", f"--out_dir={tmp_path}/out"]
-    job = subprocess.run([*namespace, *command], cwd=ROOT, capture_output=True, text=True, timeout=250)
+    port = free_port()
+    command = [word.format(port=port) for word in command]
+    command += [*SMALL, "--optimizer=adamw", f"--dataset={characters}", f"--out_dir={tmp_path}/out"]
+    job = subprocess.run([*namespace, *command], cwd=ROOT, capture_output=True, text=True, timeout=250,
+                         env={**os.environ, "PYTHON": sys.executable})
     assert job.returncode == 0 and "iter 4:" in job.stdout, job.stdout + job.stderr
+    assert " 2 x CPU, " in job.stdout
