@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 from configurator import settings_of_script
 from runtime.files import OWN_DATASETS, ROOT
@@ -22,6 +23,7 @@ from runtime.output import exit_with_error, protect_output
 
 TRAIN = str(ROOT / "train_deepspeed.py")
 SAVE_TIMEOUT_S = 300  # for the ranks to save after a signal; if a rank has failed, the others get torchrun's 30
+WAIT_FOR_NODES_S = 900  # as torchrun waits for all nodes
 DEFAULT_PORT = 29500  # torchrun's
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1]
 if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup, by the ranks too
@@ -127,7 +129,7 @@ def check_arguments(args):
     _, nodes = run.parse_min_max_nnodes(args.nnodes)
     refuse_further_launchers(nodes)
     if nodes > 1:
-        check_host(args.master_addr)
+        wait_for_host(args.master_addr)
     if args.node_rank not in range(nodes):
         raise ValueError(f"--node_rank={args.node_rank} must be 0 to {nodes - 1}")
     if os.path.dirname(os.path.realpath(args.training_script)) == str(ROOT / "config"):
@@ -135,21 +137,30 @@ def check_arguments(args):
     return nodes
 
 
-def check_host(host: str) -> None:
-    """Raise ValueError if there is no host of this name, rather than wait 15 minutes for it.
+def wait_for_host(host: str) -> None:
+    """Return when this machine knows a host of this name. Raise ValueError if it doesn't in 15 minutes.
 
-    If the name service itself doesn't answer, torchrun asks again.
+    The name of another container or job may appear after this one has started. If the name service
+    itself doesn't answer, torchrun asks again.
     """
-    try:
-        socket.getaddrinfo(host, None)
-    except socket.gaierror as error:
-        if error.errno == socket.EAI_NONAME:
-            raise ValueError(
-                f"--master_addr={host} is not known to this machine: check its spelling, or give "
-                "the IP address of node 0"
-            ) from None
-    except UnicodeError:  # a part of the name is empty, or too long
-        raise ValueError(f"--master_addr={host} is not the name of a host") from None
+    deadline = time.monotonic() + WAIT_FOR_NODES_S
+    has_said = False
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror as error:
+            if error.errno != socket.EAI_NONAME:
+                return
+        except UnicodeError:  # a part of the name is empty, or too long
+            raise ValueError(f"--master_addr={host} is not the name of a host") from None
+        if time.monotonic() > deadline:
+            raise ValueError(f"--master_addr={host} is not known to this machine")
+        if not has_said:
+            print(f"waiting for --master_addr={host}: this machine doesn't know it yet. Check its spelling, or give "
+                  "the IP address of node 0", file=sys.stderr, flush=True)
+            has_said = True
+        time.sleep(1)
 
 
 def refuse_further_launchers(nodes: int) -> None:
