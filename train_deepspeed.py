@@ -228,6 +228,7 @@ vocab_size = plan.data["vocab_size"]
 bytes_of_tokens = torch.tensor(broadcast_from_rank0(token_bytes(plan.data, fetch=False).tolist()), device=device)
 log = RunLog(settings, plan.start.sources, state, device, plan.datasets, flops_per_token=flops_per_token,
              memory_plan=estimate(plan), process_start=_process_start)
+log.start_loggers()
 health = StepHealth(log.warn, state)
 
 # The training data, from where the checkpoint's run was

@@ -378,7 +378,7 @@ FAULTS = [Fault(*row) for row in (
      "configurator.py", "value = expand_setting(value)", "pass",
      "test_configurator.py::test_paths_in_a_config_and_in_a_mixture"),
     ("wandb, going back", "wandb continues the run whose later steps were discarded",
-     "runtime/monitor/runlog.py", "            self.wandb_id = None\n", "            pass\n",
+     "runtime/monitor/loggers.py", "            self.wandb_id = None\n", "            pass\n",
      "test_run.py::test_wandb_after_going_back_is_a_new_run_that_drops_nothing"),
     ("signals", "SIGHUP is never handled, so a closed terminal ends the run without a checkpoint",
      "runtime/cluster/requests.py", "SIGHUP or not is_ignored", "SIGHUP and not is_ignored",

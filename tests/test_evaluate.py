@@ -20,7 +20,7 @@ from runtime.checkpoint.shards import load_model
 from runtime.data.loader import eval_offsets
 from runtime.data.tokenizer import gpt2_encoding, token_bytes, tokenizer_file_meta
 from runtime.errors import UserError
-from runtime.monitor.runlog import loss_record
+from runtime.monitor.lines import loss_record
 from runtime.sample.benchmarks import read_rows
 
 TEXT = "Café résumé: ½ of 日本語 🙂.<|endoftext|>\n\nA second document, " + "which goes on and on; " * 30

@@ -21,6 +21,7 @@ from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore
 from runtime.data.tokenizer import tokenizer_of
 from runtime.monitor.history import append_history
+from runtime.monitor.loggers import Loggers
 from runtime.monitor.runlog import RunLog
 
 SIX = ("--max_iters=6", "--eval_interval=3", "--lr_schedule=linear", "--lr_decay_iters=4", "--min_lr=2e-4")
@@ -408,9 +409,14 @@ def test_tensorboard_goes_on_over_a_resume_without_doubles(train):
 def test_a_logger_that_fails_is_left_out_and_training_goes_on(capsys):
     log = RunLog.__new__(RunLog)
     log.settings = Mock(eval_only=True)
-    log.writes, log.out_dir, log.loggers, logged = False, "nowhere", {"bad": Mock(), "good": Mock()}, []
-    log.loggers["bad"].log.side_effect = log.loggers["good"].close.side_effect = ZeroDivisionError
-    log.loggers["good"].log.side_effect = lambda values, step: logged.append((values, step))
+    log.writes = False
+    log.loggers = Loggers(log.settings, {}, iter_num=0, resumes=False, wandb_id=None)
+    bad, good = Mock(), Mock()
+    log.loggers.running = {"bad": bad, "good": good}
+    logged = []
+    bad.log.side_effect = ZeroDivisionError
+    good.log.side_effect = lambda values, step: logged.append((values, step))
+    good.close.side_effect = ZeroDivisionError
     log.record({"iter": 1, "loss": 2.0})
     log.record({"iter": 2, "loss": 1.5, "memory": 3_500_000_000, "warning": "words are not curves"})
     assert logged == [({"train/iter": 1, "train/loss": 2.0}, 1),
