@@ -58,15 +58,25 @@ def render_here(messages, template, eos_token, ask=True):
 
 
 def encode_conversation(messages, encode, end):
-    """Return (ids, mask) of a conversation, up to its last answer, as two lists. encode: returns the ids of a text in
-    which special tokens are ordinary. end: the id that ends an answer. Each answer is encoded on its own. With GPT-2's
-    BPE, the tokens are those of the whole text: it joins none across the border, because contents are stripped."""
-    text, answers = render_here(messages, TEMPLATE, "", ask=False)
-    ids, mask, at = [], [], 0
-    for begin, stop in answers:
-        prompt, answer = encode(text[at:begin]), encode(text[begin:stop])
+    """Return (ids, mask) of a conversation, up to its last answer, as two lists.
+
+    messages: [{"role", "content"}], and "weight": 0 where an answer doesn't count. encode: returns
+    the ids of a text in which special tokens are ordinary. end: the id that ends an answer. Each
+    answer is encoded on its own. With GPT-2's BPE, the tokens are those of the whole text: it joins
+    none across the border, because contents are stripped.
+    """
+    # Without weights, the template marks all answers
+    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+    text, answers = render_here(plain, TEMPLATE, "", ask=False)
+    weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
+    ids = []
+    mask = []
+    at = 0
+    for (begin, stop), weight in zip(answers, weights, strict=True):
+        prompt = encode(text[at:begin])
+        answer = encode(text[begin:stop])
         ids += [*prompt, *answer, end]
-        mask += [0] * len(prompt) + [COUNTS] * (len(answer) + 1)
+        mask += [0] * len(prompt) + [COUNTS * weight] * (len(answer) + 1)
         at = stop
     mask[0] |= BEGINS
     return ids, mask
