@@ -34,8 +34,10 @@ def argument_parser():
     add("--tokenizer", default="gpt2", type=expand_path,
         help="gpt2 (the default), char, or a folder with a tokenizer.json")
     add("--format", choices=("text", "jsonl", "parquet", "chat"), help="what the files hold (default: by their names); "
-        "chat: JSON lines with conversations")
+        "chat: conversations in JSON, Parquet or Arrow")
     add("--field", default="text", help="field or column that holds the text (default: text)")
+    add("--ignore_fields", metavar="NAMES", default="", help="fields of conversations and messages to leave out, "
+        "separated by commas")
     add("--val_fraction", type=float, help="fraction of documents for validation (default: 0.1 below 10 MB, else 0.01)")
     add("--max_document_bytes", type=int, metavar="BYTES", help="size above which a text is cut into several documents "
         "(default: 4,096 for a single text or standard input, else 1,048,576)")
@@ -53,10 +55,13 @@ def main():
             raise UserError(f"--{name}={value} must be {low} to {high}")
     folder, files = new_dataset_dir(args.name, args.overwrite), inputs.find_files(args.paths)
     kinds = [args.format or inputs.kind_of(file) for file in files]
-    if "shard" in kinds:
+    if "shard" in kinds or args.format == "chat" and len(files) > 1:
         files = [file for file in files if not file.endswith(".md")]  # the dataset's card
     size = sum(os.path.getsize(file) for file in files if file != "-")  # on the disk
-    options = {"paths": args.paths, "format": args.format, "field": args.field,
+    ignore_fields = [name for name in args.ignore_fields.split(",") if name]
+    if ignore_fields and args.format != "chat":
+        raise UserError("--ignore_fields is for conversations: add --format=chat, or drop it")
+    options = {"paths": args.paths, "format": args.format, "field": args.field, "ignore_fields": ignore_fields,
                "max_document_bytes": args.max_document_bytes or (4096 if kinds == ["text"] else 2**20),
                "val_fraction": (0.1 if 0 < size < 10**7 else 0.01) if args.val_fraction is None else args.val_fraction}
     if "shard" in kinds:
@@ -76,6 +81,10 @@ def main():
     print(f"vocabulary: {meta['vocab_size']:,} ({meta['tokenizer']['kind']}), {meta['dtype']}")
     if skipped := [f"{count:,} {name}" for name, count in documents.items() if count and name not in SPLITS]:
         print(f"skipped: {', '.join(skipped)}")
+    for line in meta.get("problems", []):
+        print(f"  {line}")
+    if unused := [f"{name} ({count:,})" for name, count in meta.get("unused_fields", {}).items()]:
+        print(f"fields that aren't used: {', '.join(unused)}")
     print(f"written to {os.path.relpath(folder)}: train with --dataset={shlex.quote(args.name)}")
 
 

@@ -3,6 +3,7 @@
 The readers of the datasets library don't fit. Its JSON reader turns "2024-05-01" into a timestamp and a missing field
 into None, and its zstd reader accepts a truncated file."""
 
+import contextlib
 import io
 import json
 import os
@@ -10,9 +11,10 @@ import re
 import sys
 from pathlib import Path
 
-from runtime.data.chat import END_OF_ANSWER, ROLES
 from runtime.data.tokenizer import check_spaces
 from runtime.errors import UserError
+from runtime.prepare.json_records import json_records
+from runtime.prepare.tables import column_texts, json_rows, without_descriptions
 from runtime.untrusted import check_regular
 
 BUFFER_BYTES = 2**20
@@ -27,8 +29,8 @@ TRAILING_EOT = re.compile(r"<\|endoftext\|>(\r?\n)?\Z")
 WORD = rb"(?=\S..)(?!\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80)"
 CUT_POINTS = [re.compile(space + WORD, re.DOTALL) for space in (rb"(?<!\r)\r?\n", b" ")]  # best first
 COMPRESSED = re.compile(r"\.(gz|zst|bz2|lz4)$")
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".bin": "shard",
-         ".npy": "shard"}  # everything else is text
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow",
+         ".bin": "shard", ".npy": "shard"}  # everything else is text
 
 
 def find_files(paths):
@@ -36,7 +38,7 @@ def find_files(paths):
     files = []
     for path in paths:
         if os.path.isdir(path):
-            files += sorted(files_below(os.path.normpath(path)))
+            files += without_descriptions(sorted(files_below(os.path.normpath(path))))
         elif os.path.isfile(path) or path == "-" and sys.stdin is not None and path not in files:
             files.append(path)
         else:
@@ -91,7 +93,7 @@ def target_inside(path, real_root):
 
 
 def kind_of(name):
-    """Return what a file of this name holds: text, jsonl, parquet or shard."""
+    """Return what a file of this name holds: text, jsonl, parquet, arrow or shard."""
     extension = Path(COMPRESSED.sub("", name)).suffix
     return KINDS.get(extension.lower(), "text")
 
@@ -99,21 +101,43 @@ def kind_of(name):
 def read_records(name, kind, field, max_document_bytes):
     """Yield the records of a file as bytes: its JSON lines, the texts of a Parquet column, or the pieces of a text. A
     text is cut after each <|endoftext|> and where it gets too long. Raises UserError if the file is corrupt."""
-    try:
-        if kind == "parquet":
-            yield from parquet_texts(name, field)
+    with sentences(name):
+        if kind in ("parquet", "arrow"):
+            yield from column_texts(name, field)
             return
-        if COMPRESSED.search(name) and os.path.getsize(name) <= MAX_SCANNED_BYTES:
-            scan(name)
-        if name == "-":
-            source = sys.stdin.buffer
-        else:
-            source = io.BufferedReader(UnpackedFile(name), BUFFER_BYTES)
-        with source as file:
-            if kind in ("jsonl", "chat"):
+        with open_unpacked(name) as file:
+            if kind == "jsonl":
                 yield from iter(lambda: file.readline(MAX_RECORD_BYTES + 1), b"")
             else:
                 yield from text_chunks(file, max_document_bytes)
+
+
+def read_conversations(name):
+    """Yield (place, conversation in JSON) of a file, such as ("line 3", b"{...}"), whatever the conversation is like.
+    Raises UserError if the file is corrupt."""
+    with sentences(name):
+        if kind_of(name) in ("parquet", "arrow"):
+            for number, row in enumerate(json_rows(name), 1):
+                yield f"row {number:,}", row
+            return
+        with open_unpacked(name) as file:
+            yield from json_records(file, MAX_RECORD_BYTES)
+
+
+def open_unpacked(name):
+    """Return a file, or standard input, as a buffered reader of its unpacked content."""
+    if name == "-":
+        return sys.stdin.buffer
+    if COMPRESSED.search(name) and os.path.getsize(name) <= MAX_SCANNED_BYTES:
+        scan(name)
+    return io.BufferedReader(UnpackedFile(name), BUFFER_BYTES)
+
+
+@contextlib.contextmanager
+def sentences(name):
+    """Turn what readers raise for a damaged file into a UserError."""
+    try:
+        yield
     except UserError:
         raise
     except Exception as error:  # of pyarrow, which raises many kinds
@@ -171,25 +195,6 @@ class UnpackedFile(io.RawIOBase):
         super().close()
 
 
-def parquet_texts(name, field):
-    """Yield the texts of a column as bytes, which are perhaps not UTF-8.
-
-    Raises UserError, and pyarrow's errors.
-    """
-    from pyarrow.parquet import ParquetFile
-
-    if name == "-":
-        raise UserError("Parquet can't be read from a pipe: name the file")
-    file = ParquetFile(name, buffer_size=BUFFER_BYTES, pre_buffer=False)  # it would keep whole row groups in memory
-    columns = [c.name for c in file.schema_arrow if re.match("(dictionary<values=)?(large_)?string", str(c.type))]
-    if field not in columns:
-        raise UserError(f"{name} has no text column {field!r} (text columns: {', '.join(columns) or 'none'}): "
-                        "choose one with --field=NAME")
-    for table in file.iter_batches(batch_size=64, columns=[field], use_threads=False):
-        for text in table.column(0).cast("large_binary").to_pylist():
-            yield text or b""
-
-
 def text_chunks(file, max_document_bytes):
     """Yield the pieces of a text file, which together are the file, in constant memory."""
     buffer, at, ended = b"", 0, False
@@ -224,10 +229,10 @@ def chunk_end(buffer, at, max_document_bytes):
 
 def text_of(record, kind, field):
     """Return (a record's UTF-8 text, or b""; whether its document ends with it). Raises ValueError or UserError."""
-    if kind == "parquet":
+    if kind in ("parquet", "arrow"):
         return check_spaces(str(record, "utf-8")).encode(), True
-    if kind in ("jsonl", "chat"):
-        return text_of_json(record, kind, field).encode() if record.strip() else b"", True
+    if kind == "jsonl":
+        return text_of_json(record, field).encode() if record.strip() else b"", True
     if b"\0" in record:
         raise ValueError("a NUL byte, as in an archive or in UTF-16: unpack it, or save it as UTF-8")
     text, ends = TRAILING_EOT.subn("", str(record, "utf-8").removeprefix("\ufeff"))  # some editors' byte order mark
@@ -235,13 +240,11 @@ def text_of(record, kind, field):
     return b"" if text.isspace() else text.encode(), bool(ends)
 
 
-def text_of_json(line, kind, field):
+def text_of_json(line, field):
     try:
         value = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"invalid JSON ({getattr(error, 'msg', error)}): write one object per line") from None
-    if kind == "chat":
-        return json.dumps(messages_of(value), ensure_ascii=False)  # half a character fails here, with its line
     if not isinstance(value, dict):
         raise ValueError("no JSON object: write one per line")
     fields = {k: v for k, v in value.items() if isinstance(v, str | None)}
@@ -249,32 +252,3 @@ def text_of_json(line, kind, field):
         raise ValueError(f"no text field {field!r} (text fields: {', '.join(fields) or 'none'}): choose one with "
                          "--field=NAME, or read conversations with --format=chat")
     return check_spaces(fields[field] or "")
-
-
-def messages_of(value):
-    """Return the messages, [{"role", "content"}], of a conversation in one of three forms. Raises ValueError."""
-    match value:
-        case {"messages": list(messages)}:
-            pass
-        case {"prompt": prompt, "completion": answer} | {"instruction": prompt, "output": answer}:
-            if isinstance(prompt, str) and isinstance(extra := value.get("input"), str) and extra.strip():
-                prompt += f"\n\n{extra}"
-            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        case _:
-            raise ValueError('no conversation: give {"messages": [...]}, {"prompt", "completion"} or {"instruction", '
-                             '"input", "output"}, one per line')
-    checked = []
-    for number, message in enumerate(messages, 1):
-        role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
-        if role not in ROLES:
-            shown = repr(role) if isinstance(role, str | int | None) else "of another type"
-            raise ValueError(f"message {number} has the role {shown}: use {', '.join(ROLES)}")
-        if not isinstance(content, str) or END_OF_ANSWER in content:
-            raise ValueError(f"message {number} ({role}) has no text, or U+0003 in it: correct its content")
-        if role == "assistant" and not content.strip():
-            raise ValueError(f"message {number} is an empty answer: complete or remove it")
-        checked.append({"role": role, "content": check_spaces(content.strip())})
-    answers = [number for number, message in enumerate(checked, 1) if message["role"] == "assistant"]
-    if not answers:
-        raise ValueError("no answer: add a message of the role assistant")
-    return checked[: answers[-1]]  # what is left is what is trained on, so that duplicates are equal

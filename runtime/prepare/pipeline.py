@@ -20,6 +20,7 @@ from runtime.data.tokenizer import CODE_POINTS, end_of_text, numpy_encoder
 from runtime.errors import UserError
 from runtime.files import lock_folder
 from runtime.prepare import inputs
+from runtime.prepare.conversations import Conversations
 
 ROW_BYTES = 2**20  # text per row, at least
 
@@ -49,8 +50,12 @@ def prepare(folder, files, tokenizer, vocab_size, options, workers, skip_unreada
             vocab_size = len(tokenizer["chars"])
         source = {"name": " ".join(options["paths"]), "sha256": reader.digest.hexdigest(), "bytes": reader.bytes}
         masks = {f"{split}_mask.bin": [stored[split, "mask"]] for split in SPLITS if is_chat}
+        more = {}
+        if is_chat:
+            more = {"template": TEMPLATE, "unused_fields": dict(reader.chats.unused),
+                    "problems": reader.chats.report()}
         return write_dataset(folder, *tokens, tokenizer, vocab_size, source, masks, documents=reader.counts,
-                             options=options, **({"template": TEMPLATE} if is_chat else {}))
+                             options=options, **more)
 
 
 class Reader:
@@ -61,16 +66,24 @@ class Reader:
         self.files, self.options, self.skip_unreadable = files, options, skip_unreadable
         self.counts = dict.fromkeys((*SPLITS, "duplicates", "empty", "unreadable"), 0)
         self.hashes, self.digest, self.bytes = set(), hashlib.sha256(), 0
+        self.chats = Conversations(options["ignore_fields"]) if options["format"] == "chat" else None
+
+    def is_refused(self):
+        """Return whether there are conversations that can't be used, so that there will be no dataset."""
+        return self.chats is not None and bool(self.chats.problems) and not self.skip_unreadable
 
     def rows(self):
         """Yield rows of about 1 MB, [(split, its next text)]. An empty text ends a document. Raises UserError."""
         row, size = [], 0
-        for split, text in itertools.chain.from_iterable(map(self.texts, self.files)):
+        read = self.texts if self.chats is None else self.conversations
+        for split, text in itertools.chain.from_iterable(map(read, self.files)):
             row.append((split, text))
             size += len(text)
             if size >= ROW_BYTES:
                 yield row
                 row, size = [], 0
+        if self.is_refused():
+            raise UserError("\n".join(self.chats.report()) + "; or skip such conversations with --skip_unreadable")
         yield [*row, *((split, b"") for split in SPLITS)]
         train, val = self.counts["train"], self.counts["val"]
         if not (train and val):
@@ -97,10 +110,26 @@ class Reader:
             self.digest.update(record)
             self.bytes += len(record)
 
+    def conversations(self, file):
+        """Yield (split, its messages as JSON) of each conversation that is kept. After one that can't be used, the
+        others are only read, to count such ones."""
+        for place, record in inputs.read_conversations(file):
+            place = f"{file}, {place}"
+            check_length(record, place)
+            self.digest.update(record)
+            self.bytes += len(record)
+            if not record.strip():
+                self.counts["empty"] += 1
+                continue
+            text = self.chats.read(record, place)
+            counted = self.choose(text) if text else "unreadable"
+            self.counts[counted] += 1
+            if counted in SPLITS and not self.is_refused():
+                yield counted, text
+
     def classify(self, record, kind, place):
         """Return (what `counts` counts a record as, its text, whether its document ends with it)."""
-        if len(record) > inputs.MAX_RECORD_BYTES:  # perhaps only the beginning of a line
-            raise UserError(f"{place} is longer than {inputs.MAX_RECORD_BYTES:,} bytes: split it into documents")
+        check_length(record, place)
         try:
             text, ends = inputs.text_of(record, kind, self.options["field"])
         except (ValueError, UserError) as error:
@@ -108,13 +137,21 @@ class Reader:
                 raise UserError(f"{place}: {error}; correct it, or skip such documents with "
                                 "--skip_unreadable") from None
             return "unreadable", b"", True
-        if not text:
-            return "empty", text, ends
+        return self.choose(text) if text else "empty", text, ends
+
+    def choose(self, text):
+        """Return the split of a text, or "duplicates" if there was the same before."""
         number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
         if number in self.hashes:
-            return "duplicates", text, ends
+            return "duplicates"
         self.hashes.add(number)
-        return "val" if number < int(self.options["val_fraction"] * 2**64) else "train", text, ends
+        return "val" if number < int(self.options["val_fraction"] * 2**64) else "train"
+
+
+def check_length(record, place):
+    """Raise UserError if a record is too long, and perhaps only the beginning of a line."""
+    if len(record) > inputs.MAX_RECORD_BYTES:
+        raise UserError(f"{place} is longer than {inputs.MAX_RECORD_BYTES:,} bytes: split it into documents")
 
 
 def tokenize(folder, rows, workers, *encoding):

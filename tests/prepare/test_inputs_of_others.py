@@ -16,6 +16,7 @@ from conftest import ROOT
 
 from runtime.errors import UserError
 from runtime.prepare import inputs, shards
+from runtime.prepare.conversations import Conversations
 
 pytestmark = pytest.mark.timeout(60)  # what is refused is refused within seconds, and the fault is mostly a hang
 LINE = b'{"text": "a"}\n'
@@ -128,16 +129,19 @@ def test_what_is_packed_well_is_read(tmp_path):
 def test_json_that_is_nested_or_holds_long_numbers_is_no_traceback(line, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         inputs.text_of(line, "jsonl", "text")
-    with pytest.raises(ValueError, match="no conversation|invalid JSON|Exceeds the limit"):
-        inputs.text_of(line, "chat", "text")
+    chats = Conversations()
+    assert chats.read(line, "a line") == b""
+    assert re.search("no conversation|invalid JSON|Exceeds the limit|nested too deeply", chats.report()[0])
 
 
 @pytest.mark.parametrize("depth", [10, 500, 900])
 def test_a_role_that_is_nested_is_no_traceback(depth):
     role = "[" * depth + "]" * depth
     line = '{"messages": [{"role": ' + role + ', "content": "x"}]}'
-    with pytest.raises(ValueError, match="message 1 has the role of another type: use system, user, assistant"):
-        inputs.text_of(line.encode(), "chat", "text")
+    chats = Conversations()
+    assert chats.read(line.encode(), "a line") == b""
+    assert chats.report() == ["1 of 1 conversations can't be used, the first is a line, message 1: the role of another "
+                              "type: use system, user or assistant"]
 
 
 def test_parquet_of_any_damage_is_a_sentence(tmp_path):

@@ -3,7 +3,6 @@
 Tests with `index` in their name may fetch GPT-2's tokenizer."""
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from runtime.data.chat import TEMPLATE, Chat
 from runtime.data.dataset import COUNTS, Dataset, check_dataset, open_tokens
 from runtime.errors import UserError
-from runtime.prepare.inputs import text_of
 
 PROMPTS = [f"say {word}" for word in ("a", "b", "abc", "ca", "bb", "cab", "aaa", "b b", "c", "ab")]
 STRANGE = [  # what could join tokens across the borders of the template, or be taken for it
@@ -159,34 +157,3 @@ def test_a_tokenizer_that_adds_a_space_is_refused(tmp_path):
     with pytest.raises(subprocess.CalledProcessError) as refused:
         prepare(tmp_path, STRANGE, f"--tokenizer={tmp_path}/tokenizer", "--val_fraction=0.5")
     assert refused.value.returncode == 2 and b"adds a space before a text" in refused.value.stderr
-
-
-BAD = {
-    '{"messages": [{"role": "bot", "content": "x"}]}': "message 1 has the role 'bot': use system, user, assistant",
-    '{"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}': "message 1 (user) has no text, or U+",
-    '{"messages": [{"role": "user", "content": "x"}]}': "no answer: add a message of the role assistant",
-    '{"messages": ["x"]}': "message 1 has the role None",
-    '{"prompt": "x", "completion": " "}': "message 2 is an empty answer: complete or remove it",
-    '{"prompt": 3, "completion": "x"}': "message 1 (user) has no text",
-    '{"instruction": "x", "input": "y"}': 'no conversation: give {"messages": [...]}, {"prompt", "completion"} or',
-    "[1, 2]": "no conversation", "[": "invalid JSON (Expecting value): write one object per line",
-    "{\udcff": "'utf-8' codec can't decode byte",
-    '{"prompt": "x", "completion": "\\ud83e"}': "'utf-8' codec can't encode character"}
-
-
-def test_bad_conversations_are_refused_with_file_and_line_or_skipped(tmp_path):
-    for line, words in BAD.items():
-        with pytest.raises(ValueError, match=re.escape(words)):
-            text_of(line.encode(errors="surrogateescape"), "chat", "text")
-    said = [{"role": role, "content": text} for role, text in (("user", " q"), ("assistant", "a\n"), ("user", "x"))]
-    assert len({text_of(json.dumps(line).encode(), "chat", "text") for line in (
-        {"messages": said}, {"prompt": "q", "completion": "a"})}) == 1  # the same is trained on: one is a duplicate
-    good = [json.dumps({"prompt": f"q{i}", "completion": "a"}) for i in range(40)]
-    (tmp_path / "a.jsonl").write_bytes("\n".join([*good[:2], *BAD, *good[2:]]).encode(errors="surrogateescape"))
-    command = [sys.executable, ROOT / "data" / "prepare.py", tmp_path / "a.jsonl", f"--name={tmp_path}/out",
-               "--format=chat", "--tokenizer=char", "--val_fraction=0.3", "--workers=1"]
-    refused = subprocess.run(command, capture_output=True, text=True)
-    assert refused.returncode == 2 and "a.jsonl, line 3: message 1 has the role 'bot'" in refused.stderr, refused.stderr
-    assert len(refused.stderr.splitlines()) == 1 and not (tmp_path / "out" / "train.bin").exists()
-    skipped = subprocess.run([*command, "--skip_unreadable"], capture_output=True, text=True)
-    assert skipped.returncode == 0 and f"skipped: {len(BAD)} unreadable" in skipped.stdout, skipped.stderr

@@ -1,0 +1,302 @@
+"""Conversations in the shapes in which others write them, as messages.
+
+docs/chat.md has the table of shapes and fields. What can't be said with our chat template, and what
+may change the meaning, is refused by name and counted.
+"""
+
+import collections
+import json
+from collections.abc import Collection
+from typing import Any
+
+from runtime.data.chat import END_OF_ANSWER, ROLES
+from runtime.data.tokenizer import check_spaces
+from runtime.errors import UserError
+from runtime.prepare.fields import METADATA, Fields
+
+LISTS = ("messages", "conversations", "conversation")  # fields that hold a list of messages
+PAIRS = (("instruction", "output"), ("prompt", "completion"))
+ROLE_OF = {role: role for role in ROLES} | {"human": "user", "gpt": "assistant"}
+NO_CONVERSATION = (
+    "no conversation: give messages, conversations, prompt and completion, or instruction and "
+    "output, as docs/chat.md says")
+MOST_PROBLEMS = 20  # different ones that are told
+
+
+class Conversations:
+    """Turns records into messages. Afterwards, `unused` and `problems` say what was left out.
+
+    ignored: names of fields that are left out, of conversations and of messages.
+    """
+
+    def __init__(self, ignored: Collection[str] = ()):
+        self.ignored = frozenset(ignored)
+        self.total = 0
+        self.unused: collections.Counter[str] = collections.Counter()  # {field: conversations}
+        self.problems: collections.Counter[str] = collections.Counter()  # {problem: conversations}
+        self.first: dict[str, str] = {}  # {problem: where it is first}
+
+    def read(self, record: bytes, place: str) -> bytes:
+        """Return the messages of a conversation in JSON, as UTF-8, or b"" if it can't be used.
+
+        record: the conversation in JSON. place: where it is, for the user.
+        """
+        self.total += 1
+        conversation = Conversation(self.ignored)
+        content = b""
+        try:
+            messages = conversation.messages_of(parse(record))
+            content = json.dumps(messages, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            conversation.refuse("half a character, such as \\ud83d alone: correct it")
+        except UnicodeDecodeError:
+            conversation.refuse("invalid UTF-8: save the file as UTF-8")
+        except RecursionError:
+            conversation.refuse("it is nested too deeply: correct it")
+        except ValueError as error:
+            conversation.refuse(str(error))
+
+        self.unused.update(conversation.unused)
+        for problem, number in conversation.problems.items():
+            self.problems[problem] += 1
+            where = place if number is None else f"{place}, message {number}"
+            self.first.setdefault(problem, where)
+        return b"" if conversation.problems else content
+
+    def report(self) -> list[str]:
+        """Return a line for each problem, the most frequent one first."""
+        told = self.problems.most_common(MOST_PROBLEMS)
+        lines = []
+        for problem, count in told:
+            lines.append(f"{count:,} of {self.total:,} conversations can't be used, "
+                         f"the first is {self.first[problem]}: {problem}")
+        more = len(self.problems) - len(told)
+        if more:
+            lines.append(f"and {more:,} other problems: correct these first")
+        return lines
+
+
+def parse(record: bytes) -> Any:
+    """Return the value of a JSON text. Raises ValueError and RecursionError."""
+    try:
+        return json.loads(record)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"invalid JSON ({error.msg}): write one object per line, or an array of "
+                         "objects") from None
+
+
+class Conversation:
+    """Reads one conversation, and notes all that is wrong with it.
+
+    problems: {sentence: the number of its message, or None}. unused: names of ignored fields.
+    """
+
+    def __init__(self, ignored: Collection[str]):
+        self.ignored = ignored
+        self.unused: set[str] = set()
+        self.problems: dict[str, int | None] = {}
+        self.number: int | None = None  # of the message that is read
+
+    def refuse(self, problem: str) -> None:
+        """Note a problem of the message that is read, or of the whole conversation."""
+        self.problems.setdefault(problem, self.number)
+
+    def messages_of(self, value: Any) -> list[dict[str, Any]]:
+        """Return [{"role", "content"}], with "weight": 0 where an answer isn't trained on.
+
+        They end with the last answer that is. If there are problems, they aren't complete. Raises
+        ValueError.
+        """
+        if isinstance(value, list):  # as nanochat writes conversations
+            value = {"messages": value}
+        if not isinstance(value, dict):
+            raise ValueError(NO_CONVERSATION)
+        fields = Fields(value, self.ignored)
+        system = self.take_text(fields, "system")
+        name = next((name for name in LISTS if name in fields), None)
+        if name is None:
+            messages = self.read_pair(fields)
+        else:
+            messages = self.read_list(fields.take(name), name)
+        drop_copies(fields, messages)
+        self.finish(fields)
+
+        if system.strip():
+            if messages and messages[0]["role"] == "system":
+                self.refuse("both a field 'system' and a system message: keep one of them")
+            messages.insert(0, self.message("system", system))
+        return self.up_to_last_answer(messages)
+
+    def up_to_last_answer(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages up to the last answer that is trained on.
+
+        So what is trained on equally is equal, and one of the two is a duplicate.
+        """
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        trained = [i for i in answers if "weight" not in messages[i]]
+        if trained:
+            return messages[: trained[-1] + 1]
+        if not self.problems:
+            if answers:
+                self.refuse("no answer that is trained on: remove the conversation, or give an "
+                            "answer the weight 1")
+            else:
+                self.refuse("no answer: add a message of the role assistant")
+        return []
+
+    def read_pair(self, fields: Fields) -> list[dict[str, Any]]:
+        """Return the messages of a prompt and its answer, after those of "history"."""
+        for names in PAIRS:
+            if names[0] in fields and names[1] in fields:
+                question = fields.take(names[0])
+                answer = fields.take(names[1])
+                break
+        else:
+            raise ValueError(NO_CONVERSATION)
+        messages = self.read_history(fields.take("history"))
+
+        if isinstance(question, list):  # its answers are context, as in TRL
+            messages += self.read_list(question, "prompt", weight=0)
+        else:
+            text = fields.take("input")
+            if isinstance(question, str):
+                question = with_input(question, text)
+            messages.append(self.message("user", question))
+
+        if not isinstance(answer, list):
+            return [*messages, self.message("assistant", answer)]
+        answers = self.read_list(answer, "completion")
+        if any(message["role"] != "assistant" for message in answers):
+            self.refuse("the completion has messages of other roles than assistant: use the shape "
+                        "messages")
+        return messages + answers
+
+    def read_history(self, history: Any) -> list[dict[str, Any]]:
+        """Return the messages of [[question, answer], ...]. The answers count, as elsewhere."""
+        pairs = history or []
+        if not isinstance(pairs, list) or any(
+                not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+            self.refuse("the field 'history' isn't a list of [question, answer]: correct it")
+            return []
+        messages = []
+        for question, answer in pairs:
+            messages.append(self.message("user", question))
+            messages.append(self.message("assistant", answer))
+        return messages
+
+    def read_list(self, values: Any, name: str, weight: int = 1) -> list[dict[str, Any]]:
+        """Return the messages of a list. weight: of answers that have none of their own."""
+        if not isinstance(values, list):
+            self.refuse(f"the field {name!r} isn't a list of messages: correct it")
+            return []
+        messages = []
+        for self.number, value in enumerate(values, 1):
+            messages.append(self.read_message(value, weight))
+        self.number = None
+        return messages
+
+    def read_message(self, value: Any, weight: int) -> dict[str, Any]:
+        """Return the message of {"role", "content"}, or of ShareGPT's {"from", "value"}."""
+        if not isinstance(value, dict):
+            self.refuse("a message without a role: write it as an object with a role and a content")
+            return {"role": None, "content": ""}
+        fields = Fields(value, self.ignored)
+        named = fields.take("role") if "role" in fields else fields.take("from")
+        content = fields.take("content") if "content" in fields else fields.take("value")
+        role = ROLE_OF.get(named) if isinstance(named, str) else None
+        if role is None:
+            is_short = isinstance(named, str | int | None)
+            shown = repr(named)[:40] if is_short else "of another type"
+            self.refuse(f"the role {shown}: use system, user or assistant")
+        weight = self.take_weight(fields, role, weight)
+        self.finish(fields)
+        return self.message(role, content, weight)
+
+    def message(self, role: str | None, content: Any, weight: int = 1) -> dict[str, Any]:
+        """Return a message without the white space around it, which the template leaves out."""
+        if isinstance(content, list):
+            content = self.text_of_parts(content)
+        if not isinstance(content, str):
+            self.refuse(f"no text in a message of the role {role}: correct its content")
+            content = ""
+        elif role == "assistant" and not content.strip():
+            self.refuse("an empty answer: complete or remove it")
+        if END_OF_ANSWER in content:
+            self.refuse("U+0003 in a message, which ends answers: remove it")
+        try:
+            check_spaces(content)
+        except UserError as error:
+            self.refuse(str(error))
+
+        message = {"role": role, "content": content.strip()}
+        if role == "assistant" and weight == 0:
+            message["weight"] = 0
+        return message
+
+    def text_of_parts(self, parts: list[Any]) -> str | None:
+        """Return the text of [{"type": "text", "text"}, ...], joined as transformers joins it."""
+        texts = []
+        for part in parts:
+            values = part if isinstance(part, dict) else {"type": type(part).__name__}
+            fields = Fields(values, self.ignored)
+            kind = fields.take("type")
+            text = fields.take("text")
+            if kind != "text" or not isinstance(text, str):
+                self.refuse(f"a part of the type {str(kind)[:40]!r}: the model reads text alone, "
+                            "so remove it")
+                return ""
+            self.finish(fields, metadata=())
+            texts.append(text)
+        return "".join(texts) if texts else None
+
+    def take_weight(self, fields: Fields, role: str | None, default: int) -> int:
+        """Return 1 if a message is trained on, else 0, by its "weight" or "train"."""
+        given = set()
+        for name in ("weight", "train"):
+            value = fields.take(name)
+            if value is None:
+                continue
+            shown = f"{name} {json.dumps(value)[:40]}"
+            if not isinstance(value, int | float) or value not in (0, 1):
+                self.refuse(f"the {shown}: use 0 or 1, or true or false")
+                continue
+            if value and role in ("system", "user"):
+                self.refuse(f"the {shown} of a {role} message: only answers are trained on, so "
+                            "remove it")
+            given.add(int(value))
+        if len(given) > 1:
+            self.refuse("a weight and a train that contradict each other: keep one of them")
+        return given.pop() if given else default
+
+    def take_text(self, fields: Fields, name: str) -> str:
+        """Return the text of a field, or an empty one."""
+        value = fields.take(name)
+        if value is not None and not isinstance(value, str):
+            self.refuse(f"the field {name!r} isn't a text: correct it")
+            return ""
+        return value or ""
+
+    def finish(self, fields: Fields, metadata: Collection[str] = METADATA) -> None:
+        """Refuse what is left of an object's fields, and note what was ignored of them."""
+        for problem in fields.refusals(metadata):
+            self.refuse(problem)
+        self.unused |= fields.unused
+
+
+def with_input(question: str, value: Any) -> str:
+    """Return Alpaca's instruction with its input below it, as JSON if it isn't text."""
+    if value is None:
+        return question
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return f"{question}\n\n{text}" if text.strip() else question
+
+
+def drop_copies(fields: Fields, messages: list[dict[str, Any]]) -> None:
+    """Drop fields that only repeat the messages: the first prompt, and a text made of them all."""
+    prompt = fields.left.get("prompt")
+    questions = [message["content"] for message in messages if message["role"] == "user"]
+    if isinstance(prompt, str) and questions and prompt.strip() == questions[0]:
+        fields.drop("prompt")
+    text = fields.left.get("text")
+    if isinstance(text, str) and all(message["content"] in text for message in messages):
+        fields.drop("text")

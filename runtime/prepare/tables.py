@@ -1,0 +1,165 @@
+"""Read Parquet and Arrow files, such as those that datasets' save_to_disk has written."""
+
+import datetime
+import decimal
+import json
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from runtime.errors import UserError
+from runtime.untrusted import read_json
+
+ROWS = 64  # that are in memory at once
+ARROW_FILE = b"ARROW1"  # begins an Arrow file, but not a stream, as datasets writes it
+TEXT = re.compile(r"(dictionary<values=)?(large_)?string")
+BYTES = re.compile(r"(^|: |values=)(large_|fixed_size_)?binary")
+JSON_TYPE = "extension<arrow.json>"  # values of mixed types, as datasets stores them
+WRITTEN_AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
+DESCRIPTIONS = {"state.json", "dataset_info.json", "dataset_dict.json"}  # of save_to_disk
+
+
+def open_table(name: str) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
+    """Return (the schema of a file, a function that yields RecordBatches of some columns).
+
+    Raises UserError, and pyarrow's errors if the file is damaged.
+    """
+    if name == "-":
+        raise UserError("Parquet can't be read from a pipe: name the file")
+    if name.lower().endswith(".arrow"):
+        return open_arrow(name)
+    return open_parquet(name)
+
+
+def open_parquet(name: str) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
+    from pyarrow.parquet import ParquetFile
+
+    # With pre_buffer, it would keep whole row groups in memory
+    file = ParquetFile(name, buffer_size=2**20, pre_buffer=False)
+
+    def read(columns: list[str]) -> Iterator[Any]:
+        return file.iter_batches(batch_size=ROWS, columns=columns, use_threads=False)
+
+    return file.schema_arrow, read
+
+
+def open_arrow(name: str) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
+    import pyarrow
+
+    # With a memory map, a length that the file doesn't have is an error, not an allocation
+    file = pyarrow.memory_map(name)
+    begins = file.read(len(ARROW_FILE))
+    file.seek(0)
+    if begins == ARROW_FILE:
+        reader = pyarrow.ipc.open_file(file)
+        batches = map(reader.get_batch, range(reader.num_record_batches))
+    else:
+        batches = reader = pyarrow.ipc.open_stream(file)
+
+    def read(columns: list[str]) -> Iterator[Any]:
+        for batch in batches:
+            chosen = batch.select(columns)
+            chosen.validate(full=True)  # places outside of the file would otherwise be read
+            for start in range(0, chosen.num_rows, ROWS):
+                yield chosen.slice(start, ROWS)
+
+    return reader.schema, read
+
+
+def column_texts(name: str, field: str) -> Iterator[bytes]:
+    """Yield the texts of a column as bytes, which are perhaps not UTF-8.
+
+    Raises UserError, and pyarrow's errors.
+    """
+    schema, read = open_table(name)
+    columns = [column.name for column in schema if TEXT.match(str(column.type))]
+    if field not in columns:
+        raise UserError(f"{name} has no text column {field!r} (text columns: "
+                        f"{', '.join(columns) or 'none'}): choose one with --field=NAME, or read "
+                        "conversations with --format=chat")
+    for batch in read([field]):
+        for text in batch.column(0).cast("large_binary").to_pylist():
+            yield text or b""
+
+
+def json_rows(name: str) -> Iterator[bytes]:
+    """Yield the rows of a file as JSON, UTF-8.
+
+    Dates, times and decimal numbers become text, and bytes their number. Raises UserError, and
+    pyarrow's errors.
+    """
+    schema, read = open_table(name)
+    for column in schema:
+        if column.name == "input" and BYTES.search(str(column.type)):
+            raise UserError(f"{name} has bytes in the column 'input', not text: convert it")
+    encoded = [column for column in schema if JSON_TYPE in str(column.type)]
+    for batch in read(schema.names):
+        for row in batch.to_pylist():
+            for column in encoded:
+                row[column.name] = decode_json(row[column.name], column.type)
+            text = json.dumps(row, ensure_ascii=False, default=as_json)
+            yield text.encode(errors="surrogatepass")
+
+
+def decode_json(value: Any, kind: Any) -> Any:
+    """Return a value of Arrow's type `kind` with the JSON in it decoded."""
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if types.is_struct(kind):
+        return {field.name: decode_json(value[field.name], field.type) for field in kind}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return [decode_json(item, kind.value_type) for item in value]
+    if JSON_TYPE in str(kind):
+        return json.loads(value)
+    return value
+
+
+def as_json(value: Any) -> Any:
+    """Return what JSON has for a value that it can't hold."""
+    if isinstance(value, WRITTEN_AS_TEXT):
+        return str(value)
+    return {"bytes": len(value)}
+
+
+def without_descriptions(files: list[str]) -> list[str]:
+    """Return the files without what datasets' save_to_disk and load_from_disk keep beside the data.
+
+    Raises UserError if a folder isn't whole.
+    """
+    with_state = {os.path.dirname(file) for file in files if os.path.basename(file) == "state.json"}
+    with_arrow = {os.path.dirname(file) for file in files if file.endswith(".arrow")}
+    data = {folder: data_files(folder) for folder in with_state & with_arrow}
+    data = {folder: names for folder, names in data.items() if names is not None}
+    above = {os.path.dirname(folder) for folder in data}  # the folders of several splits
+
+    kept = []
+    for file in files:
+        folder, name = os.path.split(file)
+        is_ours = folder in data or folder in above
+        is_cache = folder in data and name.endswith(".arrow") and name not in data[folder]
+        if not is_cache and not (is_ours and name in DESCRIPTIONS):
+            kept.append(file)
+    return kept
+
+
+def data_files(folder: str) -> set[str] | None:
+    """Return the names of the data files of a folder of save_to_disk, or None if it is none.
+
+    Raises UserError if the folder isn't whole.
+    """
+    state = read_json(os.path.join(folder, "state.json"))
+    entries = state.get("_data_files")
+    if not isinstance(entries, list):  # of another program
+        return None
+    if state.get("_indices_data_files"):
+        raise UserError(f"{folder} is of an old version of datasets, and may hold rows that were "
+                        "filtered out: load it, and save it with a new one")
+    names = {str(entry.get("filename")) for entry in entries if isinstance(entry, dict)}
+    missing = sorted(names - set(os.listdir(folder)))
+    if missing:
+        raise UserError(f"{folder} has no {missing[0]}, which its state.json names: copy it again")
+    return names
