@@ -3,10 +3,10 @@
     python data/prepare.py my.txt --name=mine
     python data/prepare.py corpus/ more.jsonl.zst --name=mine --tokenizer=char --val_fraction=0.05
     zcat *.gz | python data/prepare.py - --name=mine --format=jsonl --field=content
-    python data/prepare.py chat.jsonl --name=mine --format=chat
+    python data/prepare.py chat.jsonl --name=mine --format=chat     # or .json, .parquet, .arrow: see docs/chat.md
 
-PATH is a text file, JSON lines (.jsonl, .ndjson, .json), Parquet, token shards (.bin, .npy), a folder of them, or "-"
-for standard input. Text and JSON lines may be compressed (.gz, .zst, .bz2, .lz4)."""
+PATH is a text file, JSON lines (.jsonl, .ndjson, .json), Parquet, Arrow, token shards (.bin, .npy), a folder of them,
+or "-" for standard input. Text and JSON may be compressed (.gz, .zst, .bz2, .lz4)."""
 
 import argparse
 import os
@@ -59,6 +59,9 @@ def main():
         files = [file for file in files if not file.endswith(".md")]  # the dataset's card
     size = sum(os.path.getsize(file) for file in files if file != "-")  # on the disk
     ignore_fields = [name for name in args.ignore_fields.split(",") if name]
+    if args.format == "chat" and args.field != parser.get_default("field"):
+        raise UserError(f"--field={args.field} is for texts: drop it, and see docs/chat.md for the fields of "
+                        "conversations")
     if ignore_fields and args.format != "chat":
         raise UserError("--ignore_fields is for conversations: add --format=chat, or drop it")
     options = {"paths": args.paths, "format": args.format, "field": args.field, "ignore_fields": ignore_fields,

@@ -410,6 +410,21 @@ def test_refused_conversations_are_counted_and_nothing_is_written(tmp_path, prep
     ]
 
 
+@pytest.mark.parametrize("args, words", [
+    (["--format=chat", "--field=text"], None),
+    (["--format=chat", "--field=chat"], "--field=chat is for texts: drop it, and see docs/chat.md"),
+    (["--ignore_fields=a"], "--ignore_fields is for conversations: add --format=chat, or drop it")])
+def test_options_that_would_do_nothing_are_refused(tmp_path, monkeypatch, args, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in CONVERSATIONS))
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "a.jsonl", "--name=./out", "--tokenizer=char", *args])
+    if words is None:
+        MAIN()
+        return
+    with pytest.raises(UserError, match=words):
+        MAIN()
+
+
 def test_only_the_most_frequent_problems_are_told(tmp_path, prepare):
     records = [
         {"messages": [{"role": f"r{number}", "content": "x"}, *conversation(0)["messages"]]}
