@@ -398,6 +398,30 @@ def parquet(columns: dict) -> Callable:
     return write
 
 
+def arrow(columns: dict) -> Callable:
+    def write(path: Path, trap: Trap) -> None:
+        table = pyarrow.table(columns)
+        with pyarrow.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
+
+    return write
+
+
+def deep_list(depth: int) -> list:
+    """A list in lists."""
+    return [deep_list(depth - 1)] if depth else []
+
+
+def change(old: bytes, new: bytes) -> Callable:
+    """The file as it was, with other bytes in one place."""
+
+    def write(path: Path, trap: Trap) -> None:
+        assert old in trap.replaced
+        path.write_bytes(trap.replaced.replace(old, new, 1))
+
+    return write
+
+
 def parquet_of(size: int, times: int) -> Callable:
     """A small Parquet file with the same text of so many bytes in so many rows."""
 
@@ -838,7 +862,30 @@ PREPARED = [
     *rows("conversations/chats.jsonl", [
         ("deep nesting", text(DEEP)), ("numbers", text('{"messages": [1, 2]}\n')),
         ("an escape as role", text(json.dumps({"messages": [{"role": ESCAPE, "content": "a"}]}))),
-        ("10^5000", text('{"messages": 1' + "0" * 5000 + "}\n"))]),
+        ("10^5000", text('{"messages": 1' + "0" * 5000 + "}\n")),
+        ("a field with escapes", text(json.dumps({ESCAPE: 1, "messages": []})))]),
+    *rows("conversations/chats.json", [
+        ("deep nesting", text(DEEP)), ("open brackets", text("[" * 10**6)), ("one bracket", text("[")),
+        ("an open text", text('[{"a": "' + "x" * 60_000_000)), ("bytes", text(b'[{"a": "\xff')),
+        ("more after it", text("[]\n[]")), ("10^5000", text("[1" + "0" * 5000 + "]"))]),
+    *rows("conversations/chats.parquet", PICKLES + NOT_A_FILE[1:2] + [
+        ("nothing", text("")), ("200 GB", write_sparse),
+        ("bytes as input", parquet({"instruction": ["a"], "input": [b"\xff"], "output": ["a"]})),
+        ("bytes as messages", parquet({"messages": [b"\xff"]})),
+        ("a column with escapes", parquet({ESCAPE: ["text"]})),
+        ("a deep column", parquet({"messages": [deep_list(50)]})),
+        ("a broken footer", text(b"PAR1" + b"\xff" * 100 + struct.pack("<I", 90) + b"PAR1"))]),
+    *rows("conversations/saved/data.arrow", PICKLES + [
+        ("nothing", text("")), ("200 GB", write_sparse), ("a private file", link("private")),
+        ("a message of 2 GB", text(struct.pack("<iI", -1, 0x7FFFFFF0))),
+        ("a file's beginning", text(b"ARROW1\0\0" + bytes(1000))),
+        ("places outside of it", change(struct.pack("<iiii", 0, 4, 13, 17),  # of texts
+                                        struct.pack("<iiii", 0, 4, 2**28, 17))),
+        ("a column with escapes", arrow({ESCAPE: ["text"]}))]),
+    *rows("conversations/saved/state.json", NOT_A_FILE[1:2] + [
+        *NOT_JSON, ("no file", text('{"_data_files": [{"filename": "../../private"}]}')),
+        ("escapes", text(json.dumps({"_data_files": [{"filename": ESCAPE}]}))),
+        ("other types", text(json.dumps({"_data_files": [{"filename": []}, 5, None]})))]),
     *rows("tokens/train_0.npy", PICKLES + NOT_A_FILE[2:] + [
         ("an object array", write_object_array), ("200 GB", write_sparse), ("nothing", text("")),
         ("a private file", link("private")),

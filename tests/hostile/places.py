@@ -166,8 +166,18 @@ def build_corpus(folder: Path, places: Places) -> None:
 
 
 def build_conversations(folder: Path, places: Places) -> None:
-    folder.mkdir()
+    """Conversations in each kind of file, and in a folder as datasets' save_to_disk writes it."""
+    (folder / "saved").mkdir(parents=True)
     (folder / "chats.jsonl").write_text(chat_lines())
+    conversations = [json.loads(line) for line in chat_lines().splitlines()]
+    (folder / "chats.json").write_text(json.dumps(conversations, indent=1))
+    table = pyarrow.Table.from_pylist(conversations)
+    pyarrow.parquet.write_table(table, folder / "chats.parquet")
+    with pyarrow.ipc.new_stream(folder / "saved" / "data.arrow", table.schema) as stream:
+        stream.write_table(table)
+    (folder / "saved" / "dataset_info.json").write_text("{}")
+    state = {"_data_files": [{"filename": "data.arrow"}]}
+    (folder / "saved" / "state.json").write_text(json.dumps(state))
 
 
 def build_tokens(folder: Path, places: Places) -> None:
