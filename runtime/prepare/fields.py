@@ -44,9 +44,15 @@ class Fields:
     """
 
     def __init__(self, values: dict[str, Any], ignored: Collection[str]):
-        present = {name: value for name, value in values.items() if not is_missing(value)}
-        self.left = {name: value for name, value in present.items() if name not in ignored}
-        self.unused = set(present) - set(self.left)
+        self.left: dict[str, Any] = {}
+        self.unused: set[str] = set()
+        for name, value in values.items():
+            if is_missing(value):
+                continue
+            if name in ignored:
+                self.unused.add(name)
+            else:
+                self.left[name] = value
 
     def __contains__(self, name: str) -> bool:
         return name in self.left

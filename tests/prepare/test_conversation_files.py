@@ -375,8 +375,8 @@ def test_refused_conversations_are_counted_and_nothing_is_written(tmp_path, prep
         lines = str(refused.value).split("\n")
         assert lines[:2] == [
             f"3 of 46 conversations can't be used, the first is {file}, {eighth}: the field "
-            "'tools': the chat template has no place for tools: write them into a system message, or leave "
-            "it out with --ignore_fields=tools",
+            "'tools': the chat template has no place for tools: write them into a system message, "
+            "or leave it out with --ignore_fields=tools",
             f"2 of 46 conversations can't be used, the first is {file}, {last}, message 1: the "
             "role 'tool': use system, user or assistant",
         ]
@@ -416,8 +416,10 @@ def test_refused_conversations_are_counted_and_nothing_is_written(tmp_path, prep
     (["--ignore_fields=a"], "--ignore_fields is for conversations: add --format=chat, or drop it")])
 def test_options_that_would_do_nothing_are_refused(tmp_path, monkeypatch, args, words):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in CONVERSATIONS))
-    monkeypatch.setattr(sys, "argv", ["prepare.py", "a.jsonl", "--name=./out", "--tokenizer=char", *args])
+    lines = [json.dumps(record) + "\n" for record in CONVERSATIONS]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    command = ["prepare.py", "a.jsonl", "--name=./out", "--tokenizer=char", *args]
+    monkeypatch.setattr(sys, "argv", command)
     if words is None:
         MAIN()
         return
