@@ -20,6 +20,8 @@ ROLE_OF = {role: role for role in ROLES} | {"human": "user", "gpt": "assistant"}
 NO_CONVERSATION = (
     "no conversation: give messages, conversations, prompt and completion, or instruction and "
     "output, as docs/chat.md says")
+ALPACA_BEGINS = "Below is an instruction that describes a task"  # of "text" in Stanford's Alpaca
+ALPACA_ENDS = "### Response:\n"
 MOST_PROBLEMS = 20  # different ones that are told
 
 
@@ -292,11 +294,12 @@ def with_input(question: str, value: Any) -> str:
 
 
 def drop_copies(fields: Fields, messages: list[dict[str, Any]]) -> None:
-    """Drop fields that only repeat the messages: the first prompt, and a text made of them all."""
+    """Drop fields that repeat the messages: their first question, and Alpaca's text of them."""
     prompt = fields.left.get("prompt")
     questions = [message["content"] for message in messages if message["role"] == "user"]
     if isinstance(prompt, str) and questions and prompt.strip() == questions[0]:
         fields.drop("prompt")
     text = fields.left.get("text")
-    if isinstance(text, str) and all(message["content"] in text for message in messages):
-        fields.drop("text")
+    if isinstance(text, str) and messages and text.startswith(ALPACA_BEGINS):
+        if text.rstrip().endswith(ALPACA_ENDS + messages[-1]["content"]):
+            fields.drop("text")

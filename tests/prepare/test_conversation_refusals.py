@@ -38,6 +38,8 @@ def said(*contents, **more):
     return messages
 
 
+ALPACA = ("Below is an instruction that describes a task. Write a response that appropriately "
+          "completes the request.\n\n### Instruction:\nq\n\n### Response:\na\n")
 TOOL = {"type": "function", "function": {"name": "f"}}
 REFUSED = {
     "tools": (
@@ -143,6 +145,14 @@ REFUSED = {
     ),
     "text of its own": (
         {"instruction": "q", "output": "a", "text": "a poem"},
+        "the field 'text' isn't known",
+    ),
+    "text with the messages in it": (
+        {"instruction": "q", "output": "a", "text": "a quarter of a day"},
+        "the field 'text' isn't known",
+    ),
+    "text of another answer": (
+        {"instruction": "q", "output": "b", "text": ALPACA},
         "the field 'text' isn't known",
     ),
     "a prompt of its own": (
@@ -264,7 +274,7 @@ def test_what_says_nothing_is_no_problem_and_what_is_not_used_is_counted():
     for extra in (
         {"id": 1, "topic": "x"},
         {"id": 2, "prompt": " q "},
-        {"text": "User: q Assistant: a"},
+        {"text": ALPACA},
         {"score": None},
     ):
         assert json.loads(
