@@ -51,8 +51,6 @@ class Conversations:
             content = json.dumps(messages, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             conversation.refuse("half a character, such as \\ud83d alone: correct it")
-        except UnicodeDecodeError:
-            conversation.refuse("invalid UTF-8: save the file as UTF-8")
         except RecursionError:
             conversation.refuse("it is nested too deeply: correct it")
         except ValueError as error:
@@ -85,6 +83,10 @@ def parse(record: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(f"invalid JSON ({error.msg}): write one object per line, or an array of "
                          "objects") from None
+    except UnicodeDecodeError:
+        raise ValueError("invalid UTF-8: save the file as UTF-8") from None
+    except ValueError:
+        raise ValueError("a number of more than 4,300 digits: write it as text") from None
 
 
 class Conversation:

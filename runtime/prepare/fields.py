@@ -11,6 +11,7 @@ METADATA = frozenset((
     "conversation_hash", "source", "dataset", "dataset_name", "data_source", "url", "license",
     "category", "tags", "language", "lang", "model", "timestamp", "created", "created_at",
     "num_turns"))
+MOST_SHOWN = 60  # characters of a name
 TOOLS = "the chat template has no place for tools: write them into a system message"
 CALLS = "the chat template has no place for tool calls: write them into the text of the answer"
 RESULTS = "the chat template has no place for tool calls: write their results into a user message"
@@ -76,8 +77,9 @@ class Fields:
             if name in metadata:
                 self.unused.add(name)
             elif not says_nothing(value):
-                reason = f"the field {name!r} isn't known, and may change the meaning:"
+                short = name[:MOST_SHOWN]
+                reason = f"the field {short!r} isn't known, and may change the meaning:"
                 if name in REASONS:
-                    reason = f"the field {name!r}: {REASONS[name]}, or"
-                sentences.append(f"{reason} leave it out with --ignore_fields={shlex.quote(name)}")
+                    reason = f"the field {short!r}: {REASONS[name]}, or"
+                sentences.append(f"{reason} leave it out with --ignore_fields={shlex.quote(short)}")
         return sentences
