@@ -20,7 +20,7 @@ from runtime.cores import usable_cores
 from runtime.data.dataset import SPLITS, new_dataset_dir
 from runtime.data.tokenizer import tokenizer_meta
 from runtime.errors import UserError
-from runtime.output import exit_on_error
+from runtime.output import exit_on_error, printable
 from runtime.paths import expand_path
 from runtime.prepare import inputs, pipeline, shards
 
@@ -85,7 +85,7 @@ def main():
     if skipped := [f"{count:,} {name}" for name, count in documents.items() if count and name not in SPLITS]:
         print(f"skipped: {', '.join(skipped)}")
     for line in meta.get("problems", []):
-        print(f"  {line}")
+        print(f"  {printable(line)}")
     if unused := [f"{name} ({count:,})" for name, count in meta.get("unused_fields", {}).items()]:
         print(f"fields that aren't used: {', '.join(unused)}")
     print(f"written to {os.path.relpath(folder)}: train with --dataset={shlex.quote(args.name)}")

@@ -5,6 +5,8 @@ import shlex
 from collections.abc import Collection
 from typing import Any
 
+from runtime.output import printable
+
 # They say where a conversation or a message comes from, not what is said in it
 METADATA = frozenset((
     "id", "_id", "idx", "index", "uuid", "prompt_id", "message_id", "conversation_id",
@@ -77,9 +79,11 @@ class Fields:
             if name in metadata:
                 self.unused.add(name)
             elif not says_nothing(value):
-                short = name[:MOST_SHOWN]
-                reason = f"the field {short!r} isn't known, and may change the meaning:"
+                # Half a character can't be printed
+                whole = name[:MOST_SHOWN].encode(errors="backslashreplace").decode()
+                short = printable(whole)
+                reason = f"the field '{short}' isn't known, and may change the meaning:"
                 if name in REASONS:
-                    reason = f"the field {short!r}: {REASONS[name]}, or"
+                    reason = f"the field '{short}': {REASONS[name]}, or"
                 sentences.append(f"{reason} leave it out with --ignore_fields={shlex.quote(short)}")
         return sentences

@@ -437,3 +437,11 @@ def test_only_the_most_frequent_problems_are_told(tmp_path, prepare):
         prepare("a.jsonl")
     lines = str(refused.value).split("\n")
     assert len(lines) == 21 and lines[-1].startswith("and 80 other problems: correct these first")
+
+
+def test_names_of_fields_put_no_escapes_on_a_terminal(tmp_path, prepare):
+    records = [*CONVERSATIONS, conversation(40) | {"\x1b[2J": 1}, conversation(41) | {"\ud800": 1}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    output = prepare("a.jsonl", "--skip_unreadable")[2]
+    assert "\x1b" not in output and r"the field '\x1b[2J' isn't known" in output
+    assert r"the field '\ud800' isn't known" in output
