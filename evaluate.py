@@ -40,6 +40,7 @@ from tqdm import tqdm
 from runtime.cluster.join import join_process_group
 from runtime.cluster.ranks import all_exit_on, print0, ranks_from_environment, shut_down
 from runtime.data.dataset import open_datasets, same_tokenizer
+from runtime.data.folder_tokenizer import how_to_prepare
 from runtime.data.loader import open_sequences, read_windows
 from runtime.data.tokenizer import token_bytes, tokenizer_of
 from runtime.errors import UserError
@@ -113,7 +114,8 @@ with all_exit_on(UserError, OSError):
     if dataset:
         (source,), meta = open_datasets(dataset, 1)
         if not same_tokenizer(meta, data):
-            raise UserError(f"dataset={dataset} has another tokenizer than {name}: prepare it with that one")
+            raise UserError(f"dataset={dataset} has another tokenizer than {name}: "
+                            f"{how_to_prepare(data['tokenizer'])}")
         tasks.append(("dataset", dataset, *text_rows(open_sequences(source, "val", block_size), block_size, sizes)))
     if not tasks or not all(rows for _, _, rows, _ in tasks):
         raise UserError("nothing to score: give --hellaswag, --lambada, --dataset, or --text of at least 2 tokens")

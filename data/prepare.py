@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.cores import usable_cores
 from runtime.data.dataset import SPLITS, new_dataset_dir
-from runtime.data.tokenizer import tokenizer_meta
+from runtime.data.folder_tokenizer import tokenizer_meta
 from runtime.errors import UserError
 from runtime.output import exit_on_error, printable
 from runtime.paths import expand_path

@@ -28,7 +28,9 @@ TEXT = "Café résumé: ½ of 日本語 🙂.<|endoftext|>\n\nA second document,
 
 def evaluate(*args, **options):
     run = launch(ROOT / "evaluate.py", "--json", *args, **options)
-    assert run.returncode == 0 and run.stderr == "", run.stdout + run.stderr
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert all(line.endswith("has no tokenizer: its 50,257 tokens are taken for GPT-2's")
+               for line in run.stderr.splitlines())
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
@@ -229,5 +231,6 @@ def test_a_dataset_with_another_tokenizer_than_the_weights_is_refused(characters
     GPT2LMHeadModel(GPT2Config(vocab_size=28, n_positions=32, n_embd=32, n_layer=1, n_head=1)).save_pretrained(tmp_path)
     Tokenizer(models.WordLevel({f"w{i}": i for i in range(28)}, "w0")).save(str(tmp_path / "tokenizer.json"))
     run = launch(ROOT / "evaluate.py", f"--init_from={tmp_path}", f"--dataset={characters}")
-    problem = f"dataset={characters} has another tokenizer than {tmp_path}: prepare it with that one\n"
+    problem = (f"dataset={characters} has another tokenizer than {tmp_path}: prepare its texts with "
+               f"python data/prepare.py PATH --tokenizer={tmp_path} --name=NAME\n")
     assert (run.returncode, run.stdout, run.stderr) == (2, "", problem)

@@ -23,7 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.data.meta import MAX_TOKENIZER_BYTES, parse_meta, parse_meta_of_nanogpt
+from runtime.data.meta import parse_meta, parse_meta_of_nanogpt
+from runtime.data.same_ids import have_same_ids
+from runtime.data.tokenizer import end_of_text, tokenizer_content
 from runtime.errors import UserError
 from runtime.files import OWN_DATASETS, ROOT, TEMP_NAME, write_temp
 from runtime.untrusted import check_regular, read_regular
@@ -62,8 +64,9 @@ def write_dataset(folder, train_ids, val_ids, tokenizer_meta, vocab_size, source
         files = {name: write(name, chunks) for name, chunks in contents.items()}
         tokens = {f"{split}_tokens": files[f"{split}.bin"]["bytes"] // DTYPES[dtype].itemsize for split in SPLITS}
         if tokenizer_meta["kind"] == "hf":
-            write("tokenizer.json", [read_regular(tokenizer_meta["file"], MAX_TOKENIZER_BYTES)])
-        meta = {"format": 1, "tokenizer": {key: value for key, value in tokenizer_meta.items() if key != "file"},
+            write("tokenizer.json", [tokenizer_content(tokenizer_meta)])
+        described = {key: value for key, value in tokenizer_meta.items() if key not in ("file", "content")}
+        meta = {"format": 1, "tokenizer": described,
                 "vocab_size": vocab_size, "dtype": dtype, **tokens, "source": source, "files": files, **details}
         pickled = {"vocab_size": vocab_size, "described_by": "meta.json"}
         if chars := tokenizer_meta.get("chars"):  # as nanoGPT's scripts write it
@@ -177,8 +180,13 @@ def same_data(a, b):
 
 
 def same_tokenizer(a, b):
-    """Return whether two metas have the same vocabulary and tokenizer, wherever its file is."""
-    return a["vocab_size"] == b["vocab_size"] and {**a["tokenizer"], "file": 0} == {**b["tokenizer"], "file": 0}
+    """Return whether two metas have as many tokens and the same ids and end of text, wherever their files are."""
+    if a["vocab_size"] != b["vocab_size"] or end_of_text(a["tokenizer"]) != end_of_text(b["tokenizer"]):
+        return False
+    with contextlib.suppress(UserError):  # a tokenizer.json is gone, or has changed
+        return {**a["tokenizer"], "file": 0} == {**b["tokenizer"], "file": 0} or have_same_ids(
+            a["tokenizer"], b["tokenizer"])
+    return False
 
 
 def read_meta(folder):

@@ -3,9 +3,9 @@
 import base64
 import contextlib
 import functools
+import hashlib
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from runtime.data import download
 from runtime.data.meta import GPT2_VOCAB, MAX_TOKENIZER_BYTES, MAX_VOCAB
 from runtime.errors import UserError
 from runtime.files import ROOT, file_digest
-from runtime.untrusted import check_regular, parse_json, read_json, read_regular
+from runtime.untrusted import check_regular, parse_json, read_regular
 
 RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 RANKS_WHEEL = "mlx-whisper==0.4.3", ["mlx_whisper/assets/gpt2.tiktoken"]  # the same file, in a package
@@ -114,29 +114,6 @@ def numpy_encoder(meta):
     return lambda text: np.array(encode_hf(tokenizer, text), np.uint32)
 
 
-def tokenizer_meta(name):
-    """Return (the "tokenizer" of a dataset's meta.json, its vocabulary size) for gpt2, char or a tokenizer's folder.
-    For char, the vocabulary is all of Unicode so far. Raises UserError."""
-    if name == "gpt2":
-        return {"kind": "gpt2"}, gpt2_encoding().n_vocab
-    if name == "char":
-        return {"kind": "char"}, CODE_POINTS
-    saved = Path(name, "tokenizer.json")
-    if not saved.exists():
-        raise UserError(f"{name} has no tokenizer.json: choose gpt2, char, or a folder in which transformers has saved "
-                        "a fast tokenizer")
-    meta = tokenizer_file_meta(saved)
-    ids = vocabulary_of(meta)
-    try:
-        end = read_json(saved.with_name("tokenizer_config.json"))["eos_token"]
-        if isinstance(end, dict):
-            end = end["content"]
-        end = ids[end]
-    except (OSError, TypeError, LookupError):
-        raise UserError(f'{name} has no end-of-text token: add "eos_token" to its tokenizer_config.json') from None
-    return meta | {"end_of_text": end}, max(ids.values()) + 1
-
-
 def tokenizer_file_meta(file, end_of_text=None):
     """Return the "tokenizer" of a meta.json for a tokenizer.json. Raises UserError.
 
@@ -161,20 +138,32 @@ def vocabulary_of(meta):
     return ids
 
 
+def tokenizer_content(meta: dict) -> bytes:
+    """Return the tokenizer.json of a "tokenizer" of the kind hf. Raises UserError.
+
+    It is in the file "file", or in "content" if it was made of other files.
+    """
+    file = ROOT / (meta.get("file") or "tokenizer.json")
+    with tokenizer_errors(f"the tokenizer {file} can't be used (", "): restore it"):
+        content = meta.get("content")
+        if content is None:
+            content = read_regular(file, MAX_TOKENIZER_BYTES)
+        if hashlib.sha256(content).hexdigest() != meta["sha256"]:
+            raise ValueError("it is not the one that the data was prepared with")
+    return content
+
+
 def hf_tokenizer(meta):
     """Return the tokenizers.Tokenizer of a "tokenizer" of the kind hf. Raises UserError."""
     from tokenizers import Tokenizer
 
-    file = ROOT / meta["file"]
-    with tokenizer_errors(f"the tokenizer {file} can't be used (", "): restore it"):
-        check_regular(file, MAX_TOKENIZER_BYTES)
-        if file_digest(file)["sha256"] != meta["sha256"]:
-            raise ValueError("it is not the one that the data was prepared with")
-        content = parse_json(read_regular(file, MAX_TOKENIZER_BYTES))
-        check_growth(content)
-        check_pieces(content)
+    content = tokenizer_content(meta)
+    with tokenizer_errors(f"the tokenizer {meta.get('file')} can't be used (", "): restore it"):
+        parsed = parse_json(content)
+        check_growth(parsed)
+        check_pieces(parsed)
         with silent_panics():
-            tokenizer = Tokenizer.from_file(str(file))
+            tokenizer = Tokenizer.from_str(content.decode("utf-8"))
             tokenizer.no_truncation()
             tokenizer.no_padding()
             probe(tokenizer)

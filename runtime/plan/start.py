@@ -15,6 +15,7 @@ from runtime.checkpoint.shards import check_sizes_of_tag, open_tag
 from runtime.checkpoint.tags import CheckpointError, TagStore, UnreadableError, parse_run_path
 from runtime.chosen_model import GPT, GPTConfig
 from runtime.data.dataset import same_data, same_tokenizer
+from runtime.data.folder_tokenizer import check_ids, how_to_prepare
 from runtime.data.loader import Batch
 from runtime.errors import UserError
 from runtime.lora import as_options
@@ -189,12 +190,9 @@ def from_pretrained(init_from, settings, data, shape, notes):
         open_weights(weights)  # raises UserError if they can't be read
         check_sizes(weights, config)
     check_block_size(settings, config.block_size, "the weights")
-    if data and data["vocab_size"] > config.vocab_size:
-        raise UserError(f"the dataset's vocabulary of {data['vocab_size']} is larger than the weights' "
-                        f"{config.vocab_size}: prepare the data with the weights' tokenizer")
-    if data and data["tokenizer"]["kind"] != "gpt2" and data["vocab_size"] != config.vocab_size:
-        notes.append(f"the data's vocabulary of {data['vocab_size']} tokens is not the weights' {config.vocab_size}: "
-                     "what they learned about words is lost")
+    if data:
+        note = check_ids(settings.dataset, data, init_from, config.vocab_size)
+        notes += [note] * (note != "")
     model = gpt_config(**{**asdict(config), "block_size": settings.block_size, "dropout": settings.dropout})
     return Start("pretrained", init_from, model, (init_from,), weights=weights, optimizer="adamw")
 
@@ -217,7 +215,8 @@ def from_earlier_run(init_from, parent, settings, data, shape, notes):
     check_shape(where, asdict(config), shape)
     check_block_size(settings, config.block_size, where)
     if data and not same_tokenizer(data, state["data"]):
-        raise UserError(f"dataset={settings.dataset} has another tokenizer than {where}: prepare it with that one")
+        raise UserError(f"dataset={settings.dataset} has another tokenizer than {where}: "
+                        f"{how_to_prepare(state['data']['tokenizer'])}")
     notes.append(f"weights from {where}, iteration {manifest['iter_num']}; the optimizer starts fresh")
     model = gpt_config(**{**asdict(config), "block_size": settings.block_size, "dropout": settings.dropout})
     return Start("earlier run", init_from, model, (*state["sources"], where), parent=parent,

@@ -8,12 +8,12 @@ from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore, parse_run_path
 from runtime.chosen_model import GPT, GPTConfig
 from runtime.data.dataset import dataset_dir, read_meta
-from runtime.data.meta import GPT2_VOCAB, MAX_TEMPLATE_CHARS
-from runtime.data.tokenizer import END_OF_TEXT, tokenizer_file_meta, tokenizer_of, vocabulary_of
+from runtime.data.folder_tokenizer import assumed_tokenizer, check_ids, tokenizer_of_weights
+from runtime.data.meta import MAX_TEMPLATE_CHARS
 from runtime.errors import UserError
 from runtime.output import counted
 from runtime.untrusted import read_regular
-from runtime.weights import read_json_of_weights, weights_errors
+from runtime.weights import print_note, read_json_of_weights, weights_errors
 
 
 def find_model(init_from, out_dir, tag, dataset):
@@ -32,12 +32,11 @@ def find_model(init_from, out_dir, tag, dataset):
         if not hasattr(GPTConfig, "from_weights"):  # a model.py of others
             raise UserError(no_weights(init_from, GPTConfig.__module__))
         config = GPTConfig.from_weights(init_from) if os.path.exists(init_from) else GPTConfig()  # a GPT-2 on the hub
-        data = read_meta(dataset_dir(dataset)) if dataset else data_of_weights(init_from, config.vocab_size)
-        comparable = dataset and data["tokenizer"]["kind"] != "gpt2" and (folder / "tokenizer.json").exists()
-        both = (data, data_of_weights(init_from, config.vocab_size)) if comparable else ()
-        texts = {tokenizer_of(each["tokenizer"])[1](list(range(each["vocab_size"]))) for each in both}  # of all tokens
-        if data["vocab_size"] > config.vocab_size or len(texts) > 1:
-            raise UserError(f"dataset={dataset} has another tokenizer than {init_from}: prepare it with that one")
+        if dataset:
+            data = read_meta(dataset_dir(dataset))
+            check_ids(dataset, data, init_from, config.vocab_size)
+        else:
+            data = data_of_weights(init_from, config.vocab_size)
         data = {"template": template_of_weights(folder), "block_size": config.block_size, **data}
 
     def load(device, dtype):
@@ -73,16 +72,11 @@ def data_of_weights(source, vocab_size):
 
     Raises UserError.
     """
-    file = Path(source, "tokenizer.json")
-    if file.exists():
-        ids = vocabulary_of(tokenizer_file_meta(file))
-        vocab_size = min(vocab_size, max(ids.values()) + 1)
-        end = read_json_of_weights(file.with_name("config.json")).get("eos_token_id")
-        ends = end if isinstance(end, list) else [end]
-        ends = [id for id in ends if type(id) is int and 0 <= id < vocab_size]
-        end = ends[0] if ends else ids.get(END_OF_TEXT)
-        return {"tokenizer": tokenizer_file_meta(file, end), "vocab_size": vocab_size}
-    if vocab_size in (GPT2_VOCAB, 50304):  # nanoGPT pads it, for a dataset without meta.pkl
-        return {"tokenizer": {"kind": "gpt2"}, "vocab_size": GPT2_VOCAB}
-    raise UserError(f"the tokenizer of {source} is unknown ({vocab_size} tokens): name the dataset that it was "
-                    "trained on with --dataset=NAME or a path")
+    data = tokenizer_of_weights(source, vocab_size)
+    if data is None:
+        data, note = assumed_tokenizer(source, vocab_size)
+        if data is None:
+            raise UserError(f"the tokenizer of {source} is unknown ({vocab_size} tokens): name the dataset that it was "
+                            "trained on with --dataset=NAME or a path")
+        print_note(note)
+    return data

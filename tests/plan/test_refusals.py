@@ -378,8 +378,8 @@ TARGETS = "choose from a block's matrices, attn.c_attn, attn.c_proj, mlp.c_fc, m
     ("--init_from={holder}/iter_9", "init_from={holder}/iter_9 is unknown: give scratch, resume, auto, gpt2, "
      "gpt2-medium, gpt2-large, gpt2-xl, a folder of weights, the out_dir of an earlier run, or a nanoGPT ckpt.pt"),
     ("--init_from={folder}/tiny --block_size=16", "determines the shape: drop them, or add --init_from=scratch"),
-    ("{weights}/tiny --block_size=16 --dataset={folder}/wide", "vocabulary of 50257 is larger than the weights' 28: "
-     "prepare the data with the weights' tokenizer"),
+    ("{weights}/tiny --block_size=16 --dataset={folder}/wide", "/tiny has 28: prepare the data with the weights' "
+     "tokenizer"),
     ("--skip_grad_spikes=True --dtype=bfloat16 --deepspeed_config={folder}/offload3.json",
      "skip_grad_spikes=True needs bfloat16 or float32, and no offload at ZeRO-3: drop it"),
     ("--dtype=bfloat16 --deepspeed_config={folder}/bf16sums.json",
