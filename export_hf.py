@@ -66,8 +66,11 @@ with exit_on_error("interrupted"):
             left_out = hf.write_model(model, work, end_of_text(kind), dtype)
             hf.write_tokenizer(work, kind, model.config.block_size, state["data"]["template"])
             tokenizer, text = transformers.AutoTokenizer.from_pretrained(work, local_files_only=True), decode(ids)
-            if tokenizer(text, add_special_tokens=False)["input_ids"] != encode(text):
+            wanted = encode(text)
+            if tokenizer(text, add_special_tokens=False)["input_ids"] != wanted:
                 raise UserError("the exported tokenizer encodes a text differently: nothing was exported")
+            if tokenizer.decode(wanted) != decode(wanted):
+                raise UserError("the exported tokenizer decodes tokens differently: nothing was exported")
             difference = hf.check_model(model, work, torch.tensor([ids]))
             print(f"Loaded with transformers {transformers.__version__} in float32, its logits for {len(ids):,} tokens "
                   f"differ from those of the training code by at most {difference:.1e}.")

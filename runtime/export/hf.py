@@ -91,7 +91,7 @@ def check_model(model, folder, idx):
 def write_tokenizer(folder, meta, block_size, template=None):
     """Write the tokenizer of a meta.json's "tokenizer" entry, with a chat template or None; for GPT-2 also vocab.json
     and merges.txt, with the content of OpenAI's encoder.json and vocab.bpe. Raises UserError."""
-    options = {"model_max_length": block_size, "chat_template": template}
+    options = {"model_max_length": block_size, "chat_template": template, "clean_up_tokenization_spaces": False}
     if meta["kind"] == "gpt2":
         vocab, merges = gpt2_vocab_and_merges()
         tokenizer = GPT2Tokenizer(vocab=vocab, merges=merges, **options)
@@ -107,6 +107,21 @@ def write_tokenizer(folder, meta, block_size, template=None):
             tokenizer_object=own, eos_token=None if end is None else own.id_to_token(end),
             model_input_names=["input_ids", "attention_mask"], **options)  # no token types
     tokenizer.save_pretrained(folder, save_jinja_files=False)  # the template is in tokenizer_config.json
+    write_for_all_versions(Path(folder, "tokenizer_config.json"))
+
+
+def write_for_all_versions(file):
+    """Make a tokenizer_config.json of transformers 5 one that transformers 4 reads, too.
+
+    4 has no TokenizersBackend, which is 5's name for PreTrainedTokenizerFast, and takes its other new keys for
+    attributes of the tokenizer.
+    """
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if config["tokenizer_class"] == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    for name in ("backend", "is_local", "local_files_only", "extra_special_tokens"):
+        config.pop(name, None)
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def char_tokenizer(chars):
