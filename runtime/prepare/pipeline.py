@@ -19,7 +19,7 @@ from runtime.data.dataset import SPLITS, slices, write_dataset
 from runtime.data.tokenizer import CODE_POINTS, end_of_text, numpy_encoder
 from runtime.errors import UserError
 from runtime.files import lock_folder
-from runtime.prepare import inputs
+from runtime.prepare import coverage, inputs
 from runtime.prepare.conversations import Conversations
 
 ROW_BYTES = 2**20  # text per row, at least
@@ -32,11 +32,13 @@ def prepare(folder, files, tokenizer, vocab_size, options, workers, skip_unreada
     dtype = "<u2" if vocab_size <= 2**16 else "<u4"
     end = ord(END_OF_ANSWER if is_chat else "\n") if is_char else end_of_text(tokenizer)
     to_ids = numpy_encoder(tokenizer)
-    if is_chat and to_ids("User:\nUser:\n").tolist() != 2 * to_ids("User:\n").tolist():
-        raise UserError("this tokenizer adds a space before a text, or joins lines: choose another for conversations")
+    if is_chat:
+        coverage.check_headers(tokenizer)
     reader = Reader(files, options, skip_unreadable)
     with lock_folder(folder, "--name"):
         stored = tokenize(folder, reader.rows(), workers, to_ids, end, dtype, is_chat)
+        if tokenizer["kind"] == "hf":
+            coverage.report(coverage.measure(tokenizer, reader.sample.texts()))
         tokens = [stored[split, "ids"].view(dtype) for split in SPLITS]
         if is_char:  # the tokens are code points so far
             used = np.zeros(CODE_POINTS, bool)
@@ -60,12 +62,13 @@ def prepare(folder, files, tokenizer, vocab_size, options, workers, skip_unreada
 
 class Reader:
     """Reads all files once, drops duplicates and chooses each document's split. Afterwards, `counts` holds the numbers
-    of documents, `bytes` the unpacked input's size, and `digest` its hash."""
+    of documents, `bytes` the unpacked input's size, `digest` its hash, and `sample` some documents."""
 
     def __init__(self, files, options, skip_unreadable):
         self.files, self.options, self.skip_unreadable = files, options, skip_unreadable
         self.counts = dict.fromkeys((*SPLITS, "duplicates", "empty", "unreadable"), 0)
         self.hashes, self.digest, self.bytes = set(), hashlib.sha256(), 0
+        self.sample = coverage.Sample(is_chat=options["format"] == "chat")
         self.chats = Conversations(options["ignore_fields"]) if options["format"] == "chat" else None
 
     def is_refused(self):
@@ -145,6 +148,7 @@ class Reader:
         if number in self.hashes:
             return "duplicates"
         self.hashes.add(number)
+        self.sample.add(number, text)
         return "val" if number < int(self.options["val_fraction"] * 2**64) else "train"
 
 
