@@ -148,7 +148,8 @@ def test_scores_count_and_where_files_are_does_not(tmp_path):
     (lambda tokenizer: tokenizer.add_tokens([AddedToken("the", normalized=False)]), False),
     (lambda tokenizer: setattr(tokenizer, "normalizer", normalizers.NFC()), False),
     (lambda tokenizer: setattr(tokenizer, "pre_tokenizer", pre_tokenizers.Sequence(
-        [pre_tokenizers.Punctuation("isolated"), tokenizer.pre_tokenizer])), False)])
+        [pre_tokenizers.Punctuation("isolated"), tokenizer.pre_tokenizer])), False)],
+    ids=["special token", "word", "normalizer", "pre-tokenizer"])
 def test_a_changed_bpe(tmp_path, change, same):
     first = tokenizer_of_folder(save_tokenizer(tmp_path / "a", byte_level_bpe()))
     tokenizer = byte_level_bpe()
