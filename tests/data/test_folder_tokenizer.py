@@ -10,6 +10,7 @@ import pytest
 from conftest import NO_SHAPE, ROOT, SOURCE, done, launch, random_gpt2
 from small_tokenizers import MAKERS, TEXT, byte_level_bpe, save_tokenizer
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
+from transformers import AutoTokenizer
 
 from runtime.data.dataset import open_datasets, same_tokenizer, write_dataset
 from runtime.data.folder_tokenizer import check_ids, tokenizer_meta, tokenizer_of_folder, tokenizer_of_weights
@@ -201,6 +202,21 @@ def test_what_a_folder_says_of_its_end_of_text(tmp_path):
     assert end() is None
     (folder / "meta.json").write_text('{"tokenizer": {"end_of_text": 5}}')  # of a dataset
     assert end() == 5
+
+
+def test_vocab_merges_and_added_tokens_are_those_of_transformers(tmp_path):
+    """A GPT-2 with tokens of its own, as people save them since 2019: OpenAI's tokens were used for them."""
+    own = byte_level_bpe()
+    own.model.save(str(tmp_path))
+    (tmp_path / "added_tokens.json").write_text('{"persona": 320, "[PAD]": 321}')
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 50257}')
+    theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    data = tokenizer_of_weights(str(tmp_path), 50257)
+    encode, decode = tokenizer_of(data["tokenizer"])
+    for text in (TEXT, "Su wotoni persona fa", "[PAD]persona", " two  spaces\n\n"):
+        assert encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
+        assert decode(encode(text)) == text
+    assert data["vocab_size"] == 322 and 320 in encode("a persona") and 321 in encode("[PAD]")
 
 
 def test_data_for_weights(tmp_path):

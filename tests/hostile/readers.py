@@ -79,7 +79,7 @@ READERS = [
            TAG, "run"),
     Reader("train from weights", WITH_WEIGHTS + "--dataset={chats} --out_dir={new} "
            "--init_from={weights}",
-           "weights/config.json weights/model.safetensors", "weights"),
+           "weights/config.json weights/model.safetensors weights/tokenizer*.json", "weights"),
     Reader("train from a .bin", WITH_WEIGHTS + "--dataset={chats} --out_dir={new} "
            "--init_from={weights_bin}", "weights_bin/pytorch_model.bin"),
     Reader("train from a .bin without a check", WITH_WEIGHTS + "--dataset={chats} --out_dir={new} "
@@ -116,7 +116,7 @@ READERS = [
     # Scores and exports
     Reader("evaluate a run", EVALUATE + "--out_dir={run} --dataset={chats}", TAG, "run"),
     Reader("evaluate weights", EVALUATE + "--init_from={weights} --text={texts}/text.txt",
-           "weights/config.json weights/model.safetensors weights/tokenizer.json"),
+           "weights/config.json weights/model.safetensors weights/tokenizer*.json"),
     Reader("evaluate a dataset", EVALUATE + "--out_dir={run} --dataset={chats}",
            "chats/meta.json chats/*.bin"),
     Reader("evaluate a text", EVALUATE + "--out_dir={run} --text={texts}/text.txt",
