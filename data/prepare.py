@@ -32,7 +32,7 @@ def argument_parser():
     add("paths", metavar="PATH", nargs="+", type=expand_path, help="file, folder, or - for standard input")
     add("--name", required=True, type=expand_path, help="name of the dataset: a folder below data/, or a path")
     add("--tokenizer", default="gpt2", type=expand_path,
-        help="gpt2 (the default), char, or a folder with a tokenizer.json")
+        help="gpt2 (the default), char, or the folder of a tokenizer, such as that of weights")
     add("--format", choices=("text", "jsonl", "parquet", "chat"), help="what the files hold (default: by their names); "
         "chat: conversations in JSON, Parquet or Arrow")
     add("--field", default="text", help="field or column that holds the text (default: text)")
