@@ -5,8 +5,8 @@
     zcat *.gz | python data/prepare.py - --name=mine --format=jsonl --field=content
     python data/prepare.py chat.jsonl --name=mine --format=chat     # or .json, .parquet, .arrow: see docs/chat.md
 
-PATH is a text file, JSON lines (.jsonl, .ndjson, .json), Parquet, Arrow, token shards (.bin, .npy), a folder of them,
-or "-" for standard input. Text and JSON may be compressed (.gz, .zst, .bz2, .lz4)."""
+PATH is a text file, JSON lines (.jsonl, .ndjson, .json), CSV, TSV, Parquet, Arrow, token shards (.bin, .npy), a folder
+of them, or "-" for standard input. Text, JSON, CSV and TSV may be compressed (.gz, .zst, .bz2, .lz4)."""
 
 import argparse
 import os
@@ -23,6 +23,7 @@ from runtime.errors import UserError
 from runtime.output import exit_on_error, printable
 from runtime.paths import expand_path
 from runtime.prepare import inputs, pipeline, shards
+from runtime.prepare.splits import choose_splits, skipped_documents
 
 
 def argument_parser():
@@ -33,12 +34,16 @@ def argument_parser():
     add("--name", required=True, type=expand_path, help="name of the dataset: a folder below data/, or a path")
     add("--tokenizer", default="gpt2", type=expand_path,
         help="gpt2 (the default), char, or the folder of a tokenizer, such as that of weights")
-    add("--format", choices=("text", "jsonl", "parquet", "chat"), help="what the files hold (default: by their names); "
-        "chat: conversations in JSON, Parquet or Arrow")
+    add("--format", choices=("text", "lines", "jsonl", "csv", "tsv", "parquet", "chat"),
+        help="what the files hold (default: by their names); lines: a document per line; chat: conversations in "
+        "JSON, Parquet or Arrow")
     add("--field", default="text", help="field or column that holds the text (default: text)")
     add("--ignore_fields", metavar="NAMES", default="", help="fields of conversations and messages to leave out, "
         "separated by commas")
-    add("--val_fraction", type=float, help="fraction of documents for validation (default: 0.1 below 10 MB, else 0.01)")
+    add("--val", metavar="PATH", action="append", default=[], type=expand_path,
+        help="file or folder for validation; all others are for training. Can be given several times")
+    add("--val_fraction", type=float, help="fraction of documents for validation (default: as the names of the files "
+        "say, else 0.1 below 10 MB, and 0.01 above)")
     add("--max_document_bytes", type=int, metavar="BYTES", help="size above which a text is cut into several documents "
         "(default: 4,096 for a single text or standard input, else 1,048,576)")
     add("--workers", type=int, default=usable_cores(),
@@ -54,41 +59,76 @@ def main():
         if (value := getattr(args, name)) is not None and not low <= value <= high:
             raise UserError(f"--{name}={value} must be {low} to {high}")
     folder, files = new_dataset_dir(args.name, args.overwrite), inputs.find_files(args.paths)
-    kinds = [args.format or inputs.kind_of(file) for file in files]
-    if "shard" in kinds or args.format == "chat" and len(files) > 1:
-        files = [file for file in files if not file.endswith(".md")]  # the dataset's card
-    size = sum(os.path.getsize(file) for file in files if file != "-")  # on the disk
-    ignore_fields = [name for name in args.ignore_fields.split(",") if name]
-    if args.format == "chat" and args.field != parser.get_default("field"):
-        raise UserError(f"--field={args.field} is for texts: drop it, and see docs/chat.md for the fields of "
-                        "conversations")
-    if ignore_fields and args.format != "chat":
-        raise UserError("--ignore_fields is for conversations: add --format=chat, or drop it")
-    options = {"paths": args.paths, "format": args.format, "field": args.field, "ignore_fields": ignore_fields,
-               "max_document_bytes": args.max_document_bytes or (4096 if kinds == ["text"] else 2**20),
-               "val_fraction": (0.1 if 0 < size < 10**7 else 0.01) if args.val_fraction is None else args.val_fraction}
+    check_fields(args, parser)
+    val_files = inputs.find_files(args.val) if args.val else []
+    kinds = [args.format or inputs.kind_of(file) for file in files + val_files]
     if "shard" in kinds:
-        given = {f"--{name}" for name, value in vars(args).items() if value != parser.get_default(name)}
-        if unused := given - {"--paths", "--name", "--overwrite"}:
-            raise UserError(f"shards have their tokens and splits already: leave out {', '.join(sorted(unused))}")
-        print(f"{len(files):,} shard(s), {size:,} bytes", flush=True)
-        meta = shards.prepare(folder, files, {"name": " ".join(args.paths), "sha256": None, "bytes": size})
+        meta = prepare_shards(args, parser, folder, files)
     else:
-        tokenizer, vocab_size = tokenizer_meta(args.tokenizer)
-        print(f"{len(files):,} file(s), {size:,} bytes; {100 * options['val_fraction']:g}% of the documents for "
-              f"validation; {args.workers} workers", flush=True)
-        meta = pipeline.prepare(folder, files, tokenizer, vocab_size, options, args.workers, args.skip_unreadable)
+        meta = prepare_texts(args, folder, files, val_files, kinds)
     documents = meta["documents"]
     for split in SPLITS:
         print(f"{split}: {meta[f'{split}_tokens']:,} tokens in {documents[split]:,} documents")
     print(f"vocabulary: {meta['vocab_size']:,} ({meta['tokenizer']['kind']}), {meta['dtype']}")
-    if skipped := [f"{count:,} {name}" for name, count in documents.items() if count and name not in SPLITS]:
-        print(f"skipped: {', '.join(skipped)}")
+    if skipped := skipped_documents(documents):
+        print(f"skipped: {skipped}")
     for line in meta.get("problems", []):
         print(f"  {printable(line)}")
     if unused := [f"{name} ({count:,})" for name, count in meta.get("unused_fields", {}).items()]:
         print(f"fields that aren't used: {', '.join(unused)}")
     print(f"written to {os.path.relpath(folder)}: train with --dataset={shlex.quote(args.name)}")
+
+
+def check_fields(args, parser):
+    """Raise UserError for an option that is for texts or for conversations, and given for the others."""
+    is_chat = args.format == "chat"
+    if is_chat and args.field != parser.get_default("field"):
+        raise UserError(f"--field={args.field} is for texts: drop it, and see docs/chat.md for the fields of "
+                        "conversations")
+    if args.ignore_fields and not is_chat:
+        raise UserError("--ignore_fields is for conversations: add --format=chat, or drop it")
+
+
+def prepare_shards(args, parser, folder, files):
+    """Copy token files to a dataset, and return its meta.json. Raises UserError."""
+    given = {f"--{name}" for name, value in vars(args).items() if value != parser.get_default(name)}
+    unused = given - {"--paths", "--name", "--overwrite"}
+    if unused:
+        raise UserError(f"shards have their tokens and splits already: leave out {', '.join(sorted(unused))}")
+    files = [file for file in files if not file.endswith(".md")]  # the dataset's card
+    size = size_of(files)
+    print(f"{len(files):,} shard(s), {size:,} bytes", flush=True)
+    return shards.prepare(folder, files, {"name": " ".join(args.paths), "sha256": None, "bytes": size})
+
+
+def prepare_texts(args, folder, files, val_files, kinds):
+    """Tokenize texts to a dataset, and return its meta.json. val_files: those of --val. Raises UserError."""
+    if args.format == "chat" and len(files) > 1:
+        files = [file for file in files if not file.endswith(".md")]  # the dataset's card
+    splits = choose_splits(files, val_files, args.val_fraction)
+    size = size_of(splits.paths)
+    fraction, how = None, f"{sum(split == 'val' for _, split in splits.files):,} of them for validation"
+    if splits.how == "fraction":
+        fraction = args.val_fraction
+        if fraction is None:
+            fraction = 0.1 if 0 < size < 10**7 else 0.01
+        how = f"{100 * fraction:g}% of the documents for validation"
+    options = {"paths": args.paths, "split_by": splits.how,
+               "val": args.val or [path for path, split in splits.files if split == "val"],
+               "format": args.format, "field": args.field,
+               "ignore_fields": [name for name in args.ignore_fields.split(",") if name],
+               "max_document_bytes": args.max_document_bytes or (4096 if kinds == ["text"] else 2**20),
+               "val_fraction": fraction}
+    tokenizer, vocab_size = tokenizer_meta(args.tokenizer)
+    print(f"{len(splits.files):,} file(s), {size:,} bytes; {how}; {args.workers} workers", flush=True)
+    if splits.note:
+        print(f"note: {splits.note}", flush=True)
+    return pipeline.prepare(folder, splits.files, tokenizer, vocab_size, options, args.workers, args.skip_unreadable)
+
+
+def size_of(files):
+    """Return the bytes of files on the disk, without those of standard input."""
+    return sum(os.path.getsize(file) for file in files if file != "-")
 
 
 if __name__ == "__main__":

@@ -39,25 +39,37 @@ def check_card(dataset):
         raise UserError(f"{card} has YAML aliases in its header, which are not read: remove the header")
 
 
+def has_text(text):
+    """Return whether a document is more than white space."""
+    return bool(text) and not text.isspace()
+
+
 def read_rows(args):
-    """Yield rows of 200 documents, [(split, text), (split, b""), ...], in nanoGPT's splits or streamed."""
+    """Yield rows of 200 documents, [(split, text), (split, b""), ...], in the dataset's splits or nanoGPT's, or
+    streamed."""
     from datasets import load_dataset
 
     check_card(args.dataset)
+    names = ["train", args.val] if args.val else ["train"]
     try:
-        data = load_dataset(args.dataset, args.config, split="train", streaming=args.streaming)
-        data = data.select_columns(args.column)
-        parts = [data] if args.streaming else data.train_test_split(0.0005, seed=2357, shuffle=True).values()
+        parts = []
+        for name in names:
+            data = load_dataset(args.dataset, args.config, split=name, streaming=args.streaming)
+            parts.append(data.select_columns(args.column))
+        if not args.val and not args.streaming and len(parts[0]) > 1:
+            parts = parts[0].train_test_split(0.0005, seed=2357, shuffle=True).values()
         for split, part in zip(SPLITS, parts):
             for number, row in enumerate(part.iter(200)):
-                chosen = "val" if args.streaming and number % 2000 == 0 else split
-                yield [(chosen, piece) for text in row[args.column] if text for piece in (text.encode(), b"")]
+                every_2000th = args.streaming and not args.val and number % 2000 == 0
+                chosen = "val" if every_2000th else split
+                yield [(chosen, piece) for text in row[args.column] if has_text(text) for piece in (text.encode(), b"")]
     except Exception as error:  # a wrong --config or --column, the Hub, the network or the disk
         reason, folder = " ".join(str(error.__cause__ or error).split()), Path(args.dataset).name
         fix = ("check the files in it" if os.path.exists(args.dataset) else
                f"set HF_ENDPOINT to a mirror of the Hub, or run hf download {args.dataset} --repo-type=dataset "
                f"--local-dir={folder} on another machine, and add --dataset={folder}")
-        raise UserError(f"{args.dataset} can't be read ({reason}): correct --config or --column, or {fix}") from None
+        raise UserError(
+            f"{args.dataset} can't be read ({reason}): correct --config, --val or --column, or {fix}") from None
 
 
 def main():
@@ -67,6 +79,8 @@ def main():
     add("--dataset", default="Skylion007/openwebtext", type=expand_path,
         help="name on the Hub, or a folder (default: %(default)s)")
     add("--config", help="configuration of the dataset, such as sample-10BT")
+    add("--val", metavar="SPLIT", help="the dataset's split for validation, such as validation (default: 0.05%% of its "
+        "split train, or with --streaming each 2,000th piece)")
     add("--column", default="text", help="column that holds the text (default: text)")
     add("--name", type=expand_path, help="folder below data/, or a path (default: the last part of --dataset)")
     add("--streaming", action="store_true", help="tokenize during the download, without a cache and without shuffling")

@@ -1,4 +1,4 @@
-"""Read documents from text, JSON lines and Parquet, plain or compressed, in files, folders or a pipe.
+"""Read documents from text, JSON lines, CSV, TSV and Parquet, plain or compressed, in files, folders or a pipe.
 
 The readers of the datasets library don't fit. Its JSON reader turns "2024-05-01" into a timestamp and a missing field
 into None, and its zstd reader accepts a truncated file."""
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from runtime.data.tokenizer import check_spaces
 from runtime.errors import UserError
+from runtime.prepare.delimited import DELIMITERS, line_texts, table_texts
 from runtime.prepare.json_records import json_records
 from runtime.prepare.tables import column_texts, json_rows, without_descriptions
 from runtime.untrusted import check_regular
@@ -30,7 +31,7 @@ WORD = rb"(?=\S..)(?!\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]
 CUT_POINTS = [re.compile(space + WORD, re.DOTALL) for space in (rb"(?<!\r)\r?\n", b" ")]  # best first
 COMPRESSED = re.compile(r"\.(gz|zst|bz2|lz4)$")
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow",
-         ".bin": "shard", ".npy": "shard"}  # everything else is text
+         ".csv": "csv", ".tsv": "tsv", ".bin": "shard", ".npy": "shard"}  # everything else is text
 
 
 def find_files(paths):
@@ -93,14 +94,14 @@ def target_inside(path, real_root):
 
 
 def kind_of(name):
-    """Return what a file of this name holds: text, jsonl, parquet, arrow or shard."""
+    """Return what a file of this name holds: text, jsonl, parquet, arrow, csv, tsv or shard."""
     extension = Path(COMPRESSED.sub("", name)).suffix
     return KINDS.get(extension.lower(), "text")
 
 
 def read_records(name, kind, field, max_document_bytes):
-    """Yield the records of a file as bytes: its JSON lines, the texts of a Parquet column, or the pieces of a text. A
-    text is cut after each <|endoftext|> and where it gets too long. Raises UserError if the file is corrupt."""
+    """Yield the records of a file as bytes: its lines, the texts of a column, or the pieces of a text. A text is cut
+    after each <|endoftext|> and where it gets too long. Raises UserError if the file is corrupt."""
     with sentences(name):
         if kind in ("parquet", "arrow"):
             yield from column_texts(name, field)
@@ -108,6 +109,10 @@ def read_records(name, kind, field, max_document_bytes):
         with open_unpacked(name) as file:
             if kind == "jsonl":
                 yield from iter(lambda: file.readline(MAX_RECORD_BYTES + 1), b"")
+            elif kind in DELIMITERS:
+                yield from table_texts(name, file, kind, field, MAX_RECORD_BYTES)
+            elif kind == "lines":
+                yield from line_texts(file, EOT, MAX_RECORD_BYTES)
             else:
                 yield from text_chunks(file, max_document_bytes)
 
@@ -228,16 +233,26 @@ def chunk_end(buffer, at, max_document_bytes):
 
 
 def text_of(record, kind, field):
-    """Return (a record's UTF-8 text, or b""; whether its document ends with it). Raises ValueError or UserError."""
-    if kind in ("parquet", "arrow"):
-        return check_spaces(str(record, "utf-8")).encode(), True
-    if kind == "jsonl":
-        return text_of_json(record, field).encode() if record.strip() else b"", True
-    if b"\0" in record:
-        raise ValueError("a NUL byte, as in an archive or in UTF-16: unpack it, or save it as UTF-8")
-    text, ends = TRAILING_EOT.subn("", str(record, "utf-8").removeprefix("\ufeff"))  # some editors' byte order mark
-    text = check_spaces(text.replace("\r\n", "\n").replace("\r", "\n"))
-    return b"" if text.isspace() else text.encode(), bool(ends)
+    """Return (a record's UTF-8 text, or b"" if it is only white space; whether its document ends with it). Raises
+    ValueError or UserError."""
+    ends = True
+    if kind in ("parquet", "arrow") or kind in DELIMITERS:
+        text = str(record, "utf-8")
+    elif kind == "jsonl":
+        text = text_of_json(record, field) if record.strip() else ""
+    else:
+        if b"\0" in record:
+            raise ValueError("a NUL byte, as in an archive or in UTF-16: unpack it, or save it as UTF-8")
+        text = str(record, "utf-8").removeprefix("\ufeff")  # some editors' byte order mark
+        text, n_ends = TRAILING_EOT.subn("", text)
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+        if kind == "lines":
+            text = text.removesuffix("\n")
+        else:
+            ends = bool(n_ends)
+    if not text or text.isspace():
+        return b"", ends
+    return check_spaces(text).encode(), ends
 
 
 def text_of_json(line, field):
@@ -251,4 +266,4 @@ def text_of_json(line, field):
     if field not in fields:
         raise ValueError(f"no text field {field!r} (text fields: {', '.join(fields) or 'none'}): choose one with "
                          "--field=NAME, or read conversations with --format=chat")
-    return check_spaces(fields[field] or "")
+    return fields[field] or ""

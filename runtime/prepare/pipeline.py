@@ -1,7 +1,7 @@
 """Turn documents into a dataset: read them, tokenize them in several threads, store the tokens, write the dataset.
 
-Documents keep their order, so the bytes don't depend on the number of workers. Exact duplicates are dropped. The hash
-of a document's text decides whether it is for training or for validation."""
+Documents keep their order, so the bytes don't depend on the number of workers. Exact duplicates are dropped. A file is
+for training or for validation, or the hash of each document's text decides."""
 
 import collections
 import hashlib
@@ -21,13 +21,15 @@ from runtime.errors import UserError
 from runtime.files import lock_folder
 from runtime.prepare import coverage, inputs
 from runtime.prepare.conversations import Conversations
+from runtime.prepare.splits import check_both_splits
 
 ROW_BYTES = 2**20  # text per row, at least
 
 
 def prepare(folder, files, tokenizer, vocab_size, options, workers, skip_unreadable=False):
-    """Write a dataset of `files` to `folder` and return its meta.json. tokenizer, vocab_size: from tokenizer_meta().
-    options: what else the bytes depend on. Raises UserError."""
+    """Write a dataset of `files` to `folder` and return its meta.json. files: [(path, "train", "val", or None if the
+    hash of each document decides)]. tokenizer, vocab_size: from tokenizer_meta(). options: what else the bytes depend
+    on. Raises UserError."""
     is_char, is_chat = tokenizer["kind"] == "char", options["format"] == "chat"
     dtype = "<u2" if vocab_size <= 2**16 else "<u4"
     end = ord(END_OF_ANSWER if is_chat else "\n") if is_char else end_of_text(tokenizer)
@@ -79,7 +81,7 @@ class Reader:
         """Yield rows of about 1 MB, [(split, its next text)]. An empty text ends a document. Raises UserError."""
         row, size = [], 0
         read = self.texts if self.chats is None else self.conversations
-        for split, text in itertools.chain.from_iterable(map(read, self.files)):
+        for split, text in itertools.chain.from_iterable(itertools.starmap(read, self.files)):
             row.append((split, text))
             size += len(text)
             if size >= ROW_BYTES:
@@ -88,22 +90,20 @@ class Reader:
         if self.is_refused():
             raise UserError("\n".join(self.chats.report()) + "; or skip such conversations with --skip_unreadable")
         yield [*row, *((split, b"") for split in SPLITS)]
-        train, val = self.counts["train"], self.counts["val"]
-        if not (train and val):
-            fraction = self.options["val_fraction"]
-            size = max(64, int(self.bytes * fraction / 5))
-            raise UserError(f"{train} documents are for training and {val} for validation, and each split needs one: "
-                            f"add to these {self.bytes:,} bytes, change --val_fraction={fraction:g}, or cut a long "
-                            f"text into more documents with --max_document_bytes={size}")
+        is_cut = "text" in {self.kind(file) for file, _ in self.files}
+        check_both_splits(self.counts, self.bytes, self.options["val_fraction"], is_cut)
 
-    def texts(self, file):
+    def kind(self, file):
+        """Return what a file holds: --format, or what its name says."""
+        return self.options["format"] or inputs.kind_of(file)
+
+    def texts(self, file, split):
         """Yield (split, text) of each record that is kept, and (split, b"") between documents. A long text is cut into
-        records. Two in a row that are kept in the same split are one document."""
-        kind, field = self.options["format"] or inputs.kind_of(file), self.options["field"]
+        records. Two in a row that are kept in the same split are one document. split: the file's, or None."""
+        kind, field = self.kind(file), self.options["field"]
         begin, unfinished = self.bytes, None  # unfinished: where a document's last record went, if it isn't complete
         for number, record in enumerate(inputs.read_records(file, kind, field, self.options["max_document_bytes"]), 1):
-            place = f"{file}, {f'byte {self.bytes - begin:,}' if kind == 'text' else f'line {number:,}'}"
-            counted, text, ends = self.classify(record, kind, place)
+            counted, text, ends = self.classify(record, file, kind, number, self.bytes - begin, split)
             self.counts[counted] += 1
             if counted in SPLITS:
                 if counted != unfinished and self.counts[counted] > 1:
@@ -113,9 +113,9 @@ class Reader:
             self.digest.update(record)
             self.bytes += len(record)
 
-    def conversations(self, file):
+    def conversations(self, file, split):
         """Yield (split, its messages as JSON) of each conversation that is kept. After one that can't be used, the
-        others are only read, to count such ones."""
+        others are only read, to count such ones. split: the file's, or None."""
         for place, record in inputs.read_conversations(file):
             place = f"{file}, {place}"
             check_length(record, place)
@@ -125,31 +125,47 @@ class Reader:
                 self.counts["empty"] += 1
                 continue
             text = self.chats.read(record, place)
-            counted = self.choose(text) if text else "unreadable"
+            counted = self.choose(text, split) if text else "unreadable"
             self.counts[counted] += 1
             if counted in SPLITS and not self.is_refused():
                 yield counted, text
 
-    def classify(self, record, kind, place):
-        """Return (what `counts` counts a record as, its text, whether its document ends with it)."""
-        check_length(record, place)
+    def classify(self, record, file, kind, number, at, split):
+        """Return (what `counts` counts a record as, its text, whether its document ends with it). number, at: as for
+        place_of(). split: that of its file, or None. Raises UserError."""
+        if len(record) > inputs.MAX_RECORD_BYTES:
+            check_length(record, place_of(file, kind, number, at))
         try:
             text, ends = inputs.text_of(record, kind, self.options["field"])
         except (ValueError, UserError) as error:
-            if not self.skip_unreadable:
-                raise UserError(f"{place}: {error}; correct it, or skip such documents with "
-                                "--skip_unreadable") from None
-            return "unreadable", b"", True
-        return self.choose(text) if text else "empty", text, ends
+            if self.skip_unreadable:
+                return "unreadable", b"", True
+            if kind == "text" and isinstance(error, UnicodeDecodeError):  # one offset, not two to add up
+                at += error.start
+                error = f"byte 0x{record[error.start]:02x} isn't UTF-8 ({error.reason})"
+            raise UserError(f"{place_of(file, kind, number, at)}: {error}; correct it, or skip such documents with "
+                            "--skip_unreadable") from None
+        return self.choose(text, split) if text else "empty", text, ends
 
-    def choose(self, text):
-        """Return the split of a text, or "duplicates" if there was the same before."""
+    def choose(self, text, split):
+        """Return the split of a text, or "duplicates" if there was the same before. split: that of its file, or None
+        if the hash decides."""
         number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
         if number in self.hashes:
             return "duplicates"
         self.hashes.add(number)
         self.sample.add(number, text)
+        if split is not None:
+            return split
         return "val" if number < int(self.options["val_fraction"] * 2**64) else "train"
+
+
+def place_of(file, kind, number, at):
+    """Return where a record of a file is. number: which record it is, from 1 on. at: its first byte."""
+    if kind == "text":
+        return f"{file}, byte {at:,}"
+    unit = "row" if kind in inputs.DELIMITERS else "line"  # below the header
+    return f"{file}, {unit} {number:,}"
 
 
 def check_length(record, place):

@@ -38,7 +38,7 @@ def refusal(tmp_path, name, content):
     """The sentences of a file that can't be used."""
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError) as refused:
-        list(Reader([str(tmp_path / name)], OPTIONS, False).rows())
+        list(Reader([(str(tmp_path / name), None)], OPTIONS, False).rows())
     return str(refused.value).replace(f"{tmp_path}/", "")
 
 

@@ -266,9 +266,14 @@ MISTAKES = {
     "no file": ("nowhere.txt", "nowhere.txt is not a file or folder: check the path, or use one - for standard input"),
     "no files in it": ("empty", "empty has no files in it"),
     "cut": ("one.txt --max_document_bytes=1", "--max_document_bytes=1 must be 64 to 16777216"),
-    "one document": ("one.txt", "1 documents are for training and 0 for validation, and each split needs one: add "
-                     r"to these \d+ bytes, change --val_fraction=0.1, or cut .* with --max_document_bytes=64"),
-    "none for validation": ("good.jsonl --val_fraction=0.001", "16 documents are for training and 0 for validation"),
+    "one document": ("one.txt", "^training has 1 document and validation 0, and each needs one: add to these 3 bytes, "
+                     "change --val_fraction=0.1, cut .* with --max_document_bytes=64, or give a file with --val=PATH$"),
+    "none for validation": ("good.jsonl --val_fraction=0.001", r"training has 16 documents and validation 0 \(skipped: "
+                            r"4 duplicates\), and each needs one: add documents, change --val_fraction=0.001, or give"),
+    "none for training": ("broken.jsonl list.jsonl --val_fraction=1 --skip_unreadable", "training has 0 documents and "
+                          r"validation 16 \(skipped: 4 duplicates, 2 unreadable\), and each needs one: add documents"),
+    "nothing readable": ("list.jsonl --skip_unreadable", r"validation 0 \(skipped: 1 unreadable\), and each needs one: "
+                         "leave out --skip_unreadable to see why the first one can't be read$"),
     "no JSON": ("broken.jsonl", r"broken.jsonl, line 21: invalid JSON \(.*\): write one object per line; correct"),
     "no object": ("list.jsonl", r"list.jsonl, line 1: no JSON object: write one per line;"),
     "no field": ("fields.jsonl", r"line 1: no text field 'text' \(text fields: body\): .* with --format=chat"),
@@ -277,7 +282,7 @@ MISTAKES = {
     "no UTF-8 in Parquet": ("b.parquet", "b.parquet, line 1: 'utf-8' codec can't decode byte 0xe9"),
     "spaces": ("spaces.jsonl", "spaces.jsonl, line 1: over 500,000 spaces or line ends in a row after 'one': shorten"),
     "no token": ("good.jsonl --tokenizer=words", "the tokenizer knows no tokens for '.*WordLevel error"),
-    "no UTF-8": ("latin.txt", "latin.txt, byte 16: 'utf-8' codec can't decode byte 0xe9 in position 3"),
+    "no UTF-8": ("latin.txt", r"latin.txt, byte 19: byte 0xe9 isn't UTF-8 \(unexpected end of data\); correct it, or"),
     "a long line": ("long.jsonl.zst", "long.jsonl.zst, line 21 is longer than 50,000,000 bytes: split it into doc"),
     "archive": ("files.tar.gz", "files.tar.gz, byte 0: a NUL byte, as in an archive or in UTF-16: unpack it"),
     "UTF-16": ("utf16.txt", "utf16.txt, byte 0: a NUL byte"),
@@ -437,11 +442,28 @@ def test_index_a_dataset_of_the_hub_is_tokenized_and_split_as_nanogpt_does(tmp_p
             [i for text in part if text for i in (*encode(text), 50256)] for part in splits]
 
 
+def test_index_the_hubs_own_split_is_for_validation(tmp_path):
+    """And texts of white space alone are no documents."""
+    texts = {"train": ["one", " \n", "two"], "validation": ["three", "\t", ""]}
+    (tmp_path / "texts").mkdir()
+    for split, own in texts.items():
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in own)
+        (tmp_path / "texts" / f"{split}.jsonl").write_text(lines)
+    encode = gpt2_encoding().encode_ordinary
+    for options in [], ["--streaming"]:
+        done(hub("--dataset=texts", "--name=./out", "--overwrite", "--val=validation", *options, cwd=tmp_path))
+        meta, ids = ids_of(tmp_path / "out")
+        assert ids == {"train": [*encode("one"), 50256, *encode("two"), 50256], "val": [*encode("three"), 50256]}
+        assert meta["options"]["val"] == "validation"
+
+
 @pytest.mark.parametrize("options, message", [
-    ([], r"Skylion007/openwebtext can't be read \(.*\): correct --config or --column, or set HF_ENDPOINT to a mirror "
-         r"of the Hub, or run hf download Sky.* --local-dir=openwebtext on .*, and add --dataset=openwebtext$"),
+    ([], r"Skylion007/openwebtext can't be read \(.*\): correct --config, --val or --column, or set HF_ENDPOINT to a "
+         r"mirror of the Hub, or run hf download Sky.* --local-dir=openwebtext on .*, and add --dataset=openwebtext$"),
     (["--dataset=texts"], r"^texts can't be read \(Config name is missing.*'large', 'small'.*\): correct --con"),
     (["--dataset=texts", "--config=small", "--column=body"], r"^texts can't be read \(.*'body'.*\): correct --con"),
+    (["--dataset=texts", "--config=small"], "^texts has too few documents for training and validation: choose another"),
+    (["--dataset=texts", "--config=large", "--val=dev"], r"^texts can't be read \(.*dev.*\): correct --config, --val"),
     (["--dataset=texts", "--config=large", "--streaming"], "^texts has too few documents for training and validation")])
 def test_index_a_dataset_of_the_hub_that_cannot_be_read_is_told_in_a_sentence(tmp_path, options, message):
     (tmp_path / "texts").mkdir()

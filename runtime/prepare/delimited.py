@@ -1,0 +1,78 @@
+"""Read the texts of one column of a CSV or TSV file, with Python's csv module.
+
+A quote that isn't closed would swallow the rows after it. So each row must have as many fields as the header, and
+quotes must be as RFC 4180 says: around a whole field, and twice inside of one."""
+
+import csv
+import io
+
+from runtime.errors import UserError
+
+DELIMITERS = {"csv": ",", "tsv": "\t"}
+MAX_SHOWN = 200  # characters of the names of columns
+
+
+def table_texts(name, file, kind, field, max_bytes):
+    """Yield the texts of a column as bytes, which are perhaps not UTF-8.
+
+    name: for messages. file: a binary stream. kind: "csv" or "tsv". field: the column's name in
+    the first row. max_bytes: of a field. Line ends inside of a field become newlines. Raises
+    UserError.
+    """
+    csv.field_size_limit(max_bytes)
+    # Bytes that aren't UTF-8 go through this as they are
+    text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
+    rows = csv.reader(text, delimiter=DELIMITERS[kind], strict=True)
+    begin = 1  # the line at which a row begins
+    try:
+        header = next(rows, [])
+        if header:
+            header[0] = header[0].removeprefix("\ufeff")  # some editors' byte order mark
+        place = column_of(name, header, field)
+        begin = rows.line_num + 1
+        for row in rows:
+            if row and len(row) != len(header):
+                raise csv.Error(f"the row has {len(row)} fields, and the header {len(header)}")
+            if row:  # not an empty line
+                content = row[place].replace("\r\n", "\n").replace("\r", "\n")
+                yield content.encode("utf-8", "surrogateescape")
+            begin = rows.line_num + 1
+    except csv.Error as error:
+        reason = str(error).replace("\t", r"\t")
+        raise UserError(
+            f"{name}, line {begin:,}: {reason}: put quotes, \"...\", around a field with "
+            f"{'a comma' if kind == 'csv' else 'a tab'}, a line end or a quote in it, and write the "
+            'quote twice, ""'
+        ) from None
+
+
+def column_of(name, header, field):
+    """Return the place of a column in a row. Raises UserError."""
+    if header.count(field) == 1:
+        return header.index(field)
+    columns = ", ".join(header)
+    if len(columns) > MAX_SHOWN:
+        columns = f"{columns[:MAX_SHOWN]}..."
+    if "\0" in columns:
+        raise UserError(f"{name} has NUL bytes, as in UTF-16: save it as UTF-8")
+    if field in header:
+        raise UserError(f"{name} has several columns {field!r}: rename all but one")
+    raise UserError(
+        f"{name} has no column {field!r} in its first row ({columns or 'empty'}): choose one with "
+        "--field=NAME, add a row with the names, or read each line as a document with --format=lines"
+    )
+
+
+def line_texts(file, end, max_bytes):
+    """Yield the lines of a text file as bytes, cut after each match of `end` in them.
+
+    file: a binary stream. end: a compiled pattern, which separates documents. max_bytes: above
+    this a line comes in pieces that are longer, which the caller refuses.
+    """
+    while line := file.readline(max_bytes + 1):
+        at = 0
+        for match in end.finditer(line):
+            yield line[at : match.end()]
+            at = match.end()
+        if at < len(line):
+            yield line[at:]
