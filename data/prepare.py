@@ -17,13 +17,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.cores import usable_cores
-from runtime.data.dataset import SPLITS, new_dataset_dir
+from runtime.data.dataset import SPLITS, nanogpt_vocabulary, new_dataset_dir
 from runtime.data.folder_tokenizer import tokenizer_meta
+from runtime.data.token_files import seeming_type
 from runtime.errors import UserError
 from runtime.output import exit_on_error, printable
 from runtime.paths import expand_path
 from runtime.prepare import inputs, pipeline, shards
-from runtime.prepare.splits import choose_splits, skipped_documents
+from runtime.prepare.splits import choose_splits, shown, skipped_documents
 
 
 def argument_parser():
@@ -44,6 +45,8 @@ def argument_parser():
         help="file or folder for validation; all others are for training. Can be given several times")
     add("--val_fraction", type=float, help="fraction of documents for validation (default: as the names of the files "
         "say, else 0.1 below 10 MB, and 0.01 above)")
+    add("--dtype", choices=tuple(shards.RAW_DTYPES), help="type of the tokens in .bin files without a header, such as "
+        "train.bin")
     add("--max_document_bytes", type=int, metavar="BYTES", help="size above which a text is cut into several documents "
         "(default: 4,096 for a single text or standard input, else 1,048,576)")
     add("--workers", type=int, default=usable_cores(),
@@ -65,6 +68,8 @@ def main():
     if "shard" in kinds:
         meta = prepare_shards(args, parser, folder, files)
     else:
+        if args.dtype:
+            raise UserError("--dtype is for token files (.bin): leave it out")
         meta = prepare_texts(args, folder, files, val_files, kinds)
     documents = meta["documents"]
     for split in SPLITS:
@@ -92,13 +97,30 @@ def check_fields(args, parser):
 def prepare_shards(args, parser, folder, files):
     """Copy token files to a dataset, and return its meta.json. Raises UserError."""
     given = {f"--{name}" for name, value in vars(args).items() if value != parser.get_default(name)}
-    unused = given - {"--paths", "--name", "--overwrite"}
+    unused = given - {"--paths", "--name", "--overwrite", "--dtype", "--tokenizer"}
     if unused:
         raise UserError(f"shards have their tokens and splits already: leave out {', '.join(sorted(unused))}")
+    if args.tokenizer == "char":
+        raise UserError("shards have no characters: leave out --tokenizer=char")
     files = [file for file in files if not file.endswith(".md")]  # the dataset's card
+    tokenizer, vocab_size = tokenizer_meta(args.tokenizer)
+    if args.dtype:
+        files = [file for file in files if inputs.kind_of(file) == "shard"]  # nanoGPT's folders have more in them
+        for place in sorted({os.path.dirname(file) for file in files}):
+            if os.path.exists(os.path.join(place, "meta.json")):
+                raise UserError(f"{place or '.'} has a meta.json, which says the type: train on it as it is")
+            if args.tokenizer == "gpt2":
+                tokenizer, vocab_size = nanogpt_vocabulary(place) or (tokenizer, vocab_size)
     size = size_of(files)
     print(f"{len(files):,} shard(s), {size:,} bytes", flush=True)
-    return shards.prepare(folder, files, {"name": " ".join(args.paths), "sha256": None, "bytes": size})
+    splits = shards.split_shards(files)
+    if splits["test"]:
+        print(f"note: left out, as their names say test: {shown(splits['test'])}", flush=True)
+    for file in files:
+        if args.dtype == "uint16" and seeming_type(file) != "uint16":
+            print(f"note: {file} seems to hold {seeming_type(file)}, and is read as uint16", flush=True)
+    source = {"name": " ".join(args.paths), "sha256": None, "bytes": size}
+    return shards.prepare(folder, splits, source, tokenizer, vocab_size, args.dtype)
 
 
 def prepare_texts(args, folder, files, val_files, kinds):

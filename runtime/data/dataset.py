@@ -25,6 +25,7 @@ import numpy as np
 
 from runtime.data.meta import parse_meta, parse_meta_of_nanogpt
 from runtime.data.same_ids import have_same_ids
+from runtime.data.token_files import type_problem
 from runtime.data.tokenizer import end_of_text, tokenizer_content
 from runtime.errors import UserError
 from runtime.files import OWN_DATASETS, ROOT, TEMP_NAME, write_temp
@@ -214,6 +215,19 @@ def read_meta(folder):
     return meta
 
 
+def nanogpt_vocabulary(folder):
+    """Return the tokenizer and vocab_size of the meta.pkl in a folder, or None if there is none of nanoGPT's. Raises
+    UserError."""
+    path = Path(folder, "meta.pkl")
+    if not path.exists():
+        return None
+    try:
+        meta = parse_meta_of_nanogpt(read_regular(path), {f"{split}_tokens": 1 for split in SPLITS})
+    except Exception as error:  # a corrupt pickle raises nearly anything
+        raise UserError(f"{path} can't be used ({type(error).__name__}: {error}): restore or remove it") from None
+    return meta and (meta["tokenizer"], meta["vocab_size"])
+
+
 def _meta_of_nanogpt(folder):
     pickled = None
     path = folder / "meta.pkl"
@@ -233,6 +247,11 @@ def check_dataset(folder, block_size=1):
     """Return the meta of a dataset that can be trained on with sequences of `block_size` tokens. Raises UserError with
     all problems, one line each. Of a large file, evenly spread slices are read."""
     folder, meta = Path(folder), read_meta(folder)
+    if not (folder / "meta.json").exists():
+        is_known = (folder / "meta.pkl").exists()
+        found = [type_problem(folder / f"{split}.bin", meta["vocab_size"], is_known) for split in SPLITS]
+        if any(found):
+            raise UserError(next(filter(None, found)))
     if problems := [problem for split in SPLITS for problem in _problems(folder, split, meta, block_size)]:
         raise UserError("\n".join(problems))
     return meta

@@ -401,11 +401,12 @@ GOOD = shard([7] * 100)
     ("train_1.bin", shard([7], 20240801, 7), r"\(its header begins with \[20240801, 7\], not \[20240520, 1\]\): downl"),
     ("train_1.bin", GOOD[:8], "it has 8 bytes, fewer than its header"),
     ("train_1.bin", shard([*[7] * 900, 50257]), "s/train_1.bin has token 50257, which isn't one of GPT-2's: download"),
-    ("train_2.npy", npy([7] * 100)[:-1], r"s/train_2.npy is no shard of GPT-2's tokens \(.*\): download it again"),
-    ("train_2.npy", npy([7], np.int64), r"\(its array is int64\[1\], not one row of uint16\): download it again"),
+    ("train_2.npy", npy([7] * 100)[:-1], r"s/train_2.npy is no shard of tokens \(.*\): download it again"),
+    ("train_2.npy", npy([7], np.float32), r"\(its array is float32\[1\], not one row of whole numbers\): download it"),
+    ("train_2.npy", npy([7, -100], np.int64), "s/train_2.npy has token -100, which isn't one of GPT-2's: download it"),
     ("train_2.npy", npy([[7]]), r"\(its array is uint16\[1, 1\], not"),
     ("val_0.bin", None, "s has no tokens for val: add a shard with 'val' in its name"),
-    ("x.txt", b"x", r"s/x.txt is no shard of GPT-2's tokens \(it has 1 bytes, fewer than its header\)"),
+    ("x.txt", b"x", r"s/x.txt is no shard of tokens \(it has 1 bytes, fewer than its header\)"),
     ("train_1.bin", shard([]), "s has no tokens for train: add a shard with 'train' in its name"),
     ("--field=x", None, "shards have their tokens and splits already: leave out --field")])
 def test_a_bad_shard_is_told_in_a_sentence_and_leaves_nothing(tmp_path, monkeypatch, name, content, message):
