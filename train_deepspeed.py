@@ -152,7 +152,7 @@ if dry_run:
 # Device, output folder, and the tag to resume from
 
 from runtime.check.short import check_before_training
-from runtime.checkpoint.resume import newest_intact
+from runtime.checkpoint.resume import newest_intact, note_another_schedule
 from runtime.checkpoint.saver import Saver
 from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore
@@ -223,6 +223,7 @@ with all_exit_on(UserError):
     state = engine.load(store, tag) if tag else {}
 iter_num = first_iter = state.get("iter_num", 0)
 evals_since_best = state.get("evals_since_best", 0)
+lr = state.get("lr")  # of the last step
 evaluation_is_due = state.get("evaluation_is_due", False)  # a stop has ended the one of this iteration
 vocab_size = plan.data["vocab_size"]
 bytes_of_tokens = torch.tensor(broadcast_from_rank0(token_bytes(plan.data, fetch=False).tolist()), device=device)
@@ -353,8 +354,8 @@ def save(improved):
     """Start saving this iteration's tag."""
     saver.save(f"iter_{iter_num}", aliases(improved), {
         "iter_num": iter_num, "sequences": batches.position,  # where a resume starts
-        "best_val_loss": best_val_loss, "evals_since_best": evals_since_best,
-        "improved": improved, "evaluation_is_due": evaluation_is_due, "wandb_id": log.wandb_id,
+        "best_val_loss": best_val_loss if math.isfinite(best_val_loss) else None, "evals_since_best": evals_since_best,
+        "lr": lr, "improved": improved, "evaluation_is_due": evaluation_is_due, "wandb_id": log.wandb_id,
         "grad_norms": list(health.spikes.norms), "grad_norm_ratios": list(health.spikes.ratios),
         **saved_state(plan, model)})
 
@@ -372,6 +373,8 @@ if iter_num == 0 or eval_only:
 elif at_end() and not evaluation_is_due:
     longer = "--max_iters" if max_epochs is None else "--max_epochs"
     print0(f"{store.path(tag.name)} is at iteration {iter_num} already: resume with a larger {longer}")
+elif not at_end():
+    note_another_schedule(lr, get_lr(iter_num - 1), get_lr(iter_num), iter_num)
 exit_code = None
 code_at_end = 0
 shutdown.exit_if_requested()

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import errno
 import json
+import math
 import os
 import random
 import signal
@@ -258,9 +259,19 @@ def wait_until(condition, seconds=200, every=0.05):
 
 
 def read_history(out_dir):
-    """The records of out_dir/history.jsonl, in order; none where there is no such file."""
+    """The records of out_dir/history.jsonl, in order; none where there is no such file. Each is JSON, without NaN."""
     path = Path(out_dir) / "history.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line, parse_constant=not_json) for line in lines]
+
+
+def not_json(constant):
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def number(value):
+    """A number of a record, of which null was not finite."""
+    return math.nan if value is None else value
 
 
 class Payload:
@@ -343,8 +354,8 @@ def train(characters, tmp_path_factory):
         history = read_history(out_dir)
         return SimpleNamespace(
             returncode=done.returncode, stdout=done.stdout, stderr=done.stderr, out_dir=out_dir, history=history,
-            losses={r["iter"]: r["loss"] for r in history if "loss" in r},
-            evals={r["iter"]: (r["train_loss"], r["val_loss"]) for r in history if "val_loss" in r})
+            losses={r["iter"]: number(r["loss"]) for r in history if "loss" in r},
+            evals={r["iter"]: (number(r["train_loss"]), number(r["val_loss"])) for r in history if "val_loss" in r})
 
     return run
 

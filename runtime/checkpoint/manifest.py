@@ -35,7 +35,8 @@ Count = Annotated[int, Field(ge=0, le=2**62)]
 Positive = Annotated[int, Field(ge=1, le=2**62)]
 # Sequences that were trained on, over all ranks: where a resume starts in the data. Floats count up to 2**53
 Position = Annotated[int, Field(ge=0, le=2**53)]
-Loss = Annotated[float, Field(ge=0)]  # also infinity, before the first evaluation
+Loss = Annotated[float, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, StringConstraints(pattern=FILE_NAME)]
 Text = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
@@ -126,7 +127,8 @@ class State(TypedDict):
     __pydantic_config__ = STRICT
     iter_num: Count
     sequences: Position
-    best_val_loss: Loss
+    best_val_loss: Loss | None  # None before the first evaluation
+    lr: NotRequired[Rate | None]  # of the last step
     evals_since_best: Count
     improved: bool
     evaluation_is_due: NotRequired[bool]  # a stop has ended it
@@ -194,6 +196,8 @@ def check_manifest(manifest: Any) -> None:
             f"state.sequences is {state['sequences']}, fewer than one for each of the "
             f"{state['iter_num']} iterations"
         )
+    if state["improved"] and state["best_val_loss"] is None:
+        raise ValueError("state.best_val_loss is null, and state.improved says that there is one")
     check_bytes(manifest)
     data = state["data"]
     if data["tokenizer"]["kind"] == "char":

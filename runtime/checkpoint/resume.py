@@ -1,5 +1,6 @@
 """Find the newest tag that every rank finds intact."""
 
+import math
 import time
 
 import torch.distributed as dist
@@ -32,6 +33,21 @@ def newest_intact(store, start, resume_tag="latest", overwrite=False):
     print0(f"resuming from {store.path(name)}, iteration {tag.manifest['iter_num']}; its files were checked in "
            f"{time.monotonic() - began:.1f} s")
     return tag
+
+
+def note_another_schedule(before: float | None, again: float, following: float, iter_num: int) -> None:
+    """Print a note if this run's settings give another learning rate to step iter_num, which is done.
+
+    before: that step's rate, if its tag has it. again: the rate that this run would give it.
+    following: the rate of the next step.
+    """
+    if before is None or math.isclose(before, again, rel_tol=1e-9):
+        return
+    print0(
+        f"note       step {iter_num} had the learning rate {before:.2e}, and step {iter_num + 1} has "
+        f"{following:.2e}: by the schedule of this run's settings, step {iter_num} has {again:.2e}. "
+        "--lr_decay_iters and --learning_rate change it"
+    )
 
 
 def inspect(store, name):

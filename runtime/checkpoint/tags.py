@@ -52,7 +52,7 @@ class Summary(NamedTuple):
 
     iter_num: int
     improved: bool  # the tag was the best one when it was saved
-    best_val_loss: float
+    best_val_loss: float | None  # None before the first evaluation
 
 
 class CheckpointError(UserError):

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import sys
 
@@ -22,7 +23,7 @@ def append_history(out_dir: str, record: dict) -> None:
 
     Raises UnsafeFileError if the file is a link, which others may have put there.
     """
-    line = (json.dumps(record) + "\n").encode()
+    line = json_line(record).encode()
     path = os.path.join(out_dir, "history.jsonl")
     descriptor = open_no_follow(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with os.fdopen(descriptor, "ab", buffering=0) as file:
@@ -67,6 +68,22 @@ def read_history(out_dir: str) -> list[dict]:
     return history
 
 
+def json_line(record: dict) -> str:
+    """Return a record as a line of JSON, which has no NaN and no infinity: they become null."""
+    return json.dumps(without_nan(record), allow_nan=False) + "\n"
+
+
+def without_nan(value: object) -> object:
+    """Return a value of JSON with None in the place of numbers that are not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    return value
+
+
 def report(message: str) -> None:
     print(printable(message), file=sys.stderr)
 
@@ -88,5 +105,5 @@ def series(history: list[dict], key: str) -> list[tuple[int, float]]:
 def trim_history(out_dir, iter_num):
     """Drop the records of an earlier run after step iter_num, where this run starts."""
     if os.path.lexists(path := os.path.join(out_dir, "history.jsonl")):
-        records = [json.dumps(record) + "\n" for record in read_history(out_dir) if record["iter"] <= iter_num]
+        records = [json_line(record) for record in read_history(out_dir) if record["iter"] <= iter_num]
         write_atomic(path, "".join(records))

@@ -169,3 +169,28 @@ def test_a_resume_in_float16_continues_with_the_loss_scale_and_this_runs_json(in
     """At the same stage, where DeepSpeed restores all of the loss scaler, and at another one."""
     history = in_float16(tmp_path / "out", n, fp16).history
     assert [r["loss_scale"] for r in history if "loss" in r] == [256, 256, 512, 512, *scales]
+
+
+def test_a_longer_resume_tells_of_the_learning_rate_that_goes_up(train, tmp_path):
+    """By the cosine from 1e-3 to 1e-4: of 4 iterations, the last one has 2.32e-4; of 8, the fifth has 5.50e-4."""
+    run = done(train("--max_iters=4", "--eval_interval=2"))
+    assert "had the learning rate" not in run.stdout
+    copies = [shutil.copytree(run.out_dir, tmp_path / str(number)) for number in range(3)]
+    note = ("note       step 4 had the learning rate 2.32e-04, and step 5 has 5.50e-04: by the schedule of this run's "
+            "settings, step 4 has 7.22e-04. --lr_decay_iters and --learning_rate change it\n")
+    longer = done(train("--max_iters=8", "--init_from=resume", out_dir=copies[0]))
+    assert note in longer.stdout
+    assert [round(record["lr"], 6) for record in longer.history if "loss" in record][3:5] == [0.000232, 0.00055]
+    kept = done(train("--max_iters=8", "--lr_decay_iters=4", "--init_from=resume", out_dir=copies[1]))
+    assert "had the learning rate" not in kept.stdout
+    again = done(train("--max_iters=4", "--init_from=resume", "--resume_tag=iter_2", "--overwrite=True",
+                       out_dir=copies[2]))
+    assert "had the learning rate" not in again.stdout
+
+
+def test_a_resume_at_another_rate_tells_of_it_too(train):
+    run = done(train("--max_iters=2", "--decay_lr=False"))
+    on = done(train("--max_iters=3", "--decay_lr=False", "--learning_rate=5e-4", "--init_from=resume",
+                    out_dir=run.out_dir))
+    assert ("step 2 had the learning rate 1.00e-03, and step 3 has 5.00e-04: by the schedule of this run's settings, "
+            "step 2 has 5.00e-04. ") in on.stdout
