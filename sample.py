@@ -49,7 +49,7 @@ from runtime.errors import UserError
 from runtime.files import use_private_compile_cache
 from runtime.hardware import pick_device, pick_dtype
 from runtime.output import exit_with_error, printable
-from runtime.sample.generate import ask_for_prompts, generate_texts, read_prompts
+from runtime.sample.generate import ask_for_prompts, escape_note, generate_texts, read_prompts
 from runtime.sample.source import find_model
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed only reads files
@@ -105,6 +105,8 @@ try:
     if chat and (end is None or not data["template"]):
         raise UserError(f"{name} has no chat template or end of text: drop --chat, or train on chats (docs/chat.md)")
     talk = Chat(data, encode, decode([end]), max_new_tokens) if chat else None
+    if note := escape_note("--start", start):
+        print(f"note: {note}", file=sys.stderr)
     prompts = [(text, encode_prompt(text)) for text in ([] if interactive else read_prompts(start, prompts_file))]
     model = load(device, dtype)
 except (UserError, OSError) as error:

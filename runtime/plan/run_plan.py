@@ -32,6 +32,7 @@ from runtime.plan.memory import MemoryInputs, ParamCount
 from runtime.plan.rules import broken_rules, evaluations_through, plan_iterations
 from runtime.plan.start import Start, find_start
 from runtime.plan.unread import unread_settings
+from runtime.sample.generate import escape_note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,7 @@ def make_plan(settings, ranks, problems, notes):
     s = plan_iterations(s, windows, batch, notes)
     lora = problems.attempt(lora_config, s)
     start = file_problems.attempt(find_start, s, data, lora, batch, notes)
-    tokenizer = file_problems.attempt(sample_tokenizer, s, data) if data and s.sample_interval else None
+    tokenizer = file_problems.attempt(sample_tokenizer, s, data, notes) if data and s.sample_interval else None
     params, facts, size = None, None, 0
     if start and not problems:
         params, facts = problems.attempt(count_params, start.model, lora, s.optimizer == "muon") or (None, None)
@@ -131,7 +132,8 @@ def make_plan(settings, ranks, problems, notes):
     return RunPlan(**vars(run), settings=s, datasets=tuple(datasets), data=data, tokens=tokens, windows=windows,
                    start=start, lora=lora, eval_windows=s.eval_iters * micro, tag_bytes=size,
                    tokenizer=tokenizer, notes=(
-                       *notes, *(f"on this machine, {line}" for line in "\n".join(file_problems).splitlines())))
+                       *notes, *repeats_in_a_step(s, datasets, tokens, batch),
+                       *(f"on this machine, {line}" for line in "\n".join(file_problems).splitlines())))
 
 
 def open_epoch(datasets, block_size, notes):
@@ -142,6 +144,23 @@ def open_epoch(datasets, block_size, notes):
             notes.append(f"{dataset.name}: {counted(source.cut, 'conversation')} longer than block_size={block_size}, "
                          f"cut at the end; {source.dropped:,} of them without an answer left, dropped")
     return tokens, sum(windows_per_epoch(*extent(source, block_size))[0] for source in tokens["train"])
+
+
+def repeats_in_a_step(s, datasets, tokens, batch):
+    """Return a sentence for each dataset of which a step takes more sequences than an epoch has."""
+    if s.eval_only or not tokens:
+        return []
+    shares = sum(dataset.share for dataset in datasets)
+    sentences = []
+    for dataset, source in zip(datasets, tokens["train"], strict=True):
+        per_epoch, _ = windows_per_epoch(*extent(source, batch.block_size))
+        per_step = batch.sequences * dataset.share / shares
+        if per_step > per_epoch:
+            sentences.append(
+                f"{dataset.name} has {counted(per_epoch, 'sequence')} of block_size={batch.block_size}, and each step "
+                f"takes {per_step:,.0f}, which are {per_step / per_epoch:.1f} epochs: use a smaller "
+                "--gradient_accumulation_steps, or more data")
+    return sentences
 
 
 def detect_hardware(s, ranks, problems, notes):
@@ -184,8 +203,9 @@ def resolve_ds_config(s, batch, execution, notes):
     return config
 
 
-def sample_tokenizer(s, data):
+def sample_tokenizer(s, data, notes):
     """Return (encode, decode) for samples. Raises UserError."""
+    notes += filter(None, [escape_note("--sample_start", s.sample_start)])
     encode, decode = tokenizer_of(data["tokenizer"])
     n = len(encode(s.sample_start))
     if not 1 <= n <= s.block_size:

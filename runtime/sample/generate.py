@@ -1,6 +1,7 @@
 """Generate samples from a model. Sample during training."""
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,22 @@ def read_text(path):
         raise UserError(f"{path} can't be read ({error.strerror}): name another file") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from None
+
+
+def escape_note(option: str, text: str) -> str | None:
+    """Return a note if a prompt has \\n or \\t in it as two characters, or None.
+
+    They stay as they are, as in nanoGPT: they may be LaTeX's or a path's.
+    """
+    found = re.search(r"\\[nt]", text)
+    if not found or text.startswith("FILE:"):
+        return None
+    letter = found[0][1]
+    meant = {"n": "a line end", "t": "a tab"}[letter]
+    return (
+        f"in {option}, \\{letter} is a backslash and the letter {letter}: for {meant}, write "
+        f"{option}=$'a\\{letter}b' in bash or zsh"
+    )
 
 
 def read_prompts(start, prompts_file):

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 import torch
-from conftest import CHARS, ROOT, ForkedJob, at_once, command_line, launch, random_gpt2, small_manifest
+from conftest import CHARS, ROOT, ForkedJob, at_once, command_line, done, launch, random_gpt2, small_manifest
 from transformers.generation import logits_process
 
 from model import GPT, sample_token
@@ -15,6 +15,7 @@ from runtime.checkpoint.manifest import sign_manifest
 from runtime.data.tokenizer import tokenizer_of
 from runtime.export.hf import char_tokenizer
 from runtime.sample import generate as texts
+from runtime.sample.generate import escape_note
 from runtime.sample.source import find_model
 
 
@@ -181,3 +182,21 @@ def test_refusals(sample, theirs, characters, tmp_path):
     runs = at_once(*(lambda args=args: sample(*args) for args, _ in cases))
     for (args, sentences), run in zip(cases, runs):
         assert (run.returncode, run.stdout, run.stderr.splitlines()) == (2, "", sentences), args
+
+
+@pytest.mark.parametrize("start, shown", [
+    (r"\na", r"in --start, \n is a backslash and the letter n: for a line end, write --start=$'a\nb' in bash or zsh"),
+    (r"a\tb", r"in --start, \t is a backslash and the letter t: for a tab, write --start=$'a\tb' in bash or zsh"),
+    ("a\nb", None), ("a\\b", None), ("FILE:C:\\new", None)])
+def test_a_backslash_and_an_n_stay_and_are_told_of(start, shown):
+    assert escape_note("--start", start) == shown
+
+
+def test_the_note_on_a_backslash_goes_before_what_the_tokenizer_says(sample):
+    """These weights' characters have no backslash. A real line end is one, without a note."""
+    run = sample(r"--start=the\ncat", "--json")
+    assert run.returncode == 2 and run.stdout == ""
+    assert run.stderr.startswith("note: in --start, \\n is a backslash and the letter n: for a line end, write ")
+    assert "the character '\\\\' (U+005C) is not one of the 28" in run.stderr.splitlines()[1]
+    run = done(sample("--start=the\ncat", "--json", "--num_samples=1", "--max_new_tokens=3"))
+    assert json.loads(run.stdout)["prompt"] == "the\ncat" and "note" not in run.stderr
