@@ -211,7 +211,7 @@ def test_refusals(train, tmp_path):
             ("hellaswag", good | {"endings": "bcde"}, "there are not 4 endings"),
             ("hellaswag", good | {"ctx": "É"}, "the character 'É' (U+00C9) is not one of the 28 that this"),
             ("hellaswag", good | {"endings": ["b" * 32] * 4}, "what is to be predicted has over 32 tokens"),
-            ("lambada", {"text": "word"}, "a text is empty"), ("lambada", {"text": "a b "}, "a text is empty")):
+            ("lambada", {"text": "word"}, "a text is empty"), ("lambada", {"text": " b "}, "a text is empty")):
         path = tmp_path / str(len(cases))
         path.write_text(f"{json.dumps(good)}\n{json.dumps(line)}\n")
         cases.append((f"--{task}={path}", re.escape(f"{path}, line 2 can't be scored (") + ".*" + re.escape(words)))
@@ -224,6 +224,14 @@ def test_refusals(train, tmp_path):
         assert re.match(words, refused.stderr), refused.stderr
     with pytest.raises(UserError, match="or has no tokens"):  # some tokenizers drop unknown characters
         read_rows("lambada", path, lambda text: [0] * text.count("a"), 32)
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n", " \n\n", " "], ids=repr)
+def test_a_line_end_is_no_part_of_the_last_word(tmp_path, end):
+    """Of LAMBADA. White space before the word stays: the context ends before the last space, as in lm_eval."""
+    (tmp_path / "lambada").write_text(json.dumps({"text": f"one  two\nthree four{end}"}))
+    (row,), _ = read_rows("lambada", tmp_path / "lambada", lambda text: list(text.encode()), 32)
+    assert bytes(~i for i in row if i < 0) == b"one  two\nthree" and bytes(i for i in row if i >= 0) == b" four"
 
 
 def test_a_dataset_with_another_tokenizer_than_the_weights_is_refused(characters, tmp_path):

@@ -19,8 +19,8 @@ def read_rows(task, path, encode, block_size):
             fields = parse_json(line)
             if task == "hellaswag":  # completions, as in llm.c
                 context, endings, label = fields["ctx"], fields["endings"], int(fields["label"])
-            else:  # the last word follows the last space, as in lm_eval
-                context, _, word = fields["text"].rpartition(" ")
+            else:  # the last word follows the last space, as in lm_eval; a line end after it is no part of it
+                context, _, word = fields["text"].rstrip().rpartition(" ")
                 endings, label = [word], 0
             if not isinstance(endings, list) or len(endings) != n_endings or label not in range(n_endings):
                 raise ValueError(f"there are not {n_endings} endings, or the label {label} is none of them")
