@@ -110,7 +110,8 @@ class Conversations:
         counts = np.add.reduceat(counted, spans.ravel(), dtype=np.int64)[::2]
         self.dropped = int((counts == 0).sum())
         if self.dropped == len(spans):
-            raise UserError(f"{name} has no answer within block_size={block_size}: use a larger --block_size")
+            raise UserError(f"{name} has no answer within block_size={block_size} ({len(spans):,} conversations): use "
+                            "a larger --block_size, or prepare more conversations for this split")
         order = np.flatnonzero(counts)
         order = order[feistel_permute(np.arange(len(order)), len(order), 0)]
         self.spans = spans[order]
@@ -134,7 +135,7 @@ def open_sequences(dataset, split, block_size):
     tokens = open_tokens(dataset, split)
     if "template" not in dataset.meta:
         return tokens
-    return Conversations(dataset.name, tokens, open_mask(dataset, split), block_size)
+    return Conversations(f"{dataset.name}/{split}.bin", tokens, open_mask(dataset, split), block_size)
 
 
 def extent(source, block_size):

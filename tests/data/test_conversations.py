@@ -136,10 +136,10 @@ def test_what_does_not_fit_is_cut_and_what_has_no_answer_left_is_dropped():
     assert (rows.cut, rows.dropped, sorted(rows.counts)) == (2, 1, [1, 2, 4]) or sorted(rows.counts) == [3, 4]
     packed = {tuple(rows.row(i).tolist()) for i in range(len(rows.counts))}
     assert (~12, ~13, 14, 15, 16, 17) in packed
-    with pytest.raises(UserError, match="chat has no answer within block_size=1: use a larger --block_size"):
+    with pytest.raises(UserError, match=r"chat has no answer within block_size=1 \(2 conversations\): use a larger -"):
         Conversations("chat", np.arange(12), mask[:12], 1)
     for empty in (mask & 0, mask & 2, mask & 1):
-        with pytest.raises(UserError, match="chat has no answer within block_size=5: "):
+        with pytest.raises(UserError, match=r"chat has no answer within block_size=5 \("):
             Conversations("chat", np.arange(23), empty, 5)
 
 
