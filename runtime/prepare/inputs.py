@@ -256,6 +256,8 @@ def text_of(record, kind, field):
 
 
 def text_of_json(line, field):
+    if line.lstrip().startswith(b"["):
+        raise ValueError("a JSON array: write one object per line, as jq -c '.[]' FILE > FILE.jsonl does")
     try:
         value = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:

@@ -243,6 +243,7 @@ def texts(tmp_path_factory):
         tar.add(__file__)
     contents = {
         "good.jsonl": good, "broken.jsonl": good + b'{"text": "a\n', "list.jsonl": b"[1]\n",
+        "value.jsonl": b"1\n", "array.json": b'[\n {"text": "a"},\n {"text": "b"}\n]\n',
         "fields.jsonl": b'{"id": 1, "body": "x"}\n', "number.jsonl": good + b'{"text": 5}\n',
         "half.jsonl": b'{"text": "\\ud83d"}\n', "one.txt": b"one", "words/tokenizer_config.json": b'{"eos_token": "a"}',
         "spaces.jsonl": b'{"text": "one' + rb"\n" * 600_000 + b'"}',
@@ -275,7 +276,9 @@ MISTAKES = {
     "nothing readable": ("list.jsonl --skip_unreadable", r"validation 0 \(skipped: 1 unreadable\), and each needs one: "
                          "leave out --skip_unreadable to see why the first one can't be read$"),
     "no JSON": ("broken.jsonl", r"broken.jsonl, line 21: invalid JSON \(.*\): write one object per line; correct"),
-    "no object": ("list.jsonl", r"list.jsonl, line 1: no JSON object: write one per line;"),
+    "no object": ("list.jsonl", r"list.jsonl, line 1: a JSON array: write one object per line, as jq -c '.\[\]' FILE"),
+    "a number": ("value.jsonl", "value.jsonl, line 1: no JSON object: write one per line;"),
+    "an array in lines": ("array.json", "array.json, line 1: a JSON array: write one object per line, as jq -c"),
     "no field": ("fields.jsonl", r"line 1: no text field 'text' \(text fields: body\): .* with --format=chat"),
     "no string": ("number.jsonl", r"number.jsonl, line 21: no text field 'text' \(text fields: none\)"),
     "half a character": ("half.jsonl", "half.jsonl, line 1: 'utf-8' codec can't encode .*surrogates not allowed"),
