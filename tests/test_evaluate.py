@@ -226,7 +226,8 @@ def test_refusals(train, tmp_path):
         read_rows("lambada", path, lambda text: [0] * text.count("a"), 32)
 
 
-@pytest.mark.parametrize("end", ["", "\n", "\r\n", " \n\n", " "], ids=repr)
+@pytest.mark.parametrize("end", ["", "\n", "\r\n", " \n\n", " "],
+                         ids=["nothing", "a newline", "Windows", "several", "a space"])
 def test_a_line_end_is_no_part_of_the_last_word(tmp_path, end):
     """Of LAMBADA. White space before the word stays: the context ends before the last space, as in lm_eval."""
     (tmp_path / "lambada").write_text(json.dumps({"text": f"one  two\nthree four{end}"}))

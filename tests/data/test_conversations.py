@@ -20,7 +20,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from model import GPT, GPTConfig
 from runtime.checkpoint.shards import TagReader
 from runtime.checkpoint.tags import TagStore
-from runtime.data.dataset import BEGINS, COUNTS, Dataset, check_dataset, open_tokens
+from runtime.data.chat import TEMPLATE
+from runtime.data.dataset import BEGINS, COUNTS, Dataset, check_dataset, open_tokens, write_dataset
 from runtime.data.loader import Batch, Conversations, TrainBatches, eval_batches, open_sequences
 from runtime.engine.launch import loss_of_targets
 from runtime.errors import UserError
@@ -320,3 +321,19 @@ StepHealth.check = stop
                         "--max_epochs=0.5"))
     assert max(second.losses) == math.ceil(0.5 * rows / 4) and second.evals[0][1] == pytest.approx(
         whole.evals[max(whole.evals)][1], rel=1e-6)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_the_split_without_an_answer_is_named(tmp_path, split):
+    """The other one has one in each conversation of 4 tokens."""
+    masks = {name: np.array([2, 0, 0, 1] * 5, np.uint8) for name in ("train", "val")}
+    masks[split][3::4] = 0
+    meta = write_dataset(tmp_path, [1] * 20, [1] * 20, {"kind": "char", "chars": "ab"}, 2,
+                         {"name": "made up", "sha256": None, "bytes": 40},
+                         {f"{name}_mask.bin": [mask] for name, mask in masks.items()}, template=TEMPLATE)
+    data = Dataset("mychat", 1, tmp_path, meta)
+    said = rf"^mychat/{split}.bin has no answer within block_size=8 \(5 conversations\): use a larger --block_size, or"
+    with pytest.raises(UserError, match=said):
+        open_sequences(data, split, 8)
+    (other,) = {"train", "val"} - {split}
+    assert open_sequences(data, other, 8).counts.sum() == 5

@@ -106,7 +106,8 @@ def test_arrays_of_any_whole_numbers_are_copied(tmp_path, monkeypatch):
     ("<u4", "int64", r"train.bin has token \d{10,}, which isn't one of GPT-2's: download it again, or name its token"),
     ("<u2", "uint32", r"train.bin has token \d{6,}, which isn't one of GPT-2's: "),
     ("<u4", None, r"\(its header begins with \[.*\], not \[20240520, 1\]\): .* name its type with --dtype"),
-    ("odd", "uint32", r"\(its 9,001 bytes are no multiple of the 4 of uint32\): ")])
+    ("odd", "uint32", r"\(its 9,001 bytes are no multiple of the 4 of uint32\): ")],
+    ids=["int64 as uint32", "int64 as int32", "uint32 as int64", "uint16 as uint32", "no type", "an odd size"])
 def test_another_type_than_the_files_have_is_refused(tmp_path, monkeypatch, dtype, given, message):
     write(tmp_path / "wide", "<u2" if dtype == "odd" else dtype, 50257)
     if dtype == "odd":
