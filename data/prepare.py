@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from runtime.cores import usable_cores
 from runtime.data.dataset import SPLITS, nanogpt_vocabulary, new_dataset_dir
 from runtime.data.folder_tokenizer import tokenizer_meta
+from runtime.data.meta import GPT2_VOCAB
 from runtime.data.token_files import seeming_type
 from runtime.errors import UserError
 from runtime.output import exit_on_error, printable
@@ -103,7 +104,9 @@ def prepare_shards(args, parser, folder, files):
     if args.tokenizer == "char":
         raise UserError("shards have no characters: leave out --tokenizer=char")
     files = [file for file in files if not file.endswith(".md")]  # the dataset's card
-    tokenizer, vocab_size = tokenizer_meta(args.tokenizer)
+    tokenizer, vocab_size = {"kind": "gpt2"}, GPT2_VOCAB  # without the tokens themselves, which may be a download
+    if args.tokenizer != "gpt2":
+        tokenizer, vocab_size = tokenizer_meta(args.tokenizer)
     if args.dtype:
         files = [file for file in files if inputs.kind_of(file) == "shard"]  # nanoGPT's folders have more in them
         for place in sorted({os.path.dirname(file) for file in files}):

@@ -22,7 +22,7 @@ def table_texts(name, file, kind, field, max_bytes):
     csv.field_size_limit(max_bytes)
     # Bytes that aren't UTF-8 go through this as they are
     text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
-    rows = csv.reader(text, delimiter=DELIMITERS[kind], strict=True)
+    rows = csv.reader(bounded_lines(name, text, max_bytes), delimiter=DELIMITERS[kind], strict=True)
     begin = 1  # the line at which a row begins
     try:
         header = next(rows, [])
@@ -46,11 +46,19 @@ def table_texts(name, file, kind, field, max_bytes):
         ) from None
 
 
+def bounded_lines(name, text, longest):
+    """Yield the lines of a text stream. Raises UserError for one of more than `longest` characters."""
+    while line := text.readline(longest + 1):
+        if len(line) > longest:
+            raise UserError(f"{name} has a line of more than {longest:,} characters: split it into rows")
+        yield line
+
+
 def column_of(name, header, field):
     """Return the place of a column in a row. Raises UserError."""
     if header.count(field) == 1:
         return header.index(field)
-    columns = ", ".join(header)
+    columns = ", ".join(header[:MAX_SHOWN])
     if len(columns) > MAX_SHOWN:
         columns = f"{columns[:MAX_SHOWN]}..."
     if "\0" in columns:

@@ -859,6 +859,9 @@ PREPARED = [
                                ("1.3 GB of a letter", bomb(b"x" * 10**6, 20))]),
     *rows("corpus/f.jsonl.gz", [("1.3 GB in a line", bomb(b"x" * 10**6, 20)),
                                 ("1.3 GB of empty lines", bomb(b"\n" * 10**6, 20))]),
+    *rows("corpus/g.csv", [("zeros", write_sparse), ("an open quote", text('text\n"' + "x\n" * 10**6)),
+                           ("a column with escapes", text(f"{ESCAPE}\ntext\n")),
+                           ("a row of 10^7 fields", text("text\n" + "," * 10**7 + "\n"))]),
     *rows("conversations/chats.jsonl", [
         ("deep nesting", text(DEEP)), ("numbers", text('{"messages": [1, 2]}\n')),
         ("an escape as role", text(json.dumps({"messages": [{"role": ESCAPE, "content": "a"}]}))),

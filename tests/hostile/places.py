@@ -160,6 +160,7 @@ def build_corpus(folder: Path, places: Places) -> None:
     (folder / "b.jsonl").write_text(json_lines([{"text": "b " + text} for text in TEXTS]))
     table = pyarrow.table({"text": ["c " + text for text in TEXTS]})
     pyarrow.parquet.write_table(table, folder / "c.parquet")
+    (folder / "g.csv").write_text("text\n" + "".join(f"g {text}\n" for text in TEXTS))
     for name in ("d.txt.gz", "e.txt.zst"):
         with pyarrow.output_stream(folder / name) as stream:
             stream.write("<|endoftext|>".join(f"{name} {text}" for text in TEXTS).encode())

@@ -136,6 +136,8 @@ READERS = [
     Reader("prepare with a tokenizer", PREPARE + "{corpus} --tokenizer={tokenizer}",
            "tokenizer/*"),
     Reader("prepare shards", "data/prepare.py --name={new} {tokens}", "tokens/*"),
+    Reader("convert nanoGPT's data", "data/prepare.py --name={new} {nanogpt}/data --dtype=uint16",
+           "nanogpt/data/*", "nanogpt"),
     Reader("prepare into a folder", "data/prepare.py --name={out} --workers=1 --val_fraction=0.5 "
            "--tokenizer=char {corpus}", "out/.lock", "out"),
     Reader("prepare from the hub", "data/prepare_hub.py --dataset={hub} --name={new}", "hub/*",

@@ -2,12 +2,16 @@
 
 import csv
 import gzip
+import io
 import json
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from test_prepare import expected_chars, ids_of, made_up, prepare, zstd
+
+from runtime.errors import UserError
+from runtime.prepare.delimited import table_texts
 
 OPTIONS = ("--tokenizer=char", "--name=./out", "--overwrite")
 CELLS = ["plain", "a, b", 'say "hi"', '"quoted"', "two\nlines", "tab\there", "漢字 🙂", "  spaces  ", "<|endoftext|>"]
@@ -76,6 +80,15 @@ def test_a_table_that_is_not_as_it_seems_is_a_sentence(tmp_path, case):
     _, refused = prepare(name, *OPTIONS, cwd=tmp_path, code=2)
     assert refused.startswith(message) and refused.count("\n") == 1, refused
     assert not list(tmp_path.glob("out/[!.]*"))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("content", [b"\0", b"text\n\"" + b"x" * 1000 + b"\n", b"text\n" + b"," * 1000])
+def test_a_line_or_a_field_without_end_is_a_sentence(content):
+    """As in a sparse file of zeros: no more is read than the most that a record may have."""
+    endless = io.BytesIO(content + bytes(5000))
+    with pytest.raises(UserError, match=r"^a.csv(, line 2: field larger| has a line of more than 500 characters: )"):
+        list(table_texts("a.csv", endless, "csv", "text", 500))
 
 
 def test_a_field_that_cannot_be_read_is_left_out_when_asked(tmp_path):
