@@ -109,11 +109,8 @@ def prepare_shards(args, parser, folder, files):
         tokenizer, vocab_size = tokenizer_meta(args.tokenizer)
     if args.dtype:
         files = [file for file in files if inputs.kind_of(file) == "shard"]  # nanoGPT's folders have more in them
-        for place in sorted({os.path.dirname(file) for file in files}):
-            if os.path.exists(os.path.join(place, "meta.json")):
-                raise UserError(f"{place or '.'} has a meta.json, which says the type: train on it as it is")
-            if args.tokenizer == "gpt2":
-                tokenizer, vocab_size = nanogpt_vocabulary(place) or (tokenizer, vocab_size)
+        if args.tokenizer == "gpt2":
+            tokenizer, vocab_size = vocabulary_of_folders(files)
     size = size_of(files)
     print(f"{len(files):,} shard(s), {size:,} bytes", flush=True)
     splits = shards.split_shards(files)
@@ -124,6 +121,18 @@ def prepare_shards(args, parser, folder, files):
             print(f"note: {file} seems to hold {seeming_type(file)}, and is read as uint16", flush=True)
     source = {"name": " ".join(args.paths), "sha256": None, "bytes": size}
     return shards.prepare(folder, splits, source, tokenizer, vocab_size, args.dtype)
+
+
+def vocabulary_of_folders(files):
+    """Return the tokenizer and vocab_size of the meta.pkl beside nanoGPT's files, or GPT-2's. Raises UserError."""
+    found = []
+    for place in sorted({os.path.dirname(file) for file in files}):
+        if os.path.exists(os.path.join(place, "meta.json")):
+            raise UserError(f"{place or '.'} has a meta.json, which says the type: train on it as it is")
+        found.append(nanogpt_vocabulary(place) or ({"kind": "gpt2"}, GPT2_VOCAB))
+    if any(vocabulary != found[0] for vocabulary in found):
+        raise UserError("the folders of these files have different vocabularies: prepare them apart")
+    return found[0]
 
 
 def prepare_texts(args, folder, files, val_files, kinds):

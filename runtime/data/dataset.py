@@ -216,7 +216,7 @@ def read_meta(folder):
 
 
 def nanogpt_vocabulary(folder):
-    """Return the tokenizer and vocab_size of the meta.pkl in a folder, or None if there is none of nanoGPT's. Raises
+    """Return the tokenizer and vocab_size of nanoGPT's meta.pkl in a folder, or None if there is none. Raises
     UserError."""
     path = Path(folder, "meta.pkl")
     if not path.exists():
@@ -225,7 +225,9 @@ def nanogpt_vocabulary(folder):
         meta = parse_meta_of_nanogpt(read_regular(path), {f"{split}_tokens": 1 for split in SPLITS})
     except Exception as error:  # a corrupt pickle raises nearly anything
         raise UserError(f"{path} can't be used ({type(error).__name__}: {error}): restore or remove it") from None
-    return meta and (meta["tokenizer"], meta["vocab_size"])
+    if meta is None:
+        raise UserError(f"{path} is of a dataset with a meta.json: restore that, or prepare the dataset again")
+    return meta["tokenizer"], meta["vocab_size"]
 
 
 def _meta_of_nanogpt(folder):

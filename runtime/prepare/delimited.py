@@ -1,10 +1,13 @@
-"""Read the texts of one column of a CSV or TSV file, with Python's csv module.
+"""Read the texts of one column of a CSV or TSV file, with Python's csv module, or a document per line.
 
 A quote that isn't closed would swallow the rows after it. So each row must have as many fields as the header, and
 quotes must be as RFC 4180 says: around a whole field, and twice inside of one."""
 
 import csv
 import io
+import re
+from collections.abc import Iterator
+from typing import BinaryIO, TextIO
 
 from runtime.errors import UserError
 
@@ -12,12 +15,11 @@ DELIMITERS = {"csv": ",", "tsv": "\t"}
 MAX_SHOWN = 200  # characters of the names of columns
 
 
-def table_texts(name, file, kind, field, max_bytes):
+def table_texts(name: str, file: BinaryIO, kind: str, field: str, max_bytes: int) -> Iterator[bytes]:
     """Yield the texts of a column as bytes, which are perhaps not UTF-8.
 
-    name: for messages. file: a binary stream. kind: "csv" or "tsv". field: the column's name in
-    the first row. max_bytes: of a field. Line ends inside of a field become newlines. Raises
-    UserError.
+    name: for messages. kind: "csv" or "tsv". field: the column's name in the first row. max_bytes:
+    of a field. Line ends inside of a field become newlines. Raises UserError.
     """
     csv.field_size_limit(max_bytes)
     # Bytes that aren't UTF-8 go through this as they are
@@ -40,13 +42,13 @@ def table_texts(name, file, kind, field, max_bytes):
     except csv.Error as error:
         reason = str(error).replace("\t", r"\t")
         raise UserError(
-            f"{name}, line {begin:,}: {reason}: put quotes, \"...\", around a field with "
+            f'{name}, line {begin:,}: {reason}: put quotes, "...", around a field with '
             f"{'a comma' if kind == 'csv' else 'a tab'}, a line end or a quote in it, and write the "
             'quote twice, ""'
         ) from None
 
 
-def bounded_lines(name, text, longest):
+def bounded_lines(name: str, text: TextIO, longest: int) -> Iterator[str]:
     """Yield the lines of a text stream. Raises UserError for one of more than `longest` characters."""
     while line := text.readline(longest + 1):
         if len(line) > longest:
@@ -54,7 +56,7 @@ def bounded_lines(name, text, longest):
         yield line
 
 
-def column_of(name, header, field):
+def column_of(name: str, header: list[str], field: str) -> int:
     """Return the place of a column in a row. Raises UserError."""
     if header.count(field) == 1:
         return header.index(field)
@@ -71,11 +73,11 @@ def column_of(name, header, field):
     )
 
 
-def line_texts(file, end, max_bytes):
+def line_texts(file: BinaryIO, end: re.Pattern[bytes], max_bytes: int) -> Iterator[bytes]:
     """Yield the lines of a text file as bytes, cut after each match of `end` in them.
 
-    file: a binary stream. end: a compiled pattern, which separates documents. max_bytes: above
-    this a line comes in pieces that are longer, which the caller refuses.
+    end: separates documents. Of a line of more than max_bytes, a little more than that is
+    returned, which the caller refuses.
     """
     while line := file.readline(max_bytes + 1):
         at = 0

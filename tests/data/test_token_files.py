@@ -127,8 +127,15 @@ def test_the_rest_of_what_cannot_be_meant(tmp_path, monkeypatch, capsys):
         prepare(monkeypatch, tmp_path / "a.txt", out, "--dtype=uint32")
     prepare(monkeypatch, tmp_path / "wide", out, "--dtype=uint16")
     assert f"note: {tmp_path}/wide/train.bin seems to hold uint32, and is read as uint16\n" in capsys.readouterr().out
+    more = f"--name={tmp_path / 'more'}"
     with pytest.raises(UserError, match="out has a meta.json, which says the type: train on it as it is"):
-        prepare(monkeypatch, tmp_path / "out", f"--name={tmp_path / 'more'}", "--dtype=uint16")
+        prepare(monkeypatch, tmp_path / "out", more, "--dtype=uint16")
+    (tmp_path / "out" / "meta.json").unlink()  # its characters, say, would be taken for GPT-2's tokens
+    with pytest.raises(UserError, match="out/meta.pkl is of a dataset with a meta.json: restore that, or prepare"):
+        prepare(monkeypatch, tmp_path / "out", more, "--dtype=uint16")
+    write(tmp_path / "letters", "<u4", 4, CHARS)
+    with pytest.raises(UserError, match="^the folders of these files have different vocabularies: prepare them apart$"):
+        prepare(monkeypatch, tmp_path / "letters", tmp_path / "wide", more, "--dtype=uint32")
 
 
 @pytest.mark.parametrize("content, message", [
