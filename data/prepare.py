@@ -63,8 +63,8 @@ def main():
         if (value := getattr(args, name)) is not None and not low <= value <= high:
             raise UserError(f"--{name}={value} must be {low} to {high}")
     folder, files = new_dataset_dir(args.name, args.overwrite), inputs.find_files(args.paths)
-    check_fields(args, parser)
     val_files = inputs.find_files(args.val) if args.val else []
+    check_fields(args, parser, files + val_files)
     kinds = [args.format or inputs.kind_of(file) for file in files + val_files]
     if "shard" in kinds:
         meta = prepare_shards(args, parser, folder, files)
@@ -85,12 +85,16 @@ def main():
     print(f"written to {os.path.relpath(folder)}: train with --dataset={shlex.quote(args.name)}")
 
 
-def check_fields(args, parser):
-    """Raise UserError for an option that is for texts or for conversations, and given for the others."""
+def check_fields(args, parser, files):
+    """Raise UserError for an option or a file that is for texts or for conversations, and given for the others."""
     is_chat = args.format == "chat"
     if is_chat and args.field != parser.get_default("field"):
         raise UserError(f"--field={args.field} is for texts: drop it, and see docs/chat.md for the fields of "
                         "conversations")
+    tables = [file for file in files if inputs.kind_of(file) in inputs.DELIMITERS]
+    if is_chat and tables:
+        raise UserError(f"{tables[0]} is a table, and conversations come from JSON, Parquet or Arrow: write a line "
+                        'such as {"prompt": "...", "completion": "..."} for each row')
     if args.ignore_fields and not is_chat:
         raise UserError("--ignore_fields is for conversations: add --format=chat, or drop it")
 

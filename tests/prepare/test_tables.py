@@ -91,6 +91,13 @@ def test_a_line_or_a_field_without_end_is_a_sentence(content):
         list(table_texts("a.csv", endless, "csv", "text", 500))
 
 
+def test_conversations_are_not_read_from_tables(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,completion\nHi,Hello\n")
+    _, refused = prepare("a.csv", "--format=chat", *OPTIONS, cwd=tmp_path, code=2)
+    assert refused == ("a.csv is a table, and conversations come from JSON, Parquet or Arrow: write a line such as "
+                       '{"prompt": "...", "completion": "..."} for each row\n')
+
+
 def test_a_field_that_cannot_be_read_is_left_out_when_asked(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"id,text\n1,one\n2,caf\xe9\n3,three\n")
     (tmp_path / "b.csv").write_bytes(b"text\nfour\n")
