@@ -21,9 +21,8 @@ LEVELS = (  # a room is a folder, or a file of its own; imports go to lower leve
     ("runtime/plan", "runtime/check", "sample.py", "plot.py"),
     ("train_deepspeed.py", "bench.py", "doctor.py", "evaluate.py"))
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-MOST_LINES = {"train_deepspeed.py": 450, "runtime/weights.py": 360, "model.py": 540, "runtime/kernels/block.py": 350,
-              "runtime/engine/layout.py": 620, "runtime/engine/zero3_blocks.py": 360, "runtime/data/loader.py": 400,
-              "runtime/checkpoint/tags.py": 400}
+MOST_LINES_OF_A_FILE = 400  # a file has one subject
+MOST_LINES = {"train_deepspeed.py": 450, "model.py": 540, "runtime/engine/layout.py": 620}
 
 
 def tracked(*patterns):
@@ -78,7 +77,7 @@ def test_a_script_makes_its_settings_global_in_one_line(sources):
 
 def test_sizes():
     lines = {path: len(text.splitlines()) for path, text in tracked("*.py", "*.sh", "*.sbatch").items()}
-    assert not {path: n for path, n in lines.items() if n > MOST_LINES.get(path, 320)}
+    assert not {path: n for path, n in lines.items() if n > MOST_LINES.get(path, MOST_LINES_OF_A_FILE)}
     example = ROOT / "examples" / "animals90"
     files = (*example.glob("*.py"), *example.glob("src/*.py"))
     assert sum(len(path.read_text().splitlines()) for path in files) <= 1300

@@ -4,13 +4,15 @@ import itertools
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
-from conftest import ROOT, done, launch
+from conftest import ROOT, SOURCE, done, launch
 
 from configurator import settings_of_script
 from model import GPTConfig
 from runtime.cluster.ranks import Ranks
+from runtime.data.dataset import write_dataset
 from runtime.data.loader import Batch
 from runtime.errors import UserError
 from runtime.hardware import GPUS, Execution, find_gpu, peak_flops
@@ -62,11 +64,13 @@ def test_gpt2_xl_on_one_24_gb_card_and_what_fits_instead(tmp_path):
         assert suggested and not any(SIZE.search(report(*base, *words.split(), ranks=8))[3] for _, words in suggested)
 
 
-def test_a_dry_run_downloads_no_weights(characters, monkeypatch):
+def test_a_dry_run_downloads_no_weights(tmp_path, monkeypatch):
+    ids = np.arange(2000)
+    write_dataset(tmp_path, ids, ids, {"kind": "gpt2"}, 50257, SOURCE)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: None)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", None)
     assert "model      124,439,808 parameters from gpt2," in report(
-        "--init_from=gpt2", f"--dataset={characters}", "--device=cpu", "--keep_last=0")
+        "--init_from=gpt2", f"--dataset={tmp_path}", "--device=cpu", "--keep_last=0")
 
 
 def test_the_model_of_a_plan_is_the_last_configs():
