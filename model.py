@@ -26,7 +26,12 @@ from torch.utils.checkpoint import checkpoint
 from runtime.decoder import Decoder, KVCache, sample_token
 from runtime.hardware import attention_backends
 from runtime.loss import chunked_loss, compile_loss
-from runtime.model_parts import replace_parameter, replace_parameters, without_memory
+from runtime.model_parts import (
+    replace_parameter,
+    replace_parameters,
+    unset_as_nan,
+    without_memory,
+)
 from runtime.weights import (
     check_sizes,
     fetch_from_hub,
@@ -245,10 +250,13 @@ def is_as_made(module: nn.Module, param: nn.Parameter) -> bool:
         return True
     # What is set by param.data isn't counted, but no constructor draws one number over and over
     values = param.detach().flatten()[:4096]
+    if values[0].isnan():  # of torch.empty()
+        return True
     return not torch.equal(values, values[0].expand_as(values))
 
 
 class GPT(nn.Module):
+    @unset_as_nan()
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config

@@ -15,6 +15,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from runtime.errors import UserError
 
 
+@contextlib.contextmanager
+def unset_as_nan() -> Iterator[None]:
+    """Let torch.empty() give NaN, so that a parameter that nobody has set can be told from others.
+
+    Otherwise it has what was in memory, which often is 0.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warns)
+
+
 @dataclass(frozen=True)
 class ModelTensors:
     """The names and shapes of what a model holds. A model can take a tag's tensors if both are equal."""

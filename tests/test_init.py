@@ -130,6 +130,21 @@ def test_a_head_that_is_not_tied(monkeypatch, set_by, std):
     assert gpt().lm_head.weight.std().item() == pytest.approx(std, rel=0.05)
 
 
+@pytest.mark.parametrize("make, std", [(torch.empty_like, 0.02), (torch.zeros_like, 0)])
+def test_memory_that_is_zero_is_not_taken_for_zeros(monkeypatch, make, std):
+    """A head of 50 MB gets fresh memory, which is 0."""
+
+    class Untied(LMHead):
+        def __init__(self, wte, vocab_size):
+            super().__init__(wte, vocab_size)
+            self.weight = nn.Parameter(make(wte.weight))
+
+    monkeypatch.setattr("model.LMHead", Untied)
+    model = GPT(GPTConfig(block_size=8, vocab_size=50304, n_layer=1, n_head=2, n_embd=256))
+    assert model.lm_head.weight.std().item() == pytest.approx(std, rel=0.05)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_a_model_without_memory_is_made():
     """As the plan does. Nothing is drawn."""
     with torch.device("meta"):
