@@ -13,6 +13,7 @@ from runtime.data.chat import END_OF_ANSWER, ROLES
 from runtime.data.tokenizer import check_spaces
 from runtime.errors import UserError
 from runtime.prepare.fields import METADATA, Fields
+from runtime.prepare.json_records import json_value
 
 LISTS = ("messages", "conversations", "conversation")  # fields that hold a list of messages
 PAIRS = (("instruction", "output"), ("prompt", "completion"))
@@ -20,6 +21,7 @@ ROLE_OF = {role: role for role in ROLES} | {"human": "user", "gpt": "assistant"}
 NO_CONVERSATION = (
     "no conversation: give messages, conversations, prompt and completion, or instruction and "
     "output, as docs/chat.md says")
+SHAPE = "one object per line, or an array of objects"  # of a file
 ALPACA_BEGINS = "Below is an instruction that describes a task"  # of "text" in Stanford's Alpaca
 ALPACA_ENDS = "### Response:\n"
 MOST_PROBLEMS = 20  # different ones that are told
@@ -47,7 +49,7 @@ class Conversations:
         conversation = Conversation(self.ignored)
         content = b""
         try:
-            messages = conversation.messages_of(parse(record))
+            messages = conversation.messages_of(json_value(record, SHAPE))
             content = json.dumps(messages, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             conversation.refuse("half a character, such as \\ud83d alone: correct it")
@@ -74,19 +76,6 @@ class Conversations:
         if more:
             lines.append(f"and {more:,} other problems: correct these first")
         return lines
-
-
-def parse(record: bytes) -> Any:
-    """Return the value of a JSON text. Raises ValueError and RecursionError."""
-    try:
-        return json.loads(record)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"invalid JSON ({error.msg}): write one object per line, or an array of "
-                         "objects") from None
-    except UnicodeDecodeError:
-        raise ValueError("invalid UTF-8: save the file as UTF-8") from None
-    except ValueError:
-        raise ValueError("a number of more than 4,300 digits: write it as text") from None
 
 
 class Conversation:

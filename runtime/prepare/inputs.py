@@ -5,7 +5,6 @@ into None, and its zstd reader accepts a truncated file."""
 
 import contextlib
 import io
-import json
 import os
 import re
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from runtime.data.tokenizer import check_spaces
 from runtime.errors import UserError
 from runtime.prepare.delimited import DELIMITERS, line_texts, table_texts
-from runtime.prepare.json_records import json_records
+from runtime.prepare.json_records import json_records, json_value
 from runtime.prepare.tables import column_texts, json_rows, without_descriptions
 from runtime.untrusted import check_regular
 
@@ -258,10 +257,7 @@ def text_of(record, kind, field):
 def text_of_json(line, field):
     if line.lstrip().startswith(b"["):
         raise ValueError("a JSON array: write one object per line, as jq -c '.[]' FILE > FILE.jsonl does")
-    try:
-        value = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"invalid JSON ({getattr(error, 'msg', error)}): write one object per line") from None
+    value = json_value(line, "one object per line")
     if not isinstance(value, dict):
         raise ValueError("no JSON object: write one per line")
     fields = {k: v for k, v in value.items() if isinstance(v, str | None)}

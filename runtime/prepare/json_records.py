@@ -4,13 +4,57 @@ import codecs
 import json
 import re
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from runtime.output import printable
 
 BLOCK_BYTES = 2**20
 DECODER = json.JSONDecoder()
 SPACES = re.compile(r"[ \t\r\n]*")
 BEGINS_ARRAY = re.compile(rb"[ \t]*\[")
 NAMES_OF_ROLE = {"role", "from"}  # a message has one of these fields, a conversation has none
+
+MOST_SHOWN = 60  # characters of a name
+
+
+class WrongJSON(ValueError):
+    """A text that isn't JSON, or whose meaning isn't clear. Its message says why."""
+
+
+def json_value(record: bytes, shape: str) -> Any:
+    """Return the value of a JSON text. shape: what a file may hold, for the user. Raises WrongJSON."""
+    try:
+        return UNIQUE_DECODER.decode(str(record.removeprefix(codecs.BOM_UTF8), "utf-8"))
+    except UnicodeDecodeError:
+        raise WrongJSON("invalid UTF-8: save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        if b"\0" in record:
+            raise WrongJSON("a NUL byte, as in UTF-16: save the file as UTF-8") from None
+        raise WrongJSON(f"invalid JSON ({error.msg}): write {shape}") from None
+    except RecursionError:
+        raise WrongJSON("it is nested too deeply: correct it") from None
+    except WrongJSON:
+        raise
+    except ValueError:
+        raise WrongJSON("a number of more than 4,300 digits: write it as text") from None
+
+
+def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of an object. Raises WrongJSON if one of them is there twice.
+
+    Python's json would keep the last one without a word.
+    """
+    values = dict(pairs)
+    if len(values) == len(pairs):
+        return values
+    names = [name for name, _ in pairs]
+    repeated = next(name for name in names if names.count(name) > 1)
+    # Half a character can't be printed
+    whole = repeated[:MOST_SHOWN].encode(errors="backslashreplace").decode()
+    raise WrongJSON(f"the field '{printable(whole)}' twice in an object: keep one of the two")
+
+
+UNIQUE_DECODER = json.JSONDecoder(object_pairs_hook=unique_fields)
 
 
 def json_records(file: BinaryIO, max_bytes: int) -> Iterator[tuple[str, bytes]]:

@@ -218,6 +218,10 @@ REFUSED = {
         {"messages": said("q", "a"), "x" * 5000: 1},
         f"the field '{'x' * 60}' isn't known",
     ),
+    "two weights": (
+        b'{"messages": [{"role": "assistant", "content": "a", "weight": 0, "weight": 1}]}',
+        "the field 'weight' twice in an object: keep one of the two",
+    ),
     "no UTF-8": (b'{"prompt": "\xe9"}', "invalid UTF-8: save the file as UTF-8"),
     "half a character": (
         b'{"prompt": "x", "completion": "\\ud83e"}',

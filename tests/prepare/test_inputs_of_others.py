@@ -123,8 +123,8 @@ def test_what_is_packed_well_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("line, words", [
-    (b"[" * 100_000, "a JSON array"), (b'{"text": ' + b"[" * 100_000, "invalid JSON"),
-    (b'{"text": 1' + b"0" * 5000 + b"}", "Exceeds the limit (4300 digits)"),
+    (b"[" * 100_000, "a JSON array"), (b'{"text": ' + b"[" * 100_000, "it is nested too deeply"),
+    (b'{"text": 1' + b"0" * 5000 + b"}", "a number of more than 4,300 digits: write it as text"),
     (b'{"text": 1' + b"0" * 400 + b"}", "no text field 'text'"), (b'{"text": 1e400}', "no text field 'text'")])
 def test_json_that_is_nested_or_holds_long_numbers_is_no_traceback(line, words):
     with pytest.raises(ValueError, match=re.escape(words)):
@@ -132,6 +132,22 @@ def test_json_that_is_nested_or_holds_long_numbers_is_no_traceback(line, words):
     chats = Conversations()
     assert chats.read(line, "a line") == b""
     assert re.search("no conversation|invalid JSON|more than 4,300 digits|nested too deeply", chats.report()[0])
+
+
+@pytest.mark.parametrize("line, words", [
+    (b'{"text": "a", "text": "b"}', "the field 'text' twice in an object: keep one of the two"),
+    (b'{"text": "a", "meta": [{"k\\ud83d": 1, "k\\ud83d": 1}]}', r"the field 'k\ud83d' twice in an object"),
+    ('{"text": "a"}\n'.encode("utf-16"), "invalid UTF-8: save the file as UTF-8"),
+    ('{"text": "a"}\n'.encode("utf-16-le"), "a NUL byte, as in UTF-16: save the file as UTF-8"),
+    ('{"text": "a"}'.encode("utf-16-be"), "a NUL byte, as in UTF-16: save the file as UTF-8")])
+def test_json_with_a_field_twice_or_in_another_encoding_is_refused(line, words):
+    """Python's json keeps the last of two fields, and reads UTF-16 if its lines have no end."""
+    with pytest.raises(ValueError) as error:
+        inputs.text_of(line, "jsonl", "text")
+    assert words in str(error.value)
+    chats = Conversations()
+    assert chats.read(line, "a line") == b""
+    assert words in chats.report()[0]
 
 
 @pytest.mark.parametrize("depth", [10, 500, 900])
