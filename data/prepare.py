@@ -91,6 +91,10 @@ def check_fields(args, parser, files):
     if is_chat and args.field != parser.get_default("field"):
         raise UserError(f"--field={args.field} is for texts: drop it, and see docs/chat.md for the fields of "
                         "conversations")
+    kinds = {args.format or inputs.kind_of(file) for file in files}
+    if args.field != parser.get_default("field") and kinds <= {"text", "lines"}:
+        raise UserError(f"--field={args.field} is for JSON lines, tables and Parquet, and by their names these files "
+                        "are text: say what they hold with --format, such as --format=jsonl, or drop it")
     tables = [file for file in files if inputs.kind_of(file) in inputs.DELIMITERS]
     if is_chat and tables:
         raise UserError(f"{tables[0]} is a table, and conversations come from JSON, Parquet or Arrow: write a line "

@@ -413,6 +413,8 @@ def test_refused_conversations_are_counted_and_nothing_is_written(tmp_path, prep
 @pytest.mark.parametrize("args, words", [
     (["--format=chat", "--field=text"], None),
     (["--format=chat", "--field=chat"], "--field=chat is for texts: drop it, and see docs/chat.md"),
+    (["--format=lines", "--field=body"], "^--field=body is for JSON lines, tables and Parquet, and by their names "
+     "these files are text: say what they hold with --format, such as --format=jsonl, or drop it$"),
     (["--ignore_fields=a"], "--ignore_fields is for conversations: add --format=chat, or drop it")])
 def test_options_that_would_do_nothing_are_refused(tmp_path, monkeypatch, args, words):
     monkeypatch.chdir(tmp_path)
