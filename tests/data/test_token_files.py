@@ -28,7 +28,7 @@ def write(folder, dtype, vocab_size, pickled=None, seed=0):
 
 def prepare(monkeypatch, *args):
     monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, args)])
-    runpy.run_path(ROOT / "data" / "prepare.py")["main"]()
+    runpy.run_path(str(ROOT / "data" / "prepare.py"))["main"]()
 
 
 def tokens_of(folder, split):

@@ -310,7 +310,7 @@ MISTAKES = {
 
 
 def test_a_mistake_is_told_in_a_sentence_and_leaves_nothing(texts, monkeypatch):
-    before, main, wrong = {path for path in texts.rglob("*")}, runpy.run_path(SCRIPT)["main"], {}
+    before, main, wrong = {path for path in texts.rglob("*")}, runpy.run_path(str(SCRIPT))["main"], {}
     monkeypatch.chdir(texts)
     for mistake, (args, message) in MISTAKES.items():
         monkeypatch.setattr(sys, "argv", ["prepare.py", "--name=./out", "--tokenizer=char", *args.split()])
@@ -372,7 +372,7 @@ def prepare_here(monkeypatch, *args):
     """Run data/prepare.py in this process, with slices of 300 tokens."""
     monkeypatch.setattr(shards, "SLICE", 300)
     monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, args)])
-    runpy.run_path(SCRIPT)["main"]()
+    runpy.run_path(str(SCRIPT))["main"]()
 
 
 def test_shards_are_copied_in_order(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ def prepare(tmp_path, monkeypatch, capsys):
     def run(*args, name="out"):
         command = ["prepare.py", *map(str, args), f"--name=./{name}", "--tokenizer=char", "--overwrite"]
         monkeypatch.setattr(sys, "argv", command)
-        runpy.run_path(SCRIPT)["main"]()
+        runpy.run_path(str(SCRIPT))["main"]()
         meta, ids = ids_of(tmp_path / name)
         chars = meta["tokenizer"]["chars"]
         return capsys.readouterr().out, meta, {split: "".join(chars[i] for i in own) for split, own in ids.items()}
