@@ -153,7 +153,7 @@ class Conversation:
         else:
             text = fields.take("input")
             if isinstance(question, str):
-                question = with_input(question, text)
+                question = self.with_input(question, text)
             messages.append(self.message("user", question))
 
         if not isinstance(answer, list):
@@ -269,19 +269,25 @@ class Conversation:
             return ""
         return value or ""
 
+    def with_input(self, question: str, value: Any) -> str:
+        """Return Alpaca's instruction with its input below it, as JSON if it isn't text."""
+        if value is None:
+            return question
+        text = value
+        if not isinstance(value, str):
+            try:
+                text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            except ValueError:
+                self.refuse("NaN or Infinity in the field 'input', which JSON doesn't have: "
+                            "correct it")
+                return question
+        return f"{question}\n\n{text}" if text.strip() else question
+
     def finish(self, fields: Fields, metadata: Collection[str] = METADATA) -> None:
         """Refuse what is left of an object's fields, and note what was ignored of them."""
         for problem in fields.refusals(metadata):
             self.refuse(problem)
         self.unused |= fields.unused
-
-
-def with_input(question: str, value: Any) -> str:
-    """Return Alpaca's instruction with its input below it, as JSON if it isn't text."""
-    if value is None:
-        return question
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return f"{question}\n\n{text}" if text.strip() else question
 
 
 def drop_copies(fields: Fields, messages: list[dict[str, Any]]) -> None:

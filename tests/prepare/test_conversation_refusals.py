@@ -218,6 +218,14 @@ REFUSED = {
         {"messages": said("q", "a"), "x" * 5000: 1},
         f"the field '{'x' * 60}' isn't known",
     ),
+    "Infinity as input": (
+        b'{"instruction": "x", "output": "y", "input": -Infinity}',
+        "NaN or Infinity in the field 'input', which JSON doesn't have: correct it",
+    ),
+    "NaN inside of an object as input": (
+        b'{"instruction": "x", "output": "y", "input": {"a": [NaN]}}',
+        "NaN or Infinity in the field 'input', which JSON doesn't have: correct it",
+    ),
     "two weights": (
         b'{"messages": [{"role": "assistant", "content": "a", "weight": 0, "weight": 1}]}',
         "the field 'weight' twice in an object: keep one of the two",
