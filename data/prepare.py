@@ -161,6 +161,8 @@ def prepare_texts(args, folder, files, val_files, kinds):
                "ignore_fields": [name for name in args.ignore_fields.split(",") if name],
                "max_document_bytes": args.max_document_bytes or (4096 if kinds == ["text"] else 2**20),
                "val_fraction": fraction}
+    if args.format is None and "-" in splits.paths:
+        inputs.check_pipe_is_text()
     tokenizer, vocab_size = tokenizer_meta(args.tokenizer)
     print(f"{len(splits.files):,} file(s), {size:,} bytes; {how}; {args.workers} workers", flush=True)
     if splits.note:

@@ -29,6 +29,7 @@ TRAILING_EOT = re.compile(r"<\|endoftext\|>(\r?\n)?\Z")
 WORD = rb"(?=\S..)(?!\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80)"
 CUT_POINTS = [re.compile(space + WORD, re.DOTALL) for space in (rb"(?<!\r)\r?\n", b" ")]  # best first
 COMPRESSED = re.compile(r"\.(gz|zst|bz2|lz4)$")
+BEGINS_OBJECT = re.compile(rb'(\xef\xbb\xbf)?[\s\[]*\{\s*"[^"\n]*"\s*:')
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow",
          ".csv": "csv", ".tsv": "tsv", ".bin": "shard", ".npy": "shard"}  # everything else is text
 
@@ -126,6 +127,13 @@ def read_conversations(name):
             return
         with open_unpacked(name) as file:
             yield from json_records(file, MAX_RECORD_BYTES)
+
+
+def check_pipe_is_text():
+    """Raise UserError if standard input begins as JSON does. It has no name that says so."""
+    if BEGINS_OBJECT.match(sys.stdin.buffer.peek()):
+        raise UserError("standard input begins with JSON, and would be read as text: add --format=jsonl or "
+                        "--format=chat, or --format=text if it is text")
 
 
 def open_unpacked(name):

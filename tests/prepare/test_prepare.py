@@ -127,6 +127,20 @@ def test_all_forms_of_the_same_documents_give_the_same_bytes(tmp_path):
     assert [name for name in ids_by_form if ids_by_form[name] != ids] == []
 
 
+@pytest.mark.parametrize("content, is_json", [
+    ('{"text": "a"}\n', True), ('\ufeff[\n {"prompt" : "a", "completion": "b"}]', True), ("{'a': 1}\n", False)])
+def test_json_from_a_pipe_is_not_read_as_text_unless_asked(tmp_path, content, is_json):
+    (tmp_path / "val.txt").write_text("b")
+    asked = ["-", "--val=val.txt", "--name=./out", "--tokenizer=char"]
+    if is_json:
+        said = prepare(*asked, cwd=tmp_path, stdin=content.encode(), code=2)[1]
+        assert said == ("standard input begins with JSON, and would be read as text: add --format=jsonl or "
+                        "--format=chat, or --format=text if it is text\n")
+        asked += ["--format=text"]
+    prepare(*asked, cwd=tmp_path, stdin=content.encode())
+    assert ids_of(tmp_path / "out")[0]["train_tokens"] == len(content.removeprefix("\ufeff")) + 1
+
+
 def test_index_gpt2_tokens_with_end_of_text_between_documents(tmp_path):
     texts = [*made_up(50), "not the token: <|endoftext|>"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
