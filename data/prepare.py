@@ -116,7 +116,10 @@ def prepare_shards(args, parser, folder, files):
     if args.tokenizer != "gpt2":
         tokenizer, vocab_size = tokenizer_meta(args.tokenizer)
     if args.dtype:
-        files = [file for file in files if inputs.kind_of(file) == "shard"]  # nanoGPT's folders have more in them
+        others = [file for file in files if inputs.kind_of(file) != "shard"]  # nanoGPT's folders have more in them
+        if others:
+            print(f"note: left out, as they are no token files by name: {shown(others)}", flush=True)
+        files = [file for file in files if inputs.kind_of(file) == "shard"]
         if args.tokenizer == "gpt2":
             tokenizer, vocab_size = vocabulary_of_folders(files)
     size = size_of(files)

@@ -60,11 +60,14 @@ def test_nanogpts_own_files_are_not(tmp_path, vocab_size, pickled):
 
 @pytest.mark.parametrize("dtype, name", [("<u4", "uint32"), ("<i4", "int32"), ("<i8", "int64"), ("<u2", "uint16")])
 @pytest.mark.parametrize("vocab_size, pickled", [(50257, None), (4, CHARS)], ids=["GPT-2", "characters"])
-def test_files_of_any_type_are_converted(tmp_path, monkeypatch, dtype, name, vocab_size, pickled):
-    """From the folder, in which other files are left alone, with the characters of its meta.pkl."""
+def test_files_of_any_type_are_converted(tmp_path, monkeypatch, capsys, dtype, name, vocab_size, pickled):
+    """From the folder, in which other files are left out with a note, with the characters of its meta.pkl."""
     ids = write(tmp_path / "wide", dtype, vocab_size, pickled)
     (tmp_path / "wide" / "prepare.py").write_text("raise SystemExit")
     prepare(monkeypatch, tmp_path / "wide", f"--name={tmp_path / 'out'}", f"--dtype={name}")
+    others = ["meta.pkl", "prepare.py"] if pickled else ["prepare.py"]
+    listed = ", ".join(str(tmp_path / "wide" / other) for other in others)
+    assert f"note: left out, as they are no token files by name: {listed}\n" in capsys.readouterr().out
     meta = check_dataset(tmp_path / "out")
     assert meta["tokenizer"] == ({"kind": "char", "chars": "\nabc"} if pickled else {"kind": "gpt2"})
     assert (meta["vocab_size"], meta["dtype"]) == (vocab_size, "uint16")
