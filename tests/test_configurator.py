@@ -425,14 +425,15 @@ def test_each_setting_that_may_be_a_path_is_expanded(script, monkeypatch):
 
 
 OPTIONS_WITH_PATHS = {
-    "data/prepare.py": {"paths", "--name", "--tokenizer"},
+    "data/prepare.py": {"paths", "--name", "--tokenizer", "--val"},
     "data/prepare_hub.py": {"--dataset", "--name"},
     "plot.py": {"out_dirs", "--png"},
     "bench.py": {"--json"},
     "examples/animals90/prepare.py": {"--from", "--to"},
     "examples/animals90/src/utils.py": {"--history", "--output"},
 }
-TEXTS = {"--field", "--config", "--column"}  # that are no paths
+# That are no paths. prepare_hub.py's --val is the name of a split
+TEXTS = {"--field", "--config", "--column", "--ignore_fields", "--val"}
 
 
 @pytest.mark.parametrize("script", OPTIONS_WITH_PATHS)

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
 
 import numpy as np
 import pyarrow
@@ -229,23 +228,32 @@ def start(*args, cwd, **options):
 
 
 def test_ctrl_c_leaves_nothing_and_a_kill_nothing_in_the_way(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", 60_000_000)
-    args, lock = ["a.jsonl", "--tokenizer=char", "--name=./out"], tmp_path / "out" / ".lock"
-    job = start(*args, cwd=tmp_path)
-    assert wait_until(lock.exists)
-    time.sleep(0.2)
+    """The input is a pipe that stays open, so the job ends only when it is stopped."""
+    args = ["--tokenizer=char", "--name=./out"]
+    from_pipe = ["-", "--format=jsonl", *args]
+    lock = tmp_path / "out" / ".lock"
+    write_jsonl(tmp_path / "a.jsonl", 100_000)
+
+    def start_and_feed():
+        job = start(*from_pipe, cwd=tmp_path, stdin=subprocess.PIPE)
+        assert wait_until(lock.exists)
+        job.stdin.write((tmp_path / "a.jsonl").read_text())
+        job.stdin.flush()
+        return job
+
+    job = start_and_feed()
     job.send_signal(signal.SIGINT)
-    assert job.communicate(timeout=200)[1] == "interrupted; no dataset was changed\n"
-    assert job.returncode == 130 and os.listdir(lock.parent) == [".lock"]
+    assert job.wait(200) == 130
+    assert job.stderr.read() == "interrupted; no dataset was changed\n"
+    assert os.listdir(lock.parent) == [".lock"]
     lock.unlink()
-    job = start(*args, cwd=tmp_path)
-    assert wait_until(lock.exists)
-    assert "another run is writing to out: wait for it" in prepare(*args, cwd=tmp_path, code=2)[1]
+
+    job = start_and_feed()
+    assert "another run is writing to out: wait for it" in prepare("a.jsonl", *args, cwd=tmp_path, code=2)[1]
     job.kill()
     job.communicate()
     assert os.listdir(lock.parent) == [".lock"]
-    write_jsonl(tmp_path / "a.jsonl", 100_000)
-    prepare(*args, cwd=tmp_path)
+    prepare("a.jsonl", *args, cwd=tmp_path)
     assert sorted(os.listdir(lock.parent)) == FILES
 
 
