@@ -21,13 +21,13 @@ def unset_as_nan() -> Iterator[None]:
 
     Otherwise it has what was in memory, which often is 0.
     """
-    before = torch.are_deterministic_algorithms_enabled()
-    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # torch.use_deterministic_algorithms() would do it, too, but imports torch.compile: a second
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=only_warns)
+        torch.set_deterministic_debug_mode(before)
 
 
 @dataclass(frozen=True)
