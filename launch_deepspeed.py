@@ -138,28 +138,26 @@ def check_arguments(args):
 
 
 def wait_for_host(host: str) -> None:
-    """Return when this machine knows a host of this name. Raise ValueError if it doesn't in 15 minutes.
+    """Return when this machine can resolve the name of a host. Raise ValueError after 15 minutes.
 
-    The name of another container or job may appear after this one has started. If the name service
-    itself doesn't answer, torchrun asks again.
+    The name of another container or job may appear after this one has started.
     """
     deadline = time.monotonic() + WAIT_FOR_NODES_S
-    has_said = False
+    is_reported = False
     while True:
         try:
             socket.getaddrinfo(host, None)
             return
         except socket.gaierror as error:
-            if error.errno != socket.EAI_NONAME:
-                return
+            why = error.strerror
         except UnicodeError:  # a part of the name is empty, or too long
             raise ValueError(f"--master_addr={host} is not the name of a host") from None
         if time.monotonic() > deadline:
-            raise ValueError(f"--master_addr={host} is not known to this machine")
-        if not has_said:
-            print(f"waiting for --master_addr={host}: this machine doesn't know it yet. Check its spelling, or give "
+            raise ValueError(f"--master_addr={host} can't be resolved ({why})")
+        if not is_reported:
+            print(f"waiting for --master_addr={host}, which can't be resolved ({why}): check its spelling, or give "
                   "the IP address of node 0", file=sys.stderr, flush=True)
-            has_said = True
+            is_reported = True
         time.sleep(1)
 
 

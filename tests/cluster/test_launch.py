@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 
@@ -104,13 +103,8 @@ def start_second_node(host: str) -> subprocess.Popen:
 
 
 def test_a_master_that_is_not_known_is_named_at_once():
-    """The launcher waits for it: names of other containers may appear later."""
+    """The launcher waits for it: names of other containers may appear later. The resolver's own words differ."""
     host = "no-such-host.invalid"
-    try:
-        socket.getaddrinfo(host, None)
-    except socket.gaierror as error:
-        if error.errno == socket.EAI_AGAIN:
-            pytest.skip("no name service answers here, so nobody knows that there is no such host")
     job = start_second_node(host)
     try:
         line = job.stderr.readline()
@@ -118,8 +112,8 @@ def test_a_master_that_is_not_known_is_named_at_once():
     finally:
         job.terminate()
         job.communicate()
-    assert line == (f"waiting for --master_addr={host}: this machine doesn't know it yet. Check its spelling, or give "
-                    "the IP address of node 0\n")
+    assert line.startswith(f"waiting for --master_addr={host}, which can't be resolved (")
+    assert line.endswith("): check its spelling, or give the IP address of node 0\n")
 
 
 def test_a_master_with_an_impossible_name_is_refused():
