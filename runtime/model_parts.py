@@ -17,7 +17,7 @@ from runtime.errors import UserError
 
 @contextlib.contextmanager
 def unset_as_nan() -> Iterator[None]:
-    """Let torch.empty() give NaN, so that a parameter that nobody has set can be told from others.
+    """Let torch.empty() give NaN, to recognize parameters that nobody has set.
 
     Otherwise it has what was in memory, which often is 0.
     """

@@ -197,7 +197,7 @@ class PickleChecker:
         """Put keys and values into the dict on the stack, whose keys must be constants."""
         for key in items[::2]:
             if isinstance(key, Opaque | Name | tuple | list):
-                raise ValueError("it has a dict with a key that is no text and no small number")
+                raise ValueError("it has a dict with a key that is neither text nor a small number")
         self.stack[-1].size += len(items)
 
     def call(self, function: Any, arguments: Any) -> Opaque:

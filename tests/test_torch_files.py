@@ -56,10 +56,10 @@ def doubled(times):
 DICT_OF = b"}%sK\x01s."
 LONG_NUMBER = b"\x8a\x09" + struct.pack("<q", 2**61 - 1) + b"\0"
 REFUSED = {
-    "a tuple as a key": (DICT_OF % doubled(60), "a key that is no text and no small number"),
-    "tuples in tuples": (DICT_OF % (b")" + b"\x85" * 300_000), "a key that is no text"),
-    "a long number as a key": (DICT_OF % LONG_NUMBER, "a key that is no text"),
-    "two keys": (b"}(X\1\0\0\0xK\1" + doubled(60) + b"K\1u.", "a key that is no text"),
+    "a tuple as a key": (DICT_OF % doubled(60), "a key that is neither text nor a small number"),
+    "tuples in tuples": (DICT_OF % (b")" + b"\x85" * 300_000), "a key that is neither text"),
+    "a long number as a key": (DICT_OF % LONG_NUMBER, "a key that is neither text"),
+    "two keys": (b"}(X\1\0\0\0xK\1" + doubled(60) + b"K\1u.", "a key that is neither text"),
     "an OrderedDict of pairs": (b"ccollections\nOrderedDict\n]" + doubled(60) + b"K\1\x86a\x85R.",
                                 "an OrderedDict in another form"),
     "a set": (b"cbuiltins\nset\n]" + doubled(60) + b"a\x85R.", "it names builtins.set"),

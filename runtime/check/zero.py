@@ -202,7 +202,7 @@ def resumed_training(tiny: Tiny, ranks: TwoRanks) -> str:
         plain.step(step)
     for stage in (2, 3):
         if ranks.result(f"training-{stage}") is None:
-            raise Unchecked(f"training at ZeRO-{stage} fails, so there is no checkpoint")
+            raise Unchecked(f"training at ZeRO-{stage} fails, so it saves nothing")
         check_tag(tiny, ranks.folder / f"tags-{stage}", f"ZeRO-{stage}", plain)
     plain.resume_on_one_rank()
     plain.step(STEPS)

@@ -274,7 +274,7 @@ def load_model(
 
     LoRA adapters are merged into the weights. Buffers that a tag doesn't hold are made on `device`.
     model_class: None for the one of runtime/chosen_model.py, which must be that of the tag. A
-    training script, which may go on with another one, gives its own. share, errors: as for
+    training script, which may use another one, gives its own. share, errors: as for
     open_tag().
     """
     reader, manifest = open_tag(out_dir, tag, share)

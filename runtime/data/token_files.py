@@ -19,7 +19,7 @@ NUMPY_MAGIC = b"\x93NUMPY"
 def type_problem(path: Path, vocab_size: int, is_known: bool) -> str | None:
     """Return what is wrong with reading a file as uint16, and the command that converts it, or None.
 
-    vocab_size: of its tokens. is_known: whether a meta.pkl says so. Without one, the vocabulary may
+    vocab_size: of its tokens. is_known: whether a meta.pkl has it. Without one, the vocabulary may
     be another one.
     """
     check_regular(path)

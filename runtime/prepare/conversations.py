@@ -24,7 +24,7 @@ NO_CONVERSATION = (
 SHAPE = "one object per line, or an array of objects"  # of a file
 ALPACA_BEGINS = "Below is an instruction that describes a task"  # of "text" in Stanford's Alpaca
 ALPACA_ENDS = "### Response:\n"
-MOST_PROBLEMS = 20  # different ones that are told
+MOST_PROBLEMS = 20  # different ones that are printed
 
 
 class Conversations:

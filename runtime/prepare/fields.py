@@ -7,7 +7,7 @@ from typing import Any
 
 from runtime.output import printable
 
-# They say where a conversation or a message comes from, not what is said in it
+# They say where a conversation or a message comes from, and not its words
 METADATA = frozenset((
     "id", "_id", "idx", "index", "uuid", "prompt_id", "message_id", "conversation_id",
     "conversation_hash", "source", "dataset", "dataset_name", "data_source", "url", "license",

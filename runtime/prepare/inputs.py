@@ -130,7 +130,7 @@ def read_conversations(name):
 
 
 def check_pipe_is_text():
-    """Raise UserError if standard input begins as JSON does. It has no name that says so."""
+    """Raise UserError if standard input begins as JSON does. It has no file name."""
     if BEGINS_OBJECT.match(sys.stdin.buffer.peek()):
         raise UserError("standard input begins with JSON, and would be read as text: add --format=jsonl or "
                         "--format=chat, or --format=text if it is text")

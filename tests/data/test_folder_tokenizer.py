@@ -220,7 +220,7 @@ def test_vocab_merges_and_added_tokens_are_those_of_transformers(tmp_path):
 
 
 def test_data_for_weights(tmp_path):
-    """Padded weights are fine; tokens without weights, and weights without a tokenizer, are told."""
+    """Padded weights are fine; tokens without weights, and weights without a tokenizer, get a note."""
     own = str(save_tokenizer(tmp_path / "own", byte_level_bpe()))
     meta, vocab_size = tokenizer_meta(own)
     data = {"tokenizer": meta, "vocab_size": vocab_size}

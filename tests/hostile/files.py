@@ -947,7 +947,7 @@ PICTURES = [
           readers="train in place*", code=2),
     *rows("animals/.saving", [("a private folder", link("private_folder"))],
           readers="train in place*", code=2),
-    # A history that is no file is refused, and what is damaged is replaced
+    # A history that isn't a regular file is refused, and what is damaged is replaced
     *rows("logs/training_history.json", NOT_A_FILE[:2] + NOT_JSON, readers="draw*"),
     *rows("logs/training_history.json", NOT_A_FILE[:2], readers="train in place*", code=2),
     *rows("logs/training_history.json", NOT_JSON[:7], readers="train in place*", code=0),

@@ -103,7 +103,7 @@ def test_llama_factory_2529_roles_of_tools(tmp_path):
 
 
 def test_nanochat_692_a_line_that_is_no_json(tmp_path):
-    """A list of messages per line: a broken line, or a wrong role, was told without its line."""
+    """A list of messages per line: a broken line, or a wrong role, was reported without its line."""
     good = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     assert shown(good) == "User:\nq\n\nAssistant:\n<a$>"
     bot = [good[0] | {"role": "bot"}, *good]

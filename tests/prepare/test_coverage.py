@@ -1,4 +1,4 @@
-"""What data/prepare.py tells of a tokenizer that loses text, and the conversations that it refuses for it."""
+"""What data/prepare.py prints about a tokenizer that loses text, and the conversations that it refuses for it."""
 
 import json
 import random

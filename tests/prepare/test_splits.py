@@ -38,7 +38,7 @@ def write(folder, **texts):
 
 
 def test_val_is_validated_on_and_nothing_of_it_is_trained_on(prepare, tmp_path):
-    """It lies in the folder of the others. A text that is in both counts as a duplicate where it would be trained on,
+    """It is in the folder of the others. A text that is in both counts as a duplicate where it would be trained on,
     although its file comes first by name."""
     shared = "in both"
     write(tmp_path, c_in_a__txt="one", c_in_b__txt=shared, c_in_valid__jsonl="".join(

@@ -47,7 +47,7 @@ def test_tables_have_the_documents_of_the_same_json_lines(tmp_path, kind, delimi
 
 QUOTES = 'put quotes, "...", around a field with {}, a line end or a quote in it, and write the quote twice, ""\n'
 HEADER = "a.csv has no column 'text' in its first row "
-TABLES = {  # {what: (file, content, what is said)}
+TABLES = {  # {what: (file, content, message)}
     "no header": (
         "a.csv", "It was, he said\nsecond\n",
         f"{HEADER}(It was,  he said): choose one with --field=NAME, add a row with the names, or read each line as a "
