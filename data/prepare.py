@@ -164,12 +164,13 @@ def prepare_texts(args, folder, files, val_files, kinds):
                "ignore_fields": [name for name in args.ignore_fields.split(",") if name],
                "max_document_bytes": args.max_document_bytes or (4096 if kinds == ["text"] else 2**20),
                "val_fraction": fraction}
-    if args.format is None and "-" in splits.paths:
-        inputs.check_pipe_is_text()
     tokenizer, vocab_size = tokenizer_meta(args.tokenizer)
     print(f"{len(splits.files):,} file(s), {size:,} bytes; {how}; {args.workers} workers", flush=True)
     if splits.note:
         print(f"note: {splits.note}", flush=True)
+    # Say what is read before waiting for the first bytes of a pipe.
+    if args.format is None and "-" in splits.paths:
+        inputs.check_pipe_is_text()
     return pipeline.prepare(folder, splits.files, tokenizer, vocab_size, options, args.workers, args.skip_unreadable)
 
 
