@@ -206,10 +206,14 @@ def settings_of_script(script, argv=None, on_error=exit_with_error):
     text = Path(script).read_text(encoding="utf-8")
     source = re.split(r"^.*\bconfigurator\.\w+\(", text, maxsplit=1, flags=re.MULTILINE)[0]
     names = {"Literal": typing.Literal}
+    annotations = {}
     for node in ast.parse(source).body:
         if re.match(r"[a-z]\w*(: .+)? = ", ast.unparse(node)):
             exec(compile(ast.Module([node], []), script, "exec"), names)
-    annotations = names.get("__annotations__", {})
+            # From Python 3.14 on, exec doesn't fill __annotations__
+            if isinstance(node, ast.AnnAssign):
+                annotation = compile(ast.Expression(node.annotation), script, "eval")
+                annotations[node.target.id] = eval(annotation, names)
     defaults = {name: value for name, value in names.items() if name[0].islower()}
     if "--help" in argv or "-h" in argv:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # exit without a message when nobody reads it, as after `| head`

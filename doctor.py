@@ -18,6 +18,7 @@ import platform
 import re
 import shutil
 import sys
+import tomllib
 from collections import Counter
 
 from runtime.files import ROOT, format_bytes, free_bytes  # first: from then on, a missing package is named
@@ -72,8 +73,12 @@ def check_model():
 
 
 def python():
-    yield row("Python", platform.python_version(), "" if sys.version_info[:2] in ((3, 11), (3, 12)) else
-              "install Python 3.12, and set PYTHON to its path for the shell scripts: 3.11 and 3.12 are tested")
+    """Compare Python with the versions of pyproject.toml, as in ">=3.11,<3.15"."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    first, end = map(int, re.findall(r"3\.(\d+)", project["requires-python"]))
+    fix = f"install Python 3.{first} to 3.{end - 1}, and set PYTHON to its path for the shell scripts"
+    is_tested = first <= sys.version_info.minor < end
+    yield row("Python", platform.python_version(), "" if is_tested else fix)
 
 
 def packages():

@@ -2,6 +2,10 @@
 # If PYTHON is set, use that. Otherwise create, repair or reuse .venv, without nvcc or a compiler (DS_BUILD_OPS=0).
 # GPUs below compute capability 7.5 get requirements-volta.txt in .venv-volta. VENV_REQUIREMENTS names another file.
 
+# pyproject.toml: requires-python = ">=3.11,<3.15"
+[[ $(<pyproject.toml) =~ 'requires-python = ">=3.'([0-9]+)',<3.'([0-9]+)'"' ]]
+venv_first=${BASH_REMATCH[1]} venv_end=${BASH_REMATCH[2]}
+
 venv_fail() { echo "setup: $1" >&2 || true; exit 2; }
 
 venv_requirements() {
@@ -9,14 +13,19 @@ venv_requirements() {
         awk '/^[0-9.]+$/ && $1 < 7.5 { volta = "-volta" } END { print "requirements" volta ".txt" }'
 }
 
-# The first Python 3.11 or 3.12 that can create a virtual environment. Debian packages ensurepip separately.
+# The first Python of pyproject.toml's versions that can create a virtual environment. Debian packages ensurepip
+# separately.
 venv_find_base() {
-    local candidate
-    for candidate in python3 python3.12 python3.11; do
-        "$candidate" -I -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' \
-            2>/dev/null && { echo "$candidate"; return; }
+    local minor names=(python3)
+    for ((minor = venv_end - 1; minor >= venv_first; minor--)); do
+        names+=("python3.$minor")
     done
-    venv_fail "found no Python 3.11 or 3.12 that can create a virtual environment: install one (conda create -n py312\
+    local name
+    for name in "${names[@]}"; do
+        "$name" -I -c "import ensurepip, sys, venv; sys.exit(not (3, $venv_first) <= sys.version_info < (3, $venv_end))" \
+            2>/dev/null && { echo "$name"; return; }
+    done
+    venv_fail "found no Python 3.$venv_first to 3.$((venv_end - 1)) that can create a virtual environment: install one (conda create -n py312\
  python=3.12) or its venv package (apt install python3-venv), or set PYTHON to one with requirements.txt installed"
 }
 
@@ -53,8 +62,8 @@ venv_install() {
 
 if [[ -n ${PYTHON-} ]]; then
     [[ $PYTHON != */* || $PYTHON == /* ]] || PYTHON=$OLDPWD/$PYTHON  # relative to the user's folder
-    "$PYTHON" -I -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-        venv_fail "PYTHON=$PYTHON is not Python 3.11 or newer: change it, or unset it to create .venv"
+    "$PYTHON" -I -c "import sys; sys.exit(sys.version_info < (3, $venv_first))" ||
+        venv_fail "PYTHON=$PYTHON is not Python 3.$venv_first or newer: change it, or unset it to create .venv"
 else
     requirements=${VENV_REQUIREMENTS:-$(venv_requirements)}
     [[ -f $requirements && $requirements =~ ^requirements(.*)\.txt$ ]] ||

@@ -106,6 +106,7 @@ def setup(project, **env):
 def project(tmp_path):
     """A folder with runtime/ and the two files of requirements, empty. Their environments seem to be ready."""
     shutil.copytree(ROOT / "runtime", tmp_path / "runtime", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for file, folder in (("requirements.txt", ".venv"), ("requirements-volta.txt", ".venv-volta")):
         (tmp_path / file).write_text("")
         (tmp_path / folder / "bin").mkdir(parents=True)
@@ -133,6 +134,18 @@ def test_requirements_that_do_not_exist_are_refused(project):
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr == ("setup: VENV_REQUIREMENTS=requirements-v100.txt doesn't exist: set it to "
                               "requirements-volta.txt, or unset it\n")
+
+
+def test_where_no_python_fits_the_set_up_says_which_would(project):
+    """python3 is 3.10 here: each command exits with 1, as `sys.exit(not fits)` does there."""
+    shutil.rmtree(project / ".venv")
+    for minor in ("", *range(11, 16)):
+        python = project / ("python3" + (f".{minor}" if minor else ""))
+        python.write_text("#!/bin/sh\nexit 1\n")
+        python.chmod(0o755)
+    refused = setup(project, PATH=f"{project}:{os.environ['PATH']}")
+    assert (refused.returncode, refused.stdout) == (2, "") and not (project / ".venv").exists()
+    assert refused.stderr.startswith("setup: found no Python 3.11 to 3.14 that can create a virtual environment: ")
 
 
 def test_a_second_setup_waits_for_the_first(project, tmp_path_factory):

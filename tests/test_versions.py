@@ -1,10 +1,31 @@
-"""Another DeepSpeed than the tested one is refused."""
+"""The versions of Python and of packages: where they are named, and another DeepSpeed is refused."""
 
 import re
+import sys
+import tomllib
+from types import SimpleNamespace
 
+import pytest
 from conftest import ROOT
 
+import doctor
 from runtime.engine.fixes import DEEPSPEED
+
+
+def test_the_versions_of_python_are_those_of_pyproject_toml():
+    """3.11 to 3.14, in what a user reads."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == ">=3.11,<3.15"
+    assert "You need Linux (WSL2 is not tested), and Python 3.11 to 3.14" in (ROOT / "README.md").read_text()
+    assert "for Python 3.11 to 3.14." in (ROOT / "requirements.txt").read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize("minor, status", [(10, "WARN"), (11, "OK"), (13, "OK"), (14, "OK"), (15, "WARN")])
+def test_doctor_takes_the_same_versions(minor, status, monkeypatch):
+    monkeypatch.setattr(sys, "version_info", SimpleNamespace(minor=minor))
+    ((found, _, _, fix),) = doctor.python()
+    assert found == status and (fix == "") == (status == "OK")
+    assert status == "OK" or fix.startswith("install Python 3.11 to 3.14, and set PYTHON")
 
 
 def test_the_requirements_for_v100_differ_in_pytorch_alone():
