@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 
 LEVELS = (  # a room is a folder, or a file of its own; imports go to lower levels, or stay in the room
-    ("runtime/errors.py",),
+    ("runtime/errors.py", "runtime/install.py"),
     ("runtime/untrusted.py", "runtime/torch_files.py"),
     ("runtime/cores.py", "runtime/files.py", "runtime/other_guides.py", "runtime/output.py", "runtime/paths.py",
      "runtime/source_hash.py", "config"),

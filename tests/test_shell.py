@@ -136,16 +136,40 @@ def test_requirements_that_do_not_exist_are_refused(project):
                               "requirements-volta.txt, or unset it\n")
 
 
-def test_where_no_python_fits_the_set_up_says_which_would(project):
-    """python3 is 3.10 here: each command exits with 1, as `sys.exit(not fits)` does there."""
+def fake_pythons(project, script):
+    """A path with nothing but these Pythons, and without uv: shell scripts, which see the version range in $*."""
+    (project / "bin").mkdir()
+    for tool in ("bash", "sed", "awk", "cksum", "flock", "mkdir", "find", "rm", "grep"):
+        (project / "bin" / tool).symlink_to(shutil.which(tool))
+    for name in ("python3", *(f"python3.{minor}" for minor in range(11, 16))):
+        (project / "bin" / name).write_text(f"#!{shutil.which('bash')}\n{script}\n")
+        (project / "bin" / name).chmod(0o755)
+    return str(project / "bin")
+
+
+@pytest.mark.parametrize("script, message", [
+    ("[[ $* == -V ]] && echo Python 3.10.13; exit 1",
+     "found no Python 3.11 to 3.14, only Python 3.10.13: install uv, which brings one (curl "),
+    ("exit 127", "found no Python 3.11 to 3.14: install uv, which brings one (curl "),
+    ("[[ $* == -V ]] && echo Python 3.13.5; [[ $* != *ensurepip* ]]",
+     "Python 3.13.5 is here, but can't create a virtual environment: apt install python3-venv, or install uv (curl ")],
+    ids=["too old", "none", "without ensurepip"])
+def test_where_no_python_fits_the_set_up_says_what_would(project, script, message):
     shutil.rmtree(project / ".venv")
-    for minor in ("", *range(11, 16)):
-        python = project / ("python3" + (f".{minor}" if minor else ""))
-        python.write_text("#!/bin/sh\nexit 1\n")
-        python.chmod(0o755)
-    refused = setup(project, PATH=f"{project}:{os.environ['PATH']}")
-    assert (refused.returncode, refused.stdout) == (2, "") and not (project / ".venv").exists()
-    assert refused.stderr.startswith("setup: found no Python 3.11 to 3.14 that can create a virtual environment: ")
+    refused = setup(project, PATH=fake_pythons(project, script))
+    assert (refused.returncode, refused.stdout) == (2, "") and refused.stderr.count("\n") == 1
+    assert refused.stderr.startswith(f"setup: {message}")
+
+
+def test_a_pytorch_for_cpus_is_ready_without_a_gpu_alone(project):
+    """Where there is one, the set-up begins anew."""
+    ready = project / ".venv" / "ready"
+    ready.write_text(ready.read_text().removesuffix("\n") + " cpu\n")
+    assert setup(project).stdout == f"{project}/.venv/bin/python\n" and ready.exists()
+    assert "runtime/install.py requirements.txt" in setup(project, VENV_TORCH="cuda").stdout and not ready.exists()
+    ready.write_text("4294967295 0 Python, called with -V cpu\n")
+    path = f"{nvidia_smi(project, '9.0').parent}:{os.environ['PATH']}"
+    assert "runtime/install.py requirements.txt" in setup(project, PATH=path).stdout and not ready.exists()
 
 
 def test_a_second_setup_waits_for_the_first(project, tmp_path_factory):
@@ -181,7 +205,7 @@ def test_setup_creates_venv_once_and_again_after_a_failure(project):
     missing = setup(project, PATH=path)
     assert missing.returncode == 2 and "No matching distribution found for no-package-of-this-name" in missing.stderr
     assert missing.stderr.splitlines()[-1].startswith(
-        "setup: pip failed (log: .venv-volta/pip.log): for a full disk, free")
+        "setup: pip failed (log: .venv-volta/pip.log): without a package index, set PIP_INDEX_URL")
     python = f"{project}/.venv-volta/bin/python\n"
     requirements.write_text("")
     first, second = setup(project, PATH=path), setup(project, PATH=path)
