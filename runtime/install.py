@@ -67,7 +67,9 @@ def install(requirements: str, text: str, temporary: Path) -> bool:
 
     if uv:
         more = ["--no-index"] if "no-index" in config else []
-        more += [f"--find-links={place}" for place in config.get("find-links", "").split()]
+        # pip warns of a folder that isn't there, uv ends
+        places = config.get("find-links", "").split()
+        more += [f"--find-links={place}" for place in places if "://" in place or os.path.exists(place)]
         command = [uv, "pip", "install", "--python", sys.executable, *more, *options]
         if run_logged(command, env | uv_variables(config, env)):
             return wheels is not None

@@ -134,14 +134,15 @@ def test_what_does_not_import_is_not_ready(project, config):
 @pytest.mark.long
 def test_uv_is_taken_with_pips_configuration(project):
     """A script in its place, which notes how it was called, and installs with pip."""
+    links = f"{project}/wheels /folder/that/is/not/there https://links/"
     uv = (f'printf "%s\\n" "$@" >{project}/args; env | grep -E "^(UV_|TMPDIR|DS_BUILD|PIP_TARGET)" >{project}/env\n'
           f"{project}/.venv/bin/python -m pip install -q -r requirements.txt")
     done = run(project, uv, PIP_INDEX_URL="https://mirror/simple", PIP_EXTRA_INDEX_URL="https://a/ https://b/",
-               PIP_CONSTRAINT="/c.txt", PIP_TARGET="/nowhere", UV_PYTHON="3.7", PIP_TIMEOUT="60")
+               PIP_CONSTRAINT="/c.txt", PIP_TARGET="/nowhere", UV_PYTHON="3.7", PIP_TIMEOUT="60", PIP_FIND_LINKS=links)
     assert done.returncode == 2  # /c.txt doesn't exist, so what pip does is refused in both
     args = (project / "args").read_text().split("\n")
     assert args[:3] == ["pip", "install", "--python"] and args[-3:] == ["-r", "requirements.txt", ""]
-    assert f"--find-links={project}/wheels" in args and "--no-index" in args
+    assert args[4:7] == ["--no-index", f"--find-links={project}/wheels", "--find-links=https://links/"]
     assert set((project / "env").read_text().splitlines()) == {
         "UV_DEFAULT_INDEX=https://mirror/simple", "UV_EXTRA_INDEX_URL=https://a/ https://b/", "UV_CONSTRAINT=/c.txt",
         "UV_HTTP_TIMEOUT=60", "UV_INDEX_STRATEGY=unsafe-best-match", f"TMPDIR={project}/.venv/tmp", "DS_BUILD_OPS=0"}
