@@ -138,10 +138,11 @@ def in_root(root, command):
     kept = {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)}
     env = {**kept, "HOME": f"/home/{USER}", "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
     env.pop("UV_CACHE_DIR", None)
+    here = f"cd ~/gpt2-deepspeed && {command}"
+    words = [shutil.which("chroot"), f"--userspec={USER}:{USER}", root, "bash", "-c", here]
     begin, lines, seconds = time.monotonic(), [], []
-    with subprocess.Popen(
-            ["chroot", f"--userspec={USER}:{USER}", root, "bash", "-c", f"cd ~/gpt2-deepspeed && {command}"],
-            env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+    with subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True) as job:
         for line in job.stdout:
             print(line, end="", file=sys.stderr, flush=True)
             lines.append(line.rstrip("\n"))

@@ -28,6 +28,15 @@ def test_doctor_takes_the_same_versions(minor, status, monkeypatch):
     assert status == "OK" or fix.startswith("install Python 3.11 to 3.14, and set PYTHON")
 
 
+def test_pyproject_toml_has_the_versions_of_requirements_txt():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = project["optional-dependencies"]
+    assert groups.pop("all") == [f"gpt2-deepspeed[{','.join(groups)}]"]
+    pins = [*project["dependencies"], *(pin for group in groups.values() for pin in group)]
+    locked = re.findall(r"^(\w[^#]*?) *#", (ROOT / "requirements.txt").read_text(), re.M)
+    assert sorted(pins) == sorted(locked) and len(locked) == 24
+
+
 def test_the_requirements_for_v100_differ_in_pytorch_alone():
     now, volta = (re.findall(r"^(\w[^\s#;]*)", (ROOT / file).read_text(), re.M)
                   for file in ("requirements.txt", "requirements-volta.txt"))
