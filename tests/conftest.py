@@ -79,6 +79,20 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in long]
 
 
+def patience(seconds):
+    """Return how long to wait for what takes less than so many seconds on a machine that does nothing else."""
+    crowd = os.getloadavg()[0] / os.cpu_count()  # programs that want a core, per core
+    return seconds * min(max(crowd, 2), 10)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-timeout reads the marker
+def pytest_runtest_protocol(item):
+    marker = item.get_closest_marker("timeout")
+    seconds = marker.args[0] if marker else float(item.config.getini("timeout"))
+    item.add_marker(pytest.mark.timeout(patience(seconds)), append=False)
+    return (yield)
+
+
 def long(*values):
     """The values of a parametrized test, marked long."""
     return pytest.param(*values, marks=pytest.mark.long)
@@ -179,7 +193,9 @@ def launch(script, *args, ranks=1, launcher="fork", timeout=300, **env):
     """Run a Python script; -> subprocess.CompletedProcess.
 
     By forks of a process that has imported torch (fork_server.py), or by 'python', 'torchrun' or 'deepspeed', as a user
-    would; always the latter with an environment variable that is read before a script begins."""
+    would; always the latter with an environment variable that is read before a script begins. timeout: see patience().
+    """
+    timeout = patience(timeout)
     if launcher == "fork" and any(name.startswith(AT_IMPORT) for name in env):
         launcher = "python" if ranks == 1 else "torchrun"
     command = command_line(script, *args, ranks=ranks, launcher=launcher)
@@ -251,8 +267,8 @@ def nvidia_smi(folder, *capabilities):
 
 
 def wait_until(condition, seconds=200, every=0.05):
-    """Return the first true value of condition(), or the last one after so many seconds."""
-    deadline = time.monotonic() + seconds
+    """Return the first true value of condition(), or the last one after so many seconds: see patience()."""
+    deadline = time.monotonic() + patience(seconds)
     while not (value := condition()) and time.monotonic() < deadline:
         time.sleep(every)
     return value
