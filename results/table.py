@@ -209,10 +209,24 @@ def char():
     return markdown(["run", "steps", "best validation loss", "ms per step", "to AdamW's last loss, s", SOURCE], rows)
 
 
+def installs():
+    """The two commands in fresh Debian roots: tests/fresh_root.py."""
+    rows = []
+    for path in sorted((ROOT / "results").glob("cpu_install_*.json")):
+        file, = read(path.name)
+        downloaded = next(found[1] for line in file["console"] if (found := re.search(r"([\d,]+) MB, now unpack", line)))
+        cache = "empty" if file["cache"] == "empty" else "shared"
+        rows.append([f"Debian {file['debian']}", file["python"], file["installer"], cache, downloaded,
+                     f"{file['install_s']:.0f}", f"{file['venv_gb']}", f"{file['best_val_loss']}",
+                     "; ".join(file.get("tests", [])), link(file)])
+    return markdown(["system", "Python", "with", "cache", "packages, MB", "installation, s", ".venv, GB",
+                     "demo's loss", "tests", SOURCE], rows)
+
+
 TABLES = {
     "cards": cards, "speed": speed, "training": training, "fsdp2": fsdp2, "muon": muon, "race": race,
     "fast-path-losses": fast_path_losses, "memory": memory, "sampling": sampling, "checkpoints": checkpoints,
-    "drills": drills, "char": char}
+    "drills": drills, "char": char, "installs": installs}
 
 
 def pages():
