@@ -214,7 +214,7 @@ def installs():
     rows = []
     for path in sorted((ROOT / "results").glob("cpu_install_*.json")):
         file, = read(path.name)
-        downloaded = next(found[1] for line in file["console"] if (found := re.search(r"([\d,]+) MB, now unpack", line)))
+        (downloaded,) = re.findall(r"([\d,]+) MB, now unpacking", "\n".join(file["console"]))
         cache = "empty" if file["cache"] == "empty" else "shared"
         rows.append([f"Debian {file['debian']}", file["python"], file["installer"], cache, downloaded,
                      f"{file['install_s']:.0f}", f"{file['venv_gb']}", f"{file['best_val_loss']}",

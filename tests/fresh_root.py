@@ -116,8 +116,7 @@ def try_commands(root, args):
         "hardware": f"{os.cpu_count()} CPU cores, {memory_gb:.0f} GB, {os.uname().machine}, shared with other jobs",
         "suite": args.suite, "debian": (root / "etc" / "debian_version").read_text().strip(),
         "python": in_root(root, "python3 -V")[1][0].removeprefix("Python "), "installer": args.installer,
-        "cache": f"pip's and uv's, shared with other roots, {folder_gb(args.cache):.1f} GB before" if args.cache
-                 else "empty",
+        "cache": cache_of(args),
     }
     code, lines, seconds = in_root(root, "./run_deepspeed_xl.sh")
     started = next((i for i, line in enumerate(lines) if line.startswith("No CUDA GPU")), len(lines))
@@ -131,6 +130,12 @@ def try_commands(root, args):
         failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
         record |= {"tests_exit_code": code, "tests_s": round(seconds[-1], 1), "tests": lines[-1:], "failed": failed}
     return record
+
+
+def cache_of(args):
+    """Say what the installer had in its cache before."""
+    folder = Path(args.cache or "/nowhere") / args.installer
+    return f"shared with other roots, {folder_gb(folder):.1f} GB before" if folder.exists() else "empty"
 
 
 def in_root(root, command):

@@ -253,7 +253,7 @@ def test_auto_is_resolved_in_the_keys_that_the_script_owns(tmp_path):
     (zero(offload_optimizer={"device": []}), '"zero_optimization.offload_optimizer.device" is []: write "cpu" or'),
     ({"steps_per_print": 0}, '"steps_per_print" is 0: write a whole number of at least 1'),
     (zero(reduce_bucket_size=1e30), "is 1e+30: write a whole number of at least 1, below 2**63"),
-    (5000 * "[", " is not valid JSON: maximum recursion depth exceeded"),
+    (5000 * "[", " is not valid JSON: "),  # as deep as some versions of Python go
     ({"optimizer": {"type": "AdamW"}}, '"optimizer" is not supported: remove it, and see docs/memory.md'),
     (zero(offload_param={"device": "cpu"}), "offload_param\" has no effect below stage 3: use stage 3, or remove it"),
     ('{"bf16": {}, "bf16": {}}', " is not valid JSON: Duplicate keys in DeepSpeed config: ['bf16']"),

@@ -141,7 +141,7 @@ def test_uv_is_taken_with_pips_configuration(project):
                PIP_CONSTRAINT="/c.txt", PIP_TARGET="/nowhere", UV_PYTHON="3.7", PIP_TIMEOUT="60", PIP_FIND_LINKS=links)
     assert done.returncode == 2  # /c.txt doesn't exist, so what pip does is refused in both
     args = (project / "args").read_text().split("\n")
-    assert args[:3] == ["pip", "install", "--python"] and args[-3:] == ["-r", "requirements.txt", ""]
+    assert args[:3] == ["pip", "install", "--python"] and args[-4:] == ["-r", "requirements.txt", "pip", ""]
     assert args[4:7] == ["--no-index", f"--find-links={project}/wheels", "--find-links=https://links/"]
     assert set((project / "env").read_text().splitlines()) == {
         "UV_DEFAULT_INDEX=https://mirror/simple", "UV_EXTRA_INDEX_URL=https://a/ https://b/", "UV_CONSTRAINT=/c.txt",

@@ -210,10 +210,13 @@ def test_a_folder_of_folders_is_removed_or_said(tmp_path):
     os.chdir(before)
     try:
         remove_dir(tmp_path / "many", ignore_errors=True)
-        with pytest.raises(OSError, match="its folders are nested too deep"):
-            remove_dir(tmp_path / "many")
+        if sys.version_info < (3, 13):  # from then on, shutil.rmtree removes any depth
+            with pytest.raises(OSError, match="its folders are nested too deep"):
+                remove_dir(tmp_path / "many")
+        else:
+            assert os.listdir(tmp_path) == []
     finally:
-        subprocess.run(["rm", "-r", tmp_path / "many"], check=True)
+        subprocess.run(["rm", "-rf", tmp_path / "many"], check=True)
 
 
 def test_a_tag_has_a_size_that_fits_its_model():
