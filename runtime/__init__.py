@@ -1,6 +1,10 @@
-"""Importing anything from here makes one line of an uncaught error that the user can fix, instead of a traceback."""
+"""Importing anything from here makes one line of an uncaught error that the user can fix, instead of a traceback.
 
+It also keeps how Python starts processes on Linux: as forks, which share what this process has imported."""
+
+import multiprocessing
 import os
+import sys
 from importlib.util import find_spec
 
 from runtime.errors import UserError
@@ -29,3 +33,6 @@ def check_working_directory():
 
 explain_uncaught(explain)
 check_working_directory()
+# Python 3.14 would start a server for them, import torch in each anew, and warn of the locks that it finds at the exit
+if sys.platform == "linux" and multiprocessing.get_start_method(allow_none=True) is None:
+    multiprocessing.set_start_method("fork")

@@ -162,7 +162,7 @@ def test_config_files_are_checked_as_the_command_line_is(config):
     ("max_iters = 3\nlearning_rate = 1 / 0\n", "line 2: ZeroDivisionError: division by zero"),
     ("max_iters = 3\n\nif max_iters\n    pass\n", "line 3: SyntaxError: "),
     ("def _f():\n    return unheard\n\n_f()\n", "line 2: NameError: name 'unheard' is not defined"),
-    ("import json\njson.loads('{')\n", "line 2: JSONDecodeError: "), ("\n'\xe9'", "line 2: SyntaxError: (unicode "),
+    ("import json\njson.loads('{')\n", "line 2: JSONDecodeError: "), ("\n'\xe9'", "line 2: SyntaxError: "),
 ], ids=["run", "syntax", "function", "library", "latin-1"])
 def test_errors_in_config_files_are_told_with_file_and_line(config, text, problem):
     path = config(text)

@@ -1,6 +1,7 @@
 """The versions of Python and of packages: where they are named, and another DeepSpeed is refused."""
 
 import re
+import subprocess
 import sys
 import tomllib
 from types import SimpleNamespace
@@ -26,6 +27,15 @@ def test_doctor_takes_the_same_versions(minor, status, monkeypatch):
     ((found, _, _, fix),) = doctor.python()
     assert found == status and (fix == "") == (status == "OK")
     assert status == "OK" or fix.startswith("install Python 3.11 to 3.14, and set PYTHON")
+
+
+def test_processes_are_forks_on_every_version_of_python():
+    """Python 3.14 has another default. A script's own choice stays."""
+    method = "import runtime, multiprocessing; print(multiprocessing.get_start_method())"
+    for code, expected in ((method, "fork"), (f"import multiprocessing as m; m.set_start_method('spawn'); {method}",
+                                              "spawn")):
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == (f"{expected}\n", "")
 
 
 def test_pyproject_toml_has_the_versions_of_requirements_txt():

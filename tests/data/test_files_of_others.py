@@ -137,7 +137,7 @@ PICKLES = {
     "a length of 2**60": (b"\x80\x04\x8e" + bytes(7) + b"\x10.", "expected 1152921504606846976 bytes"),
     "a memo of 1 GB": (b"\x80\x04}r\xff\xff\xff\x03.", "its memo has an entry 67108863 after 2 operations"),
     "nested lists": (b"\x80\x04" + b"]" * 10**5 + b"a" * (10**5 - 1) + b".",
-                     "RecursionError: maximum recursion depth exceeded"),
+                     "RecursionError: "),
     "nested tuples as a key": (b"\x80\x04})" + b"\x85" * 10**6 + b"K\x01s.", "it holds EMPTY_TUPLE, but a meta.pkl"),
     "long numbers": (pickle.dumps({"vocab_size": 10**400}), "it holds LONG1, but a meta.pkl holds only dicts"),
     "a bytearray": (pickle.dumps(bytearray(5), protocol=5), "it holds BYTEARRAY8, but a meta.pkl holds only dicts"),

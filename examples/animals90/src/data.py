@@ -5,7 +5,6 @@ import math
 import os
 import random
 import signal
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,9 +207,5 @@ class Pictures(Dataset):
 
     def load(self, epochs):
         """Return an iterator over this rank's batches of all these epochs."""
-        workers = self.settings.num_workers
-        # Python 3.14 would import torch anew in each worker, in each epoch
-        context = "fork" if workers and sys.platform == "linux" else None
         return iter(DataLoader(self, batch_sampler=(batch for epoch in epochs for batch in self.batches(epoch)),
-                               num_workers=workers, pin_memory=torch.cuda.is_available(),
-                               multiprocessing_context=context))
+                               num_workers=self.settings.num_workers, pin_memory=torch.cuda.is_available()))
