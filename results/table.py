@@ -215,7 +215,7 @@ def installs():
     for path in sorted((ROOT / "results").glob("cpu_install_*.json")):
         file, = read(path.name)
         (downloaded,) = re.findall(r"([\d,]+) MB, now unpacking", "\n".join(file["console"]))
-        cache = "empty" if file["cache"] == "empty" else "shared"
+        cache = "empty" if file["cache"] == "empty" else "warm"
         rows.append([f"Debian {file['debian']}", file["python"], file["installer"], cache, downloaded,
                      f"{file['install_s']:.0f}", f"{file['venv_gb']}", f"{file['best_val_loss']}",
                      "; ".join(file.get("tests", [])), link(file)])

@@ -80,7 +80,8 @@ def install(requirements: str, text: str, temporary: Path) -> bool:
     pip = [sys.executable, "-I", "-m", "pip"]
     if subprocess.run([*pip, "--version"], capture_output=True).returncode:
         run_logged([sys.executable, "-I", "-m", "ensurepip"], env)
-    if not run_logged([*pip, "install", "--no-input", "--progress-bar=off", *options], env):
+    quiet = ["--no-input", "--disable-pip-version-check", "--progress-bar=off"]
+    if not run_logged([*pip, "install", *quiet, *options], env):
         explain_failure()
     return wheels is not None
 
@@ -145,7 +146,7 @@ def cpu_wheels(text: str, config: dict) -> tuple[str | None, str]:
         wheel = rf"torch-{re.escape(pin[1])}(%2B|\+)cpu-cp3{sys.version_info.minor}-\S*{platform.machine()}\.whl"
         problem = "" if re.search(wheel, names) else f"it has no {pin[0]} for this Python and machine"
     except (OSError, ValueError) as error:
-        problem = str(error)
+        problem = str(getattr(error, "reason", error))
     if not problem:
         return CPU_WHEELS, "about 0.6 GB to download for PyTorch without CUDA"
     problem = f"PyTorch's index of builds for CPUs can't be used: {problem}"
