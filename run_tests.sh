@@ -24,5 +24,9 @@ case ${1-} in
     ;;
 esac
 
+# The tests write more than 4 GB of temporary files, and /tmp may be in memory
+free_kb=$(df -Pk "${TMPDIR:-/tmp}" | awk 'NR == 2 { print $4 }')
+((free_kb >= 12000000)) || export TMPDIR=/var/tmp
+
 source runtime/venv.sh
 exec "$PYTHON" -m pytest --durations=10 "$@"
