@@ -514,7 +514,7 @@ class GPT(nn.Module):
         dtype: torch.dtype = torch.float32,
         config: GPTConfig | None = None,
     ) -> "GPT":
-        """Load a name in PRETRAINED (runtime/weights.py), a folder in transformers' format, or a
+        """Load a name in PRETRAINED (runtime/pretrained.py), a folder in transformers' format, or a
         nanoGPT ckpt.pt.
 
         config: what the weights don't say, such as fields of your own. Copies weights to `device`

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from results.estimates import SMALL, meta_model
 from runtime.hardware import gpu_named
-from runtime.weights import PRETRAINED
+from runtime.pretrained import PRETRAINED
 
 RESULTS = Path(__file__).resolve().parent
 Case = namedtuple("Case", "gpu gpus model stage micro accumulation optimizer")

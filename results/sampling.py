@@ -19,7 +19,7 @@ from torch.utils.benchmark import Timer, timer
 from model import GPT, GPTConfig
 from runtime.hardware import git_commit, machine_record
 from runtime.kernels.decode import decode_step_for
-from runtime.weights import PRETRAINED
+from runtime.pretrained import PRETRAINED
 
 
 def main():

@@ -17,6 +17,7 @@ from torch.torch_version import TorchVersion
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from runtime.errors import UserError
+from runtime.pretrained import PRETRAINED, REVISIONS
 from runtime.torch_files import CouldRunCode, check_torch_file
 from runtime.untrusted import (
     STRICT,
@@ -27,13 +28,6 @@ from runtime.untrusted import (
     read_regular,
 )
 
-PRETRAINED = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280),
-              "gpt2-xl": (48, 25, 1600)}  # layers, heads, width
-REVISIONS = {  # commits of openai-community/NAME on the Hugging Face hub
-    "gpt2": "607a30d783dfa663caf39e06633721c8d4cfcd7e",
-    "gpt2-medium": "6dcaa7a952f72f9298047fd5137cd6e4f05f41da",
-    "gpt2-large": "32b71b12589c2f8d625668d2335a01cac3249519",
-    "gpt2-xl": "15ea56dee5df4983c59b2538573817e1667135e2"}
 GPT2_KEYS = {  # keys of transformers' config.json, and the values that model.py implements, the default first
     "model_type": ("gpt2",), "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
     "layer_norm_epsilon": (1e-5,), "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),

@@ -11,7 +11,7 @@ LEVELS = (  # a room is a folder, or a file of its own; imports go to lower leve
     ("runtime/errors.py", "runtime/install.py"),
     ("runtime/untrusted.py", "runtime/torch_files.py"),
     ("runtime/cores.py", "runtime/files.py", "runtime/other_guides.py", "runtime/output.py", "runtime/paths.py",
-     "runtime/source_hash.py", "config"),
+     "runtime/pretrained.py", "runtime/source_hash.py", "config"),
     ("runtime/__init__.py", "runtime/hardware.py", "runtime/weights.py", "runtime/lora.py", "runtime/loss.py",
      "runtime/decoder.py", "runtime/model_parts.py", "configurator.py"),
     ("runtime/data", "runtime/cluster", "runtime/bring.py", "model.py"),

@@ -26,8 +26,8 @@ from runtime.data.tokenizer import (
 from runtime.errors import UserError
 from runtime.files import file_digest
 from runtime.output import counted
+from runtime.pretrained import PRETRAINED
 from runtime.untrusted import check_type, read_json, read_regular
-from runtime.weights import PRETRAINED
 
 PADDED_GPT2_VOCAB = 50304  # nanoGPT's, for a dataset without meta.pkl
 GPT2_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")  # of vocab.json with merges.txt

@@ -21,8 +21,8 @@ from runtime.errors import UserError
 from runtime.lora import as_options
 from runtime.model_parts import count_elements, tensors_of, ties_of, without_memory
 from runtime.output import counted
+from runtime.pretrained import PRETRAINED
 from runtime.weights import (
-    PRETRAINED,
     check_sizes,
     fetch_from_hub,
     open_weights,

@@ -126,6 +126,25 @@ def test_all_forms_of_the_same_documents_give_the_same_bytes(tmp_path):
     assert [name for name in ids_by_form if ids_by_form[name] != ids] == []
 
 
+LARGE = {"torch", "transformers", "datasets", "deepspeed", "pandas", "matplotlib"}
+
+
+@pytest.mark.parametrize("arguments", [
+    ["data/prepare.py", "text.txt", "--name=./made", "--tokenizer=char"],
+    ["data/prepare_hub.py", "--help"],
+    ["data/shakespeare_char/prepare.py", "--help"],
+])
+def test_a_script_that_needs_no_model_imports_no_large_package(tmp_path, arguments):
+    """torch alone takes a second and 400 MB."""
+    (tmp_path / "text.txt").write_text("\n\n".join(made_up(40)))
+    command = [sys.executable, "-X", "importtime", ROOT / arguments[0], *arguments[1:]]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    imported = set(re.findall(r"\| +(\w+)$", run.stderr, re.M))
+    assert "argparse" in imported
+    assert imported & LARGE == set()
+
+
 @pytest.mark.parametrize("content, is_json", [
     ('{"text": "a"}\n', True), ('\ufeff[\n {"prompt" : "a", "completion": "b"}]', True), ("{'a': 1}\n", False)])
 def test_json_from_a_pipe_is_not_read_as_text_unless_asked(tmp_path, content, is_json):
