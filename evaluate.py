@@ -41,7 +41,8 @@ from runtime.cluster.join import join_process_group
 from runtime.cluster.ranks import all_exit_on, print0, ranks_from_environment, shut_down
 from runtime.data.dataset import open_datasets, same_tokenizer
 from runtime.data.folder_tokenizer import how_to_prepare
-from runtime.data.loader import open_sequences, read_windows
+from runtime.data.loader import inputs_and_targets
+from runtime.data.sequences import TokenStream, open_sequences
 from runtime.data.tokenizer import token_bytes, tokenizer_of
 from runtime.errors import UserError
 from runtime.hardware import pick_device, pick_dtype
@@ -86,7 +87,7 @@ def score(rows, name):
             padded = np.full((len(chosen), length + 1), ~0)
             for place, i in zip(padded, chosen):
                 place[: len(rows[i])] = rows[i][-length - 1 :]  # cut on the left, as in lm_eval
-            x, y = read_windows([(row, 0) for row in padded], length, data["vocab_size"])
+            x, y = inputs_and_targets(padded, data["vocab_size"])
             scores = score_batch(x.to(device), y.to(device)).double().cpu().numpy()
             for i, (losses, hits) in zip(chosen, np.split(scores, (y >= 0).sum(dim=1).cumsum(dim=0)[:-1], axis=1)):
                 results[:, i] = losses.sum(), len(losses), losses[-1], hits.all(), hits[-1]
@@ -110,13 +111,14 @@ with all_exit_on(UserError, OSError):
     files = {"hellaswag": hellaswag, "lambada": lambada}
     tasks = [(task, path, *read_rows(task, path, encode, block_size)) for task, path in files.items() if path]
     if text:
-        tasks.append(("text", text, *text_rows(np.array(encode(read_text(text))), block_size, sizes)))
+        stream = TokenStream(np.array(encode(read_text(text))), block_size)
+        tasks.append(("text", text, *text_rows(stream, sizes)))
     if dataset:
         (source,), meta = open_datasets(dataset, 1)
         if not same_tokenizer(meta, data):
             raise UserError(f"dataset={dataset} has another tokenizer than {name}: "
                             f"{how_to_prepare(data['tokenizer'])}")
-        tasks.append(("dataset", dataset, *text_rows(open_sequences(source, "val", block_size), block_size, sizes)))
+        tasks.append(("dataset", dataset, *text_rows(open_sequences(source, "val", block_size), sizes)))
     if not tasks or not all(rows for _, _, rows, _ in tasks):
         raise UserError("nothing to score: give --hellaswag, --lambada, --dataset, or --text of at least 2 tokens")
     model = load(device, dtype)

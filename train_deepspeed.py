@@ -157,7 +157,8 @@ from runtime.checkpoint.saver import Saver
 from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.ranks import all_exit_on, all_reduce_sum, broadcast_from_rank0, shut_down
-from runtime.data.loader import TrainBatches, eval_batches, mixed_seed
+from runtime.data.loader import TrainBatches, eval_batches, switch_threads_quickly
+from runtime.data.permutation import mixed_seed
 from runtime.data.tokenizer import token_bytes
 from runtime.engine import setup
 from runtime.engine.engine import Engine
@@ -233,7 +234,8 @@ log.start_loggers()
 health = StepHealth(log.warn, state)
 
 # The training data, from where the checkpoint's run was
-mixture = [(tokens, dataset.share) for tokens, dataset in zip(plan.tokens["train"], plan.datasets)]
+switch_threads_quickly()  # a thread reads the batches
+mixture = [(source, dataset.share) for source, dataset in zip(plan.tokens["train"], plan.datasets)]
 batches = TrainBatches(mixture, state.get("sequences", 0), batch, ranks.rank, seed, vocab_size, device)
 
 # -----------------------------------------------------------------------------

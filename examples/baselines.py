@@ -38,7 +38,7 @@ def main():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
     from runtime.cluster.join import join_process_group
     from runtime.cluster.ranks import all_reduce_sum, ranks_from_environment, shut_down
-    from runtime.data.loader import TrainBatches
+    from runtime.data.loader import TrainBatches, switch_threads_quickly
     from runtime.engine.setup import setup_device
     from runtime.hardware import peak_memory
     from runtime.plan.run_plan import plan_run
@@ -50,7 +50,8 @@ def main():
     torch.manual_seed(s.seed)
     steps = {"hf": transformers_steps, "pytorch": pytorch_steps, "fsdp2": partial(pytorch_steps, fsdp2=True)}
     name, micro_step = steps[args.name](plan, s, device)
-    mixture = [(tokens, one.share) for tokens, one in zip(plan.tokens["train"], plan.datasets)]
+    switch_threads_quickly()
+    mixture = [(source, one.share) for source, one in zip(plan.tokens["train"], plan.datasets)]
     batches = TrainBatches(mixture, 0, plan.batch, ranks.rank, s.seed, plan.data["vocab_size"], device)
     times, losses = [], []
     for _ in range(s.max_iters):

@@ -62,7 +62,7 @@ def baseline(argv):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
     from runtime.cluster.join import join_process_group
     from runtime.cluster.ranks import ranks_from_environment
-    from runtime.data.loader import TrainBatches, eval_batches
+    from runtime.data.loader import TrainBatches, eval_batches, switch_threads_quickly
     from runtime.plan.run_plan import plan_run
 
     ranks = ranks_from_environment()
@@ -92,6 +92,7 @@ def baseline(argv):
         model.train()
         return total / count
 
+    switch_threads_quickly()
     batches = TrainBatches([(plan.tokens["train"][0], 1)], 0, plan.batch, 0, s.seed, vocab_size, device)
     ms, losses = {}, {0: evaluate()}
     for it in range(s.max_iters):

@@ -42,8 +42,8 @@ class Fault(NamedTuple):
 
 FAULTS = [Fault(*row) for row in (
     ("data order", "every epoch repeats the shuffled order of the first one",
-     "runtime/data/loader.py", "feistel_permute(index, windows, key) *",
-     "feistel_permute(index, windows, splitmix64(splitmix64(seed))) *",
+     "runtime/data/permutation.py", "feistel_permute(index, n, keys)",
+     "feistel_permute(index, n, splitmix64(splitmix64(seed)))",
      "data/test_batches.py::test_epochs_and_seeds_differ"),
     ("gradients, ZeRO-0", "stage 0 doesn't run as stage 2, so gradients are summed in bfloat16",
      "runtime/engine/fixes.py", 'zero["stage"] = stage = 2', 'stage = 2',
@@ -599,7 +599,7 @@ FAULTS = [Fault(*row) for row in (
      "runtime/prepare/pipeline.py", "                at += error.start\n", "",
      "prepare/test_prepare.py::test_a_mistake_is_told_in_a_sentence_and_leaves_nothing"),
     ("splits without answers", "it isn't said which split of conversations has none",
-     "runtime/data/loader.py", 'Conversations(f"{dataset.name}/{split}.bin",', "Conversations(dataset.name,",
+     "runtime/data/sequences.py", 'Conversations(f"{dataset.name}/{split}.bin",', "Conversations(dataset.name,",
      "data/test_conversations.py::test_the_split_without_an_answer_is_named[val]"),
     ("history, NaN", "a loss that is not finite makes history.jsonl no JSON",
      "runtime/monitor/history.py", "json.dumps(without_nan(record), allow_nan=False)", "json.dumps(record)",

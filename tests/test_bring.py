@@ -23,7 +23,8 @@ from model import GPT, GPTConfig
 from runtime import lora
 from runtime.bring import adapted
 from runtime.check.short import check_before_training
-from runtime.data.loader import Batch, locate_sequences, read_windows
+from runtime.data.loader import Batch, locate_sequences, read_sequences
+from runtime.data.sequences import TokenStream
 from runtime.errors import UserError
 from runtime.hardware import Execution
 from runtime.plan.memory import MemoryInputs, ParamCount, loss_bytes
@@ -89,8 +90,8 @@ def train_plainly(characters: Path, bias: bool = True) -> tuple[list[float], tor
     losses = []
     for step in range(STEPS):
         ids = np.arange(SEQUENCES * step, SEQUENCES * (step + 1))
-        _, offsets = locate_sequences(ids, [(tokens, 1)], 32, 1337)
-        x, y = read_windows([(tokens, offset) for offset in offsets], 32, len(CHARS))
+        located = locate_sequences(ids, [(TokenStream(tokens, 32), 1)], 1337)
+        x, y = read_sequences(located, len(CHARS))
         for group in optimizer.param_groups:
             group["lr"] = 1e-4 + 0.5 * (1 + math.cos(math.pi * step / STEPS)) * 9e-4
         _, loss = model(x, y)

@@ -21,7 +21,8 @@ import pytest
 import torch
 from conftest import CHARS, ROOT, SMALL, done, every, launch, read_history, stage
 
-from runtime.data.loader import locate_sequences, read_windows
+from runtime.data.loader import locate_sequences, read_sequences
+from runtime.data.sequences import TokenStream
 
 STEPS = 12
 HALF = 6  # after which a run is resumed with another number of ranks
@@ -136,8 +137,8 @@ def sequences(
     tokens: np.ndarray, ids: np.ndarray, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (x, y) of these sequences, (number, block_size) each."""
-    _, offsets = locate_sequences(ids, [(tokens, 1)], 32, seed)
-    return read_windows([(tokens, offset) for offset in offsets], 32, len(CHARS))
+    located = locate_sequences(ids, [(TokenStream(tokens, 32), 1)], seed)
+    return read_sequences(located, len(CHARS))
 
 
 def plain_loss(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

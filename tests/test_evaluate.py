@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from runtime.checkpoint.shards import load_model
-from runtime.data.loader import eval_offsets
+from runtime.data.sequences import TokenStream
 from runtime.data.tokenizer import gpt2_encoding, token_bytes, tokenizer_file_meta
 from runtime.errors import UserError
 from runtime.monitor.lines import loss_record
@@ -158,7 +158,7 @@ def test_a_run_and_its_evaluation_agree(train, characters, tmp_path):
     n_bytes = len("".join(chars[i] for i in ids[1:]).encode())
     assert n_bytes > 2100 and record["tokens"] == 1999 and record["loss"] == pytest.approx(loss / 1999, rel=1e-6)
     assert record["bits_per_byte"] == pytest.approx(loss / math.log(2) / n_bytes, rel=1e-6)
-    read = [ids[offset + 1:offset + 33] for offset in eval_offsets(2000, 32, 80)]
+    read = [ids[offset + 1:offset + 33] for offset in TokenStream(ids, 32).eval_places(80)]
     per_token = np.mean([len(chars[i].encode()) for window in read for i in window])
     at_end = [r for r in run.history if "val_loss" in r][-1]
     assert at_end["bits_per_byte"] == pytest.approx(at_end["val_loss"] / math.log(2) / per_token, rel=1e-6)

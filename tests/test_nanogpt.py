@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 
 from configurator import settings_of_script
 from model import GPT
-from runtime.data.loader import eval_offsets
+from runtime.data.sequences import TokenStream
 from runtime.errors import UserError
 from runtime.sample.source import data_of_weights
 
@@ -121,7 +121,7 @@ def test_training_goes_on_from_a_checkpoint_and_it_is_sampled_from(nanogpt, trai
     run = done(train(f"--init_from={path}", f"--dataset={nanogpt / 'data' / 'letters'}", "--max_iters=2", *NO_SHAPE,
                      "--bias=True"))
     tokens = torch.from_numpy(np.fromfile(nanogpt / "data" / "letters" / "val.bin", np.uint16).astype(np.int64))
-    windows = torch.stack([tokens[start:start + 33] for start in eval_offsets(len(tokens), 32, 4)])
+    windows = torch.stack([tokens[start:start + 33] for start in TokenStream(tokens, 32).eval_places(4)])
     with torch.no_grad():
         losses = F.cross_entropy(theirs(windows[:, :-1]).logits.flatten(0, 1), windows[:, 1:].flatten())
         greedy = theirs.generate(torch.tensor([[CHARS.index(c) for c in "the"]]), do_sample=False, max_new_tokens=25,

@@ -13,7 +13,8 @@ from runtime.chosen_model import GPT
 from runtime.cluster.nodes import exit_if_ranks_differ
 from runtime.cluster.ranks import exit_together
 from runtime.data.dataset import SPLITS, open_datasets
-from runtime.data.loader import Batch, Conversations, extent, open_sequences, windows_per_epoch
+from runtime.data.loader import Batch
+from runtime.data.sequences import open_sequences
 from runtime.data.tokenizer import tokenizer_of
 from runtime.engine import ds_config, fixes
 from runtime.engine.fast_paths import Choice, check_trainable, first_reason, inspect_model
@@ -42,7 +43,7 @@ class RunPlan(MemoryInputs):
     settings: object  # from configurator.py, with "auto" resolved
     datasets: tuple
     data: dict | None  # {"tokenizer", "vocab_size", "template", "train_tokens", "val_tokens"} of all datasets together
-    tokens: dict | None  # {split: the tokens or Conversations of each dataset}
+    tokens: dict | None  # {split: the Sequences of each dataset}
     windows: int | None  # sequences per epoch
     start: Start
     lora: dict | None
@@ -137,13 +138,13 @@ def make_plan(settings, ranks, problems, notes):
 
 
 def open_epoch(datasets, block_size, notes):
-    """Return ({split: [tokens or Conversations]}, windows per epoch). Note cut conversations. Raises UserError."""
+    """Return ({split: [Sequences]}, sequences per epoch). Note cut conversations. Raises UserError."""
     tokens = {split: [open_sequences(dataset, split, block_size) for dataset in datasets] for split in SPLITS}
     for dataset, source in zip(datasets, tokens["train"]):
-        if isinstance(source, Conversations) and source.cut:
+        if source.cut:
             notes.append(f"{dataset.name}: {counted(source.cut, 'conversation')} longer than block_size={block_size}, "
                          f"cut at the end; {source.dropped:,} of them without an answer left, dropped")
-    return tokens, sum(windows_per_epoch(*extent(source, block_size))[0] for source in tokens["train"])
+    return tokens, sum(source.per_epoch for source in tokens["train"])
 
 
 def repeats_in_a_step(s, datasets, tokens, batch):
@@ -153,7 +154,7 @@ def repeats_in_a_step(s, datasets, tokens, batch):
     shares = sum(dataset.share for dataset in datasets)
     sentences = []
     for dataset, source in zip(datasets, tokens["train"], strict=True):
-        per_epoch, _ = windows_per_epoch(*extent(source, batch.block_size))
+        per_epoch = source.per_epoch
         per_step = batch.sequences * dataset.share / shares
         if per_step > per_epoch:
             sentences.append(

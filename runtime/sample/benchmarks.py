@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from runtime.data.sequences import Sequences, decode_mask
 from runtime.errors import UserError
 from runtime.sample.generate import read_text
 from runtime.untrusted import parse_json
@@ -12,7 +13,7 @@ FIELDS = {"hellaswag": 'an object with "ctx", 4 "endings" and a "label" from 0 t
 
 def read_rows(task, path, encode, block_size):
     """Return (rows, labels) of JSON lines: 4 rows per line of HellaSwag, one of LAMBADA. A row is an array of ids, in
-    which a token that is not to be predicted is ~id, as in runtime/data/loader.py. Raises UserError."""
+    which a token that is not to be predicted is ~id, as decode_mask() takes it. Raises UserError."""
     rows, labels, n_endings = [], [], 4 if task == "hellaswag" else 1
     for n, line in enumerate(read_text(path).rstrip().split("\n"), 1):
         try:
@@ -37,11 +38,14 @@ def read_rows(task, path, encode, block_size):
     return rows, np.array(labels)
 
 
-def text_rows(ids, block_size, bytes_of_tokens):
-    """Return (rows, their bytes) of Conversations, or of ids (N,): windows of block_size tokens that don't overlap."""
-    rows = ([ids[start : start + block_size + 1] for start in range(0, len(ids) - 1, block_size)]
-            if isinstance(ids, np.ndarray) else [ids.row(i) for i in range(len(ids.counts))])
-    return rows, np.array([bytes_of_tokens[np.maximum(row[1:].astype(np.int64), -1)].sum() for row in rows])
+def text_rows(sequences: Sequences, bytes_of_tokens: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return (rows, the bytes of their targets), in which each token is a target once."""
+    rows = sequences.all_rows()
+    n_bytes = []
+    for row in rows:
+        _, targets = decode_mask(row[1:])
+        n_bytes.append(bytes_of_tokens[targets].sum())  # 0 for a target of -1
+    return rows, np.array(n_bytes)
 
 
 def figures_of(task, scores, answers):

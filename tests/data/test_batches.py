@@ -7,17 +7,9 @@ import pytest
 import torch
 
 from runtime.data.dataset import DTYPES, write_dataset
-from runtime.data.loader import (
-    Batch,
-    TrainBatches,
-    eval_batches,
-    eval_offsets,
-    feistel_permute,
-    mixed_seed,
-    read_windows,
-    train_offsets,
-    windows_per_epoch,
-)
+from runtime.data.loader import Batch, TrainBatches, eval_batches, read_sequences
+from runtime.data.permutation import feistel_permute, mixed_seed
+from runtime.data.sequences import TokenStream, decode_mask
 from runtime.errors import UserError
 
 # (tokens, block): the least there can be, one and two more, around two and three blocks, and more
@@ -26,7 +18,7 @@ SIZES = [(2, 1), (3, 1), (33, 32), (34, 32), (63, 32), (64, 32), (65, 32), (96, 
 
 def take(tokens, steps, vocab_size=65536):
     """The first steps of three micro-batches of two sequences; as one (x, y)."""
-    batches = TrainBatches([(tokens, 1)], 0, Batch(2, 3, 1, 16), 0, 1337, vocab_size, "cpu")
+    batches = TrainBatches([(TokenStream(tokens, 16), 1)], 0, Batch(2, 3, 1, 16), 0, 1337, vocab_size, "cpu")
     micro_batches = [micro_batch for _ in range(steps) for micro_batch in batches.next_step(3)]
     return [torch.cat(part) for part in zip(*micro_batches)]
 
@@ -69,20 +61,22 @@ def test_small_permutations_are_all_reached_about_equally():
 
 @pytest.mark.parametrize("n_tokens, block_size", SIZES)
 def test_an_epoch_is_every_window_once_and_inside(n_tokens, block_size):
-    windows, max_shift = windows_per_epoch(n_tokens, block_size)
+    stream = TokenStream(np.zeros(n_tokens), block_size)
+    windows, max_shift = stream.per_epoch, stream.max_shift
     assert windows >= 1 and 0 <= max_shift < block_size
     assert n_tokens - 1 - windows * block_size < 2 * block_size  # left out
     for epoch in (0, 1, 2, 3, 1000):
         numbers = np.arange(epoch * windows, (epoch + 1) * windows)
-        offsets = np.sort(train_offsets(numbers, n_tokens, block_size, seed=1337))
+        offsets = np.sort(stream.train_places(numbers, seed=1337))
         assert 0 <= offsets[0] <= max_shift and offsets[-1] + block_size + 1 <= n_tokens
         assert np.array_equal(np.diff(offsets), np.full(windows - 1, block_size))  # touching, none twice
 
 
 def test_epochs_and_seeds_differ():
-    windows, _ = windows_per_epoch(100_000, 16)
-    epoch = [train_offsets(np.arange(e * windows, (e + 1) * windows), 100_000, 16, 1337) for e in range(3)]
-    epoch.append(train_offsets(np.arange(windows), 100_000, 16, 1338))
+    stream = TokenStream(np.zeros(100_000), 16)
+    windows = stream.per_epoch
+    epoch = [stream.train_places(np.arange(e * windows, (e + 1) * windows), 1337) for e in range(3)]
+    epoch.append(stream.train_places(np.arange(windows), 1338))
     assert windows == 6249
     for a, b in itertools.combinations(epoch, 2):
         assert (a // 16 == b // 16).mean() < 0.005  # by chance 1 in 6,249
@@ -92,8 +86,9 @@ def test_epochs_and_seeds_differ():
 
 def test_the_order_is_the_one_that_earlier_runs_had():
     """A change here breaks the resuming of every run there is."""
-    assert train_offsets(np.arange(8), 1000, 32, 1337).tolist() == [291, 35, 675, 739, 67, 771, 931, 611]
-    assert train_offsets(np.arange(10**12, 10**12 + 4), 301_966, 1024, 7).tolist() == [216226, 288930, 63650, 149666]
+    short, long = TokenStream(np.zeros(1000), 32), TokenStream(np.zeros(301_966), 1024)
+    assert short.train_places(np.arange(8), 1337).tolist() == [291, 35, 675, 739, 67, 771, 931, 611]
+    assert long.train_places(np.arange(10**12, 10**12 + 4), 7).tolist() == [216226, 288930, 63650, 149666]
 
 
 def test_uint16_and_uint32_bins_give_the_same_batches(tmp_path):
@@ -111,7 +106,7 @@ def test_uint16_and_uint32_bins_give_the_same_batches(tmp_path):
 @pytest.mark.parametrize("n_tokens, block_size", SIZES)
 @pytest.mark.parametrize("n", [1, 2, 3, 20, 1000])
 def test_eval_windows_are_disjoint_and_even(n_tokens, block_size, n):
-    offsets = eval_offsets(n_tokens, block_size, n)
+    offsets = TokenStream(np.zeros(n_tokens), block_size).eval_places(n)
     assert len(offsets) == min(n, (n_tokens - 1) // block_size)  # as many as there are disjoint ones
     assert offsets[0] == 0 and offsets[-1] + block_size + 1 <= n_tokens
     gaps = np.diff(offsets)
@@ -124,14 +119,14 @@ def test_eval_windows_are_disjoint_and_even(n_tokens, block_size, n):
 @pytest.mark.parametrize("batch_size", [1, 2])
 @pytest.mark.parametrize("n", [1, 2, 7, 12, 13])
 def test_eval_windows_are_shared_out_over_the_ranks(world_size, n, batch_size):
-    tokens = np.arange(1000, dtype=np.uint16)
-    ranks = [list(eval_batches(tokens, n, Batch(batch_size, 1, world_size, 16), rank, 1000, "cpu"))
+    stream = TokenStream(np.arange(1000, dtype=np.uint16), 16)
+    ranks = [list(eval_batches(stream, n, Batch(batch_size, 1, world_size, 16), rank, 1000, "cpu"))
              for rank in range(world_size)]
     assert len({len(batches) for batches in ranks}) == 1  # or ZeRO-3 hangs
     x, y = (torch.cat([batch[i] for batches in ranks for batch in batches]) for i in (0, 1))
     counts = y[:, 0] >= 0
     assert torch.equal(y[counts], x[counts] + 1) and (y[~counts] == -1).all() and x.min() >= 0
-    assert x[counts, 0].tolist() == eval_offsets(1000, 16, n).tolist()
+    assert x[counts, 0].tolist() == stream.eval_places(n).tolist()
     assert len(x) - n < 2 * world_size  # little is made up
 
 
@@ -142,5 +137,15 @@ def test_a_token_beyond_the_vocabulary_ends_training():
     with pytest.raises(UserError, match="token 1000, beyond the vocabulary of 1000"):
         take(tokens, 34, vocab_size=1000)
     with pytest.raises(UserError, match="token 999, beyond the vocabulary of 999"):
-        read_windows([(tokens, 983)], 16, 999)
-    assert read_windows([(tokens, 983)], 16, 1000)[1].max() == 999
+        read_sequences([(TokenStream(tokens, 16), 983)], 999)
+    assert read_sequences([(TokenStream(tokens, 16), 983)], 1000)[1].max() == 999
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4", np.int64])
+def test_a_mask_is_decoded_for_every_id_and_type(dtype):
+    """Also for 0, whose negative is no other number, and for ids beyond the signed half of their type."""
+    ids = np.array([[0, 1, 2, 50_256, 65_535]], dtype)
+    for row, expected in ((ids, ids.tolist()), (~ids.astype(np.int64), [[-1] * 5])):
+        decoded, targets = decode_mask(row)
+        assert decoded.tolist() == [[0, 1, 2, 50_256, 65_535]] and targets.tolist() == expected
+        assert decoded.dtype == targets.dtype == np.int64

@@ -22,7 +22,8 @@ from runtime.checkpoint.shards import TagReader
 from runtime.checkpoint.tags import TagStore
 from runtime.data.chat import TEMPLATE
 from runtime.data.dataset import BEGINS, COUNTS, Dataset, check_dataset, open_tokens, write_dataset
-from runtime.data.loader import Batch, Conversations, TrainBatches, eval_batches, open_sequences
+from runtime.data.loader import Batch, TrainBatches, eval_batches
+from runtime.data.sequences import Conversations, TokenStream, open_sequences
 from runtime.engine.launch import loss_of_targets
 from runtime.errors import UserError
 
@@ -122,7 +123,8 @@ def test_an_epoch_has_every_conversation_once_in_rows_of_whole_ones(chat):
 def test_every_token_of_other_text_counts_in_a_mixture(chat):
     """Of 12 sequences 8 are text of 72 targets each."""
     rows = open_sequences(chat.data, "train", BLOCK)
-    sources, batch = [(rows, 1), (np.zeros(5000, np.uint16), 2)], Batch(3, 2, 2, BLOCK)
+    text = TokenStream(np.zeros(5000, np.uint16), BLOCK)
+    sources, batch = [(rows, 1), (text, 2)], Batch(3, 2, 2, BLOCK)
     ranks = [TrainBatches(sources, 36, batch, rank, 7, 256, "cpu").next_step(2) for rank in (0, 1)]
     counted = torch.cat([(y >= 0).sum(dim=1) for batches in ranks for _, y, _ in batches])
     assert sorted(counted.tolist())[4:] == [72] * 8 and 0 < counted.min() and counted[counted < 72].numel() == 4

@@ -9,8 +9,9 @@ import pytest
 from conftest import CHARS, EIGHT, NO_SHAPE, SOURCE, done
 
 from runtime.checkpoint.tags import TagStore
-from runtime.data import loader
 from runtime.data.dataset import mixture_shares, write_dataset
+from runtime.data.loader import interleave_table, locate_sequences
+from runtime.data.sequences import TokenStream
 from runtime.errors import UserError
 
 COUNT_HASHES = """
@@ -50,15 +51,17 @@ def test_what_are_no_weights_is_refused(weights):
 @pytest.mark.parametrize("whole", [(1,), (3, 7), (1, 1, 98), (5, 3, 2)])
 def test_every_beginning_of_a_mixture_has_its_shares_and_each_set_its_own_order(whole):
     period, n = sum(whole), 400
-    tokens = [np.zeros(size) for size in (500, 900, 300)[:len(whole)]]
-    which, offsets = loader.locate_sequences(np.arange(n), list(zip(tokens, whole, strict=True)), 16, 1337)
+    streams = [TokenStream(np.zeros(size), 16) for size in (500, 900, 300)[:len(whole)]]
+    located = locate_sequences(np.arange(n), list(zip(streams, whole, strict=True)), 1337)
+    which = np.array([streams.index(stream) for stream, _ in located])
+    offsets = np.array([offset for _, offset in located])
     for j, share in enumerate(whole):
         so_far = np.cumsum(which == j)
         assert np.abs(so_far - np.arange(1, n + 1) * share / period).max() < 1
         assert so_far[period - 1] == share and so_far[n // period * period - 1] == n // period * share
-        alone = loader.train_offsets(np.arange(so_far[-1]), len(tokens[j]), 16, 1337)
+        alone = streams[j].train_places(np.arange(so_far[-1]), 1337)
         np.testing.assert_array_equal(offsets[which == j], alone)
-    assert sorted(loader.interleave_table(whole)[0]) == sorted(j for j, share in enumerate(whole) for _ in range(share))
+    assert sorted(interleave_table(whole)[0]) == sorted(j for j, share in enumerate(whole) for _ in range(share))
 
 
 def test_a_mixture_trains_tells_its_shares_and_goes_on(train, characters, backwards):
@@ -115,7 +118,7 @@ def test_a_stage_begins_with_the_best_weights_of_the_one_before(train, backwards
 
 def test_epochs(train):
     """0.02 epochs of 561 windows in steps of 4: 3 of them."""
-    assert loader.windows_per_epoch(18_000, 32)[0] == 561
+    assert TokenStream(np.zeros(18_000), 32).per_epoch == 561
     run = done(train("--max_epochs=0.02", "--lr_schedule=linear", "--min_lr=0.0", "--keep_last=0"))
     assert [r["lr"] for r in run.history if "lr" in r] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
     assert "561" not in run.stderr and sorted(run.losses) == [1, 2, 3]

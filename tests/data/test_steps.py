@@ -6,12 +6,13 @@ import torch
 from conftest import wait_until
 
 from runtime.data.dataset import BEGINS, COUNTS
-from runtime.data.loader import STEPS_AHEAD, Batch, Conversations, TrainBatches, train_offsets
+from runtime.data.loader import STEPS_AHEAD, Batch, TrainBatches
+from runtime.data.sequences import Conversations, TokenStream
 from runtime.errors import UserError
 
 BLOCK = 16
-TOKENS = np.arange(60_000, dtype=np.uint16)  # so the first token of a window is its offset
-OFFSETS = train_offsets(np.arange(3000), len(TOKENS), BLOCK, 1337)  # of less than an epoch
+TEXT = TokenStream(np.arange(60_000, dtype=np.uint16), BLOCK)  # so the first token of a window is its offset
+OFFSETS = TEXT.train_places(np.arange(3000), 1337)  # of less than an epoch
 ID_OF = {int(offset): number for number, offset in enumerate(OFFSETS)}
 RAMP = (1, 1, 3, 2, 2, 1, 4, 4)  # micro-steps of each step
 
@@ -19,7 +20,7 @@ RAMP = (1, 1, 3, 2, 2, 1, 4, 4)  # micro-steps of each step
 def loader(position, micro, accumulation, world_size, rank):
     """The TrainBatches of one rank."""
     batch = Batch(micro, accumulation, world_size, BLOCK)
-    return TrainBatches([(TOKENS, 1)], position, batch, rank, 1337, 65_536, "cpu")
+    return TrainBatches([(TEXT, 1)], position, batch, rank, 1337, 65_536, "cpu")
 
 
 def ids_of(micro_batches):
@@ -112,7 +113,7 @@ def test_a_steps_loss_is_the_mean_over_its_targets_whatever_the_number(world_siz
     """As the engine averages: over the micro-steps that were made, and the ranks."""
     sources = [(packed(), 1)]
     if mixed:
-        sources.append((np.arange(5000) % 256, 2))
+        sources.append((TokenStream(np.arange(5000) % 256, BLOCK), 2))
     batch = Batch(2, 4, world_size, BLOCK)
     ranks = [TrainBatches(sources, 10, batch, rank, 7, 256, "cpu") for rank in range(world_size)]
     weights = []

@@ -10,7 +10,8 @@ import torch
 from conftest import CHARS, done, edited_script, stage
 
 from model import GPT, GPTConfig
-from runtime.data.loader import locate_sequences, read_windows
+from runtime.data.loader import locate_sequences, read_sequences
+from runtime.data.sequences import TokenStream
 from runtime.engine.any_optimizer import check_elementwise, is_adamw, step_by_itself
 from runtime.engine.clip import Clip
 from runtime.engine.setup import without_warning
@@ -68,8 +69,8 @@ def plain_losses(made, characters, clip=1.0):
     losses = []
     for it in range(STEPS):
         ids = np.arange(8 * it, 8 * it + 8)
-        _, offsets = locate_sequences(ids, [(tokens, 1)], 32, 1337)
-        x, y = read_windows([(tokens, offset) for offset in offsets], 32, len(CHARS))
+        located = locate_sequences(ids, [(TokenStream(tokens, 32), 1)], 1337)
+        x, y = read_sequences(located, len(CHARS))
         for group in optimizer.param_groups:
             group["lr"] = 1e-4 + 0.5 * (1 + math.cos(math.pi * it / STEPS)) * 9e-4
         loss = model(x, y)

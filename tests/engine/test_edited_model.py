@@ -9,7 +9,8 @@ from conftest import CHARS, done, stage
 from edited_model import GRAPHS, edited_model
 from muon_reference import NO_MUON, PlainMuon, by_singular_values
 
-from runtime.data.loader import locate_sequences, read_windows
+from runtime.data.loader import locate_sequences, read_sequences
+from runtime.data.sequences import TokenStream
 
 STEPS = 6
 ARGUMENTS = ("--optimizer=muon", "--muon_learning_rate=0.02", f"--max_iters={STEPS}", f"--lr_decay_iters={STEPS}",
@@ -38,8 +39,8 @@ def plain_losses(module, characters, monkeypatch):
     optimizer = PlainMuon(model, 0.1, 0.02 / 1e-3, parts_by_name(model), betas=(0.9, 0.95))
     losses = []
     for it in range(STEPS):
-        _, offsets = locate_sequences(np.arange(8 * it, 8 * it + 8), [(tokens, 1)], 32, 1337)
-        x, y = read_windows([(tokens, offset) for offset in offsets], 32, len(CHARS))
+        located = locate_sequences(np.arange(8 * it, 8 * it + 8), [(TokenStream(tokens, 32), 1)], 1337)
+        x, y = read_sequences(located, len(CHARS))
         for group in optimizer.param_groups:
             rate = 1e-4 + 0.5 * (1 + math.cos(math.pi * it / STEPS)) * 9e-4
             group["lr"] = rate * group.get("lr_ratio", 1)

@@ -13,7 +13,8 @@ from conftest import CHARS, done, edited_script, ramp, stage
 
 from model import GPT, GPTConfig
 from runtime.checkpoint.tags import TagStore
-from runtime.data.loader import locate_sequences, read_windows
+from runtime.data.loader import locate_sequences, read_sequences
+from runtime.data.sequences import TokenStream
 
 STEPS = 8
 PER_MICRO_STEP = 4  # sequences, over all ranks
@@ -39,8 +40,8 @@ def plain_losses(characters, sizes):
     for it, size in enumerate(sizes):
         ids = np.arange(position, position + size)
         position += size
-        _, offsets = locate_sequences(ids, [(tokens, 1)], 32, 1337)
-        x, y = read_windows([(tokens, offset) for offset in offsets], 32, len(CHARS))
+        located = locate_sequences(ids, [(TokenStream(tokens, 32), 1)], 1337)
+        x, y = read_sequences(located, len(CHARS))
         for group in optimizer.param_groups:
             group["lr"] = 1e-4 + 0.5 * (1 + math.cos(math.pi * it / STEPS)) * 9e-4
         loss = model(x, y)

@@ -12,7 +12,8 @@ from conftest import CHARS, done, every, stage
 from edited_model import BY_MICRO_BATCH, GRAPHS, edited_model
 from muon_reference import PlainMuon, by_singular_values
 
-from runtime.data.loader import locate_sequences, read_windows
+from runtime.data.loader import locate_sequences, read_sequences
+from runtime.data.sequences import TokenStream
 
 STEPS = 20
 SEQUENCES = 8  # of a step
@@ -69,8 +70,8 @@ def micro_batches_of(step: int, tokens: np.ndarray, number: int) -> list[tuple]:
     ids = np.arange(SEQUENCES * step, SEQUENCES * (step + 1))
     batches = []
     for own in np.split(ids, number):
-        _, offsets = locate_sequences(own, [(tokens, 1)], 32, 1337)
-        batches.append(read_windows([(tokens, offset) for offset in offsets], 32, len(CHARS)))
+        located = locate_sequences(own, [(TokenStream(tokens, 32), 1)], 1337)
+        batches.append(read_sequences(located, len(CHARS)))
     return batches
 
 
