@@ -39,9 +39,9 @@ from tqdm import tqdm
 
 from runtime.cluster.join import join_process_group
 from runtime.cluster.ranks import all_exit_on, print0, ranks_from_environment, shut_down
-from runtime.data.dataset import open_datasets, same_tokenizer
 from runtime.data.folder_tokenizer import how_to_prepare
 from runtime.data.loader import inputs_and_targets
+from runtime.data.mixture import open_datasets, same_tokenizer
 from runtime.data.sequences import TokenStream, open_sequences
 from runtime.data.tokenizer import token_bytes, tokenizer_of
 from runtime.errors import UserError

@@ -17,8 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.cores import usable_cores
-from runtime.data.dataset import SPLITS, nanogpt_vocabulary, new_dataset_dir
+from runtime.data.dataset import SPLITS, nanogpt_vocabulary
 from runtime.data.folder_tokenizer import tokenizer_meta
+from runtime.data.folders import new_dataset_dir
 from runtime.data.meta import GPT2_VOCAB
 from runtime.data.token_files import seeming_type
 from runtime.errors import UserError

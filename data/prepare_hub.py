@@ -14,8 +14,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.cores import usable_cores
-from runtime.data.dataset import SPLITS, new_dataset_dir, write_dataset
+from runtime.data.dataset import SPLITS, write_dataset
 from runtime.data.folder_tokenizer import tokenizer_meta
+from runtime.data.folders import new_dataset_dir
 from runtime.data.tokenizer import end_of_text, numpy_encoder
 from runtime.errors import UserError
 from runtime.files import lock_folder

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runtime.checkpoint.shards import load_model
-from runtime.data.dataset import dataset_dir
+from runtime.data.folders import dataset_dir
 from runtime.hardware import git_commit
 
 SCALE = 2.0**14  # of gradients in float16

@@ -21,7 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from runtime.data.dataset import dataset_dir, read_meta
+from runtime.data.dataset import read_meta
+from runtime.data.folders import dataset_dir
 from runtime.hardware import git_commit
 from runtime.monitor.history import read_history
 

@@ -32,7 +32,8 @@ from torch.nn.functional import cross_entropy
 
 from configurator import settings_of_script
 from model import GPT
-from runtime.data.dataset import dataset_dir, read_meta
+from runtime.data.dataset import read_meta
+from runtime.data.folders import dataset_dir
 from runtime.hardware import git_commit, machine_record
 from runtime.monitor.history import read_history
 

@@ -12,8 +12,9 @@ from runtime.checkpoint.tags import TagStore
 from runtime.chosen_model import GPT
 from runtime.cluster.nodes import exit_if_ranks_differ
 from runtime.cluster.ranks import exit_together
-from runtime.data.dataset import SPLITS, open_datasets
+from runtime.data.dataset import SPLITS
 from runtime.data.loader import Batch
+from runtime.data.mixture import open_datasets
 from runtime.data.sequences import open_sequences
 from runtime.data.tokenizer import tokenizer_of
 from runtime.engine import ds_config, fixes

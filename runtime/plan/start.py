@@ -14,9 +14,9 @@ from runtime.checkpoint.model_source import source_of
 from runtime.checkpoint.shards import check_sizes_of_tag, open_tag
 from runtime.checkpoint.tags import CheckpointError, TagStore, UnreadableError, parse_run_path
 from runtime.chosen_model import GPT, GPTConfig
-from runtime.data.dataset import same_data, same_tokenizer
 from runtime.data.folder_tokenizer import check_ids, how_to_prepare
 from runtime.data.loader import Batch
+from runtime.data.mixture import same_data, same_tokenizer
 from runtime.errors import UserError
 from runtime.lora import as_options
 from runtime.model_parts import count_elements, tensors_of, ties_of, without_memory

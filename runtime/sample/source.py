@@ -7,8 +7,9 @@ from runtime.bring import no_weights
 from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore, parse_run_path
 from runtime.chosen_model import GPT, GPTConfig
-from runtime.data.dataset import dataset_dir, read_meta
+from runtime.data.dataset import read_meta
 from runtime.data.folder_tokenizer import assumed_tokenizer, check_ids, tokenizer_of_weights
+from runtime.data.folders import dataset_dir
 from runtime.data.meta import MAX_TEMPLATE_CHARS
 from runtime.errors import UserError
 from runtime.output import counted

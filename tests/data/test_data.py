@@ -25,6 +25,7 @@ from runtime.data import dataset as bins
 from runtime.data import download as fetch
 from runtime.data import tokenizer
 from runtime.data.dataset import check_dataset, read_meta, write_dataset
+from runtime.data.folders import how_to_fix
 from runtime.errors import UserError
 
 
@@ -284,9 +285,9 @@ def test_a_missing_dataset_names_the_command_that_makes_it(tmp_path, monkeypatch
     with pytest.raises(UserError, match="^data/other/train.bin does not exist: run .* PATH --name=/.*/data/other$"):
         check_dataset("data/other")  # not its own prepare.py, which may be anybody's
     monkeypatch.chdir(ROOT)
-    for name in bins.OWN_DATASETS:
-        assert bins._how_to_fix(ROOT / "data" / name) == f"run python data/{name}/prepare.py"
-    assert sorted(path.parent.name for path in ROOT.glob("data/*/prepare.py")) >= sorted(bins.OWN_DATASETS)
+    for name in files.OWN_DATASETS:
+        assert how_to_fix(ROOT / "data" / name) == f"run python data/{name}/prepare.py"
+    assert sorted(path.parent.name for path in ROOT.glob("data/*/prepare.py")) >= sorted(files.OWN_DATASETS)
 
 
 @pytest.mark.parametrize("place", [0, 4999, 9999])

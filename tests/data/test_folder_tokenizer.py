@@ -12,8 +12,9 @@ from small_tokenizers import MAKERS, TEXT, byte_level_bpe, save_tokenizer
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
-from runtime.data.dataset import open_datasets, same_tokenizer, write_dataset
+from runtime.data.dataset import write_dataset
 from runtime.data.folder_tokenizer import check_ids, tokenizer_meta, tokenizer_of_folder, tokenizer_of_weights
+from runtime.data.mixture import open_datasets, same_tokenizer
 from runtime.data.same_ids import have_same_ids
 from runtime.data.tokenizer import RANKS_FILE, gpt2_encoding, numpy_encoder, tokenizer_of
 from runtime.errors import UserError

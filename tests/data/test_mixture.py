@@ -9,8 +9,9 @@ import pytest
 from conftest import CHARS, EIGHT, NO_SHAPE, SOURCE, done
 
 from runtime.checkpoint.tags import TagStore
-from runtime.data.dataset import mixture_shares, write_dataset
+from runtime.data.dataset import write_dataset
 from runtime.data.loader import interleave_table, locate_sequences
+from runtime.data.mixture import mixture_shares
 from runtime.data.sequences import TokenStream
 from runtime.errors import UserError
 

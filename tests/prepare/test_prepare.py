@@ -25,7 +25,9 @@ from conftest import ROOT, done, launch, wait_until
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from runtime.data import dataset as bins
-from runtime.data.dataset import Dataset, check_dataset, open_datasets, open_tokens
+from runtime.data.dataset import Dataset, check_dataset, open_tokens
+from runtime.data.folders import how_to_fix
+from runtime.data.mixture import open_datasets
 from runtime.data.tokenizer import gpt2_encoding, tokenizer_of
 from runtime.errors import UserError
 from runtime.prepare import inputs, shards
@@ -519,4 +521,4 @@ def test_index_a_dataset_of_the_hub_that_cannot_be_read_is_told_in_a_sentence(tm
         f"- config_name: {name}\n  data_files: a.jsonl\n" for name in ("large", "small")) + "---")
     refused = hub("--name=./out", *options, cwd=tmp_path)
     assert refused.returncode == 2 and re.search(message, refused.stderr.splitlines()[-1]), refused.stderr
-    assert bins._how_to_fix(ROOT / "data" / "openwebtext").endswith("data/prepare_hub.py")
+    assert how_to_fix(ROOT / "data" / "openwebtext").endswith("data/prepare_hub.py")
