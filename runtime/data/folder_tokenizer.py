@@ -1,7 +1,7 @@
 """Find the tokenizer of a folder of weights, or of one that data/prepare.py is to use.
 
-It is the same for training, sampling and evaluating. Data with other ids than the weights' is refused, with the command
-that prepares it.
+It is the same for training, sampling and evaluating. Data with other ids than the weights' is
+refused, with the command that prepares it.
 """
 
 import hashlib
@@ -32,14 +32,21 @@ from runtime.untrusted import check_type, read_json, read_regular
 PADDED_GPT2_VOCAB = 50304  # nanoGPT's, for a dataset without meta.pkl
 GPT2_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")  # of vocab.json with merges.txt
 # Tokenizers that are in no form that is read here
-OTHER_FILES = ("vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tokenizer.pkl")
+OTHER_FILES = (
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.pkl",
+)
 TokenId = Annotated[int, Field(ge=0, lt=MAX_VOCAB)]
 
 
 def tokenizer_meta(name: str) -> tuple[dict, int]:
     """Return (the "tokenizer" of a dataset's meta.json, its vocabulary size).
 
-    name: gpt2, char or a tokenizer's folder. For char, the vocabulary is all of Unicode so far. Raises UserError.
+    name: gpt2, char or a tokenizer's folder. For char, the vocabulary is all of Unicode so far.
+    Raises UserError.
     """
     if name == "gpt2":
         return {"kind": "gpt2"}, gpt2_encoding().n_vocab
@@ -47,20 +54,25 @@ def tokenizer_meta(name: str) -> tuple[dict, int]:
         return {"kind": "char"}, CODE_POINTS
     found = tokenizer_of_folder(name)
     if found is None:
-        raise UserError(f"{name} has no tokenizer.json: choose gpt2, char, or a folder in which transformers has saved "
-                        "a fast tokenizer")
-    if found["tokenizer"]["kind"] == "gpt2":
-        return found["tokenizer"], gpt2_encoding().n_vocab
-    if found["tokenizer"]["end_of_text"] is None:
-        raise UserError(f'{name} has no end-of-text token: add "eos_token" to its tokenizer_config.json')
-    return found["tokenizer"], found["vocab_size"]
+        raise UserError(
+            f"{name} has no tokenizer.json: choose gpt2, char, or a folder in which transformers "
+            "has saved a fast tokenizer"
+        )
+    tokenizer = found["tokenizer"]
+    if tokenizer["kind"] == "gpt2":
+        return tokenizer, gpt2_encoding().n_vocab
+    if tokenizer["end_of_text"] is None:
+        raise UserError(
+            f'{name} has no end-of-text token: add "eos_token" to its tokenizer_config.json'
+        )
+    return tokenizer, found["vocab_size"]
 
 
 def tokenizer_of_folder(folder: str | os.PathLike) -> dict | None:
-    """Return {"tokenizer", "vocab_size"}, as in a meta.json, of the tokenizer in a folder, or None if it has none.
+    """Return {"tokenizer", "vocab_size"}, as in a meta.json, of the tokenizer in a folder.
 
-    "end_of_text" is None if the folder names no such token. Raises UserError if the folder has a tokenizer in a form
-    that isn't read here.
+    Returns None if it has none. "end_of_text" is None if the folder names no such token. Raises
+    UserError if the folder has a tokenizer in a form that isn't read here.
     """
     folder = Path(folder)
     if is_there(folder, "tokenizer.json"):
@@ -70,7 +82,8 @@ def tokenizer_of_folder(folder: str | os.PathLike) -> dict | None:
     else:
         return gpt2_of_ranks(folder)
     ids = vocabulary_of(meta)
-    return {"tokenizer": meta | {"end_of_text": end_of_folder(folder, ids)}, "vocab_size": max(ids.values()) + 1}
+    meta["end_of_text"] = end_of_folder(folder, ids)
+    return {"tokenizer": meta, "vocab_size": max(ids.values()) + 1}
 
 
 def is_there(folder: Path, name: str) -> bool:
@@ -79,19 +92,24 @@ def is_there(folder: Path, name: str) -> bool:
 
 
 def gpt2_of_ranks(folder: Path) -> dict | None:
-    """Return {"tokenizer", "vocab_size"} of GPT-2's own ranks in a .tiktoken file, or None if there is no tokenizer.
+    """Return {"tokenizer", "vocab_size"} of GPT-2's own ranks in a .tiktoken file.
 
-    Raises UserError for another tokenizer.
+    Returns None if there is no tokenizer. Raises UserError for another one.
     """
     for name, other in (("vocab.json", "merges.txt"), ("merges.txt", "vocab.json")):
         if is_there(folder, name):
-            raise UserError(f"{folder} has {name} without {other}: restore it, or {how_to_convert(folder)}")
+            raise UserError(
+                f"{folder} has {name} without {other}: restore it, or {how_to_convert(folder)}"
+            )
     ranks = sorted(folder.glob("*.tiktoken"))
     others = [folder / name for name in OTHER_FILES if is_there(folder, name)]
     if len(ranks) == 1 and not others and file_digest(ranks[0])["sha256"] == RANKS_SHA256:
         return {"tokenizer": {"kind": "gpt2"}, "vocab_size": GPT2_VOCAB}
-    for file in (*others, *ranks):
-        raise UserError(f"{file} is a tokenizer in a form that isn't read here: {how_to_convert(folder)}")
+    unread = [*others, *ranks]
+    if unread:
+        raise UserError(
+            f"{unread[0]} is a tokenizer in a form that isn't read here: {how_to_convert(folder)}"
+        )
     return None
 
 
@@ -110,9 +128,10 @@ def config_of(file: Path) -> dict:
 
 
 def end_of_folder(folder: Path, ids: dict[str, int]) -> int | None:
-    """Return the id of the end-of-text token of a tokenizer, or None. ids: {token: id}. Raises UserError.
+    """Return the id of the end-of-text token of a tokenizer, or None.
 
-    The tokenizer's own word comes first: config.json often has GPT-2's default, 50256, for other tokenizers.
+    ids: {token: id}. The tokenizer's own word comes first: config.json often has GPT-2's default,
+    50256, for other tokenizers. Raises UserError.
     """
     token = text_of_token(config_of(folder / "tokenizer_config.json").get("eos_token"))
     if token in ids:
@@ -121,41 +140,71 @@ def end_of_folder(folder: Path, ids: dict[str, int]) -> int | None:
     described = config_of(folder / "meta.json").get("tokenizer")  # of a dataset
     if isinstance(described, dict):
         end = described.get("end_of_text")
+    candidates = end if isinstance(end, list) else [end]
     known = set(ids.values())
-    for each in end if isinstance(end, list) else [end]:
-        if type(each) is int and each in known:
-            return each
+    for candidate in candidates:
+        if type(candidate) is int and candidate in known:
+            return candidate
     return ids.get(END_OF_TEXT)
 
 
 def text_of_token(token: Any) -> str | None:
-    """Return the text of a token in tokenizer_config.json: it is a string, or in "content". None: there is none."""
+    """Return the text of a token in tokenizer_config.json, or None if there is none.
+
+    It is a string, or in "content".
+    """
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 def meta_of_vocab_and_merges(folder: Path) -> dict:
-    """Return the "tokenizer" of a meta.json for a vocab.json with a merges.txt, as GPT-2's tokenizer has them.
+    """Return the "tokenizer" of a meta.json for GPT-2's form, a vocab.json with a merges.txt.
 
     Its "content" is the tokenizer.json that they amount to. Raises UserError.
     """
     config = config_of(folder / "tokenizer_config.json")
     if config.get("tokenizer_class") not in GPT2_CLASSES:
-        raise UserError(f"{folder} has vocab.json and merges.txt of a {config['tokenizer_class']}, and without a "
-                        f"tokenizer.json only GPT-2's form is read: {how_to_convert(folder)}")
+        raise UserError(
+            f"{folder} has vocab.json and merges.txt of a {config['tokenizer_class']}, and without "
+            f"a tokenizer.json only GPT-2's form is read: {how_to_convert(folder)}"
+        )
     vocab = read_json(folder / "vocab.json", dict[str, TokenId], MAX_TOKENIZER_BYTES)
-    merges = read_merges(folder / "merges.txt")
-    byte_level = {"type": "ByteLevel", "add_prefix_space": config.get("add_prefix_space") is True,
-                  "trim_offsets": True, "use_regex": True}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": config.get("add_prefix_space") is True,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": "",
+        "end_of_word_suffix": "",
+        "fuse_unk": False,
+        "vocab": vocab,
+        "merges": read_merges(folder / "merges.txt"),
+    }
     content = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added_tokens(folder, config, vocab),
-        "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
-        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
-                  "end_of_word_suffix": "", "fuse_unk": False, "vocab": vocab, "merges": merges}}
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added_tokens(folder, config, vocab),
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": model,
+    }
     encoded = json.dumps(content).encode()
-    return {"kind": "hf", "file": os.path.abspath(folder / "vocab.json"), "content": encoded,
-            "end_of_text": None, "sha256": hashlib.sha256(encoded).hexdigest()}
+    return {
+        "kind": "hf",
+        "file": os.path.abspath(folder / "vocab.json"),
+        "content": encoded,
+        "end_of_text": None,
+        "sha256": hashlib.sha256(encoded).hexdigest(),
+    }
 
 
 def read_merges(file: Path) -> list[list[str]]:
@@ -169,21 +218,29 @@ def read_merges(file: Path) -> list[list[str]]:
     pairs = [line.rstrip("\r").split(" ") for line in lines if line.strip()]
     for pair in pairs:
         if len(pair) != 2:
-            raise UserError(f"{file} can't be used ({' '.join(pair)[:40]!r} is not a pair of tokens): restore it")
+            line = " ".join(pair)
+            raise UserError(
+                f"{file} can't be used ({line[:40]!r} is not a pair of tokens): restore it"
+            )
     return pairs
 
 
 def added_tokens(folder: Path, config: dict, vocab: dict[str, int]) -> list[dict]:
-    """Return the "added_tokens" of a tokenizer.json: tokens that are found in a text before anything else.
+    """Return the "added_tokens" of a tokenizer.json.
 
-    config: of tokenizer_config.json. Raises UserError.
+    They are found in a text before anything else. config: of tokenizer_config.json. Raises
+    UserError.
     """
     added = dict(config_of(folder / "added_tokens.json"))
     special = {END_OF_TEXT}
     for name in ("eos_token", "bos_token", "unk_token", "pad_token"):
         special.add(text_of_token(config.get(name)))
+
+    # The configuration describes them, too, by their ids
     described = config.get("added_tokens_decoder")
-    for number, token in (described if isinstance(described, dict) else {}).items():
+    if not isinstance(described, dict):
+        described = {}
+    for number, token in described.items():
         content = text_of_token(token)
         if content and number.isdecimal():
             added[content] = int(number)
@@ -194,21 +251,27 @@ def added_tokens(folder: Path, config: dict, vocab: dict[str, int]) -> list[dict
     try:
         check_type(added, dict[str, TokenId])
     except ValueError as error:
-        raise UserError(f"the added tokens of {folder} can't be used ({error}): restore them") from None
+        raise UserError(
+            f"the added tokens of {folder} can't be used ({error}): restore them"
+        ) from None
+
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    by_id = sorted(added.items(), key=lambda item: item[1])
-    return [{"id": number, "content": token, "special": token in special, **flags} for token, number in by_id]
+    tokens = []
+    for token, number in sorted(added.items(), key=lambda item: item[1]):
+        tokens.append({"id": number, "content": token, "special": token in special, **flags})
+    return tokens
 
 
 def tokenizer_of_weights(source: str, vocab_size: int) -> dict | None:
-    """Return {"tokenizer", "vocab_size"} of weights, or None if nothing says which tokenizer they have.
+    """Return {"tokenizer", "vocab_size"} of weights, or None if nothing says which they have.
 
-    source: a GPT-2 on the hub, a folder of weights or a ckpt.pt. vocab_size: rows of their embedding, of which some
-    may be padding. Raises UserError.
+    source: a GPT-2 on the hub, a folder of weights or a ckpt.pt. vocab_size: rows of their
+    embedding, of which some may be padding. Raises UserError.
     """
     if os.path.isdir(source):
         found = tokenizer_of_folder(source)
-        if found and found["vocab_size"] > vocab_size:  # people add tokens to a tokenizer, and not to its weights
+        # People add tokens to a tokenizer, and not to its weights
+        if found and found["vocab_size"] > vocab_size:
             end = found["tokenizer"].get("end_of_text")
             if end is not None and end >= vocab_size:
                 found["tokenizer"]["end_of_text"] = None
@@ -220,50 +283,56 @@ def tokenizer_of_weights(source: str, vocab_size: int) -> dict | None:
 
 
 def assumed_tokenizer(source: str, vocab_size: int) -> tuple[dict | None, str]:
-    """Return ({"tokenizer", "vocab_size"} that the size suggests of weights without a tokenizer, or None, and a note).
+    """Return (the tokenizer that their size suggests of weights without one, a note).
 
-    source, vocab_size: see tokenizer_of_weights().
+    The first is {"tokenizer", "vocab_size"}, or None. source, vocab_size: see
+    tokenizer_of_weights().
     """
     if vocab_size not in (GPT2_VOCAB, PADDED_GPT2_VOCAB):
         return None, ""
-    return (
-        {"tokenizer": {"kind": "gpt2"}, "vocab_size": GPT2_VOCAB},
-        f"{source} has no tokenizer: its {vocab_size:,} tokens are taken for GPT-2's",
-    )
+    assumed = {"tokenizer": {"kind": "gpt2"}, "vocab_size": GPT2_VOCAB}
+    return assumed, f"{source} has no tokenizer: its {vocab_size:,} tokens are taken for GPT-2's"
 
 
 def how_to_prepare(tokenizer: dict, folder: str | None = None) -> str:
-    """Return the advice to prepare data with a "tokenizer" of a meta.json. folder: where it is, if not at its "file".
+    """Return the advice to prepare data with a "tokenizer" of a meta.json.
+
+    folder: where it is, if not at its "file".
     """
-    option = ""
     if tokenizer["kind"] == "char":
         return "prepare texts of exactly the same characters with --tokenizer=char"
+    option = ""
     if tokenizer["kind"] == "hf":
-        option = f" --tokenizer={shlex.quote(folder or os.path.dirname(tokenizer.get('file') or 'DIR/'))}"
+        place = folder or os.path.dirname(tokenizer.get("file") or "DIR/")
+        option = f" --tokenizer={shlex.quote(place)}"
     return f"prepare its texts with python data/prepare.py PATH{option} --name=NAME"
 
 
 def check_ids(dataset: Any, data: dict, source: str, vocab_size: int) -> str:
-    """Return a note on a dataset for weights, or "". Raises UserError if its ids aren't the weights'.
+    """Return a note on a dataset for weights, or "". Raises UserError if its ids aren't theirs.
 
     dataset: the setting. data: {"tokenizer", "vocab_size"} of the dataset. source, vocab_size: see
     tokenizer_of_weights().
     """
     known = tokenizer_of_weights(source, vocab_size)
     if known and not have_same_ids(data["tokenizer"], known["tokenizer"]):
-        raise UserError(f"dataset={dataset} has another tokenizer than {source}: "
-                        f"{how_to_prepare(known['tokenizer'], source)}")
+        how = how_to_prepare(known["tokenizer"], source)
+        raise UserError(f"dataset={dataset} has another tokenizer than {source}: {how}")
     tokens = counted(data["vocab_size"], "token")
     if data["vocab_size"] > vocab_size:
         problem = f"dataset={dataset} has {tokens}, and {source} has {vocab_size:,}"
         if known:
-            raise UserError(f"{problem}: remove those from its tokenizer that were added without weights, and prepare "
-                            "the data again")
+            raise UserError(
+                f"{problem}: remove those from its tokenizer that were added without weights, and "
+                "prepare the data again"
+            )
         raise UserError(f"{problem}: prepare the data with the weights' tokenizer")
     if known:
         return ""
     assumed, note = assumed_tokenizer(source, vocab_size)
     if assumed and data["tokenizer"]["kind"] == "gpt2":
         return note
-    return (f"{source} has no tokenizer to compare with that of dataset={dataset}: its weights must have been trained "
-            f"on the same {tokens}")
+    return (
+        f"{source} has no tokenizer to compare with that of dataset={dataset}: its weights must "
+        f"have been trained on the same {tokens}"
+    )
