@@ -1,6 +1,10 @@
-"""Conversations as plain text: GPT-2 has no tokens for roles, so they are words, and end-of-text ends each answer."""
+"""Conversations as plain text.
+
+GPT-2 has no tokens for roles, so they are words, and end-of-text ends each answer.
+"""
 
 import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from runtime.data.dataset import BEGINS, COUNTS
@@ -8,22 +12,25 @@ from runtime.data.limited import call_limited
 from runtime.errors import UserError
 from runtime.untrusted import check_type
 
-END_OF_ANSWER = "\x03"  # ends an answer in a dataset of characters, which has no end-of-text: U+0003, END OF TEXT
+# Ends an answer in a dataset of characters, which has no end-of-text: U+0003, END OF TEXT
+END_OF_ANSWER = "\x03"
 ROLES = ("system", "user", "assistant")
 RENDERER = threading.Lock()  # transformers' renderer can't be used by two threads at once
-# A Jinja template as in transformers, which also finds the tokens of the answers between the generation tags
+# A Jinja template as in transformers, which also finds the answers between the generation tags
 TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
 
+Messages = list[dict]  # {"role", "content"} each
 
-def render(messages, template, eos_token):
+
+def render(messages: Messages, template: str, eos_token: str) -> str:
     """Return the text of a conversation, up to where the next answer begins. Raises UserError.
 
-    messages: [{"role", "content"}]. The template of somebody else is sandboxed by transformers, so
-    it runs no code. But it may loop for hours, or double a text until the memory is full: it is
-    rendered in a process with limits.
+    The template of somebody else is sandboxed by transformers, so it runs no code. But it may loop
+    for hours, or double a text until the memory is full: it is rendered in a process with limits.
     """
     if template == TEMPLATE:
-        return render_here(messages, TEMPLATE, eos_token)[0]
+        text, _ = render_here(messages, TEMPLATE, eos_token)
+        return text
     render_here([], TEMPLATE, "")  # import here what the process would import each time
     try:
         text = call_limited(lambda: render_here(messages, template, eos_token)[0])
@@ -36,7 +43,9 @@ def render(messages, template, eos_token):
     return text
 
 
-def render_here(messages, template, eos_token, ask=True):
+def render_here(
+    messages: Messages, template: str, eos_token: str, ask: bool = True
+) -> tuple[str, list[tuple[int, int]]]:
     """Return (the text of a conversation, the (begin, end) of its answers).
 
     Only TEMPLATE marks the answers. ask: end with the header of an answer. Raises any exception if
@@ -54,16 +63,20 @@ def render_here(messages, template, eos_token, ask=True):
             eos_token=eos_token,
             bos_token=eos_token,
         )
-    return texts[0], spans[0] if is_ours else []
+    if not is_ours:
+        return texts[0], []
+    return texts[0], spans[0]
 
 
-def encode_conversation(messages, encode, end):
-    """Return (ids, mask) of a conversation, up to its last answer, as two lists.
+def encode_conversation(
+    messages: Messages, encode: Callable[[str], Iterable[int]], end: int
+) -> tuple[list[int], list[int]]:
+    """Return (ids, mask) of a conversation, up to its last answer.
 
-    messages: [{"role", "content"}], and "weight": 0 where an answer doesn't count. encode: returns
-    the ids of a text in which special tokens are ordinary. end: the id that ends an answer. Each
-    answer is encoded on its own. With GPT-2's BPE, the tokens are those of the whole text: it joins
-    none across the border, because contents are stripped.
+    messages: also with "weight": 0 where an answer doesn't count. encode: returns the ids of a text
+    in which special tokens are ordinary. end: the id that ends an answer. Each answer is encoded on
+    its own. With GPT-2's BPE, the tokens are those of the whole text: it joins none across the
+    border, because contents are stripped.
     """
     # Without weights, the template marks all answers
     plain = [{"role": message["role"], "content": message["content"]} for message in messages]
@@ -76,36 +89,62 @@ def encode_conversation(messages, encode, end):
         prompt = encode(text[at:begin])
         answer = encode(text[begin:stop])
         ids += [*prompt, *answer, end]
-        mask += [0] * len(prompt) + [COUNTS * weight] * (len(answer) + 1)
+        mask += [0] * len(prompt)
+        mask += [COUNTS * weight] * (len(answer) + 1)
         at = stop
     mask[0] |= BEGINS
     return ids, mask
 
 
 class Chat:
-    """A conversation within the context of a model. data: find_model()'s. end_token: the text of end-of-text."""
+    """A conversation within the context of a model.
 
-    def __init__(self, data, encode, end_token, max_new_tokens):
-        self.template, self.block_size = data["template"], data["block_size"]
-        self.encode_text, self.end_token, self.max_new_tokens = encode, end_token, max_new_tokens
-        self.messages, self.asked = [], []  # up to the last answer; and with the message after it
+    data: "template" and "block_size" of find_model()'s. encode: returns the ids of a text.
+    end_token: the text of end-of-text. max_new_tokens: of an answer.
+    """
 
-    def encode(self, text):
-        """Return the tokens of the conversation with one more message, up to where the answer begins. Leave out the
-        oldest messages if they don't leave a quarter of the context to the answer. Raises UserError."""
+    def __init__(
+        self,
+        data: dict,
+        encode: Callable[[str], list[int]],
+        end_token: str,
+        max_new_tokens: int,
+    ):
+        self.template = data["template"]
+        self.block_size = data["block_size"]
+        self.encode_text = encode
+        self.end_token = end_token
+        self.max_new_tokens = max_new_tokens
+        self.messages: Messages = []  # up to the last answer
+        self.asked: Messages = []  # and with the message after it
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of the conversation with one more message, up to its answer.
+
+        Leave out the oldest messages if they don't leave a quarter of the context to the answer.
+        Raises UserError.
+        """
         self.asked = [*self.messages, {"role": "user", "content": text}]
-        while True:
-            ids = self.encode_text(render(self.asked, self.template, self.end_token))
-            if self.room(ids) >= min(self.max_new_tokens, self.block_size // 4) or len(self.asked) == 1:
-                break
-            self.asked = self.asked[2:]
+        least_room = min(self.max_new_tokens, self.block_size // 4)
+        ids = self.encode_asked()
+        while self.room(ids) < least_room and len(self.asked) > 1:
+            self.asked = self.asked[2:]  # without the oldest message and its answer
+            ids = self.encode_asked()
         if len(ids) >= self.block_size:
-            raise UserError(f"the message takes {len(ids)} of the {self.block_size} tokens of the context: shorten it")
+            raise UserError(
+                f"the message takes {len(ids)} of the {self.block_size} tokens of the context: "
+                "shorten it"
+            )
         return ids
 
-    def room(self, ids):
+    def encode_asked(self) -> list[int]:
+        """Return the tokens of the messages so far. Raises UserError."""
+        return self.encode_text(render(self.asked, self.template, self.end_token))
+
+    def room(self, ids: list[int]) -> int:
         """Return how many tokens an answer to the prompt ids may have."""
         return min(self.max_new_tokens, self.block_size - len(ids))
 
-    def add_answer(self, text):
+    def add_answer(self, text: str) -> None:
+        """Add an answer to the message that was encoded last."""
         self.messages = [*self.asked, {"role": "assistant", "content": text}]

@@ -1,4 +1,4 @@
-"""A dataset's folder: train.bin and val.bin (raw token ids), meta.json, and meta.pkl for nanoGPT's readers.
+"""A dataset's folder: train.bin and val.bin (raw token ids), meta.json, and meta.pkl for nanoGPT.
 
 meta.json (format 1):
     tokenizer   {"kind": "gpt2"}, {"kind": "char", "chars": all characters in id order}, or
@@ -331,8 +331,8 @@ def _content_problems(folder: Path, split: str, meta: dict, block_size: int) -> 
     if "template" not in meta and tokens <= block_size:  # the last token is only a target
         largest_block = min(meta["train_tokens"], meta["val_tokens"]) - 1
         problems.append(
-            f"{name} has {tokens} tokens, but block_size={block_size} needs {block_size + 1}: train "
-            f"with --block_size={largest_block}, or prepare a longer text"
+            f"{name} has {tokens} tokens, but block_size={block_size} needs {block_size + 1}: "
+            f"train with --block_size={largest_block}, or prepare a longer text"
         )
     ids = open_tokens(Dataset("", 1, folder, meta), split)
     starts = range(0, tokens, max(SLICE, tokens // CHECKED_SLICES))

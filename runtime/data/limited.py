@@ -1,6 +1,7 @@
 """Call a function in a process of its own, with limits of time and memory.
 
-Chat templates of others are rendered so."""
+Chat templates of others are rendered so.
+"""
 
 import json
 import os
@@ -8,6 +9,8 @@ import resource
 import select
 import signal
 import time
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 MAX_SECONDS = 6  # of the clock
 MAX_CPU_SECONDS = 5
@@ -16,7 +19,7 @@ MAX_ANSWER_BYTES = 5_000_000
 TOO_MUCH = "it takes too much time or memory"
 
 
-def call_limited(function):
+def call_limited(function: Callable[[], Any]) -> Any:
     """Return what function() returns, which must be a value of JSON.
 
     It runs in a fork, so it may only do what needs no other thread: plain Python, and nothing on a
@@ -43,8 +46,8 @@ def call_limited(function):
     return answer["value"]
 
 
-def read_answer(reader):
-    """Return what the child has written when it ends.
+def read_answer(reader: int) -> bytearray:
+    """Return what the child has written when it ends. reader: the pipe.
 
     Raises ValueError if it takes too long or writes too much.
     """
@@ -63,7 +66,7 @@ def read_answer(reader):
             raise ValueError(f"its text has more than {MAX_ANSWER_BYTES:,} bytes")
 
 
-def answer_and_exit(function, writer):
+def answer_and_exit(function: Callable[[], Any], writer: int) -> NoReturn:
     """Write the value or the error of function() as JSON, and exit, whatever happens."""
     try:
         limit_this_process()
@@ -80,7 +83,7 @@ def answer_and_exit(function, writer):
         os._exit(0)
 
 
-def limit_this_process():
+def limit_this_process() -> None:
     """Limit the time and the memory of this process, and write no core if it exceeds them."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_SECONDS, MAX_CPU_SECONDS))

@@ -13,8 +13,8 @@ So a position means the same for any number of ranks, any micro-batch and any nu
 A resumed run only needs this one number to continue, and repeats or skips nothing.
 
 Each epoch has every window of block_size tokens once, in the order of a keyed permutation, which is
-computed and not stored. In a mixture, each dataset has such a list, and a table interleaves them: of
-as many sequences as the shares add up to, each dataset has exactly its share.
+computed and not stored. In a mixture, each dataset has such a list, and a table interleaves them:
+of as many sequences as the shares add up to, each dataset has exactly its share.
 
 A dataset of conversations has rows instead of windows: whole conversations, packed once. Epochs
 shuffle the rows.
@@ -92,7 +92,10 @@ def interleave_table(shares: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 def locate_sequences(
     ids: np.ndarray, mixture: Sequence[tuple[Sequences, int]], seed: int
 ) -> Located:
-    """Return [(source, place)] of training's sequences with these ids. mixture: [(source, share)]."""
+    """Return [(source, place)] of training's sequences with these ids.
+
+    mixture: [(source, share)].
+    """
     shares = tuple(share for _, share in mixture)
     datasets, before = interleave_table(shares)
     period, number = np.divmod(np.asarray(ids, dtype=np.int64), sum(shares))
@@ -114,7 +117,7 @@ def read_sequences(located: Located, vocab_size: int) -> tuple[torch.Tensor, tor
 
 
 def inputs_and_targets(rows: np.ndarray, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets, (B, T) each, int64, of rows (B, T + 1) as decode_mask() takes them.
+    """Return inputs and targets, (B, T) each, int64, of rows (B, T + 1) for decode_mask().
 
     A target that doesn't count is -1. Raises UserError for an id outside the vocabulary.
     """
@@ -188,7 +191,8 @@ class TrainBatches:
         """
         if not isinstance(micro_steps, numbers.Integral) or micro_steps < 1:
             raise UserError(
-                f"micro_steps={micro_steps} must be a whole number of at least 1: change the training loop"
+                f"micro_steps={micro_steps} must be a whole number of at least 1: change the "
+                "training loop"
             )
 
         start = time.perf_counter()

@@ -4,7 +4,7 @@ import io
 import pickle
 import pickletools
 import re
-from typing import Annotated, NotRequired
+from typing import Annotated, NoReturn, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
@@ -67,22 +67,23 @@ class NanoGPTMeta(TypedDict):
     itos: NotRequired[dict[int, Character]]
 
 
-def parse_meta(content):
-    """Return the meta of the content of a meta.json, bytes. Raises ValueError."""
+def parse_meta(content: bytes) -> dict:
+    """Return the meta of the content of a meta.json. Raises ValueError."""
     meta = parse_json(content)
     check_type(meta, Meta)
     check_meta(meta)
     return meta
 
 
-def check_meta(meta):
+def check_meta(meta: dict) -> None:
     """Raise ValueError where the values of a Meta don't fit together."""
     tokenizer = meta["tokenizer"]
     kind = tokenizer["kind"]
     vocab_size = meta["vocab_size"]
     if meta["format"] != 1 or meta["dtype"] not in ("uint16", "uint32") or kind not in KINDS:
         raise ValueError(
-            f"unknown format {meta['format']}, dtype {meta['dtype']} or tokenizer {kind}")
+            f"unknown format {meta['format']}, dtype {meta['dtype']} or tokenizer {kind}"
+        )
     if kind == "char":
         chars = tokenizer.get("chars", "")
         if len(chars) != vocab_size:
@@ -95,7 +96,7 @@ def check_meta(meta):
         raise ValueError(f"its end of text, token {end}, is outside its vocabulary of {vocab_size}")
 
 
-def parse_meta_of_nanogpt(pickled, tokens):
+def parse_meta_of_nanogpt(pickled: bytes | None, tokens: dict[str, int]) -> dict | None:
     """Return the meta of nanoGPT's dataset, or None if its meta.pkl says that there is a meta.json.
 
     pickled: the content of meta.pkl, or None if there is none. tokens: {"train_tokens",
@@ -124,7 +125,7 @@ def parse_meta_of_nanogpt(pickled, tokens):
     return meta
 
 
-def check_plain_pickle(content):
+def check_plain_pickle(content: bytes) -> None:
     """Raise an error unless a pickle holds only PLAIN_OPCODES, with a memo no larger than needed.
 
     The C unpickler allocates its memo up to the largest index in the file: 5 bytes can ask for
@@ -135,15 +136,19 @@ def check_plain_pickle(content):
             return  # it names code: PlainUnpickler stops there, and says which
         if opcode.name not in PLAIN_OPCODES:
             raise pickle.UnpicklingError(
-                f"it holds {opcode.name}, but a meta.pkl holds only dicts, strings and numbers")
+                f"it holds {opcode.name}, but a meta.pkl holds only dicts, strings and numbers"
+            )
         if opcode.name in ("BINPUT", "LONG_BINPUT") and argument > number:
             raise pickle.UnpicklingError(
-                f"its memo has an entry {argument} after {number} operations")
+                f"its memo has an entry {argument} after {number} operations"
+            )
 
 
 class PlainUnpickler(pickle.Unpickler):
     """Reads dicts, strings and numbers only. Code that a pickle names is not imported."""
 
-    def find_class(self, module, name):
+    def find_class(self, module: str, name: str) -> NoReturn:
+        """Raise UnpicklingError."""
         raise pickle.UnpicklingError(
-            f"it names {module}.{name}, but a meta.pkl holds only dicts, strings and numbers")
+            f"it names {module}.{name}, but a meta.pkl holds only dicts, strings and numbers"
+        )

@@ -82,7 +82,8 @@ def open_datasets(dataset: str | dict[str, float], block_size: int) -> tuple[lis
     for other in datasets:
         if not same_tokenizer(other.meta, first.meta):
             raise UserError(
-                f"{first.name} and {other.name} have different tokenizers: prepare both with the same"
+                f"{first.name} and {other.name} have different tokenizers: prepare both with the "
+                "same"
             )
     if len({data.name for data in datasets}) < len(datasets):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Shuffle without storing an order: hashes of numbers, and a permutation that is computed index by index."""
+"""Shuffle without storing an order: a permutation that is computed index by index."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -56,7 +56,7 @@ def feistel_permute(i: ArrayLike, n: int, key: ArrayLike) -> np.ndarray:
 
 
 def shuffle_epochs(ids: ArrayLike, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (indices, keys) of items of an endless list, in which each epoch has all n indices once.
+    """Return (indices, keys) of items of an endless list, whose epochs have all n indices once.
 
     ids: the items' numbers in the list. indices: below n, int64, in another order in each epoch.
     keys: a random uint64 of the epoch of each item.

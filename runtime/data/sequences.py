@@ -38,10 +38,10 @@ class Sequences(Protocol):
         """The number of sequences of an epoch."""
 
     def train_places(self, ids: np.ndarray, seed: int) -> np.ndarray:
-        """Return the places of training's sequences with these ids, int64. Epochs follow one another."""
+        """Return the places of training's sequences with these ids, int64."""
 
     def eval_places(self, n: int) -> np.ndarray:
-        """Return n places, evenly spread over the data, int64, or fewer if n don't fit without overlap."""
+        """Return n places, evenly spread, int64, or fewer if n don't fit without overlap."""
 
     def row(self, place: int) -> np.ndarray:
         """Return the sequence at a place, (block_size + 1,), integers for decode_mask()."""
@@ -54,7 +54,7 @@ class Sequences(Protocol):
 
 
 class TokenStream(Sequences):
-    """One long text. A sequence is any window of it, and its place is the offset of the first token.
+    """One long text. A sequence is any window of it, and its place is the window's offset.
 
     tokens: (N,), integers, with N > block_size.
     """
@@ -88,7 +88,7 @@ class TokenStream(Sequences):
         return index * self.block_size + shift.astype(np.int64)
 
     def eval_places(self, n: int) -> np.ndarray:
-        """Return the offsets of n windows, evenly spread over the text, or fewer without overlap."""
+        """Return the offsets of n windows, evenly spread, or fewer if n don't fit in a row."""
         last_token = len(self.tokens) - 1
         n = min(n, last_token // self.block_size)
         return np.linspace(0, last_token - self.block_size, n).astype(np.int64)
@@ -102,12 +102,12 @@ class TokenStream(Sequences):
         return self.block_size
 
     def all_rows(self) -> list[np.ndarray]:
-        """Return windows that don't overlap, but for the last token of one, which begins the next."""
+        """Return windows, each of which begins with the last token of the one before."""
         return [self.row(start) for start in range(0, len(self.tokens) - 1, self.block_size)]
 
 
 class Conversations(Sequences):
-    """Whole conversations, packed into rows of block_size + 1 tokens once. A place is a row's number.
+    """Conversations, packed into rows of block_size + 1 tokens once. A place is a row's number.
 
     Each row begins with a conversation and has as many more as fit, in a fixed shuffled order. The
     rest of it is padding. A longer conversation is cut at its end, `cut` of them. One in which
@@ -160,7 +160,7 @@ class Conversations(Sequences):
         return len(self.counts)
 
     def train_places(self, ids: np.ndarray, seed: int) -> np.ndarray:
-        """Return the rows of training's sequences with these ids, int64. Each epoch shuffles them."""
+        """Return the rows of training's sequences with these ids, int64."""
         index, _ = shuffle_epochs(ids, self.per_epoch, seed)
         return index
 
@@ -189,7 +189,7 @@ class Conversations(Sequences):
 
 
 def first_of_each_row(lengths: np.ndarray, room: int) -> np.ndarray:
-    """Return the number of the first item of each row, and at the end that of all items: (rows + 1,).
+    """Return the number of the first item of each row, and that of all items: (rows + 1,).
 
     lengths: of the items, (N,), none above `room`. A row takes as many items as fit, in order.
     """

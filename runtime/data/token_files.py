@@ -1,4 +1,7 @@
-"""Notice token files that aren't nanoGPT's: no meta.json says their type, and as uint16 they would be other tokens."""
+"""Notice token files that aren't nanoGPT's.
+
+No meta.json says their type, and as uint16 they would be other tokens.
+"""
 
 import os
 import shlex
@@ -17,10 +20,10 @@ NUMPY_MAGIC = b"\x93NUMPY"
 
 
 def type_problem(path: Path, vocab_size: int, is_known: bool) -> str | None:
-    """Return what is wrong with reading a file as uint16, and the command that converts it, or None.
+    """Return what is wrong with reading a file as uint16, with the command that converts it.
 
-    vocab_size: of its tokens. is_known: whether a meta.pkl has it. Without one, the vocabulary may
-    be another one.
+    Returns None if nothing is. vocab_size: of its tokens. is_known: whether a meta.pkl has it.
+    Without one, the vocabulary may be another one.
     """
     check_regular(path)
     values = np.fromfile(path, "<u2", LOOKED_AT)
@@ -28,7 +31,10 @@ def type_problem(path: Path, vocab_size: int, is_known: bool) -> str | None:
     if values[:2].tobytes() == LLM_C_MAGIC.to_bytes(4, "little"):
         return f"{shown} is a shard of llm.c, with a header: {conversion(path)}"
     if values[:3].tobytes() == NUMPY_MAGIC:
-        return f"{shown} is a NumPy array, with a header: rename it to .npy, and {conversion(path, suffix='.npy')}"
+        return (
+            f"{shown} is a NumPy array, with a header: rename it to .npy, and "
+            f"{conversion(path, suffix='.npy')}"
+        )
     wide = wide_type(values, 0 if is_known else MAX_HIGH)
     if wide:
         return (
@@ -37,8 +43,8 @@ def type_problem(path: Path, vocab_size: int, is_known: bool) -> str | None:
         )
     if vocab_size > 2**16:
         return (
-            f"{shown} is read as uint16 without a meta.json, but a vocabulary of {vocab_size:,} doesn't fit: "
-            f"{conversion(path, 'uint32')}"
+            f"{shown} is read as uint16 without a meta.json, but a vocabulary of {vocab_size:,} "
+            f"doesn't fit: {conversion(path, 'uint32')}"
         )
     return None
 
