@@ -29,7 +29,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from runtime.checkpoint.shards import load_model, open_tag
+from runtime.checkpoint.load import load_model, open_tag
 from runtime.checkpoint.tags import TagStore
 from runtime.data.tokenizer import end_of_text, tokenizer_of
 from runtime.errors import UserError

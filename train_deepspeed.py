@@ -152,9 +152,9 @@ if dry_run:
 # Device, output folder, and the tag to resume from
 
 from runtime.check.short import check_before_training
+from runtime.checkpoint.load import load_model
 from runtime.checkpoint.resume import newest_intact, note_another_schedule
 from runtime.checkpoint.saver import Saver
-from runtime.checkpoint.shards import load_model
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.ranks import all_exit_on, all_reduce_sum, broadcast_from_rank0, shut_down
 from runtime.data.loader import TrainBatches, eval_batches, switch_threads_quickly

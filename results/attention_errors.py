@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from runtime.checkpoint.shards import load_model
+from runtime.checkpoint.load import load_model
 from runtime.data.folders import dataset_dir
 from runtime.hardware import git_commit
 

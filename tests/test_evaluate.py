@@ -16,7 +16,7 @@ from edited_model import edited_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from runtime.checkpoint.shards import load_model
+from runtime.checkpoint.load import load_model
 from runtime.data.sequences import TokenStream
 from runtime.data.tokenizer import gpt2_encoding, token_bytes, tokenizer_file_meta
 from runtime.errors import UserError

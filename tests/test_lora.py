@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from model import GPT
 from runtime import lora
-from runtime.checkpoint.shards import load_model
+from runtime.checkpoint.load import load_model
 from runtime.lora import TARGET_MODULES, lora_config
 
 LORA = ("--lora_rank=4", "--lora_alpha=8.0", *NO_SHAPE)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import EIGHT, ROOT, SMALL, ForkedJob, done, kill, launch, stage, wait_until
 
-from runtime.checkpoint.shards import load_model
+from runtime.checkpoint.load import load_model
 from runtime.checkpoint.tags import TagStore
 from runtime.data.tokenizer import tokenizer_of
 from runtime.monitor.history import append_history

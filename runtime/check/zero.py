@@ -29,7 +29,7 @@ from runtime.check.training import (
     train_step,
     weights_of,
 )
-from runtime.checkpoint.shards import load_model, open_tag
+from runtime.checkpoint.load import load_model, open_tag
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.ranks import ranks_from_environment, silence_stdout
 from runtime.engine import setup

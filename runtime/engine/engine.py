@@ -23,7 +23,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from runtime.checkpoint.model_source import note_edited
-from runtime.checkpoint.shards import TagReader, content_errors
+from runtime.checkpoint.tag_reader import TagReader, content_errors
 from runtime.checkpoint.tags import CheckpointError, Tag, TagStore, topology
 from runtime.cluster.ranks import all_gather_scalars, print0
 from runtime.engine import setup, state

@@ -3,7 +3,7 @@
 import torch
 
 from runtime.checkpoint.model_source import check_tensors
-from runtime.checkpoint.shards import TagReader
+from runtime.checkpoint.tag_reader import TagReader
 from runtime.checkpoint.tags import CheckpointError
 from runtime.engine.any_optimizer import is_adamw
 from runtime.engine.layout import Layout

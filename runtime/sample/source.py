@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from runtime.bring import no_weights
-from runtime.checkpoint.shards import load_model
+from runtime.checkpoint.load import load_model
 from runtime.checkpoint.tags import TagStore, parse_run_path
 from runtime.chosen_model import GPT, GPTConfig
 from runtime.data.dataset import read_meta

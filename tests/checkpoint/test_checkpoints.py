@@ -15,15 +15,16 @@ import torch
 from conftest import EIGHT, ROOT, done, stage
 
 from runtime import hardware
+from runtime.checkpoint.load import load_model
 from runtime.checkpoint.saver import tag_bytes
-from runtime.checkpoint.shards import MOMENTS, TagReader, load_model
+from runtime.checkpoint.tag_reader import MOMENTS, TagReader
 from runtime.checkpoint.tags import CheckpointError, TagStore
 from runtime.files import write_atomic
 from runtime.plan.memory import ParamCount
 
 MEMORY = """
 import sys, threading, time
-from runtime.checkpoint.shards import load_model
+from runtime.checkpoint.load import load_model
 
 load_model(sys.argv[2])  # a small one, for what is imported on the way
 

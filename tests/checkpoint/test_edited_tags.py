@@ -13,8 +13,9 @@ import torch
 from conftest import CHARS, ROOT, done, edited_script, launch, planted, stage
 from edited_model import GRAPHS, HEAD, edited_model
 
+from runtime.checkpoint.load import load_model
 from runtime.checkpoint.manifest import sign_manifest
-from runtime.checkpoint.shards import TagReader, load_model
+from runtime.checkpoint.tag_reader import TagReader
 from runtime.checkpoint.tags import TagStore
 
 # Tables of rotary positions (Su et al., 2021). persistent: whether a state_dict has them

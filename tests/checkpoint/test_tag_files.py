@@ -10,7 +10,7 @@ from conftest import Payload
 from deepspeed.runtime.utils import see_memory_usage
 
 from runtime.checkpoint import saver as save
-from runtime.checkpoint.shards import MOMENTS, TagReader
+from runtime.checkpoint.tag_reader import MOMENTS, TagReader
 from runtime.checkpoint.tags import CheckpointError, TagStore, verify_files
 from runtime.files import file_digest
 

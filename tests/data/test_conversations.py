@@ -18,7 +18,7 @@ from conftest import NO_SHAPE, ROOT, done, ramp, stage
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from model import GPT, GPTConfig
-from runtime.checkpoint.shards import TagReader
+from runtime.checkpoint.tag_reader import TagReader
 from runtime.checkpoint.tags import TagStore
 from runtime.data.chat import TEMPLATE
 from runtime.data.dataset import BEGINS, COUNTS, Dataset, check_dataset, open_tokens, write_dataset

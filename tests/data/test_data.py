@@ -344,7 +344,7 @@ def test_a_damaged_meta_pkl_is_refused(tmp_path, content):
 
 @pytest.mark.parametrize("modules, heavy", [
     ("runtime.prepare.shakespeare, runtime.data.tokenizer, runtime.data.dataset",
-     {"torch", "deepspeed", "tiktoken", "transformers"}), ("runtime.checkpoint.shards", {"deepspeed"})])
+     {"torch", "deepspeed", "tiktoken", "transformers"}), ("runtime.checkpoint.load", {"deepspeed"})])
 def test_modules_import_nothing_heavy(modules, heavy):
     code = f"import sys, {modules}; print({heavy} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT) == b"set()\n"

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from model import GPT, GPTConfig
-from runtime.checkpoint.shards import load_model
+from runtime.checkpoint.load import load_model
 from runtime.data.dataset import write_dataset
 from runtime.data.tokenizer import tokenizer_file_meta, tokenizer_of
 from runtime.errors import UserError

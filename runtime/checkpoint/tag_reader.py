@@ -1,0 +1,300 @@
+"""Read weights and Adam's moments from the files of a tag, of any ZeRO stage and number of ranks.
+
+The files are memory-mapped. DeepSpeed 0.19.8 shards them like this: stage 2 concatenates the
+parameters of a group and cuts them into one piece per rank. Stage 3 cuts each parameter into equal,
+padded pieces.
+"""
+
+import contextlib
+import math
+import os
+import pickle
+import pkgutil
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from runtime.checkpoint.tags import OTHER_TAG, CheckpointError, first_line
+from runtime.errors import UserError
+from runtime.model_parts import ModelTensors, persistent_buffers
+from runtime.torch_files import check_torch_file
+from runtime.untrusted import check_regular, open_regular
+from runtime.weights import SAFE_GLOBALS
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+# Of a field such as "exp_avg": [rank][group], a flat tensor, or None where an optimizer has no such
+Flat = list[list[Tensor | None]]
+
+
+def mmap_load(path: str) -> dict:
+    """Return the content of a .pt file, memory-mapped.
+
+    Unpickles only SAFE_GLOBALS and tensors. Raises ValueError, and torch.load's exceptions.
+    """
+    with open_regular(path, follow_links=False) as file:
+        check_torch_file(file, SAFE_GLOBALS)
+    safe_classes = [pkgutil.resolve_name(name) for name in SAFE_GLOBALS]
+    with torch.serialization.safe_globals(safe_classes):
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def numbers_in(name: str) -> list[int]:
+    """Return the numbers of a file's name, such as its rank."""
+    return [int(part) for part in name.split("_") if part.isdigit()]
+
+
+@contextlib.contextmanager
+def content_errors(folder: str) -> Iterator[None]:
+    """Turn what reading unexpected content raises into a CheckpointError.
+
+    The files are as their manifest says, but somebody else may have written both.
+    """
+    try:
+        yield
+    except (UserError, OSError):
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        # Its message advises to let the file run code
+        if isinstance(error, pickle.UnpicklingError):
+            why = "it is damaged, or contains what could run code"
+        raise CheckpointError(
+            f"{folder} does not hold what a checkpoint holds ({why}): {OTHER_TAG}"
+        ) from error
+
+
+class TagReader:
+    """The tensors of a tag, whose files verify_files() has checked.
+
+    shapes ({name: size}): of the parameters, by the name under which the files hold them. ties: a
+    list of names for each parameter that has several. buffers ({name: tensor}): the persistent ones
+    of rank 0. Also step, loss_scaler and model_state, the content of the first model file.
+    """
+
+    def __init__(self, folder: str | os.PathLike, manifest: dict):
+        with content_errors(folder):
+            self.read(folder, manifest)
+
+    def read(self, folder: str | os.PathLike, manifest: dict) -> None:
+        """Open the files, and set the attributes. Raises any exception."""
+        for name in manifest["files"]:
+            check_regular(os.path.join(folder, name), follow_links=False)
+        by_rank = sorted(manifest["files"], key=numbers_in)
+        models = [
+            mmap_load(os.path.join(folder, name)) for name in by_rank if "model_states" in name
+        ]
+        optimizers = [mmap_load(os.path.join(folder, name)) for name in by_rank if "optim" in name]
+
+        self.folder = folder
+        self.source = manifest["state"].get("model_source")
+        self.model_state = models[0]
+        self.groups: list[dict] = self.model_state["param_shapes"]  # of the optimizer
+        weights, shapes = self.read_models(models, manifest["stage"])
+        self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
+        module = self.model_state["module"]
+        self.buffers = {name: module[name] for name in self.model_state["buffer_names"]}
+        self.read_ties(manifest["state"].get("ties"))
+        self.check_names(module)
+
+        self.pieces: dict[str, dict[str, list[Tensor]]] = {"weight": weights}  # [field][name]
+        states = [content["optimizer_state_dict"] for content in optimizers]
+        self.read_optimizers(states, manifest["stage"])
+
+    def read_models(self, models: list[dict], stage: int) -> tuple[dict, dict]:
+        """Return ({name: [pieces of the weight]}, {name: shape}) of what the model files hold.
+
+        At stage 3 they hold the frozen parameters, sharded over the ranks. Below, they hold all, in
+        the model's precision: the optimizer has the trained ones in its own.
+        """
+        frozen = self.model_state["frozen_param_shapes"] or {}
+        trained = {}
+        for group in self.groups:
+            trained.update(group)
+        weights = {}
+        if stage == 3:
+            for name in frozen:
+                weights[name] = [rank["frozen_param_fragments"][name] for rank in models]
+            return weights, {**trained, **frozen}
+        shapes = {}
+        for name in (*trained, *frozen):
+            weight = self.model_state["module"][name]
+            weights[name] = [weight]
+            shapes[name] = weight.shape
+        return weights, shapes
+
+    def read_ties(self, ties: list[list[str]] | None) -> None:
+        """Set .ties, and .stored_as: {another name of a parameter: the one in the files}.
+
+        ties: of the manifest. Before it had them, DeepSpeed's files alone had.
+        """
+        self.stored_as = {}
+        if ties is None:
+            self.stored_as = dict(self.model_state["shared_params"])
+        for group in ties or []:
+            stored = [name for name in group if name in self.shapes]
+            if len(stored) != 1:
+                raise ValueError(f"{' is '.join(group)} is {len(stored)} parameters")
+            self.stored_as.update({name: stored[0] for name in group if name != stored[0]})
+        names_of = defaultdict(list)
+        for name, stored in self.stored_as.items():
+            names_of[stored].append(name)
+        self.ties = [[stored, *names] for stored, names in names_of.items()]
+
+    def check_names(self, module: Iterable[str]) -> None:
+        """Raise ValueError unless each tensor of the module is a parameter or a buffer."""
+        for name in module:
+            if name not in self.shapes and name not in self.stored_as and name not in self.buffers:
+                raise ValueError(f"{name} is no parameter and no buffer")
+
+    def read_optimizers(self, optimizers: list[dict], stage: int) -> None:
+        """Add what the optimizers' files keep flat: one tensor per field, rank and group.
+
+        optimizers: the state of each rank's. Sets what read_numbers() sets, and loss_scaler.
+        """
+        if stage == 3:
+            weights_key = "fp32_flat_groups"
+            states_key = "optimizer_state_dict"
+        else:
+            weights_key = "single_partition_of_fp32_groups"
+            states_key = "base_optimizer_state"
+        self.loss_scaler = optimizers[0].get("loss_scaler")
+
+        weights: Flat = [rank[weights_key] for rank in optimizers]
+        states = []  # [rank][group]
+        for rank in optimizers:
+            by_group = rank[states_key]["state"]  # an optimizer without a state has no entry
+            states.append([by_group.get(i, {}) for i in range(len(self.groups))])
+        self.read_numbers(states[0], weights[0], len(optimizers))
+
+        flat = {"weight": weights}
+        for field in self.state_fields:
+            flat.setdefault(field, [[state.get(field) for state in rank] for rank in states])
+        for field, tensors in flat.items():
+            if stage == 3:
+                pieces = self.pieces_of_stage_3(tensors)
+            else:
+                pieces = self.pieces_of_stage_2(tensors)
+            self.pieces.setdefault(field, {}).update(pieces)
+
+    def pieces_of_stage_2(self, flat: Flat) -> dict[str, list[Tensor]]:
+        """Return {name: [the tensor]} of the parameters that have a field.
+
+        A group's parameters are one after another in the concatenation of the ranks' tensors.
+        """
+        pieces = {}
+        of_groups = zip(*flat)
+        for group, of_ranks in zip(self.groups, of_groups):
+            for name, piece in self.cut(group, of_ranks, parts=1):
+                pieces[name] = [piece]
+        return pieces
+
+    def pieces_of_stage_3(self, flat: Flat) -> dict[str, list[Tensor]]:
+        """Return {name: [the piece of each rank]} of the parameters that have a field.
+
+        Each rank has its pieces of all parameters one after another, over all groups. The last
+        rank's have padding.
+        """
+        pieces = defaultdict(list)
+        names = [name for group in self.groups for name in group]
+        for of_groups in flat:
+            for name, piece in self.cut(names, of_groups, parts=len(flat)):
+                pieces[name].append(piece)
+        return pieces
+
+    def cut(
+        self, names: Iterable[str], tensors: Sequence[Tensor | None], parts: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, its part) of parameters that follow one another in flat tensors.
+
+        parts: of how many equal ones each parameter has one here. Yields nothing if the first
+        tensor is None: Muon's group has no exp_avg_sq.
+        """
+        if tensors[0] is None:
+            return
+        start = 0
+        for name in names:
+            size = math.ceil(self.shapes[name].numel() / parts)
+            yield name, slice_flat(tensors, start, size)
+            start += size
+
+    def read_numbers(self, groups: list[dict], weights: list[Tensor], ranks: int) -> None:
+        """Tell the optimizer's numbers from its tensors.
+
+        groups: the first rank's state of each parameter group. weights: its flat weights. Sets
+        .state_fields, {name of a tensor: its dtype}, .numbers, {name: number or tensor of one} of
+        each group, and .step, that of the first group.
+        """
+        self.state_fields: dict[str, torch.dtype] = {}
+        self.numbers: list[dict] = []
+        for state, flat in zip(groups, weights, strict=True):
+            numbers = {}
+            # DeepSpeed pads a group to a multiple of twice the ranks, and saves the weights without
+            # that
+            sizes = range(flat.numel(), flat.numel() + 2 * ranks)
+            for key, value in state.items():
+                if not torch.is_tensor(value):
+                    numbers[key] = value
+                elif value.dim() == 1 and value.numel() in sizes:
+                    self.state_fields.setdefault(key, value.dtype)
+                elif value.numel() == 1:
+                    numbers[key] = value
+                else:
+                    raise CheckpointError(
+                        f"{self.folder} has the optimizer's '{key}' in an unknown shape: "
+                        f"{OTHER_TAG}"
+                    )
+            self.numbers.append(numbers)
+        self.step = float(self.numbers[0].get("step", 0.0))
+
+    def tensors(self) -> ModelTensors:
+        """Return the names and shapes of what the tag has."""
+        params = dict(self.shapes)
+        for name, stored in self.stored_as.items():
+            params[name] = self.shapes[stored]
+        buffers = {name: buffer.shape for name, buffer in self.buffers.items()}
+        return ModelTensors(params, frozenset(map(frozenset, self.ties)), buffers)
+
+    def fields(self, name: str) -> list[str]:
+        """Return what the tag has of a parameter.
+
+        It is "weight", and the optimizer's tensors of its size, such as "exp_avg" and "exp_avg_sq"
+        of AdamW.
+        """
+        name = self.stored_as.get(name, name)
+        return [field for field in self.pieces if name in self.pieces[field]]
+
+    def get(self, name: str, field: str = "weight") -> Tensor:
+        """Return a field of a parameter in fp32 on the CPU. It may be a view of the file."""
+        with content_errors(self.folder):
+            name = self.stored_as.get(name, name)
+            shape = self.shapes[name]
+            pieces = [piece.flatten() for piece in self.pieces[field][name]]
+            flat = slice_flat(pieces, 0, shape.numel())
+            return flat.view(shape).detach().float()
+
+    def copy_buffers(self, model: nn.Module) -> None:
+        """Copy the persistent buffers into a model that has the same ones."""
+        with content_errors(self.folder), torch.no_grad():
+            for name, buffer in persistent_buffers(model).items():
+                buffer.copy_(self.buffers[name])
+
+
+def slice_flat(tensors: Sequence[Tensor], start: int, length: int) -> Tensor:
+    """Return `length` elements from `start` of the concatenation of 1-dimensional tensors.
+
+    It is a view if they are in one tensor.
+    """
+    parts = []
+    for tensor in tensors:
+        # start is the place in this tensor: below 0 if the slice began in one before
+        end = start + length
+        part = tensor[max(start, 0) : max(end, 0)]
+        if len(part):
+            parts.append(part)
+        start -= tensor.numel()
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts)
