@@ -419,6 +419,13 @@ FAULTS = [Fault(*row) for row in (
      "runtime/prepare/tables.py", "        return json.loads(value)\n", "        return value\n",
      "prepare/test_conversation_files.py::"
      "test_values_of_mixed_types_in_parquet_and_arrow_are_what_json_lines_say"),
+    ("chat, Parquet's JSON, a field twice", "of two fields of one name in it, the last one is kept without a word",
+     "runtime/prepare/tables.py", "            return value\n    return plain_json(value)",
+     "            return plain_json(json.loads(value))\n    return plain_json(value)",
+     "prepare/test_conversation_files.py::test_a_field_twice_in_parquets_json_is_refused_as_in_json_lines"),
+    ("Parquet, columns", "of two columns of one name, one is read without a word",
+     "runtime/prepare/tables.py", "if count > 1:", "if False:",
+     "prepare/test_conversation_files.py::test_two_columns_of_one_name_are_refused[parquet]"),
     ("chat, caches", "the caches of load_from_disk are read as data",
      "runtime/prepare/tables.py", "if not is_cache and not (is_ours", "if not (is_ours",
      "prepare/test_conversation_reports.py::test_open_instruct_638_caches_beside_the_data"),

@@ -190,6 +190,10 @@ class Conversation:
 
     def read_message(self, value: Any, weight: int) -> dict[str, Any]:
         """Return the message of {"role", "content"}, or of ShareGPT's {"from", "value"}."""
+        if isinstance(value, list):
+            self.refuse("a list in the place of a message: write one conversation per line or "
+                        "element, as docs/chat.md says")
+            return {"role": None, "content": ""}
         if not isinstance(value, dict):
             self.refuse("a message without a role: write it as an object with a role and a content")
             return {"role": None, "content": ""}

@@ -13,7 +13,7 @@ from pathlib import Path
 from runtime.data.tokenizer import check_spaces
 from runtime.errors import UserError
 from runtime.prepare.delimited import DELIMITERS, line_texts, table_texts
-from runtime.prepare.json_records import json_records, json_value
+from runtime.prepare.json_records import SeveralArrays, json_records, json_value
 from runtime.prepare.tables import column_texts, json_rows, without_descriptions
 from runtime.untrusted import check_regular
 
@@ -126,7 +126,12 @@ def read_conversations(name):
                 yield f"row {number:,}", row
             return
         with open_unpacked(name) as file:
-            yield from json_records(file, MAX_RECORD_BYTES)
+            try:
+                yield from json_records(file, MAX_RECORD_BYTES)
+            except SeveralArrays:
+                raise UserError(
+                    f"{name} has several JSON arrays, such as one per line: write one conversation "
+                    "per line, as jq -c '.[]' FILE > FILE.jsonl does") from None
 
 
 def check_pipe_is_text():

@@ -21,6 +21,10 @@ class WrongJSON(ValueError):
     """A text that isn't JSON, or whose meaning isn't clear. Its message says why."""
 
 
+class SeveralArrays(ValueError):
+    """A file that holds more than one JSON array, such as one per line."""
+
+
 def json_value(record: bytes, shape: str) -> Any:
     """Return the value of a JSON text. shape: what a file may hold, for the user. Raises WrongJSON."""
     try:
@@ -62,7 +66,7 @@ def json_records(file: BinaryIO, max_bytes: int) -> Iterator[tuple[str, bytes]]:
 
     A place is "line 3" or "element 3". A line that is a list of messages is one record. max_bytes:
     the most that an element may have. Of a longer line, a little more than that is returned. Raises
-    ValueError if an array is damaged.
+    ValueError if an array is damaged, and SeveralArrays.
     """
     number = 0
     is_first = True
@@ -132,7 +136,10 @@ class Elements:
                 if after == "]":
                     break
                 self.skip_to_next()
-        if self.skip_to_next():
+        following = self.skip_to_next()
+        if following == "[":
+            raise SeveralArrays("another JSON array follows")
+        if following:
             self.fail("more follows after the array")
 
     def element(self) -> bytes:

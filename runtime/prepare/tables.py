@@ -1,5 +1,6 @@
 """Read Parquet and Arrow files, such as those that datasets' save_to_disk has written."""
 
+import collections
 import datetime
 import decimal
 import json
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from runtime.errors import UserError
+from runtime.prepare.json_records import DECODER
 from runtime.untrusted import read_json
 
 ROWS = 64  # that are in memory at once
@@ -29,8 +31,42 @@ def open_table(name: str) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
     if name == "-":
         raise UserError("Parquet can't be read from a pipe: name the file")
     if name.lower().endswith(".arrow"):
-        return open_arrow(name)
-    return open_parquet(name)
+        schema, read = open_arrow(name)
+    else:
+        schema, read = open_parquet(name)
+    check_unique(name, schema)
+    return schema, read
+
+
+def check_unique(name: str, columns: Any, of: str = "columns") -> None:
+    """Raise UserError if two columns of a table, or two fields of a struct, have one name.
+
+    pyarrow would keep one of them without a word. columns: a schema or a struct's type.
+    """
+    names = [column.name for column in columns]
+    for repeated, count in collections.Counter(names).items():
+        if count > 1:
+            raise UserError(f"{name} has several {of} {repeated!r}: rename all but one")
+    for column in columns:
+        kind = column.type
+        while has_one_kind(kind):
+            kind = kind.value_type
+        if is_struct(kind):
+            check_unique(name, kind, "fields")
+
+
+def is_struct(kind: Any) -> bool:
+    """Return whether values of Arrow's type `kind` have fields with names."""
+    from pyarrow import types
+
+    return types.is_struct(kind)
+
+
+def has_one_kind(kind: Any) -> bool:
+    """Return whether values of Arrow's type `kind` are lists."""
+    from pyarrow import types
+
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
 def open_parquet(name: str) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
@@ -94,28 +130,44 @@ def json_rows(name: str) -> Iterator[bytes]:
     for column in schema:
         if column.name == "input" and BYTES.search(str(column.type)):
             raise UserError(f"{name} has bytes in the column 'input', not text: convert it")
-    encoded = [column for column in schema if JSON_TYPE in str(column.type)]
+    has_json = any(JSON_TYPE in str(column.type) for column in schema)
     for batch in read(schema.names):
         for row in batch.to_pylist():
-            for column in encoded:
-                row[column.name] = decode_json(row[column.name], column.type)
-            text = json.dumps(row, ensure_ascii=False, default=as_json)
+            if has_json:
+                fields = [json_field(row[column.name], column) for column in schema]
+                text = "{" + ", ".join(fields) + "}"
+            else:
+                text = plain_json(row)
             yield text.encode(errors="surrogatepass")
 
 
-def decode_json(value: Any, kind: Any) -> Any:
-    """Return a value of Arrow's type `kind` with the JSON in it decoded."""
-    from pyarrow import types
+def json_field(value: Any, column: Any) -> str:
+    """Return a field of an object in JSON: its name and its value. column: Arrow's field."""
+    return f"{plain_json(column.name)}: {json_text(value, column.type)}"
 
-    if value is None:
-        return None
-    if types.is_struct(kind):
-        return {field.name: decode_json(value[field.name], field.type) for field in kind}
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return [decode_json(item, kind.value_type) for item in value]
-    if JSON_TYPE in str(kind):
-        return json.loads(value)
-    return value
+
+def json_text(value: Any, kind: Any) -> str:
+    """Return a value of Arrow's type `kind` as JSON.
+
+    What is JSON already stays as it is written: decoding it would drop a field that an object has
+    twice, and nobody would see it.
+    """
+    if value is not None:
+        if is_struct(kind):
+            fields = [json_field(value[field.name], field) for field in kind]
+            return "{" + ", ".join(fields) + "}"
+        if has_one_kind(kind):
+            items = [json_text(item, kind.value_type) for item in value]
+            return "[" + ", ".join(items) + "]"
+        if JSON_TYPE in str(kind):
+            DECODER.decode(value)  # raises ValueError if it isn't JSON
+            return value
+    return plain_json(value)
+
+
+def plain_json(value: Any) -> str:
+    """Return a value as JSON, with text in the place of what JSON can't hold."""
+    return json.dumps(value, ensure_ascii=False, default=as_json)
 
 
 def as_json(value: Any) -> Any:

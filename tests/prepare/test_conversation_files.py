@@ -173,6 +173,70 @@ def test_values_of_mixed_types_in_parquet_and_arrow_are_what_json_lines_say(tmp_
     assert prepare("parts.parquet")[1] == prepare("parts.jsonl")[1]
 
 
+def test_a_field_twice_in_parquets_json_is_refused_as_in_json_lines(tmp_path, prepare):
+    """And what is there once keeps its spaces and escapes: it isn't written anew."""
+    message = '{"role": "assistant", "content": "a", "weight": 0, "weight": 1}'
+    lists = ['[{"role": "user", "content": "q"}, {"role": "assistant",  "content": "\\u00e9"}]'] * 2
+    lists.append(f'[{{"role": "user", "content": "q"}}, {message}]')
+    column = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(lists))
+    pyarrow.parquet.write_table(pyarrow.table({"messages": column}), tmp_path / "a.parquet")
+    rows = list(tables.json_rows(str(tmp_path / "a.parquet")))
+    assert rows == [f'{{"messages": {text}}}'.encode() for text in lists]
+    with pytest.raises(UserError) as refused:
+        prepare("a.parquet")
+    assert str(refused.value).startswith(
+        "1 of 3 conversations can't be used, the first is a.parquet, row 3: the field 'weight' "
+        "twice in an object: keep one of the two")
+
+    damaged = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(['1, "x": 2']))
+    pyarrow.parquet.write_table(pyarrow.table({"messages": damaged}), tmp_path / "b.parquet")
+    with pytest.raises(UserError, match="b.parquet is corrupt, or not what its name says .Extra"):
+        prepare("b.parquet")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_two_columns_of_one_name_are_refused(tmp_path, kind):
+    """pyarrow has the first one as the column, and the last one in a row."""
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], ["text", "text"])
+    path = str(tmp_path / f"a.{kind}")
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(path, table.schema) as file:
+            file.write_table(table)
+    for read in (lambda: inputs.read_records(path, kind, "text", 4096),
+                 lambda: inputs.read_conversations(path)):
+        with pytest.raises(UserError, match=f"a.{kind} has several columns 'text': rename all but"):
+            list(read())
+
+
+def test_two_fields_of_one_name_in_a_message_are_refused(tmp_path):
+    parts = [pyarrow.array(["user"]), pyarrow.array(["assistant"])]
+    message = pyarrow.StructArray.from_arrays(parts, ["role", "role"])
+    column = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1]), message)
+    path = str(tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"messages": column}), path)
+    with pytest.raises(UserError, match="a.parquet has several fields 'role': rename all but one"):
+        list(inputs.read_conversations(path))
+
+
+def test_an_array_of_conversations_on_each_line_is_told_of(tmp_path, prepare):
+    """jq writes a conversation per line of it, which is what the sentence says."""
+    lists = [record["messages"] for record in CONVERSATIONS]
+    for name, line in ("lists", lists[:2]), ("objects", CONVERSATIONS[:2]):
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(line)}\n" * 3)
+        with pytest.raises(UserError) as refused:
+            prepare(f"{name}.jsonl")
+        assert str(refused.value) == (
+            f"{name}.jsonl has several JSON arrays, such as one per line: write one conversation "
+            "per line, as jq -c '.[]' FILE > FILE.jsonl does")
+    # After a line with one conversation, each line is one
+    (tmp_path / "mixed.jsonl").write_text(f"{json.dumps(lists[0])}\n{json.dumps([lists[1]])}\n")
+    with pytest.raises(UserError, match="mixed.jsonl, line 2, message 1: a list in the place of a "
+                                        "message: write one conversation per line or element"):
+        prepare("mixed.jsonl")
+
+
 def rows_of(path, table):
     pyarrow.parquet.write_table(table, path)
     return [json.loads(row) for row in tables.json_rows(str(path))]
@@ -288,7 +352,8 @@ def test_lines_are_read_in_blocks_of_any_size(block):
         (b'[{"a": 1}, {"b": 2}', "element 2 of the JSON array: ',' is missing after it"),
         (b'[{"a": 1},', "element 2 of the JSON array: Expecting value"),
         (b'[{"a": 1}, {"b": "', "element 2 of the JSON array: Unterminated string starting at"),
-        (b'[{"a": 1}]\n[{"a": 2}]', "element 2 of the JSON array: more follows after the array"),
+        (b'[{"a": 1}]\n{"a": 2}', "element 2 of the JSON array: more follows after the array"),
+        (b'[{"a": 1}]\n[{"a": 2}]', "another JSON array follows"),
         (b'[{"a": "\xe9"}]', "element 1 of the JSON array: invalid UTF-8"),
         (b'[{"a": 1}, {"b": "' + b"x" * 5000 + b'"}]', None),
         (b"[" * 100_000, "element 1 of the JSON array: it is nested too deeply"),
