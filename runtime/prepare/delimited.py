@@ -76,10 +76,16 @@ def column_of(name: str, header: list[str], field: str) -> int:
 def line_texts(file: BinaryIO, end: re.Pattern[bytes], max_bytes: int) -> Iterator[bytes]:
     """Yield the lines of a text file as bytes, cut after each match of `end` in them.
 
-    end: separates documents. Of a line of more than max_bytes, a little more than that is
-    returned, which the caller refuses.
+    A line ends as in Python's text files: with a newline, a carriage return, or both. end:
+    separates documents. Of a line of more than max_bytes, a little more than that is returned,
+    which the caller refuses.
     """
-    while line := file.readline(max_bytes + 1):
+    # Latin-1 has a character for each byte, so it changes none. newline="" keeps all line ends
+    text = io.TextIOWrapper(file, encoding="latin-1", newline="")
+    while True:
+        line = text.readline(max_bytes + 1).encode("latin-1")
+        if not line:
+            return
         at = 0
         for match in end.finditer(line):
             yield line[at : match.end()]

@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import hashlib
 import io
 import json
 
@@ -114,6 +115,20 @@ def test_each_line_is_a_document(tmp_path):
     said, _ = prepare("a.txt", "--val=b.csv", "--format=lines", *OPTIONS, cwd=tmp_path)
     assert text_of(tmp_path / "out") == {"train": "one two\nthree\nfour\nfive\nsix, \"seven\"\n", "val": "eight\n"}
     assert "train: 37 tokens in 5 documents\n" in said and "skipped: 1 duplicates, 2 empty\n" in said
+
+
+@pytest.mark.parametrize("line_end", ["\r", "\r\n", "\n"])
+def test_any_line_end_ends_a_document(tmp_path, line_end):
+    """As in Python's text files. Line ends lie at all places of the blocks in which the file is read."""
+    texts = [f"{'é' * (number % 97)} {number}" for number in range(1000)]
+    (tmp_path / "a.txt").write_bytes("".join(f"{text}{line_end}" for text in texts).encode())
+    (tmp_path / "b.txt").write_bytes(b"last\r\r \r")
+    said, _ = prepare("a.txt", "--val=b.txt", "--format=lines", *OPTIONS, cwd=tmp_path)
+    assert "train: 51,885 tokens in 1,000 documents\n" in said and "skipped: 2 empty\n" in said
+    assert text_of(tmp_path / "out") == {"train": "".join(f"{text}\n" for text in texts), "val": "last\n"}
+    meta, _ = ids_of(tmp_path / "out")
+    content = (tmp_path / "b.txt").read_bytes() + (tmp_path / "a.txt").read_bytes()
+    assert meta["source"]["sha256"] == hashlib.sha256(content).hexdigest()
 
 
 def test_many_lines_are_the_same_documents_as_json_lines(tmp_path):
