@@ -45,14 +45,15 @@ TokenId = Annotated[int, Field(ge=0, lt=MAX_VOCAB)]
 def tokenizer_meta(name: str) -> tuple[dict, int]:
     """Return (the "tokenizer" of a dataset's meta.json, its vocabulary size).
 
-    name: gpt2, char or a tokenizer's folder. For char, the vocabulary is all of Unicode so far.
-    Raises UserError.
+    name: gpt2, char, a tokenizer's folder, or the tokenizer.json in it. For char, the vocabulary is
+    all of Unicode so far. Raises UserError.
     """
     if name == "gpt2":
         return {"kind": "gpt2"}, gpt2_encoding().n_vocab
     if name == "char":
         return {"kind": "char"}, CODE_POINTS
-    found = tokenizer_of_folder(name)
+    folder = folder_of_tokenizer(name)
+    found = tokenizer_of_folder(folder)
     if found is None:
         raise UserError(
             f"{name} has no tokenizer.json: choose gpt2, char, or a folder in which transformers "
@@ -61,11 +62,38 @@ def tokenizer_meta(name: str) -> tuple[dict, int]:
     tokenizer = found["tokenizer"]
     if tokenizer["kind"] == "gpt2":
         return tokenizer, gpt2_encoding().n_vocab
-    if tokenizer["end_of_text"] is None:
-        raise UserError(
-            f'{name} has no end-of-text token: add "eos_token" to its tokenizer_config.json'
-        )
+    check_end_of_text(folder, tokenizer)
     return tokenizer, found["vocab_size"]
+
+
+def folder_of_tokenizer(name: str) -> Path:
+    """Return the folder that --tokenizer names, itself or by the tokenizer.json in it.
+
+    Raises UserError.
+    """
+    path = Path(name)
+    if path.name == "tokenizer.json" and path.is_file():
+        return path.parent
+    if path.is_file():
+        raise UserError(f"--tokenizer={name} is a file: name its folder, in which the tokenizer is a "
+                        "tokenizer.json, or vocab.json with merges.txt")
+    if not path.exists():
+        raise UserError(f"--tokenizer={name} does not exist: choose gpt2, char, or the folder of a "
+                        "tokenizer")
+    return path
+
+
+def check_end_of_text(folder: Path, tokenizer: dict) -> None:
+    """Raise UserError unless the "tokenizer" of a folder has the end of text that the folder names."""
+    config = folder / "tokenizer_config.json"
+    named = text_of_token(config_of(config).get("eos_token"))
+    if named is not None and named not in vocabulary_of(tokenizer):
+        raise UserError(f"the eos_token {named!r} in {config} is none of the tokenizer's tokens: name "
+                        "one of them, or add it to its tokenizer.json with transformers, by "
+                        f"{save_line(folder)}")
+    if tokenizer["end_of_text"] is None:
+        raise UserError(f'{folder} has no end-of-text token: add "eos_token" to its '
+                        "tokenizer_config.json")
 
 
 def tokenizer_of_folder(folder: str | os.PathLike) -> dict | None:
@@ -115,8 +143,12 @@ def gpt2_of_ranks(folder: Path) -> dict | None:
 
 def how_to_convert(folder: Path) -> str:
     """Return the advice to write a tokenizer.json."""
-    line = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
-    return f"write its tokenizer.json with transformers, by {line}"
+    return f"write its tokenizer.json with transformers, by {save_line(folder)}"
+
+
+def save_line(folder: Path) -> str:
+    """Return the line of Python that writes the tokenizer.json of a folder anew."""
+    return f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
 
 
 def config_of(file: Path) -> dict:

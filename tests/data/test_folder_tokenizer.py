@@ -205,6 +205,35 @@ def test_what_a_folder_says_of_its_end_of_text(tmp_path):
     assert end() == 5
 
 
+def test_an_eos_token_that_is_no_token_is_refused_with_the_way(tmp_path):
+    """Also if another file has an end of text. The line that the sentence names adds the token, as id 320."""
+    folder = save_tokenizer(tmp_path / "a", byte_level_bpe(), end="</s>")
+    (folder / "config.json").write_text('{"eos_token_id": 1}')
+    line = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+    with pytest.raises(UserError) as refused:
+        tokenizer_meta(str(folder))
+    assert str(refused.value) == (
+        f"the eos_token '</s>' in {folder}/tokenizer_config.json is none of the tokenizer's tokens: name one of them, "
+        f"or add it to its tokenizer.json with transformers, by {line}")
+    eval(line)
+    meta, vocab_size = tokenizer_meta(str(folder))
+    assert (meta["end_of_text"], vocab_size) == (320, 321)
+
+
+def test_the_tokenizer_option_takes_the_file_in_its_folder(tmp_path, monkeypatch):
+    folder = save_tokenizer(tmp_path / "a", byte_level_bpe())
+    assert tokenizer_meta(str(folder / "tokenizer.json")) == tokenizer_meta(str(folder))
+    monkeypatch.chdir(folder)
+    assert tokenizer_meta("tokenizer.json") == tokenizer_meta(str(folder))
+    (folder / "other.json").write_text((folder / "tokenizer.json").read_text())
+    with pytest.raises(UserError, match="^--tokenizer=other.json is a file: name its folder, in which the tokenizer is "
+                                        "a tokenizer.json, or vocab.json with merges.txt$"):
+        tokenizer_meta("other.json")
+    with pytest.raises(UserError, match="^--tokenizer=nowhere/tokenizer.json does not exist: choose gpt2, char, or the "
+                                        "folder of a tokenizer$"):
+        tokenizer_meta("nowhere/tokenizer.json")
+
+
 def test_vocab_merges_and_added_tokens_are_those_of_transformers(tmp_path):
     """A GPT-2 with tokens of its own, as people save them since 2019: OpenAI's tokens were used for them."""
     own = byte_level_bpe()
