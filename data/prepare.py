@@ -100,6 +100,9 @@ def check_fields(args, parser, files):
     if is_chat and tables:
         raise UserError(f"{tables[0]} is a table, and conversations come from JSON, Parquet or Arrow: write a line "
                         'such as {"prompt": "...", "completion": "..."} for each row')
+    if args.max_document_bytes is not None and not kinds & {"text", "shard"}:
+        raise UserError(f"--max_document_bytes={args.max_document_bytes} cuts texts, and these files have documents "
+                        "of their own, which are never cut: drop it")
     if args.ignore_fields and not is_chat:
         raise UserError("--ignore_fields is for conversations: add --format=chat, or drop it")
 

@@ -57,6 +57,9 @@ def prepare(folder, files_of_splits, source, tokenizer, vocab_size, dtype=None):
                 documents[split] += int(np.count_nonzero(ids == end)) if end is not None else 0
                 yield ids
 
+    files = [file for split in SPLITS for file, *_ in shards[split]]
+    if dtype and not any(needs_dtype(file) for file in files):
+        raise UserError(f"--dtype={dtype} is for .bin files without a header, and all of these say their type: drop it")
     for split in SPLITS:
         if not sum(tokens for _, tokens, *_ in shards[split]):
             raise UserError(f"{source['name']} has no tokens for {split}: add a shard with {split!r} in its name")
@@ -74,6 +77,14 @@ def check_ids(file, ids, tokenizer, vocab_size):
                             "tokenizer with --tokenizer=DIR, or its type with --dtype")
         raise UserError(f"{file} has token {token}, which is outside the vocabulary of {vocab_size:,}: name the right "
                         "--tokenizer or --dtype")
+
+
+def needs_dtype(file):
+    """Return whether a token file doesn't say its type."""
+    if file.lower().endswith(".npy"):
+        return False
+    header = np.fromfile(file, "<i4", 2).tolist()
+    return header != [MAGIC, VERSION]
 
 
 def layout_of(file, dtype=None):

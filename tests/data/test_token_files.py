@@ -125,6 +125,10 @@ def test_the_rest_of_what_cannot_be_meant(tmp_path, monkeypatch, capsys):
     out = f"--name={tmp_path / 'out'}"
     with pytest.raises(UserError, match="^shards have no characters: leave out --tokenizer=char$"):
         prepare(monkeypatch, tmp_path / "wide", out, "--dtype=uint32", "--tokenizer=char")
+    np.save(tmp_path / "train.npy", np.arange(9))
+    with pytest.raises(UserError, match="^--dtype=int64 is for .bin files without a header, and all of these say their "
+                                        "type: drop it$"):
+        prepare(monkeypatch, tmp_path / "train.npy", out, "--dtype=int64")
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(UserError, match="^--dtype is for token files"):
         prepare(monkeypatch, tmp_path / "a.txt", out, "--dtype=uint32")

@@ -480,7 +480,12 @@ def test_refused_conversations_are_counted_and_nothing_is_written(tmp_path, prep
     (["--format=chat", "--field=chat"], "--field=chat is for texts: drop it, and see docs/chat.md"),
     (["--format=lines", "--field=body"], "^--field=body is for JSON lines, tables and Parquet, and by their names "
      "these files are text: say what they hold with --format, such as --format=jsonl, or drop it$"),
-    (["--ignore_fields=a"], "--ignore_fields is for conversations: add --format=chat, or drop it")])
+    (["--format=chat", "--max_document_bytes=400"], "^--max_document_bytes=400 cuts texts, and "
+     "these files have documents of their own, which are never cut: drop it$"),
+    (["--field=id", "--max_document_bytes=400"], "^--max_document_bytes=400 cuts texts, and "),
+    (["--format=lines", "--max_document_bytes=400"], "^--max_document_bytes=400 cuts texts, and "),
+    (["--ignore_fields=a"], "--ignore_fields is for conversations: add --format=chat, or drop it")],
+    ids=["the default", "a field", "a field of text", "cut chats", "cut JSON", "cut lines", "ignored"])
 def test_options_that_would_do_nothing_are_refused(tmp_path, monkeypatch, args, words):
     monkeypatch.chdir(tmp_path)
     lines = [json.dumps(record) + "\n" for record in CONVERSATIONS]
