@@ -48,10 +48,22 @@ def text(path, folders):
 
 
 def spikes(steps):
-    """Return the steps whose loss is above 1.5 times the median of the 100 steps before, plus 0.1."""
-    losses = [step["loss"] for step in steps]
-    return [step["iter"] for i, step in enumerate(steps)
-            if i >= 100 and step["loss"] > 1.5 * statistics.median(losses[i - 100 : i]) + 0.1]
+    """Return the steps whose loss is above 1.5 times the median of the 100 steps before, plus 0.1, or isn't finite.
+
+    In history.jsonl, a loss that isn't finite is None.
+    """
+    found = []
+    for i, step in enumerate(steps):
+        loss = step["loss"]
+        before = [other["loss"] for other in steps[max(0, i - 100) : i] if other["loss"] is not None]
+        if loss is None or (i >= 100 and before and loss > 1.5 * statistics.median(before) + 0.1):
+            found.append(step["iter"])
+    return found
+
+
+def rounded(value, digits):
+    """Return a number with so many digits after the point. None, which isn't finite, stays None."""
+    return None if value is None else round(value, digits)
 
 
 def record(out_dir, path):
@@ -60,6 +72,8 @@ def record(out_dir, path):
     meta = read_meta(dataset_dir(settings["settings"]["dataset"]))
     steps = [entry for entry in history if "loss" in entry]
     assert [step["iter"] for step in steps] == list(range(1, len(steps) + 1))
+    norms = [step["grad_norm"] for step in steps]
+    finite_norms = [norm for norm in norms[1000:] or norms if norm is not None]
     result = {
         "command": settings["command"], "commit": git_commit(),
         "hardware": f"{settings['world_size']} x {settings['hardware']}", "world_size": settings["world_size"],
@@ -68,13 +82,13 @@ def record(out_dir, path):
         "resumed_at": [step["iter"] for step in steps if "first_step_s" in step][1:], "spikes": spikes(steps),
         "ms": round(statistics.median(step["ms"] for step in steps), 2),
         "peak_gb": round(max(step["memory"] for step in steps) / 1e9, 2),
-        "largest_grad_norm_after_1000": round(max(step["grad_norm"] for step in steps[1000:] or steps), 3),
-        "evaluations": [{key: round(entry[key], 4) for key in ("iter", "train_loss", "val_loss")}
+        "largest_grad_norm_after_1000": rounded(max(finite_norms, default=None), 3),
+        "evaluations": [{key: rounded(entry[key], 4) for key in ("iter", "train_loss", "val_loss")}
                         for entry in history if "val_loss" in entry],
-        "losses": [round(step["loss"], 4) for step in steps],
-        "grad_norms": [float(f"{step['grad_norm']:.4g}") for step in steps]}
+        "losses": [rounded(step["loss"], 4) for step in steps],
+        "grad_norms": [None if norm is None else float(f"{norm:.4g}") for norm in norms]}
     lines = json.dumps(result, indent=1)
-    lines = re.sub(r"\[\s+([-\d.,\s]+?)\s+\]", lambda match: "[" + re.sub(r"\s+", " ", match[1]) + "]", lines)
+    lines = re.sub(r"\[\s+((?:null|[-\d.,\s])+?)\s+\]", lambda match: "[" + re.sub(r"\s+", " ", match[1]) + "]", lines)
     Path(path).write_text(lines + "\n", encoding="utf-8")
     print({key: value for key, value in result.items() if key not in ("losses", "grad_norms", "evaluations")})
 

@@ -121,6 +121,9 @@ def ours(argv):
         subprocess.run([sys.executable, SCRIPT, *argv, "--log_interval=1", "--keep_last=0", f"--out_dir={folder}/out"],
                        check=True)
         history, run = read_history(f"{folder}/out"), json.loads(Path(folder, "out/settings.json").read_text())
+    for record in history:
+        if record.get("val_loss", 0.0) is None:
+            sys.exit(f"the run has diverged: its validation loss at iteration {record['iter']} isn't finite")
     ms, losses = ({record["iter"]: record[key] for record in history if key in record} for key in ("ms", "val_loss"))
     return curve_of(ms, losses), {key: run[key] for key in ("hardware", "versions")}
 

@@ -587,6 +587,20 @@ def test_a_loss_that_stays_nan_ends_the_run(train):
     assert stopped.stderr == "10 batches had no finite loss: lower --learning_rate, or drop --fp16\n"
 
 
+def test_a_loss_that_is_not_finite_is_null_in_the_files(train, tmp_path):
+    """The 3 batches of an epoch are too few to end the run. A resume takes the files, and curves have a gap there."""
+    first = done(train("--learning_rate=1e30", "--batch_size=16", "--epochs=1", "--save_interval=1"))
+    history = first.cwd / "logs" / "training_history.json"
+    info = first.cwd / "checkpoints" / "epoch_1" / "extra_info.json"
+    for file in (history, info):
+        assert not re.search("NaN|Infinity", file.read_text()), file
+    assert json.loads(history.read_text())["epochs"][0]["val_loss"] is None
+    second = done(train("--learning_rate=1e-3", "--batch_size=16", "--epochs=2", f"--resume={first.cwd}/checkpoints",
+                        cwd=first.cwd))
+    assert [epoch["epoch"] for epoch in second.epochs] == [1, 2] and second.epochs[0] == first.epochs[0]
+    done(launch(UTILS, f"--history={history}", f"--output={tmp_path}/curves.png"))
+
+
 @pytest.mark.long
 def test_a_killed_launcher_leaves_no_process_and_no_traceback(pictures, tmp_path):
     command = [sys.executable, EXAMPLE / "launch_deepspeed.py", "--num_gpus=2", f"--train_dir={pictures}/train",

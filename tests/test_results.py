@@ -5,8 +5,9 @@ import json
 import pytest
 from conftest import ROOT
 
-from results import table
+from results import long_run, table
 from results.estimates import XL, meta_model, planned_gb
+from runtime.data.dataset import write_dataset
 
 
 def run_of(name):
@@ -51,3 +52,23 @@ def test_the_memory_plan_is_what_was_measured():
         assert planned == pytest.approx(measured, rel=0.07, abs=0.25), file.name
         checked += 1
     assert checked >= 24
+
+
+def test_a_long_run_with_a_loss_that_is_not_finite_is_recorded(tmp_path):
+    """In history.jsonl it is null. It is a spike, and none of the steps after it is compared with it."""
+    write_dataset(tmp_path / "data", [0, 1], [0, 1], {"kind": "char", "chars": "ab"}, 2, {})
+    steps = [{"iter": i, "loss": 3.0, "grad_norm": 0.5, "ms": 2.0, "memory": 10**9} for i in range(1, 121)]
+    steps[49] |= {"loss": None, "grad_norm": None}
+    steps[109] |= {"loss": 4.7}  # above 1.5 * 3.0 + 0.1
+    steps.append({"iter": 120, "train_loss": 3.00004, "val_loss": None})
+    (tmp_path / "history.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    settings = {"settings": {"dataset": str(tmp_path / "data")}, "command": "", "world_size": 1, "hardware": "CPU",
+                "versions": {}}
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    long_run.record(tmp_path, tmp_path / "run.json")
+    text = (tmp_path / "run.json").read_text()
+    recorded = json.loads(text)
+    assert recorded["spikes"] == [50, 110] and recorded["largest_grad_norm_after_1000"] == 0.5
+    assert recorded["losses"][48:51] == [3.0, None, 3.0] and recorded["grad_norms"][49] is None
+    assert recorded["evaluations"] == [{"iter": 120, "train_loss": 3.0, "val_loss": None}]
+    assert "3.0, null, 3.0" in text  # a list is a line

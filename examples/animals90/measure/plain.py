@@ -32,11 +32,11 @@ log_dir = "logs"  # folder for training_history.json
 settings = configurator.settings_of_script(__file__)
 globals().update(vars(settings))
 
-import json
 import time
 
 import torch
 import torch.distributed as dist
+from records import json_text
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -106,5 +106,5 @@ for epoch in range(1, epochs + 1):
     print0(history[-1])
 if ranks.rank == 0:
     Path(log_dir).mkdir(parents=True, exist_ok=True)
-    write_atomic(Path(log_dir, "training_history.json"), json.dumps({"epochs": history}, indent=1) + "\n")
+    write_atomic(Path(log_dir, "training_history.json"), json_text({"epochs": history}))
 shut_down()

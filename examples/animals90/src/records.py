@@ -3,11 +3,13 @@
 runtime.untrusted.read_json() compares a file of others with these types.
 """
 
-from typing import Annotated, Literal, NotRequired
+import json
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
+from runtime.monitor.history import without_nan
 from runtime.untrusted import STRICT
 
 MAX_BYTES = 20_000_000  # of one such file: 10,000 epochs and 100,000 classes take 10 MB
@@ -21,13 +23,13 @@ Seconds = Annotated[float, Field(ge=0, le=1e12)]
 
 
 class Record(TypedDict):
-    """An epoch. A loss may be NaN, and measure/plain.py leaves some numbers out."""
+    """An epoch. A loss that isn't finite is null, and measure/plain.py leaves some numbers out."""
 
     __pydantic_config__ = STRICT
     epoch: Epoch
-    train_loss: NotRequired[float]
+    train_loss: NotRequired[float | None]
     train_acc: NotRequired[float]
-    val_loss: NotRequired[float]
+    val_loss: NotRequired[float | None]
     val_acc: NotRequired[float]
     learning_rate: NotRequired[float]
     images_per_s: NotRequired[float]
@@ -61,3 +63,8 @@ class CheckpointInfo(TypedDict):
     best_val_acc: Percent
     best_epoch: Epoch
     time: NotRequired[Seconds]
+
+
+def json_text(value: dict[str, Any]) -> str:
+    """Return the text of such a file. JSON has no NaN and no infinity: they become null."""
+    return json.dumps(without_nan(value), indent=1, allow_nan=False) + "\n"

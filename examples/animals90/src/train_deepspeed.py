@@ -50,6 +50,7 @@ if not torch.cuda.is_available():
 
 import resuming
 from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
+from records import json_text
 from tqdm import tqdm
 
 import data
@@ -119,7 +120,7 @@ def save(folder, info):
     if ranks.rank == 0:
         for path in new.rglob("*"):
             fsync(path)
-        write_atomic(new / "extra_info.json", json.dumps(info, indent=1) + "\n")  # last: now it is complete
+        write_atomic(new / "extra_info.json", json_text(info))  # last: now it is complete
         replace_dir(new, folder)
         for other in {path.parent for path in replaced} - {folder, history_path.parent}:
             shutil.rmtree(other, ignore_errors=True)  # not before there is something instead
@@ -268,7 +269,7 @@ for epoch in range(done + 1, epochs + 1):
         skipped_steps=epoch_steps + before - steps, loss_scale=engine.optimizer.loss_scaler.cur_scale))
     log = {**facts, "epochs": history, "best": {"epoch": best_epoch, "val_acc": best_val_acc}}
     if ranks.rank == 0:
-        write_atomic(history_path, json.dumps(log, indent=1) + "\n")
+        write_atomic(history_path, json_text(log))
     info = {**new, **history[-1], **log, "best_val_acc": best_val_acc, "best_epoch": best_epoch, "steps": steps,
             "mean": data.MEAN, "std": data.STD, "time": time.time()}
     for name in ["best_model"] * improved + [f"epoch_{epoch}"] * (epoch in kept):

@@ -6,6 +6,7 @@
 import argparse
 import contextlib
 import io
+import math
 import os
 import sys
 import warnings
@@ -41,9 +42,10 @@ def draw(histories: dict[str, History], output: str) -> None:
     for axis, (label, keys) in zip(axes.flat, PANELS.items(), strict=True):
         for number, (name, history) in enumerate(histories.items()):
             for key, style in zip(keys, (".-", ".--")):
-                records = [record for record in history["epochs"] if key in record]
-                epochs = [record["epoch"] for record in records]
-                values = [record[key] for record in records]
+                epochs = [record["epoch"] for record in history["epochs"] if key in record]
+                # One that isn't finite leaves a gap
+                values = [record[key] for record in history["epochs"] if key in record]
+                values = [math.nan if value is None else value for value in values]
                 axis.plot(epochs, values, style, color=f"C{number}", label=f"{name} {key}")
         axis.set(xlabel="epoch", ylabel=label)
         axis.legend()
