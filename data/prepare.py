@@ -23,7 +23,7 @@ from runtime.data.folders import new_dataset_dir
 from runtime.data.meta import GPT2_VOCAB
 from runtime.data.token_files import seeming_type
 from runtime.errors import UserError
-from runtime.output import exit_on_error, printable
+from runtime.output import counted, exit_on_error, printable
 from runtime.paths import expand_path
 from runtime.prepare import inputs, pipeline, shards
 from runtime.prepare.splits import choose_splits, shown, skipped_documents
@@ -75,7 +75,8 @@ def main():
         meta = prepare_texts(args, folder, files, val_files, kinds)
     documents = meta["documents"]
     for split in SPLITS:
-        print(f"{split}: {meta[f'{split}_tokens']:,} tokens in {documents[split]:,} documents")
+        tokens = counted(meta[f"{split}_tokens"], "token")
+        print(f"{split}: {tokens} in {counted(documents[split], 'document')}")
     print(f"vocabulary: {meta['vocab_size']:,} ({meta['tokenizer']['kind']}), {meta['dtype']}")
     if skipped := skipped_documents(documents):
         print(f"skipped: {skipped}")
@@ -127,7 +128,7 @@ def prepare_shards(args, parser, folder, files):
         if args.tokenizer == "gpt2":
             tokenizer, vocab_size = vocabulary_of_folders(files)
     size = size_of(files)
-    print(f"{len(files):,} shard(s), {size:,} bytes", flush=True)
+    print(f"{counted(len(files), 'shard')}, {counted(size, 'byte')}", flush=True)
     splits = shards.split_shards(files)
     if splits["test"]:
         print(f"note: left out, as their names say test: {shown(splits['test'])}", flush=True)
@@ -169,7 +170,8 @@ def prepare_texts(args, folder, files, val_files, kinds):
                "max_document_bytes": args.max_document_bytes or (4096 if kinds == ["text"] else 2**20),
                "val_fraction": fraction}
     tokenizer, vocab_size = tokenizer_meta(args.tokenizer)
-    print(f"{len(splits.files):,} file(s), {size:,} bytes; {how}; {args.workers} workers", flush=True)
+    print(f"{counted(len(splits.files), 'file')}, {counted(size, 'byte')}; {how}; "
+          f"{counted(args.workers, 'worker')}", flush=True)
     if splits.note:
         print(f"note: {splits.note}", flush=True)
     # Say what is read before waiting for the first bytes of a pipe.

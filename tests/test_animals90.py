@@ -643,7 +643,7 @@ def test_pictures_are_split_by_their_bytes_and_duplicates_dropped(pictures, tmp_
     shutil.copy(source / "class_00" / "00001.jpg", source / "class_00" / "again.jpg")
     (source / "class_01" / "broken.png").write_bytes(b"nothing")
     first, before = prepared(0.3)
-    assert "1 duplicates, 1 unreadable" in first.stdout and "broken.png" in first.stderr
+    assert "1 duplicate, 1 unreadable" in first.stdout and "broken.png" in first.stderr
     shutil.copytree(pictures / "val", source / "more", dirs_exist_ok=True)
     shutil.copytree(pictures / "val" / "class_02", source / "class_02" / "deeper")
     _, after = prepared(0.3)

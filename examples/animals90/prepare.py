@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:1] = [str(HERE / "src"), str(HERE.parents[1])]
 
 from runtime.errors import UserError  # first: runtime explains a missing package
-from runtime.output import protect_output
+from runtime.output import counted, protect_output
 from runtime.paths import expand_path
 from runtime.untrusted import open_regular
 
@@ -116,7 +116,9 @@ def take(source: str, to: str, val_share: float) -> None:
             print(f"moved: {one_line(old)} to {one_line(target)}", file=sys.stderr)
         old.unlink(missing_ok=True)
         link_or_copy(path, target)
-    print(", ".join(f"{count:,} {what}" for what, count in counts.items()))
+    duplicates = counted(counts.pop("duplicates"), "duplicate")
+    train, val, unreadable = (f"{count:,} {what}" for what, count in counts.items())
+    print(f"{train}, {val}, {duplicates}, {unreadable}")
 
 
 def link_or_copy(path: Path, target: Path) -> None:

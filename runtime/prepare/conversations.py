@@ -12,6 +12,7 @@ from typing import Any
 from runtime.data.chat import END_OF_ANSWER, ROLES
 from runtime.data.tokenizer import check_spaces
 from runtime.errors import UserError
+from runtime.output import counted
 from runtime.prepare.fields import METADATA, Fields
 from runtime.prepare.json_records import json_value
 
@@ -74,7 +75,7 @@ class Conversations:
                          f"the first is {self.first[problem]}: {problem}")
         more = len(self.problems) - len(told)
         if more:
-            lines.append(f"and {more:,} other problems: correct these first")
+            lines.append(f"and {counted(more, 'other problem')}: correct these first")
         return lines
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import BinaryIO, TextIO
 
 from runtime.errors import UserError
+from runtime.output import counted
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 MAX_SHOWN = 200  # characters of the names of columns
@@ -34,7 +35,8 @@ def table_texts(name: str, file: BinaryIO, kind: str, field: str, max_bytes: int
         begin = rows.line_num + 1
         for row in rows:
             if row and len(row) != len(header):
-                raise csv.Error(f"the row has {len(row)} fields, and the header {len(header)}")
+                raise csv.Error(f"the row has {counted(len(row), 'field')}, and the header "
+                                f"{len(header):,}")
             if row:  # not an empty line
                 content = row[place].replace("\r\n", "\n").replace("\r", "\n")
                 yield content.encode("utf-8", "surrogateescape")

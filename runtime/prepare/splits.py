@@ -140,7 +140,7 @@ def check_both_splits(counts: dict[str, int], n_bytes: int, fraction: float | No
     elif is_cut:
         size = max(64, int(n_bytes * fraction / 5))
         fix = (
-            f"add to these {n_bytes:,} bytes, change --val_fraction={fraction:g}, cut a long text into "
+            f"add to these {counted(n_bytes, 'byte')}, change --val_fraction={fraction:g}, cut a long text into "
             f"more documents with --max_document_bytes={size}, or give a file with --val=PATH"
         )
     else:
@@ -150,8 +150,13 @@ def check_both_splits(counts: dict[str, int], n_bytes: int, fraction: float | No
 
 def skipped_documents(counts: dict[str, int]) -> str:
     """Return what was skipped: "4 duplicates, 2 empty"; "" if nothing was."""
-    names = [name for name in counts if name not in ("train", "val")]
-    return ", ".join(f"{counts[name]:,} {name}" for name in names if counts[name])
+    parts = []
+    for name, count in counts.items():
+        if count and name == "duplicates":
+            parts.append(counted(count, "duplicate"))
+        elif count and name not in ("train", "val"):
+            parts.append(f"{count:,} {name}")
+    return ", ".join(parts)
 
 
 def says_held_out(files: list[str]) -> str:

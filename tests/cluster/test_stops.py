@@ -234,7 +234,7 @@ def test_a_stopped_preparation_leaves_the_dataset_alone(tmp_path, number, code):
     command = [sys.executable, ROOT / "data" / "prepare.py", "-", f"--name={tmp_path}/data", "--tokenizer=char"]
     job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        assert job.stdout.readline().startswith("1 file(s), ")
+        assert job.stdout.readline().startswith("1 file, ")
         job.send_signal(number)
         _, stderr = job.communicate(timeout=200)
     finally:

@@ -436,7 +436,7 @@ def test_shards_are_copied_in_order(tmp_path, monkeypatch):
         assert ids == {"val": tokens[:1000], "train": tokens[1000:]}, name
         assert (meta["tokenizer"], meta["documents"]) == ({"kind": "gpt2"}, {
             split: ids[split].count(50256) for split in bins.SPLITS})
-    assert "4 shard(s), 11,496 bytes\ntrain: 2,700 tokens in" in prepare("interval", "--name=./out", cwd=tmp_path)[0]
+    assert "4 shards, 11,496 bytes\ntrain: 2,700 tokens in" in prepare("interval", "--name=./out", cwd=tmp_path)[0]
     assert hashes_of(tmp_path / "out")["train.bin"] == meta["files"]["train.bin"]["sha256"]
 
 

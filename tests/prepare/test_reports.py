@@ -71,7 +71,7 @@ def test_llama_factory_3119_a_small_set_ends_in_an_error_of_a_library(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, "", texts[0]]))
     assert not any(for_validation(text, 0.01) for text in texts)
     _, refused = prepare("a.jsonl", "--val_fraction=0.01", *CHARS, cwd=tmp_path, code=2)
-    assert refused == ("training has 10 documents and validation 0 (skipped: 1 duplicates, 1 empty), and each needs "
+    assert refused == ("training has 10 documents and validation 0 (skipped: 1 duplicate, 1 empty), and each needs "
                        "one: add documents, change --val_fraction=0.01, or give a file with --val=PATH\n")
     prepare("a.jsonl", "--val_fraction=0.4", *CHARS, cwd=tmp_path)
     n_val = sum(for_validation(text, 0.4) for text in texts)
@@ -88,4 +88,4 @@ def test_axolotl_290_an_example_without_text_stops_the_run_without_a_word_on_it(
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "b.txt").write_text("two")
     said, _ = prepare("a.jsonl", "--val=b.txt", *CHARS, cwd=tmp_path)
-    assert "train: 4 tokens in 1 documents\n" in said and "skipped: 3 empty\n" in said
+    assert "train: 4 tokens in 1 document\n" in said and "skipped: 3 empty\n" in said

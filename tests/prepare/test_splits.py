@@ -45,12 +45,14 @@ def test_val_is_validated_on_and_nothing_of_it_is_trained_on(prepare, tmp_path):
         json.dumps({"text": text}) + "\n" for text in (shared, "three")))
     said, meta, texts = prepare("c", "--val=c/valid.jsonl")
     assert texts == {"train": "one\n", "val": "in both\nthree\n"}
-    assert said.startswith("3 file(s), 48 bytes; 1 of them for validation; ")
+    assert said.startswith("3 files, 48 bytes; 1 of them for validation; ")
     assert meta["documents"] == {"train": 1, "val": 2, "duplicates": 1, "empty": 0, "unreadable": 0}
     options = {key: meta["options"][key] for key in ("paths", "split_by", "val", "val_fraction")}
     assert options == {"paths": ["c"], "split_by": "val", "val": ["c/valid.jsonl"], "val_fraction": None}
     made = hashes_of(tmp_path / "out")
-    prepare("c", "--val=c/valid.jsonl", "--workers=1")
+    said, *_ = prepare("c", "--val=c/valid.jsonl", "--workers=1")
+    assert "; 1 worker\ntrain: 4 tokens in 1 document\nval: 14 tokens in 2 documents\n" in said
+    assert "\nskipped: 1 duplicate\n" in said
     assert hashes_of(tmp_path / "out") == made
 
 
@@ -140,7 +142,7 @@ def test_a_test_file_that_val_does_not_name_is_told_of(prepare, tmp_path):
     (["a.txt", "--val=nowhere"], "^nowhere is not a file or folder"),
     (["a.txt", "--val=empty.txt"], r"^training has 1 document and validation 0 \(skipped: 1 empty\), and each needs "
      "one: add a file with other texts for validation with --val=PATH$"),
-    (["a.txt", "--val=b.txt"], r"^training has 0 documents and validation 1 \(skipped: 1 duplicates\), and each needs "
+    (["a.txt", "--val=b.txt"], r"^training has 0 documents and validation 1 \(skipped: 1 duplicate\), and each needs "
      "one: add a file with other texts for training$"),
     (["s.bin", "--val=a.txt"], "^shards have their tokens and splits already: leave out --val$")])
 def test_what_cannot_be_meant_is_refused(prepare, tmp_path, args, message):

@@ -63,7 +63,7 @@ TABLES = {  # {what: (file, content, message)}
         f"a.csv, line 4: the row has 3 fields, and the header 2: {QUOTES.format('a comma')}"),
     "a row that is cut": (
         "a.tsv", "id\ttext\n1\n",
-        f"a.tsv, line 2: the row has 1 fields, and the header 2: {QUOTES.format('a tab')}"),
+        f"a.tsv, line 2: the row has 1 field, and the header 2: {QUOTES.format('a tab')}"),
     "a quote": (
         "a.tsv", 'id\ttext\n1\t"Hi" he said\n',
         f"a.tsv, line 2: '\\t' expected after '\"': {QUOTES.format('a tab')}"),
@@ -114,7 +114,7 @@ def test_each_line_is_a_document(tmp_path):
     (tmp_path / "b.csv").write_text("eight\n")
     said, _ = prepare("a.txt", "--val=b.csv", "--format=lines", *OPTIONS, cwd=tmp_path)
     assert text_of(tmp_path / "out") == {"train": "one two\nthree\nfour\nfive\nsix, \"seven\"\n", "val": "eight\n"}
-    assert "train: 37 tokens in 5 documents\n" in said and "skipped: 1 duplicates, 2 empty\n" in said
+    assert "train: 37 tokens in 5 documents\n" in said and "skipped: 1 duplicate, 2 empty\n" in said
 
 
 @pytest.mark.parametrize("line_end", ["\r", "\r\n", "\n"])
