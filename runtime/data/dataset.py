@@ -24,7 +24,7 @@ import numpy as np
 
 from runtime.data.folders import how_to_fix
 from runtime.data.meta import parse_meta, parse_meta_of_nanogpt
-from runtime.data.token_files import type_problem
+from runtime.data.token_files import described_type_problem, type_problem
 from runtime.data.tokenizer import tokenizer_content
 from runtime.errors import UserError
 from runtime.files import ROOT, TEMP_NAME, write_temp
@@ -307,7 +307,7 @@ def _check_types(folder: Path, vocab_size: int) -> None:
 
 
 def _file_problem(folder: Path, split: str, meta: dict) -> str | None:
-    """Return what is wrong with the sizes of a split's files, or None."""
+    """Return what is wrong with the sizes or the type of a split's files, or None."""
     tokens = meta[f"{split}_tokens"]
     sizes = {f"{split}.bin": tokens * DTYPES[meta["dtype"]].itemsize}
     if "template" in meta:
@@ -320,6 +320,11 @@ def _file_problem(folder: Path, split: str, meta: dict) -> str | None:
         if size != expected:
             fix = _how_to_prepare_again(folder, meta)
             return f"{path} has {size} bytes, but its {tokens} tokens take {expected}: {fix}"
+
+    wrong_type = described_type_problem(folder / f"{split}.bin", meta)
+    if wrong_type:
+        fix = _how_to_prepare_again(folder, meta)
+        return f"{wrong_type}: restore the file that meta.json describes, or {fix}"
     return None
 
 

@@ -1,6 +1,7 @@
-"""Notice token files that aren't nanoGPT's.
+"""Notice token files of another type than they would be read as: the ids would be other tokens.
 
-No meta.json says their type, and as uint16 they would be other tokens.
+Without a meta.json they are read as nanoGPT's uint16. With one, a file of another type may have
+exactly the size that it names.
 """
 
 import os
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.files import ROOT
+from runtime.files import ROOT, file_digest
 from runtime.untrusted import check_regular
 
-LOOKED_AT = 2**17  # 16-bit values at the start of a file
+LOOKED_AT = 2**17  # 16-bit values of a file, at PLACES
+PLACES = 16  # evenly spread: a file may begin with anything, such as one id for a million tokens
 FEWEST = 64  # values that show a pattern
 MAX_HIGH = 3  # the upper half of a 32-bit id is 0 to 3 in all vocabularies of up to 262,144 tokens
 LLM_C_MAGIC = 20240520
@@ -25,8 +27,7 @@ def type_problem(path: Path, vocab_size: int, is_known: bool) -> str | None:
     Returns None if nothing is. vocab_size: of its tokens. is_known: whether a meta.pkl has it.
     Without one, the vocabulary may be another one.
     """
-    check_regular(path)
-    values = np.fromfile(path, "<u2", LOOKED_AT)
+    values = values_of(path)
     shown = os.path.relpath(path)
     if values[:2].tobytes() == LLM_C_MAGIC.to_bytes(4, "little"):
         return f"{shown} is a shard of llm.c, with a header: {conversion(path)}"
@@ -49,9 +50,41 @@ def type_problem(path: Path, vocab_size: int, is_known: bool) -> str | None:
     return None
 
 
+def described_type_problem(path: Path, meta: dict) -> str | None:
+    """Return what is wrong with reading a file as the type that its meta.json names, or None.
+
+    meta: the content of meta.json, whose size the file has. Ids that are 0 at each second place look
+    like wider ones: then the file's hash decides, if meta.json has it.
+    """
+    dtype = meta["dtype"]
+    wide = wide_type(values_of(path), max_high=(meta["vocab_size"] - 1) >> 16)
+    if wide is None or wide == dtype:
+        return None
+    recorded = meta["files"].get(path.name)
+    if recorded and file_digest(path)["sha256"] == recorded["sha256"]:
+        return None
+    return f"{os.path.relpath(path)} seems to hold {wide}, and its meta.json says {dtype}"
+
+
+def values_of(path: str | os.PathLike) -> np.ndarray:
+    """Return some values of a file, read as uint16: all of a small one, else those at PLACES.
+
+    Each place is at a whole number of 64-bit values.
+    """
+    n = check_regular(path) // 2
+    if n <= LOOKED_AT:
+        return np.fromfile(path, "<u2")
+    piece = LOOKED_AT // PLACES
+    pieces = []
+    for place in range(PLACES):
+        start = (n - piece) * place // (PLACES - 1) // 4 * 4
+        pieces.append(np.fromfile(path, "<u2", piece, offset=2 * start))
+    return np.concatenate(pieces)
+
+
 def seeming_type(path: str | os.PathLike) -> str:
-    """Return the type that the ids at the start of a file without a header seem to have."""
-    return wide_type(np.fromfile(path, "<u2", LOOKED_AT), MAX_HIGH) or "uint16"
+    """Return the type that the ids of a file without a header seem to have."""
+    return wide_type(values_of(path), MAX_HIGH) or "uint16"
 
 
 def wide_type(values: np.ndarray, max_high: int) -> str | None:

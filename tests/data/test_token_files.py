@@ -1,14 +1,15 @@
 """Token files that aren't nanoGPT's uint16: noticed before a run, and converted by data/prepare.py."""
 
+import json
 import pickle
 import runpy
 import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, SOURCE
 
-from runtime.data.dataset import Dataset, check_dataset, open_tokens
+from runtime.data.dataset import Dataset, check_dataset, open_tokens, write_dataset
 from runtime.errors import UserError
 
 CHARS = {"vocab_size": 4, "itos": dict(enumerate("\nabc")), "stoi": {char: i for i, char in enumerate("\nabc")}}
@@ -56,6 +57,40 @@ def test_nanogpts_own_files_are_not(tmp_path, vocab_size, pickled):
     assert tokens_of(tmp_path / "own", "train").tolist() == ids["train"].tolist()
     np.array([3, 0] * 20, "<u2").tofile(tmp_path / "own" / "val.bin")
     assert check_dataset(tmp_path / "own")["val_tokens"] == 40
+
+
+WIDER = {"uint32 as uint16": (50257, "<u4", "uint32"), "int64 as uint16": (50257, "<i8", "int64"),
+         "int64 as uint32": (100_277, "<i8", "int64")}
+
+
+@pytest.mark.parametrize("has_hashes", [True, False], ids=["hashes", "no hashes"])
+@pytest.mark.parametrize("case", WIDER)
+def test_wider_ids_of_the_described_size_are_noticed(tmp_path, case, has_hashes):
+    """meta.json names another type, and the file has exactly its number of bytes. It begins with one id, many times,
+    which looks like uint16, so that only other places show what it holds."""
+    vocab_size, wide, shown = WIDER[case]
+    meta = write_dataset(tmp_path, np.arange(600_000) % 50_000, [1, 2] * 50, {"kind": "gpt2"}, vocab_size, SOURCE)
+    n = meta["files"]["train.bin"]["bytes"] // np.dtype(wide).itemsize
+    ids = np.arange(n) % 50_000
+    ids[: n // 4] = 0
+    ids.astype(wide).tofile(tmp_path / "train.bin")
+    if not has_hashes:  # as another program may write it
+        (tmp_path / "meta.json").write_text(json.dumps(meta | {"files": {}}))
+    with pytest.raises(UserError) as refused:
+        check_dataset(tmp_path)
+    said = str(refused.value)
+    assert f"train.bin seems to hold {shown}, and its meta.json says {case.split()[-1]}: restore the file that " in said
+    assert "\n" not in said
+
+
+def test_ids_that_only_look_wider_are_what_their_hash_says(tmp_path):
+    """Each second id is 0: as uint32 these are ids, too. Without the hash there is no proof."""
+    ids = [token for number in range(1, 9000) for token in (number, 0)]
+    meta = write_dataset(tmp_path, ids, ids[:1000], {"kind": "gpt2"}, 50257, SOURCE)
+    assert tokens_of(tmp_path, "train").tolist() == ids
+    (tmp_path / "meta.json").write_text(json.dumps(meta | {"files": {}}))
+    with pytest.raises(UserError, match="train.bin seems to hold uint32, and its meta.json says uint16: "):
+        check_dataset(tmp_path)
 
 
 @pytest.mark.parametrize("dtype, name", [("<u4", "uint32"), ("<i4", "int32"), ("<i8", "int64"), ("<u2", "uint16")])
