@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from configurator import settings_of_script
 from runtime.files import OWN_DATASETS, ROOT
@@ -264,12 +265,40 @@ def run_headline(args):
     if on_cpu and settings.out_dir == "out-demo" and settings.init_from not in ("resume", "auto"):
         ours.append("--overwrite=True")
     prepare_own_dataset(settings.dataset)
+    earlier = checkpoint_times(settings.out_dir)
     if code := train(ranks, TRAIN, [*ours, *args]):
         raise SystemExit(code)
     exit_on_signals()  # torchrun has replaced the handlers
-    if os.path.exists(f"{settings.out_dir}/latest") and not (settings.eval_only or settings.dry_run):
-        run_python(ROOT / "sample.py", f"--out_dir={settings.out_dir}", "--num_samples=1", "--max_new_tokens=200")
-        print_next_commands(ranks, [ours[0], *(arg for arg in args if arg.endswith(".py"))], on_cpu)
+    if settings.eval_only or settings.dry_run:
+        return
+    found = checkpoint_times(settings.out_dir)
+    if not found.items() - earlier.items():
+        print_no_sample(settings.out_dir, bool(found))
+        return
+    run_python(ROOT / "sample.py", f"--out_dir={settings.out_dir}", "--num_samples=1", "--max_new_tokens=200")
+    print_next_commands(ranks, [ours[0], *(arg for arg in args if arg.endswith(".py"))], on_cpu)
+
+
+def checkpoint_times(out_dir: str) -> dict[str, int]:
+    """Return {tag: when it was saved, in ns} of the checkpoints in a folder, which may be missing."""
+    manifests = Path(out_dir).glob("iter_*/manifest.json")
+    return {manifest.parent.name: os.lstat(manifest).st_mtime_ns for manifest in manifests}
+
+
+def print_no_sample(out_dir: str, has_checkpoints: bool) -> None:
+    """Say why there is no sample after a run that has saved nothing: it was stopped at its start, or had no steps left.
+
+    has_checkpoints: whether earlier runs have left some in out_dir.
+    """
+    print("no checkpoint was saved in this run, so there is no sample of it")
+    if has_checkpoints:
+        sample = shlex.join([shown(sys.executable), shown(ROOT / "sample.py"), f"--out_dir={out_dir}"])
+        print(f"{out_dir} has checkpoints from before: {sample}")
+
+
+def shown(path: str | os.PathLike) -> str:
+    """Return the shorter way to write a path: from the working directory, or as it is."""
+    return min(str(path), os.path.relpath(path), key=len)
 
 
 def prepare_own_dataset(name):
@@ -283,8 +312,11 @@ def prepare_own_dataset(name):
 
 def print_next_commands(ranks, configs, on_cpu):
     """Print the commands that train with these configs on the user's own text."""
-    python, prepare, launch, script, sample = (shlex.quote(min(str(path), os.path.relpath(path), key=len)) for path in (
-            sys.executable, ROOT / "data" / "prepare.py", ROOT / "launch_deepspeed.py", TRAIN, ROOT / "sample.py"))
+    python = shlex.quote(shown(sys.executable))
+    prepare = shlex.quote(shown(ROOT / "data" / "prepare.py"))
+    launch = shlex.quote(shown(ROOT / "launch_deepspeed.py"))
+    script = shlex.quote(shown(TRAIN))
+    sample = shlex.quote(shown(ROOT / "sample.py"))
     epochs = [] if on_cpu else ["--max_epochs=3", "--eval_epochs=1"]
     options = shlex.join([*configs, "--dataset=mine", "--out_dir=out-mine", *epochs])
     print("To train on your own text, a file or folder MY_TEXT, and sample:")

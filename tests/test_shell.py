@@ -11,7 +11,7 @@ import sys
 
 import psutil
 import pytest
-from conftest import CHARS, ROOT, SMALL, nvidia_smi, wait_until
+from conftest import CHARS, ROOT, SMALL, done, nvidia_smi, planted, wait_until
 
 
 def naming(text):
@@ -79,6 +79,42 @@ def test_a_run_that_saves_nothing_is_not_sampled_from(start):
     with start("--max_iters=0") as job:
         stdout, stderr = job.communicate(timeout=200)
     assert job.returncode == 0 and "total time" in stdout and "no checkpoint" not in stderr, stderr
+    assert stdout.splitlines()[-1] == "no checkpoint was saved in this run, so there is no sample of it"
+
+
+STOP_AT_THE_START = """
+from runtime.plan import run_plan
+find_start = run_plan.find_start
+def touch_stop(*args):
+    open({stop!r}, "w").close()
+    return find_start(*args)
+run_plan.find_start = touch_stop
+"""
+HEADLINE = """
+import sys
+sys.path.insert(0, {root!r})
+import launch_deepspeed
+train = launch_deepspeed.train
+launch_deepspeed.train = lambda ranks, script, args: train(ranks, {script!r}, args)
+sys.argv = ["launch_deepspeed.py", "--headline", *sys.argv[1:]]
+launch_deepspeed.main()
+"""
+
+
+def test_a_run_that_is_stopped_at_its_start_gets_no_sample_of_an_earlier_one(train, characters, tmp_path):
+    """A user touches STOP while the run looks for earlier checkpoints, of which there is one."""
+    out_dir = done(train("--max_iters=1", out_dir=tmp_path / "out")).out_dir
+    script = planted(tmp_path, STOP_AT_THE_START.format(stop=str(out_dir / "STOP")))
+    headline = tmp_path / "headline.py"
+    headline.write_text(HEADLINE.format(root=str(ROOT), script=str(script)))
+    command = [sys.executable, headline, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", "--overwrite=True"]
+    job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert job.returncode == 0, job.stderr
+    stopped, no_sample, before = job.stdout.splitlines()[-3:]
+    assert stopped == "exiting: no step has been made, so nothing is saved"
+    assert no_sample == "no checkpoint was saved in this run, so there is no sample of it"
+    assert before.startswith(f"{out_dir} has checkpoints from before: ")
+    assert before.endswith(f" sample.py --out_dir={out_dir}")
 
 
 # Beside a real GPU PyTorch finds it, since this run must not set what hides GPUs: it would train GPT-2 XL. Where there
