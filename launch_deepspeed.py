@@ -168,18 +168,13 @@ def refuse_further_launchers(nodes: int) -> None:
     Each would be a run of its own, with a part of the batch.
     """
     # This import also sets RANK and the like, as for ranks of srun. torchrun sets them again
-    from runtime.cluster.launchers import STARTED_BY
+    from runtime.cluster.launchers import STARTED_BY, several_launchers
 
     if STARTED_BY is None:
         return
-    count = int(os.environ[STARTED_BY.size])
-    if count > nodes:
-        exit_with_error(
-            f"{STARTED_BY.size}={count} in the environment: {STARTED_BY.name} has started {count} of "
-            "this launcher, and each would be a run of its own: start one for each node, with --nnodes "
-            f"and --node_rank, or let {STARTED_BY.name} start python train_deepspeed.py itself "
-            f"(docs/multi_node.md). If it has started none, run unset {STARTED_BY.size}"
-        )
+    count = os.environ[STARTED_BY.size]
+    if int(count) > nodes:
+        exit_with_error(several_launchers(STARTED_BY, count))
 
 
 def start_without_network(args):

@@ -70,6 +70,31 @@ def find_launcher(environ: MutableMapping[str, str]) -> Launcher | None:
     return found[0] if found else None
 
 
+def launchers_apart(environ: MutableMapping[str, str]) -> str | None:
+    """Return a sentence if srun or mpirun has started several torchruns, or deepspeeds, that don't know of each other.
+
+    Each would be a run of its own, with a part of the batch. torchrun and deepspeed tell their
+    ranks how many nodes they know of, and srun and mpirun how many processes they have started.
+    """
+    nodes = max(number(environ, "GROUP_WORLD_SIZE"), number(environ, "CROSS_SIZE"))
+    if nodes < 1:  # started by neither of them
+        return None
+    for launcher in LAUNCHERS:
+        if number(environ, launcher.size) > nodes:
+            return several_launchers(launcher, environ[launcher.size])
+    return None
+
+
+def several_launchers(launcher: Launcher, count: str) -> str:
+    """Return what to do where srun or mpirun has started `count` launchers, more than there are nodes."""
+    return (
+        f"{launcher.size}={count} in the environment: {launcher.name} has started {count} of this launcher, and "
+        "each would be a run of its own: start one for each node, with --nnodes and --node_rank, or let "
+        f"{launcher.name} start python train_deepspeed.py itself (docs/multi_node.md). If it has started none, "
+        f"or if you want {count} runs, run unset {launcher.size}"
+    )
+
+
 def adopt_ranks(environ: MutableMapping[str, str]) -> None:
     """Set RANK and the like as the launcher means them, if it says enough.
 

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from runtime.cluster.launchers import STARTED_BY
+from runtime.cluster.launchers import STARTED_BY, launchers_apart
 from runtime.errors import UserError
 from runtime.output import error_text, printable
 
@@ -48,6 +48,9 @@ def ranks_from_environment(dry_run=False):
             "several processes, but its variables don't say which is which: start with python launch_deepspeed.py, "
             "or set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
+    apart = launchers_apart(os.environ)
+    if apart is not None:
+        raise UserError(apart)
     world_size = launcher_variable("WORLD_SIZE", 1)
     launcher_variable("RANK", 0, end=world_size)
     if dry_run and "RANK" not in os.environ:

@@ -23,7 +23,7 @@ from conftest import (
 
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster import shutdown
-from runtime.cluster.launchers import adopt_ranks, first_host, tasks_per_node
+from runtime.cluster.launchers import adopt_ranks, first_host, launchers_apart, tasks_per_node
 from runtime.cluster.requests import STOP_REASONS, StopFile
 from runtime.cluster.shutdown import StopCheck
 
@@ -296,6 +296,32 @@ def test_variables_of_other_launchers_become_torchruns(environ, expected):
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     assert " ".join(str(environ.get(name)) for name in names) == expected
     assert ("MASTER_PORT" in environ) == (expected.split()[3] != "None")
+
+
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}
+DEEPSPEED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "CROSS_SIZE": "1"}
+
+
+@pytest.mark.parametrize("environ, size", [
+    (TORCHRUN | OPEN_MPI, "OMPI_COMM_WORLD_SIZE=4"), (DEEPSPEED | HYDRA, "PMI_SIZE=2"),
+    (TORCHRUN | SLURM, "SLURM_STEP_NUM_TASKS=5"),
+    (TORCHRUN | SLURM | {"GROUP_WORLD_SIZE": "4"}, "SLURM_STEP_NUM_TASKS=5"),
+    (TORCHRUN | SLURM | {"GROUP_WORLD_SIZE": "5"}, None),  # one for each node
+    (TORCHRUN | {"OMPI_COMM_WORLD_SIZE": "1"}, None), (TORCHRUN, None), (DEEPSPEED, None),
+    ({"RANK": "3", "WORLD_SIZE": "4"} | OPEN_MPI, None)])  # set by hand
+def test_launchers_that_know_nothing_of_each_other(environ, size):
+    sentence = launchers_apart(environ)
+    assert sentence is None if size is None else sentence.startswith(f"{size} in the environment: ")
+
+
+def test_a_torchrun_for_each_task_of_mpirun_is_refused(start, tmp_path):
+    """`mpirun -np 4 torchrun --nproc_per_node=1 train_deepspeed.py` would train four times, each in the same folder."""
+    job, log = start("", **TORCHRUN, **OPEN_MPI, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    assert job.wait(200) == 2
+    sentence = log.read_text()
+    assert sentence.startswith("OMPI_COMM_WORLD_SIZE=4 in the environment: Open MPI's mpirun has started 4 of this ")
+    assert sentence.endswith("or if you want 4 runs, run unset OMPI_COMM_WORLD_SIZE\n")
+    assert sentence.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 def test_lists_of_slurm():
