@@ -19,7 +19,7 @@ from runtime.data.folder_tokenizer import tokenizer_meta
 from runtime.data.folders import new_dataset_dir
 from runtime.data.tokenizer import end_of_text, numpy_encoder
 from runtime.errors import UserError
-from runtime.files import lock_folder
+from runtime.files import new_files_in
 from runtime.output import exit_on_error
 from runtime.paths import expand_path
 from runtime.prepare.inputs import find_files
@@ -92,7 +92,7 @@ def main():
         find_files([args.dataset])  # refuses pipes, and links that lead out of it
     tokenizer, vocab_size = tokenizer_meta("gpt2")
     workers = usable_cores()
-    with lock_folder(folder, "--name"):
+    with new_files_in(folder, "--name"):
         stored = tokenize(folder, read_rows(args), workers, numpy_encoder(tokenizer), end_of_text(tokenizer), "<u2")
         if len(stored) < len(SPLITS):
             raise UserError(f"{args.dataset} has too few documents for training and validation: choose another")

@@ -10,6 +10,7 @@ import re
 import secrets
 import shutil
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -35,21 +36,39 @@ def file_digest(path: str | os.PathLike, flush: bool = False) -> dict:
         return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def write_temp(path, chunks):
-    """Write the bytes objects `chunks` to a temporary file next to `path` and flush it to the disk. Return (temporary
-    file, bytes, sha256), for os.replace(temporary file, path). Any exception, also Ctrl-C, removes the file."""
+def write_temp(path: str | os.PathLike, chunks: Iterable[bytes]) -> tuple[Path, int, str]:
+    """Write bytes to a temporary file next to `path`, and flush it to the disk.
+
+    Return (temporary file, number of bytes, sha256), for os.replace(temporary file, path). Any
+    exception, also Ctrl-C, removes the file. An OSError names `path`.
+    """
     path = Path(path)
-    temp, digest = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp"), hashlib.sha256()
+    temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    digest = hashlib.sha256()
     try:
         with create_new(temp) as file:
             for chunk in chunks:
-                file.write(chunk)
+                with name_in_error(path):
+                    file.write(chunk)
                 digest.update(chunk)
+            with name_in_error(path):
+                file.flush()
         fsync(temp)
     except BaseException:
         temp.unlink(missing_ok=True)
         raise
     return temp, os.path.getsize(temp), digest.hexdigest()
+
+
+@contextlib.contextmanager
+def name_in_error(path: str | os.PathLike) -> Iterator[None]:
+    """Return a context in which an OSError without a file's name, as that of a write is, gets this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise type(error)(error.errno, error.strerror, str(path)) from error
 
 
 def create_new(path: str | os.PathLike) -> BinaryIO:
@@ -125,6 +144,39 @@ def lock_folder(folder, option):
     except OSError:
         pass  # the file system has no locks, and training matters more than this protection
     return lock
+
+
+@contextlib.contextmanager
+def new_files_in(folder: str | os.PathLike, option: str) -> Iterator[None]:
+    """Create a folder and lock it while files are written there: see lock_folder().
+
+    After an exception, also Ctrl-C, the lock's file and the folders that were made here are removed,
+    as far as they are empty. An OSError about a file in the folder becomes a UserError.
+    """
+    folder = Path(folder)
+    lock_file = folder / ".lock"
+    is_new_lock = not os.path.lexists(lock_file)
+    new_folders = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
+    with lock_folder(folder, option):
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # somebody else has put a file there
+                if is_new_lock:
+                    lock_file.unlink()
+                for place in new_folders:
+                    place.rmdir()
+            if isinstance(error, OSError) and is_in(folder, error.filename):
+                fix = f"choose another {option}=DIR"
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    fix = f"make room there, or {fix}"
+                raise UserError(f"cannot write {error.filename} ({error.strerror}): {fix}") from None
+            raise
+
+
+def is_in(folder: Path, path: object) -> bool:
+    """Return whether `path`, the filename of an OSError, is a folder or below it."""
+    return isinstance(path, str) and Path(path).absolute().is_relative_to(folder.absolute())
 
 
 def refuse_broken_link(path: str | os.PathLike, option: str) -> None:

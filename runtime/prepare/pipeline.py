@@ -18,7 +18,7 @@ from runtime.data.chat import END_OF_ANSWER, TEMPLATE, encode_conversation
 from runtime.data.dataset import SPLITS, slices, write_dataset
 from runtime.data.tokenizer import CODE_POINTS, end_of_text, numpy_encoder
 from runtime.errors import UserError
-from runtime.files import lock_folder
+from runtime.files import name_in_error, new_files_in
 from runtime.prepare import coverage, inputs
 from runtime.prepare.conversations import Conversations
 from runtime.prepare.splits import check_both_splits
@@ -37,7 +37,7 @@ def prepare(folder, files, tokenizer, vocab_size, options, workers, skip_unreada
     if is_chat:
         coverage.check_headers(tokenizer)
     reader = Reader(files, options, skip_unreadable)
-    with lock_folder(folder, "--name"):
+    with new_files_in(folder, "--name"):
         stored = tokenize(folder, reader.rows(), workers, to_ids, end, dtype, is_chat)
         if tokenizer["kind"] == "hf":
             coverage.report(coverage.measure(tokenizer, reader.sample.texts()))
@@ -181,7 +181,8 @@ def tokenize(folder, rows, workers, *encoding):
 
     def write(future):
         for key, content in future.result().items():
-            files[key].write(content)
+            with name_in_error(folder):
+                files[key].write(content)
 
     pace, pending = 0.1 if sys.stderr.isatty() else 60, collections.deque()  # pace: seconds between progress reports
     with ThreadPoolExecutor(workers) as pool:  # the tokenizers don't hold Python's lock
@@ -191,7 +192,8 @@ def tokenize(folder, rows, workers, *encoding):
                 write(pending.popleft())
         for future in pending:
             write(future)
-    return {key: np.memmap(file, np.uint8, "r") for key, file in files.items() if file.tell()}
+    with name_in_error(folder):  # memmap writes what is still in the files' buffers
+        return {key: np.memmap(file, np.uint8, "r") for key, file in files.items() if file.tell()}
 
 
 def encode(row, to_ids, end, dtype, is_chat=False):

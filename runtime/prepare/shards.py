@@ -13,7 +13,7 @@ from runtime.data.dataset import DTYPES, SLICE, SPLITS, write_dataset
 from runtime.data.token_files import seeming_type
 from runtime.data.tokenizer import end_of_text
 from runtime.errors import UserError
-from runtime.files import lock_folder
+from runtime.files import new_files_in
 from runtime.prepare.splits import split_said
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
@@ -63,7 +63,7 @@ def prepare(folder, files_of_splits, source, tokenizer, vocab_size, dtype=None):
     for split in SPLITS:
         if not sum(tokens for _, tokens, *_ in shards[split]):
             raise UserError(f"{source['name']} has no tokens for {split}: add a shard with {split!r} in its name")
-    with lock_folder(folder, "--name"):
+    with new_files_in(folder, "--name"):
         return write_dataset(folder, *map(read, SPLITS), tokenizer, vocab_size, source, documents=documents)
 
 
