@@ -7,6 +7,7 @@ gives the ranks time to save.
 
 At SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, the run saves a checkpoint and exits. A second Ctrl-C kills it."""
 
+import argparse
 import contextlib
 import logging
 import os
@@ -17,12 +18,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from configurator import settings_of_script
 from runtime.files import OWN_DATASETS, ROOT
 from runtime.output import exit_with_error, protect_output
 
 TRAIN = str(ROOT / "train_deepspeed.py")
+USAGE = "python launch_deepspeed.py [torchrun's options] SCRIPT [its options]"
+EXAMPLE = "python launch_deepspeed.py --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py"
 SAVE_TIMEOUT_S = 300  # for the ranks to save after a signal; if a rank has failed, the others get torchrun's 30
 WAIT_FOR_NODES_S = 900  # as torchrun waits for all nodes
 DEFAULT_PORT = 29500  # torchrun's
@@ -98,7 +102,7 @@ def run_torchrun(argv):
     for number in SIGNALS:  # Python's handlers don't run while PyTorch waits for other nodes. It sets its own later
         signal.signal(number, signal.SIG_DFL)
     try:
-        args = run.parse_args(argv)
+        args = parse_arguments(argv)
         nodes = check_arguments(args)
         if nodes > 1:
             print(f"node {args.node_rank} waits for all {nodes}, at {args.rdzv_endpoint or args.master_addr}")
@@ -121,6 +125,23 @@ def run_torchrun(argv):
     except SignalException as error:
         return 2 if 2 in codes else 128 + error.sigval  # 2: the checkpoint could not be saved
     return 0
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """Return torchrun's arguments. Exit with one line and code 2 if they can't be used, or name no script."""
+    from torch.distributed import run
+
+    parser = run.get_args_parser()
+    parser.usage = USAGE
+    parser.error = exit_with_usage  # instead of printing the usage of torchrun, which has 30 lines
+    return parser.parse_args(argv)
+
+
+def exit_with_usage(problem: str) -> NoReturn:
+    """Exit with code 2 and what argparse says is wrong, or what to start if that is missing."""
+    if "training_script" in problem:
+        problem = "there is no script to start"
+    exit_with_error(f"{problem}: run {USAGE}, such as {EXAMPLE}; --help lists the options")
 
 
 def check_arguments(args):

@@ -74,6 +74,27 @@ def test_the_exit_code_of_a_refusal(start):
     assert "Traceback" not in stderr and "error.json" not in stderr  # torchrun's file
 
 
+@pytest.mark.parametrize("arguments, problem", [
+    ([], "there is no script to start"), (["--nproc_per_node=2"], "there is no script to start"),
+    (["--nproc_per_node"], "argument --nproc-per-node/--nproc_per_node: expected one argument"),
+    (["--max-restarts=x", "train_deepspeed.py"], "argument --max-restarts/--max_restarts: invalid int value: 'x'")])
+def test_arguments_that_start_nothing_are_one_sentence(arguments, problem):
+    """torchrun prints its usage, 30 lines of options that nobody has asked for."""
+    job = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=100)
+    assert (job.returncode, job.stdout) == (2, "")
+    assert job.stderr == (
+        f"{problem}: run python launch_deepspeed.py [torchrun's options] SCRIPT [its options], such as "
+        "python launch_deepspeed.py --nproc_per_node=4 train_deepspeed.py config/xl_shakespeare.py; "
+        "--help lists the options\n")
+
+
+def test_help_lists_the_options_under_its_own_name():
+    job = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, timeout=100)
+    assert (job.returncode, job.stderr) == (0, "")
+    assert job.stdout.startswith("usage: python launch_deepspeed.py [torchrun's options] SCRIPT [its options]\n")
+    assert "--nproc_per_node" in job.stdout
+
+
 @pytest.mark.parametrize("arguments", [
     ["--nproc_per_node=1", ROOT / "train_deepspeed.py", "--dry_run=True"], ["--headline", "--dry_run=True"]])
 def test_several_launchers_of_one_node_are_refused(arguments):
