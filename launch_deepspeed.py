@@ -60,7 +60,7 @@ def count_gpus():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch  # after that
 
-    from runtime.hardware import undetected_gpu
+    from runtime.gpu_problems import undetected_gpu
 
     if problem := undetected_gpu():
         exit_with_error(": ".join(problem))

@@ -10,8 +10,8 @@ from conftest import ROOT
 LEVELS = (  # a room is a folder, or a file of its own; imports go to lower levels, or stay in the room
     ("runtime/errors.py", "runtime/install.py"),
     ("runtime/untrusted.py", "runtime/torch_files.py"),
-    ("runtime/cores.py", "runtime/files.py", "runtime/other_guides.py", "runtime/output.py", "runtime/paths.py",
-     "runtime/pretrained.py", "runtime/source_hash.py", "config"),
+    ("runtime/cores.py", "runtime/files.py", "runtime/gpu_problems.py", "runtime/other_guides.py", "runtime/output.py",
+     "runtime/paths.py", "runtime/pretrained.py", "runtime/source_hash.py", "config"),
     ("runtime/__init__.py", "runtime/hardware.py", "runtime/weights.py", "runtime/lora.py", "runtime/loss.py",
      "runtime/decoder.py", "runtime/model_parts.py", "configurator.py"),
     ("runtime/data", "runtime/cluster", "runtime/bring.py", "model.py"),
