@@ -2,4 +2,7 @@
 
 
 class UserError(Exception):
-    """A mistake that the user can fix. The message has the fix. A script prints it and exits with code 2."""
+    """A mistake that the user can fix. The message has the fix.
+
+    A script prints it and exits with code 2.
+    """

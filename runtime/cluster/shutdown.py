@@ -28,17 +28,18 @@ from runtime.cluster.join import group_timeout
 from runtime.cluster.ranks import ALL_EXITING, EXITING, RANK, print0, shut_down
 from runtime.cluster.requests import NOTHING_TO_SAVE, STOP_REASONS, SignalWatch, StopFile
 from runtime.cluster.store import is_launcher
-from runtime.output import explain_uncaught
+from runtime.output import Explainer, explain_uncaught
 
 EXIT_REASONS = {
     **STOP_REASONS,
     3: "too many consecutive steps were skipped: lower the learning rate",
     4: "gradient norms rise",
 }
-LAUNCHER_ENDED = "the launcher has exited before its ranks: wait for their line \"saved iter_...\""
+LAUNCHER_ENDED = 'the launcher has exited before its ranks: wait for their line "saved iter_..."'
 INTERVAL = 1.0  # seconds between two checks
 AGREE_EVERY_S = 0.5  # seconds between two questions of a StopCheck
 LAUNCHER_GRACE_S = 50  # after the launcher's end, to finish a step and save
+LAST_BARRIER_S = 10  # for this rank to pass the last barrier, after another has
 
 
 class Shutdown:
@@ -55,13 +56,14 @@ class Shutdown:
         self.signals = signals
         self.stop_file: StopFile | None = None
         self.can_save = False
-        self.neighbors = {rank: psutil.Process(pid) for rank, (node, pid) in enumerate(peers)
-                          if node == peers[RANK][0] and rank != RANK and psutil.pid_exists(pid)}  # containers hide some
-        # torchrun, or the two processes of deepspeed: their end stops the run, that of a shell doesn't
-        self.launchers = list(itertools.takewhile(is_launcher, psutil.Process().parents()))
-        self.launcher_end = None  # when it was first missed
-        self.reported = set()
-        explain_uncaught(explain_lost_rank)
+        self.neighbors = neighbors_of(peers)
+        # torchrun, or the two processes of deepspeed: their end stops the run, a shell's doesn't
+        parents = psutil.Process().parents()
+        self.launchers = list(itertools.takewhile(is_launcher, parents))
+        self.launcher_end: float | None = None  # when it was first missed
+        self.reported: set[str] = set()
+        explain_uncaught(Explainer.LOST_RANK, explain_lost_rank)
+        explain_uncaught(Explainer.USER_ERROR, explain_and_end)
         threading.Thread(target=self._run, daemon=True).start()
 
     def begin_training(self) -> None:
@@ -79,47 +81,71 @@ class Shutdown:
             stop_file.remove_earlier()
             self.stop_file = stop_file
 
-    def _run(self):
-        """Run the checks. One that fails is reported once and tried again, because nothing else makes it."""
+    def _run(self) -> None:
+        """Run the checks.
+
+        One that fails is reported once and tried again, because nothing else makes it.
+        """
         while not ALL_EXITING.wait(INTERVAL):
             for check in (self.check_stop_file, self.check_launchers, self.check_neighbors):
                 try:
                     check()
                 except Exception as error:
-                    self.report(f"{check.__name__} failed ({type(error).__name__}: {error}); trying again")
+                    reason = f"{type(error).__name__}: {error}"
+                    self.report(f"{check.__name__} failed ({reason}); trying again")
 
-    def report(self, message):
+    def report(self, message: str) -> None:
+        """Print a message of this rank to stderr, once."""
         if message not in self.reported:
             self.reported.add(message)
             print(f"rank {RANK}: {message}", file=sys.stderr, flush=True)
 
-    def check_stop_file(self):
+    def check_stop_file(self) -> None:
+        """Ask for a stop if the file STOP has appeared."""
         if self.stop_file and self.exit_code is None and self.stop_file.has_appeared():
             self.request_exit(0)
             self.stop_file.remove()
 
-    def check_launchers(self):
-        """Stop the run if the launcher has gone. If the run can't stop, exit, so that the next one finds no lock."""
+    def check_launchers(self) -> None:
+        """Stop the run if the launcher has gone.
+
+        If the run can't stop, exit, so that the next one finds no lock.
+        """
         if all(map(is_running, self.launchers)):
             return
         if self.signals and not self.can_save:
             self.announce(f"stop requested (the launcher has exited): {NOTHING_TO_SAVE}")
             os._exit(143)
-        self.request_exit(143, LAUNCHER_ENDED)
-        self.launcher_end = self.launcher_end or time.monotonic()
-        if time.monotonic() > self.launcher_end + LAUNCHER_GRACE_S:
-            self.report(f"the launcher ended {LAUNCHER_GRACE_S} s ago and this rank can't finish its step, so it exits")
-            for process in self.neighbors.values():
-                if is_running(process) and process.status() == psutil.STATUS_STOPPED:  # it can't end itself
-                    process.kill()
-            os._exit(143)
 
-    def check_neighbors(self):
-        """Exit if another rank of this node has died. A rank that has passed the last barrier has not."""
+        # Save after this step. A signal may have asked for a stop already: then this does nothing
+        self.request_exit(143, LAUNCHER_ENDED)
+        if self.launcher_end is None:
+            self.launcher_end = time.monotonic()
+        if time.monotonic() <= self.launcher_end + LAUNCHER_GRACE_S:
+            return
+
+        # The step doesn't end
+        self.report(
+            f"the launcher ended {LAUNCHER_GRACE_S} s ago and this rank can't finish its step, so "
+            "it exits"
+        )
+        for process in self.neighbors.values():
+            if is_running(process) and process.status() == psutil.STATUS_STOPPED:
+                process.kill()  # it can't end itself
+        os._exit(143)
+
+    def check_neighbors(self) -> None:
+        """Exit if another rank of this node has died.
+
+        A rank that has passed the last barrier has not.
+        """
         dead = [rank for rank, process in self.neighbors.items() if not is_running(process)]
-        if dead and not (EXITING.is_set() and ALL_EXITING.wait(10)):
-            self.report(f"rank {dead[0]} has died, so this rank exits too; see the error message above")
-            os._exit(1)
+        if not dead:
+            return
+        if EXITING.is_set() and ALL_EXITING.wait(LAST_BARRIER_S):
+            return
+        self.report(f"rank {dead[0]} has died, so this rank exits too; see the error message above")
+        os._exit(1)
 
     def request_exit(self, code: int, reason: str | None = None) -> None:
         """Ask for a stop of all ranks with this exit code. The first request of a rank counts."""
@@ -138,14 +164,17 @@ class Shutdown:
     def agree(self, flag: float = 0) -> tuple[int | None, float]:
         """Return the exit code with which all ranks should stop, or None, and the largest `flag` of
         the ranks. All ranks call this."""
-        code = -1 if self.exit_code is None else self.exit_code
-        votes = torch.tensor([code, flag], dtype=torch.float64)
+        vote = -1  # to go on
+        if self.exit_code is not None:
+            vote = self.exit_code
+        votes = torch.tensor([vote, flag], dtype=torch.float64)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        code, flag = votes.tolist()
-        if code < 0:
+        highest, flag = votes.tolist()
+        if highest < 0:
             return None, flag
-        self.announce(f"stop requested ({EXIT_REASONS[int(code)]})")
-        return int(code), flag
+        code = int(highest)
+        self.announce(f"stop requested ({EXIT_REASONS[code]})")
+        return code, flag
 
     def exit_if_requested(self) -> None:
         """Exit on all ranks if a stop is requested, before the first step. All ranks call this."""
@@ -160,8 +189,8 @@ class StopCheck:
     """Ends a long part of a run when a stop is requested. All ranks make one, and ask it after each
     batch or token.
 
-    It asks the other ranks about once in AGREE_EVERY_S. The batches between are counted, because all
-    ranks have to ask at the same one: as many as the slowest rank makes in that time.
+    It asks the other ranks about once in AGREE_EVERY_S. The batches between are counted, because
+    all ranks have to ask at the same one: as many as the slowest rank makes in that time.
     """
 
     def __init__(self, shutdown: Shutdown) -> None:
@@ -175,6 +204,8 @@ class StopCheck:
         self.batches += 1
         if self.batches < self.next_question:
             return False
+
+        # The ranks agree on a stop, and on the time that the slowest of them takes for a batch
         seconds_per_batch = (time.monotonic() - self.began) / self.batches
         code, slowest = self.shutdown.agree(seconds_per_batch)
         self.next_question = max(1, math.ceil(AGREE_EVERY_S / max(slowest, 1e-6)))
@@ -183,22 +214,52 @@ class StopCheck:
         return code is not None
 
 
-def explain_lost_rank(error):
-    """Print one line for an error of a collective and exit: a group can't be used after that. Ignore other errors."""
+def neighbors_of(peers: list) -> dict[int, psutil.Process]:
+    """Return {rank: its process} of the other ranks on this node, as far as a container shows them.
+
+    peers: as for Shutdown.
+    """
+    own_node = peers[RANK][0]
+    found = {}
+    for rank, (node, pid) in enumerate(peers):
+        if rank != RANK and node == own_node and psutil.pid_exists(pid):
+            found[rank] = psutil.Process(pid)
+    return found
+
+
+def explain_and_end(error: BaseException) -> str | None:
+    """Do as explain() does, but end the process without tearing down modules.
+
+    exit_process() says why.
+    """
     try:
-        explain(error)  # the hook of runtime/__init__.py would print into PyTorch's buffer, which is then dropped
+        return explain(error)
     except SystemExit:
         os._exit(2)
-    if isinstance(error, RuntimeError) and not EXITING.is_set() and re.search("gloo|NCCL|[Cc]onnection", str(error)):
-        minutes, why = group_timeout().total_seconds() / 60, re.sub(r"^\[.*?\] ", "", str(error).splitlines()[0])
-        print(f"rank {RANK} on {socket.gethostname()}: another rank has exited, or has not responded for {minutes:g} "
-              f"min ({why}). See its own messages. Saved checkpoints are intact: start again with --init_from=auto. If "
-              "a rank was only slow, set DEEPSPEED_TIMEOUT to more minutes", file=sys.stderr, flush=True)
-        os._exit(1)
 
 
-def is_running(process):
-    """Return whether a psutil.Process is running; a zombie is not."""
+def explain_lost_rank(error: BaseException) -> None:
+    """Print one line for an error of a collective and exit: a group can't be used after that.
+
+    Ignore other errors.
+    """
+    is_of_collective = re.search("gloo|NCCL|[Cc]onnection", str(error))
+    if not isinstance(error, RuntimeError) or EXITING.is_set() or not is_of_collective:
+        return
+    minutes = group_timeout().total_seconds() / 60
+    why = re.sub(r"^\[.*?\] ", "", str(error).splitlines()[0])
+    print(
+        f"rank {RANK} on {socket.gethostname()}: another rank has exited, or has not responded for "
+        f"{minutes:g} min ({why}). See its own messages. Saved checkpoints are intact: start again "
+        "with --init_from=auto. If a rank was only slow, set DEEPSPEED_TIMEOUT to more minutes",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Return whether a process is running. A zombie is not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

@@ -11,7 +11,7 @@ import torch
 from runtime.engine import fast_paths
 from runtime.engine.any_optimizer import is_adamw, optimizer_name
 from runtime.files import format_bytes, free_bytes
-from runtime.output import counted, explain_uncaught
+from runtime.output import Explainer, counted, explain_uncaught
 from runtime.plan import advice, memory, step_time
 
 OUR_OPTIMIZER = "adamw = setup.adamw("  # in a training script
@@ -195,4 +195,4 @@ def explain_out_of_memory(plan) -> None:
         finally:
             os._exit(2)
 
-    explain_uncaught(explain)
+    explain_uncaught(Explainer.OUT_OF_MEMORY, explain)

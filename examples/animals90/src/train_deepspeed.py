@@ -10,7 +10,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3]))  # the project, behind
 
 import configurator
 from runtime.cluster import exit_on_all_ranks
-from runtime.output import explain_uncaught, protect_output
+from runtime.output import Explainer, explain_uncaught, protect_output
 
 protect_output()
 train_dir = "data/train"  # folder with a folder of training pictures for each class
@@ -216,7 +216,8 @@ with all_exit_on(UserError, OSError):
             rank_state = resuming.read_rank(resume_dir, state, model, ranks.rank)
 
 device = setup.setup_device(recipe, ranks.local_rank, recipe.config)
-explain_uncaught(explain)  # after PyTorch's process group, whose hook redirects sys.stderr
+# After PyTorch's process group, whose hook redirects sys.stderr
+explain_uncaught(Explainer.USER_ERROR, explain)
 sys.unraisablehook = lambda _: None  # PyTorch may raise a killed worker's error inside a __del__; the next batch fails
 model.to(device)
 if recipe.recompute:
