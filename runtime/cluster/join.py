@@ -1,7 +1,9 @@
-"""Join the process group: the first thing that a training process does after reading its command line.
+"""Join the process group: the first thing that a training process does after reading its command
+line.
 
-Then all ranks plan, exchange their problems, and exit together if there are any. Tensors on the CPU and objects are
-exchanged by gloo, tensors on GPUs by NCCL, which connects at its first collective, so a GPU need not work for that."""
+Then all ranks plan, exchange their problems, and exit together if there are any. Tensors on the CPU
+and objects are exchanged by gloo, tensors on GPUs by NCCL, which connects at its first collective,
+so a GPU need not work for that."""
 
 import contextlib
 import datetime
@@ -23,10 +25,15 @@ from runtime.files import use_private_compile_cache
 from runtime.output import exit_with_error
 
 
-def group_timeout():
-    """Return how long a rank waits in any collective: DEEPSPEED_TIMEOUT, in minutes, which engine/fixes.py checks."""
+def group_timeout() -> datetime.timedelta:
+    """Return how long a rank waits in any collective: DEEPSPEED_TIMEOUT, in minutes.
+
+    engine/fixes.py refuses another value than a number.
+    """
     minutes = os.environ.get("DEEPSPEED_TIMEOUT", "10")
-    return datetime.timedelta(minutes=int(minutes) if re.fullmatch(r"[1-9]\d{0,4}", minutes) else 10)
+    if not re.fullmatch(r"[1-9]\d{0,4}", minutes):
+        return datetime.timedelta(minutes=10)
+    return datetime.timedelta(minutes=int(minutes))
 
 
 def join_process_group(device: str = "auto", backend: str = "auto") -> list:
@@ -34,14 +41,17 @@ def join_process_group(device: str = "auto", backend: str = "auto") -> list:
 
     Exits with code 2 if they can't be reached.
     """
-    on_gpu = device != "cpu" and torch.cuda.is_available()
     timeout = group_timeout()
     # For DeepSpeed's groups too, which it creates without a timeout: gloo's default is 30 minutes
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout
     set_network_interfaces()
     set_threads(local_world_size())
-    backends = "cpu:gloo,cuda:nccl" if on_gpu and backend != "gloo" else "gloo"
+    backends = "gloo"
+    if device != "cpu" and torch.cuda.is_available() and backend != "gloo":
+        backends = "cpu:gloo,cuda:nccl"
+
+    # Meet the others, and learn which of them are on this node
     try:
         use_private_compile_cache()
         with LateNotice() as notice:
@@ -76,6 +86,7 @@ def set_threads(ranks: int) -> None:
     """
     if user_set_threads():
         return
+    # What PyTorch takes by itself is right for one rank without a quota
     cores = usable_cores()
     if ranks > 1 or cores < allowed_cores():
         torch.set_num_threads(max(1, cores // ranks))
@@ -87,7 +98,7 @@ def user_set_threads() -> bool:
         return False
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["OMP_NUM_THREADS"] != "1":
         return True
-    # The launcher's own environment is the one that it was started with
+    # torchrun sets it to 1 for its ranks only, so its own environment says what the user has set
     try:
         return "OMP_NUM_THREADS" in psutil.Process().parent().environ()
     except (psutil.Error, AttributeError):  # the launcher has ended, or the system hides it
@@ -106,6 +117,7 @@ def set_network_interfaces() -> None:
         for address in addresses:
             name_of_address[address.address.partition("%")[0]] = name
 
+    # All ranks are here: the loopback
     if is_on_one_node():
         loopback = name_of_address.get("127.0.0.1")
         if loopback is not None:
@@ -113,7 +125,9 @@ def set_network_interfaces() -> None:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
         return
 
-    for host in (os.environ["MASTER_ADDR"], "192.0.2.1"):  # the second is for documentation
+    # The interface of the route to rank 0's node, or else of the default route: 192.0.2.1 is an
+    # address for documentation, which nobody has
+    for host in (os.environ["MASTER_ADDR"], "192.0.2.1"):
         with contextlib.suppress(OSError):  # there is no route
             own = own_address_towards(host)
             if own in name_of_address and not own.startswith("127.") and own != "::1":

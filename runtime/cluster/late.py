@@ -14,6 +14,7 @@ from runtime.errors import UserError
 
 NOTICE_S = 20
 POLL_S = 0.05
+MOST_LISTED = 8  # ranks
 VARIABLES = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
 
 
@@ -33,8 +34,12 @@ class LateNotice:
         self.timer.cancel()
 
     def print_notice(self) -> None:
+        """Print for whom this rank waits, unless another rank does."""
         world_size = int(os.environ["WORLD_SIZE"])
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+        # Ranks on one node set keys in a store, so it is known who is missing. Otherwise each names
+        # whom it connects to
         if self.store is not None:
             missing = self.missing(world_size)
             here = [rank for rank in range(world_size) if rank not in missing]
@@ -46,7 +51,8 @@ class LateNotice:
         else:
             awaited = f"rank 0 at {address}"
         print(
-            f"rank {RANK} has waited {NOTICE_S:g} s for {awaited}, of {world_size} ranks; {source()}",
+            f"rank {RANK} has waited {NOTICE_S:g} s for {awaited}, of {world_size} ranks; "
+            f"{source()}",
             flush=True,
         )
 
@@ -62,10 +68,10 @@ class LateNotice:
         everybody = [f"here/{rank}" for rank in range(world_size)]
         while not store.check(everybody):
             if time.monotonic() > deadline:
+                missing = listed(self.missing(world_size))
                 raise UserError(
                     f"rank {RANK} could not join the other ranks within {timeout_s / 60:g} minutes "
-                    f"({listed(self.missing(world_size))} of {world_size} did not join): check their "
-                    f"output; {source()}"
+                    f"({missing} of {world_size} did not join): check their output; {source()}"
                 )
             time.sleep(POLL_S)
 
@@ -74,8 +80,10 @@ def listed(ranks: list[int]) -> str:
     """Return "rank 1" or "ranks 1, 2, 3"; of many, the first ones."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown}{', ...' if len(ranks) > 8 else ''}"
+    shown = [str(rank) for rank in ranks[:MOST_LISTED]]
+    if len(ranks) > MOST_LISTED:
+        shown.append("...")
+    return f"ranks {', '.join(shown)}"
 
 
 def source() -> str:

@@ -60,21 +60,27 @@ LAUNCHERS = (
 
 
 def find_launcher(environ: MutableMapping[str, str]) -> Launcher | None:
-    """Return the launcher that has started several ranks, this one among them, and has not set RANK."""
+    """Return the launcher that has started several ranks, this one among them, without RANK.
+
+    One that says enough of them comes first.
+    """
     if "RANK" in environ:
         return None
     found = [launcher for launcher in LAUNCHERS if number(environ, launcher.size) > 1]
     for launcher in found:
         if ranks_of(environ, launcher):
             return launcher
-    return found[0] if found else None
+    if found:
+        return found[0]
+    return None
 
 
 def launchers_apart(environ: MutableMapping[str, str]) -> str | None:
-    """Return a sentence if srun or mpirun has started several torchruns, or deepspeeds, that don't know of each other.
+    """Return a sentence if srun or mpirun has started torchruns that don't know of each other.
 
-    Each would be a run of its own, with a part of the batch. torchrun and deepspeed tell their
-    ranks how many nodes they know of, and srun and mpirun how many processes they have started.
+    Or several deepspeeds. Each would be a run of its own, with a part of the batch. torchrun and
+    deepspeed tell their ranks how many nodes they know of, and srun and mpirun how many processes
+    they have started.
     """
     nodes = max(number(environ, "GROUP_WORLD_SIZE"), number(environ, "CROSS_SIZE"))
     if nodes < 1:  # started by neither of them
@@ -86,12 +92,13 @@ def launchers_apart(environ: MutableMapping[str, str]) -> str | None:
 
 
 def several_launchers(launcher: Launcher, count: str) -> str:
-    """Return what to do where srun or mpirun has started `count` launchers, more than there are nodes."""
+    """Return what to do where srun or mpirun has started more launchers than there are nodes."""
     return (
-        f"{launcher.size}={count} in the environment: {launcher.name} has started {count} of this launcher, and "
-        "each would be a run of its own: start one for each node, with --nnodes and --node_rank, or let "
-        f"{launcher.name} start python train_deepspeed.py itself (docs/multi_node.md). If it has started none, "
-        f"or if you want {count} runs, run unset {launcher.size}"
+        f"{launcher.size}={count} in the environment: {launcher.name} has started {count} of this "
+        "launcher, and each would be a run of its own: start one for each node, with --nnodes and "
+        f"--node_rank, or let {launcher.name} start python train_deepspeed.py itself "
+        f"(docs/multi_node.md). If it has started none, or if you want {count} runs, run unset "
+        f"{launcher.size}"
     )
 
 
@@ -101,23 +108,34 @@ def adopt_ranks(environ: MutableMapping[str, str]) -> None:
     If it doesn't, ranks_from_environment() refuses to run.
     """
     launcher = find_launcher(environ)
-    ranks = ranks_of(environ, launcher) if launcher else {}
-    if not ranks or environ.get("WORLD_SIZE", ranks["WORLD_SIZE"]) != ranks["WORLD_SIZE"]:
+    if launcher is None:
         return
+    ranks = ranks_of(environ, launcher)
+    if not ranks:
+        return
+    if environ.get("WORLD_SIZE", ranks["WORLD_SIZE"]) != ranks["WORLD_SIZE"]:
+        return  # the user has set another number
     environ.update(ranks)
+
+    # Where rank 0 is: on this node, or on the first of Slurm's
     if ranks["LOCAL_WORLD_SIZE"] == ranks["WORLD_SIZE"]:
         environ.setdefault("MASTER_ADDR", "127.0.0.1")
     elif launcher.name == "Slurm's srun":
         host = first_host(environ.get("SLURM_STEP_NODELIST", ""))
         if host:
             environ.setdefault("MASTER_ADDR", host)
+
+    # A port that is the same on all ranks, and another one for another job
     job = " ".join(environ.get(name, "") for name in launcher.jobs)
-    port = FIRST_PORT + zlib.crc32(job.encode()) % N_PORTS  # the same on all ranks
+    port = FIRST_PORT + zlib.crc32(job.encode()) % N_PORTS
     environ.setdefault("MASTER_PORT", str(port))
 
 
 def ranks_of(environ: MutableMapping[str, str], launcher: Launcher) -> dict[str, str]:
-    """Return a launcher's numbers under torchrun's names, or {} if one is missing or implausible."""
+    """Return a launcher's numbers under torchrun's names.
+
+    Return {} if one is missing or implausible.
+    """
     size = number(environ, launcher.size)
     rank = number(environ, launcher.rank)
     local_rank = number(environ, launcher.local_rank)
@@ -125,7 +143,9 @@ def ranks_of(environ: MutableMapping[str, str], launcher: Launcher) -> dict[str,
     if launcher.local_size == "SLURM_STEP_TASKS_PER_NODE":
         counts = tasks_per_node(environ.get(launcher.local_size, ""))
         node = number(environ, "SLURM_NODEID")
-        local_size = counts[node] if 0 <= node < len(counts) else -1
+        local_size = -1
+        if 0 <= node < len(counts):
+            local_size = counts[node]
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
         return {}
     return {
@@ -139,7 +159,9 @@ def ranks_of(environ: MutableMapping[str, str], launcher: Launcher) -> dict[str,
 def number(environ: MutableMapping[str, str], name: str) -> int:
     """Return a variable as an int, or -1 if it is none."""
     value = environ.get(name, "")
-    return int(value) if re.fullmatch(r"[0-9]{1,9}", value) else -1
+    if not re.fullmatch(r"[0-9]{1,9}", value):
+        return -1
+    return int(value)
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -149,15 +171,20 @@ def tasks_per_node(text: str) -> list[int]:
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
         if match is None:
             return []
-        counts += [int(match[1])] * int(match[2] or 1)
+        tasks = int(match[1])
+        nodes = int(match[2] or 1)
+        counts += [tasks] * nodes
     return counts
 
 
 def first_host(text: str) -> str:
     """Return the first host of a list of Slurm's, such as node[08-11,20],login1: node08."""
     match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", text)
-    return "".join(match.groups(default="")) if match else ""
+    if match is None:
+        return ""
+    return "".join(match.groups(default=""))
 
 
+# At import, because RANK has to be there before anything reads it: see RANK in ranks.py
 STARTED_BY = find_launcher(os.environ)  # None: torchrun, deepspeed, or nobody
 adopt_ranks(os.environ)

@@ -1,4 +1,4 @@
-"""Ranks: who this process is, what it exchanges with the other ranks, and how they exit together."""
+"""Ranks: who this process is, what it exchanges with the others, and how they exit together."""
 
 import atexit
 import contextlib
@@ -8,8 +8,8 @@ import os
 import socket
 import sys
 import threading
-from collections import namedtuple
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
@@ -18,79 +18,134 @@ from runtime.cluster.launchers import STARTED_BY, launchers_apart
 from runtime.errors import UserError
 from runtime.output import error_text, printable
 
-Ranks = namedtuple("Ranks", ("rank", "local_rank", "world_size", "local_world_size"))  # the last: ranks on this node
+DESTROY_TIMEOUT_S = 60
 
 
-def launcher_variable(name, default="", end=math.inf):
-    """Return an environment variable that launchers set, as an int below `end`. Raises UserError."""
+class Ranks(NamedTuple):
+    """Which rank this process is, and of how many."""
+
+    rank: int
+    local_rank: int  # on this node
+    world_size: int  # all ranks
+    local_world_size: int  # ranks on this node
+
+
+# -----------------------------------------------------------------------------
+# Who this process is
+
+
+def launcher_variable(name: str, default: str | int = "", end: float = math.inf) -> int:
+    """Return an environment variable that launchers set, as an int below `end`.
+
+    Raises UserError.
+    """
     value = str(os.environ.get(name, default))
-    if not value.isdecimal() or (value == "0" and name.endswith("SIZE")) or int(value) >= end:
-        raise UserError(f"{name}={value} in the environment can't be used: run unset RANK LOCAL_RANK WORLD_SIZE "
-                        "LOCAL_WORLD_SIZE, or start with torchrun or deepspeed")
+    is_usable = value.isdecimal() and int(value) < end
+    if value == "0" and name.endswith("SIZE"):
+        is_usable = False
+    if not is_usable:
+        raise UserError(
+            f"{name}={value} in the environment can't be used: run unset RANK LOCAL_RANK "
+            "WORLD_SIZE LOCAL_WORLD_SIZE, or start with torchrun or deepspeed"
+        )
     return int(value)
 
 
+# The launcher has set it before this process began, and it never changes. A constant, because what
+# is printed on rank 0 alone, or with the rank's name, is printed from everywhere
 RANK = launcher_variable("RANK", 0)
-EXITING = threading.Event()  # set when this rank exits without an error
-DESTROY_TIMEOUT_S = 60
-ALL_EXITING = threading.Event()  # set when all ranks do: a rank that ends after this has not died
-_progress = None  # the progress bar
-_cleanup = contextlib.ExitStack()
-on_shut_down = _cleanup.callback  # on_shut_down(function, *args): shut_down() calls it, before the barrier
 
 
-def ranks_from_environment(dry_run=False):
-    """Return Ranks as torchrun and deepspeed set them. Without a launcher there is one rank, and this sets what
-    torch.distributed needs. A dry run plans for WORLD_SIZE ranks, LOCAL_WORLD_SIZE of them per node."""
-    if STARTED_BY is not None and "RANK" not in os.environ:  # alone, each would train by itself
+def ranks_from_environment(dry_run: bool = False) -> Ranks:
+    """Return Ranks as torchrun and deepspeed set them.
+
+    Without a launcher there is one rank, and this sets what torch.distributed needs. A dry run
+    plans for WORLD_SIZE ranks, LOCAL_WORLD_SIZE of them per node. Raises UserError.
+    """
+    refuse_runs_apart()
+    world_size = launcher_variable("WORLD_SIZE", 1)
+    launcher_variable("RANK", 0, end=world_size)
+    if dry_run and "RANK" not in os.environ:
+        per_node = launcher_variable("LOCAL_WORLD_SIZE", world_size, end=world_size + 1)
+        return Ranks(rank=0, local_rank=0, world_size=world_size, local_world_size=per_node)
+
+    # Without a launcher
+    if world_size == 1 and not {"RANK", "LOCAL_RANK"} <= os.environ.keys():
+        os.environ["RANK"] = "0"
+        os.environ["LOCAL_RANK"] = "0"
+        os.environ["WORLD_SIZE"] = "1"
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        os.environ["MASTER_PORT"] = "0"
+
+    # torch.distributed reads these itself, and its errors don't say what to do
+    rank = launcher_variable("RANK")
+    local_rank = launcher_variable("LOCAL_RANK")
+    world_size = launcher_variable("WORLD_SIZE")
+    launcher_variable("MASTER_PORT", end=2**16)
+    if not os.environ.get("MASTER_ADDR"):
         raise UserError(
-            f"{STARTED_BY.size}={os.environ[STARTED_BY.size]} in the environment: {STARTED_BY.name} has started "
-            "several processes, but its variables don't say which is which: start with python launch_deepspeed.py, "
-            "or set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            "MASTER_ADDR is not in the environment: set it to rank 0's host (mpirun -x "
+            "MASTER_ADDR=HOST), or start with torchrun"
+        )
+    return Ranks(rank, local_rank, world_size, local_world_size())
+
+
+def refuse_runs_apart() -> None:
+    """Raise UserError if a launcher has started several processes that don't know of each other.
+
+    Each of them would train by itself.
+    """
+    if STARTED_BY is not None and "RANK" not in os.environ:
+        raise UserError(
+            f"{STARTED_BY.size}={os.environ[STARTED_BY.size]} in the environment: "
+            f"{STARTED_BY.name} has started several processes, but its variables don't say which "
+            "is which: start with python launch_deepspeed.py, or set RANK, LOCAL_RANK, WORLD_SIZE, "
+            "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
     apart = launchers_apart(os.environ)
     if apart is not None:
         raise UserError(apart)
-    world_size = launcher_variable("WORLD_SIZE", 1)
-    launcher_variable("RANK", 0, end=world_size)
-    if dry_run and "RANK" not in os.environ:
-        return Ranks(0, 0, world_size, launcher_variable("LOCAL_WORLD_SIZE", world_size, end=world_size + 1))
-    if world_size == 1 and not {"RANK", "LOCAL_RANK"} <= os.environ.keys():
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
-                          MASTER_PORT="0")
-    ranks = launcher_variable("RANK"), launcher_variable("LOCAL_RANK"), launcher_variable("WORLD_SIZE")
-    launcher_variable("MASTER_PORT", end=2**16)
-    if not os.environ.get("MASTER_ADDR"):
-        raise UserError("MASTER_ADDR is not in the environment: set it to rank 0's host (mpirun -x MASTER_ADDR=HOST), "
-                        "or start with torchrun")
-    return Ranks(*ranks, local_world_size())
 
 
-def local_world_size():
+def local_world_size() -> int:
     """Return the number of ranks on this node, which torchrun and deepspeed name differently."""
-    return launcher_variable("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"]))
+    deepspeeds = os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"])
+    return launcher_variable("LOCAL_WORLD_SIZE", deepspeeds)
 
 
-def print0(text):
+# -----------------------------------------------------------------------------
+# Printing
+
+_progress: Any = None  # the progress bar, a tqdm
+
+
+def print0(text: object) -> None:
     """Print on rank 0 only, above the progress bar if there is one."""
     if RANK != 0:
         return
     text = printable(str(text))  # it may quote a file of others
     if _progress is not None:
         _progress.write(text, file=sys.stdout)
-    else:
-        print(f"{text}\n", end="", flush=True)  # one write, because the thread that saves prints too
+        return
+    # One write, because the thread that saves prints too
+    print(f"{text}\n", end="", flush=True)
 
 
-def show_progress(total, done, text):
-    """Show the steps done and a text in a progress bar until shut_down(), on rank 0 if stdout is a terminal."""
+def show_progress(total: int, done: int, text: str) -> None:
+    """Show the steps done and a text in a progress bar until shut_down().
+
+    On rank 0, and only if stdout is a terminal.
+    """
     global _progress
-    if RANK or not sys.stdout.isatty():
+    if RANK != 0 or not sys.stdout.isatty():
         return
     if _progress is None:
         from tqdm import tqdm
 
-        _progress = tqdm(total=total, initial=done, unit="step", file=sys.stdout, dynamic_ncols=True)
+        _progress = tqdm(
+            total=total, initial=done, unit="step", file=sys.stdout, dynamic_ncols=True
+        )
         on_shut_down(_progress.close)
     _progress.set_postfix_str(text, refresh=False)
     _progress.update(done - _progress.n)
@@ -120,13 +175,21 @@ def silence_stdout() -> contextlib.AbstractContextManager:
     return contextlib.redirect_stdout(SilentThread(sys.stdout))
 
 
-def exit_together(problems):
-    """Print the problems (messages) of all ranks, and exit with code 2, if there are any. All ranks call this."""
-    exit_with_problems(merge_problems(all_gather_objects((socket.gethostname(), problems))))
+# -----------------------------------------------------------------------------
+# Problems: all ranks print them, and exit with code 2
+
+
+def exit_together(problems: list[str]) -> None:
+    """Print the problems of all ranks, and exit with code 2, if there are any.
+
+    All ranks call this.
+    """
+    of_ranks = all_gather_objects((socket.gethostname(), problems))
+    exit_with_problems(merge_problems(of_ranks))
 
 
 @contextlib.contextmanager
-def all_exit_on(*error_types):
+def all_exit_on(*error_types: type[BaseException]) -> Iterator[None]:
     """Return a context that turns these errors, on any rank, into exit_together()."""
     problems = []
     try:
@@ -136,26 +199,42 @@ def all_exit_on(*error_types):
     exit_together(problems)
 
 
-def merge_problems(ranks):
-    """Return the problems of `ranks`, [(host name, problems)], each once, with its hosts if not all ranks have it."""
+def merge_problems(ranks: list) -> list[str]:
+    """Return the problems of all ranks, each once, with its hosts if not all ranks have it.
+
+    ranks: [(host name, problems)].
+    """
     hosts_of = {}
     for host, problems in ranks:
         for problem in "\n".join(problems).splitlines():  # one may hold several lines
             hosts_of.setdefault(problem, []).append(host)
-    several = len({host for host, _ in ranks}) > 1
-    return [problem if len(hosts) == len(ranks) or not several else f"{', '.join(dict.fromkeys(hosts))}: {problem}"
-            for problem, hosts in hosts_of.items()]
+
+    several_hosts = len({host for host, _ in ranks}) > 1
+    merged = []
+    for problem, hosts in hosts_of.items():
+        if several_hosts and len(hosts) != len(ranks):
+            problem = f"{', '.join(dict.fromkeys(hosts))}: {problem}"
+        merged.append(problem)
+    return merged
 
 
-def exit_with_problems(problems):
-    """Print problems, which are the same on all ranks, on the first rank of each node. Then exit with code 2. All ranks
-    call this. Nobody leaves before all have printed: a launcher ends the other ranks when it sees the first exit."""
-    if problems:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(error_text("\n".join(problems)), file=sys.stderr, flush=True)
-        with contextlib.suppress(RuntimeError):  # a rank that has died can't change what this one found
-            shut_down(2)
-        exit_process(2)
+def exit_with_problems(problems: list[str]) -> None:
+    """Print problems on the first rank of each node, and exit with code 2, if there are any.
+
+    All ranks call this, with the same problems. Nobody leaves before all have printed: a launcher
+    ends the other ranks when it sees the first exit.
+    """
+    if not problems:
+        return
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(error_text("\n".join(problems)), file=sys.stderr, flush=True)
+    with contextlib.suppress(RuntimeError):  # a rank that has died can't change what this one found
+        shut_down(2)
+    exit_process(2)
+
+
+# -----------------------------------------------------------------------------
+# Exchange of values
 
 
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list:
@@ -199,25 +278,47 @@ def json_tensor(value: Any) -> torch.Tensor:
 
 
 def json_value(content: torch.Tensor) -> Any:
+    """Return the value of the JSON in (n,) uint8."""
     return json.loads(content.numpy().tobytes())
 
 
-def all_reduce_sum(*values):
-    """Return a list of floats: each value (a float or 0-dimensional tensor) summed over all ranks in float64."""
-    return [sum(column) for column in zip(*all_gather_scalars(*values))]
+def all_reduce_sum(*values: float | torch.Tensor) -> list[float]:
+    """Return each value, a float or 0-dimensional tensor, summed over all ranks in float64."""
+    of_ranks = all_gather_scalars(*values)
+    return [sum(column) for column in zip(*of_ranks)]
 
 
-def all_gather_scalars(*values):
-    """Return a list of floats per rank: its values (floats or 0-dimensional tensors) in float64. Waits for the GPU."""
+def all_gather_scalars(*values: float | torch.Tensor) -> list[list[float]]:
+    """Return the values of each rank, floats or 0-dimensional tensors, in float64.
+
+    Waits for the GPU.
+    """
+    # Each rank fills its own row, and the sum of all has every row
     gathered = torch.zeros((dist.get_world_size(), len(values)), dtype=torch.float64)
     gathered[RANK] = torch.tensor([float(value) for value in values], dtype=torch.float64)
     dist.all_reduce(gathered)
     return gathered.tolist()
 
 
-def shut_down(code=0):
-    """End the process group and this process on all ranks together, with an exit code. If destroying the group takes
-    over a minute, as NCCL's does while a CUDA graph uses it, exit without that."""
+# -----------------------------------------------------------------------------
+# The end
+
+EXITING = threading.Event()  # set when this rank exits without an error
+ALL_EXITING = threading.Event()  # set when all ranks do: a rank that ends after this has not died
+_cleanup = contextlib.ExitStack()
+
+
+def on_shut_down(function: Callable, *args: Any) -> None:
+    """Have shut_down() call a function, before it waits for the other ranks."""
+    _cleanup.callback(function, *args)
+
+
+def shut_down(code: int = 0) -> NoReturn:
+    """End the process group and this process on all ranks together, with an exit code.
+
+    If destroying the group takes over a minute, as NCCL's does while a CUDA graph uses it, exit
+    without that.
+    """
     EXITING.set()
     _cleanup.close()
     if not dist.is_initialized():  # a dry run
@@ -225,6 +326,7 @@ def shut_down(code=0):
     dist.barrier()
     ALL_EXITING.set()
     sys.stdout.flush()
+
     last_resort = threading.Timer(DESTROY_TIMEOUT_S, os._exit, [code])
     last_resort.daemon = True
     last_resort.start()
@@ -233,10 +335,13 @@ def shut_down(code=0):
     exit_process(code)
 
 
-def exit_process(code):
-    """Exit as sys.exit() does in the main thread, but without tearing down modules. DeepSpeed's engine keeps process
-    groups, so gloo's threads still run. One that then releases a tensor aborts the process: 1% of exits on a busy
-    machine (https://github.com/pytorch/pytorch/pull/179291)."""
+def exit_process(code: int) -> NoReturn:
+    """Exit as sys.exit() does in the main thread, but without tearing down modules.
+
+    DeepSpeed's engine keeps process groups, so gloo's threads still run. One that then releases a
+    tensor aborts the process: 1% of exits on a busy machine
+    (https://github.com/pytorch/pytorch/pull/179291).
+    """
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

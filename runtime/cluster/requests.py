@@ -1,4 +1,4 @@
-"""What asks a run to stop: signals and the file STOP, both watched from the first line of a script on.
+"""What asks a run to stop: signals and the file STOP, watched from the first line of a script on.
 
 Python runs signal handlers in the main thread, which may wait in a collective, or in C code. So a
 thread reads the signals from a pipe. This module imports nothing that takes long.
@@ -35,14 +35,17 @@ class SignalWatch:
         self.first_ctrl_c: float | None = None
         self.pipe, write_end = os.pipe()
         os.set_blocking(write_end, False)
+
+        # A signal needs a handler of Python's to be written to the pipe, but the thread acts
         for number in SIGNALS:
             is_ignored = signal.getsignal(number) is signal.SIG_IGN
             if number != signal.SIGHUP or not is_ignored:  # it is ignored under nohup
-                signal.signal(number, lambda *_: None)  # the thread acts
+                signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         threading.Thread(target=self.run, daemon=True).start()
 
     def run(self) -> None:
+        """Act on each signal, for ever."""
         while True:
             for number in os.read(self.pipe, 64):  # waits for signals
                 if number == signal.SIGINT:
@@ -51,6 +54,7 @@ class SignalWatch:
                     self.act(number)
 
     def end_at_second_ctrl_c(self) -> None:
+        """End this process if this Ctrl-C isn't the first."""
         now = time.monotonic()
         if self.first_ctrl_c is None:
             self.first_ctrl_c = now
@@ -67,7 +71,7 @@ def exit_without_saving(number: int) -> None:
 
 
 class StopFile:
-    """The file STOP of a run. One that is there when this is created was meant for an earlier run."""
+    """The file STOP of a run. One that is there at first was meant for an earlier run."""
 
     def __init__(self, path: str) -> None:
         self.path = path
