@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]  # the project's folder
 # The folders below data/ whose prepare.py is the project's own. Another folder's may be anybody's:
 # it is never run, and no message tells the user to run it
 OWN_DATASETS = ("shakespeare", "shakespeare_char")
-TEMP_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # .NAME.RANDOM.tmp, the files that write_temp() writes
+TEMP_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # .NAME.RANDOM.tmp, which write_temp() writes
 
 
 def file_digest(path: str | os.PathLike, flush: bool = False) -> dict:
@@ -31,6 +31,8 @@ def file_digest(path: str | os.PathLike, flush: bool = False) -> dict:
     """
     if flush:
         fsync(path)
+
+    # Two numbers of one open file, which somebody may replace meanwhile
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
@@ -46,13 +48,11 @@ def write_temp(path: str | os.PathLike, chunks: Iterable[bytes]) -> tuple[Path, 
     temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     digest = hashlib.sha256()
     try:
-        with create_new(temp) as file:
+        # Closing the file writes, too
+        with name_in_error(path), create_new(temp) as file:
             for chunk in chunks:
-                with name_in_error(path):
-                    file.write(chunk)
+                file.write(chunk)
                 digest.update(chunk)
-            with name_in_error(path):
-                file.flush()
         fsync(temp)
     except BaseException:
         temp.unlink(missing_ok=True)
@@ -62,7 +62,10 @@ def write_temp(path: str | os.PathLike, chunks: Iterable[bytes]) -> tuple[Path, 
 
 @contextlib.contextmanager
 def name_in_error(path: str | os.PathLike) -> Iterator[None]:
-    """Return a context in which an OSError without a file's name, as that of a write is, gets this one."""
+    """Return a context in which an OSError without a file's name gets this one.
+
+    That of a write has none.
+    """
     try:
         yield
     except OSError as error:
@@ -77,14 +80,19 @@ def create_new(path: str | os.PathLike) -> BinaryIO:
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
 
-def write_atomic(path, content):
-    """Replace a small file with the text or bytes `content`. A reader sees all of the old content or all of the new."""
-    temp, _, _ = write_temp(path, [content.encode() if isinstance(content, str) else content])
+def write_atomic(path: str | os.PathLike, content: str | bytes) -> None:
+    """Replace a small file with a text or bytes.
+
+    A reader sees all of the old content or all of the new.
+    """
+    if isinstance(content, str):
+        content = content.encode()
+    temp, _, _ = write_temp(path, [content])
     os.replace(temp, path)
     fsync(os.path.dirname(os.path.abspath(path)))
 
 
-def fsync(path):
+def fsync(path: str | os.PathLike) -> None:
     """Flush a file's content or a folder's entries to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -115,8 +123,11 @@ def remove_links(folder: str | os.PathLike) -> None:
             os.remove(entry.path)
 
 
-def replace_dir(new, path):
-    """Rename the finished folder `new` to `path`, then remove the folder that had this name before."""
+def replace_dir(new: str | os.PathLike, path: str | os.PathLike) -> None:
+    """Rename the finished folder `new` to `path`.
+
+    Then remove the folder that had this name before.
+    """
     old = f"{path}.old"
     if os.path.exists(path):  # else a kill may have left only the old one
         remove_dir(old, ignore_errors=True)
@@ -126,21 +137,31 @@ def replace_dir(new, path):
     remove_dir(old, ignore_errors=True)
 
 
-def lock_folder(folder, option):
-    """Create a folder and lock it against other processes. Return the lock's file, which has to stay open. Raises
-    UserError, which names the command line's option for the folder."""
+def lock_folder(folder: str | os.PathLike, option: str) -> TextIO:
+    """Create a folder and lock it against other processes.
+
+    Return the lock's file, which has to stay open. Raises UserError, which names the command line's
+    `option` for the folder.
+    """
     refuse_broken_link(folder, option)
+
+    # The file is not truncated, and no link: the folder may be one in which others write
     try:
         os.makedirs(folder, exist_ok=True)
-        # Not truncated, and no link: the folder may be one in which others write
         descriptor = open_no_follow(os.path.join(folder, ".lock"), os.O_WRONLY | os.O_CREAT)
         lock = os.fdopen(descriptor, "w")  # closed with the process
     except OSError as error:
-        raise UserError(f"cannot write {error.filename} ({error.strerror}): choose another {option}=DIR") from None
+        raise UserError(
+            f"cannot write {error.filename} ({error.strerror}): choose another {option}=DIR"
+        ) from None
+
+    # Not flock(): workers inherit it, and outlive a kill
     try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock(): workers inherit it, and outlive a kill
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"another run is writing to {folder}: wait for it, or choose another {option}=DIR") from None
+        raise UserError(
+            f"another run is writing to {folder}: wait for it, or choose another {option}=DIR"
+        ) from None
     except OSError:
         pass  # the file system has no locks, and training matters more than this protection
     return lock
@@ -150,8 +171,8 @@ def lock_folder(folder, option):
 def new_files_in(folder: str | os.PathLike, option: str) -> Iterator[None]:
     """Create a folder and lock it while files are written there: see lock_folder().
 
-    After an exception, also Ctrl-C, the lock's file and the folders that were made here are removed,
-    as far as they are empty. An OSError about a file in the folder becomes a UserError.
+    After an exception, also Ctrl-C, the lock's file and the folders that were made here are
+    removed, as far as they are empty. An OSError about a file in the folder becomes a UserError.
     """
     folder = Path(folder)
     lock_file = folder / ".lock"
@@ -161,16 +182,21 @@ def new_files_in(folder: str | os.PathLike, option: str) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            with contextlib.suppress(OSError):  # somebody else has put a file there
+            # Leave what was there before, and what somebody else has put there meanwhile
+            with contextlib.suppress(OSError):
                 if is_new_lock:
                     lock_file.unlink()
                 for place in new_folders:
                     place.rmdir()
+
+            # Name the folder, and what helps
             if isinstance(error, OSError) and is_in(folder, error.filename):
                 fix = f"choose another {option}=DIR"
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     fix = f"make room there, or {fix}"
-                raise UserError(f"cannot write {error.filename} ({error.strerror}): {fix}") from None
+                raise UserError(
+                    f"cannot write {error.filename} ({error.strerror}): {fix}"
+                ) from None
             raise
 
 
@@ -188,8 +214,8 @@ def refuse_broken_link(path: str | os.PathLike, option: str) -> None:
     for place in (path, *path.parents):
         if os.path.islink(place) and not os.path.exists(place):
             raise UserError(
-                f"{place} is a link to {os.readlink(place)}, which does not exist: create that folder "
-                f"or mount its disk, or choose another {option}=DIR"
+                f"{place} is a link to {os.readlink(place)}, which does not exist: create that "
+                f"folder or mount its disk, or choose another {option}=DIR"
             )
 
 
@@ -212,8 +238,8 @@ def private_temp_dir() -> Path:
         folder.mkdir(mode=0o700)
     if not is_private_dir(folder) or folder.stat().st_mode & 0o077:
         raise UserError(
-            f"{folder} is not a folder that only you can open: remove it, or set TMPDIR to a folder "
-            "of your own"
+            f"{folder} is not a folder that only you can open: remove it, or set TMPDIR to a "
+            "folder of your own"
         )
     return folder
 
@@ -228,22 +254,28 @@ def use_private_compile_cache() -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_temp_dir() / "torchinductor")
 
 
-def format_bytes(size):
+def format_bytes(size: float) -> str:
     """Return a size in GB or MB, which are 10^9 and 10^6 bytes."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
+    if size >= 1e9:
+        return f"{size / 1e9:.2f} GB"
+    return f"{size / 1e6:.2f} MB"
 
 
-def format_time(seconds):
+def format_time(seconds: float) -> str:
     """Return a time such as 1:32, 5:01:32 or 2 days, 5:01:32."""
-    return str(datetime.timedelta(seconds=min(round(seconds), 10**13))).removeprefix("0:").removeprefix("0")
+    whole = min(round(seconds), 10**13)  # timedelta's limit is not far above
+    text = str(datetime.timedelta(seconds=whole))  # 0:01:32
+    return text.removeprefix("0:").removeprefix("0")
 
 
-def nearest_existing_dir(path):
+def nearest_existing_dir(path: str | os.PathLike) -> Path:
     """Return `path`, or its nearest parent folder that exists."""
     path = Path(path).absolute()
-    return next(folder for folder in (path, *path.parents) if os.path.exists(folder))  # Path.exists() may raise
+    while not os.path.exists(path):  # Path.exists() may raise
+        path = path.parent
+    return path
 
 
-def free_bytes(path):
+def free_bytes(path: str | os.PathLike) -> int:
     """Return the free bytes of the disk of `path`, which need not exist."""
     return shutil.disk_usage(nearest_existing_dir(path)).free
