@@ -58,8 +58,9 @@ def control_groups() -> list[Path]:
         path = parts[2].strip("/")
         for mount in mount_points(controllers):
             group = mount / path
+            folders.append(group)
             # A group is also limited by those that it is in
-            folders += [group, *(parent for parent in group.parents if parent.is_relative_to(mount))]
+            folders += [parent for parent in group.parents if parent.is_relative_to(mount)]
     return folders
 
 
@@ -74,16 +75,21 @@ def mount_points(controllers: list[str]) -> list[Path]:
 
 def quota_of(folder: Path) -> float | None:
     """Return the CPU quota of one control group, in cores, or None if it has none."""
+    # Version 2 has both numbers in one file, "200000 100000"; version 1 has two files
     try:
-        quota, period = (folder / "cpu.max").read_text().split()  # version 2: "200000 100000"
+        quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):
         try:
-            quota = (folder / "cpu.cfs_quota_us").read_text()  # version 1: "-1" without a quota
+            quota = (folder / "cpu.cfs_quota_us").read_text()
             period = (folder / "cpu.cfs_period_us").read_text()
         except OSError:
             return None
+
+    # Without a quota, version 2 says "max", and version 1 says "-1"
     try:
         cores = int(quota) / int(period)
-    except (ValueError, ZeroDivisionError):  # "max"
+    except (ValueError, ZeroDivisionError):
         return None
-    return cores if cores > 0 else None
+    if cores <= 0:
+        return None
+    return cores

@@ -7,6 +7,7 @@ import shlex
 
 LAUNCH = "start it by python launch_deepspeed.py --nproc_per_node={} train_deepspeed.py"
 PREPARE = "prepare the text by python data/prepare.py {} --name=mine, and write --dataset=mine"
+RESUME = "write --init_from=resume, and --resume_tag=iter_10 for another than the newest"
 ZERO3 = "write --deepspeed_config=ds_config_zero3.json"
 OFFLOAD = "write --deepspeed_config=config/ds/zero2_offload.json"
 
@@ -56,8 +57,8 @@ INSTEAD = {
     "output_dir": "write --out_dir={}",
     "save_dir": "write --out_dir={}",
     "resume": "write --init_from=resume",
-    "resume_from_checkpoint": "write --init_from=resume, and --resume_tag=iter_10 for another than the newest",
-    "load_checkpoint": "write --init_from=resume, and --resume_tag=iter_10 for another than the newest",
+    "resume_from_checkpoint": RESUME,
+    "load_checkpoint": RESUME,
     "model": "write --init_from={}",
     "model_name": "write --init_from={}",
     "model_type": "write --init_from={}",
@@ -88,8 +89,12 @@ STAGES = ("zero", "stage", "zero_stage", "deepspeed_stage")
 
 
 def instead_of(name: str, value: object) -> str | None:
-    """Return what to write instead of an option of other scripts, or None if it is none of these."""
+    """Return what to write instead of an option of other scripts.
+
+    Return None if it is none of these.
+    """
     text = str(value)
+    # ZeRO's stage has a number as its value, and each number another answer
     if name in STAGES:
         if text in ("0", "1", "2"):
             return "drop it: ZeRO-2 is the default, and stages 0 and 1 run as it"
@@ -98,6 +103,11 @@ def instead_of(name: str, value: object) -> str | None:
         return None
     if text.lower() in ("false", "no"):
         return "drop it"
-    if INSTEAD[name] is LAUNCH and not text.isdecimal():  # a list of GPUs, or "auto"
-        text = "GPUS"
-    return INSTEAD[name].format(shlex.quote(text) if text else "VALUE")
+
+    # Put the value into the sentence. Only a number can be one of GPUs, not their list or "auto"
+    value_shown = "VALUE"
+    if INSTEAD[name] is LAUNCH and not text.isdecimal():
+        value_shown = "GPUS"
+    elif text:
+        value_shown = shlex.quote(text)
+    return INSTEAD[name].format(value_shown)

@@ -39,15 +39,20 @@ def expand_path(path: str) -> str:
         name = match[1] or match[2]
         value = os.environ.get(name)
         if not value:
-            raise UserError(f"{path}: the variable {name} is not set: set it, or write the folder itself")
+            raise UserError(
+                f"{path}: the variable {name} is not set: set it, or write the folder itself"
+            )
         return value
 
+    # $NAME and ${NAME}
     expanded = re.sub(r"\$(?:(\w+)|\{(\w+)\})", value_of, path)
     if re.search(r"\$[{(]|`", expanded):  # ${NAME:-other}, $(command)
         raise UserError(
-            f"{path}: of what a shell replaces, only ~, $NAME and ${{NAME}} are replaced here: write "
-            "the folder itself, or in a config compute it in Python"
+            f"{path}: of what a shell replaces, only ~, $NAME and ${{NAME}} are replaced here: "
+            "write the folder itself, or in a config compute it in Python"
         )
+
+    # ~ and ~USER
     if not expanded.startswith("~"):
         return expanded
     home = os.path.expanduser(expanded)
@@ -61,8 +66,13 @@ def expand_setting(value: object) -> object:
 
     Raises UserError.
     """
-    if isinstance(value, dict):
-        return {expand_path(key) if isinstance(key, str) else key: item for key, item in value.items()}
+    if isinstance(value, dict):  # a mixture of datasets, {path: weight}
+        expanded = {}
+        for key, item in value.items():
+            if isinstance(key, str):
+                key = expand_path(key)
+            expanded[key] = item
+        return expanded
     if isinstance(value, str):
         return expand_path(value)
     return value

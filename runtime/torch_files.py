@@ -50,8 +50,8 @@ class Opaque:
 class Dict(Opaque):
     """A dict, whose keys have been checked."""
 
-    def __init__(self):
-        self.size = 0
+    def __init__(self) -> None:
+        self.size = 0  # keys and values
 
 
 def check_torch_file(file: BinaryIO, classes: set[str] | frozenset[str] = frozenset()) -> bool:
@@ -62,17 +62,21 @@ def check_torch_file(file: BinaryIO, classes: set[str] | frozenset[str] = frozen
     """
     file.seek(0)
     is_zip = file.read(4) == b"PK\x03\x04"
-    if is_zip:
-        check_stored(file)
-        # By PyTorch's own reader, so that what is checked is what is read
-        file.seek(0)
-        file.seek(torch._C.PyTorchFileReader(file).get_record_offset("data.pkl"))
-        check_pickle(file.read(MAX_PICKLE_BYTES), classes)
-    else:
+
+    # Before PyTorch 1.6: pickles one after another
+    if not is_zip:
         file.seek(0)
         for _ in range(LEGACY_PICKLES):
             check_pickle(file, classes)
-    return is_zip
+        return False
+
+    # A zip file. PyTorch's own reader finds the pickle, so that what is checked is what is read
+    check_stored(file)
+    file.seek(0)
+    start = torch._C.PyTorchFileReader(file).get_record_offset("data.pkl")
+    file.seek(start)
+    check_pickle(file.read(MAX_PICKLE_BYTES), classes)
+    return True
 
 
 def check_stored(file: BinaryIO) -> None:
@@ -109,7 +113,7 @@ def check_pickle(pickled: bytes | BinaryIO, classes: set[str] | frozenset[str]) 
 class PickleChecker:
     """Follows a pickle's operations. Its stack has constants, tuples, lists and Opaque values."""
 
-    def __init__(self, callable_names: set[str]):
+    def __init__(self, callable_names: set[str]) -> None:
         self.callable_names = callable_names
         self.stack: list[Any] = []
         self.below: list[list] = []  # the stacks below each MARK
@@ -210,6 +214,8 @@ class PickleChecker:
             if arguments:
                 raise ValueError("it has an OrderedDict in another form than torch.save's")
             return Dict()
+
+        # Ours are made of constants. Those of PyTorch may take tuples, such as a tensor's shape
         if not function.startswith("torch."):
             self.check_plain(arguments)
         for argument in arguments:

@@ -37,14 +37,18 @@ def open_regular(
     symbolic link, as in the cache of the Hugging Face Hub. Files that this project writes are never
     links. Raises UnsafeFileError and OSError.
     """
+    # A pipe must not make us wait, and a link must not lead elsewhere
     flags = os.O_RDONLY | os.O_CLOEXEC
     flags |= os.O_NONBLOCK  # without it, opening a pipe waits until somebody writes to it
     if not follow_links:
         if os.path.islink(path):
             raise UnsafeFileError(
-                f"{path} is a link, which is not followed here: replace it with a copy of its target"
+                f"{path} is a link, which is not followed here: replace it with a copy of its "
+                "target"
             )
         flags |= os.O_NOFOLLOW
+
+    # What was opened is what is checked: its name may belong to another file by now
     descriptor = os.open(path, flags)
     try:
         check_status(path, os.fstat(descriptor), max_bytes)
@@ -139,7 +143,10 @@ def parse_json(text: str | bytes) -> Any:
             return value
         level = []
         for item in containers:
-            level.extend(item.values() if isinstance(item, dict) else item)
+            if isinstance(item, dict):
+                level.extend(item.values())
+            else:
+                level.extend(item)
     raise ValueError(too_deep)
 
 
@@ -159,6 +166,7 @@ def check_type(value: Any, kind: Any) -> None:
     try:
         type_adapter(kind).validate_python(value)
     except ValidationError as error:
+        # Name the first wrong key, and show the beginning of its value
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "its content"
         shown = repr(first["input"])
@@ -172,8 +180,9 @@ def type_adapter(kind: Any) -> Any:
     """Return pydantic's TypeAdapter of a kind, strict unless the kind has its own configuration."""
     from pydantic import TypeAdapter
 
-    has_own_config = hasattr(kind, "__pydantic_config__")
-    return TypeAdapter(kind, config=None if has_own_config else STRICT)
+    if hasattr(kind, "__pydantic_config__"):
+        return TypeAdapter(kind)
+    return TypeAdapter(kind, config=STRICT)
 
 
 def open_no_follow(path: str | os.PathLike, flags: int) -> int:
@@ -182,6 +191,7 @@ def open_no_follow(path: str | os.PathLike, flags: int) -> int:
     flags: those of os.open(), without O_TRUNC. Raises UnsafeFileError for a link and for anything
     else that isn't a regular file, and OSError.
     """
+    # O_NOFOLLOW refuses a link as well, but its error doesn't say so
     if os.path.islink(path):
         raise UnsafeFileError(f"{path} is a link, and writing would change its target: remove it")
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -200,6 +210,7 @@ def is_private_dir(path: str | os.PathLike) -> bool:
     The folder is no link, belongs to this user, and others can't write to it. Nor can they replace
     it: that depends on the owner and the mode of its parent.
     """
+    # The folder itself
     try:
         own = os.lstat(path)
         parent = os.stat(Path(path).absolute().parent)
@@ -208,5 +219,8 @@ def is_private_dir(path: str | os.PathLike) -> bool:
     user = os.geteuid()
     if not stat.S_ISDIR(own.st_mode) or own.st_uid != user or own.st_mode & 0o022:
         return False
+
+    # Its parent: others may rename what is in it if they can write there, unless its sticky bit is
+    # set, as /tmp has it
     others_can_rename = parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX
     return parent.st_uid in (0, user) and not others_can_rename
