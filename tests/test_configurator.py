@@ -387,7 +387,7 @@ def test_a_working_directory_that_is_gone_is_named(script, tmp_path):
     """As after removing the project and cloning it again, in the shell that was there."""
     command = 'cd "$1" && rmdir "$1" && exec "$2" "$3" --dry_run=True'
     done = subprocess.run(["bash", "-c", command, "bash", tmp_path, sys.executable, ROOT / script],
-                          capture_output=True, text=True, timeout=100)
+                          capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("the working directory can't be used (No such file or directory): it was removed")

@@ -26,7 +26,7 @@ NO_RIGHT = 77  # diskfull.py ends with it before it has started anything
 def test_drill(drill, options, figures, tmp_path):
     script, out = ROOT / "tests" / "drills" / f"{drill}.py", tmp_path / "report.json"
     done = run([sys.executable, script, *options, f"--folder={tmp_path}/drill", f"--json={out}"], capture_output=True,
-               text=True, timeout=300, env={k: v for k, v in os.environ.items() if k != "DRILL_INSIDE"})
+               text=True, env={k: v for k, v in os.environ.items() if k != "DRILL_INSIDE"})
     if drill == "diskfull" and done.returncode == NO_RIGHT:
         # The drill needs a real file system that fills up, so it mounts one of its own, which some containers forbid to
         # everyone. It tries that before anything of ours runs and ends with 77 for no other reason, so no fault of ours

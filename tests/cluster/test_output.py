@@ -27,7 +27,7 @@ def test_ctrl_c_that_also_ends_tee_saves_a_checkpoint(characters, tmp_path):
         try:
             assert wait_until(lambda: "iter 10:" in log.read_text()), log.read_text()
             os.killpg(job.pid, signal.SIGINT)
-            assert tee.wait(100) == -signal.SIGINT and job.wait(100) == 130
+            assert tee.wait() == -signal.SIGINT and job.wait() == 130
         finally:
             if job.poll() is None:
                 os.killpg(job.pid, signal.SIGKILL)

@@ -7,7 +7,20 @@ import sys
 
 import psutil
 import pytest
-from conftest import ROOT, SMALL, ForkedJob, command_line, done, free_port, kill, launch, long, planted, wait_until
+from conftest import (
+    ROOT,
+    SMALL,
+    ForkedJob,
+    command_line,
+    done,
+    free_port,
+    kill,
+    launch,
+    long,
+    patience,
+    planted,
+    wait_until,
+)
 
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.shutdown import EXIT_REASONS, Shutdown
@@ -56,7 +69,7 @@ def test_a_launcher_that_waits_for_another_node_ends_at_sigterm_or_in_a_sentence
     try:
         assert wait_until(lambda: psutil.Process(job.pid).net_connections())  # the store that the nodes join
         job.terminate()
-        assert job.wait(100) == -signal.SIGTERM
+        assert job.wait() == -signal.SIGTERM
     finally:
         job.kill()
     late = subprocess.run([*argv, "--rdzv_conf=timeout=1", "none.py"], cwd=ROOT, capture_output=True, text=True)
@@ -72,7 +85,7 @@ def test_a_stop_that_cannot_be_removed_stops_the_run_too(start, tmp_path):
     """A folder, which stands for another user's file."""
     job, log = start()
     (tmp_path / "out" / "STOP").mkdir()
-    assert job.wait(200) == 0, log.read_text()
+    assert job.wait() == 0, log.read_text()
     assert TagStore(tmp_path / "out").find().manifest["iter_num"] >= 10 and "the file STOP" in log.read_text()
 
 
@@ -87,7 +100,7 @@ shutdown.is_running, shutdown.is_launcher, shutdown.INTERVAL = fails, lambda pro
     seen = iterations(log)[-1]
     assert wait_until(lambda: iterations(log)[-1] > seen + 20)
     job.send_signal(signal.SIGTERM)
-    assert job.wait(200) == 143, log.read_text()
+    assert job.wait() == 143, log.read_text()
     words = "rank 0: check_launchers failed (OSError: [Errno 24] Too many open files); trying again"
     assert log.read_text().count(words) == 1 and TagStore(tmp_path / "out").find().manifest["iter_num"] > seen
 
@@ -98,7 +111,7 @@ def test_a_signal_saves_and_ends(start, tmp_path, launcher, ranks, name):
     job, log = start(launcher=launcher, ranks=ranks)
     number = getattr(signal, name)
     job.send_signal(number)
-    assert job.wait(200) == 128 + number, log.read_text()
+    assert job.wait() == 128 + number, log.read_text()
     assert f"stop requested ({EXIT_REASONS[128 + number]})" in log.read_text()
     assert log.read_text().count("to continue from here, repeat the command with --init_from=resume\n") == 1
     assert TagStore(tmp_path / "out").find().manifest["iter_num"] >= 10
@@ -109,7 +122,7 @@ def assert_outlives(send, job, log):
     send()
     assert wait_until(lambda: iterations(log)[-1] > seen + 50 or job.poll() is not None) and job.poll() is None
     job.send_signal(signal.SIGTERM)
-    assert job.wait(200) == 143, log.read_text()
+    assert job.wait() == 143, log.read_text()
 
 
 def test_an_ignored_sighup_stays_ignored(start, tmp_path):
@@ -148,7 +161,7 @@ def waits(*args, **kwargs):
     ranks = [ForkedJob(command, 1, tmp_path / "log", tmp_path / stderr, {**env, "RANK": rank, "LOCAL_RANK": rank})
              for rank in "01"]
     try:
-        assert ranks[1].wait(200) == 7 and ranks[0].wait(200) == 1
+        assert ranks[1].wait() == 7 and ranks[0].wait() == 1
         assert stderr != "log" or "rank 0: rank 1 has died" in (tmp_path / "log").read_text()
     finally:
         for rank in ranks:
@@ -192,7 +205,7 @@ def test_a_rank_without_others_says_so(characters, tmp_path):
     job = ForkedJob([planted(tmp_path, SHORT_TIMEOUT), *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out"],
                     1, tmp_path / "log", tmp_path / "log", {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
-    assert job.wait(200) == 2
+    assert job.wait() == 2
     assert " could not join the other ranks within 0.0333333 minutes (" in (tmp_path / "log").read_text()
 
 
@@ -216,13 +229,13 @@ def test_a_rank_that_hangs_ends_the_run_and_the_next_one_can_start(start, charac
     os.kill(job.pids[1], signal.SIGSTOP)
     assert wait_until(lambda: not psutil.pid_exists(job.pids[0])), log.read_text()
     os.kill(job.pids[1], signal.SIGKILL)  # as a launcher does, after 30 s
-    assert job.wait(200) == 1
+    assert job.wait() == 1
     (line,) = [line for line in log.read_text().splitlines() if "another rank has exited, or has not resp" in line]
     assert line.startswith("rank 0 on ") and "Traceback" not in log.read_text()
     assert not any(map(psutil.pid_exists, job.pids))
     again = ForkedJob([ROOT / "train_deepspeed.py", *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out",
                        "--init_from=auto"], 1, log, log)
-    assert again.wait(200) == 0, log.read_text()
+    assert again.wait() == 0, log.read_text()
 
 
 @pytest.mark.long
@@ -232,7 +245,7 @@ def test_ranks_that_cannot_stop_end_soon_after_their_launcher(start, tmp_path):
     ranks = sorted(psutil.Process(job.pid).children(), key=lambda process: process.environ()["RANK"])
     ranks[1].suspend()  # so that rank 0 waits in a collective
     job.kill()
-    gone, left = psutil.wait_procs(ranks, 200)
+    gone, left = psutil.wait_procs(ranks, patience(200))
     for process in left:
         process.kill()
     assert not left and "rank 0: the launcher ended 1 s ago" in log.read_text()

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from conftest import (
@@ -36,7 +35,7 @@ def slow(self, x, y):
     if self.steps == 4:
         if os.environ.get("RANK", "0") == "0":
             open("{mark}", "w").close()
-        time.sleep(60 if self.waits else 0.05)
+        time.sleep(10_000 if self.waits else 0.05)
         self.waits = False
     return evaluate(self, x, y)
 Engine.evaluate, Engine.waits = slow, {waits}
@@ -78,7 +77,7 @@ def test_a_stop_in_an_evaluation_saves_and_the_resume_makes_it_up(start, train, 
     job, log = start(plant, *MANY, stage(n), "--always_save_checkpoint=False", ranks=2)
     assert wait_until((tmp_path / "mark").exists), log.read_text()
     os.kill(job.pids[1], signal.SIGTERM)
-    assert job.wait(200) == 143, log.read_text()
+    assert job.wait() == 143, log.read_text()
 
     out_dir = tmp_path / "out"
     lines = log.read_text().splitlines()
@@ -106,7 +105,7 @@ def test_a_stop_in_the_last_evaluation_is_made_up_too(start, train, tmp_path):
     job, log = start(plant, *four)
     assert wait_until((tmp_path / "mark").exists), log.read_text()
     job.send_signal(signal.SIGINT)
-    assert job.wait(200) == 130, log.read_text()
+    assert job.wait() == 130, log.read_text()
     assert "final" not in TagStore(tmp_path / "out").list()
 
     run = done(train(*four, "--init_from=resume", out_dir=tmp_path / "out"))
@@ -116,13 +115,12 @@ def test_a_stop_in_the_last_evaluation_is_made_up_too(start, train, tmp_path):
 
 
 def test_a_stop_is_announced_while_the_main_thread_waits(start, tmp_path):
-    """The first batch of the evaluation takes a minute: the line comes before its end."""
+    """The first batch of the evaluation takes hours: the line comes before its end."""
     job, log = start(SLOW_EVALUATION.format(mark=tmp_path / "mark", waits=True))
     assert wait_until((tmp_path / "mark").exists), log.read_text()
-    began = time.monotonic()
     job.send_signal(signal.SIGTERM)
-    assert wait_until(lambda: "stop requested (SIGTERM" in log.read_text(), 30), log.read_text()
-    assert time.monotonic() < began + 30 and "not finished" not in log.read_text()
+    assert wait_until(lambda: "stop requested (SIGTERM" in log.read_text()), log.read_text()
+    assert "not finished" not in log.read_text()
 
 
 def test_a_stop_in_a_sample_saves(start, tmp_path):
@@ -141,7 +139,7 @@ GPT.generate = slow
     job, log = start(plant, "--sample_interval=1", "--sample_tokens=31", ranks=2)
     assert wait_until((tmp_path / "mark").exists), log.read_text()
     job.send_signal(signal.SIGUSR1)
-    assert job.wait(200) == 138, log.read_text()
+    assert job.wait() == 138, log.read_text()
     assert "sample at step" not in log.read_text() and "exiting after step 1" in log.read_text()
     assert TagStore(tmp_path / "out").find().manifest["iter_num"] == 1
 
@@ -172,7 +170,7 @@ def test_a_signal_before_the_first_step_ends_the_run_with_one_line(start, tmp_pa
     assert wait_until(lambda: os.path.exists(mark)), log.read_text()
     number = getattr(signal, signal_name)
     job.send_signal(number)
-    assert job.wait(200) == 128 + number
+    assert job.wait() == 128 + number
     line = f"stop requested ({STOP_REASONS[128 + number]}): no step has been made, so nothing is saved"
     assert log.read_text().splitlines()[-1] == line
     assert "Traceback" not in log.read_text() and not TagStore(tmp_path / "out").list()
@@ -185,7 +183,7 @@ def test_a_stop_file_made_during_the_start_ends_the_run_on_all_ranks(start, tmp_
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "STOP").touch()
     open(go, "w").close()
-    assert job.wait(200) == 0, log.read_text()
+    assert job.wait() == 0, log.read_text()
     assert "exiting: no step has been made, so nothing is saved\n" in log.read_text()
     assert "iter 1:" not in log.read_text() and not (tmp_path / "out" / "STOP").exists()
 
@@ -236,7 +234,7 @@ def test_a_stopped_preparation_leaves_the_dataset_alone(tmp_path, number, code):
     try:
         assert job.stdout.readline().startswith("1 file, ")
         job.send_signal(number)
-        _, stderr = job.communicate(timeout=200)
+        _, stderr = job.communicate()
     finally:
         job.kill()
     assert (job.returncode, stderr) == (code, "interrupted; no dataset was changed\n")
@@ -257,7 +255,7 @@ def test_a_rank_that_waits_says_for_whom_and_why(start, tmp_path):
         "rank 0 has waited 0.5 s for ranks 1, 2, of 3 ranks; RANK=0 and WORLD_SIZE=3 are in this shell's environment: "
         "if you want one process, run unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT\n")
     job.send_signal(signal.SIGINT)
-    assert job.wait(200) == 130
+    assert job.wait() == 130
 
 
 def test_a_rank_without_its_rank_0_says_so(start):
@@ -342,7 +340,7 @@ def test_two_ranks_of_other_launchers_train_together(characters, tmp_path, train
         env |= {"SLURM_NODEID": "0", "MASTER_PORT": port}
         jobs.append(ForkedJob(command, 1, tmp_path / f"log{rank}", tmp_path / f"log{rank}", env))
     try:
-        assert [job.wait(200) for job in jobs] == [0, 0], (tmp_path / "log0").read_text()
+        assert [job.wait() for job in jobs] == [0, 0], (tmp_path / "log0").read_text()
     finally:
         for job in jobs:
             kill(job)
@@ -352,6 +350,6 @@ def test_two_ranks_of_other_launchers_train_together(characters, tmp_path, train
 
 def test_processes_that_do_not_know_their_rank_are_refused(start, tmp_path):
     job, log = start("", PMI_SIZE="2", PMI_RANK="1")
-    assert job.wait(200) == 2
+    assert job.wait() == 2
     assert log.read_text().startswith("PMI_SIZE=2 in the environment: MPICH's mpiexec has started several processes,")
     assert log.read_text().count("\n") == 1 and not (tmp_path / "out").exists()

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import psutil
-from conftest import ROOT, SMALL, ForkedJob, command_line, read_history, write_characters
+from conftest import ROOT, SMALL, ForkedJob, command_line, patience, read_history, write_characters
 
 from runtime.hardware import git_commit
 
@@ -50,7 +50,7 @@ def start(data, out_dir, *options, ranks=2, launcher="fork", log=None, config=()
 def run(data, out_dir, *options, expect=0, **how):
     """start() and wait; returns what it said. AssertionError unless it ends with the exit code `expect`."""
     job = start(data, out_dir, *options, **how)
-    code, words = job.wait(timeout=300), Path(how.get("log") or f"{out_dir}.log").read_text()
+    code, words = job.wait(patience(300)), Path(how.get("log") or f"{out_dir}.log").read_text()
     assert code == expect or expect is None, f"exit code {code}, not {expect}:\n{words[-3000:]}"
     return words
 

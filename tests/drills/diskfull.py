@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from common import arguments, losses, report, run, start
-from conftest import planted, wait_until
+from conftest import patience, planted, wait_until
 
 from runtime.checkpoint.tags import TagStore, verify_files
 
@@ -104,7 +104,7 @@ def main():
             history.write(" " * (-history.tell() % PAGE - (not leave)) + "\n")
         fill(disk, leave)
         filled.touch()
-        code, said = job.wait(timeout=120), log.read_text()
+        code, said = job.wait(patience(120)), log.read_text()
         found_tags, final = whole_tags(out_dir), code or TagStore(out_dir).iteration("final")
         (disk / "filler").unlink()
         run(args.data, out_dir, *OPTIONS, "--init_from=resume", log=args.folder / "resumed.log")  # there is room again

@@ -19,7 +19,7 @@ import sys
 import time
 
 from common import ROOT, arguments, losses, naming, report, run, start
-from conftest import SMALL, read_history, wait_until, write_characters
+from conftest import SMALL, patience, read_history, wait_until, write_characters
 
 from runtime.checkpoint.tags import TagStore
 
@@ -119,7 +119,7 @@ def stop_at_a_moment(args, what, number):
         job.send_signal(ASK[what])
     announced = wait_until(lambda: "stop requested (" in log.read_text(), 60)
     said_after = time.monotonic() - began
-    code = job.wait(60)
+    code = job.wait(patience(60))
     seconds = time.monotonic() - began
     store = TagStore(out_dir)
     tag = store.newest()

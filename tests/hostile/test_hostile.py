@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import ROOT, ForkedJob, kill, planted
+from conftest import ROOT, ForkedJob, kill, patience, planted
 from files import FILES, SECRET, HostileFile, Trap
 from places import Places
 from readers import READERS, Reader
@@ -167,7 +167,7 @@ def watch(job, pid: int, own_work_s: float) -> str:
             return f"it still works after {own_work_s} s"
         if memory > MOST_MEMORY:
             return f"it takes {memory / 1e9:.1f} GB"
-        if now - progressed > IDLE_S or now - began > WALL_S:
+        if now - progressed > patience(IDLE_S) or now - began > patience(WALL_S):
             return f"it waits for ever ({used:.1f} s of work in {now - began:.0f} s)"
     return ""
 

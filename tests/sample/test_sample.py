@@ -130,7 +130,7 @@ def test_only_a_terminal_gets_escapes_instead_of_control_characters(theirs, char
     args = (f"--init_from={theirs[1]}", f"--dataset={tmp_path}", f"--start=FILE:{tmp_path}/prompt", "--num_samples=1",
             "--max_new_tokens=0")
     master, slave = pty.openpty()
-    assert ForkedJob([ROOT / "sample.py", *args], 1, os.ttyname(slave), tmp_path / "stderr").wait(100) == 0
+    assert ForkedJob([ROOT / "sample.py", *args], 1, os.ttyname(slave), tmp_path / "stderr").wait() == 0
     assert os.read(master, 4096).decode().endswith("\r\n\r\na\\x1b\r\nb\\x9bc\r\n")
     for end in (master, slave):
         os.close(end)

@@ -5,7 +5,7 @@ import sys
 import time
 
 import pytest
-from conftest import CHARS, ROOT, random_gpt2
+from conftest import CHARS, ROOT, patience, random_gpt2
 
 from runtime.data.chat import TEMPLATE, Chat, render
 from runtime.errors import UserError
@@ -36,7 +36,7 @@ def test_a_template_that_cannot_be_rendered_is_a_sentence_within_10_seconds(temp
     start = time.monotonic()
     with pytest.raises(UserError) as error:
         render(MESSAGES, template, "")
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < patience(5)
     message = str(error.value)
     assert message.startswith("the chat template can't be used (") and words in message and "\n" not in message
     assert message.endswith("): correct the template of these weights, or drop --chat")
