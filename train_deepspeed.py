@@ -204,13 +204,15 @@ model.gradient_checkpointing = gradient_checkpointing
 flops_per_token = model.flops_per_token(block_size)
 plan = confirm(plan, model)  # the fast paths, if the model isn't as planned
 profiler = Profiler(model, out_dir) if profile else None  # before compiling
-fused = setup.compile_blocks(model, plan.paths, execution, plan.stage, fp8)  # our Triton kernels where they fit
+fused = setup.compile_blocks(model, plan.paths, execution, fp8)  # our Triton kernels where they fit
+if plan.stage == 3:
+    setup.gather_whole_modules(model)
 
 shutdown.exit_if_requested()
 groups = model.parameter_groups(weight_decay)
 if optimizer == "muon":
     groups = split_matrices(groups, model, muon_learning_rate / learning_rate, batch.world_size)
-adamw = setup.adamw(groups, plan.ds_config, lr=learning_rate, betas=(beta1, beta2))
+adamw = setup.make_adamw(groups, plan.ds_config, lr=learning_rate, betas=(beta1, beta2))
 print0(optimizer_line(plan, adamw))
 masked = bool(plan.data["template"])  # only some tokens are targets
 with all_exit_on(UserError):
@@ -231,7 +233,7 @@ bytes_of_tokens = torch.tensor(broadcast_from_rank0(token_bytes(plan.data, fetch
 log = RunLog(settings, plan.start.sources, state, device, plan.datasets, flops_per_token=flops_per_token,
              memory_plan=estimate(plan), process_start=_process_start)
 log.start_loggers()
-health = StepHealth(log.warn, state)
+health = StepHealth(log.warn, state, skip_grad_spikes)
 
 # The training data, from where the checkpoint's run was
 switch_threads_quickly()  # a thread reads the batches
@@ -401,15 +403,14 @@ while not finished() and not eval_only and exit_code is None:
     for micro_batch in batches.next_step(micro_steps):
         loss += engine.micro_step(*micro_batch)  # forward and backward
     iter_num += 1
-    step = engine.step(skip_above=health.spikes.threshold() if skip_grad_spikes else math.inf,
-                       with_shares=iter_num % 10 == 0)  # reads all gradients once more
+    step = engine.step(skip_above=health.skip_above())
     loss /= micro_steps  # as the gradients: the mean over the step
 
     # check and log it
     health.check(step, loss, iter_num)  # warns about a skipped step, a spike or norms that rise
     if iter_num % log_interval == 0 or iter_num == first_iter + 1 or at_end():
         log.step(iter_num, loss, lr, step, batches,
-                 share=steps_done(max_epochs) / max_iters, own_work_s=engine.launch.timer.seconds())
+                 share=steps_done(max_epochs) / max_iters, own_work_s=engine.own_work_seconds())
 
     # evaluate, and save a tag
     saved = False

@@ -237,7 +237,7 @@ def test_the_hashes_are_those_of_model_py():
 def test_the_optimizer_is_that_of_the_training_script(tmp_path):
     """Also of a class in the script. One whose line needs more than the doctor has is not checked, and
     says what is missing."""
-    made = "adamw = setup.adamw(groups, plan.ds_config, lr=learning_rate, betas=(beta1, beta2))"
+    made = "adamw = setup.make_adamw(groups, plan.ds_config, lr=learning_rate, betas=(beta1, beta2))"
     model = GPT(GPTConfig(**SHAPE))
     kinds = {
         "adamw = torch.optim.RAdam(groups, lr=learning_rate, betas=(beta1, beta2))": "RAdam",
@@ -300,7 +300,7 @@ def test_a_run_of_an_edited_model_is_checked_in_one_line(train, tmp_path):
 
 
 def test_a_run_of_another_optimizer_is_checked(train, tmp_path):
-    made = "adamw = setup.adamw(groups, plan.ds_config, lr"
+    made = "adamw = setup.make_adamw(groups, plan.ds_config, lr"
     script = edited_script(tmp_path, (made, "adamw = torch.optim.RAdam(groups, lr"))
     run = done(train("--max_iters=1", script=script))
     assert "checked    a tiny model (optimizer RAdam): equal are cached logits, loss, buffers\n" in run.stdout

@@ -75,7 +75,9 @@ def start_engine(
     paths = FastPaths()
     if fast:
         paths = decide(inspect_model(model), CPU, config, ranks)
-    setup.compile_blocks(model, paths, CPU, stage)
+    setup.compile_blocks(model, paths, CPU)
+    if stage == 3:
+        setup.gather_whole_modules(model)
     optimizer = make_optimizer(model, config)
     return Engine(setup.initialize(model, optimizer, config), paths)
 

@@ -1,5 +1,5 @@
-"""AdamW (Loshchilov and Hutter, 2019) on a shard: clipping, the update and the half-precision copy of
-the weights in one kernel, or by PyTorch where Triton doesn't run."""
+"""AdamW (Loshchilov and Hutter, 2019) on a shard: clipping, the update and the half-precision copy
+of the weights in one kernel, or by PyTorch where Triton doesn't run."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ BLOCK = 1024  # elements per program
 
 
 @jit
-def adamw(
+def adamw_kernel(
     master,
     grads,
     exp_avg,
@@ -32,7 +32,8 @@ def adamw(
     skip_above,
     BLOCK: tl.constexpr,
 ):
-    """Step n elements and clear their grads. If grad_norm is not below skip_above, only clear grads.
+    """Step n elements and clear their grads. If grad_norm is not below skip_above, only clear
+    grads.
 
     decay: 1 - lr * weight_decay. step: number of steps before this one. inverse_scale: of the loss
     scale, which grads have in them, and grad_norm hasn't.
@@ -67,7 +68,7 @@ def step_by_kernel(shard: Shard, clip: Clip) -> None:
     n = shard.grads.numel()
     lr = float(options["lr"])
     beta1, beta2 = options["betas"]
-    adamw[(triton.cdiv(n, BLOCK),)](
+    adamw_kernel[(triton.cdiv(n, BLOCK),)](
         shard.master.data,
         shard.grads,
         state["exp_avg"],
@@ -113,8 +114,8 @@ def adamw_by_pytorch(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
 ) -> None:
-    """Make a step of torch.optim.AdamW on flat tensors. options: a parameter group. step: the number
-    of steps before this one."""
+    """Make a step of torch.optim.AdamW on flat tensors. options: a parameter group. step: the
+    number of steps before this one."""
     beta1, beta2 = options["betas"]
     count = torch.as_tensor(step, dtype=torch.float32, device=master.device)
     pytorchs_adamw(

@@ -63,10 +63,10 @@ def check_elementwise(
 ) -> None:
     """Raise UserError unless an optimizer's step() can run on ZeRO's flat pieces of the weights.
 
-    It has to give the same weights for a matrix, for the flat matrix and for pieces of it. All that it
-    keeps from step to step has to be in its state of each parameter: numbers, and tensors like the
-    weights. And it may not read what the user has set on params, because the pieces don't have it.
-    params: those of the model.
+    It has to give the same weights for a matrix, for the flat matrix and for pieces of it. All that
+    it keeps from step to step has to be in its state of each parameter: numbers, and tensors like
+    the weights. And it may not read what the user has set on params, because the pieces don't have
+    it. params: those of the model.
     """
     name = type(optimizer).__name__
     generator = torch.Generator().manual_seed(0)
@@ -86,20 +86,20 @@ def check_elementwise(
         except Exception as error:  # whatever a step() that wants something else raises
             why = str(error).splitlines()[0] if str(error) else ""
             raise UserError(
-                f"the optimizer {name} can't be stepped on flat tensors ({type(error).__name__}: {why}): "
-                f"{CHOOSE}"
+                f"the optimizer {name} can't be stepped on flat tensors ({type(error).__name__}: "
+                f"{why}): {CHOOSE}"
             ) from None
         check_moved(name, flat, whole.weights[0])
         same = torch.allclose(whole.weights[0], torch.cat(pieces.weights), rtol=1e-6, atol=1e-8)
         if not same:
             raise UserError(
-                f"the optimizer {name} needs whole tensors, but ZeRO gives each rank a flat piece of "
-                f"them: {CHOOSE}"
+                f"the optimizer {name} needs whole tensors, but ZeRO gives each rank a flat piece "
+                f"of them: {CHOOSE}"
             )
         if not torch.allclose(whole.weights[0], matrix.weights[0].flatten(), rtol=1e-6, atol=1e-8):
             raise UserError(
-                f"the optimizer {name} treats matrices differently from vectors, but ZeRO's pieces of "
-                "the weights are vectors: give what differs to parameter groups, as "
+                f"the optimizer {name} treats matrices differently from vectors, but ZeRO's pieces "
+                "of the weights are vectors: give what differs to parameter groups, as "
                 "GPT.parameter_groups in model.py does"
             )
         check_attributes(name, matrix.read | whole.read, params)
@@ -148,7 +148,8 @@ def make_steps(
 ) -> Stepped:
     """Make some steps of a copy of this optimizer, with the options of one of its groups.
 
-    grads: of all steps, stacked, for each tensor. Raises UserError for what can't be sharded or saved.
+    grads: of all steps, stacked, for each tensor. Raises UserError for what can't be sharded or
+    saved.
     """
     params = [TestWeights(tensor.clone()) for tensor in weights]
     trial = copy_of(optimizer)
@@ -173,8 +174,8 @@ def make_steps(
             is_tensor = torch.is_tensor(value) and value.numel() in (1, param.numel())
             if not is_number and not is_tensor:
                 raise UserError(
-                    f"the optimizer {name} needs whole tensors: it keeps '{key}', which is neither a "
-                    f"number nor a tensor like the weights, so ZeRO can't shard it: {CHOOSE}"
+                    f"the optimizer {name} needs whole tensors: it keeps '{key}', which is neither "
+                    f"a number nor a tensor like the weights, so ZeRO can't shard it: {CHOOSE}"
                 )
     read = set().union(*(vars(param).get("_read", ()) for param in params))
     return Stepped([param.detach() for param in params], read)
@@ -214,14 +215,15 @@ def check_kept(name: str, where: str, before: dict, after: dict) -> None:
     for key in after:
         if key not in before or before[key] != after[key]:
             raise UserError(
-                f"the optimizer {name} keeps what it has learned in {where} '{key}', which no checkpoint "
-                "would have: keep it in self.state[p], for each parameter"
+                f"the optimizer {name} keeps what it has learned in {where} '{key}', which no "
+                "checkpoint would have: keep it in self.state[p], for each parameter"
             )
 
 
 @torch.no_grad()
 def step_by_itself(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], clip: Clip) -> None:
-    """Make a step of an optimizer's own step(), unless the norm is too large, and clear the gradients.
+    """Make a step of an optimizer's own step(), unless the norm is too large, and clear the
+    gradients.
 
     shards: of all parameter groups; the optimizer's state belongs to their master weights. The CPU
     waits for the norm.

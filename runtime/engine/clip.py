@@ -9,8 +9,8 @@ from torch import Tensor
 class Clip:
     """How to scale the gradients of a step, and whether to make it.
 
-    norm: of all ranks' gradients, without the loss scale, a scalar on their device. inverse_scale: of
-    the loss scale that the gradients have in them. max_norm: to clip to; infinite: don't clip.
+    norm: of all ranks' gradients, without the loss scale, a scalar on their device. inverse_scale:
+    of the loss scale that the gradients have in them. max_norm: to clip to; infinite: don't clip.
     skip_above: skip the step unless the norm is below it.
     """
 

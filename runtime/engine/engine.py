@@ -1,13 +1,14 @@
-"""The engine that the training loop uses: DeepSpeed's, with our gradients, step and CUDA graph where
-they fit.
+"""The engine that the training loop uses: DeepSpeed's, with our gradients, step and CUDA graph
+where they fit.
 
-Who divides by what. The gradient of a step is the mean over the tokens of all its micro-steps on all
-ranks. Each factor has one place:
+Who divides by what. The gradient of a step is the mean over the tokens of all its micro-steps on
+all ranks. Each factor has one place:
 
-  tokens of a micro-batch  the loss: the mean; with loader.py's weights, launch.py multiplies it by
-                           the number of targets and their weight
-  micro-steps              DeepSpeed's backward, by gradient_accumulation_steps; if a step has another
-                           number, step.py (or Layout.step_of_deepspeed) divides by their ratio
+  tokens of a micro-batch  the loss: the mean; with loader.py's weights, forward_backward.py
+                           multiplies it by the number of targets and their weight
+  micro-steps              DeepSpeed's backward, by gradient_accumulation_steps; if a step has
+                           another number, step.py (or Layout.step_of_deepspeed) divides by their
+                           ratio
   ranks                    the reductions: reduce.py, zero3_blocks.py
   loss scale               multiplied by DeepSpeed's backward, divided by step.py
   float16's factor         FP16_GRAD_FACTOR, in loss.py alone
@@ -29,7 +30,7 @@ from runtime.cluster.ranks import all_gather_scalars, print0
 from runtime.engine import setup, state
 from runtime.engine.any_optimizer import optimizer_name
 from runtime.engine.fast_paths import FastPaths
-from runtime.engine.launch import Launch
+from runtime.engine.forward_backward import ForwardBackward
 from runtime.engine.layout import layout_of
 from runtime.engine.lockstep import Lockstep
 from runtime.engine.step import Wanted
@@ -49,8 +50,6 @@ class StepResult:
     applied: bool  # False: all ranks skipped it
     loss_scale: float | None  # float16's scale for the next step, else None
     min_loss_scale: float  # the lowest that the scale may become; infinite if it is constant
-    # {parameter: its share of the squared norm} of the three largest; see Engine.step
-    grad_shares: dict[str, float] | None = None
 
 
 class Engine:
@@ -89,7 +88,7 @@ class Engine:
         on_cpu = self.device.type == "cpu"
         self.checks_micro_steps = reduces_in_backward and (on_cpu or self.our_step is None)
         is_local = self.stage == 2 and not reduces_in_backward
-        self.launch = Launch(deepspeed, paths.graph.taken, is_local)
+        self.forward_backward = ForwardBackward(deepspeed, paths.graph.taken, is_local)
         self.micro_steps = 0  # since the last optimizer step
         self.fused = fused
         self.untouched = Untouched(self.module)
@@ -100,9 +99,9 @@ class Engine:
         """Run forward and backward on (x, y), or on (x, y, weight) with the mean over targets times
         their number and weight as the loss.
 
-        A step may have any number of micro-steps, the same on all ranks. Its gradient is the mean over
-        them. Return the detached loss, which the next call may overwrite. Raises UserError if another
-        rank ends its step here.
+        A step may have any number of micro-steps, the same on all ranks. Its gradient is the mean
+        over them. Return the detached loss, which the next call may overwrite. Raises UserError if
+        another rank ends its step here.
         """
         if self.checks_micro_steps:
             self.check_ranks(micro_steps=self.micro_steps, ends=False)
@@ -115,7 +114,7 @@ class Engine:
         if self.our_step and self.stage == 3:
             self.our_step.reduction.prepare()
         self.micro_steps += 1
-        loss = self.launch(*batch)
+        loss = self.forward_backward(*batch)
         if self.lockstep:
             self.lockstep.end_backward()
         return loss
@@ -131,20 +130,22 @@ class Engine:
         if any(other != ranks[0] for other in ranks):
             counts = ", ".join(f"{int(n) + (not end)}" for n, end in ranks)
             raise UserError(
-                f"the ranks make different numbers of micro-steps in one optimizer step ({counts}): make "
-                "as many on all ranks"
+                "the ranks make different numbers of micro-steps in one optimizer step "
+                f"({counts}): make as many on all ranks"
             )
 
-    def step(self, skip_above: float = math.inf, with_shares: bool = False) -> StepResult:
+    def step(self, skip_above: float = math.inf) -> StepResult:
         """End an optimizer step: reduce and clip the gradients, step the optimizer, and return the
         StepResult.
 
         The step is skipped if the gradient norm isn't finite, or with our gradients, isn't below
-        skip_above. with_shares: return grad_shares too, if the norm is finite, at ZeRO-2. Raises
-        UserError if there was no micro-step, or if the ranks made different numbers of them.
+        skip_above. Raises UserError if there was no micro-step, or if the ranks made different
+        numbers of them.
         """
         if not self.micro_steps:
-            raise UserError("an optimizer step had no micro-step: call engine.micro_step() before it")
+            raise UserError(
+                "an optimizer step had no micro-step: call engine.micro_step() before it"
+            )
         self.check_ranks(self.micro_steps, ends=True)
         self.untouched.check()
         if self.our_step and self.steps < CHECKED_STEPS:
@@ -160,32 +161,28 @@ class Engine:
         if self.our_step is None:
             self.layout.step_of_deepspeed(loss_factor)
             norm = self.deepspeed.get_global_grad_norm()
-            norm = None if norm is None else float(norm)
+            if norm is not None:
+                norm = float(norm)
             applied = self.deepspeed.was_step_applied()
-            shares = None
         else:
-            wants_shares = with_shares and self.stage == 2
-            report = self.our_step.make(Wanted(loss_factor, skip_above, wants_shares))
+            report = self.our_step.make(Wanted(loss_factor, skip_above))
             norm = report.norm
             applied = report.applied
-            shares = self.largest_shares(report.shares)
-        self.launch.after_step()
+        self.forward_backward.after_step()
         self.untouched.accept()
         self.steps += 1
         scale = scaler.cur_scale if scaler else None
-        return StepResult(norm, applied, scale, min_scale, shares)
+        return StepResult(norm, applied, scale, min_scale)
 
-    def largest_shares(self, shares: Tensor | None) -> dict[str, float] | None:
-        """Return the three largest shares of the squared norm, by name."""
-        if shares is None or not shares.isfinite().all():
-            return None
-        params = [place.param for shard in self.layout.shards for place in shard.places]
-        largest = shares.argsort(descending=True)[:3]
-        return {self.layout.names[params[i]]: round(shares[i].item(), 4) for i in largest}
+    def own_work_seconds(self) -> float:
+        """Return the seconds that this rank worked in the first micro-step since the last call,
+        without waiting for others, or 0 if that can't be told."""
+        return self.forward_backward.timer.seconds()
 
     @torch.no_grad()
     def evaluate(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the loss of each target, with the shape of y. At ZeRO-3, a forward gathers weights."""
+        """Return the loss of each target, with the shape of y. At ZeRO-3, a forward gathers
+        weights."""
         if self.fused:
             self.fused.copy_weights()
         return self.deepspeed(x, y, "none").view(y.shape)
@@ -201,7 +198,8 @@ class Engine:
 
     def load(self, store: TagStore, tag: Tag) -> dict:
         """Load a tag's weights, optimizer state and loss scale, and return the state that was saved
-        with it. Re-shard them if the number of ranks, the ZeRO stage or the precision has changed."""
+        with it. Re-shard them if the number of ranks, the ZeRO stage or the precision has
+        changed."""
         start = time.monotonic()
         manifest = tag.manifest
         path = store.path(tag.name)
@@ -225,4 +223,5 @@ class Engine:
 
 def describe_topology(saved: dict) -> str:
     """Return topology() as it is printed."""
-    return f"{counted(saved['world_size'], 'rank')} at ZeRO stage {saved['stage']} in {saved['dtype']}"
+    ranks = counted(saved["world_size"], "rank")
+    return f"{ranks} at ZeRO stage {saved['stage']} in {saved['dtype']}"

@@ -1,8 +1,8 @@
 """Which fast paths a run takes, and why: decided once, in the plan.
 
-A fast path proves what it needs, or it isn't taken: the slow path of PyTorch or DeepSpeed is right for
-every model. inspect_model() finds out what a model fits, decide() adds the settings and the machine.
-The summary and --dry_run print the choices. Memory, setup and the engine read them.
+A fast path proves what it needs, or it isn't taken: the slow path of PyTorch or DeepSpeed is right
+for every model. inspect_model() finds out what a model fits, decide() adds the settings and the
+machine. The summary and --dry_run print the choices. Memory, setup and the engine read them.
 """
 
 from collections.abc import Mapping
@@ -96,7 +96,8 @@ def inspect_model(model: nn.Module) -> ModelFacts:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Raise UserError if DeepSpeed can't shard a parameter, or no checkpoint would hold a module's state."""
+    """Raise UserError if DeepSpeed can't shard a parameter, or no checkpoint would hold a module's
+    state."""
     check_extra_state(model)
     for name, param in model.named_parameters():
         if param.dim() == 0:
@@ -117,18 +118,18 @@ def decide(
     fp8: bool = False,
     cuda_graph: bool | str = "auto",
 ) -> FastPaths:
-    """Return the FastPaths of a run. accumulate_locally: each rank sums the micro-steps' gradients, or
-    no_local says why not."""
+    """Return the FastPaths of a run. accumulate_locally: each rank sums the micro-steps' gradients,
+    or no_local says why not."""
     stage = ds_config["zero_optimization"]["stage"]
     several = world_size > 1
 
-    gradients = Choice(True)
-    if not takes_our_gradients(ds_config):
-        gradients = Choice(False, "ZeRO-3 with offload, or a key of the JSON, takes DeepSpeed's own path")
-
-    by_block = Choice(False, "not ZeRO-3" if stage < 3 else "one rank")
-    if stage == 3 and several:
-        by_block = first_reason((not gradients.taken, gradients.reason), (facts.no_blocks, facts.no_blocks))
+    gradients = decide_gradients(ds_config)
+    by_block = first_reason(
+        (stage < 3, "not ZeRO-3"),
+        (not several, "one rank"),
+        (not gradients.taken, gradients.reason),
+        (facts.no_blocks, facts.no_blocks),
+    )
 
     local = first_reason(
         (not several, "one rank"),
@@ -152,19 +153,24 @@ def decide(
         (execution.dtype != "bfloat16", "only for bfloat16"),
         (uses_offload(ds_config), "the optimizer is in host memory"),
     )
+    has_timers = ds_config.get("wall_clock_breakdown")
     graph = first_reason(
         (no_triton, no_triton),
         (cuda_graph is False, "cuda_graph=False"),
         (not gradients.taken, gradients.reason),
         (execution.dtype != "bfloat16", "only for bfloat16"),
-        (
-            ds_config.get("wall_clock_breakdown"),
-            'the timers of "wall_clock_breakdown" synchronize in every micro-step',
-        ),
+        (has_timers, 'the timers of "wall_clock_breakdown" synchronize in every micro-step'),
     )
     if graph.taken and cuda_graph == "auto":
         graph = decide_graph(facts, gathers=stage == 3 and several and not by_block.taken)
     return FastPaths(gradients, by_block, local, kernels, chain, copies, step, graph)
+
+
+def decide_gradients(ds_config: Mapping) -> Choice:
+    """Return whether our gradients and our step are taken."""
+    if takes_our_gradients(ds_config):
+        return Choice(True)
+    return Choice(False, "ZeRO-3 with offload, or a key of the JSON, takes DeepSpeed's own path")
 
 
 def decide_kernels(facts: ModelFacts, no_triton: str | None) -> Choice:
@@ -176,12 +182,13 @@ def decide_kernels(facts: ModelFacts, no_triton: str | None) -> Choice:
 
 
 def decide_graph(facts: ModelFacts, gathers: bool) -> Choice:
-    """Return whether cuda_graph=auto takes a graph that the settings allow. gathers: DeepSpeed gathers
-    the weights in each micro-step."""
+    """Return whether cuda_graph=auto takes a graph that the settings allow. gathers: DeepSpeed
+    gathers the weights in each micro-step."""
     return first_reason(
         (
             facts.varies,
-            f"{facts.varies}, so a micro-step may depend on the data; cuda_graph=True says that it doesn't",
+            f"{facts.varies}, so a micro-step may depend on the data; cuda_graph=True says that it "
+            "doesn't",
         ),
         (gathers, "DeepSpeed gathers the weights in each micro-step"),
     )

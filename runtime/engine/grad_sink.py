@@ -1,7 +1,7 @@
 """Where the gradient of a parameter goes: the only attribute that we set on a parameter.
 
-A kernel or a hook looks for param.grad_sink. With one, it adds the gradient there, in float32 and in
-one pass, and gives none to autograd.
+A kernel or a hook looks for param.grad_sink. With one, it adds the gradient there, in float32 and
+in one pass, and gives none to autograd.
 """
 
 import torch
@@ -13,8 +13,8 @@ from runtime.loss import addmm_fp32
 class GradSink:
     """Takes the gradients of a parameter.
 
-    total: in the parameter's shape. It holds the sum over micro-steps, or with one_backward only that
-    of the present one, such as the buffer of a reduce_scatter in half precision.
+    total: in the parameter's shape. It holds the sum over micro-steps, or with one_backward only
+    that of the present one, such as the buffer of a reduce_scatter in half precision.
     """
 
     def __init__(self, total: Tensor, one_backward: bool = False) -> None:

@@ -1,7 +1,7 @@
 """Watch what a CUDA graph takes for fixed: what Python reads in a micro-step, besides tensors.
 
-A graph repeats the numbers and choices of the micro-step that was captured. A training loop may change
-them afterwards, such as model.aux_weight, or the p of an nn.Dropout.
+A graph repeats the numbers and choices of the micro-step that was captured. A training loop may
+change them afterwards, such as model.aux_weight, or the p of an nn.Dropout.
 """
 
 import copy
@@ -65,9 +65,9 @@ class Guards:
         if is_pytorchs(own_class(module)):
             names = {"training", "p", "eps", *getattr(module, "__constants__", ())}
         self.watch_values(vars(module), names, path)
-        for part in ("_modules", "_buffers"):
-            for name, value in getattr(module, part).items():
-                self.entries.append(Entry(getattr(module, part), name, value, f"{path}.{name}", True))
+        for owner in (module._modules, module._buffers):
+            for name, value in owner.items():
+                self.entries.append(Entry(owner, name, value, f"{path}.{name}", True))
         for kind in type(module).__mro__:
             if id(kind) not in seen and not kind.__module__.startswith(("torch.", "builtins")):
                 seen.add(id(kind))
@@ -81,10 +81,11 @@ class Guards:
         """Watch those of these names that are numbers, strings, None, or tensors."""
         for name in names & owner.keys():
             value = owner[name]
+            path = f"{label}.{name}"
             if torch.is_tensor(value):
-                self.entries.append(Entry(owner, name, value, f"{label}.{name}", True))
+                self.entries.append(Entry(owner, name, value, path, True))
             elif is_plain(value):
-                self.entries.append(Entry(owner, name, copy.deepcopy(value), f"{label}.{name}", False))
+                self.entries.append(Entry(owner, name, copy.deepcopy(value), path, False))
 
     def watch_globals(self, function: FunctionType, seen: set[int]) -> None:
         """Watch the constants and functions that a function finds in its file."""
@@ -100,16 +101,16 @@ class Guards:
                 self.entries.append(Entry(owner, name, value, name, True))
 
     def cpu_tensor(self) -> str | None:
-        """Return the name of a tensor on the CPU that a micro-step may read, or None. A graph would keep
-        its numbers."""
+        """Return the name of a tensor on the CPU that a micro-step may read, or None. A graph would
+        keep its numbers."""
         for entry in self.entries:
             if torch.is_tensor(entry.value) and entry.value.device.type == "cpu":
                 return entry.label
         return None
 
     def after_capture(self) -> list[tuple[dict, str, torch.Tensor]]:
-        """Return [(owner, name, tensor)] of the attributes that the capture has set, such as metrics: each
-        replay writes these tensors. They aren't watched from now on."""
+        """Return [(owner, name, tensor)] of the attributes that the capture has set, such as
+        metrics: each replay writes these tensors. They aren't watched from now on."""
         before = {(id(owner), name): tensor for owner, name, tensor in self.tensors_before}
         self.tensors_before = []
         made = []
@@ -117,7 +118,8 @@ class Guards:
             if before.get((id(owner), name)) is not tensor:
                 made.append((owner, name, tensor))
         left = {(id(owner), name) for owner, name, _ in made}
-        self.entries = [entry for entry in self.entries if (id(entry.owner), entry.name) not in left]
+        kept = [entry for entry in self.entries if (id(entry.owner), entry.name) not in left]
+        self.entries = kept
         return made
 
     def changed(self) -> str | None:
@@ -152,7 +154,8 @@ def functions_of(model: nn.Module) -> Iterator[FunctionType]:
     seen: set[FunctionType] = set()
     while found:
         function = found.pop()
-        if function in seen or function.__globals__.get("__name__", "").partition(".")[0] == "torch":
+        package = function.__globals__.get("__name__", "").partition(".")[0]
+        if function in seen or package == "torch":
             continue
         seen.add(function)
         yield function

@@ -70,7 +70,7 @@ INTERNALS = (
         "param_buffer_of_bit16_for_cpu_offload_groups temp_grad_buffer_for_gpu_offload",
         "buffers of DeepSpeed's step, which ours doesn't use",
     ),
-    Internal("zero2", "setup_buckets ready_for_gradients", "allocates buckets, which ours don't use"),
+    Internal("zero2", "setup_buckets ready_for_gradients", "allocates buckets: ours use others"),
     Internal("zero2", "process_gradients", "called for each gradient"),
     Internal("zero2", "reduce_ipg_grads", "called after each backward"),
     Internal("zero2", "_use_compact_grad_partition_buffer", "it is False for float32 weights"),
@@ -187,7 +187,8 @@ class Layout:
         zero._global_grad_norm = norm if math.isfinite(norm) else math.inf
 
     def weights_in_use(self) -> list[tuple[Tensor, Tensor]]:
-        """Return [(this rank's weights as forward uses them, the optimizer's fp32 weights)], flat."""
+        """Return [(this rank's weights as forward uses them, the optimizer's fp32 weights)],
+        flat."""
         return [(shard.half, shard.master) for shard in self.shards]
 
     def gather_weights(self) -> None:
@@ -505,7 +506,8 @@ def zero3_layout(engine: DeepSpeedEngine) -> Zero3Layout:
 
 
 class DeepSpeedsAdam:
-    """Steps of AdamW on flat tensors in host memory, by DeepSpeed's CPU Adam: see offload.HostAdam."""
+    """Steps of AdamW on flat tensors in host memory, by DeepSpeed's CPU Adam: see
+    offload.HostAdam."""
 
     def __init__(self, adam: DeepSpeedCPUAdam) -> None:
         self.adam = adam
@@ -513,8 +515,8 @@ class DeepSpeedsAdam:
     def begin(self, options: dict) -> None:
         """Begin the pieces of a shard.
 
-        CPU Adam multiplies powers of beta from step to step. After step 0 it computes them, as after
-        a resume.
+        CPU Adam multiplies powers of beta from step to step. After step 0 it computes them, as
+        after a resume.
         """
         nothing = torch.empty(0)
         self.step(options, -1, nothing, nothing, nothing, nothing)

@@ -1,9 +1,9 @@
 """What DeepSpeed's own ZeRO-3 path can't train, and that it would train wrong or crash on.
 
 There, a forward is collective, block by block. A rank that skips a block which another one runs
-would gather other parameters: the run would hang, or train on garbage. DeepSpeed also reduces a block's
-gradients when its backward ends, so a block has to run once, with parameters of its own, and to have a
-backward.
+would gather other parameters: the run would hang, or train on garbage. DeepSpeed also reduces a
+block's gradients when its backward ends, so a block has to run once, with parameters of its own,
+and to have a backward.
 """
 
 import torch
@@ -72,7 +72,8 @@ class Lockstep:
             tensor.register_hook(lambda grad: self.went_back.add(i))
 
     def end_backward(self) -> None:
-        """Check that each trained block that ran has had a backward. Call this after each backward."""
+        """Check that each trained block that ran has had a backward. Call this after each
+        backward."""
         for i in sorted(self.ran - self.went_back):
             if is_trained(self.blocks[i]):
                 raise UserError(f"block {i} of the model gets no gradient, {ADVICE}")

@@ -1,39 +1,50 @@
-"""Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) for the matrices of blocks, at ZeRO-2.
+"""Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) for the matrices of
+blocks, at ZeRO-2.
 
-Each matrix's update is its momentum with singular values near 1. Weights and momentum are sharded as AdamW's are, in
-one flat tensor per rank. split_matrices() gives each rank whole blocks if it can, and sorts their matrices by shape, so
-that a view of those of one shape is the batch of a GEMM. A matrix that lies on several ranks, at most one per border,
-is gathered by all. There is no second moment, so Muon needs 4 bytes per parameter less than AdamW."""
+Each matrix's update is its momentum with singular values near 1. Weights and momentum are sharded
+as AdamW's are, in one flat tensor per rank. split_matrices() gives each rank whole blocks if it
+can, and sorts their matrices by shape, so that a view of those of one shape is the batch of a GEMM.
+A matrix that lies on several ranks, at most one per border, is gathered by all. There is no second
+moment, so Muon needs 4 bytes per parameter less than AdamW.
+"""
 
 import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from runtime.engine.clip import Clip
 from runtime.engine.shard import Place, Shard
 from runtime.kernels.gram import symmetric_product
 
 MOMENTUM = 0.95
-COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of Newton-Schulz, as in torch.optim.Muon
-ROUNDS = 3, 2  # its iterations: five, as there
-MAX_BATCH = 2**28  # elements: what one batch of matrices takes in memory for a moment is a few times this
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Newton-Schulz, as in torch.optim.Muon
+ROUNDS = (3, 2)  # its iterations: five, as there
+MAX_BATCH = 2**28  # elements; a batch of matrices takes a few times this memory for a moment
 
 
-def split_matrices(groups, model, lr_ratio, world_size):
-    """Return parameter groups with a new one for Muon, of GPT.muon_matrices(). Its learning rate is `lr_ratio` times
-    that of the others, and its "parts" are those of its "params".
+def split_matrices(
+    groups: list[dict], model: nn.Module, lr_ratio: float, world_size: int
+) -> list[dict]:
+    """Return parameter groups with a new one for Muon, of GPT.muon_matrices(). Its learning rate is
+    `lr_ratio` times that of the others, and its "parts" are those of its "params".
 
-    The matrices are the same for any number of ranks. Each rank gets whole blocks if it can. Within its share, the
-    matrices of one place in a block follow each other, so that they make up a batch of a GEMM."""
+    The matrices are the same for any number of ranks. Each rank gets whole blocks if it can. Within
+    its share, the matrices of one place in a block follow each other, so that they make up a batch
+    of a GEMM.
+    """
     of_blocks = model.muon_matrices()
     n_blocks = len(of_blocks)
-    parts_of = {}  # {parameter: parts}, in the order of the group. Blocks may share a parameter
+    # {parameter: parts}, in the order of the group. Blocks may share a parameter
+    parts_of: dict[nn.Parameter, int] = {}
     for rank in range(world_size):
         share = of_blocks[rank * n_blocks // world_size : (rank + 1) * n_blocks // world_size]
-        for same_place in itertools.zip_longest(*share):  # a block may have more matrices than another
+        # A block may have more matrices than another
+        for same_place in itertools.zip_longest(*share):
             for entry in same_place:
                 if entry is not None:
                     param, parts = entry
@@ -43,29 +54,41 @@ def split_matrices(groups, model, lr_ratio, world_size):
     for group in groups:
         params = [param for param in group["params"] if param not in parts_of]
         others.append({**group, "params": params})
-    muon = {**groups[0], "kind": "muon", "lr_ratio": lr_ratio, "params": [*parts_of], "parts": [*parts_of.values()]}
+    muon = {
+        **groups[0],
+        "kind": "muon",
+        "lr_ratio": lr_ratio,
+        "params": list(parts_of),
+        "parts": list(parts_of.values()),
+    }
     return [*others, muon]
 
 
-def is_muon(group):
+def is_muon(group: Mapping) -> bool:
     """Return whether a parameter group is Muon's."""
     return group.get("kind") == "muon"
 
 
-def moments_of(group):
+def moments_of(group: Mapping) -> tuple[str, ...]:
     """Return the names of the moments that the optimizer keeps for a parameter group."""
-    return ("exp_avg",) if is_muon(group) else ("exp_avg", "exp_avg_sq")
+    if is_muon(group):
+        return ("exp_avg",)
+    return ("exp_avg", "exp_avg_sq")
 
 
-def orthogonalize(x, product):
+def orthogonalize(x: Tensor, product: Callable[..., Tensor]) -> Tensor:
     """Return x (n, rows, columns), matrices of norm 1, with their singular values moved to about 1.
 
-    An iteration of Newton-Schulz is x <- p(A) x, with A = x x^T and p(A) = a + b A + c A^2. We iterate on A, on the
-    smaller side of x, and multiply x by all p(A) of a round at once. Longer rounds lose small singular values to
-    rounding. product(x, y, alpha, beta): alpha x y^T + beta x, which is symmetric, because A and all p(A) commute."""
-    (a, b, c), is_tall = COEFFICIENTS, x.size(1) > x.size(2)
+    An iteration of Newton-Schulz is x <- p(A) x, with A = x x^T and p(A) = a + b A + c A^2. We
+    iterate on A, on the smaller side of x, and multiply x by all p(A) of a round at once. Longer
+    rounds lose small singular values to rounding. product(x, y, alpha, beta): alpha x y^T + beta x,
+    which is symmetric, because A and all p(A) commute.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = x.size(1) > x.size(2)
 
-    def polynomial(gram):
+    def polynomial(gram: Tensor) -> Tensor:
+        """Return a + b A + c A^2 of A."""
         result = product(gram, gram, c, b)
         result.diagonal(dim1=1, dim2=2).add_(a)
         return result
@@ -73,37 +96,44 @@ def orthogonalize(x, product):
     for iterations in ROUNDS:
         side = x.mT if is_tall else x
         gram = product(side, side)
-        factor = factors = polynomial(gram)
+        factor = polynomial(gram)
+        factors = factor
         for _ in range(iterations - 1):
             gram = product(product(gram, factor), factor)
             factor = polynomial(gram)
             factors = product(factors, factor)
-        x = x @ factors if is_tall else factors.mT @ x  # rounding makes factors unsymmetric if product is plain
+        # Rounding makes factors unsymmetric if product is plain
+        x = x @ factors if is_tall else factors.mT @ x
     return x
 
 
-def plain_product(x, y, alpha=1.0, beta=0.0):
+def plain_product(x: Tensor, y: Tensor, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
     """Do what kernels.gram.symmetric_product does where Triton doesn't run."""
-    return torch.baddbmm(x, x, y.mT, beta=beta, alpha=alpha) if beta else x @ y.mT
+    if not beta:
+        return x @ y.mT
+    return torch.baddbmm(x, x, y.mT, beta=beta, alpha=alpha)
 
 
-def next_direction(grads, momentum, clip, is_applied):
-    """Add clipped gradients to the momentum, clear them, and return Nesterov's direction (bfloat16, on CPU float32)."""
+def next_direction(grads: Tensor, momentum: Tensor, clip: Tensor, is_applied: Tensor) -> Tensor:
+    """Add clipped gradients to the momentum, clear them, and return Nesterov's direction (bfloat16,
+    on CPU float32)."""
     clipped = torch.where(is_applied, grads * clip, 0.0)
     momentum.lerp_(clipped, is_applied * (1 - MOMENTUM))
     grads.zero_()
     return clipped.lerp(momentum, MOMENTUM).to(torch.bfloat16 if grads.is_cuda else torch.float32)
 
 
-def normalize(x):
-    """Return matrices (n, rows, columns) divided by their norms, in float16, or on CPU in float32. Newton-Schulz is
-    several times as exact in float16 as in bfloat16, and needs no more range once x is normalized."""
+def normalize(x: Tensor) -> Tensor:
+    """Return matrices (n, rows, columns) divided by their norms, in float16, or on CPU in float32.
+    Newton-Schulz is several times as exact in float16 as in bfloat16, and needs no more range once
+    x is normalized."""
     norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
     return (x / norms.clamp(min=1e-7)).to(torch.float16 if x.is_cuda else torch.float32)
 
 
-def apply_update(weights, half, update, lr, decay):
-    """Decay the fp32 weights, subtract lr * update, and copy them to half precision. lr, decay: device scalars."""
+def apply_update(weights: Tensor, half: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:
+    """Decay the fp32 weights, subtract lr * update, and copy them to half precision. lr, decay:
+    device scalars."""
     weights.mul_(1 - decay).sub_(update.float() * lr)
     half.copy_(weights)
 
@@ -125,8 +155,8 @@ class Muon:
     """Steps this rank's part of Muon's parameter group.
 
     places: of the group in the flat tensor of all ranks. parts: of each, as in GPT.muon_matrices().
-    size: elements per rank. group: the ranks that share the flat tensor. use_kernels: whether Triton
-    runs here.
+    size: elements per rank. group: the ranks that share the flat tensor. use_kernels: whether
+    Triton runs here.
     """
 
     def __init__(
@@ -150,7 +180,8 @@ class Muon:
                 self.add(Batch(first, first + n, rows, columns))
 
         self.product = symmetric_product if use_kernels else plain_product
-        compiled = partial(torch.compile, dynamic=False, disable=not use_kernels)  # each in one pass
+        # Each runs in one pass
+        compiled = partial(torch.compile, dynamic=False, disable=not use_kernels)
         self.next_direction = compiled(next_direction)
         self.normalize = compiled(normalize)
         self.apply_update = compiled(apply_update)

@@ -1,8 +1,8 @@
 """ZeRO-2's optimizer step in host memory, in pieces. The gradients are on the GPU.
 
 The GPU sends the gradients of all pieces to the host. The CPU steps a piece once its gradients are
-there, and the GPU fetches its weights and rounds them while the CPU steps the next one. So the copies
-overlap with the CPU's Adam.
+there, and the GPU fetches its weights and rounds them while the CPU steps the next one. So the
+copies overlap with the CPU's Adam.
 """
 
 from typing import Protocol
@@ -14,7 +14,8 @@ from runtime.engine.adamw import adamw_by_pytorch
 from runtime.engine.clip import Clip
 from runtime.engine.shard import Shard
 
-PIECE = 2**26  # elements; the fp32 weights of a piece, which are on the GPU for a moment, take 268 MB
+# Elements. The fp32 weights of a piece, which are on the GPU for a moment, take 268 MB
+PIECE = 2**26
 
 
 class HostAdam(Protocol):

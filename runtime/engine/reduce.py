@@ -118,8 +118,8 @@ class BucketedAllReduce:
         if i < self.current or param in self.filled:
             name = self.layout.names[param]
             raise UserError(
-                f"the gradient of {name} came twice in one backward: use torch.utils.checkpoint with "
-                "use_reentrant=False, or add --accumulate_locally=True"
+                f"the gradient of {name} came twice in one backward: use torch.utils.checkpoint "
+                "with use_reentrant=False, or add --accumulate_locally=True"
             )
         if i > self.current:
             early = self.early.get(param)
@@ -167,7 +167,8 @@ class BucketedAllReduce:
                     self.put(place.param, grad)
 
     def reduce(self, bucket: Bucket, flat: Tensor) -> None:
-        """All-reduce a bucket, and add the part of its gradients that this rank owns to its shards."""
+        """All-reduce a bucket, and add the part of its gradients that this rank owns to its
+        shards."""
         dist.all_reduce(flat, group=self.layout.group)
         for place in bucket.places:
             if place.param in self.owned:
@@ -176,8 +177,8 @@ class BucketedAllReduce:
                 view.add_(part, alpha=1 / self.layout.world_size)
 
     def wait_for(self, i: int) -> None:
-        """Make the current stream wait until buffer i is free. It waits for each event once, because
-        a capture can't wait for an event from before it."""
+        """Make the current stream wait until buffer i is free. It waits for each event once,
+        because a capture can't wait for an event from before it."""
         event = self.reduced[i]
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
@@ -217,22 +218,6 @@ def owned_pieces(layout: Zero2Layout) -> dict[nn.Parameter, tuple[Piece, Tensor]
         for piece in shard.pieces:
             owned[piece.param] = piece, shard.grads.narrow(0, piece.offset, piece.numel)
     return owned
-
-
-def shares_of_norm(layout: Zero2Layout) -> Tensor:
-    """Return each parameter's share of the squared norm of the averaged gradients, on the device.
-
-    The order is that of the shards' places. All ranks call this, after reduce_at_step().
-    """
-    owned = owned_pieces(layout)
-    zero = layout.shards[0].grads.new_zeros(1)
-    zero_norm, *piece_norms = torch._foreach_norm([zero, *(view for _, view in owned.values())])
-    norms = dict(zip(owned, piece_norms, strict=True))
-    params = [place.param for shard in layout.shards for place in shard.places]
-    squared = torch.stack([norms.get(param, zero_norm) for param in params]).square()
-    if layout.world_size > 1:
-        dist.all_reduce(squared, group=layout.group)
-    return squared / squared.sum()
 
 
 def global_norm(flats: list[Tensor], group: dist.ProcessGroup | None) -> Tensor:

@@ -1,11 +1,12 @@
-"""Set up what training needs: device, compiled blocks, optimizer, DeepSpeed's engine, and our gradient path in it."""
+"""Set up what training needs: the device, compiled blocks, the optimizer, DeepSpeed's engine, and
+our gradients and step in it."""
 
 import contextlib
 import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -16,6 +17,7 @@ from runtime.cluster.ranks import all_exit_on, all_reduce_sum, print0, silence_s
 from runtime.engine.any_optimizer import check_elementwise, is_adamw, optimizer_name
 from runtime.engine.ds_config import takes_our_gradients, uses_offload
 from runtime.engine.fast_paths import FastPaths, check_trainable
+from runtime.engine.forward_backward import use_stream_for_capture
 from runtime.engine.layout import Layout
 from runtime.engine.muon import is_muon
 from runtime.engine.reduce import BucketedAllReduce, LocalAccumulation
@@ -29,33 +31,39 @@ if TYPE_CHECKING:
     from runtime.kernels.fused import FusedBlocks
 
 
-def setup_device(execution, local_rank, ds_config, deterministic=False):
+def setup_device(
+    execution: Execution, local_rank: int, ds_config: Mapping, deterministic: bool = False
+) -> torch.device:
     """Set up this rank's device, and DeepSpeed on the process group. Return the torch.device."""
-    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # DeepSpeed uses old names
-    device = torch.device(execution.device, local_rank) if execution.device == "cuda" else torch.device("cpu")
+    device = torch.device("cpu")
     if execution.device == "cuda":
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         if takes_our_gradients(ds_config):  # DeepSpeed's stage 3 relies on the default stream
-            torch.cuda.set_stream(torch.cuda.Stream())  # the default stream can't be captured
+            use_stream_for_capture()
         torch.set_float32_matmul_precision("high")  # TF32 for matmuls that are still in float32
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # on CPU, DeepSpeed would compile it at the start
+
+    # DeepSpeed uses old names, and on a CPU it would compile a library at the start
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("INFO" if ds_config.get("wall_clock_breakdown") else "WARNING")
     deepspeed.init_distributed(verbose=False)
     return device
 
 
 def compile_blocks(
-    model: nn.Module, paths: FastPaths, execution: Execution, stage: int, fp8: bool = False
+    model: nn.Module, paths: FastPaths, execution: Execution, fp8: bool = False
 ) -> "FusedBlocks | None":
-    """Run those blocks by our Triton kernels that the paths say, and the others by torch.compile if the
-    execution does. Return our blocks, or None."""
+    """Run those blocks by our Triton kernels that the paths say, and the others by torch.compile if
+    the execution does. Return our blocks, or None."""
     fused = None
     choose_attention_backends(model)
     if paths.kernels.taken:
-        from runtime.kernels.fused import use_fused_blocks  # here, because examples/ have no model.py
+        # Not at the top of the file, because examples/ have no model.py
+        from runtime.kernels.fused import use_fused_blocks
 
         with all_exit_on(UserError):
             fused = use_fused_blocks(model, fp8, paths.copies.taken)
@@ -70,14 +78,12 @@ def compile_blocks(
     elif execution.compile:
         for block in blocks:
             compile_block(block)
-    if stage == 3:
-        gather_whole_modules(model)
     return fused
 
 
 def choose_attention_backends(model: nn.Module) -> None:
-    """Set what CausalSelfAttention would set in its first forward. Compiled blocks would be compiled
-    anew at the second one, which may be in the capture of a CUDA graph."""
+    """Set what CausalSelfAttention would set in its first forward. Compiled blocks would be
+    compiled anew at the second one, which may be in the capture of a CUDA graph."""
     device = next(model.parameters()).device
     if device.type != "cuda":
         return
@@ -89,7 +95,8 @@ def choose_attention_backends(model: nn.Module) -> None:
 
 def gather_whole_modules(model: nn.Module) -> None:
     """Have ZeRO-3 gather the weights of a whole block at a time, not of each layer: 7.4 instead of
-    12.5 s per step on 4 H200s at 1 x 32. Then compiled code has no hooks inside, on which dynamo fails.
+    12.5 s per step on 4 H200s at 1 x 32. Then compiled code has no hooks inside, on which dynamo
+    fails.
 
     Also those of an edited output layer with layers in it, because its forward runs backward, too.
     """
@@ -102,8 +109,8 @@ def gather_whole_modules(model: nn.Module) -> None:
 
 
 def compile_block(block: nn.Module) -> None:
-    """Compile a block's forward without a cache, with which each length would be compiled anew. Hooks
-    stay outside compiled code."""
+    """Compile a block's forward without a cache, with which each length would be compiled anew.
+    Hooks stay outside compiled code."""
     if hasattr(block, "forward_uncached"):
         block.forward_uncached = torch.compile(block.forward_uncached)
         return
@@ -111,7 +118,7 @@ def compile_block(block: nn.Module) -> None:
     compiled = torch.compile(eager)
     plain = (torch.Tensor, bool, int, float, type(None))
 
-    def forward(*args, **named):
+    def forward(*args: Any, **named: Any) -> Any:
         # A cache is an object of its own
         has_cache = any(not isinstance(value, plain) for value in (*args, *named.values()))
         if has_cache:
@@ -121,18 +128,26 @@ def compile_block(block: nn.Module) -> None:
     block.forward = forward
 
 
-def adamw(groups, ds_config, **options):
-    """Return AdamW for these parameter groups. options: lr and betas. With offload it is DeepSpeed's CPU Adam, which is
-    compiled on first use, or PyTorch's if that fails."""
+def make_adamw(groups: list, ds_config: Mapping, **options: Any) -> torch.optim.Optimizer:
+    """Return AdamW for these parameter groups. options: lr and betas.
+
+    With offload it is DeepSpeed's CPU Adam, which is compiled on first use, or PyTorch's if that
+    fails.
+    """
     if not uses_offload(ds_config):
         return torch.optim.AdamW(groups, fused=True, **options)
-    print0("note       offload: DeepSpeed compiles its CPU Adam on first use, in a minute or more; if it hangs, "
-           "delete the file `lock` that an interrupted build left under ~/.cache/torch_extensions")
+    print0(
+        "note       offload: DeepSpeed compiles its CPU Adam on first use, in a minute or more; if "
+        "it hangs, delete the file `lock` that an interrupted build left under "
+        "~/.cache/torch_extensions"
+    )
     try:
         return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
     except Exception as error:  # the build raises many kinds
-        print0(f"note       cannot build DeepSpeed's CPU Adam ({type(error).__name__}), so PyTorch's slower AdamW is "
-               "used: install a C++ compiler and ninja")
+        print0(
+            f"note       cannot build DeepSpeed's CPU Adam ({type(error).__name__}), so PyTorch's "
+            "slower AdamW is used: install a C++ compiler and ninja"
+        )
         return torch.optim.AdamW(groups, **options)
 
 
@@ -143,12 +158,12 @@ def initialize(
     masked: bool = False,
     scales_loss: bool = False,
 ) -> DeepSpeedEngine:
-    """Return DeepSpeed's engine, with buckets no larger than all gradients: DeepSpeed allocates two of
-    `reduce_bucket_size` however small the model is, 2 GB in float16 by default.
+    """Return DeepSpeed's engine, with buckets no larger than all gradients: DeepSpeed allocates two
+    of `reduce_bucket_size` however small the model is, 2 GB in float16 by default.
 
     scales_loss: parts of a bfloat16 model's backward are in float16. masked: only some tokens are
-    targets. Each of them has a larger gradient then, so the loss scale that keeps float16 in range is
-    smaller.
+    targets. Each of them has a larger gradient then, so the loss scale that keeps float16 in range
+    is smaller.
     """
     with all_exit_on(UserError):
         check_trainable(model)
@@ -167,8 +182,8 @@ def initialize(
             check_elementwise(optimizer, list(model.parameters()))
         config["zero_allow_untested_optimizer"] = True
         print0(
-            f"note       the optimizer {optimizer_name(optimizer)} is stepped by its own step(), not by "
-            "our kernels"
+            f"note       the optimizer {optimizer_name(optimizer)} is stepped by its own step(), "
+            "not by our kernels"
         )
     with silence_stdout(), without_warning("untested optimizer"):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
@@ -184,7 +199,8 @@ def initialize(
 
 @contextlib.contextmanager
 def without_warning(words: str) -> Iterator[None]:
-    """Keep DeepSpeed from logging a warning with these words. It would contradict what is printed here."""
+    """Keep DeepSpeed from logging a warning with these words. It would contradict what is printed
+    here."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return words not in record.getMessage()
@@ -198,33 +214,48 @@ def without_warning(words: str) -> Iterator[None]:
 
 
 def check_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UserError if the groups of an optimizer of another kind are Muon's: their matrices would get
-    Muon's learning rate."""
+    """Raise UserError if the groups of an optimizer of another kind are Muon's: their matrices
+    would get Muon's learning rate."""
     if any(is_muon(group) for group in optimizer.param_groups):
         raise UserError(
-            f"optimizer=muon gives the matrices of the blocks a learning rate for Muon, and the optimizer is "
-            f"{optimizer_name(optimizer)}: add --optimizer=adamw, or put AdamW back"
+            "optimizer=muon gives the matrices of the blocks a learning rate for Muon, and the "
+            f"optimizer is {optimizer_name(optimizer)}: add --optimizer=adamw, or put AdamW back"
         )
 
 
-def describe(engine, ds_config, dtype):
-    """Return one line on what the engine uses. Raise RuntimeError if it differs from the settings."""
+def describe(engine: DeepSpeedEngine, ds_config: Mapping, dtype: str) -> str:
+    """Return one line on what the engine uses. Raises RuntimeError if it differs from the
+    settings."""
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    grad_dtype = names[ds_config.get("data_types", {}).get("grad_accum_dtype", "fp32")]
-    used_dtype, used_grad_dtype = (str(d).removeprefix("torch.") for d in engine.get_data_types())
-    facts = {  # (used, wanted)
-        "stage": (int(engine.zero_optimization_stage()), ds_config["zero_optimization"]["stage"]),
-        "micro-batch": (engine.train_micro_batch_size_per_gpu(), ds_config["train_micro_batch_size_per_gpu"]),
-        "accumulation": (engine.gradient_accumulation_steps(), ds_config["gradient_accumulation_steps"]),
-        "clipping": (engine.gradient_clipping(), ds_config["gradient_clipping"]),
-        "dtype": (used_dtype, dtype), "gradients": (used_grad_dtype, grad_dtype)}
-    if wrong := [f"{name} {used}, not {wanted}" for name, (used, wanted) in facts.items() if used != wanted]:
+    weights, grads = engine.get_data_types()
+    used = {
+        "stage": int(engine.zero_optimization_stage()),
+        "micro-batch": engine.train_micro_batch_size_per_gpu(),
+        "accumulation": engine.gradient_accumulation_steps(),
+        "clipping": engine.gradient_clipping(),
+        "dtype": str(weights).removeprefix("torch."),
+        "gradients": str(grads).removeprefix("torch."),
+    }
+    wanted = {
+        "stage": ds_config["zero_optimization"]["stage"],
+        "micro-batch": ds_config["train_micro_batch_size_per_gpu"],
+        "accumulation": ds_config["gradient_accumulation_steps"],
+        "clipping": ds_config["gradient_clipping"],
+        "dtype": dtype,
+        "gradients": names[ds_config.get("data_types", {}).get("grad_accum_dtype", "fp32")],
+    }
+    wrong = []
+    for name, value in used.items():
+        if value != wanted[name]:
+            wrong.append(f"{name} {value}, not {wanted[name]}")
+    if wrong:
         raise RuntimeError(f"DeepSpeed uses {'; '.join(wrong)}")
-    return ", ".join(f"{name} {used}" for name, (used, _) in facts.items())
+    return ", ".join(f"{name} {value}" for name, value in used.items())
 
 
 def replace_gradients_and_step(layout: Layout, paths: FastPaths) -> OurStep | None:
-    """Replace DeepSpeed's gradients and step where the paths take ours. Return our step, or None."""
+    """Replace DeepSpeed's gradients and step where the paths take ours. Return our step, or
+    None."""
     if not paths.gradients.taken:
         return None
     # Each rank decides by its own memory, and all have to do the same

@@ -1,4 +1,5 @@
-"""What a rank holds of a parameter group, as flat tensors. This file knows nothing about DeepSpeed."""
+"""What a rank holds of a parameter group, as flat tensors. This file knows nothing about
+DeepSpeed."""
 
 from dataclasses import dataclass
 

@@ -52,8 +52,8 @@ def copy_into(layout: Layout, reader: TagReader) -> None:
 
 
 def init_state(layout: Layout, reader: TagReader) -> None:
-    """Create the optimizer's state at the tag's step, with tensors of zeros. The optimizer would do so
-    itself at its first step."""
+    """Create the optimizer's state at the tag's step, with tensors of zeros. The optimizer would do
+    so itself at its first step."""
     for shard in layout.shards:
         if is_adamw(layout.optimizer):
             init_adam_state(shard, reader.step)
@@ -98,7 +98,7 @@ def check_state(layout: Layout, reader: TagReader, shard: Shard) -> None:
         missing = [key for key in kept if key not in reader.fields(name)]
         if missing:
             raise CheckpointError(
-                f"{reader.folder} has no {missing[0]} of {name}, which the optimizer keeps: use the "
-                "settings and the optimizer that it was trained with, or start a new stage with "
-                f"--init_from={reader.folder} --out_dir=DIR"
+                f"{reader.folder} has no {missing[0]} of {name}, which the optimizer keeps: use "
+                "the settings and the optimizer that it was trained with, or start a new stage "
+                f"with --init_from={reader.folder} --out_dir=DIR"
             )

@@ -1,9 +1,9 @@
 """One optimizer step on this rank's shards, at ZeRO-2 and 3: the norm, clipping, and the update.
 
 DeepSpeed makes one pass for each and synchronizes three times in between to check whether a number
-is finite. Here one kernel does all three and clears the gradients for the next step, and the CPU reads
-the norm while the kernel runs. The results and the state in checkpoints are the same. Each kind of
-parameter group has its stepper:
+is finite. Here one kernel does all three and clears the gradients for the next step, and the CPU
+reads the norm while the kernel runs. The results and the state in checkpoints are the same. Each
+kind of parameter group has its stepper:
 
   "adamw"  adamw.py, or offload.py with the state in host memory
   "muon"   muon.py
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from runtime.engine.adamw import step_by_kernel, step_by_pytorch
 from runtime.engine.any_optimizer import is_adamw, step_by_itself
@@ -23,7 +22,7 @@ from runtime.engine.clip import Clip
 from runtime.engine.layout import Hooks, Layout
 from runtime.engine.muon import Muon, is_muon, moments_of
 from runtime.engine.offload import HostAdam, PyTorchsAdam, step_on_host
-from runtime.engine.reduce import global_norm, shares_of_norm
+from runtime.engine.reduce import global_norm
 from runtime.engine.shard import Shard
 
 
@@ -47,22 +46,19 @@ class Wanted:
     """What a step should do.
 
     loss_factor: the number of its micro-steps, relative to what their losses were divided by.
-    skip_above: skip the step unless the norm is below it. with_shares: report shares.
+    skip_above: skip the step unless the norm is below it.
     """
 
     loss_factor: float = 1.0
     skip_above: float = math.inf
-    with_shares: bool = False
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a step did. norm: before clipping, without the loss scale, the same on all ranks. shares:
-    of each parameter in the squared norm, on the CPU, or None."""
+    """What a step did, the same on all ranks. norm: before clipping, without the loss scale."""
 
     norm: float
     applied: bool
-    shares: Tensor | None
 
 
 class OurStep:
@@ -104,9 +100,6 @@ class OurStep:
         scale = layout.loss_scale * wanted.loss_factor
         norm = global_norm([shard.grads for shard in layout.shards], layout.group) / scale
         norm_on_cpu = norm.to("cpu", non_blocking=True)
-        shares = None
-        if wanted.with_shares:
-            shares = shares_of_norm(layout).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if norm.is_cuda else None
 
         clip = Clip(norm, 1 / scale, layout.max_norm, wanted.skip_above)
@@ -122,7 +115,7 @@ class OurStep:
             copied.synchronize()
         applied = norm_on_cpu.item() < wanted.skip_above
         layout.publish(norm_on_cpu.item(), applied)
-        return Report(norm_on_cpu.item(), applied, shares)
+        return Report(norm_on_cpu.item(), applied)
 
     def update(self, shard: Shard, clip: Clip) -> None:
         """Step a shard by AdamW or Muon, unless the norm is too large, and clear its gradients."""

@@ -3,23 +3,25 @@
 DeepSpeed 0.19.8 gathers, reduces and releases each parameter on its own. GPT-2 XL has 580, and the
 GPU waits for the CPU. Here, parameters are of two kinds:
 
-  matrices of blocks  One all_gather brings a block's matrices into a buffer while the block before it
-                      computes, in forward and again in backward. There are buffers for
-                      stage3_max_live_parameters: GPT-2 XL gathers 16 of its 48 blocks each time, and
-                      begins the next forward with the 32 that backward used last. Gradients go to one
-                      of two buffers. One reduce_scatter takes a block's while the next block's
-                      backward computes. With accumulate_locally, each rank sums them in float32, and
-                      they are reduced once per step.
+  matrices of blocks  One all_gather brings a block's matrices into a buffer while the block
+                      before it computes, in forward and again in backward. There are buffers for
+                      stage3_max_live_parameters: GPT-2 XL gathers 16 of its 48 blocks each time,
+                      and begins the next forward with the 32 that backward used last. Gradients go
+                      to one of two buffers. One reduce_scatter takes a block's while the next
+                      block's backward computes. With accumulate_locally, each rank sums them in
+                      float32, and they are reduced once per step.
   all others          Embeddings, layer norms and biases are gathered once per step. Each rank sums
                       their gradients in float32, and they are reduced once per step.
 
 The first kind needs blocks that each run once, in order, with parameters of their own.
-blocks_to_gather() proves that, or all parameters are of the second kind. That is right for any graph: which blocks run,
-how often, on which rank, and which parameters they share. It takes more memory, as in ZeRO-2.
+blocks_to_gather() proves that, or all parameters are of the second kind. That is right for any
+graph: which blocks run, how often, on which rank, and which parameters they share. It takes more
+memory, as in ZeRO-2.
 
 DeepSpeed keeps the sharded weights and gradients, the optimizer and checkpoints. All buffers have
-fixed addresses, so micro-steps can be captured in a CUDA graph. On one rank, parameters are views of
-DeepSpeed's shards."""
+fixed addresses, so micro-steps can be captured in a CUDA graph. On one rank, parameters are views
+of DeepSpeed's shards.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -40,8 +42,8 @@ from runtime.kernels.edits import why_not_our_forward
 def blocks_to_gather(model: nn.Module) -> tuple[list[nn.Module], str | None]:
     """Return (the blocks whose matrices can be gathered one by one, None), or ([], why none can).
 
-    Each block has to run once, in order, on all ranks, with parameters that nothing else uses. That is
-    so if GPT.forward is ours and no block shares a parameter.
+    Each block has to run once, in order, on all ranks, with parameters that nothing else uses. That
+    is so if GPT.forward is ours and no block shares a parameter.
     """
     blocks = list(getattr(getattr(model, "transformer", None), "h", ()))
     if not blocks:
@@ -125,7 +127,8 @@ class Zero3Blocks:
         self.buffers = [[self.full_size(p) for p in block] for block in self.blocks[: max(2, live)]]
         self.block_views = []
         for block, buffer in zip(self.blocks, itertools.cycle(self.buffers)):
-            self.block_views.append([(p, p.whole(full)) for p, full in zip(block, buffer, strict=True)])
+            views = [(p, p.whole(full)) for p, full in zip(block, buffer, strict=True)]
+            self.block_views.append(views)
 
     def make_sinks(self, accumulate_locally: bool) -> None:
         """Allocate the whole gradients, and give each trained parameter its sink."""
@@ -168,7 +171,8 @@ class Zero3Blocks:
             yield
 
     def collective(self, function: Callable, outputs: list, inputs: list) -> None:
-        """Call all_gather_into_tensor or reduce_scatter_tensor for each pair, in one NCCL kernel."""
+        """Call all_gather_into_tensor or reduce_scatter_tensor for each pair, in one NCCL
+        kernel."""
         with _coalescing_manager(self.group):
             for output, tensor in zip(outputs, inputs, strict=True):
                 function(output, tensor, group=self.group)
@@ -202,8 +206,8 @@ class Zero3Blocks:
             torch.cuda.current_stream().wait_event(event)
 
     def prepare(self) -> None:
-        """Gather what a forward begins with, unless it is whole. Called before each micro-step, outside
-        a CUDA graph."""
+        """Gather what a forward begins with, unless it is whole. Called before each micro-step,
+        outside a CUDA graph."""
         if not self.holds_first:
             self.gather_first()
 
@@ -276,8 +280,8 @@ class Zero3Blocks:
         """Gather block i, and launch the gather of the next one."""
         if i != self.next and block.training:
             raise UserError(
-                f"block {i} ran when it was the turn of block {self.next}, which ZeRO-3 can't train by "
-                "block: change the order in GPT.forward in model.py, not in another place"
+                f"block {i} ran when it was the turn of block {self.next}, which ZeRO-3 can't "
+                "train by block: change the order in GPT.forward in model.py, not in another place"
             )
         self.next = i + 1
         self.use(i)
@@ -295,7 +299,8 @@ class Zero3Blocks:
         self.go_back_to(i)
 
     def go_back_to(self, i: int) -> None:
-        """Begin the backward of each block down to block i, and reduce the gradients of those before.
+        """Begin the backward of each block down to block i, and reduce the gradients of those
+        before.
 
         A block may have no backward: it returns its input, or computes without gradients. Its turn
         comes all the same, so that all ranks make the same collectives.
@@ -305,7 +310,8 @@ class Zero3Blocks:
             self.begin_backward(self.last)
 
     def begin_backward(self, i: int) -> None:
-        """Make block i's matrices whole for its backward, and reduce the gradients of block i + 1."""
+        """Make block i's matrices whole for its backward, and reduce the gradients of block i +
+        1."""
         self.wait_for(self.emptied, i)  # block i + 2's gradients were in the same buffer
         self.use(i)
         self.gather(i - 1)
@@ -319,8 +325,8 @@ class Zero3Blocks:
         if block is not None and block > self.last:
             name = self.layout.names[param]
             raise UserError(
-                f"the gradient of {name} came when ZeRO-3 had reduced block {block}: compute what uses it "
-                "in the block's forward, or add --accumulate_locally=True"
+                f"the gradient of {name} came when ZeRO-3 had reduced block {block}: compute what "
+                "uses it in the block's forward, or add --accumulate_locally=True"
             )
         take_grad(param)
 

@@ -1,73 +1,140 @@
-"""Steps that go wrong, and slow ranks: non-finite losses, gradient spikes, float16 overflow, stragglers."""
+"""Steps that go wrong, and slow ranks.
+
+Steps: non-finite losses, gradient spikes, norms that rise, float16 overflow. Slow ranks: stragglers.
+"""
 
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
 
 from runtime.cluster.ranks import all_gather_scalars
 
 WINDOW = 50  # recent gradient norms that a new one is compared with, once there are 20
+FEWEST_NORMS = 20
 SPIKE_FACTOR = 6  # a spike is this many times their median
 RISE_WINDOW = 300  # recent gradient norms in which high ones are counted
 RISE_COUNT = 8  # norms rise if this many are high
-RISE_FACTOR = 1.25  # a high norm is at least this many times the median of the RISE_WINDOW norms before it
+RISE_FACTOR = 1.25  # a high norm is at least so many times the median of the RISE_WINDOW before it
 HISTORY = 2000  # such ratios that are kept
 STRAGGLER_WINDOW = 20  # measurements per rank
 SLOW_FACTOR = 1.5  # a straggler takes this many times as long as the other ranks
+SLOW_S = 0.01  # and so much longer: ranks of tiny models on busy CPUs were reported at random
 
 
 class StepHealth:
-    """Checks every optimizer step for non-finite losses, gradient spikes, norms that rise and float16 overflow.
-    warn: RunLog.warn. state: of the checkpoint that the run resumes from, else {}. rise: what the last check found."""
+    """Checks every optimizer step.
 
-    def __init__(self, warn, state):
-        self.warn, self.skipped_in_a_row, self.rise = warn, 0, None
+    warn: RunLog.warn. state: of the checkpoint that the run resumes from, else {}. skip_spikes:
+    whether skip_above() is the smallest spike. rise: a message if the last check found that norms
+    rise, else None.
+    """
+
+    def __init__(
+        self,
+        warn: Callable[[int, str | None], None],
+        state: Mapping,
+        skip_spikes: bool = False,
+    ) -> None:
+        self.warn = warn
+        self.skip_spikes = skip_spikes
+        self.skipped_in_a_row = 0
+        self.rise: str | None = None
         self.spikes = SpikeDetector(state.get("grad_norms", ()), state.get("grad_norm_ratios", ()))
-        self.last_failed_scale = None  # float16's loss scale after the last overflow
+        self.last_failed_scale: float | None = None  # float16's, after the last overflow
 
-    def check(self, step, loss, iter_num):
-        """Warn if step `iter_num` was skipped, its gradient norm is a spike, or norms rise. Count consecutive skipped
-        steps. step: its StepResult; loss: this rank's, a scalar. All ranks call this."""
+    def skip_above(self) -> float:
+        """Return the gradient norm from which on the next step is to be skipped; infinite: none."""
+        return self.spikes.threshold() if self.skip_spikes else math.inf
+
+    def check(self, step: Any, loss: torch.Tensor, iter_num: int) -> None:
+        """Warn if step `iter_num` was skipped, its gradient norm is a spike, or norms rise. Count
+        consecutive skipped steps.
+
+        step: its StepResult. loss: this rank's, 0-dimensional. All ranks call this.
+        """
+        spike = None
         ratio = self.spikes.update(step.grad_norm, step.applied)
-        spike = ratio and f"gradient norm {step.grad_norm:.3g} is {ratio:.0f} times the recent median"
-        self.rise = self.spikes.find_rise() if iter_num % WINDOW == 0 else None
-        if self.rise:
-            shares = ", ".join(f"{name} {share:.0%}" for name, share in (step.grad_shares or {}).items())
-            self.warn(iter_num, f"{self.rise}{shares and f'; largest shares: {shares}'}. If the validation loss rises "
-                                "too, resume from an earlier checkpoint with a lower learning_rate")
+        if ratio:
+            norm = f"gradient norm {step.grad_norm:.3g}"
+            spike = f"{norm} is {ratio:.0f} times the recent median"
+        self.check_rise(iter_num)
         if step.applied:
             self.skipped_in_a_row = 0
             self.warn(iter_num, spike)
             return
-        bad = [f"rank {rank}" for rank, (rank_loss,) in enumerate(all_gather_scalars(loss))
-               if not math.isfinite(rank_loss)]
-        why = f"the loss is not finite on {', '.join(bad)}" if bad else spike
-        if not why and (scale := step.loss_scale):
-            before, self.last_failed_scale = self.last_failed_scale, scale
-            if scale > step.min_loss_scale or scale != before:
-                self.skipped_in_a_row = 0  # DeepSpeed is still searching for the right scale
-                self.warn(iter_num, f"float16 gradient overflow: step skipped, loss scale is now {scale:g}")
+
+        # Why was it skipped?
+        of_ranks = all_gather_scalars(loss)
+        bad = [f"rank {rank}" for rank, (own,) in enumerate(of_ranks) if not math.isfinite(own)]
+        if bad:
+            why = f"the loss is not finite on {', '.join(bad)}"
+        elif spike:
+            why = spike
+        elif step.loss_scale:
+            if self.searches_scale(step):
+                self.skipped_in_a_row = 0
+                self.warn(
+                    iter_num,
+                    f"float16 gradient overflow: step skipped, loss scale is now {step.loss_scale:g}",
+                )
                 return
-            why = (f"float16 gradient overflow at the minimum loss scale {scale:g}: resume from an earlier checkpoint "
-                   "with a lower learning_rate or --dtype=float32, or use a GPU with bfloat16")
+            why = (
+                f"float16 gradient overflow at the minimum loss scale {step.loss_scale:g}: resume from "
+                "an earlier checkpoint with a lower learning_rate or --dtype=float32, or use a GPU "
+                "with bfloat16"
+            )
+        else:
+            why = "the gradient is not finite"
         self.skipped_in_a_row += 1
-        self.warn(iter_num, f"{why or 'the gradient is not finite'}; step skipped")
+        self.warn(iter_num, f"{why}; step skipped")
+
+    def check_rise(self, iter_num: int) -> None:
+        """Warn if norms rise, every WINDOW steps."""
+        self.rise = None
+        if iter_num % WINDOW == 0:
+            self.rise = self.spikes.next_rise()
+        if self.rise:
+            self.warn(
+                iter_num,
+                f"{self.rise}. If the validation loss rises too, resume from an earlier checkpoint "
+                "with a lower learning_rate",
+            )
+
+    def searches_scale(self, step: Any) -> bool:
+        """Return whether a float16 overflow is DeepSpeed's search for the right loss scale, which
+        still becomes smaller. step: the StepResult of the skipped step."""
+        before = self.last_failed_scale
+        self.last_failed_scale = step.loss_scale
+        return step.loss_scale > step.min_loss_scale or step.loss_scale != before
 
 
 class SpikeDetector:
-    """Finds gradient norms far above the recent median, like llm.c's OutlierDetector, and those that rise slowly.
-    norms: earlier ones. ratios: of each earlier norm to the median of the RISE_WINDOW norms before it."""
+    """Finds gradient norms far above the recent median, like llm.c's OutlierDetector, and those that
+    rise slowly.
 
-    def __init__(self, norms=(), ratios=()):
-        self.norms, self.ratios = deque(norms, maxlen=RISE_WINDOW), deque(ratios, maxlen=HISTORY)
+    norms: earlier ones. ratios: of each earlier norm to the median of the RISE_WINDOW norms before
+    it.
+    """
 
-    def threshold(self):
-        """Return the smallest norm that is a spike; infinite for the first 20 norms, or if most of them are 0."""
-        median = statistics.median(list(self.norms)[-WINDOW:]) if len(self.norms) >= 20 else 0
+    def __init__(self, norms: Iterable[float] = (), ratios: Iterable[float] = ()) -> None:
+        self.norms = deque(norms, maxlen=RISE_WINDOW)
+        self.ratios = deque(ratios, maxlen=HISTORY)
+
+    def threshold(self) -> float:
+        """Return the smallest norm that is a spike; infinite for the first 20 norms, or if most of
+        them are 0."""
+        if len(self.norms) < FEWEST_NORMS:
+            return math.inf
+        median = statistics.median(list(self.norms)[-WINDOW:])
         return SPIKE_FACTOR * median or math.inf
 
-    def update(self, norm, applied=True):
-        """Return the ratio of a spike to the median. Add a finite norm to the history, unless it is a skipped spike."""
+    def update(self, norm: float | None, applied: bool = True) -> float | None:
+        """Return the ratio of a spike to the median, or None. Add a finite norm to the history,
+        unless it is a skipped spike."""
         if norm is None or not math.isfinite(norm):
             return None
         threshold = self.threshold()
@@ -75,43 +142,61 @@ class SpikeDetector:
             median = statistics.median(self.norms or [norm])
             self.ratios.append(norm / median if median else 1.0)
             self.norms.append(norm)
-        return SPIKE_FACTOR * norm / threshold if norm >= threshold else None
-
-    def find_rise(self):
-        """Return a message if RISE_COUNT of the last RISE_WINDOW norms are high and their median rises, else None. In
-        the runs of docs/pretrain.md, single norms rose long before the median did much. The ratios of high norms are
-        also above all but 4 before the window: there are runs whose norms always vary that much."""
-        norms, ratios, third = list(self.norms), list(self.ratios), RISE_WINDOW // 3
-        if len(ratios) < HISTORY or statistics.median(norms[-third:]) <= statistics.median(norms[:third]):
+        if norm < threshold:
             return None
+        return SPIKE_FACTOR * norm / threshold
+
+    def next_rise(self) -> str | None:
+        """Return a message if RISE_COUNT of the last RISE_WINDOW norms are high and their median
+        rises, else None. The rise after it has to be steeper.
+
+        In the runs of docs/pretrain.md, single norms rose long before the median did much. The
+        ratios of high norms are also above all but 4 before the window: there are runs whose norms
+        always vary that much.
+        """
+        norms = list(self.norms)
+        ratios = list(self.ratios)
+        third = RISE_WINDOW // 3
+        if len(ratios) < HISTORY:
+            return None
+        if statistics.median(norms[-third:]) <= statistics.median(norms[:third]):
+            return None
+
         limit = max(RISE_FACTOR, sorted(ratios[:-RISE_WINDOW])[-5])
         high = [ratio for ratio in ratios[-RISE_WINDOW:] if ratio > limit]
         if len(high) < RISE_COUNT:
             return None
-        self.ratios.extend(high * HISTORY)  # the next rise has to be above these
-        return (f"gradient norms rise: {len(high)} of the last {RISE_WINDOW} are more than {limit:.2f} times the "
-                f"median of the {RISE_WINDOW} before each")
+        self.ratios.extend(high * HISTORY)  # they fill the history
+        return (
+            f"gradient norms rise: {len(high)} of the last {RISE_WINDOW} are more than {limit:.2f} "
+            f"times the median of the {RISE_WINDOW} before each"
+        )
 
 
 class StragglerDetector:
-    """Finds a rank that all others wait for, from the seconds of each rank's own work (runtime/engine/launch.py)."""
+    """Finds a rank that all others wait for, from the seconds of each rank's own work: those of
+    Engine.own_work_seconds()."""
 
-    def __init__(self):
-        self.reported = None  # the last straggler
-        self.history = deque(maxlen=STRAGGLER_WINDOW)  # of per_rank
+    def __init__(self) -> None:
+        self.reported: int | None = None  # the last straggler
+        self.history: deque[Sequence[float]] = deque(maxlen=STRAGGLER_WINDOW)  # of per_rank
 
-    def check(self, per_rank):
-        """Return a message that names a new straggler, else None. per_rank: each rank's seconds of local work."""
+    def check(self, per_rank: Sequence[float]) -> str | None:
+        """Return a message that names a new straggler, else None. per_rank: seconds of each rank."""
         self.history.append(per_rank)
         if len(per_rank) < 2 or len(self.history) < STRAGGLER_WINDOW:
             return None
-        medians = [statistics.median(seconds) for seconds in zip(*self.history)]
+        medians = [statistics.median(seconds) for seconds in zip(*self.history, strict=True)]
         slowest = max(range(len(medians)), key=medians.__getitem__)
-        others = statistics.median(medians[:slowest] + medians[slowest + 1 :])
-        # Without the 10 ms, ranks of tiny models on busy CPUs were reported at random
-        is_slow = medians[slowest] > max(SLOW_FACTOR * others, others + 0.01)
-        before, self.reported = self.reported, slowest if is_slow else None
-        if self.reported in (None, before):
+        own = medians.pop(slowest)
+        others = statistics.median(medians)
+        if own <= max(SLOW_FACTOR * others, others + SLOW_S):
+            self.reported = None
             return None
-        return (f"rank {slowest} is a straggler: {1e3 * medians[slowest]:.0f} ms for a forward pass or micro-step, the "
-                f"others {1e3 * others:.0f} ms; check its clocks and other processes")
+        if self.reported == slowest:
+            return None
+        self.reported = slowest
+        return (
+            f"rank {slowest} is a straggler: {1e3 * own:.0f} ms for a forward pass or micro-step, the "
+            f"others {1e3 * others:.0f} ms; check its clocks and other processes"
+        )

@@ -159,8 +159,6 @@ class RunLog:
         }
         if step.loss_scale:
             record["loss_scale"] = step.loss_scale
-        if step.grad_shares:
-            record["grad_shares"] = step.grad_shares
         if self.clock_iter == self.first_iter:
             record["first_step_s"] = time.monotonic() - self.process_start
         progress = self.progress(record, share, batches.position, sequences / steps)

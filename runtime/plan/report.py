@@ -14,7 +14,7 @@ from runtime.files import format_bytes, free_bytes
 from runtime.output import Explainer, counted, explain_uncaught
 from runtime.plan import advice, memory, step_time
 
-OUR_OPTIMIZER = "adamw = setup.adamw("  # in a training script
+OUR_OPTIMIZER = "adamw = setup.make_adamw("  # in a training script
 
 
 def memory_report(plan, ranks) -> str:

@@ -24,7 +24,7 @@ from runtime.data.chat import TEMPLATE
 from runtime.data.dataset import BEGINS, COUNTS, Dataset, check_dataset, open_tokens, write_dataset
 from runtime.data.loader import Batch, TrainBatches, eval_batches
 from runtime.data.sequences import Conversations, TokenStream, open_sequences
-from runtime.engine.launch import loss_of_targets
+from runtime.engine.forward_backward import loss_of_targets
 from runtime.errors import UserError
 
 BLOCK, SHARE, N = 72, 0.2, 120

@@ -53,7 +53,7 @@ class Lion(torch.optim.Optimizer):
 def plant(made):
     return f"""{LION}
 from runtime.engine import setup
-setup.adamw = lambda groups, config, **options: {made}
+setup.make_adamw = lambda groups, config, **options: {made}
 """
 
 
@@ -317,7 +317,7 @@ def test_its_class_is_named_and_deepspeed_warns_of_nothing(train, characters, tm
     run = done(train("--max_iters=1", "--optimizer=muon"))
     assert "optimizer  muon (learning rate 0.02), adamw (learning rate 0.001)\n" in run.stdout
 
-    line = "adamw = setup.adamw(groups, plan.ds_config, lr=learning_rate, betas=(beta1, beta2))"
+    line = "adamw = setup.make_adamw(groups, plan.ds_config, lr=learning_rate, betas=(beta1, beta2))"
     script = edited_script(tmp_path, (line, f"adamw = {MADE['SGD']}"))
     planned = done(train("--dry_run=True", script=script))
     assert "optimizer  as train_edited.py makes it (learning rate 0.001)\n" in planned.stdout

@@ -54,7 +54,7 @@ def plant(module: ModuleType, optimizer: str) -> str:
 sys.path.insert(0, {str(Path(module.__file__).parent)!r})
 import torch
 from runtime.engine import setup
-setup.adamw = lambda groups, *_, **options: {OPTIMIZERS[optimizer]}
+setup.make_adamw = lambda groups, *_, **options: {OPTIMIZERS[optimizer]}
 """
 
 

@@ -6,9 +6,8 @@ from edited_model import edited_model
 from torch import nn
 
 from model import GPT, GPTConfig
-from runtime.engine import launch as launch_file
+from runtime.engine.forward_backward import ForwardBackward, capture_error
 from runtime.engine.guards import Guards
-from runtime.engine.launch import Launch, capture_error
 from runtime.errors import UserError
 
 SHAPE = {"block_size": 16, "vocab_size": 61, "n_layer": 2, "n_head": 2, "n_embd": 32}
@@ -134,24 +133,24 @@ def test_a_changed_attribute_drops_the_graph_with_one_note(tmp_path, monkeypatch
     _, gpt = edited(tmp_path)
     gpt(*torch.randint(61, (2, 2, 16)))
     engine = FakeEngine(gpt)
-    launch = Launch(engine, True, is_local=True)
+    micro_step = ForwardBackward(engine, True, is_local=True)
     graph = FakeGraph()
 
     def make_graph(batch):
-        launch.inputs = [t.clone() for t in batch]
-        launch.loss = launch.forward_backward(*launch.inputs)
-        launch.graph = graph
-        launch.left = launch.guards.after_capture()
+        micro_step.inputs = [t.clone() for t in batch]
+        micro_step.loss = micro_step.run_eagerly(*micro_step.inputs)
+        micro_step.graph = graph
+        micro_step.left = micro_step.guards.after_capture()
 
-    monkeypatch.setattr(launch, "make_graph", make_graph)
+    monkeypatch.setattr(micro_step, "make_graph", make_graph)
     monkeypatch.setattr(Guards, "cpu_tensor", lambda self: None)
-    monkeypatch.setattr(launch_file.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     batch = torch.randint(61, (2, 2, 16))
 
     def step():
         for _ in range(2):
-            loss = launch(*batch)
-        launch.after_step()
+            loss = micro_step(*batch)
+        micro_step.after_step()
         return loss.item()
 
     step()
@@ -167,7 +166,7 @@ def test_a_changed_attribute_drops_the_graph_with_one_note(tmp_path, monkeypatch
     gpt.aux_weight = 8.0
     assert step() > captured + 1.0  # eager: the new weight counts
     assert step() > captured + 1.0
-    assert (engine.eager, graph.replays) == (7, 4) and launch.graph is None
+    assert (engine.eager, graph.replays) == (7, 4) and micro_step.graph is None
     note = "note       model.aux_weight has changed, which a CUDA graph can't follow: micro-steps go on without one\n"
     assert capsys.readouterr().out == note
 
@@ -176,10 +175,10 @@ def test_a_tensor_on_the_cpu_takes_no_graph(capsys):
     gpt = GPT(GPTConfig(**SHAPE))
     gpt.register_buffer("table", torch.ones(2))
     engine = FakeEngine(gpt)
-    launch = Launch(engine, True, is_local=True)
+    micro_step = ForwardBackward(engine, True, is_local=True)
     for _ in range(3):
-        launch(*torch.randint(61, (2, 2, 16)))
-        launch.after_step()
+        micro_step(*torch.randint(61, (2, 2, 16)))
+        micro_step.after_step()
     assert engine.eager == 3
     note = "model.table is a tensor on the CPU, which a CUDA graph can't follow: micro-steps go on without one"
     assert capsys.readouterr().out == f"note       {note}\n"

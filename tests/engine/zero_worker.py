@@ -100,19 +100,17 @@ def data(step):
 
 
 def plain(steps=3, clip=CLIP, layers=2, tokens=T):
-    """The same training in plain PyTorch, over the whole batch: {"norms", "shares", "weights"}."""
-    model, norms, shares = fresh_model(layers), [], []
+    """The same training in plain PyTorch, over the whole batch: {"norms", "weights"}."""
+    model, norms = fresh_model(layers), []
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), **ADAM)
     for step in range(steps):
         set_rates(optimizer, LEARNING_RATES[step])
         optimizer.zero_grad()
         sequences = data(step)[:, :tokens + 1]
         model(sequences[:, :-1], sequences[:, 1:]).backward()
-        squares = {name: p.grad.double().square().sum().item() for name, p in model.named_parameters()}
-        shares.append({name: square / sum(squares.values()) for name, square in squares.items()})
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item())
         optimizer.step()
-    return {"norms": norms, "shares": shares, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+    return {"norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
 
 
 def build(stage, dtype, zero, config, clip, compiled, fused, layers, masked):
@@ -170,7 +168,7 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
     # Where products add to the sums, autograd sees the gradients of the embeddings alone
     parts = deepspeeds.module.transformer
     (parts.wpe.weight if fused else parts.h[0].ln_2.bias).register_hook(spoil)
-    result = {"norms": [], "shares": [], "seen": [], "applied": [], "scales": [], "shortened": shortened,
+    result = {"norms": [], "seen": [], "applied": [], "scales": [], "shortened": shortened,
               "moved_by_poison": None}
     plan = [(step, False) for step in range(steps)]
     if poison:
@@ -182,8 +180,7 @@ def train(stage, dtype, zero=None, config=None, clip=CLIP, steps=3, short=True, 
         for micro_step, sequences in enumerate(mine):
             poisoned = bad and rank == world_size - 1 and micro_step == 1
             engine.micro_step(sequences[:, :-1], sequences[:, 1:])
-        done = engine.step(with_shares=True)
-        result["shares"].append(done.grad_shares)
+        done = engine.step()
         norm = deepspeeds.get_global_grad_norm()
         result["norms"].append(None if norm is None else float(norm))
         result["seen"].append(done.grad_norm)

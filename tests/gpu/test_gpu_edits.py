@@ -47,7 +47,7 @@ def test_an_edited_model_trains_and_decodes_as_edited(edit, tmp_path):
     assert by_kernels is edit.decodes
     paths = decide(inspect_model(ours), GPU, {"zero_optimization": {"stage": 2}}, world_size=1)
     paths = replace(paths, copies=NOT_TAKEN)  # which the engine's step fills
-    setup.compile_blocks(ours, paths, GPU, stage=2)
+    setup.compile_blocks(ours, paths, GPU)
     assert sum(isinstance(block, FusedBlock) for block in ours.transformer.h) == edit.fused
 
     # Our error is at most twice that of plain bfloat16, plus some

@@ -11,7 +11,7 @@ from reference import check, errors
 from torch.func import functional_call
 
 from model import Block, GPTConfig
-from runtime.engine.adamw import adamw
+from runtime.engine.adamw import adamw_kernel
 from runtime.engine.grad_sink import GradSink, set_sink
 from runtime.kernels import fp8
 from runtime.kernels.fused import ChainedBlock, ClosedBlock, FusedLayerNorm, fused_class, layernorm
@@ -138,7 +138,7 @@ def test_adamw_in_one_pass():
         grad, lr = random(n, scale=min(size, 1.0), seed=step), 1e-2 / (step + 1)
         norm = torch.tensor(size, device="cuda") if math.isinf(size) else grad.norm() * max(1.0, size)
         grads, before = grad.clone(), master.clone()
-        adamw[(math.ceil(n / 1024),)](master, grads, exp_avg, exp_avg_sq, bf16, count, norm, n, lr, 1 - lr * 0.1,
+        adamw_kernel[(math.ceil(n / 1024),)](master, grads, exp_avg, exp_avg_sq, bf16, count, norm, n, lr, 1 - lr * 0.1,
                                       0.9, 0.95, 1e-8, 1.0, clip, limit, BLOCK=1024)
         count += norm < limit
         assert not grads.any()

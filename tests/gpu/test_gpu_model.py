@@ -6,8 +6,8 @@ import torch
 from reference import GPT2, XL_2_LAYERS, build, check, errors, plain_gradients, random_weights
 
 from model import GPTConfig
+from runtime.engine.forward_backward import ForwardBackward
 from runtime.engine.grad_sink import GradSink, set_sink
-from runtime.engine.launch import Launch
 from runtime.kernels import fused
 from runtime.kernels.fp8 import Mode
 
@@ -18,7 +18,7 @@ WAYS = ["eager", "compiled", "kernels", "kernels recomputed", "kernels captured"
 
 
 class Engine:
-    """What launch.py uses of DeepSpeed's engine. sums: gradients go to float32 sinks, as at ZeRO-2 on 1 rank."""
+    """What ForwardBackward uses of DeepSpeed's engine. sums: gradients go to float32 sinks, as at ZeRO-2 on 1 rank."""
 
     device = torch.device("cuda")
 
@@ -83,7 +83,7 @@ def steps(case, way, dtype=torch.bfloat16, scale=4096.0, fp8=False, batches=None
             model.transformer.h[0].register_forward_hook(lambda module, given, made: None)
         fused.use_fused_blocks(model, fp8)
     engine = Engine(model, scale, "sums" in way)
-    launch = Launch(engine, "captured" in way, is_local=True)
+    launch = ForwardBackward(engine, "captured" in way, is_local=True)
     for batch in batches or (case["other"], case["other"], case["batch"]):
         engine.zero()
         loss = launch(*batch)
@@ -166,7 +166,7 @@ def test_dropout_in_captured_steps(compiled):
         model = build(config, weights, torch.bfloat16)
         if compiled:
             model.compile_blocks()
-        launch = Launch(Engine(model), captured, is_local=True)
+        launch = ForwardBackward(Engine(model), captured, is_local=True)
         found = []
         for seed in (0, 1, 2, None, 1):  # None: whatever comes next
             if seed is not None:

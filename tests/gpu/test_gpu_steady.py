@@ -8,7 +8,7 @@ from kernels.test_steady import STEADY
 from test_gpu_model import Engine
 
 from runtime.engine.fast_paths import FastPaths, inspect_model
-from runtime.engine.launch import Launch
+from runtime.engine.forward_backward import ForwardBackward
 from runtime.engine.setup import compile_blocks
 from runtime.errors import UserError
 from runtime.hardware import Execution
@@ -16,7 +16,7 @@ from runtime.kernels import fused
 
 GPU = Execution("cuda", "bfloat16", True, 0)
 WAYS = {
-    "compiled": lambda model: compile_blocks(model, FastPaths(), GPU, stage=2),
+    "compiled": lambda model: compile_blocks(model, FastPaths(), GPU),
     "kernels": lambda model: fused.use_fused_blocks(model),  # where they fit
 }
 
@@ -41,7 +41,7 @@ def build(tmp_path, edits):
 def micro_steps(model, captured):
     """Return the losses of five micro-steps, the gradients of the last one, and whether a graph was made."""
     engine = Engine(model)
-    launch = Launch(engine, captured, is_local=True)
+    launch = ForwardBackward(engine, captured, is_local=True)
     generator = torch.Generator("cuda").manual_seed(1)
     losses = []
     for seed in range(5):

@@ -148,8 +148,8 @@ def train(stage, dtype, blocks="kernels", zero=None, clip=CLIP, fp16=None, local
         step += bool(applied)
     result["released"] = sum(getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
                              for p in deepspeeds.module.parameters())
-    result |= {"captured": int(engine.launch.graph is not None), "weights": weights(deepspeeds)}
-    engine.launch.close()
+    result |= {"captured": int(engine.forward_backward.graph is not None), "weights": weights(deepspeeds)}
+    engine.forward_backward.close()
     deepspeeds.destroy()
     return result
 

@@ -254,7 +254,7 @@ def on_a_gpu(monkeypatch):
 
     def take(gpt, stage=2):
         paths = decide(inspect_model(gpt), GPU, {"zero_optimization": {"stage": stage}}, world_size=1)
-        return setup.compile_blocks(gpt, paths, GPU, stage=2), paths
+        return setup.compile_blocks(gpt, paths, GPU), paths
 
     return take
 

@@ -13,7 +13,7 @@ from model import GPT, GPTConfig
 from runtime import lora
 from runtime import loss as loss_file
 from runtime.decoder import Decoder
-from runtime.engine.adamw import adamw
+from runtime.engine.adamw import adamw_kernel
 from runtime.engine.fast_paths import decide, inspect_model
 from runtime.engine.grad_sink import GradSink, set_sink
 from runtime.hardware import Execution
@@ -178,8 +178,8 @@ def test_adamw_in_one_pass_is_pytorchs():
     for step, size in enumerate((3.0, 30.0, math.inf, 300.0, 0.1, 0.01)):
         grad, lr = torch.randn(n) * min(size, 1e6), 1e-2 / (step + 1)
         norm, grads = torch.tensor(size if math.isinf(size) else grad.norm().item()), 4 * grad
-        adamw[(3,)](master, grads, exp_avg, exp_avg_sq, bf16, count, norm, n, lr, 1 - lr * 0.1, 0.9, 0.95, 1e-8, 0.25,
-                    1.0, 5000.0, BLOCK=1024)
+        adamw_kernel[(3,)](master, grads, exp_avg, exp_avg_sq, bf16, count, norm, n, lr, 1 - lr * 0.1, 0.9, 0.95,
+                           1e-8, 0.25, 1.0, 5000.0, BLOCK=1024)
         count += norm < 5000
         assert grads.abs().max() == 0
         if norm >= 5000:

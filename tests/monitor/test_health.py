@@ -142,7 +142,7 @@ def warnings_of(process_group):
         health = StepHealth(lambda step, message: message and warnings.setdefault(step, []).append(message),
                             {"grad_norms": list(before.norms), "grad_norm_ratios": list(before.ratios)})
         for iter_num in range(first + 1, len(norms) + 1):
-            step = StepResult(norms[iter_num - 1], iter_num != skipped, None, math.inf, {"h.3": 0.607, "wte": 0.2})
+            step = StepResult(norms[iter_num - 1], iter_num != skipped, None, math.inf)
             health.check(step, torch.zeros(()), iter_num)
         return warnings
 
@@ -163,9 +163,8 @@ def test_norms_that_rise_are_told_before_the_loss_rises(warnings_of):
     norms = norms_of("h200_x2_long_run")
     whole = warnings_of(norms)
     assert list(whole) == [7800, 8600, 8650, 8700, 9903] and whole[7800] == [
-        "gradient norms rise: 8 of the last 300 are more than 1.25 times the median of the 300 before each; largest "
-        "shares: h.3 61%, wte 20%. If the validation loss rises too, resume from an earlier checkpoint with a lower "
-        "learning_rate"]
+        "gradient norms rise: 8 of the last 300 are more than 1.25 times the median of the 300 before each. If the "
+        "validation loss rises too, resume from an earlier checkpoint with a lower learning_rate"]
     assert whole[9903] == ["gradient norm 32.9 is 7 times the recent median"]
     for first in (7790, 4763):  # it resumes, also between two of the steps at which it looks for a rise
         assert warnings_of(norms[:8350], first) == {7800: whole[7800]}
@@ -190,9 +189,7 @@ def test_a_run_whose_norms_rise_ends_and_resumes_once(spoilt):
     options = "--learning_rate=1e-7", "--max_iters=320", "--on_rising_norms=stop", "--log_interval=10"
     run = spoilt(401, 999, *options, factor=5, history=(200, 100))
     assert run.returncode == 4 and "stop requested (gradient norms rise)\nexiting after step 250\n" in run.stdout
-    (text,) = warnings_in(run).values()
-    shares = next(r["grad_shares"] for r in run.history if r["iter"] == 250 and "grad_shares" in r)
-    assert len(shares) == 3 and ", ".join(f"{name} {share:.0%}" for name, share in shares.items()) in text
+    assert list(warnings_in(run)) == [250]
     assert (run.out_dir / "latest").read_text() == "iter_250"
     run = done(spoilt(1, 999, *options, "--init_from=resume", factor=5, history=(200, 100)))
     assert list(warnings_in(run)) == [250] and max(run.losses) == 320

@@ -17,11 +17,11 @@ def lines_of(folder):
 def test_what_is_not_finite_is_null(tmp_path):
     """At any depth: a mixture's evaluation has a dict per dataset, and a step has lists."""
     record = {"iter": 1, "loss": math.nan, "grad_norm": math.inf, "lr": 1e-4, "ms": -math.inf, "mfu": None,
-              "datasets": {"a": {"val_loss": math.nan, "share": 0.5}}, "grad_shares": [0.5, math.nan], "warning": "NaN"}
+              "datasets": {"a": {"val_loss": math.nan, "share": 0.5}}, "list": [0.5, math.nan], "warning": "NaN"}
     append_history(tmp_path, record)
     assert lines_of(tmp_path) == [
         {"iter": 1, "loss": None, "grad_norm": None, "lr": 1e-4, "ms": None, "mfu": None,
-         "datasets": {"a": {"val_loss": None, "share": 0.5}}, "grad_shares": [0.5, None], "warning": "NaN"}]
+         "datasets": {"a": {"val_loss": None, "share": 0.5}}, "list": [0.5, None], "warning": "NaN"}]
     assert math.isnan(record["loss"])  # the loggers get it, too
 
 

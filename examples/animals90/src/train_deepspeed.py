@@ -222,7 +222,7 @@ sys.unraisablehook = lambda _: None  # PyTorch may raise a killed worker's error
 model.to(device)
 if recipe.recompute:
     model.recompute_activations()
-optimizer = setup.adamw([*model.parameters()], recipe.config, **recipe.adamw)
+optimizer = setup.make_adamw([*model.parameters()], recipe.config, **recipe.adamw)
 engine = setup.initialize(model, optimizer, recipe.config)
 layout = layout_of(engine)
 if layout.stage == 2:
