@@ -93,7 +93,7 @@ def test_weights_of_an_evaluation_leave_training_as_it_is(train, tmp_path, plant
     """Halved weights are evaluated, and the steps after it are those of a run that evaluates its own weights."""
     options = ("--max_iters=6", "--eval_interval=2", stage(3))
     plain = done(train(*options, ranks=2, plant=plant))
-    script = edited_script(tmp_path, ("\ndef evaluate():\n", SWAP))
+    script = edited_script(tmp_path, ("\ndef evaluate() -> float | None:\n", SWAP))
     swapped = done(train(*options, ranks=2, script=script, plant=plant))
     assert swapped.losses == pytest.approx(plain.losses, abs=2e-6)
     at_stage_2 = done(train(*options[:2], stage(2), ranks=2, script=script))
