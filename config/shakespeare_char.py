@@ -1,6 +1,8 @@
-# Character-level Shakespeare from scratch on one GPU: nanoGPT's model, 10.7M parameters, trained with Muon.
-#   python train_deepspeed.py config/shakespeare_char.py     (GPUs without bfloat16 need --dtype=float32)
-# 64 sequences x 1 GPU x 1 = 64 sequences of 256 = 16,384 characters per step; 1,003,854 / 16,384 = 61 steps per epoch.
+# Character-level Shakespeare from scratch on one GPU, with Muon: nanoGPT's model, 10.7M parameters.
+#   python train_deepspeed.py config/shakespeare_char.py
+# GPUs without bfloat16 need --dtype=float32.
+# 64 sequences x 1 GPU x 1 = 64 sequences of 256 = 16,384 characters per step.
+# 1,003,854 / 16,384 = 61 steps per epoch.
 out_dir = "out-shakespeare-char"
 init_from = "scratch"
 dataset = "shakespeare_char"
@@ -9,9 +11,11 @@ eval_interval = 100
 eval_iters = 7  # 448 windows; the validation split has 435
 log_interval = 10
 always_save_checkpoint = False
+
 batch_size = 64
 gradient_accumulation_steps = 1
 block_size = 256
+
 n_layer = 6
 n_head = 6
 n_embd = 384

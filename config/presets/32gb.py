@@ -1,4 +1,5 @@
-# GPT-2 XL on one GPU with 32 GB (5090); a V100 trains in float16. --dry_run=True --target_gpu=32 estimates 23.67 GB.
+# GPT-2 XL on one GPU with 32 GB (5090); a V100 trains in float16.
+# --dry_run=True --target_gpu=32 estimates 23.67 GB.
 #   python train_deepspeed.py config/xl_shakespeare.py config/presets/32gb.py
 batch_size = 4
 gradient_accumulation_steps = 8  # 4 x 8 = 32 sequences per step, like 1 x 32
