@@ -234,7 +234,8 @@ explain_out_of_memory(plan)
 store = TagStore(out_dir, read_only=eval_only)  # locked until this process ends
 if not eval_only:
     shutdown.watch_stop_file(stop_file)
-tag = newest_intact(store, plan.start, resume_tag, overwrite)  # None unless this resumes
+# None unless this resumes, and newer tags that are damaged
+tag, corrupt_tags = newest_intact(store, plan.start, resume_tag, overwrite)
 
 # -----------------------------------------------------------------------------
 # Model
@@ -489,7 +490,7 @@ def save(improved: bool) -> None:
 # Before the loop: open the output after all checks, because it may delete, and evaluate
 
 with all_exit_on(OSError):
-    best_val_loss = store.clean(tag, overwrite, aliases(state.get("improved")))
+    best_val_loss = store.clean(tag, corrupt_tags, overwrite, aliases(state.get("improved")))
 best_val_loss = broadcast_from_rank0(best_val_loss)
 log.open_files()
 saver = Saver(engine, store, keep_last, plan.tag_bytes, async_save, on_saved=log.saved)

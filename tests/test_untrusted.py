@@ -10,8 +10,9 @@ import sys
 import pytest
 from conftest import ROOT, SMALL, launch, small_manifest
 
-from runtime.checkpoint import tags
+from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.manifest import check_bytes, check_manifest, sign_manifest
+from runtime.checkpoint.tags import TagStore
 from runtime.errors import UserError
 from runtime.files import lock_folder, private_temp_dir, remove_dir, use_private_compile_cache
 from runtime.monitor import history
@@ -115,8 +116,8 @@ def test_a_manifest_of_others_is_checked(tmp_path, manifest, why):
     check_manifest(small_manifest(5) | {"manifest_sha256": "0" * 64})
     (tmp_path / "iter_5").mkdir()
     (tmp_path / "iter_5" / "manifest.json").write_text(sign_manifest(manifest))
-    with pytest.raises(tags.CheckpointError) as error:
-        tags.TagStore(tmp_path).find("iter_5")
+    with pytest.raises(CheckpointError) as error:
+        TagStore(tmp_path).find("iter_5")
     assert f"iter_5/manifest.json can't be used ({why}" in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -7,16 +7,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from runtime.checkpoint.errors import OTHER_TAG, CheckpointError, UnreadableError
 from runtime.checkpoint.model_config import config_of_tag
 from runtime.checkpoint.model_source import check_file, check_tensors, note_edited
 from runtime.checkpoint.tag_reader import TagReader, content_errors
-from runtime.checkpoint.tags import (
-    OTHER_TAG,
-    CheckpointError,
-    TagStore,
-    UnreadableError,
-    verify_files,
-)
+from runtime.checkpoint.tags import TagStore
+from runtime.checkpoint.verify import verify_files
 from runtime.chosen_model import GPT
 from runtime.errors import UserError
 from runtime.lora import LORA_A, LORA_B, merge

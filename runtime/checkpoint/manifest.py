@@ -5,6 +5,7 @@ with the types and ranges here.
 """
 
 import hashlib
+import importlib.metadata
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NotRequired
@@ -12,8 +13,9 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
 
+from runtime.checkpoint.errors import OTHER_TAG, CheckpointError, UnreadableError
 from runtime.errors import UserError
-from runtime.untrusted import STRICT, check_type, parse_json, read_regular
+from runtime.untrusted import STRICT, UnsafeFileError, check_type, parse_json, read_regular
 
 MANIFEST_FORMAT = 5  # increase it when a key of the manifest changes
 MAX_MANIFEST_BYTES = 8_000_000  # all characters of Unicode take 2 MB, 1,000 ranks 0.4 MB
@@ -33,7 +35,8 @@ FILE_NAME = (
 
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Positive = Annotated[int, Field(ge=1, le=2**62)]
-# Sequences that were trained on, over all ranks: where a resume starts in the data. Floats count up to 2**53
+# Sequences that were trained on, over all ranks: where a resume starts in the data. Floats count up
+# to 2**53
 Position = Annotated[int, Field(ge=0, le=2**53)]
 Loss = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -44,9 +47,8 @@ Template = Annotated[str, StringConstraints(max_length=MAX_TEMPLATE)]
 Sources = Annotated[list[Text], Field(max_length=1000)]
 PythonFile = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,200}$")]
 PartHash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}$")]
-Ties = Annotated[
-    list[Annotated[list[Text], Field(min_length=2, max_length=MAX_NAMES)]], Field(max_length=MAX_NAMES)
-]
+Tie = Annotated[list[Text], Field(min_length=2, max_length=MAX_NAMES)]
+Ties = Annotated[list[Tie], Field(max_length=MAX_NAMES)]
 WandbId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 
 
@@ -57,7 +59,10 @@ class FileEntry(TypedDict):
 
 
 class Model(TypedDict):
-    """GPTConfig's fields. An edited model.py may have more. No tensor of a larger one fits a GPU."""
+    """GPTConfig's fields. An edited model.py may have more.
+
+    No tensor of a larger model fits a GPU.
+    """
 
     __pydantic_config__ = STRICT
     block_size: Annotated[int, Field(ge=1, le=2**24)]
@@ -185,6 +190,31 @@ def read_signed(path: str) -> Any:
     return parse_manifest(read_regular(path, MAX_MANIFEST_BYTES, follow_links=False))
 
 
+def read_manifest(path: str) -> dict:
+    """Return the manifest in a file, whose hash and types have been checked.
+
+    Raises CheckpointError.
+    """
+    try:
+        manifest = read_signed(path)
+        if manifest.get("format") != MANIFEST_FORMAT:
+            raise CheckpointError(
+                f"{path} was written by another version of this program: {OTHER_TAG}"
+            )
+        check_manifest(manifest)
+    except OSError as error:
+        raise UnreadableError.of(error, path) from None
+    except UnsafeFileError as error:
+        raise UnreadableError(f"{error}, or choose another checkpoint") from None
+    except ChangedManifestError as error:
+        raise CheckpointError(
+            f"{path} has changed since it was saved ({error}): {OTHER_TAG}"
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} can't be used ({error}): {OTHER_TAG}") from None
+    return manifest
+
+
 def check_manifest(manifest: Any) -> None:
     """Raise ValueError unless a manifest has the keys, types and ranges of Manifest."""
     check_type(manifest, Manifest)
@@ -208,7 +238,9 @@ def check_manifest(manifest: Any) -> None:
             raise ValueError("state.data.tokenizer.chars holds half of a character")
     for file in manifest["files"]:
         if manifest["stage"] < 3 and "model_states" in file and file.startswith("zero_pp"):
-            raise ValueError(f"files has {file}, which ZeRO stage {manifest['stage']} doesn't write")
+            raise ValueError(
+                f"files has {file}, which ZeRO stage {manifest['stage']} doesn't write"
+            )
     if not any("model_states" in file for file in manifest["files"]):
         raise ValueError("files has no model_states.pt")
     if not any("optim_states" in file for file in manifest["files"]):
@@ -238,9 +270,21 @@ def check_state(state: Mapping[str, object]) -> None:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"{name!r} in the state that save() records can't be written as JSON: {error}; record numbers and "
-                "texts there, and tensors as buffers of the model, with register_buffer"
+                f"{name!r} in the state that save() records can't be written as JSON: {error}; "
+                "record numbers and texts there, and tensors as buffers of the model, with "
+                "register_buffer"
             ) from None
+
+
+def topology(engine: Any) -> dict:
+    """Return what a manifest records of the engine that saved it."""
+    return {
+        "world_size": engine.world_size,
+        "stage": engine.stage,
+        "dtype": engine.dtype,
+        "optimizer": engine.optimizer,
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")},
+    }
 
 
 def sign_manifest(manifest: dict) -> str:

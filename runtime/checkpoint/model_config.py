@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from runtime.checkpoint.tags import CheckpointError
+from runtime.checkpoint.errors import CheckpointError
 from runtime.chosen_model import GPTConfig
 from runtime.errors import UserError
 

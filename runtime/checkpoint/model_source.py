@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import nn
 
-from runtime.checkpoint.tags import OTHER_TAG, CheckpointError
+from runtime.checkpoint.errors import OTHER_TAG, CheckpointError
 from runtime.model_parts import ModelTensors, tensors_of
 from runtime.weights import print_note
 

@@ -3,7 +3,7 @@
 import errno
 import os
 
-from runtime.checkpoint.tags import first_line
+from runtime.checkpoint.errors import first_line
 from runtime.files import write_temp
 
 # What helps if a save fails with these errors; write() itself makes room on a full disk

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runtime.checkpoint.manifest import MANIFEST_FORMAT, check_state, sign_manifest
+from runtime.checkpoint.errors import first_line
+from runtime.checkpoint.manifest import MANIFEST_FORMAT, check_state, sign_manifest, topology
 from runtime.checkpoint.save_errors import cause_of, first_os_error, is_full
-from runtime.checkpoint.tags import first_line, topology
 from runtime.cluster.ranks import all_gather_objects, broadcast_from_rank0, exit_with_problems, local_world_size, print0
 from runtime.errors import UserError
 from runtime.files import (

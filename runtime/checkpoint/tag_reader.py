@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from runtime.checkpoint.tags import OTHER_TAG, CheckpointError, first_line
+from runtime.checkpoint.errors import OTHER_TAG, CheckpointError, first_line
 from runtime.errors import UserError
 from runtime.model_parts import ModelTensors, persistent_buffers
 from runtime.torch_files import check_torch_file

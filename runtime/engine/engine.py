@@ -23,9 +23,11 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
+from runtime.checkpoint.errors import CheckpointError
+from runtime.checkpoint.manifest import topology
 from runtime.checkpoint.model_source import note_edited
 from runtime.checkpoint.tag_reader import TagReader, content_errors
-from runtime.checkpoint.tags import CheckpointError, Tag, TagStore, topology
+from runtime.checkpoint.tags import Tag, TagStore
 from runtime.cluster.ranks import all_gather_scalars, print0
 from runtime.engine import setup, state
 from runtime.engine.any_optimizer import optimizer_name

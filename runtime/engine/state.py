@@ -2,9 +2,9 @@
 
 import torch
 
+from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.model_source import check_tensors
 from runtime.checkpoint.tag_reader import TagReader
-from runtime.checkpoint.tags import CheckpointError
 from runtime.engine.any_optimizer import is_adamw
 from runtime.engine.layout import Layout
 from runtime.engine.muon import moments_of

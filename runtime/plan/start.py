@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from torch import nn
 
 from runtime.bring import has_our_forward, no_weights
+from runtime.checkpoint.errors import CheckpointError, UnreadableError
 from runtime.checkpoint.load import check_sizes_of_tag, open_tag
 from runtime.checkpoint.model_config import SHAPE, config_of_tag, gpt_config
 from runtime.checkpoint.model_source import source_of
-from runtime.checkpoint.tags import CheckpointError, TagStore, UnreadableError, parse_run_path
+from runtime.checkpoint.tags import TagStore, parse_run_path
 from runtime.chosen_model import GPT, GPTConfig
 from runtime.data.folder_tokenizer import check_ids, how_to_prepare
 from runtime.data.loader import Batch

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import small_manifest
 
-from runtime.checkpoint import tags
+from runtime.checkpoint import manifest
 from runtime.checkpoint.manifest import sign_manifest
 from runtime.checkpoint.tags import TagStore
 
@@ -17,8 +17,8 @@ def write_tag(store, iter_num, improved=False, best_val_loss=0.5):
     """Write a tag that has nothing but its manifest."""
     folder = Path(store.path(f"iter_{iter_num}"))
     folder.mkdir(exist_ok=True)
-    manifest = small_manifest(iter_num, improved=improved, best_val_loss=best_val_loss)
-    (folder / "manifest.json").write_text(sign_manifest(manifest))
+    content = small_manifest(iter_num, improved=improved, best_val_loss=best_val_loss)
+    (folder / "manifest.json").write_text(sign_manifest(content))
 
 
 @pytest.fixture
@@ -35,13 +35,13 @@ def store(tmp_path):
 def reads(store, monkeypatch):
     """The names of the tags whose manifests are read, in order."""
     names = []
-    read_signed = tags.read_signed
+    read_signed = manifest.read_signed
 
     def recorded(path):
         names.append(os.path.basename(os.path.dirname(path)))
         return read_signed(path)
 
-    monkeypatch.setattr(tags, "read_signed", recorded)
+    monkeypatch.setattr(manifest, "read_signed", recorded)
     return names
 
 
@@ -62,8 +62,8 @@ def test_a_manifest_that_has_changed_is_read_again(store):
     assert store.find_best() == ("iter_2", 0.5)
     write_tag(store, 7, improved=True, best_val_loss=0.25)
     assert store.find_best() == ("iter_7", 0.25)
-    with open(store.path("iter_7", "/manifest.json"), "a") as manifest:
-        manifest.write(" ")
+    with open(store.path("iter_7", "/manifest.json"), "a") as file:
+        file.write(" ")
     assert store.find_best() == ("iter_2", 0.5)
 
 

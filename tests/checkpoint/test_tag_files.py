@@ -10,8 +10,10 @@ from conftest import Payload
 from deepspeed.runtime.utils import see_memory_usage
 
 from runtime.checkpoint import saver as save
+from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.tag_reader import MOMENTS, TagReader
-from runtime.checkpoint.tags import CheckpointError, TagStore, verify_files
+from runtime.checkpoint.tags import TagStore
+from runtime.checkpoint.verify import verify_files
 from runtime.files import file_digest
 
 

@@ -16,12 +16,12 @@ from runtime.data.sequences import TokenStream
 from runtime.errors import UserError
 
 COUNT_HASHES = """
-from runtime.checkpoint import tags
-digest = tags.file_digest
+from runtime.checkpoint import verify
+digest = verify.file_digest
 def counted(path):
     os.write(1, f"hashed {path}\\n".encode())  # whole, whatever the other rank prints
     return digest(path)
-tags.file_digest = counted
+verify.file_digest = counted
 """
 
 

@@ -15,8 +15,10 @@ import time
 from common import arguments, losses, report, run
 from conftest import STAGES
 
+from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.load import load_model
-from runtime.checkpoint.tags import CheckpointError, TagStore, verify_files
+from runtime.checkpoint.tags import TagStore
+from runtime.checkpoint.verify import verify_files
 
 OPTIONS = ("--max_iters=4", "--lr_decay_iters=6", "--eval_interval=2", "--n_layer=1")
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from common import arguments, losses, report, run, start
 from conftest import patience, planted, wait_until
 
-from runtime.checkpoint.tags import TagStore, verify_files
+from runtime.checkpoint.tags import TagStore
+from runtime.checkpoint.verify import verify_files
 
 OPTIONS = ("--max_iters=8", "--lr_decay_iters=8", "--eval_interval=2", "--keep_last=20")
 PAGE = 4096  # bytes that the file system gives at a time

@@ -20,6 +20,7 @@ from configurator import settings_of_script
 from runtime import hardware
 from runtime.checkpoint import tags as checkpoint
 from runtime.checkpoint.manifest import sign_manifest
+from runtime.checkpoint.verify import verify_files
 from runtime.cluster import nodes
 from runtime.cluster.ranks import Ranks
 from runtime.data.dataset import write_dataset
@@ -533,4 +534,4 @@ def test_a_file_that_cannot_be_looked_at_is_not_missing(monkeypatch, holder):
     _, manifest = checkpoint.TagStore(holder).find("iter_4")
     deny(monkeypatch, "open", holder / "iter_4" / next(iter(manifest["files"])))
     with pytest.raises(PermissionError):
-        checkpoint.verify_files(holder / "iter_4", manifest["files"])
+        verify_files(holder / "iter_4", manifest["files"])
