@@ -575,7 +575,7 @@ while not finished() and not eval_only and exit_code is None:
         exit_code = 3
         shutdown.announce(f"stop requested ({EXIT_REASONS[3]})")
     if save_failed:
-        saver.wait()  # exits
+        saver.wait_or_exit()
     if exit_code is not None and not finished():
         print0(f"exiting after step {iter_num}")
         if not needs_no_tag:
@@ -590,7 +590,7 @@ while not finished() and not eval_only and exit_code is None:
 
 if profiler:
     profiler.close()
-saver.wait()
+saver.wait_or_exit()
 log.close(finished() and not eval_only, None if at_end() else evals_since_best)
 if finished():
     exit_code = code_at_end

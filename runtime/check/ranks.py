@@ -89,7 +89,7 @@ def train_and_save(tiny: Tiny, folder: Path, stage: int) -> None:
         **model_state,
     }
     saver.save(f"iter_{STEPS}", [], state)
-    saver.wait()
+    saver.wait_or_exit()
     engine.deepspeed.destroy()
 
 

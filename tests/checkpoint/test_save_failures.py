@@ -9,7 +9,7 @@ import sys
 import pytest
 from conftest import ROOT, done, edited_script
 
-from runtime.checkpoint import saver as save
+from runtime.checkpoint import tag_writer as save
 from runtime.checkpoint.save_errors import cause_of
 from runtime.checkpoint.tags import TagStore
 from runtime.errors import UserError
@@ -17,7 +17,7 @@ from runtime.files import lock_folder
 
 FAILS_ONCE = """
 import threading, time
-from runtime.checkpoint import saver as save
+from runtime.checkpoint import tag_writer as save
 import torch.distributed as dist
 failures = 1
 plain = {target}

@@ -2,31 +2,28 @@
 
 import json
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import Payload
 from deepspeed.runtime.utils import see_memory_usage
 
-from runtime.checkpoint import saver as save
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.tag_reader import MOMENTS, TagReader
+from runtime.checkpoint.tag_writer import TagWriter
 from runtime.checkpoint.tags import TagStore
 from runtime.checkpoint.verify import verify_files
 from runtime.files import file_digest
 
 
 def test_a_tag_is_on_the_disk_before_it_has_its_name_and_an_older_one_goes_last(process_group, disk_calls, tmp_path):
-    saver = object.__new__(save.Saver)
-    vars(saver).update(store=TagStore(tmp_path), keep_last=1, group=None,
-                       engine=SimpleNamespace(copy_recovery_script=lambda out_dir: None))
+    writer = TagWriter(TagStore(tmp_path), keep_last=1, group=None, copy_recovery_script=lambda out_dir: None)
     for tag in ("iter_1", "iter_2"):
         disk_calls.clear()
         work = tmp_path / f"{tag}.saving"
         work.mkdir()
         files = [(str(work / name), torch.zeros(3)) for name in ("model.pt", "optim.pt")]
-        assert saver.write(files, {"tag": tag, "state": {}}, []) is None
+        assert writer.write(files, {"tag": tag, "state": {}}, []) is None
     (manifest,) = [call for call in disk_calls if call[0] == "fsync" and "/.manifest.json." in call[1]]
     order = [[("fsync", f"{work}/model.pt"), ("fsync", f"{work}/optim.pt"), manifest],
              [("replace", f"{work}/manifest.json")], [("fsync", str(work))], [("rename", f"{tmp_path}/iter_2")],

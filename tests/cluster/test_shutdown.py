@@ -253,12 +253,12 @@ def test_ranks_that_cannot_stop_end_soon_after_their_launcher(start, tmp_path):
 
 def test_a_rank_may_write_longer_than_the_timeout(train):
     run = done(train("--max_iters=2", ranks=2, plant=SHORT_TIMEOUT + """
-from runtime.checkpoint import saver
-digest = saver.file_digest
+from runtime.checkpoint import tag_writer
+digest = tag_writer.file_digest
 def slow(*args, **options):
     time.sleep(3 * (os.environ["RANK"] == "1"))
     return digest(*args, **options)
-saver.file_digest = slow
+tag_writer.file_digest = slow
 """))
     assert "saved iter_2 in" in run.stdout
 

@@ -81,7 +81,7 @@ GPU_FAULTS = [Fault(*row[:5], f"gpu/test_gpu_{row[5]}", gpus=row[6] if len(row) 
      "model.py", "decoder.prefill(idx[:, -block_size:])", "decoder.prefill(idx[:, :block_size])",
      "decode.py::test_greedy_text_is_that_of_transformers[8]"),
     ("background save", "what is written are the engine's tensors, while training changes them",
-     "runtime/checkpoint/saver.py", "copies[key] = own.view(tensor.shape).copy_(tensor, non_blocking=True)",
+     "runtime/checkpoint/staging.py", "copies[key] = flat.view(tensor.shape).copy_(tensor, non_blocking=True)",
      "copies[key] = tensor",
      "runs.py::test_a_checkpoint_saved_in_the_background_is_that_of_its_step[1 rank]"),
     ("out of memory", "settings are suggested that fit an empty GPU only",

@@ -36,12 +36,12 @@ loss.ADDMM_OUT_DTYPE = False
 # A checkpoint is written three seconds after its tensors were copied
 SLOW_DISK = """import time
 from runtime.checkpoint.saver import Saver
-write = Saver.write
+write = Saver._write_and_commit
 def slow(self, *args):
-    print(f"staging buffer pinned: {self.pinned}", flush=True)
+    print(f"staging buffer pinned: {self.staging.pinned}", flush=True)
     time.sleep(3)
     return write(self, *args)
-Saver.write = slow
+Saver._write_and_commit = slow
 """
 
 

@@ -129,7 +129,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 import torch
-from runtime.checkpoint import saver
+from runtime.checkpoint import tag_writer
 from runtime.checkpoint.saver import Saver
 size, taken = {size}, {taken}  # taken: by another program, from iteration 6 on
 def disk_usage(path, save=Saver.save):
@@ -147,7 +147,7 @@ def torch_save(content, path, save=torch.save):
         raise RuntimeError("iostream error")
 def is_full(path):
     return disk_usage(path).free == 0
-shutil.disk_usage, Saver.save, torch.save, saver.is_full = disk_usage, save, torch_save, is_full
+shutil.disk_usage, Saver.save, torch.save, tag_writer.is_full = disk_usage, save, torch_save, is_full
 """
 
 

@@ -1,0 +1,131 @@
+"""Copy what a save writes to host memory, so that training can go on while it is written."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from runtime.cluster.ranks import local_world_size
+from runtime.hardware import available_memory
+
+ALIGNMENT = 64  # bytes, of the tensors in the buffer
+PAGE = 4096  # bytes
+LEFT_FREE = 1.1  # 10% of the host's memory stays free
+
+Files = list[tuple[str, dict]]  # (path, content)
+
+
+class Staging:
+    """A buffer in host memory, pinned if there is a GPU."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.buffer = np.empty(0, np.uint8)
+        self.pinned = False
+
+    def allocate(self, size: int) -> None:
+        """Make the buffer `size` bytes large, unless it is, or host memory is short.
+
+        Call it on a thread of its own: CUDA remembers a failure, and the thread's next kernel
+        launch would raise it.
+        """
+        if len(self.buffer) >= size:
+            return
+        cudart = None
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a new thread begins on the first GPU
+            cudart = torch.cuda.cudart()
+
+        # Give the old one back: unregistered, or CUDA would copy into freed pages
+        if self.pinned:
+            cudart.cudaHostUnregister(self.buffer.ctypes.data)
+        self.buffer = np.empty(0, np.uint8)
+        self.pinned = False
+
+        # The other ranks on this machine allocate at the same time
+        if size * LEFT_FREE * local_world_size() > available_memory():
+            return
+        try:
+            buffer = np.empty(size, np.uint8)
+        except MemoryError:
+            return
+        if cudart:
+            buffer[::PAGE] = 0  # touch the pages, before CUDA holds a lock to pin them
+            error = cudart.cudaHostRegister(buffer.ctypes.data, size, 0)
+            self.pinned = int(error) == 0  # else copies are slower
+        self.buffer = buffer
+
+    def copy(self, files: Files) -> Files:
+        """Return the files with all tensors copied to the buffer, each once.
+
+        On a GPU the copies may not be done yet.
+        """
+        filled = 0
+        copies: dict[tuple, Tensor] = {}
+
+        def copied(leaf: Any) -> Any:
+            nonlocal filled
+            if not torch.is_tensor(leaf):
+                return copy.deepcopy(leaf)
+            tensor = leaf.detach()
+            if not tensor.numel():
+                return torch.empty_like(tensor, device="cpu")
+            key = storage_key(tensor)
+            if key not in copies:  # tied weights stay tied
+                # frombuffer makes a storage of this slice: torch.save writes whole storages
+                place = self.buffer[filled : filled + tensor.nbytes]
+                flat = torch.frombuffer(place, dtype=tensor.dtype)
+                copies[key] = flat.view(tensor.shape).copy_(tensor, non_blocking=True)
+                filled += aligned_nbytes(tensor)
+            return copies[key]
+
+        return map_leaves(copied, files)
+
+
+def without_attributes(files: Files) -> Files:
+    """Return the files with each tensor as a plain view of the same memory.
+
+    DeepSpeed sets attributes on parameters, which torch.save would write. No reader takes such a
+    file.
+    """
+
+    def plain(leaf: Any) -> Any:
+        return leaf.detach() if torch.is_tensor(leaf) else leaf
+
+    return map_leaves(plain, files)
+
+
+def map_leaves(function: Callable[[Any], Any], files: Files) -> Files:
+    """Return the files with function(leaf) instead of each leaf of their contents."""
+    mapped = []
+    for path, content in files:
+        mapped.append((path, tree_map(function, content, is_leaf=is_size)))
+    return mapped
+
+
+def is_size(node: Any) -> bool:
+    """Return whether this is a torch.Size, which pytree would turn into a tuple."""
+    return isinstance(node, torch.Size)
+
+
+def staged_nbytes(files: Files) -> int:
+    """Return the bytes that the tensors of files take in the buffer."""
+    sizes = {}
+    for leaf in tree_leaves(files):
+        if torch.is_tensor(leaf):
+            sizes[storage_key(leaf)] = aligned_nbytes(leaf)
+    return sum(sizes.values())
+
+
+def storage_key(tensor: Tensor) -> tuple:
+    """Return a key that tied weights share."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def aligned_nbytes(tensor: Tensor) -> int:
+    """Return the bytes that a tensor takes in the buffer."""
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
