@@ -19,7 +19,10 @@ SHAPE = tuple(field.name for field in fields(GPTConfig) if field.name not in OF_
 
 
 def gpt_config(**values: Any) -> GPTConfig:
-    """Return a GPTConfig. Raises UserError if it refuses these values, or if a tag can't record them."""
+    """Return a GPTConfig.
+
+    Raises UserError if it refuses these values, or if a tag can't record them.
+    """
     try:
         config = GPTConfig(**values)
     except (TypeError, ValueError) as error:
@@ -36,36 +39,44 @@ def gpt_config(**values: Any) -> GPTConfig:
 
 
 def config_of_tag(where: str, saved: dict, note: Callable[[str], Any]) -> GPTConfig:
-    """Return the GPTConfig that a tag records. A field that it doesn't record has its default, which
-    note() says.
+    """Return the GPTConfig that a tag records.
 
-    where: the tag. saved: "model" of its manifest's state. Raises UserError.
+    A field that it doesn't record has its default, which note() says. where: the tag. saved:
+    "model" of its manifest's state. Raises UserError.
     """
+    # Fields that only the tag has can't be used
     known = {field.name: field for field in fields(GPTConfig)}
     unknown = [name for name in saved if name not in known]
     if unknown:
+        names = ", ".join(unknown)
         raise CheckpointError(
-            f"{where} was trained with a GPTConfig that has {', '.join(unknown)}, and the present one "
-            f"has no such field: restore {file_of_config()}"
+            f"{where} was trained with a GPTConfig that has {names}, and the present one has no such "
+            f"field: restore {file_of_config()}"
         )
+
+    # Fields that only the present GPTConfig has take their defaults
     missing = [name for name in known if name not in saved]
     without_default = [name for name in missing if default_of(known[name]) is MISSING]
     if without_default:
+        names = ", ".join(without_default)
         raise CheckpointError(
-            f"{where} doesn't record {', '.join(without_default)} of GPTConfig, which has no default: "
-            f"give it the value that the model had"
+            f"{where} doesn't record {names} of GPTConfig, which has no default: give it the value "
+            "that the model had"
         )
     if missing:
-        defaults = [f"{name}={default_of(known[name])!r}" for name in missing]
-        note(f"{where} doesn't record all fields of GPTConfig: taking the default {', '.join(defaults)}")
+        defaults = ", ".join(f"{name}={default_of(known[name])!r}" for name in missing)
+        note(f"{where} doesn't record all fields of GPTConfig: taking the default {defaults}")
+
     kinds = typing.get_type_hints(GPTConfig)
     values = {name: checked(where, name, value, kinds[name]) for name, value in saved.items()}
     return gpt_config(**values)
 
 
 def checked(where: str, name: str, value: Any, kind: Any) -> Any:
-    """Return a value of a manifest as its field of GPTConfig has it. Raises CheckpointError if it has
-    another type."""
+    """Return a value of a manifest as its field of GPTConfig has it.
+
+    Raises CheckpointError if it has another type.
+    """
     try:
         return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:

@@ -21,7 +21,11 @@ from runtime.weights import print_note
 
 MOST_SHOWN = 5  # names in a note
 # Where packages are. Their classes, such as nn.Linear, change with versions, which a tag records, too
-PACKAGES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), *site.getsitepackages()})
+PACKAGES = (
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("purelib"),
+    *site.getsitepackages(),
+)
 
 
 def source_of(model: nn.Module) -> dict:
@@ -29,7 +33,8 @@ def source_of(model: nn.Module) -> dict:
 
     Call it before an edit during the run could change the files.
     """
-    classes = {}  # a dict keeps the order
+    # The classes, and the files that have them. A dict keeps the order
+    classes = {}
     for module in model.modules():
         for kind in type(module).__mro__:
             classes[kind] = True
@@ -41,8 +46,15 @@ def source_of(model: nn.Module) -> dict:
     parts = {}
     for path in files:
         parts.update(hashed_parts(path))
-    own = next((file_of(kind) for kind in type(model).__mro__ if file_of(kind) in files), None)
-    return {"file": os.path.basename(own) if own else None, "parts": parts}
+
+    # The first of its files, in the order in which Python looks for methods
+    own = None
+    for kind in type(model).__mro__:
+        path = file_of(kind)
+        if path in files:
+            own = os.path.basename(path)
+            break
+    return {"file": own, "parts": parts}
 
 
 def file_of(kind: type) -> str | None:
@@ -55,7 +67,9 @@ def file_of(kind: type) -> str | None:
         codes = [value.__code__ for value in vars(kind).values() if inspect.isfunction(value)]
         path = codes[0].co_filename if codes else ""
     path = os.path.abspath(path)
-    return path if os.path.isfile(path) and not path.startswith(PACKAGES) else None
+    if not os.path.isfile(path) or path.startswith(PACKAGES):
+        return None
+    return path
 
 
 @functools.cache  # by its first reading: Python has imported that one
@@ -74,12 +88,15 @@ def hashed_parts(path: str) -> dict[str, str]:
                     parts.setdefault(f"{statement.name}.{inner.name}", []).append(inner)
                 else:  # the class's own fields
                     head.append(inner)
-            head += [*map(ast.Expr, statement.bases), *map(ast.Expr, statement.decorator_list)]
+            for expression in (*statement.bases, *statement.decorator_list):
+                head.append(ast.Expr(expression))
         elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
             parts.setdefault(statement.name, []).append(statement)
-        elif isinstance(statement, ast.Assign | ast.AnnAssign):
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            parts.setdefault(", ".join(map(ast.unparse, targets)), []).append(statement)
+        elif isinstance(statement, ast.Assign):
+            names = ", ".join(ast.unparse(target) for target in statement.targets)
+            parts.setdefault(names, []).append(statement)
+        elif isinstance(statement, ast.AnnAssign):
+            parts.setdefault(ast.unparse(statement.target), []).append(statement)
     return {name: hash_of(statements) for name, statements in parts.items()}
 
 
@@ -103,7 +120,7 @@ def is_text(statement: ast.stmt) -> bool:
 
 
 def edited_parts(saved: dict | None, model: nn.Module) -> list[str] | None:
-    """Return the names of what was edited, added or removed since a tag recorded its model's source.
+    """Return the names of what was edited, added or removed since a tag recorded its source.
 
     saved: "model_source" of its manifest, or None. Returns None if that isn't known.
     """
@@ -116,8 +133,11 @@ def edited_parts(saved: dict | None, model: nn.Module) -> list[str] | None:
 
 def shown_names(names: list[str]) -> str:
     """Return names as a list to print."""
+    shown = ", ".join(names[:MOST_SHOWN])
     more = len(names) - MOST_SHOWN
-    return ", ".join(names[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    if more > 0:
+        return f"{shown} and {more} more"
+    return shown
 
 
 def note_edited(where: str, state: dict, model: nn.Module) -> None:
@@ -142,9 +162,9 @@ def check_file(where: str, state: dict, model: nn.Module) -> None:
     if edited_parts(saved, model):
         module = saved["file"].removesuffix(".py")
         raise CheckpointError(
-            f"{where} was trained with the model of {saved['file']}, and this program takes that of "
-            f"{file}: change the import in runtime/chosen_model.py to `from {module} import GPT, "
-            "GPTConfig`"
+            f"{where} was trained with the model of {saved['file']}, and this program takes that "
+            f"of {file}: change the import in runtime/chosen_model.py to `from {module} import "
+            "GPT, GPTConfig`"
         )
 
 

@@ -8,8 +8,8 @@ from runtime.files import write_temp
 
 # What helps if a save fails with these errors; write() itself makes room on a full disk
 SAVE_FIXES = {
-    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or choose an out_dir on a file system "
-    "that has none, unlike FAT",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or choose an out_dir on a file "
+    "system that has none, unlike FAT",
     errno.EIO: "the disk or its connection fails: see dmesg, and choose an out_dir on another disk",
     errno.EROFS: "the disk became read-only, most often after an error: see dmesg",
     errno.ENOENT: "out_dir was moved or removed during the save",
@@ -34,15 +34,23 @@ def cause_of(error: BaseException) -> str:
     """Return one line on why a save failed: what the system said, and what helps."""
     if not isinstance(error, OSError) or error.errno is None:
         return first_line(error)
-    text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    text = error.strerror
+    if error.filename:
+        text = f"{error.filename}: {text}"
     fix = SAVE_FIXES.get(error.errno)
-    return f"{text}; {fix}" if fix else text
+    if fix:
+        text = f"{text}; {fix}"
+    return text
 
 
-def is_full(folder):
-    """Return whether the disk or the quota of a folder has no room for another MB. torch.save's error doesn't say."""
+def is_full(folder: str) -> bool:
+    """Return whether the disk or the quota of a folder has no room for another MB.
+
+    torch.save's error doesn't say.
+    """
     try:
-        os.remove(write_temp(os.path.join(folder, "probe"), [bytes(10**6)])[0])
+        temp, _, _ = write_temp(os.path.join(folder, "probe"), [bytes(10**6)])
+        os.remove(temp)
     except OSError as error:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return False
