@@ -631,7 +631,7 @@ FAULTS = [Fault(*row) for row in (
      "data/prepare.py", 'if args.max_document_bytes is not None and not kinds & {"text", "shard"}:', "if False:",
      "prepare/test_conversation_files.py::test_options_that_would_do_nothing_are_refused[cut JSON]"),
     ("text errors", "the offset of a byte that isn't UTF-8 is that of its piece of the text",
-     "runtime/prepare/pipeline.py", "                at += error.start\n", "",
+     "runtime/prepare/pipeline.py", "                at += error.start  #", "                pass  #",
      "prepare/test_prepare.py::test_a_mistake_is_told_in_a_sentence_and_leaves_nothing"),
     ("splits without answers", "it isn't said which split of conversations has none",
      "runtime/data/sequences.py", 'Conversations(f"{dataset.name}/{split}.bin",', "Conversations(dataset.name,",

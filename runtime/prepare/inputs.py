@@ -1,14 +1,19 @@
-"""Read documents from text, JSON lines, CSV, TSV and Parquet, plain or compressed, in files, folders or a pipe.
+"""Read documents from text, JSON lines, CSV, TSV and Parquet.
 
-The readers of the datasets library don't fit. Its JSON reader turns "2024-05-01" into a timestamp and a missing field
-into None, and its zstd reader accepts a truncated file."""
+They are plain or compressed, in files, folders or a pipe.
+
+The readers of the datasets library don't fit. Its JSON reader turns "2024-05-01" into a timestamp
+and a missing field into None, and its zstd reader accepts a truncated file.
+"""
 
 import contextlib
 import io
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from runtime.data.tokenizer import check_spaces
 from runtime.errors import UserError
@@ -22,34 +27,47 @@ MAX_RECORD_BYTES = 50_000_000  # tokenizing a record takes up to 60 times its si
 MAX_UNPACKED_BYTES = 100_000_000  # of a small file
 MAX_SCANNED_BYTES = 4_000_000
 MAX_RATIO = 100  # of the bytes of a file to those on the disk, if it unpacks to more
-EOT = re.compile(rb"<\|endoftext\|>(\r?\n)?")  # separates the documents of a text file, with or without a newline
+# Separates the documents of a text file, with or without a newline
+EOT = re.compile(rb"<\|endoftext\|>(\r?\n)?")
 EOT_BYTES = len(b"<|endoftext|>\r\n")
 TRAILING_EOT = re.compile(r"<\|endoftext\|>(\r?\n)?\Z")
-# A byte that isn't white space, and not the first one of Unicode's. Two more bytes must be there to tell
-WORD = rb"(?=\S..)(?!\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80)"
-CUT_POINTS = [re.compile(space + WORD, re.DOTALL) for space in (rb"(?<!\r)\r?\n", b" ")]  # best first
+# A byte that isn't white space, and not the first one of Unicode's. Two more bytes must be there to
+# tell
+UNICODE_SPACES = (
+    rb"\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80"
+)
+WORD = rb"(?=\S..)(?!" + UNICODE_SPACES + rb")"
+# Where a long text is cut: at a line end if possible, else at a space
+CUT_POINTS = [re.compile(space + WORD, re.DOTALL) for space in (rb"(?<!\r)\r?\n", b" ")]
 COMPRESSED = re.compile(r"\.(gz|zst|bz2|lz4)$")
 BEGINS_OBJECT = re.compile(rb'(\xef\xbb\xbf)?[\s\[]*\{\s*"[^"\n]*"\s*:')
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow",
-         ".csv": "csv", ".tsv": "tsv", ".bin": "shard", ".npy": "shard"}  # everything else is text
+# What files of these names hold. Everything else is text
+KINDS = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet",
+    ".arrow": "arrow", ".csv": "csv", ".tsv": "tsv", ".bin": "shard", ".npy": "shard"}
 
 
-def find_files(paths):
-    """Return the files in `paths` and in the folders among them, sorted; "-" is standard input. Raises UserError."""
+def find_files(paths: list[str]) -> list[str]:
+    """Return the files in `paths` and in the folders among them, sorted; "-" is standard input.
+
+    Raises UserError.
+    """
     files = []
     for path in paths:
+        is_new_pipe = path == "-" and sys.stdin is not None and path not in files
         if os.path.isdir(path):
             files += without_descriptions(sorted(files_below(os.path.normpath(path))))
-        elif os.path.isfile(path) or path == "-" and sys.stdin is not None and path not in files:
+        elif os.path.isfile(path) or is_new_pipe:
             files.append(path)
         else:
-            raise UserError(f"{path} is not a file or folder: check the path, or use one - for standard input")
+            raise UserError(f"{path} is not a file or folder: check the path, or use one - for "
+                            "standard input")
     if not files:
         raise UserError(f"{' '.join(paths)} has no files in it: choose another folder")
     return files
 
 
-def files_below(root):
+def files_below(root: str) -> Iterator[str]:
     """Yield the files in a folder and its subfolders, without hidden ones.
 
     A folder to which several links lead is read once. Raises UserError for a link that leads out of
@@ -79,7 +97,7 @@ def files_below(root):
         waiting += reversed(subfolders)
 
 
-def target_inside(path, real_root):
+def target_inside(path: str, real_root: str) -> str:
     """Return the real path of a link. Raises UserError if it leads out of a folder.
 
     Whoever made the link may not be allowed to read its target.
@@ -93,22 +111,26 @@ def target_inside(path, real_root):
     return target
 
 
-def kind_of(name):
+def kind_of(name: str) -> str:
     """Return what a file of this name holds: text, jsonl, parquet, arrow, csv, tsv or shard."""
     extension = Path(COMPRESSED.sub("", name)).suffix
     return KINDS.get(extension.lower(), "text")
 
 
-def read_records(name, kind, field, max_document_bytes):
-    """Yield the records of a file as bytes: its lines, the texts of a column, or the pieces of a text. A text is cut
-    after each <|endoftext|> and where it gets too long. Raises UserError if the file is corrupt."""
+def read_records(name: str, kind: str, field: str, max_document_bytes: int) -> Iterator[bytes]:
+    """Yield the records of a file as bytes: lines, the texts of a column, or the pieces of a text.
+
+    kind: what it holds, as kind_of() says, or "lines". field: the column. A text is cut after each
+    <|endoftext|>, and where it gets longer than max_document_bytes. Raises UserError if the file is
+    corrupt.
+    """
     with sentences(name):
         if kind in ("parquet", "arrow"):
             yield from column_texts(name, field)
             return
         with open_unpacked(name) as file:
             if kind == "jsonl":
-                yield from iter(lambda: file.readline(MAX_RECORD_BYTES + 1), b"")
+                yield from json_lines(file)
             elif kind in DELIMITERS:
                 yield from table_texts(name, file, kind, field, MAX_RECORD_BYTES)
             elif kind == "lines":
@@ -117,9 +139,20 @@ def read_records(name, kind, field, max_document_bytes):
                 yield from text_chunks(file, max_document_bytes)
 
 
-def read_conversations(name):
-    """Yield (place, conversation in JSON) of a file, such as ("line 3", b"{...}"), whatever the conversation is like.
-    Raises UserError if the file is corrupt."""
+def json_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file. Of a longer one than a record may be, a byte more is returned."""
+    while True:
+        line = file.readline(MAX_RECORD_BYTES + 1)
+        if not line:
+            return
+        yield line
+
+
+def read_conversations(name: str) -> Iterator[tuple[str, bytes]]:
+    """Yield (place, conversation in JSON) of a file, such as ("line 3", b"{...}").
+
+    Whatever the conversation is like. Raises UserError if the file is corrupt.
+    """
     with sentences(name):
         if kind_of(name) in ("parquet", "arrow"):
             for number, row in enumerate(json_rows(name), 1):
@@ -134,14 +167,14 @@ def read_conversations(name):
                     "per line, as jq -c '.[]' FILE > FILE.jsonl does") from None
 
 
-def check_pipe_is_text():
+def check_pipe_is_text() -> None:
     """Raise UserError if standard input begins as JSON does. It has no file name."""
     if BEGINS_OBJECT.match(sys.stdin.buffer.peek()):
-        raise UserError("standard input begins with JSON, and would be read as text: add --format=jsonl or "
-                        "--format=chat, or --format=text if it is text")
+        raise UserError("standard input begins with JSON, and would be read as text: add "
+                        "--format=jsonl or --format=chat, or --format=text if it is text")
 
 
-def open_unpacked(name):
+def open_unpacked(name: str) -> BinaryIO:
     """Return a file, or standard input, as a buffered reader of its unpacked content."""
     if name == "-":
         return sys.stdin.buffer
@@ -151,7 +184,7 @@ def open_unpacked(name):
 
 
 @contextlib.contextmanager
-def sentences(name):
+def sentences(name: str) -> Iterator[None]:
     """Turn what readers raise for a damaged file into a UserError."""
     try:
         yield
@@ -165,7 +198,7 @@ def sentences(name):
             f"{name} is corrupt, or not what its name says ({reason}): replace it") from None
 
 
-def scan(name):
+def scan(name: str) -> None:
     """Unpack a small file once, to see early whether it is a bomb.
 
     As blank lines, 100 MB take minutes to read.
@@ -182,7 +215,7 @@ class UnpackedFile(io.RawIOBase):
     of 3 to 20.
     """
 
-    def __init__(self, name):
+    def __init__(self, name: str) -> None:
         import pyarrow
 
         self.name = name
@@ -191,10 +224,11 @@ class UnpackedFile(io.RawIOBase):
         # It chooses the compression by the name, reads all frames, and rejects a truncated one
         self.stream = pyarrow.input_stream(name)
 
-    def readable(self):
+    def readable(self) -> bool:
+        """Return whether it can be read."""
         return True
 
-    def readinto(self, buffer):
+    def readinto(self, buffer: Any) -> int:
         """Read into a buffer, and return the number of bytes."""
         n_bytes = self.stream.readinto(buffer)
         self.unpacked_bytes += n_bytes
@@ -206,19 +240,25 @@ class UnpackedFile(io.RawIOBase):
             )
         return n_bytes
 
-    def close(self):
+    def close(self) -> None:
         """Close the file."""
         self.stream.close()
         super().close()
 
 
-def text_chunks(file, max_document_bytes):
+def text_chunks(file: BinaryIO, max_document_bytes: int) -> Iterator[bytes]:
     """Yield the pieces of a text file, which together are the file, in constant memory."""
-    buffer, at, ended = b"", 0, False
+    longest = 2 * max_document_bytes
+    buffer = b""
+    at = 0  # where the next piece begins
+    ended = False
     while True:
-        while not ended and len(buffer) - at < 2 * max_document_bytes + EOT_BYTES:
-            more = file.read(BUFFER_BYTES + 2 * max_document_bytes)
-            buffer, at, ended = buffer[at:] + more, 0, not more
+        # The longest piece and a separator after it must be there
+        while not ended and len(buffer) - at < longest + EOT_BYTES:
+            more = file.read(BUFFER_BYTES + longest)
+            buffer = buffer[at:] + more
+            at = 0
+            ended = not more
         if at == len(buffer):
             return
         end = chunk_end(buffer, at, max_document_bytes)
@@ -226,10 +266,13 @@ def text_chunks(file, max_document_bytes):
         at = end
 
 
-def chunk_end(buffer, at, max_document_bytes):
-    """Return where the piece that begins at `at` ends: after <|endoftext|>, or after one to two `max_document_bytes`. A
-    cut comes before the last white space in front of a word, if there is any. GPT-2's BPE splits every text there, so
-    the tokens of the pieces are the tokens of the whole text."""
+def chunk_end(buffer: bytes, at: int, max_document_bytes: int) -> int:
+    """Return where the piece of a text that begins at `at` ends.
+
+    It ends after <|endoftext|>, or after one to two `max_document_bytes`. A cut comes before the
+    last white space in front of a word, if there is any. GPT-2's BPE splits every text there, so
+    the tokens of the pieces are the tokens of the whole text.
+    """
     furthest = at + 2 * max_document_bytes
     eot = EOT.search(buffer, at, furthest + EOT_BYTES)
     if eot and eot.start() < furthest:
@@ -237,24 +280,36 @@ def chunk_end(buffer, at, max_document_bytes):
     if furthest >= len(buffer):
         return len(buffer)
     for pattern in CUT_POINTS:
-        if cut := pattern.search(buffer, at + max_document_bytes, furthest):
+        cut = pattern.search(buffer, at + max_document_bytes, furthest)
+        if cut:
             return cut.start()
-    while buffer[furthest] & 0xC0 == 0x80 or buffer[furthest - 1 : furthest + 1] == b"\r\n":  # inside a character
+    while is_inside(buffer, furthest):
         furthest -= 1
     return furthest
 
 
-def text_of(record, kind, field):
-    """Return (a record's UTF-8 text, or b"" if it is only white space; whether its document ends with it). Raises
-    ValueError or UserError."""
+def is_inside(buffer: bytes, at: int) -> bool:
+    """Return whether a place is inside of a character of UTF-8, or of a Windows line end."""
+    continues = buffer[at] & 0xC0 == 0x80
+    return continues or buffer[at - 1 : at + 1] == b"\r\n"
+
+
+def text_of(record: bytes, kind: str, field: str) -> tuple[bytes, bool]:
+    """Return (the text of a record in UTF-8, whether its document ends with it).
+
+    White space alone is b"". Raises ValueError or UserError.
+    """
     ends = True
     if kind in ("parquet", "arrow") or kind in DELIMITERS:
         text = str(record, "utf-8")
     elif kind == "jsonl":
-        text = text_of_json(record, field) if record.strip() else ""
+        text = ""
+        if record.strip():
+            text = text_of_json(record, field)
     else:
         if b"\0" in record:
-            raise ValueError("a NUL byte, as in an archive or in UTF-16: unpack it, or save it as UTF-8")
+            raise ValueError("a NUL byte, as in an archive or in UTF-16: unpack it, or save it as "
+                             "UTF-8")
         text = str(record, "utf-8").removeprefix("\ufeff")  # some editors' byte order mark
         text, n_ends = TRAILING_EOT.subn("", text)
         text = text.replace("\r\n", "\n").replace("\r", "\n")
@@ -267,14 +322,17 @@ def text_of(record, kind, field):
     return check_spaces(text).encode(), ends
 
 
-def text_of_json(line, field):
+def text_of_json(line: bytes, field: str) -> str:
+    """Return the text in a field of a line of JSON. Raises ValueError."""
     if line.lstrip().startswith(b"["):
-        raise ValueError("a JSON array: write one object per line, as jq -c '.[]' FILE > FILE.jsonl does")
+        raise ValueError("a JSON array: write one object per line, as jq -c '.[]' FILE > "
+                         "FILE.jsonl does")
     value = json_value(line, "one object per line")
     if not isinstance(value, dict):
         raise ValueError("no JSON object: write one per line")
-    fields = {k: v for k, v in value.items() if isinstance(v, str | None)}
-    if field not in fields:
-        raise ValueError(f"no text field {field!r} (text fields: {', '.join(fields) or 'none'}): choose one with "
+    texts = {name: text for name, text in value.items() if isinstance(text, str | None)}
+    if field not in texts:
+        names = ", ".join(texts) or "none"
+        raise ValueError(f"no text field {field!r} (text fields: {names}): choose one with "
                          "--field=NAME, or read conversations with --format=chat")
-    return fields[field] or ""
+    return texts[field] or ""

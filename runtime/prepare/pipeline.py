@@ -1,7 +1,8 @@
-"""Turn documents into a dataset: read them, tokenize them in several threads, store the tokens, write the dataset.
+"""Turn documents into a dataset: read, tokenize in several threads, store the tokens, write it.
 
-Documents keep their order, so the bytes don't depend on the number of workers. Exact duplicates are dropped. A file is
-for training or for validation, or the hash of each document's text decides."""
+Documents keep their order, so the bytes don't depend on the number of workers. Exact duplicates are
+dropped. A file is for training or for validation, or the hash of each document's text decides.
+"""
 
 import collections
 import hashlib
@@ -9,7 +10,10 @@ import itertools
 import json
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -24,86 +28,159 @@ from runtime.prepare.conversations import Conversations
 from runtime.prepare.splits import check_both_splits
 
 ROW_BYTES = 2**20  # text per row, at least
+KEYS = tuple(itertools.product(SPLITS, ("ids", "mask")))  # what is stored while rows are encoded
+
+Row = list[tuple[str, bytes]]  # [(split, its next text)]; an empty text ends a document
 
 
-def prepare(folder, files, tokenizer, vocab_size, options, workers, skip_unreadable=False):
-    """Write a dataset of `files` to `folder` and return its meta.json. files: [(path, "train", "val", or None if the
-    hash of each document decides)]. tokenizer, vocab_size: from tokenizer_meta(). options: what else the bytes depend
-    on. Raises UserError."""
-    is_char, is_chat = tokenizer["kind"] == "char", options["format"] == "chat"
+def prepare(
+    folder: Path,
+    files: list[tuple[str, str | None]],
+    tokenizer: dict[str, Any],
+    vocab_size: int,
+    options: dict[str, Any],
+    workers: int,
+    skip_unreadable: bool = False,
+) -> dict[str, Any]:
+    """Write a dataset of `files` to `folder` and return its meta.json. Raises UserError.
+
+    files: [(path, "train", "val", or None if the hash of each document decides)]. tokenizer,
+    vocab_size: from tokenizer_meta(). options: what else the bytes depend on.
+    """
+    is_chat = options["format"] == "chat"
     dtype = "<u2" if vocab_size <= 2**16 else "<u4"
-    end = ord(END_OF_ANSWER if is_chat else "\n") if is_char else end_of_text(tokenizer)
+    end = end_of_documents(tokenizer, is_chat)
     to_ids = numpy_encoder(tokenizer)
     if is_chat:
         coverage.check_headers(tokenizer)
+
     reader = Reader(files, options, skip_unreadable)
     with new_files_in(folder, "--name"):
         stored = tokenize(folder, reader.rows(), workers, to_ids, end, dtype, is_chat)
         if tokenizer["kind"] == "hf":
             coverage.report(coverage.measure(tokenizer, reader.sample.texts()))
         tokens = [stored[split, "ids"].view(dtype) for split in SPLITS]
-        if is_char:  # the tokens are code points so far
-            used = np.zeros(CODE_POINTS, bool)
-            for points in itertools.chain(*map(slices, tokens)):
-                used[points] = True
-            ids = np.cumsum(used, dtype=np.uint32) - 1
-            tokens = [map(ids.__getitem__, slices(points)) for points in tokens]
-            tokenizer = {"kind": "char", "chars": "".join(map(chr, np.flatnonzero(used)))}
-            if is_chat:
-                tokenizer["end_of_text"] = int(ids[end])
+        if tokenizer["kind"] == "char":
+            tokenizer, tokens = number_characters(tokens, end, is_chat)
             vocab_size = len(tokenizer["chars"])
-        source = {"name": " ".join(options["paths"]), "sha256": reader.digest.hexdigest(), "bytes": reader.bytes}
-        masks = {f"{split}_mask.bin": [stored[split, "mask"]] for split in SPLITS if is_chat}
-        more = {}
-        if is_chat:
-            more = {"template": TEMPLATE, "unused_fields": dict(reader.chats.unused),
-                    "problems": reader.chats.report()}
-        return write_dataset(folder, *tokens, tokenizer, vocab_size, source, masks, documents=reader.counts,
-                             options=options, **more)
+
+        source = {
+            "name": " ".join(options["paths"]),
+            "sha256": reader.digest.hexdigest(),
+            "bytes": reader.bytes,
+        }
+        masks = {}
+        details = {"documents": reader.counts, "options": options}
+        if reader.chats is not None:
+            masks = {f"{split}_mask.bin": [stored[split, "mask"]] for split in SPLITS}
+            details["template"] = TEMPLATE
+            details["unused_fields"] = dict(reader.chats.unused)
+            details["problems"] = reader.chats.report()
+        train_ids, val_ids = tokens
+        return write_dataset(
+            folder, train_ids, val_ids, tokenizer, vocab_size, source, masks, **details)
+
+
+def end_of_documents(tokenizer: dict[str, Any], is_chat: bool) -> int | None:
+    """Return the id that follows each document, or each answer of a conversation.
+
+    For characters, it is a code point.
+    """
+    if tokenizer["kind"] != "char":
+        return end_of_text(tokenizer)
+    if is_chat:
+        return ord(END_OF_ANSWER)
+    return ord("\n")
+
+
+def number_characters(
+    tokens: list[np.ndarray], end: int, is_chat: bool
+) -> tuple[dict[str, Any], list[Iterator[np.ndarray]]]:
+    """Return the "tokenizer" of the characters that are there, and the tokens as its ids.
+
+    tokens: the code points of each split. end: the code point that ends an answer.
+    """
+    used = np.zeros(CODE_POINTS, bool)
+    for points in itertools.chain(*map(slices, tokens)):
+        used[points] = True
+    ids = np.cumsum(used, dtype=np.uint32) - 1  # of each code point, if it is used
+    chars = "".join(map(chr, np.flatnonzero(used)))
+    tokenizer = {"kind": "char", "chars": chars}
+    if is_chat:
+        tokenizer["end_of_text"] = int(ids[end])
+    numbered = [map(ids.__getitem__, slices(points)) for points in tokens]
+    return tokenizer, numbered
 
 
 class Reader:
-    """Reads all files once, drops duplicates and chooses each document's split. Afterwards, `counts` holds the numbers
-    of documents, `bytes` the unpacked input's size, `digest` its hash, and `sample` some documents."""
+    """Reads all files once, drops duplicates and chooses each document's split.
 
-    def __init__(self, files, options, skip_unreadable):
-        self.files, self.options, self.skip_unreadable = files, options, skip_unreadable
+    Afterwards, `counts` holds the numbers of documents, `bytes` the unpacked input's size, `digest`
+    its hash, and `sample` some documents.
+    """
+
+    def __init__(
+        self, files: list[tuple[str, str | None]], options: dict[str, Any], skip_unreadable: bool
+    ) -> None:
+        is_chat = options["format"] == "chat"
+        self.files = files
+        self.options = options
+        self.skip_unreadable = skip_unreadable
         self.counts = dict.fromkeys((*SPLITS, "duplicates", "empty", "unreadable"), 0)
-        self.hashes, self.digest, self.bytes = set(), hashlib.sha256(), 0
-        self.sample = coverage.Sample(is_chat=options["format"] == "chat")
-        self.chats = Conversations(options["ignore_fields"]) if options["format"] == "chat" else None
+        self.hashes: set[int] = set()  # of all documents
+        self.digest = hashlib.sha256()
+        self.bytes = 0
+        self.sample = coverage.Sample(is_chat)
+        self.chats: Conversations | None = None
+        if is_chat:
+            self.chats = Conversations(options["ignore_fields"])
 
-    def is_refused(self):
-        """Return whether there are conversations that can't be used, so that there will be no dataset."""
+    def is_refused(self) -> bool:
+        """Return whether conversations can't be used, so that there will be no dataset."""
         return self.chats is not None and bool(self.chats.problems) and not self.skip_unreadable
 
-    def rows(self):
-        """Yield rows of about 1 MB, [(split, its next text)]. An empty text ends a document. Raises UserError."""
-        row, size = [], 0
-        read = self.texts if self.chats is None else self.conversations
+    def rows(self) -> Iterator[Row]:
+        """Yield rows of about 1 MB. Raises UserError."""
+        read = self.texts
+        if self.chats is not None:
+            read = self.conversations
+        row = []
+        size = 0
         for split, text in itertools.chain.from_iterable(itertools.starmap(read, self.files)):
             row.append((split, text))
             size += len(text)
             if size >= ROW_BYTES:
                 yield row
-                row, size = [], 0
+                row = []
+                size = 0
+
         if self.is_refused():
-            raise UserError("\n".join(self.chats.report()) + "; or skip such conversations with --skip_unreadable")
-        yield [*row, *((split, b"") for split in SPLITS)]
+            report = "\n".join(self.chats.report())
+            raise UserError(f"{report}; or skip such conversations with --skip_unreadable")
+        # The last document of each split ends, too
+        row += [(split, b"") for split in SPLITS]
+        yield row
         is_cut = "text" in {self.kind(file) for file, _ in self.files}
         check_both_splits(self.counts, self.bytes, self.options["val_fraction"], is_cut)
 
-    def kind(self, file):
+    def kind(self, file: str) -> str:
         """Return what a file holds: --format, or what its name says."""
         return self.options["format"] or inputs.kind_of(file)
 
-    def texts(self, file, split):
-        """Yield (split, text) of each record that is kept, and (split, b"") between documents. A long text is cut into
-        records. Two in a row that are kept in the same split are one document. split: the file's, or None."""
-        kind, field = self.kind(file), self.options["field"]
-        begin, unfinished = self.bytes, None  # unfinished: where a document's last record went, if it isn't complete
-        for number, record in enumerate(inputs.read_records(file, kind, field, self.options["max_document_bytes"]), 1):
-            counted, text, ends = self.classify(record, file, kind, number, self.bytes - begin, split)
+    def texts(self, file: str, split: str | None) -> Iterator[tuple[str, bytes]]:
+        """Yield (split, text) of each record that is kept, and (split, b"") between documents.
+
+        A long text is cut into records. Two in a row that are kept in the same split are one
+        document. split: the file's, or None.
+        """
+        kind = self.kind(file)
+        begin = self.bytes
+        unfinished = None  # where a document's last record went, if it isn't complete
+        records = inputs.read_records(
+            file, kind, self.options["field"], self.options["max_document_bytes"])
+        for number, record in enumerate(records, 1):
+            at = self.bytes - begin
+            counted, text, ends = self.classify(record, file, kind, number, at, split)
             self.counts[counted] += 1
             if counted in SPLITS:
                 if counted != unfinished and self.counts[counted] > 1:
@@ -113,9 +190,12 @@ class Reader:
             self.digest.update(record)
             self.bytes += len(record)
 
-    def conversations(self, file, split):
-        """Yield (split, its messages as JSON) of each conversation that is kept. After one that can't be used, the
-        others are only read, to count such ones. split: the file's, or None."""
+    def conversations(self, file: str, split: str | None) -> Iterator[tuple[str, bytes]]:
+        """Yield (split, its messages as JSON) of each conversation that is kept.
+
+        After one that can't be used, the others are only read, to count such ones. split: the
+        file's, or None.
+        """
         for place, record in inputs.read_conversations(file):
             place = f"{file}, {place}"
             check_length(record, place)
@@ -124,15 +204,21 @@ class Reader:
             if not record.strip():
                 self.counts["empty"] += 1
                 continue
+            counted = "unreadable"
             text = self.chats.read(record, place)
-            counted = self.choose(text, split) if text else "unreadable"
+            if text:
+                counted = self.choose(text, split)
             self.counts[counted] += 1
             if counted in SPLITS and not self.is_refused():
                 yield counted, text
 
-    def classify(self, record, file, kind, number, at, split):
-        """Return (what `counts` counts a record as, its text, whether its document ends with it). number, at: as for
-        place_of(). split: that of its file, or None. Raises UserError."""
+    def classify(
+        self, record: bytes, file: str, kind: str, number: int, at: int, split: str | None
+    ) -> tuple[str, bytes, bool]:
+        """Return (what `counts` counts a record as, its text, whether its document ends with it).
+
+        number, at: as for place_of(). split: that of its file, or None. Raises UserError.
+        """
         if len(record) > inputs.MAX_RECORD_BYTES:
             check_length(record, place_of(file, kind, number, at))
         try:
@@ -140,54 +226,83 @@ class Reader:
         except (ValueError, UserError) as error:
             if self.skip_unreadable:
                 return "unreadable", b"", True
-            if kind == "text" and isinstance(error, UnicodeDecodeError):  # one offset, not two to add up
-                at += error.start
+            if kind == "text" and isinstance(error, UnicodeDecodeError):
+                at += error.start  # one offset, not two to add up
                 error = f"byte 0x{record[error.start]:02x} isn't UTF-8 ({error.reason})"
-            raise UserError(f"{place_of(file, kind, number, at)}: {error}; correct it, or skip such documents with "
+            place = place_of(file, kind, number, at)
+            raise UserError(f"{place}: {error}; correct it, or skip such documents with "
                             "--skip_unreadable") from None
-        return self.choose(text, split) if text else "empty", text, ends
+        if not text:
+            return "empty", text, ends
+        return self.choose(text, split), text, ends
 
-    def choose(self, text, split):
-        """Return the split of a text, or "duplicates" if there was the same before. split: that of its file, or None
-        if the hash decides."""
-        number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    def choose(self, text: bytes, split: str | None) -> str:
+        """Return the split of a text, or "duplicates" if there was the same before.
+
+        split: that of its file, or None if the hash decides.
+        """
+        digest = hashlib.blake2b(text, digest_size=8).digest()
+        number = int.from_bytes(digest, "little")
         if number in self.hashes:
             return "duplicates"
         self.hashes.add(number)
         self.sample.add(number, text)
         if split is not None:
             return split
-        return "val" if number < int(self.options["val_fraction"] * 2**64) else "train"
+        if number < int(self.options["val_fraction"] * 2**64):
+            return "val"
+        return "train"
 
 
-def place_of(file, kind, number, at):
-    """Return where a record of a file is. number: which record it is, from 1 on. at: its first byte."""
+def place_of(file: str, kind: str, number: int, at: int) -> str:
+    """Return where a record of a file is, for the user.
+
+    number: which record it is, from 1 on. at: its first byte.
+    """
     if kind == "text":
         return f"{file}, byte {at:,}"
-    unit = "row" if kind in inputs.DELIMITERS else "line"  # below the header
-    return f"{file}, {unit} {number:,}"
+    if kind in inputs.DELIMITERS or kind in ("parquet", "arrow"):
+        return f"{file}, row {number:,}"  # of a table, below the header
+    return f"{file}, line {number:,}"
 
 
-def check_length(record, place):
+def check_length(record: bytes, place: str) -> None:
     """Raise UserError if a record is too long, and perhaps only the beginning of a line."""
     if len(record) > inputs.MAX_RECORD_BYTES:
-        raise UserError(f"{place} is longer than {inputs.MAX_RECORD_BYTES:,} bytes: split it into documents")
+        raise UserError(f"{place} is longer than {inputs.MAX_RECORD_BYTES:,} bytes: split it into "
+                        "documents")
 
 
-def tokenize(folder, rows, workers, *encoding):
-    """Return the token ids of each split and their masks, {(split, "ids" or "mask"): bytes}. They are in files without
-    names in `folder`, which disappear with the process. encoding: what encode() takes besides a row."""
-    files = {(split, kind): tempfile.TemporaryFile(dir=folder) for split in SPLITS for kind in ("ids", "mask")}
+def tokenize(
+    folder: Path,
+    rows: Iterable[Row],
+    workers: int,
+    to_ids: Callable[[str], np.ndarray],
+    end: int | None,
+    dtype: str,
+    is_chat: bool = False,
+) -> dict[tuple[str, str], np.memmap]:
+    """Return the token ids of each split and their masks, {(split, "ids" or "mask"): bytes}.
 
-    def write(future):
+    They are in files without names in `folder`, which disappear with the process. to_ids, end,
+    dtype, is_chat: see encode().
+    """
+    files = {key: tempfile.TemporaryFile(dir=folder) for key in KEYS}
+
+    def write(future: Future) -> None:
         for key, content in future.result().items():
             with name_in_error(folder):
                 files[key].write(content)
 
-    pace, pending = 0.1 if sys.stderr.isatty() else 60, collections.deque()  # pace: seconds between progress reports
+    # Seconds between two reports of the progress
+    pace = 60
+    if sys.stderr.isatty():
+        pace = 0.1
+    bar = tqdm(rows, "tokenizing", unit=" MB", delay=pace, mininterval=pace, maxinterval=60)
+    pending = collections.deque()  # rows that are encoded, in order
     with ThreadPoolExecutor(workers) as pool:  # the tokenizers don't hold Python's lock
-        for row in tqdm(rows, "tokenizing", unit=" MB", delay=pace, mininterval=pace, maxinterval=60):
-            pending.append(pool.submit(encode, row, *encoding))
+        for row in bar:
+            pending.append(pool.submit(encode, row, to_ids, end, dtype, is_chat))
             if len(pending) > 2 * workers:  # not all rows are in memory
                 write(pending.popleft())
         for future in pending:
@@ -196,14 +311,29 @@ def tokenize(folder, rows, workers, *encoding):
         return {key: np.memmap(file, np.uint8, "r") for key, file in files.items() if file.tell()}
 
 
-def encode(row, to_ids, end, dtype, is_chat=False):
-    """Return {(split, "ids" or "mask"): bytes} of a row. `end` follows each document, or each answer of a chat."""
-    encoded = {(split, kind): bytearray() for split in SPLITS for kind in ("ids", "mask")}
+def encode(
+    row: Row,
+    to_ids: Callable[[str], np.ndarray],
+    end: int | None,
+    dtype: str,
+    is_chat: bool = False,
+) -> dict[tuple[str, str], bytearray]:
+    """Return the ids of a row's texts and their masks, {(split, "ids" or "mask"): bytes}.
+
+    to_ids: returns the ids of a text. end: the id that follows each document, or each answer of a
+    conversation. dtype: of the ids. is_chat: whether each text is a conversation, as JSON.
+    """
+    encoded = {key: bytearray() for key in KEYS}
     for split, text in row:
+        mask = []
         if is_chat:
-            ids, mask = encode_conversation(json.loads(text), to_ids, end) if text else ([], b"")
+            ids = []
+            if text:
+                ids, mask = encode_conversation(json.loads(text), to_ids, end)
+        elif text:
+            ids = to_ids(text.decode())
         else:
-            ids, mask = to_ids(text.decode()) if text else [end], b""
+            ids = [end]
         encoded[split, "ids"] += np.array(ids, dtype).tobytes()
         encoded[split, "mask"] += bytes(mask)
     return encoded

@@ -371,7 +371,7 @@ MISTAKES = {
     "no field": ("fields.jsonl", r"line 1: no text field 'text' \(text fields: body\): .* with --format=chat"),
     "no string": ("number.jsonl", r"number.jsonl, line 21: no text field 'text' \(text fields: none\)"),
     "half a character": ("half.jsonl", "half.jsonl, line 1: 'utf-8' codec can't encode .*surrogates not allowed"),
-    "no UTF-8 in Parquet": ("b.parquet", "b.parquet, line 1: 'utf-8' codec can't decode byte 0xe9"),
+    "no UTF-8 in Parquet": ("b.parquet", "b.parquet, row 1: 'utf-8' codec can't decode byte 0xe9"),
     "spaces": ("spaces.jsonl", "spaces.jsonl, line 1: over 500,000 spaces or line ends in a row after 'one': shorten"),
     "no token": ("good.jsonl --tokenizer=words", "the tokenizer knows no tokens for '.*WordLevel error"),
     "no UTF-8": ("latin.txt", r"latin.txt, byte 19: byte 0xe9 isn't UTF-8 \(unexpected end of data\); correct it, or"),
