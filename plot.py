@@ -12,70 +12,120 @@ import math
 import os
 import statistics
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from runtime.files import ROOT, write_atomic
 from runtime.monitor.history import read_history, series
 from runtime.output import exit_on_error, exit_with_error
 from runtime.paths import expand_path
 
-PANELS = {  # key of a record: (title, unit of the axis, whether a log scale may help)
-    "loss": ("loss (bold: validation ± standard error)", 1, True),
-    "lr": ("learning rate", 1, False),
-    "grad_norm": ("gradient norm before clipping", 1, True),
-    "tokens_per_s": ("thousand tokens per second", 1e3, False),
-    "memory": ("peak memory, GB", 1e9, False),
-    "data_ms": ("waiting for data, ms per step", 1, False)}
-MAX_POINTS = 400  # per line; longer runs are drawn as means of groups, with their minimum and maximum
+
+class Panel(NamedTuple):
+    """One of the panels of a picture."""
+
+    title: str
+    unit: float = 1  # of the axis
+    may_be_log: bool = False  # a log scale helps, if the values differ much
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out_dirs", nargs="+", metavar="out_dir", type=expand_path, help="the output folder of a run")
-    parser.add_argument("--png", metavar="FILE", type=expand_path,
-                        help="output file; default: curves.png in the first folder")
+PANELS = {  # by the key of a record
+    "loss": Panel("loss (bold: validation ± standard error)", may_be_log=True),
+    "lr": Panel("learning rate"),
+    "grad_norm": Panel("gradient norm before clipping", may_be_log=True),
+    "tokens_per_s": Panel("thousand tokens per second", unit=1e3),
+    "memory": Panel("peak memory, GB", unit=1e9),
+    "data_ms": Panel("waiting for data, ms per step"),
+}
+# Per line. Longer runs are drawn as means of groups, with their minimum and maximum
+MAX_POINTS = 400
+
+
+class Group(NamedTuple):
+    """Points that are drawn as one."""
+
+    iteration: float  # their mean
+    lowest: float
+    mean: float
+    highest: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "out_dirs",
+        nargs="+",
+        metavar="out_dir",
+        type=expand_path,
+        help="the output folder of a run",
+    )
+    parser.add_argument(
+        "--png",
+        metavar="FILE",
+        type=expand_path,
+        help="output file; default: curves.png in the first folder",
+    )
     args = parser.parse_args()
-    runs = {out_dir: read_history(out_dir) for out_dir in map(os.path.normpath, args.out_dirs)}
-    if empty := [out_dir for out_dir, history in runs.items() if not history]:
+
+    runs = {}
+    for out_dir in args.out_dirs:
+        name = os.path.normpath(out_dir)
+        runs[name] = read_history(name)
+    empty = [name for name, history in runs.items() if not history]
+    if empty:
         why = "has no complete record: check the folder's name, or wait for the first evaluation"
-        exit_with_error("\n".join(f"{out_dir}/history.jsonl {why}" for out_dir in empty))
-    path = args.png or os.path.join(args.out_dirs[0], "curves.png")
+        exit_with_error("\n".join(f"{name}/history.jsonl {why}" for name in empty))
+
     picture = draw_png(runs)
+    path = args.png or os.path.join(args.out_dirs[0], "curves.png")
     try:
         if args.png:
             Path(path).write_bytes(picture)
         else:
             write_atomic(path, picture)  # replaces a link that others may have put there
     except OSError as error:
-        exit_with_error(f"{path} cannot be written ({error.strerror}): choose another with --png=FILE")
+        exit_with_error(
+            f"{path} cannot be written ({error.strerror}): choose another with --png=FILE"
+        )
     print(f"written to {path}")
 
 
-def downsample(points):
-    """Return at most MAX_POINTS (iter, min, mean, max), each of a group of points."""
-    size, groups = math.ceil(len(points) / MAX_POINTS), []
-    for group in (points[i : i + size] for i in range(0, len(points), size or 1)):
-        steps, values = zip(*group)
-        groups.append((statistics.fmean(steps), min(values), statistics.fmean(values), max(values)))
+def downsample(points: list[tuple[int, float]]) -> list[Group]:
+    """Return at most MAX_POINTS groups of points, [(iteration, value)]."""
+    size = max(1, math.ceil(len(points) / MAX_POINTS))
+    groups = []
+    for start in range(0, len(points), size):
+        some = points[start : start + size]
+        values = [value for _, value in some]
+        group = Group(
+            iteration=statistics.fmean(iteration for iteration, _ in some),
+            lowest=min(values),
+            mean=statistics.fmean(values),
+            highest=max(values),
+        )
+        groups.append(group)
     return groups
 
 
-def draw(axis, runs, key):
-    """Draw one panel: a line per run, and for the loss also its evaluations."""
-    title, unit, log = PANELS[key]
+def draw(axis: Any, runs: dict[str, list[dict]], key: str) -> None:
+    """Draw one panel: a line per run, and for the loss also its evaluations.
+
+    axis: matplotlib's. runs: {name: history}.
+    """
+    panel = PANELS[key]
     for number, history in enumerate(runs.values()):
-        points = downsample([(it, value / unit) for it, value in series(history, key)])
-        x, low, mean, high = zip(*points) if points else ((), (), (), ())
-        axis.plot(x, mean, f"C{number}", alpha=0.6 if key == "loss" else 1, linewidth=1,
-                  marker="." if len(x) <= 30 else None)
-        axis.fill_between(x, low, high, color=f"C{number}", alpha=0.25)
+        color = f"C{number}"
+        draw_line(axis, history, key, color)
         if key == "loss":
-            losses, errors = dict(series(history, "val_loss")), dict(series(history, "val_loss_stderr"))
-            axis.errorbar(losses.keys(), losses.values(), [errors.get(it, 0) for it in losses], color=f"C{number}",
-                          linewidth=2.2, capsize=3, marker="o", markersize=4)
-    low, high = axis.dataLim.intervaly  # of all that is drawn: inf, -inf if that is nothing
+            draw_evaluations(axis, history, color)
+
+    # The scale, by all that is drawn: from inf to -inf if that is nothing
+    title = panel.title
+    low, high = axis.dataLim.intervaly
     if low > high:
         axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center")
-    if not log:
+    if not panel.may_be_log:
         axis.set_ylim(0, 1.08 * max(high, 0) or 1)
     elif 0 < 10 * low < high:
         axis.set_yscale("log")
@@ -83,6 +133,44 @@ def draw(axis, runs, key):
         title += ", log scale"
     axis.set_title(title, loc="left")
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.7g}")
+
+
+def draw_line(axis: Any, history: list[dict], key: str, color: str) -> None:
+    """Draw the values of each step, or of groups of steps."""
+    unit = PANELS[key].unit
+    points = [(iteration, value / unit) for iteration, value in series(history, key)]
+    groups = downsample(points)
+    x = [group.iteration for group in groups]
+    mean = [group.mean for group in groups]
+
+    marker = None
+    if len(x) <= 30:
+        marker = "."
+    alpha = 1.0
+    if key == "loss":  # its evaluations are above it
+        alpha = 0.6
+    axis.plot(x, mean, color, alpha=alpha, linewidth=1, marker=marker)
+
+    low = [group.lowest for group in groups]
+    high = [group.highest for group in groups]
+    axis.fill_between(x, low, high, color=color, alpha=0.25)
+
+
+def draw_evaluations(axis: Any, history: list[dict], color: str) -> None:
+    """Draw the validation losses with their standard errors."""
+    losses = dict(series(history, "val_loss"))
+    error_of = dict(series(history, "val_loss_stderr"))
+    errors = [error_of.get(iteration, 0) for iteration in losses]
+    axis.errorbar(
+        losses.keys(),
+        losses.values(),
+        errors,
+        color=color,
+        linewidth=2.2,
+        capsize=3,
+        marker="o",
+        markersize=4,
+    )
 
 
 def draw_png(runs: dict[str, list[dict]]) -> bytes:
@@ -97,8 +185,14 @@ def draw_png(runs: dict[str, list[dict]]) -> bytes:
         axis.set_xlabel("iteration")
         axis.xaxis.get_major_locator().set_params(integer=True)
         draw(axis, runs, key)
-    names = [" " + name.replace("$", r"\$") for name in runs]  # matplotlib hides a name that begins with _
-    figure.legend(axis.lines, names, loc="outside upper left", ncols=max(1, 160 // (max(map(len, names)) + 8)))
+
+    # The legend, with as many columns as the longest name leaves room for. matplotlib hides a name
+    # that begins with _, and takes what is between two $ as a formula
+    names = [" " + name.replace("$", r"\$") for name in runs]
+    longest = max(len(name) for name in names)
+    columns = max(1, 160 // (longest + 8))
+    figure.legend(axis.lines, names, loc="outside upper left", ncols=columns)
+
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=120)
     return picture.getvalue()
