@@ -50,6 +50,7 @@ MEASURED = (
 
 def argument_parser() -> argparse.ArgumentParser:
     """Return the parser of bench.py's own options."""
+    # What isn't listed here goes to train_deepspeed.py
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -72,6 +73,8 @@ def main() -> None:
     args, argv = parser.parse_known_args()
     if min(args.gpus, args.warmup, args.repeats) < 1:
         parser.error("--gpus, --warmup and --repeats must be at least 1")
+
+    # A measurement takes minutes, so see first whether its record can be written
     folder = os.path.dirname(os.path.abspath(args.json))
     if os.path.isdir(args.json) or not os.access(folder, os.W_OK):
         parser.error(
@@ -79,12 +82,14 @@ def main() -> None:
         )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes temporary folders
 
+    # What each record begins with
     head = {
         "command": " ".join(["bench.py", *sys.argv[1:]]),
         "commit": git_commit(),
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
     }
-    for record in measure(args, argv):  # first without the baseline, which may fail
+    # First without the baseline, which may fail
+    for record in measure(args, argv):
         content = json.dumps(head | record, indent=1)
         if args.json == parser.get_default("json"):
             write_atomic(args.json, content)  # a link of others at this place is replaced
@@ -117,7 +122,8 @@ def run_ranks(args: argparse.Namespace, out_dir: str, *command: str | os.PathLik
     ) as process:
         try:
             output, _ = process.communicate()
-        finally:  # subprocess.run would kill the launcher, and leave ranks that have not joined yet
+        # At Ctrl-C, subprocess.run would kill the launcher, and leave ranks that have not joined
+        finally:
             process.terminate()
             process.wait()
     if process.returncode:
@@ -134,10 +140,13 @@ def measure(args: argparse.Namespace, argv: list[str]) -> Iterator[dict[str, Any
     check_settings(args, argv)
     argv = [*argv, f"--max_iters={args.warmup + args.repeats}", *MEASURED]
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
+        # Ours
         output = run_ranks(args, folder, SCRIPT, *argv)
         record = record_of_run(folder, output, args.warmup)
         print_record(record)
         yield record
+
+        # The baseline
         if args.baseline:
             record["baseline"] = measure_baseline(args, argv, folder, record)
             yield record
@@ -145,6 +154,7 @@ def measure(args: argparse.Namespace, argv: list[str]) -> Iterator[dict[str, Any
 
 def check_settings(args: argparse.Namespace, argv: list[str]) -> None:
     """Exit if a setting is wrong, or can't be measured here."""
+    # The script's own check, before any process is started
     settings = settings_of_script(SCRIPT, argv)
     if settings.dry_run or settings.target_gpu:
         exit_with_error(
@@ -163,11 +173,13 @@ def record_of_run(folder: str, output: str, warmup: int) -> dict[str, Any]:
 
     folder: its out_dir. output: what it has printed. warmup: the steps that don't count.
     """
+    # The run's own records
     run = json.loads(Path(folder, "settings.json").read_text())
     steps = [record for record in read_history(folder) if "ms" in record]
     counted = steps[warmup:]
+    # Without the peak of the GPU, there is no MFU
     mfu = None
-    if counted[0]["mfu"]:  # the GPU's peak is known
+    if counted[0]["mfu"]:
         mfu = statistics.median(step["mfu"] for step in counted)
     stage = re.search(r"ZeRO-(\d) \(", output)[1]
     return {
@@ -204,6 +216,7 @@ def measure_baseline(
 
     argv: train_deepspeed.py's arguments. folder: for its files. record: our figures.
     """
+    # The same batch, which --batch_size=auto may have chosen
     settings = record["settings"]
     run_ranks(
         args,
@@ -214,6 +227,8 @@ def measure_baseline(
         f"--batch_size={settings['batch_size']}",
         f"--gradient_accumulation_steps={settings['gradient_accumulation_steps']}",
     )
+
+    # How it compares: above 1, ours is faster
     other = json.loads(Path(folder, "baseline.json").read_text())
     other["ms"] = summarize(other["ms"][args.warmup :])
     other["ratio"] = other["ms"]["median"] / record["ms"]["median"]

@@ -69,6 +69,7 @@ def main() -> int:
     if not GPUS:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
 
+    # Print each row as soon as it is known: some checks take seconds
     count = Counter()
     rows = itertools.chain(python(), packages(), host(), cuda(), gpus(), compilers())
     for row in rows:
@@ -119,6 +120,7 @@ def packages() -> Iterator[Row]:
     text = (ROOT / file).read_text(encoding="utf-8")
     pins = re.findall(r"^([\w.-]+)==([\w.]+)", text, re.M)
 
+    # Those that differ
     others = {}  # {the pin: what is installed instead}
     for name, tested in pins:
         try:
@@ -141,6 +143,7 @@ def packages() -> Iterator[Row]:
 
 def cuda() -> Iterator[Row]:
     """Check that PyTorch finds the GPUs and has kernels for them."""
+    # GPUs that are here, but that PyTorch can't use
     problem = undetected_gpu()
     if problem is None:
         problem = unsupported_gpu([torch.cuda.get_device_capability(i) for i in range(GPUS)])
@@ -148,6 +151,8 @@ def cuda() -> Iterator[Row]:
         detail, fix = problem
         yield Row(FAIL, "CUDA", detail, fix)
         return
+
+    # GPUs that it can use, or none
     pytorch = f"PyTorch {torch.__version__}, for CUDA {torch.version.cuda}"
     if GPUS:
         yield ok("CUDA", f"{GPUS} GPU; {pytorch}")
@@ -179,6 +184,7 @@ def compilers() -> Iterator[Row]:
 
     None needs nvcc.
     """
+    # Triton's
     missing = hardware.missing_compiler()
     if missing is None:
         yield ok("C compiler", "installed, with Python's headers")
@@ -186,6 +192,7 @@ def compilers() -> Iterator[Row]:
         fix = "apt install gcc python3-dev, or train slower on GPUs"
         yield Row(WARN, "C compiler", missing, fix)
 
+    # DeepSpeed's. The import takes seconds
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     is_compatible = CPUAdamBuilder().is_compatible(verbose=False)

@@ -116,6 +116,7 @@ def give_time_to_save() -> list[int]:
         self: Any, death_sig: signal.Signals | None = None, timeout: int = 30
     ) -> None:
         """PContext.close, which ends the ranks."""
+        # After a signal, and not after a rank's failure. From now on only Ctrl-C counts
         if isinstance(sys.exception(), SignalException):
             timeout = SAVE_TIMEOUT_S
             for number in SIGNALS:
@@ -192,6 +193,7 @@ def check_arguments(args: argparse.Namespace) -> int:
         wait_for_host(args.master_addr)
     if args.node_rank not in range(nodes):
         raise ValueError(f"--node_rank={args.node_rank} must be 0 to {nodes - 1}")
+    # A usual slip: the config is an argument of the script
     folder = os.path.dirname(os.path.realpath(args.training_script))
     if folder == str(ROOT / "config"):
         raise ValueError(f"{args.training_script} is a config: put train_deepspeed.py before it")
@@ -221,6 +223,8 @@ def run_headline(args: list[str]) -> None:
     args: a config and settings of train_deepspeed.py.
     """
     refuse_further_launchers(nodes=1)
+
+    # What it trains. With --target_gpu, it is planned for a card that isn't here
     gpus = count_gpus()
     on_cpu = not gpus and settings_of_script(TRAIN, args).target_gpu is None
     if on_cpu:
@@ -248,6 +252,7 @@ def run_headline(args: list[str]) -> None:
         ours.append("--overwrite=True")
     prepare_own_dataset(settings.dataset)
 
+    # Train
     earlier = checkpoint_times(settings.out_dir)
     code = train(ranks, TRAIN, [*ours, *args])
     if code:
@@ -261,6 +266,8 @@ def run_headline(args: list[str]) -> None:
     if not found.items() - earlier.items():
         print_no_sample(settings.out_dir, bool(found))
         return
+
+    # Sample
     run_python(
         ROOT / "sample.py",
         f"--out_dir={settings.out_dir}",
@@ -352,11 +359,14 @@ def print_no_sample(out_dir: str, has_checkpoints: bool) -> None:
 
 def print_next_commands(ranks: int, configs: list[str], on_cpu: bool) -> None:
     """Print the commands that train with these configs on the user's own text."""
+    # So that they can be pasted into the shell where this was started
     python = shlex.quote(shown(sys.executable))
     prepare = shlex.quote(shown(ROOT / "data" / "prepare.py"))
     launch = shlex.quote(shown(ROOT / "launch_deepspeed.py"))
     script = shlex.quote(shown(TRAIN))
     sample = shlex.quote(shown(ROOT / "sample.py"))
+
+    # On a CPU, the demo's own length and characters as tokens. On GPUs, three epochs of any text
     options = [*configs, "--dataset=mine", "--out_dir=out-mine"]
     tokenizer = ""
     if on_cpu:

@@ -68,6 +68,7 @@ def main() -> None:
     )
     args = parser.parse_args()
 
+    # The runs, all of which need a record
     runs = {}
     for out_dir in args.out_dirs:
         name = os.path.normpath(out_dir)
@@ -77,6 +78,7 @@ def main() -> None:
         why = "has no complete record: check the folder's name, or wait for the first evaluation"
         exit_with_error("\n".join(f"{name}/history.jsonl {why}" for name in empty))
 
+    # Draw first: a picture that can't be drawn must not replace one that is there
     picture = draw_png(runs)
     path = args.png or os.path.join(args.out_dirs[0], "curves.png")
     try:
@@ -93,6 +95,7 @@ def main() -> None:
 
 def downsample(points: list[tuple[int, float]]) -> list[Group]:
     """Return at most MAX_POINTS groups of points, [(iteration, value)]."""
+    # Groups of equal size, so that a spike of one step stays visible in its group's maximum
     size = max(1, math.ceil(len(points) / MAX_POINTS))
     groups = []
     for start in range(0, len(points), size):
@@ -143,6 +146,7 @@ def draw_line(axis: Any, history: list[dict], key: str, color: str) -> None:
     x = [group.iteration for group in groups]
     mean = [group.mean for group in groups]
 
+    # The mean of each group. Few points are marked, so that a single one can be seen
     marker = None
     if len(x) <= 30:
         marker = "."
@@ -151,6 +155,7 @@ def draw_line(axis: Any, history: list[dict], key: str, color: str) -> None:
         alpha = 0.6
     axis.plot(x, mean, color, alpha=alpha, linewidth=1, marker=marker)
 
+    # Their range, as a band
     low = [group.lowest for group in groups]
     high = [group.highest for group in groups]
     axis.fill_between(x, low, high, color=color, alpha=0.25)
@@ -158,6 +163,7 @@ def draw_line(axis: Any, history: list[dict], key: str, color: str) -> None:
 
 def draw_evaluations(axis: Any, history: list[dict], color: str) -> None:
     """Draw the validation losses with their standard errors."""
+    # A record may lack its standard error
     losses = dict(series(history, "val_loss"))
     error_of = dict(series(history, "val_loss_stderr"))
     errors = [error_of.get(iteration, 0) for iteration in losses]
@@ -179,6 +185,7 @@ def draw_png(runs: dict[str, list[dict]]) -> bytes:
     with contextlib.chdir(ROOT):
         from matplotlib.figure import Figure
 
+    # Six panels
     figure = Figure((15, 8), layout="constrained")
     for axis, key in zip(figure.subplots(2, 3).flatten(), PANELS):
         axis.grid(color="black", alpha=0.12)

@@ -44,6 +44,7 @@ def write_temp(path: str | os.PathLike, chunks: Iterable[bytes]) -> tuple[Path, 
     Return (temporary file, number of bytes, sha256), for os.replace(temporary file, path). Any
     exception, also Ctrl-C, removes the file. An OSError names `path`.
     """
+    # In the same folder, so that it can be renamed. Nobody can guess its name and put a link there
     path = Path(path)
     temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     digest = hashlib.sha256()
@@ -109,6 +110,7 @@ def remove_dir(path: str | os.PathLike, ignore_errors: bool = False) -> None:
     if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path)):
         os.remove(path)  # shutil.rmtree would wait for a pipe
         return
+    # A folder, and all that is in it
     try:
         shutil.rmtree(path, ignore_errors)
     except RecursionError:  # somebody else has made 1,000 folders in each other
@@ -128,6 +130,7 @@ def replace_dir(new: str | os.PathLike, path: str | os.PathLike) -> None:
 
     Then remove the folder that had this name before.
     """
+    # Under another name first: whenever a kill comes, one of the two is complete
     old = f"{path}.old"
     if os.path.exists(path):  # else a kill may have left only the old one
         remove_dir(old, ignore_errors=True)
@@ -162,8 +165,9 @@ def lock_folder(folder: str | os.PathLike, option: str) -> TextIO:
         raise UserError(
             f"another run is writing to {folder}: wait for it, or choose another {option}=DIR"
         ) from None
+    # The file system has no locks, and training matters more than this protection
     except OSError:
-        pass  # the file system has no locks, and training matters more than this protection
+        pass
     return lock
 
 
@@ -174,6 +178,7 @@ def new_files_in(folder: str | os.PathLike, option: str) -> Iterator[None]:
     After an exception, also Ctrl-C, the lock's file and the folders that were made here are
     removed, as far as they are empty. An OSError about a file in the folder becomes a UserError.
     """
+    # What this makes, and so may remove again
     folder = Path(folder)
     lock_file = folder / ".lock"
     is_new_lock = not os.path.lexists(lock_file)
@@ -236,6 +241,7 @@ def private_temp_dir() -> Path:
     folder = Path(tempfile.gettempdir(), f"gpt2-deepspeed-{os.geteuid()}")
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
+    # It may have been there: made by this user's other runs, or by somebody else
     if not is_private_dir(folder) or folder.stat().st_mode & 0o077:
         raise UserError(
             f"{folder} is not a folder that only you can open: remove it, or set TMPDIR to a "

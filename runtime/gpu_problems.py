@@ -44,6 +44,7 @@ def unsupported_gpu(capabilities: Iterable[Capability] | None = None) -> Problem
     if not built:
         return None
 
+    # The first GPU that none of them runs on
     for gpu in capabilities:
         fits = [
             arch <= gpu and (kind == "compute" or arch[0] == gpu[0]) for kind, arch in built
@@ -56,6 +57,8 @@ def unsupported_gpu(capabilities: Iterable[Capability] | None = None) -> Problem
         )
         if gpu < (5, 0):
             return problem, "use another GPU, or CUDA_VISIBLE_DEVICES=-1 for the CPU"
+
+        # For older ones, the PyTorch of requirements-volta.txt still has kernels
         file = "requirements.txt"
         if gpu < (7, 5):
             file = "requirements-volta.txt"
@@ -76,6 +79,7 @@ def undetected_gpu() -> Problem | None:
     problem = unsupported_gpu()
     if problem:
         return problem
+    # Most often a driver that is older than PyTorch's CUDA
     return (
         f"nvidia-smi lists GPUs, but PyTorch {torch.__version__}, for CUDA {torch.version.cuda}, "
         "finds none",
@@ -98,6 +102,7 @@ def wrong_gpu_names(listed: str) -> Problem | None:
         fix = "request one with --gpus-per-node=1, or use --device=cpu"
         return f"{problem}: this job has no GPU", fix
 
+    # CUDA takes numbers and beginnings of ids
     numbers = re.findall(r"^GPU (\d+):", listed, re.M)
     ids = re.findall(r"\(UUID: ([\w-]+)\)", listed)
     names = [name.strip() for name in value.split(",")]

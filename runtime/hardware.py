@@ -93,8 +93,10 @@ def gpu_named(name: str) -> Gpu | None:
     Return None for a name that isn't in GPUS. All words of it have to fit: a 4090 Laptop GPU, an
     A1000 or a T400 is another GPU.
     """
+    # Without words that don't tell models apart
     text = re.sub(r"NVIDIA|GEFORCE|TESLA|RTX|SXM\d*|HBM\w*|(?<=\d) ?GB\b", " ", name.upper())
     words = set(re.findall(r"[\w.]+", text))
+    # Longer names first: an H100 PCIe is another GPU than an H100
     for key in sorted(GPUS, key=len, reverse=True):
         own = set(re.findall(r"\w+", key))
         may_follow = {"PCIE", f"{GPUS[key].gb:g}"}
@@ -113,6 +115,8 @@ def find_gpu(target: float | str) -> Gpu:
     gpu = gpu_named(text)
     if gpu is not None:
         return gpu
+
+    # Then a size, of which no more is known
     size = re.fullmatch(r"(\d+(\.\d+)?) ?(GB)?", text, re.I)
     if not size or not 0 < float(size[1]) <= 1000:  # 3080 is a name too
         raise UserError(
@@ -162,6 +166,8 @@ def available_memory() -> int:
     Cached files count as free.
     """
     free = psutil.virtual_memory().available
+
+    # The container's limit, and what it has used: the host's figures don't know of it
     try:
         limit = int((CGROUP / "memory.max").read_text())
         used = int((CGROUP / "memory.current").read_text())
@@ -209,6 +215,7 @@ def pick_device(device: str, local_world_size: int = 1) -> str:
 def check_gpus(local_world_size: int) -> None:
     """Raise UserError unless PyTorch can use as many GPUs on this node."""
     found = torch.cuda.device_count()
+    # Fewer than the ranks, perhaps because of a wrong name: CUDA stops there, without a word
     if local_world_size > found:
         wrong = wrong_gpu_names(run_command("nvidia-smi", "-L"))
         if wrong:
@@ -221,6 +228,8 @@ def check_gpus(local_world_size: int) -> None:
             f"{counted(local_world_size, 'rank')}, but {counted(found, 'GPU')} on {where}: start "
             f"{counted(found, 'rank')}, or use --device=cpu"
         )
+
+    # Enough, but perhaps too old or too new
     capabilities = [torch.cuda.get_device_capability(gpu) for gpu in range(local_world_size)]
     problem = unsupported_gpu(capabilities)
     if problem:
@@ -240,6 +249,7 @@ def pick_dtype(dtype: str, device: str) -> str:
         if has_bf16:
             return "bfloat16"
         return "float16"
+    # What was asked for by name
     if dtype == "float16" and device == "cpu":
         raise UserError("dtype=float16 needs a GPU: use --dtype=float32 or --dtype=bfloat16")
     if dtype == "bfloat16" and device == "cuda" and not has_bf16:

@@ -14,12 +14,14 @@ OFFLOAD = "write --deepspeed_config=config/ds/zero2_offload.json"
 # What to do instead, with {} for the value. Names that did_you_mean() finds are not here
 INSTEAD = {
     "config": "write {} alone, without --config",
+    # Precision
     "fp16": "write --dtype=float16",
     "half": "write --dtype=float16",
     "bf16": "write --dtype=bfloat16",
     "mixed_precision": "write --dtype=bfloat16 or --dtype=float16",
     "precision": "write --dtype=bfloat16 or --dtype=float16",
     "amp": "write --dtype=float16",
+    # Batch and length of the run
     "per_device_train_batch_size": "write --batch_size={}",
     "micro_batch_size": "write --batch_size={}",
     "train_micro_batch_size_per_gpu": "write --batch_size={}",
@@ -31,6 +33,7 @@ INSTEAD = {
     "epochs": "write --max_epochs={}",
     "num_epochs": "write --max_epochs={}",
     "num_train_epochs": "write --max_epochs={}",
+    # Optimizer
     "lr": "write --learning_rate={}",
     "wd": "write --weight_decay={}",
     "warmup_steps": "write --warmup_iters={}",
@@ -46,6 +49,7 @@ INSTEAD = {
     "model_max_length": "write --block_size={}",
     "context_length": "write --block_size={}",
     "seq_len": "write --block_size={}",
+    # Checkpoints and the log
     "save_interval": "write --eval_interval={}: every evaluation saves",
     "save_steps": "write --eval_interval={}: every evaluation saves",
     "save_every": "write --eval_interval={}: every evaluation saves",
@@ -59,6 +63,7 @@ INSTEAD = {
     "resume": "write --init_from=resume",
     "resume_from_checkpoint": RESUME,
     "load_checkpoint": RESUME,
+    # Weights and data
     "model": "write --init_from={}",
     "model_name": "write --init_from={}",
     "model_type": "write --init_from={}",
@@ -66,6 +71,7 @@ INSTEAD = {
     "data_path": PREPARE,
     "data_dir": PREPARE,
     "train_file": PREPARE,
+    # Features
     "report_to": "write --wandb_log=True or --tensorboard_log=True",
     "wandb": "write --wandb_log=True",
     "use_lora": "write --lora_rank=64",
@@ -78,6 +84,7 @@ INSTEAD = {
     "offload": OFFLOAD,
     "cpu_offload": OFFLOAD,
     "offload_optimizer": OFFLOAD,
+    # GPUs
     "gpus": LAUNCH,
     "num_gpus": LAUNCH,
     "n_gpus": LAUNCH,
@@ -94,7 +101,7 @@ def instead_of(name: str, value: object) -> str | None:
     Return None if it is none of these.
     """
     text = str(value)
-    # ZeRO's stage has a number as its value, and each number another answer
+    # The stage of ZeRO: each number has another answer
     if name in STAGES:
         if text in ("0", "1", "2"):
             return "drop it: ZeRO-2 is the default, and stages 0 and 1 run as it"

@@ -40,6 +40,7 @@ class ResilientStream:
             method(*args)
         except BlockingIOError:  # a non-blocking pipe is full: its reader is slow, but reads on
             pass
+        # Whatever is printed from here on goes nowhere
         except (OSError, ValueError):
             try:
                 os.dup2(self.null.fileno(), self.stream.fileno())
@@ -60,6 +61,7 @@ def protect_output() -> None:
     # Libraries print to descriptors 1 and 2, so no file or socket may get these
     while os.dup(null.fileno()) < 2:
         pass
+    # Not every text fits the terminal's encoding
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or null
         stream.reconfigure(errors="backslashreplace")
@@ -165,6 +167,7 @@ def exit_on_error(interrupted: str) -> Iterator[None]:
     def stop(number: int, _: object) -> NoReturn:
         raise SignalError(number)
 
+    # Python's own way to end at these signals leaves temporary files behind
     watched = []
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP

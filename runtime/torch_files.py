@@ -130,12 +130,14 @@ class PickleChecker:
             self.stack.append(argument)
         elif operation in ("LONG1", "BINFLOAT"):  # as keys, some are as slow as tuples in tuples
             self.stack.append(Opaque())
+        # Names, and what was kept under a number
         elif operation == "GLOBAL":
             self.stack.append(Name(argument.replace(" ", ".")))
         elif operation in ("BINGET", "LONG_BINGET"):
             self.stack.append(self.memo[argument])
         elif operation in ("BINPUT", "LONG_BINPUT"):
             self.memo[argument] = self.stack[-1]
+        # A container begins
         elif operation == "MARK":
             self.below.append(self.stack)
             self.stack = []
@@ -150,6 +152,7 @@ class PickleChecker:
         if operation in TUPLES:
             items = [self.stack.pop() for _ in range(TUPLES[operation])]
             self.stack.append(tuple(reversed(items)))
+        # Containers, of what is on the stack since the last MARK
         elif operation == "TUPLE":
             items = self.since_mark()
             self.stack.append(tuple(items))
@@ -157,6 +160,7 @@ class PickleChecker:
             self.stack.append([])
         elif operation == "EMPTY_DICT":
             self.stack.append(Dict())
+        # Items of a list, and of a dict
         elif operation == "APPEND":
             item = self.stack.pop()
             self.stack[-1].append(item)
@@ -170,6 +174,7 @@ class PickleChecker:
         elif operation == "SETITEMS":
             items = self.since_mark()
             self.set_items(items)
+        # Calls, an object's state, and the bytes of a tensor
         elif operation in ("REDUCE", "NEWOBJ"):
             arguments = self.stack.pop()
             function = self.stack.pop()

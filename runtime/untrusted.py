@@ -76,8 +76,10 @@ def check_status(
 
     IsADirectoryError for a folder, otherwise UnsafeFileError.
     """
+    # As open() does
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    # What hangs, and what fills the memory
     if not stat.S_ISREG(status.st_mode):
         raise UnsafeFileError(f"{path} is a pipe or a device, not a file: replace it with a file")
     if max_bytes is not None and status.st_size > max_bytes:
@@ -112,6 +114,7 @@ def read_json(
     that a TypedDict doesn't name are kept. Raises UnsafeFileError, which names the key that is
     wrong, and OSError.
     """
+    # Each key is checked here, so that no reader has to
     content = read_regular(path, max_bytes, follow_links)
     try:
         value = parse_json(content)
@@ -129,6 +132,7 @@ def parse_json(text: str | bytes) -> Any:
     Raises ValueError if the text isn't JSON, is nested more than MAX_JSON_DEPTH deep, or holds a
     whole number of more than MAX_DIGITS digits.
     """
+    # json recurses, and ends with an error of Python's at some depth
     too_deep = f"it is nested more than {MAX_JSON_DEPTH} deep"
     try:
         value = json.loads(text, parse_int=parse_whole_number)

@@ -137,7 +137,8 @@ def set_network_interfaces() -> None:
 
 def own_address_towards(host: str) -> str:
     """Return this machine's address in a connection to a host. Raises OSError without a route."""
+    # The system chooses the route when a socket is connected, and with UDP nothing is sent
     family, kind, protocol, _, remote = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(remote)  # sends nothing
+        probe.connect(remote)
         return probe.getsockname()[0]

@@ -62,6 +62,7 @@ class LateNotice:
 
     def wait_for_all(self, store: dist.Store, world_size: int, timeout_s: float) -> None:
         """Wait for all ranks of a store. Raises UserError after timeout_s."""
+        # Each rank says that it is here. The notice looks for the same keys
         store.set(f"here/{RANK}", "")
         self.store = store
         deadline = time.monotonic() + timeout_s
@@ -89,11 +90,13 @@ def listed(ranks: list[int]) -> str:
 def source() -> str:
     """Return where the number of ranks comes from, and what to do if it is wrong."""
     world_size = os.environ["WORLD_SIZE"]
+    # By srun or mpirun
     if STARTED_BY is not None:
         return (
             f"{STARTED_BY.size}={world_size} in the environment says that {STARTED_BY.name} has "
             f"started so many: if it has not, run unset {STARTED_BY.size}"
         )
+    # By torchrun or deepspeed, or by variables that an earlier run has left in this shell
     parent = psutil.Process().parent()
     if parent is not None and is_launcher(parent):
         return f"the launcher, process {parent.pid}, has started them: look for their errors above"

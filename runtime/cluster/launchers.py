@@ -64,6 +64,7 @@ def find_launcher(environ: MutableMapping[str, str]) -> Launcher | None:
 
     One that says enough of them comes first.
     """
+    # torchrun or deepspeed has started this process, or the user has set the variables
     if "RANK" in environ:
         return None
     found = [launcher for launcher in LAUNCHERS if number(environ, launcher.size) > 1]
@@ -140,12 +141,16 @@ def ranks_of(environ: MutableMapping[str, str], launcher: Launcher) -> dict[str,
     rank = number(environ, launcher.rank)
     local_rank = number(environ, launcher.local_rank)
     local_size = number(environ, launcher.local_size)
+
+    # Slurm has the tasks of all nodes in one text
     if launcher.local_size == "SLURM_STEP_TASKS_PER_NODE":
         counts = tasks_per_node(environ.get(launcher.local_size, ""))
         node = number(environ, "SLURM_NODEID")
         local_size = -1
         if 0 <= node < len(counts):
             local_size = counts[node]
+
+    # A launcher without one of its variables, or with those of another job
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
         return {}
     return {
@@ -179,6 +184,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 def first_host(text: str) -> str:
     """Return the first host of a list of Slurm's, such as node[08-11,20],login1: node08."""
+    # Its name up to a bracket, the first number in that, and what follows it
     match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", text)
     if match is None:
         return ""

@@ -96,6 +96,7 @@ def refuse_runs_apart() -> None:
 
     Each of them would train by itself.
     """
+    # By srun or mpirun, without the variables that say which rank each is
     if STARTED_BY is not None and "RANK" not in os.environ:
         raise UserError(
             f"{STARTED_BY.size}={os.environ[STARTED_BY.size]} in the environment: "
@@ -103,6 +104,8 @@ def refuse_runs_apart() -> None:
             "is which: start with python launch_deepspeed.py, or set RANK, LOCAL_RANK, WORLD_SIZE, "
             "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
+
+    # By several torchruns or deepspeeds, of which each knows its own ranks only
     apart = launchers_apart(os.environ)
     if apart is not None:
         raise UserError(apart)
@@ -140,6 +143,7 @@ def show_progress(total: int, done: int, text: str) -> None:
     global _progress
     if RANK != 0 or not sys.stdout.isatty():
         return
+    # The first call makes it. After a resume it begins at the steps that were done before
     if _progress is None:
         from tqdm import tqdm
 
@@ -204,11 +208,13 @@ def merge_problems(ranks: list) -> list[str]:
 
     ranks: [(host name, problems)].
     """
+    # The hosts of each problem, in the order in which the ranks report them
     hosts_of = {}
     for host, problems in ranks:
         for problem in "\n".join(problems).splitlines():  # one may hold several lines
             hosts_of.setdefault(problem, []).append(host)
 
+    # With its hosts, unless there is one host or all have it
     several_hosts = len({host for host, _ in ranks}) > 1
     merged = []
     for problem, hosts in hosts_of.items():
@@ -319,6 +325,7 @@ def shut_down(code: int = 0) -> NoReturn:
     If destroying the group takes over a minute, as NCCL's does while a CUDA graph uses it, exit
     without that.
     """
+    # What others have asked for first: they may print, or free what a CUDA graph holds
     EXITING.set()
     _cleanup.close()
     if not dist.is_initialized():  # a dry run
@@ -327,6 +334,7 @@ def shut_down(code: int = 0) -> NoReturn:
     ALL_EXITING.set()
     sys.stdout.flush()
 
+    # Destroying the group, but not for ever
     last_resort = threading.Timer(DESTROY_TIMEOUT_S, os._exit, [code])
     last_resort.daemon = True
     last_resort.start()

@@ -26,6 +26,8 @@ def wait_for_host(host: str) -> None:
             why = error.strerror
         except UnicodeError:  # a part of the name is empty, or too long
             raise ValueError(f"--master_addr={host} is not the name of a host") from None
+
+        # Say once whom it waits for, and look again each second
         if time.monotonic() > deadline:
             raise ValueError(f"--master_addr={host} can't be resolved ({why})")
         if not is_reported:
@@ -46,16 +48,41 @@ def start_without_network(args: argparse.Namespace) -> None:
     also holds a pickle that torchrun loads, so any user of this machine could run code. The ranks
     meet in a file that only this user can open: see runtime/cluster/store.py.
     """
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+    port = master_port(args.master_port)
+    # torchrun finds a rendezvous by its name. --standalone would choose another
+    rendezvous_handler_registry.register("one-node", one_node_handler(port))
+    args.standalone = False
+    args.rdzv_backend = "one-node"
+
+
+def master_port(chosen: int) -> int:
+    """Return MASTER_PORT, for scripts that open a store of their own: the user's, or any free one.
+
+    chosen: --master_port. Raises ValueError if it is in use.
+    """
+    if chosen == DEFAULT_PORT:
+        chosen = 0
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", chosen))
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"--master_port={chosen} can't be used ({error})") from None
+        return probe.getsockname()[1]
+
+
+def one_node_handler(port: int) -> type:
+    """Return torchrun's RendezvousHandler of one node: there is nobody to wait for."""
     from torch.distributed import HashStore
     from torch.distributed.elastic.rendezvous import (
         RendezvousHandler,
         RendezvousInfo,
         RendezvousStoreInfo,
-        rendezvous_handler_registry,
     )
 
     class OneNode(RendezvousHandler):
-        """A rendezvous of one torchrun: there is nobody to wait for."""
+        """What torchrun asks a rendezvous for."""
 
         use_agent_store = False  # the ranks have their own
 
@@ -84,17 +111,4 @@ def start_without_network(args: argparse.Namespace) -> None:
         def shutdown(self) -> bool:
             return True
 
-    # MASTER_PORT, for scripts that open a store of their own: the user's, or else any free one
-    chosen = args.master_port
-    if chosen == DEFAULT_PORT:
-        chosen = 0
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", chosen))
-        except (OSError, OverflowError) as error:
-            raise ValueError(f"--master_port={chosen} can't be used ({error})") from None
-        port = probe.getsockname()[1]
-
-    rendezvous_handler_registry.register("one-node", OneNode)
-    args.standalone = False
-    args.rdzv_backend = "one-node"
+    return OneNode

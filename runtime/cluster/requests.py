@@ -41,6 +41,7 @@ class SignalWatch:
             is_ignored = signal.getsignal(number) is signal.SIG_IGN
             if number != signal.SIGHUP or not is_ignored:  # it is ignored under nohup
                 signal.signal(number, lambda *_: None)
+        # From here on, Python writes the number of each signal to the pipe
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         threading.Thread(target=self.run, daemon=True).start()
 
@@ -55,6 +56,7 @@ class SignalWatch:
 
     def end_at_second_ctrl_c(self) -> None:
         """End this process if this Ctrl-C isn't the first."""
+        # A terminal sends it to all processes, and a launcher may pass it on once more
         now = time.monotonic()
         if self.first_ctrl_c is None:
             self.first_ctrl_c = now

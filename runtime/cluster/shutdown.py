@@ -51,17 +51,22 @@ class Shutdown:
     """
 
     def __init__(self, peers: list, signals: SignalWatch | None = None) -> None:
+        # What stops the run
         self.exit_code: int | None = None  # requested on this rank
         self.announced = False
         self.signals = signals
         self.stop_file: StopFile | None = None
         self.can_save = False
+
+        # Whom it watches
         self.neighbors = neighbors_of(peers)
         # torchrun, or the two processes of deepspeed: their end stops the run, a shell's doesn't
         parents = psutil.Process().parents()
         self.launchers = list(itertools.takewhile(is_launcher, parents))
         self.launcher_end: float | None = None  # when it was first missed
         self.reported: set[str] = set()
+
+        # From here on, gloo's and NCCL's threads run: an error of this rank has to end all of it
         explain_uncaught(Explainer.LOST_RANK, explain_lost_rank)
         explain_uncaught(Explainer.USER_ERROR, explain_and_end)
         threading.Thread(target=self._run, daemon=True).start()
@@ -113,6 +118,7 @@ class Shutdown:
         """
         if all(map(is_running, self.launchers)):
             return
+        # Before the first step there is nothing to wait for
         if self.signals and not self.can_save:
             self.announce(f"stop requested (the launcher has exited): {NOTHING_TO_SAVE}")
             os._exit(143)
@@ -124,14 +130,14 @@ class Shutdown:
         if time.monotonic() <= self.launcher_end + LAUNCHER_GRACE_S:
             return
 
-        # The step doesn't end
+        # The step doesn't end, so nothing can be saved. A stopped process can't end itself
         self.report(
             f"the launcher ended {LAUNCHER_GRACE_S} s ago and this rank can't finish its step, so "
             "it exits"
         )
         for process in self.neighbors.values():
             if is_running(process) and process.status() == psutil.STATUS_STOPPED:
-                process.kill()  # it can't end itself
+                process.kill()
         os._exit(143)
 
     def check_neighbors(self) -> None:
@@ -142,6 +148,7 @@ class Shutdown:
         dead = [rank for rank, process in self.neighbors.items() if not is_running(process)]
         if not dead:
             return
+        # At the end of a run, it may have left a moment before this rank
         if EXITING.is_set() and ALL_EXITING.wait(LAST_BARRIER_S):
             return
         self.report(f"rank {dead[0]} has died, so this rank exits too; see the error message above")
@@ -167,6 +174,8 @@ class Shutdown:
         vote = -1  # to go on
         if self.exit_code is not None:
             vote = self.exit_code
+
+        # In one collective: this is done after each step
         votes = torch.tensor([vote, flag], dtype=torch.float64)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         highest, flag = votes.tolist()
@@ -219,6 +228,7 @@ def neighbors_of(peers: list) -> dict[int, psutil.Process]:
 
     peers: as for Shutdown.
     """
+    # A node is a host name and its interfaces: containers of one host may have the same name
     own_node = peers[RANK][0]
     found = {}
     for rank, (node, pid) in enumerate(peers):
@@ -243,9 +253,12 @@ def explain_lost_rank(error: BaseException) -> None:
 
     Ignore other errors.
     """
+    # The libraries raise a RuntimeError for everything, so the text has to tell
     is_of_collective = re.search("gloo|NCCL|[Cc]onnection", str(error))
     if not isinstance(error, RuntimeError) or EXITING.is_set() or not is_of_collective:
         return
+
+    # Without the place in PyTorch's source, [../gloo/transport/tcp/pair.cc:534]
     minutes = group_timeout().total_seconds() / 60
     why = re.sub(r"^\[.*?\] ", "", str(error).splitlines()[0])
     print(

@@ -52,9 +52,10 @@ def open_store(timeout: datetime.timedelta) -> dist.Store | None:
 
     All ranks call this, with the variables of ranks_from_environment(). Raises UserError.
     """
+    # Alone: a store in memory. On several nodes: PyTorch's own, over the network
     world_size = launcher_variable("WORLD_SIZE")
     if world_size == 1:
-        return dist.HashStore()  # in memory
+        return dist.HashStore()
     if not is_on_one_node():
         return None
 
@@ -63,6 +64,8 @@ def open_store(timeout: datetime.timedelta) -> dist.Store | None:
     launcher = psutil.Process().parent()
     if launcher is not None and is_launcher(launcher):
         return dist.FileStore(str(private_file(launcher)), world_size)
+
+    # Without a launcher that we know, a store that other machines can't reach
     if not has_loopback_master():
         return None
     return open_loopback_store(world_size, timeout)
@@ -96,6 +99,8 @@ def private_file(launcher: psutil.Process) -> Path:
     """Return the file in which the ranks that this launcher has started meet. Raises UserError."""
     folder = private_temp_dir()
     remove_stale_files(folder)
+
+    # Another process may get the launcher's number later, and torchrun may start its ranks again
     started = int(launcher.create_time() * 1000)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return folder / f"{pid_namespace()}-{launcher.pid}-{started}-{attempt}"
@@ -133,6 +138,8 @@ def open_loopback_store(world_size: int, timeout: datetime.timedelta) -> dist.St
             timeout=timeout,
             wait_for_workers=False,  # LateNotice waits
         )
+
+    # Rank 0 opens the socket itself, because a TCPStore would open one on all interfaces
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
