@@ -165,8 +165,8 @@ def lock_folder(folder: str | os.PathLike, option: str) -> TextIO:
         raise UserError(
             f"another run is writing to {folder}: wait for it, or choose another {option}=DIR"
         ) from None
-    # The file system has no locks, and training matters more than this protection
     except OSError:
+        # The file system has no locks, and training matters more than this protection
         pass
     return lock
 

@@ -40,8 +40,8 @@ class ResilientStream:
             method(*args)
         except BlockingIOError:  # a non-blocking pipe is full: its reader is slow, but reads on
             pass
-        # Whatever is printed from here on goes nowhere
         except (OSError, ValueError):
+            # Whatever is printed from here on goes nowhere
             try:
                 os.dup2(self.null.fileno(), self.stream.fileno())
             except (OSError, ValueError):  # the stream is closed
