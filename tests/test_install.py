@@ -165,6 +165,41 @@ def test_uv_itself(project):
     assert modules(project) and "torch==2.11.0" in (project / ".venv" / "pip.log").read_text()
 
 
+@pytest.fixture
+def mirror(project):
+    """(Its address, what it was asked for): an index with the packages of the folder `wheels`, and nothing else."""
+    asked = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            asked.append(self.path)
+
+    (project / "simple").mkdir()
+    (project / "wheels").rename(project / "simple" / "torch")
+    serve = functools.partial(Handler, directory=project)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}/simple", asked
+        server.shutdown()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tool", [
+    "pip", pytest.param("uv", marks=pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv"))])
+def test_a_mirror_that_pip_conf_alone_names(project, mirror, tool):
+    address, asked = mirror
+    (project / "home" / ".config" / "pip").mkdir(parents=True)
+    (project / "home" / ".config" / "pip" / "pip.conf").write_text(f"[global]\nindex-url = {address}\n")
+    env = environment(project, HOME=f"{project}/home")
+    for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS", "PIP_CONFIG_FILE", "XDG_CONFIG_HOME"):
+        env.pop(name, None)
+    if tool == "uv":
+        env["PATH"] = os.environ["PATH"]
+    done = subprocess.run(command(project), cwd=project, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and f"into .venv with {tool} (once; 2.9 GB" in done.stdout
+    assert modules(project) and asked
+
+
 @pytest.mark.long
 def test_an_interrupted_installation_leaves_no_stamp(project):
     """Ctrl-C, which all processes of a terminal get, while uv runs."""

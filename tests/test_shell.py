@@ -165,6 +165,34 @@ def test_setup_chooses_the_requirements_by_the_cards(project, capabilities, suff
     assert (named.stdout, named.stderr) == (f"{project}/.venv-volta/bin/python\n", "")
 
 
+def test_an_environment_of_the_user_is_taken_as_it_is(project):
+    """PYTHON= by its path, relative to the folder that the command was called from, or by name. Nothing is made."""
+    shutil.rmtree(project / ".venv")
+    (project / "own").symlink_to(sys.executable)
+    path = f"{project}:{os.environ['PATH']}"
+    for given, taken in ((f"{project}/own", f"{project}/own"), ("./own", f"{project}/./own"), ("own", "own")):
+        found = setup(project, PYTHON=given, OLDPWD=str(project), PATH=path)
+        assert (found.stdout, found.stderr) == (f"{taken}\n", "")
+    (project / "old").write_text("#!/bin/sh\nexit 1\n")
+    (project / "old").chmod(0o755)
+    refused = setup(project, PYTHON=f"{project}/old")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == (f"setup: PYTHON={project}/old is not Python 3.11 or newer: change it, or unset it to "
+                              "create .venv\n")
+    assert not (project / ".venv").exists()
+
+
+@pytest.mark.long
+def test_an_environment_whose_python_has_gone_is_made_anew(project):
+    """As after an upgrade of the system. Nothing else of the old one stays."""
+    (project / ".venv" / "bin" / "python").unlink()
+    (project / ".venv" / "bin" / "python").symlink_to("/usr/bin/python3.2")
+    made = setup(project)
+    assert made.returncode == 0 and made.stdout.endswith(f"{project}/.venv/bin/python\n"), made.stderr
+    ready = (project / ".venv" / "ready").read_text()
+    assert ready.startswith("4294967295 0 Python 3.") and setup(project).stdout == f"{project}/.venv/bin/python\n"
+
+
 def test_requirements_that_do_not_exist_are_refused(project):
     refused = setup(project, VENV_REQUIREMENTS="requirements-v100.txt")
     assert (refused.returncode, refused.stdout) == (2, "")
