@@ -210,23 +210,38 @@ def char():
 
 
 def installs():
-    """The two commands in fresh Debian roots: tests/fresh_root.py."""
+    """README's command in fresh Debian roots: tests/fresh_root.py."""
     rows = []
-    for path in sorted((ROOT / "results").glob("cpu_install_*.json")):
-        file, = read(path.name)
+    for file in read("cpu_install_*.json"):
+        system = f"Debian {file['debian']}"
+        if file.get("memory_limit_gb"):
+            system += f", {file['memory_limit_gb']:g} GB of RAM"
         (downloaded,) = re.findall(r"([\d,]+) MB, now unpacking", "\n".join(file["console"]))
         cache = "empty" if file["cache"] == "empty" else "warm"
-        rows.append([f"Debian {file['debian']}", file["python"], file["installer"], cache, downloaded,
-                     f"{file['install_s']:.0f}", f"{file['venv_gb']}", f"{file['best_val_loss']}",
-                     "; ".join(file.get("tests", [])), link(file)])
-    return markdown(["system", "Python", "with", "cache", "packages, MB", "installation, s", ".venv, GB",
-                     "demo's loss", "tests", SOURCE], rows)
+        seconds = f"{file['install_s']:.0f}"
+        loss = f"{file['best_val_loss']:.4f}"
+        rows.append([system, file["python"], file["installer"], cache, downloaded, seconds,
+                     f"{file['venv_gb']:.2f}", loss, link(file)])
+    heads = ["system", "Python", "with", "cache", "packages, MB", "installation, s", ".venv, GB"]
+    return markdown([*heads, "demo's loss", SOURCE], rows)
+
+
+def suites():
+    """./run_tests.sh in fresh Debian roots: tests/fresh_root.py --tests."""
+    rows = []
+    for file in read("cpu_suite_*.json"):
+        counts = dict.fromkeys(("passed", "failed", "errors", "skipped"), "0")
+        for number, what in re.findall(r"(\d+) (passed|failed|errors?|skipped)", file["tests"]):
+            counts["errors" if what.startswith("error") else what] = f"{int(number):,}"
+        rows.append([f"Debian {file['debian']}", file["python"], file["installer"], *counts.values(),
+                     f"{file['tests_s'] / 60:.0f}", link(file)])
+    return markdown(["system", "Python", "with", *counts, "minutes", SOURCE], rows)
 
 
 TABLES = {
     "cards": cards, "speed": speed, "training": training, "fsdp2": fsdp2, "muon": muon, "race": race,
     "fast-path-losses": fast_path_losses, "memory": memory, "sampling": sampling, "checkpoints": checkpoints,
-    "drills": drills, "char": char, "installs": installs}
+    "drills": drills, "char": char, "installs": installs, "suites": suites}
 
 
 def pages():
