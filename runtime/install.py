@@ -98,7 +98,7 @@ def explain_failure():
     errors = [line for line in log.splitlines() if line.startswith("ERROR") and line != "ERROR: Exception:"]
     print("\n".join(errors or [last_line()]), file=sys.stderr)
     if re.search(r"No space left|[Qq]uota exceeded", log):
-        fix = "free 10 GB here and in pip's cache, which PIP_NO_CACHE_DIR=1 leaves out"
+        fix = "free 12 GB here and in pip's cache, which PIP_NO_CACHE_DIR=1 leaves out"
     else:
         fix = "without a package index, set PIP_INDEX_URL to a mirror"
     fail(f"pip failed (log: {VENV.name}/{LOG.name}): {fix}; then run this again, or start over with rm -rf {VENV.name}")
@@ -134,7 +134,7 @@ def cpu_wheels(text: str, config: dict) -> tuple[str | None, str]:
         return None, "without PyTorch"
     if choice == "" and has_torch(pin[1]):
         return None, "PyTorch is there"
-    size = "2.9 GB to download and 5.4 GB on the disk for PyTorch with CUDA"
+    size = "2.9 GB to download and 5.8 GB on the disk for PyTorch with CUDA"
     if choice == "cuda" or (choice == "" and (has_gpu() or shutil.which("sbatch"))):
         return None, size
     if choice == "" and ("index-url" in config or "no-index" in config):

@@ -261,7 +261,7 @@ def test_a_machine_without_gpu_takes_pytorch_for_cpus(cpu_wheels, no_gpu, tmp_pa
     assert chosen()[0] == page
     monkeypatch.setenv("VENV_TORCH", "cuda")
     (tmp_path / "nvidia-smi").unlink()
-    assert chosen() == (None, "2.9 GB to download and 5.4 GB on the disk for PyTorch with CUDA")
+    assert chosen() == (None, "2.9 GB to download and 5.8 GB on the disk for PyTorch with CUDA")
     monkeypatch.setenv("VENV_TORCH", "rocm")
     with pytest.raises(SystemExit) as stopped:
         chosen()
@@ -337,7 +337,7 @@ def test_a_full_disk_is_named_with_its_fix(tmp_path, monkeypatch, capsys):
         install.explain_failure()
     cause, advice = capsys.readouterr().err.splitlines()
     assert cause == "OSError: [Errno 28] No space left on device"
-    assert re.search(r"^setup: pip failed \(log: .*/pip.log\): free 10 GB here and in pip's cache, ", advice)
+    assert re.search(r"^setup: pip failed \(log: .*/pip.log\): free 12 GB here and in pip's cache, ", advice)
     install.LOG.write_text("ERROR: No matching distribution found for torch==2.11.0\nWARNING: there is a new pip\n")
     with pytest.raises(SystemExit):
         install.explain_failure()
