@@ -47,9 +47,9 @@ EIGHT = ("--max_iters=8", "--lr_decay_iters=8", "--warmup_iters=2", "--dropout=0
 AT_IMPORT = ("PYTHON", "HF_", "LC_", "LANG", "DS_", "OMP_", "TORCH_", "TRITON_")  # variables that imports read
 FLOAT16 = """
 from deepspeed.accelerator import get_accelerator
-from runtime.plan import run_plan
+from runtime.plan import machine
 get_accelerator().is_fp16_supported = lambda: True  # slow on CPU, but right
-run_plan.pick_dtype = lambda *_: "float16"
+machine.pick_dtype = lambda *_: "float16"
 """  # a plant: train in float16
 START = threading.Lock()  # for tests that start runs on several threads
 

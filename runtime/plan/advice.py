@@ -9,6 +9,7 @@ from runtime.data.loader import Batch
 from runtime.engine.ds_config import complete_config
 from runtime.files import format_bytes
 from runtime.plan.memory import MemoryInputs, bytes_with_eval, fits, gpu_bytes
+from runtime.plan.plan import RunPlan
 from runtime.plan.step_time import H200_FLOPS, relative_step_time
 
 ZERO2 = "ds_config_zero2.json"
@@ -47,7 +48,7 @@ def largest_that_fits(
     return None
 
 
-def runs_that_fit(plan) -> list[Fit]:
+def runs_that_fit(plan: RunPlan) -> list[Fit]:
     """Return at most 5 settings that fit, the fastest first.
 
     They have as many sequences per step as the RunPlan: of each preset, with and without
@@ -58,6 +59,7 @@ def runs_that_fit(plan) -> list[Fit]:
     for preset, recompute in itertools.product(PRESETS, (False, True)):
         if not can_use(plan, preset):
             continue
+        # The largest micro-batch with this preset, without our choice of local accumulation
         execution = plan.execution
         config, _ = complete_config(
             preset, plan.batch, plan.settings.grad_clip, execution.dtype, execution.compile
@@ -72,7 +74,7 @@ def runs_that_fit(plan) -> list[Fit]:
     return sorted(found)[:MOST_SHOWN]
 
 
-def can_use(plan, preset: str) -> bool:
+def can_use(plan: RunPlan, preset: str) -> bool:
     """Return whether a RunPlan's other settings and hardware can use a preset."""
     offload = "offload" in preset
     if offload and plan.execution.device == "cpu":  # whose memory is the host's already
@@ -82,7 +84,7 @@ def can_use(plan, preset: str) -> bool:
     return not (plan.settings.skip_grad_spikes and preset == ZERO3_OFFLOAD)
 
 
-def arguments(plan, **others: object) -> str:
+def arguments(plan: RunPlan, **others: object) -> str:
     """Return what to add to the command line for this RunPlan. others: settings to have as well."""
     wanted = {"gradient_checkpointing": plan.gradient_checkpointing, **others}
     if plan.settings.accumulate_locally is True:
@@ -97,10 +99,11 @@ def arguments(plan, **others: object) -> str:
     return " ".join(words)
 
 
-def lora_that_fits(plan) -> Fit | None:
+def lora_that_fits(plan: RunPlan) -> Fit | None:
     """Return the RunPlan with LoRA of rank 64, one sequence at a time, recomputed, if that fits."""
     if plan.lora or plan.params.muon or plan.fp8 or plan.start.kind in ("scratch", "resume"):
         return None
+    # The smallest run of that kind
     adapters = LORA_RANK * LORA_INPUTS_AND_OUTPUTS * plan.model.n_embd * plan.model.n_layer
     params = plan.params._replace(trainable=adapters, stored=plan.params.stored + adapters)
     smallest = plan.splits()[-1]
@@ -113,7 +116,7 @@ def lora_that_fits(plan) -> Fit | None:
     return Fit(0.0, size, words)
 
 
-def advice(plan) -> list[str]:
+def advice(plan: RunPlan) -> list[str]:
     """Return lines with the settings that fit if those of a RunPlan don't, the fastest first."""
     if fits(gpu_bytes(plan), plan):
         return []

@@ -166,6 +166,7 @@ def buckets(run: MemoryInputs) -> int:
     if run.stage == 3 and run.paths.gradients.taken:
         return zero3_buffers(run)
     zero = run.ds_config["zero_optimization"]
+    # Gradients: float32 sums of all, or buckets
     if run.accumulate_locally:
         size = run.params.trainable * 4
     elif run.stage == 2 and run.batch.world_size == 1:
@@ -292,6 +293,7 @@ def host_estimate(run: MemoryInputs, local_world_size: int, tag_bytes: int) -> d
 
     tag_bytes: of a checkpoint, or 0 if the run saves none.
     """
+    # What a node's ranks have of it
     share = local_world_size / run.batch.world_size
     parts = {
         "processes": HOST_BYTES_PER_PROCESS * local_world_size,

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import torch
 
+from runtime.cluster.ranks import Ranks
 from runtime.engine import fast_paths
 from runtime.engine.any_optimizer import is_adamw, optimizer_name
 from runtime.files import format_bytes, free_bytes
 from runtime.output import Explainer, counted, explain_uncaught
 from runtime.plan import advice, memory, step_time
+from runtime.plan.plan import RunPlan
 
 OUR_OPTIMIZER = "adamw = setup.make_adamw("  # in a training script
 
 
-def memory_report(plan, ranks) -> str:
+def memory_report(plan: RunPlan, ranks: Ranks) -> str:
     """Return the memory estimate of a GPU and of the host as text.
 
     With dry_run=True also settings that fit if this run doesn't. plan: a RunPlan.
@@ -32,9 +34,7 @@ def memory_report(plan, ranks) -> str:
     return "\n".join(lines)
 
 
-def format_breakdown(
-    title: str, parts: Mapping[str, float], limit: int | None = None
-) -> list[str]:
+def format_breakdown(title: str, parts: Mapping[str, float], limit: int | None = None) -> list[str]:
     """Return lines with the sum of the parts, and a bar for each.
 
     limit: the bytes that they should fit into; the first line says if they don't.
@@ -54,10 +54,11 @@ def format_breakdown(
     return lines
 
 
-def summary(plan) -> str:
+def summary(plan: RunPlan) -> str:
     """Return the run as text: model, data, hardware, batch, output, and the notes."""
     s = plan.settings
     notes = [f"note       {note}" for note in plan.notes]
+    # Of another machine's GPU, less is known
     if plan.execution.gpu:  # target_gpu: the data may be missing
         return "\n".join([model_line(plan), batch_line_of_target(plan), *time_lines(plan), *notes])
 
@@ -70,8 +71,11 @@ def summary(plan) -> str:
         *time_lines(plan),
         f"output     {s.out_dir}",
     ]
+
+    # What only some runs have
     if s.keep_last and not s.eval_only:
-        size, free = format_bytes(plan.tag_bytes), format_bytes(free_bytes(s.out_dir))
+        size = format_bytes(plan.tag_bytes)
+        free = format_bytes(free_bytes(s.out_dir))
         lines.append(f"space      {size} per checkpoint, {free} free")
     if len(plan.datasets) > 1:
         lines.append(mixture_line(plan))
@@ -80,7 +84,7 @@ def summary(plan) -> str:
     return "\n".join([*lines, *notes, *advice.advice(plan)])
 
 
-def model_line(plan) -> str:
+def model_line(plan: RunPlan) -> str:
     """Return the line on the model and where its weights come from."""
     origin = f"from {plan.start.init_from}"
     if plan.start.tag:
@@ -92,7 +96,7 @@ def model_line(plan) -> str:
     return line
 
 
-def data_line(plan) -> str:
+def data_line(plan: RunPlan) -> str:
     """Return the line on the datasets."""
     names = " and ".join(dataset.name for dataset in plan.datasets)
     train_tokens = plan.data["train_tokens"]
@@ -100,34 +104,34 @@ def data_line(plan) -> str:
     return f"data       {names}: {train_tokens:,} tokens to train on, {val_tokens:,} to validate"
 
 
-def mixture_line(plan) -> str:
+def mixture_line(plan: RunPlan) -> str:
     """Return the line on the shares of several datasets."""
     shares = ", ".join(f"{dataset.name} {dataset.share}" for dataset in plan.datasets)
     total = sum(dataset.share for dataset in plan.datasets)
     return f"mixture    {shares} of each {total:,} sequences"
 
 
-def hardware_line(plan) -> str:
+def hardware_line(plan: RunPlan) -> str:
     """Return the line on the devices, and how they are used."""
     name = "CPU"
     if plan.execution.device == "cuda":
         memory_of_gpu = format_bytes(torch.cuda.get_device_properties().total_memory)
         name = f"{torch.cuda.get_device_name()}, {memory_of_gpu}"
-    line = f"hardware   {plan.batch.world_size} x {name}, {plan.execution.dtype}, ZeRO-{plan.stage} "
-    line += f"({plan.settings.deepspeed_config})"
+    line = f"hardware   {plan.batch.world_size} x {name}, {plan.execution.dtype}, "
+    line += f"ZeRO-{plan.stage} ({plan.settings.deepspeed_config})"
     if plan.execution.compile:
         line += ", compiled"
     return line
 
 
-def sequences_of_a_step(plan) -> str:
+def sequences_of_a_step(plan: RunPlan) -> str:
     """Return the batch as text: micro-batch x ranks x accumulation = sequences."""
     batch = plan.batch
     factors = f"{batch.micro} x {batch.world_size} x {batch.accumulation}"
     return f"{factors} = {counted(batch.sequences, 'sequence')}"
 
 
-def batch_line(plan) -> str:
+def batch_line(plan: RunPlan) -> str:
     """Return the line on the batch, and on the epoch in steps."""
     epoch = plan.data["train_tokens"] / plan.model.block_size
     if plan.data["template"]:  # conversations: windows have paddings
@@ -139,13 +143,13 @@ def batch_line(plan) -> str:
     )
 
 
-def batch_line_of_target(plan) -> str:
+def batch_line_of_target(plan: RunPlan) -> str:
     """Return the line on the batch with target_gpu."""
     how = f"{plan.execution.dtype}, ZeRO-{plan.stage}"
     return f"plan       {sequences_of_a_step(plan)} per step, {how}"
 
 
-def time_lines(plan) -> list[str]:
+def time_lines(plan: RunPlan) -> list[str]:
     """Return the line on the time, if it can be estimated."""
     if not plan.execution.peak_flops or plan.settings.eval_only:
         return []
@@ -153,7 +157,7 @@ def time_lines(plan) -> list[str]:
     return [line] if line else []
 
 
-def optimizer_line(plan, optimizer: torch.optim.Optimizer | None = None) -> str:
+def optimizer_line(plan: RunPlan, optimizer: torch.optim.Optimizer | None = None) -> str:
     """Return the line on the optimizer. None: the script hasn't made it."""
     s = plan.settings
     name = "adamw"
@@ -166,13 +170,13 @@ def optimizer_line(plan, optimizer: torch.optim.Optimizer | None = None) -> str:
     return f"optimizer  {name} (learning rate {s.learning_rate:g})"
 
 
-def path_lines(plan) -> list[str]:
+def path_lines(plan: RunPlan) -> list[str]:
     """Return lines that say which fast paths the run takes, and why not the others."""
     first, *others = fast_paths.describe(plan.paths)
     return [f"paths      {first}", *(f"           {line}" for line in others)]
 
 
-def explain_out_of_memory(plan) -> None:
+def explain_out_of_memory(plan: RunPlan) -> None:
     """If the GPU runs out of memory, print settings that take less, and exit with code 2.
 
     The other ranks follow. This installs an excepthook.

@@ -14,7 +14,7 @@ from configurator import settings_of_script
 from runtime.checkpoint.manifest import sign_manifest
 from runtime.checkpoint.tags import TagStore
 from runtime.errors import UserError
-from runtime.plan.run_plan import check_disk
+from runtime.plan.out_dir import check_disk
 from runtime.plan.start import Start
 
 

@@ -159,7 +159,7 @@ def test_the_plan_of_a_billion_parameters_on_4_gpus_by_hand(stage, overlap, part
 
 
 def test_on_a_cpu_offload_is_no_advice(characters, monkeypatch):
-    monkeypatch.setattr("runtime.plan.run_plan.available_memory", lambda: 24e9)
+    monkeypatch.setattr("runtime.plan.machine.available_memory", lambda: 24e9)
     told = report("config/train_gpt2_xl.py", "--device=cpu", f"--dataset={characters}", "--optimizer=adamw",
                   "--keep_last=0")
     assert "of 24.00 GB: too much" in told and "offload" not in told

@@ -189,8 +189,8 @@ def test_a_launcher_without_master_addr(train):
 def test_ranks_whose_machines_differ_part(characters, tmp_path):
     """One is made to believe that it has a millionth of the other's memory; left alone, they would wait for ever."""
     script = planted(tmp_path, """
-import runtime.plan.run_plan
-runtime.plan.run_plan.available_memory = lambda: 2e9 if os.environ["RANK"] == "0" else 2e3
+import runtime.plan.machine
+runtime.plan.machine.available_memory = lambda: 2e9 if os.environ["RANK"] == "0" else 2e3
 """)
     run = launch(script, *SMALL, f"--dataset={characters}", f"--out_dir={tmp_path}/out", "--batch_size=auto", ranks=2)
     told = "the ranks differ in batch_size (4 on rank 0, 1 on rank 1): make it the same on all"

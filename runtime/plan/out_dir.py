@@ -1,0 +1,107 @@
+"""Check the output folder of a run, and the space on its disk."""
+
+import os
+from typing import Any
+
+from runtime.checkpoint.tags import TagStore
+from runtime.errors import UserError
+from runtime.files import format_bytes, free_bytes, nearest_existing_dir, refuse_broken_link
+from runtime.plan.rules import evaluations_through
+from runtime.plan.start import Start
+
+WRITTEN = ("history.jsonl", "settings.json", "latest")
+SIZE_IS_OFF_BY = 1.02  # the size of a checkpoint is an estimate
+
+
+def check_out_dir(s: Any, start: Start | None, tag_bytes: int, notes: list[str]) -> None:
+    """Raise UserError if out_dir can't be written, holds another run, or has no space.
+
+    s: the settings. tag_bytes: of a checkpoint; 0: don't check the space.
+    """
+    if s.eval_only:
+        return
+    refuse_broken_link(s.out_dir, "--out_dir")
+
+    # Is another run there?
+    newest = TagStore(s.out_dir).newest()
+    if newest and start and start.kind != "resume" and not s.overwrite:
+        problem = (
+            f"{s.out_dir} already holds a run ({newest}): resume it with --init_from=resume, "
+            "choose another --out_dir=DIR, or delete it with --overwrite=True"
+        )
+        if not s.dry_run:
+            raise UserError(problem)
+        notes.append(problem)
+    if newest and s.overwrite and start and start.parent:
+        parent, _ = start.parent
+        if os.path.samefile(parent, s.out_dir):
+            raise UserError(
+                f"overwrite=True would delete init_from={s.init_from}: choose another --out_dir=DIR"
+            )
+    if os.path.exists(os.path.join(s.out_dir, "manifest.json")):
+        raise UserError(
+            f"out_dir={s.out_dir} is a checkpoint of a run: choose another with --out_dir=DIR"
+        )
+
+    # Can it be written?
+    folder = nearest_existing_dir(s.out_dir)
+    if not s.out_dir or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise UserError(f"out_dir={s.out_dir} cannot be written: choose another with --out_dir=DIR")
+    for name in WRITTEN:
+        path = os.path.join(s.out_dir, name)
+        usable = os.path.isfile(path) and os.access(path, os.R_OK | os.W_OK)
+        if os.path.exists(path) and not usable:
+            raise UserError(
+                f"{path} cannot be read and written: fix that, or choose another --out_dir=DIR"
+            )
+    if s.keep_last and tag_bytes:
+        check_disk(s, start, tag_bytes)
+
+
+def check_disk(s: Any, start: Start, tag_bytes: int) -> None:
+    """Raise UserError unless the disk has room for the newest checkpoint, the best one and the one
+    being written, of tag_bytes each.
+
+    It need not have room for keep_last of them: a save that finds none deletes the oldest one.
+    """
+    store = TagStore(s.out_dir)
+
+    # What is kept: TagStore.clean() and Saver delete all others
+    kept: dict[str, int] = {}
+    first_iter = 0
+    if start.kind == "resume":
+        first_iter = store.iteration(start.tag)
+        needed = {store.iteration(tag) for tag in (start.tag, "best", "final")}
+        for tag in store.list():
+            iter_num = store.iteration(tag)
+            if iter_num in needed:
+                kept[tag] = iter_num
+    held = len(set(kept.values()))  # best and final are links
+
+    # What is saved: at each evaluation, and at the end. Unless only better ones are saved, best is
+    # older than newest. final stays until the end
+    evaluations = evaluations_through(s.max_iters - 1, s) - evaluations_through(first_iter, s)
+    saves = evaluations + 1
+    at_once = 2
+    if s.always_save_checkpoint:
+        at_once += 1
+    if "final" in kept:
+        at_once += 1
+    most = max(held + 1, min(held + saves, at_once))
+
+    free = free_bytes(s.out_dir) + store.bytes_besides(kept)
+    room = held + int(free // (SIZE_IS_OFF_BY * tag_bytes))
+    if saves <= 0 or most <= room:
+        return
+    if room == most - 1 > 1 and s.always_save_checkpoint:
+        fix = "add --always_save_checkpoint=False"
+    elif room > held:
+        fix = f"save once, at the end, with --eval_interval={s.max_iters}"
+        if s.eval_epochs:
+            fix += " --eval_epochs=None"
+    else:
+        fix = "save none with --keep_last=0"
+    raise UserError(
+        f"{most} checkpoints of {format_bytes(tag_bytes)} exist at the same time, but the disk of "
+        f"{s.out_dir} has room for {room}: {fix}, make room, or choose another --out_dir=DIR"
+    )

@@ -1,0 +1,29 @@
+"""What is decided before a run starts."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.plan.memory import MemoryInputs
+from runtime.plan.start import Start
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(MemoryInputs):
+    """Everything that is decided before a run starts, the same on all ranks.
+
+    What estimates memory and time, and what looks for settings that fit, takes MemoryInputs: a
+    RunPlan, or a RunPlan with other values.
+    """
+
+    settings: Any  # from configurator.py, with "auto" resolved
+    datasets: tuple  # Datasets
+    # {"tokenizer", "vocab_size", "template", "train_tokens", "val_tokens"} of all of them together
+    data: dict | None
+    tokens: dict | None  # {split: the Sequences of each dataset}
+    windows: int | None  # sequences per epoch
+    start: Start
+    lora: dict | None
+    eval_windows: int  # per evaluation, over all ranks
+    tag_bytes: int  # of a checkpoint
+    tokenizer: tuple | None  # (encode, decode), if sample_interval is set
+    notes: tuple[str, ...]
