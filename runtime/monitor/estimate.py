@@ -58,9 +58,7 @@ class LossSums:
         total = Sums(*all_reduce_sum(*self.sums))
         mean = total.loss / total.counts
         squares = (
-            total.loss_squared
-            - 2 * mean * total.counts_times_loss
-            + mean**2 * total.counts_squared
+            total.loss_squared - 2 * mean * total.counts_times_loss + mean**2 * total.counts_squared
         )
         residuals = max(0.0, squares)
         variance = residuals * total.windows / max(1, total.windows - 1)

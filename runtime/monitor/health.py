@@ -1,6 +1,7 @@
 """Steps that go wrong, and slow ranks.
 
-Steps: non-finite losses, gradient spikes, norms that rise, float16 overflow. Slow ranks: stragglers.
+Steps: non-finite losses, gradient spikes, norms that rise, float16 overflow. Slow ranks:
+stragglers.
 """
 
 import math
@@ -79,13 +80,14 @@ class StepHealth:
                 self.skipped_in_a_row = 0
                 self.warn(
                     iter_num,
-                    f"float16 gradient overflow: step skipped, loss scale is now {step.loss_scale:g}",
+                    "float16 gradient overflow: step skipped, loss scale is now "
+                    f"{step.loss_scale:g}",
                 )
                 return
             why = (
-                f"float16 gradient overflow at the minimum loss scale {step.loss_scale:g}: resume from "
-                "an earlier checkpoint with a lower learning_rate or --dtype=float32, or use a GPU "
-                "with bfloat16"
+                f"float16 gradient overflow at the minimum loss scale {step.loss_scale:g}: resume "
+                "from an earlier checkpoint with a lower learning_rate or --dtype=float32, or use "
+                "a GPU with bfloat16"
             )
         else:
             why = "the gradient is not finite"
@@ -113,8 +115,8 @@ class StepHealth:
 
 
 class SpikeDetector:
-    """Finds gradient norms far above the recent median, like llm.c's OutlierDetector, and those that
-    rise slowly.
+    """Finds gradient norms far above the recent median, like llm.c's OutlierDetector, and those
+    that rise slowly.
 
     norms: earlier ones. ratios: of each earlier norm to the median of the RISE_WINDOW norms before
     it.
@@ -159,9 +161,11 @@ class SpikeDetector:
         third = RISE_WINDOW // 3
         if len(ratios) < HISTORY:
             return None
+        # Do they rise at all?
         if statistics.median(norms[-third:]) <= statistics.median(norms[:third]):
             return None
 
+        # Are there enough high ones?
         limit = max(RISE_FACTOR, sorted(ratios[:-RISE_WINDOW])[-5])
         high = [ratio for ratio in ratios[-RISE_WINDOW:] if ratio > limit]
         if len(high) < RISE_COUNT:
@@ -182,10 +186,12 @@ class StragglerDetector:
         self.history: deque[Sequence[float]] = deque(maxlen=STRAGGLER_WINDOW)  # of per_rank
 
     def check(self, per_rank: Sequence[float]) -> str | None:
-        """Return a message that names a new straggler, else None. per_rank: seconds of each rank."""
+        """Return a message that names a new straggler, else None. per_rank: seconds of each
+        rank."""
         self.history.append(per_rank)
         if len(per_rank) < 2 or len(self.history) < STRAGGLER_WINDOW:
             return None
+        # The slowest rank, and the others
         medians = [statistics.median(seconds) for seconds in zip(*self.history, strict=True)]
         slowest = max(range(len(medians)), key=medians.__getitem__)
         own = medians.pop(slowest)
@@ -197,6 +203,6 @@ class StragglerDetector:
             return None
         self.reported = slowest
         return (
-            f"rank {slowest} is a straggler: {1e3 * own:.0f} ms for a forward pass or micro-step, the "
-            f"others {1e3 * others:.0f} ms; check its clocks and other processes"
+            f"rank {slowest} is a straggler: {1e3 * own:.0f} ms for a forward pass or micro-step, "
+            f"the others {1e3 * others:.0f} ms; check its clocks and other processes"
         )

@@ -1,4 +1,5 @@
-"""out_dir/history.jsonl, one JSON object per line; docs/output.md lists the keys. Without torch, for plot.py."""
+"""out_dir/history.jsonl, one JSON object per line; docs/output.md lists the keys. Without torch,
+for plot.py."""
 
 import errno
 import json
@@ -39,13 +40,16 @@ def read_history(out_dir: str) -> list[dict]:
     Invalid lines are reported and skipped: the last one may be incomplete. Raises UnsafeFileError.
     """
     path = os.path.join(out_dir, "history.jsonl")
-    history = []
+    history: list[dict] = []
     if not os.path.lexists(path):
         return history
     with open_regular(path, MAX_HISTORY_BYTES, follow_links=False) as file:
         number = 0
         skipped = []  # numbers of lines
-        while line := file.readline(MAX_RECORD_BYTES):
+        while True:
+            line = file.readline(MAX_RECORD_BYTES)
+            if not line:
+                break
             number += 1
             try:
                 record = parse_json(line.decode(errors="replace"))
@@ -61,6 +65,8 @@ def read_history(out_dir: str) -> list[dict]:
                     f"{path} has more than {MAX_RECORDS:,} records, or more than {MAX_SKIPPED:,} "
                     "lines that are none: move it elsewhere"
                 )
+
+    # What was skipped
     for number in skipped[:MAX_REPORTED]:
         report(f"{path}: skipping line {number}, which is not a complete record")
     if len(skipped) > MAX_REPORTED:
@@ -102,8 +108,9 @@ def series(history: list[dict], key: str) -> list[tuple[int, float]]:
     return points
 
 
-def trim_history(out_dir, iter_num):
+def trim_history(out_dir: str, iter_num: int) -> None:
     """Drop the records of an earlier run after step iter_num, where this run starts."""
-    if os.path.lexists(path := os.path.join(out_dir, "history.jsonl")):
-        records = [json_line(record) for record in read_history(out_dir) if record["iter"] <= iter_num]
-        write_atomic(path, "".join(records))
+    path = os.path.join(out_dir, "history.jsonl")
+    if os.path.lexists(path):
+        kept = [record for record in read_history(out_dir) if record["iter"] <= iter_num]
+        write_atomic(path, "".join(json_line(record) for record in kept))

@@ -1,4 +1,5 @@
-"""The console lines of steps and evaluations, and the losses in their records. See docs/output.md."""
+"""The console lines of steps and evaluations, and the losses in their records. See
+docs/output.md."""
 
 import math
 import statistics

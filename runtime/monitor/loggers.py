@@ -1,4 +1,5 @@
-"""wandb and TensorBoard: loggers that a run can report to, besides its console and history.jsonl."""
+"""wandb and TensorBoard: loggers that a run can report to, besides its console and
+history.jsonl."""
 
 import os
 from collections.abc import Callable

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -43,13 +44,13 @@ class RunLog:
     forward and backward. memory_plan: estimated peak bytes per GPU, by use. process_start:
     time.monotonic() when the process started.
 
-    Steps may differ in size, so all figures come from the sequences that were trained on: `batches`,
-    the TrainBatches, has their number as `position`, and `waited_s`.
+    Steps may differ in size, so all figures come from the sequences that were trained on:
+    `batches`, the TrainBatches, has their number as `position`, and `waited_s`.
     """
 
     def __init__(
         self,
-        settings: object,
+        settings: Any,
         sources: Sequence[str],
         state: Mapping,
         device: torch.device,
@@ -57,7 +58,7 @@ class RunLog:
         flops_per_token: int,
         memory_plan: Mapping[str, float],
         process_start: float,
-    ):
+    ) -> None:
         self.settings = settings
         self.settings_record = asdict(settings) | {"sources": sources}
         self.out_dir = settings.out_dir
@@ -105,11 +106,12 @@ class RunLog:
                 **machine_record(self.device),
                 "memory_plan": self.memory_plan,
             }
-            trim_history(self.out_dir, self.iter_num if self.resumes else -1)
+            last = self.iter_num if self.resumes else -1
+            trim_history(self.out_dir, last)
             text = json.dumps(record, indent=1)
             write_atomic(os.path.join(self.out_dir, "settings.json"), text)
 
-    def restart_clock(self, iter_num: int, batches, paused: bool = False) -> None:
+    def restart_clock(self, iter_num: int, batches: Any, paused: bool = False) -> None:
         """Start the clock, or restart it after a pause, so that no step's time includes it."""
         if self.paused or paused:
             self.clock = time.monotonic()
@@ -123,8 +125,8 @@ class RunLog:
         iter_num: int,
         loss: torch.Tensor,
         lr: float,
-        step,
-        batches,
+        step: Any,
+        batches: Any,
         share: float,
         own_work_s: float,
     ) -> None:
@@ -141,10 +143,14 @@ class RunLog:
         steps = iter_num - self.clock_iter
         sequences = batches.position - self.clock_position
         tokens_per_s = sequences * self.settings.block_size / seconds
+
+        # The model's FLOPs over those that the GPUs could make
         peak = peak_flops(self.device)
         mfu = None
         if peak:
             mfu = tokens_per_s * self.flops_per_token / (peak * len(losses))
+
+        # The record for history.jsonl and the loggers, and the line
         record = {
             "iter": iter_num,
             "loss": sum(losses) / len(losses),
@@ -178,8 +184,8 @@ class RunLog:
     def progress(self, record: Mapping, share: float, position: int, per_step: float) -> str:
         """Return the share of the run that is done, and the time left, as text.
 
-        It is that at the speed since the first step, evaluations included. The first step is slow, so
-        its line has the time since the start of the process instead.
+        It is that at the speed since the first step, evaluations included. The first step is slow,
+        so its line has the time since the start of the process instead.
 
         share: as for step(). position: the sequences so far. per_step: of each of the last steps.
         """
@@ -196,13 +202,17 @@ class RunLog:
         return f"{percent}, {format_time(seconds_per_sequence * sequences_left)} left"
 
     def evaluation(self, iter_num: int, losses: Mapping[str, Sequence], seconds: float) -> float:
-        """Print and record an evaluation. Return the validation loss, of a mixture the weighted mean.
+        """Print and record an evaluation. Return the validation loss, of a mixture the weighted
+        mean.
 
         losses: {"train" and "val": a lines.Estimate per dataset}.
         """
+        # The record for history.jsonl and the loggers
         shares = [dataset.share for dataset in self.datasets]
         record = {"iter": iter_num, **loss_record(losses, shares), "eval_s": seconds}
         record["perplexity"] = math.exp(min(record["val_loss"], MAX_EXPONENT))
+
+        # The line
         measures = f"perplexity {record['perplexity']:.2f}"
         if "bits_per_byte" in record:
             measures += f", {record['bits_per_byte']:.3f} bits per byte"
@@ -264,8 +274,8 @@ class RunLog:
         """Report why these weights are not saved, and how to continue."""
         self.is_finite = False
         print0(
-            "checkpoint not saved, because the loss is not finite: start again with a lower learning "
-            "rate, and with --init_from=auto to resume from an earlier checkpoint"
+            "checkpoint not saved, because the loss is not finite: start again with a lower "
+            "learning rate, and with --init_from=auto to resume from an earlier checkpoint"
         )
 
     def close(self, finished: bool, evals_since_best: int | None) -> None:

@@ -20,6 +20,7 @@ def check_wandb_settings() -> None:
         path = os.path.join(root, folder, "settings")
         if not os.path.lexists(path):
             continue
+        # The names of all sections
         parser = configparser.RawConfigParser(strict=False)
         try:
             parser.read_string(read_regular(path, MAX_BYTES).decode())
@@ -31,6 +32,6 @@ def check_wandb_settings() -> None:
         others = sorted(names - HARMLESS)
         if others:
             raise UserError(
-                f"{path} sets {', '.join(others)}, and may send your key to somebody else: remove it, "
-                "and set environment variables such as WANDB_BASE_URL instead"
+                f"{path} sets {', '.join(others)}, and may send your key to somebody else: remove "
+                "it, and set environment variables such as WANDB_BASE_URL instead"
             )
