@@ -25,7 +25,8 @@ RTOL = {"cpu": 1e-4, "cuda": 1e-2}  # a GPU multiplies in TF32
 
 
 def kernels_and_pytorch(tiny: Tiny) -> str:
-    """Check that blocks on our kernels have the loss and gradients of plain PyTorch, and the next tokens.
+    """Check that blocks on our kernels have the loss and gradients of plain PyTorch, and the next
+    tokens.
 
     Says which blocks run on the kernels, and why the others don't.
     """
@@ -68,7 +69,9 @@ def compare_decoding(plain: nn.Module, ours: nn.Module, device: str) -> None:
     step = partial(decode_step, ours)
     decoder = decoder_of(ours)(ours, 1, LENGTH, custom_step=step, cuda_graphs=False)
     decoder.prefill(idx[:, :-1])
-    logits = decoder.custom_step(idx[:, -1:], torch.tensor([LENGTH - 1], device=device), decoder.caches)
+    logits = decoder.custom_step(
+        idx[:, -1:], torch.tensor([LENGTH - 1], device=device), decoder.caches
+    )
     if not torch.allclose(logits, plain(idx)[:, -1], atol=10 * RTOL[device]):
         raise Different(
             "the logits of the decoding kernels are not PyTorch's: look at why_not_decoded in "

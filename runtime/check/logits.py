@@ -65,8 +65,8 @@ def future_is_hidden(tiny: Tiny) -> str:
 
 @torch.no_grad()
 def cached_logits(tiny: Tiny) -> str:
-    """Check that logits with a KV cache are those without: after a prompt, after each further token,
-    and with the mask that CUDA graphs need."""
+    """Check that logits with a KV cache are those without: after a prompt, after each further
+    token, and with the mask that CUDA graphs need."""
     model = tiny.stirred().eval()
     if "caches" not in inspect.signature(model.forward).parameters:
         raise Unchecked(f"{type(model).__name__}.forward takes no caches")
@@ -82,14 +82,14 @@ def cached_logits(tiny: Tiny) -> str:
             cached = calls_of(model, lambda: logits.append(step()))
         except Exception as error:  # without a cache, the model has run
             raise Different(
-                f"with a cache the model raises {describe_error(error)}, {where_called}: look at what it "
-                "does with cache, positions and mask"
+                f"with a cache the model raises {describe_error(error)}, {where_called}: look at "
+                "what it does with cache, positions and mask"
             ) from None
         if not torch.allclose(logits[0], whole[:, position], rtol=1e-4, atol=ATOL):
             where = where_differs(model, full, at_position(position), cached, at_position(-1))
             raise Different(
-                f"logits with a cache are not those without, {where_called}: look at {where}, and at "
-                "what it does with cache, positions and mask"
+                f"logits with a cache are not those without, {where_called}: look at {where}, and "
+                "at what it does with cache, positions and mask"
             )
 
     compare(f"after a prompt of {PROMPT} tokens", PROMPT - 1, lambda: used.prefill(idx[:, :PROMPT]))

@@ -1,5 +1,5 @@
-"""Checks of a model's gradients: of the loss in chunks, of functions with a backward of their own, and
-with recomputed activations."""
+"""Checks of a model's gradients: of the loss in chunks, of functions with a backward of their own,
+and with recomputed activations."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,7 +72,8 @@ def loss_in_chunks(tiny: Tiny) -> str:
         each = head(x, targets, "none").flatten()
         loss = head(x, targets)
         found = gradients_of_head(head, x, loss)
-    if not torch.allclose(loss, wanted_loss, rtol=1e-5) or not torch.allclose(each, losses, atol=1e-5):
+    same_mean = torch.allclose(loss, wanted_loss, rtol=1e-5)
+    if not same_mean or not torch.allclose(each, losses, atol=1e-5):
         raise Different(
             "the loss in chunks is not the loss over all rows: what "
             f"{name}.losses returns for a row may not depend on the other rows"
@@ -80,8 +81,8 @@ def loss_in_chunks(tiny: Tiny) -> str:
     wrong = differing(found, wanted)
     if wrong:
         raise Different(
-            f"the gradient of {wrong} is not autograd's over full logits: look at {name}.losses, and "
-            "at runtime/loss.py, which sums the gradients of chunks"
+            f"the gradient of {wrong} is not autograd's over full logits: look at {name}.losses, "
+            "and at runtime/loss.py, which sums the gradients of chunks"
         )
     by_hand = runtime.loss.head_is_ours(head)
     kind = "written by hand" if by_hand else "of autograd in chunks"
@@ -89,8 +90,8 @@ def loss_in_chunks(tiny: Tiny) -> str:
 
 
 def loss_of_some_targets(tiny: Tiny) -> str:
-    """Check that the loss of a model of others is a mean over the targets that aren't -1: then the means
-    of two parts of the targets, times their numbers, make up that of all."""
+    """Check that the loss of a model of others is a mean over the targets that aren't -1: then the
+    means of two parts of the targets, times their numbers, make up that of all."""
     model = tiny.stirred()
     name = f"{type(model).__name__}.forward"
     idx = tokens()
@@ -103,16 +104,16 @@ def loss_of_some_targets(tiny: Tiny) -> str:
             loss = model(idx, torch.where(chosen, targets, -1))
         except Exception as error:  # such as an index out of range
             raise Different(
-                f"with targets of -1, which don't count, {name} raises {describe_error(error)}: give "
-                "its cross-entropy ignore_index=-1, or train on data without a loss mask"
+                f"with targets of -1, which don't count, {name} raises {describe_error(error)}: "
+                "give its cross-entropy ignore_index=-1, or train on data without a loss mask"
             ) from None
         total = total + loss * chosen.sum()
     set_seed(0)
     whole = model(idx, targets) * targets.numel()
     if not torch.allclose(total, whole, rtol=1e-4):
         raise Different(
-            f"the loss of {name} is not a mean over the targets that aren't -1: give its cross-entropy "
-            "ignore_index=-1, or train on data without a loss mask"
+            f"the loss of {name} is not a mean over the targets that aren't -1: give its "
+            "cross-entropy ignore_index=-1, or train on data without a loss mask"
         )
     return "the loss is a mean over the targets that aren't -1"
 
@@ -161,14 +162,16 @@ def own_backwards(tiny: Tiny) -> str:
         wanted = (grad * direction).sum()
         if not (slope - wanted).abs() < 1e-3 * wanted.abs() + 1e-6:
             raise Different(
-                f"the gradient of {name} is not the derivative of the loss ({wanted.item():.3g} along "
-                f"itself, differences give {slope.item():.3g}): look at the backward of {names}"
+                f"the gradient of {name} is not the derivative of the loss ({wanted.item():.3g} "
+                f"along itself, differences give {slope.item():.3g}): look at the backward of "
+                f"{names}"
             )
     return f"the gradients through {names} are the derivatives of the loss"
 
 
 def functions_of(loss: Tensor) -> set[str]:
-    """Return the names of the autograd.Functions in a loss's graph that are not ours or PyTorch's."""
+    """Return the names of the autograd.Functions in a loss's graph that are not ours or
+    PyTorch's."""
     found = set()
     for node in runtime.loss.graph_nodes(loss):
         function = getattr(type(node), "_forward_cls", None)
@@ -178,7 +181,8 @@ def functions_of(loss: Tensor) -> set[str]:
 
 
 def recomputed_gradients(tiny: Tiny) -> str:
-    """Check that gradient checkpointing changes neither the loss nor the gradients, with dropout."""
+    """Check that gradient checkpointing changes neither the loss nor the gradients, with
+    dropout."""
     changed = {"dropout": 0.1} if hasattr(tiny.config, "dropout") else {}
     results = []
     for recompute in (False, True):

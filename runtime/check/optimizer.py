@@ -27,15 +27,16 @@ class ScriptPlan:
 
 
 def statements_of(script: Path) -> Iterator[ast.stmt]:
-    """Yield what the line of the optimizer may need, and that line: imports, constants, functions and
-    classes of a script."""
+    """Yield what the line of the optimizer may need, and that line: imports, constants, functions
+    and classes of a script."""
     for statement in ast.parse(script.read_text(encoding="utf-8")).body:
         is_import = isinstance(statement, ast.Import | ast.ImportFrom)
         if is_import or isinstance(statement, ast.FunctionDef | ast.ClassDef):
             yield statement
         elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
             targets = getattr(statement, "targets", None) or [statement.target]
-            is_optimizer = any(isinstance(target, ast.Name) and target.id == NAME for target in targets)
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            is_optimizer = NAME in names
             if is_optimizer or is_literal(statement.value):
                 yield statement
 
@@ -54,8 +55,8 @@ def optimizer_in_use(
 ) -> torch.optim.Optimizer:
     """Return the training script's optimizer for a model, with rates for a tiny one.
 
-    Raises Unchecked if its line needs more of the script than imports, constants, functions, classes,
-    `groups`, `model` and `plan.ds_config`.
+    Raises Unchecked if its line needs more of the script than imports, constants, functions,
+    classes, `groups`, `model` and `plan.ds_config`.
     """
     names = {
         "__name__": "optimizer_in_use",
@@ -70,8 +71,8 @@ def optimizer_in_use(
         optimizer = names[NAME]
     except Exception as error:  # whatever the user's line raises
         raise Unchecked(
-            f"the optimizer can't be made outside of {script.name} ({describe_error(error)}): the run "
-            "checks it before its first step"
+            f"the optimizer can't be made outside of {script.name} ({describe_error(error)}): the "
+            "run checks it before its first step"
         ) from None
     for group in optimizer.param_groups:
         group["lr"] = RATE * group.get("lr_ratio", 1)

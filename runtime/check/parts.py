@@ -26,8 +26,8 @@ def initial_weights(tiny: Tiny) -> str:
             raise Different(f"the initial {name} is not finite: look at {where}")
         if not torch.equal(param, others[name]):
             raise Different(
-                f"the initial {name} is not the same for the same seed, and each rank draws its own: "
-                f"look at {where}, which have to draw from PyTorch's generator"
+                f"the initial {name} is not the same for the same seed, and each rank draws its "
+                f"own: look at {where}, which have to draw from PyTorch's generator"
             )
     return "initial weights are finite, and the same for a seed"
 
@@ -42,8 +42,8 @@ def kept_buffers(tiny: Tiny) -> str:
     for name, buffer in made.items():
         if not torch.equal(buffer, other[name]):
             raise Different(
-                f"the buffer {name} is drawn at random and isn't saved, so a checkpoint is read with "
-                "another one: register it with persistent=True"
+                f"the buffer {name} is drawn at random and isn't saved, so a checkpoint is read "
+                "with another one: register it with persistent=True"
             )
     set_seed(0)
     loss = model(tokens(), tokens(seed=1))
@@ -52,8 +52,8 @@ def kept_buffers(tiny: Tiny) -> str:
     for name, buffer in made.items():
         if not torch.equal(buffer, after[name]):
             raise Different(
-                f"training changes the buffer {name}, which isn't saved, so a resume would begin with "
-                "its first value: register it with persistent=True"
+                f"training changes the buffer {name}, which isn't saved, so a resume would begin "
+                "with its first value: register it with persistent=True"
             )
     if not after:
         return "the model has no buffers"
@@ -69,15 +69,16 @@ def shared_parameters(tiny: Tiny) -> str:
     for names in names_of.values():
         if len(names) > 1:
             raise Different(
-                f"{' and '.join(names)} share memory but are two parameters, and each is trained and "
-                "loaded by itself: share the parameter, as self.b.weight = self.a.weight does"
+                f"{' and '.join(names)} share memory but are two parameters, and each is trained "
+                "and loaded by itself: share the parameter, as self.b.weight = self.a.weight does"
             )
     loaded = without_memory(lambda: tiny.model())
     lost = tensors_of(model).differences(tensors_of(loaded))
     if lost:
         raise Different(
             f"a model that is made to load a checkpoint has other tensors ({', '.join(lost[:3])}): "
-            f"{type(model).__name__}.__init__ may not depend on the values or the device of parameters"
+            f"{type(model).__name__}.__init__ may not depend on the values or the device of "
+            "parameters"
         )
     ties = [" is ".join(group) for group in ties_of(model)]
     if not ties:

@@ -1,7 +1,7 @@
 """One of two ranks of doctor.py --model, on CPUs: ranks.py FOLDER
 
-Trains a tiny model at ZeRO-2 and 3. Rank 0 writes FOLDER/NAME.pt for each way, {"losses", "weights"},
-or FOLDER/NAME.txt with why there is none, and saves checkpoints in FOLDER/tags-STAGE.
+Trains a tiny model at ZeRO-2 and 3. Rank 0 writes FOLDER/NAME.pt for each way, {"losses",
+"weights"}, or FOLDER/NAME.txt with why there is none, and saves checkpoints in FOLDER/tags-STAGE.
 """
 
 import os
@@ -40,7 +40,10 @@ from runtime.model_parts import ties_of
 from runtime.output import exit_on_error
 
 TIMEOUT_S = 60  # of a collective
-GRADIENTS = [(2, True), (3, True), (2, False), (3, False)]  # (stage, fast); what may be refused is last
+# What the code of a model raises
+OF_THE_MODEL = (RuntimeError, AttributeError, TypeError, ValueError, KeyError)
+# (stage, fast); what may be refused is last
+GRADIENTS = [(2, True), (3, True), (2, False), (3, False)]
 
 
 def write(folder: Path, name: str, losses: list[float], engine: Engine) -> None:
@@ -57,7 +60,11 @@ def train_and_save(tiny: Tiny, folder: Path, stage: int) -> None:
     config = json_of(stage, RANKS, ACCUMULATION, CLIP)
     engine = start_engine(tiny, config, RANKS, optimizer_in_use, fast=True)
     model = engine.module
-    model_state = {"model": asdict(tiny.config), "ties": ties_of(model), "model_source": source_of(model)}
+    model_state = {
+        "model": asdict(tiny.config),
+        "ties": ties_of(model),
+        "model_source": source_of(model),
+    }
     losses = [train_step(engine, step, RANKS, ACCUMULATION) for step in range(STEPS)]
     write(folder, f"training-{stage}", losses, engine)
     store = TagStore(folder / f"tags-{stage}", read_only=False)
@@ -126,6 +133,6 @@ if __name__ == "__main__":
     with exit_on_error("interrupted"):
         try:
             main(Path(sys.argv[1]))
-        except (RuntimeError, AttributeError, TypeError, ValueError, KeyError) as error:  # the model's own
+        except OF_THE_MODEL as error:
             print(describe_error(error), file=sys.stderr, flush=True)
             os._exit(2)

@@ -10,7 +10,15 @@ from runtime.check.logits import cached_logits, eval_repeats, future_is_hidden
 from runtime.check.loss import loss_in_chunks, own_backwards, recomputed_gradients
 from runtime.check.parts import initial_weights, kept_buffers, shared_parameters
 from runtime.check.shipped import edited_functions
-from runtime.check.tiny import DIFFERS, NOT_CHECKED, RAISES, Result, default_config, make_check, tiny_of
+from runtime.check.tiny import (
+    DIFFERS,
+    NOT_CHECKED,
+    RAISES,
+    Result,
+    default_config,
+    make_check,
+    tiny_of,
+)
 from runtime.check.zero import TwoRanks, checks_of
 from runtime.chosen_model import GPT, GPTConfig
 
@@ -31,8 +39,8 @@ IN_PROCESS = [
 
 
 def check_model() -> Iterator[Result]:
-    """Make all checks of the model in runtime/chosen_model.py, and yield their results. Raises UserError
-    if it has no tiny model."""
+    """Make all checks of the model in runtime/chosen_model.py, and yield their results. Raises
+    UserError if it has no tiny model."""
     tiny = tiny_of(GPT, default_config(GPTConfig))
     with tempfile.TemporaryDirectory() as folder:
         ranks = TwoRanks(Path(folder))  # they train meanwhile
@@ -47,7 +55,8 @@ def check_model() -> Iterator[Result]:
 
 
 def print_report() -> int:
-    """Print a table of all checks. Return the exit code: 2 if something differs or raises, else 0."""
+    """Print a table of all checks. Return the exit code: 2 if something differs or raises, else
+    0."""
     start = time.monotonic()
     edited = edited_functions(tiny_of(GPT, default_config(GPTConfig)).model())
     shown = ", ".join(edited[:MOST_SHOWN]) or "nothing"

@@ -1,6 +1,6 @@
 """Tell whether a model is the one that this project ships, by the hashes of its functions.
 
-    python -m runtime.check.shipped > runtime/check/shipped.json
+python -m runtime.check.shipped > runtime/check/shipped.json
 """
 
 import json
@@ -15,8 +15,8 @@ HASHES = Path(__file__).with_name("shipped.json")
 
 
 def edited_functions(model: nn.Module) -> list[str]:
-    """Return the names of the functions, classes and constants that are not as shipped, in all files
-    that have classes of the model. A copy of model.py has none."""
+    """Return the names of the functions, classes and constants that are not as shipped, in all
+    files that have classes of the model. A copy of model.py has none."""
     shipped = json.loads(HASHES.read_text(encoding="utf-8"))
     parts = source_of(model)["parts"]
     names = {**shipped, **parts}

@@ -16,8 +16,8 @@ from runtime.errors import UserError
 MOST_SHOWN = 3  # names of functions
 LONG_FORM = "python doctor.py --model checks all"
 NOT_A_MEAN = (
-    "the loss of {name}.forward is not a mean over the targets that aren't -1. This data has a loss "
-    "mask, so each micro-step counts by its number of targets"
+    "the loss of {name}.forward is not a mean over the targets that aren't -1. This data has a "
+    "loss mask, so each micro-step counts by its number of targets"
 )
 
 
@@ -30,10 +30,10 @@ def check_before_training(
 ) -> None:
     """Check a tiny model of this model's class, unless model and optimizer are as shipped.
 
-    Prints one line. Each rank calls this by itself; it exchanges nothing, and draws no random numbers.
-    config: the GPTConfig of the run. recomputes: whether the run uses gradient checkpointing. masked:
-    whether only some tokens are targets. Raises UserError if something differs. setup.initialize()
-    checks the optimizer.
+    Prints one line. Each rank calls this by itself; it exchanges nothing, and draws no random
+    numbers. config: the GPTConfig of the run. recomputes: whether the run uses gradient
+    checkpointing. masked: whether only some tokens are targets. Raises UserError if something
+    differs. setup.initialize() checks the optimizer.
     """
     edited = edited_functions(model)
     if not edited and is_adamw(optimizer):
@@ -56,7 +56,8 @@ def check_before_training(
         results = [make_check(name, check, tiny) for name, check in checks]
     for result in results:
         if result.status == DIFFERS and result.name == "loss mask" and not needs_mean:
-            # Such as one over two tokens ahead, whose terms have other numbers of targets. It can be trained
+            # Such as one over two tokens ahead, whose terms have other numbers of targets. It can
+            # be trained
             print0(f"note       {NOT_A_MEAN.format(name=type(model).__name__)}")
         elif result.status == DIFFERS:
             raise UserError(f"{result.name} ({what}): {result.sentence}; {LONG_FORM}")

@@ -91,8 +91,8 @@ def tiny_of(model_class: type[nn.Module], config: Any) -> Tiny:
         except Exception as error:  # whatever a model raises that can't have this shape
             problem = problem or describe_error(error)
     raise UserError(
-        f"no tiny {model_class.__name__} could be made to check it ({problem}): let its forward run "
-        f"with n_layer={LAYERS}, n_head={config.n_head} and n_embd={8 * config.n_head}"
+        f"no tiny {model_class.__name__} could be made to check it ({problem}): let its forward "
+        f"run with n_layer={LAYERS}, n_head={config.n_head} and n_embd={8 * config.n_head}"
     )
 
 
@@ -102,7 +102,8 @@ def default_config(config_class: type) -> Any:
         return config_class()
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"{config_class.__name__} can't be made of its defaults ({error}): give each field a default"
+            f"{config_class.__name__} can't be made of its defaults ({error}): give each field a "
+            "default"
         ) from None
 
 
@@ -159,7 +160,8 @@ def describe_error(error: BaseException) -> str:
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """Return the gradient of a loss for each parameter that is trained; 0 for one that gets none."""
+    """Return the gradient of a loss for each parameter that is trained; 0 for one that gets
+    none."""
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
     grads = {}

@@ -142,7 +142,9 @@ class PlainTraining:
         self.optimizer.step()
         self.trained.losses.append(total / count)
         self.trained.grads.append(grads)
-        self.trained.weights = {name: p.detach().clone() for name, p in params.items() if p.requires_grad}
+        self.trained.weights = {
+            name: p.detach().clone() for name, p in params.items() if p.requires_grad
+        }
         for replica in self.replicas[1:]:
             with torch.no_grad():
                 for param, own in zip(replica.parameters(), self.model.parameters(), strict=True):

@@ -103,8 +103,8 @@ class TwoRanks:
         return lines[0] if lines else f"the ranks did not end within {LIMIT_S} s"
 
     def result(self, name: str) -> Trained | None:
-        """Return what the ranks have made in one way, or None if they failed before. Raises Unchecked if
-        they say why there is nothing."""
+        """Return what the ranks have made in one way, or None if they failed before. Raises
+        Unchecked if they say why there is nothing."""
         reason = self.folder / f"{name}.txt"
         if reason.exists():
             raise Unchecked(reason.read_text(encoding="utf-8"))
@@ -138,8 +138,8 @@ def same_gradients(tiny: Tiny, ranks: TwoRanks) -> str:
             continue
         if wrong:
             raise Different(
-                f"at {way} on {RANKS} ranks the gradient of {wrong} is not plain PyTorch's: look at "
-                f"{owner_of(plain.model, wrong)}, and report it"
+                f"at {way} on {RANKS} ranks the gradient of {wrong} is not plain PyTorch's: look "
+                f"at {owner_of(plain.model, wrong)}, and report it"
             )
         check_losses(way, found.losses, plain.trained.losses)
     return f"{ACCUMULATION} micro-steps on {RANKS} ranks have plain PyTorch's gradients{notes}"
@@ -156,7 +156,8 @@ def check_losses(way: str, found: list[float], wanted: list[float]) -> None:
     for step, (loss, plain) in enumerate(zip(found, wanted, strict=True)):
         if not abs(loss - plain) < LOSS_ATOL:
             raise Different(
-                f"at {way} the loss of step {step + 1} is {loss:.6f}, and in plain PyTorch {plain:.6f}"
+                f"at {way} the loss of step {step + 1} is {loss:.6f}, and in plain PyTorch "
+                f"{plain:.6f}"
             )
 
 
@@ -166,7 +167,8 @@ def check_steps(way: str, found: Trained, plain: PlainTraining, start: dict[str,
     gone = {}
     wanted = {}
     for name, weight in plain.trained.weights.items():
-        clear = torch.stack([grads[name].abs() for grads in plain.trained.grads]).amin(0) > LEAST_GRAD
+        grads_of_steps = torch.stack([grads[name] for grads in plain.trained.grads])
+        clear = grads_of_steps.abs().amin(0) > LEAST_GRAD
         gone[name] = torch.where(clear, found.weights[name] - start[name], 0.0)
         wanted[name] = torch.where(clear, weight - start[name], 0.0)
     wrong = differing(gone, wanted, RTOL)
@@ -214,7 +216,8 @@ def resumed_training(tiny: Tiny, ranks: TwoRanks) -> str:
 
 
 def check_tag(tiny: Tiny, folder: Path, way: str, plain: PlainTraining) -> None:
-    """Raise Different unless a checkpoint has the tensors of the model, and is read as it was saved."""
+    """Raise Different unless a checkpoint has the tensors of the model, and is read as it was
+    saved."""
     reader, _ = open_tag(str(folder))
     differences = tensors_of(plain.model).differences(reader.tensors())
     if differences:
@@ -236,8 +239,8 @@ def check_tag(tiny: Tiny, folder: Path, way: str, plain: PlainTraining) -> None:
     plain.model.train()
     if not torch.allclose(loaded(tokens()), plain_logits, rtol=1e-2, atol=1e-2):
         raise Different(
-            f"a model that is loaded from a checkpoint of {way} has other logits than the one that was "
-            "saved: look for tensors that training changes and that are no persistent buffers"
+            f"a model that is loaded from a checkpoint of {way} has other logits than the one that "
+            "was saved: look for tensors that training changes and that are no persistent buffers"
         )
 
 
