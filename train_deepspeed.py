@@ -397,9 +397,8 @@ def evaluate() -> float | None:
 
 
 def evaluate_and_save() -> bool:
-    """Evaluate, and save a tag if one is due. Return whether this iteration needs no other tag: one
-    is being saved, or its loss is not finite. If a stop ends the evaluation, a resume makes it
-    up."""
+    """Evaluate, and save a tag if one is due. Return whether this iteration's tag is settled: it is
+    being saved, or its loss is not finite. If a stop ends the evaluation, a resume makes it up."""
     global best_val_loss, evals_since_best, evaluation_is_due, code_at_end
     was_due = evaluation_is_due
     val_loss = evaluate()
@@ -545,9 +544,9 @@ while not finished() and not eval_only and exit_code is None:
         )
 
     # evaluate, and save a tag
-    needs_no_tag = False
+    tag_is_settled = False
     if evaluations_due() > evaluations_before or at_end():
-        needs_no_tag = evaluate_and_save()
+        tag_is_settled = evaluate_and_save()
 
     # print a sample
     if sample_interval and iter_num % sample_interval == 0:
@@ -578,12 +577,14 @@ while not finished() and not eval_only and exit_code is None:
         saver.wait_or_exit()
     if exit_code is not None and not finished():
         print0(f"exiting after step {iter_num}")
-        if not needs_no_tag:
-            # A skipped step may follow weights that are already NaN
-            if health.skipped_in_a_row and not loss_is_finite():
-                log.not_saved()
-            else:
+        if not tag_is_settled:
+            is_finite = True
+            if health.skipped_in_a_row:  # maybe because the weights are NaN
+                is_finite = loss_is_finite()
+            if is_finite:
                 save(improved=False)
+            else:
+                log.not_saved()
 
 # -----------------------------------------------------------------------------
 # The end
@@ -591,7 +592,10 @@ while not finished() and not eval_only and exit_code is None:
 if profiler:
     profiler.close()
 saver.wait_or_exit()
-log.close(finished() and not eval_only, None if at_end() else evals_since_best)
+log.close(
+    finished=finished() and not eval_only,
+    evals_since_best=None if at_end() else evals_since_best,  # the run has stopped early
+)
 if finished():
     exit_code = code_at_end
 shut_down(exit_code or 0)
