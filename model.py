@@ -528,7 +528,9 @@ class GPT(nn.Module):
         tensors = open_weights(source)
         check_sizes(source, config)
         model = without_memory(lambda: cls(config), device)
-        replace_parameters(model, lambda _, param: torch.empty_like(param, dtype=dtype, device=device))
+        replace_parameters(
+            model, lambda _, param: torch.empty_like(param, dtype=dtype, device=device)
+        )
         with weights_errors(source):
             read_weights(model, source, tensors)
         return model.to(dtype)  # buffers, too

@@ -93,8 +93,8 @@ def head_is_ours(head: nn.Module) -> bool:
 
 @functools.cache
 def check_by_hand(cross_entropy: Callable) -> None:
-    """Raise UserError if the gradient that cross_entropy_with_grad returns isn't that of its losses.
-    Somebody may have edited one of the two."""
+    """Raise UserError if the gradient that cross_entropy_with_grad returns isn't that of its
+    losses. Somebody may have edited one of the two."""
     logits = torch.linspace(-3.0, 30.0, 6 * 64, device="cpu").sin().reshape(6, 64).requires_grad_()
     targets = torch.tensor([3, 0, -1, 49, 7, 7], device="cpu")
     with torch.enable_grad():

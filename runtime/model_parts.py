@@ -32,7 +32,8 @@ def unset_as_nan() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """The names and shapes of what a model holds. A model can take a tag's tensors if both are equal."""
+    """The names and shapes of what a model holds. A model can take a tag's tensors if both are
+    equal."""
 
     params: dict[str, torch.Size]  # under each of its names
     ties: frozenset[frozenset[str]]  # the names of each parameter that has several
@@ -45,7 +46,8 @@ class ModelTensors:
         return ModelTensors(params, ties, self.buffers)
 
     def differences(self, other: "ModelTensors") -> list[str]:
-        """Return what differs, the names of tensors or "A is B" for a parameter that has both names."""
+        """Return what differs, the names of tensors or "A is B" for a parameter that has both
+        names."""
         found = []
         for ours, theirs in ((self.params, other.params), (self.buffers, other.buffers)):
             found += [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
@@ -64,7 +66,8 @@ def tensors_of(model: nn.Module) -> ModelTensors:
 
 
 def count_elements(model: nn.Module) -> int:
-    """Return how many numbers a model's parameters and persistent buffers have, whole also at ZeRO-3."""
+    """Return how many numbers a model's parameters and persistent buffers have, whole also at
+    ZeRO-3."""
     tensors = tensors_of(model)
     again = {name for group in tensors.ties for name in sorted(group)[1:]}
     shapes = [shape for name, shape in tensors.params.items() if name not in again]
@@ -80,7 +83,8 @@ def ties_of(model: nn.Module) -> list[list[str]]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return {name: buffer} of the buffers that a state_dict has. A shared one has all its names."""
+    """Return {name: buffer} of the buffers that a state_dict has. A shared one has all its
+    names."""
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = dict(model.named_buffers(remove_duplicate=False))
     saved = model.state_dict(keep_vars=True)
@@ -88,13 +92,14 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_extra_state(model: nn.Module) -> None:
-    """Raise UserError if a module has a state that is neither parameter nor buffer: no reader of our
-    checkpoints could give it back."""
+    """Raise UserError if a module has a state that is neither parameter nor buffer: no reader of
+    our checkpoints could give it back."""
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise UserError(
-                f"{name or 'the model'} has get_extra_state ({type(module).__name__}), and checkpoints hold "
-                "parameters and buffers alone: keep that state in a tensor with register_buffer"
+                f"{name or 'the model'} has get_extra_state ({type(module).__name__}), and "
+                "checkpoints hold parameters and buffers alone: keep that state in a tensor with "
+                "register_buffer"
             )
 
 

@@ -38,14 +38,18 @@ def adamw_kernel(
     decay: 1 - lr * weight_decay. step: number of steps before this one. inverse_scale: of the loss
     scale, which grads have in them, and grad_norm hasn't.
     """
+    # The elements of this program, and those that the step changes
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
     norm = tl.load(grad_norm)
     commit = i < tl.where(norm < skip_above, n, 0)
+
+    # The bias corrections of this step
     t = tl.load(step) + 1
     step_size = lr / (1 - tl.exp2(t * tl.log2(beta1)))
     bias_correction2_sqrt = tl.sqrt(1 - tl.exp2(t * tl.log2(beta2)))
 
+    # The clipped gradient, the moments, and the weights
     g = tl.load(grads + i, mask=mask, other=0.0)
     g = g * (inverse_scale * tl.minimum(1.0, max_norm / (norm + 1e-6)))
     m = tl.load(exp_avg + i, mask=mask, other=0.0)

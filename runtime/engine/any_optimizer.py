@@ -76,6 +76,7 @@ def check_elementwise(
     flat_grads = grads.flatten(1)
     for group in optimizer.param_groups:
         try:
+            # The same steps on the matrix, on the flat matrix, and on pieces of it
             matrix = make_steps(optimizer, group, [weights], [grads])
             whole = make_steps(optimizer, group, [flat], [flat_grads])
             pieces = make_steps(
@@ -89,6 +90,8 @@ def check_elementwise(
                 f"the optimizer {name} can't be stepped on flat tensors ({type(error).__name__}: "
                 f"{why}): {CHOOSE}"
             ) from None
+
+        # Are they the same?
         check_moved(name, flat, whole.weights[0])
         same = torch.allclose(whole.weights[0], torch.cat(pieces.weights), rtol=1e-6, atol=1e-8)
         if not same:
@@ -158,6 +161,8 @@ def make_steps(
         if options.get(on_gpus):
             options[on_gpus] = None  # PyTorch chooses
     trial.param_groups = [options]
+
+    # Steps, with a watch over what the optimizer keeps besides its state
     attributes = values_of(vars(trial))
     values = values_of(options)
     for step in range(TEST_STEPS):
@@ -169,6 +174,7 @@ def make_steps(
     check_kept(name, "the attribute", attributes, values_of(vars(trial)))
     check_kept(name, "the parameter group's", values, values_of(options))
     for param in params:
+        # What it keeps has to be shardable
         for key, value in trial.state[param].items():
             is_number = isinstance(value, int | float)
             is_tensor = torch.is_tensor(value) and value.numel() in (1, param.numel())

@@ -78,6 +78,7 @@ class Engine:
         self.layout = layout_of(deepspeed)
         self.optimizer = optimizer_name(self.layout.optimizer)
 
+        # Our gradients and step, or a watch over DeepSpeed's own path
         self.our_step = setup.replace_gradients_and_step(self.layout, paths)
         reduces_in_backward = True
         self.lockstep: Lockstep | None = None
@@ -85,16 +86,21 @@ class Engine:
             reduces_in_backward = self.our_step.reduction.reduces_in_backward
         elif self.stage == 3:
             self.lockstep = Lockstep(self.module, self.world_size)
+
         # There, collectives of a micro-step would match others of a rank that ends its step. Those
         # that a GPU waits for leave the CPU time to find out at the end of the step
         on_cpu = self.device.type == "cpu"
         self.checks_micro_steps = reduces_in_backward and (on_cpu or self.our_step is None)
+
+        # Forward and backward
         is_local = self.stage == 2 and not reduces_in_backward
         self.forward_backward = ForwardBackward(deepspeed, paths.graph.taken, is_local)
-        self.micro_steps = 0  # since the last optimizer step
         self.fused = fused
-        self.untouched = Untouched(self.module)
+
+        # What has been done
+        self.micro_steps = 0  # since the last optimizer step
         self.steps = 0  # of this process
+        self.untouched = Untouched(self.module)
         deepspeed.set_gradient_accumulation_boundary(False)
 
     def micro_step(self, *batch: Tensor) -> Tensor:
@@ -109,12 +115,14 @@ class Engine:
             self.check_ranks(micro_steps=self.micro_steps, ends=False)
         if self.micro_steps and self.deepspeed.wall_clock_breakdown():
             self.deepspeed.step()  # in the middle of a step it only prints its times
+        # Begin an optimizer step
         if not self.micro_steps:
             self.untouched.check()
             if self.fused:  # the weights have changed
                 self.fused.copy_weights()
         if self.our_step and self.stage == 3:
             self.our_step.reduction.prepare()
+
         self.micro_steps += 1
         loss = self.forward_backward(*batch)
         if self.lockstep:
@@ -158,6 +166,8 @@ class Engine:
         # DeepSpeed has divided by gradient_accumulation_steps
         loss_factor = self.micro_steps / self.deepspeed.gradient_accumulation_steps()
         self.micro_steps = 0
+
+        # The step itself, DeepSpeed's or ours
         scaler = self.layout.scaler if self.dtype == "float16" else None
         min_scale = getattr(scaler, "min_scale", math.inf)
         if self.our_step is None:
@@ -205,6 +215,7 @@ class Engine:
         start = time.monotonic()
         manifest = tag.manifest
         path = store.path(tag.name)
+        # What differs from the run that saved it
         was = describe_topology(manifest)
         now = describe_topology(topology(self))
         if was != now:
@@ -215,6 +226,8 @@ class Engine:
                 f"{self.optimizer}: use the same, or start a new stage with --init_from={path}"
             )
         note_edited(path, manifest["state"], self.module)
+
+        # The state itself
         with content_errors(path):
             state.copy_into(self.layout, TagReader(path, manifest))
         self.untouched.accept()

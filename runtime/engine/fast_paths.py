@@ -124,6 +124,8 @@ def decide(
     several = world_size > 1
 
     gradients = decide_gradients(ds_config)
+
+    # How gradients come from backward to the shards
     by_block = first_reason(
         (stage < 3, "not ZeRO-3"),
         (not several, "one rank"),
@@ -137,6 +139,7 @@ def decide(
         (not accumulate_locally, no_local),
     )
 
+    # How the blocks compute
     no_triton = why_no_triton(execution)
     kernels = decide_kernels(facts, no_triton)
     chain = first_reason((not kernels.taken, "no fused blocks"), (facts.no_chain, facts.no_chain))
@@ -147,6 +150,8 @@ def decide(
         (gradient_checkpointing, "gradient_checkpointing"),
         (fp8, "fp8"),
     )
+
+    # How a step is made, and how a micro-step is launched
     step = first_reason(
         (no_triton, no_triton),
         (not gradients.taken, gradients.reason),
@@ -244,6 +249,8 @@ def describe(paths: FastPaths) -> list[str]:
             missing += [(reason, f"{name} {parts}") for parts, reason in choice.others]
         elif choice.reason not in QUIET:
             missing.append((choice.reason, name))
+
+    # One line for each reason, with all that it forbids
     by_reason: dict[str, list[str]] = {}
     for reason, name in missing:
         by_reason.setdefault(reason, []).append(name)

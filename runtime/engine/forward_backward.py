@@ -72,6 +72,7 @@ class ForwardBackward:
         """Go on without a graph if what it takes for fixed has changed. Once per optimizer step."""
         self.is_checked = True
         reason = None
+        # The first time, see what there is. Later, see what has changed
         if self.guards is None:
             self.guards = Guards(self.deepspeed.module)
             on_cpu = self.guards.cpu_tensor()

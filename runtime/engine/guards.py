@@ -44,23 +44,29 @@ class Guards:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        # The names that the model's functions read
         functions = list(functions_of(model))
         names = {"training"}
         for function in functions:
             names.update(function.__code__.co_names)
         self.names = names
+
+        # What these names are now, in modules and in files
         self.entries: list[Entry] = []
         seen: set[int] = set()  # classes, dicts of globals with a name, and configurations
         for path, module in model.named_modules():
             self.watch_module(path or "model", module, seen)
         for function in functions:
             self.watch_globals(function, seen)
+
+        # What after_capture() and changed() compare with
         self.tensors_before = list(tensors_of(model))
         self.hooks = [getattr(module, name) for module in model.modules() for name in HOOKS]
         self.n_hooks = sum(map(len, self.hooks))
 
     def watch_module(self, path: str, module: nn.Module, seen: set[int]) -> None:
         """Watch the attributes of a module that its functions read, its parts and its buffers."""
+        # Its attributes, parts and buffers
         names = self.names
         if is_pytorchs(own_class(module)):
             names = {"training", "p", "eps", *getattr(module, "__constants__", ())}
@@ -68,6 +74,8 @@ class Guards:
         for owner in (module._modules, module._buffers):
             for name, value in owner.items():
                 self.entries.append(Entry(owner, name, value, f"{path}.{name}", True))
+
+        # Its classes, and the configurations that it holds
         for kind in type(module).__mro__:
             if id(kind) not in seen and not kind.__module__.startswith(("torch.", "builtins")):
                 seen.add(id(kind))
@@ -144,6 +152,7 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[dict, str, torch.Tensor]]:
 
 def functions_of(model: nn.Module) -> Iterator[FunctionType]:
     """Return the functions that a model's modules may call and that aren't PyTorch's."""
+    # The methods of its classes
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     found: list[FunctionType] = []
     for kind in kinds:
@@ -151,6 +160,8 @@ def functions_of(model: nn.Module) -> Iterator[FunctionType]:
             value = value.fget if isinstance(value, property) else value
             if isinstance(value, FunctionType):
                 found.append(value)
+
+    # And the functions that these call
     seen: set[FunctionType] = set()
     while found:
         function = found.pop()

@@ -140,15 +140,21 @@ class Layout:
     def __init__(self, engine: DeepSpeedEngine, shards: tuple[Shard, ...]) -> None:
         zero = engine.optimizer
         self.engine = engine
+        self.shards = shards
         self.stage = int(engine.zero_optimization_stage())
+
+        # The ranks that share it
         self.group = zero.dp_process_group
         self.world_size = dist.get_world_size(self.group)
         self.rank = dist.get_rank(self.group)
+
+        # What is trained
         self.module = engine.module
         self.optimizer = zero.optimizer
         self.names = engine.param_names
+
+        # How: settings of the script and of the JSON
         self.config = engine.config
-        self.shards = shards
         self.max_norm = zero.clip_grad or math.inf
         self.dtype = zero.dtype
         self.bucket_size = int(zero.reduce_bucket_size)

@@ -26,8 +26,12 @@ class Lockstep:
         self.world_size = world_size
         self.blocks = list(getattr(getattr(model, "transformer", None), "h", ()))
         self.check_parameters()
+
+        # Blocks of the present forward
         self.ran: set[int] = set()
         self.went_back: set[int] = set()  # blocks whose backward has begun
+
+        # Before a block is gathered: hooks that come first
         model.register_forward_pre_hook(self.begin, prepend=True)
         for i, block in enumerate(self.blocks):
             block.register_forward_pre_hook(

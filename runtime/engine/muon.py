@@ -120,7 +120,8 @@ def next_direction(grads: Tensor, momentum: Tensor, clip: Tensor, is_applied: Te
     clipped = torch.where(is_applied, grads * clip, 0.0)
     momentum.lerp_(clipped, is_applied * (1 - MOMENTUM))
     grads.zero_()
-    return clipped.lerp(momentum, MOMENTUM).to(torch.bfloat16 if grads.is_cuda else torch.float32)
+    dtype = torch.bfloat16 if grads.is_cuda else torch.float32
+    return clipped.lerp(momentum, MOMENTUM).to(dtype)
 
 
 def normalize(x: Tensor) -> Tensor:
@@ -128,7 +129,8 @@ def normalize(x: Tensor) -> Tensor:
     Newton-Schulz is several times as exact in float16 as in bfloat16, and needs no more range once
     x is normalized."""
     norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
-    return (x / norms.clamp(min=1e-7)).to(torch.float16 if x.is_cuda else torch.float32)
+    dtype = torch.float16 if x.is_cuda else torch.float32
+    return (x / norms.clamp(min=1e-7)).to(dtype)
 
 
 def apply_update(weights: Tensor, half: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:

@@ -68,18 +68,21 @@ def step_on_host(shard: Shard, clip: Clip, adam: HostAdam) -> None:
 def step_pieces(shard: Shard, adam: HostAdam) -> None:
     """Send the gradients, step on the host, and fetch the weights, piece by piece."""
     state = shard.state
+    # Pieces of all that a step needs
     done = int(state["step"])
     masters = shard.master.data.split(PIECE)
     host_grads = shard.master.grad.split(PIECE)
     exp_avgs = state["exp_avg"].split(PIECE)
     exp_avg_sqs = state["exp_avg_sq"].split(PIECE)
 
+    # Send the gradients of all pieces
     adam.begin(shard.options)
     sent = []
     for grads, target in zip(shard.grads.split(PIECE), host_grads, strict=True):
         target.copy_(grads, non_blocking=True)
         sent.append(torch.cuda.current_stream().record_event() if grads.is_cuda else None)
 
+    # Step each piece when its gradients are there
     for i, half in enumerate(shard.half.split(PIECE)):
         if sent[i]:
             sent[i].synchronize()

@@ -114,6 +114,7 @@ class BucketedAllReduce:
         param.grad = None
         if grad is None:
             return
+        # Is it the turn of its bucket?
         i = self.bucket_of[param]
         if i < self.current or param in self.filled:
             name = self.layout.names[param]
@@ -143,19 +144,22 @@ class BucketedAllReduce:
 
     def launch_bucket(self) -> None:
         """Reduce the current bucket, on the side stream if there is one, and begin the next one."""
+        # Zeros for what the graph of this backward doesn't have
         bucket = self.buckets[self.current]
         if not self.filled:
             self.wait_for(0)
         for place in bucket.places:
-            if place.param not in self.filled:  # the graph of this backward doesn't have it
+            if place.param not in self.filled:
                 self.buffers[0].narrow(0, place.offset, place.param.numel()).zero_()
 
+        # The reduction, which begins after the copies into the buffer
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):  # does nothing if it is None
             self.reduce(bucket, self.buffers[0].narrow(0, 0, bucket.size))
             self.reduced[0] = self.stream.record_event() if self.stream else None
 
+        # The next bucket takes the other buffer, and gradients that came early
         self.buffers.reverse()
         self.reduced.reverse()
         self.current += 1

@@ -49,7 +49,8 @@ def setup_device(
     # DeepSpeed uses old names, and on a CPU it would compile a library at the start
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.utils.logger.setLevel("INFO" if ds_config.get("wall_clock_breakdown") else "WARNING")
+    level = "INFO" if ds_config.get("wall_clock_breakdown") else "WARNING"
+    deepspeed.utils.logger.setLevel(level)
     deepspeed.init_distributed(verbose=False)
     return device
 
@@ -67,6 +68,8 @@ def compile_blocks(
 
         with all_exit_on(UserError):
             fused = use_fused_blocks(model, fp8, paths.copies.taken)
+
+    # The blocks that our kernels don't run
     blocks = list(dict.fromkeys(blocks_of(model)))
     if fused is not None and fused.blocks:
         for block in blocks:
@@ -170,6 +173,8 @@ def initialize(
         changed = why_changed(model)
         if changed:
             raise UserError(changed)
+
+    # The config, with what depends on the model and the optimizer
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     zero = dict(ds_config["zero_optimization"])
     zero["reduce_bucket_size"] = min(trained, int(zero.get("reduce_bucket_size", 5e8)))
@@ -185,15 +190,18 @@ def initialize(
             f"note       the optimizer {optimizer_name(optimizer)} is stepped by its own step(), "
             "not by our kernels"
         )
+
     with silence_stdout(), without_warning("untested optimizer"):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
+    # At float16's lowest loss scale, skip the step, too
     if hasattr(getattr(engine.optimizer, "loss_scaler", None), "raise_error_at_min_scale"):
-        engine.optimizer.loss_scaler.raise_error_at_min_scale = False  # skip the step there, too
+        engine.optimizer.loss_scaler.raise_error_at_min_scale = False
     if engine.bfloat16_enabled() and scales_loss:
         sequences = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
         tokens = sequences * model.config.block_size  # over which the loss is a mean
-        engine.optimizer.loss_scale = 2.0 ** (tokens if masked else 16 * tokens).bit_length()
+        largest = tokens if masked else 16 * tokens
+        engine.optimizer.loss_scale = 2.0 ** largest.bit_length()
     return engine
 
 
@@ -226,6 +234,7 @@ def check_groups(optimizer: torch.optim.Optimizer) -> None:
 def describe(engine: DeepSpeedEngine, ds_config: Mapping, dtype: str) -> str:
     """Return one line on what the engine uses. Raises RuntimeError if it differs from the
     settings."""
+    # What the engine says of itself, and what it was asked for
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     weights, grads = engine.get_data_types()
     used = {
@@ -258,10 +267,13 @@ def replace_gradients_and_step(layout: Layout, paths: FastPaths) -> OurStep | No
     None."""
     if not paths.gradients.taken:
         return None
-    # Each rank decides by its own memory, and all have to do the same
+    # Do the gradients of micro-steps stay on their rank? Each rank decides by its own memory, and
+    # all have to do the same
     local = layout.world_size == 1
     if not local:
         local = all_reduce_sum(paths.local.taken)[0] == layout.world_size
+
+    # What takes the gradients to the shards
     if layout.stage == 3:
         blocks = []
         if paths.by_block.taken:

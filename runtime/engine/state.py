@@ -83,7 +83,8 @@ def init_other_state(shard: Shard, reader: TagReader) -> None:
     on_device = shard.options.get("capturable") or shard.options.get("fused")
     for key, value in numbers.items():
         if torch.is_tensor(value):
-            value = value.clone().to(shard.master.device if on_device else "cpu")
+            device = shard.master.device if on_device else "cpu"
+            value = value.clone().to(device)
         shard.state[key] = value
 
 

@@ -76,6 +76,8 @@ class OurStep:
         if layout.offloads:
             self.on_host = layout.cpu_adam or PyTorchsAdam()
         self.muon: Muon | None = None  # made at the first step
+
+        # DeepSpeed calls these
         layout.connect(
             Hooks(
                 on_grad_ready=reduction.on_grad_ready,
@@ -102,6 +104,7 @@ class OurStep:
         norm_on_cpu = norm.to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if norm.is_cuda else None
 
+        # The update, or nothing if the norm is too large
         clip = Clip(norm, 1 / scale, layout.max_norm, wanted.skip_above)
         if self.has_own_step:
             step_by_itself(layout.optimizer, layout.shards, clip)

@@ -91,6 +91,8 @@ class Zero3Blocks:
         self.world_size = layout.world_size
         if self.world_size == 1:
             blocks = []
+
+        # The matrices of each block, and where they and their gradients go
         matrices = [[layout.of[p] for p in block.parameters()] for block in blocks]
         self.blocks = [[p for p in block if len(p.shape) > 1] for block in matrices]
         self.reduces_in_backward = bool(blocks) and not accumulate_locally
@@ -98,6 +100,7 @@ class Zero3Blocks:
         self.make_buffers(accumulate_locally)
         self.make_sinks(accumulate_locally)
 
+        # What happens when
         layout.module.register_forward_pre_hook(self.begin_forward)
         layout.module.register_forward_hook(self.end_forward)
         for i, block in enumerate(blocks):
