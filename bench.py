@@ -27,7 +27,7 @@ from typing import Any
 
 from configurator import settings_of_script
 from runtime.files import ROOT, write_atomic
-from runtime.hardware import git_commit
+from runtime.git import git_commit
 from runtime.monitor.history import read_history
 from runtime.output import exit_with_error
 from runtime.paths import expand_path

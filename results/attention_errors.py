@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runtime.checkpoint.load import load_model
 from runtime.data.folders import dataset_dir
-from runtime.hardware import git_commit
+from runtime.git import git_commit
 
 SCALE = 2.0**14  # of gradients in float16
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from runtime.hardware import git_commit
+from runtime.git import git_commit
 from runtime.monitor.history import read_history
 
 OPTIONS = ("--init_from=scratch --n_layer=48 --n_head=25 --n_embd=1600 --batch_size=8 --eval_iters=1 --keep_last=1 "

@@ -23,7 +23,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from runtime.data.tokenizer import tokenizer_of
-from runtime.hardware import git_commit, machine_record, pick_device
+from runtime.git import git_commit
+from runtime.hardware import machine_record, pick_device
 
 WORDS = ("the a of to and in is he she man woman then starts holding while water around standing his camera several "
          "people grabs carefully demonstrating kitchen ingredients snowboard continues afterwards").split()

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from runtime.data.dataset import read_meta
 from runtime.data.folders import dataset_dir
-from runtime.hardware import git_commit
+from runtime.git import git_commit
 from runtime.monitor.history import read_history
 
 MB = 190  # of text; 85 million tokens

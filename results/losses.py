@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from runtime.hardware import git_commit
+from runtime.git import git_commit
 from runtime.monitor.history import read_history
 
 RECIPE = ("--init_from=scratch --n_layer=12 --n_head=12 --n_embd=768 --batch_size=8 --gradient_accumulation_steps=4 "

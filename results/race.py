@@ -34,7 +34,8 @@ from configurator import settings_of_script
 from model import GPT
 from runtime.data.dataset import read_meta
 from runtime.data.folders import dataset_dir
-from runtime.hardware import git_commit, machine_record
+from runtime.git import git_commit
+from runtime.hardware import machine_record
 from runtime.monitor.history import read_history
 
 SCRIPT = ROOT / "train_deepspeed.py"

@@ -17,7 +17,8 @@ import torch
 from torch.utils.benchmark import Timer, timer
 
 from model import GPT, GPTConfig
-from runtime.hardware import git_commit, machine_record
+from runtime.git import git_commit
+from runtime.hardware import machine_record
 from runtime.kernels.decode import decode_step_for
 from runtime.pretrained import PRETRAINED
 

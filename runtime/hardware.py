@@ -18,7 +18,6 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from runtime.errors import UserError
-from runtime.files import ROOT
 from runtime.gpu_problems import run_command, undetected_gpu, unsupported_gpu, wrong_gpu_names
 from runtime.output import counted
 
@@ -298,17 +297,6 @@ def missing_compiler() -> str | None:
 
 # -----------------------------------------------------------------------------
 # Records of measurements
-
-
-def git_commit() -> str | None:
-    """Return the project's commit, or None outside git.
-
-    A '+' follows it if there are uncommitted changes.
-    """
-    commit = run_command(
-        "git", "-C", ROOT, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"
-    )
-    return commit or None
 
 
 def machine_record(device: Device) -> dict[str, Any]:

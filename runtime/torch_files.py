@@ -27,6 +27,13 @@ REBUILDERS = {
     "torch._utils._rebuild_tensor_v2",
     "torch._utils._rebuild_tensor_v3",
 }
+# The classes in DeepSpeed's files. A file that names anything else could run code when it is read
+SAFE_GLOBALS = {
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+}
 CONSTANTS = {"BININT", "BININT1", "BININT2", "BINUNICODE", "SHORT_BINSTRING", "NONE", "NEWTRUE",
              "NEWFALSE"}
 TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}

@@ -37,10 +37,6 @@ EMBEDDING = "transformer.wte.weight"  # with rows of padding
 HEAD = "lm_head.weight"
 BODY = ("wte.", "wpe.", "h.", "ln_f.")  # how the names of a GPT-2's tensors begin
 MASKS = (".attn.bias", ".attn.masked_bias")  # of attention, in files of old versions
-SAFE_GLOBALS = {  # the classes in DeepSpeed's files; a file that names anything else could run code when it is read
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.utils.tensor_fragment.fragment_address"}
 MAX_WEIGHTS_BYTES = 200_000_000_000  # of a file
 MAX_HEADER_BYTES = 20_000_000  # of a safetensors file; GPT-2 XL's has 72 kB
 SAFE_TORCH = "2.10"  # torch.load(weights_only=True) could run code before: CVE-2026-24747

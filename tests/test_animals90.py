@@ -32,7 +32,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 import configurator
 from runtime.errors import UserError
 from runtime.files import write_atomic
-from runtime.weights import SAFE_GLOBALS
+from runtime.torch_files import SAFE_GLOBALS
 
 EXAMPLE = ROOT / "examples" / "animals90"
 SCRIPT = EXAMPLE / "src" / "train_deepspeed.py"

@@ -14,7 +14,7 @@ LEVELS = (  # a room is a folder, or a file of its own; imports go to lower leve
      "runtime/paths.py", "runtime/pretrained.py", "runtime/source_hash.py", "config"),
     ("runtime/__init__.py", "runtime/hardware.py", "runtime/weights.py", "runtime/lora.py", "runtime/loss.py",
      "runtime/decoder.py", "runtime/model_parts.py", "configurator.py"),
-    ("runtime/data", "runtime/cluster", "runtime/bring.py", "model.py"),
+    ("runtime/data", "runtime/cluster", "runtime/bring.py", "runtime/git.py", "model.py"),
     ("runtime/chosen_model.py", "launch_deepspeed.py"),
     ("runtime/checkpoint", "runtime/kernels", "runtime/monitor", "runtime/prepare", "runtime/export"),
     ("runtime/engine", "runtime/sample", "export_hf.py", "data"),

@@ -9,8 +9,7 @@ import pytest
 import torch
 from conftest import done, stage
 
-from runtime.torch_files import check_pickle, check_stored, check_torch_file
-from runtime.weights import SAFE_GLOBALS
+from runtime.torch_files import SAFE_GLOBALS, check_pickle, check_stored, check_torch_file
 
 START = b"\x80\x02"  # the protocol
 

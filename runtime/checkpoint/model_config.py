@@ -50,8 +50,8 @@ def config_of_tag(where: str, saved: dict, note: Callable[[str], Any]) -> GPTCon
     if unknown:
         names = ", ".join(unknown)
         raise CheckpointError(
-            f"{where} was trained with a GPTConfig that has {names}, and the present one has no such "
-            f"field: restore {file_of_config()}"
+            f"{where} was trained with a GPTConfig that has {names}, and the present one has no "
+            f"such field: restore {file_of_config()}"
         )
 
     # Fields that only the present GPTConfig has take their defaults

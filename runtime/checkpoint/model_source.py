@@ -20,7 +20,7 @@ from runtime.model_parts import ModelTensors, tensors_of
 from runtime.weights import print_note
 
 MOST_SHOWN = 5  # names in a note
-# Where packages are. Their classes, such as nn.Linear, change with versions, which a tag records, too
+# Where packages are. Their classes, such as nn.Linear, change with versions, which a tag has, too
 PACKAGES = (
     sysconfig.get_path("stdlib"),
     sysconfig.get_path("purelib"),

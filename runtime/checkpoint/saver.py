@@ -138,7 +138,7 @@ class Saver:
             exit_with_problems(problems)
 
     def _prepare_folder(self, tag: str, state: dict) -> str | None:
-        """Have rank 0 look that out_dir is there and locked, and that a manifest can hold the state.
+        """Have rank 0 look that out_dir is there and locked, and that a manifest holds the state.
 
         Return why `tag` can't be saved, or None.
         """

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from runtime.checkpoint.errors import OTHER_TAG, CheckpointError, first_line
 from runtime.errors import UserError
 from runtime.model_parts import ModelTensors, persistent_buffers
-from runtime.torch_files import check_torch_file
+from runtime.torch_files import SAFE_GLOBALS, check_torch_file
 from runtime.untrusted import check_regular, open_regular
-from runtime.weights import SAFE_GLOBALS
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

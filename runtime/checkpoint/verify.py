@@ -10,9 +10,8 @@ from runtime.checkpoint.errors import UnreadableError, first_line
 from runtime.checkpoint.tags import exists
 from runtime.cores import usable_cores
 from runtime.files import file_digest
-from runtime.torch_files import check_stored
+from runtime.torch_files import SAFE_GLOBALS, check_stored
 from runtime.untrusted import UnsafeFileError, check_regular, open_regular
-from runtime.weights import SAFE_GLOBALS
 
 
 def verify_files(

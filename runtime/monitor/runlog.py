@@ -23,7 +23,8 @@ from runtime.cluster.ranks import (
 )
 from runtime.errors import UserError
 from runtime.files import format_bytes, format_time, write_atomic
-from runtime.hardware import git_commit, machine_record, peak_flops, peak_memory
+from runtime.git import git_commit
+from runtime.hardware import machine_record, peak_flops, peak_memory
 from runtime.monitor.health import StragglerDetector
 from runtime.monitor.history import append_history, read_history, series, trim_history
 from runtime.monitor.lines import format_losses, format_step, loss_record

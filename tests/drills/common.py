@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import psutil
 from conftest import ROOT, SMALL, ForkedJob, command_line, patience, read_history, write_characters
 
-from runtime.hardware import git_commit
+from runtime.git import git_commit
 
 
 def arguments(doc, **defaults):

@@ -25,9 +25,8 @@ from records import MAX_BYTES, CheckpointInfo, SavedRun
 
 from data import one_line
 from runtime.errors import UserError
-from runtime.torch_files import check_stored, check_torch_file
+from runtime.torch_files import SAFE_GLOBALS, check_stored, check_torch_file
 from runtime.untrusted import open_no_follow, open_regular, read_json, read_regular
-from runtime.weights import SAFE_GLOBALS
 
 TAG = re.compile("best|epoch_[0-9]{1,7}")
 WRITTEN = re.compile(r"(best_model|epoch_[0-9]+)(\.old)?|\.saving")  # folders of checkpoints

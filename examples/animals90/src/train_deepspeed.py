@@ -64,7 +64,8 @@ from runtime.engine.fast_paths import Choice, FastPaths
 from runtime.engine.layout import layout_of
 from runtime.errors import UserError
 from runtime.files import free_bytes, fsync, lock_folder, remove_dir, replace_dir, write_atomic
-from runtime.hardware import git_commit, machine_record, peak_memory
+from runtime.git import git_commit
+from runtime.hardware import machine_record, peak_memory
 
 EXAMPLE = Path(__file__).resolve().parents[1]
 RATES = {1: 0.001, 128: 0.0015, 256: 0.002, 512: 0.003}  # from so many pictures per step on, in the guides
