@@ -10,7 +10,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from model import GPT, GPTConfig
-from runtime.data.loader import Batch
+from runtime.data.loader import BatchSizes
 from runtime.engine.ds_config import complete_config
 from runtime.engine.fast_paths import inspect_model
 from runtime.hardware import Execution
@@ -35,7 +35,7 @@ def meta_model(lora_rank=0, **shape):
 def planned_parts(model, preset, micro, recomputed, gpus=1, accumulate_locally=False, fp8=False, pretrained=True,
                   zero3_by_block=True, muon=False):
     """Return {part: estimated GB per GPU} in bfloat16, with 32 sequences of 1,024 tokens per GPU and step."""
-    batch = Batch(micro, max(1, 32 // micro), gpus, 1024)
+    batch = BatchSizes(micro, max(1, 32 // micro), gpus, 1024)
     config, _ = complete_config(ROOT / preset, batch, 1.0, "bfloat16", True)
     if config["zero_optimization"]["stage"] == 3 and not zero3_by_block:
         config["zero_optimization"]["stage3_prefetch_bucket_size"] = 0

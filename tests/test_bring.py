@@ -23,7 +23,7 @@ from model import GPT, GPTConfig
 from runtime import lora
 from runtime.bring import adapted
 from runtime.check.short import check_before_training
-from runtime.data.loader import Batch, locate_sequences, read_sequences
+from runtime.data.loader import BatchSizes, locate_sequences, read_sequences
 from runtime.data.sequences import TokenStream
 from runtime.errors import UserError
 from runtime.hardware import Execution
@@ -330,7 +330,7 @@ def test_the_plan_counts_its_whole_logits(tmp_path, dtype):
         model(idx, idx).backward()
     execution = Execution("cpu", str(dtype).removeprefix("torch."), False, 0)
     count = ParamCount(model.num_params(), model.num_params(), model.num_params(), 0)
-    run = MemoryInputs(config, execution, Batch(8, 1, 1, 64), count, {"zero_optimization": {"stage": 2}},
+    run = MemoryInputs(config, execution, BatchSizes(8, 1, 1, 64), count, {"zero_optimization": {"stage": 2}},
                        whole_logits=True)
     assert loss_bytes(run) == 8 * 64 * 20_000 * 12
     assert measured.peak == pytest.approx(loss_bytes(run), rel=0.05)

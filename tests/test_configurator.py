@@ -19,7 +19,7 @@ from engine.zero_worker import WAYS
 from monitor.test_profiler import MEASURED
 
 from configurator import configure, settings_of_script
-from runtime.data.loader import Batch
+from runtime.data.loader import BatchSizes
 from runtime.engine import ds_config
 from runtime.errors import UserError
 from runtime.paths import PATH_SETTINGS
@@ -192,7 +192,7 @@ def test_config_files_are_found_here_and_then_in_the_root(tmp_path, monkeypatch)
 def test_configs_of_the_project_resolve(path):
     settings = vars(settings_of_script(str(SCRIPT), [str(path)]))
     json_file = ROOT / settings["deepspeed_config"]
-    batch = Batch(settings["batch_size"], settings["gradient_accumulation_steps"], 8, settings["block_size"])
+    batch = BatchSizes(settings["batch_size"], settings["gradient_accumulation_steps"], 8, settings["block_size"])
     assert ds_config.complete_config(json_file, batch, 1.0, "bfloat16")[0]["train_batch_size"] == batch.sequences
 
 
@@ -200,7 +200,7 @@ def resolved(content, tmp_path, dtype="float32", world_size=4):
     """(config, notes) of a JSON with this content: an object, or the text itself."""
     path = tmp_path / "ds.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return ds_config.complete_config(str(path), Batch(2, 3, world_size, 32), 1.0, dtype)
+    return ds_config.complete_config(str(path), BatchSizes(2, 3, world_size, 32), 1.0, dtype)
 
 
 def problems_of(content, tmp_path):
@@ -219,7 +219,7 @@ def zero(stage=2, **rest):
 @pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_jsons_of_the_project_resolve(path, dtype):
-    config, _ = ds_config.complete_config(str(path), Batch(2, 3, 4, 32), 1.0, dtype)
+    config, _ = ds_config.complete_config(str(path), BatchSizes(2, 3, 4, 32), 1.0, dtype)
     assert config["train_batch_size"] == 24
     named = int(re.search(r"zero(\d)", path.stem)[1])
     assert config["zero_optimization"]["stage"] == max(named, 2)

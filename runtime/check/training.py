@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from runtime.check.tiny import T, Tiny, gradients, set_seed, tokens
 from runtime.cluster.ranks import RANK
-from runtime.data.loader import Batch
+from runtime.data.loader import BatchSizes
 from runtime.engine import ds_config, setup
 from runtime.engine.engine import Engine
 from runtime.engine.fast_paths import FastPaths, decide, inspect_model
@@ -60,7 +60,7 @@ def gradient_descent(model: nn.Module, config: Mapping) -> torch.optim.Optimizer
 
 def json_of(stage: int, ranks: int, accumulation: int, clip: float) -> dict[str, Any]:
     """Return the configuration of DeepSpeed, from the JSON of this project."""
-    batch = Batch(MICRO, accumulation, ranks, T)
+    batch = BatchSizes(MICRO, accumulation, ranks, T)
     config, _ = ds_config.complete_config(FILES[stage], batch, clip, "float32")
     return config
 

@@ -43,8 +43,8 @@ Located = list[tuple[Sequences, int]]  # sequences, each by its source and its p
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The sequences of one optimizer step."""
+class BatchSizes:
+    """How many sequences an optimizer step takes."""
 
     micro: int  # per GPU and micro-step
     accumulation: int  # micro-steps per GPU, unless the training loop makes another number
@@ -157,7 +157,7 @@ class TrainBatches:
         self,
         mixture: Sequence[tuple[Sequences, int]],
         position: int,
-        batch: Batch,
+        batch: BatchSizes,
         rank: int,
         seed: int,
         vocab_size: int,
@@ -246,7 +246,7 @@ class TrainBatches:
 def eval_batches(
     source: Sequences,
     n: int,
-    batch: Batch,
+    batch: BatchSizes,
     rank: int,
     vocab_size: int,
     device: torch.device | str,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from runtime.data.loader import Batch
+from runtime.data.loader import BatchSizes
 from runtime.engine.ds_config import complete_config
 from runtime.files import format_bytes
 from runtime.plan.memory import MemoryInputs, bytes_with_eval, fits, gpu_bytes
@@ -29,7 +29,7 @@ class Fit(NamedTuple):
     arguments: str  # to add to the command
 
 
-def fit_batch(run: MemoryInputs) -> Batch:
+def fit_batch(run: MemoryInputs) -> BatchSizes:
     """Return run.batch with the largest micro-batch that fits, or with 1."""
     largest = largest_that_fits(run, bytes_with_eval)
     return (largest or run.splits()[-1]).batch

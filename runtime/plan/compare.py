@@ -10,7 +10,7 @@ from typing import Any
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.model_config import SHAPE
 from runtime.chosen_model import GPTConfig
-from runtime.data.loader import Batch
+from runtime.data.loader import BatchSizes
 from runtime.data.mixture import same_data, same_tokenizer
 from runtime.lora import as_options
 from runtime.output import counted
@@ -142,7 +142,7 @@ def note_settings(where: str, before: Mapping, settings: Any, notes: list[str]) 
         notes.append("\n           ".join(lines))
 
 
-def note_batch(where: str, manifest: Mapping, batch: Batch, notes: list[str]) -> None:
+def note_batch(where: str, manifest: Mapping, batch: BatchSizes, notes: list[str]) -> None:
     """Note that the steps of this run have another number of sequences than those of a tag's
     run."""
     state = manifest["state"]
@@ -158,7 +158,7 @@ def note_batch(where: str, manifest: Mapping, batch: Batch, notes: list[str]) ->
 
 
 def note_evaluations(
-    where: str, before: int | None, settings: Any, batch: Batch, notes: list[str]
+    where: str, before: int | None, settings: Any, batch: BatchSizes, notes: list[str]
 ) -> None:
     """Note that this run evaluates other windows than a tag's run did. before: their number, if it
     is known."""

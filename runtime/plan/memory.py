@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from runtime.chosen_model import GPTConfig
-from runtime.data.loader import Batch
+from runtime.data.loader import BatchSizes
 from runtime.engine.ds_config import uses_offload
 from runtime.engine.fast_paths import FastPaths, ModelFacts, decide
 from runtime.engine.muon import MAX_BATCH
@@ -55,7 +55,7 @@ class MemoryInputs:
 
     model: GPTConfig
     execution: Execution
-    batch: Batch
+    batch: BatchSizes
     params: ParamCount
     ds_config: Mapping  # for deepspeed.initialize; read-only
     gradient_checkpointing: bool = False

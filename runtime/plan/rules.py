@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-from runtime.data.loader import Batch
+from runtime.data.loader import BatchSizes
 from runtime.output import counted
 
 AT_LEAST = {
@@ -151,7 +151,7 @@ def broken_rules(settings: Any, requested_batch_size: int) -> list[str]:
     return problems
 
 
-def plan_iterations(s: Any, windows: int | None, batch: Batch, notes: list[str]) -> Any:
+def plan_iterations(s: Any, windows: int | None, batch: BatchSizes, notes: list[str]) -> Any:
     """Return the settings with max_iters and eval_interval from max_epochs and eval_epochs, if
     these are set. Note a learning rate schedule of another length.
 

@@ -13,7 +13,7 @@ from runtime.chosen_model import GPT, GPTConfig
 from runtime.cluster.nodes import exit_if_ranks_differ
 from runtime.cluster.ranks import Ranks, exit_together
 from runtime.data.dataset import SPLITS
-from runtime.data.loader import Batch
+from runtime.data.loader import BatchSizes
 from runtime.data.mixture import open_datasets
 from runtime.data.sequences import open_sequences
 from runtime.data.tokenizer import tokenizer_of
@@ -81,7 +81,7 @@ def make_plan(settings: Any, ranks: Ranks, problems: Problems, notes: list[str])
     micro = s.batch_size
     if micro == "auto":
         micro = s.requested["batch_size"]
-    batch = Batch(micro, s.gradient_accumulation_steps, ranks.world_size, s.block_size)
+    batch = BatchSizes(micro, s.gradient_accumulation_steps, ranks.world_size, s.block_size)
     problems.add(*broken_rules(s, micro), *unread_settings(s))
 
     # What all the rest uses
@@ -231,7 +231,7 @@ def open_epoch(datasets: tuple, block_size: int, notes: list[str]) -> tuple[dict
     return sources, sum(source.per_epoch for source in sources["train"])
 
 
-def repeats_in_a_step(s: Any, datasets: tuple, tokens: dict | None, batch: Batch) -> list[str]:
+def repeats_in_a_step(s: Any, datasets: tuple, tokens: dict | None, batch: BatchSizes) -> list[str]:
     """Return a sentence for each dataset of which a step takes more sequences than an epoch has."""
     if s.eval_only or not tokens:
         return []
@@ -251,7 +251,7 @@ def repeats_in_a_step(s: Any, datasets: tuple, tokens: dict | None, batch: Batch
 
 
 def resolve_ds_config(
-    s: Any, batch: Batch, execution: Execution, notes: list[str]
+    s: Any, batch: BatchSizes, execution: Execution, notes: list[str]
 ) -> dict[str, Any]:
     """Return the config for deepspeed.initialize. Raises UserError."""
     config, repairs = ds_config.complete_config(

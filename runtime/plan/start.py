@@ -16,7 +16,7 @@ from runtime.checkpoint.model_source import source_of
 from runtime.checkpoint.tags import TagStore, parse_run_path
 from runtime.chosen_model import GPT, GPTConfig
 from runtime.data.folder_tokenizer import check_ids, how_to_prepare
-from runtime.data.loader import Batch
+from runtime.data.loader import BatchSizes
 from runtime.data.mixture import same_tokenizer
 from runtime.errors import UserError
 from runtime.model_parts import count_elements, tensors_of, ties_of, without_memory
@@ -53,7 +53,7 @@ class Start:
 
 
 def find_start(
-    settings: Any, data: dict | None, lora: dict | None, batch: Batch, notes: list[str]
+    settings: Any, data: dict | None, lora: dict | None, batch: BatchSizes, notes: list[str]
 ) -> Start:
     """Return the Start of a run. Raises UserError if settings, data and weights contradict each
     other.
@@ -270,7 +270,7 @@ def from_earlier_run(
 
 
 def from_resume(
-    settings: Any, data: dict | None, lora: dict | None, batch: Batch, notes: list[str]
+    settings: Any, data: dict | None, lora: dict | None, batch: BatchSizes, notes: list[str]
 ) -> Start:
     """Resume from the tag that resume_tag names, or from the newest with a readable manifest."""
     out_dir = settings.out_dir

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from runtime.data.dataset import DTYPES, write_dataset
-from runtime.data.loader import Batch, TrainBatches, eval_batches, read_sequences
+from runtime.data.loader import BatchSizes, TrainBatches, eval_batches, read_sequences
 from runtime.data.permutation import feistel_permute, mixed_seed
 from runtime.data.sequences import TokenStream, decode_mask
 from runtime.errors import UserError
@@ -18,7 +18,7 @@ SIZES = [(2, 1), (3, 1), (33, 32), (34, 32), (63, 32), (64, 32), (65, 32), (96, 
 
 def take(tokens, steps, vocab_size=65536):
     """The first steps of three micro-batches of two sequences; as one (x, y)."""
-    batches = TrainBatches([(TokenStream(tokens, 16), 1)], 0, Batch(2, 3, 1, 16), 0, 1337, vocab_size, "cpu")
+    batches = TrainBatches([(TokenStream(tokens, 16), 1)], 0, BatchSizes(2, 3, 1, 16), 0, 1337, vocab_size, "cpu")
     micro_batches = [micro_batch for _ in range(steps) for micro_batch in batches.next_step(3)]
     return [torch.cat(part) for part in zip(*micro_batches)]
 
@@ -120,7 +120,7 @@ def test_eval_windows_are_disjoint_and_even(n_tokens, block_size, n):
 @pytest.mark.parametrize("n", [1, 2, 7, 12, 13])
 def test_eval_windows_are_shared_out_over_the_ranks(world_size, n, batch_size):
     stream = TokenStream(np.arange(1000, dtype=np.uint16), 16)
-    ranks = [list(eval_batches(stream, n, Batch(batch_size, 1, world_size, 16), rank, 1000, "cpu"))
+    ranks = [list(eval_batches(stream, n, BatchSizes(batch_size, 1, world_size, 16), rank, 1000, "cpu"))
              for rank in range(world_size)]
     assert len({len(batches) for batches in ranks}) == 1  # or ZeRO-3 hangs
     x, y = (torch.cat([batch[i] for batches in ranks for batch in batches]) for i in (0, 1))

@@ -22,7 +22,7 @@ from runtime.checkpoint.tag_reader import TagReader
 from runtime.checkpoint.tags import TagStore
 from runtime.data.chat import TEMPLATE
 from runtime.data.dataset import BEGINS, COUNTS, Dataset, check_dataset, open_tokens, write_dataset
-from runtime.data.loader import Batch, TrainBatches, eval_batches
+from runtime.data.loader import BatchSizes, TrainBatches, eval_batches
 from runtime.data.sequences import Conversations, TokenStream, open_sequences
 from runtime.engine.forward_backward import loss_of_targets
 from runtime.errors import UserError
@@ -88,7 +88,7 @@ def test_preparation_writes_the_template_the_answers_and_the_beginnings(chat):
 def epoch(chat, steps=None):
     """(rows, batches [(x, y, weight)] of 12 rows, an epoch of them by default)."""
     rows = open_sequences(chat.data, "train", BLOCK)
-    batches = TrainBatches([(rows, 1)], 0, Batch(12, 1, 1, BLOCK), 0, 7, 256, "cpu")
+    batches = TrainBatches([(rows, 1)], 0, BatchSizes(12, 1, 1, BLOCK), 0, 7, 256, "cpu")
     return rows, [batches.next_step(1)[0] for _ in range(steps or len(rows.counts) // 12 + 1)]
 
 
@@ -124,7 +124,7 @@ def test_every_token_of_other_text_counts_in_a_mixture(chat):
     """Of 12 sequences 8 are text of 72 targets each."""
     rows = open_sequences(chat.data, "train", BLOCK)
     text = TokenStream(np.zeros(5000, np.uint16), BLOCK)
-    sources, batch = [(rows, 1), (text, 2)], Batch(3, 2, 2, BLOCK)
+    sources, batch = [(rows, 1), (text, 2)], BatchSizes(3, 2, 2, BLOCK)
     ranks = [TrainBatches(sources, 36, batch, rank, 7, 256, "cpu").next_step(2) for rank in (0, 1)]
     counted = torch.cat([(y >= 0).sum(dim=1) for batches in ranks for _, y, _ in batches])
     assert sorted(counted.tolist())[4:] == [72] * 8 and 0 < counted.min() and counted[counted < 72].numel() == 4
@@ -285,7 +285,7 @@ def test_an_evaluation_weighs_rows_by_what_counts_and_knows_its_standard_error(t
     for split in ("train", "val"):
         rows = open_sequences(chat.data, split, BLOCK)
         sums, counts = [], []
-        for x, y in eval_batches(rows, 12, Batch(1, 1, 1, BLOCK), 0, 256, "cpu"):
+        for x, y in eval_batches(rows, 12, BatchSizes(1, 1, 1, BLOCK), 0, 256, "cpu"):
             with torch.no_grad():
                 sums.append(model(x, y, "none").double().sum())
             counts.append((y >= 0).sum().double())

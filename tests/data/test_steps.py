@@ -6,7 +6,7 @@ import torch
 from conftest import wait_until
 
 from runtime.data.dataset import BEGINS, COUNTS
-from runtime.data.loader import STEPS_AHEAD, Batch, TrainBatches
+from runtime.data.loader import STEPS_AHEAD, BatchSizes, TrainBatches
 from runtime.data.sequences import Conversations, TokenStream
 from runtime.errors import UserError
 
@@ -19,7 +19,7 @@ RAMP = (1, 1, 3, 2, 2, 1, 4, 4)  # micro-steps of each step
 
 def loader(position, micro, accumulation, world_size, rank):
     """The TrainBatches of one rank."""
-    batch = Batch(micro, accumulation, world_size, BLOCK)
+    batch = BatchSizes(micro, accumulation, world_size, BLOCK)
     return TrainBatches([(TEXT, 1)], position, batch, rank, 1337, 65_536, "cpu")
 
 
@@ -114,7 +114,7 @@ def test_a_steps_loss_is_the_mean_over_its_targets_whatever_the_number(world_siz
     sources = [(packed(), 1)]
     if mixed:
         sources.append((TokenStream(np.arange(5000) % 256, BLOCK), 2))
-    batch = Batch(2, 4, world_size, BLOCK)
+    batch = BatchSizes(2, 4, world_size, BLOCK)
     ranks = [TrainBatches(sources, 10, batch, rank, 7, 256, "cpu") for rank in range(world_size)]
     weights = []
     for micro_steps in RAMP:

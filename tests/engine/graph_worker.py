@@ -21,7 +21,7 @@ from zero_training import initialize, paths, set_rates
 
 import model as edited
 from runtime.cluster.ranks import shut_down
-from runtime.data.loader import Batch
+from runtime.data.loader import BatchSizes
 from runtime.engine.engine import Engine
 from runtime.engine.setup import gather_whole_modules
 from runtime.output import exit_on_error
@@ -47,7 +47,7 @@ def train(
     rank = dist.get_rank()
     ranks = dist.get_world_size()
     micro = graph_training.SEQUENCES // accumulation // ranks
-    batch = Batch(micro, accumulation, ranks, graph_training.T)
+    batch = BatchSizes(micro, accumulation, ranks, graph_training.T)
     torch.nn.functional.linear = LINEAR  # which stage 3 replaces for good
     model = graph_training.fresh_model(edited, with_lora)
     model.gradient_checkpointing = recompute

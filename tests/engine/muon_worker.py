@@ -18,7 +18,7 @@ from zero_training import initialize, paths, set_rates, weights
 
 from model import GPT, GPTConfig
 from runtime.cluster.ranks import shut_down
-from runtime.data.loader import Batch
+from runtime.data.loader import BatchSizes
 from runtime.engine.engine import Engine
 from runtime.engine.muon import split_matrices
 
@@ -56,7 +56,7 @@ def plain(orthogonalize=None):
 def train(local=True, bad=None, dtype="float32"):
     """Train as the script does. bad: between the second and the third step is one that has to be skipped."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    batch, model, trajectory = Batch(SEQUENCES // ACCUMULATION // ranks, ACCUMULATION, ranks, T), fresh_model(), []
+    batch, model, trajectory = BatchSizes(SEQUENCES // ACCUMULATION // ranks, ACCUMULATION, ranks, T), fresh_model(), []
     # Sorted as for one rank, so that 2 and 4 ranks cut matrices
     groups = split_matrices(model.parameter_groups(DECAY), model, MUON_LR / LR, world_size=1)
     deepspeeds = initialize(model, groups, {"zero_optimization": {"stage": 2}}, batch, CLIP, dtype, lr=LR, **ADAM)

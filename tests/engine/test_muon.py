@@ -14,7 +14,7 @@ from muon_reference import NO_MUON, by_singular_values, low_rank_and_noise
 
 from model import GPT, GPTConfig
 from runtime.checkpoint.tags import TagStore
-from runtime.data.loader import Batch
+from runtime.data.loader import BatchSizes
 from runtime.engine.muon import Muon, normalize, orthogonalize, plain_product, split_matrices
 from runtime.engine.shard import Place
 from runtime.hardware import Execution
@@ -133,6 +133,6 @@ print(1024 * int(peak) - before)
 def test_the_plan_knows_what_a_batch_of_matrices_takes_for_a_moment():
     """Seen: 7.15 times the matrices' size, planned: 7."""
     seen = subprocess.run([sys.executable, "-c", STEP], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    run = MemoryInputs(GPTConfig(8, 64, 1, 1, 8), Execution("cpu", "float32", False, 0), Batch(1, 1, 1, 8),
+    run = MemoryInputs(GPTConfig(8, 64, 1, 1, 8), Execution("cpu", "float32", False, 0), BatchSizes(1, 1, 1, 8),
                        ParamCount(0, 0, 0, muon=3 * 140 * 256**2), {"zero_optimization": {"stage": 2}})
     assert int(seen) == pytest.approx(estimate(run)["Muon's step"], rel=0.08)

@@ -21,7 +21,7 @@ from zero_training import ADAM, RELEASED, initialize, paths, set_rates, weights
 
 from model import GPT, Block, GPTConfig
 from runtime.cluster.ranks import all_reduce_sum, shut_down
-from runtime.data.loader import Batch
+from runtime.data.loader import BatchSizes
 from runtime.engine import offload
 from runtime.engine.engine import CHECKED_STEPS, Engine
 from runtime.kernels import fused as fused_blocks
@@ -115,7 +115,7 @@ def plain(steps=3, clip=CLIP, layers=2, tokens=T):
 
 def build(stage, dtype, zero, config, clip, compiled, fused, layers, masked):
     """DeepSpeed's engine, made as the script makes it."""
-    batch = Batch(SEQUENCES // ACCUMULATION // dist.get_world_size(), ACCUMULATION, dist.get_world_size(), T)
+    batch = BatchSizes(SEQUENCES // ACCUMULATION // dist.get_world_size(), ACCUMULATION, dist.get_world_size(), T)
     torch.nn.functional.linear = LINEAR  # which stage 3 replaces for good
     model = fresh_model(layers)
     if compiled:

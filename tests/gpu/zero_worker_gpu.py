@@ -26,7 +26,7 @@ from zero_training import ADAM, RELEASED, initialize, paths, set_rates, weights
 from model import GPT, Block, GPTConfig
 from runtime.cluster.join import join_process_group
 from runtime.cluster.ranks import all_reduce_sum, shut_down
-from runtime.data.loader import Batch
+from runtime.data.loader import BatchSizes
 from runtime.engine import offload
 from runtime.engine.engine import CHECKED_STEPS, Engine
 from runtime.engine.muon import split_matrices
@@ -102,7 +102,7 @@ def plain(clip, layers=2, muon=0.0):
 
 
 def build(stage, dtype, blocks, zero, clip, fp16, layers, muon):
-    batch = Batch(SEQUENCES // ACCUMULATION // dist.get_world_size(), ACCUMULATION, dist.get_world_size(), 4)
+    batch = BatchSizes(SEQUENCES // ACCUMULATION // dist.get_world_size(), ACCUMULATION, dist.get_world_size(), 4)
     zero = {"stage": stage, "reduce_bucket_size": 10**7, **zero}  # 0.04 GB instead of 2, in the memory that tests share
     content = {"zero_optimization": zero, "fp16": fp16, "zero_force_ds_cpu_optimizer": False}
     F.linear = LINEAR  # stage 3 replaces it for good

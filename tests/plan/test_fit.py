@@ -13,7 +13,7 @@ from configurator import settings_of_script
 from model import GPTConfig
 from runtime.cluster.ranks import Ranks
 from runtime.data.dataset import write_dataset
-from runtime.data.loader import Batch
+from runtime.data.loader import BatchSizes
 from runtime.errors import UserError
 from runtime.hardware import GPUS, Execution, find_gpu, peak_flops
 from runtime.plan.advice import fit_batch
@@ -153,7 +153,7 @@ def test_the_plan_of_a_billion_parameters_on_4_gpus_by_hand(stage, overlap, part
     weights with two moments, and buckets, of which overlap_comm takes two."""
     config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 10**8, "overlap_comm": overlap,
                                     "stage3_prefetch_bucket_size": 0}}  # DeepSpeed's own path at ZeRO-3
-    planned = estimate(MemoryInputs(GPTConfig(), Execution("cuda", "bfloat16", False, 0), Batch(1, 1, 4, 1024),
+    planned = estimate(MemoryInputs(GPTConfig(), Execution("cuda", "bfloat16", False, 0), BatchSizes(1, 1, 4, 1024),
                                     ParamCount(10**9, 10**9, 10**9), config))
     assert [planned[part] / 1e9 for part in ("weights", "gradients", "optimizer", "buckets")] == pytest.approx(parts)
 
@@ -208,7 +208,7 @@ def test_the_largest_batch_that_fits_and_divides():
     config = {"zero_optimization": {"stage": 2}}
     def job(memory, sequences=32):
         return MemoryInputs(GPTConfig(n_layer=48, n_head=25, n_embd=1600), Execution("cuda", "bfloat16", True, memory),
-                   Batch(1, sequences, 1, 1024), ParamCount(1_557_611_200, 1_557_686_400, 1_557_686_400), config)
+                   BatchSizes(1, sequences, 1, 1024), ParamCount(1_557_611_200, 1_557_686_400, 1_557_686_400), config)
 
     def size(micro, sequences=32):
         return next(bytes_with_eval(split) for split in job(0, sequences).splits() if split.batch.micro == micro)
