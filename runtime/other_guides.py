@@ -21,7 +21,7 @@ INSTEAD = {
     "mixed_precision": "write --dtype=bfloat16 or --dtype=float16",
     "precision": "write --dtype=bfloat16 or --dtype=float16",
     "amp": "write --dtype=float16",
-    # BatchSizes and length of the run
+    # Batch and length of the run
     "per_device_train_batch_size": "write --batch_size={}",
     "micro_batch_size": "write --batch_size={}",
     "train_micro_batch_size_per_gpu": "write --batch_size={}",

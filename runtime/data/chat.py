@@ -15,7 +15,8 @@ from runtime.untrusted import check_type
 # Ends an answer in a dataset of characters, which has no end-of-text: U+0003, END OF TEXT
 END_OF_ANSWER = "\x03"
 ROLES = ("system", "user", "assistant")
-RENDERER = threading.Lock()  # transformers' renderer can't be used by two threads at once
+# transformers' renderer can't be used by two threads at once
+RENDERER = threading.Lock()
 # A Jinja template as in transformers, which also finds the answers between the generation tags
 TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
 
@@ -31,7 +32,9 @@ def render(messages: Messages, template: str, eos_token: str) -> str:
     if template == TEMPLATE:
         text, _ = render_here(messages, TEMPLATE, eos_token)
         return text
-    render_here([], TEMPLATE, "")  # import here what the process would import each time
+
+    # Import here what the process would import each time
+    render_here([], TEMPLATE, "")
     try:
         text = call_limited(lambda: render_here(messages, template, eos_token)[0])
         check_type(text, str)
@@ -82,6 +85,8 @@ def encode_conversation(
     plain = [{"role": message["role"], "content": message["content"]} for message in messages]
     text, answers = render_here(plain, TEMPLATE, "", ask=False)
     weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
+
+    # Each answer with what is before it, which isn't trained on
     ids = []
     mask = []
     at = 0
@@ -125,10 +130,12 @@ class Chat:
         Raises UserError.
         """
         self.asked = [*self.messages, {"role": "user", "content": text}]
-        least_room = min(self.max_new_tokens, self.block_size // 4)
         ids = self.encode_asked()
+
+        # A message is left out with its answer
+        least_room = min(self.max_new_tokens, self.block_size // 4)
         while self.room(ids) < least_room and len(self.asked) > 1:
-            self.asked = self.asked[2:]  # without the oldest message and its answer
+            self.asked = self.asked[2:]
             ids = self.encode_asked()
         if len(ids) >= self.block_size:
             raise UserError(

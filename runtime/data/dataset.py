@@ -108,10 +108,12 @@ def write_dataset(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    # What a process that was killed has left
     for name in os.listdir(folder):
-        if TEMP_NAME.fullmatch(name):  # of a process that was killed
+        if TEMP_NAME.fullmatch(name):
             os.remove(folder / name)
 
+    # Large files first: the others say how long these are, and their hashes
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     contents = {
         "train.bin": _packed(train_ids, DTYPES[dtype], vocab_size),
@@ -223,7 +225,8 @@ def read_meta(folder: str | os.PathLike) -> dict:
         fix = how_to_fix(folder)
         raise UserError(f"{os.path.relpath(path)} can't be used ({reason}): {fix}") from None
 
-    if meta["tokenizer"]["kind"] == "hf":  # a checkpoint's manifest keeps this path
+    # A checkpoint's manifest keeps this path. In the project's folder, it begins there
+    if meta["tokenizer"]["kind"] == "hf":
         file = (folder / "tokenizer.json").absolute()
         if file.is_relative_to(ROOT):
             file = file.relative_to(ROOT)
@@ -266,7 +269,9 @@ def _meta_of_nanogpt(folder: Path) -> dict:
         size = check_regular(folder / f"{split}.bin")
         tokens[f"{split}_tokens"] = size // DTYPES["uint16"].itemsize
     meta = parse_meta_of_nanogpt(pickled, tokens)
-    if meta is None:  # the meta.pkl is ours, and the data perhaps of conversations or in uint32
+
+    # The meta.pkl is ours, and the data perhaps of conversations or in uint32
+    if meta is None:
         raise FileNotFoundError(None, None, str(folder / "meta.json"))
     return meta
 
@@ -283,6 +288,7 @@ def check_dataset(folder: str | os.PathLike, block_size: int = 1) -> dict:
     """
     folder = Path(folder)
     meta = read_meta(folder)
+    # Without a meta.json, the files only seem to be what nanoGPT writes
     if not (folder / "meta.json").exists():
         _check_types(folder, meta["vocab_size"])
     problems = []
@@ -333,12 +339,16 @@ def _content_problems(folder: Path, split: str, meta: dict, block_size: int) -> 
     problems = []
     name = os.path.relpath(folder / f"{split}.bin")
     tokens = meta[f"{split}_tokens"]
-    if "template" not in meta and tokens <= block_size:  # the last token is only a target
+    # A sequence has one token more, because its last token is only a target. Conversations are
+    # padded
+    if "template" not in meta and tokens <= block_size:
         largest_block = min(meta["train_tokens"], meta["val_tokens"]) - 1
         problems.append(
             f"{name} has {tokens} tokens, but block_size={block_size} needs {block_size + 1}: "
             f"train with --block_size={largest_block}, or prepare a longer text"
         )
+
+    # Whether the tokens are of its vocabulary
     ids = open_tokens(Dataset("", 1, folder, meta), split)
     starts = range(0, tokens, max(SLICE, tokens // CHECKED_SLICES))
     largest = max(ids[start : start + SLICE].max() for start in starts)

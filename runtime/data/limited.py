@@ -35,10 +35,13 @@ def call_limited(function: Callable[[], Any]) -> Any:
     try:
         answer = read_answer(reader)
     finally:
+        # If the child has ended, it is there until waitpid()
         os.close(reader)
-        os.kill(child, signal.SIGKILL)  # if it has ended, it is there until waitpid()
+        os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    if not answer:  # the system has ended it
+
+    # The system has ended a child that wrote nothing
+    if not answer:
         raise ValueError(TOO_MUCH)
     answer = json.loads(answer)
     if "error" in answer:
@@ -87,7 +90,8 @@ def limit_this_process() -> None:
     """Limit the time and the memory of this process, and write no core if it exceeds them."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_SECONDS, MAX_CPU_SECONDS))
-    if os.path.exists("/proc/self/statm"):  # not on macOS, where time is the only limit
+    # Not on macOS, where time is the only limit
+    if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])
         most = pages * resource.getpagesize() + MAX_MORE_BYTES

@@ -75,10 +75,12 @@ def interleave_table(shares: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     sequences are evenly spread.
     """
     period = sum(shares)
-    due = np.zeros(len(shares), np.int64)  # how far each dataset is behind its share, times period
     datasets = []
     before = []
     seen = [0] * len(shares)
+
+    # How far each dataset is behind its share, times period. The one that is furthest is next
+    due = np.zeros(len(shares), np.int64)
     for _ in range(period):
         due += shares
         chosen = int(due.argmax())
@@ -96,6 +98,7 @@ def locate_sequences(
 
     mixture: [(source, share)].
     """
+    # Which dataset each sequence is of
     shares = tuple(share for _, share in mixture)
     datasets, before = interleave_table(shares)
     period, number = np.divmod(np.asarray(ids, dtype=np.int64), sum(shares))
@@ -195,6 +198,7 @@ class TrainBatches:
                 "training loop"
             )
 
+        # Take the step that was read ahead, if it has as many micro-steps
         start = time.perf_counter()
         if micro_steps != self.micro_steps_ahead:
             for future in self.ahead:
@@ -205,6 +209,7 @@ class TrainBatches:
         tensors = self.ahead.popleft().result()
         self.waited_s += time.perf_counter() - start
 
+        # Have the thread read the next one, while this one is copied to the GPU
         self.position += self.micro_steps_ahead * self.batch.per_micro_step
         self.read_ahead()
         on_device = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
@@ -222,6 +227,7 @@ class TrainBatches:
 
         x, y: (micro_steps, micro, block_size), int64. weight, if masked: (micro_steps,).
         """
+        # In each micro-step, a rank takes a run of sequences: see the table above
         batch = self.batch
         ids = begin + np.arange(micro_steps * batch.per_micro_step)
         by_rank = ids.reshape(micro_steps, batch.world_size, batch.micro)
@@ -230,6 +236,8 @@ class TrainBatches:
         x, y = read_sequences(located, self.vocab_size)
         shape = (micro_steps, batch.micro, batch.block_size)
         tensors = [x.view(shape), y.view(shape)]
+
+        # Each target of the step weighs the same, on whichever rank and in whichever micro-step
         if self.is_masked:
             weight = micro_steps * batch.world_size / self.count_targets(ids)
             tensors.append(torch.full((micro_steps,), weight))
@@ -256,6 +264,7 @@ def eval_batches(
     Every rank gets as many batches of one size, padded with ignored sequences: at ZeRO-3 a forward
     is collective, and a new batch size would recompile the blocks.
     """
+    # This rank's part, padded to whole batches
     places = source.eval_places(n)
     per_rank = math.ceil(len(places) / batch.world_size)
     mine = places[rank * per_rank : (rank + 1) * per_rank]

@@ -88,7 +88,8 @@ def check_meta(meta: dict) -> None:
         chars = tokenizer.get("chars", "")
         if len(chars) != vocab_size:
             raise ValueError(f"its {len(chars)} characters don't make a vocabulary of {vocab_size}")
-        chars.encode()  # half a character is a UnicodeEncodeError, which is a ValueError
+        # Half a character is a UnicodeEncodeError, which is a ValueError
+        chars.encode()
     if kind == "hf" and "sha256" not in tokenizer:
         raise ValueError("its tokenizer has no sha256")
     end = tokenizer.get("end_of_text")
@@ -110,6 +111,7 @@ def parse_meta_of_nanogpt(pickled: bytes | None, tokens: dict[str, int]) -> dict
         **tokens,
         "files": {},
     }
+    # Its scripts write a meta.pkl for characters only
     if pickled is not None:
         check_plain_pickle(pickled)
         content = PlainUnpickler(io.BytesIO(pickled)).load()
@@ -132,8 +134,9 @@ def check_plain_pickle(content: bytes) -> None:
     32 GB.
     """
     for number, (opcode, argument, _) in enumerate(pickletools.genops(content)):
+        # It names code: PlainUnpickler stops there, and says which
         if opcode.name in ("GLOBAL", "STACK_GLOBAL"):
-            return  # it names code: PlainUnpickler stops there, and says which
+            return
         if opcode.name not in PLAIN_OPCODES:
             raise pickle.UnpicklingError(
                 f"it holds {opcode.name}, but a meta.pkl holds only dicts, strings and numbers"

@@ -24,6 +24,7 @@ def mixture_shares(weights: dict[str, float]) -> dict[str, int]:
         raise UserError(
             f"dataset={weights} is not a mixture: write {{'name': 0.3, 'other': 0.7}}, all above 0"
         )
+    # Each weight as a fraction of all, and the number of sequences of which all fractions are whole
     total = sum(Fraction(weight) for weight in weights.values())
     exact = {}
     for name, weight in weights.items():
@@ -59,6 +60,7 @@ def open_datasets(dataset: str | dict[str, float], block_size: int) -> tuple[lis
 
     dataset: a folder below data/, a path, or {either: weight}. Raises UserError or ValueError.
     """
+    # One dataset is a mixture of one
     is_name = isinstance(dataset, str) and not dataset.startswith("{")
     shares = {dataset: 1} if is_name else mixture_shares(dataset)
 

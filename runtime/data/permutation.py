@@ -41,6 +41,7 @@ def feistel_permute(i: ArrayLike, n: int, key: ArrayLike) -> np.ndarray:
     bits = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << bits) - np.uint64(1)
 
+    # All are permuted once, and those that come out beyond n again
     permuted = i.copy()
     outside = np.ones(i.shape, dtype=bool)
     while outside.any():

@@ -53,11 +53,13 @@ def have_same_ids(a: dict, b: dict) -> bool:
     a, b: the "tokenizer" of a meta.json. Each may have special tokens that the other hasn't. Raises
     UserError.
     """
+    # What the kinds say, without reading a tokenizer
     kinds = {a["kind"], b["kind"]}
     if kinds == {"gpt2"}:
         return True
     if kinds == {"gpt2", "char"}:
         return False
+
     if "gpt2" in kinds:
         other = b if a["kind"] == "gpt2" else a
         return is_gpt2(ids_of(other))
@@ -88,6 +90,8 @@ def ids_of_tokenizer(tokenizer: Any) -> Ids:
     content = json.loads(tokenizer.to_str())
     added = content["added_tokens"]
     before = {"normalizer": content["normalizer"], "pre_tokenizer": content["pre_tokenizer"]}
+
+    # The model's settings, without those that have their defaults
     rules = {}
     for name, value in content["model"].items():
         is_default = value in (None, "", False)

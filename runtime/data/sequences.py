@@ -171,10 +171,13 @@ class Conversations(Sequences):
 
     def row(self, place: int) -> np.ndarray:
         """Return a row, (block_size + 1,), as int64. A token that doesn't count is ~id."""
+        # Where the tokens of its conversations are
         spans = self.spans[self.firsts[place] : self.firsts[place + 1]]
         taken = np.concatenate([np.arange(begin, end) for begin, end in spans])
         ids = self.tokens[taken].astype(np.int64)
         counts = self.mask[taken] & COUNTS
+
+        # Padding is token 0, which doesn't count
         row = np.full(self.block_size + 1, ~0)
         row[: len(ids)] = np.where(counts, ids, ~ids)
         return row
@@ -193,6 +196,7 @@ def first_of_each_row(lengths: np.ndarray, room: int) -> np.ndarray:
 
     lengths: of the items, (N,), none above `room`. A row takes as many items as fit, in order.
     """
+    # The lengths of all items before each one say where a row that begins with it ends
     lengths_before = np.append(0, np.cumsum(lengths))
     firsts = [0]
     while firsts[-1] < len(lengths):

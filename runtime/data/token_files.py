@@ -29,6 +29,8 @@ def type_problem(path: Path, vocab_size: int, is_known: bool) -> str | None:
     """
     values = values_of(path)
     shown = os.path.relpath(path)
+
+    # Formats with a header
     if values[:2].tobytes() == LLM_C_MAGIC.to_bytes(4, "little"):
         return f"{shown} is a shard of llm.c, with a header: {conversion(path)}"
     if values[:3].tobytes() == NUMPY_MAGIC:
@@ -36,6 +38,8 @@ def type_problem(path: Path, vocab_size: int, is_known: bool) -> str | None:
             f"{shown} is a NumPy array, with a header: rename it to .npy, and "
             f"{conversion(path, suffix='.npy')}"
         )
+
+    # Other types. With a known vocabulary of at most 2**16 tokens, the upper half of an id is 0
     wide = wide_type(values, 0 if is_known else MAX_HIGH)
     if wide:
         return (
@@ -95,11 +99,14 @@ def wide_type(values: np.ndarray, max_high: int) -> str | None:
     n = len(values) // 4 * 4
     if n < FEWEST:
         return None
+
+    # Real uint16 ids are no smaller at odd places than at even ones
     low = values[0:n:2]
     high = values[1:n:2]
-    # Real uint16 ids are no smaller at odd places than at even ones
     if high.max() > max_high or high.max() >= low.max():
         return None
+
+    # The upper half of an int64 is 0, too
     if not values[2:n:4].any() and not values[3:n:4].any():
         return "int64"
     return "uint32"

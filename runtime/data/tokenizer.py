@@ -218,9 +218,12 @@ def hf_tokenizer(meta: dict) -> Any:
 
     content = tokenizer_content(meta)
     with tokenizer_errors(f"the tokenizer {meta.get('file')} can't be used (", "): restore it"):
+        # Before the library reads it, which may not return
         parsed = parse_json(content)
         check_growth(parsed)
         check_pieces(parsed)
+
+        # It may come with settings that cut or pad all texts
         with silent_panics():
             tokenizer = Tokenizer.from_str(content.decode("utf-8"))
             tokenizer.no_truncation()
@@ -235,6 +238,7 @@ def check_growth(content: Any) -> None:
     A chain of them that doubles a letter 40 times fills the memory, and nothing stops the library.
     A letter becomes as many as a Replace has, one more for a Prepend, and two for a ByteLevel.
     """
+    # Level by level, whatever the depth: normalizers may be in a sequence of them
     growth = 1.0
     level = [content]
     while level:
@@ -277,10 +281,9 @@ def growth_by(item: Any) -> float:
 
 def probe(tokenizer: Any) -> None:
     """Encode and decode a little, so that a tokenizer that panics is refused when it is loaded."""
-    try:
+    # That it has no such characters is no fault
+    with contextlib.suppress(Exception):
         tokenizer.encode_batch_fast(["Two words, and 3 é.\n\n  ok"], add_special_tokens=False)
-    except Exception:  # it has no such characters, which is no fault
-        pass
     tokenizer.decode([0, 1, 2], skip_special_tokens=False)
 
 
@@ -312,8 +315,9 @@ def token_bytes(data: dict, fetch: bool = True) -> np.ndarray:
     GPT-2's tokens may be downloaded.
     """
     n = data["vocab_size"]
+    # Training doesn't need the bytes, so what is wrong with a tokenizer is no reason to stop
     tokens = []
-    with contextlib.suppress(UserError):  # training doesn't need the bytes
+    with contextlib.suppress(UserError):
         tokens = _tokens_in_bytes(data["tokenizer"], n, fetch)
     sizes = np.zeros(n + 1, np.int64)
     sizes[: len(tokens)] = [len(token) for token in tokens]

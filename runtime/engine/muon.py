@@ -141,7 +141,7 @@ def apply_update(weights: Tensor, half: Tensor, update: Tensor, lr: Tensor, deca
 
 
 @dataclass
-class BatchSizes:
+class Batch:
     """Matrices of one shape that follow each other in the flat tensor of all ranks.
 
     start, end: elements, counted from the first one of this rank.
@@ -171,7 +171,7 @@ class Muon:
     ) -> None:
         self.group = group
         self.size = size
-        self.batches: list[BatchSizes] = []
+        self.batches: list[Batch] = []
         first_of_rank = size * dist.get_rank(group)
         for place, n_parts in zip(places, parts, strict=True):
             rows = place.param.shape[0] // n_parts
@@ -179,7 +179,7 @@ class Muon:
             n = rows * columns
             start = place.offset - first_of_rank
             for first in range(start, start + place.param.numel(), n):
-                self.add(BatchSizes(first, first + n, rows, columns))
+                self.add(Batch(first, first + n, rows, columns))
 
         self.product = symmetric_product if use_kernels else plain_product
         # Each runs in one pass
@@ -188,11 +188,11 @@ class Muon:
         self.normalize = compiled(normalize)
         self.apply_update = compiled(apply_update)
 
-    def is_shared(self, batch: BatchSizes) -> bool:
+    def is_shared(self, batch: Batch) -> bool:
         """Return whether a matrix lies on several ranks."""
         return batch.start // self.size != (batch.end - 1) // self.size
 
-    def add(self, matrix: BatchSizes) -> None:
+    def add(self, matrix: Batch) -> None:
         """Add a matrix: to the batch before it if it can, or not at all if others own it."""
         last = self.batches[-1] if self.batches else None
         is_own = 0 <= matrix.start and matrix.end <= self.size
