@@ -49,17 +49,20 @@ def check_sizes(where: str, manifest: dict, shapes: dict[str, torch.Size]) -> No
     shapes: of the tag's tensors, by name.
     """
     model = manifest["state"]["model"]
+    # More parameters than bytes: a tensor may repeat one number, and take no room in its file
+    n_params = sum(shape.numel() for shape in shapes.values())
+    n_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
+    if n_params > n_bytes:
+        raise CheckpointError(
+            f"{where} has {n_params:,} parameters in {n_bytes:,} bytes: {OTHER_TAG}"
+        )
+
+    # Another shape than the tensors have
     blocks = set()
     for name in shapes:
         number = re.search(r"\bh\.(\d+)\.", name)
         if number:
             blocks.add(number[1])
-    n_params = sum(shape.numel() for shape in shapes.values())
-    n_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
-    if n_params > n_bytes:  # a tensor may repeat one number, and take no room in its file
-        raise CheckpointError(
-            f"{where} has {n_params:,} parameters in {n_bytes:,} bytes: {OTHER_TAG}"
-        )
     largest = max(model["vocab_size"], model["n_embd"]) * model["n_embd"]
     if model["n_layer"] > 64 + 4 * len(blocks) or largest > 16 * n_params:
         raise CheckpointError(
@@ -97,6 +100,7 @@ def load_model(
     training script, which may use another one, gives its own. share, errors: as for
     open_tag().
     """
+    # The model, without memory for its parameters
     reader, manifest = open_tag(out_dir, tag, share)
     state = manifest["state"]
     check_sizes(reader.folder, manifest, reader.shapes)
@@ -117,6 +121,8 @@ def load_model(
             merge(weights, state["lora"])
         saved = saved.without(LORA_A, LORA_B)
     check_tensors(reader.folder, saved, reader.source, model)
+
+    # Each parameter is set by all of its names, so what is shared stays so
     replace_parameters(model, lambda name, _: weights[reader.stored_as.get(name, name)])
     reader.copy_buffers(model)
     return model.to(device).eval(), manifest

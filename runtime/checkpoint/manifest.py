@@ -179,6 +179,8 @@ def parse_manifest(text: str | bytes) -> Any:
         manifest = parse_json(text)
     except ValueError as error:
         raise ChangedManifestError(str(error)) from None
+
+    # A signed manifest is byte for byte what signing its content gives
     content = text.decode(errors="replace") if isinstance(text, bytes) else text
     if not isinstance(manifest, dict) or content != sign_manifest(manifest):
         raise ChangedManifestError("its sha256 differs")
@@ -218,6 +220,8 @@ def read_manifest(path: str) -> dict:
 def check_manifest(manifest: Any) -> None:
     """Raise ValueError unless a manifest has the keys, types and ranges of Manifest."""
     check_type(manifest, Manifest)
+
+    # Numbers that contradict each other
     state = manifest["state"]
     if state["iter_num"] != manifest["iter_num"]:
         raise ValueError(f"state.iter_num is {state['iter_num']}, not {manifest['iter_num']}")
@@ -229,6 +233,8 @@ def check_manifest(manifest: Any) -> None:
     if state["improved"] and state["best_val_loss"] is None:
         raise ValueError("state.best_val_loss is null, and state.improved says that there is one")
     check_bytes(manifest)
+
+    # Characters that aren't as many as the tokens, or no text
     data = state["data"]
     if data["tokenizer"]["kind"] == "char":
         chars = data["tokenizer"].get("chars", "")
@@ -236,6 +242,8 @@ def check_manifest(manifest: Any) -> None:
             raise ValueError(f"its {len(chars)} characters are not {data['vocab_size']} tokens")
         if not chars.isascii() and any("\ud800" <= char <= "\udfff" for char in chars):
             raise ValueError("state.data.tokenizer.chars holds half of a character")
+
+    # Files of another ZeRO stage, or none of a kind
     for file in manifest["files"]:
         if manifest["stage"] < 3 and "model_states" in file and file.startswith("zero_pp"):
             raise ValueError(
@@ -249,6 +257,7 @@ def check_manifest(manifest: Any) -> None:
 
 def check_bytes(manifest: dict) -> None:
     """Raise ValueError if a tag's files are far larger than its model: hashing them takes hours."""
+    # The parameters of a GPT-2 of these sizes
     model = manifest["state"]["model"]
     width = model["n_embd"]
     elements = (model["vocab_size"] + model["block_size"]) * width

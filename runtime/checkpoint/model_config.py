@@ -27,6 +27,7 @@ def gpt_config(**values: Any) -> GPTConfig:
         config = GPTConfig(**values)
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from None
+    # A manifest is JSON
     for name, value in asdict(config).items():
         try:
             json.dumps(value)
@@ -67,6 +68,7 @@ def config_of_tag(where: str, saved: dict, note: Callable[[str], Any]) -> GPTCon
         defaults = ", ".join(f"{name}={default_of(known[name])!r}" for name in missing)
         note(f"{where} doesn't record all fields of GPTConfig: taking the default {defaults}")
 
+    # A manifest of somebody else may have other types
     kinds = typing.get_type_hints(GPTConfig)
     values = {name: checked(where, name, value, kinds[name]) for name, value in saved.items()}
     return gpt_config(**values)

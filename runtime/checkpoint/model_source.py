@@ -63,7 +63,8 @@ def file_of(kind: type) -> str | None:
         return None
     try:
         path = inspect.getfile(kind)
-    except (OSError, TypeError):  # its module isn't in sys.modules
+    except (OSError, TypeError):
+        # Its module isn't in sys.modules, so ask one of its functions
         codes = [value.__code__ for value in vars(kind).values() if inspect.isfunction(value)]
         path = codes[0].co_filename if codes else ""
     path = os.path.abspath(path)
@@ -79,6 +80,8 @@ def hashed_parts(path: str) -> dict[str, str]:
         tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, UnicodeDecodeError):
         return {}
+
+    # {name: its statements}. A class is its methods, each by itself, and a head with all else
     parts: dict[str, list[ast.stmt]] = {}
     for statement in tree.body:
         if isinstance(statement, ast.ClassDef):
@@ -86,7 +89,7 @@ def hashed_parts(path: str) -> dict[str, str]:
             for inner in statement.body:
                 if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
                     parts.setdefault(f"{statement.name}.{inner.name}", []).append(inner)
-                else:  # the class's own fields
+                else:
                     head.append(inner)
             for expression in (*statement.bases, *statement.decorator_list):
                 head.append(ast.Expr(expression))
@@ -176,6 +179,8 @@ def check_tensors(where: str, saved: ModelTensors, source: dict | None, model: n
     differing = tensors_of(model).differences(saved)
     if not differing:
         return
+
+    # What may have changed the model since
     edited = edited_parts(source, model)
     if edited is None:
         advice = "restore model.py"

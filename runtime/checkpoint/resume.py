@@ -47,6 +47,7 @@ def newest_intact(
         exit_together(problems)
         return None, []
 
+    # Which tags to look at, in which order
     began = time.monotonic()
     names = [resume_tag]
     if resume_tag == "latest" and newest_first:
@@ -55,6 +56,8 @@ def newest_intact(
     if tag is None:
         problems = [problem for problems in corrupt.values() for problem in problems]
         exit_together([*problems, f"nothing to resume from: {OTHER_TAG}"])
+
+    # Tell what was chosen, and what was not
     for name, problems in corrupt.items():
         problem = problems[0].removesuffix(f": {OTHER_TAG}")
         print0(f"skipping {store.path(name)}: {problem}")
@@ -76,7 +79,9 @@ def first_intact(
     for name in names:
         tag, unreadable, problems = inspect(store, name)
         exit_together(unreadable)
-        found = {}  # a dict keeps the order
+
+        # The problems of all ranks, each once. A dict keeps the order
+        found = {}
         for problems_of_rank in all_gather_objects(problems):
             for problem in problems_of_rank:
                 found[problem] = True

@@ -64,13 +64,14 @@ class Saver:
         self.background = background
         self.on_saved = on_saved
         self.failed: str | None = None
-        self.thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None  # of the current save
         self.staging = Staging(engine.device)
 
         # The threads have a group of their own: NCCL's calls must come in training's order
         group = dist.new_group(backend="gloo")
         self.writer = TagWriter(store, keep_last, group, engine.copy_recovery_script)
 
+        # Copies from GPUs go to pinned memory
         on_gpu = engine.device.type == "cuda" and not engine.offloads_optimizer
         if background and keep_last and not store.read_only and on_gpu:
             self.preallocate()
@@ -109,6 +110,7 @@ class Saver:
         if dist.get_rank() == 0:
             self._make_room(tag)
 
+        # What the tag holds: the engine's own tensors, which the next step changes
         manifest = {
             "format": MANIFEST_FORMAT,
             "tag": tag,
@@ -117,6 +119,8 @@ class Saver:
             "state": state,
         }
         files = self.engine.checkpoint_files(self.store.out_dir, f"{tag}.saving")
+
+        # Write a copy while training goes on, or else the tensors themselves while it waits
         copies = self._copy_to_staging(files) if self.background else None
         if copies is None:
             plain = without_attributes(files)
@@ -202,6 +206,8 @@ class Saver:
         if problem:
             remove_dir(self.store.path(tag, ".saving"), ignore_errors=True)
             return
+
+        # Tell the log, and the next save how large a tag is
         seconds = time.monotonic() - start
         if blocked_s is None:
             blocked_s = seconds

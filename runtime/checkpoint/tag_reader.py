@@ -87,6 +87,7 @@ class TagReader:
         ]
         optimizers = [mmap_load(os.path.join(folder, name)) for name in by_rank if "optim" in name]
 
+        # Parameters and buffers, as the model files name them
         self.folder = folder
         self.source = manifest["state"].get("model_source")
         self.model_state = models[0]
@@ -98,7 +99,8 @@ class TagReader:
         self.read_ties(manifest["state"].get("ties"))
         self.check_names(module)
 
-        self.pieces: dict[str, dict[str, list[Tensor]]] = {"weight": weights}  # [field][name]
+        # [field][name]: the pieces of a tensor, from all ranks
+        self.pieces: dict[str, dict[str, list[Tensor]]] = {"weight": weights}
         states = [content["optimizer_state_dict"] for content in optimizers]
         self.read_optimizers(states, manifest["stage"])
 
@@ -137,6 +139,8 @@ class TagReader:
             if len(stored) != 1:
                 raise ValueError(f"{' is '.join(group)} is {len(stored)} parameters")
             self.stored_as.update({name: stored[0] for name in group if name != stored[0]})
+
+        # The other way round: all names of each parameter
         names_of = defaultdict(list)
         for name, stored in self.stored_as.items():
             names_of[stored].append(name)
@@ -153,6 +157,7 @@ class TagReader:
 
         optimizers: the state of each rank's. Sets what read_numbers() sets, and loss_scaler.
         """
+        # DeepSpeed's names of the float32 weights, and of the optimizer's state
         if stage == 3:
             weights_key = "fp32_flat_groups"
             states_key = "optimizer_state_dict"
@@ -161,13 +166,15 @@ class TagReader:
             states_key = "base_optimizer_state"
         self.loss_scaler = optimizers[0].get("loss_scaler")
 
+        # [rank][group]. An optimizer without a state has no entry
         weights: Flat = [rank[weights_key] for rank in optimizers]
-        states = []  # [rank][group]
+        states = []
         for rank in optimizers:
-            by_group = rank[states_key]["state"]  # an optimizer without a state has no entry
+            by_group = rank[states_key]["state"]
             states.append([by_group.get(i, {}) for i in range(len(self.groups))])
         self.read_numbers(states[0], weights[0], len(optimizers))
 
+        # What has the weights' size is cut as the weights are
         flat = {"weight": weights}
         for field in self.state_fields:
             flat.setdefault(field, [[state.get(field) for state in rank] for rank in states])

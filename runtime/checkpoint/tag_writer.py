@@ -64,6 +64,8 @@ class TagWriter:
         work = self.store.path(manifest["tag"], ".saving")
         written, failures = self.write_on_all_ranks(work, files)
         failure = failures[0] if failures else None
+
+        # Rank 0 commits, or finds room for another attempt
         again = False
         if dist.get_rank() == 0:
             try:
@@ -96,6 +98,7 @@ class TagWriter:
             all_done.fill_(not writer.is_alive())
             dist.all_reduce(all_done, dist.ReduceOp.MIN, group=self.group)
 
+        # What each rank has to tell
         digests = []
         failures = []
         of_ranks = all_gather_objects([own_digests, own_failures], self.group)
@@ -111,6 +114,7 @@ class TagWriter:
 
         written: of each rank's files. Rank 0 alone.
         """
+        # From the rename on, the tag is there
         tag = manifest["tag"]
         manifest["files"] = {}
         for digests in written:
@@ -118,7 +122,7 @@ class TagWriter:
         write_atomic(os.path.join(work, "manifest.json"), sign_manifest(manifest))
         replace_dir(work, self.store.path(tag))
 
-        # The tag is saved. If the rest fails, clean() does it when a run resumes from the tag
+        # If the rest fails, clean() does it when a run resumes from the tag
         try:
             write_atomic(self.store.path("latest"), tag)
             for name in aliases:

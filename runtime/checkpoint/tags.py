@@ -122,6 +122,7 @@ class TagStore:
 
         tag: "latest" is the newest; None is best, or the newest. Raises CheckpointError.
         """
+        # The name that "latest" or None stands for
         if tag is None:
             tag = "best" if self.is_complete("best") else "latest"
         name = tag
@@ -184,7 +185,7 @@ class TagStore:
     # -----------------------------------------------------------------------------------------
     # What changes tags: on rank 0 alone
 
-    def hold_folder(self):
+    def hold_folder(self) -> None:
         """Make and lock out_dir again if it was moved or removed during the run, and print a note.
 
         Raises UserError if another folder with checkpoints, or another run, has its place by now.
@@ -211,6 +212,7 @@ class TagStore:
 
         Copy them if the file system has no hard links. Raises OSError.
         """
+        # As a save does: first under another name, so that no reader sees half of it
         source = self.path(tag)
         work = self.path(name, ".saving")
         remove_dir(work, ignore_errors=True)
@@ -224,7 +226,8 @@ class TagStore:
                     fsync(copy)
             fsync(work)
             replace_dir(work, self.path(name))
-        finally:  # a full disk needs the room
+        finally:
+            # A full disk needs the room
             remove_dir(work, ignore_errors=True)
 
     def link_best(self) -> None:
@@ -275,14 +278,16 @@ class TagStore:
         Restore a tag that it was replacing, and rename a tag without a manifest.
         """
         incomplete = []
-        for name in sorted(os.listdir(self.out_dir)):  # x.old before x.saving
+        # In this order, x.old comes before x.saving
+        for name in sorted(os.listdir(self.out_dir)):
             tag, _, kind = name.partition(".")
             is_tag = TAG_NAME.fullmatch(tag) and os.path.isdir(self.path(name))
             if TEMP_NAME.fullmatch(name):
                 os.remove(self.path(name))
-            elif not is_tag:  # the user's own
-                continue
+            elif not is_tag:
+                continue  # the user's own
             elif kind == "old" and self.is_complete(name) and not exists(self.path(tag)):
+                # It was being replaced, and the new one has no name yet
                 os.rename(self.path(name), self.path(tag))
             elif kind in ("old", "saving"):
                 remove_dir(self.path(name))
@@ -312,6 +317,7 @@ class TagStore:
         """
         if self.read_only or RANK != 0:
             return None
+        # Leave only tags that the run goes on from
         self.remove_leftovers()
         for name in corrupt:
             self.move_away(name)
@@ -323,11 +329,12 @@ class TagStore:
         if newest:
             write_atomic(self.path("latest"), newest)
 
+        # The tag's other names. If one can't be made, the tag itself is intact
         if tag and is_numbered(tag.name):
             for name in aliases:
                 try:
                     self.alias(tag.name, name)
-                except OSError as error:  # the tag itself is intact
+                except OSError as error:
                     print0(
                         f"{name} could not be linked to {tag.name} ({error.strerror}); the run "
                         "continues without it"

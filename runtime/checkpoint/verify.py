@@ -21,6 +21,7 @@ def verify_files(
 
     files: {name: {"bytes", "sha256"}}. Raises OSError if a file cannot be read.
     """
+    # Each rank looks at all files, and hashes its share of them
     paths = [os.path.join(folder, name) for name in files]
     is_hashed = [number % world_size == rank for number in range(len(files))]
     with ThreadPoolExecutor(usable_cores()) as pool:  # hashing releases the GIL
@@ -41,6 +42,8 @@ def verify_file(file: str, entry: dict, is_hashed: bool) -> str | None:
             return f"{file} has {size} bytes, not {entry['bytes']}"
         if is_hashed and file_digest(file)["sha256"] != entry["sha256"]:
             return f"{file} has changed since it was saved (its sha256 differs)"
+
+        # What it names, which could run code
         with open_regular(file, follow_links=False) as content:
             check_stored(content)
         unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - SAFE_GLOBALS
