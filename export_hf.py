@@ -2,17 +2,19 @@
 
     python export_hf.py --out_dir=out-shakespeare-xl-deepspeed --tag=best --to=shakespeare-xl
     python export_hf.py --out_dir=out-shakespeare-xl-deepspeed --dtype=bfloat16
-    python export_hf.py --out_dir=out-shakespeare-xl-lora --peft --to=adapter      LoRA's adapter alone, for PEFT
+    python export_hf.py --out_dir=out-shakespeare-xl-lora --peft --to=adapter   LoRA alone, for PEFT
 
-The folder is written under a temporary name and loaded with transformers. It gets its name only if both models give
-the same logits, up to float32's rounding, and both tokenizers the same tokens."""
+The folder is written under a temporary name and loaded with transformers. It gets its name only if
+both models give the same logits, up to float32's rounding, and both tokenizers the same tokens.
+"""
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import configurator
 
 out_dir = "out-shakespeare-xl-deepspeed"  # folder of the run
-tag: str | None = None  # best, final, iter_20, ... or latest; None: best, or the newest if there is no best
+tag: str | None = None  # best, final, iter_20, ... or latest; None: best, or else the newest
 to: str | None = None  # the folder to write; None: hf-TAG in out_dir
 dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # the weights' precision
 peft = False  # write LoRA's adapter for PEFT instead of a model
@@ -37,50 +39,96 @@ from runtime.export import hf
 from runtime.files import refuse_broken_link
 from runtime.output import counted, exit_on_error
 
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
-work = None
-with exit_on_error("interrupted"):
+Encode = Callable[[str], list[int]]
+Decode = Callable[[list[int]], str]
+
+
+def check_new_folder(folder: str) -> None:
+    """Raise UserError unless a folder doesn't exist, or is empty."""
+    refuse_broken_link(folder, "--to")
+    is_empty = os.path.isdir(folder) and not os.listdir(folder)
+    if os.path.exists(folder) and not is_empty:
+        raise UserError(f"to={folder} exists: choose another folder with --to=DIR, or delete it")
+
+
+def write_adapter(folder: str, tag: str, state: dict[str, Any]) -> None:
+    """Write the LoRA adapter of a tag. state: the "state" of its manifest. Raises UserError."""
+    reader, _ = open_tag(out_dir, tag)
+    weights = {name: reader.get(name) for name in reader.shapes}
+    hf.write_peft_adapter(folder, state["lora"], weights)
+
+
+def write_model(folder: str, tag: str, state: dict[str, Any], encode: Encode,
+                decode: Decode) -> None:
+    """Write the model and the tokenizer of a tag, and compare what transformers reads with them.
+
+    state: the "state" of its manifest. encode, decode: of its tokenizer. Raises UserError.
+    """
+    data = state["data"]
+    vocab_size = data["vocab_size"]
+    model, _ = load_model(out_dir, tag)
+    model.crop_vocab_size(vocab_size)
+    after = counted(state["iter_num"], "iteration")
+    print(f"{out_dir}/{tag}: {model.num_params():,} parameters after {after}")
+    model.to(getattr(torch, dtype)).float()  # the rounded weights
+
+    block_size = model.config.block_size
+    left_out = hf.write_model(model, folder, end_of_text(data["tokenizer"]), dtype)
+    hf.write_tokenizer(folder, data["tokenizer"], block_size, data["template"])
+
+    ids = [i % vocab_size for i in range(block_size)]
+    check_tokenizer(folder, encode, decode, ids)
+    difference = hf.check_model(model, folder, torch.tensor([ids]))
+    print(f"Loaded with transformers {transformers.__version__} in float32, its logits for "
+          f"{len(ids):,} tokens differ from those of the training code by at most "
+          f"{difference:.1e}.")
+    if left_out:
+        print("note: transformers' GPT-2 has no buffers, so the export has no "
+              f"{', '.join(left_out)}")
+
+
+def check_tokenizer(folder: str, encode: Encode, decode: Decode, ids: list[int]) -> None:
+    """Raise UserError if an exported tokenizer encodes or decodes otherwise than that of the data.
+
+    ids: whose text is compared.
+    """
+    exported = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    text = decode(ids)
+    wanted = encode(text)
+    if exported(text, add_special_tokens=False)["input_ids"] != wanted:
+        raise UserError("the exported tokenizer encodes a text differently: nothing was exported")
+    if exported.decode(wanted) != decode(wanted):
+        raise UserError("the exported tokenizer decodes tokens differently: nothing was exported")
+
+
+def export() -> None:
+    """Export what the settings say. Raises UserError and OSError."""
+    if peft and dtype != "float32":
+        raise UserError(f"peft=True writes float32, but dtype={dtype}: drop one of the two")
+    name, manifest = TagStore(out_dir).find(tag)
+    state = manifest["state"]
+    encode, decode = tokenizer_of(state["data"]["tokenizer"])
+    folder = os.path.normpath(to or os.path.join(out_dir, f"hf-{name}"))
+    check_new_folder(folder)
+
+    work = f"{folder}.{secrets.token_hex(4)}.saving"
     try:
-        if peft and dtype != "float32":
-            raise UserError(f"peft=True writes float32, but dtype={dtype}: drop one of the two")
-        tag, manifest = TagStore(out_dir).find(tag)
-        state = manifest["state"]
-        kind, vocab_size = state["data"]["tokenizer"], state["data"]["vocab_size"]
-        encode, decode = tokenizer_of(kind)
-        to = os.path.normpath(to or os.path.join(out_dir, f"hf-{tag}"))
-        refuse_broken_link(to, "--to")
-        if os.path.exists(to) and not (os.path.isdir(to) and not os.listdir(to)):
-            raise UserError(f"to={to} exists: choose another folder with --to=DIR, or delete it")
-        work = f"{to}.{secrets.token_hex(4)}.saving"
         os.makedirs(work)
         if peft:
-            reader, _ = open_tag(out_dir, tag)
-            hf.write_peft_adapter(work, state["lora"], {name: reader.get(name) for name in reader.shapes})
+            write_adapter(work, name, state)
         else:
-            model, _ = load_model(out_dir, tag)
-            model.crop_vocab_size(vocab_size)
-            print(f"{out_dir}/{tag}: {model.num_params():,} parameters after {counted(state['iter_num'], 'iteration')}")
-            model.to(getattr(torch, dtype)).float()  # the rounded weights
-            ids = [i % vocab_size for i in range(model.config.block_size)]
-            left_out = hf.write_model(model, work, end_of_text(kind), dtype)
-            hf.write_tokenizer(work, kind, model.config.block_size, state["data"]["template"])
-            tokenizer, text = transformers.AutoTokenizer.from_pretrained(work, local_files_only=True), decode(ids)
-            wanted = encode(text)
-            if tokenizer(text, add_special_tokens=False)["input_ids"] != wanted:
-                raise UserError("the exported tokenizer encodes a text differently: nothing was exported")
-            if tokenizer.decode(wanted) != decode(wanted):
-                raise UserError("the exported tokenizer decodes tokens differently: nothing was exported")
-            difference = hf.check_model(model, work, torch.tensor([ids]))
-            print(f"Loaded with transformers {transformers.__version__} in float32, its logits for {len(ids):,} tokens "
-                  f"differ from those of the training code by at most {difference:.1e}.")
-            if left_out:
-                print(f"note: transformers' GPT-2 has no buffers, so the export has no {', '.join(left_out)}")
-        os.rename(work, to)
-        print(f"written to {to}")
+            write_model(work, name, state, encode, decode)
+        os.rename(work, folder)
+        print(f"written to {folder}")
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
-        raise UserError(f"to={to} can't be written ({why}): choose another folder with --to=DIR") from None
+        raise UserError(f"to={folder} can't be written ({why}): choose another folder with "
+                        "--to=DIR") from None
     finally:
-        if work:
-            shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
+
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+with exit_on_error("interrupted"):
+    export()

@@ -425,7 +425,7 @@ FAULTS = [Fault(*row) for row in (
      'self.read_list(question, "prompt")',
      "prepare/test_conversation_shapes.py::test_300_conversations_are_transformers[lists of messages-char]"),
     ("chat, Parquet's JSON", "a text that datasets stores as JSON keeps its quotation marks",
-     "runtime/prepare/tables.py", "        return json.loads(value)\n", "        return value\n",
+     "runtime/prepare/tables.py", "            return value\n", "            return plain_json(value)\n",
      "prepare/test_conversation_files.py::"
      "test_values_of_mixed_types_in_parquet_and_arrow_are_what_json_lines_say"),
     ("chat, Parquet's JSON, a field twice", "of two fields of one name in it, the last one is kept without a word",
@@ -595,8 +595,11 @@ FAULTS = [Fault(*row) for row in (
      "runtime/prepare/splits.py", 'if not by_split["train"] or 2 * len(by_split["none"]) > len(files):', "if False:",
      "prepare/test_splits.py::test_names_that_are_not_clear_are_refused_with_both_ways[a.txt b.txt valid.txt]"),
     ("splits, duplicates", "a document that is validated on is trained on, too",
-     "runtime/prepare/splits.py", '[(file, "val") for file in val_files] + [(file, "train") for file in train_files]',
-     '[(file, "train") for file in train_files] + [(file, "val") for file in val_files]',
+     "runtime/prepare/splits.py", '''    ordered = [(file, "val") for file in val_files]
+    ordered += [(file, "train") for file in train_files]
+''', '''    ordered = [(file, "train") for file in train_files]
+    ordered += [(file, "val") for file in val_files]
+''',
      "prepare/test_splits.py::test_val_is_validated_on_and_nothing_of_it_is_trained_on"),
     ("token files, type", "ids of 32 or 64 bits without a meta.json are read as uint16",
      "runtime/data/token_files.py", "    if wide:\n", "    if False:\n",

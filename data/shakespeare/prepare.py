@@ -1,4 +1,7 @@
-"""Prepare tiny Shakespeare in GPT-2's tokens, split as in nanoGPT: train.bin, val.bin, meta.json, meta.pkl."""
+"""Prepare tiny Shakespeare in GPT-2's tokens, split as in nanoGPT.
+
+It writes train.bin, val.bin, meta.json and meta.pkl beside this script.
+"""
 
 import sys
 from pathlib import Path

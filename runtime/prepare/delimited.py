@@ -1,7 +1,9 @@
-"""Read the texts of one column of a CSV or TSV file, with Python's csv module, or a document per line.
+"""Read the texts of one column of a CSV or TSV file, with Python's csv module, or a document per
+line.
 
-A quote that isn't closed would swallow the rows after it. So each row must have as many fields as the header, and
-quotes must be as RFC 4180 says: around a whole field, and twice inside of one."""
+A quote that isn't closed would swallow the rows after it. So each row must have as many fields as
+the header, and quotes must be as RFC 4180 says: around a whole field, and twice inside of one.
+"""
 
 import csv
 import io
@@ -16,7 +18,9 @@ DELIMITERS = {"csv": ",", "tsv": "\t"}
 MAX_SHOWN = 200  # characters of the names of columns
 
 
-def table_texts(name: str, file: BinaryIO, kind: str, field: str, max_bytes: int) -> Iterator[bytes]:
+def table_texts(
+    name: str, file: BinaryIO, kind: str, field: str, max_bytes: int
+) -> Iterator[bytes]:
     """Yield the texts of a column as bytes, which are perhaps not UTF-8.
 
     name: for messages. kind: "csv" or "tsv". field: the column's name in the first row. max_bytes:
@@ -43,18 +47,27 @@ def table_texts(name: str, file: BinaryIO, kind: str, field: str, max_bytes: int
             begin = rows.line_num + 1
     except csv.Error as error:
         reason = str(error).replace("\t", r"\t")
+        delimiter = "a comma"
+        if kind == "tsv":
+            delimiter = "a tab"
         raise UserError(
             f'{name}, line {begin:,}: {reason}: put quotes, "...", around a field with '
-            f"{'a comma' if kind == 'csv' else 'a tab'}, a line end or a quote in it, and write the "
-            'quote twice, ""'
+            f'{delimiter}, a line end or a quote in it, and write the quote twice, ""'
         ) from None
 
 
 def bounded_lines(name: str, text: TextIO, longest: int) -> Iterator[str]:
-    """Yield the lines of a text stream. Raises UserError for one of more than `longest` characters."""
-    while line := text.readline(longest + 1):
+    """Yield the lines of a text stream.
+
+    Raises UserError for one of more than `longest` characters.
+    """
+    while True:
+        line = text.readline(longest + 1)
+        if not line:
+            return
         if len(line) > longest:
-            raise UserError(f"{name} has a line of more than {longest:,} characters: split it into rows")
+            raise UserError(f"{name} has a line of more than {longest:,} characters: split it into "
+                            "rows")
         yield line
 
 
@@ -71,7 +84,8 @@ def column_of(name: str, header: list[str], field: str) -> int:
         raise UserError(f"{name} has several columns {field!r}: rename all but one")
     raise UserError(
         f"{name} has no column {field!r} in its first row ({columns or 'empty'}): choose one with "
-        "--field=NAME, add a row with the names, or read each line as a document with --format=lines"
+        "--field=NAME, add a row with the names, or read each line as a document with "
+        "--format=lines"
     )
 
 

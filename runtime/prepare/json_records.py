@@ -4,7 +4,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from runtime.output import printable
 
@@ -26,7 +26,10 @@ class SeveralArrays(ValueError):
 
 
 def json_value(record: bytes, shape: str) -> Any:
-    """Return the value of a JSON text. shape: what a file may hold, for the user. Raises WrongJSON."""
+    """Return the value of a JSON text.
+
+    shape: what a file may hold, for the user. Raises WrongJSON.
+    """
     try:
         return UNIQUE_DECODER.decode(str(record.removeprefix(codecs.BOM_UTF8), "utf-8"))
     except UnicodeDecodeError:
@@ -70,7 +73,10 @@ def json_records(file: BinaryIO, max_bytes: int) -> Iterator[tuple[str, bytes]]:
     """
     number = 0
     is_first = True
-    while line := file.readline(BLOCK_BYTES):
+    while True:
+        line = file.readline(BLOCK_BYTES)
+        if not line:
+            return
         number += 1
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
@@ -179,10 +185,12 @@ class Elements:
         return bool(content)
 
     def decode(self, content: bytes) -> str:
+        """Return the text of the next bytes. Raises ValueError."""
         try:
             return self.decoder.decode(content, final=not content)
         except UnicodeDecodeError:
             self.fail("invalid UTF-8")
 
-    def fail(self, problem: str) -> None:
+    def fail(self, problem: str) -> NoReturn:
+        """Raise ValueError with the element that is read."""
         raise ValueError(f"element {self.number:,} of the JSON array: {problem}")

@@ -1,7 +1,9 @@
 """Which split each input file is for: as --val says, as the names of the files say, or by document.
 
-The names decide if at least half of them say a split, as in a folder with train.jsonl, valid.jsonl and test.jsonl. A
-single "test-drive.txt" among other texts isn't clear, so it is refused with both ways."""
+The names decide if at least half of them say a split, as in a folder with train.jsonl, valid.jsonl
+and test.jsonl. A single "test-drive.txt" among other texts isn't clear, so it is refused with both
+ways.
+"""
 
 import os
 import re
@@ -12,7 +14,8 @@ from runtime.errors import UserError
 from runtime.output import counted
 
 TRAIN_WORD = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
-VAL_WORD = re.compile(r"(?<![a-z])(val|valid|validation|dev|eval|evaluation)(?![a-z])", re.IGNORECASE)
+VAL_WORD = re.compile(
+    r"(?<![a-z])(val|valid|validation|dev|eval|evaluation)(?![a-z])", re.IGNORECASE)
 TEST_WORD = re.compile(r"(?<![a-z])test(ing)?(?![a-z])", re.IGNORECASE)
 WORDS = {"train": TRAIN_WORD, "val": VAL_WORD, "test": TEST_WORD}
 MOST_SHOWN = 3  # names in a message
@@ -22,12 +25,14 @@ MOST_SHOWN = 3  # names in a message
 class SplitFiles:
     """The input files in the order in which they are read, and how they are split."""
 
-    files: list[tuple[str, str | None]]  # path; "train", "val", or None if each document's hash decides
+    # Each with "train", "val", or None if the hash of each of its documents decides
+    files: list[tuple[str, str | None]]
     how: str  # "val", "names" or "fraction"
     note: str | None = None  # what to tell the user
 
     @property
     def paths(self) -> list[str]:
+        """The paths of the files."""
         return [path for path, _ in self.files]
 
 
@@ -79,11 +84,13 @@ def split_as_asked(files: list[str], val_files: list[str], fraction: float | Non
     note = None
     by_split = split_by_names(train_files)
     if by_split["val"] or by_split["test"]:
+        says = says_held_out(by_split["val"] + by_split["test"])
         note = (
-            f"{says_held_out(by_split['val'] + by_split['test'])}, and --val doesn't name it, so it is "
-            "trained on: name the files to train on instead of their folder to leave it out"
+            f"{says}, and --val doesn't name it, so it is trained on: name the files to train on "
+            "instead of their folder to leave it out"
         )
-    ordered = [(file, "val") for file in val_files] + [(file, "train") for file in train_files]
+    ordered = [(file, "val") for file in val_files]
+    ordered += [(file, "train") for file in train_files]
     return SplitFiles(ordered, "val", note)
 
 
@@ -93,7 +100,9 @@ def split_by_names(files: list[str]) -> dict[str, list[str]]:
     Only the part of a path counts in which the files differ: its name first, then the folders.
     """
     folders = [os.path.dirname(os.path.abspath(file)) for file in files if file != "-"]
-    common = os.path.commonpath(folders) if folders else ""
+    common = ""
+    if folders:
+        common = os.path.commonpath(folders)
     by_split = {"train": [], "val": [], "test": [], "none": []}
     for file in files:
         by_split[split_of(file, common)].append(file)
@@ -120,13 +129,16 @@ def split_said(name: str) -> str | None:
     return None
 
 
-def check_both_splits(counts: dict[str, int], n_bytes: int, fraction: float | None, is_cut: bool) -> None:
+def check_both_splits(
+    counts: dict[str, int], n_bytes: int, fraction: float | None, is_cut: bool
+) -> None:
     """Raise UserError unless both splits have a document.
 
     counts: of a pipeline.Reader. n_bytes: of the input. fraction: --val_fraction, or None if the
     files are split. is_cut: whether long texts are cut, as those of .txt are.
     """
-    train, val = counts["train"], counts["val"]
+    train = counts["train"]
+    val = counts["val"]
     if train and val:
         return
     skipped = skipped_documents(counts)
@@ -135,16 +147,20 @@ def check_both_splits(counts: dict[str, int], n_bytes: int, fraction: float | No
         found += f" (skipped: {skipped})"
     if counts["unreadable"] and not train and not val:
         fix = "leave out --skip_unreadable to see why the first one can't be read"
+    elif fraction is None and train:
+        fix = "add a file with other texts for validation with --val=PATH"
     elif fraction is None:
-        fix = f"add a file with other texts for {'validation with --val=PATH' if train else 'training'}"
+        fix = "add a file with other texts for training"
     elif is_cut:
         size = max(64, int(n_bytes * fraction / 5))
         fix = (
-            f"add to these {counted(n_bytes, 'byte')}, change --val_fraction={fraction:g}, cut a long text into "
-            f"more documents with --max_document_bytes={size}, or give a file with --val=PATH"
+            f"add to these {counted(n_bytes, 'byte')}, change --val_fraction={fraction:g}, cut a "
+            f"long text into more documents with --max_document_bytes={size}, or give a file with "
+            "--val=PATH"
         )
     else:
-        fix = f"add documents, change --val_fraction={fraction:g}, or give a file with --val=PATH"
+        fix = (f"add documents, change --val_fraction={fraction:g}, or give a file with "
+               "--val=PATH")
     raise UserError(f"{found}, and each needs one: {fix}")
 
 
@@ -161,7 +177,9 @@ def skipped_documents(counts: dict[str, int]) -> str:
 
 def says_held_out(files: list[str]) -> str:
     """Return a clause that says which names say validation or test."""
-    verb = "says" if len(files) == 1 else "say"
+    verb = "say"
+    if len(files) == 1:
+        verb = "says"
     return f"{shown(files)} {verb} validation or test by name"
 
 

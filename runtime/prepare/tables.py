@@ -70,6 +70,7 @@ def has_one_kind(kind: Any) -> bool:
 
 
 def open_parquet(name: str) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
+    """Return what open_table() does, of a Parquet file."""
     from pyarrow.parquet import ParquetFile
 
     # With pre_buffer, it would keep whole row groups in memory
@@ -82,6 +83,7 @@ def open_parquet(name: str) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
 
 
 def open_arrow(name: str) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
+    """Return what open_table() does, of an Arrow file or stream."""
     import pyarrow
 
     # With a memory map, a length that the file doesn't have is an error, not an allocation

@@ -3,10 +3,12 @@
 import contextlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from runtime.chosen_model import GPT
 from runtime.errors import UserError
@@ -17,11 +19,16 @@ from runtime.untrusted import read_regular
 
 MAX_TEXT_BYTES = 1_000_000_000
 OWN_PIPES = ("/dev/stdin", "/dev/fd/")  # of the shell that started this: <(command)
-TEMPERATURE, TOP_K = 0.8, 200  # for samples during training; sample.py's defaults
+# For samples during training; sample.py's defaults
+TEMPERATURE = 0.8
+TOP_K = 200
 
 
-def read_text(path):
-    """Return a file's text, with \\n after each line. Raises UserError if it can't be read or isn't UTF-8."""
+def read_text(path: str | Path) -> str:
+    """Return a file's text, with a newline after each line.
+
+    Raises UserError if it can't be read or isn't UTF-8.
+    """
     try:
         if str(path).startswith(OWN_PIPES):
             content = Path(path).read_bytes()
@@ -50,22 +57,35 @@ def escape_note(option: str, text: str) -> str | None:
     )
 
 
-def read_prompts(start, prompts_file):
-    """Return the prompts: the lines of prompts_file, the content of the file in start=FILE:path, or `start`."""
+def read_prompts(start: str, prompts_file: str | None) -> list[str]:
+    """Return the prompts: the lines of prompts_file, or `start`, which may be FILE:path.
+
+    Raises UserError.
+    """
+    if not prompts_file and start.startswith("FILE:"):
+        return [read_text(expand_path(start.removeprefix("FILE:")))]
     if not prompts_file:
-        return [read_text(expand_path(start.removeprefix("FILE:"))) if start.startswith("FILE:") else start]
+        return [start]
     lines = [line for line in read_text(prompts_file).split("\n") if line]
     if not lines:
         raise UserError(f"{prompts_file} is empty: write one prompt per line")
     return lines
 
 
-def ask_for_prompts(encode, question):
-    """Ask for prompts until an empty line or Ctrl-D, and yield (text, tokens) of each. Print encode's UserErrors."""
+def ask_for_prompts(
+    encode: Callable[[str], list[int]], question: str
+) -> Iterator[tuple[str, list[int]]]:
+    """Ask for prompts until an empty line or Ctrl-D, and yield (text, tokens) of each.
+
+    The UserErrors of `encode` are printed.
+    """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (enables line editing)
     with contextlib.suppress(EOFError, KeyboardInterrupt):
-        while line := input(question):
+        while True:
+            line = input(question)
+            if not line:
+                return
             try:
                 yield line, encode(line)
             except UserError as error:
@@ -73,42 +93,79 @@ def ask_for_prompts(encode, question):
 
 
 class TextStream:
-    """The text after a prompt, token by token: .ids and .text. .has_ended: it ended with `end`. show(new) is called
-    with each piece of text that ends in a complete character."""
+    """The text after a prompt, token by token: .ids and .text.
 
-    def __init__(self, prompt, decode, end, show):
-        self.prompt, self.decode, self.end, self.show = prompt, decode, end, show
-        self.prompt_chars = len(decode(prompt))  # decoded with the text: some tokenizers need context
-        self.ids, self.text, self.shown, self.has_ended = [], "", 0, False
+    has_ended: whether it ended with `end`. show(new) is called with each piece of text that ends in
+    a complete character.
+    """
 
-    def add(self, token):
+    def __init__(
+        self,
+        prompt: list[int],
+        decode: Callable[[list[int]], str],
+        end: int | None,
+        show: Callable[[str], None] | None,
+    ) -> None:
+        self.prompt = prompt
+        self.decode = decode
+        self.end = end
+        self.show = show
+        # Some tokenizers need context, so the prompt is decoded with the text
+        self.prompt_chars = len(decode(prompt))
+        self.ids: list[int] = []
+        self.text = ""
+        self.shown = 0  # characters
+        self.has_ended = False
+
+    def add(self, token: int) -> None:
+        """Add a token. After `end`, nothing is added."""
         self.has_ended = self.has_ended or token == self.end
         if self.has_ended:
             return
         self.ids.append(token)
-        self.text = self.decode(self.prompt + self.ids)[self.prompt_chars:]
+        self.text = self.decode(self.prompt + self.ids)[self.prompt_chars :]
         if not self.text.endswith("\N{REPLACEMENT CHARACTER}"):
             self.flush()
 
-    def flush(self):
+    def flush(self) -> None:
         """Show the rest of the text."""
-        if len(self.text) > self.shown:
-            self.show(self.text[self.shown:])
+        if self.show is not None and len(self.text) > self.shown:
+            self.show(self.text[self.shown :])
             self.shown = len(self.text)
 
 
-def generate_texts(model, prompt, n_texts, seed, max_new_tokens, decode, end=None, show=None, **sampling):
-    """Generate n_texts from a prompt (ids), as one batch, and return their TextStreams. end: the id of <|endoftext|>;
-    sampling: generate()'s temperature, top_k and top_p."""
-    device = next(model.parameters()).device
-    texts = [TextStream(prompt, decode, end, show or (lambda new: None)) for _ in range(n_texts)]
+def generate_texts(
+    model: GPT,
+    prompt: list[int],
+    n_texts: int,
+    seed: int,
+    max_new_tokens: int,
+    decode: Callable[[list[int]], str],
+    end: int | None = None,
+    show: Callable[[str], None] | None = None,
+    **sampling: Any,
+) -> list[TextStream]:
+    """Generate n_texts from a prompt (ids), as one batch, and return their TextStreams.
 
-    def on_token(tokens):
+    end: the id of <|endoftext|>. show: as for a TextStream. sampling: generate()'s temperature,
+    top_k and top_p.
+    """
+    device = next(model.parameters()).device
+    texts = [TextStream(prompt, decode, end, show) for _ in range(n_texts)]
+
+    def on_token(tokens: Tensor) -> None:
         for text, token in zip(texts, tokens.tolist()):
             text.add(token)
 
-    model.generate(torch.tensor([prompt] * n_texts, device=device), max_new_tokens, end_of_text=end, on_token=on_token,
-                   generator=torch.Generator(device).manual_seed(seed), custom_step=decode_step_for(model), **sampling)
+    model.generate(
+        torch.tensor([prompt] * n_texts, device=device),
+        max_new_tokens,
+        end_of_text=end,
+        on_token=on_token,
+        generator=torch.Generator(device).manual_seed(seed),
+        custom_step=decode_step_for(model),
+        **sampling,
+    )
     for text in texts:
         text.flush()
     return texts
@@ -126,12 +183,14 @@ def sample_while_training(
     seed: int,
     is_stopped: Callable[[], bool],
 ) -> list[int] | None:
-    """Return the prompt (ids) and n_tokens more of the data's vocabulary; None if is_stopped() is true after a token.
+    """Return the prompt (ids) and n_tokens more of the data's vocabulary.
 
-    All ranks call it, and none stops at an end_of_text: ZeRO-3 gathers parameters. Capturing CUDA graphs takes memory
-    and disturbs other threads."""
+    Return None if is_stopped() is true after a token. All ranks call it, and none stops at an
+    end_of_text: ZeRO-3 gathers parameters. There are no CUDA graphs: capturing them takes memory
+    and disturbs other threads.
+    """
 
-    def on_token(_: torch.Tensor) -> None:
+    def on_token(_: Tensor) -> None:
         if is_stopped():
             raise StoppedError
 

@@ -1,7 +1,12 @@
 """Find the model that sample.py or evaluate.py loads, and its tokenizer."""
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from runtime.bring import no_weights
 from runtime.checkpoint.load import load_model
@@ -17,42 +22,72 @@ from runtime.untrusted import read_regular
 from runtime.weights import print_note, read_json_of_weights, weights_errors
 
 
-def find_model(init_from, out_dir, tag, dataset):
-    """Return (name, description, data, load(device, dtype) -> GPT) of the model that the settings name. data:
-    {"tokenizer", "vocab_size", "template" or None, "block_size"}. init_from: "resume" for a tag of out_dir, otherwise
-    as for GPT.from_pretrained. dataset: what other weights were trained on, or None. Raises UserError."""
-    if init_from == "resume":
-        tag, manifest = TagStore(out_dir).find(tag)
-        name, description = f"{out_dir}/{tag}", f" after {counted(manifest['iter_num'], 'iteration')}"
-        data = {**manifest["state"]["data"], "block_size": manifest["state"]["model"]["block_size"]}
-    elif run := parse_run_path(init_from):
-        raise UserError(f"init_from={init_from} has checkpoints of train_deepspeed.py: use --out_dir={run[0]} "
-                        f"--tag={run[1]}")
-    else:
-        name, description, folder = init_from, "", Path(init_from)
-        if not hasattr(GPTConfig, "from_weights"):  # a model.py of others
-            raise UserError(no_weights(init_from, GPTConfig.__module__))
-        config = GPTConfig.from_weights(init_from) if os.path.exists(init_from) else GPTConfig()  # a GPT-2 on the hub
-        if dataset:
-            data = read_meta(dataset_dir(dataset))
-            check_ids(dataset, data, init_from, config.vocab_size)
-        else:
-            data = data_of_weights(init_from, config.vocab_size)
-        data = {"template": template_of_weights(folder), "block_size": config.block_size, **data}
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from, and what is known of it before it is loaded."""
 
-    def load(device, dtype):
+    name: str
+    description: str  # what follows its name
+    data: dict[str, Any]  # "tokenizer", "vocab_size", "template" or None, "block_size"
+
+
+def find_model(
+    init_from: str, out_dir: str, tag: str | None, dataset: str | None
+) -> tuple[str, str, dict[str, Any], Callable[[str, torch.dtype], GPT]]:
+    """Return (name, description, data, load(device, dtype)) of the model that the settings name.
+
+    init_from: "resume" for a tag of out_dir, otherwise as for GPT.from_pretrained. dataset: what
+    other weights were trained on, or None. data: see Source. Raises UserError.
+    """
+    if init_from == "resume":
+        tag, source = source_of_tag(out_dir, tag)
+    else:
+        source = source_of_weights(init_from, dataset)
+
+    def load(device: str, dtype: torch.dtype) -> GPT:
         if init_from == "resume":
             model, _ = load_model(out_dir, tag, device=device)
             model.to(dtype)
         else:
             model = GPT.from_pretrained(init_from, device=device, dtype=dtype)
-        model.crop_vocab_size(data["vocab_size"])
+        model.crop_vocab_size(source.data["vocab_size"])
         return model.eval()
 
-    return name, description, data, load
+    return source.name, source.description, source.data, load
 
 
-def template_of_weights(folder):
+def source_of_tag(out_dir: str, tag: str | None) -> tuple[str, Source]:
+    """Return (the tag's name, its Source). Raises UserError."""
+    tag, manifest = TagStore(out_dir).find(tag)
+    state = manifest["state"]
+    description = f" after {counted(manifest['iter_num'], 'iteration')}"
+    data = {**state["data"], "block_size": state["model"]["block_size"]}
+    return tag, Source(f"{out_dir}/{tag}", description, data)
+
+
+def source_of_weights(init_from: str, dataset: str | None) -> Source:
+    """Return the Source of weights that GPT.from_pretrained takes. Raises UserError."""
+    run = parse_run_path(init_from)
+    if run:
+        raise UserError(f"init_from={init_from} has checkpoints of train_deepspeed.py: use "
+                        f"--out_dir={run[0]} --tag={run[1]}")
+    if not hasattr(GPTConfig, "from_weights"):  # a model.py of others
+        raise UserError(no_weights(init_from, GPTConfig.__module__))
+    config = GPTConfig()  # of a GPT-2 on the hub
+    if os.path.exists(init_from):
+        config = GPTConfig.from_weights(init_from)
+    if dataset:
+        own = read_meta(dataset_dir(dataset))
+        check_ids(dataset, own, init_from, config.vocab_size)
+    else:
+        own = data_of_weights(init_from, config.vocab_size)
+    # A dataset of conversations has a template of its own
+    template = template_of_weights(Path(init_from))
+    data = {"template": template, "block_size": config.block_size, **own}
+    return Source(init_from, "", data)
+
+
+def template_of_weights(folder: Path) -> str | None:
     """Return the chat template in a folder of transformers, or None. Raises UserError."""
     jinja = folder / "chat_template.jinja"
     if jinja.exists():
@@ -64,11 +99,14 @@ def template_of_weights(folder):
     template = read_json_of_weights(file).get("chat_template")
     if isinstance(template, list):  # of templates with names
         with weights_errors(file):
-            template = {each["name"]: each["template"] for each in template}.get("default")
-    return template if isinstance(template, str) else None
+            by_name = {each["name"]: each["template"] for each in template}
+            template = by_name.get("default")
+    if not isinstance(template, str):
+        return None
+    return template
 
 
-def data_of_weights(source, vocab_size):
+def data_of_weights(source: str, vocab_size: int) -> dict[str, Any]:
     """Return {"tokenizer", "vocab_size"} of a name on the hub, a folder of weights or a ckpt.pt.
 
     Raises UserError.
@@ -77,7 +115,7 @@ def data_of_weights(source, vocab_size):
     if data is None:
         data, note = assumed_tokenizer(source, vocab_size)
         if data is None:
-            raise UserError(f"the tokenizer of {source} is unknown ({vocab_size} tokens): name the dataset that it was "
-                            "trained on with --dataset=NAME or a path")
+            raise UserError(f"the tokenizer of {source} is unknown ({vocab_size} tokens): name the "
+                            "dataset that it was trained on with --dataset=NAME or a path")
         print_note(note)
     return data

@@ -183,7 +183,7 @@ def npy(header):
 def test_an_npy_file_of_another_shape_or_type_is_a_sentence(tmp_path, shape, descr):
     path = tmp_path / "train_1.npy"
     path.write_bytes(npy(f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}"))
-    assert f"{path} is no shard of tokens (" in sentence(shards.layout_of, str(path))
+    assert f"{path} is no shard of tokens (" in sentence(shards.token_file, str(path))
 
 
 def test_names_of_files_put_no_escapes_on_a_terminal(tmp_path):
